@@ -1,0 +1,57 @@
+"""One evaluation of a fixed-point map, with its contract checked."""
+
+import torch
+from torch import Tensor
+
+from deqseq.types import FixedPointMap, State
+
+
+def check_start(z0: Tensor) -> None:
+    """Refuse a starting point that no solve can begin from.
+
+    Args:
+        z0: the starting point, ``(batch, *event)``.
+
+    Raises:
+        TypeError: it is not a floating-point tensor.
+        ValueError: it has no rows, no elements, or values that are not finite.
+    """
+    if not isinstance(z0, Tensor) or not z0.is_floating_point():
+        got = z0.dtype if isinstance(z0, Tensor) else type(z0).__name__
+        raise TypeError(f"z0 must be a floating-point tensor (batch, *event), got {got}")
+    if z0.ndim == 0 or z0.numel() == 0:
+        raise ValueError(f"z0 must have at least one row and one element, got shape {tuple(z0.shape)}")
+    if not bool(torch.isfinite(z0).all()):
+        raise ValueError("z0 must be finite, got NaN or infinity")
+
+
+def evaluate(f: FixedPointMap, z: State) -> State:
+    """``f(z)`` in the dtype of ``z``.
+
+    Under autocast a map computes in half precision; its value is brought back to the state's dtype, so that the
+    iteration does not lose precision from one step to the next.
+
+    Args:
+        f: the map.
+        z: the point, ``(batch, *event)``.
+
+    Returns:
+        The map's value, the shape, dtype and device of ``z``.
+
+    Raises:
+        TypeError: the map returns something else than a tensor, or changes the dtype outside autocast.
+        ValueError: the map changes the shape or the device.
+    """
+    fz = f(z)
+    if not isinstance(fz, Tensor):
+        raise TypeError(f"f(z) must be a tensor of the shape of z, got {type(fz).__name__}")
+    if fz.shape != z.shape or fz.device != z.device:
+        raise ValueError(
+            f"f must keep the shape and device of z: got {tuple(fz.shape)} on {fz.device} "
+            f"for {tuple(z.shape)} on {z.device}"
+        )
+    if fz.dtype != z.dtype:
+        if not torch.is_autocast_enabled(z.device.type):
+            raise TypeError(f"f must keep the dtype of z outside autocast: got {fz.dtype} for {z.dtype}")
+        fz = fz.to(z.dtype)
+    return fz

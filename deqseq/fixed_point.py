@@ -1,0 +1,64 @@
+"""The functional entry: solver x gradient x stopping rule."""
+
+import torch
+
+from deqseq.gradients.base import Gradient
+from deqseq.gradients.implicit import Implicit
+from deqseq.solution import Solution
+from deqseq.solve import Callback
+from deqseq.solvers.anderson import Anderson
+from deqseq.solvers.base import OutsideSolver, Solver
+from deqseq.stop import Stop
+from deqseq.types import FixedPointMap, State
+
+
+def fixed_point(
+    f: FixedPointMap,
+    z0: State,
+    *,
+    solver: Solver | OutsideSolver = Anderson(),
+    stop: Stop = Stop(),
+    gradient: Gradient | None = None,
+    throw: bool = False,
+    trace: bool = False,
+    callback: Callback | None = None,
+) -> Solution:
+    r"""A fixed point :math:`z^* = f(z^*)` that can be differentiated.
+
+    Args:
+        f: the map, ``(batch, *event) -> (batch, *event)``. Whatever tensors it closes over receive gradients.
+        z0: where to start, ``(batch, *event)``.
+        solver: the algorithm.
+        stop: tolerances, budget and granularity.
+        gradient: the estimator. None takes the exact one, :class:`Implicit`, where anything in ``f`` wants a
+            gradient; an estimator that is named must find something to differentiate.
+        throw: whether rows that did not converge raise.
+        trace: whether to keep the residual at every look.
+        callback: called with a :class:`Progress` at every look.
+
+    Returns:
+        The solution: value, status and statistics, row by row.
+
+    Raises:
+        ConvergenceError: with ``throw``, names the rows that did not converge, their residuals and a remedy.
+        ValueError: ``gradient`` was named, gradients are enabled, and yet nothing in ``f`` requires one; or ``z0``
+            requires one and the estimator would drop it.
+
+    Example:
+        >>> import torch, deqseq as dq
+        >>> W = torch.eye(3) / 2
+        >>> solution = dq.fixed_point(lambda z: torch.tanh(z @ W + 1), torch.zeros(2, 3), throw=True)
+        >>> solution.value[0, 0]
+        tensor(0.8952)
+    """
+    chosen = Implicit() if gradient is None else gradient
+    solution = chosen.apply(f, z0, solver=solver, stop=stop, trace=trace, callback=callback)
+    if throw:
+        solution.raise_if_failed()
+    if gradient is not None and torch.is_grad_enabled() and not solution.value.requires_grad:
+        raise ValueError(
+            f"gradient={gradient} finds nothing to differentiate: f(z) depends on no tensor that requires a "
+            "gradient (frozen parameters? a no_grad or detach inside f?). Leave gradient out, or solve under "
+            "torch.no_grad()"
+        )
+    return solution

@@ -1,0 +1,111 @@
+"""What a gradient estimator is: a way to give a fixed point a backward pass."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from deqseq.evaluate import evaluate
+from deqseq.solution import Solution
+from deqseq.solve import Callback, solve
+from deqseq.solvers.base import OutsideSolver, Solver
+from deqseq.stop import Stop
+from deqseq.types import FixedPointMap, RowIndex, SelectableMap, State
+
+
+class Gradient(ABC):
+    """How a fixed point is differentiated. An estimator object is its configuration: a frozen dataclass."""
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether the backward pass evaluates the map again (activation checkpointing)."""
+        return False
+
+    @abstractmethod
+    def apply(
+        self,
+        f: FixedPointMap,
+        z0: State,
+        *,
+        solver: Solver | OutsideSolver,
+        stop: Stop,
+        trace: bool = False,
+        callback: Callback | None = None,
+    ) -> Solution:
+        """Solve, and return a solution whose value carries this estimator's graph where gradients are enabled.
+
+        Args:
+            f: the map; what it closes over (parameters, an injection) receives gradients.
+            z0: where to start, ``(batch, *event)``.
+            solver: the algorithm.
+            stop: tolerances, budget and granularity.
+            trace: whether to keep the residual at every look.
+            callback: called at every look.
+
+        Returns:
+            The solution; status and statistics are those of the solve.
+        """
+
+
+class AttachedGradient(Gradient):
+    """An estimator that needs the fixed point alone: solve without a graph by any means, then attach one.
+
+    The fixed point does not depend on where the solve began, so a starting point that wants a gradient is an error.
+    """
+
+    @abstractmethod
+    def attach(self, f: FixedPointMap, z_star: State) -> State:
+        """The fixed point with this estimator's graph, built in the caller's gradient mode.
+
+        Args:
+            f: the map that ``z_star`` is a fixed point of.
+            z_star: the fixed point, ``(batch, *event)``; its own history, if any, is cut.
+
+        Returns:
+            A tensor of the same shape: ``z_star`` up to the solve's tolerance.
+        """
+
+    def apply(
+        self,
+        f: FixedPointMap,
+        z0: State,
+        *,
+        solver: Solver | OutsideSolver,
+        stop: Stop,
+        trace: bool = False,
+        callback: Callback | None = None,
+    ) -> Solution:
+        if torch.is_grad_enabled() and isinstance(z0, Tensor) and z0.requires_grad:
+            raise ValueError(
+                f"z0 requires a gradient, but {type(self).__name__} treats the fixed point as independent of its "
+                "start: pass z0.detach(), or differentiate the iteration itself with Unrolled()"
+            )
+        with torch.no_grad():
+            solution = solve(f, z0, solver=solver, stop=stop, trace=trace, callback=callback)
+        if not torch.is_grad_enabled():
+            return solution
+        return replace(solution, value=self.attach(f, solution.value))
+
+
+def checkpointed(f: FixedPointMap) -> FixedPointMap:
+    """``f`` that keeps no activations for the backward pass, but computes them again there."""
+    return _SelectableCheckpointed(f) if isinstance(f, SelectableMap) else _checkpoint(f)
+
+
+def _checkpoint(f: FixedPointMap) -> Callable[[State], State]:
+    return lambda z: checkpoint(evaluate, f, z, use_reentrant=False)
+
+
+class _SelectableCheckpointed:
+    def __init__(self, f: SelectableMap) -> None:
+        self._f = f
+        self._call = _checkpoint(f)
+
+    def __call__(self, z: State, /) -> State:
+        return self._call(z)
+
+    def select(self, rows: RowIndex, /) -> "_SelectableCheckpointed":
+        return _SelectableCheckpointed(self._f.select(rows))

@@ -1,0 +1,74 @@
+"""The residual of a fixed-point iterate, per token, per row or per batch."""
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from deqseq.stop import Stop
+from deqseq.types import Residual, State
+
+
+class Measurement(NamedTuple):
+    """What one evaluation says about each row, or each token when the rule is per token.
+
+    Attributes:
+        residual: relative residual ``d / s``.
+        passed: whether ``d <= atol + rtol * s``.
+        difference: the absolute residual ``d`` of each row (its largest over the tokens).
+        scale: ``s`` of each row (its largest over the tokens).
+    """
+
+    residual: Residual
+    passed: Bool[Tensor, "batch *tokens"]
+    difference: Float[Tensor, " batch"]
+    scale: Float[Tensor, " batch"]
+
+
+def token_norms(x: State) -> Float[Tensor, "batch tokens"]:
+    """Euclidean norm over the last dimension of the event, one number a token.
+
+    Half-precision states are accumulated in float32. A state without a token dimension, ``(batch,)`` or
+    ``(batch, dim)``, is one token a row.
+
+    Example:
+        >>> token_norms(torch.tensor([[[3.0, 4.0], [0.0, 1.0]]]))
+        tensor([[5., 1.]])
+    """
+    accumulate = torch.promote_types(x.dtype, torch.float32)
+    if x.ndim == 1:
+        return x.abs().to(accumulate)[:, None]
+    return torch.linalg.vector_norm(x, dim=-1, dtype=accumulate).reshape(x.shape[0], -1)
+
+
+def measure(z: State, fz: State, stop: Stop) -> Measurement:
+    """Residual of ``z`` under ``stop``, given ``fz = f(z)``; stays on the device of ``z``.
+
+    Args:
+        z: the point, ``(batch, *event)``.
+        fz: the map at that point, the same shape.
+        stop: tolerances, granularity and norm.
+
+    Returns:
+        A :class:`Measurement`; shapes ``(batch, tokens)`` when ``stop.per == "token"``, else ``(batch,)``.
+    """
+    with torch.no_grad():
+        difference, scale = token_norms(fz - z), token_norms(fz)
+        if stop.norm == "frobenius":
+            difference, scale = difference.norm(dim=1, keepdim=True), scale.norm(dim=1, keepdim=True)
+        if stop.per == "batch":
+            difference, scale = _over_the_batch(difference, scale, stop)
+        passed = difference <= stop.atol + stop.rtol * scale
+        residual = difference / scale.clamp_min(torch.finfo(scale.dtype).tiny)
+        if stop.per != "token":
+            passed, residual = passed.all(dim=1), residual.amax(dim=1)
+        return Measurement(residual, passed, difference.amax(dim=1), scale.amax(dim=1))
+
+
+def _over_the_batch(difference: Tensor, scale: Tensor, stop: Stop) -> tuple[Tensor, Tensor]:
+    """One verdict for all rows: every row is given the numbers of the whole batch."""
+    batch = difference.shape[0]
+    if stop.norm == "frobenius":
+        return difference.norm().expand(batch, 1), scale.norm().expand(batch, 1)
+    return difference.reshape(1, -1).expand(batch, -1), scale.reshape(1, -1).expand(batch, -1)

@@ -1,0 +1,117 @@
+"""Anderson acceleration."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from deqseq.solvers.base import Solver
+from deqseq.types import RowIndex, State
+
+
+class AndersonMemory(NamedTuple):
+    """The last evaluations, oldest first, and the inner products of their residuals."""
+
+    values: tuple[State, ...]
+    residuals: tuple[State, ...]
+    gram: Float[Tensor, "batch kept kept"]
+
+
+@dataclass(frozen=True)
+class Anderson(Solver[AndersonMemory]):
+    r"""Anderson acceleration (type II), each row on its own.
+
+    The next point combines the last evaluations with the weights that make their residuals
+    :math:`r_i = f(z_i) - z_i` cancel best:
+
+    .. math:: z \leftarrow \sum_i w_i \bigl(f(z_i) - (1 - \beta)\, r_i\bigr), \qquad
+              w = \arg\min_{\sum w = 1} \Bigl\lVert \sum_i w_i r_i \Bigr\rVert^2
+
+    The residuals are normalised before the normal equations are solved (in float64, one small system a row), so
+    that the ridge is relative to them and the iteration does not stall once they are small; an absolute one stalls.
+
+    Args:
+        memory: evaluations that are combined, at least 2.
+        mixing: :math:`\beta`, in (0, 1]: how far to trust the map's values over the points.
+        ridge: Tikhonov term on the normalised Gram matrix; None takes ten times the state's machine epsilon.
+
+    Raises:
+        ValueError: a memory below 2, a mixing outside (0, 1], a negative ridge.
+
+    References:
+        Walker and Ni, Anderson Acceleration for Fixed-Point Iterations, SIAM J. Numer. Anal. 2011.
+
+    Example:
+        >>> import torch, deqseq as dq
+        >>> f = lambda z: 1 - 0.9 * z       # plain iteration gains a factor 0.9 a step
+        >>> solution = dq.solve(f, torch.zeros(1, 1), solver=dq.Anderson(), stop=dq.Stop(rtol=1e-6))
+        >>> solution.stats.steps
+        tensor([3])
+    """
+
+    memory: int = 5
+    mixing: float = 1.0
+    ridge: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.memory < 2:
+            raise ValueError(f"Anderson.memory must be >= 2 (with 1, use Relaxed), got {self.memory!r}")
+        if not 0 < self.mixing <= 1:
+            raise ValueError(f"Anderson.mixing must lie in (0, 1], got {self.mixing!r}")
+        if self.ridge is not None and not self.ridge >= 0:
+            raise ValueError(f"Anderson.ridge must be >= 0 or None, got {self.ridge!r}")
+
+    def init(self, z0: State) -> AndersonMemory:
+        return AndersonMemory((), (), z0.new_zeros(z0.shape[0], 0, 0, dtype=torch.float64))
+
+    def step(self, z: State, fz: State, state: AndersonMemory) -> tuple[State, AndersonMemory]:
+        residual = fz - z
+        values, residuals = (*state.values, fz), (*state.residuals, residual)
+        products = torch.stack([_row_products(residual, other) for other in residuals], dim=1)
+        gram = _bordered(state.gram, products)
+        weights = self._weights(gram, z.dtype).to(z.dtype)
+        proposal = self._combine(weights, values, residuals)
+        kept = min(len(values), self.memory - 1)  # one place is for the next evaluation
+        return proposal, AndersonMemory(values[-kept:], residuals[-kept:], gram[:, -kept:, -kept:])
+
+    def select(self, state: AndersonMemory, rows: RowIndex) -> AndersonMemory:
+        values = tuple(value[rows] for value in state.values)
+        return AndersonMemory(values, tuple(residual[rows] for residual in state.residuals), state.gram[rows])
+
+    def _weights(self, gram: Tensor, dtype: torch.dtype) -> Float[Tensor, "batch kept"]:
+        """Solve the constrained least squares of each row; a singular one takes the newest value alone."""
+        ridge = 10 * torch.finfo(dtype).eps if self.ridge is None else self.ridge
+        scale = gram.diagonal(dim1=1, dim2=2).clamp_min(torch.finfo(gram.dtype).tiny).rsqrt()
+        normalised = scale[:, :, None] * gram * scale[:, None, :]
+        eye = torch.eye(gram.shape[1], dtype=gram.dtype, device=gram.device)
+        # solve_ex, because solve checks for errors on the host, which waits for the device at every step
+        solved, _ = torch.linalg.solve_ex(normalised + ridge * eye, scale[:, :, None])
+        weights = scale * solved[:, :, 0]
+        weights = weights / weights.sum(dim=1, keepdim=True)
+        newest = eye[-1].expand_as(weights)
+        return torch.where(weights.isfinite().all(dim=1, keepdim=True), weights, newest)
+
+    def _combine(self, weights: Tensor, values: tuple[State, ...], residuals: tuple[State, ...]) -> State:
+        columns = weights.reshape(*weights.shape, *[1] * (values[0].ndim - 1)).unbind(dim=1)
+        total = columns[0] * values[0]
+        for weight, value in zip(columns[1:], values[1:], strict=True):
+            total.addcmul_(weight, value)
+        if self.mixing < 1:
+            for weight, residual in zip(columns, residuals, strict=True):
+                total.addcmul_(weight, residual, value=self.mixing - 1)
+        return total
+
+
+def _row_products(x: State, y: State) -> Float[Tensor, " batch"]:
+    """Inner product of each row, accumulated in at least float32, returned in float64."""
+    accumulate = torch.promote_types(x.dtype, torch.float32)
+    x, y = x.reshape(x.shape[0], -1).to(accumulate), y.reshape(y.shape[0], -1).to(accumulate)
+    return torch.linalg.vecdot(x, y).double()
+
+
+def _bordered(gram: Tensor, products: Float[Tensor, "batch kept"]) -> Float[Tensor, "batch kept kept"]:
+    """The symmetric matrix with one more row and column, whose last entries are ``products``."""
+    above = torch.cat([gram, products[:, :-1, None]], dim=2)
+    return torch.cat([above, products[:, None, :]], dim=1)

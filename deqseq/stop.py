@@ -1,0 +1,86 @@
+"""When a solve ends: tolerances, budget and granularity."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Granularity = Literal["batch", "sample", "token"]
+Norm = Literal["max_token", "frobenius"]
+
+
+@dataclass(frozen=True)
+class Stop:
+    r"""The stopping rule of a solve.
+
+    With :math:`d = \lVert f(z) - z \rVert` and :math:`s = \lVert f(z) \rVert`, a token has converged when
+
+    .. math:: d \le \mathrm{atol} + \mathrm{rtol} \cdot s,
+
+    and its residual is :math:`d / s`. The paper divides by the norm of the previous iterate; ours is the norm of
+    the value that is returned, which is defined for a start at zero too.
+
+    Args:
+        rtol: relative tolerance, at least 0.
+        atol: absolute tolerance, at least 0, in the units of the state.
+        max_steps: the budget: how many times the map may be evaluated, at least 1.
+        per: what converges on its own. ``"sample"``: a row ends when it has converged. ``"token"``: besides, a
+            token stays where it is while its own residual passes; it moves again if a neighbour wakes it, so a row
+            ends only when all its tokens pass in one evaluation. ``"batch"``: all rows end together.
+        norm: the residual of a row, ``"max_token"``: the largest over its tokens (norms over the last dimension);
+            ``"frobenius"``: one norm over the whole row. A whole-sequence norm stops too early on long sequences,
+            where the few tokens that still move weigh little.
+        check_every: evaluations between two looks at the residual, at least 1. A look moves a few bits to the
+            host, which on CUDA waits for the device; between looks nothing is measured, ended or recorded.
+        divergence: a row has diverged when its :math:`d` exceeds this multiple of the scale it started from (the
+            larger of 1 and the first :math:`d` and :math:`s`), or is not finite.
+
+    Raises:
+        ValueError: a number out of its range, or ``per="token"`` with the Frobenius norm.
+
+    Example:
+        >>> Stop(rtol=1e-5, max_steps=200).per
+        'sample'
+        >>> Stop.exactly(8).max_steps
+        8
+    """
+
+    rtol: float = 1e-3
+    atol: float = 0.0
+    max_steps: int = 64
+    per: Granularity = "sample"
+    norm: Norm = "max_token"
+    check_every: int = 1
+    divergence: float = 1e4
+
+    def __post_init__(self) -> None:
+        for name in ("rtol", "atol"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"Stop.{name} must be a finite number >= 0, got {value!r}")
+        for name in ("max_steps", "check_every"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"Stop.{name} must be an integer >= 1, got {value!r}")
+        if not self.divergence > 1:
+            raise ValueError(f"Stop.divergence must be > 1, got {self.divergence!r}")
+        for name, choices in (("per", get_args(Granularity)), ("norm", get_args(Norm))):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"Stop.{name} must be one of {choices}, got {getattr(self, name)!r}")
+        if self.per == "token" and self.norm == "frobenius":
+            raise ValueError('Stop.per="token" measures each token: Stop.norm must be "max_token", got "frobenius"')
+
+    @classmethod
+    def exactly(cls, steps: int) -> "Stop":
+        """Run ``steps`` evaluations whatever the residual, look once at the end, return the last value.
+
+        Args:
+            steps: evaluations, at least 1.
+
+        Returns:
+            A rule with zero tolerance whose only look is the last evaluation.
+        """
+        return cls(rtol=0.0, atol=0.0, max_steps=steps, check_every=steps)
+
+    def looks_at(self, step: int) -> bool:
+        """Whether the residual is measured after evaluation number ``step`` (counted from 1)."""
+        return step % self.check_every == 0 or step == self.max_steps
