@@ -1,24 +1,38 @@
 """Implicit (deep equilibrium) sequence models: solve and differentiate fixed points of sequence blocks."""
 
+from deqseq.backbones import Affine, Backbone, Injection, Mamba2, Mamba2Config
 from deqseq.fixed_point import fixed_point
 from deqseq.gradients import AttachedGradient, Gradient, Implicit, OneStep, Phantom, Unrolled
+from deqseq.models import CausalLM, CausalLMOutput, ExplicitModel, ImplicitModel, ModelOutput
 from deqseq.solution import ConvergenceError, ConvergenceWarning, Solution, SolveStats, Status
 from deqseq.solve import Progress, solve
 from deqseq.solvers import Anderson, Broyden, Naive, OutsideSolver, Relaxed, Solver
 from deqseq.stop import Stop
+from deqseq.sweeps import Chunked, Sequential, Simultaneous, Sweep
 from deqseq.types import FixedPointMap, Residual, SelectableMap, State
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Affine",
     "Anderson",
     "AttachedGradient",
+    "Backbone",
     "Broyden",
+    "CausalLM",
+    "CausalLMOutput",
+    "Chunked",
     "ConvergenceError",
     "ConvergenceWarning",
+    "ExplicitModel",
     "FixedPointMap",
     "Gradient",
     "Implicit",
+    "ImplicitModel",
+    "Injection",
+    "Mamba2",
+    "Mamba2Config",
+    "ModelOutput",
     "Naive",
     "OneStep",
     "OutsideSolver",
@@ -27,12 +41,15 @@ __all__ = [
     "Relaxed",
     "Residual",
     "SelectableMap",
+    "Sequential",
+    "Simultaneous",
     "Solution",
     "SolveStats",
     "Solver",
     "State",
     "Status",
     "Stop",
+    "Sweep",
     "Unrolled",
     "fixed_point",
     "solve",

@@ -1,0 +1,94 @@
+"""A linear backbone whose fixed point is known in closed form."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from deqseq.backbones.base import Backbone, Injection, Sequence, check_sequence
+from deqseq.types import RowIndex
+
+
+@dataclass(frozen=True)
+class AffineCache:
+    """The settled state of the token before.
+
+    Attributes:
+        previous: ``(batch, d_model)``.
+    """
+
+    previous: Float[Tensor, "batch d_model"]
+
+    def select(self, rows: RowIndex) -> "AffineCache":
+        """The named rows alone."""
+        return AffineCache(self.previous[rows])
+
+
+class Affine(Backbone[AffineCache]):
+    r"""The smallest implicit sequence model: affine in its state, recurrent at its fixed point.
+
+    .. math:: f(z)_t = A z_t + R z_{t-1} + U x_t, \qquad z^*_t = (I - A)^{-1} (R z^*_{t-1} + U x_t)
+
+    For tests and tutorials: every solver, sweep and gradient can be checked against :meth:`solution`.
+
+    Args:
+        d_model: width.
+        contraction: spectral norm of A and of R, in (0, 1).
+
+    Raises:
+        ValueError: a contraction outside (0, 1).
+
+    Example:
+        >>> backbone = Affine(4, contraction=0.4)
+        >>> x = torch.ones(1, 3, 4)
+        >>> z = backbone.solution(x)
+        >>> torch.allclose(backbone(z, backbone.inject(x))[0], z, atol=1e-6)
+        True
+    """
+
+    def __init__(self, d_model: int, contraction: float = 0.4) -> None:
+        super().__init__()
+        if not 0 < contraction < 1:
+            raise ValueError(f"Affine.contraction must lie in (0, 1), got {contraction!r}")
+        self.d_model = d_model
+        self.A = nn.Parameter(_of_norm(d_model, contraction))
+        self.R = nn.Parameter(_of_norm(d_model, contraction))
+        self.U = nn.Parameter(_of_norm(d_model, 1.0))
+
+    def inject(self, x: Sequence) -> Injection:
+        check_sequence(x, self.d_model)
+        return Injection(x @ self.U.T)
+
+    def init_cache(self, batch: int) -> AffineCache:
+        return AffineCache(self.A.new_zeros(batch, self.d_model))
+
+    def forward(
+        self, z: Sequence, injection: Injection, cache: AffineCache | None = None, *, return_cache: bool = False
+    ) -> tuple[Sequence, AffineCache | None]:
+        previous = z.new_zeros(z.shape[0], self.d_model) if cache is None else cache.previous
+        shifted = torch.cat([previous[:, None], z[:, :-1]], dim=1)
+        out = z @ self.A.T + shifted @ self.R.T
+        out = out if injection.value is None else out + injection.value
+        return out, AffineCache(z[:, -1]) if return_cache else None
+
+    def solution(self, x: Sequence) -> Sequence:
+        """The fixed point in closed form, token by token.
+
+        Args:
+            x: embedded tokens, ``(batch, length, d_model)``.
+
+        Returns:
+            ``z*`` of the same shape.
+        """
+        inverse = torch.linalg.inv(torch.eye(self.d_model, dtype=x.dtype, device=x.device) - self.A)
+        previous, tokens = x.new_zeros(x.shape[0], self.d_model), []
+        for u in (x @ self.U.T).unbind(dim=1):
+            previous = (previous @ self.R.T + u) @ inverse.T
+            tokens.append(previous)
+        return torch.stack(tokens, dim=1)
+
+
+def _of_norm(dim: int, norm: float) -> Tensor:
+    matrix = torch.randn(dim, dim)
+    return matrix * (norm / torch.linalg.matrix_norm(matrix, 2))

@@ -1,0 +1,157 @@
+"""A stack of Mamba2 blocks."""
+
+import math
+from dataclasses import dataclass
+
+from torch import nn
+
+from deqseq.backbones.base import Backbone, Injection, Sequence, check_sequence, dropout_masks
+from deqseq.layers import Mamba2Block, Mamba2Mixer, MixerState, RMSNorm, apply_weight_norm
+from deqseq.types import RowIndex
+
+
+@dataclass(frozen=True)
+class Mamba2Config:
+    """Sizes and switches of a :class:`Mamba2` backbone.
+
+    Args:
+        d_model: width.
+        n_layers: blocks.
+        d_state: state size of each channel.
+        headdim: channels a head; divides ``expand * d_model``.
+        expand: inner width over ``d_model``.
+        n_groups: groups of heads that share B and C; divides the number of heads.
+        d_conv: filter length of the causal convolution.
+        mlp_width: hidden width of a feed-forward layer after each mixer; 0: none.
+        chunk_size: tokens a chunk of the scan.
+        norm_eps: epsilon of all norms.
+        dt_limit: bounds of the scan's step sizes.
+        dropout: probability, in [0, 1); one mask a solve.
+        weight_norm: whether linear maps and convolutions are weight-normalised, as in the paper.
+        injection: whether the backbone takes an input at every layer; without, it only serves explicit models.
+
+    Raises:
+        ValueError: names the field, what it got and what it wants.
+
+    Example:
+        >>> Mamba2Config(d_model=64, d_state=16, headdim=32).n_layers
+        1
+    """
+
+    d_model: int
+    n_layers: int = 1
+    d_state: int = 128
+    headdim: int = 64
+    expand: int = 2
+    n_groups: int = 1
+    d_conv: int = 4
+    mlp_width: int = 0
+    chunk_size: int = 64
+    norm_eps: float = 1e-5
+    dt_limit: tuple[float, float] = (0.0, math.inf)
+    dropout: float = 0.0
+    weight_norm: bool = True
+    injection: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("d_model", "n_layers", "d_state", "headdim", "expand", "n_groups", "d_conv", "chunk_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"Mamba2Config.{name} must be >= 1, got {getattr(self, name)!r}")
+        if self.mlp_width < 0:
+            raise ValueError(f"Mamba2Config.mlp_width must be >= 0, got {self.mlp_width!r}")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"Mamba2Config.dropout must lie in [0, 1), got {self.dropout!r}")
+        heads, rest = divmod(self.expand * self.d_model, self.headdim)
+        if rest:
+            raise ValueError(
+                f"Mamba2Config.headdim must divide expand * d_model = {self.expand * self.d_model}, "
+                f"got {self.headdim}"
+            )
+        if heads % self.n_groups:
+            raise ValueError(f"Mamba2Config.n_groups must divide the {heads} heads, got {self.n_groups}")
+
+
+@dataclass(frozen=True)
+class Mamba2Cache:
+    """Convolution and scan states after the settled tokens.
+
+    Attributes:
+        layers: one :class:`~deqseq.layers.MixerState` a block.
+    """
+
+    layers: tuple[MixerState, ...]
+
+    def select(self, rows: RowIndex) -> "Mamba2Cache":
+        """The named rows alone."""
+        return Mamba2Cache(tuple(state.select(rows) for state in self.layers))
+
+
+class Mamba2(Backbone[Mamba2Cache]):
+    r"""Mamba2 blocks and a final norm; the injection enters every mixer at ``in_proj``'s output.
+
+    .. math:: u = W_u\, \mathrm{RMSNorm}(x) + b_u, \qquad
+              f(z) = \mathrm{RMSNorm}(\mathrm{block}_n(\ldots \mathrm{block}_1(z, u) \ldots, u))
+
+    Args:
+        config: sizes and switches.
+
+    References:
+        Dao and Gu, Transformers are SSMs, ICML 2024, arXiv 2405.21060. Schöne et al., Implicit Language Models are
+        RNNs, ICML 2025, arXiv 2502.07827, section 3.
+
+    Example:
+        >>> import torch
+        >>> backbone = Mamba2(Mamba2Config(d_model=16, d_state=4, headdim=8))
+        >>> x = torch.randn(2, 5, 16)
+        >>> z, _ = backbone(torch.zeros(2, 5, 16), backbone.inject(x))
+        >>> z.shape
+        torch.Size([2, 5, 16])
+    """
+
+    def __init__(self, config: Mamba2Config) -> None:
+        super().__init__()
+        self.config = config
+        self.d_model = config.d_model
+        self.layers = nn.ModuleList(_block(config) for _ in range(config.n_layers))
+        self.norm_f = RMSNorm(config.d_model, config.norm_eps)
+        self.injection_norm = RMSNorm(config.d_model, config.norm_eps) if config.injection else None
+        width = self.layers[0].mixer.injected_width
+        self.injection = nn.Linear(config.d_model, width) if config.injection else None
+        if config.weight_norm:
+            apply_weight_norm(self)
+
+    def inject(self, x: Sequence) -> Injection:
+        check_sequence(x, self.d_model)
+        masks = dropout_masks(x, self.config.dropout, self.config.n_layers, self.training)
+        if self.injection is None or self.injection_norm is None:
+            raise ValueError("this Mamba2 was built with Mamba2Config(injection=False): it serves explicit models only")
+        return Injection(self.injection(self.injection_norm(x)), masks)
+
+    def init_cache(self, batch: int) -> Mamba2Cache:
+        return Mamba2Cache(tuple(block.mixer.init_state(batch) for block in self.layers))
+
+    def forward(
+        self, z: Sequence, injection: Injection, cache: Mamba2Cache | None = None, *, return_cache: bool = False
+    ) -> tuple[Sequence, Mamba2Cache | None]:
+        states = []
+        for i, block in enumerate(self.layers):
+            state = None if cache is None else cache.layers[i]
+            mask = injection.masks[i] if injection.masks else None
+            z, state = block(z, injection.value, state, mask, return_cache)
+            states.append(state)
+        return self.norm_f(z), Mamba2Cache(tuple(states)) if return_cache else None
+
+
+def _block(config: Mamba2Config) -> Mamba2Block:
+    mixer = Mamba2Mixer(
+        config.d_model,
+        d_state=config.d_state,
+        headdim=config.headdim,
+        expand=config.expand,
+        n_groups=config.n_groups,
+        d_conv=config.d_conv,
+        chunk_size=config.chunk_size,
+        norm_eps=config.norm_eps,
+        dt_limit=config.dt_limit,
+    )
+    return Mamba2Block(mixer, config.d_model, config.mlp_width, config.norm_eps)

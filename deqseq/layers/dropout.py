@@ -1,0 +1,29 @@
+"""Dropout with one mask a solve."""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+
+def dropout_mask(like: Float[Tensor, "batch length dim"], p: float) -> Float[Tensor, "batch length dim"]:
+    r"""A mask to multiply by: zero with probability ``p``, else :math:`1 / (1 - p)`.
+
+    Ordinary dropout would draw anew at each self-iteration, and the map that is iterated would have no fixed point.
+    The mask is drawn once a solve and belongs to the injection.
+
+    Args:
+        like: its shape, dtype and device are taken.
+        p: probability of zero, in [0, 1).
+
+    Returns:
+        The mask, of the shape of ``like``.
+
+    References:
+        Gal and Ghahramani, A Theoretically Grounded Application of Dropout in Recurrent Neural Networks, NeurIPS
+        2016, arXiv 1512.05287.
+
+    Example:
+        >>> sorted(set(dropout_mask(torch.zeros(1, 50, 4), 0.5).flatten().tolist()))
+        [0.0, 2.0]
+    """
+    return torch.empty_like(like).bernoulli_(1 - p).div_(1 - p)

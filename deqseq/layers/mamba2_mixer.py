@@ -1,0 +1,136 @@
+"""The Mamba2 sequence mixer, with an injection."""
+
+import math
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from deqseq.layers.causal_conv import CausalConv1d
+from deqseq.layers.rms_norm import GatedRMSNorm
+from deqseq.ops.ssd import ssd
+from deqseq.types import RowIndex
+
+
+class MixerState(NamedTuple):
+    """What a mixer remembers of the tokens so far: the convolution's last inputs and the scan's state."""
+
+    conv: Float[Tensor, "batch past channels"]
+    ssm: Float[Tensor, "batch heads headdim d_state"]
+
+    def select(self, rows: RowIndex) -> "MixerState":
+        """The named rows alone."""
+        return MixerState(self.conv[rows], self.ssm[rows])
+
+
+class Mamba2Mixer(nn.Module):
+    r"""Project, convolve, scan, gate, project; parameters are named as in Mamba2's public implementations.
+
+    .. math:: [g, x, B, C, \Delta] = W_\mathrm{in} u + \text{injection}, \qquad
+              y = W_\mathrm{out}\, \mathrm{RMSNorm}(\mathrm{SSD}(\mathrm{silu}(\mathrm{conv}(x, B, C)), \Delta)
+              \odot \mathrm{silu}(g))
+
+    Args:
+        d_model: width of the input and output.
+        d_state: size of the state of each channel.
+        headdim: channels a head; divides ``expand * d_model``.
+        expand: inner width over ``d_model``.
+        n_groups: groups of heads that share B and C.
+        d_conv: filter length of the convolution.
+        chunk_size: tokens a chunk of the scan.
+        norm_eps: epsilon of the gated norm.
+        dt_limit: bounds of the step sizes.
+
+    References:
+        Dao and Gu, Transformers are SSMs, ICML 2024, arXiv 2405.21060. Injection: Schöne et al., 2025, arXiv
+        2502.07827.
+
+    Example:
+        >>> mixer = Mamba2Mixer(d_model=8, d_state=4, headdim=4)
+        >>> y, state = mixer(torch.zeros(2, 5, 8))
+        >>> y.shape, mixer.in_proj.weight.shape
+        (torch.Size([2, 5, 8]), torch.Size([44, 8]))
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        d_state: int = 128,
+        headdim: int = 64,
+        expand: int = 2,
+        n_groups: int = 1,
+        d_conv: int = 4,
+        chunk_size: int = 64,
+        norm_eps: float = 1e-5,
+        dt_limit: tuple[float, float] = (0.0, math.inf),
+    ) -> None:
+        super().__init__()
+        d_inner = expand * d_model
+        heads = d_inner // headdim
+        self.headdim, self.chunk_size, self.dt_limit = headdim, chunk_size, dt_limit
+        self.maps = (n_groups, d_state)
+        self.parts = (d_inner, d_inner + 2 * n_groups * d_state, heads)
+        self.in_proj = nn.Linear(d_model, sum(self.parts), bias=False)
+        self.conv1d = CausalConv1d(self.parts[1], d_conv)
+        self.dt_bias = nn.Parameter(_inverse_softplus(_log_uniform(heads, 1e-3, 1e-1)))
+        self.A_log = nn.Parameter(torch.empty(heads).uniform_(1, 16).log())
+        self.D = nn.Parameter(torch.ones(heads))
+        self.norm = GatedRMSNorm(d_inner, norm_eps)
+        self.out_proj = nn.Linear(d_inner, d_model, bias=False)
+
+    @property
+    def injected_width(self) -> int:
+        """Width of the injection: that of ``in_proj``'s output."""
+        return sum(self.parts)
+
+    def init_state(self, batch: int) -> MixerState:
+        """The state before the first token: zeros."""
+        groups, d_state = self.maps
+        dtype = torch.promote_types(self.D.dtype, torch.float32)
+        ssm = self.D.new_zeros(batch, self.parts[2], self.headdim, d_state, dtype=dtype)
+        return MixerState(self.conv1d.init_state(batch), ssm)
+
+    def forward(
+        self,
+        u: Float[Tensor, "batch length d_model"],
+        injection: Float[Tensor, "batch length injected"] | None = None,
+        state: MixerState | None = None,
+        return_state: bool = False,
+    ) -> tuple[Float[Tensor, "batch length d_model"], MixerState | None]:
+        projected = self.in_proj(u)
+        if injection is not None:
+            projected = projected + injection
+        gate, xBC, dt = projected.split(self.parts, dim=-1)
+        convolved, conv = self.conv1d(xBC, None if state is None else state.conv, return_state)
+        x, B, C = F.silu(convolved).split(self._conv_parts(), dim=-1)
+        y, ssm = ssd(
+            x.unflatten(-1, (-1, self.headdim)),
+            dt,
+            -torch.exp(self.A_log),
+            B.unflatten(-1, self.maps),
+            C.unflatten(-1, self.maps),
+            D=self.D,
+            dt_bias=self.dt_bias,
+            dt_limit=self.dt_limit,
+            initial_state=None if state is None else state.ssm,
+            return_state=return_state,
+            chunk_size=self.chunk_size,
+        )
+        out = self.out_proj(self.norm(y.flatten(2), gate))
+        if conv is None or ssm is None:
+            return out, None
+        return out, MixerState(conv, ssm)
+
+    def _conv_parts(self) -> tuple[int, int, int]:
+        groups, d_state = self.maps
+        return self.parts[0], groups * d_state, groups * d_state
+
+
+def _log_uniform(count: int, low: float, high: float) -> Tensor:
+    return torch.empty(count).uniform_(math.log(low), math.log(high)).exp()
+
+
+def _inverse_softplus(y: Tensor) -> Tensor:
+    return y + torch.log(-torch.expm1(-y))

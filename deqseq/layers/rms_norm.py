@@ -1,0 +1,55 @@
+"""Root-mean-square normalisation, plain and gated."""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class RMSNorm(nn.Module):
+    r"""Divide by the root mean square of the last dimension, then scale.
+
+    .. math:: y = \frac{x}{\sqrt{\mathrm{mean}(x^2) + \epsilon}} \odot w
+
+    Args:
+        dim: size of the last dimension.
+        eps: :math:`\epsilon`.
+
+    References:
+        Zhang and Sennrich, Root Mean Square Layer Normalization, NeurIPS 2019, arXiv 1910.07467.
+
+    Example:
+        >>> RMSNorm(2)(torch.tensor([[1.0, 7.0]]))
+        tensor([[0.2000, 1.4000]], grad_fn=<MulBackward0>)
+    """
+
+    def __init__(self, dim: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: Float[Tensor, "*batch dim"]) -> Float[Tensor, "*batch dim"]:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class GatedRMSNorm(nn.Module):
+    r"""Mamba2's output norm: gate first, then normalise, :math:`\mathrm{RMSNorm}(x \odot \mathrm{silu}(z))`.
+
+    Args:
+        dim: size of the last dimension.
+        eps: the norm's epsilon.
+
+    Example:
+        >>> GatedRMSNorm(2)(torch.zeros(1, 2), torch.ones(1, 2)).shape
+        torch.Size([1, 2])
+    """
+
+    def __init__(self, dim: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(
+        self, x: Float[Tensor, "*batch dim"], gate: Float[Tensor, "*batch dim"]
+    ) -> Float[Tensor, "*batch dim"]:
+        return F.rms_norm(x * F.silu(gate), self.weight.shape, self.weight, self.eps)

@@ -1,0 +1,8 @@
+"""Models: a backbone with an input, an output and, if implicit, a solver."""
+
+from deqseq.models.causal_lm import CausalLM
+from deqseq.models.explicit import ExplicitModel
+from deqseq.models.implicit import BackboneMap, ImplicitModel
+from deqseq.models.output import CausalLMOutput, ModelOutput
+
+__all__ = ["BackboneMap", "CausalLM", "CausalLMOutput", "ExplicitModel", "ImplicitModel", "ModelOutput"]

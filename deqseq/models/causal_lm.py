@@ -1,0 +1,102 @@
+"""Tokens in, predictions out."""
+
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from deqseq.backbones.base import Cache
+from deqseq.models.explicit import ExplicitModel
+from deqseq.models.implicit import ImplicitModel
+from deqseq.models.output import CausalLMOutput
+
+Tokens = Int64[Tensor, "batch length"]
+IGNORED = -100
+
+
+class CausalLM(nn.Module):
+    """An embedding, a model, and a head tied to the embedding.
+
+    Args:
+        vocab_size: tokens, at least 1.
+        model: an :class:`ImplicitModel` or :class:`ExplicitModel`.
+        embedding_std: standard deviation of the initial embedding.
+
+    Raises:
+        ValueError: a vocabulary below 1.
+
+    Example:
+        >>> import deqseq as dq
+        >>> backbone = dq.Mamba2(dq.Mamba2Config(d_model=16, d_state=4, headdim=8))
+        >>> lm = dq.CausalLM(10, dq.ImplicitModel(backbone))
+        >>> output = lm(torch.tensor([[1, 2, 3]]), labels=torch.tensor([[1, 2, 3]]))
+        >>> output.logits.shape, output.loss.ndim
+        (torch.Size([1, 3, 10]), 0)
+    """
+
+    def __init__(self, vocab_size: int, model: ImplicitModel | ExplicitModel, embedding_std: float = 0.02) -> None:
+        super().__init__()
+        if vocab_size < 1:
+            raise ValueError(f"CausalLM.vocab_size must be >= 1, got {vocab_size}")
+        self.embedding = nn.Embedding(vocab_size, model.backbone.d_model)
+        nn.init.normal_(self.embedding.weight, std=embedding_std)
+        self.model = model
+
+    def forward(
+        self,
+        input_ids: Tokens,
+        *,
+        labels: Tokens | None = None,
+        targets: Tokens | None = None,
+        cache: Cache | None = None,
+        return_cache: bool = False,
+        **solve_options: Any,
+    ) -> CausalLMOutput:
+        """Predict a token at every position.
+
+        Args:
+            input_ids: ``(batch, length)``.
+            labels: the sequence itself, for next-token prediction: the one at ``t`` is the answer at ``t - 1``.
+            targets: the answer at each position, as in state tracking: the one at ``t`` belongs to the input at
+                ``t``. In both, -100 is left out of the loss.
+            cache: what :class:`CausalLMOutput` returned for the tokens before.
+            return_cache: whether the cache after these tokens is wanted.
+            **solve_options: ``sweep``, ``solver``, ``stop``, ``trace``, ``callback`` of an
+                :class:`ImplicitModel`'s call; an explicit model takes none.
+
+        Returns:
+            Logits, the loss if there is something to compare with, cache and statistics.
+
+        Raises:
+            ValueError: a bad shape, ids outside the vocabulary, or both labels and targets.
+            TypeError: an option that the model does not take.
+        """
+        self._check_ids("input_ids", input_ids)
+        output = self.model(self.embedding(input_ids), cache=cache, return_cache=return_cache, **solve_options)
+        logits = F.linear(output.value, self.embedding.weight)
+        loss = self._loss(logits, input_ids, labels, targets)
+        return CausalLMOutput(logits, loss, output.cache, output.stats, output.status)
+
+    def _loss(
+        self, logits: Float[Tensor, "batch length vocab"], ids: Tokens, labels: Tokens | None, targets: Tokens | None
+    ) -> Float[Tensor, ""] | None:
+        if labels is not None and targets is not None:
+            raise ValueError("give labels (shifted by one inside) or targets (not shifted), not both")
+        answers = targets if labels is None else labels
+        if answers is None:
+            return None
+        if answers.shape != ids.shape:
+            name = "targets" if labels is None else "labels"
+            raise ValueError(f"{name} must have the shape of input_ids {tuple(ids.shape)}, got {tuple(answers.shape)}")
+        if labels is not None:
+            logits, answers = logits[:, :-1], labels[:, 1:]
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return F.cross_entropy(wide.flatten(0, 1), answers.flatten(), ignore_index=IGNORED)
+
+    def _check_ids(self, name: str, ids: Tensor) -> None:
+        if ids.ndim != 2 or 0 in ids.shape or ids.dtype != torch.int64:
+            raise ValueError(
+                f"{name} must be int64 of shape (batch, length), none of them 0, got {ids.dtype} {tuple(ids.shape)}"
+            )

@@ -1,0 +1,46 @@
+"""The same backbone without iteration: the baseline."""
+
+from typing import Any
+
+from torch import nn
+
+from deqseq.backbones.base import Backbone, Cache, Injection, Sequence, check_sequence
+from deqseq.layers.weight_norm import weights_computed_once
+from deqseq.models.output import ModelOutput
+
+
+class ExplicitModel(nn.Module):
+    r"""One pass of a backbone over the embedded tokens, :math:`z = f_\theta(x)`: an ordinary sequence model.
+
+    Args:
+        backbone: best built without an injection, whose parameters would serve nothing here.
+
+    Example:
+        >>> import torch, deqseq as dq
+        >>> config = dq.Mamba2Config(d_model=16, n_layers=2, d_state=4, headdim=8, injection=False)
+        >>> dq.ExplicitModel(dq.Mamba2(config))(torch.zeros(1, 5, 16)).value.shape
+        torch.Size([1, 5, 16])
+    """
+
+    def __init__(self, backbone: Backbone[Any]) -> None:
+        super().__init__()
+        self.backbone = backbone
+
+    def forward(self, x: Sequence, *, cache: Cache | None = None, return_cache: bool = False) -> ModelOutput:
+        """Run the layers once.
+
+        Args:
+            x: embedded tokens, ``(batch, length, d_model)``.
+            cache: what came before; None: nothing.
+            return_cache: whether the cache after these tokens is wanted.
+
+        Returns:
+            The states; no statistics.
+
+        Raises:
+            ValueError: a bad shape.
+        """
+        check_sequence(x, self.backbone.d_model)
+        with weights_computed_once(self.backbone):
+            value, cache = self.backbone(x, Injection(), cache, return_cache=return_cache)
+        return ModelOutput(value, cache)

@@ -1,0 +1,45 @@
+"""What models return."""
+
+from dataclasses import dataclass
+
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from deqseq.backbones.base import Cache
+from deqseq.solution import SolveStats
+
+
+@dataclass(frozen=True)
+class ModelOutput:
+    """A model's states.
+
+    Attributes:
+        value: final states, ``(batch, length, d_model)``; for an implicit model the fixed point.
+        cache: what the next tokens need of these, if it was asked for.
+        stats: numbers of the solve, per row for the simultaneous sweep, else per token; None for an explicit model.
+        status: a :class:`~deqseq.Status` a row, the worst over its chunks; None for an explicit model.
+    """
+
+    value: Float[Tensor, "batch length d_model"]
+    cache: Cache | None = None
+    stats: SolveStats | None = None
+    status: Int64[Tensor, " batch"] | None = None
+
+
+@dataclass(frozen=True)
+class CausalLMOutput:
+    """A language model's predictions.
+
+    Attributes:
+        logits: ``(batch, length, vocab_size)``.
+        loss: mean cross entropy in nats, in float32 at least; None without labels or targets.
+        cache: what the next tokens need of these, if it was asked for.
+        stats: numbers of the solve; None for an explicit model.
+        status: a :class:`~deqseq.Status` a row; None for an explicit model.
+    """
+
+    logits: Float[Tensor, "batch length vocab"]
+    loss: Float[Tensor, ""] | None = None
+    cache: Cache | None = None
+    stats: SolveStats | None = None
+    status: Int64[Tensor, " batch"] | None = None

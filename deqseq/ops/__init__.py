@@ -1,0 +1,1 @@
+"""Sequence operations: a plain oracle beside each fast path."""

@@ -1,0 +1,300 @@
+"""Finite groups and monoids: axioms, known facts, generators, names and error texts."""
+
+import itertools
+import re
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sympy.combinatorics import Permutation
+from sympy.combinatorics.named_groups import AlternatingGroup
+
+from deqseq.tasks import (
+    FiniteMonoid,
+    alternating,
+    aperiodic_monoid,
+    cyclic,
+    direct_product,
+    generators,
+    parse_group,
+    symmetric,
+)
+
+ORDERS = {"Z1": 1, "Z2": 2, "Z7": 7, "S1": 1, "S2": 2, "S3": 6, "S4": 24, "S5": 120, "A1": 1, "A2": 1}
+ORDERS |= {"A3": 3, "A4": 12, "A5": 60, "A6": 360, "Z2xZ3": 6, "S3xZ2": 12}
+
+
+def compose(a, b):
+    """The composition of one-line tuples, straight from (a ∘ b)(i) = a(b(i))."""
+    return tuple(a[b[i] - 1] for i in range(len(a)))
+
+
+def product_of(monoid, a, b):
+    return monoid.elements[int(monoid.table[monoid.index(a), monoid.index(b)])]
+
+
+@pytest.mark.parametrize("name", [*ORDERS, "M", "MxM", "Z2xM", "A5xM"])
+def test_monoid_axioms(name):
+    monoid = parse_group(name)
+    table, ids = monoid.table, torch.arange(monoid.order)
+    assert torch.equal(table[monoid.identity], ids)
+    assert torch.equal(table[:, monoid.identity], ids)
+    # Sampled triples, so that this does not repeat the check at construction.
+    a, b, c = torch.randint(monoid.order, (3, 5000), generator=torch.Generator().manual_seed(0))
+    assert torch.equal(table[table[a, b], c], table[a, table[b, c]])
+
+
+@pytest.mark.parametrize(("name", "order"), list(ORDERS.items()))
+def test_group_orders_and_inverses(name, order):
+    group = parse_group(name)
+    assert group.name == name
+    assert group.order == order
+    assert group.is_group
+    for a in range(0, order, 1 + order // 20):
+        inverse = group.inverse(a)
+        assert group.table[a, inverse] == group.identity
+        assert group.table[inverse, a] == group.identity
+    # Every row and column of a group table is a permutation.
+    every = torch.arange(order).expand(order, order)
+    assert torch.equal(group.table.sort(dim=0).values.T, every)
+    assert torch.equal(group.table.sort(dim=1).values, every)
+
+
+@pytest.mark.parametrize("group", [symmetric(4), alternating(5)], ids=lambda group: group.name)
+def test_permutations_compose_right_to_left(group):
+    assert group.elements[group.identity] == tuple(range(1, len(group.elements[0]) + 1))
+    for a, b in itertools.product(group.elements, repeat=2):
+        assert product_of(group, a, b) == compose(a, b)
+
+
+def test_alternating_group_agrees_with_sympy():
+    a4 = alternating(4)
+    theirs = {tuple(i + 1 for i in p.array_form) for p in AlternatingGroup(4).elements}
+    assert set(a4.elements) == theirs
+    for a, b in itertools.product(a4.elements, repeat=2):
+        left, right = (Permutation([i - 1 for i in label]) for label in (a, b))
+        # sympy applies the left factor first.
+        assert product_of(a4, a, b) == tuple(i + 1 for i in (right * left).array_form)
+
+
+def test_a5_has_the_known_element_orders():
+    a5 = alternating(5)
+    assert Counter(a5.element_order(a) for a in range(a5.order)) == {1: 1, 2: 15, 3: 20, 5: 24}
+
+
+@given(n=st.integers(1, 40), a=st.integers(0, 1000), b=st.integers(0, 1000))
+@settings(max_examples=50, deadline=None)
+def test_cyclic_group_is_addition(n, a, b):
+    assert cyclic(n).table[a % n, b % n] == (a + b) % n
+
+
+def test_direct_product_multiplies_factor_by_factor():
+    s3, m = symmetric(3), aperiodic_monoid()
+    product = direct_product(s3, m)
+    assert product.factors == (s3, m)
+    assert product.elements[product.identity] == ((1, 2, 3), "E")
+    for (a, x), (b, y) in itertools.product(product.elements, repeat=2):
+        assert product_of(product, (a, x), (b, y)) == (compose(a, b), product_of(m, x, y))
+
+
+def test_direct_products_are_flat():
+    z2, z3, m = cyclic(2), cyclic(3), aperiodic_monoid()
+    left, right = direct_product(direct_product(z2, z3), m), direct_product(z2, direct_product(z3, m))
+    assert left == right == parse_group("Z2xZ3xM")
+    assert left.elements[1 * 12 + 2 * 4 + 3] == (1, 2, "X")
+    assert direct_product(z3) is z3
+
+
+def test_chinese_remainder():
+    assert direct_product(cyclic(2), cyclic(3)).element_order(4) == 6
+    klein = direct_product(cyclic(2), cyclic(2))
+    assert [klein.element_order(a) for a in range(4)] == [1, 2, 2, 2]
+
+
+def test_aperiodic_monoid():
+    m = aperiodic_monoid()
+    words = {"".join(w): w for w in itertools.product("EABX", repeat=2)}
+    table = {word: product_of(m, *letters) for word, letters in words.items()}
+    assert [table["A" + x] for x in "EABX"] == ["A", "X", "X", "X"]
+    assert [table["B" + x] for x in "EABX"] == ["B", "A", "B", "X"]
+    assert [table["X" + x] for x in "EABX"] == ["X", "X", "X", "X"]
+    assert not m.is_group
+    for a in range(4):  # aperiodic: a³ = a²
+        square = m.table[a, a]
+        assert m.table[square, a] == square
+
+
+@given(word=st.text("AB", min_size=1, max_size=12))
+@settings(max_examples=100, deadline=None)
+def test_what_avoids_the_zero_is_as_documented(word):
+    m = aperiodic_monoid()
+    product = m.identity
+    for letter in word:
+        product = int(m.table[product, m.index(letter)])
+    assert (m.elements[product] != "X") == bool(re.fullmatch("B*A?", word))
+
+
+def test_no_aa_needs_six_elements_as_documented():
+    # States of the automaton of "no aa": fresh, after a, dead; letters as maps of states.
+    a, b, one = (1, 2, 2), (0, 0, 2), (0, 1, 2)
+    reached, frontier = {one}, [one]
+    while frontier:
+        word = frontier.pop()
+        for letter in (a, b):
+            longer = tuple(letter[state] for state in word)
+            if longer not in reached:
+                reached.add(longer)
+                frontier.append(longer)
+    assert len(reached) == 6
+
+
+def test_closure():
+    s3 = symmetric(3)
+    rotation, swap = s3.index((2, 3, 1)), s3.index((2, 1, 3))
+    assert [s3.elements[a] for a in s3.closure([rotation])] == [(1, 2, 3), (2, 3, 1), (3, 1, 2)]
+    assert s3.closure([rotation, swap]) == tuple(range(6))
+    assert s3.closure([]) == (s3.identity,)
+    assert cyclic(12).closure([8]) == (0, 4, 8)
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "expected"),
+    [
+        ("Z2", 1, [1]),
+        ("Z6", 1, [1]),
+        ("Z2xZ3", 1, [(1, 1)]),
+        ("S3", 2, [(2, 1, 3), (2, 3, 1)]),
+        ("S5", 2, [(2, 1, 3, 4, 5), (2, 3, 4, 5, 1)]),
+        ("A3", 1, [(2, 3, 1)]),
+        ("A4", 2, [(1, 3, 4, 2), (2, 3, 1, 4)]),
+        ("A5", 2, [(2, 3, 4, 5, 1), (2, 3, 1, 4, 5)]),
+        ("A6", 2, [(1, 3, 4, 5, 6, 2), (2, 3, 1, 4, 5, 6)]),
+        ("M", 2, ["A", "B"]),
+    ],
+)
+def test_generators_are_canonical_and_generate(name, count, expected):
+    monoid = parse_group(name)
+    found = generators(monoid, count)
+    assert [monoid.elements[g] for g in found] == expected
+    assert monoid.closure(found) == tuple(range(monoid.order))
+
+
+@pytest.mark.parametrize(("name", "count"), [("S3", 1), ("A5", 1), ("M", 1), ("Z3", 3)])
+def test_generators_that_do_not_exist(name, count):
+    with pytest.raises(ValueError) as caught:
+        generators(parse_group(name), count)
+    assert str(caught.value) == f"Found no {count} elements that generate {name} in up to 10000 subsets."
+
+
+def test_the_search_for_generators_is_bounded(monkeypatch):
+    klein = parse_group("Z2xZ2xZ2")
+    first = generators(klein, 3)  # the second subset: (1, 2, 3) is closed up to the identity
+    assert first == (1, 2, 4)
+    monkeypatch.setattr("deqseq.tasks.groups.MAX_SUBSETS", 1)
+    with pytest.raises(
+        ValueError, match=r"^Found no 3 elements that generate Z2xZ2xZ2 in up to 1 subsets\.$"
+    ):
+        generators(klein, 3)
+
+
+@pytest.mark.parametrize("count", [3, 4, 5])
+def test_generators_of_a_larger_count(count):
+    s3 = symmetric(3)
+    found = generators(s3, count)
+    assert len(set(found)) == count
+    assert s3.identity not in found
+    assert s3.closure(found) == tuple(range(6))
+
+
+def test_parse_group():
+    assert parse_group("A5xM") == direct_product(alternating(5), aperiodic_monoid())
+    assert parse_group("Z2xZ3").elements[5] == (1, 2)
+
+
+@pytest.mark.parametrize("name", ["", "Q8", "Z", "z2", "Z2x", "xZ2", "Z2 x Z3", "5", "S-3", "M2"])
+def test_parse_group_lists_what_it_understands(name):
+    with pytest.raises(ValueError) as caught:
+        parse_group(name)
+    assert str(caught.value) == (
+        f'Unknown group {name!r}; understood are "Z2", "S3", "A5" (any number), "M" (aperiodic monoid), '
+        'products as "Z2xZ3" or "A5xM".'
+    )
+
+
+STOP = " (tables stop at 1024 elements), got "
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: symmetric(8), "n of S_n must be 1 to 6" + STOP + "8."),
+        (lambda: symmetric(0), "n of S_n must be 1 to 6" + STOP + "0."),
+        (lambda: parse_group("A7"), "n of A_n must be 1 to 6" + STOP + "7."),
+        (lambda: cyclic(1025), "n of the cyclic group must be 1 to 1024" + STOP + "1025."),
+        (lambda: parse_group("A5xA5"), "The order of A5xA5 must be 1 to 1024" + STOP + "3600."),
+        (lambda: direct_product(), "direct_product() needs at least one factor, got none."),
+        (lambda: cyclic(3).index(7), "Z3 has no element 7; its last is 2."),
+        (lambda: aperiodic_monoid().inverse(1), "'A' has no inverse in M."),
+        (lambda: aperiodic_monoid().element_order(2), "'B' has no inverse in M."),
+    ],
+)
+def test_error_texts(build, message):
+    with pytest.raises(ValueError) as caught:
+        build()
+    assert str(caught.value) == message
+
+
+XOR = ((0, 1), [[0, 1], [1, 0]])
+LOOP = (("e", "a", "b"), [[0, 1, 2], [1, 2, 0], [2, 1, 0]])
+Z4 = (tuple(range(4)), [[0, 1, 2, 3], [1, 2, 3, 0], [2, 3, 0, 1], [3, 0, 1, 2]])
+
+
+@pytest.mark.parametrize(
+    ("table", "identity", "factors", "message"),
+    [
+        (((0, 0), XOR[1]), 0, (), ": elements must be distinct and at least one, got (0, 0)."),
+        (((0, 1, 2), XOR[1]), 0, (), ": table must be torch.int64 (3, 3), got torch.int64 (2, 2)."),
+        (((0, 1), [[0, 1], [1, 2]]), 0, (), ": table must hold ids 0 to 1, got 0 to 2."),
+        (((0, 1), [[0, 1], [1, -1]]), 0, (), ": table must hold ids 0 to 1, got -1 to 1."),
+        (((0, 1), [[0, 0], [1, 1]]), 0, (), ": the element with id 0 is not the identity."),
+        (XOR, 1, (), ": the element with id 1 is not the identity."),
+        (XOR, 2, (), ": the element with id 2 is not the identity."),
+        (LOOP, 0, (), " is not associative: (a ∘ a) ∘ a != a ∘ (a ∘ a)."),
+        (Z4, 0, (cyclic(2),) * 2, ": table is not that of the direct product of its factors."),
+    ],
+)
+def test_a_table_that_is_no_monoid_is_refused(table, identity, factors, message):
+    labels, rows = table
+    with pytest.raises(ValueError) as caught:
+        FiniteMonoid("bad", labels, torch.tensor(rows), identity, factors)
+    assert str(caught.value) == "bad" + message
+
+
+@given(data=st.data())
+@settings(max_examples=200, deadline=None)
+def test_associativity_check_agrees_with_brute_force(data):
+    n = data.draw(st.integers(2, 4))
+    cells = st.lists(st.integers(0, n - 1), min_size=n - 1, max_size=n - 1)
+    inner = data.draw(st.lists(cells, min_size=n - 1, max_size=n - 1))
+    rows = [list(range(n)), *([a, *row] for a, row in enumerate(inner, start=1))]
+    triples = itertools.product(range(n), repeat=3)
+    associative = all(rows[rows[a][b]][c] == rows[a][rows[b][c]] for a, b, c in triples)
+    try:
+        FiniteMonoid("random", tuple(range(n)), torch.tensor(rows), identity=0)
+        accepted = True
+    except ValueError as error:
+        assert "is not associative" in str(error)
+        accepted = False
+    assert accepted == associative
+
+
+def test_equality_looks_at_the_table():
+    table = torch.tensor([[0, 1], [1, 0]])
+    xor, maximum = (FiniteMonoid("two", (0, 1), t, 0) for t in (table, torch.tensor([[0, 1], [1, 1]])))
+    assert xor == FiniteMonoid("two", (0, 1), table, 0)
+    assert hash(xor) == hash(FiniteMonoid("two", (0, 1), table, 0))
+    assert xor != maximum
+    table[1, 1] = 1  # the monoid holds its own copy
+    assert xor.table[1, 1] == 0

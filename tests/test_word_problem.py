@@ -1,0 +1,225 @@
+"""The word problem: prefixes against a plain loop, distributions, seeds and error texts."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deqseq.tasks import (
+    WordProblem,
+    a5_monoid_word_problem,
+    alternating,
+    aperiodic_monoid,
+    cyclic,
+    generators,
+    parse_group,
+    prefix_products,
+    symmetric,
+)
+
+S5 = symmetric(5)
+A5 = alternating(5)
+
+
+def seeded(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def loop_prefixes(labels):
+    """Prefixes of one-line tuples by the definition: prefix_t(i) = prefix_{t-1}(g_t(i))."""
+    prefixes = [labels[0]]
+    for label in labels[1:]:
+        prefixes.append(tuple(prefixes[-1][i - 1] for i in label))
+    return prefixes
+
+
+def test_worked_example_of_the_paper():
+    tokens = [(5, 4, 1, 3, 2), (3, 4, 1, 2, 5), (5, 3, 1, 2, 4)]
+    prefixes = prefix_products(S5, torch.tensor([[S5.index(token) for token in tokens]]))
+    assert [S5.elements[p] for p in prefixes[0].tolist()] == [
+        (5, 4, 1, 3, 2),
+        (1, 3, 5, 4, 2),
+        (2, 5, 1, 3, 4),
+    ]
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 7, 8, 31, 32, 33])
+def test_targets_agree_with_a_plain_loop(length):
+    inputs, targets = WordProblem(A5).sample(6, length, generator=seeded(length))
+    assert inputs.shape == targets.shape == (6, length)
+    for row, expected in zip(inputs.tolist(), targets.tolist(), strict=True):
+        assert [A5.elements[p] for p in expected] == loop_prefixes([A5.elements[a] for a in row])
+
+
+@given(name=st.sampled_from(["Z2", "S3", "M", "Z3xM"]), length=st.integers(1, 40), seed=st.integers(0, 99))
+@settings(max_examples=50, deadline=None)
+def test_targets_agree_with_the_table(name, length, seed):
+    monoid = parse_group(name)
+    inputs, targets = WordProblem(monoid).fixed(3, length, seed=seed)
+    assert torch.equal(targets[:, 0], inputs[:, 0])
+    assert torch.equal(targets[:, 1:], monoid.table[targets[:, :-1], inputs[:, 1:]])
+
+
+def test_parity():
+    inputs, targets = WordProblem(cyclic(2)).fixed(64, 100, seed=1)
+    assert torch.equal(targets, inputs.cumsum(dim=1) % 2)
+
+
+def test_inputs_are_uniform_over_all_elements():
+    inputs, _ = WordProblem(A5).fixed(600, 100, seed=0)
+    counts = inputs.flatten().bincount(minlength=60)
+    # 1000 expected each; standard deviation 31.
+    assert counts.min() > 850
+    assert counts.max() < 1150
+
+
+def test_restricted_inputs():
+    two = generators(A5, 2)
+    task = WordProblem(A5, inputs=two)
+    inputs, targets = task.fixed(100, 50, seed=0)
+    assert task.input_ids == two
+    assert task.vocab_size == 60
+    assert set(inputs.flatten().tolist()) == set(two)
+    assert abs((inputs == two[0]).double().mean() - 0.5) < 0.03
+    assert set(targets.flatten().tolist()) == set(range(60))
+
+
+@pytest.mark.parametrize("p", [0.0, 0.5, 0.9, 1.0])
+def test_identity_frequency_in_a_group(p):
+    inputs, _ = WordProblem(A5, identity_probability=p).fixed(400, 100, seed=0)
+    frequency = (inputs == A5.identity).double().mean().item()
+    # The uniform draw of a hard token gives the identity too; 40,000 tokens: standard deviation <= 0.0025.
+    assert frequency == pytest.approx(p + (1 - p) / 60, abs=0.01)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.5, 1.0])
+def test_only_the_group_part_of_the_reference_task_becomes_easy(p):
+    task = a5_monoid_word_problem(p)
+    inputs, targets = task.fixed(400, 100, seed=0)
+    group, letter = inputs // 4, inputs % 4
+    assert task.vocab_size == 240
+    assert task.monoid.elements[inputs[0, 0]] == (A5.elements[group[0, 0]], "EABX"[letter[0, 0]])
+    easy = group == A5.identity
+    assert easy.double().mean().item() == pytest.approx(p + (1 - p) / 60, abs=0.01)
+    assert (letter.flatten().bincount(minlength=4) / letter.numel()).tolist() == pytest.approx(
+        [0.25] * 4, abs=0.01
+    )
+    assert torch.equal(targets // 4, prefix_products(A5, group))
+    assert torch.equal(targets % 4, prefix_products(aperiodic_monoid(), letter))
+
+
+def test_all_group_factors_become_easy_together():
+    task = WordProblem(parse_group("Z11xMxZ11"), identity_probability=0.5)
+    inputs, _ = task.fixed(200, 100, seed=0)
+    first, last = inputs // 44, inputs % 11
+    both = ((first == 0) & (last == 0)).double().mean().item()
+    assert both == pytest.approx(0.5 + 0.5 / 121, abs=0.02)
+    assert ((first == 0) != (last == 0)).double().mean().item() == pytest.approx(0.5 * 20 / 121, abs=0.02)
+
+
+def test_easy_tokens_may_leave_the_inputs():
+    two = generators(A5, 2)
+    inputs, _ = WordProblem(A5, inputs=two, identity_probability=0.3).fixed(100, 50, seed=0)
+    assert set(inputs.flatten().tolist()) == {A5.identity, *two}
+
+
+def test_probability_changes_only_which_tokens_are_easy():
+    plain, half, most = (WordProblem(A5, None, p).fixed(50, 40, seed=3).inputs for p in (0.0, 0.5, 0.9))
+    assert torch.equal(half[half != A5.identity], plain[half != A5.identity])
+    assert ((most != A5.identity) <= (half != A5.identity)).all()
+    assert not torch.equal(plain, half)
+
+
+def test_the_same_seed_gives_the_same_data_whatever_the_global_state():
+    task = WordProblem(A5)
+    torch.manual_seed(0)
+    first, stream = task.fixed(8, 16, seed=5), task.batches(4, 16, seed=5)
+    drawn = [next(stream) for _ in range(3)]
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    again, stream = task.fixed(8, 16, seed=5), task.batches(4, 16, seed=5)
+    assert torch.equal(first.inputs, again.inputs)
+    for batch in drawn:
+        assert torch.equal(batch.inputs, next(stream).inputs)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_different_draws_differ():
+    task = WordProblem(A5)
+    stream = task.batches(8, 16, seed=0)
+    other = task.batches(8, 16, seed=1)
+    draws = [next(stream), next(stream), next(other), task.fixed(8, 16, seed=0), task.fixed(8, 16, seed=1)]
+    for a, b in itertools.combinations(draws, 2):
+        assert (a.inputs == b.inputs).double().mean() < 0.2
+
+
+def test_training_and_evaluation_share_no_stream():
+    # Even with one seed, and even if one of the two were shifted by some draws.
+    training = next(WordProblem(A5).batches(1, 1000, seed=0)).inputs[0]
+    evaluation = WordProblem(A5).fixed(1, 1000, seed=0).inputs[0]
+    for shift in range(-8, 9):
+        assert (training.roll(shift) == evaluation).double().mean() < 0.1  # 1/60 expected
+
+
+def test_a_single_length_and_several():
+    task = WordProblem(cyclic(2))
+    assert next(task.batches(3, 7, seed=0)).inputs.shape == (3, 7)
+    lengths = [batch.inputs.shape[1] for batch in itertools.islice(task.batches(1, (4, 8, 16), seed=0), 300)]
+    for length in (4, 8, 16):
+        assert 70 <= lengths.count(length) <= 130  # 100 expected, standard deviation 8
+
+
+def test_device():
+    batch = WordProblem(A5).fixed(2, 3, seed=0, device="meta")
+    assert batch.inputs.device.type == batch.targets.device.type == "meta"
+    assert next(WordProblem(A5).batches(2, 3, seed=0, device="meta")).targets.device.type == "meta"
+
+
+def test_problems_compare_by_value():
+    assert WordProblem(A5, inputs=[1, 2]) == WordProblem(alternating(5), inputs=(1, 2))
+    assert hash(WordProblem(A5, inputs=[1, 2])) == hash(WordProblem(A5, inputs=(1, 2)))
+    assert WordProblem(A5) != WordProblem(S5)
+
+
+TASK = WordProblem(cyclic(3))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: TASK.sample(0, 4, generator=seeded()), "batch must be at least 1, got 0."),
+        (lambda: TASK.sample(2, 0, generator=seeded()), "length must be at least 1, got 0."),
+        (lambda: TASK.fixed(0, 4, seed=0), "size must be at least 1, got 0."),
+        (lambda: TASK.fixed(2, -1, seed=0), "length must be at least 1, got -1."),
+        (lambda: TASK.fixed(2, 4, seed=-1), "seed must be from 0 to 2**62 - 1, got -1."),
+        # At the call, not at the first batch.
+        (lambda: TASK.batches(0, 4, seed=0), "batch must be at least 1, got 0."),
+        (lambda: TASK.batches(2, (4, 0), seed=0), "length must be at least 1, got 0."),
+        (lambda: TASK.batches(2, (), seed=0), "length must name at least one length, got none."),
+        (
+            lambda: WordProblem(cyclic(3), identity_probability=1.5),
+            "identity_probability must be from 0 to 1, got 1.5.",
+        ),
+        (
+            lambda: a5_monoid_word_problem(-0.1),
+            "identity_probability must be from 0 to 1, got -0.1.",
+        ),
+        (
+            lambda: WordProblem(aperiodic_monoid(), identity_probability=0.5),
+            "identity_probability must be 0 for M, which has no group factor, got 0.5.",
+        ),
+        (
+            lambda: WordProblem(cyclic(3), inputs=()),
+            "inputs must name at least one element id, got none (None draws from all elements).",
+        ),
+        (lambda: WordProblem(cyclic(3), inputs=(0, 3)), "inputs must be element ids of Z3, 0 to 2, got 3."),
+        (lambda: WordProblem(cyclic(3), inputs=(-1,)), "inputs must be element ids of Z3, 0 to 2, got -1."),
+        (lambda: WordProblem(cyclic(3), inputs=(1, 1)), "inputs must not repeat an id, got (1, 1)."),
+    ],
+)
+def test_error_texts(call, message):
+    with pytest.raises(ValueError) as caught:
+        call()
+    assert str(caught.value) == message
