@@ -29,7 +29,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: Float[Tensor, "*batch dim"]) -> Float[Tensor, "*batch dim"]:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
 
 
 class GatedRMSNorm(nn.Module):
@@ -52,4 +52,4 @@ class GatedRMSNorm(nn.Module):
     def forward(
         self, x: Float[Tensor, "*batch dim"], gate: Float[Tensor, "*batch dim"]
     ) -> Float[Tensor, "*batch dim"]:
-        return F.rms_norm(x * F.silu(gate), self.weight.shape, self.weight, self.eps)
+        return F.rms_norm(x * F.silu(gate), self.weight.shape, self.weight.to(x.dtype), self.eps)

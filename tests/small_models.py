@@ -1,0 +1,30 @@
+"""Small backbones whose maps contract, in float64."""
+
+import torch
+
+import deqseq as dq
+
+
+def contractive_mamba2(**changes) -> dq.Mamba2:
+    """A random Mamba2 in which the injection outweighs the state, so that plain iteration converges fast."""
+    torch.manual_seed(0)
+    sizes = {"d_model": 8, "n_layers": 2, "d_state": 4, "headdim": 4, "chunk_size": 3, "weight_norm": False}
+    weight_norm = changes.pop("weight_norm", True)
+    backbone = dq.Mamba2(dq.Mamba2Config(**{**sizes, **changes})).double()
+    for block in backbone.layers:
+        block.mixer.in_proj.weight.data *= 0.1
+        block.mixer.out_proj.weight.data *= 4
+    if weight_norm:
+        dq.layers.apply_weight_norm(backbone)
+    return backbone
+
+
+def affine() -> dq.Affine:
+    """The toy with a known answer."""
+    torch.manual_seed(0)
+    return dq.Affine(8).double()
+
+
+def embedded(batch: int = 2, length: int = 7, dim: int = 8) -> torch.Tensor:
+    """Random inputs."""
+    return torch.randn(batch, length, dim, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

@@ -1,0 +1,166 @@
+"""Layers against independent formulas and torch's own modules."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrize
+
+from deqseq.layers import (
+    CausalConv1d,
+    GatedRMSNorm,
+    Mamba2Block,
+    Mamba2Mixer,
+    RMSNorm,
+    SwiGLU,
+    apply_weight_norm,
+    dropout_mask,
+    weights_computed_once,
+)
+
+
+def randn(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def test_rms_norm_formula():
+    norm = RMSNorm(5, eps=1e-3).double()
+    norm.weight.data = randn(5)
+    x = randn(2, 3, 5, seed=1)
+    assert torch.allclose(norm(x), x / (x.square().mean(-1, keepdim=True) + 1e-3).sqrt() * norm.weight)
+
+
+def test_gated_norm_gates_before_it_normalises():
+    norm = GatedRMSNorm(5).double()
+    x, gate = randn(2, 5), randn(2, 5, seed=1)
+    gated = x * gate * torch.sigmoid(gate)
+    assert torch.allclose(norm(x, gate), gated / (gated.square().mean(-1, keepdim=True) + 1e-5).sqrt())
+
+
+@pytest.mark.parametrize("kernel_size", [1, 2, 4])
+def test_conv_is_a_grouped_convolution(kernel_size):
+    ours = CausalConv1d(3, kernel_size).double()
+    theirs = nn.Conv1d(3, 3, kernel_size, groups=3, padding=kernel_size - 1).double()
+    theirs.load_state_dict(ours.state_dict())
+    x = randn(2, 6, 3)
+    assert torch.allclose(ours(x)[0], theirs(x.transpose(1, 2))[:, :, :6].transpose(1, 2))
+
+
+@pytest.mark.parametrize("cut", [1, 2, 5])
+def test_conv_carries_on_from_its_state(cut):
+    conv, x = CausalConv1d(3, 4).double(), randn(2, 6, 3)
+    whole, last = conv(x, return_state=True)
+    first, state = conv(x[:, :cut], conv.init_state(2), return_state=True)
+    second, state = conv(x[:, cut:], state, return_state=True)
+    assert torch.allclose(torch.cat([first, second], dim=1), whole)
+    assert torch.equal(state, last)
+    assert state.shape == (2, 3, 3)
+
+
+def test_conv_rejects_an_empty_kernel():
+    with pytest.raises(ValueError, match=r"CausalConv1d.kernel_size must be >= 1, got 0"):
+        CausalConv1d(3, 0)
+
+
+def test_swiglu_formula():
+    mlp, x = SwiGLU(4, 6).double(), randn(2, 4)
+    gate, up = x @ mlp.gate_proj.weight.T, x @ mlp.up_proj.weight.T
+    assert torch.allclose(mlp(x), (gate * torch.sigmoid(gate) * up) @ mlp.down_proj.weight.T)
+
+
+def test_dropout_mask_keeps_the_mean():
+    torch.manual_seed(0)
+    mask = dropout_mask(torch.zeros(8, 50, 40), 0.25)
+    assert mask.unique().tolist() == pytest.approx([0.0, 4 / 3])
+    assert mask.mean().item() == pytest.approx(1.0, abs=0.02)
+
+
+@pytest.fixture
+def mixer():
+    torch.manual_seed(0)
+    return Mamba2Mixer(8, d_state=4, headdim=4, n_groups=2, chunk_size=3).double()
+
+
+def test_mixer_adds_the_injection_to_the_projected_input(mixer):
+    u, injection = randn(2, 5, 8), randn(2, 5, mixer.injected_width, seed=1)
+    moved = randn(8, seed=3)
+    moved_weight = mixer.in_proj.weight @ moved
+    assert torch.allclose(
+        mixer(u + moved, injection)[0], mixer(u, injection + moved_weight)[0]
+    ), "W (u + m) + i must equal W u + (i + W m)"
+    assert not torch.allclose(mixer(u, injection)[0], mixer(u)[0])
+
+
+@pytest.mark.parametrize("cut", [1, 2, 4])
+def test_mixer_carries_on_from_its_state(mixer, cut):
+    u, injection = randn(2, 5, 8), randn(2, 5, mixer.injected_width, seed=1)
+    whole, last = mixer(u, injection, return_state=True)
+    first, state = mixer(u[:, :cut], injection[:, :cut], mixer.init_state(2), return_state=True)
+    second, state = mixer(u[:, cut:], injection[:, cut:], state, return_state=True)
+    assert torch.allclose(torch.cat([first, second], dim=1), whole)
+    assert torch.allclose(state.conv, last.conv)
+    assert torch.allclose(state.ssm, last.ssm)
+
+
+def test_mixer_is_causal(mixer):
+    u = randn(1, 6, 8)
+    changed = u.clone()
+    changed[:, 3] += 1
+    difference = (mixer(u)[0] - mixer(changed)[0]).abs().amax(dim=2)[0]
+    assert difference[:3].max() == 0
+    assert difference[3] > 1e-3
+
+
+def test_initial_step_sizes_lie_in_mamba2s_range():
+    torch.manual_seed(0)
+    mixer = Mamba2Mixer(256, headdim=4)
+    step = F.softplus(mixer.dt_bias)
+    assert step.min() >= 0.999e-3
+    assert step.max() <= 1.001e-1
+    assert (mixer.A_log.exp() >= 1).all()
+    assert (mixer.A_log.exp() <= 16).all()
+
+
+def test_block_has_residual_paths_and_a_masked_branch(mixer):
+    block = Mamba2Block(mixer, 8, mlp_width=6).double()
+    z, nothing = randn(2, 5, 8), torch.zeros(2, 5, 8, dtype=torch.float64)
+    masked, _ = block(z, None, None, nothing)
+    assert torch.allclose(masked, z + block.mlp(block.post_norm(z)))
+    block.mlp.down_proj.weight.data.zero_()
+    assert torch.allclose(block(z)[0], z + mixer(block.norm(z))[0])
+
+
+def test_weight_norm_changes_no_initial_weight_and_reaches_convolutions(mixer):
+    u = randn(2, 5, 8)
+    before = mixer(u)[0]
+    apply_weight_norm(mixer)
+    apply_weight_norm(mixer)
+    assert torch.allclose(mixer(u)[0], before)
+    names = {name for name, module in mixer.named_modules() if parametrize.is_parametrized(module)}
+    assert names == {"in_proj", "out_proj", "conv1d"}
+
+
+class CountedForward:
+    def __init__(self, monkeypatch):
+        self.calls = 0
+        original = torch.nn.utils.parametrizations._WeightNorm.forward
+
+        def counted(module, *weights):
+            self.calls += 1
+            return original(module, *weights)
+
+        monkeypatch.setattr(torch.nn.utils.parametrizations._WeightNorm, "forward", counted)
+
+
+def test_weights_are_computed_once_and_keep_their_gradient(mixer, monkeypatch):
+    apply_weight_norm(mixer)
+    counted = CountedForward(monkeypatch)
+    u = randn(2, 5, 8)
+    with weights_computed_once(mixer):
+        with torch.no_grad():  # a solve
+            for _ in range(3):
+                mixer(u)
+        mixer(u)[0].sum().backward()  # the estimator after it
+    assert counted.calls == 3
+    for name, parameter in mixer.named_parameters():
+        assert parameter.grad is not None, name

@@ -1,0 +1,207 @@
+"""Implicit and explicit models, and the language model around them."""
+
+import pytest
+import torch
+from small_models import affine, contractive_mamba2, embedded
+
+import deqseq as dq
+
+TIGHT = dq.Stop(rtol=1e-11, max_steps=500)
+
+
+BACKBONES = pytest.mark.parametrize("make", [contractive_mamba2, affine], ids=["Mamba2", "Affine"])
+SWEEPS = pytest.mark.parametrize("sweep", [dq.Simultaneous(), dq.Chunked(3), dq.Sequential()], ids=str)
+
+
+@SWEEPS
+def test_affine_model_finds_the_known_answer(sweep):
+    backbone = affine()
+    output = dq.ImplicitModel(backbone, stop=TIGHT)(embedded(), sweep=sweep)
+    assert (output.status == dq.Status.CONVERGED).all()
+    assert (output.value - backbone.solution(embedded())).abs().max() < 1e-9
+
+
+@BACKBONES
+@SWEEPS
+def test_sweeps_agree(make, sweep):
+    model = dq.ImplicitModel(make(), stop=TIGHT).eval()
+    reference, output = model(embedded()), model(embedded(), sweep=sweep)
+    assert (output.status == dq.Status.CONVERGED).all()
+    assert (output.value - reference.value).abs().max() < 1e-9
+    shape = (2,) if sweep == dq.Simultaneous() else (2, 7)
+    assert output.stats.steps.shape == output.stats.residual.shape == shape
+    assert output.stats.residual.max() <= 1e-11
+
+
+@BACKBONES
+@SWEEPS
+def test_a_sequence_continued_from_its_cache_is_the_sequence(make, sweep):
+    model, x = dq.ImplicitModel(make(), stop=TIGHT).eval(), embedded()
+    first = model(x[:, :4], sweep=sweep, return_cache=True)
+    second = model(x[:, 4:], sweep=sweep, cache=first.cache)
+    whole = model(x).value
+    assert (torch.cat([first.value, second.value], dim=1) - whole).abs().max() < 1e-9
+    assert second.cache is None
+
+
+@BACKBONES
+@pytest.mark.parametrize("gradient", [dq.Phantom(4, 0.8), dq.OneStep(), dq.Implicit(stop=TIGHT)], ids=lambda g: type(g).__name__)
+def test_training_with_any_sweep_gives_the_same_gradient(make, gradient):
+    model = dq.ImplicitModel(make(), stop=TIGHT, gradient=gradient)
+    gradients = []
+    for sweep in (dq.Simultaneous(), dq.Chunked(3), dq.Sequential()):
+        model.zero_grad()
+        model(embedded(), sweep=sweep).value.square().sum().backward()
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    for one, two, three in zip(*gradients, strict=True):
+        assert one.abs().max() > 0
+        assert torch.allclose(one, two, atol=1e-8)
+        assert torch.allclose(one, three, atol=1e-8)
+
+
+def test_implicit_gradient_of_a_mamba2_block_by_finite_differences():
+    backbone = contractive_mamba2(n_layers=1, d_model=4, d_state=2, weight_norm=False)
+    stop = dq.Stop(rtol=1e-14, max_steps=500)
+    model = dq.ImplicitModel(backbone, stop=stop, gradient=dq.Implicit(stop=stop))
+    x = embedded(1, 3, 4).requires_grad_()
+    names = ["layers.0.mixer.in_proj.weight", "layers.0.mixer.A_log", "norm_f.weight"]
+    parameters = [dict(backbone.named_parameters())[name] for name in names]
+    assert torch.autograd.gradcheck(lambda *_: model(x).value, (x, *parameters), eps=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("gradient", [dq.Unrolled(checkpoint=True), dq.Phantom(3, checkpoint=True)], ids=str)
+def test_checkpointing_under_weight_norm_gives_the_same_gradient(gradient):
+    model = dq.ImplicitModel(contractive_mamba2(), stop=dq.Stop.exactly(6))
+    gradients = []
+    for checkpoint in (False, True):
+        plain = dq.Unrolled() if isinstance(gradient, dq.Unrolled) else dq.Phantom(3)
+        model.gradient = gradient if checkpoint else plain
+        model.zero_grad()
+        model(embedded()).value.square().sum().backward()
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    for one, two in zip(*gradients, strict=True):
+        assert one.abs().max() > 0
+        assert torch.allclose(one, two, rtol=1e-10)
+
+
+def test_unrolled_with_another_sweep_is_an_error():
+    model = dq.ImplicitModel(affine(), gradient=dq.Unrolled())
+    with pytest.raises(ValueError, match=r"Unrolled differentiates the iteration itself and needs the Simultaneous"):
+        model(embedded(), sweep=dq.Sequential())
+    with torch.no_grad():
+        assert model(embedded(), sweep=dq.Sequential()).value.shape == (2, 7, 8)
+
+
+def test_trace_with_another_sweep_is_an_error():
+    model = dq.ImplicitModel(affine()).eval().requires_grad_(False)
+    with pytest.raises(ValueError, match=r"trace=True needs the Simultaneous sweep, got Chunked\(size=2\)"):
+        model(embedded(), sweep=dq.Chunked(2), trace=True)
+    assert model(embedded(), trace=True).stats.trace.shape[1:] == (2,)
+
+
+def test_chunked_size_is_checked():
+    with pytest.raises(ValueError, match=r"Chunked.size must be >= 1, got 0"):
+        dq.Chunked(0)
+
+
+def test_eval_mode_takes_its_own_solver_and_stop_and_a_call_overrides_them():
+    model = dq.ImplicitModel(affine(), stop=dq.Stop.exactly(3), eval_stop=dq.Stop.exactly(5), eval_solver=dq.Naive())
+    assert model.train()(embedded()).stats.evaluations == 3
+    assert model.eval()(embedded()).stats.evaluations == 5
+    assert model(embedded(), stop=dq.Stop.exactly(2)).stats.evaluations == 2
+    twice = model(embedded(), stop=dq.Stop.exactly(2), solver=dq.Relaxed(0.5)).value
+    assert not torch.allclose(twice, model(embedded(), stop=dq.Stop.exactly(2)).value)
+
+
+def test_eval_mode_gives_gradients_and_frozen_parameters_cost_none():
+    model = dq.ImplicitModel(contractive_mamba2(), stop=TIGHT).eval()
+    model(embedded()).value.sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+    model.requires_grad_(False)
+    assert not model(embedded()).value.requires_grad
+    x = embedded().requires_grad_()
+    model(x).value.square().sum().backward()
+    assert x.grad.abs().max() > 0
+
+
+def test_dropout_has_a_fixed_point():
+    model = dq.ImplicitModel(contractive_mamba2(dropout=0.3), stop=TIGHT).train()
+    assert (model(embedded()).status == dq.Status.CONVERGED).all()
+
+
+def test_bfloat16_autocast_trains_in_float32_states():
+    model = dq.ImplicitModel(contractive_mamba2().float(), stop=dq.Stop.exactly(8))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        value = model(embedded().float()).value
+    assert value.dtype == torch.float32
+    value.square().sum().backward()
+    full = model(embedded().float()).value
+    assert ((value - full).norm() / full.norm()).item() < 0.05
+    for name, parameter in model.named_parameters():
+        assert torch.isfinite(parameter.grad).all(), name
+
+
+def test_a_row_alone_is_the_row_in_its_batch():
+    model, x = dq.ImplicitModel(contractive_mamba2(), stop=dq.Stop(rtol=1e-6)).eval(), embedded(4)
+    together = model(x)
+    for row in range(4):
+        alone = model(x[row : row + 1])
+        assert torch.allclose(alone.value[0], together.value[row], atol=1e-12)
+        assert alone.stats.steps[0] == together.stats.steps[row]
+
+
+def language_model(implicit=True):
+    backbone = contractive_mamba2(injection=implicit)
+    model = dq.ImplicitModel(backbone, stop=TIGHT) if implicit else dq.ExplicitModel(backbone)
+    return dq.CausalLM(11, model).double()
+
+
+IDS = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
+
+
+@pytest.mark.parametrize("implicit", [True, False])
+def test_labels_are_shifted_and_targets_are_not(implicit):
+    lm = language_model(implicit)
+    logits = lm(IDS).logits
+    aligned = torch.nn.functional.cross_entropy(logits.flatten(0, 1), IDS.flatten())
+    shifted = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), IDS[:, 1:].flatten())
+    assert lm(IDS, targets=IDS).loss.item() == pytest.approx(aligned.item(), rel=1e-9)
+    assert lm(IDS, labels=IDS).loss.item() == pytest.approx(shifted.item(), rel=1e-9)
+    assert lm(IDS).loss is None
+
+
+def test_ignored_targets_do_not_count():
+    lm, targets = language_model(), IDS.clone()
+    targets[:, :3] = -100
+    last = torch.nn.functional.cross_entropy(lm(IDS).logits[:, 3], IDS[:, 3])
+    assert lm(IDS, targets=targets).loss.item() == pytest.approx(last.item(), rel=1e-9)
+
+
+def test_head_is_the_embedding():
+    lm = language_model()
+    assert [name for name, _ in lm.named_parameters() if "embedding" in name] == ["embedding.weight"]
+    lm.embedding.weight.data[3] = 0
+    assert lm(IDS).logits[..., 3].abs().max() == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"labels": IDS, "targets": IDS}, ValueError, r"give labels .* or targets .*, not both"),
+        ({"targets": IDS[:, :2].contiguous()}, Exception, r"targets"),
+        ({"sweeep": dq.Sequential()}, TypeError, "unexpected keyword argument 'sweeep'"),
+    ],
+)
+def test_bad_calls_are_named(arguments, error, message):
+    with pytest.raises(error, match=message):
+        language_model()(IDS, **arguments)
+
+
+def test_an_explicit_model_takes_no_sweep():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'sweep'"):
+        language_model(implicit=False)(IDS, sweep=dq.Sequential())
+
+
+def test_empty_ids_are_named():
+    with pytest.raises(ValueError, match=r"input_ids must be int64 of shape \(batch, length\), none of them 0, got"):
+        language_model()(IDS[:0])

@@ -1,0 +1,142 @@
+"""The chunked scan against the plain recurrence in float64."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracles import relative_error, ssd_recurrence
+
+from deqseq.ops.ssd import ssd, ssd_step
+
+
+def inputs(batch=2, length=13, heads=4, headdim=3, groups=2, d_state=5, dtype=torch.float64, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+
+    def randn(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    A = -torch.rand(heads, generator=generator, dtype=torch.float64).add(0.1).to(dtype)
+    arguments = [randn(batch, length, heads, headdim), randn(batch, length, heads), A]
+    arguments += [randn(batch, length, groups, d_state), randn(batch, length, groups, d_state)]
+    extras = {"D": randn(heads), "dt_bias": randn(heads)}
+    return arguments, extras, randn(batch, heads, headdim, d_state)
+
+
+@pytest.mark.parametrize("length", [1, 2, 7, 8, 9, 16, 31])
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("given_state", [False, True])
+def test_matches_the_recurrence(length, groups, given_state):
+    arguments, extras, state = inputs(length=length, groups=groups)
+    state = state if given_state else None
+    ours = ssd(*arguments, **extras, initial_state=state, return_state=True, chunk_size=8)
+    y, h = ssd_recurrence(*arguments, **extras, state=state)
+    assert relative_error(ours.y, y) < 1e-13
+    assert relative_error(ours.state, h) < 1e-13
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    batch=st.integers(1, 3),
+    length=st.integers(1, 20),
+    heads_per_group=st.integers(1, 3),
+    groups=st.integers(1, 3),
+    headdim=st.integers(1, 4),
+    d_state=st.integers(1, 5),
+    chunk_size=st.integers(1, 25),
+    cut=st.integers(0, 19),
+)
+def test_any_shape_chunk_and_cut(batch, length, heads_per_group, groups, headdim, d_state, chunk_size, cut):
+    heads = heads_per_group * groups
+    arguments, extras, state = inputs(batch, length, heads, headdim, groups, d_state)
+    y, h = ssd_recurrence(*arguments, **extras, state=state)
+    x, dt, A, B, C = arguments
+    outputs, carried = [], state
+    for piece in (slice(0, cut), slice(cut, length)):
+        if x[:, piece].shape[1]:
+            part = (x[:, piece], dt[:, piece], A, B[:, piece], C[:, piece])
+            out = ssd(*part, **extras, initial_state=carried, return_state=True, chunk_size=chunk_size)
+            outputs, carried = [*outputs, out.y], out.state
+    assert torch.allclose(torch.cat(outputs, dim=1), y, atol=1e-11)
+    assert torch.allclose(carried, h, atol=1e-11)
+
+
+def test_step_equals_forward():
+    arguments, extras, state = inputs()
+    x, dt, A, B, C = arguments
+    whole = ssd(*arguments, **extras, initial_state=state, return_state=True, chunk_size=4)
+    carried = state
+    for t in range(x.shape[1]):
+        y, carried = ssd_step(x[:, t], dt[:, t], A, B[:, t], C[:, t], carried, **extras)
+        assert torch.allclose(y, whole.y[:, t], atol=1e-12)
+    assert torch.allclose(carried, whole.state, atol=1e-12)
+
+
+def test_the_initial_state_is_left_as_it_is():
+    arguments, extras, state = inputs(length=1)
+    before = state.clone()
+    ssd(*arguments, **extras, initial_state=state, return_state=True)
+    assert torch.equal(state, before)
+
+
+def test_step_size_limits_without_softplus():
+    arguments, _, _ = inputs()
+    y, _ = ssd_recurrence(*arguments, dt_limit=(0.1, 0.4), softplus=False)
+    assert relative_error(ssd(*arguments, dt_limit=(0.1, 0.4), dt_softplus=False).y, y) < 1e-13
+
+
+def test_step_size_limits_with_softplus():
+    arguments, extras, _ = inputs()
+    y, _ = ssd_recurrence(*arguments, **extras, dt_limit=(0.2, 0.5))
+    assert relative_error(ssd(*arguments, **extras, dt_limit=(0.2, 0.5)).y, y) < 1e-13
+    assert relative_error(ssd(*arguments, **extras).y, y) > 1e-2
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 4e-3)])
+def test_lower_precision_accumulates_in_float32(dtype, bound):
+    arguments, extras, state = inputs(length=40, dtype=dtype)
+    ours = ssd(*arguments, **extras, initial_state=state.float(), return_state=True, chunk_size=16)
+    y, h = ssd_recurrence(*arguments, **extras, state=state.float())
+    assert ours.y.dtype == dtype
+    assert ours.state.dtype == torch.float32
+    assert relative_error(ours.y, y) < bound  # bfloat16: the rounding of the output alone
+    assert relative_error(ours.state, h) < 1e-6
+
+
+def test_gradients_of_every_input():
+    arguments, extras, state = inputs(batch=1, length=5, heads=2, headdim=2, groups=1, d_state=2)
+    tensors = [t.requires_grad_() for t in (*arguments, extras["D"], extras["dt_bias"], state)]
+
+    def scan(x, dt, A, B, C, D, bias, initial):
+        out = ssd(x, dt, A, B, C, D=D, dt_bias=bias, initial_state=initial, return_state=True, chunk_size=2)
+        return out.y, out.state
+
+    assert torch.autograd.gradcheck(scan, tensors)
+
+
+def test_strong_decay_neither_overflows_nor_gives_nan():
+    arguments, extras, _ = inputs(length=64, dtype=torch.float32)
+    arguments[2] = torch.full_like(arguments[2], -1e4)
+    x = arguments[0].requires_grad_()
+    y = ssd(*arguments, **extras).y
+    y.sum().backward()
+    assert torch.isfinite(y).all()
+    assert torch.isfinite(x.grad).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"length": 0}, r"ssd needs at least one token, got x of shape \(2, 0, 4, 3\)"),
+        ({"groups": 3}, "groups that divide the heads, got 3 groups and 4 heads"),
+    ],
+)
+def test_bad_shapes_are_named(change, message):
+    arguments, _, _ = inputs(**change)
+    with pytest.raises(ValueError, match=message):
+        ssd(*arguments)
+
+
+def test_bad_chunk_size_is_named():
+    arguments, _, _ = inputs()
+    with pytest.raises(ValueError, match="chunk_size >= 1, got 0"):
+        ssd(*arguments, chunk_size=0)
