@@ -4,7 +4,7 @@ import torch
 
 from deqseq.gradients.base import Gradient
 from deqseq.gradients.implicit import Implicit
-from deqseq.solution import Solution
+from deqseq.solution import Solution, Status
 from deqseq.solve import Callback
 from deqseq.solvers.anderson import Anderson
 from deqseq.solvers.base import OutsideSolver, Solver
@@ -55,7 +55,8 @@ def fixed_point(
     solution = chosen.apply(f, z0, solver=solver, stop=stop, trace=trace, callback=callback)
     if throw:
         solution.raise_if_failed()
-    if gradient is not None and torch.is_grad_enabled() and not solution.value.requires_grad:
+    graphless = torch.is_grad_enabled() and not solution.value.requires_grad
+    if gradient is not None and graphless and not bool((solution.status == Status.DIVERGED).all()):
         raise ValueError(
             f"gradient={gradient} finds nothing to differentiate: f(z) depends on no tensor that requires a "
             "gradient (frozen parameters? a no_grad or detach inside f?). Leave gradient out, or solve under "

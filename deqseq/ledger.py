@@ -25,6 +25,7 @@ class Ledger:
     def __init__(self, z0: State, stop: Stop, keep_trace: bool) -> None:
         self.stop = stop
         self._rows: RowIndex | None = None  # where the rows under observation stand in the batch; None: all of it
+        self._host_rows = torch.arange(z0.shape[0])  # the same on the host, where decisions are made
         self._open = torch.ones(z0.shape[0], dtype=torch.bool)  # on the host, of the rows under observation
         self._value: State | None = None  # final values, allocated when the first row ends before another
         self._best = z0
@@ -33,7 +34,8 @@ class Ledger:
         self._stay: Tensor | None = None  # rows (rows, 1) or tokens (rows, tokens) that do not move for now
         self._status = torch.full((z0.shape[0],), int(Status.BUDGET_SPENT))
         self._steps: Tensor | None = None  # allocated at the first look, which tells rows from tokens
-        self._residual: Residual | None = None
+        self._residual: Residual | None = None  # of the best value
+        self._latest: Residual | None = None
         self._trace: list[Residual] | None = [] if keep_trace else None
 
     @property
@@ -44,8 +46,8 @@ class Ledger:
     @property
     def residual(self) -> Residual:
         """The latest residual of every row of the batch."""
-        assert self._residual is not None, "nothing has been observed yet"
-        return self._residual
+        assert self._latest is not None, "nothing has been observed yet"
+        return self._latest
 
     @property
     def open_rows(self) -> int:
@@ -65,8 +67,9 @@ class Ledger:
         ended = self._open & (converged | diverged)
         self._write_steps(seen, step)
         self._write_best(fz, seen.residual, self._open & (converged | (improved & ~diverged)))
+        self._write_latest(seen.residual)
         if self._trace is not None:
-            self._trace.append(self.residual.clone())
+            self._trace.append(self.residual)
         if bool(ended.any()):
             self._close(ended, converged, step)
         self._stay = self._who_stays(seen.passed)
@@ -86,8 +89,9 @@ class Ledger:
         count, left = len(self._open), self.open_rows
         if not left or 4 * (count - left) < count:
             return None
+        self._host_rows = self._host_rows[self._open]
+        self._rows = self._host_rows.to(self._best.device)
         keep = self._open.nonzero()[:, 0].to(self._best.device)
-        self._rows = keep if self._rows is None else self._rows[keep]
         self._open = torch.ones(left, dtype=torch.bool)
         self._best = self._best[keep]
         assert self._best_residual is not None and self._limit is not None
@@ -100,9 +104,9 @@ class Ledger:
         """Everything that is known, after ``evaluations`` calls of the map."""
         assert self._steps is not None, "a solve evaluates its map at least once"
         self._put_values(self._open)
-        assert self._value is not None
+        assert self._value is not None and self._residual is not None
         trace = None if self._trace is None else torch.stack(self._trace)
-        stats = SolveStats(self._steps.clamp(max=evaluations), self.residual, evaluations, trace)
+        stats = SolveStats(self._steps.clamp(max=evaluations), self._residual, evaluations, trace)
         return Solution(self._value, self._status.to(self._value.device), stats)
 
     def _verdicts(self, seen: Measurement) -> tuple[RowMask, RowMask, RowMask]:
@@ -110,14 +114,16 @@ class Ledger:
         difference, scale = seen.difference, seen.scale
         if self._limit is None:
             floor = torch.ones_like(scale)
-            self._limit = self.stop.divergence * torch.maximum(torch.maximum(difference, scale), floor)
+            limit = self.stop.divergence * torch.maximum(torch.maximum(difference, scale), floor)
+            self._limit = limit.clamp(max=torch.finfo(limit.dtype).max)  # infinity itself has diverged
             self._best_residual = torch.full_like(seen.residual, torch.inf)
         assert self._best_residual is not None
         diverged = ~(difference <= self._limit)  # not a number counts too
         converged = _per_row(seen.passed) & ~diverged
         worst, best = _row_worst(seen.residual), _row_worst(self._best_residual)
         improved = (worst < best) | best.isinf()
-        return torch.stack([converged, diverged, improved]).cpu().unbind()
+        on_host = torch.stack([converged, diverged, improved]).cpu()
+        return on_host[0], on_host[1], on_host[2]
 
     def _who_stays(self, passed: Tensor) -> Tensor | None:
         """Ended rows, and per token those that pass; None when everything moves."""
@@ -130,7 +136,7 @@ class Ledger:
         """Tokens that do not pass yet need one more look at least; rows are dated when they end."""
         if self._steps is None:
             per_token = seen.passed.ndim == 2
-            self._steps = torch.full_like(seen.passed, 1 if per_token else self.stop.max_steps, dtype=torch.int64)
+            self._steps = torch.full_like(seen.passed, step if per_token else self.stop.max_steps, dtype=torch.int64)
         if seen.passed.ndim == 1:
             return
         upcoming = min(step + self.stop.check_every, self.stop.max_steps)
@@ -152,11 +158,21 @@ class Ledger:
         else:
             self._residual = self._residual.index_copy(0, self._rows, self._best_residual)
 
+    def _write_latest(self, residual: Residual) -> None:
+        """The residual of this look, for rows that are still open; the others keep theirs."""
+        if self._latest is None or (self._rows is None and bool(self._open.all())):
+            self._latest = residual
+            return
+        places = slice(None) if self._rows is None else self._rows
+        chosen = _over_tokens(self._open.to(residual.device), residual)
+        self._latest = self._latest.clone()  # the trace holds the one before
+        self._latest[places] = torch.where(chosen, residual, self._latest[places])
+
     def _close(self, ended: RowMask, converged: RowMask, step: int) -> None:
         """Date and file the rows that end at this evaluation."""
         self._put_values(ended)
         status = torch.where(converged, int(Status.CONVERGED), int(Status.DIVERGED))
-        places = ended.nonzero()[:, 0] if self._rows is None else self._rows.cpu()[ended]
+        places = self._host_rows[ended]
         self._status[places] = status[ended]
         assert self._steps is not None
         places = places.to(self._steps.device)

@@ -58,17 +58,17 @@ def measure(z: State, fz: State, stop: Stop) -> Measurement:
         if stop.norm == "frobenius":
             difference, scale = difference.norm(dim=1, keepdim=True), scale.norm(dim=1, keepdim=True)
         if stop.per == "batch":
-            difference, scale = _over_the_batch(difference, scale, stop)
-        passed = difference <= stop.atol + stop.rtol * scale
+            difference, scale = _as_one_row(difference, scale, stop)
+        passed = (difference <= stop.atol + stop.rtol * scale) & difference.isfinite()
         residual = difference / scale.clamp_min(torch.finfo(scale.dtype).tiny)
         if stop.per != "token":
             passed, residual = passed.all(dim=1), residual.amax(dim=1)
-        return Measurement(residual, passed, difference.amax(dim=1), scale.amax(dim=1))
+        seen = Measurement(residual, passed, difference.amax(dim=1), scale.amax(dim=1))
+        return Measurement(*(x.expand(len(z)) for x in seen)) if stop.per == "batch" else seen
 
 
-def _over_the_batch(difference: Tensor, scale: Tensor, stop: Stop) -> tuple[Tensor, Tensor]:
-    """One verdict for all rows: every row is given the numbers of the whole batch."""
-    batch = difference.shape[0]
+def _as_one_row(difference: Tensor, scale: Tensor, stop: Stop) -> tuple[Tensor, Tensor]:
+    """The batch as one row, whose verdict all rows are given."""
     if stop.norm == "frobenius":
-        return difference.norm().expand(batch, 1), scale.norm().expand(batch, 1)
-    return difference.reshape(1, -1).expand(batch, -1), scale.reshape(1, -1).expand(batch, -1)
+        return difference.norm().reshape(1, 1), scale.norm().reshape(1, 1)
+    return difference.reshape(1, -1), scale.reshape(1, -1)

@@ -1,7 +1,10 @@
 """The only iteration loop of the library."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
+
+import torch
 
 from deqseq.evaluate import check_start, evaluate
 from deqseq.ledger import Ledger
@@ -76,6 +79,8 @@ def solve(
     if isinstance(solver, OutsideSolver):
         return _observe_outside(f, z0, solver, ledger, callback)
     z, state = z0, solver.init(z0)
+    kind = z0.device.type  # under autocast the map is computed in half precision, the solver's inner products are not
+    full_precision = torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
     step = 0
     while True:
         step += 1
@@ -85,7 +90,8 @@ def solve(
             _tell(callback, ledger, step)
             if ledger.finished or step == stop.max_steps:
                 return ledger.solution(step)
-        proposal, state = solver.step(z, fz, state)
+        with full_precision:
+            proposal, state = solver.step(z, fz, state)
         z = ledger.hold(z, proposal)
         if isinstance(f, SelectableMap) and (keep := ledger.drop_ended()) is not None:
             f, z, state = f.select(keep), z[keep], solver.select(state, keep)
@@ -100,11 +106,13 @@ def _observe_outside(
 ) -> Solution:
     """Let another library iterate, and keep our books on each evaluation that it makes."""
     stop, step = ledger.stop, 0
+    last: tuple[State, State] | None = None
 
     def observed(z: State) -> State:
-        nonlocal step
+        nonlocal step, last
         step += 1
         fz = evaluate(f, z)
+        last = z, fz
         if stop.looks_at(step):
             ledger.observe(z, fz, step)
             _tell(callback, ledger, step)
@@ -116,8 +124,11 @@ def _observe_outside(
         solver.run(observed, z0, stop.max_steps)
     except _Finished:
         return ledger.solution(step)
-    if step == 0:
+    if last is None:
         raise RuntimeError(f"{solver} returned without evaluating the map")
+    if not stop.looks_at(step):
+        ledger.observe(last[0], last[1], step)
+        _tell(callback, ledger, step)
     return ledger.solution(step)
 
 

@@ -10,7 +10,15 @@ from deqseq.backbones.mamba2 import Mamba2Cache
 
 def mamba2(**changes):
     torch.manual_seed(0)
-    sizes = {"d_model": 8, "n_layers": 2, "d_state": 4, "headdim": 4, "n_groups": 2, "mlp_width": 6, "chunk_size": 3}
+    sizes = {
+        "d_model": 8,
+        "n_layers": 2,
+        "d_state": 4,
+        "headdim": 4,
+        "n_groups": 2,
+        "mlp_width": 6,
+        "chunk_size": 3,
+    }
     return dq.Mamba2(dq.Mamba2Config(**{**sizes, **changes})).double()
 
 

@@ -193,9 +193,7 @@ def test_the_search_for_generators_is_bounded(monkeypatch):
     first = generators(klein, 3)  # the second subset: (1, 2, 3) is closed up to the identity
     assert first == (1, 2, 4)
     monkeypatch.setattr("deqseq.tasks.groups.MAX_SUBSETS", 1)
-    with pytest.raises(
-        ValueError, match=r"^Found no 3 elements that generate Z2xZ2xZ2 in up to 1 subsets\.$"
-    ):
+    with pytest.raises(ValueError, match=r"^Found no 3 elements that generate Z2xZ2xZ2 in up to 1 subsets\.$"):
         generators(klein, 3)
 
 

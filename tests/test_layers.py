@@ -85,9 +85,9 @@ def test_mixer_adds_the_injection_to_the_projected_input(mixer):
     u, injection = randn(2, 5, 8), randn(2, 5, mixer.injected_width, seed=1)
     moved = randn(8, seed=3)
     moved_weight = mixer.in_proj.weight @ moved
-    assert torch.allclose(
-        mixer(u + moved, injection)[0], mixer(u, injection + moved_weight)[0]
-    ), "W (u + m) + i must equal W u + (i + W m)"
+    assert torch.allclose(mixer(u + moved, injection)[0], mixer(u, injection + moved_weight)[0]), (
+        "W (u + m) + i must equal W u + (i + W m)"
+    )
     assert not torch.allclose(mixer(u, injection)[0], mixer(u)[0])
 
 

@@ -45,7 +45,9 @@ def test_a_sequence_continued_from_its_cache_is_the_sequence(make, sweep):
 
 
 @BACKBONES
-@pytest.mark.parametrize("gradient", [dq.Phantom(4, 0.8), dq.OneStep(), dq.Implicit(stop=TIGHT)], ids=lambda g: type(g).__name__)
+@pytest.mark.parametrize(
+    "gradient", [dq.Phantom(4, 0.8), dq.OneStep(), dq.Implicit(stop=TIGHT)], ids=lambda g: type(g).__name__
+)
 def test_training_with_any_sweep_gives_the_same_gradient(make, gradient):
     model = dq.ImplicitModel(make(), stop=TIGHT, gradient=gradient)
     gradients = []

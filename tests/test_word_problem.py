@@ -103,9 +103,7 @@ def test_only_the_group_part_of_the_reference_task_becomes_easy(p):
     assert task.monoid.elements[inputs[0, 0]] == (A5.elements[group[0, 0]], "EABX"[letter[0, 0]])
     easy = group == A5.identity
     assert easy.double().mean().item() == pytest.approx(p + (1 - p) / 60, abs=0.01)
-    assert (letter.flatten().bincount(minlength=4) / letter.numel()).tolist() == pytest.approx(
-        [0.25] * 4, abs=0.01
-    )
+    assert (letter.flatten().bincount(minlength=4) / letter.numel()).tolist() == pytest.approx([0.25] * 4, abs=0.01)
     assert torch.equal(targets // 4, prefix_products(A5, group))
     assert torch.equal(targets % 4, prefix_products(aperiodic_monoid(), letter))
 

@@ -64,7 +64,12 @@ class Affine(Backbone[AffineCache]):
         return AffineCache(self.A.new_zeros(batch, self.d_model))
 
     def forward(
-        self, z: Sequence, injection: Injection, cache: AffineCache | None = None, *, return_cache: bool = False
+        self,
+        z: Sequence,
+        injection: Injection,
+        cache: AffineCache | None = None,
+        *,
+        return_cache: bool = False,
     ) -> tuple[Sequence, AffineCache | None]:
         previous = z.new_zeros(z.shape[0], self.d_model) if cache is None else cache.previous
         shifted = torch.cat([previous[:, None], z[:, :-1]], dim=1)

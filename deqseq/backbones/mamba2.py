@@ -1,7 +1,9 @@
 """A stack of Mamba2 blocks."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import cast
 
 from torch import nn
 
@@ -54,7 +56,16 @@ class Mamba2Config:
     injection: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("d_model", "n_layers", "d_state", "headdim", "expand", "n_groups", "d_conv", "chunk_size"):
+        for name in (
+            "d_model",
+            "n_layers",
+            "d_state",
+            "headdim",
+            "expand",
+            "n_groups",
+            "d_conv",
+            "chunk_size",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"Mamba2Config.{name} must be >= 1, got {getattr(self, name)!r}")
         if self.mlp_width < 0:
@@ -64,8 +75,7 @@ class Mamba2Config:
         heads, rest = divmod(self.expand * self.d_model, self.headdim)
         if rest:
             raise ValueError(
-                f"Mamba2Config.headdim must divide expand * d_model = {self.expand * self.d_model}, "
-                f"got {self.headdim}"
+                f"Mamba2Config.headdim must divide expand * d_model = {self.expand * self.d_model}, got {self.headdim}"
             )
         if heads % self.n_groups:
             raise ValueError(f"Mamba2Config.n_groups must divide the {heads} heads, got {self.n_groups}")
@@ -112,13 +122,19 @@ class Mamba2(Backbone[Mamba2Cache]):
         super().__init__()
         self.config = config
         self.d_model = config.d_model
-        self.layers = nn.ModuleList(_block(config) for _ in range(config.n_layers))
+        blocks = [_block(config) for _ in range(config.n_layers)]
+        self.layers = nn.ModuleList(blocks)
         self.norm_f = RMSNorm(config.d_model, config.norm_eps)
         self.injection_norm = RMSNorm(config.d_model, config.norm_eps) if config.injection else None
-        width = self.layers[0].mixer.injected_width
+        width = blocks[0].mixer.injected_width
         self.injection = nn.Linear(config.d_model, width) if config.injection else None
         if config.weight_norm:
             apply_weight_norm(self)
+
+    @property
+    def blocks(self) -> Iterable[Mamba2Block]:
+        """The layers, by their type."""
+        return cast(Iterable[Mamba2Block], self.layers)
 
     def inject(self, x: Sequence) -> Injection:
         check_sequence(x, self.d_model)
@@ -128,13 +144,18 @@ class Mamba2(Backbone[Mamba2Cache]):
         return Injection(self.injection(self.injection_norm(x)), masks)
 
     def init_cache(self, batch: int) -> Mamba2Cache:
-        return Mamba2Cache(tuple(block.mixer.init_state(batch) for block in self.layers))
+        return Mamba2Cache(tuple(block.mixer.init_state(batch) for block in self.blocks))
 
     def forward(
-        self, z: Sequence, injection: Injection, cache: Mamba2Cache | None = None, *, return_cache: bool = False
+        self,
+        z: Sequence,
+        injection: Injection,
+        cache: Mamba2Cache | None = None,
+        *,
+        return_cache: bool = False,
     ) -> tuple[Sequence, Mamba2Cache | None]:
         states = []
-        for i, block in enumerate(self.layers):
+        for i, block in enumerate(self.blocks):
             state = None if cache is None else cache.layers[i]
             mask = injection.masks[i] if injection.masks else None
             z, state = block(z, injection.value, state, mask, return_cache)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from deqseq.evaluate import evaluate
-from deqseq.solution import Solution
+from deqseq.solution import Solution, Status
 from deqseq.solve import Callback, solve
 from deqseq.solvers.base import OutsideSolver, Solver
 from deqseq.stop import Stop
@@ -83,11 +83,52 @@ class AttachedGradient(Gradient):
                 f"z0 requires a gradient, but {type(self).__name__} treats the fixed point as independent of its "
                 "start: pass z0.detach(), or differentiate the iteration itself with Unrolled()"
             )
-        with torch.no_grad():
-            solution = solve(f, z0, solver=solver, stop=stop, trace=trace, callback=callback)
         if not torch.is_grad_enabled():
-            return solution
-        return replace(solution, value=self.attach(f, solution.value))
+            return solve(f, z0, solver=solver, stop=stop, trace=trace, callback=callback)
+        with torch.no_grad():
+            solution = solve(primed(f), z0, solver=solver, stop=stop, trace=trace, callback=callback)
+        return replace(solution, value=self._attach_where_it_holds(f, z0, solution))
+
+    def _attach_where_it_holds(self, f: FixedPointMap, z0: State, solution: Solution) -> State:
+        """Keep diverged rows out of the graph: their infinities would reach every parameter that rows share."""
+        diverged = solution.status == Status.DIVERGED
+        if not bool(diverged.any()):
+            return self.attach(f, solution.value)
+        if isinstance(f, SelectableMap) and not bool(diverged.all()):
+            rows = (~diverged).nonzero()[:, 0]
+            return solution.value.index_copy(0, rows, self.attach(f.select(rows), solution.value[rows]))
+        held = diverged.reshape(-1, *[1] * (z0.ndim - 1))  # these are evaluated where they began
+        value = self.attach(lambda z: f(torch.where(held, z0, z)), torch.where(held, z0, solution.value))
+        return torch.where(held, solution.value, value)
+
+
+def primed(f: FixedPointMap) -> FixedPointMap:
+    """``f`` whose first evaluation is made with gradients enabled, and detached.
+
+    What a map caches at its first use (``parametrize.cached()``, autocast's casts of the weights on older torch) then
+    has a graph; made under ``no_grad``, it would cut the estimator that follows off from the parameters.
+    """
+    return _SelectablePrimed(f) if isinstance(f, SelectableMap) else _Primed(f)
+
+
+class _Primed:
+    def __init__(self, f: FixedPointMap) -> None:
+        self._f = f
+        self._fresh = True
+
+    def __call__(self, z: State, /) -> State:
+        if not self._fresh:
+            return self._f(z)
+        self._fresh = False
+        with torch.enable_grad():
+            return evaluate(self._f, z).detach()
+
+
+class _SelectablePrimed(_Primed):
+    _f: SelectableMap
+
+    def select(self, rows: RowIndex, /) -> SelectableMap:
+        return self._f.select(rows)  # rows are dropped after the first evaluation
 
 
 def checkpointed(f: FixedPointMap) -> FixedPointMap:

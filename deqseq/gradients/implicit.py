@@ -2,12 +2,11 @@
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from deqseq.evaluate import evaluate
 from deqseq.gradients.base import AttachedGradient
@@ -30,7 +29,9 @@ class Implicit(AttachedGradient):
     .. math:: y = J^\top y + g, \qquad \frac{dL}{d\theta} = y^\top \frac{\partial f}{\partial \theta}.
 
     Memory is that of one evaluation, whatever the number of self-iterations. Each adjoint step costs one backward
-    pass through the map. A second derivative is not offered (differentiate :class:`Unrolled` for that).
+    pass through the map. A second derivative is not offered (differentiate :class:`Unrolled` for that). A map that is
+    compiled with ``torch.compile`` needs ``torch._functorch.config.donated_buffer = False``, because its graph is
+    walked more than once. Under autocast the tolerance is no finer than the precision of the lower dtype.
 
     Args:
         solver: the algorithm of the adjoint solve.
@@ -63,9 +64,18 @@ class Implicit(AttachedGradient):
         fz = evaluate(f, z)
         if not fz.requires_grad or not _reaches_another_leaf(fz, z):
             return fz.detach()
-        value = _Adjoint.apply(fz, z, self)
+        value = _Adjoint.apply(fz, z, _within_reach(self, z))
         assert isinstance(value, Tensor)
         return value
+
+
+def _within_reach(implicit: Implicit, z: State) -> Implicit:
+    """The same with a tolerance that the precision in which the map was evaluated can meet."""
+    autocast = torch.is_autocast_enabled(z.device.type)
+    precision = torch.finfo(torch.get_autocast_dtype(z.device.type) if autocast else z.dtype).eps
+    if implicit.stop.rtol >= precision:
+        return implicit
+    return replace(implicit, stop=replace(implicit.stop, rtol=precision))
 
 
 class _Adjoint(torch.autograd.Function):
@@ -78,41 +88,51 @@ class _Adjoint(torch.autograd.Function):
     def forward(ctx: Any, fz: Tensor, z: Tensor, implicit: Implicit) -> Tensor:
         ctx.save_for_backward(fz, z)
         ctx.implicit = implicit
-        return fz.view_as(fz)
+        return fz.clone()  # a view could not be changed in place
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        if not bool(torch.isfinite(grad).all()):
-            return grad, None, None  # loss scaling looks for infinities in the parameters' gradients
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (grad,) = grads
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "Implicit has no second derivative (create_graph=True): differentiate Unrolled() for that"
+            )
         fz, z = ctx.saved_tensors
         implicit: Implicit = ctx.implicit
+        # The adjoint is linear: each row is solved at unit size, lest a small loss underflows. Infinities are what
+        # loss scaling looks for: they are handed on, and kept out of the solve.
+        size = grad.reshape(len(grad), -1).abs().amax(dim=1).reshape(-1, *[1] * (grad.ndim - 1))
+        finite = torch.isfinite(size)
+        size = torch.where(finite & (size > 0), size, 1)
+        source = torch.where(finite, grad / size, 0)
 
         def adjoint(y: Tensor) -> Tensor:
             (pulled,) = torch.autograd.grad(fz, z, y, retain_graph=True, allow_unused=True)
-            return grad if pulled is None else pulled + grad
+            return source if pulled is None else pulled + source
 
-        solution = solve(adjoint, grad, solver=implicit.solver, stop=implicit.stop)
+        solution = solve(adjoint, source, solver=implicit.solver, stop=implicit.stop)
         if implicit.report is not None:
             implicit.report(solution)
         if implicit.throw:
             solution.raise_if_failed(ADJOINT)
         elif not bool(solution.converged.all()):
             warnings.warn(describe_failure(solution, ADJOINT), ConvergenceWarning, stacklevel=2)
-        return solution.value, None, None
+        return torch.where(finite, solution.value * size, grad), None, None
 
 
 def _reaches_another_leaf(output: Tensor, leaf: Tensor) -> bool:
     """Whether a backward pass from ``output`` would end in any leaf but ``leaf``."""
-    todo, seen = [output.grad_fn], set()
+    if output.grad_fn is None:
+        return output is not leaf
+    todo: list[Any] = [output.grad_fn]
+    seen: set[Any] = set()
     while todo:
         node = todo.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        if hasattr(node, "variable"):  # the node that accumulates a leaf's gradient
-            if node.variable is not leaf:
-                return True
-            continue
+        variable = getattr(node, "variable", None)  # only the nodes that accumulate a leaf's gradient have one
+        if variable is not None and variable is not leaf:
+            return True
         todo.extend(parent for parent, _ in node.next_functions)
     return False

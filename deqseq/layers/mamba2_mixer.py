@@ -87,7 +87,7 @@ class Mamba2Mixer(nn.Module):
 
     def init_state(self, batch: int) -> MixerState:
         """The state before the first token: zeros."""
-        groups, d_state = self.maps
+        d_state = self.maps[1]
         dtype = torch.promote_types(self.D.dtype, torch.float32)
         ssm = self.D.new_zeros(batch, self.parts[2], self.headdim, d_state, dtype=dtype)
         return MixerState(self.conv1d.init_state(batch), ssm)

@@ -49,7 +49,5 @@ class GatedRMSNorm(nn.Module):
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(dim))
 
-    def forward(
-        self, x: Float[Tensor, "*batch dim"], gate: Float[Tensor, "*batch dim"]
-    ) -> Float[Tensor, "*batch dim"]:
+    def forward(self, x: Float[Tensor, "*batch dim"], gate: Float[Tensor, "*batch dim"]) -> Float[Tensor, "*batch dim"]:
         return F.rms_norm(x * F.silu(gate), self.weight.shape, self.weight.to(x.dtype), self.eps)

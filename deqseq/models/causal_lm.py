@@ -80,7 +80,11 @@ class CausalLM(nn.Module):
         return CausalLMOutput(logits, loss, output.cache, output.stats, output.status)
 
     def _loss(
-        self, logits: Float[Tensor, "batch length vocab"], ids: Tokens, labels: Tokens | None, targets: Tokens | None
+        self,
+        logits: Float[Tensor, "batch length vocab"],
+        ids: Tokens,
+        labels: Tokens | None,
+        targets: Tokens | None,
     ) -> Float[Tensor, ""] | None:
         if labels is not None and targets is not None:
             raise ValueError("give labels (shifted by one inside) or targets (not shifted), not both")

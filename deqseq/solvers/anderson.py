@@ -56,6 +56,8 @@ class Anderson(Solver[AndersonMemory]):
     ridge: float | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.memory, int):
+            raise ValueError(f"Anderson.memory must be an integer >= 2, got {self.memory!r}")
         if self.memory < 2:
             raise ValueError(f"Anderson.memory must be >= 2 (with 1, use Relaxed), got {self.memory!r}")
         if not 0 < self.mixing <= 1:
@@ -83,15 +85,18 @@ class Anderson(Solver[AndersonMemory]):
     def _weights(self, gram: Tensor, dtype: torch.dtype) -> Float[Tensor, "batch kept"]:
         """Solve the constrained least squares of each row; a singular one takes the newest value alone."""
         ridge = 10 * torch.finfo(dtype).eps if self.ridge is None else self.ridge
-        scale = gram.diagonal(dim1=1, dim2=2).clamp_min(torch.finfo(gram.dtype).tiny).rsqrt()
-        normalised = scale[:, :, None] * gram * scale[:, None, :]
         eye = torch.eye(gram.shape[1], dtype=gram.dtype, device=gram.device)
+        # a residual of zero has no direction; leave such a row out before dividing, or its gradient is not a number
+        usable = (gram.diagonal(dim1=1, dim2=2) > torch.finfo(gram.dtype).tiny).all(dim=1)
+        gram = torch.where(usable[:, None, None], gram, eye)
+        scale = gram.diagonal(dim1=1, dim2=2).rsqrt()
+        normalised = scale[:, :, None] * gram * scale[:, None, :]
         # solve_ex, because solve checks for errors on the host, which waits for the device at every step
         solved, _ = torch.linalg.solve_ex(normalised + ridge * eye, scale[:, :, None])
         weights = scale * solved[:, :, 0]
         weights = weights / weights.sum(dim=1, keepdim=True)
         newest = eye[-1].expand_as(weights)
-        return torch.where(weights.isfinite().all(dim=1, keepdim=True), weights, newest)
+        return torch.where(weights.isfinite().all(dim=1, keepdim=True) & usable[:, None], weights, newest)
 
     def _combine(self, weights: Tensor, values: tuple[State, ...], residuals: tuple[State, ...]) -> State:
         columns = weights.reshape(*weights.shape, *[1] * (values[0].ndim - 1)).unbind(dim=1)

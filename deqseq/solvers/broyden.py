@@ -49,6 +49,8 @@ class Broyden(Solver[BroydenMemory]):
     memory: int = 16
 
     def __post_init__(self) -> None:
+        if not isinstance(self.memory, int):
+            raise ValueError(f"Broyden.memory must be an integer >= 1, got {self.memory!r}")
         if self.memory < 1:
             raise ValueError(f"Broyden.memory must be >= 1, got {self.memory!r}")
 
@@ -56,6 +58,9 @@ class Broyden(Solver[BroydenMemory]):
         return BroydenMemory(None, None, (), ())
 
     def step(self, z: State, fz: State, state: BroydenMemory) -> tuple[State, BroydenMemory]:
+        dtype = z.dtype
+        accumulate = torch.promote_types(dtype, torch.float32)
+        z, fz = z.to(accumulate), fz.to(accumulate)
         residual = fz - z
         left, right = state.left, state.right
         if len(left) == self.memory:
@@ -68,7 +73,7 @@ class Broyden(Solver[BroydenMemory]):
             update = update * _safe_reciprocal(_row_products(covector, change), covector, change)
             direction = direction + update * _row_products(covector, residual)
             left, right = (*left, update), (*right, covector)
-        return z - direction, BroydenMemory(z, residual, left, right)
+        return (z - direction).to(dtype), BroydenMemory(z, residual, left, right)
 
     def select(self, state: BroydenMemory, rows: RowIndex) -> BroydenMemory:
         if state.point is None or state.residual is None:

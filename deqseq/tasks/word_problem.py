@@ -67,9 +67,7 @@ class WordProblem:
             raise ValueError(f"identity_probability must be from 0 to 1, got {p}.")
         if p > 0.0 and not any(factor.is_group for factor in _factors(self.monoid)):
             name = self.monoid.name
-            raise ValueError(
-                f"identity_probability must be 0 for {name}, which has no group factor, got {p}."
-            )
+            raise ValueError(f"identity_probability must be 0 for {name}, which has no group factor, got {p}.")
 
     @property
     def vocab_size(self) -> int:
@@ -104,9 +102,7 @@ class WordProblem:
         _check_positive("batch", batch)
         _check_positive("length", length)
         if generator.device.type != "cpu":
-            raise ValueError(
-                f"generator must be on the CPU (move the result by device=), got {generator.device}."
-            )
+            raise ValueError(f"generator must be on the CPU (move the result by device=), got {generator.device}.")
         ids = torch.tensor(self.input_ids)
         inputs = ids[torch.randint(len(ids), (batch, length), generator=generator)]
         easy = torch.rand(batch, length, generator=generator, dtype=torch.float64) < self.identity_probability
@@ -151,9 +147,7 @@ class WordProblem:
         # The checks above run at the call, as they would not in a generator function.
         return (draw() for _ in itertools.repeat(None))
 
-    def fixed(
-        self, size: int, length: int, *, seed: int, device: torch.device | str | None = None
-    ) -> WordBatch:
+    def fixed(self, size: int, length: int, *, seed: int, device: torch.device | str | None = None) -> WordBatch:
         """A fixed data set, for evaluation: the same seed gives the same data.
 
         Args:
@@ -202,9 +196,7 @@ def a5_monoid_word_problem(identity_probability: float) -> WordProblem:
     return WordProblem(monoid, identity_probability=identity_probability)
 
 
-def prefix_products(
-    monoid: FiniteMonoid, tokens: Int64[Tensor, "batch length"]
-) -> Int64[Tensor, "batch length"]:
+def prefix_products(monoid: FiniteMonoid, tokens: Int64[Tensor, "batch length"]) -> Int64[Tensor, "batch length"]:
     """The products of all prefixes.
 
         prefix_t = g_1 ∘ g_2 ∘ ... ∘ g_t
@@ -268,8 +260,6 @@ def _check_inputs(inputs: Sequence[int] | None, monoid: FiniteMonoid) -> None:
         raise ValueError("inputs must name at least one element id, got none (None draws from all elements).")
     for element in inputs:
         if not 0 <= element < monoid.order:
-            raise ValueError(
-                f"inputs must be element ids of {monoid.name}, 0 to {monoid.order - 1}, got {element}."
-            )
+            raise ValueError(f"inputs must be element ids of {monoid.name}, 0 to {monoid.order - 1}, got {element}.")
     if len(set(inputs)) != len(inputs):
         raise ValueError(f"inputs must not repeat an id, got {tuple(inputs)}.")

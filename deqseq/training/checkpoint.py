@@ -60,7 +60,10 @@ def save_checkpoint(
     for leftover in (unfinished, target):
         shutil.rmtree(leftover, ignore_errors=True)
     unfinished.mkdir()
-    save_file({name: t.detach().contiguous() for name, t in model.state_dict().items()}, unfinished / "model.safetensors")
+    save_file(
+        {name: t.detach().contiguous() for name, t in model.state_dict().items()},
+        unfinished / "model.safetensors",
+    )
     state = optimizer.state_dict()
     moments = {f"{i}.{name}": t for i, entry in state["state"].items() for name, t in entry.items()}
     save_file({name: t.detach().contiguous() for name, t in moments.items()}, unfinished / "optimizer.safetensors")

@@ -1,0 +1,346 @@
+"""State tracking: an implicit Mamba2 learns a word problem that explicit Mamba2 models cannot extrapolate.
+
+A sequence of group elements comes in, the product of each prefix is to come out (for Z2: the parity of the ones so
+far). The implicit model is trained on short sequences, first through a few unrolled self-iterations, then at its
+fixed point with phantom gradients, and evaluated on sequences up to 32 times longer, solved simultaneously and
+sequentially. Explicit models of 1, 2 and 4 blocks get the same training time. Interrupt it and run it again: it goes
+on from its last checkpoint.
+
+    python examples/state_tracking.py                                # parity
+    python examples/state_tracking.py --quick                        # the implicit model alone
+    python examples/state_tracking.py --group A5 --generators 2      # the smallest group that is not solvable
+"""
+
+import argparse
+import json
+import logging
+import shutil
+import sys
+import time
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import torch
+from tqdm import tqdm
+
+import deqseq as dq
+from deqseq.tasks import WordBatch, WordProblem, generators, parse_group
+from deqseq.training import Curriculum, Phase, load_latest, save_checkpoint
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+log = logging.getLogger("state_tracking")
+
+RECIPES: dict[str, dict[str, Any]] = {
+    "Z2": {"steps": 700},
+    "S3": {"steps": 1000, "lr": 2e-3, "free_from": 0.5},
+    "A5": {"steps": 3000, "lr": 2e-3, "free_from": 0.7, "lengths": (4, 6, 8, 12, 16)},
+}
+SOLVERS = {
+    "relaxed": lambda o: dq.Relaxed(o.damping),
+    "naive": lambda o: dq.Naive(),
+    "anderson": lambda o: dq.Anderson(),
+    "broyden": lambda o: dq.Broyden(),
+}
+GRADIENTS = {
+    "phantom": lambda o: dq.Phantom(o.phantom_steps, o.damping),
+    "one-step": lambda o: dq.OneStep(),
+    "implicit": lambda o: dq.Implicit(),
+    "unrolled": lambda o: dq.Unrolled(),
+}
+
+
+def option(default: Any, text: str, choices: Any = None) -> Any:
+    """A field that is also a command-line option."""
+    return field(default=default, metadata={"help": text, "choices": choices})
+
+
+@dataclass(frozen=True)
+class Options:
+    """Everything that decides a run."""
+
+    group: str = option("Z2", "a group or product: Z2, S3, A5, Z2xZ3, A5xM")
+    generators: int = option(0, "inputs: a generating subset of this size; 0: every element")
+    identity_probability: float = option(0.0, "probability that a token's group element is the identity")
+    lengths: tuple[int, ...] = option((16,), "training lengths, one drawn for each batch")
+    eval_lengths: tuple[int, ...] = option((16, 32, 64, 128, 256, 512), "evaluation lengths")
+    d_model: int = option(64, "width")
+    d_state: int = option(16, "state size of each channel")
+    headdim: int = option(32, "channels a head")
+    expand: int = option(2, "inner width over d_model")
+    layers: int = option(1, "blocks of the implicit model")
+    batch: int = option(64, "sequences a training step")
+    steps: int = option(1000, "training steps of the implicit model")
+    lr: float = option(1e-3, "peak learning rate")
+    warmup: int = option(50, "warm-up steps")
+    clip: float = option(0.25, "largest gradient norm")
+    unrolled_steps: int = option(8, "self-iterations of the first phase, all differentiated")
+    free_from: float = option(0.4, "fraction of the steps after which the fixed point itself is trained")
+    max_steps: int = option(32, "self-iterations of the second phase, at most")
+    rtol: float = option(0.03, "relative tolerance of the second phase, the largest over the tokens")
+    gradient: str = option("phantom", "estimator of the second phase", GRADIENTS)
+    phantom_steps: int = option(4, "steps of the phantom gradient")
+    damping: float = option(0.8, "damping of the phantom gradient and of the relaxed solver")
+    train_solver: str = option("naive", "solver of the second phase", SOLVERS)
+    solver: str = option("relaxed", "solver at evaluation", SOLVERS)
+    eval_rtol: float = option(1e-2, "relative tolerance at evaluation")
+    baselines: tuple[int, ...] = option((1, 2, 4), "blocks of the explicit models")
+    baseline_seconds: float = option(0.0, "training time of each explicit model; 0: the implicit model's")
+    checkpoint_seconds: float = option(20.0, "time between checkpoints")
+    seed: int = option(0, "seed of weights and data")
+    device: str = option("cpu", "where to run")
+    output: str = option("", "folder of the results; empty: runs/state_tracking_GROUP_SEED")
+
+
+def parse(arguments: list[str]) -> Options:
+    """Read the command line and fill in the group's recipe."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
+    for item in fields(Options):
+        many = isinstance(item.default, tuple)
+        parser.add_argument(
+            f"--{item.name.replace('_', '-')}",
+            type=int if many else type(item.default),
+            nargs="*" if many else None,
+            choices=item.metadata["choices"],
+            default=argparse.SUPPRESS,
+            help=f"{item.metadata['help']} (default: {item.default!r}, or the group's recipe)",
+        )
+    parser.add_argument("--quick", action="store_true", help="the implicit model alone, up to length 64")
+    parser.add_argument("--fresh", action="store_true", help="remove what an earlier run left in the output folder")
+    given = vars(parser.parse_args(arguments))
+    quick, fresh = given.pop("quick"), given.pop("fresh")
+    group, seed = given.get("group", "Z2"), given.get("seed", 0)
+    values: dict[str, Any] = {"output": f"runs/state_tracking_{group}_{seed}" + "_quick" * quick}
+    values |= RECIPES.get(group, {}) | ({"baselines": (), "eval_lengths": (16, 32, 64)} if quick else {})
+    values |= {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+    options = Options(**values)
+    claim_output(options, fresh)
+    return options
+
+
+def claim_output(options: Options, fresh: bool) -> None:
+    """Refuse a folder whose checkpoints were made with other options."""
+    output = Path(options.output)
+    if fresh:
+        shutil.rmtree(output, ignore_errors=True)
+    output.mkdir(parents=True, exist_ok=True)
+    config, mine = output / "config.json", json.loads(json.dumps(asdict(options)))
+    theirs = json.loads(config.read_text()) if config.exists() else mine
+    changed = [f"{name}: {theirs.get(name)!r} -> {mine[name]!r}" for name in mine if theirs.get(name) != mine[name]]
+    if changed:
+        advice = "give another --output, or --fresh to start again"
+        raise SystemExit(f"{output} holds a run with other options ({', '.join(changed)}): {advice}")
+    config.write_text(json.dumps(mine, indent=1))
+
+
+def make_task(options: Options) -> WordProblem:
+    """The word problem, over all elements or a generating subset."""
+    group = parse_group(options.group)
+    inputs = generators(group, options.generators) if options.generators else None
+    return WordProblem(group, inputs, identity_probability=options.identity_probability)
+
+
+def make_curriculum(options: Options) -> Curriculum:
+    """Unrolled steps first, then the fixed point itself."""
+    unrolled = Phase("unrolled", options.free_from, dq.Stop.exactly(options.unrolled_steps), dq.Unrolled())
+    stop = dq.Stop(rtol=options.rtol, max_steps=options.max_steps)
+    return Curriculum((unrolled, Phase("free", 1.0, stop, GRADIENTS[options.gradient](options))))
+
+
+def make_model(options: Options, vocab_size: int, blocks: int | None) -> dq.CausalLM:
+    """The implicit model, or an explicit one of ``blocks`` blocks."""
+    torch.manual_seed(options.seed)
+    sizes = {name: getattr(options, name) for name in ("d_model", "d_state", "headdim", "expand")}
+    backbone = dq.Mamba2(dq.Mamba2Config(**sizes, n_layers=blocks or options.layers, injection=blocks is None))
+    if blocks is not None:
+        return dq.CausalLM(vocab_size, dq.ExplicitModel(backbone)).to(options.device)
+    solver, eval_solver = SOLVERS[options.train_solver](options), SOLVERS[options.solver](options)
+    return dq.CausalLM(vocab_size, dq.ImplicitModel(backbone, solver=solver, eval_solver=eval_solver)).to(
+        options.device
+    )
+
+
+def learning_rate(options: Options, step: int, progress: float) -> float:
+    """Linear warm-up, constant, and linear decay over the last fifth of the run."""
+    return options.lr * min(1.0, (step + 1) / options.warmup, max(0.05, 5 * (1 - progress)))
+
+
+def train(name: str, lm: dq.CausalLM, task: WordProblem, options: Options, seconds: float | None) -> float:
+    """Train for ``options.steps`` steps, or for some seconds; returns the seconds it took in all."""
+    folder, curriculum, step, spent = Path(options.output) / name, make_curriculum(options), 0, 0.0
+    optimizer = torch.optim.AdamW(lm.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.0)
+    if (saved := load_latest(folder, options.device)) is not None:
+        lm.load_state_dict(saved.model)
+        optimizer.load_state_dict(saved.optimizer)
+        step, spent = saved.step, saved.meta["seconds"]
+        log.info("%s: going on from step %d", name, step)
+    data = task.batches(options.batch, options.lengths, seed=options.seed, device=options.device)
+    for _ in range(step):
+        next(data)
+    progress = step / options.steps if seconds is None else spent / seconds
+    bar = tqdm(
+        total=100,
+        desc=name,
+        disable=None,
+        bar_format="{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}",
+    )
+    last, saved_at = time.perf_counter(), time.perf_counter()
+    while progress < 1:
+        phase = curriculum.at(progress)
+        if isinstance(lm.model, dq.ImplicitModel):
+            phase.apply(lm.model)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(options, step, progress)
+        numbers = train_step(f"{name}, step {step}", lm, next(data), optimizer, options.clip)
+        step, spent, last = step + 1, spent + time.perf_counter() - last, time.perf_counter()
+        progress = min(1.0, step / options.steps if seconds is None else spent / seconds)
+        if step % 20 == 0 or progress == 1:
+            bar.update(100 * progress - bar.n)
+            shown = {key: f"{float(value):.3g}" for key, value in numbers.items()}
+            bar.set_postfix(shown)
+            log.info("%s step %d (%s): %s", name, step, phase.name, shown)
+        if progress == 1 or time.perf_counter() - saved_at > options.checkpoint_seconds:
+            save_checkpoint(folder, step, lm, optimizer, {"seconds": spent})
+            saved_at = time.perf_counter()
+    bar.close()
+    return spent
+
+
+def train_step(
+    where: str, lm: dq.CausalLM, batch: WordBatch, optimizer: torch.optim.Optimizer, clip: float
+) -> dict[str, torch.Tensor]:
+    """One optimizer step; returns loss, accuracy on the last token and, if implicit, mean self-iterations."""
+    output = lm(batch.inputs, targets=batch.targets)
+    assert output.loss is not None
+    if not torch.isfinite(output.loss):
+        raise FloatingPointError(f"loss is {output.loss.item()} at {where}; the last checkpoint is intact")
+    optimizer.zero_grad()
+    output.loss.backward()
+    torch.nn.utils.clip_grad_norm_(lm.parameters(), clip)
+    optimizer.step()
+    numbers = {"loss": output.loss.detach(), "accuracy": last_token_accuracy(output, batch)}
+    return numbers if output.stats is None else numbers | {"self-iterations": output.stats.steps.float().mean()}
+
+
+def last_token_accuracy(output: dq.CausalLMOutput, batch: WordBatch) -> torch.Tensor:
+    """Share of the sequences whose whole product is right."""
+    return (output.logits[:, -1].argmax(-1) == batch.targets[:, -1]).float().mean()
+
+
+@torch.no_grad()
+def evaluate(label: str, lm: dq.CausalLM, task: WordProblem, options: Options, sweep: dq.Sweep | None) -> list[dict]:
+    """Last-token accuracy at each length, and what the solve took."""
+    rows, name = [], "single pass" if sweep is None else type(sweep).__name__.lower()
+    lm.eval()
+    for length in tqdm(options.eval_lengths, desc=f"evaluate {label}, {name}", disable=None):
+        # self-iterations of all tokens together grow with the length: give the longest fewer sequences
+        count = max(16, min(256, 16384 // length)) if name == "simultaneous" else 256
+        batch = task.fixed(count, length, seed=1000 + length, device=options.device)
+        stop, begun = dq.Stop(rtol=options.eval_rtol, max_steps=max(64, 4 * length)), time.perf_counter()
+        output = lm(batch.inputs) if sweep is None else lm(batch.inputs, sweep=sweep, stop=stop)
+        row = {"model": label, "group": options.group, "length": length, "sweep": name}
+        row["accuracy"] = last_token_accuracy(output, batch).item()
+        row["self_iterations"] = None if output.stats is None else output.stats.steps.float().mean().item()
+        row["converged"] = None if output.status is None else (output.status == 0).float().mean().item()
+        row |= {"seed": options.seed, "sequences": count, "seconds": round(time.perf_counter() - begun, 3)}
+        rows.append(row)
+        log.info("%s", row)
+    return rows
+
+
+@torch.no_grad()
+def test_time_compute(lm: dq.CausalLM, task: WordProblem, options: Options) -> list[dict]:
+    """Accuracy after a given number of self-iterations, at the longest trained length and at four times that."""
+    rows = []
+    lm.eval()
+    for length in (max(options.lengths), 4 * max(options.lengths)):
+        batch = task.fixed(64, length, seed=2000 + length, device=options.device)
+        for budget in (1, 2, 4, 8, 16, 32, 64, 128, 256):
+            accuracy = last_token_accuracy(lm(batch.inputs, stop=dq.Stop.exactly(budget)), batch).item()
+            rows.append({"length": length, "self_iterations": budget, "accuracy": accuracy})
+    return rows
+
+
+def table(rows: list[dict]) -> str:
+    """Accuracy and mean self-iterations, models down, lengths across, as Markdown."""
+    lengths = sorted({row["length"] for row in rows})
+    lines = ["| model | solved | " + " | ".join(map(str, lengths)) + " |", "|---" * (len(lengths) + 2) + "|"]
+    for model, sweep in dict.fromkeys((row["model"], row["sweep"]) for row in rows):
+        cells = []
+        for row in (row for row in rows if (row["model"], row["sweep"]) == (model, sweep)):
+            solve = "" if row["self_iterations"] is None else f" ({row['self_iterations']:.0f})"
+            doubt = "" if row["converged"] in (None, 1.0) else f", {row['converged']:.0%} converged"
+            cells.append(f"{row['accuracy']:.3f}{solve}{doubt}")
+        lines.append(f"| {model} | {sweep} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def draw(rows: list[dict], compute: list[dict], chance: float, path: Path) -> None:
+    """Two panels: accuracy against length, accuracy against self-iterations."""
+    plt.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10.5, 4), layout="constrained")
+    styles = {
+        "simultaneous": {"color": "#0b6e4f", "marker": "o", "linewidth": 2.5},
+        "sequential": {
+            "color": "#e4572e",
+            "marker": "o",
+            "linestyle": "--",
+            "markersize": 10,
+            "markerfacecolor": "none",
+        },
+    }
+    markers = iter("sDv^Px*" * 9)
+    for model, sweep in dict.fromkeys((row["model"], row["sweep"]) for row in rows):
+        chosen = [row for row in rows if (row["model"], row["sweep"]) == (model, sweep)]
+        style = styles.get(sweep) or {"color": "#7a8ca0", "marker": next(markers), "linewidth": 1.2}
+        label = f"{model}, {sweep}" if sweep in styles else model
+        left.plot([row["length"] for row in chosen], [row["accuracy"] for row in chosen], label=label, **style)
+    left.set_xscale("log", base=2)
+    lengths = sorted({row["length"] for row in rows})
+    left.set_xticks(lengths, [str(length) for length in lengths])
+    left.set_xlabel("sequence length (tokens)")
+    for length, colour in zip(dict.fromkeys(row["length"] for row in compute), ("#0b6e4f", "#3a7ca5"), strict=False):
+        chosen = [row for row in compute if row["length"] == length]
+        x, y = ([row[key] for row in chosen] for key in ("self_iterations", "accuracy"))
+        right.plot(x, y, color=colour, marker="o", linewidth=2, label=f"implicit, length {length}")
+    right.set_xscale("log", base=2)
+    right.set_xlabel("self-iterations, all tokens together")
+    for axis in (left, right):
+        axis.axhline(chance, color="#999999", linewidth=1, linestyle=":", label="chance")
+        axis.set(ylim=(-0.03, 1.05), ylabel="last-token accuracy")
+        axis.grid(alpha=0.25)
+        axis.legend(frameon=False, fontsize=8)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def main(arguments: list[str]) -> None:
+    """Train, evaluate, and write the table, the figure and the numbers."""
+    options = parse(arguments)
+    output, task = Path(options.output), make_task(options)
+    logging.basicConfig(filename=output / "log.txt", level=logging.INFO, format="%(asctime)s %(message)s", force=True)
+    print(f"{options.group}: {len(task.input_ids)} inputs, {task.vocab_size} states; results in {output}/")
+    lm = make_model(options, task.vocab_size, None)
+    seconds = train("implicit", lm, task, options, None)
+    rows = evaluate("implicit", lm, task, options, dq.Simultaneous())
+    rows += evaluate("implicit", lm, task, options, dq.Sequential())
+    for blocks in options.baselines:
+        label = f"explicit {blocks} block{'s' * (blocks > 1)}"
+        baseline = make_model(options, task.vocab_size, blocks)
+        train(label.replace(" ", "-"), baseline, task, options, options.baseline_seconds or seconds)
+        rows += evaluate(label, baseline, task, options, None)
+    compute = test_time_compute(lm, task, options)
+    (output / "results.json").write_text(json.dumps(rows, indent=1))
+    (output / "self_iterations.json").write_text(json.dumps(compute, indent=1))
+    (output / "table.md").write_text(table(rows) + "\n")
+    draw(rows, compute, 1 / task.vocab_size, output / "state_tracking.png")
+    print(f"\nlast-token accuracy (mean self-iterations); trained for {seconds:.0f} s at lengths {options.lengths}:\n")
+    print(table(rows))
+    print(f"\nfigure: {output}/state_tracking.png   numbers: {output}/results.json   log: {output}/log.txt")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

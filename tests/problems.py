@@ -1,0 +1,254 @@
+"""Maps whose fixed points are known without solving for them, and wrappers that keep a record of a solve."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def symmetric(eigenvalues: Tensor, seed: int = 0) -> Tensor:
+    """A symmetric matrix with the given eigenvalues, so that its norm is its spectral radius."""
+    size = len(eigenvalues)
+    basis = torch.linalg.qr(torch.randn(size, size, generator=seeded(seed), dtype=torch.float64)).Q
+    return basis * eigenvalues.double() @ basis.T
+
+
+@dataclass(frozen=True)
+class Affine:
+    """f(z) = W z + b on the flattened event; b has a row for each row of the batch."""
+
+    weight: Tensor
+    bias: Tensor
+
+    def __call__(self, z: Tensor) -> Tensor:
+        return (z.reshape(len(z), -1) @ self.weight.T).reshape(z.shape) + self.bias
+
+    def select(self, rows: Tensor) -> "Affine":
+        return replace(self, bias=self.bias[rows])
+
+    def fixed_point(self) -> Tensor:
+        weight, bias = self.weight.double(), self.bias.double()
+        system = torch.eye(len(weight), dtype=torch.float64) - weight
+        return torch.linalg.solve(system, bias.reshape(len(bias), -1).T).T.reshape(bias.shape)
+
+
+def affine(
+    *, radius: float = 0.5, batch: int = 3, event: Sequence[int] = (4,), dtype: torch.dtype = torch.float64
+) -> Affine:
+    """Contracts by exactly ``radius`` when that is below one; eigenvalues spread from -radius to radius."""
+    eigenvalues = torch.linspace(-radius, radius, math.prod(event), dtype=torch.float64)
+    bias = torch.randn(batch, *event, generator=seeded(1), dtype=torch.float64)
+    return Affine(symmetric(eigenvalues).to(dtype), bias.to(dtype))
+
+
+def expansive(*, batch: int = 3, dim: int = 4) -> Affine:
+    """Every direction expands by 1.3 to 1.9, half of them with a change of sign: no damping helps."""
+    sizes = torch.linspace(1.3, 1.9, dim, dtype=torch.float64)
+    signs = torch.where(torch.arange(dim) % 2 == 0, 1.0, -1.0)
+    bias = torch.randn(batch, dim, generator=seeded(2), dtype=torch.float64)
+    return Affine(symmetric(sizes * signs), bias)
+
+
+@dataclass(frozen=True)
+class Tanh:
+    """f(z) = tanh(W z + b), a contraction where the norm of W is below one."""
+
+    inner: Affine
+
+    def __call__(self, z: Tensor) -> Tensor:
+        return torch.tanh(self.inner(z))
+
+    def select(self, rows: Tensor) -> "Tanh":
+        return Tanh(self.inner.select(rows))
+
+    def fixed_point(self) -> Tensor:
+        """Newton's method with the dense Jacobian, in float64."""
+        weight, bias = self.inner.weight.double(), self.inner.bias.double()
+        double = Tanh(Affine(weight, bias.reshape(len(bias), -1)))
+        z = torch.zeros_like(double.inner.bias)
+        for _ in range(20):
+            fz = double(z)
+            jacobian = (1 - fz**2)[:, :, None] * weight
+            z = z - torch.linalg.solve(torch.eye(len(weight), dtype=torch.float64) - jacobian, z - fz)
+        return z.reshape(bias.shape)
+
+
+def tanh_contraction(*, batch: int = 3, event: Sequence[int] = (4,)) -> Tanh:
+    return Tanh(affine(radius=0.9, batch=batch, event=event))
+
+
+def limit_cycle(z: Tensor) -> Tensor:
+    """Plain iteration alternates for ever; the fixed point is 1/2."""
+    return 1 - z
+
+
+def diverging(z: Tensor) -> Tensor:
+    """Doubles the distance to its fixed point -1."""
+    return 2 * z + 1
+
+
+def logistic(z: Tensor) -> Tensor:
+    """Chaotic: the residual goes up and down without a pattern."""
+    return 3.9 * z * (1 - z)
+
+
+# The maps below use elementwise operations alone: a row comes out the same to the last bit in any batch.
+
+
+@dataclass(frozen=True)
+class RowAffine:
+    """f(z) = gain z + offset with a gain a row; elements beyond a row's ceiling become NaN."""
+
+    gain: Tensor
+    offset: Tensor
+    ceiling: Tensor
+
+    def __call__(self, z: Tensor) -> Tensor:
+        shape = (-1, *[1] * (z.ndim - 1))
+        fz = self.gain.reshape(shape) * z + self.offset
+        return torch.where(z.abs() > self.ceiling.reshape(shape), torch.nan, fz)
+
+    def select(self, rows: Tensor) -> "RowAffine":
+        return RowAffine(self.gain[rows], self.offset[rows], self.ceiling[rows])
+
+    def fixed_point(self) -> Tensor:
+        return self.offset / (1 - self.gain).reshape(-1, *[1] * (self.offset.ndim - 1))
+
+
+def row_affine(
+    gains: Sequence[float],
+    *,
+    event: Sequence[int] = (3,),
+    ceilings: Sequence[float] | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> RowAffine:
+    offset = 1 + torch.rand(len(gains), *event, generator=seeded(3), dtype=torch.float64)
+    limits = [math.inf] * len(gains) if ceilings is None else ceilings
+    return RowAffine(torch.tensor(gains, dtype=dtype), offset.to(dtype), torch.tensor(limits, dtype=dtype))
+
+
+@dataclass(frozen=True)
+class RowTanh:
+    """f(z) = gain tanh(z) + offset, each element on its own; a contraction where the gain is below one."""
+
+    gain: Tensor
+    offset: Tensor
+
+    def __call__(self, z: Tensor) -> Tensor:
+        return self.gain.reshape(-1, *[1] * (z.ndim - 1)) * torch.tanh(z) + self.offset
+
+    def select(self, rows: Tensor) -> "RowTanh":
+        return RowTanh(self.gain[rows], self.offset[rows])
+
+
+def row_tanh(gains: Sequence[float], *, event: Sequence[int] = (3,)) -> RowTanh:
+    offset = torch.randn(len(gains), *event, generator=seeded(5), dtype=torch.float64)
+    return RowTanh(torch.tensor(gains, dtype=torch.float64), offset)
+
+
+@dataclass(frozen=True)
+class Staircase:
+    """f(z) = min(z + 1, target): from zero a row passes, exactly, at evaluation number target + 1."""
+
+    target: Tensor
+
+    def __call__(self, z: Tensor) -> Tensor:
+        return torch.minimum(z + 1, self.target)
+
+    def select(self, rows: Tensor) -> "Staircase":
+        return Staircase(self.target[rows])
+
+
+def staircase(targets: Sequence[int]) -> Staircase:
+    return Staircase(torch.tensor(targets, dtype=torch.float64)[:, None])
+
+
+@dataclass(frozen=True)
+class CausalChain:
+    """f(z)_t = x_t + coupling z_{t-1} + own z_t on (batch, length, dim).
+
+    With ``own = 0`` token t is exact once token t - 1 is: a front moves right, one token an evaluation.
+    """
+
+    x: Tensor
+    coupling: float = 0.9
+    own: float = 0.0
+
+    def __call__(self, z: Tensor) -> Tensor:
+        before = torch.cat([torch.zeros_like(z[:, :1]), z[:, :-1]], dim=1)
+        return self.x + self.coupling * before + self.own * z
+
+    def select(self, rows: Tensor) -> "CausalChain":
+        return replace(self, x=self.x[rows])
+
+    def fixed_point(self) -> Tensor:
+        tokens = [self.x[:, 0] / (1 - self.own)]
+        for token in self.x.unbind(dim=1)[1:]:
+            tokens.append((token + self.coupling * tokens[-1]) / (1 - self.own))
+        return torch.stack(tokens, dim=1)
+
+
+def causal_chain(*, batch: int = 2, length: int = 5, dim: int = 3, own: float = 0.0) -> CausalChain:
+    x = 1 + torch.rand(batch, length, dim, generator=seeded(4), dtype=torch.float64)
+    return CausalChain(x, own=own)
+
+
+class Call(NamedTuple):
+    """One evaluation: the very tensors that went in and came out, and copies made at once."""
+
+    z: Tensor
+    fz: Tensor
+    z_copy: Tensor
+    fz_copy: Tensor
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """Keeps every evaluation of a map; offers no ``select``, so that nothing is ever dropped."""
+
+    f: Callable[[Tensor], Tensor]
+    calls: list[Call] = field(default_factory=list)
+
+    def __call__(self, z: Tensor) -> Tensor:
+        z_copy = z.detach().clone()
+        fz = self.f(z)
+        self.calls.append(Call(z, fz, z_copy, fz.detach().clone()))
+        return fz
+
+    @property
+    def evaluations(self) -> int:
+        return len(self.calls)
+
+    @property
+    def rows(self) -> list[int]:
+        """How many rows each evaluation was made for."""
+        return [len(call.z) for call in self.calls]
+
+
+@dataclass(frozen=True)
+class RecordedSelectable:
+    """The same for a map that can be narrowed; all narrowed copies write into one record."""
+
+    f: Affine | Tanh | RowAffine | RowTanh | Staircase | CausalChain
+    calls: list[Call] = field(default_factory=list)
+
+    def __call__(self, z: Tensor) -> Tensor:
+        return Recorded(self.f, self.calls)(z)
+
+    def select(self, rows: Tensor) -> "RecordedSelectable":
+        return RecordedSelectable(self.f.select(rows), self.calls)
+
+    @property
+    def evaluations(self) -> int:
+        return len(self.calls)
+
+    @property
+    def rows(self) -> list[int]:
+        return Recorded(self.f, self.calls).rows

@@ -1,0 +1,300 @@
+"""Every estimator passes the contract; then what each promises of its own."""
+
+import math
+from dataclasses import replace
+
+import gradient_problems as given
+import pytest
+import torch
+from gradient_contract import GradientContract
+from gradient_problems import COARSE, TIGHT, assert_close, gradients, inverse, make, neumann
+from torch import Tensor
+
+import deqseq as dq
+
+EXACT = [dq.Unrolled(), dq.Unrolled(checkpoint=True), dq.Implicit(stop=TIGHT)]
+ATTACHED = [dq.OneStep(), dq.Phantom(), dq.Phantom(checkpoint=True), dq.Implicit(stop=TIGHT)]
+
+problems = pytest.mark.parametrize("problem", given.PROBLEMS)
+
+
+class TestUnrolled(GradientContract):
+    gradient = coarse = dq.Unrolled()
+
+    def adjoint(self, jacobian: Tensor, grad: Tensor) -> Tensor:
+        return inverse(jacobian, grad)
+
+
+class TestUnrolledCheckpoint(TestUnrolled):
+    gradient = coarse = dq.Unrolled(checkpoint=True)
+
+
+class TestOneStep(GradientContract):
+    gradient = coarse = dq.OneStep()
+
+    def adjoint(self, jacobian: Tensor, grad: Tensor) -> Tensor:
+        return grad
+
+
+class TestPhantom(GradientContract):
+    gradient = coarse = dq.Phantom(steps=3, damping=0.7)
+
+    def adjoint(self, jacobian: Tensor, grad: Tensor) -> Tensor:
+        return neumann(3, 0.7)(jacobian, grad)
+
+
+class TestPhantomCheckpoint(TestPhantom):
+    gradient = coarse = dq.Phantom(steps=3, damping=0.7, checkpoint=True)
+
+
+class TestImplicitNaive(GradientContract):
+    gradient, coarse = (dq.Implicit(dq.Naive(), stop, throw=True) for stop in (TIGHT, COARSE))
+
+    def adjoint(self, jacobian: Tensor, grad: Tensor) -> Tensor:
+        return inverse(jacobian, grad)
+
+
+class TestImplicitAnderson(TestImplicitNaive):
+    gradient, coarse = (dq.Implicit(dq.Anderson(), stop, throw=True) for stop in (TIGHT, COARSE))
+
+
+class TestImplicitBroyden(TestImplicitNaive):
+    gradient, coarse = (dq.Implicit(dq.Broyden(), stop, throw=True) for stop in (TIGHT, COARSE))
+
+
+@problems
+@pytest.mark.parametrize("gradient", EXACT, ids=str)
+def test_gradcheck(gradient: dq.Gradient, problem: str) -> None:
+    case = make(problem)
+
+    def value(*leaves: Tensor) -> Tensor:
+        p = dict(zip(case.leaves, leaves, strict=True))
+        f = case.f(p["gain"] * p["source"], p)
+        return dq.fixed_point(f, case.z0, solver=dq.Naive(), stop=TIGHT, gradient=gradient).value
+
+    assert torch.autograd.gradcheck(value, tuple(case.leaves.values()), atol=1e-7, rtol=1e-6, fast_mode=True)
+
+
+@pytest.mark.parametrize("gradient", EXACT, ids=str)
+def test_affine_equals_the_closed_form(gradient: dq.Gradient) -> None:
+    p = (case := make("affine-rows")).leaves
+    solved = torch.linalg.solve(torch.eye(3).double() - p["W"], (case.injection() @ p["U"].T + p["b"]).T).T
+    found = gradients(case.loss(given.solve_of(case, gradient).value), p)
+    assert_close(found, gradients(case.loss(solved), p))
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_unrolled_has_a_second_derivative(checkpoint: bool) -> None:
+    case = make("tanh-rows")
+
+    def value(W: Tensor) -> Tensor:
+        f, gradient = case.f(case.injection().detach(), {**case.leaves, "W": W}), dq.Unrolled(checkpoint)
+        return dq.fixed_point(f, case.z0, solver=dq.Naive(), stop=TIGHT, gradient=gradient).value[0]
+
+    assert torch.autograd.gradgradcheck(value, case.leaves["W"], atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("square", [False, True])
+def test_implicit_refuses_a_second_derivative(square: bool) -> None:
+    """Of a plain sum the incoming gradient is a constant: a second derivative must not be silently wrong."""
+    case = make("tanh-rows")
+    value = given.solve_of(case, dq.Implicit(stop=TIGHT)).value
+
+    def penalty() -> None:
+        loss = value.square().sum() if square else value.sum()
+        grad = torch.autograd.grad(loss, case.leaves["source"], create_graph=True)[0]
+        grad.square().sum().backward()
+
+    with pytest.raises(RuntimeError, match=r"once_differentiable|second derivative"):
+        penalty()
+
+
+@problems
+@pytest.mark.parametrize(("steps", "damping"), [(1, 0.5), (4, 0.8), (7, 1.0)])
+def test_phantom_is_its_neumann_series(problem: str, steps: int, damping: float) -> None:
+    case = make(problem)
+    f, adjoint = case.f(case.injection()), neumann(steps, damping)
+    found = gradients(case.loss(given.solve_of(case, dq.Phantom(steps, damping)).value), case.leaves)
+    assert_close(found, gradients(case.loss(given.dense_fixed_point(f, case.z0, adjoint)), case.leaves))
+
+
+@pytest.mark.parametrize("damping", [0.5, 0.8, 1.0])
+def test_phantom_converges_at_the_predicted_rate(damping: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    basis = torch.linalg.qr(torch.randn(4, 4, generator=generator, dtype=torch.float64))[0]
+    A = basis @ torch.diag(torch.tensor([0.9, 0.5, -0.2, 0.1], dtype=torch.float64)) @ basis.T
+    x = torch.ones(1, 4, dtype=torch.float64, requires_grad=True)
+
+    def gradient(estimator: dq.Gradient) -> Tensor:
+        value = dq.fixed_point(lambda z: z @ A + x, torch.zeros_like(x), gradient=estimator).value
+        return torch.autograd.grad(value.square().sum(), x)[0]
+
+    exact = gradient(dq.Implicit(stop=dq.Stop(rtol=1e-13)))
+    errors = [(gradient(dq.Phantom(k, damping)) - exact).norm().item() for k in (20, 40)]
+    predicted = torch.linalg.matrix_norm((1 - damping) * torch.eye(4).double() + damping * A, 2).item()
+    assert math.log(errors[0] / errors[1]) / 20 == pytest.approx(-math.log(predicted), rel=0.03)
+
+
+@problems
+def test_one_step_is_phantom_of_one_step(problem: str) -> None:
+    case = make(problem)
+    one, phantom = (given.solve_of(case, gradient).value for gradient in (dq.OneStep(), dq.Phantom(1, 1.0)))
+    assert torch.equal(one, phantom)
+    assert_close(gradients(case.loss(one), case.leaves), gradients(case.loss(phantom), case.leaves), rtol=0)
+
+
+@problems
+@pytest.mark.parametrize("gradient", [dq.Unrolled(), dq.Phantom(steps=5)], ids=str)
+def test_checkpointing_changes_nothing_but_the_evaluations(gradient: dq.Gradient, problem: str) -> None:
+    case, found = make(problem), []
+    for checkpoint in (False, True):
+        f = given.Counted(case.f(case.injection()))
+        estimator = replace(gradient, checkpoint=checkpoint)
+        assert estimator.recomputes is checkpoint
+        solution = dq.fixed_point(f, case.z0, solver=dq.Anderson(), stop=TIGHT, gradient=estimator)
+        with_graph = 5 if isinstance(gradient, dq.Phantom) else 0
+        assert f.calls == solution.stats.evaluations + with_graph
+        found.append(gradients(case.loss(solution.value), case.leaves))
+        recomputed = (with_graph or solution.stats.evaluations) if checkpoint else 0
+        if problem.startswith("tanh"):  # an affine map saves too little for every call to be repeated
+            assert f.calls == solution.stats.evaluations + with_graph + recomputed
+    assert_close(found[1], found[0], rtol=0)
+
+
+@problems
+def test_implicit_evaluates_once_and_saves_one_evaluation(problem: str) -> None:
+    case, sizes = make(problem), {}
+    for estimator in (dq.OneStep(), dq.Implicit(stop=TIGHT)):
+        for max_steps in (4, 40):
+            f = given.Counted(case.f(case.injection()))
+            with given.packed_tensors() as packed:
+                stop = dq.Stop.exactly(max_steps)
+                value = dq.fixed_point(f, case.z0, solver=dq.Naive(), stop=stop, gradient=estimator).value
+            assert f.calls == max_steps + 1
+            case.loss(value).backward()
+            assert f.calls == max_steps + 1
+            sizes[estimator, max_steps] = sum(packed)
+    one_step, *rest = sizes.values()
+    assert one_step == rest[0]
+    assert rest[1] == rest[2] <= one_step + 4 * case.z0.numel()  # the map needs z and its own weights too
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_unrolled_differentiates_its_start(checkpoint: bool) -> None:
+    z0 = torch.tensor([[1.0], [5.0]], dtype=torch.float64, requires_grad=True)
+    options = {"solver": dq.Naive(), "stop": dq.Stop.exactly(6), "gradient": dq.Unrolled(checkpoint)}
+    value = dq.fixed_point(lambda z: z / 2 + 1, z0, **options).value
+    assert torch.autograd.grad(value.sum(), z0)[0].tolist() == [[2.0**-6], [2.0**-6]]
+
+
+@pytest.mark.parametrize("gradient", [None, *ATTACHED], ids=str)
+def test_a_start_that_wants_a_gradient_is_an_error(gradient: dq.Gradient | None) -> None:
+    name = "Implicit" if gradient is None else type(gradient).__name__
+    with pytest.raises(ValueError, match="z0 requires a gradient") as error:
+        dq.fixed_point(torch.cos, torch.zeros(2, 1, requires_grad=True), gradient=gradient)
+    assert str(error.value) == (
+        f"z0 requires a gradient, but {name} treats the fixed point as independent of its start: pass "
+        "z0.detach(), or differentiate the iteration itself with Unrolled()"
+    )
+
+
+def test_phantom_refuses_settings_that_give_no_gradient() -> None:
+    for steps in (0, -1):
+        with pytest.raises(ValueError, match=rf"^Phantom\.steps must be an integer >= 1, got {steps}$"):
+            dq.Phantom(steps=steps)
+    for damping in (0.0, -0.5, 1.01, math.nan):
+        with pytest.raises(ValueError, match=rf"^Phantom\.damping must lie in \(0, 1\], got {damping}$"):
+            dq.Phantom(damping=damping)
+
+
+@pytest.mark.parametrize("solver", given.SOLVERS, ids=str)
+@pytest.mark.parametrize("stop", [dq.Stop(rtol=1e-9), dq.Stop(rtol=1e-9, per="token"), dq.Stop.exactly(60)])
+def test_unrolled_through_any_solver(solver: dq.Solver, stop: dq.Stop) -> None:
+    """Row 0 starts where it ends, and after sixty evaluations every residual is exactly zero."""
+    case = make("tanh-rows")
+    with torch.no_grad():
+        case.leaves["b"].zero_()
+        case.leaves["source"][0] = 0
+    value = given.solve_of(case, dq.Unrolled(), solver=solver, stop=stop, throw=False).value
+    expected = given.dense_fixed_point(case.f(case.injection()), case.z0, inverse)
+    assert_close(gradients(case.loss(value), case.leaves), gradients(case.loss(expected), case.leaves), 1e-6)
+
+
+@pytest.mark.parametrize("gradient", EXACT, ids=str)
+def test_a_solve_inside_a_solve(gradient: dq.Gradient) -> None:
+    inner, outer = make("tanh-rows"), make("affine-rows")
+
+    def loss(find) -> Tensor:
+        f = lambda z: outer.f(0.3 * find(inner.f(inner.injection() + z), inner.z0))(z) / 2  # noqa: E731
+        return outer.loss(find(f, outer.z0))
+
+    def plain(f, z: Tensor) -> Tensor:
+        for _ in range(30):
+            z = f(z)
+        return z
+
+    def ours(f, z: Tensor) -> Tensor:
+        return dq.fixed_point(f, z, solver=dq.Naive(), stop=dq.Stop(rtol=1e-9), gradient=gradient).value
+
+    assert_close(gradients(loss(ours), inner.leaves), gradients(loss(plain), inner.leaves), rtol=1e-7)
+
+
+def test_implicit_reports_its_adjoint() -> None:
+    case, reports = make("tanh-tokens"), []
+    estimator = dq.Implicit(dq.Naive(), dq.Stop(rtol=1e-6), report=reports.append)
+    loss = case.loss(given.solve_of(case, estimator).value)
+    assert reports == []
+    loss.backward(retain_graph=True)
+    loss.backward()
+    assert len(reports) == 2
+    assert reports[0].converged.tolist() == [True, True, True]
+    assert float(reports[0].stats.residual.max()) <= 1e-6
+    assert 5 < reports[0].stats.evaluations < 40
+
+
+@pytest.mark.parametrize("throw", [True, False])
+def test_an_adjoint_that_fails_is_told(throw: bool) -> None:
+    """Anderson finds the fixed point of an expansive row; the plain adjoint iteration does not."""
+    rates, x = torch.tensor([[0.5], [3.0], [-0.3]]), torch.ones(3, 1, requires_grad=True)
+    estimator = dq.Implicit(dq.Naive(), dq.Stop(rtol=1e-6, max_steps=40), throw=throw)
+    value = dq.fixed_point(lambda z: rates * z + x, torch.zeros(3, 1), gradient=estimator, throw=True).value
+    text = r"the adjoint solve of Implicit failed for 1 of 3 rows after \d+ evaluations \(diverged: rows 1 "
+    if throw:
+        with pytest.raises(dq.ConvergenceError, match=text) as error:
+            value.sum().backward()
+        assert error.value.rows == [1]
+        assert x.grad is None
+    else:
+        with pytest.warns(dq.ConvergenceWarning, match=text):
+            value.sum().backward()
+        assert x.grad[[0, 2], 0].tolist() == pytest.approx([2.0, 1 / 1.3], rel=1e-5)
+        assert bool(torch.isfinite(x.grad).all())
+
+
+def test_the_default_adjoint_converges_under_autocast() -> None:
+    generator, reports = torch.Generator().manual_seed(0), []
+    W, x = torch.randn(32, 32, generator=generator), torch.randn(8, 32, generator=generator)
+    W = (0.7 * W / torch.linalg.matrix_norm(W, 2)).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        f, gradient = (lambda z: torch.tanh(z @ W + x)), dq.Implicit(report=reports.append)
+        value = dq.fixed_point(f, torch.zeros_like(x), stop=dq.Stop(rtol=1e-2), gradient=gradient).value
+    value.square().sum().backward()
+    assert reports[0].converged.all()
+    assert reports[0].stats.evaluations < 30
+
+
+@pytest.mark.parametrize("solver", given.SOLVERS, ids=str)
+def test_autocast_does_not_reach_the_adjoint_solver(solver: dq.Solver) -> None:
+    rates, found = torch.linspace(-0.5, 0.5, 16), []
+    x = torch.linspace(1, 2, 32).reshape(2, 16).requires_grad_()
+    value = dq.fixed_point(lambda z: rates * z + x, torch.zeros(2, 16), gradient=dq.Implicit(solver)).value
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            found.append(torch.autograd.grad(value.sum(), x, retain_graph=True)[0])
+    assert torch.equal(*found)
+
+
+def test_a_solve_without_a_finite_value_is_not_called_undifferentiable() -> None:
+    a = torch.tensor(0.5, requires_grad=True)
+    solution = dq.fixed_point(lambda z: a * z / 0, torch.zeros(2, 1), gradient=dq.Unrolled())
+    assert solution.status.tolist() == [dq.Status.DIVERGED] * 2

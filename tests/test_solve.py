@@ -1,0 +1,300 @@
+"""The iteration loop: freezing, dropping, divergence, looks, refusals."""
+
+import re
+from itertools import pairwise
+
+import pytest
+import torch
+from contracts import assert_same_rows, exactly
+from problems import (
+    Recorded,
+    RecordedSelectable,
+    RowAffine,
+    diverging,
+    limit_cycle,
+    logistic,
+    row_affine,
+    staircase,
+)
+from torch import Tensor
+
+from deqseq import (
+    Naive,
+    Progress,
+    Relaxed,
+    Status,
+    Stop,
+    fixed_point,
+    solve,
+)
+from deqseq.evaluate import check_start
+
+
+def zeros(*shape: int) -> Tensor:
+    return torch.zeros(*shape, dtype=torch.float64)
+
+
+class TestFreezingAndDropping:
+    @pytest.mark.parametrize(
+        ("targets", "check_every", "rows"),
+        [
+            ([1, 2, 3, 4, 5, 6, 7, 8], 1, [8, 8, 8, 6, 6, 4, 3, 2, 1]),
+            ([1, 2, 3, 4, 5, 6, 7, 8], 2, [8, 8, 8, 8, 5, 5, 3, 3, 1, 1]),
+            ([5, 1, 5, 5], 1, [4, 4, 3, 3, 3, 3]),
+            ([5, 1, 5, 5, 5], 1, [5] * 6),
+            ([3, 3, 3], 1, [3] * 4),
+            ([1, 9], 4, [2, 2, 2, 2] + [1] * 8),
+        ],
+    )
+    def test_rows_are_dropped_when_a_quarter_has_ended(self, targets, check_every, rows):
+        f = RecordedSelectable(staircase(targets))
+        stop = Stop(rtol=0.0, max_steps=50, check_every=check_every)
+        solution = solve(f, zeros(len(targets), 1), solver=Naive(), stop=stop)
+        assert f.rows == rows
+        looked = [-(-(target + 1) // check_every) * check_every for target in targets]
+        assert solution.stats.steps.tolist() == looked
+        assert solution.stats.evaluations == len(rows)
+        assert solution.value[:, 0].tolist() == targets
+        assert solution.converged.all()
+        assert solution.stats.residual.tolist() == [0.0] * len(targets)
+
+    def test_without_select_all_rows_stay_and_ended_ones_stand_still(self):
+        f = Recorded(staircase([2, 5, 1]))
+        solve(f, zeros(3, 1), solver=Relaxed(0.75), stop=Stop(rtol=0.3, max_steps=50))
+        assert f.rows == [3] * f.evaluations
+        for row in range(3):
+            visited = [call.z_copy[row].item() for call in f.calls]
+            values = [call.fz_copy[row].item() for call in f.calls]
+            passed = [fz - z <= 0.3 * fz for z, fz in zip(visited, values, strict=True)]
+            ended = passed.index(True)
+            assert visited[ended:] == [visited[ended]] * (len(visited) - ended)
+            assert all(later > earlier for earlier, later in pairwise(visited[: ended + 1]))
+
+    def test_the_rows_of_a_batch_end_together_per_batch(self):
+        f = RecordedSelectable(staircase([1, 6, 2]))
+        solution = solve(f, zeros(3, 1), solver=Naive(), stop=Stop(rtol=0.0, per="batch"))
+        assert f.rows == [3] * 7
+        assert solution.stats.steps.tolist() == [7, 7, 7]
+
+
+class TestDivergence:
+    F = row_affine([0.5, 2.0, -0.4], event=(2, 3), ceilings=[torch.inf, 40.0, torch.inf])
+
+    @pytest.mark.parametrize("per", ["sample", "token"])
+    @pytest.mark.parametrize("wrap", [Recorded, RecordedSelectable])
+    def test_a_row_that_becomes_nan_leaves_the_others_alone(self, per, wrap):
+        stop = Stop(rtol=1e-12, max_steps=100, per=per)
+        solution = solve(wrap(self.F), zeros(3, 2, 3), solver=Naive(), stop=stop)
+        assert solution.status.tolist() == [Status.CONVERGED, Status.DIVERGED, Status.CONVERGED]
+        for row in range(3):
+            one = torch.tensor([row])
+            alone = solve(self.F.select(one), zeros(1, 2, 3), solver=Naive(), stop=stop)
+            assert_same_rows(solution, one, alone)
+
+    @pytest.mark.parametrize("per", ["sample", "token"])
+    def test_a_row_that_becomes_nan_keeps_its_best_value_and_stands_still(self, per):
+        f, stop = Recorded(self.F), Stop(rtol=1e-12, max_steps=100, per=per)
+        solution = solve(f, zeros(3, 2, 3), solver=Naive(), stop=stop)
+        finite = [call.fz_copy[1] for call in f.calls if bool(call.fz_copy[1].isfinite().all())]
+        assert torch.equal(solution.value[1], finite[-1])  # the relative residual falls to 1/2 from above
+        assert solution.stats.steps[1].max().item() == len(finite) + 1
+        assert 0.5 < solution.stats.residual[1].max().item() < 0.6
+        assert len(f.calls) > len(finite) + 9
+        assert all(torch.equal(call.z_copy[1], finite[-1]) for call in f.calls[len(finite) :])
+
+    def test_growth_ends_a_row(self):
+        """Residuals 1, 2, 4 ...; 2^14 is the first beyond 10^4 times the start's scale of 1."""
+        solution = solve(diverging, zeros(1, 1), solver=Naive(), stop=Stop(max_steps=100))
+        assert solution.status.tolist() == [Status.DIVERGED]
+        assert solution.stats.steps.tolist() == [15]
+        assert solution.value.item() == 2**14 - 1
+        assert solution.stats.residual.item() == 2**13 / (2**14 - 1)
+
+    @pytest.mark.parametrize(("divergence", "steps"), [(1.5, 2), (100.0, 8), (1e6, 21)])
+    def test_growth_is_measured_against_the_start(self, divergence, steps):
+        stop = Stop(max_steps=100, divergence=divergence)
+        assert solve(diverging, zeros(1, 1), solver=Naive(), stop=stop).stats.steps.tolist() == [steps]
+
+    @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+    @pytest.mark.parametrize("per", ["batch", "sample", "token"])
+    def test_a_first_value_that_is_not_finite_has_diverged(self, bad, per):
+        """With an infinite scale everything is small, unless it is looked at with suspicion."""
+        z0 = torch.ones(1, 2, 3)
+        solution = solve(lambda z: z + bad, z0, solver=Naive(), stop=Stop(per=per))
+        assert solution.status.tolist() == [Status.DIVERGED]
+        assert solution.stats.residual.isinf().all()
+        assert torch.equal(solution.value, z0)
+
+    @pytest.mark.parametrize(("start", "divergence"), [(1e35, 1e4), (1.0, torch.inf)])
+    def test_overflow_is_no_convergence(self, start, divergence):
+        """The limit overflows too, or is infinite: infinity compared with infinity must not pass."""
+        z0 = torch.full((2, 1), start)
+        stop = Stop(max_steps=200, divergence=divergence)
+        solution = solve(lambda z: 3 * z, z0, solver=Naive(), stop=stop)
+        assert solution.status.tolist() == [Status.DIVERGED] * 2
+        assert solution.value.isfinite().all()
+
+    def test_one_bad_row_ends_the_batch_per_batch(self):
+        solution = solve(self.F, zeros(3, 2, 3), solver=Naive(), stop=Stop(per="batch"))
+        assert solution.status.tolist() == [Status.DIVERGED] * 3
+        assert solution.value.isfinite().all()
+
+    @pytest.mark.parametrize("grad", [True, False])
+    def test_the_functional_entry_returns_a_finite_value_in_either_mode(self, grad):
+        gain = self.F.gain.clone().requires_grad_()
+        with torch.set_grad_enabled(grad):
+            f = RowAffine(gain, self.F.offset, self.F.ceiling)
+            solution = fixed_point(f, zeros(3, 2, 3), solver=Naive(), stop=Stop(rtol=1e-10, max_steps=100))
+        assert solution.status.tolist() == [Status.CONVERGED, Status.DIVERGED, Status.CONVERGED]
+        assert solution.value.isfinite().all()
+
+
+class OnDevice(torch.Tensor):
+    """A tensor that counts what would make an accelerator wait: reading it on the host."""
+
+    waits = 0
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        reads = {"__bool__", "__float__", "__int__", "item", "tolist", "cpu", "nonzero"}
+        result = super().__torch_function__(function, types, args, kwargs or {})
+        if getattr(function, "__name__", "") not in reads:
+            return result
+        OnDevice.waits += 1
+        return result.as_subclass(torch.Tensor) if isinstance(result, torch.Tensor) else result
+
+
+class TestLooks:
+    @pytest.mark.parametrize("wrap", [Recorded, RecordedSelectable])
+    @pytest.mark.parametrize("per", ["sample", "token"])
+    def test_the_trace_is_the_residual_at_each_look(self, wrap, per):
+        """Row 0 ends early, row 1 diverges late, row 2 swings, row 3 takes long."""
+        f = row_affine([0.1, 1.3, -1.1, 0.8], event=(2, 3))
+        stop = Stop(rtol=1e-6, max_steps=30, per=per, check_every=3, divergence=300.0)
+        solution = solve(wrap(f), zeros(4, 2, 3), solver=Relaxed(0.9), stop=stop, trace=True)
+        assert solution.stats.trace is not None
+        assert solution.stats.trace.shape == ((10, 4, 2) if per == "token" else (10, 4))
+        for row in range(4):
+            alone = Recorded(f.select(torch.tensor([row])))
+            solve(alone, zeros(1, 2, 3), solver=Relaxed(0.9), stop=stop)
+            for look in range(10):
+                _, _, z, fz = alone.calls[min(3 * look + 2, len(alone.calls) - 1)]
+                expected = ((fz - z).norm(dim=-1) / fz.norm(dim=-1))[0]
+                expected = expected if per == "token" else expected.amax()
+                torch.testing.assert_close(solution.stats.trace[look, row], expected, rtol=1e-12, atol=0)
+
+    def test_the_trace_shows_a_residual_that_rises(self):
+        start = torch.tensor([[0.25]], dtype=torch.float64)
+        solution = solve(limit_cycle, start, solver=Naive(), stop=Stop(max_steps=4), trace=True)
+        assert solution.stats.trace is not None
+        assert solution.stats.trace[:, 0].tolist() == [0.5 / 0.75, 2.0, 0.5 / 0.75, 2.0]
+        assert solution.stats.residual.tolist() == [0.5 / 0.75]
+
+    def test_no_trace_unless_asked_for(self):
+        assert solve(limit_cycle, zeros(1, 1), solver=Naive(), stop=Stop(max_steps=3)).stats.trace is None
+
+    def test_the_callback_is_told_at_each_look(self):
+        told: list[Progress] = []
+        stop = Stop(rtol=0.0, max_steps=7, check_every=2)
+        f = RecordedSelectable(staircase([1, 2, 9]))
+        solve(f, zeros(3, 1), solver=Naive(), stop=stop, callback=told.append)
+        assert [(p.step, p.max_steps, p.open_rows) for p in told] == [
+            (2, 7, 2),
+            (4, 7, 1),
+            (6, 7, 1),
+            (7, 7, 1),
+        ]
+        residuals = [[0.0, 0.5, 0.5], [0.0, 0.0, 1 / 4], [0.0, 0.0, 1 / 6], [0.0, 0.0, 1 / 7]]
+        assert [p.residual.tolist() for p in told] == residuals
+
+    def test_the_callback_sees_the_latest_residual_not_the_best(self):
+        told: list[float] = []
+        start = torch.tensor([[0.1]], dtype=torch.float64)
+        f = Recorded(logistic)
+        solve(
+            f,
+            start,
+            solver=Naive(),
+            stop=Stop(max_steps=20),
+            callback=lambda p: told.append(p.residual.item()),
+        )
+        expected = [((call.fz_copy - call.z_copy).abs() / call.fz_copy.abs()).item() for call in f.calls]
+        assert told == pytest.approx(expected, rel=1e-12)
+
+    @pytest.mark.parametrize(("check_every", "looks"), [(1, 20), (8, 3), (20, 1)])
+    def test_the_host_is_waited_for_at_the_start_and_once_a_look(self, check_every, looks):
+        OnDevice.waits, told = 0, []
+        f = row_affine([0.0, 0.5, 0.95, 0.97])
+        stop = Stop(rtol=1e-10, max_steps=20, check_every=check_every)
+        z0 = zeros(4, 3).as_subclass(OnDevice)
+        solution = solve(Recorded(f), z0, solver=Relaxed(0.9), stop=stop, callback=told.append)
+        assert (len(told), told[-1].step, solution.stats.evaluations) == (looks, 20, 20)
+        assert OnDevice.waits == 1 + looks
+
+    def test_exactly_returns_the_last_value_even_if_it_is_not_the_best(self):
+        f = Recorded(logistic)
+        solution = solve(f, zeros(1, 1) + 0.1, solver=Naive(), stop=Stop.exactly(6))
+        assert torch.equal(solution.value, f.calls[5].fz_copy)
+        assert (f.evaluations, solution.stats.steps.tolist()) == (6, [6])
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("shape", "text"),
+        [
+            ((0, 3), "z0 must have at least one row and one element, got shape (0, 3)"),
+            ((2, 0, 3), "z0 must have at least one row and one element, got shape (2, 0, 3)"),
+            ((), "z0 must have at least one row and one element, got shape ()"),
+        ],
+    )
+    def test_a_start_without_elements(self, shape, text):
+        with pytest.raises(ValueError, match=exactly(text)):
+            check_start(torch.zeros(shape))
+
+    @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64])
+    def test_a_start_that_is_not_floating_point(self, dtype):
+        text = f"z0 must be a floating-point tensor (batch, *event), got {dtype}"
+        with pytest.raises(TypeError, match=exactly(text)):
+            check_start(torch.zeros(2, 3, dtype=dtype))
+
+    @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+    def test_a_start_that_is_not_finite(self, bad):
+        with pytest.raises(ValueError, match=exactly("z0 must be finite, got NaN or infinity")):
+            solve(limit_cycle, torch.tensor([[0.0], [bad]]), solver=Naive(), stop=Stop())
+
+    @pytest.mark.parametrize(
+        ("f", "kind", "text"),
+        [
+            (lambda z: (z, None), TypeError, "f(z) must be a tensor of the shape of z, got tuple"),
+            (lambda z: None, TypeError, "f(z) must be a tensor of the shape of z, got NoneType"),
+            (lambda z: z.half(), TypeError, "f must keep the dtype of z outside autocast: got torch.float16"),
+            (
+                lambda z: z[:1],
+                ValueError,
+                "f must keep the shape and device of z: got (1, 3) on cpu for (2, 3)",
+            ),
+            (lambda z: z[:, :1], ValueError, "f must keep the shape and device of z: got (2, 1) on cpu for"),
+            (
+                lambda z: z.to("meta"),
+                ValueError,
+                "f must keep the shape and device of z: got (2, 3) on meta for",
+            ),
+        ],
+    )
+    def test_a_map_that_breaks_its_contract(self, f, kind, text):
+        with pytest.raises(kind, match="^" + re.escape(text)):
+            solve(f, torch.zeros(2, 3), solver=Naive(), stop=Stop())
+
+
+def test_autocast_values_come_back_in_the_dtype_of_the_state():
+    weight, modes = torch.eye(4) / 2, []
+
+    def f(z: Tensor) -> Tensor:
+        value = z @ weight + 1
+        modes.append(value.dtype)
+        return value
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        solution = solve(f, torch.zeros(2, 4), solver=Relaxed(0.5), stop=Stop(rtol=1e-2))
+    assert (set(modes), solution.value.dtype) == ({torch.bfloat16}, torch.float32)
+    torch.testing.assert_close(solution.value, torch.full((2, 4), 2.0), rtol=0, atol=0.06)

@@ -1,0 +1,282 @@
+"""Every solver: the common contract, what is special about each, and solvers from outside."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from contracts import SolverContract, assert_same_rows, exactly
+from problems import (
+    Affine,
+    Recorded,
+    affine,
+    diverging,
+    expansive,
+    limit_cycle,
+    row_affine,
+    staircase,
+    symmetric,
+)
+from torch import Tensor
+
+from deqseq import Anderson, Broyden, Naive, OutsideSolver, Relaxed, Status, Stop, solve
+
+
+class TestNaive(SolverContract):
+    solver = Naive()
+
+    def test_visits_the_powers_of_the_map(self):
+        f = Recorded(affine())
+        solve(f, torch.ones(3, 4, dtype=torch.float64), solver=Naive(), stop=Stop.exactly(4))
+        for before, after in zip(f.calls, f.calls[1:], strict=False):
+            assert torch.equal(after.z_copy, before.fz_copy)
+
+    def test_stays_in_a_limit_cycle(self):
+        solution = solve(limit_cycle, torch.zeros(1, 2), solver=Naive(), stop=Stop(max_steps=30))
+        assert solution.status.tolist() == [Status.BUDGET_SPENT]
+        assert solution.stats.residual.tolist() == [1.0]
+
+
+class TestRelaxed(SolverContract):
+    solver = Relaxed(0.7)
+
+    def test_damping_one_is_plain_iteration(self):
+        f, z0, stop = affine(), torch.ones(3, 4, dtype=torch.float64), Stop(rtol=1e-10)
+        damped = solve(f, z0, solver=Relaxed(1.0), stop=stop)
+        plain = solve(f, z0, solver=Naive(), stop=stop)
+        assert torch.equal(damped.value, plain.value)
+        assert torch.equal(damped.stats.steps, plain.stats.steps)
+
+    @pytest.mark.parametrize("damping", [0.25, 0.8, 1.5])
+    def test_moves_the_given_part_of_the_way(self, damping):
+        f = Recorded(affine())
+        solve(f, torch.ones(3, 4, dtype=torch.float64), solver=Relaxed(damping), stop=Stop.exactly(2))
+        first, second = f.calls
+        expected = (1 - damping) * first.z_copy + damping * first.fz_copy
+        torch.testing.assert_close(second.z_copy, expected, rtol=0, atol=1e-15)
+
+    @pytest.mark.parametrize("damping", [0.2, 0.5, 0.8, 0.95])
+    def test_cures_a_limit_cycle(self, damping):
+        z0 = torch.zeros(2, 3, dtype=torch.float64)
+        solution = solve(limit_cycle, z0, solver=Relaxed(damping), stop=Stop(rtol=1e-10, max_steps=400))
+        torch.testing.assert_close(solution.value, torch.full_like(z0, 0.5), rtol=0, atol=1e-9)
+
+    @pytest.mark.parametrize("damping", [0.0, 2.0, -0.5, float("nan")])
+    def test_refuses_a_damping_out_of_range(self, damping):
+        with pytest.raises(ValueError, match=exactly(f"Relaxed.damping must lie in (0, 2), got {damping!r}")):
+            Relaxed(damping)
+
+
+class TestAnderson(SolverContract):
+    solver = Anderson()
+
+    @pytest.mark.parametrize("dim", [2, 4, 6])
+    @pytest.mark.parametrize("make", [lambda dim: affine(event=(dim,)), lambda dim: expansive(dim=dim)])
+    def test_solves_an_affine_problem_of_dim_d_in_about_d_evaluations(self, make, dim):
+        """With memory for the whole space it is exact: d + 1 points, one that lands, one that looks."""
+        f, stop = make(dim), Stop(rtol=1e-8, max_steps=50)
+        z0 = torch.zeros(3, dim, dtype=torch.float64)
+        solution = solve(f, z0, solver=Anderson(memory=dim + 2, ridge=1e-15), stop=stop)
+        assert solution.converged.tolist() == [True] * 3
+        assert max(solution.stats.steps.tolist()) <= dim + 3
+        torch.testing.assert_close(solution.value, f.fixed_point(), rtol=0, atol=1e-6)
+
+    @pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
+    def test_does_not_stall_whatever_the_scale(self, scale):
+        """An absolute ridge stalls near its own square root; ours is relative to the residuals."""
+        f = affine(radius=0.9, event=(4,))
+        f = Affine(f.weight, f.bias * scale)
+        z0 = torch.zeros(3, 4, dtype=torch.float64)
+        solution = solve(f, z0, solver=Anderson(memory=6), stop=Stop(rtol=0.0, max_steps=20))
+        assert max(solution.stats.residual.tolist()) <= 1e-11
+        torch.testing.assert_close(solution.value, f.fixed_point(), rtol=0, atol=2e-10 * scale)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+    def test_the_default_ridge_is_ten_times_the_epsilon_of_the_state(self, dtype):
+        f, z0, stop = affine(radius=0.9, dtype=dtype), torch.zeros(3, 4, dtype=dtype), Stop.exactly(5)
+        named = Anderson(ridge=10 * torch.finfo(dtype).eps)
+        default = solve(f, z0, solver=Anderson(), stop=stop).value
+        assert torch.equal(default, solve(f, z0, solver=named, stop=stop).value)
+        assert not torch.equal(default, solve(f, z0, solver=Anderson(ridge=1e-3), stop=stop).value)
+
+    def test_needs_fewer_evaluations_than_plain_iteration(self):
+        f, z0, stop = (
+            affine(radius=0.95),
+            torch.zeros(3, 4, dtype=torch.float64),
+            Stop(rtol=1e-9, max_steps=900),
+        )
+        steps = {solver: solve(f, z0, solver=solver, stop=stop).stats.steps for solver in (Naive(), Anderson())}
+        assert bool((steps[Anderson()] * 5 < steps[Naive()]).all())
+
+    @pytest.mark.parametrize("memory", [2, 3, 7])
+    def test_keeps_no_more_than_its_memory(self, memory):
+        solver, f = Anderson(memory=memory), affine()
+        z = torch.zeros(3, 4, dtype=torch.float64)
+        state, kept = solver.init(z), []
+        for _ in range(9):
+            z, state = solver.step(z, f(z), state)
+            assert len(state.values) == len(state.residuals) == state.gram.shape[1] == state.gram.shape[2]
+            kept.append(len(state.values))
+        assert kept == [min(step, memory - 1) for step in range(1, 10)]
+
+    def test_the_gram_matrix_is_that_of_the_residuals_it_keeps(self):
+        solver, f = Anderson(memory=4), affine()
+        z = torch.zeros(3, 4, dtype=torch.float64)
+        state = solver.init(z)
+        for _ in range(7):
+            z, state = solver.step(z, f(z), state)
+        stacked = torch.stack(state.residuals, dim=1)
+        torch.testing.assert_close(state.gram, stacked @ stacked.mT, rtol=1e-13, atol=0)
+
+    def test_mixing_moves_towards_the_points(self):
+        f, z = affine(), torch.ones(3, 4, dtype=torch.float64)
+        solver = Anderson(mixing=0.25)
+        proposal, _ = solver.step(z, f(z), solver.init(z))
+        torch.testing.assert_close(proposal, 0.75 * z + 0.25 * f(z), rtol=0, atol=1e-15)
+
+    def test_a_row_without_information_takes_its_newest_value(self):
+        """Equal residuals and no ridge: the normal equations are singular, and the row falls back alone."""
+        solver = Anderson(ridge=0.0)
+        z = torch.zeros(2, 2, dtype=torch.float64)
+        fz = torch.tensor([[0.0, 0.0], [1.0, 0.0]], dtype=torch.float64)
+        _, state = solver.step(z, fz, solver.init(z))
+        newer = torch.tensor([[3.0, 0.0], [0.0, 1.0]], dtype=torch.float64)
+        proposal, _ = solver.step(z, newer, state)
+        torch.testing.assert_close(proposal, torch.tensor([[3.0, 0.0], [0.5, 0.5]], dtype=torch.float64))
+
+    @pytest.mark.parametrize(
+        ("arguments", "text"),
+        [
+            ({"memory": 1}, "Anderson.memory must be >= 2 (with 1, use Relaxed), got 1"),
+            ({"mixing": 0.0}, "Anderson.mixing must lie in (0, 1], got 0.0"),
+            ({"mixing": 1.5}, "Anderson.mixing must lie in (0, 1], got 1.5"),
+            ({"ridge": -1e-8}, "Anderson.ridge must be >= 0 or None, got -1e-08"),
+        ],
+    )
+    def test_refuses_arguments_out_of_range(self, arguments, text):
+        with pytest.raises(ValueError, match=exactly(text)):
+            Anderson(**arguments)
+
+
+class TestBroyden(SolverContract):
+    solver = Broyden()
+
+    @pytest.mark.parametrize("dim", [1, 4, 6])
+    def test_finds_a_fixed_point_that_repels(self, dim):
+        f, z0 = expansive(dim=dim), torch.zeros(3, dim, dtype=torch.float64)
+        stop = Stop(rtol=1e-11, max_steps=100)
+        assert not bool(solve(f, z0, solver=Naive(), stop=stop).converged.any())
+        assert not bool(solve(f, z0, solver=Relaxed(0.5), stop=stop).converged.any())
+        solution = solve(f, z0, solver=Broyden(), stop=stop)
+        torch.testing.assert_close(solution.value, f.fixed_point(), rtol=0, atol=1e-10)
+        assert max(solution.stats.steps.tolist()) <= 2 * dim + 2  # Gay 1979: 2 d steps on an affine problem
+
+    def test_a_scalar_affine_map_takes_three_evaluations(self):
+        solution = solve(diverging, torch.zeros(2, 1), solver=Broyden(), stop=Stop(rtol=1e-6))
+        assert solution.stats.steps.tolist() == [3, 3]
+        assert solution.value.tolist() == [[-1.0], [-1.0]]
+
+    @pytest.mark.parametrize("memory", [1, 3])
+    def test_starts_afresh_when_its_memory_is_full(self, memory):
+        solver, f = Broyden(memory=memory), affine()
+        z = torch.zeros(3, 4, dtype=torch.float64)
+        state, kept = solver.init(z), []
+        for _ in range(8):
+            z, state = solver.step(z, f(z), state)
+            assert len(state.left) == len(state.right)
+            kept.append(len(state.left))
+        assert kept == [0] + [1 + step % memory for step in range(7)]
+
+    def test_satisfies_the_secant_equation(self):
+        """After the update H y = s for the newest pair, which is what makes it Broyden's method."""
+        solver, f = Broyden(), affine(batch=1)
+        z = torch.zeros(1, 4, dtype=torch.float64)
+        state = solver.init(z)
+        points, residuals = [], []
+        for _ in range(4):
+            points.append(z)
+            residuals.append(f(z) - z)
+            z, state = solver.step(z, f(z), state)
+        H = -torch.eye(4, dtype=torch.float64)
+        for u, v in zip(state.left, state.right, strict=True):
+            H = H + u.T @ v
+        change, moved = residuals[-1] - residuals[-2], points[-1] - points[-2]
+        torch.testing.assert_close(change @ H.T, moved, rtol=1e-10, atol=1e-12)
+
+    def test_half_precision_uses_its_memory_at_any_scale(self):
+        """Squares of a few hundred overflow float16: inner products must be accumulated in float32."""
+        f, z0 = row_affine([-0.95], dtype=torch.float16), torch.zeros(1, 3, dtype=torch.float16)
+        f = type(f)(f.gain, f.offset * 300, f.ceiling)
+        solution = solve(f, z0, solver=Broyden(), stop=Stop(rtol=5e-3, max_steps=10))
+        assert solution.status.tolist() == [Status.CONVERGED]
+
+    @pytest.mark.parametrize("memory", [0, -2])
+    def test_refuses_a_memory_below_one(self, memory):
+        with pytest.raises(ValueError, match=exactly(f"Broyden.memory must be >= 1, got {memory}")):
+            Broyden(memory)
+
+
+@pytest.mark.parametrize(("kind", "least"), [(Anderson, 2), (Broyden, 1)])
+def test_a_memory_that_is_no_integer_is_refused_at_construction(kind, least):
+    """With 2.5 Broyden's memory would never be full, and Anderson fails in the middle of a solve."""
+    solver = object.__new__(kind)  # the type checks of the test run would refuse it before our own check does
+    vars(solver).update(memory=2.5, mixing=1.0, ridge=None)
+    with pytest.raises(ValueError, match=rf"^{kind.__name__}\.memory must be an integer >= {least}.*, got 2\.5$"):
+        solver.__post_init__()
+
+
+@pytest.mark.parametrize("solver", [Anderson(), Broyden(), Relaxed(0.9)])
+def test_eigenvalue_near_one_is_not_reported_as_found_too_early(solver):
+    """A residual of 1e-9 leaves an error of about 1e-9 / (1 - 0.99) at most, never more."""
+    f = Affine(symmetric(torch.tensor([0.99, 0.5, -0.5, 0.1])), torch.ones(2, 4, dtype=torch.float64))
+    z0 = torch.zeros(2, 4, dtype=torch.float64)
+    solution = solve(f, z0, solver=solver, stop=Stop(rtol=1e-9, max_steps=5000))
+    assert solution.status.tolist() == [Status.CONVERGED] * 2
+    error = (solution.value - f.fixed_point()).norm(dim=1)
+    assert bool((error <= 1.01e-7 * solution.value.norm(dim=1)).all())
+
+
+Z3 = torch.zeros(3, 1, dtype=torch.float64)
+
+
+@dataclass(frozen=True)
+class Outside(OutsideSolver):
+    """Plain iteration for a number of evaluations of its own choice."""
+
+    evaluations: int
+
+    def run(self, f: Callable[[Tensor], Tensor], z0: Tensor, max_steps: int) -> None:
+        for _ in range(self.evaluations):
+            z0 = f(z0)
+
+
+class TestOutsideSolver:
+    def test_is_observed_like_any_other(self):
+        stop = Stop(rtol=0.0, max_steps=50)
+        f, target = Recorded(staircase([1, 4, 2])), Recorded(staircase([1, 4, 2]))
+        outside = solve(f, Z3, solver=Outside(99), stop=stop, trace=True)
+        ours = solve(target, Z3, solver=Naive(), stop=stop, trace=True)
+        assert_same_rows(outside, slice(None), ours)
+        assert f.evaluations == target.evaluations == 5
+        assert outside.stats.trace is not None
+        assert torch.equal(outside.stats.trace, torch.as_tensor(ours.stats.trace))
+
+    def test_is_held_to_the_budget(self):
+        f = Recorded(limit_cycle)
+        solution = solve(f, Z3, solver=Outside(99), stop=Stop(max_steps=6))
+        assert f.evaluations == solution.stats.evaluations == 6
+        assert solution.status.tolist() == [Status.BUDGET_SPENT] * 3
+
+    @pytest.mark.parametrize("check_every", [1, 2, 4, 40])
+    def test_may_return_early(self, check_every):
+        """What it saw last is looked at, whether or not a look was due."""
+        stop = Stop(max_steps=50, check_every=check_every)
+        solution = solve(staircase([9]), Z3[:1], solver=Outside(3), stop=stop)
+        assert (solution.stats.evaluations, solution.stats.steps.tolist()) == (3, [3])
+        assert solution.value.tolist() == [[3.0]]
+        assert solution.stats.residual.tolist() == [1 / 3]
+
+    def test_must_evaluate_the_map(self):
+        text = "Outside(evaluations=0) returned without evaluating the map"
+        with pytest.raises(RuntimeError, match=exactly(text)):
+            solve(limit_cycle, Z3[:1], solver=Outside(0), stop=Stop())
