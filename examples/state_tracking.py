@@ -145,9 +145,12 @@ def make_task(options: Options) -> WordProblem:
 
 def make_curriculum(options: Options) -> Curriculum:
     """Unrolled steps first, then the fixed point itself."""
-    unrolled = Phase("unrolled", options.free_from, dq.Stop.exactly(options.unrolled_steps), dq.Unrolled())
+    unrolled = Phase("unrolled", options.free_from or 1.0, dq.Stop.exactly(options.unrolled_steps), dq.Unrolled())
     stop = dq.Stop(rtol=options.rtol, max_steps=options.max_steps)
-    return Curriculum((unrolled, Phase("free", 1.0, stop, GRADIENTS[options.gradient](options))))
+    free = Phase("free", 1.0, stop, GRADIENTS[options.gradient](options))
+    if options.free_from in (0, 1):
+        return Curriculum((unrolled,) if options.free_from else (free,))
+    return Curriculum((unrolled, free))
 
 
 def make_model(options: Options, vocab_size: int, blocks: int | None) -> dq.CausalLM:

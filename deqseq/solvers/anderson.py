@@ -51,7 +51,7 @@ class Anderson(Solver[AndersonMemory]):
         tensor([3])
     """
 
-    memory: int = 5
+    memory: int = 4
     mixing: float = 1.0
     ridge: float | None = None
 

@@ -10,18 +10,25 @@ from torch import Tensor
 from deqseq.solvers.base import Solver
 from deqseq.types import RowIndex, State
 
+Vectors = Float[Tensor, "batch size"]
+
 
 class BroydenMemory(NamedTuple):
-    """The last point and residual, and the low-rank part of the inverse Jacobian, one pair a past step."""
+    """The last evaluation, and the low-rank part of the inverse Jacobian, one pair a past step.
 
-    point: State | None
-    residual: State | None
-    left: tuple[State, ...]
-    right: tuple[State, ...]
+    Rows are flattened and in float32 at least. ``left`` and ``right`` have room for all pairs; ``count`` are filled.
+    """
+
+    point: Vectors
+    residual: Vectors
+    direction: Vectors
+    left: Float[Tensor, "batch room size"]
+    right: Float[Tensor, "batch room size"]
+    count: int
 
 
 @dataclass(frozen=True)
-class Broyden(Solver[BroydenMemory]):
+class Broyden(Solver[BroydenMemory | None]):
     r"""Broyden's good method on :math:`g(z) = f(z) - z`, limited in memory, each row on its own.
 
     .. math:: z \leftarrow z - H g(z), \qquad H = -I + \sum_i u_i v_i^\top, \qquad
@@ -54,50 +61,66 @@ class Broyden(Solver[BroydenMemory]):
         if self.memory < 1:
             raise ValueError(f"Broyden.memory must be >= 1, got {self.memory!r}")
 
-    def init(self, z0: State) -> BroydenMemory:
-        return BroydenMemory(None, None, (), ())
+    def init(self, z0: State) -> None:
+        return None
 
-    def step(self, z: State, fz: State, state: BroydenMemory) -> tuple[State, BroydenMemory]:
-        dtype = z.dtype
-        accumulate = torch.promote_types(dtype, torch.float32)
-        z, fz = z.to(accumulate), fz.to(accumulate)
-        residual = fz - z
-        left, right = state.left, state.right
-        if len(left) == self.memory:
-            left, right = (), ()
-        direction = _apply(left, right, residual)
-        if state.point is not None and state.residual is not None:
-            moved, change = z - state.point, residual - state.residual
-            covector = _apply(right, left, moved)
-            update = moved - _apply(left, right, change)
-            update = update * _safe_reciprocal(_row_products(covector, change), covector, change)
-            direction = direction + update * _row_products(covector, residual)
-            left, right = (*left, update), (*right, covector)
-        return (z - direction).to(dtype), BroydenMemory(z, residual, left, right)
+    def step(self, z: State, fz: State, state: BroydenMemory | None) -> tuple[State, BroydenMemory]:
+        accumulate = torch.promote_types(z.dtype, torch.float32)
+        point = z.reshape(z.shape[0], -1).to(accumulate)
+        residual = fz.reshape(z.shape[0], -1).to(accumulate) - point
+        if state is None:
+            room = point.new_empty(point.shape[0], self.memory, point.shape[1])
+            state = BroydenMemory(point, residual, -residual, room, torch.empty_like(room), 0)
+            direction = -residual
+        else:
+            direction, state = self._update(point, residual, state)
+        proposal = (point - direction).to(z.dtype).reshape(z.shape)
+        return proposal, state._replace(point=point, residual=residual, direction=direction)
 
-    def select(self, state: BroydenMemory, rows: RowIndex) -> BroydenMemory:
-        if state.point is None or state.residual is None:
-            return state
-        left, right = (tuple(x[rows] for x in side) for side in (state.left, state.right))
-        return BroydenMemory(state.point[rows], state.residual[rows], left, right)
+    def select(self, state: BroydenMemory | None, rows: RowIndex) -> BroydenMemory | None:
+        if state is None:
+            return None
+        tensors = (x[rows] for x in state[:-1])
+        return BroydenMemory(*tensors, count=state.count)
+
+    def _update(self, point: Vectors, residual: Vectors, state: BroydenMemory) -> tuple[Vectors, BroydenMemory]:
+        """Take in the last step, and return the new direction ``H g``."""
+        if state.count == self.memory:
+            state = state._replace(count=0, direction=-state.residual)
+        left, right, count = state.left, state.right, state.count
+        moved, change = point - state.point, residual - state.residual
+        direction = _apply(left, right, count, residual)
+        image = direction - state.direction  # H y, from what is known of H g at both ends of the step
+        covector = _apply(right, left, count, moved)
+        update = (moved - image) * _safe_reciprocal(covector, change)
+        direction = torch.addcmul(direction, update, _products(covector, residual))
+        left, right = _with(left, count, update), _with(right, count, covector)
+        return direction, state._replace(left=left, right=right, count=count + 1)
 
 
-def _apply(left: tuple[State, ...], right: tuple[State, ...], x: State) -> State:
+def _apply(left: Tensor, right: Tensor, count: int, x: Vectors) -> Vectors:
     """The operator ``-I + sum_i left_i right_i^T`` on each row; with the sides swapped, its transpose."""
-    total = -x
-    for u, v in zip(left, right, strict=True):
-        total.addcmul_(u, _row_products(v, x))
-    return total
+    if count == 0:
+        return -x
+    weights = torch.bmm(x[:, None], right[:, :count].transpose(1, 2))
+    return torch.baddbmm(x[:, None], weights, left[:, :count], beta=-1)[:, 0]
 
 
-def _row_products(x: State, y: State) -> Float[Tensor, "batch *ones"]:
-    """Inner product of each row, shaped to multiply a state."""
-    products = torch.linalg.vecdot(x.reshape(x.shape[0], -1), y.reshape(y.shape[0], -1))
-    return products.reshape(-1, *[1] * (x.ndim - 1))
+def _with(stack: Tensor, count: int, x: Vectors) -> Tensor:
+    """``stack`` with ``x`` at place ``count``: written in place, unless that would break a graph."""
+    if x.requires_grad or stack.requires_grad:
+        return torch.cat([stack[:, :count], x[:, None]], dim=1)
+    stack[:, count] = x
+    return stack
 
 
-def _safe_reciprocal(products: Tensor, x: State, y: State) -> Tensor:
-    """``1 / products``, or zero (no update) where the two vectors are as good as orthogonal, or zero."""
-    size = (_row_products(x, x) * _row_products(y, y)).sqrt()
+def _products(x: Vectors, y: Vectors) -> Float[Tensor, "batch 1"]:
+    """Inner product of each row."""
+    return torch.linalg.vecdot(x, y)[:, None]
+
+
+def _safe_reciprocal(x: Vectors, y: Vectors) -> Float[Tensor, "batch 1"]:
+    """``1 / (x . y)``, or zero (no update) where the two are as good as orthogonal, or zero."""
+    products, size = _products(x, y), (_products(x, x) * _products(y, y)).sqrt()
     usable = products.abs() > torch.finfo(products.dtype).eps * size
     return torch.where(usable, products, torch.ones_like(products)).reciprocal() * usable

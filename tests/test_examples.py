@@ -1,0 +1,89 @@
+"""The examples run as they are, go on after an interruption, and refuse to mix runs."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).parent.parent
+SCRIPT = ROOT / "examples" / "state_tracking.py"
+TINY = ["--d-model", "16", "--d-state", "4", "--headdim", "8", "--batch", "8", "--lengths", "4", "6"]
+TINY += ["--eval-lengths", "4", "8", "--baselines", "1", "--baseline-seconds", "0.5", "--checkpoint-seconds", "0"]
+
+
+def run(output: Path, *options: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(SCRIPT), *TINY, "--output", str(output), *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+def test_state_tracking_writes_table_figure_and_numbers(tmp_path):
+    done = run(tmp_path, "--steps", "12", "--group", "S3", "--generators", "2")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "results.json").read_text())
+    found = [(row["model"], row["sweep"], row["length"]) for row in rows]
+    expected = [("implicit", sweep, n) for sweep in ("simultaneous", "sequential") for n in (4, 8)]
+    assert found == [*expected, ("explicit 1 block", "single pass", 4), ("explicit 1 block", "single pass", 8)]
+    keys = {"model", "group", "length", "sweep", "accuracy", "self_iterations", "converged", "seed", "seconds"}
+    assert keys <= rows[0].keys()
+    assert all(0 <= row["accuracy"] <= 1 for row in rows)
+    assert rows[0]["self_iterations"] >= 1
+    assert rows[4]["self_iterations"] is None
+    assert (tmp_path / "state_tracking.png").stat().st_size > 10_000
+    assert (tmp_path / "table.md").read_text().count("\n") == 5
+    assert "step 12 (free)" in (tmp_path / "log.txt").read_text()
+    assert "| implicit | sequential |" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "flag", [["--solver", "anderson"], ["--gradient", "implicit"], ["--free-from", "1.0"]], ids=str
+)
+def test_parts_are_swapped_by_one_option(tmp_path, flag):
+    done = run(tmp_path, "--steps", "6", "--baselines", *flag)
+    assert done.returncode == 0, done.stderr
+
+
+def weights(folder: Path) -> dict:
+    newest = max((folder / "implicit").glob("checkpoint-*"))
+    return load_file(newest / "model.safetensors")
+
+
+def test_a_killed_run_goes_on_and_ends_as_if_it_had_not_been(tmp_path):
+    options = ["--steps", "60", "--baselines"]
+    assert run(tmp_path / "whole", *options).returncode == 0
+    command = [sys.executable, str(SCRIPT), *TINY, "--output", str(tmp_path / "killed"), *options]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while not list((tmp_path / "killed" / "implicit").glob("checkpoint-*5")) and time.monotonic() < deadline:
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert process.returncode == -signal.SIGKILL, "the run ended before it could be killed"
+    assert run(tmp_path / "killed", *options).returncode == 0
+    assert "going on from step" in (tmp_path / "killed" / "log.txt").read_text()
+    ours, theirs = weights(tmp_path / "killed"), weights(tmp_path / "whole")
+    assert ours.keys() == theirs.keys()
+    assert all((ours[name] == theirs[name]).all() for name in ours)
+
+
+def test_other_options_do_not_mix_with_an_earlier_run(tmp_path):
+    assert run(tmp_path, "--steps", "3", "--baselines").returncode == 0
+    other = run(tmp_path, "--steps", "4", "--baselines")
+    assert other.returncode == 1
+    assert "holds a run with other options (steps: 3 -> 4): give another --output, or --fresh" in other.stderr
+    assert run(tmp_path, "--steps", "4", "--baselines", "--fresh").returncode == 0
+
+
+@pytest.mark.slow
+def test_parity_is_learned_and_extrapolates(tmp_path):
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "--quick", "--output", str(tmp_path)], capture_output=True, text=True, timeout=900
+    )
+    assert done.returncode == 0, done.stderr
+    for row in json.loads((tmp_path / "results.json").read_text()):
+        assert row["accuracy"] >= 0.99, row
+        assert row["converged"] == 1.0, row

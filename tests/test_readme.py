@@ -1,0 +1,33 @@
+"""The README's code runs, and its commands are the two that it promises."""
+
+import re
+from pathlib import Path
+
+import torch
+
+README = (Path(__file__).parent.parent / "README.md").read_text()
+
+
+def fences(language: str) -> list[str]:
+    found = re.findall(r"^```(\w*)\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
+    return [text for kind, text in found if kind == language]
+
+
+def test_the_code_runs_in_order(capsys):
+    torch.manual_seed(0)
+    names: dict = {}
+    for block in fences("python"):
+        exec(compile(block, "README.md", "exec"), names)
+    assert names["output"].logits.shape == (8, 32, 2)
+    assert names["output"].stats.steps.shape == (8, 32)
+    assert bool(names["solution"].converged.all())
+    assert names["W"].grad.abs().min() > 0
+    assert "Phantom(steps=4, damping=0.8" in capsys.readouterr().out
+
+
+def test_there_are_two_set_up_commands():
+    commands = [line for block in fences("") for line in block.splitlines()]
+    assert commands == [
+        'pip install -c constraints.txt -e ".[examples]" && python examples/state_tracking.py',
+        'pip install -c constraints.txt -e ".[test]" && pytest',
+    ]

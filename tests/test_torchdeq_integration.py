@@ -1,0 +1,300 @@
+"""TorchDEQ's solvers under our stopping rule, and its configurations as our objects."""
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import warnings
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from contracts import exactly
+from problems import Recorded, affine, seeded, tanh_contraction
+from torch import Tensor
+
+import deqseq as dq
+from deqseq.integrations.torchdeq import CONFIG_DEFAULTS, DEQSettings, TorchDEQ, from_torchdeq_config
+
+with warnings.catch_warnings():  # of invalid escapes in its docstrings, where it is first compiled
+    warnings.simplefilter("ignore")
+    from torchdeq import get_deq
+    from torchdeq.solver import get_solver
+    from torchdeq.utils.arg_utils import add_deq_args
+
+NAMES = ["fixed_point_iter", "simple_fixed_point_iter", "anderson", "broyden"]
+DAMPED = [TorchDEQ("fixed_point_iter", tau=0.8), TorchDEQ("simple_fixed_point_iter", tau=0.8)]
+SOLVERS = [*map(TorchDEQ, NAMES), *DAMPED, TorchDEQ("anderson", m=3, lam=1e-10), TorchDEQ("broyden", ls=True)]
+every_solver = pytest.mark.parametrize("solver", SOLVERS, ids=repr)
+PROBLEMS = {"affine": affine(), "tokens": affine(event=(4, 2)), "tanh": tanh_contraction()}
+REFERENCE = json.loads((Path(__file__).parent / "data" / "mamba2.json").read_text())["deq_params"]
+
+
+def stopping(absolute: float, budget: int = 40, relative: float = 0.0) -> dq.Stop:
+    return dq.Stop(rtol=relative, atol=absolute, max_steps=budget, norm="frobenius")
+
+
+def both(stop: dq.Stop, evaluation: dq.Stop | None = None) -> dict[str, dq.Stop]:
+    return {"stop": stop, "eval_stop": evaluation or stop}
+
+
+def settings(**changes) -> DEQSettings:
+    """What the empty configuration means, with some parts changed."""
+    parts = {"solver": dq.Naive(), "gradient": dq.Phantom(steps=1, damping=1.0), **both(stopping(1e-3))}
+    return DEQSettings(**{**parts, "weight_norm": None, "monitor_spectral_radius": False, **changes})
+
+
+@every_solver
+@pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
+def test_finds_the_known_fixed_point(solver, problem):
+    exact, stop = problem.fixed_point(), dq.Stop(rtol=1e-9, max_steps=400)
+    solution = dq.solve(problem, torch.zeros_like(exact), solver=solver, stop=stop)
+    assert solution.converged.all()
+    torch.testing.assert_close(solution.value, exact, rtol=0, atol=1e-7)
+
+
+@every_solver
+@pytest.mark.parametrize("budget", [1, 2, 3, 10])
+def test_spends_the_budget_exactly(solver, budget):
+    f, z0 = Recorded(affine(radius=0.9)), torch.zeros(3, 4, dtype=torch.float64)
+    for stop in (dq.Stop(rtol=0.0, max_steps=budget), dq.Stop.exactly(budget)):
+        f.calls.clear()
+        solution = dq.solve(f, z0, solver=solver, stop=stop)
+        assert len(f.calls) == solution.stats.evaluations == budget
+        assert solution.status.tolist() == [dq.Status.BUDGET_SPENT] * 3
+
+
+@pytest.mark.parametrize("name", ["fixed_point_iter", "anderson", "broyden"])
+def test_visits_the_points_that_torchdeq_visits(name):
+    ours, theirs = Recorded(tanh_contraction()), Recorded(tanh_contraction())
+    z0 = torch.zeros(3, 4, dtype=torch.float64)
+    dq.solve(ours, z0, solver=TorchDEQ(name), stop=dq.Stop(rtol=0.0, max_steps=8))
+    get_solver(name)(theirs, z0, max_iter=8, tol=0.0)
+    assert len(ours.calls) == 8
+    for mine, other in zip(ours.calls, theirs.calls, strict=False):  # its broyden makes one more
+        assert torch.equal(mine.z_copy, other.z_copy)
+
+
+def test_does_not_stop_for_lack_of_progress():
+    def stuck(z: Tensor) -> Tensor:  # the residual points anywhere, and its norm is one for ever
+        return z + torch.nn.functional.normalize(torch.randn(2, 8, generator=generator), dim=1)
+
+    generator, ours, theirs = seeded(0), Recorded(stuck), Recorded(stuck)
+    stop = dq.Stop(rtol=0.0, max_steps=90, divergence=1e9)
+    dq.solve(ours, torch.zeros(2, 8), solver=TorchDEQ("broyden"), stop=stop)
+    get_solver("broyden")(theirs, torch.zeros(2, 8), max_iter=90, tol=0.5)
+    assert (len(ours.calls), len(theirs.calls)) == (90, 32)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_row_that_becomes_nan_is_reported_and_the_others_converge(name):
+    def f(z: Tensor) -> Tensor:
+        return torch.where(torch.arange(3)[:, None] == 1, torch.nan, 0.5 * z + 1)
+
+    solution = dq.solve(f, torch.zeros(3, 2), solver=TorchDEQ(name), stop=dq.Stop(rtol=1e-5, max_steps=50))
+    assert solution.status.tolist() == [dq.Status.CONVERGED, dq.Status.DIVERGED, dq.Status.CONVERGED]
+    torch.testing.assert_close(solution.value[[0, 2]], torch.full((2, 2), 2.0), rtol=1e-4, atol=0)
+
+
+def test_divergence_ends_the_solve_with_the_best_value():
+    f = Recorded(lambda z: 3 * z + 1)
+    solution = dq.solve(f, torch.zeros(2, 2), solver=TorchDEQ("fixed_point_iter"), stop=dq.Stop(max_steps=500))
+    assert solution.status.tolist() == [dq.Status.DIVERGED] * 2
+    assert len(f.calls) == 10  # 3 ** 9 is the first residual beyond 10,000
+    assert solution.value.isfinite().all()
+
+
+@pytest.mark.parametrize("stop", [dq.Stop(max_steps=9), dq.Stop.exactly(9)])
+def test_a_singular_system_is_a_warning_and_a_status(stop):
+    text = "TorchDEQ's anderson gave up on its singular system: raise lam, or take Anderson"
+    with pytest.warns(dq.ConvergenceWarning, match=text):
+        solution = dq.solve(lambda z: z + 1e6, torch.zeros(2, 3), solver=TorchDEQ("anderson"), stop=stop)
+    assert solution.status.tolist() == [dq.Status.BUDGET_SPENT] * 2
+    assert solution.stats.evaluations == 2
+
+
+@every_solver
+def test_as_the_adjoint_solver_the_gradient_is_the_closed_form(solver):
+    problem = affine()
+    weight, bias = (x.clone().requires_grad_() for x in (problem.weight, problem.bias))
+    adjoint = dq.Implicit(solver=solver, stop=dq.Stop(rtol=1e-10, max_steps=400), throw=True)
+    f, z0, stop = (lambda z: z @ weight.T + bias), torch.zeros_like(bias), dq.Stop(rtol=1e-12, max_steps=200)
+    solution = dq.fixed_point(f, z0, solver=dq.Naive(), stop=stop, gradient=adjoint)
+    solution.value.square().sum().backward()
+    inverse = torch.linalg.inv(torch.eye(4, dtype=torch.float64) - problem.weight)
+    expected = 2 * problem.fixed_point() @ inverse
+    torch.testing.assert_close(bias.grad, expected, rtol=0, atol=1e-8)
+    torch.testing.assert_close(weight.grad, expected.T @ problem.fixed_point(), rtol=0, atol=1e-8)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_unrolling_works_where_no_memory_is_overwritten(name):
+    a, stop = torch.tensor(0.5, requires_grad=True), dq.Stop(rtol=1e-7)
+    text = (
+        f"TorchDEQ's {name} overwrites its memory in place and cannot be differentiated: solve under "
+        "torch.no_grad(), choose Phantom() or Implicit(), or take the native solver"
+    )
+    with pytest.raises(ValueError, match=exactly(text)) if name in NAMES[2:] else nullcontext():
+        solution = dq.solve(lambda z: a * z + 1, torch.zeros(1, 1), solver=TorchDEQ(name), stop=stop)
+        (grad,) = torch.autograd.grad(solution.value.sum(), a)
+        assert grad.item() == pytest.approx(4.0, abs=1e-4)
+
+
+def test_is_a_hashable_value():
+    assert TorchDEQ("anderson", m=5) == TorchDEQ("anderson", m=5) != TorchDEQ("anderson")
+    assert len({TorchDEQ("broyden"), TorchDEQ("broyden"), TorchDEQ("anderson")}) == 2
+    assert TorchDEQ("broyden", ls=False, LBFGS_thres=8).options == {"LBFGS_thres": 8, "ls": False}
+
+
+def test_deqseq_does_not_import_torchdeq():
+    code = "import sys, deqseq, deqseq.integrations.torchdeq; print('torchdeq' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
+def with_options(name: str, **options) -> DEQSettings:
+    return from_torchdeq_config({"f_solver": name}, solver_kwargs=options)
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "options", "text"),
+    [
+        (TorchDEQ, "broyden", {"tau": 0.5}, "TorchDEQ('broyden'): option 'tau' is unknown (known: LBFGS_thres, ls)"),
+        (TorchDEQ, NAMES[0], {"m": 5}, "TorchDEQ('fixed_point_iter'): option 'm' is unknown (known: tau)"),
+        (TorchDEQ, "anderson", {"m": 1}, "TorchDEQ.m must be finite and at least 2, got 1"),
+        (TorchDEQ, "anderson", {"tau": 0.0}, "TorchDEQ.tau must be finite and at least 1e-06, got 0.0"),
+        (TorchDEQ, "anderson", {"lam": -1.0}, "TorchDEQ.lam must be finite and at least 0, got -1.0"),
+        (TorchDEQ, "broyden", {"LBFGS_thres": 0}, "TorchDEQ.LBFGS_thres must be finite and at least 1, got 0"),
+        (with_options, "anderson", {"lan": 1.0}, "solver_kwargs of 'anderson': option 'lan' is unknown; did"),
+        (with_options, "anderson", {"lam": 1e-4}, "solver_kwargs 'lam': the native ridge is relative: drop it or"),
+        (with_options, "broyden", {"ls": True}, "solver_kwargs 'ls': no native line search: drop it or"),
+    ],
+)
+def test_a_wrong_option_is_an_error(make, name, options, text):
+    with pytest.raises(ValueError, match="^" + re.escape(text)):
+        make(name, **options)
+
+
+def test_a_wrong_solver_is_an_error_that_names_the_nearest():
+    solver = TorchDEQ("anderson")
+    vars(solver)["name"] = "andersen"  # past the type checks of the test run, which would speak first
+    text = f"TorchDEQ.name 'andersen' is unknown; did you mean 'anderson'? (known: {', '.join(NAMES)})"
+    with pytest.raises(ValueError, match=exactly(text)):
+        solver.__post_init__()
+
+
+ANDERSON, BROYDEN, SIMPLE = {"f_solver": NAMES[2]}, {"f_solver": NAMES[3]}, {"f_solver": NAMES[1]}
+ADJOINT = {"b_solver": "broyden", "b_max_iter": 9, "b_tol": 0.01, "b_stop_mode": "rel"}
+IDLE = {"core": "indexing", "no_stat": True, "gamma": 0.3, "sup_loc": None, "jac_loss_freq": 0.5}
+PHANTOM = {"gradient": dq.Phantom(steps=4, damping=0.8)}
+WATCHED = {"weight_norm": True, "monitor_spectral_radius": True}
+OFF = {"norm_type": "none", "norm_clip": True, "norm_no_scale": True}
+
+
+@pytest.mark.parametrize(
+    ("config", "solver_kwargs", "changes"),
+    [
+        ({}, {}, {}),
+        (IDLE, {}, {}),
+        ({"f_tol": 0.05, "f_stop_mode": "rel"}, {}, both(stopping(0.0, relative=0.05))),
+        ({"grad": 4, "tau": 0.8}, {}, PHANTOM),
+        ({"grad": [6], "tau": 0.5}, {}, {"gradient": dq.Phantom(steps=6, damping=0.5)}),
+        ({"eval_factor": 2.5}, {}, {"eval_stop": stopping(1e-3, 100)}),
+        ({"eval_f_max_iter": 7, "eval_factor": 2.5}, {}, {"eval_stop": stopping(1e-3, 7)}),
+        # TorchDEQ measures the damped step, which is shorter
+        ({}, {"tau": 0.8}, {"solver": dq.Relaxed(0.8), **both(stopping(1e-3 / 0.8))}),
+        (SIMPLE, {"tau": 0.5}, {"solver": dq.Relaxed(0.5), **both(dq.Stop.exactly(40))}),
+        (ANDERSON, {}, {"solver": dq.Anderson(memory=6)}),
+        (ANDERSON, {"m": 3, "tau": 0.9}, {"solver": dq.Anderson(memory=3, mixing=0.9)}),
+        (BROYDEN | {"eval_factor": 0.5}, {"ls": False}, {"solver": dq.Broyden(40), "eval_stop": stopping(1e-3, 20)}),
+        (BROYDEN, {"LBFGS_thres": 12}, {"solver": dq.Broyden(memory=12)}),
+        ({"ift": True, "tau": 5.0}, {}, {"gradient": dq.Implicit(dq.Naive(), stopping(1e-6))}),
+        ({"hook_ift": True, **ADJOINT}, {}, {"gradient": dq.Implicit(dq.Broyden(9), stopping(0.0, 9, 0.01))}),
+        (OFF, {}, {"weight_norm": False}),
+        ({"norm": {"norm_type": "weight_norm"}}, {}, {"weight_norm": True}),
+        (REFERENCE, {}, PHANTOM | WATCHED | both(stopping(0.0, 600, 1e-14), stopping(0.0, 1200, 1e-14))),
+    ],
+)
+def test_a_configuration_becomes_these_objects(config, solver_kwargs, changes):
+    assert from_torchdeq_config(config, solver_kwargs=solver_kwargs) == settings(**changes)
+
+
+def test_the_keys_and_defaults_are_those_of_torchdeq():
+    parser = argparse.ArgumentParser()
+    add_deq_args(parser)
+    theirs = vars(parser.parse_args([]))
+    # an argument of its modules; the reference code's spelling; get_deq applies no norm, its command line asks for one
+    ours = CONFIG_DEFAULTS | {"norm_type": "weight_norm", "grad": [1], "indexing": [], "sup_loc": []}
+    assert {key: ours[key] for key in ours if key not in ("no_stat", "norm_clip_val")} == theirs
+    assert from_torchdeq_config(theirs) == settings(weight_norm=True)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"f_tol": 1e-9, "f_max_iter": 300, "grad": 3, "tau": 0.7},
+        {"f_tol": 1e-9, "f_max_iter": 300, "ift": True, "b_tol": 1e-10, "b_max_iter": 300},
+        {"f_solver": "broyden", "f_tol": 1e-9, "f_stop_mode": "rel", "grad": [2], "core": "indexing"},
+    ],
+)
+@pytest.mark.parametrize("native", [True, False])
+def test_value_and_gradient_are_those_of_torchdeq(config, native):
+    weight = affine(radius=0.7).weight.clone().requires_grad_()
+    z0 = torch.zeros(2, 4, dtype=torch.float64)
+
+    def f(z: Tensor) -> Tensor:
+        return torch.tanh(z @ weight + 1)
+
+    (theirs,), _ = get_deq(dict(config))(f, z0)
+    (their_grad,) = torch.autograd.grad(theirs.square().sum(), weight)
+    ours = from_torchdeq_config(config, native=native)
+    assert isinstance(ours.solver, TorchDEQ) is not native
+    solution = dq.fixed_point(f, z0, solver=ours.solver, stop=ours.stop, gradient=ours.gradient, throw=True)
+    (grad,) = torch.autograd.grad(solution.value.square().sum(), weight)
+    torch.testing.assert_close(solution.value, theirs, rtol=0, atol=1e-7)
+    torch.testing.assert_close(grad, their_grad, rtol=0, atol=1e-6)
+
+
+ONE_STATE = {"n_states": 3, "indexing": [4, 8], "sup_gap": 1, "sup_loc": [1]}
+WRONG_VALUES = {
+    "cannot be {} here: deqseq returns the fixed point alone": ONE_STATE,
+    "cannot be {} here: deqseq has no Jacobian regularisation": {"jac_loss_weight": 0.5, "jac_incremental": 100},
+    "cannot be {} here: only 'weight_norm' and 'none'": {"norm_type": "spectral_norm"},
+    "cannot be {} here: deqseq does not bound the scale of a weight": {"norm_clip": True},
+    "cannot be {} here: deqseq learns the scale of a weight": {"norm_no_scale": True},
+    "cannot be {} here: only 'sliced' and 'indexing' are known": {"core": "custom"},
+    "cannot be {} here: must be at least 1": {"f_max_iter": 0, "b_max_iter": -1, "grad": 0},
+    "cannot be {} here: must be at least 0": {"f_tol": -1.0, "b_tol": -1},
+    "cannot be {} here: 'abs' or 'rel'": {"f_stop_mode": "both", "b_stop_mode": ""},
+    "cannot be {} here: it leaves no evaluation": {"eval_factor": 0.0},
+    "cannot be {} here: the damping of the phantom gradient must lie in (0, 1]": {"tau": 1.2},
+    "must be an integer, got {}": {"f_max_iter": "40", "b_max_iter": True, "grad": [1, 2]},
+    "must be a finite number, got {}": {"f_tol": float("nan"), "b_tol": None},
+    "must be a bool, got {}": {"ift": 1},
+    "must be a list, got {}": {"sup_loc": 3},
+    "must be a string, got {}": {"norm_type": 3, "f_solver": None},
+}
+WRONG_CONFIGS = [
+    *(
+        ({k: v}, f"key {k!r} {text.format(repr(v))}")
+        for text, values in WRONG_VALUES.items()
+        for k, v in values.items()
+    ),
+    ({"f_maxiter": 40}, "key 'f_maxiter' is unknown; did you mean 'f_max_iter'? (known: f_solver, "),
+    ({"jac_weight": 1}, "key 'jac_weight' is unknown; did you mean 'jac_loss_weight'? (known: "),
+    ({"training": {"f_tol": 0.1}}, "key 'f_tol' is unknown (known: core, ift, "),
+    ({"zzz": 0}, "key 'zzz' is unknown (known: f_solver, "),
+    ({"f_solver": "naive"}, "solver 'naive' is unknown (known: fixed_point_iter, "),
+    ({"ift": True, "b_solver": "broydn"}, "solver 'broydn' is unknown; did you mean 'broyden'? (known: "),
+    ({"ift": True, "b_solver": NAMES[1]}, f"key 'b_solver' cannot be '{NAMES[1]}' here: TorchDEQ fails on it: "),
+    ({"m": 5}, "ignores 'm' in a configuration: pass it in solver_kwargs"),
+    ({"grad": 1, "training": {"grad": 1}}, "key 'grad' is given twice: in its group and outside of it"),
+]
+
+
+@pytest.mark.parametrize(("config", "text"), WRONG_CONFIGS)
+def test_a_configuration_that_cannot_be_honoured_is_refused_with_the_reason(config, text):
+    with pytest.raises(ValueError, match="^" + re.escape("torchdeq " + text)):
+        from_torchdeq_config(config)
