@@ -17,13 +17,13 @@ class Measurement(NamedTuple):
         residual: relative residual ``d / s``.
         passed: whether ``d <= atol + rtol * s``.
         difference: the absolute residual ``d`` of each row (its largest over the tokens).
-        scale: ``s`` of each row (its largest over the tokens).
+        scale: ``s`` of each token, or one number a row.
     """
 
     residual: Residual
     passed: Bool[Tensor, "batch *tokens"]
     difference: Float[Tensor, " batch"]
-    scale: Float[Tensor, " batch"]
+    scale: Float[Tensor, "batch _"]
 
 
 def token_norms(x: State) -> Float[Tensor, "batch tokens"]:
@@ -39,7 +39,8 @@ def token_norms(x: State) -> Float[Tensor, "batch tokens"]:
     accumulate = torch.promote_types(x.dtype, torch.float32)
     if x.ndim == 1:
         return x.abs().to(accumulate)[:, None]
-    return torch.linalg.vector_norm(x, dim=-1, dtype=accumulate).reshape(x.shape[0], -1)
+    norms = torch.linalg.vector_norm(x, dim=-1, dtype=accumulate)
+    return norms if norms.ndim == 2 else norms.reshape(x.shape[0], -1)
 
 
 def measure(z: State, fz: State, stop: Stop) -> Measurement:
@@ -59,12 +60,16 @@ def measure(z: State, fz: State, stop: Stop) -> Measurement:
             difference, scale = difference.norm(dim=1, keepdim=True), scale.norm(dim=1, keepdim=True)
         if stop.per == "batch":
             difference, scale = _as_one_row(difference, scale, stop)
-        passed = (difference <= stop.atol + stop.rtol * scale) & difference.isfinite()
         residual = difference / scale.clamp_min(torch.finfo(scale.dtype).tiny)
-        if stop.per != "token":
-            passed, residual = passed.all(dim=1), residual.amax(dim=1)
-        seen = Measurement(residual, passed, difference.amax(dim=1), scale.amax(dim=1))
-        return Measurement(*(x.expand(len(z)) for x in seen)) if stop.per == "batch" else seen
+        if stop.atol == 0:  # the usual case takes fewer operations; not a number does not pass
+            residual = residual if stop.per == "token" else residual.amax(dim=1)
+            passed = residual <= stop.rtol
+        else:
+            passed = stop.atol + stop.rtol * scale - difference >= 0  # infinity minus infinity does not pass
+            if stop.per != "token":
+                residual, passed = residual.amax(dim=1), passed.all(dim=1)
+        seen = Measurement(residual, passed, difference.amax(dim=1), scale)
+        return Measurement(*(x.expand(len(z), *x.shape[1:]) for x in seen)) if stop.per == "batch" else seen
 
 
 def _as_one_row(difference: Tensor, scale: Tensor, stop: Stop) -> tuple[Tensor, Tensor]:

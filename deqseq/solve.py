@@ -79,6 +79,7 @@ def solve(
     if isinstance(solver, OutsideSolver):
         return _observe_outside(f, z0, solver, ledger, callback)
     z, state = z0, solver.init(z0)
+    selectable = f if isinstance(f, SelectableMap) else None
     kind = z0.device.type  # under autocast the map is computed in half precision, the solver's inner products are not
     full_precision = torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
     step = 0
@@ -88,13 +89,14 @@ def solve(
         if stop.looks_at(step):
             ledger.observe(z, fz, step)
             _tell(callback, ledger, step)
-            if ledger.finished or step == stop.max_steps:
+            if not ledger.open_rows or step == stop.max_steps:
                 return ledger.solution(step)
         with full_precision:
             proposal, state = solver.step(z, fz, state)
         z = ledger.hold(z, proposal)
-        if isinstance(f, SelectableMap) and (keep := ledger.drop_ended()) is not None:
-            f, z, state = f.select(keep), z[keep], solver.select(state, keep)
+        if selectable is not None and (keep := ledger.drop_ended()) is not None:
+            f = selectable = selectable.select(keep)
+            z, state = z[keep], solver.select(state, keep)
 
 
 class _Finished(Exception):
@@ -116,7 +118,7 @@ def _observe_outside(
         if stop.looks_at(step):
             ledger.observe(z, fz, step)
             _tell(callback, ledger, step)
-            if ledger.finished or step == stop.max_steps:
+            if not ledger.open_rows or step == stop.max_steps:
                 raise _Finished
         return fz
 

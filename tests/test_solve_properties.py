@@ -71,7 +71,7 @@ def reference(f: RowAffine, z: Tensor, damping: float, stop: Stop) -> tuple[Tens
                 status = Status.DIVERGED
             elif bool(passed.all()):
                 status, best, best_residual = Status.CONVERGED, fz, residual
-            elif residual.max() < best_residual.max():
+            elif residual.max() <= best_residual.max():
                 best, best_residual = fz, residual
         moved = torch.lerp(z, fz, damping)
         stay = passed.reshape(z.shape[:1] if z.ndim == 1 else (*z.shape[:-1], 1))

@@ -183,7 +183,7 @@ class TestBroyden(SolverContract):
         state, kept = solver.init(z), []
         for _ in range(8):
             z, state = solver.step(z, f(z), state)
-            kept.append(state.count)
+            kept.append(state.pairs)
         assert kept == [0] + [1 + step % memory for step in range(7)]
 
     def test_satisfies_the_secant_equation(self):
@@ -197,8 +197,8 @@ class TestBroyden(SolverContract):
             residuals.append(f(z) - z)
             z, state = solver.step(z, f(z), state)
         H = -torch.eye(4, dtype=torch.float64)
-        for u, v in zip(state.left, state.right, strict=True):
-            H = H + u.T @ v
+        for pair in range(state.pairs):
+            H = H + state.left[:, pair].T @ state.right[:, pair]
         change, moved = residuals[-1] - residuals[-2], points[-1] - points[-2]
         torch.testing.assert_close(change @ H.T, moved, rtol=1e-10, atol=1e-12)
 

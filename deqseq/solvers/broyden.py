@@ -16,7 +16,7 @@ Vectors = Float[Tensor, "batch size"]
 class BroydenMemory(NamedTuple):
     """The last evaluation, and the low-rank part of the inverse Jacobian, one pair a past step.
 
-    Rows are flattened and in float32 at least. ``left`` and ``right`` have room for all pairs; ``count`` are filled.
+    Rows are flattened and in float32 at least. ``left`` and ``right`` have room for all pairs; ``pairs`` are filled.
     """
 
     point: Vectors
@@ -24,7 +24,7 @@ class BroydenMemory(NamedTuple):
     direction: Vectors
     left: Float[Tensor, "batch room size"]
     right: Float[Tensor, "batch room size"]
-    count: int
+    pairs: int
 
 
 @dataclass(frozen=True)
@@ -81,36 +81,36 @@ class Broyden(Solver[BroydenMemory | None]):
         if state is None:
             return None
         tensors = (x[rows] for x in state[:-1])
-        return BroydenMemory(*tensors, count=state.count)
+        return BroydenMemory(*tensors, pairs=state.pairs)
 
     def _update(self, point: Vectors, residual: Vectors, state: BroydenMemory) -> tuple[Vectors, BroydenMemory]:
         """Take in the last step, and return the new direction ``H g``."""
-        if state.count == self.memory:
-            state = state._replace(count=0, direction=-state.residual)
-        left, right, count = state.left, state.right, state.count
+        if state.pairs == self.memory:
+            state = state._replace(pairs=0, direction=-state.residual)
+        left, right, pairs = state.left, state.right, state.pairs
         moved, change = point - state.point, residual - state.residual
-        direction = _apply(left, right, count, residual)
+        direction = _apply(left, right, pairs, residual)
         image = direction - state.direction  # H y, from what is known of H g at both ends of the step
-        covector = _apply(right, left, count, moved)
+        covector = _apply(right, left, pairs, moved)
         update = (moved - image) * _safe_reciprocal(covector, change)
         direction = torch.addcmul(direction, update, _products(covector, residual))
-        left, right = _with(left, count, update), _with(right, count, covector)
-        return direction, state._replace(left=left, right=right, count=count + 1)
+        left, right = _with(left, pairs, update), _with(right, pairs, covector)
+        return direction, state._replace(left=left, right=right, pairs=pairs + 1)
 
 
-def _apply(left: Tensor, right: Tensor, count: int, x: Vectors) -> Vectors:
+def _apply(left: Tensor, right: Tensor, pairs: int, x: Vectors) -> Vectors:
     """The operator ``-I + sum_i left_i right_i^T`` on each row; with the sides swapped, its transpose."""
-    if count == 0:
+    if pairs == 0:
         return -x
-    weights = torch.bmm(x[:, None], right[:, :count].transpose(1, 2))
-    return torch.baddbmm(x[:, None], weights, left[:, :count], beta=-1)[:, 0]
+    weights = torch.bmm(x[:, None], right[:, :pairs].transpose(1, 2))
+    return torch.baddbmm(x[:, None], weights, left[:, :pairs], beta=-1)[:, 0]
 
 
-def _with(stack: Tensor, count: int, x: Vectors) -> Tensor:
-    """``stack`` with ``x`` at place ``count``: written in place, unless that would break a graph."""
+def _with(stack: Tensor, pairs: int, x: Vectors) -> Tensor:
+    """``stack`` with ``x`` at place ``pairs``: written in place, unless that would break a graph."""
     if x.requires_grad or stack.requires_grad:
-        return torch.cat([stack[:, :count], x[:, None]], dim=1)
-    stack[:, count] = x
+        return torch.cat([stack[:, :pairs], x[:, None]], dim=1)
+    stack[:, pairs] = x
     return stack
 
 
