@@ -14,6 +14,7 @@ from torch import Tensor
 from torchdeq.solver import get_solver
 
 import deqseq as dq
+from deqseq.layers import weights_computed_once
 
 EVALUATIONS = 20
 NEVER = dq.Stop(rtol=0.0, atol=0.0, max_steps=EVALUATIONS)
@@ -71,9 +72,9 @@ def per_step(
     yield memory_row(case, mine, peer, theirs, goal=goals[1])
 
 
-def against_bare_loop(name: str, f: Map, z0: Tensor, runs: int, limit: float) -> Iterator[Row]:
+def against_bare_loop(name: str, f: Map, z0: Tensor, runs: int, limit: float | None) -> Iterator[Row]:
     """Naive and Relaxed beside the hand-written loop."""
-    goal = f"ratio <= {limit}"
+    goal = None if limit is None else f"ratio <= {limit}"
     naive, relaxed = partial(ours, f, z0, dq.Naive()), partial(ours, f, z0, dq.Relaxed(0.8))
     yield from per_step(f"Naive, {name}", naive, "bare loop", partial(bare_loop, f, z0), runs, (goal, None))
     damped = partial(bare_loop, f, z0, 0.8)
@@ -85,7 +86,7 @@ def against_torchdeq(name: str, f: Map, z0: Tensor, runs: int) -> Iterator[Row]:
     anderson, broyden = ("ratio <= 1.0", "ratio <= 0.45"), ("ratio <= 0.3", None)
     comparisons: tuple[tuple[str, dq.Solver, str, Goals], ...] = (
         ("Naive", dq.Naive(), "fixed_point_iter", (None, None)),
-        ("Anderson (defaults: 5, 6)", dq.Anderson(), "anderson", anderson),
+        ("Anderson (defaults: 4, 6)", dq.Anderson(), "anderson", anderson),
         ("Anderson (memory 6, 6)", dq.Anderson(memory=6), "anderson", anderson),
         ("Broyden (defaults: 16, all)", dq.Broyden(), "broyden", broyden),
         ("Broyden (memory 20, 20)", dq.Broyden(memory=20), "broyden", broyden),
@@ -123,7 +124,7 @@ def accuracy() -> Iterator[Row]:
         exact = torch.linalg.solve(torch.eye(64, dtype=torch.float64) - A, b[:, 0].T).T[:, None]
         f, z0 = (lambda z, A=A, b=b: z @ A + b), torch.zeros_like(b)
         theirs = error(torchdeq(f, z0, "anderson"), exact)
-        for memory in (5, 6):
+        for memory in (4, 6):
             mine = error(ours(f, z0, dq.Anderson(memory=memory)), exact)
             goal = "ours <= 1e-11" if radius == 0.3 else None
             case = f"Anderson ({memory}, 6), affine, radius {radius}"
@@ -199,25 +200,36 @@ def describe(shape: tuple[int, int, int]) -> str:
 
 
 def block_rows(runs: int) -> Iterator[Row]:
-    """A real implicit Mamba2 block: batch 64, length 16, d_model 64, d_state 16, headdim 32."""
-    from deqseq import Mamba2, Mamba2Config
+    """A real implicit Mamba2 block: batch 64, length 16, d_model 64, d_state 16, headdim 32.
 
+    With random weights the map does not contract, rows stop improving, and each look copies best values; a solve that
+    works looks like the contracting block, whose injection outweighs the state.
+    """
     torch.manual_seed(0)
-    backbone = Mamba2(Mamba2Config(d_model=64, d_state=16, headdim=32))
+    backbone = dq.Mamba2(dq.Mamba2Config(d_model=64, d_state=16, headdim=32))
     x = torch.randn(64, 16, 64)
     z0 = torch.zeros_like(x)
+
+    def f(z: Tensor) -> Tensor:
+        return backbone(z, injection)[0]
+
     with torch.no_grad():
         injection = backbone.inject(x)
-        f = lambda z: backbone(z, injection)[0]  # noqa: E731
-        yield from against_bare_loop("Mamba2 block", f, z0, runs, limit=1.03)
-        yield from against_torchdeq("Mamba2 block", f, z0, runs)
+        with weights_computed_once(backbone):
+            yield from against_bare_loop("Mamba2 block, random", f, z0, runs, limit=None)
+        mixer = next(iter(backbone.blocks)).mixer
+        for layer, scale in ((mixer.in_proj, 0.3), (mixer.out_proj, 4.0)):
+            layer.parametrizations.weight.original0 *= scale
+        with weights_computed_once(backbone):
+            yield from against_bare_loop("Mamba2 block", f, z0, runs, limit=1.03)
+            yield from against_torchdeq("Mamba2 block", f, z0, runs)
     yield from training_memory("Mamba2 block", lambda z: backbone(z, backbone.inject(x))[0], z0)
 
 
 def main() -> None:
     """Measure, print and write."""
     chosen = arguments("overhead of a self-iteration")
-    runs = 5 if chosen.quick else 41
+    runs = 5 if chosen.quick else 25
     rows: list[Row] = []
     with torch.no_grad():
         for shape in SHAPES:
@@ -228,8 +240,7 @@ def main() -> None:
         rows += [*accuracy(), *agreement(), *counts()]
     shape = SHAPES[0]
     rows += training_memory(f"map {describe(shape)}", trainable_map(shape), torch.zeros(shape))
-    if hasattr(dq, "Mamba2"):
-        rows += block_rows(runs)
+    rows += block_rows(runs)
     report(rows, chosen.json)
 
 

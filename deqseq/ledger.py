@@ -61,7 +61,7 @@ class Ledger:
         if self._per_token:
             self._date_tokens(seen.passed, step)
             self._stay = seen.passed
-        if self.open_rows == len(self._open) and bool((sound & improved & ~passed).all()):
+        if self.open_rows == len(self._open) and bool(((sound & improved) > passed).all()):
             self._best, self._best_residual = fz, seen.residual
         else:
             self._settle(fz, seen, step, sound, passed, improved)

@@ -64,8 +64,8 @@ class Solution:
     """A fixed point, or the best that was found, with what is known of it.
 
     Attributes:
-        value: ``f(z)`` at the evaluation that passed the test, otherwise at the one with the smallest residual, the latest of
-            equals.
+        value: ``f(z)`` at the evaluation that passed the test, otherwise at the one with the smallest residual (the
+            latest of equals).
         status: a :class:`Status` a row.
         stats: steps, residuals and, if asked for, their trace.
     """

@@ -36,8 +36,8 @@ log = logging.getLogger("state_tracking")
 
 RECIPES: dict[str, dict[str, Any]] = {
     "Z2": {"steps": 700},
-    "S3": {"steps": 1000, "lr": 2e-3, "free_from": 0.5},
-    "A5": {"steps": 3000, "lr": 2e-3, "free_from": 0.7, "lengths": (4, 6, 8, 12, 16)},
+    "S3": {"steps": 1000, "lr": 2e-3, "free_from": 0.5, "baselines": (4,)},
+    "A5": {"steps": 4000, "lr": 2e-3, "free_from": 0.7, "lengths": (4, 6, 8, 12, 16), "baselines": (4,)},
 }
 SOLVERS = {
     "relaxed": lambda o: dq.Relaxed(o.damping),
@@ -192,9 +192,8 @@ def train(name: str, lm: dq.CausalLM, task: WordProblem, options: Options, secon
     )
     last, saved_at = time.perf_counter(), time.perf_counter()
     while progress < 1:
-        phase = curriculum.at(progress)
         if isinstance(lm.model, dq.ImplicitModel):
-            phase.apply(lm.model)
+            curriculum.at(progress).apply(lm.model)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(options, step, progress)
         numbers = train_step(f"{name}, step {step}", lm, next(data), optimizer, options.clip)
@@ -204,7 +203,7 @@ def train(name: str, lm: dq.CausalLM, task: WordProblem, options: Options, secon
             bar.update(100 * progress - bar.n)
             shown = {key: f"{float(value):.3g}" for key, value in numbers.items()}
             bar.set_postfix(shown)
-            log.info("%s step %d (%s): %s", name, step, phase.name, shown)
+            log.info("%s step %d: %s", name, step, shown)
         if progress == 1 or time.perf_counter() - saved_at > options.checkpoint_seconds:
             save_checkpoint(folder, step, lm, optimizer, {"seconds": spent})
             saved_at = time.perf_counter()
@@ -240,7 +239,7 @@ def evaluate(label: str, lm: dq.CausalLM, task: WordProblem, options: Options, s
     lm.eval()
     for length in tqdm(options.eval_lengths, desc=f"evaluate {label}, {name}", disable=None):
         # self-iterations of all tokens together grow with the length: give the longest fewer sequences
-        count = max(16, min(256, 16384 // length)) if name == "simultaneous" else 256
+        count = max(16, min(256, 8192 // length)) if name == "simultaneous" else 256
         batch = task.fixed(count, length, seed=1000 + length, device=options.device)
         stop, begun = dq.Stop(rtol=options.eval_rtol, max_steps=max(64, 4 * length)), time.perf_counter()
         output = lm(batch.inputs) if sweep is None else lm(batch.inputs, sweep=sweep, stop=stop)
@@ -281,7 +280,7 @@ def table(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def draw(rows: list[dict], compute: list[dict], chance: float, path: Path) -> None:
+def draw(rows: list[dict], compute: list[dict], trained: int, chance: float, path: Path) -> None:
     """Two panels: accuracy against length, accuracy against self-iterations."""
     plt.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
     figure, (left, right) = plt.subplots(1, 2, figsize=(10.5, 4), layout="constrained")
@@ -304,12 +303,16 @@ def draw(rows: list[dict], compute: list[dict], chance: float, path: Path) -> No
     left.set_xscale("log", base=2)
     lengths = sorted({row["length"] for row in rows})
     left.set_xticks(lengths, [str(length) for length in lengths])
+    left.axvspan(lengths[0] / 1.3, trained * 1.15, color="#f2efe6", zorder=0, label="trained lengths")
+    left.set_xlim(lengths[0] / 1.3, None)
     left.set_xlabel("sequence length (tokens)")
     for length, colour in zip(dict.fromkeys(row["length"] for row in compute), ("#0b6e4f", "#3a7ca5"), strict=False):
         chosen = [row for row in compute if row["length"] == length]
         x, y = ([row[key] for row in chosen] for key in ("self_iterations", "accuracy"))
         right.plot(x, y, color=colour, marker="o", linewidth=2, label=f"implicit, length {length}")
     right.set_xscale("log", base=2)
+    budgets = sorted({row["self_iterations"] for row in compute})
+    right.set_xticks(budgets, [str(budget) for budget in budgets])
     right.set_xlabel("self-iterations, all tokens together")
     for axis in (left, right):
         axis.axhline(chance, color="#999999", linewidth=1, linestyle=":", label="chance")
@@ -339,7 +342,7 @@ def main(arguments: list[str]) -> None:
     (output / "results.json").write_text(json.dumps(rows, indent=1))
     (output / "self_iterations.json").write_text(json.dumps(compute, indent=1))
     (output / "table.md").write_text(table(rows) + "\n")
-    draw(rows, compute, 1 / task.vocab_size, output / "state_tracking.png")
+    draw(rows, compute, max(options.lengths), 1 / task.vocab_size, output / "state_tracking.png")
     print(f"\nlast-token accuracy (mean self-iterations); trained for {seconds:.0f} s at lengths {options.lengths}:\n")
     print(table(rows))
     print(f"\nfigure: {output}/state_tracking.png   numbers: {output}/results.json   log: {output}/log.txt")

@@ -35,7 +35,7 @@ def test_state_tracking_writes_table_figure_and_numbers(tmp_path):
     assert rows[4]["self_iterations"] is None
     assert (tmp_path / "state_tracking.png").stat().st_size > 10_000
     assert (tmp_path / "table.md").read_text().count("\n") == 5
-    assert "step 12 (free)" in (tmp_path / "log.txt").read_text()
+    assert "implicit step 12: {'loss'" in (tmp_path / "log.txt").read_text()
     assert "| implicit | sequential |" in done.stdout
 
 

@@ -87,10 +87,21 @@ class AttachedGradient(Gradient):
             return solve(f, z0, solver=solver, stop=stop, trace=trace, callback=callback)
         with torch.no_grad():
             solution = solve(primed(f), z0, solver=solver, stop=stop, trace=trace, callback=callback)
-        return replace(solution, value=self._attach_where_it_holds(f, z0, solution))
+        return replace(solution, value=self.attach_to(f, z0, solution))
 
-    def _attach_where_it_holds(self, f: FixedPointMap, z0: State, solution: Solution) -> State:
-        """Keep diverged rows out of the graph: their infinities would reach every parameter that rows share."""
+    def attach_to(self, f: FixedPointMap, z0: State, solution: Solution) -> State:
+        """The value of a solution with this estimator's graph.
+
+        Diverged rows are kept out of it: their infinities would reach every parameter that rows share.
+
+        Args:
+            f: the map.
+            z0: where the solve began, ``(batch, *event)``.
+            solution: what was found, by any means.
+
+        Returns:
+            A tensor of the shape of ``z0``; diverged rows are those of the solution, without a gradient.
+        """
         diverged = solution.status == Status.DIVERGED
         if not bool(diverged.any()):
             return self.attach(f, solution.value)

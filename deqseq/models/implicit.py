@@ -1,5 +1,6 @@
 """A backbone iterated to its fixed point."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -128,11 +129,11 @@ class ImplicitModel(nn.Module):
         pieces = sweep.chunks(x.shape[1])
         if len(pieces) > 1:
             _check_pieces(gradient, trace, sweep)
-        if gradient is not None and gradient.recomputes:
-            # the backward pass computes the weights again; what it computes must be what the forward pass did
-            return self._solve(x, cache, pieces, return_cache, gradient, solver, stop, trace, callback)
-        with weights_computed_once(self.backbone):
-            return self._solve(x, cache, pieces, return_cache, gradient, solver, stop, trace, callback)
+        options: dict[str, Any] = {"solver": solver, "stop": stop, "trace": trace, "callback": callback}
+        # a checkpointed backward pass computes the weights again, and must find what the forward pass did
+        again = gradient is not None and gradient.recomputes
+        with nullcontext() if again else weights_computed_once(self.backbone):
+            return self._solve(x, cache, pieces, return_cache, gradient, options)
 
     def _solve(
         self,
@@ -141,20 +142,16 @@ class ImplicitModel(nn.Module):
         pieces: list[int],
         return_cache: bool,
         gradient: Gradient | None,
-        solver: Solver | OutsideSolver,
-        stop: Stop,
-        trace: bool,
-        callback: Callback | None,
+        options: dict[str, Any],
     ) -> ModelOutput:
         whole = BackboneMap(self.backbone, self.backbone.inject(x), cache)
-        options: dict[str, Any] = {"solver": solver, "stop": stop, "trace": trace, "callback": callback}
+        z0 = torch.zeros_like(x, requires_grad=False)
         if len(pieces) > 1:
             with torch.no_grad():
-                solution, cache = _solve_pieces(whole, x, pieces, return_cache, options)
+                solution, cache = _solve_pieces(whole, z0, pieces, return_cache, options)
             if isinstance(gradient, AttachedGradient):
-                solution = replace(solution, value=gradient.attach(whole, solution.value))
+                solution = replace(solution, value=gradient.attach_to(whole, z0, solution))
         else:
-            z0 = torch.zeros_like(x, requires_grad=False)
             solution = solve(whole, z0, **options) if gradient is None else gradient.apply(whole, z0, **options)
             cache = None
             if return_cache:
@@ -177,16 +174,15 @@ def _check_pieces(gradient: Gradient | None, trace: bool, sweep: Sweep) -> None:
 
 
 def _solve_pieces(
-    whole: BackboneMap, x: Sequence, pieces: list[int], return_cache: bool, options: dict[str, Any]
+    whole: BackboneMap, z0: Sequence, pieces: list[int], return_cache: bool, options: dict[str, Any]
 ) -> tuple[Solution, Cache | None]:
     """Solve chunk after chunk against the cache of those before, and join the solutions."""
     cache, start, solutions = whole.cache, 0, []
     for size in pieces:
         chunk = BackboneMap(whole.backbone, whole.injection.tokens(start, start + size), cache)
-        z0 = torch.zeros_like(x[:, start : start + size])
-        solutions.append(solve(chunk, z0, **options))
+        solutions.append(solve(chunk, z0[:, start : start + size], **options))
         start += size
-        if return_cache or start < x.shape[1]:
+        if return_cache or start < z0.shape[1]:
             cache = chunk.following(solutions[-1].value)
     return _join(solutions, pieces), cache if return_cache else None
 

@@ -121,6 +121,6 @@ def _products(x: Vectors, y: Vectors) -> Float[Tensor, "batch 1"]:
 
 def _safe_reciprocal(x: Vectors, y: Vectors) -> Float[Tensor, "batch 1"]:
     """``1 / (x . y)``, or zero (no update) where the two are as good as orthogonal, or zero."""
-    products, size = _products(x, y), (_products(x, x) * _products(y, y)).sqrt()
+    products, size = _products(x, y), x.norm(dim=1, keepdim=True) * y.norm(dim=1, keepdim=True)
     usable = products.abs() > torch.finfo(products.dtype).eps * size
     return torch.where(usable, products, torch.ones_like(products)).reciprocal() * usable
