@@ -5,6 +5,7 @@ and on a Mamba2 block.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import cycle
 
@@ -222,6 +223,9 @@ def block_rows(runs: int) -> Iterator[Row]:
             layer.parametrizations.weight.original0 *= scale
         with weights_computed_once(backbone):
             yield from against_bare_loop("Mamba2 block", f, z0, runs, limit=1.03)
+            seldom = partial(ours, f, z0, dq.Naive(), replace(NEVER, check_every=4))
+            bare = partial(bare_loop, f, z0)
+            yield from per_step("Naive, check_every=4, Mamba2 block", seldom, "bare loop", bare, runs)
             yield from against_torchdeq("Mamba2 block", f, z0, runs)
     yield from training_memory("Mamba2 block", lambda z: backbone(z, backbone.inject(x))[0], z0)
 

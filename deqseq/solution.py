@@ -18,7 +18,8 @@ class Status(IntEnum):
     BUDGET_SPENT = 1
     """``max_steps`` evaluations were made; the best of them is returned."""
     DIVERGED = 2
-    """The residual grew without bound or became non-finite; the best finite value is returned."""
+    """The residual grew without bound or became non-finite; the best finite value is returned, or the start if there
+    is none."""
 
 
 class ConvergenceError(RuntimeError):

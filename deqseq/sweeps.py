@@ -57,8 +57,8 @@ class Chunked(Sweep):
     size: int
 
     def __post_init__(self) -> None:
-        if self.size < 1:
-            raise ValueError(f"Chunked.size must be >= 1, got {self.size!r}")
+        if not isinstance(self.size, int) or self.size < 1:
+            raise ValueError(f"Chunked.size must be an integer >= 1, got {self.size!r}")
 
     def chunks(self, length: int) -> list[int]:
         """Full chunks, and what is left."""

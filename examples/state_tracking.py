@@ -37,7 +37,14 @@ log = logging.getLogger("state_tracking")
 RECIPES: dict[str, dict[str, Any]] = {
     "Z2": {"steps": 700},
     "S3": {"steps": 1000, "lr": 2e-3, "free_from": 0.5, "baselines": (4,)},
-    "A5": {"steps": 4000, "lr": 2e-3, "free_from": 0.7, "lengths": (4, 6, 8, 12, 16), "baselines": (4,)},
+    "A5": {
+        "steps": 3200,
+        "lr": 2e-3,
+        "free_from": 0.65,
+        "lengths": (4, 6, 8, 12, 16),
+        "eval_lengths": (16, 32, 64, 128),
+        "baselines": (4,),
+    },
 }
 SOLVERS = {
     "relaxed": lambda o: dq.Relaxed(o.damping),
@@ -117,23 +124,52 @@ def parse(arguments: list[str]) -> Options:
     values |= RECIPES.get(group, {}) | ({"baselines": (), "eval_lengths": (16, 32, 64)} if quick else {})
     values |= {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
     options = Options(**values)
+    try:
+        check(options)
+    except (ValueError, RuntimeError, AssertionError) as error:  # torch names a missing device by any of these
+        parser.error(str(error))
     claim_output(options, fresh)
     return options
+
+
+def check(options: Options) -> None:
+    """Refuse, before anything is written, what would fail after minutes of training or never end.
+
+    Raises:
+        ValueError, RuntimeError, AssertionError: names the option, or is the library's own refusal.
+    """
+    for name in ("steps", "batch", "warmup", "unrolled_steps", "max_steps", "layers"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
+    for name, least in (("lengths", 1), ("eval_lengths", 1), ("baselines", 0)):
+        values = getattr(options, name)
+        if len(values) < least or min(values, default=1) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be numbers of at least 1, got {list(values)}")
+    if not options.output or Path(options.output).is_file():
+        raise ValueError(f"--output must be a folder, got {options.output!r}")
+    make_curriculum(options)
+    make_model(options, make_task(options).vocab_size, None)
 
 
 def claim_output(options: Options, fresh: bool) -> None:
     """Refuse a folder whose checkpoints were made with other options."""
     output = Path(options.output)
+    config, mine = output / "config.json", json.loads(json.dumps(asdict(options)))
+    if output.exists() and any(output.iterdir()) and not config.exists():
+        raise SystemExit(f"{output} holds files that are not a run's (no config.json): give another --output")
     if fresh:
         shutil.rmtree(output, ignore_errors=True)
     output.mkdir(parents=True, exist_ok=True)
-    config, mine = output / "config.json", json.loads(json.dumps(asdict(options)))
     theirs = json.loads(config.read_text()) if config.exists() else mine
+    decides = mine.keys() - {"output", "device", "checkpoint_seconds"}  # a run may move and go on elsewhere
     changed = [f"{name}: {theirs.get(name)!r} -> {mine[name]!r}" for name in mine if theirs.get(name) != mine[name]]
+    changed = [text for text in changed if text.partition(":")[0] in decides]
     if changed:
         advice = "give another --output, or --fresh to start again"
         raise SystemExit(f"{output} holds a run with other options ({', '.join(changed)}): {advice}")
-    config.write_text(json.dumps(mine, indent=1))
+    unfinished = output / "config.json.unfinished"
+    unfinished.write_text(json.dumps(mine, indent=1))
+    unfinished.replace(config)
 
 
 def make_task(options: Options) -> WordProblem:
@@ -219,6 +255,8 @@ def train_step(
     assert output.loss is not None
     if not torch.isfinite(output.loss):
         raise FloatingPointError(f"loss is {output.loss.item()} at {where}; the last checkpoint is intact")
+    if output.status is not None and bool((output.status == dq.Status.DIVERGED).all()):
+        raise FloatingPointError(f"every row diverged at {where}; the last checkpoint is intact")
     optimizer.zero_grad()
     output.loss.backward()
     torch.nn.utils.clip_grad_norm_(lm.parameters(), clip)
@@ -239,9 +277,10 @@ def evaluate(label: str, lm: dq.CausalLM, task: WordProblem, options: Options, s
     lm.eval()
     for length in tqdm(options.eval_lengths, desc=f"evaluate {label}, {name}", disable=None):
         # self-iterations of all tokens together grow with the length: give the longest fewer sequences
-        count = max(16, min(256, 8192 // length)) if name == "simultaneous" else 256
+        count = max(16, 8192 // length) if name == "simultaneous" and length > 128 else 256
         batch = task.fixed(count, length, seed=1000 + length, device=options.device)
-        stop, begun = dq.Stop(rtol=options.eval_rtol, max_steps=max(64, 4 * length)), time.perf_counter()
+        budget = max(64, 4 * length) if name == "simultaneous" else 64
+        stop, begun = dq.Stop(rtol=options.eval_rtol, max_steps=budget), time.perf_counter()
         output = lm(batch.inputs) if sweep is None else lm(batch.inputs, sweep=sweep, stop=stop)
         row = {"model": label, "group": options.group, "length": length, "sweep": name}
         row["accuracy"] = last_token_accuracy(output, batch).item()
@@ -254,7 +293,7 @@ def evaluate(label: str, lm: dq.CausalLM, task: WordProblem, options: Options, s
 
 
 @torch.no_grad()
-def test_time_compute(lm: dq.CausalLM, task: WordProblem, options: Options) -> list[dict]:
+def accuracy_by_budget(lm: dq.CausalLM, task: WordProblem, options: Options) -> list[dict]:
     """Accuracy after a given number of self-iterations, at the longest trained length and at four times that."""
     rows = []
     lm.eval()
@@ -338,13 +377,15 @@ def main(arguments: list[str]) -> None:
         baseline = make_model(options, task.vocab_size, blocks)
         train(label.replace(" ", "-"), baseline, task, options, options.baseline_seconds or seconds)
         rows += evaluate(label, baseline, task, options, None)
-    compute = test_time_compute(lm, task, options)
+    compute = accuracy_by_budget(lm, task, options)
     (output / "results.json").write_text(json.dumps(rows, indent=1))
     (output / "self_iterations.json").write_text(json.dumps(compute, indent=1))
     (output / "table.md").write_text(table(rows) + "\n")
     draw(rows, compute, max(options.lengths), 1 / task.vocab_size, output / "state_tracking.png")
     print(f"\nlast-token accuracy (mean self-iterations); trained for {seconds:.0f} s at lengths {options.lengths}:\n")
     print(table(rows))
+    fewer = {row["length"]: row["sequences"] for row in rows if row["sequences"] < 256}
+    print("\n256 sequences of each length" + "".join(f", {n} of length {length}" for length, n in fewer.items()))
     print(f"\nfigure: {output}/state_tracking.png   numbers: {output}/results.json   log: {output}/log.txt")
 
 

@@ -134,8 +134,10 @@ def test_mamba2_without_injection_serves_explicit_models_only():
     [
         ({"headdim": 3}, "headdim must divide expand * d_model = 16, got 3"),
         ({"n_groups": 3}, "n_groups must divide the 4 heads, got 3"),
-        ({"n_layers": 0}, "n_layers must be >= 1, got 0"),
+        ({"n_layers": 0}, "n_layers must be an integer >= 1, got 0"),
         ({"dropout": 1.0}, "dropout must lie in [0, 1), got 1.0"),
+        ({"dt_limit": (0.5, 0.1)}, "dt_limit must be bounds 0 <= low <= high, got (0.5, 0.1)"),
+        ({"norm_eps": 0.0}, "norm_eps must be > 0, got 0.0"),
         ({"mlp_width": -1}, "mlp_width must be >= 0, got -1"),
     ],
 )
@@ -153,3 +155,9 @@ def test_a_missing_dimension_is_named():
 def test_affine_contraction_is_checked():
     with pytest.raises(ValueError, match=r"Affine.contraction must lie in \(0, 1\), got 1.0"):
         dq.Affine(4, contraction=1.0)
+
+
+def test_options_of_the_configuration_reach_the_layers():
+    config = dq.Mamba2Config(d_model=8, headdim=4, dt_limit=(0.1, 0.2), norm_eps=1e-2, chunk_size=5)
+    mixer = dq.Mamba2(config).layers[0].mixer
+    assert (mixer.dt_limit, mixer.norm.eps, mixer.chunk_size) == ((0.1, 0.2), 1e-2, 5)

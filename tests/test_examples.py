@@ -43,8 +43,12 @@ def test_state_tracking_writes_table_figure_and_numbers(tmp_path):
     "flag", [["--solver", "anderson"], ["--gradient", "implicit"], ["--free-from", "1.0"]], ids=str
 )
 def test_parts_are_swapped_by_one_option(tmp_path, flag):
-    done = run(tmp_path, "--steps", "6", "--baselines", *flag)
-    assert done.returncode == 0, done.stderr
+    plain, changed = tmp_path / "plain", tmp_path / "changed"
+    for output, flags in ((plain, []), (changed, flag)):
+        done = run(output, "--steps", "6", "--baselines", *flags)
+        assert done.returncode == 0, done.stderr
+    numbers = [json.loads((output / "results.json").read_text())[0]["self_iterations"] for output in (plain, changed)]
+    assert numbers[0] != numbers[1], "the option changes nothing"
 
 
 def weights(folder: Path) -> dict:
@@ -58,7 +62,7 @@ def test_a_killed_run_goes_on_and_ends_as_if_it_had_not_been(tmp_path):
     command = [sys.executable, str(SCRIPT), *TINY, "--output", str(tmp_path / "killed"), *options]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
-    while not list((tmp_path / "killed" / "implicit").glob("checkpoint-*5")) and time.monotonic() < deadline:
+    while not list((tmp_path / "killed" / "implicit").glob("checkpoint-*")) and time.monotonic() < deadline:
         time.sleep(0.002)
     process.send_signal(signal.SIGKILL)
     process.wait()
@@ -68,6 +72,32 @@ def test_a_killed_run_goes_on_and_ends_as_if_it_had_not_been(tmp_path):
     ours, theirs = weights(tmp_path / "killed"), weights(tmp_path / "whole")
     assert ours.keys() == theirs.keys()
     assert all((ours[name] == theirs[name]).all() for name in ours)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--steps", "-5"], "--steps must be at least 1, got -5"),
+        (["--eval-lengths"], "--eval-lengths must be numbers of at least 1, got []"),
+        (["--baselines", "0"], "--baselines must be numbers of at least 1, got [0]"),
+        (["--group", "Q8"], "Q8"),
+        (["--stepz", "5"], "unrecognized arguments: --stepz 5"),
+    ],
+    ids=str,
+)
+def test_bad_options_are_refused_before_anything_is_written(tmp_path, flags, message):
+    done = run(tmp_path / "out", *flags)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_fresh_removes_nothing_but_a_run(tmp_path):
+    (tmp_path / "mine.txt").write_text("mine")
+    refused = run(tmp_path, "--steps", "2", "--fresh")
+    assert refused.returncode == 1
+    assert "holds files that are not a run's (no config.json): give another --output" in refused.stderr
+    assert (tmp_path / "mine.txt").read_text() == "mine"
 
 
 def test_other_options_do_not_mix_with_an_earlier_run(tmp_path):

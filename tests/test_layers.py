@@ -68,6 +68,17 @@ def test_swiglu_formula():
     assert torch.allclose(mlp(x), (gate * torch.sigmoid(gate) * up) @ mlp.down_proj.weight.T)
 
 
+@pytest.mark.parametrize("p", [1.0, -0.1])
+def test_dropout_mask_names_a_bad_probability(p):
+    with pytest.raises(ValueError, match=rf"p must lie in \[0, 1\), got {p}"):
+        dropout_mask(torch.zeros(1, 1, 1), p)
+
+
+def test_mixer_names_heads_of_unequal_size():
+    with pytest.raises(ValueError, match=r"got expand \* d_model = 16, headdim 5, n_groups 1"):
+        Mamba2Mixer(8, headdim=5)
+
+
 def test_dropout_mask_keeps_the_mean():
     torch.manual_seed(0)
     mask = dropout_mask(torch.zeros(8, 50, 40), 0.25)
@@ -164,3 +175,13 @@ def test_weights_are_computed_once_and_keep_their_gradient(mixer, monkeypatch):
     assert counted.calls == 3
     for name, parameter in mixer.named_parameters():
         assert parameter.grad is not None, name
+
+
+def test_step_size_limits_hold_in_the_mixer():
+
+    torch.manual_seed(0)
+    mixer = Mamba2Mixer(8, d_state=4, headdim=4, dt_limit=(0.05, 0.05)).double()
+    u = torch.randn(1, 5, 8, dtype=torch.float64)
+    before = mixer(u)[0]
+    mixer.dt_bias.data += 1  # every step size is at its bound: the bias changes nothing
+    assert torch.allclose(mixer(u)[0], before)

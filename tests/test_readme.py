@@ -5,7 +5,8 @@ from pathlib import Path
 
 import torch
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
 
 
 def fences(language: str) -> list[str]:
@@ -31,3 +32,10 @@ def test_there_are_two_set_up_commands():
         'pip install -c constraints.txt -e ".[examples]" && python examples/state_tracking.py',
         'pip install -c constraints.txt -e ".[test]" && pytest',
     ]
+
+
+def test_it_is_finished_and_its_links_lead_somewhere():
+    assert not re.findall(r"^[A-Z]{4,}$", README, flags=re.MULTILINE)
+    links = re.findall(r"\]\((?!http)([^)#]+)\)", README)
+    assert "docs/images/state_tracking.png" in links
+    assert all((ROOT / link).exists() for link in links)

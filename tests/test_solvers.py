@@ -198,7 +198,7 @@ class TestBroyden(SolverContract):
             z, state = solver.step(z, f(z), state)
         H = -torch.eye(4, dtype=torch.float64)
         for pair in range(state.pairs):
-            H = H + state.left[:, pair].T @ state.right[:, pair]
+            H = H + state.scale[:, pair] * state.left[:, pair].T @ state.right[:, pair]
         change, moved = residuals[-1] - residuals[-2], points[-1] - points[-2]
         torch.testing.assert_close(change @ H.T, moved, rtol=1e-10, atol=1e-12)
 

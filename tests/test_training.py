@@ -101,3 +101,29 @@ def test_no_checkpoint_is_no_error(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert load_latest(tmp_path / "nothing") is None
+
+
+def made():
+    model = nn.Linear(2, 2)
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def test_a_device_that_does_not_exist_is_no_damage(tmp_path):
+    save_checkpoint(tmp_path, 1, *made(), {})
+    with pytest.raises(RuntimeError, match="bogus"):
+        load_latest(tmp_path, "bogus")
+
+
+def test_nothing_readable_is_an_error_and_no_fresh_start(tmp_path):
+    path = save_checkpoint(tmp_path, 1, *made(), {})
+    (path / "checkpoint.json").write_text("{")
+    with (
+        pytest.warns(UserWarning, match="is damaged"),
+        pytest.raises(RuntimeError, match=r"no checkpoint in .* can be read"),
+    ):
+        load_latest(tmp_path)
+
+
+def test_what_was_just_saved_exists(tmp_path):
+    for step in (100, 200, 5):
+        assert save_checkpoint(tmp_path, step, *made(), {}).exists()

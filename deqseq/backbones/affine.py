@@ -71,11 +71,13 @@ class Affine(Backbone[AffineCache]):
         *,
         return_cache: bool = False,
     ) -> tuple[Sequence, AffineCache | None]:
+        if cache is not None and len(cache.previous) != len(z):
+            raise ValueError(f"cache must have the {len(z)} rows of its input, got {len(cache.previous)}")
         previous = z.new_zeros(z.shape[0], self.d_model) if cache is None else cache.previous
         shifted = torch.cat([previous[:, None], z[:, :-1]], dim=1)
         out = z @ self.A.T + shifted @ self.R.T
         out = out if injection.value is None else out + injection.value
-        return out, AffineCache(z[:, -1]) if return_cache else None
+        return out, AffineCache(z[:, -1].clone()) if return_cache else None
 
     def solution(self, x: Sequence) -> Sequence:
         """The fixed point in closed form, token by token.

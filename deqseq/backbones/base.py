@@ -7,7 +7,6 @@ from typing import Generic, Protocol, TypeVar, runtime_checkable
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from deqseq.layers.dropout import dropout_mask
 from deqseq.types import RowIndex
 
 Sequence = Float[Tensor, "batch length d_model"]
@@ -32,6 +31,11 @@ class Injection:
     Attributes:
         value: what is added inside the layers, ``(batch, length, width)``; None for an explicit model.
         masks: dropout masks, one a layer, ``(batch, length, d_model)``; empty outside training.
+
+    Example:
+        >>> import torch
+        >>> Injection(torch.zeros(4, 6, 3)).select(torch.tensor([1, 2])).tokens(0, 5).value.shape
+        torch.Size([2, 5, 3])
     """
 
     value: Float[Tensor, "batch length width"] | None = None
@@ -72,6 +76,10 @@ class Backbone(nn.Module, ABC, Generic[C]):
             ValueError: the backbone was built without an injection.
         """
 
+    def masks(self, x: Sequence) -> tuple[Sequence, ...]:
+        """Dropout masks for one solve (or one explicit pass), one a layer; none unless a backbone drops out."""
+        return ()
+
     @abstractmethod
     def init_cache(self, batch: int) -> C:
         """The cache before the first token."""
@@ -93,16 +101,13 @@ class Backbone(nn.Module, ABC, Generic[C]):
         """
 
 
-def dropout_masks(x: Sequence, p: float, layers: int, training: bool) -> tuple[Float[Tensor, "..."], ...]:
-    """One mask a layer, or none when there is nothing to drop."""
-    return tuple(dropout_mask(x, p) for _ in range(layers)) if training and p > 0 else ()
-
-
 def check_sequence(x: Tensor, d_model: int) -> None:
     """Refuse what is not a batch of embedded sequences.
 
     Raises:
-        ValueError: names the shape that was given and the one that is wanted.
+        ValueError: names the shape or dtype that was given and the one that is wanted.
     """
+    if not x.is_floating_point():
+        raise ValueError(f"x must be embedded tokens, of a floating-point dtype, got {x.dtype}")
     if x.ndim != 3 or x.shape[2] != d_model or 0 in x.shape:
         raise ValueError(f"x must have shape (batch, length, {d_model}), none of them 0, got {tuple(x.shape)}")

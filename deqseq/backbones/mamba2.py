@@ -7,8 +7,8 @@ from typing import cast
 
 from torch import nn
 
-from deqseq.backbones.base import Backbone, Injection, Sequence, check_sequence, dropout_masks
-from deqseq.layers import Mamba2Block, Mamba2Mixer, MixerState, RMSNorm, apply_weight_norm
+from deqseq.backbones.base import Backbone, Injection, Sequence, check_sequence
+from deqseq.layers import Mamba2Block, Mamba2Mixer, MixerState, RMSNorm, apply_weight_norm, dropout_mask
 from deqseq.types import RowIndex
 
 
@@ -66,8 +66,14 @@ class Mamba2Config:
             "d_conv",
             "chunk_size",
         ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"Mamba2Config.{name} must be >= 1, got {getattr(self, name)!r}")
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"Mamba2Config.{name} must be an integer >= 1, got {value!r}")
+        low, high = self.dt_limit
+        if not 0 <= low <= high:
+            raise ValueError(f"Mamba2Config.dt_limit must be bounds 0 <= low <= high, got {self.dt_limit!r}")
+        if not self.norm_eps > 0:
+            raise ValueError(f"Mamba2Config.norm_eps must be > 0, got {self.norm_eps!r}")
         if self.mlp_width < 0:
             raise ValueError(f"Mamba2Config.mlp_width must be >= 0, got {self.mlp_width!r}")
         if not 0 <= self.dropout < 1:
@@ -138,10 +144,14 @@ class Mamba2(Backbone[Mamba2Cache]):
 
     def inject(self, x: Sequence) -> Injection:
         check_sequence(x, self.d_model)
-        masks = dropout_masks(x, self.config.dropout, self.config.n_layers, self.training)
         if self.injection is None or self.injection_norm is None:
             raise ValueError("this Mamba2 was built with Mamba2Config(injection=False): it serves explicit models only")
-        return Injection(self.injection(self.injection_norm(x)), masks)
+        return Injection(self.injection(self.injection_norm(x)), self.masks(x))
+
+    def masks(self, x: Sequence) -> tuple[Sequence, ...]:
+        if not self.training or self.config.dropout == 0:
+            return ()
+        return tuple(dropout_mask(x, self.config.dropout) for _ in self.layers)
 
     def init_cache(self, batch: int) -> Mamba2Cache:
         return Mamba2Cache(tuple(block.mixer.init_state(batch) for block in self.blocks))
@@ -154,6 +164,8 @@ class Mamba2(Backbone[Mamba2Cache]):
         *,
         return_cache: bool = False,
     ) -> tuple[Sequence, Mamba2Cache | None]:
+        if cache is not None:
+            self._check_cache(cache, z)
         states = []
         for i, block in enumerate(self.blocks):
             state = None if cache is None else cache.layers[i]
@@ -161,6 +173,16 @@ class Mamba2(Backbone[Mamba2Cache]):
             z, state = block(z, injection.value, state, mask, return_cache)
             states.append(state)
         return self.norm_f(z), Mamba2Cache(tuple(states)) if return_cache else None
+
+    def _check_cache(self, cache: object, z: Sequence) -> None:
+        if not isinstance(cache, Mamba2Cache):
+            raise TypeError(f"cache must be a Mamba2Cache, got {type(cache).__name__}")
+        layers, rows = len(cache.layers), len(cache.layers[0].ssm)
+        if layers != len(self.layers) or rows != len(z):
+            raise ValueError(
+                f"cache must be of {len(self.layers)} layers and {len(z)} rows, as the model and its input are, "
+                f"got {layers} layers and {rows} rows"
+            )
 
 
 def _block(config: Mamba2Config) -> Mamba2Block:

@@ -1,5 +1,6 @@
 """What a gradient estimator is: a way to give a fixed point a backward pass."""
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,7 +10,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from deqseq.evaluate import evaluate
-from deqseq.solution import Solution, Status
+from deqseq.solution import ConvergenceWarning, Solution, Status, describe_failure
 from deqseq.solve import Callback, solve
 from deqseq.solvers.base import OutsideSolver, Solver
 from deqseq.stop import Stop
@@ -101,11 +102,17 @@ class AttachedGradient(Gradient):
 
         Returns:
             A tensor of the shape of ``z0``; diverged rows are those of the solution, without a gradient.
+
+        Warns:
+            ConvergenceWarning: every row has diverged, and there is no gradient at all.
         """
         diverged = solution.status == Status.DIVERGED
         if not bool(diverged.any()):
             return self.attach(f, solution.value)
-        if isinstance(f, SelectableMap) and not bool(diverged.all()):
+        if bool(diverged.all()):
+            warnings.warn(describe_failure(solution, "a solve to be differentiated"), ConvergenceWarning, stacklevel=2)
+            return solution.value
+        if isinstance(f, SelectableMap):
             rows = (~diverged).nonzero()[:, 0]
             return solution.value.index_copy(0, rows, self.attach(f.select(rows), solution.value[rows]))
         held = diverged.reshape(-1, *[1] * (z0.ndim - 1))  # these are evaluated where they began

@@ -42,6 +42,18 @@ class Mamba2Block(nn.Module):
         mask: Float[Tensor, "batch length d_model"] | None = None,
         return_state: bool = False,
     ) -> tuple[Float[Tensor, "batch length d_model"], MixerState | None]:
+        """Run the block.
+
+        Args:
+            z: the state of the iteration, ``(batch, length, d_model)``.
+            injection: for the mixer, ``(batch, length, injected_width)``; None: nothing.
+            state: what the mixer remembers; None: nothing came before.
+            mask: dropout mask of the mixer's output, of the shape of ``z``; None: nothing is dropped.
+            return_state: whether the mixer's state after these tokens is wanted.
+
+        Returns:
+            The new ``z``, and the mixer's new state (None if it was not asked for).
+        """
         mixed, state = self.mixer(self.norm(z), injection, state, return_state)
         z = z + (mixed if mask is None else mixed * mask)
         if self.mlp is not None and self.post_norm is not None:

@@ -44,10 +44,20 @@ class CausalConv1d(nn.Module):
         state: Float[Tensor, "batch past channels"] | None = None,
         return_state: bool = False,
     ) -> tuple[Float[Tensor, "batch length channels"], Float[Tensor, "batch past channels"] | None]:
+        """Convolve, carrying on from ``state``.
+
+        Args:
+            x: inputs, ``(batch, length, channels)``.
+            state: the ``kernel_size - 1`` inputs before them; None: zeros.
+            return_state: whether the state after these inputs is wanted.
+
+        Returns:
+            Outputs of the shape of ``x``, and the last inputs (None if they were not asked for).
+        """
         length, past = x.shape[1], self.weight.shape[2] - 1
         padded = F.pad(x, (0, 0, past, 0)) if state is None else torch.cat([state.to(x.dtype), x], dim=1)
         taps = self.weight[:, 0].to(x.dtype).unbind(dim=1)
         y = torch.addcmul(self.bias.to(x.dtype), taps[0], padded[:, :length])
         for offset, tap in enumerate(taps[1:], start=1):
             y = y.addcmul_(tap, padded[:, offset : offset + length])
-        return y, padded[:, length:] if return_state else None
+        return y, padded[:, length:].clone() if return_state else None  # a view would keep the whole sequence

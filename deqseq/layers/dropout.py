@@ -18,6 +18,9 @@ def dropout_mask(like: Float[Tensor, "batch length dim"], p: float) -> Float[Ten
     Returns:
         The mask, of the shape of ``like``.
 
+    Raises:
+        ValueError: ``p`` outside [0, 1).
+
     References:
         Gal and Ghahramani, A Theoretically Grounded Application of Dropout in Recurrent Neural Networks, NeurIPS
         2016, arXiv 1512.05287.
@@ -26,4 +29,6 @@ def dropout_mask(like: Float[Tensor, "batch length dim"], p: float) -> Float[Ten
         >>> sorted(set(dropout_mask(torch.zeros(1, 50, 4), 0.5).flatten().tolist()))
         [0.0, 2.0]
     """
+    if not 0 <= p < 1:
+        raise ValueError(f"dropout_mask's p must lie in [0, 1), got {p!r}")
     return torch.empty_like(like).bernoulli_(1 - p).div_(1 - p)

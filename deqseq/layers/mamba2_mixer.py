@@ -43,6 +43,9 @@ class Mamba2Mixer(nn.Module):
         norm_eps: epsilon of the gated norm.
         dt_limit: bounds of the step sizes.
 
+    Raises:
+        ValueError: heads or groups of unequal size.
+
     References:
         Dao and Gu, Transformers are SSMs, ICML 2024, arXiv 2405.21060. Injection: Schöne et al., 2025, arXiv
         2502.07827.
@@ -68,7 +71,12 @@ class Mamba2Mixer(nn.Module):
     ) -> None:
         super().__init__()
         d_inner = expand * d_model
-        heads = d_inner // headdim
+        heads, rest = divmod(d_inner, headdim)
+        if rest or heads % n_groups:
+            raise ValueError(
+                f"Mamba2Mixer needs heads of equal size in groups of equal size, got expand * d_model = {d_inner}, "
+                f"headdim {headdim}, n_groups {n_groups}"
+            )
         self.headdim, self.chunk_size, self.dt_limit = headdim, chunk_size, dt_limit
         self.maps = (n_groups, d_state)
         self.parts = (d_inner, d_inner + 2 * n_groups * d_state, heads)
@@ -99,6 +107,17 @@ class Mamba2Mixer(nn.Module):
         state: MixerState | None = None,
         return_state: bool = False,
     ) -> tuple[Float[Tensor, "batch length d_model"], MixerState | None]:
+        """Mix the tokens, carrying on from ``state``.
+
+        Args:
+            u: inputs, ``(batch, length, d_model)``.
+            injection: what is added to ``in_proj``'s output, ``(batch, length, injected_width)``; None: nothing.
+            state: what came before; None: nothing.
+            return_state: whether the state after these tokens is wanted.
+
+        Returns:
+            Outputs of the shape of ``u``, and the new state (None if it was not asked for).
+        """
         projected = self.in_proj(u)
         if injection is not None:
             projected = projected + injection

@@ -28,4 +28,5 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(width, dim, bias=False)
 
     def forward(self, x: Float[Tensor, "*batch dim"]) -> Float[Tensor, "*batch dim"]:
+        """Transform ``x``, ``(*batch, dim)``."""
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))

@@ -29,6 +29,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: Float[Tensor, "*batch dim"]) -> Float[Tensor, "*batch dim"]:
+        """Normalise ``x``, ``(*batch, dim)``."""
         return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
 
 
@@ -50,4 +51,5 @@ class GatedRMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: Float[Tensor, "*batch dim"], gate: Float[Tensor, "*batch dim"]) -> Float[Tensor, "*batch dim"]:
+        """Gate and normalise ``x``; both ``(*batch, dim)``."""
         return F.rms_norm(x * F.silu(gate), self.weight.shape, self.weight.to(x.dtype), self.eps)

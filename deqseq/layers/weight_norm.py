@@ -39,9 +39,16 @@ def weights_computed_once(module: nn.Module) -> Iterator[None]:
 
     Args:
         module: where to look for reparametrised weights.
+
+    Example:
+        >>> layer = nn.Linear(2, 2)
+        >>> apply_weight_norm(layer)
+        >>> with weights_computed_once(layer):
+        ...     layer.weight is layer.weight
+        True
     """
     with parametrize.cached():
         for part in module.modules():
-            if isinstance(part, nn.Linear | CausalConv1d) and parametrize.is_parametrized(part, "weight"):
-                _ = part.weight
+            for name in getattr(part, "parametrizations", ()):
+                getattr(part, name)
         yield

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from einops import rearrange
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -70,37 +71,47 @@ class CausalLM(nn.Module):
             Logits, the loss if there is something to compare with, cache and statistics.
 
         Raises:
-            ValueError: a bad shape, ids outside the vocabulary, or both labels and targets.
+            ValueError: a bad shape, ids outside the vocabulary, both labels and targets, or none to score.
             TypeError: an option that the model does not take.
         """
-        self._check_ids("input_ids", input_ids)
+        _check_ids("input_ids", input_ids, self.embedding.num_embeddings)
+        answers = self._answers(input_ids, labels, targets)
         output = self.model(self.embedding(input_ids), cache=cache, return_cache=return_cache, **solve_options)
         logits = F.linear(output.value, self.embedding.weight)
-        loss = self._loss(logits, input_ids, labels, targets)
+        loss = None if answers is None else _cross_entropy(logits, answers, shift=labels is not None)
         return CausalLMOutput(logits, loss, output.cache, output.stats, output.status)
 
-    def _loss(
-        self,
-        logits: Float[Tensor, "batch length vocab"],
-        ids: Tokens,
-        labels: Tokens | None,
-        targets: Tokens | None,
-    ) -> Float[Tensor, ""] | None:
+    def _answers(self, ids: Tensor, labels: Tensor | None, targets: Tensor | None) -> Tensor | None:
+        """What to compare with, checked before anything is solved."""
         if labels is not None and targets is not None:
             raise ValueError("give labels (shifted by one inside) or targets (not shifted), not both")
-        answers = targets if labels is None else labels
+        answers, name = (targets, "targets") if labels is None else (labels, "labels")
         if answers is None:
             return None
         if answers.shape != ids.shape:
-            name = "targets" if labels is None else "labels"
             raise ValueError(f"{name} must have the shape of input_ids {tuple(ids.shape)}, got {tuple(answers.shape)}")
-        if labels is not None:
-            logits, answers = logits[:, :-1], labels[:, 1:]
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return F.cross_entropy(wide.flatten(0, 1), answers.flatten(), ignore_index=IGNORED)
+        scored = answers[:, 1:] if labels is not None else answers
+        scored = scored[scored != IGNORED]
+        if scored.numel() == 0:
+            raise ValueError(f"{name} leave nothing to score: all of them are {IGNORED}, or there is no next token")
+        _check_ids(name, scored[None], self.embedding.num_embeddings)
+        return answers
 
-    def _check_ids(self, name: str, ids: Tensor) -> None:
-        if ids.ndim != 2 or 0 in ids.shape or ids.dtype != torch.int64:
-            raise ValueError(
-                f"{name} must be int64 of shape (batch, length), none of them 0, got {ids.dtype} {tuple(ids.shape)}"
-            )
+
+def _check_ids(name: str, ids: Tensor, vocab_size: int) -> None:
+    if ids.ndim != 2 or 0 in ids.shape or ids.dtype != torch.int64:
+        raise ValueError(
+            f"{name} must be int64 of shape (batch, length), none of them 0, got {ids.dtype} {tuple(ids.shape)}"
+        )
+    low, high = torch.stack(torch.aminmax(ids)).tolist()  # one transfer
+    if low < 0 or high >= vocab_size:
+        raise ValueError(f"{name} must lie in 0..{vocab_size - 1}, got {low}..{high}")
+
+
+def _cross_entropy(logits: Tensor, answers: Tokens, *, shift: bool) -> Float[Tensor, ""]:
+    """Mean cross entropy in nats, in float32 at least; shifted, a position is scored by the token after it."""
+    if shift:
+        logits, answers = logits[:, :-1], answers[:, 1:]
+    wide = rearrange(logits, "batch length vocab -> (batch length) vocab")
+    wide = wide.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(wide, rearrange(answers, "batch length -> (batch length)"), ignore_index=IGNORED)

@@ -42,5 +42,5 @@ class ExplicitModel(nn.Module):
         """
         check_sequence(x, self.backbone.d_model)
         with weights_computed_once(self.backbone):
-            value, cache = self.backbone(x, Injection(), cache, return_cache=return_cache)
+            value, cache = self.backbone(x, Injection(None, self.backbone.masks(x)), cache, return_cache=return_cache)
         return ModelOutput(value, cache)

@@ -27,6 +27,13 @@ class BackboneMap:
         backbone: the layers.
         injection: the input, prepared.
         cache: the settled tokens before; None: nothing.
+
+    Example:
+        >>> import deqseq as dq
+        >>> backbone, x = dq.Affine(4), torch.ones(3, 5, 4)
+        >>> f = BackboneMap(backbone, backbone.inject(x))
+        >>> dq.solve(f, torch.zeros(3, 5, 4), solver=dq.Naive(), stop=dq.Stop()).converged
+        tensor([True, True, True])
     """
 
     backbone: Backbone[Any]
@@ -109,11 +116,11 @@ class ImplicitModel(nn.Module):
             x: embedded tokens, ``(batch, length, d_model)``.
             cache: what :class:`ModelOutput` returned for the tokens before; None: nothing came before.
             sweep: which tokens are solved together.
-            return_cache: whether the cache after these tokens is wanted (one more evaluation).
+            return_cache: whether the cache after these tokens is wanted (one more evaluation). It carries no gradient.
             solver: instead of the model's own, for this call.
             stop: instead of the model's own, for this call.
             trace: whether to keep residuals; with the simultaneous sweep only.
-            callback: called at every look at the residual.
+            callback: called at every look at the residual; with another sweep the steps begin anew for each chunk.
 
         Returns:
             The states, with the numbers of their solve.
@@ -126,8 +133,8 @@ class ImplicitModel(nn.Module):
         solver = solver or (None if self.training else self.eval_solver) or self.solver
         stop = stop or (None if self.training else self.eval_stop) or self.stop
         gradient = self.gradient if self._wants_gradient(x) else None
-        pieces = sweep.chunks(x.shape[1])
-        if len(pieces) > 1:
+        pieces = None if isinstance(sweep, Simultaneous) else sweep.chunks(x.shape[1])
+        if pieces is not None:
             _check_pieces(gradient, trace, sweep)
         options: dict[str, Any] = {"solver": solver, "stop": stop, "trace": trace, "callback": callback}
         # a checkpointed backward pass computes the weights again, and must find what the forward pass did
@@ -139,14 +146,14 @@ class ImplicitModel(nn.Module):
         self,
         x: Sequence,
         cache: Cache | None,
-        pieces: list[int],
+        pieces: list[int] | None,
         return_cache: bool,
         gradient: Gradient | None,
         options: dict[str, Any],
     ) -> ModelOutput:
         whole = BackboneMap(self.backbone, self.backbone.inject(x), cache)
         z0 = torch.zeros_like(x, requires_grad=False)
-        if len(pieces) > 1:
+        if pieces is not None:
             with torch.no_grad():
                 solution, cache = _solve_pieces(whole, z0, pieces, return_cache, options)
             if isinstance(gradient, AttachedGradient):
@@ -184,10 +191,10 @@ def _solve_pieces(
         start += size
         if return_cache or start < z0.shape[1]:
             cache = chunk.following(solutions[-1].value)
-    return _join(solutions, pieces), cache if return_cache else None
+    return _join(solutions, pieces, len(pieces) - (not return_cache)), cache if return_cache else None
 
 
-def _join(solutions: list[Solution], pieces: list[int]) -> Solution:
+def _join(solutions: list[Solution], pieces: list[int], commits: int) -> Solution:
     """One solution for the whole sequence, its statistics per token."""
 
     def per_token(name: str) -> torch.Tensor:
@@ -197,7 +204,7 @@ def _join(solutions: list[Solution], pieces: list[int]) -> Solution:
             columns.append(numbers[:, None].expand(-1, size) if numbers.ndim == 1 else numbers)
         return torch.cat(columns, dim=1)
 
-    evaluations = sum(solution.stats.evaluations for solution in solutions)
+    evaluations = commits + sum(solution.stats.evaluations for solution in solutions)
     stats = SolveStats(per_token("steps"), per_token("residual"), evaluations)
     status = torch.stack([solution.status for solution in solutions]).amax(dim=0)
     return Solution(torch.cat([solution.value for solution in solutions], dim=1), status, stats)

@@ -16,7 +16,8 @@ Vectors = Float[Tensor, "batch size"]
 class BroydenMemory(NamedTuple):
     """The last evaluation, and the low-rank part of the inverse Jacobian, one pair a past step.
 
-    Rows are flattened and in float32 at least. ``left`` and ``right`` have room for all pairs; ``pairs`` are filled.
+    Rows are flattened and in float32 at least. ``left`` and ``right`` have room for all pairs, of which ``pairs`` are
+    filled; pair ``i`` stands for ``scale_i left_i right_i^T``.
     """
 
     point: Vectors
@@ -24,6 +25,7 @@ class BroydenMemory(NamedTuple):
     direction: Vectors
     left: Float[Tensor, "batch room size"]
     right: Float[Tensor, "batch room size"]
+    scale: Float[Tensor, "batch filled"]
     pairs: int
 
 
@@ -70,8 +72,9 @@ class Broyden(Solver[BroydenMemory | None]):
         residual = fz.reshape(z.shape[0], -1).to(accumulate) - point
         if state is None:
             room = point.new_empty(point.shape[0], self.memory, point.shape[1])
-            state = BroydenMemory(point, residual, -residual, room, torch.empty_like(room), 0)
-            direction = -residual
+            scale = point.new_empty(point.shape[0], 0)
+            state = BroydenMemory(point, residual, -residual, room, torch.empty_like(room), scale, 0)
+            direction = state.direction
         else:
             direction, state = self._update(point, residual, state)
         proposal = (point - direction).to(z.dtype).reshape(z.shape)
@@ -86,23 +89,27 @@ class Broyden(Solver[BroydenMemory | None]):
     def _update(self, point: Vectors, residual: Vectors, state: BroydenMemory) -> tuple[Vectors, BroydenMemory]:
         """Take in the last step, and return the new direction ``H g``."""
         if state.pairs == self.memory:
-            state = state._replace(pairs=0, direction=-state.residual)
-        left, right, pairs = state.left, state.right, state.pairs
-        moved, change = point - state.point, residual - state.residual
-        direction = _apply(left, right, pairs, residual)
-        image = direction - state.direction  # H y, from what is known of H g at both ends of the step
-        covector = _apply(right, left, pairs, moved)
-        update = (moved - image) * _safe_reciprocal(covector, change)
-        direction = torch.addcmul(direction, update, _products(covector, residual))
+            state = state._replace(pairs=0, scale=state.scale[:, :0], direction=-state.residual)
+        left, right, scale, pairs = state.left, state.right, state.scale, state.pairs
+        moved = point - state.point
+        direction = _apply(left, right, scale, pairs, residual)
+        covector = _apply(right, left, scale, pairs, moved)
+        # H y = H g - H g_before, of which both are known: s - H y needs no product of its own
+        update = torch.sub(moved, direction).add_(state.direction)
+        now, before = _products(covector, residual), _products(covector, state.residual)
+        size = covector.norm(dim=1, keepdim=True) * (residual.norm(dim=1) + state.residual.norm(dim=1))[:, None]
+        factor = _safe_reciprocal(now - before, size)
+        direction = torch.addcmul(direction, update, factor * now)
         left, right = _with(left, pairs, update), _with(right, pairs, covector)
-        return direction, state._replace(left=left, right=right, pairs=pairs + 1)
+        scale = torch.cat([scale, factor], dim=1)
+        return direction, state._replace(left=left, right=right, scale=scale, pairs=pairs + 1)
 
 
-def _apply(left: Tensor, right: Tensor, pairs: int, x: Vectors) -> Vectors:
-    """The operator ``-I + sum_i left_i right_i^T`` on each row; with the sides swapped, its transpose."""
+def _apply(left: Tensor, right: Tensor, scale: Tensor, pairs: int, x: Vectors) -> Vectors:
+    """The operator ``-I + sum_i scale_i left_i right_i^T`` on each row; with the sides swapped, its transpose."""
     if pairs == 0:
         return -x
-    weights = torch.bmm(x[:, None], right[:, :pairs].transpose(1, 2))
+    weights = torch.bmm(x[:, None], right[:, :pairs].transpose(1, 2)) * scale[:, None]
     return torch.baddbmm(x[:, None], weights, left[:, :pairs], beta=-1)[:, 0]
 
 
@@ -119,8 +126,8 @@ def _products(x: Vectors, y: Vectors) -> Float[Tensor, "batch 1"]:
     return torch.linalg.vecdot(x, y)[:, None]
 
 
-def _safe_reciprocal(x: Vectors, y: Vectors) -> Float[Tensor, "batch 1"]:
-    """``1 / (x . y)``, or zero (no update) where the two are as good as orthogonal, or zero."""
-    products, size = _products(x, y), x.norm(dim=1, keepdim=True) * y.norm(dim=1, keepdim=True)
-    usable = products.abs() > torch.finfo(products.dtype).eps * size
+def _safe_reciprocal(products: Tensor, size: Tensor) -> Float[Tensor, "batch 1"]:
+    """``1 / products``, or zero (no update) where they are lost in the rounding of vectors of that size, or zero."""
+    limits = torch.finfo(products.dtype)  # the reciprocal of what is below tiny is infinite
+    usable = products.abs() > (limits.eps * size).clamp_min(limits.tiny)
     return torch.where(usable, products, torch.ones_like(products)).reciprocal() * usable

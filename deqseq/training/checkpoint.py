@@ -53,12 +53,21 @@ def save_checkpoint(
 
     Raises:
         ImportError: safetensors is missing; names the extra to install.
+        TypeError: something in ``meta`` or the optimizer's settings is not JSON.
+
+    Example:
+        >>> import tempfile
+        >>> model = nn.Linear(2, 2)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = save_checkpoint(Path(folder), 10, model, optimizer, {"seed": 0})
+        ...     load_latest(Path(folder)).step
+        10
     """
     save_file = _safetensors("save_file")
     directory.mkdir(parents=True, exist_ok=True)
     target, unfinished = directory / f"checkpoint-{step:08d}", directory / "unfinished"
-    for leftover in (unfinished, target):
-        shutil.rmtree(leftover, ignore_errors=True)
+    shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir()
     save_file(
         {name: t.detach().contiguous() for name, t in model.state_dict().items()},
@@ -69,8 +78,9 @@ def save_checkpoint(
     save_file({name: t.detach().contiguous() for name, t in moments.items()}, unfinished / "optimizer.safetensors")
     record = {"step": step, "param_groups": state["param_groups"], "meta": meta}
     (unfinished / "checkpoint.json").write_text(json.dumps(record, indent=1))
+    shutil.rmtree(target, ignore_errors=True)
     os.replace(unfinished, target)
-    for old in sorted(directory.glob("checkpoint-*"))[:-KEPT]:
+    for old in [path for path in sorted(directory.glob("checkpoint-*")) if path < target][: 1 - KEPT]:
         shutil.rmtree(old)
     return target
 
@@ -87,14 +97,20 @@ def load_latest(directory: Path, device: torch.device | str = "cpu") -> Checkpoi
 
     Raises:
         ImportError: safetensors is missing; names the extra to install.
+        RuntimeError: there are checkpoints and none can be read, or the device does not exist.
     """
+    torch.empty(0, device=device)  # a device that does not exist is no damage
+    damaged = []
     for path in sorted(directory.glob("checkpoint-*"), reverse=True):
         try:
             return _read(path, device)
-        except ImportError:
-            raise
-        except Exception as error:  # whatever a damaged file makes its reader raise
+        except (OSError, ValueError, KeyError, _safetensors("SafetensorError")) as error:
             warnings.warn(f"{path} is damaged ({type(error).__name__}: {error}): trying the one before", stacklevel=2)
+            damaged.append(path.name)
+    if damaged:
+        raise RuntimeError(
+            f"no checkpoint in {directory} can be read ({', '.join(damaged)}): remove them to start again"
+        )
     return None
 
 
@@ -110,9 +126,9 @@ def _read(path: Path, device: torch.device | str) -> Checkpoint:
     return Checkpoint(path, record["step"], record["meta"], model, optimizer)
 
 
-def _safetensors(function: str) -> Any:
+def _safetensors(name: str) -> Any:
     try:
         import safetensors.torch
     except ImportError as error:
         raise ImportError('checkpoints need safetensors: pip install "deqseq[examples]"') from error
-    return getattr(safetensors.torch, function)
+    return safetensors.SafetensorError if name == "SafetensorError" else getattr(safetensors.torch, name)

@@ -52,7 +52,8 @@ def ssd(
         dt_limit: lower and upper bound of the step sizes.
         initial_state: the state before the first token; None is zero.
         return_state: whether the state after the last token is wanted.
-        chunk_size: tokens a chunk; only speed depends on it.
+        chunk_size: tokens a chunk; but for rounding (decays come from differences of sums over a chunk), only speed
+            depends on it.
 
     Returns:
         ``y`` in the dtype of ``x``, and the final state, if asked for, in float32 (float64 for float64 inputs).
@@ -70,16 +71,17 @@ def ssd(
         >>> ssd(x, dt, torch.zeros(1), B, C, dt_softplus=False).y.flatten()    # no decay: a running sum
         tensor([1., 2., 3.])
     """
-    _check(x, B, chunk_size)
+    _check(x, dt, A, B, C, chunk_size)
     dtype = torch.promote_types(x.dtype, torch.float32)
-    step = _step_sizes(dt.to(dtype), dt_bias, dt_softplus, dt_limit)
-    if x.shape[1] == 1 and initial_state is not None:
-        y, state = _advance(x[:, 0].to(dtype), step[:, 0], A, B[:, 0].to(dtype), C[:, 0].to(dtype), initial_state)
-        y = y[:, None]
-    else:
-        y, state = _scan(x.to(dtype), step, A, B.to(dtype), C.to(dtype), initial_state, return_state, chunk_size)
-    if D is not None:
-        y = torch.addcmul(y, x.to(dtype), D.to(dtype)[:, None])
+    with torch.autocast(x.device.type, enabled=False):  # it would take the matrix products to half precision
+        step = _step_sizes(dt.to(dtype), dt_bias, dt_softplus, dt_limit)
+        if x.shape[1] == 1 and initial_state is not None:
+            y, state = _advance(x[:, 0].to(dtype), step[:, 0], A, B[:, 0].to(dtype), C[:, 0].to(dtype), initial_state)
+            y = y[:, None]
+        else:
+            y, state = _scan(x.to(dtype), step, A, B.to(dtype), C.to(dtype), initial_state, return_state, chunk_size)
+        if D is not None:
+            y = torch.addcmul(y, x.to(dtype), D.to(dtype)[:, None])
     return SSDOutput(y.to(x.dtype), state if return_state else None)
 
 
@@ -126,9 +128,15 @@ def ssd_step(
     return y[:, 0], after
 
 
-def _check(x: Tensor, B: Tensor, chunk_size: int) -> None:
+def _check(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int) -> None:
     if x.shape[1] == 0:
         raise ValueError(f"ssd needs at least one token, got x of shape {tuple(x.shape)}")
+    # a dimension of one would broadcast, and nobody would notice
+    if dt.shape != x.shape[:3] or A.shape != x.shape[2:3] or B.shape != C.shape or B.shape[:2] != x.shape[:2]:
+        shapes = ", ".join(
+            f"{name} {tuple(t.shape)}" for name, t in (("x", x), ("dt", dt), ("A", A), ("B", B), ("C", C))
+        )
+        raise ValueError(f"ssd needs shapes that agree on batch, length and heads, got {shapes}")
     if x.shape[2] % B.shape[2]:
         raise ValueError(f"ssd needs groups that divide the heads, got {B.shape[2]} groups and {x.shape[2]} heads")
     if chunk_size < 1:
