@@ -218,9 +218,8 @@ def block_rows(runs: int) -> Iterator[Row]:
         injection = backbone.inject(x)
         with weights_computed_once(backbone):
             yield from against_bare_loop("Mamba2 block, random", f, z0, runs, limit=None)
-        mixer = next(iter(backbone.blocks)).mixer
-        for layer, scale in ((mixer.in_proj, 0.3), (mixer.out_proj, 4.0)):
-            layer.parametrizations.weight.original0 *= scale
+        for layer, scale in (("in_proj", 0.3), ("out_proj", 4.0)):
+            backbone.get_parameter(f"layers.0.mixer.{layer}.parametrizations.weight.original0").mul_(scale)
         with weights_computed_once(backbone):
             yield from against_bare_loop("Mamba2 block", f, z0, runs, limit=1.03)
             seldom = partial(ours, f, z0, dq.Naive(), replace(NEVER, check_every=4))
