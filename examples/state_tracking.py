@@ -36,7 +36,7 @@ log = logging.getLogger("state_tracking")
 
 RECIPES: dict[str, dict[str, Any]] = {
     "Z2": {"steps": 700},
-    "S3": {"steps": 1000, "lr": 2e-3, "free_from": 0.5, "baselines": (4,)},
+    "S3": {"steps": 1000, "lr": 2e-3, "free_from": 0.5, "eval_lengths": (16, 32, 64, 128), "baselines": (4,)},
     "A5": {
         "steps": 3200,
         "lr": 2e-3,
