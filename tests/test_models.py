@@ -295,7 +295,7 @@ def test_statistics_are_per_token_whatever_the_length(sweep, length):
     assert output.stats.steps.shape == output.stats.residual.shape == (2, length)
 
 
-@pytest.mark.parametrize("sweep", [dq.Chunked(3), dq.Sequential()], ids=str)
+@SWEEPS
 @pytest.mark.parametrize("return_cache", [False, True])
 def test_evaluations_are_counted_over_all_chunks(sweep, return_cache):
     backbone, calls = affine(), []

@@ -164,6 +164,8 @@ class ImplicitModel(nn.Module):
             if return_cache:
                 with torch.no_grad():
                     cache = whole.following(solution.value)
+                counted = replace(solution.stats, evaluations=solution.stats.evaluations + 1)
+                solution = replace(solution, stats=counted)
         return ModelOutput(solution.value, cache, solution.stats, solution.status)
 
     def _wants_gradient(self, x: Sequence) -> bool:
