@@ -1,6 +1,6 @@
 """Implicit (deep equilibrium) sequence models: solve and differentiate fixed points of sequence blocks."""
 
-from deqseq.backbones import Affine, Backbone, Injection, Mamba2, Mamba2Config
+from deqseq.backbones import Affine, Backbone, Cache, Injection, Llama, LlamaConfig, Mamba2, Mamba2Config
 from deqseq.fixed_point import fixed_point
 from deqseq.gradients import AttachedGradient, Gradient, Implicit, OneStep, Phantom, Unrolled
 from deqseq.models import CausalLM, CausalLMOutput, ExplicitModel, ImplicitModel, ModelOutput
@@ -8,7 +8,7 @@ from deqseq.solution import ConvergenceError, ConvergenceWarning, Solution, Solv
 from deqseq.solve import Progress, solve
 from deqseq.solvers import Anderson, Broyden, Naive, OutsideSolver, Relaxed, Solver
 from deqseq.stop import Stop
-from deqseq.sweeps import Chunked, Sequential, Simultaneous, Sweep
+from deqseq.sweeps import Chunked, Sequential, Simultaneous, Sliding, Sweep
 from deqseq.types import FixedPointMap, Residual, SelectableMap, State
 
 __version__ = "0.1.0"
@@ -19,6 +19,7 @@ __all__ = [
     "AttachedGradient",
     "Backbone",
     "Broyden",
+    "Cache",
     "CausalLM",
     "CausalLMOutput",
     "Chunked",
@@ -30,6 +31,8 @@ __all__ = [
     "Implicit",
     "ImplicitModel",
     "Injection",
+    "Llama",
+    "LlamaConfig",
     "Mamba2",
     "Mamba2Config",
     "ModelOutput",
@@ -43,6 +46,7 @@ __all__ = [
     "SelectableMap",
     "Sequential",
     "Simultaneous",
+    "Sliding",
     "Solution",
     "SolveStats",
     "Solver",

@@ -40,6 +40,8 @@ class Ledger:
         self._residual: Residual | None = None
         self._steps: Steps | None = None
         self._status = torch.full((z0.shape[0],), int(Status.BUDGET_SPENT))
+        self._updates = torch.zeros(z0.shape[0], dtype=torch.int64)
+        self._last_step = 0
         self._trace: list[Residual] | None = [] if keep_trace else None
 
     def observe(self, z: State, fz: State, step: int) -> None:
@@ -50,7 +52,7 @@ class Ledger:
             fz: the map at ``z``.
             step: number of the evaluation, counted from 1.
         """
-        seen = measure(z, fz, self.stop)
+        seen, self._last_step = measure(z, fz, self.stop), step
         if self._limit is None:
             self._begin(seen, step)
         assert self._limit is not None and self._best_residual is not None
@@ -93,6 +95,7 @@ class Ledger:
             return None
         keep = self._open.nonzero()[:, 0].to(self._best.device)
         self._before_drop = self.residual
+        self._updates[self._rows] = self._last_step
         self._rows = self._rows[self._open]
         self._open = torch.ones(self.open_rows, dtype=torch.bool)
         assert self._best_residual is not None and self._limit is not None and self._latest is not None
@@ -106,7 +109,9 @@ class Ledger:
         self._file(self._open)
         assert self._value is not None and self._residual is not None and self._steps is not None
         trace = None if self._trace is None else torch.stack(self._trace)
-        stats = SolveStats(self._steps.clamp(max=evaluations), self._residual, evaluations, trace)
+        self._updates[self._rows] = evaluations
+        updates = self._updates.to(self._value.device)
+        stats = SolveStats(self._steps.clamp(max=evaluations), self._residual, evaluations, updates, trace)
         return Solution(self._value, self._status.to(self._value.device), stats)
 
     @property

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from deqseq.types import Residual, RowMask, State, Steps
@@ -50,14 +50,19 @@ class SolveStats:
         residual: relative residual ``|f(z) - z| / |f(z)|`` at the evaluation whose value was returned (``inf`` where
             no evaluation was finite).
         evaluations: how many times the map was called in all.
+        updates: how many of those calls a row (in a model: a token) took part in, until it was dropped from the
+            computation; a solver's work is ``updates.sum()``.
         trace: residual at every look, ``(looks, batch, *tokens)``, if it was asked for; a row that has ended
             repeats its last one.
+        forced: tokens that a sweep committed though they had not passed; None where nothing was committed.
     """
 
     steps: Steps
     residual: Residual
     evaluations: int
+    updates: Steps
     trace: Float[Tensor, "looks batch *tokens"] | None = None
+    forced: Bool[Tensor, "batch tokens"] | None = None
 
 
 @dataclass(frozen=True)

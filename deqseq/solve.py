@@ -1,8 +1,10 @@
 """The only iteration loop of the library."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
 
 import torch
 
@@ -11,7 +13,7 @@ from deqseq.ledger import Ledger
 from deqseq.solution import Solution
 from deqseq.solvers.base import OutsideSolver, Solver
 from deqseq.stop import Stop
-from deqseq.types import FixedPointMap, Residual, SelectableMap, State
+from deqseq.types import FixedPointMap, Residual, RowIndex, SelectableMap, State
 
 
 @dataclass(frozen=True)
@@ -76,9 +78,61 @@ def solve(
     """
     check_start(z0)
     ledger = Ledger(z0, stop, trace)
+    return ledger.solution(iterate(f, z0, solver, ledger, callback).evaluations)
+
+
+class Books(Protocol):
+    """Who watches an iteration and decides when it ends: a :class:`Ledger`, or the front of a sliding window."""
+
+    stop: Stop
+    open_rows: int
+
+    @property
+    def residual(self) -> Residual:
+        """The latest residual."""
+        ...
+
+    def observe(self, z: State, fz: State, step: int) -> None:
+        """Look at one evaluation."""
+        ...
+
+    def hold(self, z: State, proposal: State) -> State:
+        """The next point, given what the solver proposes."""
+        ...
+
+    def drop_ended(self) -> RowIndex | None:
+        """Rows that stay, if some are to be dropped from the computation."""
+        ...
+
+
+@dataclass(frozen=True)
+class Ending:
+    """Where an iteration stopped: its last evaluation, and where the solver would have gone next."""
+
+    z: State
+    fz: State
+    evaluations: int
+    propose: Callable[[], State]
+
+
+def iterate(
+    f: FixedPointMap, z0: State, solver: Solver | OutsideSolver, books: Books, callback: Callback | None = None
+) -> Ending:
+    """The loop of :func:`solve`, for any books.
+
+    Args:
+        f: the map.
+        z0: where to start, ``(batch, *event)``.
+        solver: the algorithm.
+        books: decides when it ends; ``books.stop.max_steps`` evaluations at most.
+        callback: called at every look.
+
+    Returns:
+        The last evaluation, of the rows that were not dropped.
+    """
     if isinstance(solver, OutsideSolver):
-        return _observe_outside(f, z0, solver, ledger, callback)
-    z, state = z0, solver.init(z0)
+        return _observe_outside(f, z0, solver, books, callback)
+    stop, z, state = books.stop, z0, solver.init(z0)
     selectable = f if isinstance(f, SelectableMap) else None
     kind = z0.device.type  # under autocast the map is computed in half precision, the solver's inner products are not
     full_precision = torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
@@ -87,16 +141,21 @@ def solve(
         step += 1
         fz = evaluate(f, z)
         if stop.looks_at(step):
-            ledger.observe(z, fz, step)
-            _tell(callback, ledger, step)
-            if not ledger.open_rows or step == stop.max_steps:
-                return ledger.solution(step)
+            books.observe(z, fz, step)
+            _tell(callback, books, step)
+            if not books.open_rows or step == stop.max_steps:
+                return Ending(z, fz, step, partial(_propose, solver, z, fz, state))
         with full_precision:
             proposal, state = solver.step(z, fz, state)
-        z = ledger.hold(z, proposal)
-        if selectable is not None and (keep := ledger.drop_ended()) is not None:
+        z = books.hold(z, proposal)
+        if selectable is not None and (keep := books.drop_ended()) is not None:
             f = selectable = selectable.select(keep)
             z, state = z[keep], solver.select(state, keep)
+
+
+def _propose(solver: Solver, z: State, fz: State, state: object) -> State:
+    with torch.autocast(z.device.type, enabled=False):
+        return solver.step(z, fz, state)[0]
 
 
 class _Finished(Exception):
@@ -104,10 +163,10 @@ class _Finished(Exception):
 
 
 def _observe_outside(
-    f: FixedPointMap, z0: State, solver: OutsideSolver, ledger: Ledger, callback: Callback | None
-) -> Solution:
+    f: FixedPointMap, z0: State, solver: OutsideSolver, books: Books, callback: Callback | None
+) -> Ending:
     """Let another library iterate, and keep our books on each evaluation that it makes."""
-    stop, step = ledger.stop, 0
+    stop, step = books.stop, 0
     last: tuple[State, State] | None = None
 
     def observed(z: State) -> State:
@@ -116,24 +175,26 @@ def _observe_outside(
         fz = evaluate(f, z)
         last = z, fz
         if stop.looks_at(step):
-            ledger.observe(z, fz, step)
-            _tell(callback, ledger, step)
-            if not ledger.open_rows or step == stop.max_steps:
+            books.observe(z, fz, step)
+            _tell(callback, books, step)
+            if not books.open_rows or step == stop.max_steps:
                 raise _Finished
         return fz
 
-    try:
+    with suppress(_Finished):
         solver.run(observed, z0, stop.max_steps)
-    except _Finished:
-        return ledger.solution(step)
     if last is None:
         raise RuntimeError(f"{solver} returned without evaluating the map")
     if not stop.looks_at(step):
-        ledger.observe(last[0], last[1], step)
-        _tell(callback, ledger, step)
-    return ledger.solution(step)
+        books.observe(last[0], last[1], step)
+        _tell(callback, books, step)
+    return Ending(*last, step, partial(_identity, last[1]))
 
 
-def _tell(callback: Callback | None, ledger: Ledger, step: int) -> None:
+def _identity(fz: State) -> State:
+    return fz
+
+
+def _tell(callback: Callback | None, books: Books, step: int) -> None:
     if callback is not None:
-        callback(Progress(step, ledger.stop.max_steps, ledger.open_rows, ledger.residual))
+        callback(Progress(step, books.stop.max_steps, books.open_rows, books.residual))

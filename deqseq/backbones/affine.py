@@ -6,12 +6,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from deqseq.backbones.base import Backbone, Injection, Sequence, check_sequence
+from deqseq.backbones.base import Backbone, Cache, Injection, RealTokens, Sequence, check_sequence, real_tokens
 from deqseq.types import RowIndex
 
 
 @dataclass(frozen=True)
-class AffineCache:
+class AffineCache(Cache):
     """The settled state of the token before.
 
     Attributes:
@@ -23,6 +23,29 @@ class AffineCache:
     def select(self, rows: RowIndex) -> "AffineCache":
         """The named rows alone."""
         return AffineCache(self.previous[rows])
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The one state."""
+        return (self.previous,)
+
+
+@dataclass(frozen=True)
+class AffineTrail:
+    """The states of an evaluation, those before and which of them are real."""
+
+    states: Float[Tensor, "batch one_more d_model"]
+    real: RealTokens | None
+
+    def after(self, tokens: int) -> AffineCache:
+        """The state of the last real token among the first ``tokens``."""
+        counts = real_tokens(self.real, tokens)
+        if counts is None:
+            return AffineCache(self.states[:, tokens].detach().clone())
+        return AffineCache(self.states.detach().gather(1, counts[:, None, None].expand_as(self.states[:, :1]))[:, 0])
+
+    def merged(self, rows: RowIndex, other: "AffineTrail") -> "AffineTrail":
+        """Some rows from another evaluation."""
+        return AffineTrail(self.states.index_copy(0, rows, other.states), self.real)
 
 
 class Affine(Backbone[AffineCache]):
@@ -56,9 +79,9 @@ class Affine(Backbone[AffineCache]):
         self.R = nn.Parameter(_of_norm(d_model, contraction))
         self.U = nn.Parameter(_of_norm(d_model, 1.0))
 
-    def inject(self, x: Sequence) -> Injection:
+    def inject(self, x: Sequence, cache: AffineCache | None = None, real: RealTokens | None = None) -> Injection:
         check_sequence(x, self.d_model)
-        return Injection(x @ self.U.T)
+        return Injection(x @ self.U.T, real=real)
 
     def init_cache(self, batch: int) -> AffineCache:
         return AffineCache(self.A.new_zeros(batch, self.d_model))
@@ -69,15 +92,15 @@ class Affine(Backbone[AffineCache]):
         injection: Injection,
         cache: AffineCache | None = None,
         *,
-        return_cache: bool = False,
-    ) -> tuple[Sequence, AffineCache | None]:
+        return_trail: bool = False,
+    ) -> tuple[Sequence, AffineTrail | None]:
         if cache is not None and len(cache.previous) != len(z):
             raise ValueError(f"cache must have the {len(z)} rows of its input, got {len(cache.previous)}")
         previous = z.new_zeros(z.shape[0], self.d_model) if cache is None else cache.previous
-        shifted = torch.cat([previous[:, None], z[:, :-1]], dim=1)
-        out = z @ self.A.T + shifted @ self.R.T
+        states = torch.cat([previous[:, None], z], dim=1)
+        out = z @ self.A.T + states[:, :-1] @ self.R.T
         out = out if injection.value is None else out + injection.value
-        return out, AffineCache(z[:, -1].clone()) if return_cache else None
+        return out, AffineTrail(states, injection.real) if return_trail else None
 
     def solution(self, x: Sequence) -> Sequence:
         """The fixed point in closed form, token by token.

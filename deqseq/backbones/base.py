@@ -2,35 +2,58 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 
 from deqseq.types import RowIndex
 
 Sequence = Float[Tensor, "batch length d_model"]
+RealTokens = Bool[Tensor, "batch length"]
 
 
-@runtime_checkable
-class Cache(Protocol):
-    """What a backbone remembers of the tokens that are settled; a value that nobody changes in place."""
+class Cache(ABC):
+    """What a backbone remembers of the tokens that are settled: a value, whose content nobody changes in place."""
 
+    @abstractmethod
     def select(self, rows: RowIndex, /) -> "Cache":
-        """The named rows alone."""
-        ...
+        """The named rows alone, in this order; a row may be named more than once (beam search)."""
+
+    @abstractmethod
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Everything that is remembered, for comparing and saving; rows first."""
+
+    def reserve(self, tokens: int, /) -> "Cache":
+        """The same cache, prepared to be continued by so many tokens."""
+        return self
 
 
 C = TypeVar("C", bound=Cache)
 
 
+@runtime_checkable
+class Trail(Protocol):
+    """What one evaluation computed, as far as the cache after any of its tokens depends on it."""
+
+    def after(self, tokens: int, /) -> Cache:
+        """The cache after the first ``tokens`` of the evaluated tokens, without a graph."""
+        ...
+
+    def merged(self, rows: RowIndex, other: Any, /) -> "Trail":
+        """This trail, the named rows replaced by those of ``other``, an evaluation of those rows alone."""
+        ...
+
+
 @dataclass(frozen=True)
 class Injection:
-    """How the input enters every self-iteration: made once a solve, outside the loop.
+    """What stays the same of the tokens during a solve: made once, outside the loop.
 
     Attributes:
         value: what is added inside the layers, ``(batch, length, width)``; None for an explicit model.
-        masks: dropout masks, one a layer, ``(batch, length, d_model)``; empty outside training.
+        dropout: dropout masks, one a layer, ``(batch, length, d_model)``; empty outside training.
+        real: which tokens are no padding, ``(batch, length)``; padding follows all real tokens of its row. None: all.
+        tables: what a backbone knows of the tokens' positions, each ``(batch or 1, length, ...)``.
 
     Example:
         >>> import torch
@@ -39,46 +62,55 @@ class Injection:
     """
 
     value: Float[Tensor, "batch length width"] | None = None
-    masks: tuple[Float[Tensor, "batch length d_model"], ...] = ()
+    dropout: tuple[Float[Tensor, "batch length d_model"], ...] = ()
+    real: Bool[Tensor, "batch length"] | None = None
+    tables: tuple[Float[Tensor, "rows length *features"], ...] = ()
 
     def select(self, rows: RowIndex) -> "Injection":
         """The named rows alone."""
-        value = None if self.value is None else self.value[rows]
-        return Injection(value, tuple(mask[rows] for mask in self.masks))
+        value, real = (None if part is None else part[rows] for part in (self.value, self.real))
+        tables = tuple(table if len(table) == 1 else table[rows] for table in self.tables)
+        return Injection(value, tuple(mask[rows] for mask in self.dropout), real, tables)
 
     def tokens(self, start: int, stop: int) -> "Injection":
         """The tokens from ``start`` up to ``stop`` alone."""
-        value = None if self.value is None else self.value[:, start:stop]
-        return Injection(value, tuple(mask[:, start:stop] for mask in self.masks))
+        value, real = (None if part is None else part[:, start:stop] for part in (self.value, self.real))
+        dropout, tables = (tuple(part[:, start:stop] for part in parts) for parts in (self.dropout, self.tables))
+        return Injection(value, dropout, real, tables)
 
 
 class Backbone(nn.Module, ABC, Generic[C]):
     r"""A stack of sequence layers seen as a map on sequences, :math:`z \mapsto f_\theta(z, x)`.
 
-    It must be causal: what it does at a token depends on tokens up to it. It is pure: neither the cache that it is
-    given nor any state of its own changes.
+    It must be causal: what it does at a token depends on tokens up to it. It is pure: neither the content of the
+    cache that it is given nor any state of its own changes.
     """
 
     d_model: int
     """Width of the state."""
 
     @abstractmethod
-    def inject(self, x: Sequence) -> Injection:
+    def inject(self, x: Sequence, cache: C | None = None, real: RealTokens | None = None) -> Injection:
         """Prepare the input of a solve.
 
         Args:
             x: embedded tokens, ``(batch, length, d_model)``.
+            cache: what came before them; None: nothing.
+            real: which of them are no padding, ``(batch, length)``, real ones first in each row; None: all.
 
         Returns:
-            What :meth:`forward` needs of them, dropout masks included.
+            What :meth:`forward` needs of them, that of :meth:`place` included.
 
         Raises:
             ValueError: the backbone was built without an injection.
         """
 
-    def masks(self, x: Sequence) -> tuple[Sequence, ...]:
-        """Dropout masks for one solve (or one explicit pass), one a layer; none unless a backbone drops out."""
-        return ()
+    def place(self, x: Sequence, cache: C | None = None, real: RealTokens | None = None) -> Injection:
+        """All that :meth:`forward` needs of the tokens but their content: dropout masks, positions, padding.
+
+        An explicit model's pass needs no more; the arguments are those of :meth:`inject`.
+        """
+        return Injection(real=real)
 
     @abstractmethod
     def init_cache(self, batch: int) -> C:
@@ -86,19 +118,24 @@ class Backbone(nn.Module, ABC, Generic[C]):
 
     @abstractmethod
     def forward(
-        self, z: Sequence, injection: Injection, cache: C | None = None, *, return_cache: bool = False
-    ) -> tuple[Sequence, C | None]:
+        self, z: Sequence, injection: Injection, cache: C | None = None, *, return_trail: bool = False
+    ) -> tuple[Sequence, Trail | None]:
         """One self-iteration.
 
         Args:
-            z: the state, ``(batch, length, d_model)``.
+            z: the state, ``(batch, length, d_model)``; what it gives at padding does not matter.
             injection: what :meth:`inject` made of the same tokens.
             cache: what came before them; None: nothing.
-            return_cache: whether the cache that follows is wanted.
+            return_trail: whether the cache that follows will be asked for.
 
         Returns:
-            The new state, and the cache after these tokens (None if it was not asked for).
+            The new state, and what the cache after these tokens depends on (None if it was not asked for).
         """
+
+
+def real_tokens(real: RealTokens | None, tokens: int) -> Int64[Tensor, " batch"] | None:
+    """How many of the first ``tokens`` are real in each row; None: all of them in all rows."""
+    return None if real is None else real[:, :tokens].sum(dim=1)
 
 
 def check_sequence(x: Tensor, d_model: int) -> None:

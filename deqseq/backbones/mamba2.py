@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
-from torch import nn
+from torch import Tensor, nn
 
-from deqseq.backbones.base import Backbone, Injection, Sequence, check_sequence
-from deqseq.layers import Mamba2Block, Mamba2Mixer, MixerState, RMSNorm, apply_weight_norm, dropout_mask
+from deqseq.backbones.base import Backbone, Cache, Injection, RealTokens, Sequence, check_sequence, real_tokens
+from deqseq.layers import Mamba2Block, Mamba2Mixer, MixerState, MixerTrail, RMSNorm, apply_weight_norm, dropout_mask
 from deqseq.types import RowIndex
 
 
@@ -88,7 +88,7 @@ class Mamba2Config:
 
 
 @dataclass(frozen=True)
-class Mamba2Cache:
+class Mamba2Cache(Cache):
     """Convolution and scan states after the settled tokens.
 
     Attributes:
@@ -100,6 +100,30 @@ class Mamba2Cache:
     def select(self, rows: RowIndex) -> "Mamba2Cache":
         """The named rows alone."""
         return Mamba2Cache(tuple(state.select(rows) for state in self.layers))
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The states of all layers."""
+        return tuple(tensor for state in self.layers for tensor in state)
+
+
+@dataclass(frozen=True)
+class Mamba2Trail:
+    """What the mixers computed in one evaluation, and which of its tokens are real."""
+
+    mixers: tuple[Mamba2Mixer, ...]
+    layers: tuple[MixerTrail, ...]
+    real: RealTokens | None
+
+    def after(self, tokens: int) -> Mamba2Cache:
+        """The states after the first ``tokens``: one small matrix product a layer."""
+        counts = real_tokens(self.real, tokens)
+        pairs = zip(self.mixers, self.layers, strict=True)
+        return Mamba2Cache(tuple(mixer.state_after(trail, tokens, counts) for mixer, trail in pairs))
+
+    def merged(self, rows: RowIndex, other: "Mamba2Trail") -> "Mamba2Trail":
+        """Some rows from another evaluation."""
+        pairs = zip(self.layers, other.layers, strict=True)
+        return replace(self, layers=tuple(mine.merged(rows, theirs) for mine, theirs in pairs))
 
 
 class Mamba2(Backbone[Mamba2Cache]):
@@ -142,16 +166,15 @@ class Mamba2(Backbone[Mamba2Cache]):
         """The layers, by their type."""
         return cast(Iterable[Mamba2Block], self.layers)
 
-    def inject(self, x: Sequence) -> Injection:
+    def inject(self, x: Sequence, cache: Mamba2Cache | None = None, real: RealTokens | None = None) -> Injection:
         check_sequence(x, self.d_model)
         if self.injection is None or self.injection_norm is None:
             raise ValueError("this Mamba2 was built with Mamba2Config(injection=False): it serves explicit models only")
-        return Injection(self.injection(self.injection_norm(x)), self.masks(x))
+        return replace(self.place(x, cache, real), value=self.injection(self.injection_norm(x)))
 
-    def masks(self, x: Sequence) -> tuple[Sequence, ...]:
-        if not self.training or self.config.dropout == 0:
-            return ()
-        return tuple(dropout_mask(x, self.config.dropout) for _ in self.layers)
+    def place(self, x: Sequence, cache: Mamba2Cache | None = None, real: RealTokens | None = None) -> Injection:
+        drops = self.training and self.config.dropout > 0
+        return Injection(dropout=tuple(dropout_mask(x, self.config.dropout) for _ in self.layers if drops), real=real)
 
     def init_cache(self, batch: int) -> Mamba2Cache:
         return Mamba2Cache(tuple(block.mixer.init_state(batch) for block in self.blocks))
@@ -162,17 +185,21 @@ class Mamba2(Backbone[Mamba2Cache]):
         injection: Injection,
         cache: Mamba2Cache | None = None,
         *,
-        return_cache: bool = False,
-    ) -> tuple[Sequence, Mamba2Cache | None]:
+        return_trail: bool = False,
+    ) -> tuple[Sequence, Mamba2Trail | None]:
         if cache is not None:
             self._check_cache(cache, z)
-        states = []
+        trails: list[MixerTrail] = []
         for i, block in enumerate(self.blocks):
             state = None if cache is None else cache.layers[i]
-            mask = injection.masks[i] if injection.masks else None
-            z, state = block(z, injection.value, state, mask, return_cache)
-            states.append(state)
-        return self.norm_f(z), Mamba2Cache(tuple(states)) if return_cache else None
+            mask = injection.dropout[i] if injection.dropout else None
+            z, trail = block(z, injection.value, state, mask, return_trail)
+            if trail is not None:
+                trails.append(trail)
+        z = self.norm_f(z)
+        if not return_trail:
+            return z, None
+        return z, Mamba2Trail(tuple(block.mixer for block in self.blocks), tuple(trails), injection.real)
 
     def _check_cache(self, cache: object, z: Sequence) -> None:
         if not isinstance(cache, Mamba2Cache):

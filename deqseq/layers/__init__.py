@@ -1,22 +1,34 @@
 """The layers that backbones are made of; parameters are named as in their public counterparts."""
 
-from deqseq.layers.block import Mamba2Block
+from deqseq.layers.attention import Attention, KeyValues, Past
+from deqseq.layers.block import LlamaBlock, Mamba2Block
 from deqseq.layers.causal_conv import CausalConv1d
 from deqseq.layers.dropout import dropout_mask
-from deqseq.layers.mamba2_mixer import Mamba2Mixer, MixerState
+from deqseq.layers.mamba2_mixer import Mamba2Mixer, MixerState, MixerTrail
 from deqseq.layers.mlp import SwiGLU
 from deqseq.layers.rms_norm import GatedRMSNorm, RMSNorm
+from deqseq.layers.rotary import RotaryScaling, RotaryTables, rotary_frequencies, rotary_tables, rotate
 from deqseq.layers.weight_norm import apply_weight_norm, weights_computed_once
 
 __all__ = [
+    "Attention",
     "CausalConv1d",
     "GatedRMSNorm",
+    "KeyValues",
+    "LlamaBlock",
     "Mamba2Block",
     "Mamba2Mixer",
     "MixerState",
+    "MixerTrail",
+    "Past",
     "RMSNorm",
+    "RotaryScaling",
+    "RotaryTables",
     "SwiGLU",
     "apply_weight_norm",
     "dropout_mask",
+    "rotary_frequencies",
+    "rotary_tables",
+    "rotate",
     "weights_computed_once",
 ]

@@ -1,11 +1,13 @@
-"""A pre-norm residual block around the Mamba2 mixer."""
+"""Pre-norm residual blocks around the Mamba2 mixer and around attention."""
 
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from deqseq.layers.mamba2_mixer import Mamba2Mixer, MixerState
+from deqseq.layers.attention import Attention, KeyValues, Past
+from deqseq.layers.mamba2_mixer import Mamba2Mixer, MixerState, MixerTrail
 from deqseq.layers.mlp import SwiGLU
 from deqseq.layers.rms_norm import RMSNorm
+from deqseq.layers.rotary import RotaryTables
 
 
 class Mamba2Block(nn.Module):
@@ -40,8 +42,8 @@ class Mamba2Block(nn.Module):
         injection: Float[Tensor, "batch length injected"] | None = None,
         state: MixerState | None = None,
         mask: Float[Tensor, "batch length d_model"] | None = None,
-        return_state: bool = False,
-    ) -> tuple[Float[Tensor, "batch length d_model"], MixerState | None]:
+        return_trail: bool = False,
+    ) -> tuple[Float[Tensor, "batch length d_model"], MixerTrail | None]:
         """Run the block.
 
         Args:
@@ -49,13 +51,68 @@ class Mamba2Block(nn.Module):
             injection: for the mixer, ``(batch, length, injected_width)``; None: nothing.
             state: what the mixer remembers; None: nothing came before.
             mask: dropout mask of the mixer's output, of the shape of ``z``; None: nothing is dropped.
-            return_state: whether the mixer's state after these tokens is wanted.
+            return_trail: whether the mixer's ``state_after`` will be asked for.
 
         Returns:
-            The new ``z``, and the mixer's new state (None if it was not asked for).
+            The new ``z``, and what the mixer's ``state_after`` needs (None if it was not asked for).
         """
-        mixed, state = self.mixer(self.norm(z), injection, state, return_state)
+        mixed, trail = self.mixer(self.norm(z), injection, state, return_trail)
         z = z + (mixed if mask is None else mixed * mask)
         if self.mlp is not None and self.post_norm is not None:
             z = z + self.mlp(self.post_norm(z))
-        return z, state
+        return z, trail
+
+
+class LlamaBlock(nn.Module):
+    r"""Attention and feed-forward layer, each after a norm and beside a residual path.
+
+    .. math:: z \leftarrow z + m \odot \mathrm{attention}(\mathrm{norm}(z), \text{injection}), \qquad
+              z \leftarrow z + m \odot \mathrm{mlp}(\mathrm{norm}(z))
+
+    Parameters are named as in the public Llama models.
+
+    Args:
+        attention: the sequence mixer.
+        d_model: width.
+        mlp_width: hidden width of the feed-forward layer.
+        norm_eps: epsilon of the norms.
+
+    Example:
+        >>> import torch
+        >>> block = LlamaBlock(Attention(8, n_heads=2, n_kv_heads=2, headdim=4), 8, 16)
+        >>> tables = RotaryTables(torch.ones(1, 5, 4), torch.zeros(1, 5, 4))
+        >>> block(torch.zeros(2, 5, 8), None, tables)[0].shape
+        torch.Size([2, 5, 8])
+    """
+
+    def __init__(self, attention: Attention, d_model: int, mlp_width: int, norm_eps: float = 1e-5) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(d_model, norm_eps)
+        self.self_attn = attention
+        self.post_attention_layernorm = RMSNorm(d_model, norm_eps)
+        self.mlp = SwiGLU(d_model, mlp_width)
+
+    def forward(
+        self,
+        z: Float[Tensor, "batch length d_model"],
+        injection: Float[Tensor, "batch length injected"] | None,
+        tables: RotaryTables,
+        past: Past | None = None,
+        mask: Float[Tensor, "batch length d_model"] | None = None,
+    ) -> tuple[Float[Tensor, "batch length d_model"], KeyValues]:
+        """Run the block.
+
+        Args:
+            z: the state of the iteration, ``(batch, length, d_model)``.
+            injection: for the attention, ``(batch, length, injected_width)``; None: nothing.
+            tables: rotary tables of these tokens.
+            past: what came before; None: nothing.
+            mask: dropout mask of both layers' outputs, of the shape of ``z``; None: nothing is dropped.
+
+        Returns:
+            The new ``z``, and the keys and values of these tokens.
+        """
+        mixed, own = self.self_attn(self.input_layernorm(z), injection, tables, past)
+        z = z + (mixed if mask is None else mixed * mask)
+        mixed = self.mlp(self.post_attention_layernorm(z))
+        return z + (mixed if mask is None else mixed * mask), own

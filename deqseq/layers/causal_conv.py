@@ -1,7 +1,7 @@
 """Depthwise causal convolution that can carry on from a state."""
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -21,8 +21,8 @@ class CausalConv1d(nn.Module):
     Example:
         >>> conv = CausalConv1d(1, 2)
         >>> _ = conv.weight.data.copy_(torch.tensor([[[1.0, 10.0]]])), conv.bias.data.zero_()
-        >>> y, state = conv(torch.tensor([[[1.0], [2.0]]]), return_state=True)
-        >>> y.flatten().tolist(), state.flatten().tolist()
+        >>> x = torch.tensor([[[1.0], [2.0]]])
+        >>> conv(x).flatten().tolist(), conv.state_after(x).flatten().tolist()
         ([10.0, 21.0], [2.0])
     """
 
@@ -42,17 +42,15 @@ class CausalConv1d(nn.Module):
         self,
         x: Float[Tensor, "batch length channels"],
         state: Float[Tensor, "batch past channels"] | None = None,
-        return_state: bool = False,
-    ) -> tuple[Float[Tensor, "batch length channels"], Float[Tensor, "batch past channels"] | None]:
+    ) -> Float[Tensor, "batch length channels"]:
         """Convolve, carrying on from ``state``.
 
         Args:
             x: inputs, ``(batch, length, channels)``.
             state: the ``kernel_size - 1`` inputs before them; None: zeros.
-            return_state: whether the state after these inputs is wanted.
 
         Returns:
-            Outputs of the shape of ``x``, and the last inputs (None if they were not asked for).
+            Outputs of the shape of ``x``.
         """
         length, past = x.shape[1], self.weight.shape[2] - 1
         padded = F.pad(x, (0, 0, past, 0)) if state is None else torch.cat([state.to(x.dtype), x], dim=1)
@@ -60,4 +58,29 @@ class CausalConv1d(nn.Module):
         y = torch.addcmul(self.bias.to(x.dtype), taps[0], padded[:, :length])
         for offset, tap in enumerate(taps[1:], start=1):
             y = y.addcmul_(tap, padded[:, offset : offset + length])
-        return y, padded[:, length:].clone() if return_state else None  # a view would keep the whole sequence
+        return y
+
+    def state_after(
+        self,
+        x: Float[Tensor, "batch length channels"],
+        state: Float[Tensor, "batch past channels"] | None = None,
+        counts: Int64[Tensor, " batch"] | None = None,
+    ) -> Float[Tensor, "batch past channels"]:
+        """The inputs that the tokens after ``x`` will still see.
+
+        Args:
+            x: inputs, ``(batch, length, channels)``.
+            state: what came before them; None: zeros.
+            counts: how many inputs of each row count, ``(batch,)``; None: all.
+
+        Returns:
+            The last ``kernel_size - 1`` inputs, in memory of their own.
+        """
+        past = self.weight.shape[2] - 1
+        if counts is None:
+            x = x[:, max(0, x.shape[1] - past) :]
+        padded = F.pad(x, (0, 0, past, 0)) if state is None else torch.cat([state.to(x.dtype), x], dim=1)
+        if counts is None:
+            return padded[:, padded.shape[1] - past :].clone()  # a view would keep all of it
+        places = counts[:, None] + torch.arange(past, device=x.device)
+        return padded.gather(1, places[..., None].expand(-1, -1, x.shape[2]))

@@ -1,16 +1,16 @@
 """The Mamba2 sequence mixer, with an injection."""
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from deqseq.layers.causal_conv import CausalConv1d
 from deqseq.layers.rms_norm import GatedRMSNorm
-from deqseq.ops.ssd import ssd
+from deqseq.ops.ssd import ssd, ssd_state
 from deqseq.types import RowIndex
 
 
@@ -23,6 +23,21 @@ class MixerState(NamedTuple):
     def select(self, rows: RowIndex) -> "MixerState":
         """The named rows alone."""
         return MixerState(self.conv[rows], self.ssm[rows])
+
+
+class MixerTrail(NamedTuple):
+    """What one call of a mixer computed, as far as the state after any of its tokens depends on it."""
+
+    before: MixerState | None
+    xBC: Float[Tensor, "batch length channels"]
+    x: Float[Tensor, "batch length heads headdim"]
+    dt: Float[Tensor, "batch length heads"]
+    B: Float[Tensor, "batch length groups d_state"]
+
+    def merged(self, rows: RowIndex, other: "MixerTrail") -> "MixerTrail":
+        """This trail, the named rows replaced by those of ``other``."""
+        mine, theirs = self[1:], other[1:]
+        return MixerTrail(self.before, *(a.index_copy(0, rows, b) for a, b in zip(mine, theirs, strict=True)))
 
 
 class Mamba2Mixer(nn.Module):
@@ -105,42 +120,56 @@ class Mamba2Mixer(nn.Module):
         u: Float[Tensor, "batch length d_model"],
         injection: Float[Tensor, "batch length injected"] | None = None,
         state: MixerState | None = None,
-        return_state: bool = False,
-    ) -> tuple[Float[Tensor, "batch length d_model"], MixerState | None]:
+        return_trail: bool = False,
+    ) -> tuple[Float[Tensor, "batch length d_model"], MixerTrail | None]:
         """Mix the tokens, carrying on from ``state``.
 
         Args:
             u: inputs, ``(batch, length, d_model)``.
             injection: what is added to ``in_proj``'s output, ``(batch, length, injected_width)``; None: nothing.
             state: what came before; None: nothing.
-            return_state: whether the state after these tokens is wanted.
+            return_trail: whether :meth:`state_after` will be asked for.
 
         Returns:
-            Outputs of the shape of ``u``, and the new state (None if it was not asked for).
+            Outputs of the shape of ``u``, and what :meth:`state_after` needs (None if it was not asked for).
         """
         projected = self.in_proj(u)
         if injection is not None:
             projected = projected + injection
         gate, xBC, dt = projected.split(self.parts, dim=-1)
-        convolved, conv = self.conv1d(xBC, None if state is None else state.conv, return_state)
-        x, B, C = F.silu(convolved).split(self._conv_parts(), dim=-1)
-        y, ssm = ssd(
-            x.unflatten(-1, (-1, self.headdim)),
-            dt,
-            -torch.exp(self.A_log),
-            B.unflatten(-1, self.maps),
-            C.unflatten(-1, self.maps),
-            D=self.D,
-            dt_bias=self.dt_bias,
-            dt_limit=self.dt_limit,
-            initial_state=None if state is None else state.ssm,
-            return_state=return_state,
-            chunk_size=self.chunk_size,
-        )
+        convolved = F.silu(self.conv1d(xBC, None if state is None else state.conv))
+        x, B, C = convolved.split(self._conv_parts(), dim=-1)
+        x, B, C = x.unflatten(-1, (-1, self.headdim)), B.unflatten(-1, self.maps), C.unflatten(-1, self.maps)
+        before = None if state is None else state.ssm
+        y = ssd(x, dt, self._rates(), B, C, D=self.D, initial_state=before, chunk_size=self.chunk_size, **self._step()).y
         out = self.out_proj(self.norm(y.flatten(2), gate))
-        if conv is None or ssm is None:
-            return out, None
-        return out, MixerState(conv, ssm)
+        return out, MixerTrail(state, xBC, x, dt, B) if return_trail else None
+
+    def state_after(
+        self, trail: MixerTrail, tokens: int, counts: Int64[Tensor, " batch"] | None = None
+    ) -> MixerState:
+        """The state after the first tokens of a call; nothing is projected, convolved or read out again.
+
+        Args:
+            trail: what the call returned.
+            tokens: how many of its tokens, at least 1.
+            counts: how many of those are real in each row, ``(batch,)``; None: all.
+
+        Returns:
+            The state, without a graph.
+        """
+        with torch.no_grad():
+            before, xBC, x, dt, B = trail[0], *(part[:, :tokens] for part in trail[1:])
+            conv = self.conv1d.state_after(xBC, None if before is None else before.conv, counts)
+            ssm = None if before is None else before.ssm
+            ssm = ssd_state(x, dt, self._rates(), B, counts=counts, initial_state=ssm, **self._step())
+            return MixerState(conv, ssm)
+
+    def _rates(self) -> Float[Tensor, " heads"]:
+        return -torch.exp(self.A_log)
+
+    def _step(self) -> dict[str, Any]:
+        return {"dt_bias": self.dt_bias, "dt_limit": self.dt_limit}
 
     def _conv_parts(self) -> tuple[int, int, int]:
         groups, d_state = self.maps

@@ -8,22 +8,24 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from deqseq.backbones.base import Cache
+from deqseq.backbones.base import Cache, RealTokens
 from deqseq.models.explicit import ExplicitModel
 from deqseq.models.implicit import ImplicitModel
 from deqseq.models.output import CausalLMOutput
+from deqseq.models.padding import check_mask
 
 Tokens = Int64[Tensor, "batch length"]
 IGNORED = -100
 
 
 class CausalLM(nn.Module):
-    """An embedding, a model, and a head tied to the embedding.
+    """An embedding, a model, and a head without bias.
 
     Args:
         vocab_size: tokens, at least 1.
         model: an :class:`ImplicitModel` or :class:`ExplicitModel`.
         embedding_std: standard deviation of the initial embedding.
+        tied: whether the head is the embedding, as in the paper, or has weights of its own.
 
     Raises:
         ValueError: a vocabulary below 1.
@@ -37,13 +39,23 @@ class CausalLM(nn.Module):
         (torch.Size([1, 3, 10]), 0)
     """
 
-    def __init__(self, vocab_size: int, model: ImplicitModel | ExplicitModel, embedding_std: float = 0.02) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        model: ImplicitModel | ExplicitModel,
+        embedding_std: float = 0.02,
+        *,
+        tied: bool = True,
+    ) -> None:
         super().__init__()
         if vocab_size < 1:
             raise ValueError(f"CausalLM.vocab_size must be >= 1, got {vocab_size}")
         self.embedding = nn.Embedding(vocab_size, model.backbone.d_model)
         nn.init.normal_(self.embedding.weight, std=embedding_std)
         self.model = model
+        self.head = None if tied else nn.Linear(model.backbone.d_model, vocab_size, bias=False)
+        if self.head is not None:
+            nn.init.normal_(self.head.weight, std=embedding_std)
 
     def forward(
         self,
@@ -51,6 +63,7 @@ class CausalLM(nn.Module):
         *,
         labels: Tokens | None = None,
         targets: Tokens | None = None,
+        mask: RealTokens | None = None,
         cache: Cache | None = None,
         return_cache: bool = False,
         **solve_options: Any,
@@ -61,7 +74,8 @@ class CausalLM(nn.Module):
             input_ids: ``(batch, length)``.
             labels: the sequence itself, for next-token prediction: the one at ``t`` is the answer at ``t - 1``.
             targets: the answer at each position, as in state tracking: the one at ``t`` belongs to the input at
-                ``t``. In both, -100 is left out of the loss.
+                ``t``. In both, -100 and what concerns padding is left out of the loss.
+            mask: which tokens are real, ``(batch, length)``; padding may stand on either side of a row. None: all.
             cache: what :class:`CausalLMOutput` returned for the tokens before.
             return_cache: whether the cache after these tokens is wanted.
             **solve_options: ``sweep``, ``solver``, ``stop``, ``trace``, ``callback`` of an
@@ -75,13 +89,25 @@ class CausalLM(nn.Module):
             TypeError: an option that the model does not take.
         """
         _check_ids("input_ids", input_ids, self.embedding.num_embeddings)
-        answers = self._answers(input_ids, labels, targets)
-        output = self.model(self.embedding(input_ids), cache=cache, return_cache=return_cache, **solve_options)
-        logits = F.linear(output.value, self.embedding.weight)
+        answers = self._answers(input_ids, labels, targets, mask)
+        output = self.model(
+            self.embedding(input_ids), mask=mask, cache=cache, return_cache=return_cache, **solve_options
+        )
+        logits = F.linear(output.value, self.embedding.weight if self.head is None else self.head.weight)
         loss = None if answers is None else _cross_entropy(logits, answers, shift=labels is not None)
         return CausalLMOutput(logits, loss, output.cache, output.stats, output.status)
 
-    def _answers(self, ids: Tensor, labels: Tensor | None, targets: Tensor | None) -> Tensor | None:
+    def compile(self, **options: Any) -> None:
+        """Compile the blocks of the model with ``torch.compile``; what is around them stays as it is.
+
+        Args:
+            **options: of ``torch.compile``.
+        """
+        self.model.compile(**options)
+
+    def _answers(
+        self, ids: Tensor, labels: Tensor | None, targets: Tensor | None, mask: Tensor | None
+    ) -> Tensor | None:
         """What to compare with, checked before anything is solved."""
         if labels is not None and targets is not None:
             raise ValueError("give labels (shifted by one inside) or targets (not shifted), not both")
@@ -90,6 +116,10 @@ class CausalLM(nn.Module):
             return None
         if answers.shape != ids.shape:
             raise ValueError(f"{name} must have the shape of input_ids {tuple(ids.shape)}, got {tuple(answers.shape)}")
+        if mask is not None:
+            check_mask(mask, ids)
+            known = mask if labels is None else mask & F.pad(mask[:, :-1], (1, 0))  # a label is told by the one before
+            answers = answers.masked_fill(~known, IGNORED)
         scored = answers[:, 1:] if labels is not None else answers
         scored = scored[scored != IGNORED]
         if scored.numel() == 0:

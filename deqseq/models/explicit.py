@@ -4,9 +4,10 @@ from typing import Any
 
 from torch import nn
 
-from deqseq.backbones.base import Backbone, Cache, Injection, Sequence, check_sequence
+from deqseq.backbones.base import Backbone, Cache, RealTokens, Sequence, check_sequence
 from deqseq.layers.weight_norm import weights_computed_once
 from deqseq.models.output import ModelOutput
+from deqseq.models.padding import Padding
 
 
 class ExplicitModel(nn.Module):
@@ -26,11 +27,20 @@ class ExplicitModel(nn.Module):
         super().__init__()
         self.backbone = backbone
 
-    def forward(self, x: Sequence, *, cache: Cache | None = None, return_cache: bool = False) -> ModelOutput:
+    def forward(
+        self,
+        x: Sequence,
+        *,
+        mask: RealTokens | None = None,
+        cache: Cache | None = None,
+        return_cache: bool = False,
+    ) -> ModelOutput:
         """Run the layers once.
 
         Args:
             x: embedded tokens, ``(batch, length, d_model)``.
+            mask: which tokens are real, ``(batch, length)``; padding on either side of a row leaves the row as it is
+                alone. None: all.
             cache: what came before; None: nothing.
             return_cache: whether the cache after these tokens is wanted.
 
@@ -41,6 +51,19 @@ class ExplicitModel(nn.Module):
             ValueError: a bad shape.
         """
         check_sequence(x, self.backbone.d_model)
+        padding = Padding.of(x, mask)
+        tokens = padding.compact(x)
         with weights_computed_once(self.backbone):
-            value, cache = self.backbone(x, Injection(None, self.backbone.masks(x)), cache, return_cache=return_cache)
-        return ModelOutput(value, cache)
+            place = self.backbone.place(tokens, cache, padding.real)
+            value, trail = self.backbone(tokens, place, cache, return_trail=return_cache)
+            if padding.real is not None:
+                value = value.masked_fill(~padding.real[..., None], 0)
+            return ModelOutput(padding.back(value), None if trail is None else trail.after(x.shape[1]))
+
+    def compile(self, **options: Any) -> None:
+        """Compile the layers, block by block, with ``torch.compile``.
+
+        Args:
+            **options: of ``torch.compile``.
+        """
+        self.backbone.compile(**options)

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -83,6 +83,59 @@ def ssd(
         if D is not None:
             y = torch.addcmul(y, x.to(dtype), D.to(dtype)[:, None])
     return SSDOutput(y.to(x.dtype), state if return_state else None)
+
+
+def ssd_state(
+    x: Float[Tensor, "batch length heads headdim"],
+    dt: Float[Tensor, "batch length heads"],
+    A: Float[Tensor, " heads"],
+    B: Float[Tensor, "batch length groups d_state"],
+    *,
+    dt_bias: Float[Tensor, " heads"] | None = None,
+    dt_softplus: bool = True,
+    dt_limit: tuple[float, float] = UNLIMITED,
+    initial_state: Float[Tensor, "batch heads headdim d_state"] | None = None,
+    counts: Int64[Tensor, " batch"] | None = None,
+) -> Float[Tensor, "batch heads headdim d_state"]:
+    r"""The state of :func:`ssd` after its last token, without the outputs: one matrix product.
+
+    .. math:: h_T = e^{\sum_s \Delta_s A} h_0 + \sum_t e^{\sum_{s > t} \Delta_s A} \Delta_t x_t B_t^\top
+
+    Args:
+        x: inputs, ``(batch, length, heads, headdim)``.
+        dt: step sizes before bias and softplus, ``(batch, length, heads)``.
+        A: decay rates, negative, ``(heads,)``.
+        B: input maps, ``(batch, length, groups, d_state)``.
+        dt_bias: ``(heads,)``.
+        dt_softplus: whether step sizes pass a softplus.
+        dt_limit: lower and upper bound of the step sizes.
+        initial_state: the state before the first token; None is zero.
+        counts: how many tokens of each row count, ``(batch,)``: the state after those; None: all.
+
+    Returns:
+        The state, in float32 (float64 for float64 inputs).
+
+    Example:
+        >>> one = torch.ones(1, 3, 1, 1)
+        >>> ssd_state(one, one[..., 0], torch.zeros(1), one, dt_softplus=False, counts=torch.tensor([2])).item()
+        2.0
+    """
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    with torch.autocast(x.device.type, enabled=False):
+        step = _step_sizes(dt.to(dtype), dt_bias, dt_softplus, dt_limit)
+        if counts is not None:
+            beyond = torch.arange(x.shape[1], device=x.device) >= counts[:, None]
+            step = step.masked_fill(beyond[..., None], 0)
+        rates = step * A.to(dtype)
+        # summed from the end: what matters most, the decay of the latest tokens, is a sum of few small numbers
+        left = rates.flip(1).cumsum(1).flip(1) - rates
+        late = (x.to(dtype) * (step * left.exp())[..., None]).permute(0, 2, 3, 1)  # batch heads headdim length
+        heads_a_group = x.shape[2] // B.shape[2]
+        gained = late.unflatten(1, (-1, heads_a_group)) @ B.to(dtype).transpose(1, 2)[:, :, None]
+        gained = gained.flatten(1, 2)
+        if initial_state is None:
+            return gained
+        return torch.addcmul(gained, initial_state.to(dtype), rates.sum(1).exp()[..., None, None])
 
 
 def ssd_step(

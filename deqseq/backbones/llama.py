@@ -1,0 +1,222 @@
+"""A stack of Llama blocks."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import cast
+
+import torch
+from torch import nn
+
+from deqseq.backbones.base import Backbone, Injection, RealTokens, Sequence, check_sequence
+from deqseq.backbones.llama_cache import Claim, LlamaCache
+from deqseq.layers import (
+    Attention,
+    KeyValues,
+    LlamaBlock,
+    Past,
+    RMSNorm,
+    RotaryScaling,
+    RotaryTables,
+    apply_weight_norm,
+    dropout_mask,
+    rotary_frequencies,
+    rotary_tables,
+)
+from deqseq.types import RowIndex
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """Sizes and switches of a :class:`Llama` backbone.
+
+    Args:
+        d_model: width.
+        n_layers: blocks.
+        n_heads: heads of the queries.
+        n_kv_heads: heads of keys and values, which divide ``n_heads``; None: as many.
+        headdim: channels a head, even; None: ``d_model / n_heads``.
+        mlp_width: hidden width of the feed-forward layers; None: ``int(2/3 * 4 * d_model)``, as in the paper.
+        rope_theta: base of the rotary embedding.
+        rope_scaling: how Llama 3.1 and later stretch it; None: not at all.
+        norm_eps: epsilon of all norms.
+        dropout: probability, in [0, 1); one mask a layer and solve.
+        weight_norm: whether linear maps are weight-normalised, as in the paper.
+        injection: whether the backbone takes an input at every layer; without, it only serves explicit models.
+
+    Raises:
+        ValueError: names the field, what it got and what it wants.
+
+    Example:
+        >>> LlamaConfig(d_model=64, n_heads=4).mlp_width is None
+        True
+    """
+
+    d_model: int
+    n_layers: int = 1
+    n_heads: int = 8
+    n_kv_heads: int | None = None
+    headdim: int | None = None
+    mlp_width: int | None = None
+    rope_theta: float = 500000.0
+    rope_scaling: RotaryScaling | None = None
+    norm_eps: float = 1e-5
+    dropout: float = 0.0
+    weight_norm: bool = True
+    injection: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("d_model", "n_layers", "n_heads", "n_kv_heads", "headdim", "mlp_width"):
+            value = getattr(self, name)
+            optional = value is None and name in ("n_kv_heads", "headdim", "mlp_width")
+            if not optional and (not isinstance(value, int) or value < 1):
+                raise ValueError(f"LlamaConfig.{name} must be an integer >= 1, got {value!r}")
+        if self.headdim is None and self.d_model % self.n_heads:
+            raise ValueError(
+                f"LlamaConfig.n_heads must divide d_model = {self.d_model} (or give headdim), got {self.n_heads}"
+            )
+        if self.head_width % 2:
+            raise ValueError(f"LlamaConfig.headdim must be even for the rotary embedding, got {self.head_width}")
+        if self.n_heads % self.kv_heads:
+            raise ValueError(f"LlamaConfig.n_kv_heads must divide n_heads = {self.n_heads}, got {self.n_kv_heads}")
+        for name in ("rope_theta", "norm_eps"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"LlamaConfig.{name} must be > 0, got {getattr(self, name)!r}")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"LlamaConfig.dropout must lie in [0, 1), got {self.dropout!r}")
+
+    @property
+    def head_width(self) -> int:
+        """Channels a head."""
+        return self.headdim or self.d_model // self.n_heads
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of keys and values."""
+        return self.n_kv_heads or self.n_heads
+
+
+@dataclass(frozen=True)
+class LlamaTrail:
+    """Keys and values that one evaluation made, the cache that they follow, and which of its tokens are real."""
+
+    cache: LlamaCache
+    layers: tuple[KeyValues, ...]
+    real: RealTokens | None
+
+    def after(self, tokens: int) -> LlamaCache:
+        """The cache with the first ``tokens`` written behind it."""
+        real = None if self.real is None else self.real[:, :tokens]
+        new = tuple(KeyValues(*(part.detach()[:, :, :tokens] for part in layer)) for layer in self.layers)
+        return self.cache.followed(new, real)
+
+    def merged(self, rows: RowIndex, other: "LlamaTrail") -> "LlamaTrail":
+        """Some rows from another evaluation."""
+        pairs = (zip(mine, theirs, strict=True) for mine, theirs in zip(self.layers, other.layers, strict=True))
+        return replace(self, layers=tuple(KeyValues(*(a.index_copy(0, rows, b) for a, b in pair)) for pair in pairs))
+
+
+class Llama(Backbone[LlamaCache]):
+    r"""Transformer blocks and a final norm; the injection enters queries, keys and values of every layer.
+
+    .. math:: u = W_u\, \mathrm{RMSNorm}(x) + b_u, \qquad
+              f(z) = \mathrm{RMSNorm}(\mathrm{block}_n(\ldots \mathrm{block}_1(z, u) \ldots, u))
+
+    Parameters are named as in the public Llama models: ``layers.0.self_attn.q_proj.weight``, ``norm.weight``.
+
+    Args:
+        config: sizes and switches.
+
+    References:
+        Grattafiori et al., The Llama 3 Herd of Models, 2024, arXiv 2407.21783. Schöne et al., Implicit Language
+        Models are RNNs, ICML 2025, arXiv 2502.07827, section 3.
+
+    Example:
+        >>> backbone = Llama(LlamaConfig(d_model=16, n_heads=4))
+        >>> x = torch.randn(2, 5, 16)
+        >>> z, _ = backbone(torch.zeros(2, 5, 16), backbone.inject(x))
+        >>> z.shape
+        torch.Size([2, 5, 16])
+    """
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.d_model = config.d_model
+        blocks = [_block(config) for _ in range(config.n_layers)]
+        self.layers = nn.ModuleList(blocks)
+        self.norm = RMSNorm(config.d_model, config.norm_eps)
+        self.injection_norm = RMSNorm(config.d_model, config.norm_eps) if config.injection else None
+        width = blocks[0].self_attn.injected_width
+        self.injection = nn.Linear(config.d_model, width) if config.injection else None
+        if config.weight_norm:
+            apply_weight_norm(self)
+
+    @property
+    def blocks(self) -> Iterable[LlamaBlock]:
+        """The layers, by their type."""
+        return cast(Iterable[LlamaBlock], self.layers)
+
+    def inject(self, x: Sequence, cache: LlamaCache | None = None, real: RealTokens | None = None) -> Injection:
+        check_sequence(x, self.d_model)
+        if self.injection is None or self.injection_norm is None:
+            raise ValueError("this Llama was built with LlamaConfig(injection=False): it serves explicit models only")
+        return replace(self.place(x, cache, real), value=self.injection(self.injection_norm(x)))
+
+    def place(self, x: Sequence, cache: LlamaCache | None = None, real: RealTokens | None = None) -> Injection:
+        positions = torch.arange(x.shape[1], device=x.device)[None]
+        if cache is not None:
+            positions = positions + (cache.length if cache.real is None else cache.real.sum(dim=1, keepdim=True))
+        config = self.config
+        frequencies = rotary_frequencies(config.head_width, config.rope_theta, config.rope_scaling, x.device)
+        drops = self.training and config.dropout > 0
+        dropout = tuple(dropout_mask(x, config.dropout) for _ in self.layers if drops)
+        return Injection(dropout=dropout, real=real, tables=rotary_tables(positions, frequencies, x.dtype))
+
+    def init_cache(self, batch: int) -> LlamaCache:
+        shape = (batch, self.config.kv_heads, 0, self.config.head_width)
+        return LlamaCache(
+            tuple(KeyValues(self.norm.weight.new_empty(shape), self.norm.weight.new_empty(shape)) for _ in self.layers)
+        )
+
+    def forward(
+        self,
+        z: Sequence,
+        injection: Injection,
+        cache: LlamaCache | None = None,
+        *,
+        return_trail: bool = False,
+    ) -> tuple[Sequence, LlamaTrail | None]:
+        if cache is not None:
+            self._check_cache(cache, z)
+            cache = cache.reserve(z.shape[1])  # does nothing for a cache that a solve has prepared
+        tables, kept = RotaryTables(*injection.tables), []
+        for i, block in enumerate(self.blocks):
+            past = Past(cache.layers[i], cache.length, cache.visible) if cache is not None and cache.length else None
+            z, own = block(z, injection.value, tables, past, injection.dropout[i] if injection.dropout else None)
+            kept.append(own)
+        z = self.norm(z)
+        if not return_trail:
+            return z, None
+        return z, LlamaTrail(cache or self._empty(kept), tuple(kept), injection.real)
+
+    def _empty(self, layers: list[KeyValues]) -> LlamaCache:
+        """The cache before these keys, in their dtype."""
+        return LlamaCache(
+            tuple(KeyValues(*(part.detach()[:, :, :0].contiguous() for part in own)) for own in layers), 0, None, Claim()
+        )
+
+    def _check_cache(self, cache: object, z: Sequence) -> None:
+        if not isinstance(cache, LlamaCache):
+            raise TypeError(f"cache must be a LlamaCache, got {type(cache).__name__}")
+        layers, rows = len(cache.layers), len(cache.layers[0].keys)
+        if layers != len(self.layers) or rows != len(z):
+            raise ValueError(
+                f"cache must be of {len(self.layers)} layers and {len(z)} rows, as the model and its input are, "
+                f"got {layers} layers and {rows} rows"
+            )
+
+
+def _block(config: LlamaConfig) -> LlamaBlock:
+    attention = Attention(config.d_model, config.n_heads, config.kv_heads, config.head_width)
+    width = config.mlp_width or int(8 * config.d_model / 3)
+    return LlamaBlock(attention, config.d_model, width, config.norm_eps)

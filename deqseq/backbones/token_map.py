@@ -1,0 +1,101 @@
+"""The fixed-point map of a backbone for the tokens that are not settled yet."""
+
+from typing import Any
+
+import torch
+
+from deqseq.backbones.base import Backbone, Cache, Injection, Trail
+from deqseq.solution import Solution, Status
+from deqseq.types import RowIndex, State
+
+
+class BackboneMap:
+    """A backbone as a map ``z -> f(z)``, for one input and one past.
+
+    Padding is held at zero. While ``recording``, what the last evaluation computed is kept, and with it that of the
+    rows that were narrowed to since; :meth:`settled` makes a cache of it.
+
+    Args:
+        backbone: the layers.
+        injection: the input, prepared.
+        cache: the settled tokens before; None: nothing.
+        recording: whether :meth:`settled` will be called.
+
+    Example:
+        >>> import deqseq as dq
+        >>> backbone, x = dq.Affine(4), torch.ones(3, 5, 4)
+        >>> f = BackboneMap(backbone, backbone.inject(x), recording=True)
+        >>> solution = dq.solve(f, torch.zeros(3, 5, 4), solver=dq.Naive(), stop=dq.Stop(rtol=1e-6))
+        >>> cache, extra_evaluations = f.settled(5, solution)
+        >>> cache.previous.shape, extra_evaluations
+        (torch.Size([3, 4]), 0)
+    """
+
+    def __init__(
+        self, backbone: Backbone[Any], injection: Injection, cache: Cache | None = None, *, recording: bool = False
+    ) -> None:
+        self.backbone, self.injection, self.cache, self.recording = backbone, injection, cache, recording
+        self._real = None if injection.real is None else injection.real[..., None]
+        self._trail: Trail | None = None
+        self._narrowed: tuple[RowIndex, BackboneMap] | None = None
+
+    @property
+    def length(self) -> int:
+        """How many tokens there are."""
+        return 0 if self.injection.value is None else self.injection.value.shape[1]
+
+    def __call__(self, z: State, /) -> State:
+        """One self-iteration, ``(batch, length, d_model)``."""
+        value, trail = self.backbone(z, self.injection, self.cache, return_trail=self.recording)
+        if self.recording:
+            self._trail, self._narrowed = trail, None
+        return value if self._real is None else value.masked_fill(~self._real, 0)
+
+    def select(self, rows: RowIndex, /) -> "BackboneMap":
+        """The same map for the named rows alone."""
+        cache = None if self.cache is None else self.cache.select(rows)
+        narrow = BackboneMap(self.backbone, self.injection.select(rows), cache, recording=self.recording)
+        if self.recording:
+            self._narrowed = (rows, narrow)
+        return narrow
+
+    def first(self, tokens: int, /, *, recording: bool) -> "BackboneMap":
+        """The map of the first few tokens."""
+        injection = self.injection if tokens == self.length else self.injection.tokens(0, tokens)
+        cache = None if self.cache is None else self.cache.reserve(tokens)
+        return BackboneMap(self.backbone, injection, cache, recording=recording)
+
+    def beyond(self, tokens: int, cache: Cache | None, /) -> "BackboneMap":
+        """The map of the tokens after the first few, which have left ``cache``."""
+        return BackboneMap(self.backbone, self.injection.tokens(tokens, self.length), cache)
+
+    def settled(self, tokens: int, /, solution: Solution | None = None) -> tuple[Cache, int]:
+        """The cache after the first few tokens, from the evaluation at which they passed.
+
+        Args:
+            tokens: how many have settled.
+            solution: what the solve found; its failed rows are evaluated once more, at the value that they were
+                given. None: as they are.
+
+        Returns:
+            The cache, without a graph, and how many evaluations that took.
+        """
+        trail, extra = self._last(), 0
+        with torch.no_grad():
+            failed = None if solution is None else (solution.status != Status.CONVERGED).nonzero()[:, 0]
+            if solution is not None and failed is not None and len(failed):
+                again = self.select(failed)
+                again(solution.value[failed])
+                trail, extra = trail.merged(failed, again._last()), 1
+            return trail.after(tokens), extra
+
+    def _last(self) -> Trail:
+        """What the last evaluation of each row computed."""
+        assert self._trail is not None, "a map that settles must be recording, and have been evaluated"
+        if self._narrowed is None:
+            return self._trail
+        rows, narrow = self._narrowed
+        if narrow._trail is None:
+            return self._trail
+        with torch.no_grad():
+            return self._trail.merged(rows, narrow._last())

@@ -1,0 +1,133 @@
+"""Causal attention with rotary positions, grouped heads and an injection."""
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from deqseq.layers.rotary import RotaryTables, rotate
+from deqseq.types import RowIndex
+
+HeadTokens = Float[Tensor, "batch kv_heads length headdim"]
+
+
+class KeyValues(NamedTuple):
+    """Keys, already turned to their positions, and values."""
+
+    keys: HeadTokens
+    values: HeadTokens
+
+    def select(self, rows: RowIndex) -> "KeyValues":
+        """The named rows alone."""
+        return KeyValues(self.keys[rows], self.values[rows])
+
+
+class Past(NamedTuple):
+    """What came before the tokens of a call.
+
+    Attributes:
+        buffer: room for the tokens before and for those of the call, ``(batch, kv_heads, capacity, headdim)``.
+        length: how many tokens came before.
+        visible: which tokens of the buffer each new token attends to, ``(batch or 1, 1, new, length + new)``; None:
+            all of them.
+    """
+
+    buffer: KeyValues
+    length: int
+    visible: Bool[Tensor, "batch 1 new all"] | None
+
+
+class Attention(nn.Module):
+    r"""Multi-head causal attention; parameters are named as in the public Llama models.
+
+    .. math:: [q, k, v] = [W_q, W_k, W_v]\, x + \text{injection}, \qquad
+              y = W_o\, \mathrm{softmax}\Bigl(\tfrac{R q\, (R k)^\top}{\sqrt d} + \text{causal}\Bigr)\, v
+
+    The injection enters before the rotation :math:`R`.
+
+    Args:
+        d_model: width of the input and output.
+        n_heads: heads of the queries.
+        n_kv_heads: heads of keys and values; divides ``n_heads``.
+        headdim: channels a head, even.
+
+    Raises:
+        ValueError: heads that the key-value heads do not divide, or an odd ``headdim``.
+
+    References:
+        Vaswani et al., Attention Is All You Need, 2017, arXiv 1706.03762; Ainslie et al., GQA, 2023, arXiv
+        2305.13245. Injection: Schöne et al., 2025, arXiv 2502.07827.
+
+    Example:
+        >>> from deqseq.layers.rotary import rotary_frequencies, rotary_tables
+        >>> attention = Attention(d_model=8, n_heads=2, n_kv_heads=1, headdim=4)
+        >>> tables = rotary_tables(torch.arange(5)[None], rotary_frequencies(4, 10000.0), torch.float32)
+        >>> y, kept = attention(torch.zeros(2, 5, 8), None, tables)
+        >>> y.shape, kept.keys.shape
+        (torch.Size([2, 5, 8]), torch.Size([2, 1, 5, 4]))
+    """
+
+    def __init__(self, d_model: int, n_heads: int, n_kv_heads: int, headdim: int) -> None:
+        super().__init__()
+        if n_heads % n_kv_heads or headdim % 2:
+            raise ValueError(
+                "Attention needs n_kv_heads that divide n_heads and an even headdim, got "
+                f"n_heads {n_heads}, n_kv_heads {n_kv_heads}, headdim {headdim}"
+            )
+        self.headdim = headdim
+        self.parts = (n_heads * headdim, n_kv_heads * headdim, n_kv_heads * headdim)
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(d_model, part, bias=False) for part in self.parts)
+        self.o_proj = nn.Linear(self.parts[0], d_model, bias=False)
+
+    @property
+    def injected_width(self) -> int:
+        """Width of the injection: queries, keys and values."""
+        return sum(self.parts)
+
+    def forward(
+        self,
+        x: Float[Tensor, "batch length d_model"],
+        injection: Float[Tensor, "batch length injected"] | None,
+        tables: RotaryTables,
+        past: Past | None = None,
+    ) -> tuple[Float[Tensor, "batch length d_model"], KeyValues]:
+        """Attend to these tokens and those before.
+
+        Args:
+            x: inputs, ``(batch, length, d_model)``.
+            injection: what is added to queries, keys and values, ``(batch, length, injected_width)``; None: nothing.
+            tables: rotary tables of these tokens.
+            past: what came before; None: nothing. Without a graph, the keys and values of these tokens are written
+                into its buffer, behind ``past.length``.
+
+        Returns:
+            Outputs of the shape of ``x``, and the keys and values of these tokens.
+        """
+        parts = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
+        if injection is not None:
+            parts = tuple(part + more for part, more in zip(parts, injection.split(self.parts, dim=-1), strict=True))
+        q, k, v = (part.unflatten(-1, (-1, self.headdim)).transpose(1, 2) for part in parts)
+        own = KeyValues(rotate(k, tables), v)
+        seen, mask = (own, None) if past is None else (_after(past, own), past.visible)
+        mixed = F.scaled_dot_product_attention(
+            rotate(q, tables),
+            seen.keys.to(q.dtype),
+            seen.values.to(q.dtype),
+            attn_mask=mask,
+            is_causal=past is None and q.shape[2] > 1,
+            enable_gqa=self.parts[0] != self.parts[1],
+        )
+        return self.o_proj(mixed.transpose(1, 2).flatten(2)), own
+
+
+def _after(past: Past, own: KeyValues) -> KeyValues:
+    """All keys and values so far: in place in the buffer, unless a graph is being built."""
+    length, total = past.length, past.length + own.keys.shape[2]
+    if torch.is_grad_enabled():  # autograd must find the keys of every self-iteration unchanged
+        settled = ((kept[:, :, :length].to(new.dtype), new) for kept, new in zip(past.buffer, own, strict=True))
+        return KeyValues(*(torch.cat(pair, dim=2) for pair in settled))
+    for kept, new in zip(past.buffer, own, strict=True):
+        kept[:, :, length:total] = new
+    return KeyValues(*(kept[:, :, :total] for kept in past.buffer))

@@ -1,0 +1,136 @@
+"""Rotary position embedding, with the frequency scaling of Llama 3.x checkpoints."""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class RotaryScaling:
+    """How Llama 3.1 and later stretch the rotary frequencies for long contexts.
+
+    Args:
+        factor: low frequencies are divided by this, at least 1.
+        low_freq_factor: wavelengths above ``original_length / low_freq_factor`` are low frequencies.
+        high_freq_factor: wavelengths below ``original_length / high_freq_factor`` stay; between, it is interpolated.
+        original_length: the context that the frequencies were first trained for, in tokens.
+
+    Raises:
+        ValueError: names the field, what it got and what it wants.
+
+    References:
+        Grattafiori et al., The Llama 3 Herd of Models, 2024, arXiv 2407.21783.
+
+    Example:
+        >>> RotaryScaling(factor=8.0).original_length
+        8192
+    """
+
+    factor: float = 8.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_length: int = 8192
+
+    def __post_init__(self) -> None:
+        if not self.factor >= 1:
+            raise ValueError(f"RotaryScaling.factor must be >= 1, got {self.factor!r}")
+        if not 0 < self.low_freq_factor < self.high_freq_factor:
+            raise ValueError(
+                "RotaryScaling needs 0 < low_freq_factor < high_freq_factor, got "
+                f"{self.low_freq_factor!r} and {self.high_freq_factor!r}"
+            )
+        if not self.original_length >= 1:
+            raise ValueError(f"RotaryScaling.original_length must be >= 1, got {self.original_length!r}")
+
+
+class RotaryTables(NamedTuple):
+    """Cosines and signed sines of the tokens' angles, made once a solve."""
+
+    cos: Float[Tensor, "batch length headdim"]
+    sin: Float[Tensor, "batch length headdim"]
+
+    def select(self, rows: Int64[Tensor, " rows"]) -> "RotaryTables":
+        """The named rows alone; tables that all rows share stay as they are."""
+        return self if len(self.cos) == 1 else RotaryTables(self.cos[rows], self.sin[rows])
+
+    def tokens(self, start: int, stop: int) -> "RotaryTables":
+        """The tokens from ``start`` up to ``stop`` alone."""
+        return RotaryTables(self.cos[:, start:stop], self.sin[:, start:stop])
+
+
+def rotary_frequencies(
+    headdim: int, theta: float, scaling: RotaryScaling | None = None, device: torch.device | None = None
+) -> Float[Tensor, " half"]:
+    r"""Angles per position, :math:`\theta^{-2i/d}`, scaled if asked for; float32, ``(headdim / 2,)``.
+
+    Args:
+        headdim: channels a head, even.
+        theta: the base.
+        scaling: stretches low frequencies; None: leaves them.
+        device: where to put them.
+
+    Returns:
+        Radians per token.
+
+    References:
+        Su et al., RoFormer, 2021, arXiv 2104.09864.
+
+    Example:
+        >>> rotary_frequencies(4, 10000.0)
+        tensor([1.0000, 0.0100])
+    """
+    plain = 1.0 / theta ** (torch.arange(0, headdim, 2, dtype=torch.float32, device=device) / headdim)
+    if scaling is None:
+        return plain
+    turns = scaling.original_length * plain / (2 * math.pi)  # over the original context
+    span = scaling.high_freq_factor - scaling.low_freq_factor
+    kept = ((turns - scaling.low_freq_factor) / span).clamp(0, 1)
+    return kept * plain + (1 - kept) * plain / scaling.factor
+
+
+def rotary_tables(
+    positions: Int64[Tensor, "batch length"], frequencies: Float[Tensor, " half"], dtype: torch.dtype
+) -> RotaryTables:
+    """Cosines and sines for these positions.
+
+    Angles are float32 in models of any dtype, as in the public Llama code: weights trained with its rounding meet it
+    again, and float64 tests of this library agree with the paper's reference to 1e-9.
+
+    Args:
+        positions: ``(batch, length)``; a batch of one serves all rows.
+        frequencies: of :func:`rotary_frequencies`.
+        dtype: of the result.
+
+    Returns:
+        Tables ``(batch, length, headdim)``.
+
+    Example:
+        >>> rotary_tables(torch.tensor([[0, 1]]), torch.tensor([0.5]), torch.float32).cos[0, 1]
+        tensor([0.8776, 0.8776])
+    """
+    angles = positions[..., None].to(torch.float32) * frequencies
+    cos, sin = angles.cos(), angles.sin()
+    return RotaryTables(torch.cat([cos, cos], dim=-1).to(dtype), torch.cat([-sin, sin], dim=-1).to(dtype))
+
+
+def rotate(x: Float[Tensor, "batch heads length headdim"], tables: RotaryTables) -> Tensor:
+    r"""Turn each pair of channels :math:`(i, i + d/2)` by its token's angle.
+
+    Args:
+        x: queries or keys, ``(batch, heads, length, headdim)``.
+        tables: of the same tokens.
+
+    Returns:
+        The same shape and dtype.
+
+    Example:
+        >>> quarter = RotaryTables(torch.zeros(1, 1, 2), torch.tensor([[[-1.0, 1.0]]]))
+        >>> rotate(torch.tensor([[[[1.0, 0.0]]]]), quarter).flatten()
+        tensor([0., 1.])
+    """
+    cos, sin = (table.to(x.dtype)[:, None] for table in tables)
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
