@@ -68,10 +68,9 @@ class Ledger:
         else:
             self._settle(fz, seen, step, sound, passed, improved)
         if self._trace is not None:
-            self._trace.append(self.residual)
+            self._trace.append(self.residuals())
 
-    @property
-    def residual(self) -> Residual:
+    def residuals(self) -> Residual:
         """The latest residual of every row of the batch; rows that have ended keep their last."""
         assert self._latest is not None, "nothing has been observed yet"
         if self._before_drop is None:
@@ -94,7 +93,7 @@ class Ledger:
         if not self.open_rows or 4 * (count - self.open_rows) < count:
             return None
         keep = self._open.nonzero()[:, 0].to(self._best.device)
-        self._before_drop = self.residual
+        self._before_drop = self.residuals()
         self._updates[self._rows] = self._last_step
         self._rows = self._rows[self._open]
         self._open = torch.ones(self.open_rows, dtype=torch.bool)

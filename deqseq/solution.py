@@ -60,9 +60,9 @@ class SolveStats:
     steps: Steps
     residual: Residual
     evaluations: int
-    updates: Steps
+    updates: Int64[Tensor, "batch *each"]
     trace: Float[Tensor, "looks batch *tokens"] | None = None
-    forced: Bool[Tensor, "batch tokens"] | None = None
+    forced: Bool[Tensor, "batch length"] | None = None
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -81,15 +81,15 @@ def solve(
     return ledger.solution(iterate(f, z0, solver, ledger, callback).evaluations)
 
 
+@runtime_checkable
 class Books(Protocol):
     """Who watches an iteration and decides when it ends: a :class:`Ledger`, or the front of a sliding window."""
 
     stop: Stop
     open_rows: int
 
-    @property
-    def residual(self) -> Residual:
-        """The latest residual."""
+    def residuals(self) -> Residual:
+        """The latest residuals."""
         ...
 
     def observe(self, z: State, fz: State, step: int) -> None:
@@ -197,4 +197,4 @@ def _identity(fz: State) -> State:
 
 def _tell(callback: Callback | None, books: Books, step: int) -> None:
     if callback is not None:
-        callback(Progress(step, books.stop.max_steps, books.open_rows, books.residual))
+        callback(Progress(step, books.stop.max_steps, books.open_rows, books.residuals()))

@@ -19,6 +19,22 @@ def contractive_mamba2(**changes) -> dq.Mamba2:
     return backbone
 
 
+def contractive_llama(**changes) -> dq.Llama:
+    """A random Llama, likewise; key-value heads are shared by two."""
+    torch.manual_seed(0)
+    sizes = {"d_model": 8, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "mlp_width": 12, "weight_norm": False}
+    weight_norm = changes.pop("weight_norm", True)
+    backbone = dq.Llama(dq.LlamaConfig(**{**sizes, **changes})).double()
+    for block in backbone.layers:
+        for part in (block.self_attn.q_proj, block.self_attn.k_proj, block.self_attn.v_proj):
+            part.weight.data *= 0.2
+        block.self_attn.o_proj.weight.data *= 4
+        block.mlp.gate_proj.weight.data *= 0.2
+    if weight_norm:
+        dq.layers.apply_weight_norm(backbone)
+    return backbone
+
+
 def affine() -> dq.Affine:
     """The toy with a known answer."""
     torch.manual_seed(0)

@@ -7,14 +7,20 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
 from deqseq.layers import (
+    Attention,
     CausalConv1d,
     GatedRMSNorm,
+    LlamaBlock,
     Mamba2Block,
     Mamba2Mixer,
     RMSNorm,
+    RotaryScaling,
     SwiGLU,
     apply_weight_norm,
     dropout_mask,
+    rotary_frequencies,
+    rotary_tables,
+    rotate,
     weights_computed_once,
 )
 
@@ -43,18 +49,23 @@ def test_conv_is_a_grouped_convolution(kernel_size):
     theirs = nn.Conv1d(3, 3, kernel_size, groups=3, padding=kernel_size - 1).double()
     theirs.load_state_dict(ours.state_dict())
     x = randn(2, 6, 3)
-    assert torch.allclose(ours(x)[0], theirs(x.transpose(1, 2))[:, :, :6].transpose(1, 2))
+    assert torch.allclose(ours(x), theirs(x.transpose(1, 2))[:, :, :6].transpose(1, 2))
 
 
 @pytest.mark.parametrize("cut", [1, 2, 5])
 def test_conv_carries_on_from_its_state(cut):
     conv, x = CausalConv1d(3, 4).double(), randn(2, 6, 3)
-    whole, last = conv(x, return_state=True)
-    first, state = conv(x[:, :cut], conv.init_state(2), return_state=True)
-    second, state = conv(x[:, cut:], state, return_state=True)
-    assert torch.allclose(torch.cat([first, second], dim=1), whole)
-    assert torch.equal(state, last)
-    assert state.shape == (2, 3, 3)
+    state = conv.state_after(x[:, :cut], conv.init_state(2))
+    assert torch.allclose(torch.cat([conv(x[:, :cut]), conv(x[:, cut:], state)], dim=1), conv(x))
+    assert torch.equal(conv.state_after(x[:, cut:], state), x[:, 3:])
+
+
+def test_conv_state_after_a_count_of_each_row():
+    conv, x, before = CausalConv1d(3, 4).double(), randn(3, 6, 3), randn(3, 3, 3, seed=1)
+    state = conv.state_after(x, before, torch.tensor([0, 2, 6]))
+    assert torch.equal(state[0], before[0])
+    assert torch.equal(state[1], torch.cat([before[1, 2:], x[1, :2]]))
+    assert torch.equal(state[2], x[2, 3:])
 
 
 def test_conv_rejects_an_empty_kernel():
@@ -105,10 +116,12 @@ def test_mixer_adds_the_injection_to_the_projected_input(mixer):
 @pytest.mark.parametrize("cut", [1, 2, 4])
 def test_mixer_carries_on_from_its_state(mixer, cut):
     u, injection = randn(2, 5, 8), randn(2, 5, mixer.injected_width, seed=1)
-    whole, last = mixer(u, injection, return_state=True)
-    first, state = mixer(u[:, :cut], injection[:, :cut], mixer.init_state(2), return_state=True)
-    second, state = mixer(u[:, cut:], injection[:, cut:], state, return_state=True)
+    whole, trail = mixer(u, injection, return_trail=True)
+    last = mixer.state_after(trail, 5)
+    first, trail = mixer(u[:, :cut], injection[:, :cut], mixer.init_state(2), return_trail=True)
+    second, trail = mixer(u[:, cut:], injection[:, cut:], mixer.state_after(trail, cut), return_trail=True)
     assert torch.allclose(torch.cat([first, second], dim=1), whole)
+    state = mixer.state_after(trail, 5 - cut)
     assert torch.allclose(state.conv, last.conv)
     assert torch.allclose(state.ssm, last.ssm)
 
@@ -185,3 +198,89 @@ def test_step_size_limits_hold_in_the_mixer():
     before = mixer(u)[0]
     mixer.dt_bias.data += 1  # every step size is at its bound: the bias changes nothing
     assert torch.allclose(mixer(u)[0], before)
+
+
+def rotated_by_hand(x, theta, scale=1.0):
+    """Each pair of channels as a complex number, turned by position times frequency."""
+    half = x.shape[-1] // 2
+    frequency = scale * theta ** -(torch.arange(half, dtype=torch.float64) / half)
+    turn = torch.polar(torch.ones(1, dtype=torch.float64), torch.arange(x.shape[2])[:, None] * frequency)
+    turned = torch.complex(x[..., :half], x[..., half:]) * turn
+    return torch.cat([turned.real, turned.imag], dim=-1)
+
+
+def tables(length, headdim, theta, scaling=None):
+    frequencies = rotary_frequencies(headdim, theta, scaling)
+    return rotary_tables(torch.arange(length)[None], frequencies, torch.float64)
+
+
+def test_rotation_by_complex_numbers():
+    x = randn(2, 3, 9, 8)
+    assert (rotate(x, tables(9, 8, 500.0)) - rotated_by_hand(x, 500.0)).abs().max() < 1e-6  # angles are float32
+
+
+def test_rotary_scaling_leaves_high_frequencies_and_divides_low_ones():
+    plain, scaled = (
+        rotary_frequencies(64, 500000.0, scaling) for scaling in (None, RotaryScaling(8.0, 1.0, 4.0, 8192))
+    )
+    wavelength = 2 * torch.pi / plain
+    high, low = wavelength < 8192 / 4, wavelength > 8192
+    assert high.sum() > 5
+    assert low.sum() > 5
+    assert torch.equal(scaled[high], plain[high])
+    assert torch.allclose(scaled[low], plain[low] / 8)
+    between = ~high & ~low
+    assert between.any()
+    assert ((scaled < plain) & (scaled > plain / 8))[between].all()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"factor": 0.5}, "RotaryScaling.factor must be >= 1, got 0.5"),
+        ({"low_freq_factor": 4.0}, "needs 0 < low_freq_factor < high_freq_factor, got 4.0 and 4.0"),
+        ({"original_length": 0}, "RotaryScaling.original_length must be >= 1, got 0"),
+    ],
+)
+def test_bad_rotary_scaling_is_named(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        RotaryScaling(**arguments)
+
+
+@pytest.fixture
+def attention():
+    torch.manual_seed(0)
+    return Attention(8, n_heads=4, n_kv_heads=2, headdim=6).double()
+
+
+def attended_by_hand(attention, x, injection):
+    """Softmax written out, head by head."""
+    q, k, v = (linear(x) for linear in (attention.q_proj, attention.k_proj, attention.v_proj))
+    q, k, v = (part + more for part, more in zip((q, k, v), injection.split(attention.parts, dim=-1), strict=True))
+    turned = [rotate(part.unflatten(-1, (-1, 6)).transpose(1, 2), tables(x.shape[1], 6, 500.0)) for part in (q, k)]
+    v, out = v.unflatten(-1, (-1, 6)).transpose(1, 2), []
+    for head in range(4):
+        scores = turned[0][:, head] @ turned[1][:, head // 2].transpose(1, 2) / 6**0.5
+        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
+        out.append(scores.softmax(-1) @ v[:, head // 2])
+    return torch.cat(out, dim=-1) @ attention.o_proj.weight.T
+
+
+def test_attention_by_hand(attention):
+    x, injection = randn(2, 5, 8), randn(2, 5, attention.injected_width, seed=1)
+    ours, _ = attention(x, injection, tables(5, 6, 500.0))
+    assert (ours - attended_by_hand(attention, x, injection)).abs().max() < 1e-12
+
+
+def test_attention_names_heads_that_do_not_fit():
+    for heads, kv_heads, headdim in ((4, 3, 6), (4, 2, 5)):
+        with pytest.raises(ValueError, match=f"got n_heads {heads}, n_kv_heads {kv_heads}, headdim {headdim}"):
+            Attention(8, heads, kv_heads, headdim)
+
+
+def test_llama_block_has_residual_paths_and_masked_branches(attention):
+    block, z = LlamaBlock(attention, 8, 6).double(), randn(2, 5, 8)
+    angles = tables(5, 6, 500.0)
+    assert torch.equal(block(z, None, angles, None, torch.zeros_like(z))[0], z)
+    mixed = z + attention(block.input_layernorm(z), None, angles)[0]
+    assert torch.allclose(block(z, None, angles)[0], mixed + block.mlp(block.post_attention_layernorm(mixed)))

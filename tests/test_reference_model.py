@@ -1,4 +1,4 @@
-"""Our implicit Mamba2 computes what the paper's public reference code computes, from the same weights."""
+"""Our implicit models compute what the paper's public reference code computes, from the same weights."""
 
 import pytest
 import reference_model
@@ -6,37 +6,46 @@ import torch
 
 import deqseq as dq
 
-TENSORS = reference_model.load()
+TENSORS = {name: reference_model.load(name) for name in reference_model.BACKBONES}
 
 
-@pytest.fixture(scope="module")
-def lm() -> dq.CausalLM:
-    return reference_model.build(TENSORS)
+@pytest.fixture(scope="module", params=list(reference_model.BACKBONES))
+def reference(request) -> tuple[dq.CausalLM, dict[str, torch.Tensor]]:
+    tensors = TENSORS[request.param]
+    return reference_model.build(request.param, tensors), tensors
 
 
 @pytest.mark.parametrize("solver", [dq.Relaxed(0.8), dq.Naive(), dq.Anderson()], ids=lambda s: type(s).__name__)
-def test_logits_at_the_fixed_point(lm, solver):
+def test_logits_at_the_fixed_point(reference, solver):
+    lm, tensors = reference
     with torch.no_grad():
-        output = lm(TENSORS["input_ids"], solver=solver, stop=dq.Stop(rtol=1e-13, max_steps=600))
+        output = lm(tensors["input_ids"], solver=solver, stop=dq.Stop(rtol=1e-13, max_steps=600))
     assert (output.status == dq.Status.CONVERGED).all()
-    assert (output.logits - TENSORS["eval_logits"]).abs().max() < 1e-9
+    assert (output.logits - tensors["eval_logits"]).abs().max() < 1e-9
 
 
-@pytest.mark.parametrize("sweep", [dq.Chunked(7), dq.Sequential()], ids=str)
-def test_every_sweep_finds_the_same_fixed_point(lm, sweep):
+@pytest.mark.parametrize(
+    "sweep", [dq.Chunked(7), dq.Sequential(), dq.Sliding(1), dq.Sliding(8), dq.Sliding(100)], ids=str
+)
+def test_every_sweep_finds_the_same_fixed_point(reference, sweep):
+    lm, tensors = reference
     with torch.no_grad():
-        output = lm(TENSORS["input_ids"], sweep=sweep, stop=dq.Stop(rtol=1e-12, max_steps=600))
+        output = lm(tensors["input_ids"], sweep=sweep, stop=dq.Stop(rtol=1e-12, max_steps=600))
     assert (output.status == dq.Status.CONVERGED).all()
-    assert (output.logits - TENSORS["eval_logits"]).abs().max() < 1e-9
+    assert not output.stats.forced.any()
+    assert (output.logits - tensors["eval_logits"]).abs().max() < 1e-9
 
 
-def test_phantom_gradient_of_every_parameter(lm):
+@pytest.mark.parametrize("sweep", [dq.Simultaneous(), dq.Chunked(7), dq.Sequential(), dq.Sliding(8)], ids=str)
+def test_phantom_gradient_of_every_parameter(reference, sweep):
+    lm, tensors = reference
     lm.zero_grad()
-    output = lm(TENSORS["input_ids"], labels=TENSORS["input_ids"])
-    assert output.loss.item() == pytest.approx(TENSORS["train_loss"].item(), rel=1e-6)
-    assert (output.logits - TENSORS["train_logits"]).abs().max() < 1e-9
+    stop = dq.Stop(rtol=1e-13, max_steps=600)
+    output = lm(tensors["input_ids"], labels=tensors["input_ids"], sweep=sweep, stop=stop)
+    assert output.loss.item() == pytest.approx(tensors["train_loss"].item(), rel=1e-6)
+    assert (output.logits - tensors["train_logits"]).abs().max() < 1e-9
     output.loss.backward()
-    expected = reference_model.named(TENSORS, "grad/")
+    expected = reference_model.named(tensors, "grad/")
     gradients = {name: p.grad for name, p in lm.named_parameters()}
     assert gradients.keys() == expected.keys()
     for name, gradient in gradients.items():

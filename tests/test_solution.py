@@ -15,7 +15,7 @@ EXPANDS = "the map expands here: damp it with Relaxed(damping=0.5), try Anderson
 
 def solution(status: list[Status], residual: list[float] | list[list[float]], evaluations: int = 12) -> Solution:
     residuals = torch.tensor(residual)
-    stats = SolveStats(torch.full(residuals.shape, evaluations), residuals, evaluations)
+    stats = SolveStats(steps := torch.full(residuals.shape, evaluations), residuals, evaluations, steps)
     return Solution(torch.zeros(len(status), 2), torch.tensor(status), stats)
 
 

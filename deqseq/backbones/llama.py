@@ -202,7 +202,10 @@ class Llama(Backbone[LlamaCache]):
     def _empty(self, layers: list[KeyValues]) -> LlamaCache:
         """The cache before these keys, in their dtype."""
         return LlamaCache(
-            tuple(KeyValues(*(part.detach()[:, :, :0].contiguous() for part in own)) for own in layers), 0, None, Claim()
+            tuple(KeyValues(*(part.detach()[:, :, :0].contiguous() for part in own)) for own in layers),
+            0,
+            None,
+            Claim(),
         )
 
     def _check_cache(self, cache: object, z: Sequence) -> None:

@@ -141,13 +141,13 @@ class Mamba2Mixer(nn.Module):
         x, B, C = convolved.split(self._conv_parts(), dim=-1)
         x, B, C = x.unflatten(-1, (-1, self.headdim)), B.unflatten(-1, self.maps), C.unflatten(-1, self.maps)
         before = None if state is None else state.ssm
-        y = ssd(x, dt, self._rates(), B, C, D=self.D, initial_state=before, chunk_size=self.chunk_size, **self._step()).y
+        y = ssd(
+            x, dt, self._rates(), B, C, D=self.D, initial_state=before, chunk_size=self.chunk_size, **self._step()
+        ).y
         out = self.out_proj(self.norm(y.flatten(2), gate))
         return out, MixerTrail(state, xBC, x, dt, B) if return_trail else None
 
-    def state_after(
-        self, trail: MixerTrail, tokens: int, counts: Int64[Tensor, " batch"] | None = None
-    ) -> MixerState:
+    def state_after(self, trail: MixerTrail, tokens: int, counts: Int64[Tensor, " batch"] | None = None) -> MixerState:
         """The state after the first tokens of a call; nothing is projected, convolved or read out again.
 
         Args:

@@ -53,14 +53,6 @@ class RotaryTables(NamedTuple):
     cos: Float[Tensor, "batch length headdim"]
     sin: Float[Tensor, "batch length headdim"]
 
-    def select(self, rows: Int64[Tensor, " rows"]) -> "RotaryTables":
-        """The named rows alone; tables that all rows share stay as they are."""
-        return self if len(self.cos) == 1 else RotaryTables(self.cos[rows], self.sin[rows])
-
-    def tokens(self, start: int, stop: int) -> "RotaryTables":
-        """The tokens from ``start`` up to ``stop`` alone."""
-        return RotaryTables(self.cos[:, start:stop], self.sin[:, start:stop])
-
 
 def rotary_frequencies(
     headdim: int, theta: float, scaling: RotaryScaling | None = None, device: torch.device | None = None

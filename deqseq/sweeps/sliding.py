@@ -110,8 +110,7 @@ class Front:
         self._settled = columns.index(False) if False in columns else len(columns)
         self.open_rows = 0 if self._settled else self._rows
 
-    @property
-    def residual(self) -> Residual:
+    def residuals(self) -> Residual:
         """The latest residuals of the window."""
         return self._seen.residual
 
