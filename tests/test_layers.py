@@ -43,6 +43,18 @@ def test_gated_norm_gates_before_it_normalises():
     assert torch.allclose(norm(x, gate), gated / (gated.square().mean(-1, keepdim=True) + 1e-5).sqrt())
 
 
+def test_gated_norm_normalises_each_group_on_its_own():
+    norm, parts = GatedRMSNorm(6, groups=2).double(), [GatedRMSNorm(3).double() for _ in range(2)]
+    norm.weight.data = randn(6, seed=2)
+    x, gate = randn(2, 6), randn(2, 6, seed=1)
+    for part, weight in zip(parts, norm.weight.data.split(3), strict=True):
+        part.weight.data = weight
+    pieces = zip(parts, x.split(3, 1), gate.split(3, 1), strict=True)
+    assert torch.allclose(norm(x, gate), torch.cat([part(a, b) for part, a, b in pieces], dim=1))
+    with pytest.raises(ValueError, match=r"groups must divide dim = 6, got 4"):
+        GatedRMSNorm(6, groups=4)
+
+
 @pytest.mark.parametrize("kernel_size", [1, 2, 4])
 def test_conv_is_a_grouped_convolution(kernel_size):
     ours = CausalConv1d(3, kernel_size).double()

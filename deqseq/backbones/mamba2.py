@@ -22,7 +22,7 @@ class Mamba2Config:
         d_state: state size of each channel.
         headdim: channels a head; divides ``expand * d_model``.
         expand: inner width over ``d_model``.
-        n_groups: groups of heads that share B and C; divides the number of heads.
+        n_groups: groups of heads that share B and C, and are normalised together; divides the number of heads.
         d_conv: filter length of the causal convolution.
         mlp_width: hidden width of a feed-forward layer after each mixer; 0: none.
         chunk_size: tokens a chunk of the scan.

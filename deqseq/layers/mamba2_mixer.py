@@ -52,7 +52,7 @@ class Mamba2Mixer(nn.Module):
         d_state: size of the state of each channel.
         headdim: channels a head; divides ``expand * d_model``.
         expand: inner width over ``d_model``.
-        n_groups: groups of heads that share B and C.
+        n_groups: groups of heads that share B and C, and are normalised together.
         d_conv: filter length of the convolution.
         chunk_size: tokens a chunk of the scan.
         norm_eps: epsilon of the gated norm.
@@ -100,7 +100,7 @@ class Mamba2Mixer(nn.Module):
         self.dt_bias = nn.Parameter(_inverse_softplus(_log_uniform(heads, 1e-3, 1e-1)))
         self.A_log = nn.Parameter(torch.empty(heads).uniform_(1, 16).log())
         self.D = nn.Parameter(torch.ones(heads))
-        self.norm = GatedRMSNorm(d_inner, norm_eps)
+        self.norm = GatedRMSNorm(d_inner, norm_eps, n_groups)
         self.out_proj = nn.Linear(d_inner, d_model, bias=False)
 
     @property

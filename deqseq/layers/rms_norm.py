@@ -34,22 +34,29 @@ class RMSNorm(nn.Module):
 
 
 class GatedRMSNorm(nn.Module):
-    r"""Mamba2's output norm: gate first, then normalise, :math:`\mathrm{RMSNorm}(x \odot \mathrm{silu}(z))`.
+    r"""Mamba2's output norm: gate first, then normalise each group, :math:`\mathrm{RMSNorm}(x \odot \mathrm{silu}(z))`.
 
     Args:
         dim: size of the last dimension.
         eps: the norm's epsilon.
+        groups: parts that are normalised on their own, as in the public Mamba2 code; divides ``dim``.
 
     Example:
         >>> GatedRMSNorm(2)(torch.zeros(1, 2), torch.ones(1, 2)).shape
         torch.Size([1, 2])
     """
 
-    def __init__(self, dim: int, eps: float = 1e-5) -> None:
+    def __init__(self, dim: int, eps: float = 1e-5, groups: int = 1) -> None:
         super().__init__()
-        self.eps = eps
+        if dim % groups:
+            raise ValueError(f"GatedRMSNorm.groups must divide dim = {dim}, got {groups}")
+        self.eps, self.groups = eps, groups
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: Float[Tensor, "*batch dim"], gate: Float[Tensor, "*batch dim"]) -> Float[Tensor, "*batch dim"]:
         """Gate and normalise ``x``; both ``(*batch, dim)``."""
-        return F.rms_norm(x * F.silu(gate), self.weight.shape, self.weight.to(x.dtype), self.eps)
+        gated, weight = x * F.silu(gate), self.weight.to(x.dtype)
+        if self.groups == 1:
+            return F.rms_norm(gated, weight.shape, weight, self.eps)
+        grouped = gated.unflatten(-1, (self.groups, -1))
+        return F.rms_norm(grouped, grouped.shape[-1:], None, self.eps).flatten(-2) * weight
