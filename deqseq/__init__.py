@@ -3,7 +3,7 @@
 from deqseq.backbones import Affine, Backbone, Cache, Injection, Llama, LlamaConfig, Mamba2, Mamba2Config
 from deqseq.fixed_point import fixed_point
 from deqseq.gradients import AttachedGradient, Gradient, Implicit, OneStep, Phantom, Unrolled
-from deqseq.models import CausalLM, CausalLMOutput, ExplicitModel, ImplicitModel, ModelOutput
+from deqseq.models import CausalLM, CausalLMOutput, ExplicitModel, Generation, ImplicitModel, ModelOutput, NewTokens
 from deqseq.solution import ConvergenceError, ConvergenceWarning, Solution, SolveStats, Status
 from deqseq.solve import Progress, solve
 from deqseq.solvers import Anderson, Broyden, Naive, OutsideSolver, Relaxed, Solver
@@ -27,6 +27,7 @@ __all__ = [
     "ConvergenceWarning",
     "ExplicitModel",
     "FixedPointMap",
+    "Generation",
     "Gradient",
     "Implicit",
     "ImplicitModel",
@@ -37,6 +38,7 @@ __all__ = [
     "Mamba2Config",
     "ModelOutput",
     "Naive",
+    "NewTokens",
     "OneStep",
     "OutsideSolver",
     "Phantom",

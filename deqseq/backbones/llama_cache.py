@@ -79,7 +79,7 @@ class LlamaCache(Cache):
         room.claim.upto = total
         return LlamaCache(room.layers, total, self._real_with(real, tokens), room.claim)
 
-    def _real_with(self, real: RealTokens | None, tokens: int) -> RealTokens | None:
+    def _real_with(self, real: Tensor | None, tokens: int) -> Tensor | None:
         """Which tokens are real once ``tokens`` more have settled."""
         if self.real is None and real is None:
             return None

@@ -2,7 +2,8 @@
 
 from deqseq.models.causal_lm import CausalLM
 from deqseq.models.explicit import ExplicitModel
+from deqseq.models.generation import Generation, NewTokens
 from deqseq.models.implicit import ImplicitModel
 from deqseq.models.output import CausalLMOutput, ModelOutput
 
-__all__ = ["CausalLM", "CausalLMOutput", "ExplicitModel", "ImplicitModel", "ModelOutput"]
+__all__ = ["CausalLM", "CausalLMOutput", "ExplicitModel", "Generation", "ImplicitModel", "ModelOutput", "NewTokens"]

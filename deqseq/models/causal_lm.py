@@ -1,5 +1,6 @@
 """Tokens in, predictions out."""
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -10,9 +11,11 @@ from torch.nn import functional as F
 
 from deqseq.backbones.base import Cache, RealTokens
 from deqseq.models.explicit import ExplicitModel
+from deqseq.models.generation import Generation, NewTokens, Sampler, generate
 from deqseq.models.implicit import ImplicitModel
 from deqseq.models.output import CausalLMOutput
 from deqseq.models.padding import check_mask
+from deqseq.sweeps import Sliding, Sweep
 
 Tokens = Int64[Tensor, "batch length"]
 IGNORED = -100
@@ -93,9 +96,88 @@ class CausalLM(nn.Module):
         output = self.model(
             self.embedding(input_ids), mask=mask, cache=cache, return_cache=return_cache, **solve_options
         )
-        logits = F.linear(output.value, self.embedding.weight if self.head is None else self.head.weight)
+        logits = self._logits(output.value)
         loss = None if answers is None else _cross_entropy(logits, answers, shift=labels is not None)
         return CausalLMOutput(logits, loss, output.cache, output.stats, output.status)
+
+    @torch.no_grad()
+    def generate(
+        self,
+        input_ids: Tokens,
+        *,
+        max_new_tokens: int,
+        mask: RealTokens | None = None,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int | None = None,
+        stop_tokens: Iterable[int] = (),
+        pad_token: int = 0,
+        sweep: Sweep | None = None,
+        callback: Callable[[NewTokens], None] | None = None,
+        **solve_options: Any,
+    ) -> Generation:
+        """Continue a batch of prompts, token by token, each solved against the cache of those before.
+
+        Rows that have ended are dropped from the computation. The model is in eval mode meanwhile. Where every solve
+        converges, greedy generation is what the argmax of a full forward pass would give.
+
+        Args:
+            input_ids: prompts, ``(batch, length)``.
+            max_new_tokens: at least 1.
+            mask: which tokens of the prompts are real, ``(batch, length)``, for prompts of unequal length; padding
+                may stand on either side. None: all.
+            temperature: 0 takes the most probable token; above, tokens are drawn.
+            top_k: draw among so many of the most probable tokens only.
+            top_p: draw among the most probable tokens that together have this probability only.
+            seed: of the draws; a row's draws do not depend on when its neighbours end. None: torch's own state.
+            stop_tokens: a row ends with the first of these.
+            pad_token: fills the rows that have ended.
+            sweep: how an implicit model solves the prompts; None: ``Sliding()``.
+            callback: called with :class:`NewTokens` at every step.
+            **solve_options: ``solver``, ``stop`` of an :class:`ImplicitModel`'s call; an explicit model takes none.
+
+        Returns:
+            Tokens, and for an implicit model the self-iterations of each and whether its solve converged.
+
+        Raises:
+            ValueError: a bad shape, ids outside the vocabulary, or a number out of its range.
+            TypeError: an option that the model does not take.
+
+        Example:
+            >>> import deqseq as dq
+            >>> lm = dq.CausalLM(10, dq.ImplicitModel(dq.Affine(16)))
+            >>> lm.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=5, temperature=1.0, seed=0).tokens.shape
+            torch.Size([1, 5])
+        """
+        vocab_size, stops = self.embedding.num_embeddings, tuple(stop_tokens)
+        _check_ids("input_ids", input_ids, vocab_size)
+        if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be an integer >= 1, got {max_new_tokens!r}")
+        if not all(0 <= token < vocab_size for token in stops):
+            raise ValueError(f"stop_tokens must lie in 0..{vocab_size - 1}, got {stops}")
+        prompt_options = dict(solve_options)
+        if sweep is not None or isinstance(self.model, ImplicitModel):
+            prompt_options["sweep"] = sweep or Sliding()
+        training = self.training
+        self.eval()
+        try:
+            return generate(
+                self.model,
+                self.embedding,
+                self._logits,
+                input_ids,
+                mask,
+                Sampler(temperature, top_k, top_p, seed),
+                max_new_tokens=max_new_tokens,
+                stop_tokens=stops,
+                pad_token=pad_token,
+                callback=callback,
+                prefill=prompt_options,
+                options=solve_options,
+            )
+        finally:
+            self.train(training)
 
     def compile(self, **options: Any) -> None:
         """Compile the blocks of the model with ``torch.compile``; what is around them stays as it is.
@@ -104,6 +186,9 @@ class CausalLM(nn.Module):
             **options: of ``torch.compile``.
         """
         self.model.compile(**options)
+
+    def _logits(self, states: Float[Tensor, "*rows d_model"]) -> Float[Tensor, "*rows vocab"]:
+        return F.linear(states, self.embedding.weight if self.head is None else self.head.weight)
 
     def _answers(
         self, ids: Tensor, labels: Tensor | None, targets: Tensor | None, mask: Tensor | None

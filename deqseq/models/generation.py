@@ -1,0 +1,223 @@
+"""Token-by-token generation, as fast as the cache allows."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int64
+from torch import Tensor
+
+from deqseq.backbones.base import Cache, RealTokens, Sequence
+from deqseq.layers.weight_norm import weights_computed_once
+from deqseq.models.explicit import ExplicitModel
+from deqseq.models.implicit import ImplicitModel
+from deqseq.models.output import ModelOutput
+from deqseq.models.padding import Padding
+from deqseq.solution import Status
+
+Logits = Float[Tensor, "rows vocab"]
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """How a token is chosen from its logits.
+
+    Args:
+        temperature: logits are divided by it; 0: the most probable token is taken.
+        top_k: only so many of the most probable tokens, at least 1; None: all.
+        top_p: only the most probable tokens that together have this probability, in (0, 1]; None: all.
+        seed: of the random numbers; None: torch's own state. A row draws the same numbers whichever of its neighbours
+            have finished.
+
+    Raises:
+        ValueError: a number out of its range, or a choice among tokens that a temperature of 0 does not make.
+
+    Example:
+        >>> Sampler(temperature=0.8, top_p=0.95, seed=0).top_k is None
+        True
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ValueError(f"temperature must be a finite number >= 0, got {self.temperature!r}")
+        if self.top_k is not None and (not isinstance(self.top_k, int) or self.top_k < 1):
+            raise ValueError(f"top_k must be an integer >= 1, got {self.top_k!r}")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must lie in (0, 1], got {self.top_p!r}")
+        if self.temperature == 0 and (self.top_k is not None or self.top_p is not None):
+            raise ValueError("top_k and top_p need a temperature above 0; a temperature of 0 takes the best token")
+
+    def choose(self, logits: Logits, uniform: Float[Tensor, " rows"]) -> Int64[Tensor, " rows"]:
+        """One token a row.
+
+        Args:
+            logits: ``(rows, vocab)``.
+            uniform: a random number in [0, 1) for each row.
+
+        Returns:
+            The tokens.
+        """
+        if self.temperature == 0:
+            return logits.argmax(dim=-1)
+        scaled = logits.to(torch.promote_types(logits.dtype, torch.float32)) / self.temperature
+        probability, token = scaled.softmax(dim=-1).sort(dim=-1, descending=True, stable=True)
+        if self.top_k is not None:
+            probability[:, self.top_k :] = 0
+        if self.top_p is not None:  # a token stays if those before it do not reach top_p yet
+            before = probability.cumsum(dim=-1) - probability
+            probability = probability.masked_fill(before >= self.top_p * probability.sum(-1, keepdim=True), 0)
+        total = probability.cumsum(dim=-1)
+        below = uniform.to(total)[:, None] * total[:, -1:]
+        place = (total <= below).sum(dim=-1, keepdim=True)
+        last = (probability > 0).sum(dim=-1, keepdim=True) - 1  # rounding must not reach what was left out
+        return token.gather(1, torch.minimum(place, last))[:, 0]
+
+
+@dataclass(frozen=True)
+class NewTokens:
+    """What a streaming callback is told at each step.
+
+    Attributes:
+        step: how many tokens were generated before these.
+        rows: which rows of the batch are still being continued.
+        tokens: the new token of each of them.
+    """
+
+    step: int
+    rows: Int64[Tensor, " rows"]
+    tokens: Int64[Tensor, " rows"]
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Generated tokens, and how they were solved for.
+
+    Attributes:
+        tokens: ``(batch, new)``; behind a row's end, the padding token.
+        lengths: how many tokens each row has, its stop token included.
+        steps: self-iterations of the solve that each token was chosen from; 0 behind a row's end; None: explicit.
+        converged: whether that solve converged; True behind a row's end; None: explicit. The first token's solve is
+            the prompt's.
+    """
+
+    tokens: Int64[Tensor, "batch new"]
+    lengths: Int64[Tensor, " batch"]
+    steps: Int64[Tensor, "batch new"] | None = None
+    converged: Bool[Tensor, "batch new"] | None = None
+
+    def rows(self) -> list[list[int]]:
+        """The tokens of each row, without padding."""
+        pairs = zip(self.tokens.tolist(), self.lengths.tolist(), strict=True)
+        return [tokens[:length] for tokens, length in pairs]
+
+
+@dataclass
+class _Record:
+    """What has been generated so far, column by column."""
+
+    batch: int
+    pad: int
+    tokens: list[Tensor] = field(default_factory=list)
+    steps: list[Tensor] = field(default_factory=list)
+    converged: list[Tensor] = field(default_factory=list)
+
+    def add(self, rows: Tensor, chosen: Tensor, output: ModelOutput) -> None:
+        """File one token of each row that is being continued."""
+        self.tokens.append(self._column(rows, chosen, self.pad))
+        if output.stats is not None and output.status is not None:
+            steps = output.stats.steps
+            steps = steps if steps.ndim == 1 else steps.amax(dim=1)
+            self.steps.append(self._column(rows, steps, 0))
+            self.converged.append(self._column(rows, output.status == Status.CONVERGED, True))
+
+    def _column(self, rows: Tensor, values: Tensor, elsewhere: int | bool) -> Tensor:
+        column = torch.full((self.batch,), elsewhere, dtype=values.dtype, device=values.device)
+        return column.index_copy(0, rows, values)
+
+    def generation(self, lengths: Tensor) -> Generation:
+        """The record as tensors."""
+        steps = torch.stack(self.steps, dim=1) if self.steps else None
+        converged = torch.stack(self.converged, dim=1) if self.converged else None
+        return Generation(torch.stack(self.tokens, dim=1), lengths, steps, converged)
+
+
+@torch.no_grad()
+def generate(
+    model: ImplicitModel | ExplicitModel,
+    embed: Callable[[Int64[Tensor, "batch length"]], Sequence],
+    head: Callable[[Float[Tensor, "rows d_model"]], Logits],
+    prompt: Int64[Tensor, "batch length"],
+    mask: RealTokens | None,
+    sampler: Sampler,
+    *,
+    max_new_tokens: int,
+    stop_tokens: tuple[int, ...] = (),
+    pad_token: int = 0,
+    callback: Callable[[NewTokens], None] | None = None,
+    prefill: dict[str, Any],
+    options: dict[str, Any],
+) -> Generation:
+    """Continue a batch of prompts; :meth:`deqseq.CausalLM.generate` documents what it does.
+
+    Args:
+        model: in eval mode.
+        embed: tokens to embeddings.
+        head: states to logits.
+        prompt: tokens, ``(batch, length)``.
+        mask: which of them are real; None: all.
+        sampler: how tokens are chosen.
+        max_new_tokens: at least 1.
+        stop_tokens: rows end at these.
+        pad_token: fills rows that have ended.
+        callback: called at every step.
+        prefill: options of the model's call for the prompt.
+        options: options of the model's call for each token after it.
+    """
+    batch, device = len(prompt), prompt.device
+    rows, lengths = torch.arange(batch, device=device), torch.full((batch,), max_new_tokens, device=device)
+    record, enders = _Record(batch, pad_token), torch.tensor(stop_tokens, device=device, dtype=torch.int64)
+    random = None if sampler.seed is None else torch.Generator().manual_seed(sampler.seed)
+    with weights_computed_once(model.backbone):
+        output = model(embed(prompt), mask=mask, return_cache=True, **prefill)
+        state, cache = _last_states(output.value, mask), output.cache
+        for step in range(max_new_tokens):
+            uniform = torch.rand(batch, generator=random).to(device)[rows]
+            chosen = sampler.choose(head(state), uniform)
+            record.add(rows, chosen, output)
+            if callback is not None:
+                callback(NewTokens(step, rows, chosen))
+            if len(enders):
+                ended = torch.isin(chosen, enders)
+                lengths[rows[ended]] = step + 1
+                rows, chosen, cache = _continuing(~ended, rows, chosen, cache)
+            if not len(rows) or step + 1 == max_new_tokens:
+                break
+            output = model(embed(chosen[:, None]), cache=cache, return_cache=True, **options)
+            state, cache = output.value[:, 0], output.cache
+    return record.generation(lengths.clamp(max=len(record.tokens)))
+
+
+def _last_states(value: Sequence, mask: RealTokens | None) -> Float[Tensor, "batch d_model"]:
+    """The state of each row's last real token."""
+    if mask is None:
+        return value[:, -1]
+    padding = Padding.of(value, mask)
+    last = mask.sum(dim=1) - 1
+    return padding.compact(value)[torch.arange(len(value), device=value.device), last]
+
+
+def _continuing(
+    going: Bool[Tensor, " rows"], rows: Tensor, chosen: Tensor, cache: Cache | None
+) -> tuple[Tensor, Tensor, Cache | None]:
+    """The rows that have not ended; they alone are computed from here on."""
+    if bool(going.all()):
+        return rows, chosen, cache
+    keep = going.nonzero()[:, 0]
+    return rows[keep], chosen[keep], None if cache is None else cache.select(keep)
