@@ -99,9 +99,7 @@ def test_generation_ends_when_every_row_has(make):
 
 def test_seeds_reproduce_and_differ(make):
     lm = language_model(make)
-    one, again, other = (
-        lm.generate(PROMPT, max_new_tokens=8, temperature=1.0, seed=seed).tokens for seed in (3, 3, 4)
-    )
+    one, again, other = (lm.generate(PROMPT, max_new_tokens=8, temperature=1.0, seed=seed).tokens for seed in (3, 3, 4))
     assert torch.equal(one, again)
     assert not torch.equal(one, other)
 

@@ -1,9 +1,12 @@
 """What a backbone is: the map whose fixed point a model computes, and its input, cache and shapes."""
 
+import inspect
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
+import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 
@@ -30,6 +33,7 @@ class Cache(ABC):
 
 
 C = TypeVar("C", bound=Cache)
+T = TypeVar("T")
 
 
 @runtime_checkable
@@ -78,6 +82,12 @@ class Injection:
         dropout, tables = (tuple(part[:, start:stop] for part in parts) for parts in (self.dropout, self.tables))
         return Injection(value, dropout, real, tables)
 
+    def contiguous(self) -> "Injection":
+        """The same, in memory of its own: compiled code is made anew for each pattern of strides."""
+        value, real = (None if part is None else part.contiguous() for part in (self.value, self.real))
+        dropout, tables = (tuple(part.contiguous() for part in parts) for parts in (self.dropout, self.tables))
+        return Injection(value, dropout, real, tables)
+
 
 class Backbone(nn.Module, ABC, Generic[C]):
     r"""A stack of sequence layers seen as a map on sequences, :math:`z \mapsto f_\theta(z, x)`.
@@ -88,6 +98,7 @@ class Backbone(nn.Module, ABC, Generic[C]):
 
     d_model: int
     """Width of the state."""
+    _compiled: Callable[..., Any] | None = None
 
     @abstractmethod
     def inject(self, x: Sequence, cache: C | None = None, real: RealTokens | None = None) -> Injection:
@@ -131,6 +142,32 @@ class Backbone(nn.Module, ABC, Generic[C]):
         Returns:
             The new state, and what the cache after these tokens depends on (None if it was not asked for).
         """
+
+    def compile(self, **options: Any) -> None:
+        """Compile one self-iteration with ``torch.compile``.
+
+        Args:
+            **options: of ``torch.compile``.
+        """
+        super().compile(**options)
+
+    def compile_stack(self, stack: Callable[..., Any], options: dict[str, Any]) -> None:
+        """Let :meth:`run` call a compiled ``stack``: the part of :meth:`forward` that goes from tensors to tensors.
+
+        Sizes are dynamic from the start, so that another length, batch or window does not compile again. What compiles
+        on its own is a kind of call: one row or several, one token or several, with a past or without, with a graph
+        or without, to be committed or not. Those are more than the eight that torch allows by default.
+        """
+        known = inspect.signature(torch.compile).parameters
+        defaults = {"dynamic": True} | ({"recompile_limit": 64} if "recompile_limit" in known else {})
+        self._compiled = torch.compile(stack, **(defaults | options))
+
+    def run(self, stack: Callable[..., T], *arguments: Any) -> T:
+        """``stack(*arguments)``, compiled if it was asked for."""
+        return (self._compiled or stack)(*arguments)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_compiled": None}  # compiled code is no part of a copy or a pickle
 
 
 def real_tokens(real: RealTokens | None, tokens: int) -> Int64[Tensor, " batch"] | None:

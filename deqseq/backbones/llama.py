@@ -2,10 +2,10 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from deqseq.backbones.base import Backbone, Injection, RealTokens, Sequence, check_sequence
 from deqseq.backbones.llama_cache import Claim, LlamaCache
@@ -189,17 +189,33 @@ class Llama(Backbone[LlamaCache]):
         if cache is not None:
             self._check_cache(cache, z)
             cache = cache.reserve(z.shape[1])  # does nothing for a cache that a solve has prepared
-        tables, kept = RotaryTables(*injection.tables), []
-        for i, block in enumerate(self.blocks):
-            past = Past(cache.layers[i], cache.length, cache.visible) if cache is not None and cache.length else None
-            z, own = block(z, injection.value, tables, past, injection.dropout[i] if injection.dropout else None)
-            kept.append(own)
-        z = self.norm(z)
+        tables, past = RotaryTables(*injection.tables), ()
+        if cache is not None and cache.length:
+            past = tuple(Past(layer, cache.length, cache.visible) for layer in cache.layers)
+        z, kept = self.run(self._stack, z, injection.value, tables, past, injection.dropout)
         if not return_trail:
             return z, None
-        return z, LlamaTrail(cache or self._empty(kept), tuple(kept), injection.real)
+        return z, LlamaTrail(cache or self._empty(kept), kept, injection.real)
 
-    def _empty(self, layers: list[KeyValues]) -> LlamaCache:
+    def compile(self, **options: Any) -> None:
+        self.compile_stack(self._stack, options)
+
+    def _stack(
+        self,
+        z: Tensor,
+        injected: Tensor | None,
+        tables: RotaryTables,
+        past: tuple[Past, ...],
+        dropout: tuple[Tensor, ...],
+    ) -> tuple[Tensor, tuple[KeyValues, ...]]:
+        """All blocks and the final norm, from tensors to tensors."""
+        kept = []
+        for i, block in enumerate(self.blocks):
+            z, own = block(z, injected, tables, past[i] if past else None, dropout[i] if dropout else None)
+            kept.append(own)
+        return self.norm(z), tuple(kept)
+
+    def _empty(self, layers: tuple[KeyValues, ...]) -> LlamaCache:
         """The cache before these keys, in their dtype."""
         return LlamaCache(
             tuple(KeyValues(*(part.detach()[:, :, :0].contiguous() for part in own)) for own in layers),

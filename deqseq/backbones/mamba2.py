@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -189,17 +189,31 @@ class Mamba2(Backbone[Mamba2Cache]):
     ) -> tuple[Sequence, Mamba2Trail | None]:
         if cache is not None:
             self._check_cache(cache, z)
-        trails: list[MixerTrail] = []
-        for i, block in enumerate(self.blocks):
-            state = None if cache is None else cache.layers[i]
-            mask = injection.dropout[i] if injection.dropout else None
-            z, trail = block(z, injection.value, state, mask, return_trail)
-            if trail is not None:
-                trails.append(trail)
-        z = self.norm_f(z)
+        states = None if cache is None else cache.layers
+        z, trails = self.run(self._stack, z, injection.value, states, injection.dropout, return_trail)
         if not return_trail:
             return z, None
-        return z, Mamba2Trail(tuple(block.mixer for block in self.blocks), tuple(trails), injection.real)
+        return z, Mamba2Trail(tuple(block.mixer for block in self.blocks), trails, injection.real)
+
+    def compile(self, **options: Any) -> None:
+        self.compile_stack(self._stack, options)
+
+    def _stack(
+        self,
+        z: Tensor,
+        injected: Tensor | None,
+        states: tuple[MixerState, ...] | None,
+        dropout: tuple[Tensor, ...],
+        return_trail: bool,
+    ) -> tuple[Tensor, tuple[MixerTrail, ...]]:
+        """All blocks and the final norm, from tensors to tensors."""
+        trails: list[MixerTrail] = []
+        for i, block in enumerate(self.blocks):
+            state, mask = states[i] if states else None, dropout[i] if dropout else None
+            z, trail = block(z, injected, state, mask, return_trail)
+            if trail is not None:
+                trails.append(trail)
+        return self.norm_f(z), tuple(trails)
 
     def _check_cache(self, cache: object, z: Sequence) -> None:
         if not isinstance(cache, Mamba2Cache):

@@ -36,7 +36,7 @@ class BackboneMap:
     ) -> None:
         self.backbone, self.injection, self.cache, self.recording = backbone, injection, cache, recording
         self._real = None if injection.real is None else injection.real[..., None]
-        self._trail: Trail | None = None
+        self._last: tuple[State, Trail] | None = None
         self._narrowed: tuple[RowIndex, BackboneMap] | None = None
 
     @property
@@ -47,9 +47,11 @@ class BackboneMap:
     def __call__(self, z: State, /) -> State:
         """One self-iteration, ``(batch, length, d_model)``."""
         value, trail = self.backbone(z, self.injection, self.cache, return_trail=self.recording)
-        if self.recording:
-            self._trail, self._narrowed = trail, None
-        return value if self._real is None else value.masked_fill(~self._real, 0)
+        if self._real is not None:
+            value = value.masked_fill(~self._real, 0)
+        if trail is not None:
+            self._last, self._narrowed = (value, trail), None
+        return value
 
     def select(self, rows: RowIndex, /) -> "BackboneMap":
         """The same map for the named rows alone."""
@@ -61,7 +63,7 @@ class BackboneMap:
 
     def first(self, tokens: int, /, *, recording: bool) -> "BackboneMap":
         """The map of the first few tokens."""
-        injection = self.injection if tokens == self.length else self.injection.tokens(0, tokens)
+        injection = self.injection if tokens == self.length else self.injection.tokens(0, tokens).contiguous()
         cache = None if self.cache is None else self.cache.reserve(tokens)
         return BackboneMap(self.backbone, injection, cache, recording=recording)
 
@@ -74,28 +76,32 @@ class BackboneMap:
 
         Args:
             tokens: how many have settled.
-            solution: what the solve found; its failed rows are evaluated once more, at the value that they were
-                given. None: as they are.
+            solution: what the solve found; failed rows whose value is not that of their last evaluation are evaluated
+                once more, there. None: all rows are as they are.
 
         Returns:
             The cache, without a graph, and how many evaluations that took.
         """
-        trail, extra = self._last(), 0
         with torch.no_grad():
-            failed = None if solution is None else (solution.status != Status.CONVERGED).nonzero()[:, 0]
-            if solution is not None and failed is not None and len(failed):
-                again = self.select(failed)
-                again(solution.value[failed])
-                trail, extra = trail.merged(failed, again._last()), 1
-            return trail.after(tokens), extra
+            value, trail = self._latest()
+            if solution is None:
+                return trail.after(tokens), 0
+            failed = solution.status != Status.CONVERGED
+            if not bool(failed.any()):
+                return trail.after(tokens), 0
+            elsewhere = (solution.value != value.to(solution.value.dtype)).flatten(1).any(dim=1)
+            rows = (failed & elsewhere).nonzero()[:, 0]
+            if not len(rows):
+                return trail.after(tokens), 0
+            narrow = self.select(rows)
+            narrow(solution.value[rows])
+            return trail.merged(rows, narrow._latest()[1]).after(tokens), 1
 
-    def _last(self) -> Trail:
-        """What the last evaluation of each row computed."""
-        assert self._trail is not None, "a map that settles must be recording, and have been evaluated"
-        if self._narrowed is None:
-            return self._trail
+    def _latest(self) -> tuple[State, Trail]:
+        """What the last evaluation of each row gave and computed."""
+        assert self._last is not None, "a map that settles must be recording, and have been evaluated"
+        if self._narrowed is None or self._narrowed[1]._last is None:
+            return self._last
         rows, narrow = self._narrowed
-        if narrow._trail is None:
-            return self._trail
-        with torch.no_grad():
-            return self._trail.merged(rows, narrow._last())
+        value, trail = narrow._latest()
+        return self._last[0].index_copy(0, rows, value), self._last[1].merged(rows, trail)

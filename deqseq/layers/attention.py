@@ -116,7 +116,7 @@ class Attention(nn.Module):
             seen.keys.to(q.dtype),
             seen.values.to(q.dtype),
             attn_mask=mask,
-            is_causal=past is None and q.shape[2] > 1,
+            is_causal=past is None,
             enable_gqa=self.parts[0] != self.parts[1],
         )
         return self.o_proj(mixed.transpose(1, 2).flatten(2)), own

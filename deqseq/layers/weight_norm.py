@@ -30,12 +30,16 @@ def apply_weight_norm(module: nn.Module) -> None:
             weight_norm(part, "weight", dim=0)
 
 
+_entered: set[int] = set()
+
+
 @contextmanager
 def weights_computed_once(module: nn.Module) -> Iterator[None]:
     """Within this context reparametrised weights are computed once, in the gradient mode at entry.
 
     They must be computed here, not at their first use: that is in a solve without gradients, and what it left in the
-    cache would cut the parameters off from the gradient estimator that follows.
+    cache would cut the parameters off from the gradient estimator that follows. Entering again inside, for the same
+    module, does nothing.
 
     Args:
         module: where to look for reparametrised weights.
@@ -47,8 +51,15 @@ def weights_computed_once(module: nn.Module) -> Iterator[None]:
         ...     layer.weight is layer.weight
         True
     """
-    with parametrize.cached():
-        for part in module.modules():
-            for name in getattr(part, "parametrizations", ()):
-                getattr(part, name)
+    if id(module) in _entered:
         yield
+        return
+    _entered.add(id(module))
+    try:
+        with parametrize.cached():
+            for part in module.modules():
+                for name in getattr(part, "parametrizations", ()):
+                    getattr(part, name)
+            yield
+    finally:
+        _entered.discard(id(module))

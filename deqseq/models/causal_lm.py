@@ -96,7 +96,7 @@ class CausalLM(nn.Module):
         output = self.model(
             self.embedding(input_ids), mask=mask, cache=cache, return_cache=return_cache, **solve_options
         )
-        logits = self._logits(output.value)
+        logits = self.logits(output.value)
         loss = None if answers is None else _cross_entropy(logits, answers, shift=labels is not None)
         return CausalLMOutput(logits, loss, output.cache, output.stats, output.status)
 
@@ -165,7 +165,7 @@ class CausalLM(nn.Module):
             return generate(
                 self.model,
                 self.embedding,
-                self._logits,
+                self.logits,
                 input_ids,
                 mask,
                 Sampler(temperature, top_k, top_p, seed),
@@ -187,7 +187,8 @@ class CausalLM(nn.Module):
         """
         self.model.compile(**options)
 
-    def _logits(self, states: Float[Tensor, "*rows d_model"]) -> Float[Tensor, "*rows vocab"]:
+    def logits(self, states: Float[Tensor, "*rows d_model"]) -> Float[Tensor, "*rows vocab"]:
+        """The head alone: final states ``(..., d_model)`` to logits ``(..., vocab_size)``."""
         return F.linear(states, self.embedding.weight if self.head is None else self.head.weight)
 
     def _answers(

@@ -87,7 +87,7 @@ class Chunked(Sweep):
         for start in z0.split(self.size, dim=1):
             size, last = start.shape[1], start.shape[1] == f.length
             chunk = f.first(size, recording=keep_cache or not last)
-            solutions.append(solve(chunk, start, solver=solver, stop=stop, callback=callback))
+            solutions.append(solve(chunk, start.contiguous(), solver=solver, stop=stop, callback=callback))
             evaluations += solutions[-1].stats.evaluations
             if keep_cache or not last:
                 cache, extra = chunk.settled(size, solutions[-1])

@@ -61,7 +61,7 @@ class Sliding(Sweep):
         refuse_trace(self, trace)
         if stop.norm != "max_token":
             raise ValueError(f'Sliding tests each token: Stop.norm must be "max_token", got "{stop.norm}"')
-        front, cache, z, entered = Front(len(z0), stop), None, z0[:, : self.window], self.window
+        front, cache, z, entered = Front(len(z0), stop), None, z0[:, : self.window].contiguous(), self.window
         while f.length:
             window = f.first(z.shape[1], recording=True)
             end = iterate(window, z, solver, front, callback)

@@ -1,0 +1,70 @@
+"""Compiled models compute what eager ones do, and other sizes compile nothing again. Run by test_compile.py.
+
+In a process of its own: the tests' checks of shapes would break the compiled graph.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+from torch._dynamo.utils import counters
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from small_models import contractive_llama, contractive_mamba2
+
+import deqseq as dq
+
+MAKE = {"Mamba2": lambda: contractive_mamba2(chunk_size=64), "Llama": contractive_llama}
+
+
+def language_model(name: str) -> dq.CausalLM:
+    torch.manual_seed(1)
+    model = dq.ImplicitModel(MAKE[name](), stop=dq.Stop(rtol=1e-9, max_steps=300))
+    return dq.CausalLM(13, model, embedding_std=1.0).double().eval()
+
+
+def graphs() -> int:
+    return counters["stats"]["unique_graphs"]
+
+
+def check(name: str) -> None:
+    eager, compiled = language_model(name), language_model(name)
+    compiled.compile(fullgraph=True, backend="aot_eager")
+
+    def same(batch: int, length: int, sweep: dq.Sweep) -> int:
+        """Graphs that this call compiled."""
+        before, ids = graphs(), torch.randint(0, 13, (batch, length))
+        with torch.no_grad():
+            difference = (eager(ids, sweep=sweep).logits - compiled(ids, sweep=sweep).logits).abs().max().item()
+        assert difference < 1e-7, (name, sweep, difference)
+        return graphs() - before
+
+    together = [same(batch, length, dq.Simultaneous()) for batch, length in ((1, 9), (1, 31), (1, 20))]
+    assert together == [1, 0, 0], together
+    # a window that is full, one that is not, one of a single token; each with a past and without
+    sliding = [same(1, length, dq.Sliding(4)) for length in (19, 31, 26, 37)]
+    assert 0 < sum(sliding[:2]) <= 6, sliding
+    assert sliding[2:] == [0, 0], sliding
+    ids, made = torch.randint(0, 13, (1, 7)), []
+    for prompt in (ids, ids[:, 2:], ids[:, 1:]):
+        before = graphs()
+        tokens = [lm.generate(prompt, max_new_tokens=6, sweep=dq.Sliding(4)).tokens for lm in (eager, compiled)]
+        assert torch.equal(*tokens), (name, tokens)
+        made.append(graphs() - before)
+    assert sum(made) <= 6, made
+    assert made[2] == 0, made
+    ids = torch.randint(0, 13, (4, 12))
+    gradients = []
+    for lm in (eager, compiled):
+        lm(ids, labels=ids).loss.backward()
+        gradients.append([p.grad for p in lm.parameters()])
+    for ours, theirs in zip(*gradients, strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-8)
+    before = graphs()
+    compiled(ids[:3, :9], labels=ids[:3, :9]).loss.backward()
+    assert graphs() == before
+    print(f"{name}: {graphs()} graphs in all")
+
+
+if __name__ == "__main__":
+    check(sys.argv[1])

@@ -1,0 +1,16 @@
+"""``model.compile()``: in a process of its own, because the tests' checks of shapes would break the graph."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parent / "scripts" / "compiled_models.py"
+
+
+@pytest.mark.parametrize("name", ["Mamba2", "Llama"])
+def test_compiled_models_compute_the_same_and_compile_once_a_kind_of_call(name):
+    done = subprocess.run([sys.executable, str(SCRIPT), name], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert f"{name}: " in done.stdout

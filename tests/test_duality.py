@@ -1,0 +1,54 @@
+"""All sweeps find the same fixed point: states, predictions and caches."""
+
+import pytest
+import torch
+from small_models import contractive_llama, contractive_mamba2
+
+import deqseq as dq
+from deqseq.diagnostics import check_duality
+
+TIGHT = dq.Stop(rtol=1e-10, max_steps=500)
+SWEEPS = (
+    dq.Simultaneous(),
+    dq.Chunked(4),
+    dq.Chunked(50),
+    dq.Sequential(),
+    dq.Sliding(1),
+    dq.Sliding(3),
+    dq.Sliding(8),
+    dq.Sliding(50),
+)
+IDS = torch.randint(0, 11, (3, 20), generator=torch.Generator().manual_seed(0))
+MASK = torch.arange(20) < torch.tensor([20, 7, 13])[:, None]
+
+
+@pytest.fixture(params=[contractive_mamba2, contractive_llama], ids=["Mamba2", "Llama"])
+def lm(request):
+    torch.manual_seed(1)
+    return dq.CausalLM(11, dq.ImplicitModel(request.param(), stop=TIGHT), embedding_std=1.0).double().eval()
+
+
+@pytest.mark.parametrize("mask", [None, MASK, MASK.flip(1)], ids=["no padding", "right padding", "left padding"])
+def test_every_pair_of_sweeps_agrees(lm, mask):
+    report = check_duality(lm, IDS, mask=mask, sweeps=SWEEPS)
+    assert len(report.pairs) == 28
+    assert all(one.converged == 1 for one in report.sweeps)
+    assert 0 < report.worst <= 1e-7
+    assert all(pair.agreement == 1 for pair in report.pairs)
+    for one in report.sweeps:
+        assert one.token_updates > 60
+
+
+def test_disagreement_is_reported(lm):
+    report = check_duality(lm, IDS, sweeps=SWEEPS[:4], stop=dq.Stop(rtol=1e-10, max_steps=2))
+    assert all(one.converged == 0 for one in report.sweeps)
+    assert report.worst > 1e-4
+    assert "Simultaneous() and Sequential()" in str(report)
+    assert str(report).count("\n") == 12
+
+
+def test_explicit_models_and_single_sweeps_are_refused(lm):
+    with pytest.raises(TypeError, match="an explicit model has no sweeps"):
+        check_duality(dq.CausalLM(11, dq.ExplicitModel(contractive_llama(injection=False))), IDS)
+    with pytest.raises(ValueError, match="at least two sweeps to compare, got 1"):
+        check_duality(lm, IDS, sweeps=SWEEPS[:1])
