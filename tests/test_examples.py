@@ -15,6 +15,9 @@ ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "examples" / "state_tracking.py"
 TINY = ["--d-model", "16", "--d-state", "4", "--headdim", "8", "--batch", "8", "--lengths", "4", "6"]
 TINY += ["--eval-lengths", "4", "8", "--baselines", "1", "--baseline-seconds", "0.5", "--checkpoint-seconds", "0"]
+LLAMA = ["--backbone", "llama", "--heads", "2", "--mlp-width", "16", "--window", "2"]
+MIXED = ["--train-sweeps", "simultaneous", "sequential", "sliding"]
+SWEEPS = ("simultaneous", "sequential", "sliding")
 
 
 def run(output: Path, *options: str) -> subprocess.CompletedProcess:
@@ -26,22 +29,45 @@ def test_state_tracking_writes_table_figure_and_numbers(tmp_path):
     done = run(tmp_path, "--steps", "12", "--group", "S3", "--generators", "2")
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "results.json").read_text())
-    found = [(row["model"], row["sweep"], row["length"]) for row in rows]
-    expected = [("implicit", sweep, n) for sweep in ("simultaneous", "sequential") for n in (4, 8)]
-    assert found == [*expected, ("explicit 1 block", "single pass", 4), ("explicit 1 block", "single pass", 8)]
-    keys = {"model", "group", "length", "sweep", "accuracy", "self_iterations", "converged", "seed", "seconds"}
-    assert keys <= rows[0].keys()
+    assert [(row["model"], row["sweep"], row["length"]) for row in rows] == solved_and_explicit(4, 8)
+    keys = {"model", "backbone", "group", "length", "sweep", "accuracy", "seed", "sequences", "seconds"}
+    counts = {"self_iterations", "converged", "token_updates", "evaluations"}
+    assert all(row.keys() == keys | counts for row in rows)
     assert all(0 <= row["accuracy"] <= 1 for row in rows)
-    assert rows[0]["self_iterations"] >= 1
-    assert rows[4]["self_iterations"] is None
+    assert all(row["evaluations"] >= row["token_updates"] >= 1 <= row["self_iterations"] for row in rows[:6])
+    assert all(row[count] is None for row in rows[6:] for count in counts)
     assert (tmp_path / "state_tracking.png").stat().st_size > 10_000
-    assert (tmp_path / "table.md").read_text().count("\n") == 5
+    assert (tmp_path / "table.md").read_text().count("\n") == 6
     assert "implicit step 12: {'loss'" in (tmp_path / "log.txt").read_text()
-    assert "| implicit | sequential |" in done.stdout
+    assert "'token updates': " in (tmp_path / "log.txt").read_text()
+    assert all(f"| implicit | {sweep} |" in done.stdout for sweep in SWEEPS)
+
+
+def solved_and_explicit(*lengths: int) -> list[tuple[str, str, int]]:
+    solved = [("implicit", sweep, length) for sweep in SWEEPS for length in lengths]
+    return solved + [("explicit 1 block", "single pass", length) for length in lengths]
+
+
+def test_llama_starts_with_a_token_of_its_own_and_is_solved_by_every_sweep(tmp_path):
+    done = run(tmp_path, "--steps", "12", *LLAMA, *MIXED)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "results.json").read_text())
+    assert [(row["model"], row["sweep"], row["length"]) for row in rows] == solved_and_explicit(4, 8)
+    assert {row["backbone"] for row in rows} == {"llama"}
+    for model in ("implicit", "explicit-1-block"):
+        assert len(weights(tmp_path, model)["embedding.weight"]) == 2 + 1
 
 
 @pytest.mark.parametrize(
-    "flag", [["--solver", "anderson"], ["--gradient", "implicit"], ["--free-from", "1.0"]], ids=str
+    "flag",
+    [
+        ["--solver", "anderson"],
+        ["--gradient", "implicit"],
+        ["--free-from", "1.0"],
+        ["--train-sweeps", "sliding"],
+        ["--window", "2"],
+    ],
+    ids=str,
 )
 def test_parts_are_swapped_by_one_option(tmp_path, flag):
     plain, changed = tmp_path / "plain", tmp_path / "changed"
@@ -57,13 +83,14 @@ def numbers(folder: Path) -> list[float]:
     return [row["self_iterations"] for row in json.loads((folder / "results.json").read_text())]
 
 
-def weights(folder: Path) -> dict:
-    newest = max((folder / "implicit").glob("checkpoint-*"))
+def weights(folder: Path, model: str = "implicit") -> dict:
+    newest = max((folder / model).glob("checkpoint-*"))
     return load_file(newest / "model.safetensors")
 
 
-def test_a_killed_run_goes_on_and_ends_as_if_it_had_not_been(tmp_path):
-    options = ["--steps", "60", "--baselines"]
+@pytest.mark.parametrize("flags", [[], [*LLAMA, *MIXED, "--free-from", "0"]], ids=["mamba2", "llama, mixed sweeps"])
+def test_a_killed_run_goes_on_and_ends_as_if_it_had_not_been(tmp_path, flags):
+    options = ["--steps", "60", "--baselines", *flags]
     assert run(tmp_path / "whole", *options).returncode == 0
     command = [sys.executable, str(SCRIPT), *TINY, "--output", str(tmp_path / "killed"), *options]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -87,6 +114,14 @@ def test_a_killed_run_goes_on_and_ends_as_if_it_had_not_been(tmp_path):
         (["--eval-lengths"], "--eval-lengths must be numbers of at least 1, got []"),
         (["--baselines", "0"], "--baselines must be numbers of at least 1, got [0]"),
         (["--group", "Q8"], "Q8"),
+        (
+            ["--backbone", "llama", "--heads", "3"],
+            "--heads must divide --d-model 16 into even widths, got 3",
+        ),
+        (["--window", "0"], "--window must be at least 1, got 0"),
+        (["--train-sweeps", "diagonal"], "argument --train-sweeps: invalid choice: 'diagonal'"),
+        (["--train-sweeps"], "--train-sweeps must name at least one of simultaneous, sequential, sliding"),
+        ([*MIXED, "--gradient", "unrolled"], "--gradient unrolled needs --train-sweeps simultaneous, got ['simult"),
         (["--stepz", "5"], "unrecognized arguments: --stepz 5"),
     ],
     ids=str,

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import relative_error, ssd_recurrence
 
-from deqseq.ops.ssd import ssd, ssd_step
+from deqseq.ops.ssd import ssd, ssd_state, ssd_step
 
 
 def inputs(batch=2, length=13, heads=4, headdim=3, groups=2, d_state=5, dtype=torch.float64, seed=0):
@@ -102,15 +102,42 @@ def test_lower_precision_accumulates_in_float32(dtype, bound):
     assert relative_error(ours.state, h) < 1e-6
 
 
-def test_gradients_of_every_input():
-    arguments, extras, state = inputs(batch=1, length=5, heads=2, headdim=2, groups=1, d_state=2)
-    tensors = [t.requires_grad_() for t in (*arguments, extras["D"], extras["dt_bias"], state)]
+def scan_and_tensors(groups, given_state):
+    """A scan of three chunks, the last of them cut short, as a function of all its tensors."""
+    arguments, extras, state = inputs(batch=1, length=5, heads=2, headdim=2, groups=groups, d_state=2)
+    tensors = [*arguments, extras["D"], extras["dt_bias"], *([state] if given_state else [])]
 
-    def scan(x, dt, A, B, C, D, bias, initial):
+    def scan(x, dt, A, B, C, D, bias, initial=None):
         out = ssd(x, dt, A, B, C, D=D, dt_bias=bias, initial_state=initial, return_state=True, chunk_size=2)
         return out.y, out.state
 
+    return scan, [t.requires_grad_() for t in tensors]
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("given_state", [False, True])
+def test_gradients_of_every_input(groups, given_state):
+    scan, tensors = scan_and_tensors(groups, given_state)
     assert torch.autograd.gradcheck(scan, tensors)
+    assert torch.autograd.gradcheck(lambda *tensors: scan(*tensors)[1], tensors)
+
+
+@pytest.mark.parametrize("given_state", [False, True])
+def test_second_derivatives(given_state):
+    scan, tensors = scan_and_tensors(2, given_state)
+    assert torch.autograd.gradgradcheck(scan, tensors)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_gradients_do_not_depend_on_the_chunks(groups):
+    arguments, extras, state = inputs(length=23, groups=groups)
+    tensors = [t.requires_grad_() for t in (*arguments, *extras.values(), state)]
+    found = []
+    for chunk_size in (4, 23):
+        out = ssd(*arguments, **extras, initial_state=state, return_state=True, chunk_size=chunk_size)
+        found.append(torch.autograd.grad(out.y.square().sum() + out.state.square().sum(), tensors))
+    for chunked, whole in zip(*found, strict=True):
+        assert relative_error(chunked, whole) < 1e-12
 
 
 def test_strong_decay_neither_overflows_nor_gives_nan():
@@ -122,6 +149,15 @@ def test_strong_decay_neither_overflows_nor_gives_nan():
     assert relative_error(y.detach(), ssd_recurrence(*[t.detach() for t in arguments], **extras)[0]) < 1e-6
     assert torch.isfinite(x.grad).all()
     assert x.grad.abs().max() > 0
+
+
+def test_strong_decay_at_some_tokens_forgets_what_came_before():
+    arguments, extras, state = inputs(length=40)
+    arguments[1][:, 10::10] = 500.0  # across and inside chunks
+    ours = ssd(*arguments, **extras, initial_state=state, return_state=True, chunk_size=16)
+    y, h = ssd_recurrence(*arguments, **extras, state=state)
+    assert relative_error(ours.y, y) < 1e-12
+    assert relative_error(ours.state, h) < 1e-12
 
 
 @pytest.mark.parametrize(
@@ -159,3 +195,66 @@ def test_shapes_that_would_broadcast_are_refused(index, shape):
     arguments[index] = torch.ones(shape, dtype=torch.float64)
     with pytest.raises(ValueError, match="ssd needs shapes that agree"):
         getattr(ssd, "__wrapped__", ssd)(*arguments)  # the tests' own shape check would be first
+
+
+def state_options(arguments, extras, state):
+    """What ``ssd_state`` takes, of what ``ssd`` takes."""
+    return arguments[:4], {"dt_bias": extras["dt_bias"], "initial_state": state}
+
+
+@pytest.mark.parametrize("length", [1, 2, 23])
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("given_state", [False, True])
+@pytest.mark.parametrize("dt_limit", [(0.0, float("inf")), (0.2, 0.5)])
+def test_state_alone_equals_that_of_the_scan(length, groups, given_state, dt_limit):
+    arguments, extras, state = inputs(length=length, groups=groups)
+    given, options = state_options(arguments, extras, state if given_state else None)
+    alone = ssd_state(*given, **options, dt_limit=dt_limit)
+    scan = ssd(*arguments, **options, dt_limit=dt_limit, return_state=True, chunk_size=8).state
+    assert relative_error(alone, scan) < 1e-12
+
+
+def test_state_alone_without_softplus():
+    arguments, _, _ = inputs()
+    options = {"dt_limit": (0.1, 0.4), "dt_softplus": False}
+    scan = ssd(*arguments, **options, return_state=True).state
+    assert relative_error(ssd_state(*arguments[:4], **options), scan) < 1e-12
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("given_state", [False, True])
+@pytest.mark.parametrize("dt_limit", [(0.0, float("inf")), (0.2, 0.5)])
+def test_state_after_the_tokens_that_count(groups, given_state, dt_limit):
+    counts = torch.tensor([13, 1, 0, 7])
+    arguments, extras, state = inputs(batch=4, groups=groups)
+    given, options = state_options(arguments, extras, state if given_state else None)
+    together = ssd_state(*given, **options, dt_limit=dt_limit, counts=counts)
+    start = state if given_state else torch.zeros_like(state)
+    assert torch.equal(together[2], start[2])
+    for row, count in enumerate(counts.tolist()):
+        if count:
+            one = slice(row, row + 1)
+            x, dt, A, B, C = arguments
+            cut = (x[one, :count], dt[one, :count], A, B[one, :count], C[one, :count])
+            alone = ssd(*cut, dt_bias=extras["dt_bias"], initial_state=start[one], dt_limit=dt_limit, return_state=True)
+            assert relative_error(together[one], alone.state) < 1e-12
+
+
+def test_state_alone_is_float32_for_lower_precision_and_under_autocast():
+    arguments, extras, state = inputs(length=40, dtype=torch.bfloat16)
+    given, options = state_options(arguments, extras, state.float())
+    _, h = ssd_recurrence(*arguments, dt_bias=extras["dt_bias"], state=state)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        alone = ssd_state(*given, **options)
+    assert alone.dtype == torch.float32
+    assert relative_error(alone, h) < 1e-6
+
+
+def test_state_alone_has_gradients():
+    arguments, extras, state = inputs(batch=2, length=4, heads=2, headdim=2, groups=1, d_state=2)
+    tensors = [t.requires_grad_() for t in (*arguments[:4], extras["dt_bias"], state)]
+
+    def last(x, dt, A, B, bias, initial):
+        return ssd_state(x, dt, A, B, dt_bias=bias, initial_state=initial, counts=torch.tensor([4, 2]))
+
+    assert torch.autograd.gradcheck(last, tensors)

@@ -88,6 +88,7 @@ class Front:
         self._settled = 0  # tokens at the front of the window that have passed in every row
         self._lost: Tensor | None = None  # rows that have diverged
         self._limit: Tensor | None = None  # the difference at which they have
+        self._moved = True  # whether tokens have come in since the last look
         self._rounds = 0
         self._entered: list[int] = []  # round before which each token of the window came in
         self._steps: list[int] = []  # of the tokens that have left
@@ -98,9 +99,11 @@ class Front:
     def observe(self, z: State, fz: State, step: int) -> None:
         """Look at one round, in a single transfer to the host."""
         seen = measure(z, fz, self.stop)
-        if self._limit is None:
+        if self._moved:  # tokens that have just come in may be of another scale
             reference = torch.maximum(seen.difference, seen.scale.amax(dim=1)).clamp_min(1)
-            self._limit = (self.stop.divergence * reference).clamp(max=torch.finfo(reference.dtype).max)
+            limit = (self.stop.divergence * reference).clamp(max=torch.finfo(reference.dtype).max)
+            self._limit, self._moved = limit if self._limit is None else torch.maximum(self._limit, limit), False
+        assert self._limit is not None
         sound = seen.difference <= self._limit  # not a number is not sound
         *columns, all_sound = torch.cat([seen.passed.all(dim=0), sound.all()[None]]).tolist()
         if not all_sound or self._lost is not None:
@@ -136,7 +139,7 @@ class Front:
         self._values.append(self.alive(fz[:, :count]))
         self._residuals.append(self._seen.residual[:, :count])
         self._forced.append(~self._seen.passed[:, :count])
-        self.open_rows, self._settled = self._rows, 0
+        self.open_rows, self._settled, self._moved = self._rows, 0, True
         return count
 
     def solution(self) -> Solution:
