@@ -159,7 +159,7 @@ class Backbone(nn.Module, ABC, Generic[C]):
         or without, to be committed or not. Those are more than the eight that torch allows by default.
         """
         known = inspect.signature(torch.compile).parameters
-        defaults = {"dynamic": True} | ({"recompile_limit": 64} if "recompile_limit" in known else {})
+        defaults: dict[str, Any] = {"dynamic": True} | ({"recompile_limit": 64} if "recompile_limit" in known else {})
         self._compiled = torch.compile(stack, **(defaults | options))
 
     def run(self, stack: Callable[..., T], *arguments: Any) -> T:

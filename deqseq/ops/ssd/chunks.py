@@ -1,0 +1,127 @@
+"""Matrix products within chunks of a scan, and the loop over chunks; tokens come after heads (or groups) here."""
+
+from itertools import pairwise
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+# the log of a decay that makes no difference; what underflows, or is subnormal, is computed many times slower
+FORGOTTEN = -40.0
+
+
+def advance(x: Tensor, dt: Tensor, rates: Tensor, B: Tensor, C: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """The recurrence for one token: its output and the state after it."""
+    state = torch.addcmul(gained_by(x * dt[..., None], B), state, rates.exp()[..., None])
+    return _read(C, state), state
+
+
+class Chunks(torch.autograd.Function):
+    """A loop over chunks, of which only the states between them are kept: the backward pass computes each chunk again.
+
+    It is made of differentiable operations on the inputs and outputs, so that there are second derivatives.
+    """
+
+    @staticmethod
+    def forward(x, dt, rates, B, C, state, want_state, size, keep):
+        """``y`` and the state after each chunk, or after the last alone; None after the last if it is not wanted."""
+        y, states = torch.empty_like(x), []
+        for start in range(0, x.shape[2], size):
+            span = slice(start, start + size)
+            pieces = [t[:, :, span] for t in (x, dt, rates, B, C)]
+            y[:, :, span], state = chunk(*pieces, state=state, want_state=want_state or span.stop < x.shape[2])
+            states = [*states, state] if keep else [state]
+        return y, *states
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        """Keep the inputs, the output and the states between chunks."""
+        ctx.save_for_backward(*inputs[:6], *output)
+        ctx.size = inputs[7]
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        """From the last chunk to the first; states before the last have gradients only in a second derivative."""
+        x, dt, rates, B, C, state, y, *states = ctx.saved_tensors
+        dy, *dstates = gradients
+        whole = (x, dt, rates, B, C, y, torch.zeros_like(y) if dy is None else dy)
+        dx, dstate, others = torch.empty_like(x), None, []
+        for index, (before, after) in reversed(list(enumerate(pairwise([state, *states])))):
+            span = slice(index * ctx.size, (index + 1) * ctx.size)
+            if dstates[index] is not None:
+                dstate = dstates[index] if dstate is None else dstate + dstates[index]
+            dx[:, :, span], *rest, dstate = _chunk_gradients(before, after, dstate, *(t[:, :, span] for t in whole))
+            others.insert(0, rest)
+        return dx, *(torch.cat(t, dim=2) for t in zip(*others, strict=True)), dstate, None, None, None
+
+
+def chunk(x: Tensor, dt: Tensor, rates: Tensor, B: Tensor, C: Tensor, state: Tensor | None, want_state: bool):
+    """The dual form: one masked matrix product for what the chunk's tokens take from each other."""
+    u = x * dt[..., None]
+    total, decay = _decays(rates)
+    y = _mixing(decay, B, C) @ u
+    if state is not None:
+        y = torch.addcmul(y, _read(C, state), total.exp()[..., None])
+    if not want_state:
+        return y, None
+    gained = gained_by(u * decay[:, :, -1, :, None], B)
+    return y, gained if state is None else torch.addcmul(gained, state, total[:, :, -1:, None].exp())
+
+
+def _chunk_gradients(before, after, dafter, x, dt, rates, B, C, y, dy):
+    """Gradients of the inputs and the state before, from those of y and the state after."""
+    u, dy_by_head = x * dt[..., None], dy.contiguous()
+    total, decay = _decays(rates)
+    dscores = (dy_by_head @ u.contiguous().mT).mul_(decay).unflatten(1, (B.shape[1], -1)).sum(2).tril_()
+    dB, dC = dscores.mT @ C, dscores @ B
+    du = _mixing(decay, B, C).mT @ dy_by_head
+    dbefore, end = None, 0
+    if before is not None:
+        dread = dy * total.exp()[..., None]
+        dC, dbefore = dC + _per_group(dread, before, B), gained_by(dread, C)
+    if dafter is not None:
+        until = decay[:, :, -1, :, None]
+        du = torch.addcmul(du, _read(B, dafter), until)
+        dB = dB + _per_group(u * until, dafter, B)
+        end = (dafter * after).sum((2, 3))[..., None]
+        if dbefore is not None:
+            dbefore = torch.addcmul(dbefore, dafter, total[:, :, -1:, None].exp())
+    ddt = (du * x).sum(-1)
+    # the decay since the chunk's start is a factor of a token's output, and a divisor of its input
+    dtotal = (dy * y).sum(-1) - ddt * dt
+    drates = dtotal.flip(2).cumsum(2).flip(2) + end
+    return du * dt[..., None], ddt, drates, dB, dC, dbefore
+
+
+def _decays(rates: Float[Tensor, "batch heads size"]) -> tuple[Tensor, Float[Tensor, "batch heads size size"]]:
+    """The log of the decay since the chunk's start, and how much of token s is left at token t >= s."""
+    total = rates.cumsum(2)
+    between = total[..., :, None] - total[..., None, :]
+    total.detach().clamp_(FORGOTTEN)
+    between.detach().clamp_(FORGOTTEN, 0)  # for s > t it could overflow
+    return total, between.exp_()
+
+
+def _mixing(decay: Tensor, B: Tensor, C: Tensor) -> Float[Tensor, "batch heads size size"]:
+    """What each token takes from each before it: ``C B^T`` once a group, then spread over its heads."""
+    scores = (C @ B.mT).tril_()[:, :, None]
+    return (decay.unflatten(1, (B.shape[1], -1)) * scores).flatten(1, 2)
+
+
+def gained_by(u: Float[Tensor, "batch heads size headdim"], B: Tensor) -> Float[Tensor, "batch heads headdim d_state"]:
+    """``u^T B`` over the tokens; here and below, all heads of a group are in one product."""
+    merged = u.unflatten(1, (B.shape[1], -1)).transpose(3, 4).flatten(2, 3)
+    return (merged @ B).reshape(*u.shape[:2], u.shape[3], -1)
+
+
+def _read(C: Tensor, state: Float[Tensor, "batch heads headdim d_state"]) -> Float[Tensor, "batch heads size headdim"]:
+    """``C h^T`` for each token."""
+    read = C @ state.unflatten(1, (C.shape[1], -1)).flatten(2, 3).mT
+    return read.unflatten(3, (-1, state.shape[2])).transpose(2, 3).flatten(1, 2)
+
+
+def _per_group(u: Tensor, state: Tensor, B: Tensor) -> Float[Tensor, "batch groups size d_state"]:
+    """``u h``, summed over the heads of a group."""
+    u, state = (m.unflatten(1, (B.shape[1], -1)) for m in (u, state))
+    return u.transpose(2, 3).flatten(3) @ state.flatten(2, 3)
