@@ -81,6 +81,7 @@ class Affine(Backbone[AffineCache]):
 
     def inject(self, x: Sequence, cache: AffineCache | None = None, real: RealTokens | None = None) -> Injection:
         check_sequence(x, self.d_model)
+        self._check_cache(cache, x)
         return Injection(x @ self.U.T, real=real)
 
     def init_cache(self, batch: int) -> AffineCache:
@@ -94,13 +95,21 @@ class Affine(Backbone[AffineCache]):
         *,
         return_trail: bool = False,
     ) -> tuple[Sequence, AffineTrail | None]:
-        if cache is not None and len(cache.previous) != len(z):
-            raise ValueError(f"cache must have the {len(z)} rows of its input, got {len(cache.previous)}")
+        self._check_cache(cache, z)
         previous = z.new_zeros(z.shape[0], self.d_model) if cache is None else cache.previous
         states = torch.cat([previous[:, None], z], dim=1)
         out = z @ self.A.T + states[:, :-1] @ self.R.T
         out = out if injection.value is None else out + injection.value
         return out, AffineTrail(states, injection.real) if return_trail else None
+
+    def _check_cache(self, cache: object, z: Sequence) -> None:
+        if cache is None:
+            return
+        if not isinstance(cache, AffineCache):
+            raise TypeError(f"cache must be an AffineCache, got {type(cache).__name__}")
+        if cache.previous.shape != (len(z), self.d_model):
+            wanted = f"the {len(z)} rows of its input and width {self.d_model}"
+            raise ValueError(f"cache must have {wanted}, got {tuple(cache.previous.shape)}")
 
     def solution(self, x: Sequence) -> Sequence:
         """The fixed point in closed form, token by token.

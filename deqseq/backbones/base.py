@@ -167,7 +167,8 @@ class Backbone(nn.Module, ABC, Generic[C]):
         return (self._compiled or stack)(*arguments)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_compiled": None}  # compiled code is no part of a copy or a pickle
+        # compiled code is no part of a copy or a pickle: it would go on with the weights of the original
+        return {**self.__dict__, "_compiled": None, "_compiled_call_impl": None}
 
 
 def real_tokens(real: RealTokens | None, tokens: int) -> Int64[Tensor, " batch"] | None:

@@ -165,6 +165,7 @@ class Llama(Backbone[LlamaCache]):
     def place(self, x: Sequence, cache: LlamaCache | None = None, real: RealTokens | None = None) -> Injection:
         positions = torch.arange(x.shape[1], device=x.device)[None]
         if cache is not None:
+            self._check_cache(cache, x)
             positions = positions + (cache.length if cache.real is None else cache.real.sum(dim=1, keepdim=True))
         config = self.config
         frequencies = rotary_frequencies(config.head_width, config.rope_theta, config.rope_scaling, x.device)
@@ -233,6 +234,9 @@ class Llama(Backbone[LlamaCache]):
                 f"cache must be of {len(self.layers)} layers and {len(z)} rows, as the model and its input are, "
                 f"got {layers} layers and {rows} rows"
             )
+        shape, wanted = cache.layers[0].keys.shape, (self.config.kv_heads, self.config.head_width)
+        if (shape[1], shape[3]) != wanted:
+            raise ValueError(f"cache must have (kv_heads, headdim) = {wanted}, got {(shape[1], shape[3])}")
 
 
 def _block(config: LlamaConfig) -> LlamaBlock:

@@ -1,6 +1,7 @@
 """Keys and values of the settled tokens, in buffers that leave room for those to come."""
 
 from dataclasses import dataclass, field, replace
+from threading import get_ident
 
 import torch
 from jaxtyping import Bool
@@ -13,9 +14,10 @@ from deqseq.types import RowIndex
 
 @dataclass
 class Claim:
-    """How far the buffers that several caches share are taken by one of them; the only thing here that changes."""
+    """How far the buffers that several caches share are taken by one of them, and which thread may write in them."""
 
     upto: int = 0
+    owner: int = field(default_factory=get_ident)
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class LlamaCache(Cache):
 
     def reserve(self, tokens: int) -> "LlamaCache":
         """The same cache with room for so many tokens that no other cache uses, and what they may attend to."""
-        free = self.claim.upto <= self.length
+        free = self._writable
         if self.ahead == tokens and free:
             return self
         layers, claim = self.layers, self.claim
@@ -68,10 +70,16 @@ class LlamaCache(Cache):
             claim = Claim(self.length)
         return replace(self, layers=layers, claim=claim, ahead=tokens, visible=self._visible(tokens))
 
+    @property
+    def _writable(self) -> bool:
+        """Whether the room behind the settled tokens is this cache's own."""
+        frozen = self.layers[0].keys.is_inference() and not torch.is_inference_mode_enabled()
+        return self.claim.upto <= self.length and self.claim.owner == get_ident() and not frozen
+
     def followed(self, new: tuple[KeyValues, ...], real: RealTokens | None) -> "LlamaCache":
         """The cache after these tokens, whose keys and values are ``(batch, kv_heads, tokens, headdim)``."""
         tokens = new[0].keys.shape[2]
-        room = self if self.ahead >= tokens and self.claim.upto <= self.length else self.reserve(tokens)
+        room = self if self.ahead >= tokens and self._writable else self.reserve(tokens)
         total = self.length + tokens
         for layer, own in zip(room.layers, new, strict=True):
             for kept, part in zip(layer, own, strict=True):

@@ -224,6 +224,11 @@ class Mamba2(Backbone[Mamba2Cache]):
                 f"cache must be of {len(self.layers)} layers and {len(z)} rows, as the model and its input are, "
                 f"got {layers} layers and {rows} rows"
             )
+        mixer = next(iter(self.blocks)).mixer
+        for name, ours, theirs in zip(("conv", "ssm"), mixer.init_state(0), cache.layers[0], strict=True):
+            if ours.shape[1:] != theirs.shape[1:]:
+                shapes = f"{tuple(ours.shape[1:])} behind the rows, got {tuple(theirs.shape[1:])}"
+                raise ValueError(f"cache must have {name} states of shape {shapes}")
 
 
 def _block(config: Mamba2Config) -> Mamba2Block:

@@ -26,9 +26,9 @@ class BackboneMap:
         >>> backbone, x = dq.Affine(4), torch.ones(3, 5, 4)
         >>> f = BackboneMap(backbone, backbone.inject(x), recording=True)
         >>> solution = dq.solve(f, torch.zeros(3, 5, 4), solver=dq.Naive(), stop=dq.Stop(rtol=1e-6))
-        >>> cache, extra_evaluations = f.settled(5, solution)
-        >>> cache.previous.shape, extra_evaluations
-        (torch.Size([3, 4]), 0)
+        >>> cache, evaluated_again = f.settled(5, solution)
+        >>> cache.previous.shape, evaluated_again
+        (torch.Size([3, 4]), None)
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class BackboneMap:
         """The map of the tokens after the first few, which have left ``cache``."""
         return BackboneMap(self.backbone, self.injection.tokens(tokens, self.length), cache)
 
-    def settled(self, tokens: int, /, solution: Solution | None = None) -> tuple[Cache, int]:
+    def settled(self, tokens: int, /, solution: Solution | None = None) -> tuple[Cache, RowIndex | None]:
         """The cache after the first few tokens, from the evaluation at which they passed.
 
         Args:
@@ -80,22 +80,22 @@ class BackboneMap:
                 once more, there. None: all rows are as they are.
 
         Returns:
-            The cache, without a graph, and how many evaluations that took.
+            The cache, without a graph, and which rows took one more evaluation; None: no row.
         """
         with torch.no_grad():
             value, trail = self._latest()
             if solution is None:
-                return trail.after(tokens), 0
+                return trail.after(tokens), None
             failed = solution.status != Status.CONVERGED
             if not bool(failed.any()):
-                return trail.after(tokens), 0
+                return trail.after(tokens), None
             elsewhere = (solution.value != value.to(solution.value.dtype)).flatten(1).any(dim=1)
             rows = (failed & elsewhere).nonzero()[:, 0]
             if not len(rows):
-                return trail.after(tokens), 0
+                return trail.after(tokens), None
             narrow = self.select(rows)
             narrow(solution.value[rows])
-            return trail.merged(rows, narrow._latest()[1]).after(tokens), 1
+            return trail.merged(rows, narrow._latest()[1]).after(tokens), rows
 
     def _latest(self) -> tuple[State, Trail]:
         """What the last evaluation of each row gave and computed."""

@@ -1,5 +1,7 @@
 """Do all sweeps find the same fixed point?"""
 
+import math
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from itertools import combinations
@@ -69,7 +71,7 @@ class DualityReport:
     @property
     def worst(self) -> float:
         """The largest difference of states or caches between any two sweeps."""
-        return max(max(pair.state_difference, pair.cache_difference) for pair in self.pairs)
+        return _largest(x for pair in self.pairs for x in (pair.state_difference, pair.cache_difference))
 
     def __str__(self) -> str:
         lines = [f"{'sweep':24} {'converged':>9} {'evaluations':>11} {'token-updates':>13}"]
@@ -150,8 +152,14 @@ def _compare(
     agreement = (predictions[0] == predictions[1]).float().mean().item()
     assert one.cache is not None and other.cache is not None
     caches = zip(one.cache.tensors(), other.cache.tensors(), strict=True)
-    between_caches = max(_distance(x.flatten(), y.flatten()) for x, y in caches)
+    between_caches = _largest(_distance(x.flatten(), y.flatten()) for x, y in caches)
     return PairReport(first, second, _distance(a, b), agreement, between_caches)
+
+
+def _largest(values: Iterable[float]) -> float:
+    """The largest; not a number if any of them is."""
+    found = list(values)
+    return math.nan if any(map(math.isnan, found)) else max(found)
 
 
 def _distance(a: torch.Tensor, b: torch.Tensor) -> float:

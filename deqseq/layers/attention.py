@@ -123,9 +123,10 @@ class Attention(nn.Module):
 
 
 def _after(past: Past, own: KeyValues) -> KeyValues:
-    """All keys and values so far: in place in the buffer, unless a graph is being built."""
+    """All keys and values so far: in place in the buffer, unless a graph is being built or it would round them."""
     length, total = past.length, past.length + own.keys.shape[2]
-    if torch.is_grad_enabled():  # autograd must find the keys of every self-iteration unchanged
+    # autograd must find the keys of every self-iteration unchanged
+    if torch.is_grad_enabled() or past.buffer.keys.dtype != own.keys.dtype:
         settled = ((kept[:, :, :length].to(new.dtype), new) for kept, new in zip(past.buffer, own, strict=True))
         return KeyValues(*(torch.cat(pair, dim=2) for pair in settled))
     for kept, new in zip(past.buffer, own, strict=True):

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import weight_norm
@@ -30,11 +31,11 @@ def apply_weight_norm(module: nn.Module) -> None:
             weight_norm(part, "weight", dim=0)
 
 
-_entered: set[int] = set()
+_entered: dict[int, bool] = {}  # modules whose weights are computed, and whether with a graph
 
 
 @contextmanager
-def weights_computed_once(module: nn.Module) -> Iterator[None]:
+def weights_computed_once(module: nn.Module, enabled: bool = True) -> Iterator[None]:
     """Within this context reparametrised weights are computed once, in the gradient mode at entry.
 
     They must be computed here, not at their first use: that is in a solve without gradients, and what it left in the
@@ -43,6 +44,10 @@ def weights_computed_once(module: nn.Module) -> Iterator[None]:
 
     Args:
         module: where to look for reparametrised weights.
+        enabled: False computes them at every use, but makes the same check.
+
+    Raises:
+        RuntimeError: gradients are wanted inside, but it was first entered without: they would silently be lost.
 
     Example:
         >>> layer = nn.Linear(2, 2)
@@ -51,10 +56,17 @@ def weights_computed_once(module: nn.Module) -> Iterator[None]:
         ...     layer.weight is layer.weight
         True
     """
-    if id(module) in _entered:
+    inside = _entered.get(id(module))
+    trains = torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
+    if inside is False and trains:
+        raise RuntimeError(
+            "the weights of this model have been computed without gradients (is this a callback of generate()?): a "
+            "call that wants gradients would silently lose them here; wrap it in torch.no_grad(), or make it later"
+        )
+    if inside is not None or not enabled:
         yield
         return
-    _entered.add(id(module))
+    _entered[id(module)] = torch.is_grad_enabled()
     try:
         with parametrize.cached():
             for part in module.modules():
@@ -62,4 +74,4 @@ def weights_computed_once(module: nn.Module) -> Iterator[None]:
                     getattr(part, name)
             yield
     finally:
-        _entered.discard(id(module))
+        del _entered[id(module)]

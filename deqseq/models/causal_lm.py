@@ -159,7 +159,7 @@ class CausalLM(nn.Module):
         prompt_options = dict(solve_options)
         if sweep is not None or isinstance(self.model, ImplicitModel):
             prompt_options["sweep"] = sweep or Sliding()
-        training = self.training
+        modes = [(part, part.training) for part in self.modules()]
         self.eval()
         try:
             return generate(
@@ -177,7 +177,8 @@ class CausalLM(nn.Module):
                 options=solve_options,
             )
         finally:
-            self.train(training)
+            for part, training in modes:
+                part.training = training
 
     def compile(self, **options: Any) -> None:
         """Compile the blocks of the model with ``torch.compile``; what is around them stays as it is.

@@ -54,17 +54,17 @@ class Sampler:
         if self.temperature == 0 and (self.top_k is not None or self.top_p is not None):
             raise ValueError("top_k and top_p need a temperature above 0; a temperature of 0 takes the best token")
 
-    def choose(self, logits: Logits, uniform: Float[Tensor, " rows"]) -> Int64[Tensor, " rows"]:
+    def choose(self, logits: Logits, uniform: Float[Tensor, " rows"] | None) -> Int64[Tensor, " rows"]:
         """One token a row.
 
         Args:
             logits: ``(rows, vocab)``.
-            uniform: a random number in [0, 1) for each row.
+            uniform: a random number in [0, 1) for each row; None: the best token is taken, as at temperature 0.
 
         Returns:
             The tokens.
         """
-        if self.temperature == 0:
+        if self.temperature == 0 or uniform is None:
             return logits.argmax(dim=-1)
         scaled = logits.to(torch.promote_types(logits.dtype, torch.float32)) / self.temperature
         probability, token = scaled.softmax(dim=-1).sort(dim=-1, descending=True, stable=True)
@@ -188,8 +188,8 @@ def generate(
         output = model(embed(prompt), mask=mask, return_cache=True, **prefill)
         state, cache = _last_states(output.value, mask), output.cache
         for step in range(max_new_tokens):
-            uniform = torch.rand(batch, generator=random).to(device)[rows]
-            chosen = sampler.choose(head(state), uniform)
+            drawn = torch.rand(batch, generator=random).to(device)[rows] if sampler.temperature else None
+            chosen = sampler.choose(head(state), drawn)
             record.add(rows, chosen, output)
             if callback is not None:
                 callback(NewTokens(step, rows, chosen))

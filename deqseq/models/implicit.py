@@ -1,6 +1,5 @@
 """A backbone iterated to its fixed point."""
 
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -110,7 +109,7 @@ class ImplicitModel(nn.Module):
         padding = Padding.of(x, mask)
         # a checkpointed backward pass computes the weights again, and must find what the forward pass did
         again = gradient is not None and gradient.recomputes
-        with nullcontext() if again else weights_computed_once(self.backbone):
+        with weights_computed_once(self.backbone, enabled=not again):
             injection = self.backbone.inject(padding.compact(x), cache, padding.real)
             whole = BackboneMap(self.backbone, injection, cache)
             swept = _sweep(whole, torch.zeros_like(x, requires_grad=False), sweep, return_cache, gradient, options)
@@ -142,11 +141,15 @@ def _sweep(
 ) -> Swept:
     """Solve, and attach the gradient: over the whole sequence at once, however it was solved."""
     if gradient is None:
-        return sweep.solve(whole, z0, keep_cache=keep_cache, **options)
+        with torch.no_grad():  # attention then writes its keys in place
+            return sweep.solve(whole, z0, keep_cache=keep_cache, **options)
     if isinstance(sweep, Simultaneous):
         chunk = whole.first(whole.length, recording=keep_cache)
         return settled_together(chunk, gradient.apply(chunk, z0, **options), keep_cache)
     assert isinstance(gradient, AttachedGradient)
     with torch.no_grad():
         swept = sweep.solve(whole, z0, keep_cache=keep_cache, **options)
-    return replace(swept, solution=replace(swept.solution, value=gradient.attach_to(whole, z0, swept.solution)))
+    if torch.is_autocast_enabled(z0.device.type):
+        torch.clear_autocast_cache()  # older torch keeps casts made without a graph, which would cut the weights off
+    again = whole.first(whole.length, recording=False)
+    return replace(swept, solution=replace(swept.solution, value=gradient.attach_to(again, z0, swept.solution)))

@@ -46,8 +46,10 @@ class Padding:
         return cls(order, mask.gather(1, order))
 
     def compact(self, x: Sequence) -> Sequence:
-        """``x`` with the real tokens of each row first."""
-        return x if self.order is None else x.gather(1, self.order[..., None].expand_as(x))
+        """``x`` with the real tokens of each row first, and zeros behind them: padding may hold anything."""
+        if self.order is None or self.real is None:
+            return x
+        return x.gather(1, self.order[..., None].expand_as(x)).masked_fill(~self.real[..., None], 0)
 
     def restored(self, solution: Solution) -> Solution:
         """The solution with all tokens back in their places; padding is zero."""
@@ -56,6 +58,8 @@ class Padding:
         stats = solution.stats
         per_token = {"steps": stats.steps, "residual": stats.residual, "updates": stats.updates, "forced": stats.forced}
         moved = {name: self.back(x) for name, x in per_token.items() if x is not None and x.ndim == 2}
+        if stats.trace is not None and stats.trace.ndim == 3:
+            moved["trace"] = torch.stack([self.back(look) for look in stats.trace])
         return replace(solution, value=self.back(solution.value), stats=replace(stats, **moved))
 
     def back(self, x: Shaped[Tensor, "batch length ..."]) -> Shaped[Tensor, "batch length ..."]:

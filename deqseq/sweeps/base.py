@@ -1,7 +1,7 @@
 """What a sweep is, and what it needs of a map whose tokens can be solved apart."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -39,13 +39,13 @@ class TokenMap(Protocol):
         """The map of the first few tokens, which they do not leave to those after; ``recording`` enables settling."""
         ...
 
-    def settled(self, tokens: int, /, solution: Solution | None = None) -> tuple[Any, int]:
+    def settled(self, tokens: int, /, solution: Solution | None = None) -> tuple[Any, RowIndex | None]:
         """What the first few tokens leave behind, from the evaluation at which they passed.
 
         Rows that failed in ``solution`` are evaluated once more, at the value that it gives them.
 
         Returns:
-            A cache, and how many evaluations that took.
+            A cache, and which rows took one more evaluation; None: no row.
         """
         ...
 
@@ -116,12 +116,20 @@ def refuse_trace(sweep: Sweep, trace: bool) -> None:
         raise ValueError(f"trace=True needs the Simultaneous sweep, got {sweep}: chunks have traces of their own")
 
 
-def joined(solutions: list[Solution], evaluations: int) -> Solution:
+def counted(solution: Solution, again: RowIndex | None) -> Solution:
+    """The solution, with one more evaluation of some rows in its statistics."""
+    if again is None:
+        return solution
+    stats = solution.stats
+    updates = stats.updates.index_add(0, again, torch.ones_like(stats.updates[again]))
+    return replace(solution, stats=replace(stats, evaluations=stats.evaluations + 1, updates=updates))
+
+
+def joined(solutions: list[Solution]) -> Solution:
     """One solution for the whole sequence, its statistics per token.
 
     Args:
         solutions: of chunks, left to right; statistics per row or per token.
-        evaluations: calls of the map in all.
     """
 
     def per_token(numbers: list[Tensor]) -> Tensor:
@@ -134,7 +142,7 @@ def joined(solutions: list[Solution], evaluations: int) -> Solution:
     stats = SolveStats(
         per_token([stats.steps for stats in every]),
         per_token([stats.residual for stats in every]),
-        evaluations,
+        sum(stats.evaluations for stats in every),
         per_token([stats.updates for stats in every]),
         forced=forced,
     )

@@ -6,7 +6,7 @@ from deqseq.solution import Solution
 from deqseq.solve import Callback, solve
 from deqseq.solvers.base import OutsideSolver, Solver
 from deqseq.stop import Stop
-from deqseq.sweeps.base import Sweep, Swept, TokenMap, joined, refuse_trace
+from deqseq.sweeps.base import Sweep, Swept, TokenMap, counted, joined, refuse_trace
 from deqseq.types import State
 
 
@@ -41,11 +41,10 @@ class Simultaneous(Sweep):
 
 def settled_together(f: TokenMap, solution: Solution, keep_cache: bool) -> Swept:
     """A solution of all tokens of ``f``, and what they leave behind, if that is wanted."""
-    cache, extra = f.settled(f.length, solution) if keep_cache else (None, 0)
-    stats = solution.stats
-    updates = stats.updates[:, None].expand(-1, f.length)
-    stats = replace(stats, evaluations=stats.evaluations + extra, updates=updates)
-    return Swept(replace(solution, stats=stats), cache)
+    cache, again = f.settled(f.length, solution) if keep_cache else (None, None)
+    solution = counted(solution, again)
+    updates = solution.stats.updates[:, None].expand(-1, f.length)
+    return Swept(replace(solution, stats=replace(solution.stats, updates=updates)), cache)
 
 
 @dataclass(frozen=True)
@@ -83,16 +82,15 @@ class Chunked(Sweep):
         keep_cache: bool = False,
     ) -> Swept:
         refuse_trace(self, trace)
-        solutions, evaluations, cache = [], 0, None
+        solutions, cache = [], None
         for start in z0.split(self.size, dim=1):
             size, last = start.shape[1], start.shape[1] == f.length
             chunk = f.first(size, recording=keep_cache or not last)
             solutions.append(solve(chunk, start.contiguous(), solver=solver, stop=stop, callback=callback))
-            evaluations += solutions[-1].stats.evaluations
             if keep_cache or not last:
-                cache, extra = chunk.settled(size, solutions[-1])
-                f, evaluations = f.beyond(size, cache), evaluations + extra
-        return Swept(joined(solutions, evaluations), cache if keep_cache else None)
+                cache, again = chunk.settled(size, solutions[-1])
+                f, solutions[-1] = f.beyond(size, cache), counted(solutions[-1], again)
+        return Swept(joined(solutions), cache if keep_cache else None)
 
 
 @dataclass(frozen=True)
