@@ -1,19 +1,23 @@
-"""State tracking: an implicit Mamba2 learns a word problem that explicit Mamba2 models cannot extrapolate.
+"""State tracking: an implicit model learns a word problem, next to explicit models of the same blocks.
 
 A sequence of group elements comes in, the product of each prefix is to come out (for Z2: the parity of the ones so
 far). The implicit model is trained on short sequences, first through a few unrolled self-iterations, then at its
-fixed point with phantom gradients, and evaluated on sequences up to 32 times longer, solved simultaneously and
-sequentially. Explicit models of 1, 2 and 4 blocks get the same training time. Interrupt it and run it again: it goes
-on from its last checkpoint.
+fixed point with phantom gradients, and evaluated on longer ones, solved simultaneously, sequentially and with a sliding
+window. Explicit models of 1, 2 and 4 blocks get the same training time. The implicit Mamba2 extrapolates, to 32 times
+the trained length; Llamas, implicit or explicit, learn parity at the trained lengths alone. Interrupt it and run it
+again: it goes on from its last checkpoint.
 
     python examples/state_tracking.py                                # parity
     python examples/state_tracking.py --quick                        # the implicit model alone
     python examples/state_tracking.py --group A5 --generators 2      # the smallest group that is not solvable
+    python examples/state_tracking.py --backbone llama               # parity with Transformer blocks
 """
 
 import argparse
+import itertools
 import json
 import logging
+import random
 import shutil
 import sys
 import time
@@ -23,6 +27,7 @@ from typing import Any
 
 import matplotlib
 import torch
+from torch.nn import functional as F
 from tqdm import tqdm
 
 import deqseq as dq
@@ -34,17 +39,24 @@ import matplotlib.pyplot as plt
 
 log = logging.getLogger("state_tracking")
 
-RECIPES: dict[str, dict[str, Any]] = {
-    "Z2": {"steps": 700},
-    "S3": {"steps": 1000, "lr": 2e-3, "free_from": 0.5, "eval_lengths": (16, 32, 64, 128), "baselines": (4,)},
-    "A5": {
-        "steps": 3200,
-        "lr": 2e-3,
-        "free_from": 0.65,
-        "lengths": (4, 6, 8, 12, 16),
-        "eval_lengths": (16, 32, 64, 128),
-        "baselines": (4,),
+HARDER: dict[str, Any] = {"lr": 2e-3, "eval_lengths": (16, 32, 64, 128), "baselines": (4,)}
+RECIPES: dict[tuple[str, str], dict[str, Any]] = {
+    ("mamba2", "Z2"): {"steps": 700},
+    ("mamba2", "S3"): HARDER | {"steps": 1000, "free_from": 0.5},
+    ("mamba2", "A5"): HARDER | {"steps": 3200, "free_from": 0.65, "lengths": (4, 6, 8, 12, 16)},
+    ("llama", "Z2"): {
+        "steps": 1500,
+        "lengths": (4, 8, 16),
+        "max_steps": 24,
+        "train_sweeps": ("simultaneous", "sequential", "sliding"),  # of several fixed points, all are to find the same
+        "window": 4,
+        "eval_lengths": (8, 16, 24, 32, 64),
     },
+}
+SWEEPS = {
+    "simultaneous": lambda o: dq.Simultaneous(),
+    "sequential": lambda o: dq.Sequential(),
+    "sliding": lambda o: dq.Sliding(o.window),
 }
 SOLVERS = {
     "relaxed": lambda o: dq.Relaxed(o.damping),
@@ -74,10 +86,13 @@ class Options:
     identity_probability: float = option(0.0, "probability that a token's group element is the identity")
     lengths: tuple[int, ...] = option((16,), "training lengths, one drawn for each batch")
     eval_lengths: tuple[int, ...] = option((16, 32, 64, 128, 256, 512), "evaluation lengths")
+    backbone: str = option("mamba2", "blocks of all models", ("mamba2", "llama"))
     d_model: int = option(64, "width")
-    d_state: int = option(16, "state size of each channel")
-    headdim: int = option(32, "channels a head")
-    expand: int = option(2, "inner width over d_model")
+    d_state: int = option(16, "mamba2: state size of each channel")
+    headdim: int = option(32, "mamba2: channels a head")
+    expand: int = option(2, "mamba2: inner width over d_model")
+    heads: int = option(4, "llama: attention heads")
+    mlp_width: int = option(128, "llama: hidden width of the feed-forward layer")
     layers: int = option(1, "blocks of the implicit model")
     batch: int = option(64, "sequences a training step")
     steps: int = option(1000, "training steps of the implicit model")
@@ -92,6 +107,8 @@ class Options:
     phantom_steps: int = option(4, "steps of the phantom gradient")
     damping: float = option(0.8, "damping of the phantom gradient and of the relaxed solver")
     train_solver: str = option("naive", "solver of the second phase", SOLVERS)
+    train_sweeps: tuple[str, ...] = option(("simultaneous",), "sweeps of the second phase, one drawn a step", SWEEPS)
+    window: int = option(8, "tokens of the sliding sweep's window, in training and evaluation")
     solver: str = option("relaxed", "solver at evaluation", SOLVERS)
     eval_rtol: float = option(1e-2, "relative tolerance at evaluation")
     baselines: tuple[int, ...] = option((1, 2, 4), "blocks of the explicit models")
@@ -99,29 +116,31 @@ class Options:
     checkpoint_seconds: float = option(20.0, "time between checkpoints")
     seed: int = option(0, "seed of weights and data")
     device: str = option("cpu", "where to run")
-    output: str = option("", "folder of the results; empty: runs/state_tracking_GROUP_SEED")
+    output: str = option("", "folder of the results; empty: runs/state_tracking_GROUP_SEED[_llama][_quick]")
 
 
 def parse(arguments: list[str]) -> Options:
     """Read the command line and fill in the group's recipe."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     for item in fields(Options):
-        many = isinstance(item.default, tuple)
+        default: Any = item.default
+        many = isinstance(default, tuple)
         parser.add_argument(
             f"--{item.name.replace('_', '-')}",
-            type=int if many else type(item.default),
+            type=type(default[0] if many else default),
             nargs="*" if many else None,
             choices=item.metadata["choices"],
             default=argparse.SUPPRESS,
-            help=f"{item.metadata['help']} (default: {item.default!r}, or the group's recipe)",
+            help=f"{item.metadata['help']} (default: {default!r}, or the group's recipe)",
         )
     parser.add_argument("--quick", action="store_true", help="the implicit model alone, up to length 64")
     parser.add_argument("--fresh", action="store_true", help="remove what an earlier run left in the output folder")
     given = vars(parser.parse_args(arguments))
     quick, fresh = given.pop("quick"), given.pop("fresh")
-    group, seed = given.get("group", "Z2"), given.get("seed", 0)
-    values: dict[str, Any] = {"output": f"runs/state_tracking_{group}_{seed}" + "_quick" * quick}
-    values |= RECIPES.get(group, {}) | ({"baselines": (), "eval_lengths": (16, 32, 64)} if quick else {})
+    backbone, group, seed = (given.get(name, getattr(Options, name)) for name in ("backbone", "group", "seed"))
+    suffix = "_llama" * (backbone == "llama") + "_quick" * quick
+    values: dict[str, Any] = {"output": f"runs/state_tracking_{group}_{seed}{suffix}"}
+    values |= RECIPES.get((backbone, group), {}) | ({"baselines": (), "eval_lengths": (16, 32, 64)} if quick else {})
     values |= {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
     options = Options(**values)
     try:
@@ -138,13 +157,19 @@ def check(options: Options) -> None:
     Raises:
         ValueError, RuntimeError, AssertionError: names the option, or is the library's own refusal.
     """
-    for name in ("steps", "batch", "warmup", "unrolled_steps", "max_steps", "layers"):
+    for name in ("steps", "batch", "warmup", "unrolled_steps", "max_steps", "layers", "heads", "mlp_width", "window"):
         if getattr(options, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
     for name, least in (("lengths", 1), ("eval_lengths", 1), ("baselines", 0)):
         values = getattr(options, name)
         if len(values) < least or min(values, default=1) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be numbers of at least 1, got {list(values)}")
+    if options.backbone == "llama" and options.d_model % (2 * options.heads):
+        raise ValueError(f"--heads must divide --d-model {options.d_model} into even widths, got {options.heads}")
+    if not options.train_sweeps:
+        raise ValueError(f"--train-sweeps must name at least one of {', '.join(SWEEPS)}")
+    if options.gradient == "unrolled" and set(options.train_sweeps) != {"simultaneous"}:
+        raise ValueError(f"--gradient unrolled needs --train-sweeps simultaneous, got {list(options.train_sweeps)}")
     if not options.output or Path(options.output).is_file():
         raise ValueError(f"--output must be a folder, got {options.output!r}")
     make_curriculum(options)
@@ -162,11 +187,11 @@ def claim_output(options: Options, fresh: bool) -> None:
     output.mkdir(parents=True, exist_ok=True)
     theirs = json.loads(config.read_text()) if config.exists() else mine
     decides = mine.keys() - {"output", "device", "checkpoint_seconds"}  # a run may move and go on elsewhere
-    changed = [f"{name}: {theirs.get(name)!r} -> {mine[name]!r}" for name in mine if theirs.get(name) != mine[name]]
-    changed = [text for text in changed if text.partition(":")[0] in decides]
+    changed = [name for name in mine if name in decides and theirs.get(name) != mine[name]]
     if changed:
+        changes = ", ".join(f"{name}: {theirs.get(name)!r} -> {mine[name]!r}" for name in changed)
         advice = "give another --output, or --fresh to start again"
-        raise SystemExit(f"{output} holds a run with other options ({', '.join(changed)}): {advice}")
+        raise SystemExit(f"{output} holds a run with other options ({changes}): {advice}")
     unfinished = output / "config.json.unfinished"
     unfinished.write_text(json.dumps(mine, indent=1))
     unfinished.replace(config)
@@ -192,14 +217,38 @@ def make_curriculum(options: Options) -> Curriculum:
 def make_model(options: Options, vocab_size: int, blocks: int | None) -> dq.CausalLM:
     """The implicit model, or an explicit one of ``blocks`` blocks."""
     torch.manual_seed(options.seed)
-    sizes = {name: getattr(options, name) for name in ("d_model", "d_state", "headdim", "expand")}
-    backbone = dq.Mamba2(dq.Mamba2Config(**sizes, n_layers=blocks or options.layers, injection=blocks is None))
+    sizes: dict[str, Any] = {"n_layers": blocks or options.layers, "injection": blocks is None}
+    if options.backbone == "llama":
+        vocab_size += 1  # the start token
+        sizes |= {"d_model": options.d_model, "n_heads": options.heads, "mlp_width": options.mlp_width}
+        backbone = dq.Llama(dq.LlamaConfig(**sizes))
+    else:
+        sizes |= {name: getattr(options, name) for name in ("d_model", "d_state", "headdim", "expand")}
+        backbone = dq.Mamba2(dq.Mamba2Config(**sizes))
     if blocks is not None:
         return dq.CausalLM(vocab_size, dq.ExplicitModel(backbone)).to(options.device)
     solver, eval_solver = SOLVERS[options.train_solver](options), SOLVERS[options.solver](options)
-    return dq.CausalLM(vocab_size, dq.ImplicitModel(backbone, solver=solver, eval_solver=eval_solver)).to(
-        options.device
-    )
+    model = dq.ImplicitModel(backbone, solver=solver, eval_solver=eval_solver)
+    return dq.CausalLM(vocab_size, model).to(options.device)
+
+
+def with_start(batch: WordBatch, lm: dq.CausalLM) -> WordBatch:
+    """The batch; for a Llama behind a start token, not scored: attention over equal tokens alone cannot count them."""
+    if not isinstance(lm.model.backbone, dq.Llama):
+        return batch
+    start = lm.embedding.num_embeddings - 1
+    return WordBatch(F.pad(batch.inputs, (1, 0), value=start), F.pad(batch.targets, (1, 0), value=-100))
+
+
+def enter_phase(lm: dq.CausalLM, options: Options, step: int, progress: float) -> dict[str, Any]:
+    """Make an implicit model train as it should by now; returns the options of this step's solve."""
+    if not isinstance(lm.model, dq.ImplicitModel):
+        return {}
+    phase = make_curriculum(options).at(progress)
+    phase.apply(lm.model)
+    names = options.train_sweeps if phase.name == "free" else ("simultaneous",)
+    drawn = random.Random(f"{options.seed} {step}").choice(names)  # a resumed run draws the same
+    return {"sweep": SWEEPS[drawn](options)}
 
 
 def learning_rate(options: Options, step: int, progress: float) -> float:
@@ -209,7 +258,7 @@ def learning_rate(options: Options, step: int, progress: float) -> float:
 
 def train(name: str, lm: dq.CausalLM, task: WordProblem, options: Options, seconds: float | None) -> float:
     """Train for ``options.steps`` steps, or for some seconds; returns the seconds it took in all."""
-    folder, curriculum, step, spent = Path(options.output) / name, make_curriculum(options), 0, 0.0
+    folder, step, spent = Path(options.output) / name, 0, 0.0
     optimizer = torch.optim.AdamW(lm.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.0)
     if (saved := load_latest(folder, options.device)) is not None:
         lm.load_state_dict(saved.model)
@@ -220,19 +269,14 @@ def train(name: str, lm: dq.CausalLM, task: WordProblem, options: Options, secon
     for _ in range(step):
         next(data)
     progress = step / options.steps if seconds is None else spent / seconds
-    bar = tqdm(
-        total=100,
-        desc=name,
-        disable=None,
-        bar_format="{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}",
-    )
+    shape = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
+    bar = tqdm(total=100, desc=name, disable=None, bar_format=shape)
     last, saved_at = time.perf_counter(), time.perf_counter()
     while progress < 1:
-        if isinstance(lm.model, dq.ImplicitModel):
-            curriculum.at(progress).apply(lm.model)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(options, step, progress)
-        numbers = train_step(f"{name}, step {step}", lm, next(data), optimizer, options.clip)
+        how = enter_phase(lm, options, step, progress)
+        numbers = train_step(f"{name}, step {step}", lm, with_start(next(data), lm), optimizer, options.clip, how)
         step, spent, last = step + 1, spent + time.perf_counter() - last, time.perf_counter()
         progress = min(1.0, step / options.steps if seconds is None else spent / seconds)
         if step % 20 == 0 or progress == 1:
@@ -248,10 +292,10 @@ def train(name: str, lm: dq.CausalLM, task: WordProblem, options: Options, secon
 
 
 def train_step(
-    where: str, lm: dq.CausalLM, batch: WordBatch, optimizer: torch.optim.Optimizer, clip: float
+    where: str, lm: dq.CausalLM, batch: WordBatch, optimizer: torch.optim.Optimizer, clip: float, how: dict[str, Any]
 ) -> dict[str, torch.Tensor]:
-    """One optimizer step; returns loss, accuracy on the last token and, if implicit, mean self-iterations."""
-    output = lm(batch.inputs, targets=batch.targets)
+    """One optimizer step; returns loss, accuracy on the last token and, if implicit, means over the tokens' solves."""
+    output = lm(batch.inputs, targets=batch.targets, **how)
     assert output.loss is not None
     if not torch.isfinite(output.loss):
         raise FloatingPointError(f"loss is {output.loss.item()} at {where}; the last checkpoint is intact")
@@ -262,7 +306,9 @@ def train_step(
     torch.nn.utils.clip_grad_norm_(lm.parameters(), clip)
     optimizer.step()
     numbers = {"loss": output.loss.detach(), "accuracy": last_token_accuracy(output, batch)}
-    return numbers if output.stats is None else numbers | {"self-iterations": output.stats.steps.float().mean()}
+    stats = output.stats
+    counts = {} if stats is None else {"self-iterations": stats.steps, "token updates": stats.updates}
+    return numbers | {name: count.float().mean() for name, count in counts.items()}
 
 
 def last_token_accuracy(output: dq.CausalLMOutput, batch: WordBatch) -> torch.Tensor:
@@ -271,25 +317,35 @@ def last_token_accuracy(output: dq.CausalLMOutput, batch: WordBatch) -> torch.Te
 
 
 @torch.no_grad()
-def evaluate(label: str, lm: dq.CausalLM, task: WordProblem, options: Options, sweep: dq.Sweep | None) -> list[dict]:
-    """Last-token accuracy at each length, and what the solve took."""
-    rows, name = [], "single pass" if sweep is None else type(sweep).__name__.lower()
+def evaluate(label: str, lm: dq.CausalLM, task: WordProblem, options: Options) -> list[dict]:
+    """Last-token accuracy at each length, with each sweep if the model is implicit, and what the solve took."""
+    rows, names = [], SWEEPS if isinstance(lm.model, dq.ImplicitModel) else ("single pass",)
     lm.eval()
-    for length in tqdm(options.eval_lengths, desc=f"evaluate {label}, {name}", disable=None):
+    for name, length in tqdm([*itertools.product(names, options.eval_lengths)], desc=f"evaluate {label}", disable=None):
         # self-iterations of all tokens together grow with the length: give the longest fewer sequences
         count = max(16, 8192 // length) if name == "simultaneous" and length > 128 else 256
-        batch = task.fixed(count, length, seed=1000 + length, device=options.device)
+        batch = with_start(task.fixed(count, length, seed=1000 + length, device=options.device), lm)
         budget = max(64, 4 * length) if name == "simultaneous" else 64
         stop, begun = dq.Stop(rtol=options.eval_rtol, max_steps=budget), time.perf_counter()
-        output = lm(batch.inputs) if sweep is None else lm(batch.inputs, sweep=sweep, stop=stop)
-        row = {"model": label, "group": options.group, "length": length, "sweep": name}
-        row["accuracy"] = last_token_accuracy(output, batch).item()
-        row["self_iterations"] = None if output.stats is None else output.stats.steps.float().mean().item()
-        row["converged"] = None if output.status is None else (output.status == 0).float().mean().item()
+        output = lm(batch.inputs, **({"sweep": SWEEPS[name](options), "stop": stop} if name in SWEEPS else {}))
+        row = {"model": label, "backbone": options.backbone, "group": options.group, "length": length, "sweep": name}
+        row |= {"accuracy": last_token_accuracy(output, batch).item()} | solve_numbers(output)
         row |= {"seed": options.seed, "sequences": count, "seconds": round(time.perf_counter() - begun, 3)}
         rows.append(row)
         log.info("%s", row)
     return rows
+
+
+def solve_numbers(output: dq.CausalLMOutput) -> dict[str, Any]:
+    """Mean self-iterations, share of the rows that converged, mean updates of a token, calls of the map."""
+    if output.stats is None or output.status is None:
+        return dict.fromkeys(("self_iterations", "converged", "token_updates", "evaluations"))
+    return {
+        "self_iterations": output.stats.steps.float().mean().item(),
+        "converged": (output.status == dq.Status.CONVERGED).float().mean().item(),
+        "token_updates": output.stats.updates.float().mean().item(),
+        "evaluations": output.stats.evaluations,
+    }
 
 
 @torch.no_grad()
@@ -298,7 +354,7 @@ def accuracy_by_budget(lm: dq.CausalLM, task: WordProblem, options: Options) -> 
     rows = []
     lm.eval()
     for length in (max(options.lengths), 4 * max(options.lengths)):
-        batch = task.fixed(64, length, seed=2000 + length, device=options.device)
+        batch = with_start(task.fixed(64, length, seed=2000 + length, device=options.device), lm)
         for budget in (1, 2, 4, 8, 16, 32, 64, 128, 256):
             accuracy = last_token_accuracy(lm(batch.inputs, stop=dq.Stop.exactly(budget)), batch).item()
             rows.append({"length": length, "self_iterations": budget, "accuracy": accuracy})
@@ -313,7 +369,7 @@ def table(rows: list[dict]) -> str:
         cells = []
         for row in (row for row in rows if (row["model"], row["sweep"]) == (model, sweep)):
             solve = "" if row["self_iterations"] is None else f" ({row['self_iterations']:.0f})"
-            doubt = "" if row["converged"] in (None, 1.0) else f", {row['converged']:.0%} converged"
+            doubt = "" if row["converged"] in (None, 1.0) else f", {row['converged']:.1%} converged"
             cells.append(f"{row['accuracy']:.3f}{solve}{doubt}")
         lines.append(f"| {model} | {sweep} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -325,13 +381,8 @@ def draw(rows: list[dict], compute: list[dict], trained: int, chance: float, pat
     figure, (left, right) = plt.subplots(1, 2, figsize=(10.5, 4), layout="constrained")
     styles = {
         "simultaneous": {"color": "#0b6e4f", "marker": "o", "linewidth": 2.5},
-        "sequential": {
-            "color": "#e4572e",
-            "marker": "o",
-            "linestyle": "--",
-            "markersize": 10,
-            "markerfacecolor": "none",
-        },
+        "sequential": {"color": "#e4572e", "marker": "o", "linestyle": "--", "markersize": 10, "mfc": "none"},
+        "sliding": {"color": "#5b2a86", "marker": "s", "linestyle": ":", "markersize": 14, "mfc": "none"},
     }
     markers = iter("sDv^Px*" * 9)
     for model, sweep in dict.fromkeys((row["model"], row["sweep"]) for row in rows):
@@ -339,25 +390,23 @@ def draw(rows: list[dict], compute: list[dict], trained: int, chance: float, pat
         style = styles.get(sweep) or {"color": "#7a8ca0", "marker": next(markers), "linewidth": 1.2}
         label = f"{model}, {sweep}" if sweep in styles else model
         left.plot([row["length"] for row in chosen], [row["accuracy"] for row in chosen], label=label, **style)
-    left.set_xscale("log", base=2)
     lengths = sorted({row["length"] for row in rows})
-    left.set_xticks(lengths, [str(length) for length in lengths])
     left.axvspan(lengths[0] / 1.3, trained * 1.15, color="#f2efe6", zorder=0, label="trained lengths")
-    left.set_xlim(lengths[0] / 1.3, None)
-    left.set_xlabel("sequence length (tokens)")
     for length, colour in zip(dict.fromkeys(row["length"] for row in compute), ("#0b6e4f", "#3a7ca5"), strict=False):
         chosen = [row for row in compute if row["length"] == length]
         x, y = ([row[key] for row in chosen] for key in ("self_iterations", "accuracy"))
         right.plot(x, y, color=colour, marker="o", linewidth=2, label=f"implicit, length {length}")
-    right.set_xscale("log", base=2)
     budgets = sorted({row["self_iterations"] for row in compute})
-    right.set_xticks(budgets, [str(budget) for budget in budgets])
-    right.set_xlabel("self-iterations, all tokens together")
-    for axis in (left, right):
+    labels = {left: "sequence length (tokens)", right: "self-iterations, all tokens together"}
+    for axis, ticks in ((left, lengths), (right, budgets)):
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(ticks, [str(tick) for tick in ticks])
+        axis.set_xlabel(labels[axis])
         axis.axhline(chance, color="#999999", linewidth=1, linestyle=":", label="chance")
         axis.set(ylim=(-0.03, 1.05), ylabel="last-token accuracy")
         axis.grid(alpha=0.25)
-        axis.legend(frameon=False, fontsize=8)
+        axis.legend(frameon=False, fontsize=8, labelspacing=0.9)
+    left.set_xlim(lengths[0] / 1.3, None)
     figure.savefig(path, dpi=150)
     plt.close(figure)
 
@@ -370,13 +419,12 @@ def main(arguments: list[str]) -> None:
     print(f"{options.group}: {len(task.input_ids)} inputs, {task.vocab_size} states; results in {output}/")
     lm = make_model(options, task.vocab_size, None)
     seconds = train("implicit", lm, task, options, None)
-    rows = evaluate("implicit", lm, task, options, dq.Simultaneous())
-    rows += evaluate("implicit", lm, task, options, dq.Sequential())
+    rows = evaluate("implicit", lm, task, options)
     for blocks in options.baselines:
         label = f"explicit {blocks} block{'s' * (blocks > 1)}"
         baseline = make_model(options, task.vocab_size, blocks)
         train(label.replace(" ", "-"), baseline, task, options, options.baseline_seconds or seconds)
-        rows += evaluate(label, baseline, task, options, None)
+        rows += evaluate(label, baseline, task, options)
     compute = accuracy_by_budget(lm, task, options)
     (output / "results.json").write_text(json.dumps(rows, indent=1))
     (output / "self_iterations.json").write_text(json.dumps(compute, indent=1))
