@@ -88,7 +88,7 @@ def main() -> None:
     arms = [arm(dq.Simultaneous(), 4 * LENGTH), arm(dq.Simultaneous(), 32)]
     arms += [arm(sweep, 32) for sweep in (dq.Sliding(8), dq.Sliding(4), dq.Sequential())]
     batches = arms[0].model.task.batches(BATCH, (LENGTH,), seed=77)
-    for _ in range(5 if options.quick else 40):
+    for _ in range(5 if options.quick else 20):
         batch = next(batches)
         for one in arms:
             one.step(batch.inputs, batch.targets)

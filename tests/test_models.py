@@ -325,3 +325,18 @@ def test_a_cache_keeps_nothing_but_itself():
     before = output.cache.previous.clone()
     output.value.detach().zero_()
     assert torch.equal(output.cache.previous, before)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("kind", ["labels", "targets"])
+def test_what_concerns_padding_is_left_out_of_the_loss(side, kind):
+    lm, counts = language_model(), (4, 2)
+    mask = torch.arange(4) < torch.tensor(counts)[:, None]
+    mask = mask.flip(1) if side == "left" else mask
+    together = lm(IDS, mask=mask, **{kind: IDS}).loss
+    total, scored = 0.0, 0
+    for row, real in enumerate(mask):
+        alone = IDS[row : row + 1, real]
+        count = alone.shape[1] - (kind == "labels")
+        total, scored = total + lm(alone, **{kind: alone}).loss * count, scored + count
+    assert together.item() == pytest.approx((total / scored).item(), rel=1e-8)

@@ -97,10 +97,8 @@ def _chunk_gradients(before, after, dafter, x, dt, rates, B, C, y, dy):
 def _decays(rates: Float[Tensor, "batch heads size"]) -> tuple[Tensor, Float[Tensor, "batch heads size size"]]:
     """The log of the decay since the chunk's start, and how much of token s is left at token t >= s."""
     total = rates.cumsum(2)
-    between = total[..., :, None] - total[..., None, :]
-    total.detach().clamp_(FORGOTTEN)
-    between.detach().clamp_(FORGOTTEN, 0)  # for s > t it could overflow
-    return total, between.exp_()
+    between = (total[..., :, None] - total[..., None, :]).clamp_(FORGOTTEN, 0)  # for s > t it could overflow
+    return total.clamp(min=FORGOTTEN), between.exp_()
 
 
 def _mixing(decay: Tensor, B: Tensor, C: Tensor) -> Float[Tensor, "batch heads size size"]:
