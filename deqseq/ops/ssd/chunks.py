@@ -56,6 +56,17 @@ class Chunks(torch.autograd.Function):
         return dx, *(torch.cat(t, dim=2) for t in zip(*others, strict=True)), dstate, None, None, None
 
 
+def chunks_in_turn(
+    x: Tensor, dt: Tensor, rates: Tensor, B: Tensor, C: Tensor, state: Tensor | None, want_state: bool, size: int
+) -> tuple[Tensor, Tensor | None]:
+    """The same loop for ``torch.compile``, which cannot trace :class:`Chunks` with dynamic shapes (torch 2.13)."""
+    outputs, pieces = [], list(zip(*(t.split(size, dim=2) for t in (x, dt, rates, B, C)), strict=True))
+    for index, piece in enumerate(pieces):
+        y, state = chunk(*piece, state=state, want_state=want_state or index + 1 < len(pieces))
+        outputs.append(y)
+    return torch.cat(outputs, dim=2), state
+
+
 def chunk(x: Tensor, dt: Tensor, rates: Tensor, B: Tensor, C: Tensor, state: Tensor | None, want_state: bool):
     """The dual form: one masked matrix product for what the chunk's tokens take from each other."""
     u = x * dt[..., None]

@@ -7,7 +7,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.nn import functional as F
 
-from deqseq.ops.ssd.chunks import FORGOTTEN, Chunks, advance, chunk, gained_by
+from deqseq.ops.ssd.chunks import FORGOTTEN, Chunks, advance, chunk, chunks_in_turn, gained_by
 
 UNLIMITED = (0.0, float("inf"))
 
@@ -83,6 +83,8 @@ def ssd(
             y, state = advance(*many, before)
         elif x.shape[1] <= chunk_size:
             y, state = chunk(*many, before, return_state)
+        elif torch.compiler.is_compiling():
+            y, state = chunks_in_turn(*many, before, return_state, chunk_size)
         else:
             y, *_, state = Chunks.apply(*many, before, return_state, chunk_size, torch.is_grad_enabled())
         if D is not None:
