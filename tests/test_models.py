@@ -245,7 +245,7 @@ def test_a_cache_of_another_batch_or_model_is_named():
         dq.ImplicitModel(contractive_mamba2(n_layers=1)).eval()(embedded(3), cache=cache)
     with pytest.raises(TypeError, match="cache must be a Mamba2Cache, got AffineCache"):
         model.backbone._check_cache(affine().init_cache(3), embedded(3))
-    with pytest.raises(ValueError, match="cache must have the 3 rows of its input, got 2"):
+    with pytest.raises(ValueError, match=r"cache must have the 3 rows of its input and width 8, got \(2, 8\)"):
         dq.ImplicitModel(affine())(embedded(3), cache=affine().init_cache(2))
 
 
