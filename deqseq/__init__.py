@@ -3,7 +3,17 @@
 from deqseq.backbones import Affine, Backbone, Cache, Injection, Llama, LlamaConfig, Mamba2, Mamba2Config
 from deqseq.fixed_point import fixed_point
 from deqseq.gradients import AttachedGradient, Gradient, Implicit, OneStep, Phantom, Unrolled
-from deqseq.models import CausalLM, CausalLMOutput, ExplicitModel, Generation, ImplicitModel, ModelOutput, NewTokens
+from deqseq.models import (
+    CausalLM,
+    CausalLMOutput,
+    ExplicitModel,
+    Generation,
+    ImplicitModel,
+    LanguageModelSpec,
+    ModelOutput,
+    NewTokens,
+    Solving,
+)
 from deqseq.solution import ConvergenceError, ConvergenceWarning, Solution, SolveStats, Status
 from deqseq.solve import Progress, solve
 from deqseq.solvers import Anderson, Broyden, Naive, OutsideSolver, Relaxed, Solver
@@ -32,6 +42,7 @@ __all__ = [
     "Implicit",
     "ImplicitModel",
     "Injection",
+    "LanguageModelSpec",
     "Llama",
     "LlamaConfig",
     "Mamba2",
@@ -52,6 +63,7 @@ __all__ = [
     "Solution",
     "SolveStats",
     "Solver",
+    "Solving",
     "State",
     "Status",
     "Stop",

@@ -5,5 +5,16 @@ from deqseq.models.explicit import ExplicitModel
 from deqseq.models.generation import Generation, NewTokens
 from deqseq.models.implicit import ImplicitModel
 from deqseq.models.output import CausalLMOutput, ModelOutput
+from deqseq.models.specification import LanguageModelSpec, Solving
 
-__all__ = ["CausalLM", "CausalLMOutput", "ExplicitModel", "Generation", "ImplicitModel", "ModelOutput", "NewTokens"]
+__all__ = [
+    "CausalLM",
+    "CausalLMOutput",
+    "ExplicitModel",
+    "Generation",
+    "ImplicitModel",
+    "LanguageModelSpec",
+    "ModelOutput",
+    "NewTokens",
+    "Solving",
+]
