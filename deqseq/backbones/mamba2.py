@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from deqseq.backbones.base import Backbone, Cache, Injection, RealTokens, Sequence, check_sequence, real_tokens
 from deqseq.layers import Mamba2Block, Mamba2Mixer, MixerState, MixerTrail, RMSNorm, apply_weight_norm, dropout_mask
+from deqseq.ops import Backend
+from deqseq.ops.backend import check_backend, resolved
 from deqseq.types import RowIndex
 
 
@@ -25,12 +27,14 @@ class Mamba2Config:
         n_groups: groups of heads that share B and C, and are normalised together; divides the number of heads.
         d_conv: filter length of the causal convolution.
         mlp_width: hidden width of a feed-forward layer after each mixer; 0: none.
-        chunk_size: tokens a chunk of the scan.
+        chunk_size: tokens a chunk of the scan; None: 64 in plain PyTorch, 256 in kernels.
         norm_eps: epsilon of all norms.
         dt_limit: bounds of the scan's step sizes.
         dropout: probability, in [0, 1); one mask a solve.
         weight_norm: whether linear maps and convolutions are weight-normalised, as in the paper.
         injection: whether the backbone takes an input at every layer; without, it only serves explicit models.
+        backend: who computes convolutions and scans: ``"reference"``, plain PyTorch; ``"mamba_ssm"``, that package's
+            kernels; ``"auto"``, the kernels for CUDA tensors where they can be imported, the reference otherwise.
 
     Raises:
         ValueError: names the field, what it got and what it wants.
@@ -48,26 +52,20 @@ class Mamba2Config:
     n_groups: int = 1
     d_conv: int = 4
     mlp_width: int = 0
-    chunk_size: int = 64
+    chunk_size: int | None = None
     norm_eps: float = 1e-5
     dt_limit: tuple[float, float] = (0.0, math.inf)
     dropout: float = 0.0
     weight_norm: bool = True
     injection: bool = True
+    backend: Backend = "auto"
 
     def __post_init__(self) -> None:
-        for name in (
-            "d_model",
-            "n_layers",
-            "d_state",
-            "headdim",
-            "expand",
-            "n_groups",
-            "d_conv",
-            "chunk_size",
-        ):
+        check_backend(self.backend)
+        for name in ("d_model", "n_layers", "d_state", "headdim", "expand", "n_groups", "d_conv", "chunk_size"):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
+            by_default = value is None and name == "chunk_size"
+            if not by_default and (not isinstance(value, int) or value < 1):
                 raise ValueError(f"Mamba2Config.{name} must be an integer >= 1, got {value!r}")
         low, high = self.dt_limit
         if not 0 <= low <= high:
@@ -190,7 +188,8 @@ class Mamba2(Backbone[Mamba2Cache]):
         if cache is not None:
             self._check_cache(cache, z)
         states = None if cache is None else cache.layers
-        z, trails = self.run(self._stack, z, injection.value, states, injection.dropout, return_trail)
+        backend = resolved(self.config.backend, z)  # compiled code could not
+        z, trails = self.run(self._stack, z, injection.value, states, injection.dropout, return_trail, backend)
         if not return_trail:
             return z, None
         return z, Mamba2Trail(tuple(block.mixer for block in self.blocks), trails, injection.real)
@@ -205,12 +204,13 @@ class Mamba2(Backbone[Mamba2Cache]):
         states: tuple[MixerState, ...] | None,
         dropout: tuple[Tensor, ...],
         return_trail: bool,
+        backend: Backend,
     ) -> tuple[Tensor, tuple[MixerTrail, ...]]:
         """All blocks and the final norm, from tensors to tensors."""
         trails: list[MixerTrail] = []
         for i, block in enumerate(self.blocks):
             state, mask = states[i] if states else None, dropout[i] if dropout else None
-            z, trail = block(z, injected, state, mask, return_trail)
+            z, trail = block(z, injected, state, mask, return_trail, backend)
             if trail is not None:
                 trails.append(trail)
         return self.norm_f(z), tuple(trails)

@@ -8,6 +8,7 @@ from deqseq.layers.mamba2_mixer import Mamba2Mixer, MixerState, MixerTrail
 from deqseq.layers.mlp import SwiGLU
 from deqseq.layers.rms_norm import RMSNorm
 from deqseq.layers.rotary import RotaryTables
+from deqseq.ops import Backend
 
 
 class Mamba2Block(nn.Module):
@@ -43,6 +44,7 @@ class Mamba2Block(nn.Module):
         state: MixerState | None = None,
         mask: Float[Tensor, "batch length d_model"] | None = None,
         return_trail: bool = False,
+        backend: Backend = "auto",
     ) -> tuple[Float[Tensor, "batch length d_model"], MixerTrail | None]:
         """Run the block.
 
@@ -52,11 +54,12 @@ class Mamba2Block(nn.Module):
             state: what the mixer remembers; None: nothing came before.
             mask: dropout mask of the mixer's output, of the shape of ``z``; None: nothing is dropped.
             return_trail: whether the mixer's ``state_after`` will be asked for.
+            backend: who computes the mixer's convolution and scan.
 
         Returns:
             The new ``z``, and what the mixer's ``state_after`` needs (None if it was not asked for).
         """
-        mixed, trail = self.mixer(self.norm(z), injection, state, return_trail)
+        mixed, trail = self.mixer(self.norm(z), injection, state, return_trail, backend)
         z = z + (mixed if mask is None else mixed * mask)
         if self.mlp is not None and self.post_norm is not None:
             z = z + self.mlp(self.post_norm(z))

@@ -6,11 +6,13 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from deqseq.layers.causal_conv import CausalConv1d
 from deqseq.layers.rms_norm import GatedRMSNorm
+from deqseq.ops import Backend, fused
+from deqseq.ops.backend import resolved
 from deqseq.ops.ssd import ssd, ssd_state
+from deqseq.ops.step_sizes import StepSizes
 from deqseq.types import RowIndex
 
 
@@ -54,7 +56,7 @@ class Mamba2Mixer(nn.Module):
         expand: inner width over ``d_model``.
         n_groups: groups of heads that share B and C, and are normalised together.
         d_conv: filter length of the convolution.
-        chunk_size: tokens a chunk of the scan.
+        chunk_size: tokens a chunk of the scan; None: what suits whoever computes it.
         norm_eps: epsilon of the gated norm.
         dt_limit: bounds of the step sizes.
 
@@ -80,7 +82,7 @@ class Mamba2Mixer(nn.Module):
         expand: int = 2,
         n_groups: int = 1,
         d_conv: int = 4,
-        chunk_size: int = 64,
+        chunk_size: int | None = None,
         norm_eps: float = 1e-5,
         dt_limit: tuple[float, float] = (0.0, math.inf),
     ) -> None:
@@ -94,9 +96,10 @@ class Mamba2Mixer(nn.Module):
             )
         self.headdim, self.chunk_size, self.dt_limit = headdim, chunk_size, dt_limit
         self.maps = (n_groups, d_state)
-        self.parts = (d_inner, d_inner + 2 * n_groups * d_state, heads)
+        self.filters = (d_inner + 2 * n_groups * d_state, d_conv)
+        self.parts = (d_inner, self.filters[0], heads)
         self.in_proj = nn.Linear(d_model, sum(self.parts), bias=False)
-        self.conv1d = CausalConv1d(self.parts[1], d_conv)
+        self.conv1d = CausalConv1d(*self.filters)
         self.dt_bias = nn.Parameter(_inverse_softplus(_log_uniform(heads, 1e-3, 1e-1)))
         self.A_log = nn.Parameter(torch.empty(heads).uniform_(1, 16).log())
         self.D = nn.Parameter(torch.ones(heads))
@@ -121,6 +124,7 @@ class Mamba2Mixer(nn.Module):
         injection: Float[Tensor, "batch length injected"] | None = None,
         state: MixerState | None = None,
         return_trail: bool = False,
+        backend: Backend = "auto",
     ) -> tuple[Float[Tensor, "batch length d_model"], MixerTrail | None]:
         """Mix the tokens, carrying on from ``state``.
 
@@ -129,6 +133,7 @@ class Mamba2Mixer(nn.Module):
             injection: what is added to ``in_proj``'s output, ``(batch, length, injected_width)``; None: nothing.
             state: what came before; None: nothing.
             return_trail: whether :meth:`state_after` will be asked for.
+            backend: who computes the convolution and the scan, as in :func:`deqseq.ops.ssd.ssd`.
 
         Returns:
             Outputs of the shape of ``u``, and what :meth:`state_after` needs (None if it was not asked for).
@@ -136,16 +141,33 @@ class Mamba2Mixer(nn.Module):
         projected = self.in_proj(u)
         if injection is not None:
             projected = projected + injection
+        backend = resolved(backend, projected)
+        wants_parts = state is not None or return_trail
+        if backend == "mamba_ssm" and not wants_parts and fused.joins_everything(u.shape[1], *self.filters):
+            return self.out_proj(self._in_one_kernel(projected)), None
         gate, xBC, dt = projected.split(self.parts, dim=-1)
-        convolved = F.silu(self.conv1d(xBC, None if state is None else state.conv))
+        convolved = self.conv1d(xBC, None if state is None else state.conv, backend)
         x, B, C = convolved.split(self._conv_parts(), dim=-1)
         x, B, C = x.unflatten(-1, (-1, self.headdim)), B.unflatten(-1, self.maps), C.unflatten(-1, self.maps)
         before = None if state is None else state.ssm
-        y = ssd(
-            x, dt, self._rates(), B, C, D=self.D, initial_state=before, chunk_size=self.chunk_size, **self._step()
-        ).y
+        scan: dict[str, Any] = {"initial_state": before, "chunk_size": self.chunk_size, "backend": backend}
+        y = ssd(x, dt, self._rates(), B, C, D=self.D, **scan, **self._step()).y
         out = self.out_proj(self.norm(y.flatten(2), gate))
         return out, MixerTrail(state, xBC, x, dt, B) if return_trail else None
+
+    def _in_one_kernel(self, projected: Tensor) -> Tensor:
+        """All that lies between the two projections."""
+        return fused.convolved_and_scanned(
+            projected,
+            (self.conv1d.weight, self.conv1d.bias),
+            self._rates(),
+            self.D,
+            StepSizes(bias=self.dt_bias, limit=self.dt_limit),
+            (self.norm.weight, self.norm.eps),
+            self.headdim,
+            self.maps[0],
+            self.chunk_size,
+        )
 
     def state_after(self, trail: MixerTrail, tokens: int, counts: Int64[Tensor, " batch"] | None = None) -> MixerState:
         """The state after the first tokens of a call; nothing is projected, convolved or read out again.
@@ -166,7 +188,7 @@ class Mamba2Mixer(nn.Module):
             return MixerState(conv, ssm)
 
     def _rates(self) -> Float[Tensor, " heads"]:
-        return -torch.exp(self.A_log)
+        return -torch.exp(self.A_log.to(torch.promote_types(self.A_log.dtype, torch.float32)))
 
     def _step(self) -> dict[str, Any]:
         return {"dt_bias": self.dt_bias, "dt_limit": self.dt_limit}

@@ -1,135 +1,60 @@
 """The state-space-dual scan in pure PyTorch: the CPU path, and the oracle of faster kernels."""
 
-from typing import NamedTuple
-
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
-from torch.nn import functional as F
 
 from deqseq.ops.ssd.chunks import FORGOTTEN, Chunks, advance, chunk, chunks_in_turn, gained_by
+from deqseq.ops.step_sizes import StepSizes
 
-UNLIMITED = (0.0, float("inf"))
-
-
-class SSDOutput(NamedTuple):
-    """Outputs of a scan, and the state after its last token (None if it was not asked for)."""
-
-    y: Float[Tensor, "batch length heads headdim"]
-    state: Float[Tensor, "batch heads headdim d_state"] | None
+CHUNK = 64  # what suits a CPU's caches
 
 
-def ssd(
-    x: Float[Tensor, "batch length heads headdim"],
-    dt: Float[Tensor, "batch length heads"],
-    A: Float[Tensor, " heads"],
-    B: Float[Tensor, "batch length groups d_state"],
-    C: Float[Tensor, "batch length groups d_state"],
-    *,
-    D: Float[Tensor, " heads"] | None = None,
-    dt_bias: Float[Tensor, " heads"] | None = None,
-    dt_softplus: bool = True,
-    dt_limit: tuple[float, float] = UNLIMITED,
-    initial_state: Float[Tensor, "batch heads headdim d_state"] | None = None,
-    return_state: bool = False,
-    chunk_size: int = 64,
-) -> SSDOutput:
-    r"""Selective state-space scan, chunk by chunk in matrix products.
-
-    .. math:: h_t = e^{\Delta_t A} h_{t-1} + \Delta_t x_t B_t^\top, \qquad y_t = h_t C_t + D x_t, \qquad
-              \Delta_t = \mathrm{clamp}(\mathrm{softplus}(dt_t + dt_\mathrm{bias}))
-
-    Within a chunk the recurrence is one masked matrix product (its dual form); between chunks the state is carried.
-
-    Args:
-        x: inputs, ``(batch, length, heads, headdim)``, any length from 1.
-        dt: step sizes before bias and softplus, ``(batch, length, heads)``.
-        A: decay rates, negative, ``(heads,)``.
-        B: input maps, ``(batch, length, groups, d_state)``; ``groups`` divides ``heads``.
-        C: output maps, the same shape.
-        D: skip weights, ``(heads,)``.
-        dt_bias: ``(heads,)``.
-        dt_softplus: whether step sizes pass a softplus.
-        dt_limit: lower and upper bound of the step sizes.
-        initial_state: the state before the first token; None is zero.
-        return_state: whether the state after the last token is wanted.
-        chunk_size: tokens a chunk: a matter of speed (and of rounding: decays are differences of sums over a chunk).
-
-    Returns:
-        ``y`` in the dtype of ``x``, though computed in float32 at least; the final state, if asked for, in
-        float32 (float64 for float64 inputs).
-
-    Raises:
-        ValueError: an empty sequence, heads that the groups do not divide, or a chunk size below 1.
-
-    References:
-        Dao and Gu, Transformers are SSMs, ICML 2024, arXiv 2405.21060.
-
-    Example:
-        >>> x, dt = torch.ones(1, 3, 1, 1), torch.ones(1, 3, 1)
-        >>> B = C = torch.ones(1, 3, 1, 1)
-        >>> ssd(x, dt, torch.zeros(1), B, C, dt_softplus=False).y.flatten()    # no decay: a running sum
-        tensor([1., 2., 3.])
-    """
-    _check(x, dt, A, B, C, chunk_size)
-    dtype = torch.promote_types(x.dtype, torch.float32)
+def scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    steps: StepSizes,
+    before: Tensor | None,
+    want_state: bool,
+    chunk_size: int | None,
+) -> tuple[Tensor, Tensor | None]:
+    """The scan, chunk by chunk in matrix products, in float32 at least; :func:`deqseq.ops.ssd.ssd` documents it."""
+    size, dtype = chunk_size or CHUNK, torch.promote_types(x.dtype, torch.float32)
     with torch.autocast(x.device.type, enabled=False):  # it would take the matrix products to half precision
-        step = _step_sizes(dt.to(dtype), dt_bias, dt_softplus, dt_limit)
-        step = step.transpose(1, 2).contiguous()
+        step = steps.of(dt.to(dtype)).transpose(1, 2).contiguous()
         inner, B, C = (m.to(dtype).transpose(1, 2) for m in (x, B, C))
         many = (inner, step, step * A.to(dtype)[:, None], B, C)
-        before = None if initial_state is None else initial_state.to(dtype)
+        before = None if before is None else before.to(dtype)
         if x.shape[1] == 1 and before is not None:
             y, state = advance(*many, before)
-        elif x.shape[1] <= chunk_size:
-            y, state = chunk(*many, before, return_state)
+        elif x.shape[1] <= size:
+            y, state = chunk(*many, before, want_state)
         elif torch.compiler.is_compiling():
-            y, state = chunks_in_turn(*many, before, return_state, chunk_size)
+            y, state = chunks_in_turn(*many, before, want_state, size)
         else:
-            y, *_, state = Chunks.apply(*many, before, return_state, chunk_size, torch.is_grad_enabled())
+            y, *_, state = Chunks.apply(*many, before, want_state, size, torch.is_grad_enabled())
         if D is not None:
             y = torch.addcmul(y, inner, D.to(dtype)[:, None, None])
-    return SSDOutput(y.transpose(1, 2).to(x.dtype), state if return_state else None)
+    return y.transpose(1, 2).to(x.dtype), state
 
 
-def ssd_state(
-    x: Float[Tensor, "batch length heads headdim"],
-    dt: Float[Tensor, "batch length heads"],
-    A: Float[Tensor, " heads"],
-    B: Float[Tensor, "batch length groups d_state"],
-    *,
-    dt_bias: Float[Tensor, " heads"] | None = None,
-    dt_softplus: bool = True,
-    dt_limit: tuple[float, float] = UNLIMITED,
-    initial_state: Float[Tensor, "batch heads headdim d_state"] | None = None,
-    counts: Int64[Tensor, " batch"] | None = None,
+def state_after(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    steps: StepSizes,
+    before: Tensor | None,
+    counts: Int64[Tensor, " batch"] | None,
 ) -> Float[Tensor, "batch heads headdim d_state"]:
-    r"""The state of :func:`ssd` after its last token, without the outputs: one matrix product.
-
-    .. math:: h_T = e^{\sum_s \Delta_s A} h_0 + \sum_t e^{\sum_{s > t} \Delta_s A} \Delta_t x_t B_t^\top
-
-    Args:
-        x: inputs, ``(batch, length, heads, headdim)``.
-        dt: step sizes before bias and softplus, ``(batch, length, heads)``.
-        A: decay rates, negative, ``(heads,)``.
-        B: input maps, ``(batch, length, groups, d_state)``.
-        dt_bias: ``(heads,)``.
-        dt_softplus: whether step sizes pass a softplus.
-        dt_limit: lower and upper bound of the step sizes.
-        initial_state: the state before the first token; None is zero.
-        counts: how many tokens of each row count, ``(batch,)``: the state after those; None: all.
-
-    Returns:
-        The state, in float32 (float64 for float64 inputs).
-
-    Example:
-        >>> one = torch.ones(1, 3, 1, 1)
-        >>> ssd_state(one, one[..., 0], torch.zeros(1), one, dt_softplus=False, counts=torch.tensor([2])).item()
-        2.0
-    """
+    """The state after the last token, or after the first so many of each row."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     with torch.autocast(x.device.type, enabled=False):
-        step = _step_sizes(dt.to(dtype), dt_bias, dt_softplus, dt_limit)
+        step = steps.of(dt.to(dtype))
         if counts is not None:
             beyond = torch.arange(x.shape[1], device=x.device) >= counts[:, None]
             step = step.masked_fill(beyond[..., None], 0)
@@ -139,68 +64,6 @@ def ssd_state(
         left = rates.flip(2).cumsum(2).flip(2) - rates
         x, B = (m.to(dtype).transpose(1, 2) for m in (x, B))
         gained = gained_by(x * (step * left.clamp(FORGOTTEN).exp())[..., None], B)
-        if initial_state is None:
+        if before is None:
             return gained
-        return torch.addcmul(gained, initial_state.to(dtype), rates.sum(2).clamp(FORGOTTEN).exp()[..., None, None])
-
-
-def ssd_step(
-    x: Float[Tensor, "batch heads headdim"],
-    dt: Float[Tensor, "batch heads"],
-    A: Float[Tensor, " heads"],
-    B: Float[Tensor, "batch groups d_state"],
-    C: Float[Tensor, "batch groups d_state"],
-    state: Float[Tensor, "batch heads headdim d_state"],
-    *,
-    D: Float[Tensor, " heads"] | None = None,
-    dt_bias: Float[Tensor, " heads"] | None = None,
-    dt_softplus: bool = True,
-    dt_limit: tuple[float, float] = UNLIMITED,
-) -> tuple[Float[Tensor, "batch heads headdim"], Float[Tensor, "batch heads headdim d_state"]]:
-    """One token of :func:`ssd`: its output and the state after it; ``state`` itself is left as it is.
-
-    Args:
-        x: input of the token, ``(batch, heads, headdim)``.
-        dt: step size before bias and softplus, ``(batch, heads)``.
-        A: decay rates, negative, ``(heads,)``.
-        B: input map, ``(batch, groups, d_state)``.
-        C: output map, the same shape.
-        state: the state before the token.
-        D: skip weights, ``(heads,)``.
-        dt_bias: ``(heads,)``.
-        dt_softplus: whether step sizes pass a softplus.
-        dt_limit: lower and upper bound of the step sizes.
-
-    Returns:
-        ``y`` in the dtype of ``x``, and the new state.
-
-    Example:
-        >>> one = torch.ones(1, 1, 1)
-        >>> y, state = ssd_step(one, one[0], torch.zeros(1), one, one, 2 * one[None], dt_softplus=False)
-        >>> y.item(), state.item()
-        (3.0, 3.0)
-    """
-    x, dt, B, C = (m[:, None] for m in (x, dt, B, C))
-    options = {"D": D, "dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit, "initial_state": state}
-    y, after = ssd(x, dt, A, B, C, **options, return_state=True)
-    assert after is not None
-    return y[:, 0], after
-
-
-def _check(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int) -> None:
-    if x.shape[1] == 0:
-        raise ValueError(f"ssd needs at least one token, got x of shape {tuple(x.shape)}")
-    # a dimension of one would broadcast, and nobody would notice
-    if dt.shape != x.shape[:3] or A.shape != x.shape[2:3] or B.shape != C.shape or B.shape[:2] != x.shape[:2]:
-        shapes = f"x {tuple(x.shape)}, dt {tuple(dt.shape)}, A {tuple(A.shape)}, B {tuple(B.shape)}, C {tuple(C.shape)}"
-        raise ValueError(f"ssd needs shapes that agree on batch, length and heads, got {shapes}")
-    if x.shape[2] % B.shape[2]:
-        raise ValueError(f"ssd needs groups that divide the heads, got {B.shape[2]} groups and {x.shape[2]} heads")
-    if chunk_size < 1:
-        raise ValueError(f"ssd needs chunk_size >= 1, got {chunk_size}")
-
-
-def _step_sizes(dt: Tensor, bias: Tensor | None, softplus: bool, limit: tuple[float, float]) -> Tensor:
-    dt = dt if bias is None else dt + bias.to(dt.dtype)
-    dt = F.softplus(dt) if softplus else dt
-    return dt if limit == UNLIMITED and softplus else dt.clamp(*limit)
+        return torch.addcmul(gained, before.to(dtype), rates.sum(2).clamp(FORGOTTEN).exp()[..., None, None])

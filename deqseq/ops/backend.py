@@ -1,0 +1,67 @@
+"""Which code computes an operation: plain PyTorch, or fused kernels."""
+
+import logging
+from functools import cache
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from deqseq.ops import fused
+
+Backend = Literal["auto", "reference", "mamba_ssm"]
+"""``"reference"`` is plain PyTorch, on any device; ``"mamba_ssm"`` the kernels of that package; ``"auto"`` takes the
+kernels for CUDA tensors where they can be imported, and the reference otherwise."""
+
+_log = logging.getLogger(__name__)
+
+
+class BackendError(RuntimeError):
+    """A backend was named that cannot run here; the message says what is missing."""
+
+
+def check_backend(backend: str) -> None:
+    """Refuse what is no backend.
+
+    Raises:
+        ValueError: names the choices.
+    """
+    if backend not in get_args(Backend):
+        raise ValueError(f"backend must be one of {', '.join(map(repr, get_args(Backend)))}, got {backend!r}")
+
+
+def resolved(backend: Backend, x: Tensor) -> Literal["reference", "mamba_ssm"]:
+    """What computes an operation on ``x``.
+
+    Args:
+        backend: what was asked for. ``"auto"`` inside a compiled function is the reference, which compilers can fuse;
+            a compiled :class:`deqseq.Mamba2` asks before it enters compiled code.
+        x: the operation's main input: its device and dtype decide.
+
+    Raises:
+        ValueError: no such backend.
+        BackendError: the kernels were asked for, and cannot run.
+    """
+    if torch.compiler.is_compiling():  # a decision must be made, and its reason logged, outside
+        return "mamba_ssm" if backend == "mamba_ssm" else "reference"
+    return _decided(backend, x.device.type, x.dtype)
+
+
+@cache
+def _decided(backend: Backend, device: str, dtype: torch.dtype) -> Literal["reference", "mamba_ssm"]:
+    """The decision; made, and its reason logged, once for each kind of tensor."""
+    check_backend(backend)
+    if backend == "reference":
+        return "reference"
+    elsewhere = backend == "auto" and device != "cuda"
+    reason = "only CUDA tensors have kernels" if elsewhere else fused.why_not(device, dtype)
+    if reason is None:
+        missing = fused.why_no_convolution()
+        if missing is not None:
+            _log.warning("mamba_ssm's kernels compute the scan, PyTorch the convolution before it: %s", missing)
+        return "mamba_ssm"
+    if backend == "mamba_ssm":
+        raise BackendError(f"backend='mamba_ssm' cannot run: {reason}")
+    level = logging.WARNING if device == "cuda" else logging.INFO
+    _log.log(level, "scans of %s tensors on %s are computed by PyTorch: %s", dtype, device, reason)
+    return "reference"

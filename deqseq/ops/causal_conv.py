@@ -1,0 +1,52 @@
+"""Depthwise causal convolution and SiLU, as Mamba2 has them."""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn import functional as F
+
+from deqseq.ops import fused
+from deqseq.ops.backend import Backend, resolved
+
+
+def silu_causal_conv(
+    x: Float[Tensor, "batch length channels"],
+    weight: Float[Tensor, "channels 1 width"],
+    bias: Float[Tensor, " channels"],
+    state: Float[Tensor, "batch past channels"] | None = None,
+    *,
+    backend: Backend = "auto",
+) -> Float[Tensor, "batch length channels"]:
+    r"""Each channel is convolved with its own filter over the tokens up to the current one, then passes a SiLU.
+
+    .. math:: y_t = \mathrm{silu}\Bigl(b + \sum_{j=0}^{k-1} w_j \odot x_{t-k+1+j}\Bigr)
+
+    The reference is written as shifted multiply-adds, which on a CPU is faster than a grouped convolution.
+
+    Args:
+        x: inputs, ``(batch, length, channels)``.
+        weight: filters, ``(channels, 1, width)``.
+        bias: ``(channels,)``.
+        state: the ``width - 1`` inputs before them, ``(batch, width - 1, channels)``; None: zeros.
+        backend: ``"reference"``, plain PyTorch; ``"mamba_ssm"``, the kernels of causal_conv1d, which belong to that
+            package, where they can be imported and take the filter (width 2 to 4, channels in eights); ``"auto"``: as
+            in :func:`deqseq.ops.ssd.ssd`.
+
+    Returns:
+        Outputs of the shape of ``x``.
+
+    Example:
+        >>> filters, x = torch.tensor([[[1.0, 10.0]]]), torch.tensor([[[1.0], [2.0]]])
+        >>> silu_causal_conv(x, filters, torch.zeros(1)).flatten()
+        tensor([ 9.9995, 21.0000])
+    """
+    channels, width = weight.shape[0], weight.shape[2]
+    if resolved(backend, x) == "mamba_ssm" and fused.convolves(channels, width):
+        return fused.convolved(x, weight, bias, state)
+    length, past = x.shape[1], width - 1
+    padded = F.pad(x, (0, 0, past, 0)) if state is None else torch.cat([state.to(x.dtype), x], dim=1)
+    taps = weight[:, 0].to(x.dtype).unbind(dim=1)
+    y = torch.addcmul(bias.to(x.dtype), taps[0], padded[:, :length])
+    for offset, tap in enumerate(taps[1:], start=1):
+        y = y.addcmul_(tap, padded[:, offset : offset + length])
+    return F.silu(y)

@@ -1,0 +1,184 @@
+"""The state-space-dual scan: what it computes, and who computes it."""
+
+from typing import NamedTuple
+
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from deqseq.ops import fused
+from deqseq.ops.backend import Backend, resolved
+from deqseq.ops.ssd import reference
+from deqseq.ops.step_sizes import UNLIMITED, StepSizes
+
+
+class SSDOutput(NamedTuple):
+    """Outputs of a scan, and the state after its last token (None if it was not asked for)."""
+
+    y: Float[Tensor, "batch length heads headdim"]
+    state: Float[Tensor, "batch heads headdim d_state"] | None
+
+
+def ssd(
+    x: Float[Tensor, "batch length heads headdim"],
+    dt: Float[Tensor, "batch length heads"],
+    A: Float[Tensor, " heads"],
+    B: Float[Tensor, "batch length groups d_state"],
+    C: Float[Tensor, "batch length groups d_state"],
+    *,
+    D: Float[Tensor, " heads"] | None = None,
+    dt_bias: Float[Tensor, " heads"] | None = None,
+    dt_softplus: bool = True,
+    dt_limit: tuple[float, float] = UNLIMITED,
+    initial_state: Float[Tensor, "batch heads headdim d_state"] | None = None,
+    return_state: bool = False,
+    chunk_size: int | None = None,
+    backend: Backend = "auto",
+) -> SSDOutput:
+    r"""Selective state-space scan, chunk by chunk in matrix products.
+
+    .. math:: h_t = e^{\Delta_t A} h_{t-1} + \Delta_t x_t B_t^\top, \qquad y_t = h_t C_t + D x_t, \qquad
+              \Delta_t = \mathrm{clamp}(\mathrm{softplus}(dt_t + dt_\mathrm{bias}))
+
+    Within a chunk the recurrence is one masked matrix product (its dual form); between chunks the state is carried.
+
+    Args:
+        x: inputs, ``(batch, length, heads, headdim)``, any length from 1.
+        dt: step sizes before bias and softplus, ``(batch, length, heads)``.
+        A: decay rates, negative, ``(heads,)``.
+        B: input maps, ``(batch, length, groups, d_state)``; ``groups`` divides ``heads``.
+        C: output maps, the same shape.
+        D: skip weights, ``(heads,)``.
+        dt_bias: ``(heads,)``.
+        dt_softplus: whether step sizes pass a softplus.
+        dt_limit: lower and upper bound of the step sizes.
+        initial_state: the state before the first token; None is zero.
+        return_state: whether the state after the last token is wanted.
+        chunk_size: tokens a chunk: a matter of speed (and of rounding: decays are differences of sums over a chunk);
+            None: 64 in the reference, 256 in the kernels.
+        backend: ``"reference"``, plain PyTorch on any device; ``"mamba_ssm"``, that package's kernels; ``"auto"``, the
+            kernels for CUDA tensors in float32, float16 or bfloat16 where the package can be imported, and the
+            reference otherwise and inside compiled functions; why is logged once.
+
+    Returns:
+        ``y`` in the dtype of ``x``; the final state, if asked for, in float32 (float64 for float64 inputs). The
+        reference computes in float32 at least; the kernels multiply in the dtype of ``x``, sum in float32, and
+        have no second derivatives: asking for one is an error.
+
+    Raises:
+        ValueError: an empty sequence, heads that the groups do not divide, or a chunk size below 1.
+        BackendError: ``backend="mamba_ssm"`` where its kernels cannot run; it says what is missing.
+
+    References:
+        Dao and Gu, Transformers are SSMs, ICML 2024, arXiv 2405.21060.
+
+    Example:
+        >>> import torch
+        >>> x, dt = torch.ones(1, 3, 1, 1), torch.ones(1, 3, 1)
+        >>> B = C = torch.ones(1, 3, 1, 1)
+        >>> ssd(x, dt, torch.zeros(1), B, C, dt_softplus=False).y.flatten()    # no decay: a running sum
+        tensor([1., 2., 3.])
+    """
+    _check(x, dt, A, B, C, chunk_size)
+    steps = StepSizes(dt_bias, dt_softplus, dt_limit)
+    scan = fused.scan if resolved(backend, x) == "mamba_ssm" else reference.scan
+    y, state = scan(x, dt, A, B, C, D, steps, initial_state, return_state, chunk_size)
+    return SSDOutput(y, state if return_state else None)
+
+
+def ssd_state(
+    x: Float[Tensor, "batch length heads headdim"],
+    dt: Float[Tensor, "batch length heads"],
+    A: Float[Tensor, " heads"],
+    B: Float[Tensor, "batch length groups d_state"],
+    *,
+    dt_bias: Float[Tensor, " heads"] | None = None,
+    dt_softplus: bool = True,
+    dt_limit: tuple[float, float] = UNLIMITED,
+    initial_state: Float[Tensor, "batch heads headdim d_state"] | None = None,
+    counts: Int64[Tensor, " batch"] | None = None,
+) -> Float[Tensor, "batch heads headdim d_state"]:
+    r"""The state of :func:`ssd` after its last token, without the outputs: one matrix product.
+
+    .. math:: h_T = e^{\sum_s \Delta_s A} h_0 + \sum_t e^{\sum_{s > t} \Delta_s A} \Delta_t x_t B_t^\top
+
+    Args:
+        x: inputs, ``(batch, length, heads, headdim)``.
+        dt: step sizes before bias and softplus, ``(batch, length, heads)``.
+        A: decay rates, negative, ``(heads,)``.
+        B: input maps, ``(batch, length, groups, d_state)``.
+        dt_bias: ``(heads,)``.
+        dt_softplus: whether step sizes pass a softplus.
+        dt_limit: lower and upper bound of the step sizes.
+        initial_state: the state before the first token; None is zero.
+        counts: how many tokens of each row count, ``(batch,)``: the state after those; None: all.
+
+    Returns:
+        The state, in float32 (float64 for float64 inputs).
+
+    Example:
+        >>> import torch
+        >>> one = torch.ones(1, 3, 1, 1)
+        >>> ssd_state(one, one[..., 0], torch.zeros(1), one, dt_softplus=False, counts=torch.tensor([2])).item()
+        2.0
+    """
+    steps = StepSizes(dt_bias, dt_softplus, dt_limit)
+    return reference.state_after(x, dt, A, B, steps, initial_state, counts)
+
+
+def ssd_step(
+    x: Float[Tensor, "batch heads headdim"],
+    dt: Float[Tensor, "batch heads"],
+    A: Float[Tensor, " heads"],
+    B: Float[Tensor, "batch groups d_state"],
+    C: Float[Tensor, "batch groups d_state"],
+    state: Float[Tensor, "batch heads headdim d_state"],
+    *,
+    D: Float[Tensor, " heads"] | None = None,
+    dt_bias: Float[Tensor, " heads"] | None = None,
+    dt_softplus: bool = True,
+    dt_limit: tuple[float, float] = UNLIMITED,
+    backend: Backend = "auto",
+) -> tuple[Float[Tensor, "batch heads headdim"], Float[Tensor, "batch heads headdim d_state"]]:
+    """One token of :func:`ssd`: its output and the state after it; ``state`` itself is left as it is.
+
+    Args:
+        x: input of the token, ``(batch, heads, headdim)``.
+        dt: step size before bias and softplus, ``(batch, heads)``.
+        A: decay rates, negative, ``(heads,)``.
+        B: input map, ``(batch, groups, d_state)``.
+        C: output map, the same shape.
+        state: the state before the token.
+        D: skip weights, ``(heads,)``.
+        dt_bias: ``(heads,)``.
+        dt_softplus: whether step sizes pass a softplus.
+        dt_limit: lower and upper bound of the step sizes.
+        backend: as in :func:`ssd`.
+
+    Returns:
+        ``y`` in the dtype of ``x``, and the new state.
+
+    Example:
+        >>> import torch
+        >>> one = torch.ones(1, 1, 1)
+        >>> y, state = ssd_step(one, one[0], torch.zeros(1), one, one, 2 * one[None], dt_softplus=False)
+        >>> y.item(), state.item()
+        (3.0, 3.0)
+    """
+    x, dt, B, C = (m[:, None] for m in (x, dt, B, C))
+    options = {"D": D, "dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit, "initial_state": state}
+    y, after = ssd(x, dt, A, B, C, **options, return_state=True, backend=backend)
+    assert after is not None
+    return y[:, 0], after
+
+
+def _check(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int | None) -> None:
+    if x.shape[1] == 0:
+        raise ValueError(f"ssd needs at least one token, got x of shape {tuple(x.shape)}")
+    # a dimension of one would broadcast, and nobody would notice
+    if dt.shape != x.shape[:3] or A.shape != x.shape[2:3] or B.shape != C.shape or B.shape[:2] != x.shape[:2]:
+        shapes = f"x {tuple(x.shape)}, dt {tuple(dt.shape)}, A {tuple(A.shape)}, B {tuple(B.shape)}, C {tuple(C.shape)}"
+        raise ValueError(f"ssd needs shapes that agree on batch, length and heads, got {shapes}")
+    if x.shape[2] % B.shape[2]:
+        raise ValueError(f"ssd needs groups that divide the heads, got {B.shape[2]} groups and {x.shape[2]} heads")
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(f"ssd needs chunk_size >= 1, got {chunk_size}")

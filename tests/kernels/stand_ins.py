@@ -1,0 +1,65 @@
+"""What has no interpreter is replaced.
+
+The CUDA extension causal_conv1d by PyTorch that insists on the same memory layout, two questions to the CUDA driver by
+their answers.
+"""
+
+import sys
+from contextlib import nullcontext
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+
+def laid_out(x: torch.Tensor) -> bool:
+    """Channels next to each other, everything else on a multiple of eight, as the CUDA code demands."""
+    return x.stride(1) == 1 and not any(x.stride(dim) % 8 for dim in (0, 2)) and x.storage_offset() % 8 == 0
+
+
+def convolution(x, weight, bias=None, seq_idx=None, initial_states=None, activation=None):
+    assert laid_out(x), (x.shape, x.stride(), x.storage_offset())
+    assert seq_idx is None and 2 <= weight.shape[1] <= 4 and x.shape[1] % 8 == 0
+    if initial_states is not None:
+        assert initial_states.stride(1) == 1 and initial_states.dtype == x.dtype
+    past = x.new_zeros(*x.shape[:2], weight.shape[1] - 1) if initial_states is None else initial_states
+    y = F.conv1d(torch.cat([past, x], dim=2), weight[:, None], bias, groups=len(weight))
+    return F.silu(y) if activation in ("silu", True) else y
+
+
+def update(x, conv_state, weight, bias=None, activation=None):
+    joined = torch.cat([conv_state, x[..., None]], dim=2)
+    y = F.conv1d(joined, weight[:, None], bias, groups=len(weight))[..., 0]
+    conv_state.copy_(joined[..., 1:])
+    return F.silu(y) if activation == "silu" else y
+
+
+def forward_function(x, weight, bias, seq_idx, initial_states, final_states_out, silu):
+    return convolution(x, weight, bias, seq_idx, initial_states, silu).mT.contiguous().mT
+
+
+def backward_function(x, weight, bias, dout, seq_idx, initial_states, dfinal_states, dx, want_dinitial, silu):
+    leaves = [t.detach().requires_grad_() for t in (x, weight, bias)]
+    with torch.enable_grad():
+        y = convolution(*leaves, seq_idx, initial_states, silu)
+    gradients = torch.autograd.grad(y, leaves, dout)
+    dx.copy_(gradients[0])
+    return dx, *gradients[1:], None
+
+
+def causal_conv1d() -> tuple[ModuleType, ModuleType]:
+    module, functions = ModuleType("causal_conv1d"), ModuleType("causal_conv1d.cpp_functions")
+    module.causal_conv1d_fn, module.causal_conv1d_update, module.__path__ = convolution, update, []
+    functions.causal_conv1d_fwd_function = forward_function
+    functions.causal_conv1d_bwd_function = backward_function
+    functions.causal_conv1d_update_function = update
+    return module, functions
+
+
+def install(patch: pytest.MonkeyPatch) -> None:
+    """Let mamba_ssm's Triton code run on CPU tensors."""
+    for module in causal_conv1d():
+        patch.setitem(sys.modules, module.__name__, module)
+    patch.setattr(torch.cuda, "device", lambda index: nullcontext())
+    patch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=2))

@@ -1,0 +1,93 @@
+"""Mamba2 on the kernels beside Mamba2 on plain PyTorch: layers, solves in every sweep, gradients, generation."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import deqseq as dq
+from deqseq.layers import Mamba2Mixer
+
+pytestmark = [pytest.mark.kernels, pytest.mark.filterwarnings("ignore:Deterministic mode")]
+SIZES = {"d_model": 16, "n_layers": 2, "d_state": 16, "headdim": 16, "chunk_size": 16, "weight_norm": True}
+SWEEPS = (dq.Simultaneous(), dq.Sliding(4), dq.Sequential())
+
+
+def twins(**changes) -> dict[str, dq.CausalLM]:
+    """The same language model on both backends; its map contracts."""
+    models = {}
+    for backend in ("reference", "mamba_ssm"):
+        torch.manual_seed(0)
+        backbone = dq.Mamba2(dq.Mamba2Config(**(SIZES | changes), backend=backend))
+        for block in backbone.layers:
+            block.mixer.in_proj.parametrizations.weight.original0.data *= 0.1
+        model = dq.ImplicitModel(backbone, stop=dq.Stop(rtol=1e-6, max_steps=100), gradient=dq.Phantom(2))
+        models[backend] = dq.CausalLM(11, model, embedding_std=1.0)
+    return models
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("d_conv", [4, 5], ids=["one kernel", "a filter that the kernels cannot take"])
+def test_mixer_and_its_gradients(groups, d_conv):
+    torch.manual_seed(0)
+    mixer = Mamba2Mixer(16, d_state=16, headdim=16, n_groups=groups, d_conv=d_conv, chunk_size=16)
+    u, injection = torch.randn(2, 19, 16), torch.randn(2, 19, mixer.injected_width)
+    results = {}
+    for backend in ("reference", "mamba_ssm"):
+        leaves = [u.clone().requires_grad_(), injection.clone().requires_grad_(), *mixer.parameters()]
+        y, _ = mixer(*leaves[:2], backend=backend)
+        results[backend] = y, torch.autograd.grad(y.square().sum(), leaves)
+    assert torch.allclose(results["mamba_ssm"][0], results["reference"][0], atol=1e-5)
+    for ours, theirs in zip(results["mamba_ssm"][1], results["reference"][1], strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-4 * max(1, theirs.abs().max().item()))
+
+
+def test_mixer_with_a_state_behind_it():
+    torch.manual_seed(0)
+    mixer, u = Mamba2Mixer(16, d_state=16, headdim=16, chunk_size=16), torch.randn(2, 12, 16)
+    expected, _ = mixer(u, backend="reference")
+    with torch.no_grad():
+        first, trail = mixer(u[:, :7], state=mixer.init_state(2), return_trail=True, backend="mamba_ssm")
+        outputs, state = [first], mixer.state_after(trail, 7)
+        for t in (7, 8):  # one token at a time
+            y, trail = mixer(u[:, t : t + 1], state=state, return_trail=True, backend="mamba_ssm")
+            outputs, state = [*outputs, y], mixer.state_after(trail, 1)
+        outputs.append(mixer(u[:, 9:], state=state, backend="mamba_ssm")[0])
+    assert torch.allclose(torch.cat(outputs, dim=1), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("sweep", SWEEPS, ids=str)
+def test_a_solve_without_a_gradient(sweep):
+    ids = torch.randint(0, 11, (2, 7), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        ours, theirs = (twins()[backend](ids, sweep=sweep) for backend in ("mamba_ssm", "reference"))
+    assert (ours.status == dq.Status.CONVERGED).all() and (theirs.status == dq.Status.CONVERGED).all()
+    assert torch.allclose(ours.logits, theirs.logits, atol=1e-4)
+
+
+def test_training_step():
+    ids = torch.randint(0, 11, (2, 11), generator=torch.Generator().manual_seed(0))
+    gradients = {}
+    for backend, lm in twins().items():
+        lm(ids, labels=ids).loss.backward()
+        gradients[backend] = {name: p.grad for name, p in lm.named_parameters()}
+    for name, theirs in gradients["reference"].items():
+        scale = max(1e-3, theirs.abs().max().item())
+        assert (gradients["mamba_ssm"][name] - theirs).abs().max().item() < 1e-3 * scale, name
+
+
+def test_generation():
+    prompt = torch.randint(0, 11, (2, 5), generator=torch.Generator().manual_seed(0))
+    real = torch.tensor([[False, False, True, True, True], [True] * 5])
+    ours, theirs = (twins()[b].generate(prompt, mask=real, max_new_tokens=3) for b in ("mamba_ssm", "reference"))
+    assert torch.equal(ours.tokens, theirs.tokens) and ours.converged.all()
+
+
+def test_compiled_code_calls_the_kernels():
+    """In a process of its own: checked functions cannot be compiled."""
+    script = Path(__file__).with_name("compiled.py")
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "compiled as eager, by the kernels\n"
