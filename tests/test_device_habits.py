@@ -1,0 +1,121 @@
+"""What a GPU would suffer from, shown without one: reads of the device in the loop, tensors made elsewhere, masks."""
+
+import inspect
+from collections import Counter
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from small_models import contractive_llama, contractive_mamba2
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
+
+import deqseq as dq
+from deqseq.layers import attention
+
+BACKBONES = {"Mamba2": contractive_mamba2, "Llama": contractive_llama}
+READS = {"item", "tolist", "__bool__", "__int__", "__float__", "__index__", "cpu", "numpy", "nonzero"}
+BOOKS = "ledger.py"  # which rows are open is written down on the host, where it is decided
+
+
+class Watch(TorchFunctionMode):
+    """Notes every read of a tensor's content, and every tensor made without saying on which device."""
+
+    def __init__(self):
+        super().__init__()
+        self.reads, self.homeless = [], []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs, name = kwargs or {}, getattr(function, "__name__", "")
+        if name in READS:
+            self.reads.append(name)
+        if function in _device_constructors() and kwargs.get("device") is None:
+            self.homeless.append((name, Path(inspect.stack()[1].filename).name))
+        return function(*args, **kwargs)
+
+
+def reads(name: str, steps: int, check_every: int) -> Counter[str]:
+    model = dq.ImplicitModel(BACKBONES[name](), stop=dq.Stop(rtol=1e-300, max_steps=steps, check_every=check_every))
+    x = torch.randn(3, 6, 8, dtype=torch.float64)
+    with torch.no_grad(), Watch() as watch:
+        assert model(x).stats.steps.tolist() == [steps] * 3
+    return Counter(watch.reads)
+
+
+@pytest.mark.parametrize("name", BACKBONES)
+def test_a_solve_reads_the_device_once_a_look(name):
+    """Whatever else is read was brought to the host by that one transfer."""
+    assert reads(name, 40, 4)["cpu"] - reads(name, 8, 4)["cpu"] == 8  # the looks at 12, 16, ... 40
+    assert reads(name, 40, 1)["cpu"] - reads(name, 8, 1)["cpu"] == 32
+
+
+@pytest.mark.parametrize("name", BACKBONES)
+def test_between_looks_nothing_is_read(name):
+    assert reads(name, 40, 40) == reads(name, 8, 8) != reads(name, 8, 4)
+
+
+@pytest.mark.parametrize("name", BACKBONES)
+@pytest.mark.parametrize("sweep", [dq.Simultaneous(), dq.Chunked(3), dq.Sliding(3), dq.Sequential()], ids=str)
+def test_no_tensor_is_made_without_a_device(name, sweep):
+    lm = dq.CausalLM(11, dq.ImplicitModel(BACKBONES[name](), stop=dq.Stop(rtol=1e-4))).double()
+    ids = torch.randint(0, 11, (2, 7))
+    real = torch.tensor([[True] * 7, [False] * 3 + [True] * 4])
+    with Watch() as watch:
+        lm(ids, mask=real, labels=ids, sweep=sweep).loss.backward()
+        lm.generate(ids, mask=real, max_new_tokens=3, sweep=sweep)
+    assert {made for made in watch.homeless if made[1] != BOOKS} == set()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", BACKBONES)
+def test_a_backbone_stays_on_its_device(name, dtype, monkeypatch):
+    """Shapes, dtypes and devices alone are computed, so that no GPU is needed; a mixture of devices is an error."""
+    backbone, device = BACKBONES[name](), torch.device("lazy")  # any that is not the CPU
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # which does not know that device
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        backbone = backbone.to(dtype=dtype)
+        for module in backbone.modules():
+            for key, parameter in list(module._parameters.items()):
+                if parameter is not None:
+                    module._parameters[key] = torch.nn.Parameter(
+                        torch.empty(parameter.shape, dtype=dtype, device=device)
+                    )
+        x = torch.empty(2, 5, 8, dtype=dtype, device=device)
+        cache = None
+        with torch.no_grad():
+            for tokens in (5, 1):
+                injection = backbone.inject(x[:, :tokens], cache)
+                z, trail = backbone(torch.zeros_like(x[:, :tokens]), injection, cache, return_trail=True)
+                cache = trail.after(tokens)
+                assert (z.device, z.dtype) == (device, dtype)
+                assert {t.device for t in cache.tensors()} == {device}
+
+
+def test_attention_asks_for_what_flash_kernels_compute(monkeypatch):
+    """No mask, causality as a flag, heads that are not repeated; a single token with a past needs no flag either.
+
+    Several tokens with a past, as in a sliding window, do need a mask: memory-efficient kernels, not flash ones.
+    """
+    asked, real = [], attention.F.scaled_dot_product_attention
+
+    def noted(q, k, v, **options):
+        asked.append((q.shape[2], k.shape[1], options["attn_mask"], options["is_causal"], options["enable_gqa"]))
+        return real(q, k, v, **options)
+
+    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", noted)
+    lm = dq.CausalLM(11, dq.ImplicitModel(contractive_llama(), stop=dq.Stop.exactly(1))).double()
+    lm.generate(torch.randint(0, 11, (2, 5)), max_new_tokens=3, sweep=dq.Simultaneous())
+    assert set(asked) == {(5, 2, None, True, True), (1, 2, None, False, True)}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_llama_runs_on_the_flash_kernel():
+    backbone = dq.Llama(dq.LlamaConfig(d_model=256, n_layers=2, n_heads=4, n_kv_heads=2)).cuda().bfloat16()
+    x = torch.randn(2, 128, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # an error where the kernel cannot take what it is given
+        z, _ = backbone(torch.zeros_like(x), backbone.inject(x))
+        z.sum().backward()
+    assert torch.isfinite(x.grad).all()
