@@ -66,7 +66,7 @@ def scan(
     if x.shape[1] == 1 and before is not None and not _needs_graph(x, dt, A, B, C, D, steps.bias, before):
         return _one_token(x, dt, A, B, C, D, steps, before, want_state)
     with torch.autocast(x.device.type, enabled=False):
-        y, state = _kernels().scan(
+        found = _kernels().scan(
             x,
             dt,
             A.float(),
@@ -78,9 +78,12 @@ def scan(
             initial_states=before,
             dt_softplus=steps.softplus,
             dt_limit=steps.limit,
-            return_final_states=True,
+            return_final_states=want_state,
         )
-    return _once_differentiable(y), _once_differentiable(state) if want_state else None
+    if not want_state:
+        return _once_differentiable(found), None
+    y, state = found
+    return _once_differentiable(y), _once_differentiable(state)
 
 
 @_disable_dynamo
