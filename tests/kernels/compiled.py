@@ -1,4 +1,4 @@
-"""A compiled Mamba2 on the kernels computes what an eager one does, and calls them. Run by test_models.py."""
+"""A compiled Mamba2 on the kernels computes what an eager one does, and calls them. Run by test_kernel_models.py."""
 
 import pytest
 import torch
