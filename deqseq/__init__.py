@@ -4,6 +4,7 @@ from deqseq.backbones import Affine, Backbone, Cache, Injection, Llama, LlamaCon
 from deqseq.fixed_point import fixed_point
 from deqseq.gradients import AttachedGradient, Gradient, Implicit, OneStep, Phantom, Unrolled
 from deqseq.models import (
+    PRESETS,
     CausalLM,
     CausalLMOutput,
     ExplicitModel,
@@ -12,7 +13,11 @@ from deqseq.models import (
     LanguageModelSpec,
     ModelOutput,
     NewTokens,
+    ParameterCount,
     Solving,
+    parameter_count,
+    preset,
+    preset_names,
 )
 from deqseq.solution import ConvergenceError, ConvergenceWarning, Solution, SolveStats, Status
 from deqseq.solve import Progress, solve
@@ -24,6 +29,7 @@ from deqseq.types import FixedPointMap, Residual, SelectableMap, State
 __version__ = "0.1.0"
 
 __all__ = [
+    "PRESETS",
     "Affine",
     "Anderson",
     "AttachedGradient",
@@ -52,6 +58,7 @@ __all__ = [
     "NewTokens",
     "OneStep",
     "OutsideSolver",
+    "ParameterCount",
     "Phantom",
     "Progress",
     "Relaxed",
@@ -70,5 +77,8 @@ __all__ = [
     "Sweep",
     "Unrolled",
     "fixed_point",
+    "parameter_count",
+    "preset",
+    "preset_names",
     "solve",
 ]

@@ -6,10 +6,10 @@ import torch
 
 import deqseq as dq
 
-TENSORS = {name: reference_model.load(name) for name in reference_model.BACKBONES}
+TENSORS = {name: reference_model.load(name) for name in reference_model.NAMES}
 
 
-@pytest.fixture(scope="module", params=list(reference_model.BACKBONES))
+@pytest.fixture(scope="module", params=reference_model.NAMES)
 def reference(request) -> tuple[dq.CausalLM, dict[str, torch.Tensor]]:
     tensors = TENSORS[request.param]
     return reference_model.build(request.param, tensors), tensors
@@ -39,13 +39,15 @@ def test_every_sweep_finds_the_same_fixed_point(reference, sweep):
 @pytest.mark.parametrize("sweep", [dq.Simultaneous(), dq.Chunked(7), dq.Sequential(), dq.Sliding(8)], ids=str)
 def test_phantom_gradient_of_every_parameter(reference, sweep):
     lm, tensors = reference
+    assert lm.model.gradient == dq.Phantom(steps=4, damping=0.8)
     lm.zero_grad()
     stop = dq.Stop(rtol=1e-13, max_steps=600)
     output = lm(tensors["input_ids"], labels=tensors["input_ids"], sweep=sweep, stop=stop)
     assert output.loss.item() == pytest.approx(tensors["train_loss"].item(), rel=1e-6)
     assert (output.logits - tensors["train_logits"]).abs().max() < 1e-9
     output.loss.backward()
-    expected = reference_model.named(tensors, "grad/")
+    name = "mamba2" if isinstance(lm.model.backbone, dq.Mamba2) else "llama"
+    expected = reference_model.gradients(name, tensors)
     gradients = {name: p.grad for name, p in lm.named_parameters()}
     assert gradients.keys() == expected.keys()
     for name, gradient in gradients.items():

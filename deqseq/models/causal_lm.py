@@ -91,7 +91,7 @@ class CausalLM(nn.Module):
             ValueError: a bad shape, ids outside the vocabulary, both labels and targets, or none to score.
             TypeError: an option that the model does not take.
         """
-        _check_ids("input_ids", input_ids, self.embedding.num_embeddings)
+        check_ids("input_ids", input_ids, self.embedding.num_embeddings)
         answers = self._answers(input_ids, labels, targets, mask)
         output = self.model(
             self.embedding(input_ids), mask=mask, cache=cache, return_cache=return_cache, **solve_options
@@ -151,7 +151,7 @@ class CausalLM(nn.Module):
             torch.Size([1, 5])
         """
         vocab_size, stops = self.embedding.num_embeddings, tuple(stop_tokens)
-        _check_ids("input_ids", input_ids, vocab_size)
+        check_ids("input_ids", input_ids, vocab_size)
         if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be an integer >= 1, got {max_new_tokens!r}")
         if not all(0 <= token < vocab_size for token in stops):
@@ -211,11 +211,16 @@ class CausalLM(nn.Module):
         scored = scored[scored != IGNORED]
         if scored.numel() == 0:
             raise ValueError(f"{name} leave nothing to score: all of them are {IGNORED}, or there is no next token")
-        _check_ids(name, scored[None], self.embedding.num_embeddings)
+        check_ids(name, scored[None], self.embedding.num_embeddings)
         return answers
 
 
-def _check_ids(name: str, ids: Tensor, vocab_size: int) -> None:
+def check_ids(name: str, ids: Tensor, vocab_size: int) -> None:
+    """Refuse what is not a batch of tokens of a vocabulary.
+
+    Raises:
+        ValueError: names the shape, dtype or ids that were given and those that are wanted.
+    """
     if ids.ndim != 2 or 0 in ids.shape or ids.dtype != torch.int64:
         raise ValueError(
             f"{name} must be int64 of shape (batch, length), none of them 0, got {ids.dtype} {tuple(ids.shape)}"

@@ -1,7 +1,7 @@
 """A backbone iterated to its fixed point."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -19,12 +19,17 @@ from deqseq.sweeps import Simultaneous, Sweep
 from deqseq.sweeps.base import Swept
 from deqseq.sweeps.chunked import settled_together
 
+Start = Literal["zero", "input"]
+"""Where the iteration begins: at zero, or at the embedded tokens."""
+
 
 class ImplicitModel(nn.Module):
     r"""The fixed point of a backbone as a function of its input, :math:`z^* = f_\theta(z^*, x)`.
 
     Any solver, stopping rule, gradient estimator and sweep can be combined; training and evaluation run the same
-    code. The iteration starts at zero.
+    code. The iteration starts at zero, as in the paper, or at the embedded tokens: the first self-iteration is then
+    the pass of an explicit model of the same layers, plus what the injection adds. Where the solve converges to the
+    only fixed point, the start makes no difference; it does where there are several, or the budget is small.
 
     Args:
         backbone: the map.
@@ -33,6 +38,11 @@ class ImplicitModel(nn.Module):
         gradient: the estimator.
         eval_solver: the algorithm in eval mode; None: ``solver``.
         eval_stop: tolerances and budget in eval mode; None: ``stop``.
+        start: ``"zero"`` or ``"input"``. Gradients reach the embedded tokens through the start only where the
+            iteration itself is differentiated (:class:`Unrolled`); the other estimators know them by the injection.
+
+    Raises:
+        ValueError: another start.
 
     References:
         Schöne et al., Implicit Language Models are RNNs: Balancing Parallelization and Expressivity, ICML 2025,
@@ -57,11 +67,15 @@ class ImplicitModel(nn.Module):
         gradient: Gradient = Phantom(),
         eval_solver: Solver | OutsideSolver | None = None,
         eval_stop: Stop | None = None,
+        start: Start = "zero",
     ) -> None:
         super().__init__()
+        if start not in get_args(Start):
+            raise ValueError(f"ImplicitModel.start must be one of {get_args(Start)}, got {start!r}")
         self.backbone = backbone
         self.solver, self.stop, self.gradient = solver, stop, gradient
         self.eval_solver, self.eval_stop = eval_solver, eval_stop
+        self.start = start
 
     def forward(
         self,
@@ -110,9 +124,9 @@ class ImplicitModel(nn.Module):
         # a checkpointed backward pass computes the weights again, and must find what the forward pass did
         again = gradient is not None and gradient.recomputes
         with weights_computed_once(self.backbone, enabled=not again):
-            injection = self.backbone.inject(padding.compact(x), cache, padding.real)
-            whole = BackboneMap(self.backbone, injection, cache)
-            swept = _sweep(whole, torch.zeros_like(x, requires_grad=False), sweep, return_cache, gradient, options)
+            tokens = padding.compact(x)
+            whole = BackboneMap(self.backbone, self.backbone.inject(tokens, cache, padding.real), cache)
+            swept = _sweep(whole, self._first(tokens, gradient), sweep, return_cache, gradient, options)
         solution = padding.restored(swept.solution)
         return ModelOutput(solution.value, swept.cache, solution.stats, solution.status)
 
@@ -123,6 +137,14 @@ class ImplicitModel(nn.Module):
             **options: of ``torch.compile``.
         """
         self.backbone.compile(**options)
+
+    def _first(self, tokens: Sequence, gradient: Gradient | None) -> Sequence:
+        """Where the iteration begins; padding is zero in either case."""
+        if self.start == "zero":
+            return torch.zeros_like(tokens, requires_grad=False)
+        # a fixed point does not depend on where its solve began: only a differentiated iteration does
+        differentiated = gradient is not None and not isinstance(gradient, AttachedGradient)
+        return tokens if differentiated else tokens.detach()
 
     def _wants_gradient(self, x: Sequence) -> bool:
         return torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in self.parameters()))

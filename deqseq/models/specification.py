@@ -7,7 +7,7 @@ from deqseq.backbones import Llama, LlamaConfig, Mamba2, Mamba2Config
 from deqseq.gradients import Gradient, Phantom
 from deqseq.models.causal_lm import CausalLM
 from deqseq.models.explicit import ExplicitModel
-from deqseq.models.implicit import ImplicitModel
+from deqseq.models.implicit import ImplicitModel, Start
 from deqseq.solvers import Relaxed, Solver
 from deqseq.stop import Stop
 
@@ -21,6 +21,8 @@ class Solving:
         stop: tolerances and budget in training.
         gradient: the estimator.
         eval_stop: tolerances and budget in eval mode; None: ``stop``.
+        eval_solver: the algorithm in eval mode; None: ``solver``.
+        start: where the iteration begins: at ``"zero"``, or at the embedded tokens, ``"input"``.
 
     Example:
         >>> Solving(stop=Stop.exactly(4), gradient=Phantom(1)).eval_stop is None
@@ -31,6 +33,8 @@ class Solving:
     stop: Stop = Stop()
     gradient: Gradient = Phantom()
     eval_stop: Stop | None = None
+    eval_solver: Solver | None = None
+    start: Start = "zero"
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,15 @@ class LanguageModelSpec:
         if self.solving is None:
             return ExplicitModel(backbone)
         how = self.solving
-        return ImplicitModel(backbone, solver=how.solver, stop=how.stop, gradient=how.gradient, eval_stop=how.eval_stop)
+        return ImplicitModel(
+            backbone,
+            solver=how.solver,
+            stop=how.stop,
+            gradient=how.gradient,
+            eval_solver=how.eval_solver,
+            eval_stop=how.eval_stop,
+            start=how.start,
+        )
 
     def build(self) -> CausalLM:
         """The whole model, freshly initialised."""

@@ -20,7 +20,7 @@ class Sliding(Sweep):
 
     In a trained model the converged front moves about one token a self-iteration. Each round iterates the window
     alone; as soon as a prefix of it has converged in every row, the prefix is committed from the evaluation at which
-    it passed, and the window moves on: the tokens that stay keep their state, new ones start at zero.
+    it passed, and the window moves on: the tokens that stay keep their state, new ones start where the model begins.
 
     One window serves the whole batch, and waits for its slowest row; so a row's numbers depend on its neighbours
     within the tolerance. Each token is tested on its own, whatever ``stop.per`` says. After ``stop.max_steps`` rounds

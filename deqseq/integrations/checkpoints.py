@@ -1,0 +1,177 @@
+"""Weights of the paper's reference code as ours, and back."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deqseq.integrations.reference_config import from_reference_config
+from deqseq.models.causal_lm import CausalLM
+from deqseq.models.specification import LanguageModelSpec
+
+EMBEDDING, HEAD = "word_emb.emb.weight", "criterion.decoder.weight"
+
+# parts of our names and what the reference calls them; the final norm comes first, since ".norm." is a block's there
+_PARTS: tuple[tuple[str, str], ...] = (
+    ("model.backbone.norm.", "backbone.norm_f."),
+    ("model.backbone.", "backbone."),
+    ("parametrizations.weight.original0", "weight_g"),
+    ("parametrizations.weight.original1", "weight_v"),
+    (".self_attn.q_proj.", ".mixer.wq."),
+    (".self_attn.k_proj.", ".mixer.wk."),
+    (".self_attn.v_proj.", ".mixer.wv."),
+    (".self_attn.o_proj.", ".mixer.out_proj."),
+    (".mlp.gate_proj.", ".mlp.w1."),
+    (".mlp.up_proj.", ".mlp.w3."),
+    (".mlp.down_proj.", ".mlp.fc2."),
+    (".input_layernorm.", ".norm."),
+    (".post_attention_layernorm.", ".norm2."),
+    (".post_norm.", ".norm2."),
+)
+
+
+def from_reference_state(state: Mapping[str, Tensor], spec: LanguageModelSpec) -> dict[str, Tensor]:
+    """A state dict of the reference code under our names.
+
+    Args:
+        state: of its Mamba2 or Llama, explicit or implicit.
+        spec: the model that the weights are for, best of :func:`from_reference_config`.
+
+    Returns:
+        What ``spec.build().load_state_dict`` takes; the tensors are the same ones.
+
+    Raises:
+        ValueError: tensors that are missing, too many or of another shape, all of them named; or a tied head that is
+            not the embedding.
+
+    Example:
+        >>> import deqseq as dq
+        >>> spec = dq.LanguageModelSpec(10, dq.Mamba2Config(d_model=16, d_state=4, headdim=8))
+        >>> theirs = to_reference_state(spec.build().state_dict(), spec)
+        >>> spec.build().load_state_dict(from_reference_state(theirs, spec))
+        <All keys matched successfully>
+    """
+    if spec.tied:
+        state = without_tied_head(state, HEAD, EMBEDDING)
+    return renamed(state, expected(spec), _reference_name)
+
+
+def to_reference_state(state: Mapping[str, Tensor], spec: LanguageModelSpec) -> dict[str, Tensor]:
+    """Our state dict under the reference code's names.
+
+    Args:
+        state: of a model that ``spec`` builds.
+        spec: the model that the weights are of.
+
+    Returns:
+        What the reference code saves; the tensors are the same ones. A tied head is in it, as there: the same tensor
+        under two names, which safetensors wants to be told apart (``clone()`` one).
+
+    Raises:
+        ValueError: tensors that are missing, too many or of another shape, all of them named.
+
+    Example:
+        >>> import deqseq as dq
+        >>> spec = dq.LanguageModelSpec(10, dq.LlamaConfig(d_model=16, n_heads=2))
+        >>> sorted(name for name in to_reference_state(spec.build().state_dict(), spec) if "layers" not in name)[:3]
+        ['backbone.injection.bias', 'backbone.injection.weight_g', 'backbone.injection.weight_v']
+    """
+    ours = renamed(state, expected(spec), lambda name: name)
+    theirs = {_reference_name(name): tensor for name, tensor in ours.items()}
+    return theirs | {HEAD: theirs[EMBEDDING]} if spec.tied else theirs
+
+
+def from_reference(config: Mapping[str, Any], state: Mapping[str, Tensor]) -> CausalLM:
+    """A model of the reference code, from its configuration and its weights.
+
+    Args:
+        config: the parsed ``config.json``.
+        state: its state dict; it is copied.
+
+    Returns:
+        The model, its weights in the dtypes that they have.
+
+    Raises:
+        ValueError: what :func:`from_reference_config` or :func:`from_reference_state` refuses.
+    """
+    spec = from_reference_config(config)
+    return assembled(spec, from_reference_state(state, spec))
+
+
+def assembled(spec: LanguageModelSpec, state: Mapping[str, Tensor]) -> CausalLM:
+    """The model of a specification around copies of these weights, which keep their dtypes and devices.
+
+    Args:
+        spec: the model.
+        state: all of its tensors, by our names.
+
+    Returns:
+        The model; nothing else was allocated or initialised on the way.
+    """
+    with torch.device("meta"):
+        model = spec.build()
+    model.load_state_dict({name: tensor.detach().clone() for name, tensor in state.items()}, assign=True)
+    return model
+
+
+def expected(spec: LanguageModelSpec) -> dict[str, torch.Size]:
+    """Our names of a model's tensors, and their shapes."""
+    with torch.device("meta"):
+        return {name: tensor.shape for name, tensor in spec.build().state_dict().items()}
+
+
+def without_tied_head(state: Mapping[str, Tensor], head: str, embedding: str) -> dict[str, Tensor]:
+    """The state dict without a head that is only another name of the embedding.
+
+    Raises:
+        ValueError: the head has weights of its own.
+    """
+    rest = dict(state)
+    if head in rest and embedding in rest and not torch.equal(rest.pop(head), rest[embedding]):
+        raise ValueError(f"the configuration ties the head to the embedding, but {head!r} is not {embedding!r}")
+    return rest
+
+
+def renamed(
+    state: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], name_of: Callable[[str], str]
+) -> dict[str, Tensor]:
+    """The tensors of a state dict under our names.
+
+    Args:
+        state: under other names.
+        shapes: our names, and the shapes that are wanted.
+        name_of: our name to the other.
+
+    Returns:
+        The tensors under our names, in our order.
+
+    Raises:
+        ValueError: tensors that are missing, too many or of another shape, all of them named.
+    """
+    names = {name: name_of(name) for name in shapes}
+    wanted = set(names.values())
+    missing = sorted(wanted - state.keys())
+    extra = sorted(state.keys() - wanted)
+    found = {name: state[other] for name, other in names.items() if other in state}
+    unlike = [
+        f"{names[name]} {tuple(tensor.shape)} instead of {tuple(shapes[name])}"
+        for name, tensor in found.items()
+        if tensor.shape != shapes[name]
+    ]
+    faults = (("missing", missing), ("not of this model", extra), ("of another shape", unlike))
+    if missing or extra or unlike:
+        listed = "; ".join(f"{len(names)} {what}: {', '.join(names)}" for what, names in faults if names)
+        raise ValueError(f"the state dict does not fit the specification: {listed}")
+    return found
+
+
+def _reference_name(ours: str) -> str:
+    """The reference's name of one of our tensors."""
+    if ours == "embedding.weight":
+        return EMBEDDING
+    if ours == "head.weight":
+        return HEAD
+    for part, theirs in _PARTS:
+        ours = ours.replace(part, theirs)
+    return ours

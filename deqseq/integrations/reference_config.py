@@ -1,0 +1,198 @@
+"""Configurations of the paper's reference code as our specifications."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from deqseq.backbones import LlamaConfig, Mamba2Config
+from deqseq.integrations.checkpoints_fields import Fields
+from deqseq.integrations.torchdeq import CONFIG_DEFAULTS, CONFIG_GROUPS, from_torchdeq_config
+from deqseq.models.specification import LanguageModelSpec, Solving
+from deqseq.solvers import Naive, Relaxed, Solver
+from deqseq.stop import Stop
+
+NO_EFFECT: tuple[str, ...] = (
+    # files and libraries
+    *("_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "use_cache"),
+    # text and data
+    *("bos_token_id", "eos_token_id", "pad_token_id", "data_info", "dataset_name", "tokenizer"),
+    # training and evaluation around the model
+    *("average_eval", "keep_sequence_dim", "load_from_pretrained_shell", "masked_training", "save_output_ids"),
+    "weight_decay",
+    # stored by the reference, but it draws embeddings with a standard deviation of 0.02, which is ours too
+    "emb_init_std",
+)
+"""Fields of the whole model that change nothing of what it computes."""
+
+BACKBONE_NO_EFFECT: tuple[str, ...] = (
+    "init_gain",  # stored by the reference, and never read
+    "pretrain_iter",  # read only where pretrain_steps is not 0, which is refused
+    "residual_in_fp32",  # our residual path has the dtype of the weights; in float32 that is the same
+)
+"""Fields of ``backbone_config`` that change nothing of what it computes."""
+
+_INITIAL = "it sets initial weights, which deqseq draws in its own way: drop it, and initialise the model yourself"
+_FEED_FORWARD = "deqseq's feed-forward layer is the reference's 'llama_mlp'"
+
+
+def from_reference_config(config: Mapping[str, Any]) -> LanguageModelSpec:
+    """Turn a configuration of the paper's reference code into a specification.
+
+    Every field is honoured, is known to have no effect on the model (:data:`NO_EFFECT`, :data:`BACKBONE_NO_EFFECT`), or
+    is refused. A missing one has the reference's default. Solving is honoured as the reference does it: training
+    iterates undamped and measures a row by one norm, which suits the simultaneous sweep alone; evaluation damps by
+    ``tau`` and tests token by token. One difference is left: our dropout mask is one for each token, theirs is shared
+    by the tokens of a row.
+
+    Args:
+        config: the parsed ``config.json``: fields of the model, with ``backbone_config`` and, for an implicit one,
+            ``deq_params`` in it.
+
+    Returns:
+        The specification, whose model takes the weights that :mod:`deqseq.integrations.checkpoints` translates.
+
+    Raises:
+        ValueError: a field that is unknown or missing, or a value that has no equivalent here; the message names the
+            field, the value and the reason.
+
+    References:
+        Schöne et al., Implicit Language Models are RNNs, ICML 2025, arXiv 2502.07827.
+
+    Example:
+        >>> spec = from_reference_config(
+        ...     {
+        ...         "model_type": "implicit_llama3",
+        ...         "backbone_type": "explicit",
+        ...         "backbone_config": {
+        ...             "block_type": "transformer", "block_cfg": {"n_head": 4}, "d_model": 64, "d_inner": 256,
+        ...             "n_layer": 2, "mlp_type": "llama_mlp", "pre_norm": True,
+        ...         },
+        ...         "vocab_size": 100, "d_embed": 64, "dropout": 0.0,
+        ...     }
+        ... )
+        >>> spec.backbone.mlp_width, spec.solving
+        (170, None)
+    """
+    fields = Fields(config, "reference configuration: ")
+    fields.unused(*NO_EFFECT)
+    implicit = fields.choice("backbone_type", ("implicit", "explicit"), "implicit") == "implicit"
+    block = fields.inner("backbone_config")
+    weight_norm, solving = _solving(fields, block) if implicit else (False, None)
+    if not implicit:
+        fields.unused("deq_params")
+        block.unused("do_weight_norm", "init_z_mode", "pretrain_steps", "ema_alpha")
+    backbone = _backbone(block, implicit, weight_norm)
+    spec = LanguageModelSpec(_vocabulary(fields), backbone, solving, tied=fields.flag("tie_embeddings", True))
+    wide = "a narrower embedding has a projection, which deqseq has not: it must be the backbone's d_model"
+    fields.only("d_embed", (backbone.d_model,), wide, default=None)
+    fields.only("head_bias", (False,), "deqseq's head has no bias")
+    reason = "it drops parts of the embedded tokens, and deqseq drops inside the layers alone: set it to 0"
+    fields.only("dropout", (0,), reason, default=0.05)
+    fields.close()
+    return spec
+
+
+def _vocabulary(fields: Fields) -> int:
+    """Rows of the embedding; the Mamba2 class counts its tokens in a field of its own."""
+    mamba2 = fields.choice("model_type", ("implicit_llama3", "implicit_mamba2")) == "implicit_mamba2"
+    tokens = fields.integer("n_tokens" if mamba2 else "vocab_size", 50277)
+    if mamba2:
+        disagrees = f"the reference goes by n_tokens, which is {tokens}: make both the same"
+        fields.only("vocab_size", (tokens,), disagrees)
+    multiple = fields.integer("pad_vocab_size_multiple", 8)
+    return -(-tokens // multiple) * multiple if fields.flag("pad_vocab", False) else tokens
+
+
+def _solving(fields: Fields, block: Fields) -> tuple[bool, Solving]:
+    """Whether weights are normalised, and how an implicit model is solved."""
+    groups = fields.inner("deq_params")
+    nested = {name: groups.get(name) for name in CONFIG_GROUPS}
+    for name in CONFIG_GROUPS:
+        groups.inner(name)
+    groups.close()
+    settings = from_torchdeq_config(nested)
+    assert isinstance(settings.solver, Solver)  # the native ones were asked for
+    keys = {**CONFIG_DEFAULTS, **nested["solver"], **nested["training"]}
+    unrolled = "the first steps of training unroll the iteration: that is a phase of deqseq.training's Curriculum"
+    block.only("pretrain_steps", (0,), unrolled)
+    block.only("ema_alpha", (None, 0), "it averages iterates under noise; deqseq has no noise to average")
+    block.only("init_z_mode", (None, "input"), "deqseq starts at zero (None) or at the embedded tokens ('input')")
+    solving = Solving(
+        solver=settings.solver,
+        stop=settings.stop,
+        gradient=settings.gradient,
+        eval_stop=Stop(rtol=keys["f_tol"], max_steps=settings.eval_stop.max_steps),
+        eval_solver=Naive() if keys["tau"] == 1 else Relaxed(keys["tau"]),
+        start="zero" if block.get("init_z_mode", None) is None else "input",
+    )
+    return block.flag("do_weight_norm", True) and settings.weight_norm is not False, solving
+
+
+def _backbone(block: Fields, implicit: bool, weight_norm: bool) -> LlamaConfig | Mamba2Config:
+    block.unused(*BACKBONE_NO_EFFECT)
+    llama = block.choice("block_type", ("mamba2", "transformer"), "mamba2") == "transformer"
+    if not block.flag("pre_norm"):
+        block.refuse("pre_norm", False, "deqseq's blocks normalise their input")
+    block.only("rms_norm", (True,), "deqseq's norms are RMSNorm")
+    block.only("initializer_cfg", (None, {}), _INITIAL)
+    inner = block.integer("d_inner", least=0)
+    if llama and not inner:
+        block.refuse("d_inner", inner, "deqseq's transformer block has a feed-forward layer")
+    if inner:
+        block.only("mlp_type", ("llama_mlp",), _FEED_FORWARD, default="gated_mlp")
+    else:
+        block.unused("mlp_type")
+    shared = {
+        "d_model": block.integer("d_model"),
+        "n_layers": block.integer("n_layer"),
+        "mlp_width": int(2 * inner / 3),  # as the reference rounds it
+        "weight_norm": weight_norm,
+        "injection": implicit,
+    }
+    layer = block.inner("block_cfg", {})
+    config = _llama(block, layer, implicit, shared) if llama else _mamba2(block, layer, shared)
+    layer.close()
+    block.close()
+    return config
+
+
+def _llama(block: Fields, layer: Fields, implicit: bool, shared: dict[str, Any]) -> LlamaConfig:
+    block.only("dropout", (0,), "it also drops attention weights, anew at each self-iteration: deqseq does neither")
+    eps = block.number("norm_epsilon", 1e-5)
+    if implicit:
+        block.only("norm_epsilon", (1e-5,), "the reference's injection norm keeps 1e-5, and deqseq has one for all")
+    layer.only("bias", (False,), "deqseq's attention has no bias")
+    layer.only("apply_rotary", (True,), "deqseq's attention always has rotary positions")
+    layer.unused("max_seq_len")  # a plain rotary embedding does not depend on it
+    theta = layer.number("rope_theta", 500000.0)
+    return LlamaConfig(n_heads=layer.integer("n_head"), rope_theta=theta, norm_eps=eps, **shared)
+
+
+def _mamba2(block: Fields, layer: Fields, shared: dict[str, Any]) -> Mamba2Config:
+    block.only("norm_epsilon", (1e-5,), "the reference's gated norm keeps 1e-5, and deqseq has one for all")
+    expand = layer.integer("expand", 2)
+    layer.only("d_ssm", (None, expand * shared["d_model"]), "deqseq scans all of the inner channels")
+    layer.only("D_has_hdim", (False,), "deqseq's D is one number a head")
+    layer.only("allow_negative_A_EV", (False,), "deqseq's eigenvalues are positive")
+    layer.only("bias", (False,), "deqseq's projections have no bias")
+    layer.only("conv_bias", (True,), "deqseq's convolution has a bias")
+    layer.only("rmsnorm", (True,), "deqseq's mixer normalises its output")
+    layer.only("norm_before_gate", (False,), "deqseq gates before it normalises")
+    layer.only("process_group", (None,), "deqseq does not split a layer over processes")
+    drawn = {"A_init_range": ((1, 16), [1, 16]), "dt_min": (0.001,), "dt_max": (0.1,), "dt_init_floor": (0.0001,)}
+    for name, allowed in {"conv_init": (None,), **drawn}.items():
+        layer.only(name, allowed, _INITIAL)
+    layer.unused("use_mem_eff_path", "use_materializing_scan", "sequence_parallel")  # other ways to the same numbers
+    chunk = {"chunk_size": layer.integer("chunk_size")} if layer.given("chunk_size") else {}
+    layer.unused("chunk_size")
+    return Mamba2Config(
+        d_state=layer.integer("d_state", 128),
+        headdim=layer.integer("headdim", 64),
+        expand=expand,
+        n_groups=layer.integer("ngroups", 1),
+        d_conv=layer.integer("d_conv", 4),
+        dt_limit=layer.pair("dt_limit", (0.0, math.inf)),
+        dropout=block.number("dropout", 0.0),
+        **chunk,
+        **shared,
+    )

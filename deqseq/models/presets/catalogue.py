@@ -1,0 +1,142 @@
+"""Sizes and settings of the paper's models."""
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Literal, get_args
+
+from deqseq.backbones import LlamaConfig, Mamba2Config
+from deqseq.gradients import Phantom
+from deqseq.models.specification import LanguageModelSpec, Solving
+from deqseq.solvers import Relaxed
+from deqseq.stop import Stop
+
+Family = Literal["llama3", "mamba2"]
+Kind = Literal["explicit", "pretrain", "implicit"]
+
+VOCABULARY = 50277  # tokens of the GPT-NeoX tokenizer
+PADDED_VOCABULARY = 50288  # the next multiple of 16
+
+
+@dataclass(frozen=True)
+class Size:
+    """One of the paper's four sizes.
+
+    Attributes:
+        d_model: width, of both families.
+        mamba2_layers: blocks of the Mamba2.
+        llama_layers: blocks of the Llama.
+        llama_heads: its heads.
+        llama_budget: self-iterations that it is allowed in the free phase.
+    """
+
+    d_model: int
+    mamba2_layers: int
+    llama_layers: int
+    llama_heads: int
+    llama_budget: int = 32
+
+
+SIZES: Mapping[str, Size] = MappingProxyType(
+    {
+        "130m": Size(768, 24, 12, 12),
+        "370m": Size(1024, 48, 24, 16, llama_budget=24),
+        "760m": Size(1536, 48, 24, 16),
+        "1.3b": Size(2048, 48, 24, 32),
+    }
+)
+"""The paper's sizes, by name."""
+
+
+def preset(name: str) -> LanguageModelSpec:
+    """One of the paper's models: ``FAMILY-SIZE-KIND``, or the state-tracking model.
+
+    Families are ``llama3`` and ``mamba2``, sizes ``130m``, ``370m``, ``760m`` and ``1.3b``. Kinds:
+
+    - ``explicit``: one pass, no injection, no weight normalisation.
+    - ``pretrain``: bounded, at most 4 self-iterations, then 1 phantom step: the (4+1)-model.
+    - ``implicit``: free, at most 24 self-iterations (Llama: 32, its 370m: 24), then 4 phantom steps.
+
+    Implicit ones are solved by the relaxed iteration, damping 0.8, to a relative difference of 0.05 of each token,
+    with 4 times the budget in evaluation. The reference code trains undamped and measures a sequence by one norm;
+    :func:`deqseq.integrations.reference_config.from_reference_config` gives that. As there, the Mamba2 models pad
+    their vocabulary of 50277 tokens to 50288 rows of the embedding, but for ``mamba2-130m-explicit``; Llamas do not.
+
+    Args:
+        name: one of :func:`preset_names`.
+
+    Returns:
+        The specification; ``build()`` makes the model, with fresh weights.
+
+    Raises:
+        ValueError: an unknown name; the nearest ones are in the message.
+
+    References:
+        Schöne et al., Implicit Language Models are RNNs, ICML 2025, arXiv 2502.07827, and the configuration files of
+        its public code.
+
+    Example:
+        >>> spec = preset("mamba2-1.3b-implicit")
+        >>> spec.backbone.n_layers, spec.solving.stop.max_steps, spec.solving.eval_stop.max_steps
+        (48, 24, 96)
+    """
+    if name not in PRESETS:
+        near = difflib.get_close_matches(name, PRESETS, n=3, cutoff=0.5)
+        hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+        raise ValueError(f"preset {name!r} is unknown{hint} (all names: deqseq.preset_names())")
+    return PRESETS[name]
+
+
+def preset_names() -> tuple[str, ...]:
+    """The names of all presets.
+
+    Example:
+        >>> len(preset_names()), preset_names()[0], preset_names()[-1]
+        (25, 'llama3-130m-explicit', 'mamba2-state-tracking')
+    """
+    return tuple(PRESETS)
+
+
+def _language_model(family: Family, size: str, kind: Kind) -> LanguageModelSpec:
+    sizes = SIZES[size]
+    if family == "llama3":
+        backbone = LlamaConfig(
+            d_model=sizes.d_model,
+            n_layers=sizes.llama_layers,
+            n_heads=sizes.llama_heads,
+            mlp_width=8 * sizes.d_model // 3,
+        )
+        vocabulary, budget = VOCABULARY, sizes.llama_budget
+    else:
+        backbone = Mamba2Config(d_model=sizes.d_model, n_layers=sizes.mamba2_layers)
+        # the reference's file of this one model does not pad
+        vocabulary = VOCABULARY if (size, kind) == ("130m", "explicit") else PADDED_VOCABULARY
+        budget = 24
+    if kind == "explicit":
+        return LanguageModelSpec(vocabulary, replace(backbone, weight_norm=False, injection=False), solving=None)
+    return LanguageModelSpec(vocabulary, backbone, _solving(4, 1) if kind == "pretrain" else _solving(budget, 4))
+
+
+def _solving(budget: int, phantom_steps: int, eval_budget: int | None = None) -> Solving:
+    stop = Stop(rtol=0.05, max_steps=budget)
+    eval_stop = replace(stop, max_steps=eval_budget or 4 * budget)
+    return Solving(Relaxed(0.8), stop, Phantom(phantom_steps, damping=0.8), eval_stop)
+
+
+def _state_tracking() -> LanguageModelSpec:
+    """A5 times a monoid of four elements: 240 tokens."""
+    backbone = Mamba2Config(d_model=256, n_layers=1, d_state=128, expand=4, headdim=64, dropout=0.05)
+    return LanguageModelSpec(240, backbone, _solving(32, 4, eval_budget=2048))
+
+
+PRESETS: Mapping[str, LanguageModelSpec] = MappingProxyType(
+    {
+        f"{family}-{size}-{kind}": _language_model(family, size, kind)
+        for family in get_args(Family)
+        for size in SIZES
+        for kind in get_args(Kind)
+    }
+    | {"mamba2-state-tracking": _state_tracking()}
+)
+"""All presets, by name."""
