@@ -1,0 +1,105 @@
+"""The configuration of an implicit Llama."""
+
+from typing import Any, ClassVar, no_type_check
+
+from huggingface_hub.dataclasses import strict
+
+from deqseq.backbones import LlamaConfig, Mamba2Config
+from deqseq.integrations.huggingface.configuration import ImplicitConfig
+from deqseq.integrations.huggingface.names import check_known
+from deqseq.integrations.huggingface.objects import Json
+from deqseq.layers import RotaryScaling
+
+ROPE_TYPES = ("default", "llama3")
+SCALING = {
+    "factor": "factor",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "original_length": "original_max_position_embeddings",
+}
+"""Our names of the rotary scaling's numbers, and those of transformers."""
+
+
+@no_type_check  # strict checks the fields; another check of the signature would refuse what transformers passes
+@strict
+class ImplicitLlamaConfig(ImplicitConfig):
+    """Sizes of an implicit Llama, or of the explicit one, under the names that transformers gives a Llama.
+
+    Args:
+        num_attention_heads: heads of the queries.
+        num_key_value_heads: heads of keys and values, which divide the former; None: as many.
+        head_dim: channels a head, even; None: ``hidden_size / num_attention_heads``.
+        intermediate_size: hidden width of the feed-forward layers; None: ``int(2/3 * 4 * hidden_size)``.
+        rms_norm_eps: epsilon of all norms.
+        rope_parameters: the rotary embedding, as ``{"rope_type": "default", "rope_theta": 500000.0}``, or with the
+            type ``"llama3"`` and its four numbers.
+        max_position_embeddings: the length that the model was trained for; tools ask for it, the model does not.
+
+    The other fields are those of :class:`~deqseq.integrations.huggingface.configuration.ImplicitConfig`.
+
+    Example:
+        >>> config = ImplicitLlamaConfig(hidden_size=64, num_attention_heads=4, num_hidden_layers=1)
+        >>> config.head_dim, config.rope_parameters["rope_theta"]
+        (16, 500000.0)
+    """
+
+    model_type: ClassVar[str] = "implicit_llama3"
+    default_theta: ClassVar[float] = 500_000.0
+    sizes: ClassVar[dict[str, str]] = {
+        "d_model": "hidden_size",
+        "n_layers": "num_hidden_layers",
+        "n_heads": "num_attention_heads",
+        "n_kv_heads": "num_key_value_heads",
+        "headdim": "head_dim",
+        "mlp_width": "intermediate_size",
+        "norm_eps": "rms_norm_eps",
+        "dropout": "dropout",
+        "weight_norm": "weight_norm",
+    }
+
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 12
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    intermediate_size: int | None = None
+    rms_norm_eps: float = 1e-5
+    rope_parameters: dict[str, Any] | None = None
+    max_position_embeddings: int = 2048
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        if self.head_dim is None and self.hidden_size % self.num_attention_heads == 0:
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        if self.intermediate_size is None:
+            self.intermediate_size = int(8 * self.hidden_size / 3)
+        legacy = {name: kwargs.pop(name) for name in ("rope_theta", "rope_scaling") if name in kwargs}
+        given = dict(legacy.pop("rope_scaling", None) or self.rope_parameters or {})  # transformers writes into it
+        self.rope_parameters = {"rope_theta": self.default_theta} | legacy | given
+        super().__post_init__(**kwargs)
+
+    def backbone(self) -> LlamaConfig:
+        """Sizes of the backbone, in this library's terms."""
+        given: dict[str, Any] = {core: getattr(self, name) for core, name in self.sizes.items()}
+        rope = dict(self.rope_parameters or {})
+        kind, theta = rope.pop("rope_type", "default"), rope.pop("rope_theta", self.default_theta)
+        rope.pop("type", None)  # an older name of rope_type
+        check_known("rope_parameters: rope_type", kind, ROPE_TYPES)
+        for name in rope:
+            check_known(f"rope_parameters of type {kind!r}: field", name, SCALING.values() if kind == "llama3" else ())
+        scaling = RotaryScaling(**{core: rope[name] for core, name in SCALING.items()}) if kind == "llama3" else None
+        return LlamaConfig(**given, rope_theta=theta, rope_scaling=scaling, injection=self.implicit)
+
+    @classmethod
+    def of_backbone(cls, backbone: Mamba2Config | LlamaConfig) -> Json:
+        """The fields that describe a Llama."""
+        if not isinstance(backbone, LlamaConfig):
+            raise ValueError(f"ImplicitLlamaConfig describes a Llama, got a {type(backbone).__name__}")
+        given: Json = {name: getattr(backbone, core) for core, name in cls.sizes.items()}
+        rope: Json = {"rope_type": "default", "rope_theta": backbone.rope_theta}
+        scaling = backbone.rope_scaling
+        if scaling is None:
+            return given | {"rope_parameters": rope}
+        rope |= {"rope_type": "llama3"} | {name: getattr(scaling, core) for core, name in SCALING.items()}
+        longest = int(scaling.factor * scaling.original_length)
+        return given | {"rope_parameters": rope, "max_position_embeddings": longest}

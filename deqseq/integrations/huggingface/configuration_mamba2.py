@@ -1,0 +1,84 @@
+"""The configuration of an implicit Mamba2."""
+
+from typing import Any, ClassVar, no_type_check
+
+from huggingface_hub.dataclasses import strict
+
+from deqseq.backbones import LlamaConfig, Mamba2Config
+from deqseq.integrations.huggingface.configuration import ImplicitConfig
+from deqseq.integrations.huggingface.objects import Json
+from deqseq.ops.backend import Backend
+
+
+@no_type_check  # strict checks the fields; another check of the signature would refuse what transformers passes
+@strict
+class ImplicitMamba2Config(ImplicitConfig):
+    """Sizes of an implicit Mamba2, or of the explicit one, under the names that transformers gives a Mamba2.
+
+    Args:
+        state_size: size of the state of each channel.
+        head_dim: channels a head; divides ``expand * hidden_size``.
+        expand: inner width over ``hidden_size``.
+        n_groups: groups of heads that share B and C, and are normalised together; divides the number of heads.
+        conv_kernel: filter length of the causal convolution.
+        intermediate_size: hidden width of a feed-forward layer after each mixer; 0: none.
+        chunk_size: tokens a chunk of the scan; None: 64 in plain PyTorch, 256 in kernels.
+        layer_norm_epsilon: epsilon of all norms.
+        time_step_limit: bounds of the scan's step sizes.
+        backend: who computes convolutions and scans: ``"reference"``, ``"mamba_ssm"``, or ``"auto"``, which takes the
+            kernels where there are any.
+
+    The other fields are those of :class:`~deqseq.integrations.huggingface.configuration.ImplicitConfig`.
+
+    Example:
+        >>> config = ImplicitMamba2Config(hidden_size=64, num_hidden_layers=1, stop={"rtol": 1e-4})
+        >>> config.specification().solving.stop.rtol
+        0.0001
+        >>> ImplicitMamba2Config(hiden_size=64)  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        ValueError: ImplicitMamba2Config field 'hiden_size' is unknown; did you mean 'hidden_size'? (known: ...)
+    """
+
+    model_type: ClassVar[str] = "implicit_mamba2"
+    sizes: ClassVar[dict[str, str]] = {
+        "d_model": "hidden_size",
+        "n_layers": "num_hidden_layers",
+        "d_state": "state_size",
+        "headdim": "head_dim",
+        "expand": "expand",
+        "n_groups": "n_groups",
+        "d_conv": "conv_kernel",
+        "mlp_width": "intermediate_size",
+        "chunk_size": "chunk_size",
+        "norm_eps": "layer_norm_epsilon",
+        "dt_limit": "time_step_limit",
+        "dropout": "dropout",
+        "weight_norm": "weight_norm",
+        "backend": "backend",
+    }
+
+    state_size: int = 128
+    head_dim: int = 64
+    expand: int = 2
+    n_groups: int = 1
+    conv_kernel: int = 4
+    intermediate_size: int = 0
+    chunk_size: int | None = None
+    layer_norm_epsilon: float = 1e-5
+    time_step_limit: list[float] | tuple[float, ...] = (0.0, float("inf"))
+    backend: Backend = "auto"
+
+    def backbone(self) -> Mamba2Config:
+        """Sizes of the backbone, in this library's terms."""
+        given: dict[str, Any] = {core: getattr(self, name) for core, name in self.sizes.items()}
+        given["dt_limit"] = tuple(self.time_step_limit)
+        if len(given["dt_limit"]) != 2:
+            raise ValueError(f"dt_limit must be two numbers, got {self.time_step_limit!r}")
+        return Mamba2Config(**given, injection=self.implicit)
+
+    @classmethod
+    def of_backbone(cls, backbone: Mamba2Config | LlamaConfig) -> Json:
+        """The fields that describe a Mamba2."""
+        if not isinstance(backbone, Mamba2Config):
+            raise ValueError(f"ImplicitMamba2Config describes a Mamba2, got a {type(backbone).__name__}")
+        return {name: getattr(backbone, core) for core, name in cls.sizes.items()}

@@ -1,0 +1,213 @@
+"""What ``generate`` of every model of ours must do: inherited by one class a family."""
+
+import pytest
+import torch
+from hf_models import COUNTS, IDS, LEFT, exactly
+from transformers import GenerationConfig, set_seed
+
+import deqseq as dq
+from deqseq.integrations.huggingface import ImplicitCache, to_causal_lm
+
+GREEDY = {"max_new_tokens": 4, "do_sample": False}
+
+
+class GenerationContract:
+    # which tokens
+
+    def test_greedy(self):
+        model = self.model()
+        tokens = model.generate(IDS, **GREEDY)
+        assert torch.equal(tokens[:, :7], IDS)
+        assert torch.equal(tokens[:, 7:], to_causal_lm(model).generate(IDS, max_new_tokens=4).tokens)
+        assert torch.equal(tokens, model.generate(IDS, use_cache=False, **GREEDY))
+        assert len(tokens[:, 7:].unique()) > 2
+
+    def test_sampling(self):
+        model, draws = self.model(), []
+        options = {"max_new_tokens": 4, "do_sample": True, "top_k": 9, "temperature": 2.0, "num_return_sequences": 2}
+        for seed, use_cache in ((1, True), (1, False), (2, True)):
+            set_seed(seed)
+            draws.append(model.generate(IDS, use_cache=use_cache, **options))
+        assert draws[0].shape == (6, 11)
+        assert torch.equal(draws[0], draws[1])
+        assert not torch.equal(draws[0], draws[2])
+        assert len(draws[0].unique(dim=0)) > 3
+        sharp = model.generate(IDS, max_new_tokens=4, do_sample=True, top_k=1)
+        assert torch.equal(sharp, model.generate(IDS, **GREEDY))
+
+    @torch.no_grad()
+    def test_beams_that_hold_everything_find_the_best_continuation(self):
+        model = self.model()
+        best = model.generate(IDS, max_new_tokens=2, num_beams=13, do_sample=False)
+        for row, found in zip(IDS, best, strict=True):
+            pairs = torch.cartesian_prod(torch.arange(13), torch.arange(13))
+            every = torch.cat([row.expand(169, -1), pairs], dim=1)
+            scores = model(every[:, :-1]).logits[:, -2:].log_softmax(-1).gather(2, pairs[..., None]).sum(1)[:, 0]
+            assert torch.equal(every[scores.argmax()], found)
+
+    def test_beams_with_a_cache_are_beams_without(self):
+        model = self.model()
+        options = {"num_beams": 4, "num_return_sequences": 3, **GREEDY}
+        beams = model.generate(IDS, **options)
+        assert beams.shape == (9, 11)
+        assert torch.equal(beams, model.generate(IDS, use_cache=False, **options))
+        assert len(beams.unique(dim=0)) == 9
+
+    @pytest.mark.parametrize("beams", [1, 2])
+    def test_left_padded_rows_are_the_rows_alone(self, beams):
+        model = self.model()
+        options = {"num_beams": beams, **GREEDY}
+        together = model.generate(IDS.masked_fill(~LEFT, 0), attention_mask=LEFT.long(), pad_token_id=0, **options)
+        for row, count in enumerate(COUNTS[:2]):
+            alone = model.generate(IDS[row : row + 1, 7 - count :], **options)
+            assert torch.equal(together[row, 7 - count :], alone[0])
+
+    def test_rows_that_end(self):
+        model = self.model()
+        free = model.generate(IDS, **GREEDY)
+        end = free[0, 8].item()
+        ended = model.generate(IDS, eos_token_id=end, pad_token_id=0, **GREEDY)
+        for row, whole in zip(ended.tolist(), free.tolist(), strict=True):
+            place = whole.index(end, 7) + 1 if end in whole[7:] else len(whole)
+            assert row[:place] == whole[: min(place, len(row))]
+            assert not any(row[place:])
+
+    def test_embedded_prompts(self):
+        model = self.model()
+        embedded = model.get_input_embeddings()(IDS)
+        assert torch.equal(model.generate(inputs_embeds=embedded, **GREEDY), model.generate(IDS, **GREEDY)[:, 7:])
+
+    def test_a_prompt_in_parts(self):
+        model = self.model()
+        mask = torch.arange(7) >= torch.tensor([0, 2, 1])[:, None]
+        options = {"attention_mask": mask.long(), **GREEDY}
+        whole = model.generate(IDS, **options)
+        assert torch.equal(model.generate(IDS, prefill_chunk_size=3, **options), whole)
+        cache = model(IDS[:, :4], attention_mask=mask[:, :4].long()).past_key_values
+        assert torch.equal(model.generate(IDS, past_key_values=cache, **options), whole)
+        assert cache.get_seq_length() == 10
+
+    # how it is solved
+
+    def test_how_prompts_and_tokens_are_solved(self):
+        output = self.model().generate(IDS, return_dict_in_generate=True, **GREEDY)
+        solves = output.past_key_values.solves
+        if not self.implicit:
+            assert solves == ()
+            return
+        assert [solve.stats.steps.shape for solve in solves] == [(3, 7)] + [(3,)] * 3
+        assert not solves[0].stats.forced.any()  # which the sliding window alone reports
+        assert all(solve.status.tolist() == [dq.Status.CONVERGED] * 3 for solve in solves)
+
+    def test_a_generation_configuration_chooses_sweep_solver_and_budget(self):
+        if not self.implicit:
+            return
+        model = self.model()
+        fields = {
+            "deq_sweep": {"name": "Sequential"},
+            "deq_solver": {"name": "Relaxed", "damping": 0.5},
+            "deq_stop": {"max_steps": 3},
+        }
+        written = GenerationConfig(return_dict_in_generate=True, **fields, **GREEDY)
+        kept = self.model()
+        for name, value in fields.items():
+            setattr(kept.generation_config, name, value)
+        outputs = [
+            model.generate(IDS, generation_config=written),
+            model.generate(IDS, return_dict_in_generate=True, **fields, **GREEDY),
+            kept.generate(IDS, return_dict_in_generate=True, **GREEDY),
+            model.generate(
+                IDS,
+                sweep=dq.Sequential(),
+                solver=dq.Relaxed(0.5),
+                stop=dq.Stop(rtol=1e-9, max_steps=3),
+                return_dict_in_generate=True,
+                **GREEDY,
+            ),
+        ]
+        for output in outputs:
+            assert torch.equal(output.sequences, outputs[0].sequences)
+            steps = [solve.stats.steps for solve in output.past_key_values.solves]
+            assert [(each.shape, each.unique().tolist()) for each in steps] == [((3, 7), [3])] + [((3,), [3])] * 3
+        residual = outputs[0].past_key_values.solves[-1].stats.residual
+        assert torch.equal(outputs[3].past_key_values.solves[-1].stats.residual, residual)
+        longer = model.generate(
+            IDS, return_dict_in_generate=True, **{**fields, "deq_stop": {"max_steps": 200}}, **GREEDY
+        )
+        assert max(solve.stats.residual.max() for solve in longer.past_key_values.solves) < 1e-9  # the model's own rtol
+        other = model.generate(
+            IDS, **{**fields, "deq_solver": {"name": "Relaxed", "damping": 0.9}}, return_dict_in_generate=True, **GREEDY
+        )
+        assert not torch.equal(other.past_key_values.solves[-1].stats.residual, residual)
+
+    @pytest.mark.parametrize(
+        "sweep", [{"name": "Chunked", "size": 2}, {"name": "Sliding", "window": 3}], ids=lambda sweep: sweep["name"]
+    )
+    def test_sweeps_agree(self, sweep):
+        if self.implicit:
+            model = self.model()
+            assert torch.equal(model.generate(IDS, deq_sweep=sweep, **GREEDY), model.generate(IDS, **GREEDY))
+
+    def test_a_norm_over_all_tokens_is_solved_together(self):
+        if self.implicit:
+            model = self.model(stop=dq.Stop(rtol=1e-9, max_steps=200, norm="frobenius"))
+            output = model.generate(IDS, return_dict_in_generate=True, **GREEDY)
+            assert torch.equal(output.sequences, self.model().generate(IDS, **GREEDY))
+            assert output.past_key_values.solves[0].stats.steps.shape == (3,)
+
+    # what is refused
+
+    @pytest.mark.parametrize(
+        ("fields", "error", "message"),
+        [
+            ({"deq_sweep": {"name": "Slidng"}}, ValueError, "deq_sweep: name 'Slidng' is unknown; did you mean "
+             "'Sliding'? (known: Simultaneous, Chunked, Sliding, Sequential)"),
+            ({"deq_stop": {"max_step": 3}}, ValueError, "deq_stop: Stop field 'max_step' is unknown; did you mean "
+             "'max_steps'? (known: rtol, atol, max_steps, per, norm, check_every, divergence)"),
+            ({"deq_stop": {"max_steps": 0}}, ValueError, "deq_stop: Stop.max_steps must be an integer >= 1, got 0"),
+            ({"deq_solver": 3}, TypeError, "deq_solver must be a solver of deqseq or its JSON, {\"name\": \"Naive\", "
+             "...}, got 3"),
+            ({"deq_sweep": dq.Sliding(4)}, TypeError, "deq_sweep of a generation configuration must be JSON, as "
+             "{'name': 'Sliding', 'window': 4}, got Sliding(window=4)"),
+            ({"deq_swep": "Sliding"}, ValueError, "generation configuration: field 'deq_swep' is unknown; did you mean "
+             "'deq_sweep'? (known: deq_sweep, deq_solver, deq_stop)"),
+        ],
+    )  # fmt: skip
+    def test_bad_fields_are_named(self, fields, error, message):
+        with pytest.raises(error, match=exactly(message)):
+            self.model().generate(IDS, generation_config=GenerationConfig(**fields, **GREEDY))
+
+    def test_a_misspelt_keyword_is_named(self):
+        with pytest.raises(ValueError, match=r"not used by the model: \['deq_swep'\]"):
+            self.model().generate(IDS, deq_swep="Sliding", **GREEDY)
+
+    def test_a_choice_for_nothing_or_twice(self):
+        model, fields = self.model(), {"deq_stop": {"max_steps": 3}}
+        if self.implicit:
+            message = "stop is given twice: as deq_stop in the generation configuration and in the call"
+        else:
+            message = "an explicit model (implicit=False) solves nothing: leave out deq_stop, stop"
+        with pytest.raises(ValueError, match=exactly(message)):
+            model.generate(IDS, stop=dq.Stop(), **fields, **GREEDY)
+
+    def test_caches_and_prompts_that_do_not_fit(self):
+        model = self.model()
+        cache = model(IDS[:1, :4]).past_key_values
+        with pytest.raises(ValueError, match=r"^the cache holds 1 rows and the input has 3: repeat the cache's rows"):
+            model.generate(IDS, past_key_values=cache, **GREEDY)
+        with pytest.raises(ValueError, match=r"^the cache holds 1 rows and the input has 4: repeat the cache's rows"):
+            model.generate(IDS[:1], past_key_values=cache, num_beams=4, **GREEDY)
+        cache.batch_repeat_interleave(4)
+        beams = model.generate(IDS[:1], past_key_values=cache, num_beams=4, **GREEDY)
+        assert torch.equal(beams, model.generate(IDS[:1], num_beams=4, **GREEDY))
+        with pytest.raises(ValueError, match=r"^prompts must be padded on the left: some row ends in padding"):
+            model.generate(IDS, attention_mask=LEFT.flip(1).long(), pad_token_id=0, **GREEDY)
+        with pytest.raises(ValueError, match=exactly("cache_implementation 'static' is not available: leave it out")):
+            model.generate(IDS, cache_implementation="static", **GREEDY)
+        with pytest.raises(ValueError, match="assisted generation is not supported with stateful models"):
+            model.generate(IDS[:1], prompt_lookup_num_tokens=2, **GREEDY)
+
+    def test_an_empty_cache_of_ours_is_filled(self):
+        cache = ImplicitCache()
+        self.model().generate(IDS, past_key_values=cache, **GREEDY)
+        assert (cache.get_seq_length(), cache.batch_size) == (10, 3)

@@ -1,0 +1,84 @@
+"""Small models of transformers whose maps contract, in float64, and what the suites share."""
+
+import re
+from typing import ClassVar
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+import deqseq as dq
+from deqseq.integrations.huggingface import (
+    ImplicitLlamaConfig,
+    ImplicitLlamaForCausalLM,
+    ImplicitMamba2Config,
+    ImplicitMamba2ForCausalLM,
+)
+
+TIGHT = dq.Stop(rtol=1e-9, max_steps=200)
+SHARED = {"vocab_size": 13, "hidden_size": 8, "initializer_range": 0.5, "solver": "Naive", "stop": TIGHT}
+MAMBA2 = {"state_size": 4, "head_dim": 4, "chunk_size": 3}
+LLAMA = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 12}
+
+IDS = torch.randint(1, 13, (3, 7), generator=torch.Generator().manual_seed(0))
+"""Three rows of seven tokens, none of them 0, which is kept for padding."""
+COUNTS = (7, 2, 4)
+LEFT = torch.arange(7).flip(0) < torch.tensor(COUNTS)[:, None]
+"""Which tokens are real when rows are padded on the left."""
+
+
+def exactly(text: str) -> str:
+    """A pattern that matches this text and no other."""
+    return f"^{re.escape(text)}$"
+
+
+class Family:
+    """A model type, implicit or explicit; the suites are inherited together with one of these."""
+
+    config_class: ClassVar[type]
+    model_class: ClassVar[type]
+    sizes: ClassVar[dict]
+    implicit: ClassVar[bool] = True
+    layers: ClassVar[int] = 2
+
+    def config(self, **fields):
+        kind = {"implicit": self.implicit, "num_hidden_layers": self.layers}
+        return self.config_class(**{**SHARED, **self.sizes, **kind, **fields})
+
+    def model(self, **fields):
+        """In eval mode and float64; implicit ones converge in a few dozen self-iterations."""
+        torch.manual_seed(0)
+        return contract(self.model_class(self.config(**fields)).double()).eval()
+
+
+class Mamba2(Family):
+    config_class, model_class, sizes = ImplicitMamba2Config, ImplicitMamba2ForCausalLM, MAMBA2
+
+
+class Llama(Family):
+    config_class, model_class, sizes = ImplicitLlamaConfig, ImplicitLlamaForCausalLM, LLAMA
+
+
+def contract(model):
+    """Scale what the state passes through, so that the injection outweighs it and plain iteration converges."""
+    factors = {
+        "in_proj": 0.1,
+        "out_proj": 4,
+        "q_proj": 0.2,
+        "k_proj": 0.2,
+        "v_proj": 0.2,
+        "o_proj": 4,
+        "gate_proj": 0.2,
+    }
+    for name, part in model.model.core.backbone.named_modules():
+        factor = factors.get(name.rpartition(".")[2])
+        if factor is not None and isinstance(part, nn.Linear):
+            normed = parametrize.is_parametrized(part, "weight")
+            (part.parametrizations.weight.original0 if normed else part.weight).data *= factor
+    return model
+
+
+def same_weights(one, other) -> bool:
+    """Whether two models have the same weights, bit for bit and by name."""
+    mine, theirs = one.state_dict(), other.state_dict()
+    return mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)

@@ -1,0 +1,180 @@
+"""What every model of ours must do when it is saved, loaded and initialised: inherited by one class a family."""
+
+import json
+
+import pytest
+import torch
+from hf_models import IDS, exactly, same_weights
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoModel, AutoModelForCausalLM, GenerationConfig
+
+import deqseq as dq
+
+
+def stored(folder) -> dict:
+    """All weights in a folder's safetensors."""
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+class SavingContract:
+    def test_reload(self, tmp_path, monkeypatch):
+        def refuse(*args, **kwargs):
+            raise AssertionError("torch.save and torch.load are not to be used")
+
+        monkeypatch.setattr(torch, "save", refuse)
+        monkeypatch.setattr(torch, "load", refuse)
+        model = self.model()
+        model.save_pretrained(tmp_path)
+        assert sorted(path.name for path in tmp_path.iterdir()) == [
+            "config.json",
+            "generation_config.json",
+            "model.safetensors",
+        ]
+        again = AutoModelForCausalLM.from_pretrained(tmp_path)
+        assert type(again) is self.model_class
+        assert not again.training
+        assert again.dtype == torch.float64
+        assert same_weights(model, again)
+        assert torch.equal(model(IDS).logits, again(IDS).logits)
+        assert again.config.to_json_string() == model.config.to_json_string()
+        assert again.config.specification() == model.config.specification()
+
+    def test_shards(self, tmp_path):
+        model = self.model()
+        model.save_pretrained(tmp_path, max_shard_size="4KB")
+        assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
+        assert same_weights(model, AutoModelForCausalLM.from_pretrained(tmp_path))
+
+    @pytest.mark.parametrize("tied", [True, False])
+    def test_tied_weights_are_stored_once(self, tmp_path, tied):
+        model = self.model(tie_word_embeddings=tied)
+        assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+        model.save_pretrained(tmp_path)
+        kept = {"lm_head.weight", "model.embed_tokens.weight"} & stored(tmp_path).keys()
+        assert kept == ({"model.embed_tokens.weight"} if tied else {"lm_head.weight", "model.embed_tokens.weight"})
+        again = self.model_class.from_pretrained(tmp_path)
+        assert (again.lm_head.weight is again.model.embed_tokens.weight) == tied
+        assert same_weights(model, again)
+
+    def test_dtype_and_device_map(self, tmp_path):
+        model = self.model()
+        model.save_pretrained(tmp_path)
+        again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, device_map="cpu")
+        assert {(p.dtype, p.device.type) for p in again.parameters()} == {(torch.bfloat16, "cpu")}
+        assert same_weights(model.to(torch.bfloat16), again)
+        assert again(IDS).logits.dtype == torch.bfloat16
+
+    @pytest.mark.parametrize("weight_norm", [True, False])
+    def test_weight_norm(self, tmp_path, weight_norm):
+        model = self.model(weight_norm=weight_norm)
+        model.save_pretrained(tmp_path)
+        parts = {name.rpartition(".")[2] for name in stored(tmp_path) if ".parametrizations." in name}
+        assert parts == ({"original0", "original1"} if weight_norm else set())
+        again = AutoModelForCausalLM.from_pretrained(tmp_path)
+        assert torch.equal(model(IDS).logits, again(IDS).logits)
+
+    def test_there_is_nothing_that_a_checkpoint_misses(self):
+        model = self.model()
+        assert list(model.buffers()) == []
+        assert model.state_dict().keys() - dict(model.named_parameters()).keys() == {"lm_head.weight"}
+
+    def test_base_model_of_a_checkpoint(self, tmp_path):
+        model = self.model(tie_word_embeddings=False)
+        model.save_pretrained(tmp_path)
+        base = AutoModel.from_pretrained(tmp_path)
+        assert type(base) is type(model.model)
+        assert torch.equal(base(IDS).last_hidden_state, model.model(IDS).last_hidden_state)
+
+    # initial weights
+
+    @pytest.mark.parametrize("weight_norm", [True, False])
+    def test_a_new_model_is_that_of_the_core(self, weight_norm):
+        sizes = {"vocab_size": 4000, "hidden_size": 16, "weight_norm": weight_norm}
+        config = self.config(initializer_range=0.02, tie_word_embeddings=False, **sizes)
+        torch.manual_seed(3)
+        core = config.specification().build_model()
+        torch.manual_seed(3)
+        model = AutoModelForCausalLM.from_config(config)
+        assert same_weights(core, model.model.core)
+        for weight in (model.lm_head.weight, model.model.embed_tokens.weight):
+            assert abs(weight.std().item() / 0.02 - 1) < 0.02
+            assert abs(weight.mean().item()) < 5e-4
+
+    # checkpoints that do not fit
+
+    def test_a_missing_weight_is_an_error(self, tmp_path):
+        weights = self.without(tmp_path, "model.core.backbone.layers.1.")
+        with pytest.raises(ValueError, match=r"^the weights in .* do not fit: missing ") as error:
+            AutoModelForCausalLM.from_pretrained(tmp_path)
+        assert all(name in str(error.value) for name in sorted(weights)[:8])
+
+    def test_a_missing_embedding_is_an_error(self, tmp_path):
+        self.without(tmp_path, "model.embed_tokens.weight")
+        with pytest.raises(ValueError, match=r"do not fit: missing lm_head\.weight, model\.embed_tokens\.weight"):
+            AutoModelForCausalLM.from_pretrained(tmp_path)
+
+    def test_more_weights_than_the_model_has_are_an_error_or_reported(self, tmp_path):
+        self.model().save_pretrained(tmp_path)
+        with pytest.raises(ValueError, match=r"do not fit: unexpected model\.core\.backbone\.layers\.1\."):
+            AutoModelForCausalLM.from_pretrained(tmp_path, num_hidden_layers=1)
+        model, report = self.model_class.from_pretrained(tmp_path, num_hidden_layers=1, output_loading_info=True)
+        assert len(model.model.core.backbone.layers) == 1
+        assert {name.split(".")[4] for name in report["unexpected_keys"]} == {"1"}
+
+    def test_weights_of_another_shape_are_an_error(self, tmp_path):
+        self.model().save_pretrained(tmp_path)
+        with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+            AutoModelForCausalLM.from_pretrained(tmp_path, hidden_size=16, head_dim=4)
+        with pytest.raises(ValueError, match=r"do not fit: of another shape model\.core\.backbone"):
+            AutoModelForCausalLM.from_pretrained(tmp_path, hidden_size=16, head_dim=4, ignore_mismatched_sizes=True)
+
+    def test_another_vocabulary_may_be_drawn_anew(self, tmp_path):
+        self.model().save_pretrained(tmp_path)
+        options = {"vocab_size": 500, "ignore_mismatched_sizes": True}
+        model = AutoModelForCausalLM.from_pretrained(tmp_path, **options)
+        assert abs(model.lm_head.weight.std().item() / 0.5 - 1) < 0.05
+
+    def test_a_misspelt_keyword_is_an_error(self, tmp_path):
+        self.model().save_pretrained(tmp_path)
+        with pytest.raises(ValueError, match="keyword 'hiden_size' is unknown; did you mean 'hidden_size'"):
+            AutoModelForCausalLM.from_pretrained(tmp_path, hiden_size=8)
+        with pytest.raises(
+            TypeError, match=exactly("hidden_size belongs to the configuration, which was given too: set it there")
+        ):
+            AutoModelForCausalLM.from_pretrained(tmp_path, config=self.config(), hidden_size=8)
+
+    # what generates is kept too
+
+    def test_the_generation_configuration_keeps_our_fields(self, tmp_path):
+        model = self.model()
+        model.generation_config.deq_sweep = {"name": "Chunked", "size": 3}
+        model.generation_config.deq_stop = {"max_steps": 5}
+        model.save_pretrained(tmp_path)
+        written = json.loads((tmp_path / "generation_config.json").read_text())
+        assert written["deq_sweep"] == {"name": "Chunked", "size": 3}
+        read = AutoModelForCausalLM.from_pretrained(tmp_path).generation_config
+        assert (read.deq_sweep, read.deq_stop) == ({"name": "Chunked", "size": 3}, {"max_steps": 5})
+
+    def test_an_object_in_the_generation_configuration_is_refused(self, tmp_path):
+        model = self.model()
+        model.generation_config = GenerationConfig(deq_sweep=dq.Sliding(4))
+        message = (
+            "deq_sweep of a generation configuration must be JSON, as {'name': 'Sliding', 'window': 4}, got "
+            "Sliding(window=4)"
+        )
+        with pytest.raises(TypeError, match=exactly(message)):
+            model.save_pretrained(tmp_path)
+        assert list(tmp_path.iterdir()) == []
+
+    def without(self, folder, prefix: str) -> set[str]:
+        """A saved model without the weights whose names begin like this; those names."""
+        self.model().save_pretrained(folder)
+        weights = load_file(folder / "model.safetensors")
+        dropped = {name for name in weights if name.startswith(prefix)}
+        assert dropped
+        with safe_open(folder / "model.safetensors", framework="pt") as file:
+            metadata = file.metadata()
+        kept = {name: tensor for name, tensor in weights.items() if name not in dropped}
+        save_file(kept, folder / "model.safetensors", metadata)
+        return dropped

@@ -1,0 +1,104 @@
+"""Losses, gradients and vocabularies of every model of ours: inherited by one class a family."""
+
+import pytest
+import torch
+from hf_models import IDS, LEFT, exactly
+from torch.nn import functional as F
+
+import deqseq as dq
+from deqseq.integrations.huggingface import to_causal_lm
+
+
+def gradients(model, **options) -> dict:
+    model.zero_grad()
+    model(IDS, labels=IDS, **options).loss.backward()
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+class TrainingContract:
+    def test_loss_and_gradients_are_those_of_the_core(self):
+        model = self.model().train()
+        loss, mine = model(IDS, labels=IDS).loss, gradients(model)
+        wanted = to_causal_lm(model)(IDS, labels=IDS).loss
+        assert abs(loss.item() - wanted.item()) < 1e-5
+        model.zero_grad()
+        wanted.backward()
+        compared = 0
+        for name, parameter in model.named_parameters():
+            assert (mine[name] - parameter.grad).norm() <= 1e-5 * parameter.grad.norm(), name
+            compared += parameter.grad.norm().item() > 1e-6
+        assert compared > 15
+
+    @torch.no_grad()
+    def test_which_labels_count(self):
+        model, labels = self.model(), IDS.clone()
+        labels[0, 3] = -100
+        output = model(IDS, labels=labels, attention_mask=LEFT.long())
+        counting = LEFT[:, 1:] & LEFT[:, :-1] & (labels[:, 1:] != -100)
+        each = F.cross_entropy(output.logits[:, :-1][counting], labels[:, 1:][counting], reduction="none")
+        assert len(each) == 9
+        assert abs(output.loss.item() - each.mean().item()) < 1e-5
+        parted = model(IDS, labels=labels, attention_mask=LEFT.long(), num_items_in_batch=torch.tensor(18)).loss
+        assert abs(parted.item() - each.mean().item() / 2) < 1e-5
+
+    def test_the_trainer_leaves_out_what_it_cannot_gather(self):
+        model = self.model()
+        left_out = model.config.keys_to_ignore_at_inference
+        output = model(IDS, labels=IDS)
+        assert [name for name in output if name not in left_out] == ["loss", "logits"]
+        assert model.accepts_loss_kwargs
+
+    def test_gradient_checkpointing(self):
+        model = self.model().train()
+        if not self.implicit:
+            message = "gradient checkpointing is for the gradients Phantom and Unrolled, got an explicit model"
+            with pytest.raises(ValueError, match=exactly(message)):
+                model.activation_checkpointing_enable()
+            return
+        plain = gradients(model)
+        model.activation_checkpointing_enable()
+        assert model.model.core.gradient == dq.Phantom(checkpoint=True)
+        assert model.model.gradient_checkpointing
+        with_graph = []
+        backbone = model.model.core.backbone
+        hook = backbone.register_forward_pre_hook(lambda *_: with_graph.append(torch.is_grad_enabled()))
+        again = gradients(model)
+        hook.remove()
+        assert sum(with_graph) == 9  # the first, four phantom steps, and those again in the backward pass
+        for name, gradient in plain.items():
+            assert (again[name] - gradient).abs().max() < 1e-10, name
+        model.activation_checkpointing_disable()
+        assert model.model.core.gradient == dq.Phantom(checkpoint=False)
+
+    def test_estimators_without_checkpointing(self):
+        if not self.implicit:
+            return
+        model = self.model(gradient={"name": "OneStep"})
+        with pytest.raises(ValueError, match=r"Phantom and Unrolled, got the gradient OneStep\(\)$"):
+            model.activation_checkpointing_enable()
+
+    def test_the_gradient_is_chosen_by_the_configuration(self):
+        if not self.implicit:
+            return
+        exact = gradients(self.model(gradient=dq.Implicit(stop=dq.Stop(rtol=1e-12, max_steps=200))).train())
+        name = "model.core.backbone.injection_norm.weight"
+        error = {}
+        for steps in (1, 40):
+            phantom = gradients(self.model(gradient={"name": "Phantom", "steps": steps}).train())
+            error[steps] = ((phantom[name] - exact[name]).norm() / exact[name].norm()).item()
+        assert error[40] < 1e-3 < 0.1 < error[1], error
+
+    @pytest.mark.parametrize("tied", [True, False])
+    @torch.no_grad()
+    def test_resize_token_embeddings(self, tied):
+        model = self.model(tie_word_embeddings=tied)
+        before = model(IDS).logits
+        model.resize_token_embeddings(200, mean_resizing=False)
+        assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+        assert (model.config.vocab_size, model(IDS).logits.shape) == (200, (3, 7, 200))
+        assert torch.equal(model(IDS).logits[..., :13], before)
+        for weight in {model.lm_head.weight, model.model.embed_tokens.weight}:
+            assert abs(weight[13:].std().item() / 0.5 - 1) < 0.1
+        assert model(IDS.clamp(min=1) + 150).logits.isfinite().all()
+        model.resize_token_embeddings(13)
+        assert torch.equal(model(IDS).logits, before)
