@@ -229,6 +229,22 @@ def test_nothing_to_score_is_an_error(answers):
         language_model()(IDS[:, :1], **answers)
 
 
+def test_embedded_tokens_are_dropped_once_and_in_training_alone():
+    lm = dq.CausalLM(9, dq.ImplicitModel(affine(), stop=TIGHT), embedding_dropout=0.5).double()
+    lm.train()
+    torch.manual_seed(1)
+    mine = lm(IDS).logits
+    torch.manual_seed(1)
+    dropped = nn.functional.dropout(lm.embedding(IDS), 0.5)
+    assert torch.equal(mine, lm.logits(lm.model(dropped).value))
+    assert (dropped == 0).any()
+    lm.eval()
+    assert torch.equal(lm(IDS).logits, lm.logits(lm.model(lm.embedding(IDS)).value))
+    for p in (1.0, -0.1, float("nan")):
+        with pytest.raises(ValueError, match=r"embedding_dropout must lie in \[0, 1\), got"):
+            dq.CausalLM(9, lm.model, embedding_dropout=p)
+
+
 def test_an_explicit_model_drops_out():
     model = dq.ExplicitModel(contractive_mamba2(dropout=0.5, injection=False)).train()
     assert not torch.allclose(model(embedded()).value, model(embedded()).value)

@@ -102,6 +102,7 @@ HONOURED = [
     ("llama", ("pad_vocab",), True, lambda s: s.vocab_size == 48),
     ("mamba2", ("pad_vocab_size_multiple",), 20, lambda s: s.vocab_size == 60),
     ("mamba2", ("backbone_config", "dropout"), 0.1, lambda s: s.backbone.dropout == 0.1),
+    ("llama", ("dropout",), 0.2, lambda s: s.embedding_dropout == 0.2),
     ("mamba2", ("backbone_config", "do_weight_norm"), False, lambda s: not s.backbone.weight_norm),
     ("mamba2", ("backbone_config", "init_z_mode"), "input", lambda s: s.solving.start == "input"),
     ("mamba2", ("backbone_config", "block_cfg", "chunk_size"), 8, lambda s: s.backbone.chunk_size == 8),
@@ -168,12 +169,7 @@ def layer(field: str) -> tuple[str, str, str]:
 
 INITIAL = "it sets initial weights, which deqseq draws in its own way: drop it, and initialise the model yourself"
 REFUSED = [
-    (
-        "mamba2",
-        ("dropout",),
-        0.05,
-        "it drops parts of the embedded tokens, and deqseq drops inside the layers alone: set it to 0",
-    ),
+    ("mamba2", ("dropout",), "much", "it must be a finite number"),
     ("llama", ("head_bias",), True, "deqseq's head has no bias"),
     (
         "llama",
@@ -276,11 +272,10 @@ def test_what_has_no_default_must_be_there(path):
         from_reference_config(whole)
 
 
-def test_the_references_default_dropout_is_refused_too():
+def test_the_references_default_drops_embedded_tokens():
     whole = config("mamba2")
     del whole["dropout"]
-    with pytest.raises(ValueError, match=r"'dropout' cannot be 0\.05 here: .* \(missing, it has this value\)$"):
-        from_reference_config(whole)
+    assert from_reference_config(whole).embedding_dropout == 0.05
 
 
 def test_an_implicit_model_needs_all_groups_of_its_solver():

@@ -82,12 +82,16 @@ def from_reference_config(config: Mapping[str, Any]) -> LanguageModelSpec:
         fields.unused("deq_params")
         block.unused("do_weight_norm", "init_z_mode", "pretrain_steps", "ema_alpha")
     backbone = _backbone(block, implicit, weight_norm)
-    spec = LanguageModelSpec(_vocabulary(fields), backbone, solving, tied=fields.flag("tie_embeddings", True))
+    spec = LanguageModelSpec(
+        _vocabulary(fields),
+        backbone,
+        solving,
+        tied=fields.flag("tie_embeddings", True),
+        embedding_dropout=fields.number("dropout", 0.05),
+    )
     wide = "a narrower embedding has a projection, which deqseq has not: it must be the backbone's d_model"
     fields.only("d_embed", (backbone.d_model,), wide, default=None)
     fields.only("head_bias", (False,), "deqseq's head has no bias")
-    reason = "it drops parts of the embedded tokens, and deqseq drops inside the layers alone: set it to 0"
-    fields.only("dropout", (0,), reason, default=0.05)
     fields.close()
     return spec
 

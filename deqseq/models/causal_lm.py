@@ -29,9 +29,11 @@ class CausalLM(nn.Module):
         model: an :class:`ImplicitModel` or :class:`ExplicitModel`.
         embedding_std: standard deviation of the initial embedding.
         tied: whether the head is the embedding, as in the paper, or has weights of its own.
+        embedding_dropout: probability, in [0, 1), that a number of an embedded token is zero in training; drawn once,
+            before the solve.
 
     Raises:
-        ValueError: a vocabulary below 1.
+        ValueError: a vocabulary below 1, or a probability outside [0, 1).
 
     Example:
         >>> import deqseq as dq
@@ -49,10 +51,14 @@ class CausalLM(nn.Module):
         embedding_std: float = 0.02,
         *,
         tied: bool = True,
+        embedding_dropout: float = 0.0,
     ) -> None:
         super().__init__()
         if vocab_size < 1:
             raise ValueError(f"CausalLM.vocab_size must be >= 1, got {vocab_size}")
+        if not 0 <= embedding_dropout < 1:
+            raise ValueError(f"CausalLM.embedding_dropout must lie in [0, 1), got {embedding_dropout!r}")
+        self.embedding_dropout = embedding_dropout
         self.embedding = nn.Embedding(vocab_size, model.backbone.d_model)
         nn.init.normal_(self.embedding.weight, std=embedding_std)
         self.model = model
@@ -93,9 +99,8 @@ class CausalLM(nn.Module):
         """
         check_ids("input_ids", input_ids, self.embedding.num_embeddings)
         answers = self._answers(input_ids, labels, targets, mask)
-        output = self.model(
-            self.embedding(input_ids), mask=mask, cache=cache, return_cache=return_cache, **solve_options
-        )
+        x = F.dropout(self.embedding(input_ids), self.embedding_dropout, self.training)
+        output = self.model(x, mask=mask, cache=cache, return_cache=return_cache, **solve_options)
         logits = self.logits(output.value)
         loss = None if answers is None else _cross_entropy(logits, answers, shift=labels is not None)
         return CausalLMOutput(logits, loss, output.cache, output.stats, output.status)

@@ -47,6 +47,10 @@ class LanguageModelSpec:
         solving: how the fixed point is found and differentiated; None: an explicit model, which runs the layers once.
         tied: whether the head is the embedding.
         embedding_std: standard deviation of the initial embedding.
+        embedding_dropout: probability that a number of an embedded token is zero in training, in [0, 1).
+
+    Raises:
+        ValueError: a probability outside [0, 1).
 
     Example:
         >>> spec = LanguageModelSpec(10, Mamba2Config(d_model=16, d_state=4, headdim=8))
@@ -59,6 +63,11 @@ class LanguageModelSpec:
     solving: Solving | None = Solving()
     tied: bool = True
     embedding_std: float = 0.02
+    embedding_dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.embedding_dropout < 1:
+            raise ValueError(f"embedding_dropout must lie in [0, 1), got {self.embedding_dropout!r}")
 
     @property
     def kind(self) -> Literal["mamba2", "llama"]:
@@ -88,4 +97,10 @@ class LanguageModelSpec:
 
     def build(self) -> CausalLM:
         """The whole model, freshly initialised."""
-        return CausalLM(self.vocab_size, self.build_model(), self.embedding_std, tied=self.tied)
+        return CausalLM(
+            self.vocab_size,
+            self.build_model(),
+            self.embedding_std,
+            tied=self.tied,
+            embedding_dropout=self.embedding_dropout,
+        )

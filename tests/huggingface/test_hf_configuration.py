@@ -122,6 +122,7 @@ class TestFields:
             ({"start": "one"}, "'start' expected one of"),
             ({"solver": 3}, "solver"),
             ({"dropout": 1.0}, r"dropout must lie in \[0, 1\), got 1.0"),
+            ({"embedding_dropout": -0.1}, r"embedding_dropout must lie in \[0, 1\), got -0.1"),
             ({"hidden_size": 0}, r"d_model must be an integer >= 1, got 0 \(here d_model is hidden_size\)"),
         ],
     )

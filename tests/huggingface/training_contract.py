@@ -29,6 +29,16 @@ class TrainingContract:
             compared += parameter.grad.norm().item() > 1e-6
         assert compared > 15
 
+    def test_embedded_tokens_are_dropped_as_in_the_core(self):
+        model = self.model(embedding_dropout=0.5).train()
+        core = to_causal_lm(model)
+        torch.manual_seed(1)
+        mine = model(IDS).logits
+        torch.manual_seed(1)
+        assert torch.equal(mine, core(IDS).logits)
+        assert not torch.allclose(mine, model(IDS).logits)
+        assert torch.equal(model.eval()(IDS).logits, self.model()(IDS).logits)
+
     @torch.no_grad()
     def test_which_labels_count(self):
         model, labels = self.model(), IDS.clone()

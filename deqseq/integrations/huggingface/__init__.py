@@ -23,6 +23,8 @@ from deqseq.integrations.huggingface.models import (
 )
 from deqseq.integrations.huggingface.objects import from_json, to_json
 from deqseq.integrations.huggingface.output import ImplicitCausalLMOutput, ImplicitModelOutput
+from deqseq.integrations.huggingface.presets import deqseq_preset, preset_config
+from deqseq.integrations.huggingface.reference import from_reference_folder
 from deqseq.integrations.huggingface.register import register
 
 register()
@@ -38,8 +40,11 @@ __all__ = [
     "ImplicitMamba2Model",
     "ImplicitModelOutput",
     "Solve",
+    "deqseq_preset",
     "from_causal_lm",
     "from_json",
+    "from_reference_folder",
+    "preset_config",
     "register",
     "to_causal_lm",
     "to_json",

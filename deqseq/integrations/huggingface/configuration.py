@@ -14,6 +14,7 @@ from deqseq.backbones import LlamaConfig, Mamba2Config
 from deqseq.gradients import Gradient, Phantom
 from deqseq.integrations.huggingface.names import check_known
 from deqseq.integrations.huggingface.objects import Json, Kind, from_json, to_json
+from deqseq.integrations.reference_config import from_reference_config
 from deqseq.models import LanguageModelSpec, Solving
 from deqseq.models.implicit import Start
 from deqseq.solvers import Relaxed, Solver
@@ -62,7 +63,8 @@ class ImplicitConfig(PreTrainedConfig):
         vocab_size: tokens.
         hidden_size: width.
         num_hidden_layers: blocks.
-        dropout: probability, in [0, 1); one mask a solve.
+        dropout: probability, in [0, 1), inside the layers; one mask a solve.
+        embedding_dropout: probability, in [0, 1), that a number of an embedded token is zero in training.
         weight_norm: whether linear maps and convolutions are weight-normalised, as in the paper.
         initializer_range: standard deviation of the initial embedding, and of a head with weights of its own.
         tie_word_embeddings: whether the head is the embedding.
@@ -94,6 +96,7 @@ class ImplicitConfig(PreTrainedConfig):
     hidden_size: int = 768
     num_hidden_layers: int = 24
     dropout: float = 0.0
+    embedding_dropout: float = 0.0
     weight_norm: bool = True
     initializer_range: float = 0.02
     tie_word_embeddings: bool = True
@@ -136,6 +139,7 @@ class ImplicitConfig(PreTrainedConfig):
             Solving(**objects, start=self.start) if self.implicit else None,
             tied=self.tie_word_embeddings,
             embedding_std=self.initializer_range,
+            embedding_dropout=self.embedding_dropout,
         )
 
     def backbone(self) -> Mamba2Config | LlamaConfig:
@@ -162,6 +166,7 @@ class ImplicitConfig(PreTrainedConfig):
             vocab_size=spec.vocab_size,
             tie_word_embeddings=spec.tied,
             initializer_range=spec.embedding_std,
+            embedding_dropout=spec.embedding_dropout,
             implicit=spec.solving is not None,
             **cls.of_backbone(spec.backbone),
             **how,
@@ -179,15 +184,27 @@ class ImplicitConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: Json, **kwargs: Any) -> Any:
-        """As in transformers, but a keyword that is no field is an error unless the caller asks for the unused ones."""
+        """As in transformers, but a keyword that is no field is an error unless the caller asks for the unused ones.
+
+        A configuration of the paper's reference code, which has a ``backbone_config``, is translated.
+        """
         returned = kwargs.pop("return_unused_kwargs", False)
-        loaded: Any = super().from_dict(dict(config_dict), return_unused_kwargs=True, **kwargs)
+        ours = cls._of_reference(config_dict) if "backbone_config" in config_dict else dict(config_dict)
+        loaded: Any = super().from_dict(ours, return_unused_kwargs=True, **kwargs)
         config, unused = loaded
         config.validate()  # keywords have changed fields since
         if returned:
             return config, unused
         config._check_names(unused)
         return config
+
+    @classmethod
+    def _of_reference(cls, config: Json) -> Json:
+        """Our fields for those of the reference code."""
+        spec = from_reference_config({name: value for name, value in config.items() if not name.startswith("_")})
+        kept = {name: config.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id", "dtype")}
+        kept["dtype"] = kept["dtype"] or config.get("torch_dtype")
+        return cls.from_specification(spec, **kept).to_dict()
 
     def validate_architecture(self) -> None:
         """Refuse sizes that do not fit together, in the words of the backbone, and say what they are called here."""

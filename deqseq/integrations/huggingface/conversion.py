@@ -63,7 +63,12 @@ def to_causal_lm(model: ImplicitCausalLM) -> CausalLM:
         >>> to_causal_lm(from_causal_lm(lm)).model is lm.model
         True
     """
-    lm = CausalLM(model.config.vocab_size, model.model.core, tied=model.config.tie_word_embeddings)
+    lm = CausalLM(
+        model.config.vocab_size,
+        model.model.core,
+        tied=model.config.tie_word_embeddings,
+        embedding_dropout=model.config.embedding_dropout,
+    )
     lm.embedding = model.model.embed_tokens
     lm.head = None if model.config.tie_word_embeddings else model.lm_head
     return lm.train(model.training)
@@ -98,4 +103,10 @@ def specification(lm: CausalLM) -> LanguageModelSpec:
             model.eval_solver,  # pyright: ignore[reportArgumentType]
             cast(Start, model.start),
         )
-    return LanguageModelSpec(lm.embedding.num_embeddings, config, solving, tied=lm.head is None)
+    return LanguageModelSpec(
+        lm.embedding.num_embeddings,
+        config,
+        solving,
+        tied=lm.head is None,
+        embedding_dropout=lm.embedding_dropout,
+    )

@@ -3,6 +3,8 @@
 from collections.abc import Iterable
 from typing import Any
 
+REFERENCE = "word_emb.emb.weight"
+"""The embedding in checkpoints of the paper's reference code."""
 EMBEDDINGS = ("embed_tokens.weight", "lm_head.weight")
 """What may be drawn anew if the caller has asked transformers to ignore other shapes."""
 
@@ -33,6 +35,11 @@ def refuse_misfit(report: dict[str, Any], source: object, *, extra: bool) -> Non
         "unexpected": _named(report.get("unexpected_keys", ())) if extra else "",
     }
     faults = "; ".join(f"{fault} {names}" for fault, names in found.items() if names)
+    if REFERENCE in report.get("unexpected_keys", ()):
+        raise ValueError(
+            f"the weights in {source} have the names of the paper's reference code: load them with "
+            "deqseq.integrations.huggingface.from_reference_folder"
+        )
     if faults:
         raise ValueError(f"the weights in {source} do not fit: {faults}. Does its config.json describe them?")
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers import initialization as init
 
@@ -161,7 +162,7 @@ class ImplicitBaseModel(ImplicitPreTrainedModel):
         """
         if output_attentions or (output_attentions is None and self.config.output_attentions):
             raise ValueError("output_attentions is not available: no attention weights are computed")
-        x = self._embedded(input_ids, inputs_embeds)
+        x = F.dropout(self._embedded(input_ids, inputs_embeds), self.config.embedding_dropout, self.training)
         batch, length = x.shape[:2]
         if use_cache is None:
             use_cache = past_key_values is not None or (self.config.use_cache and not self.training)

@@ -1,0 +1,131 @@
+"""The paper's models by name, and its reference code's files, through the Auto classes."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import deqseq as dq
+from deqseq.integrations.huggingface import (
+    ImplicitLlamaConfig,
+    ImplicitMamba2Config,
+    deqseq_preset,
+    from_reference_folder,
+    preset_config,
+)
+from deqseq.integrations.reference_config import from_reference_config
+
+DATA = Path(__file__).parents[1] / "data"
+KINDS = {"llama": ImplicitLlamaConfig, "mamba2": ImplicitMamba2Config}
+
+
+def settled(spec: dq.LanguageModelSpec) -> dq.LanguageModelSpec:
+    """With the sizes that a Llama derives from others."""
+    sizes = spec.backbone
+    if isinstance(sizes, dq.LlamaConfig):
+        sizes = replace(sizes, n_kv_heads=sizes.n_heads, headdim=sizes.d_model // sizes.n_heads)
+    return replace(spec, backbone=sizes)
+
+
+@pytest.mark.parametrize("name", dq.preset_names())
+def test_presets_through_the_auto_class(name):
+    config = AutoConfig.from_pretrained(deqseq_preset(name))
+    assert config.specification() == settled(dq.preset(name))
+    assert type(config) is type(preset_config(name))
+    assert config.model_type == {"llama3": "implicit_llama3", "mamba2": "implicit_mamba2"}[name.split("-")[0]]
+    assert config.eos_token_id == (None if name == "mamba2-state-tracking" else 0)
+    assert deqseq_preset(name) == deqseq_preset(name)
+
+
+def test_a_preset_builds_the_model_that_it_counts():
+    config = AutoConfig.from_pretrained(deqseq_preset("llama3-1.3b-implicit"))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert model.num_parameters() == dq.parameter_count(dq.preset("llama3-1.3b-implicit")).total
+
+
+def test_a_preset_is_changed_by_keywords():
+    config = AutoConfig.from_pretrained(deqseq_preset("mamba2-130m-pretrain"), num_hidden_layers=2, vocab_size=300)
+    assert (config.num_hidden_layers, config.vocab_size, config.stop["max_steps"]) == (2, 300, 4)
+    with pytest.raises(ValueError, match="'num_layers' is unknown; did you mean 'num_hidden_layers'"):
+        AutoConfig.from_pretrained(deqseq_preset("mamba2-130m-pretrain"), num_layers=2)
+
+
+def test_an_unknown_preset_names_its_neighbours():
+    with pytest.raises(ValueError, match=r"preset 'llama3-1.3b-implict' is unknown; did you mean 'llama3-1.3b-impl"):
+        deqseq_preset("llama3-1.3b-implict")
+
+
+# the reference code's files
+
+
+def folder_of(kind: str, folder: Path) -> dict[str, torch.Tensor]:
+    """A folder as the reference code saves it; what the file knows about the model."""
+    known = load_file(DATA / f"{kind}.safetensors")
+    shutil.copy(DATA / f"{kind}.json", folder / "config.json")
+    weights = {name.removeprefix("weight/"): t for name, t in known.items() if name.startswith("weight/")}
+    save_file(weights, folder / "model.safetensors")
+    return known
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_references_configuration_through_the_auto_class(kind, tmp_path):
+    folder_of(kind, tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path)
+    assert type(config) is KINDS[kind]
+    theirs = json.loads((tmp_path / "config.json").read_text())
+    assert config.specification() == settled(from_reference_config(theirs))
+    assert config.dtype == torch.float64
+    config.save_pretrained(tmp_path / "ours")
+    again = AutoConfig.from_pretrained(tmp_path / "ours")
+    assert (again.specification(), again.dtype) == (config.specification(), config.dtype)
+    assert AutoConfig.from_pretrained(tmp_path, use_cache=False).use_cache is False
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_references_checkpoint_reproduces_its_numbers(kind, tmp_path):
+    known = folder_of(kind, tmp_path)
+    model = from_reference_folder(tmp_path, eos_token_id=5)
+    assert type(model).__name__ == {"llama": "ImplicitLlamaForCausalLM", "mamba2": "ImplicitMamba2ForCausalLM"}[kind]
+    ids = known["input_ids"].long()
+    output = model(ids)
+    assert (output.status == dq.Status.CONVERGED).all()
+    assert (output.logits - known["eval_logits"]).abs().max() < 1e-5
+    model.save_pretrained(tmp_path / "ours")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    assert torch.equal(again(ids).logits, output.logits)
+    assert again.config.eos_token_id == 5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_auto_class_says_who_loads_the_references_weights(kind, tmp_path):
+    folder_of(kind, tmp_path)
+    with pytest.raises(ValueError, match=r"load them with deqseq.integrations.huggingface.from_reference_folder$"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_pickled_weights_of_the_reference(tmp_path):
+    known = folder_of("mamba2", tmp_path)
+    torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
+    (tmp_path / "model.safetensors").unlink()
+    ids = known["input_ids"].long()
+    assert (from_reference_folder(tmp_path)(ids).logits - known["eval_logits"]).abs().max() < 1e-5
+    (tmp_path / "pytorch_model.bin").unlink()
+    with pytest.raises(FileNotFoundError, match="there are no weights in"):
+        from_reference_folder(tmp_path)
+
+
+def test_what_the_reference_has_and_we_have_not_is_named(tmp_path):
+    folder_of("llama", tmp_path)
+    theirs = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(theirs | {"head_bias": True}))
+    with pytest.raises(ValueError, match=r"'head_bias' cannot be True here: deqseq's head has no bias"):
+        AutoConfig.from_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(theirs | {"hed_bias": True}))
+    with pytest.raises(ValueError, match="hed_bias"):
+        AutoConfig.from_pretrained(tmp_path)
