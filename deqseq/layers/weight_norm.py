@@ -9,6 +9,7 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import weight_norm
 
 from deqseq.layers.causal_conv import CausalConv1d
+from deqseq.layers.sharded import sharded_parts
 
 
 def apply_weight_norm(module: nn.Module) -> None:
@@ -40,7 +41,8 @@ def weights_computed_once(module: nn.Module, enabled: bool = True) -> Iterator[N
 
     They must be computed here, not at their first use: that is in a solve without gradients, and what it left in the
     cache would cut the parameters off from the gradient estimator that follows. Entering again inside, for the same
-    module, does nothing.
+    module, does nothing. Weights of parts that ``fully_shard`` has sharded are computed at every use: those parts hand
+    their gradients on when their own backward pass ends, which is before that of a weight computed outside of them.
 
     Args:
         module: where to look for reparametrised weights.
@@ -63,7 +65,7 @@ def weights_computed_once(module: nn.Module, enabled: bool = True) -> Iterator[N
             "the weights of this model have been computed without gradients (is this a callback of generate()?): a "
             "call that wants gradients would silently lose them here; wrap it in torch.no_grad(), or make it later"
         )
-    if inside is not None or not enabled:
+    if inside is not None or not enabled or sharded_parts(module):
         yield
         return
     _entered[id(module)] = torch.is_grad_enabled()

@@ -5,6 +5,7 @@ from typing import Any
 from torch import nn
 
 from deqseq.backbones.base import Backbone, Cache, RealTokens, Sequence, check_sequence
+from deqseq.layers.sharded import gathered
 from deqseq.layers.weight_norm import weights_computed_once
 from deqseq.models.output import ModelOutput
 from deqseq.models.padding import Padding
@@ -53,7 +54,8 @@ class ExplicitModel(nn.Module):
         check_sequence(x, self.backbone.d_model)
         padding = Padding.of(x, mask)
         tokens = padding.compact(x)
-        with weights_computed_once(self.backbone):
+        # one pass takes the layers one by one; only the states for a cache are computed after they have been left
+        with gathered(self.backbone, enabled=return_cache), weights_computed_once(self.backbone):
             place = self.backbone.place(tokens, cache, padding.real)
             value, trail = self.backbone(tokens, place, cache, return_trail=return_cache)
             if padding.real is not None:

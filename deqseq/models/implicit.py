@@ -8,7 +8,8 @@ from torch import nn
 
 from deqseq.backbones.base import Backbone, Cache, RealTokens, Sequence, check_sequence
 from deqseq.backbones.token_map import BackboneMap
-from deqseq.gradients import AttachedGradient, Gradient, Phantom
+from deqseq.gradients import AttachedGradient, Gradient, Implicit, Phantom, Unrolled
+from deqseq.layers.sharded import gathered, sharded_parts
 from deqseq.layers.weight_norm import weights_computed_once
 from deqseq.models.output import ModelOutput
 from deqseq.models.padding import Padding
@@ -110,8 +111,9 @@ class ImplicitModel(nn.Module):
             The states, with the numbers of their solve.
 
         Raises:
-            ValueError: a bad shape; a trace with another sweep than the simultaneous; or a gradient of the iteration
-                itself (:class:`Unrolled`) with another sweep.
+            ValueError: a bad shape; a trace with another sweep than the simultaneous; a gradient of the iteration
+                itself (:class:`Unrolled`) with another sweep; or one whose backward pass may be longer in one process
+                than in another (:class:`Unrolled`, :class:`Implicit`), while the backbone is sharded over both.
         """
         check_sequence(x, self.backbone.d_model)
         solver = solver or (None if self.training else self.eval_solver) or self.solver
@@ -119,11 +121,13 @@ class ImplicitModel(nn.Module):
         gradient = self.gradient if self._wants_gradient(x) else None
         if not isinstance(sweep, Simultaneous):
             _check_gradient(gradient, sweep)
+        if sharded_parts(self.backbone):
+            _check_sharded(gradient, stop)
         options: dict[str, Any] = {"solver": solver, "stop": stop, "trace": trace, "callback": callback}
         padding = Padding.of(x, mask)
         # a checkpointed backward pass computes the weights again, and must find what the forward pass did
         again = gradient is not None and gradient.recomputes
-        with weights_computed_once(self.backbone, enabled=not again):
+        with gathered(self.backbone), weights_computed_once(self.backbone, enabled=not again):
             tokens = padding.compact(x)
             whole = BackboneMap(self.backbone, self.backbone.inject(tokens, cache, padding.real), cache)
             swept = _sweep(whole, self._first(tokens, gradient), sweep, return_cache, gradient, options)
@@ -155,6 +159,17 @@ def _check_gradient(gradient: Gradient | None, sweep: Sweep) -> None:
         raise ValueError(
             f"{type(gradient).__name__} differentiates the iteration itself and needs the Simultaneous sweep, got "
             f"{sweep}: take Phantom, OneStep or Implicit, which need the fixed point alone"
+        )
+
+
+def _check_sharded(gradient: Gradient | None, stop: Stop) -> None:
+    """Refuse a backward pass of a length of each process's own: they would wait for each other for ever."""
+    own = gradient.stop if isinstance(gradient, Implicit) else stop if isinstance(gradient, Unrolled) else None
+    if own is not None and own.check_every < own.max_steps:
+        raise ValueError(
+            f"{type(gradient).__name__} with {own} takes as many steps backwards as the rows of each process need, "
+            "and processes that share a sharded backbone must take equally many: take Phantom or OneStep, or give "
+            "Stop.exactly(n)"
         )
 
 

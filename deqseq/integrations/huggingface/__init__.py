@@ -15,6 +15,7 @@ from deqseq.integrations.huggingface.cache import ImplicitCache, Solve
 from deqseq.integrations.huggingface.configuration_llama import ImplicitLlamaConfig
 from deqseq.integrations.huggingface.configuration_mamba2 import ImplicitMamba2Config
 from deqseq.integrations.huggingface.conversion import from_causal_lm, to_causal_lm
+from deqseq.integrations.huggingface.curriculum_callback import CurriculumCallback
 from deqseq.integrations.huggingface.models import (
     ImplicitLlamaForCausalLM,
     ImplicitLlamaModel,
@@ -30,6 +31,7 @@ from deqseq.integrations.huggingface.register import register
 register()
 
 __all__ = [
+    "CurriculumCallback",
     "ImplicitCache",
     "ImplicitCausalLMOutput",
     "ImplicitLlamaConfig",

@@ -1,6 +1,7 @@
 """What the models return: transformers' outputs, with the numbers of the solve."""
 
 from dataclasses import dataclass
+from typing import no_type_check
 
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
@@ -10,6 +11,7 @@ from deqseq.integrations.huggingface.cache import ImplicitCache
 from deqseq.solution import SolveStats
 
 
+@no_type_check  # accelerate makes an output anew, from a mapping in the place of the first field
 @dataclass
 class ImplicitModelOutput(ModelOutput):
     """Final states, and how they were found.
@@ -29,6 +31,7 @@ class ImplicitModelOutput(ModelOutput):
     status: Int64[Tensor, " batch"] | None = None
 
 
+@no_type_check
 @dataclass
 class ImplicitCausalLMOutput(ModelOutput):
     """Predictions, and how they were found.

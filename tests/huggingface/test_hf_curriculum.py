@@ -1,0 +1,225 @@
+"""A curriculum in the Trainer: which phase a step is trained in, and what its checkpoints say."""
+
+import json
+import logging
+import warnings
+
+import pytest
+import torch
+from hf_models import LLAMA, MAMBA2
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+import deqseq as dq
+from deqseq.integrations.huggingface import ImplicitLlamaConfig, ImplicitMamba2Config
+from deqseq.integrations.huggingface.curriculum_callback import CurriculumCallback
+from deqseq.training import Curriculum, Phase, bounded, free, parameter_groups, unrolled, warmup_constant_decay
+
+STEPS, BATCH, LENGTH = 12, 2, 5
+PAPER = Curriculum((bounded(2, 1, until=0.5), free(6, 2)))
+SIZES = {"vocab_size": 13, "hidden_size": 8, "num_hidden_layers": 1}
+
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return STEPS * BATCH * 2
+
+    def __getitem__(self, index):
+        ids = torch.randint(1, 13, (LENGTH,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": ids, "labels": ids}
+
+
+def model(implicit: bool = True, kind: type = ImplicitMamba2Config):
+    torch.manual_seed(0)
+    more = MAMBA2 if kind is ImplicitMamba2Config else LLAMA
+    return AutoModelForCausalLM.from_config(kind(**SIZES, **more, implicit=implicit, dropout=0.1 * implicit))
+
+
+def trainer(
+    folder, curriculum, lm=None, optimizers=(None, None), callbacks=None, eval_dataset=None, **options
+) -> Trainer:
+    arguments = {"per_device_train_batch_size": BATCH, "max_steps": STEPS, "learning_rate": 1e-2, "logging_steps": 1}
+    arguments |= {"save_steps": 4, "save_strategy": "steps", "report_to": [], "use_cpu": True, "disable_tqdm": True}
+    callbacks = [CurriculumCallback(curriculum)] if callbacks is None else callbacks
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*pin_memory.*")
+        return Trainer(
+            lm or model(),
+            TrainingArguments(output_dir=str(folder), dataloader_pin_memory=False, **{**arguments, **options}),
+            train_dataset=Rows(),
+            eval_dataset=eval_dataset,
+            callbacks=callbacks,
+            optimizers=optimizers,
+        )
+
+
+def phases(run: Trainer) -> list[str]:
+    """What each forward pass in training is solved by, noted from the model."""
+    seen = []
+    core = run.model.model.core
+    core.register_forward_pre_hook(lambda part, inputs: seen.append(part.gradient) if part.training else None)
+    return seen
+
+
+def losses(run: Trainer) -> list[float]:
+    return [entry["loss"] for entry in run.state.log_history if "loss" in entry]
+
+
+@pytest.mark.parametrize(
+    ("curriculum", "options", "bounded_steps"),
+    [
+        (PAPER, {}, 6),
+        (Curriculum((bounded(2, 1, until=5), free(6, 2)), "steps"), {}, 5),
+        (
+            Curriculum((bounded(2, 1, until=7 * BATCH * LENGTH), free(6, 2)), "tokens"),
+            {"include_num_input_tokens_seen": "all"},
+            7,
+        ),
+        (PAPER, {"gradient_accumulation_steps": 2, "max_steps": 6}, 6),
+    ],
+    ids=["fraction", "steps", "tokens", "accumulated"],
+)
+def test_the_phase_of_each_step(tmp_path, curriculum, options, bounded_steps, caplog):
+    run = trainer(tmp_path, curriculum, save_strategy="no", **options)
+    seen = phases(run)
+    with caplog.at_level(logging.INFO, "deqseq"):
+        run.train()
+    assert seen == [dq.Phantom(1)] * bounded_steps + [dq.Phantom(2)] * (12 - bounded_steps)
+    first = "phase 'bounded' from step 0"
+    second = f"phase 'free' from step {bounded_steps // options.get('gradient_accumulation_steps', 1)}"
+    told = [record.getMessage().partition(" (")[0] for record in caplog.records if "callback" in record.name]
+    assert told == [first, second]
+    core = run.model.model.core
+    assert (core.stop, core.eval_stop) == (curriculum.phases[1].stop, curriculum.phases[1].eval_stop)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Trainer:
+    """A run from beginning to end, with checkpoints at steps 4, 8 and 12."""
+    run = trainer(tmp_path_factory.mktemp("whole"), PAPER)
+    run.train()
+    return run
+
+
+def checkpoint(run: Trainer, step: int) -> str:
+    return f"{run.args.output_dir}/checkpoint-{step}"
+
+
+@pytest.mark.parametrize(("stopped", "restored"), [(4, False), (8, True)])
+def test_a_resumed_run_goes_on_as_the_uninterrupted_one(tmp_path, whole, stopped, restored):
+    with open(f"{checkpoint(whole, stopped)}/trainer_state.json") as file:
+        state = json.load(file)
+    saved = state["stateful_callbacks"]["CurriculumCallback"]["attributes"]["saved"]
+    assert (saved["phase"], saved["progress"]) == ("bounded" if stopped == 4 else "free", stopped / STEPS)
+    run = trainer(tmp_path, PAPER, restore_callback_states_from_checkpoint=restored)
+    seen = phases(run)
+    run.train(resume_from_checkpoint=checkpoint(whole, stopped))
+    assert seen == [dq.Phantom(1)] * (6 - stopped) + [dq.Phantom(2)] * min(6, STEPS - stopped)
+    assert losses(run) == losses(whole)
+    ours, theirs = run.model.state_dict(), whole.model.state_dict()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_another_curriculum_is_refused(tmp_path, whole):
+    other = Curriculum((bounded(2, 1, until=0.5), free(9, 2)))
+    with pytest.raises(ValueError, match=r"not the one .* \(phase 2 stop.max_steps: 6 -> 9; phase 2 eval_stop.max_ste"):
+        trainer(tmp_path, other).train(resume_from_checkpoint=checkpoint(whole, 8))
+    run = trainer(tmp_path, other, restore_callback_states_from_checkpoint=True)  # the checkpoint's is taken instead
+    run.train(resume_from_checkpoint=checkpoint(whole, 8))
+    assert run.model.model.core.stop.max_steps == 6
+
+
+def test_a_run_that_began_without_a_curriculum_can_take_one_up(tmp_path):
+    trainer(tmp_path, PAPER, callbacks=[]).train()
+    run = trainer(tmp_path, PAPER)
+    seen = phases(run)
+    run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert seen == [dq.Phantom(1)] * 2 + [dq.Phantom(2)] * 6
+
+
+def test_a_checkpoint_is_loaded_as_the_model_that_was_trained(whole):
+    for step, phase in ((4, PAPER.phases[0]), (12, PAPER.phases[1])):
+        core = AutoModelForCausalLM.from_pretrained(checkpoint(whole, step)).model.core
+        assert (core.stop, core.gradient, core.eval_stop) == (phase.stop, phase.gradient, phase.eval_stop)
+        assert core.solver == dq.Relaxed(0.8)
+
+
+def test_activation_checkpointing_stays_on(tmp_path):
+    mixed = Curriculum(
+        (
+            unrolled(2, until=3),
+            bounded(2, 1, until=6),
+            Phase("one", None, dq.Stop(), dq.OneStep(), eval_stop=dq.Stop()),
+        ),
+        "steps",
+    )
+    run = trainer(tmp_path, mixed, save_strategy="no", activation_checkpointing=True)
+    seen = phases(run)
+    run.train()
+    assert seen == [dq.Unrolled(checkpoint=True)] * 3 + [dq.Phantom(1, checkpoint=True)] * 3 + [dq.OneStep()] * 6
+
+
+def test_an_explicit_model_is_left_as_it_is(tmp_path):
+    lone, beside = (
+        trainer(tmp_path, PAPER, model(implicit=False), callbacks=callbacks, save_strategy="no")
+        for callbacks in ([], [CurriculumCallback(PAPER)])
+    )
+    lone.train()
+    beside.train()
+    assert losses(lone) == losses(beside)
+    assert len(losses(lone)) == STEPS
+
+
+def test_evaluation_takes_the_phases_budget(tmp_path):
+    few, often = torch.utils.data.Subset(Rows(), range(2)), {"eval_strategy": "steps", "eval_steps": 3}
+    run = trainer(tmp_path, PAPER, save_strategy="no", eval_dataset=few, eval_on_start=True, **often)
+    seen = []
+    core = run.model.model.core
+    core.register_forward_hook(lambda part, inputs, output: None if part.training else seen.append(part.eval_stop))
+    run.train()
+    assert [stop.max_steps for stop in seen] == [
+        8,
+        8,
+        8,
+        24,
+        24,
+    ]  # after steps 0, 3, 6, 9, 12; entered at a step's begin
+
+
+def test_with_the_papers_schedule_and_groups(tmp_path):
+    lm = model(kind=ImplicitLlamaConfig)
+    optimizer = torch.optim.AdamW(parameter_groups(lm), lr=1e-3, betas=(0.9, 0.95))
+    schedule = warmup_constant_decay(optimizer, total_steps=STEPS, warmup_steps=2, decay_steps=4)
+    run = trainer(tmp_path, PAPER, lm, optimizers=(optimizer, schedule), save_strategy="no")
+    run.train()
+    rates = [entry["learning_rate"] for entry in run.state.log_history if "learning_rate" in entry]
+    assert rates[:3] == [5e-4, 1e-3, 1e-3]
+    assert rates[10] == pytest.approx(1e-5 + (1e-3 - 1e-5) * (1 - 0.5**0.5))
+
+
+def test_tokens_must_be_counted(tmp_path):
+    tokens = Curriculum((bounded(until=10), free()), "tokens")
+    with pytest.raises(ValueError, match=r'needs TrainingArguments\(include_num_input_tokens_seen="all"\)'):
+        trainer(tmp_path, tokens).train()
+
+
+def test_what_a_checkpoint_cannot_name_is_refused_at_once():
+    class Mine(dq.OneStep):
+        pass
+
+    with pytest.raises(TypeError, match=r"a configuration cannot name Mine"):
+        CurriculumCallback(Curriculum((Phase("mine", None, dq.Stop(), Mine()),)))
+
+
+def test_the_json_of_a_curriculum_comes_back():
+    curriculum = Curriculum(
+        (
+            Phase("a", 3, dq.Stop(per="token"), dq.Implicit(), solver=dq.Anderson(memory=3)),
+            Phase("b", None, dq.Stop.exactly(4), dq.Unrolled(), solver=dq.Naive()),
+        ),
+        "steps",
+    )
+    data = json.loads(json.dumps(CurriculumCallback(curriculum).state()))
+    assert CurriculumCallback(**data["args"]).curriculum == curriculum
+    data["args"]["curriculum"]["phases"][0]["solver"]["name"] = "Andersen"
+    with pytest.raises(ValueError, match=r"phase 'a': solver: name 'Andersen' is unknown; did you mean 'Anderson'"):
+        CurriculumCallback(**data["args"])

@@ -1,0 +1,146 @@
+"""Small models and a small task that the tests of the Trainer and the scripts under torchrun share."""
+
+import faulthandler
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from transformers import Trainer, TrainingArguments
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "huggingface"))
+from hf_models import LLAMA, MAMBA2, contract
+
+import deqseq as dq
+from deqseq.integrations.huggingface import (
+    ImplicitLlamaConfig,
+    ImplicitLlamaForCausalLM,
+    ImplicitMamba2Config,
+    ImplicitMamba2ForCausalLM,
+)
+
+PAD, VOCABULARY = 0, 13
+SOLVING = {"solver": "Naive", "stop": dq.Stop(rtol=1e-6, max_steps=64), "gradient": dq.Phantom(2)}
+SHARED = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "initializer_range": 0.5}
+CLASSES = {
+    "mamba2": (ImplicitMamba2Config, ImplicitMamba2ForCausalLM, MAMBA2),
+    "llama": (ImplicitLlamaConfig, ImplicitLlamaForCausalLM, LLAMA),
+}
+SHARED_OUT = {
+    "plain": {"per_device_train_batch_size": 2},
+    "accumulated": {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2},
+}
+"""Two ways in which two processes take four rows a step."""
+SHARDED = {
+    "implicit": {},
+    "no weight norm": {"weight_norm": False},
+    "explicit": {"implicit": False},
+    "recomputing": {"gradient": dq.Phantom(2, checkpoint=True)},
+}
+"""Fields of the models that are sharded."""
+
+
+def small(name: str, **fields):
+    """A model of this family in float32 whose map contracts, the same one every time."""
+    config_class, model_class, sizes = CLASSES[name]
+    torch.manual_seed(0)
+    return contract(model_class(config_class(**{**SHARED, **sizes, **SOLVING, "pad_token_id": PAD, **fields})))
+
+
+def rows(count: int, first: int = 0) -> list[dict]:
+    """Arithmetic sequences modulo 12, of 4 to 9 tokens."""
+    numbers = range(first, first + count)
+    return [{"input_ids": [1 + (i + (1 + i % 3) * t) % 12 for t in range(4 + i * 5 % 6)]} for i in numbers]
+
+
+def collate(batch: list[dict], side: str = "right") -> dict:
+    """Rows padded to the longest of them, with their labels; without a tokenizer."""
+    longest = max(len(row["input_ids"]) for row in batch)
+    ids, real = torch.full((len(batch), longest), PAD), torch.zeros(len(batch), longest, dtype=torch.long)
+    for i, row in enumerate(batch):
+        tokens = torch.tensor(row["input_ids"])
+        place = slice(0, len(tokens)) if side == "right" else slice(longest - len(tokens), longest)
+        ids[i, place], real[i, place] = tokens, 1
+    return {"input_ids": ids, "attention_mask": real, "labels": ids.masked_fill(real == 0, -100)}
+
+
+def trainer(model, folder, **changes) -> Trainer:
+    """A Trainer of twelve steps of four rows on a CPU that logs every step; all of its arguments may be changed."""
+    options = {
+        "max_steps": 12,
+        "per_device_train_batch_size": 4,
+        "per_device_eval_batch_size": 4,
+        "learning_rate": 1e-2,
+        "lr_scheduler_type": "constant",
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "use_cpu": True,
+        "disable_tqdm": True,
+    }
+    data = {"data_collator": collate, "train_dataset": rows(48), "eval_dataset": rows(10, first=100)}
+    data |= {name: changes.pop(name) for name in (*data, "processing_class", "compute_metrics") if name in changes}
+    return Trainer(model, TrainingArguments(str(folder), **{**options, **changes}), **data)
+
+
+def losses(run: Trainer) -> list[float]:
+    """The training loss of every step that was logged."""
+    return [entry["loss"] for entry in run.state.log_history if "loss" in entry]
+
+
+class Witness:
+    """Remembers the rows that a model was given in training, and how many self-iterations each took."""
+
+    def __init__(self, model) -> None:
+        self.seen: list[list[int]] = []
+        self.steps: list[int] = []
+        model.register_forward_hook(self, with_kwargs=True)
+
+    def __call__(self, model, _, given, output) -> None:
+        if model.training:
+            self.seen += [row[row != PAD].tolist() for row in given["input_ids"]]
+            self.steps += [] if output.stats is None else output.stats.steps.tolist()
+
+
+def by_hand(model, steps: int, rank: int = 0, ranks: int = 1) -> tuple[list[float], list[int]]:
+    """AdamW on four rows a step, of which each process takes its share.
+
+    Args:
+        model: of transformers or of the core, and whatever is wrapped around it.
+        steps: how many.
+        rank: of this process.
+        ranks: processes.
+
+    Returns:
+        This process's losses, of which the mean over processes is that of the whole batch, and the self-iterations of
+        its rows.
+    """
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    shares, taken, share = [], [], 4 // ranks
+    for step in range(steps):
+        four = rows(4, first=4 * step)
+        batch = collate(four[rank * share : (rank + 1) * share])
+        output = model(batch["input_ids"], labels=batch["labels"])  # padding is behind and has no label
+        counting = [(part["labels"][:, 1:] != -100).sum() for part in (batch, collate(four))]
+        loss = output.loss * counting[0] / (counting[1] / ranks)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        shares.append(loss.item())
+        taken += [] if output.stats is None else output.stats.steps.tolist()
+    return shares, taken
+
+
+def in_two_processes(check) -> None:
+    """What a script under torchrun does: ``check(folder)`` in each process, and its results in a file.
+
+    A process that waits for ever ends after 200 seconds, and says where it was.
+    """
+    faulthandler.dump_traceback_later(200, exit=True)
+    dist.init_process_group("gloo")
+    assert dist.get_world_size() == 2
+    folder = Path(sys.argv[1])
+    results = {"world size": dist.get_world_size(), **check(folder)}
+    (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(results))
+    dist.destroy_process_group()
