@@ -17,11 +17,13 @@ import argparse
 import itertools
 import json
 import logging
+import math
 import random
-import shutil
 import sys
 import time
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,8 @@ from tqdm import tqdm
 
 import deqseq as dq
 from deqseq.tasks import WordBatch, WordProblem, generators, parse_group
-from deqseq.training import Curriculum, Phase, load_latest, save_checkpoint
+from deqseq.training import Curriculum, check_finite, free, load_latest, save_checkpoint, unrolled
+from deqseq.training.run_folder import claim_folder
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -147,7 +150,10 @@ def parse(arguments: list[str]) -> Options:
         check(options)
     except (ValueError, RuntimeError, AssertionError) as error:  # torch names a missing device by any of these
         parser.error(str(error))
-    claim_output(options, fresh)
+    try:
+        claim_folder(options.output, asdict(options), free=("output", "device", "checkpoint_seconds"), fresh=fresh)
+    except (ValueError, FileExistsError) as error:
+        raise SystemExit(f"{error} (--output, --fresh)") from error
     return options
 
 
@@ -176,27 +182,6 @@ def check(options: Options) -> None:
     make_model(options, make_task(options).vocab_size, None)
 
 
-def claim_output(options: Options, fresh: bool) -> None:
-    """Refuse a folder whose checkpoints were made with other options."""
-    output = Path(options.output)
-    config, mine = output / "config.json", json.loads(json.dumps(asdict(options)))
-    if output.exists() and any(output.iterdir()) and not config.exists():
-        raise SystemExit(f"{output} holds files that are not a run's (no config.json): give another --output")
-    if fresh:
-        shutil.rmtree(output, ignore_errors=True)
-    output.mkdir(parents=True, exist_ok=True)
-    theirs = json.loads(config.read_text()) if config.exists() else mine
-    decides = mine.keys() - {"output", "device", "checkpoint_seconds"}  # a run may move and go on elsewhere
-    changed = [name for name in mine if name in decides and theirs.get(name) != mine[name]]
-    if changed:
-        changes = ", ".join(f"{name}: {theirs.get(name)!r} -> {mine[name]!r}" for name in changed)
-        advice = "give another --output, or --fresh to start again"
-        raise SystemExit(f"{output} holds a run with other options ({changes}): {advice}")
-    unfinished = output / "config.json.unfinished"
-    unfinished.write_text(json.dumps(mine, indent=1))
-    unfinished.replace(config)
-
-
 def make_task(options: Options) -> WordProblem:
     """The word problem, over all elements or a generating subset."""
     group = parse_group(options.group)
@@ -206,12 +191,11 @@ def make_task(options: Options) -> WordProblem:
 
 def make_curriculum(options: Options) -> Curriculum:
     """Unrolled steps first, then the fixed point itself."""
-    unrolled = Phase("unrolled", options.free_from or 1.0, dq.Stop.exactly(options.unrolled_steps), dq.Unrolled())
-    stop = dq.Stop(rtol=options.rtol, max_steps=options.max_steps)
-    free = Phase("free", 1.0, stop, GRADIENTS[options.gradient](options))
+    first = unrolled(options.unrolled_steps, until=options.free_from or 1.0)
+    then = replace(free(options.max_steps, rtol=options.rtol), gradient=GRADIENTS[options.gradient](options))
     if options.free_from in (0, 1):
-        return Curriculum((unrolled,) if options.free_from else (free,))
-    return Curriculum((unrolled, free))
+        return Curriculum((first,) if options.free_from else (then,))
+    return Curriculum((first, then))
 
 
 def make_model(options: Options, vocab_size: int, blocks: int | None) -> dq.CausalLM:
@@ -240,13 +224,9 @@ def with_start(batch: WordBatch, lm: dq.CausalLM) -> WordBatch:
     return WordBatch(F.pad(batch.inputs, (1, 0), value=start), F.pad(batch.targets, (1, 0), value=-100))
 
 
-def enter_phase(lm: dq.CausalLM, options: Options, step: int, progress: float) -> dict[str, Any]:
-    """Make an implicit model train as it should by now; returns the options of this step's solve."""
-    if not isinstance(lm.model, dq.ImplicitModel):
-        return {}
-    phase = make_curriculum(options).at(progress)
-    phase.apply(lm.model)
-    names = options.train_sweeps if phase.name == "free" else ("simultaneous",)
+def solve_options(phase: str, options: Options, step: int) -> dict[str, Any]:
+    """The options of a step's solve: in the free phase one of the sweeps is drawn."""
+    names = options.train_sweeps if phase == "free" else ("simultaneous",)
     drawn = random.Random(f"{options.seed} {step}").choice(names)  # a resumed run draws the same
     return {"sweep": SWEEPS[drawn](options)}
 
@@ -260,9 +240,10 @@ def train(name: str, lm: dq.CausalLM, task: WordProblem, options: Options, secon
     """Train for ``options.steps`` steps, or for some seconds; returns the seconds it took in all."""
     folder, step, spent = Path(options.output) / name, 0, 0.0
     optimizer = torch.optim.AdamW(lm.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.0)
+    curriculum = make_curriculum(options)  # an explicit model has nothing to solve: its phases change nothing
     if (saved := load_latest(folder, options.device)) is not None:
-        lm.load_state_dict(saved.model)
-        optimizer.load_state_dict(saved.optimizer)
+        curriculum.resumed(saved.phase)
+        saved.restore(lm, optimizer)
         step, spent = saved.step, saved.meta["seconds"]
         log.info("%s: going on from step %d", name, step)
     data = task.batches(options.batch, options.lengths, seed=options.seed, device=options.device)
@@ -275,8 +256,11 @@ def train(name: str, lm: dq.CausalLM, task: WordProblem, options: Options, secon
     while progress < 1:
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(options, step, progress)
-        how = enter_phase(lm, options, step, progress)
-        numbers = train_step(f"{name}, step {step}", lm, with_start(next(data), lm), optimizer, options.clip, how)
+        phase = curriculum.at(progress)
+        phase.apply(lm)
+        how = solve_options(phase.name, options, step) if isinstance(lm.model, dq.ImplicitModel) else {}
+        guard = partial(check_finite, step=step, phase=phase.name, directory=folder)
+        numbers = train_step(guard, lm, with_start(next(data), lm), optimizer, options.clip, how)
         step, spent, last = step + 1, spent + time.perf_counter() - last, time.perf_counter()
         progress = min(1.0, step / options.steps if seconds is None else spent / seconds)
         if step % 20 == 0 or progress == 1:
@@ -285,25 +269,29 @@ def train(name: str, lm: dq.CausalLM, task: WordProblem, options: Options, secon
             bar.set_postfix(shown)
             log.info("%s step %d: %s", name, step, shown)
         if progress == 1 or time.perf_counter() - saved_at > options.checkpoint_seconds:
-            save_checkpoint(folder, step, lm, optimizer, {"seconds": spent})
+            save_checkpoint(folder, step, lm, optimizer, {"seconds": spent}, phase=curriculum.record(progress))
             saved_at = time.perf_counter()
     bar.close()
     return spent
 
 
 def train_step(
-    where: str, lm: dq.CausalLM, batch: WordBatch, optimizer: torch.optim.Optimizer, clip: float, how: dict[str, Any]
+    guard: Callable[..., float],
+    lm: dq.CausalLM,
+    batch: WordBatch,
+    optimizer: torch.optim.Optimizer,
+    clip: float,
+    how: dict[str, Any],
 ) -> dict[str, torch.Tensor]:
     """One optimizer step; returns loss, accuracy on the last token and, if implicit, means over the tokens' solves."""
     output = lm(batch.inputs, targets=batch.targets, **how)
     assert output.loss is not None
-    if not torch.isfinite(output.loss):
-        raise FloatingPointError(f"loss is {output.loss.item()} at {where}; the last checkpoint is intact")
+    guard(output.loss)
     if output.status is not None and bool((output.status == dq.Status.DIVERGED).all()):
-        raise FloatingPointError(f"every row diverged at {where}; the last checkpoint is intact")
+        guard(math.inf, quantity="residual of every row")
     optimizer.zero_grad()
     output.loss.backward()
-    torch.nn.utils.clip_grad_norm_(lm.parameters(), clip)
+    guard(torch.nn.utils.clip_grad_norm_(lm.parameters(), clip), quantity="gradient norm")
     optimizer.step()
     numbers = {"loss": output.loss.detach(), "accuracy": last_token_accuracy(output, batch)}
     stats = output.stats

@@ -137,7 +137,8 @@ def test_fresh_removes_nothing_but_a_run(tmp_path):
     (tmp_path / "mine.txt").write_text("mine")
     refused = run(tmp_path, "--steps", "2", "--fresh")
     assert refused.returncode == 1
-    assert "holds files that are not a run's (no config.json): give another --output" in refused.stderr
+    message = "holds files that are not a run's (no config.json): give another folder (--output, --fresh)"
+    assert message in refused.stderr
     assert (tmp_path / "mine.txt").read_text() == "mine"
 
 
@@ -145,7 +146,8 @@ def test_other_options_do_not_mix_with_an_earlier_run(tmp_path):
     assert run(tmp_path, "--steps", "3", "--baselines").returncode == 0
     other = run(tmp_path, "--steps", "4", "--baselines")
     assert other.returncode == 1
-    assert "holds a run with other options (steps: 3 -> 4): give another --output, or --fresh" in other.stderr
+    message = "holds a run with other options (steps: 3 -> 4): give another folder, or remove it (--output, --fresh)"
+    assert message in other.stderr
     assert run(tmp_path, "--steps", "4", "--baselines", "--fresh").returncode == 0
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import deqseq as dq
-from deqseq.models.presets import parameters
+from deqseq.models.presets import parameters, widened
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "presets.md"
 SIZES = {"130m": (768, 24, 12, 12), "370m": (1024, 48, 24, 16), "760m": (1536, 48, 24, 16), "1.3b": (2048, 48, 24, 32)}
@@ -146,3 +146,29 @@ def test_the_module_prints_the_table(capsys, monkeypatch):
     runpy.run_module("deqseq.models.presets", run_name="__main__")
     row = "| mamba2-state-tracking | 1,528,160 | 61,440 | 867,648 | 598,816 | 256 | 6,176 | ≤ 32 | ≤ 2048 | 4 |"
     assert capsys.readouterr().out.splitlines()[-1] == row
+
+
+@pytest.mark.parametrize(
+    "backbone",
+    [
+        dq.LlamaConfig(d_model=60, n_layers=2, n_heads=5, mlp_width=100),
+        dq.Mamba2Config(d_model=48, n_layers=2, d_state=8, headdim=16),
+        dq.Mamba2Config(d_model=48, n_layers=3, d_state=8, headdim=24, expand=1),
+    ],
+    ids=["llama", "mamba2", "expand 1"],
+)
+def test_a_widened_model_is_the_nearest_in_size(backbone):
+    implicit = dq.LanguageModelSpec(100, backbone)
+    plain = replace(implicit.explicit(), backbone=replace(backbone, weight_norm=False))
+    wanted = dq.parameter_count(implicit).total
+    found = widened(plain, wanted)
+    assert replace(found, backbone=replace(found.backbone, d_model=backbone.d_model)) == plain
+    sizes = {}
+    for width in range(backbone.d_model, 3 * backbone.d_model):
+        try:
+            spec = replace(plain, backbone=replace(plain.backbone, d_model=width))
+            sizes[width] = abs(dq.parameter_count(spec).total - wanted)
+        except ValueError:
+            continue  # heads would not be whole
+    assert sizes[found.backbone.d_model] == min(sizes.values())
+    assert widened(implicit, wanted) is implicit

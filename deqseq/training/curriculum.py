@@ -1,76 +1,193 @@
-"""Phases of training as data: how the fixed point is solved and differentiated, and until when."""
+"""The phases of a run in order, and what a checkpoint holds of them."""
 
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, Literal, get_args
 
-from deqseq.gradients import Gradient
-from deqseq.models.implicit import ImplicitModel
-from deqseq.stop import Stop
+from deqseq.training.phase import Phase
 
+Unit = Literal["fraction", "steps", "tokens"]
+"""What ends of phases and progress are counted in."""
 
-@dataclass(frozen=True)
-class Phase:
-    """One way of solving and differentiating.
-
-    Args:
-        name: for logs.
-        until: fraction of the run at which it ends, in (0, 1].
-        stop: tolerances and budget of the solve.
-        gradient: the estimator.
-
-    Raises:
-        ValueError: ``until`` outside (0, 1].
-    """
-
-    name: str
-    until: float
-    stop: Stop
-    gradient: Gradient
-
-    def __post_init__(self) -> None:
-        if not 0 < self.until <= 1:
-            raise ValueError(f"Phase.until must lie in (0, 1], got {self.until!r}")
-
-    def apply(self, model: ImplicitModel) -> None:
-        """Make the model train this way from now on."""
-        model.stop, model.gradient = self.stop, self.gradient
+UNIFORM = ("solver", "eval_stop")  # a phase that leaves one to the model would depend on the phases before it
 
 
 @dataclass(frozen=True)
 class Curriculum:
     """Phases in order, from cheap and bounded to free.
 
+    In a plain loop: ``curriculum.at(progress).apply(model)`` before a step. With the Trainer of transformers:
+    :class:`deqseq.integrations.huggingface.curriculum_callback.CurriculumCallback`.
+
     Args:
-        phases: their ``until`` must rise and end at 1.
+        phases: with names of their own, and ends that rise. The last may be None. In fractions of the run it must
+            otherwise be 1; in steps or tokens it stays in force past its end.
+        unit: what the ends are counted in: ``"fraction"`` of the run, optimizer ``"steps"``, or ``"tokens"``.
 
     Raises:
-        ValueError: no phases, or ends that do not rise to 1.
+        ValueError: no phases, a name twice, ends that do not rise or are no amount of the unit, an unknown unit; or
+            one phase sets ``solver`` or ``eval_stop`` and another does not, which would make a resumed run differ.
 
     References:
         Schöne et al., Implicit Language Models are RNNs, ICML 2025, arXiv 2502.07827, section 4 (bounded and free
         phase).
 
     Example:
-        >>> import deqseq as dq
-        >>> bounded = Phase("bounded", 0.8, dq.Stop.exactly(4), dq.Phantom(1))
-        >>> free = Phase("free", 1.0, dq.Stop(rtol=0.05, max_steps=24), dq.Phantom(4))
-        >>> Curriculum((bounded, free)).at(0.9).name
+        The paper's curriculum, and one that is counted in tokens.
+
+        >>> from deqseq.training import bounded, free
+        >>> Curriculum((bounded(), free())).at(0.9).name
         'free'
+        >>> Curriculum((bounded(until=8_000_000), free(32)), unit="tokens").at(7_999_999).name
+        'bounded'
     """
 
     phases: tuple[Phase, ...]
+    unit: Unit = "fraction"
 
     def __post_init__(self) -> None:
-        ends = [phase.until for phase in self.phases]
-        if not ends or ends != sorted(set(ends)) or ends[-1] != 1:
-            raise ValueError(f"Curriculum.phases must have ends that rise to 1, got {ends}")
+        if self.unit not in get_args(Unit):
+            raise ValueError(f"Curriculum.unit must be one of {get_args(Unit)}, got {self.unit!r}")
+        self._check_ends([phase.until for phase in self.phases])
+        names = [phase.name for phase in self.phases]
+        if len(set(names)) < len(names):
+            raise ValueError(f"Curriculum.phases must have names of their own, got {names}")
+        for field in UNIFORM:
+            without = [phase.name for phase in self.phases if getattr(phase, field) is None]
+            if 0 < len(without) < len(names):
+                raise ValueError(
+                    f"Curriculum.phases must all set {field}, or none of them: {', '.join(without)} would keep what "
+                    "the phase before has set"
+                )
 
-    def at(self, progress: float) -> Phase:
+    def at(self, progress: float | int) -> Phase:
         """The phase in force.
 
         Args:
-            progress: the fraction of the run that is done, in [0, 1].
+            progress: how much of the run is done, in this curriculum's unit: a fraction in [0, 1], or a whole number
+                of steps or tokens.
 
         Returns:
-            The first phase that has not ended; the last one at the very end.
+            The first phase that has not ended; the last one at the very end and after it.
+
+        Raises:
+            ValueError: no amount of the unit.
         """
-        return next((phase for phase in self.phases if progress < phase.until), self.phases[-1])
+        if not self._is_amount(progress):
+            raise ValueError(f"progress must be {self._amount} (Curriculum.unit is {self.unit!r}), got {progress!r}")
+        return next((part for part in self.phases[:-1] if progress < (part.until or 0)), self.phases[-1])
+
+    def record(self, progress: float | int) -> dict[str, Any]:
+        """What a checkpoint is to hold, as JSON: the phase in force, and the whole curriculum.
+
+        Args:
+            progress: how much of the run is done, as for :meth:`at`.
+
+        Returns:
+            What :meth:`resumed` checks.
+
+        Raises:
+            ValueError: no amount of the unit.
+            TypeError: a solver or gradient with a field that is no plain value, dataclass or function.
+
+        Example:
+            >>> from deqseq.training import bounded, free
+            >>> record = Curriculum((bounded(), free())).record(0.9)
+            >>> record["phase"], record["phases"][1]["stop"]["max_steps"]
+            ('free', 24)
+        """
+        return {"phase": self.at(progress).name, "progress": progress, **self._content}
+
+    def resumed(self, record: Mapping[str, Any] | None) -> Phase:
+        """The phase that a checkpoint was written in; the curriculum must be the one that it was trained with.
+
+        Args:
+            record: what :meth:`record` gave.
+
+        Returns:
+            The phase in force at the record's progress.
+
+        Raises:
+            ValueError: the checkpoint has no record, or was trained with another curriculum; says what differs.
+
+        Example:
+            >>> from deqseq.training import bounded, free
+            >>> record = Curriculum((bounded(), free(24))).record(0.9)
+            >>> Curriculum((bounded(), free(32))).resumed(record)
+            Traceback (most recent call last):
+            ValueError: the curriculum is not the one that the checkpoint was trained with (phase 2 stop.max_steps:
+            24 -> 32; phase 2 eval_stop.max_steps: 96 -> 128): resume with that one, or begin a new run from these
+            weights
+        """
+        if record is None:
+            raise ValueError("the checkpoint holds no phase: it was saved without phase=curriculum.record(progress)")
+        mine = dict(_leaves(self._content))
+        theirs = dict(_leaves({part: record[part] for part in self._content}))
+        changes = [
+            f"{name}: {_shown(theirs, name)} -> {_shown(mine, name)}"
+            for name in {**mine, **theirs}
+            if _shown(theirs, name) != _shown(mine, name)
+        ]
+        if changes:
+            raise ValueError(
+                f"the curriculum is not the one that the checkpoint was trained with ({'; '.join(changes)}): resume "
+                "with that one, or begin a new run from these weights"
+            )
+        return self.at(record["progress"])
+
+    @property
+    def _content(self) -> dict[str, Any]:
+        return {"unit": self.unit, "phases": [_described(phase, phase.name) for phase in self.phases]}
+
+    @property
+    def _amount(self) -> str:
+        return "a fraction in [0, 1]" if self.unit == "fraction" else f"a whole number of {self.unit}"
+
+    def _is_amount(self, value: float | int) -> bool:
+        if self.unit == "fraction":
+            return 0 <= value <= 1
+        return isinstance(value, int) and value >= 0
+
+    def _check_ends(self, ends: list[float | int | None]) -> None:
+        whole = 1 if self.unit == "fraction" else math.inf
+        risen = [whole if end is None else end for end in ends]
+        last = not risen or (self.unit == "fraction" and risen[-1] != 1) or None in ends[:-1]
+        if last or risen != sorted(set(risen)):
+            rise = "rise to 1" if self.unit == "fraction" else "rise"
+            raise ValueError(f"Curriculum.phases must have ends that {rise}, the last may be None, got {ends}")
+        for end in ends:
+            if end is not None and not self._is_amount(end):
+                raise ValueError(f"Phase.until must be {self._amount} (Curriculum.unit is {self.unit!r}), got {end!r}")
+
+
+def _described(value: object, where: str) -> Any:
+    """A phase or one of its parts as JSON."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if is_dataclass(value) and not isinstance(value, type):
+        parts = {field.name: _described(getattr(value, field.name), f"{where}.{field.name}") for field in fields(value)}
+        return {"class": type(value).__name__, **parts}
+    if isinstance(value, tuple):
+        return [_described(part, where) for part in value]
+    if callable(value):  # an observer, as the report of an adjoint solve
+        return f"{type(value).__name__} {getattr(value, '__qualname__', '')}".strip()
+    raise TypeError(
+        f"a checkpoint cannot hold {where} = {value!r}: it must be a plain value, a dataclass or a function"
+    )
+
+
+def _leaves(data: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value of nested JSON with a name for messages."""
+    if isinstance(data, Mapping):
+        for key, value in data.items():
+            yield from _leaves(value, path + "." * (path != "" and path[-1] != " ") + key)
+    elif isinstance(data, list):
+        for index, value in enumerate(data, 1):
+            yield from _leaves(value, f"phase {index} " if path == "phases" else f"{path}.{index}")
+    else:
+        yield path, data
+
+
+def _shown(values: Mapping[str, Any], name: str) -> str:
+    return repr(values[name]) if name in values else "nothing"

@@ -1,0 +1,78 @@
+"""Which parameters are decayed."""
+
+import math
+from typing import Any
+
+from torch import nn
+
+from deqseq.layers.rms_norm import GatedRMSNorm, RMSNorm
+
+NORMS = (RMSNorm, GatedRMSNorm, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
+STATE_SPACE = ("A_log", "D", "dt_bias")
+MAGNITUDE = "original0"  # what torch calls the g of a weight-normalised w = g v / |v|
+
+
+def parameter_groups(model: nn.Module, weight_decay: float | int = 0.1) -> list[dict[str, Any]]:
+    r"""The parameters of a model in two groups for an optimizer: with weight decay, and without.
+
+    Without are
+
+    - embeddings, and a head that is tied to one: a row is updated only when its token occurs, but decayed at every
+      step, so rare tokens would fade;
+    - the scales of norms: pulling them to 0 shrinks the states that they are there to keep at a given size;
+    - biases, ``dt_bias`` too, and ``D``: few numbers, which set offsets and gains rather than fit the data;
+    - ``A_log``: the logarithm of a decay rate; pulled to 0 it would force every head to the same time constant;
+    - magnitudes of weight-normalised maps, :math:`g` in :math:`w = g\, v / \lVert v \rVert`
+      (``parametrizations.weight.original0``): a gain for each row, which plays the part of a norm's scale.
+
+    All else is decayed: weights of linear maps and convolutions (``in_proj``, ``out_proj``, ``conv1d``, ``q_proj`` to
+    ``o_proj``, ``gate_proj``, ``up_proj``, ``down_proj``, ``injection``), a head with weights of its own, and of
+    weight-normalised maps the directions :math:`v` (``original1``). What a map computes depends on no length of
+    :math:`v`, so this decay shrinks no weight; but a gradient is orthogonal to :math:`v`, so steps lengthen it, and
+    decay keeps that length, hence the rate at which a row turns, from drifting over a long run.
+
+    Args:
+        model: any module; of this library or a model of transformers.
+        weight_decay: of the first group, at least 0.
+
+    Returns:
+        The two groups, in this order, each in the order of ``model.named_parameters()``. Tied parameters are there
+        once, frozen ones not at all; a group may be empty.
+
+    Raises:
+        ValueError: a negative or not finite decay, or a model of which no parameter wants a gradient.
+
+    References:
+        Salimans and Kingma, Weight Normalization, NeurIPS 2016, arXiv 1602.07868. van Laarhoven, L2 Regularization
+        versus Batch and Weight Normalization, 2017, arXiv 1706.05350.
+
+    Example:
+        >>> import torch, deqseq as dq
+        >>> lm = dq.CausalLM(10, dq.ImplicitModel(dq.Llama(dq.LlamaConfig(d_model=16, n_heads=2, mlp_width=32))))
+        >>> optimizer = torch.optim.AdamW(parameter_groups(lm, 0.1), lr=1e-3, betas=(0.9, 0.95))
+        >>> [(group["weight_decay"], len(group["params"])) for group in optimizer.param_groups]
+        [(0.1, 8), (0.0, 14)]
+    """
+    if not 0 <= weight_decay < math.inf:
+        raise ValueError(f"weight_decay must be a finite number >= 0, got {weight_decay!r}")
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter.requires_grad:
+            names.setdefault(parameter, []).append(name)
+    if not names:
+        raise ValueError(f"{type(model).__name__} has no parameter that wants a gradient")
+    modules = dict(model.named_modules(remove_duplicate=False))
+    decayed: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for parameter, tied in names.items():
+        is_decayed = parameter.ndim > 1 and all(_is_decayed(modules, name) for name in tied)
+        (decayed if is_decayed else others).append(parameter)
+    return [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+
+
+def _is_decayed(modules: dict[str, nn.Module], name: str) -> bool:
+    """Whether a parameter is, going by its name and the module that it belongs to."""
+    path, _, last = name.rpartition(".")
+    owner = path.removesuffix("parametrizations." + path.rpartition(".")[2]).removesuffix(".")
+    is_magnitude = owner != path and last == MAGNITUDE
+    return not (is_magnitude or last in STATE_SPACE or isinstance(modules[owner], (nn.Embedding, *NORMS)))

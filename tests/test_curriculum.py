@@ -1,0 +1,182 @@
+"""Phases of a curriculum: which is in force, what it does to a model, and what a checkpoint says of it."""
+
+import json
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import nn
+
+import deqseq as dq
+from deqseq.training import Curriculum, Phase, bounded, free, unrolled
+
+BOUNDED = Phase("bounded", 0.8, dq.Stop.exactly(4), dq.Phantom(1))
+FREE = Phase("free", 1.0, dq.Stop(rtol=0.05, max_steps=24), dq.Phantom(4))
+PAPER = Curriculum((bounded(4, 1), free(24, 4)))
+
+
+@pytest.mark.parametrize(
+    ("progress", "name"), [(0, "bounded"), (0.79, "bounded"), (0.8, "free"), (0.81, "free"), (1, "free")]
+)
+def test_the_phase_in_force(progress, name):
+    assert Curriculum((BOUNDED, FREE)).at(progress).name == name
+    assert PAPER.at(progress).name == name
+
+
+@pytest.mark.parametrize("unit", ["steps", "tokens"])
+@pytest.mark.parametrize("last", [None, 12])
+def test_amounts(unit, last):
+    curriculum = Curriculum((unrolled(until=3), bounded(until=10), free(until=last)), unit)
+    names = [curriculum.at(amount).name for amount in (0, 2, 3, 9, 10, 11, 12, 10**9)]
+    assert names == ["unrolled"] * 2 + ["bounded"] * 2 + ["free"] * 4
+
+
+def test_the_phases_of_the_paper():
+    first, second = PAPER.phases
+    assert (first.until, first.stop, first.gradient) == (0.8, dq.Stop.exactly(4), dq.Phantom(1, 0.8))
+    assert first.eval_stop == dq.Stop(rtol=0.05, max_steps=16)
+    assert (second.until, second.gradient) == (None, dq.Phantom(4, 0.8))
+    assert second.stop == dq.Stop(rtol=0.05, max_steps=24)
+    assert second.eval_stop == dq.Stop(rtol=0.05, max_steps=96)
+    assert free(32, rtol=0.01).eval_stop == dq.Stop(rtol=0.01, max_steps=128)
+    assert unrolled(6, until=1).gradient == dq.Unrolled()
+    assert unrolled(6, until=1).stop == dq.Stop.exactly(6)
+
+
+@pytest.mark.parametrize("make", [bounded, free, unrolled])
+def test_options_of_the_makers(make):
+    phase = make(3, until=7, checkpoint=True, name="mine")
+    assert (phase.name, phase.until, phase.stop.max_steps, phase.gradient.checkpoint) == ("mine", 7, 3, True)
+    with pytest.raises(ValueError, match=r"Stop.max_steps must be an integer >= 1, got 0"):
+        make(0, until=7)
+
+
+@pytest.mark.parametrize(
+    ("phase", "without", "within"), [(bounded(4, 1), 4, 1), (free(5, 2, rtol=0.0), 5, 2), (unrolled(6, until=1), 0, 6)]
+)
+def test_evaluations_with_and_without_a_graph(phase, without, within):
+    model = dq.ImplicitModel(dq.Affine(4))
+    phase.apply(model)
+    graphs = []
+    model.backbone.register_forward_hook(lambda part, inputs, output: graphs.append(output[0].requires_grad))
+    model(torch.ones(2, 3, 4)).value.sum().backward()
+    assert len(graphs) == without + within
+    assert not any(graphs[1:without])  # the first has a graph in any case, which says whether there is one to attach
+    assert all(graphs[without:])
+    graphs.clear()
+    model.eval()(torch.ones(2, 3, 4))
+    assert phase.eval_stop is not None
+    assert len(graphs) <= phase.eval_stop.max_steps + within
+
+
+def test_a_phase_sets_what_it_names_and_leaves_the_rest():
+    model = dq.ImplicitModel(dq.Affine(4), solver=dq.Naive(), eval_solver=dq.Anderson(), eval_stop=dq.Stop(rtol=1e-9))
+    FREE.apply(model)
+    assert (model.stop, model.gradient) == (FREE.stop, FREE.gradient)
+    assert (model.solver, model.eval_solver, model.eval_stop) == (dq.Naive(), dq.Anderson(), dq.Stop(rtol=1e-9))
+    replace(FREE, solver=dq.Relaxed(0.5), eval_stop=dq.Stop()).apply(model)
+    assert (model.solver, model.eval_solver, model.eval_stop) == (dq.Relaxed(0.5), dq.Anderson(), dq.Stop())
+
+
+def test_models_inside_others_and_explicit_ones():
+    lm = dq.CausalLM(3, dq.ImplicitModel(dq.Affine(4)))
+    FREE.apply(nn.Sequential(lm))
+    assert lm.model.stop == FREE.stop
+    explicit = dq.CausalLM(3, dq.ExplicitModel(dq.Affine(4)))
+    before = explicit(torch.ones(1, 2, dtype=torch.int64)).logits
+    FREE.apply(explicit)
+    assert torch.equal(explicit(torch.ones(1, 2, dtype=torch.int64)).logits, before)
+    with pytest.raises(TypeError, match=r"applies to an ImplicitModel or what contains one .* got Linear without"):
+        FREE.apply(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("phases", "unit", "message"),
+    [
+        ((), "fraction", r"must have ends that rise to 1, the last may be None, got \[\]"),
+        ((), "steps", r"must have ends that rise, the last may be None, got \[\]"),
+        ((BOUNDED,), "fraction", r"rise to 1.*got \[0.8\]"),
+        ((FREE, BOUNDED), "fraction", r"rise to 1.*got \[1.0, 0.8\]"),
+        ((FREE, replace(FREE, name="more", until=None)), "fraction", r"rise to 1.*got \[1.0, None\]"),
+        ((replace(FREE, until=None), replace(BOUNDED, until=1.0)), "fraction", r"got \[None, 1.0\]"),
+        ((replace(FREE, until=None), replace(BOUNDED, until=None)), "steps", r"got \[None, None\]"),
+        ((BOUNDED, replace(FREE, until=1.5)), "fraction", r"got \[0.8, 1.5\]"),
+        ((BOUNDED, replace(FREE, until=5)), "steps", r"Phase.until must be a whole number of steps .* got 0.8"),
+        ((BOUNDED, replace(FREE, name="bounded")), "fraction", r"names of their own, got \['bounded', 'bounded'\]"),
+        ((BOUNDED, free()), "fraction", r"must all set eval_stop, or none of them: bounded would keep what"),
+        ((BOUNDED, replace(FREE, solver=dq.Naive())), "fraction", r"must all set solver, or none of them: bounded"),
+    ],
+    ids=str,
+)
+def test_bad_curricula_are_named(phases, unit, message):
+    with pytest.raises(ValueError, match=message):
+        Curriculum(phases, unit)
+
+
+@pytest.mark.parametrize("until", [0, -1, float("nan"), float("inf"), True])
+def test_a_phase_ends_somewhere(until):
+    with pytest.raises(ValueError, match=r"Phase.until must be a number above 0, or None for the end of the run, got"):
+        replace(BOUNDED, until=until)
+
+
+def test_a_phase_has_a_name():
+    with pytest.raises(ValueError, match=r"Phase.name must not be empty"):
+        replace(BOUNDED, name="")
+
+
+@pytest.mark.parametrize(
+    ("unit", "progress"),
+    [
+        ("fraction", 500),
+        ("fraction", -0.1),
+        ("fraction", float("nan")),
+        ("steps", 0.5),
+        ("steps", -1),
+        ("tokens", float("inf")),
+    ],
+)
+def test_progress_in_another_unit_is_refused(unit, progress):
+    amount = "a fraction in" if unit == "fraction" else f"a whole number of {unit}"
+    with pytest.raises(ValueError, match=rf"progress must be {amount}.*got {progress}"):
+        Curriculum((free(),), unit).at(progress)
+
+
+def test_the_record_is_json_and_is_accepted_again():
+    curriculum = Curriculum((unrolled(until=5), replace(free(), gradient=dq.Implicit(report=print))), "steps")
+    record = json.loads(json.dumps(curriculum.record(5)))
+    assert (record["phase"], record["progress"], record["unit"]) == ("free", 5, "steps")
+    assert record["phases"][0]["gradient"] == {"class": "Unrolled", "checkpoint": False}
+    assert record["phases"][1]["gradient"]["solver"]["class"] == "Anderson"
+    assert curriculum.resumed(record) == curriculum.phases[1]
+
+
+@pytest.mark.parametrize(
+    ("other", "changes"),
+    [
+        (Curriculum((bounded(), free(32))), ["phase 2 stop.max_steps: 24 -> 32", "phase 2 eval_stop.max_steps"]),
+        (Curriculum((bounded(until=0.7), free())), ["phase 1 until: 0.8 -> 0.7"]),
+        (Curriculum((free(),)), ["phase 1 name: 'bounded' -> 'free'", "phase 2 name: 'free' -> nothing"]),
+        (Curriculum((bounded(until=3), free()), "steps"), ["unit: 'fraction' -> 'steps'"]),
+        (
+            Curriculum((bounded(), replace(free(), gradient=dq.OneStep()))),
+            ["phase 2 gradient.class: 'Phantom' -> 'OneStep'", "phase 2 gradient.steps: 4 -> nothing"],
+        ),
+    ],
+    ids=["budget", "end", "phases", "unit", "gradient"],
+)
+def test_another_curriculum_is_refused_and_the_difference_named(other, changes):
+    with pytest.raises(ValueError, match=r"^the curriculum is not the one that the checkpoint was trained with") as got:
+        other.resumed(PAPER.record(0.5))
+    assert all(change in str(got.value) for change in changes)
+    with pytest.raises(ValueError, match=r"saved without phase=curriculum.record\(progress\)"):
+        other.resumed(None)
+
+
+def test_what_no_checkpoint_can_hold():
+    @dataclass(frozen=True)
+    class Odd(dq.OneStep):
+        part: object
+
+    curriculum = Curriculum((Phase("odd", None, dq.Stop(), Odd(object())),))
+    with pytest.raises(TypeError, match=r"a checkpoint cannot hold odd.gradient.part = <object"):
+        curriculum.record(0)

@@ -1,0 +1,122 @@
+"""Which parameters are decayed: by name, and by what an optimizer does to them."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import deqseq as dq
+from deqseq.training import parameter_groups
+
+SIZES = {"d_model": 8, "n_layers": 2}
+BACKBONES = {
+    "mamba2": lambda **options: dq.Mamba2(dq.Mamba2Config(**SIZES, d_state=4, headdim=4, **options)),
+    "llama": lambda **options: dq.Llama(dq.LlamaConfig(**SIZES, n_heads=2, mlp_width=12, **options)),
+}
+MAPS = r"(in_proj|out_proj|conv1d|[qkvo]_proj|(gate|up|down)_proj|injection|head|lm_head)"
+DECAYED = re.compile(rf"(^|.*\.){MAPS}\.(weight|parametrizations\.weight\.original1)")
+
+
+def names(model: nn.Module, weight_decay: float = 0.1) -> tuple[list[str], list[str]]:
+    """Names of the decayed parameters and of the others, each parameter by its first."""
+    known = {id(parameter): name for name, parameter in model.named_parameters()}
+    first, second = parameter_groups(model, weight_decay)
+    assert (first["weight_decay"], second["weight_decay"]) == (weight_decay, 0.0)
+    return [known[id(part)] for part in first["params"]], [known[id(part)] for part in second["params"]]
+
+
+def check(model: nn.Module, tied: bool) -> None:
+    decayed, others = names(model)
+    everything = [name for name, _ in model.named_parameters()]
+    assert sorted(decayed + others) == sorted(everything)  # each once
+    assert decayed == [name for name in everything if DECAYED.fullmatch(name)]
+    assert len(decayed) > 4
+    assert any("head" in name for name in decayed) != tied
+    assert sum("embed" in name for name in others) == 1
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("weight_norm", [True, False])
+@pytest.mark.parametrize("kind", [dq.ImplicitModel, dq.ExplicitModel])
+@pytest.mark.parametrize("backbone", BACKBONES)
+def test_language_models(backbone, kind, weight_norm, tied):
+    core = kind(BACKBONES[backbone](weight_norm=weight_norm, injection=kind is dq.ImplicitModel))
+    lm = dq.CausalLM(5, core, tied=tied)
+    check(lm, tied)
+    decayed, others = names(lm)
+    assert any("original1" in name for name in decayed) == weight_norm
+    assert any("original0" in name for name in others) == weight_norm
+    if backbone == "mamba2":
+        ends = {name.rpartition(".")[2] for name in others}
+        assert {"A_log", "D", "dt_bias", "bias"} <= ends
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("kind", ["Mamba2", "Llama"])
+def test_models_of_transformers(kind, tied):
+    ours = pytest.importorskip("deqseq.integrations.huggingface")
+    more = {"state_size": 4, "head_dim": 4} if kind == "Mamba2" else {"num_attention_heads": 2, "intermediate_size": 12}
+    config = getattr(ours, f"Implicit{kind}Config")(
+        vocab_size=5, hidden_size=8, num_hidden_layers=2, tie_word_embeddings=tied, **more
+    )
+    check(getattr(ours, f"Implicit{kind}ForCausalLM")(config), tied)
+
+
+def test_an_optimizer_decays_the_one_group_and_leaves_the_other():
+    lm = dq.CausalLM(5, dq.ImplicitModel(BACKBONES["mamba2"]()))
+    optimizer = torch.optim.AdamW(parameter_groups(lm, 0.25), lr=0.1)
+    before = {name: parameter.detach().clone() for name, parameter in lm.named_parameters()}
+    for parameter in lm.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for name, parameter in lm.named_parameters():
+        factor = 1 - 0.1 * 0.25 if DECAYED.fullmatch(name) else 1.0
+        assert torch.allclose(parameter, before[name] * factor, rtol=1e-6, atol=0), name
+
+
+def test_decay_of_a_direction_leaves_the_map_as_it_is():
+    layer = nn.Linear(3, 2, bias=False)
+    dq.layers.apply_weight_norm(layer)
+    before = layer.weight.detach().clone()
+    (direction,) = parameter_groups(layer)[0]["params"]
+    with torch.no_grad():
+        direction *= 0.5
+    assert torch.allclose(layer.weight, before, rtol=1e-6)
+
+
+def test_frozen_and_shared_parameters():
+    model = nn.ModuleDict({"one": nn.Linear(2, 2), "two": nn.Linear(2, 2), "norm": nn.LayerNorm((2, 3))})
+    model["two"].weight = model["one"].weight
+    model["one"].bias.requires_grad_(False)
+    assert names(model) == (["one.weight"], ["two.bias", "norm.weight", "norm.bias"])
+
+
+def test_a_map_that_is_tied_to_an_embedding_is_not_decayed():
+    model = nn.Sequential(nn.Linear(2, 5, bias=False), nn.Embedding(5, 2))
+    model[1].weight = model[0].weight
+    assert names(model) == ([], ["0.weight"])
+
+
+@pytest.mark.parametrize("name", ["A_log", "D", "dt_bias"])
+def test_rates_and_gains_of_a_state_space_are_not_decayed_whatever_their_shape(name):
+    model = nn.Module()
+    model.register_parameter(name, nn.Parameter(torch.zeros(4, 2)))  # as Mamba's first version has A_log
+    assert names(model) == ([], [name])
+
+
+def test_names_alone_do_not_make_a_magnitude():
+    model = nn.Module()
+    model.original0 = nn.Parameter(torch.zeros(2, 2))
+    assert names(model) == (["original0"], [])
+
+
+@pytest.mark.parametrize("weight_decay", [-0.1, float("nan"), float("inf")])
+def test_a_bad_decay_is_named(weight_decay):
+    with pytest.raises(ValueError, match=rf"weight_decay must be a finite number >= 0, got {weight_decay}"):
+        parameter_groups(nn.Linear(1, 1), weight_decay)
+
+
+def test_nothing_to_train_is_an_error():
+    with pytest.raises(ValueError, match=r"Linear has no parameter that wants a gradient"):
+        parameter_groups(nn.Linear(1, 1).requires_grad_(False))
