@@ -1,0 +1,166 @@
+"""lm-eval's model of transformers for implicit models: solved as it is told, its solves counted."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+import torch
+from tqdm import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from deqseq.integrations.huggingface import ImplicitCache, to_json
+from deqseq.integrations.huggingface.modeling_causal_lm import ImplicitCausalLM
+from deqseq.solution import SolveStats, Status
+
+try:
+    HFLM: Any = import_module("lm_eval.models.huggingface").HFLM  # of a class that type checkers cannot see
+except ImportError as error:
+    raise ImportError('deqseq.integrations.lm_eval needs lm-eval: pip install "deqseq[eval]"') from error
+
+
+class Tally:
+    """The numbers of all solves of an evaluation."""
+
+    def __init__(self) -> None:
+        self.counted: dict[str, float] = defaultdict(float)
+
+    def add(self, stats: SolveStats | None, status: torch.Tensor | None, real: torch.Tensor | None = None) -> None:
+        """Count a solve.
+
+        Args:
+            stats: of the solve; None: nothing was solved.
+            status: of each row.
+            real: which tokens are no padding, ``(batch, length)``; None: all.
+        """
+        if stats is None or status is None:
+            return
+        for name, each in (("steps", stats.steps), ("updates", stats.updates), ("forced", stats.forced)):
+            if each is not None:
+                each = each if real is None or real.shape != each.shape else each[real]
+                self.counted[name] += each.sum().item()
+                self.counted[f"{name} of"] += each.numel()
+        self.counted["converged"] += (status == Status.CONVERGED).sum().item()
+        self.counted["diverged"] += (status == Status.DIVERGED).sum().item()
+        self.counted["rows"] += len(status)
+        self.counted["evaluations"] += stats.evaluations
+
+    def numbers(self) -> dict[str, float | None]:
+        """Mean self-iterations and updates of a token, shares of rows and tokens, calls of the map; None: no solve."""
+        counted, shares = self.counted, {"converged": "rows", "diverged": "rows"}
+        shares |= {name: f"{name} of" for name in ("steps", "updates", "forced")}
+        of = {name: counted[name] / counted[whole] if counted[whole] else None for name, whole in shares.items()}
+        return {
+            "self_iterations": of["steps"],
+            "token_updates": of["updates"],
+            "converged": of["converged"],
+            "converged_tokens": None if of["forced"] is None else 1 - of["forced"],
+            "diverged": of["diverged"],
+            "evaluations": self.counted["evaluations"] or None,
+        }
+
+
+class SolvedLM(HFLM):
+    """lm-eval's model of transformers, every pass of which is solved as it is told and counted.
+
+    lm-eval pads texts on the right without telling the model, which solves padding like text. Here texts of one length
+    are solved together, without padding: what a text gets does not depend on its neighbours, and nothing but text is
+    counted.
+
+    Args:
+        model: of transformers.
+        tokenizer: its tokenizer.
+        solve: arguments of the model's call.
+        batch_size: texts that are solved together, at most.
+        max_length: tokens that a text may have, the last one not counted; None: as model or tokenizer say, or 2048.
+
+    Attributes:
+        tally: the numbers of all solves so far.
+
+    Example:
+        >>> lm = SolvedLM(model, tokenizer, {"sweep": dq.Sliding(8)})  # doctest: +SKIP
+        >>> lm_eval.simple_evaluate(lm, tasks=["lambada_openai"])["results"]  # doctest: +SKIP
+        >>> lm.tally.numbers()["self_iterations"]  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        solve: dict[str, Any],
+        *,
+        batch_size: int = 16,
+        max_length: int | None = None,
+    ) -> None:
+        super().__init__(
+            pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=batch_size, max_length=max_length
+        )
+        self.solve, self.tally, self.bare = solve, Tally(), False
+
+    def tok_encode(
+        self,
+        string: str,
+        add_special_tokens: bool | None = None,
+        left_truncate_len: int | None = None,
+        **kwargs: Any,
+    ) -> list[int]:
+        """As in lm-eval; but also for a tokenizer with neither BOS nor EOS token."""
+        if add_special_tokens is None and (self.bare or self.prefix_token_id is None):
+            add_special_tokens = not self.bare
+        return super().tok_encode(string, add_special_tokens, left_truncate_len, **kwargs)
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+        """As in lm-eval, which puts a first token before a text; the tokenizer's own would be predicted, as text."""
+        self.bare = True
+        try:
+            return super().loglikelihood_rolling(requests, disable_tqdm)
+        finally:
+            self.bare = False
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[Any], disable_tqdm: bool = False, override_bs: int | None = None
+    ) -> list[tuple[float, bool]]:
+        by_length: dict[int, list[int]] = defaultdict(list)
+        for place, (_, context, continuation) in enumerate(requests):
+            check_request(context, continuation, self.max_length)
+            by_length[min(len(context) + len(continuation), self.max_length + 1)].append(place)
+        answers = {}
+        with tqdm(total=len(requests), disable=None, leave=False, desc="texts") as bar:
+            for _, places in sorted(by_length.items(), reverse=True):
+                found = super()._loglikelihood_tokens([requests[place] for place in places], True, override_bs)
+                answers |= zip(places, found, strict=True)
+                bar.update(len(places))
+        return [answers[place] for place in range(len(requests))]
+
+    def _model_call(
+        self, inps: torch.Tensor, attn_mask: torch.Tensor | None = None, labels: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        with torch.no_grad():
+            output = self.model(inps, use_cache=False, **self.solve)
+        if isinstance(self.model, ImplicitCausalLM):
+            self.tally.add(output.stats, output.status)
+        return output.logits
+
+    def _model_generate(self, context: torch.Tensor, max_length: int, stop: list[str], **kwargs: Any) -> torch.Tensor:
+        how = {f"deq_{name}": to_json(part) for name, part in self.solve.items()}  # stop is lm-eval's word for the end
+        output: Any = super()._model_generate(context, max_length, stop, return_dict_in_generate=True, **how, **kwargs)
+        if isinstance(output.past_key_values, ImplicitCache):
+            for solve in output.past_key_values.solves:
+                self.tally.add(solve.stats, solve.status, kwargs["attention_mask"].bool())
+        return output.sequences
+
+
+def check_request(context: Sequence[int | None], continuation: Sequence[int], longest: int) -> None:
+    """Refuse what has no answer, or none that would mean anything.
+
+    Raises:
+        ValueError: nothing before the first token; a continuation without tokens of its own, or with too many.
+    """
+    if None in context:
+        raise ValueError(
+            "an empty context needs a token to begin with, and the tokenizer has neither BOS nor EOS token"
+        )
+    if not continuation:
+        raise ValueError("a continuation has no tokens of its own: the tokenizer joins it to the end of its context")
+    if len(continuation) > longest:
+        raise ValueError(f"a continuation of {len(continuation)} tokens is longer than the --max-length {longest}")
