@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).parent / "scripts" / "compiled_models.py"
 
 

@@ -66,6 +66,7 @@ def test_training_with_any_sweep_gives_the_same_gradient(make, gradient):
         assert all(torch.allclose(first, other, atol=1e-7) for other in others)
 
 
+@pytest.mark.slow
 def test_implicit_gradient_of_a_mamba2_block_by_finite_differences():
     backbone = contractive_mamba2(n_layers=1, d_model=4, d_state=2, weight_norm=False)
     stop = dq.Stop(rtol=1e-14, max_steps=500)

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import random
+import runpy
 import subprocess
 import sys
 import time
@@ -122,8 +123,9 @@ def test_two_processes_give_the_losses_of_one(tmp_path, spread):
         (["--heads", "3"], "n_heads"),
     ],
 )
-def test_what_makes_no_sense_is_refused_before_anything_is_written(tmp_path, options, message):
-    done = run(tmp_path / "out", *options)
-    assert done.returncode == 2
-    assert message in done.stderr
+def test_what_makes_no_sense_is_refused_before_anything_is_written(tmp_path, capsys, options, message):
+    script = runpy.run_path(SCRIPT)
+    with pytest.raises(SystemExit, match="2"):
+        script["main"]([*TINY, "--output", str(tmp_path / "out"), *options])
+    assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
