@@ -8,7 +8,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -68,24 +68,37 @@ def interleave(ours: Callable[[], object], theirs: Callable[[], object], runs: i
         theirs: the peer's.
         runs: pairs of runs, at least 2, after one unmeasured pair.
     """
-    times: list[tuple[float, float]] = []
-    ours()
-    theirs()
+    times = take_turns({"ours": ours, "theirs": theirs}, runs)
+    return paired(times["ours"], times["theirs"])
+
+
+def take_turns(runs: Mapping[str, Callable[[], object]], turns: int) -> dict[str, list[float]]:
+    """Seconds of several functions, each run once a turn.
+
+    Args:
+        runs: the functions by name, in the order of a turn.
+        turns: how many, after one that is not measured.
+    """
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for run in runs.values():
+        run()
     gc.collect()
     gc.disable()
     try:
-        for _ in range(runs):
-            times.append((_seconds(ours), _seconds(theirs)))
+        for _ in range(turns):
+            for name, run in runs.items():
+                times[name].append(_seconds(run))
     finally:
         gc.enable()
-    ratios = [mine / other for mine, other in times]
+    return times
+
+
+def paired(ours: Sequence[float], theirs: Sequence[float]) -> Pairs:
+    """The medians and ratios of times that were measured in turns, at least 2."""
+    ratios = [mine / other for mine, other in zip(ours, theirs, strict=True)]
     low, _, high = statistics.quantiles(ratios, n=4)
     return Pairs(
-        statistics.median(mine for mine, _ in times),
-        statistics.median(other for _, other in times),
-        statistics.median(ratios),
-        (low, high),
-        runs,
+        statistics.median(ours), statistics.median(theirs), statistics.median(ratios), (low, high), len(ratios)
     )
 
 
@@ -136,9 +149,13 @@ def time_row(
     goal: str | None = None,
 ) -> Row:
     """A row of times in milliseconds, each divided by ``per`` (the evaluations of a run)."""
-    pairs = interleave(ours, theirs, runs)
-    mine, other = (seconds * 1e3 / per for seconds in (pairs.ours, pairs.theirs))
     metric = "ms per self-iteration" if per > 1 else "ms"
+    return paired_row(case, metric, interleave(ours, theirs, runs), peer, scale=1e3 / per, goal=goal)
+
+
+def paired_row(case: str, metric: str, pairs: Pairs, peer: str, *, scale: float = 1e3, goal: str | None = None) -> Row:
+    """A row of times that were measured in turns, in seconds times ``scale``: milliseconds, if it is not given."""
+    mine, other = (seconds * scale for seconds in (pairs.ours, pairs.theirs))
     holds = judge(goal, mine, pairs.ratio)
     return Row(case, metric, mine, peer, other, pairs.ratio, pairs.runs, pairs.spread, goal, holds)
 
