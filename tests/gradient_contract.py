@@ -1,6 +1,7 @@
 """What every gradient estimator must do: inherit, and name the dense adjoint that it equals."""
 
 import gc
+import math
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import ClassVar
@@ -14,7 +15,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
 from deqseq import AttachedGradient, Gradient, Naive, Solver, Status, Stop, fixed_point
-from deqseq.solution import Solution
+from deqseq.solution import ConvergenceWarning, Solution
 
 problems = pytest.mark.parametrize("problem", PROBLEMS)
 two_problems = pytest.mark.parametrize("problem", ["affine-rows", "tanh-tokens"])
@@ -281,6 +282,20 @@ class GradientContract:
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
         if isinstance(self.gradient, AttachedGradient):
             assert bool(torch.isfinite(solution.value).all())
+
+    @pytest.mark.parametrize("rate", [3.0, 1e308, math.inf], ids=["diverges", "overflows", "is not finite"])
+    def test_where_every_row_fails_gradients_are_zero_or_absent(self, rate: float) -> None:
+        if not isinstance(self.gradient, AttachedGradient):
+            return
+        scale = torch.ones((), dtype=torch.float64, requires_grad=True)
+        with pytest.warns(ConvergenceWarning, match="failed for 2 of 2 rows"):
+            z0 = torch.zeros(2, 1, dtype=torch.float64)
+            value = self.solved(lambda z: rate * scale * (1 + z), z0, throw=False).value
+        if math.isinf(rate):  # not even finite at the start
+            assert not value.requires_grad
+        else:
+            assert torch.autograd.grad(value.sum(), scale)[0] == 0
+        assert bool(value.isfinite().all())
 
     def test_nothing_to_differentiate_is_an_error(self) -> None:
         z0, a = torch.zeros(2, 1), torch.tensor(0.5, requires_grad=True)

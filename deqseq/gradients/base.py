@@ -101,22 +101,25 @@ class AttachedGradient(Gradient):
             solution: what was found, by any means.
 
         Returns:
-            A tensor of the shape of ``z0``; diverged rows are those of the solution, without a gradient.
+            A tensor of the shape of ``z0``; diverged rows are those of the solution, without a gradient. If all of them
+            are, parameters get gradients of zero, for which other processes may be waiting; but none at all where the
+            map is not even finite at ``z0``.
 
         Warns:
-            ConvergenceWarning: every row has diverged, and there is no gradient at all.
+            ConvergenceWarning: every row has diverged.
         """
         diverged = solution.status == Status.DIVERGED
         if not bool(diverged.any()):
             return self.attach(f, solution.value)
         if bool(diverged.all()):
             warnings.warn(describe_failure(solution, "a solve to be differentiated"), ConvergenceWarning, stacklevel=2)
-            return solution.value
-        if isinstance(f, SelectableMap):
+        elif isinstance(f, SelectableMap):
             rows = (~diverged).nonzero()[:, 0]
             return solution.value.index_copy(0, rows, self.attach(f.select(rows), solution.value[rows]))
         held = diverged.reshape(-1, *[1] * (z0.ndim - 1))  # these are evaluated where they began
         value = self.attach(lambda z: f(torch.where(held, z0, z)), torch.where(held, z0, solution.value))
+        if bool(diverged.all()) and not bool(value.isfinite().all()):
+            return solution.value  # a backward pass would make NaN of zero times infinity
         return torch.where(held, solution.value, value)
 
 
