@@ -80,7 +80,9 @@ def test_an_interrupted_run_goes_on_to_the_bit(tmp_path, stops):
             if update.step == stop:
                 break
     assert list(parts.values()) == whole
-    assert list(run(tmp_path / "parts")) == []
+    finished = run(tmp_path / "parts")
+    assert list(finished) == []
+    assert finished.model.model.eval_stop == TWO.phases[-1].eval_stop
 
 
 def test_curricula_in_steps_and_tokens(tmp_path):

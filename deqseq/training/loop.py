@@ -166,6 +166,7 @@ class Run:
                 raise FileNotFoundError(f"origin must have a checkpoint, there is none in {self.origin}")
         if saved is not None:
             self._go_on(saved)
+        self.curriculum.at(self.progress).apply(self.model)  # a finished run is evaluated as it was trained
 
     @property
     def progress(self) -> float | int:
