@@ -21,7 +21,7 @@ import math
 import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
@@ -88,6 +88,7 @@ class Options:
     generators: int = option(0, "inputs: a generating subset of this size; 0: every element")
     identity_probability: float = option(0.0, "probability that a token's group element is the identity")
     lengths: tuple[int, ...] = option((16,), "training lengths, one drawn for each batch")
+    free_lengths: tuple[int, ...] = option((), "training lengths of the second phase; none: the same")
     eval_lengths: tuple[int, ...] = option((16, 32, 64, 128, 256, 512), "evaluation lengths")
     backbone: str = option("mamba2", "blocks of all models", ("mamba2", "llama"))
     d_model: int = option(64, "width")
@@ -121,6 +122,11 @@ class Options:
     device: str = option("cpu", "where to run")
     output: str = option("", "folder of the results; empty: runs/state_tracking_GROUP_SEED[_llama][_quick]")
 
+    @property
+    def longest(self) -> int:
+        """The longest trained length."""
+        return max(*self.lengths, *self.free_lengths, 0)
+
 
 def parse(arguments: list[str]) -> Options:
     """Read the command line and fill in the group's recipe."""
@@ -130,7 +136,7 @@ def parse(arguments: list[str]) -> Options:
         many = isinstance(default, tuple)
         parser.add_argument(
             f"--{item.name.replace('_', '-')}",
-            type=type(default[0] if many else default),
+            type=type((*default, 0)[0] if many else default),
             nargs="*" if many else None,
             choices=item.metadata["choices"],
             default=argparse.SUPPRESS,
@@ -166,7 +172,7 @@ def check(options: Options) -> None:
     for name in ("steps", "batch", "warmup", "unrolled_steps", "max_steps", "layers", "heads", "mlp_width", "window"):
         if getattr(options, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
-    for name, least in (("lengths", 1), ("eval_lengths", 1), ("baselines", 0)):
+    for name, least in (("lengths", 1), ("free_lengths", 0), ("eval_lengths", 1), ("baselines", 0)):
         values = getattr(options, name)
         if len(values) < least or min(values, default=1) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be numbers of at least 1, got {list(values)}")
@@ -246,7 +252,7 @@ def train(name: str, lm: dq.CausalLM, task: WordProblem, options: Options, secon
         saved.restore(lm, optimizer)
         step, spent = saved.step, saved.meta["seconds"]
         log.info("%s: going on from step %d", name, step)
-    data = task.batches(options.batch, options.lengths, seed=options.seed, device=options.device)
+    data = batches_of(task, options)
     for _ in range(step):
         next(data)
     progress = step / options.steps if seconds is None else spent / seconds
@@ -260,7 +266,8 @@ def train(name: str, lm: dq.CausalLM, task: WordProblem, options: Options, secon
         phase.apply(lm)
         how = solve_options(phase.name, options, step) if isinstance(lm.model, dq.ImplicitModel) else {}
         guard = partial(check_finite, step=step, phase=phase.name, directory=folder)
-        numbers = train_step(guard, lm, with_start(next(data), lm), optimizer, options.clip, how)
+        batch = next(data)[phase.name]
+        numbers = train_step(guard, lm, with_start(batch, lm), optimizer, options.clip, how)
         step, spent, last = step + 1, spent + time.perf_counter() - last, time.perf_counter()
         progress = min(1.0, step / options.steps if seconds is None else spent / seconds)
         if step % 20 == 0 or progress == 1:
@@ -273,6 +280,15 @@ def train(name: str, lm: dq.CausalLM, task: WordProblem, options: Options, secon
             saved_at = time.perf_counter()
     bar.close()
     return spent
+
+
+def batches_of(task: WordProblem, options: Options) -> Iterator[dict[str, WordBatch]]:
+    """A batch for each phase, at every step, so that a run that goes on draws what it would have drawn."""
+    draw = partial(task.batches, options.batch, seed=options.seed, device=options.device)
+    if not options.free_lengths:
+        return ({"unrolled": batch, "free": batch} for batch in draw(options.lengths))
+    pairs = zip(draw(options.lengths), draw(options.free_lengths), strict=True)
+    return ({"unrolled": first, "free": then} for first, then in pairs)
 
 
 def train_step(
@@ -341,7 +357,7 @@ def accuracy_by_budget(lm: dq.CausalLM, task: WordProblem, options: Options) -> 
     """Accuracy after a given number of self-iterations, at the longest trained length and at four times that."""
     rows = []
     lm.eval()
-    for length in (max(options.lengths), 4 * max(options.lengths)):
+    for length in (options.longest, 4 * options.longest):
         batch = with_start(task.fixed(64, length, seed=2000 + length, device=options.device), lm)
         for budget in (1, 2, 4, 8, 16, 32, 64, 128, 256):
             accuracy = last_token_accuracy(lm(batch.inputs, stop=dq.Stop.exactly(budget)), batch).item()
@@ -417,7 +433,7 @@ def main(arguments: list[str]) -> None:
     (output / "results.json").write_text(json.dumps(rows, indent=1))
     (output / "self_iterations.json").write_text(json.dumps(compute, indent=1))
     (output / "table.md").write_text(table(rows) + "\n")
-    draw(rows, compute, max(options.lengths), 1 / task.vocab_size, output / "state_tracking.png")
+    draw(rows, compute, options.longest, 1 / task.vocab_size, output / "state_tracking.png")
     print(f"\nlast-token accuracy (mean self-iterations); trained for {seconds:.0f} s at lengths {options.lengths}:\n")
     print(table(rows))
     fewer = {row["length"]: row["sequences"] for row in rows if row["sequences"] < 256}

@@ -65,6 +65,7 @@ def test_llama_starts_with_a_token_of_its_own_and_is_solved_by_every_sweep(tmp_p
         ["--gradient", "implicit"],
         ["--free-from", "1.0"],
         ["--train-sweeps", "sliding"],
+        ["--free-lengths", "3", "5"],
         ["--window", "2"],
     ],
     ids=str,
@@ -88,7 +89,7 @@ def weights(folder: Path, model: str = "implicit") -> dict:
     return load_file(newest / "model.safetensors")
 
 
-@pytest.mark.parametrize("flags", [[], [*LLAMA, *MIXED, "--free-from", "0"]], ids=["mamba2", "llama, mixed sweeps"])
+@pytest.mark.parametrize("flags", [["--free-lengths", "3", "5"], [*LLAMA, *MIXED, "--free-from", "0"]], ids=["mamba2", "llama, mixed sweeps"])
 def test_a_killed_run_goes_on_and_ends_as_if_it_had_not_been(tmp_path, flags):
     options = ["--steps", "60", "--baselines", *flags]
     assert run(tmp_path / "whole", *options).returncode == 0
