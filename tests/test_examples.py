@@ -89,7 +89,11 @@ def weights(folder: Path, model: str = "implicit") -> dict:
     return load_file(newest / "model.safetensors")
 
 
-@pytest.mark.parametrize("flags", [["--free-lengths", "3", "5"], [*LLAMA, *MIXED, "--free-from", "0"]], ids=["mamba2", "llama, mixed sweeps"])
+@pytest.mark.parametrize(
+    "flags",
+    [["--free-lengths", "3", "5"], [*LLAMA, *MIXED, "--free-from", "0"]],
+    ids=["mamba2", "llama, mixed sweeps"],
+)
 def test_a_killed_run_goes_on_and_ends_as_if_it_had_not_been(tmp_path, flags):
     options = ["--steps", "60", "--baselines", *flags]
     assert run(tmp_path / "whole", *options).returncode == 0
