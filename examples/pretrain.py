@@ -99,7 +99,7 @@ class Options:
     budget: int = option(0, "self-iterations of the free phase at most; 0: the paper's, 32 for Llama, 24 for Mamba2")
     phantom: int = option(4, "phantom steps of the free phase; the bounded one has 1")
     rtol: float = option(0.05, "relative tolerance of each token")
-    eval_tokens: int = option(32_768, "held-out tokens that are scored")
+    eval_tokens: int = option(16_384, "held-out tokens that are scored")
     extrapolation: tuple[int, ...] = option((2, 4), "multiples of the trained length that are scored too")
     sample: str = option("\n\n  HAMLET. ", "beginning of the samples")
     sample_tokens: int = option(120, "tokens of each sample")
