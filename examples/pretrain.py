@@ -244,6 +244,8 @@ def prepare(options: Options, processes: Processes) -> Text:
 
 def parts_of(name: str) -> tuple[Kind, str]:
     """Kind and family that a name stands for; a preset's name has them too."""
+    if name not in SCALED and (name not in dq.preset_names() or name.endswith("-state-tracking")):
+        raise ValueError(f"--models must be presets of language models or any of {', '.join(SCALED)}, got {name!r}")
     words = name.split("-")
     kind = {"pretrain": "bounded"}.get(words[-1], words[-1]) if name in dq.preset_names() else words[0]
     return cast(Kind, kind), "llama" if "llama" in name else "mamba2"
@@ -251,11 +253,9 @@ def parts_of(name: str) -> tuple[Kind, str]:
 
 def spec_of(name: str, options: Options, vocab_size: int) -> dq.LanguageModelSpec:
     """The model, as data."""
+    kind, family = parts_of(name)
     if name in dq.preset_names():
         return replace(dq.preset(name), vocab_size=vocab_size)
-    if name not in SCALED:
-        raise ValueError(f"--models must be presets or any of {', '.join(SCALED)}, got {name!r}")
-    kind, family = parts_of(name)
     sizes: dict[str, Any] = {"d_model": options.d_model, "n_layers": options.layers}
     if family == "llama":
         backbone = dq.LlamaConfig(**sizes, n_heads=options.heads, mlp_width=options.mlp_width)

@@ -8,12 +8,14 @@ import runpy
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import deqseq as dq
 from deqseq.integrations.huggingface import to_causal_lm
 from deqseq.tasks.text import LocalDocuments, PackedText
 from deqseq.tasks.text.scoring import score
@@ -113,10 +115,23 @@ def test_two_processes_give_the_losses_of_one(tmp_path, spread):
     assert sum(parameter.numel() for parameter in again.parameters()) == results[1][0]["parameters"]
 
 
+def test_the_papers_models_have_their_own_curricula():
+    script = runpy.run_path(SCRIPT)
+    options = script["parse"]([*TINY])[0]
+    kinds = {"explicit": "explicit", "pretrain": "bounded", "implicit": "implicit"}
+    for name in dq.preset_names()[:-1]:
+        family, _, kind = name.split("-")
+        assert script["parts_of"](name) == (kinds[kind], {"llama3": "llama", "mamba2": "mamba2"}[family])
+        assert script["spec_of"](name, options, 300) == replace(dq.preset(name), vocab_size=300)
+        phases = [phase.name for phase in script["curriculum_of"](name, options).phases]
+        assert phases == (["bounded", "free"] if kind == "implicit" else ["bounded"])
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--models", "implicit-lama"], "--models must be presets or any of implicit-llama"),
+        (["--models", "implicit-lama"], "--models must be presets of language models or any of implicit-llama"),
+        (["--models", "mamba2-state-tracking"], "--models must be presets of language models or any of"),
         (["--tokens", "0"], "--tokens must be at least 1, got 0"),
         (["--decay", "1"], "--decay must lie between 0 and 1, got 1.0"),
         (["--warmup", "50"], "--warmup 50 and --decay 0.2 leave nothing of 20 updates"),

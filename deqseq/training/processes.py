@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -30,8 +30,8 @@ class Processes:
 
     Example:
         >>> alone = Processes()
-        >>> alone.first, alone.mean(3.0)
-        (True, 3.0)
+        >>> alone.first, alone.sum(3.0)
+        (True, (3.0,))
     """
 
     rank: int = 0
@@ -51,10 +51,6 @@ class Processes:
         total = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(total)
         return tuple(total.tolist())
-
-    def mean(self, value: Tensor | float) -> float:
-        """The mean over all processes; each must call this."""
-        return self.sum(float(value))[0] / self.world
 
     def wait(self) -> None:
         """Until all processes have come here."""
