@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from deqseq.models.implicit import ImplicitModel
 from deqseq.solution import Status
 from deqseq.sweeps import Simultaneous, Sweep
 from deqseq.training.checkpoint import Checkpoint, load_latest, save_checkpoint
@@ -93,7 +94,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Update:
-    """The numbers of one update; means over its batches, and but for the last two over all processes.
+    """The numbers of one update, those of its batches averaged over them and over all processes.
 
     Attributes:
         step: updates that are done, this one included.
@@ -101,9 +102,9 @@ class Update:
         loss: mean over the targets, in nats.
         gradient_norm: before clipping.
         lr: of the first group.
-        seconds: that it took.
+        seconds: that it took in this process.
         self_iterations: mean over rows, or tokens if the stopping rule tells them apart; None: an explicit model.
-        converged: share of the rows whose solve has converged, or spent a budget that was asked for exactly; None: an
+        converged: share of the rows whose solve has converged, 0 in a bounded phase, which does not ask; None: an
             explicit model.
     """
 
@@ -234,8 +235,7 @@ class Run:
         """Add one batch's gradients; its loss, self-iterations and share of converged rows."""
         batch, device = next(self.batches), self.processes.device
         inputs, targets = batch.inputs.to(device), batch.targets.to(device)
-        implicit = hasattr(unwrapped(self.model).model, "stop")
-        how = {"sweep": self.sweep} if implicit else {}
+        how = {"sweep": self.sweep} if isinstance(unwrapped(self.model).model, ImplicitModel) else {}
         with gradients_exchanged(self.model, last):
             with torch.autocast(device.type, torch.bfloat16, enabled=self.settings.bfloat16):
                 output = self.model(inputs, targets=targets, **how)
