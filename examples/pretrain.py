@@ -55,7 +55,9 @@ import matplotlib.pyplot as plt
 log = logging.getLogger("pretrain")
 Kind = Literal["implicit", "bounded", "explicit"]
 SCALED = tuple(f"{kind}-{family}" for family in ("llama", "mamba2") for kind in ("implicit", "bounded", "explicit"))
-MOVABLE = ("output", "device", "checkpoint_every", "spread")  # may change when a run goes on
+MOVABLE = (  # may change when a run goes on
+    "output", "device", "checkpoint_every", "spread", "eval_tokens", "extrapolation", "sample", "sample_tokens",
+)  # fmt: skip
 QUICK = {
     "corpus": "babble", "vocab_size": 300, "d_model": 32, "mlp_width": 64, "heads": 2, "d_state": 8, "headdim": 16,
     "length": 32, "batch": 8, "tokens": 15_360, "warmup": 5, "eval_tokens": 1024, "extrapolation": (2,),
@@ -99,7 +101,7 @@ class Options:
     budget: int = option(0, "self-iterations of the free phase at most; 0: the paper's, 32 for Llama, 24 for Mamba2")
     phantom: int = option(4, "phantom steps of the free phase; the bounded one has 1")
     rtol: float = option(0.05, "relative tolerance of each token")
-    eval_tokens: int = option(16_384, "held-out tokens that are scored")
+    eval_tokens: int = option(16_384, "held-out tokens that are scored, spread over the text; 0: all")
     extrapolation: tuple[int, ...] = option((2, 4), "multiples of the trained length that are scored too")
     sample: str = option("\n\n  HAMLET. ", "beginning of the samples")
     sample_tokens: int = option(120, "tokens of each sample")
@@ -151,9 +153,12 @@ def check(options: Options) -> None:
     Raises:
         ValueError: names the option.
     """
-    for name in ("length", "batch", "accumulate", "tokens", "eval_tokens", "sample_tokens", "bounded_steps", "phantom"):
+    for name in ("length", "batch", "accumulate", "tokens", "sample_tokens", "bounded_steps", "phantom"):
         if getattr(options, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
+    if options.eval_tokens < 0 or min(options.extrapolation, default=1) < 1:
+        given = f"--eval-tokens {options.eval_tokens} and --extrapolation {list(options.extrapolation)}"
+        raise ValueError(f"{given} must be at least 0 and 1")
     for name in ("decay", "bounded_share"):
         if not 0 < getattr(options, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must lie between 0 and 1, got {getattr(options, name)}")
@@ -384,7 +389,7 @@ def evaluate(name: str, run: Run, options: Options, text: Text) -> list[dict[str
             run.model,
             packed,
             batch_size=batch,
-            rows=max(1, options.eval_tokens // length),
+            rows=rows_to_score(packed, options, math.lcm(*lengths)),
             processes=run.processes,
             **how,
         )
@@ -394,6 +399,15 @@ def evaluate(name: str, run: Run, options: Options, text: Text) -> list[dict[str
         rows.append(row)
         log.info("%s", {key: value for key, value in row.items() if key != "by_position"})
     return rows
+
+
+def rows_to_score(packed: PackedText, options: Options, span: int) -> list[int]:
+    """Excerpts of ``span`` tokens, evenly spread over a text: the same ones whatever the length of its rows."""
+    tokens = len(packed.tokens) - 1
+    whole, parts = math.ceil(tokens / span), span // packed.length
+    count = min(whole, max(1, options.eval_tokens // span)) if options.eval_tokens else whole
+    chosen = (n * whole // count * parts + part for n in range(count) for part in range(parts))
+    return [row for row in chosen if row * packed.length < tokens]
 
 
 def save(name: str, run: Run, options: Options, text: Text) -> str:

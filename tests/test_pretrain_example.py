@@ -127,12 +127,30 @@ def test_the_papers_models_have_their_own_curricula():
         assert phases == (["bounded", "free"] if kind == "implicit" else ["bounded"])
 
 
+def test_the_same_excerpts_are_scored_whatever_the_length_of_the_rows():
+    script = runpy.run_path(SCRIPT)
+    options = script["parse"]([*TINY, "--eval-tokens", "64"])[0]
+    tokens = torch.arange(1, 206).byte().numpy()  # 204 targets: 12 excerpts of 16 and one of 12
+    packed = {length: PackedText(tokens, tokens, length) for length in (4, 8, 16)}
+    rows = {length: script["rows_to_score"](text, options, 16) for length, text in packed.items()}
+    assert rows[16] == [0, 3, 6, 9]
+    assert rows[8] == [0, 1, 6, 7, 12, 13, 18, 19]
+    targets = [
+        sorted(t for b in packed[n].in_order(2, rows=rows[n]) for t in b.targets.flatten().tolist()) for n in rows
+    ]
+    assert targets[0] == targets[1] == targets[2]
+    everything = script["rows_to_score"](packed[4], replace(options, eval_tokens=0), 16)
+    assert everything == list(range(51))  # and no row behind the end
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--models", "implicit-lama"], "--models must be presets of language models or any of implicit-llama"),
         (["--models", "mamba2-state-tracking"], "--models must be presets of language models or any of"),
         (["--tokens", "0"], "--tokens must be at least 1, got 0"),
+        (["--eval-tokens", "-1"], "--eval-tokens -1 and --extrapolation [2] must be at least 0 and 1"),
+        (["--extrapolation", "0"], "--eval-tokens 1024 and --extrapolation [0] must be at least 0 and 1"),
         (["--decay", "1"], "--decay must lie between 0 and 1, got 1.0"),
         (["--warmup", "50"], "--warmup 50 and --decay 0.2 leave nothing of 20 updates"),
         (["--heads", "3"], "n_heads"),

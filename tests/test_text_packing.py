@@ -52,6 +52,16 @@ def test_in_order_every_token_is_a_target_once(documents, length, world, rows):
     assert sizes == text.text_bytes
 
 
+def test_named_rows_alone_come_in_their_order():
+    text = pack(["To be, or not to be, that is the question:"], 4)
+    whole = list(text.in_order(1))
+    (some,) = text.in_order(4, rows=[5, 0, len(whole) - 1])
+    for row, index in enumerate([5, 0, len(whole) - 1]):
+        assert some.targets[row].tolist() == whole[index].targets[0].tolist()
+        assert some.inputs[row].tolist() == whole[index].inputs[0].tolist()
+    assert set(some.targets[3].tolist()) == {-100} and int(some.text_bytes[3]) == 0
+
+
 @given(seed=st.integers(0, 2**70), length=st.integers(1, 7), world=st.sampled_from([1, 2, 4]), rows=st.integers(1, 5))
 @settings(max_examples=60, deadline=None)
 def test_an_epoch_is_every_row_once(seed, length, world, rows):

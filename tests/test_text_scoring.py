@@ -68,10 +68,14 @@ def test_filling_rows_do_not_count():
 def test_a_part_of_the_text():
     lm, text = dq.CausalLM(257, dq.ImplicitModel(affine())).double(), PackedText.pack(DOCUMENTS, ByteEncoder(), 5)
     seen: list[int] = []
-    found = score(lm, text, batch_size=2, rows=3, progress=seen.append)
-    assert (found.tokens, seen) == (20, [2, 2])
-    with pytest.raises(ValueError, match="rows must be at least 1, or None for all, got 0"):
-        score(lm, text, batch_size=2, rows=0)
+    found = score(lm, text, batch_size=2, rows=[0, 2, 5], progress=seen.append)
+    assert (found.tokens, seen) == (15, [2, 2])
+    each = [score(lm, text, batch_size=1, rows=[row]) for row in (0, 2, 5)]
+    assert found.nats == pytest.approx(sum(one.nats for one in each))
+    assert len({round(one.nats, 6) for one in each}) == 3
+    for rows in ([], [-1], [10_000]):
+        with pytest.raises(ValueError, match=r"rows must be numbers from 0 to .*, at least one, got"):
+            score(lm, text, batch_size=2, rows=rows)
 
 
 def test_failed_solves_are_reported():

@@ -1,7 +1,7 @@
 """A corpus as one stream of tokens, cut into sequences of one length; any step's batch at once."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from deqseq.tasks.text.encoders import EncodedText, Encoder, encode_group, group
 class TextBatch(NamedTuple):
     """Sequences of text and, at every position, the token that comes next: ``model(inputs, targets=targets)``.
 
-    Args:
+    Attributes:
         inputs: token ids, ``(batch, length)``.
         targets: the ids one place further on in the text, ``(batch, length)``; -100 where there is nothing to predict.
         text_bytes: how many bytes of text a row's targets stand for, ``(batch,)``.
@@ -132,11 +132,14 @@ class PackedText:
         rows = [_order(self.rows, seed, int(place // self.rows))[place % self.rows] for place in places]
         return self._batch(np.array(rows))
 
-    def in_order(self, batch_size: int, *, rank: int = 0, world: int = 1) -> Iterator[TextBatch]:
+    def in_order(
+        self, batch_size: int, *, rows: Sequence[int] | None = None, rank: int = 0, world: int = 1
+    ) -> Iterator[TextBatch]:
         """The whole text once, in order, for evaluation: no target is left out, none comes twice.
 
         Args:
             batch_size: rows of all processes together.
+            rows: these alone, counted from 0, the last of which may be shorter than the others; None: all.
             rank: of this process.
             world: number of processes; divides the batch size.
 
@@ -146,7 +149,7 @@ class PackedText:
             target at all: sum the losses over the targets that are not -100, and divide once.
 
         Raises:
-            ValueError: a number out of its range.
+            ValueError: a number out of its range, or no row at all.
 
         Example:
             >>> from deqseq.tasks.text import ByteEncoder, PackedText
@@ -155,8 +158,12 @@ class PackedText:
             11
         """
         share = share_of(batch_size, rank, world)
-        batches = -(-(len(self.tokens) - 1) // (self.length * batch_size))  # rounded up
-        return (self._batch(np.arange(n * batch_size, (n + 1) * batch_size)[share]) for n in range(batches))
+        count = -(-(len(self.tokens) - 1) // self.length)  # rounded up
+        chosen = np.arange(count) if rows is None else np.array(rows, dtype=np.int64)
+        if not len(chosen) or chosen.min() < 0 or chosen.max() >= count:
+            raise ValueError(f"rows must be numbers from 0 to {count - 1}, at least one, got {rows}")
+        filled = np.concatenate([chosen, np.full(-len(chosen) % batch_size, count + 1)])  # behind the end
+        return (self._batch(batch[share]) for batch in filled.reshape(-1, batch_size))
 
     def _batch(self, rows: np.ndarray) -> TextBatch:
         places = rows[:, None] * self.length + np.arange(self.length + 1)

@@ -1,9 +1,8 @@
 """How well a language model predicts a text, and what its solves took."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import torch
@@ -57,7 +56,7 @@ def score(
     text: PackedText,
     *,
     batch_size: int,
-    rows: int | None = None,
+    rows: Sequence[int] | None = None,
     processes: Processes = Processes(),
     progress: Callable[[int], Any] | None = None,
     **solve_options: Any,
@@ -68,7 +67,7 @@ def score(
         model: a :class:`deqseq.CausalLM`, also one spread over processes; it is in eval mode meanwhile.
         text: its row length is the context.
         batch_size: rows of all processes together.
-        rows: how many of the first rows, rounded up to whole batches; None: all.
+        rows: these alone, counted from 0; None: all.
         processes: of the run; every one must call this.
         progress: called with the number of rows after each batch.
         **solve_options: ``sweep``, ``solver``, ``stop`` of an implicit model's call.
@@ -77,7 +76,7 @@ def score(
         The score, the same in all processes.
 
     Raises:
-        ValueError: a number out of its range.
+        ValueError: a number out of its range, or no row at all.
 
     Example:
         >>> import deqseq as dq
@@ -88,14 +87,12 @@ def score(
         >>> found.tokens, found.text_bytes, round(found.bits_per_byte)
         (20, 19, 8)
     """
-    if rows is not None and rows < 1:
-        raise ValueError(f"rows must be at least 1, or None for all, got {rows}")
-    batches = text.in_order(batch_size, rank=processes.rank, world=processes.world)
+    batches = text.in_order(batch_size, rows=rows, rank=processes.rank, world=processes.world)
     total = torch.zeros(5 + 2 * text.length, dtype=torch.float64)
     modes = [(part, part.training) for part in model.modules()]
     model.eval()
     try:
-        for batch in islice(batches, None if rows is None else math.ceil(rows / batch_size)):
+        for batch in batches:
             total += _scored(model, batch, processes.device, solve_options)
             if progress is not None:
                 progress(batch_size)
