@@ -11,7 +11,14 @@ from deqseq.types import Residual, RowMask, State, Steps
 
 
 class Status(IntEnum):
-    """How the solve of one row ended."""
+    """How the solve of one row ended.
+
+    Example:
+        >>> import deqseq as dq
+        >>> solution = dq.solve(lambda z: 3 * z - 2, torch.zeros(1, 1), solver=dq.Naive(), stop=dq.Stop())
+        >>> Status(int(solution.status[0])).name
+        'DIVERGED'
+    """
 
     CONVERGED = 0
     """The residual passed the tolerance."""
@@ -45,16 +52,17 @@ class SolveStats:
     """The numbers of a solve.
 
     Attributes:
-        steps: evaluations of the map until a row ended; per token, with ``Stop(per="token")``, until the token
-            passed for good.
+        steps: evaluations of the map until a row ended, ``(batch,)``; per token, with ``Stop(per="token")`` or a sweep
+            over parts of the sequence, until the token passed for good, ``(batch, tokens)``.
         residual: relative residual ``|f(z) - z| / |f(z)|`` at the evaluation whose value was returned (``inf`` where
-            no evaluation was finite).
+            no evaluation was finite), ``(batch,)`` or ``(batch, tokens)`` as ``steps``.
         evaluations: how many times the map was called in all.
         updates: how many of those calls a row (in a model: a token) took part in, until it was dropped from the
-            computation; a solver's work is ``updates.sum()``.
+            computation, ``(batch,)`` or ``(batch, length)``; a solver's work is ``updates.sum()``.
         trace: residual at every look, ``(looks, batch, *tokens)``, if it was asked for; a row that has ended
             repeats its last one.
-        forced: tokens that a sweep committed though they had not passed; None where nothing was committed.
+        forced: tokens that a sweep committed though they had not passed, ``(batch, length)``; None where nothing was
+            committed.
     """
 
     steps: Steps
@@ -71,8 +79,8 @@ class Solution:
 
     Attributes:
         value: ``f(z)`` at the evaluation that passed the test, otherwise at the one with the smallest residual (the
-            latest of equals).
-        status: a :class:`Status` a row.
+            latest of equals), ``(batch, *event)``.
+        status: a :class:`Status` a row, ``(batch,)``.
         stats: steps, residuals and, if asked for, their trace.
     """
 
@@ -90,6 +98,9 @@ class Solution:
 
         Args:
             what: the solve's name in the error's text.
+
+        Returns:
+            The solution itself.
 
         Raises:
             ConvergenceError: names the rows, their residuals and a remedy.

@@ -24,7 +24,8 @@ class Progress:
         step: evaluations so far.
         max_steps: the budget.
         open_rows: rows that have not ended.
-        residual: the latest residual of each row or token, on the device of the state.
+        residual: the latest residual of each row or token, ``(batch,)`` or ``(batch, tokens)``, on the device of the
+            state.
     """
 
     step: int
@@ -34,6 +35,7 @@ class Progress:
 
 
 Callback = Callable[[Progress], None]
+"""Called with a :class:`Progress` at each look at the residual."""
 
 
 def solve(
@@ -65,7 +67,8 @@ def solve(
         ``raise_if_failed()``.
 
     Raises:
-        TypeError, ValueError: a starting point or a map that breaks its contract.
+        TypeError: a starting point or a map that breaks its contract by its type.
+        ValueError: one that breaks it by its shape, dtype or numbers.
 
     Example:
         >>> import torch

@@ -28,12 +28,23 @@ FixedPointMap = Callable[[State], State]
 
 @runtime_checkable
 class SelectableMap(Protocol):
-    """A fixed-point map that can be narrowed to some rows, so that finished rows cost nothing."""
+    """A fixed-point map that can be narrowed to some rows, so that finished rows cost nothing.
+
+    Example:
+        >>> import torch, deqseq as dq
+        >>> class Halved:
+        ...     def __init__(self, x): self.x = x
+        ...     def __call__(self, z): return (z + self.x) / 2
+        ...     def select(self, rows): return Halved(self.x[rows])
+        >>> f = Halved(torch.tensor([[0.0], [1.0]]))
+        >>> isinstance(f, SelectableMap), dq.solve(f, f.x * 0, solver=dq.Naive(), stop=dq.Stop()).stats.steps.tolist()
+        (True, [1, 10])
+    """
 
     def __call__(self, z: State, /) -> State:
         """The map's value at ``z``, of the same shape."""
         ...
 
     def select(self, rows: RowIndex, /) -> "SelectableMap":
-        """The same map for the named rows alone: ``f.select(rows)(z[rows]) == f(z)[rows]``."""
+        """The same map for the named rows alone: ``f.select(rows)(z[rows]) == f(z)[rows]``; ``rows``: ``(rows,)``."""
         ...

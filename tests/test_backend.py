@@ -73,7 +73,7 @@ def test_a_named_backend_that_cannot_run_is_an_error(monkeypatch):
         ssd(*tensors(torch.float64), backend="mamba_ssm")
     monkeypatch.setattr(fused, "find_spec", lambda name: None)
     monkeypatch.setitem(sys.modules, "mamba_ssm", None)
-    wanted = r'kernels cannot be imported \(.*mamba_ssm.*\); pip install "deqseq\[cuda\]", or see docs/cuda.md'
+    wanted = r'kernels cannot be imported \(.*mamba_ssm.*\); pip install "deqseq\[cuda\]", or see docs/guides/cuda.md'
     with pytest.raises(BackendError, match=wanted):
         ssd(*tensors(), backend="mamba_ssm")
 

@@ -21,7 +21,7 @@ class AffineCache(Cache):
     previous: Float[Tensor, "batch d_model"]
 
     def select(self, rows: RowIndex) -> "AffineCache":
-        """The named rows alone."""
+        """The named ``rows`` alone, ``(rows,)``."""
         return AffineCache(self.previous[rows])
 
     def tensors(self) -> tuple[Tensor, ...]:

@@ -13,22 +13,32 @@ from torch import Tensor, nn
 from deqseq.types import RowIndex
 
 Sequence = Float[Tensor, "batch length d_model"]
+"""A batch of sequences: embedded tokens, or the state of an iteration."""
 RealTokens = Bool[Tensor, "batch length"]
+"""Which tokens are real, and which are padding."""
 
 
 class Cache(ABC):
-    """What a backbone remembers of the tokens that are settled: a value, whose content nobody changes in place."""
+    """What a backbone remembers of the tokens that are settled: a value, whose content nobody changes in place.
+
+    Example:
+        >>> import deqseq as dq
+        >>> model = dq.ImplicitModel(dq.Affine(4))
+        >>> cache = model(torch.ones(2, 6, 4), return_cache=True).cache
+        >>> isinstance(cache, Cache), [tensor.shape for tensor in cache.select(torch.tensor([1])).tensors()]
+        (True, [torch.Size([1, 4])])
+    """
 
     @abstractmethod
     def select(self, rows: RowIndex, /) -> "Cache":
-        """The named rows alone, in this order; a row may be named more than once (beam search)."""
+        """The named ``rows`` alone, ``(rows,)``, in this order; one may be named more than once (beam search)."""
 
     @abstractmethod
     def tensors(self) -> tuple[Tensor, ...]:
         """Everything that is remembered, for comparing and saving; rows first."""
 
     def reserve(self, tokens: int, /) -> "Cache":
-        """The same cache, prepared to be continued by so many tokens."""
+        """The same cache, prepared to be continued by so many ``tokens``."""
         return self
 
 
@@ -38,14 +48,22 @@ T = TypeVar("T")
 
 @runtime_checkable
 class Trail(Protocol):
-    """What one evaluation computed, as far as the cache after any of its tokens depends on it."""
+    """What one evaluation computed, as far as the cache after any of its tokens depends on it.
+
+    Example:
+        >>> import deqseq as dq
+        >>> backbone, x = dq.Affine(4), torch.ones(2, 6, 4)
+        >>> _, trail = backbone(x, backbone.inject(x), return_trail=True)
+        >>> isinstance(trail, Trail), torch.equal(trail.after(3).previous, x[:, 2])
+        (True, True)
+    """
 
     def after(self, tokens: int, /) -> Cache:
         """The cache after the first ``tokens`` of the evaluated tokens, without a graph."""
         ...
 
     def merged(self, rows: RowIndex, other: Any, /) -> "Trail":
-        """This trail, the named rows replaced by those of ``other``, an evaluation of those rows alone."""
+        """This trail, the named ``rows``, ``(rows,)``, replaced by ``other``, an evaluation of those rows alone."""
         ...
 
 
@@ -71,7 +89,7 @@ class Injection:
     tables: tuple[Float[Tensor, "rows length *features"], ...] = ()
 
     def select(self, rows: RowIndex) -> "Injection":
-        """The named rows alone."""
+        """The named ``rows`` alone, ``(rows,)``."""
         value, real = (None if part is None else part[rows] for part in (self.value, self.real))
         tables = tuple(table if len(table) == 1 else table[rows] for table in self.tables)
         return Injection(value, tuple(mask[rows] for mask in self.dropout), real, tables)
@@ -94,6 +112,22 @@ class Backbone(nn.Module, ABC, Generic[C]):
 
     It must be causal: what it does at a token depends on tokens up to it. It is pure: neither the content of the
     cache that it is given nor any state of its own changes.
+
+    One of your own gives ``d_model``, :meth:`inject`, :meth:`init_cache` and :meth:`forward`, a :class:`Cache` and a
+    :class:`Trail`; :class:`deqseq.Affine` is the smallest that has everything.
+
+    Example:
+        >>> class NoMemory(Backbone[Any]):     # each token on its own: no cache, no trail
+        ...     def __init__(self, d_model):
+        ...         super().__init__()
+        ...         self.d_model, self.inner = d_model, nn.Linear(d_model, d_model)
+        ...     def inject(self, x, cache=None, real=None): return Injection(x, real=real)
+        ...     def init_cache(self, batch): raise NotImplementedError
+        ...     def forward(self, z, injection, cache=None, *, return_trail=False):
+        ...         return torch.tanh(self.inner(z) / 4 + injection.value), None
+        >>> import deqseq as dq
+        >>> dq.ImplicitModel(NoMemory(4))(torch.ones(2, 6, 4)).value.shape
+        torch.Size([2, 6, 4])
     """
 
     d_model: int
@@ -119,13 +153,21 @@ class Backbone(nn.Module, ABC, Generic[C]):
     def place(self, x: Sequence, cache: C | None = None, real: RealTokens | None = None) -> Injection:
         """All that :meth:`forward` needs of the tokens but their content: dropout masks, positions, padding.
 
-        An explicit model's pass needs no more; the arguments are those of :meth:`inject`.
+        An explicit model's pass needs no more.
+
+        Args:
+            x: embedded tokens, ``(batch, length, d_model)``.
+            cache: what came before them; None: nothing.
+            real: which of them are no padding, ``(batch, length)``, real ones first in each row; None: all.
+
+        Returns:
+            An injection without a value.
         """
         return Injection(real=real)
 
     @abstractmethod
     def init_cache(self, batch: int) -> C:
-        """The cache before the first token."""
+        """The cache of ``batch`` rows before their first token."""
 
     @abstractmethod
     def forward(
@@ -157,13 +199,17 @@ class Backbone(nn.Module, ABC, Generic[C]):
         Sizes are dynamic from the start, so that another length, batch or window does not compile again. What compiles
         on its own is a kind of call: one row or several, one token or several, with a past or without, with a graph
         or without, to be committed or not. Those are more than the eight that torch allows by default.
+
+        Args:
+            stack: the function.
+            options: of ``torch.compile``; they come before the defaults named here.
         """
         known = inspect.signature(torch.compile).parameters
         defaults: dict[str, Any] = {"dynamic": True} | ({"recompile_limit": 64} if "recompile_limit" in known else {})
         self._compiled = torch.compile(stack, **(defaults | options))
 
     def run(self, stack: Callable[..., T], *arguments: Any) -> T:
-        """``stack(*arguments)``, compiled if it was asked for."""
+        """What ``stack`` gives for ``arguments``, compiled if it was asked for."""
         return (self._compiled or stack)(*arguments)
 
     def __getstate__(self) -> dict[str, Any]:

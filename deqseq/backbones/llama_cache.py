@@ -45,7 +45,7 @@ class LlamaCache(Cache):
     visible: Bool[Tensor, "batch 1 new all"] | None = None
 
     def select(self, rows: RowIndex) -> "LlamaCache":
-        """The named rows alone, in buffers of their own."""
+        """The named ``rows`` alone, ``(rows,)``, in buffers of their own."""
         total = self.length + self.ahead
         layers = tuple(KeyValues(*(kept[:, :, :total][rows] for kept in layer)) for layer in self.layers)
         visible = self.visible if self.visible is None or len(self.visible) == 1 else self.visible[rows]
@@ -58,7 +58,7 @@ class LlamaCache(Cache):
         return settled if self.real is None else tuple(kept * self.real[:, None, :, None] for kept in settled)
 
     def reserve(self, tokens: int) -> "LlamaCache":
-        """The same cache with room for so many tokens that no other cache uses, and what they may attend to."""
+        """The same cache with room for ``tokens`` more that no other cache uses, and what they may attend to."""
         free = self._writable
         if self.ahead == tokens and free:
             return self
@@ -77,7 +77,15 @@ class LlamaCache(Cache):
         return self.claim.upto <= self.length and self.claim.owner == get_ident() and not frozen
 
     def followed(self, new: tuple[KeyValues, ...], real: RealTokens | None) -> "LlamaCache":
-        """The cache after these tokens, whose keys and values are ``(batch, kv_heads, tokens, headdim)``."""
+        """The cache after more tokens.
+
+        Args:
+            new: their keys and values, one pair a layer, ``(batch, kv_heads, tokens, headdim)``.
+            real: which of them are no padding, ``(batch, tokens)``; None: all.
+
+        Returns:
+            The cache, in the same buffers where their room is free.
+        """
         tokens = new[0].keys.shape[2]
         room = self if self.ahead >= tokens and self._writable else self.reserve(tokens)
         total = self.length + tokens

@@ -96,7 +96,7 @@ class Mamba2Cache(Cache):
     layers: tuple[MixerState, ...]
 
     def select(self, rows: RowIndex) -> "Mamba2Cache":
-        """The named rows alone."""
+        """The named ``rows`` alone, ``(rows,)``."""
         return Mamba2Cache(tuple(state.select(rows) for state in self.layers))
 
     def tensors(self) -> tuple[Tensor, ...]:

@@ -54,7 +54,7 @@ class BackboneMap:
         return value
 
     def select(self, rows: RowIndex, /) -> "BackboneMap":
-        """The same map for the named rows alone."""
+        """The same map for the named ``rows`` alone, ``(rows,)``."""
         cache = None if self.cache is None else self.cache.select(rows)
         narrow = BackboneMap(self.backbone, self.injection.select(rows), cache, recording=self.recording)
         if self.recording:
@@ -62,13 +62,13 @@ class BackboneMap:
         return narrow
 
     def first(self, tokens: int, /, *, recording: bool) -> "BackboneMap":
-        """The map of the first few tokens."""
+        """The map of the first ``tokens``; ``recording`` it can settle them."""
         injection = self.injection if tokens == self.length else self.injection.tokens(0, tokens).contiguous()
         cache = None if self.cache is None else self.cache.reserve(tokens)
         return BackboneMap(self.backbone, injection, cache, recording=recording)
 
     def beyond(self, tokens: int, cache: Cache | None, /) -> "BackboneMap":
-        """The map of the tokens after the first few, which have left ``cache``."""
+        """The map of the tokens after the first ``tokens``, which have left ``cache``."""
         return BackboneMap(self.backbone, self.injection.tokens(tokens, self.length), cache)
 
     def settled(self, tokens: int, /, solution: Solution | None = None) -> tuple[Cache, RowIndex | None]:

@@ -18,7 +18,21 @@ from deqseq.types import FixedPointMap, RowIndex, SelectableMap, State
 
 
 class Gradient(ABC):
-    """How a fixed point is differentiated. An estimator object is its configuration: a frozen dataclass."""
+    """How a fixed point is differentiated. An estimator object is its configuration: a frozen dataclass.
+
+    One that needs the fixed point alone is an :class:`AttachedGradient`; :class:`deqseq.Unrolled` is the one of the
+    library that needs the iteration too.
+
+    Example:
+        >>> import deqseq as dq
+        >>> class Frozen(Gradient):     # no gradient at all
+        ...     def apply(self, f, z0, *, solver, stop, trace=False, callback=None):
+        ...         with torch.no_grad():
+        ...             return dq.solve(f, z0, solver=solver, stop=stop, trace=trace, callback=callback)
+        >>> model = dq.ImplicitModel(dq.Affine(4), gradient=Frozen())
+        >>> model(torch.ones(2, 3, 4)).value.requires_grad
+        False
+    """
 
     @property
     def recomputes(self) -> bool:
@@ -55,6 +69,17 @@ class AttachedGradient(Gradient):
     """An estimator that needs the fixed point alone: solve without a graph by any means, then attach one.
 
     The fixed point does not depend on where the solve began, so a starting point that wants a gradient is an error.
+
+    Example:
+        >>> import deqseq as dq
+        >>> class TwoSteps(AttachedGradient):
+        ...     def attach(self, f, z_star): return f(f(z_star.detach()))
+        >>> a = torch.tensor(0.5, requires_grad=True)
+        >>> solution = dq.fixed_point(lambda z: a * z + 1, torch.zeros(1, 1), gradient=TwoSteps(),
+        ...                           stop=dq.Stop(rtol=1e-6))
+        >>> solution.value.sum().backward()
+        >>> round(a.grad.item(), 3)     # z* = 2; one step gives 2, the exact gradient is 4
+        3.0
     """
 
     @abstractmethod

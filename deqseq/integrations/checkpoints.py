@@ -94,6 +94,15 @@ def from_reference(config: Mapping[str, Any], state: Mapping[str, Tensor]) -> Ca
 
     Raises:
         ValueError: what :func:`from_reference_config` or :func:`from_reference_state` refuses.
+
+    Example:
+        >>> block = {"block_type": "mamba2", "block_cfg": {"d_state": 4, "headdim": 8}, "d_model": 16, "n_layer": 1}
+        >>> block |= {"pre_norm": True, "d_inner": 0}
+        >>> config = {"model_type": "implicit_mamba2", "backbone_type": "explicit", "backbone_config": block}
+        >>> config |= {"n_tokens": 10, "vocab_size": 10, "d_embed": 16}
+        >>> spec = from_reference_config(config)
+        >>> type(from_reference(config, to_reference_state(spec.build().state_dict(), spec)).model).__name__
+        'ExplicitModel'
     """
     spec = from_reference_config(config)
     return assembled(spec, from_reference_state(state, spec))
@@ -108,6 +117,13 @@ def assembled(spec: LanguageModelSpec, state: Mapping[str, Tensor]) -> CausalLM:
 
     Returns:
         The model; nothing else was allocated or initialised on the way.
+
+    Example:
+        >>> import deqseq as dq
+        >>> spec = dq.LanguageModelSpec(10, dq.LlamaConfig(d_model=16, n_heads=2))
+        >>> state = spec.build().state_dict()
+        >>> torch.equal(assembled(spec, state).embedding.weight, state["embedding.weight"])
+        True
     """
     with torch.device("meta"):
         model = spec.build()

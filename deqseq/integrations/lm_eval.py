@@ -20,7 +20,15 @@ except ImportError as error:
 
 
 class Tally:
-    """The numbers of all solves of an evaluation."""
+    """The numbers of all solves of an evaluation.
+
+    Example:
+        >>> import deqseq as dq
+        >>> output, tally = dq.ImplicitModel(dq.Affine(4))(torch.ones(2, 3, 4)), Tally()
+        >>> tally.add(output.stats, output.status)
+        >>> tally.numbers()["converged"]
+        1.0
+    """
 
     def __init__(self) -> None:
         self.counted: dict[str, float] = defaultdict(float)
@@ -30,7 +38,7 @@ class Tally:
 
         Args:
             stats: of the solve; None: nothing was solved.
-            status: of each row.
+            status: of each row, ``(batch,)``; None: nothing was solved.
             real: which tokens are no padding, ``(batch, length)``; None: all.
         """
         if stats is None or status is None:
@@ -78,9 +86,17 @@ class SolvedLM(HFLM):
         tally: the numbers of all solves so far.
 
     Example:
-        >>> lm = SolvedLM(model, tokenizer, {"sweep": dq.Sliding(8)})  # doctest: +SKIP
-        >>> lm_eval.simple_evaluate(lm, tasks=["lambada_openai"])["results"]  # doctest: +SKIP
-        >>> lm.tally.numbers()["self_iterations"]  # doctest: +SKIP
+        >>> import deqseq as dq
+        >>> from deqseq.integrations.huggingface import ImplicitMamba2Config, ImplicitMamba2ForCausalLM
+        >>> from deqseq.tasks.text.tokenizer import train_tokenizer
+        >>> from lm_eval.api.instance import Instance
+        >>> tokenizer = train_tokenizer(["to be or not to be"] * 3, vocab_size=260)
+        >>> sizes = {"hidden_size": 16, "head_dim": 8, "state_size": 4, "num_hidden_layers": 1}
+        >>> model = ImplicitMamba2ForCausalLM(ImplicitMamba2Config(vocab_size=260, **sizes))
+        >>> lm = SolvedLM(model, tokenizer, {"sweep": dq.Sliding(8)}, max_length=64)
+        >>> ((nats, is_best),) = lm.loglikelihood([Instance("loglikelihood", {}, ("to be", " or not"), 0)])
+        >>> nats < 0, lm.tally.numbers()["converged"]
+        (True, 1.0)
     """
 
     def __init__(

@@ -106,6 +106,16 @@ def from_pretrained_model(
     Raises:
         TypeError: a model without a configuration.
         ValueError: what :func:`from_pretrained_backbone` refuses.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}
+        >>> theirs = LlamaForCausalLM(LlamaConfig(vocab_size=10, **sizes))
+        >>> ids = torch.tensor([[1, 2, 3]])
+        >>> with torch.no_grad():
+        ...     logits = from_pretrained_model(theirs, implicit=False)(ids).logits
+        ...     torch.allclose(logits, theirs(ids).logits, atol=1e-5)
+        True
     """
     config = getattr(model, "config", None)
     if config is None:
@@ -117,7 +127,25 @@ def from_pretrained_model(
 def pretrained_model_spec(
     config: object, *, implicit: bool, solving: Solving = FROM_INPUT, weight_norm: bool = True
 ) -> LanguageModelSpec:
-    """The specification of what :func:`from_pretrained_backbone` makes; the arguments are its own."""
+    """The specification of what :func:`from_pretrained_backbone` makes.
+
+    Args:
+        config: of the pretrained model.
+        implicit: whether it is to be an implicit model.
+        solving: how that one is solved.
+        weight_norm: whether that one's weights are normalised.
+
+    Returns:
+        The specification.
+
+    Raises:
+        ValueError: a configuration that the layers do not compute, or a start at zero.
+
+    Example:
+        >>> config = {"d_model": 16, "n_layer": 1, "vocab_size": 8, "ssm_cfg": {"layer": "Mamba2", "headdim": 8}}
+        >>> pretrained_model_spec(config, implicit=True).solving.start
+        'input'
+    """
     explicit = pretrained_spec(config)
     if not implicit:
         return explicit
@@ -144,6 +172,15 @@ def from_pretrained_state(config: object, state: Mapping[str, Tensor], spec: Lan
     Raises:
         ValueError: tensors that are missing, too many or of another shape, all of them named; or a tied head that is
             not the embedding.
+
+    Example:
+        >>> config = {"d_model": 16, "n_layer": 1, "vocab_size": 8, "ssm_cfg": {"layer": "Mamba2", "headdim": 8}}
+        >>> explicit, implicit = (pretrained_model_spec(config, implicit=wanted) for wanted in (False, True))
+        >>> names = {"embedding.weight": "backbone.embedding.weight"}
+        >>> ours = explicit.build().state_dict()
+        >>> theirs = {names.get(name, name.removeprefix("model.")): tensor for name, tensor in ours.items()}
+        >>> from_pretrained_state(config, theirs, implicit)["model.backbone.injection.bias"].abs().max()
+        tensor(0.)
     """
     embedding, prefix = _NAMES[source_of(config)]
     # older transformers saved the rotary frequencies, which follow from the configuration

@@ -14,13 +14,18 @@ HeadTokens = Float[Tensor, "batch kv_heads length headdim"]
 
 
 class KeyValues(NamedTuple):
-    """Keys, already turned to their positions, and values."""
+    """Keys, already turned to their positions, and values.
+
+    Attributes:
+        keys: ``(batch, kv_heads, length, headdim)``.
+        values: of the same shape, ``(batch, kv_heads, length, headdim)``.
+    """
 
     keys: HeadTokens
     values: HeadTokens
 
     def select(self, rows: RowIndex) -> "KeyValues":
-        """The named rows alone."""
+        """The named ``rows`` alone, ``(rows,)``."""
         return KeyValues(self.keys[rows], self.values[rows])
 
 

@@ -52,7 +52,7 @@ class Mamba2Block(nn.Module):
             z: the state of the iteration, ``(batch, length, d_model)``.
             injection: for the mixer, ``(batch, length, injected_width)``; None: nothing.
             state: what the mixer remembers; None: nothing came before.
-            mask: dropout mask of the mixer's output, of the shape of ``z``; None: nothing is dropped.
+            mask: dropout mask of the mixer's output, ``(batch, length, d_model)``; None: nothing is dropped.
             return_trail: whether the mixer's ``state_after`` will be asked for.
             backend: who computes the mixer's convolution and scan.
 
@@ -110,7 +110,7 @@ class LlamaBlock(nn.Module):
             injection: for the attention, ``(batch, length, injected_width)``; None: nothing.
             tables: rotary tables of these tokens.
             past: what came before; None: nothing.
-            mask: dropout mask of both layers' outputs, of the shape of ``z``; None: nothing is dropped.
+            mask: dropout mask of both layers' outputs, ``(batch, length, d_model)``; None: nothing is dropped.
 
         Returns:
             The new ``z``, and the keys and values of these tokens.

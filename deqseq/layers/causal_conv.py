@@ -18,6 +18,9 @@ class CausalConv1d(nn.Module):
         channels: number of channels.
         kernel_size: :math:`k`, at least 1.
 
+    Raises:
+        ValueError: a kernel size below 1.
+
     Example:
         >>> conv = CausalConv1d(1, 2)
         >>> _ = conv.weight.data.copy_(torch.tensor([[[1.0, 10.0]]])), conv.bias.data.zero_()
@@ -35,7 +38,7 @@ class CausalConv1d(nn.Module):
         self.bias = nn.Parameter(torch.empty(channels).uniform_(-bound, bound))
 
     def init_state(self, batch: int) -> Float[Tensor, "batch past channels"]:
-        """The inputs before the first token: zeros."""
+        """The inputs of ``batch`` rows before the first token: zeros."""
         return self.bias.new_zeros(batch, self.weight.shape[2] - 1, self.weight.shape[0])
 
     def forward(
@@ -48,7 +51,7 @@ class CausalConv1d(nn.Module):
 
         Args:
             x: inputs, ``(batch, length, channels)``.
-            state: the ``kernel_size - 1`` inputs before them; None: zeros.
+            state: the inputs before them, ``(batch, kernel_size - 1, channels)``; None: zeros.
             backend: who computes it.
 
         Returns:
@@ -66,7 +69,7 @@ class CausalConv1d(nn.Module):
 
         Args:
             x: inputs, ``(batch, length, channels)``.
-            state: what came before them; None: zeros.
+            state: the inputs before them, ``(batch, kernel_size - 1, channels)``; None: zeros.
             counts: how many inputs of each row count, ``(batch,)``; None: all.
 
         Returns:

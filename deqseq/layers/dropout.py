@@ -12,7 +12,7 @@ def dropout_mask(like: Float[Tensor, "batch length dim"], p: float) -> Float[Ten
     The mask is drawn once a solve and belongs to the injection.
 
     Args:
-        like: its shape, dtype and device are taken.
+        like: its shape, ``(batch, length, dim)``, its dtype and its device are taken.
         p: probability of zero, in [0, 1).
 
     Returns:

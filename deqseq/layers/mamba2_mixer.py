@@ -17,18 +17,31 @@ from deqseq.types import RowIndex
 
 
 class MixerState(NamedTuple):
-    """What a mixer remembers of the tokens so far: the convolution's last inputs and the scan's state."""
+    """What a mixer remembers of the tokens so far: the convolution's last inputs and the scan's state.
+
+    Attributes:
+        conv: ``(batch, d_conv - 1, channels)``; the channels are those of x, B and C together.
+        ssm: ``(batch, heads, headdim, d_state)``, in float32 at least.
+    """
 
     conv: Float[Tensor, "batch past channels"]
     ssm: Float[Tensor, "batch heads headdim d_state"]
 
     def select(self, rows: RowIndex) -> "MixerState":
-        """The named rows alone."""
+        """The named ``rows`` alone, ``(rows,)``."""
         return MixerState(self.conv[rows], self.ssm[rows])
 
 
 class MixerTrail(NamedTuple):
-    """What one call of a mixer computed, as far as the state after any of its tokens depends on it."""
+    """What one call of a mixer computed, as far as the state after any of its tokens depends on it.
+
+    Attributes:
+        before: what came before the tokens; None: nothing.
+        xBC: inputs of the convolution, ``(batch, length, channels)``.
+        x: inputs of the scan, ``(batch, length, heads, headdim)``.
+        dt: step sizes before bias and softplus, ``(batch, length, heads)``.
+        B: input maps of the scan, ``(batch, length, groups, d_state)``.
+    """
 
     before: MixerState | None
     xBC: Float[Tensor, "batch length channels"]
@@ -37,7 +50,7 @@ class MixerTrail(NamedTuple):
     B: Float[Tensor, "batch length groups d_state"]
 
     def merged(self, rows: RowIndex, other: "MixerTrail") -> "MixerTrail":
-        """This trail, the named rows replaced by those of ``other``."""
+        """This trail, the named ``rows``, ``(rows,)``, replaced by those of ``other``."""
         mine, theirs = self[1:], other[1:]
         return MixerTrail(self.before, *(a.index_copy(0, rows, b) for a, b in zip(mine, theirs, strict=True)))
 
@@ -112,7 +125,7 @@ class Mamba2Mixer(nn.Module):
         return sum(self.parts)
 
     def init_state(self, batch: int) -> MixerState:
-        """The state before the first token: zeros."""
+        """The state of ``batch`` rows before the first token: zeros."""
         d_state = self.maps[1]
         dtype = torch.promote_types(self.D.dtype, torch.float32)
         ssm = self.D.new_zeros(batch, self.parts[2], self.headdim, d_state, dtype=dtype)

@@ -41,6 +41,9 @@ class GatedRMSNorm(nn.Module):
         eps: the norm's epsilon.
         groups: parts that are normalised on their own, as in the public Mamba2 code; divides ``dim``.
 
+    Raises:
+        ValueError: groups that do not divide ``dim``.
+
     Example:
         >>> GatedRMSNorm(2)(torch.zeros(1, 2), torch.ones(1, 2)).shape
         torch.Size([1, 2])
@@ -54,7 +57,7 @@ class GatedRMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: Float[Tensor, "*batch dim"], gate: Float[Tensor, "*batch dim"]) -> Float[Tensor, "*batch dim"]:
-        """Gate and normalise ``x``; both ``(*batch, dim)``."""
+        """Normalise ``x`` gated by ``gate``, both ``(*batch, dim)``."""
         gated, weight = x * F.silu(gate), self.weight.to(x.dtype)
         if self.groups == 1:
             return F.rms_norm(gated, weight.shape, weight, self.eps)

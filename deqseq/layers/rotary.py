@@ -48,7 +48,12 @@ class RotaryScaling:
 
 
 class RotaryTables(NamedTuple):
-    """Cosines and signed sines of the tokens' angles, made once a solve."""
+    """Cosines and signed sines of the tokens' angles, made once a solve.
+
+    Attributes:
+        cos: ``(batch, length, headdim)``; a batch of one serves all rows.
+        sin: of the same shape, ``(batch, length, headdim)``, negative in the first half of the channels.
+    """
 
     cos: Float[Tensor, "batch length headdim"]
     sin: Float[Tensor, "batch length headdim"]
@@ -94,7 +99,7 @@ def rotary_tables(
 
     Args:
         positions: ``(batch, length)``; a batch of one serves all rows.
-        frequencies: of :func:`rotary_frequencies`.
+        frequencies: of :func:`rotary_frequencies`, ``(headdim / 2,)``.
         dtype: of the result.
 
     Returns:

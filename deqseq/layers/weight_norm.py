@@ -48,6 +48,9 @@ def weights_computed_once(module: nn.Module, enabled: bool = True) -> Iterator[N
         module: where to look for reparametrised weights.
         enabled: False computes them at every use, but makes the same check.
 
+    Yields:
+        Nothing; the context ends with the block.
+
     Raises:
         RuntimeError: gradients are wanted inside, but it was first entered without: they would silently be lost.
 

@@ -18,7 +18,9 @@ from deqseq.models.padding import check_mask
 from deqseq.sweeps import Sliding, Sweep
 
 Tokens = Int64[Tensor, "batch length"]
+"""Ids of tokens."""
 IGNORED = -100
+"""The label or target of a token that is left out of the loss."""
 
 
 class CausalLM(nn.Module):
@@ -81,9 +83,10 @@ class CausalLM(nn.Module):
 
         Args:
             input_ids: ``(batch, length)``.
-            labels: the sequence itself, for next-token prediction: the one at ``t`` is the answer at ``t - 1``.
-            targets: the answer at each position, as in state tracking: the one at ``t`` belongs to the input at
-                ``t``. In both, -100 and what concerns padding is left out of the loss.
+            labels: the sequence itself, for next-token prediction, ``(batch, length)``: the one at ``t`` is the answer
+                at ``t - 1``.
+            targets: the answer at each position, as in state tracking, ``(batch, length)``: the one at ``t`` belongs
+                to the input at ``t``. In both, -100 and what concerns padding is left out of the loss.
             mask: which tokens are real, ``(batch, length)``; padding may stand on either side of a row. None: all.
             cache: what :class:`CausalLMOutput` returned for the tokens before.
             return_cache: whether the cache after these tokens is wanted.
@@ -194,7 +197,7 @@ class CausalLM(nn.Module):
         self.model.compile(**options)
 
     def logits(self, states: Float[Tensor, "*rows d_model"]) -> Float[Tensor, "*rows vocab"]:
-        """The head alone: final states ``(..., d_model)`` to logits ``(..., vocab_size)``."""
+        """The head alone: final ``states``, ``(..., d_model)``, to logits, ``(..., vocab_size)``."""
         return F.linear(states, self.embedding.weight if self.head is None else self.head.weight)
 
     def _answers(

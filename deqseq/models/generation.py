@@ -86,8 +86,8 @@ class NewTokens:
 
     Attributes:
         step: how many tokens were generated before these.
-        rows: which rows of the batch are still being continued.
-        tokens: the new token of each of them.
+        rows: which rows of the batch are still being continued, ``(rows,)``.
+        tokens: the new token of each of them, ``(rows,)``.
     """
 
     step: int
@@ -101,10 +101,11 @@ class Generation:
 
     Attributes:
         tokens: ``(batch, new)``; behind a row's end, the padding token.
-        lengths: how many tokens each row has, its stop token included.
-        steps: self-iterations of the solve that each token was chosen from; 0 behind a row's end; None: explicit.
-        converged: whether that solve converged; True behind a row's end; None: explicit. The first token's solve is
-            the prompt's.
+        lengths: how many tokens each row has, its stop token included, ``(batch,)``.
+        steps: self-iterations of the solve that each token was chosen from, ``(batch, new)``; 0 behind a row's end;
+            None: explicit.
+        converged: whether that solve converged, ``(batch, new)``; True behind a row's end; None: explicit. The first
+            token's solve is the prompt's.
     """
 
     tokens: Int64[Tensor, "batch new"]

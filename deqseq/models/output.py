@@ -17,7 +17,7 @@ class ModelOutput:
         value: final states, ``(batch, length, d_model)``; for an implicit model the fixed point.
         cache: what the next tokens need of these, if it was asked for.
         stats: numbers of the solve, per row for the simultaneous sweep, else per token; None for an explicit model.
-        status: a :class:`~deqseq.Status` a row, the worst over its chunks; None for an explicit model.
+        status: a :class:`~deqseq.Status` a row, the worst over its chunks, ``(batch,)``; None for an explicit model.
     """
 
     value: Float[Tensor, "batch length d_model"]
@@ -32,10 +32,10 @@ class CausalLMOutput:
 
     Attributes:
         logits: ``(batch, length, vocab_size)``.
-        loss: mean cross entropy in nats, in float32 at least; None without labels or targets.
+        loss: mean cross entropy in nats, ``()``, in float32 at least; None without labels or targets.
         cache: what the next tokens need of these, if it was asked for.
         stats: numbers of the solve; None for an explicit model.
-        status: a :class:`~deqseq.Status` a row; None for an explicit model.
+        status: a :class:`~deqseq.Status` a row, ``(batch,)``; None for an explicit model.
     """
 
     logits: Float[Tensor, "batch length vocab"]

@@ -20,7 +20,7 @@ from torch._compile import _disable_dynamo
 
 from deqseq.ops.step_sizes import StepSizes
 
-INSTALL = 'pip install "deqseq[cuda]", or see docs/cuda.md for a way without a CUDA build'
+INSTALL = 'pip install "deqseq[cuda]", or see docs/guides/cuda.md for a way without a CUDA build'
 CHUNK = 256  # what the kernels are tuned for
 HALF_OR_SINGLE = (torch.float32, torch.float16, torch.bfloat16)
 

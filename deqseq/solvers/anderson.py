@@ -27,7 +27,7 @@ class Anderson(Solver[AndersonMemory]):
     :math:`r_i = f(z_i) - z_i` cancel best:
 
     .. math:: z \leftarrow \sum_i w_i \bigl(f(z_i) - (1 - \beta)\, r_i\bigr), \qquad
-              w = \arg\min_{\sum w = 1} \Bigl\lVert \sum_i w_i r_i \Bigr\rVert^2
+              w = \underset{\sum w = 1}{\mathrm{arg\,min}} \left\lVert \sum_i w_i r_i \right\rVert^2
 
     The residuals are normalised before the normal equations are solved (in float64, one small system a row), so
     that the ridge is relative to them and the iteration does not stall once they are small; an absolute one stalls.

@@ -35,7 +35,14 @@ class Solver(ABC, Generic[S]):
 
     @abstractmethod
     def init(self, z0: State) -> S:
-        """The memory of the algorithm before its first step: a small record of tensors, or None."""
+        """The memory of the algorithm before its first step: a small record of tensors, or None.
+
+        Args:
+            z0: where the solve starts, ``(batch, *event)``.
+
+        Returns:
+            The memory, whose tensors have a row for each row of ``z0``.
+        """
 
     @abstractmethod
     def step(self, z: State, fz: State, state: S) -> tuple[State, S]:
@@ -44,7 +51,7 @@ class Solver(ABC, Generic[S]):
         Args:
             z: the point that was evaluated, ``(batch, *event)``; not always the one proposed last, because the
                 loop holds converged rows and tokens where they are.
-            fz: the map at ``z``, the same shape.
+            fz: the map at ``z``, ``(batch, *event)``.
             state: the memory so far.
 
         Returns:
@@ -53,7 +60,15 @@ class Solver(ABC, Generic[S]):
 
     @abstractmethod
     def select(self, state: S, rows: RowIndex) -> S:
-        """The memory of the named rows alone, for when finished rows are dropped."""
+        """The memory of the named rows alone, for when finished rows are dropped.
+
+        Args:
+            state: the memory of all rows.
+            rows: positions of those that stay, ``(rows,)``.
+
+        Returns:
+            The memory of these rows, in this order.
+        """
 
 
 class OutsideSolver(ABC):
@@ -61,8 +76,27 @@ class OutsideSolver(ABC):
 
     :func:`deqseq.solve` hands it a map that counts every evaluation, measures it and ends the run when the
     stopping rule says so; what it returns is ignored. Rows cannot be frozen or dropped inside it.
+
+    Example:
+        >>> import torch, deqseq as dq
+        >>> class TheirLoop(OutsideSolver):
+        ...     def run(self, f, z0, max_steps):
+        ...         z = z0
+        ...         for _ in range(max_steps):
+        ...             z = f(z)
+        >>> dq.solve(torch.cos, torch.zeros(1), solver=TheirLoop(), stop=dq.Stop(rtol=1e-6)).value
+        tensor([0.7391])
     """
 
     @abstractmethod
     def run(self, f: Callable[[State], State], z0: State, max_steps: int) -> object:
-        """Iterate ``f`` from ``z0`` for up to ``max_steps`` evaluations; ``f`` may raise to end the run."""
+        """Iterate ``f`` for up to ``max_steps`` evaluations.
+
+        Args:
+            f: the map, ``(batch, *event) -> (batch, *event)``; it may raise to end the run, which is not to be caught.
+            z0: where to start, ``(batch, *event)``.
+            max_steps: the budget.
+
+        Returns:
+            Whatever the other library does; nobody looks at it.
+        """

@@ -20,6 +20,14 @@ class TokenMap(Protocol):
 
     States are ``(batch, length, dim)``. A window is solved by calling it; while it is being called it remembers what
     its last evaluation computed, and from that it can say what has settled, without another evaluation.
+
+    Example:
+        >>> import deqseq as dq
+        >>> from deqseq.backbones import BackboneMap
+        >>> backbone, x = dq.Affine(4), torch.ones(2, 6, 4)
+        >>> f = BackboneMap(backbone, backbone.inject(x))
+        >>> isinstance(f, TokenMap), f.first(2, recording=True).length
+        (True, 2)
     """
 
     @property
@@ -32,11 +40,11 @@ class TokenMap(Protocol):
         ...
 
     def select(self, rows: RowIndex, /) -> "TokenMap":
-        """The same map for the named rows alone."""
+        """The same map for the named ``rows`` alone, ``(rows,)``."""
         ...
 
     def first(self, tokens: int, /, *, recording: bool) -> "TokenMap":
-        """The map of the first few tokens, which they do not leave to those after; ``recording`` enables settling."""
+        """The map of the first ``tokens``, whatever comes after them; ``recording`` enables settling."""
         ...
 
     def settled(self, tokens: int, /, solution: Solution | None = None) -> tuple[Any, RowIndex | None]:
@@ -44,13 +52,17 @@ class TokenMap(Protocol):
 
         Rows that failed in ``solution`` are evaluated once more, at the value that it gives them.
 
+        Args:
+            tokens: how many of the first have settled.
+            solution: of the window; None: all rows passed at its last evaluation.
+
         Returns:
             A cache, and which rows took one more evaluation; None: no row.
         """
         ...
 
     def beyond(self, tokens: int, cache: Any, /) -> "TokenMap":
-        """The map of the tokens after the first few, which have settled and left ``cache``."""
+        """The map of the tokens after the first ``tokens``, which have settled and left ``cache``."""
         ...
 
 
@@ -73,6 +85,14 @@ class Sweep(ABC):
     All sweeps of a causal map find the same fixed point, as far as the tolerance allows and the map has only one;
     they differ in how much work it takes and in how much of it is parallel. A sweep object is its configuration: a
     frozen dataclass.
+
+    Example:
+        >>> import deqseq as dq
+        >>> model = dq.ImplicitModel(dq.Affine(4), stop=dq.Stop(rtol=1e-6))
+        >>> x, sweeps = torch.ones(2, 6, 4), (dq.Simultaneous(), dq.Chunked(2), dq.Sliding(4), dq.Sequential())
+        >>> values = [model(x, sweep=sweep).value for sweep in sweeps]
+        >>> all(torch.allclose(values[0], value, atol=1e-4) for value in values)
+        True
     """
 
     @abstractmethod

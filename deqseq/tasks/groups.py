@@ -25,7 +25,7 @@ class FiniteMonoid:
         name: Short name, as `parse_group` reads it where it can.
         elements: Distinct labels for people to read; everything else names an element by its place here, its
             id. One-line tuples (1-based) for permutations, integers for Z_n, tuples for products.
-        table: Ids of the products, (order, order).
+        table: Ids of the products, `(order, order)`.
         identity: Id of the identity.
         factors: The factors of a direct product, or empty.
 
@@ -64,20 +64,20 @@ class FiniteMonoid:
         return bool((self.table == self.identity).any(dim=1).all())
 
     def index(self, element: Label) -> int:
-        """Id of the element with this label; ValueError if there is none."""
+        """Id of the element with the label `element`; ValueError if there is none."""
         if element not in self.elements:
             raise ValueError(f"{self.name} has no element {element!r}; its last is {self.elements[-1]!r}.")
         return self.elements.index(element)
 
     def inverse(self, element: int) -> int:
-        """Id of the inverse of the element with this id; ValueError if it has none."""
+        """Id of the inverse of `element` (an id); ValueError if it has none."""
         found = (self.table[element] == self.identity).nonzero()
         if len(found) == 0:
             raise ValueError(f"{self.elements[element]!r} has no inverse in {self.name}.")
         return int(found[0])
 
     def element_order(self, element: int) -> int:
-        """Smallest k >= 1 with element^k = identity; ValueError if there is none."""
+        """Smallest k >= 1 with `element`^k = identity (element is an id); ValueError if there is none."""
         self.inverse(element)  # has to exist: without one, no power is the identity and we would loop forever
         power, k = element, 1
         while power != self.identity:
@@ -90,9 +90,7 @@ class FiniteMonoid:
 
 
 def symmetric(n: int) -> FiniteMonoid:
-    """The symmetric group S_n: the permutations of 1..n, one-line notation in lexicographic order.
-
-        (a ∘ b)(i) = a(b(i))
+    """The symmetric group S_n: permutations of 1..n in lexicographic one-line notation; (a ∘ b)(i) = a(b(i)).
 
     Args:
         n: Number of points, 1 to 6; else ValueError, as a table of S7 would be absurdly large.
@@ -106,10 +104,10 @@ def symmetric(n: int) -> FiniteMonoid:
 
 
 def alternating(n: int) -> FiniteMonoid:
-    """The alternating group A_n: the even ones of `symmetric`, for n from 1 to 6. A5 is not solvable.
+    """The alternating group A_n: the even ones of `symmetric`. A5 is not solvable.
 
-    Raises:
-        ValueError: If n is out of range.
+    Args:
+        n: Number of points, 1 to 6; else ValueError.
 
     Example:
         >>> alternating(5).order
@@ -119,7 +117,10 @@ def alternating(n: int) -> FiniteMonoid:
 
 
 def cyclic(n: int) -> FiniteMonoid:
-    """The cyclic group Z_n: 0..n-1 under addition modulo n, for n from 1 to 1024. Z_2 is parity.
+    """The cyclic group Z_n: 0..n-1 under addition modulo n. Z_2 is parity.
+
+    Args:
+        n: Number of elements, 1 to 1024; else ValueError.
 
     Example:
         >>> int(cyclic(5).table[3, 4])
@@ -136,8 +137,11 @@ def direct_product(*factors: FiniteMonoid) -> FiniteMonoid:
         (a, b, ...) ∘ (a', b', ...) = (a ∘ a', b ∘ b', ...)
 
     Args:
-        *factors: One or more monoids; a product counts as its factors, so that labels stay flat. Orders must
-            multiply to 1024 at most; else ValueError.
+        *factors: One or more monoids, whose orders multiply to 1024 at most; a product counts as its factors, so
+            that labels stay flat.
+
+    Raises:
+        ValueError: If there is no factor, or the product is too large.
 
     Example:
         >>> direct_product(cyclic(2), cyclic(2)).elements
@@ -166,11 +170,7 @@ def aperiodic_monoid() -> FiniteMonoid:
     Aperiodic: powers never cycle (A² = A³ = X, B² = B). The reference calls it the semigroup of the strings
     over a, b without "aa"; with A for a and B for b its table is stricter, "ab" gives X too: the strings that
     avoid X are b*(a|ε). No four elements could do better, as the syntactic monoid of "no aa" has six (ε, a,
-    b, ab, ba, aa). We keep the reference's table, because its results were made with it.
-
-    References:
-        Schöne et al., "Implicit Language Models are RNNs: Balancing Parallelization and Expressivity", ICML
-        2025, arXiv 2502.07827.
+    b, ab, ba, aa). We keep the reference's table, because its results (arXiv 2502.07827) were made with it.
 
     Example:
         >>> aperiodic_monoid().elements
@@ -181,7 +181,7 @@ def aperiodic_monoid() -> FiniteMonoid:
 
 
 def generators(monoid: FiniteMonoid, count: int) -> tuple[int, ...]:
-    """Ids of the canonical generating subset of a given size, the same wherever it is asked for.
+    """The canonical generating subset of a given size, as ids; the same wherever it is asked for.
 
     S_n: (2, 1, 3, ...) and the n-cycle (2, ..., n, 1). A_n: the cycle of all points (n odd) or all but 1, and
     (2, 3, 1, 4, ...). Otherwise the first subset that generates, ids in lexicographic order, no identity.

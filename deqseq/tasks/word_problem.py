@@ -13,7 +13,12 @@ from deqseq.tasks.groups import FiniteMonoid, alternating, aperiodic_monoid, dir
 
 
 class WordBatch(NamedTuple):
-    """Sequences of tokens and, at every position, the product so far: element ids, (batch, length) each."""
+    """Sequences of tokens and, at every position, the product so far.
+
+    Attributes:
+        inputs: Ids of the elements, `(batch, length)`.
+        targets: Ids of their prefix products, `(batch, length)`.
+    """
 
     inputs: Int64[Tensor, "batch length"]
     targets: Int64[Tensor, "batch length"]
@@ -203,7 +208,7 @@ def prefix_products(monoid: FiniteMonoid, tokens: Int64[Tensor, "batch length"])
 
     Args:
         monoid: Where the product is taken.
-        tokens: Ids of the g_t, (batch, length).
+        tokens: Ids of the g_t, `(batch, length)`.
 
     Returns:
         Ids of the prefixes, (batch, length), on the device of the tokens.

@@ -175,6 +175,12 @@ def load_latest(directory: str | os.PathLike[str], device: torch.device | str = 
 
     Warns:
         DamagedCheckpointWarning: names a damaged checkpoint.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     load_latest(folder) is None     # nothing has been saved: begin
+        True
     """
     safetensors()
     torch.empty(0, device=device)  # a device that does not exist is no damage

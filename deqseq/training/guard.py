@@ -47,7 +47,7 @@ def check_finite(
     over all of them, so that all stop together.
 
     Args:
-        value: one number.
+        value: one number, as a tensor ``()`` or ``(1,)``.
         step: optimizer steps that are done.
         phase: the curriculum's phase, for the message.
         directory: where :func:`save_checkpoint` writes, for the message.

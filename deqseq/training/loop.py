@@ -29,7 +29,14 @@ from deqseq.training.processes import (
 
 @runtime_checkable
 class Batch(Protocol):
-    """What a step is trained on."""
+    """What a step is trained on.
+
+    Example:
+        >>> from deqseq.tasks import WordProblem, cyclic
+        >>> batch = WordProblem(cyclic(2)).fixed(4, 8, seed=0)
+        >>> isinstance(batch, Batch)
+        True
+    """
 
     @property
     def inputs(self) -> Tensor:
@@ -44,7 +51,20 @@ class Batch(Protocol):
 
 @runtime_checkable
 class Batches(Protocol):
-    """This process's part of one batch after the other, which can go on from where it was."""
+    """This process's part of one batch after the other, which can go on from where it was.
+
+    Example:
+        >>> from deqseq.tasks import WordProblem, cyclic
+        >>> class Words:
+        ...     def __init__(self): self.task, self.done = WordProblem(cyclic(2)), 0
+        ...     def __next__(self):
+        ...         self.done += 1
+        ...         return self.task.fixed(4, 8, seed=self.done)
+        ...     def state_dict(self): return {"done": self.done}
+        ...     def load_state_dict(self, state): self.done = state["done"]
+        >>> isinstance(Words(), Batches)
+        True
+    """
 
     def __next__(self) -> Batch:
         """The next one."""
@@ -55,7 +75,7 @@ class Batches(Protocol):
         ...
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
-        """Go on from there."""
+        """Go on from where ``state`` was taken."""
         ...
 
 
@@ -74,6 +94,10 @@ class Settings:
 
     Raises:
         ValueError: a number out of its range.
+
+    Example:
+        >>> Settings(steps=1000, clip=0.25).checkpoint_every
+        100
     """
 
     steps: int
@@ -142,6 +166,19 @@ class Run:
         ValueError: checkpoints of a run with another curriculum.
         FileNotFoundError: an origin without a checkpoint.
         NonFiniteLoss: a loss or gradient that is not finite, before the weights have changed.
+
+    Example:
+        >>> import tempfile, deqseq as dq
+        >>> from deqseq.tasks.text import ByteEncoder, PackedBatches, PackedText
+        >>> from deqseq.training import bounded, warmup_constant_decay
+        >>> lm = dq.CausalLM(257, dq.ImplicitModel(dq.Affine(8)))
+        >>> text = PackedText.pack(["to be or not to be"], ByteEncoder(), length=4)
+        >>> optimizer = torch.optim.AdamW(lm.parameters())
+        >>> scheduler = warmup_constant_decay(optimizer, total_steps=3, warmup_steps=1, decay_steps=0)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     parts = PackedBatches(text, 2, seed=0), optimizer, scheduler, Curriculum((bounded(until=None),))
+        ...     [update.step for update in Run(lm, *parts, Settings(steps=3), Path(folder))]
+        [1, 2, 3]
     """
 
     model: nn.Module

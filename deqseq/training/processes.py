@@ -44,7 +44,7 @@ class Processes:
         return self.rank == 0
 
     def sum(self, *values: float) -> tuple[float, ...]:
-        """The sums over all processes, in float64; each must call this."""
+        """The sums of ``values`` over all processes, in float64; each must call this."""
         if self.world == 1:
             return values
         # gloo and nccl both reduce float64; the values are few
@@ -121,6 +121,16 @@ def gradients_exchanged(model: nn.Module, exchange: bool) -> Iterator[None]:
     Args:
         model: of :meth:`Processes.spread`.
         exchange: whether it does.
+
+    Yields:
+        Nothing; the backward pass belongs into the block.
+
+    Example:
+        >>> model = nn.Linear(2, 1)
+        >>> with gradients_exchanged(model, exchange=False):
+        ...     model(torch.ones(1, 2)).sum().backward()
+        >>> model.weight.grad
+        tensor([[1., 1.]])
     """
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(exchange)
@@ -141,6 +151,15 @@ def whole_state(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Any],
     Returns:
         The two, keyed by the parameters' names, so that another number of processes can go on. Complete in the first
         process.
+
+    Example:
+        >>> model = nn.Linear(2, 1)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> model(torch.ones(1, 2)).sum().backward()
+        >>> optimizer.step()
+        >>> weights, state = whole_state(model, optimizer)
+        >>> sorted(weights), sorted(state["state"])
+        (['bias', 'weight'], ['bias', 'weight'])
     """
     return get_state_dict(model, optimizer, options=WHOLE)
 
@@ -155,10 +174,31 @@ def restore_whole_state(
         optimizer: of its parameters.
         weights: the model's state dict.
         state: the optimizer's.
+
+    Example:
+        >>> model, other = nn.Linear(2, 1), nn.Linear(2, 1)
+        >>> one, two = (torch.optim.AdamW(part.parameters()) for part in (model, other))
+        >>> model(torch.ones(1, 2)).sum().backward()
+        >>> one.step()
+        >>> restore_whole_state(other, two, *whole_state(model, one))
+        >>> torch.equal(model.weight, other.weight)
+        True
     """
     set_state_dict(model, optimizer, model_state_dict=dict(weights), optim_state_dict=dict(state), options=WHOLE)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside what :meth:`Processes.spread` has made."""
+    """The model inside what :meth:`Processes.spread` has made.
+
+    Args:
+        model: of :meth:`Processes.spread`.
+
+    Returns:
+        The model that was spread.
+
+    Example:
+        >>> model = nn.Linear(2, 1)
+        >>> unwrapped(Processes().spread(model, "ddp")) is model
+        True
+    """
     return model.module if isinstance(model, DistributedDataParallel) else model

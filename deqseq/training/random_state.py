@@ -45,6 +45,13 @@ def restore_random_state(state: Mapping[str, Any]) -> None:
 
     Raises:
         ImportError: NumPy was in use and is not installed here.
+
+    Example:
+        >>> state = random_state()
+        >>> first = random.random()
+        >>> restore_random_state(state)
+        >>> random.random() == first
+        True
     """
     torch.set_rng_state(state["torch"].cpu())
     devices = torch.cuda.device_count() if state["cuda"] else 0

@@ -19,7 +19,7 @@ class Solve:
 
     Attributes:
         stats: self-iterations and residuals.
-        status: a :class:`deqseq.Status` a row.
+        status: a :class:`deqseq.Status` a row, ``(batch,)``.
     """
 
     stats: SolveStats
@@ -130,7 +130,11 @@ class ImplicitCache(TransformersCache):
             )
 
     def update(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Layers have nothing to write here: the model commits a whole value."""
+        """Layers have nothing to write here: the model commits a whole value.
+
+        Raises:
+            TypeError: always.
+        """
         raise TypeError("an ImplicitCache serves the models of deqseq alone, which commit all layers at once")
 
     def __repr__(self) -> str:

@@ -57,9 +57,9 @@ class ImplicitConfig(PreTrainedConfig):
     """The fields that do not depend on the backbone; :class:`ImplicitMamba2Config` and its like say the rest.
 
     A field that does not exist is an error. Solvers, stopping rules and the gradient are given as our objects or their
-    JSON, and held as JSON.
+    JSON, and held as JSON. All fields are keyword arguments.
 
-    Args:
+    Attributes:
         vocab_size: tokens.
         hidden_size: width.
         num_hidden_layers: blocks.
@@ -160,6 +160,13 @@ class ImplicitConfig(PreTrainedConfig):
         Raises:
             ValueError: the backbone of another model type, or an unknown field.
             TypeError: a solver or gradient that a configuration cannot name.
+
+        Example:
+            >>> import deqseq as dq
+            >>> from deqseq.integrations.huggingface import ImplicitMamba2Config
+            >>> spec = dq.preset("mamba2-130m-implicit")
+            >>> ImplicitMamba2Config.from_specification(spec).specification() == spec
+            True
         """
         how = {} if spec.solving is None else {name: getattr(spec.solving, name) for name in (*SOLVING, "start")}
         return cls(
@@ -177,6 +184,12 @@ class ImplicitConfig(PreTrainedConfig):
     def of_backbone(cls, backbone: Mamba2Config | LlamaConfig) -> Json:
         """The fields that describe a backbone.
 
+        Args:
+            backbone: its sizes, in this library's terms.
+
+        Returns:
+            Arguments of the class.
+
         Raises:
             ValueError: the backbone of another model type.
         """
@@ -187,6 +200,13 @@ class ImplicitConfig(PreTrainedConfig):
         """As in transformers, but a keyword that is no field is an error unless the caller asks for the unused ones.
 
         A configuration of the paper's reference code, which has a ``backbone_config``, is translated.
+
+        Args:
+            config_dict: the fields.
+            **kwargs: fields that replace them, and arguments of transformers.
+
+        Returns:
+            The configuration; with ``return_unused_kwargs=True`` also the keywords that are no field.
         """
         returned = kwargs.pop("return_unused_kwargs", False)
         ours = cls._of_reference(config_dict) if "backbone_config" in config_dict else dict(config_dict)
@@ -207,7 +227,7 @@ class ImplicitConfig(PreTrainedConfig):
         return cls.from_specification(spec, **kept).to_dict()
 
     def validate_architecture(self) -> None:
-        """Refuse sizes that do not fit together, in the words of the backbone, and say what they are called here."""
+        """Refuse sizes that do not fit together by a ValueError of the backbone, with the names that they have here."""
         try:
             self.specification()
         except ValueError as error:

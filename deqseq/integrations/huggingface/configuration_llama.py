@@ -25,7 +25,11 @@ SCALING = {
 class ImplicitLlamaConfig(ImplicitConfig):
     """Sizes of an implicit Llama, or of the explicit one, under the names that transformers gives a Llama.
 
-    Args:
+    All fields are keyword arguments; those that are not named here are those of
+    :class:`~deqseq.integrations.huggingface.configuration.ImplicitConfig`.
+
+    Attributes:
+        num_hidden_layers: blocks.
         num_attention_heads: heads of the queries.
         num_key_value_heads: heads of keys and values, which divide the former; None: as many.
         head_dim: channels a head, even; None: ``hidden_size / num_attention_heads``.
@@ -34,8 +38,6 @@ class ImplicitLlamaConfig(ImplicitConfig):
         rope_parameters: the rotary embedding, as ``{"rope_type": "default", "rope_theta": 500000.0}``, or with the
             type ``"llama3"`` and its four numbers.
         max_position_embeddings: the length that the model was trained for; tools ask for it, the model does not.
-
-    The other fields are those of :class:`~deqseq.integrations.huggingface.configuration.ImplicitConfig`.
 
     Example:
         >>> config = ImplicitLlamaConfig(hidden_size=64, num_attention_heads=4, num_hidden_layers=1)
@@ -79,7 +81,7 @@ class ImplicitLlamaConfig(ImplicitConfig):
         super().__post_init__(**kwargs)
 
     def backbone(self) -> LlamaConfig:
-        """Sizes of the backbone, in this library's terms."""
+        """Sizes of the backbone, in this library's terms; ValueError for a rotary embedding that it does not have."""
         given: dict[str, Any] = {core: getattr(self, name) for core, name in self.sizes.items()}
         rope = dict(self.rope_parameters or {})
         kind, theta = rope.pop("rope_type", "default"), rope.pop("rope_theta", self.default_theta)
@@ -92,7 +94,17 @@ class ImplicitLlamaConfig(ImplicitConfig):
 
     @classmethod
     def of_backbone(cls, backbone: Mamba2Config | LlamaConfig) -> Json:
-        """The fields that describe a Llama."""
+        """The fields that describe a Llama.
+
+        Args:
+            backbone: its sizes, in this library's terms.
+
+        Returns:
+            Arguments of the class.
+
+        Raises:
+            ValueError: it is no Llama.
+        """
         if not isinstance(backbone, LlamaConfig):
             raise ValueError(f"ImplicitLlamaConfig describes a Llama, got a {type(backbone).__name__}")
         given: Json = {name: getattr(backbone, core) for core, name in cls.sizes.items()}

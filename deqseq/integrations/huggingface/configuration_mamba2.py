@@ -15,7 +15,10 @@ from deqseq.ops.backend import Backend
 class ImplicitMamba2Config(ImplicitConfig):
     """Sizes of an implicit Mamba2, or of the explicit one, under the names that transformers gives a Mamba2.
 
-    Args:
+    All fields are keyword arguments; those that are not named here are those of
+    :class:`~deqseq.integrations.huggingface.configuration.ImplicitConfig`.
+
+    Attributes:
         state_size: size of the state of each channel.
         head_dim: channels a head; divides ``expand * hidden_size``.
         expand: inner width over ``hidden_size``.
@@ -27,8 +30,6 @@ class ImplicitMamba2Config(ImplicitConfig):
         time_step_limit: bounds of the scan's step sizes.
         backend: who computes convolutions and scans: ``"reference"``, ``"mamba_ssm"``, or ``"auto"``, which takes the
             kernels where there are any.
-
-    The other fields are those of :class:`~deqseq.integrations.huggingface.configuration.ImplicitConfig`.
 
     Example:
         >>> config = ImplicitMamba2Config(hidden_size=64, num_hidden_layers=1, stop={"rtol": 1e-4})
@@ -69,7 +70,7 @@ class ImplicitMamba2Config(ImplicitConfig):
     backend: Backend = "auto"
 
     def backbone(self) -> Mamba2Config:
-        """Sizes of the backbone, in this library's terms."""
+        """Sizes of the backbone, in this library's terms; ValueError for bounds that are not two."""
         given: dict[str, Any] = {core: getattr(self, name) for core, name in self.sizes.items()}
         given["dt_limit"] = tuple(self.time_step_limit)
         if len(given["dt_limit"]) != 2:
@@ -78,7 +79,17 @@ class ImplicitMamba2Config(ImplicitConfig):
 
     @classmethod
     def of_backbone(cls, backbone: Mamba2Config | LlamaConfig) -> Json:
-        """The fields that describe a Mamba2."""
+        """The fields that describe a Mamba2.
+
+        Args:
+            backbone: its sizes, in this library's terms.
+
+        Returns:
+            Arguments of the class.
+
+        Raises:
+            ValueError: it is no Mamba2.
+        """
         if not isinstance(backbone, Mamba2Config):
             raise ValueError(f"ImplicitMamba2Config describes a Mamba2, got a {type(backbone).__name__}")
         return {name: getattr(backbone, core) for core, name in cls.sizes.items()}

@@ -32,7 +32,26 @@ from deqseq.sweeps import Sweep
 
 
 class ImplicitPreTrainedModel(PreTrainedModel):
-    """Loading, saving and initialisation that all models of ours share."""
+    """Loading, saving and initialisation that all models of ours share.
+
+    Args:
+        config: of a model type.
+        **unknown: refused, with the nearest known name.
+
+    Raises:
+        TypeError: a keyword that belongs into the configuration.
+        ValueError: an unknown keyword.
+
+    Example:
+        >>> import tempfile
+        >>> from transformers import AutoModelForCausalLM
+        >>> from deqseq.integrations.huggingface import ImplicitMamba2Config, ImplicitMamba2ForCausalLM
+        >>> config = ImplicitMamba2Config(vocab_size=9, hidden_size=16, head_dim=8, num_hidden_layers=1)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     ImplicitMamba2ForCausalLM(config).save_pretrained(folder)
+        ...     type(AutoModelForCausalLM.from_pretrained(folder)).__name__
+        'ImplicitMamba2ForCausalLM'
+    """
 
     config_class = ImplicitConfig
     config: ImplicitConfig
@@ -83,6 +102,11 @@ class ImplicitPreTrainedModel(PreTrainedModel):
     def save_pretrained(self, save_directory: str | PathLike[str], *args: Any, **kwargs: Any) -> None:
         """As in transformers, but a generation configuration that could not be read again is refused first.
 
+        Args:
+            save_directory: made if missing.
+            *args: of transformers.
+            **kwargs: of transformers.
+
         Raises:
             ValueError: an unknown field of ours in the generation configuration.
             TypeError: an object there, where JSON should be.
@@ -103,9 +127,21 @@ class ImplicitBaseModel(ImplicitPreTrainedModel):
 
     Abstract: take the class of a model type, or ``AutoModel``.
 
+    Args:
+        config: of a model type.
+        **unknown: refused, with the nearest known name.
+
     Attributes:
         core: the :class:`deqseq.ImplicitModel` or :class:`deqseq.ExplicitModel`.
         embed_tokens: the embedding.
+
+    Example:
+        >>> from deqseq.integrations.huggingface import ImplicitMamba2Config, ImplicitMamba2Model
+        >>> config = ImplicitMamba2Config(vocab_size=9, hidden_size=16, head_dim=8, num_hidden_layers=1)
+        >>> model = ImplicitMamba2Model(config).eval()
+        >>> cache = model(torch.tensor([[1, 2]])).past_key_values
+        >>> model(torch.tensor([[3]]), past_key_values=cache).last_hidden_state.shape, cache.length
+        (torch.Size([1, 1, 16]), 3)
     """
 
     _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]  # noqa: RUF012
@@ -139,7 +175,7 @@ class ImplicitBaseModel(ImplicitPreTrainedModel):
             input_ids: ``(batch, length)``.
             attention_mask: 0 at padding, on either side of a row, ``(batch, settled + length)``, settled being the
                 tokens of the cache. None: no padding.
-            position_ids: none but the model's own are accepted: real tokens counted from 0.
+            position_ids: none but the model's own are accepted, ``(batch, length)``: real tokens counted from 0.
             past_key_values: an :class:`ImplicitCache`, which goes on to what follows these tokens; None: nothing came
                 before.
             inputs_embeds: embedded tokens ``(batch, length, hidden_size)``, instead of ``input_ids``.

@@ -27,9 +27,22 @@ class ImplicitCausalLM(ImplicitPreTrainedModel, GenerationMixin):
 
     Abstract: take the class of a model type, or ``AutoModelForCausalLM``.
 
+    Args:
+        config: of a model type.
+        **unknown: refused, with the nearest known name.
+
     Attributes:
         model: embedding and backbone.
         lm_head: the head; its weight is the embedding's if the configuration ties them.
+
+    Example:
+        >>> from deqseq.integrations.huggingface import ImplicitMamba2Config, ImplicitMamba2ForCausalLM
+        >>> config = ImplicitMamba2Config(vocab_size=9, hidden_size=16, head_dim=8, num_hidden_layers=1)
+        >>> how = {"deq_sweep": {"name": "Sequential"}, "return_dict_in_generate": True}
+        >>> model, prompt = ImplicitMamba2ForCausalLM(config), torch.tensor([[1, 2, 3]])
+        >>> output = model.generate(prompt, max_new_tokens=4, do_sample=False, **how)
+        >>> [solve.stats.steps.shape for solve in output.past_key_values.solves][:2]     # the prompt's, the next one's
+        [torch.Size([1, 3]), torch.Size([1])]
     """
 
     base_class: type[ImplicitBaseModel]
@@ -64,7 +77,7 @@ class ImplicitCausalLM(ImplicitPreTrainedModel, GenerationMixin):
         Args:
             input_ids: ``(batch, length)``.
             attention_mask: 0 at padding, on either side of a row, ``(batch, settled + length)``.
-            position_ids: none but the model's own are accepted.
+            position_ids: none but the model's own are accepted, ``(batch, length)``.
             past_key_values: an :class:`ImplicitCache`, which goes on to what follows these tokens.
             inputs_embeds: embedded tokens ``(batch, length, hidden_size)``, instead of ``input_ids``.
             labels: ``(batch, length)``; the one at ``t`` is the answer at ``t - 1``. -100 and what concerns padding is
@@ -73,8 +86,8 @@ class ImplicitCausalLM(ImplicitPreTrainedModel, GenerationMixin):
             output_attentions: not available.
             output_hidden_states: whether embedded tokens and states are returned as ``hidden_states``.
             return_dict: False returns a tuple.
-            logits_to_keep: how many of the last positions get logits, or which; 0: all.
-            num_items_in_batch: what the summed loss is divided by; None: the number of labels that count.
+            logits_to_keep: how many of the last positions get logits, or which, ``(kept,)``; 0: all.
+            num_items_in_batch: what the summed loss is divided by, ``()``; None: the number of labels that count.
             sweep: which tokens are solved together; None: all.
             solver: instead of the configuration's.
             stop: instead of the configuration's.
@@ -151,7 +164,7 @@ class ImplicitCausalLM(ImplicitPreTrainedModel, GenerationMixin):
         is_first_iteration: bool | None = False,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """The arguments of the model's next call: the sweep is for prompts, a single token needs none."""
+        """The arguments of the next call, a sweep for prompts alone; ValueError for prompts padded on the right."""
         if is_first_iteration and attention_mask is not None and not bool(attention_mask[:, -1].all()):
             raise ValueError(
                 "prompts must be padded on the left: some row ends in padding, after which nothing can be predicted "

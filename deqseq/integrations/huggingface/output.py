@@ -37,7 +37,7 @@ class ImplicitCausalLMOutput(ModelOutput):
     """Predictions, and how they were found.
 
     Attributes:
-        loss: mean cross entropy in nats; None without labels.
+        loss: mean cross entropy in nats, ``()``; None without labels.
         logits: ``(batch, kept, vocab_size)``, of the positions that were asked for.
         past_key_values: what the next tokens need of these, if it was asked for.
         hidden_states: the embedded tokens and the final states, if they were asked for.

@@ -12,7 +12,12 @@ from deqseq.ops.step_sizes import UNLIMITED, StepSizes
 
 
 class SSDOutput(NamedTuple):
-    """Outputs of a scan, and the state after its last token (None if it was not asked for)."""
+    """What a scan gives.
+
+    Attributes:
+        y: outputs, ``(batch, length, heads, headdim)``.
+        state: the state after the last token, ``(batch, heads, headdim, d_state)``; None if it was not asked for.
+    """
 
     y: Float[Tensor, "batch length heads headdim"]
     state: Float[Tensor, "batch heads headdim d_state"] | None
@@ -46,12 +51,12 @@ def ssd(
         dt: step sizes before bias and softplus, ``(batch, length, heads)``.
         A: decay rates, negative, ``(heads,)``.
         B: input maps, ``(batch, length, groups, d_state)``; ``groups`` divides ``heads``.
-        C: output maps, the same shape.
+        C: output maps, ``(batch, length, groups, d_state)``.
         D: skip weights, ``(heads,)``.
         dt_bias: ``(heads,)``.
         dt_softplus: whether step sizes pass a softplus.
         dt_limit: lower and upper bound of the step sizes.
-        initial_state: the state before the first token; None is zero.
+        initial_state: the state before the first token, ``(batch, heads, headdim, d_state)``; None is zero.
         return_state: whether the state after the last token is wanted.
         chunk_size: tokens a chunk: a matter of speed (and of rounding: decays are differences of sums over a chunk);
             None: 64 in the reference, 256 in the kernels.
@@ -109,7 +114,7 @@ def ssd_state(
         dt_bias: ``(heads,)``.
         dt_softplus: whether step sizes pass a softplus.
         dt_limit: lower and upper bound of the step sizes.
-        initial_state: the state before the first token; None is zero.
+        initial_state: the state before the first token, ``(batch, heads, headdim, d_state)``; None is zero.
         counts: how many tokens of each row count, ``(batch,)``: the state after those; None: all.
 
     Returns:
@@ -146,8 +151,8 @@ def ssd_step(
         dt: step size before bias and softplus, ``(batch, heads)``.
         A: decay rates, negative, ``(heads,)``.
         B: input map, ``(batch, groups, d_state)``.
-        C: output map, the same shape.
-        state: the state before the token.
+        C: output map, ``(batch, groups, d_state)``.
+        state: the state before the token, ``(batch, heads, headdim, d_state)``.
         D: skip weights, ``(heads,)``.
         dt_bias: ``(heads,)``.
         dt_softplus: whether step sizes pass a softplus.

@@ -102,7 +102,7 @@ def read_folder(folder: Path, split: str, tasks: Iterable[int] = TASK_NAMES) -> 
 
 
 def write_stories(folder: Path, split: str, stories: Sequence[Story]) -> Path:
-    """Write the stories of one task as an official file, which :func:`read_folder` finds.
+    r"""Write the stories of one task as an official file, which :func:`read_folder` finds.
 
     Args:
         folder: created if missing.
@@ -114,6 +114,13 @@ def write_stories(folder: Path, split: str, stories: Sequence[Story]) -> Path:
 
     Raises:
         ValueError: no stories, or of several tasks.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = write_stories(Path(folder), "test", [Story(1, (Fact("Mary left."),))])
+        ...     path.read_text()
+        '1 Mary left.\n'
     """
     tasks = sorted({story.task for story in stories})
     if len(tasks) != 1:

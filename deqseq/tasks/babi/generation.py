@@ -11,6 +11,7 @@ GENERATORS = {1: one_fact_story, 2: two_fact_story, 3: three_fact_story, 15: ded
 """The tasks that can be generated: one, two and three supporting facts, basic deduction, path finding."""
 
 SCALES = (1, 2, 3)
+"""How long stories can be: what the facts before each question are multiplied by."""
 
 
 def generate_stories(task: int, count: int, *, seed: int, scale: int = 1) -> list[Story]:

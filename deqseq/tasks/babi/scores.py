@@ -15,6 +15,10 @@ from deqseq.tasks.babi.vocabulary import Vocabulary
 class Count(NamedTuple):
     """Questions, and how many of them were answered right.
 
+    Attributes:
+        right: answers that are right.
+        questions: how many were asked.
+
     Example:
         >>> Count(right=3, questions=4).accuracy
         0.75

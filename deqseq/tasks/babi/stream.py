@@ -19,10 +19,11 @@ class StoryBatch(NamedTuple):
 
     Attributes:
         inputs: token ids, ``(batch, length)``.
-        targets: at the last word of a question (its "?") the answer, the next word; elsewhere -100. They are not
-            shifted: the target at a place belongs to the input there, as :class:`deqseq.CausalLM`'s ``targets`` do.
-        tasks: number of the task each word belongs to.
-        mask: which words are real; the rest, on the right, is padding.
+        targets: at the last word of a question (its "?") the answer, the next word; elsewhere -100; ``(batch,
+            length)``. They are not shifted: the target at a place belongs to the input there, as
+            :class:`deqseq.CausalLM`'s ``targets`` do.
+        tasks: number of the task each word belongs to, ``(batch, length)``.
+        mask: which words are real, ``(batch, length)``; the rest, on the right, is padding.
     """
 
     inputs: Int64[Tensor, "batch length"]
@@ -31,7 +32,7 @@ class StoryBatch(NamedTuple):
     mask: Bool[Tensor, "batch length"]
 
     def to(self, device: torch.device | str) -> "StoryBatch":
-        """The batch on a device."""
+        """The batch on ``device``."""
         return StoryBatch(*(tensor.to(device) for tensor in self))
 
 

@@ -47,5 +47,5 @@ class PackedBatches:
         return {"batches": self.done}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on after so many batches."""
+        """Go on after as many batches as ``state`` says."""
         self.done = state["batches"]

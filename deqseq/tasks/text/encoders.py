@@ -13,7 +13,7 @@ GROUP_CHARACTERS = 2**20  # ... but no more text than this (and one document) is
 class EncodedText(NamedTuple):
     """One document as tokens: its own, then the end-of-text token.
 
-    Args:
+    Attributes:
         ids: token ids, ``(tokens,)``, unsigned.
         byte_counts: how many bytes (UTF-8) of the document each token stands for, ``(tokens,)``, unsigned; their sum
             is the size of the document.
@@ -25,7 +25,17 @@ class EncodedText(NamedTuple):
 
 @runtime_checkable
 class Encoder(Protocol):
-    """What turns documents into tokens."""
+    """What turns documents into tokens.
+
+    Example:
+        >>> class Words:
+        ...     vocab_size, eos = 1000, 999
+        ...     def __call__(self, texts):
+        ...         sizes = [[len(word) for word in text.split()] for text in texts]
+        ...         return [EncodedText(np.uint16([*row, 999]), np.uint16([*row, 0])) for row in sizes]
+        >>> isinstance(Words(), Encoder), isinstance(ByteEncoder(), Encoder)
+        (True, True)
+    """
 
     @property
     def vocab_size(self) -> int:
@@ -38,7 +48,7 @@ class Encoder(Protocol):
         ...
 
     def __call__(self, texts: Sequence[str], /) -> list[EncodedText]:
-        """Each document as tokens that end with :attr:`eos`; the same text gives the same tokens, whatever is near."""
+        """Each of ``texts`` as tokens that end with :attr:`eos`; the same text gives the same, whatever is near."""
         ...
 
 

@@ -13,7 +13,22 @@ from deqseq.tasks.text.packing import TextBatch, check_at_least, share_of
 
 @runtime_checkable
 class Documents(Protocol):
-    """Documents that can be read again, and from where one has stopped: local files, a data set of the hub."""
+    """Documents that can be read again, and from where one has stopped: local files, a data set of the hub.
+
+    Example:
+        >>> class Lines:
+        ...     def __init__(self, lines): self.lines, self.at = lines, 0
+        ...     def __iter__(self):
+        ...         start, self.at = self.at, 0
+        ...         for self.at, line in enumerate(self.lines[start:], start + 1):
+        ...             yield line
+        ...     def state_dict(self): return {"line": self.at}
+        ...     def load_state_dict(self, state): self.at = state["line"]
+        >>> documents = Lines(["to be", "or not"])
+        >>> documents.load_state_dict({"line": 1})
+        >>> isinstance(documents, Documents), list(documents)
+        (True, ['or not'])
+    """
 
     def __iter__(self) -> Iterator[str]:
         """From the beginning, or once from where :meth:`load_state_dict` says; does not read ahead."""
@@ -24,7 +39,7 @@ class Documents(Protocol):
         ...
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
-        """Let the next iterator go on from there."""
+        """Let the next iterator go on from where ``state`` was taken."""
         ...
 
 

@@ -91,6 +91,13 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
     Raises:
         OSError: there is none, or the hub cannot be reached.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = train_tokenizer(["to be or not to be"] * 3, vocab_size=260).save_pretrained(folder)
+        ...     len(load_tokenizer(folder))
+        260
     """
     try:
         return AutoTokenizer.from_pretrained(name)

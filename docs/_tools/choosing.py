@@ -1,0 +1,107 @@
+"""The tables of guides/choosing.md, from benchmarks/results/choosing.json."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from show import table
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "choosing.json"
+
+Numbers = dict[str, float]
+
+
+def answers(question: str, model: str, length: int) -> dict[str, Numbers]:
+    """Every setting that was tried for a question, and its numbers by metric."""
+    found: dict[str, Numbers] = {}
+    for row in json.loads(RESULTS.read_text()):
+        *asked, setting = row["case"].split(", ", 3)
+        if asked == [question, model, str(length)]:
+            found.setdefault(setting, {})[row["metric"]] = row["ours"]
+            if row["ratio"] is not None:
+                found[setting][f"{row['metric']}, ratio"] = row["ratio"]
+    if not found:
+        raise KeyError(f"{RESULTS.name} has no rows of {question!r} for {model} at length {length}")
+    return found
+
+
+def share(number: float) -> str:
+    """A share of one in per cent; 100 % only where it is all of them."""
+    return "100 %" if number == 1 else f"{100 * number:.1f} %"
+
+
+def count(number: float) -> str:
+    """A count, or a mean of counts."""
+    return f"{number:,.0f}" if number >= 10 else f"{number:.1f}"
+
+
+MODELS = ("parity", "A5")
+SHARES = ("converged", "accuracy, last token", "accuracy, all tokens", "forced")
+HEADERS = {
+    "converged": "rows converged",
+    "accuracy, last token": "right at the last token",
+    "accuracy, all tokens": "right at all tokens",
+    "token-updates per token": "updates",
+}
+
+
+def compared(question: str, columns: Sequence[tuple[int, str]], first: str, settings: Sequence[str] = ()) -> str:
+    """A table: settings down, lengths and metrics across, parity and A5 in each cell.
+
+    Args:
+        question: what was varied.
+        columns: length and metric of each column.
+        first: header of the settings' column.
+        settings: which of them, in this order; none: all.
+    """
+    found = {(model, length): answers(question, model, length) for model in MODELS for length, _ in columns}
+    names = settings or tuple(found[MODELS[0], columns[0][0]])
+    rows = []
+    for name in names:
+        cells = []
+        for length, metric in columns:
+            write = share if metric in SHARES else count
+            cells.append(" / ".join(write(found[model, length][name][metric]) for model in MODELS))
+        rows.append([f"`{name}`", *cells])
+    return table([first, *(f"{HEADERS.get(metric, metric)}, {length}" for length, metric in columns)], rows)
+
+
+def estimators(length: int) -> str:
+    """The table of gradient estimators: bias at the fixed point, bias as trained, and work."""
+    found = {model: answers("gradient", model, length) for model in MODELS}
+    work = ("evaluations without a graph", "evaluations with a graph", "backward passes", "peak MiB")
+    rows = []
+    for name in found[MODELS[0]]:
+        numbers = [found[model][name] for model in MODELS]
+        cells = [
+            " / ".join(f"{one[f'{part}, {where}']:.2f}" for one in numbers)
+            for part, where in (
+                ("cosine", "fixed point"),
+                ("norm", "fixed point, ratio"),
+                ("cosine", "training's stop"),
+            )
+        ]
+        rows.append([f"`{name}`", *cells, *(" / ".join(count(one[metric]) for one in numbers) for metric in work)])
+    header = (
+        "estimator",
+        "cosine",
+        "length",
+        "cosine as trained",
+        "without graph",
+        "with graph",
+        "backward",
+        "peak MiB",
+    )
+    return table(header, rows)
+
+
+def training_budgets() -> str:
+    """What the budget of training solves does to the trained model, from benchmarks/results/training_sweeps.json."""
+    found: dict[str, Numbers] = {}
+    for row in json.loads((RESULTS.parent / "training_sweeps.json").read_text()):
+        found.setdefault(row["case"], {})[row["metric"]] = row["ours"]
+    rows = [
+        [f"`{case}`", count(numbers["token-updates per token"]), f"{numbers['accuracy, Simultaneous()']:.3f}"]
+        for case, numbers in found.items()
+    ]
+    return table(("sweep and budget of training", "updates a step", "right at the last token"), rows)

@@ -1,0 +1,47 @@
+"""Reads the library's docstrings, whose roles are reStructuredText's, as the site's Markdown."""
+
+import re
+import textwrap
+from typing import Any
+
+from griffe import Docstring, Extension, Object
+
+EQUATION = re.compile(r"^( *)\.\. math::[ ]*(.*(?:\n(?:\1 +.*|[ ]*(?=\n\1 )))*)", flags=re.MULTILINE)
+ROLE = re.compile(r":(math|class|func|meth|mod|attr|data|exc):`([^`]+)`")
+EXAMPLE = re.compile(r"^( *)Example:$", flags=re.MULTILINE)
+
+
+class Markdown(Extension):
+    """Rewrites each docstring when it has been read."""
+
+    def on_object(self, *, obj: Object, **more: Any) -> None:
+        """Equations, references and examples of one object."""
+        if obj.docstring is not None:
+            obj.docstring.value = as_markdown(obj.docstring)
+
+
+def as_markdown(docstring: Docstring) -> str:
+    """The text of a docstring in Markdown."""
+    text = EQUATION.sub(display, docstring.value)
+    text = ROLE.sub(lambda found: role(found, docstring), text)
+    return EXAMPLE.sub(r"\1Examples:", text)  # the plural is a section of code, the singular one of prose
+
+
+def display(found: re.Match[str]) -> str:
+    """An equation on lines of its own."""
+    space, latex = found[1], textwrap.dedent(found[2]).strip()
+    return textwrap.indent(f"$$\n{latex}\n$$", space)
+
+
+def role(found: re.Match[str], docstring: Docstring) -> str:
+    """An equation in the line, or a name, which leads to its page if there is one."""
+    kind, text = found.groups()
+    if kind == "math":
+        return f"${text}$"
+    path, name = text.lstrip("~"), text.rpartition(".")[2] if text.startswith("~") else text
+    try:
+        assert docstring.parent is not None
+        path = docstring.parent.resolve(path)
+    except Exception:  # griffe raises several of its own for a name that is not in this scope
+        pass
+    return f'<autoref optional identifier="{path}"><code>{name}</code></autoref>'

@@ -1,0 +1,135 @@
+"""The model of three tutorials: the code that tutorials/parity.md shows, run once and kept in runs/site/."""
+
+import functools
+import hashlib
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+import deqseq as dq
+from deqseq.tasks import WordProblem, cyclic
+from deqseq.training import Curriculum, free, unrolled
+
+# --8<-- [start:task]
+task = WordProblem(cyclic(2))
+# --8<-- [end:task]
+
+
+# --8<-- [start:implicit]
+def implicit_model(seed: int = 0) -> dq.CausalLM:
+    """One Mamba2 block, iterated, under a head of two tokens."""
+    torch.manual_seed(seed)
+    backbone = dq.Mamba2(dq.Mamba2Config(d_model=32, d_state=16, headdim=32))
+    model = dq.ImplicitModel(backbone, solver=dq.Naive(), eval_solver=dq.Relaxed(0.8))
+    return dq.CausalLM(2, model)
+
+
+# --8<-- [end:implicit]
+
+
+# --8<-- [start:explicit]
+def explicit_model(blocks: int, seed: int = 0) -> dq.CausalLM:
+    """Several such blocks, each run once."""
+    torch.manual_seed(seed)
+    config = dq.Mamba2Config(
+        d_model=32,
+        d_state=16,
+        headdim=32,
+        n_layers=blocks,
+        injection=False,  # the tokens are the first block's input
+    )
+    return dq.CausalLM(2, dq.ExplicitModel(dq.Mamba2(config)))
+
+
+# --8<-- [end:explicit]
+
+# --8<-- [start:curriculum]
+curriculum = Curriculum((unrolled(8, until=0.4), free(32, rtol=0.03)))
+# --8<-- [end:curriculum]
+
+# --8<-- [start:train]
+History = list[dict[str, float]]
+
+
+def train(
+    lm: dq.CausalLM,
+    curriculum: Curriculum,
+    *,
+    steps: int = 400,
+    seconds: float | None = None,
+    seed: int = 0,
+) -> History:
+    """Train at length 16 for some steps, or for some seconds."""
+    weights = lm.parameters()
+    optimizer = torch.optim.AdamW(weights, betas=(0.9, 0.95), weight_decay=0.0)
+    history, progress, begun = [], 0.0, time.perf_counter()
+    for batch in task.batches(32, 16, seed=seed):
+        curriculum.at(progress).apply(lm)  # how to solve and differentiate
+        output = lm(batch.inputs, targets=batch.targets)
+        optimizer.zero_grad()
+        output.loss.backward()
+        torch.nn.utils.clip_grad_norm_(lm.parameters(), 0.25)
+        warmup, decay = (len(history) + 1) / 50, 5 * (1 - progress)
+        optimizer.param_groups[0]["lr"] = 1e-3 * min(1.0, warmup, decay)
+        optimizer.step()
+
+        spent = time.perf_counter() - begun
+        history.append({"loss": output.loss.item(), "seconds": spent})
+        if output.stats is not None:
+            count = output.stats.steps.float().mean().item()
+            history[-1]["self-iterations"] = count
+        done = len(history) / steps if seconds is None else spent / seconds
+        progress = min(1.0, done)
+        if progress == 1:
+            break
+    return history
+
+
+# --8<-- [end:train]
+
+FOLDER = Path(__file__).parents[2] / "runs" / "site"
+WEIGHTS = Path("runs/parity.pt")
+
+
+def kept(train: Callable[..., History]) -> Callable[..., History]:
+    """``train``, but what it did before is read from runs/site/, until this file or torch changes."""
+
+    @functools.wraps(train)
+    def read_or_train(lm: dq.CausalLM, curriculum: Curriculum, **options: float | None) -> History:
+        path = FOLDER / f"parity_{_key(lm, curriculum, options)}.pt"
+        if not path.exists():
+            history = train(lm, curriculum, **options)
+            _save({"weights": lm.state_dict(), "history": history}, path)
+        saved = torch.load(path)
+        lm.load_state_dict(saved["weights"])
+        curriculum.at(1.0).apply(lm)
+        return saved["history"]
+
+    return read_or_train
+
+
+def save_weights() -> None:
+    """Write the file that tutorials/parity.md ends with, for pages that are built before that one."""
+    lm = implicit_model()
+    kept(train)(lm, curriculum)
+    _save(lm.state_dict(), WEIGHTS)
+
+
+def _key(lm: dq.CausalLM, curriculum: Curriculum, options: dict[str, float | None]) -> str:
+    """A name for a run: this file, torch's version, the weights it begins with and its options."""
+    known = hashlib.sha256(Path(__file__).read_bytes())
+    known.update(f"{torch.__version__} {curriculum} {sorted(options.items())}".encode())
+    for name, tensor in lm.state_dict().items():
+        known.update(name.encode() + tensor.numpy().tobytes())
+    return known.hexdigest()[:16]
+
+
+def _save(content: object, path: Path) -> None:
+    """Write a file in one go: another build may read it meanwhile."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(f".{os.getpid()}")
+    torch.save(content, unfinished)
+    unfinished.replace(path)
