@@ -158,7 +158,9 @@ class SolverContract:
         z0 = torch.zeros(len(GAINS), 4, 3, dtype=torch.float64)
         dropping = self.solve(f, z0, stop)
         assert_same_rows(self.solve(kept, z0, stop), slice(None), dropping)
-        assert sorted(set(f.rows)) != [len(GAINS)]
+        ends = dropping.stats.steps.flatten(1).amax(dim=1) if per == "token" else dropping.stats.steps
+        if ends.max() - ends.min() > check_every:  # rows that end at one look leave nobody behind to be dropped for
+            assert sorted(set(f.rows)) != [len(GAINS)]
         assert f.rows == sorted(f.rows, reverse=True)
 
     def test_nothing_is_modified_in_place(self):

@@ -1,0 +1,238 @@
+"""Examples have a page and a test at toy size, benchmarks a section, images a place; results are drawn as they are."""
+
+import importlib
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import matplotlib.pyplot as plt
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[1]
+RUNS = r"subprocess\.(?:run|Popen)\(|runpy\.|\.main\("
+FASTER = {
+    "case": "Naive, map 2x3",
+    "metric": "ms",
+    "ours": 1.5,
+    "peer": "bare loop",
+    "theirs": 2.0,
+    "ratio": 0.75,
+    "runs": 5,
+    "spread": [0.7, 0.8],
+    "goal": "ratio <= 0.9",
+    "holds": True,
+    "machine": "an abacus",
+}
+SLOWER = FASTER | {"case": "Broyden, map 2x3", "ratio": 1.25, "spread": [1.2, 1.3], "holds": False}
+COUNT = FASTER | {"metric": "rounds", "ours": 12, "peer": "", "theirs": None, "ratio": None, "runs": 1}
+COUNT |= {"spread": None, "goal": None, "holds": None}
+
+
+@pytest.fixture(scope="module")
+def results() -> Iterator[ModuleType]:
+    """``docs/_tools/results.py``, imported as pages import it; how figures look elsewhere is left as it was."""
+    looks, tools = dict(plt.rcParams), str(ROOT / "docs" / "_tools")
+    sys.path.insert(0, tools)
+    yield importlib.import_module("results")
+    sys.path.remove(tools)
+    plt.close("all")
+    plt.rcParams.update(looks)
+
+
+# pages
+
+
+def nav_of(root: Path) -> set[str]:
+    """The pages that the site's navigation names."""
+    return set(leaves(yaml.safe_load((root / "mkdocs.yml").read_text())["nav"]))
+
+
+def leaves(node: object) -> Iterator[str]:
+    if isinstance(node, str):
+        yield node
+    else:
+        assert isinstance(node, list | dict)
+        for part in node if isinstance(node, list) else node.values():
+            yield from leaves(part)
+
+
+def scripts_of(folder: Path) -> list[str]:
+    """Scripts by name; what begins with an underscore, and what others only import, is none."""
+    found = [path for path in sorted(folder.glob("*.py")) if not path.name.startswith("_")]
+    return [path.stem for path in found if "__main__" in path.read_text()]
+
+
+def smoke_tests(root: Path, name: str) -> list[str]:
+    """Files of tests that run an example; its path may stand in a module that they import."""
+    texts = {path: path.read_text() for path in sorted((root / "tests").rglob("*.py"))}
+    owners = [path for path, text in texts.items() if re.search(rf'"examples"\s*/\s*"{name}\.py"', text)]
+    helpers = "|".join(path.stem for path in owners if not path.name.startswith("test_")) or "(?!)"
+    uses = re.compile(rf"^from (?:{helpers}) import .*\bSCRIPT\b", flags=re.MULTILINE)
+    tests = [path for path in texts if path.name.startswith("test_") and (path in owners or uses.search(texts[path]))]
+    return [path.name for path in tests if re.search(RUNS, texts[path]) and "\ndef test_" in texts[path]]
+
+
+def lacks(root: Path, name: str) -> list[str]:
+    """What an example still needs."""
+    page = root / "docs" / "examples" / f"{name}.md"
+    text = page.read_text() if page.exists() else ""
+    needs = {
+        "a page": bool(text),
+        "a place in the navigation": f"examples/{name}.md" in nav_of(root),
+        "its command on its page": f"python examples/{name}.py" in text,
+        "a card": f"]({name}.md)" in (root / "docs" / "examples" / "index.md").read_text(),
+        "a test that runs it": bool(smoke_tests(root, name)),
+    }
+    return [need for need, met in needs.items() if not met]
+
+
+@pytest.mark.parametrize("name", scripts_of(ROOT / "examples"))
+def test_an_example_has_a_page_a_card_and_a_test_that_runs_it(name):
+    assert lacks(ROOT, name) == []
+
+
+def test_who_runs_the_examples():
+    assert {name: smoke_tests(ROOT, name) for name in scripts_of(ROOT / "examples")} == {
+        "catbabi": ["test_babi_example.py"],
+        "evaluate": ["test_evaluate_script.py"],
+        "pretrain": ["test_pretrain_example.py"],
+        "state_tracking": ["test_examples.py"],
+    }
+
+
+def test_a_new_example_without_anything_is_noticed(tmp_path):
+    for folder in ("examples", "docs/examples", "tests"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "examples" / "new.py").write_text('if __name__ == "__main__":\n    print(1)\n')
+    (tmp_path / "examples" / "_part.py").write_text("# __main__\n")
+    (tmp_path / "mkdocs.yml").write_text("nav:\n  - Home: index.md\n")
+    (tmp_path / "docs" / "examples" / "index.md").write_text("# Examples\n")
+    names = tmp_path / "tests" / "test_new.py"
+    names.write_text('PATH = ROOT / "examples" / "new.py"\n\n\ndef test_it_exists():\n    assert PATH.exists()\n')
+    assert scripts_of(tmp_path / "examples") == ["new"]
+    all_of_it = ["a page", "a place in the navigation", "its command on its page", "a card", "a test that runs it"]
+    assert lacks(tmp_path, "new") == all_of_it
+    names.write_text(names.read_text() + "    subprocess.run([PATH])\n")
+    assert lacks(tmp_path, "new") == all_of_it[:-1]
+
+
+def test_no_page_is_about_an_example_that_is_gone():
+    pages = {Path(page).stem for page in nav_of(ROOT) if page.startswith("examples/")}
+    assert pages == {"index", *scripts_of(ROOT / "examples")}
+
+
+@pytest.mark.parametrize("name", scripts_of(ROOT / "benchmarks"))
+def test_a_benchmark_is_named_on_its_page(name):
+    assert f"`benchmarks/{name}.py`" in (ROOT / "docs" / "guides" / "benchmarks.md").read_text()
+
+
+@pytest.mark.parametrize("image", sorted((ROOT / "docs" / "images").iterdir()), ids=lambda image: image.name)
+def test_an_image_is_used_by_a_page(image):
+    shown = re.compile(rf"!\[[^\]]+\]\((\S*images/{re.escape(image.name)})\)")
+    uses = [(page, link) for page in (ROOT / "docs").rglob("*.md") for link in shown.findall(page.read_text())]
+    assert uses
+    assert all((page.parent / link).resolve() == image for page, link in uses), uses
+
+
+# results
+
+
+def test_results_of_benchmarks_are_told_from_others(results, tmp_path):
+    (tmp_path / "faster.json").write_text(json.dumps([FASTER, COUNT]))
+    (tmp_path / "accuracies.json").write_text(json.dumps([{"model": "implicit", "accuracy": 1.0}]))
+    (tmp_path / "empty.json").write_text("[]")
+    (tmp_path / "settings.json").write_text('{"case": 1}')
+    assert results.benchmarks(tmp_path) == {"faster": [FASTER, COUNT]}
+    assert {"decode", "solver_overhead", "ssd", "sweeps", "training_sweeps"} <= results.benchmarks().keys()
+
+
+def test_a_new_benchmark_has_a_section_without_new_code(results, tmp_path):
+    (tmp_path / "weather.py").write_text('"""Rain, ``dry`` or wet.\n\nIn turns.\n"""\nif "__main__": ...\n')
+    (tmp_path / "clouds.py").write_text('"""What the weather needs."""\n')
+    assert results.scripts(tmp_path) == {"weather": "Rain, `dry` or wet.\n\nIn turns."}
+    text = results.section("weather", {"weather": [FASTER, SLOWER, COUNT]}, tmp_path)
+    assert text.startswith("## weather\n\nRain, `dry` or wet.\n")
+    assert "python benchmarks/weather.py \\\n    --json benchmarks/results/weather.json" in text
+    assert "1 of 2 goals hold. Measured on: an abacus." in text
+    assert "| weather | ms | bare loop | ratio ≤ 0.9 | 1 of 2 | 0.75 to 1.25 |" in text
+    assert "| Broyden, map 2x3 | ms | 1.5 | bare loop | 2 | 1.25 [1.20,\xa01.30] | 5 | ratio ≤ 0.9 **missed** |" in text
+    assert "| Naive, map 2x3 | rounds | 12 |  |  |  | 1 |  |" in text
+    assert text.count("<svg") == 1 and "Naive, map 2x3; bare loop" in text
+    assert '??? note "All 3 rows of benchmarks/results/weather.json"\n\n    | case' in text
+
+
+def test_a_benchmark_that_was_not_run_says_so(results):
+    assert "No full run is committed yet." in results.about("weather", {})
+    assert results.section("weather", {}).endswith("No full run is committed yet.\n")
+
+
+def test_counts_alone_make_a_section_without_a_figure(results):
+    text = results.section("weather", {"weather": [COUNT]})
+    assert "There are no goals." in text and "<svg" not in text and "missed" not in text
+
+
+def test_missed_goals_are_all_listed(results):
+    committed = results.benchmarks()
+    text = results.goals(committed, missed_only=True)
+    counts = [re.findall(r"\| (\d+) of \d+ \|", line) for line in text.splitlines()[2:]]
+    missed = [row for rows in committed.values() for row in rows if row["holds"] is False]
+    assert sum(int(count) for (count,) in counts) == len(missed) > 0
+    assert {name for name, rows in committed.items() if any(row["holds"] is False for row in rows)} == {
+        line.split(" | ")[0].removeprefix("| ") for line in text.splitlines()[2:]
+    }
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        *((None, ""), (0.0, "0"), (1.0, "1"), (0.12345, "0.123"), (726.3, "726"), (6848, "6,848"), (4e-15, "4.0e-15")),
+        *((float("nan"), "nan"), (float("inf"), "inf"), (-0.5, "-0.5")),
+    ],
+)
+def test_numbers_are_short(results, value, text):
+    assert results.number(value) == text
+
+
+def test_a_cell_shows_ratio_spread_and_verdict(results):
+    assert results.compared([SLOWER]) == "1.25 [1.20,\xa01.30]<br>**≤\xa00.9 missed**"
+    assert results.compared([FASTER]) == "0.75 [0.70,\xa00.80]<br>≤\xa00.9 holds"
+    once = FASTER | {"ratio": 0.0247, "runs": 1, "goal": None, "holds": None}
+    assert results.compared([once]) == "0.025"
+    assert results.both([COUNT | {"theirs": 24}]) == "12 / 24"
+    assert (
+        results.tasteful("Sliding(window=8) | Chunked(size=4), Sequential()") == r"Sliding(8) \| Chunked(4), Sequential"
+    )
+
+
+def test_a_pivot_leaves_gaps_where_nothing_was_measured(results):
+    rows = [{"a": 1, "b": "x", "v": 5}, {"a": 2, "b": "y", "v": 6}, {"a": 1, "b": "x", "v": 7}]
+    text = results.pivot(rows, lambda r: [r["a"]], lambda r: r["b"], lambda r: "/".join(str(q["v"]) for q in r), ["a"])
+    assert text.splitlines() == ["| a | x | y |", "| --- | --- | --- |", "| 1 | 5/7 |  |", "| 2 |  | 6 |"]
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "ticks"),
+    [
+        (0.97, 1.34, [1.0, 1.1, 1.2, 1.3]),
+        (0.2, 1.3, [0.2, 0.3, 0.5, 0.7, 1.0, 1.2]),
+        (4, 30, [5, 7, 10, 12, 15, 20, 30]),
+    ],
+)
+def test_ticks_are_round_numbers_on_the_axis(results, low, high, ticks):
+    assert results.ticks_of(low, high) == ticks
+
+
+def test_figures_show_every_ratio_and_every_curve(results):
+    unjudged = FASTER | {"goal": None, "holds": None, "ratio": 3.0, "spread": None}
+    axis = results.ratios([FASTER, SLOWER, unjudged]).axes[0]
+    points = sorted(float(x) for box in axis.containers for x in box.lines[0].get_xdata())
+    assert points == [0.75, 1.25, 3.0]
+    assert results.ratios([unjudged]).legends == []
+    curves = {"parity": {"Sliding(8)": [(64, 0.2), (128, 0.4)], "Sequential": [(64, 0.5)]}}
+    figure = results.lines(curves, "length", "seconds", yscale="log")
+    assert [line.get_label() for line in figure.axes[0].lines] == ["Sliding(8)", "Sequential"]
+    assert figure.axes[0].get_yscale() == "log"
