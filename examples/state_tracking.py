@@ -10,6 +10,8 @@ again: it goes on from its last checkpoint.
     python examples/state_tracking.py                                # parity
     python examples/state_tracking.py --quick                        # the implicit model alone
     python examples/state_tracking.py --group A5 --generators 2      # the smallest group that is not solvable
+    python examples/state_tracking.py --group A5                     # all of its 60 elements as inputs
+    python examples/state_tracking.py --group A5xM --identity-probability 0.9
     python examples/state_tracking.py --backbone llama               # parity with Transformer blocks
 """
 
@@ -25,7 +27,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import matplotlib
 import torch
@@ -43,11 +45,18 @@ import matplotlib.pyplot as plt
 log = logging.getLogger("state_tracking")
 
 HARDER: dict[str, Any] = {"lr": 2e-3, "eval_lengths": (16, 32, 64, 128), "baselines": (4,)}
-RECIPES: dict[tuple[str, str], dict[str, Any]] = {
-    ("mamba2", "Z2"): {"steps": 700},
-    ("mamba2", "S3"): HARDER | {"steps": 1000, "free_from": 0.5},
-    ("mamba2", "A5"): HARDER | {"steps": 3200, "free_from": 0.65, "lengths": (4, 6, 8, 12, 16)},
-    ("llama", "Z2"): {
+LARGER: dict[str, Any] = {
+    "lr": 3e-3, "d_state": 32, "batch": 256, "steps": 4000, "unrolled_steps": 6, "free_from": 0.75,
+    "lengths": (3, 4, 6, 8, 12, 16), "free_lengths": (16, 24, 32), "eval_lengths": (16, 32, 64, 128), "baselines": (),
+    "train_sweeps": ("sliding",), "train_solver": "relaxed",
+}  # fmt: skip
+RECIPES: dict[tuple[str, str, int], dict[str, Any]] = {  # backbone, group, generators; none: 0
+    ("mamba2", "Z2", 0): {"steps": 700},
+    ("mamba2", "S3", 0): HARDER | {"steps": 1000, "free_from": 0.5},
+    ("mamba2", "A5", 2): HARDER | {"steps": 3200, "free_from": 0.65, "lengths": (4, 6, 8, 12, 16)},
+    ("mamba2", "A5", 0): LARGER,
+    ("mamba2", "A5xM", 0): LARGER | {"train_identity_probability": (0.5,), "free_lengths": (16, 32, 64)},
+    ("llama", "Z2", 0): {
         "steps": 1500,
         "lengths": (4, 8, 16),
         "max_steps": 24,
@@ -87,6 +96,7 @@ class Options:
     group: str = option("Z2", "a group or product: Z2, S3, A5, Z2xZ3, A5xM")
     generators: int = option(0, "inputs: a generating subset of this size; 0: every element")
     identity_probability: float = option(0.0, "probability that a token's group element is the identity")
+    train_identity_probability: tuple[float, ...] = option((), "that of training, one drawn a batch; none: the same")
     lengths: tuple[int, ...] = option((16,), "training lengths, one drawn for each batch")
     free_lengths: tuple[int, ...] = option((), "training lengths of the second phase; none: the same")
     eval_lengths: tuple[int, ...] = option((16, 32, 64, 128, 256, 512), "evaluation lengths")
@@ -136,7 +146,7 @@ def parse(arguments: list[str]) -> Options:
         many = isinstance(default, tuple)
         parser.add_argument(
             f"--{item.name.replace('_', '-')}",
-            type=type((*default, 0)[0] if many else default),
+            type=(*get_args(item.type), item.type)[0],
             nargs="*" if many else None,
             choices=item.metadata["choices"],
             default=argparse.SUPPRESS,
@@ -146,10 +156,13 @@ def parse(arguments: list[str]) -> Options:
     parser.add_argument("--fresh", action="store_true", help="remove what an earlier run left in the output folder")
     given = vars(parser.parse_args(arguments))
     quick, fresh = given.pop("quick"), given.pop("fresh")
-    backbone, group, seed = (given.get(name, getattr(Options, name)) for name in ("backbone", "group", "seed"))
+    backbone, group, generating, seed = (
+        given.get(name, getattr(Options, name)) for name in ("backbone", "group", "generators", "seed")
+    )
     suffix = "_llama" * (backbone == "llama") + "_quick" * quick
     values: dict[str, Any] = {"output": f"runs/state_tracking_{group}_{seed}{suffix}"}
-    values |= RECIPES.get((backbone, group), {}) | ({"baselines": (), "eval_lengths": (16, 32, 64)} if quick else {})
+    values |= RECIPES.get((backbone, group, generating), RECIPES.get((backbone, group, 0), {}))
+    values |= {"baselines": (), "eval_lengths": (16, 32, 64)} if quick else {}
     values |= {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
     options = Options(**values)
     try:
@@ -186,6 +199,7 @@ def check(options: Options) -> None:
         raise ValueError(f"--output must be a folder, got {options.output!r}")
     make_curriculum(options)
     make_model(options, make_task(options).vocab_size, None)
+    training_tasks(options)
 
 
 def make_task(options: Options) -> WordProblem:
@@ -193,6 +207,13 @@ def make_task(options: Options) -> WordProblem:
     group = parse_group(options.group)
     inputs = generators(group, options.generators) if options.generators else None
     return WordProblem(group, inputs, identity_probability=options.identity_probability)
+
+
+def training_tasks(options: Options) -> list[WordProblem]:
+    """The same problem with each probability of an easy token that is trained with."""
+    task = make_task(options)
+    given = options.train_identity_probability or (options.identity_probability,)
+    return [replace(task, identity_probability=probability) for probability in given]
 
 
 def make_curriculum(options: Options) -> Curriculum:
@@ -242,7 +263,7 @@ def learning_rate(options: Options, step: int, progress: float) -> float:
     return options.lr * min(1.0, (step + 1) / options.warmup, max(0.05, 5 * (1 - progress)))
 
 
-def train(name: str, lm: dq.CausalLM, task: WordProblem, options: Options, seconds: float | None) -> float:
+def train(name: str, lm: dq.CausalLM, options: Options, seconds: float | None) -> float:
     """Train for ``options.steps`` steps, or for some seconds; returns the seconds it took in all."""
     folder, step, spent = Path(options.output) / name, 0, 0.0
     optimizer = torch.optim.AdamW(lm.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.0)
@@ -252,7 +273,7 @@ def train(name: str, lm: dq.CausalLM, task: WordProblem, options: Options, secon
         saved.restore(lm, optimizer)
         step, spent = saved.step, saved.meta["seconds"]
         log.info("%s: going on from step %d", name, step)
-    data = batches_of(task, options)
+    data = batches_of(options)
     for _ in range(step):
         next(data)
     progress = step / options.steps if seconds is None else spent / seconds
@@ -282,8 +303,15 @@ def train(name: str, lm: dq.CausalLM, task: WordProblem, options: Options, secon
     return spent
 
 
-def batches_of(task: WordProblem, options: Options) -> Iterator[dict[str, WordBatch]]:
+def batches_of(options: Options) -> Iterator[dict[str, WordBatch]]:
     """A batch for each phase, at every step, so that a run that goes on draws what it would have drawn."""
+    ways = [phases_of(task, options) for task in training_tasks(options)]
+    for step in itertools.count():
+        yield next(random.Random(f"data {options.seed} {step}").choice(ways))
+
+
+def phases_of(task: WordProblem, options: Options) -> Iterator[dict[str, WordBatch]]:
+    """Batches of one problem, without end."""
     draw = partial(task.batches, options.batch, seed=options.seed, device=options.device)
     if not options.free_lengths:
         return ({"unrolled": batch, "free": batch} for batch in draw(options.lengths))
@@ -422,12 +450,12 @@ def main(arguments: list[str]) -> None:
     logging.basicConfig(filename=output / "log.txt", level=logging.INFO, format="%(asctime)s %(message)s", force=True)
     print(f"{options.group}: {len(task.input_ids)} inputs, {task.vocab_size} states; results in {output}/")
     lm = make_model(options, task.vocab_size, None)
-    seconds = train("implicit", lm, task, options, None)
+    seconds = train("implicit", lm, options, None)
     rows = evaluate("implicit", lm, task, options)
     for blocks in options.baselines:
         label = f"explicit {blocks} block{'s' * (blocks > 1)}"
         baseline = make_model(options, task.vocab_size, blocks)
-        train(label.replace(" ", "-"), baseline, task, options, options.baseline_seconds or seconds)
+        train(label.replace(" ", "-"), baseline, options, options.baseline_seconds or seconds)
         rows += evaluate(label, baseline, task, options)
     compute = accuracy_by_budget(lm, task, options)
     (output / "results.json").write_text(json.dumps(rows, indent=1))

@@ -1,6 +1,7 @@
 """The examples run as they are, go on after an interruption, and refuse to mix runs."""
 
 import json
+import runpy
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ TINY = ["--d-model", "16", "--d-state", "4", "--headdim", "8", "--batch", "8", "
 TINY += ["--eval-lengths", "4", "8", "--baselines", "1", "--baseline-seconds", "0.5", "--checkpoint-seconds", "0"]
 LLAMA = ["--backbone", "llama", "--heads", "2", "--mlp-width", "16", "--window", "2"]
 MIXED = ["--train-sweeps", "simultaneous", "sequential", "sliding"]
+MONOID = ["--group", "Z2xM", "--identity-probability", "0.9", "--train-identity-probability", "0", "0.5"]
 SWEEPS = ("simultaneous", "sequential", "sliding")
 
 
@@ -91,8 +93,8 @@ def weights(folder: Path, model: str = "implicit") -> dict:
 
 @pytest.mark.parametrize(
     "flags",
-    [["--free-lengths", "3", "5"], [*LLAMA, *MIXED, "--free-from", "0"]],
-    ids=["mamba2", "llama, mixed sweeps"],
+    [["--free-lengths", "3", "5"], [*LLAMA, *MIXED, "--free-from", "0"], [*MONOID, "--free-from", "0.5"]],
+    ids=["mamba2", "llama, mixed sweeps", "product with a monoid, mixed probabilities"],
 )
 def test_a_killed_run_goes_on_and_ends_as_if_it_had_not_been(tmp_path, flags):
     options = ["--steps", "60", "--baselines", *flags]
@@ -127,6 +129,7 @@ def test_a_killed_run_goes_on_and_ends_as_if_it_had_not_been(tmp_path, flags):
         (["--train-sweeps", "diagonal"], "argument --train-sweeps: invalid choice: 'diagonal'"),
         (["--train-sweeps"], "--train-sweeps must name at least one of simultaneous, sequential, sliding"),
         ([*MIXED, "--gradient", "unrolled"], "--gradient unrolled needs --train-sweeps simultaneous, got ['simult"),
+        ([*MONOID, "2"], "identity_probability must be from 0 to 1, got 2.0"),
         (["--stepz", "5"], "unrecognized arguments: --stepz 5"),
     ],
     ids=str,
@@ -136,6 +139,21 @@ def test_bad_options_are_refused_before_anything_is_written(tmp_path, flags, mes
     assert done.returncode == 2
     assert message in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "steps", "width"),
+    [
+        (["--group", "A5", "--generators", "2"], 3200, 16),
+        (["--group", "A5"], 4000, 32),
+        (["--group", "S3", "--generators", "2"], 1000, 16),
+        (["--group", "A5", "--steps", "7"], 7, 32),
+        (["--group", "Z4"], 1000, 16),
+    ],
+)
+def test_a_recipe_is_the_groups_and_options_go_before_it(tmp_path, flags, steps, width):
+    options = runpy.run_path(str(SCRIPT))["parse"]([*flags, "--output", str(tmp_path)])
+    assert (options.steps, options.d_state) == (steps, width)
 
 
 def test_fresh_removes_nothing_but_a_run(tmp_path):
