@@ -74,7 +74,7 @@ def test_a_part_of_the_text():
     assert found.nats == pytest.approx(sum(one.nats for one in each))
     assert len({round(one.nats, 6) for one in each}) == 3
     for rows in ([], [-1], [10_000]):
-        with pytest.raises(ValueError, match=r"rows must be numbers from 0 to .*, at least one, got"):
+        with pytest.raises(ValueError, match=r"rows must be a list of numbers from 0 to .*, at least one, got"):
             score(lm, text, batch_size=2, rows=rows)
 
 

@@ -50,7 +50,9 @@ def from_pretrained_backbone(
     injection is zero, the map does not depend on the tokens, which enter by the start alone: a converged solve keeps
     no more of them than to which of the map's fixed points the start led. So it is of no use before training.
     Fine-tune with few self-iterations first, as the default does (4, then 1 phantom step), and allow more once the
-    loss has settled; set ``start="zero"`` only when the injection carries the input. With a phantom or implicit
+    loss has settled. From the embedded tokens a model may learn to pass the tolerance without having a fixed point:
+    score it at two tolerances and with two sweeps. If it is to be solved to its fixed point, set ``start="zero"``
+    before you fine-tune, which costs more of what was pretrained. With a phantom or implicit
     gradient the embedding learns through the injection and the tied head; ``Unrolled()`` with ``Stop.exactly(1)``
     gives the pretrained model's own gradients.
 

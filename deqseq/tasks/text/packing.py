@@ -160,8 +160,8 @@ class PackedText:
         share = share_of(batch_size, rank, world)
         count = -(-(len(self.tokens) - 1) // self.length)  # rounded up
         chosen = np.arange(count) if rows is None else np.array(rows, dtype=np.int64)
-        if not len(chosen) or chosen.min() < 0 or chosen.max() >= count:
-            raise ValueError(f"rows must be numbers from 0 to {count - 1}, at least one, got {rows}")
+        if chosen.ndim != 1 or not len(chosen) or chosen.min() < 0 or chosen.max() >= count:
+            raise ValueError(f"rows must be a list of numbers from 0 to {count - 1}, at least one, got {rows}")
         filled = np.concatenate([chosen, np.full(-len(chosen) % batch_size, count + 1)])  # behind the end
         return (self._batch(batch[share]) for batch in filled.reshape(-1, batch_size))
 
