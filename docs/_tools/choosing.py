@@ -26,21 +26,22 @@ def answers(question: str, model: str, length: int) -> dict[str, Numbers]:
 
 
 def share(number: float) -> str:
-    """A share of one in per cent; 100 % only where it is all of them."""
-    return "100 %" if number == 1 else f"{100 * number:.1f} %"
+    """A share of one in per cent."""
+    return f"{100 * number:.3g}"
 
 
 def count(number: float) -> str:
     """A count, or a mean of counts."""
-    return f"{number:,.0f}" if number >= 10 else f"{number:.1f}"
+    return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
 
 
 MODELS = ("parity", "A5")
 SHARES = ("converged", "accuracy, last token", "accuracy, all tokens", "forced")
 HEADERS = {
-    "converged": "rows converged",
-    "accuracy, last token": "right at the last token",
-    "accuracy, all tokens": "right at all tokens",
+    "converged": "% converged",
+    "accuracy, last token": "% right at the last token",
+    "accuracy, all tokens": "% right at all tokens",
+    "forced": "% forced",
     "token-updates per token": "updates",
 }
 
@@ -62,36 +63,29 @@ def compared(question: str, columns: Sequence[tuple[int, str]], first: str, sett
         for length, metric in columns:
             write = share if metric in SHARES else count
             cells.append(" / ".join(write(found[model, length][name][metric]) for model in MODELS))
-        rows.append([f"`{name}`", *cells])
+        rows.append([f"`{name.removesuffix(', Simultaneous()')}`", *cells])
     return table([first, *(f"{HEADERS.get(metric, metric)}, {length}" for length, metric in columns)], rows)
 
 
-def estimators(length: int) -> str:
-    """The table of gradient estimators: bias at the fixed point, bias as trained, and work."""
+def estimators(length: int, settings: Sequence[str] = ()) -> str:
+    """The table of gradient estimators, or of some: bias at the fixed point, bias as trained, and work."""
     found = {model: answers("gradient", model, length) for model in MODELS}
     work = ("evaluations without a graph", "evaluations with a graph", "backward passes", "peak MiB")
     rows = []
-    for name in found[MODELS[0]]:
+    for name in settings or found[MODELS[0]]:
         numbers = [found[model][name] for model in MODELS]
         cells = [
-            " / ".join(f"{one[f'{part}, {where}']:.2f}" for one in numbers)
+            " / ".join(f"{one[f'{part}, {where}']:.3g}" for one in numbers)
             for part, where in (
                 ("cosine", "fixed point"),
                 ("norm", "fixed point, ratio"),
                 ("cosine", "training's stop"),
+                ("norm", "training's stop, ratio"),
             )
         ]
         rows.append([f"`{name}`", *cells, *(" / ".join(count(one[metric]) for one in numbers) for metric in work)])
-    header = (
-        "estimator",
-        "cosine",
-        "length",
-        "cosine as trained",
-        "without graph",
-        "with graph",
-        "backward",
-        "peak MiB",
-    )
+    bias = ("cosine", "length", "cosine as trained", "length as trained")
+    header = ("estimator", *bias, "without graph", "with graph", "backward", "peak MiB")
     return table(header, rows)
 
 

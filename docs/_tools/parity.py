@@ -23,7 +23,8 @@ def implicit_model(seed: int = 0) -> dq.CausalLM:
     """One Mamba2 block, iterated, under a head of two tokens."""
     torch.manual_seed(seed)
     backbone = dq.Mamba2(dq.Mamba2Config(d_model=32, d_state=16, headdim=32))
-    model = dq.ImplicitModel(backbone, solver=dq.Naive(), eval_solver=dq.Relaxed(0.8))
+    plain, damped = dq.Naive(), dq.Relaxed(0.8)
+    model = dq.ImplicitModel(backbone, solver=plain, eval_solver=damped)
     return dq.CausalLM(2, model)
 
 
