@@ -102,7 +102,7 @@ def check_duality(
     Args:
         model: a language model around an :class:`ImplicitModel`; its mode decides on dropout, so use ``eval()``.
         ids: tokens, ``(batch, length)``.
-        mask: which of them are real; None: all.
+        mask: which of them are real, ``(batch, length)``; None: all.
         sweeps: at least two.
         solver: instead of the model's own.
         stop: instead of the model's own.

@@ -1,0 +1,183 @@
+"""Gradient bias against gradients in closed form, and costs that are known."""
+
+import pytest
+import torch
+from small_models import contractive_llama, contractive_mamba2
+from torch.nn import functional as F
+
+import deqseq as dq
+from deqseq.diagnostics import gradient_bias
+from deqseq.diagnostics.cost import saved_for_backward
+from deqseq.diagnostics.gradient_bias import part_of
+
+IDS = torch.randint(0, 11, (3, 6), generator=torch.Generator().manual_seed(0))
+TARGETS = torch.randint(0, 11, (3, 6), generator=torch.Generator().manual_seed(1))
+MASK = torch.arange(6) < torch.tensor([6, 4, 2])[:, None]
+TIGHT = dq.Stop(rtol=1e-12, max_steps=500)
+
+
+def language_model(backbone, **options):
+    torch.manual_seed(1)
+    return dq.CausalLM(11, dq.ImplicitModel(backbone, **options), embedding_std=1.0).double()
+
+
+def affine_model(**options):
+    torch.manual_seed(0)
+    return language_model(dq.Affine(8), **options)
+
+
+def by_hand(lm, value_of, targets):
+    """The gradient of the loss with the fixed point replaced by ``value_of(x)``."""
+    logits = lm.logits(value_of(lm.embedding(IDS)))
+    answers = IDS[:, 1:] if targets is None else targets
+    logits = logits[:, :-1] if targets is None else logits
+    loss = F.cross_entropy(logits.flatten(0, 1), answers.flatten())
+    found = torch.autograd.grad(loss, list(lm.parameters()))
+    return {part_of(name): g.flatten() for (name, _), g in zip(lm.named_parameters(), found, strict=True)}
+
+
+@pytest.mark.parametrize("targets", [None, TARGETS], ids=["next token", "targets"])
+def test_against_the_closed_form(targets):
+    """Affine's fixed point is known as a function of its weights, so its gradient needs no solver and no adjoint."""
+    lm = affine_model()
+    backbone = lm.model.backbone
+
+    def one_step(x):
+        return backbone(backbone.solution(x).detach(), backbone.inject(x))[0]
+
+    def phantom(x):
+        z = backbone.solution(x).detach()
+        for _ in range(3):
+            z = 0.3 * z + 0.7 * backbone(z, backbone.inject(x))[0]
+        return z
+
+    exact = by_hand(lm, backbone.solution, targets)
+    report = gradient_bias(lm, IDS, targets=targets, estimators=[dq.OneStep(), dq.Phantom(3, 0.7)])
+    assert report.converged == 1 and report.adjoint_converged
+    for one, value_of in zip(report.estimators, (one_step, phantom), strict=True):
+        ours = by_hand(lm, value_of, targets)
+        assert one.parts.keys() == exact.keys() == {"embedding", "A", "R", "U"}
+        pairs = {part: (ours[part], exact[part]) for part in exact}
+        for part, (a, b) in pairs.items():
+            assert one.parts[part].cosine == pytest.approx(F.cosine_similarity(a, b, dim=0).item(), rel=1e-7)
+            assert one.parts[part].norm_ratio == pytest.approx((a.norm() / b.norm()).item(), rel=1e-7)
+        a, b = (torch.cat(every) for every in zip(*pairs.values(), strict=True))
+        assert one.overall.cosine == pytest.approx(F.cosine_similarity(a, b, dim=0).item(), rel=1e-7)
+        assert one.overall.norm_ratio == pytest.approx((a.norm() / b.norm()).item(), rel=1e-7)
+        assert one.overall.cosine < 0.999
+
+
+@pytest.mark.parametrize("make", [contractive_mamba2, contractive_llama])
+@pytest.mark.parametrize("mask", [None, MASK, MASK.flip(1)], ids=["whole", "right", "left"])
+def test_more_steps_come_closer_and_all_of_them_arrive(make, mask):
+    lm = language_model(make())
+    estimators = [dq.OneStep(), dq.Phantom(2, 1.0), dq.Phantom(30, 1.0), dq.Unrolled()]
+    report = gradient_bias(lm, IDS, mask=mask, estimators=estimators, stop=TIGHT)
+    assert report.converged == 1 and report.adjoint_converged
+    errors = [1 - one.overall.cosine for one in report.estimators]
+    assert errors[0] > errors[1] > errors[2]
+    assert abs(errors[3]) < 1e-9 and abs(report.estimators[3].overall.norm_ratio - 1) < 1e-6
+    assert set(report.exact.parts) >= {"embedding", "layers.0", "layers.1"}
+    assert report.exact.overall.cosine == pytest.approx(1, rel=1e-12)
+
+
+def test_what_they_cost():
+    lm = affine_model(solver=dq.Naive())
+    estimators = [dq.Phantom(2), dq.Phantom(4), dq.Phantom(8), dq.Unrolled(), dq.Unrolled(checkpoint=True)]
+    report = gradient_bias(lm, IDS, estimators=estimators, stop=dq.Stop(rtol=1e-9, max_steps=300))
+    with torch.no_grad():
+        solve = lm(IDS, stop=dq.Stop(rtol=1e-9, max_steps=300)).stats.evaluations
+    assert [one.evaluations for one in report.estimators] == [solve + 2, solve + 4, solve + 8, solve, 2 * solve]
+    assert report.exact.evaluations == solve + 1 and report.exact.backward_steps > 5
+    two, four, eight, unrolled, checkpointed = (one.saved_bytes for one in report.estimators)
+    assert eight - four == 2 * (four - two)
+    assert report.exact.saved_bytes < two < four < eight < unrolled and checkpointed < unrolled
+    state = 3 * 6 * 8 * 8
+    assert 2 * state <= four - two <= 2 * 3 * state  # a step keeps the state, its sum with the one before, and the new
+
+
+def test_an_estimator_of_your_own():
+    class Nothing(dq.AttachedGradient):
+        def attach(self, f, z_star):
+            return z_star + 0 * f(z_star)
+
+    lm = affine_model()
+    (found,) = gradient_bias(lm, IDS, estimators=[Nothing()]).estimators
+    assert found.parts["A"].norm_ratio == 0 and found.parts["A"].cosine != found.parts["A"].cosine
+    assert found.parts["embedding"].norm_ratio > 0  # by the head, which is tied
+    assert "Nothing" in str(gradient_bias(lm, IDS, estimators=[Nothing()]))
+
+
+def test_nothing_is_left_behind():
+    lm = language_model(contractive_mamba2(dropout=0.5), gradient=dq.OneStep()).train()
+    before = {name: value.clone() for name, value in lm.state_dict().items()}
+    state = torch.get_rng_state()
+    first, again = (gradient_bias(lm, IDS, estimators=[dq.OneStep()]) for _ in range(2))
+    assert first.estimators == again.estimators
+    assert lm.model.gradient == dq.OneStep() and lm.training and lm.model.backbone.layers[0].training
+    assert all(p.grad is None for p in lm.parameters())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(before[name], value) for name, value in lm.state_dict().items())
+    assert not lm.model.backbone._forward_pre_hooks
+
+    class Broken(dq.AttachedGradient):
+        def attach(self, f, z_star):
+            raise ArithmeticError("broken")
+
+    with pytest.raises(ArithmeticError):
+        gradient_bias(lm, IDS, estimators=[Broken()])
+    assert lm.model.gradient == dq.OneStep() and lm.training and not lm.model.backbone._forward_pre_hooks
+
+
+def test_it_works_under_no_grad_and_with_frozen_parameters():
+    lm = affine_model()
+    lm.model.backbone.U.requires_grad_(False)
+    with torch.no_grad():
+        report = gradient_bias(lm, IDS, estimators=[dq.Unrolled()])
+    assert set(report.exact.parts) == {"embedding", "A", "R"}
+    assert report.estimators[0].overall.cosine == pytest.approx(1, abs=1e-9)
+
+
+def test_where_nothing_converges_the_report_says_so():
+    lm = affine_model()
+    report = gradient_bias(lm, IDS, estimators=[dq.OneStep()], stop=dq.Stop(rtol=1e-12, max_steps=2))
+    assert report.converged == 0 and not report.adjoint_converged
+    assert "Not exact: 0% of rows converged" in str(report)
+    assert "Not exact" not in str(gradient_bias(lm, IDS, estimators=[dq.OneStep()]))
+
+
+def test_single_precision_at_its_own_tolerance():
+    report = gradient_bias(affine_model().float(), IDS, estimators=[dq.Unrolled()])
+    assert report.converged == 1 and report.adjoint_converged
+    assert report.estimators[0].overall.cosine == pytest.approx(1, abs=1e-6)
+
+
+def test_bad_arguments():
+    lm = affine_model()
+    with pytest.raises(TypeError, match="gradient_bias needs a CausalLM around an ImplicitModel, got one around"):
+        gradient_bias(dq.CausalLM(11, dq.ExplicitModel(contractive_llama(injection=False))), IDS)
+    with pytest.raises(ValueError, match="at least an estimator to compare, got none"):
+        gradient_bias(lm, IDS, estimators=[])
+    with pytest.raises(ValueError, match="nothing to score"):
+        gradient_bias(lm, IDS[:, :1])
+    with pytest.raises(ValueError, match="at least a parameter that requires a gradient, got none"):
+        gradient_bias(lm.requires_grad_(False), IDS)
+
+
+def test_drawn_part_by_part():
+    report = gradient_bias(affine_model(), IDS, estimators=[dq.OneStep(), dq.Phantom(4)])
+    axis = report.plot().axes[0]
+    assert [tick.get_text() for tick in axis.get_xticklabels()] == ["all", "embedding", "A", "R", "U"]
+    first = report.estimators[0]
+    expected = [first.overall.cosine, *(part.cosine for part in first.parts.values())]
+    assert list(axis.get_lines()[0].get_ydata()) == expected
+    assert [text.get_text() for text in axis.get_legend().get_texts()] == ["OneStep", "Phantom(4, 0.8)"]
+
+
+def test_a_graph_that_was_dropped_is_not_counted():
+    x = torch.ones(4, requires_grad=True)
+    with saved_for_backward(torch.nn.Identity()) as count:
+        y = x.exp()  # keeps its own result, which leads back to it
+        assert count() == 16
+        del y
+        assert count() == 0

@@ -1,0 +1,280 @@
+"""Eigenvalues and Jacobian size against dense linear algebra, and against torchdeq."""
+
+import pytest
+import torch
+from problems import causal_chain, seeded, symmetric
+from small_models import affine, contractive_llama, contractive_mamba2, embedded
+from torchdeq.loss import jac_reg, power_method
+
+import deqseq as dq
+from deqseq.backbones import BackboneMap
+from deqseq.diagnostics import SpectralRadius, jacobian_regularisation, model_spectral_radius, spectral_radius
+from deqseq.diagnostics.arnoldi import ritz_values
+
+TIGHT = dq.Stop(rtol=1e-11, max_steps=500)
+BACKBONES = pytest.mark.parametrize(
+    "make", [contractive_mamba2, contractive_llama, affine], ids=["Mamba2", "Llama", "Affine"]
+)
+IDS = torch.randint(0, 11, (2, 5), generator=seeded(0))
+
+
+def language_model(backbone, **options):
+    torch.manual_seed(1)
+    return dq.CausalLM(11, dq.ImplicitModel(backbone, stop=TIGHT, **options), embedding_std=1.0).double()
+
+
+def rotation(angle, size):
+    angle = torch.tensor(angle, dtype=torch.float64)
+    return size * torch.stack([angle.cos(), -angle.sin(), angle.sin(), angle.cos()]).reshape(2, 2)
+
+
+def test_dense_matrices_of_each_row():
+    W = torch.randn(4, 12, 12, generator=seeded(1), dtype=torch.float64)
+    z = torch.randn(4, 3, 4, generator=seeded(2), dtype=torch.float64)
+    report = spectral_radius(lambda z: torch.einsum("bij,bj->bi", W, z.flatten(1)).reshape(z.shape), z, steps=50)
+    exact = torch.linalg.eigvals(W).abs().amax(dim=1)
+    assert report.eigenvalues.shape == (4, 12)
+    assert torch.allclose(report.radius, exact, rtol=1e-9)
+    assert (report.error < 1e-9).all()
+
+
+@pytest.mark.parametrize("angle", [0.3, 1.5707963, 3.0])
+def test_complex_pairs_among_many_smaller_eigenvalues(angle):
+    others = torch.linspace(-0.6, 0.6, 58, dtype=torch.float64)
+    matrix = torch.block_diag(rotation(angle, 0.9), symmetric(others))
+    report = spectral_radius(lambda z: z @ matrix.T, torch.zeros(3, 60, dtype=torch.float64), steps=32)
+    assert torch.allclose(report.radius, torch.full((3,), 0.9, dtype=torch.float64), rtol=1e-5)
+    assert (report.error < 1e-3).all()
+
+
+def test_too_few_steps_show_in_the_error():
+    matrix = symmetric(torch.linspace(-0.9, 0.9, 200, dtype=torch.float64))
+    few, many = (
+        spectral_radius(lambda z: z @ matrix, torch.zeros(1, 200, dtype=torch.float64), steps=steps)
+        for steps in (3, 200)
+    )
+    assert 0.9 - few.radius.item() > 0.01
+    assert few.error.item() > 0.01
+    assert many.error.item() < 1e-9
+    assert many.radius.item() == pytest.approx(0.9, rel=1e-10)
+
+
+def test_agrees_with_torchdeq_where_its_quotient_converges():
+    matrix = symmetric(torch.tensor([0.8, 0.5, 0.3, -0.2], dtype=torch.float64))
+    z = torch.zeros(2, 4, dtype=torch.float64, requires_grad=True)
+    torch.manual_seed(0)
+    _, theirs = power_method(z @ matrix, z, n_iters=100)
+    ours = spectral_radius(lambda z: z @ matrix, z)
+    assert torch.allclose(ours.radius, theirs, rtol=1e-10)
+
+
+def test_an_invariant_space_ends_the_search():
+    found = ritz_values(lambda v: v * torch.tensor([0.5, 0.5, 0.5]), torch.ones(1, 3), 3)
+    assert found.values.abs().amax() == pytest.approx(0.5)
+    assert found.error.item() == 0
+
+
+def test_damping_acts_on_the_eigenvalues():
+    matrix = torch.diag(torch.tensor([-0.9, 0.5], dtype=torch.float64))
+    report = spectral_radius(lambda z: z @ matrix, torch.zeros(1, 2, dtype=torch.float64))
+    assert report.radius.item() == pytest.approx(0.9)
+    assert report.damped(0.5).item() == pytest.approx(0.75)
+    assert report.damped(1.0).item() == pytest.approx(0.9)
+
+
+def test_what_tokens_hand_on_is_no_eigenvalue():
+    """Each token's block is 0.3; the whole sequence seen in a few steps looks larger, and says that it may be off."""
+    chain = causal_chain(length=12, own=0.3)
+    z = chain.fixed_point()
+    tokens = spectral_radius(chain, z, per="token")
+    assert torch.allclose(tokens.radius, torch.full((2, 12), 0.3, dtype=torch.float64), rtol=1e-9)
+    whole = spectral_radius(chain, z, per="sample", steps=6)
+    assert (whole.radius > 0.6).all()
+    assert (whole.error > 0.01).all()
+
+
+@BACKBONES
+def test_token_blocks_against_the_dense_jacobian(make):
+    backbone, x = make(), embedded(length=5)
+    with torch.no_grad():
+        f = BackboneMap(backbone, backbone.inject(x))
+        z = dq.solve(f, torch.zeros_like(x), solver=dq.Relaxed(), stop=TIGHT).value
+    taken_apart = spectral_radius(f, z, per="token")
+    as_any_map = spectral_radius(lambda z: f(z), z, per="token")
+    assert torch.allclose(taken_apart.radius, as_any_map.radius, rtol=1e-8)
+    for row in range(2):
+        alone = f.select(torch.tensor([row]))
+        dense = torch.autograd.functional.jacobian(alone, z[row : row + 1])[0, :, :, 0].reshape(40, 40)
+        blocks = torch.stack([dense[8 * t : 8 * t + 8, 8 * t : 8 * t + 8] for t in range(5)])
+        exact = torch.linalg.eigvals(blocks).abs().amax(dim=1)
+        assert torch.allclose(taken_apart.radius[row], exact, rtol=1e-6)
+        whole = torch.linalg.eigvals(dense).abs().max().item()
+        assert taken_apart.per_row[row].item() == pytest.approx(whole, rel=1e-3)
+
+
+@BACKBONES
+def test_a_model_padded_on_either_side(make):
+    lm = language_model(make())
+    alone = model_spectral_radius(lm, IDS[:, :3])
+    mask = torch.tensor([[False, False, True, True, True]] * 2)
+    left = model_spectral_radius(lm, IDS[:, :3][:, [0, 0, 0, 1, 2]], mask=mask)
+    right = model_spectral_radius(lm, IDS[:, :3][:, [0, 1, 2, 0, 0]], mask=mask.flip(1))
+    assert left.radius[:, :2].isnan().all() and right.radius[:, 3:].isnan().all()
+    assert torch.allclose(left.radius[:, 2:], alone.radius, rtol=1e-7)
+    assert torch.allclose(right.radius[:, :3], alone.radius, rtol=1e-7)
+    assert torch.allclose(left.per_row, alone.per_row, rtol=1e-7)
+    assert "nan" not in str(left)
+
+
+@BACKBONES
+def test_the_sweep_makes_no_difference(make):
+    lm = language_model(make())
+    reports = [model_spectral_radius(lm, IDS, sweep=sweep) for sweep in (dq.Simultaneous(), dq.Sliding(2))]
+    assert torch.allclose(reports[0].radius, reports[1].radius, rtol=1e-6)
+
+
+def test_a_point_that_is_no_fixed_point_is_labelled():
+    lm = language_model(contractive_mamba2())
+    solved, early = (model_spectral_radius(lm, IDS, stop=dq.Stop(rtol=1e-9, max_steps=n)) for n in (300, 1))
+    assert solved.at_fixed_point.all() and str(solved).count("yes") == 2
+    assert not early.at_fixed_point.any() and str(early).count("no\n") + str(early).endswith("no") == 2
+
+
+def test_rows_that_are_not_finite_leave_others_alone():
+    gain = torch.tensor([0.5, torch.nan])[:, None]
+    report = spectral_radius(lambda z: gain * z, torch.ones(2, 3))
+    assert report.radius[0].item() == pytest.approx(0.5)
+    assert report.radius[1].isnan() and not report.at_fixed_point[1]
+
+
+def test_a_map_that_ignores_its_state():
+    report = spectral_radius(lambda z: torch.ones_like(z), torch.ones(2, 3, 4), per="token")
+    assert report.radius.tolist() == [[0, 0, 0], [0, 0, 0]]
+    assert jacobian_regularisation(lambda z: torch.ones_like(z), torch.ones(2, 3)).item() == 0
+
+
+def test_inference_mode_and_half_precision():
+    lm = language_model(contractive_llama())
+    with torch.inference_mode():
+        inside = model_spectral_radius(lm, IDS.clone())
+    assert torch.equal(inside.radius, model_spectral_radius(lm, IDS).radius)
+    half = spectral_radius(lambda z: 0.5 * z, torch.ones(1, 4, dtype=torch.bfloat16))
+    assert half.radius.item() == pytest.approx(0.5, rel=0.02)
+
+
+def test_bad_arguments():
+    z = torch.zeros(1, 2)
+    with pytest.raises(ValueError, match="steps must be an integer >= 1, got 0"):
+        spectral_radius(lambda z: z, z, steps=0)
+    with pytest.raises(ValueError, match=r"needs z_star of shape \(batch, length, dim\), got \(1, 2\)"):
+        spectral_radius(lambda z: z, z, per="token")
+    with pytest.raises(ValueError, match="z_star must have at least one row"):
+        spectral_radius(lambda z: z, torch.zeros(0, 2))
+    with pytest.raises(ValueError, match="samples must be an integer >= 1, got 0"):
+        jacobian_regularisation(lambda z: z, z, samples=0)
+    with pytest.raises(TypeError, match="CausalLM around an ImplicitModel, got one around an ExplicitModel"):
+        model_spectral_radius(dq.CausalLM(11, dq.ExplicitModel(contractive_llama(injection=False))), IDS)
+    with pytest.raises(ValueError, match="ids must be int64"):
+        model_spectral_radius(language_model(affine()), IDS[:0])
+
+
+def test_drawn_as_radii_and_as_eigenvalues():
+    lm = language_model(contractive_mamba2())
+    tokens, sample = (model_spectral_radius(lm, IDS, per=per) for per in ("token", "sample"))
+    lines = tokens.plot().axes[0].get_lines()
+    assert [line.get_ydata().tolist() for line in lines[:2]] == tokens.radius.tolist()
+    points = sample.plot().axes[0].collections[0].get_offsets()
+    assert torch.allclose(torch.tensor(points[:, 0].tolist(), dtype=torch.float64), sample.eigenvalues[0].real)
+
+
+def test_random_vectors_are_its_own():
+    lm = language_model(affine())
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    first, again, other = (model_spectral_radius(lm, IDS, steps=2, seed=seed) for seed in (0, 0, 1))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(first.eigenvalues, again.eigenvalues)
+    assert not torch.equal(first.eigenvalues, other.eigenvalues)
+
+
+def test_regularisation_is_the_dense_formula_for_the_same_draws():
+    W = torch.randn(6, 6, generator=seeded(1), dtype=torch.float64)
+    z = torch.randn(3, 6, generator=seeded(2), dtype=torch.float64)
+    ours = jacobian_regularisation(lambda z: torch.tanh(z @ W.T), z, samples=5, generator=seeded(3))
+    draws, jacobians = seeded(3), (1 - torch.tanh(z @ W.T) ** 2)[:, :, None] * W
+    sizes = [torch.einsum("bij,bi->bj", jacobians, torch.randn(3, 6, generator=draws).double()) for _ in range(5)]
+    assert ours.item() == pytest.approx(torch.stack(sizes).square().sum(dim=2).mean().item() / 6, rel=1e-12)
+
+
+def test_regularisation_has_the_frobenius_norm_for_its_mean():
+    W = torch.randn(6, 6, generator=seeded(1), dtype=torch.float64)
+    z = torch.zeros(1, 6, dtype=torch.float64)
+    value = jacobian_regularisation(lambda z: z @ W.T, z, samples=4000, generator=seeded(0))
+    assert value.item() == pytest.approx(W.square().sum().item() / 6, rel=0.04)
+
+
+def test_regularisation_agrees_with_torchdeq():
+    W = torch.randn(6, 6, generator=seeded(1))
+    z = torch.randn(3, 2, 6, generator=seeded(2), requires_grad=True)
+    torch.manual_seed(0)
+    theirs = jac_reg(torch.tanh(z @ W), z, vecs=3)
+    torch.manual_seed(0)
+    assert jacobian_regularisation(lambda z: torch.tanh(z @ W), z, samples=3).item() == pytest.approx(theirs.item())
+
+
+def test_regularisation_has_a_gradient_by_finite_differences():
+    z = torch.randn(2, 3, generator=seeded(2), dtype=torch.float64)
+    W = torch.randn(3, 3, generator=seeded(1), dtype=torch.float64, requires_grad=True)
+
+    def penalty(W):
+        return jacobian_regularisation(lambda z: torch.tanh(z @ W), z, samples=2, generator=seeded(0))
+
+    assert torch.autograd.gradcheck(penalty, W)
+    with torch.no_grad():
+        assert not penalty(W).requires_grad
+
+
+@BACKBONES
+def test_regularisation_reaches_the_parameters_of_a_backbone(make):
+    """Along a random direction the penalty changes as its gradient says; several chunks of a scan included."""
+    backbone, x = make(), embedded()
+    z = torch.randn(2, 7, 8, generator=seeded(5), dtype=torch.float64)
+    parameters = [p for name, p in backbone.named_parameters() if "injection" not in name]
+    directions = [torch.randn(p.shape, generator=seeded(6), dtype=torch.float64) for p in parameters]
+
+    def penalty(distance):
+        for p, direction in zip(parameters, directions, strict=True):
+            p.data += distance * direction
+        f = BackboneMap(backbone, backbone.inject(x))
+        value = jacobian_regularisation(f, z, generator=seeded(0))
+        for p, direction in zip(parameters, directions, strict=True):
+            p.data -= distance * direction
+        return value
+
+    gradients = torch.autograd.grad(penalty(0.0), parameters, allow_unused=True)
+    slope = sum((g * d).sum() for g, d in zip(gradients, directions, strict=True) if g is not None)
+    measured = (penalty(1e-6) - penalty(-1e-6)) / 2e-6
+    assert abs(measured.item()) > 1e-6
+    assert slope.item() == pytest.approx(measured.item(), rel=1e-5)
+
+
+def test_training_on_the_penalty_shrinks_the_spectral_radius():
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(8, 8)
+    layer.weight.data *= 2
+    z = torch.zeros(1, 8)
+    before = spectral_radius(lambda z: torch.tanh(layer(z)), z).radius.item()
+    optimizer, generator = torch.optim.Adam(layer.parameters(), lr=0.02), seeded(0)
+    for _ in range(40):
+        optimizer.zero_grad()
+        jacobian_regularisation(lambda z: torch.tanh(layer(z)), z, samples=2, generator=generator).backward()
+        optimizer.step()
+    after = spectral_radius(lambda z: torch.tanh(layer(z)), z).radius.item()
+    assert after < 0.7 * before
+
+
+def test_the_report_names_at_most_eight_rows():
+    radii = torch.full((20, 1), 0.5 + 0j)
+    report = SpectralRadius(radii, torch.zeros(20), torch.zeros(20), tolerance=0.01)
+    assert str(report).endswith("... and 12 more rows")
+    assert str(report).count("\n") == 9
