@@ -103,7 +103,8 @@ def kept(train: Callable[..., History]) -> Callable[..., History]:
         path = FOLDER / f"parity_{_key(lm, curriculum, options)}.pt"
         if not path.exists():
             history = train(lm, curriculum, **options)
-            _save({"weights": lm.state_dict(), "history": history}, path)
+            if not path.exists():  # another build may have been faster
+                _save({"weights": lm.state_dict(), "history": history}, path)
         saved = torch.load(path)
         lm.load_state_dict(saved["weights"])
         curriculum.at(1.0).apply(lm)
@@ -129,7 +130,7 @@ def _key(lm: dq.CausalLM, curriculum: Curriculum, options: dict[str, float | Non
 
 
 def _save(content: object, path: Path) -> None:
-    """Write a file in one go: another build may read it meanwhile."""
+    """Write a file in one go: nobody reads the half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(f".{os.getpid()}")
     torch.save(content, unfinished)
