@@ -17,8 +17,9 @@ def on_config(config: Any) -> None:
 
 
 def on_page_content(content: str, **more: Any) -> str:
-    """Set equations when the site is built: browsers read MathML, without scripts and without fonts of ours."""
-    return EQUATION.sub(set_equation, content)
+    """Set equations, which browsers read as MathML without scripts or fonts; keep source code out of the search."""
+    folded = '<details class="mkdocstrings-source"'
+    return EQUATION.sub(set_equation, content).replace(folded, f"{folded} data-search-exclude")
 
 
 def set_equation(found: re.Match[str]) -> str:
