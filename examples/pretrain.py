@@ -8,7 +8,8 @@ and run it again: it goes on from its last checkpoint.
 
     python examples/pretrain.py                                              # Shakespeare's plays, six small models
     python examples/pretrain.py --quick                                      # a minute, no download
-    python examples/pretrain.py --corpus texts/ --models implicit-llama --d-model 512 --layers 8 --tokens 100000000
+    python examples/pretrain.py --corpus texts/ --models implicit-llama --d-model 512 --heads 8 --mlp-width 1376
+        --layers 8 --tokens 100000000
     torchrun --nproc_per_node 8 examples/pretrain.py --models llama3-130m-implicit --corpus hub:allenai/c4 --subset en
         --tokenizer EleutherAI/gpt-neox-20b --spread fsdp --device cuda --bfloat16 --length 2048 --tokens 10000000000
 """

@@ -10,7 +10,7 @@ import pytest
 import deqseq as dq
 from deqseq.models.presets import parameters, widened
 
-DOCUMENT = Path(__file__).parent.parent / "docs" / "presets.md"
+DOCUMENT = Path(__file__).parent.parent / "docs" / "guides" / "presets.md"
 SIZES = {"130m": (768, 24, 12, 12), "370m": (1024, 48, 24, 16), "760m": (1536, 48, 24, 16), "1.3b": (2048, 48, 24, 32)}
 PADDED = 50288
 

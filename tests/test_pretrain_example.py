@@ -4,7 +4,9 @@ import json
 import math
 import os
 import random
+import re
 import runpy
+import shlex
 import subprocess
 import sys
 import time
@@ -141,6 +143,16 @@ def test_the_same_excerpts_are_scored_whatever_the_length_of_the_rows():
     assert targets[0] == targets[1] == targets[2]
     everything = script["rows_to_score"](packed[4], replace(options, eval_tokens=0), 16)
     assert everything == list(range(51))  # and no row behind the end
+
+
+@pytest.mark.parametrize("page", ["examples/pretrain.md", "guides/training.md", "tutorials/text.md"])
+def test_the_commands_that_the_pages_print_are_accepted(page):
+    lines = (ROOT / "docs" / page).read_text().replace("\\\n", " ").splitlines()
+    commands = [line for line in lines if re.match(r"(python|torchrun .*) examples/pretrain.py", line)]
+    assert len(commands) >= 3
+    for line in commands:
+        arguments = shlex.split(line.partition("pretrain.py")[2], comments=True)
+        assert runpy.run_path(SCRIPT)["parse"](arguments)
 
 
 @pytest.mark.parametrize(

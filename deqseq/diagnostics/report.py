@@ -36,8 +36,8 @@ class Report:
     Example:
         >>> import torch, deqseq as dq
         >>> lm = dq.CausalLM(10, dq.ImplicitModel(dq.Affine(8)))
-        >>> report(lm, torch.arange(6).reshape(2, 3)).collapse.verdict.value
-        'iterates'
+        >>> report(lm, torch.arange(6).reshape(2, 3)).effort.steps.shape
+        torch.Size([2, 3])
     """
 
     trace: ResidualTrace

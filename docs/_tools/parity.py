@@ -121,8 +121,10 @@ def save_weights() -> None:
 
 
 def _key(lm: dq.CausalLM, curriculum: Curriculum, options: dict[str, float | None]) -> str:
-    """A name for a run: this file, torch's version, the weights it begins with and its options."""
+    """A name for a run: this file, the library, torch's version, the weights it begins with and its options."""
     known = hashlib.sha256(Path(__file__).read_bytes())
+    for source in sorted(Path(dq.__file__).parent.rglob("*.py")):
+        known.update(source.read_bytes())
     known.update(f"{torch.__version__} {curriculum} {sorted(options.items())}".encode())
     for name, tensor in lm.state_dict().items():
         known.update(name.encode() + tensor.numpy().tobytes())

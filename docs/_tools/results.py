@@ -5,6 +5,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -265,7 +266,7 @@ def lines(panels: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]], x: 
     """Curves side by side: a panel for each name, a curve for each label, points as (x, y); ``axes`` sets the axes."""
     figure, all_axes = plt.subplots(1, len(panels), figsize=(7, 3.2), sharey=True, squeeze=False)
     for axis, (title, curves) in zip(all_axes[0], panels.items(), strict=True):
-        for (label, points), colour, mark in zip(curves.items(), COLOURS, "osD^v", strict=False):
+        for (label, points), colour, mark in zip(curves.items(), cycle(COLOURS), cycle("osD^v"), strict=False):
             axis.plot(*zip(*points, strict=True), marker=mark, ms=5, color=colour, label=label)
         axis.set_title(title, fontsize=10)
         axis.set(xlabel=x, **axes)
