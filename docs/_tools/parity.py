@@ -80,8 +80,8 @@ def train(
         spent = time.perf_counter() - begun
         history.append({"loss": output.loss.item(), "seconds": spent})
         if output.stats is not None:
-            count = output.stats.steps.float().mean().item()
-            history[-1]["self-iterations"] = count
+            count = output.stats.iterations.float().mean().item()
+            history[-1]["iterations"] = count
         done = len(history) / steps if seconds is None else spent / seconds
         progress = min(1.0, done)
         if progress == 1:
