@@ -1,1 +1,1 @@
-"""Doors to other libraries; each is imported by whoever needs it."""
+"""Optional integrations; import the one you need."""

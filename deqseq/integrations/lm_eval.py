@@ -1,7 +1,7 @@
-"""lm-eval's model of transformers for implicit models: solved as it is told, its solves counted."""
+"""lm-eval's model of transformers, with a choice of how implicit models are solved, and a count of their solves."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -9,7 +9,8 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from deqseq.integrations.huggingface import ImplicitCache, to_json
+from deqseq.config import SolveConfig
+from deqseq.integrations.huggingface import ImplicitCache
 from deqseq.integrations.huggingface.modeling_causal_lm import ImplicitCausalLM
 from deqseq.solution import SolveStats, Status
 
@@ -20,7 +21,7 @@ except ImportError as error:
 
 
 class Tally:
-    """The numbers of all solves of an evaluation.
+    """Sums over all solves of an evaluation.
 
     Example:
         >>> import deqseq as dq
@@ -33,19 +34,19 @@ class Tally:
     def __init__(self) -> None:
         self.counted: dict[str, float] = defaultdict(float)
 
-    def add(self, stats: SolveStats | None, status: torch.Tensor | None, real: torch.Tensor | None = None) -> None:
+    def add(self, stats: SolveStats | None, status: torch.Tensor | None, mask: torch.Tensor | None = None) -> None:
         """Count a solve.
 
         Args:
-            stats: of the solve; None: nothing was solved.
-            status: of each row, ``(batch,)``; None: nothing was solved.
-            real: which tokens are no padding, ``(batch, length)``; None: all.
+            stats: of the solve; None for an explicit model.
+            status: of each row, ``(batch,)``; None for an explicit model.
+            mask: bool, True at real tokens, ``(batch, length)``. Default: no padding.
         """
         if stats is None or status is None:
             return
-        for name, each in (("steps", stats.steps), ("updates", stats.updates), ("forced", stats.forced)):
+        for name, each in (("steps", stats.iterations), ("updates", stats.updates), ("forced", stats.forced)):
             if each is not None:
-                each = each if real is None or real.shape != each.shape else each[real]
+                each = each if mask is None or mask.shape != each.shape else each[mask]
                 self.counted[name] += each.sum().item()
                 self.counted[f"{name} of"] += each.numel()
         self.counted["converged"] += (status == Status.CONVERGED).sum().item()
@@ -54,7 +55,7 @@ class Tally:
         self.counted["evaluations"] += stats.evaluations
 
     def numbers(self) -> dict[str, float | None]:
-        """Mean self-iterations and updates of a token, shares of rows and tokens, calls of the map; None: no solve."""
+        """Mean iterations and updates per token, shares of rows and tokens, calls of the map; None without a solve."""
         counted, shares = self.counted, {"converged": "rows", "diverged": "rows"}
         shares |= {name: f"{name} of" for name in ("steps", "updates", "forced")}
         of = {name: counted[name] / counted[whole] if counted[whole] else None for name, whole in shares.items()}
@@ -69,18 +70,20 @@ class Tally:
 
 
 class SolvedLM(HFLM):
-    """lm-eval's model of transformers, every pass of which is solved as it is told and counted.
+    """lm-eval's model of transformers, with a choice of how each pass is solved, and a count of the solves.
 
-    lm-eval pads texts on the right without telling the model, which solves padding like text. Here texts of one length
-    are solved together, without padding: what a text gets does not depend on its neighbours, and nothing but text is
+    lm-eval pads texts on the right without a mask, so that padding is solved like text. Here texts of one length are
+    solved together, without padding: the score of a text does not depend on the rest of its batch, and only text is
     counted.
 
     Args:
         model: of transformers.
         tokenizer: its tokenizer.
-        solve: arguments of the model's call.
+        solve: as in the model's call: a :class:`deqseq.SolveConfig`, or a mapping of the fields to replace. Default:
+            the model's own.
         batch_size: texts that are solved together, at most.
-        max_length: tokens that a text may have, the last one not counted; None: as model or tokenizer say, or 2048.
+        max_length: tokens that a text may have, the last one not counted. Default: that of the model or the tokenizer,
+            or 2048.
 
     Attributes:
         tally: the numbers of all solves so far.
@@ -103,7 +106,7 @@ class SolvedLM(HFLM):
         self,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
-        solve: dict[str, Any],
+        solve: SolveConfig | Mapping[str, Any] | None = None,
         *,
         batch_size: int = 16,
         max_length: int | None = None,
@@ -120,13 +123,13 @@ class SolvedLM(HFLM):
         left_truncate_len: int | None = None,
         **kwargs: Any,
     ) -> list[int]:
-        """As in lm-eval; but also for a tokenizer with neither BOS nor EOS token."""
+        """As in lm-eval, and also for a tokenizer with neither BOS nor EOS token."""
         if add_special_tokens is None and (self.bare or self.prefix_token_id is None):
             add_special_tokens = not self.bare
         return super().tok_encode(string, add_special_tokens, left_truncate_len, **kwargs)
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """As in lm-eval, which puts a first token before a text; the tokenizer's own would be predicted, as text."""
+        """As in lm-eval, without the tokenizer's own first token: lm-eval adds one, and the other would be scored."""
         self.bare = True
         try:
             return super().loglikelihood_rolling(requests, disable_tqdm)
@@ -152,26 +155,25 @@ class SolvedLM(HFLM):
         self, inps: torch.Tensor, attn_mask: torch.Tensor | None = None, labels: torch.Tensor | None = None
     ) -> torch.Tensor:
         with torch.no_grad():
-            output = self.model(inps, use_cache=False, **self.solve)
+            output = self.model(inps, use_cache=False, **self._options())
         if isinstance(self.model, ImplicitCausalLM):
             self.tally.add(output.stats, output.status)
         return output.logits
 
     def _model_generate(self, context: torch.Tensor, max_length: int, stop: list[str], **kwargs: Any) -> torch.Tensor:
-        how = {f"deq_{name}": to_json(part) for name, part in self.solve.items()}  # stop is lm-eval's word for the end
-        output: Any = super()._model_generate(context, max_length, stop, return_dict_in_generate=True, **how, **kwargs)
+        kwargs |= {"return_dict_in_generate": True, **self._options()}
+        output: Any = super()._model_generate(context, max_length, stop, **kwargs)
         if isinstance(output.past_key_values, ImplicitCache):
             for solve in output.past_key_values.solves:
                 self.tally.add(solve.stats, solve.status, kwargs["attention_mask"].bool())
         return output.sequences
 
+    def _options(self) -> dict[str, Any]:
+        return {"solve": self.solve} if self.solve else {}
+
 
 def check_request(context: Sequence[int | None], continuation: Sequence[int], longest: int) -> None:
-    """Refuse what has no answer, or none that would mean anything.
-
-    Raises:
-        ValueError: nothing before the first token; a continuation without tokens of its own, or with too many.
-    """
+    """Refuse a request without a first token, or with a continuation that has no tokens or too many."""
     if None in context:
         raise ValueError(
             "an empty context needs a token to begin with, and the tokenizer has neither BOS nor EOS token"

@@ -1,15 +1,15 @@
-"""Configurations of pretrained Llama and Mamba2 models as our specifications."""
+"""Configurations of pretrained Llama and Mamba2 models as specifications."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from deqseq.backbones import LlamaConfig, Mamba2Config
-from deqseq.integrations.checkpoints_fields import Fields
+from deqseq.integrations.reference_fields import Fields
 from deqseq.layers import RotaryScaling
 from deqseq.models.specification import LanguageModelSpec
 
 Source = Literal["transformers Llama", "transformers Mamba2", "mamba_ssm Mamba2"]
-"""Who made the configuration and the weights."""
+"""The library that made the configuration and the weights."""
 
 _SILU = ("silu", "swish")
 _NEUTRAL: tuple[tuple[str, tuple[Any, ...], str], ...] = (
@@ -20,10 +20,10 @@ _NEUTRAL: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("attention_multiplier", (None,), "deqseq divides scores by the square root of headdim"),
     ("logits_scaling", (1, None), "deqseq does not scale logits"),
     ("logit_scale", (1, None), "deqseq does not scale logits"),
-    ("partial_rotary_factor", (1, None), "deqseq turns all channels of a head"),
+    ("partial_rotary_factor", (1, None), "deqseq rotates all channels of a head"),
     ("quantization_config", (None,), "deqseq has no quantised layers: dequantise the weights first"),
 )
-"""Fields of transformers' relatives of these models, and the values that leave the model what it is."""
+"""Fields of related models in transformers, and their values that change nothing."""
 
 MAMBA_SSM_NO_EFFECT: tuple[str, ...] = (
     *("_name_or_path", "architectures", "dtype", "model_type", "torch_dtype", "transformers_version"),
@@ -41,11 +41,11 @@ class _AsDict(Protocol):
 
 
 def pretrained_spec(config: object) -> LanguageModelSpec:
-    """The explicit model that a pretrained one is.
+    """The specification of the explicit model that a pretrained one is.
 
-    Understood are the configurations of transformers' Llama (grouped heads, Llama 3.x frequencies, tied head or not)
-    and Mamba2, and of mamba_ssm's Mamba2. What bears on the function is honoured or refused; fields that transformers'
-    own classes would ignore are ignored.
+    It reads configurations of transformers' Llama (grouped heads, Llama 3.x frequencies, tied head or not) and Mamba2,
+    and of mamba_ssm's Mamba2. Whatever changes the function is translated or refused; fields that transformers' own
+    classes would ignore are ignored.
 
     Args:
         config: a parsed ``config.json``, or the configuration object of a model.
@@ -54,12 +54,12 @@ def pretrained_spec(config: object) -> LanguageModelSpec:
         The specification.
 
     Raises:
-        ValueError: another kind of model, or something that deqseq's layers do not compute; the message names the
-            field, the value and the reason.
+        ValueError: another kind of model, or something that deqseq's layers do not compute; names the field, the value
+            and the reason.
 
     Example:
         >>> spec = pretrained_spec({"d_model": 64, "n_layer": 2, "vocab_size": 50, "ssm_cfg": {"layer": "Mamba2"}})
-        >>> spec.vocab_size, spec.backbone.d_state, spec.solving     # padded to a multiple of 8, mamba_ssm's default
+        >>> spec.vocab_size, spec.backbone.d_state, spec.solve     # padded to a multiple of 8, mamba_ssm's default
         (56, 128, None)
     """
     readers: dict[Source, Callable[[Fields], LanguageModelSpec]] = {
@@ -72,11 +72,7 @@ def pretrained_spec(config: object) -> LanguageModelSpec:
 
 
 def source_of(config: object) -> Source:
-    """Which of the understood kinds a configuration is.
-
-    Raises:
-        ValueError: none of them.
-    """
+    """The kind of a configuration; ValueError for an unknown one."""
     content = _mapping(config)
     if "ssm_cfg" in content:
         return "mamba_ssm Mamba2"
@@ -90,7 +86,7 @@ def source_of(config: object) -> Source:
 
 
 def _mapping(config: object) -> Mapping[str, Any]:
-    """The fields of a configuration; transformers' objects keep some of them, such as the kind, in their class."""
+    """The fields of a configuration; objects of transformers keep some, such as the kind, in their class."""
     if isinstance(config, Mapping):
         return config
     return config.to_dict() if isinstance(config, _AsDict) else vars(config)
@@ -122,14 +118,14 @@ def _llama(fields: Fields) -> LanguageModelSpec:
 
 
 def _rotary(fields: Fields) -> tuple[float, RotaryScaling | None]:
-    """Base and scaling; transformers 5 keeps both in ``rope_parameters``, before that they were two fields."""
+    """Base and scaling: both in ``rope_parameters`` since transformers 5, two fields before."""
     outer = fields.number("rope_theta", 10000.0)
     name = "rope_parameters" if fields.get("rope_parameters", None) is not None else "rope_scaling"
     if fields.get(name, None) is None:
         return outer, None
     rope = fields.inner(name)
     theta = rope.number("rope_theta", outer)
-    rope.only("partial_rotary_factor", (1, None), "deqseq turns all channels of a head")
+    rope.only("partial_rotary_factor", (1, None), "deqseq rotates all channels of a head")
     key = "type" if rope.given("type") and not rope.given("rope_type") else "rope_type"
     rope.unused("type", "attention_factor")
     kind = rope.get(key, "default")
@@ -172,7 +168,7 @@ def _mamba2(fields: Fields) -> LanguageModelSpec:
 
 
 def _check_transformers(fields: Fields) -> None:
-    """Refuse what no model of ours computes, in fields that many of transformers' models share."""
+    """Refuse what deqseq does not compute, in fields that many models of transformers share."""
     fields.only("hidden_act", _SILU, "deqseq's layers use SiLU")
     for name, allowed, reason in _NEUTRAL:
         fields.only(name, allowed, reason)
@@ -187,7 +183,7 @@ def _mamba_ssm(fields: Fields) -> LanguageModelSpec:
     layer.only("layer", ("Mamba2",), "deqseq's layers are Mamba2", default="Mamba1")
     expand = layer.integer("expand", 2)
     layer.only("d_ssm", (None, expand * width), "deqseq scans all of the inner channels")
-    layer.only("D_has_hdim", (False,), "deqseq's D is one number a head")
+    layer.only("D_has_hdim", (False,), "deqseq's D is one number per head")
     layer.only("rmsnorm", (True,), "deqseq's mixer normalises its output")
     layer.only("norm_before_gate", (False,), "deqseq gates before it normalises")
     layer.only("bias", (False,), "deqseq's projections have no bias")
@@ -215,4 +211,4 @@ def _mamba_ssm(fields: Fields) -> LanguageModelSpec:
 
 
 def _explicit(vocab_size: int, backbone: LlamaConfig | Mamba2Config, tied: bool) -> LanguageModelSpec:
-    return LanguageModelSpec(vocab_size, backbone, solving=None, tied=tied)
+    return LanguageModelSpec(vocab_size, backbone, solve=None, tied=tied)

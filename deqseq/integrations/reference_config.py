@@ -2,13 +2,15 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from deqseq.backbones import LlamaConfig, Mamba2Config
-from deqseq.integrations.checkpoints_fields import Fields
+from deqseq.config import SolveConfig
+from deqseq.integrations.reference_fields import Fields
 from deqseq.integrations.torchdeq import CONFIG_DEFAULTS, CONFIG_GROUPS, from_torchdeq_config
-from deqseq.models.specification import LanguageModelSpec, Solving
-from deqseq.solvers import Naive, Relaxed, Solver
+from deqseq.models.specification import LanguageModelSpec
+from deqseq.solvers import Naive, Relaxed
 from deqseq.stop import Stop
 
 NO_EFFECT: tuple[str, ...] = (
@@ -31,29 +33,29 @@ BACKBONE_NO_EFFECT: tuple[str, ...] = (
 )
 """Fields of ``backbone_config`` that change nothing of what it computes."""
 
-_INITIAL = "it sets initial weights, which deqseq draws in its own way: drop it, and initialise the model yourself"
+_INITIAL = "deqseq draws initial weights in its own way: leave it out, and initialise the model yourself"
 _FEED_FORWARD = "deqseq's feed-forward layer is the reference's 'llama_mlp'"
 
 
 def from_reference_config(config: Mapping[str, Any]) -> LanguageModelSpec:
     """Turn a configuration of the paper's reference code into a specification.
 
-    Every field is honoured, is known to have no effect on the model (:data:`NO_EFFECT`, :data:`BACKBONE_NO_EFFECT`), or
-    is refused. A missing one has the reference's default. Solving is honoured as the reference does it: training
-    iterates undamped and measures a row by one norm, which suits the simultaneous sweep alone; evaluation damps by
-    ``tau`` and tests token by token. One difference is left: our dropout mask is one for each token, theirs is shared
-    by the tokens of a row.
+    Every field is read, known to have no effect on the model (:data:`NO_EFFECT`, :data:`BACKBONE_NO_EFFECT`), or
+    refused. A missing one has the reference's default. The model is solved as in the reference: training iterates
+    without damping and tests each row by one norm, so it needs the simultaneous sweep; evaluation damps by ``tau`` and
+    tests each token. One difference remains: our dropout mask differs between the tokens of a row, the reference's
+    does not.
 
     Args:
         config: the parsed ``config.json``: fields of the model, with ``backbone_config`` and, for an implicit one,
             ``deq_params`` in it.
 
     Returns:
-        The specification, whose model takes the weights that :mod:`deqseq.integrations.checkpoints` translates.
+        The specification of the model; :mod:`deqseq.integrations.reference_weights` translates its weights.
 
     Raises:
-        ValueError: a field that is unknown or missing, or a value that has no equivalent here; the message names the
-            field, the value and the reason.
+        ValueError: an unknown or missing field, or a value without an equivalent here; names the field, the value and
+            the reason.
 
     References:
         Schöne et al., Implicit Language Models are RNNs, ICML 2025, arXiv 2502.07827.
@@ -70,14 +72,14 @@ def from_reference_config(config: Mapping[str, Any]) -> LanguageModelSpec:
         ...         "vocab_size": 100, "d_embed": 64, "dropout": 0.0,
         ...     }
         ... )
-        >>> spec.backbone.mlp_width, spec.solving
+        >>> spec.backbone.mlp_width, spec.solve
         (170, None)
     """
     fields = Fields(config, "reference configuration: ")
     fields.unused(*NO_EFFECT)
     implicit = fields.choice("backbone_type", ("implicit", "explicit"), "implicit") == "implicit"
     block = fields.inner("backbone_config")
-    weight_norm, solving = _solving(fields, block) if implicit else (False, None)
+    weight_norm, solves = _solves(fields, block) if implicit else (False, (None, None))
     if not implicit:
         fields.unused("deq_params")
         block.unused("do_weight_norm", "init_z_mode", "pretrain_steps", "ema_alpha")
@@ -85,11 +87,11 @@ def from_reference_config(config: Mapping[str, Any]) -> LanguageModelSpec:
     spec = LanguageModelSpec(
         _vocabulary(fields),
         backbone,
-        solving,
+        *solves,
         tied=fields.flag("tie_embeddings", True),
         embedding_dropout=fields.number("dropout", 0.05),
     )
-    wide = "a narrower embedding has a projection, which deqseq has not: it must be the backbone's d_model"
+    wide = "deqseq does not project embeddings: it must be the backbone's d_model"
     fields.only("d_embed", (backbone.d_model,), wide, default=None)
     fields.only("head_bias", (False,), "deqseq's head has no bias")
     fields.close()
@@ -97,7 +99,7 @@ def from_reference_config(config: Mapping[str, Any]) -> LanguageModelSpec:
 
 
 def _vocabulary(fields: Fields) -> int:
-    """Rows of the embedding; the Mamba2 class counts its tokens in a field of its own."""
+    """Rows of the embedding; the Mamba2 class has a field of its own for them."""
     mamba2 = fields.choice("model_type", ("implicit_llama3", "implicit_mamba2")) == "implicit_mamba2"
     tokens = fields.integer("n_tokens" if mamba2 else "vocab_size", 50277)
     if mamba2:
@@ -107,29 +109,25 @@ def _vocabulary(fields: Fields) -> int:
     return -(-tokens // multiple) * multiple if fields.flag("pad_vocab", False) else tokens
 
 
-def _solving(fields: Fields, block: Fields) -> tuple[bool, Solving]:
-    """Whether weights are normalised, and how an implicit model is solved."""
+def _solves(fields: Fields, block: Fields) -> tuple[bool, tuple[SolveConfig, SolveConfig]]:
+    """Whether weights are normalised, and how an implicit model is solved in training and in evaluation."""
     groups = fields.inner("deq_params")
     nested = {name: groups.get(name) for name in CONFIG_GROUPS}
     for name in CONFIG_GROUPS:
         groups.inner(name)
     groups.close()
-    settings = from_torchdeq_config(nested)
-    assert isinstance(settings.solver, Solver)  # the native ones were asked for
-    keys = {**CONFIG_DEFAULTS, **nested["solver"], **nested["training"]}
+    solve, evaluation = from_torchdeq_config(nested)
+    keys = CONFIG_DEFAULTS | {key: value for group in nested.values() for key, value in group.items()}
     unrolled = "the first steps of training unroll the iteration: that is a phase of deqseq.training's Curriculum"
     block.only("pretrain_steps", (0,), unrolled)
-    block.only("ema_alpha", (None, 0), "it averages iterates under noise; deqseq has no noise to average")
+    block.only("ema_alpha", (None, 0), "it averages iterates under noise, which deqseq does not have")
     block.only("init_z_mode", (None, "input"), "deqseq starts at zero (None) or at the embedded tokens ('input')")
-    solving = Solving(
-        solver=settings.solver,
-        stop=settings.stop,
-        gradient=settings.gradient,
-        eval_stop=Stop(rtol=keys["f_tol"], max_steps=settings.eval_stop.max_steps),
-        eval_solver=Naive() if keys["tau"] == 1 else Relaxed(keys["tau"]),
-        start="zero" if block.get("init_z_mode", None) is None else "input",
-    )
-    return block.flag("do_weight_norm", True) and settings.weight_norm is not False, solving
+    start = "zero" if block.get("init_z_mode", None) is None else "input"
+    solver = Naive() if keys["tau"] == 1 else Relaxed(keys["tau"])
+    stop = Stop(rtol=keys["f_tol"], max_steps=evaluation.stop.max_steps)
+    solve = replace(solve, start=start)
+    weight_norm = block.flag("do_weight_norm", True) and keys["norm_type"] in (None, "weight_norm")
+    return weight_norm, (solve, replace(solve, solver=solver, stop=stop))
 
 
 def _backbone(block: Fields, implicit: bool, weight_norm: bool) -> LlamaConfig | Mamba2Config:
@@ -161,10 +159,14 @@ def _backbone(block: Fields, implicit: bool, weight_norm: bool) -> LlamaConfig |
 
 
 def _llama(block: Fields, layer: Fields, implicit: bool, shared: dict[str, Any]) -> LlamaConfig:
-    block.only("dropout", (0,), "it also drops attention weights, anew at each self-iteration: deqseq does neither")
+    block.only("dropout", (0,), "it drops attention weights, anew at each iteration, which deqseq does not")
     eps = block.number("norm_epsilon", 1e-5)
     if implicit:
-        block.only("norm_epsilon", (1e-5,), "the reference's injection norm keeps 1e-5, and deqseq has one for all")
+        block.only(
+            "norm_epsilon",
+            (1e-5,),
+            "the reference's injection norm keeps 1e-5, and deqseq has one epsilon for all norms",
+        )
     layer.only("bias", (False,), "deqseq's attention has no bias")
     layer.only("apply_rotary", (True,), "deqseq's attention always has rotary positions")
     layer.unused("max_seq_len")  # a plain rotary embedding does not depend on it
@@ -173,10 +175,12 @@ def _llama(block: Fields, layer: Fields, implicit: bool, shared: dict[str, Any])
 
 
 def _mamba2(block: Fields, layer: Fields, shared: dict[str, Any]) -> Mamba2Config:
-    block.only("norm_epsilon", (1e-5,), "the reference's gated norm keeps 1e-5, and deqseq has one for all")
+    block.only(
+        "norm_epsilon", (1e-5,), "the reference's gated norm keeps 1e-5, and deqseq has one epsilon for all norms"
+    )
     expand = layer.integer("expand", 2)
     layer.only("d_ssm", (None, expand * shared["d_model"]), "deqseq scans all of the inner channels")
-    layer.only("D_has_hdim", (False,), "deqseq's D is one number a head")
+    layer.only("D_has_hdim", (False,), "deqseq's D is one number per head")
     layer.only("allow_negative_A_EV", (False,), "deqseq's eigenvalues are positive")
     layer.only("bias", (False,), "deqseq's projections have no bias")
     layer.only("conv_bias", (True,), "deqseq's convolution has a bias")

@@ -1,17 +1,18 @@
-"""TorchDEQ's solvers as solvers of ours, and its configurations as our objects."""
+"""TorchDEQ's solvers as solvers of ours, and its configurations as ours."""
 
-import difflib
 import math
 import warnings
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import torch
 
+from deqseq.config import SolveConfig
 from deqseq.gradients import Gradient, Implicit, Phantom
+from deqseq.integrations.reference_fields import check_known
 from deqseq.solution import ConvergenceWarning
-from deqseq.solvers import Anderson, Broyden, Naive, OutsideSolver, Relaxed, Solver
+from deqseq.solvers import Anderson, Broyden, ExternalSolver, Naive, Relaxed, Solver
 from deqseq.stop import Stop
 from deqseq.types import State
 
@@ -23,7 +24,7 @@ SOLVER_OPTIONS: dict[str, tuple[str, ...]] = {
     "anderson": ("m", "lam", "tau"),
     "broyden": ("LBFGS_thres", "ls"),
 }
-"""The options of each of TorchDEQ's solvers, by its own names."""
+"""The options of each of TorchDEQ's solvers, under its own names."""
 
 _FORWARD = {"f_solver": "fixed_point_iter", "f_max_iter": 40, "f_tol": 1e-3, "f_stop_mode": "abs"}
 _EVALUATION = {"eval_factor": 1.0, "eval_f_max_iter": 0, "no_stat": False}
@@ -41,30 +42,30 @@ CONFIG_GROUPS: dict[str, dict[str, Any]] = {
     "norm": _NORM | _CLIP,
     "regularization": _PENALTY,
 }
-"""Every key of a TorchDEQ configuration with TorchDEQ's default, in the groups that nested ones have."""
+"""Every key of a TorchDEQ configuration with TorchDEQ's default, by the groups of a nested one."""
 
 CONFIG_DEFAULTS = {key: default for group in CONFIG_GROUPS.values() for key, default in group.items()}
 
 
 @dataclass(frozen=True)
-class TorchDEQ(OutsideSolver):
+class TorchDEQ(ExternalSolver):
     r"""One of TorchDEQ's solvers, under our stopping rule.
 
-    TorchDEQ owns the loop and says where to look next; its own tolerance is set to zero, so that
-    :func:`deqseq.solve` counts, measures and ends the run. Rows are not frozen inside it, and a row's path
-    depends on its neighbours where TorchDEQ's does (the line search of ``"broyden"``).
+    TorchDEQ runs the loop and chooses the next point. Its own tolerance is set to zero, and :func:`deqseq.solve`
+    counts, measures and ends the run. Rows are not frozen, and where TorchDEQ couples the rows of a batch (the line
+    search of ``"broyden"``), so does this.
 
     Args:
         name: ``"fixed_point_iter"``, ``"simple_fixed_point_iter"`` (the same points, without TorchDEQ's
             statistics), ``"anderson"`` or ``"broyden"``.
-        tau: damping of the fixed-point iterations, mixing of ``"anderson"``; None is TorchDEQ's default, 1.
-        m: evaluations that ``"anderson"`` combines, at least 2; None: 6.
-        lam: the ridge of ``"anderson"``, an absolute one; None: 1e-4.
-        LBFGS_thres: memory of ``"broyden"``, allocated at once; None: the whole budget.
-        ls: whether ``"broyden"`` searches along its steps, for more evaluations a step; None: no.
+        tau: damping of the fixed-point iterations, or mixing of ``"anderson"``. Default: TorchDEQ's, 1.
+        m: evaluations that ``"anderson"`` combines, at least 2. Default: 6.
+        lam: absolute ridge of ``"anderson"``. Default: 1e-4.
+        LBFGS_thres: memory of ``"broyden"``, allocated at once. Default: the whole budget.
+        ls: whether ``"broyden"`` searches along its steps, with more evaluations per step. Default: no.
 
     Raises:
-        ValueError: an unknown solver, an option of another solver, a number out of its range; in a solve, a
+        ValueError: an unknown solver, an option of another solver, or a number out of its range; during a solve, a
             gradient through ``"anderson"`` or ``"broyden"``, which overwrite their memory in place.
 
     Warns:
@@ -87,21 +88,21 @@ class TorchDEQ(OutsideSolver):
     ls: bool | None = None
 
     def __post_init__(self) -> None:
-        _check_known("TorchDEQ.name", self.name, SOLVER_OPTIONS)
+        check_known("TorchDEQ.name", self.name, SOLVER_OPTIONS)
         for option, value in self.options.items():
-            _check_known(f"TorchDEQ({self.name!r}): option", option, SOLVER_OPTIONS[self.name])
+            check_known(f"TorchDEQ({self.name!r}): option", option, SOLVER_OPTIONS[self.name])
             least = {"tau": 1e-6, "m": 2, "lam": 0, "LBFGS_thres": 1, "ls": False}[option]
             if not least <= value < math.inf:
                 raise ValueError(f"TorchDEQ.{option} must be finite and at least {least}, got {value!r}")
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options that were given, by TorchDEQ's names."""
+        """The given options, under TorchDEQ's names."""
         given = {field.name: getattr(self, field.name) for field in fields(self)[1:]}
         return {option: value for option, value in given.items() if value is not None}
 
     def run(self, f: Callable[[State], State], z0: State, max_steps: int) -> None:
-        with warnings.catch_warnings():  # invalid escapes in its docstrings warn where it is first compiled
+        with warnings.catch_warnings():  # its docstrings have invalid escapes, which warn when first compiled
             warnings.simplefilter("ignore")
             from torchdeq.solver import get_solver
 
@@ -110,57 +111,38 @@ class TorchDEQ(OutsideSolver):
             if fz.requires_grad and self.name in ("anderson", "broyden"):
                 raise ValueError(
                     f"TorchDEQ's {self.name} overwrites its memory in place and cannot be differentiated: "
-                    "solve under torch.no_grad(), choose Phantom() or Implicit(), or take the native solver"
+                    "solve under torch.no_grad(), use Phantom() or Implicit(), or use deqseq's own solver"
                 )
             return fz if tau == 1 else torch.lerp(z, fz, tau)  # simple_fixed_point_iter has the map damp
 
         try:  # a tolerance of zero also turns off broyden's rule against lack of progress
             get_solver(self.name)(called, z0, max_iter=max_steps, tol=0.0, **self.options)
         except torch.linalg.LinAlgError as error:  # pyright: ignore[reportPrivateImportUsage]
-            message = f"TorchDEQ's {self.name} gave up on its singular system: raise lam, or take Anderson()"
+            message = f"TorchDEQ's {self.name} stopped at a singular linear system: raise lam, or use Anderson()"
             warnings.warn(f"{message} ({error})", ConvergenceWarning, stacklevel=2)
-
-
-@dataclass(frozen=True)
-class DEQSettings:
-    """What a TorchDEQ configuration says, in this library's terms.
-
-    Attributes:
-        solver: the forward solver.
-        stop: its stopping rule in training.
-        eval_stop: its stopping rule in evaluation.
-        gradient: the estimator.
-        weight_norm: whether the configuration asks for weight normalisation; None where it does not say.
-        monitor_spectral_radius: whether it asks for the spectral radius at evaluation.
-    """
-
-    solver: Solver | OutsideSolver
-    stop: Stop
-    eval_stop: Stop
-    gradient: Gradient
-    weight_norm: bool | None
-    monitor_spectral_radius: bool
 
 
 def from_torchdeq_config(
     config: Mapping[str, Any], *, solver_kwargs: Mapping[str, Any] | None = None, native: bool = True
-) -> DEQSettings:
-    """Turn a configuration of TorchDEQ into our objects; every key is honoured or refused with a reason.
+) -> tuple[SolveConfig, SolveConfig]:
+    """Turn a configuration of TorchDEQ into ours; every key is translated or refused with a reason.
 
-    A missing key has TorchDEQ's default. Where we knowingly differ: a row that has converged stays, while
-    TorchDEQ moves all rows until the slowest has; a budget counts evaluations, of which TorchDEQ's Broyden
-    makes one more; TorchDEQ's fixed-point iteration measures the damped step, so its tolerance is divided by
-    the damping; the native Anderson has a relative ridge; an adjoint solve starts at the incoming gradient.
+    A missing key has TorchDEQ's default. Weight normalisation (``norm_type``) belongs to the backbone, and the spectral
+    radius (``sradius_mode``) to :mod:`deqseq.diagnostics`; both keys are checked and otherwise not used. Differences:
+    a converged row is frozen here, while TorchDEQ iterates all rows until the slowest has converged; a budget counts
+    evaluations, of which TorchDEQ's Broyden makes one more; TorchDEQ's fixed-point iteration measures the damped step,
+    so its tolerance is divided by the damping; our Anderson has a relative ridge; an adjoint solve starts at the
+    incoming gradient.
 
     Args:
         config: what ``torchdeq.get_deq`` takes, flat, or in the groups ``solver``, ``training``, ``norm`` and
             ``regularization``. Its ``tau`` is the damping of the phantom gradient alone.
         solver_kwargs: options of the forward solver, which TorchDEQ takes in its call:
             ``deq(f, z0, solver_kwargs={"tau": 0.8})``.
-        native: whether to take our own solvers; otherwise :class:`TorchDEQ` objects.
+        native: whether to use deqseq's own solvers. Otherwise: :class:`TorchDEQ` objects.
 
     Returns:
-        The settings, whose parts are arguments of :func:`deqseq.fixed_point` and of the implicit models.
+        How to solve in training, and in evaluation: ``deqseq.ImplicitModel(backbone, *from_torchdeq_config(config))``.
 
     Raises:
         ValueError: an unknown key or value, or something that has no equivalent here.
@@ -169,30 +151,28 @@ def from_torchdeq_config(
         Geng and Kolter, TorchDEQ: A Library for Deep Equilibrium Models, 2023, arXiv 2310.18605.
 
     Example:
-        >>> settings = from_torchdeq_config({"f_tol": 0.05, "f_stop_mode": "rel", "grad": 4, "tau": 0.8})
-        >>> settings.solver, settings.gradient
-        (Naive(), Phantom(steps=4, damping=0.8, checkpoint=False))
-        >>> settings.stop.rtol, settings.stop.max_steps
-        (0.05, 40)
+        >>> solve, evaluation = from_torchdeq_config({"f_tol": 0.05, "f_stop_mode": "rel", "grad": 4, "eval_factor": 2})
+        >>> solve.solver, solve.gradient.steps, solve.stop.rtol
+        (Naive(), 4, 0.05)
+        >>> solve.stop.max_steps, evaluation.stop.max_steps
+        (40, 80)
     """
     keys = {**CONFIG_DEFAULTS, **_flatten(config)}
     if isinstance(keys["grad"], list | tuple) and len(keys["grad"]) == 1:
         keys["grad"] = keys["grad"][0]
     for key, value in keys.items():
         _check_kind(key, value)
-    budget, evaluations = keys["f_max_iter"], keys["eval_f_max_iter"]
-    if evaluations <= 0:
-        evaluations = int(budget * keys["eval_factor"])
-    _refuse_without_equivalent(keys, evaluations)
-    forward = _outside(keys["f_solver"], solver_kwargs or {})
-    return DEQSettings(
-        solver=_native(forward, max(budget, evaluations)) if native else forward,
+    budget, eval_budget = keys["f_max_iter"], keys["eval_f_max_iter"]
+    if eval_budget <= 0:
+        eval_budget = int(budget * keys["eval_factor"])
+    _refuse_without_equivalent(keys, eval_budget)
+    forward = _external(keys["f_solver"], solver_kwargs or {})
+    solve = SolveConfig(
+        solver=_native(forward, max(budget, eval_budget)) if native else forward,
         stop=_stop(keys, "f", budget, forward),
-        eval_stop=_stop(keys, "f", evaluations, forward),
         gradient=_gradient(keys, native),
-        weight_norm=None if keys["norm_type"] is None else keys["norm_type"] == "weight_norm",
-        monitor_spectral_radius=keys["sradius_mode"],
     )
+    return solve, replace(solve, stop=_stop(keys, "f", eval_budget, forward))
 
 
 def _flatten(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -203,7 +183,7 @@ def _flatten(config: Mapping[str, Any]) -> dict[str, Any]:
         for key, value in content.items() if nested else ((outer, content),):
             if key in ("m", "lam", "LBFGS_thres", "ls"):
                 raise ValueError(f"torchdeq ignores {key!r} in a configuration: pass it in solver_kwargs")
-            _check_known("torchdeq key", key, CONFIG_GROUPS[outer] if nested else CONFIG_DEFAULTS)
+            check_known("torchdeq key", key, CONFIG_GROUPS[outer] if nested else CONFIG_DEFAULTS)
             if key in flat:
                 raise ValueError(f"torchdeq key {key!r} is given twice: in its group and outside of it")
             flat[key] = value
@@ -223,17 +203,20 @@ def _check_kind(key: str, value: Any) -> None:
         raise ValueError(f"torchdeq key {key!r} must be {kinds[kind]}, got {value!r}")
 
 
-def _refuse_without_equivalent(keys: dict[str, Any], evaluations: int) -> None:
+def _refuse_without_equivalent(keys: dict[str, Any], eval_budget: int) -> None:
     """Name the first value that this library cannot honour, and why."""
-    one_state, no_jacobian = "deqseq returns the fixed point alone", "deqseq has no Jacobian regularisation"
+    one_state, no_jacobian = (
+        "deqseq returns the fixed point alone",
+        "it is a part of the loss: add deqseq.diagnostics.jacobian_regularisation to it",
+    )
     normalised, exact = keys["norm_type"] != "none", keys["ift"] or keys["hook_ift"]
-    simple_adjoint = "TorchDEQ fails on it: it hands a damping to the adjoint map; use 'fixed_point_iter'"
+    simple_adjoint = "TorchDEQ fails on it, because it passes a damping to the adjoint map: use 'fixed_point_iter'"
     requirements = (
         ("core", keys["core"] in ("sliced", "indexing"), "only 'sliced' and 'indexing' are known"),
         *((key, keys[key] >= 1, "must be at least 1") for key in ("f_max_iter", "b_max_iter", "grad")),
         *((key, keys[key] >= 0, "must be at least 0") for key in ("f_tol", "b_tol")),
         *((key, keys[key] in ("abs", "rel"), "'abs' or 'rel'") for key in ("f_stop_mode", "b_stop_mode")),
-        ("eval_factor", evaluations >= 1, "it leaves no evaluation"),
+        ("eval_factor", eval_budget >= 1, "it leaves no evaluation"),
         ("b_solver", not (exact and keys["b_solver"] == "simple_fixed_point_iter"), simple_adjoint),
         ("tau", exact or 0 < keys["tau"] <= 1, "the damping of the phantom gradient must lie in (0, 1]"),
         *((key, keys[key] <= 1 - (key == "sup_gap"), one_state) for key in ("n_states", "sup_gap")),
@@ -248,33 +231,35 @@ def _refuse_without_equivalent(keys: dict[str, Any], evaluations: int) -> None:
             raise ValueError(f"torchdeq key {key!r} cannot be {keys[key]!r} here: {reason}")
 
 
-def _outside(name: str, options: Mapping[str, Any]) -> TorchDEQ:
+def _external(name: str, options: Mapping[str, Any]) -> TorchDEQ:
     """TorchDEQ's solver of that name, with its options checked."""
-    _check_known("torchdeq solver", name, SOLVER_OPTIONS)
+    check_known("torchdeq solver", name, SOLVER_OPTIONS)
     for option in options:
-        _check_known(f"solver_kwargs of {name!r}: option", option, SOLVER_OPTIONS[name])
+        check_known(f"solver_kwargs of {name!r}: option", option, SOLVER_OPTIONS[name])
     return TorchDEQ(name, **options)  # pyright: ignore[reportArgumentType]
 
 
-def _native(outside: TorchDEQ, budget: int) -> Solver:
+def _native(external: TorchDEQ, budget: int) -> Solver:
     """Our solver that does the same as TorchDEQ's."""
-    if outside.lam is not None:
-        raise ValueError("solver_kwargs 'lam': the native ridge is relative: drop it or pass native=False")
-    if outside.ls:
-        raise ValueError("solver_kwargs 'ls': no native line search: drop it or pass native=False")
-    tau = 1.0 if outside.tau is None else outside.tau
-    if outside.name == "anderson":
-        return Anderson(memory=outside.m or 6, mixing=tau)
-    if outside.name == "broyden":
-        return Broyden(memory=outside.LBFGS_thres or budget)
+    if external.lam is not None:
+        raise ValueError(
+            "solver_kwargs 'lam': the ridge of deqseq's Anderson is relative: drop it or pass native=False"
+        )
+    if external.ls:
+        raise ValueError("solver_kwargs 'ls': deqseq's Broyden has no line search: drop it or pass native=False")
+    tau = 1.0 if external.tau is None else external.tau
+    if external.name == "anderson":
+        return Anderson(memory=external.m or 6, mixing=tau)
+    if external.name == "broyden":
+        return Broyden(memory=external.LBFGS_thres or budget)
     return Naive() if tau == 1 else Relaxed(damping=tau)
 
 
-def _stop(keys: dict[str, Any], side: Literal["f", "b"], max_steps: int, outside: TorchDEQ) -> Stop:
+def _stop(keys: dict[str, Any], side: Literal["f", "b"], max_steps: int, external: TorchDEQ) -> Stop:
     """TorchDEQ's test: one norm over each row, and all rows must pass."""
-    if outside.name == "simple_fixed_point_iter":
+    if external.name == "simple_fixed_point_iter":
         return Stop.exactly(max_steps)
-    measured = outside.tau or 1.0 if outside.name == "fixed_point_iter" else 1.0
+    measured = external.tau or 1.0 if external.name == "fixed_point_iter" else 1.0
     tolerance = keys[f"{side}_tol"] / measured
     relative = keys[f"{side}_stop_mode"] == "rel"
     rtol, atol = (tolerance, 0.0) if relative else (0.0, tolerance)
@@ -284,14 +269,6 @@ def _stop(keys: dict[str, Any], side: Literal["f", "b"], max_steps: int, outside
 def _gradient(keys: dict[str, Any], native: bool) -> Gradient:
     if not (keys["ift"] or keys["hook_ift"]):
         return Phantom(steps=keys["grad"], damping=float(keys["tau"]))
-    adjoint, budget = _outside(keys["b_solver"], {}), keys["b_max_iter"]
+    adjoint, budget = _external(keys["b_solver"], {}), keys["b_max_iter"]
     solver = _native(adjoint, budget) if native else adjoint
     return Implicit(solver=solver, stop=_stop(keys, "b", budget, adjoint))
-
-
-def _check_known(what: str, word: object, known: Collection[str]) -> None:
-    """Refuse a word that is none of the known ones, and name the nearest of them."""
-    if word not in known:
-        near = difflib.get_close_matches(str(word), known, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"{what} {word!r} is unknown{hint} (known: {', '.join(known)})")

@@ -11,24 +11,25 @@ if int(transformers.__version__.partition(".")[0]) < 5:
         'pip install --upgrade "deqseq[hf]"'
     )
 
-from deqseq.integrations.huggingface.cache import ImplicitCache, Solve
-from deqseq.integrations.huggingface.configuration_llama import ImplicitLlamaConfig
-from deqseq.integrations.huggingface.configuration_mamba2 import ImplicitMamba2Config
-from deqseq.integrations.huggingface.conversion import from_causal_lm, to_causal_lm
-from deqseq.integrations.huggingface.curriculum_callback import CurriculumCallback
-from deqseq.integrations.huggingface.models import (
-    ImplicitLlamaForCausalLM,
-    ImplicitLlamaModel,
-    ImplicitMamba2ForCausalLM,
-    ImplicitMamba2Model,
-)
-from deqseq.integrations.huggingface.objects import from_json, to_json
-from deqseq.integrations.huggingface.output import ImplicitCausalLMOutput, ImplicitModelOutput
-from deqseq.integrations.huggingface.presets import deqseq_preset, preset_config
-from deqseq.integrations.huggingface.reference import from_reference_folder
-from deqseq.integrations.huggingface.register import register
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-register()
+from deqseq.integrations.huggingface.cache import ImplicitCache, Solve
+from deqseq.integrations.huggingface.conversion import from_causal_lm, from_reference_folder, to_causal_lm
+from deqseq.integrations.huggingface.curriculum_callback import CurriculumCallback
+from deqseq.integrations.huggingface.llama import ImplicitLlamaConfig, ImplicitLlamaForCausalLM, ImplicitLlamaModel
+from deqseq.integrations.huggingface.mamba2 import ImplicitMamba2Config, ImplicitMamba2ForCausalLM, ImplicitMamba2Model
+from deqseq.integrations.huggingface.objects import from_json, to_json
+from deqseq.integrations.huggingface.outputs import ImplicitCausalLMOutput, ImplicitModelOutput
+from deqseq.integrations.huggingface.presets import deqseq_preset, preset_config
+
+# without these transformers reports an unknown architecture; config.json names this module in registered_by
+for _config, _model, _causal_lm in (
+    (ImplicitMamba2Config, ImplicitMamba2Model, ImplicitMamba2ForCausalLM),
+    (ImplicitLlamaConfig, ImplicitLlamaModel, ImplicitLlamaForCausalLM),
+):
+    AutoConfig.register(_config.model_type, _config, exist_ok=True)
+    AutoModel.register(_config, _model, exist_ok=True)
+    AutoModelForCausalLM.register(_config, _causal_lm, exist_ok=True)
 
 __all__ = [
     "CurriculumCallback",
@@ -47,7 +48,6 @@ __all__ = [
     "from_json",
     "from_reference_folder",
     "preset_config",
-    "register",
     "to_causal_lm",
     "to_json",
 ]

@@ -1,41 +1,43 @@
-"""This library's cache, a value, in the object that transformers passes from call to call."""
+"""The cache of a backbone, a value, in the object that transformers passes from call to call."""
 
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
-from jaxtyping import Bool, Int64
+from jaxtyping import Int64, Shaped
 from torch import Tensor
 from transformers import Cache as TransformersCache
 
-from deqseq.backbones.base import Cache, RealTokens
+from deqseq.backbones.base import Cache
 from deqseq.models.output import ModelOutput
-from deqseq.solution import SolveStats
+from deqseq.rows import take
+from deqseq.solution import Outcome, SolveStats
+from deqseq.types import Mask
 
 
 @dataclass(frozen=True)
-class Solve:
+class Solve(Outcome):
     """How the tokens of one call were solved.
 
     Attributes:
-        stats: self-iterations and residuals.
-        status: a :class:`deqseq.Status` a row, ``(batch,)``.
+        stats: iterations and residuals.
+        status: a :class:`deqseq.Status` per row, ``(batch,)``.
     """
 
-    stats: SolveStats
-    status: Int64[Tensor, " batch"]
+    stats: SolveStats  # pyright: ignore[reportIncompatibleVariableOverride]
+    status: Int64[Tensor, " batch"]  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
 class ImplicitCache(TransformersCache):
-    """What the settled tokens have left, under transformers' interface.
+    """The committed tokens, under the interface of transformers' caches.
 
-    A model reads the value once, solves, and commits the value that follows once; nothing changes meanwhile. So a copy
-    of the object (``copy.copy``) is a prompt that several continuations can share.
+    A model reads the value once, solves, and replaces it once; the value itself never changes. So a copy of this object
+    (``copy.copy``) is a prompt that several continuations can share.
 
     Attributes:
-        value: this library's cache; None: nothing has settled.
-        real: which of the settled tokens are no padding, ``(batch, length)``; None: all.
-        length: how many tokens have settled, padding included.
+        value: the cache of the backbone; None before the first token.
+        mask: bool, True at real tokens among the committed ones, ``(batch, length)``; None: no padding.
+        length: number of committed tokens, padding included.
         solves: how the tokens of each call were solved, in order; rows are those of that call. Empty for an explicit
             model.
 
@@ -47,24 +49,20 @@ class ImplicitCache(TransformersCache):
 
     def __init__(self) -> None:
         super().__init__(layers=[])
-        self.value: Cache | None = None
-        self.real: Bool[Tensor, "batch length"] | None = None
-        self.length = 0
-        self.solves: tuple[Solve, ...] = ()
-        self._rows, self._device = -1, torch.device("cpu")
+        self.reset()
 
-    def commit(self, output: ModelOutput, mask: RealTokens | None) -> None:
-        """Go on to what a call has left.
+    def commit(self, output: ModelOutput, mask: Mask | None) -> None:
+        """Replace the value by that of a call.
 
         Args:
-            output: of the call, with a cache.
-            mask: which of its tokens are real, ``(batch, new)``; None: all.
+            output: of the call, with its cache.
+            mask: bool, True at real tokens of the call, ``(batch, new)``. Default: no padding.
         """
         batch, new = output.value.shape[:2]
-        if self.real is not None or mask is not None:
-            every = torch.ones(batch, max(self.length, new), dtype=torch.bool, device=output.value.device)
-            before = every[:, : self.length] if self.real is None else self.real
-            self.real = torch.cat([before, every[:, :new] if mask is None else mask], dim=1)
+        if self.mask is not None or mask is not None:
+            real = torch.ones(batch, self.length + new, dtype=torch.bool, device=output.value.device)
+            before, now = real[:, : self.length], real[:, self.length :]
+            self.mask = torch.cat([before if self.mask is None else self.mask, now if mask is None else mask], dim=1)
         self.value, self.length = output.cache, self.length + new
         self._rows, self._device = batch, output.value.device
         if output.stats is not None and output.status is not None:
@@ -72,11 +70,11 @@ class ImplicitCache(TransformersCache):
 
     @property
     def batch_size(self) -> int:
-        """Rows; -1 while nothing has settled, as in transformers."""
+        """Rows; -1 before the first token, as in transformers."""
         return self._rows
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """How many tokens have settled, padding included; the same in all layers."""
+        """Number of committed tokens, padding included; the same in all layers."""
         return self.length
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
@@ -84,65 +82,117 @@ class ImplicitCache(TransformersCache):
         return -1
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """Settled and new tokens together, and where they begin."""
+        """Number of committed and new tokens together, and where they begin."""
         return self.length + query_length, 0
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        """Whether anything has settled."""
+        """Whether any token has been committed."""
         return self.value is not None
 
     @property
     def is_initialized(self) -> bool:
-        """Whether anything has settled."""
+        """Whether any token has been committed."""
         return self.value is not None
 
     @property
     def is_croppable(self) -> bool:
-        """No: the state of a recurrent backbone does not contain the states before it."""
+        """False: the state of a recurrent backbone does not contain earlier states."""
         return False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Go on with these rows, of which some may be named more than once (beam search)."""
-        self._select(beam_idx)
+        """Continue with these rows; some may be repeated (beam search)."""
+        self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Go on with these rows."""
-        self._select(indices)
+        """Continue with these rows."""
+        if self.value is not None:
+            rows = indices.to(self._device, torch.int64)
+            (self.value, self.mask), self._rows = take((self.value, self.mask), rows), len(rows)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Go on with each row so many times."""
-        self._select(torch.arange(max(0, self._rows)).repeat_interleave(repeats))
+        """Continue with each row repeated so many times."""
+        self.batch_select_indices(torch.arange(max(0, self._rows)).repeat_interleave(repeats))
 
     def reset(self) -> None:
-        """Forget everything."""
-        self.value, self.real, self.length, self.solves, self._rows = None, None, 0, (), -1
+        """Remove all tokens."""
+        self.value: Cache | None = None
+        self.mask: Mask | None = None
+        self.length = 0
+        self.solves: tuple[Solve, ...] = ()
+        self._rows, self._device = -1, torch.device("cpu")
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Tokens cannot be taken back; removing none does nothing.
+        """Tokens cannot be removed; removing none does nothing.
 
         Raises:
             ValueError: any other number.
         """
         if tokens_to_remove != 0:
             raise ValueError(
-                "an ImplicitCache cannot be cropped, because the state of a recurrent backbone does not contain the "
-                "states before it: keep a copy.copy(cache) of the place to come back to"
+                "an ImplicitCache cannot be cropped: the state of a recurrent backbone does not contain earlier "
+                "states. Keep a copy.copy(cache) of the point to come back to"
             )
 
     def update(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Layers have nothing to write here: the model commits a whole value.
+        """Layers do not write here: the model commits all of them at once.
 
         Raises:
             TypeError: always.
         """
-        raise TypeError("an ImplicitCache serves the models of deqseq alone, which commit all layers at once")
+        raise TypeError("an ImplicitCache works with deqseq's models only, which commit all layers at once")
 
     def __repr__(self) -> str:
         return f"ImplicitCache(batch_size={self.batch_size}, length={self.length})"
 
-    def _select(self, rows: Tensor) -> None:
-        if self.value is None:
-            return
-        rows = rows.to(self._device, torch.int64)
-        self.value, self._rows = self.value.select(rows), len(rows)
-        self.real = None if self.real is None else self.real[rows]
+
+def check_cache(cache: object, rows: int) -> None:
+    """Refuse the cache of another library, or of another number of rows."""
+    if not isinstance(cache, ImplicitCache):
+        raise TypeError(
+            f"past_key_values must be an ImplicitCache, got {type(cache).__name__}: leave it out, or give "
+            "deqseq.integrations.huggingface.ImplicitCache()"
+        )
+    if cache.batch_size not in (-1, rows):
+        raise ValueError(
+            f"past_key_values has {cache.batch_size} rows and the input has {rows}: repeat its rows with "
+            "cache.batch_repeat_interleave(n), or choose some with cache.batch_select_indices(rows)"
+        )
+
+
+def joined_mask(
+    attention_mask: Shaped[Tensor, "..."] | None, batch: int, new: int, cache: ImplicitCache
+) -> Mask | None:
+    """The mask of the committed and the new tokens, ``(batch, committed + new)``; None without padding."""
+    committed, known = cache.length, cache.mask
+    if attention_mask is None:
+        return None if known is None else torch.cat([known, known.new_ones(batch, new)], dim=1)
+    wanted = (batch, committed + new)
+    if attention_mask.shape != wanted:
+        raise ValueError(
+            f"attention_mask must have shape {wanted}, for {committed} tokens in the cache and {new} new ones, got "
+            f"{tuple(attention_mask.shape)}; masks between pairs of tokens are not supported"
+        )
+    mask = attention_mask != 0
+    before = mask[:, :committed]
+    if not torch.equal(before, torch.ones_like(before) if known is None else known.to(mask.device)):
+        raise ValueError(
+            "attention_mask must mark the same padding among the tokens of the cache as when they were computed"
+        )
+    return None if bool(mask.all()) else mask
+
+
+def check_positions(position_ids: Int64[Tensor, "..."] | None, mask: Mask | None, committed: int, new: int) -> None:
+    """Refuse positions other than the model's own: real tokens counted from 0; those of padding do not matter."""
+    if position_ids is None:
+        return
+    if position_ids.ndim != 2 or position_ids.shape[1] != new:
+        raise ValueError(f"position_ids must have shape (batch, {new}), got {tuple(position_ids.shape)}")
+    if mask is None:
+        fits = position_ids == torch.arange(committed, committed + new, device=position_ids.device)
+    else:
+        fits = (position_ids == (mask.cumsum(dim=1) - 1)[:, committed:]) | ~mask[:, committed:]
+    if not bool(fits.all()):
+        raise ValueError(
+            "position_ids must count the real tokens of a row from 0, those of the cache included, as the model does "
+            "itself: leave them out (packed sequences and shifted positions are not supported)"
+        )

@@ -11,23 +11,11 @@ from transformers import PreTrainedConfig
 
 from deqseq import __version__
 from deqseq.backbones import LlamaConfig, Mamba2Config
-from deqseq.gradients import Gradient, Phantom
-from deqseq.integrations.huggingface.names import check_known
-from deqseq.integrations.huggingface.objects import Json, Kind, from_json, to_json
+from deqseq.config import SolveConfig
+from deqseq.integrations.huggingface.objects import Json, from_json, to_json
 from deqseq.integrations.reference_config import from_reference_config
-from deqseq.models import LanguageModelSpec, Solving
-from deqseq.models.implicit import Start
-from deqseq.solvers import Relaxed, Solver
-from deqseq.stop import Stop
-
-SOLVING: dict[str, Kind] = {
-    "solver": "solver",
-    "eval_solver": "solver",
-    "stop": "stop",
-    "eval_stop": "stop",
-    "gradient": "gradient",
-}
-"""The fields that hold our objects, as JSON."""
+from deqseq.integrations.reference_fields import check_known
+from deqseq.models import LanguageModelSpec
 
 FROM_TRANSFORMERS = (
     "attn_implementation",
@@ -45,43 +33,43 @@ FROM_TRANSFORMERS = (
     "torch_dtype",
     "transformers_weights",
 )
-"""What transformers itself writes into a configuration, or passes to one, without declaring it; besides, what begins
-with an underscore."""
+"""What transformers writes into a configuration, or passes to one, without declaring it; also any name that begins with
+an underscore."""
 
 C = TypeVar("C", bound="ImplicitConfig")
 
 
-@no_type_check  # strict checks the fields; another check of the signature would refuse what transformers passes
+@no_type_check  # strict checks the fields; a check of the signature would refuse what transformers passes
 @strict
 class ImplicitConfig(PreTrainedConfig):
-    """The fields that do not depend on the backbone; :class:`ImplicitMamba2Config` and its like say the rest.
+    """The fields that do not depend on the backbone; the configurations of model types add the others.
 
-    A field that does not exist is an error. Solvers, stopping rules and the gradient are given as our objects or their
-    JSON, and held as JSON. All fields are keyword arguments.
+    All fields are keyword arguments, and an unknown one is an error. How the model is solved is one section, ``solve``,
+    given as a :class:`deqseq.SolveConfig` or as JSON, and kept as JSON. A mapping replaces the fields that it names,
+    and the others stay as they are: ``config.solve = {"stop": {"max_steps": 8}}`` keeps the tolerance.
 
     Attributes:
         vocab_size: tokens.
         hidden_size: width.
         num_hidden_layers: blocks.
-        dropout: probability, in [0, 1), inside the layers; one mask a solve.
+        dropout: probability, in [0, 1), inside the layers; one mask per solve.
         embedding_dropout: probability, in [0, 1), that a number of an embedded token is zero in training.
         weight_norm: whether linear maps and convolutions are weight-normalised, as in the paper.
         initializer_range: standard deviation of the initial embedding, and of a head with weights of its own.
         tie_word_embeddings: whether the head is the embedding.
         implicit: whether the blocks are iterated to a fixed point; otherwise they run once, without an injection, and
-            the next six fields mean nothing.
-        solver: the algorithm, as ``{"name": "Relaxed", "damping": 0.8}``.
-        eval_solver: the same in eval mode; None: ``solver``.
-        stop: tolerances and budget, as ``{"rtol": 1e-3, "max_steps": 64}``.
-        eval_stop: the same in eval mode; None: ``stop``.
-        gradient: the estimator, as ``{"name": "Phantom", "steps": 4, "damping": 0.8}``.
-        start: where the iteration begins: at ``"zero"``, or at the embedded tokens, ``"input"``.
+            ``solve`` and ``eval_solve`` are not used.
+        solve: how the fixed point is found and differentiated, as ``{"solver": {"name": "Relaxed", "damping": 0.8},
+            "stop": {"rtol": 1e-3, "max_steps": 64}, "gradient": {"name": "Phantom", "steps": 4}, "sweep":
+            "Simultaneous", "start": "zero"}``. What a new configuration leaves out has :class:`deqseq.SolveConfig`'s
+            defaults.
+        eval_solve: the same in eval mode; what it leaves out is as in ``solve``. Default: ``solve``.
         use_cache: whether a call in eval mode returns a cache.
-        pad_token_id: the token that fills rows up.
+        pad_token_id: the padding token.
         bos_token_id: the token that begins a sequence.
         eos_token_id: the token, or tokens, that end one.
-        deqseq_version: what wrote the file; an older deqseq refuses to read it.
-        registered_by: a note for whoever opens the file: the import that makes the model type known to transformers.
+        deqseq_version: the version that wrote the file; an older deqseq refuses to read it.
+        registered_by: the module whose import registers the model type with transformers.
 
     Raises:
         ValueError: an unknown field or name, with the nearest known one; a file of a newer deqseq.
@@ -101,12 +89,8 @@ class ImplicitConfig(PreTrainedConfig):
     initializer_range: float = 0.02
     tie_word_embeddings: bool = True
     implicit: bool = True
-    solver: dict[str, Any] | str | Solver = Relaxed(0.8)
-    eval_solver: dict[str, Any] | str | Solver | None = None
-    stop: dict[str, Any] | Stop = Stop()
-    eval_stop: dict[str, Any] | Stop | None = None
-    gradient: dict[str, Any] | str | Gradient = Phantom()
-    start: Start = "zero"
+    solve: dict[str, Any] | SolveConfig = SolveConfig()
+    eval_solve: dict[str, Any] | SolveConfig | None = None
     use_cache: bool = True
     pad_token_id: int | None = None
     bos_token_id: int | None = None
@@ -115,15 +99,23 @@ class ImplicitConfig(PreTrainedConfig):
     registered_by: str = "deqseq.integrations.huggingface"
 
     def __post_init__(self, **kwargs: Any) -> None:
-        refuse_newer(self.deqseq_version)
+        if Version(self.deqseq_version).release[:2] > Version(__version__).release[:2]:  # newer patches can be read
+            raise ValueError(
+                f"this configuration was written by deqseq {self.deqseq_version}, and this is deqseq {__version__}, "
+                "which may not know all of its fields: pip install --upgrade deqseq"
+            )
         self.deqseq_version = __version__
         self._check_names(kwargs)
         super().__post_init__(**kwargs)
 
     def __setattr__(self, key: str, value: Any) -> None:
-        if key in SOLVING and value is not None:
-            value = to_json(from_json(SOLVING[key], value, f"{type(self).__name__}.{key}"))
+        if key in ("solve", "eval_solve") and value is not None:
+            value = to_json(from_json("solve", value, f"{type(self).__name__}.{key}", self._solve_config(key)))
         super().__setattr__(key, value)
+
+    def _solve_config(self, key: str) -> SolveConfig:
+        """``solve`` or ``eval_solve``, as an object."""
+        return from_json("solve", getattr(self, key) or self.solve, f"{type(self).__name__}.{key}")
 
     def specification(self) -> LanguageModelSpec:
         """The model that this describes, in this library's terms.
@@ -131,12 +123,11 @@ class ImplicitConfig(PreTrainedConfig):
         Raises:
             ValueError: sizes that do not fit together.
         """
-        how = {name: getattr(self, name) for name in SOLVING}
-        objects = {name: from_json(SOLVING[name], part, name) for name, part in how.items() if part is not None}
         return LanguageModelSpec(
             self.vocab_size,
             self.backbone(),
-            Solving(**objects, start=self.start) if self.implicit else None,
+            self._solve_config("solve") if self.implicit else None,
+            self._solve_config("eval_solve") if self.implicit and self.eval_solve else None,
             tied=self.tie_word_embeddings,
             embedding_std=self.initializer_range,
             embedding_dropout=self.embedding_dropout,
@@ -144,7 +135,7 @@ class ImplicitConfig(PreTrainedConfig):
 
     def backbone(self) -> Mamba2Config | LlamaConfig:
         """Sizes of the backbone, in this library's terms; ``injection`` follows ``implicit``."""
-        raise NotImplementedError(f"{type(self).__name__} is abstract: take the configuration of a model type")
+        raise NotImplementedError(f"{type(self).__name__} is abstract: use the configuration of a model type")
 
     @classmethod
     def from_specification(cls: type[C], spec: LanguageModelSpec, **more: Any) -> C:
@@ -152,14 +143,14 @@ class ImplicitConfig(PreTrainedConfig):
 
         Args:
             spec: the description.
-            **more: fields of which it says nothing, as ``eos_token_id``.
+            **more: fields that ``spec`` does not have, such as ``eos_token_id``.
 
         Returns:
-            A configuration with ``specification()`` equal to ``spec``, but for sizes that were left to defaults.
+            A configuration whose ``specification()`` equals ``spec``, except for sizes left to their defaults.
 
         Raises:
             ValueError: the backbone of another model type, or an unknown field.
-            TypeError: a solver or gradient that a configuration cannot name.
+            TypeError: a solver, gradient or sweep that a configuration cannot name.
 
         Example:
             >>> import deqseq as dq
@@ -168,36 +159,25 @@ class ImplicitConfig(PreTrainedConfig):
             >>> ImplicitMamba2Config.from_specification(spec).specification() == spec
             True
         """
-        how = {} if spec.solving is None else {name: getattr(spec.solving, name) for name in (*SOLVING, "start")}
         return cls(
             vocab_size=spec.vocab_size,
             tie_word_embeddings=spec.tied,
             initializer_range=spec.embedding_std,
             embedding_dropout=spec.embedding_dropout,
-            implicit=spec.solving is not None,
+            implicit=spec.solve is not None,
             **cls.of_backbone(spec.backbone),
-            **how,
+            **({} if spec.solve is None else {"solve": spec.solve, "eval_solve": spec.eval_solve}),
             **more,
         )
 
     @classmethod
     def of_backbone(cls, backbone: Mamba2Config | LlamaConfig) -> Json:
-        """The fields that describe a backbone.
-
-        Args:
-            backbone: its sizes, in this library's terms.
-
-        Returns:
-            Arguments of the class.
-
-        Raises:
-            ValueError: the backbone of another model type.
-        """
-        raise NotImplementedError(f"{cls.__name__} is abstract: take the configuration of a model type")
+        """The fields that describe ``backbone``; ValueError for that of another model type."""
+        raise NotImplementedError(f"{cls.__name__} is abstract: use the configuration of a model type")
 
     @classmethod
     def from_dict(cls, config_dict: Json, **kwargs: Any) -> Any:
-        """As in transformers, but a keyword that is no field is an error unless the caller asks for the unused ones.
+        """As in transformers, but an unknown keyword is an error unless the caller asks for the unused ones.
 
         A configuration of the paper's reference code, which has a ``backbone_config``, is translated.
 
@@ -206,13 +186,13 @@ class ImplicitConfig(PreTrainedConfig):
             **kwargs: fields that replace them, and arguments of transformers.
 
         Returns:
-            The configuration; with ``return_unused_kwargs=True`` also the keywords that are no field.
+            The configuration; with ``return_unused_kwargs=True`` also the unknown keywords.
         """
         returned = kwargs.pop("return_unused_kwargs", False)
         ours = cls._of_reference(config_dict) if "backbone_config" in config_dict else dict(config_dict)
         loaded: Any = super().from_dict(ours, return_unused_kwargs=True, **kwargs)
         config, unused = loaded
-        config.validate()  # keywords have changed fields since
+        config.validate()  # keywords have replaced fields
         if returned:
             return config, unused
         config._check_names(unused)
@@ -227,45 +207,28 @@ class ImplicitConfig(PreTrainedConfig):
         return cls.from_specification(spec, **kept).to_dict()
 
     def validate_architecture(self) -> None:
-        """Refuse sizes that do not fit together by a ValueError of the backbone, with the names that they have here."""
+        """Refuse sizes that do not fit together; the error gives the names that they have here."""
         try:
             self.specification()
         except ValueError as error:
             text = str(error)
-            theirs = {
-                core: name for core, name in self.sizes.items() if core != name and re.search(rf"\b{core}\b", text)
-            }
-            legend = ", ".join(f"{core} is {name}" for core, name in theirs.items())
-            raise ValueError(f"{type(self).__name__}: {text}" + (f" (here {legend})" if legend else "")) from error
+            renamed = [
+                f"{core} is {name}"
+                for core, name in self.sizes.items()
+                if core != name and re.search(rf"\b{core}\b", text)
+            ]
+            legend = f" (here {', '.join(renamed)})" if renamed else ""
+            raise ValueError(f"{type(self).__name__}: {text}{legend}") from error
 
     def _check_names(self, given: Mapping[str, Any]) -> None:
-        """Refuse what is no field; of another model type first, because then nothing fits."""
+        """Refuse unknown fields; the model type is checked first."""
         model_type = given.get("model_type", self.model_type)
         if model_type != self.model_type:
             raise ValueError(
-                f"this is the configuration of a {model_type!r}, and {type(self).__name__} is that of a "
+                f"this is the configuration of a {model_type!r}, but {type(self).__name__} is for "
                 f"{self.model_type!r}: load it with transformers.AutoConfig"
             )
         known = [field.name for field in fields(type(self))]
         for name in given:
             if name not in FROM_TRANSFORMERS and not name.startswith("_"):
                 check_known(f"{type(self).__name__} field", name, known)
-
-
-def refuse_newer(written: str) -> None:
-    """Refuse what a newer deqseq wrote: it may mean something that this one does not know.
-
-    Args:
-        written: the version that wrote it; a newer patch of the same release is read.
-
-    Raises:
-        ValueError: names both versions.
-
-    Example:
-        >>> refuse_newer(__version__)
-    """
-    if Version(written).release[:2] > Version(__version__).release[:2]:
-        raise ValueError(
-            f"this configuration was written by deqseq {written}, and this is deqseq {__version__}, which may not know "
-            "all it says: pip install --upgrade deqseq"
-        )

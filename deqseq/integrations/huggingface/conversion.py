@@ -1,31 +1,34 @@
-"""From this library's language models to those of transformers, and back; weights are shared, not copied."""
+"""From this library's language models, and the paper's checkpoints, to models of transformers, and back."""
 
-from typing import Any, cast
+import json
+from os import PathLike
+from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors.torch import load_file
+from torch import Tensor
 
-from deqseq.backbones import Llama, LlamaConfig, Mamba2, Mamba2Config
-from deqseq.integrations.huggingface.configuration_llama import ImplicitLlamaConfig
-from deqseq.integrations.huggingface.configuration_mamba2 import ImplicitMamba2Config
+from deqseq.backbones import Llama, LlamaConfig, Mamba2
+from deqseq.integrations.huggingface.llama import ImplicitLlamaConfig, ImplicitLlamaForCausalLM
+from deqseq.integrations.huggingface.mamba2 import ImplicitMamba2Config, ImplicitMamba2ForCausalLM
 from deqseq.integrations.huggingface.modeling_causal_lm import ImplicitCausalLM
-from deqseq.integrations.huggingface.models import ImplicitLlamaForCausalLM, ImplicitMamba2ForCausalLM
-from deqseq.models import CausalLM, ImplicitModel, LanguageModelSpec, Solving
-from deqseq.models.implicit import Start
-from deqseq.solvers import Solver
+from deqseq.integrations.reference_weights import from_reference
+from deqseq.models import CausalLM, ImplicitModel, LanguageModelSpec
 
 
 def from_causal_lm(lm: CausalLM, **fields: Any) -> ImplicitMamba2ForCausalLM | ImplicitLlamaForCausalLM:
-    """A model of transformers around the parts of a :class:`deqseq.CausalLM`, which it shares.
+    """A model of transformers made of the parts of a :class:`deqseq.CausalLM`; weights are shared, not copied.
 
     Args:
         lm: with a Mamba2 or a Llama as its backbone.
-        **fields: of the configuration, of which ``lm`` says nothing, as ``eos_token_id``.
+        **fields: fields of the configuration that ``lm`` does not have, such as ``eos_token_id``.
 
     Returns:
         A model that computes the same, and can be saved.
 
     Raises:
-        TypeError: another backbone, or a solver or gradient that a configuration cannot name.
+        TypeError: another backbone, or a solver, gradient or sweep that a configuration cannot name.
 
     Example:
         >>> import deqseq as dq
@@ -34,13 +37,23 @@ def from_causal_lm(lm: CausalLM, **fields: Any) -> ImplicitMamba2ForCausalLM | I
         >>> model.config.hidden_size, model.config.eos_token_id
         (16, 0)
     """
-    spec = specification(lm)
+    core, backbone = lm.model, lm.model.backbone
+    if not isinstance(backbone, Mamba2 | Llama):
+        raise TypeError(f"the backbone must be a Mamba2 or a Llama, got {type(backbone).__name__}")
+    solves = (core.solve, core.eval_solve) if isinstance(core, ImplicitModel) else (None, None)
+    spec = LanguageModelSpec(
+        lm.embedding.num_embeddings,
+        backbone.config,
+        *solves,
+        tied=lm.head is None,
+        embedding_dropout=lm.embedding_dropout,
+    )
     with torch.device("meta"):  # its own weights would be drawn for nothing
         if isinstance(spec.backbone, LlamaConfig):
             model = ImplicitLlamaForCausalLM(ImplicitLlamaConfig.from_specification(spec, **fields))
         else:
             model = ImplicitMamba2ForCausalLM(ImplicitMamba2Config.from_specification(spec, **fields))
-    model.model.core, model.model.embed_tokens = lm.model, lm.embedding
+    model.model.core, model.model.embed_tokens = core, lm.embedding
     if lm.head is not None:
         model.lm_head = lm.head
     model.tie_weights()
@@ -48,7 +61,7 @@ def from_causal_lm(lm: CausalLM, **fields: Any) -> ImplicitMamba2ForCausalLM | I
 
 
 def to_causal_lm(model: ImplicitCausalLM) -> CausalLM:
-    """The parts of a model of transformers as a :class:`deqseq.CausalLM`, which shares them.
+    """The parts of a model of transformers as a :class:`deqseq.CausalLM`; weights are shared, not copied.
 
     Args:
         model: of this package.
@@ -74,39 +87,48 @@ def to_causal_lm(model: ImplicitCausalLM) -> CausalLM:
     return lm.train(model.training)
 
 
-def specification(lm: CausalLM) -> LanguageModelSpec:
-    """What a language model is, as data.
+def from_reference_folder(
+    folder: str | PathLike[str], **fields: Any
+) -> ImplicitMamba2ForCausalLM | ImplicitLlamaForCausalLM:
+    """A model that the paper's reference code has saved.
+
+    ``AutoConfig`` reads the reference's ``config.json`` as it is, but its weights have other names. ``save_pretrained``
+    of the result writes a checkpoint that ``AutoModelForCausalLM`` loads.
 
     Args:
-        lm: with a Mamba2 or a Llama as its backbone.
+        folder: with ``config.json`` and weights: ``*.safetensors``, or else ``pytorch_model*.bin``, read with
+            ``weights_only=True``.
+        **fields: fields of our configuration that the reference does not have.
 
     Returns:
-        The description; the standard deviation of its first embedding is not known any more.
+        The model in eval mode, its weights in their own dtypes.
 
     Raises:
-        TypeError: another backbone, or a solver of another library.
+        FileNotFoundError: no configuration, or no weights.
+        ValueError: fields without an equivalent here, or weights that do not fit; names all of them.
+
+    References:
+        Schöne et al., Implicit Language Models are RNNs, ICML 2025, arXiv 2502.07827, and its public code.
+
+    Example:
+        >>> from_reference_folder("nowhere")
+        Traceback (most recent call last):
+        FileNotFoundError: there is no config.json in nowhere
     """
-    model, backbone = lm.model, lm.model.backbone
-    if not isinstance(backbone, Mamba2 | Llama):
-        raise TypeError(f"the backbone must be a Mamba2 or a Llama, got {type(backbone).__name__}")
-    config: Mamba2Config | LlamaConfig = backbone.config
-    solving = None
-    if isinstance(model, ImplicitModel):
-        for solver in (model.solver, model.eval_solver):
-            if solver is not None and not isinstance(solver, Solver):
-                raise TypeError(f"a configuration cannot name the solver {solver!r} of another library")
-        solving = Solving(
-            model.solver,  # pyright: ignore[reportArgumentType]
-            model.stop,
-            model.gradient,
-            model.eval_stop,
-            model.eval_solver,  # pyright: ignore[reportArgumentType]
-            cast(Start, model.start),
-        )
-    return LanguageModelSpec(
-        lm.embedding.num_embeddings,
-        config,
-        solving,
-        tied=lm.head is None,
-        embedding_dropout=lm.embedding_dropout,
-    )
+    path = Path(folder)
+    if not (path / "config.json").is_file():
+        raise FileNotFoundError(f"there is no config.json in {path}")
+    config = json.loads((path / "config.json").read_text())
+    tokens = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in config}
+    return from_causal_lm(from_reference(config, _weights(path)), **tokens | fields).eval()
+
+
+def _weights(path: Path) -> dict[str, Tensor]:
+    """All tensors of a folder, by the names in its files."""
+    if files := sorted(path.glob("*.safetensors")):
+        parts = [load_file(file) for file in files]
+    elif files := sorted(path.glob("pytorch_model*.bin")):
+        parts = [torch.load(file, map_location="cpu", weights_only=True) for file in files]
+    else:
+        raise FileNotFoundError(f"there are no weights in {path}: neither *.safetensors nor pytorch_model*.bin")
+    return {name: tensor for part in parts for name, tensor in part.items()}

@@ -1,5 +1,7 @@
 """The models of this library as models of transformers; one implementation for all backbones."""
 
+import json
+from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
 from os import PathLike
 from typing import Any
@@ -8,31 +10,25 @@ import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers import initialization as init
 
+from deqseq.config import SolveConfig
 from deqseq.gradients import Phantom, Unrolled
-from deqseq.integrations.huggingface.cache import ImplicitCache
+from deqseq.integrations.huggingface.cache import ImplicitCache, check_cache, check_positions, joined_mask
 from deqseq.integrations.huggingface.configuration import ImplicitConfig
-from deqseq.integrations.huggingface.generation import check_fields
-from deqseq.integrations.huggingface.inputs import (
-    all_real,
-    check_cache,
-    check_positions,
-    refuse_solve_options,
-)
-from deqseq.integrations.huggingface.loading import refuse_misfit
-from deqseq.integrations.huggingface.names import check_known
-from deqseq.integrations.huggingface.output import ImplicitModelOutput
+from deqseq.integrations.huggingface.objects import from_json, to_json
+from deqseq.integrations.huggingface.outputs import ImplicitModelOutput
+from deqseq.integrations.reference_fields import check_known
 from deqseq.models import ImplicitModel
 from deqseq.models.causal_lm import check_ids
-from deqseq.solvers import OutsideSolver, Solver
-from deqseq.stop import Stop
-from deqseq.sweeps import Sweep
+
+SolveChange = SolveConfig | Mapping[str, Any]
+"""How a call is solved: a whole configuration, or the fields to replace in the model's own, as objects or JSON."""
 
 
 class ImplicitPreTrainedModel(PreTrainedModel):
-    """Loading, saving and initialisation that all models of ours share.
+    """Loading, saving and initialisation of all implicit models.
 
     Args:
         config: of a model type.
@@ -64,7 +60,7 @@ class ImplicitPreTrainedModel(PreTrainedModel):
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
 
     def __init__(self, config: ImplicitConfig, **unknown: Any) -> None:
-        for name in unknown:  # what from_pretrained() was given and nobody took
+        for name in unknown:  # keywords of from_pretrained() that transformers does not know
             check_known(f"{type(self).__name__} keyword", name, [field.name for field in fields(config)])
             raise TypeError(f"{name} belongs to the configuration, which was given too: set it there")
         super().__init__(config)
@@ -78,6 +74,9 @@ class ImplicitPreTrainedModel(PreTrainedModel):
         **kwargs: Any,
     ) -> Any:
         """As in transformers, but a checkpoint that does not fit is an error.
+
+        transformers continues with random weights where some are missing, and ignores those that it does not know. An
+        implicit model would then run, and find other fixed points.
 
         Args:
             pretrained_model_name_or_path: a folder, or a name on the hub.
@@ -95,8 +94,7 @@ class ImplicitPreTrainedModel(PreTrainedModel):
             pretrained_model_name_or_path, *model_args, output_loading_info=True, **kwargs
         )
         model, report = loaded
-        source = pretrained_model_name_or_path or "the given state dict"
-        refuse_misfit(report, source, extra=not output_loading_info)
+        _check_weights(report, pretrained_model_name_or_path or "the given state dict", extra=not output_loading_info)
         return (model, report) if output_loading_info else model
 
     def save_pretrained(self, save_directory: str | PathLike[str], *args: Any, **kwargs: Any) -> None:
@@ -108,16 +106,16 @@ class ImplicitPreTrainedModel(PreTrainedModel):
             **kwargs: of transformers.
 
         Raises:
-            ValueError: an unknown field of ours in the generation configuration.
+            ValueError: an unknown name or field in ``generation_config.solve``.
             TypeError: an object there, where JSON should be.
         """
         if self.can_generate():
-            check_fields(self.generation_config)
-            self.generation_config._from_model_config = False  # such a file's own fields would be dropped when read
+            check_generation(self.generation_config)
+            self.generation_config._from_model_config = False  # or ``solve`` would be dropped when the file is read
         super().save_pretrained(save_directory, *args, **kwargs)
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Draw an embedding or a head; what a backbone consists of has initialised itself and is never asked."""
+        """Draw an embedding or a head; a backbone has initialised itself."""
         if isinstance(module, nn.Embedding | nn.Linear):
             init.normal_(module.weight, std=self.config.initializer_range)
 
@@ -125,7 +123,7 @@ class ImplicitPreTrainedModel(PreTrainedModel):
 class ImplicitBaseModel(ImplicitPreTrainedModel):
     """An embedding and a model of this library: tokens in, states out.
 
-    Abstract: take the class of a model type, or ``AutoModel``.
+    Abstract: use the class of a model type, or ``AutoModel``.
 
     Args:
         config: of a model type.
@@ -149,7 +147,7 @@ class ImplicitBaseModel(ImplicitPreTrainedModel):
     def __init__(self, config: ImplicitConfig, **unknown: Any) -> None:
         super().__init__(config, **unknown)
         self.core = config.specification().build_model()
-        for part in self.core.modules():  # tells transformers to leave our own initialisation alone
+        for part in self.core.modules():  # tells transformers to keep our own initialisation
             part._is_hf_initialized = True  # pyright: ignore[reportArgumentType]
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.post_init()
@@ -165,35 +163,32 @@ class ImplicitBaseModel(ImplicitPreTrainedModel):
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
-        sweep: Sweep | None = None,
-        solver: Solver | OutsideSolver | None = None,
-        stop: Stop | None = None,
+        solve: SolveChange | None = None,
     ) -> ImplicitModelOutput | tuple[Any, ...]:
         """Solve for the states of these tokens.
 
         Args:
             input_ids: ``(batch, length)``.
-            attention_mask: 0 at padding, on either side of a row, ``(batch, settled + length)``, settled being the
-                tokens of the cache. None: no padding.
-            position_ids: none but the model's own are accepted, ``(batch, length)``: real tokens counted from 0.
-            past_key_values: an :class:`ImplicitCache`, which goes on to what follows these tokens; None: nothing came
+            attention_mask: 0 at padding, on either side of a row, ``(batch, committed + length)``, where committed
+                counts the tokens of the cache. Default: no padding.
+            position_ids: the model's own and no others, ``(batch, length)``: real tokens counted from 0.
+            past_key_values: an :class:`ImplicitCache`, which is advanced by these tokens. Default: there were no tokens
                 before.
             inputs_embeds: embedded tokens ``(batch, length, hidden_size)``, instead of ``input_ids``.
-            use_cache: whether to commit to ``past_key_values``, or to a new cache; None: as the configuration says, but
-                in training only to one that is given.
+            use_cache: whether to advance ``past_key_values``, or a new cache. Default: as in the configuration, but in
+                training only if a cache is given.
             output_attentions: not available.
             output_hidden_states: whether embedded tokens and states are returned as ``hidden_states``.
             return_dict: False returns a tuple.
-            sweep: which tokens are solved together; None: all.
-            solver: instead of the configuration's.
-            stop: instead of the configuration's.
+            solve: how this call is solved: a :class:`deqseq.SolveConfig`, or a mapping of the fields to replace, as
+                ``{"sweep": deqseq.Sliding(8), "stop": {"max_steps": 8}}``.
 
         Returns:
             States, cache, and the numbers of the solve.
 
         Raises:
-            ValueError: a bad shape, ids outside the vocabulary, a cache of other rows, other positions than the
-                model's own, solve options of an explicit model.
+            ValueError: a bad shape, ids outside the vocabulary, a cache of other rows, positions other than the
+                model's own, or ``solve`` for an explicit model.
             TypeError: a cache of another library.
         """
         if output_attentions or (output_attentions is None and self.config.output_attentions):
@@ -202,54 +197,48 @@ class ImplicitBaseModel(ImplicitPreTrainedModel):
         batch, length = x.shape[:2]
         if use_cache is None:
             use_cache = past_key_values is not None or (self.config.use_cache and not self.training)
-        if past_key_values is not None:
-            check_cache(past_key_values, batch)
-        cache = past_key_values if past_key_values is not None else ImplicitCache() if use_cache else None
-        real, settled = all_real(attention_mask, batch, length, cache), 0 if cache is None else cache.length
-        check_positions(position_ids, real, settled, length)
-        new = None if real is None else real[:, settled:]
-        output = self.core(
-            x,
-            mask=new,
-            cache=None if cache is None else cache.value,
-            return_cache=use_cache,
-            **self._solve_options({"sweep": sweep, "solver": solver, "stop": stop}),
-        )
-        if cache is not None and use_cache:
+        cache = ImplicitCache() if past_key_values is None else past_key_values
+        check_cache(cache, batch)
+        mask, committed = joined_mask(attention_mask, batch, length, cache), cache.length
+        check_positions(position_ids, mask, committed, length)
+        new = None if mask is None else mask[:, committed:]
+        options = {} if solve is None else {"solve": self.solve_config(solve)}
+        output = self.core(x, mask=new, cache=cache.value, return_cache=use_cache, **options)
+        if use_cache:
             cache.commit(output, new)
-        wants_states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        want_states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         result = ImplicitModelOutput(
             last_hidden_state=output.value,
             past_key_values=cache if use_cache else None,
-            hidden_states=(x, output.value) if wants_states else None,
+            hidden_states=(x, output.value) if want_states else None,
             stats=output.stats,
             status=output.status,
         )
         return result if (self.config.return_dict if return_dict is None else return_dict) else result.to_tuple()
 
+    def solve_config(self, change: SolveChange, where: str = "solve", base: SolveConfig | None = None) -> SolveConfig:
+        """``base`` (default: the model's own configuration in the current mode) with the fields of ``change`` replaced."""
+        if not isinstance(self.core, ImplicitModel):
+            raise ValueError(f"leave out {where}: this {type(self).__name__} is explicit (implicit=False)")
+        return from_json("solve", change, where, base or self.core.solve_config)
+
     @property
     def gradient_checkpointing(self) -> bool:
-        """Whether the gradient estimator computes activations again in the backward pass."""
-        return isinstance(self.core, ImplicitModel) and self.core.gradient.recomputes
+        """Whether the gradient estimator recomputes activations in the backward pass."""
+        return isinstance(self.core, ImplicitModel) and self.core.solve.gradient.recomputes
 
     @gradient_checkpointing.setter
     def gradient_checkpointing(self, enable: bool) -> None:
         core = self.core
-        if isinstance(core, ImplicitModel) and isinstance(core.gradient, Phantom | Unrolled):
-            core.gradient = replace(core.gradient, checkpoint=enable)
+        if isinstance(core, ImplicitModel) and isinstance(core.solve.gradient, Phantom | Unrolled):
+            core.solve = checkpointed(core.solve, enable)
+            core.eval_solve = core.eval_solve and checkpointed(core.eval_solve, enable)
         elif enable:
-            found = f"the gradient {core.gradient}" if isinstance(core, ImplicitModel) else "an explicit model"
-            raise ValueError(f"gradient checkpointing is for the gradients Phantom and Unrolled, got {found}")
-
-    @property
-    def stop(self) -> Stop | None:
-        """The stopping rule in the present mode; None: explicit."""
-        if not isinstance(self.core, ImplicitModel):
-            return None
-        return (None if self.training else self.core.eval_stop) or self.core.stop
+            found = f"the gradient {core.solve.gradient}" if isinstance(core, ImplicitModel) else "an explicit model"
+            raise ValueError(f"gradient checkpointing needs the gradient Phantom or Unrolled, got {found}")
 
     def compile(self, **options: Any) -> None:
-        """Compile the blocks with ``torch.compile``; what is around them stays as it is.
+        """Compile the blocks with ``torch.compile``; the code around them stays as it is.
 
         Args:
             **options: of ``torch.compile``.
@@ -258,7 +247,7 @@ class ImplicitBaseModel(ImplicitPreTrainedModel):
 
     def _embedded(self, ids: Tensor | None, embedded: Tensor | None) -> Tensor:
         if (ids is None) == (embedded is None):
-            raise ValueError("give exactly one of input_ids and inputs_embeds")
+            raise ValueError("give either input_ids or inputs_embeds")
         if embedded is not None:
             return embedded
         assert ids is not None
@@ -266,8 +255,49 @@ class ImplicitBaseModel(ImplicitPreTrainedModel):
         check_ids("input_ids", ids, self.embed_tokens.num_embeddings)
         return self.embed_tokens(ids)
 
-    def _solve_options(self, options: dict[str, Any]) -> dict[str, Any]:
-        if not isinstance(self.core, ImplicitModel):
-            refuse_solve_options(options, type(self).__name__)
-            return {}
-        return {name: value for name, value in options.items() if value is not None}
+
+def checkpointed(solve: SolveConfig, enable: bool = True) -> SolveConfig:
+    """The configuration with activation checkpointing on or off, if its gradient has any."""
+    if not isinstance(solve.gradient, Phantom | Unrolled):
+        return solve
+    return replace(solve, gradient=replace(solve.gradient, checkpoint=enable))
+
+
+def check_generation(config: GenerationConfig) -> None:
+    """Refuse a generation configuration whose ``solve`` is misspelt, or is no JSON."""
+    for name in vars(config):
+        if name.startswith("solv"):
+            check_known("generation configuration: field", name, ("solve",))
+    solve = getattr(config, "solve", None)
+    if solve is not None:
+        parsed = from_json("solve", solve, "generation configuration: solve")
+        try:
+            json.dumps(solve)
+        except TypeError:  # transformers would write null for an object
+            raise TypeError(
+                f"solve in a generation configuration must be JSON, such as {to_json(parsed)}, got {solve!r}"
+            ) from None
+
+
+def _check_weights(report: dict[str, Any], source: object, *, extra: bool) -> None:
+    """Refuse a checkpoint with missing or unexpected weights, or some of another shape."""
+    # the caller may have asked transformers to draw a vocabulary of another size anew
+    redrawn = ("embed_tokens.weight", "lm_head.weight")
+    found = {
+        "missing": report.get("missing_keys", ()),
+        "of another shape": [key for key, *_ in report.get("mismatched_keys", ()) if not key.endswith(redrawn)],
+        "unexpected": report.get("unexpected_keys", ()) if extra else (),
+    }
+    if "word_emb.emb.weight" in report.get("unexpected_keys", ()):
+        raise ValueError(
+            f"the weights in {source} have the names of the paper's reference code: load them with "
+            "deqseq.integrations.huggingface.from_reference_folder"
+        )
+    faults = "; ".join(f"{fault} {_listed(names)}" for fault, names in found.items() if names)
+    if faults:
+        raise ValueError(f"the weights in {source} do not fit: {faults}. Does its config.json describe them?")
+
+
+def _listed(keys: Iterable[str]) -> str:
+    known = sorted(keys)
+    return ", ".join(known[:8]) + (f" and {len(known) - 8} more" if len(known) > 8 else "")

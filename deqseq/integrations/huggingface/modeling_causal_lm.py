@@ -1,5 +1,6 @@
 """A language model of transformers: our model, a head, a loss, and generation."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,23 +10,25 @@ from torch.nn import functional as F
 from transformers import GenerationConfig
 from transformers.generation.utils import GenerationMixin
 
-from deqseq.integrations.huggingface.cache import ImplicitCache
+from deqseq.config import SolveConfig
+from deqseq.integrations.huggingface.cache import ImplicitCache, check_cache
 from deqseq.integrations.huggingface.configuration import ImplicitConfig
-from deqseq.integrations.huggingface.generation import FIELDS, solve_options
-from deqseq.integrations.huggingface.inputs import check_cache
-from deqseq.integrations.huggingface.modeling import ImplicitBaseModel, ImplicitPreTrainedModel
-from deqseq.integrations.huggingface.output import ImplicitCausalLMOutput
-from deqseq.layers.weight_norm import weights_computed_once
+from deqseq.integrations.huggingface.modeling import (
+    ImplicitBaseModel,
+    ImplicitPreTrainedModel,
+    SolveChange,
+    check_generation,
+)
+from deqseq.integrations.huggingface.outputs import ImplicitCausalLMOutput
+from deqseq.layers.weight_norm import cached_weights
 from deqseq.models.causal_lm import IGNORED, check_ids
-from deqseq.solvers import OutsideSolver, Solver
-from deqseq.stop import Stop
-from deqseq.sweeps import Sweep
+from deqseq.sweeps import Simultaneous, Sliding
 
 
 class ImplicitCausalLM(ImplicitPreTrainedModel, GenerationMixin):
     """A model of this library and a head without bias: tokens in, predictions out.
 
-    Abstract: take the class of a model type, or ``AutoModelForCausalLM``.
+    Abstract: use the class of a model type, or ``AutoModelForCausalLM``.
 
     Args:
         config: of a model type.
@@ -33,15 +36,15 @@ class ImplicitCausalLM(ImplicitPreTrainedModel, GenerationMixin):
 
     Attributes:
         model: embedding and backbone.
-        lm_head: the head; its weight is the embedding's if the configuration ties them.
+        lm_head: the head; its weight is that of the embedding if the configuration ties them.
 
     Example:
         >>> from deqseq.integrations.huggingface import ImplicitMamba2Config, ImplicitMamba2ForCausalLM
         >>> config = ImplicitMamba2Config(vocab_size=9, hidden_size=16, head_dim=8, num_hidden_layers=1)
-        >>> how = {"deq_sweep": {"name": "Sequential"}, "return_dict_in_generate": True}
         >>> model, prompt = ImplicitMamba2ForCausalLM(config), torch.tensor([[1, 2, 3]])
-        >>> output = model.generate(prompt, max_new_tokens=4, do_sample=False, **how)
-        >>> [solve.stats.steps.shape for solve in output.past_key_values.solves][:2]     # the prompt's, the next one's
+        >>> options = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True}
+        >>> output = model.generate(prompt, solve={"sweep": "Sequential"}, **options)
+        >>> [solve.stats.iterations.shape for solve in output.past_key_values.solves][:2]     # prompt, then each token
         [torch.Size([1, 3]), torch.Size([1])]
     """
 
@@ -68,41 +71,41 @@ class ImplicitCausalLM(ImplicitPreTrainedModel, GenerationMixin):
         return_dict: bool | None = None,
         logits_to_keep: int | Shaped[Tensor, "..."] = 0,
         num_items_in_batch: int | Shaped[Tensor, "..."] | None = None,
-        sweep: Sweep | None = None,
-        solver: Solver | OutsideSolver | None = None,
-        stop: Stop | None = None,
+        solve: SolveChange | None = None,
     ) -> ImplicitCausalLMOutput | tuple[Any, ...]:
         """Predict a token at every position.
 
         Args:
             input_ids: ``(batch, length)``.
-            attention_mask: 0 at padding, on either side of a row, ``(batch, settled + length)``.
-            position_ids: none but the model's own are accepted, ``(batch, length)``.
-            past_key_values: an :class:`ImplicitCache`, which goes on to what follows these tokens.
+            attention_mask: 0 at padding, on either side of a row, ``(batch, committed + length)``, where committed
+                counts the tokens of the cache. Default: no padding.
+            position_ids: the model's own and no others, ``(batch, length)``.
+            past_key_values: an :class:`ImplicitCache`, which is advanced by these tokens.
             inputs_embeds: embedded tokens ``(batch, length, hidden_size)``, instead of ``input_ids``.
-            labels: ``(batch, length)``; the one at ``t`` is the answer at ``t - 1``. -100 and what concerns padding is
-                left out of the loss.
-            use_cache: whether to commit to a cache.
+            labels: ``(batch, length)``; the one at ``t`` is the answer at ``t - 1``. -100 and padding are left out of
+                the loss.
+            use_cache: whether to advance a cache.
             output_attentions: not available.
             output_hidden_states: whether embedded tokens and states are returned as ``hidden_states``.
             return_dict: False returns a tuple.
             logits_to_keep: how many of the last positions get logits, or which, ``(kept,)``; 0: all.
-            num_items_in_batch: what the summed loss is divided by, ``()``; None: the number of labels that count.
-            sweep: which tokens are solved together; None: all.
-            solver: instead of the configuration's.
-            stop: instead of the configuration's.
+            num_items_in_batch: what the summed loss is divided by, ``()``. Default: the number of labels that are
+                scored.
+            solve: how this call is solved, as in :class:`ImplicitBaseModel`.
 
         Returns:
             Loss, logits, cache, and the numbers of the solve.
 
         Raises:
-            ValueError: what :class:`ImplicitBaseModel` refuses; labels of another shape or outside the vocabulary,
-                none that counts, or logits at some positions only beside labels.
+            ValueError: what :class:`ImplicitBaseModel` refuses; labels of another shape or outside the vocabulary, or
+                labels with ``logits_to_keep``.
             TypeError: a cache of another library.
         """
-        answers = self._answers(input_ids if inputs_embeds is None else inputs_embeds, labels, attention_mask)
+        labels = self._scored(input_ids if inputs_embeds is None else inputs_embeds, labels, attention_mask)
         if labels is not None and not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
             raise ValueError("labels need the logits of all positions: leave out logits_to_keep")
+        if isinstance(logits_to_keep, int) and logits_to_keep < 0:
+            raise ValueError(f"logits_to_keep must be an integer >= 0 or positions, got {logits_to_keep}")
         output = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -113,15 +116,13 @@ class ImplicitCausalLM(ImplicitPreTrainedModel, GenerationMixin):
             output_attentions=output_attentions,
             output_hidden_states=output_hidden_states,
             return_dict=True,
-            sweep=sweep,
-            solver=solver,
-            stop=stop,
+            solve=solve,
         )
-        logits = self.lm_head(kept(output.last_hidden_state, logits_to_keep))
-        loss = None
-        if answers is not None:
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits, loss = self.lm_head(output.last_hidden_state[:, kept]), None
+        if labels is not None:
             loss = self.loss_function(
-                logits=logits, labels=answers, vocab_size=logits.shape[-1], num_items_in_batch=num_items_in_batch
+                logits=logits, labels=labels, vocab_size=logits.shape[-1], num_items_in_batch=num_items_in_batch
             )
         result = ImplicitCausalLMOutput(
             loss, logits, output.past_key_values, output.hidden_states, output.stats, output.status
@@ -134,23 +135,28 @@ class ImplicitCausalLM(ImplicitPreTrainedModel, GenerationMixin):
         generation_config: GenerationConfig | None = None,
         **kwargs: Any,
     ) -> Any:
-        """As in transformers; the fields ``deq_sweep``, ``deq_solver`` and ``deq_stop`` say how to solve.
+        """As in transformers, with ``solve``: how prompts and new tokens are solved.
 
-        They stand in the generation configuration or among the keywords, as JSON; ``sweep``, ``solver`` and ``stop``
-        take objects. How each solve went is in ``past_key_values.solves`` of ``return_dict_in_generate=True``.
+        ``solve`` is a :class:`deqseq.SolveConfig`, or a mapping of the fields to replace, as objects or JSON. It can
+        also be a field of the generation configuration, as JSON, and is then saved with it; fields of the keyword come
+        first, then those of the generation configuration, then the model's own. ``sweep`` is that of the prompts;
+        without it, they are solved by ``Sliding()``, or all tokens together if the stopping rule does not test each
+        token. How each solve went is in ``past_key_values.solves`` of ``return_dict_in_generate=True``.
 
         Args:
             inputs: prompts, ``(batch, length)``, padded on the left.
             generation_config: of transformers.
-            **kwargs: of transformers, of the model's call, and our three fields.
+            **kwargs: of transformers, of the model's call, and ``solve``.
 
         Returns:
             What transformers returns: ``(batch, length + new)``, or an output object.
 
         Raises:
-            ValueError: an unknown field, name or number; padding on the right; a cache of other rows.
+            ValueError: an unknown field, name or number; padding on the right; a cache of other rows; ``solve`` for an
+                explicit model.
+            TypeError: an object in the generation configuration.
         """
-        with torch.no_grad(), weights_computed_once(self.model.core.backbone):
+        with torch.no_grad(), cached_weights(self.model.core.backbone):
             theirs: Any = super()
             return theirs.generate(inputs, generation_config, **kwargs)
 
@@ -164,11 +170,11 @@ class ImplicitCausalLM(ImplicitPreTrainedModel, GenerationMixin):
         is_first_iteration: bool | None = False,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """The arguments of the next call, a sweep for prompts alone; ValueError for prompts padded on the right."""
+        """The arguments of the next call; ValueError for prompts padded on the right."""
         if is_first_iteration and attention_mask is not None and not bool(attention_mask[:, -1].all()):
             raise ValueError(
-                "prompts must be padded on the left: some row ends in padding, after which nothing can be predicted "
-                "(padding_side='left' in the tokenizer)"
+                "prompts must be padded on the left, but a row ends in padding, after which nothing can be predicted: "
+                "set padding_side='left' in the tokenizer"
             )
         theirs: Any = super()
         prepared = theirs.prepare_inputs_for_generation(
@@ -180,21 +186,29 @@ class ImplicitCausalLM(ImplicitPreTrainedModel, GenerationMixin):
             is_first_iteration=is_first_iteration,
             **kwargs,
         )
-        if past_key_values is not None and not is_first_iteration:
-            prepared.pop("sweep", None)
+        if past_key_values is not None and not is_first_iteration and "solve" in prepared:
+            prepared["solve"] = replace(prepared["solve"], sweep=Simultaneous())  # a token has nothing to sweep over
         return prepared
 
     def _prepare_generation_config(
         self, generation_config: GenerationConfig | None, **kwargs: Any
     ) -> tuple[GenerationConfig, dict[str, Any]]:
-        """Where transformers merges configurations and keywords, our fields become arguments of the model's call."""
-        ours = {name: kwargs.pop(name) for name in FIELDS if name in kwargs}
+        """Where transformers merges configurations and keywords, ``solve`` becomes an argument of the model's call."""
+        keyword = kwargs.pop("solve", None)
         theirs: Any = super()
         config, model_kwargs = theirs._prepare_generation_config(generation_config, **kwargs)
-        for name, value in ours.items():
-            setattr(config, name, value)
-        given = {name.removeprefix("deq_"): model_kwargs.pop(name.removeprefix("deq_"), None) for name in FIELDS}
-        return config, model_kwargs | solve_options(config, self.model.stop, given)
+        check_generation(config)
+        changes = {"solve of the generation configuration": getattr(config, "solve", None), "solve": keyword}
+        solve, chosen = None, False
+        for where, change in changes.items():
+            if change is not None:
+                solve = self.model.solve_config(change, where, solve)
+                chosen = chosen or isinstance(change, SolveConfig) or "sweep" in change
+        if self.config.implicit:
+            solve = solve or self.model.solve_config({})
+            prompt = Sliding() if solve.stop.norm == "max_token" else Simultaneous()
+            model_kwargs["solve"] = solve if chosen else replace(solve, sweep=prompt)
+        return config, model_kwargs
 
     def _prepare_cache_for_generation(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -204,7 +218,7 @@ class ImplicitCausalLM(ImplicitPreTrainedModel, GenerationMixin):
         batch_size: int,
         *_: Any,
     ) -> None:
-        """Our own cache, for every model type under the name ``past_key_values``."""
+        """An :class:`ImplicitCache`, for every model type under the name ``past_key_values``."""
         if generation_config.cache_implementation not in (None, "dynamic"):
             raise ValueError(
                 f"cache_implementation {generation_config.cache_implementation!r} is not available: leave it out"
@@ -219,50 +233,24 @@ class ImplicitCausalLM(ImplicitPreTrainedModel, GenerationMixin):
             model_kwargs["past_key_values"] = ImplicitCache()
 
     def compile(self, **options: Any) -> None:
-        """Compile the blocks with ``torch.compile``; what is around them stays as it is.
+        """Compile the blocks with ``torch.compile``; the code around them stays as it is.
 
         Args:
             **options: of ``torch.compile``.
         """
         self.model.compile(**options)
 
-    def _answers(self, tokens: Tensor | None, labels: Tensor | None, attention_mask: Tensor | None) -> Tensor | None:
-        """The labels that count, checked before anything is solved."""
+    def _scored(self, tokens: Tensor | None, labels: Tensor | None, attention_mask: Tensor | None) -> Tensor | None:
+        """The labels, with -100 where padding is concerned, checked before anything is solved."""
         if labels is None or tokens is None:
             return None
         if labels.shape != tokens.shape[:2]:
             raise ValueError(f"labels must have shape {tuple(tokens.shape[:2])}, got {tuple(labels.shape)}")
         if attention_mask is not None and attention_mask.ndim == 2:
-            real = attention_mask[:, -labels.shape[1] :] != 0
-            told = real & F.pad(real[:, :-1], (1, 0))  # a label is told by the token before
-            labels = labels.masked_fill(~told, IGNORED)
-        counting = labels[:, 1:][labels[:, 1:] != IGNORED]
-        if counting.numel():
-            check_ids("labels", counting[None], self.lm_head.out_features)
+            mask = attention_mask[:, -labels.shape[1] :] != 0
+            known = mask & F.pad(mask[:, :-1], (1, 0))  # a label is predicted from the token before it
+            labels = labels.masked_fill(~known, IGNORED)
+        scored = labels[:, 1:][labels[:, 1:] != IGNORED]
+        if scored.numel():
+            check_ids("labels", scored[None], self.lm_head.out_features)
         return labels
-
-
-def kept(
-    states: Float[Tensor, "batch length width"], which: int | Shaped[Tensor, "..."]
-) -> Float[Tensor, "*kept width"]:
-    """The states that get logits.
-
-    Args:
-        states: ``(batch, length, width)``.
-        which: how many of the last positions, 0 for all; or the positions themselves, ``(kept,)``.
-
-    Returns:
-        ``(batch, kept, width)``.
-
-    Raises:
-        ValueError: a negative number.
-
-    Example:
-        >>> kept(torch.zeros(2, 5, 3), 1).shape
-        torch.Size([2, 1, 3])
-    """
-    if isinstance(which, int):
-        if which < 0:
-            raise ValueError(f"logits_to_keep must be an integer >= 0 or positions, got {which}")
-        return states[:, -which:]
-    return states[:, which]

@@ -1,17 +1,18 @@
-"""Solvers, gradients, stopping rules and sweeps as JSON and back: the only table from names to classes."""
+"""Solve configurations and their parts as JSON and back: the only table from names to classes."""
 
 from collections.abc import Mapping
-from dataclasses import Field, fields
+from dataclasses import Field, fields, replace
 from typing import Any, Literal
 
+from deqseq.config import SolveConfig
 from deqseq.gradients import Gradient, Implicit, OneStep, Phantom, Unrolled
-from deqseq.integrations.huggingface.names import check_known
-from deqseq.solvers import Anderson, Broyden, Naive, Relaxed, Solver
+from deqseq.integrations.reference_fields import check_known
+from deqseq.solvers import Anderson, Broyden, ExternalSolver, Naive, Relaxed, Solver
 from deqseq.stop import Stop
 from deqseq.sweeps import Chunked, Sequential, Simultaneous, Sliding, Sweep
 
-Kind = Literal["solver", "gradient", "stop", "sweep"]
-Nameable = Solver | Gradient | Stop | Sweep
+Kind = Literal["solver", "gradient", "stop", "sweep", "solve"]
+Nameable = Solver | ExternalSolver | Gradient | Stop | Sweep | SolveConfig
 Json = dict[str, Any]
 
 CLASSES: dict[Kind, tuple[type[Any], ...]] = {
@@ -19,23 +20,31 @@ CLASSES: dict[Kind, tuple[type[Any], ...]] = {
     "gradient": (Unrolled, OneStep, Phantom, Implicit),
     "stop": (Stop,),
     "sweep": (Simultaneous, Chunked, Sliding, Sequential),
+    "solve": (SolveConfig,),
 }
 """What a configuration can name. A kind with one class needs no name."""
 
+_BASES: dict[Kind, tuple[type[Any], ...]] = {
+    "solver": (Solver, ExternalSolver),
+    "gradient": (Gradient,),
+    "stop": (Stop,),
+    "sweep": (Sweep,),
+    "solve": (SolveConfig,),
+}
 _SCALARS = {bool: (bool, "true or false"), int: (int, "an integer"), float: ((int, float), "a number")}
 
 
 def to_json(value: Nameable) -> Json:
-    """An object as a configuration file holds it: its class by name, and all of its fields.
+    """An object as a configuration file holds it: the name of its class, and all of its fields.
 
     Args:
-        value: a solver, gradient, stopping rule or sweep of this library.
+        value: a solver, gradient, stopping rule, sweep or :class:`deqseq.SolveConfig`.
 
     Returns:
         What :func:`from_json` turns into an equal object.
 
     Raises:
-        TypeError: a class, or a field's value, that a configuration cannot name.
+        TypeError: a class, or the value of a field, that a configuration cannot name.
 
     Example:
         >>> to_json(Relaxed(0.8))
@@ -45,73 +54,78 @@ def to_json(value: Nameable) -> Json:
     if classes is None:
         known = ", ".join(part.__name__ for classes in CLASSES.values() for part in classes)
         raise TypeError(
-            f"a configuration cannot name {type(value).__name__} (known: {known}): give your own objects in the "
-            "model's call"
+            f"a configuration cannot name {type(value).__name__} (known: {known}): pass your own objects in the call, "
+            "as solve={...}"
         )
-    named = {} if len(classes) == 1 else {"name": type(value).__name__}
-    return named | {field.name: _plain(value, field) for field in fields(value)}  # pyright: ignore[reportArgumentType]
+    name = {} if len(classes) == 1 else {"name": type(value).__name__}
+    return name | {field.name: _plain(value, field.name) for field in fields(value)}  # pyright: ignore[reportArgumentType]
 
 
-def from_json(kind: Kind, data: object, where: str) -> Any:
-    """The object that a configuration describes.
+def from_json(kind: Kind, data: object, where: str, base: Any = None) -> Any:
+    """The object that JSON describes.
 
     Args:
         kind: what it must be.
-        data: what :func:`to_json` gives, of which fields with a default may be missing; a name alone; or such an
-            object itself.
-        where: what the errors are to call the place.
+        data: a mapping as :func:`to_json` returns it, whose values may also be objects; a name alone; or such an
+            object itself, which is returned.
+        where: how errors begin.
+        base: the object that a mapping without a name changes: fields that it leaves out keep their values. Default:
+            they have their defaults.
 
     Returns:
         The object.
 
     Raises:
-        TypeError: another kind of value.
-        ValueError: an unknown name or field, with the nearest known one, or a number out of its range.
+        TypeError: a value of the wrong type.
+        ValueError: an unknown name or field, or a number out of its range.
 
     Example:
         >>> from_json("sweep", {"name": "Sliding", "window": 4}, "my sweep"), from_json("solver", "Naive", "my solver")
         (Sliding(window=4), Naive())
+        >>> from_json("solve", {"stop": {"max_steps": 8}}, "my solve", SolveConfig(stop=Stop(rtol=1e-4))).stop.rtol
+        0.0001
         >>> from_json("solver", "Relaxd", "mine")
         Traceback (most recent call last):
         ValueError: mine: name 'Relaxd' is unknown; did you mean 'Relaxed'? (known: Naive, Relaxed, Anderson, Broyden)
     """
-    classes = {part.__name__: part for part in CLASSES[kind]}
-    if type(data) in CLASSES[kind]:
+    if isinstance(data, _BASES[kind]):
         return data
-    first, alone = next(iter(classes)), len(classes) == 1
+    table = {part.__name__: part for part in CLASSES[kind]}
     given: Any = {"name": data} if isinstance(data, str) else data
-    if not isinstance(given, Mapping) or not ("name" in given or alone):
-        example = "{...}" if alone else f'{{"name": "{first}", ...}}'
+    made = type(base) if type(base) in CLASSES[kind] else CLASSES[kind][0] if len(table) == 1 else None
+    if not isinstance(given, Mapping) or not ("name" in given or made):
+        example = "{...}" if len(table) == 1 else f'{{"name": "{next(iter(table))}", ...}}'
         raise TypeError(f"{where} must be a {kind} of deqseq or its JSON, {example}, got {data!r}")
-    name: str = given.get("name", first)
-    check_known(f"{where}: name", name, classes)
-    known = {field.name: field for field in fields(classes[name])}
-    arguments = {}
+    if "name" in given:
+        check_known(f"{where}: name", given["name"], table)
+        made, base = table[given["name"]], None
+    assert made is not None
+    known = {field.name: field for field in fields(made)}
+    changes = {}
     for key, value in given.items():
-        if key == "name":
-            continue
-        check_known(f"{where}: {name} field", key, known)
-        arguments[key] = _parsed(key, value, known[key], f"{where}: {name}.{key}")
+        if key != "name":
+            check_known(f"{where}: {made.__name__} field", key, known)
+            changes[key] = _parsed(known[key], value, f"{where}: {made.__name__}.{key}", base)
     try:
-        return classes[name](**arguments)
+        return replace(base, **changes) if type(base) is made else made(**changes)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{where}: {error}") from error
 
 
-def _parsed(key: str, value: object, field: Field[Any], where: str) -> object:
-    """The value of a field; a field that is called like a kind holds one."""
-    if key == "solver" or key == "stop":
-        return from_json(key, value, where)
+def _parsed(field: Field[Any], value: object, where: str, owner: Any) -> object:
+    """The value of a field; a field with the name of a kind holds one."""
+    if field.name in CLASSES:
+        return from_json(field.name, value, where, field.default if owner is None else getattr(owner, field.name))
     kinds, wanted = _SCALARS.get(type(field.default), (object, ""))
     if not isinstance(value, kinds) or (isinstance(value, bool) and kinds not in (bool, object)):
         raise TypeError(f"{where} must be {wanted}, got {value!r}")
     return value
 
 
-def _plain(owner: object, field: Field[Any]) -> object:
-    value = getattr(owner, field.name)
+def _plain(owner: object, name: str) -> object:
+    value = getattr(owner, name)
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    if isinstance(value, Solver | Gradient | Stop | Sweep):
+    if isinstance(value, Nameable):
         return to_json(value)
-    raise TypeError(f"a configuration cannot hold {type(owner).__name__}.{field.name} = {value!r}")
+    raise TypeError(f"a configuration cannot hold {type(owner).__name__}.{name} = {value!r}")

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from deqseq.backbones import LlamaConfig
 from deqseq.integrations.huggingface.configuration import ImplicitConfig
-from deqseq.integrations.huggingface.configuration_llama import ImplicitLlamaConfig
-from deqseq.integrations.huggingface.configuration_mamba2 import ImplicitMamba2Config
+from deqseq.integrations.huggingface.llama import ImplicitLlamaConfig
+from deqseq.integrations.huggingface.mamba2 import ImplicitMamba2Config
 from deqseq.models.presets import preset
 
 END_OF_TEXT = 0
-"""The id of ``<|endoftext|>``, which begins and ends documents, in the GPT-NeoX tokenizer of the language models."""
+"""The id of ``<|endoftext|>`` in the GPT-NeoX tokenizer of the language models; it begins and ends documents."""
 
 
 def preset_config(name: str) -> ImplicitConfig:
@@ -23,11 +23,11 @@ def preset_config(name: str) -> ImplicitConfig:
         name: one of :func:`deqseq.preset_names`.
 
     Returns:
-        The configuration. Those of language models name the end-of-text token of the GPT-NeoX tokenizer; the
+        The configuration. Those of language models have the end-of-text token of the GPT-NeoX tokenizer; the
         state-tracking model has none.
 
     Raises:
-        ValueError: an unknown name; the nearest ones are in the message.
+        ValueError: an unknown name, with the nearest known ones.
 
     Example:
         >>> preset_config("mamba2-130m-implicit").hidden_size
@@ -40,21 +40,21 @@ def preset_config(name: str) -> ImplicitConfig:
 
 
 def deqseq_preset(name: str) -> str:
-    """Where transformers finds the configuration of one of the paper's models.
+    """A path from which transformers reads the configuration of one of the paper's models.
 
     Args:
         name: one of :func:`deqseq.preset_names`.
 
     Returns:
-        The path of a folder with a ``config.json``, which goes when the process ends.
+        The path of a folder with a ``config.json``, which is removed when the process ends.
 
     Raises:
-        ValueError: an unknown name; the nearest ones are in the message.
+        ValueError: an unknown name, with the nearest known ones.
 
     Example:
         >>> from transformers import AutoConfig
         >>> config = AutoConfig.from_pretrained(deqseq_preset("llama3-1.3b-implicit"))
-        >>> type(config).__name__, config.hidden_size, config.stop["max_steps"]
+        >>> type(config).__name__, config.hidden_size, config.solve["stop"]["max_steps"]
         ('ImplicitLlamaConfig', 2048, 32)
     """
     config = preset_config(name)

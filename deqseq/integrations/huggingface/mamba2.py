@@ -1,4 +1,4 @@
-"""The configuration of an implicit Mamba2."""
+"""The implicit Mamba2: its configuration and its models."""
 
 from typing import Any, ClassVar, no_type_check
 
@@ -6,38 +6,40 @@ from huggingface_hub.dataclasses import strict
 
 from deqseq.backbones import LlamaConfig, Mamba2Config
 from deqseq.integrations.huggingface.configuration import ImplicitConfig
+from deqseq.integrations.huggingface.modeling import ImplicitBaseModel
+from deqseq.integrations.huggingface.modeling_causal_lm import ImplicitCausalLM
 from deqseq.integrations.huggingface.objects import Json
 from deqseq.ops.backend import Backend
 
 
-@no_type_check  # strict checks the fields; another check of the signature would refuse what transformers passes
+@no_type_check  # strict checks the fields; a check of the signature would refuse what transformers passes
 @strict
 class ImplicitMamba2Config(ImplicitConfig):
     """Sizes of an implicit Mamba2, or of the explicit one, under the names that transformers gives a Mamba2.
 
-    All fields are keyword arguments; those that are not named here are those of
+    All fields are keyword arguments; the others are those of
     :class:`~deqseq.integrations.huggingface.configuration.ImplicitConfig`.
 
     Attributes:
         state_size: size of the state of each channel.
-        head_dim: channels a head; divides ``expand * hidden_size``.
+        head_dim: channels per head; divides ``expand * hidden_size``.
         expand: inner width over ``hidden_size``.
         n_groups: groups of heads that share B and C, and are normalised together; divides the number of heads.
         conv_kernel: filter length of the causal convolution.
         intermediate_size: hidden width of a feed-forward layer after each mixer; 0: none.
-        chunk_size: tokens a chunk of the scan; None: 64 in plain PyTorch, 256 in kernels.
+        chunk_size: tokens per chunk of the scan. Default: 64 in plain PyTorch, 256 in kernels.
         layer_norm_epsilon: epsilon of all norms.
         time_step_limit: bounds of the scan's step sizes.
-        backend: who computes convolutions and scans: ``"reference"``, ``"mamba_ssm"``, or ``"auto"``, which takes the
-            kernels where there are any.
+        backend: what computes convolutions and scans: ``"reference"``, ``"mamba_ssm"``, or ``"auto"``, the kernels
+            where they can be used.
 
     Example:
-        >>> config = ImplicitMamba2Config(hidden_size=64, num_hidden_layers=1, stop={"rtol": 1e-4})
-        >>> config.specification().solving.stop.rtol
+        >>> config = ImplicitMamba2Config(hidden_size=64, num_hidden_layers=1, solve={"stop": {"rtol": 1e-4}})
+        >>> config.specification().solve.stop.rtol
         0.0001
         >>> ImplicitMamba2Config(hiden_size=64)  # doctest: +ELLIPSIS
         Traceback (most recent call last):
-        ValueError: ImplicitMamba2Config field 'hiden_size' is unknown; did you mean 'hidden_size'? (known: ...)
+        ValueError: ImplicitMamba2Config field 'hiden_size' is unknown; did you mean 'hidden_size'... (known: ...)
     """
 
     model_type: ClassVar[str] = "implicit_mamba2"
@@ -79,17 +81,47 @@ class ImplicitMamba2Config(ImplicitConfig):
 
     @classmethod
     def of_backbone(cls, backbone: Mamba2Config | LlamaConfig) -> Json:
-        """The fields that describe a Mamba2.
-
-        Args:
-            backbone: its sizes, in this library's terms.
-
-        Returns:
-            Arguments of the class.
-
-        Raises:
-            ValueError: it is no Mamba2.
-        """
+        """The fields that describe a Mamba2; ValueError for another backbone."""
         if not isinstance(backbone, Mamba2Config):
-            raise ValueError(f"ImplicitMamba2Config describes a Mamba2, got a {type(backbone).__name__}")
+            raise ValueError(f"backbone must be a Mamba2Config, got a {type(backbone).__name__}")
         return {name: getattr(backbone, core) for core, name in cls.sizes.items()}
+
+
+class ImplicitMamba2Model(ImplicitBaseModel):
+    """An embedding and an implicit Mamba2, or an explicit one.
+
+    Args:
+        config: an :class:`ImplicitMamba2Config`.
+
+    References:
+        Schöne et al., Implicit Language Models are RNNs, ICML 2025, arXiv 2502.07827.
+
+    Example:
+        >>> import torch
+        >>> config = ImplicitMamba2Config(vocab_size=9, hidden_size=16, head_dim=8, num_hidden_layers=1)
+        >>> ImplicitMamba2Model(config)(torch.tensor([[1, 2, 3]])).last_hidden_state.shape
+        torch.Size([1, 3, 16])
+    """
+
+    config_class = ImplicitMamba2Config
+
+
+class ImplicitMamba2ForCausalLM(ImplicitCausalLM):
+    """An implicit Mamba2, or an explicit one, with the head of a language model.
+
+    Args:
+        config: an :class:`ImplicitMamba2Config`.
+
+    References:
+        Schöne et al., Implicit Language Models are RNNs, ICML 2025, arXiv 2502.07827.
+
+    Example:
+        >>> import torch
+        >>> config = ImplicitMamba2Config(vocab_size=9, hidden_size=16, head_dim=8, num_hidden_layers=1)
+        >>> model = ImplicitMamba2ForCausalLM(config)
+        >>> model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=4, do_sample=False).shape
+        torch.Size([1, 7])
+    """
+
+    config_class = ImplicitMamba2Config
+    base_class = ImplicitMamba2Model

@@ -1,4 +1,4 @@
-"""The configuration of an implicit Llama."""
+"""The implicit Llama: its configuration and its models."""
 
 from typing import Any, ClassVar, no_type_check
 
@@ -6,37 +6,38 @@ from huggingface_hub.dataclasses import strict
 
 from deqseq.backbones import LlamaConfig, Mamba2Config
 from deqseq.integrations.huggingface.configuration import ImplicitConfig
-from deqseq.integrations.huggingface.names import check_known
+from deqseq.integrations.huggingface.modeling import ImplicitBaseModel
+from deqseq.integrations.huggingface.modeling_causal_lm import ImplicitCausalLM
 from deqseq.integrations.huggingface.objects import Json
+from deqseq.integrations.reference_fields import check_known
 from deqseq.layers import RotaryScaling
 
-ROPE_TYPES = ("default", "llama3")
 SCALING = {
     "factor": "factor",
     "low_freq_factor": "low_freq_factor",
     "high_freq_factor": "high_freq_factor",
     "original_length": "original_max_position_embeddings",
 }
-"""Our names of the rotary scaling's numbers, and those of transformers."""
+"""Our names of the numbers of the rotary scaling, and those of transformers."""
 
 
-@no_type_check  # strict checks the fields; another check of the signature would refuse what transformers passes
+@no_type_check  # strict checks the fields; a check of the signature would refuse what transformers passes
 @strict
 class ImplicitLlamaConfig(ImplicitConfig):
     """Sizes of an implicit Llama, or of the explicit one, under the names that transformers gives a Llama.
 
-    All fields are keyword arguments; those that are not named here are those of
+    All fields are keyword arguments; the others are those of
     :class:`~deqseq.integrations.huggingface.configuration.ImplicitConfig`.
 
     Attributes:
         num_hidden_layers: blocks.
         num_attention_heads: heads of the queries.
-        num_key_value_heads: heads of keys and values, which divide the former; None: as many.
-        head_dim: channels a head, even; None: ``hidden_size / num_attention_heads``.
-        intermediate_size: hidden width of the feed-forward layers; None: ``int(2/3 * 4 * hidden_size)``.
+        num_key_value_heads: heads of keys and values; divides ``num_attention_heads``. Default: as many.
+        head_dim: channels per head, even. Default: ``hidden_size / num_attention_heads``.
+        intermediate_size: hidden width of the feed-forward layers. Default: ``int(2/3 * 4 * hidden_size)``.
         rms_norm_eps: epsilon of all norms.
-        rope_parameters: the rotary embedding, as ``{"rope_type": "default", "rope_theta": 500000.0}``, or with the
-            type ``"llama3"`` and its four numbers.
+        rope_parameters: the rotary embedding, as ``{"rope_type": "default", "rope_theta": 500000.0}``, or of type
+            ``"llama3"`` with its four numbers.
         max_position_embeddings: the length that the model was trained for; tools ask for it, the model does not.
 
     Example:
@@ -81,12 +82,12 @@ class ImplicitLlamaConfig(ImplicitConfig):
         super().__post_init__(**kwargs)
 
     def backbone(self) -> LlamaConfig:
-        """Sizes of the backbone, in this library's terms; ValueError for a rotary embedding that it does not have."""
+        """Sizes of the backbone, in this library's terms; ValueError for an unknown rotary embedding."""
         given: dict[str, Any] = {core: getattr(self, name) for core, name in self.sizes.items()}
         rope = dict(self.rope_parameters or {})
         kind, theta = rope.pop("rope_type", "default"), rope.pop("rope_theta", self.default_theta)
         rope.pop("type", None)  # an older name of rope_type
-        check_known("rope_parameters: rope_type", kind, ROPE_TYPES)
+        check_known("rope_parameters: rope_type", kind, ("default", "llama3"))
         for name in rope:
             check_known(f"rope_parameters of type {kind!r}: field", name, SCALING.values() if kind == "llama3" else ())
         scaling = RotaryScaling(**{core: rope[name] for core, name in SCALING.items()}) if kind == "llama3" else None
@@ -94,19 +95,9 @@ class ImplicitLlamaConfig(ImplicitConfig):
 
     @classmethod
     def of_backbone(cls, backbone: Mamba2Config | LlamaConfig) -> Json:
-        """The fields that describe a Llama.
-
-        Args:
-            backbone: its sizes, in this library's terms.
-
-        Returns:
-            Arguments of the class.
-
-        Raises:
-            ValueError: it is no Llama.
-        """
+        """The fields that describe a Llama; ValueError for another backbone."""
         if not isinstance(backbone, LlamaConfig):
-            raise ValueError(f"ImplicitLlamaConfig describes a Llama, got a {type(backbone).__name__}")
+            raise ValueError(f"backbone must be a LlamaConfig, got a {type(backbone).__name__}")
         given: Json = {name: getattr(backbone, core) for core, name in cls.sizes.items()}
         rope: Json = {"rope_type": "default", "rope_theta": backbone.rope_theta}
         scaling = backbone.rope_scaling
@@ -115,3 +106,43 @@ class ImplicitLlamaConfig(ImplicitConfig):
         rope |= {"rope_type": "llama3"} | {name: getattr(scaling, core) for core, name in SCALING.items()}
         longest = int(scaling.factor * scaling.original_length)
         return given | {"rope_parameters": rope, "max_position_embeddings": longest}
+
+
+class ImplicitLlamaModel(ImplicitBaseModel):
+    """An embedding and an implicit Llama, or an explicit one.
+
+    Args:
+        config: an :class:`ImplicitLlamaConfig`.
+
+    References:
+        Schöne et al., Implicit Language Models are RNNs, ICML 2025, arXiv 2502.07827.
+
+    Example:
+        >>> import torch
+        >>> config = ImplicitLlamaConfig(vocab_size=9, hidden_size=16, num_attention_heads=2, num_hidden_layers=1)
+        >>> ImplicitLlamaModel(config)(torch.tensor([[1, 2, 3]])).last_hidden_state.shape
+        torch.Size([1, 3, 16])
+    """
+
+    config_class = ImplicitLlamaConfig
+
+
+class ImplicitLlamaForCausalLM(ImplicitCausalLM):
+    """An implicit Llama, or an explicit one, with the head of a language model.
+
+    Args:
+        config: an :class:`ImplicitLlamaConfig`.
+
+    References:
+        Schöne et al., Implicit Language Models are RNNs, ICML 2025, arXiv 2502.07827.
+
+    Example:
+        >>> import torch
+        >>> config = ImplicitLlamaConfig(vocab_size=9, hidden_size=16, num_attention_heads=2, num_hidden_layers=1)
+        >>> output = ImplicitLlamaForCausalLM(config)(torch.tensor([[1, 2, 3]]))
+        >>> output.logits.shape, output.stats.iterations.shape
+        (torch.Size([1, 3, 9]), torch.Size([1]))
+    """
+
+    config_class = ImplicitLlamaConfig
+    base_class = ImplicitLlamaModel

@@ -1,4 +1,4 @@
-"""Weights of the paper's reference code as ours, and back."""
+"""Weights of the paper's reference code under our names, and back."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,7 +12,7 @@ from deqseq.models.specification import LanguageModelSpec
 
 EMBEDDING, HEAD = "word_emb.emb.weight", "criterion.decoder.weight"
 
-# parts of our names and what the reference calls them; the final norm comes first, since ".norm." is a block's there
+# our names and the reference's; the final norm comes first, because ".norm." is that of a block there
 _PARTS: tuple[tuple[str, str], ...] = (
     ("model.backbone.norm.", "backbone.norm_f."),
     ("model.backbone.", "backbone."),
@@ -36,14 +36,14 @@ def from_reference_state(state: Mapping[str, Tensor], spec: LanguageModelSpec) -
 
     Args:
         state: of its Mamba2 or Llama, explicit or implicit.
-        spec: the model that the weights are for, best of :func:`from_reference_config`.
+        spec: the model that the weights are for; :func:`from_reference_config` makes it.
 
     Returns:
         What ``spec.build().load_state_dict`` takes; the tensors are the same ones.
 
     Raises:
-        ValueError: tensors that are missing, too many or of another shape, all of them named; or a tied head that is
-            not the embedding.
+        ValueError: missing or unexpected tensors, or some of another shape, all of them named; or a tied head that
+            differs from the embedding.
 
     Example:
         >>> import deqseq as dq
@@ -58,18 +58,18 @@ def from_reference_state(state: Mapping[str, Tensor], spec: LanguageModelSpec) -
 
 
 def to_reference_state(state: Mapping[str, Tensor], spec: LanguageModelSpec) -> dict[str, Tensor]:
-    """Our state dict under the reference code's names.
+    """Our state dict under the names of the reference code.
 
     Args:
         state: of a model that ``spec`` builds.
-        spec: the model that the weights are of.
+        spec: the model.
 
     Returns:
-        What the reference code saves; the tensors are the same ones. A tied head is in it, as there: the same tensor
-        under two names, which safetensors wants to be told apart (``clone()`` one).
+        What the reference code saves; the tensors are the same ones. As there, a tied head is the same tensor under two
+        names, which safetensors only writes if one is cloned.
 
     Raises:
-        ValueError: tensors that are missing, too many or of another shape, all of them named.
+        ValueError: missing or unexpected tensors, or some of another shape, all of them named.
 
     Example:
         >>> import deqseq as dq
@@ -90,10 +90,10 @@ def from_reference(config: Mapping[str, Any], state: Mapping[str, Tensor]) -> Ca
         state: its state dict; it is copied.
 
     Returns:
-        The model, its weights in the dtypes that they have.
+        The model, its weights in their own dtypes.
 
     Raises:
-        ValueError: what :func:`from_reference_config` or :func:`from_reference_state` refuses.
+        ValueError: as :func:`from_reference_config` and :func:`from_reference_state`.
 
     Example:
         >>> block = {"block_type": "mamba2", "block_cfg": {"d_state": 4, "headdim": 8}, "d_model": 16, "n_layer": 1}
@@ -101,7 +101,8 @@ def from_reference(config: Mapping[str, Any], state: Mapping[str, Tensor]) -> Ca
         >>> config = {"model_type": "implicit_mamba2", "backbone_type": "explicit", "backbone_config": block}
         >>> config |= {"n_tokens": 10, "vocab_size": 10, "d_embed": 16}
         >>> spec = from_reference_config(config)
-        >>> type(from_reference(config, to_reference_state(spec.build().state_dict(), spec)).model).__name__
+        >>> lm = from_reference(config, to_reference_state(spec.build().state_dict(), spec))
+        >>> type(lm.model).__name__
         'ExplicitModel'
     """
     spec = from_reference_config(config)
@@ -109,22 +110,7 @@ def from_reference(config: Mapping[str, Any], state: Mapping[str, Tensor]) -> Ca
 
 
 def assembled(spec: LanguageModelSpec, state: Mapping[str, Tensor]) -> CausalLM:
-    """The model of a specification around copies of these weights, which keep their dtypes and devices.
-
-    Args:
-        spec: the model.
-        state: all of its tensors, by our names.
-
-    Returns:
-        The model; nothing else was allocated or initialised on the way.
-
-    Example:
-        >>> import deqseq as dq
-        >>> spec = dq.LanguageModelSpec(10, dq.LlamaConfig(d_model=16, n_heads=2))
-        >>> state = spec.build().state_dict()
-        >>> torch.equal(assembled(spec, state).embedding.weight, state["embedding.weight"])
-        True
-    """
+    """The model of a specification with copies of these weights; nothing else is allocated or initialised."""
     with torch.device("meta"):
         model = spec.build()
     model.load_state_dict({name: tensor.detach().clone() for name, tensor in state.items()}, assign=True)
@@ -138,56 +124,41 @@ def expected(spec: LanguageModelSpec) -> dict[str, torch.Size]:
 
 
 def without_tied_head(state: Mapping[str, Tensor], head: str, embedding: str) -> dict[str, Tensor]:
-    """The state dict without a head that is only another name of the embedding.
-
-    Raises:
-        ValueError: the head has weights of its own.
-    """
+    """The state dict without a tied head; ValueError if the head differs from the embedding."""
     rest = dict(state)
     if head in rest and embedding in rest and not torch.equal(rest.pop(head), rest[embedding]):
-        raise ValueError(f"the configuration ties the head to the embedding, but {head!r} is not {embedding!r}")
+        raise ValueError(
+            f"the configuration ties the head to the embedding, but {head!r} differs from {embedding!r}: untie them in "
+            "the configuration"
+        )
     return rest
 
 
 def renamed(
     state: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], name_of: Callable[[str], str]
 ) -> dict[str, Tensor]:
-    """The tensors of a state dict under our names.
+    """The tensors of a state dict under our names; ValueError lists those that do not fit.
 
-    Args:
-        state: under other names.
-        shapes: our names, and the shapes that are wanted.
-        name_of: our name to the other.
-
-    Returns:
-        The tensors under our names, in our order.
-
-    Raises:
-        ValueError: tensors that are missing, too many or of another shape, all of them named.
+    ``shapes`` are those expected under our names, and ``name_of`` maps such a name to that in ``state``.
     """
     names = {name: name_of(name) for name in shapes}
-    wanted = set(names.values())
-    missing = sorted(wanted - state.keys())
-    extra = sorted(state.keys() - wanted)
+    missing, extra = sorted({*names.values()} - state.keys()), sorted(state.keys() - {*names.values()})
     found = {name: state[other] for name, other in names.items() if other in state}
-    unlike = [
+    misshapen = [
         f"{names[name]} {tuple(tensor.shape)} instead of {tuple(shapes[name])}"
         for name, tensor in found.items()
         if tensor.shape != shapes[name]
     ]
-    faults = (("missing", missing), ("not of this model", extra), ("of another shape", unlike))
-    if missing or extra or unlike:
-        listed = "; ".join(f"{len(names)} {what}: {', '.join(names)}" for what, names in faults if names)
+    faults = {"missing": missing, "unexpected": extra, "of another shape": misshapen}
+    listed = "; ".join(f"{len(which)} {what}: {', '.join(which)}" for what, which in faults.items() if which)
+    if listed:
         raise ValueError(f"the state dict does not fit the specification: {listed}")
     return found
 
 
 def _reference_name(ours: str) -> str:
-    """The reference's name of one of our tensors."""
-    if ours == "embedding.weight":
-        return EMBEDDING
-    if ours == "head.weight":
-        return HEAD
+    if ours in ("embedding.weight", "head.weight"):
+        return EMBEDDING if ours == "embedding.weight" else HEAD
     for part, theirs in _PARTS:
         ours = ours.replace(part, theirs)
     return ours
