@@ -84,7 +84,7 @@ def estimators(length: int, settings: Sequence[str] = ()) -> str:
             )
         ]
         rows.append([f"`{name}`", *cells, *(" / ".join(count(one[metric]) for one in numbers) for metric in work)])
-    bias = ("cosine", "length", "cosine as trained", "length as trained")
+    bias = ("cosine", "norm", "cosine as trained", "norm as trained")
     header = ("estimator", *bias, "without graph", "with graph", "backward", "peak MiB")
     return table(header, rows)
 

@@ -1,4 +1,4 @@
-"""The model of three tutorials: the code that tutorials/parity.md shows, run once and kept in runs/site/."""
+"""The model of three tutorials: the code of tutorials/parity.md, run once and saved in runs/site/."""
 
 import functools
 import hashlib
@@ -23,9 +23,7 @@ def implicit_model(seed: int = 0) -> dq.CausalLM:
     """One Mamba2 block, iterated, under a head of two tokens."""
     torch.manual_seed(seed)
     backbone = dq.Mamba2(dq.Mamba2Config(d_model=32, d_state=16, headdim=32))
-    plain, damped = dq.Naive(), dq.Relaxed(0.8)
-    model = dq.ImplicitModel(backbone, solver=plain, eval_solver=damped)
-    return dq.CausalLM(2, model)
+    return dq.CausalLM(2, dq.ImplicitModel(backbone))
 
 
 # --8<-- [end:implicit]
@@ -48,7 +46,10 @@ def explicit_model(blocks: int, seed: int = 0) -> dq.CausalLM:
 # --8<-- [end:explicit]
 
 # --8<-- [start:curriculum]
-curriculum = Curriculum((unrolled(8, until=0.4), free(32, rtol=0.03)))
+plain = dq.SolveConfig(solver=dq.Naive())
+first = unrolled(8, until=0.4, base=plain)
+second = free(32, rtol=0.03, base=plain)
+curriculum = Curriculum((first, second))
 # --8<-- [end:curriculum]
 
 # --8<-- [start:train]
@@ -80,8 +81,8 @@ def train(
         spent = time.perf_counter() - begun
         history.append({"loss": output.loss.item(), "seconds": spent})
         if output.stats is not None:
-            count = output.stats.iterations.float().mean().item()
-            history[-1]["iterations"] = count
+            mean = output.stats.iterations.float().mean().item()
+            history[-1]["iterations"] = mean
         done = len(history) / steps if seconds is None else spent / seconds
         progress = min(1.0, done)
         if progress == 1:
@@ -95,8 +96,8 @@ FOLDER = Path(__file__).parents[2] / "runs" / "site"
 WEIGHTS = Path("runs/parity.pt")
 
 
-def kept(train: Callable[..., History]) -> Callable[..., History]:
-    """``train``, but what it did before is read from runs/site/, until this file or torch changes."""
+def saved(train: Callable[..., History]) -> Callable[..., History]:
+    """``train`` with its results saved in runs/site/, and used until this file, the library or torch changes."""
 
     @functools.wraps(train)
     def read_or_train(lm: dq.CausalLM, curriculum: Curriculum, **options: float | None) -> History:
@@ -105,23 +106,23 @@ def kept(train: Callable[..., History]) -> Callable[..., History]:
             history = train(lm, curriculum, **options)
             if not path.exists():  # another build may have been faster
                 _save({"weights": lm.state_dict(), "history": history}, path)
-        saved = torch.load(path)
-        lm.load_state_dict(saved["weights"])
+        content = torch.load(path)
+        lm.load_state_dict(content["weights"])
         curriculum.at(1.0).apply(lm)
-        return saved["history"]
+        return content["history"]
 
     return read_or_train
 
 
 def save_weights() -> None:
-    """Write the file that tutorials/parity.md ends with, for pages that are built before that one."""
+    """Write the weights that tutorials/parity.md saves, for pages that are built before it."""
     lm = implicit_model()
-    kept(train)(lm, curriculum)
+    saved(train)(lm, curriculum)
     _save(lm.state_dict(), WEIGHTS)
 
 
 def _key(lm: dq.CausalLM, curriculum: Curriculum, options: dict[str, float | None]) -> str:
-    """A name for a run: this file, the library, torch's version, the weights it begins with and its options."""
+    """A name for a run, from this file, the library, torch's version, the initial weights and the options."""
     known = hashlib.sha256(Path(__file__).read_bytes())
     for source in sorted(Path(dq.__file__).parent.rglob("*.py")):
         known.update(source.read_bytes())
@@ -132,7 +133,7 @@ def _key(lm: dq.CausalLM, curriculum: Curriculum, options: dict[str, float | Non
 
 
 def _save(content: object, path: Path) -> None:
-    """Write a file in one go: nobody reads the half of it."""
+    """Write a file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(f".{os.getpid()}")
     torch.save(content, unfinished)
