@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import deqseq as dq
-from deqseq.integrations.checkpoints import from_reference, from_reference_state
 from deqseq.integrations.reference_config import from_reference_config
+from deqseq.integrations.reference_weights import from_reference, from_reference_state
 
 DATA = Path(__file__).parent / "data"
 NAMES = ("mamba2", "llama")

@@ -62,7 +62,7 @@ def core(name: str) -> dict:
 
 def refused(name: str, gradient: dq.Gradient, stop: dq.Stop) -> str:
     """What is said of a gradient under which processes would wait for each other."""
-    model = small(name, gradient=gradient, stop=stop).train()
+    model = small(name, solve={"gradient": gradient, "stop": stop}).train()
     try:
         by_hand(sharded(model, model.model.core.backbone), 1, dist.get_rank(), 2)
     except ValueError as error:

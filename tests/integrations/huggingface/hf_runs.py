@@ -7,10 +7,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from transformers import Trainer, TrainingArguments
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "huggingface"))
 from hf_models import LLAMA, MAMBA2, contract
+from transformers import Trainer, TrainingArguments
 
 import deqseq as dq
 from deqseq.integrations.huggingface import (
@@ -21,7 +19,7 @@ from deqseq.integrations.huggingface import (
 )
 
 PAD, VOCABULARY = 0, 13
-SOLVING = {"solver": "Naive", "stop": dq.Stop(rtol=1e-6, max_steps=64), "gradient": dq.Phantom(2)}
+SOLVE = dq.SolveConfig(dq.Naive(), dq.Stop(rtol=1e-6, max_steps=64), dq.Phantom(2))
 SHARED = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "initializer_range": 0.5}
 CLASSES = {
     "mamba2": (ImplicitMamba2Config, ImplicitMamba2ForCausalLM, MAMBA2),
@@ -36,7 +34,7 @@ SHARDED = {
     "implicit": {},
     "no weight norm": {"weight_norm": False},
     "explicit": {"implicit": False},
-    "recomputing": {"gradient": dq.Phantom(2, checkpoint=True)},
+    "recomputing": {"solve": {"gradient": {"checkpoint": True}}},
 }
 """Fields of the models that are sharded."""
 
@@ -44,8 +42,11 @@ SHARDED = {
 def small(name: str, **fields):
     """A model of this family in float32 whose map contracts, the same one every time."""
     config_class, model_class, sizes = CLASSES[name]
+    config = config_class(**{**SHARED, **sizes, "solve": SOLVE, "pad_token_id": PAD})
+    for field, value in fields.items():
+        setattr(config, field, value)
     torch.manual_seed(0)
-    return contract(model_class(config_class(**{**SHARED, **sizes, **SOLVING, "pad_token_id": PAD, **fields})))
+    return contract(model_class(config))
 
 
 def rows(count: int, first: int = 0) -> list[dict]:
@@ -90,7 +91,7 @@ def losses(run: Trainer) -> list[float]:
 
 
 class Witness:
-    """Remembers the rows that a model was given in training, and how many self-iterations each took."""
+    """Remembers the rows that a model was given in training, and how many iterations each took."""
 
     def __init__(self, model) -> None:
         self.seen: list[list[int]] = []
@@ -100,7 +101,7 @@ class Witness:
     def __call__(self, model, _, given, output) -> None:
         if model.training:
             self.seen += [row[row != PAD].tolist() for row in given["input_ids"]]
-            self.steps += [] if output.stats is None else output.stats.steps.tolist()
+            self.steps += [] if output.stats is None else output.stats.iterations.tolist()
 
 
 def by_hand(model, steps: int, rank: int = 0, ranks: int = 1) -> tuple[list[float], list[int]]:
@@ -113,7 +114,7 @@ def by_hand(model, steps: int, rank: int = 0, ranks: int = 1) -> tuple[list[floa
         ranks: processes.
 
     Returns:
-        This process's losses, of which the mean over processes is that of the whole batch, and the self-iterations of
+        This process's losses, of which the mean over processes is that of the whole batch, and the iterations of
         its rows.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -128,7 +129,7 @@ def by_hand(model, steps: int, rank: int = 0, ranks: int = 1) -> tuple[list[floa
         loss.backward()
         optimizer.step()
         shares.append(loss.item())
-        taken += [] if output.stats is None else output.stats.steps.tolist()
+        taken += [] if output.stats is None else output.stats.iterations.tolist()
     return shares, taken
 
 

@@ -39,7 +39,7 @@ def test_every_sweep_finds_the_same_fixed_point(reference, sweep):
 @pytest.mark.parametrize("sweep", [dq.Simultaneous(), dq.Chunked(7), dq.Sequential(), dq.Sliding(8)], ids=str)
 def test_phantom_gradient_of_every_parameter(reference, sweep):
     lm, tensors = reference
-    assert lm.model.gradient == dq.Phantom(steps=4, damping=0.8)
+    assert lm.model.solve.gradient == dq.Phantom(steps=4, damping=0.8)
     lm.zero_grad()
     stop = dq.Stop(rtol=1e-13, max_steps=600)
     output = lm(tensors["input_ids"], labels=tensors["input_ids"], sweep=sweep, stop=stop)

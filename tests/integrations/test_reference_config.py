@@ -54,16 +54,14 @@ def published(family: str, size: str, kind: str) -> dict:
 
 def test_the_two_reference_models():
     mamba2, llama = (from_reference_config(config(name)) for name in ("mamba2", "llama"))
-    solving = dq.Solving(
-        solver=dq.Naive(),
-        stop=dq.Stop(rtol=1e-14, max_steps=600, norm="frobenius"),
-        gradient=dq.Phantom(steps=4, damping=0.8),
-        eval_stop=dq.Stop(rtol=1e-14, max_steps=1200),
-        eval_solver=dq.Relaxed(0.8),
+    gradient = dq.Phantom(steps=4, damping=0.8)
+    solves = (
+        dq.SolveConfig(dq.Naive(), dq.Stop(rtol=1e-14, max_steps=600, norm="frobenius"), gradient),
+        dq.SolveConfig(dq.Relaxed(0.8), dq.Stop(rtol=1e-14, max_steps=1200), gradient),
     )
     sizes = dq.Mamba2Config(d_model=32, n_layers=2, d_state=16, headdim=16, expand=2, chunk_size=64)
-    assert mamba2 == dq.LanguageModelSpec(48, sizes, solving)
-    assert llama == dq.LanguageModelSpec(48, dq.LlamaConfig(d_model=32, n_layers=2, n_heads=4, mlp_width=64), solving)
+    assert mamba2 == dq.LanguageModelSpec(48, sizes, *solves)
+    assert llama == dq.LanguageModelSpec(48, dq.LlamaConfig(d_model=32, n_layers=2, n_heads=4, mlp_width=64), *solves)
 
 
 @pytest.mark.parametrize("kind", ["explicit", "pretrain", "implicit"])
@@ -76,12 +74,9 @@ def test_the_papers_files_are_the_presets(family, size, kind):
         assert spec == preset
         return
     # what differs is the reference's own: undamped training under one norm
-    assert preset.solving == replace(
-        spec.solving,
-        solver=spec.solving.eval_solver,
-        eval_solver=None,
-        stop=replace(spec.solving.stop, norm="max_token"),
-    )
+    assert preset.eval_solve == spec.eval_solve
+    stop = replace(spec.solve.stop, norm="max_token")
+    assert preset.solve == replace(spec.solve, solver=spec.eval_solve.solver, stop=stop)
 
 
 def test_state_tracking():
@@ -92,7 +87,7 @@ def test_state_tracking():
     whole |= {"vocab_size": 240, "n_tokens": 240, "d_embed": 256}
     spec, preset = from_reference_config(whole), dq.preset("mamba2-state-tracking")
     assert (spec.vocab_size, spec.backbone) == (preset.vocab_size, preset.backbone)
-    assert (spec.solving.stop.max_steps, spec.solving.eval_stop) == (32, preset.solving.eval_stop)
+    assert (spec.solve.stop.max_steps, spec.eval_solve) == (32, preset.eval_solve)
 
 
 HONOURED = [
@@ -104,7 +99,7 @@ HONOURED = [
     ("mamba2", ("backbone_config", "dropout"), 0.1, lambda s: s.backbone.dropout == 0.1),
     ("llama", ("dropout",), 0.2, lambda s: s.embedding_dropout == 0.2),
     ("mamba2", ("backbone_config", "do_weight_norm"), False, lambda s: not s.backbone.weight_norm),
-    ("mamba2", ("backbone_config", "init_z_mode"), "input", lambda s: s.solving.start == "input"),
+    ("mamba2", ("backbone_config", "init_z_mode"), "input", lambda s: s.solve.start == "input"),
     ("mamba2", ("backbone_config", "block_cfg", "chunk_size"), 8, lambda s: s.backbone.chunk_size == 8),
     ("mamba2", ("backbone_config", "block_cfg", "ngroups"), 2, lambda s: s.backbone.n_groups == 2),
     ("mamba2", ("backbone_config", "block_cfg", "d_conv"), 3, lambda s: s.backbone.d_conv == 3),
@@ -116,11 +111,11 @@ HONOURED = [
         lambda s: s.backbone.dt_limit == (0.0, math.inf),
     ),
     ("mamba2", ("deq_params", "norm", "norm_type"), "none", lambda s: not s.backbone.weight_norm),
-    ("mamba2", ("deq_params", "training", "grad"), 2, lambda s: s.solving.gradient == dq.Phantom(2, damping=0.8)),
-    ("mamba2", ("deq_params", "training", "tau"), 1.0, lambda s: s.solving.eval_solver == dq.Naive()),
-    ("mamba2", ("deq_params", "training", "ift"), True, lambda s: type(s.solving.gradient) is dq.Implicit),
-    ("mamba2", ("deq_params", "solver", "f_solver"), "anderson", lambda s: s.solving.solver == dq.Anderson(memory=6)),
-    ("mamba2", ("deq_params", "solver", "eval_f_max_iter"), 0, lambda s: s.solving.eval_stop.max_steps == 600),
+    ("mamba2", ("deq_params", "training", "grad"), 2, lambda s: s.solve.gradient == dq.Phantom(2, damping=0.8)),
+    ("mamba2", ("deq_params", "training", "tau"), 1.0, lambda s: s.eval_solve.solver == dq.Naive()),
+    ("mamba2", ("deq_params", "training", "ift"), True, lambda s: type(s.solve.gradient) is dq.Implicit),
+    ("mamba2", ("deq_params", "solver", "f_solver"), "anderson", lambda s: s.solve.solver == dq.Anderson(memory=6)),
+    ("mamba2", ("deq_params", "solver", "eval_f_max_iter"), 0, lambda s: s.eval_solve.stop.max_steps == 600),
 ]
 
 
@@ -167,82 +162,54 @@ def layer(field: str) -> tuple[str, str, str]:
     return ("backbone_config", "block_cfg", field)
 
 
-INITIAL = "it sets initial weights, which deqseq draws in its own way: drop it, and initialise the model yourself"
 REFUSED = [
-    ("mamba2", ("dropout",), "much", "it must be a finite number"),
-    ("llama", ("head_bias",), True, "deqseq's head has no bias"),
-    (
-        "llama",
-        ("d_embed",),
-        16,
-        "a narrower embedding has a projection, which deqseq has not: it must be the backbone's d_model",
-    ),
-    ("mamba2", ("vocab_size",), 50, "the reference goes by n_tokens, which is 48: make both the same"),
-    ("mamba2", ("n_tokens",), 4.5, "it must be an integer >= 1"),
-    ("llama", ("tie_embeddings",), "yes", "it must be True or False"),
-    ("llama", ("model_type",), "llama", "it must be one of 'implicit_llama3', 'implicit_mamba2'"),
-    ("llama", ("backbone_type",), "explicitly", "it must be one of 'implicit', 'explicit'; did you mean 'explicit'?"),
-    ("llama", ("backbone_config",), None, "it must be a mapping"),
-    ("llama", backbone("block_type"), "mamba", "it must be one of 'mamba2', 'transformer'; did you mean 'mamba2'?"),
-    ("llama", backbone("pre_norm"), False, "deqseq's blocks normalise their input"),
-    ("llama", backbone("rms_norm"), False, "deqseq's norms are RMSNorm"),
-    ("llama", backbone("mlp_type"), "gated_mlp", "deqseq's feed-forward layer is the reference's 'llama_mlp'"),
-    ("llama", backbone("d_inner"), 0, "deqseq's transformer block has a feed-forward layer"),
-    (
-        "llama",
-        backbone("dropout"),
-        0.1,
-        "it also drops attention weights, anew at each self-iteration: deqseq does neither",
-    ),
-    (
-        "llama",
-        backbone("norm_epsilon"),
-        1e-6,
-        "the reference's injection norm keeps 1e-5, and deqseq has one for all",
-    ),
-    ("mamba2", backbone("norm_epsilon"), 1e-6, "the reference's gated norm keeps 1e-5, and deqseq has one for all"),
-    (
-        "mamba2",
-        backbone("pretrain_steps"),
-        100,
-        "the first steps of training unroll the iteration: that is a phase of deqseq.training's Curriculum",
-    ),
-    ("mamba2", backbone("ema_alpha"), 0.1, "it averages iterates under noise; deqseq has no noise to average"),
-    (
-        "mamba2",
-        backbone("init_z_mode"),
-        "random",
-        "deqseq starts at zero (None) or at the embedded tokens ('input')",
-    ),
-    ("mamba2", backbone("initializer_cfg"), {"rescale_prenorm_residual": False}, INITIAL),
-    ("llama", layer("bias"), True, "deqseq's attention has no bias"),
-    ("llama", layer("apply_rotary"), False, "deqseq's attention always has rotary positions"),
-    ("mamba2", layer("bias"), True, "deqseq's projections have no bias"),
-    ("mamba2", layer("conv_bias"), False, "deqseq's convolution has a bias"),
-    ("mamba2", layer("d_ssm"), 32, "deqseq scans all of the inner channels"),
-    ("mamba2", layer("D_has_hdim"), True, "deqseq's D is one number a head"),
-    ("mamba2", layer("allow_negative_A_EV"), True, "deqseq's eigenvalues are positive"),
-    ("mamba2", layer("rmsnorm"), False, "deqseq's mixer normalises its output"),
-    ("mamba2", layer("norm_before_gate"), True, "deqseq gates before it normalises"),
-    ("mamba2", layer("process_group"), "all", "deqseq does not split a layer over processes"),
-    ("mamba2", layer("A_init_range"), [1, 8], INITIAL),
-    ("mamba2", layer("dt_max"), 1.0, INITIAL),
-    ("mamba2", layer("dt_limit"), "wide", "it must be two numbers"),
+    ("mamba2", ("dropout",), "much", "finite number"),
+    ("llama", ("head_bias",), True, "no bias"),
+    ("llama", ("d_embed",), 16, "must be the backbone's d_model"),
+    ("mamba2", ("vocab_size",), 50, "n_tokens, which is 48"),
+    ("mamba2", ("n_tokens",), 4.5, "an integer >= 1"),
+    ("llama", ("tie_embeddings",), "yes", "True or False"),
+    ("llama", ("model_type",), "llama", "'implicit_llama3', 'implicit_mamba2'"),
+    ("llama", ("backbone_type",), "explicitly", "did you mean 'explicit'"),
+    ("llama", ("backbone_config",), None, "a mapping"),
+    ("llama", backbone("block_type"), "mamba", "did you mean 'mamba2'"),
+    ("llama", backbone("pre_norm"), False, "normalise their input"),
+    ("llama", backbone("rms_norm"), False, "RMSNorm"),
+    ("llama", backbone("mlp_type"), "gated_mlp", "'llama_mlp'"),
+    ("llama", backbone("d_inner"), 0, "feed-forward layer"),
+    ("llama", backbone("dropout"), 0.1, "attention weights"),
+    ("llama", backbone("norm_epsilon"), 1e-6, "keeps 1e-5"),
+    ("mamba2", backbone("norm_epsilon"), 1e-6, "keeps 1e-5"),
+    ("mamba2", backbone("pretrain_steps"), 100, "Curriculum"),
+    ("mamba2", backbone("ema_alpha"), 0.1, "noise"),
+    ("mamba2", backbone("init_z_mode"), "random", "'input'"),
+    ("mamba2", backbone("initializer_cfg"), {"rescale_prenorm_residual": False}, "initial weights"),
+    ("llama", layer("bias"), True, "no bias"),
+    ("llama", layer("apply_rotary"), False, "rotary positions"),
+    ("mamba2", layer("bias"), True, "no bias"),
+    ("mamba2", layer("conv_bias"), False, "has a bias"),
+    ("mamba2", layer("d_ssm"), 32, "all of the inner channels"),
+    ("mamba2", layer("D_has_hdim"), True, "one number per head"),
+    ("mamba2", layer("allow_negative_A_EV"), True, "positive"),
+    ("mamba2", layer("rmsnorm"), False, "normalises its output"),
+    ("mamba2", layer("norm_before_gate"), False, "gates before"),
+    ("mamba2", layer("process_group"), "all", "processes"),
+    ("mamba2", layer("A_init_range"), [1, 8], "initial weights"),
+    ("mamba2", layer("dt_max"), 1.0, "initial weights"),
+    ("mamba2", layer("dt_limit"), "wide", "two numbers"),
 ]
 
 
 @pytest.mark.parametrize(("name", "path", "value", "reason"), REFUSED, ids=lambda part: str(part)[:40])
 def test_what_has_no_equivalent_is_refused_with_a_reason(name, path, value, reason):
     where = "".join(f"{step}: " for step in path[:-1])
-    message = f"reference configuration: {where}{path[-1]!r} cannot be {value!r} here: {reason}"
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+    message = f"{where}{path[-1]!r} cannot be {value!r} here: "
+    with pytest.raises(ValueError, match=re.escape(message) + ".*" + re.escape(reason)):
         from_reference_config(changed(name, *path, value=value))
 
 
 def test_torchdeq_refuses_what_it_cannot_honour():
-    with pytest.raises(
-        ValueError, match=r"^torchdeq key 'jac_loss_weight' cannot be 0\.1 here: deqseq has no Jacobian"
-    ):
+    with pytest.raises(ValueError, match=r"'jac_loss_weight' cannot be 0\.1 here: .*jacobian_regularisation"):
         from_reference_config(changed("llama", "deq_params", "regularization", "jac_loss_weight", value=0.1))
 
 

@@ -6,9 +6,9 @@ import warnings
 
 import pytest
 import torch
-from hf_models import exactly, same_weights
+from hf_models import same_weights
+from hf_runs import CLASSES, PAD, VOCABULARY, Witness, collate, losses, rows, small, trainer
 from safetensors.torch import load_file
-from scripts.hf_runs import CLASSES, PAD, VOCABULARY, Witness, collate, losses, rows, small, trainer
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -25,7 +25,7 @@ EVAL = rows(10, first=100)
 
 
 def one_block(name: str, **fields):
-    return small(name, **{"num_hidden_layers": 1, "stop": dq.Stop(rtol=1e-5, max_steps=32), **fields})
+    return small(name, **{"num_hidden_layers": 1, "solve": {"stop": dq.Stop(rtol=1e-5, max_steps=32)}, **fields})
 
 
 @torch.no_grad()
@@ -182,25 +182,24 @@ class TestOptions:
         for run in (plain, again):
             run.train()
         assert len(losses(plain)) == 3
-        assert plain.model.model.core.gradient == dq.Phantom(2)
-        assert again.model.model.core.gradient == dq.Phantom(2, checkpoint=True)
+        assert plain.model.model.core.solve.gradient == dq.Phantom(2)
+        assert again.model.model.core.solve.gradient == dq.Phantom(2, checkpoint=True)
         assert max(abs(a - b) for a, b in zip(losses(plain), losses(again), strict=True)) < 5e-6
 
     @NAMES
     @pytest.mark.parametrize(
         ("fields", "found"),
-        [({"implicit": False}, "an explicit model"), ({"gradient": "OneStep"}, "the gradient OneStep()")],
+        [({"implicit": False}, "an explicit model"), ({"solve": {"gradient": "OneStep"}}, "the gradient OneStep")],
     )
     def test_where_nothing_can_be_recomputed(self, name, fields, found, tmp_path):
         run = trainer(one_block(name, **fields), tmp_path, activation_checkpointing=True)
-        message = f"gradient checkpointing is for the gradients Phantom and Unrolled, got {found}"
-        with pytest.raises(ValueError, match=exactly(message)):
+        with pytest.raises(ValueError, match=f"needs the gradient Phantom or Unrolled, got {found}"):
             run.train()
 
     @NAMES
     @KINDS
     def test_bfloat16(self, name, kind, tmp_path):
-        run = trainer(one_block(name, stop=dq.Stop(rtol=0.02, max_steps=12), **kind), tmp_path, bf16=True)
+        run = trainer(one_block(name, solve={"stop": dq.Stop(rtol=0.02, max_steps=12)}, **kind), tmp_path, bf16=True)
         computed = []
         for part in run.model.model.core.backbone.layers.modules():
             if isinstance(part, nn.Linear):
@@ -213,7 +212,7 @@ class TestOptions:
 
     def test_a_row_of_padding_alone_is_named(self, tmp_path):
         run = trainer(one_block("mamba2"), tmp_path, train_dataset=[{"input_ids": [1, 2, 3]}, {"input_ids": []}] * 4)
-        with pytest.raises(ValueError, match="mask must mark one run of real tokens a row"):
+        with pytest.raises(ValueError, match="mask must mark one run of real tokens per row"):
             run.train()
 
 

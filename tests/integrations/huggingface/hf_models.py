@@ -1,6 +1,5 @@
 """Small models of transformers whose maps contract, in float64, and what the suites share."""
 
-import re
 from typing import ClassVar
 
 import torch
@@ -13,10 +12,12 @@ from deqseq.integrations.huggingface import (
     ImplicitLlamaForCausalLM,
     ImplicitMamba2Config,
     ImplicitMamba2ForCausalLM,
+    from_json,
 )
 
 TIGHT = dq.Stop(rtol=1e-9, max_steps=200)
-SHARED = {"vocab_size": 13, "hidden_size": 8, "initializer_range": 0.5, "solver": "Naive", "stop": TIGHT}
+PLAIN = dq.SolveConfig(dq.Naive(), TIGHT)
+SHARED = {"vocab_size": 13, "hidden_size": 8, "initializer_range": 0.5, "solve": PLAIN}
 MAMBA2 = {"state_size": 4, "head_dim": 4, "chunk_size": 3}
 LLAMA = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 12}
 
@@ -25,11 +26,6 @@ IDS = torch.randint(1, 13, (3, 7), generator=torch.Generator().manual_seed(0))
 COUNTS = (7, 2, 4)
 LEFT = torch.arange(7).flip(0) < torch.tensor(COUNTS)[:, None]
 """Which tokens are real when rows are padded on the left."""
-
-
-def exactly(text: str) -> str:
-    """A pattern that matches this text and no other."""
-    return f"^{re.escape(text)}$"
 
 
 class Family:
@@ -43,10 +39,12 @@ class Family:
 
     def config(self, **fields):
         kind = {"implicit": self.implicit, "num_hidden_layers": self.layers}
+        if "solve" in fields:
+            fields["solve"] = from_json("solve", fields["solve"], "solve", PLAIN)
         return self.config_class(**{**SHARED, **self.sizes, **kind, **fields})
 
     def model(self, **fields):
-        """In eval mode and float64; implicit ones converge in a few dozen self-iterations."""
+        """In eval mode and float64; implicit ones converge in a few dozen iterations."""
         torch.manual_seed(0)
         return contract(self.model_class(self.config(**fields)).double()).eval()
 

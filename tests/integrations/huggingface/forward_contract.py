@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from hf_models import COUNTS, IDS, LEFT, exactly
+from hf_models import COUNTS, IDS, LEFT
 from transformers import DynamicCache
 
 import deqseq as dq
@@ -28,8 +28,8 @@ class ForwardContract:
         if not self.implicit:
             assert (output.stats, output.status) == (None, None)
             return
-        assert torch.equal(output.stats.steps, wanted.stats.steps)
-        assert output.stats.steps.shape == (3,)
+        assert torch.equal(output.stats.iterations, wanted.stats.iterations)
+        assert output.stats.iterations.shape == (3,)
         assert output.stats.residual.max() < 1e-9
         assert output.status.tolist() == [dq.Status.CONVERGED] * 3
 
@@ -48,16 +48,38 @@ class ForwardContract:
         model, lm = self.model(), to_causal_lm(self.model())
         options = {"sweep": dq.Chunked(3), "solver": dq.Relaxed(0.8), "stop": dq.Stop(rtol=0.1)}
         if not self.implicit:
-            message = f"this {type(model.model).__name__} is explicit (implicit=False) and solves nothing: leave out "
-            with pytest.raises(ValueError, match=exactly(message + "sweep, solver, stop")):
-                model(IDS, **options)
+            with pytest.raises(ValueError, match=r"^leave out solve: this .* is explicit \(implicit=False\)$"):
+                model(IDS, solve=options)
             return
-        output = model(IDS, **options)
-        assert torch.equal(output.logits, lm(IDS, **options).logits)
-        assert output.stats.steps.shape == (3, 7)
-        spent = model(IDS, stop=dq.Stop.exactly(2))
-        assert spent.status.tolist() == [dq.Status.BUDGET_SPENT] * 3
-        assert spent.stats.steps.tolist() == [2, 2, 2]
+        output, wanted = model(IDS, solve=options), lm(IDS, **options)
+        assert torch.equal(output.logits, wanted.logits)
+        assert output.stats.iterations.shape == (3, 7)
+        for same in (dq.SolveConfig(**options), {**options, "sweep": {"name": "Chunked", "size": 3}}):
+            assert torch.equal(model(IDS, solve=same).logits, wanted.logits)
+
+    @torch.no_grad()
+    def test_fields_that_solve_leaves_out_stay_and_failures_are_told(self):
+        if not self.implicit:
+            return
+        model = self.model()
+        spent = model(IDS, solve={"stop": {"max_steps": 2}})
+        assert spent.status.tolist() == [dq.Status.MAX_STEPS_REACHED] * 3
+        assert spent.converged.tolist() == [False] * 3
+        assert spent.stats.iterations.tolist() == [2, 2, 2]
+        with pytest.raises(dq.ConvergenceError):
+            spent.raise_if_failed()
+        assert model(IDS, solve={"sweep": "Sequential"}).stats.residual.max() < 1e-9
+        with pytest.raises(ValueError, match=r"solve: SolveConfig field 'swep' .*did you mean 'sweep'"):
+            model(IDS, solve={"swep": "Sequential"})
+
+    @torch.no_grad()
+    def test_eval_solve_is_used_in_eval_mode(self):
+        if not self.implicit:
+            return
+        model = self.model(eval_solve={"stop": dq.Stop.exactly(3), "sweep": {"name": "Chunked", "size": 4}})
+        assert model(IDS).stats.iterations.tolist() == [[3] * 7] * 3
+        assert model(IDS, solve={"sweep": "Simultaneous"}).stats.iterations.tolist() == [3] * 3
+        assert model.train()(IDS).stats.residual.max() < 1e-9
 
     @torch.no_grad()
     def test_other_forms_of_the_same_call(self):
@@ -77,7 +99,7 @@ class ForwardContract:
         whole = model(IDS).logits
         close(model(IDS, logits_to_keep=2).logits, whole[:, -2:])
         close(model(IDS, logits_to_keep=torch.tensor([5, 0])).logits, whole[:, [5, 0]])
-        with pytest.raises(ValueError, match=exactly("logits_to_keep must be an integer >= 0 or positions, got -1")):
+        with pytest.raises(ValueError, match="logits_to_keep must be an integer >= 0"):
             model(IDS, logits_to_keep=-1)
 
     # padding
@@ -116,7 +138,7 @@ class ForwardContract:
         model(IDS[:, :6], attention_mask=mask[:, :6], position_ids=positions[:, :6], past_key_values=cache)
         last = model(IDS[:, 6:], attention_mask=mask, position_ids=positions[:, 6:], past_key_values=cache).logits
         close(last, whole[:, 6:])
-        assert cache.real.tolist() == LEFT.tolist()
+        assert cache.mask.tolist() == LEFT.tolist()
 
     @torch.no_grad()
     def test_a_prompt_that_several_continuations_share(self):
@@ -154,7 +176,7 @@ class ForwardContract:
         cache = self.model()(IDS).past_key_values
         cache.crop(0)
         assert cache.get_seq_length() == 7
-        with pytest.raises(ValueError, match=r"^an ImplicitCache cannot be cropped, because"):
+        with pytest.raises(ValueError, match=r"cannot be cropped: .*copy\.copy\(cache\)"):
             cache.crop(-2)
 
     # what is refused
@@ -162,34 +184,23 @@ class ForwardContract:
     @pytest.mark.parametrize(
         ("call", "error", "message"),
         [
-            ({}, ValueError, "give exactly one of input_ids and inputs_embeds"),
-            ({"input_ids": IDS, "inputs_embeds": torch.zeros(3, 7, 8)}, ValueError, "give exactly one of input_ids and "
-             "inputs_embeds"),
-            ({"input_ids": IDS - 9}, ValueError, f"input_ids must lie in 0..12, got {IDS.min() - 9}..{IDS.max() - 9}"),
-            ({"input_ids": IDS, "past_key_values": DynamicCache()}, TypeError, "past_key_values must be an "
-             "ImplicitCache, got DynamicCache: leave it out, or give deqseq.integrations.huggingface.ImplicitCache()"),
-            ({"input_ids": IDS, "attention_mask": torch.ones(3, 6)}, ValueError, "attention_mask must have shape "
-             "(3, 7), for 0 tokens in the cache and 7 new ones, got (3, 6); masks between pairs of tokens are not "
-             "supported"),
-            ({"input_ids": IDS, "attention_mask": torch.ones(3, 1, 7, 7)}, ValueError, "attention_mask must have shape "
-             "(3, 7), for 0 tokens in the cache and 7 new ones, got (3, 1, 7, 7); masks between pairs of tokens are "
-             "not supported"),
-            ({"input_ids": IDS, "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3]])}, ValueError, "position_ids must "
-             "count the real tokens of a row from 0, those of the cache included, as the model does itself: leave them "
-             "out (packed sequences and shifted positions are not supported)"),
-            ({"input_ids": IDS, "position_ids": torch.arange(7)}, ValueError, "position_ids must have shape (batch, "
-             "7), got (7,)"),
-            ({"input_ids": IDS, "output_attentions": True}, ValueError, "output_attentions is not available: no "
-             "attention weights are computed"),
-            ({"input_ids": IDS, "labels": IDS[:, 1:]}, ValueError, "labels must have shape (3, 7), got (3, 6)"),
-            ({"input_ids": IDS, "labels": IDS - 9}, ValueError, f"labels must lie in 0..12, got "
-             f"{IDS[:, 1:].min() - 9}..{IDS[:, 1:].max() - 9}"),
-            ({"input_ids": IDS, "labels": IDS, "logits_to_keep": 1}, ValueError, "labels need the logits of all "
-             "positions: leave out logits_to_keep"),
+            ({}, ValueError, "either input_ids or inputs_embeds"),
+            ({"input_ids": IDS, "inputs_embeds": torch.zeros(3, 7, 8)}, ValueError, "either input_ids or"),
+            ({"input_ids": IDS - 9}, ValueError, r"input_ids must lie in 0\.\.12"),
+            ({"input_ids": IDS, "past_key_values": DynamicCache()}, TypeError, "past_key_values .* ImplicitCache"),
+            ({"input_ids": IDS, "attention_mask": torch.ones(3, 6)}, ValueError, r"attention_mask .* shape \(3, 7\)"),
+            ({"input_ids": IDS, "attention_mask": torch.ones(3, 1, 7, 7)}, ValueError, "masks between pairs"),
+            ({"input_ids": IDS, "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3]])}, ValueError, "position_ids .* "
+             "leave them out"),
+            ({"input_ids": IDS, "position_ids": torch.arange(7)}, ValueError, r"position_ids .* shape \(batch, 7\)"),
+            ({"input_ids": IDS, "output_attentions": True}, ValueError, "output_attentions is not available"),
+            ({"input_ids": IDS, "labels": IDS[:, 1:]}, ValueError, r"labels must have shape \(3, 7\)"),
+            ({"input_ids": IDS, "labels": IDS - 9}, ValueError, r"labels must lie in 0\.\.12"),
+            ({"input_ids": IDS, "labels": IDS, "logits_to_keep": 1}, ValueError, "leave out logits_to_keep"),
         ],
     )  # fmt: skip
     def test_bad_calls_are_named(self, call, error, message):
-        with pytest.raises(error, match=exactly(message)):
+        with pytest.raises(error, match=message):
             self.model()(**call)
 
     def test_an_unknown_argument_is_not_swallowed(self):
@@ -199,14 +210,9 @@ class ForwardContract:
     def test_a_cache_that_does_not_fit(self):
         model = self.model()
         cache = model(IDS[:, :4], attention_mask=LEFT.flip(1)[:, :4].long()).past_key_values
-        message = (
-            "the cache holds 3 rows and the input has 2: repeat the cache's rows with "
-            "cache.batch_repeat_interleave(n), or choose some with cache.batch_select_indices(rows)"
-        )
-        with pytest.raises(ValueError, match=exactly(message)):
+        with pytest.raises(ValueError, match=r"3 rows and the input has 2: .*batch_select_indices\(rows\)"):
             model(IDS[:2, 4:], past_key_values=cache)
-        message = "attention_mask has padding at other tokens of the cache than when they were computed"
-        with pytest.raises(ValueError, match=exactly(message)):
+        with pytest.raises(ValueError, match="attention_mask must mark the same padding"):
             model(IDS[:, 4:], attention_mask=torch.ones(3, 7), past_key_values=cache)
         with pytest.raises(ValueError, match="position_ids must count"):
             model(IDS[:, 4:], position_ids=torch.arange(3)[None], past_key_values=cache)

@@ -10,7 +10,7 @@ import pytest
 import deqseq as dq
 from deqseq.models.presets import parameters, widened
 
-DOCUMENT = Path(__file__).parent.parent / "docs" / "guides" / "presets.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "guides" / "presets.md"
 SIZES = {"130m": (768, 24, 12, 12), "370m": (1024, 48, 24, 16), "760m": (1536, 48, 24, 16), "1.3b": (2048, 48, 24, 32)}
 PADDED = 50288
 
@@ -46,36 +46,30 @@ def test_kinds_differ_in_how_they_are_solved(family, size):
     explicit, pretrain, implicit = (
         dq.preset(f"{family}-{size}-{kind}") for kind in ("explicit", "pretrain", "implicit")
     )
-    assert explicit.solving is None
+    assert (explicit.solve, explicit.eval_solve) == (None, None)
     assert explicit.backbone == replace(implicit.backbone, weight_norm=False, injection=False)
     assert explicit.vocab_size == (50277 if (family, size) == ("mamba2", "130m") else implicit.vocab_size)
     assert pretrain.backbone == implicit.backbone
     budget = 32 if family == "llama3" and size != "370m" else 24
     for spec, steps, phantom in ((pretrain, 4, 1), (implicit, budget, 4)):
-        assert spec.solving == dq.Solving(
-            solver=dq.Relaxed(0.8),
-            stop=dq.Stop(rtol=0.05, max_steps=steps),
-            gradient=dq.Phantom(steps=phantom, damping=0.8),
-            eval_stop=dq.Stop(rtol=0.05, max_steps=4 * steps),
-        )
+        stops = (dq.Stop(rtol=0.05, max_steps=budget) for budget in (steps, 4 * steps))
+        solves = [dq.SolveConfig(dq.Relaxed(0.8), stop, dq.Phantom(phantom, damping=0.8)) for stop in stops]
+        assert [spec.solve, spec.eval_solve] == solves
 
 
 def test_state_tracking():
     spec = dq.preset("mamba2-state-tracking")
     config = dq.Mamba2Config(d_model=256, n_layers=1, d_state=128, expand=4, headdim=64, dropout=0.05)
     assert (spec.vocab_size, spec.backbone) == (240, config)
-    stop, eval_stop = dq.Stop(rtol=0.05, max_steps=32), dq.Stop(rtol=0.05, max_steps=2048)
-    assert spec.solving == dq.Solving(dq.Relaxed(0.8), stop, dq.Phantom(4, damping=0.8), eval_stop)
+    stops = (dq.Stop(rtol=0.05, max_steps=budget) for budget in (32, 2048))
+    solves = [dq.SolveConfig(dq.Relaxed(0.8), stop, dq.Phantom(4, damping=0.8)) for stop in stops]
+    assert [spec.solve, spec.eval_solve] == solves
 
 
 def test_an_unknown_name_names_its_neighbours():
-    message = (
-        "preset 'llama-1.3b-implict' is unknown; did you mean 'llama3-1.3b-implicit' or 'llama3-130m-implicit' or "
-        "'llama3-1.3b-explicit'? (all names: deqseq.preset_names())"
-    )
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+    with pytest.raises(ValueError, match=r"'llama-1\.3b-implict'; did you mean 'llama3-1\.3b-implicit'"):
         dq.preset("llama-1.3b-implict")
-    with pytest.raises(ValueError, match=r"^preset 'x' is unknown \(all names: deqseq\.preset_names\(\)\)$"):
+    with pytest.raises(ValueError, match=r"'x' \(all names: deqseq\.preset_names\(\)\)"):
         dq.preset("x")
 
 
@@ -93,7 +87,7 @@ def by_hand(spec: dq.LanguageModelSpec) -> int:
         layer = d * injected + 5 * convolved + 3 * heads + inner + inner * d + d
         rows = injected + convolved + d
     total = spec.vocab_size * d + config.n_layers * layer + d
-    if spec.solving is None:
+    if spec.solve is None:
         return total
     injection = d * injected + injected + d
     return total + injection + config.n_layers * rows + injected
