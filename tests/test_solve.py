@@ -1,40 +1,31 @@
-"""The iteration loop: freezing, dropping, divergence, looks, refusals."""
+"""The iteration loop: freezing and removing rows, divergence, checks, bad input."""
 
-import re
 from itertools import pairwise
 
 import pytest
 import torch
-from contracts import assert_same_rows, exactly
-from problems import (
+from torch import Tensor
+
+from deqseq import Naive, Progress, Relaxed, Status, Stop, fixed_point, solve, take
+from deqseq.evaluate import check_start
+from deqseq.testing.problems import (
     Recorded,
-    RecordedSelectable,
     RowAffine,
     diverging,
     limit_cycle,
     logistic,
+    mapped,
     row_affine,
     staircase,
 )
-from torch import Tensor
-
-from deqseq import (
-    Naive,
-    Progress,
-    Relaxed,
-    Status,
-    Stop,
-    fixed_point,
-    solve,
-)
-from deqseq.evaluate import check_start
+from deqseq.testing.solvers import assert_same_rows
 
 
 def zeros(*shape: int) -> Tensor:
     return torch.zeros(*shape, dtype=torch.float64)
 
 
-class TestFreezingAndDropping:
+class TestFreezingAndRemoving:
     @pytest.mark.parametrize(
         ("targets", "check_every", "rows"),
         [
@@ -46,19 +37,19 @@ class TestFreezingAndDropping:
             ([1, 9], 4, [2, 2, 2, 2] + [1] * 8),
         ],
     )
-    def test_rows_are_dropped_when_a_quarter_has_ended(self, targets, check_every, rows):
-        f = RecordedSelectable(staircase(targets))
-        stop = Stop(rtol=0.0, max_steps=50, check_every=check_every)
-        solution = solve(f, zeros(len(targets), 1), solver=Naive(), stop=stop)
+    def test_rows_are_removed_when_a_quarter_has_ended(self, targets, check_every, rows):
+        f, stop = Recorded(mapped), Stop(rtol=0.0, max_steps=50, check_every=check_every)
+        solution = solve(f, zeros(len(targets), 1), solver=Naive(), stop=stop, args=staircase(targets))
         assert f.rows == rows
-        looked = [-(-(target + 1) // check_every) * check_every for target in targets]
-        assert solution.stats.steps.tolist() == looked
+        checked = [-(-(target + 1) // check_every) * check_every for target in targets]
+        assert solution.stats.iterations.tolist() == checked
         assert solution.stats.evaluations == len(rows)
+        assert solution.stats.updates.sum() == sum(rows)
         assert solution.value[:, 0].tolist() == targets
         assert solution.converged.all()
         assert solution.stats.residual.tolist() == [0.0] * len(targets)
 
-    def test_without_select_all_rows_stay_and_ended_ones_stand_still(self):
+    def test_without_args_all_rows_stay_and_ended_ones_stand_still(self):
         f = Recorded(staircase([2, 5, 1]))
         solve(f, zeros(3, 1), solver=Relaxed(0.75), stop=Stop(rtol=0.3, max_steps=50))
         assert f.rows == [3] * f.evaluations
@@ -71,24 +62,25 @@ class TestFreezingAndDropping:
             assert all(later > earlier for earlier, later in pairwise(visited[: ended + 1]))
 
     def test_the_rows_of_a_batch_end_together_per_batch(self):
-        f = RecordedSelectable(staircase([1, 6, 2]))
-        solution = solve(f, zeros(3, 1), solver=Naive(), stop=Stop(rtol=0.0, per="batch"))
+        f, stop = Recorded(mapped), Stop(rtol=0.0, per="batch")
+        solution = solve(f, zeros(3, 1), solver=Naive(), stop=stop, args=staircase([1, 6, 2]))
         assert f.rows == [3] * 7
-        assert solution.stats.steps.tolist() == [7, 7, 7]
+        assert solution.stats.iterations.tolist() == [7, 7, 7]
 
 
 class TestDivergence:
     F = row_affine([0.5, 2.0, -0.4], event=(2, 3), ceilings=[torch.inf, 40.0, torch.inf])
 
     @pytest.mark.parametrize("per", ["sample", "token"])
-    @pytest.mark.parametrize("wrap", [Recorded, RecordedSelectable])
-    def test_a_row_that_becomes_nan_leaves_the_others_alone(self, per, wrap):
+    @pytest.mark.parametrize("remove", [False, True])
+    def test_a_row_that_becomes_nan_leaves_the_others_alone(self, per, remove):
         stop = Stop(rtol=1e-12, max_steps=100, per=per)
-        solution = solve(wrap(self.F), zeros(3, 2, 3), solver=Naive(), stop=stop)
+        f, args = (mapped, self.F) if remove else (self.F, None)
+        solution = solve(f, zeros(3, 2, 3), solver=Naive(), stop=stop, args=args)
         assert solution.status.tolist() == [Status.CONVERGED, Status.DIVERGED, Status.CONVERGED]
         for row in range(3):
             one = torch.tensor([row])
-            alone = solve(self.F.select(one), zeros(1, 2, 3), solver=Naive(), stop=stop)
+            alone = solve(take(self.F, one), zeros(1, 2, 3), solver=Naive(), stop=stop)
             assert_same_rows(solution, one, alone)
 
     @pytest.mark.parametrize("per", ["sample", "token"])
@@ -97,7 +89,7 @@ class TestDivergence:
         solution = solve(f, zeros(3, 2, 3), solver=Naive(), stop=stop)
         finite = [call.fz_copy[1] for call in f.calls if bool(call.fz_copy[1].isfinite().all())]
         assert torch.equal(solution.value[1], finite[-1])  # the relative residual falls to 1/2 from above
-        assert solution.stats.steps[1].max().item() == len(finite) + 1
+        assert solution.stats.iterations[1].max().item() == len(finite) + 1
         assert 0.5 < solution.stats.residual[1].max().item() < 0.6
         assert len(f.calls) > len(finite) + 9
         assert all(torch.equal(call.z_copy[1], finite[-1]) for call in f.calls[len(finite) :])
@@ -106,19 +98,19 @@ class TestDivergence:
         """Residuals 1, 2, 4 ...; 2^14 is the first beyond 10^4 times the start's scale of 1."""
         solution = solve(diverging, zeros(1, 1), solver=Naive(), stop=Stop(max_steps=100))
         assert solution.status.tolist() == [Status.DIVERGED]
-        assert solution.stats.steps.tolist() == [15]
+        assert solution.stats.iterations.tolist() == [15]
         assert solution.value.item() == 2**14 - 1
         assert solution.stats.residual.item() == 2**13 / (2**14 - 1)
 
     @pytest.mark.parametrize(("divergence", "steps"), [(1.5, 2), (100.0, 8), (1e6, 21)])
     def test_growth_is_measured_against_the_start(self, divergence, steps):
         stop = Stop(max_steps=100, divergence=divergence)
-        assert solve(diverging, zeros(1, 1), solver=Naive(), stop=stop).stats.steps.tolist() == [steps]
+        assert solve(diverging, zeros(1, 1), solver=Naive(), stop=stop).stats.iterations.tolist() == [steps]
 
     @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
     @pytest.mark.parametrize("per", ["batch", "sample", "token"])
     def test_a_first_value_that_is_not_finite_has_diverged(self, bad, per):
-        """With an infinite scale everything is small, unless it is looked at with suspicion."""
+        """Against an infinite scale every residual is small."""
         z0 = torch.ones(1, 2, 3)
         solution = solve(lambda z: z + bad, z0, solver=Naive(), stop=Stop(per=per))
         assert solution.status.tolist() == [Status.DIVERGED]
@@ -164,24 +156,25 @@ class OnDevice(torch.Tensor):
         return result.as_subclass(torch.Tensor) if isinstance(result, torch.Tensor) else result
 
 
-class TestLooks:
-    @pytest.mark.parametrize("wrap", [Recorded, RecordedSelectable])
+class TestChecks:
+    @pytest.mark.parametrize("remove", [False, True])
     @pytest.mark.parametrize("per", ["sample", "token"])
-    def test_the_trace_is_the_residual_at_each_look(self, wrap, per):
+    def test_the_trace_is_the_residual_at_each_check(self, remove, per):
         """Row 0 ends early, row 1 diverges late, row 2 swings, row 3 takes long."""
-        f = row_affine([0.1, 1.3, -1.1, 0.8], event=(2, 3))
+        problem = row_affine([0.1, 1.3, -1.1, 0.8], event=(2, 3))
+        f, args = (mapped, problem) if remove else (problem, None)
         stop = Stop(rtol=1e-6, max_steps=30, per=per, check_every=3, divergence=300.0)
-        solution = solve(wrap(f), zeros(4, 2, 3), solver=Relaxed(0.9), stop=stop, trace=True)
+        solution = solve(f, zeros(4, 2, 3), solver=Relaxed(0.9), stop=stop, args=args, trace=True)
         assert solution.stats.trace is not None
         assert solution.stats.trace.shape == ((10, 4, 2) if per == "token" else (10, 4))
         for row in range(4):
-            alone = Recorded(f.select(torch.tensor([row])))
+            alone = Recorded(take(problem, torch.tensor([row])))
             solve(alone, zeros(1, 2, 3), solver=Relaxed(0.9), stop=stop)
-            for look in range(10):
-                _, _, z, fz = alone.calls[min(3 * look + 2, len(alone.calls) - 1)]
+            for check in range(10):
+                _, _, z, fz = alone.calls[min(3 * check + 2, len(alone.calls) - 1)]
                 expected = ((fz - z).norm(dim=-1) / fz.norm(dim=-1))[0]
                 expected = expected if per == "token" else expected.amax()
-                torch.testing.assert_close(solution.stats.trace[look, row], expected, rtol=1e-12, atol=0)
+                torch.testing.assert_close(solution.stats.trace[check, row], expected, rtol=1e-12, atol=0)
 
     def test_the_trace_shows_a_residual_that_rises(self):
         start = torch.tensor([[0.25]], dtype=torch.float64)
@@ -193,17 +186,12 @@ class TestLooks:
     def test_no_trace_unless_asked_for(self):
         assert solve(limit_cycle, zeros(1, 1), solver=Naive(), stop=Stop(max_steps=3)).stats.trace is None
 
-    def test_the_callback_is_told_at_each_look(self):
+    def test_the_callback_is_told_at_each_check(self):
         told: list[Progress] = []
         stop = Stop(rtol=0.0, max_steps=7, check_every=2)
-        f = RecordedSelectable(staircase([1, 2, 9]))
-        solve(f, zeros(3, 1), solver=Naive(), stop=stop, callback=told.append)
-        assert [(p.step, p.max_steps, p.open_rows) for p in told] == [
-            (2, 7, 2),
-            (4, 7, 1),
-            (6, 7, 1),
-            (7, 7, 1),
-        ]
+        solve(mapped, zeros(3, 1), solver=Naive(), stop=stop, args=staircase([1, 2, 9]), callback=told.append)
+        seen = [(p.iteration, p.max_steps, p.active_rows) for p in told]
+        assert seen == [(2, 7, 2), (4, 7, 1), (6, 7, 1), (7, 7, 1)]
         residuals = [[0.0, 0.5, 0.5], [0.0, 0.0, 1 / 4], [0.0, 0.0, 1 / 6], [0.0, 0.0, 1 / 7]]
         assert [p.residual.tolist() for p in told] == residuals
 
@@ -221,69 +209,58 @@ class TestLooks:
         expected = [((call.fz_copy - call.z_copy).abs() / call.fz_copy.abs()).item() for call in f.calls]
         assert told == pytest.approx(expected, rel=1e-12)
 
-    @pytest.mark.parametrize(("check_every", "looks"), [(1, 20), (8, 3), (20, 1)])
-    def test_the_host_is_waited_for_at_the_start_and_once_a_look(self, check_every, looks):
+    @pytest.mark.parametrize(("check_every", "checks"), [(1, 20), (8, 3), (20, 1)])
+    def test_the_host_is_waited_for_at_the_start_and_once_a_check(self, check_every, checks):
         OnDevice.waits, told = 0, []
         f = row_affine([0.0, 0.5, 0.95, 0.97])
         stop = Stop(rtol=1e-10, max_steps=20, check_every=check_every)
         z0 = zeros(4, 3).as_subclass(OnDevice)
         solution = solve(Recorded(f), z0, solver=Relaxed(0.9), stop=stop, callback=told.append)
-        assert (len(told), told[-1].step, solution.stats.evaluations) == (looks, 20, 20)
-        assert OnDevice.waits == 1 + looks
+        assert (len(told), told[-1].iteration, solution.stats.evaluations) == (checks, 20, 20)
+        assert OnDevice.waits == 1 + checks
 
     def test_exactly_returns_the_last_value_even_if_it_is_not_the_best(self):
         f = Recorded(logistic)
         solution = solve(f, zeros(1, 1) + 0.1, solver=Naive(), stop=Stop.exactly(6))
         assert torch.equal(solution.value, f.calls[5].fz_copy)
-        assert (f.evaluations, solution.stats.steps.tolist()) == (6, [6])
+        assert (f.evaluations, solution.stats.iterations.tolist()) == (6, [6])
 
 
-class TestRefusals:
-    @pytest.mark.parametrize(
-        ("shape", "text"),
-        [
-            ((0, 3), "z0 must have at least one row and one element, got shape (0, 3)"),
-            ((2, 0, 3), "z0 must have at least one row and one element, got shape (2, 0, 3)"),
-            ((), "z0 must have at least one row and one element, got shape ()"),
-        ],
-    )
-    def test_a_start_without_elements(self, shape, text):
-        with pytest.raises(ValueError, match=exactly(text)):
+class TestBadInput:
+    @pytest.mark.parametrize("shape", [(0, 3), (2, 0, 3), ()])
+    def test_a_start_without_elements(self, shape):
+        with pytest.raises(ValueError, match="z0 must have at least one row and one element"):
             check_start(torch.zeros(shape))
 
     @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64])
     def test_a_start_that_is_not_floating_point(self, dtype):
-        text = f"z0 must be a floating-point tensor (batch, *event), got {dtype}"
-        with pytest.raises(TypeError, match=exactly(text)):
+        with pytest.raises(TypeError, match=f"z0 must be a floating-point tensor.* got {dtype}"):
             check_start(torch.zeros(2, 3, dtype=dtype))
 
     @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
     def test_a_start_that_is_not_finite(self, bad):
-        with pytest.raises(ValueError, match=exactly("z0 must be finite, got NaN or infinity")):
+        with pytest.raises(ValueError, match="z0 must be finite"):
             solve(limit_cycle, torch.tensor([[0.0], [bad]]), solver=Naive(), stop=Stop())
 
     @pytest.mark.parametrize(
         ("f", "kind", "text"),
         [
-            (lambda z: (z, None), TypeError, "f(z) must be a tensor of the shape of z, got tuple"),
-            (lambda z: None, TypeError, "f(z) must be a tensor of the shape of z, got NoneType"),
-            (lambda z: z.half(), TypeError, "f must keep the dtype of z outside autocast: got torch.float16"),
-            (
-                lambda z: z[:1],
-                ValueError,
-                "f must keep the shape and device of z: got (1, 3) on cpu for (2, 3)",
-            ),
-            (lambda z: z[:, :1], ValueError, "f must keep the shape and device of z: got (2, 1) on cpu for"),
-            (
-                lambda z: z.to("meta"),
-                ValueError,
-                "f must keep the shape and device of z: got (2, 3) on meta for",
-            ),
+            (lambda z: (z, None), TypeError, "must be a tensor of the shape of z, got tuple"),
+            (lambda z: None, TypeError, "must be a tensor of the shape of z, got NoneType"),
+            (lambda z: z.half(), TypeError, "keep the dtype of z outside autocast: got torch.float16"),
+            (lambda z: z[:1], ValueError, r"keep the shape and device of z: got \(1, 3\)"),
+            (lambda z: z[:, :1], ValueError, r"keep the shape and device of z: got \(2, 1\)"),
+            (lambda z: z.to("meta"), ValueError, r"keep the shape and device of z: got \(2, 3\) on meta"),
         ],
     )
     def test_a_map_that_breaks_its_contract(self, f, kind, text):
-        with pytest.raises(kind, match="^" + re.escape(text)):
+        with pytest.raises(kind, match=text):
             solve(f, torch.zeros(2, 3), solver=Naive(), stop=Stop())
+
+    @pytest.mark.parametrize("f", [lambda z: z, lambda z: (z, z, z)])
+    def test_a_map_without_the_aux_that_was_asked_for(self, f):
+        with pytest.raises(TypeError, match="has_aux=True"):
+            solve(f, torch.zeros(2, 3), solver=Naive(), stop=Stop(), has_aux=True)
 
 
 def test_autocast_values_come_back_in_the_dtype_of_the_state():

@@ -1,9 +1,8 @@
-"""The stopping rule: its numbers, its refusals and its looks."""
+"""The stopping rule: its numbers, what it refuses, and when it checks."""
 
 import math
 
 import pytest
-from contracts import exactly
 
 from deqseq import Stop
 
@@ -21,58 +20,49 @@ def test_defaults():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "text"),
+    ("name", "value"),
     [
-        ({"rtol": -1e-3}, "Stop.rtol must be a finite number >= 0, got -0.001"),
-        ({"rtol": math.nan}, "Stop.rtol must be a finite number >= 0, got nan"),
-        ({"atol": math.inf}, "Stop.atol must be a finite number >= 0, got inf"),
-        ({"max_steps": 0}, "Stop.max_steps must be an integer >= 1, got 0"),
-        ({"max_steps": True}, "Stop.max_steps must be an integer >= 1, got True"),
-        ({"check_every": -4}, "Stop.check_every must be an integer >= 1, got -4"),
-        ({"divergence": 1.0}, "Stop.divergence must be > 1, got 1.0"),
-        ({"divergence": math.nan}, "Stop.divergence must be > 1, got nan"),
-        (
-            {"per": "token", "norm": "frobenius"},
-            'Stop.per="token" measures each token: Stop.norm must be "max_token", got "frobenius"',
-        ),
+        ("rtol", -1e-3),
+        ("rtol", math.nan),
+        ("atol", math.inf),
+        ("max_steps", 0),
+        ("max_steps", True),
+        ("max_steps", 2.5),
+        ("check_every", -4),
+        ("divergence", 1.0),
+        ("divergence", math.nan),
+        ("per", "row"),
+        ("norm", "l2"),
     ],
 )
-def test_refuses_numbers_out_of_range(arguments, text):
-    with pytest.raises(ValueError, match=exactly(text)):
-        Stop(**arguments)
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "text"),
-    [
-        ("max_steps", 2.5, "Stop.max_steps must be an integer >= 1, got 2.5"),
-        ("per", "row", "Stop.per must be one of ('batch', 'sample', 'token'), got 'row'"),
-        ("norm", "l2", "Stop.norm must be one of ('max_token', 'frobenius'), got 'l2'"),
-    ],
-)
-def test_refuses_what_a_type_checker_would(field, value, text):
+def test_refuses_values_out_of_range(name, value):
     stop = Stop()
-    vars(stop)[field] = value  # past the type checks of the test run, which would speak first
-    with pytest.raises(ValueError, match=exactly(text)):
+    vars(stop)[name] = value  # past the type checks of the test run, which would refuse some of them first
+    with pytest.raises(ValueError, match=rf"^Stop\.{name} must be .* got "):
         stop.__post_init__()
 
 
+def test_refuses_a_norm_of_the_row_per_token():
+    with pytest.raises(ValueError, match=r'Stop\.per="token".* Stop\.norm must be "max_token"'):
+        Stop(per="token", norm="frobenius")
+
+
 @pytest.mark.parametrize(
-    ("check_every", "max_steps", "looks"),
+    ("check_every", "max_steps", "checks"),
     [(1, 4, [1, 2, 3, 4]), (3, 9, [3, 6, 9]), (4, 10, [4, 8, 10]), (9, 5, [5]), (5, 5, [5])],
 )
-def test_looks_at_every_so_many_evaluations_and_at_the_last(check_every, max_steps, looks):
+def test_checks_every_so_many_evaluations_and_at_the_last(check_every, max_steps, checks):
     stop = Stop(check_every=check_every, max_steps=max_steps)
-    assert [step for step in range(1, max_steps + 1) if stop.looks_at(step)] == looks
+    assert [step for step in range(1, max_steps + 1) if stop.checks(step)] == checks
 
 
 @pytest.mark.parametrize("steps", [1, 7])
-def test_exactly_looks_once_at_the_end(steps):
+def test_exactly_checks_once_at_the_end(steps):
     stop = Stop.exactly(steps)
     assert (stop.rtol, stop.atol, stop.max_steps) == (0.0, 0.0, steps)
-    assert [step for step in range(1, steps + 1) if stop.looks_at(step)] == [steps]
+    assert [step for step in range(1, steps + 1) if stop.checks(step)] == [steps]
 
 
 def test_exactly_refuses_no_steps():
-    with pytest.raises(ValueError, match=exactly("Stop.max_steps must be an integer >= 1, got 0")):
+    with pytest.raises(ValueError, match=r"Stop\.max_steps must be"):
         Stop.exactly(0)

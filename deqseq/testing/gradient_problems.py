@@ -1,21 +1,15 @@
 """Maps with known fixed points, and a dense oracle of the estimators that shares no code with deqseq."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-import deqseq as dq
-
 Map = Callable[[Tensor], Tensor]
 Adjoint = Callable[[Tensor, Tensor], Tensor]
 
-TIGHT = dq.Stop(rtol=1e-12, max_steps=200)
-COARSE = dq.Stop(rtol=1e-2, norm="frobenius")
-SOLVERS = [dq.Naive(), dq.Relaxed(), dq.Anderson(), dq.Broyden()]
 EVENTS = {"rows": (3,), "tokens": (4, 3)}
 PROBLEMS = [f"{kind}-{event}" for kind in ("affine", "tanh") for event in EVENTS]
 
@@ -34,9 +28,11 @@ class Case:
     weights: Tensor
 
     def injection(self) -> Tensor:
+        """The input ``x``, with a graph."""
         return self.leaves["gain"] * self.leaves["source"]
 
     def f(self, x: Tensor, leaves: Mapping[str, Tensor] | None = None) -> Map:
+        """The map for the input ``x``, by default with the case's own leaves."""
         p = self.leaves if leaves is None else leaves
         injected = x @ p["U"].T + p["b"]
 
@@ -48,15 +44,17 @@ class Case:
         return f
 
     def loss(self, value: Tensor) -> Tensor:
+        """A weighted sum of squares."""
         return (self.weights * value.square()).sum()
 
     @property
     def z0(self) -> Tensor:
+        """Zeros."""
         return torch.zeros_like(self.z_star)
 
 
 def make(name: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> Case:
-    """One of PROBLEMS, with leaves that want gradients; the map contracts by less than 0.7."""
+    """One of PROBLEMS, with leaves that require gradients; the map contracts by less than 0.7."""
     kind, event = name.split("-")
     generator = torch.Generator().manual_seed(seed)
     uniform = partial(torch.rand, generator=generator, dtype=torch.float64)
@@ -87,26 +85,12 @@ class Block(nn.Module):
             self.register_parameter(key, nn.Parameter(case.leaves[key].detach().clone()))
 
     def forward(self, z: Tensor, x: Tensor) -> Tensor:
+        """The map at ``z`` for the input ``x``."""
         return self.case.f(x, dict(self.named_parameters()))(z)
 
 
-class Counted:
-    """A map that counts its calls."""
-
-    def __init__(self, f: Map) -> None:
-        self.f, self.calls = f, 0
-
-    def __call__(self, z: Tensor) -> Tensor:
-        self.calls += 1
-        return self.f(z)
-
-
-def solve_of(case: Case, gradient: dq.Gradient | None, **changes: object) -> dq.Solution:
-    options = {"solver": dq.Naive(), "stop": TIGHT, "gradient": gradient, "throw": True}
-    return dq.fixed_point(case.f(case.injection()), case.z0, **(options | changes))
-
-
 def dense_jacobian(f: Map, z: Tensor) -> Tensor:
+    """``df/dz`` with all rows and tokens flattened, ``(size, size)``."""
     return torch.func.jacrev(f)(z).detach().reshape(z.numel(), z.numel())
 
 
@@ -121,7 +105,7 @@ def dense_fixed_point(f: Map, z0: Tensor, adjoint: Adjoint) -> Tensor:
     return value
 
 
-def inverse(jacobian: Tensor, grad: Tensor) -> Tensor:
+def exact(jacobian: Tensor, grad: Tensor) -> Tensor:
     """``(I - J)^-T g``: the implicit function theorem."""
     return torch.linalg.solve(torch.eye(len(grad), dtype=grad.dtype) - jacobian.T, grad)
 
@@ -131,30 +115,20 @@ def neumann(steps: int, damping: float) -> Adjoint:
 
     def series(jacobian: Tensor, grad: Tensor) -> Tensor:
         factor = (1 - damping) * torch.eye(len(grad), dtype=grad.dtype) + damping * jacobian.T
-        return damping * sum(torch.linalg.matrix_power(factor, i) @ grad for i in range(steps))
+        terms = [torch.linalg.matrix_power(factor, i) @ grad for i in range(steps)]
+        return damping * torch.stack(terms).sum(dim=0)
 
     return series
 
 
-@contextmanager
-def packed_tensors() -> Iterator[list[int]]:
-    """Collects the number of elements of everything that autograd saves."""
-    sizes: list[int] = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        sizes.append(tensor.numel())
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield sizes
-
-
 def gradients(loss: Tensor, leaves: Mapping[str, Tensor], retain_graph: bool = False) -> dict[str, Tensor]:
+    """The gradient of every leaf, by its name."""
     found = torch.autograd.grad(loss, list(leaves.values()), retain_graph=retain_graph)
     return dict(zip(leaves, found, strict=True))
 
 
 def assert_close(ours: Mapping[str, Tensor], expected: Mapping[str, Tensor], rtol: float = 1e-8) -> None:
+    """Compare norms of differences with ``rtol``; an expected gradient of zero would test nothing, and fails."""
     assert ours.keys() == expected.keys()
     for key, value in expected.items():
         assert value.abs().max() > 0, f"the oracle's gradient of {key} is zero: nothing is tested"

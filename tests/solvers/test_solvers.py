@@ -5,8 +5,11 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from contracts import SolverContract, assert_same_rows, exactly
-from problems import (
+from torch import Tensor
+
+from deqseq import Anderson, Broyden, ExternalSolver, Naive, Relaxed, Status, Stop, solve
+from deqseq.testing import SolverContract
+from deqseq.testing.problems import (
     Affine,
     Recorded,
     affine,
@@ -17,9 +20,7 @@ from problems import (
     staircase,
     symmetric,
 )
-from torch import Tensor
-
-from deqseq import Anderson, Broyden, Naive, OutsideSolver, Relaxed, Status, Stop, solve
+from deqseq.testing.solvers import assert_same_rows
 
 
 class TestNaive(SolverContract):
@@ -33,7 +34,7 @@ class TestNaive(SolverContract):
 
     def test_stays_in_a_limit_cycle(self):
         solution = solve(limit_cycle, torch.zeros(1, 2), solver=Naive(), stop=Stop(max_steps=30))
-        assert solution.status.tolist() == [Status.BUDGET_SPENT]
+        assert solution.status.tolist() == [Status.MAX_STEPS_REACHED]
         assert solution.stats.residual.tolist() == [1.0]
 
 
@@ -45,7 +46,7 @@ class TestRelaxed(SolverContract):
         damped = solve(f, z0, solver=Relaxed(1.0), stop=stop)
         plain = solve(f, z0, solver=Naive(), stop=stop)
         assert torch.equal(damped.value, plain.value)
-        assert torch.equal(damped.stats.steps, plain.stats.steps)
+        assert torch.equal(damped.stats.iterations, plain.stats.iterations)
 
     @pytest.mark.parametrize("damping", [0.25, 0.8, 1.5])
     def test_moves_the_given_part_of_the_way(self, damping):
@@ -63,7 +64,7 @@ class TestRelaxed(SolverContract):
 
     @pytest.mark.parametrize("damping", [0.0, 2.0, -0.5, float("nan")])
     def test_refuses_a_damping_out_of_range(self, damping):
-        with pytest.raises(ValueError, match=exactly(f"Relaxed.damping must lie in (0, 2), got {damping!r}")):
+        with pytest.raises(ValueError, match=r"Relaxed\.damping must lie in \(0, 2\)"):
             Relaxed(damping)
 
 
@@ -73,12 +74,12 @@ class TestAnderson(SolverContract):
     @pytest.mark.parametrize("dim", [2, 4, 6])
     @pytest.mark.parametrize("make", [lambda dim: affine(event=(dim,)), lambda dim: expansive(dim=dim)])
     def test_solves_an_affine_problem_of_dim_d_in_about_d_evaluations(self, make, dim):
-        """With memory for the whole space it is exact: d + 1 points, one that lands, one that looks."""
+        """With memory for the whole space it is exact: d + 1 points, one that lands, one that checks."""
         f, stop = make(dim), Stop(rtol=1e-8, max_steps=50)
         z0 = torch.zeros(3, dim, dtype=torch.float64)
         solution = solve(f, z0, solver=Anderson(memory=dim + 2, ridge=1e-15), stop=stop)
         assert solution.converged.tolist() == [True] * 3
-        assert max(solution.stats.steps.tolist()) <= dim + 3
+        assert max(solution.stats.iterations.tolist()) <= dim + 3
         torch.testing.assert_close(solution.value, f.fixed_point(), rtol=0, atol=1e-6)
 
     @pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
@@ -105,7 +106,7 @@ class TestAnderson(SolverContract):
             torch.zeros(3, 4, dtype=torch.float64),
             Stop(rtol=1e-9, max_steps=900),
         )
-        steps = {solver: solve(f, z0, solver=solver, stop=stop).stats.steps for solver in (Naive(), Anderson())}
+        steps = {solver: solve(f, z0, solver=solver, stop=stop).stats.iterations for solver in (Naive(), Anderson())}
         assert bool((steps[Anderson()] * 5 < steps[Naive()]).all())
 
     @pytest.mark.parametrize("memory", [2, 3, 7])
@@ -144,18 +145,10 @@ class TestAnderson(SolverContract):
         proposal, _ = solver.step(z, newer, state)
         torch.testing.assert_close(proposal, torch.tensor([[3.0, 0.0], [0.5, 0.5]], dtype=torch.float64))
 
-    @pytest.mark.parametrize(
-        ("arguments", "text"),
-        [
-            ({"memory": 1}, "Anderson.memory must be >= 2 (with 1, use Relaxed), got 1"),
-            ({"mixing": 0.0}, "Anderson.mixing must lie in (0, 1], got 0.0"),
-            ({"mixing": 1.5}, "Anderson.mixing must lie in (0, 1], got 1.5"),
-            ({"ridge": -1e-8}, "Anderson.ridge must be >= 0 or None, got -1e-08"),
-        ],
-    )
-    def test_refuses_arguments_out_of_range(self, arguments, text):
-        with pytest.raises(ValueError, match=exactly(text)):
-            Anderson(**arguments)
+    @pytest.mark.parametrize(("name", "value"), [("memory", 1), ("mixing", 0.0), ("mixing", 1.5), ("ridge", -1e-8)])
+    def test_refuses_arguments_out_of_range(self, name, value):
+        with pytest.raises(ValueError, match=rf"Anderson\.{name} must"):
+            Anderson(**{name: value})
 
 
 class TestBroyden(SolverContract):
@@ -169,11 +162,11 @@ class TestBroyden(SolverContract):
         assert not bool(solve(f, z0, solver=Relaxed(0.5), stop=stop).converged.any())
         solution = solve(f, z0, solver=Broyden(), stop=stop)
         torch.testing.assert_close(solution.value, f.fixed_point(), rtol=0, atol=1e-10)
-        assert max(solution.stats.steps.tolist()) <= 2 * dim + 2  # Gay 1979: 2 d steps on an affine problem
+        assert max(solution.stats.iterations.tolist()) <= 2 * dim + 2  # Gay 1979: 2 d steps on an affine problem
 
     def test_a_scalar_affine_map_takes_three_evaluations(self):
         solution = solve(diverging, torch.zeros(2, 1), solver=Broyden(), stop=Stop(rtol=1e-6))
-        assert solution.stats.steps.tolist() == [3, 3]
+        assert solution.stats.iterations.tolist() == [3, 3]
         assert solution.value.tolist() == [[-1.0], [-1.0]]
 
     @pytest.mark.parametrize("memory", [1, 3])
@@ -211,7 +204,7 @@ class TestBroyden(SolverContract):
 
     @pytest.mark.parametrize("memory", [0, -2])
     def test_refuses_a_memory_below_one(self, memory):
-        with pytest.raises(ValueError, match=exactly(f"Broyden.memory must be >= 1, got {memory}")):
+        with pytest.raises(ValueError, match=r"Broyden\.memory must be >= 1"):
             Broyden(memory)
 
 
@@ -220,7 +213,7 @@ def test_a_memory_that_is_no_integer_is_refused_at_construction(kind, least):
     """With 2.5 Broyden's memory would never be full, and Anderson fails in the middle of a solve."""
     solver = object.__new__(kind)  # the type checks of the test run would refuse it before our own check does
     vars(solver).update(memory=2.5, mixing=1.0, ridge=None)
-    with pytest.raises(ValueError, match=rf"^{kind.__name__}\.memory must be an integer >= {least}.*, got 2\.5$"):
+    with pytest.raises(ValueError, match=rf"{kind.__name__}\.memory must be an integer >= {least}"):
         solver.__post_init__()
 
 
@@ -239,7 +232,7 @@ Z3 = torch.zeros(3, 1, dtype=torch.float64)
 
 
 @dataclass(frozen=True)
-class Outside(OutsideSolver):
+class Outside(ExternalSolver):
     """Plain iteration for a number of evaluations of its own choice."""
 
     evaluations: int
@@ -249,7 +242,7 @@ class Outside(OutsideSolver):
             z0 = f(z0)
 
 
-class TestOutsideSolver:
+class TestExternalSolver:
     def test_is_observed_like_any_other(self):
         stop = Stop(rtol=0.0, max_steps=50)
         f, target = Recorded(staircase([1, 4, 2])), Recorded(staircase([1, 4, 2]))
@@ -260,22 +253,36 @@ class TestOutsideSolver:
         assert outside.stats.trace is not None
         assert torch.equal(outside.stats.trace, torch.as_tensor(ours.stats.trace))
 
+    def test_aux_belongs_to_the_value(self):
+        """Row 0 moves on after it has converged; row 1 swings, and is evaluated once more at its best value."""
+
+        def f(z: Tensor, rate: Tensor) -> tuple[Tensor, Tensor]:
+            return rate * z + 1, 10 * z
+
+        rate = torch.tensor([[0.5], [-1.0]], dtype=torch.float64)
+        start, stop = torch.tensor([[0.0], [0.25]], dtype=torch.float64), Stop(rtol=1e-3, max_steps=40)
+        solution = solve(f, start, solver=Outside(99), stop=stop, args=rate, has_aux=True)
+        assert solution.status.tolist() == [Status.CONVERGED, Status.MAX_STEPS_REACHED]
+        point, value = solution.aux / 10, solution.value
+        assert 0.5 * point[0] + 1 == value[0] or point[0] == value[0]
+        assert point[1] == value[1] == 0.75
+        assert solution.stats.evaluations == 41
+
     def test_is_held_to_the_budget(self):
         f = Recorded(limit_cycle)
         solution = solve(f, Z3, solver=Outside(99), stop=Stop(max_steps=6))
         assert f.evaluations == solution.stats.evaluations == 6
-        assert solution.status.tolist() == [Status.BUDGET_SPENT] * 3
+        assert solution.status.tolist() == [Status.MAX_STEPS_REACHED] * 3
 
     @pytest.mark.parametrize("check_every", [1, 2, 4, 40])
     def test_may_return_early(self, check_every):
-        """What it saw last is looked at, whether or not a look was due."""
+        """Its last evaluation is checked, whether or not a check was due."""
         stop = Stop(max_steps=50, check_every=check_every)
         solution = solve(staircase([9]), Z3[:1], solver=Outside(3), stop=stop)
-        assert (solution.stats.evaluations, solution.stats.steps.tolist()) == (3, [3])
+        assert (solution.stats.evaluations, solution.stats.iterations.tolist()) == (3, [3])
         assert solution.value.tolist() == [[3.0]]
         assert solution.stats.residual.tolist() == [1 / 3]
 
     def test_must_evaluate_the_map(self):
-        text = "Outside(evaluations=0) returned without evaluating the map"
-        with pytest.raises(RuntimeError, match=exactly(text)):
+        with pytest.raises(RuntimeError, match=r"Outside.* returned without evaluating the map"):
             solve(limit_cycle, Z3[:1], solver=Outside(0), stop=Stop())

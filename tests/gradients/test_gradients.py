@@ -1,65 +1,91 @@
 """Every estimator passes the contract; then what each promises of its own."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
-import gradient_problems as given
 import pytest
 import torch
-from gradient_contract import GradientContract
-from gradient_problems import COARSE, TIGHT, assert_close, gradients, inverse, make, neumann
 from torch import Tensor
 
 import deqseq as dq
+from deqseq.testing import GradientContract
+from deqseq.testing.gradient_problems import (
+    PROBLEMS,
+    Case,
+    assert_close,
+    dense_fixed_point,
+    exact,
+    gradients,
+    make,
+    neumann,
+)
+from deqseq.testing.problems import Recorded
 
+TIGHT = dq.Stop(rtol=1e-12, max_steps=200)
+COARSE = dq.Stop(rtol=1e-2, norm="frobenius")
+SOLVERS = [dq.Naive(), dq.Relaxed(), dq.Anderson(), dq.Broyden()]
 EXACT = [dq.Unrolled(), dq.Unrolled(checkpoint=True), dq.Implicit(stop=TIGHT)]
 ATTACHED = [dq.OneStep(), dq.Phantom(), dq.Phantom(checkpoint=True), dq.Implicit(stop=TIGHT)]
 
-problems = pytest.mark.parametrize("problem", given.PROBLEMS)
+problems = pytest.mark.parametrize("problem", PROBLEMS)
 
 
 class TestUnrolled(GradientContract):
-    gradient = coarse = dq.Unrolled()
-
-    def adjoint(self, jacobian: Tensor, grad: Tensor) -> Tensor:
-        return inverse(jacobian, grad)
+    gradient = dq.Unrolled()
 
 
-class TestUnrolledCheckpoint(TestUnrolled):
-    gradient = coarse = dq.Unrolled(checkpoint=True)
+class TestUnrolledCheckpoint(GradientContract):
+    gradient = dq.Unrolled(checkpoint=True)
 
 
 class TestOneStep(GradientContract):
-    gradient = coarse = dq.OneStep()
+    gradient = dq.OneStep()
 
     def adjoint(self, jacobian: Tensor, grad: Tensor) -> Tensor:
         return grad
 
 
 class TestPhantom(GradientContract):
-    gradient = coarse = dq.Phantom(steps=3, damping=0.7)
+    gradient = dq.Phantom(steps=3, damping=0.7)
 
     def adjoint(self, jacobian: Tensor, grad: Tensor) -> Tensor:
         return neumann(3, 0.7)(jacobian, grad)
 
 
 class TestPhantomCheckpoint(TestPhantom):
-    gradient = coarse = dq.Phantom(steps=3, damping=0.7, checkpoint=True)
+    gradient = dq.Phantom(steps=3, damping=0.7, checkpoint=True)
 
 
 class TestImplicitNaive(GradientContract):
     gradient, coarse = (dq.Implicit(dq.Naive(), stop, throw=True) for stop in (TIGHT, COARSE))
 
-    def adjoint(self, jacobian: Tensor, grad: Tensor) -> Tensor:
-        return inverse(jacobian, grad)
 
-
-class TestImplicitAnderson(TestImplicitNaive):
+class TestImplicitAnderson(GradientContract):
     gradient, coarse = (dq.Implicit(dq.Anderson(), stop, throw=True) for stop in (TIGHT, COARSE))
 
 
-class TestImplicitBroyden(TestImplicitNaive):
+class TestImplicitBroyden(GradientContract):
     gradient, coarse = (dq.Implicit(dq.Broyden(), stop, throw=True) for stop in (TIGHT, COARSE))
+
+
+def solve_of(case: Case, gradient: dq.Gradient | None, **changes: object) -> dq.Solution:
+    options = {"solver": dq.Naive(), "stop": TIGHT, "gradient": gradient, "throw": True}
+    return dq.fixed_point(case.f(case.injection()), case.z0, **(options | changes))
+
+
+@contextmanager
+def packed_tensors() -> Iterator[list[int]]:
+    """Collects the number of elements of everything that autograd saves."""
+    sizes: list[int] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        sizes.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield sizes
 
 
 @problems
@@ -79,7 +105,7 @@ def test_gradcheck(gradient: dq.Gradient, problem: str) -> None:
 def test_affine_equals_the_closed_form(gradient: dq.Gradient) -> None:
     p = (case := make("affine-rows")).leaves
     solved = torch.linalg.solve(torch.eye(3).double() - p["W"], (case.injection() @ p["U"].T + p["b"]).T).T
-    found = gradients(case.loss(given.solve_of(case, gradient).value), p)
+    found = gradients(case.loss(solve_of(case, gradient).value), p)
     assert_close(found, gradients(case.loss(solved), p))
 
 
@@ -98,7 +124,7 @@ def test_unrolled_has_a_second_derivative(checkpoint: bool) -> None:
 def test_implicit_refuses_a_second_derivative(square: bool) -> None:
     """Of a plain sum the incoming gradient is a constant: a second derivative must not be silently wrong."""
     case = make("tanh-rows")
-    value = given.solve_of(case, dq.Implicit(stop=TIGHT)).value
+    value = solve_of(case, dq.Implicit(stop=TIGHT)).value
 
     def penalty() -> None:
         loss = value.square().sum() if square else value.sum()
@@ -114,8 +140,8 @@ def test_implicit_refuses_a_second_derivative(square: bool) -> None:
 def test_phantom_is_its_neumann_series(problem: str, steps: int, damping: float) -> None:
     case = make(problem)
     f, adjoint = case.f(case.injection()), neumann(steps, damping)
-    found = gradients(case.loss(given.solve_of(case, dq.Phantom(steps, damping)).value), case.leaves)
-    assert_close(found, gradients(case.loss(given.dense_fixed_point(f, case.z0, adjoint)), case.leaves))
+    found = gradients(case.loss(solve_of(case, dq.Phantom(steps, damping)).value), case.leaves)
+    assert_close(found, gradients(case.loss(dense_fixed_point(f, case.z0, adjoint)), case.leaves))
 
 
 @pytest.mark.parametrize("damping", [0.5, 0.8, 1.0])
@@ -138,7 +164,7 @@ def test_phantom_converges_at_the_predicted_rate(damping: float) -> None:
 @problems
 def test_one_step_is_phantom_of_one_step(problem: str) -> None:
     case = make(problem)
-    one, phantom = (given.solve_of(case, gradient).value for gradient in (dq.OneStep(), dq.Phantom(1, 1.0)))
+    one, phantom = (solve_of(case, gradient).value for gradient in (dq.OneStep(), dq.Phantom(1, 1.0)))
     assert torch.equal(one, phantom)
     assert_close(gradients(case.loss(one), case.leaves), gradients(case.loss(phantom), case.leaves), rtol=0)
 
@@ -148,16 +174,16 @@ def test_one_step_is_phantom_of_one_step(problem: str) -> None:
 def test_checkpointing_changes_nothing_but_the_evaluations(gradient: dq.Gradient, problem: str) -> None:
     case, found = make(problem), []
     for checkpoint in (False, True):
-        f = given.Counted(case.f(case.injection()))
+        f = Recorded(case.f(case.injection()))
         estimator = replace(gradient, checkpoint=checkpoint)
         assert estimator.recomputes is checkpoint
         solution = dq.fixed_point(f, case.z0, solver=dq.Anderson(), stop=TIGHT, gradient=estimator)
         with_graph = 5 if isinstance(gradient, dq.Phantom) else 0
-        assert f.calls == solution.stats.evaluations + with_graph
+        assert f.evaluations == solution.stats.evaluations + with_graph
         found.append(gradients(case.loss(solution.value), case.leaves))
         recomputed = (with_graph or solution.stats.evaluations) if checkpoint else 0
         if problem.startswith("tanh"):  # an affine map saves too little for every call to be repeated
-            assert f.calls == solution.stats.evaluations + with_graph + recomputed
+            assert f.evaluations == solution.stats.evaluations + with_graph + recomputed
     assert_close(found[1], found[0], rtol=0)
 
 
@@ -166,13 +192,13 @@ def test_implicit_evaluates_once_and_saves_one_evaluation(problem: str) -> None:
     case, sizes = make(problem), {}
     for estimator in (dq.OneStep(), dq.Implicit(stop=TIGHT)):
         for max_steps in (4, 40):
-            f = given.Counted(case.f(case.injection()))
-            with given.packed_tensors() as packed:
+            f = Recorded(case.f(case.injection()))
+            with packed_tensors() as packed:
                 stop = dq.Stop.exactly(max_steps)
                 value = dq.fixed_point(f, case.z0, solver=dq.Naive(), stop=stop, gradient=estimator).value
-            assert f.calls == max_steps + 1
+            assert f.evaluations == max_steps + 1
             case.loss(value).backward()
-            assert f.calls == max_steps + 1
+            assert f.evaluations == max_steps + 1
             sizes[estimator, max_steps] = sum(packed)
     one_step, *rest = sizes.values()
     assert one_step == rest[0]
@@ -188,26 +214,22 @@ def test_unrolled_differentiates_its_start(checkpoint: bool) -> None:
 
 
 @pytest.mark.parametrize("gradient", [None, *ATTACHED], ids=str)
-def test_a_start_that_wants_a_gradient_is_an_error(gradient: dq.Gradient | None) -> None:
+def test_a_start_that_requires_a_gradient_is_an_error(gradient: dq.Gradient | None) -> None:
     name = "Implicit" if gradient is None else type(gradient).__name__
-    with pytest.raises(ValueError, match="z0 requires a gradient") as error:
+    with pytest.raises(ValueError, match=rf"z0 requires a gradient, but {name} .*detach\(\).*Unrolled\(\)"):
         dq.fixed_point(torch.cos, torch.zeros(2, 1, requires_grad=True), gradient=gradient)
-    assert str(error.value) == (
-        f"z0 requires a gradient, but {name} treats the fixed point as independent of its start: pass "
-        "z0.detach(), or differentiate the iteration itself with Unrolled()"
-    )
 
 
 def test_phantom_refuses_settings_that_give_no_gradient() -> None:
     for steps in (0, -1):
-        with pytest.raises(ValueError, match=rf"^Phantom\.steps must be an integer >= 1, got {steps}$"):
+        with pytest.raises(ValueError, match=r"Phantom\.steps must be"):
             dq.Phantom(steps=steps)
     for damping in (0.0, -0.5, 1.01, math.nan):
-        with pytest.raises(ValueError, match=rf"^Phantom\.damping must lie in \(0, 1\], got {damping}$"):
+        with pytest.raises(ValueError, match=r"Phantom\.damping must lie in"):
             dq.Phantom(damping=damping)
 
 
-@pytest.mark.parametrize("solver", given.SOLVERS, ids=str)
+@pytest.mark.parametrize("solver", SOLVERS, ids=str)
 @pytest.mark.parametrize("stop", [dq.Stop(rtol=1e-9), dq.Stop(rtol=1e-9, per="token"), dq.Stop.exactly(60)])
 def test_unrolled_through_any_solver(solver: dq.Solver, stop: dq.Stop) -> None:
     """Row 0 starts where it ends, and after sixty evaluations every residual is exactly zero."""
@@ -215,8 +237,8 @@ def test_unrolled_through_any_solver(solver: dq.Solver, stop: dq.Stop) -> None:
     with torch.no_grad():
         case.leaves["b"].zero_()
         case.leaves["source"][0] = 0
-    value = given.solve_of(case, dq.Unrolled(), solver=solver, stop=stop, throw=False).value
-    expected = given.dense_fixed_point(case.f(case.injection()), case.z0, inverse)
+    value = solve_of(case, dq.Unrolled(), solver=solver, stop=stop, throw=False).value
+    expected = dense_fixed_point(case.f(case.injection()), case.z0, exact)
     assert_close(gradients(case.loss(value), case.leaves), gradients(case.loss(expected), case.leaves), 1e-6)
 
 
@@ -242,7 +264,7 @@ def test_a_solve_inside_a_solve(gradient: dq.Gradient) -> None:
 def test_implicit_reports_its_adjoint() -> None:
     case, reports = make("tanh-tokens"), []
     estimator = dq.Implicit(dq.Naive(), dq.Stop(rtol=1e-6), report=reports.append)
-    loss = case.loss(given.solve_of(case, estimator).value)
+    loss = case.loss(solve_of(case, estimator).value)
     assert reports == []
     loss.backward(retain_graph=True)
     loss.backward()
@@ -283,7 +305,7 @@ def test_the_default_adjoint_converges_under_autocast() -> None:
     assert reports[0].stats.evaluations < 30
 
 
-@pytest.mark.parametrize("solver", given.SOLVERS, ids=str)
+@pytest.mark.parametrize("solver", SOLVERS, ids=str)
 def test_autocast_does_not_reach_the_adjoint_solver(solver: dq.Solver) -> None:
     rates, found = torch.linspace(-0.5, 0.5, 16), []
     x = torch.linspace(1, 2, 32).reshape(2, 16).requires_grad_()

@@ -1,15 +1,16 @@
-"""Maps whose fixed points are known without solving for them, and wrappers that keep a record of a solve."""
+"""Maps whose fixed points are known without solving for them, and a wrapper that records their evaluations."""
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 
 def seeded(seed: int) -> torch.Generator:
+    """A random generator of its own."""
     return torch.Generator().manual_seed(seed)
 
 
@@ -22,7 +23,7 @@ def symmetric(eigenvalues: Tensor, seed: int = 0) -> Tensor:
 
 @dataclass(frozen=True)
 class Affine:
-    """f(z) = W z + b on the flattened event; b has a row for each row of the batch."""
+    """f(z) = W z + b on the flattened event; b has a row for each row of the batch, W belongs to all."""
 
     weight: Tensor
     bias: Tensor
@@ -30,10 +31,12 @@ class Affine:
     def __call__(self, z: Tensor) -> Tensor:
         return (z.reshape(len(z), -1) @ self.weight.T).reshape(z.shape) + self.bias
 
-    def select(self, rows: Tensor) -> "Affine":
+    def take_rows(self, rows: Tensor) -> "Affine":
+        """The given ``rows`` alone; the weight belongs to all of them."""
         return replace(self, bias=self.bias[rows])
 
     def fixed_point(self) -> Tensor:
+        """The closed form, in float64."""
         weight, bias = self.weight.double(), self.bias.double()
         system = torch.eye(len(weight), dtype=torch.float64) - weight
         return torch.linalg.solve(system, bias.reshape(len(bias), -1).T).T.reshape(bias.shape)
@@ -65,9 +68,6 @@ class Tanh:
     def __call__(self, z: Tensor) -> Tensor:
         return torch.tanh(self.inner(z))
 
-    def select(self, rows: Tensor) -> "Tanh":
-        return Tanh(self.inner.select(rows))
-
     def fixed_point(self) -> Tensor:
         """Newton's method with the dense Jacobian, in float64."""
         weight, bias = self.inner.weight.double(), self.inner.bias.double()
@@ -81,6 +81,7 @@ class Tanh:
 
 
 def tanh_contraction(*, batch: int = 3, event: Sequence[int] = (4,)) -> Tanh:
+    """Contracts by at most 0.9."""
     return Tanh(affine(radius=0.9, batch=batch, event=event))
 
 
@@ -104,7 +105,7 @@ def logistic(z: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class RowAffine:
-    """f(z) = gain z + offset with a gain a row; elements beyond a row's ceiling become NaN."""
+    """f(z) = gain z + offset with a gain per row; elements beyond a row's ceiling become NaN."""
 
     gain: Tensor
     offset: Tensor
@@ -115,10 +116,8 @@ class RowAffine:
         fz = self.gain.reshape(shape) * z + self.offset
         return torch.where(z.abs() > self.ceiling.reshape(shape), torch.nan, fz)
 
-    def select(self, rows: Tensor) -> "RowAffine":
-        return RowAffine(self.gain[rows], self.offset[rows], self.ceiling[rows])
-
     def fixed_point(self) -> Tensor:
+        """The closed form, in float64."""
         return self.offset / (1 - self.gain).reshape(-1, *[1] * (self.offset.ndim - 1))
 
 
@@ -129,6 +128,7 @@ def row_affine(
     ceilings: Sequence[float] | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> RowAffine:
+    """One gain per row, offsets between 1 and 2."""
     offset = 1 + torch.rand(len(gains), *event, generator=seeded(3), dtype=torch.float64)
     limits = [math.inf] * len(gains) if ceilings is None else ceilings
     return RowAffine(torch.tensor(gains, dtype=dtype), offset.to(dtype), torch.tensor(limits, dtype=dtype))
@@ -144,11 +144,9 @@ class RowTanh:
     def __call__(self, z: Tensor) -> Tensor:
         return self.gain.reshape(-1, *[1] * (z.ndim - 1)) * torch.tanh(z) + self.offset
 
-    def select(self, rows: Tensor) -> "RowTanh":
-        return RowTanh(self.gain[rows], self.offset[rows])
-
 
 def row_tanh(gains: Sequence[float], *, event: Sequence[int] = (3,)) -> RowTanh:
+    """One gain per row, random offsets."""
     offset = torch.randn(len(gains), *event, generator=seeded(5), dtype=torch.float64)
     return RowTanh(torch.tensor(gains, dtype=torch.float64), offset)
 
@@ -162,11 +160,9 @@ class Staircase:
     def __call__(self, z: Tensor) -> Tensor:
         return torch.minimum(z + 1, self.target)
 
-    def select(self, rows: Tensor) -> "Staircase":
-        return Staircase(self.target[rows])
-
 
 def staircase(targets: Sequence[int]) -> Staircase:
+    """One target per row."""
     return Staircase(torch.tensor(targets, dtype=torch.float64)[:, None])
 
 
@@ -174,7 +170,7 @@ def staircase(targets: Sequence[int]) -> Staircase:
 class CausalChain:
     """f(z)_t = x_t + coupling z_{t-1} + own z_t on (batch, length, dim).
 
-    With ``own = 0`` token t is exact once token t - 1 is: a front moves right, one token an evaluation.
+    With ``own = 0`` token t is exact once token t - 1 is: one more token per evaluation.
     """
 
     x: Tensor
@@ -185,10 +181,8 @@ class CausalChain:
         before = torch.cat([torch.zeros_like(z[:, :1]), z[:, :-1]], dim=1)
         return self.x + self.coupling * before + self.own * z
 
-    def select(self, rows: Tensor) -> "CausalChain":
-        return replace(self, x=self.x[rows])
-
     def fixed_point(self) -> Tensor:
+        """The closed form, in float64."""
         tokens = [self.x[:, 0] / (1 - self.own)]
         for token in self.x.unbind(dim=1)[1:]:
             tokens.append((token + self.coupling * tokens[-1]) / (1 - self.own))
@@ -196,8 +190,14 @@ class CausalChain:
 
 
 def causal_chain(*, batch: int = 2, length: int = 5, dim: int = 3, own: float = 0.0) -> CausalChain:
+    """Random inputs between 1 and 2."""
     x = 1 + torch.rand(batch, length, dim, generator=seeded(4), dtype=torch.float64)
     return CausalChain(x, own=own)
+
+
+def mapped(z: Tensor, problem: Callable[[Tensor], Tensor]) -> Tensor:
+    """The map of a problem that is given as ``args``, so that finished rows of it are removed from the batch."""
+    return problem(z)
 
 
 class Call(NamedTuple):
@@ -211,44 +211,24 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True)
 class Recorded:
-    """Keeps every evaluation of a map; offers no ``select``, so that nothing is ever dropped."""
+    """A map, with or without ``args``, that keeps every evaluation."""
 
-    f: Callable[[Tensor], Tensor]
+    f: Callable[..., Any]
     calls: list[Call] = field(default_factory=list)
 
-    def __call__(self, z: Tensor) -> Tensor:
+    def __call__(self, z: Tensor, *args: Any) -> Any:
         z_copy = z.detach().clone()
-        fz = self.f(z)
+        result = self.f(z, *args)
+        fz = result[0] if isinstance(result, tuple) else result
         self.calls.append(Call(z, fz, z_copy, fz.detach().clone()))
-        return fz
+        return result
 
     @property
     def evaluations(self) -> int:
+        """How many there were."""
         return len(self.calls)
 
     @property
     def rows(self) -> list[int]:
         """How many rows each evaluation was made for."""
         return [len(call.z) for call in self.calls]
-
-
-@dataclass(frozen=True)
-class RecordedSelectable:
-    """The same for a map that can be narrowed; all narrowed copies write into one record."""
-
-    f: Affine | Tanh | RowAffine | RowTanh | Staircase | CausalChain
-    calls: list[Call] = field(default_factory=list)
-
-    def __call__(self, z: Tensor) -> Tensor:
-        return Recorded(self.f, self.calls)(z)
-
-    def select(self, rows: Tensor) -> "RecordedSelectable":
-        return RecordedSelectable(self.f.select(rows), self.calls)
-
-    @property
-    def evaluations(self) -> int:
-        return len(self.calls)
-
-    @property
-    def rows(self) -> list[int]:
-        return Recorded(self.f, self.calls).rows

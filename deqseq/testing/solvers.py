@@ -1,69 +1,71 @@
-"""What every solver must do, whatever its algorithm: inherited by one test class a solver."""
+"""What every solver must do, whatever its algorithm."""
 
-import re
 from dataclasses import FrozenInstanceError
 from typing import Any, ClassVar
 
 import pytest
 import torch
-from problems import (
+from torch import Tensor
+
+from deqseq.fixed_point import fixed_point
+from deqseq.gradients import Unrolled
+from deqseq.rows import take
+from deqseq.solution import ConvergenceError, Solution, Status
+from deqseq.solve import solve
+from deqseq.solvers import Solver
+from deqseq.stop import Stop
+from deqseq.testing.problems import (
     Recorded,
-    RecordedSelectable,
     RowTanh,
     affine,
     causal_chain,
     limit_cycle,
     logistic,
+    mapped,
     row_affine,
     row_tanh,
     tanh_contraction,
-)
-from torch import Tensor
-
-from deqseq import (
-    Anderson,
-    Broyden,
-    ConvergenceError,
-    Naive,
-    Relaxed,
-    Solution,
-    Status,
-    Stop,
-    Unrolled,
-    fixed_point,
-    solve,
 )
 
 TIGHT = Stop(rtol=1e-13, max_steps=500)
 GAINS = (0.0, 0.2, -0.5, 0.8, 0.5, -0.3, 0.7, 0.1)
 
 
-def exactly(text: str) -> str:
-    """A pattern for ``pytest.raises(match=...)`` that matches this text and no other."""
-    return f"^{re.escape(text)}$"
-
-
 def assert_same_rows(got: Solution, rows: slice | Tensor, expected: Solution) -> None:
     """Bit for bit: the rows of one solution are those of another."""
     torch.testing.assert_close(got.value[rows], expected.value, rtol=0, atol=0, equal_nan=True)
     assert got.status[rows].tolist() == expected.status.tolist()
-    assert got.stats.steps[rows].tolist() == expected.stats.steps.tolist()
+    assert got.stats.iterations[rows].tolist() == expected.stats.iterations.tolist()
     assert got.stats.residual[rows].tolist() == expected.stats.residual.tolist()
 
 
 class SolverContract:
-    """Subclass it as ``TestName`` and name the solver."""
+    """The suite for a solver: subclass it as ``TestName``, and set ``solver``.
 
-    solver: ClassVar[Naive | Relaxed | Anderson | Broyden]
+    It checks that the solver finds fixed points that are known in closed form, in float64 and in half precision; that
+    rows are independent of each other, bit for bit, also when finished rows are removed from its state; that nothing is
+    modified in place; and that the iteration can be differentiated.
+
+    Attributes:
+        solver: the solver.
+
+    Example:
+        >>> import deqseq as dq
+        >>> class TestDamped(SolverContract):
+        ...     solver = dq.Relaxed(0.9)
+    """
+
+    solver: ClassVar[Solver[Any]]
 
     def solve(self, f: Any, z0: Tensor, stop: Stop = TIGHT, **options: Any) -> Solution:
+        """:func:`deqseq.solve` with the solver."""
         return solve(f, z0, solver=self.solver, stop=stop, **options)
 
     # what it finds
 
     @pytest.mark.parametrize("event", [(), (5,), (3, 2), (2, 3, 2)])
     @pytest.mark.parametrize("make", [affine, tanh_contraction])
-    def test_finds_the_fixed_point_in_float64(self, make, event):
+    def test_finds_the_fixed_point_in_float64(self, make: Any, event: Any) -> None:
         f = make(event=event)
         solution = self.solve(f, torch.zeros(3, *event, dtype=torch.float64))
         assert solution.status.tolist() == [Status.CONVERGED] * 3
@@ -73,7 +75,7 @@ class SolverContract:
         ("dtype", "rtol", "close"),
         [(torch.float32, 1e-6, 2e-5), (torch.bfloat16, 2e-2, 0.1), (torch.float16, 2e-3, 0.02)],
     )
-    def test_keeps_the_dtype(self, dtype, rtol, close):
+    def test_keeps_the_dtype(self, dtype: torch.dtype, rtol: float, close: float) -> None:
         f = row_affine([0.5, -0.5, 0.2], dtype=dtype)
         solution = self.solve(f, torch.zeros(3, 3, dtype=dtype), Stop(rtol=rtol, max_steps=200))
         assert solution.value.dtype == dtype
@@ -81,108 +83,108 @@ class SolverContract:
         assert bool(solution.converged.all())
         torch.testing.assert_close(solution.value, f.fixed_point(), rtol=close, atol=0)
 
-    def test_a_start_at_the_fixed_point_takes_one_evaluation(self):
+    def test_a_start_at_the_fixed_point_takes_one_evaluation(self) -> None:
         f = row_affine([0.5, 0.25, 0.0])
         z0 = f.fixed_point()
         solution = self.solve(f, z0)
-        assert solution.stats.steps.tolist() == [1, 1, 1]
+        assert solution.stats.iterations.tolist() == [1, 1, 1]
         torch.testing.assert_close(solution.value, z0, rtol=1e-15, atol=0)
 
-    def test_a_batch_of_one(self):
+    def test_a_batch_of_one(self) -> None:
         f = affine(batch=1)
         solution = self.solve(f, torch.zeros(1, 4, dtype=torch.float64))
-        assert solution.stats.steps.shape == solution.stats.residual.shape == solution.status.shape == (1,)
+        assert solution.stats.iterations.shape == solution.stats.residual.shape == solution.status.shape == (1,)
         torch.testing.assert_close(solution.value, f.fixed_point(), rtol=0, atol=1e-10)
 
     @pytest.mark.parametrize("per", ["batch", "sample", "token"])
-    def test_every_granularity_finds_the_same_point(self, per):
+    def test_every_granularity_finds_the_same_point(self, per: Any) -> None:
         f = causal_chain(own=0.3)
         stop = Stop(rtol=1e-12, max_steps=500, per=per)
         solution = self.solve(f, torch.zeros(2, 5, 3, dtype=torch.float64), stop)
         assert bool(solution.converged.all())
         torch.testing.assert_close(solution.value, f.fixed_point(), rtol=0, atol=1e-10)
-        assert solution.stats.steps.shape == ((2, 5) if per == "token" else (2,))
+        assert solution.stats.iterations.shape == ((2, 5) if per == "token" else (2,))
         assert bool((solution.stats.residual <= 1e-12).all())
 
     # what it reports
 
     @pytest.mark.parametrize("budget", [1, 2, 3, 7])
-    def test_the_budget_counts_evaluations(self, budget):
+    def test_the_budget_counts_evaluations(self, budget: int) -> None:
         f = Recorded(affine())
         solution = self.solve(f, torch.ones(3, 4, dtype=torch.float64), Stop(rtol=0.0, max_steps=budget))
         assert f.evaluations == solution.stats.evaluations == budget
-        assert solution.stats.steps.tolist() == [budget] * 3
-        assert solution.status.tolist() == [Status.BUDGET_SPENT] * 3
+        assert solution.stats.iterations.tolist() == [budget] * 3
+        assert solution.status.tolist() == [Status.MAX_STEPS_REACHED] * 3
 
-    def test_a_budget_of_one_returns_the_map_of_the_start(self):
+    def test_a_budget_of_one_returns_the_map_of_the_start(self) -> None:
         f, z0 = affine(), torch.ones(3, 4, dtype=torch.float64)
         assert torch.equal(self.solve(f, z0, Stop(rtol=0.0, max_steps=1)).value, f(z0))
 
     @pytest.mark.parametrize("f", [affine(radius=0.8), limit_cycle, logistic], ids=["affine", "cycle", "chaos"])
     @pytest.mark.parametrize("budget", [2, 11, 200])
-    def test_the_residual_is_that_of_the_value_which_is_the_best(self, f, budget):
+    def test_the_residual_is_that_of_the_value_which_is_the_best(self, f: Any, budget: int) -> None:
         f = Recorded(f)
         z0 = torch.tensor([0.1, 0.3, 0.7], dtype=torch.float64)[:, None].expand(3, 4).contiguous()
         solution = self.solve(f, z0, Stop(rtol=1e-9, max_steps=budget))
         for row in range(3):
-            seen = f.calls[: int(solution.stats.steps[row])]
+            seen = f.calls[: int(solution.stats.iterations[row])]
             residuals = [float((fz - z)[row].norm() / max(fz[row].norm(), 1e-300)) for _, _, z, fz in seen]
             best = len(residuals) - 1 if solution.converged[row] else residuals.index(min(residuals))
             assert torch.equal(solution.value[row], seen[best].fz_copy[row])
             assert solution.stats.residual[row].item() == pytest.approx(residuals[best], rel=1e-12)
 
-    def test_throw_names_the_rows(self):
+    def test_throw_names_the_rows(self) -> None:
         f = row_affine([0.9, 0.0])
         z0 = f(torch.zeros(2, 3, dtype=torch.float64))
-        with pytest.raises(ConvergenceError, match=r"failed for 1 of 2 rows after 2 evaluations") as caught:
+        with pytest.raises(ConvergenceError) as caught:
             fixed_point(f, z0, solver=self.solver, stop=Stop(rtol=1e-15, max_steps=2), throw=True)
         assert caught.value.rows == [0]
 
-    # what it leaves alone
+    # rows
 
-    def test_rows_do_not_depend_on_their_neighbours(self):
+    def test_rows_do_not_depend_on_the_rest_of_the_batch(self) -> None:
         f, stop = row_tanh(GAINS), Stop(rtol=1e-11, max_steps=300)
         z0 = torch.zeros(len(GAINS), 3, dtype=torch.float64)
-        together = self.solve(Recorded(f), z0, stop)
-        assert len(set(together.stats.steps.tolist())) > 2
+        together = self.solve(f, z0, stop)
+        assert len(set(together.stats.iterations.tolist())) > 2
         for row in range(len(GAINS)):
             one = torch.tensor([row])
-            assert_same_rows(together, one, self.solve(f.select(one), z0[one], stop))
+            assert_same_rows(together, one, self.solve(take(f, one), z0[one], stop))
 
     @pytest.mark.parametrize("per", ["sample", "token"])
     @pytest.mark.parametrize("check_every", [1, 3])
-    def test_dropping_finished_rows_changes_nothing(self, per, check_every):
-        f = row_tanh(GAINS, event=(4, 3))
-        f, kept = RecordedSelectable(f), Recorded(f)
+    def test_removing_finished_rows_changes_nothing(self, per: Any, check_every: int) -> None:
+        problem = row_tanh(GAINS, event=(4, 3))
+        f = Recorded(mapped)
         stop = Stop(rtol=1e-11, max_steps=300, per=per, check_every=check_every)
         z0 = torch.zeros(len(GAINS), 4, 3, dtype=torch.float64)
-        dropping = self.solve(f, z0, stop)
-        assert_same_rows(self.solve(kept, z0, stop), slice(None), dropping)
-        ends = dropping.stats.steps.flatten(1).amax(dim=1) if per == "token" else dropping.stats.steps
-        if ends.max() - ends.min() > check_every:  # rows that end at one look leave nobody behind to be dropped for
-            assert sorted(set(f.rows)) != [len(GAINS)]
+        removing = self.solve(f, z0, stop, args=problem)
+        assert_same_rows(self.solve(problem, z0, stop), slice(None), removing)
+        ends = removing.stats.iterations.reshape(len(GAINS), -1).amax(dim=1)
+        if ends.max() - ends.min() > check_every:  # rows that end at one check leave none to be removed for
+            assert f.rows[-1] < len(GAINS)
         assert f.rows == sorted(f.rows, reverse=True)
 
-    def test_nothing_is_modified_in_place(self):
-        f = RecordedSelectable(row_tanh(GAINS, event=(4, 3)))
+    def test_nothing_is_modified_in_place(self) -> None:
+        f, stop = Recorded(mapped), Stop(rtol=1e-8, max_steps=300, per="token")
         z0 = torch.full((len(GAINS), 4, 3), 0.25, dtype=torch.float64)
-        self.solve(f, z0, Stop(rtol=1e-8, max_steps=300, per="token"), trace=True)
+        self.solve(f, z0, stop, args=row_tanh(GAINS, event=(4, 3)), trace=True)
         assert z0.unique().tolist() == [0.25]
         assert f.evaluations > 4
         for z, fz, z_copy, fz_copy in f.calls:
             assert torch.equal(z, z_copy)
             assert torch.equal(fz, fz_copy)
 
-    def test_it_is_its_configuration(self):
+    def test_it_is_its_configuration(self) -> None:
         name = next(iter(vars(self.solver)), "steps")
-        with pytest.raises(FrozenInstanceError, match=f"cannot assign to field '{name}'"):
+        with pytest.raises(FrozenInstanceError):
             setattr(self.solver, name, 3)
         assert {self.solver: 1}[type(self.solver)(**vars(self.solver))] == 1
 
     # gradients through the iteration
 
     @pytest.mark.parametrize("enabled", [True, False])
-    def test_the_gradient_mode_is_the_callers(self, enabled):
+    def test_the_gradient_mode_is_the_callers(self, enabled: bool) -> None:
         offset = torch.ones(2, 3, dtype=torch.float64, requires_grad=True)
         modes = []
 
@@ -198,7 +200,7 @@ class SolverContract:
         assert not solution.stats.residual.requires_grad
 
     @pytest.mark.parametrize("steps", [1, 3, 5])
-    def test_unrolled_steps_pass_gradcheck(self, steps):
+    def test_unrolled_steps_pass_gradcheck(self, steps: int) -> None:
         inner = affine(radius=0.6, batch=2, event=(3,))
 
         def unrolled(weight: Tensor, bias: Tensor, z0: Tensor) -> Tensor:
@@ -211,20 +213,20 @@ class SolverContract:
         inputs = [x.clone().requires_grad_() for x in (inner.weight, inner.bias, z0)]
         assert torch.autograd.gradcheck(unrolled, inputs)
 
-    def test_gradients_through_freezing_and_dropping_are_those_of_each_row_alone(self):
+    def test_gradients_through_freezing_and_removing_are_those_of_each_row_alone(self) -> None:
         gains, event = torch.tensor(GAINS, dtype=torch.float64), (3,)
         z0, stop = torch.full((len(GAINS), *event), 0.1, dtype=torch.float64), Stop(rtol=1e-6, max_steps=300)
 
         def gradient(rows: Tensor) -> Tensor:
             gain = gains[rows].clone().requires_grad_()
-            f = RowTanh(gain, row_tanh(GAINS).offset[rows])
-            value = self.solve(f, z0[rows], stop).value
+            problem = RowTanh(gain, row_tanh(GAINS).offset[rows])
+            value = self.solve(mapped, z0[rows], stop, args=problem).value
             return torch.autograd.grad(value.square().sum(), gain)[0]
 
         alone = torch.cat([gradient(torch.tensor([row])) for row in range(len(GAINS))])
         torch.testing.assert_close(gradient(torch.arange(len(GAINS))), alone, rtol=1e-12, atol=0)
 
-    def test_gradients_are_finite_where_a_residual_is_exactly_zero(self):
+    def test_gradients_are_finite_where_a_residual_is_exactly_zero(self) -> None:
         """Row 0 starts at its fixed point and is frozen while row 1 goes on; both share the parameter."""
         gain = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
         offset = torch.tensor([[2.0, 0.0], [1.0, 3.0]], dtype=torch.float64)

@@ -1,0 +1,272 @@
+"""What every backbone must do: be causal and pure, and come to the same however its tokens are cut."""
+
+import copy
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from deqseq.backbones import Backbone, Cache
+from deqseq.config import SolveConfig
+from deqseq.models import ImplicitModel, ModelOutput
+from deqseq.rows import map_tensors, put, take, tensors_of
+from deqseq.stop import Stop
+from deqseq.sweeps import Chunked, Sequential, Simultaneous, Sliding, Sweep
+from deqseq.testing.problems import seeded
+
+every_sweep = pytest.mark.parametrize("sweep", [Simultaneous(), Chunked(3), Sequential(), Sliding(3)], ids=str)
+
+
+class BackboneContract:
+    """The suite for a backbone: subclass it as ``TestName``, and set ``backbone``.
+
+    It checks single evaluations first, at any state, and then whole solves, for which the backbone must contract, or
+    ``config`` name a solver that finds its fixed point. All tests use a copy in float64 and eval mode. What needs
+    ``advance`` is skipped for a backbone without.
+
+    Attributes:
+        backbone: the backbone, of any width.
+        config: how its fixed point is found, tightly.
+
+    Example:
+        >>> import deqseq as dq
+        >>> class TestAffine(BackboneContract):
+        ...     backbone = dq.Affine(8)
+    """
+
+    backbone: ClassVar[Backbone[Any]]
+    config: ClassVar[SolveConfig] = SolveConfig(stop=Stop(rtol=1e-11, max_steps=1000))
+
+    def made(self) -> Backbone[Any]:
+        """A copy to test."""
+        return copy.deepcopy(self.backbone).double().eval()
+
+    def randn(self, batch: int, length: int, seed: int = 0) -> Tensor:
+        """Random inputs or states."""
+        return torch.randn(batch, length, self.backbone.d_model, generator=seeded(seed), dtype=torch.float64)
+
+    def advance(
+        self, backbone: Backbone[Any], cache: Cache | None, aux: Any, tokens: int, counts: Tensor | None = None
+    ) -> Cache:
+        """The cache after ``tokens``; skips the test of a backbone that keeps none."""
+        if type(backbone).advance is Backbone.advance:
+            pytest.skip("the backbone has no advance()")
+        with torch.no_grad():
+            return backbone.advance(cache, aux, tokens, counts)
+
+    def solved(self, x: Tensor, sweep: Sweep = Simultaneous(), backbone: Any = None, **options: Any) -> ModelOutput:
+        """The fixed point, which must be found."""
+        model = ImplicitModel(self.made() if backbone is None else backbone, self.config)
+        if type(model.backbone).advance is Backbone.advance and (options or sweep != Simultaneous()):
+            pytest.skip("the backbone has no advance()")
+        with torch.no_grad():
+            output = model(x, sweep=sweep, **options)
+        assert bool(output.converged.all()), "set `backbone` to one that contracts, or `config` to what solves it"
+        return output
+
+    # one evaluation
+
+    def test_keeps_the_shape_and_depends_on_its_input(self) -> None:
+        backbone, z = self.made(), self.randn(2, 7, seed=2)
+        values = [backbone(z, backbone.prepare(self.randn(2, 7, seed)))[0] for seed in (0, 1)]
+        assert values[0].shape == z.shape
+        assert not torch.allclose(*values)
+
+    @pytest.mark.parametrize(("dtype", "rtol"), [(torch.float64, 1e-12), (torch.float32, 1e-3), (torch.bfloat16, 0.2)])
+    def test_keeps_the_dtype(self, dtype: torch.dtype, rtol: float) -> None:
+        backbone, x, z = self.made(), self.randn(2, 5), self.randn(2, 5, seed=1)
+        expected = backbone(z, backbone.prepare(x))[0]
+        backbone.to(dtype)
+        value = backbone(z.to(dtype), backbone.prepare(x.to(dtype)))[0]
+        assert value.dtype == dtype
+        assert (value.double() - expected).norm() <= rtol * expected.norm()
+
+    def test_tensors_are_made_on_the_device_of_the_state(self) -> None:
+        """Whatever is made without a device is made on "meta" here, and cannot be used with the others."""
+        backbone, x, z = self.made(), self.randn(2, 5), self.randn(2, 5, seed=1)
+        expected, aux = backbone(z, backbone.prepare(x), need_aux=True)
+        with torch.device("meta"):
+            inputs = backbone.prepare(x)
+            value, aux = backbone(z, inputs, need_aux=True)
+            everything = [value, *tensors_of((inputs, aux))]
+            if type(backbone).advance is not Backbone.advance:
+                everything += self.advance(backbone, None, aux, 5).tensors()
+        assert {tensor.device for tensor in everything} == {x.device}
+        assert torch.equal(value, expected)
+
+    def test_causal(self) -> None:
+        backbone, x, z = self.made(), self.randn(2, 7), self.randn(2, 7, seed=1)
+        before, changed = backbone(z, backbone.prepare(x))[0], [x.clone(), z.clone()]
+        for sequence, changed_x, changed_z in ((changed[0], changed[0], z), (changed[1], x, changed[1])):
+            sequence[:, 4:] += 1
+            after = backbone(changed_z, backbone.prepare(changed_x))[0]
+            assert_same(after[:, :4], before[:, :4])
+            assert not torch.allclose(after[:, 4:], before[:, 4:])
+
+    def test_rows_are_independent(self) -> None:
+        backbone, x, z, rows = self.made(), self.randn(3, 4), self.randn(3, 4, seed=1), torch.tensor([1, 1, 2, 0])
+        mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 0, 0]]).bool()
+        inputs = backbone.prepare(x, None, mask)
+        whole, aux = backbone(z, inputs, need_aux=True)
+        taken, taken_aux = backbone(z[rows], take(inputs, rows), need_aux=True)
+        assert_same(taken, whole[rows])
+        cache = self.advance(backbone, None, aux, 4, mask.sum(dim=1))
+        taken_cache = self.advance(backbone, None, take(aux, rows), 4, mask[rows].sum(dim=1))
+        assert_same_cache(taken_cache, take(cache, rows))
+        assert_same_cache(self.advance(backbone, None, taken_aux, 4, mask[rows].sum(dim=1)), taken_cache)
+        for prepared in (cache, cache.reserve(4)):
+            later = backbone.prepare(x, prepared, mask)
+            expected = backbone(z, later, prepared)[0][rows]
+            assert_same(backbone(z[rows], take(later, rows), take(prepared, rows))[0], expected)
+
+    def test_pure(self) -> None:
+        backbone, x, z = self.made(), self.randn(2, 3), self.randn(2, 3, seed=1)
+
+        def watched(cache: Cache | None, inputs: Any) -> list[Tensor]:
+            kept = () if cache is None else cache.tensors()
+            return [z, *tensors_of(inputs), *backbone.state_dict().values(), *kept]
+
+        cache, inputs = None, backbone.prepare(x)
+        for _ in range(2):
+            copies = [tensor.clone() for tensor in watched(cache, inputs)]
+            with torch.no_grad():
+                first, second = (backbone(z, inputs, cache, need_aux=True) for _ in range(2))
+            assert torch.equal(first[0], second[0])
+            assert_same(backbone(z, inputs, cache)[0], first[0])  # with a graph, and nothing to be committed
+            following = self.advance(backbone, cache, second[1], 3)
+            assert all(torch.equal(*pair) for pair in zip(copies, watched(cache, inputs), strict=True))
+            cache, inputs = following, backbone.prepare(x, following)
+
+    # the cache
+
+    @pytest.mark.parametrize("cut", [1, 3, 6])
+    def test_a_sequence_cut_in_two_is_the_sequence(self, cut: int) -> None:
+        backbone, x, z = self.made(), self.randn(2, 7), self.randn(2, 7, seed=1)
+        inputs = backbone.prepare(x)
+        whole, last = backbone(z, inputs, need_aux=True)
+        first, aux = backbone(z[:, :cut], part(inputs, 0, cut), need_aux=True)
+        cache = self.advance(backbone, None, aux, cut)
+        assert not any(tensor.requires_grad for tensor in cache.tensors())
+        for later in (part(inputs, cut, 7), backbone.prepare(x[:, cut:], cache)):
+            second, aux = backbone(z[:, cut:], later, cache, need_aux=True)
+            assert_same(torch.cat([first, second], dim=1), whole)
+            assert_same_cache(self.advance(backbone, cache, aux, 7 - cut), self.advance(backbone, None, last, 7))
+
+    @pytest.mark.parametrize("tokens", [1, 3, 5])
+    def test_the_cache_after_any_token_comes_from_one_evaluation(self, tokens: int) -> None:
+        backbone, x, z = self.made(), self.randn(2, 7), self.randn(2, 7, seed=1)
+        inputs = backbone.prepare(x)
+        _, aux = backbone(z[:, :2], part(inputs, 0, 2), need_aux=True)
+        before = self.advance(backbone, None, aux, 2)
+        _, aux = backbone(z[:, 2:], part(inputs, 2, 7), before, need_aux=True)
+        _, expected = backbone(z[:, : 2 + tokens], part(inputs, 0, 2 + tokens), need_aux=True)
+        after = self.advance(backbone, before, aux, tokens)
+        assert_same_cache(after, self.advance(backbone, None, expected, 2 + tokens))
+
+    def test_a_cache_grows_token_by_token(self) -> None:
+        backbone, x, z, cache, values = self.made(), self.randn(1, 40), self.randn(1, 40, seed=1), None, []
+        inputs = backbone.prepare(x)
+        with torch.no_grad():
+            whole, last = backbone(z, inputs, need_aux=True)
+            for t in range(40):
+                value, aux = backbone(z[:, t : t + 1], part(inputs, t, t + 1), cache, need_aux=True)
+                cache = self.advance(backbone, cache, aux, 1)
+                values.append(value)
+        assert_same(torch.cat(values, dim=1), whole)
+        assert cache is not None
+        assert_same_cache(cache, self.advance(backbone, None, last, 40))
+
+    @pytest.mark.parametrize("committed", [3, 5])
+    def test_padding_leaves_what_the_row_alone_leaves(self, committed: int) -> None:
+        backbone, x, z = self.made(), self.randn(3, 5), self.randn(3, 5, seed=1)
+        later_x, later_z, counts = self.randn(3, 4, seed=2), self.randn(3, 4, seed=3), torch.tensor([2, 5, 1])
+        value, aux = backbone(z, backbone.prepare(x, None, torch.arange(5) < counts[:, None]), need_aux=True)
+        counts = counts.clamp(max=committed)
+        cache = self.advance(backbone, None, aux, committed, counts)
+        later = backbone(later_z, backbone.prepare(later_x, cache), cache)[0]
+        for row, count in enumerate(counts.tolist()):
+            one = slice(row, row + 1)
+            alone, aux = backbone(z[one, :count], backbone.prepare(x[one, :count]), need_aux=True)
+            assert_same(alone, value[one, :count])
+            own = self.advance(backbone, None, aux, count)
+            assert_same(backbone(later_z[one], backbone.prepare(later_x[one], own), own)[0], later[one])
+
+    def test_two_continuations_of_one_cache_do_not_disturb_each_other(self) -> None:
+        backbone, x, z = self.made(), self.randn(2, 9), self.randn(2, 9, seed=1)
+        inputs = backbone.prepare(x)
+        with torch.no_grad():
+            _, aux = backbone(z[:, :3], part(inputs, 0, 3), need_aux=True)
+            root = self.advance(backbone, None, aux, 3)
+            prepared = root.reserve(2)
+            _, aux = backbone(z[:, 3:5], part(inputs, 3, 5), prepared, need_aux=True)
+            one = self.advance(backbone, prepared, aux, 2)
+            kept = [tensor.clone() for tensor in (*root.tensors(), *one.tensors())]
+            _, aux = backbone(z[:, 5:7], part(inputs, 3, 5), prepared, need_aux=True)
+            other = self.advance(backbone, prepared, aux, 2)
+            backbone(z[:, 7:9], part(inputs, 3, 5), root)
+        assert all(torch.equal(*pair) for pair in zip(kept, (*root.tensors(), *one.tensors()), strict=True))
+        assert not all(torch.allclose(*pair) for pair in zip(one.tensors(), other.tensors(), strict=True))
+
+    def test_aux_of_a_row_may_come_from_another_evaluation(self) -> None:
+        backbone, x, z, rows = self.made(), self.randn(3, 4), self.randn(3, 4, seed=1), torch.tensor([2, 0])
+        inputs, other = backbone.prepare(x), self.randn(3, 4, seed=2)
+        with torch.no_grad():
+            _, mine = backbone(z, inputs, need_aux=True)
+            _, theirs = backbone(other[rows], take(inputs, rows), need_aux=True)
+            _, expected = backbone(torch.stack([other[0], z[1], other[2]]), inputs, need_aux=True)
+            mixed = self.advance(backbone, None, put(mine, rows, theirs), 4)
+        assert_same_cache(mixed, self.advance(backbone, None, expected, 4))
+
+    # whole solves
+
+    @every_sweep
+    def test_every_sweep_comes_to_the_same(self, sweep: Sweep) -> None:
+        x = self.randn(2, 7)
+        whole, output = self.solved(x), self.solved(x, sweep)
+        assert_same(output.value, whole.value, 1e-7)
+        caches = [self.solved(x, one, return_cache=True).cache for one in (sweep, Simultaneous())]
+        assert caches[0] is not None and caches[1] is not None
+        assert_same_cache(caches[0], caches[1], 1e-7)
+        first = self.solved(x[:, :4], sweep, return_cache=True)
+        rest = self.solved(x[:, 4:], sweep, cache=first.cache)
+        assert_same(torch.cat([first.value, rest.value], dim=1), whole.value, 1e-7)
+
+    @every_sweep
+    @pytest.mark.parametrize("side", ["left", "right"])
+    def test_a_padded_row_is_the_row_alone(self, sweep: Sweep, side: str) -> None:
+        x, mask = self.randn(3, 6), torch.arange(6) < torch.tensor([6, 1, 4])[:, None]
+        mask = mask.flip(1) if side == "left" else mask
+        together = self.solved(x, sweep, mask=mask)
+        assert together.value[~mask].abs().max() == 0
+        for row, real in enumerate(mask):
+            assert_same(self.solved(x[row : row + 1, real], sweep).value[0], together.value[row, real], 1e-7)
+
+    @every_sweep
+    def test_committing_takes_no_evaluation(self, sweep: Sweep) -> None:
+        counts = []
+        for keep in (False, True):
+            backbone, seen = self.made(), list[int]()
+            backbone.register_forward_hook(lambda _, inputs, __, seen=seen: seen.append(inputs[0].shape[:2].numel()))
+            stats = self.solved(self.randn(4, 9), sweep, backbone, return_cache=keep).stats
+            assert stats is not None and stats.evaluations == len(seen)
+            assert stats.updates.sum() == sum(seen)
+            counts.append(len(seen))
+        assert counts[0] == counts[1]
+
+
+def part(inputs: Any, start: int, stop: int) -> Any:
+    """The inputs of some tokens."""
+    return map_tensors(lambda x: x[:, start:stop], inputs)
+
+
+def assert_same(ours: Tensor, expected: Tensor, tolerance: float = 1e-9) -> None:
+    """Equal but for rounding, of its own element or of the largest."""
+    torch.testing.assert_close(ours, expected, rtol=tolerance, atol=tolerance * (1 + expected.abs().max().item()))
+
+
+def assert_same_cache(ours: Cache, expected: Cache, tolerance: float = 1e-9) -> None:
+    """All tensors of two caches, of which there must be some."""
+    assert len(ours.tensors()) == len(expected.tensors()) > 0
+    for one, other in zip(ours.tensors(), expected.tensors(), strict=True):
+        assert_same(one, other, tolerance)

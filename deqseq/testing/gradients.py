@@ -1,0 +1,210 @@
+"""What every gradient estimator must do."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from deqseq.gradients import AttachedGradient
+from deqseq.solution import ConvergenceWarning, Status
+from deqseq.stop import Stop
+from deqseq.testing.gradient_graphs import GraphContract, problems, two_problems
+from deqseq.testing.gradient_problems import (
+    Block,
+    assert_close,
+    gradients,
+    make,
+)
+
+
+class GradientContract(GraphContract):
+    """The suite for a gradient estimator: subclass it as ``TestName``, and set ``gradient``.
+
+    It compares gradients in float64 with dense ones that share no code with deqseq: of closures, parameters, inputs
+    with a graph of their own, sums and chains of solves; under autocast, checkpointing and saved-tensor hooks; where
+    rows fail. An estimator that is not exact says what it is by :meth:`adjoint`.
+
+    Attributes:
+        gradient: the estimator, as precise as it can be.
+        coarse: its form for bfloat16, if it has tolerances of its own. Default: ``gradient``.
+        solver: the solver of the forward pass.
+        stop: its stopping rule.
+
+    Example:
+        >>> import deqseq as dq
+        >>> class TestOneStep(GradientContract):
+        ...     gradient = dq.OneStep()
+        ...     def adjoint(self, jacobian, grad):
+        ...         return grad
+    """
+
+    @problems
+    def test_closure_tensors_and_an_injection_with_its_own_graph(self, problem: str) -> None:
+        case = make(problem)
+        assert_close(self.gradients(case), self.expected(case))
+
+    @problems
+    @pytest.mark.parametrize("training", [True, False])
+    def test_module_parameters_in_either_mode(self, problem: str, training: bool) -> None:
+        case = make(problem)
+        block = Block(case).train(training)
+        x = case.injection().detach()
+        case.loss(self.ours(lambda z: block(z, x), case.z0)).backward()
+        expected = gradients(case.loss(self.dense(case.f(x), case.z0)), {k: case.leaves[k] for k in "WUb"})
+        assert_close({name: p.grad for name, p in block.named_parameters()}, expected)
+
+    @problems
+    def test_value_is_the_fixed_point_and_the_start_is_untouched(self, problem: str) -> None:
+        case, z0 = make(problem), make(problem, seed=1).z_star
+        before, version = z0.clone(), z0._version
+        value = self.ours(case.f(case.injection()), z0)
+        torch.testing.assert_close(value, case.z_star, rtol=1e-9, atol=1e-9)
+        case.loss(value).backward()
+        if isinstance(self.gradient, AttachedGradient):
+            self.gradient.attach(case.f(case.injection()), z0).sum().backward()
+        assert torch.equal(z0, before)
+        assert z0._version == version
+
+    @problems
+    def test_sum_of_two_solves(self, problem: str) -> None:
+        case, other = make(problem), make(problem, seed=1)
+        shared = case.leaves | {"source": other.leaves["source"]}
+
+        def loss(find) -> Tensor:
+            first = find(case.f(case.injection()), case.z0)
+            second = find(other.f(shared["gain"] * shared["source"], shared), case.z0)
+            return case.loss(first + second)
+
+        leaves = case.leaves | {"second": other.leaves["source"]}
+        assert_close(gradients(loss(self.ours), leaves), gradients(loss(self.dense), leaves))
+
+    @problems
+    def test_a_solve_fed_by_another(self, problem: str) -> None:
+        case, other = make(problem), make(problem, seed=1)
+
+        def loss(find) -> Tensor:
+            first = find(case.f(case.injection()), case.z0)
+            second = find(other.f(torch.sin(first)), case.z0)
+            return case.loss(second) + case.loss(first)  # the first is used twice
+
+        leaves = case.leaves | {f"second {key}": other.leaves[key] for key in "WUb"}
+        assert_close(gradients(loss(self.ours), leaves), gradients(loss(self.dense), leaves))
+
+    @two_problems
+    def test_frozen_parameters(self, problem: str) -> None:
+        case = make(problem)
+        expected = self.expected(case)
+        for frozen in (("W", "gain", "source"), ("U", "b"), ("W", "U", "b", "gain")):
+            for key, leaf in case.leaves.items():
+                leaf.grad = None
+                leaf.requires_grad_(key not in frozen)
+            case.loss(self.value(case)).backward()
+            free = {key: leaf.grad for key, leaf in case.leaves.items() if key not in frozen}
+            assert_close(free, {key: expected[key] for key in free})
+            assert all(case.leaves[key].grad is None for key in frozen)
+
+    @problems
+    def test_untouched_rows_and_tokens_get_exact_zeros(self, problem: str) -> None:
+        case = make(problem)
+        touched = (1, 2) if "tokens" in problem else (1,)
+        value = self.value(case)
+        grad = gradients(value[touched].square().sum(), {"source": case.leaves["source"]})["source"]
+        assert bool((grad[touched] != 0).all())
+        assert not bool(grad[[0, 2]].any())
+        if "tokens" in problem:  # the mixing is causal: token 3 comes after the one touched
+            assert not bool(grad[1, 3].any())
+
+    @problems
+    def test_rows_are_independent(self, problem: str) -> None:
+        together, alone = make(problem), make(problem)
+        grad, row = self.gradients(together), slice(1, 2)
+        alone.weights = alone.weights[row]
+        value = self.ours(alone.f(alone.injection()[row]), alone.z0[row])
+        alone_grad = gradients(alone.loss(value), {"source": alone.leaves["source"]})["source"]
+        torch.testing.assert_close(grad["source"][row], alone_grad[row], rtol=1e-9, atol=1e-12)
+
+    def test_an_infinite_incoming_gradient_reaches_the_parameters_and_spares_other_rows(self) -> None:
+        case = make("affine-rows")
+        wanted = [case.leaves["source"], case.leaves["b"]]
+        value = self.value(case)
+        incoming = torch.ones_like(value)
+        plain, _ = torch.autograd.grad(value, wanted, incoming, retain_graph=True)
+        incoming[1, 0] = torch.inf
+        source, b = torch.autograd.grad(value, wanted, incoming)
+        assert not bool(torch.isfinite(source[1]).all())
+        assert not bool(torch.isfinite(b).all())
+        torch.testing.assert_close(source[::2], plain[::2], rtol=1e-9, atol=0)
+
+    @pytest.mark.parametrize("exponent", [-90, 70])
+    def test_gradients_scale_with_the_loss(self, exponent: int) -> None:
+        case = make("affine-rows", torch.float32)
+        leaves, f, stop = {"source": case.leaves["source"]}, case.f(case.injection()), Stop(rtol=1e-5)
+        loss = case.loss(self.solved(f, case.z0, stop=stop, gradient=self.coarse or self.gradient).value)
+        plain = gradients(loss, leaves, retain_graph=True)["source"]
+        scaled = gradients(loss * 2.0**exponent, leaves)["source"].double() * 2.0**-exponent
+        assert_close({"source": scaled}, {"source": plain.double()}, rtol=0.02)
+
+    @pytest.mark.parametrize("rate", [-1.0, 3.0, 1e308], ids=["cycles", "diverges", "overflows"])
+    @pytest.mark.parametrize("with_args", [False, True], ids=["closure", "args"])
+    def test_failed_rows_do_not_touch_the_gradients_of_the_others(self, rate: float, with_args: bool) -> None:
+        good = [0, 2]
+        rates = torch.tensor([[0.5], [rate], [-0.3]], dtype=torch.float64)
+        scale, x = (torch.ones(shape, dtype=torch.float64, requires_grad=True) for shape in ((), (3, 1)))
+
+        def f(z: Tensor, args: tuple[Tensor, Tensor]) -> Tensor:
+            rates, x = args
+            return rates * scale * z * (1 + 0.1 * z) + x / 5
+
+        options = {"args": (rates, x)} if with_args else {}
+        closure = f if with_args else lambda z: f(z, (rates, x))
+        solution = self.solved(closure, torch.zeros(3, 1, dtype=torch.float64), throw=False, **options)
+        failure = Status.MAX_STEPS_REACHED if rate == -1 else Status.DIVERGED
+        assert solution.status.tolist() == [Status.CONVERGED, failure, Status.CONVERGED]
+        found = torch.autograd.grad(solution.value[good].sum(), (scale, x))
+        alone = self.ours(lambda z: f(z, (rates[good], x[good])), torch.zeros(2, 1, dtype=torch.float64))
+        expected = torch.autograd.grad(alone.sum(), (scale, x))
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+        if isinstance(self.gradient, AttachedGradient):
+            assert bool(torch.isfinite(solution.value).all())
+
+    @two_problems
+    def test_args_are_differentiated_where_their_finished_rows_are_removed(self, problem: str) -> None:
+        case, rows = make(problem), list[int]()
+
+        def f(z: Tensor, x: Tensor) -> Tensor:
+            rows.append(len(z))
+            return case.f(x)(z)
+
+        with torch.no_grad():  # row 0 has a fixed point of zero, and is removed while the others are solved
+            case.leaves["b"].zero_()
+            case.leaves["source"][0] = 0
+        value = self.solved(f, case.z0, args=case.injection()).value
+        assert 2 in rows
+        assert_close(gradients(case.loss(value), case.leaves), self.expected(case))
+
+    @pytest.mark.parametrize("rate", [3.0, 1e308, math.inf], ids=["diverges", "overflows", "is not finite"])
+    def test_where_every_row_fails_gradients_are_zero_or_absent(self, rate: float) -> None:
+        if not isinstance(self.gradient, AttachedGradient):
+            return
+        scale = torch.ones((), dtype=torch.float64, requires_grad=True)
+        with pytest.warns(ConvergenceWarning, match="failed for 2 of 2 rows"):
+            z0 = torch.zeros(2, 1, dtype=torch.float64)
+            value = self.solved(lambda z: rate * scale * (1 + z), z0, throw=False).value
+        if math.isinf(rate):  # not even finite at the start
+            assert not value.requires_grad
+        else:
+            assert torch.autograd.grad(value.sum(), scale)[0] == 0
+        assert bool(value.isfinite().all())
+
+    def test_nothing_to_differentiate_is_an_error(self) -> None:
+        z0, a = torch.zeros(2, 1), torch.tensor(0.5, requires_grad=True)
+        for f in (lambda z: z / 2 + 1, lambda z: a.detach() * z + 1):
+            with pytest.raises(ValueError, match=r"finds nothing to differentiate.*Leave gradient out"):
+                self.solved(f, z0)
+            assert not self.solved(f, z0, gradient=None).value.requires_grad
+
+    def test_a_map_that_is_a_leaf_is_differentiated(self) -> None:
+        b = torch.ones(2, 1, requires_grad=True)
+        (found,) = torch.autograd.grad(self.ours(lambda z: b, torch.zeros(2, 1)).sum(), b)
+        torch.testing.assert_close(found[:, 0], self.adjoint(torch.zeros(2, 2), torch.ones(2)))

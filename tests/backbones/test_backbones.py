@@ -1,0 +1,196 @@
+"""Every backbone passes the contract; then what each promises of its own."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from small_models import affine, contractive_llama, contractive_mamba2
+
+import deqseq as dq
+from deqseq.backbones.base import check_sequence
+from deqseq.testing import BackboneContract
+from deqseq.testing.backbones import part
+
+
+def mamba2(**changes):
+    torch.manual_seed(0)
+    sizes = {
+        "d_model": 8,
+        "n_layers": 2,
+        "d_state": 4,
+        "headdim": 4,
+        "n_groups": 2,
+        "mlp_width": 6,
+        "chunk_size": 3,
+    }
+    return dq.Mamba2(dq.Mamba2Config(**{**sizes, **changes})).double()
+
+
+def llama(**changes):
+    torch.manual_seed(0)
+    sizes = {"d_model": 8, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "mlp_width": 6}
+    return dq.Llama(dq.LlamaConfig(**{**sizes, **changes})).double()
+
+
+class Pointwise(dq.Backbone[Any]):
+    """Each token on its own, without a cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.d_model, self.inner = 8, torch.nn.Linear(8, 8).double()
+
+    def prepare(self, x, cache=None, mask=None):
+        return x
+
+    def forward(self, z, inputs, cache=None, *, need_aux=False):
+        return torch.tanh(self.inner(z) / 4 + inputs), None
+
+
+def randn(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+class TestMamba2(BackboneContract):
+    backbone = contractive_mamba2()
+
+
+class TestMamba2Groups(BackboneContract):
+    backbone = contractive_mamba2(n_groups=2, mlp_width=6)
+
+
+class TestLlama(BackboneContract):
+    backbone = contractive_llama()
+
+
+class TestAffine(BackboneContract):
+    backbone = affine()
+
+
+class TestPointwise(BackboneContract):
+    """What needs a cache is skipped."""
+
+    backbone = Pointwise()
+
+
+@pytest.mark.parametrize("sweep", [dq.Chunked(3), dq.Sequential(), dq.Sliding(3)], ids=str)
+def test_a_backbone_without_advance_is_solved_simultaneously_and_says_what_it_lacks(sweep):
+    model, x = dq.ImplicitModel(Pointwise(), dq.SolveConfig(stop=dq.Stop(rtol=1e-9))), randn(2, 7, 8)
+    mask = torch.arange(7) < torch.tensor([[7], [4]])
+    model(x, mask=mask, throw=True).value.square().sum().backward()
+    assert all(p.grad.abs().max() > 0 for p in model.parameters())
+    for call in ({"sweep": sweep}, {"return_cache": True}):
+        with pytest.raises(NotImplementedError, match=r"Pointwise has no advance\(.*Write advance\(\)"):
+            model(x, **call)
+
+
+def test_a_backbone_without_advance_does_not_generate():
+    torch.manual_seed(0)
+    model = dq.CausalLM(5, dq.ImplicitModel(Pointwise().float())).eval()
+    ids = torch.tensor([[1, 2, 3]])
+    assert model(ids).logits.shape == (1, 3, 5)
+    with pytest.raises(NotImplementedError, match=r"Pointwise has no advance"):
+        model.generate(ids, 2)
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 8), (2, 0, 8), (2, 3, 7), (2, 8)])
+def test_bad_input_is_named(shape):
+    with pytest.raises(ValueError, match=r"x must have shape \(batch, length, 8\)"):
+        check_sequence(torch.zeros(shape), 8)
+    if len(shape) == 3:
+        with pytest.raises(ValueError, match=r"x must have shape"):
+            dq.ImplicitModel(affine())(torch.zeros(shape))
+
+
+def test_affine_solution_is_a_fixed_point():
+    backbone, x = affine(), randn(2, 6, 8)
+    z = backbone.solution(x)
+    assert (backbone(z, backbone.prepare(x))[0] - z).abs().max() < 1e-14
+
+
+@pytest.mark.parametrize("make", [mamba2, llama])
+def test_dropout_draws_one_mask_per_solve(make):
+    backbone, x, z = make(dropout=0.5).train(), randn(2, 5, 8), randn(2, 5, 8, seed=1)
+    inputs = backbone.prepare(x)
+    assert len(inputs.dropout) == 2
+    assert torch.equal(backbone(z, inputs)[0], backbone(z, inputs)[0])
+    assert not torch.allclose(backbone(z, inputs)[0], backbone(z, backbone.prepare(x))[0])
+    assert part(inputs, 1, 3).dropout[0].shape == (2, 2, 8)
+    backbone.eval()
+    assert backbone.prepare(x).dropout == ()
+
+
+@pytest.mark.parametrize("make", [mamba2, llama])
+def test_without_injection_a_solve_must_start_at_the_input(make):
+    backbone, x = make(injection=False), randn(2, 5, 8)
+    assert not any("injection" in name for name, _ in backbone.named_parameters())
+    assert dq.ExplicitModel(backbone)(x).value.shape == (2, 5, 8)
+    model = dq.ImplicitModel(backbone)
+    with pytest.raises(ValueError, match=r'without an injection.* injection=True.* start="input"'):
+        model(x)
+    assert model(x, start="input", stop=dq.Stop.exactly(2)).value.shape == (2, 5, 8)
+
+
+@pytest.mark.parametrize(
+    ("make", "changes", "names"),
+    [
+        (mamba2, {"headdim": 3}, r"Mamba2Config\.headdim must divide expand \* d_model = 16"),
+        (mamba2, {"n_groups": 3}, r"Mamba2Config\.n_groups must divide the 4 heads"),
+        (mamba2, {"n_layers": 0}, r"Mamba2Config\.n_layers"),
+        (mamba2, {"dropout": 1.0}, r"Mamba2Config\.dropout"),
+        (mamba2, {"dt_limit": (0.5, 0.1)}, r"Mamba2Config\.dt_limit"),
+        (mamba2, {"norm_eps": 0.0}, r"Mamba2Config\.norm_eps"),
+        (mamba2, {"mlp_width": -1}, r"Mamba2Config\.mlp_width"),
+        (
+            llama,
+            {"n_heads": 3, "n_kv_heads": None},
+            r"LlamaConfig\.n_heads must divide d_model = 8 \(or give headdim\)",
+        ),
+        (llama, {"n_heads": 8, "n_kv_heads": None}, r"LlamaConfig\.headdim must be even"),
+        (llama, {"n_kv_heads": 3}, r"LlamaConfig\.n_kv_heads must divide n_heads = 4"),
+        (llama, {"n_layers": 0}, r"LlamaConfig\.n_layers"),
+        (llama, {"mlp_width": 0}, r"LlamaConfig\.mlp_width"),
+        (llama, {"dropout": 1.0}, r"LlamaConfig\.dropout"),
+        (llama, {"rope_theta": 0.0}, r"LlamaConfig\.rope_theta"),
+        (llama, {"norm_eps": 0.0}, r"LlamaConfig\.norm_eps"),
+    ],
+)
+def test_a_configuration_names_the_bad_field(make, changes, names):
+    with pytest.raises(ValueError, match=f"^{names}.* got "):
+        make(**changes)
+
+
+def test_llama_reads_positions_relative_to_each_other():
+    backbone = llama()
+    inputs, z = backbone.prepare(randn(1, 5, 8)), randn(1, 5, 8, seed=1)
+    far = replace(inputs, rotary=part(backbone.prepare(randn(1, 105, 8)), 100, 105).rotary)
+    assert torch.allclose(backbone(z, inputs)[0], backbone(z, far)[0], atol=1e-5)
+    stretched = replace(inputs, rotary=tuple(t[:, ::2] for t in backbone.prepare(randn(1, 9, 8)).rotary))
+    assert not torch.allclose(backbone(z, inputs)[0], backbone(z, stretched)[0], atol=1e-3)
+
+
+def test_llama_iterations_write_into_one_buffer():
+    backbone, x = llama(), randn(1, 6, 8)
+    with torch.no_grad():
+        _, aux = backbone(x, backbone.prepare(x), need_aux=True)
+        cache = backbone.advance(None, aux, 6).reserve(8)
+        pointers = {tensor.data_ptr() for layer in cache.layers for tensor in layer}
+        for t in range(8):
+            token = x[:, :1]
+            _, aux = backbone(token, backbone.prepare(token, cache), cache, need_aux=True)
+            cache = backbone.advance(cache, aux, 1)
+            assert cache.length == 7 + t
+            assert {tensor.data_ptr() for layer in cache.layers for tensor in layer} == pointers
+        assert cache.reserve(1).layers[0].keys.shape[2] > 14
+
+
+def test_affine_contraction_is_checked():
+    with pytest.raises(ValueError, match=r"Affine\.contraction must lie in"):
+        dq.Affine(4, contraction=1.0)
+
+
+def test_options_of_the_configuration_reach_the_layers():
+    config = dq.Mamba2Config(d_model=8, headdim=4, dt_limit=(0.1, 0.2), norm_eps=1e-2, chunk_size=5)
+    mixer = dq.Mamba2(config).layers[0].mixer
+    assert (mixer.dt_limit, mixer.norm.eps, mixer.chunk_size) == ((0.1, 0.2), 1e-2, 5)

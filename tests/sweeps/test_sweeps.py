@@ -1,0 +1,283 @@
+"""Every sweep passes the contract; plans of one's own; windows, commits and failures."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+from small_models import affine, contractive_llama, contractive_mamba2, embedded
+
+import deqseq as dq
+from deqseq.integrations.torchdeq import TorchDEQ
+from deqseq.testing import SweepContract
+
+TIGHT = dq.Stop(rtol=1e-10, max_steps=500)
+MAKE = pytest.mark.parametrize(
+    "make", [contractive_mamba2, contractive_llama, affine], ids=["Mamba2", "Llama", "Affine"]
+)
+SWEEPS = (dq.Simultaneous(), dq.Chunked(3), dq.Sequential(), dq.Sliding(3), dq.Sliding(30))
+
+
+@dataclass(frozen=True)
+class Plan(dq.Sweep):
+    """Chunks of given sizes, whatever the length; without any, the whole sequence."""
+
+    given: tuple[int, ...] = ()
+
+    def sizes(self, length: int) -> Iterable[int]:
+        return self.given or (length,)
+
+
+@dataclass(frozen=True)
+class Doubling(dq.Sweep):
+    """1, 1, 2, 4, 8 ... tokens."""
+
+    def sizes(self, length: int) -> Iterator[int]:
+        done, size = 0, 1
+        while done < length:
+            yield min(size, length - done)
+            done, size = done + size, max(done + size, 1)
+
+
+class TestSimultaneous(SweepContract):
+    sweep = dq.Simultaneous()
+
+
+class TestChunked(SweepContract):
+    sweep = dq.Chunked(3)
+
+
+class TestSequential(SweepContract):
+    sweep = dq.Sequential()
+
+
+class TestDoubling(SweepContract):
+    sweep = Doubling()
+
+
+class TestSliding(SweepContract):
+    sweep = dq.Sliding(3)
+
+    def test_chunks_are_solved_as_planned(self):
+        """What a window commits is decided while solving: see the tests of windows below."""
+
+
+class TestWideWindow(TestSliding):
+    sweep = dq.Sliding(30)
+
+
+def solve(model, x, sweep, **options) -> dq.ModelOutput:
+    with torch.no_grad():
+        return model(x, sweep=sweep, **options)
+
+
+class Evaluations:
+    """How many tokens of how many rows each call of a backbone got."""
+
+    def __init__(self, backbone) -> None:
+        self.shapes: list[tuple[int, int]] = []
+        backbone.register_forward_hook(lambda module, inputs, _: self.shapes.append(tuple(inputs[0].shape[:2])))
+
+
+# plans
+
+STOPS = [dq.Stop(rtol=1e-6, max_steps=200), dq.Stop(rtol=1e-6, max_steps=7), dq.Stop(rtol=1e-6, per="token")]
+
+
+@MAKE
+@pytest.mark.parametrize("stop", STOPS, ids=["enough", "budget", "token"])
+@pytest.mark.parametrize("solver", [dq.Relaxed(0.8), dq.Anderson()], ids=str)
+@pytest.mark.parametrize(
+    ("plan", "known"),
+    [(Plan(), dq.Simultaneous()), (Plan((3, 3, 3, 2)), dq.Chunked(3)), (dq.Chunked(1), dq.Sequential())],
+    ids=["whole", "chunks", "tokens"],
+)
+def test_equal_plans_come_to_the_same_bits(make, stop, solver, plan, known):
+    model = dq.ImplicitModel(make(), dq.SolveConfig(solver=solver, stop=stop))
+    ours, theirs = (solve(model, embedded(4, 11), sweep, return_cache=True) for sweep in (plan, known))
+    assert torch.equal(ours.value, theirs.value)
+    assert torch.equal(ours.status, theirs.status)
+    assert ours.stats.evaluations == theirs.stats.evaluations
+    assert torch.equal(ours.stats.updates, theirs.stats.updates)
+    for name in ("iterations", "residual"):
+        numbers = getattr(theirs.stats, name)
+        expected = numbers[:, None].expand(-1, 11) if numbers.ndim == 1 else numbers
+        assert torch.equal(getattr(ours.stats, name), expected)
+    assert all(torch.equal(*pair) for pair in zip(ours.cache.tensors(), theirs.cache.tensors(), strict=True))
+
+
+@MAKE
+def test_a_plan_of_ones_own_finds_the_same_point(make):
+    model, x = dq.ImplicitModel(make(), dq.SolveConfig(stop=TIGHT)), embedded(2, 11)
+    for sweep in (Doubling(), Plan((4, 1, 6))):
+        assert (solve(model, x, sweep).value - solve(model, x, dq.Simultaneous()).value).abs().max() < 1e-8
+
+
+@pytest.mark.parametrize("sizes", [(3, 3), (3, 3, 3), (0, 7), (8, -1)], ids=str)
+def test_a_plan_that_does_not_fit_is_named(sizes):
+    with pytest.raises(ValueError, match=r"Plan\(.*\.sizes\(7\) must be numbers >= 1 that add up to 7"):
+        solve(dq.ImplicitModel(affine()), embedded(2, 7), Plan(sizes))
+
+
+def test_a_plan_is_read_once_per_solve():
+    lengths = []
+
+    class Watched(dq.Sweep):
+        def sizes(self, length):
+            lengths.append(length)
+            return iter([2, length - 2])
+
+    solve(dq.ImplicitModel(affine()), embedded(2, 7), Watched())
+    assert lengths == [7]
+
+
+@pytest.mark.parametrize("solver", [TorchDEQ("fixed_point_iter"), TorchDEQ("anderson")], ids=str)
+@pytest.mark.parametrize("sweep", [dq.Chunked(3), dq.Sequential(), dq.Sliding(3)], ids=str)
+def test_a_solver_of_another_library(solver, sweep):
+    backbone, x = affine(), embedded(2, 8)
+    config = dq.SolveConfig(solver=solver, stop=dq.Stop(rtol=1e-9, max_steps=200))
+    output = solve(dq.ImplicitModel(backbone, config), x, sweep)
+    assert output.converged.all()
+    assert (output.value - backbone.solution(x)).abs().max() < 1e-6
+
+
+# windows
+
+
+@MAKE
+@pytest.mark.parametrize("window", [1, 4, 7])
+def test_a_window_holds_so_many_tokens_and_moves_on(make, window):
+    backbone = make()
+    seen = Evaluations(backbone)
+    solve(dq.ImplicitModel(backbone, dq.SolveConfig(stop=TIGHT)), embedded(2, 20), dq.Sliding(window))
+    sizes = [tokens for _, tokens in seen.shapes]
+    assert max(sizes) == sizes[0] == window
+    assert sizes == sorted(sizes, reverse=True)  # it shrinks at the end alone
+    assert sizes.count(window) > len(sizes) / 2
+    assert {rows for rows, _ in seen.shapes} == {2}
+
+
+def test_a_window_of_one_takes_the_iterations_of_the_slowest_row():
+    model, x = dq.ImplicitModel(contractive_mamba2(), dq.SolveConfig(stop=TIGHT)), embedded(4, 9)
+    one, sequential = solve(model, x, dq.Sliding(1)), solve(model, x, dq.Sequential())
+    slowest = sequential.stats.iterations.amax(dim=0)
+    assert (one.stats.iterations[0] - slowest).abs().max() <= 1
+    assert one.stats.evaluations == one.stats.iterations[0].sum()
+
+
+def test_a_window_as_long_as_the_sequence_is_the_simultaneous_iteration():
+    model, x = dq.ImplicitModel(affine(), dq.SolveConfig(stop=TIGHT)), embedded(1, 9)
+    sliding, together = solve(model, x, dq.Sliding(9)), solve(model, x, dq.Simultaneous())
+    assert sliding.stats.evaluations <= together.stats.evaluations
+    assert (sliding.value - together.value).abs().max() < 1e-9
+
+
+def test_forced_tokens_are_those_that_the_budget_was_too_small_for():
+    model, x = dq.ImplicitModel(affine()), embedded(1, 9)
+    needed = solve(model, x, dq.Sliding(1), stop=dq.Stop(rtol=1e-6, max_steps=100)).stats.iterations[0]
+    budget = int(needed.max()) - 1
+    assert 0 < (needed > budget).sum() < 9
+    output = solve(model, x, dq.Sliding(1), stop=dq.Stop(rtol=1e-6, max_steps=budget))
+    assert torch.equal(output.stats.forced[0], needed > budget)
+    assert output.stats.iterations.max() == budget
+    assert output.status.tolist() == [dq.Status.MAX_STEPS_REACHED]
+
+
+def test_a_token_of_another_scale_has_not_diverged():
+    backbone, x = affine(), embedded(2, 9)
+    x[1, 4] *= 1e9
+    output = solve(dq.ImplicitModel(backbone, dq.SolveConfig(stop=TIGHT)), x, dq.Sliding(2))
+    assert (output.status == dq.Status.CONVERGED).all()
+    assert ((output.value - backbone.solution(x)).norm(dim=-1) / output.value.norm(dim=-1)).max() < 1e-6
+
+
+@pytest.mark.parametrize("make", [contractive_mamba2, affine])
+def test_a_row_that_diverges_does_not_delay_the_others(make):
+    x = embedded(3, 12)
+    x[1, 5] = torch.inf
+    model = dq.ImplicitModel(make(), dq.SolveConfig(stop=TIGHT))
+    output, others = (solve(model, rows, dq.Sliding(4), return_cache=True) for rows in (x, x[[0, 2]]))
+    assert output.status.tolist() == [dq.Status.CONVERGED, dq.Status.DIVERGED, dq.Status.CONVERGED]
+    assert (output.value[[0, 2]] - others.value).abs().max() < 1e-8
+    assert output.stats.forced[1, 5:].any()
+    assert torch.isinf(output.stats.residual[1]).any()
+    assert output.stats.evaluations < 2 * others.stats.evaluations
+
+
+def test_the_budget_of_a_fixed_number_of_steps_is_kept():
+    for sweep, expected in ((dq.Chunked(4), 6), (dq.Sequential(), 24), (dq.Sliding(4), 24)):
+        output = solve(
+            dq.ImplicitModel(affine(), dq.SolveConfig(stop=dq.Stop.exactly(3))),
+            embedded(2, 8),
+            sweep,
+            return_cache=True,
+        )
+        assert output.stats.evaluations == expected
+
+
+def test_a_callback_is_told_at_every_check():
+    told = []
+    solve(dq.ImplicitModel(affine(), dq.SolveConfig(stop=TIGHT)), embedded(2, 8), dq.Sliding(3), callback=told.append)
+    assert len(told) > 8
+    assert told[0].residual.shape == (2, 3)
+    assert told[0].iteration == 1
+
+
+@pytest.mark.parametrize("window", [0, -1])
+def test_a_bad_window_or_chunk_is_named(window):
+    with pytest.raises(ValueError, match=r"Chunked\.size must be"):
+        dq.Chunked(window)
+    with pytest.raises(ValueError, match=r"Sliding\.window must be"):
+        dq.Sliding(window)
+
+
+def test_a_whole_sequence_norm_is_refused():
+    with pytest.raises(ValueError, match=r'Stop\.norm must be "max_token"'):
+        solve(dq.ImplicitModel(affine(), dq.SolveConfig(stop=dq.Stop(norm="frobenius"))), embedded(), dq.Sliding())
+
+
+def test_a_trace_is_refused():
+    with pytest.raises(ValueError, match=r"trace=True needs the Simultaneous sweep"):
+        solve(dq.ImplicitModel(affine()), embedded(), dq.Sliding(), trace=True)
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        (torch.ones(2, 3), r"mask must be bool of shape \(2, 7\)"),
+        (torch.tensor([[1, 1, 0, 1, 1, 1, 1]] * 2).bool(), "got 2 runs in row 0"),
+        (torch.tensor([[1] * 7, [0] * 7]).bool(), "got 0 runs in row 1"),
+    ],
+)
+def test_a_bad_mask_is_named(mask, message):
+    from deqseq.models.padding import check_mask
+
+    with pytest.raises(ValueError, match=message):
+        check_mask(mask, embedded())
+
+
+def test_gradients_of_a_padded_batch_are_those_of_the_rows():
+    model, x = dq.ImplicitModel(contractive_mamba2(), dq.SolveConfig(stop=TIGHT)), embedded(2, 6)
+    towards = embedded(2, 6).flip(0)
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0]]).bool()
+    together = []
+    for sweep in (dq.Simultaneous(), dq.Sliding(2)):
+        model.zero_grad()
+        (model(x, mask=mask, sweep=sweep).value * towards).sum().backward()
+        together.append([p.grad.clone() for p in model.parameters()])
+    model.zero_grad()
+    for row, real in enumerate(mask):
+        (model(x[row : row + 1, real]).value * towards[row : row + 1, real]).sum().backward()
+    for one, two, p in zip(*together, model.parameters(), strict=True):
+        assert p.grad.abs().max() > 0
+        assert torch.allclose(one, p.grad, atol=1e-7)
+        assert torch.allclose(two, p.grad, atol=1e-7)
+
+
+def test_gradients_under_autocast_reach_every_parameter_after_any_sweep():
+    for sweep in SWEEPS:
+        model = dq.ImplicitModel(contractive_mamba2(weight_norm=False).float(), dq.SolveConfig(stop=dq.Stop.exactly(4)))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            value = model(embedded().float(), sweep=sweep).value
+        (value * torch.linspace(-1, 1, 8)).sum().backward()
+        assert all(p.grad is not None and p.grad.abs().max() > 0 for p in model.parameters()), sweep
