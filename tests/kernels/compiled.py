@@ -12,7 +12,7 @@ def main() -> None:
     install(pytest.MonkeyPatch())
     torch.manual_seed(0)
     config = dq.Mamba2Config(d_model=16, n_layers=2, d_state=16, headdim=16, chunk_size=16, backend="mamba_ssm")
-    model = dq.ImplicitModel(dq.Mamba2(config), stop=dq.Stop.exactly(3)).eval()
+    model = dq.ImplicitModel(dq.Mamba2(config), dq.SolveConfig(stop=dq.Stop.exactly(3))).eval()
     kernel, calls = fused.convolved_and_scanned, []
 
     @torch.compiler.disable

@@ -23,8 +23,8 @@ def twins(**changes) -> dict[str, dq.CausalLM]:
         backbone = dq.Mamba2(dq.Mamba2Config(**(SIZES | changes), backend=backend))
         for block in backbone.layers:
             block.mixer.in_proj.parametrizations.weight.original0.data *= 0.1
-        model = dq.ImplicitModel(backbone, stop=dq.Stop(rtol=1e-6, max_steps=100), gradient=dq.Phantom(2))
-        models[backend] = dq.CausalLM(11, model, embedding_std=1.0)
+        solve = dq.SolveConfig(stop=dq.Stop(rtol=1e-6, max_steps=100), gradient=dq.Phantom(2))
+        models[backend] = dq.CausalLM(11, dq.ImplicitModel(backbone, solve), embedding_std=1.0)
     return models
 
 
@@ -49,11 +49,11 @@ def test_mixer_with_a_state_behind_it():
     mixer, u = Mamba2Mixer(16, d_state=16, headdim=16, chunk_size=16), torch.randn(2, 12, 16)
     expected, _ = mixer(u, backend="reference")
     with torch.no_grad():
-        first, trail = mixer(u[:, :7], state=mixer.init_state(2), return_trail=True, backend="mamba_ssm")
-        outputs, state = [first], mixer.state_after(trail, 7)
-        for t in (7, 8):  # one token at a time
-            y, trail = mixer(u[:, t : t + 1], state=state, return_trail=True, backend="mamba_ssm")
-            outputs, state = [*outputs, y], mixer.state_after(trail, 1)
+        outputs, state = [], mixer.init_state(2)
+        for start, tokens in ((0, 7), (7, 1), (8, 1)):
+            piece = u[:, start : start + tokens]
+            y, aux = mixer(piece, state=state, need_aux=True, backend="mamba_ssm")
+            outputs, state = [*outputs, y], mixer.state_after(aux, state, tokens)
         outputs.append(mixer(u[:, 9:], state=state, backend="mamba_ssm")[0])
     assert torch.allclose(torch.cat(outputs, dim=1), expected, atol=1e-5)
 
@@ -63,7 +63,7 @@ def test_a_solve_without_a_gradient(sweep):
     ids = torch.randint(0, 11, (2, 7), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         ours, theirs = (twins()[backend](ids, sweep=sweep) for backend in ("mamba_ssm", "reference"))
-    assert (ours.status == dq.Status.CONVERGED).all() and (theirs.status == dq.Status.CONVERGED).all()
+    assert ours.converged.all() and theirs.converged.all()
     assert torch.allclose(ours.logits, theirs.logits, atol=1e-4)
 
 
@@ -80,8 +80,8 @@ def test_training_step():
 
 def test_generation():
     prompt = torch.randint(0, 11, (2, 5), generator=torch.Generator().manual_seed(0))
-    real = torch.tensor([[False, False, True, True, True], [True] * 5])
-    ours, theirs = (twins()[b].generate(prompt, mask=real, max_new_tokens=3) for b in ("mamba_ssm", "reference"))
+    mask = torch.tensor([[False, False, True, True, True], [True] * 5])
+    ours, theirs = (twins()[b].generate(prompt, mask=mask, max_new_tokens=3) for b in ("mamba_ssm", "reference"))
     assert torch.equal(ours.tokens, theirs.tokens) and ours.converged.all()
 
 

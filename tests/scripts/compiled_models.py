@@ -23,7 +23,7 @@ MAKE = {
 
 def language_model(name: str) -> dq.CausalLM:
     torch.manual_seed(1)
-    model = dq.ImplicitModel(MAKE[name](), stop=dq.Stop(rtol=1e-9, max_steps=300))
+    model = dq.ImplicitModel(MAKE[name](), dq.SolveConfig(stop=dq.Stop(rtol=1e-9, max_steps=300)))
     return dq.CausalLM(13, model, embedding_std=1.0).double().eval()
 
 

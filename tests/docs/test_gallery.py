@@ -12,7 +12,7 @@ import matplotlib.pyplot as plt
 import pytest
 import yaml
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 RUNS = r"subprocess\.(?:run|Popen)\(|runpy\.|\.main\("
 FASTER = {
     "case": "Naive, map 2x3",

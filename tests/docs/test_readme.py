@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 
 
@@ -20,7 +20,7 @@ def test_the_code_runs_in_order(capsys):
     for block in fences("python"):
         exec(compile(block, "README.md", "exec"), names)
     assert names["output"].logits.shape == (8, 32, 2)
-    assert names["output"].stats.steps.shape == (8, 32)
+    assert names["output"].stats.iterations.shape == (8, 32)
     assert bool(names["solution"].converged.all())
     assert names["W"].grad.abs().min() > 0
     assert "Phantom(steps=4, damping=0.8" in capsys.readouterr().out

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-SCRIPT = Path(__file__).parent.parent / "benchmarks" / "gpu.py"
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
 
 
 def test_everything_is_measured_at_toy_size(tmp_path):

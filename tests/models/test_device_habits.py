@@ -18,7 +18,7 @@ from deqseq.layers import attention
 
 BACKBONES = {"Mamba2": contractive_mamba2, "Llama": contractive_llama}
 READS = {"item", "tolist", "__bool__", "__int__", "__float__", "__index__", "cpu", "numpy", "nonzero"}
-BOOKS = "ledger.py"  # which rows are open is written down on the host, where it is decided
+ON_THE_HOST = "monitor.py"  # which rows are active is decided on the host
 
 
 class Watch(TorchFunctionMode):
@@ -38,35 +38,36 @@ class Watch(TorchFunctionMode):
 
 
 def reads(name: str, steps: int, check_every: int) -> Counter[str]:
-    model = dq.ImplicitModel(BACKBONES[name](), stop=dq.Stop(rtol=1e-300, max_steps=steps, check_every=check_every))
+    stop = dq.Stop(rtol=1e-300, max_steps=steps, check_every=check_every)
+    model = dq.ImplicitModel(BACKBONES[name](), dq.SolveConfig(stop=stop))
     x = torch.randn(3, 6, 8, dtype=torch.float64)
     with torch.no_grad(), Watch() as watch:
-        assert model(x).stats.steps.tolist() == [steps] * 3
+        assert model(x).stats.iterations.tolist() == [steps] * 3
     return Counter(watch.reads)
 
 
 @pytest.mark.parametrize("name", BACKBONES)
-def test_a_solve_reads_the_device_once_a_look(name):
+def test_a_solve_reads_the_device_once_per_check(name):
     """Whatever else is read was brought to the host by that one transfer."""
-    assert reads(name, 40, 4)["cpu"] - reads(name, 8, 4)["cpu"] == 8  # the looks at 12, 16, ... 40
+    assert reads(name, 40, 4)["cpu"] - reads(name, 8, 4)["cpu"] == 8  # the checks at 12, 16, ... 40
     assert reads(name, 40, 1)["cpu"] - reads(name, 8, 1)["cpu"] == 32
 
 
 @pytest.mark.parametrize("name", BACKBONES)
-def test_between_looks_nothing_is_read(name):
+def test_between_checks_nothing_is_read(name):
     assert reads(name, 40, 40) == reads(name, 8, 8) != reads(name, 8, 4)
 
 
 @pytest.mark.parametrize("name", BACKBONES)
 @pytest.mark.parametrize("sweep", [dq.Simultaneous(), dq.Chunked(3), dq.Sliding(3), dq.Sequential()], ids=str)
 def test_no_tensor_is_made_without_a_device(name, sweep):
-    lm = dq.CausalLM(11, dq.ImplicitModel(BACKBONES[name](), stop=dq.Stop(rtol=1e-4))).double()
+    lm = dq.CausalLM(11, dq.ImplicitModel(BACKBONES[name](), dq.SolveConfig(stop=dq.Stop(rtol=1e-4)))).double()
     ids = torch.randint(0, 11, (2, 7))
-    real = torch.tensor([[True] * 7, [False] * 3 + [True] * 4])
+    mask = torch.tensor([[True] * 7, [False] * 3 + [True] * 4])
     with Watch() as watch:
-        lm(ids, mask=real, labels=ids, sweep=sweep).loss.backward()
-        lm.generate(ids, mask=real, max_new_tokens=3, sweep=sweep)
-    assert {made for made in watch.homeless if made[1] != BOOKS} == set()
+        lm(ids, mask=mask, labels=ids, sweep=sweep).loss.backward()
+        lm.generate(ids, mask=mask, max_new_tokens=3, sweep=sweep)
+    assert {made for made in watch.homeless if made[1] != ON_THE_HOST} == set()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -87,9 +88,9 @@ def test_a_backbone_stays_on_its_device(name, dtype, monkeypatch):
         cache = None
         with torch.no_grad():
             for tokens in (5, 1):
-                injection = backbone.inject(x[:, :tokens], cache)
-                z, trail = backbone(torch.zeros_like(x[:, :tokens]), injection, cache, return_trail=True)
-                cache = trail.after(tokens)
+                inputs = backbone.prepare(x[:, :tokens], cache)
+                z, aux = backbone(torch.zeros_like(x[:, :tokens]), inputs, cache, need_aux=True)
+                cache = backbone.advance(cache, aux, tokens)
                 assert (z.device, z.dtype) == (device, dtype)
                 assert {t.device for t in cache.tensors()} == {device}
 
@@ -106,7 +107,7 @@ def test_attention_asks_for_what_flash_kernels_compute(monkeypatch):
         return real(q, k, v, **options)
 
     monkeypatch.setattr(attention.F, "scaled_dot_product_attention", noted)
-    lm = dq.CausalLM(11, dq.ImplicitModel(contractive_llama(), stop=dq.Stop.exactly(1))).double()
+    lm = dq.CausalLM(11, dq.ImplicitModel(contractive_llama(), dq.SolveConfig(stop=dq.Stop.exactly(1)))).double()
     lm.generate(torch.randint(0, 11, (2, 5)), max_new_tokens=3, sweep=dq.Simultaneous())
     assert set(asked) == {(5, 2, None, True, True), (1, 2, None, False, True)}
 
@@ -116,6 +117,6 @@ def test_llama_runs_on_the_flash_kernel():
     backbone = dq.Llama(dq.LlamaConfig(d_model=256, n_layers=2, n_heads=4, n_kv_heads=2)).cuda().bfloat16()
     x = torch.randn(2, 128, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # an error where the kernel cannot take what it is given
-        z, _ = backbone(torch.zeros_like(x), backbone.inject(x))
+        z, _ = backbone(torch.zeros_like(x), backbone.prepare(x))
         z.sum().backward()
     assert torch.isfinite(x.grad).all()

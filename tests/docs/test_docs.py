@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-DOCS = Path(__file__).parents[1] / "docs"
+DOCS = Path(__file__).parents[2] / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 
 

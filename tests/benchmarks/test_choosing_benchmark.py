@@ -12,7 +12,7 @@ from small_models import affine, contractive_mamba2
 import deqseq as dq
 from deqseq.tasks import WordProblem, cyclic
 
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import choosing
 import harness
 from sweeps import Trained

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 pytestmark = pytest.mark.slow
-SCRIPT = Path(__file__).parent / "scripts" / "compiled_models.py"
+SCRIPT = Path(__file__).parents[1] / "scripts" / "compiled_models.py"
 
 
 @pytest.mark.parametrize("name", ["Mamba2", "Llama"])

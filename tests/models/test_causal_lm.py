@@ -1,0 +1,134 @@
+"""Language models: what is scored, which calls are refused, and the same statistics as their model's."""
+
+import pytest
+import torch
+from small_models import affine, contractive_mamba2, embedded
+from torch import nn
+
+import deqseq as dq
+
+TIGHT = dq.SolveConfig(stop=dq.Stop(rtol=1e-11, max_steps=500))
+IDS = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
+
+
+def language_model(implicit=True):
+    backbone = contractive_mamba2(injection=implicit)
+    model = dq.ImplicitModel(backbone, TIGHT) if implicit else dq.ExplicitModel(backbone)
+    return dq.CausalLM(11, model).double()
+
+
+@pytest.mark.parametrize("implicit", [True, False])
+def test_labels_are_shifted_and_targets_are_not(implicit):
+    lm = language_model(implicit)
+    logits = lm(IDS).logits
+    aligned = nn.functional.cross_entropy(logits.flatten(0, 1), IDS.flatten())
+    shifted = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), IDS[:, 1:].flatten())
+    assert lm(IDS, targets=IDS).loss.item() == pytest.approx(aligned.item(), rel=1e-9)
+    assert lm(IDS, labels=IDS).loss.item() == pytest.approx(shifted.item(), rel=1e-9)
+    assert lm(IDS).loss is None
+
+
+def test_ignored_targets_do_not_count():
+    lm, targets = language_model(), IDS.clone()
+    targets[:, :3] = -100
+    last = nn.functional.cross_entropy(lm(IDS).logits[:, 3], IDS[:, 3])
+    assert lm(IDS, targets=targets).loss.item() == pytest.approx(last.item(), rel=1e-9)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("kind", ["labels", "targets"])
+def test_padding_is_left_out_of_the_loss(side, kind):
+    lm = language_model()
+    mask = torch.arange(4) < torch.tensor([4, 2])[:, None]
+    mask = mask.flip(1) if side == "left" else mask
+    together = lm(IDS, mask=mask, **{kind: IDS}).loss
+    total, scored = 0.0, 0
+    for row, real in enumerate(mask):
+        alone = IDS[row : row + 1, real]
+        count = alone.shape[1] - (kind == "labels")
+        total, scored = total + lm(alone, **{kind: alone}).loss * count, scored + count
+    assert together.item() == pytest.approx((total / scored).item(), rel=1e-8)
+
+
+def test_head_is_the_embedding():
+    lm = language_model()
+    assert [name for name, _ in lm.named_parameters() if "embedding" in name] == ["embedding.weight"]
+    lm.embedding.weight.data[3] = 0
+    assert lm(IDS).logits[..., 3].abs().max() == 0
+
+
+def test_embedded_tokens_are_dropped_once_and_in_training_alone():
+    lm = dq.CausalLM(9, dq.ImplicitModel(affine(), TIGHT), embedding_dropout=0.5).double()
+    lm.train()
+    torch.manual_seed(1)
+    mine = lm(IDS).logits
+    torch.manual_seed(1)
+    dropped = nn.functional.dropout(lm.embedding(IDS), 0.5)
+    assert torch.equal(mine, lm.logits(lm.model(dropped).value))
+    assert (dropped == 0).any()
+    lm.eval()
+    assert torch.equal(lm(IDS).logits, lm.logits(lm.model(lm.embedding(IDS)).value))
+    for p in (1.0, -0.1, float("nan")):
+        with pytest.raises(ValueError, match=r"embedding_dropout must lie in \[0, 1\)"):
+            dq.CausalLM(9, lm.model, embedding_dropout=p)
+
+
+def test_fields_of_a_call_reach_the_solve_and_its_numbers_come_back():
+    lm = language_model().eval()
+    output = lm(IDS, sweep=dq.Sequential(), stop=dq.Stop(rtol=1e-11, max_steps=2))
+    assert output.stats.iterations.tolist() == [[2] * 4] * 2
+    assert not output.converged.any()
+    with pytest.raises(dq.ConvergenceError, match="2 of 2 rows"):
+        output.raise_if_failed()
+    with pytest.raises(dq.ConvergenceError, match="2 of 2 rows"):
+        lm(IDS, solve=dq.SolveConfig(stop=dq.Stop(rtol=1e-11, max_steps=2)), throw=True)
+    assert lm(IDS, throw=True, trace=True).stats.trace.shape[1] == 2
+
+
+def test_an_explicit_model_solves_nothing():
+    lm = language_model(implicit=False)
+    output = lm(IDS)
+    assert output.stats is None
+    assert output.raise_if_failed() is output
+    with pytest.raises(ValueError, match="converged needs a solve"):
+        _ = output.converged
+    for option in ({"sweep": dq.Sequential()}, {"throw": True}, {"solve": TIGHT}):
+        with pytest.raises(TypeError, match=next(iter(option))):
+            lm(IDS, **option)
+
+
+def test_an_explicit_model_drops_out():
+    model = dq.ExplicitModel(contractive_mamba2(dropout=0.5, injection=False)).train()
+    assert not torch.allclose(model(embedded()).value, model(embedded()).value)
+    model.eval()
+    assert torch.equal(model(embedded()).value, model(embedded()).value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"labels": IDS, "targets": IDS}, ValueError, "labels .* or targets .*, not both"),
+        ({"sweeep": dq.Sequential()}, TypeError, "'sweeep'; did you mean 'sweep'"),
+        ({"labels": IDS + 3}, ValueError, r"labels must lie in 0\.\.10"),
+        ({"targets": torch.full_like(IDS, -100)}, ValueError, "targets leave nothing to score"),
+    ],
+    ids=["two answers", "a misspelt option", "outside the vocabulary", "nothing to score"],
+)
+def test_bad_calls_are_named(arguments, error, message):
+    with pytest.raises(error, match=message):
+        language_model()(IDS, **arguments)
+
+
+@pytest.mark.parametrize("ids", [torch.tensor([[11]]), torch.tensor([[3, -1]]), IDS[:0]], ids=str)
+def test_bad_ids_are_named(ids):
+    message = rf"input_ids must lie in 0\.\.10, got {ids.min()}\.\.{ids.max()}" if len(ids) else "input_ids .* none of"
+    with pytest.raises(ValueError, match=message):
+        language_model()(ids)
+
+
+def test_targets_of_another_shape_and_a_single_label_are_named():
+    forward = getattr(dq.CausalLM.forward, "__wrapped__", dq.CausalLM.forward)  # the tests' own check would be first
+    with pytest.raises(ValueError, match=r"targets must have the shape of input_ids \(2, 4\), got \(2, 2\)"):
+        forward(language_model(), IDS, targets=IDS[:, :2])
+    with pytest.raises(ValueError, match="labels leave nothing to score"):
+        language_model()(IDS[:, :1], labels=IDS[:, :1])

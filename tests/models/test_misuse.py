@@ -1,0 +1,200 @@
+"""What could go wrong without a word: shared caches, copies, nested calls, padding that holds anything."""
+
+import copy
+import pickle
+import threading
+
+import pytest
+import torch
+from small_models import affine, contractive_llama, contractive_mamba2, embedded
+
+import deqseq as dq
+
+TIGHT = dq.SolveConfig(stop=dq.Stop(rtol=1e-11, max_steps=500))
+MAKE = pytest.mark.parametrize(
+    "make", [contractive_mamba2, contractive_llama, affine], ids=["Mamba2", "Llama", "Affine"]
+)
+
+
+class TestCopies:
+    @MAKE
+    def test_a_copy_of_a_compiled_model_has_weights_of_its_own(self, make):
+        model, plain = (dq.ImplicitModel(make(), TIGHT).eval() for _ in range(2))
+        model.compile(backend="eager")
+        twin = copy.deepcopy(model)
+        with torch.no_grad():
+            for one in (twin, plain):
+                for p in one.backbone.parameters():
+                    p.mul_(0.7)
+            assert torch.equal(twin(embedded()).value, plain(embedded()).value)
+
+    def test_a_compiled_model_is_pickled(self):
+        model = dq.ImplicitModel(affine())
+        with torch.no_grad():
+            before = model(embedded()).value
+            model.compile(backend="eager")
+            assert torch.equal(pickle.loads(pickle.dumps(model))(embedded()).value, before)
+
+
+def test_gradients_wanted_inside_a_call_without_any_are_an_error():
+    lm = dq.CausalLM(11, dq.ImplicitModel(contractive_mamba2())).double()
+    ids = torch.tensor([[1, 2]])
+
+    def train(_):
+        with torch.enable_grad():
+            lm(ids, labels=ids)
+
+    with pytest.raises(RuntimeError, match=r"lose them here; wrap it in torch.no_grad\(\)"):
+        lm.generate(ids, max_new_tokens=1, callback=train)
+    lm(ids, labels=ids).loss.backward()
+    assert all(p.grad is not None for p in lm.parameters())
+
+
+def test_generation_leaves_modes_and_random_numbers_alone():
+    lm = dq.CausalLM(11, dq.ImplicitModel(contractive_mamba2(dropout=0.5))).double().train()
+    lm.model.backbone.eval()
+    torch.manual_seed(0)
+    expected = torch.rand(3)
+    torch.manual_seed(0)
+    tokens = lm.generate(torch.tensor([[1, 2]]), max_new_tokens=2).tokens
+    assert torch.equal(torch.rand(3), expected)
+    assert tokens.dtype == torch.int64
+    assert lm.training
+    assert not lm.model.backbone.training
+
+
+class TestCaches:
+    def test_one_is_continued_by_several_threads(self):
+        model = dq.ExplicitModel(dq.Llama(dq.LlamaConfig(d_model=32, n_layers=2, n_heads=4, injection=False))).eval()
+        torch.manual_seed(0)
+        x, tokens = torch.randn(1, 100, 32), [torch.randn(1, 32, 32) for _ in range(2)]
+        wrong = []
+        with torch.no_grad():
+            cache = model(x[:, :99], return_cache=True).cache
+            cache = model(x[:, 99:], cache=cache, return_cache=True).cache  # with room behind it
+            expected = [model(y, cache=cache).value for y in tokens]
+
+        def work(y, answer):
+            with torch.no_grad():
+                for _ in range(40):
+                    wrong.append(not torch.allclose(model(y, cache=cache).value, answer, atol=1e-4))
+
+        threads = [threading.Thread(target=work, args=pair) for pair in zip(tokens, expected, strict=True)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(wrong) == 80
+        assert not any(wrong)
+
+    @MAKE
+    def test_one_made_in_inference_mode_is_continued_outside(self, make):
+        model, x = dq.ImplicitModel(make(), TIGHT).eval(), embedded()
+        with torch.inference_mode():
+            cache = model(x[:, :4], sweep=dq.Sequential(), return_cache=True).cache
+            cache = model(x[:, 4:5], cache=cache, return_cache=True).cache
+        with torch.no_grad():
+            assert torch.allclose(model(x[:, 5:], cache=cache).value, model(x).value[:, 5:], atol=1e-9)
+
+    def test_half_precision_keys_do_not_round_the_tokens_after_them(self):
+        config = dq.SolveConfig(stop=dq.Stop(rtol=1e-6, max_steps=200))
+        model, x = dq.ImplicitModel(contractive_llama().float(), config).eval(), embedded().float()
+        with torch.no_grad():
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                cache = model(x[:, :4], return_cache=True, stop=dq.Stop(rtol=1e-2)).cache
+            assert cache.layers[0].keys.dtype == torch.bfloat16
+            in_place = model(x[:, 4:], cache=cache)
+        with_graph = model(x[:, 4:], cache=cache)
+        assert in_place.converged.all()
+        assert torch.equal(in_place.stats.iterations, with_graph.stats.iterations)
+        assert torch.allclose(in_place.value, with_graph.value, atol=1e-5)
+
+    def test_a_scan_state_made_under_autocast_is_float32(self):
+        model = dq.ImplicitModel(contractive_mamba2().float(), dq.SolveConfig(stop=dq.Stop.exactly(4))).eval()
+        with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+            cache = model(embedded(length=3).float(), return_cache=True).cache
+        assert [state.ssm.dtype for state in cache.layers] == [torch.float32] * 2
+
+    def test_one_keeps_nothing_but_itself(self):
+        model = dq.ImplicitModel(contractive_mamba2(), dq.SolveConfig(stop=dq.Stop.exactly(1))).eval()
+        for tensor in model(embedded(length=50), return_cache=True).cache.tensors():
+            assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+        output = dq.ImplicitModel(affine()).eval()(embedded(), return_cache=True)
+        before = output.cache.previous.clone()
+        output.value.detach().zero_()
+        assert torch.equal(output.cache.previous, before)
+
+    @pytest.mark.parametrize(
+        ("make", "other", "rows", "error", "message"),
+        [
+            (contractive_llama, lambda: contractive_llama(n_kv_heads=1), 2, ValueError, r"\(2, 2\), got \(1, 2\)"),
+            (contractive_llama, contractive_mamba2, 2, TypeError, "must be a LlamaCache, got Mamba2Cache"),
+            (contractive_llama, contractive_llama, 3, ValueError, "2 rows, .* got 2 layers and 3 rows"),
+            (contractive_mamba2, lambda: contractive_mamba2(d_state=8), 2, ValueError, "conv states of shape"),
+            (contractive_mamba2, lambda: contractive_mamba2(n_layers=1), 2, ValueError, "2 layers .* got 1 layers"),
+            (contractive_mamba2, contractive_mamba2, 3, ValueError, "2 rows, .* got 2 layers and 3 rows"),
+            (contractive_mamba2, affine, 2, TypeError, "must be a Mamba2Cache, got AffineCache"),
+            (affine, contractive_mamba2, 2, TypeError, "must be an AffineCache, got Mamba2Cache"),
+            (affine, affine, 3, ValueError, r"the 2 rows of its input .* got \(3, 8\)"),
+        ],
+    )
+    def test_one_of_another_model_or_batch_is_named(self, make, other, rows, error, message):
+        cache = dq.ImplicitModel(other()).eval()(embedded(rows), return_cache=True).cache
+        check = type(make())._check_cache  # itself: the tests' own check of types would be first
+        with pytest.raises(error, match=f"cache must .*{message}"):
+            getattr(check, "__wrapped__", check)(make(), cache, embedded())
+
+    def test_a_call_checks_it(self):
+        cache = dq.ImplicitModel(affine())(embedded(3), return_cache=True).cache
+        with pytest.raises(ValueError, match="cache must have the 2 rows"):
+            dq.ImplicitModel(affine())(embedded(2), cache=cache)
+
+
+class TestPadding:
+    @MAKE
+    @pytest.mark.parametrize("sweep", [dq.Simultaneous(), dq.Sliding(3), dq.Sequential()], ids=str)
+    def test_it_may_hold_anything(self, make, sweep):
+        model, x = dq.ImplicitModel(make(), TIGHT).eval(), embedded()
+        mask = torch.ones(2, 7, dtype=torch.bool)
+        mask[0, 4:] = False
+        spoiled = x.clone()
+        spoiled[0, 4:] = torch.nan
+        with torch.no_grad():
+            clean, other = (model(y, mask=mask, sweep=sweep, return_cache=True) for y in (x, spoiled))
+            assert torch.equal(clean.value, other.value)
+            later = [model(x, cache=output.cache).value for output in (clean, other)]
+        assert torch.equal(*later)
+
+    def test_a_trace_of_tokens_is_put_back_in_its_places(self):
+        model = dq.ImplicitModel(affine(), dq.SolveConfig(stop=dq.Stop(rtol=1e-6, per="token"))).eval()
+        mask = torch.ones(2, 7, dtype=torch.bool)
+        mask[0, :3] = False
+        with torch.no_grad():
+            stats = model(embedded(), mask=mask, trace=True).stats
+        assert (stats.trace[:, 0, :3] == 0).all()
+        assert (stats.trace[0, 0, 3:] > 0).all()
+        assert torch.equal(stats.trace[-1] == 0, stats.residual == 0)
+
+
+class Alternating(dq.Affine):
+    """An affine map that leaves its fixed point again at every second call: the best value is not the last."""
+
+    calls = 0
+
+    def forward(self, z, inputs, cache=None, *, need_aux=False):
+        self.calls += 1
+        value, aux = super().forward(z, inputs, cache, need_aux=need_aux)
+        return value + (0.0 if self.calls % 2 else 0.1), aux
+
+
+@pytest.mark.parametrize("sweep", [dq.Simultaneous(), dq.Chunked(3)], ids=str)
+def test_rows_evaluated_once_more_for_a_cache_are_counted(sweep):
+    torch.manual_seed(0)
+    backbone, seen = Alternating(8).double(), []
+    backbone.register_forward_hook(lambda module, inputs, _: seen.append(inputs[0].shape[:2].numel()))
+    config = dq.SolveConfig(stop=dq.Stop(rtol=1e-9, max_steps=8))
+    with torch.no_grad():
+        output = dq.ImplicitModel(backbone, config)(embedded(), sweep=sweep, return_cache=True)
+    assert (output.status == dq.Status.MAX_STEPS_REACHED).all()
+    assert output.stats.evaluations == len(seen) > 8
+    assert output.stats.updates.sum() == sum(seen)
