@@ -12,7 +12,7 @@ Numbers = dict[str, float]
 
 
 def answers(question: str, model: str, length: int) -> dict[str, Numbers]:
-    """Every setting that was tried for a question, and its numbers by metric."""
+    """The numbers, by metric, of every setting that was tried for a question."""
     found: dict[str, Numbers] = {}
     for row in json.loads(RESULTS.read_text()):
         *asked, setting = row["case"].split(", ", 3)
@@ -53,7 +53,7 @@ def compared(question: str, columns: Sequence[tuple[int, str]], first: str, sett
         question: what was varied.
         columns: length and metric of each column.
         first: header of the settings' column.
-        settings: which of them, in this order; none: all.
+        settings: which ones, in this order. Default: all.
     """
     found = {(model, length): answers(question, model, length) for model in MODELS for length, _ in columns}
     names = settings or tuple(found[MODELS[0], columns[0][0]])

@@ -1,4 +1,4 @@
-"""Reads the library's docstrings, whose roles are reStructuredText's, as the site's Markdown."""
+"""Translates the library's docstrings from reStructuredText roles to Markdown."""
 
 import re
 import textwrap
@@ -12,10 +12,10 @@ EXAMPLE = re.compile(r"^( *)Example:$", flags=re.MULTILINE)
 
 
 class Markdown(Extension):
-    """Rewrites each docstring when it has been read."""
+    """Rewrites each docstring after it is read."""
 
     def on_object(self, *, obj: Object, **more: Any) -> None:
-        """Equations, references and examples of one object."""
+        """Translate the docstring of one object."""
         if obj.docstring is not None:
             obj.docstring.value = as_markdown(obj.docstring)
 
@@ -28,13 +28,13 @@ def as_markdown(docstring: Docstring) -> str:
 
 
 def display(found: re.Match[str]) -> str:
-    """An equation on lines of its own."""
+    """A displayed equation."""
     space, latex = found[1], textwrap.dedent(found[2]).strip()
     return textwrap.indent(f"$$\n{latex}\n$$", space)
 
 
 def role(found: re.Match[str], docstring: Docstring) -> str:
-    """An equation in the line, or a name, which leads to its page if there is one."""
+    """An inline equation, or a name that links to its page if there is one."""
     kind, text = found.groups()
     if kind == "math":
         return f"${text}$"

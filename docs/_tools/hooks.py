@@ -1,4 +1,4 @@
-"""What the site's build adds to mkdocs: equations as MathML, and tools that the pages' code may import."""
+"""Hooks of the site's build: equations as MathML, and an import path for the pages' code."""
 
 import html
 import re
@@ -12,12 +12,12 @@ EQUATION = re.compile(r'<(span|div) class="arithmatex">\s*\\([(\[])(.*?)\\[)\]]\
 
 
 def on_config(config: Any) -> None:
-    """Let the pages' code import what is beside this file; mkdocs takes back what is done on import."""
+    """Let the pages' code import the files of this folder; mkdocs undoes changes of sys.path made on import."""
     sys.path.insert(0, str(Path(__file__).parent))
 
 
 def on_page_content(content: str, **more: Any) -> str:
-    """Set equations, which browsers read as MathML without scripts or fonts; keep source code out of the search."""
+    """Write equations as MathML, which needs no scripts or fonts, and exclude source code from the search."""
     folded = '<details class="mkdocstrings-source"'
     return EQUATION.sub(set_equation, content).replace(folded, f"{folded} data-search-exclude")
 

@@ -1,4 +1,4 @@
-"""Committed results as Markdown: tables, goals met and missed, figures, and a section for any benchmark."""
+"""Committed results as Markdown: tables, goals met and missed, figures, sections."""
 
 import ast
 import json
@@ -42,13 +42,13 @@ def benchmarks(folder: Path = RESULTS) -> dict[str, list[Row]]:
 
 
 def scripts(folder: Path = SCRIPTS) -> dict[str, str]:
-    """The description that each benchmark's file begins with, by name; what others only import is none."""
+    """The docstring of each benchmark script, by name; files that are only imported are left out."""
     sources = {path.stem: path.read_text() for path in sorted(folder.glob("*.py"))}
     return {name: described(source) for name, source in sources.items() if "__main__" in source}
 
 
 def described(source: str) -> str:
-    """What a file says of itself, as Markdown."""
+    """The docstring of a file, as Markdown."""
     return (ast.get_docstring(ast.parse(source)) or "").replace("``", "`")
 
 
@@ -61,7 +61,7 @@ def chosen(rows: Iterable[Row], **wanted: Any) -> list[Row]:
 
 
 def number(value: float | None) -> str:
-    """A number with three digits that count; none is an empty cell."""
+    """A number with three significant digits; None is an empty cell."""
     if value is None:
         return ""
     if not math.isfinite(value) or value == 0:
@@ -96,7 +96,7 @@ def goal(row: Row) -> str:
 
 
 def judged(row: Row, value: str) -> str:
-    """A value with its goal below it, and whether that holds."""
+    """A value, with its goal below it and whether the goal holds."""
     if row["goal"] is None:
         return value
     limit = goal(row).split(" ", 1)[1].replace(" ", "\N{NO-BREAK SPACE}")
@@ -119,7 +119,7 @@ def both(rows: Rows) -> str:
 
 
 def tasteful(text: str) -> str:
-    """A case or a peer as it is printed: calls as one writes them, and no sign that would end a cell."""
+    """A case or a peer as printed: short calls, and no character that would end a cell."""
     return re.sub(r"\b(size|window)=", "", text).replace("()", "").replace("|", r"\|")
 
 
@@ -133,7 +133,7 @@ def pivot(
     cell: Callable[[Rows], str],
     heads: Sequence[str],
 ) -> str:
-    """A table: a line for each ``index``, a column for each ``column``; a cell shows all rows that meet there."""
+    """A table: a line for each ``index``, a column for each ``column``; ``cell`` formats the rows of a cell."""
     cells: dict[tuple[object, ...], dict[object, list[Row]]] = {}
     for row in rows:
         cells.setdefault(tuple(index(row)), {}).setdefault(column(row), []).append(row)
@@ -143,7 +143,7 @@ def pivot(
 
 
 def all_rows(rows: Rows) -> str:
-    """Everything that was measured, a line each."""
+    """One line per row of results."""
     head = ["case", "measured", "ours", "compared with", "theirs", "ratio", "runs", "goal"]
     lines = [
         [
@@ -162,7 +162,7 @@ def all_rows(rows: Rows) -> str:
 
 
 def goals(results: Mapping[str, Rows], *, missed_only: bool = False) -> str:
-    """Goals of one kind in a line: in how many cases they were set, in how many missed, and what was found."""
+    """One line per kind of goal: in how many cases it was set and missed, and the range of the results."""
     groups: dict[tuple[str, ...], list[Row]] = {}
     for name, rows in results.items():
         for row in rows:
@@ -188,7 +188,7 @@ def tally(rows: Rows) -> str:
 
 
 def folded(title: str, body: str) -> str:
-    """A part of the page that opens on a click."""
+    """A collapsed part of the page."""
     return f'??? note "{title}"\n\n' + "".join(f"    {line}".rstrip() + "\n" for line in body.splitlines())
 
 
@@ -202,14 +202,14 @@ def about(name: str, results: Mapping[str, Rows]) -> str:
 
 
 def details(name: str, rows: Rows, folder: Path = SCRIPTS) -> str:
-    """Folded away: how it was measured, in the words of the script, and every row."""
+    """Collapsed: how it was measured (the script's docstring), and all rows."""
     how = scripts(folder).get(name)
     first = f"{folded('How it was measured', how)}\n" if how else ""
     return first + folded(f"All {len(rows)} rows of benchmarks/results/{name}.json", all_rows(rows))
 
 
 def section(name: str, results: Mapping[str, Rows], folder: Path = SCRIPTS) -> str:
-    """All about one benchmark, whatever it measures: its description, command, goals, ratios and rows."""
+    """The section of one benchmark: description, command, goals, ratios, rows."""
     title = scripts(folder).get(name, "").partition("\n")[0]
     parts = [f"## {name}", title, about(name, results)]
     rows = results.get(name, [])
@@ -225,7 +225,7 @@ def section(name: str, results: Mapping[str, Rows], folder: Path = SCRIPTS) -> s
 
 
 def ratios(rows: Rows, label: Callable[[Row], str] | None = None) -> Figure:
-    """Ratios with their quartiles on a logarithmic axis, a line for each row; goals are ticks."""
+    """Ratios with their quartiles on a logarithmic axis, one line per row; goals are ticks."""
     height = 0.9 + 0.24 * len(rows)
     figure, axis = plt.subplots(figsize=(7, height))
     judged_at_all = any(row["goal"] for row in rows)
@@ -255,7 +255,7 @@ def ratios(rows: Rows, label: Callable[[Row], str] | None = None) -> Figure:
 
 
 def ticks_of(low: float, high: float) -> list[float]:
-    """Ticks of a logarithmic axis at round numbers: closer ones on a short axis."""
+    """Round ticks of a logarithmic axis, closer on a short axis."""
     fine = high < 2.5 * low
     marks = (0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.3, 1.5, 1.8) if fine else (1, 1.2, 1.5, 2, 3, 5, 7)
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)

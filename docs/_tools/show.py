@@ -1,4 +1,4 @@
-"""How a page shows what its code made."""
+"""Figures and tables for the pages."""
 
 import io
 from collections.abc import Iterable, Sequence
@@ -13,7 +13,7 @@ plt.rcParams.update({"figure.constrained_layout.use": True, "svg.fonttype": "non
 
 
 def svg(figure: Figure, alt: str) -> str:
-    """A figure as a part of the page, on a white card in either colour scheme."""
+    """A figure as inline SVG, on a white card in both colour schemes."""
     target = io.StringIO()
     figure.savefig(target, format="svg", metadata={"Date": None})
     plt.close(figure)
