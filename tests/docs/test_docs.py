@@ -1,4 +1,4 @@
-"""The code of every page runs, fence after fence, in a folder of its own; links lead somewhere."""
+"""The code of every page runs, fence after fence, in a folder of its own; links and named files lead somewhere."""
 
 import re
 from pathlib import Path
@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-DOCS = Path(__file__).parents[2] / "docs"
-PAGES = sorted(DOCS.rglob("*.md"))
+ROOT = Path(__file__).parents[2]
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
 
 
 def python_of(page: Path) -> list[str]:
@@ -23,8 +23,10 @@ def test_the_code_runs_in_order(page, tmp_path, monkeypatch):
         exec(compile(block, page.name, "exec"), names)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, *ROOT.glob("*.md")], ids=lambda page: page.name)
 def test_links_lead_somewhere(page):
     prose = re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     for link in re.findall(r"\]\((?!http)([^)#]+)", prose):
         assert (page.parent / link).exists(), link
+    for name in re.findall(r"`((?:benchmarks|deqseq|examples|tests)/[\w./]+)`", prose):
+        assert (ROOT / name).exists() or page.name == "CHANGELOG.md", name

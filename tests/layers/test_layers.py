@@ -7,23 +7,15 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
 from deqseq.layers import (
-    Attention,
     CausalConv1d,
     GatedRMSNorm,
-    KeyValues,
-    LlamaBlock,
     Mamba2Block,
     Mamba2Mixer,
-    Past,
     RMSNorm,
-    RotaryScaling,
     SwiGLU,
     apply_weight_norm,
     cached_weights,
     dropout_mask,
-    rotary_frequencies,
-    rotary_tables,
-    rotate,
 )
 
 
@@ -95,7 +87,7 @@ def test_swiglu_formula():
 
 @pytest.mark.parametrize("p", [1.0, -0.1])
 def test_dropout_mask_names_a_bad_probability(p):
-    with pytest.raises(ValueError, match=rf"^p must .*got {p}"):
+    with pytest.raises(ValueError, match=rf"p must .*got {p}"):
         dropout_mask(torch.zeros(1, 1, 1), p)
 
 
@@ -225,8 +217,7 @@ def test_weights_are_computed_once_and_keep_their_gradient(mixer, monkeypatch):
 def test_weights_cached_without_gradients_refuse_a_call_that_wants_them(mixer):
     apply_weight_norm(mixer)
     with torch.no_grad(), cached_weights(mixer), torch.enable_grad(), pytest.raises(RuntimeError, match="no_grad"):
-        with cached_weights(mixer):
-            pass
+        cached_weights(mixer).__enter__()
 
 
 def test_step_size_limits_hold_in_the_mixer():
@@ -236,109 +227,3 @@ def test_step_size_limits_hold_in_the_mixer():
     before = mixer(u)[0]
     mixer.dt_bias.data += 1  # every step size is at its bound: the bias changes nothing
     assert torch.allclose(mixer(u)[0], before)
-
-
-def rotated_by_hand(x, theta, scale=1.0):
-    """Each pair of channels as a complex number, turned by position times frequency."""
-    half = x.shape[-1] // 2
-    frequency = scale * theta ** -(torch.arange(half, dtype=torch.float64) / half)
-    turn = torch.polar(torch.ones(1, dtype=torch.float64), torch.arange(x.shape[2])[:, None] * frequency)
-    turned = torch.complex(x[..., :half], x[..., half:]) * turn
-    return torch.cat([turned.real, turned.imag], dim=-1)
-
-
-def tables(length, headdim, theta, scaling=None):
-    frequencies = rotary_frequencies(headdim, theta, scaling)
-    return rotary_tables(torch.arange(length)[None], frequencies, torch.float64)
-
-
-def test_rotation_by_complex_numbers():
-    x = randn(2, 3, 9, 8)
-    assert (rotate(x, tables(9, 8, 500.0)) - rotated_by_hand(x, 500.0)).abs().max() < 1e-6  # angles are float32
-
-
-def test_rotary_scaling_leaves_high_frequencies_and_divides_low_ones():
-    plain, scaled = (
-        rotary_frequencies(64, 500000.0, scaling) for scaling in (None, RotaryScaling(8.0, 1.0, 4.0, 8192))
-    )
-    wavelength = 2 * torch.pi / plain
-    high, low = wavelength < 8192 / 4, wavelength > 8192
-    assert high.sum() > 5
-    assert low.sum() > 5
-    assert torch.equal(scaled[high], plain[high])
-    assert torch.allclose(scaled[low], plain[low] / 8)
-    between = ~high & ~low
-    assert between.any()
-    assert ((scaled < plain) & (scaled > plain / 8))[between].all()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"factor": 0.5}, "factor must be >= 1, got 0.5"),
-        ({"low_freq_factor": 4.0}, "low_freq_factor < high_freq_factor, got 4.0 and 4.0"),
-        ({"original_length": 0}, "original_length must be >= 1, got 0"),
-    ],
-)
-def test_bad_rotary_scaling_is_named(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        RotaryScaling(**arguments)
-
-
-@pytest.fixture
-def attention():
-    torch.manual_seed(0)
-    return Attention(8, n_heads=4, n_kv_heads=2, headdim=6).double()
-
-
-def attended_by_hand(attention, x, injection):
-    """Softmax written out, head by head."""
-    q, k, v = (linear(x) for linear in (attention.q_proj, attention.k_proj, attention.v_proj))
-    q, k, v = (part + more for part, more in zip((q, k, v), injection.split(attention.parts, dim=-1), strict=True))
-    turned = [rotate(part.unflatten(-1, (-1, 6)).transpose(1, 2), tables(x.shape[1], 6, 500.0)) for part in (q, k)]
-    v, out = v.unflatten(-1, (-1, 6)).transpose(1, 2), []
-    for head in range(4):
-        scores = turned[0][:, head] @ turned[1][:, head // 2].transpose(1, 2) / 6**0.5
-        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
-        out.append(scores.softmax(-1) @ v[:, head // 2])
-    return torch.cat(out, dim=-1) @ attention.o_proj.weight.T
-
-
-def test_attention_by_hand(attention):
-    x, injection = randn(2, 5, 8), randn(2, 5, attention.injected_width, seed=1)
-    ours, _ = attention(x, injection, tables(5, 6, 500.0))
-    assert (ours - attended_by_hand(attention, x, injection)).abs().max() < 1e-12
-
-
-@pytest.mark.parametrize("graph", [True, False])
-def test_attention_after_committed_tokens(attention, graph):
-    x, cut = randn(2, 5, 8), 3
-    cosines = tables(5, 6, 500.0)
-    whole, own = attention(x, None, cosines)
-    buffer = KeyValues(*(torch.cat([part[:, :, :cut], torch.full_like(part, torch.nan)], dim=2) for part in own))
-    kept = [part.clone() for part in buffer]
-    visible = torch.ones(2, 5, dtype=torch.bool).tril(cut)[None, None]
-    with torch.set_grad_enabled(graph):
-        later = type(cosines)(*(table[:, cut:] for table in cosines))
-        y, new = attention(x[:, cut:], None, later, Past(buffer, cut, visible))
-    assert torch.allclose(y, whole[:, cut:])
-    assert torch.allclose(new.keys, own.keys[:, :, cut:])
-    for now, before, mine in zip(buffer, kept, new, strict=True):
-        written = before.clone()
-        if not graph:  # in place, behind the committed tokens
-            written[:, :, cut:5] = mine
-        assert torch.equal(now.nan_to_num(7.0), written.detach().nan_to_num(7.0))
-
-
-def test_attention_names_heads_that_do_not_fit():
-    for heads, kv_heads, headdim in ((4, 3, 6), (4, 2, 5)):
-        with pytest.raises(ValueError, match=f"got n_heads {heads}, n_kv_heads {kv_heads}, headdim {headdim}"):
-            Attention(8, heads, kv_heads, headdim)
-
-
-def test_llama_block_has_residual_paths_and_masked_branches(attention):
-    block, z = LlamaBlock(attention, 8, 6).double(), randn(2, 5, 8)
-    angles = tables(5, 6, 500.0)
-    assert torch.equal(block(z, None, angles, None, torch.zeros_like(z))[0], z)
-    mixed = z + attention(block.input_layernorm(z), None, angles)[0]
-    assert torch.allclose(block(z, None, angles)[0], mixed + block.mlp(block.post_attention_layernorm(mixed)))

@@ -144,7 +144,7 @@ class TestFailure:
     def test_it_is_data_unless_an_error_is_asked_for(self, sweep):
         output = self.failing(sweep=sweep)
         assert output.converged.tolist() == [False, True]
-        with pytest.raises(dq.ConvergenceError, match="1 of 2 rows.* Remedy: raise Stop.max_steps") as raised:
+        with pytest.raises(dq.ConvergenceError, match=r"1 of 2 rows.* Remedy: raise Stop\.max_steps") as raised:
             output.raise_if_failed()
         assert raised.value.rows == [0]
         assert raised.value.residuals == [output.stats.residual[0].max().item()]
