@@ -24,7 +24,9 @@ def language_model(kind: str) -> dq.CausalLM:
         backbone = dq.Mamba2(dq.Mamba2Config(d_model=256, n_layers=2, d_state=64, headdim=64))
     else:
         backbone = dq.Llama(dq.LlamaConfig(d_model=256, n_layers=2, n_heads=4))
-    return dq.CausalLM(VOCABULARY, dq.ImplicitModel(backbone, stop=dq.Stop(rtol=0.0, max_steps=8))).eval()
+    return dq.CausalLM(
+        VOCABULARY, dq.ImplicitModel(backbone, dq.SolveConfig(stop=dq.Stop(rtol=0.0, max_steps=8)))
+    ).eval()
 
 
 def runs_of(lm: dq.CausalLM) -> dict[str, Run]:

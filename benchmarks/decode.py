@@ -16,7 +16,7 @@ import torch
 from harness import Row, arguments, judge, report
 
 import deqseq as dq
-from deqseq.layers import weights_computed_once
+from deqseq.layers import cached_weights
 
 SELF_ITERATIONS = 8
 VOCABULARY = 1000
@@ -70,15 +70,15 @@ class Decoding:
         """Seconds of as many one-token evaluations of the blocks, the cache growing as in generation."""
         backbone, cache, z = self.lm.model.backbone, self.cache, torch.zeros_like(self.token)
         begun = time.perf_counter()
-        with weights_computed_once(backbone):
+        with cached_weights(backbone):
             for _ in range(self.sizes.new - 1):
                 assert cache is not None
                 cache = cache.reserve(1)
-                injection = backbone.inject(self.token, cache)
+                inputs = backbone.prepare(self.token, cache)
                 for _ in range(SELF_ITERATIONS - 1):
-                    backbone(z, injection, cache)
-                _, trail = backbone(z, injection, cache, return_trail=True)
-                cache = trail.after(1)
+                    backbone(z, inputs, cache)
+                _, aux = backbone(z, inputs, cache, need_aux=True)
+                cache = backbone.advance(cache, aux, 1)
         return time.perf_counter() - begun
 
 

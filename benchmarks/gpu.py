@@ -22,7 +22,7 @@ import torch
 from harness import MEBIBYTE, Row, interleave, peak_memory, report, time_row, value_row
 
 import deqseq as dq
-from deqseq.layers import weights_computed_once
+from deqseq.layers import cached_weights
 from deqseq.ops.backend import Backend, resolved
 from deqseq.ops.ssd import ssd, ssd_step
 
@@ -126,7 +126,7 @@ def block(bench: Bench, width: int, stop: dq.Stop, phantom: int) -> dq.CausalLM:
     """A language model of one block."""
     torch.manual_seed(0)
     config = dq.Mamba2Config(width, d_state=bench.sizes.d_state, headdim=bench.sizes.headdim, backend=bench.backend)
-    model = dq.ImplicitModel(dq.Mamba2(config), stop=stop, gradient=dq.Phantom(phantom))
+    model = dq.ImplicitModel(dq.Mamba2(config), dq.SolveConfig(stop=stop, gradient=dq.Phantom(phantom)))
     return dq.CausalLM(VOCABULARY, model).to(bench.device)
 
 
@@ -147,7 +147,7 @@ class Work:
 
     def bare(self) -> None:
         """The block, called as often."""
-        with torch.no_grad(), self.bench.half(), weights_computed_once(self.backbone):
+        with torch.no_grad(), self.bench.half(), cached_weights(self.backbone):
             self._iterated(self.steps)
 
     def train(self) -> None:
@@ -160,13 +160,13 @@ class Work:
     def bare_training(self) -> None:
         """The block, called as often and differentiated as often, without a head."""
         self.bare()
-        with self.bench.half(), weights_computed_once(self.backbone):
+        with self.bench.half(), cached_weights(self.backbone):
             self._iterated(self.phantom).sum().backward()
 
     def _iterated(self, times: int) -> torch.Tensor:
-        z, injection = torch.zeros_like(self.x), self.backbone.inject(self.x)
+        z, inputs = torch.zeros_like(self.x), self.backbone.prepare(self.x)
         for _ in range(times):
-            z = self.backbone(z, injection)[0].to(self.x.dtype)
+            z = self.backbone(z, inputs)[0].to(self.x.dtype)
         return z
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torchdeq.solver import get_solver
 
 import deqseq as dq
-from deqseq.layers import weights_computed_once
+from deqseq.layers import cached_weights
 
 EVALUATIONS = 20
 NEVER = dq.Stop(rtol=0.0, atol=0.0, max_steps=EVALUATIONS)
@@ -212,21 +212,21 @@ def block_rows(runs: int) -> Iterator[Row]:
     z0 = torch.zeros_like(x)
 
     def f(z: Tensor) -> Tensor:
-        return backbone(z, injection)[0]
+        return backbone(z, inputs)[0]
 
     with torch.no_grad():
-        injection = backbone.inject(x)
-        with weights_computed_once(backbone):
+        inputs = backbone.prepare(x)
+        with cached_weights(backbone):
             yield from against_bare_loop("Mamba2 block, random", f, z0, runs, limit=1.03)
         for layer, scale in (("in_proj", 0.3), ("out_proj", 4.0)):
             backbone.get_parameter(f"layers.0.mixer.{layer}.parametrizations.weight.original0").mul_(scale)
-        with weights_computed_once(backbone):
+        with cached_weights(backbone):
             yield from against_bare_loop("Mamba2 block", f, z0, runs, limit=1.03)
             seldom = partial(ours, f, z0, dq.Naive(), replace(NEVER, check_every=4))
             bare = partial(bare_loop, f, z0)
             yield from per_step("Naive, check_every=4, Mamba2 block", seldom, "bare loop", bare, runs)
             yield from against_torchdeq("Mamba2 block", f, z0, runs)
-    yield from training_memory("Mamba2 block", lambda z: backbone(z, backbone.inject(x))[0], z0)
+    yield from training_memory("Mamba2 block", lambda z: backbone(z, backbone.prepare(x))[0], z0)
 
 
 def main() -> None:

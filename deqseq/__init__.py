@@ -1,6 +1,7 @@
 """Implicit (deep equilibrium) sequence models: solve and differentiate fixed points of sequence blocks."""
 
-from deqseq.backbones import Affine, Backbone, Cache, Injection, Llama, LlamaConfig, Mamba2, Mamba2Config
+from deqseq.backbones import Affine, Backbone, Cache, Inputs, Llama, LlamaConfig, Mamba2, Mamba2Config
+from deqseq.config import SolveConfig
 from deqseq.fixed_point import fixed_point
 from deqseq.gradients import AttachedGradient, Gradient, Implicit, OneStep, Phantom, Unrolled
 from deqseq.models import (
@@ -14,17 +15,17 @@ from deqseq.models import (
     ModelOutput,
     NewTokens,
     ParameterCount,
-    Solving,
     parameter_count,
     preset,
     preset_names,
 )
+from deqseq.rows import take
 from deqseq.solution import ConvergenceError, ConvergenceWarning, Solution, SolveStats, Status
 from deqseq.solve import Progress, solve
-from deqseq.solvers import Anderson, Broyden, Naive, OutsideSolver, Relaxed, Solver
+from deqseq.solvers import Anderson, Broyden, ExternalSolver, Naive, Relaxed, Solver
 from deqseq.stop import Stop
 from deqseq.sweeps import Chunked, Sequential, Simultaneous, Sliding, Sweep
-from deqseq.types import FixedPointMap, Residual, SelectableMap, State
+from deqseq.types import FixedPointMap, Residual, State
 
 __version__ = "0.1.0"
 
@@ -42,12 +43,13 @@ __all__ = [
     "ConvergenceError",
     "ConvergenceWarning",
     "ExplicitModel",
+    "ExternalSolver",
     "FixedPointMap",
     "Generation",
     "Gradient",
     "Implicit",
     "ImplicitModel",
-    "Injection",
+    "Inputs",
     "LanguageModelSpec",
     "Llama",
     "LlamaConfig",
@@ -57,20 +59,18 @@ __all__ = [
     "Naive",
     "NewTokens",
     "OneStep",
-    "OutsideSolver",
     "ParameterCount",
     "Phantom",
     "Progress",
     "Relaxed",
     "Residual",
-    "SelectableMap",
     "Sequential",
     "Simultaneous",
     "Sliding",
     "Solution",
+    "SolveConfig",
     "SolveStats",
     "Solver",
-    "Solving",
     "State",
     "Status",
     "Stop",
@@ -81,4 +81,5 @@ __all__ = [
     "preset",
     "preset_names",
     "solve",
+    "take",
 ]

@@ -1,5 +1,7 @@
 """One evaluation of a fixed-point map, with its contract checked."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -26,24 +28,22 @@ def check_start(z0: Tensor) -> None:
         raise ValueError("z0 must be finite, got NaN or infinity")
 
 
-def evaluate(f: FixedPointMap, z: State) -> State:
-    """``f(z)`` in the dtype of ``z``.
+def evaluate(f: FixedPointMap, z: State, args: Any = None, *, has_aux: bool = False) -> tuple[State, Any]:
+    """``f(z)``, or ``f(z, args)``, in the dtype of ``z``, and its auxiliary output (None without).
 
     Under autocast a map computes in half precision; its value is brought back to the state's dtype, so that the
     iteration does not lose precision from one step to the next.
-
-    Args:
-        f: the map.
-        z: the point, ``(batch, *event)``.
-
-    Returns:
-        The map's value, the shape, dtype and device of ``z``.
 
     Raises:
         TypeError: the map returns something else than a tensor, or changes the dtype outside autocast.
         ValueError: the map changes the shape or the device.
     """
-    fz = f(z)
+    fz = f(z) if args is None else f(z, args)
+    aux = None
+    if has_aux:
+        if not isinstance(fz, tuple) or len(fz) != 2:
+            raise TypeError(f"with has_aux=True, f must return a pair (f(z), aux), got {type(fz).__name__}")
+        fz, aux = fz
     if not isinstance(fz, Tensor):
         raise TypeError(f"f(z) must be a tensor of the shape of z, got {type(fz).__name__}")
     if fz.shape != z.shape or fz.device != z.device:
@@ -55,4 +55,4 @@ def evaluate(f: FixedPointMap, z: State) -> State:
         if not torch.is_autocast_enabled(z.device.type):
             raise TypeError(f"f must keep the dtype of z outside autocast: got {fz.dtype} for {z.dtype}")
         fz = fz.to(z.dtype)
-    return fz
+    return fz, aux

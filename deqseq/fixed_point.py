@@ -1,5 +1,7 @@
 """The functional entry: solver x gradient x stopping rule."""
 
+from typing import Any
+
 import torch
 
 from deqseq.gradients.base import Gradient
@@ -7,7 +9,7 @@ from deqseq.gradients.implicit import Implicit
 from deqseq.solution import Solution, Status
 from deqseq.solve import Callback
 from deqseq.solvers.anderson import Anderson
-from deqseq.solvers.base import OutsideSolver, Solver
+from deqseq.solvers.base import ExternalSolver, Solver
 from deqseq.stop import Stop
 from deqseq.types import FixedPointMap, State
 
@@ -16,7 +18,8 @@ def fixed_point(
     f: FixedPointMap,
     z0: State,
     *,
-    solver: Solver | OutsideSolver = Anderson(),
+    args: Any = None,
+    solver: Solver[Any] | ExternalSolver = Anderson(),
     stop: Stop = Stop(),
     gradient: Gradient | None = None,
     throw: bool = False,
@@ -26,18 +29,20 @@ def fixed_point(
     r"""A fixed point :math:`z^* = f(z^*)` that can be differentiated.
 
     Args:
-        f: the map, ``(batch, *event) -> (batch, *event)``. Whatever tensors it closes over receive gradients.
-        z0: where to start, ``(batch, *event)``.
+        f: the map, ``(batch, *event) -> (batch, *event)``; with ``args`` it is called as ``f(z, args)``. All tensors
+            that it closes over, and ``args``, receive gradients.
+        z0: the start, ``(batch, *event)``.
+        args: what the map needs of each row, as in :func:`solve`. Default: the map takes ``z`` alone.
         solver: the algorithm.
         stop: tolerances, budget and granularity.
-        gradient: the estimator. None takes the exact one, :class:`Implicit`, where anything in ``f`` wants a
-            gradient; an estimator that is named must find something to differentiate.
-        throw: whether rows that did not converge raise.
-        trace: whether to keep the residual at every look.
-        callback: called with a :class:`Progress` at every look.
+        gradient: the estimator. Default: the exact one, :class:`Implicit`, where anything in ``f`` requires a
+            gradient. An estimator that is named must find something to differentiate.
+        throw: whether rows that did not converge raise an error.
+        trace: whether to keep the residual of every check.
+        callback: called with a :class:`Progress` at every check.
 
     Returns:
-        The solution: value, status and statistics, row by row.
+        The solution: value, status and statistics, per row.
 
     Raises:
         ConvergenceError: with ``throw``, names the rows that did not converge, their residuals and a remedy.
@@ -52,7 +57,7 @@ def fixed_point(
         tensor(0.8952)
     """
     chosen = Implicit() if gradient is None else gradient
-    solution = chosen.apply(f, z0, solver=solver, stop=stop, trace=trace, callback=callback)
+    solution = chosen.apply(f, z0, args=args, solver=solver, stop=stop, trace=trace, callback=callback)
     if throw:
         solution.raise_if_failed()
     graphless = torch.is_grad_enabled() and not solution.value.requires_grad

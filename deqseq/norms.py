@@ -17,7 +17,7 @@ class Measurement(NamedTuple):
         residual: relative residual ``d / s``.
         passed: whether ``d <= atol + rtol * s``.
         difference: the absolute residual ``d`` of each row (its largest over the tokens).
-        scale: ``s`` of each token, or one number a row.
+        scale: ``s`` of each token, or one number per row.
     """
 
     residual: Residual
@@ -27,10 +27,10 @@ class Measurement(NamedTuple):
 
 
 def token_norms(x: State) -> Float[Tensor, "batch tokens"]:
-    """Euclidean norm over the last dimension of the event, one number a token.
+    """Euclidean norm over the last dimension of the event, one number per token.
 
     Half-precision states are accumulated in float32. A state without a token dimension, ``(batch,)`` or
-    ``(batch, dim)``, is one token a row.
+    ``(batch, dim)``, has one token per row.
 
     Example:
         >>> token_norms(torch.tensor([[[3.0, 4.0], [0.0, 1.0]]]))

@@ -1,17 +1,18 @@
 """What a solve returns: failure is data, and can be raised."""
 
+from abc import ABC
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any, TypeVar
 
-import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from deqseq.types import Residual, RowMask, State, Steps
+from deqseq.types import Iterations, Residual, RowMask, State
 
 
 class Status(IntEnum):
-    """How the solve of one row ended.
+    """How the solve of a row ended.
 
     Example:
         >>> import deqseq as dq
@@ -22,15 +23,15 @@ class Status(IntEnum):
 
     CONVERGED = 0
     """The residual passed the tolerance."""
-    BUDGET_SPENT = 1
-    """``max_steps`` evaluations were made; the best of them is returned."""
+    MAX_STEPS_REACHED = 1
+    """``max_steps`` evaluations were made; the best value is returned."""
     DIVERGED = 2
     """The residual grew without bound or became non-finite; the best finite value is returned, or the start if there
     is none."""
 
 
 class ConvergenceError(RuntimeError):
-    """A solve did not converge and ``throw=True`` asked for an error.
+    """A solve did not converge, and ``throw=True`` or ``raise_if_failed()`` raised an error.
 
     Attributes:
         rows: positions in the batch of the rows that failed.
@@ -42,9 +43,12 @@ class ConvergenceError(RuntimeError):
         self.rows = rows
         self.residuals = residuals
 
+    def __reduce__(self) -> tuple[type["ConvergenceError"], tuple[str, list[int], list[float]]]:
+        return type(self), (str(self), self.rows, self.residuals)
+
 
 class ConvergenceWarning(UserWarning):
-    """A solve that nobody looks at, such as the adjoint solve of a backward pass, did not converge."""
+    """A solve whose status is not returned to the caller, such as the adjoint solve of a backward pass, failed."""
 
 
 @dataclass(frozen=True)
@@ -52,87 +56,117 @@ class SolveStats:
     """The numbers of a solve.
 
     Attributes:
-        steps: evaluations of the map until a row ended, ``(batch,)``; per token, with ``Stop(per="token")`` or a sweep
-            over parts of the sequence, until the token passed for good, ``(batch, tokens)``.
+        iterations: evaluations of the map until a row ended, ``(batch,)``; per token, with ``Stop(per="token")`` or a
+            sweep over parts of the sequence, until the token passed for good, ``(batch, tokens)``.
         residual: relative residual ``|f(z) - z| / |f(z)|`` at the evaluation whose value was returned (``inf`` where
-            no evaluation was finite), ``(batch,)`` or ``(batch, tokens)`` as ``steps``.
-        evaluations: how many times the map was called in all.
-        updates: how many of those calls a row (in a model: a token) took part in, until it was dropped from the
-            computation, ``(batch,)`` or ``(batch, length)``; a solver's work is ``updates.sum()``.
-        trace: residual at every look, ``(looks, batch, *tokens)``, if it was asked for; a row that has ended
-            repeats its last one.
-        forced: tokens that a sweep committed though they had not passed, ``(batch, length)``; None where nothing was
+            no evaluation was finite), ``(batch,)`` or ``(batch, tokens)`` as ``iterations``.
+        evaluations: calls of the map, for the whole batch.
+        updates: how many of those calls a row (in a model: a token) took part in before it was removed from the batch,
+            ``(batch,)`` or ``(batch, length)``; the work of a solve is ``updates.sum()``.
+        trace: residual at every check, ``(checks, batch, *tokens)``, with ``trace=True``; rows that have ended repeat
+            their last one.
+        forced: tokens that a sweep committed although they had not passed, ``(batch, length)``; None where nothing was
             committed.
     """
 
-    steps: Steps
+    iterations: Iterations
     residual: Residual
     evaluations: int
     updates: Int64[Tensor, "batch *each"]
-    trace: Float[Tensor, "looks batch *tokens"] | None = None
+    trace: Float[Tensor, "checks batch *tokens"] | None = None
     forced: Bool[Tensor, "batch length"] | None = None
 
 
-@dataclass(frozen=True)
-class Solution:
-    """A fixed point, or the best that was found, with what is known of it.
+Self = TypeVar("Self", bound="Outcome")
 
-    Attributes:
-        value: ``f(z)`` at the evaluation that passed the test, otherwise at the one with the smallest residual (the
-            latest of equals), ``(batch, *event)``.
-        status: a :class:`Status` a row, ``(batch,)``.
-        stats: steps, residuals and, if asked for, their trace.
+
+class Outcome(ABC):
+    """What solutions and model outputs have in common: a status per row, and the numbers of the solve.
+
+    Example:
+        >>> import deqseq as dq
+        >>> output = dq.ImplicitModel(dq.Affine(4))(torch.ones(2, 3, 4))
+        >>> isinstance(output, Outcome), output.raise_if_failed().converged
+        (True, tensor([True, True]))
     """
 
-    value: State
-    status: Int64[Tensor, " batch"]
-    stats: SolveStats
+    status: Int64[Tensor, " batch"] | None
+    """A :class:`Status` per row, ``(batch,)``; None for an explicit model."""
+    stats: SolveStats | None
+    """Numbers of the solve; None for an explicit model."""
 
     @property
     def converged(self) -> RowMask:
-        """Which rows converged."""
+        """Which rows converged, bool, ``(batch,)``.
+
+        Raises:
+            ValueError: an explicit model's output, which was not solved for.
+        """
+        if self.status is None:
+            raise ValueError("converged needs a solve: an explicit model runs its layers once")
         return self.status == Status.CONVERGED
 
-    def raise_if_failed(self, what: str = "the fixed-point solve") -> "Solution":
-        """This solution, if every row converged.
+    def raise_if_failed(self: Self, what: str = "the fixed-point solve") -> Self:
+        """This object, if every row converged or there was nothing to solve.
 
         Args:
-            what: the solve's name in the error's text.
+            what: the solve's name in the error message.
 
         Returns:
-            The solution itself.
+            The object itself.
 
         Raises:
             ConvergenceError: names the rows, their residuals and a remedy.
         """
-        if bool(self.converged.all()):
+        if self.status is None or bool(self.converged.all()):
             return self
-        rows = (~self.converged).nonzero()[:, 0].tolist()
-        residual = self.stats.residual
-        per_row = residual if residual.ndim == 1 else residual.amax(dim=1)
-        residuals = per_row[torch.tensor(rows, device=per_row.device)].tolist()
-        raise ConvergenceError(describe_failure(self, what), rows, residuals)
+        rows = (~self.converged).nonzero()[:, 0]
+        assert self.stats is not None
+        residuals = _per_row(self.stats.residual)[rows]
+        raise ConvergenceError(describe_failure(self, what), rows.tolist(), residuals.tolist())
 
 
-def describe_failure(solution: Solution, what: str) -> str:
+@dataclass(frozen=True)
+class Solution(Outcome):
+    """A fixed point, or the best value that was found, with the numbers of its solve.
+
+    Attributes:
+        value: ``f(z)`` at the evaluation that passed the test, otherwise at the one with the smallest residual (the
+            latest of equals), ``(batch, *event)``.
+        status: a :class:`Status` per row, ``(batch,)``.
+        stats: the numbers of the solve.
+        aux: with ``has_aux=True``, what the map returned beside ``value``.
+    """
+
+    value: State
+    status: Int64[Tensor, " batch"]  # pyright: ignore[reportIncompatibleVariableOverride]
+    stats: SolveStats  # pyright: ignore[reportIncompatibleVariableOverride]
+    aux: Any = None
+
+
+def _per_row(residual: Residual) -> Float[Tensor, " batch"]:
+    return residual.detach() if residual.ndim == 1 else residual.detach().amax(dim=1)
+
+
+def describe_failure(outcome: Outcome, what: str) -> str:
     """One paragraph: which rows failed, how, and what to try."""
-    status = solution.status.cpu()
-    residual = solution.stats.residual.detach().cpu()
-    per_row = residual if residual.ndim == 1 else residual.amax(dim=1)
+    assert outcome.status is not None and outcome.stats is not None
+    status, residual = outcome.status.cpu(), _per_row(outcome.stats.residual).cpu()
     parts = []
-    for kind in (Status.BUDGET_SPENT, Status.DIVERGED):
+    for kind in (Status.MAX_STEPS_REACHED, Status.DIVERGED):
         rows = (status == kind).nonzero()[:, 0].tolist()
         if rows:
-            shown = ", ".join(f"{row} (residual {per_row[row]:.2e})" for row in rows[:8])
+            shown = ", ".join(f"{row} (residual {residual[row]:.2e})" for row in rows[:8])
             more = f" and {len(rows) - 8} more" if len(rows) > 8 else ""
             parts.append(f"{kind.name.lower().replace('_', ' ')}: rows {shown}{more}")
     advice = {
-        Status.BUDGET_SPENT: "raise Stop.max_steps, loosen Stop.rtol, or damp a limit cycle with Relaxed(damping=0.5)",
+        Status.MAX_STEPS_REACHED: "raise Stop.max_steps, loosen Stop.rtol, or damp a limit cycle with "
+        "Relaxed(damping=0.5)",
         Status.DIVERGED: "the map expands here: damp it with Relaxed(damping=0.5), try Anderson() or Broyden(), or "
         "make it contractive",
     }
-    worst = Status.DIVERGED if bool((status == Status.DIVERGED).any()) else Status.BUDGET_SPENT
+    worst = Status.DIVERGED if bool((status == Status.DIVERGED).any()) else Status.MAX_STEPS_REACHED
     return (
         f"{what} failed for {int((status != Status.CONVERGED).sum())} of {len(status)} rows "
-        f"after {solution.stats.evaluations} evaluations ({'; '.join(parts)}). Remedy: {advice[worst]}."
+        f"after {outcome.stats.evaluations} evaluations ({'; '.join(parts)}). Remedy: {advice[worst]}."
     )

@@ -2,73 +2,92 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
-from functools import partial
-from typing import Protocol, runtime_checkable
+from dataclasses import dataclass, replace
+from typing import Any, Required, TypedDict
 
 import torch
 
 from deqseq.evaluate import check_start, evaluate
-from deqseq.ledger import Ledger
+from deqseq.monitor import Monitor, RowMonitor
+from deqseq.rows import put, take
 from deqseq.solution import Solution
-from deqseq.solvers.base import OutsideSolver, Solver
+from deqseq.solvers.base import ExternalSolver, Solver
 from deqseq.stop import Stop
-from deqseq.types import FixedPointMap, Residual, RowIndex, SelectableMap, State
+from deqseq.types import FixedPointMap, Residual, RowIndex, State
 
 
 @dataclass(frozen=True)
 class Progress:
-    """What a callback is told at each look at the residual.
+    """What a callback is told at each check of the residual.
 
     Attributes:
-        step: evaluations so far.
+        iteration: evaluations so far.
         max_steps: the budget.
-        open_rows: rows that have not ended.
+        active_rows: rows that have not ended.
         residual: the latest residual of each row or token, ``(batch,)`` or ``(batch, tokens)``, on the device of the
             state.
     """
 
-    step: int
+    iteration: int
     max_steps: int
-    open_rows: int
+    active_rows: int
     residual: Residual
 
 
 Callback = Callable[[Progress], None]
-"""Called with a :class:`Progress` at each look at the residual."""
+"""Called with a :class:`Progress` at each check of the residual."""
+
+
+class SolveCall(TypedDict, total=False):
+    """Keyword arguments of :func:`solve`, which gradient estimators hand on."""
+
+    solver: Required[Solver[Any] | ExternalSolver]
+    stop: Required[Stop]
+    args: Any
+    has_aux: bool
+    trace: bool
+    callback: Callback | None
 
 
 def solve(
     f: FixedPointMap,
     z0: State,
     *,
-    solver: Solver | OutsideSolver,
+    solver: Solver[Any] | ExternalSolver,
     stop: Stop,
+    args: Any = None,
+    has_aux: bool = False,
     trace: bool = False,
     callback: Callback | None = None,
 ) -> Solution:
     r"""Iterate towards a fixed point :math:`z^* = f(z^*)`, in the caller's gradient mode.
 
-    Each round evaluates the map once, looks at the residual, ends the rows that have converged or diverged, and asks
-    the solver for the next point. Rows that ended stay where they are; when they are a quarter of those left, and
-    ``f`` offers ``select(rows)``, they are dropped from the computation.
+    Each iteration evaluates the map once, checks the residual, ends the rows that have converged or diverged, and asks
+    the solver for the next point. Rows that have ended are frozen. With ``args``, they are removed from the batch once
+    a quarter of it has ended.
 
     Args:
-        f: the map, ``(batch, *event) -> (batch, *event)``; if it has ``select(rows)``, finished rows are dropped.
-        z0: where to start, ``(batch, *event)``, floating point and finite.
+        f: the map, ``(batch, *event) -> (batch, *event)``; with ``args`` it is called as ``f(z, args)``.
+        z0: the start, ``(batch, *event)``, floating point and finite.
         solver: the algorithm.
         stop: tolerances, budget and granularity. ``stop.max_steps`` counts evaluations of ``f``, exactly.
-        trace: whether to keep the residual at every look.
-        callback: called with a :class:`Progress` at every look.
+        args: what the map needs of each row: a tensor ``(batch, ...)``, or a record of them
+            (:func:`deqseq.take` removes rows of it). Default: the map takes ``z`` alone.
+        has_aux: whether ``f`` returns a pair ``(f(z), aux)``, with ``aux`` a record of tensors with a row dimension.
+            The solution has the ``aux`` of its value; failed rows whose best value is not their last are evaluated
+            once more for that (with an external solver, also rows that ended before the others), beyond the
+            budget and counted.
+        trace: whether to keep the residual of every check.
+        callback: called with a :class:`Progress` at every check.
 
     Returns:
         A :class:`Solution`. Its value is ``f(z)`` at the evaluation that passed the test; for rows that did not
-        converge, at the one with the smallest residual. Nothing is raised for them: look at ``status``, or call
+        converge, at the one with the smallest residual. Failed rows raise nothing: see ``status``, or call
         ``raise_if_failed()``.
 
     Raises:
-        TypeError: a starting point or a map that breaks its contract by its type.
-        ValueError: one that breaks it by its shape, dtype or numbers.
+        TypeError: ``z0`` or the value of ``f`` is of the wrong type.
+        ValueError: ``z0`` or the value of ``f`` has a wrong shape, dtype or device, or ``z0`` is not finite.
 
     Example:
         >>> import torch
@@ -76,111 +95,110 @@ def solve(
         >>> solution = solve(torch.cos, torch.zeros(3, 1), solver=Anderson(), stop=Stop(rtol=1e-6))
         >>> solution.value[:, 0]
         tensor([0.7391, 0.7391, 0.7391])
-        >>> solution.converged
-        tensor([True, True, True])
+        >>> x = torch.tensor([[0.0], [1.0]])
+        >>> solve(lambda z, x: (z + x) / 2, x * 0, args=x, solver=Anderson(), stop=Stop()).stats.iterations
+        tensor([1, 3])
     """
     check_start(z0)
-    ledger = Ledger(z0, stop, trace)
-    return ledger.solution(iterate(f, z0, solver, ledger, callback).evaluations)
+    monitor = RowMonitor(z0, stop, trace, freezes=not isinstance(solver, ExternalSolver))
+    end = iterate(f, z0, args, solver, monitor, has_aux=has_aux, callback=callback)
+    solution, stale = monitor.solution(end.evaluations, end.aux)
+    if solution.aux is not None and stale is not None:
+        with torch.no_grad():
+            solution = _with_own_aux(f, args, solution, stale)
+    return solution
 
 
-@runtime_checkable
-class Books(Protocol):
-    """Who watches an iteration and decides when it ends: a :class:`Ledger`, or the front of a sliding window."""
-
-    stop: Stop
-    open_rows: int
-
-    def residuals(self) -> Residual:
-        """The latest residuals."""
-        ...
-
-    def observe(self, z: State, fz: State, step: int) -> None:
-        """Look at one evaluation."""
-        ...
-
-    def hold(self, z: State, proposal: State) -> State:
-        """The next point, given what the solver proposes."""
-        ...
-
-    def drop_ended(self) -> RowIndex | None:
-        """Rows that stay, if some are to be dropped from the computation."""
-        ...
+def _with_own_aux(f: FixedPointMap, args: Any, solution: Solution, rows: RowIndex) -> Solution:
+    """The solution, with ``aux`` of the given rows evaluated at their value."""
+    if args is None:
+        aux = take(evaluate(f, solution.value.detach(), has_aux=True)[1], rows)
+    else:
+        aux = evaluate(f, solution.value[rows].detach(), take(args, rows), has_aux=True)[1]
+    stats = solution.stats
+    updates = stats.updates.index_add(0, rows, torch.ones_like(rows))
+    stats = replace(stats, evaluations=stats.evaluations + 1, updates=updates)
+    return replace(solution, stats=stats, aux=put(solution.aux, rows, aux))
 
 
 @dataclass(frozen=True)
-class Ending:
-    """Where an iteration stopped: its last evaluation, and where the solver would have gone next."""
+class LoopResult:
+    """Where an iteration ended: its last evaluation, of the rows that were still computed, and the solver's state."""
 
     z: State
     fz: State
+    aux: Any
     evaluations: int
-    propose: Callable[[], State]
+    state: Any
 
 
 def iterate(
-    f: FixedPointMap, z0: State, solver: Solver | OutsideSolver, books: Books, callback: Callback | None = None
-) -> Ending:
-    """The loop of :func:`solve`, for any books.
-
-    Args:
-        f: the map.
-        z0: where to start, ``(batch, *event)``.
-        solver: the algorithm.
-        books: decides when it ends; ``books.stop.max_steps`` evaluations at most.
-        callback: called at every look.
-
-    Returns:
-        The last evaluation, of the rows that were not dropped.
-    """
-    if isinstance(solver, OutsideSolver):
-        return _observe_outside(f, z0, solver, books, callback)
-    stop, z, state = books.stop, z0, solver.init(z0)
-    selectable = f if isinstance(f, SelectableMap) else None
-    kind = z0.device.type  # under autocast the map is computed in half precision, the solver's inner products are not
-    full_precision = torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
-    step = 0
+    f: FixedPointMap,
+    z0: State,
+    args: Any,
+    solver: Solver[Any] | ExternalSolver,
+    monitor: Monitor,
+    *,
+    has_aux: bool = False,
+    callback: Callback | None = None,
+) -> LoopResult:
+    """The loop of :func:`solve`, for any monitor."""
+    if isinstance(solver, ExternalSolver):
+        return _iterate_externally(f, z0, args, solver, monitor, has_aux, callback)
+    stop, z, state, step = monitor.stop, z0, solver.init(z0), 0
     while True:
         step += 1
-        fz = evaluate(f, z)
-        if stop.looks_at(step):
-            books.observe(z, fz, step)
-            _tell(callback, books, step)
-            if not books.open_rows or step == stop.max_steps:
-                return Ending(z, fz, step, partial(_propose, solver, z, fz, state))
-        with full_precision:
-            proposal, state = solver.step(z, fz, state)
-        z = books.hold(z, proposal)
-        if selectable is not None and (keep := books.drop_ended()) is not None:
-            f = selectable = selectable.select(keep)
-            z, state = z[keep], solver.select(state, keep)
+        fz, aux = evaluate(f, z, args, has_aux=has_aux)
+        if stop.checks(step):
+            monitor.check(z, fz, step)
+            _report(callback, monitor, step)
+            if not monitor.active_rows or step == stop.max_steps:
+                return LoopResult(z, fz, aux, step, state)
+        proposal, state = next_point(solver, z, fz, state)
+        z = monitor.freeze(z, proposal)
+        if args is not None and (rows := monitor.compact(aux)) is not None:
+            z, args, state = take((z, args, state), rows)
 
 
-def _propose(solver: Solver, z: State, fz: State, state: object) -> State:
-    with torch.autocast(z.device.type, enabled=False):
-        return solver.step(z, fz, state)[0]
+def next_point(solver: Solver[Any] | ExternalSolver, z: State, fz: State, state: Any) -> tuple[State, Any]:
+    """One step of the solver, in full precision: under autocast only the map is computed in half precision."""
+    if isinstance(solver, ExternalSolver):
+        return fz, state
+    kind = z.device.type
+    with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
+        return solver.step(z, fz, state)
 
 
 class _Finished(Exception):
-    """Ends the loop of an outside solver."""
+    """Ends the loop of an external solver."""
 
 
-def _observe_outside(
-    f: FixedPointMap, z0: State, solver: OutsideSolver, books: Books, callback: Callback | None
-) -> Ending:
-    """Let another library iterate, and keep our books on each evaluation that it makes."""
-    stop, step = books.stop, 0
-    last: tuple[State, State] | None = None
+def _iterate_externally(
+    f: FixedPointMap,
+    z0: State,
+    args: Any,
+    solver: ExternalSolver,
+    monitor: Monitor,
+    has_aux: bool,
+    callback: Callback | None,
+) -> LoopResult:
+    """Let another library iterate, and monitor each evaluation that it makes."""
+    stop, step = monitor.stop, 0
+    last: tuple[State, State, Any] | None = None
+
+    def check() -> None:
+        assert last is not None
+        monitor.check(last[0], last[1], step)
+        _report(callback, monitor, step)
 
     def observed(z: State) -> State:
         nonlocal step, last
         step += 1
-        fz = evaluate(f, z)
-        last = z, fz
-        if stop.looks_at(step):
-            books.observe(z, fz, step)
-            _tell(callback, books, step)
-            if not books.open_rows or step == stop.max_steps:
+        fz, aux = evaluate(f, z, args, has_aux=has_aux)
+        last = z, fz, aux
+        if stop.checks(step):
+            check()
+            if not monitor.active_rows or step == stop.max_steps:
                 raise _Finished
         return fz
 
@@ -188,16 +206,11 @@ def _observe_outside(
         solver.run(observed, z0, stop.max_steps)
     if last is None:
         raise RuntimeError(f"{solver} returned without evaluating the map")
-    if not stop.looks_at(step):
-        books.observe(last[0], last[1], step)
-        _tell(callback, books, step)
-    return Ending(*last, step, partial(_identity, last[1]))
+    if not stop.checks(step):
+        check()
+    return LoopResult(*last, step, None)
 
 
-def _identity(fz: State) -> State:
-    return fz
-
-
-def _tell(callback: Callback | None, books: Books, step: int) -> None:
+def _report(callback: Callback | None, monitor: Monitor, step: int) -> None:
     if callback is not None:
-        callback(Progress(step, books.stop.max_steps, books.open_rows, books.residuals()))
+        callback(Progress(step, monitor.stop.max_steps, monitor.active_rows, monitor.residuals()))

@@ -23,14 +23,14 @@ class Stop:
         rtol: relative tolerance, at least 0.
         atol: absolute tolerance, at least 0, in the units of the state.
         max_steps: the budget: how many times the map may be evaluated, at least 1.
-        per: what converges on its own. ``"sample"``: a row ends when it has converged. ``"token"``: besides, a
-            token stays where it is while its own residual passes; it moves again if a neighbour wakes it, so a row
-            ends only when all its tokens pass in one evaluation. ``"batch"``: all rows end together.
+        per: what converges on its own. ``"sample"``: a row ends when it has converged. ``"token"``: in addition,
+            converged tokens are frozen until their residual rises above the tolerance again; a row ends when all its
+            tokens pass in one evaluation. ``"batch"``: all rows end together.
         norm: the residual of a row, ``"max_token"``: the largest over its tokens (norms over the last dimension);
             ``"frobenius"``: one norm over the whole row. A whole-sequence norm stops too early on long sequences,
             where the few tokens that still move weigh little.
-        check_every: evaluations between two looks at the residual, at least 1. A look moves a few bits to the
-            host, which on CUDA waits for the device; between looks nothing is measured, ended or recorded.
+        check_every: evaluations between two checks of the residual, at least 1. A check moves a few bits to the
+            host, which on CUDA waits for the device; between checks nothing is measured, ended or recorded.
         divergence: a row has diverged when its :math:`d` exceeds this multiple of the scale it started from (the
             larger of 1 and the first :math:`d` and :math:`s`), or is not finite.
 
@@ -71,16 +71,16 @@ class Stop:
 
     @classmethod
     def exactly(cls, steps: int) -> "Stop":
-        """Run ``steps`` evaluations whatever the residual, look once at the end, return the last value.
+        """Run ``steps`` evaluations whatever the residual, check it once at the end, and return the last value.
 
         Args:
             steps: evaluations, at least 1.
 
         Returns:
-            A rule with zero tolerance whose only look is the last evaluation.
+            A rule with zero tolerance that is checked at the last evaluation.
         """
         return cls(rtol=0.0, atol=0.0, max_steps=steps, check_every=steps)
 
-    def looks_at(self, step: int) -> bool:
+    def checks(self, step: int) -> bool:
         """Whether the residual is measured after evaluation number ``step`` (counted from 1)."""
         return step % self.check_every == 0 or step == self.max_steps

@@ -3,49 +3,22 @@
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from deqseq.backbones.base import Backbone, Cache, Injection, RealTokens, Sequence, check_sequence, real_tokens
-from deqseq.types import RowIndex
+from deqseq.backbones.base import Backbone, Cache, Inputs, check_sequence
+from deqseq.types import Mask, Sequence
 
 
 @dataclass(frozen=True)
 class AffineCache(Cache):
-    """The settled state of the token before.
+    """The state of the last committed token.
 
     Attributes:
         previous: ``(batch, d_model)``.
     """
 
     previous: Float[Tensor, "batch d_model"]
-
-    def select(self, rows: RowIndex) -> "AffineCache":
-        """The named ``rows`` alone, ``(rows,)``."""
-        return AffineCache(self.previous[rows])
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        """The one state."""
-        return (self.previous,)
-
-
-@dataclass(frozen=True)
-class AffineTrail:
-    """The states of an evaluation, those before and which of them are real."""
-
-    states: Float[Tensor, "batch one_more d_model"]
-    real: RealTokens | None
-
-    def after(self, tokens: int) -> AffineCache:
-        """The state of the last real token among the first ``tokens``."""
-        counts = real_tokens(self.real, tokens)
-        if counts is None:
-            return AffineCache(self.states[:, tokens].detach().clone())
-        return AffineCache(self.states.detach().gather(1, counts[:, None, None].expand_as(self.states[:, :1]))[:, 0])
-
-    def merged(self, rows: RowIndex, other: "AffineTrail") -> "AffineTrail":
-        """Some rows from another evaluation."""
-        return AffineTrail(self.states.index_copy(0, rows, other.states), self.real)
 
 
 class Affine(Backbone[AffineCache]):
@@ -66,7 +39,7 @@ class Affine(Backbone[AffineCache]):
         >>> backbone = Affine(4, contraction=0.4)
         >>> x = torch.ones(1, 3, 4)
         >>> z = backbone.solution(x)
-        >>> torch.allclose(backbone(z, backbone.inject(x))[0], z, atol=1e-6)
+        >>> torch.allclose(backbone(z, backbone.prepare(x))[0], z, atol=1e-6)
         True
     """
 
@@ -79,28 +52,31 @@ class Affine(Backbone[AffineCache]):
         self.R = nn.Parameter(_of_norm(d_model, contraction))
         self.U = nn.Parameter(_of_norm(d_model, 1.0))
 
-    def inject(self, x: Sequence, cache: AffineCache | None = None, real: RealTokens | None = None) -> Injection:
+    def prepare(self, x: Sequence, cache: AffineCache | None = None, mask: Mask | None = None) -> Inputs:
         check_sequence(x, self.d_model)
         self._check_cache(cache, x)
-        return Injection(x @ self.U.T, real=real)
-
-    def init_cache(self, batch: int) -> AffineCache:
-        return AffineCache(self.A.new_zeros(batch, self.d_model))
+        return Inputs(x @ self.U.T)
 
     def forward(
-        self,
-        z: Sequence,
-        injection: Injection,
-        cache: AffineCache | None = None,
-        *,
-        return_trail: bool = False,
-    ) -> tuple[Sequence, AffineTrail | None]:
+        self, z: Sequence, inputs: Inputs, cache: AffineCache | None = None, *, need_aux: bool = False
+    ) -> tuple[Sequence, Float[Tensor, "batch known d_model"] | None]:
         self._check_cache(cache, z)
         previous = z.new_zeros(z.shape[0], self.d_model) if cache is None else cache.previous
         states = torch.cat([previous[:, None], z], dim=1)
         out = z @ self.A.T + states[:, :-1] @ self.R.T
-        out = out if injection.value is None else out + injection.value
-        return out, AffineTrail(states, injection.real) if return_trail else None
+        out = out if inputs.injection is None else out + inputs.injection
+        return out, states if need_aux else None
+
+    def advance(
+        self,
+        cache: AffineCache | None,
+        aux: Float[Tensor, "batch known d_model"],
+        tokens: int,
+        counts: Int64[Tensor, " batch"] | None = None,
+    ) -> AffineCache:
+        """As in the base class; ``aux``: the state before each token and the last, ``(batch, tokens + 1, d_model)``."""
+        last = torch.full((len(aux),), tokens, device=aux.device) if counts is None else counts
+        return AffineCache(aux.detach()[torch.arange(len(aux), device=aux.device), last])
 
     def _check_cache(self, cache: object, z: Sequence) -> None:
         if cache is None:

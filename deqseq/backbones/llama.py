@@ -1,14 +1,15 @@
 """A stack of Llama blocks."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+from jaxtyping import Int64
 from torch import Tensor, nn
 
-from deqseq.backbones.base import Backbone, Injection, RealTokens, Sequence, check_sequence
-from deqseq.backbones.llama_cache import Claim, LlamaCache
+from deqseq.backbones.base import Backbone, Inputs, check_sequence
+from deqseq.backbones.llama_cache import LlamaCache
 from deqseq.layers import (
     Attention,
     KeyValues,
@@ -22,7 +23,8 @@ from deqseq.layers import (
     rotary_frequencies,
     rotary_tables,
 )
-from deqseq.types import RowIndex
+from deqseq.rows import map_tensors
+from deqseq.types import Mask, Sequence
 
 
 @dataclass(frozen=True)
@@ -33,13 +35,13 @@ class LlamaConfig:
         d_model: width.
         n_layers: blocks.
         n_heads: heads of the queries.
-        n_kv_heads: heads of keys and values, which divide ``n_heads``; None: as many.
-        headdim: channels a head, even; None: ``d_model / n_heads``.
-        mlp_width: hidden width of the feed-forward layers; None: ``int(2/3 * 4 * d_model)``, as in the paper.
+        n_kv_heads: heads of keys and values, a divisor of ``n_heads``. Default: ``n_heads``.
+        headdim: channels per head, even. Default: ``d_model / n_heads``.
+        mlp_width: hidden width of the feed-forward layers. Default: ``int(2/3 * 4 * d_model)``, as in the paper.
         rope_theta: base of the rotary embedding.
-        rope_scaling: how Llama 3.1 and later stretch it; None: not at all.
+        rope_scaling: the frequency scaling of Llama 3.1 and later. Default: none.
         norm_eps: epsilon of all norms.
-        dropout: probability, in [0, 1); one mask a layer and solve.
+        dropout: probability, in [0, 1); one mask per layer and solve.
         weight_norm: whether linear maps are weight-normalised, as in the paper.
         injection: whether the backbone takes an input at every layer; without, it only serves explicit models.
 
@@ -86,33 +88,13 @@ class LlamaConfig:
 
     @property
     def head_width(self) -> int:
-        """Channels a head."""
+        """Channels per head."""
         return self.headdim or self.d_model // self.n_heads
 
     @property
     def kv_heads(self) -> int:
         """Heads of keys and values."""
         return self.n_kv_heads or self.n_heads
-
-
-@dataclass(frozen=True)
-class LlamaTrail:
-    """Keys and values that one evaluation made, the cache that they follow, and which of its tokens are real."""
-
-    cache: LlamaCache
-    layers: tuple[KeyValues, ...]
-    real: RealTokens | None
-
-    def after(self, tokens: int) -> LlamaCache:
-        """The cache with the first ``tokens`` written behind it."""
-        real = None if self.real is None else self.real[:, :tokens]
-        new = tuple(KeyValues(*(part.detach()[:, :, :tokens] for part in layer)) for layer in self.layers)
-        return self.cache.followed(new, real)
-
-    def merged(self, rows: RowIndex, other: "LlamaTrail") -> "LlamaTrail":
-        """Some rows from another evaluation."""
-        pairs = (zip(mine, theirs, strict=True) for mine, theirs in zip(self.layers, other.layers, strict=True))
-        return replace(self, layers=tuple(KeyValues(*(a.index_copy(0, rows, b) for a, b in pair)) for pair in pairs))
 
 
 class Llama(Backbone[LlamaCache]):
@@ -133,7 +115,7 @@ class Llama(Backbone[LlamaCache]):
     Example:
         >>> backbone = Llama(LlamaConfig(d_model=16, n_heads=4))
         >>> x = torch.randn(2, 5, 16)
-        >>> z, _ = backbone(torch.zeros(2, 5, 16), backbone.inject(x))
+        >>> z, _ = backbone(torch.zeros(2, 5, 16), backbone.prepare(x))
         >>> z.shape
         torch.Size([2, 5, 16])
     """
@@ -145,8 +127,8 @@ class Llama(Backbone[LlamaCache]):
         blocks = [_block(config) for _ in range(config.n_layers)]
         self.layers = nn.ModuleList(blocks)
         self.norm = RMSNorm(config.d_model, config.norm_eps)
-        self.injection_norm = RMSNorm(config.d_model, config.norm_eps) if config.injection else None
         width = blocks[0].self_attn.injected_width
+        self.injection_norm = RMSNorm(config.d_model, config.norm_eps) if config.injection else None
         self.injection = nn.Linear(config.d_model, width) if config.injection else None
         if config.weight_norm:
             apply_weight_norm(self)
@@ -156,47 +138,49 @@ class Llama(Backbone[LlamaCache]):
         """The layers, by their type."""
         return cast(Iterable[LlamaBlock], self.layers)
 
-    def inject(self, x: Sequence, cache: LlamaCache | None = None, real: RealTokens | None = None) -> Injection:
+    def prepare(self, x: Sequence, cache: LlamaCache | None = None, mask: Mask | None = None) -> Inputs:
         check_sequence(x, self.d_model)
-        if self.injection is None or self.injection_norm is None:
-            raise ValueError("this Llama was built with LlamaConfig(injection=False): it serves explicit models only")
-        return replace(self.place(x, cache, real), value=self.injection(self.injection_norm(x)))
-
-    def place(self, x: Sequence, cache: LlamaCache | None = None, real: RealTokens | None = None) -> Injection:
         positions = torch.arange(x.shape[1], device=x.device)[None]
         if cache is not None:
             self._check_cache(cache, x)
-            positions = positions + (cache.length if cache.real is None else cache.real.sum(dim=1, keepdim=True))
+            positions = positions + (cache.length if cache.mask is None else cache.mask.sum(dim=1, keepdim=True))
         config = self.config
         frequencies = rotary_frequencies(config.head_width, config.rope_theta, config.rope_scaling, x.device)
         drops = self.training and config.dropout > 0
-        dropout = tuple(dropout_mask(x, config.dropout) for _ in self.layers if drops)
-        return Injection(dropout=dropout, real=real, tables=rotary_tables(positions, frequencies, x.dtype))
-
-    def init_cache(self, batch: int) -> LlamaCache:
-        shape = (batch, self.config.kv_heads, 0, self.config.head_width)
-        return LlamaCache(
-            tuple(KeyValues(self.norm.weight.new_empty(shape), self.norm.weight.new_empty(shape)) for _ in self.layers)
+        return Inputs(
+            injection=self._injected(x),
+            dropout=tuple(dropout_mask(x, config.dropout) for _ in self.layers if drops),
+            rotary=rotary_tables(positions, frequencies, x.dtype),
         )
 
+    def _injected(self, x: Sequence) -> Tensor | None:
+        if self.injection is None or self.injection_norm is None:
+            return None
+        return self.injection(self.injection_norm(x))
+
     def forward(
-        self,
-        z: Sequence,
-        injection: Injection,
-        cache: LlamaCache | None = None,
-        *,
-        return_trail: bool = False,
-    ) -> tuple[Sequence, LlamaTrail | None]:
+        self, z: Sequence, inputs: Inputs, cache: LlamaCache | None = None, *, need_aux: bool = False
+    ) -> tuple[Sequence, tuple[KeyValues, ...] | None]:
+        past: tuple[Past, ...] = ()
         if cache is not None:
             self._check_cache(cache, z)
-            cache = cache.reserve(z.shape[1])  # does nothing for a cache that a solve has prepared
-        tables, past = RotaryTables(*injection.tables), ()
-        if cache is not None and cache.length:
+            cache = cache.reserve(z.shape[1])  # does nothing if the solve has reserved already
             past = tuple(Past(layer, cache.length, cache.visible) for layer in cache.layers)
-        z, kept = self.run(self._stack, z, injection.value, tables, past, injection.dropout)
-        if not return_trail:
-            return z, None
-        return z, LlamaTrail(cache or self._empty(kept), kept, injection.real)
+        z, kept = self.run(self._stack, z, inputs.injection, RotaryTables(*inputs.rotary), past, inputs.dropout)
+        return z, kept if need_aux else None
+
+    def advance(
+        self,
+        cache: LlamaCache | None,
+        aux: tuple[KeyValues, ...],
+        tokens: int,
+        counts: Int64[Tensor, " batch"] | None = None,
+    ) -> LlamaCache:
+        new = map_tensors(lambda kept: kept.detach()[:, :, :tokens], aux)
+        if cache is None:
+            cache = LlamaCache(map_tensors(lambda kept: kept[:, :, :0].contiguous(), new))
+        mask = None if counts is None else torch.arange(tokens, device=counts.device) < counts[:, None]
+        return cache.extend(new, mask)
 
     def compile(self, **options: Any) -> None:
         self.compile_stack(self._stack, options)
@@ -215,15 +199,6 @@ class Llama(Backbone[LlamaCache]):
             z, own = block(z, injected, tables, past[i] if past else None, dropout[i] if dropout else None)
             kept.append(own)
         return self.norm(z), tuple(kept)
-
-    def _empty(self, layers: tuple[KeyValues, ...]) -> LlamaCache:
-        """The cache before these keys, in their dtype."""
-        return LlamaCache(
-            tuple(KeyValues(*(part.detach()[:, :, :0].contiguous() for part in own)) for own in layers),
-            0,
-            None,
-            Claim(),
-        )
 
     def _check_cache(self, cache: object, z: Sequence) -> None:
         if not isinstance(cache, LlamaCache):

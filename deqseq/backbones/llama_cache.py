@@ -1,4 +1,4 @@
-"""Keys and values of the settled tokens, in buffers that leave room for those to come."""
+"""Keys and values of the committed tokens, in buffers with room for later ones."""
 
 from dataclasses import dataclass, field, replace
 from threading import get_ident
@@ -7,14 +7,15 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from deqseq.backbones.base import Cache, RealTokens
+from deqseq.backbones.base import Cache
 from deqseq.layers import KeyValues
-from deqseq.types import RowIndex
+from deqseq.rows import map_tensors, take
+from deqseq.types import Mask, RowIndex
 
 
 @dataclass
 class Claim:
-    """How far the buffers that several caches share are taken by one of them, and which thread may write in them."""
+    """How much of a shared buffer is in use, and which thread may write to it."""
 
     upto: int = 0
     owner: int = field(default_factory=get_ident)
@@ -22,43 +23,42 @@ class Claim:
 
 @dataclass(frozen=True)
 class LlamaCache(Cache):
-    """Keys and values of the settled tokens.
+    """Keys and values of the committed tokens.
 
-    Self-iterations write their own keys behind ``length``, where a later commit may leave them: nothing is
-    concatenated. A cache that follows another shares its buffers. Only one may follow in place; who finds the room
-    behind its length taken gets buffers of its own.
+    Iterations write their own keys into the buffers after ``length``, and a commit leaves them there: nothing is
+    concatenated. A later cache shares the buffers of the one before. If another cache has already written past
+    ``length``, the buffers are copied.
 
     Attributes:
-        layers: buffers, one pair a layer, ``(batch, kv_heads, capacity, headdim)``.
-        length: how many tokens of the buffers are settled.
-        real: which of those are no padding, ``(batch, length)``; None: all.
-        claim: how far the buffers are taken.
-        ahead: how many tokens it has been prepared to be continued by.
-        visible: what those attend to, ``(batch or 1, 1, ahead, length + ahead)``; None: everything.
+        layers: buffers, one pair per layer, ``(batch, kv_heads, capacity, headdim)``.
+        length: committed tokens.
+        mask: True at real tokens, ``(batch, length)``; None: no padding.
+        claim: how much of the buffers is in use.
+        ahead: how many tokens :meth:`reserve` has prepared for.
+        visible: which tokens those attend to, ``(batch or 1, 1, ahead, length + ahead)``; None: all.
     """
 
     layers: tuple[KeyValues, ...]
     length: int = 0
-    real: RealTokens | None = None
+    mask: Mask | None = None
     claim: Claim = field(default_factory=Claim)
     ahead: int = 0
     visible: Bool[Tensor, "batch 1 new all"] | None = None
 
-    def select(self, rows: RowIndex) -> "LlamaCache":
-        """The named ``rows`` alone, ``(rows,)``, in buffers of their own."""
+    def take_rows(self, rows: RowIndex) -> "LlamaCache":
+        """The given ``rows`` alone, ``(rows,)``, in new buffers."""
         total = self.length + self.ahead
-        layers = tuple(KeyValues(*(kept[:, :, :total][rows] for kept in layer)) for layer in self.layers)
+        layers = map_tensors(lambda kept: kept[:, :, :total][rows], self.layers)
         visible = self.visible if self.visible is None or len(self.visible) == 1 else self.visible[rows]
-        real = None if self.real is None else self.real[rows]
-        return LlamaCache(layers, self.length, real, Claim(self.length), self.ahead, visible)
+        return LlamaCache(layers, self.length, take(self.mask, rows), Claim(self.length), self.ahead, visible)
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Settled keys and values of all layers; padding is zero."""
-        settled = tuple(kept[:, :, : self.length] for layer in self.layers for kept in layer)
-        return settled if self.real is None else tuple(kept * self.real[:, None, :, None] for kept in settled)
+        """Committed keys and values of all layers; padding is zero."""
+        committed = tuple(kept[:, :, : self.length] for layer in self.layers for kept in layer)
+        return committed if self.mask is None else tuple(kept * self.mask[:, None, :, None] for kept in committed)
 
     def reserve(self, tokens: int) -> "LlamaCache":
-        """The same cache with room for ``tokens`` more that no other cache uses, and what they may attend to."""
+        """The same cache with room for ``tokens`` more that no other cache uses, and their attention mask."""
         free = self._writable
         if self.ahead == tokens and free:
             return self
@@ -72,19 +72,16 @@ class LlamaCache(Cache):
 
     @property
     def _writable(self) -> bool:
-        """Whether the room behind the settled tokens is this cache's own."""
+        """Whether no other cache uses the buffers after ``length``."""
         frozen = self.layers[0].keys.is_inference() and not torch.is_inference_mode_enabled()
         return self.claim.upto <= self.length and self.claim.owner == get_ident() and not frozen
 
-    def followed(self, new: tuple[KeyValues, ...], real: RealTokens | None) -> "LlamaCache":
-        """The cache after more tokens.
+    def extend(self, new: tuple[KeyValues, ...], mask: Mask | None) -> "LlamaCache":
+        """The cache after more tokens, in the same buffers where no other cache uses their room.
 
         Args:
-            new: their keys and values, one pair a layer, ``(batch, kv_heads, tokens, headdim)``.
-            real: which of them are no padding, ``(batch, tokens)``; None: all.
-
-        Returns:
-            The cache, in the same buffers where their room is free.
+            new: keys and values, a pair per layer, ``(batch, kv_heads, tokens, headdim)``.
+            mask: True at real tokens, ``(batch, tokens)``; None: no padding.
         """
         tokens = new[0].keys.shape[2]
         room = self if self.ahead >= tokens and self._writable else self.reserve(tokens)
@@ -93,31 +90,31 @@ class LlamaCache(Cache):
             for kept, part in zip(layer, own, strict=True):
                 kept[:, :, self.length : total] = part
         room.claim.upto = total
-        return LlamaCache(room.layers, total, self._real_with(real, tokens), room.claim)
+        return LlamaCache(room.layers, total, self._mask_with(mask, tokens), room.claim)
 
-    def _real_with(self, real: Tensor | None, tokens: int) -> Tensor | None:
-        """Which tokens are real once ``tokens`` more have settled."""
-        if self.real is None and real is None:
+    def _mask_with(self, mask: Tensor | None, tokens: int) -> Tensor | None:
+        """The mask once ``tokens`` more are committed."""
+        if self.mask is None and mask is None:
             return None
         batch, device = len(self.layers[0].keys), self.layers[0].keys.device
-        before = torch.ones(batch, self.length, dtype=torch.bool, device=device) if self.real is None else self.real
-        after = torch.ones(batch, tokens, dtype=torch.bool, device=device) if real is None else real
+        before = torch.ones(batch, self.length, dtype=torch.bool, device=device) if self.mask is None else self.mask
+        after = torch.ones(batch, tokens, dtype=torch.bool, device=device) if mask is None else mask
         return torch.cat([before, after], dim=1)
 
     def _visible(self, tokens: int) -> Tensor | None:
-        if tokens == 1 and self.real is None:
+        if tokens == 1 and self.mask is None:
             return None
         device = self.layers[0].keys.device
         causal = torch.ones(tokens, self.length + tokens, dtype=torch.bool, device=device).tril(self.length)
-        if self.real is None:
+        if self.mask is None:
             return causal[None, None]
-        known = self._real_with(None, tokens)  # padding among the new tokens comes after the real ones of its row
+        known = self._mask_with(None, tokens)  # padding among the new tokens comes after the real ones of its row
         assert known is not None
         return causal & known[:, None, None]
 
 
 def _moved(layer: KeyValues, length: int, capacity: int) -> KeyValues:
-    """The settled tokens in a larger buffer."""
+    """The committed tokens in a larger buffer."""
     moved = []
     for kept in layer:
         buffer = kept.new_zeros(*kept.shape[:2], capacity, kept.shape[3])

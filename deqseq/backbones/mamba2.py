@@ -2,16 +2,17 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
+from jaxtyping import Int64
 from torch import Tensor, nn
 
-from deqseq.backbones.base import Backbone, Cache, Injection, RealTokens, Sequence, check_sequence, real_tokens
-from deqseq.layers import Mamba2Block, Mamba2Mixer, MixerState, MixerTrail, RMSNorm, apply_weight_norm, dropout_mask
+from deqseq.backbones.base import Backbone, Cache, Inputs, check_sequence
+from deqseq.layers import Mamba2Block, Mamba2Mixer, MixerAux, MixerState, RMSNorm, apply_weight_norm, dropout_mask
 from deqseq.ops import Backend
 from deqseq.ops.backend import check_backend, resolved
-from deqseq.types import RowIndex
+from deqseq.types import Mask, Sequence
 
 
 @dataclass(frozen=True)
@@ -22,19 +23,19 @@ class Mamba2Config:
         d_model: width.
         n_layers: blocks.
         d_state: state size of each channel.
-        headdim: channels a head; divides ``expand * d_model``.
+        headdim: channels per head; divides ``expand * d_model``.
         expand: inner width over ``d_model``.
         n_groups: groups of heads that share B and C, and are normalised together; divides the number of heads.
         d_conv: filter length of the causal convolution.
-        mlp_width: hidden width of a feed-forward layer after each mixer; 0: none.
-        chunk_size: tokens a chunk of the scan; None: 64 in plain PyTorch, 256 in kernels.
+        mlp_width: hidden width of a feed-forward layer after each mixer. Default: 0, no such layer.
+        chunk_size: tokens per chunk of the scan. Default: 64 in plain PyTorch, 256 in kernels.
         norm_eps: epsilon of all norms.
         dt_limit: bounds of the scan's step sizes.
-        dropout: probability, in [0, 1); one mask a solve.
+        dropout: probability, in [0, 1); one mask per solve.
         weight_norm: whether linear maps and convolutions are weight-normalised, as in the paper.
         injection: whether the backbone takes an input at every layer; without, it only serves explicit models.
-        backend: who computes convolutions and scans: ``"reference"``, plain PyTorch; ``"mamba_ssm"``, that package's
-            kernels; ``"auto"``, the kernels for CUDA tensors where they can be imported, the reference otherwise.
+        backend: implementation of convolutions and scans: ``"reference"``, plain PyTorch; ``"mamba_ssm"``, kernels of
+            that package; ``"auto"``, the kernels for CUDA tensors where they can be imported, else the reference.
 
     Raises:
         ValueError: names the field, what it got and what it wants.
@@ -87,41 +88,13 @@ class Mamba2Config:
 
 @dataclass(frozen=True)
 class Mamba2Cache(Cache):
-    """Convolution and scan states after the settled tokens.
+    """Convolution and scan states after the committed tokens.
 
     Attributes:
-        layers: one :class:`~deqseq.layers.MixerState` a block.
+        layers: one :class:`~deqseq.layers.MixerState` per block.
     """
 
     layers: tuple[MixerState, ...]
-
-    def select(self, rows: RowIndex) -> "Mamba2Cache":
-        """The named ``rows`` alone, ``(rows,)``."""
-        return Mamba2Cache(tuple(state.select(rows) for state in self.layers))
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        """The states of all layers."""
-        return tuple(tensor for state in self.layers for tensor in state)
-
-
-@dataclass(frozen=True)
-class Mamba2Trail:
-    """What the mixers computed in one evaluation, and which of its tokens are real."""
-
-    mixers: tuple[Mamba2Mixer, ...]
-    layers: tuple[MixerTrail, ...]
-    real: RealTokens | None
-
-    def after(self, tokens: int) -> Mamba2Cache:
-        """The states after the first ``tokens``: one small matrix product a layer."""
-        counts = real_tokens(self.real, tokens)
-        pairs = zip(self.mixers, self.layers, strict=True)
-        return Mamba2Cache(tuple(mixer.state_after(trail, tokens, counts) for mixer, trail in pairs))
-
-    def merged(self, rows: RowIndex, other: "Mamba2Trail") -> "Mamba2Trail":
-        """Some rows from another evaluation."""
-        pairs = zip(self.layers, other.layers, strict=True)
-        return replace(self, layers=tuple(mine.merged(rows, theirs) for mine, theirs in pairs))
 
 
 class Mamba2(Backbone[Mamba2Cache]):
@@ -141,7 +114,7 @@ class Mamba2(Backbone[Mamba2Cache]):
         >>> import torch
         >>> backbone = Mamba2(Mamba2Config(d_model=16, d_state=4, headdim=8))
         >>> x = torch.randn(2, 5, 16)
-        >>> z, _ = backbone(torch.zeros(2, 5, 16), backbone.inject(x))
+        >>> z, _ = backbone(torch.zeros(2, 5, 16), backbone.prepare(x))
         >>> z.shape
         torch.Size([2, 5, 16])
     """
@@ -153,8 +126,8 @@ class Mamba2(Backbone[Mamba2Cache]):
         blocks = [_block(config) for _ in range(config.n_layers)]
         self.layers = nn.ModuleList(blocks)
         self.norm_f = RMSNorm(config.d_model, config.norm_eps)
-        self.injection_norm = RMSNorm(config.d_model, config.norm_eps) if config.injection else None
         width = blocks[0].mixer.injected_width
+        self.injection_norm = RMSNorm(config.d_model, config.norm_eps) if config.injection else None
         self.injection = nn.Linear(config.d_model, width) if config.injection else None
         if config.weight_norm:
             apply_weight_norm(self)
@@ -164,35 +137,39 @@ class Mamba2(Backbone[Mamba2Cache]):
         """The layers, by their type."""
         return cast(Iterable[Mamba2Block], self.layers)
 
-    def inject(self, x: Sequence, cache: Mamba2Cache | None = None, real: RealTokens | None = None) -> Injection:
+    def prepare(self, x: Sequence, cache: Mamba2Cache | None = None, mask: Mask | None = None) -> Inputs:
         check_sequence(x, self.d_model)
-        if self.injection is None or self.injection_norm is None:
-            raise ValueError("this Mamba2 was built with Mamba2Config(injection=False): it serves explicit models only")
-        return replace(self.place(x, cache, real), value=self.injection(self.injection_norm(x)))
-
-    def place(self, x: Sequence, cache: Mamba2Cache | None = None, real: RealTokens | None = None) -> Injection:
         drops = self.training and self.config.dropout > 0
-        return Injection(dropout=tuple(dropout_mask(x, self.config.dropout) for _ in self.layers if drops), real=real)
+        return Inputs(
+            injection=self._injected(x),
+            dropout=tuple(dropout_mask(x, self.config.dropout) for _ in self.layers if drops),
+        )
 
-    def init_cache(self, batch: int) -> Mamba2Cache:
-        return Mamba2Cache(tuple(block.mixer.init_state(batch) for block in self.blocks))
+    def _injected(self, x: Sequence) -> Tensor | None:
+        if self.injection is None or self.injection_norm is None:
+            return None
+        return self.injection(self.injection_norm(x))
 
     def forward(
-        self,
-        z: Sequence,
-        injection: Injection,
-        cache: Mamba2Cache | None = None,
-        *,
-        return_trail: bool = False,
-    ) -> tuple[Sequence, Mamba2Trail | None]:
+        self, z: Sequence, inputs: Inputs, cache: Mamba2Cache | None = None, *, need_aux: bool = False
+    ) -> tuple[Sequence, tuple[MixerAux, ...] | None]:
         if cache is not None:
             self._check_cache(cache, z)
         states = None if cache is None else cache.layers
         backend = resolved(self.config.backend, z)  # compiled code could not
-        z, trails = self.run(self._stack, z, injection.value, states, injection.dropout, return_trail, backend)
-        if not return_trail:
-            return z, None
-        return z, Mamba2Trail(tuple(block.mixer for block in self.blocks), trails, injection.real)
+        z, aux = self.run(self._stack, z, inputs.injection, states, inputs.dropout, need_aux, backend)
+        return z, aux if need_aux else None
+
+    def advance(
+        self,
+        cache: Mamba2Cache | None,
+        aux: tuple[MixerAux, ...],
+        tokens: int,
+        counts: Int64[Tensor, " batch"] | None = None,
+    ) -> Mamba2Cache:
+        before = [None] * len(aux) if cache is None else cache.layers
+        parts = zip(self.blocks, before, aux, strict=True)
+        return Mamba2Cache(tuple(block.mixer.state_after(own, state, tokens, counts) for block, state, own in parts))
 
     def compile(self, **options: Any) -> None:
         self.compile_stack(self._stack, options)
@@ -203,17 +180,17 @@ class Mamba2(Backbone[Mamba2Cache]):
         injected: Tensor | None,
         states: tuple[MixerState, ...] | None,
         dropout: tuple[Tensor, ...],
-        return_trail: bool,
+        need_aux: bool,
         backend: Backend,
-    ) -> tuple[Tensor, tuple[MixerTrail, ...]]:
+    ) -> tuple[Tensor, tuple[MixerAux, ...]]:
         """All blocks and the final norm, from tensors to tensors."""
-        trails: list[MixerTrail] = []
+        kept: list[MixerAux] = []
         for i, block in enumerate(self.blocks):
             state, mask = states[i] if states else None, dropout[i] if dropout else None
-            z, trail = block(z, injected, state, mask, return_trail, backend)
-            if trail is not None:
-                trails.append(trail)
-        return self.norm_f(z), tuple(trails)
+            z, aux = block(z, injected, state, mask, need_aux, backend)
+            if aux is not None:
+                kept.append(aux)
+        return self.norm_f(z), tuple(kept)
 
     def _check_cache(self, cache: object, z: Sequence) -> None:
         if not isinstance(cache, Mamba2Cache):
@@ -227,7 +204,7 @@ class Mamba2(Backbone[Mamba2Cache]):
         mixer = next(iter(self.blocks)).mixer
         for name, ours, theirs in zip(("conv", "ssm"), mixer.init_state(0), cache.layers[0], strict=True):
             if ours.shape[1:] != theirs.shape[1:]:
-                shapes = f"{tuple(ours.shape[1:])} behind the rows, got {tuple(theirs.shape[1:])}"
+                shapes = f"{tuple(ours.shape[1:])} per row, got {tuple(theirs.shape[1:])}"
                 raise ValueError(f"cache must have {name} states of shape {shapes}")
 
 

@@ -13,9 +13,9 @@ from deqseq.gradients.base import AttachedGradient
 from deqseq.solution import ConvergenceWarning, Solution, describe_failure
 from deqseq.solve import solve
 from deqseq.solvers.anderson import Anderson
-from deqseq.solvers.base import OutsideSolver, Solver
+from deqseq.solvers.base import ExternalSolver, Solver
 from deqseq.stop import Stop
-from deqseq.types import FixedPointMap, State
+from deqseq.types import State
 
 ADJOINT = "the adjoint solve of Implicit"
 
@@ -28,7 +28,7 @@ class Implicit(AttachedGradient):
 
     .. math:: y = J^\top y + g, \qquad \frac{dL}{d\theta} = y^\top \frac{\partial f}{\partial \theta}.
 
-    Memory is that of one evaluation, whatever the number of self-iterations. Each adjoint step costs one backward
+    Memory is that of one evaluation, whatever the number of iterations. Each adjoint step costs one backward
     pass through the map. A second derivative is not offered (differentiate :class:`Unrolled` for that). A map that is
     compiled with ``torch.compile`` needs ``torch._functorch.config.donated_buffer = False``, because its graph is
     walked more than once. Under autocast the tolerance is no finer than the precision of the lower dtype.
@@ -54,14 +54,14 @@ class Implicit(AttachedGradient):
         4.0
     """
 
-    solver: Solver | OutsideSolver = Anderson()
+    solver: Solver | ExternalSolver = Anderson()
     stop: Stop = Stop(rtol=1e-5, max_steps=100, norm="frobenius")
     throw: bool = False
     report: Callable[[Solution], None] | None = None
 
-    def attach(self, f: FixedPointMap, z_star: State) -> State:
+    def attach(self, f: Callable[[State], State], z_star: State) -> State:
         z = z_star.detach().requires_grad_(torch.is_grad_enabled())
-        fz = evaluate(f, z)
+        fz, _ = evaluate(f, z)
         if not fz.requires_grad or not _reaches_another_leaf(fz, z):
             return fz.detach()
         value = _Adjoint.apply(fz, z, _within_reach(self, z))

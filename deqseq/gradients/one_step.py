@@ -1,10 +1,11 @@
 """The Jacobian-free gradient."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from deqseq.evaluate import evaluate
 from deqseq.gradients.base import AttachedGradient
-from deqseq.types import FixedPointMap, State
+from deqseq.types import State
 
 
 @dataclass(frozen=True)
@@ -29,5 +30,5 @@ class OneStep(AttachedGradient):
         2.0
     """
 
-    def attach(self, f: FixedPointMap, z_star: State) -> State:
-        return evaluate(f, z_star.detach())
+    def attach(self, f: Callable[[State], State], z_star: State) -> State:
+        return evaluate(f, z_star.detach())[0]

@@ -1,12 +1,13 @@
 """The phantom gradient."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from deqseq.evaluate import evaluate
 from deqseq.gradients.base import AttachedGradient, checkpointed
-from deqseq.types import FixedPointMap, State
+from deqseq.types import State
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,7 @@ class Phantom(AttachedGradient):
 
     The gradient is a truncated Neumann series of the implicit one; with :math:`J` the map's Jacobian at the fixed
     point its error shrinks as :math:`\lVert (1-\lambda) I + \lambda J \rVert^k`. Memory grows with the steps, never
-    with the number of self-iterations of the solve.
+    with the number of iterations of the solve.
 
     Args:
         steps: :math:`k`, at least 1.
@@ -54,9 +55,9 @@ class Phantom(AttachedGradient):
     def recomputes(self) -> bool:
         return self.checkpoint
 
-    def attach(self, f: FixedPointMap, z_star: State) -> State:
+    def attach(self, f: Callable[[State], State], z_star: State) -> State:
         f = checkpointed(f) if self.checkpoint else f
         z = z_star.detach()
         for _ in range(self.steps):
-            z = torch.lerp(z, evaluate(f, z), self.damping)
+            z = torch.lerp(z, evaluate(f, z)[0], self.damping)
         return z

@@ -1,12 +1,11 @@
 """Backpropagation through the iteration."""
 
 from dataclasses import dataclass
+from typing import Unpack
 
 from deqseq.gradients.base import Gradient, checkpointed
 from deqseq.solution import Solution
-from deqseq.solve import Callback, solve
-from deqseq.solvers.base import OutsideSolver, Solver
-from deqseq.stop import Stop
+from deqseq.solve import SolveCall, solve
 from deqseq.types import FixedPointMap, State
 
 
@@ -17,7 +16,7 @@ class Unrolled(Gradient):
     .. math:: \frac{d z^{(s)}}{d\theta} = \frac{\partial f}{\partial z} \frac{d z^{(s-1)}}{d\theta}
               + \frac{\partial f}{\partial \theta}
 
-    Memory grows with the number of self-iterations; with ``checkpoint`` by one state each instead of all
+    Memory grows with the number of iterations; with ``checkpoint`` by one state each instead of all
     activations, for one more evaluation each in the backward pass. To train a fixed number of unrolled steps, give it
     ``Stop.exactly(steps)``.
 
@@ -40,15 +39,5 @@ class Unrolled(Gradient):
     def recomputes(self) -> bool:
         return self.checkpoint
 
-    def apply(
-        self,
-        f: FixedPointMap,
-        z0: State,
-        *,
-        solver: Solver | OutsideSolver,
-        stop: Stop,
-        trace: bool = False,
-        callback: Callback | None = None,
-    ) -> Solution:
-        f = checkpointed(f) if self.checkpoint else f
-        return solve(f, z0, solver=solver, stop=stop, trace=trace, callback=callback)
+    def apply(self, f: FixedPointMap, z0: State, **call: Unpack[SolveCall]) -> Solution:
+        return solve(checkpointed(f) if self.checkpoint else f, z0, **call)

@@ -4,11 +4,11 @@ from deqseq.layers.attention import Attention, KeyValues, Past
 from deqseq.layers.block import LlamaBlock, Mamba2Block
 from deqseq.layers.causal_conv import CausalConv1d
 from deqseq.layers.dropout import dropout_mask
-from deqseq.layers.mamba2_mixer import Mamba2Mixer, MixerState, MixerTrail
+from deqseq.layers.mamba2_mixer import Mamba2Mixer, MixerAux, MixerState
 from deqseq.layers.mlp import SwiGLU
 from deqseq.layers.rms_norm import GatedRMSNorm, RMSNorm
 from deqseq.layers.rotary import RotaryScaling, RotaryTables, rotary_frequencies, rotary_tables, rotate
-from deqseq.layers.weight_norm import apply_weight_norm, weights_computed_once
+from deqseq.layers.weight_norm import apply_weight_norm, cached_weights
 
 __all__ = [
     "Attention",
@@ -18,17 +18,17 @@ __all__ = [
     "LlamaBlock",
     "Mamba2Block",
     "Mamba2Mixer",
+    "MixerAux",
     "MixerState",
-    "MixerTrail",
     "Past",
     "RMSNorm",
     "RotaryScaling",
     "RotaryTables",
     "SwiGLU",
     "apply_weight_norm",
+    "cached_weights",
     "dropout_mask",
     "rotary_frequencies",
     "rotary_tables",
     "rotate",
-    "weights_computed_once",
 ]

@@ -3,12 +3,12 @@
 from typing import NamedTuple
 
 import torch
+from einops import rearrange
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from deqseq.layers.rotary import RotaryTables, rotate
-from deqseq.types import RowIndex
 
 HeadTokens = Float[Tensor, "batch kv_heads length headdim"]
 
@@ -24,19 +24,15 @@ class KeyValues(NamedTuple):
     keys: HeadTokens
     values: HeadTokens
 
-    def select(self, rows: RowIndex) -> "KeyValues":
-        """The named ``rows`` alone, ``(rows,)``."""
-        return KeyValues(self.keys[rows], self.values[rows])
-
 
 class Past(NamedTuple):
-    """What came before the tokens of a call.
+    """Keys and values of the committed tokens.
 
     Attributes:
-        buffer: room for the tokens before and for those of the call, ``(batch, kv_heads, capacity, headdim)``.
-        length: how many tokens came before.
+        buffer: room for the committed tokens and for those of the call, ``(batch, kv_heads, capacity, headdim)``.
+        length: how many tokens are committed.
         visible: which tokens of the buffer each new token attends to, ``(batch or 1, 1, new, length + new)``; None:
-            all of them.
+            all.
     """
 
     buffer: KeyValues
@@ -56,7 +52,7 @@ class Attention(nn.Module):
         d_model: width of the input and output.
         n_heads: heads of the queries.
         n_kv_heads: heads of keys and values; divides ``n_heads``.
-        headdim: channels a head, even.
+        headdim: channels per head, even.
 
     Raises:
         ValueError: heads that the key-value heads do not divide, or an odd ``headdim``.
@@ -102,10 +98,10 @@ class Attention(nn.Module):
 
         Args:
             x: inputs, ``(batch, length, d_model)``.
-            injection: what is added to queries, keys and values, ``(batch, length, injected_width)``; None: nothing.
+            injection: added to queries, keys and values, ``(batch, length, injected_width)``; None adds nothing.
             tables: rotary tables of these tokens.
-            past: what came before; None: nothing. Without a graph, the keys and values of these tokens are written
-                into its buffer, behind ``past.length``.
+            past: the tokens before. Default: there are none. Without a graph, the keys and values of these tokens are
+                written into its buffer, after ``past.length``.
 
         Returns:
             Outputs of the shape of ``x``, and the keys and values of these tokens.
@@ -113,7 +109,7 @@ class Attention(nn.Module):
         parts = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
         if injection is not None:
             parts = tuple(part + more for part, more in zip(parts, injection.split(self.parts, dim=-1), strict=True))
-        q, k, v = (part.unflatten(-1, (-1, self.headdim)).transpose(1, 2) for part in parts)
+        q, k, v = (rearrange(part, "b length (h d) -> b h length d", d=self.headdim) for part in parts)
         own = KeyValues(rotate(k, tables), v)
         seen, mask = (own, None) if past is None else (_after(past, own), past.visible)
         mixed = F.scaled_dot_product_attention(
@@ -124,16 +120,16 @@ class Attention(nn.Module):
             is_causal=past is None,
             enable_gqa=self.parts[0] != self.parts[1],
         )
-        return self.o_proj(mixed.transpose(1, 2).flatten(2)), own
+        return self.o_proj(rearrange(mixed, "b h length d -> b length (h d)")), own
 
 
 def _after(past: Past, own: KeyValues) -> KeyValues:
     """All keys and values so far: in place in the buffer, unless a graph is being built or it would round them."""
     length, total = past.length, past.length + own.keys.shape[2]
-    # autograd must find the keys of every self-iteration unchanged
+    # autograd needs the keys of every iteration unchanged
     if torch.is_grad_enabled() or past.buffer.keys.dtype != own.keys.dtype:
-        settled = ((kept[:, :, :length].to(new.dtype), new) for kept, new in zip(past.buffer, own, strict=True))
-        return KeyValues(*(torch.cat(pair, dim=2) for pair in settled))
+        committed = ((kept[:, :, :length].to(new.dtype), new) for kept, new in zip(past.buffer, own, strict=True))
+        return KeyValues(*(torch.cat(pair, dim=2) for pair in committed))
     for kept, new in zip(past.buffer, own, strict=True):
         kept[:, :, length:total] = new
     return KeyValues(*(kept[:, :, :total] for kept in past.buffer))

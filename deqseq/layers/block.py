@@ -4,7 +4,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from deqseq.layers.attention import Attention, KeyValues, Past
-from deqseq.layers.mamba2_mixer import Mamba2Mixer, MixerState, MixerTrail
+from deqseq.layers.mamba2_mixer import Mamba2Mixer, MixerAux, MixerState
 from deqseq.layers.mlp import SwiGLU
 from deqseq.layers.rms_norm import RMSNorm
 from deqseq.layers.rotary import RotaryTables
@@ -12,7 +12,7 @@ from deqseq.ops import Backend
 
 
 class Mamba2Block(nn.Module):
-    r"""Mixer and, if wanted, feed-forward layer, each after a norm and beside a residual path.
+    r"""Mixer and, optionally feed-forward layer, each after a norm and beside a residual path.
 
     .. math:: z \leftarrow z + m \odot \mathrm{mixer}(\mathrm{norm}(z), \text{injection}), \qquad
               z \leftarrow z + \mathrm{mlp}(\mathrm{norm}(z))
@@ -43,27 +43,27 @@ class Mamba2Block(nn.Module):
         injection: Float[Tensor, "batch length injected"] | None = None,
         state: MixerState | None = None,
         mask: Float[Tensor, "batch length d_model"] | None = None,
-        return_trail: bool = False,
+        need_aux: bool = False,
         backend: Backend = "auto",
-    ) -> tuple[Float[Tensor, "batch length d_model"], MixerTrail | None]:
+    ) -> tuple[Float[Tensor, "batch length d_model"], MixerAux | None]:
         """Run the block.
 
         Args:
             z: the state of the iteration, ``(batch, length, d_model)``.
-            injection: for the mixer, ``(batch, length, injected_width)``; None: nothing.
-            state: what the mixer remembers; None: nothing came before.
-            mask: dropout mask of the mixer's output, ``(batch, length, d_model)``; None: nothing is dropped.
-            return_trail: whether the mixer's ``state_after`` will be asked for.
-            backend: who computes the mixer's convolution and scan.
+            injection: for the mixer, ``(batch, length, injected_width)``. Default: nothing.
+            state: the mixer's state after the tokens before. Default: there are none.
+            mask: dropout mask of the mixer's output, ``(batch, length, d_model)``. Default: no dropout.
+            need_aux: whether the mixer's ``state_after`` will be called.
+            backend: implementation of the mixer's convolution and scan.
 
         Returns:
-            The new ``z``, and what the mixer's ``state_after`` needs (None if it was not asked for).
+            The new ``z``, and what the mixer's ``state_after`` needs (None without ``need_aux``).
         """
-        mixed, trail = self.mixer(self.norm(z), injection, state, return_trail, backend)
+        mixed, aux = self.mixer(self.norm(z), injection, state, need_aux, backend)
         z = z + (mixed if mask is None else mixed * mask)
         if self.mlp is not None and self.post_norm is not None:
             z = z + self.mlp(self.post_norm(z))
-        return z, trail
+        return z, aux
 
 
 class LlamaBlock(nn.Module):
@@ -107,10 +107,10 @@ class LlamaBlock(nn.Module):
 
         Args:
             z: the state of the iteration, ``(batch, length, d_model)``.
-            injection: for the attention, ``(batch, length, injected_width)``; None: nothing.
+            injection: for the attention, ``(batch, length, injected_width)``. Default: nothing.
             tables: rotary tables of these tokens.
-            past: what came before; None: nothing.
-            mask: dropout mask of both layers' outputs, ``(batch, length, d_model)``; None: nothing is dropped.
+            past: the tokens before. Default: nothing.
+            mask: dropout mask of both layers' outputs, ``(batch, length, d_model)``. Default: no dropout.
 
         Returns:
             The new ``z``, and the keys and values of these tokens.

@@ -1,4 +1,4 @@
-"""Depthwise causal convolution and SiLU, as a layer that can carry on from a state."""
+"""Depthwise causal convolution and SiLU, as a layer with a state."""
 
 import torch
 from jaxtyping import Float, Int64
@@ -51,8 +51,8 @@ class CausalConv1d(nn.Module):
 
         Args:
             x: inputs, ``(batch, length, channels)``.
-            state: the inputs before them, ``(batch, kernel_size - 1, channels)``; None: zeros.
-            backend: who computes it.
+            state: the inputs before them, ``(batch, kernel_size - 1, channels)``. Default: zeros.
+            backend: the implementation.
 
         Returns:
             Outputs of the shape of ``x``.
@@ -69,8 +69,8 @@ class CausalConv1d(nn.Module):
 
         Args:
             x: inputs, ``(batch, length, channels)``.
-            state: the inputs before them, ``(batch, kernel_size - 1, channels)``; None: zeros.
-            counts: how many inputs of each row count, ``(batch,)``; None: all.
+            state: the inputs before them, ``(batch, kernel_size - 1, channels)``. Default: zeros.
+            counts: how many inputs of each row are real, ``(batch,)``. Default: all.
 
         Returns:
             The last ``kernel_size - 1`` inputs, in memory of their own.

@@ -1,4 +1,4 @@
-"""Dropout with one mask a solve."""
+"""Dropout with one mask per solve."""
 
 import torch
 from jaxtyping import Float
@@ -8,8 +8,8 @@ from torch import Tensor
 def dropout_mask(like: Float[Tensor, "batch length dim"], p: float) -> Float[Tensor, "batch length dim"]:
     r"""A mask to multiply by: zero with probability ``p``, else :math:`1 / (1 - p)`.
 
-    Ordinary dropout would draw anew at each self-iteration, and the map that is iterated would have no fixed point.
-    The mask is drawn once a solve and belongs to the injection.
+    Ordinary dropout would draw a new mask at each iteration, and the map would have no fixed point. This one is drawn
+    once per solve and belongs to its inputs.
 
     Args:
         like: its shape, ``(batch, length, dim)``, its dtype and its device are taken.

@@ -4,6 +4,7 @@ import math
 from typing import Any, NamedTuple
 
 import torch
+from einops import rearrange
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
@@ -13,7 +14,6 @@ from deqseq.ops import Backend, fused
 from deqseq.ops.backend import resolved
 from deqseq.ops.ssd import ssd, ssd_state
 from deqseq.ops.step_sizes import StepSizes
-from deqseq.types import RowIndex
 
 
 class MixerState(NamedTuple):
@@ -27,32 +27,21 @@ class MixerState(NamedTuple):
     conv: Float[Tensor, "batch past channels"]
     ssm: Float[Tensor, "batch heads headdim d_state"]
 
-    def select(self, rows: RowIndex) -> "MixerState":
-        """The named ``rows`` alone, ``(rows,)``."""
-        return MixerState(self.conv[rows], self.ssm[rows])
 
-
-class MixerTrail(NamedTuple):
+class MixerAux(NamedTuple):
     """What one call of a mixer computed, as far as the state after any of its tokens depends on it.
 
     Attributes:
-        before: what came before the tokens; None: nothing.
         xBC: inputs of the convolution, ``(batch, length, channels)``.
         x: inputs of the scan, ``(batch, length, heads, headdim)``.
         dt: step sizes before bias and softplus, ``(batch, length, heads)``.
         B: input maps of the scan, ``(batch, length, groups, d_state)``.
     """
 
-    before: MixerState | None
     xBC: Float[Tensor, "batch length channels"]
     x: Float[Tensor, "batch length heads headdim"]
     dt: Float[Tensor, "batch length heads"]
     B: Float[Tensor, "batch length groups d_state"]
-
-    def merged(self, rows: RowIndex, other: "MixerTrail") -> "MixerTrail":
-        """This trail, the named ``rows``, ``(rows,)``, replaced by those of ``other``."""
-        mine, theirs = self[1:], other[1:]
-        return MixerTrail(self.before, *(a.index_copy(0, rows, b) for a, b in zip(mine, theirs, strict=True)))
 
 
 class Mamba2Mixer(nn.Module):
@@ -65,11 +54,11 @@ class Mamba2Mixer(nn.Module):
     Args:
         d_model: width of the input and output.
         d_state: size of the state of each channel.
-        headdim: channels a head; divides ``expand * d_model``.
+        headdim: channels per head; divides ``expand * d_model``.
         expand: inner width over ``d_model``.
         n_groups: groups of heads that share B and C, and are normalised together.
         d_conv: filter length of the convolution.
-        chunk_size: tokens a chunk of the scan; None: what suits whoever computes it.
+        chunk_size: tokens per chunk of the scan. Default: 64 in plain PyTorch, 256 in kernels.
         norm_eps: epsilon of the gated norm.
         dt_limit: bounds of the step sizes.
 
@@ -121,7 +110,7 @@ class Mamba2Mixer(nn.Module):
 
     @property
     def injected_width(self) -> int:
-        """Width of the injection: that of ``in_proj``'s output."""
+        """Width of the injection, equal to that of ``in_proj``'s output."""
         return sum(self.parts)
 
     def init_state(self, batch: int) -> MixerState:
@@ -136,37 +125,38 @@ class Mamba2Mixer(nn.Module):
         u: Float[Tensor, "batch length d_model"],
         injection: Float[Tensor, "batch length injected"] | None = None,
         state: MixerState | None = None,
-        return_trail: bool = False,
+        need_aux: bool = False,
         backend: Backend = "auto",
-    ) -> tuple[Float[Tensor, "batch length d_model"], MixerTrail | None]:
+    ) -> tuple[Float[Tensor, "batch length d_model"], MixerAux | None]:
         """Mix the tokens, carrying on from ``state``.
 
         Args:
             u: inputs, ``(batch, length, d_model)``.
-            injection: what is added to ``in_proj``'s output, ``(batch, length, injected_width)``; None: nothing.
-            state: what came before; None: nothing.
-            return_trail: whether :meth:`state_after` will be asked for.
-            backend: who computes the convolution and the scan, as in :func:`deqseq.ops.ssd.ssd`.
+            injection: added to ``in_proj``'s output, ``(batch, length, injected_width)``. Default: nothing.
+            state: the state after the tokens before. Default: there are none.
+            need_aux: whether :meth:`state_after` will be called.
+            backend: implementation of the convolution and the scan, as in :func:`deqseq.ops.ssd.ssd`.
 
         Returns:
-            Outputs of the shape of ``u``, and what :meth:`state_after` needs (None if it was not asked for).
+            Outputs of the shape of ``u``, and what :meth:`state_after` needs (None without ``need_aux``).
         """
         projected = self.in_proj(u)
         if injection is not None:
             projected = projected + injection
         backend = resolved(backend, projected)
-        wants_parts = state is not None or return_trail
-        if backend == "mamba_ssm" and not wants_parts and fused.joins_everything(u.shape[1], *self.filters):
+        needs_parts = state is not None or need_aux
+        if backend == "mamba_ssm" and not needs_parts and fused.joins_everything(u.shape[1], *self.filters):
             return self.out_proj(self._in_one_kernel(projected)), None
         gate, xBC, dt = projected.split(self.parts, dim=-1)
         convolved = self.conv1d(xBC, None if state is None else state.conv, backend)
         x, B, C = convolved.split(self._conv_parts(), dim=-1)
-        x, B, C = x.unflatten(-1, (-1, self.headdim)), B.unflatten(-1, self.maps), C.unflatten(-1, self.maps)
+        x = rearrange(x, "batch length (heads headdim) -> batch length heads headdim", headdim=self.headdim)
+        B, C = (rearrange(m, "batch length (g state) -> batch length g state", g=self.maps[0]) for m in (B, C))
         before = None if state is None else state.ssm
         scan: dict[str, Any] = {"initial_state": before, "chunk_size": self.chunk_size, "backend": backend}
         y = ssd(x, dt, self._rates(), B, C, D=self.D, **scan, **self._step()).y
-        out = self.out_proj(self.norm(y.flatten(2), gate))
-        return out, MixerTrail(state, xBC, x, dt, B) if return_trail else None
+        out = self.out_proj(self.norm(rearrange(y, "batch length heads headdim -> batch length (heads headdim)"), gate))
+        return out, MixerAux(xBC, x, dt, B) if need_aux else None
 
     def _in_one_kernel(self, projected: Tensor) -> Tensor:
         """All that lies between the two projections."""
@@ -182,19 +172,22 @@ class Mamba2Mixer(nn.Module):
             self.chunk_size,
         )
 
-    def state_after(self, trail: MixerTrail, tokens: int, counts: Int64[Tensor, " batch"] | None = None) -> MixerState:
+    def state_after(
+        self, aux: MixerAux, before: MixerState | None, tokens: int, counts: Int64[Tensor, " batch"] | None = None
+    ) -> MixerState:
         """The state after the first tokens of a call; nothing is projected, convolved or read out again.
 
         Args:
-            trail: what the call returned.
+            aux: what the call returned.
+            before: the state that the call was given. Default: none.
             tokens: how many of its tokens, at least 1.
-            counts: how many of those are real in each row, ``(batch,)``; None: all.
+            counts: how many of those are real, per row, ``(batch,)``. Default: all.
 
         Returns:
             The state, without a graph.
         """
         with torch.no_grad():
-            before, xBC, x, dt, B = trail[0], *(part[:, :tokens] for part in trail[1:])
+            xBC, x, dt, B = (part[:, :tokens] for part in aux)
             conv = self.conv1d.state_after(xBC, None if before is None else before.conv, counts)
             ssm = None if before is None else before.ssm
             ssm = ssd_state(x, dt, self._rates(), B, counts=counts, initial_state=ssm, **self._step())

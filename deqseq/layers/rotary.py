@@ -62,12 +62,12 @@ class RotaryTables(NamedTuple):
 def rotary_frequencies(
     headdim: int, theta: float, scaling: RotaryScaling | None = None, device: torch.device | None = None
 ) -> Float[Tensor, " half"]:
-    r"""Angles per position, :math:`\theta^{-2i/d}`, scaled if asked for; float32, ``(headdim / 2,)``.
+    r"""Angles per position, :math:`\theta^{-2i/d}`, scaled if ``scaling`` is given; float32, ``(headdim / 2,)``.
 
     Args:
         headdim: channels a head, even.
         theta: the base.
-        scaling: stretches low frequencies; None: leaves them.
+        scaling: stretches low frequencies. Default: none.
         device: where to put them.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Layers that ``fully_shard`` (FSDP2) has spread over processes, made whole once a solve."""
+"""Layers sharded by ``fully_shard`` (FSDP2), unsharded once per solve."""
 
 import sys
 from collections.abc import Iterator
@@ -21,24 +21,24 @@ def sharded_parts(module: nn.Module) -> tuple[Any, ...]:
         >>> sharded_parts(nn.Linear(2, 2))
         ()
     """
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # whoever has not imported it has sharded nothing
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # where it has not been imported, nothing is sharded
     return () if fsdp is None else tuple(part for part in module.modules() if isinstance(part, fsdp.FSDPModule))
 
 
 @contextmanager
-def gathered(module: nn.Module, enabled: bool = True) -> Iterator[None]:
-    """Within this context sharded parts are whole, and stay so from one self-iteration to the next.
+def unsharded(module: nn.Module, enabled: bool = True) -> Iterator[None]:
+    """Within this context sharded parts are unsharded, from one iteration to the next.
 
-    They are gathered once a solve, not at every self-iteration. Processes that take unequal numbers of self-iterations
-    would otherwise wait for each other for ever. Afterwards they are sharded again, until the backward pass.
+    They are gathered once per solve, not at every iteration: processes that take unequal numbers of iterations would
+    otherwise wait for each other for ever. Afterwards they are sharded again, until the backward pass.
 
     Args:
-        module: of which parts may be sharded; without any this does nothing. Their ``reshard_after_forward`` is
-            switched off, because it would act at the end of each self-iteration.
+        module: may have sharded parts; without any, this does nothing. Their ``reshard_after_forward`` is switched
+            off, because it would act at the end of each iteration.
         enabled: False does nothing.
 
     Example:
-        >>> with gathered(nn.Linear(2, 2)):
+        >>> with unsharded(nn.Linear(2, 2)):
         ...     pass
     """
     parts = sharded_parts(module) if enabled else ()

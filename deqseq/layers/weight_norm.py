@@ -1,4 +1,4 @@
-"""Weight normalisation of linear maps, computed once a solve."""
+"""Weight normalisation of linear maps, computed once per solve."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ from deqseq.layers.sharded import sharded_parts
 
 
 def apply_weight_norm(module: nn.Module) -> None:
-    r"""Reparametrise every linear map and causal convolution inside, :math:`w = g\, v / \lVert v \rVert` a row.
+    r"""Reparametrise every linear map and causal convolution inside, :math:`w = g\, v / \lVert v \rVert` per row.
 
     Args:
         module: changed in place; the initial weights stay what they are.
@@ -36,7 +36,7 @@ _entered: dict[int, bool] = {}  # modules whose weights are computed, and whethe
 
 
 @contextmanager
-def weights_computed_once(module: nn.Module, enabled: bool = True) -> Iterator[None]:
+def cached_weights(module: nn.Module, enabled: bool = True) -> Iterator[None]:
     """Within this context reparametrised weights are computed once, in the gradient mode at entry.
 
     They must be computed here, not at their first use: that is in a solve without gradients, and what it left in the
@@ -57,7 +57,7 @@ def weights_computed_once(module: nn.Module, enabled: bool = True) -> Iterator[N
     Example:
         >>> layer = nn.Linear(2, 2)
         >>> apply_weight_norm(layer)
-        >>> with weights_computed_once(layer):
+        >>> with cached_weights(layer):
         ...     layer.weight is layer.weight
         True
     """

@@ -1,4 +1,4 @@
-"""Models: a backbone with an input, an output and, if implicit, a solver."""
+"""Models: a backbone, run once or solved for its fixed point, between an embedding and a head."""
 
 from deqseq.models.causal_lm import CausalLM
 from deqseq.models.explicit import ExplicitModel
@@ -6,7 +6,7 @@ from deqseq.models.generation import Generation, NewTokens
 from deqseq.models.implicit import ImplicitModel
 from deqseq.models.output import CausalLMOutput, ModelOutput
 from deqseq.models.presets import PRESETS, ParameterCount, parameter_count, preset, preset_names
-from deqseq.models.specification import LanguageModelSpec, Solving
+from deqseq.models.specification import LanguageModelSpec
 
 __all__ = [
     "PRESETS",
@@ -19,7 +19,6 @@ __all__ = [
     "ModelOutput",
     "NewTokens",
     "ParameterCount",
-    "Solving",
     "parameter_count",
     "preset",
     "preset_names",

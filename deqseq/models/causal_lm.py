@@ -1,7 +1,7 @@
-"""Tokens in, predictions out."""
+"""Language models: tokens in, predictions out."""
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from einops import rearrange
@@ -9,13 +9,17 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from deqseq.backbones.base import Cache, RealTokens
+from deqseq.backbones.base import Cache
+from deqseq.config import SolveConfig, SolveFields
+from deqseq.models.eval_mode import eval_mode
 from deqseq.models.explicit import ExplicitModel
 from deqseq.models.generation import Generation, NewTokens, Sampler, generate
 from deqseq.models.implicit import ImplicitModel
 from deqseq.models.output import CausalLMOutput
 from deqseq.models.padding import check_mask
-from deqseq.sweeps import Sliding, Sweep
+from deqseq.solve import Callback
+from deqseq.sweeps import Sliding
+from deqseq.types import Mask
 
 Tokens = Int64[Tensor, "batch length"]
 """Ids of tokens."""
@@ -74,10 +78,14 @@ class CausalLM(nn.Module):
         *,
         labels: Tokens | None = None,
         targets: Tokens | None = None,
-        mask: RealTokens | None = None,
+        mask: Mask | None = None,
         cache: Cache | None = None,
         return_cache: bool = False,
-        **solve_options: Any,
+        trace: bool = False,
+        callback: Callback | None = None,
+        throw: bool = False,
+        solve: SolveConfig | None = None,
+        **fields: Unpack[SolveFields],
     ) -> CausalLMOutput:
         """Predict a token at every position.
 
@@ -86,15 +94,20 @@ class CausalLM(nn.Module):
             labels: the sequence itself, for next-token prediction, ``(batch, length)``: the one at ``t`` is the answer
                 at ``t - 1``.
             targets: the answer at each position, as in state tracking, ``(batch, length)``: the one at ``t`` belongs
-                to the input at ``t``. In both, -100 and what concerns padding is left out of the loss.
-            mask: which tokens are real, ``(batch, length)``; padding may stand on either side of a row. None: all.
-            cache: what :class:`CausalLMOutput` returned for the tokens before.
-            return_cache: whether the cache after these tokens is wanted.
-            **solve_options: ``sweep``, ``solver``, ``stop``, ``trace``, ``callback`` of an
-                :class:`ImplicitModel`'s call; an explicit model takes none.
+                to the input at ``t``. In both, -100 and padding are left out of the loss.
+            mask: bool, True at real tokens, ``(batch, length)``; padding may be on either side of a row. Default: no
+                padding.
+            cache: the ``cache`` of the :class:`CausalLMOutput` for the tokens before. Default: there are none.
+            return_cache: whether to return the cache after these tokens.
+            trace: whether to keep residuals, as in :meth:`ImplicitModel.forward`.
+            callback: called at every check of the residual, as in :meth:`ImplicitModel.forward`.
+            throw: whether rows that did not converge raise an error.
+            solve: replaces the model's :class:`SolveConfig` for this call.
+            **fields: fields of :class:`SolveConfig` to replace for this call. An explicit model takes none of these
+                five.
 
         Returns:
-            Logits, the loss if there is something to compare with, cache and statistics.
+            Logits, the loss if labels or targets were given, cache and statistics.
 
         Raises:
             ValueError: a bad shape, ids outside the vocabulary, both labels and targets, or none to score.
@@ -103,7 +116,9 @@ class CausalLM(nn.Module):
         check_ids("input_ids", input_ids, self.embedding.num_embeddings)
         answers = self._answers(input_ids, labels, targets, mask)
         x = F.dropout(self.embedding(input_ids), self.embedding_dropout, self.training)
-        output = self.model(x, mask=mask, cache=cache, return_cache=return_cache, **solve_options)
+        given: dict[str, Any] = {"trace": trace, "callback": callback, "throw": throw, "solve": solve}
+        options = {name: value for name, value in given.items() if value} | fields
+        output = self.model(x, mask=mask, cache=cache, return_cache=return_cache, **options)
         logits = self.logits(output.value)
         loss = None if answers is None else _cross_entropy(logits, answers, shift=labels is not None)
         return CausalLMOutput(logits, loss, output.cache, output.stats, output.status)
@@ -114,39 +129,40 @@ class CausalLM(nn.Module):
         input_ids: Tokens,
         *,
         max_new_tokens: int,
-        mask: RealTokens | None = None,
+        mask: Mask | None = None,
         temperature: float = 0.0,
         top_k: int | None = None,
         top_p: float | None = None,
         seed: int | None = None,
         stop_tokens: Iterable[int] = (),
         pad_token: int = 0,
-        sweep: Sweep | None = None,
         callback: Callable[[NewTokens], None] | None = None,
-        **solve_options: Any,
+        solve: SolveConfig | None = None,
+        **fields: Unpack[SolveFields],
     ) -> Generation:
         """Continue a batch of prompts, token by token, each solved against the cache of those before.
 
-        Rows that have ended are dropped from the computation. The model is in eval mode meanwhile. Where every solve
-        converges, greedy generation is what the argmax of a full forward pass would give.
+        Rows that have ended are removed from the batch. The model is in eval mode meanwhile. Where every solve
+        converges, greedy generation equals the argmax of a full forward pass.
 
         Args:
             input_ids: prompts, ``(batch, length)``.
             max_new_tokens: at least 1.
-            mask: which tokens of the prompts are real, ``(batch, length)``, for prompts of unequal length; padding
-                may stand on either side. None: all.
-            temperature: 0 takes the most probable token; above, tokens are drawn.
-            top_k: draw among so many of the most probable tokens only.
-            top_p: draw among the most probable tokens that together have this probability only.
-            seed: of the draws; a row's draws do not depend on when its neighbours end. None: torch's own state.
+            mask: bool, True at real tokens of the prompts, ``(batch, length)``, for prompts of unequal length; padding
+                may be on either side. Default: no padding.
+            temperature: logits are divided by it; at 0 the most probable token is taken.
+            top_k: draw among this many of the most probable tokens. Default: all.
+            top_p: draw among the most probable tokens that together have this probability. Default: all.
+            seed: of the draws; a row's draws do not depend on when the others end. Default: torch's global generator.
             stop_tokens: a row ends with the first of these.
             pad_token: fills the rows that have ended.
-            sweep: how an implicit model solves the prompts; None: ``Sliding()``.
             callback: called with :class:`NewTokens` at every step.
-            **solve_options: ``solver``, ``stop`` of an :class:`ImplicitModel`'s call; an explicit model takes none.
+            solve: replaces the model's :class:`SolveConfig`.
+            **fields: fields of :class:`SolveConfig` to replace. ``sweep`` is that of the prompts; without it, they are
+                solved by ``Sliding()``. An explicit model takes neither.
 
         Returns:
-            Tokens, and for an implicit model the self-iterations of each and whether its solve converged.
+            Tokens, and for an implicit model the iterations of each and whether its solve converged.
 
         Raises:
             ValueError: a bad shape, ids outside the vocabulary, or a number out of its range.
@@ -164,12 +180,11 @@ class CausalLM(nn.Module):
             raise ValueError(f"max_new_tokens must be an integer >= 1, got {max_new_tokens!r}")
         if not all(0 <= token < vocab_size for token in stops):
             raise ValueError(f"stop_tokens must lie in 0..{vocab_size - 1}, got {stops}")
-        prompt_options = dict(solve_options)
-        if sweep is not None or isinstance(self.model, ImplicitModel):
-            prompt_options["sweep"] = sweep or Sliding()
-        modes = [(part, part.training) for part in self.modules()]
-        self.eval()
-        try:
+        options: dict[str, Any] = dict(fields) if solve is None else {"solve": solve, **fields}
+        sweep = options.pop("sweep", None)
+        if isinstance(self.model, ImplicitModel):
+            sweep = sweep or (Sliding() if solve is None else solve.sweep)
+        with eval_mode(self):
             return generate(
                 self.model,
                 self.embedding,
@@ -181,18 +196,15 @@ class CausalLM(nn.Module):
                 stop_tokens=stops,
                 pad_token=pad_token,
                 callback=callback,
-                prefill=prompt_options,
-                options=solve_options,
+                prefill=options if sweep is None else {**options, "sweep": sweep},
+                options=options,
             )
-        finally:
-            for part, training in modes:
-                part.training = training
 
     def compile(self, **options: Any) -> None:
-        """Compile the blocks of the model with ``torch.compile``; what is around them stays as it is.
+        """Compile the blocks of the model with ``torch.compile``; the code around them stays as it is.
 
         Args:
-            **options: of ``torch.compile``.
+            **options: those of ``torch.compile``.
         """
         self.model.compile(**options)
 
@@ -203,7 +215,7 @@ class CausalLM(nn.Module):
     def _answers(
         self, ids: Tensor, labels: Tensor | None, targets: Tensor | None, mask: Tensor | None
     ) -> Tensor | None:
-        """What to compare with, checked before anything is solved."""
+        """The labels or targets to score, checked before anything is solved."""
         if labels is not None and targets is not None:
             raise ValueError("give labels (shifted by one inside) or targets (not shifted), not both")
         answers, name = (targets, "targets") if labels is None else (labels, "labels")
@@ -224,11 +236,7 @@ class CausalLM(nn.Module):
 
 
 def check_ids(name: str, ids: Tensor, vocab_size: int) -> None:
-    """Refuse what is not a batch of tokens of a vocabulary.
-
-    Raises:
-        ValueError: names the shape, dtype or ids that were given and those that are wanted.
-    """
+    """Raise an error unless ``ids`` are a batch of tokens of a vocabulary."""
     if ids.ndim != 2 or 0 in ids.shape or ids.dtype != torch.int64:
         raise ValueError(
             f"{name} must be int64 of shape (batch, length), none of them 0, got {ids.dtype} {tuple(ids.shape)}"

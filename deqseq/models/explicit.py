@@ -1,21 +1,24 @@
 """The same backbone without iteration: the baseline."""
 
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
-from deqseq.backbones.base import Backbone, Cache, RealTokens, Sequence, check_sequence
-from deqseq.layers.sharded import gathered
-from deqseq.layers.weight_norm import weights_computed_once
+from deqseq.backbones.base import Backbone, Cache, Inputs, check_sequence
+from deqseq.layers.sharded import unsharded
+from deqseq.layers.weight_norm import cached_weights
 from deqseq.models.output import ModelOutput
 from deqseq.models.padding import Padding
+from deqseq.sweeps.run import TokenArgs, advance, token_map
+from deqseq.types import Mask, Sequence
 
 
 class ExplicitModel(nn.Module):
     r"""One pass of a backbone over the embedded tokens, :math:`z = f_\theta(x)`: an ordinary sequence model.
 
     Args:
-        backbone: best built without an injection, whose parameters would serve nothing here.
+        backbone: the layers, best built without an injection, which is not used here.
 
     Example:
         >>> import torch, deqseq as dq
@@ -32,7 +35,7 @@ class ExplicitModel(nn.Module):
         self,
         x: Sequence,
         *,
-        mask: RealTokens | None = None,
+        mask: Mask | None = None,
         cache: Cache | None = None,
         return_cache: bool = False,
     ) -> ModelOutput:
@@ -40,10 +43,10 @@ class ExplicitModel(nn.Module):
 
         Args:
             x: embedded tokens, ``(batch, length, d_model)``.
-            mask: which tokens are real, ``(batch, length)``; padding on either side of a row leaves the row as it is
-                alone. None: all.
-            cache: what came before; None: nothing.
-            return_cache: whether the cache after these tokens is wanted.
+            mask: bool, True at real tokens, ``(batch, length)``. Padding may be on either side of a row, and leaves the
+                row as it is alone. Default: no padding.
+            cache: the ``cache`` of the :class:`ModelOutput` for the tokens before. Default: there are none.
+            return_cache: whether to return the cache after these tokens.
 
         Returns:
             The states; no statistics.
@@ -54,18 +57,20 @@ class ExplicitModel(nn.Module):
         check_sequence(x, self.backbone.d_model)
         padding = Padding.of(x, mask)
         tokens = padding.compact(x)
-        # one pass takes the layers one by one; only the states for a cache are computed after they have been left
-        with gathered(self.backbone, enabled=return_cache), weights_computed_once(self.backbone):
-            place = self.backbone.place(tokens, cache, padding.real)
-            value, trail = self.backbone(tokens, place, cache, return_trail=return_cache)
-            if padding.real is not None:
-                value = value.masked_fill(~padding.real[..., None], 0)
-            return ModelOutput(padding.back(value), None if trail is None else trail.after(x.shape[1]))
+        # one pass unshards the layers one by one; only the states for a cache are computed after they have been left
+        with unsharded(self.backbone, enabled=return_cache), cached_weights(self.backbone):
+            inputs = self.backbone.prepare(tokens, cache, padding.mask)
+            if isinstance(inputs, Inputs):
+                inputs = replace(inputs, injection=None)
+            args = TokenArgs(inputs, cache, padding.mask).slice(0, x.shape[1], x.shape[1])
+            value, aux = token_map(self.backbone, need_aux=return_cache)(tokens, args)
+            cache = advance(self.backbone, args, aux, x.shape[1]) if return_cache else None
+        return ModelOutput(padding.back(value), cache)
 
     def compile(self, **options: Any) -> None:
-        """Compile the layers, block by block, with ``torch.compile``.
+        """Compile the layers with ``torch.compile``.
 
         Args:
-            **options: of ``torch.compile``.
+            **options: those of ``torch.compile``.
         """
         self.backbone.compile(**options)

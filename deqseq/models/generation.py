@@ -9,13 +9,14 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from deqseq.backbones.base import Cache, RealTokens, Sequence
-from deqseq.layers.weight_norm import weights_computed_once
+from deqseq.backbones.base import Cache
+from deqseq.layers.weight_norm import cached_weights
 from deqseq.models.explicit import ExplicitModel
 from deqseq.models.implicit import ImplicitModel
 from deqseq.models.output import ModelOutput
 from deqseq.models.padding import Padding
-from deqseq.solution import Status
+from deqseq.rows import take
+from deqseq.types import Mask, Sequence
 
 Logits = Float[Tensor, "rows vocab"]
 
@@ -26,10 +27,10 @@ class Sampler:
 
     Args:
         temperature: logits are divided by it; 0: the most probable token is taken.
-        top_k: only so many of the most probable tokens, at least 1; None: all.
-        top_p: only the most probable tokens that together have this probability, in (0, 1]; None: all.
-        seed: of the random numbers; None: torch's own state. A row draws the same numbers whichever of its neighbours
-            have finished.
+        top_k: how many of the most probable tokens to draw from, at least 1. Default: all.
+        top_p: probability, in (0, 1], of the most probable tokens to draw from. Default: 1, all.
+        seed: of the random numbers. Default: torch's global generator. The draws of a row do not depend on
+            which other rows have finished.
 
     Raises:
         ValueError: a number out of its range, or a choice among tokens that a temperature of 0 does not make.
@@ -55,11 +56,11 @@ class Sampler:
             raise ValueError("top_k and top_p need a temperature above 0; a temperature of 0 takes the best token")
 
     def choose(self, logits: Logits, uniform: Float[Tensor, " rows"] | None) -> Int64[Tensor, " rows"]:
-        """One token a row.
+        """One token per row.
 
         Args:
             logits: ``(rows, vocab)``.
-            uniform: a random number in [0, 1) for each row; None: the best token is taken, as at temperature 0.
+            uniform: a random number in [0, 1) per row; None takes the most probable token.
 
         Returns:
             The tokens.
@@ -97,20 +98,20 @@ class NewTokens:
 
 @dataclass(frozen=True)
 class Generation:
-    """Generated tokens, and how they were solved for.
+    """Generated tokens, and the numbers of their solves.
 
     Attributes:
-        tokens: ``(batch, new)``; behind a row's end, the padding token.
-        lengths: how many tokens each row has, its stop token included, ``(batch,)``.
-        steps: self-iterations of the solve that each token was chosen from, ``(batch, new)``; 0 behind a row's end;
-            None: explicit.
-        converged: whether that solve converged, ``(batch, new)``; True behind a row's end; None: explicit. The first
-            token's solve is the prompt's.
+        tokens: ``(batch, new)``; after a row's end, the padding token.
+        lengths: tokens of each row, its stop token included, ``(batch,)``.
+        iterations: of the solve that each token was chosen from, ``(batch, new)``; 0 after a row's end; None for an
+            explicit model.
+        converged: whether that solve converged, ``(batch, new)``; True after a row's end; None for an explicit model.
+            The first token's solve is the prompt's.
     """
 
     tokens: Int64[Tensor, "batch new"]
     lengths: Int64[Tensor, " batch"]
-    steps: Int64[Tensor, "batch new"] | None = None
+    iterations: Int64[Tensor, "batch new"] | None = None
     converged: Bool[Tensor, "batch new"] | None = None
 
     def rows(self) -> list[list[int]]:
@@ -126,17 +127,17 @@ class _Record:
     batch: int
     pad: int
     tokens: list[Tensor] = field(default_factory=list)
-    steps: list[Tensor] = field(default_factory=list)
+    iterations: list[Tensor] = field(default_factory=list)
     converged: list[Tensor] = field(default_factory=list)
 
     def add(self, rows: Tensor, chosen: Tensor, output: ModelOutput) -> None:
         """File one token of each row that is being continued."""
         self.tokens.append(self._column(rows, chosen, self.pad))
         if output.stats is not None and output.status is not None:
-            steps = output.stats.steps
-            steps = steps if steps.ndim == 1 else steps.amax(dim=1)
-            self.steps.append(self._column(rows, steps, 0))
-            self.converged.append(self._column(rows, output.status == Status.CONVERGED, True))
+            iterations = output.stats.iterations
+            iterations = iterations if iterations.ndim == 1 else iterations.amax(dim=1)
+            self.iterations.append(self._column(rows, iterations, 0))
+            self.converged.append(self._column(rows, output.converged, True))
 
     def _column(self, rows: Tensor, values: Tensor, elsewhere: int | bool) -> Tensor:
         column = torch.full((self.batch,), elsewhere, dtype=values.dtype, device=values.device)
@@ -144,9 +145,9 @@ class _Record:
 
     def generation(self, lengths: Tensor) -> Generation:
         """The record as tensors."""
-        steps = torch.stack(self.steps, dim=1) if self.steps else None
+        iterations = torch.stack(self.iterations, dim=1) if self.iterations else None
         converged = torch.stack(self.converged, dim=1) if self.converged else None
-        return Generation(torch.stack(self.tokens, dim=1), lengths, steps, converged)
+        return Generation(torch.stack(self.tokens, dim=1), lengths, iterations, converged)
 
 
 @torch.no_grad()
@@ -155,7 +156,7 @@ def generate(
     embed: Callable[[Int64[Tensor, "batch length"]], Sequence],
     head: Callable[[Float[Tensor, "rows d_model"]], Logits],
     prompt: Int64[Tensor, "batch length"],
-    mask: RealTokens | None,
+    mask: Mask | None,
     sampler: Sampler,
     *,
     max_new_tokens: int,
@@ -165,27 +166,12 @@ def generate(
     prefill: dict[str, Any],
     options: dict[str, Any],
 ) -> Generation:
-    """Continue a batch of prompts; :meth:`deqseq.CausalLM.generate` documents what it does.
-
-    Args:
-        model: in eval mode.
-        embed: tokens to embeddings.
-        head: states to logits.
-        prompt: tokens, ``(batch, length)``.
-        mask: which of them are real; None: all.
-        sampler: how tokens are chosen.
-        max_new_tokens: at least 1.
-        stop_tokens: rows end at these.
-        pad_token: fills rows that have ended.
-        callback: called at every step.
-        prefill: options of the model's call for the prompt.
-        options: options of the model's call for each token after it.
-    """
+    """Continue a batch of prompts: the loop of :meth:`deqseq.CausalLM.generate`, with a model in eval mode."""
     batch, device = len(prompt), prompt.device
     rows, lengths = torch.arange(batch, device=device), torch.full((batch,), max_new_tokens, device=device)
     record, enders = _Record(batch, pad_token), torch.tensor(stop_tokens, device=device, dtype=torch.int64)
     random = None if sampler.seed is None else torch.Generator().manual_seed(sampler.seed)
-    with weights_computed_once(model.backbone):
+    with cached_weights(model.backbone):
         output = model(embed(prompt), mask=mask, return_cache=True, **prefill)
         state, cache = _last_states(output.value, mask), output.cache
         for step in range(max_new_tokens):
@@ -205,7 +191,7 @@ def generate(
     return record.generation(lengths.clamp(max=len(record.tokens)))
 
 
-def _last_states(value: Sequence, mask: RealTokens | None) -> Float[Tensor, "batch d_model"]:
+def _last_states(value: Sequence, mask: Mask | None) -> Float[Tensor, "batch d_model"]:
     """The state of each row's last real token."""
     if mask is None:
         return value[:, -1]
@@ -220,5 +206,4 @@ def _continuing(
     """The rows that have not ended; they alone are computed from here on."""
     if bool(going.all()):
         return rows, chosen, cache
-    keep = going.nonzero()[:, 0]
-    return rows[keep], chosen[keep], None if cache is None else cache.select(keep)
+    return take((rows, chosen, cache), going.nonzero()[:, 0])

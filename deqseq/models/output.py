@@ -6,18 +6,18 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from deqseq.backbones.base import Cache
-from deqseq.solution import SolveStats
+from deqseq.solution import Outcome, SolveStats
 
 
 @dataclass(frozen=True)
-class ModelOutput:
+class ModelOutput(Outcome):
     """A model's states.
 
     Attributes:
         value: final states, ``(batch, length, d_model)``; for an implicit model the fixed point.
-        cache: what the next tokens need of these, if it was asked for.
+        cache: the cache after these tokens, with ``return_cache=True``.
         stats: numbers of the solve, per row for the simultaneous sweep, else per token; None for an explicit model.
-        status: a :class:`~deqseq.Status` a row, the worst over its chunks, ``(batch,)``; None for an explicit model.
+        status: a :class:`~deqseq.Status` per row, the worst over its chunks, ``(batch,)``; None for an explicit model.
     """
 
     value: Float[Tensor, "batch length d_model"]
@@ -27,15 +27,15 @@ class ModelOutput:
 
 
 @dataclass(frozen=True)
-class CausalLMOutput:
+class CausalLMOutput(Outcome):
     """A language model's predictions.
 
     Attributes:
         logits: ``(batch, length, vocab_size)``.
         loss: mean cross entropy in nats, ``()``, in float32 at least; None without labels or targets.
-        cache: what the next tokens need of these, if it was asked for.
+        cache: the cache after these tokens, with ``return_cache=True``.
         stats: numbers of the solve; None for an explicit model.
-        status: a :class:`~deqseq.Status` a row, ``(batch,)``; None for an explicit model.
+        status: a :class:`~deqseq.Status` per row, ``(batch,)``; None for an explicit model.
     """
 
     logits: Float[Tensor, "batch length vocab"]

@@ -1,4 +1,4 @@
-"""Rows of unequal length: padding on either side, moved behind the real tokens while a model runs."""
+"""Rows of unequal length: padding on either side is moved behind the real tokens while a model runs."""
 
 from dataclasses import dataclass, replace
 
@@ -6,32 +6,32 @@ import torch
 from jaxtyping import Int64, Shaped
 from torch import Tensor
 
-from deqseq.backbones.base import RealTokens, Sequence
 from deqseq.solution import Solution
+from deqseq.types import Mask, Sequence
 
 
 @dataclass(frozen=True)
 class Padding:
-    """Where the real tokens of each row stand, and where they are moved.
+    """Where the real tokens of each row are, and where they are moved.
 
     A causal model computes a row as if it were alone when its padding comes last; so left padding is moved there, and
-    the result moved back. It also lets a window that all rows share begin at everybody's first token.
+    the result is moved back. A window shared by all rows then begins at the first real token of each.
 
     Attributes:
-        order: for each place the token that moves there, real ones first, ``(batch, length)``; None: no padding.
-        real: which tokens are real once moved, ``(batch, length)``; None: all.
+        order: for each position the token that moves there, real ones first, ``(batch, length)``; None: no padding.
+        mask: True at real tokens after the move, ``(batch, length)``; None: no padding.
 
     Example:
         >>> padding = Padding.of(torch.zeros(1, 3, 1), torch.tensor([[False, True, True]]))
-        >>> padding.order, padding.real
+        >>> padding.order, padding.mask
         (tensor([[1, 2, 0]]), tensor([[ True,  True, False]]))
     """
 
     order: Int64[Tensor, "batch length"] | None = None
-    real: RealTokens | None = None
+    mask: Mask | None = None
 
     @classmethod
-    def of(cls, x: Shaped[Tensor, "batch length ..."], mask: RealTokens | None) -> "Padding":
+    def of(cls, x: Shaped[Tensor, "batch length ..."], mask: Mask | None) -> "Padding":
         """From a mask of the real tokens.
 
         Raises:
@@ -46,24 +46,29 @@ class Padding:
         return cls(order, mask.gather(1, order))
 
     def compact(self, x: Sequence) -> Sequence:
-        """``x`` with the real tokens of each row first, and zeros behind them: padding may hold anything."""
-        if self.order is None or self.real is None:
+        """``x`` with the real tokens of each row first, and zeros behind them, whatever the padding was."""
+        if self.order is None or self.mask is None:
             return x
-        return x.gather(1, self.order[..., None].expand_as(x)).masked_fill(~self.real[..., None], 0)
+        return x.gather(1, self.order[..., None].expand_as(x)).masked_fill(~self.mask[..., None], 0)
 
     def restored(self, solution: Solution) -> Solution:
-        """The solution with all tokens back in their places; padding is zero."""
+        """The solution with all tokens moved back; padding is zero."""
         if self.order is None:
             return solution
         stats = solution.stats
-        per_token = {"steps": stats.steps, "residual": stats.residual, "updates": stats.updates, "forced": stats.forced}
+        per_token = {
+            "iterations": stats.iterations,
+            "residual": stats.residual,
+            "updates": stats.updates,
+            "forced": stats.forced,
+        }
         moved = {name: self.back(x) for name, x in per_token.items() if x is not None and x.ndim == 2}
         if stats.trace is not None and stats.trace.ndim == 3:
-            moved["trace"] = torch.stack([self.back(look) for look in stats.trace])
+            moved["trace"] = torch.stack([self.back(check) for check in stats.trace])
         return replace(solution, value=self.back(solution.value), stats=replace(stats, **moved))
 
     def back(self, x: Shaped[Tensor, "batch length ..."]) -> Shaped[Tensor, "batch length ..."]:
-        """``x`` with all tokens back in their places."""
+        """``x`` with all tokens moved back."""
         if self.order is None:
             return x
         places = self.order.argsort(dim=1)
@@ -71,11 +76,7 @@ class Padding:
 
 
 def check_mask(mask: Tensor, tokens: Tensor) -> None:
-    """Refuse a mask that does not say where the real tokens of each row are.
-
-    Raises:
-        ValueError: names what the mask is and what it should be.
-    """
+    """Raise an error unless the mask marks one run of real tokens per row."""
     if mask.dtype != torch.bool or mask.shape != tokens.shape[:2]:
         raise ValueError(
             f"mask must be bool of shape {tuple(tokens.shape[:2])}, True at real tokens, got {mask.dtype} "
@@ -85,6 +86,6 @@ def check_mask(mask: Tensor, tokens: Tensor) -> None:
     bad = (begins != 1).nonzero()[:, 0].tolist()
     if bad:
         raise ValueError(
-            "mask must mark one run of real tokens a row, with padding on the left or on the right of it, got "
+            "mask must mark one run of real tokens per row, with padding on the left or on the right, got "
             f"{begins[bad[0]].item()} runs in row {bad[0]}"
         )

@@ -1,50 +1,24 @@
-"""A whole language model as data: what presets, files and other libraries' configurations are turned into."""
+"""A whole language model as data: presets, files and other libraries' configurations are translated to it."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from deqseq.backbones import Llama, LlamaConfig, Mamba2, Mamba2Config
-from deqseq.gradients import Gradient, Phantom
+from deqseq.config import SolveConfig
 from deqseq.models.causal_lm import CausalLM
 from deqseq.models.explicit import ExplicitModel
-from deqseq.models.implicit import ImplicitModel, Start
-from deqseq.solvers import Relaxed, Solver
-from deqseq.stop import Stop
-
-
-@dataclass(frozen=True)
-class Solving:
-    """How an implicit model is solved and differentiated.
-
-    Args:
-        solver: the algorithm.
-        stop: tolerances and budget in training.
-        gradient: the estimator.
-        eval_stop: tolerances and budget in eval mode; None: ``stop``.
-        eval_solver: the algorithm in eval mode; None: ``solver``.
-        start: where the iteration begins: at ``"zero"``, or at the embedded tokens, ``"input"``.
-
-    Example:
-        >>> Solving(stop=Stop.exactly(4), gradient=Phantom(1)).eval_stop is None
-        True
-    """
-
-    solver: Solver = Relaxed(0.8)
-    stop: Stop = Stop()
-    gradient: Gradient = Phantom()
-    eval_stop: Stop | None = None
-    eval_solver: Solver | None = None
-    start: Start = "zero"
+from deqseq.models.implicit import ImplicitModel
 
 
 @dataclass(frozen=True)
 class LanguageModelSpec:
-    """Everything that a :class:`deqseq.CausalLM` is built from, but its weights.
+    """Everything that decides a :class:`deqseq.CausalLM` except its weights.
 
     Args:
         vocab_size: tokens, at least 1.
-        backbone: sizes of the backbone; its ``injection`` follows ``solving``.
-        solving: how the fixed point is found and differentiated; None: an explicit model, which runs the layers once.
+        backbone: sizes of the backbone; its ``injection`` is on for an implicit model, off for an explicit one.
+        solve: how the fixed point is found and differentiated; None: an explicit model, which runs the layers once.
+        eval_solve: the same in eval mode. Default: ``solve``.
         tied: whether the head is the embedding.
         embedding_std: standard deviation of the initial embedding.
         embedding_dropout: probability that a number of an embedded token is zero in training, in [0, 1).
@@ -60,7 +34,8 @@ class LanguageModelSpec:
 
     vocab_size: int
     backbone: Mamba2Config | LlamaConfig
-    solving: Solving | None = Solving()
+    solve: SolveConfig | None = SolveConfig()
+    eval_solve: SolveConfig | None = None
     tied: bool = True
     embedding_std: float = 0.02
     embedding_dropout: float = 0.0
@@ -76,24 +51,13 @@ class LanguageModelSpec:
 
     def explicit(self) -> "LanguageModelSpec":
         """The baseline of the same layers: run once, without an injection."""
-        return replace(self, solving=None)
+        return replace(self, solve=None, eval_solve=None)
 
     def build_model(self) -> ImplicitModel | ExplicitModel:
         """The model between embedding and head, freshly initialised."""
-        config = replace(self.backbone, injection=self.solving is not None)
+        config = replace(self.backbone, injection=self.solve is not None)
         backbone = Llama(config) if isinstance(config, LlamaConfig) else Mamba2(config)
-        if self.solving is None:
-            return ExplicitModel(backbone)
-        how = self.solving
-        return ImplicitModel(
-            backbone,
-            solver=how.solver,
-            stop=how.stop,
-            gradient=how.gradient,
-            eval_solver=how.eval_solver,
-            eval_stop=how.eval_stop,
-            start=how.start,
-        )
+        return ExplicitModel(backbone) if self.solve is None else ImplicitModel(backbone, self.solve, self.eval_solve)
 
     def build(self) -> CausalLM:
         """The whole model, freshly initialised."""

@@ -34,13 +34,13 @@ def resolved(backend: Backend, x: Tensor) -> Literal["reference", "mamba_ssm"]:
     """What computes an operation on ``x``.
 
     Args:
-        backend: what was asked for. ``"auto"`` inside a compiled function is the reference, which compilers can fuse;
+        backend: the configured one. ``"auto"`` inside a compiled function is the reference, which compilers can fuse;
             a compiled :class:`deqseq.Mamba2` asks before it enters compiled code.
         x: the operation's main input: its device and dtype decide.
 
     Raises:
         ValueError: no such backend.
-        BackendError: the kernels were asked for, and cannot run.
+        BackendError: the kernels were named, and cannot run.
     """
     if torch.compiler.is_compiling():  # a decision must be made, and its reason logged, outside
         return "mamba_ssm" if backend == "mamba_ssm" else "reference"

@@ -27,7 +27,7 @@ def silu_causal_conv(
         x: inputs, ``(batch, length, channels)``.
         weight: filters, ``(channels, 1, width)``.
         bias: ``(channels,)``.
-        state: the ``width - 1`` inputs before them, ``(batch, width - 1, channels)``; None: zeros.
+        state: the ``width - 1`` inputs before them, ``(batch, width - 1, channels)``. Default: zeros.
         backend: ``"reference"``, plain PyTorch; ``"mamba_ssm"``, the kernels of causal_conv1d, which belong to that
             package, where they can be imported and take the filter (width 2 to 4, channels in eights); ``"auto"``: as
             in :func:`deqseq.ops.ssd.ssd`.

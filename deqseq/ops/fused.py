@@ -33,7 +33,7 @@ class _Kernels(NamedTuple):
 
 
 def why_not(device: str, dtype: torch.dtype) -> str | None:
-    """What keeps the kernels from running on such tensors; None: nothing."""
+    """Why the kernels cannot run on such tensors; None if they can."""
     if device != "cuda" and not _interpreted():
         return f"the kernels need CUDA tensors (or TRITON_INTERPRET=1, to check them), got one on {device}"
     if dtype not in HALF_OR_SINGLE:
@@ -42,7 +42,7 @@ def why_not(device: str, dtype: torch.dtype) -> str | None:
 
 
 def why_no_convolution() -> str | None:
-    """What keeps the convolution's kernels from running; None: nothing."""
+    """Why the convolution's kernels cannot run; None if they can."""
     return f"causal_conv1d cannot be imported; {INSTALL}" if _conv_kernels() is None else None
 
 
@@ -172,7 +172,7 @@ class _OnceDifferentiable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *dy):
-        if torch.is_grad_enabled():  # only where a second derivative was asked for
+        if torch.is_grad_enabled():  # only in a second derivative
             raise RuntimeError("mamba_ssm's kernels have no second derivatives: take backend='reference'")
         return dy[0]
 
@@ -248,6 +248,6 @@ def _importable() -> Iterator[None]:
         try:
             yield
         finally:
-            del sys.modules["mamba_ssm"]  # whoever imports the package is told why that fails
+            del sys.modules["mamba_ssm"]  # a later import of the package says why it fails
     else:
         yield

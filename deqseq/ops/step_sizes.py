@@ -13,7 +13,7 @@ class StepSizes(NamedTuple):
     r"""How a scan's step sizes come from what was projected, :math:`\mathrm{clamp}(\mathrm{softplus}(dt + b))`.
 
     Attributes:
-        bias: :math:`b`, ``(heads,)``; None: zero.
+        bias: :math:`b`, ``(heads,)``. Default: zero.
         softplus: whether they pass a softplus.
         limit: lower and upper bound.
 

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from deqseq.solvers.base import Solver
-from deqseq.types import RowIndex, State
+from deqseq.types import State
 
 
 class AndersonMemory(NamedTuple):
@@ -29,7 +29,7 @@ class Anderson(Solver[AndersonMemory]):
     .. math:: z \leftarrow \sum_i w_i \bigl(f(z_i) - (1 - \beta)\, r_i\bigr), \qquad
               w = \underset{\sum w = 1}{\mathrm{arg\,min}} \left\lVert \sum_i w_i r_i \right\rVert^2
 
-    The residuals are normalised before the normal equations are solved (in float64, one small system a row), so
+    The residuals are normalised before the normal equations are solved (in float64, one small system per row), so
     that the ridge is relative to them and the iteration does not stall once they are small; an absolute one stalls.
 
     Args:
@@ -78,10 +78,6 @@ class Anderson(Solver[AndersonMemory]):
         proposal = self._combine(weights, values, residuals)
         kept = min(len(values), self.memory - 1)  # one place is for the next evaluation
         return proposal, AndersonMemory(values[-kept:], residuals[-kept:], gram[:, -kept:, -kept:])
-
-    def select(self, state: AndersonMemory, rows: RowIndex) -> AndersonMemory:
-        values = tuple(value[rows] for value in state.values)
-        return AndersonMemory(values, tuple(residual[rows] for residual in state.residuals), state.gram[rows])
 
     def _weights(self, gram: Tensor, dtype: torch.dtype) -> Float[Tensor, "batch kept"]:
         """Solve the constrained least squares of each row; a singular one takes the newest value alone."""

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from deqseq.types import RowIndex, State
+from deqseq.types import State
 
 S = TypeVar("S")
 
@@ -13,10 +13,10 @@ class Solver(ABC, Generic[S]):
     """One step of a fixed-point algorithm. A solver object is its configuration: a frozen dataclass.
 
     The loop in :func:`deqseq.solve` evaluates the map, measures, freezes, stops and keeps the best iterate; a
-    solver only says where to look next. It never calls the map, so that evaluation counts are honest, and treats
-    every row on its own, so that a row's answer never depends on its neighbours.
+    solver only proposes the next point. It never calls the map, so that evaluation counts are exact, and treats
+    every row on its own, so that a row's answer does not depend on the rest of its batch.
 
-    Write your own by subclassing (see :class:`deqseq.Anderson` for one with a memory):
+    To write your own, subclass it (see :class:`deqseq.Anderson` for one with a memory):
 
     Example:
         >>> from dataclasses import dataclass
@@ -24,7 +24,6 @@ class Solver(ABC, Generic[S]):
         ... class Halfway(Solver[None]):
         ...     def init(self, z0): return None
         ...     def step(self, z, fz, state): return (z + fz) / 2, None
-        ...     def select(self, state, rows): return None
         >>> import torch
         >>> from deqseq.solve import solve
         >>> from deqseq.stop import Stop
@@ -35,13 +34,14 @@ class Solver(ABC, Generic[S]):
 
     @abstractmethod
     def init(self, z0: State) -> S:
-        """The memory of the algorithm before its first step: a small record of tensors, or None.
+        """The memory of the algorithm before its first step.
 
         Args:
             z0: where the solve starts, ``(batch, *event)``.
 
         Returns:
-            The memory, whose tensors have a row for each row of ``z0``.
+            None, or a tuple, named tuple or dataclass of tensors with a row for each row of ``z0``; the loop removes
+            rows of it by :func:`deqseq.take`.
         """
 
     @abstractmethod
@@ -50,7 +50,7 @@ class Solver(ABC, Generic[S]):
 
         Args:
             z: the point that was evaluated, ``(batch, *event)``; not always the one proposed last, because the
-                loop holds converged rows and tokens where they are.
+                loop freezes converged rows and tokens.
             fz: the map at ``z``, ``(batch, *event)``.
             state: the memory so far.
 
@@ -58,28 +58,16 @@ class Solver(ABC, Generic[S]):
             The next point to evaluate, of the same shape and dtype, and the new memory.
         """
 
-    @abstractmethod
-    def select(self, state: S, rows: RowIndex) -> S:
-        """The memory of the named rows alone, for when finished rows are dropped.
 
-        Args:
-            state: the memory of all rows.
-            rows: positions of those that stay, ``(rows,)``.
-
-        Returns:
-            The memory of these rows, in this order.
-        """
-
-
-class OutsideSolver(ABC):
+class ExternalSolver(ABC):
     """A solver of another library, which owns its loop.
 
-    :func:`deqseq.solve` hands it a map that counts every evaluation, measures it and ends the run when the
-    stopping rule says so; what it returns is ignored. Rows cannot be frozen or dropped inside it.
+    :func:`deqseq.solve` hands it a map that counts and monitors every evaluation, and ends the run when the
+    stopping rule says so; what it returns is ignored. Rows are neither frozen nor removed inside it.
 
     Example:
         >>> import torch, deqseq as dq
-        >>> class TheirLoop(OutsideSolver):
+        >>> class TheirLoop(ExternalSolver):
         ...     def run(self, f, z0, max_steps):
         ...         z = z0
         ...         for _ in range(max_steps):
@@ -93,10 +81,11 @@ class OutsideSolver(ABC):
         """Iterate ``f`` for up to ``max_steps`` evaluations.
 
         Args:
-            f: the map, ``(batch, *event) -> (batch, *event)``; it may raise to end the run, which is not to be caught.
-            z0: where to start, ``(batch, *event)``.
+            f: the map, ``(batch, *event) -> (batch, *event)``. The exception by which it ends the run
+                must not be caught.
+            z0: the start, ``(batch, *event)``.
             max_steps: the budget.
 
         Returns:
-            Whatever the other library does; nobody looks at it.
+            Anything; it is ignored.
         """

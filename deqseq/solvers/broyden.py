@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from deqseq.solvers.base import Solver
-from deqseq.types import RowIndex, State
+from deqseq.types import State
 
 Vectors = Float[Tensor, "batch size"]
 
@@ -79,12 +79,6 @@ class Broyden(Solver[BroydenMemory | None]):
             direction, state = self._update(point, residual, state)
         proposal = (point - direction).to(z.dtype).reshape(z.shape)
         return proposal, state._replace(point=point, residual=residual, direction=direction)
-
-    def select(self, state: BroydenMemory | None, rows: RowIndex) -> BroydenMemory | None:
-        if state is None:
-            return None
-        tensors = (x[rows] for x in state[:-1])
-        return BroydenMemory(*tensors, pairs=state.pairs)
 
     def _update(self, point: Vectors, residual: Vectors, state: BroydenMemory) -> tuple[Vectors, BroydenMemory]:
         """Take in the last step, and return the new direction ``H g``."""

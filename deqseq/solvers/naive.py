@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from deqseq.solvers.base import Solver
-from deqseq.types import RowIndex, State
+from deqseq.types import State
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,3 @@ class Naive(Solver[None]):
 
     def step(self, z: State, fz: State, state: None) -> tuple[State, None]:
         return fz, None
-
-    def select(self, state: None, rows: RowIndex) -> None:
-        return None

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from deqseq.solvers.base import Solver
-from deqseq.types import RowIndex, State
+from deqseq.types import State
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,3 @@ class Relaxed(Solver[None]):
 
     def step(self, z: State, fz: State, state: None) -> tuple[State, None]:
         return torch.lerp(z, fz, self.damping), None
-
-    def select(self, state: None, rows: RowIndex) -> None:
-        return None

@@ -1,7 +1,5 @@
-"""Which tokens are solved together: the dial from simultaneous to sequential."""
+"""Which tokens are solved together: from all of them (simultaneous) to one at a time (sequential)."""
 
-from deqseq.sweeps.base import Sweep, TokenMap
-from deqseq.sweeps.chunked import Chunked, Sequential, Simultaneous
-from deqseq.sweeps.sliding import Sliding
+from deqseq.sweeps.base import Chunked, Sequential, Simultaneous, Sliding, Sweep
 
-__all__ = ["Chunked", "Sequential", "Simultaneous", "Sliding", "Sweep", "TokenMap"]
+__all__ = ["Chunked", "Sequential", "Simultaneous", "Sliding", "Sweep"]

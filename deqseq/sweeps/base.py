@@ -1,170 +1,127 @@
-"""What a sweep is, and what it needs of a map whose tokens can be solved apart."""
+"""Which tokens are solved together: the plan of a solve over a sequence."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
-from typing import Any, Protocol, runtime_checkable
-
-import torch
-from torch import Tensor
-
-from deqseq.solution import Solution, SolveStats
-from deqseq.solve import Callback
-from deqseq.solvers.base import OutsideSolver, Solver
-from deqseq.stop import Stop
-from deqseq.types import RowIndex, State
-
-
-@runtime_checkable
-class TokenMap(Protocol):
-    """The fixed-point map of the tokens that are not settled yet, given those that are.
-
-    States are ``(batch, length, dim)``. A window is solved by calling it; while it is being called it remembers what
-    its last evaluation computed, and from that it can say what has settled, without another evaluation.
-
-    Example:
-        >>> import deqseq as dq
-        >>> from deqseq.backbones import BackboneMap
-        >>> backbone, x = dq.Affine(4), torch.ones(2, 6, 4)
-        >>> f = BackboneMap(backbone, backbone.inject(x))
-        >>> isinstance(f, TokenMap), f.first(2, recording=True).length
-        (True, 2)
-    """
-
-    @property
-    def length(self) -> int:
-        """How many tokens are left."""
-        ...
-
-    def __call__(self, z: State, /) -> State:
-        """The map's value at ``z``, of the same shape."""
-        ...
-
-    def select(self, rows: RowIndex, /) -> "TokenMap":
-        """The same map for the named ``rows`` alone, ``(rows,)``."""
-        ...
-
-    def first(self, tokens: int, /, *, recording: bool) -> "TokenMap":
-        """The map of the first ``tokens``, whatever comes after them; ``recording`` enables settling."""
-        ...
-
-    def settled(self, tokens: int, /, solution: Solution | None = None) -> tuple[Any, RowIndex | None]:
-        """What the first few tokens leave behind, from the evaluation at which they passed.
-
-        Rows that failed in ``solution`` are evaluated once more, at the value that it gives them.
-
-        Args:
-            tokens: how many of the first have settled.
-            solution: of the window; None: all rows passed at its last evaluation.
-
-        Returns:
-            A cache, and which rows took one more evaluation; None: no row.
-        """
-        ...
-
-    def beyond(self, tokens: int, cache: Any, /) -> "TokenMap":
-        """The map of the tokens after the first ``tokens``, which have settled and left ``cache``."""
-        ...
-
-
-@dataclass(frozen=True)
-class Swept:
-    """What a sweep found.
-
-    Attributes:
-        solution: of the whole sequence, statistics per token (per row for the simultaneous sweep).
-        cache: what the sequence leaves behind, if it was asked for.
-    """
-
-    solution: Solution
-    cache: Any | None
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 
 class Sweep(ABC):
-    """An order in which the tokens of a sequence are solved, each against the settled tokens before it.
+    """A plan: the sizes of the chunks in which a sequence is solved, left to right.
 
-    All sweeps of a causal map find the same fixed point, as far as the tolerance allows and the map has only one;
-    they differ in how much work it takes and in how much of it is parallel. A sweep object is its configuration: a
-    frozen dataclass.
+    Each chunk is solved to its end against the committed tokens before it. All sweeps of a causal map find the same
+    fixed point, as far as the tolerance allows and the map has only one; they differ in how much work it takes and how
+    much of it is parallel. A sweep object is its configuration: a frozen dataclass.
 
     Example:
-        >>> import deqseq as dq
-        >>> model = dq.ImplicitModel(dq.Affine(4), stop=dq.Stop(rtol=1e-6))
-        >>> x, sweeps = torch.ones(2, 6, 4), (dq.Simultaneous(), dq.Chunked(2), dq.Sliding(4), dq.Sequential())
-        >>> values = [model(x, sweep=sweep).value for sweep in sweeps]
-        >>> all(torch.allclose(values[0], value, atol=1e-4) for value in values)
+        A sweep of your own: chunks that double.
+
+        >>> import torch, deqseq as dq
+        >>> @dataclass(frozen=True)
+        ... class Doubling(Sweep):
+        ...     def sizes(self, length):
+        ...         size = 1
+        ...         while length > 0:
+        ...             yield min(size, length)
+        ...             length, size = length - size, 2 * size
+        >>> model, x = dq.ImplicitModel(dq.Affine(4), dq.SolveConfig(stop=dq.Stop(rtol=1e-6))), torch.ones(2, 6, 4)
+        >>> torch.allclose(model(x, sweep=Doubling()).value, model(x).value, atol=1e-4)
         True
     """
 
     @abstractmethod
-    def solve(
-        self,
-        f: TokenMap,
-        z0: State,
-        *,
-        solver: Solver | OutsideSolver,
-        stop: Stop,
-        trace: bool = False,
-        callback: Callback | None = None,
-        keep_cache: bool = False,
-    ) -> Swept:
-        """Solve for all tokens of ``f``.
-
-        Args:
-            f: the map.
-            z0: where each token starts, ``(batch, length, dim)``.
-            solver: the algorithm.
-            stop: tolerances, budget and granularity; the budget is that of a chunk, or of a commit.
-            trace: whether to keep residuals; with the simultaneous sweep only.
-            callback: called at every look; with another sweep the steps begin anew for each chunk or commit.
-            keep_cache: whether what the sequence leaves behind is wanted.
-
-        Returns:
-            Solution and cache.
-
-        Raises:
-            ValueError: a stopping rule or a trace that the sweep cannot honour.
-        """
+    def sizes(self, length: int) -> Iterable[int]:
+        """Sizes of the chunks, each at least 1, which add up to ``length``."""
 
 
-def refuse_trace(sweep: Sweep, trace: bool) -> None:
-    """Residuals of chunks do not line up in one trace.
+@dataclass(frozen=True)
+class Simultaneous(Sweep):
+    """All tokens together: parallel over the sequence, as the paper trains.
 
-    Raises:
-        ValueError: a trace was asked for.
+    The number of iterations grows with the length where later tokens wait for earlier ones. Statistics are per row.
+
+    Example:
+        >>> import torch, deqseq as dq
+        >>> dq.ImplicitModel(dq.Affine(4))(torch.ones(2, 3, 4), sweep=dq.Simultaneous()).stats.iterations.shape
+        torch.Size([2])
     """
-    if trace:
-        raise ValueError(f"trace=True needs the Simultaneous sweep, got {sweep}: chunks have traces of their own")
+
+    def sizes(self, length: int) -> Iterable[int]:
+        return (length,)
 
 
-def counted(solution: Solution, again: RowIndex | None) -> Solution:
-    """The solution, with one more evaluation of some rows in its statistics."""
-    if again is None:
-        return solution
-    stats = solution.stats
-    updates = stats.updates.index_add(0, again, torch.ones_like(stats.updates[again]))
-    return replace(solution, stats=replace(stats, evaluations=stats.evaluations + 1, updates=updates))
-
-
-def joined(solutions: list[Solution]) -> Solution:
-    """One solution for the whole sequence, its statistics per token.
+@dataclass(frozen=True)
+class Chunked(Sweep):
+    """Chunks of a fixed size. Statistics are per token.
 
     Args:
-        solutions: of chunks, left to right; statistics per row or per token.
+        size: tokens per chunk, at least 1.
+
+    Raises:
+        ValueError: ``size`` is below 1.
+
+    Example:
+        >>> import torch, deqseq as dq
+        >>> dq.ImplicitModel(dq.Affine(4))(torch.ones(2, 3, 4), sweep=dq.Chunked(2)).stats.iterations.shape
+        torch.Size([2, 3])
     """
 
-    def per_token(numbers: list[Tensor]) -> Tensor:
-        sizes = [solution.value.shape[1] for solution in solutions]
-        pairs = zip(numbers, sizes, strict=True)
-        return torch.cat([x[:, None].expand(-1, size) if x.ndim == 1 else x for x, size in pairs], dim=1)
+    size: int
 
-    every = [solution.stats for solution in solutions]
-    forced = per_token([~s.converged if s.stats.forced is None else s.stats.forced for s in solutions])
-    stats = SolveStats(
-        per_token([stats.steps for stats in every]),
-        per_token([stats.residual for stats in every]),
-        sum(stats.evaluations for stats in every),
-        per_token([stats.updates for stats in every]),
-        forced=forced,
-    )
-    status = torch.stack([solution.status for solution in solutions]).amax(dim=0)
-    return Solution(torch.cat([solution.value for solution in solutions], dim=1), status, stats)
+    def __post_init__(self) -> None:
+        if not isinstance(self.size, int) or self.size < 1:
+            raise ValueError(f"Chunked.size must be an integer >= 1, got {self.size!r}")
+
+    def sizes(self, length: int) -> Iterable[int]:
+        return [min(self.size, length - start) for start in range(0, length, self.size)]
+
+
+@dataclass(frozen=True)
+class Sequential(Sweep):
+    """Token by token: the model run as a recurrent network. Statistics are per token.
+
+    Example:
+        >>> import torch, deqseq as dq
+        >>> dq.ImplicitModel(dq.Affine(4))(torch.ones(2, 3, 4), sweep=dq.Sequential()).stats.iterations.shape
+        torch.Size([2, 3])
+    """
+
+    def sizes(self, length: int) -> Iterable[int]:
+        return [1] * length
+
+
+@dataclass(frozen=True)
+class Sliding(Sweep):
+    """A window over the first tokens that have not converged: the least work where convergence moves left to right.
+
+    In a trained model about one token converges per iteration. Only the window is iterated; as soon as its first tokens
+    have converged in every row, they are committed from the evaluation at which they passed, and the window moves on:
+    tokens that stay keep their state, new ones start where the model starts.
+
+    The batch shares one window, which waits for its slowest row; so a row's numbers depend on the other rows within the
+    tolerance. Each token is tested on its own, whatever ``stop.per`` says. After ``stop.max_steps`` iterations without
+    a commit the first token of the window is committed as it is; ``stats.forced`` marks those. A solver with a memory
+    restarts after each commit.
+
+    Args:
+        window: tokens that are iterated together, at least 1.
+
+    Raises:
+        ValueError: ``window`` is below 1; at solving, a whole-sequence norm.
+
+    Example:
+        >>> import torch, deqseq as dq
+        >>> model = dq.ImplicitModel(dq.Affine(4), dq.SolveConfig(stop=dq.Stop(rtol=1e-6)))
+        >>> output = model(torch.ones(2, 30, 4), sweep=dq.Sliding(4))
+        >>> output.stats.updates.shape, bool(output.stats.forced.any())
+        (torch.Size([2, 30]), False)
+    """
+
+    window: int = 8
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.window, int) or self.window < 1:
+            raise ValueError(f"Sliding.window must be an integer >= 1, got {self.window!r}")
+
+    def sizes(self, length: int) -> Iterable[int]:
+        """The largest commits there can be: whole windows. What is committed is decided while solving."""
+        return Chunked(self.window).sizes(length)

@@ -10,8 +10,6 @@ from deqseq.training.phase import Phase
 Unit = Literal["fraction", "steps", "tokens"]
 """What ends of phases and progress are counted in."""
 
-UNIFORM = ("solver", "eval_stop")  # a phase that leaves one to the model would depend on the phases before it
-
 
 @dataclass(frozen=True)
 class Curriculum:
@@ -26,8 +24,7 @@ class Curriculum:
         unit: what the ends are counted in: ``"fraction"`` of the run, optimizer ``"steps"``, or ``"tokens"``.
 
     Raises:
-        ValueError: no phases, a name twice, ends that do not rise or are no amount of the unit, an unknown unit; or
-            one phase sets ``solver`` or ``eval_stop`` and another does not, which would make a resumed run differ.
+        ValueError: no phases, a name twice, ends that do not rise or are no amount of the unit, or an unknown unit.
 
     References:
         Schöne et al., Implicit Language Models are RNNs, ICML 2025, arXiv 2502.07827, section 4 (bounded and free
@@ -53,13 +50,6 @@ class Curriculum:
         names = [phase.name for phase in self.phases]
         if len(set(names)) < len(names):
             raise ValueError(f"Curriculum.phases must have names of their own, got {names}")
-        for field in UNIFORM:
-            without = [phase.name for phase in self.phases if getattr(phase, field) is None]
-            if 0 < len(without) < len(names):
-                raise ValueError(
-                    f"Curriculum.phases must all set {field}, or none of them: {', '.join(without)} would keep what "
-                    "the phase before has set"
-                )
 
     def at(self, progress: float | int) -> Phase:
         """The phase in force.
@@ -94,7 +84,7 @@ class Curriculum:
         Example:
             >>> from deqseq.training import bounded, free
             >>> record = Curriculum((bounded(), free())).record(0.9)
-            >>> record["phase"], record["phases"][1]["stop"]["max_steps"]
+            >>> record["phase"], record["phases"][1]["solve"]["stop"]["max_steps"]
             ('free', 24)
         """
         return {"phase": self.at(progress).name, "progress": progress, **self._content}
@@ -116,9 +106,9 @@ class Curriculum:
             >>> record = Curriculum((bounded(), free(24))).record(0.9)
             >>> Curriculum((bounded(), free(32))).resumed(record)
             Traceback (most recent call last):
-            ValueError: the curriculum is not the one that the checkpoint was trained with (phase 2 stop.max_steps:
-            24 -> 32; phase 2 eval_stop.max_steps: 96 -> 128): resume with that one, or begin a new run from these
-            weights
+            ValueError: the curriculum is not the one that the checkpoint was trained with (phase 2
+            solve.stop.max_steps: 24 -> 32; phase 2 eval_solve.stop.max_steps: 96 -> 128): resume with that one, or
+            begin a new run from these weights
         """
         if record is None:
             raise ValueError("the checkpoint holds no phase: it was saved without phase=curriculum.record(progress)")

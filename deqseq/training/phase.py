@@ -1,49 +1,42 @@
 """One phase of training as data: how the fixed point is solved and differentiated, and until when."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
-from deqseq.gradients import Gradient, Phantom, Unrolled
+from deqseq.config import SolveConfig
+from deqseq.gradients import Phantom, Unrolled
 from deqseq.models.explicit import ExplicitModel
 from deqseq.models.implicit import ImplicitModel
-from deqseq.solvers import OutsideSolver, Solver
 from deqseq.stop import Stop
-
-EVAL_FACTOR = 4  # the paper allows this many times the self-iterations at evaluation
 
 
 @dataclass(frozen=True)
 class Phase:
     """One way of solving and differentiating.
 
-    :func:`bounded`, :func:`free` and :func:`unrolled` make the usual ones. The sweep is no part of a phase: it is an
-    argument of the model's call.
+    :func:`bounded`, :func:`free` and :func:`unrolled` make the usual ones.
 
     Args:
         name: for logs and checkpoints.
         until: where it ends, in the unit of its :class:`Curriculum`; None: with the run.
-        stop: tolerances and budget of the solve in training.
-        gradient: the estimator.
-        solver: the algorithm; None: the model's own stays.
-        eval_stop: tolerances and budget in eval mode; None: the model's own stay.
+        solve: how the fixed point is found and differentiated in training.
+        eval_solve: the same in eval mode. Default: ``solve``.
 
     Raises:
-        ValueError: no name, or an end that is not above 0.
+        ValueError: an empty name, or an end that is not above 0.
 
     Example:
         >>> import deqseq as dq
-        >>> Phase("exact", 0.9, dq.Stop(rtol=1e-6), dq.Implicit()).until
+        >>> Phase("exact", 0.9, dq.SolveConfig(stop=dq.Stop(rtol=1e-6), gradient=dq.Implicit())).until
         0.9
     """
 
     name: str
     until: float | int | None
-    stop: Stop
-    gradient: Gradient
-    solver: Solver | OutsideSolver | None = None
-    eval_stop: Stop | None = None
+    solve: SolveConfig
+    eval_solve: SolveConfig | None = None
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -59,8 +52,8 @@ class Phase:
         loop.
 
         Args:
-            model: an :class:`ImplicitModel` or :class:`ExplicitModel`, or what contains one: a :class:`CausalLM`, a
-                model of transformers, one that is wrapped for several processes.
+            model: an :class:`ImplicitModel` or :class:`ExplicitModel`, or a module that contains one: a
+                :class:`CausalLM`, a model of transformers, a DDP wrapper.
 
         Raises:
             TypeError: there is neither inside.
@@ -69,13 +62,11 @@ class Phase:
         implicit = [part for part in parts if isinstance(part, ImplicitModel)]
         if not implicit and not any(isinstance(part, ExplicitModel) for part in parts):
             raise TypeError(
-                f"a phase applies to an ImplicitModel or what contains one (an ExplicitModel is left as it is), got "
-                f"{type(model).__name__} without either"
+                f"a phase applies to an ImplicitModel or a module with one inside (an ExplicitModel is left as it is), "
+                f"got {type(model).__name__} without either"
             )
         for part in implicit:
-            part.stop, part.gradient = self.stop, self.gradient
-            part.solver = self.solver or part.solver
-            part.eval_stop = self.eval_stop or part.eval_stop
+            part.solve, part.eval_solve = self.solve, self.eval_solve
 
 
 def bounded(
@@ -86,19 +77,21 @@ def bounded(
     damping: float = 0.8,
     checkpoint: bool = False,
     name: str = "bounded",
+    base: SolveConfig = SolveConfig(),
 ) -> Phase:
-    """The paper's first phase: a few self-iterations without gradient, whatever the residual, then phantom steps.
+    """The paper's first phase: a few iterations without gradient, whatever the residual, then phantom steps.
 
-    Training need not look at the residual, so a step costs the same for every batch. At evaluation the budget is four
+    Training does not check the residual, so a step costs the same for every batch. At evaluation the budget is four
     times that, to a relative tolerance of 0.05.
 
     Args:
-        steps: self-iterations, at least 1.
+        steps: iterations, at least 1.
         phantom: steps of the phantom gradient, at least 1.
         until: where the phase ends; the paper's 80 % of the tokens by default.
         damping: of the phantom steps, in (0, 1].
         checkpoint: whether the phantom steps recompute activations in the backward pass.
         name: for logs and checkpoints.
+        base: solver, sweep and start.
 
     Returns:
         The phase.
@@ -110,11 +103,11 @@ def bounded(
         Schöne et al., Implicit Language Models are RNNs, ICML 2025, arXiv 2502.07827, section 4: the (4+1)-model.
 
     Example:
-        >>> bounded(4, 1).stop.max_steps, bounded(4, 1).eval_stop.max_steps
+        >>> bounded(4, 1).solve.stop.max_steps, bounded(4, 1).eval_solve.stop.max_steps
         (4, 16)
     """
     gradient = Phantom(phantom, damping, checkpoint)
-    return Phase(name, until, Stop.exactly(steps), gradient, eval_stop=_eval_stop(steps))
+    return _phase(name, until, replace(base, stop=Stop.exactly(steps), gradient=gradient), 0.05)
 
 
 def free(
@@ -126,19 +119,21 @@ def free(
     damping: float = 0.8,
     checkpoint: bool = False,
     name: str = "free",
+    base: SolveConfig = SolveConfig(),
 ) -> Phase:
     """The paper's second phase: solve to a tolerance without gradient, then phantom steps.
 
     At evaluation the budget is four times as large, to the same tolerance.
 
     Args:
-        budget: self-iterations at most; the paper's 24 for Mamba2 by default, its Llamas have 32.
+        budget: iterations at most; the paper's 24 for Mamba2 by default, its Llamas have 32.
         phantom: steps of the phantom gradient, at least 1.
         rtol: relative tolerance.
         until: where the phase ends; None: with the run.
         damping: of the phantom steps, in (0, 1].
         checkpoint: whether the phantom steps recompute activations in the backward pass.
         name: for logs and checkpoints.
+        base: solver, sweep and start.
 
     Returns:
         The phase.
@@ -151,25 +146,33 @@ def free(
         (32+4)-models.
 
     Example:
-        >>> free(32).stop.max_steps, free(32).eval_stop.max_steps, free(32).gradient.steps
+        >>> free(32).solve.stop.max_steps, free(32).eval_solve.stop.max_steps, free(32).solve.gradient.steps
         (32, 128, 4)
     """
     gradient = Phantom(phantom, damping, checkpoint)
-    return Phase(name, until, Stop(rtol=rtol, max_steps=budget), gradient, eval_stop=_eval_stop(budget, rtol))
+    return _phase(name, until, replace(base, stop=Stop(rtol=rtol, max_steps=budget), gradient=gradient), rtol)
 
 
-def unrolled(steps: int = 8, *, until: float | int | None, checkpoint: bool = False, name: str = "unrolled") -> Phase:
-    """A first phase for state tracking: differentiate a fixed number of self-iterations, as in an RNN of that depth.
+def unrolled(
+    steps: int = 8,
+    *,
+    until: float | int | None,
+    checkpoint: bool = False,
+    name: str = "unrolled",
+    base: SolveConfig = SolveConfig(),
+) -> Phase:
+    """A first phase for state tracking: differentiate a fixed number of iterations, as in an RNN of that depth.
 
-    It learns fast where a problem needs several self-iterations at once; what it has learned is no fixed point yet, so
+    It learns fast where a problem needs several iterations at once; what it has learned is no fixed point yet, so
     a :func:`free` phase has to follow. At evaluation the budget is four times as large, to a relative tolerance of
     0.05.
 
     Args:
-        steps: self-iterations, all of them differentiated, at least 1.
+        steps: iterations, all of them differentiated, at least 1.
         until: where the phase ends; None: with the run.
         checkpoint: whether activations are recomputed in the backward pass.
         name: for logs and checkpoints.
+        base: solver, sweep and start.
 
     Returns:
         The phase.
@@ -178,11 +181,12 @@ def unrolled(steps: int = 8, *, until: float | int | None, checkpoint: bool = Fa
         ValueError: a number out of its range.
 
     Example:
-        >>> unrolled(8, until=0.4).gradient
+        >>> unrolled(8, until=0.4).solve.gradient
         Unrolled(checkpoint=False)
     """
-    return Phase(name, until, Stop.exactly(steps), Unrolled(checkpoint), eval_stop=_eval_stop(steps))
+    return _phase(name, until, replace(base, stop=Stop.exactly(steps), gradient=Unrolled(checkpoint)), 0.05)
 
 
-def _eval_stop(budget: int, rtol: float = 0.05) -> Stop:
-    return Stop(rtol=rtol, max_steps=EVAL_FACTOR * budget)
+def _phase(name: str, until: float | int | None, solve: SolveConfig, eval_rtol: float) -> Phase:
+    """A phase whose budget in eval mode is four times that of training, as in the paper."""
+    return Phase(name, until, solve, replace(solve, stop=Stop(rtol=eval_rtol, max_steps=4 * solve.stop.max_steps)))

@@ -1,14 +1,15 @@
 """Sizes and settings of the paper's models."""
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal, get_args
 
 from deqseq.backbones import LlamaConfig, Mamba2Config
+from deqseq.config import SolveConfig
 from deqseq.gradients import Phantom
-from deqseq.models.specification import LanguageModelSpec, Solving
+from deqseq.models.specification import LanguageModelSpec
+from deqseq.names import suggestion
 from deqseq.solvers import Relaxed
 from deqseq.stop import Stop
 
@@ -28,7 +29,7 @@ class Size:
         mamba2_layers: blocks of the Mamba2.
         llama_layers: blocks of the Llama.
         llama_heads: its heads.
-        llama_budget: self-iterations that it is allowed in the free phase.
+        llama_budget: iterations that it is allowed in the free phase.
     """
 
     d_model: int
@@ -55,8 +56,8 @@ def preset(name: str) -> LanguageModelSpec:
     Families are ``llama3`` and ``mamba2``, sizes ``130m``, ``370m``, ``760m`` and ``1.3b``. Kinds:
 
     - ``explicit``: one pass, no injection, no weight normalisation.
-    - ``pretrain``: bounded, at most 4 self-iterations, then 1 phantom step: the (4+1)-model.
-    - ``implicit``: free, at most 24 self-iterations (Llama: 32, its 370m: 24), then 4 phantom steps.
+    - ``pretrain``: bounded, at most 4 iterations, then 1 phantom step: the (4+1)-model.
+    - ``implicit``: free, at most 24 iterations (Llama: 32, its 370m: 24), then 4 phantom steps.
 
     Implicit ones are solved by the relaxed iteration, damping 0.8, to a relative difference of 0.05 of each token,
     with 4 times the budget in evaluation. The reference code trains undamped and measures a sequence by one norm;
@@ -78,13 +79,11 @@ def preset(name: str) -> LanguageModelSpec:
 
     Example:
         >>> spec = preset("mamba2-1.3b-implicit")
-        >>> spec.backbone.n_layers, spec.solving.stop.max_steps, spec.solving.eval_stop.max_steps
+        >>> spec.backbone.n_layers, spec.solve.stop.max_steps, spec.eval_solve.stop.max_steps
         (48, 24, 96)
     """
     if name not in PRESETS:
-        near = difflib.get_close_matches(name, PRESETS, n=3, cutoff=0.5)
-        hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
-        raise ValueError(f"preset {name!r} is unknown{hint} (all names: deqseq.preset_names())")
+        raise ValueError(f"unknown preset {name!r}{suggestion(name, PRESETS)} (all names: deqseq.preset_names())")
     return PRESETS[name]
 
 
@@ -114,20 +113,21 @@ def _language_model(family: Family, size: str, kind: Kind) -> LanguageModelSpec:
         vocabulary = VOCABULARY if (size, kind) == ("130m", "explicit") else PADDED_VOCABULARY
         budget = 24
     if kind == "explicit":
-        return LanguageModelSpec(vocabulary, replace(backbone, weight_norm=False, injection=False), solving=None)
-    return LanguageModelSpec(vocabulary, backbone, _solving(4, 1) if kind == "pretrain" else _solving(budget, 4))
+        return LanguageModelSpec(vocabulary, replace(backbone, weight_norm=False, injection=False), solve=None)
+    return LanguageModelSpec(vocabulary, backbone, *(_solves(4, 1) if kind == "pretrain" else _solves(budget, 4)))
 
 
-def _solving(budget: int, phantom_steps: int, eval_budget: int | None = None) -> Solving:
+def _solves(budget: int, phantom_steps: int, eval_budget: int | None = None) -> tuple[SolveConfig, SolveConfig]:
+    """How the paper solves in training, and in evaluation."""
     stop = Stop(rtol=0.05, max_steps=budget)
-    eval_stop = replace(stop, max_steps=eval_budget or 4 * budget)
-    return Solving(Relaxed(0.8), stop, Phantom(phantom_steps, damping=0.8), eval_stop)
+    solve = SolveConfig(Relaxed(0.8), stop, Phantom(phantom_steps, damping=0.8))
+    return solve, replace(solve, stop=replace(stop, max_steps=eval_budget or 4 * budget))
 
 
 def _state_tracking() -> LanguageModelSpec:
     """A5 times a monoid of four elements: 240 tokens."""
     backbone = Mamba2Config(d_model=256, n_layers=1, d_state=128, expand=4, headdim=64, dropout=0.05)
-    return LanguageModelSpec(240, backbone, _solving(32, 4, eval_budget=2048))
+    return LanguageModelSpec(240, backbone, *_solves(32, 4, eval_budget=2048))
 
 
 PRESETS: Mapping[str, LanguageModelSpec] = MappingProxyType(

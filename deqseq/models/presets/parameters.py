@@ -6,7 +6,7 @@ import torch
 
 from deqseq.gradients import Phantom
 from deqseq.models.presets.catalogue import PRESETS
-from deqseq.models.specification import LanguageModelSpec, Solving
+from deqseq.models.specification import LanguageModelSpec
 
 PLACES = {"injection_norm": "injection", "norm": "final_norm", "norm_f": "final_norm"}
 """Parts of a model that are counted under another name than their own."""
@@ -75,17 +75,17 @@ def preset_table() -> str:
         The table, one line a preset, without a newline at the end.
     """
     columns = ("parameters", "embedding", "layers", "injection", "final norm", "magnitudes")
-    titles = ("preset", *columns, "self-iterations", "in evaluation", "phantom steps")
+    titles = ("preset", *columns, "iterations", "in evaluation", "phantom steps")
     lines = [titles, ("---", *["---:"] * (len(titles) - 1))]
     for name, spec in PRESETS.items():
         count = parameter_count(spec)
         numbers = (count.total, count.embedding, count.layers, count.injection, count.final_norm, count.magnitudes)
-        lines.append((name, *(f"{number:,}" for number in numbers), *_budgets(spec.solving)))
+        lines.append((name, *(f"{number:,}" for number in numbers), *_budgets(spec)))
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _budgets(solving: Solving | None) -> tuple[str, str, str]:
-    if solving is None:
+def _budgets(spec: LanguageModelSpec) -> tuple[str, str, str]:
+    if spec.solve is None:
         return "one pass", "one pass", ""
-    phantom = str(solving.gradient.steps) if isinstance(solving.gradient, Phantom) else ""
-    return f"≤ {solving.stop.max_steps}", f"≤ {(solving.eval_stop or solving.stop).max_steps}", phantom
+    phantom = str(spec.solve.gradient.steps) if isinstance(spec.solve.gradient, Phantom) else ""
+    return f"≤ {spec.solve.stop.max_steps}", f"≤ {(spec.eval_solve or spec.solve).stop.max_steps}", phantom

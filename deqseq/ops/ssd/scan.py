@@ -16,7 +16,8 @@ class SSDOutput(NamedTuple):
 
     Attributes:
         y: outputs, ``(batch, length, heads, headdim)``.
-        state: the state after the last token, ``(batch, heads, headdim, d_state)``; None if it was not asked for.
+        state: the state after the last token, ``(batch, heads, headdim, d_state)``; None without
+            ``return_state``.
     """
 
     y: Float[Tensor, "batch length heads headdim"]
@@ -59,13 +60,13 @@ def ssd(
         initial_state: the state before the first token, ``(batch, heads, headdim, d_state)``; None is zero.
         return_state: whether the state after the last token is wanted.
         chunk_size: tokens a chunk: a matter of speed (and of rounding: decays are differences of sums over a chunk);
-            None: 64 in the reference, 256 in the kernels.
+            Default: 64 in the reference, 256 in the kernels.
         backend: ``"reference"``, plain PyTorch on any device; ``"mamba_ssm"``, that package's kernels; ``"auto"``, the
             kernels for CUDA tensors in float32, float16 or bfloat16 where the package can be imported, and the
             reference otherwise and inside compiled functions; why is logged once.
 
     Returns:
-        ``y`` in the dtype of ``x``; the final state, if asked for, in float32 (float64 for float64 inputs). The
+        ``y`` in the dtype of ``x``; the final state in float32 (float64 for float64 inputs). The
         reference computes in float32 at least; the kernels multiply in the dtype of ``x``, sum in float32, and
         have no second derivatives: asking for one is an error.
 
@@ -115,7 +116,7 @@ def ssd_state(
         dt_softplus: whether step sizes pass a softplus.
         dt_limit: lower and upper bound of the step sizes.
         initial_state: the state before the first token, ``(batch, heads, headdim, d_state)``; None is zero.
-        counts: how many tokens of each row count, ``(batch,)``: the state after those; None: all.
+        counts: real tokens of each row, ``(batch,)``; the state is that after those. Default: all.
 
     Returns:
         The state, in float32 (float64 for float64 inputs).
@@ -179,7 +180,7 @@ def ssd_step(
 def _check(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int | None) -> None:
     if x.shape[1] == 0:
         raise ValueError(f"ssd needs at least one token, got x of shape {tuple(x.shape)}")
-    # a dimension of one would broadcast, and nobody would notice
+    # a dimension of one would broadcast silently
     if dt.shape != x.shape[:3] or A.shape != x.shape[2:3] or B.shape != C.shape or B.shape[:2] != x.shape[:2]:
         shapes = f"x {tuple(x.shape)}, dt {tuple(dt.shape)}, A {tuple(A.shape)}, B {tuple(B.shape)}, C {tuple(C.shape)}"
         raise ValueError(f"ssd needs shapes that agree on batch, length and heads, got {shapes}")

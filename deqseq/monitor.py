@@ -1,0 +1,279 @@
+"""Who has converged: the rows of a solve, or the tokens of a window."""
+
+from abc import ABC, abstractmethod
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deqseq.norms import Measurement, measure
+from deqseq.rows import put, take
+from deqseq.solution import Solution, SolveStats, Status
+from deqseq.stop import Stop
+from deqseq.types import Residual, RowIndex, RowMask, State
+
+
+class Monitor(ABC):
+    """Watches an iteration: measures residuals, freezes what has converged, and decides when it ends."""
+
+    stop: Stop
+    active_rows: int
+    """How many rows are still iterated; the iteration ends at 0."""
+
+    @abstractmethod
+    def check(self, z: State, fz: State, step: int) -> None:
+        """Measure evaluation number ``step`` (counted from 1), and end what has converged or diverged."""
+
+    @abstractmethod
+    def residuals(self) -> Residual:
+        """The latest residuals."""
+
+    @abstractmethod
+    def freeze(self, z: State, proposal: State) -> State:
+        """The next point: ``proposal``, but for what is frozen."""
+
+    @abstractmethod
+    def compact(self, aux: Any) -> RowIndex | None:
+        """Rows that stay if finished ones are to be removed from the batch now; ``aux`` is of the last evaluation."""
+
+
+class RowMonitor(Monitor):
+    """Statistics of each row, and its best value.
+
+    The rows that are computed shrink when finished ones are removed. Decisions cost one transfer to the host per check.
+    While every row improves, as in a contraction, the best value is the last one and nothing is copied.
+    """
+
+    def __init__(self, z0: State, stop: Stop, keep_trace: bool, freezes: bool = True) -> None:
+        batch = len(z0)
+        self.stop = stop
+        self.active_rows = batch
+        self._freezes = freezes  # an external solver goes on moving the rows that have ended
+        # of the rows that are computed; the first three on the host, where decisions are made
+        self._rows: RowIndex = torch.arange(batch)  # their positions in the batch
+        self._active: RowMask = torch.ones(batch, dtype=torch.bool)
+        self._stale: RowMask = torch.zeros(batch, dtype=torch.bool)  # the best value is not that of the last evaluation
+        self._frozen: Tensor | None = None  # rows (rows, 1) or tokens (rows, tokens)
+        self._limit: Tensor | None = None  # the difference above which a row has diverged, set at the first check
+        self._best = z0
+        self._best_residual: Residual | None = None
+        self._latest: Residual | None = None
+        # of the whole batch
+        self._filed: Any = None  # what is known of the rows that were removed: see _current
+        self._steps: Tensor | None = None
+        self._status = torch.full((batch,), int(Status.MAX_STEPS_REACHED))
+        self._updates = torch.zeros(batch, dtype=torch.int64)
+        self._last_step = 0
+        self._trace: list[Residual] | None = [] if keep_trace else None
+
+    def check(self, z: State, fz: State, step: int) -> None:
+        seen, self._last_step = measure(z, fz, self.stop), step
+        if self._limit is None or self._best_residual is None:
+            self._limit = divergence_limit(seen, self.stop)
+            self._best_residual = torch.full_like(seen.residual, torch.inf)
+            first = step if self._per_token else self.stop.max_steps
+            self._steps = torch.full_like(seen.passed, first, dtype=torch.int64)
+        sound = seen.difference <= self._limit  # NaN is not sound
+        improved = _worst(seen.residual) <= _worst(self._best_residual)
+        sound, passed, improved = torch.stack([sound, _all_tokens(seen.passed), improved]).cpu().unbind()
+        everything = self.active_rows == len(self._active)
+        self._latest = seen.residual if everything else self._where_active(seen.residual, self._latest)
+        if self._per_token:
+            self._date_tokens(seen.passed, step)
+            self._frozen = seen.passed
+        if everything and bool(((sound & improved) > passed).all()):
+            self._best, self._best_residual, self._stale = fz, seen.residual, torch.zeros_like(self._active)
+        else:
+            self._end_rows(fz, seen, step, sound, passed, improved)
+        if self._trace is not None:
+            self._trace.append(self.residuals())
+
+    def residuals(self) -> Residual:
+        assert self._latest is not None, "nothing has been checked yet"
+        if self._filed is None:
+            return self._latest
+        return put(self._filed[2], self._rows.to(self._latest.device), self._latest)
+
+    def freeze(self, z: State, proposal: State) -> State:
+        if self._frozen is None:
+            return proposal
+        return torch.where(_over_event(self._frozen, z), z, proposal)
+
+    def compact(self, aux: Any) -> RowIndex | None:
+        count = len(self._active)
+        if not self.active_rows or 4 * (count - self.active_rows) < count:
+            return None
+        self._file(aux, self._last_step)
+        keep = self._active.nonzero()[:, 0]
+        self._rows, self._stale, self._active = take((self._rows, self._stale, self._active), keep)
+        keep = keep.to(self._best.device)
+        self._best, self._best_residual, self._limit, self._latest = take(
+            (self._best, self._best_residual, self._limit, self._latest), keep
+        )
+        self._frozen = take(self._frozen, keep) if self._per_token else None
+        return keep
+
+    def solution(self, evaluations: int, aux: Any) -> tuple[Solution, RowIndex | None]:
+        """What was found, and the rows whose ``aux`` is not that of their value (None: no row)."""
+        self._file(aux, evaluations)
+        assert self._steps is not None
+        (value, residual, _, aux), device = self._filed[:4], self._best.device
+        trace = None if self._trace is None else torch.stack(self._trace)
+        steps, updates = self._steps.clamp(max=evaluations), self._updates.to(device)
+        stats = SolveStats(steps, residual, evaluations, updates, trace)
+        stale = self._filed_stale.nonzero()[:, 0]
+        return Solution(value, self._status.to(device), stats, aux), stale.to(device) if len(stale) else None
+
+    @property
+    def _per_token(self) -> bool:
+        return self.stop.per == "token"
+
+    def _file(self, aux: Any, evaluations: int) -> None:
+        """Write down what is known of the computed rows, in their places in the batch."""
+        current = (self._best, self._best_residual, self._latest, aux)
+        if self._filed is None:
+            self._filed, self._filed_stale = current, self._stale
+        else:
+            self._filed = put(self._filed, self._rows.to(self._best.device), current)
+            self._filed_stale = put(self._filed_stale, self._rows, self._stale)
+        self._updates[self._rows] = evaluations
+
+    def _date_tokens(self, passed: Tensor, step: int) -> None:
+        """Tokens that have not passed yet need one more check at least."""
+        assert self._steps is not None
+        upcoming = min(step + self.stop.check_every, self.stop.max_steps)
+        moving = ~passed & self._active.to(passed.device)[:, None]
+        rows = self._rows.to(passed.device)
+        self._steps[rows] = torch.where(moving, upcoming, self._steps[rows])
+
+    def _end_rows(
+        self, fz: State, seen: Measurement, step: int, sound: RowMask, passed: RowMask, improved: RowMask
+    ) -> None:
+        """A check at which some row ends, has ended, or does not improve."""
+        better = self._active & sound & (passed | improved)
+        self._stale = torch.where(self._active, ~better, self._stale if self._freezes else True)
+        if bool(better.all()):
+            self._best, self._best_residual = fz, seen.residual
+        elif bool(better.any()):
+            chosen = better.to(fz.device)
+            assert self._best_residual is not None
+            self._best = torch.where(_over_event(chosen[:, None], fz), fz, self._best)
+            self._best_residual = torch.where(_over_tokens(chosen, seen.residual), seen.residual, self._best_residual)
+        ended = self._active & (passed | ~sound)
+        if bool(ended.any()):
+            places, status = self._rows[ended], torch.where(passed & sound, int(Status.CONVERGED), int(Status.DIVERGED))
+            self._status[places] = status[ended]
+            assert self._steps is not None
+            places = places.to(self._steps.device)
+            self._steps[places] = self._steps[places].clamp(max=step)
+            self._active = self._active & ~ended
+            self.active_rows = int(self._active.sum())
+        if self.active_rows < len(self._active):
+            ended = (~self._active).to(fz.device)[:, None]
+            self._frozen = seen.passed | ended if self._per_token else ended
+
+    def _where_active(self, new: Residual, old: Residual | None) -> Residual:
+        """``new`` in the rows that are iterated, ``old`` in those that have ended but are still computed."""
+        assert old is not None
+        return torch.where(_over_tokens(self._active.to(new.device), new), new, old)
+
+
+class WindowMonitor(Monitor):
+    """How far a window has converged in every row, and which rows have diverged.
+
+    It lives for a whole sweep: after each iteration the converged prefix leaves by :meth:`commit`, and the statistics
+    of the tokens that stay go on. Each token is tested on its own; the budget is that of a commit.
+    """
+
+    def __init__(self, rows: int, stop: Stop) -> None:
+        self.stop = replace(stop, per="token")
+        self.active_rows = self._all_rows = rows
+        self._converged = 0  # tokens at the start of the window that have passed in every row
+        self._diverged: Tensor | None = None  # rows
+        self._limit: Tensor | None = None  # the difference above which a row has diverged
+        self._entered: list[int] = []  # evaluations before each token of the window entered it
+        self._evaluations = 0
+        self._fresh = True  # whether tokens have entered since the last check
+        # of the tokens that have left, a part per commit
+        self._steps: list[int] = []
+        self._values: list[State] = []
+        self._residuals: list[Residual] = []
+        self._forced: list[Tensor] = []
+
+    def check(self, z: State, fz: State, step: int) -> None:
+        seen = measure(z, fz, self.stop)
+        if self._fresh:  # tokens that have just entered may be of another scale
+            limit = divergence_limit(seen, self.stop)
+            self._limit, self._fresh = limit if self._limit is None else torch.maximum(self._limit, limit), False
+        assert self._limit is not None
+        sound = seen.difference <= self._limit  # NaN is not sound
+        *columns, all_sound = torch.cat([seen.passed.all(dim=0), sound.all()[None]]).tolist()  # one transfer
+        if not all_sound or self._diverged is not None:
+            self._diverged = ~sound if self._diverged is None else self._diverged | ~sound
+            columns = (seen.passed | self._diverged[:, None]).all(dim=0).tolist()
+        self._seen = seen
+        self._converged = columns.index(False) if False in columns else len(columns)
+        self.active_rows = 0 if self._converged else self._all_rows
+
+    def residuals(self) -> Residual:
+        return self._seen.residual
+
+    def freeze(self, z: State, proposal: State) -> State:
+        """Diverged rows stay at zero; everything else moves."""
+        return proposal if self._diverged is None else proposal.masked_fill(self._diverged[:, None, None], 0)
+
+    def compact(self, aux: Any) -> RowIndex | None:
+        """No row is removed: the batch shares the window to the end."""
+        return None
+
+    def commit(self, fz: State, evaluations: int) -> int:
+        """File the tokens that leave the window after ``evaluations`` more, and return how many they are."""
+        count = max(1, self._converged)  # none has converged: the budget is spent, and the first one is forced
+        self._entered += [self._evaluations] * (fz.shape[1] - len(self._entered))
+        self._evaluations += evaluations
+        self._steps += [self._evaluations - entered for entered in self._entered[:count]]
+        self._entered = self._entered[count:]
+        self._values.append(self.freeze(fz, fz[:, :count]))
+        self._residuals.append(self._seen.residual[:, :count])
+        self._forced.append(~self._seen.passed[:, :count])
+        self.active_rows, self._converged, self._fresh = self._all_rows, 0, True
+        return count
+
+    def solution(self) -> Solution:
+        """Everything that has left the window."""
+        value, forced = torch.cat(self._values, dim=1), torch.cat(self._forced, dim=1)
+        residual = torch.cat(self._residuals, dim=1).nan_to_num(nan=torch.inf, posinf=torch.inf)
+        steps = torch.tensor(self._steps, device=value.device).expand(len(value), -1)
+        status = torch.where(forced.any(dim=1), int(Status.MAX_STEPS_REACHED), int(Status.CONVERGED))
+        if self._diverged is not None:
+            status = torch.where(self._diverged, int(Status.DIVERGED), status)
+        return Solution(value, status, SolveStats(steps, residual, self._evaluations, steps, forced=forced))
+
+
+def divergence_limit(seen: Measurement, stop: Stop) -> Tensor:
+    """The difference above which a row has diverged, ``(rows,)``, given its first measurement."""
+    reference = torch.maximum(seen.difference, seen.scale.amax(dim=1)).clamp_min(1)
+    return (stop.divergence * reference).clamp(max=torch.finfo(reference.dtype).max)  # infinity itself has diverged
+
+
+def _all_tokens(passed: Tensor) -> Tensor:
+    return passed if passed.ndim == 1 else passed.all(dim=1)
+
+
+def _worst(residual: Residual) -> Tensor:
+    return residual if residual.ndim == 1 else residual.amax(dim=1)
+
+
+def _over_tokens(rows: Tensor, like: Tensor) -> Tensor:
+    """A row mask shaped to broadcast over residuals, ``(batch,)`` or ``(batch, tokens)``."""
+    return rows if like.ndim == 1 else rows[:, None]
+
+
+def _over_event(mask: Tensor, z: State) -> Tensor:
+    """A mask ``(batch, 1 or tokens)`` shaped to broadcast over the state."""
+    if z.ndim == 1:
+        return mask[:, 0]
+    if mask.shape[1] == 1:
+        return mask.reshape(-1, *[1] * (z.ndim - 1))
+    return mask.reshape(*z.shape[:-1], 1)

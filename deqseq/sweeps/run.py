@@ -1,0 +1,201 @@
+"""Solving a sequence by a sweep: one loop over chunks, and one over the positions of a window."""
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from deqseq.backbones.base import Backbone, Cache
+from deqseq.config import SolveConfig
+from deqseq.gradients.base import AttachedGradient, Gradient
+from deqseq.monitor import WindowMonitor
+from deqseq.rows import map_tensors
+from deqseq.solution import Solution, SolveStats
+from deqseq.solve import Callback, SolveCall, iterate, next_point, solve
+from deqseq.sweeps.base import Simultaneous, Sliding, Sweep
+from deqseq.types import Mask, Sequence, State
+
+
+class TokenArgs(NamedTuple):
+    """What the map of some tokens needs besides their state: the second argument of :func:`token_map`."""
+
+    inputs: Any
+    cache: Cache | None = None
+    mask: Mask | None = None
+
+    def slice(self, start: int, stop: int, length: int) -> "TokenArgs":
+        """The tokens from ``start`` up to ``stop`` of ``length``, in memory of their own."""
+        cache = None if self.cache is None else self.cache.reserve(stop - start)
+        if stop - start == length:
+            return self._replace(cache=cache)
+        inputs, mask = map_tensors(lambda x: x[:, start:stop].contiguous(), (self.inputs, self.mask))
+        return TokenArgs(inputs, cache, mask)
+
+
+def token_map(backbone: Backbone[Any], *, need_aux: bool = False) -> Any:
+    """The map ``(z, TokenArgs) -> (f(z), aux)`` of a backbone; padding is zero in its value."""
+
+    def f(z: State, args: TokenArgs) -> tuple[State, Any]:
+        value, aux = backbone(z, args.inputs, args.cache, need_aux=need_aux)
+        return value if args.mask is None else value.masked_fill(~args.mask[..., None], 0), aux
+
+    return f
+
+
+def run_sweep(
+    backbone: Backbone[Any],
+    args: TokenArgs,
+    z0: Sequence,
+    config: SolveConfig,
+    *,
+    gradient: Gradient | None = None,
+    need_cache: bool = False,
+    trace: bool = False,
+    callback: Callback | None = None,
+) -> tuple[Solution, Cache | None]:
+    """Solve for all tokens, and attach ``gradient``: over the whole sequence at once, however it was solved.
+
+    Raises:
+        ValueError: a trace, a stopping rule or a gradient that the sweep cannot offer, or a plan that does not fit the
+            length.
+        NotImplementedError: a backbone without ``advance`` that must commit tokens.
+    """
+    if isinstance(config.sweep, Simultaneous):
+        return _together(backbone, args, z0, config, gradient, need_cache, trace, callback)
+    _check(config, gradient, trace)
+    run = _slide if isinstance(config.sweep, Sliding) else _chunks
+    with torch.no_grad():
+        solution, cache = run(backbone, args, z0, config, need_cache, callback)
+    if gradient is not None:
+        assert isinstance(gradient, AttachedGradient)
+        if torch.is_autocast_enabled(z0.device.type):
+            torch.clear_autocast_cache()  # older torch keeps casts made without a graph, which would cut weights off
+        whole = args.slice(0, z0.shape[1], z0.shape[1])
+        value = gradient.attach_to(token_map(backbone), whole, z0, solution, has_aux=True)
+        solution = replace(solution, value=value)
+    return solution, cache
+
+
+def _together(
+    backbone: Backbone[Any],
+    args: TokenArgs,
+    z0: Sequence,
+    config: SolveConfig,
+    gradient: Gradient | None,
+    need_cache: bool,
+    trace: bool,
+    callback: Callback | None,
+) -> tuple[Solution, Cache | None]:
+    """Solve all tokens at once; statistics are per row."""
+    f, length = token_map(backbone, need_aux=need_cache), z0.shape[1]
+    args = args.slice(0, length, length)
+    call: SolveCall = {"args": args, "has_aux": True, "solver": config.solver, "stop": config.stop}
+    call["trace"], call["callback"] = trace, callback
+    if gradient is None:
+        with torch.no_grad():  # attention then writes its keys in place
+            solution = solve(f, z0, **call)
+    else:
+        solution = gradient.apply(f, z0, **call)
+    cache = advance(backbone, args, solution.aux, length) if need_cache else None
+    stats = replace(solution.stats, updates=solution.stats.updates[:, None].expand(-1, length))
+    return replace(solution, aux=None, stats=stats), cache
+
+
+def _chunks(
+    backbone: Backbone[Any],
+    args: TokenArgs,
+    z0: Sequence,
+    config: SolveConfig,
+    need_cache: bool,
+    callback: Callback | None,
+) -> tuple[Solution, Cache | None]:
+    """Solve chunk after chunk, each to its end before the next begins."""
+    solutions: list[Solution] = []
+    start, length = 0, z0.shape[1]
+    for size in _checked_sizes(config.sweep, length):
+        end = start + size
+        commits = need_cache or end < length
+        chunk = args.slice(start, end, length)
+        call: SolveCall = {"args": chunk, "has_aux": True, "solver": config.solver, "stop": config.stop}
+        f = token_map(backbone, need_aux=commits)
+        solution = solve(f, z0[:, start:end].contiguous(), callback=callback, **call)
+        if commits:
+            args = args._replace(cache=advance(backbone, chunk, solution.aux, size))
+        solutions.append(solution)
+        start = end
+    return _joined(solutions), args.cache if need_cache else None
+
+
+def _slide(
+    backbone: Backbone[Any],
+    args: TokenArgs,
+    z0: Sequence,
+    config: SolveConfig,
+    need_cache: bool,
+    callback: Callback | None,
+) -> tuple[Solution, Cache | None]:
+    """Iterate a window over the first tokens that have not converged; commit its converged prefix, and move on."""
+    assert isinstance(config.sweep, Sliding)
+    f, monitor = token_map(backbone, need_aux=True), WindowMonitor(len(z0), config.stop)
+    start, entered, length = 0, config.sweep.window, z0.shape[1]
+    z = z0[:, :entered].contiguous()
+    while start < length:
+        window = args.slice(start, start + z.shape[1], length)
+        end = iterate(f, z, window, config.solver, monitor, has_aux=True, callback=callback)
+        count = monitor.commit(end.fz, end.evaluations)
+        start += count
+        if need_cache or start < length:
+            args = args._replace(cache=advance(backbone, window, end.aux, count))
+        proposal, _ = next_point(config.solver, end.z, end.fz, end.state)
+        suffix = proposal[:, count:]
+        z = torch.cat([monitor.freeze(suffix, suffix), z0[:, entered : entered + count]], dim=1)
+        entered += count
+    return monitor.solution(), args.cache if need_cache else None
+
+
+def advance(backbone: Backbone[Any], args: TokenArgs, aux: Any, tokens: int) -> Cache:
+    """Commit the first tokens of an evaluation."""
+    counts = None if args.mask is None else args.mask[:, :tokens].sum(dim=1)
+    with torch.no_grad():
+        return backbone.advance(args.cache, aux, tokens, counts)
+
+
+def _check(config: SolveConfig, gradient: Gradient | None, trace: bool) -> None:
+    sweep = config.sweep
+    if trace:
+        raise ValueError(f"trace=True needs the Simultaneous sweep, got {sweep}: chunks have traces of their own")
+    if gradient is not None and not isinstance(gradient, AttachedGradient):
+        raise ValueError(
+            f"{type(gradient).__name__} differentiates the iteration itself and needs the Simultaneous sweep, got "
+            f"{sweep}: take Phantom, OneStep or Implicit, which need the fixed point alone"
+        )
+    if isinstance(sweep, Sliding) and config.stop.norm != "max_token":
+        raise ValueError(f'Sliding tests each token: Stop.norm must be "max_token", got "{config.stop.norm}"')
+
+
+def _checked_sizes(sweep: Sweep, length: int) -> list[int]:
+    sizes = list(sweep.sizes(length))
+    if min(sizes, default=0) < 1 or sum(sizes) != length:
+        raise ValueError(f"{sweep}.sizes({length}) must be numbers >= 1 that add up to {length}, got {sizes}")
+    return sizes
+
+
+def _joined(solutions: list[Solution]) -> Solution:
+    """One solution for the whole sequence, its statistics per token."""
+
+    def per_token(numbers: list[Tensor]) -> Tensor:
+        sizes = [solution.value.shape[1] for solution in solutions]
+        pairs = zip(numbers, sizes, strict=True)
+        return torch.cat([x[:, None].expand(-1, size) if x.ndim == 1 else x for x, size in pairs], dim=1)
+
+    every = [solution.stats for solution in solutions]
+    stats = SolveStats(
+        per_token([stats.iterations for stats in every]),
+        per_token([stats.residual for stats in every]),
+        sum(stats.evaluations for stats in every),
+        per_token([stats.updates for stats in every]),
+        forced=per_token([~solution.converged for solution in solutions]),
+    )
+    status = torch.stack([solution.status for solution in solutions]).amax(dim=0)
+    return Solution(torch.cat([solution.value for solution in solutions], dim=1), status, stats)
