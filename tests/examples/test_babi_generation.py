@@ -1,11 +1,10 @@
-"""Generated stories: answers and supporting facts against a replay of the text, which knows no generator."""
+"""Generated stories: answers and supporting facts against solvers that see only the text."""
 
 import re
 from collections import Counter, deque
 
 import pytest
-
-from deqseq.tasks.babi import GENERATORS, SCALES, Fact, Question, Vocabulary, generate_stories
+from babi import GENERATORS, SCALES, Vocabulary, generate_stories
 
 MOVE = re.compile(r"(\w+) (?:went|went back|moved|journeyed|travelled) to the (\w+)\.")
 TAKE = re.compile(r"(\w+) (?:got|grabbed|picked up|took) the (\w+)(?: there)?\.")
@@ -19,7 +18,7 @@ BACK = {"n": "s", "s": "n", "e": "w", "w": "e"}
 
 
 def parts(pattern, text):
-    """The groups of a pattern that the whole text must be of."""
+    """The groups of a pattern that must match the whole text."""
     match = pattern.fullmatch(text)
     assert match, text
     return match.groups()
@@ -30,7 +29,7 @@ def stories_of(task, scale=1, count=60):
 
 
 class Replay:
-    """Who is where, and where each thing has been, by replaying facts one by one."""
+    """Where people are and where things have been, from the facts alone."""
 
     def __init__(self):
         self.where, self.carrier, self.been = {}, {}, {}
@@ -45,7 +44,7 @@ class Replay:
                     self.been[thing].append(room)
         elif match := TAKE.fullmatch(text):
             person, thing = match.groups()
-            assert thing not in self.carrier, "what is carried cannot be taken"
+            assert thing not in self.carrier, "a thing that is carried cannot be taken"
             assert thing not in self.been or self.been[thing][-1] == self.where[person], "a thing is taken where it is"
             self.been.setdefault(thing, [self.where[person]])
             self.carrier[thing] = person
@@ -58,7 +57,7 @@ def answer_of(replay, question):
     """The answer to a question of tasks 1 to 3."""
     words = question.words()
     if words[1] == "was":
-        thing, room = words[3], words[-2]
+        thing, room = words[3], words[-3]
         arrivals = [i for i, visited in enumerate(replay.been[thing]) if visited == room and i > 0]
         return replay.been[thing][arrivals[-1] - 1]
     if words[2] == "the":
@@ -77,7 +76,7 @@ def test_answers_agree_with_a_replay_of_the_world(task, scale):
     for story in stories_of(task, scale):
         replay = Replay()
         for line in story.lines:
-            if isinstance(line, Question):
+            if line.answer:
                 assert line.answer == answer_of(replay, line), story
                 asked += 1
             else:
@@ -96,7 +95,7 @@ def test_one_fact_supports_an_answer_alone():
 def test_support_of_one_fact_is_the_last_move():
     for story in stories_of(1):
         for place, line in enumerate(story.lines):
-            if isinstance(line, Question):
+            if line.answer:
                 name = line.words()[2].capitalize()
                 moves = [i for i, fact in enumerate(story.lines[:place], 1) if fact.text.startswith(f"{name} ")]
                 assert line.support == (moves[-1],)
@@ -106,7 +105,7 @@ def test_two_facts_support_where_a_thing_is():
     dropped = 0
     for story in stories_of(2):
         for number, line in enumerate(story.lines, start=1):
-            if not isinstance(line, Question):
+            if not line.answer:
                 continue
             thing = line.words()[3]
             first, second = facts_of(story, line.support)
@@ -128,7 +127,7 @@ def test_two_facts_support_where_a_thing_is():
 
 
 def names_thing(line, thing):
-    return isinstance(line, Fact) and not MOVE.fullmatch(line.text) and thing in line.words()
+    return not line.answer and not MOVE.fullmatch(line.text) and thing in line.words()
 
 
 def moves_between(story, person, first, last):
@@ -137,14 +136,14 @@ def moves_between(story, person, first, last):
     return [
         line.text
         for line in lines
-        if isinstance(line, Fact) and MOVE.fullmatch(line.text.strip()) and line.text.startswith(f"{person} ")
+        if not line.answer and MOVE.fullmatch(line.text.strip()) and line.text.startswith(f"{person} ")
     ]
 
 
 def test_three_facts_support_where_a_thing_was():
     for story in stories_of(3):
         for question in story.questions:
-            thing, room = question.words()[3], question.words()[-2]
+            thing, room = question.words()[3], question.words()[-3]
             facts = facts_of(story, question.support)
             (take,) = [fact for fact in facts if TAKE.fullmatch(fact)]
             person, taken = parts(TAKE, take)
@@ -154,7 +153,7 @@ def test_three_facts_support_where_a_thing_was():
             come, gone = (i for i in question.support if story.lines[i - 1].text != take)
             assert not moves_between(story, person, come, gone), "one move after the other"
             took = next(i for i in question.support if story.lines[i - 1].text == take)
-            dropped = [line for line in story.lines[took:gone] if isinstance(line, Fact) and DROP.fullmatch(line.text)]
+            dropped = [line for line in story.lines[took:gone] if not line.answer and DROP.fullmatch(line.text)]
             assert took < gone
             assert not any(thing in line.words() for line in dropped), "carried all the way"
 
@@ -162,7 +161,7 @@ def test_three_facts_support_where_a_thing_was():
 @pytest.mark.parametrize("scale", SCALES)
 def test_deduction_follows_from_a_kind_and_a_rule(scale):
     for story in stories_of(15, scale):
-        facts = [line.text for line in story.lines if isinstance(line, Fact)]
+        facts = [line.text for line in story.lines if not line.answer]
         rules = {plural.lower(): feared for plural, feared in (m.groups() for m in map(RULE.fullmatch, facts) if m)}
         rules = {PLURALS.get(kind, kind[:-1]): PLURALS.get(other, other[:-1]) for kind, other in rules.items()}
         kinds = {name.lower(): kind for name, kind in (m.groups() for m in map(KIND.fullmatch, facts) if m)}
@@ -184,8 +183,8 @@ def plural_of(kind):
     return {single: plural for plural, single in PLURALS.items()}.get(kind, f"{kind}s") + " are"
 
 
-def neighbours(story):
-    """Of each room, the rooms that lie next to it by direction, and the fact that says so."""
+def adjacent_rooms(story):
+    """Per room: direction, adjacent room and the number of the fact that says so."""
     near = {}
     for number, line in enumerate(story.lines, start=1):
         if match := LIES.fullmatch(line.text):
@@ -201,14 +200,14 @@ def test_paths_are_the_only_shortest_ones(scale):
     answers = Counter()
     for story in stories_of(19, scale):
         (question,) = story.questions
-        start, goal = question.words()[6], question.words()[-2]
-        near, found, queue = neighbours(story), [], [((), (), start)]
-        while queue and len(queue[0][0]) <= 2:  # breadth first, all ways of at most two steps
+        start, goal = question.words()[6], question.words()[-3]
+        near, found, queue = adjacent_rooms(story), [], [((), (), start)]
+        while queue and len(queue[0][0]) <= 2:  # breadth first, all paths of at most two steps
             steps, facts, room = queue.pop(0)
             if room == goal:
                 found.append((steps, facts))
             queue += [((*steps, step), (*facts, fact), there) for step, there, fact in near[room]]
-        assert [",".join(steps) for steps, _ in found] == [question.answer], "one way, and none is shorter"
+        assert [",".join(steps) for steps, _ in found] == [question.answer], "one path, and no shorter one"
         assert question.support == tuple(sorted(found[0][1]))
         assert len(near) == 5 * scale + 1
         answers[question.answer] += 1
@@ -220,7 +219,7 @@ def test_paths_are_the_only_shortest_ones(scale):
 def test_rooms_have_one_place_on_a_grid(scale):
     offset = {"n": (0, 1), "e": (1, 0), "s": (0, -1), "w": (-1, 0)}
     for story in stories_of(19, scale):
-        near = neighbours(story)
+        near = adjacent_rooms(story)
         places, queue = {next(iter(near)): (0, 0)}, deque(near)
         while queue:
             here = queue.popleft()
@@ -238,7 +237,7 @@ def test_larger_stories_have_more_facts_of_the_same_words(task):
     small = Vocabulary.of(stories_of(task, 1, 100))
     for scale, least in ((2, 1.4), (3, 1.9)):
         larger = stories_of(task, scale, 20)
-        assert all(small.encode(story.words()) for story in larger)
+        assert not any(small.unknown in small.encode(story.words()) for story in larger)
         facts = [
             sum(len(story.lines) - len(story.questions) for story in some) for some in (stories_of(task, 1, 20), larger)
         ]
@@ -267,13 +266,12 @@ def test_numbers_of_facts():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"task": 4}, "task must be one of 1, 2, 3, 15, 19 to be generated, got 4"),
+        ({"task": 4}, "task must be one of .*, got 4"),
         ({"count": 0}, "count must be at least 1, got 0"),
-        ({"scale": 0}, "scale must be one of 1, 2, 3, got 0"),
-        ({"scale": 4}, "scale must be one of 1, 2, 3, got 4"),
+        ({"scale": 0}, "scale must be one of .*, got 0"),
+        ({"scale": 4}, "scale must be one of .*, got 4"),
     ],
 )
-def test_what_cannot_be_generated(options, message):
-    with pytest.raises(ValueError) as caught:
+def test_arguments_out_of_range(options, message):
+    with pytest.raises(ValueError, match=message):
         generate_stories(**{"task": 1, "count": 1, "seed": 0} | options)
-    assert str(caught.value) == message
