@@ -7,7 +7,7 @@ References:
 """
 
 from babi.generation import GENERATORS, SCALES, generate_stories
-from babi.scores import count_most_frequent, count_right, score_rows
+from babi.scores import count_most_frequent, count_right, score, score_rows
 from babi.stories import TASK_NAMES, BabiFormatError, Line, Story, read_folder, read_stories, write_stories
 from babi.stream import StoryBatch, StoryStream, Vocabulary, encode_story, story_batches
 
@@ -27,6 +27,7 @@ __all__ = [
     "generate_stories",
     "read_folder",
     "read_stories",
+    "score",
     "score_rows",
     "story_batches",
     "write_stories",

@@ -4,11 +4,12 @@ Counts are an int64 tensor of shape (2, 21): right answers and questions by task
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
+import deqseq as dq
 from babi.stories import TASK_NAMES, Story
 from babi.stream import IGNORED, StoryBatch, Vocabulary
 
@@ -52,3 +53,33 @@ def score_rows(counts: Tensor) -> list[dict]:
         right, questions = pair.tolist()
         rows.append({"task": task, "accuracy": right / questions, "questions": questions})
     return rows
+
+
+@torch.no_grad()
+def score(lm: dq.CausalLM, batches: Iterable[StoryBatch], *, carry: bool = False) -> list[dict]:
+    """Test a model.
+
+    Args:
+        lm: put into eval mode.
+        batches: its inputs.
+        carry: whether each batch continues the one before, with the state that this one has left.
+
+    Returns:
+        The rows of :func:`score_rows`, each with the mean iterations and the share of solves that converged; both are
+        None for an explicit model.
+    """
+    counts, iterations, converged, cache = [], [], [], None
+    lm.eval()
+    for batch in batches:
+        batch = batch.to(lm.embedding.weight.device)
+        output = lm(batch.inputs, mask=None if carry else batch.mask, cache=cache, return_cache=carry)
+        cache = output.cache
+        counts.append(count_right(output.logits, batch))
+        if output.stats is not None and output.status is not None:
+            iterations += output.stats.steps.tolist()
+            converged += (output.status == dq.Status.CONVERGED).tolist()
+    solves = {
+        "self_iterations": sum(iterations) / len(iterations) if iterations else None,
+        "converged": sum(converged) / len(converged) if converged else None,
+    }
+    return [row | solves for row in score_rows(torch.stack(counts).sum(0))]
