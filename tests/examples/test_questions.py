@@ -4,10 +4,9 @@ import re
 import time
 
 import pytest
+from common.questions import Choice, Cloze, choice_questions, cloze_questions
 from hypothesis import given
 from hypothesis import strategies as st
-
-from deqseq.tasks.text.questions import Choice, Cloze, choice_questions, cloze_questions
 
 STORIES = (
     "Ann has a red ball. She likes to play. Tom would like to have the ball.",
