@@ -1,4 +1,4 @@
-"""lm-eval's model of transformers for implicit models: solved as it is told, its solves counted."""
+"""lm-eval's adapter of transformers' models, for implicit models: solves are configured and counted."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ except ImportError as error:
 
 
 class Tally:
-    """The numbers of all solves of an evaluation.
+    """Statistics over all solves of an evaluation.
 
     Example:
         >>> import deqseq as dq
@@ -33,19 +33,19 @@ class Tally:
     def __init__(self) -> None:
         self.counted: dict[str, float] = defaultdict(float)
 
-    def add(self, stats: SolveStats | None, status: torch.Tensor | None, real: torch.Tensor | None = None) -> None:
+    def add(self, stats: SolveStats | None, status: torch.Tensor | None, mask: torch.Tensor | None = None) -> None:
         """Count a solve.
 
         Args:
-            stats: of the solve; None: nothing was solved.
-            status: of each row, ``(batch,)``; None: nothing was solved.
-            real: which tokens are no padding, ``(batch, length)``; None: all.
+            stats: of the solve. None: nothing was solved.
+            status: per row, ``(batch,)``. None: nothing was solved.
+            mask: True at real tokens, ``(batch, length)``. Default: no padding.
         """
         if stats is None or status is None:
             return
         for name, each in (("steps", stats.steps), ("updates", stats.updates), ("forced", stats.forced)):
             if each is not None:
-                each = each if real is None or real.shape != each.shape else each[real]
+                each = each if mask is None or mask.shape != each.shape else each[mask]
                 self.counted[name] += each.sum().item()
                 self.counted[f"{name} of"] += each.numel()
         self.counted["converged"] += (status == Status.CONVERGED).sum().item()
@@ -54,7 +54,7 @@ class Tally:
         self.counted["evaluations"] += stats.evaluations
 
     def numbers(self) -> dict[str, float | None]:
-        """Mean self-iterations and updates of a token, shares of rows and tokens, calls of the map; None: no solve."""
+        """Mean iterations and updates per token, shares of rows and tokens, evaluations; None without a solve."""
         counted, shares = self.counted, {"converged": "rows", "diverged": "rows"}
         shares |= {name: f"{name} of" for name in ("steps", "updates", "forced")}
         of = {name: counted[name] / counted[whole] if counted[whole] else None for name, whole in shares.items()}
@@ -69,30 +69,34 @@ class Tally:
 
 
 class SolvedLM(HFLM):
-    """lm-eval's model of transformers, every pass of which is solved as it is told and counted.
+    """lm-eval's adapter ``HFLM``, with a configuration for every solve, and statistics over all of them.
 
-    lm-eval pads texts on the right without telling the model, which solves padding like text. Here texts of one length
-    are solved together, without padding: what a text gets does not depend on its neighbours, and nothing but text is
-    counted.
+    lm-eval pads texts on the right without a mask, so that an implicit model would solve the padding too. Here only
+    texts of one length are solved together: there is no padding, and a text's result does not depend on its batch.
 
     Args:
-        model: of transformers.
+        model: a causal language model of transformers.
         tokenizer: its tokenizer.
-        solve: arguments of the model's call.
-        batch_size: texts that are solved together, at most.
-        max_length: tokens that a text may have, the last one not counted; None: as model or tokenizer say, or 2048.
+        solve: keyword arguments of the model's call, such as ``{"sweep": dq.Sliding(8)}``.
+        batch_size: most texts that are solved together.
+        max_length: most tokens of a text, without the last. Default: as model or tokenizer say, or 2048.
 
     Attributes:
-        tally: the numbers of all solves so far.
+        tally: statistics of the solves so far.
 
     Example:
         >>> import deqseq as dq
         >>> from deqseq.integrations.huggingface import ImplicitMamba2Config, ImplicitMamba2ForCausalLM
-        >>> from deqseq.tasks.text.tokenizer import train_tokenizer
         >>> from lm_eval.api.instance import Instance
-        >>> tokenizer = train_tokenizer(["to be or not to be"] * 3, vocab_size=260)
+        >>> from tokenizers import Tokenizer
+        >>> from tokenizers.models import WordLevel
+        >>> from tokenizers.pre_tokenizers import WhitespaceSplit
+        >>> from transformers import PreTrainedTokenizerFast
+        >>> words = Tokenizer(WordLevel({"<eos>": 0, "to": 1, "be": 2, "or": 3, "not": 4}))
+        >>> words.pre_tokenizer = WhitespaceSplit()
+        >>> tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", pad_token="<eos>")
         >>> sizes = {"hidden_size": 16, "head_dim": 8, "state_size": 4, "num_hidden_layers": 1}
-        >>> model = ImplicitMamba2ForCausalLM(ImplicitMamba2Config(vocab_size=260, **sizes))
+        >>> model = ImplicitMamba2ForCausalLM(ImplicitMamba2Config(vocab_size=5, **sizes))
         >>> lm = SolvedLM(model, tokenizer, {"sweep": dq.Sliding(8)}, max_length=64)
         >>> ((nats, is_best),) = lm.loglikelihood([Instance("loglikelihood", {}, ("to be", " or not"), 0)])
         >>> nats < 0, lm.tally.numbers()["converged"]
@@ -120,13 +124,13 @@ class SolvedLM(HFLM):
         left_truncate_len: int | None = None,
         **kwargs: Any,
     ) -> list[int]:
-        """As in lm-eval; but also for a tokenizer with neither BOS nor EOS token."""
+        """As in lm-eval, and also for tokenizers with neither BOS nor EOS token."""
         if add_special_tokens is None and (self.bare or self.prefix_token_id is None):
             add_special_tokens = not self.bare
         return super().tok_encode(string, add_special_tokens, left_truncate_len, **kwargs)
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """As in lm-eval, which puts a first token before a text; the tokenizer's own would be predicted, as text."""
+        """As in lm-eval, which prepends a token itself; one that the tokenizer added would be scored as text."""
         self.bare = True
         try:
             return super().loglikelihood_rolling(requests, disable_tqdm)
@@ -167,10 +171,10 @@ class SolvedLM(HFLM):
 
 
 def check_request(context: Sequence[int | None], continuation: Sequence[int], longest: int) -> None:
-    """Refuse what has no answer, or none that would mean anything.
+    """Refuse requests that cannot be scored.
 
     Raises:
-        ValueError: nothing before the first token; a continuation without tokens of its own, or with too many.
+        ValueError: no token precedes the continuation, or the continuation has no tokens of its own, or too many.
     """
     if None in context:
         raise ValueError(
