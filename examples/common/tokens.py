@@ -1,5 +1,6 @@
 """Documents as one stream of tokens, and training batches of rows cut from it."""
 
+import copy
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -46,6 +47,7 @@ def encode(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> Stre
 def _encoded(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[Stream]:
     """Each document with end of text at its end; an empty one has no tokens at all."""
     for group in _groups(documents):
+        contents = [np.frombuffer(text.encode(), np.uint8) for text in group]
         encoded = tokenizer(
             group,
             add_special_tokens=False,
@@ -55,13 +57,12 @@ def _encoded(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> It
             return_offsets_mapping=True,
             verbose=False,
         )
-        for text, ids, offsets in zip(group, encoded["input_ids"], encoded["offset_mapping"], strict=True):
-            if not text:
+        for content, ids, offsets in zip(contents, encoded["input_ids"], encoded["offset_mapping"], strict=True):
+            if not len(content):
                 yield _tokens([], [])
                 continue
-            content = np.frombuffer(text.encode(), np.uint8)
             starts = np.append(np.flatnonzero(content & 0xC0 != 0x80), len(content))  # of characters, in bytes
-            ends = starts[[*(end for _, end in offsets), len(text)]]
+            ends = starts[[*(end for _, end in offsets), -1]]
             yield _tokens([*ids, tokenizer.eos_token_id], np.diff(np.maximum.accumulate(ends), prepend=0))
 
 
@@ -189,6 +190,8 @@ class Batches:
             if len(documents) > BLOCK:
                 documents = documents.shuffle(int(np.random.default_rng((self.seed, epoch)).integers(2**31)))
             documents = documents.to_iterable_dataset()
+        else:
+            documents = copy.deepcopy(documents)  # its position is kept in it
         cut = partial(_rows, eos=self.eos, length=self.length, seed=(self.seed, epoch))
         self._rows = documents.map(cut, batched=True, batch_size=BLOCK, with_indices=True, remove_columns=["ids"])
         self._rows.set_epoch(epoch)

@@ -22,8 +22,8 @@ def corpus(folder):
     """A folder with three kinds of file, and its documents in order."""
     (folder / "b").mkdir()
     (folder / "z.TXT").write_bytes("first\n\nné\n".encode())
-    (folder / "b" / "one.jsonl").write_text(jsonl({"text": "x", "n": 1}, {"text": "y\n", "n": "1"}) + "\n  \n")
-    (folder / "b" / "two.jsonl").write_text(jsonl({"text": "z"}))
+    (folder / "b" / "one.jsonl").write_text(jsonl({"text": "x", "n": 1}, {"text": "y\n", "n": 2}))
+    (folder / "b" / "two.jsonl").write_text("\n" + jsonl({"text": "z"}) + "\n  \n")
     rows = [f"row {i}" for i in range(3000)]
     table = pyarrow.table({"n": range(3000), "text": rows})
     parquet.write_table(table, folder / "c.parquet", row_group_size=700)
@@ -61,6 +61,11 @@ def test_a_byte_order_mark_is_not_text(tmp_path):
     assert sorted(local_documents(tmp_path)["text"]) == ["x", "y"]
 
 
+def test_other_fields_do_not_matter(tmp_path):
+    (tmp_path / "a.jsonl").write_text(jsonl({"text": "x", "n": 1}, {"text": "y", "n": "1"}, {"n": [1], "text": "z"}))
+    assert local_documents(tmp_path)["text"][:] == ["x", "y", "z"]
+
+
 def test_another_field(tmp_path):
     (tmp_path / "a.jsonl").write_text(jsonl({"text": "x", "body": "y"}))
     (tmp_path / "b.txt").write_text("z")
@@ -78,7 +83,7 @@ def test_files_of_other_kinds_are_named(tmp_path):
     ("name", "content", "message"),
     [
         ("a.txt", b"ab\nc\xe9d", r"\.txt files of .*: 'utf-8' codec can't decode byte 0xe9"),
-        ("a.jsonl", b'{"text": "\xc3\xa9"}\n{"text": "\xe9"}\n', r"\.jsonl files of .*: .*0xe9|UTF-?8"),
+        ("a.jsonl", b'{"text": "\xc3\xa9"}\n{"text": "\xe9"}\n', "utf-8.*0xe9"),
         ("a.jsonl", b'{"text": "ab"}\n{"text": \n', r"\.jsonl files of .*: JSON parse error"),
         ("a.jsonl", b"", r"\.jsonl files of .*: no records"),
         ("a.jsonl", b'{"body": "x", "n": 1}\n', r"no field 'text', only 'body', 'n'"),
@@ -90,7 +95,7 @@ def test_files_of_other_kinds_are_named(tmp_path):
 def test_bad_content(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):
-        local_documents(tmp_path / name)
+        list(local_documents(tmp_path / name)["text"])
 
 
 def test_bad_paths(tmp_path):
