@@ -12,12 +12,6 @@ SOURCE = Source.below(ROOT / "deqseq")
 
 # packages say by __all__ what is public; of these files it is every class and function without an underscore
 WITHOUT_ALL = (
-    "deqseq.training.loop",
-    "deqseq.training.processes",
-    "deqseq.training.run_folder",
-    "deqseq.training.curves",
-    "deqseq.tasks.text.scoring",
-    "deqseq.tasks.text.tokenizer",
     "deqseq.integrations.pretrained",
     "deqseq.integrations.pretrained_config",
     "deqseq.integrations.checkpoints",
@@ -32,7 +26,6 @@ NOT_FOR_USERS = {
     "deqseq.integrations.checkpoints.without_tied_head": "shared with pretrained.py",
     "deqseq.integrations.pretrained_config.source_of": "shared with pretrained.py",
     "deqseq.integrations.lm_eval.check_request": "a check of SolvedLM's, tested on its own",
-    "deqseq.tasks.text.scoring.per_row": "a part of score",
 }
 
 # what the checker would find, as patterns, and why it is right as it is
@@ -42,8 +35,6 @@ EXCEPTIONS = {
     r"ImplicitCausalLM\.prepare_inputs_for_generation: \w+ is not described": "likewise, and its generate() calls it",
     r"SolvedLM\.\w+: \w+ is not described": "lm-eval calls these methods, and documents them",
     r"preset_table: no runnable Example": "it builds 25 models, which takes seconds: tests/test_presets.py runs it",
-    r"HubDocuments: no runnable Example": "it needs the network",
-    r"load_shakespeare: no runnable Example": "it needs the network",
 }
 
 
