@@ -1,14 +1,13 @@
 """Pretraining on text: implicit language models, bounded ones and explicit ones, on equal terms.
 
 Each model sees the same tokens, and the explicit ones are widened until they have as many parameters. Bounded models
-train with few iterations throughout; implicit ones share their run until the free phase, the last fifth. Held-out text
-is scored in bits per byte, with all tokens solved together and one after the other, and at several times the trained
-length. Models are saved for ``AutoModelForCausalLM``. An interrupted run continues from its last checkpoint.
+train with few iterations throughout; implicit ones share their run until the free phase. Held-out text is scored in
+bits per byte, swept at once and token by token, and at several times the trained length. Models are saved for
+``AutoModelForCausalLM``. An interrupted run continues from its last checkpoint.
 
     python examples/pretrain.py                                              # Shakespeare's plays, six small models
     python examples/pretrain.py --quick                                      # a minute, no download
-    python examples/pretrain.py --corpus texts/ --models implicit-llama --d-model 512 --heads 8 --mlp-width 1376
-        --layers 8 --tokens 100000000
+    python examples/pretrain.py --corpus texts/ --models implicit-llama --d-model 512 --heads 8 --tokens 100000000
     torchrun --nproc_per_node 8 examples/pretrain.py --models llama3-130m-implicit --corpus hub:allenai/c4 --subset en
         --tokenizer EleutherAI/gpt-neox-20b --spread fsdp --device cuda --bfloat16 --length 2048 --tokens 10000000000
 """
@@ -18,6 +17,7 @@ import math
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -25,14 +25,14 @@ from typing import Any, Literal
 import torch
 from accelerate import Accelerator
 from common.bits_per_byte import excerpts, rows_in_order, score
-from common.language_models import SCALED, Sizes, curriculum_of, kind_of, spec_of
+from common.language_models import SCALED, Sizes, curriculum_of, kind_of, lr_factor, spec_of
 from common.loop import Settings, train
 from common.options import check, check_counts, check_device, check_positive, parse
 from common.pretrain_report import draw, table
 from common.processes import make_accelerator
 from common.run import CHECKPOINTS, Log, Progress, claim_folder, log_to, write_json, write_text
-from common.text import load_corpus
-from common.tokenizer import saved_tokenizer
+from common.text import check_corpus, load_corpus
+from common.tokenizer import end_of_text, saved_tokenizer
 from common.tokens import Batches, Stream, encode, tokenised
 from datasets import Dataset, IterableDataset
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -81,8 +81,9 @@ class Options(Sizes):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("models", "sample", "output"):
-            check(self, "given", bool, name)
+        for name in ("corpus", "models", "sample", "output"):
+            if not getattr(self, name):
+                raise ValueError(f"--{name} must not be empty")
         check_counts(self, "length", "batch", "accumulate", "extrapolation", "sample_tokens", "checkpoint_every")
         check_counts(self, "tokens", most=10**15)
         check_counts(self, "vocab_size", least=257)
@@ -90,32 +91,24 @@ class Options(Sizes):
         check_positive(self, "lr", "clip")
         check(self, "a finite number, at least 0", lambda value: 0 <= value < math.inf, "weight_decay")
         check(self, "between 0 and 1", lambda value: 0 < value < 1, "decay")
-        if self.warmup > self.decay_from:
-            used = f"--warmup {self.warmup} and --decay {self.decay}"
-            raise ValueError(f"{used} must fit into {self.steps} updates of the run")
-        for name in ("corpus", "held_out"):
-            path = getattr(self, name)
-            if path not in ("", "shakespeare", "babble") and not path.startswith("hub:") and not Path(path).exists():
-                raise ValueError(f"--{name.replace('_', '-')} must be a file or folder, got {path!r}")
+        if self.warmup + math.ceil(self.decay * self.steps) > self.steps:
+            raise ValueError(f"--warmup {self.warmup} and --decay {self.decay} must fit into {self.steps} updates")
+        check_corpus(self.corpus)
+        check_corpus(self.held_out or self.corpus)
         check_device(self)
         for name in self.models:
             spec_of(name, self, 300)
             curriculum_of(name, self)
 
     @property
-    def steps(self) -> int:
-        """Updates of a run."""
-        return max(1, self.tokens // (self.batch * self.accumulate * self.length))
+    def step_tokens(self) -> int:
+        """Tokens of an update."""
+        return self.batch * self.accumulate * self.length
 
     @property
-    def decay_from(self) -> int:
-        """Updates before the learning rate falls."""
-        return self.steps - math.ceil(self.decay * self.steps)
-
-    def lr_factor(self, step: int) -> float:
-        """Learning rate of an update over its peak: linear warm-up, constant, 1 - sqrt decay."""
-        floor, past = min(1e-5 / self.lr, 0.1), max(0, step - self.decay_from) / (self.steps - self.decay_from)
-        return (step + 1) / self.warmup if step < self.warmup else floor + (1 - floor) * (1 - math.sqrt(min(1, past)))
+    def steps(self) -> int:
+        """Updates of a run."""
+        return max(1, self.tokens // self.step_tokens)
 
 
 QUICK: dict[str, Any] = {
@@ -149,15 +142,19 @@ class Run:
         torch.manual_seed(options.seed)
         lm = spec_of(name, options, len(self.tokenizer)).build()
         optimizer = torch.optim.AdamW(parameter_groups(lm, options.weight_decay), options.lr, betas=(0.9, 0.95))
-        scheduler = LambdaLR(optimizer, options.lr_factor)
+        ends = {"warmup": options.warmup, "decay": math.ceil(options.decay * options.steps)}
+        factor = partial(lr_factor, steps=options.steps, **ends, floor=min(1e-5 / options.lr, 0.1))
         share = {"seed": options.seed, "rank": accelerator.process_index, "world": accelerator.num_processes}
-        batches = Batches(self.documents, self.tokenizer.eos_token_id, options.length, options.batch, **share)
+        batches = Batches(self.documents, end_of_text(self.tokenizer), options.length, options.batch, **share)
         numbers = (options.steps, options.accumulate, options.clip, options.checkpoint_every)
-        parts = (batches, curriculum_of(name, options), Settings(*numbers, seed=options.seed))
+        parts = (lm, optimizer, LambdaLR(optimizer, factor), batches, curriculum_of(name, options))
+        settings = Settings(*numbers, seed=options.seed)
         place, first = output / "checkpoints" / folder, None if origin is None else output / "checkpoints" / origin
         shown, main = ("loss", "iterations", "converged"), accelerator.is_main_process
         curve = Log(output / "curves" / f"{folder}.jsonl", folder, until or options.steps, shown=shown, main=main)
-        for update in train(accelerator, lm, optimizer, scheduler, *parts, place, origin=first, until=until):
+        for update in train(
+            accelerator, lm, optimizer, LambdaLR(optimizer, factor), *parts, place, origin=first, until=until
+        ):
             curve.add(asdict(update))
             log.info("%s %s", folder, asdict(update))
         curve.close()
@@ -181,9 +178,9 @@ class Run:
         if kind != "explicit":
             cases = [(length, "simultaneous", {"sweep": dq.Simultaneous()}) for length in lengths]
             cases.insert(1, (options.length, "sequential", {"sweep": dq.Sequential()}))
-        shared = {"model": name, "kind": kind, "family": family, "seed": options.seed}
-        shared |= {"parameters": dq.parameter_count(spec_of(name, options, len(self.tokenizer))).total}
-        shared |= {"train_tokens": options.steps * options.batch * options.accumulate * options.length}
+        parameters = dq.parameter_count(spec_of(name, options, len(self.tokenizer))).total
+        shared = {"model": name, "kind": kind, "family": family, "seed": options.seed, "parameters": parameters}
+        shared |= {"train_tokens": options.steps * options.step_tokens}
         found, world, first = [], self.accelerator.num_processes, self.accelerator.is_main_process
         for length, sweep, how in cases:
             rows = excerpts(rows_in_order(self.held_out, length), options.eval_tokens, lengths)
@@ -207,7 +204,7 @@ class Run:
         whole = spec_of(name, options, len(tokenizer)).build()
         whole.load_state_dict(weights)
         curriculum_of(name, options).at(1.0).apply(whole)
-        end = tokenizer.eos_token_id
+        end = end_of_text(tokenizer)
         from_causal_lm(whole, eos_token_id=end, bos_token_id=end).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         ids = torch.tensor([tokenizer(options.sample).input_ids])
@@ -245,7 +242,7 @@ def main(arguments: list[str]) -> None:
         write_json(output / "results.json", rows)
         write_text(output / "table.md", table(rows) + "\n")
         write_text(output / "samples.md", "\n".join(samples))
-        draw(output, rows, options.batch * options.accumulate * options.length, options.length)
+        draw(output, rows, options.step_tokens, options.length)
         print(f"\nheld-out bits per byte (mean iterations); {options.steps} updates; results in {output}/\n")
         print(table(rows))
 

@@ -1,5 +1,6 @@
 """The language models that examples/pretrain.py compares: presets, and small ones of three kinds and two families."""
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -72,3 +73,15 @@ def curriculum_of(name: str, sizes: Sizes) -> Curriculum:
     budget = sizes.budget or {"llama": 32, "mamba2": 24}[family]
     first = bounded(sizes.bounded_steps, 1, until=sizes.bounded_share)
     return Curriculum((first, free(budget, sizes.phantom, rtol=sizes.rtol)))
+
+
+def lr_factor(step: int, *, steps: int, warmup: int, decay: int, floor: float) -> float:
+    """Learning rate of a step over its peak: linear warm-up, constant, and 1 - sqrt decay to ``floor`` at the end.
+
+    References:
+        Hägele et al., Scaling Laws and Compute-Optimal Training Beyond Fixed Training Durations, arXiv 2405.18392.
+    """
+    if step < warmup:
+        return (step + 1) / warmup
+    past = max(0, step - steps + decay) / decay
+    return floor + (1 - floor) * (1 - math.sqrt(min(1, past)))

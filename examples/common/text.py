@@ -12,14 +12,14 @@ import warnings
 from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import pyarrow
 from datasets import Dataset, IterableDataset, concatenate_datasets, disable_progress_bars, load_dataset
 from datasets.exceptions import DatasetGenerationError
 
 Documents = TypeVar("Documents", Dataset, IterableDataset)
-READERS: dict[str, tuple[str, dict[str, str]]] = {  # suffix: the reader of `datasets`, and its options
+READERS: dict[str, tuple[str, dict[str, Any]]] = {  # suffix: the reader of `datasets`, and its options
     ".txt": ("text", {"sample_by": "document", "encoding": "utf-8-sig"}),
     ".jsonl": ("json", {}),
     ".parquet": ("parquet", {}),
@@ -34,6 +34,16 @@ class Corpus(NamedTuple):
 
     train: Dataset | IterableDataset
     held_out: list[str]
+
+
+def check_corpus(name: str) -> None:
+    """Refuse, before anything is downloaded, a corpus that is neither a special name nor a path.
+
+    Raises:
+        ValueError: there is no such file or folder.
+    """
+    if name not in ("shakespeare", "babble") and not name.startswith("hub:") and not Path(name).exists():
+        raise ValueError(f"a corpus must be shakespeare, babble, hub:NAME, or a file or folder, got {name!r}")
 
 
 def load_corpus(name: str, *, held_out: str = "", subset: str = "", field: str = "text") -> Corpus:

@@ -63,9 +63,21 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise OSError(f"{name!r} is neither a folder with a tokenizer nor one of the hub's: {error}") from error
-    if not tokenizer.is_fast or tokenizer.eos_token_id is None:
-        raise ValueError(f"the tokenizer {name!r} must be a fast one with an end-of-text token (tokenizer.eos_token)")
+    if not tokenizer.is_fast:
+        raise ValueError(f"the tokenizer {name!r} must be a fast one, got {type(tokenizer).__name__}")
+    end_of_text(tokenizer)
     return tokenizer
+
+
+def end_of_text(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Id of the end-of-text token.
+
+    Raises:
+        ValueError: the tokenizer has none.
+    """
+    if not isinstance(tokenizer.eos_token_id, int):
+        raise ValueError("the tokenizer must have an end-of-text token: set tokenizer.eos_token")
+    return tokenizer.eos_token_id
 
 
 def saved_tokenizer(

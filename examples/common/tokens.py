@@ -12,7 +12,7 @@ from jaxtyping import Int64
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from common.text import Documents
+from common.tokenizer import end_of_text
 
 BLOCK = 1000  # documents whose rows are shuffled together
 GROUP = 2**20  # characters that are encoded in one call
@@ -41,11 +41,12 @@ def encode(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> Stre
         ValueError: a document is no string, or has half of a surrogate pair, which UTF-8 cannot write.
     """
     parts = list(_encoded(documents, tokenizer))
-    return Stream(*(np.concatenate(part) for part in zip(_tokens([tokenizer.eos_token_id], [0]), *parts, strict=True)))
+    return Stream(*(np.concatenate(part) for part in zip(_tokens([end_of_text(tokenizer)], [0]), *parts, strict=True)))
 
 
 def _encoded(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[Stream]:
     """Each document with end of text at its end; an empty one has no tokens at all."""
+    eos = end_of_text(tokenizer)
     for group in _groups(documents):
         contents = [np.frombuffer(text.encode(), np.uint8) for text in group]
         encoded = tokenizer(
@@ -63,7 +64,7 @@ def _encoded(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> It
                 continue
             starts = np.append(np.flatnonzero(content & 0xC0 != 0x80), len(content))  # of characters, in bytes
             ends = starts[[*(end for _, end in offsets), -1]]
-            yield _tokens([*ids, tokenizer.eos_token_id], np.diff(np.maximum.accumulate(ends), prepend=0))
+            yield _tokens([*ids, eos], np.diff(np.maximum.accumulate(ends), prepend=0))
 
 
 def _tokens(ids: Sequence[int], byte_counts: Sequence[int] | np.ndarray) -> Stream:
@@ -92,7 +93,7 @@ class Batch(NamedTuple):
     targets: Int64[Tensor, "batch length"]
 
 
-def tokenised(documents: Documents, tokenizer: PreTrainedTokenizerBase) -> Documents:
+def tokenised(documents: Dataset | IterableDataset, tokenizer: PreTrainedTokenizerBase) -> Dataset | IterableDataset:
     """A data set's documents (column ``"text"``) as token ids (column ``"ids"``), each with end of text at its end.
 
     A `Dataset` is tokenised now, and stored where it is stored; an `IterableDataset` as it is read.

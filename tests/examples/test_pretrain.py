@@ -16,7 +16,7 @@ import pretrain
 import pytest
 import torch
 from common.bits_per_byte import rows_in_order, score
-from common.language_models import SCALED, curriculum_of, kind_of, spec_of
+from common.language_models import SCALED, curriculum_of, kind_of, lr_factor, spec_of
 from common.options import parse
 from common.tokens import encode
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -135,13 +135,11 @@ def test_the_papers_models_have_their_own_curricula():
 
 
 def test_the_learning_rate():
-    """Linear warm-up, constant, 1 - sqrt decay to the smaller of 1e-5 and a tenth of the peak."""
-    tiny = options("--tokens", "25600", "--warmup", "4", "--decay", "0.25", "--lr", "1e-3")
-    factors = [tiny.lr_factor(step) for step in range(tiny.steps + 1)]
-    assert tiny.steps == 100
+    factors = [lr_factor(step, steps=100, warmup=4, decay=25, floor=0.01) for step in range(101)]
     assert factors[:4] == [0.25, 0.5, 0.75, 1]
     assert set(factors[4:76]) == {1}
     assert factors[75:] == pytest.approx([0.01 + 0.99 * (1 - math.sqrt(step / 25)) for step in range(26)])
+    assert lr_factor(0, steps=100, warmup=0, decay=25, floor=0.01) == 1
 
 
 @pytest.mark.parametrize("page", ["examples/pretrain.md", "guides/training.md"])
@@ -170,8 +168,12 @@ def test_the_commands_that_the_pages_print_are_accepted(page):
         (["--bounded-share", "0"], "--bounded-share must be between 0 and 1, got 0.0"),
         (["--weight-decay", "nan"], "--weight-decay must be a finite number"),
         (["--warmup", "50"], "--warmup 50 and --decay 0.2 must fit into 20 updates"),
-        (["--sample", ""], "--sample must be given"),
-        (["--corpus", "missing/"], "--corpus must be a file or folder, got 'missing/'"),
+        (["--sample", ""], "--sample must not be empty"),
+        (["--models"], "--models"),
+        (
+            ["--corpus", "missing/"],
+            "or a file or folder, got 'missing/'",
+        ),
         (["--heads", "3"], "n_heads"),
         (["--headdim", "7"], "headdim"),
     ],

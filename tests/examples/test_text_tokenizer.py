@@ -11,7 +11,7 @@ from tokenizers.models import WordLevel
 from tokenizers.normalizers import Prepend
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
 WORDS = ["To be, or not to be, that is the question:\n  Whether 'tis nobler in the mind to suffer — né 🎭 "] * 3
 TOKENIZER = train_tokenizer(WORDS, 300)
@@ -158,8 +158,11 @@ def test_bad_input(tmp_path):
         with pytest.raises(OSError, match="is neither a folder with a tokenizer nor one of the hub's"):
             load_tokenizer(name)
     PreTrainedTokenizerFast(tokenizer_object=TOKENIZER.backend_tokenizer).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"end-of-text token \(tokenizer\.eos_token\)"):
+    with pytest.raises(ValueError, match=r"end-of-text token: set tokenizer\.eos_token"):
         load_tokenizer(str(tmp_path))
+    ByT5Tokenizer().save_pretrained(tmp_path / "slow")
+    with pytest.raises(ValueError, match="must be a fast one, got ByT5Tokenizer"):
+        load_tokenizer(str(tmp_path / "slow"))
     with pytest.raises(ValueError, match="documents must be strings, got int"):
         encode([3], TOKENIZER)
     with pytest.raises(ValueError, match="surrogates not allowed"):
