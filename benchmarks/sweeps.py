@@ -25,10 +25,6 @@ import deqseq as dq
 from deqseq.tasks import WordProblem
 
 ROOT = Path(__file__).parent.parent
-sys.path.append(str(ROOT / "examples"))
-from common.checkpoints import newest
-from state_tracking_parts import make_model, make_task, parse_options
-
 TASKS = {"parity": ("Z2", []), "A5": ("A5", ["--group", "A5", "--generators", "2"])}
 WINDOWS = (4, 8, 16, 32)
 RTOL = 1e-2
@@ -58,6 +54,10 @@ class Measured:
 
 def trained(name: str) -> Trained:
     """The trained model, made first if there is none."""
+    sys.path.append(str(ROOT / "examples"))
+    from common.checkpoints import newest
+    from state_tracking_parts import make_model, make_task, parse_options
+
     folder, options = TASKS[name]
     output, script = ROOT / "runs" / f"sweeps_{folder}", ROOT / "examples" / "state_tracking.py"
     options = ["--quick", "--output", str(output), *options]
