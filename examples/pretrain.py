@@ -152,11 +152,9 @@ class Run:
         place, first = output / "checkpoints" / folder, None if origin is None else output / "checkpoints" / origin
         shown, main = ("loss", "iterations", "converged"), accelerator.is_main_process
         curve = Log(output / "curves" / f"{folder}.jsonl", folder, until or options.steps, shown=shown, main=main)
-        for update in train(
-            accelerator, lm, optimizer, LambdaLR(optimizer, factor), *parts, place, origin=first, until=until
-        ):
+        for update in train(accelerator, *parts, settings, place, origin=first, until=until):
             curve.add(asdict(update))
-            log.info("%s %s", folder, asdict(update))
+            log.info("%s %s", folder, update)
         curve.close()
         return lm
 
