@@ -8,8 +8,6 @@ takes minutes: it is run once, and its accuracy is that of the timed sequences a
 256 sequences (8 where they are solved one by one).
 """
 
-import importlib.util
-import json
 import statistics
 import subprocess
 import sys
@@ -17,15 +15,14 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 
 import torch
 from harness import Row, arguments, judge, report, value_row
+from safetensors.torch import load_model
 from torch import Tensor
 
 import deqseq as dq
 from deqseq.tasks import WordProblem
-from deqseq.training import load_latest
 
 ROOT = Path(__file__).parent.parent
 TASKS = {"parity": ("Z2", []), "A5": ("A5", ["--group", "A5", "--generators", "2"])}
@@ -55,32 +52,23 @@ class Measured:
     converged: float = float("nan")
 
 
-def example() -> ModuleType:
-    """The example's own functions: its models are built by it."""
-    spec = importlib.util.spec_from_file_location("state_tracking", ROOT / "examples" / "state_tracking.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["state_tracking"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 def trained(name: str) -> Trained:
     """The trained model, made first if there is none."""
+    sys.path.append(str(ROOT / "examples"))
+    from common.checkpoints import newest
+    from state_tracking_parts import make_model, make_task, parse_options
+
     folder, options = TASKS[name]
-    output = ROOT / "runs" / f"sweeps_{folder}"
+    output, script = ROOT / "runs" / f"sweeps_{folder}", ROOT / "examples" / "state_tracking.py"
+    options = ["--quick", "--output", str(output), *options]
     if not (output / "results.json").exists():
-        script = ROOT / "examples" / "state_tracking.py"
-        subprocess.run([sys.executable, str(script), "--quick", "--output", str(output), *options], check=True)
-    module = example()
-    settings = json.loads((output / "config.json").read_text())
-    fields = {key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()}
-    known = module.Options(**fields)
-    task = module.make_task(known)
-    lm = module.make_model(known, task.vocab_size, None)
-    saved = load_latest(output / "implicit", "cpu")
-    assert saved is not None, f"{output} holds no checkpoint"
-    lm.load_state_dict(saved.model)
+        subprocess.run([sys.executable, str(script), *options], check=True)
+    known = parse_options(options)
+    task = make_task(known)
+    lm = make_model(known, task.vocab_size, None)
+    checkpoint = newest(output / "implicit")
+    assert checkpoint is not None, f"{output} holds no checkpoint"
+    load_model(lm, checkpoint / "model.safetensors")
     return Trained(name, lm.eval(), task)
 
 

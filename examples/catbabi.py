@@ -1,324 +1,246 @@
-"""CatbAbI: stories one after another, loss on the answers alone; implicit against explicit models of 1 and 2 blocks.
+"""CatbAbI: stories one after another, loss on the answers alone; implicit and explicit models of 1 and 2 blocks.
 
-The stories are made from a seed, in the form of bAbI's (or read from its files); models are trained on the stream of
-them, cut into sequences. They are tested on new stories of the trained size and of two and three times as many
-facts before each question, each story alone, and on the stream itself, whose state they then carry over. Interrupt it
-and run it again: it goes on from its last checkpoint.
+The stories are generated in the form of bAbI's (or read from its files). Models are trained on the stream of stories,
+cut into sequences. They are tested on new stories, each alone, with the trained number of facts before a question and
+with two and three times as many, and on the stream itself, carrying their state over the cuts. An interrupted run
+continues from its last checkpoint when it is started again.
 
     python examples/catbabi.py                     # minutes on two cores
-    python examples/catbabi.py --quick             # under a minute: that everything runs; nothing is learned
+    python examples/catbabi.py --quick             # under a minute: shows that everything runs; nothing is learned
     python examples/catbabi.py --paper --device cuda --data tasks_1-20_v1-2/en-10k
 """
 
-import argparse
 import itertools
-import json
-import logging
 import sys
-import time
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
-import matplotlib
+import babi
 import torch
-from tqdm import tqdm
+from accelerate import Accelerator
+from common.loop import Settings, train
+from common.options import check, check_counts, check_device, check_positive, parse
+from common.processes import make_accelerator
+from common.run import CHECKPOINTS, Log, claim_folder, log_to, write_json, write_text
+from common.tables import GREEN, GREY, ORANGE, PURPLE, figure, markdown
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
 
 import deqseq as dq
-from deqseq.tasks import babi
-from deqseq.training import Curriculum, Phase, load_latest, save_checkpoint
-from deqseq.training.run_folder import claim_folder
+from deqseq.training import Curriculum, Phase
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
-log = logging.getLogger("catbabi")
+Tests = dict[str, list[babi.Story]]  # by the number of facts, as a multiple of the training stories'
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """Everything that decides a run. The defaults are the small setting."""
+class Options:
+    """CatbAbI: implicit and explicit models of several sizes learn to answer questions in a stream of stories."""
 
-    tasks: tuple[int, ...] = (1, 15)
-    train_stories: int = 4000  # of each task, where they are generated
-    test_stories: int = 100
-    d_model: int = 32
-    d_state: int = 16
-    headdim: int = 32
-    expand: int = 2
-    blocks: tuple[int, ...] = (1, 2)
-    batch: int = 16
-    length: int = 96
-    steps: int = 900
-    explicit_steps: int = 4500
-    lr: float = 2e-3
-    explicit_lr: float = 4e-3
-    warmup: int = 50
-    clip: float = 0.25
-    unrolled_steps: int = 4  # self-iterations of the first phase, all differentiated
+    quick: bool = False  # a tiny setting: under a minute; nothing is learned
+    paper: bool = False  # the paper's setting: for a GPU
+    data: str | None = None  # folder of official files, such as tasks_1-20_v1-2/en-10k; default: generated stories
+    tasks: tuple[int, ...] = ()  # default: 1 and 15; with --paper all that can be generated; with --data all 20
+    train_stories: int = 4000  # generated training stories per task
+    test_stories: int = 100  # generated test stories per task and size
+    d_model: int = 32  # width of the models
+    d_state: int = 16  # state size of the models
+    headdim: int = 32  # head width of the models
+    expand: int = 2  # inner width as a multiple of --d-model
+    blocks: tuple[int, ...] = (1, 2)  # sizes of the models
+    batch: int = 16  # rows of a training batch
+    length: int = 96  # tokens per row of a training batch
+    steps: int = 900  # training steps of the implicit models
+    explicit_steps: int = 4500  # training steps of the explicit models
+    lr: float = 2e-3  # learning rate of the implicit models
+    explicit_lr: float = 4e-3  # learning rate of the explicit models
+    warmup: int = 50  # steps in which the learning rate rises
+    clip: float = 0.25  # largest gradient norm
+    unrolled_steps: int = 4  # iterations in the first phase, all differentiated
     free_from: float = 0.85  # fraction of the steps after which the fixed point itself is trained
-    rtol: float = 0.03
-    max_steps: int = 32
-    eval_max_steps: int = 128
-    phantom_steps: int = 4
-    damping: float = 0.8  # of the phantom gradient
-    stream_windows: int = 8  # of 200 words, at the test on the stream
-    seed: int = 0
-    data: str = ""  # a folder of official files; empty: generated stories
+    rtol: float = 0.03  # relative tolerance
+    max_steps: int = 32  # most iterations of a solve in training
+    eval_max_steps: int = 128  # most iterations of a solve in tests
+    phantom_steps: int = 4  # iterations of the phantom gradient
+    damping: float = 0.8  # damping of the phantom gradient
+    stream_windows: int = 8  # batches of 10 x 200 tokens in the test on the stream
+    seed: int = 0  # seed of weights and data
+    device: str = "cpu"  # where to run
+    output: str | None = None  # folder of the results; default: runs/catbabi_SEED, with _quick or _paper
+    fresh: bool = False  # remove what an earlier run wrote into --output
+
+    def __post_init__(self) -> None:
+        if self.quick and self.paper:
+            raise ValueError("--quick and --paper cannot be combined: give one of them")
+        if self.data is not None and not Path(self.data).is_dir():
+            raise ValueError(f"--data must be a folder of bAbI files, got {self.data!r}")
+        possible = babi.GENERATORS if self.data is None else babi.TASK_NAMES
+        check(self, f"among {', '.join(map(str, possible))}", lambda task: task in possible, "tasks")
+        check_counts(self, "train_stories", "test_stories", "d_model", "d_state", "headdim", "expand", "blocks")
+        check_counts(self, "batch", "length", "steps", "explicit_steps", "warmup", "stream_windows")
+        check_counts(self, "unrolled_steps", "max_steps", "eval_max_steps", "phantom_steps")
+        check_counts(self, "seed", least=0)
+        check_positive(self, "lr", "explicit_lr", "clip", "rtol")
+        check(self, "above 0 and below 1", lambda value: 0 < value < 1, "free_from")
+        check(self, "above 0 and at most 1", lambda value: 0 < value <= 1, "damping")
+        check_device(self)
+        if not self.blocks:
+            raise ValueError("--blocks must be one or more numbers, got none")
+        if (width := self.expand * self.d_model) % self.headdim:
+            raise ValueError(f"--headdim must divide --expand x --d-model, {width}, got {self.headdim}")
 
 
-SMALL = Recipe()
-QUICK = replace(
-    SMALL, train_stories=30, test_stories=2, steps=6, explicit_steps=12, blocks=(1,), eval_max_steps=8, stream_windows=1
-)
-PAPER = Recipe(  # Schöne et al.: phases, tolerance, phantom gradient, state-tracking widths; Schlag et al.: batch, rate
-    tasks=tuple(babi.GENERATORS),
-    train_stories=10_000,
-    test_stories=200,
-    d_model=256,
-    d_state=128,
-    headdim=64,
-    expand=4,
-    batch=32,
-    length=200,
-    steps=15_000,
-    explicit_steps=15_000,
-    lr=1e-3,
-    explicit_lr=1e-3,
-    unrolled_steps=32,
-    free_from=1 / 3,
-    max_steps=50,
-    eval_max_steps=200,
-    phantom_steps=6,
-    damping=0.5,
-    stream_windows=50,
-)
+QUICK: dict[str, Any] = {"train_stories": 30, "test_stories": 2, "blocks": (1,), "steps": 6, "explicit_steps": 12}
+QUICK |= {"eval_max_steps": 8, "stream_windows": 1}
+# Schöne et al., 2025: phases, tolerance, phantom gradient, state-tracking widths. Schlag et al., 2021: batch, rate.
+PAPER: dict[str, Any] = {"train_stories": 10_000, "test_stories": 200, "stream_windows": 50, "batch": 32, "length": 200}
+PAPER |= {"d_model": 256, "d_state": 128, "headdim": 64, "expand": 4, "lr": 1e-3, "explicit_lr": 1e-3}
+PAPER |= {"steps": 15_000, "explicit_steps": 15_000, "unrolled_steps": 32, "free_from": 1 / 3}
+PAPER |= {"max_steps": 50, "eval_max_steps": 200, "phantom_steps": 6, "damping": 0.5}
 
 
-def parse(arguments: list[str]) -> tuple[Recipe, str, Path]:
-    """Read the command line; returns the recipe, the device and the folder of the results."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
-    size = parser.add_mutually_exclusive_group()
-    size.add_argument("--quick", action="store_true", help="under a minute; nothing is learned")
-    size.add_argument("--paper", action="store_true", help="the paper's hyperparameters: for a GPU")
-    parser.add_argument("--data", default="", help="a folder of official files, such as tasks_1-20_v1-2/en-10k")
-    parser.add_argument("--tasks", type=int, nargs="+", help="tasks (default: the recipe's; all of --data)")
-    parser.add_argument("--steps", type=int, help="training steps of the implicit models")
-    parser.add_argument("--explicit-steps", type=int, help="training steps of the explicit models")
-    parser.add_argument("--blocks", type=int, nargs="+", help="sizes of the models")
-    parser.add_argument("--seed", type=int, default=0, help="seed of weights and data")
-    parser.add_argument("--device", default="cpu", help="where to run")
-    parser.add_argument("--output", help="folder of the results (default: runs/catbabi_SEED, with _quick or _paper)")
-    given = vars(parser.parse_args(arguments))
-    quick, paper, device, output = (given.pop(name) for name in ("quick", "paper", "device", "output"))
-    if given["data"] and given["tasks"] is None:
-        given["tasks"] = tuple(babi.TASK_NAMES)
-    changes = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items() if v is not None}
-    recipe = replace(QUICK if quick else PAPER if paper else SMALL, **changes)
-    folder = Path(output or f"runs/catbabi_{recipe.seed}" + "_quick" * quick + "_paper" * paper)
-    for name, values in {
-        "steps": [recipe.steps],
-        "explicit-steps": [recipe.explicit_steps],
-        "blocks": recipe.blocks,
-    }.items():
-        if min(values) < 1:
-            parser.error(f"--{name} must be at least 1, got {min(values)}")
-    possible = babi.TASK_NAMES if recipe.data else babi.GENERATORS
-    if not set(recipe.tasks) <= set(possible):
-        parser.error(f"--tasks must be among {', '.join(map(str, possible))}, got {list(recipe.tasks)}")
-    return recipe, device, folder
+def read_options(arguments: list[str]) -> Options:
+    """Read the command line; --quick and --paper change the defaults."""
+    setting = QUICK if "--quick" in arguments else PAPER if "--paper" in arguments else {}
+    options = parse(Options, arguments, Options(**setting))
+    tasks = tuple(babi.TASK_NAMES) if options.data else tuple(babi.GENERATORS) if options.paper else (1, 15)
+    folder = f"runs/catbabi_{options.seed}" + "_quick" * options.quick + "_paper" * options.paper
+    return replace(options, tasks=options.tasks or tasks, output=folder if options.output is None else options.output)
 
 
-@dataclass(frozen=True)
-class Data:
-    """Training stories, test stories by the name of the test, and the words of the training stories."""
+def read_stories(options: Options) -> tuple[list[babi.Story], Tests]:
+    """The training stories and the test stories."""
+    if options.data is not None:
+        try:
+            train, test = (babi.read_folder(Path(options.data), split, options.tasks) for split in ("train", "test"))
+        except (OSError, ValueError) as error:
+            raise SystemExit(f"--data {options.data}: {error}") from error
+        return train, {"1x": test}
 
-    train: list[babi.Story]
-    tests: dict[str, list[babi.Story]]
-    vocabulary: babi.Vocabulary
+    def generate(count: int, seed: int, scale: int) -> list[babi.Story]:
+        return [s for task in options.tasks for s in babi.generate_stories(task, count, seed=seed, scale=scale)]
 
-
-def read_data(recipe: Recipe) -> Data:
-    """Stories from a seed, or from official files; the tests are named by their size."""
-    if recipe.data:
-        train, test = (babi.read_folder(Path(recipe.data), split, recipe.tasks) for split in ("train", "test"))
-        return Data(train, {"1x": test}, babi.Vocabulary.of(train, replace_unknown=True))
-
-    def made(count: int, seed: int, scale: int) -> list[babi.Story]:
-        return [s for task in recipe.tasks for s in babi.generate_stories(task, count, seed=seed, scale=scale)]
-
-    train = made(recipe.train_stories, 2 * recipe.seed, 1)
-    tests = {f"{scale}x": made(recipe.test_stories, 2 * recipe.seed + 1, scale) for scale in babi.SCALES}
-    return Data(train, tests, babi.Vocabulary.of(train, replace_unknown=True))
+    tests = {f"{scale}x": generate(options.test_stories, 2 * options.seed + 1, scale) for scale in babi.SCALES}
+    return generate(options.train_stories, 2 * options.seed, 1), tests
 
 
-def make_model(recipe: Recipe, vocab_size: int, blocks: int, implicit: bool) -> dq.CausalLM:
-    """A Mamba2 of some blocks."""
-    torch.manual_seed(recipe.seed)
-    config = dq.Mamba2Config(
-        recipe.d_model, n_layers=blocks, d_state=recipe.d_state, headdim=recipe.headdim, expand=recipe.expand
-    )
-    eval_stop = dq.Stop(rtol=recipe.rtol, max_steps=recipe.eval_max_steps)
+def make_model(options: Options, vocab_size: int, blocks: int, implicit: bool) -> dq.CausalLM:
+    """A Mamba2 language model."""
+    torch.manual_seed(options.seed)
+    sizes = {name: getattr(options, name) for name in ("d_model", "d_state", "headdim", "expand")}
+    config = dq.Mamba2Config(n_layers=blocks, **sizes)
+    eval_stop = dq.Stop(rtol=options.rtol, max_steps=options.eval_max_steps)
     solving = dq.Solving(solver=dq.Naive(), eval_solver=dq.Relaxed(0.8), eval_stop=eval_stop) if implicit else None
-    return dq.LanguageModelSpec(vocab_size, config, solving, embedding_std=recipe.d_model**-0.5).build()
+    return dq.LanguageModelSpec(vocab_size, config, solving, embedding_std=options.d_model**-0.5).build()
 
 
-def make_curriculum(recipe: Recipe) -> Curriculum:
-    """Unrolled steps first, then the fixed point itself."""
-    unrolled = Phase("unrolled", recipe.free_from, dq.Stop.exactly(recipe.unrolled_steps), dq.Unrolled())
-    stop = dq.Stop(rtol=recipe.rtol, max_steps=recipe.max_steps)
-    return Curriculum((unrolled, Phase("free", 1.0, stop, dq.Phantom(recipe.phantom_steps, recipe.damping))))
+def make_curriculum(options: Options) -> Curriculum:
+    """A fixed number of unrolled iterations first, then the fixed point itself."""
+    unrolled = Phase("unrolled", options.free_from, dq.Stop.exactly(options.unrolled_steps), dq.Unrolled())
+    stop = dq.Stop(rtol=options.rtol, max_steps=options.max_steps)
+    return Curriculum((unrolled, Phase("free", 1.0, stop, dq.Phantom(options.phantom_steps, options.damping))))
 
 
-def train(name: str, lm: dq.CausalLM, data: Data, recipe: Recipe, folder: Path) -> tuple[list[dict], float]:
-    """Train a model; returns its curve, the share of right answers every 1/50 of the steps, and the seconds it took."""
-    implicit, device = isinstance(lm.model, dq.ImplicitModel), lm.embedding.weight.device
-    steps, lr = (recipe.steps, recipe.lr) if implicit else (recipe.explicit_steps, recipe.explicit_lr)
+def fit(
+    accelerator: Accelerator, name: str, lm: dq.CausalLM, stream: babi.StoryStream, options: Options, folder: Path
+) -> list[dict]:
+    """Train a model; returns its curve: the share of right answers in every 50th of the steps."""
+    implicit = isinstance(lm.model, dq.ImplicitModel)
+    steps, lr = (options.steps, options.lr) if implicit else (options.explicit_steps, options.explicit_lr)
+    every = max(1, steps // 50)
+    settings = Settings(steps, clip=options.clip, checkpoint_every=every, seed=options.seed)
     optimizer = torch.optim.AdamW(lm.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
-    done, spent, curve = 0, 0.0, []
-    if (saved := load_latest(folder / name, device)) is not None:
-        lm.load_state_dict(saved.model)
-        optimizer.load_state_dict(saved.optimizer)
-        done, spent, curve = saved.step, saved.meta["seconds"], saved.meta["curve"]
-        log.info("%s: going on from step %d", name, done)
-    batches = babi.stream_batches(
-        data.train, data.vocabulary, batch=recipe.batch, length=recipe.length, seed=recipe.seed
-    )
-    counts, began = babi.Count(0, 0), time.perf_counter() - spent
-    bar = tqdm(itertools.islice(batches, done, steps), name, steps, initial=done, disable=None)
-    for step, batch in enumerate(bar, done + 1):
-        progress = (step - 1) / steps
-        for group in optimizer.param_groups:
-            group["lr"] = lr * min(1.0, step / recipe.warmup, max(0.05, 5 * (1 - progress)))
-        if isinstance(lm.model, dq.ImplicitModel):
-            make_curriculum(recipe).at(progress).apply(lm.model)
-        right = train_step(lm.train(), batch.to(device), optimizer, data.vocabulary, recipe.clip)
-        counts = babi.total((counts, right))
-        if step % max(1, steps // 50) == 0 or step == steps:
-            spent = time.perf_counter() - began
-            curve.append({"model": name, "step": step, "seconds": spent, "accuracy": counts.accuracy})
-            log.info("%s", curve[-1])
-            bar.set_postfix(accuracy=f"{curve[-1]['accuracy']:.3f}")
-            counts = babi.Count(0, 0)
-            save_checkpoint(folder / name, step, lm, optimizer, {"seconds": spent, "curve": curve})
-    return curve, spent
+
+    def rate(step: int) -> float:
+        return min(1.0, (step + 1) / options.warmup, max(0.05, 5 * (1 - step / steps)))
+
+    counts: list[Tensor] = []
+
+    def call(model: torch.nn.Module, batch: babi.StoryBatch, phase: Phase, step: int) -> dq.CausalLMOutput:
+        batch = batch.to(accelerator.device)
+        output = model(batch.inputs, targets=batch.targets)
+        counts.append(babi.count_right(output.logits.detach(), batch).sum(1))
+        return output
+
+    curve = Log(folder / name / "curve.jsonl", name, steps, shown=("accuracy",))
+    spent = max((row["seconds"] for row in curve.rows()), default=0.0)
+    run = (lm, optimizer, LambdaLR(optimizer, rate), stream, make_curriculum(options), settings, folder / name)
+    for update in train(accelerator, *run, call=call):
+        spent += update.seconds
+        if update.step % every == 0 or update.step == steps:
+            right, questions = sum(counts).tolist()  # type: ignore[union-attr]
+            curve.add({"step": update.step, "seconds": spent, "accuracy": right / max(1, questions)})
+            counts.clear()
+    curve.close()
+    return [{"model": name} | row for row in curve.rows()]
 
 
-def train_step(
-    lm: dq.CausalLM, batch: babi.StoryBatch, optimizer: torch.optim.Optimizer, vocabulary: babi.Vocabulary, clip: float
-) -> babi.Count:
-    """One step on the answers of a batch; returns how many were right."""
-    output = lm(batch.inputs, targets=batch.targets)
-    assert output.loss is not None
-    if not torch.isfinite(output.loss):
-        raise FloatingPointError(f"the loss is {output.loss.item()}; the last checkpoint is intact")
-    optimizer.zero_grad()
-    output.loss.backward()
-    torch.nn.utils.clip_grad_norm_(lm.parameters(), clip)
-    optimizer.step()
-    return babi.total(babi.count_right(output.logits.detach(), batch, vocabulary).values())
-
-
-@torch.no_grad()
-def test(lm: dq.CausalLM, batches: Iterable[babi.StoryBatch], vocabulary: babi.Vocabulary, carry: bool) -> list[dict]:
-    """Accuracy of each task and of all, and what the solves took; ``carry``: each batch goes on from the last one."""
-    counts, steps, converged, cache = [], [], [], None
-    lm.eval()
-    for batch in batches:
-        batch = batch.to(lm.embedding.weight.device)
-        output = lm(batch.inputs, mask=None if carry else batch.mask, cache=cache, return_cache=carry)
-        cache = output.cache
-        counts.append(babi.count_right(output.logits, batch, vocabulary))
-        if output.stats is not None and output.status is not None:
-            steps += output.stats.steps.tolist()
-            converged += (output.status == dq.Status.CONVERGED).tolist()
-    solve = {
-        "self_iterations": sum(steps) / len(steps) if steps else None,
-        "converged": sum(converged) / len(converged) if converged else None,
-    }
-    return [row | solve for row in as_rows(babi.merge_counts(counts))]
-
-
-def as_rows(counts: dict[int, babi.Count]) -> list[dict]:
-    """A row for each task, and one for all."""
-    named = {str(task): count for task, count in counts.items()} | {"all": babi.total(counts.values())}
-    return [{"task": task, "accuracy": n.accuracy, "questions": n.questions} for task, n in named.items()]
-
-
-def evaluate(lm: dq.CausalLM, data: Data, recipe: Recipe) -> list[dict]:
+def evaluate(lm: dq.CausalLM, tests: Tests, vocabulary: babi.Vocabulary, options: Options) -> list[dict]:
     """All tests: stories alone, by size, and the stream of stories of the trained size with the state carried over."""
     rows = []
-    for name, stories in data.tests.items():
-        batches = babi.story_batches(stories, data.vocabulary, batch=50)
-        rows += [{"test": name} | row for row in test(lm, batches, data.vocabulary, carry=False)]
-    endless = babi.stream_batches(data.tests["1x"], data.vocabulary, batch=10, length=200, seed=recipe.seed)
-    windows = itertools.islice(endless, recipe.stream_windows)
-    return rows + [{"test": "stream"} | row for row in test(lm, windows, data.vocabulary, carry=True)]
+    for name, stories in tests.items():
+        batches = babi.story_batches(stories, vocabulary, batch=50)
+        rows += [{"test": name} | row for row in babi.score(lm, batches)]
+    endless = babi.StoryStream(tests["1x"], vocabulary, batch=10, length=200, seed=options.seed)
+    windows = itertools.islice(endless, options.stream_windows)
+    return rows + [{"test": "stream"} | row for row in babi.score(lm, windows, carry=True)]
 
 
 def table(rows: list[dict]) -> str:
-    """Accuracies, models down, tests and tasks across, as Markdown."""
+    """Accuracies: a line per model, a column per test and task."""
     columns = list(dict.fromkeys((row["test"], row["task"]) for row in rows))
-    lines = ["| model | " + " | ".join(f"{test}, {task}" for test, task in columns) + " |"]
-    lines.append("|---" * (len(columns) + 1) + "|")
+    lines = []
     for model in dict.fromkeys(row["model"] for row in rows):
         found = {(row["test"], row["task"]): f"{row['accuracy']:.3f}" for row in rows if row["model"] == model}
-        lines.append(f"| {model} | " + " | ".join(found.get(column, "") for column in columns) + " |")
-    return "\n".join(lines)
+        lines.append([model, *(found.get(column, "") for column in columns)])
+    return markdown(["model", *(f"{test}, {task}" for test, task in columns)], lines)
 
 
-def draw(rows: list[dict], curve: list[dict], path: Path) -> None:
-    """Two panels: right answers during training, and at the tests."""
-    plt.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11.5, 4), layout="constrained")
+def draw(rows: list[dict], curves: list[dict], path: Path) -> None:
+    """Two panels: right answers during training, and in the tests."""
     tests = list(dict.fromkeys(row["test"] for row in rows))
-    colours = {"implicit": ("#5b2a86", "#0b6e4f"), "explicit": ("#e4572e", "#7a8ca0")}  # even and odd numbers of blocks
-    for model in dict.fromkeys(row["model"] for row in rows):
-        kind, number = model.split()[:2]
-        style = {"color": colours[kind][int(number) % 2] if kind in colours else "#999999"}
-        points = [row for row in curve if row["model"] == model]
-        left.plot([row["step"] for row in points], [row["accuracy"] for row in points], **style)
-        found = {row["test"]: row["accuracy"] for row in rows if row["model"] == model and row["task"] == "all"}
-        sizes = [name for name in found if name != "stream"]
-        line = {"ls": "-" if kind == "implicit" else "--", "marker": "o", "label": model}
-        right.plot([tests.index(name) for name in sizes], [found[name] for name in sizes], **line, **style)
-        if "stream" in found:
-            right.plot([tests.index("stream")], [found["stream"]], marker="D", ls="", **style)
-    left.set(xlabel="training steps", ylabel="right answers, training stream", ylim=(0, 1.03))
-    right.set(xlabel="facts before a question; the stream", ylabel="right answers, new stories", ylim=(0, 1.03))
-    right.set_xticks(range(len(tests)), tests)
-    right.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
-    for axis in (left, right):
-        axis.grid(alpha=0.25)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    colours = {"implicit": (PURPLE, GREEN), "explicit": (ORANGE, GREY)}  # even and odd numbers of blocks
+    with figure(path, 2, 11.5) as (left, right):
+        for model in dict.fromkeys(row["model"] for row in rows):
+            kind, number = model.split()[:2]
+            colour = colours[kind][int(number) % 2] if kind in colours else "#999999"
+            points = [row for row in curves if row["model"] == model]
+            left.plot([row["step"] for row in points], [row["accuracy"] for row in points], color=colour)
+            found = {row["test"]: row["accuracy"] for row in rows if row["model"] == model and row["task"] == "all"}
+            sizes = [name for name in found if name != "stream"]
+            line = {"ls": "-" if kind == "implicit" else "--", "marker": "o", "label": model, "color": colour}
+            right.plot([tests.index(name) for name in sizes], [found[name] for name in sizes], **line)
+            if "stream" in found:
+                right.plot([tests.index("stream")], [found["stream"]], marker="D", ls="", color=colour)
+        left.set(xlabel="training steps", ylabel="right answers, training stream", ylim=(0, 1.03))
+        right.set(xlabel="facts before a question; the stream", ylabel="right answers, new stories", ylim=(0, 1.03))
+        right.set_xticks(range(len(tests)), tests)
+        right.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
 
 
 def main(arguments: list[str]) -> None:
-    """Train, test, and write the table, the figure and the numbers."""
-    recipe, device, folder = parse(arguments)
-    data = read_data(recipe)
-    try:
-        claim_folder(folder, asdict(recipe))
-    except (ValueError, FileExistsError) as error:
-        raise SystemExit(f"{error} (--output)") from error
-    logging.basicConfig(filename=folder / "log.txt", level=logging.INFO, format="%(asctime)s %(message)s", force=True)
-    print(f"{len(data.train)} stories of tasks {recipe.tasks}, {len(data.vocabulary)} words; results in {folder}/")
-    guess = {"model": "most frequent answer"}
-    guesses = {name: babi.count_most_frequent(data.train, stories) for name, stories in data.tests.items()}
-    rows = [guess | {"test": name} | row for name, counts in guesses.items() for row in as_rows(counts)]
-    curves: list[dict] = []
-    for kind, blocks in itertools.product(("explicit", "implicit"), recipe.blocks):
+    """Train and test the models, and write the table, the figure and the numbers."""
+    stories, tests = read_stories(options := read_options(arguments))
+    decisive = {name: value for name, value in asdict(options).items() if name not in ("output", "fresh")}
+    writes = ["results.json", "table.md", "catbabi.png", "log.txt", "*/curve.jsonl", *(f"*/{c}" for c in CHECKPOINTS)]
+    folder = claim_folder(options.output or "", decisive, fresh=options.fresh, free=("device",), writes=writes)
+    log_to(folder / "log.txt")
+    vocabulary = babi.Vocabulary.of(stories)
+    print(f"{len(stories)} stories of tasks {options.tasks}, {len(vocabulary)} words; results in {folder}/")
+    rows, curves = [], []
+    for name, test_stories in tests.items():
+        guesses = babi.score_rows(babi.count_most_frequent(stories, test_stories))
+        rows += [{"model": "most frequent answer", "test": name} | row for row in guesses]
+    accelerator = make_accelerator(options.device)
+    for kind, blocks in itertools.product(("explicit", "implicit"), options.blocks):
         name = f"{kind} {blocks} block{'s' * (blocks > 1)}"
-        lm = make_model(recipe, len(data.vocabulary), blocks, kind == "implicit").to(device)
-        curve, seconds = train(name, lm, data, recipe, folder)
-        curves += curve
-        about = {"model": name, "steps": curve[-1]["step"], "seconds": round(seconds, 1), "seed": recipe.seed}
-        rows += [about | row for row in evaluate(lm, data, recipe)]
-        log.info("%s", rows[-1])
-    (folder / "results.json").write_text(json.dumps(rows, indent=1))
-    (folder / "curve.json").write_text(json.dumps(curves, indent=1))
-    (folder / "table.md").write_text(table(rows) + "\n")
+        lm = make_model(options, len(vocabulary), blocks, kind == "implicit")
+        stream = babi.StoryStream(stories, vocabulary, batch=options.batch, length=options.length, seed=options.seed)
+        curves += (curve := fit(accelerator, name, lm, stream, options, folder))
+        about = {"model": name, "steps": curve[-1]["step"], "seconds": round(curve[-1]["seconds"], 1)}
+        rows += [about | {"seed": options.seed} | row for row in evaluate(lm, tests, vocabulary, options)]
+    write_json(folder / "results.json", rows)
+    write_text(folder / "table.md", table(rows) + "\n")
     draw(rows, curves, folder / "catbabi.png")
     print(f"\nshare of right answers, by test and task:\n\n{table(rows)}")
     print(f"\nfigure: {folder}/catbabi.png   numbers: {folder}/results.json   log: {folder}/log.txt")

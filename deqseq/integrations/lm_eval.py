@@ -77,7 +77,7 @@ class SolvedLM(HFLM):
     counted.
 
     Args:
-        model: of transformers.
+        model: a causal language model of transformers.
         tokenizer: its tokenizer.
         solve: as in the model's call: a :class:`deqseq.SolveConfig`, or a mapping of the fields to replace. Default:
             the model's own.
@@ -86,16 +86,21 @@ class SolvedLM(HFLM):
             or 2048.
 
     Attributes:
-        tally: the numbers of all solves so far.
+        tally: statistics of the solves so far.
 
     Example:
         >>> import deqseq as dq
         >>> from deqseq.integrations.huggingface import ImplicitMamba2Config, ImplicitMamba2ForCausalLM
-        >>> from deqseq.tasks.text.tokenizer import train_tokenizer
         >>> from lm_eval.api.instance import Instance
-        >>> tokenizer = train_tokenizer(["to be or not to be"] * 3, vocab_size=260)
+        >>> from tokenizers import Tokenizer
+        >>> from tokenizers.models import WordLevel
+        >>> from tokenizers.pre_tokenizers import WhitespaceSplit
+        >>> from transformers import PreTrainedTokenizerFast
+        >>> words = Tokenizer(WordLevel({"<eos>": 0, "to": 1, "be": 2, "or": 3, "not": 4}))
+        >>> words.pre_tokenizer = WhitespaceSplit()
+        >>> tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", pad_token="<eos>")
         >>> sizes = {"hidden_size": 16, "head_dim": 8, "state_size": 4, "num_hidden_layers": 1}
-        >>> model = ImplicitMamba2ForCausalLM(ImplicitMamba2Config(vocab_size=260, **sizes))
+        >>> model = ImplicitMamba2ForCausalLM(ImplicitMamba2Config(vocab_size=5, **sizes))
         >>> lm = SolvedLM(model, tokenizer, {"sweep": dq.Sliding(8)}, max_length=64)
         >>> ((nats, is_best),) = lm.loglikelihood([Instance("loglikelihood", {}, ("to be", " or not"), 0)])
         >>> nats < 0, lm.tally.numbers()["converged"]

@@ -17,20 +17,20 @@ MAX_SUBSETS = 10_000  # that `generators` tries before it gives up: a second or 
 
 @dataclass(frozen=True)
 class FiniteMonoid:
-    """A finite monoid, or a group where every element has an inverse, as a checked multiplication table.
+    """A finite monoid as a checked multiplication table; a group if every element has an inverse.
 
         table[a, b] = a ∘ b,    (a ∘ b) ∘ c = a ∘ (b ∘ c),    identity ∘ a = a = a ∘ identity
 
     Args:
         name: Short name, as `parse_group` reads it where it can.
-        elements: Distinct labels for people to read; everything else names an element by its place here, its
-            id. One-line tuples (1-based) for permutations, integers for Z_n, tuples for products.
+        elements: Distinct labels. The id of an element is its position here. Labels are one-line tuples (1-based)
+            for permutations, integers for Z_n, tuples for products.
         table: Ids of the products, `(order, order)`.
         identity: Id of the identity.
         factors: The factors of a direct product, or empty.
 
     Raises:
-        ValueError: If this is no monoid, or not the product of `factors`; names the elements at fault.
+        ValueError: If the table is not that of a monoid, or not the product of `factors`; names the elements.
 
     Example:
         >>> minimum = FiniteMonoid("min", ("low", "high"), torch.tensor([[0, 0], [0, 1]]), identity=1)
@@ -46,7 +46,7 @@ class FiniteMonoid:
     _content: bytes = field(init=False, repr=False)
 
     def __post_init__(self):
-        # A private copy nobody can change once checked; its bytes stand in for it in == and hash.
+        # A private copy that cannot change after the check; its bytes represent it in == and hash.
         object.__setattr__(self, "table", self.table.detach().cpu().clone())
         object.__setattr__(self, "_content", self.table.numpy().tobytes())
         _check_table(self.name, self.elements, self.table, self.identity)
@@ -78,7 +78,7 @@ class FiniteMonoid:
 
     def element_order(self, element: int) -> int:
         """Smallest k >= 1 with `element`^k = identity (element is an id); ValueError if there is none."""
-        self.inverse(element)  # has to exist: without one, no power is the identity and we would loop forever
+        self.inverse(element)  # without an inverse no power is the identity, and the loop would not end
         power, k = element, 1
         while power != self.identity:
             power, k = int(self.table[power, element]), k + 1
@@ -93,7 +93,7 @@ def symmetric(n: int) -> FiniteMonoid:
     """The symmetric group S_n: permutations of 1..n in lexicographic one-line notation; (a ∘ b)(i) = a(b(i)).
 
     Args:
-        n: Number of points, 1 to 6; else ValueError, as a table of S7 would be absurdly large.
+        n: Number of points, 1 to 6; else ValueError, because the table of S7 would be too large.
 
     Example:
         >>> s3 = symmetric(3)
@@ -137,8 +137,8 @@ def direct_product(*factors: FiniteMonoid) -> FiniteMonoid:
         (a, b, ...) ∘ (a', b', ...) = (a ∘ a', b ∘ b', ...)
 
     Args:
-        *factors: One or more monoids, whose orders multiply to 1024 at most; a product counts as its factors, so
-            that labels stay flat.
+        *factors: One or more monoids; the product of their orders is at most 1024. A product among them is replaced
+            by its factors, so that labels stay flat.
 
     Raises:
         ValueError: If there is no factor, or the product is too large.
@@ -181,7 +181,7 @@ def aperiodic_monoid() -> FiniteMonoid:
 
 
 def generators(monoid: FiniteMonoid, count: int) -> tuple[int, ...]:
-    """The canonical generating subset of a given size, as ids; the same wherever it is asked for.
+    """The canonical generating subset of a given size, as ids.
 
     S_n: (2, 1, 3, ...) and the n-cycle (2, ..., n, 1). A_n: the cycle of all points (n odd) or all but 1, and
     (2, 3, 1, 4, ...). Otherwise the first subset that generates, ids in lexicographic order, no identity.
@@ -207,7 +207,7 @@ def generators(monoid: FiniteMonoid, count: int) -> tuple[int, ...]:
 
 
 def parse_group(name: str) -> FiniteMonoid:
-    """The monoid that a name from a command line stands for.
+    """The monoid that a name stands for, as on a command line.
 
     Args:
         name: "Z" (cyclic), "S" (symmetric) or "A" (alternating) and a number, "M" (the aperiodic monoid), or

@@ -1,4 +1,4 @@
-"""The word problem: given group elements one by one, name the product so far."""
+"""The word problem: given a sequence of group elements, predict every prefix product."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,7 @@ from deqseq.tasks.groups import FiniteMonoid, alternating, aperiodic_monoid, dir
 
 
 class WordBatch(NamedTuple):
-    """Sequences of tokens and, at every position, the product so far.
+    """Sequences of tokens, and the prefix product at every position.
 
     Attributes:
         inputs: Ids of the elements, `(batch, length)`.
@@ -30,20 +30,20 @@ class WordProblem:
 
         prefix_1 = g_1,    prefix_t = prefix_{t-1} ∘ g_t,    (a ∘ b)(i) = a(b(i)) for permutations
 
-    Token ids are element ids, so inputs and targets share one vocabulary. Tokens g_t are independent, uniform
-    over `inputs`; then, with probability `identity_probability`, a token becomes *easy*: its group element is
-    replaced by the identity. (The rest, a share of 1 - p, the paper calls hard, although a uniform draw can
-    be the identity too.) In a direct product the factors that are groups are replaced, all together; a factor
-    that is no group stays random. An easy token need not be one of `inputs`.
+    Token ids are element ids, so inputs and targets share one vocabulary. Tokens g_t are independent and uniform
+    over `inputs`. Then each token becomes *easy* with probability `identity_probability`: its group element is
+    replaced by the identity. (The paper calls the other tokens hard, although a uniform draw can be the identity
+    too.) In a direct product, all factors that are groups are replaced together; the other factors stay random. An
+    easy token need not be one of `inputs`.
 
     Args:
         monoid: Where the tokens live.
-        inputs: Ids of the elements to draw from, without repeats; None draws from all.
+        inputs: Ids of the elements to draw from, without repeats. Default: all elements.
         identity_probability: Probability p that a token is made easy, from 0 to 1.
 
     Raises:
-        ValueError: If `inputs` is empty, repeats an id or names one that is none, if the probability is not
-            within 0..1, or if it is positive and there is no group to replace elements of.
+        ValueError: If `inputs` is empty, repeats an id or contains an invalid one, if the probability is not
+            within 0..1, or if it is positive and no factor is a group.
 
     References:
         Merrill, Petty and Sabharwal, "The Illusion of State in State-Space Models", 2024, arXiv 2404.08819.
@@ -65,7 +65,7 @@ class WordProblem:
 
     def __post_init__(self):
         if self.inputs is not None:
-            object.__setattr__(self, "inputs", tuple(self.inputs))  # hashable, and nobody else's to change
+            object.__setattr__(self, "inputs", tuple(self.inputs))  # hashable and immutable
             _check_inputs(self.inputs, self.monoid)
         p = self.identity_probability
         if not 0.0 <= p <= 1.0:
@@ -76,12 +76,12 @@ class WordProblem:
 
     @property
     def vocab_size(self) -> int:
-        """Number of token ids, of inputs as of targets: the order of the monoid."""
+        """Number of token ids: the order of the monoid."""
         return self.monoid.order
 
     @property
     def input_ids(self) -> tuple[int, ...]:
-        """Ids that tokens are drawn from (easy tokens may fall outside)."""
+        """Ids that tokens are drawn from; easy tokens may have others."""
         return tuple(range(self.monoid.order)) if self.inputs is None else tuple(self.inputs)
 
     def sample(
@@ -94,9 +94,9 @@ class WordProblem:
 
         Args:
             batch: Number of sequences.
-            length: Tokens a sequence.
+            length: Tokens per sequence.
             generator: Source of all randomness, on the CPU, so that data do not depend on the device.
-            device: Where the result goes; the CPU if None.
+            device: Device of the result. Default: the CPU.
 
         Returns:
             WordBatch of inputs and targets, (batch, length) each.
@@ -117,13 +117,13 @@ class WordProblem:
     def batches(
         self, batch: int, length: int | Sequence[int], *, seed: int, device: torch.device | str | None = None
     ) -> Iterator[WordBatch]:
-        """Training data without end: the same seed gives the same batches, whatever the global RNG does.
+        """Endless training data. The same seed gives the same batches, whatever the global random state.
 
         Args:
-            batch: Sequences a batch.
-            length: Tokens a sequence, or several lengths, of which each batch draws one uniformly.
-            seed: Seed of this stream, 0 or more. It shares no stream with `fixed`, whatever the seed there.
-            device: Where batches go; the CPU if None.
+            batch: Sequences per batch.
+            length: Tokens per sequence, or several lengths, of which each batch draws one uniformly.
+            seed: Seed, 0 or more. The data are independent of those of `fixed`, for any seed there.
+            device: Device of the batches. Default: the CPU.
 
         Returns:
             Endless iterator of WordBatch, (batch, length) each.
@@ -153,13 +153,13 @@ class WordProblem:
         return (draw() for _ in itertools.repeat(None))
 
     def fixed(self, size: int, length: int, *, seed: int, device: torch.device | str | None = None) -> WordBatch:
-        """A fixed data set, for evaluation: the same seed gives the same data.
+        """A fixed data set, for evaluation. The same seed gives the same data.
 
         Args:
             size: Number of sequences.
-            length: Tokens a sequence.
-            seed: Seed, 0 or more; shares no stream with `batches`, whatever the seed there.
-            device: Where the data go; the CPU if None.
+            length: Tokens per sequence.
+            seed: Seed, 0 or more. The data are independent of those of `batches`, for any seed there.
+            device: Device of the data. Default: the CPU.
 
         Returns:
             WordBatch of inputs and targets, (size, length) each.
@@ -222,7 +222,7 @@ def prefix_products(monoid: FiniteMonoid, tokens: Int64[Tensor, "batch length"])
 
 
 def _scan(table: Tensor, tokens: Tensor) -> Tensor:
-    # Multiply neighbours, scan the half as long sequence, fill in: 2 x length products, O(log length) steps.
+    # Multiply adjacent pairs, scan the half as long sequence, fill in: 2 x length products, O(log length) steps.
     # Measured on order 240, one CPU thread, (512, 256) / (64, 1024): 2.1 / 1.0 ms; Hillis-Steele, which makes
     # length x log(length) products, 4.3 / 2.6 ms; a loop over the length 2.7 / 6.6 ms.
     length = tokens.shape[1]
@@ -249,7 +249,7 @@ def _without_group_part(monoid: FiniteMonoid) -> Int64[Tensor, "order"]:
 
 
 def _seeded(seed: int, *, stream: int) -> torch.Generator:
-    # Even seeds for training, odd ones for evaluation: the same seed must not put one into the other.
+    # Even seeds for training, odd ones for evaluation: the same seed must not give the same data for both.
     if not 0 <= seed < 2**62:
         raise ValueError(f"seed must be from 0 to 2**62 - 1, got {seed}.")
     return torch.Generator().manual_seed(2 * seed + stream)

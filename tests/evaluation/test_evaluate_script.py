@@ -6,7 +6,9 @@ import shutil
 import subprocess
 import sys
 
+import lm_eval.tasks
 import pytest
+from common import evaluation
 from evaluated_models import SCRIPT, STORIES, Mamba2, save, script, stories, whole_texts
 
 pytestmark = pytest.mark.evaluation
@@ -49,85 +51,87 @@ def test_quick_trains_evaluates_and_writes_table_figure_and_numbers(tmp_path):
     assert "implicit cloze_stories: " in (tmp_path / "log.txt").read_text()
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ([], "name tasks (--tasks) or texts to ask about (--cloze, --choice)"),
-        (["--limit", "0"], "--limit must be at least 1, got 0"),
-        (["--questions", "-2"], "--questions must be at least 1, got -2"),
-        (["--batch-size", "0"], "--batch-size must be at least 1, got 0"),
-        (["--max-length", "0"], "--max-length must be at least 1, got 0"),
-        (["--bootstrap", "0"], "--bootstrap must be at least 1, got 0"),
-        (["--max-steps", "4", "0"], "Stop.max_steps must be an integer >= 1, got 0"),
-        (["--rtol", "nan"], "Stop.rtol must be a finite number >= 0, got nan"),
-        (["--sweep", "slidng"], "--sweep: name 'Slidng' is unknown; did you mean 'Sliding'?"),
-        (["--sweep", '{"name": "Sliding", "windw": 3}'], "--sweep: Sliding field 'windw' is unknown"),
-        (["--sweep", "{name"], "Expecting property name"),
-        (["--solver", "newton"], "--solver: name 'Newton' is unknown"),
-        (["--include", "nowhere"], "--include must name folders, got 'nowhere'"),
-        (["--device", "abacus"], "abacus"),
-        (["--stepz", "5"], "unrecognized arguments: --stepz 5"),
-        (["--batch-size", "many"], "argument --batch-size: invalid int value: 'many'"),
-    ],
-    ids=str,
-)
-def test_bad_options_are_refused_before_anything_is_written(tmp_path, capsys, flags, message):
-    asked = ["--cloze", "text"] if flags else []
+BAD = [
+    ["--limit", "0"],
+    ["--questions", "-2"],
+    ["--batch-size", "0"],
+    ["--batch-size", "many"],
+    ["--max-length", "0"],
+    ["--bootstrap", "0"],
+    ["--max-steps", "4", "0"],
+    ["--rtol", "nan"],
+    ["--rtol", "-1"],
+    ["--sweep", "slidng"],
+    ["--sweep", '{"name": "Sliding", "windw": 3}'],
+    ["--sweep", "{name"],
+    ["--solver", "newton"],
+    ["--include", "nowhere"],
+    ["--choice", "nowhere"],
+    ["--seed", "-1"],
+    ["--device", "gpu7"],
+    ["--output", ""],
+    ["--output", __file__],
+    ["--stepz", "5"],
+]
+
+
+@pytest.mark.parametrize("flags", BAD, ids=" ".join)
+def test_bad_options_are_refused_before_anything_is_written(saved, tmp_path, capsys, flags):
     with pytest.raises(SystemExit) as refused:
-        script().parse(["model", "--output", str(tmp_path / "out"), *asked, *flags])
+        script().read_options(["model", "--output", str(tmp_path / "out"), "--cloze", str(saved), *flags])
     assert refused.value.code == 2
-    assert message in capsys.readouterr().err
+    named = {"--rtol": "rtol", "--max-steps": "max-steps"}.get(flags[0], flags[0])
+    printed = capsys.readouterr().err
+    assert named in printed or "property name" in printed, printed
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--cloze", "text"], "name a MODEL, or give --quick"),
-        (["--quick", "--cloze", "text"], "--quick without a MODEL asks questions of its own"),
-        (["model", "--cloze", "text", "--output", __file__], "--output must be a folder, got"),
+        (["model"], "name tasks"),
+        (["--tasks", "piqa"], "name a MODEL"),
+        (["--quick", "--tasks", "piqa"], "has its own questions"),
     ],
     ids=str,
 )
 def test_what_is_missing_is_named(capsys, arguments, message):
-    with pytest.raises(SystemExit):
-        script().parse(arguments)
+    with pytest.raises(SystemExit) as refused:
+        script().read_options(arguments)
+    assert refused.value.code == 2
     assert message in capsys.readouterr().err
 
 
 def test_quick_with_a_model_asks_twenty_questions():
-    assert script().parse(["model", "--cloze", "text", "--quick"]).limit == 20
-    assert script().parse(["model", "--cloze", "text", "--quick", "--limit", "7"]).limit == 7
+    assert script().read_options(["model", "--tasks", "piqa", "--quick"]).limit == 20
+    assert script().read_options(["model", "--tasks", "piqa", "--quick", "--limit", "7"]).limit == 7
 
 
-def test_names_may_stand_with_commas_and_the_paper_has_seven():
-    tasks = script().parse(["model", "--tasks", "mine,piqa", "paper"]).tasks
+def test_tasks_are_separated_by_commas_or_spaces_and_the_paper_has_seven():
+    tasks = script().read_options(["model", "--tasks", "mine,piqa", "paper"]).tasks
     seven = ("lambada_openai", "hellaswag", "piqa", "arc_easy", "arc_challenge", "winogrande", "openbookqa")
     assert tasks == ("mine", "piqa", *seven)
 
 
 @pytest.mark.parametrize(
-    ("content", "flags", "message"),
+    ("content", "message"),
     [
-        ("", (), "has no text in it"),
-        ("One short story. It ends here.", (), "documents hold 0 passages of 4 sentences, fewer than count=100"),
-        (None, (), "no file or folder"),
-        (" ".join(STORIES), ("--seed", "-1"), "seed must be at least 0, got -1"),
+        ("", "text.txt"),
+        ("One short story. It ends here.", "documents hold 0 passages of 4 sentences, fewer than count=100"),
     ],
 )
-def test_texts_that_hold_no_questions_are_named(saved, tmp_path, content, flags, message):
+def test_texts_without_questions_are_named(saved, tmp_path, content, message):
     text = tmp_path / "text.txt"
-    if content is not None:
-        text.write_text(content)
-    options = script().parse([str(saved / "model"), "--cloze", str(text), "--output", str(tmp_path / "out"), *flags])
+    text.write_text(content)
+    options = script().read_options([str(saved / "model"), "--cloze", str(text), "--output", str(tmp_path / "out")])
     with pytest.raises(SystemExit, match=r"^--cloze .*text\.txt \(--questions 100\): ") as refused:
-        script().load_tasks(options)
+        script().make_tasks(options)
     assert message in str(refused.value)
 
 
 def refusal(model, **how):
     with pytest.raises(SystemExit) as refused:
-        script().load(str(model), str(how.get("source", model)), device="cpu", bos=False)
+        script().load_model(str(model), str(how.get("source", model)), device="cpu", bos=False)
     return str(refused.value)
 
 
@@ -140,9 +144,9 @@ def test_a_missing_tokenizer_is_named_and_another_may_be_given(saved, tmp_path):
     for file in (tmp_path / "bare").glob("tokenizer*"):
         file.unlink()
     text = refusal(tmp_path / "bare")
-    assert "is neither a folder with a tokenizer nor one of the hub's" in text
+    assert "has no tokenizer that can be loaded" in text
     assert text.endswith("save it there with tokenizer.save_pretrained(), or give --tokenizer")
-    _, words = script().load(str(tmp_path / "bare"), str(saved / "model"), device="cpu", bos=False)
+    _, words = script().load_model(str(tmp_path / "bare"), str(saved / "model"), device="cpu", bos=False)
     assert words.decode(words.encode("Ann")) == "Ann"
 
 
@@ -153,36 +157,55 @@ def test_a_tokenizer_that_knows_more_than_the_model_is_refused(saved, tmp_path):
 
 def test_a_tokenizer_that_ends_texts_is_refused(tmp_path):
     save(tmp_path / "model", Mamba2, implicit=False, words="adds eos")
-    assert "adds tokens behind a text, where its continuation should begin" in refusal(tmp_path / "model")
+    assert "adds tokens after a text, where its continuation must begin" in refusal(tmp_path / "model")
 
 
 def test_files_of_one_name_are_tasks_of_their_own(saved, tmp_path):
     (tmp_path / "stories.txt").write_text("\n\n".join(STORIES[::-1]))
     files = (str(saved / "stories.txt"), str(tmp_path / "stories.txt"))
     flags = ["--cloze", *files, "--questions", "3", "--output", str(tmp_path / "out")]
-    tasks = script().load_tasks(script().parse([str(saved / "model"), *flags]))
+    tasks = script().make_tasks(script().read_options([str(saved / "model"), *flags]))
     assert list(tasks) == ["cloze_stories", "cloze_stories_1"]
 
 
 def test_a_continuation_that_is_too_long_is_named(saved, tmp_path):
     flags = ["--choice", str(saved / "stories.txt"), "--questions", "3", "--max-length", "4"]
-    options = script().parse([str(saved / "model"), *flags, "--output", str(tmp_path)])
-    tasks = script().load_tasks(options)
+    options = script().read_options([str(saved / "model"), *flags, "--output", str(tmp_path)])
+    tasks = script().make_tasks(options)
     with pytest.raises(SystemExit, match=r"^mine on choice_stories: a continuation of \d+ tokens is longer than"):
         script().evaluate("mine", options.models[0], tasks, options)
 
 
-def test_unknown_names_and_a_hub_out_of_reach_are_named(saved, tmp_path):
-    flags = (saved / "model", "--output", tmp_path, "--cloze", saved / "stories.txt", "--questions", "3", "--tasks")
-    unknown = call(*flags, "lambada_opena")
-    assert unknown.returncode == 1
-    assert "lm-eval knows no task 'lambada_opena'; did you mean lambada_openai" in unknown.stderr
-    away = call(*flags, "paper", HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", HF_HOME=str(tmp_path / "home"))
+def test_an_unknown_task_is_refused_without_reading_all_of_lm_evals_tasks(saved, tmp_path, monkeypatch):
+    real = lm_eval.tasks.TaskManager
+
+    def manager(*, include_path, include_defaults):
+        assert not include_defaults, "reading all tasks takes minutes"
+        return real(include_path=include_path, include_defaults=False)
+
+    monkeypatch.setattr(lm_eval.tasks, "TaskManager", manager)
+    options = script().read_options(["no_model", "--output", str(tmp_path), "--tasks", "lambada_opena"])
+    with pytest.raises(SystemExit, match="lm-eval has no task 'lambada_opena'; did you mean lambada_openai"):
+        script().make_tasks(options)
+
+
+def test_data_that_cannot_be_loaded_is_named(saved, tmp_path):
+    flags = (saved / "model", "--output", tmp_path, "--cloze", saved / "stories.txt", "--questions", "3")
+    away = call(*flags, "--tasks", "paper", HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", HF_HOME=str(tmp_path / "home"))
     assert away.returncode == 1
     seven = "lambada_openai, hellaswag, piqa, arc_easy, arc_challenge, winogrande, openbookqa"
     assert f"the data of {seven} cannot be loaded" in away.stderr
-    assert "evaluate offline: --cloze and --choice ask questions about texts of yours, --include reads" in away.stderr
+    assert "--cloze or --choice" in away.stderr
     assert not (tmp_path / "results.json").exists()
+
+
+def test_tasks_groups_and_tags_of_lm_eval_are_known():
+    known = evaluation.known_tasks()
+    for name in script().PAPER:
+        assert known[name] is not None and name in known[name].read_text()
+    for name in ("mmlu", "ai2_arc", "lambada"):
+        assert name in known
+    assert "piqaa" not in known
 
 
 def test_lm_eval_finds_the_package_that_is_called_evaluate(saved, tmp_path):
@@ -197,8 +220,8 @@ def test_lm_eval_finds_the_package_that_is_called_evaluate(saved, tmp_path):
 SAME = "def same(docs):\n    return docs\n"
 
 
-@pytest.mark.parametrize(("package", "extra"), [("lm_eval", "eval"), ("matplotlib", "examples")])
-def test_a_missing_package_is_named_with_its_extra(package, extra):
-    code = f"import sys, runpy; sys.modules[{package!r}] = None; runpy.run_path({str(SCRIPT)!r})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-    assert done.stderr.splitlines()[-1].endswith(f': pip install "deqseq[{extra}]"'), done.stderr
+def test_a_missing_lm_eval_is_named_with_its_extra():
+    code = f"import sys, runpy; sys.modules['lm_eval'] = None; runpy.run_path({str(SCRIPT)!r})"
+    command = [sys.executable, "-c", f"import sys; sys.path.append({str(SCRIPT.parent)!r}); {code}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.stderr.splitlines()[-1].endswith(': pip install "deqseq[eval]"'), done.stderr

@@ -1,4 +1,4 @@
-"""What lm-eval says of a saved model is what its logits say, text by text; and how the texts were solved is counted."""
+"""lm-eval's results for a saved model are those of its logits, text by text; the solves are counted."""
 
 import json
 import math
@@ -15,8 +15,10 @@ pytestmark = pytest.mark.evaluation
 def run(tmp_path, *flags, models=("model",)):
     """Rows of an evaluation of models in a folder, and all that lm-eval has logged of each task."""
     example = script()
-    options = example.parse([*(str(tmp_path / m) for m in models), "--output", str(tmp_path / "out"), *map(str, flags)])
-    tasks, rows = example.load_tasks(options), []
+    options = example.read_options(
+        [*(str(tmp_path / m) for m in models), "--output", str(tmp_path / "out"), *map(str, flags)]
+    )
+    tasks, rows = example.make_tasks(options), []
     for name in options.models:
         rows += example.evaluate(name, name, tasks, options)
     return rows
@@ -25,12 +27,12 @@ def run(tmp_path, *flags, models=("model",)):
 def asked(tmp_path, task, *flags):
     """Every question of a task with lm-eval's answers, the rows that are made of them, and who gave them."""
     example = script()
-    options = example.parse([str(tmp_path / "model"), "--output", str(tmp_path / "out"), *map(str, flags)])
-    model, words = example.load(options.models[0], options.models[0], device="cpu", bos=options.bos)
+    options = example.read_options([str(tmp_path / "model"), "--output", str(tmp_path / "out"), *map(str, flags)])
+    model, words = example.load_model(options.models[0], options.models[0], device="cpu", bos=options.bos)
     (way,) = example.ways_to_solve(options, model.model.stop)
     subject = example.SolvedLM(model, words, way, batch_size=options.batch_size, max_length=options.max_length)
-    found = example.lm_eval.evaluate(lm=subject, task_dict=example.load_tasks(options)[task], bootstrap_iters=10)
-    return found["samples"][task], example.metrics(found), subject
+    found = example.lm_eval.evaluate(lm=subject, task_dict=example.make_tasks(options)[task], bootstrap_iters=10)
+    return found["samples"][task], example.metric_rows(found), subject
 
 
 def value(rows, metric):

@@ -7,12 +7,12 @@ import warnings
 import pytest
 import torch
 from hf_models import LLAMA, MAMBA2
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, get_wsd_schedule
 
 import deqseq as dq
 from deqseq.integrations.huggingface import ImplicitLlamaConfig, ImplicitMamba2Config
 from deqseq.integrations.huggingface.curriculum_callback import CurriculumCallback
-from deqseq.training import Curriculum, Phase, bounded, free, parameter_groups, unrolled, warmup_constant_decay
+from deqseq.training import Curriculum, Phase, bounded, free, parameter_groups, unrolled
 
 STEPS, BATCH, LENGTH = 12, 2, 5
 PAPER = Curriculum((bounded(2, 1, until=0.5), free(6, 2)))
@@ -189,11 +189,11 @@ def test_evaluation_takes_the_phases_budget(tmp_path):
 def test_with_the_papers_schedule_and_groups(tmp_path):
     lm = model(kind=ImplicitLlamaConfig)
     optimizer = torch.optim.AdamW(parameter_groups(lm), lr=1e-3, betas=(0.9, 0.95))
-    schedule = warmup_constant_decay(optimizer, total_steps=STEPS, warmup_steps=2, decay_steps=4)
+    schedule = get_wsd_schedule(optimizer, 2, 4, num_training_steps=STEPS, decay_type="1-sqrt", min_lr_ratio=1e-2)
     run = trainer(tmp_path, PAPER, lm, optimizers=(optimizer, schedule), save_strategy="no")
     run.train()
     rates = [entry["learning_rate"] for entry in run.state.log_history if "learning_rate" in entry]
-    assert rates[:3] == [5e-4, 1e-3, 1e-3]
+    assert rates[:3] == pytest.approx([1e-5, 5.05e-4, 1e-3])
     assert rates[10] == pytest.approx(1e-5 + (1e-3 - 1e-5) * (1 - 0.5**0.5))
 
 

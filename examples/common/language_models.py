@@ -1,0 +1,87 @@
+"""The language models that examples/pretrain.py compares: presets, and small ones of three kinds and two families."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import deqseq as dq
+from common.options import check, check_counts, check_positive
+from deqseq.models.presets import widened
+from deqseq.training import Curriculum, bounded, free
+
+SCALED = tuple(f"{kind}-{family}" for family in ("llama", "mamba2") for kind in ("implicit", "bounded", "explicit"))
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Options of the models and of their curricula."""
+
+    d_model: int = 160  # width of the small models
+    layers: int = 2  # their blocks
+    heads: int = 5  # llama: attention heads
+    mlp_width: int = 432  # llama: hidden width of the feed-forward layer
+    d_state: int = 32  # mamba2: state size of each channel
+    headdim: int = 32  # mamba2: channels of a head
+    bounded_steps: int = 4  # iterations of the bounded phase
+    bounded_share: float = 0.8  # share of an implicit model's run that is bounded
+    budget: int = 0  # iterations of the free phase at most; 0: the paper's, 32 for Llama, 24 for Mamba2
+    phantom: int = 4  # phantom steps of the free phase; the bounded one has 1
+    rtol: float = 0.05  # relative tolerance of each token
+
+    def __post_init__(self) -> None:
+        check_counts(self, "d_model", "layers", "heads", "mlp_width", "d_state", "headdim", "bounded_steps", "phantom")
+        check_counts(self, "budget", least=0)
+        check_positive(self, "rtol")
+        check(self, "between 0 and 1", lambda value: 0 < value < 1, "bounded_share")
+
+
+def kind_of(name: str) -> tuple[str, str]:
+    """Kind (implicit, bounded, explicit) and family (llama, mamba2) that a model's name stands for.
+
+    Raises:
+        ValueError: there is no such model.
+    """
+    presets = [name for name in dq.preset_names() if not name.endswith("-state-tracking")]
+    if name not in (*SCALED, *presets):
+        raise ValueError(f"--models must be any of {', '.join((*SCALED, *presets))}, got {name!r}")
+    first, last = name.split("-")[0], name.split("-")[-1]
+    return first if name in SCALED else last.replace("pretrain", "bounded"), "llama" if "llama" in name else "mamba2"
+
+
+def spec_of(name: str, sizes: Sizes, vocab_size: int) -> dq.LanguageModelSpec:
+    """The model, as data; an explicit one is widened until it has as many parameters as the implicit one."""
+    kind, family = kind_of(name)
+    if name not in SCALED:
+        return replace(dq.preset(name), vocab_size=vocab_size)
+    shared: dict[str, Any] = {"d_model": sizes.d_model, "n_layers": sizes.layers}
+    if family == "llama":
+        backbone = dq.LlamaConfig(**shared, n_heads=sizes.heads, mlp_width=sizes.mlp_width)
+    else:
+        backbone = dq.Mamba2Config(**shared, d_state=sizes.d_state, headdim=sizes.headdim)
+    implicit = dq.LanguageModelSpec(vocab_size, backbone)
+    if kind != "explicit":
+        return implicit
+    plain = replace(implicit.explicit(), backbone=replace(backbone, weight_norm=False))
+    return widened(plain, dq.parameter_count(implicit).total)
+
+
+def curriculum_of(name: str, sizes: Sizes) -> Curriculum:
+    """Bounded throughout, or bounded and then free; an explicit model has nothing to solve."""
+    kind, family = kind_of(name)
+    if kind != "implicit":
+        return Curriculum((bounded(sizes.bounded_steps, 1, until=None),))
+    budget = sizes.budget or {"llama": 32, "mamba2": 24}[family]
+    first = bounded(sizes.bounded_steps, 1, until=sizes.bounded_share)
+    return Curriculum((first, free(budget, sizes.phantom, rtol=sizes.rtol)))
+
+
+def lr_factor(step: int, *, steps: int, warmup: int, decay: int, floor: float) -> float:
+    """Learning rate of a step over its peak: linear warm-up, constant, and 1 - sqrt decay to ``floor`` at the end.
+
+    References:
+        Hägele et al., Scaling Laws and Compute-Optimal Training Beyond Fixed Training Durations, arXiv 2405.18392.
+    """
+    if step < warmup:
+        return (step + 1) / warmup
+    past = max(0, step - steps + decay) / decay
+    return floor + (1 - floor) * (1 - math.sqrt(min(1, past)))

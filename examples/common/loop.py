@@ -1,0 +1,260 @@
+"""One training loop, on accelerate: phases, accumulation, mixed precision, several processes, checkpoints."""
+
+import itertools
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+import deqseq as dq
+from common.checkpoints import newest, resume, save
+from deqseq.training import Curriculum, NonFiniteLoss, Phase, check_finite
+
+log = logging.getLogger("examples")
+
+
+class Batches(Protocol):
+    """Batches with ``inputs`` and ``targets``, this process's rows ``(batch, length)``, that know where they stand."""
+
+    def __next__(self) -> Any:
+        """The next batch; StopIteration ends the run."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where it stands, as JSON, the same in all processes."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any], /) -> None:
+        """Go on from where ``state`` was taken."""
+        ...
+
+
+Call = Callable[[nn.Module, Any, Phase, int], dq.CausalLMOutput]
+"""Runs the model on a batch, in a phase, after so many updates: ``call(model, batch, phase, step)``."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What decides a run besides its parts.
+
+    Args:
+        steps: updates of the weights.
+        accumulate: batches whose gradients are averaged for an update.
+        clip: largest gradient norm.
+        checkpoint_every: updates between checkpoints.
+        keep: checkpoints that stay.
+        seed: of the random numbers in training, as for dropout: they depend on seed, update and process alone.
+    """
+
+    steps: int
+    accumulate: int = 1
+    clip: float = 1.0
+    checkpoint_every: int = 100
+    keep: int = 2
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "accumulate", "checkpoint_every", "keep"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"Settings.{name} must be at least 1, got {getattr(self, name)!r}")
+        if not 0 < self.clip < math.inf:
+            raise ValueError(f"Settings.clip must be a finite number above 0, got {self.clip!r}")
+
+
+@dataclass(frozen=True)
+class Update:
+    """The numbers of one update, averaged over its batches and over all processes.
+
+    Attributes:
+        step: updates that are done, this one included.
+        phase: of the curriculum.
+        loss: mean over the targets, in nats.
+        gradient_norm: before clipping.
+        lr: of the first group.
+        iterations: mean over rows, or tokens if the stopping rule tells them apart; None: an explicit model.
+        converged: share of the rows whose solve has converged; None: an explicit model.
+        seconds: that it took in this process.
+    """
+
+    step: int
+    phase: str
+    loss: float
+    gradient_norm: float
+    lr: float
+    iterations: float | None
+    converged: float | None
+    seconds: float
+
+
+def train(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: Optimizer,
+    scheduler: LRScheduler,
+    batches: Batches,
+    curriculum: Curriculum,
+    settings: Settings,
+    folder: Path,
+    *,
+    call: Call | None = None,
+    origin: Path | None = None,
+    until: int | None = None,
+) -> Iterator[Update]:
+    """Train a model, an update at a time, from the newest checkpoint in ``folder`` if there is one.
+
+    Stop whenever: the same call in another process goes on, with the losses of an uninterrupted run, bitwise on a CPU.
+    The run ends after ``settings.steps`` updates, or when ``batches`` end. Afterwards ``model`` itself can be
+    evaluated; with several processes by all of them.
+
+    Args:
+        accelerator: of :func:`common.processes.make_accelerator`; it may train several models, one after the other.
+        model: a :class:`deqseq.CausalLM`, not prepared.
+        optimizer: of its parameters, not prepared.
+        scheduler: of its learning rate, one step an update.
+        batches: this process's rows.
+        curriculum: phases of an implicit model; an explicit one is left as it is.
+        settings: the numbers.
+        folder: of the checkpoints.
+        call: how the model is run on a batch. Default: ``model(batch.inputs, targets=batch.targets)``.
+        origin: checkpoints of another run, where this one begins if it has none of its own: weights, optimizer,
+            schedule, data and updates go on from there, with this run's curriculum.
+        until: stop after so many updates, with a checkpoint, as if interrupted.
+
+    Yields:
+        The numbers of each update.
+
+    Raises:
+        ValueError: the checkpoints are of a run with another curriculum.
+        FileNotFoundError: an origin without a checkpoint.
+        NonFiniteLoss: a loss or gradient that is not finite; the weights and the checkpoints are as they were.
+    """
+    accelerator.free_memory()
+    accelerator.gradient_accumulation_steps = settings.accumulate
+    prepared, optimizer = accelerator.prepare(model, optimizer)
+    run = _Run(accelerator, prepared, optimizer, scheduler, batches, curriculum, settings, call or _call)
+    try:
+        run.resume(folder, origin)
+        curriculum.at(run.progress).apply(prepared)  # a finished run is evaluated as it was trained
+        last, saved = min(settings.steps, until or settings.steps), run.step
+        prepared.train()
+        while run.step < last and (drawn := list(itertools.islice(_iterate(batches), settings.accumulate))):
+            update = run.update(drawn)
+            if run.step % settings.checkpoint_every == 0 or run.step == last:
+                run.save(folder)
+                saved = run.step
+            yield update
+        if saved < run.step:  # the batches have ended
+            run.save(folder)
+    except NonFiniteLoss as error:
+        error.add_note(f"the last good checkpoint: {newest(folder) or 'none has been written'}")
+        raise
+    finally:
+        accelerator.unwrap_model(prepared, keep_fp32_wrapper=False)  # evaluation chooses its precision itself
+
+
+def _iterate(batches: Batches) -> Iterator[Any]:
+    while (batch := next(batches, None)) is not None:  # type: ignore[call-overload]
+        yield batch
+
+
+def _call(model: nn.Module, batch: Any, phase: Phase, step: int) -> dq.CausalLMOutput:
+    device = next(model.parameters()).device
+    return model(batch.inputs.to(device), targets=batch.targets.to(device))
+
+
+@dataclass
+class _Run:
+    accelerator: Accelerator
+    model: nn.Module
+    optimizer: Optimizer
+    scheduler: LRScheduler
+    batches: Batches
+    curriculum: Curriculum
+    settings: Settings
+    call: Call
+    step: int = 0
+    tokens: int = 0
+
+    @property
+    def progress(self) -> float | int:
+        amounts = {"fraction": self.step / self.settings.steps, "steps": self.step, "tokens": self.tokens}
+        return amounts[self.curriculum.unit]
+
+    def save(self, folder: Path) -> None:
+        weights = nn.utils.get_total_norm([parameter.detach() for parameter in self.model.parameters()])
+        check_finite(_whole(weights), step=self.step, quantity="norm of the weights")
+        extra = {
+            "tokens": self.tokens,
+            "phase": self.curriculum.record(self.progress),
+            "scheduler": self.scheduler.state_dict(),
+            "batches": self.batches.state_dict(),
+        }
+        save(self.accelerator, folder, self.step, extra, self.settings.keep)
+
+    def resume(self, folder: Path, origin: Path | None) -> None:
+        extra = resume(self.accelerator, folder)
+        if extra is not None:
+            self.curriculum.resumed(extra["phase"])
+        elif origin is not None and (extra := resume(self.accelerator, origin)) is None:
+            raise FileNotFoundError(f"origin must hold a checkpoint, there is none in {origin}")
+        if extra is None:
+            return
+        self.scheduler.load_state_dict(extra["scheduler"])
+        self.batches.load_state_dict(extra["batches"])
+        self.step, self.tokens = extra["step"], extra["tokens"]
+        log.info("%s: going on from step %d", folder.name, self.step)
+
+    def update(self, drawn: list[Any]) -> Update:
+        accelerator, world, begun = self.accelerator, self.accelerator.num_processes, time.perf_counter()
+        phase = self.curriculum.at(self.progress)
+        phase.apply(self.model)
+        torch.manual_seed((self.settings.seed * 2**20 + self.step) * world + accelerator.process_index)
+        self.optimizer.zero_grad()
+        sums = torch.zeros(4, dtype=torch.float64)
+        for batch in drawn:
+            with accelerator.accumulate(self.model):
+                with accelerator.autocast():
+                    output = self.call(self.model, batch, phase, self.step)
+                assert output.loss is not None
+                accelerator.backward(output.loss)
+            sums += _numbers(output)
+            self.tokens += batch.inputs.numel() * world
+        mean = accelerator.reduce((sums / len(drawn)).to(accelerator.device), "mean")
+        assert isinstance(mean, Tensor)
+        loss, iterations, converged, diverged = mean.tolist()
+        where: dict[str, Any] = {"step": self.step, "phase": phase.name}
+        check_finite(loss, **where)
+        check_finite(math.inf if diverged == 1 else 0.0, quantity="residual of every row", **where)
+        norm = accelerator.clip_grad_norm_(self.model.parameters(), self.settings.clip)
+        norm = check_finite(_whole(norm), quantity="gradient norm", **where)
+        lr = float(self.scheduler.get_last_lr()[0])
+        self.optimizer.step()
+        self.scheduler.step()
+        self.step += 1
+        solves = (iterations, converged) if iterations else (None, None)
+        return Update(self.step, phase.name, loss, norm, lr, *solves, time.perf_counter() - begun)
+
+
+def _numbers(output: dq.CausalLMOutput) -> Tensor:
+    """Loss, mean iterations, and the shares of the rows that converged and diverged."""
+    assert output.loss is not None
+    solves = (0.0, 0.0, 0.0)
+    if output.stats is not None and output.status is not None:
+        ends = (output.status == status for status in (dq.Status.CONVERGED, dq.Status.DIVERGED))
+        solves = (output.stats.steps.double().mean().item(), *(end.double().mean().item() for end in ends))
+    return torch.tensor((output.loss.item(), *solves), dtype=torch.float64)
+
+
+def _whole(norm: Tensor | None) -> Tensor:
+    """A norm over sharded parameters as one number of every process."""
+    assert norm is not None
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # type: ignore[operator]

@@ -1,0 +1,228 @@
+"""State tracking: the options, the recipe of each group, and what they make: task, curriculum, models."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal, cast
+
+import torch
+from common.options import check, check_counts, check_device, check_positive, parse
+
+import deqseq as dq
+from deqseq.tasks import WordProblem, generators, parse_group
+from deqseq.training import Curriculum, free, unrolled
+
+SweepName = Literal["simultaneous", "sequential", "sliding"]
+SolverName = Literal["relaxed", "naive", "anderson", "broyden"]
+GradientName = Literal["phantom", "one-step", "implicit", "unrolled"]
+
+HARDER: dict[str, Any] = {"lr": 2e-3, "eval_lengths": (16, 32, 64, 128), "baselines": (4,)}
+LARGER: dict[str, Any] = {
+    "lr": 3e-3, "d_state": 32, "batch": 256, "steps": 4000, "unrolled_steps": 6, "free_from": 0.75,
+    "lengths": (3, 4, 6, 8, 12, 16), "free_lengths": (16, 24, 32), "eval_lengths": (16, 32, 64, 128), "baselines": (),
+    "train_sweeps": ("sliding",), "train_solver": "relaxed",
+}  # fmt: skip
+RECIPES: dict[tuple[str, str, int], dict[str, Any]] = {  # backbone, group, generators; none: 0
+    ("mamba2", "Z2", 0): {"steps": 700},
+    ("mamba2", "S3", 0): HARDER | {"steps": 1000, "free_from": 0.5},
+    ("mamba2", "A5", 2): HARDER | {"steps": 3200, "free_from": 0.65, "lengths": (4, 6, 8, 12, 16)},
+    ("mamba2", "A5", 0): LARGER,
+    ("mamba2", "A5xM", 0): LARGER | {"train_identity_probability": (0.5,), "free_lengths": (16, 32, 64)},
+    ("llama", "Z2", 0): {
+        "steps": 1500,
+        "lengths": (4, 8, 16),
+        "max_steps": 24,
+        "train_sweeps": ("simultaneous", "sequential", "sliding"),  # of several fixed points, all must find the same
+        "window": 4,
+        "eval_lengths": (8, 16, 24, 32, 64),
+    },
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """An implicit model learns a word problem, next to explicit models of the same blocks.
+
+    Defaults are those of parity with Mamba2 blocks where the group has no recipe of its own.
+    """
+
+    group: str = "Z2"
+    """a group or product: Z2, S3, A5, Z2xZ3, A5xM"""
+    generators: int = 0
+    """inputs: a generating subset of this size; 0: every element"""
+    identity_probability: float = 0.0
+    """probability that a token's group element is the identity"""
+    train_identity_probability: tuple[float, ...] = ()
+    """that of training, one drawn a batch; none: the same"""
+    lengths: tuple[int, ...] = (16,)
+    """training lengths, one drawn for each batch"""
+    free_lengths: tuple[int, ...] = ()
+    """training lengths of the second phase; none: the same"""
+    eval_lengths: tuple[int, ...] = (16, 32, 64, 128, 256, 512)
+    """evaluation lengths"""
+    backbone: Literal["mamba2", "llama"] = "mamba2"
+    """blocks of all models"""
+    d_model: int = 64
+    """width"""
+    d_state: int = 16
+    """mamba2: state size of each channel"""
+    headdim: int = 32
+    """mamba2: channels a head"""
+    expand: int = 2
+    """mamba2: inner width over d_model"""
+    heads: int = 4
+    """llama: attention heads"""
+    mlp_width: int = 128
+    """llama: hidden width of the feed-forward layer"""
+    layers: int = 1
+    """blocks of the implicit model"""
+    batch: int = 64
+    """sequences a training step"""
+    steps: int = 1000
+    """training steps of the implicit model"""
+    lr: float = 1e-3
+    """peak learning rate"""
+    warmup: int = 50
+    """warm-up steps"""
+    clip: float = 0.25
+    """largest gradient norm"""
+    unrolled_steps: int = 8
+    """iterations of the first phase, all differentiated"""
+    free_from: float = 0.4
+    """fraction of the steps after which the fixed point itself is trained"""
+    max_steps: int = 32
+    """iterations of the second phase, at most"""
+    rtol: float = 0.03
+    """relative tolerance of the second phase, the largest over the tokens"""
+    gradient: GradientName = "phantom"
+    """estimator of the second phase"""
+    phantom_steps: int = 4
+    """steps of the phantom gradient"""
+    damping: float = 0.8
+    """damping of the phantom gradient and of the relaxed solver"""
+    train_solver: SolverName = "naive"
+    """solver of the second phase"""
+    train_sweeps: tuple[SweepName, ...] = ("simultaneous",)
+    """sweeps of the second phase, one drawn a step"""
+    window: int = 8
+    """tokens of the sliding sweep's window, in training and evaluation"""
+    solver: SolverName = "relaxed"
+    """solver at evaluation"""
+    eval_rtol: float = 1e-2
+    """relative tolerance at evaluation"""
+    baselines: tuple[int, ...] = (1, 2, 4)
+    """blocks of the explicit models"""
+    baseline_seconds: float = 0.0
+    """training time of each explicit model; 0: the implicit model's"""
+    checkpoint_every: int = 50
+    """steps between checkpoints"""
+    seed: int = 0
+    """seed of weights and data"""
+    device: str = "cpu"
+    """where to run"""
+    output: str | None = None
+    """folder of the results; default: runs/state_tracking_GROUP_SEED[_llama][_quick]"""
+    quick: bool = False
+    """the implicit model alone, up to length 64"""
+    fresh: bool = False
+    """remove what an earlier run wrote into the output folder"""
+
+    def __post_init__(self) -> None:
+        sizes = ("d_model", "d_state", "headdim", "expand", "heads", "mlp_width", "layers", "batch", "window")
+        counts = ("steps", "warmup", "unrolled_steps", "max_steps", "phantom_steps", "checkpoint_every")
+        check_counts(self, *sizes, *counts, "lengths", "free_lengths", "eval_lengths", "baselines", most=10**8)
+        check_counts(self, "generators", "seed", least=0)
+        check_positive(self, "lr", "clip", "rtol", "eval_rtol")
+        probabilities = ("identity_probability", "train_identity_probability", "free_from")
+        check(self, "from 0 to 1", lambda value: 0 <= value <= 1, *probabilities)
+        check(self, "above 0 and at most 1", lambda value: 0 < value <= 1, "damping")
+        check(self, "a number of seconds, at least 0", lambda value: 0 <= value < math.inf, "baseline_seconds")
+        for name in ("lengths", "eval_lengths", "train_sweeps"):
+            if not getattr(self, name):
+                raise ValueError(f"--{name.replace('_', '-')} must have at least one value, got none")
+        if self.backbone == "llama" and self.d_model % (2 * self.heads):
+            raise ValueError(f"--heads must divide --d-model {self.d_model} into even widths, got {self.heads}")
+        if self.gradient == "unrolled" and set(self.train_sweeps) != {"simultaneous"}:
+            raise ValueError(f"--gradient unrolled needs --train-sweeps simultaneous, got {list(self.train_sweeps)}")
+        check(self, "a folder", lambda value: value != "", "output")
+        check_device(self)
+        vocab_size = training_tasks(self)[0].vocab_size
+        with torch.device("meta"):  # sizes that the library itself refuses
+            make_model(self, vocab_size, None)
+
+    @property
+    def folder(self) -> str:
+        """The folder of the results."""
+        suffix = "_llama" * (self.backbone == "llama") + "_quick" * self.quick
+        return self.output or f"runs/state_tracking_{self.group}_{self.seed}{suffix}"
+
+    @property
+    def longest(self) -> int:
+        """The longest trained length."""
+        return max(*self.lengths, *self.free_lengths, 0)
+
+
+def parse_options(arguments: list[str]) -> Options:
+    """Read the command line; its group's recipe gives the options that it leaves out."""
+    given = parse(Options, arguments)
+    key = (given.backbone, given.group, given.generators)
+    recipe = RECIPES.get(key, RECIPES.get((*key[:2], 0), {}))
+    recipe = recipe | ({"baselines": (), "eval_lengths": (16, 32, 64)} if given.quick else {})
+    return parse(Options, arguments, replace(Options(), **recipe))
+
+
+def make_task(options: Options) -> WordProblem:
+    """The word problem, over all elements or a generating subset."""
+    group = parse_group(options.group)
+    inputs = generators(group, options.generators) if options.generators else None
+    return WordProblem(group, inputs, identity_probability=options.identity_probability)
+
+
+def training_tasks(options: Options) -> list[WordProblem]:
+    """The same problem with each of the identity probabilities of training."""
+    task = make_task(options)
+    given = options.train_identity_probability or (options.identity_probability,)
+    return [replace(task, identity_probability=probability) for probability in given]
+
+
+def make_curriculum(options: Options) -> Curriculum:
+    """Unrolled iterations first, then the fixed point itself."""
+    estimators: dict[GradientName, Callable[[], dq.Gradient]] = {
+        "phantom": lambda: dq.Phantom(options.phantom_steps, options.damping),
+        "one-step": dq.OneStep,
+        "implicit": dq.Implicit,
+        "unrolled": dq.Unrolled,
+    }
+    first = unrolled(options.unrolled_steps, until=options.free_from or 1.0)
+    then = replace(free(options.max_steps, rtol=options.rtol), gradient=estimators[options.gradient]())
+    if options.free_from in (0, 1):
+        return Curriculum((first,) if options.free_from else (then,))
+    return Curriculum((first, then))
+
+
+def make_sweep(name: SweepName, options: Options) -> dq.Sweep:
+    """Which tokens are solved together."""
+    return {"simultaneous": dq.Simultaneous(), "sequential": dq.Sequential()}.get(name) or dq.Sliding(options.window)
+
+
+def make_solver(name: SolverName, options: Options) -> dq.Solver:
+    """The algorithm."""
+    plain = {"naive": dq.Naive(), "anderson": dq.Anderson(), "broyden": dq.Broyden()}
+    return cast(dq.Solver, plain.get(name) or dq.Relaxed(options.damping))
+
+
+def make_model(options: Options, vocab_size: int, blocks: int | None) -> dq.CausalLM:
+    """The implicit model, or an explicit one of ``blocks`` blocks."""
+    torch.manual_seed(options.seed)
+    sizes: dict[str, Any] = {"n_layers": blocks or options.layers, "injection": blocks is None}
+    if options.backbone == "llama":
+        vocab_size += 1  # the start token
+        sizes |= {"d_model": options.d_model, "n_heads": options.heads, "mlp_width": options.mlp_width}
+        backbone = dq.Llama(dq.LlamaConfig(**sizes))
+    else:
+        sizes |= {name: getattr(options, name) for name in ("d_model", "d_state", "headdim", "expand")}
+        backbone = dq.Mamba2(dq.Mamba2Config(**sizes))
+    if blocks is not None:
+        return dq.CausalLM(vocab_size, dq.ExplicitModel(backbone))
+    solver, eval_solver = make_solver(options.train_solver, options), make_solver(options.solver, options)
+    return dq.CausalLM(vocab_size, dq.ImplicitModel(backbone, solver=solver, eval_solver=eval_solver))

@@ -1,0 +1,157 @@
+"""The training loop of the examples: what an update is, going on, branching off, stopping."""
+
+import itertools
+
+import pytest
+import torch
+from common.checkpoints import newest
+from common.loop import Settings
+from safetensors.torch import load_file
+from small_runs import TWO, Words, losses, made, optimizer_of, run
+from torch.nn import functional as F
+
+from deqseq.training import Curriculum, NonFiniteLoss, bounded, free
+
+
+def test_an_update_is_that_of_a_plain_loop(tmp_path):
+    lm, words, wanted = made(implicit=False), Words(batch=8), []
+    optimizer, scheduler = optimizer_of(lm)
+    for _ in range(4):
+        parts = [next(words), next(words)]
+        loss = torch.stack(
+            [F.cross_entropy(lm(b.inputs).logits.flatten(0, 1), b.targets.flatten()) for b in parts]
+        ).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(lm.parameters(), 0.1)
+        optimizer.step()
+        wanted.append((loss.item(), norm.item(), scheduler.get_last_lr()[0]))
+        scheduler.step()
+    found = itertools.islice(run(tmp_path, made(implicit=False), words=Words(batch=8), accumulate=2, clip=0.1), 4)
+    for update, (loss, norm, lr) in zip(found, wanted, strict=True):
+        assert update.loss == pytest.approx(loss, rel=1e-5)
+        assert update.gradient_norm == pytest.approx(norm, rel=1e-4)
+        assert update.lr == pytest.approx(lr)
+        assert (update.iterations, update.converged) == (None, None)
+
+
+def test_accumulated_batches_are_one_big_batch(tmp_path):
+    class Halves(Words):
+        def __next__(self):
+            self.rank, self.world = self.done % 2, 2
+            whole = self.done // 2
+            self.done, kept = whole, self.done
+            batch = super().__next__()
+            self.done = kept + 1
+            return batch
+
+    big = list(run(tmp_path / "big", words=Words(batch=8)))
+    small = list(run(tmp_path / "small", words=Halves(batch=8), accumulate=2))
+    for one, two in zip(big, small, strict=True):
+        assert one.loss == pytest.approx(two.loss, rel=1e-4)
+        assert one.gradient_norm == pytest.approx(two.gradient_norm, rel=1e-3)
+
+
+def test_phases_follow_the_curriculum(tmp_path):
+    updates = list(run(tmp_path))
+    assert [update.phase for update in updates] == ["bounded"] * 4 + ["free"] * 4
+    assert all((update.iterations, update.converged) == (2, 0) for update in updates[:4])
+    assert all(2 < update.iterations <= 8 for update in updates[4:])
+    assert [update.step for update in updates] == list(range(1, 9))
+    for unit, until in (("steps", 3), ("tokens", 3 * 4 * 6)):
+        curriculum = Curriculum((bounded(2, 1, until=until), free(8, 2)), unit=unit)
+        phases = [update.phase for update in run(tmp_path / unit, curriculum=curriculum)]
+        assert phases == ["bounded"] * 3 + ["free"] * 5
+
+
+@pytest.mark.parametrize("stops", [(1,), (3, 5), (4, 7)], ids=str)
+def test_an_interrupted_run_goes_on_to_the_bit(tmp_path, stops):
+    whole = losses(run(tmp_path / "whole", made(dropout=0.3)))
+    parts: dict[int, float] = {}
+    for stop in (*stops, 8):
+        for update in run(tmp_path / "parts", made(dropout=0.3)):
+            assert parts.setdefault(update.step, update.loss) == update.loss
+            if update.step == stop:
+                break
+    assert list(parts.values()) == whole
+    finished = made(dropout=0.3)
+    assert list(run(tmp_path / "parts", finished)) == []
+    assert finished.model.eval_stop == TWO.phases[-1].eval_stop
+    weights = load_file(newest(tmp_path / "whole") / "model.safetensors")
+    assert all(torch.equal(weights[name], tensor) for name, tensor in finished.state_dict().items() if name in weights)
+
+
+def test_until_stops_with_a_checkpoint_and_the_run_ends_with_its_batches(tmp_path):
+    whole = losses(run(tmp_path / "whole"))
+    assert losses(run(tmp_path / "parts", until=5)) == whole[:5]
+    assert newest(tmp_path / "parts").name == "checkpoint-00000005"
+    assert losses(run(tmp_path / "parts")) == whole[5:]
+
+    class Few(Words):
+        def __next__(self):
+            if self.done == 4:
+                raise StopIteration
+            return super().__next__()
+
+    assert losses(run(tmp_path / "few", words=Few())) == whole[:4]
+    assert newest(tmp_path / "few").name == "checkpoint-00000004"
+    assert list(run(tmp_path / "few", words=Few())) == []
+
+
+def test_another_curriculum_is_refused_and_may_branch_off(tmp_path):
+    trunk = losses(run(tmp_path / "trunk", until=3))
+    other = Curriculum((bounded(2, 1, until=None),))
+    with pytest.raises(ValueError, match="curriculum"):
+        list(run(tmp_path / "trunk", curriculum=other))
+    branch = list(run(tmp_path / "branch", curriculum=other, origin=tmp_path / "trunk"))
+    assert [(update.step, update.phase) for update in branch] == [(step, "bounded") for step in range(4, 9)]
+    assert trunk + losses(branch[:1]) == losses(run(tmp_path / "whole"))[:4]  # both are still bounded
+    with pytest.raises(FileNotFoundError, match=r"origin.*nowhere"):
+        list(run(tmp_path / "none", origin=tmp_path / "nowhere"))
+
+
+@pytest.mark.filterwarnings("ignore::deqseq.solution.ConvergenceWarning")
+def test_a_loss_that_is_not_finite_stops_the_run_before_the_weights_change(tmp_path):
+    lm, before = made(), {}
+    with pytest.raises(NonFiniteLoss, match=r"the loss is nan after step 4 in phase 'free'") as caught:
+        for update in run(tmp_path, lm):
+            if update.step == 4:
+                lm.embedding.weight.data[:] = float("nan")
+                before = {name: tensor.clone() for name, tensor in lm.state_dict().items()}
+    assert "checkpoint-00000003" in caught.value.__notes__[0]
+    for name, tensor in lm.state_dict().items():
+        assert torch.equal(tensor.nan_to_num(7), before[name].nan_to_num(7))
+    assert next(run(tmp_path)).step == 4
+
+
+def test_weights_that_are_not_finite_are_not_saved(tmp_path):
+    def spoil(weight: torch.Tensor) -> None:
+        weight.data.fill_(torch.inf)
+
+    lm = made()
+    with pytest.raises(NonFiniteLoss, match="norm of the weights"):
+        for update in run(tmp_path, lm):
+            if update.step == 2:  # the next update, whose checkpoint is due
+                next(lm.parameters()).register_post_accumulate_grad_hook(spoil)
+    assert not list(tmp_path.glob("*"))
+
+
+def test_bfloat16_learns_with_float32_weights(tmp_path):
+    lm = made()
+    found = losses(run(tmp_path, lm, bfloat16=True, steps=30))
+    assert sum(found[-5:]) < sum(found[:5])
+    assert found[:8] != losses(run(tmp_path / "full", steps=30))[:8]
+    assert {parameter.dtype for parameter in lm.parameters()} == {torch.float32}
+    logits = lm.eval()(next(Words()).inputs).logits
+    again = made()
+    again.load_state_dict(lm.state_dict())
+    TWO.at(1.0).apply(again)
+    assert torch.equal(logits, again.eval()(next(Words()).inputs).logits)  # without autocast
+
+
+@pytest.mark.parametrize(
+    "change", [{"steps": 0}, {"accumulate": 0}, {"clip": 0.0}, {"clip": float("nan")}, {"keep": 0}], ids=str
+)
+def test_settings_that_make_no_sense(change):
+    with pytest.raises(ValueError, match=f"Settings.{next(iter(change))} must be"):
+        Settings(**{"steps": 1, **change})

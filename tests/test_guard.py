@@ -1,0 +1,30 @@
+"""A loss that is not finite."""
+
+import pickle
+
+import pytest
+import torch
+
+from deqseq.training import NonFiniteLoss, check_finite
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("tensor", [True, False])
+def test_a_loss_that_is_not_finite_is_an_error_that_says_where(value, tensor):
+    loss = torch.tensor(value, requires_grad=True) if tensor else value
+    with pytest.raises(NonFiniteLoss, match=r"the loss is .* after step 3 in phase 'free'") as caught:
+        check_finite(loss, step=3, phase="free")
+    error = caught.value
+    assert (error.quantity, error.step, error.phase) == ("loss", 3, "free")
+    assert isinstance(error, FloatingPointError)
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
+
+
+def test_a_finite_value_is_returned():
+    assert check_finite(torch.tensor([2.5], requires_grad=True), step=0) == 2.5
+    with pytest.raises(NonFiniteLoss, match="the gradient norm is nan after step 0"):
+        check_finite(torch.tensor(float("nan")), step=0, quantity="gradient norm")
+    with pytest.raises(ValueError, match=r"the loss must be one number.*\(2,\)"):
+        check_finite(torch.zeros(2), step=0)
+    with pytest.raises(ValueError, match="the loss must be a number, got None"):
+        check_finite(None, step=0)
