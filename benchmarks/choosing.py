@@ -32,7 +32,7 @@ from deqseq.integrations.torchdeq import TorchDEQ
 from deqseq.tasks import WordBatch
 
 DEFAULT = dq.Relaxed(0.8)
-SOLVERS: dict[str, dq.Solver[Any] | dq.OutsideSolver] = {
+SOLVERS: dict[str, dq.Solver[Any] | dq.ExternalSolver] = {
     "Relaxed(0.8)": DEFAULT,
     "Naive()": dq.Naive(),
     "Anderson()": dq.Anderson(),
@@ -99,7 +99,7 @@ class Case:
 @torch.no_grad()
 def solved(
     case: Case,
-    solver: dq.Solver[Any] | dq.OutsideSolver = DEFAULT,
+    solver: dq.Solver[Any] | dq.ExternalSolver = DEFAULT,
     sweep: dq.Sweep = dq.Simultaneous(),
     stop: dq.Stop | None = None,
 ) -> dict[str, float]:
@@ -112,7 +112,7 @@ def solved(
     return {
         "accuracy, last token": right[:, -1].mean().item(),
         "accuracy, all tokens": right.mean().item(),
-        "converged": (output.status == dq.Status.CONVERGED).double().mean().item(),
+        "converged": output.converged.double().mean().item(),
         "evaluations": output.stats.evaluations,
         "token-updates per token": output.stats.updates.double().mean().item(),
         "forced": forced,
@@ -182,7 +182,7 @@ class Step:
         assert isinstance(lm.model, dq.ImplicitModel)
         self._evaluated = 0
         self._came_back: list[int] = []  # numbers of the evaluations that a backward pass went through
-        lm.model.gradient, lm.model.solver, lm.model.stop = gradient, DEFAULT, stop
+        lm.model.solve = dq.SolveConfig(DEFAULT, stop, gradient)
         begins = lm.model.backbone.register_forward_pre_hook(self._begins)  # a checkpointed one need not end again
         ends = lm.model.backbone.register_forward_hook(self._ends)
         try:

@@ -96,7 +96,7 @@ def score(model: Trained, measured: Measured, length: int, batch: int, sequences
         assert output.stats is not None and output.status is not None
         right += float((output.logits[:, -1].argmax(-1) == targets[:, -1]).sum())
         updates += float(output.stats.updates.sum())
-        converged += float((output.status == dq.Status.CONVERGED).sum())
+        converged += float(output.converged.sum())
         rounds.append(output.stats.evaluations)
     measured.accuracy, measured.converged = right / sequences, converged / sequences
     measured.updates, measured.rounds = updates / (sequences * length), round(statistics.mean(rounds))

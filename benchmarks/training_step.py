@@ -37,7 +37,8 @@ from torch.nn import functional as F
 from training_sweeps import BATCH, LENGTH
 
 import deqseq as dq
-from deqseq.layers import weights_computed_once
+from deqseq.layers import cached_weights
+from deqseq.sweeps.run import TokenArgs
 from deqseq.tasks import WordBatch
 
 ANYTHING = 1e6  # a relative residual that every token passes
@@ -75,8 +76,8 @@ class Work:
     def step(self, way: Way) -> dq.CausalLMOutput:
         """The loss of a batch and its gradients, which are dropped."""
         assert isinstance(self.lm.model, dq.ImplicitModel)
-        self.lm.model.gradient = dq.Phantom(way.phantom)
-        output = self.lm.train()(self.batch.inputs, targets=self.batch.targets, sweep=way.sweep, stop=way.stop)
+        how = {"sweep": way.sweep, "stop": way.stop, "gradient": dq.Phantom(way.phantom)}
+        output = self.lm.train()(self.batch.inputs, targets=self.batch.targets, **how)
         assert output.loss is not None
         output.loss.backward()
         self.lm.zero_grad()
@@ -84,30 +85,30 @@ class Work:
 
     def by_hand(self, solved: float, differentiated: int) -> None:
         """The same from so many evaluations without a graph, and so many with one."""
-        with weights_computed_once(self.lm.model.backbone):
-            z, injection = self._evaluated(solved)
+        with cached_weights(self.lm.model.backbone):
+            z, inputs = self._evaluated(solved)
             for _ in range(differentiated):
-                z, _ = self.lm.model.backbone(z, injection)
+                z, _ = self.lm.model.backbone(z, inputs)
         F.cross_entropy(self.lm.logits(z).flatten(0, 1), self.batch.targets.flatten()).backward()
         self.lm.zero_grad()
 
     @torch.no_grad()
     def bare(self, evaluations: float) -> None:
         """So many evaluations, and nothing else."""
-        with weights_computed_once(self.lm.model.backbone):
+        with cached_weights(self.lm.model.backbone):
             self._evaluated(evaluations)
 
-    def _evaluated(self, times: float) -> tuple[Tensor, dq.Injection]:
+    def _evaluated(self, times: float) -> tuple[Tensor, dq.Inputs]:
         """The state after so many evaluations without a graph, the last perhaps of the first tokens alone."""
         backbone, x = self.lm.model.backbone, self.lm.embedding(self.batch.inputs)
-        length, injection, z = x.shape[1], backbone.inject(x), torch.zeros_like(x, requires_grad=False)
+        length, inputs, z = x.shape[1], backbone.prepare(x), torch.zeros_like(x, requires_grad=False)
         whole, rest = divmod(round(times * length), length)
         with torch.no_grad():
             for _ in range(whole):
-                z, _ = backbone(z, injection)
+                z, _ = backbone(z, inputs)
             if rest:
-                backbone(z[:, :rest].contiguous(), injection.tokens(0, rest).contiguous())
-        return z, injection
+                backbone(z[:, :rest].contiguous(), TokenArgs(inputs).slice(0, rest, length).inputs)
+        return z, inputs
 
     def peers(self, updates: float, phantom: int) -> Iterator[Peer]:
         """What a step of so many token-updates per token is compared with."""
@@ -155,7 +156,7 @@ def made(name: str, works: dict[str, Work], way: Way) -> Iterator[Step]:
         output = work.step(way)
         first = time.perf_counter() - begun if kind == "compiled" else None
         assert output.stats is not None and output.status is not None
-        passed = (output.status == dq.Status.CONVERGED).double().mean().item()
+        passed = output.converged.double().mean().item()
         case, run = f"{name}, {way}, {kind}", partial(work.step, way)
         step = Step(case, run, first, output.stats, None if way.fixed else passed, ())
         peers = work.peers(step.updates, way.phantom)

@@ -59,8 +59,7 @@ def arm(sweep: dq.Sweep, max_steps: int) -> Arm:
     """A copy of the trained model, ready for its free phase at the longer length."""
     model = trained("parity")
     assert isinstance(model.lm.model, dq.ImplicitModel)
-    model.lm.model.stop = dq.Stop(rtol=0.03, max_steps=max_steps)
-    model.lm.model.gradient = dq.Phantom(steps=4, damping=0.8)
+    model.lm.model.solve = dq.SolveConfig(stop=dq.Stop(rtol=0.03, max_steps=max_steps))
     optimizer = torch.optim.AdamW(model.lm.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.0)
     return Arm(sweep, max_steps, model, optimizer)
 

@@ -129,16 +129,17 @@ def make_model(options: Options, vocab_size: int, blocks: int, implicit: bool) -
     torch.manual_seed(options.seed)
     sizes = {name: getattr(options, name) for name in ("d_model", "d_state", "headdim", "expand")}
     config = dq.Mamba2Config(n_layers=blocks, **sizes)
-    eval_stop = dq.Stop(rtol=options.rtol, max_steps=options.eval_max_steps)
-    solving = dq.Solving(solver=dq.Naive(), eval_solver=dq.Relaxed(0.8), eval_stop=eval_stop) if implicit else None
-    return dq.LanguageModelSpec(vocab_size, config, solving, embedding_std=options.d_model**-0.5).build()
+    solve = dq.SolveConfig() if implicit else None
+    return dq.LanguageModelSpec(vocab_size, config, solve, embedding_std=options.d_model**-0.5).build()
 
 
 def make_curriculum(options: Options) -> Curriculum:
     """A fixed number of unrolled iterations first, then the fixed point itself."""
-    unrolled = Phase("unrolled", options.free_from, dq.Stop.exactly(options.unrolled_steps), dq.Unrolled())
-    stop = dq.Stop(rtol=options.rtol, max_steps=options.max_steps)
-    return Curriculum((unrolled, Phase("free", 1.0, stop, dq.Phantom(options.phantom_steps, options.damping))))
+    stop, eval_stop = (dq.Stop(rtol=options.rtol, max_steps=n) for n in (options.max_steps, options.eval_max_steps))
+    unrolled = dq.SolveConfig(dq.Naive(), dq.Stop.exactly(options.unrolled_steps), dq.Unrolled())
+    free = dq.SolveConfig(dq.Naive(), stop, dq.Phantom(options.phantom_steps, options.damping))
+    solved = dq.SolveConfig(dq.Relaxed(0.8), eval_stop)
+    return Curriculum((Phase("unrolled", options.free_from, unrolled, solved), Phase("free", 1.0, free, solved)))
 
 
 def fit(

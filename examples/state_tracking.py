@@ -199,8 +199,8 @@ def solve_numbers(output: dq.CausalLMOutput) -> dict[str, Any]:
     if output.stats is None or output.status is None:
         return dict.fromkeys(("self_iterations", "converged", "token_updates", "evaluations"))
     return {
-        "self_iterations": output.stats.steps.float().mean().item(),
-        "converged": (output.status == dq.Status.CONVERGED).float().mean().item(),
+        "self_iterations": output.stats.iterations.float().mean().item(),
+        "converged": output.converged.float().mean().item(),
         "token_updates": output.stats.updates.float().mean().item(),
         "evaluations": output.stats.evaluations,
     }

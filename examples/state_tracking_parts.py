@@ -193,8 +193,10 @@ def make_curriculum(options: Options) -> Curriculum:
         "implicit": dq.Implicit,
         "unrolled": dq.Unrolled,
     }
-    first = unrolled(options.unrolled_steps, until=options.free_from or 1.0)
-    then = replace(free(options.max_steps, rtol=options.rtol), gradient=estimators[options.gradient]())
+    base, eval_base = (dq.SolveConfig(make_solver(name, options)) for name in (options.train_solver, options.solver))
+    first = unrolled(options.unrolled_steps, until=options.free_from or 1.0, base=base, eval_base=eval_base)
+    then = free(options.max_steps, rtol=options.rtol, base=base, eval_base=eval_base)
+    then = replace(then, solve=replace(then.solve, gradient=estimators[options.gradient]()))
     if options.free_from in (0, 1):
         return Curriculum((first,) if options.free_from else (then,))
     return Curriculum((first, then))
@@ -224,5 +226,4 @@ def make_model(options: Options, vocab_size: int, blocks: int | None) -> dq.Caus
         backbone = dq.Mamba2(dq.Mamba2Config(**sizes))
     if blocks is not None:
         return dq.CausalLM(vocab_size, dq.ExplicitModel(backbone))
-    solver, eval_solver = make_solver(options.train_solver, options), make_solver(options.solver, options)
-    return dq.CausalLM(vocab_size, dq.ImplicitModel(backbone, solver=solver, eval_solver=eval_solver))
+    return dq.CausalLM(vocab_size, dq.ImplicitModel(backbone))

@@ -10,8 +10,8 @@ from torch import nn
 import deqseq as dq
 from deqseq.training import Curriculum, Phase, bounded, free, unrolled
 
-BOUNDED = Phase("bounded", 0.8, dq.Stop.exactly(4), dq.Phantom(1))
-FREE = Phase("free", 1.0, dq.Stop(rtol=0.05, max_steps=24), dq.Phantom(4))
+BOUNDED = Phase("bounded", 0.8, dq.SolveConfig(stop=dq.Stop.exactly(4), gradient=dq.Phantom(1)))
+FREE = Phase("free", 1.0, dq.SolveConfig(stop=dq.Stop(rtol=0.05, max_steps=24)))
 PAPER = Curriculum((bounded(4, 1), free(24, 4)))
 
 
@@ -33,20 +33,25 @@ def test_amounts(unit, last):
 
 def test_the_phases_of_the_paper():
     first, second = PAPER.phases
-    assert (first.until, first.stop, first.gradient) == (0.8, dq.Stop.exactly(4), dq.Phantom(1, 0.8))
-    assert first.eval_stop == dq.Stop(rtol=0.05, max_steps=16)
-    assert (second.until, second.gradient) == (None, dq.Phantom(4, 0.8))
-    assert second.stop == dq.Stop(rtol=0.05, max_steps=24)
-    assert second.eval_stop == dq.Stop(rtol=0.05, max_steps=96)
-    assert free(32, rtol=0.01).eval_stop == dq.Stop(rtol=0.01, max_steps=128)
-    assert unrolled(6, until=1).gradient == dq.Unrolled()
-    assert unrolled(6, until=1).stop == dq.Stop.exactly(6)
+    assert (first.until, first.solve.stop, first.solve.gradient) == (0.8, dq.Stop.exactly(4), dq.Phantom(1, 0.8))
+    assert first.eval_solve.stop == dq.Stop(rtol=0.05, max_steps=16)
+    assert (second.until, second.solve.gradient) == (None, dq.Phantom(4, 0.8))
+    assert second.solve.stop == dq.Stop(rtol=0.05, max_steps=24)
+    assert second.eval_solve.stop == dq.Stop(rtol=0.05, max_steps=96)
+    assert free(32, rtol=0.01).eval_solve.stop == dq.Stop(rtol=0.01, max_steps=128)
+    assert unrolled(6, until=1).solve.gradient == dq.Unrolled()
+    assert unrolled(6, until=1).solve.stop == dq.Stop.exactly(6)
 
 
 @pytest.mark.parametrize("make", [bounded, free, unrolled])
 def test_options_of_the_makers(make):
     phase = make(3, until=7, checkpoint=True, name="mine")
-    assert (phase.name, phase.until, phase.stop.max_steps, phase.gradient.checkpoint) == ("mine", 7, 3, True)
+    assert (phase.name, phase.until, phase.solve.stop.max_steps, phase.solve.gradient.checkpoint) == (
+        "mine",
+        7,
+        3,
+        True,
+    )
     with pytest.raises(ValueError, match=r"Stop.max_steps must be an integer >= 1, got 0"):
         make(0, until=7)
 
@@ -65,28 +70,30 @@ def test_evaluations_with_and_without_a_graph(phase, without, within):
     assert all(graphs[without:])
     graphs.clear()
     model.eval()(torch.ones(2, 3, 4))
-    assert phase.eval_stop is not None
-    assert len(graphs) <= phase.eval_stop.max_steps + within
+    assert phase.eval_solve is not None
+    assert len(graphs) <= phase.eval_solve.stop.max_steps + within
 
 
-def test_a_phase_sets_what_it_names_and_leaves_the_rest():
-    model = dq.ImplicitModel(dq.Affine(4), solver=dq.Naive(), eval_solver=dq.Anderson(), eval_stop=dq.Stop(rtol=1e-9))
+def test_a_phase_replaces_how_a_model_solves():
+    model = dq.ImplicitModel(dq.Affine(4), dq.SolveConfig(dq.Naive()), dq.SolveConfig(dq.Anderson()))
     FREE.apply(model)
-    assert (model.stop, model.gradient) == (FREE.stop, FREE.gradient)
-    assert (model.solver, model.eval_solver, model.eval_stop) == (dq.Naive(), dq.Anderson(), dq.Stop(rtol=1e-9))
-    replace(FREE, solver=dq.Relaxed(0.5), eval_stop=dq.Stop()).apply(model)
-    assert (model.solver, model.eval_solver, model.eval_stop) == (dq.Relaxed(0.5), dq.Anderson(), dq.Stop())
+    assert (model.solve, model.eval_solve) == (FREE.solve, None)
+    solves = dq.SolveConfig(dq.Naive(), sweep=dq.Sliding(4)), dq.SolveConfig(dq.Broyden())
+    phase = free(base=solves[0], eval_base=solves[1])
+    phase.apply(model)
+    assert (model.solve.solver, model.solve.sweep, model.eval_solve.solver) == (dq.Naive(), dq.Sliding(4), dq.Broyden())
+    assert (model.eval_solve.stop.max_steps, free(base=solves[0]).eval_solve.solver) == (96, dq.Naive())
 
 
 def test_models_inside_others_and_explicit_ones():
     lm = dq.CausalLM(3, dq.ImplicitModel(dq.Affine(4)))
     FREE.apply(nn.Sequential(lm))
-    assert lm.model.stop == FREE.stop
+    assert lm.model.solve.stop == FREE.solve.stop
     explicit = dq.CausalLM(3, dq.ExplicitModel(dq.Affine(4)))
     before = explicit(torch.ones(1, 2, dtype=torch.int64)).logits
     FREE.apply(explicit)
     assert torch.equal(explicit(torch.ones(1, 2, dtype=torch.int64)).logits, before)
-    with pytest.raises(TypeError, match=r"applies to an ImplicitModel or what contains one .* got Linear without"):
+    with pytest.raises(TypeError, match=r"applies to an ImplicitModel or a module with one .* got Linear without"):
         FREE.apply(nn.Linear(2, 2))
 
 
@@ -103,8 +110,6 @@ def test_models_inside_others_and_explicit_ones():
         ((BOUNDED, replace(FREE, until=1.5)), "fraction", r"got \[0.8, 1.5\]"),
         ((BOUNDED, replace(FREE, until=5)), "steps", r"Phase.until must be a whole number of steps .* got 0.8"),
         ((BOUNDED, replace(FREE, name="bounded")), "fraction", r"names of their own, got \['bounded', 'bounded'\]"),
-        ((BOUNDED, free()), "fraction", r"must all set eval_stop, or none of them: bounded would keep what"),
-        ((BOUNDED, replace(FREE, solver=dq.Naive())), "fraction", r"must all set solver, or none of them: bounded"),
     ],
     ids=str,
 )
@@ -142,24 +147,31 @@ def test_progress_in_another_unit_is_refused(unit, progress):
 
 
 def test_the_record_is_json_and_is_accepted_again():
-    curriculum = Curriculum((unrolled(until=5), replace(free(), gradient=dq.Implicit(report=print))), "steps")
+    curriculum = Curriculum(
+        (unrolled(until=5), Phase("free", None, dq.SolveConfig(gradient=dq.Implicit(report=print)))), "steps"
+    )
     record = json.loads(json.dumps(curriculum.record(5)))
     assert (record["phase"], record["progress"], record["unit"]) == ("free", 5, "steps")
-    assert record["phases"][0]["gradient"] == {"class": "Unrolled", "checkpoint": False}
-    assert record["phases"][1]["gradient"]["solver"]["class"] == "Anderson"
+    assert record["phases"][0]["solve"]["gradient"] == {"class": "Unrolled", "checkpoint": False}
+    assert record["phases"][1]["solve"]["gradient"]["solver"]["class"] == "Anderson"
     assert curriculum.resumed(record) == curriculum.phases[1]
 
 
 @pytest.mark.parametrize(
     ("other", "changes"),
     [
-        (Curriculum((bounded(), free(32))), ["phase 2 stop.max_steps: 24 -> 32", "phase 2 eval_stop.max_steps"]),
+        (
+            Curriculum((bounded(), free(32))),
+            ["phase 2 solve.stop.max_steps: 24 -> 32", "phase 2 eval_solve.stop.max_steps"],
+        ),
         (Curriculum((bounded(until=0.7), free())), ["phase 1 until: 0.8 -> 0.7"]),
         (Curriculum((free(),)), ["phase 1 name: 'bounded' -> 'free'", "phase 2 name: 'free' -> nothing"]),
         (Curriculum((bounded(until=3), free()), "steps"), ["unit: 'fraction' -> 'steps'"]),
         (
-            Curriculum((bounded(), replace(free(), gradient=dq.OneStep()))),
-            ["phase 2 gradient.class: 'Phantom' -> 'OneStep'", "phase 2 gradient.steps: 4 -> nothing"],
+            Curriculum(
+                (bounded(), replace(free(), solve=dq.SolveConfig(stop=free().solve.stop, gradient=dq.OneStep())))
+            ),
+            ["phase 2 solve.gradient.class: 'Phantom' -> 'OneStep'", "phase 2 solve.gradient.steps: 4 -> nothing"],
         ),
     ],
     ids=["budget", "end", "phases", "unit", "gradient"],

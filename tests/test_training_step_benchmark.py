@@ -141,7 +141,7 @@ def arms() -> list[Arm]:
     made = []
     for sweep in SWEEPS:
         lm = tiny().lm
-        lm.model.stop = dq.Stop(rtol=0.03, max_steps=32)
+        lm.model.solve = dq.SolveConfig(stop=dq.Stop(rtol=0.03, max_steps=32))
         optimizer = torch.optim.AdamW(lm.parameters(), lr=1e-2)
         made.append(Arm(sweep, 32, Trained("parity", lm, TASK), optimizer))
     return made

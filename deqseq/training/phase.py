@@ -78,6 +78,7 @@ def bounded(
     checkpoint: bool = False,
     name: str = "bounded",
     base: SolveConfig = SolveConfig(),
+    eval_base: SolveConfig | None = None,
 ) -> Phase:
     """The paper's first phase: a few iterations without gradient, whatever the residual, then phantom steps.
 
@@ -92,6 +93,7 @@ def bounded(
         checkpoint: whether the phantom steps recompute activations in the backward pass.
         name: for logs and checkpoints.
         base: solver, sweep and start.
+        eval_base: solver, sweep and start in eval mode. Default: ``base``.
 
     Returns:
         The phase.
@@ -107,7 +109,7 @@ def bounded(
         (4, 16)
     """
     gradient = Phantom(phantom, damping, checkpoint)
-    return _phase(name, until, replace(base, stop=Stop.exactly(steps), gradient=gradient), 0.05)
+    return _phase(name, until, replace(base, stop=Stop.exactly(steps), gradient=gradient), eval_base)
 
 
 def free(
@@ -120,6 +122,7 @@ def free(
     checkpoint: bool = False,
     name: str = "free",
     base: SolveConfig = SolveConfig(),
+    eval_base: SolveConfig | None = None,
 ) -> Phase:
     """The paper's second phase: solve to a tolerance without gradient, then phantom steps.
 
@@ -134,6 +137,7 @@ def free(
         checkpoint: whether the phantom steps recompute activations in the backward pass.
         name: for logs and checkpoints.
         base: solver, sweep and start.
+        eval_base: solver, sweep and start in eval mode. Default: ``base``.
 
     Returns:
         The phase.
@@ -150,7 +154,9 @@ def free(
         (32, 128, 4)
     """
     gradient = Phantom(phantom, damping, checkpoint)
-    return _phase(name, until, replace(base, stop=Stop(rtol=rtol, max_steps=budget), gradient=gradient), rtol)
+    return _phase(
+        name, until, replace(base, stop=Stop(rtol=rtol, max_steps=budget), gradient=gradient), eval_base, rtol
+    )
 
 
 def unrolled(
@@ -160,6 +166,7 @@ def unrolled(
     checkpoint: bool = False,
     name: str = "unrolled",
     base: SolveConfig = SolveConfig(),
+    eval_base: SolveConfig | None = None,
 ) -> Phase:
     """A first phase for state tracking: differentiate a fixed number of iterations, as in an RNN of that depth.
 
@@ -173,6 +180,7 @@ def unrolled(
         checkpoint: whether activations are recomputed in the backward pass.
         name: for logs and checkpoints.
         base: solver, sweep and start.
+        eval_base: solver, sweep and start in eval mode. Default: ``base``.
 
     Returns:
         The phase.
@@ -184,9 +192,12 @@ def unrolled(
         >>> unrolled(8, until=0.4).solve.gradient
         Unrolled(checkpoint=False)
     """
-    return _phase(name, until, replace(base, stop=Stop.exactly(steps), gradient=Unrolled(checkpoint)), 0.05)
+    return _phase(name, until, replace(base, stop=Stop.exactly(steps), gradient=Unrolled(checkpoint)), eval_base)
 
 
-def _phase(name: str, until: float | int | None, solve: SolveConfig, eval_rtol: float) -> Phase:
+def _phase(
+    name: str, until: float | int | None, solve: SolveConfig, eval_base: SolveConfig | None, eval_rtol: float = 0.05
+) -> Phase:
     """A phase whose budget in eval mode is four times that of training, as in the paper."""
-    return Phase(name, until, solve, replace(solve, stop=Stop(rtol=eval_rtol, max_steps=4 * solve.stop.max_steps)))
+    stop = Stop(rtol=eval_rtol, max_steps=4 * solve.stop.max_steps)
+    return Phase(name, until, solve, replace(eval_base or solve, stop=stop, gradient=solve.gradient))

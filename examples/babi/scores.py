@@ -76,8 +76,8 @@ def score(lm: dq.CausalLM, batches: Iterable[StoryBatch], *, carry: bool = False
         cache = output.cache
         counts.append(count_right(output.logits, batch))
         if output.stats is not None and output.status is not None:
-            iterations += output.stats.steps.tolist()
-            converged += (output.status == dq.Status.CONVERGED).tolist()
+            iterations += output.stats.iterations.tolist()
+            converged += output.converged.tolist()
     solves = {
         "self_iterations": sum(iterations) / len(iterations) if iterations else None,
         "converged": sum(converged) / len(converged) if converged else None,

@@ -186,7 +186,7 @@ def _sums(model: nn.Module, rows: Rows, device: torch.device, options: dict[str,
     counted, solves = rows.targets != IGNORED, torch.zeros(4)
     if output.stats is not None:
         real = counted.any(dim=1)  # rows that fill the last batch up are solved and not counted
-        each = (output.stats.steps.cpu(), output.stats.updates.cpu(), output.status.cpu() == dq.Status.CONVERGED, real)
+        each = (output.stats.iterations.cpu(), output.stats.updates.cpu(), output.converged.cpu(), real)
         per_row = (value.double() if value.ndim == 1 else value.double().mean(dim=1) for value in each)
         solves = torch.stack([value[real].sum() for value in per_row])
     parts = (rows.text_bytes.sum()[None], solves, losses.sum(dim=0), counted.sum(dim=0))

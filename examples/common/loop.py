@@ -250,7 +250,7 @@ def _numbers(output: dq.CausalLMOutput) -> Tensor:
     solves = (0.0, 0.0, 0.0)
     if output.stats is not None and output.status is not None:
         ends = (output.status == status for status in (dq.Status.CONVERGED, dq.Status.DIVERGED))
-        solves = (output.stats.steps.double().mean().item(), *(end.double().mean().item() for end in ends))
+        solves = (output.stats.iterations.double().mean().item(), *(end.double().mean().item() for end in ends))
     return torch.tensor((output.loss.item(), *solves), dtype=torch.float64)
 
 

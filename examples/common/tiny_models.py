@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -47,9 +48,9 @@ def train_tiny_models(output: Path) -> tuple[tuple[str, ...], str]:
     held_out.write_text("".join(json.dumps({"text": text}) + "\n" for text in new))
     tokenizer = train_tokenizer(seen, vocab_size=370)
     sizes = dq.Mamba2Config(d_model=64, n_layers=1, d_state=16, headdim=32)
-    phase = Phase("free", 1.0, dq.Stop(rtol=0.05, max_steps=6), dq.Phantom(3, 0.8))
-    solving = dq.Solving(stop=phase.stop, gradient=phase.gradient, eval_stop=dq.Stop(rtol=1e-2, max_steps=64))
-    spec = dq.LanguageModelSpec(len(tokenizer), sizes, solving)
+    solve = dq.SolveConfig(stop=dq.Stop(rtol=0.05, max_steps=6), gradient=dq.Phantom(3, 0.8))
+    phase = Phase("free", 1.0, solve, replace(solve, stop=dq.Stop(rtol=1e-2, max_steps=64)))
+    spec = dq.LanguageModelSpec(len(tokenizer), sizes, phase.solve, phase.eval_solve)
     eos, documents = tokenizer.eos_token_id, tokenised(Dataset.from_dict({"text": seen}), tokenizer)
     assert isinstance(eos, int)
     accelerator, folders = make_accelerator(), (output / "implicit", output / "explicit")

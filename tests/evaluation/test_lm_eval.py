@@ -131,7 +131,7 @@ def test_the_batch_decides_nothing_and_only_texts_are_counted(tmp_path, kind, sw
     evaluations = sum(output.stats.evaluations for output in outputs)
     assert many.tally.numbers()["evaluations"] < one.tally.numbers()["evaluations"] == evaluations
     assert one.tally.counted["rows"] == many.tally.counted["rows"] == len(outputs)
-    steps = [count for output in outputs for count in output.stats.steps.flatten().tolist()]
+    steps = [count for output in outputs for count in output.stats.iterations.flatten().tolist()]
     assert one.tally.numbers()["self_iterations"] == pytest.approx(sum(steps) / len(steps), rel=1e-12)
     assert one.tally.numbers()["converged"] == 1
     tokens = sum(len(ids) for ids in by_hand.outputs)

@@ -76,7 +76,7 @@ def test_an_interrupted_run_goes_on_to_the_bit(tmp_path, stops):
     assert list(parts.values()) == whole
     finished = made(dropout=0.3)
     assert list(run(tmp_path / "parts", finished)) == []
-    assert finished.model.eval_stop == TWO.phases[-1].eval_stop
+    assert finished.model.eval_solve == TWO.phases[-1].eval_solve
     weights = load_file(newest(tmp_path / "whole") / "model.safetensors")
     assert all(torch.equal(weights[name], tensor) for name, tensor in finished.state_dict().items() if name in weights)
 

@@ -23,7 +23,9 @@ TIGHT = dq.Stop(rtol=1e-7, max_steps=100, per="token")
 
 def language_model(implicit=True):
     backbone = contractive_mamba2(injection=implicit)
-    return dq.CausalLM(262, dq.ImplicitModel(backbone, stop=TIGHT) if implicit else dq.ExplicitModel(backbone)).double()
+    return dq.CausalLM(
+        262, dq.ImplicitModel(backbone, dq.SolveConfig(stop=TIGHT)) if implicit else dq.ExplicitModel(backbone)
+    ).double()
 
 
 def rows(length, documents=DOCUMENTS, tokenizer=BPE):
