@@ -189,6 +189,6 @@ def test_what_no_checkpoint_can_hold():
     class Odd(dq.OneStep):
         part: object
 
-    curriculum = Curriculum((Phase("odd", None, dq.Stop(), Odd(object())),))
-    with pytest.raises(TypeError, match=r"a checkpoint cannot hold odd.gradient.part = <object"):
+    curriculum = Curriculum((Phase("odd", None, dq.SolveConfig(gradient=Odd(object()))),))
+    with pytest.raises(TypeError, match=r"a checkpoint cannot hold odd.solve.gradient.part = <object"):
         curriculum.record(0)

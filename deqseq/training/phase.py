@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from deqseq.config import SolveConfig
+from deqseq.config import SolveConfig, check_config
 from deqseq.gradients import Phantom, Unrolled
 from deqseq.models.explicit import ExplicitModel
 from deqseq.models.implicit import ImplicitModel
@@ -25,6 +25,7 @@ class Phase:
         eval_solve: the same in eval mode. Default: ``solve``.
 
     Raises:
+        TypeError: ``solve`` or ``eval_solve`` is no :class:`SolveConfig`.
         ValueError: an empty name, or an end that is not above 0.
 
     Example:
@@ -41,6 +42,9 @@ class Phase:
     def __post_init__(self) -> None:
         if not self.name:
             raise ValueError("Phase.name must not be empty")
+        check_config("Phase.solve", self.solve)
+        if self.eval_solve is not None:
+            check_config("Phase.eval_solve", self.eval_solve)
         end = self.until
         if end is not None and (isinstance(end, bool) or not 0 < end < math.inf):
             raise ValueError(f"Phase.until must be a number above 0, or None for the end of the run, got {end!r}")

@@ -12,7 +12,6 @@ from jaxtyping import Float64, Int64
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import deqseq as dq
 from common.tokens import Stream
 
 IGNORED = -100  # a target that is not counted
