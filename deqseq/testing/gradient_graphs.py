@@ -164,7 +164,7 @@ class GraphContract:
         """A map may cache what it computes from its parameters at the first call; weight norm does."""
         torch.manual_seed(0)
         x, found = torch.randn(2, 3, dtype=torch.float64), []
-        linear = weight_norm(torch.nn.Linear(3, 3, dtype=torch.float64))
+        linear: Any = weight_norm(torch.nn.Linear(3, 3, dtype=torch.float64))
         with torch.no_grad():
             linear.parametrizations.weight.original0.fill_(0.4)
         for cached in (False, True):

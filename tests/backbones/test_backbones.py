@@ -91,7 +91,7 @@ def test_a_backbone_without_advance_does_not_generate():
     ids = torch.tensor([[1, 2, 3]])
     assert model(ids).logits.shape == (1, 3, 5)
     with pytest.raises(NotImplementedError, match=r"Pointwise has no advance"):
-        model.generate(ids, 2)
+        model.generate(ids, max_new_tokens=2)
 
 
 @pytest.mark.parametrize("shape", [(0, 3, 8), (2, 0, 8), (2, 3, 7), (2, 8)])
