@@ -32,11 +32,11 @@ def train(lm: dq.CausalLM, task: WordProblem, steps: int, seed: int) -> list[tup
     """Train in two phases; the loss and the mean iterations of each step."""
     undamped = dq.SolveConfig(dq.Naive())
     curriculum = Curriculum((unrolled(8, until=0.4, base=undamped), free(32, rtol=0.03, base=undamped)))
-    optimizer = torch.optim.AdamW(lm.parameters(), lr=2e-3, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(lm.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1, (step + 1) / 50, max(0.05, 5 * (1 - step / steps)))
     )
-    batches = task.batches(64, (16,), seed=seed)
+    batches = task.batches(32, (16,), seed=seed)
     history = []
     for step in (bar := tqdm(range(steps), desc="train", mininterval=1)):
         phase = curriculum.at(step / steps)
@@ -67,7 +67,7 @@ def evaluate(lm: dq.CausalLM, task: WordProblem, length: int) -> dict:
 
 
 def main(
-    steps: int = 700, lengths: tuple[int, ...] = (16, 32, 64, 128), seed: int = 0, output: Path = Path("runs/parity")
+    steps: int = 400, lengths: tuple[int, ...] = (16, 32, 64, 128), seed: int = 0, output: Path = Path("runs/parity")
 ):
     """Train, evaluate, print a table, and write results.json and parity.png."""
     task, lm = WordProblem(cyclic(2)), build(seed)

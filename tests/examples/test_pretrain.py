@@ -26,6 +26,7 @@ from deqseq.integrations.huggingface import to_causal_lm
 
 ROOT = Path(__file__).parents[2]
 TINY = ["--quick", "--d-model", "16", "--mlp-width", "32", "--tokens", "5120", "--checkpoint-every", "4"]
+TINY += ["--eval-tokens", "256", "--sample-tokens", "4"]
 QUIET = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 

@@ -4,10 +4,10 @@
 
 A parent imports the library once and forks the processes that train. ``FOLDER/whole.txt`` is the uninterrupted run,
 ``FOLDER/anywhere.txt`` one whose processes are killed after a random time, ``FOLDER/writing.txt`` one whose n-th
-process kills itself at the n-th thing it does to the files of checkpoints. ``FOLDER/again.txt`` holds what is left of
-a checkpoint of weight 1 when a process that writes the same step with weight 2 is killed at the n-th such thing.
+process kills itself at the n-th thing it does to the files of checkpoints.
 """
 
+import importlib
 import itertools
 import os
 import random
@@ -21,62 +21,41 @@ import numpy
 import torch
 
 import deqseq as dq
-from deqseq.tasks import WordProblem, cyclic
-from deqseq.training import (
-    Curriculum,
-    bounded,
-    check_finite,
-    free,
-    load_latest,
-    parameter_groups,
-    save_checkpoint,
-    warmup_constant_decay,
+from deqseq.training import Curriculum, bounded, free
+
+TESTS = Path(__file__).parents[1]
+sys.path += [str(TESTS.parent / "examples"), str(TESTS / "examples")]
+common_loop, common_processes, small_runs = map(
+    importlib.import_module, ("common.loop", "common.processes", "small_runs")
 )
 
 STEPS, EVERY = 24, 3
 TOUCHES = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir"}
 
 
-def train(folder: Path, report: Path) -> None:
+def run(folder: Path, report: Path) -> None:
     """The run, from its newest checkpoint to the end."""
     torch.manual_seed(0)
     sizes = {"d_model": 8, "d_state": 4, "headdim": 4, "dropout": 0.2}
     lm = dq.CausalLM(2, dq.ImplicitModel(dq.Mamba2(dq.Mamba2Config(**sizes))))
-    optimizer = torch.optim.AdamW(parameter_groups(lm), lr=1e-2)
-    scheduler = warmup_constant_decay(optimizer, total_steps=STEPS, warmup_steps=4, decay_steps=8)
-    curriculum, step = Curriculum((bounded(2, 1, until=STEPS // 2), free(6, 2)), unit="steps"), 0
-    torch.manual_seed(os.getpid())  # whatever a process starts with, the checkpoint's state has to replace
-    random.seed(os.getpid())
-    numpy.random.seed(os.getpid())
-    saved = load_latest(folder)
-    if saved is None:
-        torch.manual_seed(1)
-        random.seed(1)
-        numpy.random.seed(1)
-    else:
-        curriculum.resumed(saved.phase)
-        saved.restore(lm, optimizer, scheduler)
-        step = saved.step
-    write(report, f"from {step}")
-    data = WordProblem(cyclic(2)).batches(4, (3, 5), seed=0)
-    for _ in range(step if saved is None else saved.position["batches"]):
-        next(data)
-    while step < STEPS:
-        phase = curriculum.at(step)
-        phase.apply(lm)
-        batch = next(data)
-        loss = lm(batch.inputs, targets=batch.targets).loss * (1 + random.random() + numpy.random.rand())
-        check_finite(loss, step=step, phase=phase.name, directory=folder)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        scheduler.step()
-        step += 1
-        write(report, f"loss {step} {phase.name} {loss.item().hex()}")
-        if step % EVERY == 0:
-            position, phase_now = {"batches": step}, curriculum.record(step)
-            save_checkpoint(folder, step, lm, optimizer, scheduler=scheduler, position=position, phase=phase_now)
-            write(report, f"saved {step}")
+    curriculum = Curriculum((bounded(2, 1, until=STEPS // 2), free(6, 2)), unit="steps")
+    begun = any(folder.glob("checkpoint-*")) if folder.exists() else False
+    for seed in (random.seed, numpy.random.seed):  # whatever a process starts with, the checkpoint's state replaces it
+        seed(os.getpid() if begun else 1)
+    write(report, "from")
+
+    def call(model, batch, phase, step) -> dq.CausalLMOutput:
+        """The loss depends on the random numbers of torch (dropout), Python and NumPy."""
+        output = model(batch.inputs, targets=batch.targets)
+        output.loss.mul_(1 + random.random() + numpy.random.rand())
+        write(report, f"loss {step + 1} {phase.name} {output.loss.item().hex()}")
+        return output
+
+    settings = common_loop.Settings(STEPS, checkpoint_every=EVERY)
+    parts = (lm, *small_runs.optimizer_of(lm), small_runs.Words(), curriculum, settings, folder)
+    for update in common_loop.train(common_processes.make_accelerator(), *parts, call=call):
+        if update.step % EVERY == 0:
+            write(report, f"saved {update.step}")
     write(report, "end")
 
 
@@ -84,13 +63,6 @@ def write(report: Path, line: str) -> None:
     """One line, whole."""
     with report.open("a") as file:
         file.write(line + "\n")
-
-
-def save_weight(folder: Path, weight: float) -> None:
-    """A checkpoint of step 1."""
-    model = torch.nn.Linear(1, 1)
-    torch.nn.init.constant_(model.weight, weight)
-    save_checkpoint(folder, 1, model, torch.optim.SGD(model.parameters()), keep=1)
 
 
 def forked(work: Callable[[], None], folder: Path, report: Path, touches: int | None = None) -> int:
@@ -137,7 +109,7 @@ def ended(report: Path) -> bool:
 def whole(folder: Path, report: Path) -> float:
     """The uninterrupted run; the seconds that it took."""
     begun = time.monotonic()
-    os.waitpid(forked(lambda: train(folder, report), folder, report), 0)
+    os.waitpid(forked(lambda: run(folder, report), folder, report), 0)
     return time.monotonic() - begun
 
 
@@ -145,7 +117,7 @@ def anywhere(folder: Path, report: Path, chance: random.Random, seconds: float) 
     """Kill after random times."""
     while not ended(report):
         before = len(lines(report))
-        process = forked(lambda: train(folder, report), folder, report)
+        process = forked(lambda: run(folder, report), folder, report)
         while len(lines(report)) == before:
             time.sleep(0.001)
         time.sleep(chance.uniform(0, 0.4) * seconds)
@@ -156,31 +128,18 @@ def anywhere(folder: Path, report: Path, chance: random.Random, seconds: float) 
 def writing(folder: Path, report: Path) -> None:
     """Kill at the first, second, ... touch."""
     for touches in itertools.count(1):
-        os.waitpid(forked(lambda: train(folder, report), folder, report, touches), 0)
+        os.waitpid(forked(lambda: run(folder, report), folder, report, touches), 0)
         if ended(report):
-            return
-
-
-def again(folder: Path, report: Path) -> None:
-    """Kill at the first, second, ... touch of a checkpoint that takes the place of another."""
-    status = -1
-    for touches in itertools.count(1):
-        save_weight(folder, 1.0)
-        process = forked(lambda: save_weight(folder, 2.0), folder, report, touches)
-        status = os.waitpid(process, 0)[1]
-        saved = load_latest(folder)
-        write(report, "none" if saved is None else f"{saved.model['weight'].item()}")
-        if status == 0:
             return
 
 
 def main(output: Path, seed: int) -> None:
     """All of them."""
+    torch.set_num_threads(1)  # a forked process has no threads of its parent
     torch.optim.AdamW([torch.zeros(1, requires_grad=True)])  # loads what every process would load again
     seconds = whole(output / "whole", output / "whole.txt")
     anywhere(output / "anywhere", output / "anywhere.txt", random.Random(seed), seconds)
     writing(output / "writing", output / "writing.txt")
-    again(output / "again", output / "again.txt")
 
 
 if __name__ == "__main__":
