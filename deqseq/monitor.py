@@ -234,7 +234,7 @@ class WindowMonitor(Monitor):
         self._evaluations += evaluations
         self._steps += [self._evaluations - entered for entered in self._entered[:count]]
         self._entered = self._entered[count:]
-        self._values.append(self.freeze(fz, fz[:, :count]))
+        self._values.append(self.freeze(fz[:, :count], fz[:, :count]))
         self._residuals.append(self._seen.residual[:, :count])
         self._forced.append(~self._seen.passed[:, :count])
         self.active_rows, self._converged, self._fresh = self._all_rows, 0, True

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from deqseq.evaluate import evaluate
-from deqseq.rows import take
+from deqseq.rows import map_tensors, take
 from deqseq.solution import ConvergenceWarning, Solution, Status, describe_failure
 from deqseq.solve import SolveCall, solve
 from deqseq.types import FixedPointMap, State
@@ -158,7 +158,7 @@ def _primed(f: FixedPointMap) -> FixedPointMap:
             return f(*arguments)
         fresh = False
         with torch.enable_grad():
-            return f(*arguments)
+            return map_tensors(Tensor.detach, f(*arguments))
 
     return primed
 

@@ -181,14 +181,14 @@ REFUSED = [
     ({"ssm_cfg": SSM | {"D_has_hdim": True}}, "'D_has_hdim' cannot be True here: deqseq's D is one number per head"),
     ({"ssm_cfg": SSM | {"norm_before_gate": True}}, "cannot be True here: deqseq gates before it normalises"),
     ({"ssm_cfg": SSM | {"d_ssm": 64}}, "'d_ssm' cannot be 64 here: deqseq scans all of the inner channels"),
-    ({"ssm_cfg": SSM | {"ngroup": 2}}, "ssm_cfg: 'ngroup' is unknown; did you mean 'ngroups'?"),
+    ({"ssm_cfg": SSM | {"ngroup": 2}}, "ssm_cfg: 'ngroup' is unknown; did you mean 'ngroups'"),
     (
         {"ssm_cfg": SSM, "attn_layer_idx": [3]},
         "'attn_layer_idx' cannot be [3] here: deqseq's Mamba2 has no attention layers",
     ),
     ({"ssm_cfg": SSM, "d_intermediate": 8}, "'d_intermediate' cannot be 8 here: deqseq has no feed-forward layer"),
     ({"ssm_cfg": SSM, "rms_norm": False}, "'rms_norm' cannot be False here: deqseq's norms are RMSNorm"),
-    ({"ssm_cfg": SSM, "n_layers": 4}, "'n_layers' is unknown; did you mean 'n_layer'?"),
+    ({"ssm_cfg": SSM, "n_layers": 4}, "'n_layers' is unknown; did you mean 'n_layer'"),
     (
         {"model_type": "mistral"},
         "'model_type' cannot be 'mistral' here: it must be 'llama' or 'mamba2', or an 'ssm_cfg' as mamba_ssm's have it",

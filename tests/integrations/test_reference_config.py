@@ -192,7 +192,7 @@ REFUSED = [
     ("mamba2", layer("D_has_hdim"), True, "one number per head"),
     ("mamba2", layer("allow_negative_A_EV"), True, "positive"),
     ("mamba2", layer("rmsnorm"), False, "normalises its output"),
-    ("mamba2", layer("norm_before_gate"), False, "gates before"),
+    ("mamba2", layer("norm_before_gate"), True, "gates before"),
     ("mamba2", layer("process_group"), "all", "processes"),
     ("mamba2", layer("A_init_range"), [1, 8], "initial weights"),
     ("mamba2", layer("dt_max"), 1.0, "initial weights"),
@@ -214,12 +214,12 @@ def test_torchdeq_refuses_what_it_cannot_honour():
 
 
 UNKNOWN = [
-    (("tie_embedding",), "'tie_embedding' is unknown; did you mean 'tie_embeddings'?"),
-    (backbone("n_layers"), "backbone_config: 'n_layers' is unknown; did you mean 'n_layer'?"),
-    (layer("headim"), "backbone_config: block_cfg: 'headim' is unknown; did you mean 'headdim'?"),
+    (("tie_embedding",), "'tie_embedding' is unknown; did you mean 'tie_embeddings'"),
+    (backbone("n_layers"), "backbone_config: 'n_layers' is unknown; did you mean 'n_layer'"),
+    (layer("headim"), "backbone_config: block_cfg: 'headim' is unknown; did you mean 'headdim'"),
     (layer("state_noise_db"), "backbone_config: block_cfg: 'state_noise_db' is unknown"),
-    (("deq_params", "solvers"), "deq_params: 'solvers' is unknown; did you mean 'solver'?"),
-    (("deq_params", "solver", "f_toll"), "torchdeq key 'f_toll' is unknown; did you mean 'f_tol'?"),
+    (("deq_params", "solvers"), "deq_params: 'solvers' is unknown; did you mean 'solver'"),
+    (("deq_params", "solver", "f_toll"), "torchdeq key 'f_toll' is unknown; did you mean 'f_tol'"),
 ]
 
 

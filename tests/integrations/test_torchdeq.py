@@ -132,11 +132,8 @@ def test_as_the_adjoint_solver_the_gradient_is_the_closed_form(solver):
 @pytest.mark.parametrize("name", NAMES)
 def test_unrolling_works_where_no_memory_is_overwritten(name):
     a, stop = torch.tensor(0.5, requires_grad=True), dq.Stop(rtol=1e-7)
-    text = (
-        f"TorchDEQ's {name} overwrites its memory in place and cannot be differentiated: solve under "
-        "torch.no_grad(), choose Phantom() or Implicit(), or take the native solver"
-    )
-    with pytest.raises(ValueError, match=re.escape(text)) if name in NAMES[2:] else nullcontext():
+    text = rf"{name} overwrites its memory .* use Phantom\(\) or Implicit\(\)"
+    with pytest.raises(ValueError, match=text) if name in NAMES[2:] else nullcontext():
         solution = dq.solve(lambda z: a * z + 1, torch.zeros(1, 1), solver=TorchDEQ(name), stop=stop)
         (grad,) = torch.autograd.grad(solution.value.sum(), a)
         assert grad.item() == pytest.approx(4.0, abs=1e-4)
@@ -281,13 +278,13 @@ WRONG_CONFIGS = [
         for text, values in WRONG_VALUES.items()
         for k, v in values.items()
     ),
-    ({"f_maxiter": 40}, "key 'f_maxiter' is unknown; did you mean 'f_max_iter'? (known: f_solver, "),
-    ({"jac_weight": 1}, "key 'jac_weight' is unknown; did you mean 'jac_loss_weight'? (known: "),
-    ({"training": {"f_tol": 0.1}}, "key 'f_tol' is unknown (known: core, ift, "),
+    ({"f_maxiter": 40}, "key 'f_maxiter' is unknown; did you mean 'f_max_iter'"),
+    ({"jac_weight": 1}, "key 'jac_weight' is unknown; did you mean 'jac_loss_weight'"),
+    ({"training": {"f_tol": 0.1}}, "key 'f_tol' is unknown"),
     ({"zzz": 0}, "key 'zzz' is unknown (known: f_solver, "),
     ({"f_solver": "naive"}, "solver 'naive' is unknown (known: fixed_point_iter, "),
-    ({"ift": True, "b_solver": "broydn"}, "solver 'broydn' is unknown; did you mean 'broyden'? (known: "),
-    ({"ift": True, "b_solver": NAMES[1]}, f"key 'b_solver' cannot be '{NAMES[1]}' here: TorchDEQ fails on it: "),
+    ({"ift": True, "b_solver": "broydn"}, "solver 'broydn' is unknown; did you mean 'broyden'"),
+    ({"ift": True, "b_solver": NAMES[1]}, f"key 'b_solver' cannot be '{NAMES[1]}' here: TorchDEQ fails on it, "),
     ({"m": 5}, "ignores 'm' in a configuration: pass it in solver_kwargs"),
     ({"grad": 1, "training": {"grad": 1}}, "key 'grad' is given twice: in its group and outside of it"),
 ]

@@ -121,7 +121,7 @@ def test_a_resumed_run_goes_on_as_the_uninterrupted_one(tmp_path, whole, stopped
 
 def test_another_curriculum_is_refused(tmp_path, whole):
     other = Curriculum((bounded(2, 1, until=0.5), free(9, 2)))
-    with pytest.raises(ValueError, match=r"not the one .* \(phase 2 stop.max_steps: 6 -> 9; phase 2 eval_stop.max_ste"):
+    with pytest.raises(ValueError, match=r"not the one .* \(phase 2 solve.stop.max_steps: 6 -> 9; "):
         trainer(tmp_path, other).train(resume_from_checkpoint=checkpoint(whole, 8))
     run = trainer(tmp_path, other, restore_callback_states_from_checkpoint=True)  # the checkpoint's is taken instead
     run.train(resume_from_checkpoint=checkpoint(whole, 8))
