@@ -36,7 +36,6 @@ from common.tiny_models import train_tiny_models
 
 import deqseq as dq
 from deqseq.integrations.huggingface import from_json
-from deqseq.integrations.huggingface.modeling_causal_lm import ImplicitCausalLM
 from deqseq.integrations.lm_eval import SolvedLM
 
 lm_eval: Any = import_module("lm_eval.evaluator")
@@ -136,7 +135,8 @@ def evaluate(label: str, name: str, tasks: dict[str, Any], options: Options) -> 
         SystemExit: the model cannot be loaded, a request cannot be scored, or a way to solve does not suit the model.
     """
     model, tokenizer = load_model(name, options.tokenizer or name, device=options.device, bos=options.bos)
-    stop = model.model.stop if isinstance(model, ImplicitCausalLM) else None
+    core = getattr(model.base_model, "core", None)  # a plain model of transformers has none
+    stop = core.solve_config.stop if isinstance(core, dq.ImplicitModel) else None
     rows = []
     for solve, (task, loaded) in itertools.product(ways_to_solve(options, stop), tasks.items()):
         begun = time.perf_counter()

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import deqseq as dq
 
-sys.path.append(str(Path(__file__).parents[1] / "huggingface"))
+sys.path.append(str(Path(__file__).parents[1] / "integrations" / "huggingface"))
 
 from common.tokenizer import train_tokenizer
 from hf_models import Llama, Mamba2
