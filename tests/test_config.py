@@ -61,13 +61,12 @@ def test_an_unknown_argument_is_named_with_what_was_meant(name, meant):
 @pytest.mark.parametrize("wrong", [dq.Anderson(), {"solver": dq.Anderson()}, "anderson"], ids=repr)
 def test_a_model_takes_a_record_and_no_other(wrong):
     # unwrapped: past the type checks of the test run, which would refuse it first
-    init, forward = inspect.unwrap(dq.ImplicitModel.__init__), inspect.unwrap(dq.ImplicitModel.forward)
-    model = dq.ImplicitModel(dq.Affine(4))
+    model, init = dq.ImplicitModel(dq.Affine(4)), inspect.unwrap(dq.ImplicitModel.__init__)
     for name in ("solve", "eval_solve"):
         with pytest.raises(TypeError, match=rf"^{name} must be a SolveConfig"):
             init(model, dq.Affine(4), **{name: wrong})
     with pytest.raises(TypeError, match=r"^solve must be a SolveConfig"):
-        forward(model, torch.ones(1, 2, 4), solve=wrong)
+        inspect.unwrap(resolve)(dq.SolveConfig(), wrong, {})
 
 
 def test_call_fields_come_before_the_calls_record_before_eval_solve_before_solve():

@@ -149,7 +149,7 @@ class GraphContract:
         plain = self.gradients(case)
         with torch.autograd.graph.save_on_cpu():
             value = self.value(case)
-        assert_close(gradients(case.loss(value), case.leaves), plain, rtol=0)
+        assert_close(gradients(case.loss(value), case.leaves), plain, rtol=0.0)
 
     def test_in_other_threads(self) -> None:
         case = make("tanh-rows")
@@ -158,7 +158,7 @@ class GraphContract:
         with ThreadPoolExecutor(4) as pool:
             found = list(pool.map(lambda _: gradients(loss, case.leaves, retain_graph=True), range(4)))
         for grads in found:
-            assert_close(grads, plain, rtol=0)
+            assert_close(grads, plain, rtol=0.0)
 
     def test_cached_parametrizations_keep_their_gradients(self) -> None:
         """A map may cache what it computes from its parameters at the first call; weight norm does."""

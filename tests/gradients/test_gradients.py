@@ -177,7 +177,7 @@ def test_one_step_is_phantom_of_one_step(problem: str) -> None:
     case = make(problem)
     one, phantom = (solve_of(case, gradient).value for gradient in (dq.OneStep(), dq.Phantom(1, 1.0)))
     assert torch.equal(one, phantom)
-    assert_close(gradients(case.loss(one), case.leaves), gradients(case.loss(phantom), case.leaves), rtol=0)
+    assert_close(gradients(case.loss(one), case.leaves), gradients(case.loss(phantom), case.leaves), rtol=0.0)
 
 
 @problems
@@ -195,7 +195,7 @@ def test_checkpointing_changes_nothing_but_the_evaluations(gradient: dq.Gradient
         recomputed = (with_graph or solution.stats.evaluations) if checkpoint else 0
         if problem.startswith("tanh"):  # an affine map saves too little for every call to be repeated
             assert f.calls == solution.stats.evaluations + with_graph + recomputed
-    assert_close(found[1], found[0], rtol=0)
+    assert_close(found[1], found[0], rtol=0.0)
 
 
 @problems
