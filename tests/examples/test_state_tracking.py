@@ -1,7 +1,7 @@
-"""The examples run as they are, go on after an interruption, and refuse to mix runs."""
+"""State tracking runs as it is, goes on after an interruption, and refuses to mix runs."""
 
 import json
-import runpy
+import os
 import signal
 import subprocess
 import sys
@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from state_tracking_parts import parse_options
 
-ROOT = Path(__file__).parent.parent
-SCRIPT = ROOT / "examples" / "state_tracking.py"
+SCRIPT = Path(__file__).parents[2] / "examples" / "state_tracking.py"
 TINY = ["--d-model", "16", "--d-state", "4", "--headdim", "8", "--batch", "8", "--lengths", "4", "6"]
-TINY += ["--eval-lengths", "4", "8", "--baselines", "1", "--baseline-seconds", "0.5", "--checkpoint-seconds", "0"]
+TINY += ["--eval-lengths", "4", "8", "--baselines", "1", "--baseline-seconds", "0.5", "--checkpoint-every", "2"]
 LLAMA = ["--backbone", "llama", "--heads", "2", "--mlp-width", "16", "--window", "2"]
 MIXED = ["--train-sweeps", "simultaneous", "sequential", "sliding"]
 MONOID = ["--group", "Z2xM", "--identity-probability", "0.9", "--train-identity-probability", "0", "0.5"]
@@ -24,11 +24,11 @@ SWEEPS = ("simultaneous", "sequential", "sliding")
 
 def run(output: Path, *options: str) -> subprocess.CompletedProcess:
     command = [sys.executable, str(SCRIPT), *TINY, "--output", str(output), *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, env=os.environ | {"COLUMNS": "300"})
 
 
 def test_state_tracking_writes_table_figure_and_numbers(tmp_path):
-    done = run(tmp_path, "--steps", "12", "--group", "S3", "--generators", "2")
+    done = run(tmp_path, "--steps", "20", "--group", "S3", "--generators", "2")
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "results.json").read_text())
     assert [(row["model"], row["sweep"], row["length"]) for row in rows] == solved_and_explicit(4, 8)
@@ -40,8 +40,10 @@ def test_state_tracking_writes_table_figure_and_numbers(tmp_path):
     assert all(row[count] is None for row in rows[6:] for count in counts)
     assert (tmp_path / "state_tracking.png").stat().st_size > 10_000
     assert (tmp_path / "table.md").read_text().count("\n") == 6
-    assert "implicit step 12: {'loss'" in (tmp_path / "log.txt").read_text()
-    assert "'token updates': " in (tmp_path / "log.txt").read_text()
+    lines = [json.loads(line) for line in (tmp_path / "implicit" / "curve.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [20]
+    assert {"phase", "loss", "gradient_norm", "lr", "iterations", "accuracy", "token_updates"} <= lines[0].keys()
+    assert "implicit step 20: {" in (tmp_path / "log.txt").read_text()
     assert all(f"| implicit | {sweep} |" in done.stdout for sweep in SWEEPS)
 
 
@@ -108,36 +110,48 @@ def test_a_killed_run_goes_on_and_ends_as_if_it_had_not_been(tmp_path, flags):
     process.wait()
     assert process.returncode == -signal.SIGKILL, "the run ended before it could be killed"
     assert run(tmp_path / "killed", *options).returncode == 0
-    assert "going on from step" in (tmp_path / "killed" / "log.txt").read_text()
+    assert "implicit: going on from step" in (tmp_path / "killed" / "log.txt").read_text()
     ours, theirs = weights(tmp_path / "killed"), weights(tmp_path / "whole")
     assert ours.keys() == theirs.keys()
     assert all((ours[name] == theirs[name]).all() for name in ours)
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    ("flags", "name", "remedy"),
     [
-        (["--steps", "-5"], "--steps must be at least 1, got -5"),
-        (["--eval-lengths"], "--eval-lengths must be numbers of at least 1, got []"),
-        (["--baselines", "0"], "--baselines must be numbers of at least 1, got [0]"),
-        (["--group", "Q8"], "Q8"),
-        (
-            ["--backbone", "llama", "--heads", "3"],
-            "--heads must divide --d-model 16 into even widths, got 3",
-        ),
-        (["--window", "0"], "--window must be at least 1, got 0"),
-        (["--train-sweeps", "diagonal"], "argument --train-sweeps: invalid choice: 'diagonal'"),
-        (["--train-sweeps"], "--train-sweeps must name at least one of simultaneous, sequential, sliding"),
-        ([*MIXED, "--gradient", "unrolled"], "--gradient unrolled needs --train-sweeps simultaneous, got ['simult"),
-        ([*MONOID, "2"], "identity_probability must be from 0 to 1, got 2.0"),
-        (["--stepz", "5"], "unrecognized arguments: --stepz 5"),
+        (["--steps", "-5"], "--steps", "from 1 to"),
+        (["--steps", "99999999999999"], "--steps", "from 1 to"),
+        (["--lr", "-1"], "--lr", "a finite number above 0"),
+        (["--lr", "nan"], "--lr", "a finite number above 0"),
+        (["--clip", "0"], "--clip", "a finite number above 0"),
+        (["--eval-rtol", "-1"], "--eval-rtol", "a finite number above 0"),
+        (["--seed", "-1"], "--seed", "from 0 to"),
+        (["--device", "gpu7"], "--device", "one of cpu"),
+        (["--output", ""], "--output", "a folder"),
+        (["--eval-lengths"], "--eval-lengths", "at least one"),
+        (["--baselines", "0"], "--baselines", "from 1 to"),
+        (["--group", "Q8"], "Q8", "S3"),
+        (["--backbone", "llama", "--heads", "3"], "--heads", "--d-model 16"),
+        (["--train-sweeps", "diagonal"], "--train-sweeps", "sliding"),
+        ([*MIXED, "--gradient", "unrolled"], "--gradient unrolled", "--train-sweeps simultaneous"),
+        ([*MONOID, "2"], "--train-identity-probability", "from 0 to 1"),
+        (["--stepz", "5"], "--stepz", "--steps"),
     ],
     ids=str,
 )
-def test_bad_options_are_refused_before_anything_is_written(tmp_path, flags, message):
-    done = run(tmp_path / "out", *flags)
+def test_bad_options_name_the_option_and_the_remedy(flags, name, remedy, capsys):
+    with pytest.raises(SystemExit) as caught:
+        parse_options([*TINY, *flags])
+    printed = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert caught.value.code == 2
+    assert name in printed
+    assert remedy in printed
+
+
+def test_nothing_is_written_if_an_option_is_bad(tmp_path):
+    done = run(tmp_path / "out", "--clip", "-1")
     assert done.returncode == 2
-    assert message in done.stderr
+    assert "--clip must be a finite number above 0, got -1" in done.stderr
     assert not (tmp_path / "out").exists()
 
 
@@ -151,27 +165,31 @@ def test_bad_options_are_refused_before_anything_is_written(tmp_path, flags, mes
         (["--group", "Z4"], 1000, 16),
     ],
 )
-def test_a_recipe_is_the_groups_and_options_go_before_it(tmp_path, flags, steps, width):
-    options = runpy.run_path(str(SCRIPT))["parse"]([*flags, "--output", str(tmp_path)])
+def test_a_recipe_is_the_groups_and_options_go_before_it(flags, steps, width):
+    options = parse_options(flags)
     assert (options.steps, options.d_state) == (steps, width)
 
 
-def test_fresh_removes_nothing_but_a_run(tmp_path):
-    (tmp_path / "mine.txt").write_text("mine")
-    refused = run(tmp_path, "--steps", "2", "--fresh")
-    assert refused.returncode == 1
-    message = "holds files that are not a run's (no config.json): give another folder (--output, --fresh)"
-    assert message in refused.stderr
-    assert (tmp_path / "mine.txt").read_text() == "mine"
+def test_quick_is_the_implicit_model_alone():
+    options = parse_options(["--quick"])
+    assert (options.baselines, options.eval_lengths) == ((), (16, 32, 64))
+    assert options.folder == "runs/state_tracking_Z2_0_quick"
+    assert parse_options(["--quick", "--eval-lengths", "8"]).eval_lengths == (8,)
 
 
-def test_other_options_do_not_mix_with_an_earlier_run(tmp_path):
+def test_other_options_are_refused_until_fresh_removes_the_run(tmp_path):
     assert run(tmp_path, "--steps", "3", "--baselines").returncode == 0
+    (tmp_path / "thesis.txt").write_text("mine")
     other = run(tmp_path, "--steps", "4", "--baselines")
     assert other.returncode == 1
-    message = "holds a run with other options (steps: 3 -> 4): give another folder, or remove it (--output, --fresh)"
-    assert message in other.stderr
+    assert "(steps: 3 -> 4)" in other.stderr
+    assert "--fresh" in other.stderr
     assert run(tmp_path, "--steps", "4", "--baselines", "--fresh").returncode == 0
+    assert sorted(path.name for path in (tmp_path / "implicit").iterdir()) == [
+        "checkpoint-00000002",
+        "checkpoint-00000004",
+    ]
+    assert (tmp_path / "thesis.txt").read_text() == "mine"
 
 
 @pytest.mark.slow
