@@ -129,8 +129,8 @@ def make_model(options: Options, vocab_size: int, blocks: int, implicit: bool) -
     torch.manual_seed(options.seed)
     sizes = {name: getattr(options, name) for name in ("d_model", "d_state", "headdim", "expand")}
     config = dq.Mamba2Config(n_layers=blocks, **sizes)
-    solve = dq.SolveConfig() if implicit else None
-    return dq.LanguageModelSpec(vocab_size, config, solve, embedding_std=options.d_model**-0.5).build()
+    spec = dq.LanguageModelSpec(vocab_size, config, embedding_std=options.d_model**-0.5)
+    return (spec if implicit else spec.explicit()).build()
 
 
 def make_curriculum(options: Options) -> Curriculum:
@@ -138,8 +138,8 @@ def make_curriculum(options: Options) -> Curriculum:
     stop, eval_stop = (dq.Stop(rtol=options.rtol, max_steps=n) for n in (options.max_steps, options.eval_max_steps))
     unrolled = dq.SolveConfig(dq.Naive(), dq.Stop.exactly(options.unrolled_steps), dq.Unrolled())
     free = dq.SolveConfig(dq.Naive(), stop, dq.Phantom(options.phantom_steps, options.damping))
-    solved = dq.SolveConfig(dq.Relaxed(0.8), eval_stop)
-    return Curriculum((Phase("unrolled", options.free_from, unrolled, solved), Phase("free", 1.0, free, solved)))
+    evaluated = dq.SolveConfig(stop=eval_stop)
+    return Curriculum((Phase("unrolled", options.free_from, unrolled, evaluated), Phase("free", 1.0, free, evaluated)))
 
 
 def fit(
