@@ -1,17 +1,16 @@
-"""Does a model do what it should? Reports and checks."""
+"""Reports on a model: does it converge, contract and iterate, and are its gradients good?"""
 
 from deqseq.diagnostics.collapse import Collapse, Verdict, check_collapse
 from deqseq.diagnostics.duality import DualityReport, PairReport, SweepReport, check_duality
 from deqseq.diagnostics.effort import TokenEffort, token_effort
 from deqseq.diagnostics.figures import Drawable
-from deqseq.diagnostics.gradient_bias import Agreement, EstimatorBias, GradientBias, gradient_bias
+from deqseq.diagnostics.gradient_bias import EstimatorBias, GradientBias, gradient_bias
 from deqseq.diagnostics.jacobian import jacobian_regularisation
 from deqseq.diagnostics.report import Report, report
 from deqseq.diagnostics.residuals import ResidualTrace, residual_trace
 from deqseq.diagnostics.spectral import SpectralRadius, model_spectral_radius, spectral_radius
 
 __all__ = [
-    "Agreement",
     "Collapse",
     "Drawable",
     "DualityReport",

@@ -1,4 +1,4 @@
-"""What a loss and its backward pass cost: calls of the map, and what autograd keeps meanwhile."""
+"""What a loss and its backward pass cost: calls of the map, and the memory that autograd keeps in between."""
 
 import weakref
 from collections.abc import Callable, Iterator
@@ -11,15 +11,7 @@ from torch import Tensor, nn
 
 @contextmanager
 def counted_calls(module: nn.Module) -> Iterator[list[None]]:
-    """Within this context every call of a module leaves an entry in the list.
-
-    Example:
-        >>> layer = nn.Linear(2, 2)
-        >>> with counted_calls(layer) as calls:
-        ...     _ = layer(layer(torch.zeros(1, 2)))
-        >>> len(calls)
-        2
-    """
+    """Within this context every call of the module appends an entry to the list."""
     calls: list[None] = []
     handle = module.register_forward_pre_hook(lambda *_: calls.append(None))
     try:
@@ -30,18 +22,7 @@ def counted_calls(module: nn.Module) -> Iterator[list[None]]:
 
 @contextmanager
 def saved_for_backward(model: nn.Module) -> Iterator[Callable[[], int]]:
-    """Within this context a function tells how many bytes autograd keeps for a backward pass, each storage once.
-
-    Args:
-        model: whose parameters are left out: they are there anyway.
-
-    Example:
-        >>> x = torch.ones(4, requires_grad=True)
-        >>> with saved_for_backward(nn.Identity()) as count:
-        ...     y = x.exp()      # keeps its result: four numbers of four bytes
-        ...     count()
-        16
-    """
+    """A function that counts the bytes saved for the backward pass so far, without the model's own parameters."""
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     boxes: list[weakref.ref[_Box]] = []
 
@@ -60,20 +41,14 @@ def saved_for_backward(model: nn.Module) -> Iterator[Callable[[], int]]:
 
 
 class _Box:
-    """What autograd keeps in the place of a tensor."""
+    """What autograd saves in place of a tensor."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor.detach()  # with its graph it would keep itself alive
 
 
 def estimator_name(estimator: object) -> str:
-    """Its class with the numbers that make it, and the switches that are on.
-
-    Example:
-        >>> import deqseq as dq
-        >>> estimator_name(dq.Phantom(steps=4, damping=0.8)), estimator_name(dq.Unrolled(checkpoint=True))
-        ('Phantom(4, 0.8)', 'Unrolled(checkpoint)')
-    """
+    """The estimator's class with its numbers and the switches that are on: ``"Phantom(4, 0.8)"``."""
     if not is_dataclass(estimator):
         return type(estimator).__name__
     values = {field.name: getattr(estimator, field.name) for field in fields(estimator)}

@@ -3,19 +3,21 @@
 import math
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
+from typing import Unpack
 
 import torch
+from torch import Tensor
 
-from deqseq.backbones.base import RealTokens
+from deqseq.config import SolveConfig, SolveFields
+from deqseq.diagnostics.solved_model import eval_config, implicit_of
+from deqseq.diagnostics.tables import text_table
 from deqseq.models.causal_lm import CausalLM, Tokens
-from deqseq.models.implicit import ImplicitModel
+from deqseq.models.eval_mode import eval_mode
 from deqseq.models.output import ModelOutput
-from deqseq.solution import Status
-from deqseq.solvers.base import OutsideSolver, Solver
-from deqseq.stop import Stop
 from deqseq.sweeps import Chunked, Sequential, Simultaneous, Sliding, Sweep
+from deqseq.types import Mask
 
 SWEEPS: tuple[Sweep, ...] = (Simultaneous(), Chunked(8), Sliding(8), Sequential())
 
@@ -58,10 +60,10 @@ class PairReport:
 
 @dataclass(frozen=True)
 class DualityReport:
-    """What :func:`check_duality` found; printed, it is two tables.
+    """What :func:`check_duality` found; prints as two tables.
 
     Attributes:
-        sweeps: what each took.
+        sweeps: what each sweep took.
         pairs: how far any two agree.
     """
 
@@ -74,14 +76,13 @@ class DualityReport:
         return _largest(x for pair in self.pairs for x in (pair.state_difference, pair.cache_difference))
 
     def __str__(self) -> str:
-        lines = [f"{'sweep':24} {'converged':>9} {'evaluations':>11} {'token-updates':>13}"]
-        for one in self.sweeps:
-            lines.append(f"{one.sweep!s:24} {one.converged:9.1%} {one.evaluations:11} {one.token_updates:13}")
-        lines.append(f"\n{'between':46} {'states':>9} {'caches':>9} {'agreement':>9}")
+        costs = [(str(x.sweep), f"{x.converged:.1%}", str(x.evaluations), str(x.token_updates)) for x in self.sweeps]
+        differences = []
         for pair in self.pairs:
-            names = f"{pair.first} and {pair.second}"
-            lines.append(f"{names:46} {pair.state_difference:9.1e} {pair.cache_difference:9.1e} {pair.agreement:9.2%}")
-        return "\n".join(lines)
+            numbers = (f"{pair.state_difference:.1e}", f"{pair.cache_difference:.1e}", f"{pair.agreement:.2%}")
+            differences.append((f"{pair.first} and {pair.second}", *numbers))
+        first = text_table(("sweep", "converged", "evaluations", "token updates"), costs)
+        return f"{first}\n\n{text_table(('between', 'states', 'caches', 'agreement'), differences)}"
 
 
 @torch.no_grad()
@@ -89,80 +90,74 @@ def check_duality(
     model: CausalLM,
     ids: Tokens,
     *,
-    mask: RealTokens | None = None,
+    mask: Mask | None = None,
     sweeps: SequenceOf[Sweep] = SWEEPS,
-    solver: Solver | OutsideSolver | None = None,
-    stop: Stop | None = None,
+    solve: SolveConfig | None = None,
+    **fields: Unpack[SolveFields],
 ) -> DualityReport:
-    """Solve the same tokens with several sweeps, and compare states, predictions and caches.
+    """Solve the same tokens with several sweeps in eval mode, and compare states, predictions and caches.
 
-    The sweeps agree as far as the tolerance allows, where all of them converge and there is one fixed point to be
-    found. So look at ``converged`` first, and ask for a tight tolerance before you conclude that a model has several.
+    Where all sweeps converge and the map has one fixed point, they agree as far as the tolerance allows. Check
+    ``converged`` first, and take a tight tolerance, before you conclude that a model has several fixed points.
 
     Args:
-        model: a language model around an :class:`ImplicitModel`; its mode decides on dropout, so use ``eval()``.
+        model: a language model around an :class:`~deqseq.ImplicitModel`.
         ids: tokens, ``(batch, length)``.
-        mask: which of them are real, ``(batch, length)``; None: all.
+        mask: bool, True at real tokens, ``(batch, length)``. Default: no padding.
         sweeps: at least two.
-        solver: instead of the model's own.
-        stop: instead of the model's own.
+        solve: replaces the model's :class:`~deqseq.SolveConfig`; its sweep is not used.
+        **fields: fields of :class:`~deqseq.SolveConfig` to replace, except ``sweep``; ``gradient`` has no effect.
 
     Returns:
         The report.
 
     Raises:
-        TypeError: an explicit model.
-        ValueError: fewer than two sweeps.
+        TypeError: an explicit model, or ``sweep`` instead of ``sweeps``.
+        ValueError: ``ids`` is not a batch of tokens of the vocabulary, or there are fewer than two sweeps.
 
     Example:
         >>> import deqseq as dq
-        >>> lm = dq.CausalLM(10, dq.ImplicitModel(dq.Affine(16))).double().eval()
+        >>> lm = dq.CausalLM(10, dq.ImplicitModel(dq.Affine(16))).double()
         >>> report = check_duality(lm, torch.arange(10)[None], stop=dq.Stop(rtol=1e-10, max_steps=200))
         >>> report.worst < 1e-7, report.pairs[0].agreement
         (True, 1.0)
     """
-    if not isinstance(model.model, ImplicitModel):
-        raise TypeError("check_duality needs a CausalLM around an ImplicitModel: an explicit model has no sweeps")
+    implicit = implicit_of(model, ids, "check_duality")
+    if "sweep" in fields:
+        raise TypeError("check_duality compares several sweeps: give sweeps=(...), at least two, instead of sweep")
     if len(sweeps) < 2:
-        raise ValueError(f"check_duality needs at least two sweeps to compare, got {len(sweeps)}")
-    states: list[ModelOutput] = []
-    reports: list[SweepReport] = []
-    for sweep in sweeps:
+        raise ValueError(f"sweeps must be at least two, to be compared, got {len(sweeps)}")
+    config = eval_config(implicit, solve, fields)
+    with eval_mode(model):
         x = model.embedding(ids)
-        output = model.model(x, mask=mask, sweep=sweep, solver=solver, stop=stop, return_cache=True)
-        assert output.stats is not None and output.status is not None
-        converged = (output.status == Status.CONVERGED).float().mean().item()
-        updates = int(output.stats.updates.sum())
-        reports.append(SweepReport(sweep, converged, output.stats.evaluations, updates))
-        states.append(output)
-    real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask
-    pairs = [
-        _compare(model, real, sweeps[i], states[i], sweeps[j], states[j])
-        for i, j in combinations(range(len(sweeps)), 2)
-    ]
-    return DualityReport(tuple(reports), tuple(pairs))
+        outputs = [implicit(x, mask=mask, solve=replace(config, sweep=s), return_cache=True) for s in sweeps]
+    reports = tuple(_sweep_report(sweep, output) for sweep, output in zip(sweeps, outputs, strict=True))
+    mask = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask
+    pairs = []
+    for (first, one), (second, other) in combinations(zip(sweeps, outputs, strict=True), 2):
+        a, b = one.value[mask], other.value[mask]
+        predictions = [model.logits(states).argmax(dim=-1) for states in (a, b)]
+        agreement = (predictions[0] == predictions[1]).float().mean().item()
+        assert one.cache is not None and other.cache is not None
+        tensors = zip(one.cache.tensors(), other.cache.tensors(), strict=True)
+        caches = _largest(_distance(x.flatten(), y.flatten()) for x, y in tensors)
+        pairs.append(PairReport(first, second, _distance(a, b), agreement, caches))
+    return DualityReport(reports, tuple(pairs))
 
 
-def _compare(
-    model: CausalLM, real: RealTokens, first: Sweep, one: ModelOutput, second: Sweep, other: ModelOutput
-) -> PairReport:
-    """How far two solutions agree on the real tokens."""
-    a, b = one.value[real], other.value[real]
-    predictions = [model.logits(states).argmax(dim=-1) for states in (a, b)]
-    agreement = (predictions[0] == predictions[1]).float().mean().item()
-    assert one.cache is not None and other.cache is not None
-    caches = zip(one.cache.tensors(), other.cache.tensors(), strict=True)
-    between_caches = _largest(_distance(x.flatten(), y.flatten()) for x, y in caches)
-    return PairReport(first, second, _distance(a, b), agreement, between_caches)
+def _sweep_report(sweep: Sweep, output: ModelOutput) -> SweepReport:
+    assert output.stats is not None
+    converged, updates = output.converged.float().mean().item(), int(output.stats.updates.sum())
+    return SweepReport(sweep, converged, output.stats.evaluations, updates)
 
 
 def _largest(values: Iterable[float]) -> float:
-    """The largest; not a number if any of them is."""
+    """The largest; NaN if any of them is."""
     found = list(values)
     return math.nan if any(map(math.isnan, found)) else max(found)
 
 
-def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Largest distance of two vectors, relative to the larger of their norms."""
+def _distance(a: Tensor, b: Tensor) -> float:
+    """Largest distance between vectors, relative to the larger of their norms."""
     norm = torch.maximum(a.norm(dim=-1), b.norm(dim=-1)).clamp_min(torch.finfo(a.dtype).tiny)
     return ((a - b).norm(dim=-1) / norm).max().item()

@@ -1,4 +1,4 @@
-"""What the plots of all reports share. Matplotlib is asked for when one is drawn, not before."""
+"""What the figures of all reports share. Matplotlib is imported when one is drawn."""
 
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     import matplotlib.figure
 
 COLOURS = ("#31688e", "#d1495b", "#66a182", "#edae49", "#7b5ea7")
-"""Told apart by the colour-blind too."""
+"""Distinguishable by colour-blind readers too."""
 GREY = "#777777"
 
 
@@ -25,17 +25,13 @@ class Drawable(ABC):
 
     @abstractmethod
     def draw(self, axis: "matplotlib.axes.Axes") -> None:
-        """Draw on an axis.
-
-        Args:
-            axis: an empty one, of a figure of your own.
-        """
+        """Draw the report on an empty ``axis``."""
 
     def plot(self) -> "matplotlib.figure.Figure":
-        """The report as a figure, 7 by 3.2 inches; ``figure.savefig(path)`` writes it.
+        """The report as a figure, 7 by 3.2 inches; ``figure.savefig(path)`` saves it.
 
         Returns:
-            The figure, which no window shows.
+            A figure that is not shown in a window.
 
         Raises:
             ImportError: matplotlib is missing.
@@ -46,15 +42,7 @@ class Drawable(ABC):
 
 
 def new_figure(width: float, height: float) -> "matplotlib.figure.Figure":
-    """An empty figure that arranges its axes by itself.
-
-    Args:
-        width: in inches.
-        height: in inches.
-
-    Raises:
-        ImportError: matplotlib is missing; names the extra.
-    """
+    """An empty figure, sized in inches, that arranges its axes by itself."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -62,13 +50,23 @@ def new_figure(width: float, height: float) -> "matplotlib.figure.Figure":
     return Figure(figsize=(width, height), layout="constrained")
 
 
+def colour(index: int) -> str:
+    """A colour for a row or a line; they repeat."""
+    return COLOURS[index % len(COLOURS)]
+
+
 def row_label(row: int, rows: int) -> str:
-    """A row's name in the legend; where there are more rows than colours, none."""
+    """A row's name in the legend; hidden where there are more rows than colours."""
     return f"row {row}" if rows <= len(COLOURS) else f"_row {row}"
 
 
+def reference_line(axis: "matplotlib.axes.Axes", y: float, label: str | None = None) -> None:
+    """A dashed grey line at a height that the reader compares with."""
+    axis.axhline(y, color=GREY, linewidth=1, linestyle="--", label=label)
+
+
 def finish(axis: "matplotlib.axes.Axes", x: str, y: str, *, legend: bool = False) -> None:
-    """Name the axes, and lay a light grid."""
+    """Name the axes and draw a light grid."""
     axis.set_xlabel(x)
     axis.set_ylabel(y)
     axis.grid(alpha=0.25)

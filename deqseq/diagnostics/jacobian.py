@@ -1,6 +1,7 @@
 """The Jacobian of a map at its fixed point: products with it, and its size as a loss."""
 
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -14,21 +15,18 @@ from deqseq.types import FixedPointMap, State
 class Pullback:
     r"""Products :math:`J^\top v` with the Jacobian :math:`J = \partial f / \partial z` at a point, row by row.
 
-    The map is evaluated once. Reverse mode serves every map that can be trained; the eigenvalues of :math:`J^\top`, and
-    its Frobenius norm, are those of :math:`J`.
-
-    Args:
-        f: the map.
-        z: the point, ``(batch, *event)``; its history is cut.
-        differentiable: whether the products carry a graph to what ``f`` closes over.
+    The map is evaluated once. Reverse mode works for every map that can be trained, and :math:`J^\top` has the
+    eigenvalues and the Frobenius norm of :math:`J`. With ``differentiable``, products carry a graph to the parameters.
     """
 
-    def __init__(self, f: FixedPointMap, z: State, *, differentiable: bool = False) -> None:
+    def __init__(
+        self, f: FixedPointMap, z: State, args: Any = None, *, has_aux: bool = False, differentiable: bool = False
+    ) -> None:
         # only the plain form of attention has a second derivative
         attention = sdpa_kernel(SDPBackend.MATH) if differentiable else nullcontext()
         with torch.inference_mode(False), torch.enable_grad(), attention:
             self.z = z.detach().clone().requires_grad_()
-            self.fz = evaluate(f, self.z)
+            self.fz, self.aux = evaluate(f, self.z, args, has_aux=has_aux)
         self._differentiable = differentiable
 
     def __call__(self, v: State) -> State:
@@ -44,28 +42,28 @@ class Pullback:
 def jacobian_regularisation(
     f: FixedPointMap, z_star: State, *, samples: int = 1, generator: torch.Generator | None = None
 ) -> Float[Tensor, ""]:
-    r"""How large the Jacobian is at a fixed point, as a term of a training loss: it keeps the solve short.
+    r"""The size of the Jacobian at a fixed point, as a term of a training loss that keeps solves short.
 
     .. math:: \frac{1}{n} \lVert J \rVert_F^2 = \frac{1}{n}\, \mathbb{E}_{v \sim \mathcal{N}(0, I)}
               \lVert J^\top v \rVert^2, \qquad J = \frac{\partial f}{\partial z}(z^*),
 
-    with :math:`n` numbers in a row's state, averaged over the rows. The expectation is estimated without bias from a
-    few draws (Hutchinson). The gradient reaches whatever ``f`` closes over, by a second derivative of ``f``; that of
-    the point itself is left out, as in the paper. The squared radius of the spectrum is at most
-    :math:`\lVert J \rVert_F^2`. Fused kernels of Mamba2 have no second derivative: train with
-    ``Mamba2Config(backend="reference")``.
+    where :math:`n` is the number of elements of a row's state; the mean over the rows is returned. A few draws estimate
+    the expectation without bias (Hutchinson). The gradient reaches whatever ``f`` closes over, by a second derivative
+    of ``f``; the point itself gets none, as in the paper. :math:`\lVert J \rVert_F^2` bounds the squared spectral
+    radius. Fused kernels of Mamba2 have no second derivative: train with ``Mamba2Config(backend="reference")``.
 
     Args:
         f: the map.
         z_star: its fixed point, ``(batch, *event)``; its history is cut.
         samples: draws of :math:`v`, at least 1; each costs one backward pass through ``f``.
-        generator: of the draws; None: torch's own.
+        generator: of the draws. Default: torch's global generator.
 
     Returns:
         The estimate, a scalar with a graph where gradients are enabled.
 
     Raises:
-        TypeError, ValueError: a point that is none, or no samples.
+        TypeError: ``z_star`` is not a floating-point tensor.
+        ValueError: ``z_star`` is empty or not finite, or ``samples`` is below 1.
 
     References:
         Bai, Koltun and Kolter, Stabilizing Equilibrium Models by Jacobian Regularization, ICML 2021, arXiv
@@ -80,8 +78,7 @@ def jacobian_regularisation(
         0.13
     """
     check_point(z_star)
-    if not isinstance(samples, int) or isinstance(samples, bool) or samples < 1:
-        raise ValueError(f"samples must be an integer >= 1, got {samples!r}")
+    check_count("samples", samples)
     differentiable = torch.is_grad_enabled()
     value = squared_gain(Pullback(f, z_star, differentiable=differentiable), samples, generator).mean()
     return value if differentiable else value.detach()
@@ -96,18 +93,20 @@ def squared_gain(pullback: Pullback, samples: int, generator: torch.Generator | 
 
 
 def gaussian(like: State, generator: torch.Generator | None) -> State:
-    """Normal numbers of the shape, dtype and device of ``like``, drawn where the generator lives."""
+    """Normal numbers of the shape, dtype and device of ``like``, drawn on the generator's device."""
     device = like.device if generator is None else generator.device
     return torch.randn(like.shape, generator=generator, device=device).to(like)
 
 
 def check_point(z_star: Tensor) -> None:
-    """Refuse what is no point of a map.
-
-    Raises:
-        TypeError, ValueError: names what ``z_star`` is and what it should be.
-    """
+    """Raise an error unless ``z_star`` is a finite batch of points."""
     try:
         check_start(z_star)
     except (TypeError, ValueError) as error:
         raise type(error)(str(error).replace("z0", "z_star")) from None
+
+
+def check_count(name: str, value: object) -> None:
+    """Raise an error unless the argument is an integer of at least 1."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} must be an integer >= 1, got {value!r}")

@@ -17,13 +17,15 @@ def affine_model(own, before=None, **options):
     backbone = dq.Affine(8)
     backbone.A.data = own * torch.eye(8)
     backbone.R.data = torch.zeros(8, 8) if before is None else before
-    return dq.CausalLM(11, dq.ImplicitModel(backbone, stop=TIGHT, **options), embedding_std=1.0).double()
+    return dq.CausalLM(
+        11, dq.ImplicitModel(backbone, dq.SolveConfig(stop=TIGHT, **options)), embedding_std=1.0
+    ).double()
 
 
 def test_a_map_that_ignores_its_state_has_collapsed():
     report = check_collapse(affine_model(0.0), IDS)
     assert report.verdict is Verdict.COLLAPSED and report.collapsed.all()
-    assert torch.allclose(report.first_step, torch.ones(3).double())
+    assert torch.allclose(report.first_iteration, torch.ones(3).double())
     assert report.dependence.max() < 1e-12 and report.sensitivity.max() == 0
     assert report.agreement.tolist() == [1, 1, 1]
     assert str(report).endswith("verdict: collapsed")
@@ -32,7 +34,7 @@ def test_a_map_that_ignores_its_state_has_collapsed():
 @pytest.mark.parametrize("make", [contractive_mamba2, contractive_llama])
 def test_random_backbones_have_not(make):
     torch.manual_seed(1)
-    lm = dq.CausalLM(11, dq.ImplicitModel(make(), stop=TIGHT), embedding_std=1.0).double()
+    lm = dq.CausalLM(11, dq.ImplicitModel(make(), dq.SolveConfig(stop=TIGHT)), embedding_std=1.0).double()
     report = check_collapse(lm, IDS)
     assert not report.collapsed.any() and report.verdict is not Verdict.COLLAPSED
     assert report.dependence.min() > 0.05
@@ -42,13 +44,13 @@ def test_tokens_that_depend_on_those_before_iterate():
     mix = torch.linalg.qr(torch.randn(8, 8, generator=torch.Generator().manual_seed(3))).Q
     report = check_collapse(affine_model(0.0, mix), IDS)
     assert report.verdict is Verdict.ITERATES
-    assert report.first_step.max() < 0.6 and report.agreement.min() < 1
+    assert report.first_iteration.max() < 0.6 and report.agreement.min() < 1
 
 
 def test_the_numbers_of_a_scaled_identity():
     """f(z) = 0.4 z + u: the first step is 0.6 of the way, every direction shrinks by 0.4, and all predict alike."""
     report = check_collapse(affine_model(0.4), IDS, samples=50)
-    assert torch.allclose(report.first_step, torch.full((3,), 0.6).double(), atol=1e-8)
+    assert torch.allclose(report.first_iteration, torch.full((3,), 0.6).double(), atol=1e-8)
     assert torch.allclose(report.sensitivity, torch.full((3,), 0.4).double(), rtol=0.06)
     assert torch.allclose(report.dependence, torch.full((3,), 0.4 * 2**0.5).double(), rtol=0.06)
     assert report.agreement.tolist() == [1, 1, 1]
@@ -57,11 +59,10 @@ def test_the_numbers_of_a_scaled_identity():
 
 def test_thresholds_are_arguments():
     lm = affine_model(0.04)
-    strict = check_collapse(lm, IDS, share=0.99, limit=0.01)
-    loose = check_collapse(lm, IDS, share=0.9, limit=0.1)
+    strict, loose = (check_collapse(lm, IDS, limit=limit) for limit in (0.05, 0.06))
     assert strict.verdict is Verdict.PREDICTIONS_SETTLED and loose.verdict is Verdict.COLLAPSED
-    assert torch.equal(strict.first_step, loose.first_step)
-    assert check_collapse(lm, IDS, share=0.9, limit=0.01).verdict is Verdict.PREDICTIONS_SETTLED
+    assert torch.equal(strict.first_iteration, loose.first_iteration)
+    assert check_collapse(lm, IDS, limit=0.01).verdict is Verdict.PREDICTIONS_SETTLED
 
 
 def test_padding_has_no_say():
@@ -69,7 +70,7 @@ def test_padding_has_no_say():
     alone = check_collapse(lm, IDS[:, :3], samples=200)
     mask = torch.tensor([[False, False, False, True, True, True]] * 3)
     padded = check_collapse(lm, IDS[:, [5, 4, 3, 0, 1, 2]], mask=mask, samples=200)
-    assert torch.allclose(padded.first_step, alone.first_step, atol=1e-8)
+    assert torch.allclose(padded.first_iteration, alone.first_iteration, atol=1e-8)
     assert torch.equal(padded.agreement, alone.agreement)
     assert torch.allclose(padded.sensitivity, alone.sensitivity, rtol=0.05)
     assert torch.allclose(padded.dependence, alone.dependence, rtol=0.05)
@@ -82,9 +83,9 @@ def test_unsolved_rows_have_no_verdict():
     assert ignoring.verdict is Verdict.UNSOLVED and not ignoring.collapsed.any()
 
 
-def test_the_start_at_the_input_is_the_first_step():
+def test_the_start_at_the_input_is_the_first_iteration():
     zero, embedded = (check_collapse(affine_model(0.4, start=start), IDS) for start in ("zero", "input"))
-    assert not torch.allclose(zero.first_step, embedded.first_step)
+    assert not torch.allclose(zero.first_iteration, embedded.first_iteration)
 
 
 def test_draws_are_its_own():
@@ -97,10 +98,10 @@ def test_draws_are_its_own():
 
 def test_bad_arguments():
     lm = affine_model(0.4)
-    for name, value in (("samples", 0), ("share", 0.0), ("share", 1.5), ("agreed", -1.0), ("limit", float("nan"))):
+    for name, value in (("samples", 0), ("limit", 1.5), ("agreed", -1.0), ("limit", float("nan"))):
         with pytest.raises(ValueError, match=name):
             check_collapse(lm, IDS, **{name: value})
-    with pytest.raises(TypeError, match="check_collapse needs a CausalLM"):
+    with pytest.raises(TypeError, match="check_collapse: model must be a CausalLM around an ImplicitModel"):
         check_collapse(dq.CausalLM(11, dq.ExplicitModel(contractive_llama(injection=False))), IDS)
 
 
@@ -108,5 +109,5 @@ def test_drawn_with_thresholds():
     report = check_collapse(affine_model(0.4), IDS)
     axis = report.plot().axes[0]
     assert [bar.get_height() for bar in axis.patches] == pytest.approx(
-        [x.mean().item() for x in (report.first_step, report.dependence, report.sensitivity, report.agreement)]
+        [x.mean().item() for x in (report.first_iteration, report.dependence, report.sensitivity, report.agreement)]
     )

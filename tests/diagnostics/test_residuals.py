@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from problems import diverging, limit_cycle, row_affine, seeded
 from small_models import affine, contractive_llama, contractive_mamba2
 
 import deqseq as dq
 from deqseq.diagnostics import ResidualTrace, model_spectral_radius, residual_trace
+from deqseq.testing.problems import diverging, limit_cycle, row_affine, seeded
 
 TIGHT = dq.Stop(rtol=1e-11, max_steps=500)
 IDS = torch.randint(0, 11, (3, 6), generator=seeded(0))
@@ -14,7 +14,9 @@ IDS = torch.randint(0, 11, (3, 6), generator=seeded(0))
 
 def language_model(backbone, **options):
     torch.manual_seed(1)
-    return dq.CausalLM(11, dq.ImplicitModel(backbone, **{"stop": TIGHT, **options}), embedding_std=1.0).double()
+    return dq.CausalLM(
+        11, dq.ImplicitModel(backbone, dq.SolveConfig(**{"stop": TIGHT, **options})), embedding_std=1.0
+    ).double()
 
 
 def traced(f, z0, solver, stop):
@@ -31,10 +33,10 @@ def test_the_rate_is_that_of_the_damped_map(damping, check_every):
     expected = [abs(1 - damping + damping * gain) for gain in gains]
     assert trace.converged.all()
     for row, rate in enumerate(expected):
-        if trace.ended[row] >= 8 * check_every:
+        if trace.iterations[row] >= 8 * check_every:
             assert trace.rates[row].item() == pytest.approx(rate, rel=2e-3)
-    assert sum(trace.ended >= 8 * check_every) >= 2
-    assert (trace.evaluations.diff() == check_every).all()
+    assert sum(trace.iterations >= 8 * check_every) >= 2
+    assert (trace.checks.diff() == check_every).all()
 
 
 def test_limit_cycles_and_divergence():
@@ -49,7 +51,7 @@ def test_limit_cycles_and_divergence():
 
 def test_too_short_to_fit():
     trace = traced(lambda z: 0 * z + 1, torch.zeros(2, 1), dq.Naive(), dq.Stop())
-    assert trace.evaluations.tolist() == [1, 2]
+    assert trace.checks.tolist() == [1, 2]
     assert trace.rates.isnan().all()
     assert str(trace).splitlines()[1].split() == ["0", "2", "0.0e+00", "-", "yes"]
 
@@ -60,12 +62,12 @@ def test_a_model_against_the_iteration_written_out(make):
     trace = residual_trace(lm, IDS)
     with torch.no_grad():
         backbone = lm.model.backbone
-        injection = backbone.inject(lm.embedding(IDS))
+        inputs = backbone.prepare(lm.embedding(IDS))
         z = torch.zeros(3, 6, 8, dtype=torch.float64)
-        for look in range(4):
-            after = backbone(z, injection)[0]
+        for check in range(4):
+            after = backbone(z, inputs)[0]
             residual = ((after - z).norm(dim=-1) / after.norm(dim=-1)).amax(dim=1)
-            assert torch.allclose(trace.residual[look], residual, rtol=1e-9)
+            assert torch.allclose(trace.residual[check], residual, rtol=1e-9)
             z = after
     assert trace.rtol == 1e-6 and trace.converged.all()
 
@@ -100,11 +102,12 @@ def test_outside_solvers_keep_their_trace():
 
     lm = language_model(affine(), stop=dq.Stop(rtol=1e-6))
     trace = residual_trace(lm, IDS, solver=TorchDEQ("anderson"))
-    assert trace.converged.all() and len(trace.evaluations) == len(trace.residual)
+    assert trace.converged.all() and len(trace.checks) == len(trace.residual)
 
 
 def test_the_mode_stays_and_decides_nothing():
-    lm = language_model(contractive_mamba2(dropout=0.5), eval_stop=dq.Stop(rtol=1e-3)).train()
+    lm = language_model(contractive_mamba2(dropout=0.5)).train()
+    lm.model.eval_solve = dq.SolveConfig(stop=dq.Stop(rtol=1e-3))
     lm.model.backbone.layers[0].eval()
     before = [part.training for part in lm.modules()]
     first, again = residual_trace(lm, IDS), residual_trace(lm, IDS)
@@ -117,9 +120,9 @@ def test_bad_arguments():
     lm = language_model(affine())
     with pytest.raises(ValueError, match="solve with trace=True"):
         ResidualTrace.of(dq.solve(torch.cos, torch.zeros(1, 1), solver=dq.Naive(), stop=dq.Stop()), dq.Stop())
-    with pytest.raises(TypeError, match="residual_trace needs a CausalLM around an ImplicitModel, got one around"):
+    with pytest.raises(TypeError, match="model must be a CausalLM around an ImplicitModel"):
         residual_trace(dq.CausalLM(11, dq.ExplicitModel(contractive_llama(injection=False))), IDS)
-    with pytest.raises(ValueError, match=r"none of them 0, got torch.int64 \(0, 6\)"):
+    with pytest.raises(ValueError, match="ids must be int64"):
         residual_trace(lm, IDS[:0])
     with pytest.raises(ValueError, match=r'Stop.norm must be "max_token"'):
         residual_trace(lm, IDS, stop=dq.Stop(norm="frobenius"), per="token")

@@ -2,14 +2,13 @@
 
 import pytest
 import torch
-from problems import causal_chain, seeded, symmetric
 from small_models import affine, contractive_llama, contractive_mamba2, embedded
 from torchdeq.loss import jac_reg, power_method
 
 import deqseq as dq
-from deqseq.backbones import BackboneMap
 from deqseq.diagnostics import SpectralRadius, jacobian_regularisation, model_spectral_radius, spectral_radius
 from deqseq.diagnostics.arnoldi import ritz_values
+from deqseq.testing.problems import causal_chain, seeded, symmetric
 
 TIGHT = dq.Stop(rtol=1e-11, max_steps=500)
 BACKBONES = pytest.mark.parametrize(
@@ -20,7 +19,9 @@ IDS = torch.randint(0, 11, (2, 5), generator=seeded(0))
 
 def language_model(backbone, **options):
     torch.manual_seed(1)
-    return dq.CausalLM(11, dq.ImplicitModel(backbone, stop=TIGHT, **options), embedding_std=1.0).double()
+    return dq.CausalLM(
+        11, dq.ImplicitModel(backbone, dq.SolveConfig(stop=TIGHT, **options)), embedding_std=1.0
+    ).double()
 
 
 def rotation(angle, size):
@@ -31,7 +32,7 @@ def rotation(angle, size):
 def test_dense_matrices_of_each_row():
     W = torch.randn(4, 12, 12, generator=seeded(1), dtype=torch.float64)
     z = torch.randn(4, 3, 4, generator=seeded(2), dtype=torch.float64)
-    report = spectral_radius(lambda z: torch.einsum("bij,bj->bi", W, z.flatten(1)).reshape(z.shape), z, steps=50)
+    report = spectral_radius(lambda z: torch.einsum("bij,bj->bi", W, z.flatten(1)).reshape(z.shape), z, products=50)
     exact = torch.linalg.eigvals(W).abs().amax(dim=1)
     assert report.eigenvalues.shape == (4, 12)
     assert torch.allclose(report.radius, exact, rtol=1e-9)
@@ -42,16 +43,16 @@ def test_dense_matrices_of_each_row():
 def test_complex_pairs_among_many_smaller_eigenvalues(angle):
     others = torch.linspace(-0.6, 0.6, 58, dtype=torch.float64)
     matrix = torch.block_diag(rotation(angle, 0.9), symmetric(others))
-    report = spectral_radius(lambda z: z @ matrix.T, torch.zeros(3, 60, dtype=torch.float64), steps=32)
+    report = spectral_radius(lambda z: z @ matrix.T, torch.zeros(3, 60, dtype=torch.float64), products=32)
     assert torch.allclose(report.radius, torch.full((3,), 0.9, dtype=torch.float64), rtol=1e-5)
     assert (report.error < 1e-3).all()
 
 
-def test_too_few_steps_show_in_the_error():
+def test_too_few_products_show_in_the_error():
     matrix = symmetric(torch.linspace(-0.9, 0.9, 200, dtype=torch.float64))
     few, many = (
-        spectral_radius(lambda z: z @ matrix, torch.zeros(1, 200, dtype=torch.float64), steps=steps)
-        for steps in (3, 200)
+        spectral_radius(lambda z: z @ matrix, torch.zeros(1, 200, dtype=torch.float64), products=products)
+        for products in (3, 200)
     )
     assert 0.9 - few.radius.item() > 0.01
     assert few.error.item() > 0.01
@@ -83,33 +84,57 @@ def test_damping_acts_on_the_eigenvalues():
 
 
 def test_what_tokens_hand_on_is_no_eigenvalue():
-    """Each token's block is 0.3; the whole sequence seen in a few steps looks larger, and says that it may be off."""
+    """Each token's block is 0.3; the whole sequence seen in a few products looks larger, with an error that says so."""
     chain = causal_chain(length=12, own=0.3)
     z = chain.fixed_point()
     tokens = spectral_radius(chain, z, per="token")
     assert torch.allclose(tokens.radius, torch.full((2, 12), 0.3, dtype=torch.float64), rtol=1e-9)
-    whole = spectral_radius(chain, z, per="sample", steps=6)
+    whole = spectral_radius(chain, z, per="sample", products=6)
     assert (whole.radius > 0.6).all()
     assert (whole.error > 0.01).all()
 
 
 @BACKBONES
 def test_token_blocks_against_the_dense_jacobian(make):
-    backbone, x = make(), embedded(length=5)
+    lm = language_model(make())
+    backbone, x = lm.model.backbone, lm.embedding(IDS).detach()
     with torch.no_grad():
-        f = BackboneMap(backbone, backbone.inject(x))
-        z = dq.solve(f, torch.zeros_like(x), solver=dq.Relaxed(), stop=TIGHT).value
-    taken_apart = spectral_radius(f, z, per="token")
-    as_any_map = spectral_radius(lambda z: f(z), z, per="token")
-    assert torch.allclose(taken_apart.radius, as_any_map.radius, rtol=1e-8)
+        z = lm.model(x).value
+    by_cache = model_spectral_radius(lm, IDS)
+    as_any_map = spectral_radius(lambda z: backbone(z, backbone.prepare(x))[0], z, per="token")
+    assert torch.allclose(by_cache.radius, as_any_map.radius, rtol=1e-8)
     for row in range(2):
-        alone = f.select(torch.tensor([row]))
-        dense = torch.autograd.functional.jacobian(alone, z[row : row + 1])[0, :, :, 0].reshape(40, 40)
+        inputs = backbone.prepare(x[row : row + 1])
+        dense = torch.autograd.functional.jacobian(lambda z, inputs=inputs: backbone(z, inputs)[0], z[row : row + 1])
+        dense = dense[0, :, :, 0].reshape(40, 40)
         blocks = torch.stack([dense[8 * t : 8 * t + 8, 8 * t : 8 * t + 8] for t in range(5)])
         exact = torch.linalg.eigvals(blocks).abs().amax(dim=1)
-        assert torch.allclose(taken_apart.radius[row], exact, rtol=1e-6)
+        assert torch.allclose(by_cache.radius[row], exact, rtol=1e-6)
         whole = torch.linalg.eigvals(dense).abs().max().item()
-        assert taken_apart.per_row[row].item() == pytest.approx(whole, rel=1e-3)
+        assert by_cache.per_row[row].item() == pytest.approx(whole, rel=1e-3)
+
+
+def test_a_backbone_without_a_cache():
+    """Each token is then differentiated over the whole sequence: the same numbers for more work."""
+
+    class Uncached(dq.Backbone):
+        d_model = 8
+
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def prepare(self, x, cache=None, mask=None):
+            return self.inner.prepare(x, cache, mask)
+
+        def forward(self, z, inputs, cache=None, *, need_aux=False):
+            return self.inner(z, inputs, cache)
+
+    mask = torch.tensor([[False, False, True, True, True]] * 2)
+    with_cache, without = (language_model(make) for make in (affine(), Uncached(affine())))
+    expected = model_spectral_radius(with_cache, IDS, mask=mask).radius
+    found = model_spectral_radius(without, IDS, mask=mask).radius
+    assert torch.allclose(found, expected, rtol=1e-9, equal_nan=True)
 
 
 @BACKBONES
@@ -164,15 +189,15 @@ def test_inference_mode_and_half_precision():
 
 def test_bad_arguments():
     z = torch.zeros(1, 2)
-    with pytest.raises(ValueError, match="steps must be an integer >= 1, got 0"):
-        spectral_radius(lambda z: z, z, steps=0)
-    with pytest.raises(ValueError, match=r"needs z_star of shape \(batch, length, dim\), got \(1, 2\)"):
+    with pytest.raises(ValueError, match="products must be an integer >= 1"):
+        spectral_radius(lambda z: z, z, products=0)
+    with pytest.raises(ValueError, match=r"needs z_star of shape \(batch, length, dim\)"):
         spectral_radius(lambda z: z, z, per="token")
     with pytest.raises(ValueError, match="z_star must have at least one row"):
         spectral_radius(lambda z: z, torch.zeros(0, 2))
-    with pytest.raises(ValueError, match="samples must be an integer >= 1, got 0"):
+    with pytest.raises(ValueError, match="samples must be an integer >= 1"):
         jacobian_regularisation(lambda z: z, z, samples=0)
-    with pytest.raises(TypeError, match="CausalLM around an ImplicitModel, got one around an ExplicitModel"):
+    with pytest.raises(TypeError, match="model must be a CausalLM around an ImplicitModel"):
         model_spectral_radius(dq.CausalLM(11, dq.ExplicitModel(contractive_llama(injection=False))), IDS)
     with pytest.raises(ValueError, match="ids must be int64"):
         model_spectral_radius(language_model(affine()), IDS[:0])
@@ -191,7 +216,7 @@ def test_random_vectors_are_its_own():
     lm = language_model(affine())
     torch.manual_seed(3)
     before = torch.get_rng_state()
-    first, again, other = (model_spectral_radius(lm, IDS, steps=2, seed=seed) for seed in (0, 0, 1))
+    first, again, other = (model_spectral_radius(lm, IDS, products=2, seed=seed) for seed in (0, 0, 1))
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.equal(first.eigenvalues, again.eigenvalues)
     assert not torch.equal(first.eigenvalues, other.eigenvalues)
@@ -245,8 +270,8 @@ def test_regularisation_reaches_the_parameters_of_a_backbone(make):
     def penalty(distance):
         for p, direction in zip(parameters, directions, strict=True):
             p.data += distance * direction
-        f = BackboneMap(backbone, backbone.inject(x))
-        value = jacobian_regularisation(f, z, generator=seeded(0))
+        inputs = backbone.prepare(x)
+        value = jacobian_regularisation(lambda z: backbone(z, inputs)[0], z, generator=seeded(0))
         for p, direction in zip(parameters, directions, strict=True):
             p.data -= distance * direction
         return value

@@ -1,4 +1,4 @@
-"""Self-iterations of each token, where the front's speed is known exactly."""
+"""Iterations of each token, for a map along which information moves one token per iteration."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ def shift_model() -> dq.CausalLM:
     backbone = dq.Affine(4)
     backbone.A.data.zero_()
     backbone.R.data = torch.eye(4)
-    return dq.CausalLM(11, dq.ImplicitModel(backbone, solver=dq.Naive()), embedding_std=1.0).double()
+    return dq.CausalLM(11, dq.ImplicitModel(backbone, dq.SolveConfig(solver=dq.Naive())), embedding_std=1.0).double()
 
 
 def random_model(backbone) -> dq.CausalLM:
@@ -34,9 +34,9 @@ def random_model(backbone) -> dq.CausalLM:
     ],
     ids=str,
 )
-def test_a_front_that_moves_one_token_a_self_iteration(sweep, steps):
+def test_a_token_is_done_one_iteration_after_the_one_before(sweep, steps):
     report = token_effort(shift_model(), IDS, sweep=sweep)
-    assert report.steps.tolist() == [steps, steps]
+    assert report.iterations.tolist() == [steps, steps]
     assert report.converged.all()
     assert report.most == max(steps)
     assert report.mean == pytest.approx(sum(steps) / 6)
@@ -56,29 +56,29 @@ def test_tokens_solved_together_pass_for_good(make):
     passed = output.stats.trace <= 1e-4
     for row in range(2):
         for token in range(6):
-            history = passed[: report.steps[row].max(), row, token].tolist()
+            history = passed[: report.iterations[row].max(), row, token].tolist()
             first = max(i + 1 for i, ok in enumerate([False, *history[:-1]]) if not ok)
-            assert report.steps[row, token] == first
+            assert report.iterations[row, token] == first
 
 
 def test_padding_is_left_out():
     mask = torch.tensor([[False, False, True, True, True, True], [True] * 6])
     for sweep in (dq.Simultaneous(), dq.Sliding(3)):
         report = token_effort(random_model(contractive_mamba2()), IDS, mask=mask, sweep=sweep)
-        assert torch.equal(report.real, mask)
-        real = [report.steps[0, t].item() for t in range(2, 6)] + report.steps[1].tolist()
+        assert torch.equal(report.mask, mask)
+        real = [report.iterations[0, t].item() for t in range(2, 6)] + report.iterations[1].tolist()
         assert report.mean == pytest.approx(sum(real) / 10)
         assert report.most == max(real)
     alone = token_effort(random_model(contractive_mamba2()), IDS[:1, 2:])
     both = token_effort(random_model(contractive_mamba2()), IDS, mask=mask)
-    assert both.steps[0, 2:].tolist() == alone.steps[0].tolist()
+    assert both.iterations[0, 2:].tolist() == alone.iterations[0].tolist()
 
 
 def test_text_has_the_numbers_under_the_tokens():
     report = token_effort(shift_model(), IDS, decode=lambda i: f"w{i}" if i != IDS[0, 0] else "\n$")
     lines = str(report).splitlines()
-    assert lines[0] == "Simultaneous(): 4.5 self-iterations a token, at most 7"
-    assert lines[1] == "84 token-updates, 100% of rows converged"
+    assert lines[0] == "Simultaneous(): 4.5 iterations per token, at most 7"
+    assert lines[1] == "84 token updates, 100% of rows converged"
     assert lines[2] == "row 0"
     assert lines[3].split()[0] == "\\n$"
     assert lines[4].split() == ["2", "3", "4", "5", "6", "7"]
@@ -103,9 +103,9 @@ def test_drawn_as_a_map_with_labels():
 
 
 def test_bad_arguments():
-    with pytest.raises(TypeError, match="token_effort needs a CausalLM around an ImplicitModel"):
+    with pytest.raises(TypeError, match="model must be a CausalLM around an ImplicitModel"):
         token_effort(dq.CausalLM(11, dq.ExplicitModel(contractive_llama(injection=False))), IDS)
-    with pytest.raises(ValueError, match=r"ids must lie in 0..10, got 0..11"):
+    with pytest.raises(ValueError, match=r"ids must lie in 0\.\.10"):
         token_effort(shift_model(), torch.tensor([[0, 11]]))
     with pytest.raises(ValueError, match=r'Stop.norm must be "max_token"'):
         token_effort(shift_model(), IDS, stop=dq.Stop(norm="frobenius"))

@@ -25,7 +25,7 @@ MASK = torch.arange(20) < torch.tensor([20, 7, 13])[:, None]
 @pytest.fixture(params=[contractive_mamba2, contractive_llama], ids=["Mamba2", "Llama"])
 def lm(request):
     torch.manual_seed(1)
-    return dq.CausalLM(11, dq.ImplicitModel(request.param(), stop=TIGHT), embedding_std=1.0).double().eval()
+    return dq.CausalLM(11, dq.ImplicitModel(request.param(), dq.SolveConfig(stop=TIGHT)), embedding_std=1.0).double()
 
 
 @pytest.mark.parametrize("mask", [None, MASK, MASK.flip(1)], ids=["no padding", "right padding", "left padding"])
@@ -48,7 +48,17 @@ def test_disagreement_is_reported(lm):
 
 
 def test_explicit_models_and_single_sweeps_are_refused(lm):
-    with pytest.raises(TypeError, match="an explicit model has no sweeps"):
+    with pytest.raises(TypeError, match="model must be a CausalLM around an ImplicitModel"):
         check_duality(dq.CausalLM(11, dq.ExplicitModel(contractive_llama(injection=False))), IDS)
-    with pytest.raises(ValueError, match="at least two sweeps to compare, got 1"):
+    with pytest.raises(ValueError, match="sweeps must be at least two"):
         check_duality(lm, IDS, sweeps=SWEEPS[:1])
+    with pytest.raises(TypeError, match=r"give sweeps=\(...\)"):
+        check_duality(lm, IDS, sweep=dq.Sequential())
+
+
+def test_dropout_of_a_model_in_training_makes_no_difference():
+    lm = dq.CausalLM(11, dq.ImplicitModel(contractive_llama(dropout=0.5), dq.SolveConfig(stop=TIGHT))).double().train()
+    lm.model.backbone.layers[0].eval()
+    modes = [part.training for part in lm.modules()]
+    assert check_duality(lm, IDS, sweeps=SWEEPS[:4]).worst < 1e-7
+    assert [part.training for part in lm.modules()] == modes

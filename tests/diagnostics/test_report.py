@@ -1,4 +1,4 @@
-"""All diagnostics at once: what they say, and that nobody notices them."""
+"""All diagnostics at once: what they print, and that the model is left as it was."""
 
 import copy
 import subprocess
@@ -17,7 +17,7 @@ MASK = torch.arange(6) < torch.tensor([6, 4, 2])[:, None]
 
 def language_model(backbone, **options):
     torch.manual_seed(1)
-    return dq.CausalLM(11, dq.ImplicitModel(backbone, **options), embedding_std=1.0).double()
+    return dq.CausalLM(11, dq.ImplicitModel(backbone, dq.SolveConfig(**options)), embedding_std=1.0).double()
 
 
 @pytest.mark.parametrize("make", [contractive_mamba2, contractive_llama, affine], ids=["Mamba2", "Llama", "Affine"])
@@ -27,9 +27,9 @@ def test_every_backbone_with_and_without_padding(make, mask, tmp_path):
     found = report(lm, IDS, mask=mask, path=tmp_path / "all.png")
     assert found.trace.converged.all() and found.spectral.at_fixed_point.all()
     assert 0 < found.spectral.per_row.max() < 1
-    assert found.bias.adjoint_converged
+    assert found.bias.is_exact
     assert found.collapse.verdict.value in str(found)
-    titles = ("Residuals\n-", "Self-iterations of each", "Spectral radius", "Gradient estimators", "Does it iterate")
+    titles = ("Residuals\n-", "Iterations of each", "Spectral radius", "Gradient estimators", "Does it iterate")
     assert all(title in str(found) for title in titles)
     assert "nan" not in str(found) and max(map(len, str(found).splitlines())) <= 88
     assert (tmp_path / "all.png").read_bytes()[:4] == b"\x89PNG"
@@ -77,8 +77,8 @@ def test_targets_solver_and_sweep_are_handed_on():
     found = report(lm, IDS, targets=targets, solver=dq.Anderson(), stop=stop, sweep=dq.Sequential())
     other = report(lm, IDS, stop=stop)
     assert found.trace.rtol == 1e-6 and found.effort.sweep == dq.Sequential()
-    assert found.trace.ended.max() < other.trace.ended.max()
-    assert found.bias.estimators[0].overall != other.bias.estimators[0].overall
+    assert found.trace.iterations.max() < other.trace.iterations.max()
+    assert found.bias.estimators[0].cosine != other.bias.estimators[0].cosine
 
 
 def test_unsolved_models_are_called_so():
@@ -88,7 +88,7 @@ def test_unsolved_models_are_called_so():
 
 
 def test_explicit_models_and_empty_batches_are_refused():
-    with pytest.raises(TypeError, match="report needs a CausalLM around an ImplicitModel"):
+    with pytest.raises(TypeError, match="model must be a CausalLM around an ImplicitModel"):
         report(dq.CausalLM(11, dq.ExplicitModel(contractive_llama(injection=False))), IDS)
     with pytest.raises(ValueError, match="ids must be int64"):
         report(language_model(affine()), IDS[:, :0])
