@@ -1,4 +1,4 @@
-"""Properties of the loop: against a plain one-row reference, in any company, and token by token."""
+"""Properties of the loop: against a plain one-row reference, in any batch, and token by token."""
 
 import math
 from dataclasses import replace
@@ -108,7 +108,7 @@ def test_every_row_follows_the_rules_to_the_last_bit(problem, stop, solver):
 
 @settings(PROPERTY, max_examples=60)
 @given(problem=maps(), stop=stops(), solver=SOLVERS, data=st.data())
-def test_a_row_is_the_same_in_any_company(problem, stop, solver, data):
+def test_a_row_is_the_same_in_any_batch(problem, stop, solver, data):
     """Any choice of the rows, in any order, some of them twice; the traces agree while both solves run."""
     f, z0 = problem
     together = solve_both_ways(f, z0, solver, stop)
