@@ -85,7 +85,7 @@ class SpectralRadius(Drawable):
             for row, radius in enumerate(self.radius.tolist()):
                 style = {"color": colour(row), "linestyle": "-" if solved[row] else ":", "linewidth": 1}
                 axis.plot(radius, marker=".", label=row_label(row, len(solved)), **style)
-            reference_line(axis, 1, "expands above")
+            reference_line(axis, 1.0, "expands above")
             axis.set_ylim(bottom=0)
             finish(axis, "token", "spectral radius", legend=True)
             return

@@ -112,7 +112,7 @@ def test_nothing_is_left_behind():
     state = torch.get_rng_state()
     first, again = (gradient_bias(lm, IDS, estimators=[dq.OneStep()]) for _ in range(2))
     assert first.estimators == again.estimators
-    assert lm.model.gradient == dq.OneStep() and lm.training and lm.model.backbone.layers[0].training
+    assert lm.model.solve.gradient == dq.OneStep() and lm.training and lm.model.backbone.layers[0].training
     assert all(p.grad is None for p in lm.parameters())
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(before[name], value) for name, value in lm.state_dict().items())
@@ -124,7 +124,7 @@ def test_nothing_is_left_behind():
 
     with pytest.raises(ArithmeticError):
         gradient_bias(lm, IDS, estimators=[Broken()])
-    assert lm.model.gradient == dq.OneStep() and lm.training and not lm.model.backbone._forward_pre_hooks
+    assert lm.model.solve.gradient == dq.OneStep() and lm.training and not lm.model.backbone._forward_pre_hooks
 
 
 def test_it_works_under_no_grad_and_with_frozen_parameters():
