@@ -74,7 +74,17 @@ class Affine(Backbone[AffineCache]):
         tokens: int,
         counts: Int64[Tensor, " batch"] | None = None,
     ) -> AffineCache:
-        """As in the base class; ``aux``: the state before each token and the last, ``(batch, tokens + 1, d_model)``."""
+        """The state of the last committed token.
+
+        Args:
+            cache: the cache of that evaluation; not needed here.
+            aux: the state before each token, and the last one, ``(batch, tokens + 1, d_model)``.
+            tokens: how many tokens to commit.
+            counts: how many of them are real, per row, ``(batch,)``. Default: all.
+
+        Returns:
+            The cache after these tokens.
+        """
         last = torch.full((len(aux),), tokens, device=aux.device) if counts is None else counts
         return AffineCache(aux.detach()[torch.arange(len(aux), device=aux.device), last])
 
