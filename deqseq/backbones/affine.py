@@ -78,7 +78,7 @@ class Affine(Backbone[AffineCache]):
 
         Args:
             cache: the cache of that evaluation; not needed here.
-            aux: the state before each token, and the last one, ``(batch, tokens + 1, d_model)``.
+            aux: the states before and at each token, ``(batch, known, d_model)``; one more than there are tokens.
             tokens: how many tokens to commit.
             counts: how many of them are real, per row, ``(batch,)``. Default: all.
 
