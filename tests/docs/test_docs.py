@@ -14,6 +14,7 @@ def python_of(page: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", page.read_text(), flags=re.MULTILINE | re.DOTALL)
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("page", [page for page in PAGES if python_of(page)], ids=lambda page: page.name)
 def test_the_code_runs_in_order(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

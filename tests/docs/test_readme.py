@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
@@ -14,6 +15,7 @@ def fences(language: str) -> list[str]:
     return [text for kind, text in found if kind == language]
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_the_code_runs_in_order(capsys):
     torch.manual_seed(0)
     names: dict = {}

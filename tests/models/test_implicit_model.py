@@ -16,6 +16,7 @@ OTHER_SWEEPS = (dq.Chunked(3), dq.Sequential(), dq.Sliding(3), dq.Sliding(8))
 SWEEPS = pytest.mark.parametrize("sweep", [dq.Simultaneous(), *OTHER_SWEEPS], ids=str)
 
 
+@pytest.mark.usefixtures("unchecked")
 class TestSweeps:
     @SWEEPS
     def test_the_affine_model_finds_the_known_answer(self, sweep):
@@ -49,7 +50,7 @@ class TestSweeps:
         model = dq.ImplicitModel(make(), TIGHT)
         gradients = []
         towards = torch.randn(2, 7, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-        for sweep in (dq.Simultaneous(), *OTHER_SWEEPS):
+        for sweep in (dq.Simultaneous(), dq.Sequential(), dq.Sliding(3)):
             model.zero_grad()
             (model(embedded(), sweep=sweep, gradient=gradient).value * towards).sum().backward()
             gradients.append([p.grad.clone() for p in model.parameters()])
