@@ -1,6 +1,7 @@
 """A linear backbone whose fixed point is known in closed form."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int64
@@ -70,7 +71,7 @@ class Affine(Backbone[AffineCache]):
     def advance(
         self,
         cache: AffineCache | None,
-        aux: Float[Tensor, "batch known d_model"],
+        aux: Any,
         tokens: int,
         counts: Int64[Tensor, " batch"] | None = None,
     ) -> AffineCache:
