@@ -170,8 +170,7 @@ def evaluate(label: str, lm: dq.CausalLM, options: Options) -> list[dict]:
     if isinstance(lm.model, dq.ImplicitModel):
         sweeps = {name: make_sweep(name, options) for name in get_args(SweepName)}
     cases, task = [*itertools.product(sweeps, options.eval_lengths)], make_task(options)
-    rows: list[dict] = []
-    progress = Progress(f"evaluate {label}", len(cases))
+    rows, progress = [], Progress(f"evaluate {label}", len(cases))
     lm.eval()
     for name, length in cases:
         # iterations of all tokens together grow with the length: give the longest fewer sequences
@@ -209,8 +208,7 @@ def solve_numbers(output: dq.CausalLMOutput) -> dict[str, Any]:
 @torch.no_grad()
 def accuracy_by_budget(lm: dq.CausalLM, options: Options) -> list[dict]:
     """Accuracy after a given number of iterations, at the longest trained length and at four times that."""
-    rows, task, device = [], make_task(options), lm.embedding.weight.device
-    lm.eval()
+    rows, task, device = [], make_task(options), lm.eval().embedding.weight.device
     for length in (options.longest, 4 * options.longest):
         batch = with_start(task.fixed(64, length, seed=2000 + length, device=device), options, task.vocab_size)
         for budget in (1, 2, 4, 8, 16, 32, 64, 128, 256):

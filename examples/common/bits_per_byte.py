@@ -53,7 +53,7 @@ def rows_in_order(stream: Stream, length: int) -> Rows:
 
     Example:
         >>> from common.tokenizer import load_tokenizer
-        >>> from common.tokens import Stream
+        >>> from common.tokens import encode
         >>> rows = rows_in_order(encode(["To be", "or not"], load_tokenizer("bytes")), length=5)
         >>> rows.inputs.shape, rows.text_bytes.tolist()
         (torch.Size([3, 5]), [5, 4, 2])

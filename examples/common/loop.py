@@ -1,6 +1,5 @@
 """One training loop, on accelerate: phases, accumulation, mixed precision, several processes, checkpoints."""
 
-import itertools
 import logging
 import math
 import time
@@ -17,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 import deqseq as dq
 from common.checkpoints import newest, resume, save
+from common.processes import whole
 from deqseq.training import Curriculum, NonFiniteLoss, Phase, check_finite
 
 log = logging.getLogger("examples")
@@ -146,7 +146,7 @@ def train(
         curriculum.at(run.progress).apply(prepared)  # a finished run is evaluated as it was trained
         last, saved = min(settings.steps, until or settings.steps), run.step
         prepared.train()
-        while run.step < last and (drawn := list(itertools.islice(_iterate(batches), settings.accumulate))):
+        while run.step < last and len(drawn := run.draw()) == settings.accumulate:
             update = run.update(drawn)
             if run.step % settings.checkpoint_every == 0 or run.step == last:
                 run.save(folder)
@@ -159,11 +159,6 @@ def train(
         raise
     finally:
         accelerator.unwrap_model(prepared, keep_fp32_wrapper=False)  # evaluation chooses its precision itself
-
-
-def _iterate(batches: Batches) -> Iterator[Any]:
-    while (batch := next(batches, None)) is not None:  # type: ignore[call-overload]
-        yield batch
 
 
 def _call(model: nn.Module, batch: Any, phase: Phase, step: int) -> dq.CausalLMOutput:
@@ -189,25 +184,26 @@ class _Run:
         amounts = {"fraction": self.step / self.settings.steps, "steps": self.step, "tokens": self.tokens}
         return amounts[self.curriculum.unit]
 
+    def draw(self) -> list[Any]:
+        """The batches of an update; fewer at the end."""
+        drawn = [next(self.batches, None) for _ in range(self.settings.accumulate)]  # type: ignore[call-overload]
+        return [batch for batch in drawn if batch is not None]
+
     def save(self, folder: Path) -> None:
         weights = nn.utils.get_total_norm([parameter.detach() for parameter in self.model.parameters()])
-        check_finite(_whole(weights), step=self.step, quantity="norm of the weights")
-        extra = {
-            "tokens": self.tokens,
-            "phase": self.curriculum.record(self.progress),
-            "scheduler": self.scheduler.state_dict(),
-            "batches": self.batches.state_dict(),
-        }
+        check_finite(whole(weights), step=self.step, quantity="norm of the weights")
+        extra = {"tokens": self.tokens, "phase": self.curriculum.record(self.progress)}
+        extra |= {"scheduler": self.scheduler.state_dict(), "batches": self.batches.state_dict()}
         save(self.accelerator, folder, self.step, extra, self.settings.keep)
 
     def resume(self, folder: Path, origin: Path | None) -> None:
         extra = resume(self.accelerator, folder)
         if extra is not None:
             self.curriculum.resumed(extra["phase"])
-        elif origin is not None and (extra := resume(self.accelerator, origin)) is None:
-            raise FileNotFoundError(f"origin must hold a checkpoint, there is none in {origin}")
-        if extra is None:
+        elif origin is None:
             return
+        elif (extra := resume(self.accelerator, origin)) is None:
+            raise FileNotFoundError(f"origin must hold a checkpoint, there is none in {origin}")
         self.scheduler.load_state_dict(extra["scheduler"])
         self.batches.load_state_dict(extra["batches"])
         self.step, self.tokens = extra["step"], extra["tokens"]
@@ -224,7 +220,6 @@ class _Run:
             with accelerator.accumulate(self.model):
                 with accelerator.autocast():
                     output = self.call(self.model, batch, phase, self.step)
-                assert output.loss is not None
                 accelerator.backward(output.loss)
             sums += _numbers(output)
             self.tokens += batch.inputs.numel() * world
@@ -235,7 +230,7 @@ class _Run:
         check_finite(loss, **where)
         check_finite(math.inf if diverged == 1 else 0.0, quantity="residual of every row", **where)
         norm = accelerator.clip_grad_norm_(self.model.parameters(), self.settings.clip)
-        norm = check_finite(_whole(norm), quantity="gradient norm", **where)
+        norm = check_finite(whole(norm), quantity="gradient norm", **where)
         lr = float(self.scheduler.get_last_lr()[0])
         self.optimizer.step()
         self.scheduler.step()
@@ -252,9 +247,3 @@ def _numbers(output: dq.CausalLMOutput) -> Tensor:
         ends = (output.status == status for status in (dq.Status.CONVERGED, dq.Status.DIVERGED))
         solves = (output.stats.iterations.double().mean().item(), *(end.double().mean().item() for end in ends))
     return torch.tensor((output.loss.item(), *solves), dtype=torch.float64)
-
-
-def _whole(norm: Tensor | None) -> Tensor:
-    """A norm over sharded parameters as one number of every process."""
-    assert norm is not None
-    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # type: ignore[operator]

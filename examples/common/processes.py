@@ -2,7 +2,9 @@
 
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 
 
 def make_accelerator(device: str = "cpu", *, bfloat16: bool = False, fsdp: bool = False) -> Accelerator:
@@ -30,3 +32,8 @@ def make_accelerator(device: str = "cpu", *, bfloat16: bool = False, fsdp: bool 
         PartialState().distributed_type = accelerator.state.distributed_type = DistributedType.FSDP
         accelerator.state.fsdp_plugin = plugin
     return accelerator
+
+
+def whole(tensor: Tensor | None) -> Tensor | None:
+    """A tensor that is sharded over the processes, as a whole in each of them; every process must call this."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
