@@ -62,3 +62,10 @@ def test_dropout_of_a_model_in_training_makes_no_difference():
     modes = [part.training for part in lm.modules()]
     assert check_duality(lm, IDS, sweeps=SWEEPS[:4]).worst < 1e-7
     assert [part.training for part in lm.modules()] == modes
+
+
+def test_what_is_not_a_number_is_not_hidden():
+    lm = dq.CausalLM(11, dq.ImplicitModel(contractive_mamba2())).double()
+    lm.embedding.weight.data[3] = torch.nan
+    report = check_duality(lm, torch.tensor([[1, 2], [4, 3]]), sweeps=[dq.Simultaneous(), dq.Chunked(8)])
+    assert torch.tensor(report.worst).isnan()
