@@ -1,5 +1,6 @@
 """Configurations of pretrained Llama and Mamba2 models as specifications."""
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -160,7 +161,7 @@ def _mamba2(fields: Fields) -> LanguageModelSpec:
         n_groups=fields.integer("n_groups", 8),
         d_conv=fields.integer("conv_kernel", 4),
         norm_eps=fields.number("layer_norm_epsilon", 1e-5),
-        dt_limit=fields.pair("time_step_limit", (0.0, float("inf"))),
+        dt_limit=fields.pair("time_step_limit", (0.0, math.inf)),
         weight_norm=False,
         injection=False,
     )
@@ -181,6 +182,20 @@ def _mamba_ssm(fields: Fields) -> LanguageModelSpec:
     fields.only("rms_norm", (True,), "deqseq's norms are RMSNorm")
     width, layer = fields.integer("d_model", 2560), fields.inner("ssm_cfg", {})
     layer.only("layer", ("Mamba2",), "deqseq's layers are Mamba2", default="Mamba1")
+    sizes = mamba2_layer(layer, width)
+    layer.unused("conv_init", "A_init_range", "dt_min", "dt_max", "dt_init_floor")  # the weights are given
+    layer.unused("chunk_size")
+    layers = fields.integer("n_layer", 64)
+    backbone = Mamba2Config(d_model=width, n_layers=layers, weight_norm=False, injection=False, **sizes)
+    tokens, multiple = fields.integer("vocab_size", 50277), fields.integer("pad_vocab_size_multiple", 8)
+    tied = fields.flag("tie_embeddings", True)
+    layer.close()
+    fields.close()
+    return _explicit(-(-tokens // multiple) * multiple, backbone, tied)
+
+
+def mamba2_layer(layer: Fields, width: int) -> dict[str, Any]:
+    """Sizes of mamba_ssm's Mamba2 layer, under the names of our configuration."""
     expand = layer.integer("expand", 2)
     layer.only("d_ssm", (None, expand * width), "deqseq scans all of the inner channels")
     layer.only("D_has_hdim", (False,), "deqseq's D is one number per head")
@@ -189,25 +204,15 @@ def _mamba_ssm(fields: Fields) -> LanguageModelSpec:
     layer.only("bias", (False,), "deqseq's projections have no bias")
     layer.only("conv_bias", (True,), "deqseq's convolution has a bias")
     layer.only("process_group", (None,), "deqseq does not split a layer over processes")
-    layer.unused("conv_init", "A_init_range", "dt_min", "dt_max", "dt_init_floor")  # the weights are here already
-    layer.unused("chunk_size", "use_mem_eff_path", "sequence_parallel")  # other ways to the same numbers
-    backbone = Mamba2Config(
-        d_model=width,
-        n_layers=fields.integer("n_layer", 64),
-        d_state=layer.integer("d_state", 128),
-        headdim=layer.integer("headdim", 64),
-        expand=expand,
-        n_groups=layer.integer("ngroups", 1),
-        d_conv=layer.integer("d_conv", 4),
-        dt_limit=layer.pair("dt_limit", (0.0, float("inf"))),
-        weight_norm=False,
-        injection=False,
-    )
-    tokens, multiple = fields.integer("vocab_size", 50277), fields.integer("pad_vocab_size_multiple", 8)
-    tied = fields.flag("tie_embeddings", True)
-    layer.close()
-    fields.close()
-    return _explicit(-(-tokens // multiple) * multiple, backbone, tied)
+    layer.unused("use_mem_eff_path", "sequence_parallel")  # other ways to the same numbers
+    return {
+        "d_state": layer.integer("d_state", 128),
+        "headdim": layer.integer("headdim", 64),
+        "expand": expand,
+        "n_groups": layer.integer("ngroups", 1),
+        "d_conv": layer.integer("d_conv", 4),
+        "dt_limit": layer.pair("dt_limit", (0.0, math.inf)),
+    }
 
 
 def _explicit(vocab_size: int, backbone: LlamaConfig | Mamba2Config, tied: bool) -> LanguageModelSpec:

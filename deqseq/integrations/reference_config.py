@@ -1,12 +1,12 @@
 """Configurations of the paper's reference code as our specifications."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from deqseq.backbones import LlamaConfig, Mamba2Config
 from deqseq.config import SolveConfig
+from deqseq.integrations.pretrained_config import mamba2_layer
 from deqseq.integrations.reference_fields import Fields
 from deqseq.integrations.torchdeq import CONFIG_DEFAULTS, CONFIG_GROUPS, from_torchdeq_config
 from deqseq.models.specification import LanguageModelSpec
@@ -178,29 +178,12 @@ def _mamba2(block: Fields, layer: Fields, shared: dict[str, Any]) -> Mamba2Confi
     block.only(
         "norm_epsilon", (1e-5,), "the reference's gated norm keeps 1e-5, and deqseq has one epsilon for all norms"
     )
-    expand = layer.integer("expand", 2)
-    layer.only("d_ssm", (None, expand * shared["d_model"]), "deqseq scans all of the inner channels")
-    layer.only("D_has_hdim", (False,), "deqseq's D is one number per head")
+    sizes = mamba2_layer(layer, shared["d_model"])
     layer.only("allow_negative_A_EV", (False,), "deqseq's eigenvalues are positive")
-    layer.only("bias", (False,), "deqseq's projections have no bias")
-    layer.only("conv_bias", (True,), "deqseq's convolution has a bias")
-    layer.only("rmsnorm", (True,), "deqseq's mixer normalises its output")
-    layer.only("norm_before_gate", (False,), "deqseq gates before it normalises")
-    layer.only("process_group", (None,), "deqseq does not split a layer over processes")
     drawn = {"A_init_range": ((1, 16), [1, 16]), "dt_min": (0.001,), "dt_max": (0.1,), "dt_init_floor": (0.0001,)}
     for name, allowed in {"conv_init": (None,), **drawn}.items():
         layer.only(name, allowed, _INITIAL)
-    layer.unused("use_mem_eff_path", "use_materializing_scan", "sequence_parallel")  # other ways to the same numbers
+    layer.unused("use_materializing_scan")  # another way to the same numbers
     chunk = {"chunk_size": layer.integer("chunk_size")} if layer.given("chunk_size") else {}
     layer.unused("chunk_size")
-    return Mamba2Config(
-        d_state=layer.integer("d_state", 128),
-        headdim=layer.integer("headdim", 64),
-        expand=expand,
-        n_groups=layer.integer("ngroups", 1),
-        d_conv=layer.integer("d_conv", 4),
-        dt_limit=layer.pair("dt_limit", (0.0, math.inf)),
-        dropout=block.number("dropout", 0.0),
-        **chunk,
-        **shared,
-    )
+    return Mamba2Config(dropout=block.number("dropout", 0.0), **sizes, **chunk, **shared)

@@ -18,20 +18,9 @@ from deqseq.integrations.reference_fields import check_known
 from deqseq.models import LanguageModelSpec
 
 FROM_TRANSFORMERS = (
-    "attn_implementation",
-    "auto_map",
-    "distributed_config",
-    "experts_implementation",
-    "fusion_config",
-    "gradient_checkpointing",
-    "model_type",
-    "name_or_path",
-    "num_labels",
-    "output_attentions",
-    "quantization_config",
-    "tokenizer_class",
-    "torch_dtype",
-    "transformers_weights",
+    *("attn_implementation", "auto_map", "distributed_config", "experts_implementation", "fusion_config"),
+    *("gradient_checkpointing", "model_type", "name_or_path", "num_labels", "output_attentions"),
+    *("quantization_config", "tokenizer_class", "torch_dtype", "transformers_weights"),
 )
 """What transformers writes into a configuration, or passes to one, without declaring it; also any name that begins with
 an underscore."""

@@ -114,6 +114,15 @@ class ImplicitPreTrainedModel(PreTrainedModel):
             self.generation_config._from_model_config = False  # or ``solve`` would be dropped when the file is read
         super().save_pretrained(save_directory, *args, **kwargs)
 
+    def compile(self, **options: Any) -> None:
+        """Compile the blocks with ``torch.compile``; the code around them stays as it is.
+
+        Args:
+            **options: of ``torch.compile``.
+        """
+        base: Any = self.base_model
+        base.core.compile(**options)
+
     def _init_weights(self, module: nn.Module) -> None:
         """Draw an embedding or a head; a backbone has initialised itself."""
         if isinstance(module, nn.Embedding | nn.Linear):
@@ -236,14 +245,6 @@ class ImplicitBaseModel(ImplicitPreTrainedModel):
         elif enable:
             found = f"the gradient {core.solve.gradient}" if isinstance(core, ImplicitModel) else "an explicit model"
             raise ValueError(f"gradient checkpointing needs the gradient Phantom or Unrolled, got {found}")
-
-    def compile(self, **options: Any) -> None:
-        """Compile the blocks with ``torch.compile``; the code around them stays as it is.
-
-        Args:
-            **options: of ``torch.compile``.
-        """
-        self.core.compile(**options)
 
     def _embedded(self, ids: Tensor | None, embedded: Tensor | None) -> Tensor:
         if (ids is None) == (embedded is None):

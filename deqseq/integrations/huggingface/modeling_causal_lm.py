@@ -125,7 +125,12 @@ class ImplicitCausalLM(ImplicitPreTrainedModel, GenerationMixin):
                 logits=logits, labels=labels, vocab_size=logits.shape[-1], num_items_in_batch=num_items_in_batch
             )
         result = ImplicitCausalLMOutput(
-            loss, logits, output.past_key_values, output.hidden_states, output.stats, output.status
+            loss=loss,
+            logits=logits,
+            past_key_values=output.past_key_values,
+            hidden_states=output.hidden_states,
+            stats=output.stats,
+            status=output.status,
         )
         return result if (self.config.return_dict if return_dict is None else return_dict) else result.to_tuple()
 
@@ -231,14 +236,6 @@ class ImplicitCausalLM(ImplicitPreTrainedModel, GenerationMixin):
             cache._is_user_defined = True  # transformers then does not take it for its own
         elif generation_config.use_cache is not False:
             model_kwargs["past_key_values"] = ImplicitCache()
-
-    def compile(self, **options: Any) -> None:
-        """Compile the blocks with ``torch.compile``; the code around them stays as it is.
-
-        Args:
-            **options: of ``torch.compile``.
-        """
-        self.model.compile(**options)
 
     def _scored(self, tokens: Tensor | None, labels: Tensor | None, attention_mask: Tensor | None) -> Tensor | None:
         """The labels, with -100 where padding is concerned, checked before anything is solved."""

@@ -105,7 +105,7 @@ class TrainingContract:
         model.resize_token_embeddings(200, mean_resizing=False)
         assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
         assert (model.config.vocab_size, model(IDS).logits.shape) == (200, (3, 7, 200))
-        assert torch.equal(model(IDS).logits[..., :13], before)
+        assert (model(IDS).logits[..., :13] - before).abs().max() < 1e-12  # a wider product rounds in another order
         for weight in {model.lm_head.weight, model.model.embed_tokens.weight}:
             assert abs(weight[13:].std().item() / 0.5 - 1) < 0.1
         assert model(IDS.clamp(min=1) + 150).logits.isfinite().all()
