@@ -75,9 +75,6 @@ class ImplicitPreTrainedModel(PreTrainedModel):
     ) -> Any:
         """As in transformers, but a checkpoint that does not fit is an error.
 
-        transformers continues with random weights where some are missing, and ignores those that it does not know. An
-        implicit model would then run, and find other fixed points.
-
         Args:
             pretrained_model_name_or_path: a folder, or a name on the hub.
             *model_args: of transformers.
@@ -130,9 +127,7 @@ class ImplicitPreTrainedModel(PreTrainedModel):
 
 
 class ImplicitBaseModel(ImplicitPreTrainedModel):
-    """An embedding and a model of this library: tokens in, states out.
-
-    Abstract: use the class of a model type, or ``AutoModel``.
+    """An embedding and a model: tokens in, states out. Abstract: use the class of a model type, or ``AutoModel``.
 
     Args:
         config: of a model type.
@@ -281,7 +276,7 @@ def check_generation(config: GenerationConfig) -> None:
 
 
 def _check_weights(report: dict[str, Any], source: object, *, extra: bool) -> None:
-    """Refuse a checkpoint with missing or unexpected weights, or some of another shape."""
+    """Refuse weights that do not fit: transformers would draw missing ones, and other fixed points would be found."""
     # the caller may have asked transformers to draw a vocabulary of another size anew
     redrawn = ("embed_tokens.weight", "lm_head.weight")
     found = {
