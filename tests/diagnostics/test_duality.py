@@ -18,8 +18,8 @@ SWEEPS = (
     dq.Sliding(8),
     dq.Sliding(50),
 )
-IDS = torch.randint(0, 11, (3, 20), generator=torch.Generator().manual_seed(0))
-MASK = torch.arange(20) < torch.tensor([20, 7, 13])[:, None]
+IDS = torch.randint(0, 11, (3, 12), generator=torch.Generator().manual_seed(0))
+MASK = torch.arange(12) < torch.tensor([12, 5, 8])[:, None]
 
 
 @pytest.fixture(params=[contractive_mamba2, contractive_llama], ids=["Mamba2", "Llama"])
@@ -36,7 +36,7 @@ def test_every_pair_of_sweeps_agrees(lm, mask):
     assert 0 < report.worst <= 1e-7
     assert all(pair.agreement == 1 for pair in report.pairs)
     for one in report.sweeps:
-        assert one.token_updates > 60
+        assert one.token_updates > 36
 
 
 def test_disagreement_is_reported(lm):
