@@ -196,7 +196,11 @@ class ImplicitConfig(PreTrainedConfig):
         return cls.from_specification(spec, **kept).to_dict()
 
     def validate_architecture(self) -> None:
-        """Refuse sizes that do not fit together; the error gives the names that they have here."""
+        """Check that the sizes fit together.
+
+        Raises:
+            ValueError: they do not; it uses the names of this configuration.
+        """
         try:
             self.specification()
         except ValueError as error:

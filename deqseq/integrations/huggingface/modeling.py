@@ -221,7 +221,11 @@ class ImplicitBaseModel(ImplicitPreTrainedModel):
         return result if (self.config.return_dict if return_dict is None else return_dict) else result.to_tuple()
 
     def solve_config(self, change: SolveChange, where: str = "solve", base: SolveConfig | None = None) -> SolveConfig:
-        """``base`` with the fields of ``change`` replaced. Default: the configuration of the current mode."""
+        """``base``, by default that of the current mode, with the fields of ``change`` replaced; errors name ``where``.
+
+        Raises:
+            ValueError: an explicit model, or an unknown name or field.
+        """
         if not isinstance(self.core, ImplicitModel):
             raise ValueError(f"leave out {where}: this {type(self).__name__} is explicit (implicit=False)")
         return from_json("solve", change, where, base or self.core.solve_config)
