@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 
-import lm_eval.tasks
 import pytest
 from common import evaluation
 from evaluated_models import SCRIPT, STORIES, Mamba2, save, script, stories, whole_texts
@@ -177,6 +176,8 @@ def test_a_continuation_that_is_too_long_is_named(saved, tmp_path):
 
 
 def test_an_unknown_task_is_refused_without_reading_all_of_lm_evals_tasks(saved, tmp_path, monkeypatch):
+    import lm_eval.tasks  # of an extra that the other tests do without
+
     real = lm_eval.tasks.TaskManager
 
     def manager(*, include_path, include_defaults):

@@ -143,9 +143,8 @@ def test_the_learning_rate():
     assert lr_factor(0, steps=100, warmup=0, decay=25, floor=0.01) == 1
 
 
-@pytest.mark.parametrize("page", ["examples/pretrain.md", "guides/training.md"])
-def test_the_commands_that_the_pages_print_are_accepted(page):
-    lines = (ROOT / "docs" / page).read_text().replace("\\\n", " ").splitlines()
+def test_the_commands_that_the_page_prints_are_accepted():
+    lines = (ROOT / "docs" / "examples" / "pretrain.md").read_text().replace("\\\n", " ").splitlines()
     commands = [line for line in lines if re.match(r"(python|torchrun .*) examples/pretrain.py", line)]
     assert commands
     for line in commands:
