@@ -62,6 +62,7 @@ def test_llama_starts_with_a_token_of_its_own_and_is_solved_by_every_sweep(tmp_p
         assert len(weights(tmp_path, model)["embedding.weight"]) == 2 + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flag",
     [
@@ -93,6 +94,7 @@ def weights(folder: Path, model: str = "implicit") -> dict:
     return load_file(newest / "model.safetensors")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     [["--free-lengths", "3", "5"], [*LLAMA, *MIXED, "--free-from", "0"], [*MONOID, "--free-from", "0.5"]],
