@@ -59,7 +59,7 @@ def save(folder, kind, *, implicit, words="plain", **fields):
     """A model in float64 whose solves converge, with a tokenizer, as save_pretrained leaves them."""
     family, text = kind(), tokenizer(words)
     family.implicit = implicit
-    fields = {"vocab_size": len(text), "stop": dq.Stop(rtol=1e-7, max_steps=200)} | fields
+    fields = {"vocab_size": len(text), "solve": dq.SolveConfig(dq.Naive(), dq.Stop(rtol=1e-7, max_steps=200))} | fields
     family.model(**fields).save_pretrained(folder)
     text.save_pretrained(folder)
     return str(folder)

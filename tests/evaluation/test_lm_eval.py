@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 from evaluated_models import KINDS, STORIES, ByHand, Llama, Mamba2, save, script, stories, tokenizer, whole_texts
 
-from deqseq import Relaxed
+from deqseq import ImplicitModel, Relaxed
 
 pytestmark = pytest.mark.evaluation
 
@@ -29,7 +29,8 @@ def asked(tmp_path, task, *flags):
     example = script()
     options = example.read_options([str(tmp_path / "model"), "--output", str(tmp_path / "out"), *map(str, flags)])
     model, words = example.load_model(options.models[0], options.models[0], device="cpu", bos=options.bos)
-    (way,) = example.ways_to_solve(options, model.model.stop)
+    core = model.model.core
+    (way,) = example.ways_to_solve(options, core.solve_config.stop if isinstance(core, ImplicitModel) else None)
     subject = example.SolvedLM(model, words, way, batch_size=options.batch_size, max_length=options.max_length)
     found = example.lm_eval.evaluate(lm=subject, task_dict=example.make_tasks(options)[task], bootstrap_iters=10)
     return found["samples"][task], example.metric_rows(found), subject
@@ -79,7 +80,7 @@ def test_texts_begin_with_bos_if_the_tokenizer_or_the_user_says_so(tmp_path, wor
     save(tmp_path / "model", Llama, implicit=True, words=words)
     flags = ("--cloze", stories(tmp_path), "--questions", 5, *["--bos"] * bos)
     if bos and words == "none":
-        with pytest.raises(SystemExit, match=r"--bos needs a tokenizer with a BOS token, and that of .* has none"):
+        with pytest.raises(SystemExit, match=r"--bos needs a tokenizer with a BOS token, and .* has none"):
             asked(tmp_path, "cloze_stories", *flags)
         return
     samples, _, _ = asked(tmp_path, "cloze_stories", *flags)
@@ -124,7 +125,7 @@ def test_the_batch_decides_nothing_and_only_texts_are_counted(tmp_path, kind, sw
     exact = sweep == "simultaneous"  # a window that all rows share agrees as far as the tolerance goes
     for this, that in zip(alone, together, strict=True):
         assert this["resps"][0][0][0] == pytest.approx(that["resps"][0][0][0], abs=1e-10 if exact else 1e-2)
-    by_hand = ByHand(tmp_path / "model", **one.solve)
+    by_hand = ByHand(tmp_path / "model", solve=one.solve)
     for sample in alone:
         by_hand.continuation(tokenizer(), sample["doc"]["context"], sample["doc"]["target"])
     outputs = list(by_hand.outputs.values())
