@@ -268,21 +268,18 @@ def check_generation(config: GenerationConfig) -> None:
     for name in vars(config):
         if name.startswith("solv"):
             check_known("generation configuration: field", name, ("solve",))
-    solve = getattr(config, "solve", None)
-    if solve is not None:
+    if (solve := getattr(config, "solve", None)) is not None:
         parsed = from_json("solve", solve, "generation configuration: solve")
         try:
             json.dumps(solve)
         except TypeError:  # transformers would write null for an object
-            raise TypeError(
-                f"solve in a generation configuration must be JSON, such as {to_json(parsed)}, got {solve!r}"
-            ) from None
+            text = f"solve in a generation configuration must be JSON, such as {to_json(parsed)}, got {solve!r}"
+            raise TypeError(text) from None
 
 
 def _check_weights(report: dict[str, Any], source: object, *, extra: bool) -> None:
     """Refuse weights that do not fit: transformers would draw missing ones, and other fixed points would be found."""
-    # the caller may have asked transformers to draw a vocabulary of another size anew
-    redrawn = ("embed_tokens.weight", "lm_head.weight")
+    redrawn = ("embed_tokens.weight", "lm_head.weight")  # new ones are drawn for a vocabulary of another size
     found = {
         "missing": report.get("missing_keys", ()),
         "of another shape": [key for key, *_ in report.get("mismatched_keys", ()) if not key.endswith(redrawn)],
@@ -300,4 +297,4 @@ def _check_weights(report: dict[str, Any], source: object, *, extra: bool) -> No
 
 def _listed(keys: Iterable[str]) -> str:
     known = sorted(keys)
-    return ", ".join(known[:8]) + (f" and {len(known) - 8} more" if len(known) > 8 else "")
+    return ", ".join(known[:8]) + f" and {len(known) - 8} more" * (len(known) > 8)
