@@ -48,7 +48,7 @@ class Anderson(Solver[AndersonMemory]):
         >>> import torch, deqseq as dq
         >>> f = lambda z: 1 - 0.9 * z       # plain iteration gains a factor 0.9 a step
         >>> solution = dq.solve(f, torch.zeros(1, 1), solver=dq.Anderson(), stop=dq.Stop(rtol=1e-6))
-        >>> solution.stats.steps
+        >>> solution.stats.iterations
         tensor([3])
     """
 
