@@ -15,9 +15,9 @@ class Status(IntEnum):
     """How the solve of a row ended.
 
     Example:
-        >>> import deqseq as dq
+        >>> import torch, deqseq as dq
         >>> solution = dq.solve(lambda z: 3 * z - 2, torch.zeros(1, 1), solver=dq.Naive(), stop=dq.Stop())
-        >>> Status(int(solution.status[0])).name
+        >>> dq.Status(int(solution.status[0])).name
         'DIVERGED'
     """
 
@@ -84,7 +84,7 @@ class Outcome(ABC):
     """What solutions and model outputs have in common: a status per row, and the numbers of the solve.
 
     Example:
-        >>> import deqseq as dq
+        >>> import torch, deqseq as dq
         >>> output = dq.ImplicitModel(dq.Affine(4))(torch.ones(2, 3, 4))
         >>> isinstance(output, Outcome), output.raise_if_failed().converged
         (True, tensor([True, True]))
