@@ -2,11 +2,11 @@
 
 The models are those of ``benchmarks/sweeps.py`` (parity, and A5 from two generators, trained at lengths up to 16),
 solved at lengths 32 (32 sequences) and 128 (16). Nothing is timed, so a busy machine may run it: evaluations of the
-map, token-updates per token, the peak memory of a step, and what came of it, the share of the rows that converged and
+map, updates per token, the peak memory of a step, and what came of it, the share of the rows that converged and
 accuracy.
 
 Every question changes one part, and its peer has the others' defaults: ``Relaxed(0.8)``, the simultaneous sweep, each
-token to a relative residual of 1e-2, a budget of four self-iterations for each token of a sequence. Solvers are also
+token to a relative residual of 1e-2, a budget of four iterations for each token of a sequence. Solvers are also
 compared in the sequential sweep and in a sliding window of 8, where a token or commit has 64.
 
 Gradients are those of a training loss, in float64, cosine and norm beside the exact ones (the adjoint solved to 1e-10
@@ -114,7 +114,7 @@ def solved(
         "accuracy, all tokens": right.mean().item(),
         "converged": output.converged.double().mean().item(),
         "evaluations": output.stats.evaluations,
-        "token-updates per token": output.stats.updates.double().mean().item(),
+        "updates per token": output.stats.updates.double().mean().item(),
         "forced": forced,
     }
 
@@ -161,7 +161,7 @@ def by_sweep(case: Case) -> Iterator[Row]:
 
 
 def by_budget(case: Case) -> Iterator[Row]:
-    """What so many self-iterations at most are worth, all tokens together."""
+    """What so many iterations at most are worth, all tokens together."""
     found = {f"{steps}": solved(case, stop=replace(case.stop(), max_steps=steps)) for steps in BUDGETS}
     yield from compared("budget", case, found, str(BUDGETS[-1]))
 

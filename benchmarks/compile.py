@@ -1,7 +1,7 @@
 """What ``model.compile()`` gains: the same model eager and compiled, in turns.
 
 Both backbones with d_model 256 and 2 blocks: a simultaneous solve of 8 sequences of 256 tokens, a sliding solve of the
-same, a training step through 4 phantom steps, and generation of 16 tokens at batch 1. Solves run 8 self-iterations (the
+same, a training step through 4 phantom steps, and generation of 16 tokens at batch 1. Solves run 8 iterations (the
 sliding one 8 a commit). The seconds of the first call, which compiles, are reported beside each.
 """
 
@@ -44,7 +44,7 @@ def runs_of(lm: dq.CausalLM) -> dict[str, Run]:
         lm.zero_grad()
 
     return {
-        "8 self-iterations, 8 x 256 tokens": lambda: solve(dq.Simultaneous(), 256),
+        "8 iterations, 8 x 256 tokens": lambda: solve(dq.Simultaneous(), 256),
         "Sliding(8), 8 x 32 tokens": lambda: solve(dq.Sliding(8), 32),
         "training step (8 + 4), 8 x 256 tokens": train,
         "16 new tokens, batch 1, prompt 32": lambda: lm.generate(ids[:1, :32], max_new_tokens=16),

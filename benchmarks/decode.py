@@ -1,11 +1,11 @@
-"""Cached generation: tokens a second, and what a self-iteration costs beside the bare block's one-token step.
+"""Cached generation: tokens a second, and what a iteration costs beside the bare block's one-token step.
 
 Both backbones with d_model 256 and 2 blocks continue a prompt of 256 tokens by 128, at batch 1 and 8, with 8
-self-iterations a token. The peer is the bare loop that a careful user writes by hand: the blocks called on one token
+iterations a token. The peer is the loop by hand that a careful user writes by hand: the blocks called on one token
 with the cache that the same prompt left, as often as ``generate`` called them for the new tokens, the cache growing
 alike. Ours is all that ``generate`` does after the first new token: solving, committing, head, choice. Both sides do
 the same number of evaluations: the tolerance is zero, so that each solve spends its budget. The residual is looked at
-in every self-iteration, or, in rows that say so, at the last one alone.
+in every iteration, or, in rows that say so, at the last one alone.
 """
 
 import time
@@ -18,7 +18,7 @@ from harness import Row, arguments, judge, report
 import deqseq as dq
 from deqseq.layers import cached_weights
 
-SELF_ITERATIONS = 8
+ITERATIONS = 8
 VOCABULARY = 1000
 
 
@@ -51,7 +51,7 @@ class Decoding:
         with torch.no_grad():
             self.cache = lm(self.prompt, return_cache=True, stop=stop).cache
             self.token = lm.embedding(self.prompt[:, :1])
-        self.evaluations = SELF_ITERATIONS * (sizes.new - 1)
+        self.evaluations = ITERATIONS * (sizes.new - 1)
 
     def ours(self) -> float:
         """Seconds from the first new token to the last."""
@@ -75,7 +75,7 @@ class Decoding:
                 assert cache is not None
                 cache = cache.reserve(1)
                 inputs = backbone.prepare(self.token, cache)
-                for _ in range(SELF_ITERATIONS - 1):
+                for _ in range(ITERATIONS - 1):
                     backbone(z, inputs, cache)
                 _, aux = backbone(z, inputs, cache, need_aux=True)
                 cache = backbone.advance(cache, aux, 1)
@@ -83,13 +83,13 @@ class Decoding:
 
 
 def rows(kind: str, batch: int, sizes: Sizes) -> list[Row]:
-    """Time per self-iteration and tokens a second, looking every time and once."""
+    """Time per iteration and tokens a second, with the residual measured every iteration, and once per token."""
     lm, found = language_model(kind), []
-    looks = {
-        "a look every self-iteration": dq.Stop(rtol=0.0, max_steps=SELF_ITERATIONS),
-        "one look a token": dq.Stop.exactly(SELF_ITERATIONS),
+    stops = {
+        "the residual every iteration": dq.Stop(rtol=0.0, max_steps=ITERATIONS),
+        "the residual once per token": dq.Stop.exactly(ITERATIONS),
     }
-    for label, stop in looks.items():
+    for label, stop in stops.items():
         decoding, times = Decoding(lm, batch, sizes, stop), []
         for _ in range(sizes.runs + 1):
             times.append((decoding.ours(), decoding.bare()))
@@ -99,7 +99,7 @@ def rows(kind: str, batch: int, sizes: Sizes) -> list[Row]:
         case, goal, each = f"{kind}, batch {batch}, {label}", "ratio <= 1.25", 1e3 / decoding.evaluations
         mine, theirs, ratio = ours * each, bare * each, median(ratios)
         timed = (sizes.runs, (low, high), goal, judge(goal, mine, ratio))
-        found.append(Row(case, "ms per self-iteration", mine, "bare blocks, one token", theirs, ratio, *timed))
+        found.append(Row(case, "ms per iteration", mine, "bare blocks, one token", theirs, ratio, *timed))
         speed = [batch * (sizes.new - 1) / seconds for seconds in (ours, bare)]
         found.append(
             Row(

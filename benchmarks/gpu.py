@@ -1,13 +1,13 @@
-"""Mamba2 on a GPU: kernels beside the reference, the cost of a self-iteration and a training step, the physical limit.
+"""Mamba2 on a GPU: kernels beside the reference, the cost of a iteration and a training step, the physical limit.
 
 First it checks mamba_ssm's kernels against the plain PyTorch code on the device: forward, gradients and one-token
 steps, in float32 and bfloat16. Then, in bfloat16 under autocast, for one block of d_model 768 and 2048 at length 2048:
 
-- one self-iteration of a solve beside the bare block, called as often by hand;
+- one iteration of a solve beside the bare block, called as often by hand;
 - a (4+1) and a (24+4) training step, beside 5 and 28 bare block calls, of which 1 and 4 are differentiated;
-- peak memory of the solve without a gradient at 24 self-iterations beside 4;
-- generation with 8 self-iterations a token, in tokens a second, at batch 1 and 32;
-- the share of the physical limit: the floating-point operations of a self-iteration over the rate of a large matrix
+- peak memory of the solve without a gradient at 24 iterations beside 4;
+- generation with 8 iterations a token, in tokens a second, at batch 1 and 32;
+- the share of the physical limit: the floating-point operations of a iteration over the rate of a large matrix
   product, and its bytes over the rate of a large copy, both measured in this run; the limit is the longer of the two.
 
 ``--device cpu`` runs all of it at toy size on whatever backend there is: it shows that the script works, no more.
@@ -171,24 +171,24 @@ class Work:
 
 
 def costs(bench: Bench, width: int) -> list[Row]:
-    """A self-iteration, training steps and memory of one width."""
+    """A iteration, training steps and memory of one width."""
     case, runs, rows, memory = f"d_model {width}, length {bench.sizes.length}", bench.sizes.runs, [], {}
     for steps, phantom in ((4, 1), (24, 4)):
         work = Work(bench, width, steps, phantom)
         solve, bare = bench.run(work.solve), bench.run(work.bare)
-        solved = time_row(f"{case}, {steps} self-iterations", solve, "bare block", bare, runs=runs, per=steps)
+        solved = time_row(f"{case}, {steps} iterations", solve, "bare block", bare, runs=runs, per=steps)
         train, bare = bench.run(work.train), bench.run(work.bare_training)
         rows += [solved, time_row(f"{case}, ({steps}+{phantom}) step", train, "bare blocks", bare, runs=runs)]
         limit, reason = physical_limit(bench, work.backbone, width)
-        share = f"share of the limit ({reason}), {steps} self-iterations"
+        share = f"share of the limit ({reason}), {steps} iterations"
         rows.append(value_row(case, share, 1e3 * limit / solved.ours, "limit in ms", 1e3 * limit))
         memory[steps] = bench.peak(work.solve)
-    metric, goal = "peak MiB of a solve of 24 self-iterations", "ratio <= 1.02"
+    metric, goal = "peak MiB of a solve of 24 iterations", "ratio <= 1.02"
     return [*rows, value_row(case, metric, memory[24], "4 of them", memory[4], goal=goal)]
 
 
 def physical_limit(bench: Bench, backbone: torch.nn.Module, width: int) -> tuple[float, str]:
-    """Seconds that one self-iteration takes at least, and what sets them.
+    """Seconds that one iteration takes at least, and what sets them.
 
     The two projections and the scan are counted, with chunks of 256; of the bytes, the weights and what must pass
     between kernels: the state in and out, the projection's output, the injection.
@@ -231,7 +231,7 @@ def generation(bench: Bench, width: int, batch: int) -> Row:
     pairs = interleave(work[0], work[1], max(2, sizes.runs // 3))
     mine, theirs = (batch * sizes.new_tokens / time for time in (pairs.ours, pairs.theirs))
     spread = (1 / pairs.spread[1], 1 / pairs.spread[0])
-    case = f"d_model {width}, batch {batch}, 8 self-iterations a token"
+    case = f"d_model {width}, batch {batch}, 8 iterations a token"
     return Row(case, "tokens/s", mine, "reference", theirs, 1 / pairs.ratio, pairs.runs, spread, None, None)
 
 

@@ -149,7 +149,7 @@ def time_row(
     goal: str | None = None,
 ) -> Row:
     """A row of times in milliseconds, each divided by ``per`` (the evaluations of a run)."""
-    metric = "ms per self-iteration" if per > 1 else "ms"
+    metric = "ms per iteration" if per > 1 else "ms"
     return paired_row(case, metric, interleave(ours, theirs, runs), peer, scale=1e3 / per, goal=goal)
 
 

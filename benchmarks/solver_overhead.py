@@ -1,4 +1,4 @@
-"""What a self-iteration costs beyond the map: deqseq.solve beside a bare loop and TorchDEQ's solvers.
+"""What a iteration costs beyond the map: deqseq.solve beside a loop by hand and TorchDEQ's solvers.
 
 All run the same number of evaluations with tolerances of zero, in turns: on ``tanh(z W + u)`` of each token,
 and on a Mamba2 block.
@@ -68,7 +68,7 @@ def per_step(
     runs: int,
     goals: Goals = (None, None),
 ) -> Iterator[Row]:
-    """Time per self-iteration and peak memory, with a goal for each."""
+    """Time per iteration and peak memory, with a goal for each."""
     yield time_row(case, mine, peer, theirs, runs=runs, per=EVALUATIONS, goal=goals[0])
     yield memory_row(case, mine, peer, theirs, goal=goals[1])
 
@@ -77,9 +77,9 @@ def against_bare_loop(name: str, f: Map, z0: Tensor, runs: int, limit: float) ->
     """Naive and Relaxed beside the hand-written loop."""
     goal = f"ratio <= {limit}"
     naive, relaxed = partial(ours, f, z0, dq.Naive()), partial(ours, f, z0, dq.Relaxed(0.8))
-    yield from per_step(f"Naive, {name}", naive, "bare loop", partial(bare_loop, f, z0), runs, (goal, None))
+    yield from per_step(f"Naive, {name}", naive, "loop by hand", partial(bare_loop, f, z0), runs, (goal, None))
     damped = partial(bare_loop, f, z0, 0.8)
-    yield from per_step(f"Relaxed, {name}", relaxed, "bare loop, lerp", damped, runs, (goal, None))
+    yield from per_step(f"Relaxed, {name}", relaxed, "damped loop by hand", damped, runs, (goal, None))
 
 
 def against_torchdeq(name: str, f: Map, z0: Tensor, runs: int) -> Iterator[Row]:
@@ -112,7 +112,7 @@ def bookkeeping(shape: tuple[int, int, int], runs: int) -> Iterator[Row]:
         mine, theirs = partial(ours, f, z0, dq.Naive()), partial(torchdeq, f, z0, "fixed_point_iter")
         yield from per_step(label, mine, "torchdeq fixed_point_iter", theirs, runs, goals)
         bare = partial(bare_loop, f, z0)
-        yield from per_step(label, mine, "bare loop", bare, runs)
+        yield from per_step(label, mine, "loop by hand", bare, runs)
 
 
 def accuracy() -> Iterator[Row]:
@@ -171,15 +171,15 @@ class Counted:
 
 
 def training_memory(name: str, f: Map, z0: Tensor) -> Iterator[Row]:
-    """Peak memory of a solve, four phantom steps and the backward pass, for 32 and for 4 self-iterations."""
+    """Peak memory of a solve, four phantom steps and the backward pass, for 32 and for 4 iterations."""
 
     def train(steps: int) -> None:
         stop = dq.Stop(rtol=0.0, max_steps=steps)
         solution = dq.fixed_point(f, z0, solver=dq.Relaxed(0.8), stop=stop, gradient=dq.Phantom(steps=4))
         solution.value.square().mean().backward()
 
-    peer = "4 self-iterations"
-    case = f"Phantom(4) after 32 self-iterations, {name}"
+    peer = "4 iterations"
+    case = f"Phantom(4) after 32 iterations, {name}"
     yield memory_row(case, partial(train, 32), peer, partial(train, 4), goal="ratio <= 1.05")
 
 
@@ -203,8 +203,8 @@ def describe(shape: tuple[int, int, int]) -> str:
 def block_rows(runs: int) -> Iterator[Row]:
     """A real implicit Mamba2 block: batch 64, length 16, d_model 64, d_state 16, headdim 32.
 
-    With random weights the map does not contract, rows stop improving, and each look copies best values; a solve that
-    works looks like the contracting block, whose injection outweighs the state.
+    With random weights the map does not contract, rows stop improving, and each check copies the best values; a solve
+    that works looks like the contracting block, whose injection outweighs the state.
     """
     torch.manual_seed(0)
     backbone = dq.Mamba2(dq.Mamba2Config(d_model=64, d_state=16, headdim=32))
@@ -224,14 +224,14 @@ def block_rows(runs: int) -> Iterator[Row]:
             yield from against_bare_loop("Mamba2 block", f, z0, runs, limit=1.03)
             seldom = partial(ours, f, z0, dq.Naive(), replace(NEVER, check_every=4))
             bare = partial(bare_loop, f, z0)
-            yield from per_step("Naive, check_every=4, Mamba2 block", seldom, "bare loop", bare, runs)
+            yield from per_step("Naive, check_every=4, Mamba2 block", seldom, "loop by hand", bare, runs)
             yield from against_torchdeq("Mamba2 block", f, z0, runs)
     yield from training_memory("Mamba2 block", lambda z: backbone(z, backbone.prepare(x))[0], z0)
 
 
 def main() -> None:
     """Measure, print and write."""
-    chosen = arguments("overhead of a self-iteration")
+    chosen = arguments("overhead of a iteration")
     runs = 5 if chosen.quick else 25
     rows: list[Row] = []
     with torch.no_grad():

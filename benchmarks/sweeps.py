@@ -1,4 +1,4 @@
-"""What each sweep costs on trained models: accuracy, token-updates, rounds and time, at equal per-token tolerance.
+"""What each sweep costs on trained models: accuracy, updates, evaluations and time, at equal per-token tolerance.
 
 The models are those of ``examples/state_tracking.py`` (parity, and A5 from two generators), trained at lengths up to
 16 and solved at 64, 128 and 512, for a batch of 64 and a single sequence. If ``runs/sweeps_Z2`` and ``runs/sweeps_A5``
@@ -48,7 +48,7 @@ class Measured:
     seconds: list[float]
     accuracy: float = float("nan")
     updates: float = float("nan")
-    rounds: int = 0
+    evaluations: int = 0
     converged: float = float("nan")
 
 
@@ -87,7 +87,7 @@ def solve(model: Trained, ids: Tensor, sweep: dq.Sweep) -> dq.CausalLMOutput:
 def score(model: Trained, measured: Measured, length: int, batch: int, sequences: int) -> None:
     """Accuracy on the last token and the solve's numbers, over some sequences in batches of the case."""
     data = model.task.fixed(sequences, length, seed=1000 + length)
-    right, updates, converged, rounds = 0.0, 0.0, 0.0, []
+    right, updates, converged, evaluations = 0.0, 0.0, 0.0, []
     for inputs, targets in zip(data.inputs.split(batch), data.targets.split(batch), strict=True):
         begun = time.perf_counter()
         output = solve(model, inputs, measured.sweep)
@@ -97,9 +97,9 @@ def score(model: Trained, measured: Measured, length: int, batch: int, sequences
         right += float((output.logits[:, -1].argmax(-1) == targets[:, -1]).sum())
         updates += float(output.stats.updates.sum())
         converged += float(output.converged.sum())
-        rounds.append(output.stats.evaluations)
+        evaluations.append(output.stats.evaluations)
     measured.accuracy, measured.converged = right / sequences, converged / sequences
-    measured.updates, measured.rounds = updates / (sequences * length), round(statistics.mean(rounds))
+    measured.updates, measured.evaluations = updates / (sequences * length), round(statistics.mean(evaluations))
 
 
 def measure(model: Trained, length: int, batch: int, turns: int, quick: bool) -> list[Measured]:
@@ -128,8 +128,8 @@ def rows_of(model: Trained, length: int, batch: int, results: list[Measured]) ->
         case = f"{model.name}, length {length}, batch {batch}, {result.sweep}"
         near = f"ours >= {best - 0.005:.4f}" if result.sweep == dq.Sliding() else None
         yield value_row(case, "last-token accuracy", result.accuracy, "best of all", best, goal=near)
-        yield value_row(case, "token-updates per token", result.updates, "", None)
-        yield value_row(case, "rounds", result.rounds, "", None)
+        yield value_row(case, "updates per token", result.updates, "", None)
+        yield value_row(case, "evaluations", result.evaluations, "", None)
         yield value_row(case, "converged", result.converged, "", None)
         for peer in peers:
             if peer is not result:
@@ -157,7 +157,8 @@ def ratio_row(case: str, mine: Measured, peer: Measured, goal: str | None) -> Ro
 def described(model: Trained, length: int, batch: int, result: Measured) -> str:
     """One line, while the rest is still being measured."""
     numbers = (
-        f"{statistics.median(result.seconds):8.3f} s  {result.rounds:5} rounds  {result.updates:7.1f} updates a token"
+        f"{statistics.median(result.seconds):8.3f} s  {result.evaluations:5} evaluations  "
+        f"{result.updates:7.1f} updates per token"
     )
     quality = f"accuracy {result.accuracy:.3f}  converged {result.converged:.0%}"
     return f"{model.name:6} {length:4} x {batch:2} {result.sweep!s:18} {numbers}  {quality}"

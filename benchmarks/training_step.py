@@ -1,6 +1,6 @@
 """What a training step costs beside the block evaluations that it is made of.
 
-A step is the loss and its gradients, without the optimizer's part. It makes N self-iterations without a graph and k
+A step is the loss and its gradients, without the optimizer's part. It makes N iterations without a graph and k
 phantom steps with one: 4 and 1 when bounded, 24 and 4 when free. Each takes turns with
 
 - its floor, N + 3 k evaluations of the blocks without a graph, since a forward pass with its backward costs about
@@ -8,11 +8,11 @@ phantom steps with one: 4 and 1 when bounded, 24 and 4 when free. Each takes tur
 - loops written by hand, N evaluations without a graph and k differentiated, in which they are on both sides too;
 - the same blocks unrolled: N + k evaluations by hand, all of them differentiated.
 
-N is counted in token-updates per token, the work that was done, whoever the tokens were updated with: rows that have
+N is counted in updates per token, the work that was done, whoever the tokens were updated with: rows that have
 converged are dropped, and a sliding window updates its own tokens alone. A share of an evaluation is one of so many
 tokens. All peers evaluate the whole sequence at once, as no window does. Compiled steps have compiled peers.
 
-With random weights N is fixed: nothing is measured before the last self-iteration, and the sliding window, which could
+With random weights N is fixed: nothing is measured before the last iteration, and the sliding window, which could
 not move on, then commits all its tokens whatever their residual. The parity model of ``benchmarks/sweeps.py`` has a
 free step to its own tolerance instead, as in ``benchmarks/training_sweeps.py``. It then goes on training with either
 sweep, from the same weights, on the same batches, to compare time and loss; there a step includes the optimizer's. Its
@@ -111,7 +111,7 @@ class Work:
         return z, inputs
 
     def peers(self, updates: float, phantom: int) -> Iterator[Peer]:
-        """What a step of so many token-updates per token is compared with."""
+        """What a step of so many updates per token is compared with."""
         floor, all_of_them = updates + 3 * phantom, round(updates) + phantom
         yield Peer(f"floor: {floor:.4g} evaluations", partial(self.bare, floor), False)
         yield Peer(f"by hand: {updates:.4g} + {phantom}", partial(self.by_hand, updates, phantom), True)
@@ -135,7 +135,7 @@ class Step(NamedTuple):
 
 
 def bounded(sweep: dq.Sweep, steps: int = 4, phantom: int = 1, phase: str = "bounded") -> Way:
-    """A fixed number of self-iterations of every token."""
+    """A fixed number of iterations of every token."""
     stop = dq.Stop.exactly(steps)
     if isinstance(sweep, dq.Sliding):
         stop = replace(stop, rtol=ANYTHING)
@@ -143,7 +143,7 @@ def bounded(sweep: dq.Sweep, steps: int = 4, phantom: int = 1, phase: str = "bou
 
 
 def converging(sweep: dq.Sweep, rtol: float = 0.03, phantom: int = 4) -> Way:
-    """As many self-iterations as it takes at the longer length."""
+    """As many iterations as it takes at the longer length."""
     budget = 4 * LENGTH if isinstance(sweep, dq.Simultaneous) else 32
     stop = dq.Stop(rtol=rtol, max_steps=budget)
     return Way(f"free (to {rtol:g}, +{phantom})", sweep, stop, phantom, fixed=False)
@@ -178,7 +178,7 @@ def measure(name: str, works: dict[str, Work], ways: Sequence[Way], turns: int) 
 def rows_of(step: Step, times: dict[str, list[float]], peaks: dict[str, float]) -> Iterator[Row]:
     """The numbers of a step: its work, its time and its peak memory."""
     case = step.case
-    yield value_row(case, "token-updates per token", step.updates, "", None)
+    yield value_row(case, "updates per token", step.updates, "", None)
     yield value_row(case, "evaluations", step.stats.evaluations, "", None)
     if step.converged is not None:
         yield value_row(case, "converged", step.converged, "", None)

@@ -2,7 +2,7 @@
 
 The trained parity model of ``benchmarks/sweeps.py`` goes on training at its fixed point (4 phantom steps over the whole
 sequence, damping 0.8) at length 64, solved by one sweep or another: copies of one model, the same batches, steps in
-turns. The simultaneous sweep needs a budget that grows with the length; with 32 self-iterations, enough at length 16,
+turns. The simultaneous sweep needs a budget that grows with the length; with 32 iterations, enough at length 16,
 its fixed points are not reached and training goes wrong, which its accuracy shows.
 """
 
@@ -75,7 +75,7 @@ def rows(arms: list[Arm]) -> Iterator[Row]:
         ratio = statistics.median(ratios)
         timed = (len(ratios), (low, high), goal, judge(goal, ours, ratio))
         yield Row(str(one), "ms per training step", ours, str(peer), theirs, ratio, *timed)
-        yield value_row(str(one), "token-updates per token", statistics.mean(one.updates), "", None)
+        yield value_row(str(one), "updates per token", statistics.mean(one.updates), "", None)
         for sweep in (dq.Simultaneous(), dq.Sequential(), dq.Sliding()):
             kept = "ours >= 0.99" if one.sweep == dq.Sliding() else None
             yield value_row(str(one), f"accuracy, {sweep}", one.accuracy(sweep), "", None, goal=kept)

@@ -42,7 +42,7 @@ HEADERS = {
     "accuracy, last token": "% right at the last token",
     "accuracy, all tokens": "% right at all tokens",
     "forced": "% forced",
-    "token-updates per token": "updates",
+    "updates per token": "updates",
 }
 
 
@@ -95,7 +95,7 @@ def training_budgets() -> str:
     for row in json.loads((RESULTS.parent / "training_sweeps.json").read_text()):
         found.setdefault(row["case"], {})[row["metric"]] = row["ours"]
     rows = [
-        [f"`{case}`", count(numbers["token-updates per token"]), f"{numbers['accuracy, Simultaneous()']:.3f}"]
+        [f"`{case}`", count(numbers["updates per token"]), f"{numbers['accuracy, Simultaneous()']:.3f}"]
         for case, numbers in found.items()
     ]
     return table(("sweep and budget of training", "updates a step", "right at the last token"), rows)

@@ -118,7 +118,7 @@ def both(rows: Rows) -> str:
     return judged(rows[0], f"{number(rows[0]['ours'])} / {number(rows[0]['theirs'])}")
 
 
-def tasteful(text: str) -> str:
+def displayed(text: str) -> str:
     """A case or a peer as printed: short calls, and no character that would end a cell."""
     return re.sub(r"\b(size|window)=", "", text).replace("()", "").replace("|", r"\|")
 
@@ -147,10 +147,10 @@ def all_rows(rows: Rows) -> str:
     head = ["case", "measured", "ours", "compared with", "theirs", "ratio", "runs", "goal"]
     lines = [
         [
-            tasteful(row["case"]),
-            tasteful(row["metric"]),
+            displayed(row["case"]),
+            displayed(row["metric"]),
             number(row["ours"]),
-            tasteful(row["peer"]),
+            displayed(row["peer"]),
             number(row["theirs"]),
             ratio(row),
             row["runs"],
@@ -167,7 +167,7 @@ def goals(results: Mapping[str, Rows], *, missed_only: bool = False) -> str:
     for name, rows in results.items():
         for row in rows:
             if row["goal"] is not None:
-                groups.setdefault((name, tasteful(row["metric"]), tasteful(row["peer"]), goal(row)), []).append(row)
+                groups.setdefault((name, displayed(row["metric"]), displayed(row["peer"]), goal(row)), []).append(row)
     lines = []
     for (name, metric, peer, limit), rows in groups.items():
         missed = sum(not row["holds"] for row in rows)
@@ -241,7 +241,7 @@ def ratios(rows: Rows, label: Callable[[Row], str] | None = None) -> Figure:
     limits = [(float(row["goal"].split()[2]), -at) for at, row in enumerate(rows) if "ratio" in (row["goal"] or "")]
     if limits:
         axis.plot(*zip(*limits, strict=True), "|", color="black", ms=12, mew=1.5, label="goal")
-    names = [label(row) if label else f"{tasteful(row['case'])}; {tasteful(row['peer'])}" for row in rows]
+    names = [label(row) if label else f"{displayed(row['case'])}; {displayed(row['peer'])}" for row in rows]
     axis.set_yticks([-at for at in range(len(rows))], names, fontsize=8)
     axis.set(xscale="log", xlabel="ours / theirs, logarithmic; bars: quartiles", ylim=(-len(rows) + 0.4, 0.6))
     ticks = ticks_of(*axis.get_xlim())

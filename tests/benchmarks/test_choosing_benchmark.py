@@ -53,7 +53,7 @@ def test_numbers_of_a_solve_are_those_of_the_map(sweep):
     assert numbers["converged"] == 1
     assert numbers["forced"] == 0
     assert numbers["evaluations"] == counted.calls
-    assert numbers["token-updates per token"] == pytest.approx(counted.tokens / (SEQUENCES * LENGTH))
+    assert numbers["updates per token"] == pytest.approx(counted.tokens / (SEQUENCES * LENGTH))
     assert not case.model.lm.training
 
 

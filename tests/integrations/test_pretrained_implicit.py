@@ -1,4 +1,4 @@
-"""Pretrained weights as the beginning of implicit models: the first self-iteration is the pretrained model."""
+"""Pretrained weights as the beginning of implicit models: the first iteration is the pretrained model."""
 
 import pytest
 import torch
@@ -66,7 +66,7 @@ def test_one_unrolled_self_iteration_has_the_pretrained_models_gradients(make):
 @pytest.mark.parametrize("weight_norm", [True, False])
 @pytest.mark.parametrize("make", [llama, mamba2])
 def test_the_injection_learns(make, weight_norm):
-    """With everything else held, in the default setting: at most four self-iterations, then a phantom step."""
+    """With everything else held, in the default setting: at most four iterations, then a phantom step."""
     lm = from_pretrained_model(make(), implicit=True, weight_norm=weight_norm)
     assert (lm.model.solve.stop, lm.model.solve.gradient) == (dq.Stop(rtol=0.05, max_steps=4), dq.Phantom(steps=1))
     for name, parameter in lm.named_parameters():

@@ -93,7 +93,7 @@ def test_peers_evaluate_what_their_names_say(updates):
 
 
 def test_by_hand_has_the_gradients_of_the_library():
-    """From the fixed point on, undamped phantom steps are plain self-iterations."""
+    """From the fixed point on, undamped phantom steps are plain iterations."""
     work, found = tiny(), []
 
     def keep() -> None:
