@@ -1,0 +1,152 @@
+"""Arguments are checked where they are given: an error names the argument, what it got and what it wants."""
+
+import difflib
+import math
+from collections.abc import Iterable, Iterator
+from numbers import Integral, Real
+from typing import Any
+
+from torch import Tensor, nn
+
+Kind = type | tuple[type, ...]
+
+
+def check_type(name: str, value: object, wanted: Kind, example: str = "") -> None:
+    """Refuse an argument that is no object of a class.
+
+    Raises:
+        TypeError: says what to write where a string or a class was given instead of an object.
+
+    Example:
+        >>> import deqseq as dq
+        >>> check_type("solver", "anderson", dq.Solver, "dq.Relaxed(0.8)")
+        Traceback (most recent call last):
+        TypeError: solver must be a Solver, such as dq.Relaxed(0.8), got 'anderson': write Anderson(...)
+    """
+    if isinstance(value, wanted):
+        return
+    kinds = wanted if isinstance(wanted, tuple) else (wanted,)
+    names = " or ".join(_called(kind) for kind in kinds)
+    such = f", such as {example}" if example else ""
+    raise TypeError(f"{name} must be {names}{such}, got {_shown(value)}{_remedy(value, kinds)}")
+
+
+def check_integer(name: str, value: object, low: int, high: int | float = math.inf) -> None:
+    """Refuse anything but an integer in ``low..high``; Python's and NumPy's are taken, booleans are not.
+
+    Raises:
+        TypeError: not an integer.
+        ValueError: out of range.
+
+    Example:
+        >>> check_integer("Stop.max_steps", 0, 1)
+        Traceback (most recent call last):
+        ValueError: Stop.max_steps must be an integer >= 1, got 0
+    """
+    wanted = f"an integer >= {low}" if high == math.inf else f"an integer in {low}..{high}"
+    _check_number(name, value, Integral, wanted, lambda x: low <= x <= high)
+
+
+def check_number(name: str, value: object, interval: str) -> None:
+    """Refuse anything but a number in an interval, written as in ``"[0, inf)"``; NaN is in none.
+
+    Raises:
+        TypeError: not a number; booleans, strings and tensors are not.
+        ValueError: outside.
+
+    Example:
+        >>> check_number("Relaxed.damping", 0, "(0, inf)")
+        Traceback (most recent call last):
+        ValueError: Relaxed.damping must be a number in (0, inf), got 0
+    """
+    low, high = (float(end) for end in interval[1:-1].split(","))
+
+    def inside(x: Any) -> bool:
+        above = low <= x if interval[0] == "[" else low < x
+        return above and (x <= high if interval[-1] == "]" else x < high)
+
+    _check_number(name, value, Real, f"a number in {interval}", inside)
+
+
+def check_flag(name: str, value: object) -> None:
+    """Refuse anything but True and False with a TypeError.
+
+    Example:
+        >>> check_flag("throw", "yes")
+        Traceback (most recent call last):
+        TypeError: throw must be True or False, got 'yes'
+    """
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {_shown(value)}")
+
+
+def check_choice(name: str, value: object, choices: Iterable[object]) -> None:
+    """Refuse anything but one of the ``choices`` with a ValueError.
+
+    Example:
+        >>> check_choice("Stop.per", "tokens", ("batch", "sample", "token"))
+        Traceback (most recent call last):
+        ValueError: Stop.per must be one of ('batch', 'sample', 'token'), got 'tokens'; did you mean 'token'?
+    """
+    known = tuple(choices)
+    if not any(type(value) is type(one) and value == one for one in known):
+        hint = suggestion(value, [one for one in known if isinstance(one, str)]) if isinstance(value, str) else ""
+        raise ValueError(f"{name} must be one of {known}, got {_shown(value)}{hint}")
+
+
+def check_callable(name: str, value: object) -> None:
+    """Refuse anything that cannot be called with a TypeError.
+
+    Example:
+        >>> check_callable("callback", 3)
+        Traceback (most recent call last):
+        TypeError: callback must be a function, got 3
+    """
+    if not callable(value):
+        raise TypeError(f"{name} must be a function, got {_shown(value)}")
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """``"; did you mean 'a' or 'b'?"``, or an empty string if no known name is close."""
+    near = difflib.get_close_matches(name, list(known), n=3, cutoff=0.5)
+    return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+
+
+def _check_number(name: str, value: Any, kind: type, wanted: str, inside: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, kind):
+        raise TypeError(f"{name} must be {wanted}, got {_shown(value)}")
+    if not inside(value):
+        raise ValueError(f"{name} must be {wanted}, got {_shown(value)}")
+
+
+def _shown(value: object) -> str:
+    """A value in an error, without the numbers of a tensor or the layers of a model."""
+    if isinstance(value, Tensor):
+        return f"a tensor of {value.dtype} {tuple(value.shape)}"
+    text = f"{type(value).__name__}(...)" if isinstance(value, nn.Module) else repr(value)
+    return text if len(text) <= 120 else f"{text[:117]}..."
+
+
+def _called(kind: type) -> str:
+    if kind is type(None):
+        return "None"
+    return f"a{'n' if kind.__name__[0] in 'AEIOU' else ''} {kind.__name__}"
+
+
+def _remedy(value: object, kinds: tuple[type, ...]) -> str:
+    """What to write instead of a class or of its name."""
+    known = {one.__name__: one for kind in kinds for one in _below(kind)}
+    if isinstance(value, type) and value in known.values():
+        return f": write {value.__name__}(...)"
+    if isinstance(value, str):
+        folded = {name.lower(): name for name in known}
+        near = difflib.get_close_matches(value.lower().replace("_", ""), list(folded), n=1, cutoff=0.5)
+        return f": write {folded[near[0]]}(...)" if near else ""
+    return ""
+
+
+def _below(kind: type) -> Iterator[type]:
+    """A class and all that inherit from it."""
+    yield kind
+    for one in type.__subclasses__(kind):
+        yield from _below(one)
