@@ -1,11 +1,10 @@
 """Reports on a model: does it converge, contract and iterate, and are its gradients good?"""
 
-from deqseq.diagnostics.collapse import Collapse, Verdict, check_collapse
-from deqseq.diagnostics.duality import DualityReport, PairReport, SweepReport, check_duality
+from deqseq.diagnostics.collapse import Collapse, check_collapse
+from deqseq.diagnostics.duality import DualityReport, SweepReport, check_duality
 from deqseq.diagnostics.effort import TokenEffort, token_effort
 from deqseq.diagnostics.figures import Drawable
 from deqseq.diagnostics.gradient_bias import EstimatorBias, GradientBias, gradient_bias
-from deqseq.diagnostics.jacobian import jacobian_regularisation
 from deqseq.diagnostics.report import Report, report
 from deqseq.diagnostics.residuals import ResidualTrace, residual_trace
 from deqseq.diagnostics.spectral import SpectralRadius, model_spectral_radius, spectral_radius
@@ -16,17 +15,14 @@ __all__ = [
     "DualityReport",
     "EstimatorBias",
     "GradientBias",
-    "PairReport",
     "Report",
     "ResidualTrace",
     "SpectralRadius",
     "SweepReport",
     "TokenEffort",
-    "Verdict",
     "check_collapse",
     "check_duality",
     "gradient_bias",
-    "jacobian_regularisation",
     "model_spectral_radius",
     "report",
     "residual_trace",

@@ -11,9 +11,10 @@ from deqseq.types import State
 
 
 class Ritz(NamedTuple):
-    """Approximate eigenvalues of each row's matrix: zeros where fewer products found them all, NaN where not finite.
+    """Approximate eigenvalues of each row's matrix.
 
-    The matrix has an eigenvalue equal to the largest of ``values`` after a change of norm ``error``.
+    Zeros pad rows whose Krylov space closed early; rows with non-finite products are NaN. ``error``: the norm of the
+    smallest change of the matrix that makes the largest value exact.
     """
 
     values: Complex[Tensor, "batch products"]

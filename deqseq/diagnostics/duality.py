@@ -1,17 +1,15 @@
 """Do all sweeps find the same fixed point?"""
 
-import math
-from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
-from itertools import combinations
 from typing import Unpack
 
 import torch
 from torch import Tensor
 
+from deqseq.check import check_integer, check_type
 from deqseq.config import SolveConfig, SolveFields
-from deqseq.diagnostics.solved_model import eval_config, implicit_of
+from deqseq.diagnostics.solved_model import check_call
 from deqseq.diagnostics.tables import text_table
 from deqseq.models.causal_lm import CausalLM, Tokens
 from deqseq.models.eval_mode import eval_mode
@@ -24,65 +22,50 @@ SWEEPS: tuple[Sweep, ...] = (Simultaneous(), Chunked(8), Sliding(8), Sequential(
 
 @dataclass(frozen=True)
 class SweepReport:
-    """What one sweep took.
+    """What one sweep took, and how far it agrees with the first.
 
     Attributes:
         sweep: the sweep.
         converged: share of the rows that converged.
         evaluations: calls of the map.
-        token_updates: evaluations times tokens, over the whole batch.
+        updates: evaluations times tokens, over the whole batch.
+        state_difference: largest Euclidean distance between the states of a token, relative to the larger norm.
+        cache_difference: largest distance between two tensors of the caches, relative to the larger norm.
+        agreement: share of the tokens at which both predict the same.
     """
 
     sweep: Sweep
     converged: float
     evaluations: int
-    token_updates: int
-
-
-@dataclass(frozen=True)
-class PairReport:
-    """How far two sweeps agree.
-
-    Attributes:
-        first: one sweep.
-        second: the other.
-        state_difference: largest Euclidean distance between the states of a token, relative to the larger norm.
-        agreement: share of the tokens at which both predict the same.
-        cache_difference: largest distance between two tensors of the caches, relative to the larger norm.
-    """
-
-    first: Sweep
-    second: Sweep
+    updates: int
     state_difference: float
-    agreement: float
     cache_difference: float
+    agreement: float
 
 
 @dataclass(frozen=True)
 class DualityReport:
-    """What :func:`check_duality` found; prints as two tables.
+    """What :func:`check_duality` found; prints as a table.
 
     Attributes:
-        sweeps: what each sweep took.
-        pairs: how far any two agree.
+        sweeps: what each sweep took, and how far it agrees with the first.
     """
 
     sweeps: tuple[SweepReport, ...]
-    pairs: tuple[PairReport, ...]
 
     @property
     def worst(self) -> float:
-        """The largest difference of states or caches between any two sweeps."""
-        return _largest(x for pair in self.pairs for x in (pair.state_difference, pair.cache_difference))
+        """The largest difference of states or caches from those of the first sweep; NaN if one of them is."""
+        found = [(one.state_difference, one.cache_difference) for one in self.sweeps]
+        return torch.tensor(found, dtype=torch.float64).max().item()
 
     def __str__(self) -> str:
-        costs = [(str(x.sweep), f"{x.converged:.1%}", str(x.evaluations), str(x.token_updates)) for x in self.sweeps]
-        differences = []
-        for pair in self.pairs:
-            numbers = (f"{pair.state_difference:.1e}", f"{pair.cache_difference:.1e}", f"{pair.agreement:.2%}")
-            differences.append((f"{pair.first} and {pair.second}", *numbers))
-        first = text_table(("sweep", "converged", "evaluations", "token updates"), costs)
-        return f"{first}\n\n{text_table(('between', 'states', 'caches', 'agreement'), differences)}"
+        header = ("sweep", "converged", "evaluations", "updates", "states differ", "caches differ", "agreement")
+        lines = []
+        for one in self.sweeps:
+            costs = (str(one.sweep), f"{one.converged:.1%}", str(one.evaluations), str(one.updates))
+            lines.append((*costs, f"{one.state_difference:.1e}", f"{one.cache_difference:.1e}", f"{one.agreement:.2%}"))
+        return text_table(header, lines)
 
 
 @torch.no_grad()
@@ -95,7 +78,7 @@ def check_duality(
     solve: SolveConfig | None = None,
     **fields: Unpack[SolveFields],
 ) -> DualityReport:
-    """Solve the same tokens with several sweeps in eval mode, and compare states, predictions and caches.
+    """Solve the same tokens with several sweeps in eval mode; compare states, predictions and caches with the first.
 
     Where all sweeps converge and the map has one fixed point, they agree as far as the tolerance allows. Check
     ``converged`` first, and take a tight tolerance, before you conclude that a model has several fixed points.
@@ -112,52 +95,52 @@ def check_duality(
         The report.
 
     Raises:
-        TypeError: an explicit model, or ``sweep`` instead of ``sweeps``.
+        TypeError: an explicit model, an argument of the wrong type, or ``sweep`` instead of ``sweeps``.
         ValueError: ``ids`` is not a batch of tokens of the vocabulary, or there are fewer than two sweeps.
 
     Example:
         >>> import deqseq as dq
         >>> lm = dq.CausalLM(10, dq.ImplicitModel(dq.Affine(16))).double()
         >>> report = check_duality(lm, torch.arange(10)[None], stop=dq.Stop(rtol=1e-10, max_steps=200))
-        >>> report.worst < 1e-7, report.pairs[0].agreement
+        >>> report.worst < 1e-7, report.sweeps[-1].agreement
         (True, 1.0)
     """
-    implicit = implicit_of(model, ids, "check_duality")
     if "sweep" in fields:
         raise TypeError("check_duality compares several sweeps: give sweeps=(...), at least two, instead of sweep")
-    if len(sweeps) < 2:
-        raise ValueError(f"sweeps must be at least two, to be compared, got {len(sweeps)}")
-    config = eval_config(implicit, solve, fields)
+    real, config = check_call(model, ids, mask, solve, fields)
+    check_type("sweeps", sweeps, (tuple, list), "(dq.Simultaneous(), dq.Sequential())")
+    check_integer("len(sweeps)", len(sweeps), 2)
+    for sweep in sweeps:
+        check_type("sweeps", sweep, Sweep)
+    reports: list[SweepReport] = []
+    first = None
     with eval_mode(model):
         x = model.embedding(ids)
-        outputs = [implicit(x, mask=mask, solve=replace(config, sweep=s), return_cache=True) for s in sweeps]
-    reports = tuple(_sweep_report(sweep, output) for sweep, output in zip(sweeps, outputs, strict=True))
-    mask = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask
-    pairs = []
-    for (first, one), (second, other) in combinations(zip(sweeps, outputs, strict=True), 2):
-        a, b = one.value[mask], other.value[mask]
-        predictions = [model.logits(states).argmax(dim=-1) for states in (a, b)]
-        agreement = (predictions[0] == predictions[1]).float().mean().item()
-        assert one.cache is not None and other.cache is not None
-        tensors = zip(one.cache.tensors(), other.cache.tensors(), strict=True)
-        caches = _largest(_distance(x.flatten(), y.flatten()) for x, y in tensors)
-        pairs.append(PairReport(first, second, _distance(a, b), agreement, caches))
-    return DualityReport(reports, tuple(pairs))
+        for sweep in sweeps:
+            output = model.model(x, mask=mask, solve=replace(config, sweep=sweep), return_cache=True)
+            first = first or output
+            reports.append(_compared(model, sweep, output, first, real))
+    return DualityReport(tuple(reports))
 
 
-def _sweep_report(sweep: Sweep, output: ModelOutput) -> SweepReport:
-    assert output.stats is not None
-    converged, updates = output.converged.float().mean().item(), int(output.stats.updates.sum())
-    return SweepReport(sweep, converged, output.stats.evaluations, updates)
+def _compared(model: CausalLM, sweep: Sweep, output: ModelOutput, first: ModelOutput, real: Mask) -> SweepReport:
+    assert output.stats is not None and output.cache is not None and first.cache is not None
+    states = output.value[real], first.value[real]
+    predictions, known = (model.logits(each).argmax(dim=-1) for each in states)
+    pairs = zip(output.cache.tensors(), first.cache.tensors(), strict=True)
+    caches = [0.0, *(_distance(x.flatten(), y.flatten()).item() for x, y in pairs)]
+    return SweepReport(
+        sweep,
+        converged=output.converged.double().mean().item(),
+        evaluations=output.stats.evaluations,
+        updates=int(output.stats.updates.sum()),
+        state_difference=_distance(*states).item(),
+        cache_difference=torch.tensor(caches, dtype=torch.float64).max().item(),
+        agreement=(predictions == known).double().mean().item(),
+    )
 
 
-def _largest(values: Iterable[float]) -> float:
-    """The largest; NaN if any of them is."""
-    found = list(values)
-    return math.nan if any(map(math.isnan, found)) else max(found)
-
-
-def _distance(a: Tensor, b: Tensor) -> float:
+def _distance(a: Tensor, b: Tensor) -> Tensor:
     """Largest distance between vectors, relative to the larger of their norms."""
     norm = torch.maximum(a.norm(dim=-1), b.norm(dim=-1)).clamp_min(torch.finfo(a.dtype).tiny)
-    return ((a - b).norm(dim=-1) / norm).max().item()
+    return ((a - b).norm(dim=-1) / norm).max()

@@ -1,17 +1,17 @@
 """Where the iterations go: how many each token took."""
 
 from collections.abc import Callable
-from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Unpack
 
 import torch
 from jaxtyping import Int64
 from torch import Tensor
 
+from deqseq.check import check_type
 from deqseq.config import SolveConfig, SolveFields
 from deqseq.diagnostics.figures import Drawable, finish
-from deqseq.diagnostics.solved_model import solved_model
+from deqseq.diagnostics.solved_model import check_call, solved_model
 from deqseq.diagnostics.tables import SHOWN, remaining, text_table
 from deqseq.models.causal_lm import CausalLM, Tokens
 from deqseq.sweeps import Sweep
@@ -20,15 +20,13 @@ from deqseq.types import Mask, RowMask
 if TYPE_CHECKING:
     import matplotlib.axes
 
-WIDTH = 75
-"""Characters of a printed row of tokens."""
-LABELLED = 160
-"""Tokens of a figure up to which each has room for its label."""
+TOKENS = 16
+"""How many tokens of a row a report prints."""
 
 
 @dataclass(frozen=True)
 class TokenEffort(Drawable):
-    """Iterations of each token; prints as a map of them.
+    """Iterations of each token; prints those of the first tokens.
 
     Attributes:
         iterations: iterations of each token, ``(batch, length)``: solved together, those until it passed for good; in
@@ -37,7 +35,7 @@ class TokenEffort(Drawable):
         mask: True at real tokens, ``(batch, length)``.
         converged: which rows converged, ``(batch,)``.
         sweep: which tokens were solved together.
-        labels: a text per token. Default: positions.
+        labels: a text per token, to print above its number. Default: positions.
     """
 
     iterations: Int64[Tensor, "batch length"]
@@ -67,28 +65,21 @@ class TokenEffort(Drawable):
             f"{self.sweep}: {self.mean:.1f} iterations per token, at most {self.most}",
             f"{self.token_updates} token updates, {self.converged.double().mean().item():.0%} of rows converged",
         ]
-        for row, (iterations, mask) in enumerate(zip(self.iterations[:SHOWN].tolist(), self.mask, strict=False)):
-            numbers = [str(n) if real else "" for n, real in zip(iterations, mask, strict=True)]
-            lines += [f"row {row}", _in_columns(self._texts(row), numbers)]
+        for row, real in enumerate(self.mask[:SHOWN]):
+            places, more = real.nonzero()[:TOKENS, 0].tolist(), ["..."] * (int(real.sum()) > TOKENS)
+            labels = [str(t) if self.labels is None else self.labels[row][t] for t in places]
+            numbers = [str(n) for n in self.iterations[row, places].tolist()]
+            lines += [f"row {row}", text_table(["", *labels, *more], [["", *numbers, *more]])]
         return "\n".join(lines) + remaining(len(self.iterations))
 
     def draw(self, axis: "matplotlib.axes.Axes") -> None:
-        """Draw a map of rows and tokens on ``axis``, with labels where there is room."""
+        """Draw a map of rows and tokens on ``axis``."""
         shown = self.iterations.double().masked_fill(~self.mask, torch.nan)
         image = axis.imshow(shown.numpy(), aspect="auto", cmap="viridis", vmin=0, interpolation="nearest")
         axis.figure.colorbar(image, ax=axis, label="iterations")
         finish(axis, "token", "row")
         axis.grid(False)
         axis.set_yticks(range(0, len(shown), 1 if len(shown) <= 2 * SHOWN else len(shown) // SHOWN))
-        if self.labels is None or shown.numel() > LABELLED:
-            return
-        style = {"ha": "center", "va": "center", "fontsize": 8, "parse_math": False}
-        for row, numbers in enumerate(shown.tolist()):
-            for token, text in enumerate(self._texts(row)):
-                axis.text(token, row, text, color="white" if numbers[token] < 0.6 * self.most else "black", **style)
-
-    def _texts(self, row: int) -> SequenceOf[str]:
-        return list(map(str, range(self.iterations.shape[1]))) if self.labels is None else self.labels[row]
 
 
 def token_effort(
@@ -115,7 +106,7 @@ def token_effort(
         A :class:`TokenEffort`, on the CPU.
 
     Raises:
-        TypeError: an explicit model.
+        TypeError: an explicit model, or an argument of the wrong type.
         ValueError: ``ids`` is not a batch of tokens of the vocabulary, or the stopping rule does not measure tokens.
 
     Example:
@@ -130,28 +121,19 @@ def token_effort(
           a  b  c
           2  2  2
     """
-    with solved_model(model, ids, "token_effort", mask=mask, solve=solve, fields=fields, per="token") as solved:
-        output, sweep = solved.output, solved.config.sweep
+    mask, config = check_call(model, ids, mask, solve, fields)
+    if not (decode is None or callable(decode)):  # a class, such as str, is one too
+        raise TypeError(f"decode must be a function, got {decode!r}")
+    config = replace(config, stop=replace(config.stop, per="token"))
+    labels = None if decode is None else tuple(tuple(_label(decode, token) for token in row) for row in ids.tolist())
+    with solved_model(model, ids, mask, config) as solved:
+        output = solved.output
     assert output.stats is not None
-    labels = None
-    if decode is not None:
-        labels = tuple(tuple(_printable(decode(token)) for token in row) for row in ids.tolist())
-    mask = torch.ones(ids.shape, dtype=torch.bool) if mask is None else mask.cpu()
     stats, converged = output.stats, output.converged.cpu()
-    return TokenEffort(stats.iterations.cpu(), stats.updates.cpu(), mask, converged, sweep, labels)
+    return TokenEffort(stats.iterations.cpu(), stats.updates.cpu(), mask.cpu(), converged, config.sweep, labels)
 
 
-def _printable(text: str) -> str:
+def _label(decode: Callable[[int], str], token: int) -> str:
+    text = decode(token)
+    check_type(f"decode({token})", text, str)
     return text if text.isprintable() else text.encode("unicode_escape").decode()
-
-
-def _in_columns(labels: SequenceOf[str], numbers: SequenceOf[str]) -> str:
-    """Two lines with a token per column, cut at the width of a page."""
-    shown, width = 0, 0
-    for label, number in zip(labels, numbers, strict=True):
-        width += 2 + max(len(label), len(number))
-        if width > WIDTH:
-            break
-        shown += 1
-    cut = ["..."] * (shown < len(labels))
-    return text_table(["", *labels[:shown], *cut], [["", *numbers[:shown], *cut]])

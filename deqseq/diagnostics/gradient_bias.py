@@ -4,15 +4,14 @@ import warnings
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
+from deqseq.check import check_callable, check_integer, check_type
 from deqseq.config import SolveConfig, SolveFields
-from deqseq.diagnostics.cost import counted_calls, estimator_name, saved_for_backward
-from deqseq.diagnostics.figures import Drawable, colour, finish, reference_line
-from deqseq.diagnostics.solved_model import eval_config, implicit_of
+from deqseq.diagnostics.solved_model import check_call
 from deqseq.diagnostics.tables import text_table
 from deqseq.gradients import Gradient, Implicit, OneStep, Phantom, Unrolled
 from deqseq.models.causal_lm import CausalLM, Tokens
@@ -21,9 +20,6 @@ from deqseq.solution import ConvergenceWarning, Solution
 from deqseq.stop import Stop
 from deqseq.sweeps import Simultaneous
 from deqseq.types import Mask, RowMask
-
-if TYPE_CHECKING:
-    import matplotlib.axes
 
 ESTIMATORS: tuple[Gradient, ...] = (OneStep(), Phantom(steps=4), Phantom(steps=16), Unrolled())
 
@@ -37,18 +33,16 @@ class EstimatorBias:
         cosine: of the angle between the two, over ``"all"`` parameters and each part of the model; NaN if one is zero.
         norm_ratio: the norm of the estimate over that of the exact gradient, likewise; NaN if that is zero.
         evaluations: calls of the map for one loss and its backward pass, the solve included.
-        saved_bytes: what autograd keeps for the backward pass, without parameters.
     """
 
     estimator: Gradient
     cosine: Mapping[str, float]
     norm_ratio: Mapping[str, float]
     evaluations: int
-    saved_bytes: int
 
 
 @dataclass(frozen=True)
-class GradientBias(Drawable):
+class GradientBias:
     """What :func:`gradient_bias` found; prints as two tables.
 
     Attributes:
@@ -71,35 +65,20 @@ class GradientBias(Drawable):
 
     def __str__(self) -> str:
         stats = None if self.adjoint is None else self.adjoint.stats
+        numbers = [str(i + 1) for i in range(len(self.estimators))]
         costs = []
-        for one in (*self.estimators, self.exact):
-            agreement = (f"{one.cosine['all']:.4f}", f"{one.norm_ratio['all']:.4f}")
+        for name, one in zip((*numbers, "exact"), (*self.estimators, self.exact), strict=True):
+            named = name if one is self.exact else f"{name}  {one.estimator}"
             calls = f"{one.evaluations} + {stats.evaluations}" if one is self.exact and stats else str(one.evaluations)
-            costs.append((estimator_name(one.estimator), *agreement, calls, f"{one.saved_bytes / 2**10:.1f}"))
-        names = [estimator_name(one.estimator) for one in self.estimators]
-        parts = [
-            (part, *(f"{one.cosine[part]:.4f}" for one in self.estimators))
-            for part in self.exact.cosine
-            if part != "all"
-        ]
-        lines = [text_table(("estimator", "cosine", "norm ratio", "evaluations", "KiB saved"), costs), ""]
-        lines.append(text_table(("cosine of", *names), parts))
+            costs.append((named, f"{one.cosine['all']:.4f}", f"{one.norm_ratio['all']:.4f}", calls))
+        lines = [text_table(("estimator", "cosine", "norm ratio", "evaluations"), costs), ""]
+        parts = [part for part in self.exact.cosine if part != "all"]
+        cosines = [(part, *(f"{one.cosine[part]:.4f}" for one in self.estimators)) for part in parts]
+        lines.append(text_table(("cosine of", *numbers), cosines))
         if not self.is_exact:
             residual = f"; adjoint residual {stats.residual.max():.1e}" if stats else ""
             lines.append(f"\nNot exact: {self.converged.double().mean():.0%} of rows converged{residual}.")
         return "\n".join(lines)
-
-    def draw(self, axis: "matplotlib.axes.Axes") -> None:
-        """Draw the cosine of each estimator on ``axis``, over all parameters and part by part."""
-        names = list(self.exact.cosine)
-        for i, one in enumerate(self.estimators):
-            places = [place + 0.12 * (i - (len(self.estimators) - 1) / 2) for place in range(len(names))]
-            style = {"color": colour(i), "marker": "o", "linestyle": "", "markersize": 5}
-            axis.plot(places, [one.cosine[name] for name in names], label=estimator_name(one.estimator), **style)
-        reference_line(axis, 1.0)
-        crowded = len(names) > 4
-        axis.set_xticks(range(len(names)), names, rotation=30 * crowded, ha="right" if crowded else "center")
-        finish(axis, "parameters of", "cosine with exact", legend=True)
 
 
 def part_of(name: str) -> str:
@@ -132,15 +111,15 @@ def gradient_bias(
         estimators: gradient estimators, at least one.
         part: the part of the model that a parameter, given by name, is counted to. Default: its layer, or its name.
         solve: replaces the model's :class:`~deqseq.SolveConfig`; its sweep and gradient are not used. Its stopping
-            rule, with a norm over the whole row, is also that of the adjoint solve. Default: the model's, with 500
-            steps and the precision of the parameters to the power of 3/4 as tolerance.
+            rule, with a norm over the whole row, is also that of the adjoint solve. Default: the model's, with
+            ``rtol = eps ** 0.75`` of the parameters' dtype and 500 steps.
         **fields: fields of :class:`~deqseq.SolveConfig` to replace, except ``gradient``.
 
     Returns:
         A :class:`GradientBias`.
 
     Raises:
-        TypeError: an explicit model, or ``gradient`` instead of ``estimators``.
+        TypeError: an explicit model, an argument of the wrong type, or ``gradient`` instead of ``estimators``.
         ValueError: ``ids`` is not a batch of tokens of the vocabulary; there is nothing to score, no estimator, or no
             parameter that requires a gradient; or a sweep that an estimator cannot follow.
 
@@ -155,19 +134,20 @@ def gradient_bias(
         >>> one_step.cosine["all"] < phantom.cosine["all"] < 1
         True
     """
-    implicit = implicit_of(model, ids, "gradient_bias")
     if "gradient" in fields:
         raise TypeError("gradient_bias compares estimators: give estimators=[...] instead of gradient")
+    _, config = check_call(model, ids, mask, solve, {"sweep": Simultaneous(), **fields})
+    if solve is None and "stop" not in fields:
+        tight = torch.finfo(model.embedding.weight.dtype).eps ** 0.75
+        config = replace(config, stop=Stop(rtol=tight, max_steps=500))
+    check_type("estimators", estimators, (tuple, list), "[dq.OneStep(), dq.Phantom()]")
+    check_integer("len(estimators)", len(estimators), 1)
+    for estimator in estimators:
+        check_type("estimators", estimator, Gradient, "dq.Phantom()")
+    check_callable("part", part)
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    if not estimators:
-        raise ValueError("estimators must be at least one, got none")
     if not names:
         raise ValueError("model must have at least one parameter that requires a gradient, got none")
-    fields.setdefault("sweep", Simultaneous())
-    if solve is None:
-        tight = torch.finfo(model.embedding.weight.dtype).eps ** 0.75
-        fields.setdefault("stop", Stop(rtol=tight, max_steps=500))
-    config = eval_config(implicit, solve, fields)
     parts = {"all": list(range(len(names)))}
     for place, name in enumerate(names):
         parts.setdefault(part(name), []).append(place)
@@ -192,15 +172,14 @@ def _measure(
 ) -> tuple[EstimatorBias, list[Tensor], RowMask]:
     """An estimator's numbers, its gradient of each parameter, and which rows converged."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    with counted_calls(model.model.backbone) as calls:
-        with saved_for_backward(model) as count:
-            output = model(**batch, solve=config)
-            saved = count()
+    calls: list[None] = []
+    with model.model.backbone.register_forward_pre_hook(lambda *_: calls.append(None)):
+        output = model(**batch, solve=config)
         found = torch.autograd.grad(output.loss, parameters, allow_unused=True)
     gradients = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)]
     agreements = {name: _agreement(gradients, exact or gradients, places) for name, places in parts.items()}
     cosine, ratio = ({name: pair[i] for name, pair in agreements.items()} for i in (0, 1))
-    return EstimatorBias(config.gradient, cosine, ratio, len(calls), saved), gradients, output.converged
+    return EstimatorBias(config.gradient, cosine, ratio, len(calls)), gradients, output.converged
 
 
 def _agreement(ours: list[Tensor], exact: list[Tensor], places: list[int]) -> tuple[float, float]:

@@ -1,19 +1,20 @@
 """All diagnostics of a model at once, in one text and one figure."""
 
-from dataclasses import dataclass
-from os import PathLike
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Unpack
 
 from deqseq.config import SolveConfig, SolveFields, resolve
-from deqseq.diagnostics.collapse import Collapse, check_collapse
+from deqseq.diagnostics.collapse import Collapse, collapse_of
 from deqseq.diagnostics.effort import TokenEffort, token_effort
 from deqseq.diagnostics.figures import new_figure
 from deqseq.diagnostics.gradient_bias import GradientBias, gradient_bias
 from deqseq.diagnostics.residuals import ResidualTrace, residual_trace
-from deqseq.diagnostics.solved_model import eval_config, implicit_of
-from deqseq.diagnostics.spectral import SpectralRadius, model_spectral_radius
+from deqseq.diagnostics.solved_model import check_call, seeded, solved_model
+from deqseq.diagnostics.spectral import SpectralRadius, radius_of
 from deqseq.gradients import Gradient, OneStep, Phantom
 from deqseq.models.causal_lm import CausalLM, Tokens
+from deqseq.models.implicit import ImplicitModel
+from deqseq.sweeps import Simultaneous
 from deqseq.types import Mask
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ class Report:
         return "\n\n".join(f"{title}\n{'-' * len(title)}\n{part}" for title, part in parts.items())
 
     def plot(self) -> "matplotlib.figure.Figure":
-        """All diagnostics in one figure, 8 by 8 inches.
+        """Residuals, radii and iterations in one figure, 8 by 5.5 inches.
 
         Returns:
             A figure that is not shown in a window.
@@ -57,8 +58,8 @@ class Report:
         Raises:
             ImportError: matplotlib is missing.
         """
-        figure = new_figure(8.0, 8.0)
-        axes = figure.subplot_mosaic([["trace", "spectral"], ["bias", "collapse"], ["effort", "effort"]])
+        figure = new_figure(8.0, 5.5)
+        axes = figure.subplot_mosaic([["trace", "spectral"], ["effort", "effort"]])
         for name, axis in axes.items():
             getattr(self, name).draw(axis)
         return figure
@@ -70,7 +71,6 @@ def report(
     *,
     mask: Mask | None = None,
     targets: Tokens | None = None,
-    path: str | PathLike[str] | None = None,
     solve: SolveConfig | None = None,
     **fields: Unpack[SolveFields],
 ) -> Report:
@@ -85,7 +85,6 @@ def report(
         ids: tokens, ``(batch, length)``.
         mask: bool, True at real tokens, ``(batch, length)``. Default: no padding.
         targets: the answer at each position, ``(batch, length)``, for the gradients. Default: the next token.
-        path: where to save the figure; the suffix is its format. Default: it is not saved.
         solve: replaces the model's :class:`~deqseq.SolveConfig`. Its gradient is compared with :class:`~deqseq.OneStep`
             and :class:`~deqseq.Phantom`; residuals and gradients are those of the simultaneous sweep, and gradients
             have a tolerance of their own.
@@ -95,9 +94,9 @@ def report(
         A :class:`Report`.
 
     Raises:
-        TypeError: an explicit model.
+        TypeError: an explicit model, or an argument of the wrong type.
         ValueError: ``ids`` is not a batch of tokens of the vocabulary, or there is nothing to score.
-        ImportError: a path is given and matplotlib is missing.
+        NotImplementedError: a backbone without ``advance``, which the spectral radius of a token needs.
 
     Example:
         >>> import torch, deqseq as dq
@@ -105,27 +104,21 @@ def report(
         >>> print(report(lm, torch.arange(6).reshape(2, 3)).trace.converged)
         tensor([True, True])
     """
-    implicit = implicit_of(model, ids, "report")
-    config = eval_config(implicit, solve, fields)
+    real, config = check_call(model, ids, mask, solve, fields)
+    assert isinstance(model.model, ImplicitModel)
     estimators: list[Gradient] = [OneStep(), Phantom()]
-    trained = resolve(
-        implicit.solve, solve, fields
-    ).gradient  # `eval_solve` has a gradient too, but is not trained with
-    found = Report(
-        residual_trace(model, ids, mask=mask, solve=config),
-        token_effort(model, ids, mask=mask, solve=config),
-        model_spectral_radius(model, ids, mask=mask, solve=config, products=16),
-        gradient_bias(
-            model,
-            ids,
-            mask=mask,
-            targets=targets,
-            estimators=estimators if trained in estimators else [*estimators, trained],
-            solver=config.solver,
-            start=config.start,
-        ),
-        check_collapse(model, ids, mask=mask, solve=config),
+    trained = resolve(model.model.solve, solve, fields).gradient  # that of `eval_solve` is not trained with
+    bias = gradient_bias(
+        model,
+        ids,
+        mask=mask,
+        targets=targets,
+        estimators=estimators if trained in estimators else [*estimators, trained],
+        solver=config.solver,
+        start=config.start,
     )
-    if path is not None:
-        found.plot().savefig(path)
-    return found
+    with solved_model(model, ids, real, config) as solved:
+        spectral = radius_of(solved, 16, seeded(0))
+        collapse = collapse_of(solved, 4, seeded(0), limit=0.05, agreed=0.99)
+    trace = residual_trace(model, ids, mask=mask, solve=replace(config, sweep=Simultaneous()))
+    return Report(trace, token_effort(model, ids, mask=mask, solve=config), spectral, bias, collapse)

@@ -7,9 +7,10 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
+from deqseq.check import check_type
 from deqseq.config import SolveConfig, SolveFields
 from deqseq.diagnostics.figures import Drawable, colour, finish, reference_line, row_label
-from deqseq.diagnostics.solved_model import solved_model
+from deqseq.diagnostics.solved_model import check_call, solved_model
 from deqseq.diagnostics.tables import row_table, texts, yes_no
 from deqseq.models.causal_lm import CausalLM, Tokens
 from deqseq.solution import Outcome
@@ -59,8 +60,11 @@ class ResidualTrace(Drawable):
             The trace, on the CPU.
 
         Raises:
+            TypeError: an argument of the wrong type.
             ValueError: the solve kept no trace.
         """
+        check_type("solved", solved, Outcome, "dq.solve(..., trace=True)")
+        check_type("stop", stop, Stop, "dq.Stop(rtol=1e-3)")
         stats = solved.stats
         if stats is None or stats.trace is None:
             raise ValueError("this solve kept no residuals: solve with trace=True")
@@ -70,26 +74,19 @@ class ResidualTrace(Drawable):
 
     @property
     def rates(self) -> Residual:
-        r"""The factor by which each residual falls per iteration in the end, the solver's damping included.
+        """The factor by which each residual falls per iteration in the end, the solver's damping included.
 
-        The slope of a least-squares line through :math:`\log r` over the lower half of the fall; in the upper half,
-        tokens may still be waiting for those before them. Where the residual falls by less than a factor of ten, as in
-        a limit cycle, the line goes through the last half of the iterations. NaN with fewer than three checks to fit.
+        The geometric mean from the first check in the lower half of the fall, on a logarithmic scale, to the last; in
+        the upper half, tokens may still be waiting for those before them. NaN if that is a single check.
         """
-        when = self.checks.to(self.residual.dtype).reshape(-1, *[1] * (self.residual.ndim - 1))
+        when = self.checks.reshape(-1, *[1] * (self.residual.ndim - 1)).expand(self.residual.shape)
         seen = (when <= self.iterations) & (self.residual > 0) & self.residual.isfinite()
-        largest = torch.where(seen, self.residual, 0).amax(dim=0)
-        smallest = torch.where(seen, self.residual, torch.inf).amin(dim=0)
-        upper = seen & (self.residual > (largest * smallest).sqrt())
-        lower_half = seen & (when > torch.where(upper, when, 0).amax(dim=0))
-        chosen = torch.where(largest >= 10 * smallest, lower_half, seen & (when >= self.iterations / 2))
-        weight = chosen.to(self.residual.dtype)
-        count = weight.sum(dim=0)
-        height = torch.where(chosen, self.residual, 1).log()
-        centre, level = (weight * when).sum(dim=0) / count, (weight * height).sum(dim=0) / count
-        distance = weight * (when - centre)
-        slope = (distance * (height - level)).sum(dim=0) / (distance * (when - centre)).sum(dim=0)
-        return torch.where(count >= 3, slope.exp(), torch.nan)
+        height = torch.where(seen, self.residual.log(), torch.nan)
+        top, bottom = height.nan_to_num(nan=-torch.inf).amax(dim=0), height.nan_to_num(nan=torch.inf).amin(dim=0)
+        first = (height <= (top + bottom) / 2).int().argmax(dim=0, keepdim=True)
+        last = len(height) - 1 - seen.flip(0).int().argmax(dim=0, keepdim=True)
+        fall, iterations = (x.gather(0, last) - x.gather(0, first) for x in (height, when))
+        return (fall / iterations).exp()[0]
 
     def __str__(self) -> str:
         final, rates, iterations, name = self.residual[-1], self.rates, self.iterations, "rate"
@@ -144,7 +141,7 @@ def residual_trace(
         A :class:`ResidualTrace`, on the CPU.
 
     Raises:
-        TypeError: an explicit model.
+        TypeError: an explicit model, or an argument of the wrong type.
         ValueError: ``ids`` is not a batch of tokens of the vocabulary, the stopping rule does not measure tokens, or
             ``sweep`` is not the simultaneous one.
 
@@ -156,10 +153,8 @@ def residual_trace(
         (torch.Size([2, 3]), torch.Size([2, 3]))
     """
     fields.setdefault("sweep", Simultaneous())
-    with solved_model(
-        model, ids, "residual_trace", mask=mask, solve=solve, fields=fields, per=per, trace=True
-    ) as solved:
-        trace = ResidualTrace.of(solved.output, solved.config.stop)
-    if mask is None or per != "token":
-        return trace
-    return replace(trace, residual=trace.residual.masked_fill(~mask.cpu(), torch.nan))
+    mask, config = check_call(model, ids, mask, solve, fields)
+    config = replace(config, stop=replace(config.stop, per=per))
+    with solved_model(model, ids, mask, config, trace=True) as solved:
+        trace = ResidualTrace.of(solved.output, config.stop)
+    return trace if per != "token" else replace(trace, residual=trace.residual.masked_fill(~mask.cpu(), torch.nan))

@@ -1,21 +1,21 @@
 """How far a map expands around its fixed point: the spectral radius of its Jacobian."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, Unpack, get_args
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 from jaxtyping import Complex, Float
 from torch import Tensor
 
-from deqseq.backbones.base import Backbone
+from deqseq.check import check_callable, check_integer, check_number
 from deqseq.config import SolveConfig, SolveFields
-from deqseq.diagnostics.arnoldi import ritz_values
+from deqseq.diagnostics.arnoldi import Ritz, ritz_values
 from deqseq.diagnostics.figures import GREY, Drawable, colour, finish, reference_line, row_label
-from deqseq.diagnostics.jacobian import Pullback, check_count, check_point, gaussian
-from deqseq.diagnostics.solved_model import SolvedModel, solved_model
+from deqseq.diagnostics.solved_model import SolvedModel, check_call, seeded, solved_model
 from deqseq.diagnostics.tables import row_table, texts, yes_no
+from deqseq.evaluate import check_start, evaluate
 from deqseq.models.causal_lm import CausalLM, Tokens
+from deqseq.models.padding import Padding
 from deqseq.norms import measure
 from deqseq.stop import Stop
 from deqseq.sweeps.run import advance, token_map
@@ -24,9 +24,8 @@ from deqseq.types import FixedPointMap, Mask, RowMask, State
 if TYPE_CHECKING:
     import matplotlib.axes
 
-Per = Literal["sample", "token"]
-Block = tuple[Callable[[State], State], State]
-"""Products with a diagonal block of a Jacobian, and a state of the block's size."""
+TOLERANCE = 1e-2
+"""The relative residual up to which a point counts as a fixed point."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +38,11 @@ class SpectralRadius(Drawable):
         error: how far the Jacobian would have to change, in norm, for the largest of them to be exact, ``(batch,)`` or
             ``(batch, length)``; take more products if it is large.
         residual: relative residual of the point, ``(batch,)``: the largest over the tokens.
-        tolerance: above this residual the point is no fixed point, and the radius says little about the solve.
     """
 
     eigenvalues: Complex[Tensor, "batch *tokens count"]
     error: Float[Tensor, "batch *tokens"]
     residual: Float[Tensor, " batch"]
-    tolerance: float
 
     @property
     def radius(self) -> Float[Tensor, "batch *tokens"]:
@@ -59,18 +56,19 @@ class SpectralRadius(Drawable):
 
     @property
     def at_fixed_point(self) -> RowMask:
-        """The rows whose point is a fixed point, up to ``tolerance``."""
-        return self.residual <= self.tolerance
+        """The rows whose residual is at most 0.01; at other points the radius says little about a solve."""
+        return self.residual <= TOLERANCE
 
     def damped(self, damping: float) -> Float[Tensor, "batch *tokens"]:
         r"""The radius of the damped iteration, :math:`\max |1 - \tau + \tau \lambda|`.
 
         Args:
-            damping: :math:`\tau` of :class:`~deqseq.Relaxed`.
+            damping: :math:`\tau` of :class:`~deqseq.Relaxed`, above 0.
 
         Returns:
             ``(batch,)`` or ``(batch, length)``.
         """
+        check_number("damping", damping, "(0, inf)")
         return (1 - damping + damping * self.eigenvalues).abs().amax(dim=-1)
 
     def __str__(self) -> str:
@@ -98,38 +96,25 @@ class SpectralRadius(Drawable):
         finish(axis, "eigenvalues, real part", "imaginary part")
 
 
-def spectral_radius(
-    f: FixedPointMap,
-    z_star: State,
-    *,
-    products: int = 32,
-    seed: int = 0,
-    per: Per = "sample",
-    tolerance: float = 1e-2,
-) -> SpectralRadius:
-    r"""The largest absolute eigenvalue of a map's Jacobian at a point, by Arnoldi's method.
+def spectral_radius(f: FixedPointMap, z_star: State, *, products: int = 32, seed: int = 0) -> SpectralRadius:
+    r"""The largest absolute eigenvalue of a map's Jacobian at a point, per row, by Arnoldi's method.
 
-    Below 1, plain iteration converges near the point, in the long run by this factor per iteration. The Jacobian of a
-    causal map is block triangular over the tokens, so its eigenvalues are those of its diagonal blocks
-    :math:`\partial f_t / \partial z_t`. With ``per="token"`` they are found block by block, which is exact with as many
-    products as the state is wide. With ``per="sample"`` the method sees the whole sequence: what one token passes to
-    the next can look like an eigenvalue until there are more products than tokens (``error`` shows it).
+    Below 1, plain iteration converges near the point, in the long run by this factor per iteration. For a model take
+    :func:`model_spectral_radius`: over a whole sequence, what one token passes to the next can look like an eigenvalue
+    until there are more products than tokens (``error`` shows it).
 
     Args:
-        f: the map. With ``per="token"`` it must be causal.
-        z_star: the point, ``(batch, *event)``; with ``per="token"`` ``(batch, length, dim)``.
-        products: products with the Jacobian per row or token, at least 1; exact with as many as dimensions.
+        f: the map.
+        z_star: the point, ``(batch, *event)``.
+        products: products with the Jacobian per row, at least 1; exact with as many as dimensions.
         seed: of the random vectors that the method starts from.
-        per: one radius per row (``"sample"``), or one per ``"token"``.
-        tolerance: the relative residual up to which the point counts as a fixed point.
 
     Returns:
         A :class:`SpectralRadius`, on the CPU.
 
     Raises:
-        TypeError: ``z_star`` is not a floating-point tensor.
-        ValueError: ``z_star`` is empty, not finite or, with ``per="token"``, without tokens; ``products`` is below 1;
-            or ``per`` is unknown.
+        TypeError: an argument of the wrong type, such as a ``z_star`` that is not a floating-point tensor.
+        ValueError: ``z_star`` is empty or not finite, or ``products`` is below 1.
 
     References:
         Saad, Numerical Methods for Large Eigenvalue Problems, SIAM 2011, chapter 6.
@@ -140,15 +125,11 @@ def spectral_radius(
         >>> report.radius, report.damped(0.5)
         (tensor([0.9000]), tensor([0.6727]))
     """
-    check_point(z_star)
-    _check(products, per)
-    if per == "token" and z_star.ndim != 3:
-        raise ValueError(f'per="token" needs z_star of shape (batch, length, dim), got {tuple(z_star.shape)}')
-    whole = Pullback(f, z_star)
-    if per == "token":
-        return _radius(whole, (_block_of(whole, t) for t in range(z_star.shape[1])), products, seed, tolerance)
-    found = _radius(whole, iter([(whole, whole.z)]), products, seed, tolerance)
-    return replace(found, eigenvalues=found.eigenvalues[:, 0], error=found.error[:, 0])
+    check_callable("f", f)
+    check_start("z_star", z_star)
+    check_integer("products", products, 1)
+    found, fz, _ = _eigenvalues(f, z_star, products, seeded(seed))
+    return SpectralRadius(found.values, found.error, measure(z_star, fz, Stop()).residual.cpu())
 
 
 def model_spectral_radius(
@@ -158,21 +139,20 @@ def model_spectral_radius(
     mask: Mask | None = None,
     products: int = 32,
     seed: int = 0,
-    per: Per = "token",
-    tolerance: float = 1e-2,
     solve: SolveConfig | None = None,
     **fields: Unpack[SolveFields],
 ) -> SpectralRadius:
-    """:func:`spectral_radius` of a model's map at the fixed point that it finds for some tokens, in eval mode.
+    r"""The spectral radius of each token of a model, at the fixed point that it finds in eval mode.
+
+    The Jacobian of a causal map is block triangular over the tokens, so its eigenvalues are those of its diagonal
+    blocks :math:`\partial f_t / \partial z_t`. They are found block by block, with the tokens before in the cache.
 
     Args:
         model: a language model around an :class:`~deqseq.ImplicitModel`.
         ids: tokens, ``(batch, length)``.
         mask: bool, True at real tokens, ``(batch, length)``. Default: no padding.
-        products: products with the Jacobian per row or token, at least 1.
+        products: products with the Jacobian per token, at least 1; exact with as many as the state is wide.
         seed: of the random vectors that the method starts from.
-        per: one radius per row (``"sample"``), or one per ``"token"``.
-        tolerance: the relative residual up to which the point counts as a fixed point.
         solve: replaces the model's :class:`~deqseq.SolveConfig`.
         **fields: fields of :class:`~deqseq.SolveConfig` to replace; ``gradient`` has no effect.
 
@@ -180,8 +160,9 @@ def model_spectral_radius(
         A :class:`SpectralRadius`, on the CPU; NaN at padding.
 
     Raises:
-        TypeError: an explicit model.
-        ValueError: ``ids`` is not a batch of tokens of the vocabulary, ``products`` is below 1, or ``per`` is unknown.
+        TypeError: an explicit model, or an argument of the wrong type.
+        ValueError: ``ids`` is not a batch of tokens of the vocabulary, or ``products`` is below 1.
+        NotImplementedError: a backbone without ``advance``; :func:`spectral_radius` takes any map.
 
     Example:
         >>> import deqseq as dq
@@ -191,57 +172,55 @@ def model_spectral_radius(
         >>> report.radius.shape, torch.allclose(report.per_row, exact.expand(2), atol=1e-4)
         (torch.Size([2, 3]), True)
     """
-    _check(products, per)
-    with solved_model(model, ids, "model_spectral_radius", mask=mask, solve=solve, fields=fields) as solved:
-        # a backbone without a cache is differentiated over the whole sequence for each token
-        if per == "sample" or type(solved.backbone).advance is Backbone.advance:
-            found = spectral_radius(solved.f, solved.value, products=products, seed=seed, per=per, tolerance=tolerance)
-        else:
-            found = _radius(Pullback(solved.f, solved.value), _blocks(solved), products, seed, tolerance)
-    if per == "sample" or mask is None or solved.padding.mask is None:
-        return found
-    mask, moved = mask.cpu(), solved.padding.mask.cpu()
-    parts = {"eigenvalues": found.eigenvalues, "error": found.error}
-    for name, values in parts.items():
-        parts[name] = torch.full_like(values, torch.nan)
-        parts[name][mask] = values[moved]  # both have the real tokens of a row in their order
-    return replace(found, **parts)
+    mask, config = check_call(model, ids, mask, solve, fields)
+    check_integer("products", products, 1)
+    generator = seeded(seed)
+    with solved_model(model, ids, mask, config) as solved:
+        return radius_of(solved, products, generator)
 
 
-def _check(products: int, per: Per) -> None:
-    check_count("products", products)
-    if per not in get_args(Per):
-        raise ValueError(f"per must be one of {get_args(Per)}, got {per!r}")
+def radius_of(solved: SolvedModel, products: int, generator: torch.Generator) -> SpectralRadius:
+    """The eigenvalues of a map of each token alone, against the cache of those before it."""
+    backbone, args, z, length = solved.model.model.backbone, solved.args, solved.value, solved.value.shape[1]
+    f, found = token_map(backbone, need_aux=True), []
+    for t in range(length):
+        one = args.slice(t, t + 1, length)
+        block, _, aux = _eigenvalues(f, z[:, t : t + 1], products, generator, one, has_aux=True)
+        found.append(block)
+        if t + 1 < length:
+            args = args._replace(cache=advance(backbone, one, aux, 1))
+    values, error = (torch.stack(part, dim=1) for part in zip(*found, strict=True))
+    mask = solved.mask.cpu()
+    padding = Padding.of(error, mask)
+    values = padding.back(values).masked_fill(~mask[..., None], torch.nan)
+    error = padding.back(error).masked_fill(~mask, torch.nan)
+    return SpectralRadius(values, error, measure(z, solved.f(z), Stop()).residual.cpu())
 
 
-def _radius(whole: Pullback, blocks: Iterator[Block], products: int, seed: int, tolerance: float) -> SpectralRadius:
-    """The eigenvalues of each block, and the residual of the whole point."""
-    residual = measure(whole.z, whole.fz, Stop()).residual.cpu()
-    generator = torch.Generator().manual_seed(seed)
-    found = [ritz_values(multiply, gaussian(z, generator), products) for multiply, z in blocks]
-    values, errors = (torch.stack(part, dim=1) for part in zip(*found, strict=True))
-    return SpectralRadius(values, errors, residual, tolerance)
+def _eigenvalues(
+    f: FixedPointMap,
+    z: State,
+    products: int,
+    generator: torch.Generator,
+    args: Any = None,
+    *,
+    has_aux: bool = False,
+) -> tuple[Ritz, State, Any]:
+    r"""Outer eigenvalues of the Jacobian :math:`J` at a point, row by row; the value of the map and its ``aux``.
 
+    They are those of :math:`J^\top`: reverse mode works for every map that can be trained. The map is evaluated once.
+    """
+    with torch.inference_mode(False), torch.enable_grad():
+        z = z.detach().clone().requires_grad_()
+        fz, aux = evaluate(f, z, args, has_aux=has_aux)
 
-def _blocks(solved: SolvedModel) -> Iterator[Block]:
-    """For each token the block of a map of that token alone, against the cache of those before it."""
-    args, z = solved.args, solved.value
-    for t in range(z.shape[1]):
-        one = args.slice(t, t + 1, z.shape[1])
-        pullback = Pullback(token_map(solved.backbone, need_aux=True), z[:, t : t + 1], one, has_aux=True)
-        yield _block_of(pullback, 0)
-        args = args._replace(cache=advance(solved.backbone, one, pullback.aux, 1))
+    def pullback(v: State) -> State:
+        if not fz.requires_grad:
+            return torch.zeros_like(v)
+        (pulled,) = torch.autograd.grad(fz, z, v, retain_graph=True, materialize_grads=True)
+        return pulled
 
-
-def _block_of(pullback: Pullback, t: int) -> Block:
-    """The diagonal block of token ``t``."""
-
-    def multiply(v: State) -> State:
-        padded = torch.zeros_like(pullback.z)
-        padded[:, t] = v
-        return pullback(padded)[:, t]
-
-    return multiply, pullback.z[:, t]
+    return ritz_values(pullback, torch.randn(z.shape, generator=generator).to(z), products), fz, aux
 
 
 def _largest_token(numbers: Tensor) -> Tensor:

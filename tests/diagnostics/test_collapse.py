@@ -5,7 +5,7 @@ import torch
 from small_models import contractive_llama, contractive_mamba2
 
 import deqseq as dq
-from deqseq.diagnostics import Verdict, check_collapse
+from deqseq.diagnostics import check_collapse
 
 IDS = torch.randint(0, 11, (3, 6), generator=torch.Generator().manual_seed(0))
 TIGHT = dq.Stop(rtol=1e-10, max_steps=300)
@@ -24,9 +24,9 @@ def affine_model(own, before=None, **options):
 
 def test_a_map_that_ignores_its_state_has_collapsed():
     report = check_collapse(affine_model(0.0), IDS)
-    assert report.verdict is Verdict.COLLAPSED and report.collapsed.all()
+    assert report.verdict == "collapsed" and report.collapsed.all()
     assert torch.allclose(report.first_iteration, torch.ones(3).double())
-    assert report.dependence.max() < 1e-12 and report.sensitivity.max() == 0
+    assert report.dependence.max() < 1e-12
     assert report.agreement.tolist() == [1, 1, 1]
     assert str(report).endswith("verdict: collapsed")
 
@@ -36,33 +36,32 @@ def test_random_backbones_have_not(make):
     torch.manual_seed(1)
     lm = dq.CausalLM(11, dq.ImplicitModel(make(), dq.SolveConfig(stop=TIGHT)), embedding_std=1.0).double()
     report = check_collapse(lm, IDS)
-    assert not report.collapsed.any() and report.verdict is not Verdict.COLLAPSED
+    assert not report.collapsed.any() and report.verdict != "collapsed"
     assert report.dependence.min() > 0.05
 
 
 def test_tokens_that_depend_on_those_before_iterate():
     mix = torch.linalg.qr(torch.randn(8, 8, generator=torch.Generator().manual_seed(3))).Q
     report = check_collapse(affine_model(0.0, mix), IDS)
-    assert report.verdict is Verdict.ITERATES
+    assert report.verdict == "iterates"
     assert report.first_iteration.max() < 0.6 and report.agreement.min() < 1
 
 
 def test_the_numbers_of_a_scaled_identity():
-    """f(z) = 0.4 z + u: the first step is 0.6 of the way, every direction shrinks by 0.4, and all predict alike."""
+    """f(z) = 0.4 z + u: the first step is 0.6 of the way, distances shrink by 0.4, and all predict alike."""
     report = check_collapse(affine_model(0.4), IDS, samples=50)
     assert torch.allclose(report.first_iteration, torch.full((3,), 0.6).double(), atol=1e-8)
-    assert torch.allclose(report.sensitivity, torch.full((3,), 0.4).double(), rtol=0.06)
     assert torch.allclose(report.dependence, torch.full((3,), 0.4 * 2**0.5).double(), rtol=0.06)
     assert report.agreement.tolist() == [1, 1, 1]
-    assert report.verdict is Verdict.PREDICTIONS_SETTLED
+    assert report.verdict == "predictions settle at once"
 
 
 def test_thresholds_are_arguments():
     lm = affine_model(0.04)
     strict, loose = (check_collapse(lm, IDS, limit=limit) for limit in (0.05, 0.06))
-    assert strict.verdict is Verdict.PREDICTIONS_SETTLED and loose.verdict is Verdict.COLLAPSED
+    assert strict.verdict == "predictions settle at once" and loose.verdict == "collapsed"
     assert torch.equal(strict.first_iteration, loose.first_iteration)
-    assert check_collapse(lm, IDS, limit=0.01).verdict is Verdict.PREDICTIONS_SETTLED
+    assert check_collapse(lm, IDS, limit=0.01).verdict == "predictions settle at once"
 
 
 def test_padding_has_no_say():
@@ -72,15 +71,14 @@ def test_padding_has_no_say():
     padded = check_collapse(lm, IDS[:, [5, 4, 3, 0, 1, 2]], mask=mask, samples=200)
     assert torch.allclose(padded.first_iteration, alone.first_iteration, atol=1e-8)
     assert torch.equal(padded.agreement, alone.agreement)
-    assert torch.allclose(padded.sensitivity, alone.sensitivity, rtol=0.05)
     assert torch.allclose(padded.dependence, alone.dependence, rtol=0.05)
 
 
 def test_unsolved_rows_have_no_verdict():
     report = check_collapse(affine_model(0.4), IDS, stop=dq.Stop(rtol=1e-12, max_steps=2))
-    assert report.verdict is Verdict.UNSOLVED and not report.collapsed.any()
+    assert report.verdict == "unsolved" and not report.collapsed.any()
     ignoring = check_collapse(affine_model(0.0), IDS, stop=dq.Stop(max_steps=1))
-    assert ignoring.verdict is Verdict.UNSOLVED and not ignoring.collapsed.any()
+    assert ignoring.verdict == "unsolved" and not ignoring.collapsed.any()
 
 
 def test_the_start_at_the_input_is_the_first_iteration():
@@ -96,18 +94,16 @@ def test_draws_are_its_own():
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_bad_arguments():
     lm = affine_model(0.4)
-    for name, value in (("samples", 0), ("limit", 1.5), ("agreed", -1.0), ("limit", float("nan"))):
+    for name, value in (("samples", 0), ("limit", 1.5), ("agreed", -1.0), ("limit", float("nan")), ("seed", 2**64)):
         with pytest.raises(ValueError, match=name):
             check_collapse(lm, IDS, **{name: value})
-    with pytest.raises(TypeError, match="check_collapse: model must be a CausalLM around an ImplicitModel"):
+    for name, value in (("samples", 2.0), ("limit", "0.1"), ("seed", None), ("mask", [[True]]), ("solve", dq.Stop())):
+        with pytest.raises(TypeError, match=f"{name} must be"):
+            check_collapse(lm, IDS, **{name: value})
+    with pytest.raises(TypeError, match="model must be a CausalLM"):
+        check_collapse(lm.model, IDS)
+    with pytest.raises(TypeError, match="model must be an ImplicitModel"):
         check_collapse(dq.CausalLM(11, dq.ExplicitModel(contractive_llama(injection=False))), IDS)
-
-
-def test_drawn_with_thresholds():
-    report = check_collapse(affine_model(0.4), IDS)
-    axis = report.plot().axes[0]
-    assert [bar.get_height() for bar in axis.patches] == pytest.approx(
-        [x.mean().item() for x in (report.first_iteration, report.dependence, report.sensitivity, report.agreement)]
-    )

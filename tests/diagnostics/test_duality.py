@@ -8,16 +8,7 @@ import deqseq as dq
 from deqseq.diagnostics import check_duality
 
 TIGHT = dq.Stop(rtol=1e-10, max_steps=500)
-SWEEPS = (
-    dq.Simultaneous(),
-    dq.Chunked(4),
-    dq.Chunked(50),
-    dq.Sequential(),
-    dq.Sliding(1),
-    dq.Sliding(3),
-    dq.Sliding(8),
-    dq.Sliding(50),
-)
+SWEEPS = (dq.Simultaneous(), dq.Chunked(4), dq.Sequential(), dq.Sliding(3), dq.Sliding(50))
 IDS = torch.randint(0, 11, (3, 12), generator=torch.Generator().manual_seed(0))
 MASK = torch.arange(12) < torch.tensor([12, 5, 8])[:, None]
 
@@ -28,34 +19,58 @@ def lm(request):
     return dq.CausalLM(11, dq.ImplicitModel(request.param(), dq.SolveConfig(stop=TIGHT)), embedding_std=1.0).double()
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("mask", [None, MASK, MASK.flip(1)], ids=["no padding", "right padding", "left padding"])
-def test_every_pair_of_sweeps_agrees(lm, mask):
-    report = check_duality(lm, IDS, mask=mask, sweeps=SWEEPS)
-    assert len(report.pairs) == 28
-    assert all(one.converged == 1 for one in report.sweeps)
-    assert 0 < report.worst <= 1e-7
-    assert all(pair.agreement == 1 for pair in report.pairs)
-    for one in report.sweeps:
-        assert one.token_updates > 36
+def test_every_sweep_agrees_with_the_first(lm, mask):
+    first, *others = check_duality(lm, IDS, mask=mask, sweeps=SWEEPS).sweeps
+    assert first.state_difference == first.cache_difference == 0 and len(others) == 4
+    assert max(one.state_difference for one in others) > 0
+    for one in others:
+        assert one.state_difference <= 1e-7 and one.cache_difference <= 1e-7
+        assert one.converged == 1 and one.agreement == 1 and one.updates > 36
+
+
+def test_the_numbers_against_both_solves(lm):
+    """Each number of the second sweep, computed from the outputs themselves."""
+    early = dq.Stop(rtol=1e-10, max_steps=3)
+    report = check_duality(lm, IDS, sweeps=[dq.Simultaneous(), dq.Chunked(4)], stop=early)
+    with torch.no_grad():
+        x = lm.eval().embedding(IDS)
+        a, b = (lm.model(x, sweep=one.sweep, stop=early, return_cache=True) for one in report.sweeps)
+    ours, norms = report.sweeps[1], torch.maximum(a.value.norm(dim=-1), b.value.norm(dim=-1))
+    assert ours.state_difference == pytest.approx(((a.value - b.value).norm(dim=-1) / norms).max().item())
+    same = lm.logits(a.value).argmax(dim=-1) == lm.logits(b.value).argmax(dim=-1)
+    assert ours.agreement == pytest.approx(same.double().mean().item())
+    pairs = zip(a.cache.tensors(), b.cache.tensors(), strict=True)
+    caches = [((x - y).norm() / torch.maximum(x.norm(), y.norm())).item() for x, y in pairs]
+    assert ours.cache_difference == pytest.approx(max(caches)) and max(caches) > 0
+    assert (ours.evaluations, ours.updates) == (b.stats.evaluations, b.stats.updates.sum())
+    assert report.worst == max(ours.state_difference, ours.cache_difference)
 
 
 def test_disagreement_is_reported(lm):
     report = check_duality(lm, IDS, sweeps=SWEEPS[:4], stop=dq.Stop(rtol=1e-10, max_steps=2))
     assert all(one.converged == 0 for one in report.sweeps)
     assert report.worst > 1e-4
-    assert "Simultaneous() and Sequential()" in str(report)
-    assert str(report).count("\n") == 12
+    assert [line.split()[0] for line in str(report).splitlines()[1:]] == [str(one.sweep) for one in report.sweeps]
 
 
-def test_explicit_models_and_single_sweeps_are_refused(lm):
-    with pytest.raises(TypeError, match="model must be a CausalLM around an ImplicitModel"):
+@pytest.mark.usefixtures("unchecked")
+def test_bad_arguments(lm):
+    with pytest.raises(TypeError, match="model must be an ImplicitModel"):
         check_duality(dq.CausalLM(11, dq.ExplicitModel(contractive_llama(injection=False))), IDS)
-    with pytest.raises(ValueError, match="sweeps must be at least two"):
+    with pytest.raises(ValueError, match=r"len\(sweeps\) must be an integer >= 2"):
         check_duality(lm, IDS, sweeps=SWEEPS[:1])
     with pytest.raises(TypeError, match=r"give sweeps=\(...\)"):
         check_duality(lm, IDS, sweep=dq.Sequential())
+    for sweeps in (dq.Sequential(), "sequential", [dq.Simultaneous(), "sequential"], [dq.Simultaneous(), dq.Sliding]):
+        with pytest.raises(TypeError, match="sweeps must be"):
+            check_duality(lm, IDS, sweeps=sweeps)
+    with pytest.raises(ValueError, match="mask must be bool"):
+        check_duality(lm, IDS, mask=MASK[:2])
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_dropout_of_a_model_in_training_makes_no_difference():
     lm = dq.CausalLM(11, dq.ImplicitModel(contractive_llama(dropout=0.5), dq.SolveConfig(stop=TIGHT))).double().train()
     lm.model.backbone.layers[0].eval()

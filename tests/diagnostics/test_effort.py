@@ -89,23 +89,31 @@ def test_long_and_many_rows_are_cut():
     ids = torch.zeros(10, 80, dtype=torch.int64)
     text = str(token_effort(shift_model(), ids, sweep=dq.Sequential()))
     assert max(map(len, text.splitlines())) <= 80
-    assert text.count("...") == 17  # two a row, and one for the rows
+    assert text.count("...") == 17  # two per row, and one for the rows
     assert text.endswith("... and 2 more rows")
 
 
-def test_drawn_as_a_map_with_labels():
-    report = token_effort(shift_model(), IDS, decode=lambda i: f"${i}")
-    axis = report.plot().axes[0]
-    assert axis.images[0].get_array().tolist() == [[2, 3, 4, 5, 6, 7]] * 2
-    assert [text.get_text() for text in axis.texts] == [f"${i}" for i in IDS.flatten().tolist()]
-    large = token_effort(shift_model(), torch.zeros(20, 30, dtype=torch.int64), decode=str, sweep=dq.Sequential())
-    assert not large.plot().axes[0].texts
+def test_padding_is_not_printed():
+    mask = torch.arange(20).flip(0) < torch.tensor([[20], [3]])
+    text = str(token_effort(shift_model(), torch.zeros(2, 20, dtype=torch.int64), mask=mask))
+    assert text.splitlines()[-2].split() == ["17", "18", "19"] and text.splitlines()[-1].split() == ["2", "3", "4"]
 
 
+def test_drawn_as_a_map():
+    mask = torch.tensor([[True] * 6, [True] * 5 + [False]])
+    values = token_effort(shift_model(), IDS, mask=mask).plot().axes[0].images[0].get_array()
+    assert values[0].tolist() == [2, 3, 4, 5, 6, 7] and values[1].tolist()[:5] == [2, 3, 4, 5, 6] and values.mask[1, 5]
+
+
+@pytest.mark.usefixtures("unchecked")
 def test_bad_arguments():
-    with pytest.raises(TypeError, match="model must be a CausalLM around an ImplicitModel"):
+    with pytest.raises(TypeError, match="model must be an ImplicitModel"):
         token_effort(dq.CausalLM(11, dq.ExplicitModel(contractive_llama(injection=False))), IDS)
     with pytest.raises(ValueError, match=r"ids must lie in 0\.\.10"):
         token_effort(shift_model(), torch.tensor([[0, 11]]))
     with pytest.raises(ValueError, match=r'Stop.norm must be "max_token"'):
         token_effort(shift_model(), IDS, stop=dq.Stop(norm="frobenius"))
+    with pytest.raises(TypeError, match="decode must be a function"):
+        token_effort(shift_model(), IDS, decode="ab")
+    with pytest.raises(TypeError, match=r"decode\(\d+\) must be a str"):
+        token_effort(shift_model(), IDS, decode=lambda i: i)

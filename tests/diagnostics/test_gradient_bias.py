@@ -7,7 +7,6 @@ from torch.nn import functional as F
 
 import deqseq as dq
 from deqseq.diagnostics import gradient_bias
-from deqseq.diagnostics.cost import saved_for_backward
 from deqseq.diagnostics.gradient_bias import part_of
 
 IDS = torch.randint(0, 11, (3, 6), generator=torch.Generator().manual_seed(0))
@@ -87,11 +86,6 @@ def test_what_they_cost():
         solve = lm(IDS, stop=dq.Stop(rtol=1e-9, max_steps=300)).stats.evaluations
     assert [one.evaluations for one in report.estimators] == [solve + 2, solve + 4, solve + 8, solve, 2 * solve]
     assert report.exact.evaluations == solve + 1 and report.adjoint.stats.evaluations > 5
-    two, four, eight, unrolled, checkpointed = (one.saved_bytes for one in report.estimators)
-    assert eight - four == 2 * (four - two)
-    assert report.exact.saved_bytes < two < four < eight < unrolled and checkpointed < unrolled
-    state = 3 * 6 * 8 * 8
-    assert 2 * state <= four - two <= 2 * 3 * state  # a step keeps the state, its sum with the one before, and the new
 
 
 def test_an_estimator_of_your_own():
@@ -104,6 +98,13 @@ def test_an_estimator_of_your_own():
     assert found.norm_ratio["A"] == 0 and found.cosine["A"] != found.cosine["A"]
     assert found.norm_ratio["embedding"] > 0  # by the head, which is tied
     assert "Nothing" in str(gradient_bias(lm, IDS, estimators=[Nothing()]))
+
+
+def test_printed_with_numbers_for_the_estimators():
+    lines = str(gradient_bias(affine_model(), IDS, estimators=[dq.OneStep(), dq.Phantom(4)])).splitlines()
+    assert lines[1].startswith("1  OneStep(") and lines[2].startswith("2  Phantom(steps=4, damping=0.8")
+    assert lines[3].split()[:2] == ["exact", "1.0000"] and lines[5].split() == ["cosine", "of", "1", "2"]
+    assert [line.split()[0] for line in lines[6:]] == ["embedding", "A", "R", "U"]
 
 
 def test_nothing_is_left_behind():
@@ -158,30 +159,21 @@ def test_single_precision_at_its_own_tolerance():
     assert report.estimators[0].cosine["all"] == pytest.approx(1, abs=1e-6)
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_bad_arguments():
     lm = affine_model()
-    with pytest.raises(TypeError, match="model must be a CausalLM around an ImplicitModel"):
+    with pytest.raises(TypeError, match="model must be an ImplicitModel"):
         gradient_bias(dq.CausalLM(11, dq.ExplicitModel(contractive_llama(injection=False))), IDS)
-    with pytest.raises(ValueError, match="estimators must be at least one"):
+    with pytest.raises(ValueError, match=r"len\(estimators\) must be an integer >= 1"):
         gradient_bias(lm, IDS, estimators=[])
+    for estimators in (dq.Phantom(), "phantom", [dq.Phantom(), "implicit"], [dq.OneStep]):
+        with pytest.raises(TypeError, match="estimators must be"):
+            gradient_bias(lm, IDS, estimators=estimators)
+    with pytest.raises(TypeError, match=r"give estimators=\[...\]"):
+        gradient_bias(lm, IDS, gradient=dq.Phantom())
+    with pytest.raises(TypeError, match="part must be a function"):
+        gradient_bias(lm, IDS, part="layers")
     with pytest.raises(ValueError, match="nothing to score"):
         gradient_bias(lm, IDS[:, :1])
     with pytest.raises(ValueError, match="at least one parameter that requires a gradient"):
         gradient_bias(lm.requires_grad_(False), IDS)
-
-
-def test_drawn_part_by_part():
-    report = gradient_bias(affine_model(), IDS, estimators=[dq.OneStep(), dq.Phantom(4)])
-    axis = report.plot().axes[0]
-    assert [tick.get_text() for tick in axis.get_xticklabels()] == ["all", "embedding", "A", "R", "U"]
-    assert list(axis.get_lines()[0].get_ydata()) == list(report.estimators[0].cosine.values())
-    assert [text.get_text() for text in axis.get_legend().get_texts()] == ["OneStep", "Phantom(4, 0.8)"]
-
-
-def test_a_graph_that_was_dropped_is_not_counted():
-    x = torch.ones(4, requires_grad=True)
-    with saved_for_backward(torch.nn.Identity()) as count:
-        y = x.exp()  # keeps its own result, which leads back to it
-        assert count() == 16
-        del y
-        assert count() == 0

@@ -49,6 +49,16 @@ def test_limit_cycles_and_divergence():
     assert two_cycle.rates.item() == pytest.approx(0.998, abs=0.05)
 
 
+def test_the_rate_leaves_out_the_wait_before_the_fall():
+    """Five checks at 1, then a fall by 0.5 per iteration: the lower half of the fall begins at 2 ** -3."""
+    height = torch.tensor([0, 0, 0, 0, 0, *range(0, -7, -1)]).double()
+    for checks in (torch.arange(1, 13), 3 * torch.arange(1, 13)):
+        trace = ResidualTrace(checks, 2 ** height[:, None], checks[-1:], torch.tensor([True]), 1e-3)
+        assert trace.rates.item() == pytest.approx(0.5 ** (1 / int(checks[0])))
+    flat = ResidualTrace(torch.arange(1, 4), torch.ones(3, 1), torch.tensor([3]), torch.tensor([False]), 1e-3)
+    assert flat.rates.item() == 1
+
+
 def test_too_short_to_fit():
     trace = traced(lambda z: 0 * z + 1, torch.zeros(2, 1), dq.Naive(), dq.Stop())
     assert trace.checks.tolist() == [1, 2]
@@ -116,16 +126,23 @@ def test_the_mode_stays_and_decides_nothing():
     assert [part.training for part in lm.modules()] == before
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_bad_arguments():
     lm = language_model(affine())
     with pytest.raises(ValueError, match="solve with trace=True"):
         ResidualTrace.of(dq.solve(torch.cos, torch.zeros(1, 1), solver=dq.Naive(), stop=dq.Stop()), dq.Stop())
-    with pytest.raises(TypeError, match="model must be a CausalLM around an ImplicitModel"):
+    with pytest.raises(TypeError, match="model must be an ImplicitModel"):
         residual_trace(dq.CausalLM(11, dq.ExplicitModel(contractive_llama(injection=False))), IDS)
     with pytest.raises(ValueError, match="ids must be int64"):
         residual_trace(lm, IDS[:0])
     with pytest.raises(ValueError, match=r'Stop.norm must be "max_token"'):
         residual_trace(lm, IDS, stop=dq.Stop(norm="frobenius"), per="token")
+    with pytest.raises(ValueError, match="per must be one of"):
+        residual_trace(lm, IDS, per="tokens")
+    solution = dq.solve(torch.cos, torch.zeros(1, 1), solver=dq.Naive(), stop=dq.Stop(), trace=True)
+    for name, arguments in (("solved", (solution.value, dq.Stop())), ("stop", (solution, 1e-3))):
+        with pytest.raises(TypeError, match=f"{name} must be"):
+            ResidualTrace.of(*arguments)
 
 
 @pytest.mark.parametrize("per", ["sample", "token"])

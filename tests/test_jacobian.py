@@ -1,0 +1,104 @@
+"""The size of a Jacobian against the dense one, finite differences and torchdeq."""
+
+import pytest
+import torch
+from small_models import affine, contractive_llama, contractive_mamba2, embedded
+from torchdeq.loss import jac_reg
+
+from deqseq.diagnostics import spectral_radius
+from deqseq.testing.problems import seeded
+from deqseq.training import jacobian_regularisation
+
+
+def test_is_the_dense_formula_for_the_same_draws():
+    W = torch.randn(6, 6, generator=seeded(1), dtype=torch.float64)
+    z = torch.randn(3, 6, generator=seeded(2), dtype=torch.float64)
+    ours = jacobian_regularisation(lambda z: torch.tanh(z @ W.T), z, samples=5, generator=seeded(3))
+    draws, jacobians = seeded(3), (1 - torch.tanh(z @ W.T) ** 2)[:, :, None] * W
+    sizes = [torch.einsum("bij,bi->bj", jacobians, torch.randn(3, 6, generator=draws).double()) for _ in range(5)]
+    assert ours.item() == pytest.approx(torch.stack(sizes).square().sum(dim=2).mean().item() / 6, rel=1e-12)
+
+
+def test_has_the_frobenius_norm_for_its_mean():
+    W = torch.randn(6, 6, generator=seeded(1), dtype=torch.float64)
+    z = torch.zeros(1, 6, dtype=torch.float64)
+    value = jacobian_regularisation(lambda z: z @ W.T, z, samples=4000, generator=seeded(0))
+    assert value.item() == pytest.approx(W.square().sum().item() / 6, rel=0.04)
+
+
+def test_agrees_with_torchdeq():
+    W = torch.randn(6, 6, generator=seeded(1))
+    z = torch.randn(3, 2, 6, generator=seeded(2), requires_grad=True)
+    torch.manual_seed(0)
+    theirs = jac_reg(torch.tanh(z @ W), z, vecs=3)
+    torch.manual_seed(0)
+    assert jacobian_regularisation(lambda z: torch.tanh(z @ W), z, samples=3).item() == pytest.approx(theirs.item())
+
+
+def test_has_a_gradient_by_finite_differences():
+    z = torch.randn(2, 3, generator=seeded(2), dtype=torch.float64)
+    W = torch.randn(3, 3, generator=seeded(1), dtype=torch.float64, requires_grad=True)
+
+    def penalty(W):
+        return jacobian_regularisation(lambda z: torch.tanh(z @ W), z, samples=2, generator=seeded(0))
+
+    assert torch.autograd.gradcheck(penalty, W)
+    with torch.no_grad():
+        assert not penalty(W).requires_grad
+
+
+@pytest.mark.parametrize("make", [contractive_mamba2, contractive_llama, affine], ids=["Mamba2", "Llama", "Affine"])
+def test_reaches_the_parameters_of_a_backbone(make):
+    """Along a random direction the penalty changes as its gradient says; several chunks of a scan included."""
+    backbone, x = make(), embedded()
+    z = torch.randn(2, 7, 8, generator=seeded(5), dtype=torch.float64)
+    parameters = [p for name, p in backbone.named_parameters() if "injection" not in name]
+    directions = [torch.randn(p.shape, generator=seeded(6), dtype=torch.float64) for p in parameters]
+
+    def penalty(distance):
+        for p, direction in zip(parameters, directions, strict=True):
+            p.data += distance * direction
+        inputs = backbone.prepare(x)
+        value = jacobian_regularisation(lambda z: backbone(z, inputs)[0], z, generator=seeded(0))
+        for p, direction in zip(parameters, directions, strict=True):
+            p.data -= distance * direction
+        return value
+
+    gradients = torch.autograd.grad(penalty(0.0), parameters, allow_unused=True)
+    slope = sum((g * d).sum() for g, d in zip(gradients, directions, strict=True) if g is not None)
+    measured = (penalty(1e-6) - penalty(-1e-6)) / 2e-6
+    assert abs(measured.item()) > 1e-6
+    assert slope.item() == pytest.approx(measured.item(), rel=1e-5)
+
+
+def test_training_on_the_penalty_shrinks_the_spectral_radius():
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(8, 8)
+    layer.weight.data *= 2
+    z = torch.zeros(1, 8)
+    before = spectral_radius(lambda z: torch.tanh(layer(z)), z).radius.item()
+    optimizer, generator = torch.optim.Adam(layer.parameters(), lr=0.02), seeded(0)
+    for _ in range(40):
+        optimizer.zero_grad()
+        jacobian_regularisation(lambda z: torch.tanh(layer(z)), z, samples=2, generator=generator).backward()
+        optimizer.step()
+    after = spectral_radius(lambda z: torch.tanh(layer(z)), z).radius.item()
+    assert after < 0.7 * before
+
+
+def test_a_map_that_ignores_its_state():
+    assert jacobian_regularisation(lambda z: torch.ones_like(z), torch.ones(2, 3)).item() == 0
+    weight = torch.ones(3, requires_grad=True)
+    assert jacobian_regularisation(lambda z: weight.expand_as(z), torch.ones(2, 3)).item() == 0
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_bad_arguments():
+    z = torch.zeros(1, 2)
+    with pytest.raises(ValueError, match="samples must be an integer >= 1"):
+        jacobian_regularisation(lambda z: z, z, samples=0)
+    with pytest.raises(ValueError, match="z_star must have at least one row"):
+        jacobian_regularisation(lambda z: z, torch.zeros(0, 2))
+    for name, arguments in (("f", {"f": z}), ("z_star", {"z_star": [[0.0]]}), ("generator", {"generator": 0})):
+        with pytest.raises(TypeError, match=f"{name} must be"):
+            jacobian_regularisation(**{"f": lambda z: z, "z_star": z, **arguments})
