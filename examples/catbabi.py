@@ -14,20 +14,22 @@ import itertools
 import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import babi
 import torch
 from accelerate import Accelerator
+from common import options as opt
+from common.checkpoints import FILES
 from common.loop import Settings, train
-from common.options import check, check_counts, check_device, check_positive, parse
 from common.processes import make_accelerator
-from common.run import CHECKPOINTS, Log, claim_folder, log_to, write_json, write_text
+from common.run import Log, Progress, claim_folder, log_to, write_json, write_text
 from common.tables import GREEN, GREY, ORANGE, PURPLE, figure, markdown
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 import deqseq as dq
+from deqseq.check import check_choice
 from deqseq.training import Curriculum, Phase
 
 Tests = dict[str, list[babi.Story]]  # by the number of facts, as a multiple of the training stories'
@@ -39,53 +41,42 @@ class Options:
 
     quick: bool = False  # a tiny setting: under a minute; nothing is learned
     paper: bool = False  # the paper's setting: for a GPU
-    data: str | None = None  # folder of official files, such as tasks_1-20_v1-2/en-10k; default: generated stories
-    tasks: tuple[int, ...] = ()  # default: 1 and 15; with --paper all that can be generated; with --data all 20
-    train_stories: int = 4000  # generated training stories per task
-    test_stories: int = 100  # generated test stories per task and size
-    d_model: int = 32  # width of the models
-    d_state: int = 16  # state size of the models
-    headdim: int = 32  # head width of the models
-    expand: int = 2  # inner width as a multiple of --d-model
-    blocks: tuple[int, ...] = (1, 2)  # sizes of the models
-    batch: int = 16  # rows of a training batch
-    length: int = 96  # tokens per row of a training batch
-    steps: int = 900  # training steps of the implicit models
-    explicit_steps: int = 4500  # training steps of the explicit models
-    lr: float = 2e-3  # learning rate of the implicit models
-    explicit_lr: float = 4e-3  # learning rate of the explicit models
-    warmup: int = 50  # steps in which the learning rate rises
-    clip: float = 0.25  # largest gradient norm
-    unrolled_steps: int = 4  # iterations in the first phase, all differentiated
-    free_from: float = 0.85  # fraction of the steps after which the fixed point itself is trained
-    rtol: float = 0.03  # relative tolerance
-    max_steps: int = 32  # most iterations of a solve in training
-    eval_max_steps: int = 128  # most iterations of a solve in tests
-    phantom_steps: int = 4  # iterations of the phantom gradient
-    damping: float = 0.8  # damping of the phantom gradient
-    stream_windows: int = 8  # batches of 10 x 200 tokens in the test on the stream
-    seed: int = 0  # seed of weights and data
-    device: str = "cpu"  # where to run
-    output: str | None = None  # folder of the results; default: runs/catbabi_SEED, with _quick or _paper
+    data: opt.Folder | None = None  # official files, such as tasks_1-20_v1-2/en-10k; default: generated stories
+    tasks: Annotated[tuple[int, ...], opt.Distinct] = ()  # default: 1 and 15; with --paper: 5; with --data: all 20
+    train_stories: opt.Count = 4000  # generated training stories per task
+    test_stories: opt.Count = 100  # generated test stories per task and size
+    d_model: opt.Size = 32  # width of the models
+    d_state: opt.Size = 16  # state size of the models
+    headdim: opt.Size = 32  # head width of the models
+    expand: opt.Size = 2  # inner width as a multiple of --d-model
+    blocks: Annotated[tuple[opt.Blocks, ...], opt.Some] = (1, 2)  # sizes of the models
+    batch: opt.Size = 16  # rows of a training batch
+    length: opt.Size = 96  # tokens per row of a training batch
+    steps: opt.Count = 900  # training steps of the implicit models
+    explicit_steps: opt.Count = 4500  # training steps of the explicit models
+    lr: opt.Positive = 2e-3  # learning rate of the implicit models
+    explicit_lr: opt.Positive = 4e-3  # learning rate of the explicit models
+    warmup: opt.Count = 50  # steps in which the learning rate rises
+    clip: opt.Positive = 0.25  # largest gradient norm
+    unrolled_steps: opt.Count = 4  # iterations in the first phase, all differentiated
+    free_from: opt.Share = 0.85  # fraction of the steps after which the fixed point itself is trained
+    rtol: opt.Positive = 0.03  # relative tolerance
+    max_steps: opt.Count = 32  # most iterations of a solve in training
+    eval_max_steps: opt.Count = 128  # most iterations of a solve in tests
+    phantom_steps: opt.Count = 4  # iterations of the phantom gradient
+    damping: opt.Damping = 0.8  # damping of the phantom gradient
+    stream_windows: opt.Count = 8  # batches of 10 x 200 tokens in the test on the stream
+    seed: opt.Natural = 0  # seed of weights and data
+    device: opt.Device = "cpu"  # where to run
+    output: opt.Output | None = None  # folder of the results; default: runs/catbabi_SEED, with _quick or _paper
     fresh: bool = False  # remove what an earlier run wrote into --output
 
     def __post_init__(self) -> None:
         if self.quick and self.paper:
             raise ValueError("--quick and --paper cannot be combined: give one of them")
-        if self.data is not None and not Path(self.data).is_dir():
-            raise ValueError(f"--data must be a folder of bAbI files, got {self.data!r}")
-        possible = babi.GENERATORS if self.data is None else babi.TASK_NAMES
-        check(self, f"among {', '.join(map(str, possible))}", lambda task: task in possible, "tasks")
-        check_counts(self, "train_stories", "test_stories", "d_model", "d_state", "headdim", "expand", "blocks")
-        check_counts(self, "batch", "length", "steps", "explicit_steps", "warmup", "stream_windows")
-        check_counts(self, "unrolled_steps", "max_steps", "eval_max_steps", "phantom_steps")
-        check_counts(self, "seed", least=0)
-        check_positive(self, "lr", "explicit_lr", "clip", "rtol")
-        check(self, "above 0 and below 1", lambda value: 0 < value < 1, "free_from")
-        check(self, "above 0 and at most 1", lambda value: 0 < value <= 1, "damping")
-        check_device(self)
-        if not self.blocks:
-            raise ValueError("--blocks must be one or more numbers, got none")
+        opt.check_options(self)
+        for task in self.tasks:
+            check_choice("--tasks", task, babi.GENERATORS if self.data is None else babi.TASK_NAMES)
         if (width := self.expand * self.d_model) % self.headdim:
             raise ValueError(f"--headdim must divide --expand x --d-model, {width}, got {self.headdim}")
 
@@ -102,7 +93,7 @@ PAPER |= {"max_steps": 50, "eval_max_steps": 200, "phantom_steps": 6, "damping":
 def read_options(arguments: list[str]) -> Options:
     """Read the command line; --quick and --paper change the defaults."""
     setting = QUICK if "--quick" in arguments else PAPER if "--paper" in arguments else {}
-    options = parse(Options, arguments, Options(**setting))
+    options = opt.parse(Options, arguments, Options(**setting))
     tasks = tuple(babi.TASK_NAMES) if options.data else tuple(babi.GENERATORS) if options.paper else (1, 15)
     folder = f"runs/catbabi_{options.seed}" + "_quick" * options.quick + "_paper" * options.paper
     return replace(options, tasks=options.tasks or tasks, output=folder if options.output is None else options.output)
@@ -176,15 +167,16 @@ def fit(
     return [{"model": name} | row for row in curve.rows()]
 
 
-def evaluate(lm: dq.CausalLM, tests: Tests, vocabulary: babi.Vocabulary, options: Options) -> list[dict]:
+def evaluate(name: str, lm: dq.CausalLM, tests: Tests, vocabulary: babi.Vocabulary, options: Options) -> list[dict]:
     """All tests: stories alone, by size, and the stream of stories of the trained size with the state carried over."""
-    rows = []
-    for name, stories in tests.items():
-        batches = babi.story_batches(stories, vocabulary, batch=50)
-        rows += [{"test": name} | row for row in babi.score(lm, batches)]
+    batches = {test: [*babi.story_batches(stories, vocabulary, batch=50)] for test, stories in tests.items()}
     endless = babi.StoryStream(tests["1x"], vocabulary, batch=10, length=200, seed=options.seed)
-    windows = itertools.islice(endless, options.stream_windows)
-    return rows + [{"test": "stream"} | row for row in babi.score(lm, windows, carry=True)]
+    batches["stream"] = [*itertools.islice(endless, options.stream_windows)]
+    progress, rows = Progress(f"test {name}", sum(map(len, batches.values()))), []
+    for test, some in batches.items():
+        rows += [{"test": test} | row for row in babi.score(lm, progress.over(some), carry=test == "stream")]
+    progress.close()
+    return rows
 
 
 def table(rows: list[dict]) -> str:
@@ -223,8 +215,10 @@ def main(arguments: list[str]) -> None:
     """Train and test the models, and write the table, the figure and the numbers."""
     stories, tests = read_stories(options := read_options(arguments))
     decisive = {name: value for name, value in asdict(options).items() if name not in ("output", "fresh")}
-    writes = ["results.json", "table.md", "catbabi.png", "log.txt", "*/curve.jsonl", *(f"*/{c}" for c in CHECKPOINTS)]
-    folder = claim_folder(options.output or "", decisive, fresh=options.fresh, free=("device",), writes=writes)
+    writes = ["results.json", "table.md", "catbabi.png", "log.txt"]
+    writes += [f"{kind} * block*/{file}" for kind in ("explicit", "implicit") for file in ("curve.jsonl", *FILES)]
+    output = options.output or ""
+    folder = claim_folder(output, "catbabi", decisive, fresh=options.fresh, free=("device",), writes=writes)
     log_to(folder / "log.txt")
     vocabulary = babi.Vocabulary.of(stories)
     print(f"{len(stories)} stories of tasks {options.tasks}, {len(vocabulary)} words; results in {folder}/")
@@ -239,11 +233,12 @@ def main(arguments: list[str]) -> None:
         stream = babi.StoryStream(stories, vocabulary, batch=options.batch, length=options.length, seed=options.seed)
         curves += (curve := fit(accelerator, name, lm, stream, options, folder))
         about = {"model": name, "steps": curve[-1]["step"], "seconds": round(curve[-1]["seconds"], 1)}
-        rows += [about | {"seed": options.seed} | row for row in evaluate(lm, tests, vocabulary, options)]
+        rows += [about | {"seed": options.seed} | row for row in evaluate(name, lm, tests, vocabulary, options)]
     write_json(folder / "results.json", rows)
-    write_text(folder / "table.md", table(rows) + "\n")
+    text = table(rows) + "\n\nA --quick run: a few steps, in which nothing is learned." * options.quick
+    write_text(folder / "table.md", f"{text}\n")
     draw(rows, curves, folder / "catbabi.png")
-    print(f"\nshare of right answers, by test and task:\n\n{table(rows)}")
+    print(f"\nshare of right answers, by test and task:\n\n{text}")
     print(f"\nfigure: {folder}/catbabi.png   numbers: {folder}/results.json   log: {folder}/log.txt")
 
 

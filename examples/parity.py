@@ -15,6 +15,7 @@ import tyro
 from tqdm import tqdm
 
 import deqseq as dq
+from deqseq.check import check_integer
 from deqseq.tasks import WordProblem, cyclic
 from deqseq.training import Curriculum, check_finite, free, unrolled
 
@@ -66,25 +67,30 @@ def evaluate(lm: dq.CausalLM, task: WordProblem, length: int) -> dict:
     return {"length": length} | {name: value.float().mean().item() for name, value in numbers.items()}
 
 
-def main(
-    steps: int = 400, lengths: tuple[int, ...] = (16, 32, 64, 128), seed: int = 0, output: Path = Path("runs/parity")
-):
+def main(steps: int = 400, lengths: tuple[int, ...] = (16, 32, 64, 128), seed: int = 0, output: str = "runs/parity"):
     """Train, evaluate, print a table, and write results.json and parity.png."""
+    for name, number, least, most in (("steps", steps, 1, 10**6), ("seed", seed, 0, 10**9)):
+        check_integer(f"--{name}", number, least, most)
+    for length in lengths or (0,):
+        check_integer("--lengths", length, 1, 10**5)
+    folder = Path(output)
+    if not output or any(path.is_file() for path in (folder, *folder.parents)):
+        raise ValueError(f"--output must be a folder, got {output!r}")
+    folder.mkdir(parents=True, exist_ok=True)
     task, lm = WordProblem(cyclic(2)), build(seed)
     history = train(lm, task, steps, seed)
     rows = [evaluate(lm, task, length) for length in lengths]
     print("length  accuracy  iterations  converged")
     for row in rows:
         print(f"{row['length']:6}  {row['accuracy']:8.3f}  {row['iterations']:10.1f}  {row['converged']:9.1%}")
-    output.mkdir(parents=True, exist_ok=True)
-    (output / "results.json").write_text(json.dumps(rows, indent=1))
+    (folder / "results.json").write_text(json.dumps(rows, indent=1))
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
     left.plot(history, label=["loss", "iterations"])
     left.set(xlabel="training step", yscale="log")
     left.legend()
     right.plot([row["length"] for row in rows], [row["accuracy"] for row in rows], marker="o")
     right.set(xlabel="length (trained: 16)", ylabel="last-token accuracy, solved", ylim=(0, 1.05))
-    figure.savefig(output / "parity.png", dpi=150)
+    figure.savefig(folder / "parity.png", dpi=150)
     share = min(row["converged"] for row in rows)
     print("every row converged" if share == 1 else f"not every row converged: {share:.1%} at the worst length")
 

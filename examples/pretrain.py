@@ -20,21 +20,21 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from common.bits_per_byte import excerpts, rows_in_order, score
-from common.language_models import SCALED, Sizes, curriculum_of, kind_of, lr_factor, spec_of
+from common.language_models import curriculum_of, kind_of, lr_factor, spec_of
 from common.loop import Settings, train
-from common.options import check, check_counts, check_device, check_positive, parse
 from common.pretrain_report import draw, table
 from common.processes import make_accelerator
-from common.run import CHECKPOINTS, Log, Progress, claim_folder, log_to, write_json, write_text
-from common.text import check_corpus, load_corpus
-from common.tokenizer import end_of_text, saved_tokenizer
+from common.run import Log, Progress, claim_folder, log_to, write_json, write_text
+from common.text import Corpus, load_corpus
+from common.tokenizer import end_of_text, load_tokenizer, saved_tokenizer
 from common.tokens import Batches, Stream, encode, tokenised
 from datasets import Dataset, IterableDataset
+from pretrain_options import FREE, WRITES, Options, read_options
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedTokenizerBase
@@ -44,86 +44,6 @@ from deqseq.integrations.huggingface import from_causal_lm
 from deqseq.training import parameter_groups
 
 log = logging.getLogger("examples")
-
-
-@dataclass(frozen=True)
-class Options(Sizes):
-    """Language models are trained on text: implicit, bounded and explicit ones."""
-
-    quick: bool = False  # tiny models on made-up sentences: a minute
-    corpus: str = "shakespeare"  # shakespeare; a file or folder of .txt, .jsonl, .parquet; hub:NAME, streamed; babble
-    held_out: str = ""  # file or folder of held-out text. Default: whole plays, or the end of the corpus
-    subset: str = ""  # hub: configuration of the data set
-    text_field: str = "text"  # name of the text in .jsonl, .parquet and data sets
-    tokenizer: str = "bpe"  # bpe: a byte-level BPE is trained on the corpus; bytes; a folder; a name on the hub
-    vocab_size: int = 2048  # tokens of the trained BPE
-    models: tuple[str, ...] = SCALED  # presets, or any of {implicit, bounded, explicit}-{llama, mamba2}
-    length: int = 256  # tokens of a training row
-    batch: int = 8  # rows of a batch, of all processes together
-    accumulate: int = 1  # batches of an update
-    tokens: int = 1_228_800  # tokens that each model is trained on
-    lr: float = 3e-3  # peak learning rate
-    warmup: int = 50  # updates until the peak
-    decay: float = 0.2  # share of the run in which the learning rate falls as 1 - sqrt
-    weight_decay: float = 0.1  # of linear maps and convolutions
-    clip: float = 1.0  # largest gradient norm
-    eval_tokens: int = 16_384  # held-out tokens that are scored, spread over the text; 0: all
-    extrapolation: tuple[int, ...] = (2, 4)  # multiples of the trained length that are scored too
-    sample: str = "\n\n  HAMLET. "  # beginning of the samples
-    sample_tokens: int = 120  # tokens of each sample
-    spread: Literal["ddp", "fsdp"] = "ddp"  # several processes: copies of the weights, or shards
-    bfloat16: bool = False  # compute under autocast to bfloat16
-    checkpoint_every: int = 100  # updates between checkpoints
-    seed: int = 0  # seed of weights and of the order of the text
-    device: str = "cpu"  # where to run: cpu or cuda
-    output: str = "runs/pretrain"  # folder of the results
-    fresh: bool = False  # remove what an earlier run wrote into --output
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("corpus", "models", "sample", "output"):
-            if not getattr(self, name):
-                raise ValueError(f"--{name} must not be empty")
-        check_counts(self, "length", "batch", "accumulate", "extrapolation", "sample_tokens", "checkpoint_every")
-        check_counts(self, "tokens", most=10**15)
-        check_counts(self, "vocab_size", least=257)
-        check_counts(self, "warmup", "eval_tokens", "seed", least=0)
-        check_positive(self, "lr", "clip")
-        check(self, "a finite number, at least 0", lambda value: 0 <= value < math.inf, "weight_decay")
-        check(self, "between 0 and 1", lambda value: 0 < value < 1, "decay")
-        if self.warmup + math.ceil(self.decay * self.steps) > self.steps:
-            raise ValueError(f"--warmup {self.warmup} and --decay {self.decay} must fit into {self.steps} updates")
-        check_corpus(self.corpus)
-        check_corpus(self.held_out or self.corpus)
-        check_device(self)
-        for name in self.models:
-            spec_of(name, self, 300)
-            curriculum_of(name, self)
-
-    @property
-    def step_tokens(self) -> int:
-        """Tokens of an update."""
-        return self.batch * self.accumulate * self.length
-
-    @property
-    def steps(self) -> int:
-        """Updates of a run."""
-        return max(1, self.tokens // self.step_tokens)
-
-
-QUICK: dict[str, Any] = {
-    "corpus": "babble", "vocab_size": 300, "d_model": 32, "mlp_width": 64, "heads": 2, "d_state": 8, "headdim": 16,
-    "length": 32, "batch": 8, "tokens": 15_360, "warmup": 5, "eval_tokens": 1024, "extrapolation": (2,),
-    "sample_tokens": 16, "output": "runs/pretrain_quick",
-}  # fmt: skip
-FREE = (  # may change when a run is continued
-    "output", "fresh", "device", "checkpoint_every", "spread", "eval_tokens", "extrapolation", "sample",
-    "sample_tokens",
-)  # fmt: skip
-WRITES = (
-    "results.json", "table.md", "samples.md", "pretrain.png", "log.txt", "curves/*.jsonl", "tokenizer*/*", "models/*/*",
-    *(f"checkpoints/*/{files}" for files in CHECKPOINTS),
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -210,11 +130,22 @@ class Run:
         return str(tokenizer.decode(made.tokens[0]))
 
 
-def prepare(options: Options, accelerator: Accelerator) -> Run:
-    """Read the corpus; the main process downloads it and trains the tokenizer, the others follow."""
+def read_corpus(options: Options) -> Corpus:
+    """The corpus that the command line names.
+
+    Raises:
+        SystemExit: it cannot be read.
+    """
+    try:
+        return load_corpus(options.corpus, held_out=options.held_out, subset=options.subset, field=options.text_field)
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"--corpus {options.corpus} cannot be read: {error}") from error
+
+
+def prepare(options: Options, accelerator: Accelerator, corpus: Corpus) -> Run:
+    """Encode the corpus; the main process trains the tokenizer, the others follow."""
     main, folder = accelerator.is_main_process, Path(options.output) / "tokenizer"
     with accelerator.main_process_first():
-        corpus = load_corpus(options.corpus, held_out=options.held_out, subset=options.subset, field=options.text_field)
         texts = (record["text"] for record in islice(corpus.train, 20_000))
         tokenizer = saved_tokenizer(folder, options.tokenizer, texts, options.vocab_size, save=main)
         documents = tokenised(corpus.train, tokenizer)
@@ -223,26 +154,32 @@ def prepare(options: Options, accelerator: Accelerator) -> Run:
 
 def main(arguments: list[str]) -> None:
     """Train, evaluate, and write models, table, figure, samples and numbers."""
-    options = parse(Options, arguments, Options(**QUICK) if "--quick" in arguments else None)
+    options = read_options(arguments)
     accelerator = make_accelerator(options.device, bfloat16=options.bfloat16, fsdp=options.spread == "fsdp")
     if options.batch % accelerator.num_processes:
         raise SystemExit(f"--batch must be a multiple of the processes {accelerator.num_processes}: {options.batch}")
+    accelerator.print(f"reading {options.corpus}; tokenizer: {options.tokenizer}", flush=True)
+    with accelerator.main_process_first():
+        corpus = read_corpus(options)
+        if options.tokenizer != "bpe":
+            load_tokenizer(options.tokenizer)
     output = Path(options.output)
     if accelerator.is_main_process:
-        claim_folder(output, asdict(options), fresh=options.fresh, free=FREE, writes=WRITES)
+        claim_folder(output, "pretrain", asdict(options), fresh=options.fresh, free=FREE, writes=WRITES)
         log_to(output / "log.txt")
     accelerator.wait_for_everyone()
-    run, rows, samples = prepare(options, accelerator), [], []
+    run, rows, samples = prepare(options, accelerator, corpus), [], []
     for name, lm in run.train_all():
         rows += run.evaluate(name, lm)
         samples.append(f"# {name}\n\n{run.save(name, lm)}\n")
     if accelerator.is_main_process:
+        text = table(rows) + "\n\nA --quick run: too few updates to compare the models." * options.quick
         write_json(output / "results.json", rows)
-        write_text(output / "table.md", table(rows) + "\n")
+        write_text(output / "table.md", f"{text}\n")
         write_text(output / "samples.md", "\n".join(samples))
         draw(output, rows, options.step_tokens, options.length)
         print(f"\nheld-out bits per byte (mean iterations); {options.steps} updates; results in {output}/\n")
-        print(table(rows))
+        print(text)
 
 
 if __name__ == "__main__":

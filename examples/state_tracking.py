@@ -32,16 +32,17 @@ from accelerate import Accelerator
 from common.loop import Settings
 from common.loop import train as run_training
 from common.processes import make_accelerator
-from common.run import CHECKPOINTS, Log, Progress, claim_folder, log_to, write_json, write_text
+from common.run import Log, Progress, log_to, write_json, write_text
 from state_tracking_figure import draw, table
 from state_tracking_parts import (
     Options,
     SweepName,
+    claim,
     make_curriculum,
     make_model,
     make_sweep,
     make_task,
-    parse_options,
+    read_options,
     training_tasks,
 )
 from torch import nn
@@ -54,11 +55,6 @@ from deqseq.training import Phase
 
 log = logging.getLogger("state_tracking")
 
-MOVABLE = ("output", "device", "checkpoint_every", "quick", "fresh")  # may change when a run is continued
-WRITES = (
-    *(f"{run}/{files}" for run in ("implicit", "explicit-*-block*") for files in (*CHECKPOINTS, "curve.jsonl")),
-    *("results.json", "self_iterations.json", "table.md", "state_tracking.png", "log.txt"),
-)
 EVERY = 20  # steps between the logged ones
 
 
@@ -219,11 +215,11 @@ def accuracy_by_budget(lm: dq.CausalLM, options: Options) -> list[dict]:
 
 def main(arguments: list[str]) -> None:
     """Train, evaluate, and write the table, the figure and the numbers."""
-    options = parse_options(arguments)
+    options = read_options(arguments)
     accelerator, task = make_accelerator(options.device), make_task(options)
     if accelerator.num_processes > 1:
         raise SystemExit("state_tracking.py runs in one process: start it without torchrun")
-    output = claim_folder(options.folder, asdict(options), fresh=options.fresh, free=MOVABLE, writes=WRITES)
+    output = claim(options)
     log_to(output / "log.txt")
     print(f"{options.group}: {len(task.input_ids)} inputs, {task.vocab_size} states; results in {output}/")
     lm = make_model(options, task.vocab_size, None).to(accelerator.device)

@@ -1,12 +1,14 @@
 """State tracking: the options, the recipe of each group, and what they make: task, curriculum, models."""
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, Literal, cast
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal, cast
 
 import torch
-from common.options import check, check_counts, check_device, check_positive, parse
+from common import options as opt
+from common.checkpoints import FILES
+from common.run import claim_folder
 
 import deqseq as dq
 from deqseq.tasks import WordProblem, generators, parse_group
@@ -38,6 +40,20 @@ RECIPES: dict[tuple[str, str, int], dict[str, Any]] = {  # backbone, group, gene
     },
 }
 
+MOVABLE = ("output", "device", "checkpoint_every", "quick", "fresh")  # may change when a run is continued
+WRITES = (
+    *(f"{run}/{files}" for run in ("implicit", "explicit-*-block*") for files in (*FILES, "curve.jsonl")),
+    *("results.json", "self_iterations.json", "table.md", "state_tracking.png", "log.txt"),
+)
+
+
+def check_group(name: str, value: str) -> None:
+    """Refuse what is no group's name."""
+    try:
+        parse_group(value)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+
 
 @dataclass(frozen=True)
 class Options:
@@ -46,81 +62,81 @@ class Options:
     Defaults are those of parity with Mamba2 blocks where the group has no recipe of its own.
     """
 
-    group: str = "Z2"
+    group: Annotated[str, opt.Rule(check_group)] = "Z2"
     """a group or product: Z2, S3, A5, Z2xZ3, A5xM"""
-    generators: int = 0
+    generators: Annotated[int, opt.integer(0, 1024)] = 0
     """inputs: a generating subset of this size; 0: every element"""
-    identity_probability: float = 0.0
+    identity_probability: opt.Probability = 0.0
     """probability that a token's group element is the identity"""
-    train_identity_probability: tuple[float, ...] = ()
+    train_identity_probability: tuple[opt.Probability, ...] = ()
     """that of training, one drawn a batch; none: the same"""
-    lengths: tuple[int, ...] = (16,)
+    lengths: tuple[opt.Size, ...] = (16,)
     """training lengths, one drawn for each batch"""
-    free_lengths: tuple[int, ...] = ()
+    free_lengths: tuple[opt.Size, ...] = ()
     """training lengths of the second phase; none: the same"""
-    eval_lengths: tuple[int, ...] = (16, 32, 64, 128, 256, 512)
+    eval_lengths: Annotated[tuple[opt.Size, ...], opt.Some] = (16, 32, 64, 128, 256, 512)
     """evaluation lengths"""
     backbone: Literal["mamba2", "llama"] = "mamba2"
     """blocks of all models"""
-    d_model: int = 64
+    d_model: opt.Size = 64
     """width"""
-    d_state: int = 16
+    d_state: opt.Size = 16
     """mamba2: state size of each channel"""
-    headdim: int = 32
+    headdim: opt.Size = 32
     """mamba2: channels a head"""
-    expand: int = 2
+    expand: opt.Size = 2
     """mamba2: inner width over d_model"""
-    heads: int = 4
+    heads: opt.Size = 4
     """llama: attention heads"""
-    mlp_width: int = 128
+    mlp_width: opt.Size = 128
     """llama: hidden width of the feed-forward layer"""
-    layers: int = 1
+    layers: opt.Blocks = 1
     """blocks of the implicit model"""
-    batch: int = 64
+    batch: opt.Size = 64
     """sequences a training step"""
-    steps: int = 1000
+    steps: opt.Count = 1000
     """training steps of the implicit model"""
-    lr: float = 1e-3
+    lr: opt.Positive = 1e-3
     """peak learning rate"""
-    warmup: int = 50
+    warmup: opt.Count = 50
     """warm-up steps"""
-    clip: float = 0.25
+    clip: opt.Positive = 0.25
     """largest gradient norm"""
-    unrolled_steps: int = 8
+    unrolled_steps: opt.Count = 8
     """iterations of the first phase, all differentiated"""
-    free_from: float = 0.4
+    free_from: opt.Probability = 0.4
     """fraction of the steps after which the fixed point itself is trained"""
-    max_steps: int = 32
+    max_steps: opt.Count = 32
     """iterations of the second phase, at most"""
-    rtol: float = 0.03
+    rtol: opt.Positive = 0.03
     """relative tolerance of the second phase, the largest over the tokens"""
     gradient: GradientName = "phantom"
     """estimator of the second phase"""
-    phantom_steps: int = 4
+    phantom_steps: opt.Count = 4
     """steps of the phantom gradient"""
-    damping: float = 0.8
+    damping: opt.Damping = 0.8
     """damping of the phantom gradient and of the relaxed solver"""
     train_solver: SolverName = "naive"
     """solver of the second phase"""
     train_sweeps: tuple[SweepName, ...] = ("simultaneous",)
     """sweeps of the second phase, one drawn a step"""
-    window: int = 8
+    window: opt.Size = 8
     """tokens of the sliding sweep's window, in training and evaluation"""
     solver: SolverName = "relaxed"
     """solver at evaluation"""
-    eval_rtol: float = 1e-2
+    eval_rtol: opt.Positive = 1e-2
     """relative tolerance at evaluation"""
-    baselines: tuple[int, ...] = (1, 2, 4)
+    baselines: Annotated[tuple[opt.Blocks, ...], opt.Distinct] = (1, 2, 4)
     """blocks of the explicit models"""
-    baseline_seconds: float = 0.0
+    baseline_seconds: opt.NotNegative = 0.0
     """training time of each explicit model; 0: the implicit model's"""
-    checkpoint_every: int = 50
+    checkpoint_every: opt.Count = 50
     """steps between checkpoints"""
-    seed: int = 0
+    seed: opt.Natural = 0
     """seed of weights and data"""
-    device: str = "cpu"
+    device: opt.Device = "cpu"
     """where to run"""
-    output: str | None = None
+    output: opt.Output | None = None
     """folder of the results; default: runs/state_tracking_GROUP_SEED[_llama][_quick]"""
     quick: bool = False
     """the implicit model alone, up to length 64"""
@@ -128,25 +144,18 @@ class Options:
     """remove what an earlier run wrote into the output folder"""
 
     def __post_init__(self) -> None:
-        sizes = ("d_model", "d_state", "headdim", "expand", "heads", "mlp_width", "layers", "batch", "window")
-        counts = ("steps", "warmup", "unrolled_steps", "max_steps", "phantom_steps", "checkpoint_every")
-        check_counts(self, *sizes, *counts, "lengths", "free_lengths", "eval_lengths", "baselines", most=10**8)
-        check_counts(self, "generators", "seed", least=0)
-        check_positive(self, "lr", "clip", "rtol", "eval_rtol")
-        probabilities = ("identity_probability", "train_identity_probability", "free_from")
-        check(self, "from 0 to 1", lambda value: 0 <= value <= 1, *probabilities)
-        check(self, "above 0 and at most 1", lambda value: 0 < value <= 1, "damping")
-        check(self, "a number of seconds, at least 0", lambda value: 0 <= value < math.inf, "baseline_seconds")
-        for name in ("lengths", "eval_lengths", "train_sweeps"):
+        opt.check_options(self)
+        for name in ("lengths", "train_sweeps"):
             if not getattr(self, name):
                 raise ValueError(f"--{name.replace('_', '-')} must have at least one value, got none")
         if self.backbone == "llama" and self.d_model % (2 * self.heads):
             raise ValueError(f"--heads must divide --d-model {self.d_model} into even widths, got {self.heads}")
         if self.gradient == "unrolled" and set(self.train_sweeps) != {"simultaneous"}:
             raise ValueError(f"--gradient unrolled needs --train-sweeps simultaneous, got {list(self.train_sweeps)}")
-        check(self, "a folder", lambda value: value != "", "output")
-        check_device(self)
-        vocab_size = training_tasks(self)[0].vocab_size
+        try:
+            vocab_size = training_tasks(self)[0].vocab_size
+        except ValueError as error:
+            raise ValueError(f"--generators {self.generators}: {error}") from error
         with torch.device("meta"):  # sizes that the library itself refuses
             make_model(self, vocab_size, None)
 
@@ -162,13 +171,19 @@ class Options:
         return max(*self.lengths, *self.free_lengths, 0)
 
 
-def parse_options(arguments: list[str]) -> Options:
+def read_options(arguments: list[str]) -> Options:
     """Read the command line; its group's recipe gives the options that it leaves out."""
-    given = parse(Options, arguments)
+    given = opt.parse(Options, arguments)
     key = (given.backbone, given.group, given.generators)
     recipe = RECIPES.get(key, RECIPES.get((*key[:2], 0), {}))
     recipe = recipe | ({"baselines": (), "eval_lengths": (16, 32, 64)} if given.quick else {})
-    return parse(Options, arguments, replace(Options(), **recipe))
+    return opt.parse(Options, arguments, replace(Options(), **recipe))
+
+
+def claim(options: Options) -> Path:
+    """Make or enter the folder of the results."""
+    given = asdict(options)
+    return claim_folder(options.folder, "state_tracking", given, fresh=options.fresh, free=MOVABLE, writes=WRITES)
 
 
 def make_task(options: Options) -> WordProblem:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from babi.stories import Line, Story
+from deqseq.check import check_choice, check_integer
 
 PEOPLE = ("Daniel", "John", "Mary", "Sandra")
 ROOMS = ("bathroom", "bedroom", "garden", "hallway", "kitchen", "office")
@@ -47,12 +48,9 @@ def generate_stories(task: int, count: int, *, seed: int, scale: int = 1) -> lis
     Raises:
         ValueError: the task has no generator, or a number is out of its range.
     """
-    if task not in GENERATORS:
-        raise ValueError(f"task must be one of {', '.join(map(str, GENERATORS))} to be generated, got {task}")
-    if count < 1:
-        raise ValueError(f"count must be at least 1, got {count}")
-    if scale not in SCALES:
-        raise ValueError(f"scale must be one of {', '.join(map(str, SCALES))}, got {scale}")
+    check_choice("task", task, GENERATORS)
+    check_integer("count", count, 1)
+    check_choice("scale", scale, SCALES)
     rngs = (random.Random(f"babi {task} {scale} {seed} {index}") for index in range(count))
     return [Story(task, tuple(GENERATORS[task](rng, scale))) for rng in rngs]
 

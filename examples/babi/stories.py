@@ -5,6 +5,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from deqseq.check import check_integer
+
 TASK_NAMES = {
     1: "single-supporting-fact",
     2: "two-supporting-facts",
@@ -72,7 +74,7 @@ class Story:
     lines: tuple[Line, ...]
 
     def __post_init__(self) -> None:
-        _check_task(self.task)
+        check_integer("task", self.task, 1, len(TASK_NAMES))
         if not self.lines:
             raise ValueError("lines must hold at least one line, got none")
         for number, line in enumerate(self.lines, start=1):
@@ -110,7 +112,7 @@ def read_folder(folder: Path, split: str, tasks: Iterable[int] = TASK_NAMES) -> 
         raise FileNotFoundError(f"folder must be a folder of bAbI files, got {str(folder)!r}")
     stories: list[Story] = []
     for task in tasks:
-        _check_task(task)
+        check_integer("task", task, 1, len(TASK_NAMES))
         pattern = re.compile(rf"qa{task}_(?:[^_]+_)?{re.escape(split)}\.txt")
         found = sorted(path for path in folder.iterdir() if pattern.fullmatch(path.name))
         if not found:
@@ -132,7 +134,7 @@ def read_stories(path: Path, task: int) -> list[Story]:
         BabiFormatError: the file is not UTF-8, a line is malformed, or there is no story.
         ValueError: the task number is unknown.
     """
-    _check_task(task)
+    check_integer("task", task, 1, len(TASK_NAMES))
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
@@ -189,8 +191,3 @@ def _append(stories: list[list[Line]], line: str) -> None:
 def _check_support(line: Line, number: int) -> None:
     if not all(1 <= fact < number for fact in line.support):
         raise ValueError(f"support must name lines before line {number}, the question's own, got {line.support}")
-
-
-def _check_task(task: int) -> None:
-    if task not in TASK_NAMES:
-        raise ValueError(f"task must be one of 1 to {len(TASK_NAMES)}, got {task}")

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from babi.stories import END_OF_STORY, UNKNOWN, Story
+from deqseq.check import check_integer
 
 IGNORED = -100
 
@@ -94,8 +95,8 @@ class StoryStream(Iterator[StoryBatch]):
 
     def __init__(self, stories: Sequence[Story], vocabulary: Vocabulary, *, batch: int, length: int, seed: int) -> None:
         self.stories = _encoded(stories, vocabulary)
-        _check_positive("batch", batch)
-        _check_positive("length", length)
+        check_integer("batch", batch, 1)
+        check_integer("length", length, 1)
         self.length, self.seed = length, seed
         self.load_state_dict({"drawn": 0, "rows": [[0, 0]] * batch})
 
@@ -146,7 +147,7 @@ def story_batches(stories: Sequence[Story], vocabulary: Vocabulary, *, batch: in
     Returns:
         Batches of stories of similar length, the shortest first, padded on the right with ``<eos>``.
     """
-    _check_positive("batch", batch)
+    check_integer("batch", batch, 1)
     rows = sorted(_encoded(stories, vocabulary), key=lambda row: row.inputs.shape[1])
     padding = (vocabulary.end_of_story, IGNORED, 0, False)
 
@@ -162,8 +163,3 @@ def _encoded(stories: Sequence[Story], vocabulary: Vocabulary) -> list[StoryBatc
     if not stories:
         raise ValueError("stories must hold at least one story, got none")
     return [encode_story(story, vocabulary) for story in stories]
-
-
-def _check_positive(name: str, value: int) -> None:
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}")

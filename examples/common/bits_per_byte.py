@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from common.tokens import Stream
+from deqseq.check import check_integer
 
 IGNORED = -100  # a target that is not counted
 
@@ -59,8 +60,9 @@ def rows_in_order(stream: Stream, length: int) -> Rows:
         (torch.Size([3, 5]), [5, 4, 2])
     """
     ids, byte_counts = stream
-    if length < 1 or len(ids) < 2:
-        raise ValueError(f"length must be at least 1 and the documents must have text, got {length}, {len(ids)} tokens")
+    check_integer("length", length, 1)
+    if len(ids) < 2:
+        raise ValueError(f"documents must have text, got {len(ids)} tokens")
     end = (0, -(len(ids) - 1) % length)
     parts = (
         np.pad(ids[:-1], end, constant_values=ids[0]).reshape(-1, length),

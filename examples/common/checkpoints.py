@@ -11,6 +11,7 @@ import json
 import os
 import re
 import warnings
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,10 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
 PROGRESS, MANIFEST = "progress.json", "manifest.json"
-WRITTEN = re.compile(
-    r"model\.safetensors|pytorch_model_fsdp\.bin|optimizer\.bin|scaler\.pt|random_states_\d+\.pkl|"
-    r"progress\.json|manifest\.json"
-)
+WRITTEN = ("model.safetensors", "pytorch_model_fsdp.bin", "optimizer.bin", "scaler.pt", "random_states_[0-9]*.pkl")
+WRITTEN += (PROGRESS, MANIFEST)
+FILES = tuple(f"{name}-{'[0-9]' * 8}*/{file}" for name in ("checkpoint", "unfinished") for file in WRITTEN)
+"""The files of checkpoints in a folder, as ``writes`` of :func:`common.run.claim_folder` names them."""
 DONE = re.compile(r"checkpoint-(\d{8,})")
 LEFT_OVER = re.compile(r"unfinished-\d{8,}")
 
@@ -138,7 +139,11 @@ def _is_ours(path: Path) -> bool:
     """Whether a path is a folder with files of a checkpoint and nothing else."""
     if path.is_symlink() or not path.is_dir():
         return False
-    return all(WRITTEN.fullmatch(part.name) and part.is_file() and not part.is_symlink() for part in path.iterdir())
+    return all(_is_written(part) and part.is_file() and not part.is_symlink() for part in path.iterdir())
+
+
+def _is_written(path: Path) -> bool:
+    return any(fnmatchcase(path.name, name) for name in WRITTEN)
 
 
 def _remove(path: Path) -> None:

@@ -1,20 +1,25 @@
 """What examples/evaluate.py needs around lm-eval: tasks by name or made from texts, results, saved models."""
 
-import difflib
 import json
 import re
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from tokenizers.processors import Sequence as Processors
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from common.questions import choice_questions, cloze_questions
+from common.questions import Choice, Cloze, choice_questions, cloze_questions
+from common.run import write_json, write_text
 from common.text import local_documents
+from deqseq.check import suggestion
+
+Questions = dict[str, tuple[str, tuple[Cloze, ...] | tuple[Choice, ...]]]
+"""By the name of their task: their kind, and the questions."""
 
 MEAN: dict[str, Any] = {"aggregation": "mean", "higher_is_better": True}
 PERPLEXITY: dict[str, Any] = {"metric": "perplexity", "aggregation": "perplexity", "higher_is_better": False}
@@ -41,16 +46,13 @@ _TAGS = re.compile(r"""^["']?tag["']?:[ \t]*(.*(?:\n[ \t]*-[ \t].*)*)""", re.MUL
 # Tasks
 
 
-def write_tasks(
-    folder: Path, cloze: Sequence[str], choice: Sequence[str], count: int, seed: int, repeated: bool
-) -> list[str]:
-    """Write questions about texts, and YAML files that tell lm-eval how to ask them; returns the tasks' names.
+def make_questions(cloze: Sequence[str], choice: Sequence[str], count: int, seed: int, repeated: bool) -> Questions:
+    """Questions about texts, by the name of their task.
 
     Raises:
         SystemExit: a text cannot be read, or is too short.
     """
-    names: list[str] = []
-    folder.mkdir(parents=True, exist_ok=True)
+    made: Questions = {}
     for kind, source in [("cloze", path) for path in cloze] + [("choice", path) for path in choice]:
         try:
             documents = local_documents(source)["text"][:]
@@ -60,43 +62,55 @@ def write_tasks(
                 questions = choice_questions(documents, count, seed=seed)
         except (OSError, ValueError) as error:
             raise SystemExit(f"--{kind} {source} (--questions {count}): {error}") from error
-        stem = f"{kind}_{Path(source).stem}"
-        name = stem if stem not in names else f"{stem}_{len(names)}"
+        name = f"{kind}_{Path(source).stem}"
+        made[name if name not in made else f"{name}_{len(made)}"] = kind, questions
+    return made
+
+
+def write_tasks(folder: Path, questions: Questions) -> list[str]:
+    """Write questions, and YAML files that tell lm-eval how to ask them; returns the tasks' names."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, (kind, some) in questions.items():
         data = folder / f"{name}.jsonl"
-        data.write_text("".join(json.dumps(asdict(question)) + "\n" for question in questions))
+        write_text(data, "".join(json.dumps(asdict(question)) + "\n" for question in some))
         task = {"task": name, "dataset_path": "json", "test_split": "test", "doc_to_text": "context", **ASKED[kind]}
         files = {"data_files": {"test": str(data.resolve())}, "cache_dir": str((folder / "cache").resolve())}
-        (folder / f"{name}.yaml").write_text(json.dumps(task | {"dataset_kwargs": files}, indent=1))  # JSON is YAML
-        names.append(name)
-    return names
+        write_json(folder / f"{name}.yaml", task | {"dataset_kwargs": files})  # JSON is YAML
+    return list(questions)
 
 
-def load_tasks(names: Sequence[str], folders: Sequence[Path], seed: int) -> dict[str, Any]:
-    """Load tasks with their data.
+def find_tasks(names: Sequence[str], folders: Sequence[str | Path]) -> Any:
+    """lm-eval's manager of tasks that knows these names.
 
     Args:
         names: of tasks, groups or tags, of lm-eval or in ``folders``.
         folders: with YAML files of tasks.
-        seed: of the examples before a question.
 
     Raises:
-        SystemExit: lm-eval has no task of that name, or its data cannot be loaded.
+        SystemExit: there is no task of that name.
     """
     manager_type: Any = import_module("lm_eval.tasks").TaskManager
-    manager = manager_type(include_path=list(folders), include_defaults=False)
+    manager = manager_type(include_path=[*map(str, folders)], include_defaults=False)
     on_hub = [name for name in names if name not in manager.all_tasks]
-    if on_hub:
-        known = known_tasks()
-        for name in on_hub:
-            if name not in known:
-                close = difflib.get_close_matches(name, [*known, *manager.all_tasks], n=3)
-                raise SystemExit(
-                    f"--tasks: lm-eval has no task {name!r}" + f"; did you mean {' or '.join(close)}?" * bool(close)
-                )
-        # lm-eval reads all of its 14,000 files, in minutes; the folder of a task is enough.
-        files = [known[name] for name in on_hub]
-        needed = {"include_defaults": True} if None in files else {"include_defaults": False}
-        manager = manager_type(include_path=[*folders, *(file.parent for file in files if file)], **needed)
+    if not on_hub:
+        return manager
+    known = known_tasks()
+    for name in on_hub:
+        if name not in known:
+            raise SystemExit(f"--tasks: lm-eval has no task {name!r}{suggestion(name, [*known, *manager.all_tasks])}")
+    # lm-eval reads all of its 14,000 files, in minutes; the folder of a task is enough.
+    files = [known[name] for name in on_hub]
+    places = [*folders, *(file.parent for file in files if file)]
+    return manager_type(include_path=[*map(str, places)], include_defaults=None in files)
+
+
+def load_tasks(names: Sequence[str], folders: Sequence[str | Path], seed: int) -> dict[str, Any]:
+    """Load tasks with their data; arguments as in :func:`find_tasks`, and the seed of the examples before a question.
+
+    Raises:
+        SystemExit: there is no task of that name, or its data cannot be loaded.
+    """
+    manager = find_tasks(names, folders)
     tasks: dict[str, Any] = {}
     for name in dict.fromkeys(names):
         try:
@@ -115,6 +129,7 @@ def load_tasks(names: Sequence[str], folders: Sequence[Path], seed: int) -> dict
     return tasks
 
 
+@cache
 def known_tasks() -> dict[str, Path | None]:
     """The names in lm-eval's files, found in seconds without parsing them.
 
@@ -154,6 +169,23 @@ def metric_rows(found: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 # Models
+
+
+def solved_lm() -> Any:
+    """The class :class:`deqseq.integrations.lm_eval.SolvedLM`; SystemExit where lm-eval is missing."""
+    try:
+        return import_module("deqseq.integrations.lm_eval").SolvedLM
+    except ImportError as error:
+        raise SystemExit(str(error)) from error
+
+
+def check_models(names: Sequence[str]) -> None:
+    """Refuse models and tokenizers that are not there, before their tasks are loaded."""
+    for name in names:
+        try:
+            AutoConfig.from_pretrained(name)
+        except (OSError, ValueError) as error:
+            raise SystemExit(f"{name} is no model that can be loaded: {error}") from error
 
 
 def load_model(

@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import deqseq as dq
-from common.options import check, check_counts, check_positive
+from common import options as opt
+from deqseq.check import check_choice
 from deqseq.models.presets import widened
 from deqseq.training import Curriculum, bounded, free
 
@@ -16,23 +17,17 @@ SCALED = tuple(f"{kind}-{family}" for family in ("llama", "mamba2") for kind in 
 class Sizes:
     """Options of the models and of their curricula."""
 
-    d_model: int = 160  # width of the small models
-    layers: int = 2  # their blocks
-    heads: int = 5  # llama: attention heads
-    mlp_width: int = 432  # llama: hidden width of the feed-forward layer
-    d_state: int = 32  # mamba2: state size of each channel
-    headdim: int = 32  # mamba2: channels of a head
-    bounded_steps: int = 4  # iterations of the bounded phase
-    bounded_share: float = 0.8  # share of an implicit model's run that is bounded
-    budget: int = 0  # iterations of the free phase at most; 0: the paper's, 32 for Llama, 24 for Mamba2
-    phantom: int = 4  # phantom steps of the free phase; the bounded one has 1
-    rtol: float = 0.05  # relative tolerance of each token
-
-    def __post_init__(self) -> None:
-        check_counts(self, "d_model", "layers", "heads", "mlp_width", "d_state", "headdim", "bounded_steps", "phantom")
-        check_counts(self, "budget", least=0)
-        check_positive(self, "rtol")
-        check(self, "between 0 and 1", lambda value: 0 < value < 1, "bounded_share")
+    d_model: opt.Size = 160  # width of the small models
+    layers: opt.Blocks = 2  # their blocks
+    heads: opt.Size = 5  # llama: attention heads
+    mlp_width: opt.Size = 432  # llama: hidden width of the feed-forward layer
+    d_state: opt.Size = 32  # mamba2: state size of each channel
+    headdim: opt.Size = 32  # mamba2: channels of a head
+    bounded_steps: opt.Count = 4  # iterations of the bounded phase
+    bounded_share: opt.Share = 0.8  # share of an implicit model's run that is bounded
+    budget: opt.Natural = 0  # iterations of the free phase at most; 0: the paper's, 32 for Llama, 24 for Mamba2
+    phantom: opt.Count = 4  # phantom steps of the free phase; the bounded one has 1
+    rtol: opt.Positive = 0.05  # relative tolerance of each token
 
 
 def kind_of(name: str) -> tuple[str, str]:
@@ -41,9 +36,7 @@ def kind_of(name: str) -> tuple[str, str]:
     Raises:
         ValueError: there is no such model.
     """
-    presets = [name for name in dq.preset_names() if not name.endswith("-state-tracking")]
-    if name not in (*SCALED, *presets):
-        raise ValueError(f"--models must be any of {', '.join((*SCALED, *presets))}, got {name!r}")
+    check_choice("--models", name, (*SCALED, *(one for one in dq.preset_names() if not one.endswith("state-tracking"))))
     first, last = name.split("-")[0], name.split("-")[-1]
     return first if name in SCALED else last.replace("pretrain", "bounded"), "llama" if "llama" in name else "mamba2"
 

@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 import deqseq as dq
 from common.checkpoints import newest, resume, save
 from common.processes import whole
+from deqseq.check import check_integer, check_number
 from deqseq.training import Curriculum, NonFiniteLoss, Phase, check_finite
 
 log = logging.getLogger("examples")
@@ -64,10 +65,9 @@ class Settings:
 
     def __post_init__(self) -> None:
         for name in ("steps", "accumulate", "checkpoint_every", "keep"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"Settings.{name} must be at least 1, got {getattr(self, name)!r}")
-        if not 0 < self.clip < math.inf:
-            raise ValueError(f"Settings.clip must be a finite number above 0, got {self.clip!r}")
+            check_integer(f"Settings.{name}", getattr(self, name), 1)
+        check_number("Settings.clip", self.clip, "(0, inf)")
+        check_integer("Settings.seed", self.seed, 0)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from deqseq.check import check_integer
+
 LEAST_WORDS = 4  # shorter sentences, such as headings and names of speakers, end no passage and are no option
 DRAWN = 16  # sentences drawn per wrong option, of which the nearest in length is taken
 
@@ -59,7 +61,7 @@ def cloze_questions(
     Raises:
         ValueError: a number is out of its range, or the documents have fewer passages than ``count``.
     """
-    _check_least(count=(count, 1), seed=(seed, 0), sentences=(sentences, 1))
+    _check_numbers(count, seed, sentences)
 
     def question(text: str, last: int) -> Cloze | None:
         found = _LAST_WORD.search(text)
@@ -93,7 +95,8 @@ def choice_questions(
     Raises:
         ValueError: a number is out of its range, or the documents have too few passages or distinct sentences.
     """
-    _check_least(count=(count, 1), seed=(seed, 0), sentences=(sentences, 1), options=(options, 2))
+    _check_numbers(count, seed, sentences)
+    check_integer("options", options, 2)
     rng = random.Random(seed)
     found = _passages(documents, sentences + 1, lambda text, last: (text, last))
     passages = _draw(found, count, rng, f"passages of {sentences} sentences and one that follows")
@@ -154,7 +157,7 @@ def _key(sentence: str) -> str:
     return " ".join(sentence.split())
 
 
-def _check_least(**numbers: tuple[int, int]) -> None:
-    for name, (value, least) in numbers.items():
-        if value < least:
-            raise ValueError(f"{name} must be at least {least}, got {value}")
+def _check_numbers(count: int, seed: int, sentences: int) -> None:
+    check_integer("count", count, 1)
+    check_integer("seed", seed, 0)
+    check_integer("sentences", sentences, 1)

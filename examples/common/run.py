@@ -5,16 +5,17 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from filelock import FileLock, Timeout
 from tqdm import tqdm
 
+from common.options import check_output
+
+T = TypeVar("T")
 OPTIONS, LOCK = "options.json", ".lock"
-CHECKPOINTS = ("checkpoint-*/*", "unfinished-*/*")
-"""The files of checkpoints in a folder, as ``writes`` of :func:`claim_folder` names them."""
 
 _locks: dict[Path, FileLock] = {}  # held until the process ends
 
@@ -25,19 +26,21 @@ class FolderError(SystemExit):
 
 def claim_folder(
     path: str | os.PathLike[str],
+    script: str,
     options: Mapping[str, Any],
     *,
     fresh: bool = False,
     free: Collection[str] = (),
     writes: Collection[str] = (),
 ) -> Path:
-    """Make or enter the output folder of a run; it belongs to one set of options and one running process.
+    """Make or enter the output folder of a run; it belongs to a script, its options, and one running process.
 
     Everything is checked before anything is written. The folder stays locked until the process ends. With several
     processes, call this in the main one alone.
 
     Args:
         path: of the folder; made if missing.
+        script: the name of the script.
         options: everything that decides the run, as JSON; kept in ``options.json``.
         fresh: remove what an earlier run wrote (``writes``), whatever its options; everything else stays.
         free: the names of options that may change when a run is continued, as ``"device"``.
@@ -45,36 +48,38 @@ def claim_folder(
             ``"implicit/checkpoint-*/*"``.
 
     Raises:
-        FolderError: the path is empty, a file or a symbolic link; the folder holds files but no run; its run has other
-            options (names them); another process is using it.
+        FolderError: the path is empty, a file, a symbolic link or closed; the folder holds files but no run, or the
+            run of another script, or one with other options (names them); another process is using it.
     """
-    if not os.fspath(path):
-        raise FolderError("--output must be a folder, got an empty path")
     folder, mine = Path(path), json.loads(json.dumps(dict(options)))
-    _check_folder(folder, mine, free, fresh)
-    folder.mkdir(parents=True, exist_ok=True)
-    _take_lock(folder)
-    _check_folder(folder, mine, free, fresh)  # another process may have written in between
+    try:
+        check_output("--output", os.fspath(path))
+        _check_owner(folder, script, mine, free, fresh)
+        folder.mkdir(parents=True, exist_ok=True)
+        _take_lock(folder)
+    except ValueError as error:
+        raise FolderError(str(error)) from error
+    except OSError as error:
+        raise FolderError(f"--output {folder} cannot be used ({error}): give another folder") from error
+    _check_owner(folder, script, mine, free, fresh)  # another process may have written in between
     if fresh:
         _remove_written(folder, {*writes, OPTIONS})
-    write_text(folder / OPTIONS, json.dumps({"format": "deqseq run", "options": mine}, indent=1))
+    write_json(folder / OPTIONS, {"script": script, "options": mine})
     return folder
 
 
-def _check_folder(folder: Path, mine: Mapping[str, Any], free: Collection[str], fresh: bool) -> None:
-    if folder.is_symlink():
-        raise FolderError(f"--output {folder} is a symbolic link: give the folder that it points to")
-    if folder.exists() and not folder.is_dir():
-        raise FolderError(f"--output {folder} is a file: give a folder")
+def _check_owner(folder: Path, script: str, mine: Mapping[str, Any], free: Collection[str], fresh: bool) -> None:
     if not folder.exists() or not {part.name for part in folder.iterdir()} - {LOCK, f"{OPTIONS}.unfinished"}:
         return
     try:
         record = json.loads((folder / OPTIONS).read_text())
-        theirs = record["options"] if record["format"] == "deqseq run" else None
+        owner, theirs = str(record["script"]), dict(record["options"])
     except (OSError, ValueError, KeyError, TypeError):
-        theirs = None
-    if theirs is None:
-        raise FolderError(f"--output {folder} holds files but no run (no {OPTIONS} of one): give another folder")
+        raise FolderError(
+            f"--output {folder} holds files but no run (no {OPTIONS} of one): give another folder"
+        ) from None
+    if owner != script:
+        raise FolderError(f"--output {folder} holds a run of {owner}, not of {script}: give another folder")
     changed = [name for name in {**mine, **theirs} if name not in free and theirs.get(name) != mine.get(name)]
     if changed and not fresh:
         changes = ", ".join(f"{name}: {theirs.get(name)!r} -> {mine.get(name)!r}" for name in changed)
@@ -103,8 +108,8 @@ def release_folder(folder: Path) -> None:
 
 def _remove_written(folder: Path, writes: Collection[str]) -> None:
     """Remove files that match, and folders that become empty; symbolic links are neither followed nor removed."""
-    for pattern in writes:
-        for path in sorted(folder.glob(pattern), reverse=True):
+    for pattern in [*writes, *(f"{name}.unfinished" for name in writes)]:
+        for path in list(folder.glob(pattern)):
             above = [parent for parent in path.parents if parent.is_relative_to(folder) and parent != folder]
             if path.is_dir() or any(part.is_symlink() for part in (path, *above)):
                 continue
@@ -143,28 +148,36 @@ class Progress:
 
     Args:
         name: of the task.
-        total: where ``done`` ends.
+        total: where ``done`` ends; None: unknown, what is done is counted.
         seconds: between the lines.
         shown: False prints nothing, for all processes but the main one.
     """
 
-    def __init__(self, name: str, total: float, *, seconds: float = 5.0, shown: bool = True) -> None:
+    def __init__(self, name: str, total: float | None, *, seconds: float = 5.0, shown: bool = True) -> None:
         self.name, self.total, self.seconds, self.shown = name, total, seconds, shown
-        self.begun = self.printed = time.monotonic()
+        self.done, self.begun = 0.0, time.monotonic()
+        self.printed = self.begun
         shape = "{desc} {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
         self.bar = tqdm(total=total, desc=name, bar_format=shape) if shown and sys.stderr.isatty() else None
 
     def to(self, done: float, **numbers: Any) -> None:
         """Show how much is done, and some numbers."""
-        now = time.monotonic()
+        now, self.done = time.monotonic(), done
         texts = {name: f"{value:.3g}" if isinstance(value, float) else str(value) for name, value in numbers.items()}
         if self.bar is not None:
             self.bar.update(done - self.bar.n)
             self.bar.set_postfix(texts)
-        elif self.shown and (now - self.printed >= self.seconds or done >= self.total):
+        elif self.shown and (now - self.printed >= self.seconds or done == self.total):
             self.printed = now
+            much = f"{done:g} done" if self.total is None else f"{done / self.total:.0%}"
             text = "".join(f", {name} {value}" for name, value in texts.items())
-            print(f"{self.name}: {done / self.total:.0%} after {now - self.begun:.0f} s{text}", flush=True)
+            print(f"{self.name}: {much} after {now - self.begun:.0f} s{text}", flush=True)
+
+    def over(self, items: Iterable[T]) -> Iterator[T]:
+        """The items, each of which is done when the next one is asked for."""
+        for item in items:
+            yield item
+            self.to(self.done + 1)
 
     def close(self) -> None:
         """End the bar."""

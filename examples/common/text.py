@@ -18,6 +18,8 @@ import pyarrow
 from datasets import Dataset, IterableDataset, concatenate_datasets, disable_progress_bars, load_dataset
 from datasets.exceptions import DatasetGenerationError
 
+from deqseq.check import suggestion
+
 Documents = TypeVar("Documents", Dataset, IterableDataset)
 READERS: dict[str, tuple[str, dict[str, Any]]] = {  # suffix: the reader of `datasets`, and its options
     ".txt": ("text", {"sample_by": "document", "encoding": "utf-8-sig"}),
@@ -36,17 +38,19 @@ class Corpus(NamedTuple):
     held_out: list[str]
 
 
-def check_corpus(name: str) -> None:
+def check_corpus(option: str, name: str) -> None:
     """Refuse, before anything is downloaded, a corpus that is neither a special name nor a path.
 
     Raises:
         ValueError: there is no such file or folder.
     """
-    if name not in ("shakespeare", "babble") and not name.startswith("hub:") and not Path(name).exists():
-        raise ValueError(f"a corpus must be shakespeare, babble, hub:NAME, or a file or folder, got {name!r}")
+    special = ("shakespeare", "babble")
+    if name not in special and not name.startswith("hub:") and not Path(name).exists():
+        hint = suggestion(name, special)
+        raise ValueError(f"{option} must be shakespeare, babble, hub:NAME, or a file or folder, got {name!r}{hint}")
 
 
-def load_corpus(name: str, *, held_out: str = "", subset: str = "", field: str = "text") -> Corpus:
+def load_corpus(name: str, *, held_out: str | None = None, subset: str | None = None, field: str = "text") -> Corpus:
     """The documents that a command line names, with some of them held out.
 
     Args:
@@ -122,13 +126,13 @@ def local_documents(path: str | Path, field: str = "text") -> Dataset:
     return concatenate_datasets(parts)
 
 
-def hub_documents(name: str, subset: str = "", split: str = "train", field: str = "text") -> IterableDataset:
+def hub_documents(name: str, subset: str | None = None, split: str = "train", field: str = "text") -> IterableDataset:
     """The documents of a data set of the hub (or of a folder laid out like one), streamed: nothing is stored.
 
     Raises:
         OSError, ValueError: no such data set, subset, split or field; the hub cannot be reached.
     """
-    return _text_column(load_dataset(name, subset or None, split=split, streaming=True), field, name)
+    return _text_column(load_dataset(name, subset, split=split, streaming=True), field, name)
 
 
 def _text_column(documents: Documents, field: str, source: object) -> Documents:

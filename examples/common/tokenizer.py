@@ -11,8 +11,13 @@ from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from deqseq.check import check_integer
+
 END_OF_TEXT = "<|endoftext|>"
 SMALLEST_VOCABULARY = 257  # every byte and the end of text
+FILES = ("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model")
+FILES += ("chat_template*",)
+"""What ``save_pretrained`` of a tokenizer writes."""
 
 
 def train_tokenizer(documents: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
@@ -34,8 +39,7 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> PreTrainedToke
         >>> tokenizer.decode(tokenizer("to be or né 🎭").input_ids)
         'to be or né 🎭'
     """
-    if vocab_size < SMALLEST_VOCABULARY:
-        raise ValueError(f"vocab_size must be at least {SMALLEST_VOCABULARY}, got {vocab_size}")
+    check_integer("vocab_size", vocab_size, SMALLEST_VOCABULARY)
     bpe = Tokenizer(BPE())
     bpe.pre_tokenizer = ByteLevel(add_prefix_space=False)  # type: ignore[reportAttributeAccessIssue]
     bpe.decoder = ByteLevelDecoder()  # type: ignore[reportAttributeAccessIssue]

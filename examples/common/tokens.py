@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from common.tokenizer import end_of_text
+from deqseq.check import check_integer
 
 BLOCK = 1000  # documents whose rows are shuffled together
 GROUP = 2**20  # characters that are encoded in one call
@@ -151,10 +152,11 @@ class Batches:
         rank: int = 0,
         world: int = 1,
     ) -> None:
-        if length < 1 or seed < 0 or not 0 <= rank < world:
-            given = f"{length}, {seed}, {rank} and {world}"
-            raise ValueError(f"length must be at least 1, seed at least 0 and rank below world, got {given}")
-        if batch_size < 1 or batch_size % world:
+        for name, value, least in (("length", length, 1), ("batch_size", batch_size, 1), ("seed", seed, 0)):
+            check_integer(name, value, least)
+        check_integer("world", world, 1)
+        check_integer("rank", rank, 0, world - 1)
+        if batch_size % world:
             raise ValueError(f"batch_size must be a multiple of the number of processes {world}, got {batch_size}")
         self.documents, self.eos, self.length, self.seed, self.batch_size = documents, eos, length, seed, batch_size
         self._mine = slice(rank * batch_size // world, (rank + 1) * batch_size // world)

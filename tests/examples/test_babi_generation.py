@@ -267,7 +267,7 @@ def test_numbers_of_facts():
     ("options", "message"),
     [
         ({"task": 4}, "task must be one of .*, got 4"),
-        ({"count": 0}, "count must be at least 1, got 0"),
+        ({"count": 0}, "count must be an integer >= 1, got 0"),
         ({"scale": 0}, "scale must be one of .*, got 0"),
         ({"scale": 4}, "scale must be one of .*, got 4"),
     ],

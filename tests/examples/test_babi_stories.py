@@ -120,9 +120,9 @@ def test_missing_and_ambiguous_files(tmp_path):
     (tmp_path / "qa1_single-supporting-fact_train.txt").write_text(OFFICIAL)
     with pytest.raises(ValueError, match=r"several files of task 1: qa1_single-supporting-fact_train.txt, qa1_train"):
         read_folder(tmp_path, "train")
-    with pytest.raises(ValueError, match="task must be one of 1 to 20, got 21"):
+    with pytest.raises(ValueError, match=r"task must be an integer in 1..20, got 21"):
         read_folder(tmp_path, "train", [21])
-    with pytest.raises(ValueError, match="task must be one of 1 to 20, got 0"):
+    with pytest.raises(ValueError, match=r"task must be an integer in 1..20, got 0"):
         read_stories(tmp_path / "qa1_train.txt", 0)
 
 
@@ -142,7 +142,7 @@ def test_a_file_contains_stories_of_one_task(tmp_path, tasks):
         (lambda: Line("Who?", ""), "answer must be one word"),
         (lambda: Line("Who?", "s, w"), "answer must be one word"),
         (lambda: Line("Who?", "<UNK>"), "must not contain .* <unk>"),
-        (lambda: Story(0, (Line("a"),)), "task must be one of 1 to 20, got 0"),
+        (lambda: Story(0, (Line("a"),)), r"task must be an integer in 1..20, got 0"),
         (lambda: Story(1, ()), "lines must hold at least one"),
         (lambda: Story(1, (Line("a"), Line("b?", "c", (2,)))), r"support must name lines before line 2.*\(2,\)"),
         (lambda: Story(1, (Line("a"), Line("b?", "c", (0,)))), r"support must name lines before line 2.*\(0,\)"),

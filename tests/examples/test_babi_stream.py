@@ -56,10 +56,10 @@ def test_the_vocabulary_has_every_word_once_and_a_token_for_the_rest():
     ("make", "message"),
     [
         (lambda: StoryStream([], VOCABULARY, batch=1, length=1, seed=0), "stories must hold at least one"),
-        (lambda: StoryStream(STORIES, VOCABULARY, batch=0, length=1, seed=0), "batch must be at least 1, got 0"),
-        (lambda: StoryStream(STORIES, VOCABULARY, batch=1, length=0, seed=0), "length must be at least 1, got 0"),
+        (lambda: StoryStream(STORIES, VOCABULARY, batch=0, length=1, seed=0), "batch must be an integer >= 1, got 0"),
+        (lambda: StoryStream(STORIES, VOCABULARY, batch=1, length=0, seed=0), "length must be an integer >= 1, got 0"),
         (lambda: story_batches([], VOCABULARY, batch=1), "stories must hold at least one"),
-        (lambda: story_batches(STORIES, VOCABULARY, batch=-1), "batch must be at least 1, got -1"),
+        (lambda: story_batches(STORIES, VOCABULARY, batch=-1), "batch must be an integer >= 1, got -1"),
     ],
 )
 def test_arguments_out_of_range(make, message):

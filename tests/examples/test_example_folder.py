@@ -6,10 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from common.run import CHECKPOINTS, FolderError, Log, claim_folder, release_folder
+from common.checkpoints import FILES
+from common.run import FolderError, Log, Progress, claim_folder, release_folder, write_text
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-WRITES = ("results.json", "log.txt", *(f"implicit/{files}" for files in CHECKPOINTS))
+WRITES = ("results.json", "log.txt", *(f"implicit/{files}" for files in FILES))
 
 
 @pytest.fixture
@@ -17,7 +18,7 @@ def claim():
     claimed = []
 
     def enter(folder, options, **more):
-        path = claim_folder(folder, options, **more)
+        path = claim_folder(folder, "mine", options, **more)
         claimed.append(path)
         return path
 
@@ -59,8 +60,9 @@ def test_other_options_are_refused_and_nothing_is_lost(claim, tmp_path, options,
 
 def test_fresh_removes_what_a_run_wrote_and_nothing_else(claim, tmp_path):
     folder, elsewhere = claim(tmp_path / "run", {"steps": 5}), tmp_path / "elsewhere"
-    written = ["results.json", "log.txt", "implicit/checkpoint-00000001/model.safetensors"]
+    written = ["results.json", "log.txt", "log.txt.unfinished", "implicit/checkpoint-00000001/model.safetensors"]
     foreign = ["thesis.txt", "implicit/notes.txt", "plots/results.json", "config.json"]
+    foreign += ["implicit/checkpoint-00000003/thesis.txt", "implicit/checkpoint-best/model.safetensors"]
     for name in [*written, *foreign, "../elsewhere/results.json"]:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(name)
@@ -83,6 +85,57 @@ def test_a_folder_of_other_files_is_refused_and_left_alone(claim, tmp_path, conf
     assert names(tmp_path) == before
 
 
+def test_another_scripts_run_is_refused_and_left_alone(claim, tmp_path):
+    claim(tmp_path, {"steps": 5})
+    (tmp_path / "results.json").write_text("kept")
+    for fresh in (False, True):
+        with pytest.raises(FolderError, match="holds a run of mine, not of yours"):
+            claim_folder(tmp_path, "yours", {"steps": 5}, fresh=fresh, writes=WRITES)
+    assert names(tmp_path) == [".lock", "options.json", "results.json"]
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FolderError, match=r"--output .*file/run cannot be a folder, .*file is a file"):
+        claim_folder(tmp_path / "file" / "run", "mine", {})
+    with pytest.raises(FolderError, match=r"--output .*too long"):
+        claim_folder(tmp_path / ("long" * 100), "mine", {})
+    monkeypatch.setattr("os.access", lambda *_: False)
+    with pytest.raises(FolderError, match=r"--output .*run cannot be written"):
+        claim_folder(tmp_path / "run", "mine", {})
+    monkeypatch.undo()
+    monkeypatch.setattr(Path, "mkdir", lambda *_, **__: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(FolderError, match=r"--output .*run cannot be used .*No space left"):
+        claim_folder(tmp_path / "run", "mine", {})
+    assert names(tmp_path) == ["file"]
+
+
+def test_a_disk_that_is_full_leaves_the_file_as_it_was(tmp_path, monkeypatch):
+    write_text(tmp_path / "results.json", "old")
+
+    def full(path: Path, text: str) -> int:
+        path.write_bytes(text.encode()[:3])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_text(tmp_path / "results.json", "much newer")
+    assert names(tmp_path) == ["results.json"]
+    assert (tmp_path / "results.json").read_text() == "old"
+
+
+def test_progress_is_a_line_every_few_seconds_without_a_terminal(capsys, monkeypatch):
+    clock = iter(range(100))
+    monkeypatch.setattr("time.monotonic", lambda: next(clock))
+    progress = Progress("mine", 12)
+    assert list(progress.over("abcdefghijkl")) == list("abcdefghijkl")
+    assert capsys.readouterr().out == "mine: 42% after 5 s\nmine: 83% after 10 s\nmine: 100% after 12 s\n"
+    unknown = Progress("yours", None)
+    for done in range(1, 7):
+        unknown.to(done)
+    assert capsys.readouterr().out == "yours: 5 done after 5 s\n"
+
+
 def test_empty_paths_links_and_files_are_refused(claim, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = claim(tmp_path / "run", {"steps": 5})
@@ -97,7 +150,7 @@ def test_empty_paths_links_and_files_are_refused(claim, tmp_path, monkeypatch):
 
 def test_a_second_running_process_is_refused(claim, tmp_path):
     claim(tmp_path, {"steps": 5})
-    code = f"from common.run import claim_folder; claim_folder({str(tmp_path)!r}, {{'steps': 5}})"
+    code = f"from common.run import claim_folder; claim_folder({str(tmp_path)!r}, 'mine', {{'steps': 5}})"
     command = [sys.executable, "-c", code]
     refused = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=EXAMPLES)
     assert refused.returncode == 1

@@ -17,7 +17,6 @@ import pytest
 import torch
 from common.bits_per_byte import rows_in_order, score
 from common.language_models import SCALED, curriculum_of, kind_of, lr_factor, spec_of
-from common.options import parse
 from common.tokens import encode
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -31,7 +30,7 @@ QUIET = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
 def options(*arguments):
-    return parse(pretrain.Options, [*TINY, *arguments], pretrain.Options(**pretrain.QUICK))
+    return pretrain.read_options([*TINY, *arguments])
 
 
 def command(output, *arguments, processes=0):
@@ -75,7 +74,7 @@ def test_a_quick_run_from_text_to_models_that_transformers_loads(tmp_path):
     (row,) = [r for r in rows if (r["model"], r["sweep"], r["length"]) == ("implicit-mamba2", "simultaneous", 32)]
     assert found.bits_per_byte == pytest.approx(row["bits_per_byte"], rel=1e-4)
     assert found.perplexity < 250  # a fresh model has about the size of the vocabulary, 300
-    pretrain.claim_folder(output, {}, fresh=True, writes=pretrain.WRITES)
+    pretrain.claim_folder(output, "pretrain", {}, fresh=True, writes=pretrain.WRITES)
     assert {path.name for path in output.rglob("*")} == {"options.json", ".lock"}
 
 
@@ -152,21 +151,21 @@ def test_the_commands_that_the_page_prints_are_accepted():
             part.replace("texts/", "docs") for part in shlex.split(line.partition("pretrain.py")[2], comments=True)
         ]
         arguments = ["cpu" if part == "cuda" else part for part in arguments]
-        assert parse(pretrain.Options, arguments)
+        assert pretrain.read_options(arguments)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--models", "implicit-lama"], "--models must be any of implicit-llama"),
-        (["--models", "mamba2-state-tracking"], "--models must be any of"),
-        (["--tokens", "0"], "--tokens must be from 1"),
-        (["--vocab-size", "256"], "--vocab-size must be from 257"),
-        (["--eval-tokens", "-1"], "--eval-tokens must be from 0"),
-        (["--extrapolation", "0"], "--extrapolation must be from 1"),
-        (["--decay", "1"], "--decay must be between 0 and 1, got 1.0"),
-        (["--bounded-share", "0"], "--bounded-share must be between 0 and 1, got 0.0"),
-        (["--weight-decay", "nan"], "--weight-decay must be a finite number"),
+        (["--models", "implicit-lama"], "--models must be one of ('implicit-llama'"),
+        (["--models", "mamba2-state-tracking"], "--models must be one of"),
+        (["--tokens", "0"], "--tokens must be an integer in 1.."),
+        (["--vocab-size", "256"], "--vocab-size must be an integer in 257.."),
+        (["--eval-tokens", "-1"], "--eval-tokens must be an integer in 0.."),
+        (["--extrapolation", "0"], "--extrapolation must be an integer in 1.."),
+        (["--decay", "1"], "--decay must be a number in (0, 1), got 1.0"),
+        (["--bounded-share", "0"], "--bounded-share must be a number in (0, 1), got 0.0"),
+        (["--weight-decay", "nan"], "--weight-decay must be a number in [0, inf)"),
         (["--warmup", "50"], "--warmup 50 and --decay 0.2 must fit into 20 updates"),
         (["--sample", ""], "--sample must not be empty"),
         (["--models"], "--models"),

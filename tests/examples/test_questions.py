@@ -174,13 +174,13 @@ def test_whatever_the_text_options_are_different_and_one_follows(texts, sentence
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: cloze_questions(STORIES, 0, seed=0), "count must be at least 1, got 0"),
-        (lambda: cloze_questions(STORIES, 1, seed=-1), "seed must be at least 0, got -1"),
-        (lambda: cloze_questions(STORIES, 1, seed=0, sentences=0), "sentences must be at least 1, got 0"),
-        (lambda: choice_questions(STORIES, -3, seed=0), "count must be at least 1, got -3"),
-        (lambda: choice_questions(STORIES, 1, seed=-1), "seed must be at least 0, got -1"),
-        (lambda: choice_questions(STORIES, 1, seed=0, sentences=0), "sentences must be at least 1, got 0"),
-        (lambda: choice_questions(STORIES, 1, seed=0, options=1), "options must be at least 2, got 1"),
+        (lambda: cloze_questions(STORIES, 0, seed=0), "count must be an integer >= 1, got 0"),
+        (lambda: cloze_questions(STORIES, 1, seed=-1), "seed must be an integer >= 0, got -1"),
+        (lambda: cloze_questions(STORIES, 1, seed=0, sentences=0), "sentences must be an integer >= 1, got 0"),
+        (lambda: choice_questions(STORIES, -3, seed=0), "count must be an integer >= 1, got -3"),
+        (lambda: choice_questions(STORIES, 1, seed=-1), "seed must be an integer >= 0, got -1"),
+        (lambda: choice_questions(STORIES, 1, seed=0, sentences=0), "sentences must be an integer >= 1, got 0"),
+        (lambda: choice_questions(STORIES, 1, seed=0, options=1), "options must be an integer >= 2, got 1"),
         (lambda: choice_questions([], 1, seed=0), "documents hold 0 passages of 3 sentences and one that follows,"),
         (
             lambda: choice_questions(STORIES, 1, seed=0, sentences=1, options=9),

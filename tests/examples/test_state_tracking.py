@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from state_tracking_parts import parse_options
+from state_tracking_parts import read_options
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "state_tracking.py"
 TINY = ["--d-model", "16", "--d-state", "4", "--headdim", "8", "--batch", "8", "--lengths", "4", "6"]
@@ -121,29 +121,29 @@ def test_a_killed_run_goes_on_and_ends_as_if_it_had_not_been(tmp_path, flags):
 @pytest.mark.parametrize(
     ("flags", "name", "remedy"),
     [
-        (["--steps", "-5"], "--steps", "from 1 to"),
-        (["--steps", "99999999999999"], "--steps", "from 1 to"),
-        (["--lr", "-1"], "--lr", "a finite number above 0"),
-        (["--lr", "nan"], "--lr", "a finite number above 0"),
-        (["--clip", "0"], "--clip", "a finite number above 0"),
-        (["--eval-rtol", "-1"], "--eval-rtol", "a finite number above 0"),
-        (["--seed", "-1"], "--seed", "from 0 to"),
-        (["--device", "gpu7"], "--device", "one of cpu"),
-        (["--output", ""], "--output", "a folder"),
+        (["--steps", "-5"], "--steps", "an integer in 1.."),
+        (["--steps", "99999999999999"], "--steps", "an integer in 1.."),
+        (["--lr", "-1"], "--lr", "a number in (0, inf)"),
+        (["--lr", "nan"], "--lr", "a number in (0, inf)"),
+        (["--clip", "0"], "--clip", "a number in (0, inf)"),
+        (["--eval-rtol", "-1"], "--eval-rtol", "a number in (0, inf)"),
+        (["--seed", "-1"], "--seed", "an integer in 0.."),
+        (["--device", "gpu7"], "--device", "one of ('cpu'"),
+        (["--output", ""], "--output", "must not be empty"),
         (["--eval-lengths"], "--eval-lengths", "at least one"),
-        (["--baselines", "0"], "--baselines", "from 1 to"),
+        (["--baselines", "0"], "--baselines", "an integer in 1.."),
         (["--group", "Q8"], "Q8", "S3"),
         (["--backbone", "llama", "--heads", "3"], "--heads", "--d-model 16"),
         (["--train-sweeps", "diagonal"], "--train-sweeps", "sliding"),
         ([*MIXED, "--gradient", "unrolled"], "--gradient unrolled", "--train-sweeps simultaneous"),
-        ([*MONOID, "2"], "--train-identity-probability", "from 0 to 1"),
+        ([*MONOID, "2"], "--train-identity-probability", "a number in [0, 1]"),
         (["--stepz", "5"], "--stepz", "--steps"),
     ],
     ids=str,
 )
 def test_bad_options_name_the_option_and_the_remedy(flags, name, remedy, capsys):
     with pytest.raises(SystemExit) as caught:
-        parse_options([*TINY, *flags])
+        read_options([*TINY, *flags])
     printed = " ".join(capsys.readouterr().err.replace("│", " ").split())
     assert caught.value.code == 2
     assert name in printed
@@ -153,7 +153,7 @@ def test_bad_options_name_the_option_and_the_remedy(flags, name, remedy, capsys)
 def test_nothing_is_written_if_an_option_is_bad(tmp_path):
     done = run(tmp_path / "out", "--clip", "-1")
     assert done.returncode == 2
-    assert "--clip must be a finite number above 0, got -1" in done.stderr
+    assert "--clip must be a number in (0, inf), got -1" in done.stderr
     assert not (tmp_path / "out").exists()
 
 
@@ -168,15 +168,15 @@ def test_nothing_is_written_if_an_option_is_bad(tmp_path):
     ],
 )
 def test_a_recipe_is_the_groups_and_options_go_before_it(flags, steps, width):
-    options = parse_options(flags)
+    options = read_options(flags)
     assert (options.steps, options.d_state) == (steps, width)
 
 
 def test_quick_is_the_implicit_model_alone():
-    options = parse_options(["--quick"])
+    options = read_options(["--quick"])
     assert (options.baselines, options.eval_lengths) == ((), (16, 32, 64))
     assert options.folder == "runs/state_tracking_Z2_0_quick"
-    assert parse_options(["--quick", "--eval-lengths", "8"]).eval_lengths == (8,)
+    assert read_options(["--quick", "--eval-lengths", "8"]).eval_lengths == (8,)
 
 
 def test_other_options_are_refused_until_fresh_removes_the_run(tmp_path):

@@ -179,13 +179,13 @@ def test_held_out_documents_are_never_trained_on(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"length": 0}, "length must be at least 1"),
-        ({"seed": -1}, "seed at least 0"),
-        ({"batch_size": 0}, "batch_size must be a multiple of the number of processes 1, got 0"),
+        ({"length": 0}, "length must be an integer >= 1"),
+        ({"seed": -1}, "seed must be an integer >= 0"),
+        ({"batch_size": 0}, "batch_size must be an integer >= 1, got 0"),
         ({"batch_size": 3, "world": 2}, "batch_size must be a multiple of the number of processes 2, got 3"),
-        ({"world": 0}, "rank below world"),
-        ({"rank": 2, "world": 2}, "rank below world"),
-        ({"rank": -1}, "rank below world"),
+        ({"world": 0}, "world must be an integer >= 1, got 0"),
+        ({"rank": 2, "world": 2}, "rank must be an integer in 0.."),
+        ({"rank": -1}, "rank must be an integer in 0.."),
     ],
 )
 def test_bad_numbers(options, message):

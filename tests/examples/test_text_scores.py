@@ -156,7 +156,7 @@ def test_the_same_excerpts_are_scored_whatever_the_length_of_the_rows():
 def test_bad_input():
     with pytest.raises(ValueError, match="documents must have text"):
         rows(4, ["", ""])
-    with pytest.raises(ValueError, match="length must be at least 1"):
+    with pytest.raises(ValueError, match="length must be an integer >= 1"):
         rows(0)
     with pytest.raises(ValueError, match="batch_size must be a multiple"):
         score(language_model(), rows(4), batch_size=0)

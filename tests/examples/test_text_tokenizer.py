@@ -150,7 +150,7 @@ def test_encoded_alone_or_together(monkeypatch):
 
 
 def test_bad_input(tmp_path):
-    with pytest.raises(ValueError, match="vocab_size must be at least 257, got 256"):
+    with pytest.raises(ValueError, match="vocab_size must be an integer >= 257, got 256"):
         train_tokenizer(WORDS, 256)
     with pytest.warns(UserWarning, match="258 tokens only, fewer than 5000"):
         assert len(train_tokenizer(["ab"], 5000)) == 258
