@@ -252,7 +252,7 @@ def main() -> None:
         model = trained(name)
         rows += answers(model, (32,), 8, 4) if options.quick else answers(model, (32, 128), 32, 16)
         print(f"measured: {name}", flush=True)
-    report(rows, options.json)
+    report(rows, options)
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ def main() -> None:
     """Measure both backbones."""
     options = arguments(__doc__ or "")
     turns = 3 if options.quick else 15
-    report([row for kind in ("Mamba2", "Llama") for row in rows(kind, turns)], options.json)
+    report([row for kind in ("Mamba2", "Llama") for row in rows(kind, turns)], options)
 
 
 if __name__ == "__main__":

@@ -122,7 +122,7 @@ def main() -> None:
     """Measure both backbones at both batch sizes."""
     options = arguments(__doc__ or "")
     sizes = Sizes(new=24, runs=4) if options.quick else Sizes()
-    report([row for kind in ("Mamba2", "Llama") for batch in (1, 8) for row in rows(kind, batch, sizes)], options.json)
+    report([row for kind in ("Mamba2", "Llama") for batch in (1, 8) for row in rows(kind, batch, sizes)], options)
 
 
 if __name__ == "__main__":

@@ -16,10 +16,9 @@ steps, in float32 and bfloat16. Then, in bfloat16 under autocast, for one block 
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-from harness import MEBIBYTE, Row, interleave, peak_memory, report, time_row, value_row
+from harness import MEBIBYTE, Row, command_line, interleave, peak_memory, report, time_row, value_row
 
 import deqseq as dq
 from deqseq.layers import cached_weights
@@ -235,15 +234,23 @@ def generation(bench: Bench, width: int, batch: int) -> Row:
     return Row(case, "tokens/s", mine, "reference", theirs, 1 / pairs.ratio, pairs.runs, spread, None, None)
 
 
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise argparse.ArgumentTypeError(f"must be cuda, cuda:N or cpu, got {name!r}")
+    return device
+
+
 def main() -> None:
     """Run everything, and write it down under the device's name."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="three runs of each")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="where to write the rows")
-    parser.add_argument("--device", default="cuda", help="cuda, or cpu at toy size")
+    parser = command_line(__doc__ or "")
+    parser.add_argument("--device", default="cuda", type=_device, help="cuda, or cpu at toy size")
     parser.add_argument("--backend", default="auto", choices=("auto", "reference", "mamba_ssm"))
     options = parser.parse_args()
-    device = torch.device(options.device)
+    device = options.device
     if device.type == "cuda" and not torch.cuda.is_available():
         raise SystemExit("no CUDA device: --device cpu runs the same code at toy size")
     sizes = TOY if device.type == "cpu" else Sizes(runs=3 if options.quick else 15)
@@ -253,7 +260,7 @@ def main() -> None:
     for width in sizes.widths:
         rows += costs(bench, width)
         rows += [generation(bench, width, batch) for batch in (1, 32)]
-    report(rows, options.json)
+    report(rows, options)
 
 
 if __name__ == "__main__":

@@ -204,16 +204,29 @@ def machine() -> str:
     return f"{model}, {threads}, torch {torch.__version__}{torchdeq}, Python {python}"
 
 
-def arguments(description: str) -> argparse.Namespace:
+def command_line(description: str) -> argparse.ArgumentParser:
     """The command line of every benchmark: ``--quick`` and ``--json PATH``."""
-    parser = argparse.ArgumentParser(description=description)
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=description, formatter_class=form, allow_abbrev=False)
     parser.add_argument("--quick", action="store_true", help="fewer runs; a minute or two on two cores")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="where to write the rows")
-    return parser.parse_args()
+    parser.add_argument("--json", type=_writable, metavar="PATH", help="where to write the rows")
+    return parser
 
 
-def report(rows: Sequence[Row], path: Path | None) -> None:
-    """Print the rows as a table, and write them with the machine's description to ``path``, if given."""
+def arguments(description: str) -> argparse.Namespace:
+    """The options of a benchmark that has no others; its rows are many runs' work, so bad ones end it at once."""
+    return command_line(description).parse_args()
+
+
+def _writable(path: str) -> Path:
+    nearest = next(folder for folder in Path(path).parents or [Path()] if folder.exists())
+    if not path or Path(path).is_dir() or not nearest.is_dir() or not os.access(nearest, os.W_OK):
+        raise argparse.ArgumentTypeError(f"must be a file that can be written, got {path!r}")
+    return Path(path)
+
+
+def report(rows: Sequence[Row], options: argparse.Namespace) -> None:
+    """Print the rows as a table, and write them with the machine's description to ``--json``, if given."""
     here = machine()
     print(f"\n{here}\n")
     table = [("case", "metric", "ours", "peer", "theirs", "ratio", "spread", "goal")]
@@ -221,7 +234,9 @@ def report(rows: Sequence[Row], path: Path | None) -> None:
     widths = [max(len(line[column]) for line in table) for column in range(len(table[0]))]
     for line in table:
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
-    if path is not None:
+    if options.quick:
+        print("\nA --quick run: too few runs to compare; goals are judged in full runs.")
+    if (path := options.json) is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps([{**asdict(row), "machine": here} for row in rows], indent=1) + "\n")
 

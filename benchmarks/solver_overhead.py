@@ -244,7 +244,7 @@ def main() -> None:
     shape = SHAPES[0]
     rows += training_memory(f"map {describe(shape)}", trainable_map(shape), torch.zeros(shape))
     rows += block_rows(runs)
-    report(rows, chosen.json)
+    report(rows, chosen)
 
 
 if __name__ == "__main__":

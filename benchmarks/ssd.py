@@ -205,7 +205,7 @@ def main() -> None:
         rows += against(size, plain, ours, MINIMAL, runs)
         rows += against(size, whole, ours_whole, TRANSFORMERS, runs)
         rows += of_the_peak(size, plain, runs)
-    report(rows, chosen.json)
+    report(rows, chosen)
 
 
 if __name__ == "__main__":

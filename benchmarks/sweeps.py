@@ -56,14 +56,14 @@ def trained(name: str) -> Trained:
     """The trained model, made first if there is none."""
     sys.path.append(str(ROOT / "examples"))
     from common.checkpoints import newest
-    from state_tracking_parts import make_model, make_task, parse_options
+    from state_tracking_parts import make_model, make_task, read_options
 
     folder, options = TASKS[name]
     output, script = ROOT / "runs" / f"sweeps_{folder}", ROOT / "examples" / "state_tracking.py"
     options = ["--quick", "--output", str(output), *options]
     if not (output / "results.json").exists():
         subprocess.run([sys.executable, str(script), *options], check=True)
-    known = parse_options(options)
+    known = read_options(options)
     task = make_task(known)
     lm = make_model(known, task.vocab_size, None)
     checkpoint = newest(output / "implicit")
@@ -177,7 +177,7 @@ def main() -> None:
                 results = measure(model, length, batch, turns, options.quick)
                 rows += rows_of(model, length, batch, results)
                 print(*(described(model, length, batch, result) for result in results), sep="\n", flush=True)
-    report(rows, options.json)
+    report(rows, options)
 
 
 if __name__ == "__main__":

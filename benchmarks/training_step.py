@@ -239,7 +239,7 @@ def main() -> None:
     rows += equal_loss("parity", both_arms(), 5 if options.quick else 100)
     if not options.quick:
         rows += equal_loss("parity, shaken", [shaken(one) for one in both_arms()], 100)
-    report(rows, options.json)
+    report(rows, options)
 
 
 if __name__ == "__main__":

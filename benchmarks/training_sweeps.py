@@ -91,7 +91,7 @@ def main() -> None:
         batch = next(batches)
         for one in arms:
             one.step(batch.inputs, batch.targets)
-    report(list(rows(arms)), options.json)
+    report(list(rows(arms)), options)
 
 
 if __name__ == "__main__":
