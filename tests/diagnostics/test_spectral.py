@@ -153,6 +153,16 @@ def test_a_point_that_is_no_fixed_point_is_labelled():
     assert not early.at_fixed_point.any() and str(early).count("no\n") + str(early).endswith("no") == 2
 
 
+def test_only_single_tokens_are_differentiated():
+    lm, seen = language_model(contractive_mamba2()), []
+    hook = lm.model.backbone.register_forward_pre_hook(
+        lambda _, call: seen.append((call[0].shape[1], call[0].requires_grad))
+    )
+    with hook:
+        model_spectral_radius(lm, IDS)
+    assert [length for length, differentiated in seen if differentiated] == [1] * 5 and (5, False) in seen
+
+
 def test_rows_that_are_not_finite_leave_others_alone():
     gain = torch.tensor([0.5, torch.nan])[:, None]
     report = spectral_radius(lambda z: gain * z, torch.ones(2, 3))
