@@ -79,8 +79,8 @@ def write_tasks(folder: Path, questions: Questions) -> list[str]:
     return list(questions)
 
 
-def find_tasks(names: Sequence[str], folders: Sequence[str | Path]) -> Any:
-    """lm-eval's manager of tasks that knows these names.
+def find_tasks(names: Sequence[str], folders: Sequence[str | Path]) -> tuple[Any, list[str]]:
+    """lm-eval's manager of tasks that knows these names, and those that are lm-eval's own.
 
     Args:
         names: of tasks, groups or tags, of lm-eval or in ``folders``.
@@ -93,7 +93,7 @@ def find_tasks(names: Sequence[str], folders: Sequence[str | Path]) -> Any:
     manager = manager_type(include_path=[*map(str, folders)], include_defaults=False)
     on_hub = [name for name in names if name not in manager.all_tasks]
     if not on_hub:
-        return manager
+        return manager, []
     known = known_tasks()
     for name in on_hub:
         if name not in known:
@@ -101,7 +101,7 @@ def find_tasks(names: Sequence[str], folders: Sequence[str | Path]) -> Any:
     # lm-eval reads all of its 14,000 files, in minutes; the folder of a task is enough.
     files = [known[name] for name in on_hub]
     places = [*folders, *(file.parent for file in files if file)]
-    return manager_type(include_path=[*map(str, places)], include_defaults=None in files)
+    return manager_type(include_path=[*map(str, places)], include_defaults=None in files), on_hub
 
 
 def load_tasks(names: Sequence[str], folders: Sequence[str | Path], seed: int) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def load_tasks(names: Sequence[str], folders: Sequence[str | Path], seed: int) -
     Raises:
         SystemExit: there is no task of that name, or its data cannot be loaded.
     """
-    manager = find_tasks(names, folders)
+    manager, on_hub = find_tasks(names, folders)
     tasks: dict[str, Any] = {}
     for name in dict.fromkeys(names):
         try:

@@ -2,9 +2,11 @@
 
 import json
 import math
+from importlib import import_module
 from itertools import pairwise
 
 import pytest
+from common import evaluation_report
 from evaluated_models import KINDS, STORIES, ByHand, Llama, Mamba2, save, script, stories, tokenizer, whole_texts
 
 from deqseq import ImplicitModel, Relaxed
@@ -31,8 +33,10 @@ def asked(tmp_path, task, *flags):
     model, words = example.load_model(options.models[0], options.models[0], device="cpu", bos=options.bos)
     core = model.model.core
     (way,) = example.ways_to_solve(options, core.solve_config.stop if isinstance(core, ImplicitModel) else None)
-    subject = example.SolvedLM(model, words, way, batch_size=options.batch_size, max_length=options.max_length)
-    found = example.lm_eval.evaluate(lm=subject, task_dict=example.make_tasks(options)[task], bootstrap_iters=10)
+    subject = example.solved_lm()(model, words, way, batch_size=options.batch_size, max_length=options.max_length)
+    found = import_module("lm_eval.evaluator").evaluate(
+        lm=subject, task_dict=example.make_tasks(options)[task], bootstrap_iters=10
+    )
     return found["samples"][task], example.metric_rows(found), subject
 
 
@@ -159,7 +163,7 @@ def test_budgets_and_sweeps_make_rows_and_what_did_not_converge_is_said(tmp_path
         assert row["converged_tokens"] == (float(enough) if sequential else None)
     counts = ("self_iterations", "token_updates", "converged", "converged_tokens", "diverged", "evaluations")
     assert all(explicit[count] is None for count in counts)
-    text = script().table(rows)
+    text = evaluation_report.table(rows)
     assert "Simultaneous(), ≤ 3, rtol 0.0001" in text
     assert "| 3.0 | 0.0% (0.0% of the tokens) |" in text
     assert text.splitlines()[-1].endswith("| - | - |")
@@ -167,8 +171,8 @@ def test_budgets_and_sweeps_make_rows_and_what_did_not_converge_is_said(tmp_path
 
 def test_some_tokens_that_did_not_converge_are_not_rounded_away():
     row = {"converged": 0.99999, "converged_tokens": 0.5, "diverged": 1e-6}
-    assert script().converged(row) == "99.9% (50.0% of the tokens), 0.1% diverged"
-    assert script().converged({"converged": 1.0, "converged_tokens": None, "diverged": 0.0}) == "100.0%"
+    assert evaluation_report.converged(row) == "99.9% (50.0% of the tokens), 0.1% diverged"
+    assert evaluation_report.converged({"converged": 1.0, "converged_tokens": None, "diverged": 0.0}) == "100.0%"
 
 
 def test_the_solver_can_be_chosen(tmp_path):
