@@ -1,5 +1,7 @@
 """Tokenizers: round trips, what is saved is what is loaded, and the bytes that each token stands for."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from common.tokenizer import load_tokenizer, saved_tokenizer, train_tokenizer
@@ -82,6 +84,22 @@ def test_a_run_keeps_its_tokenizer(tmp_path):
     other = saved_tokenizer(tmp_path / "another", str(tmp_path / "tokenizer"), [], 260, save=False)
     assert other.get_vocab() == first.get_vocab()
     assert not (tmp_path / "another").exists()
+
+
+def test_a_disk_that_is_full_while_the_tokenizer_is_written_does_not_hinder_the_next_start(tmp_path, monkeypatch):
+    def full(self: object, folder: Path) -> None:
+        folder.mkdir(exist_ok=True)
+        (folder / "tokenizer.json").write_text('{"half')
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PreTrainedTokenizerFast, "save_pretrained", full)
+        with pytest.raises(OSError, match="No space left"):
+            saved_tokenizer(tmp_path / "tokenizer", "bpe", WORDS, 290)
+    assert not (tmp_path / "tokenizer").exists()
+    saved_tokenizer(tmp_path / "tokenizer", "bpe", WORDS, 290)
+    assert load_tokenizer(str(tmp_path / "tokenizer")).vocab_size == 290
+    assert [path.name for path in tmp_path.iterdir()] == ["tokenizer"]
 
 
 def test_training_is_repeatable():
