@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 
 import jaxtyping
@@ -15,9 +16,29 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 collect_ignore = [] if find_spec("lm_eval") else ["deqseq/integrations/lm_eval.py"]
 
 
+UNCHECKED = {"benchmarks", "diagnostics", "docs", "examples", "huggingface", "integrations", "testing"}
+"""Folders whose tests run without the checks of shapes, which make small models three times slower: what they call is
+called with the checks in the core's tests."""
+
+
+@contextmanager
+def without_checks(wanted: bool = True) -> Iterator[None]:
+    """Switch the checks off for a block, or leave them as they are."""
+    before = jaxtyping.config.jaxtyping_disable
+    jaxtyping.config.update("jaxtyping_disable", wanted or before)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", before)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def checks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Whether a module's tests run with the checks of shapes."""
+    with without_checks("tests" in request.path.parts and request.path.parent.name in UNCHECKED):
+        yield
+
+
 @pytest.fixture
 def unchecked() -> Iterator[None]:
-    """Without the checks of shapes, which make small models three times slower; other tests make the same calls."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
+    """A test without the checks of shapes: it gives what they would refuse first, or runs for long."""
+    with without_checks():
+        yield

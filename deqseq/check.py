@@ -102,7 +102,7 @@ def check_callable(name: str, value: object) -> None:
         Traceback (most recent call last):
         TypeError: callback must be a function, got 3
     """
-    if not callable(value):
+    if not callable(value) or isinstance(value, type):
         raise TypeError(f"{name} must be a function, got {_shown(value)}")
 
 

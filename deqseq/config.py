@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, TypedDict, get_args
 
+from deqseq.check import check_choice, check_type, suggestion
 from deqseq.gradients import Gradient, Phantom
-from deqseq.names import suggestion
 from deqseq.solvers import ExternalSolver, Relaxed, Solver
 from deqseq.stop import Stop
 from deqseq.sweeps import Simultaneous, Sweep
@@ -46,27 +46,11 @@ class SolveConfig:
     start: Start = "zero"
 
     def __post_init__(self) -> None:
-        wanted: dict[str, Any] = {
-            "solver": (Solver, ExternalSolver),
-            "stop": Stop,
-            "gradient": Gradient,
-            "sweep": Sweep,
-        }
-        for name, kind in wanted.items():
-            value = getattr(self, name)
-            if not isinstance(value, kind):
-                names = " or ".join(one.__name__ for one in (kind if isinstance(kind, tuple) else (kind,)))
-                raise TypeError(f"{name} must be a {names} object, such as {_EXAMPLES[name]}, got {value!r}")
-        if self.start not in get_args(Start):
-            raise ValueError(f"start must be one of {get_args(Start)}, got {self.start!r}")
-
-
-_EXAMPLES = {
-    "solver": "dq.Relaxed(0.8)",
-    "stop": "dq.Stop(rtol=1e-3)",
-    "gradient": "dq.Phantom(4)",
-    "sweep": "dq.Sliding(8)",
-}
+        check_type("solver", self.solver, (Solver, ExternalSolver), "dq.Relaxed(0.8)")
+        check_type("stop", self.stop, Stop, "dq.Stop(rtol=1e-3)")
+        check_type("gradient", self.gradient, Gradient, "dq.Phantom(4)")
+        check_type("sweep", self.sweep, Sweep, "dq.Sliding(8)")
+        check_choice("start", self.start, get_args(Start))
 
 
 class SolveFields(TypedDict, total=False):
@@ -79,20 +63,14 @@ class SolveFields(TypedDict, total=False):
     start: Start
 
 
-def check_config(name: str, config: object) -> None:
-    """Raise a TypeError unless an argument is a :class:`SolveConfig`."""
-    if not isinstance(config, SolveConfig):
-        raise TypeError(f"{name} must be a SolveConfig, such as dq.SolveConfig(solver=dq.Anderson()), got {config!r}")
-
-
 def resolve(config: SolveConfig, solve: SolveConfig | None, changes: Mapping[str, Any]) -> SolveConfig:
     """The configuration of a call: ``changes`` come before ``solve``, which comes before the model's own ``config``.
 
     Raises:
         TypeError: a name that is no field of :class:`SolveConfig`, or a value of the wrong type.
     """
-    if solve is not None:
-        check_config("solve", solve)
+    check_type("model.solve", config, SolveConfig, "dq.SolveConfig(solver=dq.Anderson())")
+    check_type("solve", solve, (SolveConfig, type(None)), "dq.SolveConfig(solver=dq.Anderson())")
     names = [field.name for field in fields(SolveConfig)]
     for name in changes:
         if name not in names:

@@ -1,5 +1,6 @@
 """One evaluation of a fixed-point map, with its contract checked."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -8,10 +9,11 @@ from torch import Tensor
 from deqseq.types import FixedPointMap, State
 
 
-def check_start(z0: Tensor) -> None:
+def check_start(name: str, z0: Tensor) -> None:
     """Refuse a starting point that no solve can begin from.
 
     Args:
+        name: of the argument, for the error.
         z0: the starting point, ``(batch, *event)``.
 
     Raises:
@@ -20,12 +22,31 @@ def check_start(z0: Tensor) -> None:
     """
     if not isinstance(z0, Tensor) or not z0.is_floating_point():
         got = z0.dtype if isinstance(z0, Tensor) else type(z0).__name__
-        raise TypeError(f"z0 must be a floating-point tensor (batch, *event), got {got}")
+        raise TypeError(f"{name} must be a floating-point tensor (batch, *event), got {got}")
     if z0.ndim == 0 or z0.numel() == 0:
-        raise ValueError(f"z0 must have at least one row and one element, got shape {tuple(z0.shape)}")
+        raise ValueError(f"{name} must have at least one row and one element, got shape {tuple(z0.shape)}")
     # the sum is cheap and finite in all but odd cases; only then is every element looked at
     if not bool(torch.isfinite(z0.sum())) and not bool(torch.isfinite(z0).all()):
-        raise ValueError("z0 must be finite, got NaN or infinity")
+        raise ValueError(f"{name} must be finite, got NaN or infinity")
+
+
+def check_transforms(unsupported: Iterable[str] = ("vmap", "jvp")) -> None:
+    """Refuse the transforms of ``torch.func``, and forward-mode differentiation, that a solve cannot run under.
+
+    Raises:
+        TypeError: names the transform.
+    """
+    running = torch._C._functorch.peek_interpreter_stack()
+    name = running.key().name.lower() if running is not None else ""
+    if torch.autograd.forward_ad._current_level >= 0:
+        name = "jvp"
+    if name in unsupported:
+        remedy = {
+            "vmap": "rows of a batch are solved on their own already: pass them as rows of z0",
+            "jvp": "there is no forward-mode derivative: use backward(), or torch.func.grad with Phantom or Unrolled",
+            "grad": "Implicit solves in the backward pass: use backward(), or Phantom, OneStep or Unrolled",
+        }
+        raise TypeError(f"a fixed point cannot be solved inside torch.func's {name}; {remedy[name]}")
 
 
 def evaluate(f: FixedPointMap, z: State, args: Any = None, *, has_aux: bool = False) -> tuple[State, Any]:
@@ -36,9 +57,15 @@ def evaluate(f: FixedPointMap, z: State, args: Any = None, *, has_aux: bool = Fa
 
     Raises:
         TypeError: the map returns something else than a tensor, or changes the dtype outside autocast.
-        ValueError: the map changes the shape or the device.
+        ValueError: the map changes the shape or the device, or changes ``z`` in place.
     """
+    before = None if z.is_inference() else z._version
     fz = f(z) if args is None else f(z, args)
+    if before is not None and z._version != before:
+        raise ValueError(
+            "f must not change z in place (z.add_(), relu(z, inplace=True), z[...] = ...): the residual is measured "
+            "against z. Write the result to a new tensor, or begin with z = z.clone()"
+        )
     aux = None
     if has_aux:
         if not isinstance(fz, tuple) or len(fz) != 2:

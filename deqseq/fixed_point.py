@@ -4,10 +4,11 @@ from typing import Any
 
 import torch
 
+from deqseq.check import check_flag, check_type
 from deqseq.gradients.base import Gradient
 from deqseq.gradients.implicit import Implicit
 from deqseq.solution import Solution, Status
-from deqseq.solve import Callback
+from deqseq.solve import Callback, check_call
 from deqseq.solvers.anderson import Anderson
 from deqseq.solvers.base import ExternalSolver, Solver
 from deqseq.stop import Stop
@@ -45,6 +46,7 @@ def fixed_point(
         The solution: value, status and statistics, per row.
 
     Raises:
+        TypeError: an argument of the wrong type.
         ConvergenceError: with ``throw``, names the rows that did not converge, their residuals and a remedy.
         ValueError: ``gradient`` was named, gradients are enabled, and yet nothing in ``f`` requires one; or ``z0``
             requires one and the estimator would drop it.
@@ -56,6 +58,9 @@ def fixed_point(
         >>> solution.value[0, 0]
         tensor(0.8952)
     """
+    check_call(f, z0, solver, stop, args, callback)
+    check_type("gradient", gradient, (Gradient, type(None)), "dq.Phantom(4)")
+    check_flag("throw", throw)
     chosen = Implicit() if gradient is None else gradient
     solution = chosen.apply(f, z0, args=args, solver=solver, stop=stop, trace=trace, callback=callback)
     if throw:
@@ -63,8 +68,8 @@ def fixed_point(
     graphless = torch.is_grad_enabled() and not solution.value.requires_grad
     if gradient is not None and graphless and not bool((solution.status == Status.DIVERGED).all()):
         raise ValueError(
-            f"gradient={gradient} finds nothing to differentiate: f(z) depends on no tensor that requires a "
-            "gradient (frozen parameters? a no_grad or detach inside f?). Leave gradient out, or solve under "
-            "torch.no_grad()"
+            f"gradient={gradient} finds nothing to differentiate: the value has no graph. f(z) must depend on a tensor "
+            "that requires a gradient (frozen parameters? a no_grad or detach inside f?). Leave gradient out, or solve "
+            "under torch.no_grad()"
         )
     return solution

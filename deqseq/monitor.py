@@ -1,4 +1,4 @@
-"""Who has converged: the rows of a solve, or the tokens of a window."""
+"""Which rows of a solve, or tokens of a window, have converged."""
 
 from abc import ABC, abstractmethod
 from dataclasses import replace
@@ -31,7 +31,7 @@ class Monitor(ABC):
 
     @abstractmethod
     def freeze(self, z: State, proposal: State) -> State:
-        """The next point: ``proposal``, but for what is frozen."""
+        """The next point: ``proposal``, with frozen rows or tokens kept at ``z``."""
 
     @abstractmethod
     def compact(self, aux: Any) -> RowIndex | None:
@@ -60,7 +60,7 @@ class RowMonitor(Monitor):
         self._best_residual: Residual | None = None
         self._latest: Residual | None = None
         # of the whole batch
-        self._filed: Any = None  # what is known of the rows that were removed: see _current
+        self._filed: Any = None  # (best, its residual, latest residual, aux), as of the last _file
         self._steps: Tensor | None = None
         self._status = torch.full((batch,), int(Status.MAX_STEPS_REACHED))
         self._updates = torch.zeros(batch, dtype=torch.int64)
@@ -130,7 +130,7 @@ class RowMonitor(Monitor):
         return self.stop.per == "token"
 
     def _file(self, aux: Any, evaluations: int) -> None:
-        """Write down what is known of the computed rows, in their places in the batch."""
+        """Store the results of the computed rows at their positions in the batch."""
         current = (self._best, self._best_residual, self._latest, aux)
         if self._filed is None:
             self._filed, self._filed_stale = current, self._stale
@@ -220,12 +220,15 @@ class WindowMonitor(Monitor):
         return self._seen.residual
 
     def freeze(self, z: State, proposal: State) -> State:
-        """Diverged rows stay at zero; everything else moves."""
-        return proposal if self._diverged is None else proposal.masked_fill(self._diverged[:, None, None], 0)
+        return self.without_diverged(proposal)
 
     def compact(self, aux: Any) -> RowIndex | None:
         """No row is removed: the batch shares the window to the end."""
         return None
+
+    def without_diverged(self, x: State) -> State:
+        """``x`` with zeros in the rows that have diverged: they stay there to the end."""
+        return x if self._diverged is None else x.masked_fill(self._diverged[:, None, None], 0)
 
     def commit(self, fz: State, evaluations: int) -> int:
         """File the tokens that leave the window after ``evaluations`` more, and return how many they are."""
@@ -234,7 +237,7 @@ class WindowMonitor(Monitor):
         self._evaluations += evaluations
         self._steps += [self._evaluations - entered for entered in self._entered[:count]]
         self._entered = self._entered[count:]
-        self._values.append(self.freeze(fz[:, :count], fz[:, :count]))
+        self._values.append(self.without_diverged(fz[:, :count]))
         self._residuals.append(self._seen.residual[:, :count])
         self._forced.append(~self._seen.passed[:, :count])
         self.active_rows, self._converged, self._fresh = self._all_rows, 0, True

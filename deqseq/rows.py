@@ -1,6 +1,6 @@
 """Rows of nested records: one function takes them from solver states, caches and inputs alike."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
@@ -56,7 +56,7 @@ def take(tree: T, rows: RowIndex) -> T:
 
 
 def put(tree: T, rows: RowIndex, other: T) -> T:
-    """``tree`` with the given rows replaced by those of ``other``, a record of the same structure of these rows alone.
+    """``tree`` with the given rows replaced by ``other``, which has the same structure and only these rows.
 
     Example:
         >>> import torch
@@ -89,9 +89,30 @@ def tensors_of(tree: Any) -> tuple[Tensor, ...]:
         >>> len(tensors_of((torch.ones(1), [torch.ones(2), None])))
         2
     """
-    found: list[Tensor] = []
-    map_tensors(lambda tensor: found.append(tensor) or tensor, tree)
-    return tuple(found)
+    if isinstance(tree, Tensor):
+        return (tree,)
+    return tuple(tensor for part in _parts(tree) for tensor in tensors_of(part))
+
+
+def check_rows(name: str, tree: Any, rows: int) -> None:
+    """Raise a ValueError unless every tensor in a record has this many rows."""
+    if isinstance(tree, Tensor):
+        if tree.ndim == 0 or len(tree) != rows:
+            raise ValueError(
+                f"{name} must have one row per row of z0, {rows}, got a tensor of shape {tuple(tree.shape)}"
+            )
+    elif not isinstance(tree, OwnRows):
+        for part in _parts(tree):
+            check_rows(name, part, rows)
+
+
+def _parts(tree: Any) -> Iterable[Any]:
+    """What a record consists of; nothing for None and numbers."""
+    if is_dataclass(tree) and not isinstance(tree, type):
+        return [getattr(tree, field.name) for field in fields(tree)]
+    if isinstance(tree, dict):
+        return tree.values()
+    return tree if isinstance(tree, tuple | list) else ()
 
 
 def _mapped(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
@@ -101,7 +122,7 @@ def _mapped(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
         return replace(tree, **{name: function(*(getattr(one, name) for one in (tree, *others))) for name in names})
     if isinstance(tree, dict):
         return {key: function(*(one[key] for one in (tree, *others))) for key in tree}
-    if isinstance(tree, tuple | list):
+    if type(tree) in (tuple, list) or hasattr(tree, "_fields"):
         parts = [function(*part) for part in zip(tree, *others, strict=True)]
-        return type(tree)(parts) if type(tree) in (tuple, list) else type(tree)(*parts)
+        return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
     return tree

@@ -24,10 +24,10 @@ class Status(IntEnum):
     CONVERGED = 0
     """The residual passed the tolerance."""
     MAX_STEPS_REACHED = 1
-    """``max_steps`` evaluations were made; the best value is returned."""
+    """``max_steps`` evaluations were made, or an external solver returned before; the best value is returned."""
     DIVERGED = 2
     """The residual grew without bound or became non-finite; the best finite value is returned, or the start if there
-    is none."""
+    is none (in a sliding window: zeros, from there on)."""
 
 
 class ConvergenceError(RuntimeError):

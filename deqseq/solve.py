@@ -6,10 +6,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Required, TypedDict
 
 import torch
+from torch import Tensor
 
-from deqseq.evaluate import check_start, evaluate
+from deqseq.check import check_callable, check_flag, check_type
+from deqseq.evaluate import check_start, check_transforms, evaluate
 from deqseq.monitor import Monitor, RowMonitor
-from deqseq.rows import put, take
+from deqseq.rows import check_rows, put, take
 from deqseq.solution import Solution
 from deqseq.solvers.base import ExternalSolver, Solver
 from deqseq.stop import Stop
@@ -18,7 +20,7 @@ from deqseq.types import FixedPointMap, Residual, RowIndex, State
 
 @dataclass(frozen=True)
 class Progress:
-    """What a callback is told at each check of the residual.
+    """What a callback receives at each check of the residual.
 
     Attributes:
         iteration: evaluations so far.
@@ -86,8 +88,9 @@ def solve(
         ``raise_if_failed()``.
 
     Raises:
-        TypeError: ``z0`` or the value of ``f`` is of the wrong type.
-        ValueError: ``z0`` or the value of ``f`` has a wrong shape, dtype or device, or ``z0`` is not finite.
+        TypeError: an argument or the value of ``f`` is of the wrong type.
+        ValueError: ``z0``, ``args`` or the value of ``f`` has a wrong shape, dtype or device, ``z0`` is not finite, or
+            ``f`` changes ``z`` in place.
 
     Example:
         >>> import torch
@@ -99,7 +102,9 @@ def solve(
         >>> solve(lambda z, x: (z + x) / 2, x * 0, args=x, solver=Anderson(), stop=Stop()).stats.iterations
         tensor([1, 3])
     """
-    check_start(z0)
+    check_call(f, z0, solver, stop, args, callback)
+    check_flag("has_aux", has_aux)
+    check_flag("trace", trace)
     monitor = RowMonitor(z0, stop, trace, freezes=not isinstance(solver, ExternalSolver))
     end = iterate(f, z0, args, solver, monitor, has_aux=has_aux, callback=callback)
     solution, stale = monitor.solution(end.evaluations, end.aux)
@@ -107,6 +112,18 @@ def solve(
         with torch.no_grad():
             solution = _with_own_aux(f, args, solution, stale)
     return solution
+
+
+def check_call(f: object, z0: Tensor, solver: object, stop: object, args: object, callback: object) -> None:
+    """Refuse what no solve can begin from, before anything is computed."""
+    check_transforms()
+    check_callable("f", f)
+    check_start("z0", z0)
+    check_type("solver", solver, (Solver, ExternalSolver), "dq.Anderson()")
+    check_type("stop", stop, Stop, "dq.Stop(rtol=1e-3)")
+    check_rows("args", args, len(z0))
+    if callback is not None:
+        check_callable("callback", callback)
 
 
 def _with_own_aux(f: FixedPointMap, args: Any, solution: Solution, rows: RowIndex) -> Solution:

@@ -1,8 +1,9 @@
 """When a solve ends: tolerances, budget and granularity."""
 
-import math
 from dataclasses import dataclass
 from typing import Literal, get_args
+
+from deqseq.check import check_choice, check_integer, check_number
 
 Granularity = Literal["batch", "sample", "token"]
 Norm = Literal["max_token", "frobenius"]
@@ -29,12 +30,13 @@ class Stop:
         norm: the residual of a row, ``"max_token"``: the largest over its tokens (norms over the last dimension);
             ``"frobenius"``: one norm over the whole row. A whole-sequence norm stops too early on long sequences,
             where the few tokens that still move weigh little.
-        check_every: evaluations between two checks of the residual, at least 1. A check moves a few bits to the
-            host, which on CUDA waits for the device; between checks nothing is measured, ended or recorded.
+        check_every: evaluations between two checks of the residual, at least 1. A check copies one flag per row to
+            the host, which on CUDA synchronises; between checks nothing is measured, ended or recorded.
         divergence: a row has diverged when its :math:`d` exceeds this multiple of the scale it started from (the
             larger of 1 and the first :math:`d` and :math:`s`), or is not finite.
 
     Raises:
+        TypeError: an argument of the wrong type.
         ValueError: a number out of its range, or ``per="token"`` with the Frobenius norm.
 
     Example:
@@ -53,19 +55,13 @@ class Stop:
     divergence: float = 1e4
 
     def __post_init__(self) -> None:
-        for name in ("rtol", "atol"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"Stop.{name} must be a finite number >= 0, got {value!r}")
-        for name in ("max_steps", "check_every"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"Stop.{name} must be an integer >= 1, got {value!r}")
-        if not self.divergence > 1:
-            raise ValueError(f"Stop.divergence must be > 1, got {self.divergence!r}")
-        for name, choices in (("per", get_args(Granularity)), ("norm", get_args(Norm))):
-            if getattr(self, name) not in choices:
-                raise ValueError(f"Stop.{name} must be one of {choices}, got {getattr(self, name)!r}")
+        check_number("Stop.rtol", self.rtol, "[0, inf)")
+        check_number("Stop.atol", self.atol, "[0, inf)")
+        check_integer("Stop.max_steps", self.max_steps, 1)
+        check_choice("Stop.per", self.per, get_args(Granularity))
+        check_choice("Stop.norm", self.norm, get_args(Norm))
+        check_integer("Stop.check_every", self.check_every, 1)
+        check_number("Stop.divergence", self.divergence, "(1, inf]")
         if self.per == "token" and self.norm == "frobenius":
             raise ValueError('Stop.per="token" measures each token: Stop.norm must be "max_token", got "frobenius"')
 
@@ -73,12 +69,15 @@ class Stop:
     def exactly(cls, steps: int) -> "Stop":
         """Run ``steps`` evaluations whatever the residual, check it once at the end, and return the last value.
 
+        No residual passes a tolerance of zero, so the rows' status is ``MAX_STEPS_REACHED``.
+
         Args:
             steps: evaluations, at least 1.
 
         Returns:
             A rule with zero tolerance that is checked at the last evaluation.
         """
+        check_integer("steps", steps, 1)
         return cls(rtol=0.0, atol=0.0, max_steps=steps, check_every=steps)
 
     def checks(self, step: int) -> bool:

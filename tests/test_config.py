@@ -28,11 +28,11 @@ def test_it_is_a_value():
 @pytest.mark.parametrize(
     ("name", "value", "remedy"),
     [
-        ("solver", "anderson", r"Solver or ExternalSolver object, such as dq\.Relaxed"),
+        ("solver", "anderson", r"Solver or an ExternalSolver, such as dq\.Relaxed"),
         ("solver", dq.Anderson, r"such as dq\.Relaxed"),
-        ("stop", 1e-3, r"Stop object, such as dq\.Stop"),
-        ("gradient", None, r"Gradient object, such as dq\.Phantom"),
-        ("sweep", 8, r"Sweep object, such as dq\.Sliding"),
+        ("stop", 1e-3, r"Stop, such as dq\.Stop"),
+        ("gradient", None, r"Gradient, such as dq\.Phantom"),
+        ("sweep", 8, r"Sweep, such as dq\.Sliding"),
     ],
 )
 def test_a_value_of_another_type_is_named(name, value, remedy):

@@ -24,7 +24,7 @@ def test_a_finite_value_is_returned():
     assert check_finite(torch.tensor([2.5], requires_grad=True), step=0) == 2.5
     with pytest.raises(NonFiniteLoss, match="the gradient norm is nan after step 0"):
         check_finite(torch.tensor(float("nan")), step=0, quantity="gradient norm")
-    with pytest.raises(ValueError, match=r"the loss must be one number.*\(2,\)"):
+    with pytest.raises(ValueError, match=r"value must be the loss, one number.*\(2,\)"):
         check_finite(torch.zeros(2), step=0)
-    with pytest.raises(ValueError, match="the loss must be a number, got None"):
+    with pytest.raises(TypeError, match="value must be the loss, got None"):
         check_finite(None, step=0)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import deqseq as dq
 from deqseq import Naive, Progress, Relaxed, Status, Stop, fixed_point, solve, take
 from deqseq.evaluate import check_start
 from deqseq.testing.problems import (
@@ -230,12 +231,12 @@ class TestBadInput:
     @pytest.mark.parametrize("shape", [(0, 3), (2, 0, 3), ()])
     def test_a_start_without_elements(self, shape):
         with pytest.raises(ValueError, match="z0 must have at least one row and one element"):
-            check_start(torch.zeros(shape))
+            check_start("z0", torch.zeros(shape))
 
     @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64])
     def test_a_start_that_is_not_floating_point(self, dtype):
         with pytest.raises(TypeError, match=f"z0 must be a floating-point tensor.* got {dtype}"):
-            check_start(torch.zeros(2, 3, dtype=dtype))
+            check_start("z0", torch.zeros(2, 3, dtype=dtype))
 
     @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
     def test_a_start_that_is_not_finite(self, bad):
@@ -275,3 +276,54 @@ def test_autocast_values_come_back_in_the_dtype_of_the_state():
         solution = solve(f, torch.zeros(2, 4), solver=Relaxed(0.5), stop=Stop(rtol=1e-2))
     assert (set(modes), solution.value.dtype) == ({torch.bfloat16}, torch.float32)
     torch.testing.assert_close(solution.value, torch.full((2, 4), 2.0), rtol=0, atol=0.06)
+
+
+class Halves(torch.nn.Module):
+    """A map that writes its result into its argument, as ``ReLU(inplace=True)`` does."""
+
+    def forward(self, z):
+        return z.mul_(0.5).add_(1)
+
+
+@pytest.mark.parametrize("gradient", [dq.Phantom(2), dq.OneStep(), dq.Implicit(), dq.Unrolled()])
+def test_a_map_that_changes_z_in_place_is_refused(gradient):
+    z0 = torch.zeros(2, 3)
+    with pytest.raises(ValueError, match=r"f must not change z in place.*z\.clone\(\)"):
+        dq.fixed_point(Halves(), z0, gradient=gradient)
+    with pytest.raises(ValueError, match="f must not change z in place"):
+        dq.solve(torch.nn.ReLU(inplace=True), z0, solver=dq.Naive(), stop=dq.Stop())
+
+
+def test_rows_of_args_are_counted():
+    with pytest.raises(ValueError, match=r"args must have .*z0.* got .* \(3, 1\)"):
+        dq.solve(lambda z, x: x, torch.zeros(2, 1), args=torch.ones(3, 1), solver=dq.Naive(), stop=dq.Stop())
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+class TestTorchFunc:
+    """Transforms that a solve cannot run under are refused by name; ``grad`` works where the estimator is a graph."""
+
+    def value(self, a, gradient=None):
+        z0 = torch.zeros(2, 1, dtype=torch.float64)
+        stop = dq.Stop(rtol=1e-10)
+        return dq.fixed_point(lambda z: a * torch.tanh(z) + 1, z0, stop=stop, gradient=gradient).value.sum()
+
+    def test_vmap(self):
+        with pytest.raises(TypeError, match=r"torch\.func's vmap.*rows of z0"):
+            torch.func.vmap(self.value)(torch.tensor([0.1, 0.2], dtype=torch.float64))
+
+    def test_forward_mode(self):
+        a = torch.tensor(0.5, dtype=torch.float64)
+        with pytest.raises(TypeError, match=r"torch\.func's jvp.*backward"):
+            torch.func.jvp(self.value, (a,), (torch.ones_like(a),))
+        with torch.autograd.forward_ad.dual_level(), pytest.raises(TypeError, match="jvp"):
+            self.value(torch.autograd.forward_ad.make_dual(a, torch.ones_like(a)))
+
+    @pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev])
+    def test_reverse_mode(self, transform):
+        a = torch.tensor(0.5, dtype=torch.float64)
+        with pytest.raises(TypeError, match=r"torch\.func's grad; Implicit.*Unrolled"):
+            transform(self.value)(a)
+        b = a.clone().requires_grad_()
+        self.value(b, dq.Implicit(stop=dq.Stop(rtol=1e-12))).backward()
+        assert transform(lambda a: self.value(a, dq.Unrolled()))(a).item() == pytest.approx(b.grad.item(), rel=1e-7)

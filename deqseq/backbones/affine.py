@@ -7,7 +7,8 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from deqseq.backbones.base import Backbone, Cache, Inputs, check_sequence
+from deqseq.backbones.base import Backbone, Cache, Inputs, check_cache, check_sequence
+from deqseq.check import check_integer, check_number
 from deqseq.types import Mask, Sequence
 
 
@@ -46,8 +47,8 @@ class Affine(Backbone[AffineCache]):
 
     def __init__(self, d_model: int, contraction: float = 0.4) -> None:
         super().__init__()
-        if not 0 < contraction < 1:
-            raise ValueError(f"Affine.contraction must lie in (0, 1), got {contraction!r}")
+        check_integer("Affine.d_model", d_model, 1)
+        check_number("Affine.contraction", contraction, "(0, 1)")
         self.d_model = d_model
         self.A = nn.Parameter(_of_norm(d_model, contraction))
         self.R = nn.Parameter(_of_norm(d_model, contraction))
@@ -55,13 +56,12 @@ class Affine(Backbone[AffineCache]):
 
     def prepare(self, x: Sequence, cache: AffineCache | None = None, mask: Mask | None = None) -> Inputs:
         check_sequence(x, self.d_model)
-        self._check_cache(cache, x)
+        check_cache(cache, AffineCache, x, [(self.d_model,)])
         return Inputs(x @ self.U.T)
 
     def forward(
         self, z: Sequence, inputs: Inputs, cache: AffineCache | None = None, *, need_aux: bool = False
     ) -> tuple[Sequence, Float[Tensor, "batch known d_model"] | None]:
-        self._check_cache(cache, z)
         previous = z.new_zeros(z.shape[0], self.d_model) if cache is None else cache.previous
         states = torch.cat([previous[:, None], z], dim=1)
         out = z @ self.A.T + states[:, :-1] @ self.R.T
@@ -88,15 +88,6 @@ class Affine(Backbone[AffineCache]):
         """
         last = torch.full((len(aux),), tokens, device=aux.device) if counts is None else counts
         return AffineCache(aux.detach()[torch.arange(len(aux), device=aux.device), last])
-
-    def _check_cache(self, cache: object, z: Sequence) -> None:
-        if cache is None:
-            return
-        if not isinstance(cache, AffineCache):
-            raise TypeError(f"cache must be an AffineCache, got {type(cache).__name__}")
-        if cache.previous.shape != (len(z), self.d_model):
-            wanted = f"the {len(z)} rows of its input and width {self.d_model}"
-            raise ValueError(f"cache must have {wanted}, got {tuple(cache.previous.shape)}")
 
     def solution(self, x: Sequence) -> Sequence:
         """The fixed point in closed form, token by token.

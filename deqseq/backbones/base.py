@@ -2,7 +2,7 @@
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
@@ -10,6 +10,8 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
+from deqseq.check import check_type
+from deqseq.layers.weight_norm import weights_for_compiled
 from deqseq.rows import take, tensors_of
 from deqseq.types import Mask, RowIndex, Sequence
 
@@ -44,7 +46,7 @@ class Inputs:
     Attributes:
         injection: what is added inside the layers, ``(batch, length, width)``; None for an explicit model.
         dropout: dropout masks, one per layer, ``(batch, length, d_model)``; empty outside training.
-        rotary: cosines and sines of the positions, each ``(batch or 1, length, headdim / 2)``; empty without rotary
+        rotary: cosines and signed sines of the positions, each ``(batch or 1, length, headdim)``; empty without rotary
             embedding.
 
     Example:
@@ -146,9 +148,8 @@ class Backbone(nn.Module, ABC, Generic[C]):
     def compile_stack(self, stack: Callable[..., Any], options: dict[str, Any]) -> None:
         """Let :meth:`run` call a compiled ``stack``: the part of :meth:`forward` that goes from tensors to tensors.
 
-        Sizes are dynamic from the start, so that another length, batch or window does not compile again. Each kind of
-        call does: one row or several, one token or several, with a past or without, with a graph or without, to be
-        committed or not. Those are more than the eight that torch allows by default.
+        Shapes are dynamic, so a new length or batch does not recompile. One row, one token, a cache, gradients and
+        ``need_aux`` each compile once; that can exceed torch's default limit of eight.
 
         Args:
             stack: the function.
@@ -160,16 +161,46 @@ class Backbone(nn.Module, ABC, Generic[C]):
 
     def run(self, stack: Callable[..., T], *arguments: Any) -> T:
         """What ``stack`` gives for ``arguments``, compiled if :meth:`compile` was called."""
-        return (self._compiled or stack)(*arguments)
+        if self._compiled is None:
+            return stack(*arguments)
+        with weights_for_compiled(self):
+            return self._compiled(*arguments)
 
     def __getstate__(self) -> dict[str, Any]:
         # compiled code is no part of a copy or a pickle: it would go on with the weights of the original
         return {**self.__dict__, "_compiled": None, "_compiled_call_impl": None}
 
 
+def check_cache(cache: Cache | None, kind: type[Cache], x: Sequence, shapes: Iterable[tuple[int | None, ...]]) -> None:
+    """Raise an error unless a cache is of this model, and of the rows and the device of its input.
+
+    Args:
+        cache: what the caller gave.
+        kind: the backbone's own.
+        x: embedded tokens, ``(batch, length, d_model)``.
+        shapes: of one row of each of its tensors; None: any size.
+    """
+    check_type("cache", cache, (kind, type(None)))
+    if cache is None:
+        return
+    wanted, tensors = [(len(x), *shape) for shape in shapes], cache.tensors()
+    got = [tuple(one.shape) for one in tensors]
+    fit = len(got) == len(wanted) and all(map(_fits, got, wanted))
+    if not fit or any(one.device != x.device for one in tensors):
+        raise ValueError(
+            f"cache must be of this model and of the rows of its input: tensors {wanted} on {x.device}, got {got} on "
+            f"{tensors[0].device if tensors else None}"
+        )
+
+
+def _fits(shape: tuple[int, ...], wanted: tuple[int | None, ...]) -> bool:
+    return len(shape) == len(wanted) and all(n in (None, m) for m, n in zip(shape, wanted, strict=True))
+
+
 def check_sequence(x: Tensor, d_model: int) -> None:
     """Raise an error if ``x`` is not a batch of embedded sequences."""
+    check_type("x", x, Tensor)
     if not x.is_floating_point():
-        raise ValueError(f"x must be embedded tokens, of a floating-point dtype, got {x.dtype}")
+        raise TypeError(f"x must be embedded tokens, of a floating-point dtype, got {x.dtype}")
     if x.ndim != 3 or x.shape[2] != d_model or 0 in x.shape:
         raise ValueError(f"x must have shape (batch, length, {d_model}), none of them 0, got {tuple(x.shape)}")

@@ -8,8 +8,9 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor, nn
 
-from deqseq.backbones.base import Backbone, Inputs, check_sequence
+from deqseq.backbones.base import Backbone, Inputs, check_cache, check_sequence
 from deqseq.backbones.llama_cache import LlamaCache
+from deqseq.check import check_flag, check_integer, check_number, check_type
 from deqseq.layers import (
     Attention,
     KeyValues,
@@ -46,7 +47,7 @@ class LlamaConfig:
         injection: whether the backbone takes an input at every layer; without, it only serves explicit models.
 
     Raises:
-        ValueError: names the field, what it got and what it wants.
+        TypeError, ValueError: names the field, what it got and what it wants.
 
     Example:
         >>> LlamaConfig(d_model=64, n_heads=4).mlp_width is None
@@ -68,10 +69,14 @@ class LlamaConfig:
 
     def __post_init__(self) -> None:
         for name in ("d_model", "n_layers", "n_heads", "n_kv_heads", "headdim", "mlp_width"):
-            value = getattr(self, name)
-            optional = value is None and name in ("n_kv_heads", "headdim", "mlp_width")
-            if not optional and (not isinstance(value, int) or value < 1):
-                raise ValueError(f"LlamaConfig.{name} must be an integer >= 1, got {value!r}")
+            if getattr(self, name) is not None or name in ("d_model", "n_layers", "n_heads"):
+                check_integer(f"LlamaConfig.{name}", getattr(self, name), 1)
+        for name in ("rope_theta", "norm_eps"):
+            check_number(f"LlamaConfig.{name}", getattr(self, name), "(0, inf)")
+        check_type("LlamaConfig.rope_scaling", self.rope_scaling, (RotaryScaling, type(None)), "RotaryScaling(8.0)")
+        check_number("LlamaConfig.dropout", self.dropout, "[0, 1)")
+        check_flag("LlamaConfig.weight_norm", self.weight_norm)
+        check_flag("LlamaConfig.injection", self.injection)
         if self.headdim is None and self.d_model % self.n_heads:
             raise ValueError(
                 f"LlamaConfig.n_heads must divide d_model = {self.d_model} (or give headdim), got {self.n_heads}"
@@ -80,11 +85,6 @@ class LlamaConfig:
             raise ValueError(f"LlamaConfig.headdim must be even for the rotary embedding, got {self.head_width}")
         if self.n_heads % self.kv_heads:
             raise ValueError(f"LlamaConfig.n_kv_heads must divide n_heads = {self.n_heads}, got {self.n_kv_heads}")
-        for name in ("rope_theta", "norm_eps"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"LlamaConfig.{name} must be > 0, got {getattr(self, name)!r}")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"LlamaConfig.dropout must lie in [0, 1), got {self.dropout!r}")
 
     @property
     def head_width(self) -> int:
@@ -122,6 +122,7 @@ class Llama(Backbone[LlamaCache]):
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
+        check_type("config", config, LlamaConfig, "LlamaConfig(d_model=64)")
         self.config = config
         self.d_model = config.d_model
         blocks = [_block(config) for _ in range(config.n_layers)]
@@ -141,8 +142,9 @@ class Llama(Backbone[LlamaCache]):
     def prepare(self, x: Sequence, cache: LlamaCache | None = None, mask: Mask | None = None) -> Inputs:
         check_sequence(x, self.d_model)
         positions = torch.arange(x.shape[1], device=x.device)[None]
+        shape = (self.config.kv_heads, None, self.config.head_width)
+        check_cache(cache, LlamaCache, x, [shape] * (2 * len(self.layers)))
         if cache is not None:
-            self._check_cache(cache, x)
             positions = positions + (cache.length if cache.mask is None else cache.mask.sum(dim=1, keepdim=True))
         config = self.config
         frequencies = rotary_frequencies(config.head_width, config.rope_theta, config.rope_scaling, x.device)
@@ -163,7 +165,6 @@ class Llama(Backbone[LlamaCache]):
     ) -> tuple[Sequence, tuple[KeyValues, ...] | None]:
         past: tuple[Past, ...] = ()
         if cache is not None:
-            self._check_cache(cache, z)
             cache = cache.reserve(z.shape[1])  # does nothing if the solve has reserved already
             past = tuple(Past(layer, cache.length, cache.visible) for layer in cache.layers)
         z, kept = self.run(self._stack, z, inputs.injection, RotaryTables(*inputs.rotary), past, inputs.dropout)
@@ -199,19 +200,6 @@ class Llama(Backbone[LlamaCache]):
             z, own = block(z, injected, tables, past[i] if past else None, dropout[i] if dropout else None)
             kept.append(own)
         return self.norm(z), tuple(kept)
-
-    def _check_cache(self, cache: object, z: Sequence) -> None:
-        if not isinstance(cache, LlamaCache):
-            raise TypeError(f"cache must be a LlamaCache, got {type(cache).__name__}")
-        layers, rows = len(cache.layers), len(cache.layers[0].keys)
-        if layers != len(self.layers) or rows != len(z):
-            raise ValueError(
-                f"cache must be of {len(self.layers)} layers and {len(z)} rows, as the model and its input are, "
-                f"got {layers} layers and {rows} rows"
-            )
-        shape, wanted = cache.layers[0].keys.shape, (self.config.kv_heads, self.config.head_width)
-        if (shape[1], shape[3]) != wanted:
-            raise ValueError(f"cache must have (kv_heads, headdim) = {wanted}, got {(shape[1], shape[3])}")
 
 
 def _block(config: LlamaConfig) -> LlamaBlock:

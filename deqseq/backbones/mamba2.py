@@ -8,7 +8,8 @@ from typing import Any, cast
 from jaxtyping import Int64
 from torch import Tensor, nn
 
-from deqseq.backbones.base import Backbone, Cache, Inputs, check_sequence
+from deqseq.backbones.base import Backbone, Cache, Inputs, check_cache, check_sequence
+from deqseq.check import check_flag, check_integer, check_number, check_type
 from deqseq.layers import Mamba2Block, Mamba2Mixer, MixerAux, MixerState, RMSNorm, apply_weight_norm, dropout_mask
 from deqseq.ops import Backend
 from deqseq.ops.backend import check_backend, resolved
@@ -38,7 +39,7 @@ class Mamba2Config:
             that package; ``"auto"``, the kernels for CUDA tensors where they can be imported, else the reference.
 
     Raises:
-        ValueError: names the field, what it got and what it wants.
+        TypeError, ValueError: names the field, what it got and what it wants.
 
     Example:
         >>> Mamba2Config(d_model=64, d_state=16, headdim=32).n_layers
@@ -62,21 +63,21 @@ class Mamba2Config:
     backend: Backend = "auto"
 
     def __post_init__(self) -> None:
+        for name in ("d_model", "n_layers", "d_state", "headdim", "expand", "n_groups", "d_conv"):
+            check_integer(f"Mamba2Config.{name}", getattr(self, name), 1)
+        check_integer("Mamba2Config.mlp_width", self.mlp_width, 0)
+        if self.chunk_size is not None:
+            check_integer("Mamba2Config.chunk_size", self.chunk_size, 1)
+        check_number("Mamba2Config.norm_eps", self.norm_eps, "(0, inf)")
+        check_type("Mamba2Config.dt_limit", self.dt_limit, (tuple, list), "(0.0, 0.1)")
+        if len(self.dt_limit) != 2:
+            raise ValueError(f"Mamba2Config.dt_limit must be two bounds, got {self.dt_limit!r}")
+        check_number("Mamba2Config.dt_limit[0]", self.dt_limit[0], "[0, inf)")
+        check_number("Mamba2Config.dt_limit[1]", self.dt_limit[1], f"[{self.dt_limit[0]}, inf]")
+        check_number("Mamba2Config.dropout", self.dropout, "[0, 1)")
+        check_flag("Mamba2Config.weight_norm", self.weight_norm)
+        check_flag("Mamba2Config.injection", self.injection)
         check_backend(self.backend)
-        for name in ("d_model", "n_layers", "d_state", "headdim", "expand", "n_groups", "d_conv", "chunk_size"):
-            value = getattr(self, name)
-            by_default = value is None and name == "chunk_size"
-            if not by_default and (not isinstance(value, int) or value < 1):
-                raise ValueError(f"Mamba2Config.{name} must be an integer >= 1, got {value!r}")
-        low, high = self.dt_limit
-        if not 0 <= low <= high:
-            raise ValueError(f"Mamba2Config.dt_limit must be bounds 0 <= low <= high, got {self.dt_limit!r}")
-        if not self.norm_eps > 0:
-            raise ValueError(f"Mamba2Config.norm_eps must be > 0, got {self.norm_eps!r}")
-        if self.mlp_width < 0:
-            raise ValueError(f"Mamba2Config.mlp_width must be >= 0, got {self.mlp_width!r}")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"Mamba2Config.dropout must lie in [0, 1), got {self.dropout!r}")
         heads, rest = divmod(self.expand * self.d_model, self.headdim)
         if rest:
             raise ValueError(
@@ -121,6 +122,7 @@ class Mamba2(Backbone[Mamba2Cache]):
 
     def __init__(self, config: Mamba2Config) -> None:
         super().__init__()
+        check_type("config", config, Mamba2Config, "Mamba2Config(d_model=64)")
         self.config = config
         self.d_model = config.d_model
         blocks = [_block(config) for _ in range(config.n_layers)]
@@ -139,6 +141,9 @@ class Mamba2(Backbone[Mamba2Cache]):
 
     def prepare(self, x: Sequence, cache: Mamba2Cache | None = None, mask: Mask | None = None) -> Inputs:
         check_sequence(x, self.d_model)
+        if cache is not None:
+            state = next(iter(self.blocks)).mixer.init_state(0)
+            check_cache(cache, Mamba2Cache, x, [tuple(part.shape[1:]) for part in state] * len(self.layers))
         drops = self.training and self.config.dropout > 0
         return Inputs(
             injection=self._injected(x),
@@ -153,10 +158,8 @@ class Mamba2(Backbone[Mamba2Cache]):
     def forward(
         self, z: Sequence, inputs: Inputs, cache: Mamba2Cache | None = None, *, need_aux: bool = False
     ) -> tuple[Sequence, tuple[MixerAux, ...] | None]:
-        if cache is not None:
-            self._check_cache(cache, z)
         states = None if cache is None else cache.layers
-        backend = resolved(self.config.backend, z)  # compiled code could not
+        backend = resolved(self.config.backend, z)  # chosen here: compiled code cannot look for kernels or log
         z, aux = self.run(self._stack, z, inputs.injection, states, inputs.dropout, need_aux, backend)
         return z, aux if need_aux else None
 
@@ -191,21 +194,6 @@ class Mamba2(Backbone[Mamba2Cache]):
             if aux is not None:
                 kept.append(aux)
         return self.norm_f(z), tuple(kept)
-
-    def _check_cache(self, cache: object, z: Sequence) -> None:
-        if not isinstance(cache, Mamba2Cache):
-            raise TypeError(f"cache must be a Mamba2Cache, got {type(cache).__name__}")
-        layers, rows = len(cache.layers), len(cache.layers[0].ssm)
-        if layers != len(self.layers) or rows != len(z):
-            raise ValueError(
-                f"cache must be of {len(self.layers)} layers and {len(z)} rows, as the model and its input are, "
-                f"got {layers} layers and {rows} rows"
-            )
-        mixer = next(iter(self.blocks)).mixer
-        for name, ours, theirs in zip(("conv", "ssm"), mixer.init_state(0), cache.layers[0], strict=True):
-            if ours.shape[1:] != theirs.shape[1:]:
-                shapes = f"{tuple(ours.shape[1:])} per row, got {tuple(theirs.shape[1:])}"
-                raise ValueError(f"cache must have {name} states of shape {shapes}")
 
 
 def _block(config: Mamba2Config) -> Mamba2Block:

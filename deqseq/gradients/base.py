@@ -35,10 +35,8 @@ class Gradient(ABC):
         False
     """
 
-    @property
-    def recomputes(self) -> bool:
-        """Whether the backward pass evaluates the map again (activation checkpointing)."""
-        return False
+    checkpoint: bool = False
+    """Whether the backward pass evaluates the map again instead of keeping activations."""
 
     @abstractmethod
     def apply(self, f: FixedPointMap, z0: State, **call: Unpack[SolveCall]) -> Solution:
@@ -114,8 +112,8 @@ class AttachedGradient(Gradient):
 
         Returns:
             A tensor of the shape of ``z0``; diverged rows are those of the solution, without a gradient. If all rows
-            have diverged, gradients are zero rather than None, so that DDP does not hang; they are None where the map
-            is not even finite at ``z0``.
+            have diverged, gradients are zero, so that DDP does not hang. If ``f(z0)`` is not finite either, the value
+            has no graph, and gradients are None.
 
         Warns:
             ConvergenceWarning: every row has diverged.
@@ -138,17 +136,15 @@ class AttachedGradient(Gradient):
 
 
 def _bound(f: FixedPointMap, args: Any, has_aux: bool | None) -> Callable[[State], State]:
-    """The map of ``z`` alone, without its auxiliary output."""
-    if args is None and not has_aux:
-        return f
+    """The map of ``z`` alone, checked, without its auxiliary output."""
     return lambda z: evaluate(f, z, args, has_aux=bool(has_aux))[0]
 
 
 def _primed(f: FixedPointMap) -> FixedPointMap:
     """``f`` whose first evaluation is made with gradients enabled, and detached.
 
-    What a map caches at its first use (``parametrize.cached()``, autocast's casts of the weights on older torch) then
-    has a graph; made under ``no_grad``, it would cut the estimator that follows off from the parameters.
+    What a map caches at its first use (autocast's casts of the weights, on older torch) then has a graph; made under
+    ``no_grad``, it would cut the estimator that follows off from the parameters.
     """
     fresh = True
 

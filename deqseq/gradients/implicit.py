@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deqseq.evaluate import evaluate
+from deqseq.check import check_callable, check_flag, check_type
+from deqseq.evaluate import check_transforms
 from deqseq.gradients.base import AttachedGradient
 from deqseq.solution import ConvergenceWarning, Solution, describe_failure
 from deqseq.solve import solve
@@ -40,6 +41,7 @@ class Implicit(AttachedGradient):
         report: called with the adjoint's :class:`~deqseq.Solution` in each backward pass.
 
     Raises:
+        TypeError: an argument of the wrong type.
         ConvergenceError: in the backward pass, with ``throw``.
 
     References:
@@ -59,9 +61,17 @@ class Implicit(AttachedGradient):
     throw: bool = False
     report: Callable[[Solution], None] | None = None
 
+    def __post_init__(self) -> None:
+        check_type("Implicit.solver", self.solver, (Solver, ExternalSolver), "dq.Anderson()")
+        check_type("Implicit.stop", self.stop, Stop, "dq.Stop(rtol=1e-5)")
+        check_flag("Implicit.throw", self.throw)
+        if self.report is not None:
+            check_callable("Implicit.report", self.report)
+
     def attach(self, f: Callable[[State], State], z_star: State) -> State:
+        check_transforms(("grad",))
         z = z_star.detach().requires_grad_(torch.is_grad_enabled())
-        fz, _ = evaluate(f, z)
+        fz = f(z)
         if not fz.requires_grad or not _reaches_another_leaf(fz, z):
             return fz.detach()
         value = _Adjoint.apply(fz, z, _within_reach(self, z))
@@ -99,8 +109,8 @@ class _Adjoint(torch.autograd.Function):
             )
         fz, z = ctx.saved_tensors
         implicit: Implicit = ctx.implicit
-        # The adjoint is linear: each row is solved at unit size, lest a small loss underflows. Infinities are what
-        # loss scaling looks for: they are handed on, and kept out of the solve.
+        # The adjoint is linear, so each row is scaled to unit size and small gradients do not underflow. Rows with
+        # infinities skip the solve and are returned unchanged, because GradScaler looks for them.
         size = grad.reshape(len(grad), -1).abs().amax(dim=1).reshape(-1, *[1] * (grad.ndim - 1))
         finite = torch.isfinite(size)
         size = torch.where(finite & (size > 0), size, 1)

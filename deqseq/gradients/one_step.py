@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from deqseq.evaluate import evaluate
 from deqseq.gradients.base import AttachedGradient
 from deqseq.types import State
 
@@ -31,4 +30,4 @@ class OneStep(AttachedGradient):
     """
 
     def attach(self, f: Callable[[State], State], z_star: State) -> State:
-        return evaluate(f, z_star.detach())[0]
+        return f(z_star.detach())

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from deqseq.evaluate import evaluate
+from deqseq.check import check_flag, check_integer, check_number
 from deqseq.gradients.base import AttachedGradient, checkpointed
 from deqseq.types import State
 
@@ -19,6 +19,9 @@ class Phantom(AttachedGradient):
     The gradient is a truncated Neumann series of the implicit one; with :math:`J` the map's Jacobian at the fixed
     point its error shrinks as :math:`\lVert (1-\lambda) I + \lambda J \rVert^k`. Memory grows with the steps, never
     with the number of iterations of the solve.
+
+    The value is that of the last step, and under ``torch.no_grad()`` that of the solve. So wrap a model in activation
+    checkpointing with ``use_reentrant=False`` only: the reentrant kind runs the forward pass under ``no_grad``.
 
     Args:
         steps: :math:`k`, at least 1.
@@ -46,18 +49,13 @@ class Phantom(AttachedGradient):
     checkpoint: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.steps, int) or self.steps < 1:
-            raise ValueError(f"Phantom.steps must be an integer >= 1, got {self.steps!r}")
-        if not 0 < self.damping <= 1:
-            raise ValueError(f"Phantom.damping must lie in (0, 1], got {self.damping!r}")
-
-    @property
-    def recomputes(self) -> bool:
-        return self.checkpoint
+        check_integer("Phantom.steps", self.steps, 1)
+        check_number("Phantom.damping", self.damping, "(0, 1]")
+        check_flag("Phantom.checkpoint", self.checkpoint)
 
     def attach(self, f: Callable[[State], State], z_star: State) -> State:
         f = checkpointed(f) if self.checkpoint else f
         z = z_star.detach()
         for _ in range(self.steps):
-            z = torch.lerp(z, evaluate(f, z)[0], self.damping)
+            z = torch.lerp(z, f(z), self.damping)
         return z

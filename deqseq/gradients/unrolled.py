@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Unpack
 
+from deqseq.check import check_flag
 from deqseq.gradients.base import Gradient, checkpointed
 from deqseq.solution import Solution
 from deqseq.solve import SolveCall, solve
@@ -35,9 +36,8 @@ class Unrolled(Gradient):
 
     checkpoint: bool = False
 
-    @property
-    def recomputes(self) -> bool:
-        return self.checkpoint
+    def __post_init__(self) -> None:
+        check_flag("Unrolled.checkpoint", self.checkpoint)
 
     def apply(self, f: FixedPointMap, z0: State, **call: Unpack[SolveCall]) -> Solution:
         return solve(checkpointed(f) if self.checkpoint else f, z0, **call)

@@ -8,6 +8,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from deqseq.check import check_integer
 from deqseq.layers.rotary import RotaryTables, rotate
 
 HeadTokens = Float[Tensor, "batch kv_heads length headdim"]
@@ -72,6 +73,9 @@ class Attention(nn.Module):
 
     def __init__(self, d_model: int, n_heads: int, n_kv_heads: int, headdim: int) -> None:
         super().__init__()
+        sizes = {"d_model": d_model, "n_heads": n_heads, "n_kv_heads": n_kv_heads, "headdim": headdim}
+        for name, size in sizes.items():
+            check_integer(f"Attention.{name}", size, 1)
         if n_heads % n_kv_heads or headdim % 2:
             raise ValueError(
                 "Attention needs n_kv_heads that divide n_heads and an even headdim, got "

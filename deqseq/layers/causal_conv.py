@@ -5,6 +5,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from deqseq.check import check_integer
 from deqseq.ops.backend import Backend
 from deqseq.ops.causal_conv import silu_causal_conv
 
@@ -31,8 +32,8 @@ class CausalConv1d(nn.Module):
 
     def __init__(self, channels: int, kernel_size: int) -> None:
         super().__init__()
-        if kernel_size < 1:
-            raise ValueError(f"CausalConv1d.kernel_size must be >= 1, got {kernel_size}")
+        check_integer("CausalConv1d.channels", channels, 1)
+        check_integer("CausalConv1d.kernel_size", kernel_size, 1)
         bound = kernel_size**-0.5
         self.weight = nn.Parameter(torch.empty(channels, 1, kernel_size).uniform_(-bound, bound))
         self.bias = nn.Parameter(torch.empty(channels).uniform_(-bound, bound))

@@ -4,6 +4,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from deqseq.check import check_number, check_type
+
 
 def dropout_mask(like: Float[Tensor, "batch length dim"], p: float) -> Float[Tensor, "batch length dim"]:
     r"""A mask to multiply by: zero with probability ``p``, else :math:`1 / (1 - p)`.
@@ -29,6 +31,8 @@ def dropout_mask(like: Float[Tensor, "batch length dim"], p: float) -> Float[Ten
         >>> sorted(set(dropout_mask(torch.zeros(1, 50, 4), 0.5).flatten().tolist()))
         [0.0, 2.0]
     """
-    if not 0 <= p < 1:
-        raise ValueError(f"dropout_mask's p must lie in [0, 1), got {p!r}")
+    check_type("like", like, Tensor)
+    if not like.is_floating_point():
+        raise TypeError(f"like must be of a floating-point dtype, got {like.dtype}")
+    check_number("p", p, "[0, 1)")
     return torch.empty_like(like).bernoulli_(1 - p).div_(1 - p)

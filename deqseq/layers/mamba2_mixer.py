@@ -8,6 +8,7 @@ from einops import rearrange
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
+from deqseq.check import check_integer
 from deqseq.layers.causal_conv import CausalConv1d
 from deqseq.layers.rms_norm import GatedRMSNorm
 from deqseq.ops import Backend, fused
@@ -89,6 +90,9 @@ class Mamba2Mixer(nn.Module):
         dt_limit: tuple[float, float] = (0.0, math.inf),
     ) -> None:
         super().__init__()
+        sizes = {"d_model": d_model, "d_state": d_state, "headdim": headdim, "expand": expand, "n_groups": n_groups}
+        for name, size in sizes.items():
+            check_integer(f"Mamba2Mixer.{name}", size, 1)
         d_inner = expand * d_model
         heads, rest = divmod(d_inner, headdim)
         if rest or heads % n_groups:

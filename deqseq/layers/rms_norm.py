@@ -5,6 +5,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from deqseq.check import check_integer
+
 
 class RMSNorm(nn.Module):
     r"""Divide by the root mean square of the last dimension, then scale.
@@ -51,6 +53,8 @@ class GatedRMSNorm(nn.Module):
 
     def __init__(self, dim: int, eps: float = 1e-5, groups: int = 1) -> None:
         super().__init__()
+        check_integer("GatedRMSNorm.dim", dim, 1)
+        check_integer("GatedRMSNorm.groups", groups, 1)
         if dim % groups:
             raise ValueError(f"GatedRMSNorm.groups must divide dim = {dim}, got {groups}")
         self.eps, self.groups = eps, groups

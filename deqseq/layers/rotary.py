@@ -8,6 +8,8 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
+from deqseq.check import check_integer, check_number
+
 
 @dataclass(frozen=True)
 class RotaryScaling:
@@ -36,15 +38,10 @@ class RotaryScaling:
     original_length: int = 8192
 
     def __post_init__(self) -> None:
-        if not self.factor >= 1:
-            raise ValueError(f"RotaryScaling.factor must be >= 1, got {self.factor!r}")
-        if not 0 < self.low_freq_factor < self.high_freq_factor:
-            raise ValueError(
-                "RotaryScaling needs 0 < low_freq_factor < high_freq_factor, got "
-                f"{self.low_freq_factor!r} and {self.high_freq_factor!r}"
-            )
-        if not self.original_length >= 1:
-            raise ValueError(f"RotaryScaling.original_length must be >= 1, got {self.original_length!r}")
+        check_number("RotaryScaling.factor", self.factor, "[1, inf)")
+        check_number("RotaryScaling.low_freq_factor", self.low_freq_factor, "(0, inf)")
+        check_number("RotaryScaling.high_freq_factor", self.high_freq_factor, f"({self.low_freq_factor}, inf)")
+        check_integer("RotaryScaling.original_length", self.original_length, 1)
 
 
 class RotaryTables(NamedTuple):

@@ -10,15 +10,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from deqseq.backbones.base import Cache
-from deqseq.config import SolveConfig, SolveFields
+from deqseq.check import check_callable, check_flag, check_integer, check_number, check_type
+from deqseq.config import SolveConfig, SolveFields, resolve
 from deqseq.models.eval_mode import eval_mode
 from deqseq.models.explicit import ExplicitModel
-from deqseq.models.generation import Generation, NewTokens, Sampler, generate
+from deqseq.models.generation import Generation, NewTokens, Sampler, generate, prompt_sweep
 from deqseq.models.implicit import ImplicitModel
 from deqseq.models.output import CausalLMOutput
 from deqseq.models.padding import check_mask
 from deqseq.solve import Callback
-from deqseq.sweeps import Sliding
 from deqseq.types import Mask
 
 Tokens = Int64[Tensor, "batch length"]
@@ -39,7 +39,7 @@ class CausalLM(nn.Module):
             before the solve.
 
     Raises:
-        ValueError: a vocabulary below 1, or a probability outside [0, 1).
+        TypeError, ValueError: names the argument, what it got and what it wants.
 
     Example:
         >>> import deqseq as dq
@@ -60,10 +60,11 @@ class CausalLM(nn.Module):
         embedding_dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        if vocab_size < 1:
-            raise ValueError(f"CausalLM.vocab_size must be >= 1, got {vocab_size}")
-        if not 0 <= embedding_dropout < 1:
-            raise ValueError(f"CausalLM.embedding_dropout must lie in [0, 1), got {embedding_dropout!r}")
+        check_integer("CausalLM.vocab_size", vocab_size, 1)
+        check_type("CausalLM.model", model, (ImplicitModel, ExplicitModel), "dq.ImplicitModel(backbone)")
+        check_number("CausalLM.embedding_std", embedding_std, "[0, inf)")
+        check_flag("CausalLM.tied", tied)
+        check_number("CausalLM.embedding_dropout", embedding_dropout, "[0, 1)")
         self.embedding_dropout = embedding_dropout
         self.embedding = nn.Embedding(vocab_size, model.backbone.d_model)
         nn.init.normal_(self.embedding.weight, std=embedding_std)
@@ -91,10 +92,10 @@ class CausalLM(nn.Module):
 
         Args:
             input_ids: ``(batch, length)``.
-            labels: the sequence itself, for next-token prediction, ``(batch, length)``: the one at ``t`` is the answer
-                at ``t - 1``.
-            targets: the answer at each position, as in state tracking, ``(batch, length)``: the one at ``t`` belongs
-                to the input at ``t``. In both, -100 and padding are left out of the loss.
+            labels: token ids, usually ``input_ids``, ``(batch, length)``: the logits at ``t - 1`` are scored against
+                the label at ``t``.
+            targets: token ids, as in state tracking, ``(batch, length)``: the logits at ``t`` are scored against the
+                target at ``t``. In both, -100 and padding are left out of the loss.
             mask: bool, True at real tokens, ``(batch, length)``; padding may be on either side of a row. Default: no
                 padding.
             cache: the ``cache`` of the :class:`CausalLMOutput` for the tokens before. Default: there are none.
@@ -113,11 +114,14 @@ class CausalLM(nn.Module):
             ValueError: a bad shape, ids outside the vocabulary, both labels and targets, or none to score.
             TypeError: an option that the model does not take.
         """
-        check_ids("input_ids", input_ids, self.embedding.num_embeddings)
+        self._check_ids(input_ids)
         answers = self._answers(input_ids, labels, targets, mask)
         x = F.dropout(self.embedding(input_ids), self.embedding_dropout, self.training)
-        given: dict[str, Any] = {"trace": trace, "callback": callback, "throw": throw, "solve": solve}
-        options = {name: value for name, value in given.items() if value} | fields
+        options: dict[str, Any] = {"trace": trace, "callback": callback, "throw": throw, "solve": solve, **fields}
+        if isinstance(self.model, ExplicitModel):
+            options = {name: value for name, value in options.items() if value is not None and value is not False}
+            if options:
+                raise TypeError(f"an explicit model has nothing to solve: it takes no {', '.join(options)}")
         output = self.model(x, mask=mask, cache=cache, return_cache=return_cache, **options)
         logits = self.logits(output.value)
         loss = None if answers is None else _cross_entropy(logits, answers, shift=labels is not None)
@@ -158,8 +162,8 @@ class CausalLM(nn.Module):
             pad_token: fills the rows that have ended.
             callback: called with :class:`NewTokens` at every step.
             solve: replaces the model's :class:`SolveConfig`.
-            **fields: fields of :class:`SolveConfig` to replace. ``sweep`` is that of the prompts; without it, they are
-                solved by ``Sliding()``. An explicit model takes neither.
+            **fields: fields of :class:`SolveConfig` to replace. ``sweep`` is that of the prompts. Default: the model's,
+                but ``Sliding()`` instead of ``Simultaneous()``. An explicit model takes neither.
 
         Returns:
             Tokens, and for an implicit model the iterations of each and whether its solve converged.
@@ -174,16 +178,22 @@ class CausalLM(nn.Module):
             >>> lm.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=5, temperature=1.0, seed=0).tokens.shape
             torch.Size([1, 5])
         """
-        vocab_size, stops = self.embedding.num_embeddings, tuple(stop_tokens)
-        check_ids("input_ids", input_ids, vocab_size)
-        if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be an integer >= 1, got {max_new_tokens!r}")
-        if not all(0 <= token < vocab_size for token in stops):
-            raise ValueError(f"stop_tokens must lie in 0..{vocab_size - 1}, got {stops}")
+        stops = tuple(stop_tokens) if isinstance(stop_tokens, Iterable) else (stop_tokens,)
+        self._check_ids(input_ids)
+        check_integer("max_new_tokens", max_new_tokens, 1)
+        for token in stops:
+            check_integer("stop_tokens", token, 0, self.embedding.num_embeddings - 1)
+        check_integer("pad_token", pad_token, -(2**63), 2**63 - 1)
+        if callback is not None:
+            check_callable("callback", callback)
         options: dict[str, Any] = dict(fields) if solve is None else {"solve": solve, **fields}
-        sweep = options.pop("sweep", None)
+        prefill = dict(options)
+        options.pop("sweep", None)
         if isinstance(self.model, ImplicitModel):
-            sweep = sweep or (Sliding() if solve is None else solve.sweep)
+            config = self.model.solve if self.model.eval_solve is None else self.model.eval_solve
+            prefill["sweep"] = fields.get("sweep", prompt_sweep(resolve(config, solve, fields)))
+        elif options:
+            raise TypeError(f"an explicit model has nothing to solve: it takes no {', '.join(prefill)}")
         with eval_mode(self):
             return generate(
                 self.model,
@@ -196,7 +206,7 @@ class CausalLM(nn.Module):
                 stop_tokens=stops,
                 pad_token=pad_token,
                 callback=callback,
-                prefill=options if sweep is None else {**options, "sweep": sweep},
+                prefill=prefill,
                 options=options,
             )
 
@@ -212,6 +222,13 @@ class CausalLM(nn.Module):
         """The head alone: final ``states``, ``(..., d_model)``, to logits, ``(..., vocab_size)``."""
         return F.linear(states, self.embedding.weight if self.head is None else self.head.weight)
 
+    def _check_ids(self, input_ids: Tensor) -> None:
+        check_type("input_ids", input_ids, Tensor)
+        device = self.embedding.weight.device
+        if input_ids.device != device and device.type != "meta":  # an offloaded weight is moved by its hooks
+            raise ValueError(f"input_ids must be on the model's device, {device}, got {input_ids.device}")
+        check_ids("input_ids", input_ids, self.embedding.num_embeddings)
+
     def _answers(
         self, ids: Tensor, labels: Tensor | None, targets: Tensor | None, mask: Tensor | None
     ) -> Tensor | None:
@@ -221,22 +238,30 @@ class CausalLM(nn.Module):
         answers, name = (targets, "targets") if labels is None else (labels, "labels")
         if answers is None:
             return None
+        check_type(name, answers, Tensor)
+        if answers.device != ids.device:
+            raise ValueError(f"{name} must be on the device of input_ids, {ids.device}, got {answers.device}")
         if answers.shape != ids.shape:
             raise ValueError(f"{name} must have the shape of input_ids {tuple(ids.shape)}, got {tuple(answers.shape)}")
         if mask is not None:
             check_mask(mask, ids)
-            known = mask if labels is None else mask & F.pad(mask[:, :-1], (1, 0))  # a label is told by the one before
+            known = (
+                mask if labels is None else mask & F.pad(mask[:, :-1], (1, 0))
+            )  # predicted one before, which must be real too
             answers = answers.masked_fill(~known, IGNORED)
+        if answers.dtype != torch.int64:
+            raise TypeError(f"{name} must be int64, got {answers.dtype}")
         scored = answers[:, 1:] if labels is not None else answers
         scored = scored[scored != IGNORED]
         if scored.numel() == 0:
             raise ValueError(f"{name} leave nothing to score: all of them are {IGNORED}, or there is no next token")
-        check_ids(name, scored[None], self.embedding.num_embeddings)
+        check_ids(f"{name} (but for {IGNORED}, which is ignored)", scored[None], self.embedding.num_embeddings)
         return answers
 
 
 def check_ids(name: str, ids: Tensor, vocab_size: int) -> None:
     """Raise an error unless ``ids`` are a batch of tokens of a vocabulary."""
+    check_type(name, ids, Tensor)
     if ids.ndim != 2 or 0 in ids.shape or ids.dtype != torch.int64:
         raise ValueError(
             f"{name} must be int64 of shape (batch, length), none of them 0, got {ids.dtype} {tuple(ids.shape)}"

@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 
 from deqseq.backbones.base import Backbone, Cache, Inputs, check_sequence
+from deqseq.check import check_flag, check_type
 from deqseq.layers.sharded import unsharded
 from deqseq.layers.weight_norm import cached_weights
 from deqseq.models.output import ModelOutput
@@ -29,6 +30,7 @@ class ExplicitModel(nn.Module):
 
     def __init__(self, backbone: Backbone[Any]) -> None:
         super().__init__()
+        check_type("backbone", backbone, Backbone, "dq.Mamba2(dq.Mamba2Config(d_model=64, injection=False))")
         self.backbone = backbone
 
     def forward(
@@ -52,9 +54,12 @@ class ExplicitModel(nn.Module):
             The states; no statistics.
 
         Raises:
+            TypeError: an argument of the wrong type.
             ValueError: a bad shape.
         """
         check_sequence(x, self.backbone.d_model)
+        check_type("cache", cache, (Cache, type(None)))
+        check_flag("return_cache", return_cache)
         padding = Padding.of(x, mask)
         tokens = padding.compact(x)
         # one pass unshards the layers one by one; only the states for a cache are computed after they have been left

@@ -1,6 +1,5 @@
 """Token-by-token generation, as fast as the cache allows."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,12 +9,14 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from deqseq.backbones.base import Cache
+from deqseq.check import check_integer, check_number
+from deqseq.config import SolveConfig
 from deqseq.layers.weight_norm import cached_weights
 from deqseq.models.explicit import ExplicitModel
 from deqseq.models.implicit import ImplicitModel
 from deqseq.models.output import ModelOutput
-from deqseq.models.padding import Padding
 from deqseq.rows import take
+from deqseq.sweeps import Simultaneous, Sliding, Sweep
 from deqseq.types import Mask, Sequence
 
 Logits = Float[Tensor, "rows vocab"]
@@ -46,12 +47,13 @@ class Sampler:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise ValueError(f"temperature must be a finite number >= 0, got {self.temperature!r}")
-        if self.top_k is not None and (not isinstance(self.top_k, int) or self.top_k < 1):
-            raise ValueError(f"top_k must be an integer >= 1, got {self.top_k!r}")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must lie in (0, 1], got {self.top_p!r}")
+        check_number("temperature", self.temperature, "[0, inf)")
+        if self.top_k is not None:
+            check_integer("top_k", self.top_k, 1)
+        if self.top_p is not None:
+            check_number("top_p", self.top_p, "(0, 1]")
+        if self.seed is not None:
+            check_integer("seed", self.seed, -(2**63), 2**64 - 1)  # what torch.manual_seed takes
         if self.temperature == 0 and (self.top_k is not None or self.top_p is not None):
             raise ValueError("top_k and top_p need a temperature above 0; a temperature of 0 takes the best token")
 
@@ -67,7 +69,8 @@ class Sampler:
         """
         if self.temperature == 0 or uniform is None:
             return logits.argmax(dim=-1)
-        scaled = logits.to(torch.promote_types(logits.dtype, torch.float32)) / self.temperature
+        scaled = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        scaled = (scaled - scaled.amax(dim=-1, keepdim=True)) / self.temperature  # the largest is 0: nothing overflows
         probability, token = scaled.softmax(dim=-1).sort(dim=-1, descending=True, stable=True)
         if self.top_k is not None:
             probability[:, self.top_k :] = 0
@@ -77,13 +80,13 @@ class Sampler:
         total = probability.cumsum(dim=-1)
         below = uniform.to(total)[:, None] * total[:, -1:]
         place = (total <= below).sum(dim=-1, keepdim=True)
-        last = (probability > 0).sum(dim=-1, keepdim=True) - 1  # rounding must not reach what was left out
+        last = (probability > 0).sum(dim=-1, keepdim=True) - 1  # rounding must not select what top_k or top_p excluded
         return token.gather(1, torch.minimum(place, last))[:, 0]
 
 
 @dataclass(frozen=True)
 class NewTokens:
-    """What a streaming callback is told at each step.
+    """What a streaming callback receives at each step.
 
     Attributes:
         step: how many tokens were generated before these.
@@ -176,7 +179,11 @@ def generate(
         state, cache = _last_states(output.value, mask), output.cache
         for step in range(max_new_tokens):
             drawn = torch.rand(batch, generator=random).to(device)[rows] if sampler.temperature else None
-            chosen = sampler.choose(head(state), drawn)
+            logits = head(state)
+            if not bool(logits.isfinite().all()):
+                bad = rows[~logits.isfinite().all(dim=1)].tolist()
+                raise ValueError(f"the logits of rows {bad} are not finite at new token {step}: are the weights?")
+            chosen = sampler.choose(logits, drawn)
             record.add(rows, chosen, output)
             if callback is not None:
                 callback(NewTokens(step, rows, chosen))
@@ -191,13 +198,18 @@ def generate(
     return record.generation(lengths.clamp(max=len(record.tokens)))
 
 
+def prompt_sweep(config: SolveConfig) -> Sweep:
+    """How a prompt is solved unless the caller says: all tokens together would be more work than a window."""
+    windows = isinstance(config.sweep, Simultaneous) and config.stop.norm == "max_token"
+    return Sliding() if windows else config.sweep
+
+
 def _last_states(value: Sequence, mask: Mask | None) -> Float[Tensor, "batch d_model"]:
     """The state of each row's last real token."""
     if mask is None:
         return value[:, -1]
-    padding = Padding.of(value, mask)
-    last = mask.sum(dim=1) - 1
-    return padding.compact(value)[torch.arange(len(value), device=value.device), last]
+    last = (mask * torch.arange(mask.shape[1], device=mask.device)).argmax(dim=1)
+    return value[torch.arange(len(value), device=value.device), last]
 
 
 def _continuing(

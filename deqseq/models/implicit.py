@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from deqseq.backbones.base import Backbone, Cache, Inputs, check_sequence
-from deqseq.config import SolveConfig, SolveFields, check_config, resolve
+from deqseq.check import check_callable, check_flag, check_type
+from deqseq.config import SolveConfig, SolveFields, resolve
 from deqseq.gradients import AttachedGradient, Gradient, Implicit, Unrolled
 from deqseq.layers.sharded import sharded_parts, unsharded
 from deqseq.layers.weight_norm import cached_weights
@@ -56,9 +57,8 @@ class ImplicitModel(nn.Module):
                 "fixed point of a function use deqseq.fixed_point(f, z0)"
             )
         self.backbone = backbone
-        check_config("solve", solve)
-        if eval_solve is not None:
-            check_config("eval_solve", eval_solve)
+        check_type("solve", solve, SolveConfig, _EXAMPLE)
+        check_type("eval_solve", eval_solve, (SolveConfig, type(None)), _EXAMPLE)
         self.solve, self.eval_solve = solve, eval_solve
 
     def forward(
@@ -85,14 +85,15 @@ class ImplicitModel(nn.Module):
                 evaluation at which each row passed; rows that failed are evaluated once more, at their value.
             trace: whether to keep residuals; with the simultaneous sweep only.
             callback: called with a :class:`Progress` at every check of the residual; the iterations of each chunk and
-                each commit are counted from 1.
+                each commit are counted from 1. Residuals per token are of the real tokens first, whatever the padding.
             throw: whether rows that did not converge raise an error.
             solve: replaces the model's configuration for this call.
             **fields: fields of :class:`SolveConfig` to replace for this call: ``solver``, ``stop``, ``gradient``,
                 ``sweep``, ``start``.
 
         Returns:
-            The states, with the numbers of their solve.
+            The states, with the numbers of their solve. In training mode the value is what the estimator gives, with
+            its phantom steps, say; in eval mode it is that of the solve, whether gradients are enabled or not.
 
         Raises:
             ConvergenceError: with ``throw``, names the rows that did not converge, their residuals and a remedy.
@@ -103,12 +104,17 @@ class ImplicitModel(nn.Module):
         """
         config = resolve(self.solve_config, solve, fields)
         check_sequence(x, self.backbone.d_model)
+        check_type("cache", cache, (Cache, type(None)))
+        for name, flag in (("return_cache", return_cache), ("trace", trace), ("throw", throw)):
+            check_flag(name, flag)
+        if callback is not None:
+            check_callable("callback", callback)
         gradient = config.gradient if self._requires_gradient(x) else None
         if sharded_parts(self.backbone):
             _check_sharded(gradient, config.stop)
         padding = Padding.of(x, mask)
         # a checkpointed backward pass computes the weights again, and must find what the forward pass did
-        recomputes = gradient is not None and gradient.recomputes
+        recomputes = gradient is not None and gradient.checkpoint
         with unsharded(self.backbone), cached_weights(self.backbone, enabled=not recomputes):
             tokens = padding.compact(x)
             inputs = self.backbone.prepare(tokens, cache, padding.mask)
@@ -120,6 +126,7 @@ class ImplicitModel(nn.Module):
                 _start(tokens, config, gradient),
                 config,
                 gradient=gradient,
+                keep_value=not self.training,
                 need_cache=return_cache,
                 trace=trace,
                 callback=callback,
@@ -145,10 +152,14 @@ class ImplicitModel(nn.Module):
         return torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in self.parameters()))
 
 
+_EXAMPLE = "dq.SolveConfig(solver=dq.Anderson())"
+
+
 def _start(tokens: Sequence, config: SolveConfig, gradient: Gradient | None) -> Sequence:
     """Where the iteration begins; padding is zero in either case."""
     if config.start == "zero":
         return torch.zeros_like(tokens, requires_grad=False)
+    tokens = tokens.nan_to_num(0.0, 0.0, 0.0)  # a row that is not finite diverges alone
     # a fixed point does not depend on where its solve began: only a differentiated iteration does
     differentiated = gradient is not None and not isinstance(gradient, AttachedGradient)
     return tokens if differentiated else tokens.detach()
@@ -163,11 +174,10 @@ def _check_injection(inputs: Any, backbone: Backbone[Any]) -> None:
 
 
 def _check_sharded(gradient: Gradient | None, stop: Stop) -> None:
-    """Refuse a backward pass of a length of each process's own: they would wait for each other for ever."""
+    """Raise an error if processes could take different numbers of backward steps: sharded, they would deadlock."""
     own = gradient.stop if isinstance(gradient, Implicit) else stop if isinstance(gradient, Unrolled) else None
     if own is not None and own.check_every < own.max_steps:
         raise ValueError(
-            f"{type(gradient).__name__} with {own} takes as many steps backwards as the rows of each process need, "
-            "and processes that share a sharded backbone must take equally many: take Phantom or OneStep, or give "
-            "Stop.exactly(n)"
+            f"{type(gradient).__name__} with {own} can take a different number of backward steps in each process, "
+            "which deadlocks a sharded backbone: use Phantom, OneStep or Stop.exactly(n)"
         )

@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Int64, Shaped
 from torch import Tensor
 
+from deqseq.check import check_type
 from deqseq.solution import Solution
 from deqseq.types import Mask, Sequence
 
@@ -77,6 +78,7 @@ class Padding:
 
 def check_mask(mask: Tensor, tokens: Tensor) -> None:
     """Raise an error unless the mask marks one run of real tokens per row."""
+    check_type("mask", mask, Tensor)
     if mask.dtype != torch.bool or mask.shape != tokens.shape[:2]:
         raise ValueError(
             f"mask must be bool of shape {tuple(tokens.shape[:2])}, True at real tokens, got {mask.dtype} "

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from deqseq.backbones import Llama, LlamaConfig, Mamba2, Mamba2Config
+from deqseq.check import check_flag, check_integer, check_number, check_type
 from deqseq.config import SolveConfig
 from deqseq.models.causal_lm import CausalLM
 from deqseq.models.explicit import ExplicitModel
@@ -24,7 +25,7 @@ class LanguageModelSpec:
         embedding_dropout: probability that a number of an embedded token is zero in training, in [0, 1).
 
     Raises:
-        ValueError: a probability outside [0, 1).
+        TypeError, ValueError: names the field, what it got and what it wants.
 
     Example:
         >>> spec = LanguageModelSpec(10, Mamba2Config(d_model=16, d_state=4, headdim=8))
@@ -41,8 +42,14 @@ class LanguageModelSpec:
     embedding_dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.embedding_dropout < 1:
-            raise ValueError(f"embedding_dropout must lie in [0, 1), got {self.embedding_dropout!r}")
+        owner = type(self).__name__
+        check_integer(f"{owner}.vocab_size", self.vocab_size, 1)
+        check_type(f"{owner}.backbone", self.backbone, (Mamba2Config, LlamaConfig), "Mamba2Config(d_model=64)")
+        for name in ("solve", "eval_solve"):
+            check_type(f"{owner}.{name}", getattr(self, name), (SolveConfig, type(None)))
+        check_flag(f"{owner}.tied", self.tied)
+        check_number(f"{owner}.embedding_std", self.embedding_std, "[0, inf)")
+        check_number(f"{owner}.embedding_dropout", self.embedding_dropout, "[0, 1)")
 
     @property
     def kind(self) -> Literal["mamba2", "llama"]:

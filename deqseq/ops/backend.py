@@ -7,6 +7,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from deqseq.check import check_choice
 from deqseq.ops import fused
 
 Backend = Literal["auto", "reference", "mamba_ssm"]
@@ -26,8 +27,7 @@ def check_backend(backend: str) -> None:
     Raises:
         ValueError: names the choices.
     """
-    if backend not in get_args(Backend):
-        raise ValueError(f"backend must be one of {', '.join(map(repr, get_args(Backend)))}, got {backend!r}")
+    check_choice("backend", backend, get_args(Backend))
 
 
 def resolved(backend: Backend, x: Tensor) -> Literal["reference", "mamba_ssm"]:

@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from deqseq.check import check_integer, check_number
 from deqseq.solvers.base import Solver
 from deqseq.types import State
 
@@ -57,14 +58,10 @@ class Anderson(Solver[AndersonMemory]):
     ridge: float | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.memory, int):
-            raise ValueError(f"Anderson.memory must be an integer >= 2, got {self.memory!r}")
-        if self.memory < 2:
-            raise ValueError(f"Anderson.memory must be >= 2 (with 1, use Relaxed), got {self.memory!r}")
-        if not 0 < self.mixing <= 1:
-            raise ValueError(f"Anderson.mixing must lie in (0, 1], got {self.mixing!r}")
-        if self.ridge is not None and not self.ridge >= 0:
-            raise ValueError(f"Anderson.ridge must be >= 0 or None, got {self.ridge!r}")
+        check_integer("Anderson.memory", self.memory, 2)  # with 1 it would be Relaxed
+        check_number("Anderson.mixing", self.mixing, "(0, 1]")
+        if self.ridge is not None:
+            check_number("Anderson.ridge", self.ridge, "[0, inf)")
 
     def init(self, z0: State) -> AndersonMemory:
         return AndersonMemory((), (), z0.new_zeros(z0.shape[0], 0, 0, dtype=torch.float64))

@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from deqseq.check import check_integer
 from deqseq.solvers.base import Solver
 from deqseq.types import State
 
@@ -58,10 +59,7 @@ class Broyden(Solver[BroydenMemory | None]):
     memory: int = 16
 
     def __post_init__(self) -> None:
-        if not isinstance(self.memory, int):
-            raise ValueError(f"Broyden.memory must be an integer >= 1, got {self.memory!r}")
-        if self.memory < 1:
-            raise ValueError(f"Broyden.memory must be >= 1, got {self.memory!r}")
+        check_integer("Broyden.memory", self.memory, 1)
 
     def init(self, z0: State) -> None:
         return None

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from deqseq.check import check_number
 from deqseq.solvers.base import Solver
 from deqseq.types import State
 
@@ -36,8 +37,7 @@ class Relaxed(Solver[None]):
     damping: float = 0.8
 
     def __post_init__(self) -> None:
-        if not 0 < self.damping < 2:
-            raise ValueError(f"Relaxed.damping must lie in (0, 2), got {self.damping!r}")
+        check_number("Relaxed.damping", self.damping, "(0, 2)")
 
     def init(self, z0: State) -> None:
         return None

@@ -4,6 +4,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from deqseq.check import check_integer
+
 
 class Sweep(ABC):
     """A plan: the sizes of the chunks in which a sequence is solved, left to right.
@@ -68,8 +70,7 @@ class Chunked(Sweep):
     size: int
 
     def __post_init__(self) -> None:
-        if not isinstance(self.size, int) or self.size < 1:
-            raise ValueError(f"Chunked.size must be an integer >= 1, got {self.size!r}")
+        check_integer("Chunked.size", self.size, 1)
 
     def sizes(self, length: int) -> Iterable[int]:
         return [min(self.size, length - start) for start in range(0, length, self.size)]
@@ -119,8 +120,7 @@ class Sliding(Sweep):
     window: int = 8
 
     def __post_init__(self) -> None:
-        if not isinstance(self.window, int) or self.window < 1:
-            raise ValueError(f"Sliding.window must be an integer >= 1, got {self.window!r}")
+        check_integer("Sliding.window", self.window, 1)
 
     def sizes(self, length: int) -> Iterable[int]:
         """The largest commits there can be: whole windows. What is committed is decided while solving."""

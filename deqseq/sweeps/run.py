@@ -1,6 +1,7 @@
 """Solving a sequence by a sweep: one loop over chunks, and one over the positions of a window."""
 
 from dataclasses import replace
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -25,11 +26,20 @@ class TokenArgs(NamedTuple):
     mask: Mask | None = None
 
     def slice(self, start: int, stop: int, length: int) -> "TokenArgs":
-        """The tokens from ``start`` up to ``stop`` of ``length``, in memory of their own."""
+        """The tokens from ``start`` up to ``stop`` of ``length``, contiguous, and room for them in the cache."""
         cache = None if self.cache is None else self.cache.reserve(stop - start)
         if stop - start == length:
             return self._replace(cache=cache)
-        inputs, mask = map_tensors(lambda x: x[:, start:stop].contiguous(), (self.inputs, self.mask))
+
+        def part(x: Tensor) -> Tensor:
+            if x.ndim < 2 or x.shape[1] != length:
+                raise ValueError(
+                    f"Backbone.prepare must return tensors (batch, {length} tokens, ...), which a sweep can divide, "
+                    f"got one of shape {tuple(x.shape)}: expand it, or keep it as an attribute of the backbone"
+                )
+            return x[:, start:stop].contiguous()
+
+        inputs, mask = map_tensors(part, (self.inputs, self.mask))
         return TokenArgs(inputs, cache, mask)
 
 
@@ -37,8 +47,11 @@ def token_map(backbone: Backbone[Any], *, need_aux: bool = False) -> Any:
     """The map ``(z, TokenArgs) -> (f(z), aux)`` of a backbone; padding is zero in its value."""
 
     def f(z: State, args: TokenArgs) -> tuple[State, Any]:
-        value, aux = backbone(z, args.inputs, args.cache, need_aux=need_aux)
-        return value if args.mask is None else value.masked_fill(~args.mask[..., None], 0), aux
+        pair = backbone(z, args.inputs, args.cache, need_aux=need_aux)
+        if args.mask is None:
+            return pair
+        value, aux = pair
+        return value.masked_fill(~args.mask[..., None], 0), aux
 
     return f
 
@@ -53,53 +66,36 @@ def run_sweep(
     need_cache: bool = False,
     trace: bool = False,
     callback: Callback | None = None,
+    keep_value: bool = False,
 ) -> tuple[Solution, Cache | None]:
     """Solve for all tokens, and attach ``gradient``: over the whole sequence at once, however it was solved.
+
+    With ``keep_value``, an estimator that needs the fixed point alone gives the gradient, and not the value.
 
     Raises:
         ValueError: a trace, a stopping rule or a gradient that the sweep cannot offer, or a plan that does not fit the
             length.
         NotImplementedError: a backbone without ``advance`` that must commit tokens.
     """
-    if isinstance(config.sweep, Simultaneous):
-        return _together(backbone, args, z0, config, gradient, need_cache, trace, callback)
-    _check(config, gradient, trace)
-    run = _slide if isinstance(config.sweep, Sliding) else _chunks
-    with torch.no_grad():
-        solution, cache = run(backbone, args, z0, config, need_cache, callback)
-    if gradient is not None:
-        assert isinstance(gradient, AttachedGradient)
+    together = isinstance(config.sweep, Simultaneous)
+    if (need_cache or not together) and type(backbone).advance is Backbone.advance:
+        backbone.advance(None, None, 1)  # says what is missing, before anything is solved
+    if not together:
+        _check(config, gradient, trace)
+    attached = gradient if isinstance(gradient, AttachedGradient) and (keep_value or not together) else None
+    if isinstance(config.sweep, Sliding):
+        with torch.no_grad():
+            solution, cache = _slide(backbone, args, z0, config, need_cache, callback)
+    else:
+        inside = None if attached else gradient
+        solution, cache = _chunks(backbone, args, z0, config, need_cache, callback, trace, inside)
+    if attached is not None:
         if torch.is_autocast_enabled(z0.device.type):
             torch.clear_autocast_cache()  # older torch keeps casts made without a graph, which would cut weights off
         whole = args.slice(0, z0.shape[1], z0.shape[1])
-        value = gradient.attach_to(token_map(backbone), whole, z0, solution, has_aux=True)
-        solution = replace(solution, value=value)
+        value = attached.attach_to(token_map(backbone), whole, z0, solution, has_aux=True)
+        solution = replace(solution, value=solution.value + (value - value.detach()) if keep_value else value)
     return solution, cache
-
-
-def _together(
-    backbone: Backbone[Any],
-    args: TokenArgs,
-    z0: Sequence,
-    config: SolveConfig,
-    gradient: Gradient | None,
-    need_cache: bool,
-    trace: bool,
-    callback: Callback | None,
-) -> tuple[Solution, Cache | None]:
-    """Solve all tokens at once; statistics are per row."""
-    f, length = token_map(backbone, need_aux=need_cache), z0.shape[1]
-    args = args.slice(0, length, length)
-    call: SolveCall = {"args": args, "has_aux": True, "solver": config.solver, "stop": config.stop}
-    call["trace"], call["callback"] = trace, callback
-    if gradient is None:
-        with torch.no_grad():  # attention then writes its keys in place
-            solution = solve(f, z0, **call)
-    else:
-        solution = gradient.apply(f, z0, **call)
-    cache = advance(backbone, args, solution.aux, length) if need_cache else None
-    stats = replace(solution.stats, updates=solution.stats.updates[:, None].expand(-1, length))
-    return replace(solution, aux=None, stats=stats), cache
 
 
 def _chunks(
@@ -109,22 +105,30 @@ def _chunks(
     config: SolveConfig,
     need_cache: bool,
     callback: Callback | None,
+    trace: bool = False,
+    gradient: Gradient | None = None,
 ) -> tuple[Solution, Cache | None]:
-    """Solve chunk after chunk, each to its end before the next begins."""
+    """Solve chunk after chunk, each to its end before the next begins; one chunk may be solved with its gradient."""
     solutions: list[Solution] = []
     start, length = 0, z0.shape[1]
     for size in _checked_sizes(config.sweep, length):
         end = start + size
         commits = need_cache or end < length
-        chunk = args.slice(start, end, length)
+        chunk, f = args.slice(start, end, length), token_map(backbone, need_aux=commits)
         call: SolveCall = {"args": chunk, "has_aux": True, "solver": config.solver, "stop": config.stop}
-        f = token_map(backbone, need_aux=commits)
-        solution = solve(f, z0[:, start:end].contiguous(), callback=callback, **call)
+        call["trace"], call["callback"] = trace, callback
+        z = z0[:, start:end].contiguous()
+        if gradient is not None:
+            solution = gradient.apply(f, z, **call)
+        else:
+            with torch.no_grad():  # attention then writes its keys in place
+                solution = solve(f, z, **call)
         if commits:
             args = args._replace(cache=advance(backbone, chunk, solution.aux, size))
-        solutions.append(solution)
+        solutions.append(replace(solution, aux=None))
         start = end
-    return _joined(solutions), args.cache if need_cache else None
+    cache = args.cache if need_cache else None
+    return (_per_row if isinstance(config.sweep, Simultaneous) else _joined)(solutions), cache
 
 
 def _slide(
@@ -149,7 +153,7 @@ def _slide(
             args = args._replace(cache=advance(backbone, window, end.aux, count))
         proposal, _ = next_point(config.solver, end.z, end.fz, end.state)
         suffix = proposal[:, count:]
-        z = torch.cat([monitor.freeze(suffix, suffix), z0[:, entered : entered + count]], dim=1)
+        z = torch.cat([monitor.without_diverged(suffix), z0[:, entered : entered + count]], dim=1)
         entered += count
     return monitor.solution(), args.cache if need_cache else None
 
@@ -164,7 +168,9 @@ def advance(backbone: Backbone[Any], args: TokenArgs, aux: Any, tokens: int) -> 
 def _check(config: SolveConfig, gradient: Gradient | None, trace: bool) -> None:
     sweep = config.sweep
     if trace:
-        raise ValueError(f"trace=True needs the Simultaneous sweep, got {sweep}: chunks have traces of their own")
+        raise ValueError(
+            f"trace=True needs the Simultaneous sweep, got {sweep}: other sweeps keep no trace; use callback="
+        )
     if gradient is not None and not isinstance(gradient, AttachedGradient):
         raise ValueError(
             f"{type(gradient).__name__} differentiates the iteration itself and needs the Simultaneous sweep, got "
@@ -175,10 +181,17 @@ def _check(config: SolveConfig, gradient: Gradient | None, trace: bool) -> None:
 
 
 def _checked_sizes(sweep: Sweep, length: int) -> list[int]:
-    sizes = list(sweep.sizes(length))
+    sizes = list(islice(sweep.sizes(length), length + 1))
     if min(sizes, default=0) < 1 or sum(sizes) != length:
         raise ValueError(f"{sweep}.sizes({length}) must be numbers >= 1 that add up to {length}, got {sizes}")
     return sizes
+
+
+def _per_row(solutions: list[Solution]) -> Solution:
+    """The one solution of all tokens: statistics per row, but updates, which models count per token."""
+    (solution,) = solutions
+    updates = solution.stats.updates[:, None].expand(-1, solution.value.shape[1])
+    return replace(solution, stats=replace(solution.stats, updates=updates))
 
 
 def _joined(solutions: list[Solution]) -> Solution:

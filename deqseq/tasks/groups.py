@@ -10,6 +10,9 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
+from deqseq.check import check_integer, check_type
+from deqseq.tasks.tables import check_table, product_table, reached
+
 Label = int | str | tuple
 MAX_ORDER = 1024  # S6 has 720 elements; the table of S7 alone would take 200 MB
 MAX_SUBSETS = 10_000  # that `generators` tries before it gives up: a second or two at order 240
@@ -46,11 +49,15 @@ class FiniteMonoid:
     _content: bytes = field(init=False, repr=False)
 
     def __post_init__(self):
+        check_type("FiniteMonoid.name", self.name, str)
+        check_type("FiniteMonoid.elements", self.elements, tuple)
+        check_type("FiniteMonoid.table", self.table, Tensor)
+        check_integer("FiniteMonoid.identity", self.identity, 0)
         # A private copy that cannot change after the check; its bytes represent it in == and hash.
         object.__setattr__(self, "table", self.table.detach().cpu().clone())
         object.__setattr__(self, "_content", self.table.numpy().tobytes())
-        _check_table(self.name, self.elements, self.table, self.identity)
-        if self.factors and not torch.equal(self.table, _product_table(self.factors)):
+        check_table(self.name, self.elements, self.table, self.identity)
+        if self.factors and not torch.equal(self.table, product_table(tuple(factor.table for factor in self.factors))):
             raise ValueError(f"{self.name}: table is not that of the direct product of its factors.")
 
     @property
@@ -71,6 +78,7 @@ class FiniteMonoid:
 
     def inverse(self, element: int) -> int:
         """Id of the inverse of `element` (an id); ValueError if it has none."""
+        check_integer("element", element, 0, self.order - 1)
         found = (self.table[element] == self.identity).nonzero()
         if len(found) == 0:
             raise ValueError(f"{self.elements[element]!r} has no inverse in {self.name}.")
@@ -86,7 +94,8 @@ class FiniteMonoid:
 
     def closure(self, subset: Iterable[int]) -> tuple[int, ...]:
         """Ids, ascending, of all products of elements of `subset` (ids), the empty product included."""
-        return tuple(_reached(self.table, self.identity, subset).nonzero().flatten().tolist())
+        subset = check_ids("subset", subset, self)
+        return tuple(reached(self.table, self.identity, subset).nonzero().flatten().tolist())
 
 
 def symmetric(n: int) -> FiniteMonoid:
@@ -126,7 +135,7 @@ def cyclic(n: int) -> FiniteMonoid:
         >>> int(cyclic(5).table[3, 4])
         2
     """
-    _check_size("n of the cyclic group", n, MAX_ORDER)
+    check_integer("n", n, 1, MAX_ORDER)
     numbers = torch.arange(n)
     return FiniteMonoid(f"Z{n}", tuple(range(n)), (numbers[:, None] + numbers) % n, identity=0)
 
@@ -147,16 +156,18 @@ def direct_product(*factors: FiniteMonoid) -> FiniteMonoid:
         >>> direct_product(cyclic(2), cyclic(2)).elements
         ((0, 0), (0, 1), (1, 0), (1, 1))
     """
+    for factor in factors:
+        check_type("factors", factor, FiniteMonoid, "cyclic(2)")
     flat = tuple(part for factor in factors for part in (factor.factors or (factor,)))
     if not flat:
         raise ValueError("direct_product() needs at least one factor, got none.")
     if len(flat) == 1:
         return flat[0]
     name = "x".join(factor.name for factor in flat)
-    _check_size(f"The order of {name}", math.prod(factor.order for factor in flat), MAX_ORDER)
+    check_integer(f"the order of {name}", math.prod(factor.order for factor in flat), 1, MAX_ORDER)
     elements = tuple(itertools.product(*(factor.elements for factor in flat)))
     identity = elements.index(tuple(factor.elements[factor.identity] for factor in flat))
-    return FiniteMonoid(name, elements, _product_table(flat), identity, factors=flat)
+    return FiniteMonoid(name, elements, product_table(tuple(factor.table for factor in flat)), identity, factors=flat)
 
 
 def aperiodic_monoid() -> FiniteMonoid:
@@ -198,10 +209,12 @@ def generators(monoid: FiniteMonoid, count: int) -> tuple[int, ...]:
         >>> [a5.elements[g] for g in generators(a5, 2)]
         [(2, 3, 4, 5, 1), (2, 3, 1, 4, 5)]
     """
+    check_type("monoid", monoid, FiniteMonoid, "alternating(5)")
+    check_integer("count", count, 1, monoid.order)
     others = [a for a in range(monoid.order) if a != monoid.identity]
     subsets = itertools.chain(_family_generators(monoid), itertools.combinations(others, count))
     for subset in itertools.islice(subsets, MAX_SUBSETS):
-        if len(subset) == count and _reached(monoid.table, monoid.identity, subset).all():
+        if len(subset) == count and reached(monoid.table, monoid.identity, subset).all():
             return subset
     raise ValueError(f"Found no {count} elements that generate {monoid.name} in up to {MAX_SUBSETS} subsets.")
 
@@ -220,10 +233,11 @@ def parse_group(name: str) -> FiniteMonoid:
         >>> parse_group("A5xM").order
         240
     """
+    check_type("name", name, str)
     families = {"Z": cyclic, "S": symmetric, "A": alternating}
     if not re.fullmatch(r"([ZSA][0-9]+|M)(x([ZSA][0-9]+|M))*", name):
         known = '"Z2", "S3", "A5" (any number), "M" (aperiodic monoid), products as "Z2xZ3" or "A5xM"'
-        raise ValueError(f"Unknown group {name!r}; understood are {known}.")
+        raise ValueError(f"name must be a group such as {known}, got {name!r}")
     parts = name.split("x")
     return direct_product(*(families[p[0]](int(p[1:])) if p != "M" else aperiodic_monoid() for p in parts))
 
@@ -240,13 +254,16 @@ def _family_generators(monoid: FiniteMonoid) -> list[tuple[int, ...]]:
     return []
 
 
-def _check_size(what: str, size: int, largest: int) -> None:
-    if not 1 <= size <= largest:
-        raise ValueError(f"{what} must be 1 to {largest} (tables stop at {MAX_ORDER} elements), got {size}.")
+def check_ids(name: str, ids: Iterable[int], monoid: FiniteMonoid) -> tuple[int, ...]:
+    """The ids of elements as a tuple; anything else is an error."""
+    check_type(name, ids, Iterable)
+    for element in (known := tuple(ids)):
+        check_integer(name, element, 0, monoid.order - 1)
+    return known
 
 
 def _permutation_group(family: str, n: int, *, even_only: bool) -> FiniteMonoid:
-    _check_size(f"n of {family}_n", n, 6)
+    check_integer("n", n, 1, 6)  # the table of S7 would be too large
     points = torch.tensor(list(itertools.permutations(range(n))))
     if even_only:
         inversions = (points[:, :, None] > points[:, None, :]).triu(diagonal=1).sum((1, 2))
@@ -256,45 +273,3 @@ def _permutation_group(family: str, n: int, *, even_only: bool) -> FiniteMonoid:
     composed = points[:, points]  # [a, b, i] = a(b(i))
     table = torch.searchsorted((points * place).sum(-1), (composed * place).sum(-1))
     return FiniteMonoid(f"{family}{n}", tuple(map(tuple, (points + 1).tolist())), table, identity=0)
-
-
-def _product_table(factors: tuple[FiniteMonoid, ...]) -> Int64[Tensor, "order order"]:
-    table = factors[0].table
-    for factor in factors[1:]:  # the id of (a, b) is a * order + b
-        first = torch.kron(table * factor.order, torch.ones_like(factor.table))
-        table = first + factor.table.repeat(table.shape)
-    return table
-
-
-def _reached(table: Tensor, identity: int, subset: Iterable[int]) -> Tensor:
-    """Mask of the elements that the products ((a ∘ b) ∘ c) ∘ ... of elements of `subset` reach."""
-    reached = torch.zeros(len(table), dtype=torch.bool)
-    steps, frontier = table[:, list(subset)], torch.tensor([identity])
-    while len(frontier):
-        reached[frontier] = True
-        following = steps[frontier].flatten()
-        frontier = following[~reached[following]].unique()  # or repeats multiply, round after round
-    return reached
-
-
-def _check_table(name: str, labels: tuple[Label, ...], table: Tensor, identity: int) -> None:
-    order = len(labels)
-    if order == 0 or len(set(labels)) != order:
-        raise ValueError(f"{name}: elements must be distinct and at least one, got {labels!r}.")
-    if table.shape != (order, order) or table.dtype != torch.int64:
-        got = f"{table.dtype} {tuple(table.shape)}"
-        raise ValueError(f"{name}: table must be torch.int64 {(order, order)}, got {got}.")
-    if table.min() < 0 or table.max() >= order:
-        raise ValueError(f"{name}: table must hold ids 0 to {order - 1}, got {table.min()} to {table.max()}.")
-    both_sides = torch.stack([table[identity % order], table[:, identity % order]])
-    if not 0 <= identity < order or not (both_sides == torch.arange(order)).all():
-        raise ValueError(f"{name}: the element with id {identity} is not the identity.")
-    # Light's test: in a table that `probes` generate, associativity with a probe in the middle is enough.
-    probes: list[int] = []
-    while not (reached := _reached(table, identity, probes)).all():
-        probes.append(int((~reached).nonzero()[0]))
-    for middle in probes:
-        wrong = (table[table[:, middle]] != table[:, table[middle]]).nonzero().tolist()
-        if wrong:
-            a, b, c = labels[wrong[0][0]], labels[middle], labels[wrong[0][1]]
-            raise ValueError(f"{name} is not associative: ({a} ∘ {b}) ∘ {c} != {a} ∘ ({b} ∘ {c}).")

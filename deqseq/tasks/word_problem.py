@@ -1,7 +1,7 @@
 """The word problem: given a sequence of group elements, predict every prefix product."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -9,7 +9,8 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from deqseq.tasks.groups import FiniteMonoid, alternating, aperiodic_monoid, direct_product
+from deqseq.check import check_integer, check_number, check_type
+from deqseq.tasks.groups import FiniteMonoid, alternating, aperiodic_monoid, check_ids, direct_product
 
 
 class WordBatch(NamedTuple):
@@ -64,12 +65,13 @@ class WordProblem:
     identity_probability: float = 0.0
 
     def __post_init__(self):
+        check_type("WordProblem.monoid", self.monoid, FiniteMonoid, "alternating(5)")
+        check_number("WordProblem.identity_probability", self.identity_probability, "[0, 1]")
         if self.inputs is not None:
+            check_type("WordProblem.inputs", self.inputs, Iterable, "(0, 1)")
             object.__setattr__(self, "inputs", tuple(self.inputs))  # hashable and immutable
             _check_inputs(self.inputs, self.monoid)
         p = self.identity_probability
-        if not 0.0 <= p <= 1.0:
-            raise ValueError(f"identity_probability must be from 0 to 1, got {p}.")
         if p > 0.0 and not any(factor.is_group for factor in _factors(self.monoid)):
             name = self.monoid.name
             raise ValueError(f"identity_probability must be 0 for {name}, which has no group factor, got {p}.")
@@ -104,8 +106,9 @@ class WordProblem:
         Raises:
             ValueError: If `batch` or `length` is below 1, or the generator is not on the CPU.
         """
-        _check_positive("batch", batch)
-        _check_positive("length", length)
+        check_integer("batch", batch, 1)
+        check_integer("length", length, 1)
+        check_type("generator", generator, torch.Generator, "torch.Generator().manual_seed(0)")
         if generator.device.type != "cpu":
             raise ValueError(f"generator must be on the CPU (move the result by device=), got {generator.device}.")
         ids = torch.tensor(self.input_ids)
@@ -137,12 +140,13 @@ class WordProblem:
             >>> next(stream).targets.shape[1] in (8, 16)
             True
         """
-        lengths = (length,) if isinstance(length, int) else tuple(length)
+        check_type("length", length, (int, Iterable))
+        lengths = tuple(length) if isinstance(length, Iterable) else (length,)
         if not lengths:
             raise ValueError("length must name at least one length, got none.")
         for candidate in lengths:
-            _check_positive("length", candidate)
-        _check_positive("batch", batch)
+            check_integer("length", candidate, 1)
+        check_integer("batch", batch, 1)
         generator = _seeded(seed, stream=0)
 
         def draw() -> WordBatch:
@@ -173,7 +177,7 @@ class WordProblem:
             >>> bool((data.inputs.cumsum(1) % 2 == data.targets).all())
             True
         """
-        _check_positive("size", size)
+        check_integer("size", size, 1)
         return self.sample(size, length, generator=_seeded(seed, stream=1), device=device)
 
 
@@ -218,6 +222,12 @@ def prefix_products(monoid: FiniteMonoid, tokens: Int64[Tensor, "batch length"])
         >>> prefix_products(cyclic(5), torch.tensor([[3, 4, 1]]))
         tensor([[3, 2, 3]])
     """
+    check_type("monoid", monoid, FiniteMonoid, "cyclic(5)")
+    check_type("tokens", tokens, Tensor)
+    if tokens.ndim != 2 or tokens.numel() == 0 or tokens.dtype != torch.int64:
+        raise ValueError(f"tokens must be int64 (batch, length), got {tokens.dtype} {tuple(tokens.shape)}")
+    if tokens.device.type != "meta" and not 0 <= int(tokens.min()) <= int(tokens.max()) < monoid.order:
+        raise ValueError(f"tokens must lie in 0..{monoid.order - 1}, got {int(tokens.min())}..{int(tokens.max())}")
     return _scan(monoid.table.to(tokens.device), tokens)
 
 
@@ -250,21 +260,13 @@ def _without_group_part(monoid: FiniteMonoid) -> Int64[Tensor, "order"]:
 
 def _seeded(seed: int, *, stream: int) -> torch.Generator:
     # Even seeds for training, odd ones for evaluation: the same seed must not give the same data for both.
-    if not 0 <= seed < 2**62:
-        raise ValueError(f"seed must be from 0 to 2**62 - 1, got {seed}.")
+    check_integer("seed", seed, 0, 2**62 - 1)
     return torch.Generator().manual_seed(2 * seed + stream)
-
-
-def _check_positive(name: str, value: int) -> None:
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}.")
 
 
 def _check_inputs(inputs: Sequence[int] | None, monoid: FiniteMonoid) -> None:
     if not inputs:
         raise ValueError("inputs must name at least one element id, got none (None draws from all elements).")
-    for element in inputs:
-        if not 0 <= element < monoid.order:
-            raise ValueError(f"inputs must be element ids of {monoid.name}, 0 to {monoid.order - 1}, got {element}.")
+    check_ids("WordProblem.inputs", inputs, monoid)
     if len(set(inputs)) != len(inputs):
         raise ValueError(f"inputs must not repeat an id, got {tuple(inputs)}.")

@@ -3,8 +3,10 @@
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
+from numbers import Integral, Real
 from typing import Any, Literal, get_args
 
+from deqseq.check import check_choice, check_type
 from deqseq.training.phase import Phase
 
 Unit = Literal["fraction", "steps", "tokens"]
@@ -44,8 +46,10 @@ class Curriculum:
     unit: Unit = "fraction"
 
     def __post_init__(self) -> None:
-        if self.unit not in get_args(Unit):
-            raise ValueError(f"Curriculum.unit must be one of {get_args(Unit)}, got {self.unit!r}")
+        check_choice("Curriculum.unit", self.unit, get_args(Unit))
+        check_type("Curriculum.phases", self.phases, (tuple, list), "(bounded(), free())")
+        for phase in self.phases:
+            check_type("Curriculum.phases", phase, Phase, "free()")
         self._check_ends([phase.until for phase in self.phases])
         names = [phase.name for phase in self.phases]
         if len(set(names)) < len(names):
@@ -135,9 +139,9 @@ class Curriculum:
         return "a fraction in [0, 1]" if self.unit == "fraction" else f"a whole number of {self.unit}"
 
     def _is_amount(self, value: float | int) -> bool:
-        if self.unit == "fraction":
-            return 0 <= value <= 1
-        return isinstance(value, int) and value >= 0
+        if isinstance(value, bool) or not isinstance(value, Real):
+            return False
+        return 0 <= value <= 1 if self.unit == "fraction" else isinstance(value, Integral) and value >= 0
 
     def _check_ends(self, ends: list[float | int | None]) -> None:
         whole = 1 if self.unit == "fraction" else math.inf

@@ -1,8 +1,11 @@
 """A training run whose loss is not finite stops before the weights are updated."""
 
 import math
+from numbers import Real
 
 from torch import Tensor
+
+from deqseq.check import check_integer, check_type
 
 
 class NonFiniteLoss(FloatingPointError):
@@ -44,7 +47,8 @@ def check_finite(
 
     Raises:
         NonFiniteLoss: says where.
-        ValueError: None, or a tensor of several numbers.
+        TypeError: no number; None, for a model that was given no targets.
+        ValueError: a tensor of several numbers.
 
     Example:
         >>> import torch
@@ -55,10 +59,15 @@ def check_finite(
         deqseq.training.guard.NonFiniteLoss: the loss is nan after step 3 in phase 'free': stopped before the weights
         are updated
     """
+    check_integer("step", step, 0)
+    check_type("phase", phase, (str, type(None)))
     if value is None:
-        raise ValueError(f"the {quantity} must be a number, got None: a model returns its loss if it is given targets")
+        raise TypeError(f"value must be the {quantity}, got None: a model returns its loss if it is given targets")
+    check_type("value", value, (Tensor, Real))
+    if isinstance(value, bool):
+        raise TypeError(f"value must be the {quantity}, one number, got {value}")
     if isinstance(value, Tensor) and value.numel() != 1:
-        raise ValueError(f"the {quantity} must be one number, got a tensor of shape {tuple(value.shape)}")
+        raise ValueError(f"value must be the {quantity}, one number, got a tensor of shape {tuple(value.shape)}")
     number = float(value.detach() if isinstance(value, Tensor) else value)
     if not math.isfinite(number):
         raise NonFiniteLoss(quantity, number, step, phase)

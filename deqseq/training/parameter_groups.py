@@ -1,10 +1,10 @@
 """Which parameters are decayed."""
 
-import math
 from typing import Any
 
 from torch import nn
 
+from deqseq.check import check_number, check_type
 from deqseq.layers.rms_norm import GatedRMSNorm, RMSNorm
 
 NORMS = (RMSNorm, GatedRMSNorm, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
@@ -53,8 +53,8 @@ def parameter_groups(model: nn.Module, weight_decay: float | int = 0.1) -> list[
         >>> [(group["weight_decay"], len(group["params"])) for group in optimizer.param_groups]
         [(0.1, 8), (0.0, 14)]
     """
-    if not 0 <= weight_decay < math.inf:
-        raise ValueError(f"weight_decay must be a finite number >= 0, got {weight_decay!r}")
+    check_type("model", model, nn.Module)
+    check_number("weight_decay", weight_decay, "[0, inf)")
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if parameter.requires_grad:

@@ -1,12 +1,12 @@
 """One phase of training as data: how the fixed point is solved and differentiated, and until when."""
 
-import math
 from dataclasses import dataclass, replace
 
 from torch import nn
 
-from deqseq.config import SolveConfig, check_config
-from deqseq.gradients import Phantom, Unrolled
+from deqseq.check import check_integer, check_number, check_type
+from deqseq.config import SolveConfig
+from deqseq.gradients import Gradient, Phantom, Unrolled
 from deqseq.models.explicit import ExplicitModel
 from deqseq.models.implicit import ImplicitModel
 from deqseq.stop import Stop
@@ -40,14 +40,13 @@ class Phase:
     eval_solve: SolveConfig | None = None
 
     def __post_init__(self) -> None:
+        check_type("Phase.name", self.name, str)
         if not self.name:
-            raise ValueError("Phase.name must not be empty")
-        check_config("Phase.solve", self.solve)
-        if self.eval_solve is not None:
-            check_config("Phase.eval_solve", self.eval_solve)
-        end = self.until
-        if end is not None and (isinstance(end, bool) or not 0 < end < math.inf):
-            raise ValueError(f"Phase.until must be a number above 0, or None for the end of the run, got {end!r}")
+            raise ValueError("Phase.name must not be empty, got ''")
+        if self.until is not None:
+            check_number("Phase.until", self.until, "(0, inf)")
+        check_type("Phase.solve", self.solve, SolveConfig, "dq.SolveConfig(stop=dq.Stop(rtol=0.05))")
+        check_type("Phase.eval_solve", self.eval_solve, (SolveConfig, type(None)))
 
     def apply(self, model: nn.Module) -> None:
         """Make every implicit model inside train this way from now on.
@@ -62,6 +61,7 @@ class Phase:
         Raises:
             TypeError: there is neither inside.
         """
+        check_type("model", model, nn.Module, "dq.CausalLM(...)")
         parts = list(model.modules())
         implicit = [part for part in parts if isinstance(part, ImplicitModel)]
         if not implicit and not any(isinstance(part, ExplicitModel) for part in parts):
@@ -112,8 +112,10 @@ def bounded(
         >>> bounded(4, 1).solve.stop.max_steps, bounded(4, 1).eval_solve.stop.max_steps
         (4, 16)
     """
+    check_integer("steps", steps, 1)
+    check_integer("phantom", phantom, 1)
     gradient = Phantom(phantom, damping, checkpoint)
-    return _phase(name, until, replace(base, stop=Stop.exactly(steps), gradient=gradient), eval_base)
+    return _phase(name, until, base, eval_base, Stop.exactly(steps), gradient)
 
 
 def free(
@@ -157,10 +159,10 @@ def free(
         >>> free(32).solve.stop.max_steps, free(32).eval_solve.stop.max_steps, free(32).solve.gradient.steps
         (32, 128, 4)
     """
+    check_integer("budget", budget, 1)
+    check_integer("phantom", phantom, 1)
     gradient = Phantom(phantom, damping, checkpoint)
-    return _phase(
-        name, until, replace(base, stop=Stop(rtol=rtol, max_steps=budget), gradient=gradient), eval_base, rtol
-    )
+    return _phase(name, until, base, eval_base, Stop(rtol=rtol, max_steps=budget), gradient, rtol)
 
 
 def unrolled(
@@ -196,12 +198,21 @@ def unrolled(
         >>> unrolled(8, until=0.4).solve.gradient
         Unrolled(checkpoint=False)
     """
-    return _phase(name, until, replace(base, stop=Stop.exactly(steps), gradient=Unrolled(checkpoint)), eval_base)
+    return _phase(name, until, base, eval_base, Stop.exactly(steps), Unrolled(checkpoint))
 
 
 def _phase(
-    name: str, until: float | int | None, solve: SolveConfig, eval_base: SolveConfig | None, eval_rtol: float = 0.05
+    name: str,
+    until: float | int | None,
+    base: SolveConfig,
+    eval_base: SolveConfig | None,
+    stop: Stop,
+    gradient: Gradient,
+    eval_rtol: float = 0.05,
 ) -> Phase:
     """A phase whose budget in eval mode is four times that of training, as in the paper."""
-    stop = Stop(rtol=eval_rtol, max_steps=4 * solve.stop.max_steps)
-    return Phase(name, until, solve, replace(eval_base or solve, stop=stop, gradient=solve.gradient))
+    check_type("base", base, SolveConfig, "dq.SolveConfig(sweep=dq.Sliding(8))")
+    check_type("eval_base", eval_base, (SolveConfig, type(None)), "dq.SolveConfig(sweep=dq.Sliding(8))")
+    solve = replace(base, stop=stop, gradient=gradient)
+    eval_stop = Stop(rtol=eval_rtol, max_steps=4 * stop.max_steps)
+    return Phase(name, until, solve, replace(eval_base or base, stop=eval_stop, gradient=gradient))

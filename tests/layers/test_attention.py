@@ -56,9 +56,9 @@ def test_rotary_scaling_leaves_high_frequencies_and_divides_low_ones():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"factor": 0.5}, "factor must be >= 1, got 0.5"),
-        ({"low_freq_factor": 4.0}, "low_freq_factor < high_freq_factor, got 4.0 and 4.0"),
-        ({"original_length": 0}, "original_length must be >= 1, got 0"),
+        ({"factor": 0.5}, r"factor must be .*\[1, inf\), got 0.5"),
+        ({"low_freq_factor": 4.0}, "high_freq_factor must be .* got 4.0"),
+        ({"original_length": 0}, "original_length must be .* got 0"),
     ],
 )
 def test_bad_rotary_scaling_is_named(arguments, message):

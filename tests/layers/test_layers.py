@@ -75,7 +75,7 @@ def test_conv_state_after_a_count_of_each_row():
 
 
 def test_conv_rejects_an_empty_kernel():
-    with pytest.raises(ValueError, match=r"kernel_size must be >= 1, got 0"):
+    with pytest.raises(ValueError, match=r"kernel_size must be .* got 0"):
         CausalConv1d(3, 0)
 
 

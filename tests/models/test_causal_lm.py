@@ -69,7 +69,7 @@ def test_embedded_tokens_are_dropped_once_and_in_training_alone():
     lm.eval()
     assert torch.equal(lm(IDS).logits, lm.logits(lm.model(lm.embedding(IDS)).value))
     for p in (1.0, -0.1, float("nan")):
-        with pytest.raises(ValueError, match=r"embedding_dropout must lie in \[0, 1\)"):
+        with pytest.raises(ValueError, match=r"embedding_dropout must .*\[0, 1\)"):
             dq.CausalLM(9, lm.model, embedding_dropout=p)
 
 
@@ -109,7 +109,7 @@ def test_an_explicit_model_drops_out():
     [
         ({"labels": IDS, "targets": IDS}, ValueError, "labels .* or targets .*, not both"),
         ({"sweeep": dq.Sequential()}, TypeError, "'sweeep'; did you mean 'sweep'"),
-        ({"labels": IDS + 3}, ValueError, r"labels must lie in 0\.\.10"),
+        ({"labels": IDS + 3}, ValueError, r"labels .*must lie in 0\.\.10"),
         ({"targets": torch.full_like(IDS, -100)}, ValueError, "targets leave nothing to score"),
     ],
     ids=["two answers", "a misspelt option", "outside the vocabulary", "nothing to score"],

@@ -174,10 +174,10 @@ class TestSampler:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"temperature": -1.0}, "temperature must be .*>= 0, got -1.0"),
-            ({"temperature": float("nan")}, "temperature must be .*>= 0, got nan"),
+            ({"temperature": -1.0}, "temperature must be .* got -1.0"),
+            ({"temperature": float("nan")}, "temperature must be .* got nan"),
             ({"temperature": 1.0, "top_k": 0}, "top_k must be .*>= 1, got 0"),
-            ({"temperature": 1.0, "top_p": 0.0}, r"top_p must lie in \(0, 1\], got 0.0"),
+            ({"temperature": 1.0, "top_p": 0.0}, r"top_p must .*\(0, 1\], got 0.0"),
             ({"top_k": 3}, "top_k and top_p need a temperature above 0"),
         ],
         ids=str,
@@ -191,9 +191,9 @@ class TestSampler:
     ("options", "error", "message"),
     [
         ({"max_new_tokens": 0}, ValueError, "max_new_tokens must be .*>= 1, got 0"),
-        ({"max_new_tokens": 2, "stop_tokens": [13]}, ValueError, r"stop_tokens must lie in 0\.\.12, got \(13,\)"),
+        ({"max_new_tokens": 2, "stop_tokens": [13]}, ValueError, r"stop_tokens must .* 0\.\.12, got 13"),
         ({"max_new_tokens": 2, "sovler": None}, TypeError, "'sovler'; did you mean 'solver'"),
-        ({"max_new_tokens": 2, "temperature": 1.0, "top_p": 2.0}, ValueError, "top_p must lie in"),
+        ({"max_new_tokens": 2, "temperature": 1.0, "top_p": 2.0}, ValueError, "top_p must"),
     ],
     ids=str,
 )
@@ -206,3 +206,27 @@ def test_bad_calls_are_named(options, error, message):
 def test_an_explicit_model_solves_nothing(option):
     with pytest.raises(TypeError, match=next(iter(option))):
         language_model(contractive_mamba2, implicit=False).generate(PROMPT, max_new_tokens=2, **option)
+
+
+def test_a_temperature_near_zero_takes_the_best():
+    logits = torch.tensor([[1.0, 3.0, 2.0], [-1e30, 0.0, 1e30]])
+    assert Sampler(temperature=1e-40).choose(logits, torch.tensor([0.99, 0.5])).tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("make", [dq.ImplicitModel, dq.ExplicitModel])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_finite_are_an_error(make, temperature):
+    lm = dq.CausalLM(5, make(dq.Affine(4)), tied=False)
+    torch.nn.init.constant_(lm.head.weight, torch.nan)
+    with pytest.raises(ValueError, match=r"logits of rows \[0, 1\] are not finite"):
+        lm.generate(torch.tensor([[1], [2]]), max_new_tokens=2, temperature=temperature)
+
+
+def test_the_models_own_sweep_solves_the_prompt(lm, shapes):
+    rows = dq.SolveConfig(stop=dq.Stop(norm="frobenius"))
+    lm.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=1, solve=rows)  # a window needs norms per token
+    assert {shape[1] for shape in shapes} == {3}
+    shapes.clear()
+    lm.model.solve = dq.SolveConfig(sweep=dq.Sequential())
+    lm.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=1)
+    assert {shape[1] for shape in shapes} == {1}

@@ -44,7 +44,7 @@ def test_gradients_wanted_inside_a_call_without_any_are_an_error():
         with torch.enable_grad():
             lm(ids, labels=ids)
 
-    with pytest.raises(RuntimeError, match=r"lose them here; wrap it in torch.no_grad\(\)"):
+    with pytest.raises(RuntimeError, match=r"lost here: wrap this call in torch.no_grad\(\)"):
         lm.generate(ids, max_new_tokens=1, callback=train)
     lm(ids, labels=ids).loss.backward()
     assert all(p.grad is not None for p in lm.parameters())
@@ -124,30 +124,37 @@ class TestCaches:
         output.value.detach().zero_()
         assert torch.equal(output.cache.previous, before)
 
+    @pytest.mark.usefixtures("unchecked")
     @pytest.mark.parametrize(
         ("make", "other", "rows", "error", "message"),
         [
-            (contractive_llama, lambda: contractive_llama(n_kv_heads=1), 2, ValueError, r"\(2, 2\), got \(1, 2\)"),
-            (contractive_llama, contractive_mamba2, 2, TypeError, "be a LlamaCache, got Mamba2Cache"),
-            (contractive_llama, contractive_llama, 3, ValueError, "2 rows, .* got 2 layers and 3 rows"),
-            (contractive_mamba2, lambda: contractive_mamba2(d_state=8), 2, ValueError, "conv states of shape"),
-            (contractive_mamba2, lambda: contractive_mamba2(n_layers=1), 2, ValueError, "2 layers .* got 1 layers"),
-            (contractive_mamba2, contractive_mamba2, 3, ValueError, "2 rows, .* got 2 layers and 3 rows"),
-            (contractive_mamba2, affine, 2, TypeError, "be a Mamba2Cache, got AffineCache"),
-            (affine, contractive_mamba2, 2, TypeError, "be an AffineCache, got Mamba2Cache"),
-            (affine, affine, 3, ValueError, r"the 2 rows of its input .* got \(3, 8\)"),
+            (
+                contractive_llama,
+                lambda: contractive_llama(n_kv_heads=1),
+                2,
+                ValueError,
+                r"\(2, 2, None, 2\).*got.*\(2, 1, ",
+            ),
+            (contractive_llama, contractive_mamba2, 2, TypeError, "be a LlamaCache .*got Mamba2Cache"),
+            (contractive_llama, contractive_llama, 3, ValueError, r"rows of its input.* got .*\(3, "),
+            (
+                contractive_mamba2,
+                lambda: contractive_mamba2(d_state=8),
+                2,
+                ValueError,
+                r"\(2, 3, 24\).* got .*\(2, 3, 32\)",
+            ),
+            (contractive_mamba2, lambda: contractive_mamba2(n_layers=1), 2, ValueError, "of this model"),
+            (contractive_mamba2, contractive_mamba2, 3, ValueError, r"rows of its input.* got .*\(3, "),
+            (contractive_mamba2, affine, 2, TypeError, "be a Mamba2Cache .*got AffineCache"),
+            (affine, contractive_mamba2, 2, TypeError, "be an AffineCache .*got Mamba2Cache"),
+            (affine, affine, 3, ValueError, r"\(2, 8\).* got .*\(3, 8\)"),
         ],
     )
     def test_one_of_another_model_or_batch_is_named(self, make, other, rows, error, message):
         cache = dq.ImplicitModel(other()).eval()(embedded(rows), return_cache=True).cache
-        check = type(make())._check_cache  # itself: the tests' own check of types would be first
         with pytest.raises(error, match=f"cache must.*{message}"):
-            getattr(check, "__wrapped__", check)(make(), cache, embedded())
-
-    def test_a_call_checks_it(self):
-        cache = dq.ImplicitModel(affine())(embedded(3), return_cache=True).cache
-        with pytest.raises(ValueError, match="cache must have the 2 rows"):
-            dq.ImplicitModel(affine())(embedded(2), cache=cache)
+            dq.ImplicitModel(make())(embedded(), cache=cache)
 
 
 class TestPadding:
@@ -198,3 +205,59 @@ def test_rows_evaluated_once_more_for_a_cache_are_counted(sweep):
     assert (output.status == dq.Status.MAX_STEPS_REACHED).all()
     assert output.stats.evaluations == len(seen) > 8
     assert output.stats.updates.sum() == sum(seen)
+
+
+def test_two_threads_generate_with_one_model():
+    """The one that ends first must not put the model back into training mode while the other goes on."""
+    lm = dq.CausalLM(11, dq.ImplicitModel(contractive_mamba2(dropout=0.5))).double().train()
+    ids, inside, done, modes = torch.tensor([[1, 2]]), threading.Event(), threading.Event(), []
+
+    def wait(new):
+        if new.step == 0:
+            inside.set()
+            assert done.wait(60)
+        modes.append(lm.model.backbone.training)
+
+    thread = threading.Thread(target=lambda: lm.generate(ids, max_new_tokens=3, callback=wait))
+    thread.start()
+    assert inside.wait(60)
+    lm.generate(ids, max_new_tokens=1)
+    assert not lm.training
+    done.set()
+    thread.join()
+    assert modes == [False] * 3
+    assert all(part.training for part in lm.modules())
+
+
+@pytest.mark.parametrize("sweep", [dq.Simultaneous(), dq.Sliding(2)])
+def test_in_eval_mode_gradients_do_not_change_the_value(sweep):
+    model = dq.ImplicitModel(contractive_mamba2(), dq.SolveConfig(stop=dq.Stop(rtol=1e-2), sweep=sweep)).eval()
+    output = model(embedded())
+    with torch.no_grad():
+        assert torch.equal(output.value, model(embedded()).value)
+    output.value.sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+    trained = model.train()(embedded())
+    assert not torch.equal(trained.value, output.value)  # the phantom steps count, as in the paper
+
+
+def test_a_row_that_is_not_finite_diverges_alone():
+    x = embedded()
+    x[0, 0, 0] = torch.nan
+    for start in ("zero", "input"):
+        status = dq.ImplicitModel(contractive_mamba2(), TIGHT)(x, start=start).status.tolist()
+        assert status[0] == dq.Status.DIVERGED and set(status[1:]) == {dq.Status.CONVERGED}
+
+
+def test_inputs_that_a_sweep_cannot_divide_are_named():
+    class Shared(dq.Affine):
+        def prepare(self, x, cache=None, mask=None):
+            return {"inputs": super().prepare(x), "table": torch.ones(3, 2)}
+
+        def forward(self, z, inputs, cache=None, *, need_aux=False):
+            return super().forward(z, inputs["inputs"], cache, need_aux=need_aux)
+
+    model = dq.ImplicitModel(Shared(4))
+    assert bool(model(torch.ones(3, 5, 4)).converged.all())
+    with pytest.raises(ValueError, match=r"Backbone\.prepare must return tensors .*\(3, 2\)"):
+        model(torch.ones(3, 5, 4), sweep=dq.Chunked(2))

@@ -93,10 +93,10 @@ def test_auto_on_a_gpu_takes_the_kernels(monkeypatch):
     assert backend._decided("reference", "cuda", torch.float32) == "reference"
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_an_unknown_backend_is_named():
-    check = backend.check_backend.__wrapped__  # past the tests' own check of types
-    with pytest.raises(ValueError, match="backend must be one of 'auto', 'reference', 'mamba_ssm', got 'triton'"):
-        check("triton")
+    with pytest.raises(ValueError, match=r"backend must be one of .*'mamba_ssm'.*, got 'triton'"):
+        backend.check_backend("triton")
 
 
 def test_the_scan_goes_to_the_kernels_with_all_it_needs(monkeypatch):

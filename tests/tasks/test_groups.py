@@ -213,35 +213,27 @@ def test_parse_group():
 
 @pytest.mark.parametrize("name", ["", "Q8", "Z", "z2", "Z2x", "xZ2", "Z2 x Z3", "5", "S-3", "M2"])
 def test_parse_group_lists_what_it_understands(name):
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match=rf"name must be a group such as .*A5xM.*got '{name}'"):
         parse_group(name)
-    assert str(caught.value) == (
-        f'Unknown group {name!r}; understood are "Z2", "S3", "A5" (any number), "M" (aperiodic monoid), '
-        'products as "Z2xZ3" or "A5xM".'
-    )
-
-
-STOP = " (tables stop at 1024 elements), got "
 
 
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: symmetric(8), "n of S_n must be 1 to 6" + STOP + "8."),
-        (lambda: symmetric(0), "n of S_n must be 1 to 6" + STOP + "0."),
-        (lambda: parse_group("A7"), "n of A_n must be 1 to 6" + STOP + "7."),
-        (lambda: cyclic(1025), "n of the cyclic group must be 1 to 1024" + STOP + "1025."),
-        (lambda: parse_group("A5xA5"), "The order of A5xA5 must be 1 to 1024" + STOP + "3600."),
-        (lambda: direct_product(), "direct_product() needs at least one factor, got none."),
-        (lambda: cyclic(3).index(7), "Z3 has no element 7; its last is 2."),
-        (lambda: aperiodic_monoid().inverse(1), "'A' has no inverse in M."),
-        (lambda: aperiodic_monoid().element_order(2), "'B' has no inverse in M."),
+        (lambda: symmetric(8), r"n must .* 1\.\.6, got 8"),
+        (lambda: symmetric(0), "n must .* got 0"),
+        (lambda: parse_group("A7"), r"n must .* 1\.\.6, got 7"),
+        (lambda: cyclic(1025), r"n must .* 1\.\.1024, got 1025"),
+        (lambda: parse_group("A5xA5"), r"order of A5xA5 must .* 1\.\.1024, got 3600"),
+        (lambda: direct_product(), "at least one factor"),
+        (lambda: cyclic(3).index(7), "Z3 has no element 7"),
+        (lambda: aperiodic_monoid().inverse(1), "'A' has no inverse in M"),
+        (lambda: aperiodic_monoid().element_order(2), "'B' has no inverse in M"),
     ],
 )
-def test_error_texts(build, message):
-    with pytest.raises(ValueError) as caught:
+def test_bad_arguments_are_named(build, message):
+    with pytest.raises(ValueError, match=message):
         build()
-    assert str(caught.value) == message
 
 
 XOR = ((0, 1), [[0, 1], [1, 0]])

@@ -187,37 +187,24 @@ TASK = WordProblem(cyclic(3))
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: TASK.sample(0, 4, generator=seeded()), "batch must be at least 1, got 0."),
-        (lambda: TASK.sample(2, 0, generator=seeded()), "length must be at least 1, got 0."),
-        (lambda: TASK.fixed(0, 4, seed=0), "size must be at least 1, got 0."),
-        (lambda: TASK.fixed(2, -1, seed=0), "length must be at least 1, got -1."),
-        (lambda: TASK.fixed(2, 4, seed=-1), "seed must be from 0 to 2**62 - 1, got -1."),
+        (lambda: TASK.sample(0, 4, generator=seeded()), "batch must .* got 0"),
+        (lambda: TASK.sample(2, 0, generator=seeded()), "length must .* got 0"),
+        (lambda: TASK.fixed(0, 4, seed=0), "size must .* got 0"),
+        (lambda: TASK.fixed(2, -1, seed=0), "length must .* got -1"),
+        (lambda: TASK.fixed(2, 4, seed=-1), "seed must .* got -1"),
         # At the call, not at the first batch.
-        (lambda: TASK.batches(0, 4, seed=0), "batch must be at least 1, got 0."),
-        (lambda: TASK.batches(2, (4, 0), seed=0), "length must be at least 1, got 0."),
-        (lambda: TASK.batches(2, (), seed=0), "length must name at least one length, got none."),
-        (
-            lambda: WordProblem(cyclic(3), identity_probability=1.5),
-            "identity_probability must be from 0 to 1, got 1.5.",
-        ),
-        (
-            lambda: a5_monoid_word_problem(-0.1),
-            "identity_probability must be from 0 to 1, got -0.1.",
-        ),
-        (
-            lambda: WordProblem(aperiodic_monoid(), identity_probability=0.5),
-            "identity_probability must be 0 for M, which has no group factor, got 0.5.",
-        ),
-        (
-            lambda: WordProblem(cyclic(3), inputs=()),
-            "inputs must name at least one element id, got none (None draws from all elements).",
-        ),
-        (lambda: WordProblem(cyclic(3), inputs=(0, 3)), "inputs must be element ids of Z3, 0 to 2, got 3."),
-        (lambda: WordProblem(cyclic(3), inputs=(-1,)), "inputs must be element ids of Z3, 0 to 2, got -1."),
-        (lambda: WordProblem(cyclic(3), inputs=(1, 1)), "inputs must not repeat an id, got (1, 1)."),
+        (lambda: TASK.batches(0, 4, seed=0), "batch must .* got 0"),
+        (lambda: TASK.batches(2, (4, 0), seed=0), "length must .* got 0"),
+        (lambda: TASK.batches(2, (), seed=0), "length must name at least one"),
+        (lambda: WordProblem(cyclic(3), identity_probability=1.5), r"identity_probability must .*\[0, 1\], got 1.5"),
+        (lambda: a5_monoid_word_problem(-0.1), "identity_probability must .* got -0.1"),
+        (lambda: WordProblem(aperiodic_monoid(), identity_probability=0.5), "must be 0 for M, which has no group"),
+        (lambda: WordProblem(cyclic(3), inputs=()), "inputs must name at least one"),
+        (lambda: WordProblem(cyclic(3), inputs=(0, 3)), r"inputs must .* 0\.\.2, got 3"),
+        (lambda: WordProblem(cyclic(3), inputs=(-1,)), r"inputs must .* 0\.\.2, got -1"),
+        (lambda: WordProblem(cyclic(3), inputs=(1, 1)), "inputs must not repeat"),
     ],
 )
-def test_error_texts(call, message):
-    with pytest.raises(ValueError) as caught:
+def test_bad_arguments_are_named(call, message):
+    with pytest.raises(ValueError, match=message):
         call()
-    assert str(caught.value) == message

@@ -6,10 +6,10 @@ from types import MappingProxyType
 from typing import Literal, get_args
 
 from deqseq.backbones import LlamaConfig, Mamba2Config
+from deqseq.check import check_type, suggestion
 from deqseq.config import SolveConfig
 from deqseq.gradients import Phantom
 from deqseq.models.specification import LanguageModelSpec
-from deqseq.names import suggestion
 from deqseq.solvers import Relaxed
 from deqseq.stop import Stop
 
@@ -82,8 +82,9 @@ def preset(name: str) -> LanguageModelSpec:
         >>> spec.backbone.n_layers, spec.solve.stop.max_steps, spec.eval_solve.stop.max_steps
         (48, 24, 96)
     """
+    check_type("name", name, str)
     if name not in PRESETS:
-        raise ValueError(f"unknown preset {name!r}{suggestion(name, PRESETS)} (all names: deqseq.preset_names())")
+        raise ValueError(f"unknown preset name {name!r}{suggestion(name, PRESETS)} (all names: deqseq.preset_names())")
     return PRESETS[name]
 
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 from itertools import count
 
 from deqseq.backbones import LlamaConfig
+from deqseq.check import check_integer, check_type
 from deqseq.models.presets.parameters import parameter_count
 from deqseq.models.specification import LanguageModelSpec
 
@@ -30,6 +31,8 @@ def widened(spec: LanguageModelSpec, parameters: int) -> LanguageModelSpec:
         >>> wider.backbone.d_model, round(parameter_count(wider).total / wanted, 2)
         (104, 0.97)
     """
+    check_type("spec", spec, LanguageModelSpec, 'dq.preset("mamba2-130m-implicit")')
+    check_integer("parameters", parameters, 1)
     sizes = spec.backbone
     step = (
         2 * sizes.n_heads if isinstance(sizes, LlamaConfig) else sizes.headdim // math.gcd(sizes.headdim, sizes.expand)

@@ -4,6 +4,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
+from deqseq.check import check_type
 from deqseq.gradients import Phantom
 from deqseq.models.presets.catalogue import PRESETS
 from deqseq.models.specification import LanguageModelSpec
@@ -57,6 +58,7 @@ def parameter_count(spec: LanguageModelSpec) -> ParameterCount:
         >>> f"{parameter_count(preset('llama3-130m-explicit')).total:,}"
         '123,566,592'
     """
+    check_type("spec", spec, LanguageModelSpec, 'dq.preset("mamba2-130m-implicit")')
     with torch.device("meta"):
         model = spec.build()
     parts: dict[str, int] = dict.fromkeys((field.name for field in fields(ParameterCount)), 0)

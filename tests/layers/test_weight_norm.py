@@ -1,0 +1,162 @@
+"""Computed weights belong to the solve, the thread and the model that computed them, and cannot be written to."""
+
+import copy
+import threading
+from typing import Any
+
+import pytest
+import torch
+from small_models import contractive_mamba2
+from torch import Tensor, nn
+
+import deqseq as dq
+from deqseq.layers import apply_weight_norm, cached_weights, fold_weight_norm
+
+X = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def model(seed: int) -> dq.ImplicitModel:
+    torch.manual_seed(seed)
+    return dq.ImplicitModel(contractive_mamba2(), dq.SolveConfig(stop=dq.Stop(rtol=1e-6))).double().eval()
+
+
+def scaled(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: 0.9 * value for name, value in state.items()}
+
+
+def layer() -> Any:
+    torch.manual_seed(0)
+    layer = nn.Linear(3, 2)
+    apply_weight_norm(layer)
+    return layer
+
+
+@torch.no_grad()
+def test_weights_loaded_into_another_model_during_a_solve_are_used():
+    ours, other = model(0), model(1)
+    state, seen = scaled(other.state_dict()), []
+
+    def reload(_: dq.Progress) -> None:
+        if not seen:
+            other(X)
+            other.load_state_dict(state)
+            seen.append(other(X).value)
+
+    ours(X, callback=reload)
+    expected = model(1)
+    expected.load_state_dict(state)
+    assert torch.equal(seen[0], expected(X).value)
+
+
+@torch.no_grad()
+def test_weights_loaded_into_the_model_itself_during_a_solve_are_used_by_the_next_call():
+    ours = model(0)
+    state, seen = scaled(ours.state_dict()), []
+
+    def reload(_: dq.Progress) -> None:
+        if not seen:
+            seen.append(None)
+            ours.load_state_dict(state)
+            seen.append(ours(X).value)
+
+    ours(X, callback=reload)
+    assert torch.equal(seen[1], ours(X).value)
+
+
+def test_another_model_trains_while_a_thread_solves():
+    """A thread stays inside a call of one model while the other is trained here."""
+    ours, other = model(0), model(1).train()
+    inside, done = threading.Event(), threading.Event()
+
+    def wait(_: dq.Progress) -> None:
+        inside.set()
+        assert done.wait(60)
+
+    def solve() -> None:
+        with torch.no_grad():
+            ours(X, callback=wait)
+
+    thread = threading.Thread(target=solve)
+    thread.start()
+    assert inside.wait(60)
+    try:
+        values = []
+        for _ in range(2):
+            output = other(X)
+            values.append(output.value.detach())
+            output.value.sum().backward()
+            with torch.no_grad():
+                for parameter in other.parameters():
+                    parameter -= 1e-2 * parameter.grad
+        assert not torch.equal(*values)
+    finally:
+        done.set()
+        thread.join()
+
+
+def test_the_same_model_trains_while_a_thread_solves():
+    ours = model(0)
+    with torch.no_grad(), cached_weights(ours.backbone):
+        failures = []
+
+        def train() -> None:
+            with torch.enable_grad():
+                ours(X).value.sum().backward()
+            failures.extend(name for name, p in ours.backbone.layers.named_parameters() if p.grad is None)
+
+        thread = threading.Thread(target=train)
+        thread.start()
+        thread.join()
+    assert failures == []
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda weight: weight.data.copy_(torch.zeros(2, 3)),
+        lambda weight: weight.mul_(2),
+        lambda weight: nn.init.zeros_(weight),
+        lambda weight: weight.__setitem__(0, 0.0),
+        lambda weight: weight.data.add_(1),
+    ],
+)
+def test_a_write_that_would_be_lost_is_an_error(write):
+    with torch.no_grad(), pytest.raises(RuntimeError, match="fold_weight_norm"):
+        write(layer().weight)
+
+
+def test_merging_into_the_weight_as_adapters_do_is_an_error():
+    one = layer()
+    with pytest.raises(RuntimeError, match="fold_weight_norm"):
+        one.weight.data += torch.ones(2, 3)
+    with pytest.raises(RuntimeError, match="fold_weight_norm"):
+        one.weight.data = torch.ones(2, 3)
+
+
+def test_a_weight_that_is_read_is_an_ordinary_tensor():
+    one, x = layer(), torch.ones(4, 3)
+    out = one(x)
+    assert type(out) is Tensor and type(one.weight + 1) is Tensor
+    out.sum().backward()
+    assert one.parametrizations.weight.original1.grad is not None
+    one.weight = torch.ones(2, 3)  # an assignment goes through to the parameters
+    assert torch.allclose(one.weight, torch.ones(2, 3))
+
+
+def test_folding_changes_no_bit_and_leaves_copies_alone():
+    ours = model(0)
+    other, before = copy.deepcopy(ours), ours(X).value.detach()
+    fold_weight_norm(ours)
+    assert not any("parametrizations" in name for name in ours.state_dict())
+    assert torch.equal(ours(X).value, before) and torch.equal(other(X).value, before)
+    assert all(p.requires_grad for p in ours.parameters())
+    part: Any = ours.backbone.layers[0]
+    part.mixer.in_proj.weight.data += 1  # a parameter again
+    assert not torch.equal(ours(X).value, before)
+
+
+def test_frozen_weights_stay_frozen():
+    one = layer()
+    one.requires_grad_(False)
+    fold_weight_norm(one)
+    assert not one.weight.requires_grad
