@@ -4,7 +4,7 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any, NoReturn
 
-from deqseq.names import suggestion
+from deqseq.check import suggestion
 
 _REQUIRED = object()
 

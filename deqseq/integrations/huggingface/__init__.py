@@ -11,25 +11,37 @@ if int(transformers.__version__.partition(".")[0]) < 5:
         'pip install --upgrade "deqseq[hf]"'
     )
 
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from deqseq.integrations.huggingface.cache import ImplicitCache, Solve
 from deqseq.integrations.huggingface.conversion import from_causal_lm, from_reference_folder, to_causal_lm
 from deqseq.integrations.huggingface.curriculum_callback import CurriculumCallback
-from deqseq.integrations.huggingface.llama import ImplicitLlamaConfig, ImplicitLlamaForCausalLM, ImplicitLlamaModel
-from deqseq.integrations.huggingface.mamba2 import ImplicitMamba2Config, ImplicitMamba2ForCausalLM, ImplicitMamba2Model
+from deqseq.integrations.huggingface.llama import (
+    ImplicitLlamaConfig,
+    ImplicitLlamaForCausalLM,
+    ImplicitLlamaForSequenceClassification,
+    ImplicitLlamaModel,
+)
+from deqseq.integrations.huggingface.mamba2 import (
+    ImplicitMamba2Config,
+    ImplicitMamba2ForCausalLM,
+    ImplicitMamba2ForSequenceClassification,
+    ImplicitMamba2Model,
+)
 from deqseq.integrations.huggingface.objects import from_json, to_json
 from deqseq.integrations.huggingface.outputs import ImplicitCausalLMOutput, ImplicitModelOutput
 from deqseq.integrations.huggingface.presets import deqseq_preset, preset_config
 
-# without these transformers reports an unknown architecture; config.json names this module in registered_by
-for _config, _model, _causal_lm in (
-    (ImplicitMamba2Config, ImplicitMamba2Model, ImplicitMamba2ForCausalLM),
-    (ImplicitLlamaConfig, ImplicitLlamaModel, ImplicitLlamaForCausalLM),
+# without these transformers needs trust_remote_code=True, and the module that a saved configuration names
+for _config, *_models in (
+    (ImplicitMamba2Config, ImplicitMamba2Model, ImplicitMamba2ForCausalLM, ImplicitMamba2ForSequenceClassification),
+    (ImplicitLlamaConfig, ImplicitLlamaModel, ImplicitLlamaForCausalLM, ImplicitLlamaForSequenceClassification),
 ):
     AutoConfig.register(_config.model_type, _config, exist_ok=True)
-    AutoModel.register(_config, _model, exist_ok=True)
-    AutoModelForCausalLM.register(_config, _causal_lm, exist_ok=True)
+    for _auto, _model in zip(
+        (AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification), _models, strict=True
+    ):
+        _auto.register(_config, _model, exist_ok=True)
 
 __all__ = [
     "CurriculumCallback",
@@ -37,9 +49,11 @@ __all__ = [
     "ImplicitCausalLMOutput",
     "ImplicitLlamaConfig",
     "ImplicitLlamaForCausalLM",
+    "ImplicitLlamaForSequenceClassification",
     "ImplicitLlamaModel",
     "ImplicitMamba2Config",
     "ImplicitMamba2ForCausalLM",
+    "ImplicitMamba2ForSequenceClassification",
     "ImplicitMamba2Model",
     "ImplicitModelOutput",
     "Solve",

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
-from jaxtyping import Int64, Shaped
+from jaxtyping import Int64
 from torch import Tensor
 from transformers import Cache as TransformersCache
 
@@ -143,56 +143,3 @@ class ImplicitCache(TransformersCache):
 
     def __repr__(self) -> str:
         return f"ImplicitCache(batch_size={self.batch_size}, length={self.length})"
-
-
-def check_cache(cache: object, rows: int) -> None:
-    """Refuse the cache of another library, or of another number of rows."""
-    if not isinstance(cache, ImplicitCache):
-        raise TypeError(
-            f"past_key_values must be an ImplicitCache, got {type(cache).__name__}: leave it out, or give "
-            "deqseq.integrations.huggingface.ImplicitCache()"
-        )
-    if cache.batch_size not in (-1, rows):
-        raise ValueError(
-            f"past_key_values has {cache.batch_size} rows and the input has {rows}: repeat its rows with "
-            "cache.batch_repeat_interleave(n), or choose some with cache.batch_select_indices(rows)"
-        )
-
-
-def joined_mask(
-    attention_mask: Shaped[Tensor, "..."] | None, batch: int, new: int, cache: ImplicitCache
-) -> Mask | None:
-    """The mask of the committed and the new tokens, ``(batch, committed + new)``; None without padding."""
-    committed, known = cache.length, cache.mask
-    if attention_mask is None:
-        return None if known is None else torch.cat([known, known.new_ones(batch, new)], dim=1)
-    wanted = (batch, committed + new)
-    if attention_mask.shape != wanted:
-        raise ValueError(
-            f"attention_mask must have shape {wanted}, for {committed} tokens in the cache and {new} new ones, got "
-            f"{tuple(attention_mask.shape)}; masks between pairs of tokens are not supported"
-        )
-    mask = attention_mask != 0
-    before = mask[:, :committed]
-    if not torch.equal(before, torch.ones_like(before) if known is None else known.to(mask.device)):
-        raise ValueError(
-            "attention_mask must mark the same padding among the tokens of the cache as when they were computed"
-        )
-    return None if bool(mask.all()) else mask
-
-
-def check_positions(position_ids: Int64[Tensor, "..."] | None, mask: Mask | None, committed: int, new: int) -> None:
-    """Refuse positions other than the model's own: real tokens counted from 0; those of padding do not matter."""
-    if position_ids is None:
-        return
-    if position_ids.ndim != 2 or position_ids.shape[1] != new:
-        raise ValueError(f"position_ids must have shape (batch, {new}), got {tuple(position_ids.shape)}")
-    if mask is None:
-        fits = position_ids == torch.arange(committed, committed + new, device=position_ids.device)
-    else:
-        fits = (position_ids == (mask.cumsum(dim=1) - 1)[:, committed:]) | ~mask[:, committed:]
-    if not bool(fits.all()):
-        raise ValueError(
-            "position_ids must count the real tokens of a row from 0, those of the cache included, as the model does "
-            "itself: leave them out (packed sequences and shifted positions are not supported)"
-        )

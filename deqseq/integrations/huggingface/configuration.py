@@ -1,8 +1,10 @@
 """What the configurations of all implicit models share."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import fields
+from os import PathLike
+from pathlib import Path
 from typing import Any, ClassVar, TypeVar, no_type_check
 
 from huggingface_hub.dataclasses import strict
@@ -11,6 +13,7 @@ from transformers import PreTrainedConfig
 
 from deqseq import __version__
 from deqseq.backbones import LlamaConfig, Mamba2Config
+from deqseq.check import check_type
 from deqseq.config import SolveConfig
 from deqseq.integrations.huggingface.objects import Json, from_json, to_json
 from deqseq.integrations.reference_config import from_reference_config
@@ -18,12 +21,15 @@ from deqseq.integrations.reference_fields import check_known
 from deqseq.models import LanguageModelSpec
 
 FROM_TRANSFORMERS = (
-    *("attn_implementation", "auto_map", "distributed_config", "experts_implementation", "fusion_config"),
+    *("attn_implementation", "distributed_config", "experts_implementation", "fusion_config"),
     *("gradient_checkpointing", "model_type", "name_or_path", "num_labels", "output_attentions"),
     *("quantization_config", "tokenizer_class", "torch_dtype", "transformers_weights"),
 )
 """What transformers writes into a configuration, or passes to one, without declaring it; also any name that begins with
 an underscore."""
+
+CODE = "deqseq_models"
+"""The module beside a saved configuration from which transformers loads our classes."""
 
 C = TypeVar("C", bound="ImplicitConfig")
 
@@ -43,7 +49,8 @@ class ImplicitConfig(PreTrainedConfig):
         num_hidden_layers: blocks.
         dropout: probability, in [0, 1), inside the layers; one mask per solve.
         embedding_dropout: probability, in [0, 1), that a number of an embedded token is zero in training.
-        weight_norm: whether linear maps and convolutions are weight-normalised, as in the paper.
+        weight_norm: whether linear maps and convolutions are weight-normalised, as in the paper. Default: they are not,
+            because tools that write weights (merging LoRA, quantisation) need plain ones.
         initializer_range: standard deviation of the initial embedding, and of a head with weights of its own.
         tie_word_embeddings: whether the head is the embedding.
         implicit: whether the blocks are iterated to a fixed point; otherwise they run once, without an injection, and
@@ -58,7 +65,7 @@ class ImplicitConfig(PreTrainedConfig):
         bos_token_id: the token that begins a sequence.
         eos_token_id: the token, or tokens, that end one.
         deqseq_version: the version that wrote the file; an older deqseq refuses to read it.
-        registered_by: the module whose import registers the model type with transformers.
+        auto_map: where transformers finds our classes with ``trust_remote_code=True``; always the same.
 
     Raises:
         ValueError: an unknown field or name, with the nearest known one; a file of a newer deqseq.
@@ -68,13 +75,15 @@ class ImplicitConfig(PreTrainedConfig):
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "stats", "status"]
     sizes: ClassVar[dict[str, str]] = {}
     """The backbone's name of each field that both have."""
+    backbone_class: ClassVar[type[Mamba2Config] | type[LlamaConfig]]
+    """The backbone's configuration in this library's terms."""
 
     vocab_size: int = 50277
     hidden_size: int = 768
     num_hidden_layers: int = 24
     dropout: float = 0.0
     embedding_dropout: float = 0.0
-    weight_norm: bool = True
+    weight_norm: bool = False
     initializer_range: float = 0.02
     tie_word_embeddings: bool = True
     implicit: bool = True
@@ -85,7 +94,7 @@ class ImplicitConfig(PreTrainedConfig):
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
     deqseq_version: str = __version__
-    registered_by: str = "deqseq.integrations.huggingface"
+    auto_map: dict[str, Any] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
         if Version(self.deqseq_version).release[:2] > Version(__version__).release[:2]:  # newer patches can be read
@@ -94,7 +103,12 @@ class ImplicitConfig(PreTrainedConfig):
                 "which may not know all of its fields: pip install --upgrade deqseq"
             )
         self.deqseq_version = __version__
+        self._check_model_type(kwargs.get("model_type"))
         self._check_names(kwargs)
+        name = type(self).__name__.removesuffix("Config")
+        heads = {"": "Model", "ForCausalLM": "ForCausalLM", "ForSequenceClassification": "ForSequenceClassification"}
+        self.auto_map = {f"AutoModel{auto}": f"{CODE}.{name}{ours}" for auto, ours in heads.items()}
+        self.auto_map["AutoConfig"] = f"{CODE}.{name}Config"
         super().__post_init__(**kwargs)
 
     def __setattr__(self, key: str, value: Any) -> None:
@@ -124,7 +138,12 @@ class ImplicitConfig(PreTrainedConfig):
 
     def backbone(self) -> Mamba2Config | LlamaConfig:
         """Sizes of the backbone, in this library's terms; ``injection`` follows ``implicit``."""
-        raise NotImplementedError(f"{type(self).__name__} is abstract: use the configuration of a model type")
+        given = {core: getattr(self, name) for core, name in self.sizes.items()} | self.translated()
+        return self.backbone_class(**given, injection=self.implicit)
+
+    def translated(self) -> Json:
+        """What of the backbone is not the value of one field."""
+        return {}
 
     @classmethod
     def from_specification(cls: type[C], spec: LanguageModelSpec, **more: Any) -> C:
@@ -161,12 +180,38 @@ class ImplicitConfig(PreTrainedConfig):
 
     @classmethod
     def of_backbone(cls, backbone: Mamba2Config | LlamaConfig) -> Json:
-        """The fields that describe ``backbone``; ValueError for that of another model type."""
-        raise NotImplementedError(f"{cls.__name__} is abstract: use the configuration of a model type")
+        """The fields that describe ``backbone``; TypeError for that of another model type."""
+        check_type("backbone", backbone, cls.backbone_class)
+        return {name: getattr(backbone, core) for core, name in cls.sizes.items()}
+
+    def save_pretrained(self, save_directory: str | PathLike[str], push_to_hub: bool = False, **kwargs: Any) -> None:
+        """As in transformers, but what loading would refuse is refused, and a module is written for ``auto_map``.
+
+        Args:
+            save_directory: made if missing.
+            push_to_hub: as in transformers.
+            **kwargs: of transformers.
+
+        Raises:
+            ValueError: an unknown field, such as a misspelt one that was set on the object.
+            StrictDataclassError: a field of the wrong type, or numbers that do not fit together.
+        """
+        type(self).from_dict(self.to_dict())
+        folder = Path(save_directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{CODE}.py").write_text(
+            '"""The classes of this model are those of the installed deqseq."""\n\n'
+            "from deqseq.integrations.huggingface import *  # noqa: F403\n"
+        )
+        super().save_pretrained(save_directory, push_to_hub, **kwargs)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
+        """Nothing to do: ``auto_map`` is always written, and names the installed classes, so no code is copied."""
 
     @classmethod
     def from_dict(cls, config_dict: Json, **kwargs: Any) -> Any:
-        """As in transformers, but an unknown keyword is an error unless the caller asks for the unused ones.
+        """As in transformers, but an unknown keyword that is not None is an error, unless unused ones are asked for.
 
         A configuration of the paper's reference code, which has a ``backbone_config``, is translated.
 
@@ -184,7 +229,7 @@ class ImplicitConfig(PreTrainedConfig):
         config.validate()  # keywords have replaced fields
         if returned:
             return config, unused
-        config._check_names(unused)
+        config._check_names(name for name, value in unused.items() if value is not None)
         return config
 
     @classmethod
@@ -199,28 +244,29 @@ class ImplicitConfig(PreTrainedConfig):
         """Check that the sizes fit together.
 
         Raises:
-            ValueError: they do not; it uses the names of this configuration.
+            TypeError: a size of the wrong type; it uses the names of this configuration.
+            ValueError: sizes that do not fit together, in the same words.
         """
         try:
             self.specification()
-        except ValueError as error:
-            text = str(error)
+        except (TypeError, ValueError) as error:
             renamed = [
                 f"{core} is {name}"
                 for core, name in self.sizes.items()
-                if core != name and re.search(rf"\b{core}\b", text)
+                if core != name and re.search(rf"\b{core}\b", str(error))
             ]
             legend = f" (here {', '.join(renamed)})" if renamed else ""
-            raise ValueError(f"{type(self).__name__}: {text}{legend}") from error
+            raise type(error)(f"{type(self).__name__}: {error}{legend}") from error
 
-    def _check_names(self, given: Mapping[str, Any]) -> None:
-        """Refuse unknown fields; the model type is checked first."""
-        model_type = given.get("model_type", self.model_type)
-        if model_type != self.model_type:
+    def _check_model_type(self, given: str | None) -> None:
+        if given not in (None, self.model_type):
             raise ValueError(
-                f"this is the configuration of a {model_type!r}, but {type(self).__name__} is for "
-                f"{self.model_type!r}: load it with transformers.AutoConfig"
+                f"this is the configuration of a {given!r}, but {type(self).__name__} is for {self.model_type!r}: load "
+                "it with transformers.AutoConfig"
             )
+
+    def _check_names(self, given: Iterable[str]) -> None:
+        """Refuse unknown fields."""
         known = [field.name for field in fields(type(self))]
         for name in given:
             if name not in FROM_TRANSFORMERS and not name.startswith("_"):

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from deqseq.backbones import Llama, LlamaConfig, Mamba2
+from deqseq.check import check_type
 from deqseq.integrations.huggingface.llama import ImplicitLlamaConfig, ImplicitLlamaForCausalLM
 from deqseq.integrations.huggingface.mamba2 import ImplicitMamba2Config, ImplicitMamba2ForCausalLM
 from deqseq.integrations.huggingface.modeling_causal_lm import ImplicitCausalLM
@@ -28,7 +29,8 @@ def from_causal_lm(lm: CausalLM, **fields: Any) -> ImplicitMamba2ForCausalLM | I
         A model that computes the same, and can be saved.
 
     Raises:
-        TypeError: another backbone, or a solver, gradient or sweep that a configuration cannot name.
+        TypeError: a model of transformers; another backbone; or a solver, gradient or sweep that a configuration
+            cannot name.
 
     Example:
         >>> import deqseq as dq
@@ -37,6 +39,7 @@ def from_causal_lm(lm: CausalLM, **fields: Any) -> ImplicitMamba2ForCausalLM | I
         >>> model.config.hidden_size, model.config.eos_token_id
         (16, 0)
     """
+    check_type("lm", lm, CausalLM, "deqseq.integrations.pretrained.from_pretrained_model(model, implicit=True)")
     core, backbone = lm.model, lm.model.backbone
     if not isinstance(backbone, Mamba2 | Llama):
         raise TypeError(f"the backbone must be a Mamba2 or a Llama, got {type(backbone).__name__}")
@@ -69,6 +72,9 @@ def to_causal_lm(model: ImplicitCausalLM) -> CausalLM:
     Returns:
         A language model that computes the same.
 
+    Raises:
+        TypeError: another model.
+
     Example:
         >>> import deqseq as dq
         >>> spec = dq.LanguageModelSpec(10, dq.LlamaConfig(d_model=16, n_heads=2))
@@ -76,6 +82,7 @@ def to_causal_lm(model: ImplicitCausalLM) -> CausalLM:
         >>> to_causal_lm(from_causal_lm(lm)).model is lm.model
         True
     """
+    check_type("model", model, ImplicitCausalLM)
     lm = CausalLM(
         model.config.vocab_size,
         model.model.core,

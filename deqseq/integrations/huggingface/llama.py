@@ -6,7 +6,7 @@ from huggingface_hub.dataclasses import strict
 
 from deqseq.backbones import LlamaConfig, Mamba2Config
 from deqseq.integrations.huggingface.configuration import ImplicitConfig
-from deqseq.integrations.huggingface.modeling import ImplicitBaseModel
+from deqseq.integrations.huggingface.modeling import ImplicitBaseModel, ImplicitClassifier
 from deqseq.integrations.huggingface.modeling_causal_lm import ImplicitCausalLM
 from deqseq.integrations.huggingface.objects import Json
 from deqseq.integrations.reference_fields import check_known
@@ -47,6 +47,7 @@ class ImplicitLlamaConfig(ImplicitConfig):
     """
 
     model_type: ClassVar[str] = "implicit_llama3"
+    backbone_class = LlamaConfig
     default_theta: ClassVar[float] = 500_000.0
     sizes: ClassVar[dict[str, str]] = {
         "d_model": "hidden_size",
@@ -81,24 +82,27 @@ class ImplicitLlamaConfig(ImplicitConfig):
         self.rope_parameters = {"rope_theta": self.default_theta} | legacy | given
         super().__post_init__(**kwargs)
 
-    def backbone(self) -> LlamaConfig:
-        """Sizes of the backbone, in this library's terms; ValueError for an unknown rotary embedding."""
-        given: dict[str, Any] = {core: getattr(self, name) for core, name in self.sizes.items()}
+    def translated(self) -> Json:
+        """The rotary embedding in this library's terms; ValueError for an unknown one."""
         rope = dict(self.rope_parameters or {})
         kind, theta = rope.pop("rope_type", "default"), rope.pop("rope_theta", self.default_theta)
         rope.pop("type", None)  # an older name of rope_type
         check_known("rope_parameters: rope_type", kind, ("default", "llama3"))
+        if kind == "default":
+            rope.pop("original_max_position_embeddings", None)  # transformers keeps it, and nothing depends on it
+        wanted = SCALING if kind == "llama3" else {}
         for name in rope:
-            check_known(f"rope_parameters of type {kind!r}: field", name, SCALING.values() if kind == "llama3" else ())
-        scaling = RotaryScaling(**{core: rope[name] for core, name in SCALING.items()}) if kind == "llama3" else None
-        return LlamaConfig(**given, rope_theta=theta, rope_scaling=scaling, injection=self.implicit)
+            check_known(f"rope_parameters of type {kind!r}: field", name, wanted.values())
+        if missing := sorted({*wanted.values()} - rope.keys()):
+            raise ValueError(f"rope_parameters of type {kind!r} need {', '.join(missing)}")
+        scaling = RotaryScaling(**{core: rope[name] for core, name in wanted.items()}) if wanted else None
+        return {"rope_theta": theta, "rope_scaling": scaling}
 
     @classmethod
     def of_backbone(cls, backbone: Mamba2Config | LlamaConfig) -> Json:
-        """The fields that describe a Llama; ValueError for another backbone."""
-        if not isinstance(backbone, LlamaConfig):
-            raise ValueError(f"backbone must be a LlamaConfig, got a {type(backbone).__name__}")
-        given: Json = {name: getattr(backbone, core) for core, name in cls.sizes.items()}
+        """The fields that describe a Llama; TypeError for another backbone."""
+        given = super().of_backbone(backbone)
+        assert isinstance(backbone, LlamaConfig)
         rope: Json = {"rope_type": "default", "rope_theta": backbone.rope_theta}
         scaling = backbone.rope_scaling
         if scaling is None:
@@ -113,9 +117,6 @@ class ImplicitLlamaModel(ImplicitBaseModel):
 
     Args:
         config: an :class:`ImplicitLlamaConfig`.
-
-    References:
-        Schöne et al., Implicit Language Models are RNNs, ICML 2025, arXiv 2502.07827.
 
     Example:
         >>> import torch
@@ -133,9 +134,6 @@ class ImplicitLlamaForCausalLM(ImplicitCausalLM):
     Args:
         config: an :class:`ImplicitLlamaConfig`.
 
-    References:
-        Schöne et al., Implicit Language Models are RNNs, ICML 2025, arXiv 2502.07827.
-
     Example:
         >>> import torch
         >>> config = ImplicitLlamaConfig(vocab_size=9, hidden_size=16, num_attention_heads=2, num_hidden_layers=1)
@@ -146,3 +144,20 @@ class ImplicitLlamaForCausalLM(ImplicitCausalLM):
 
     config_class = ImplicitLlamaConfig
     base_class = ImplicitLlamaModel
+
+
+class ImplicitLlamaForSequenceClassification(ImplicitClassifier):
+    """An implicit Llama, or an explicit one, that classifies sequences by the state of their last token.
+
+    Args:
+        config: an :class:`ImplicitLlamaConfig`.
+
+    Example:
+        >>> import torch
+        >>> sizes = {"vocab_size": 9, "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+        >>> model = ImplicitLlamaForSequenceClassification(ImplicitLlamaConfig(num_labels=3, **sizes))
+        >>> model(torch.tensor([[1, 2, 3]])).logits.shape
+        torch.Size([1, 3])
+    """
+
+    config_class = ImplicitLlamaConfig

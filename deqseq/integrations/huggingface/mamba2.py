@@ -1,12 +1,12 @@
 """The implicit Mamba2: its configuration and its models."""
 
-from typing import Any, ClassVar, no_type_check
+from typing import ClassVar, no_type_check
 
 from huggingface_hub.dataclasses import strict
 
-from deqseq.backbones import LlamaConfig, Mamba2Config
+from deqseq.backbones import Mamba2Config
 from deqseq.integrations.huggingface.configuration import ImplicitConfig
-from deqseq.integrations.huggingface.modeling import ImplicitBaseModel
+from deqseq.integrations.huggingface.modeling import ImplicitBaseModel, ImplicitClassifier
 from deqseq.integrations.huggingface.modeling_causal_lm import ImplicitCausalLM
 from deqseq.integrations.huggingface.objects import Json
 from deqseq.ops.backend import Backend
@@ -43,6 +43,7 @@ class ImplicitMamba2Config(ImplicitConfig):
     """
 
     model_type: ClassVar[str] = "implicit_mamba2"
+    backbone_class = Mamba2Config
     sizes: ClassVar[dict[str, str]] = {
         "d_model": "hidden_size",
         "n_layers": "num_hidden_layers",
@@ -71,20 +72,9 @@ class ImplicitMamba2Config(ImplicitConfig):
     time_step_limit: list[float] | tuple[float, ...] = (0.0, float("inf"))
     backend: Backend = "auto"
 
-    def backbone(self) -> Mamba2Config:
-        """Sizes of the backbone, in this library's terms; ValueError for bounds that are not two."""
-        given: dict[str, Any] = {core: getattr(self, name) for core, name in self.sizes.items()}
-        given["dt_limit"] = tuple(self.time_step_limit)
-        if len(given["dt_limit"]) != 2:
-            raise ValueError(f"dt_limit must be two numbers, got {self.time_step_limit!r}")
-        return Mamba2Config(**given, injection=self.implicit)
-
-    @classmethod
-    def of_backbone(cls, backbone: Mamba2Config | LlamaConfig) -> Json:
-        """The fields that describe a Mamba2; ValueError for another backbone."""
-        if not isinstance(backbone, Mamba2Config):
-            raise ValueError(f"backbone must be a Mamba2Config, got a {type(backbone).__name__}")
-        return {name: getattr(backbone, core) for core, name in cls.sizes.items()}
+    def translated(self) -> Json:
+        """The bounds as a tuple, which JSON does not have."""
+        return {"dt_limit": tuple(self.time_step_limit)}
 
 
 class ImplicitMamba2Model(ImplicitBaseModel):
@@ -92,9 +82,6 @@ class ImplicitMamba2Model(ImplicitBaseModel):
 
     Args:
         config: an :class:`ImplicitMamba2Config`.
-
-    References:
-        Schöne et al., Implicit Language Models are RNNs, ICML 2025, arXiv 2502.07827.
 
     Example:
         >>> import torch
@@ -112,9 +99,6 @@ class ImplicitMamba2ForCausalLM(ImplicitCausalLM):
     Args:
         config: an :class:`ImplicitMamba2Config`.
 
-    References:
-        Schöne et al., Implicit Language Models are RNNs, ICML 2025, arXiv 2502.07827.
-
     Example:
         >>> import torch
         >>> config = ImplicitMamba2Config(vocab_size=9, hidden_size=16, head_dim=8, num_hidden_layers=1)
@@ -125,3 +109,20 @@ class ImplicitMamba2ForCausalLM(ImplicitCausalLM):
 
     config_class = ImplicitMamba2Config
     base_class = ImplicitMamba2Model
+
+
+class ImplicitMamba2ForSequenceClassification(ImplicitClassifier):
+    """An implicit Mamba2, or an explicit one, that classifies sequences by the state of their last token.
+
+    Args:
+        config: an :class:`ImplicitMamba2Config`.
+
+    Example:
+        >>> import torch
+        >>> sizes = {"vocab_size": 9, "hidden_size": 16, "head_dim": 8, "num_hidden_layers": 1}
+        >>> model = ImplicitMamba2ForSequenceClassification(ImplicitMamba2Config(num_labels=3, **sizes))
+        >>> model(torch.tensor([[1, 2, 3]])).logits.shape
+        torch.Size([1, 3])
+    """
+
+    config_class = ImplicitMamba2Config

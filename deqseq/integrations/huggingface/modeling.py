@@ -1,129 +1,33 @@
 """The models of this library as models of transformers; one implementation for all backbones."""
 
-import json
-from collections.abc import Iterable, Mapping
-from dataclasses import fields, replace
-from os import PathLike
+import warnings
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import GenerationConfig, PreTrainedModel
-from transformers import initialization as init
+from transformers.modeling_layers import GenericForSequenceClassification
+from transformers.utils.generic import can_return_tuple
 
 from deqseq.config import SolveConfig
 from deqseq.gradients import Phantom, Unrolled
-from deqseq.integrations.huggingface.cache import ImplicitCache, check_cache, check_positions, joined_mask
+from deqseq.integrations.huggingface.arguments import check_cache, check_keywords, check_positions, joined_mask
+from deqseq.integrations.huggingface.blocks import blocks_are_checkpointed, checkpoint_blocks, recorded_states
+from deqseq.integrations.huggingface.cache import ImplicitCache
 from deqseq.integrations.huggingface.configuration import ImplicitConfig
-from deqseq.integrations.huggingface.objects import from_json, to_json
+from deqseq.integrations.huggingface.objects import from_json
 from deqseq.integrations.huggingface.outputs import ImplicitModelOutput
-from deqseq.integrations.reference_fields import check_known
+from deqseq.integrations.huggingface.pretrained_model import ImplicitPreTrainedModel
 from deqseq.models import ImplicitModel
 from deqseq.models.causal_lm import check_ids
+from deqseq.models.padding import Padding
 
 SolveChange = SolveConfig | Mapping[str, Any]
 """How a call is solved: a whole configuration, or the fields to replace in the model's own, as objects or JSON."""
-
-
-class ImplicitPreTrainedModel(PreTrainedModel):
-    """Loading, saving and initialisation of all implicit models.
-
-    Args:
-        config: of a model type.
-        **unknown: refused, with the nearest known name.
-
-    Raises:
-        TypeError: a keyword that belongs into the configuration.
-        ValueError: an unknown keyword.
-
-    Example:
-        >>> import tempfile
-        >>> from transformers import AutoModelForCausalLM
-        >>> from deqseq.integrations.huggingface import ImplicitMamba2Config, ImplicitMamba2ForCausalLM
-        >>> config = ImplicitMamba2Config(vocab_size=9, hidden_size=16, head_dim=8, num_hidden_layers=1)
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     ImplicitMamba2ForCausalLM(config).save_pretrained(folder)
-        ...     type(AutoModelForCausalLM.from_pretrained(folder)).__name__
-        'ImplicitMamba2ForCausalLM'
-    """
-
-    config_class = ImplicitConfig
-    config: ImplicitConfig
-    base_model_prefix = "model"
-    supports_gradient_checkpointing = True
-    accepts_loss_kwargs = True
-    _supports_sdpa = True
-    _is_stateful = True  # a cache cannot be cropped, so there is no assisted decoding
-    _no_split_modules = ["LlamaBlock", "Mamba2Block"]  # noqa: RUF012
-    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
-
-    def __init__(self, config: ImplicitConfig, **unknown: Any) -> None:
-        for name in unknown:  # keywords of from_pretrained() that transformers does not know
-            check_known(f"{type(self).__name__} keyword", name, [field.name for field in fields(config)])
-            raise TypeError(f"{name} belongs to the configuration, which was given too: set it there")
-        super().__init__(config)
-
-    @classmethod
-    def from_pretrained(
-        cls,
-        pretrained_model_name_or_path: str | PathLike[str] | None,
-        *model_args: Any,
-        output_loading_info: bool = False,
-        **kwargs: Any,
-    ) -> Any:
-        """As in transformers, but a checkpoint that does not fit is an error.
-
-        Args:
-            pretrained_model_name_or_path: a folder, or a name on the hub.
-            *model_args: of transformers.
-            output_loading_info: whether to return the report too; unexpected weights are then no error.
-            **kwargs: of transformers.
-
-        Returns:
-            The model in eval mode, and the report if it was asked for.
-
-        Raises:
-            ValueError: missing or unexpected weights, or some of another shape.
-        """
-        loaded: Any = super().from_pretrained(
-            pretrained_model_name_or_path, *model_args, output_loading_info=True, **kwargs
-        )
-        model, report = loaded
-        _check_weights(report, pretrained_model_name_or_path or "the given state dict", extra=not output_loading_info)
-        return (model, report) if output_loading_info else model
-
-    def save_pretrained(self, save_directory: str | PathLike[str], *args: Any, **kwargs: Any) -> None:
-        """As in transformers, but a generation configuration that could not be read again is refused first.
-
-        Args:
-            save_directory: made if missing.
-            *args: of transformers.
-            **kwargs: of transformers.
-
-        Raises:
-            ValueError: an unknown name or field in ``generation_config.solve``.
-            TypeError: an object there, where JSON should be.
-        """
-        if self.can_generate():
-            check_generation(self.generation_config)
-            self.generation_config._from_model_config = False  # or ``solve`` would be dropped when the file is read
-        super().save_pretrained(save_directory, *args, **kwargs)
-
-    def compile(self, **options: Any) -> None:
-        """Compile the blocks with ``torch.compile``; the code around them stays as it is.
-
-        Args:
-            **options: of ``torch.compile``.
-        """
-        base: Any = self.base_model
-        base.core.compile(**options)
-
-    def _init_weights(self, module: nn.Module) -> None:
-        """Draw an embedding or a head; a backbone has initialised itself."""
-        if isinstance(module, nn.Embedding | nn.Linear):
-            init.normal_(module.weight, std=self.config.initializer_range)
 
 
 class ImplicitBaseModel(ImplicitPreTrainedModel):
@@ -146,7 +50,7 @@ class ImplicitBaseModel(ImplicitPreTrainedModel):
         (torch.Size([1, 1, 16]), 3)
     """
 
-    _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]  # noqa: RUF012
+    _keys_to_ignore_on_load_unexpected = [r"^lm_head\.", r"^score\."]  # noqa: RUF012
 
     def __init__(self, config: ImplicitConfig, **unknown: Any) -> None:
         super().__init__(config, **unknown)
@@ -156,6 +60,7 @@ class ImplicitBaseModel(ImplicitPreTrainedModel):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.post_init()
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: Shaped[Tensor, "..."] | None = None,
@@ -164,10 +69,9 @@ class ImplicitBaseModel(ImplicitPreTrainedModel):
         past_key_values: Any = None,
         inputs_embeds: Float[Tensor, "..."] | None = None,
         use_cache: bool | None = None,
-        output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
         solve: SolveChange | None = None,
+        **kwargs: Any,
     ) -> ImplicitModelOutput | tuple[Any, ...]:
         """Solve for the states of these tokens.
 
@@ -181,22 +85,22 @@ class ImplicitBaseModel(ImplicitPreTrainedModel):
             inputs_embeds: embedded tokens ``(batch, length, hidden_size)``, instead of ``input_ids``.
             use_cache: whether to advance ``past_key_values``, or a new cache. Default: as in the configuration, but in
                 training only if a cache is given.
-            output_attentions: not available.
-            output_hidden_states: whether embedded tokens and states are returned as ``hidden_states``.
-            return_dict: False returns a tuple.
+            output_hidden_states: whether ``hidden_states`` are returned: the embedded tokens and the fixed point; of an
+                explicit model the embedded tokens and the state after each block.
             solve: how this call is solved: a :class:`deqseq.SolveConfig`, or a mapping of the fields to replace, as
                 ``{"sweep": deqseq.Sliding(8), "stop": {"max_steps": 8}}``.
+            **kwargs: ``return_dict=False`` returns a tuple. What transformers passes to all models and does not matter
+                here, such as ``token_type_ids``, is ignored.
 
         Returns:
             States, cache, and the numbers of the solve.
 
         Raises:
             ValueError: a bad shape, ids outside the vocabulary, a cache of other rows, positions other than the
-                model's own, or ``solve`` for an explicit model.
-            TypeError: a cache of another library.
+                model's own, packed sequences, attention weights, or ``solve`` for an explicit model.
+            TypeError: a cache of another library, or an unknown keyword.
         """
-        if output_attentions or (output_attentions is None and self.config.output_attentions):
-            raise ValueError("output_attentions is not available: no attention weights are computed")
+        check_keywords({"output_attentions": self.config.output_attentions or None} | kwargs)
         x = F.dropout(self._embedded(input_ids, inputs_embeds), self.config.embedding_dropout, self.training)
         batch, length = x.shape[:2]
         if use_cache is None:
@@ -207,18 +111,20 @@ class ImplicitBaseModel(ImplicitPreTrainedModel):
         check_positions(position_ids, mask, committed, length)
         new = None if mask is None else mask[:, committed:]
         options = {} if solve is None else {"solve": self.solve_config(solve)}
-        output = self.core(x, mask=new, cache=cache.value, return_cache=use_cache, **options)
+        want_states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        record = want_states and not self.config.implicit
+        with recorded_states(self.core.backbone) if record else nullcontext([]) as between:
+            output = self.core(x, mask=new, cache=cache.value, return_cache=use_cache, **options)
         if use_cache:
             cache.commit(output, new)
-        want_states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
-        result = ImplicitModelOutput(
+        inner = [Padding.of(x, new).back(state) for state in between[:-1]]  # the final norm follows the last one
+        return ImplicitModelOutput(
             last_hidden_state=output.value,
             past_key_values=cache if use_cache else None,
-            hidden_states=(x, output.value) if want_states else None,
+            hidden_states=(x, *inner, output.value) if want_states else None,
             stats=output.stats,
             status=output.status,
         )
-        return result if (self.config.return_dict if return_dict is None else return_dict) else result.to_tuple()
 
     def solve_config(self, change: SolveChange, where: str = "solve", base: SolveConfig | None = None) -> SolveConfig:
         """``base``, by default that of the current mode, with the fields of ``change`` replaced; errors name ``where``.
@@ -232,18 +138,23 @@ class ImplicitBaseModel(ImplicitPreTrainedModel):
 
     @property
     def gradient_checkpointing(self) -> bool:
-        """Whether the gradient estimator recomputes activations in the backward pass."""
-        return isinstance(self.core, ImplicitModel) and self.core.solve.gradient.recomputes
+        """Whether activations are recomputed in the backward pass."""
+        core = self.core
+        if isinstance(core, ImplicitModel):
+            return core.solve.gradient.checkpoint
+        return blocks_are_checkpointed(core.backbone)
 
     @gradient_checkpointing.setter
     def gradient_checkpointing(self, enable: bool) -> None:
         core = self.core
-        if isinstance(core, ImplicitModel) and isinstance(core.solve.gradient, Phantom | Unrolled):
+        if isinstance(core, ImplicitModel):
             core.solve = checkpointed(core.solve, enable)
             core.eval_solve = core.eval_solve and checkpointed(core.eval_solve, enable)
-        elif enable:
-            found = f"the gradient {core.solve.gradient}" if isinstance(core, ImplicitModel) else "an explicit model"
-            raise ValueError(f"gradient checkpointing needs the gradient Phantom or Unrolled, got {found}")
+        elif not self.config.weight_norm:
+            checkpoint_blocks(core.backbone, enable)
+        if enable and not self.gradient_checkpointing:
+            kind = f"the gradient {core.solve.gradient}" if isinstance(core, ImplicitModel) else "weight normalisation"
+            warnings.warn(f"gradient checkpointing has no effect: with {kind} nothing is recomputed", stacklevel=2)
 
     def _embedded(self, ids: Tensor | None, embedded: Tensor | None) -> Tensor:
         if (ids is None) == (embedded is None):
@@ -252,8 +163,35 @@ class ImplicitBaseModel(ImplicitPreTrainedModel):
             return embedded
         assert ids is not None
         ids = ids.to(torch.int64) if ids.dtype == torch.int32 else ids
-        check_ids("input_ids", ids, self.embed_tokens.num_embeddings)
+        if not torch.compiler.is_compiling():  # a graph cannot depend on the ids
+            check_ids("input_ids", ids, self.config.vocab_size)
         return self.embed_tokens(ids)
+
+
+class ImplicitClassifier(GenericForSequenceClassification, ImplicitPreTrainedModel):  # pyright: ignore[reportIncompatibleMethodOverride]
+    """A model of this library that classifies sequences by the state of their last token.
+
+    Abstract: use the class of a model type, or ``AutoModelForSequenceClassification``. Batches need ``pad_token_id``.
+
+    Args:
+        config: of a model type, with ``num_labels``.
+
+    Attributes:
+        model: embedding and backbone.
+        score: the head.
+
+    Example:
+        >>> from transformers import AutoModelForSequenceClassification
+        >>> from deqseq.integrations.huggingface import ImplicitMamba2Config
+        >>> sizes = {"vocab_size": 9, "hidden_size": 16, "head_dim": 8, "num_hidden_layers": 1}
+        >>> config = ImplicitMamba2Config(num_labels=2, pad_token_id=0, **sizes)
+        >>> model = AutoModelForSequenceClassification.from_config(config)
+        >>> model(torch.tensor([[1, 2, 3], [4, 0, 0]])).logits.shape
+        torch.Size([2, 2])
+    """
+
+    accepts_loss_kwargs = False
+    _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]  # noqa: RUF012
 
 
 def checkpointed(solve: SolveConfig, enable: bool = True) -> SolveConfig:
@@ -261,40 +199,3 @@ def checkpointed(solve: SolveConfig, enable: bool = True) -> SolveConfig:
     if not isinstance(solve.gradient, Phantom | Unrolled):
         return solve
     return replace(solve, gradient=replace(solve.gradient, checkpoint=enable))
-
-
-def check_generation(config: GenerationConfig) -> None:
-    """Refuse a generation configuration whose ``solve`` is misspelt, or is no JSON."""
-    for name in vars(config):
-        if name.startswith("solv"):
-            check_known("generation configuration: field", name, ("solve",))
-    if (solve := getattr(config, "solve", None)) is not None:
-        parsed = from_json("solve", solve, "generation configuration: solve")
-        try:
-            json.dumps(solve)
-        except TypeError:  # transformers would write null for an object
-            text = f"solve in a generation configuration must be JSON, such as {to_json(parsed)}, got {solve!r}"
-            raise TypeError(text) from None
-
-
-def _check_weights(report: dict[str, Any], source: object, *, extra: bool) -> None:
-    """Refuse weights that do not fit: transformers would draw missing ones, and other fixed points would be found."""
-    redrawn = ("embed_tokens.weight", "lm_head.weight")  # new ones are drawn for a vocabulary of another size
-    found = {
-        "missing": report.get("missing_keys", ()),
-        "of another shape": [key for key, *_ in report.get("mismatched_keys", ()) if not key.endswith(redrawn)],
-        "unexpected": report.get("unexpected_keys", ()) if extra else (),
-    }
-    if "word_emb.emb.weight" in report.get("unexpected_keys", ()):
-        raise ValueError(
-            f"the weights in {source} have the names of the paper's reference code: load them with "
-            "deqseq.integrations.huggingface.from_reference_folder"
-        )
-    faults = "; ".join(f"{fault} {_listed(names)}" for fault, names in found.items() if names)
-    if faults:
-        raise ValueError(f"the weights in {source} do not fit: {faults}. Does its config.json describe them?")
-
-
-def _listed(keys: Iterable[str]) -> str:
-    known = sorted(keys)
-    return ", ".join(known[:8]) + f" and {len(known) - 8} more" * (len(known) > 8)

@@ -1,27 +1,25 @@
 """A language model of transformers: our model, a head, a loss, and generation."""
 
+import warnings
 from dataclasses import replace
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import GenerationConfig
 from transformers.generation.utils import GenerationMixin
+from transformers.utils.generic import can_return_tuple
 
 from deqseq.config import SolveConfig
-from deqseq.integrations.huggingface.cache import ImplicitCache, check_cache
+from deqseq.integrations.huggingface.arguments import check_cache, check_labels
+from deqseq.integrations.huggingface.cache import ImplicitCache
 from deqseq.integrations.huggingface.configuration import ImplicitConfig
-from deqseq.integrations.huggingface.modeling import (
-    ImplicitBaseModel,
-    ImplicitPreTrainedModel,
-    SolveChange,
-    check_generation,
-)
+from deqseq.integrations.huggingface.modeling import ImplicitBaseModel, SolveChange
 from deqseq.integrations.huggingface.outputs import ImplicitCausalLMOutput
+from deqseq.integrations.huggingface.pretrained_model import ImplicitPreTrainedModel, check_generation
 from deqseq.layers.weight_norm import cached_weights
-from deqseq.models.causal_lm import IGNORED, check_ids
+from deqseq.solution import ConvergenceWarning
 from deqseq.sweeps import Simultaneous, Sliding
 
 
@@ -57,6 +55,7 @@ class ImplicitCausalLM(ImplicitPreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: Shaped[Tensor, "..."] | None = None,
@@ -66,12 +65,10 @@ class ImplicitCausalLM(ImplicitPreTrainedModel, GenerationMixin):
         inputs_embeds: Float[Tensor, "..."] | None = None,
         labels: Int64[Tensor, "..."] | None = None,
         use_cache: bool | None = None,
-        output_attentions: bool | None = None,
-        output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
         logits_to_keep: int | Shaped[Tensor, "..."] = 0,
         num_items_in_batch: int | Shaped[Tensor, "..."] | None = None,
         solve: SolveChange | None = None,
+        **kwargs: Any,
     ) -> ImplicitCausalLMOutput | tuple[Any, ...]:
         """Predict a token at every position.
 
@@ -82,27 +79,29 @@ class ImplicitCausalLM(ImplicitPreTrainedModel, GenerationMixin):
             position_ids: the model's own and no others, ``(batch, length)``.
             past_key_values: an :class:`ImplicitCache`, which is advanced by these tokens.
             inputs_embeds: embedded tokens ``(batch, length, hidden_size)``, instead of ``input_ids``.
-            labels: ``(batch, length)``; the one at ``t`` is the answer at ``t - 1``. -100 and padding are left out of
-                the loss.
+            labels: ``(batch, length)``; the one at ``t`` is the answer at ``t - 1``. Those that are -100 are left out
+                of the loss; padding is not, as in transformers, so its labels must be -100.
             use_cache: whether to advance a cache.
-            output_attentions: not available.
-            output_hidden_states: whether embedded tokens and states are returned as ``hidden_states``.
-            return_dict: False returns a tuple.
             logits_to_keep: how many of the last positions get logits, or which, ``(kept,)``; 0: all.
             num_items_in_batch: what the summed loss is divided by, ``()``. Default: the number of labels that are
                 scored.
             solve: how this call is solved, as in :class:`ImplicitBaseModel`.
+            **kwargs: as in :class:`ImplicitBaseModel`, such as ``output_hidden_states`` and ``return_dict``; and
+                ``shift_labels``, ``(batch, length)``, labels of which the one at ``t`` is the answer at ``t``.
 
         Returns:
             Loss, logits, cache, and the numbers of the solve.
 
         Raises:
-            ValueError: what :class:`ImplicitBaseModel` refuses; labels of another shape or outside the vocabulary, or
-                labels with ``logits_to_keep``.
-            TypeError: a cache of another library.
+            ValueError: what :class:`ImplicitBaseModel` refuses; labels of another shape, outside the vocabulary or
+                none to score, or labels with ``logits_to_keep``.
+            TypeError: a cache of another library, or an unknown keyword.
         """
-        labels = self._scored(input_ids if inputs_embeds is None else inputs_embeds, labels, attention_mask)
-        if labels is not None and not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
+        shift_labels = kwargs.pop("shift_labels", None)  # in the signature the Trainer would require it
+        tokens, vocab_size = input_ids if inputs_embeds is None else inputs_embeds, self.config.vocab_size
+        check_labels(tokens, labels, shift_labels, vocab_size, num_items_in_batch)
+        scored = labels is not None or shift_labels is not None
+        if scored and not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
             raise ValueError("labels need the logits of all positions: leave out logits_to_keep")
         if isinstance(logits_to_keep, int) and logits_to_keep < 0:
             raise ValueError(f"logits_to_keep must be an integer >= 0 or positions, got {logits_to_keep}")
@@ -113,18 +112,17 @@ class ImplicitCausalLM(ImplicitPreTrainedModel, GenerationMixin):
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
-            output_attentions=output_attentions,
-            output_hidden_states=output_hidden_states,
-            return_dict=True,
             solve=solve,
+            **kwargs | {"return_dict": True},
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits, loss = self.lm_head(output.last_hidden_state[:, kept]), None
-        if labels is not None:
+        if scored:
+            answers = {"labels": labels, "shift_labels": shift_labels}
             loss = self.loss_function(
-                logits=logits, labels=labels, vocab_size=logits.shape[-1], num_items_in_batch=num_items_in_batch
+                logits=logits, vocab_size=vocab_size, num_items_in_batch=num_items_in_batch, **answers
             )
-        result = ImplicitCausalLMOutput(
+        return ImplicitCausalLMOutput(
             loss=loss,
             logits=logits,
             past_key_values=output.past_key_values,
@@ -132,7 +130,6 @@ class ImplicitCausalLM(ImplicitPreTrainedModel, GenerationMixin):
             stats=output.stats,
             status=output.status,
         )
-        return result if (self.config.return_dict if return_dict is None else return_dict) else result.to_tuple()
 
     def generate(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -228,7 +225,10 @@ class ImplicitCausalLM(ImplicitPreTrainedModel, GenerationMixin):
             raise ValueError(
                 f"cache_implementation {generation_config.cache_implementation!r} is not available: leave it out"
             )
-        cache = model_kwargs.get("past_key_values")
+        cache, mask = model_kwargs.get("past_key_values"), model_kwargs.get("attention_mask")
+        if generation_config.prefill_chunk_size is not None and mask is not None:
+            longest = int((mask == 0).sum(dim=1).max())  # of each row the first chunk needs a token
+            generation_config.prefill_chunk_size = max(generation_config.prefill_chunk_size, longest + 1)
         if cache is not None:
             check_cache(
                 cache, batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
@@ -237,17 +237,20 @@ class ImplicitCausalLM(ImplicitPreTrainedModel, GenerationMixin):
         elif generation_config.use_cache is not False:
             model_kwargs["past_key_values"] = ImplicitCache()
 
-    def _scored(self, tokens: Tensor | None, labels: Tensor | None, attention_mask: Tensor | None) -> Tensor | None:
-        """The labels, with -100 where padding is concerned, checked before anything is solved."""
-        if labels is None or tokens is None:
-            return None
-        if labels.shape != tokens.shape[:2]:
-            raise ValueError(f"labels must have shape {tuple(tokens.shape[:2])}, got {tuple(labels.shape)}")
-        if attention_mask is not None and attention_mask.ndim == 2:
-            mask = attention_mask[:, -labels.shape[1] :] != 0
-            known = mask & F.pad(mask[:, :-1], (1, 0))  # a label is predicted from the token before it
-            labels = labels.masked_fill(~known, IGNORED)
-        scored = labels[:, 1:][labels[:, 1:] != IGNORED]
-        if scored.numel():
-            check_ids("labels", scored[None], self.lm_head.out_features)
-        return labels
+    def _update_model_kwargs_for_generation(
+        self, outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:
+        """Between two tokens: the first solve of a generation that did not converge is told."""
+        cache = outputs.past_key_values
+        before = () if cache is None else cache.solves[:-1]
+        failed = outputs.status is not None and not bool(outputs.converged.all())
+        if failed and all(bool(solve.converged.all()) for solve in before):
+            warnings.warn(
+                f"{int((~outputs.converged).sum())} of {len(outputs.converged)} rows did not converge in generate(): "
+                "give a larger budget, as solve={'stop': {'max_steps': 128}}, or a looser rtol; past_key_values.solves "
+                "of return_dict_in_generate=True tells how each token was solved",
+                ConvergenceWarning,
+                stacklevel=2,
+            )
+        theirs: Any = super()
+        return theirs._update_model_kwargs_for_generation(outputs, model_kwargs, *args, **kwargs)

@@ -90,8 +90,34 @@ class ForwardContract:
         assert torch.equal(model(IDS.to(torch.int32)).logits, whole.logits)
         assert torch.equal(model(IDS, return_dict=False)[0], whole.logits)
         states = model(IDS, output_hidden_states=True).hidden_states
+        assert len(states) == (2 if self.implicit else self.layers + 1)
         assert torch.equal(states[0], embedded)
-        assert torch.equal(model.lm_head(states[1]), whole.logits)
+        assert torch.equal(model.lm_head(states[-1]), whole.logits)
+
+    @torch.no_grad()
+    def test_hidden_states_of_padded_rows_of_an_explicit_model(self):
+        if self.implicit:
+            return
+        model, first = self.model(), self.model(num_hidden_layers=1)
+        first.load_state_dict(model.state_dict(), strict=False)
+        between = model(IDS, attention_mask=LEFT.long(), output_hidden_states=True).hidden_states[1]
+        norm = list(first.model.core.backbone.children())[1]
+        close(norm(between)[LEFT], first.model(IDS, attention_mask=LEFT.long()).last_hidden_state[LEFT])
+
+    @torch.no_grad()
+    def test_what_transformers_passes_to_every_model(self):
+        model = self.model()
+        ignored = {"token_type_ids": torch.zeros_like(IDS), "output_router_logits": False, "is_causal": True}
+        nothing = {"cu_seq_lens_q": None, "seq_idx": None, "output_attentions": False}
+        assert torch.equal(model(IDS, **ignored, **nothing).logits, model(IDS).logits)
+
+    @torch.no_grad()
+    def test_an_explicit_model_is_exported(self):
+        if self.implicit:
+            return
+        model = self.model()
+        exported = torch.export.export(model, (IDS,), {"use_cache": False}, strict=False).module()
+        assert torch.equal(exported(IDS, use_cache=False).logits, model(IDS).logits)
 
     @torch.no_grad()
     def test_logits_to_keep(self):
@@ -194,8 +220,14 @@ class ForwardContract:
              "leave them out"),
             ({"input_ids": IDS, "position_ids": torch.arange(7)}, ValueError, r"position_ids .* shape \(batch, 7\)"),
             ({"input_ids": IDS, "output_attentions": True}, ValueError, "output_attentions is not available"),
+            ({"input_ids": IDS, "cu_seq_lens_q": torch.tensor([0, 3, 7])}, ValueError, "cu_seq_lens_q is not "
+             "available: packed sequences .* pad the rows"),
+            ({"input_ids": IDS, "is_causal": False}, ValueError, "is_causal=False is not available"),
             ({"input_ids": IDS, "labels": IDS[:, 1:]}, ValueError, r"labels must have shape \(3, 7\)"),
             ({"input_ids": IDS, "labels": IDS - 9}, ValueError, r"labels must lie in 0\.\.12"),
+            ({"input_ids": IDS, "shift_labels": IDS - 9}, ValueError, r"shift_labels must lie in 0\.\.12"),
+            ({"input_ids": IDS, "labels": torch.full_like(IDS, -100)}, ValueError, "labels leave nothing to score"),
+            ({"input_ids": IDS[:, :1], "labels": IDS[:, :1]}, ValueError, "labels leave nothing to score"),
             ({"input_ids": IDS, "labels": IDS, "logits_to_keep": 1}, ValueError, "leave out logits_to_keep"),
         ],
     )  # fmt: skip
@@ -204,7 +236,7 @@ class ForwardContract:
             self.model()(**call)
 
     def test_an_unknown_argument_is_not_swallowed(self):
-        with pytest.raises(TypeError, match="atention_mask"):
+        with pytest.raises(TypeError, match="'atention_mask'; did you mean 'attention_mask'"):
             self.model()(IDS, atention_mask=LEFT)
 
     def test_a_cache_that_does_not_fit(self):

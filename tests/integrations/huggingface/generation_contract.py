@@ -1,9 +1,13 @@
 """What ``generate`` of every model of ours must do: inherited by one class a family."""
 
+import warnings
+
 import pytest
 import torch
 from hf_models import COUNTS, IDS, LEFT
-from transformers import GenerationConfig, set_seed
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import GenerationConfig, PreTrainedTokenizerFast, set_seed
 
 import deqseq as dq
 from deqseq.integrations.huggingface import ImplicitCache, to_causal_lm
@@ -78,16 +82,36 @@ class GenerationContract:
         assert torch.equal(model.generate(inputs_embeds=embedded, **GREEDY), model.generate(IDS, **GREEDY)[:, 7:])
 
     def test_a_prompt_in_parts(self):
-        model = self.model()
+        model = self.model(num_hidden_layers=2)
         mask = torch.arange(7) >= torch.tensor([0, 2, 1])[:, None]
         options = {"attention_mask": mask.long(), **GREEDY}
         whole = model.generate(IDS, **options)
         assert torch.equal(model.generate(IDS, prefill_chunk_size=3, **options), whole)
+        padded = {"attention_mask": LEFT.long(), **GREEDY}  # more padding than one part has tokens
+        assert torch.equal(model.generate(IDS, prefill_chunk_size=3, **padded), model.generate(IDS, **padded))
         cache = model(IDS[:, :4], attention_mask=mask[:, :4].long()).past_key_values
         assert torch.equal(model.generate(IDS, past_key_values=cache, **options), whole)
         assert cache.get_seq_length() == 10
 
+    def test_strings_that_end_a_row(self):
+        words = Tokenizer(WordLevel({"abcdef": 0} | {f"w{i}": i for i in range(1, 13)}, unk_token="abcdef"))
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
+        model = self.model()
+        free = model.generate(IDS[:1], **GREEDY)
+        end = free[0, 8].item()
+        ended = model.generate(IDS[:1], stop_strings=[f"w{end}"], tokenizer=tokenizer, **GREEDY)
+        assert ended[0].tolist() == free[0, : free[0].tolist().index(end, 7) + 1].tolist()
+
     # how it is solved
+
+    def test_solves_that_do_not_converge_are_told_once(self):
+        if not self.implicit:
+            return
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            self.model().generate(IDS, solve={"stop": {"max_steps": 2}}, **GREEDY)
+        assert [each.category for each in told] == [dq.ConvergenceWarning]
+        assert "3 of 3 rows did not converge" in str(told[0].message)
 
     def test_how_prompts_and_tokens_are_solved(self):
         output = self.model().generate(IDS, return_dict_in_generate=True, **GREEDY)
@@ -99,6 +123,7 @@ class GenerationContract:
         assert not solves[0].stats.forced.any()  # which the sliding window alone reports
         assert all(solve.status.tolist() == [dq.Status.CONVERGED] * 3 for solve in solves)
 
+    @pytest.mark.filterwarnings("ignore:3 of 3 rows did not converge")
     def test_a_generation_configuration_chooses_sweep_solver_and_budget(self):
         if not self.implicit:
             return
@@ -130,6 +155,7 @@ class GenerationContract:
         other = model.generate(IDS, solve={**solve, "solver": {"name": "Relaxed", "damping": 0.9}}, **options)
         assert not torch.equal(other.past_key_values.solves[-1].stats.residual, residual)
 
+    @pytest.mark.filterwarnings("ignore:3 of 3 rows did not converge")
     def test_the_keyword_comes_before_the_generation_configuration(self):
         if not self.implicit:
             return

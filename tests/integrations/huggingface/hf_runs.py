@@ -32,7 +32,7 @@ SHARED_OUT = {
 """Two ways in which two processes take four rows a step."""
 SHARDED = {
     "implicit": {},
-    "no weight norm": {"weight_norm": False},
+    "weight norm": {"weight_norm": True},
     "explicit": {"implicit": False},
     "recomputing": {"solve": {"gradient": {"checkpoint": True}}},
 }

@@ -8,9 +8,10 @@ import torch
 from hf_models import IDS, same_weights
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
 
 import deqseq as dq
+from deqseq.integrations.huggingface import from_causal_lm, to_causal_lm
 
 
 def stored(folder) -> dict:
@@ -34,6 +35,7 @@ class SavingContract:
         model.save_pretrained(tmp_path)
         assert sorted(path.name for path in tmp_path.iterdir()) == [
             "config.json",
+            "deqseq_models.py",
             "generation_config.json",
             "model.safetensors",
         ]
@@ -118,6 +120,39 @@ class SavingContract:
         self.without(tmp_path, "model.embed_tokens.weight")
         with pytest.raises(ValueError, match=r"do not fit: missing lm_head\.weight, model\.embed_tokens\.weight"):
             AutoModelForCausalLM.from_pretrained(tmp_path)
+
+    def test_a_checkpoint_without_a_head_is_loaded_if_its_report_is_asked_for(self, tmp_path):
+        base = self.model(tie_word_embeddings=False).model
+        base.save_pretrained(tmp_path)
+        with pytest.raises(ValueError, match=r"do not fit: missing lm_head\.weight\. .*output_loading_info=True"):
+            AutoModelForCausalLM.from_pretrained(tmp_path)
+        model, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+        assert set(report["missing_keys"]) == {"lm_head.weight"}
+        assert same_weights(model.model, base)
+
+    def test_a_classifier_begins_with_a_language_model(self, tmp_path):
+        model = self.model(tie_word_embeddings=False, pad_token_id=0)
+        model.save_pretrained(tmp_path / "lm")
+        classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path / "lm", num_labels=3)
+        assert same_weights(classifier.model, model.model)
+        classifier.save_pretrained(tmp_path / "classifier")
+        again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "classifier")
+        assert same_weights(again, classifier)
+        base = AutoModel.from_pretrained(tmp_path / "classifier")
+        assert same_weights(base, model.model)
+
+    @torch.no_grad()
+    def test_folded_weights_are_the_same_to_the_last_bit(self, tmp_path):
+        model = self.model(weight_norm=True)
+        before = model(IDS).logits
+        model.fold_weight_norm()
+        assert torch.equal(model(IDS).logits, before)
+        assert not any(".parametrizations." in name for name in model.state_dict())
+        model.save_pretrained(tmp_path)
+        again = loaded(tmp_path)
+        assert not again.config.weight_norm
+        assert torch.equal(again(IDS).logits, before)
+        assert from_causal_lm(to_causal_lm(model)).config.weight_norm is False
 
     def test_more_weights_than_the_model_has_are_an_error_or_reported(self, tmp_path):
         self.model().save_pretrained(tmp_path)

@@ -5,11 +5,18 @@ import sys
 
 import pytest
 import transformers
-from hf_models import LLAMA, Llama
+from hf_models import Llama
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+)
 
 from deqseq.integrations import huggingface
 
@@ -35,18 +42,25 @@ def test_without_transformers_the_extra_is_named():
     assert run(script) == 'deqseq.integrations.huggingface needs transformers: pip install "deqseq[hf]"\n'
 
 
-def test_an_unregistered_type_and_its_note(tmp_path):
-    huggingface.ImplicitLlamaConfig(**LLAMA).save_pretrained(tmp_path)
+def test_a_saved_model_is_loaded_without_an_import(tmp_path):
+    """As lm-eval and TRL load it."""
+    model = Llama().model()
+    model.save_pretrained(tmp_path)
     script = (
-        "from transformers import AutoConfig\n"
+        "from transformers import AutoConfig, AutoModelForCausalLM\n"
         f"folder = {str(tmp_path)!r}\n"
-        "try: AutoConfig.from_pretrained(folder)\n"
-        "except ValueError as error: print('implicit_llama3' in str(error))\n"
-        "import importlib, json\n"
-        "with open(folder + '/config.json') as file: importlib.import_module(json.load(file)['registered_by'])\n"
-        "print(type(AutoConfig.from_pretrained(folder)).__name__)"
+        "try: AutoConfig.from_pretrained(folder, trust_remote_code=False)\n"
+        "except ValueError as error: print('trust_remote_code=True' in str(error))\n"
+        "model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, gguf_file=None)\n"
+        "print(type(model).__module__, model.config.auto_map['AutoModelForCausalLM'])\n"
+        "model.save_pretrained(folder + '/again')\n"
+        "import os; print(sorted(os.listdir(folder + '/again')))"
     )
-    assert run(script) == "True\nImplicitLlamaConfig\n"
+    assert run(script).splitlines() == [
+        "True",
+        "deqseq.integrations.huggingface.llama deqseq_models.ImplicitLlamaForCausalLM",
+        "['config.json', 'deqseq_models.py', 'generation_config.json', 'model.safetensors']",
+    ]
 
 
 def test_the_auto_classes_know_every_model_type():
@@ -55,6 +69,8 @@ def test_the_auto_classes_know_every_model_type():
         assert AutoConfig.for_model(config.model_type).__class__ is config
         assert AutoModel._model_mapping[config] is getattr(huggingface, f"Implicit{name}Model")
         assert AutoModelForCausalLM._model_mapping[config] is getattr(huggingface, f"Implicit{name}ForCausalLM")
+        classifier = getattr(huggingface, f"Implicit{name}ForSequenceClassification")
+        assert AutoModelForSequenceClassification._model_mapping[config] is classifier
 
 
 def test_the_public_names_are_there():

@@ -1,5 +1,7 @@
 """Losses, gradients and vocabularies of every model of ours: inherited by one class a family."""
 
+import copy
+
 import pytest
 import torch
 from hf_models import IDS, LEFT
@@ -13,6 +15,14 @@ def gradients(model, **options) -> dict:
     model.zero_grad()
     model(IDS, labels=IDS, **options).loss.backward()
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+def saved_numbers(model) -> int:
+    """How many numbers the graph of a loss keeps."""
+    sizes = {}
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: sizes.update({id(x): x.numel()}) or x, lambda x: x):
+        loss = model(IDS, labels=IDS).loss
+    return sum(sizes.values()) if loss.requires_grad else 0
 
 
 class TrainingContract:
@@ -41,15 +51,27 @@ class TrainingContract:
 
     @torch.no_grad()
     def test_which_labels_count(self):
-        model, labels = self.model(), IDS.clone()
+        """As in transformers, all that are not -100, after padding on the left, too."""
+        model, labels = self.model(), IDS.masked_fill(~LEFT, -100)
         labels[0, 3] = -100
         output = model(IDS, labels=labels, attention_mask=LEFT.long())
-        counting = LEFT[:, 1:] & LEFT[:, :-1] & (labels[:, 1:] != -100)
-        each = F.cross_entropy(output.logits[:, :-1][counting], labels[:, 1:][counting], reduction="none")
-        assert len(each) == 9
-        assert abs(output.loss.item() - each.mean().item()) < 1e-5
-        parted = model(IDS, labels=labels, attention_mask=LEFT.long(), num_items_in_batch=torch.tensor(18)).loss
-        assert abs(parted.item() - each.mean().item() / 2) < 1e-5
+        each = F.cross_entropy(output.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="none")
+        count = (labels[:, 1:] != -100).sum()
+        assert count == 11
+        assert abs(output.loss.item() - each.sum().item() / 11) < 1e-5
+        parted = model(IDS, labels=labels, attention_mask=LEFT.long(), num_items_in_batch=torch.tensor(22)).loss
+        assert abs(parted.item() - output.loss.item() / 2) < 1e-5
+        shifted = F.pad(labels[:, 1:], (0, 1), value=-100)
+        assert model(IDS, shift_labels=shifted, attention_mask=LEFT.long()).loss == output.loss
+
+    def test_a_part_of_a_batch_may_have_nothing_to_score(self):
+        model, nothing = self.model().train(), torch.full_like(IDS, -100)
+        loss = model(IDS, labels=nothing, num_items_in_batch=torch.tensor(5)).loss
+        loss.backward()
+        assert loss == 0
+        for count in (None, 0):
+            with pytest.raises(ValueError, match="labels leave nothing to score"):
+                model(IDS, labels=nothing, num_items_in_batch=count)
 
     def test_the_trainer_leaves_out_what_it_cannot_gather(self):
         model = self.model()
@@ -59,11 +81,9 @@ class TrainingContract:
         assert model.accepts_loss_kwargs
 
     def test_gradient_checkpointing(self):
-        model = self.model().train()
         if not self.implicit:
-            with pytest.raises(ValueError, match=r"needs the gradient Phantom or Unrolled, got an explicit model$"):
-                model.activation_checkpointing_enable()
             return
+        model = self.model().train()
         plain = gradients(model)
         model.activation_checkpointing_enable()
         assert model.model.core.solve.gradient == dq.Phantom(checkpoint=True)
@@ -79,12 +99,30 @@ class TrainingContract:
         model.activation_checkpointing_disable()
         assert model.model.core.solve.gradient == dq.Phantom(checkpoint=False)
 
-    def test_estimators_without_checkpointing(self):
-        if not self.implicit:
+    def test_gradient_checkpointing_of_an_explicit_model(self):
+        if self.implicit:
             return
-        model = self.model(solve={"gradient": "OneStep"})
-        with pytest.raises(ValueError, match=r"Phantom or Unrolled, got the gradient OneStep\(\)$"):
+        model = self.model().train()
+        plain, kept = gradients(model), saved_numbers(model)
+        model.activation_checkpointing_enable()
+        assert model.model.gradient_checkpointing
+        assert saved_numbers(model) < 0.6 * kept
+        again = gradients(copy.deepcopy(model))
+        for name, gradient in plain.items():
+            assert torch.equal(again[name], gradient), name
+        model.activation_checkpointing_disable()
+        assert not model.model.gradient_checkpointing
+        assert saved_numbers(model) == kept
+
+    def test_where_nothing_can_be_recomputed(self):
+        fields = {"solve": {"gradient": "OneStep"}} if self.implicit else {"weight_norm": True}
+        model = self.model(**fields).train()
+        plain = gradients(model)
+        found = r"the gradient OneStep\(\)" if self.implicit else "weight normalisation"
+        with pytest.warns(UserWarning, match=f"gradient checkpointing has no effect: with {found}"):
             model.activation_checkpointing_enable()
+        again = gradients(model)
+        assert all(torch.equal(again[name], gradient) for name, gradient in plain.items())
 
     def test_the_gradient_is_chosen_by_the_configuration(self):
         if not self.implicit:

@@ -1,0 +1,111 @@
+"""Checks of what a call of a model is given, before anything is solved."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from jaxtyping import Int64, Shaped
+from torch import Tensor
+
+from deqseq.check import suggestion
+from deqseq.integrations.huggingface.cache import ImplicitCache
+from deqseq.models.causal_lm import IGNORED, check_ids
+from deqseq.types import Mask
+
+_UNUSED = (
+    *("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids", "cache_position"),
+    *("num_items_in_batch", "output_router_logits", "tokenizer", "assistant_tokenizer"),
+)
+"""What transformers passes to every model, and these models do not need."""
+_ATTENTION = "no attention weights are computed"
+_PACKED = "packed sequences are not supported: pad the rows instead (TRL: packing=False, padding_free=False)"
+_REFUSED = {
+    "output_attentions": _ATTENTION,
+    **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"), _PACKED),
+}
+_TAKEN = ("input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "labels", "use_cache")
+_TAKEN += ("shift_labels", "logits_to_keep", "output_hidden_states", "return_dict", "solve")
+
+
+def check_keywords(given: Mapping[str, Any]) -> None:
+    """Refuse keywords that would change the result of a call, and unknown ones; None and False ask for nothing."""
+    for name, value in given.items():
+        if name == "is_causal" and value is False:
+            raise ValueError("is_causal=False is not available: these models are causal")
+        if name in _REFUSED and value is not None and value is not False:
+            raise ValueError(f"{name} is not available: {_REFUSED[name]}")
+        if name not in (*_UNUSED, *_REFUSED, "is_causal"):
+            raise TypeError(f"unexpected keyword argument {name!r}{suggestion(name, _TAKEN)}")
+
+
+def check_labels(
+    tokens: Tensor | None, labels: Tensor | None, shift_labels: Tensor | None, vocab_size: int, count: Any
+) -> None:
+    """Refuse labels that do not fit the tokens, or leave nothing to score.
+
+    As in transformers a label counts unless it is -100, in padding, too.
+    """
+    for name, answers in (("labels", labels), ("shift_labels", shift_labels)):
+        if answers is None or tokens is None or torch.compiler.is_compiling():
+            continue
+        if answers.shape != tokens.shape[:2]:
+            raise ValueError(f"{name} must have shape {tuple(tokens.shape[:2])}, got {tuple(answers.shape)}")
+        scored = answers if name == "shift_labels" else answers[:, 1:]
+        scored = scored[scored != IGNORED]
+        if scored.numel():
+            check_ids(name, scored[None], vocab_size)
+        elif count is None or not count:  # otherwise this is a part of a larger batch, with a loss of 0
+            raise ValueError(f"{name} leave nothing to score: all of them are {IGNORED}, or there is no next token")
+
+
+def check_cache(cache: object, rows: int) -> None:
+    """Refuse the cache of another library, or of another number of rows."""
+    if not isinstance(cache, ImplicitCache):
+        raise TypeError(
+            f"past_key_values must be an ImplicitCache, got {type(cache).__name__}: leave it out, or give "
+            "deqseq.integrations.huggingface.ImplicitCache()"
+        )
+    if cache.batch_size not in (-1, rows):
+        raise ValueError(
+            f"past_key_values has {cache.batch_size} rows and the input has {rows}: repeat its rows with "
+            "cache.batch_repeat_interleave(n), or choose some with cache.batch_select_indices(rows)"
+        )
+
+
+def joined_mask(
+    attention_mask: Shaped[Tensor, "..."] | None, batch: int, new: int, cache: ImplicitCache
+) -> Mask | None:
+    """The mask of the committed and the new tokens, ``(batch, committed + new)``; None without padding."""
+    committed, known = cache.length, cache.mask
+    if attention_mask is None:
+        return None if known is None else torch.cat([known, known.new_ones(batch, new)], dim=1)
+    wanted = (batch, committed + new)
+    if attention_mask.shape != wanted:
+        raise ValueError(
+            f"attention_mask must have shape {wanted}, for {committed} tokens in the cache and {new} new ones, got "
+            f"{tuple(attention_mask.shape)}; masks between pairs of tokens are not supported"
+        )
+    mask = attention_mask != 0
+    before = mask[:, :committed]
+    if not torch.equal(before, torch.ones_like(before) if known is None else known.to(mask.device)):
+        raise ValueError(
+            "attention_mask must mark the same padding among the tokens of the cache as when they were computed"
+        )
+    return None if bool(mask.all()) else mask
+
+
+def check_positions(position_ids: Int64[Tensor, "..."] | None, mask: Mask | None, committed: int, new: int) -> None:
+    """Refuse positions other than the model's own: real tokens counted from 0; those of padding do not matter."""
+    if position_ids is None:
+        return
+    if position_ids.ndim != 2 or position_ids.shape[1] != new:
+        raise ValueError(f"position_ids must have shape (batch, {new}), got {tuple(position_ids.shape)}")
+    if mask is None:
+        fits = position_ids == torch.arange(committed, committed + new, device=position_ids.device)
+    else:
+        fits = (position_ids == (mask.cumsum(dim=1) - 1)[:, committed:]) | ~mask[:, committed:]
+    if not bool(fits.all()):
+        raise ValueError(
+            "position_ids must count the real tokens of a row from 0, those of the cache included, as the model does "
+            "itself: leave them out (packed sequences and shifted positions are not supported)"
+        )

@@ -1,0 +1,55 @@
+"""The blocks of an explicit model, one by one: their states, and their activations recomputed in the backward pass."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from threading import get_ident
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+
+@contextmanager
+def recorded_states(backbone: nn.Module) -> Iterator[list[Tensor]]:
+    """Within this context the state after each block is appended to the list, in calls of the same thread."""
+    states: list[Tensor] = []
+    thread = get_ident()
+
+    def record(block: nn.Module, given: Any, returned: tuple[Tensor, Any]) -> None:
+        if get_ident() == thread:
+            states.append(returned[0])
+
+    hooks = [block.register_forward_hook(record) for block in _blocks(backbone)]
+    try:
+        yield states
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def checkpoint_blocks(backbone: nn.Module, enable: bool) -> None:
+    """Recompute the activations of every block in the backward pass, or keep them again."""
+    for block in _blocks(backbone):
+        if enable:
+            block.forward = partial(_recomputed, block)
+        else:
+            vars(block).pop("forward", None)
+
+
+def blocks_are_checkpointed(backbone: nn.Module) -> bool:
+    """Whether :func:`checkpoint_blocks` is in force."""
+    return any("forward" in vars(block) for block in _blocks(backbone))
+
+
+def _blocks(backbone: nn.Module) -> Iterable[nn.Module]:
+    layers: Any = backbone.layers
+    return layers
+
+
+def _recomputed(block: nn.Module, *arguments: Any) -> Any:
+    run: Callable[..., Any] = partial(type(block).forward, block)
+    if block.training and torch.is_grad_enabled():
+        return checkpoint(run, *arguments, use_reentrant=False)
+    return run(*arguments)

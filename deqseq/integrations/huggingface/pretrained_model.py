@@ -1,0 +1,180 @@
+"""What all models have in common: loading, saving, initial weights, folding weight normalisation."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import fields, replace
+from os import PathLike
+from typing import Any
+
+from torch import nn
+from transformers import GenerationConfig, PreTrainedModel
+from transformers import initialization as init
+
+from deqseq.integrations.huggingface.configuration import ImplicitConfig
+from deqseq.integrations.huggingface.objects import from_json, to_json
+from deqseq.integrations.reference_fields import check_known
+from deqseq.layers import fold_weight_norm
+
+
+class ImplicitPreTrainedModel(PreTrainedModel):
+    """Loading, saving and initialisation of all implicit models.
+
+    Args:
+        config: of a model type.
+        **unknown: refused, with the nearest known name.
+
+    Raises:
+        TypeError: a keyword that belongs into the configuration.
+        ValueError: an unknown keyword.
+
+    Example:
+        >>> import tempfile
+        >>> from transformers import AutoModelForCausalLM
+        >>> from deqseq.integrations.huggingface import ImplicitMamba2Config, ImplicitMamba2ForCausalLM
+        >>> config = ImplicitMamba2Config(vocab_size=9, hidden_size=16, head_dim=8, num_hidden_layers=1)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     ImplicitMamba2ForCausalLM(config).save_pretrained(folder)
+        ...     type(AutoModelForCausalLM.from_pretrained(folder)).__name__
+        'ImplicitMamba2ForCausalLM'
+    """
+
+    config_class = ImplicitConfig
+    config: ImplicitConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    accepts_loss_kwargs = True
+    _supports_sdpa = True
+    _is_stateful = True  # a cache cannot be cropped, so there is no assisted decoding
+    _no_split_modules = ["LlamaBlock", "Mamba2Block"]  # noqa: RUF012
+    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+
+    def __init__(self, config: ImplicitConfig, **unknown: Any) -> None:
+        for name in (name for name, value in unknown.items() if value is not None):  # left by from_pretrained()
+            check_known(f"{type(self).__name__} keyword", name, [field.name for field in fields(config)])
+            raise TypeError(f"{name} belongs to the configuration, which was given too: set it there")
+        super().__init__(config)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str | PathLike[str] | None,
+        *model_args: Any,
+        output_loading_info: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """As in transformers, but a checkpoint that does not fit is an error.
+
+        Args:
+            pretrained_model_name_or_path: a folder, or a name on the hub.
+            *model_args: of transformers.
+            output_loading_info: whether to return the report too; missing and unexpected weights are then no error.
+            **kwargs: of transformers.
+
+        Returns:
+            The model in eval mode, and the report if it was asked for.
+
+        Raises:
+            ValueError: missing or unexpected weights, or some of another shape.
+        """
+        loaded: Any = super().from_pretrained(
+            pretrained_model_name_or_path, *model_args, output_loading_info=True, **kwargs
+        )
+        model, report = loaded
+        _check_weights(report, pretrained_model_name_or_path or "the given state dict", reported=output_loading_info)
+        return (model, report) if output_loading_info else model
+
+    def save_pretrained(self, save_directory: str | PathLike[str], *args: Any, **kwargs: Any) -> None:
+        """As in transformers, but a generation configuration that could not be read again is refused first.
+
+        Args:
+            save_directory: made if missing.
+            *args: of transformers.
+            **kwargs: of transformers.
+
+        Raises:
+            ValueError: an unknown name or field in ``generation_config.solve``.
+            TypeError: an object there, where JSON should be.
+        """
+        if self.can_generate():
+            check_generation(self.generation_config)
+            self.generation_config._from_model_config = False  # or ``solve`` would be dropped when the file is read
+        super().save_pretrained(save_directory, *args, **kwargs)
+
+    def fold_weight_norm(self) -> None:
+        """Replace weight-normalised weights by plain ones of the same value, here and in the configuration.
+
+        Do this before tools that write weights: merging LoRA, quantisation. Checkpoints then have plain weights, too.
+        An optimizer made before does not know the new parameters.
+
+        Example:
+            >>> from deqseq.integrations.huggingface import ImplicitMamba2Config, ImplicitMamba2Model
+            >>> sizes = {"vocab_size": 9, "hidden_size": 16, "head_dim": 8, "num_hidden_layers": 1}
+            >>> model = ImplicitMamba2Model(ImplicitMamba2Config(weight_norm=True, **sizes))
+            >>> model.fold_weight_norm()
+            >>> model.config.weight_norm, "core.backbone.layers.0.mixer.in_proj.weight" in model.state_dict()
+            (False, True)
+        """
+        base: Any = self.base_model
+        backbone = base.core.backbone
+        fold_weight_norm(backbone)
+        backbone.config = replace(backbone.config, weight_norm=False)
+        self.config.weight_norm = False
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
+        """Nothing to do: ``auto_map`` of a saved configuration names the installed classes, so no code is copied."""
+
+    def compile(self, **options: Any) -> None:
+        """Compile the blocks with ``torch.compile``; the code around them stays as it is.
+
+        Args:
+            **options: of ``torch.compile``.
+        """
+        base: Any = self.base_model
+        base.core.compile(**options)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Draw an embedding or a head; a backbone has initialised itself."""
+        if isinstance(module, nn.Embedding | nn.Linear):
+            init.normal_(module.weight, std=self.config.initializer_range)
+
+
+def check_generation(config: GenerationConfig) -> None:
+    """Refuse a generation configuration whose ``solve`` is misspelt, or is no JSON."""
+    for name in vars(config):
+        if name.startswith("solv"):
+            check_known("generation configuration: field", name, ("solve",))
+    if (solve := getattr(config, "solve", None)) is not None:
+        parsed = from_json("solve", solve, "generation configuration: solve")
+        try:
+            json.dumps(solve)
+        except TypeError:  # transformers would write null for an object
+            text = f"solve in a generation configuration must be JSON, such as {to_json(parsed)}, got {solve!r}"
+            raise TypeError(text) from None
+
+
+def _check_weights(report: dict[str, Any], source: object, *, reported: bool) -> None:
+    """Refuse weights that do not fit: transformers would draw missing ones, and other fixed points would be found."""
+    redrawn = ("embed_tokens.weight", "lm_head.weight")  # new ones are drawn for a vocabulary of another size
+    missing, extra = set(report.get("missing_keys", ())), report.get("unexpected_keys", ())
+    if "word_emb.emb.weight" in extra:
+        raise ValueError(
+            f"the weights in {source} have the names of the paper's reference code: load them with "
+            "deqseq.integrations.huggingface.from_reference_folder"
+        )
+    found = {
+        "missing": () if reported else missing - {"score.weight"},  # the head of a new task
+        "of another shape": [key for key, *_ in report.get("mismatched_keys", ()) if not key.endswith(redrawn)],
+        "unexpected": () if reported else extra,
+    }
+    faults = "; ".join(f"{fault} {_listed(names)}" for fault, names in found.items() if names)
+    if faults:
+        raise ValueError(
+            f"the weights in {source} do not fit: {faults}. Does its config.json describe them? With "
+            "output_loading_info=True missing weights are drawn, unexpected ones dropped, and both reported"
+        )
+
+
+def _listed(keys: Iterable[str]) -> str:
+    known = sorted(keys)
+    return ", ".join(known[:8]) + f" and {len(known) - 8} more" * (len(known) > 8)
