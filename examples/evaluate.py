@@ -67,7 +67,7 @@ class Options:
     sweep: Annotated[tuple[opt.Text, ...], opt.Some] = ("simultaneous",)  # or sequential, sliding, JSON with fields
     solver: opt.Text | None = None  # relaxed, naive, anderson, broyden, or JSON with fields; default: the model's own
     max_steps: Annotated[tuple[opt.Count, ...], opt.Distinct] = ()  # budgets of iterations; default: the model's own
-    rtol: opt.Positive | None = None  # relative tolerance; default: the model's own
+    rtol: opt.NotNegative | None = None  # relative tolerance; default: the model's own
     batch_size: opt.Size = 16  # texts that are solved together
     max_length: opt.Size | None = None  # tokens after which texts are cut; default: as the model says, or 2048
     bootstrap: opt.Count = 1000  # samples for standard errors that have no closed form
