@@ -216,6 +216,7 @@ def test_prompts_of_unequal_length_are_continued_as_alone(tmp_path, kind, bos):
     assert subject.tally.numbers()["converged"] == (1 if implicit else None)
 
 
+@pytest.mark.filterwarnings("ignore::deqseq.solution.ConvergenceWarning")
 def test_continuing_is_solved_as_told_and_padding_is_not_counted(tmp_path):
     save(tmp_path / "model", Mamba2, implicit=True)
     flags = (*continuing(tmp_path), "--batch-size", 3, "--sweep", "sliding", "--max-steps", 2, "--rtol", 0)
