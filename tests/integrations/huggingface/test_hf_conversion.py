@@ -1,0 +1,17 @@
+"""What is no model of this library is refused with a remedy."""
+
+import pytest
+from hf_models import LLAMA, Mamba2
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from deqseq.integrations.huggingface import from_causal_lm, to_causal_lm
+
+
+def test_a_model_of_transformers_must_be_translated_first():
+    theirs = LlamaForCausalLM(LlamaConfig(vocab_size=13, hidden_size=8, num_hidden_layers=1, **LLAMA))
+    with pytest.raises(TypeError, match=r"lm must be a CausalLM, .*from_pretrained_model\(.*got LlamaForCausalLM"):
+        from_causal_lm(theirs)
+    with pytest.raises(TypeError, match=r"model must be an ImplicitCausalLM, got LlamaForCausalLM"):
+        to_causal_lm(theirs)
+    with pytest.raises(TypeError, match=r"lm must be a CausalLM, .*got ImplicitMamba2ForCausalLM"):
+        from_causal_lm(Mamba2().model())
