@@ -122,7 +122,8 @@ def _mapped(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
         return replace(tree, **{name: function(*(getattr(one, name) for one in (tree, *others))) for name in names})
     if isinstance(tree, dict):
         return {key: function(*(one[key] for one in (tree, *others))) for key in tree}
-    if type(tree) in (tuple, list) or hasattr(tree, "_fields"):
+    kind: Any = type(tree)
+    if kind in (tuple, list) or (issubclass(kind, tuple) and hasattr(kind, "_fields")):
         parts = [function(*part) for part in zip(tree, *others, strict=True)]
-        return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
+        return kind(parts) if kind in (tuple, list) else kind(*parts)
     return tree

@@ -21,6 +21,7 @@ def dropout_mask(like: Float[Tensor, "batch length dim"], p: float) -> Float[Ten
         The mask, of the shape of ``like``.
 
     Raises:
+        TypeError: ``like`` is no floating-point tensor.
         ValueError: ``p`` outside [0, 1).
 
     References:

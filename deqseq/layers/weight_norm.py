@@ -145,16 +145,17 @@ class ComputedWeight(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.__name__
-        if func == Tensor.data.__set__ or (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE:
+        if func == _DATA.__set__ or (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE:
             raise RuntimeError(
                 "this weight is computed from its weight normalisation, so a write to it would be lost: call "
                 "deqseq.layers.fold_weight_norm(model) first, which makes it a parameter"
             )
         with torch._C.DisableTorchFunctionSubclass():
             value = func(*args, **(kwargs or {}))
-        return value.as_subclass(cls) if func == Tensor.data.__get__ else value
+        return value.as_subclass(cls) if func == _DATA.__get__ else value
 
 
+_DATA: Any = Tensor.data
 _IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")}
 _IN_PLACE |= {"__setitem__", "__ilshift__", "__irshift__"}
 

@@ -217,6 +217,9 @@ def prefix_products(monoid: FiniteMonoid, tokens: Int64[Tensor, "batch length"])
     Returns:
         Ids of the prefixes, (batch, length), on the device of the tokens.
 
+    Raises:
+        ValueError: If the tokens are no ids of the monoid, int64 and (batch, length).
+
     Example:
         >>> from deqseq.tasks import cyclic, prefix_products
         >>> prefix_products(cyclic(5), torch.tensor([[3, 4, 1]]))
