@@ -36,7 +36,8 @@ def check_transforms(unsupported: Iterable[str] = ("vmap", "jvp")) -> None:
     Raises:
         TypeError: names the transform.
     """
-    running = torch._C._functorch.peek_interpreter_stack()
+    torch_c: Any = torch._C
+    running = torch_c._functorch.peek_interpreter_stack()
     name = running.key().name.lower() if running is not None else ""
     if torch.autograd.forward_ad._current_level >= 0:
         name = "jvp"
