@@ -207,7 +207,7 @@ class ImplicitConfig(PreTrainedConfig):
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
-        """Nothing to do: ``auto_map`` is always written, and names the installed classes, so no code is copied."""
+        """Nothing to do for ``auto_class``: ``auto_map`` is always written, and names installed classes."""
 
     @classmethod
     def from_dict(cls, config_dict: Json, **kwargs: Any) -> Any:

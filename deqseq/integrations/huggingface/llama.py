@@ -151,6 +151,7 @@ class ImplicitLlamaForSequenceClassification(ImplicitClassifier):
 
     Args:
         config: an :class:`ImplicitLlamaConfig`.
+        **unknown: refused, with the nearest known name.
 
     Example:
         >>> import torch

@@ -175,6 +175,7 @@ class ImplicitClassifier(GenericForSequenceClassification, ImplicitPreTrainedMod
 
     Args:
         config: of a model type, with ``num_labels``.
+        **unknown: refused, with the nearest known name.
 
     Attributes:
         model: embedding and backbone.

@@ -39,9 +39,11 @@ class ImplicitCausalLM(ImplicitPreTrainedModel, GenerationMixin):
     Example:
         >>> from deqseq.integrations.huggingface import ImplicitMamba2Config, ImplicitMamba2ForCausalLM
         >>> config = ImplicitMamba2Config(vocab_size=9, hidden_size=16, head_dim=8, num_hidden_layers=1)
+        >>> _ = torch.manual_seed(0)
         >>> model, prompt = ImplicitMamba2ForCausalLM(config), torch.tensor([[1, 2, 3]])
         >>> options = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True}
-        >>> output = model.generate(prompt, solve={"sweep": "Sequential"}, **options)
+        >>> solve = {"sweep": "Sequential", "solver": {"damping": 0.5}, "stop": {"rtol": 0.1}}
+        >>> output = model.generate(prompt, solve=solve, **options)
         >>> [solve.stats.iterations.shape for solve in output.past_key_values.solves][:2]     # prompt, then each token
         [torch.Size([1, 3]), torch.Size([1])]
     """

@@ -122,7 +122,7 @@ class ImplicitPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
-        """Nothing to do: ``auto_map`` of a saved configuration names the installed classes, so no code is copied."""
+        """Nothing to do for ``auto_class``: ``auto_map`` of a saved configuration names installed classes."""
 
     def compile(self, **options: Any) -> None:
         """Compile the blocks with ``torch.compile``; the code around them stays as it is.

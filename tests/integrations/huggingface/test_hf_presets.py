@@ -57,7 +57,7 @@ def test_a_preset_is_changed_by_keywords():
 
 
 def test_an_unknown_preset_names_its_neighbours():
-    with pytest.raises(ValueError, match=r"preset 'llama3-1\.3b-implict'.*did you mean 'llama3-1\.3b-implicit'"):
+    with pytest.raises(ValueError, match=r"preset .*'llama3-1\.3b-implict'.*did you mean 'llama3-1\.3b-implicit'"):
         deqseq_preset("llama3-1.3b-implict")
 
 
