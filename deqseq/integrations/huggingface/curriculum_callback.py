@@ -66,7 +66,7 @@ class CurriculumCallback(TrainerCallback, ExportableState):
         states: Any = state.stateful_callbacks
         self.curriculum.resumed(states.setdefault(type(self).__name__, self.state())["attributes"]["saved"])
         model = kwargs["model"]
-        self._checkpointing = any(part.solve.gradient.recomputes for part in _implicit(model))
+        self._checkpointing = any(part.solve.gradient.checkpoint for part in _implicit(model))
         self._phase = None
         self._enter(model, state)
 
