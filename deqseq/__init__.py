@@ -5,6 +5,7 @@ from deqseq.config import SolveConfig
 from deqseq.fixed_point import fixed_point
 from deqseq.gradients import AttachedGradient, Gradient, Implicit, OneStep, Phantom, Unrolled
 from deqseq.models import (
+    EXAMPLES,
     PRESETS,
     CausalLM,
     CausalLMOutput,
@@ -15,6 +16,7 @@ from deqseq.models import (
     ModelOutput,
     NewTokens,
     ParameterCount,
+    load_example,
     parameter_count,
     preset,
     preset_names,
@@ -30,6 +32,7 @@ from deqseq.types import FixedPointMap, Residual, State
 __version__ = "0.1.0"
 
 __all__ = [
+    "EXAMPLES",
     "PRESETS",
     "Affine",
     "Anderson",
@@ -77,6 +80,7 @@ __all__ = [
     "Sweep",
     "Unrolled",
     "fixed_point",
+    "load_example",
     "parameter_count",
     "preset",
     "preset_names",

@@ -11,8 +11,9 @@ from torch import Tensor
 from deqseq.check import check_callable, check_flag, check_type
 from deqseq.evaluate import check_start, check_transforms, evaluate
 from deqseq.monitor import Monitor, RowMonitor
+from deqseq.norms import measure
 from deqseq.rows import check_rows, put, take
-from deqseq.solution import Solution
+from deqseq.solution import Solution, SolveStats, Status
 from deqseq.solvers.base import ExternalSolver, Solver
 from deqseq.stop import Stop
 from deqseq.types import FixedPointMap, Residual, RowIndex, State
@@ -105,6 +106,8 @@ def solve(
     check_call(f, z0, solver, stop, args, callback)
     check_flag("has_aux", has_aux)
     check_flag("trace", trace)
+    if torch.compiler.is_exporting():
+        return _exported(f, z0, args, solver, stop, has_aux)
     monitor = RowMonitor(z0, stop, trace, freezes=not isinstance(solver, ExternalSolver))
     end = iterate(f, z0, args, solver, monitor, has_aux=has_aux, callback=callback)
     solution, stale = monitor.solution(end.evaluations, end.aux)
@@ -112,6 +115,26 @@ def solve(
         with torch.no_grad():
             solution = _with_own_aux(f, args, solution, stale)
     return solution
+
+
+def _exported(
+    f: FixedPointMap, z0: State, args: Any, solver: Solver[Any] | ExternalSolver, stop: Stop, has_aux: bool
+) -> Solution:
+    """A fixed number of iterations, for ``torch.export``: no decision depends on numbers."""
+    if stop.check_every < stop.max_steps or isinstance(solver, ExternalSolver):
+        raise ValueError(
+            "torch.export needs a fixed number of iterations: stop must be Stop.exactly(n) and the solver one of "
+            f"deqseq's, got {stop} and {solver}"
+        )
+    z, state = z0, solver.init(z0)
+    for _ in range(stop.max_steps - 1):
+        z, state = solver.step(z, evaluate(f, z, args, has_aux=has_aux)[0], state)
+    fz, aux = evaluate(f, z, args, has_aux=has_aux)
+    seen = measure(z, fz, replace(stop, per="sample"))
+    status = torch.where(seen.passed, int(Status.CONVERGED), int(Status.MAX_STEPS_REACHED))
+    status = torch.where(seen.difference.isfinite(), status, int(Status.DIVERGED))
+    steps = torch.full_like(status, stop.max_steps)
+    return Solution(fz, status, SolveStats(steps, seen.residual, stop.max_steps, steps), aux)
 
 
 def check_call(f: object, z0: Tensor, solver: object, stop: object, args: object, callback: object) -> None:

@@ -106,6 +106,9 @@ def report(
     """
     real, config = check_call(model, ids, mask, solve, fields)
     assert isinstance(model.model, ImplicitModel)
+    with solved_model(model, ids, real, config) as solved:
+        spectral = radius_of(solved, 16, seeded(0))
+        collapse = collapse_of(solved, 4, seeded(0), limit=0.05, agreed=0.99)
     estimators: list[Gradient] = [OneStep(), Phantom()]
     trained = resolve(model.model.solve, solve, fields).gradient  # that of `eval_solve` is not trained with
     bias = gradient_bias(
@@ -117,8 +120,5 @@ def report(
         solver=config.solver,
         start=config.start,
     )
-    with solved_model(model, ids, real, config) as solved:
-        spectral = radius_of(solved, 16, seeded(0))
-        collapse = collapse_of(solved, 4, seeded(0), limit=0.05, agreed=0.99)
     trace = residual_trace(model, ids, mask=mask, solve=replace(config, sweep=Simultaneous()))
     return Report(trace, token_effort(model, ids, mask=mask, solve=config), spectral, bias, collapse)

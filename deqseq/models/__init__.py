@@ -1,6 +1,7 @@
 """Models: a backbone, run once or solved for its fixed point, between an embedding and a head."""
 
 from deqseq.models.causal_lm import CausalLM
+from deqseq.models.examples import EXAMPLES, load_example
 from deqseq.models.explicit import ExplicitModel
 from deqseq.models.generation import Generation, NewTokens
 from deqseq.models.implicit import ImplicitModel
@@ -9,6 +10,7 @@ from deqseq.models.presets import PRESETS, ParameterCount, parameter_count, pres
 from deqseq.models.specification import LanguageModelSpec
 
 __all__ = [
+    "EXAMPLES",
     "PRESETS",
     "CausalLM",
     "CausalLMOutput",
@@ -19,6 +21,7 @@ __all__ = [
     "ModelOutput",
     "NewTokens",
     "ParameterCount",
+    "load_example",
     "parameter_count",
     "preset",
     "preset_names",

@@ -1,4 +1,4 @@
-"""The model of three tutorials: the code of tutorials/parity.md, run once and saved in runs/site/."""
+"""The code of tutorials/parity.md, whose training is run once and saved in runs/site/."""
 
 import functools
 import hashlib
@@ -93,7 +93,6 @@ def train(
 # --8<-- [end:train]
 
 FOLDER = Path(__file__).parents[2] / "runs" / "site"
-WEIGHTS = Path("runs/parity.pt")
 
 
 def saved(train: Callable[..., History]) -> Callable[..., History]:
@@ -112,13 +111,6 @@ def saved(train: Callable[..., History]) -> Callable[..., History]:
         return content["history"]
 
     return read_or_train
-
-
-def save_weights() -> None:
-    """Write the weights that tutorials/parity.md saves, for pages that are built before it."""
-    lm = implicit_model()
-    saved(train)(lm, curriculum)
-    _save(lm.state_dict(), WEIGHTS)
 
 
 def _key(lm: dq.CausalLM, curriculum: Curriculum, options: dict[str, float | None]) -> str:

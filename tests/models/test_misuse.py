@@ -261,3 +261,35 @@ def test_inputs_that_a_sweep_cannot_divide_are_named():
     assert bool(model(torch.ones(3, 5, 4)).converged.all())
     with pytest.raises(ValueError, match=r"Backbone\.prepare must return tensors .*\(3, 2\)"):
         model(torch.ones(3, 5, 4), sweep=dq.Chunked(2))
+
+
+class Logits(torch.nn.Module):
+    """A model whose output torch.export knows: a tensor."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.lm = dq.CausalLM(11, model).double().eval()
+
+    def forward(self, ids):
+        return self.lm(ids).logits
+
+
+FIXED = dq.SolveConfig(stop=dq.Stop.exactly(3))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("make", [dq.ExplicitModel, lambda b: dq.ImplicitModel(b, FIXED)], ids=["explicit", "fixed"])
+def test_explicit_models_and_fixed_numbers_of_iterations_are_exported(make):
+    model, ids = Logits(make(contractive_mamba2(weight_norm=False))), torch.tensor([[1, 2, 3, 4]])
+    with torch.no_grad():
+        exported = torch.export.export(model, (ids,)).module()
+        assert torch.allclose(exported(ids), model(ids), atol=1e-12)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_tolerance_cannot_be_exported():
+    lm = dq.CausalLM(11, dq.ImplicitModel(contractive_mamba2(weight_norm=False))).double().eval()
+    with torch.no_grad(), pytest.raises(ValueError, match=r"stop must be Stop\.exactly\(n\)"):
+        torch.export.export(lm, (torch.tensor([[1, 2, 3, 4]]),))

@@ -1,0 +1,47 @@
+"""The trained models that come with the library are what their docstring says."""
+
+import pytest
+import torch
+from safetensors import safe_open
+
+import deqseq as dq
+from deqseq.models.examples import WEIGHTS
+from deqseq.tasks import WordProblem, cyclic
+
+
+@torch.no_grad()
+def share_right(lm: dq.CausalLM, length: int, **fields) -> tuple[float, bool]:
+    """The share of right answers at the last token of 32 sequences, and whether all converged."""
+    batch = WordProblem(cyclic(2)).fixed(32, length, seed=7)
+    output = lm(batch.inputs, **fields)
+    right = output.logits[:, -1].argmax(-1) == batch.targets[:, -1]
+    return right.float().mean().item(), bool(output.converged.all())
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("sweep", [dq.Simultaneous(), dq.Sliding(), dq.Sequential()], ids=str)
+@pytest.mark.parametrize("length", [16, 128])
+def test_parity_is_right_and_converges(sweep, length):
+    assert share_right(dq.load_example("parity"), length, sweep=sweep) == (1.0, True)
+
+
+def test_what_was_learned_unrolled_is_no_fixed_point():
+    lm = dq.load_example("parity-unrolled")
+    trained = dq.SolveConfig(dq.Naive(), dq.Stop.exactly(4))
+    assert share_right(lm, 16, solve=trained)[0] > 0.9 > share_right(lm, 16)[0]
+
+
+@pytest.mark.parametrize("name", list(dq.EXAMPLES))
+def test_each_says_how_it_was_made_and_draws_nothing(name):
+    state = torch.random.get_rng_state()
+    lm = dq.load_example(name)
+    assert torch.equal(torch.random.get_rng_state(), state) and not lm.training
+    path = WEIGHTS / f"{name}.safetensors"
+    assert path.stat().st_size < 1e6
+    with safe_open(path, "pt") as file:
+        assert "docs/_tools/parity.py" in file.metadata()["made_by"]
+
+
+def test_an_unknown_name_is_named():
+    with pytest.raises(ValueError, match=r"name must be one of .* got 'pairty'; did you mean 'parity'"):
+        dq.load_example("pairty")
