@@ -1,7 +1,8 @@
-"""The blocks of an explicit model, one by one: their states, and their activations recomputed in the backward pass."""
+"""The blocks of an explicit model, one by one: their states; and activations recomputed in the backward pass."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from threading import get_ident
 from typing import Any
@@ -9,6 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+from deqseq.config import SolveConfig
+from deqseq.gradients import Phantom, Unrolled
 
 
 @contextmanager
@@ -53,3 +57,10 @@ def _recomputed(block: nn.Module, *arguments: Any) -> Any:
     if block.training and torch.is_grad_enabled():
         return checkpoint(run, *arguments, use_reentrant=False)
     return run(*arguments)
+
+
+def checkpointed(solve: SolveConfig, enable: bool = True) -> SolveConfig:
+    """The configuration with activation checkpointing on or off, if its gradient has any."""
+    if not isinstance(solve.gradient, Phantom | Unrolled):
+        return solve
+    return replace(solve, gradient=replace(solve.gradient, checkpoint=enable))

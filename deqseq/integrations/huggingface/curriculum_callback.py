@@ -8,8 +8,9 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
-from deqseq.integrations.huggingface.modeling import ImplicitPreTrainedModel, checkpointed
+from deqseq.integrations.huggingface.blocks import checkpointed
 from deqseq.integrations.huggingface.objects import Json, from_json, to_json
+from deqseq.integrations.huggingface.pretrained_model import ImplicitPreTrainedModel
 from deqseq.models import ImplicitModel
 from deqseq.training import Curriculum, Phase
 

@@ -3,7 +3,6 @@
 import warnings
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,9 +13,13 @@ from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.utils.generic import can_return_tuple
 
 from deqseq.config import SolveConfig
-from deqseq.gradients import Phantom, Unrolled
 from deqseq.integrations.huggingface.arguments import check_cache, check_keywords, check_positions, joined_mask
-from deqseq.integrations.huggingface.blocks import blocks_are_checkpointed, checkpoint_blocks, recorded_states
+from deqseq.integrations.huggingface.blocks import (
+    blocks_are_checkpointed,
+    checkpoint_blocks,
+    checkpointed,
+    recorded_states,
+)
 from deqseq.integrations.huggingface.cache import ImplicitCache
 from deqseq.integrations.huggingface.configuration import ImplicitConfig
 from deqseq.integrations.huggingface.objects import from_json
@@ -193,10 +196,3 @@ class ImplicitClassifier(GenericForSequenceClassification, ImplicitPreTrainedMod
 
     accepts_loss_kwargs = False
     _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]  # noqa: RUF012
-
-
-def checkpointed(solve: SolveConfig, enable: bool = True) -> SolveConfig:
-    """The configuration with activation checkpointing on or off, if its gradient has any."""
-    if not isinstance(solve.gradient, Phantom | Unrolled):
-        return solve
-    return replace(solve, gradient=replace(solve.gradient, checkpoint=enable))

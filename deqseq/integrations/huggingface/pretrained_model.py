@@ -10,10 +10,12 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 from transformers import initialization as init
 
+from deqseq.integrations.huggingface.blocks import checkpointed
 from deqseq.integrations.huggingface.configuration import ImplicitConfig
 from deqseq.integrations.huggingface.objects import from_json, to_json
 from deqseq.integrations.reference_fields import check_known
 from deqseq.layers import fold_weight_norm
+from deqseq.models import ImplicitModel
 
 
 class ImplicitPreTrainedModel(PreTrainedModel):
@@ -84,7 +86,9 @@ class ImplicitPreTrainedModel(PreTrainedModel):
         return (model, report) if output_loading_info else model
 
     def save_pretrained(self, save_directory: str | PathLike[str], *args: Any, **kwargs: Any) -> None:
-        """As in transformers, but a generation configuration that could not be read again is refused first.
+        """As in transformers, with the core's present ``solve`` and ``eval_solve``, which a phase may have set.
+
+        A generation configuration that could not be read again is refused first.
 
         Args:
             save_directory: made if missing.
@@ -98,6 +102,14 @@ class ImplicitPreTrainedModel(PreTrainedModel):
         if self.can_generate():
             check_generation(self.generation_config)
             self.generation_config._from_model_config = False  # or ``solve`` would be dropped when the file is read
+        core = getattr(self.base_model, "core", None)
+        if isinstance(core, ImplicitModel):
+            written = (
+                self.config.specification().solve or core.solve
+            )  # whether activations are recomputed stays as it was
+            recomputes = written.gradient.checkpoint  # a setting of the run, not of the model
+            self.config.solve = checkpointed(core.solve, recomputes)
+            self.config.eval_solve = core.eval_solve and checkpointed(core.eval_solve, recomputes)
         super().save_pretrained(save_directory, *args, **kwargs)
 
     def fold_weight_norm(self) -> None:

@@ -12,6 +12,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceCl
 
 import deqseq as dq
 from deqseq.integrations.huggingface import from_causal_lm, to_causal_lm
+from deqseq.training import free
 
 
 def stored(folder) -> dict:
@@ -153,6 +154,17 @@ class SavingContract:
         assert not again.config.weight_norm
         assert torch.equal(again(IDS).logits, before)
         assert from_causal_lm(to_causal_lm(model)).config.weight_norm is False
+
+    def test_what_a_phase_has_set_is_saved(self, tmp_path):
+        model = self.model()
+        if not model.config.implicit:
+            pytest.skip("there is nothing to solve")
+        phase = free(7, rtol=0.125)
+        phase.apply(model)
+        model.base_model.gradient_checkpointing = True  # of this run alone
+        model.save_pretrained(tmp_path)
+        core = loaded(tmp_path).base_model.core
+        assert (core.solve, core.eval_solve) == (phase.solve, phase.eval_solve)
 
     def test_more_weights_than_the_model_has_are_an_error_or_reported(self, tmp_path):
         self.model().save_pretrained(tmp_path)
