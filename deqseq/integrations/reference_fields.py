@@ -4,14 +4,14 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any, NoReturn
 
-from deqseq.check import suggestion
+from deqseq.check import check_type, suggestion
 
 _REQUIRED = object()
 
 
 def check_known(what: str, name: object, known: Collection[str]) -> None:
     """Raise a ValueError with the nearest known names unless ``name`` is one of them."""
-    if name not in known:
+    if name not in list(known):
         raise ValueError(f"{what} {name!r} is unknown{suggestion(str(name), known)} (known: {', '.join(known)})")
 
 
@@ -35,6 +35,7 @@ class Fields:
     """
 
     def __init__(self, content: Mapping[str, Any], where: str) -> None:
+        check_type("config", content, Mapping, "json.loads(Path('config.json').read_text())")
         self._content, self._where = content, where
         self._known: set[str] = set()
 

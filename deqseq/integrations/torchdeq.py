@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 
+from deqseq.check import check_choice, check_flag, check_integer, check_number, check_type
 from deqseq.config import SolveConfig
 from deqseq.gradients import Gradient, Implicit, Phantom
 from deqseq.integrations.reference_fields import check_known
@@ -65,6 +66,7 @@ class TorchDEQ(ExternalSolver):
         ls: whether ``"broyden"`` searches along its steps, with more evaluations per step. Default: no.
 
     Raises:
+        TypeError: an option of the wrong type.
         ValueError: an unknown solver, an option of another solver, or a number out of its range; during a solve, a
             gradient through ``"anderson"`` or ``"broyden"``, which overwrite their memory in place.
 
@@ -88,12 +90,15 @@ class TorchDEQ(ExternalSolver):
     ls: bool | None = None
 
     def __post_init__(self) -> None:
-        check_known("TorchDEQ.name", self.name, SOLVER_OPTIONS)
+        check_choice("TorchDEQ.name", self.name, SOLVER_OPTIONS)
         for option, value in self.options.items():
             check_known(f"TorchDEQ({self.name!r}): option", option, SOLVER_OPTIONS[self.name])
-            least = {"tau": 1e-6, "m": 2, "lam": 0, "LBFGS_thres": 1, "ls": False}[option]
-            if not least <= value < math.inf:
-                raise ValueError(f"TorchDEQ.{option} must be finite and at least {least}, got {value!r}")
+            if option == "ls":
+                check_flag("TorchDEQ.ls", value)
+            elif option in ("m", "LBFGS_thres"):
+                check_integer(f"TorchDEQ.{option}", value, 2 if option == "m" else 1)
+            else:
+                check_number(f"TorchDEQ.{option}", value, "[0, inf)" if option == "lam" else "(0, inf)")
 
     @property
     def options(self) -> dict[str, Any]:
@@ -162,6 +167,7 @@ def from_torchdeq_config(
         >>> solve.stop.max_steps, evaluation.stop.max_steps
         (40, 80)
     """
+    check_type("config", config, Mapping, "vars(args)")
     keys = {**CONFIG_DEFAULTS, **_flatten(config)}
     if isinstance(keys["grad"], list | tuple) and len(keys["grad"]) == 1:
         keys["grad"] = keys["grad"][0]
@@ -212,7 +218,7 @@ def _refuse_without_equivalent(keys: dict[str, Any], eval_budget: int) -> None:
     """Name the first value that this library cannot honour, and why."""
     one_state, no_jacobian = (
         "deqseq returns the fixed point alone",
-        "it is a part of the loss: add deqseq.diagnostics.jacobian_regularisation to it",
+        "it is a part of the loss: add deqseq.training.jacobian_regularisation to it",
     )
     normalised, exact = keys["norm_type"] != "none", keys["ift"] or keys["hook_ift"]
     simple_adjoint = "TorchDEQ fails on it, because it passes a damping to the adjoint map: use 'fixed_point_iter'"

@@ -8,6 +8,7 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
+from deqseq.check import check_type
 from deqseq.integrations.huggingface.blocks import checkpointed
 from deqseq.integrations.huggingface.objects import Json, from_json, to_json
 from deqseq.integrations.huggingface.pretrained_model import ImplicitPreTrainedModel
@@ -43,6 +44,7 @@ class CurriculumCallback(TrainerCallback, ExportableState):
     """
 
     def __init__(self, curriculum: Curriculum | Mapping[str, Any]) -> None:
+        check_type("curriculum", curriculum, (Curriculum, Mapping), "Curriculum((bounded(), free()))")
         self.curriculum = curriculum if isinstance(curriculum, Curriculum) else _from_json(curriculum)
         self.saved = self.curriculum.record(0)
         self._json = _to_json(self.curriculum)  # what no checkpoint can name is refused before training

@@ -73,7 +73,7 @@ class ImplicitLlamaConfig(ImplicitConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
-        if self.head_dim is None and self.hidden_size % self.num_attention_heads == 0:
+        if self.head_dim is None and self.num_attention_heads and self.hidden_size % self.num_attention_heads == 0:
             self.head_dim = self.hidden_size // self.num_attention_heads
         if self.intermediate_size is None:
             self.intermediate_size = int(8 * self.hidden_size / 3)

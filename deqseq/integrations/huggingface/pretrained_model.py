@@ -10,6 +10,7 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 from transformers import initialization as init
 
+from deqseq.check import check_type
 from deqseq.integrations.huggingface.blocks import checkpointed
 from deqseq.integrations.huggingface.configuration import ImplicitConfig
 from deqseq.integrations.huggingface.objects import from_json, to_json
@@ -54,6 +55,7 @@ class ImplicitPreTrainedModel(PreTrainedModel):
         for name in (name for name, value in unknown.items() if value is not None):  # left by from_pretrained()
             check_known(f"{type(self).__name__} keyword", name, [field.name for field in fields(config)])
             raise TypeError(f"{name} belongs to the configuration, which was given too: set it there")
+        check_type("config", config, type(self).config_class or ImplicitConfig)
         super().__init__(config)
 
     @classmethod

@@ -1,10 +1,15 @@
 """What is no model of this library is refused with a remedy."""
 
 import pytest
-from hf_models import LLAMA, Mamba2
+from hf_models import LLAMA, Llama, Mamba2
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from deqseq.integrations.huggingface import from_causal_lm, to_causal_lm
+
+
+def test_a_configuration_of_another_type_is_named():
+    with pytest.raises(TypeError, match=r"config must be an ImplicitMamba2Config, got ImplicitLlamaConfig"):
+        type(Mamba2().model())(Llama().config())
 
 
 def test_a_model_of_transformers_must_be_translated_first():
