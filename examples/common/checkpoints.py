@@ -66,7 +66,7 @@ def save(accelerator: Accelerator, folder: Path, step: int, extra: dict[str, Any
             _remove(target)  # a damaged one, whose steps the run has repeated
         os.replace(unfinished, target)
         _flush(folder)
-        _prune(folder, step, keep)
+        prune(folder, step, keep)
     accelerator.wait_for_everyone()
 
 
@@ -126,7 +126,7 @@ def _make_room(folder: Path, unfinished: Path, target: Path) -> None:
     unfinished.mkdir()
 
 
-def _prune(folder: Path, step: int, keep: int) -> None:
+def prune(folder: Path, step: int, keep: int) -> None:
     """Remove all but ``keep`` of the checkpoints up to ``step``; those with missing or cut files are not counted."""
     past = [path for path in _finished(folder) if int(path.name[11:]) <= step and _is_ours(path)]
     kept = [path for path in past if _damage(path, contents=False) is None][:keep]

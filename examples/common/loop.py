@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 import deqseq as dq
-from common.checkpoints import newest, resume, save
+from common.checkpoints import newest, prune, resume, save
 from common.processes import whole
 from deqseq.check import check_integer, check_number
 from deqseq.training import Curriculum, NonFiniteLoss, Phase, check_finite
@@ -200,6 +200,8 @@ class _Run:
         extra = resume(self.accelerator, folder)
         if extra is not None:
             self.curriculum.resumed(extra["phase"])
+            if self.accelerator.is_main_process:  # a kill right after the last save has left one too many
+                prune(folder, extra["step"], self.settings.keep)
         elif origin is None:
             return
         elif (extra := resume(self.accelerator, origin)) is None:
@@ -223,8 +225,7 @@ class _Run:
                 accelerator.backward(output.loss)
             sums += _numbers(output)
             self.tokens += batch.inputs.numel() * world
-        mean = accelerator.reduce((sums / len(drawn)).to(accelerator.device), "mean")
-        assert isinstance(mean, Tensor)
+        mean: Any = accelerator.reduce((sums / len(drawn)).to(accelerator.device), "mean")
         loss, iterations, converged, diverged = mean.tolist()
         where: dict[str, Any] = {"step": self.step, "phase": phase.name}
         check_finite(loss, **where)
