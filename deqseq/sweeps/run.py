@@ -117,7 +117,7 @@ def _chunks(
         chunk, f = args.slice(start, end, length), token_map(backbone, need_aux=commits)
         call: SolveCall = {"args": chunk, "has_aux": True, "solver": config.solver, "stop": config.stop}
         call["trace"], call["callback"] = trace, callback
-        z = z0[:, start:end].contiguous()
+        z = z0 if size == length else z0[:, start:end].contiguous()  # a view would be compiled on its own
         if gradient is not None:
             solution = gradient.apply(f, z, **call)
         else:
