@@ -1,4 +1,4 @@
-"""Weight normalisation of linear maps, computed once per solve."""
+"""Weight normalisation of linear maps; and parametrised tensors, computed once per solve."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,8 +39,7 @@ def apply_weight_norm(module: nn.Module) -> None:
     for part in list(module.modules()):
         if isinstance(part, nn.Linear | CausalConv1d) and not parametrize.is_parametrized(part, "weight"):
             weight_norm(part, "weight", dim=0)
-            kind: Any = type(part)  # torch makes a class for each parametrised module
-            kind.weight, kind.compiled_weight = _once_per_solve(kind.weight), None
+            _once_per_solve(type(part), "weight", guarded=True)
 
 
 def fold_weight_norm(module: nn.Module) -> None:
@@ -59,7 +58,7 @@ def fold_weight_norm(module: nn.Module) -> None:
         ['bias', 'weight']
     """
     check_type("module", module, nn.Module)
-    for part in _normalised(module):
+    for part in [part for part, name in _computed_tensors(module) if (name, True) in _wrapped(type(part))]:
         trains = any(parameter.requires_grad for parameter in part.parametrizations.parameters())
         with torch.no_grad():
             weight = part.weight.as_subclass(Tensor)
@@ -70,7 +69,9 @@ def fold_weight_norm(module: nn.Module) -> None:
 
 @contextmanager
 def cached_weights(module: nn.Module, enabled: bool = True) -> Iterator[None]:
-    """Within this context the normalised weights of a module are computed once, in the gradient mode at entry.
+    """Within this context parametrised tensors of a module are computed once, in the gradient mode at entry.
+
+    Those are the weights of :func:`apply_weight_norm`, and what ``torch.nn.utils.parametrize`` was told to compute.
 
     They must be computed here, not at their first use: that is in a solve without gradients, and would cut the
     parameters off from the gradient estimator that follows. They belong to this thread and module alone. Entering again
@@ -79,7 +80,7 @@ def cached_weights(module: nn.Module, enabled: bool = True) -> Iterator[None]:
     is before that of a weight computed outside of them.
 
     Args:
-        module: where to look for normalised weights.
+        module: where to look for parametrised tensors.
         enabled: False computes them at every use, but makes the same check.
 
     Yields:
@@ -103,18 +104,18 @@ def cached_weights(module: nn.Module, enabled: bool = True) -> Iterator[None]:
             "be lost here: wrap this call in torch.no_grad(), or make it after the outer call has returned"
         )
     if entered is not None:
-        for part in entered.parts:
-            if _sources(part) != entered.sources[id(part)]:
-                outer.weights[id(part)], entered.sources[id(part)] = _computed(part), _sources(part)
+        for key, (part, name) in entered.tensors.items():
+            if _sources(part, name) != entered.sources[key]:
+                outer.tensors[key], entered.sources[key] = part.parametrizations[name](), _sources(part, name)
         yield
         return
-    weights, modules = outer.weights, outer.modules
+    computed, modules = outer.tensors, outer.modules
     if enabled and not sharded_parts(module):
-        parts = list(_normalised(module))
-        sources = {id(part): _sources(part) for part in parts}
-        weights = weights | {id(part): _computed(part) for part in parts}
-        modules = modules | {id(module): _Entered(parts, sources, torch.is_grad_enabled())}
-    token = _solves.set(_Solves(True, weights, modules))
+        tensors = {(id(part), name): (part, name) for part, name in _computed_tensors(module)}
+        sources = {key: _sources(*place) for key, place in tensors.items()}
+        computed = computed | {key: part.parametrizations[name]() for key, (part, name) in tensors.items()}
+        modules = modules | {id(module): _Entered(tensors, sources, torch.is_grad_enabled())}
+    token = _solves.set(_Solves(True, computed, modules))
     try:
         yield
     finally:
@@ -123,20 +124,20 @@ def cached_weights(module: nn.Module, enabled: bool = True) -> Iterator[None]:
 
 @contextmanager
 def weights_for_compiled(module: nn.Module) -> Iterator[None]:
-    """Compiled code cannot look up what belongs to a thread: it finds the computed weights as attributes."""
+    """Compiled code cannot look up what belongs to a thread: it finds what was computed as attributes."""
     solves = _solves.get(_NOTHING)
     entered = solves.modules.get(id(module))
     if entered is None:
         yield
         return
     with _compiled:
-        for part in entered.parts:
-            part.__dict__["compiled_weight"] = solves.weights[id(part)]
+        for key, (part, name) in entered.tensors.items():
+            part.__dict__[f"compiled_{name}"] = solves.tensors[key]
         try:
             yield
         finally:
-            for part in entered.parts:
-                del part.__dict__["compiled_weight"]
+            for part, name in entered.tensors.values():
+                del part.__dict__[f"compiled_{name}"]
 
 
 class ComputedWeight(Tensor):
@@ -160,21 +161,24 @@ _IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floord
 _IN_PLACE |= {"__setitem__", "__ilshift__", "__irshift__"}
 
 
+Key = tuple[int, str]
+
+
 @dataclass(frozen=True)
 class _Entered:
-    """A module inside :func:`cached_weights`: its normalised parts, and what their weights were computed from."""
+    """A module inside :func:`cached_weights`: its parametrised tensors, and what they were computed from."""
 
-    parts: list[Any]
-    sources: dict[int, tuple[Any, ...]]
+    tensors: dict[Key, tuple[Any, str]]
+    sources: dict[Key, tuple[Any, ...]]
     with_graph: bool
 
 
 @dataclass(frozen=True)
 class _Solves:
-    """What is computed in this thread: weights by the id of their layer, and the modules that were entered."""
+    """What is computed in this thread: tensors by their part's id and their name, and the modules that were entered."""
 
     running: bool = False
-    weights: dict[int, Tensor] = field(default_factory=dict)
+    tensors: dict[Key, Tensor] = field(default_factory=dict)
     modules: dict[int, _Entered] = field(default_factory=dict)
 
 
@@ -183,36 +187,43 @@ _solves: ContextVar[_Solves] = ContextVar("solves")
 _compiled = RLock()
 
 
-def _once_per_solve(computed: property) -> property:
-    """The property ``weight`` of a normalised layer."""
-    compute: Any = computed.fget
+def _computed_tensors(module: nn.Module) -> Iterator[tuple[Any, str]]:
+    """The parts of a module and the names of their parametrised tensors, each looked up in the running solve first."""
+    for part in module.modules():
+        for name in getattr(part, "parametrizations", ()):
+            _once_per_solve(type(part), name)
+            yield part, name
+
+
+def _wrapped(kind: Any) -> set[tuple[str, bool]]:
+    """The tensors of a class that are looked up, and whether a write to them is an error."""
+    return kind.__dict__.get("looked_up", set())
+
+
+def _once_per_solve(kind: Any, name: str, guarded: bool = False) -> None:
+    """Let a parametrised class, of which torch makes one per module, look its tensor up in the running solve."""
+    if any(known == name for known, _ in _wrapped(kind)):
+        return
+    computed, compiled = getattr(kind, name), f"compiled_{name}"
 
     def get(part: Any) -> Tensor:
         if torch.compiler.is_compiling():
-            return compute(part) if part.compiled_weight is None else part.compiled_weight
+            value = getattr(part, compiled)
+            return computed.fget(part) if value is None else value
         solves = _solves.get(_NOTHING)
-        if not solves.running:
-            weight = compute(part)
-            return weight.as_subclass(ComputedWeight) if type(weight) is Tensor else weight
-        weight = solves.weights.get(id(part))
-        return compute(part) if weight is None else weight
+        value = solves.tensors.get((id(part), name)) if solves.running else None
+        value = computed.fget(part) if value is None else value
+        return value.as_subclass(ComputedWeight) if guarded and not solves.running and type(value) is Tensor else value
 
-    return property(get, computed.fset)
-
-
-def _normalised(module: nn.Module) -> Iterator[Any]:
-    return (part for part in module.modules() if hasattr(type(part), "compiled_weight"))
+    setattr(kind, name, property(get, computed.fset, computed.fdel))
+    setattr(kind, compiled, None)
+    kind.looked_up = _wrapped(kind) | {(name, guarded)}
 
 
-def _computed(part: Any) -> Tensor:
-    return part.parametrizations.weight()
-
-
-def _sources(part: Any) -> tuple[Any, ...]:
-    """The parameters of a weight, and how often they have been written to."""
-    originals = part.parametrizations.weight
-    pair = originals.original0, originals.original1
-    return tuple((id(x), 0 if x.is_inference() else x._version) for x in pair)
+def _sources(part: Any, name: str) -> tuple[Any, ...]:
+    """The parameters of a tensor, and how often they have been written to."""
+    parameters = part.parametrizations[name].parameters()
+    return tuple((id(x), 0 if x.is_inference() else x._version) for x in parameters)
 
 
 def _trains(module: nn.Module) -> bool:

@@ -160,3 +160,17 @@ def test_frozen_weights_stay_frozen():
     one.requires_grad_(False)
     fold_weight_norm(one)
     assert not one.weight.requires_grad
+
+
+def test_what_torch_parametrises_is_computed_once_too():
+    """Spectral norm takes a step of its power iteration at each use in training: recomputed, the map would change."""
+    one: Any = nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3))
+    with cached_weights(one):
+        first = one.weight
+        assert one.weight is first
+    assert one.weight is not first and type(one.weight) is Tensor
+    fold_weight_norm(one)
+    assert "weight" in one.parametrizations, "only weight normalisation is folded"
+    nn.utils.parametrize.remove_parametrizations(one, "weight")
+    with cached_weights(one):
+        assert isinstance(one.weight, nn.Parameter)
