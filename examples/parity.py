@@ -3,7 +3,7 @@
 The task: bits come in, and at each place the parity of the bits so far is to come out. One Mamba2 block is trained on
 16 bits, first through 8 unrolled iterations, then at its fixed point, and evaluated solved, on up to 128 bits.
 
-    python examples/parity.py                  # about a minute on two cores
+    python examples/parity.py
 """
 
 import json
