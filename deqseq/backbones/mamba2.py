@@ -72,6 +72,7 @@ class Mamba2Config:
         check_type("Mamba2Config.dt_limit", self.dt_limit, (tuple, list), "(0.0, 0.1)")
         if len(self.dt_limit) != 2:
             raise ValueError(f"Mamba2Config.dt_limit must be two bounds, got {self.dt_limit!r}")
+        object.__setattr__(self, "dt_limit", tuple(self.dt_limit))  # hashable, where JSON had a list
         check_number("Mamba2Config.dt_limit[0]", self.dt_limit[0], "[0, inf)")
         check_number("Mamba2Config.dt_limit[1]", self.dt_limit[1], f"[{self.dt_limit[0]}, inf]")
         check_number("Mamba2Config.dropout", self.dropout, "[0, 1)")

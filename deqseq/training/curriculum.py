@@ -50,6 +50,7 @@ class Curriculum:
         check_type("Curriculum.phases", self.phases, (tuple, list), "(bounded(), free())")
         for phase in self.phases:
             check_type("Curriculum.phases", phase, Phase, "free()")
+        object.__setattr__(self, "phases", tuple(self.phases))
         self._check_ends([phase.until for phase in self.phases])
         names = [phase.name for phase in self.phases]
         if len(set(names)) < len(names):

@@ -194,3 +194,11 @@ def test_options_of_the_configuration_reach_the_layers():
     config = dq.Mamba2Config(d_model=8, headdim=4, dt_limit=(0.1, 0.2), norm_eps=1e-2, chunk_size=5)
     mixer = dq.Mamba2(config).layers[0].mixer
     assert (mixer.dt_limit, mixer.norm.eps, mixer.chunk_size) == ((0.1, 0.2), 1e-2, 5)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_bounds_given_as_a_list_are_kept_as_a_tuple():
+    config = dq.Mamba2Config(d_model=16, d_state=4, headdim=8, dt_limit=[0.0, 0.1])
+    assert config == dq.Mamba2Config(d_model=16, d_state=4, headdim=8, dt_limit=(0.0, 0.1)) and isinstance(
+        hash(config), int
+    )

@@ -94,14 +94,16 @@ def joined_mask(
     return None if bool(mask.all()) else mask
 
 
-def check_positions(position_ids: Int64[Tensor, "..."] | None, mask: Mask | None, committed: int, new: int) -> None:
+def check_positions(
+    position_ids: Int64[Tensor, "..."] | None, mask: Mask | None, committed: int, shape: tuple[int, int]
+) -> None:
     """Refuse positions other than the model's own: real tokens counted from 0; those of padding do not matter."""
     if position_ids is None:
         return
-    if position_ids.ndim != 2 or position_ids.shape[1] != new:
-        raise ValueError(f"position_ids must have shape (batch, {new}), got {tuple(position_ids.shape)}")
+    if position_ids.shape not in (shape, (1, shape[1])):
+        raise ValueError(f"position_ids must have shape {shape}, got {tuple(position_ids.shape)}")
     if mask is None:
-        fits = position_ids == torch.arange(committed, committed + new, device=position_ids.device)
+        fits = position_ids == torch.arange(committed, committed + shape[1], device=position_ids.device)
     else:
         fits = (position_ids == (mask.cumsum(dim=1) - 1)[:, committed:]) | ~mask[:, committed:]
     if not bool(fits.all()):

@@ -111,7 +111,7 @@ class ImplicitBaseModel(ImplicitPreTrainedModel):
         cache = ImplicitCache() if past_key_values is None else past_key_values
         check_cache(cache, batch)
         mask, committed = joined_mask(attention_mask, batch, length, cache), cache.length
-        check_positions(position_ids, mask, committed, length)
+        check_positions(position_ids, mask, committed, (batch, length))
         new = None if mask is None else mask[:, committed:]
         options = {} if solve is None else {"solve": self.solve_config(solve)}
         want_states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states

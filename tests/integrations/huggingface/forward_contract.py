@@ -218,7 +218,8 @@ class ForwardContract:
             ({"input_ids": IDS, "attention_mask": torch.ones(3, 1, 7, 7)}, ValueError, "masks between pairs"),
             ({"input_ids": IDS, "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3]])}, ValueError, "position_ids .* "
              "leave them out"),
-            ({"input_ids": IDS, "position_ids": torch.arange(7)}, ValueError, r"position_ids .* shape \(batch, 7\)"),
+            ({"input_ids": IDS, "position_ids": torch.arange(7)}, ValueError, r"position_ids .* shape \(3, 7\)"),
+            ({"input_ids": IDS, "position_ids": torch.arange(7).expand(2, 7)}, ValueError, r"shape \(3, 7\)"),
             ({"input_ids": IDS, "output_attentions": True}, ValueError, "output_attentions is not available"),
             ({"input_ids": IDS, "cu_seq_lens_q": torch.tensor([0, 3, 7])}, ValueError, "cu_seq_lens_q is not "
              "available: packed sequences .* pad the rows"),
