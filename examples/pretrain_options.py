@@ -80,7 +80,7 @@ FREE = (  # may change when a run is continued
     "sample_tokens",
 )  # fmt: skip
 RUNS = (*SCALED, *dq.preset_names(), "trunk-llama", "trunk-mamba2")
-MODEL_FILES = ("config.json", "generation_config.json", "model*.safetensors*")
+MODEL_FILES = ("config.json", "generation_config.json", "model*.safetensors*", "deqseq_models.py")
 WRITES = (
     *("results.json", "table.md", "samples.md", "pretrain.png", "log.txt"),
     *(f"curves/{name}.jsonl" for name in RUNS),

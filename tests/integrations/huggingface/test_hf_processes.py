@@ -149,7 +149,7 @@ class TestFSDP2:
         for each in fsdp[1]:
             for gradient in ("Implicit", "Unrolled"):
                 assert each[gradient].startswith(f"{gradient} with Stop(rtol=")
-                assert each[gradient].endswith("take Phantom or OneStep, or give Stop.exactly(n)")
+                assert each[gradient].endswith("use Phantom, OneStep or Stop.exactly(n)")
             assert each["Unrolled exactly"] == ""
 
 
