@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,9 +28,9 @@ _INJECTION = "model.backbone.injection."
 _MAGNITUDE, _DIRECTION = ".parametrizations.weight.original0", ".parametrizations.weight.original1"
 
 
-def from_pretrained_backbone(
-    config: object,
-    state: Mapping[str, Tensor],
+def from_pretrained_model(
+    model: object,
+    state: Mapping[str, Tensor] | None = None,
     *,
     implicit: bool,
     solve: SolveConfig = FROM_INPUT,
@@ -58,8 +57,10 @@ def from_pretrained_backbone(
     the tied head; ``Unrolled()`` with ``Stop.exactly(1)`` gives the gradients of the pretrained model.
 
     Args:
-        config: of the pretrained model, as :func:`~deqseq.integrations.pretrained_config.pretrained_spec` takes it.
-        state: its state dict, with the head unless the configuration ties it; it is copied.
+        model: a ``LlamaForCausalLM``, ``Mamba2ForCausalLM`` or ``MambaLMHeadModel``; or the configuration of one, as
+            :func:`~deqseq.integrations.pretrained_config.pretrained_spec` takes it.
+        state: the state dict that belongs to a configuration, with the head unless the configuration ties it. Default:
+            that of the model.
         implicit: whether to make an implicit model.
         solve: how an implicit model is solved; its ``start`` must be ``"input"``.
         eval_solve: the same in eval mode. Default: ``solve``.
@@ -67,20 +68,32 @@ def from_pretrained_backbone(
             the same :math:`w`, as in the paper.
 
     Returns:
-        The model; weights keep their dtypes, and a new injection has the dtype of the embedding.
+        The model, with copies of the weights in their own dtypes; a new injection has the dtype of the embedding.
 
     Raises:
+        TypeError: neither a model with a configuration, nor a configuration with its ``state``.
         ValueError: something that the layers do not compute; missing or unexpected tensors, or some of another shape,
             all of them named; or a start at zero, from which nothing depends on the tokens.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}
-        >>> config = LlamaConfig(vocab_size=10, **sizes)
-        >>> lm = from_pretrained_backbone(config, LlamaForCausalLM(config).state_dict(), implicit=True)
-        >>> lm.model.solve.start, lm.model.backbone.injection.weight.abs().max().item()
+        >>> theirs = LlamaForCausalLM(LlamaConfig(vocab_size=10, **sizes))
+        >>> ours = from_pretrained_model(theirs, implicit=True).eval()
+        >>> ids = torch.tensor([[1, 2, 3]])
+        >>> with torch.no_grad():
+        ...     torch.allclose(ours(ids, stop=Stop.exactly(1)).logits, theirs(ids).logits, atol=1e-5)
+        True
+        >>> same = from_pretrained_model(theirs.config, theirs.state_dict(), implicit=True)
+        >>> same.model.solve.start, same.model.backbone.injection.weight.abs().max().item()
         ('input', 0.0)
     """
+    config = model
+    if state is None:
+        config = getattr(model, "config", None)
+        if config is None or not isinstance(model, nn.Module):
+            raise TypeError(f"{type(model).__name__} has no config: give a configuration and its state dict")
+        state = model.state_dict()
     spec = pretrained_spec(config)
     if implicit:
         for name, given in (("solve", solve), ("eval_solve", eval_solve)):
@@ -92,47 +105,6 @@ def from_pretrained_backbone(
         backbone = replace(spec.backbone, injection=True, weight_norm=weight_norm)
         spec = replace(spec, backbone=backbone, solve=solve, eval_solve=eval_solve)
     return assembled(spec, _translated(source_of(config), state, spec))
-
-
-def from_pretrained_model(
-    model: nn.Module,
-    *,
-    implicit: bool,
-    solve: SolveConfig = FROM_INPUT,
-    eval_solve: SolveConfig | None = None,
-    weight_norm: bool = True,
-) -> CausalLM:
-    """The same as :func:`from_pretrained_backbone`, from a model of transformers or mamba_ssm that has been loaded.
-
-    Args:
-        model: a ``LlamaForCausalLM``, ``Mamba2ForCausalLM`` or ``MambaLMHeadModel``.
-        implicit: whether to make an implicit model.
-        solve: how an implicit model is solved.
-        eval_solve: the same in eval mode. Default: ``solve``.
-        weight_norm: whether the weights of an implicit model are normalised.
-
-    Returns:
-        The model, with copies of the weights.
-
-    Raises:
-        TypeError: a model without a configuration.
-        ValueError: as :func:`from_pretrained_backbone`.
-
-    Example:
-        >>> from transformers import LlamaConfig, LlamaForCausalLM
-        >>> sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}
-        >>> theirs = LlamaForCausalLM(LlamaConfig(vocab_size=10, **sizes))
-        >>> ours = from_pretrained_model(theirs, implicit=True).eval()
-        >>> ids = torch.tensor([[1, 2, 3]])
-        >>> with torch.no_grad():
-        ...     torch.allclose(ours(ids, stop=Stop.exactly(1)).logits, theirs(ids).logits, atol=1e-5)
-        True
-    """
-    config = getattr(model, "config", None)
-    if config is None:
-        raise TypeError(f"{type(model).__name__} has no config: call from_pretrained_backbone(config, state_dict)")
-    options: dict[str, Any] = {"solve": solve, "eval_solve": eval_solve, "weight_norm": weight_norm}
-    return from_pretrained_backbone(config, model.state_dict(), implicit=implicit, **options)
 
 
 def _translated(source: Source, state: Mapping[str, Tensor], spec: LanguageModelSpec) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
 """Configurations of pretrained Llama and Mamba2 models as specifications."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from deqseq.backbones import LlamaConfig, Mamba2Config
@@ -12,7 +12,7 @@ from deqseq.models.specification import LanguageModelSpec
 Source = Literal["transformers Llama", "transformers Mamba2", "mamba_ssm Mamba2"]
 """The library that made the configuration and the weights."""
 
-_SILU = ("silu", "swish")
+_EXPLICIT = {"weight_norm": False, "injection": False}
 _NEUTRAL: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("sliding_window", (None, False), "deqseq's attention sees all tokens before"),
     ("use_sliding_window", (False, None), "deqseq's attention sees all tokens before"),
@@ -25,6 +25,38 @@ _NEUTRAL: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("quantization_config", (None,), "deqseq has no quantised layers: dequantise the weights first"),
 )
 """Fields of related models in transformers, and their values that change nothing."""
+
+LLAMA_SIZES: Mapping[str, tuple[str, Any]] = {
+    "d_model": ("hidden_size", 4096),
+    "n_layers": ("num_hidden_layers", 32),
+    "n_heads": ("num_attention_heads", 32),
+    "n_kv_heads": ("num_key_value_heads", None),
+    "headdim": ("head_dim", None),
+    "mlp_width": ("intermediate_size", 11008),
+    "norm_eps": ("rms_norm_eps", 1e-6),
+}
+"""Our names of a Llama's sizes; transformers' names and defaults."""
+
+MAMBA2_SIZES: Mapping[str, tuple[str, Any]] = {
+    "d_model": ("hidden_size", 4096),
+    "n_layers": ("num_hidden_layers", 64),
+    "d_state": ("state_size", 128),
+    "headdim": ("head_dim", 64),
+    "expand": ("expand", 2),
+    "n_groups": ("n_groups", 8),
+    "d_conv": ("conv_kernel", 4),
+    "norm_eps": ("layer_norm_epsilon", 1e-5),
+    "dt_limit": ("time_step_limit", (0.0, math.inf)),
+}
+"""Our names of a Mamba2's sizes; transformers' names and defaults."""
+
+ROTARY_SCALING: Mapping[str, str] = {
+    "factor": "factor",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "original_length": "original_max_position_embeddings",
+}
+"""Our names of the numbers of the rotary scaling, and those of transformers."""
 
 MAMBA_SSM_NO_EFFECT: tuple[str, ...] = (
     *("_name_or_path", "architectures", "dtype", "model_type", "torch_dtype", "transformers_version"),
@@ -63,13 +95,9 @@ def pretrained_spec(config: object) -> LanguageModelSpec:
         >>> spec.vocab_size, spec.backbone.d_state, spec.solve     # padded to a multiple of 8, mamba_ssm's default
         (56, 128, None)
     """
-    readers: dict[Source, Callable[[Fields], LanguageModelSpec]] = {
-        "transformers Llama": _llama,
-        "transformers Mamba2": _mamba2,
-        "mamba_ssm Mamba2": _mamba_ssm,
-    }
     source = source_of(config)
-    return readers[source](Fields(_mapping(config), f"{source} configuration: "))
+    read = {"transformers Llama": _llama, "transformers Mamba2": _mamba2, "mamba_ssm Mamba2": _mamba_ssm}[source]
+    return read(Fields(_mapping(config), f"{source} configuration: "))
 
 
 def source_of(config: object) -> Source:
@@ -77,11 +105,9 @@ def source_of(config: object) -> Source:
     content = _mapping(config)
     if "ssm_cfg" in content:
         return "mamba_ssm Mamba2"
-    kind = content.get("model_type")
-    if kind == "llama":
-        return "transformers Llama"
-    if kind == "mamba2":
-        return "transformers Mamba2"
+    sources: dict[object, Source] = {"llama": "transformers Llama", "mamba2": "transformers Mamba2"}
+    if (kind := content.get("model_type")) in sources:
+        return sources[kind]
     known = "'llama' or 'mamba2', or an 'ssm_cfg' as mamba_ssm's have it"
     raise ValueError(f"pretrained configuration: 'model_type' cannot be {kind!r} here: it must be {known}")
 
@@ -98,79 +124,59 @@ def _llama(fields: Fields) -> LanguageModelSpec:
     for name in ("attention_bias", "mlp_bias"):
         fields.only(name, (False,), "deqseq's projections have no bias")
     fields.only("attention_dropout", (0, None), "deqseq does not drop attention weights: set it to 0")
-    width, heads = fields.integer("hidden_size", 4096), fields.integer("num_attention_heads", 32)
-    grouped = fields.get("num_key_value_heads", None) is not None
-    wide = fields.get("head_dim", None) is not None
-    theta, scaling = _rotary(fields)
-    backbone = LlamaConfig(
-        d_model=width,
-        n_layers=fields.integer("num_hidden_layers", 32),
-        n_heads=heads,
-        n_kv_heads=fields.integer("num_key_value_heads") if grouped else None,
-        headdim=fields.integer("head_dim") if wide else None,
-        mlp_width=fields.integer("intermediate_size", 11008),
-        rope_theta=theta,
-        rope_scaling=scaling,
-        norm_eps=fields.number("rms_norm_eps", 1e-6),
-        weight_norm=False,
-        injection=False,
-    )
-    return _explicit(fields.integer("vocab_size", 32000), backbone, fields.flag("tie_word_embeddings", False))
+    theta, scaling = rotary(fields, 10000.0)
+    backbone = LlamaConfig(**_sizes(fields, LLAMA_SIZES), rope_theta=theta, rope_scaling=scaling, **_EXPLICIT)
+    tied = fields.flag("tie_word_embeddings", False)
+    return LanguageModelSpec(fields.integer("vocab_size", 32000), backbone, solve=None, tied=tied)
 
 
-def _rotary(fields: Fields) -> tuple[float, RotaryScaling | None]:
-    """Base and scaling: both in ``rope_parameters`` since transformers 5, two fields before."""
-    outer = fields.number("rope_theta", 10000.0)
+def _sizes(fields: Fields, table: Mapping[str, tuple[str, Any]]) -> dict[str, Any]:
+    """Sizes under our names; each is of the type of its default, and one without a default may be None."""
+    readers = {int: fields.integer, float: fields.number, tuple: fields.pair}
+    sizes: dict[str, Any] = {}
+    for ours, (theirs, default) in table.items():
+        missing = default is None and fields.get(theirs, None) is None
+        sizes[ours] = None if missing else readers.get(type(default), fields.integer)(theirs, default)
+    return sizes
+
+
+def rotary(fields: Fields, theta: float) -> tuple[float, RotaryScaling | None]:
+    """Base, by default ``theta``, and scaling: in ``rope_parameters`` since transformers 5, in two fields before."""
+    theta = fields.number("rope_theta", theta)
     name = "rope_parameters" if fields.get("rope_parameters", None) is not None else "rope_scaling"
     if fields.get(name, None) is None:
-        return outer, None
+        return theta, None
     rope = fields.inner(name)
-    theta = rope.number("rope_theta", outer)
+    theta = rope.number("rope_theta", theta)
     rope.only("partial_rotary_factor", (1, None), "deqseq rotates all channels of a head")
     key = "type" if rope.given("type") and not rope.given("rope_type") else "rope_type"
-    rope.unused("type", "attention_factor")
+    rope.unused("type", "attention_factor", "original_max_position_embeddings")
     kind = rope.get(key, "default")
     if kind not in ("default", "llama3"):
         rope.refuse(key, kind, "deqseq has plain rotary frequencies ('default') and those of Llama 3.x ('llama3')")
-    scaling = None
-    if kind == "llama3":
-        scaling = RotaryScaling(
-            factor=rope.number("factor"),
-            low_freq_factor=rope.number("low_freq_factor"),
-            high_freq_factor=rope.number("high_freq_factor"),
-            original_length=rope.integer("original_max_position_embeddings"),
-        )
+    numbers: dict[str, Any] = {}
+    for ours, theirs in ROTARY_SCALING.items() if kind == "llama3" else ():
+        numbers[ours] = rope.integer(theirs) if ours == "original_length" else rope.number(theirs)
     rope.close()
-    return theta, scaling
+    return theta, RotaryScaling(**numbers) if numbers else None
 
 
 def _mamba2(fields: Fields) -> LanguageModelSpec:
     _check_transformers(fields)
     fields.only("use_bias", (False,), "deqseq's projections have no bias")
     fields.only("use_conv_bias", (True,), "deqseq's convolution has a bias")
-    width, headdim = fields.integer("hidden_size", 4096), fields.integer("head_dim", 64)
-    expand, heads = fields.integer("expand", 2), fields.integer("num_heads", 128)
-    if heads * headdim != expand * width:
-        fields.refuse("num_heads", heads, f"times head_dim {headdim} it must be expand * hidden_size {expand * width}")
-    backbone = Mamba2Config(
-        d_model=width,
-        n_layers=fields.integer("num_hidden_layers", 64),
-        d_state=fields.integer("state_size", 128),
-        headdim=headdim,
-        expand=expand,
-        n_groups=fields.integer("n_groups", 8),
-        d_conv=fields.integer("conv_kernel", 4),
-        norm_eps=fields.number("layer_norm_epsilon", 1e-5),
-        dt_limit=fields.pair("time_step_limit", (0.0, math.inf)),
-        weight_norm=False,
-        injection=False,
-    )
-    return _explicit(fields.integer("vocab_size", 32768), backbone, fields.flag("tie_word_embeddings", False))
+    sizes, heads = _sizes(fields, MAMBA2_SIZES), fields.integer("num_heads", 128)
+    headdim, inner = sizes["headdim"], sizes["expand"] * sizes["d_model"]
+    if heads * headdim != inner:
+        fields.refuse("num_heads", heads, f"times head_dim {headdim} it must be expand * hidden_size {inner}")
+    tied = fields.flag("tie_word_embeddings", False)
+    backbone = Mamba2Config(**sizes, **_EXPLICIT)
+    return LanguageModelSpec(fields.integer("vocab_size", 32768), backbone, solve=None, tied=tied)
 
 
 def _check_transformers(fields: Fields) -> None:
     """Refuse what deqseq does not compute, in fields that many models of transformers share."""
-    fields.only("hidden_act", _SILU, "deqseq's layers use SiLU")
+    fields.only("hidden_act", ("silu", "swish"), "deqseq's layers use SiLU")
     for name, allowed, reason in _NEUTRAL:
         fields.only(name, allowed, reason)
 
@@ -185,13 +191,12 @@ def _mamba_ssm(fields: Fields) -> LanguageModelSpec:
     sizes = mamba2_layer(layer, width)
     layer.unused("conv_init", "A_init_range", "dt_min", "dt_max", "dt_init_floor")  # the weights are given
     layer.unused("chunk_size")
-    layers = fields.integer("n_layer", 64)
-    backbone = Mamba2Config(d_model=width, n_layers=layers, weight_norm=False, injection=False, **sizes)
+    backbone = Mamba2Config(d_model=width, n_layers=fields.integer("n_layer", 64), **sizes, **_EXPLICIT)
     tokens, multiple = fields.integer("vocab_size", 50277), fields.integer("pad_vocab_size_multiple", 8)
     tied = fields.flag("tie_embeddings", True)
     layer.close()
     fields.close()
-    return _explicit(-(-tokens // multiple) * multiple, backbone, tied)
+    return LanguageModelSpec(-(-tokens // multiple) * multiple, backbone, solve=None, tied=tied)
 
 
 def mamba2_layer(layer: Fields, width: int) -> dict[str, Any]:
@@ -213,7 +218,3 @@ def mamba2_layer(layer: Fields, width: int) -> dict[str, Any]:
         "d_conv": layer.integer("d_conv", 4),
         "dt_limit": layer.pair("dt_limit", (0.0, math.inf)),
     }
-
-
-def _explicit(vocab_size: int, backbone: LlamaConfig | Mamba2Config, tied: bool) -> LanguageModelSpec:
-    return LanguageModelSpec(vocab_size, backbone, solve=None, tied=tied)

@@ -57,11 +57,12 @@ class Fields:
             self.refuse(name, value, f"it must be an integer >= {least}")
         return value
 
-    def number(self, name: str, default: Any = _REQUIRED) -> float:
-        """A finite number."""
+    def number(self, name: str, default: Any = _REQUIRED, least: float = -math.inf) -> float:
+        """A finite number of at least ``least``."""
         value = self.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            self.refuse(name, value, "it must be a finite number")
+        fits = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if not fits or value < least:
+            self.refuse(name, value, "it must be a finite number" + f" >= {least:g}" * (least > -math.inf))
         return float(value)
 
     def flag(self, name: str, default: Any = _REQUIRED) -> bool:

@@ -1,6 +1,5 @@
 """TorchDEQ's solvers as solvers of ours, and its configurations as ours."""
 
-import math
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -11,7 +10,7 @@ import torch
 from deqseq.check import check_choice, check_flag, check_integer, check_number, check_type
 from deqseq.config import SolveConfig
 from deqseq.gradients import Gradient, Implicit, Phantom
-from deqseq.integrations.reference_fields import check_known
+from deqseq.integrations.reference_fields import Fields, check_known
 from deqseq.solution import ConvergenceWarning
 from deqseq.solvers import Anderson, Broyden, ExternalSolver, Naive, Relaxed, Solver
 from deqseq.stop import Stop
@@ -168,22 +167,19 @@ def from_torchdeq_config(
         (40, 80)
     """
     check_type("config", config, Mapping, "vars(args)")
-    keys = {**CONFIG_DEFAULTS, **_flatten(config)}
-    if isinstance(keys["grad"], list | tuple) and len(keys["grad"]) == 1:
-        keys["grad"] = keys["grad"][0]
-    for key, value in keys.items():
-        _check_kind(key, value)
-    budget, eval_budget = keys["f_max_iter"], keys["eval_f_max_iter"]
-    if eval_budget <= 0:
-        eval_budget = int(budget * keys["eval_factor"])
-    _refuse_without_equivalent(keys, eval_budget)
-    forward = _external(keys["f_solver"], solver_kwargs or {})
+    fields = Fields(CONFIG_DEFAULTS | _flatten(config), "torchdeq key ")
+    _refuse_without_equivalent(fields)
+    budget, factor = fields.integer("f_max_iter"), fields.number("eval_factor")
+    eval_budget = fields.integer("eval_f_max_iter", least=0) or int(budget * factor)
+    if eval_budget < 1:
+        fields.refuse("eval_factor", factor, "it leaves no evaluation")
+    forward = _external(fields.get("f_solver"), solver_kwargs or {})
     solve = SolveConfig(
         solver=_native(forward, max(budget, eval_budget)) if native else forward,
-        stop=_stop(keys, "f", budget, forward),
-        gradient=_gradient(keys, native),
+        stop=_stop(fields, "f", budget, forward),
+        gradient=_gradient(fields, native),
     )
-    return solve, replace(solve, stop=_stop(keys, "f", eval_budget, forward))
+    return solve, replace(solve, stop=_stop(fields, "f", eval_budget, forward))
 
 
 def _flatten(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -197,49 +193,21 @@ def _flatten(config: Mapping[str, Any]) -> dict[str, Any]:
             check_known("torchdeq key", key, CONFIG_GROUPS[outer] if nested else CONFIG_DEFAULTS)
             if key in flat:
                 raise ValueError(f"torchdeq key {key!r} is given twice: in its group and outside of it")
-            flat[key] = value
+            flat[key] = value[0] if key == "grad" and isinstance(value, list | tuple) and len(value) == 1 else value
     return flat
 
 
-def _check_kind(key: str, value: Any) -> None:
-    """Refuse a value of another type than the key's default."""
-    default = CONFIG_DEFAULTS[key]
-    kinds = {bool: "a bool", int: "an integer", float: "a finite number", tuple: "a list", str: "a string"}
-    kind = str if default is None else type(default)
-    if kind is float:
-        fits = type(value) in (int, float) and math.isfinite(value)
-    else:
-        fits = type(value) is kind or (kind is tuple and isinstance(value, list))
-    if not fits and not (value is None and key in ("no_stat", "norm_type", "indexing", "sup_loc")):
-        raise ValueError(f"torchdeq key {key!r} must be {kinds[kind]}, got {value!r}")
-
-
-def _refuse_without_equivalent(keys: dict[str, Any], eval_budget: int) -> None:
-    """Name the first value that this library cannot honour, and why."""
-    one_state, no_jacobian = (
-        "deqseq returns the fixed point alone",
-        "it is a part of the loss: add deqseq.training.jacobian_regularisation to it",
-    )
-    normalised, exact = keys["norm_type"] != "none", keys["ift"] or keys["hook_ift"]
-    simple_adjoint = "TorchDEQ fails on it, because it passes a damping to the adjoint map: use 'fixed_point_iter'"
-    requirements = (
-        ("core", keys["core"] in ("sliced", "indexing"), "only 'sliced' and 'indexing' are known"),
-        *((key, keys[key] >= 1, "must be at least 1") for key in ("f_max_iter", "b_max_iter", "grad")),
-        *((key, keys[key] >= 0, "must be at least 0") for key in ("f_tol", "b_tol")),
-        *((key, keys[key] in ("abs", "rel"), "'abs' or 'rel'") for key in ("f_stop_mode", "b_stop_mode")),
-        ("eval_factor", eval_budget >= 1, "it leaves no evaluation"),
-        ("b_solver", not (exact and keys["b_solver"] == "simple_fixed_point_iter"), simple_adjoint),
-        ("tau", exact or 0 < keys["tau"] <= 1, "the damping of the phantom gradient must lie in (0, 1]"),
-        *((key, keys[key] <= 1 - (key == "sup_gap"), one_state) for key in ("n_states", "sup_gap")),
-        *((key, not keys[key], one_state) for key in ("indexing", "sup_loc")),
-        ("norm_type", keys["norm_type"] in (None, "none", "weight_norm"), "only 'weight_norm' and 'none'"),
-        ("norm_no_scale", not (normalised and keys["norm_no_scale"]), "deqseq learns the scale of a weight"),
-        ("norm_clip", not (normalised and keys["norm_clip"]), "deqseq does not bound the scale of a weight"),
-        *((key, keys[key] <= 0, no_jacobian) for key in ("jac_loss_weight", "jac_incremental")),
-    )
-    for key, fits, reason in requirements:
-        if not fits:
-            raise ValueError(f"torchdeq key {key!r} cannot be {keys[key]!r} here: {reason}")
+def _refuse_without_equivalent(fields: Fields) -> None:
+    fields.choice("core", ("sliced", "indexing"))
+    nothing = ((), [], None)
+    for name, allowed in {"n_states": (1, 0), "sup_gap": (-1, 0), "indexing": nothing, "sup_loc": nothing}.items():
+        fields.only(name, allowed, "deqseq returns the fixed point alone")
+    for name in ("jac_loss_weight", "jac_incremental"):
+        fields.only(name, (0,), "it is a part of the loss: add deqseq.training.jacobian_regularisation to it")
+    fields.only("norm_type", (None, "none", "weight_norm"), "only 'weight_norm' and 'none'")
+    if fields.get("norm_type") != "none":
+        fields.only("norm_no_scale", (False,), "deqseq learns the scale of a weight")
+        fields.only("norm_clip", (False,), "deqseq does not bound the scale of a weight")
 
 
 def _external(name: str, options: Mapping[str, Any]) -> TorchDEQ:
@@ -266,20 +234,27 @@ def _native(external: TorchDEQ, budget: int) -> Solver:
     return Naive() if tau == 1 else Relaxed(damping=tau)
 
 
-def _stop(keys: dict[str, Any], side: Literal["f", "b"], max_steps: int, external: TorchDEQ) -> Stop:
+def _stop(fields: Fields, side: Literal["f", "b"], max_steps: int, external: TorchDEQ) -> Stop:
     """TorchDEQ's test: one norm over each row, and all rows must pass."""
+    measured = external.tau or 1.0 if external.name == "fixed_point_iter" else 1.0
+    tolerance = fields.number(f"{side}_tol", least=0.0) / measured
+    relative = fields.choice(f"{side}_stop_mode", ("abs", "rel")) == "rel"
     if external.name == "simple_fixed_point_iter":
         return Stop.exactly(max_steps)
-    measured = external.tau or 1.0 if external.name == "fixed_point_iter" else 1.0
-    tolerance = keys[f"{side}_tol"] / measured
-    relative = keys[f"{side}_stop_mode"] == "rel"
     rtol, atol = (tolerance, 0.0) if relative else (0.0, tolerance)
     return Stop(rtol=rtol, atol=atol, max_steps=max_steps, norm="frobenius")
 
 
-def _gradient(keys: dict[str, Any], native: bool) -> Gradient:
-    if not (keys["ift"] or keys["hook_ift"]):
-        return Phantom(steps=keys["grad"], damping=float(keys["tau"]))
-    adjoint, budget = _external(keys["b_solver"], {}), keys["b_max_iter"]
-    solver = _native(adjoint, budget) if native else adjoint
-    return Implicit(solver=solver, stop=_stop(keys, "b", budget, adjoint))
+def _gradient(fields: Fields, native: bool) -> Gradient:
+    steps, budget, tau = fields.integer("grad"), fields.integer("b_max_iter"), fields.number("tau")
+    adjoint = _external(fields.get("b_solver"), {})
+    stop = _stop(fields, "b", budget, adjoint)
+    exact = [fields.flag(name) for name in ("ift", "hook_ift")]
+    if not any(exact):
+        if not 0 < tau <= 1:
+            fields.refuse("tau", tau, "the damping of the phantom gradient must lie in (0, 1]")
+        return Phantom(steps=steps, damping=tau)
+    if adjoint.name == "simple_fixed_point_iter":
+        reason = "TorchDEQ fails on it, because it passes a damping to the adjoint map: use 'fixed_point_iter'"
+        fields.refuse("b_solver", adjoint.name, reason)
+    return Implicit(solver=_native(adjoint, budget) if native else adjoint, stop=stop)

@@ -9,7 +9,7 @@ import torch
 from pretrained_models import IDS, MODELS, ROPE, close, llama, mamba2
 
 import deqseq as dq
-from deqseq.integrations.pretrained import FROM_INPUT, from_pretrained_backbone, from_pretrained_model
+from deqseq.integrations.pretrained import FROM_INPUT, from_pretrained_model
 from deqseq.integrations.pretrained_config import pretrained_spec
 from deqseq.layers import RotaryScaling
 
@@ -48,7 +48,7 @@ def test_a_llama_file_of_older_transformers():
     )
     theirs = llama()
     frequencies = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(6)}
-    from_pretrained_backbone(theirs.config, theirs.state_dict() | frequencies, implicit=False)
+    from_pretrained_model(theirs.config, theirs.state_dict() | frequencies, implicit=False)
 
 
 MAMBA_SSM = {
@@ -82,8 +82,8 @@ def test_the_original_mamba2(tied):
     weights, theirs = mamba_ssm(tied)
     config = MAMBA_SSM | {"tie_embeddings": tied}
     expected = theirs(IDS).logits
-    close(from_pretrained_backbone(config, weights, implicit=False).eval()(IDS).logits, expected)
-    implicit = from_pretrained_backbone(config, weights, implicit=True).eval()
+    close(from_pretrained_model(config, weights, implicit=False).eval()(IDS).logits, expected)
+    implicit = from_pretrained_model(config, weights, implicit=True).eval()
     close(implicit(IDS, stop=ONCE).logits, expected)
     assert expected.shape == (3, 13, 64)
 
@@ -125,9 +125,11 @@ def test_missing_and_extra_pretrained_tensors_are_listed():
     del state["lm_head.weight"]
     listed = r"1 missing: lm_head\.weight; 1 unexpected: model\.layers\.0\.self_attn\.q_proj\.bias"
     with pytest.raises(ValueError, match=listed):
-        from_pretrained_backbone(theirs.config, state, implicit=True, solve=FROM_INPUT)
-    with pytest.raises(TypeError, match="no config: call from_pretrained_backbone"):
+        from_pretrained_model(theirs.config, state, implicit=True, solve=FROM_INPUT)
+    with pytest.raises(TypeError, match="no config: give a configuration and its state dict"):
         from_pretrained_model(torch.nn.Linear(1, 1), implicit=False)
+    with pytest.raises(TypeError, match="LlamaConfig has no config"):
+        from_pretrained_model(theirs.config, implicit=False)
 
 
 LLAMA, MAMBA2 = {"model_type": "llama"}, {"model_type": "mamba2"}

@@ -73,7 +73,7 @@ class ImplicitConfig(PreTrainedConfig):
     """
 
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "stats", "status"]
-    sizes: ClassVar[dict[str, str]] = {}
+    sizes: ClassVar[dict[str, str]] = {"dropout": "dropout", "weight_norm": "weight_norm"}
     """The backbone's name of each field that both have."""
     backbone_class: ClassVar[type[Mamba2Config] | type[LlamaConfig]]
     """The backbone's configuration in this library's terms."""

@@ -9,6 +9,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_callback import ExportableState
 
 from deqseq.check import check_type
+from deqseq.config import SolveConfig
 from deqseq.integrations.huggingface.blocks import checkpointed
 from deqseq.integrations.huggingface.objects import Json, from_json, to_json
 from deqseq.integrations.huggingface.pretrained_model import ImplicitPreTrainedModel
@@ -110,12 +111,7 @@ def _implicit(model: nn.Module) -> list[ImplicitModel]:
 
 def _to_json(curriculum: Curriculum) -> Json:
     phases = [
-        {
-            "name": phase.name,
-            "until": phase.until,
-            "solve": to_json(phase.solve),
-            "eval_solve": phase.eval_solve and to_json(phase.eval_solve),
-        }
+        vars(phase) | {name: to_json(value) for name, value in vars(phase).items() if isinstance(value, SolveConfig)}
         for phase in curriculum.phases
     ]
     return {"unit": curriculum.unit, "phases": phases}
@@ -124,10 +120,7 @@ def _to_json(curriculum: Curriculum) -> Json:
 def _from_json(data: Mapping[str, Any]) -> Curriculum:
     phases = []
     for phase in data["phases"]:
-        solves = {
-            name: from_json("solve", phase[name], f"phase {phase['name']!r}: {name}")
-            for name in ("solve", "eval_solve")
-            if phase[name] is not None
-        }
-        phases.append(Phase(phase["name"], phase["until"], **solves))
+        given = {name: phase[name] for name in ("solve", "eval_solve") if phase[name] is not None}
+        solves = {name: from_json("solve", each, f"phase {phase['name']!r}: {name}") for name, each in given.items()}
+        phases.append(Phase(**phase | solves))
     return Curriculum(tuple(phases), data["unit"])

@@ -9,16 +9,8 @@ from deqseq.integrations.huggingface.configuration import ImplicitConfig
 from deqseq.integrations.huggingface.modeling import ImplicitBaseModel, ImplicitClassifier
 from deqseq.integrations.huggingface.modeling_causal_lm import ImplicitCausalLM
 from deqseq.integrations.huggingface.objects import Json
-from deqseq.integrations.reference_fields import check_known
-from deqseq.layers import RotaryScaling
-
-SCALING = {
-    "factor": "factor",
-    "low_freq_factor": "low_freq_factor",
-    "high_freq_factor": "high_freq_factor",
-    "original_length": "original_max_position_embeddings",
-}
-"""Our names of the numbers of the rotary scaling, and those of transformers."""
+from deqseq.integrations.pretrained_config import LLAMA_SIZES, ROTARY_SCALING, rotary
+from deqseq.integrations.reference_fields import Fields
 
 
 @no_type_check  # strict checks the fields; a check of the signature would refuse what transformers passes
@@ -49,17 +41,7 @@ class ImplicitLlamaConfig(ImplicitConfig):
     model_type: ClassVar[str] = "implicit_llama3"
     backbone_class = LlamaConfig
     default_theta: ClassVar[float] = 500_000.0
-    sizes: ClassVar[dict[str, str]] = {
-        "d_model": "hidden_size",
-        "n_layers": "num_hidden_layers",
-        "n_heads": "num_attention_heads",
-        "n_kv_heads": "num_key_value_heads",
-        "headdim": "head_dim",
-        "mlp_width": "intermediate_size",
-        "norm_eps": "rms_norm_eps",
-        "dropout": "dropout",
-        "weight_norm": "weight_norm",
-    }
+    sizes: ClassVar[dict[str, str]] = ImplicitConfig.sizes | {ours: name for ours, (name, _) in LLAMA_SIZES.items()}
 
     num_hidden_layers: int = 12
     num_attention_heads: int = 12
@@ -84,18 +66,7 @@ class ImplicitLlamaConfig(ImplicitConfig):
 
     def translated(self) -> Json:
         """The rotary embedding in this library's terms; ValueError for an unknown one."""
-        rope = dict(self.rope_parameters or {})
-        kind, theta = rope.pop("rope_type", "default"), rope.pop("rope_theta", self.default_theta)
-        rope.pop("type", None)  # an older name of rope_type
-        check_known("rope_parameters: rope_type", kind, ("default", "llama3"))
-        if kind == "default":
-            rope.pop("original_max_position_embeddings", None)  # transformers keeps it, and nothing depends on it
-        wanted = SCALING if kind == "llama3" else {}
-        for name in rope:
-            check_known(f"rope_parameters of type {kind!r}: field", name, wanted.values())
-        if missing := sorted({*wanted.values()} - rope.keys()):
-            raise ValueError(f"rope_parameters of type {kind!r} need {', '.join(missing)}")
-        scaling = RotaryScaling(**{core: rope[name] for core, name in wanted.items()}) if wanted else None
+        theta, scaling = rotary(Fields({"rope_parameters": self.rope_parameters}, ""), self.default_theta)
         return {"rope_theta": theta, "rope_scaling": scaling}
 
     @classmethod
@@ -107,7 +78,7 @@ class ImplicitLlamaConfig(ImplicitConfig):
         scaling = backbone.rope_scaling
         if scaling is None:
             return given | {"rope_parameters": rope}
-        rope |= {"rope_type": "llama3"} | {name: getattr(scaling, core) for core, name in SCALING.items()}
+        rope |= {"rope_type": "llama3"} | {name: getattr(scaling, core) for core, name in ROTARY_SCALING.items()}
         longest = int(scaling.factor * scaling.original_length)
         return given | {"rope_parameters": rope, "max_position_embeddings": longest}
 

@@ -9,6 +9,7 @@ from deqseq.integrations.huggingface.configuration import ImplicitConfig
 from deqseq.integrations.huggingface.modeling import ImplicitBaseModel, ImplicitClassifier
 from deqseq.integrations.huggingface.modeling_causal_lm import ImplicitCausalLM
 from deqseq.integrations.huggingface.objects import Json
+from deqseq.integrations.pretrained_config import MAMBA2_SIZES
 from deqseq.ops.backend import Backend
 
 
@@ -44,22 +45,11 @@ class ImplicitMamba2Config(ImplicitConfig):
 
     model_type: ClassVar[str] = "implicit_mamba2"
     backbone_class = Mamba2Config
-    sizes: ClassVar[dict[str, str]] = {
-        "d_model": "hidden_size",
-        "n_layers": "num_hidden_layers",
-        "d_state": "state_size",
-        "headdim": "head_dim",
-        "expand": "expand",
-        "n_groups": "n_groups",
-        "d_conv": "conv_kernel",
-        "mlp_width": "intermediate_size",
-        "chunk_size": "chunk_size",
-        "norm_eps": "layer_norm_epsilon",
-        "dt_limit": "time_step_limit",
-        "dropout": "dropout",
-        "weight_norm": "weight_norm",
-        "backend": "backend",
-    }
+    sizes: ClassVar[dict[str, str]] = (
+        ImplicitConfig.sizes
+        | {ours: name for ours, (name, _) in MAMBA2_SIZES.items()}
+        | {"mlp_width": "intermediate_size", "chunk_size": "chunk_size", "backend": "backend"}
+    )
 
     state_size: int = 128
     head_dim: int = 64

@@ -1,7 +1,7 @@
 """Solve configurations and their parts as JSON and back: the only table from names to classes."""
 
 from collections.abc import Mapping
-from dataclasses import Field, fields, replace
+from dataclasses import fields, replace
 from typing import Any, Literal
 
 from deqseq.config import SolveConfig
@@ -31,7 +31,6 @@ _BASES: dict[Kind, tuple[type[Any], ...]] = {
     "sweep": (Sweep,),
     "solve": (SolveConfig,),
 }
-_SCALARS = {bool: (bool, "true or false"), int: (int, "an integer"), float: ((int, float), "a number")}
 
 
 def to_json(value: Nameable) -> Json:
@@ -100,26 +99,18 @@ def from_json(kind: Kind, data: object, where: str, base: Any = None) -> Any:
         check_known(f"{where}: name", given["name"], table)
         made, base = table[given["name"]], None
     assert made is not None
-    known = {field.name: field for field in fields(made)}
+    base = base if type(base) is made else None
+    defaults = {field.name: field.default if base is None else getattr(base, field.name) for field in fields(made)}
     changes = {}
     for key, value in given.items():
         if key != "name":
-            check_known(f"{where}: {made.__name__} field", key, known)
-            changes[key] = _parsed(known[key], value, f"{where}: {made.__name__}.{key}", base)
+            check_known(f"{where}: {made.__name__} field", key, defaults)
+            is_kind = key in CLASSES  # a field with the name of a kind holds one
+            changes[key] = from_json(key, value, f"{where}: {made.__name__}.{key}", defaults[key]) if is_kind else value
     try:
-        return replace(base, **changes) if type(base) is made else made(**changes)
+        return made(**changes) if base is None else replace(base, **changes)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{where}: {error}") from error
-
-
-def _parsed(field: Field[Any], value: object, where: str, owner: Any) -> object:
-    """The value of a field; a field with the name of a kind holds one."""
-    if field.name in CLASSES:
-        return from_json(field.name, value, where, field.default if owner is None else getattr(owner, field.name))
-    kinds, wanted = _SCALARS.get(type(field.default), (object, ""))
-    if not isinstance(value, kinds) or (isinstance(value, bool) and kinds not in (bool, object)):
-        raise TypeError(f"{where} must be {wanted}, got {value!r}")
-    return value
 
 
 def _plain(owner: object, name: str) -> object:

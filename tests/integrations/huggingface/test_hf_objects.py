@@ -92,7 +92,7 @@ def test_a_base_keeps_what_is_left_out():
         ("gradient", {"name": "Implicit", "stop": {"rtl": 1}}, ValueError, r"Implicit\.stop: .*'rtl' .*'rtol'"),
         ("solver", {"name": "Relaxed", "damping": "0.8"}, TypeError, r"Relaxed\.damping must be a number"),
         ("solver", {"name": "Relaxed", "damping": True}, TypeError, r"Relaxed\.damping must be a number"),
-        ("gradient", {"name": "Unrolled", "checkpoint": 1}, TypeError, r"Unrolled\.checkpoint must be true or false"),
+        ("gradient", {"name": "Unrolled", "checkpoint": 1}, TypeError, r"Unrolled\.checkpoint must be True or False"),
         ("stop", {"max_steps": 2.0}, TypeError, r"Stop\.max_steps must be an integer"),
         ("stop", {"divergence": 0.5}, ValueError, r"here: Stop\.divergence must be"),
         ("stop", {"name": "Halt"}, ValueError, r"name 'Halt' is unknown \(known: Stop\)"),
