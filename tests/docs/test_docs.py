@@ -1,30 +1,75 @@
-"""The code of every page runs, fence after fence, in a folder of its own; links and named files lead somewhere."""
+"""What a page shows runs when a reader copies it; links and named files lead somewhere."""
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted((ROOT / "docs").rglob("*.md"))
+PAGES = [*sorted((ROOT / "docs").rglob("*.md")), *sorted(ROOT.glob("*.md"))]
+FENCE = re.compile(r"^(?P<indent> *)```python(?P<options>.*)\n(?P<code>(?:.*\n)*?)(?P=indent)```$", re.MULTILINE)
+HIDE = "# markdown-exec: hide"  # at the end of a line that the site runs and does not show
+FRAGMENT = 'title="fragment"'  # in the options of a fence that cannot run alone
+FRAGMENTS: dict[str, int] = {}  # by page; on all others there are none
+SLOW = {"diagnostics", "gradients", "parity", "pretrained", "one_dial", "test_time_compute", "text"}  # 20 s of a core
 
 
-def python_of(page: Path) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+def fences(text: str) -> list[tuple[str, list[str]]]:
+    """The Python fences of a page: options and lines, without their indentation."""
+    found = FENCE.findall(text)
+    return [(options, [line.removeprefix(indent) for line in code.splitlines()]) for indent, options, code in found]
 
 
-@pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize("page", [page for page in PAGES if python_of(page)], ids=lambda page: page.name)
-def test_the_code_runs_in_order(page, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    torch.manual_seed(0)
-    names: dict = {}
-    for block in python_of(page):
-        exec(compile(block, page.name, "exec"), names)
+def is_hidden(options: str) -> bool:
+    """Whether the site runs a fence and shows its output alone."""
+    return "exec=" in options and "source=" not in options
 
 
-@pytest.mark.parametrize("page", [*PAGES, *ROOT.glob("*.md")], ids=lambda page: page.name)
+def copied(text: str) -> str:
+    """What a reader copies from a page: the code of all fences that are shown, except fragments."""
+    parts = [lines for options, lines in fences(text) if not is_hidden(options) and FRAGMENT not in options]
+    return "\n".join(line for lines in parts for line in [*lines, ""] if not line.endswith(HIDE))
+
+
+def hidden(text: str) -> str:
+    """What the site runs and does not show."""
+    return "\n".join(line for options, lines in fences(text) for line in lines if is_hidden(options) or HIDE in line)
+
+
+def marked(page: Path) -> object:
+    return pytest.param(page, id=page.stem, marks=[pytest.mark.slow] if page.stem in SLOW else [])
+
+
+@pytest.mark.parametrize("page", [marked(page) for page in PAGES if copied(page.read_text())])
+def test_what_a_reader_copies_runs(page, tmp_path):
+    script = tmp_path / "copied.py"
+    script.write_text(copied(page.read_text()))
+    outside = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"MPLBACKEND": "agg"}
+    done = subprocess.run([sys.executable, script.name], cwd=tmp_path, env=outside, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_fragments_are_few():
+    counts = {page.name: sum(FRAGMENT in options for options, _ in fences(page.read_text())) for page in PAGES}
+    assert {name: count for name, count in counts.items() if count} == FRAGMENTS
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_nothing_is_trained_in_hiding(page):
+    assert not re.search(r"backward\(|optim", hidden(page.read_text()))
+
+
+def test_the_reader_copies_what_the_page_shows():
+    options = ['exec="true" source="above"', 'exec="true"', FRAGMENT]
+    page = "\n".join(f"  ```python {option}\n  x = {n}\n  y  {HIDE}\n  ```" for n, option in enumerate(options))
+    assert copied(f"{page}\n") == "x = 0\n"
+    assert hidden(f"{page}\n").splitlines() == [f"y  {HIDE}", "x = 1", f"y  {HIDE}", f"y  {HIDE}"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_links_lead_somewhere(page):
     prose = re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     for link in re.findall(r"\]\((?!http)([^)#]+)", prose):
