@@ -1,5 +1,6 @@
-"""The README's code runs, and its commands are the two that it promises."""
+"""The README's code runs and prints what stands below it; its commands, figures and numbers are true."""
 
+import importlib.util
 import re
 from pathlib import Path
 
@@ -8,11 +9,19 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
+IMAGES = ROOT / "docs" / "images"
 
 
 def fences(language: str) -> list[str]:
     found = re.findall(r"^```(\w*)\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
     return [text for kind, text in found if kind == language]
+
+
+def tool(name: str):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / "_tools" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -23,13 +32,19 @@ def test_the_code_runs_in_order(capsys, tmp_path, monkeypatch):
     first, *others = fences("python")
     exec(compile(first, "README.md", "exec"), names)
     assert capsys.readouterr().out == fences("text")[0], "what stands below the first snippet"
+    assert fences("text")[0].endswith("converged\n")
     for block in others:
         exec(compile(block, "README.md", "exec"), names)
     assert all(p.grad is not None for p in names["fresh"].parameters())
-    assert names["made"].shape == (8, 20) and bool(names["generated"].converged.all())
+    assert bool(names["made"].converged.all()) and names["made"].tokens.shape == (2, 16)
     assert bool(names["solution"].converged.all())
     assert names["W"].grad.abs().min() > 0
-    assert "Phantom(steps=4, damping=0.8" in capsys.readouterr().out
+    bits = names["bits"]
+    assert torch.equal(names["model"](bits).logits, names["lm"](bits).logits)
+    assert all(p.grad is not None for p in names["looped"].model.parameters())
+    one = names["dq"].Stop.exactly(1)
+    theirs = names["pretrained"].eval()(bits).logits
+    torch.testing.assert_close(names["looped"].eval()(bits, stop=one).logits, theirs, atol=1e-4, rtol=0)
 
 
 def test_there_are_two_set_up_commands():
@@ -40,6 +55,21 @@ def test_there_are_two_set_up_commands():
     ]
 
 
-def test_it_is_finished_and_has_its_figure():
+def test_the_main_result_is_that_of_the_committed_file():
+    result = tool("main_result")
+    assert result.table() in README, "run docs/_tools/main_result.py"
+    for name, colours in (("parity", result.LIGHT), ("parity-dark", result.DARK)):
+        assert (IMAGES / f"{name}.svg").read_text() == result.drawing(colours), "run docs/_tools/main_result.py"
+
+
+@pytest.mark.parametrize("name", ["idea", "parity"])
+def test_a_drawing_differs_between_light_and_dark_pages_in_its_colours_alone(name):
+    light, dark = ((IMAGES / f"{name}{kind}.svg").read_text() for kind in ("", "-dark"))
+    assert light != dark
+    assert re.sub("#[0-9a-f]{6}", "", light) == re.sub("#[0-9a-f]{6}", "", dark)
+    assert f'srcset="docs/images/{name}-dark.svg"' in README and f'src="docs/images/{name}.svg"' in README
+
+
+def test_it_is_finished_and_short():
     assert not re.findall(r"^[A-Z]{4,}$", README, flags=re.MULTILINE)
-    assert "](docs/images/state_tracking.png)" in README
+    assert len(README.splitlines()) < 180
