@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, TypedDict, get_args
 
+from torch import Tensor
+
 from deqseq.check import check_choice, check_type, suggestion
 from deqseq.gradients import Gradient, Phantom
 from deqseq.solvers import ExternalSolver, Relaxed, Solver
@@ -60,7 +62,8 @@ class SolveFields(TypedDict, total=False):
     stop: Stop
     gradient: Gradient
     sweep: Sweep
-    start: Start
+    start: Start | Tensor
+    """For one call, the states to begin from, ``(batch, length, d_model)``, are taken too."""
 
 
 def resolve(config: SolveConfig, solve: SolveConfig | None, changes: Mapping[str, Any]) -> SolveConfig:

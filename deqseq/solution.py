@@ -1,13 +1,14 @@
 """What a solve returns: failure is data, and can be raised."""
 
 from abc import ABC
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, TypeVar
 
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
+from deqseq.explain import Explanation, Problem, explain
 from deqseq.types import Iterations, Residual, RowMask, State
 
 
@@ -94,6 +95,8 @@ class Outcome(ABC):
     """A :class:`Status` per row, ``(batch,)``; None for an explicit model."""
     stats: SolveStats | None
     """Numbers of the solve; None for an explicit model."""
+    problem: Problem | None = None
+    """What was solved, for :meth:`explain`; not saved with the object."""
 
     @property
     def converged(self) -> RowMask:
@@ -125,6 +128,36 @@ class Outcome(ABC):
         residuals = _per_row(self.stats.residual)[rows]
         raise ConvergenceError(describe_failure(self, what), rows.tolist(), residuals.tolist())
 
+    def explain(self) -> Explanation:
+        """Why each row converged or not, and what to do about it; print it.
+
+        The same problem is solved again with up to four times the budget (at most 1,000 iterations). If rows still
+        fail, it is solved with more damping and with Anderson's method. Last, it is solved from a random start, which
+        shows whether there are several fixed points. Tokens are solved together, whatever the sweep was.
+
+        Returns:
+            An :class:`Explanation`: a cause per row, and a remedy for each cause. It describes the model as it is now,
+            if its weights have changed since.
+
+        Raises:
+            ValueError: an explicit model's output, or an outcome that was pickled.
+
+        Example:
+            >>> import torch, deqseq as dq
+            >>> x = torch.ones(1, 2)
+            >>> solution = dq.solve(lambda z: 2 - 1.2 * z, x, solver=dq.Naive(), stop=dq.Stop(max_steps=20))
+            >>> print(solution.explain())
+            row 0: divergence. The residual grows without bound in 60 iterations.
+              Remedy: take Relaxed(damping=0.5), which converges in 4 iterations.
+        """
+        if self.problem is None:
+            raise ValueError("explain() needs a solve made in this process: this outcome has none")
+        return explain(self, self.problem)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the problem, which holds functions."""
+        return {name: value for name, value in self.__dict__.items() if name != "problem"}
+
 
 @dataclass(frozen=True)
 class Solution(Outcome):
@@ -142,6 +175,7 @@ class Solution(Outcome):
     status: Int64[Tensor, " batch"]  # pyright: ignore[reportIncompatibleVariableOverride]
     stats: SolveStats  # pyright: ignore[reportIncompatibleVariableOverride]
     aux: Any = None
+    problem: Problem | None = field(default=None, repr=False, compare=False)
 
 
 def _per_row(residual: Residual) -> Float[Tensor, " batch"]:
@@ -168,5 +202,6 @@ def describe_failure(outcome: Outcome, what: str) -> str:
     worst = Status.DIVERGED if bool((status == Status.DIVERGED).any()) else Status.MAX_STEPS_REACHED
     return (
         f"{what} failed for {int((status != Status.CONVERGED).sum())} of {len(status)} rows "
-        f"after {outcome.stats.evaluations} evaluations ({'; '.join(parts)}). Remedy: {advice[worst]}."
+        f"after {outcome.stats.evaluations} evaluations ({'; '.join(parts)}). Remedy: {advice[worst]}; "
+        "explain() of the outcome tries remedies."
     )

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from deqseq.check import check_callable, check_flag, check_type
 from deqseq.evaluate import check_start, check_transforms, evaluate
+from deqseq.explain import Problem
 from deqseq.monitor import Monitor, RowMonitor
 from deqseq.norms import measure
 from deqseq.rows import check_rows, put, take
@@ -114,7 +115,13 @@ def solve(
     if solution.aux is not None and stale is not None:
         with torch.no_grad():
             solution = _with_own_aux(f, args, solution, stale)
-    return solution
+
+    @torch.no_grad()
+    def again(solver: Solver[Any] | ExternalSolver, stop: Stop, start: State | None, trace: bool) -> Solution:
+        z = z0.detach() if start is None else start
+        return solve(f, z, solver=solver, stop=stop, args=args, has_aux=has_aux, trace=trace)
+
+    return replace(solution, problem=Problem(solver, stop, again))
 
 
 def _exported(

@@ -11,6 +11,7 @@ from deqseq.diagnostics.gradient_bias import GradientBias, gradient_bias
 from deqseq.diagnostics.residuals import ResidualTrace, residual_trace
 from deqseq.diagnostics.solved_model import check_call, seeded, solved_model
 from deqseq.diagnostics.spectral import SpectralRadius, radius_of
+from deqseq.explain import Explanation
 from deqseq.gradients import Gradient, OneStep, Phantom
 from deqseq.models.causal_lm import CausalLM, Tokens
 from deqseq.models.implicit import ImplicitModel
@@ -31,6 +32,7 @@ class Report:
         spectral: spectral radius of each token.
         bias: gradient estimators against the exact gradient.
         collapse: whether the model iterates at all.
+        explanation: why rows converged or not, and what to do.
     """
 
     trace: ResidualTrace
@@ -38,6 +40,7 @@ class Report:
     spectral: SpectralRadius
     bias: GradientBias
     collapse: Collapse
+    explanation: Explanation
 
     def __str__(self) -> str:
         parts = {
@@ -46,6 +49,7 @@ class Report:
             "Spectral radius at the fixed point": self.spectral,
             "Gradient estimators against the exact gradient": self.bias,
             "Does it iterate?": self.collapse,
+            "Does it converge?": self.explanation,
         }
         return "\n\n".join(f"{title}\n{'-' * len(title)}\n{part}" for title, part in parts.items())
 
@@ -109,6 +113,7 @@ def report(
     with solved_model(model, ids, real, config) as solved:
         spectral = radius_of(solved, 16, seeded(0))
         collapse = collapse_of(solved, 4, seeded(0), limit=0.05, agreed=0.99)
+        explanation = solved.output.explain()
     estimators: list[Gradient] = [OneStep(), Phantom()]
     trained = resolve(model.model.solve, solve, fields).gradient  # that of `eval_solve` is not trained with
     bias = gradient_bias(
@@ -121,4 +126,4 @@ def report(
         start=config.start,
     )
     trace = residual_trace(model, ids, mask=mask, solve=replace(config, sweep=Simultaneous()))
-    return Report(trace, token_effort(model, ids, mask=mask, solve=config), spectral, bias, collapse)
+    return Report(trace, token_effort(model, ids, mask=mask, solve=config), spectral, bias, collapse, explanation)

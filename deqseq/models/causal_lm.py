@@ -125,7 +125,7 @@ class CausalLM(nn.Module):
         output = self.model(x, mask=mask, cache=cache, return_cache=return_cache, **options)
         logits = self.logits(output.value)
         loss = None if answers is None else _cross_entropy(logits, answers, shift=labels is not None)
-        return CausalLMOutput(logits, loss, output.cache, output.stats, output.status)
+        return CausalLMOutput(logits, loss, output.cache, output.stats, output.status, output.problem)
 
     @torch.no_grad()
     def generate(

@@ -1,20 +1,28 @@
 """A backbone iterated to its fixed point."""
 
+import warnings
+from dataclasses import replace
+from functools import partial
 from typing import Any, Unpack
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from deqseq.backbones.base import Backbone, Cache, Inputs, check_sequence
 from deqseq.check import check_callable, check_flag, check_type
 from deqseq.config import SolveConfig, SolveFields, resolve
+from deqseq.evaluate import check_start
+from deqseq.explain import Problem
 from deqseq.gradients import AttachedGradient, Gradient, Implicit, Unrolled
 from deqseq.layers.sharded import sharded_parts, unsharded
 from deqseq.layers.weight_norm import cached_weights
 from deqseq.models.output import ModelOutput
 from deqseq.models.padding import Padding
+from deqseq.solution import ConvergenceWarning, Status
 from deqseq.solve import Callback
+from deqseq.solvers import ExternalSolver, Solver
 from deqseq.stop import Stop
+from deqseq.sweeps import Simultaneous
 from deqseq.sweeps.run import TokenArgs, run_sweep
 from deqseq.types import Mask, Sequence
 
@@ -60,6 +68,7 @@ class ImplicitModel(nn.Module):
         check_type("solve", solve, SolveConfig, _EXAMPLE)
         check_type("eval_solve", eval_solve, (SolveConfig, type(None)), _EXAMPLE)
         self.solve, self.eval_solve = solve, eval_solve
+        self._warned = False
 
     def forward(
         self,
@@ -89,11 +98,14 @@ class ImplicitModel(nn.Module):
             throw: whether rows that did not converge raise an error.
             solve: replaces the model's configuration for this call.
             **fields: fields of :class:`SolveConfig` to replace for this call: ``solver``, ``stop``, ``gradient``,
-                ``sweep``, ``start``.
+                ``sweep``, ``start``; the latter may also be the states to begin from, ``(batch, length, d_model)``.
 
         Returns:
             The states, with the numbers of their solve. In training mode the value is what the estimator gives, with
             its phantom steps, say; in eval mode it is that of the solve, whether gradients are enabled or not.
+
+        Warns:
+            ConvergenceWarning: in eval mode, once per model: most rows spent their budget without converging.
 
         Raises:
             ConvergenceError: with ``throw``, names the rows that did not converge, their residuals and a remedy.
@@ -102,8 +114,17 @@ class ImplicitModel(nn.Module):
                 sweep; an estimator whose backward pass may be longer in one process than in another
                 (:class:`Unrolled`, :class:`Implicit`) while the backbone is sharded over both.
         """
+        given = fields.get("start")
+        start = given if isinstance(given, Tensor) else None
+        if start is not None:
+            del fields["start"]
         config = resolve(self.solve_config, solve, fields)
         check_sequence(x, self.backbone.d_model)
+        if start is not None:
+            check_start("start", start)
+            if start.shape != x.shape or start.dtype != x.dtype or start.device != x.device:
+                wanted, got = (f"{t.dtype} {tuple(t.shape)} on {t.device}" for t in (x, start))
+                raise ValueError(f"start must be like the embedded tokens, {wanted}, got {got}")
         check_type("cache", cache, (Cache, type(None)))
         for name, flag in (("return_cache", return_cache), ("trace", trace), ("throw", throw)):
             check_flag(name, flag)
@@ -118,12 +139,12 @@ class ImplicitModel(nn.Module):
         with unsharded(self.backbone), cached_weights(self.backbone, enabled=not recomputes):
             tokens = padding.compact(x)
             inputs = self.backbone.prepare(tokens, cache, padding.mask)
-            if config.start == "zero":
+            if config.start == "zero" and start is None:
                 _check_injection(inputs, self.backbone)
-            solution, cache = run_sweep(
+            solution, after = run_sweep(
                 self.backbone,
                 TokenArgs(inputs, cache, padding.mask),
-                _start(tokens, config, gradient),
+                _start(tokens, None if start is None else padding.compact(start), config, gradient),
                 config,
                 gradient=gradient,
                 keep_value=not self.training,
@@ -132,7 +153,10 @@ class ImplicitModel(nn.Module):
                 callback=callback,
             )
         solution = padding.restored(solution)
-        output = ModelOutput(solution.value, cache, solution.stats, solution.status)
+        problem = Problem(config.solver, config.stop, partial(self._again, x.detach(), mask, cache, config, start))
+        output = ModelOutput(solution.value, after, solution.stats, solution.status, problem)
+        if not self.training:
+            self._warn_once(output, config.stop)
         return output.raise_if_failed() if throw else output
 
     @property
@@ -148,6 +172,41 @@ class ImplicitModel(nn.Module):
         """
         self.backbone.compile(**options)
 
+    @torch.no_grad()
+    def _again(
+        self,
+        x: Sequence,
+        mask: Mask | None,
+        cache: Cache | None,
+        config: SolveConfig,
+        given: Sequence | None,
+        solver: Solver[Any] | ExternalSolver,
+        stop: Stop,
+        start: Sequence | None,
+        trace: bool,
+    ) -> ModelOutput:
+        """The same call solved in another way, for :meth:`ModelOutput.explain`."""
+        config = replace(config, solver=solver, stop=stop, sweep=Simultaneous())
+        start = given if start is None else start
+        fields: SolveFields = {} if start is None else {"start": start}
+        return self(x, mask=mask, cache=cache, trace=trace, solve=config, **fields)
+
+    def _warn_once(self, output: ModelOutput, stop: Stop) -> None:
+        """Tell of the first solve in eval mode that spends its budget on most rows, unless no row could converge."""
+        if self._warned or torch.compiler.is_compiling() or stop.rtol == stop.atol == 0:
+            return
+        assert output.status is not None
+        failed = int((output.status == Status.MAX_STEPS_REACHED).sum())
+        if 2 * failed > len(output.status):
+            self._warned = True
+            warnings.warn(
+                f"{failed} of {len(output.status)} rows spent the budget of {stop.max_steps} iterations without "
+                "converging, so their values are not fixed points. print(output.explain()) says why and what to do. "
+                "(Later calls of this model do not warn.)",
+                ConvergenceWarning,
+                stacklevel=5,
+            )
+
     def _requires_gradient(self, x: Sequence) -> bool:
         return torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in self.parameters()))
 
@@ -155,10 +214,11 @@ class ImplicitModel(nn.Module):
 _EXAMPLE = "dq.SolveConfig(solver=dq.Anderson())"
 
 
-def _start(tokens: Sequence, config: SolveConfig, gradient: Gradient | None) -> Sequence:
-    """Where the iteration begins; padding is zero in either case."""
-    if config.start == "zero":
+def _start(tokens: Sequence, given: Sequence | None, config: SolveConfig, gradient: Gradient | None) -> Sequence:
+    """Where the iteration begins; padding is zero in any case."""
+    if given is None and config.start == "zero":
         return torch.zeros_like(tokens, requires_grad=False)
+    tokens = tokens if given is None else given
     tokens = tokens.nan_to_num(0.0, 0.0, 0.0)  # a row that is not finite diverges alone
     # a fixed point does not depend on where its solve began: only a differentiated iteration does
     differentiated = gradient is not None and not isinstance(gradient, AttachedGradient)

@@ -1,11 +1,12 @@
 """What models return."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from jaxtyping import Float, Int64
 from torch import Tensor
 
 from deqseq.backbones.base import Cache
+from deqseq.explain import Problem
 from deqseq.solution import Outcome, SolveStats
 
 
@@ -24,6 +25,7 @@ class ModelOutput(Outcome):
     cache: Cache | None = None
     stats: SolveStats | None = None
     status: Int64[Tensor, " batch"] | None = None
+    problem: Problem | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -43,3 +45,4 @@ class CausalLMOutput(Outcome):
     cache: Cache | None = None
     stats: SolveStats | None = None
     status: Int64[Tensor, " batch"] | None = None
+    problem: Problem | None = field(default=None, repr=False, compare=False)

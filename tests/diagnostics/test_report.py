@@ -77,7 +77,8 @@ def test_it_is_the_diagnostics_themselves():
     lm, solves = language_model(contractive_mamba2()), []
     with lm.model.register_forward_pre_hook(lambda *_: solves.append(None)):
         found = report(lm, IDS, mask=MASK)
-    assert len(solves) == 3 + 1 + len(found.bias.estimators)
+    assert len(solves) == 3 + 1 + len(found.bias.estimators) + 2  # the explanation starts elsewhere
+    assert found.explanation.causes == ("converged",) * 3
     assert str(found.spectral) == str(model_spectral_radius(lm, IDS, mask=MASK, products=16))
     assert str(found.collapse) == str(check_collapse(lm, IDS, mask=MASK))
     assert str(found.trace) == str(residual_trace(lm, IDS, mask=MASK))

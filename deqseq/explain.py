@@ -1,0 +1,187 @@
+"""Why a solve ended as it did, and what to do about it: found by solving the same problem in other ways."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from deqseq.solvers import Anderson, ExternalSolver, Relaxed, Solver
+from deqseq.stop import Stop
+from deqseq.types import RowMask
+
+if TYPE_CHECKING:
+    from deqseq.solution import Outcome
+
+Cause = Literal[
+    "converged", "several fixed points", "budget", "slow contraction", "limit cycle", "divergence", "no fixed point"
+]
+"""Why the solve of a row ended as it did."""
+TRIALS = (Relaxed(0.5), Relaxed(0.2), Anderson())
+ADVICE = {
+    "budget": "give more iterations",
+    "slow contraction": "give more iterations, or take a solver that uses several past iterates; a model that is not "
+    "trained yet may have to be trained first",
+    "limit cycle": "damp the iteration",
+    "divergence": "the map expands: damp the iteration, or make the map contractive",
+    "no fixed point": "train the model at its fixed point (deqseq.training.free): an untrained map, or one trained "
+    "through unrolled iterations alone, need not have a fixed point that iteration reaches",
+    "several fixed points": "the start decides which one is found: solve from the start that training used, and "
+    "train with every sweep that will be used",
+}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What an outcome is the solution of, to solve it again: ``run(solver, stop, start, trace)``, without gradients."""
+
+    solver: Solver[Any] | ExternalSolver
+    stop: Stop
+    run: "Callable[[Solver[Any] | ExternalSolver, Stop, Tensor | None, bool], Outcome]"
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Why rows converged or not, and what to do; prints as text.
+
+    Attributes:
+        causes: one per row.
+        findings: what was observed of the rows of each cause.
+        remedies: what to do about each cause; a setting that was tried and converged is named.
+    """
+
+    causes: tuple[Cause, ...]
+    findings: dict[Cause, str]
+    remedies: dict[Cause, str]
+
+    def __str__(self) -> str:
+        lines = []
+        for cause, finding in self.findings.items():
+            rows = [row for row, each in enumerate(self.causes) if each == cause]
+            lines.append(f"{_named(rows, len(self.causes))}: {cause}. {finding}")
+            if cause in self.remedies:
+                lines.append(f"  Remedy: {self.remedies[cause]}.")
+        return "\n".join(lines)
+
+
+def explain(outcome: "Outcome", problem: Problem) -> Explanation:
+    """Solve again with a larger budget, with other solvers until one converges, and from another start."""
+    stop = replace(problem.stop, check_every=1, max_steps=min(max(4 * problem.stop.max_steps, 64), 1000))
+    failed = ~outcome.converged.cpu()
+    causes: list[Cause] = ["converged"] * len(failed)
+    findings: dict[Cause, list[str]] = {}
+    tried = ""
+    solved, solver = outcome, problem.solver
+    if bool(failed.any()):
+        solved = problem.run(solver, stop, None, True)
+        for row in failed.nonzero()[:, 0].tolist():
+            causes[row], finding = _cause(solved, row, problem.stop, stop)
+            findings.setdefault(causes[row], []).append(finding)
+        hard = torch.tensor([cause in ("slow contraction", "limit cycle", "divergence") for cause in causes])
+        if bool(hard.any()):
+            slow = all(cause != "limit cycle" and cause != "divergence" for cause in causes)
+            better = _first_that_converges(problem, stop, hard, TRIALS[2:] if slow else TRIALS)
+            if better is not None:
+                solver, solved = better
+                tried = f"take {solver}, which converges in {_iterations(solved, hard)} iterations"
+            else:
+                moved = "limit cycle", "divergence"
+                causes = ["no fixed point" if cause in moved else cause for cause in causes]
+                lost = [text for cause in moved for text in findings.pop(cause, [])]
+                if lost:
+                    names = ", ".join(map(str, TRIALS))
+                    findings["no fixed point"] = [f"{lost[0]} Neither do {names} converge."]
+    several, alone = _elsewhere(problem, replace(stop, rtol=min(stop.rtol, 1e-4)), solver, solved.converged.cpu())
+    for row in several.nonzero()[:, 0].tolist():
+        causes[row] = "several fixed points"
+    text = {cause: _summary(findings[cause]) for cause in findings if cause in causes}
+    if "several fixed points" in causes:
+        text["several fixed points"] = "A solve from a random start converges elsewhere."
+    if "converged" in causes:
+        same = "; from a random start, to the same value" * alone
+        text["converged"] = f"In {_iterations(outcome, ~failed)} iterations{same}."
+    order: list[Cause] = list(dict.fromkeys(causes))
+    remedies = {cause: ADVICE[cause] for cause in order if cause != "converged"}
+    if "budget" in remedies:
+        enough = int(_per_row(solved.stats.iterations)[failed].max())  # pyright: ignore[reportOptionalMemberAccess]
+        remedies["budget"] += f": Stop(max_steps={2 ** enough.bit_length()})"
+    for cause in ("slow contraction", "limit cycle", "divergence"):
+        if tried and cause in remedies:
+            remedies[cause] = tried
+    return Explanation(tuple(causes), {cause: text[cause] for cause in order}, remedies)
+
+
+def _cause(solved: "Outcome", row: int, given: Stop, stop: Stop) -> tuple[Cause, str]:
+    """Why a row failed, from the residuals of a solve with a larger budget."""
+    from deqseq.solution import Status
+
+    assert solved.stats is not None and solved.status is not None and solved.stats.trace is not None
+    trace = solved.stats.trace[:, row].detach().cpu().double()
+    trace = trace if trace.ndim == 1 else trace.amax(dim=1)
+    iterations = int(_per_row(solved.stats.iterations)[row])
+    if int(solved.status[row]) == Status.DIVERGED:
+        return "divergence", f"The residual grows without bound in {iterations} iterations."
+    quarter = max(1, len(trace) // 4)  # smallest residuals of the last two quarters: an oscillation falls by nothing
+    before, last = (float(part.min()) for part in (trace[-2 * quarter : -quarter], trace[-quarter:]))
+    rate = (last / before) ** (1 / quarter) if before > 0 else 1.0
+    if int(solved.status[row]) == Status.CONVERGED:
+        return "budget", f"It converges in {iterations} iterations; the budget was {given.max_steps}."
+    level = f"{last:.1e} after {len(trace)} iterations"
+    if rate < 0.999:
+        needed = len(trace) + int(math.log(stop.rtol / last) / math.log(rate)) if stop.rtol else "ever more"
+        return "slow contraction", (
+            f"The residual is {level} and falls by a factor of {rate:.3f} per iteration: at least {needed} iterations "
+            "are needed."
+        )
+    return "limit cycle", f"The residual does not fall: {level}, the tolerance is {stop.rtol:.1e}."
+
+
+def _first_that_converges(
+    problem: Problem, stop: Stop, rows: RowMask, trials: Sequence[Solver[Any]]
+) -> "tuple[Solver[Any] | ExternalSolver, Outcome] | None":
+    for solver in trials:
+        solved = problem.run(solver, stop, None, False)
+        if bool(solved.converged.cpu()[rows].all()):
+            return solver, solved
+    return None
+
+
+def _elsewhere(
+    problem: Problem, stop: Stop, solver: Solver[Any] | ExternalSolver, rows: RowMask
+) -> tuple[RowMask, bool]:
+    """Which rows converge to another point from a random start of the scale of their value; whether none does."""
+    if not bool(rows.any()):
+        return rows, False
+    usual = problem.run(solver, stop, None, False)
+    value: Tensor = usual.value  # pyright: ignore[reportAttributeAccessIssue]
+    noise = torch.randn(value.shape, generator=torch.Generator().manual_seed(0)).to(value)
+    other = problem.run(solver, stop, noise * value.std(), False)
+    distance = (other.value - value).flatten(1).norm(dim=1)  # pyright: ignore[reportAttributeAccessIssue]
+    apart = distance > 0.05 * value.flatten(1).norm(dim=1)
+    settled = (usual.converged & other.converged).cpu()
+    return rows & settled & apart.cpu(), bool((settled & ~apart.cpu())[rows].all())
+
+
+def _per_row(numbers: Tensor) -> Tensor:
+    return numbers.cpu() if numbers.ndim == 1 else numbers.amax(dim=1).cpu()
+
+
+def _iterations(solved: "Outcome", rows: RowMask) -> str:
+    assert solved.stats is not None
+    numbers = _per_row(solved.stats.iterations)[rows]
+    low, high = int(numbers.min()), int(numbers.max())
+    return f"{low}" if low == high else f"{low} to {high}"
+
+
+def _summary(findings: list[str]) -> str:
+    more = len(set(findings)) - 1
+    return findings[0] + (" Other rows are alike." if more else "")
+
+
+def _named(rows: list[int], batch: int) -> str:
+    if len(rows) == batch:
+        return f"all {batch} rows" if batch > 1 else "row 0"
+    shown = ", ".join(map(str, rows[:8]))
+    return f"row{'s' * (len(rows) > 1)} {shown}{' …' * (len(rows) > 8)} of {batch}"

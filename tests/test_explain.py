@@ -1,0 +1,140 @@
+"""explain() names the cause of a failed solve, and remedies that were tried and hold."""
+
+import copy
+import math
+import pickle
+import warnings
+
+import pytest
+import torch
+from small_models import contractive_mamba2
+
+import deqseq as dq
+
+ONE = torch.ones(3, 2, dtype=torch.float64)
+
+
+def solve(f, z0=ONE, **options):
+    stop = dq.Stop(**{"rtol": 1e-6, "max_steps": 20} | options)
+    return dq.solve(f, z0, solver=dq.Naive(), stop=stop)
+
+
+@pytest.mark.parametrize(
+    ("cause", "f", "finding", "remedy"),
+    [
+        ("converged", lambda z: 0.1 * z + 1, "from a random start, to the same value", None),
+        ("budget", lambda z: 0.6 * z + 1, "It converges in 26 iterations; the budget was 20", "Stop(max_steps=32)"),
+        ("slow contraction", lambda z: 0.995 * z + 1, "falls by a factor of 0.9", "take Anderson"),
+        ("limit cycle", lambda z: 3 - z, "does not fall", "take Relaxed(damping=0.5), which converges in 2 iterations"),
+        ("divergence", lambda z: 3 - 1.5 * z, "grows without bound", "take Relaxed(damping=0.5)"),
+        (
+            "no fixed point",
+            lambda z: torch.where(z > 2, z * 0 + 1, z * 0 + 3),
+            "does not fall",
+            "train the model at its fixed point",
+        ),
+        ("several fixed points", lambda z: torch.tanh(3 * z), "random start converges elsewhere", "start"),
+    ],
+)
+def test_the_cause_and_the_remedy_are_named(cause, f, finding, remedy):
+    explanation = solve(f).explain()
+    assert explanation.causes == (cause,) * 3
+    assert finding in explanation.findings[cause]
+    assert explanation.remedies.get(cause) is None if remedy is None else remedy in explanation.remedies[cause]
+    assert str(explanation).startswith(f"all 3 rows: {cause}. ")
+
+
+def test_the_predicted_number_of_iterations_of_a_slow_contraction_is_right():
+    slope, offset = torch.tensor([[0.97, 0.0], [0.3, 100.0]], dtype=torch.float64)
+    finding = solve(lambda z: slope * z + offset, rtol=1e-7).explain().findings["slow contraction"]
+    predicted = int(finding.split("at least ")[1].split()[0])
+    needed = solve(lambda z: slope * z + offset, rtol=1e-7, max_steps=1000).stats.iterations[0].item()
+    assert math.isclose(predicted, needed, rel_tol=0.02)
+
+
+def test_rows_of_several_causes_are_named_apart():
+    slopes = torch.tensor([0.1, -1.0, 0.6], dtype=torch.float64)[:, None]
+    explanation = solve(lambda z: slopes * z + 1).explain()
+    assert explanation.causes == ("converged", "limit cycle", "budget")
+    assert str(explanation).count("Remedy: ") == 2
+    assert "row 1 of 3: limit cycle" in str(explanation)
+
+
+def test_a_remedy_holds_when_it_is_followed():
+    f = lambda z: 3 - z  # noqa: E731
+    assert "Relaxed(damping=0.5)" in solve(f).explain().remedies["limit cycle"]
+    assert dq.solve(f, ONE, solver=dq.Relaxed(0.5), stop=dq.Stop(rtol=1e-6)).converged.all()
+
+
+@pytest.mark.parametrize("sweep", [dq.Simultaneous(), dq.Sliding(4), dq.Sequential()], ids=str)
+def test_outputs_of_models_explain_themselves_under_a_cache_and_padding(sweep):
+    torch.manual_seed(0)
+    lm = dq.CausalLM(7, dq.ImplicitModel(contractive_mamba2())).double().eval()
+    ids, mask = torch.randint(0, 7, (2, 9)), torch.ones(2, 9, dtype=torch.bool)
+    mask[1, :3] = False
+    start = lm(ids[:, :4], return_cache=True)
+    stop = dq.Stop(rtol=1e-9, max_steps=3)
+    with pytest.warns(dq.ConvergenceWarning, match="2 of 2 rows spent the budget of 3 iterations"):
+        output = lm(ids, mask=mask, cache=start.cache, stop=stop, sweep=sweep)
+    assert output.explain().causes in (("budget", "budget"), ("slow contraction", "slow contraction"))
+    assert (
+        lm(ids, mask=mask, stop=dq.Stop(rtol=1e-6, max_steps=500), sweep=sweep).explain().causes == ("converged",) * 2
+    )
+
+
+def test_a_model_warns_once_and_only_where_rows_could_converge():
+    lm = dq.CausalLM(7, dq.ImplicitModel(contractive_mamba2())).double().eval()
+    ids = torch.randint(0, 7, (2, 9))
+    short = dq.Stop(rtol=1e-9, max_steps=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        lm(ids, stop=dq.Stop.exactly(2))
+        lm(ids, stop=dq.Stop(rtol=0.0, max_steps=2))
+        lm.train()(ids, stop=short)
+    with pytest.warns(dq.ConvergenceWarning, match=r"explain\(\)"):
+        lm.eval()(ids, stop=short)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        lm(ids, stop=short)
+
+
+def test_an_outcome_without_a_problem_says_so_and_outcomes_can_be_pickled_and_copied():
+    solution = solve(torch.cos)
+    for copied in (pickle.loads(pickle.dumps(solution)), copy.deepcopy(solution)):
+        assert torch.equal(copied.value, solution.value)
+        with pytest.raises(ValueError, match="explain"):
+            copied.explain()
+    with pytest.raises(ValueError, match="explain"):
+        dq.ExplicitModel(contractive_mamba2())(torch.ones(1, 3, 8, dtype=torch.float64)).explain()
+
+
+class TestAStartForOneCall:
+    def test_the_solve_begins_there_whatever_the_sweep(self):
+        torch.manual_seed(0)
+        model = dq.ImplicitModel(contractive_mamba2()).double().eval()
+        x = torch.randn(2, 5, model.backbone.d_model, dtype=torch.float64)
+        stop = dq.Stop(rtol=1e-9, max_steps=500)
+        for sweep in (dq.Simultaneous(), dq.Sliding(3), dq.Sequential()):
+            found = model(x, stop=stop, sweep=sweep)
+            again = model(x, stop=stop, sweep=sweep, start=found.value)
+            assert again.stats.iterations.max() == 1
+            assert torch.allclose(again.value, found.value, rtol=1e-8)
+
+    def test_padding_is_moved_with_the_tokens(self):
+        torch.manual_seed(0)
+        model = dq.ImplicitModel(contractive_mamba2()).double().eval()
+        x = torch.randn(1, 5, model.backbone.d_model, dtype=torch.float64)
+        mask = torch.tensor([[False, False, True, True, True]])
+        stop = dq.Stop(rtol=1e-9, max_steps=500)
+        found = model(x, mask=mask, stop=stop)
+        assert model(x, mask=mask, stop=stop, start=found.value).stats.iterations.max() == 1
+
+    @pytest.mark.parametrize(
+        "start",
+        [torch.ones(2, 5, 3), torch.ones(2, 5, 8).double(), torch.full((2, 5, 8), torch.nan)],
+        ids=["shape", "dtype", "NaN"],
+    )
+    def test_another_shape_dtype_or_nan_is_refused(self, start):
+        model = dq.ImplicitModel(contractive_mamba2())
+        with pytest.raises(ValueError, match="start must"):
+            model(torch.ones(2, 5, model.backbone.d_model), start=start)
