@@ -19,13 +19,14 @@ PAGES = [page.read_text() for page in sorted((ROOT / "docs" / "api").glob("*.md"
 LISTED = [name for page in PAGES for name in re.findall(r"^::: (\S+)$", page, flags=re.MULTILINE)]
 PACKAGE = griffe.load("deqseq", search_paths=[ROOT], docstring_parser="google")
 EXCEPTIONS = {  # faults that are none, as patterns, and why
+    r"\.Implicit(Mamba2|Llama)(Model|ForSequenceClassification): no example": "its configuration's class has one",
     r"\.(ImplicitCache|SolvedLM|CurriculumCallback)\.\w+: `": "another library calls these methods and documents them",
     r"\.prepare_inputs_for_generation: `": "transformers calls it and documents it",
     r"\.Implicit\w+(Model|LM): `unknown`": "collects misspelt names for the error",
     r"\.preset_table: no example": "it builds 25 models, which takes seconds: tests/models/test_presets.py runs it",
     r"\.testing\.\w+\.\w+Contract\.": "its methods are the tests themselves",
 }
-SHARED = r"\.reference_fields\.|\.(assembled|check_request|expected|without_tied_head|renamed|source_of|mamba2_layer)$"
+SHARED = r"\.reference_fields\.|\.(assembled|check_request|expected|without_tied_head|renamed|rotary|source_of|mamba2_layer)$"
 
 
 def target(path: str) -> griffe.Object:
