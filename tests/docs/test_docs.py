@@ -52,6 +52,13 @@ def test_what_a_reader_copies_runs(page, tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+@pytest.mark.parametrize("page", [page for page in PAGES if copied(page.read_text())], ids=lambda page: page.stem)
+def test_what_a_reader_copies_defines_its_names(page):
+    check = [sys.executable, "-m", "ruff", "check", "--isolated", "--no-cache", "--select=E9,F821,F401", "-"]
+    done = subprocess.run(check, input=copied(page.read_text()), capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
 def test_fragments_are_few():
     counts = {page.name: sum(FRAGMENT in options for options, _ in fences(page.read_text())) for page in PAGES}
     assert {name: count for name, count in counts.items() if count} == FRAGMENTS
