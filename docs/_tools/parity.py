@@ -1,21 +1,19 @@
-"""Make the parity models that come with the library: ``python docs/_tools/parity.py``.
-
-They are trained as on tutorials/parity.md and written to deqseq/models/weights/.
-"""
+"""The implicit model and the training of tutorials/parity.md, for weights.py."""
 
 import torch
-from safetensors.torch import save_file
 
 import deqseq as dq
-from deqseq.models.examples import WEIGHTS
 from deqseq.tasks import WordProblem, cyclic
 from deqseq.training import Curriculum, free, unrolled
 
-PLAIN = dq.SolveConfig(solver=dq.Naive())
-CURRICULA = {
-    "parity": Curriculum((unrolled(8, until=0.4, base=PLAIN), free(32, rtol=0.03, base=PLAIN))),
-    "parity-unrolled": Curriculum((unrolled(4, until=None, base=PLAIN),)),
-}
+plain = dq.SolveConfig(solver=dq.Naive())
+curriculum = Curriculum((unrolled(8, until=0.4, base=plain), free(32, rtol=0.03, base=plain)))
+
+
+def implicit_model(seed: int = 0) -> dq.CausalLM:
+    """One Mamba2 block, iterated, under a head of two tokens."""
+    torch.manual_seed(seed)
+    return dq.EXAMPLES["parity"].build()
 
 
 def train(lm: dq.CausalLM, curriculum: Curriculum, *, steps: int = 400, seed: int = 0) -> None:
@@ -31,12 +29,3 @@ def train(lm: dq.CausalLM, curriculum: Curriculum, *, steps: int = 400, seed: in
         torch.nn.utils.clip_grad_norm_(lm.parameters(), 0.25)
         optimizer.param_groups[0]["lr"] = 1e-3 * min(1.0, (step + 1) / 50, 5 * (1 - progress))
         optimizer.step()
-
-
-if __name__ == "__main__":
-    for name, curriculum in CURRICULA.items():
-        torch.manual_seed(0)
-        lm = dq.EXAMPLES[name].build()
-        train(lm, curriculum)
-        made_by = f"docs/_tools/parity.py: {curriculum}, 400 steps, seed 0"
-        save_file(lm.state_dict(), WEIGHTS / f"{name}.safetensors", metadata={"made_by": made_by})
