@@ -70,6 +70,12 @@ def test_a_drawing_differs_between_light_and_dark_pages_in_its_colours_alone(nam
     assert f'srcset="docs/images/{name}-dark.svg"' in README and f'src="docs/images/{name}.svg"' in README
 
 
-def test_it_is_finished_and_short():
+def test_it_is_finished_short_and_narrow():
     assert not re.findall(r"^[A-Z]{4,}$", README, flags=re.MULTILINE)
-    assert len(README.splitlines()) < 180
+    assert len(README.splitlines()) < 190
+    assert [line for block in fences("python") for line in block.splitlines() if len(line) > 92] == []
+
+
+def test_pages_stand_in_the_navigation_under_their_own_titles():
+    navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    assert re.findall(r"(\S.*): \S+\.md$", navigation, flags=re.MULTILINE) == ["- Home"]
