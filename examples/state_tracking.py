@@ -3,7 +3,7 @@
 A sequence of group elements comes in, the product of each prefix is to come out (for Z2: the parity of the ones so
 far). The implicit model is trained on short sequences, first through a few unrolled iterations, then at its fixed point
 with phantom gradients, and evaluated on longer ones, solved simultaneously, sequentially and with a sliding window.
-Explicit models of 1, 2 and 4 blocks get the same training time. The implicit Mamba2 extrapolates, to 32 times the
+Explicit models of 1, 2 and 4 blocks see the same batches, in as many steps. The implicit Mamba2 extrapolates, to 32 times the
 trained length; Llamas, implicit or explicit, learn parity at the trained lengths alone. Interrupt it and run it again:
 it goes on from its last checkpoint. parity.py is the same in fewer lines.
 
@@ -17,7 +17,6 @@ it goes on from its last checkpoint. parity.py is the same in fewer lines.
 
 import itertools
 import logging
-import math
 import random
 import sys
 import time
@@ -59,23 +58,17 @@ EVERY = 20  # steps between the logged ones
 
 
 class Words:
-    """Training batches, for ``options.steps`` steps or for some seconds, each for the phase that is then in force."""
+    """The batches of ``options.steps`` training steps, each for the phase that is then in force."""
 
-    def __init__(self, options: Options, seconds: float | None, device: torch.device) -> None:
-        self.options, self.seconds, self.device = options, seconds, device
+    def __init__(self, options: Options, device: torch.device) -> None:
+        self.options, self.device, self.step = options, device, 0
         self.curriculum = make_curriculum(options)
-        self.step, self._spent, self._since = 0, 0.0, math.nan  # seconds count from the first batch on
         self._pairs = [self._phases(task) for task in training_tasks(options)]
-
-    @property
-    def spent(self) -> float:
-        """Seconds of training, those before an interruption included."""
-        return self._spent + (0.0 if math.isnan(self._since) else time.perf_counter() - self._since)
 
     @property
     def progress(self) -> float:
         """The share of the training that is done."""
-        return self.step / self.options.steps if self.seconds is None else min(1.0, self.spent / self.seconds)
+        return self.step / self.options.steps
 
     @property
     def lr_factor(self) -> float:
@@ -85,19 +78,17 @@ class Words:
     def __next__(self) -> WordBatch:
         if self.progress >= 1:
             raise StopIteration
-        self._since = time.perf_counter() if math.isnan(self._since) else self._since
         name = self.curriculum.at(self.progress).name
         return self._draw()[name]
 
     def state_dict(self) -> dict[str, Any]:
-        """Steps and seconds."""
-        return {"step": self.step, "seconds": self.spent}
+        """How many batches were drawn."""
+        return {"step": self.step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Draw what was drawn before."""
         while self.step < state["step"]:
             self._draw()
-        self._spent = state["seconds"]
 
     def _draw(self) -> dict[str, WordBatch]:
         """A batch for each phase, at every step, so that a run that goes on draws what it would have drawn."""
@@ -121,13 +112,12 @@ def with_start(batch: WordBatch, options: Options, vocab_size: int) -> WordBatch
     return WordBatch(F.pad(batch.inputs, (1, 0), value=vocab_size), F.pad(batch.targets, (1, 0), value=-100))
 
 
-def train(name: str, lm: dq.CausalLM, options: Options, accelerator: Accelerator, seconds: float | None) -> float:
-    """Train for ``options.steps`` steps, or for some seconds; the seconds that it took in all."""
-    words, vocab_size = Words(options, seconds, accelerator.device), make_task(options).vocab_size
+def train(name: str, lm: dq.CausalLM, options: Options, accelerator: Accelerator) -> None:
+    """Train for ``options.steps`` steps."""
+    words, vocab_size = Words(options, accelerator.device), make_task(options).vocab_size
     optimizer = torch.optim.AdamW(lm.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.0)
     scheduler = LambdaLR(optimizer, lambda _: words.lr_factor)
-    steps = options.steps if seconds is None else 10**9  # the words end by themselves
-    settings = Settings(steps, clip=options.clip, checkpoint_every=options.checkpoint_every, seed=options.seed)
+    settings = Settings(options.steps, clip=options.clip, checkpoint_every=options.checkpoint_every, seed=options.seed)
     folder, more = Path(options.folder) / name, {}
 
     def call(model: nn.Module, batch: WordBatch, phase: Phase, step: int) -> dq.CausalLMOutput:
@@ -151,7 +141,6 @@ def train(name: str, lm: dq.CausalLM, options: Options, accelerator: Accelerator
             curve.add(numbers, done=words.progress)
             log.info("%s step %d: %s", name, update.step, numbers)
     curve.close()
-    return words.spent
 
 
 def last_token_accuracy(output: dq.CausalLMOutput, batch: WordBatch) -> float:
@@ -223,19 +212,19 @@ def main(arguments: list[str]) -> None:
     log_to(output / "log.txt")
     print(f"{options.group}: {len(task.input_ids)} inputs, {task.vocab_size} states; results in {output}/")
     lm = make_model(options, task.vocab_size, None).to(accelerator.device)
-    seconds = train("implicit", lm, options, accelerator, None)
+    train("implicit", lm, options, accelerator)
     rows = evaluate("implicit", lm, options)
     for blocks in options.baselines:
         label = f"explicit {blocks} block{'s' * (blocks > 1)}"
         baseline = make_model(options, task.vocab_size, blocks).to(accelerator.device)
-        train(label.replace(" ", "-"), baseline, options, accelerator, options.baseline_seconds or seconds)
+        train(label.replace(" ", "-"), baseline, options, accelerator)
         rows += evaluate(label, baseline, options)
     compute = accuracy_by_budget(lm, options)
     write_json(output / "results.json", rows)
     write_json(output / "self_iterations.json", compute)
     write_text(output / "table.md", table(rows) + "\n")
     draw(rows, compute, options.longest, 1 / task.vocab_size, output / "state_tracking.png")
-    print(f"\nlast-token accuracy (mean iterations); trained for {seconds:.0f} s at lengths {options.lengths}:\n")
+    print(f"\nlast-token accuracy (mean iterations); trained for {options.steps} steps at lengths {options.lengths}:\n")
     print(table(rows))
     fewer = {row["length"]: row["sequences"] for row in rows if row["sequences"] < 256}
     print("\n256 sequences of each length" + "".join(f", {n} of length {length}" for length, n in fewer.items()))

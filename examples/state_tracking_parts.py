@@ -128,8 +128,6 @@ class Options:
     """relative tolerance at evaluation"""
     baselines: Annotated[tuple[opt.Blocks, ...], opt.Distinct] = (1, 2, 4)
     """blocks of the explicit models"""
-    baseline_seconds: opt.NotNegative = 0.0
-    """training time of each explicit model; 0: the implicit model's"""
     checkpoint_every: opt.Count = 50
     """steps between checkpoints"""
     seed: opt.Natural = 0

@@ -15,7 +15,7 @@ from state_tracking_parts import read_options
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "state_tracking.py"
 TINY = ["--d-model", "16", "--d-state", "4", "--headdim", "8", "--batch", "8", "--lengths", "4", "6"]
-TINY += ["--eval-lengths", "4", "8", "--baselines", "1", "--baseline-seconds", "0.5", "--checkpoint-every", "2"]
+TINY += ["--eval-lengths", "4", "8", "--baselines", "1", "--checkpoint-every", "2"]
 LLAMA = ["--backbone", "llama", "--heads", "2", "--mlp-width", "16", "--window", "2"]
 MIXED = ["--train-sweeps", "simultaneous", "sequential", "sliding"]
 MONOID = ["--group", "Z2xM", "--identity-probability", "0.9", "--train-identity-probability", "0", "0.5"]
