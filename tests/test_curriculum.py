@@ -192,3 +192,12 @@ def test_what_no_checkpoint_can_hold():
     curriculum = Curriculum((Phase("odd", None, dq.SolveConfig(gradient=Odd(object()))),))
     with pytest.raises(TypeError, match=r"a checkpoint cannot hold odd.solve.gradient.part = <object"):
         curriculum.record(0)
+
+
+def test_a_phase_keeps_how_its_base_measures():
+    base = dq.SolveConfig(stop=dq.Stop(rtol=0.5, per="token", check_every=2))
+    phase = free(8, rtol=0.1, base=base)
+    assert phase.solve.stop == dq.Stop(rtol=0.1, max_steps=8, per="token", check_every=2)
+    assert phase.eval_solve.stop == dq.Stop(rtol=0.1, max_steps=32, per="token", check_every=2)
+    assert bounded(4, base=base).solve.stop == dq.Stop.exactly(4)
+    assert bounded(4, base=base).eval_solve.stop.per == "token"

@@ -96,8 +96,8 @@ def bounded(
         damping: of the phantom steps, in (0, 1].
         checkpoint: whether the phantom steps recompute activations in the backward pass.
         name: for logs and checkpoints.
-        base: solver, sweep and start.
-        eval_base: solver, sweep and start in eval mode. Default: ``base``.
+        base: everything else: solver, sweep, start, and how its ``stop`` measures.
+        eval_base: the same in eval mode. Default: ``base``.
 
     Returns:
         The phase.
@@ -142,8 +142,8 @@ def free(
         damping: of the phantom steps, in (0, 1].
         checkpoint: whether the phantom steps recompute activations in the backward pass.
         name: for logs and checkpoints.
-        base: solver, sweep and start.
-        eval_base: solver, sweep and start in eval mode. Default: ``base``.
+        base: everything else: solver, sweep, start, and how its ``stop`` measures.
+        eval_base: the same in eval mode. Default: ``base``.
 
     Returns:
         The phase.
@@ -162,7 +162,8 @@ def free(
     check_integer("budget", budget, 1)
     check_integer("phantom", phantom, 1)
     gradient = Phantom(phantom, damping, checkpoint)
-    return _phase(name, until, base, eval_base, Stop(rtol=rtol, max_steps=budget), gradient, rtol)
+    check_type("base", base, SolveConfig, "dq.SolveConfig(sweep=dq.Sliding(8))")
+    return _phase(name, until, base, eval_base, replace(base.stop, rtol=rtol, max_steps=budget), gradient, rtol)
 
 
 def unrolled(
@@ -185,8 +186,8 @@ def unrolled(
         until: where the phase ends; None: with the run.
         checkpoint: whether activations are recomputed in the backward pass.
         name: for logs and checkpoints.
-        base: solver, sweep and start.
-        eval_base: solver, sweep and start in eval mode. Default: ``base``.
+        base: everything else: solver, sweep, start, and how its ``stop`` measures.
+        eval_base: the same in eval mode. Default: ``base``.
 
     Returns:
         The phase.
@@ -214,5 +215,6 @@ def _phase(
     check_type("base", base, SolveConfig, "dq.SolveConfig(sweep=dq.Sliding(8))")
     check_type("eval_base", eval_base, (SolveConfig, type(None)), "dq.SolveConfig(sweep=dq.Sliding(8))")
     solve = replace(base, stop=stop, gradient=gradient)
-    eval_stop = Stop(rtol=eval_rtol, max_steps=4 * stop.max_steps)
-    return Phase(name, until, solve, replace(eval_base or base, stop=eval_stop, gradient=gradient))
+    at_eval = eval_base or base
+    eval_stop = replace(at_eval.stop, rtol=eval_rtol, max_steps=4 * stop.max_steps)
+    return Phase(name, until, solve, replace(at_eval, stop=eval_stop, gradient=gradient))
