@@ -88,6 +88,9 @@ class SolvedLM(HFLM):
     Attributes:
         tally: statistics of the solves so far.
 
+    Raises:
+        ValueError: ``solve`` for a model that is not implicit, or an unknown name or field in it.
+
     Example:
         >>> import deqseq as dq
         >>> from deqseq.integrations.huggingface import ImplicitMamba2Config, ImplicitMamba2ForCausalLM
@@ -116,6 +119,11 @@ class SolvedLM(HFLM):
         batch_size: int = 16,
         max_length: int | None = None,
     ) -> None:
+        if solve:
+            implicit = [part for part in model.modules() if isinstance(part, ImplicitCausalLM)]
+            if not implicit:
+                raise ValueError(f"leave out solve: {type(model).__name__} is no implicit model of deqseq")
+            implicit[0].model.solve_config(solve)  # an explicit model and a misspelt field are errors here, too
         super().__init__(
             pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=batch_size, max_length=max_length
         )

@@ -3,14 +3,17 @@
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from deqseq.config import SolveConfig
 from deqseq.gradients import Phantom
 from deqseq.integrations.pretrained_config import Source, pretrained_spec, source_of
 from deqseq.integrations.reference_weights import assembled, expected, renamed, without_tied_head
+from deqseq.layers import apply_weight_norm
 from deqseq.models.causal_lm import CausalLM
 from deqseq.models.specification import LanguageModelSpec
 from deqseq.stop import Stop
@@ -24,8 +27,6 @@ _NAMES: Mapping[Source, tuple[str, str]] = {
     "mamba_ssm Mamba2": ("backbone.embedding.weight", "backbone."),
 }
 _HEAD = "lm_head.weight"
-_INJECTION = "model.backbone.injection."
-_MAGNITUDE, _DIRECTION = ".parametrizations.weight.original0", ".parametrizations.weight.original1"
 
 
 def from_pretrained_model(
@@ -102,9 +103,12 @@ def from_pretrained_model(
                     f"{name}.start must be 'input', got {given.start!r}: the new injection is zero, and from zero the "
                     "output would not depend on the tokens"
                 )
-        backbone = replace(spec.backbone, injection=True, weight_norm=weight_norm)
+        backbone = replace(spec.backbone, injection=True)
         spec = replace(spec, backbone=backbone, solve=solve, eval_solve=eval_solve)
-    return assembled(spec, _translated(source_of(config), state, spec))
+    lm = assembled(spec, _translated(source_of(config), state, spec))
+    if implicit and weight_norm:
+        _normalise_weights(lm.model.backbone)
+    return lm
 
 
 def _translated(source: Source, state: Mapping[str, Tensor], spec: LanguageModelSpec) -> dict[str, Tensor]:
@@ -119,36 +123,22 @@ def _translated(source: Source, state: Mapping[str, Tensor], spec: LanguageModel
         special = {"embedding.weight": embedding, "head.weight": _HEAD}
         return special.get(ours, ours.replace("model.backbone.", prefix))
 
-    plain = replace(spec, backbone=replace(spec.backbone, weight_norm=False))
-    weights = renamed(state, expected(plain.explicit()), name_of)
-    if spec.solve is not None:
-        weights |= _silent_injection(expected(plain), weights["embedding.weight"])
-    return _weight_normed(weights) if spec.backbone.weight_norm else weights
+    weights = renamed(state, expected(spec.explicit()), name_of)
+    like = weights["embedding.weight"]
+    # an injection that adds nothing: its norm is the identity, its weights and bias are zero
+    missing = {name: shape for name, shape in expected(spec).items() if name not in weights}
+    new = {name: (like.new_ones if "norm" in name else like.new_zeros)(shape) for name, shape in missing.items()}
+    return weights | new
 
 
-def _silent_injection(shapes: Mapping[str, torch.Size], like: Tensor) -> dict[str, Tensor]:
-    """An injection that adds nothing: its norm is the identity, its weights and bias are zero."""
-    zeros = {name: like.new_zeros(shape) for name, shape in shapes.items() if name.startswith(_INJECTION)}
-    norm = "model.backbone.injection_norm.weight"
-    return zeros | {norm: like.new_ones(shapes[norm])}
-
-
-def _weight_normed(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same weights as magnitude and direction, where the library normalises them."""
-    normed: dict[str, Tensor] = {}
-    for name, weight in weights.items():
-        part, _, kind = name.rpartition(".")
-        if kind != "weight" or weight.ndim < 2 or not part.startswith("model.backbone."):
-            normed[name] = weight
-            continue
-        magnitude = torch.norm_except_dim(weight, 2, 0)
-        if bool((magnitude == 0).any()):  # a row of zeros has no direction, and 0 / 0 is not a number
-            weight = torch.where(magnitude == 0, _directions(weight), weight)
-        normed[part + _MAGNITUDE], normed[part + _DIRECTION] = magnitude, weight
-    return normed
-
-
-def _directions(like: Tensor) -> Tensor:
-    """Random rows, along which a magnitude of zero can grow."""
-    bound = 1 / math.sqrt(like[0].numel())
-    return torch.empty_like(like).uniform_(-bound, bound)
+def _normalise_weights(backbone: Any) -> None:
+    """Split the weights into magnitude and direction."""
+    apply_weight_norm(backbone)
+    backbone.config = replace(backbone.config, weight_norm=True)
+    for part in backbone.modules():
+        if is_parametrized(part, "weight"):
+            magnitude, direction = part.parametrizations.weight.original0, part.parametrizations.weight.original1
+            if bool((magnitude == 0).any()):  # a row of zeros has no direction: it gets one along which it can grow
+                bound = 1 / math.sqrt(direction[0].numel())
+                random = torch.empty_like(direction).uniform_(-bound, bound)
+                direction.data = torch.where(magnitude == 0, random, direction)

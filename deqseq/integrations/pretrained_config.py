@@ -12,7 +12,7 @@ from deqseq.models.specification import LanguageModelSpec
 Source = Literal["transformers Llama", "transformers Mamba2", "mamba_ssm Mamba2"]
 """The library that made the configuration and the weights."""
 
-_EXPLICIT = {"weight_norm": False, "injection": False}
+_EXPLICIT: dict[str, Any] = {"weight_norm": False, "injection": False}
 _NEUTRAL: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("sliding_window", (None, False), "deqseq's attention sees all tokens before"),
     ("use_sliding_window", (False, None), "deqseq's attention sees all tokens before"),
@@ -50,12 +50,8 @@ MAMBA2_SIZES: Mapping[str, tuple[str, Any]] = {
 }
 """Our names of a Mamba2's sizes; transformers' names and defaults."""
 
-ROTARY_SCALING: Mapping[str, str] = {
-    "factor": "factor",
-    "low_freq_factor": "low_freq_factor",
-    "high_freq_factor": "high_freq_factor",
-    "original_length": "original_max_position_embeddings",
-}
+ROTARY_SCALING = {name: name for name in ("factor", "low_freq_factor", "high_freq_factor")}
+ROTARY_SCALING["original_length"] = "original_max_position_embeddings"
 """Our names of the numbers of the rotary scaling, and those of transformers."""
 
 MAMBA_SSM_NO_EFFECT: tuple[str, ...] = (

@@ -61,17 +61,10 @@ def from_reference_config(config: Mapping[str, Any]) -> LanguageModelSpec:
         Schöne et al., Implicit Language Models are RNNs, ICML 2025, arXiv 2502.07827.
 
     Example:
-        >>> spec = from_reference_config(
-        ...     {
-        ...         "model_type": "implicit_llama3",
-        ...         "backbone_type": "explicit",
-        ...         "backbone_config": {
-        ...             "block_type": "transformer", "block_cfg": {"n_head": 4}, "d_model": 64, "d_inner": 256,
-        ...             "n_layer": 2, "mlp_type": "llama_mlp", "pre_norm": True,
-        ...         },
-        ...         "vocab_size": 100, "d_embed": 64, "dropout": 0.0,
-        ...     }
-        ... )
+        >>> block = {"block_type": "transformer", "block_cfg": {"n_head": 4}, "d_model": 64, "n_layer": 2}
+        >>> block |= {"d_inner": 256, "mlp_type": "llama_mlp", "pre_norm": True}
+        >>> config = {"model_type": "implicit_llama3", "backbone_type": "explicit", "backbone_config": block}
+        >>> spec = from_reference_config(config | {"vocab_size": 100, "d_embed": 64, "dropout": 0.0})
         >>> spec.backbone.mlp_width, spec.solve
         (170, None)
     """

@@ -106,11 +106,7 @@ class TorchDEQ(ExternalSolver):
         return {option: value for option, value in given.items() if value is not None}
 
     def run(self, f: Callable[[State], State], z0: State, max_steps: int) -> None:
-        """Iterate ``f`` by TorchDEQ's loop, as :meth:`deqseq.ExternalSolver.run` describes.
-
-        Raises:
-            ValueError: a solver that works in place, while gradients are enabled.
-        """
+        """Iterate ``f`` by TorchDEQ's loop; ValueError for a solver that works in place, while gradients are wanted."""
         with warnings.catch_warnings():  # its docstrings have invalid escapes, which warn when first compiled
             warnings.simplefilter("ignore")
             from torchdeq.solver import get_solver

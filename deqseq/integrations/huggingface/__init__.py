@@ -14,7 +14,12 @@ if int(transformers.__version__.partition(".")[0]) < 5:
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from deqseq.integrations.huggingface.cache import ImplicitCache, Solve
-from deqseq.integrations.huggingface.conversion import from_causal_lm, from_reference_folder, to_causal_lm
+from deqseq.integrations.huggingface.conversion import (
+    from_causal_lm,
+    from_reference_folder,
+    preset_config,
+    to_causal_lm,
+)
 from deqseq.integrations.huggingface.curriculum_callback import CurriculumCallback
 from deqseq.integrations.huggingface.llama import (
     ImplicitLlamaConfig,
@@ -30,7 +35,6 @@ from deqseq.integrations.huggingface.mamba2 import (
 )
 from deqseq.integrations.huggingface.objects import from_json, to_json
 from deqseq.integrations.huggingface.outputs import ImplicitCausalLMOutput, ImplicitModelOutput
-from deqseq.integrations.huggingface.presets import deqseq_preset, preset_config
 
 # without these transformers needs trust_remote_code=True, and the module that a saved configuration names
 for _config, *_models in (
@@ -57,7 +61,6 @@ __all__ = [
     "ImplicitMamba2Model",
     "ImplicitModelOutput",
     "Solve",
-    "deqseq_preset",
     "from_causal_lm",
     "from_json",
     "from_reference_folder",

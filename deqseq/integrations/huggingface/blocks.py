@@ -1,6 +1,6 @@
 """The blocks of an explicit model, one by one: their states; and activations recomputed in the backward pass."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -16,7 +16,7 @@ from deqseq.gradients import Phantom, Unrolled
 
 
 @contextmanager
-def recorded_states(backbone: nn.Module) -> Iterator[list[Tensor]]:
+def recorded_states(backbone: Any) -> Iterator[list[Tensor]]:
     """Within this context the state after each block is appended to the list, in calls of the same thread."""
     states: list[Tensor] = []
     thread = get_ident()
@@ -25,7 +25,7 @@ def recorded_states(backbone: nn.Module) -> Iterator[list[Tensor]]:
         if get_ident() == thread:
             states.append(returned[0])
 
-    hooks = [block.register_forward_hook(record) for block in _blocks(backbone)]
+    hooks = [block.register_forward_hook(record) for block in backbone.layers]
     try:
         yield states
     finally:
@@ -33,23 +33,18 @@ def recorded_states(backbone: nn.Module) -> Iterator[list[Tensor]]:
             hook.remove()
 
 
-def checkpoint_blocks(backbone: nn.Module, enable: bool) -> None:
+def checkpoint_blocks(backbone: Any, enable: bool) -> None:
     """Recompute the activations of every block in the backward pass, or keep them again."""
-    for block in _blocks(backbone):
+    for block in backbone.layers:
         if enable:
             block.forward = partial(_recomputed, block)
         else:
             vars(block).pop("forward", None)
 
 
-def blocks_are_checkpointed(backbone: nn.Module) -> bool:
+def blocks_are_checkpointed(backbone: Any) -> bool:
     """Whether :func:`checkpoint_blocks` is in force."""
-    return any("forward" in vars(block) for block in _blocks(backbone))
-
-
-def _blocks(backbone: nn.Module) -> Iterable[nn.Module]:
-    layers: Any = backbone.layers
-    return layers
+    return any("forward" in vars(block) for block in backbone.layers)
 
 
 def _recomputed(block: nn.Module, *arguments: Any) -> Any:

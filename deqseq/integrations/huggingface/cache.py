@@ -52,12 +52,7 @@ class ImplicitCache(TransformersCache):
         self.reset()
 
     def commit(self, output: ModelOutput, mask: Mask | None) -> None:
-        """Replace the value by that of a call.
-
-        Args:
-            output: of the call, with its cache.
-            mask: bool, True at real tokens of the call, ``(batch, new)``. Default: no padding.
-        """
+        """Replace the value by that of a call; ``mask`` is True at the real tokens of the call, ``(batch, new)``."""
         batch, new = output.value.shape[:2]
         if self.mask is not None or mask is not None:
             real = torch.ones(batch, self.length + new, dtype=torch.bool, device=output.value.device)
@@ -76,10 +71,6 @@ class ImplicitCache(TransformersCache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Number of committed tokens, padding included; the same in all layers."""
         return self.length
-
-    def get_max_length(self, layer_idx: int | None = None) -> int:
-        """-1: there is no limit."""
-        return -1
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         """Number of committed and new tokens together, and where they begin."""
@@ -122,11 +113,7 @@ class ImplicitCache(TransformersCache):
         self._rows, self._device = -1, torch.device("cpu")
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Tokens cannot be removed; removing none does nothing.
-
-        Raises:
-            ValueError: any other number.
-        """
+        """Removing no tokens does nothing; ValueError for any other number."""
         if tokens_to_remove != 0:
             raise ValueError(
                 "an ImplicitCache cannot be cropped: the state of a recurrent backbone does not contain earlier "
@@ -134,11 +121,7 @@ class ImplicitCache(TransformersCache):
             )
 
     def update(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Layers do not write here: the model commits all of them at once.
-
-        Raises:
-            TypeError: always.
-        """
+        """TypeError: layers do not write here, the model commits all of them at once."""
         raise TypeError("an ImplicitCache works with deqseq's models only, which commit all layers at once")
 
     def __repr__(self) -> str:

@@ -103,7 +103,11 @@ class ImplicitConfig(PreTrainedConfig):
                 "which may not know all of its fields: pip install --upgrade deqseq"
             )
         self.deqseq_version = __version__
-        self._check_model_type(kwargs.get("model_type"))
+        if (given := kwargs.get("model_type")) not in (None, self.model_type):
+            raise ValueError(
+                f"this is the configuration of a {given!r}, but {type(self).__name__} is for {self.model_type!r}: load "
+                "it with transformers.AutoConfig"
+            )
         self._check_names(kwargs)
         name = type(self).__name__.removesuffix("Config")
         heads = {"": "Model", "ForCausalLM": "ForCausalLM", "ForSequenceClassification": "ForSequenceClassification"}
@@ -121,11 +125,7 @@ class ImplicitConfig(PreTrainedConfig):
         return from_json("solve", getattr(self, key) or self.solve, f"{type(self).__name__}.{key}")
 
     def specification(self) -> LanguageModelSpec:
-        """The model that this describes, in this library's terms.
-
-        Raises:
-            ValueError: sizes that do not fit together.
-        """
+        """The model that this describes, in this library's terms; ValueError if its sizes do not fit together."""
         return LanguageModelSpec(
             self.vocab_size,
             self.backbone(),
@@ -138,12 +138,11 @@ class ImplicitConfig(PreTrainedConfig):
 
     def backbone(self) -> Mamba2Config | LlamaConfig:
         """Sizes of the backbone, in this library's terms; ``injection`` follows ``implicit``."""
-        given = {core: getattr(self, name) for core, name in self.sizes.items()} | self.translated()
-        return self.backbone_class(**given, injection=self.implicit)
+        return self.backbone_class(**self.sizes_of_backbone(), injection=self.implicit)
 
-    def translated(self) -> Json:
-        """What of the backbone is not the value of one field."""
-        return {}
+    def sizes_of_backbone(self) -> Json:
+        """Sizes under our names."""
+        return {core: getattr(self, name) for core, name in self.sizes.items()}
 
     @classmethod
     def from_specification(cls: type[C], spec: LanguageModelSpec, **more: Any) -> C:
@@ -213,7 +212,8 @@ class ImplicitConfig(PreTrainedConfig):
     def from_dict(cls, config_dict: Json, **kwargs: Any) -> Any:
         """As in transformers, but an unknown keyword that is not None is an error, unless unused ones are asked for.
 
-        A configuration of the paper's reference code, which has a ``backbone_config``, is translated.
+        A configuration of the paper's reference code, which has a ``backbone_config``, is translated. ``solve`` given
+        here changes the stored ``eval_solve``, too, unless that is given as well.
 
         Args:
             config_dict: the fields.
@@ -224,6 +224,8 @@ class ImplicitConfig(PreTrainedConfig):
         """
         returned = kwargs.pop("return_unused_kwargs", False)
         ours = cls._of_reference(config_dict) if "backbone_config" in config_dict else dict(config_dict)
+        if kwargs.get("solve") is not None and ours.get("eval_solve") is not None:
+            kwargs.setdefault("eval_solve", kwargs["solve"])  # a loaded model is in eval mode
         loaded: Any = super().from_dict(ours, return_unused_kwargs=True, **kwargs)
         config, unused = loaded
         config.validate()  # keywords have replaced fields
@@ -241,12 +243,7 @@ class ImplicitConfig(PreTrainedConfig):
         return cls.from_specification(spec, **kept).to_dict()
 
     def validate_architecture(self) -> None:
-        """Check that the sizes fit together.
-
-        Raises:
-            TypeError: a size of the wrong type; it uses the names of this configuration.
-            ValueError: sizes that do not fit together, in the same words.
-        """
+        """Check types and sizes; errors have the names of this configuration, too."""
         try:
             self.specification()
         except (TypeError, ValueError) as error:
@@ -257,13 +254,6 @@ class ImplicitConfig(PreTrainedConfig):
             ]
             legend = f" (here {', '.join(renamed)})" if renamed else ""
             raise type(error)(f"{type(self).__name__}: {error}{legend}") from error
-
-    def _check_model_type(self, given: str | None) -> None:
-        if given not in (None, self.model_type):
-            raise ValueError(
-                f"this is the configuration of a {given!r}, but {type(self).__name__} is for {self.model_type!r}: load "
-                "it with transformers.AutoConfig"
-            )
 
     def _check_names(self, given: Iterable[str]) -> None:
         """Refuse unknown fields."""

@@ -1,4 +1,4 @@
-"""From this library's language models, and the paper's checkpoints, to models of transformers, and back."""
+"""From this library's language models and presets, and the paper's checkpoints, to models of transformers; and back."""
 
 import json
 from os import PathLike
@@ -15,7 +15,31 @@ from deqseq.integrations.huggingface.llama import ImplicitLlamaConfig, ImplicitL
 from deqseq.integrations.huggingface.mamba2 import ImplicitMamba2Config, ImplicitMamba2ForCausalLM
 from deqseq.integrations.huggingface.modeling_causal_lm import ImplicitCausalLM
 from deqseq.integrations.reference_weights import from_reference
-from deqseq.models import CausalLM, ImplicitModel, LanguageModelSpec
+from deqseq.models import CausalLM, ImplicitModel, LanguageModelSpec, preset
+
+
+def preset_config(name: str, **fields: Any) -> ImplicitMamba2Config | ImplicitLlamaConfig:
+    """One of the paper's models as a configuration.
+
+    Args:
+        name: one of :func:`deqseq.preset_names`.
+        **fields: fields to replace, as in ``AutoConfig.from_pretrained``.
+
+    Returns:
+        The configuration. Those of language models have the end-of-text token of the GPT-NeoX tokenizer, 0, which
+        begins and ends documents; the state-tracking model has none.
+
+    Raises:
+        ValueError: an unknown name or field, with the nearest known ones.
+
+    Example:
+        >>> config = preset_config("mamba2-130m-implicit", num_hidden_layers=2)
+        >>> config.hidden_size, config.num_hidden_layers, config.eos_token_id
+        (768, 2, 0)
+    """
+    text = {} if name.endswith("-state-tracking") else {"bos_token_id": 0, "eos_token_id": 0}
+    config = _config(preset(name), **text)
+    return config.from_dict(config.to_dict(), **fields)
 
 
 def from_causal_lm(lm: CausalLM, **fields: Any) -> ImplicitMamba2ForCausalLM | ImplicitLlamaForCausalLM:
@@ -51,11 +75,10 @@ def from_causal_lm(lm: CausalLM, **fields: Any) -> ImplicitMamba2ForCausalLM | I
         tied=lm.head is None,
         embedding_dropout=lm.embedding_dropout,
     )
+    config = _config(spec, **fields)
+    kind = ImplicitLlamaForCausalLM if isinstance(config, ImplicitLlamaConfig) else ImplicitMamba2ForCausalLM
     with torch.device("meta"):  # its own weights would be drawn for nothing
-        if isinstance(spec.backbone, LlamaConfig):
-            model = ImplicitLlamaForCausalLM(ImplicitLlamaConfig.from_specification(spec, **fields))
-        else:
-            model = ImplicitMamba2ForCausalLM(ImplicitMamba2Config.from_specification(spec, **fields))
+        model = kind(config)
     model.model.core, model.model.embed_tokens = core, lm.embedding
     if lm.head is not None:
         model.lm_head = lm.head
@@ -128,6 +151,11 @@ def from_reference_folder(
     config = json.loads((path / "config.json").read_text())
     tokens = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in config}
     return from_causal_lm(from_reference(config, _weights(path)), **tokens | fields).eval()
+
+
+def _config(spec: LanguageModelSpec, **fields: Any) -> ImplicitMamba2Config | ImplicitLlamaConfig:
+    kind = ImplicitLlamaConfig if isinstance(spec.backbone, LlamaConfig) else ImplicitMamba2Config
+    return kind.from_specification(spec, **fields)
 
 
 def _weights(path: Path) -> dict[str, Tensor]:

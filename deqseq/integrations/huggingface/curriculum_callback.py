@@ -59,11 +59,7 @@ class CurriculumCallback(TrainerCallback, ExportableState):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Check the curriculum against the checkpoint's, and enter the phase.
-
-        Raises:
-            ValueError: the checkpoint was trained with another curriculum, or the Trainer does not count tokens.
-        """
+        """Enter the phase; ValueError for another curriculum than the checkpoint's, or tokens that nothing counts."""
         if self.curriculum.unit == "tokens" and str(args.include_num_input_tokens_seen) == "no":
             raise ValueError('a curriculum in tokens needs TrainingArguments(include_num_input_tokens_seen="all")')
         # a run that began without this callback has no entry, and the Trainer only fills existing ones

@@ -64,10 +64,10 @@ class ImplicitLlamaConfig(ImplicitConfig):
         self.rope_parameters = {"rope_theta": self.default_theta} | legacy | given
         super().__post_init__(**kwargs)
 
-    def translated(self) -> Json:
-        """The rotary embedding in this library's terms; ValueError for an unknown one."""
+    def sizes_of_backbone(self) -> Json:
+        """Sizes under our names; ValueError for a rotary embedding that is not computed here."""
         theta, scaling = rotary(Fields({"rope_parameters": self.rope_parameters}, ""), self.default_theta)
-        return {"rope_theta": theta, "rope_scaling": scaling}
+        return super().sizes_of_backbone() | {"rope_theta": theta, "rope_scaling": scaling}
 
     @classmethod
     def of_backbone(cls, backbone: Mamba2Config | LlamaConfig) -> Json:
@@ -88,12 +88,6 @@ class ImplicitLlamaModel(ImplicitBaseModel):
 
     Args:
         config: an :class:`ImplicitLlamaConfig`.
-
-    Example:
-        >>> import torch
-        >>> config = ImplicitLlamaConfig(vocab_size=9, hidden_size=16, num_attention_heads=2, num_hidden_layers=1)
-        >>> ImplicitLlamaModel(config)(torch.tensor([[1, 2, 3]])).last_hidden_state.shape
-        torch.Size([1, 3, 16])
     """
 
     config_class = ImplicitLlamaConfig
@@ -123,13 +117,6 @@ class ImplicitLlamaForSequenceClassification(ImplicitClassifier):
     Args:
         config: an :class:`ImplicitLlamaConfig`.
         **unknown: refused, with the nearest known name.
-
-    Example:
-        >>> import torch
-        >>> sizes = {"vocab_size": 9, "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
-        >>> model = ImplicitLlamaForSequenceClassification(ImplicitLlamaConfig(num_labels=3, **sizes))
-        >>> model(torch.tensor([[1, 2, 3]])).logits.shape
-        torch.Size([1, 3])
     """
 
     config_class = ImplicitLlamaConfig

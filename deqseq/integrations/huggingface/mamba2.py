@@ -8,7 +8,6 @@ from deqseq.backbones import Mamba2Config
 from deqseq.integrations.huggingface.configuration import ImplicitConfig
 from deqseq.integrations.huggingface.modeling import ImplicitBaseModel, ImplicitClassifier
 from deqseq.integrations.huggingface.modeling_causal_lm import ImplicitCausalLM
-from deqseq.integrations.huggingface.objects import Json
 from deqseq.integrations.pretrained_config import MAMBA2_SIZES
 from deqseq.ops.backend import Backend
 
@@ -62,22 +61,12 @@ class ImplicitMamba2Config(ImplicitConfig):
     time_step_limit: list[float] | tuple[float, ...] = (0.0, float("inf"))
     backend: Backend = "auto"
 
-    def translated(self) -> Json:
-        """The bounds as a tuple, which JSON does not have."""
-        return {"dt_limit": tuple(self.time_step_limit)}
-
 
 class ImplicitMamba2Model(ImplicitBaseModel):
     """An embedding and an implicit Mamba2, or an explicit one.
 
     Args:
         config: an :class:`ImplicitMamba2Config`.
-
-    Example:
-        >>> import torch
-        >>> config = ImplicitMamba2Config(vocab_size=9, hidden_size=16, head_dim=8, num_hidden_layers=1)
-        >>> ImplicitMamba2Model(config)(torch.tensor([[1, 2, 3]])).last_hidden_state.shape
-        torch.Size([1, 3, 16])
     """
 
     config_class = ImplicitMamba2Config
@@ -109,13 +98,6 @@ class ImplicitMamba2ForSequenceClassification(ImplicitClassifier):
     Args:
         config: an :class:`ImplicitMamba2Config`.
         **unknown: refused, with the nearest known name.
-
-    Example:
-        >>> import torch
-        >>> sizes = {"vocab_size": 9, "hidden_size": 16, "head_dim": 8, "num_hidden_layers": 1}
-        >>> model = ImplicitMamba2ForSequenceClassification(ImplicitMamba2Config(num_labels=3, **sizes))
-        >>> model(torch.tensor([[1, 2, 3]])).logits.shape
-        torch.Size([1, 3])
     """
 
     config_class = ImplicitMamba2Config

@@ -38,7 +38,6 @@ class ImplicitBaseModel(ImplicitPreTrainedModel):
 
     Args:
         config: of a model type.
-        **unknown: refused, with the nearest known name.
 
     Attributes:
         core: the :class:`deqseq.ImplicitModel` or :class:`deqseq.ExplicitModel`.
@@ -121,23 +120,21 @@ class ImplicitBaseModel(ImplicitPreTrainedModel):
         if use_cache:
             cache.commit(output, new)
         inner = [Padding.of(x, new).back(state) for state in between[:-1]]  # the final norm follows the last one
-        return ImplicitModelOutput(
+        solved = ImplicitModelOutput(
             last_hidden_state=output.value,
             past_key_values=cache if use_cache else None,
             hidden_states=(x, *inner, output.value) if want_states else None,
             stats=output.stats,
             status=output.status,
         )
+        solved.problem = output.problem
+        return solved
 
-    def solve_config(self, change: SolveChange, where: str = "solve", base: SolveConfig | None = None) -> SolveConfig:
-        """``base``, by default that of the current mode, with the fields of ``change`` replaced; errors name ``where``.
-
-        Raises:
-            ValueError: an explicit model, or an unknown name or field.
-        """
+    def solve_config(self, change: SolveChange, base: SolveConfig | None = None) -> SolveConfig:
+        """``base``, by default that of the mode, with ``change`` in it; ValueError for an explicit model."""
         if not isinstance(self.core, ImplicitModel):
-            raise ValueError(f"leave out {where}: this {type(self).__name__} is explicit (implicit=False)")
-        return from_json("solve", change, where, base or self.core.solve_config)
+            raise ValueError(f"leave out solve: this {type(self).__name__} is explicit (implicit=False)")
+        return from_json("solve", change, "solve", base or self.core.solve_config)
 
     @property
     def gradient_checkpointing(self) -> bool:

@@ -1,6 +1,5 @@
 """A language model of transformers: our model, a head, a loss, and generation."""
 
-import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -17,10 +16,10 @@ from deqseq.integrations.huggingface.cache import ImplicitCache
 from deqseq.integrations.huggingface.configuration import ImplicitConfig
 from deqseq.integrations.huggingface.modeling import ImplicitBaseModel, SolveChange
 from deqseq.integrations.huggingface.outputs import ImplicitCausalLMOutput
-from deqseq.integrations.huggingface.pretrained_model import ImplicitPreTrainedModel, check_generation
+from deqseq.integrations.huggingface.pretrained_model import ImplicitPreTrainedModel
 from deqseq.layers.weight_norm import cached_weights
-from deqseq.solution import ConvergenceWarning
-from deqseq.sweeps import Simultaneous, Sliding
+from deqseq.models.generation import prompt_sweep
+from deqseq.sweeps import Simultaneous
 
 
 class ImplicitCausalLM(ImplicitPreTrainedModel, GenerationMixin):
@@ -30,7 +29,6 @@ class ImplicitCausalLM(ImplicitPreTrainedModel, GenerationMixin):
 
     Args:
         config: of a model type.
-        **unknown: refused, with the nearest known name.
 
     Attributes:
         model: embedding and backbone.
@@ -107,31 +105,16 @@ class ImplicitCausalLM(ImplicitPreTrainedModel, GenerationMixin):
             raise ValueError("labels need the logits of all positions: leave out logits_to_keep")
         if isinstance(logits_to_keep, int) and logits_to_keep < 0:
             raise ValueError(f"logits_to_keep must be an integer >= 0 or positions, got {logits_to_keep}")
-        output = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            solve=solve,
-            **kwargs | {"return_dict": True},
-        )
+        inputs = (input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache)
+        output = self.model(*inputs, solve=solve, **kwargs | {"return_dict": True})
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits, loss = self.lm_head(output.last_hidden_state[:, kept]), None
         if scored:
-            answers = {"labels": labels, "shift_labels": shift_labels}
-            loss = self.loss_function(
-                logits=logits, vocab_size=vocab_size, num_items_in_batch=num_items_in_batch, **answers
-            )
-        return ImplicitCausalLMOutput(
-            loss=loss,
-            logits=logits,
-            past_key_values=output.past_key_values,
-            hidden_states=output.hidden_states,
-            stats=output.stats,
-            status=output.status,
-        )
+            loss = self.loss_function(logits, labels, vocab_size, num_items_in_batch, shift_labels=shift_labels)
+        own = {name: value for name, value in output.items() if name != "last_hidden_state"}
+        predicted = ImplicitCausalLMOutput(loss=loss, logits=logits, **own)
+        predicted.problem = output.problem
+        return predicted
 
     def generate(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -142,10 +125,10 @@ class ImplicitCausalLM(ImplicitPreTrainedModel, GenerationMixin):
         """As in transformers, with ``solve``: how prompts and new tokens are solved.
 
         ``solve`` is a :class:`deqseq.SolveConfig`, or a mapping of the fields to replace, as objects or JSON. It can
-        also be a field of the generation configuration, as JSON, and is then saved with it; fields of the keyword come
-        first, then those of the generation configuration, then the model's own. ``sweep`` is that of the prompts;
-        without it, they are solved by ``Sliding()``, or all tokens together if the stopping rule does not test each
-        token. How each solve went is in ``past_key_values.solves`` of ``return_dict_in_generate=True``.
+        also be a field of the generation configuration, and is then saved with it; fields of the keyword come first,
+        then those of the generation configuration, then the model's own. ``sweep`` is that of the prompts; without it,
+        they are solved by the model's own, but ``Sliding()`` instead of ``Simultaneous()`` if the stopping rule tests
+        each token. How each solve went is in ``past_key_values.solves`` of ``return_dict_in_generate=True``.
 
         Args:
             inputs: prompts, ``(batch, length)``, padded on the left.
@@ -158,20 +141,18 @@ class ImplicitCausalLM(ImplicitPreTrainedModel, GenerationMixin):
         Raises:
             ValueError: an unknown field, name or number; padding on the right; a cache of other rows; ``solve`` for an
                 explicit model.
-            TypeError: an object in the generation configuration.
         """
         with torch.no_grad(), cached_weights(self.model.core.backbone):
             theirs: Any = super()
             return theirs.generate(inputs, generation_config, **kwargs)
 
-    def prepare_inputs_for_generation(
+    def prepare_inputs_for_generation(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         input_ids: Tensor,
-        next_sequence_length: int | None = None,
         past_key_values: Any = None,
         attention_mask: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        is_first_iteration: bool | None = False,
+        inputs_embeds: Tensor | None = None,  # transformers looks for this name before it takes embedded prompts
+        is_first_iteration: bool = False,
         **kwargs: Any,
     ) -> dict[str, Any]:
         """The arguments of the next call; ValueError for prompts padded on the right."""
@@ -180,16 +161,9 @@ class ImplicitCausalLM(ImplicitPreTrainedModel, GenerationMixin):
                 "prompts must be padded on the left, but a row ends in padding, after which nothing can be predicted: "
                 "set padding_side='left' in the tokenizer"
             )
+        kwargs |= {"past_key_values": past_key_values, "attention_mask": attention_mask, "inputs_embeds": inputs_embeds}
         theirs: Any = super()
-        prepared = theirs.prepare_inputs_for_generation(
-            input_ids,
-            next_sequence_length=next_sequence_length,
-            past_key_values=past_key_values,
-            attention_mask=attention_mask,
-            inputs_embeds=inputs_embeds,
-            is_first_iteration=is_first_iteration,
-            **kwargs,
-        )
+        prepared = theirs.prepare_inputs_for_generation(input_ids, is_first_iteration=is_first_iteration, **kwargs)
         if past_key_values is not None and not is_first_iteration and "solve" in prepared:
             prepared["solve"] = replace(prepared["solve"], sweep=Simultaneous())  # a token has nothing to sweep over
         return prepared
@@ -197,21 +171,18 @@ class ImplicitCausalLM(ImplicitPreTrainedModel, GenerationMixin):
     def _prepare_generation_config(
         self, generation_config: GenerationConfig | None, **kwargs: Any
     ) -> tuple[GenerationConfig, dict[str, Any]]:
-        """Where transformers merges configurations and keywords, ``solve`` becomes an argument of the model's call."""
+        """``solve`` of the configuration and of the call become one argument of the model's call."""
         keyword = kwargs.pop("solve", None)
         theirs: Any = super()
         config, model_kwargs = theirs._prepare_generation_config(generation_config, **kwargs)
-        check_generation(config)
-        changes = {"solve of the generation configuration": getattr(config, "solve", None), "solve": keyword}
-        solve, chosen = None, False
-        for where, change in changes.items():
-            if change is not None:
-                solve = self.model.solve_config(change, where, solve)
-                chosen = chosen or isinstance(change, SolveConfig) or "sweep" in change
+        changes = [change for change in (vars(config).get("solve"), keyword) if change is not None]
+        solve = None
+        for change in changes:
+            solve = self.model.solve_config(change, solve)
         if self.config.implicit:
             solve = solve or self.model.solve_config({})
-            prompt = Sliding() if solve.stop.norm == "max_token" else Simultaneous()
-            model_kwargs["solve"] = solve if chosen else replace(solve, sweep=prompt)
+            chosen = any(isinstance(change, SolveConfig) or "sweep" in change for change in changes)
+            model_kwargs["solve"] = solve if chosen else replace(solve, sweep=prompt_sweep(solve))
         return config, model_kwargs
 
     def _prepare_cache_for_generation(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -238,21 +209,3 @@ class ImplicitCausalLM(ImplicitPreTrainedModel, GenerationMixin):
             cache._is_user_defined = True  # transformers then does not take it for its own
         elif generation_config.use_cache is not False:
             model_kwargs["past_key_values"] = ImplicitCache()
-
-    def _update_model_kwargs_for_generation(
-        self, outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> dict[str, Any]:
-        """Between two tokens: the first solve of a generation that did not converge is told."""
-        cache = outputs.past_key_values
-        before = () if cache is None else cache.solves[:-1]
-        failed = outputs.status is not None and not bool(outputs.converged.all())
-        if failed and all(bool(solve.converged.all()) for solve in before):
-            warnings.warn(
-                f"{int((~outputs.converged).sum())} of {len(outputs.converged)} rows did not converge in generate(): "
-                "give a larger budget, as solve={'stop': {'max_steps': 128}}, or a looser rtol; past_key_values.solves "
-                "of return_dict_in_generate=True tells how each token was solved",
-                ConvergenceWarning,
-                stacklevel=2,
-            )
-        theirs: Any = super()
-        return theirs._update_model_kwargs_for_generation(outputs, model_kwargs, *args, **kwargs)

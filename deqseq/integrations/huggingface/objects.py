@@ -12,7 +12,6 @@ from deqseq.stop import Stop
 from deqseq.sweeps import Chunked, Sequential, Simultaneous, Sliding, Sweep
 
 Kind = Literal["solver", "gradient", "stop", "sweep", "solve"]
-Nameable = Solver | ExternalSolver | Gradient | Stop | Sweep | SolveConfig
 Json = dict[str, Any]
 
 CLASSES: dict[Kind, tuple[type[Any], ...]] = {
@@ -33,11 +32,12 @@ _BASES: dict[Kind, tuple[type[Any], ...]] = {
 }
 
 
-def to_json(value: Nameable) -> Json:
+def to_json(value: object) -> Any:
     """An object as a configuration file holds it: the name of its class, and all of its fields.
 
     Args:
-        value: a solver, gradient, stopping rule, sweep or :class:`deqseq.SolveConfig`.
+        value: a solver, gradient, stopping rule, sweep or :class:`deqseq.SolveConfig`; numbers, strings and None stay
+            as they are.
 
     Returns:
         What :func:`from_json` turns into an equal object.
@@ -49,15 +49,15 @@ def to_json(value: Nameable) -> Json:
         >>> to_json(Relaxed(0.8))
         {'name': 'Relaxed', 'damping': 0.8}
     """
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
     classes = next((classes for classes in CLASSES.values() if type(value) in classes), None)
     if classes is None:
         known = ", ".join(part.__name__ for classes in CLASSES.values() for part in classes)
-        raise TypeError(
-            f"a configuration cannot name {type(value).__name__} (known: {known}): pass your own objects in the call, "
-            "as solve={...}"
-        )
+        remedy = "pass your own objects in the call, as solve={...}"
+        raise TypeError(f"a configuration cannot name {value!r} (known: {known}): {remedy}")
     name = {} if len(classes) == 1 else {"name": type(value).__name__}
-    return name | {field.name: _plain(value, field.name) for field in fields(value)}  # pyright: ignore[reportArgumentType]
+    return name | {field.name: to_json(getattr(value, field.name)) for field in fields(value)}  # pyright: ignore[reportArgumentType]
 
 
 def from_json(kind: Kind, data: object, where: str, base: Any = None) -> Any:
@@ -111,12 +111,3 @@ def from_json(kind: Kind, data: object, where: str, base: Any = None) -> Any:
         return made(**changes) if base is None else replace(base, **changes)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{where}: {error}") from error
-
-
-def _plain(owner: object, name: str) -> object:
-    value = getattr(owner, name)
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, Nameable):
-        return to_json(value)
-    raise TypeError(f"a configuration cannot hold {type(owner).__name__}.{name} = {value!r}")

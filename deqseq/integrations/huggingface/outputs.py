@@ -15,7 +15,7 @@ from deqseq.solution import Outcome, SolveStats
 class ImplicitModelOutput(BaseModelOutputWithPast, Outcome):  # pyright: ignore[reportIncompatibleMethodOverride]
     """``last_hidden_state``, the fixed point of an implicit model, and the other fields of transformers' output.
 
-    It has ``converged`` and ``raise_if_failed()``, as every outcome of a solve.
+    It has ``converged``, ``raise_if_failed()`` and ``explain()``, as every outcome of a solve.
 
     Attributes:
         stats: numbers of the solve, per row for the simultaneous sweep, else per token; None for an explicit model.
@@ -31,7 +31,7 @@ class ImplicitModelOutput(BaseModelOutputWithPast, Outcome):  # pyright: ignore[
 class ImplicitCausalLMOutput(CausalLMOutputWithPast, Outcome):  # pyright: ignore[reportIncompatibleMethodOverride]
     """``loss``, ``logits`` and the other fields of transformers' output.
 
-    It has ``converged`` and ``raise_if_failed()``, as every outcome of a solve.
+    It has ``converged``, ``raise_if_failed()`` and ``explain()``, as every outcome of a solve.
 
     Attributes:
         stats: numbers of the solve, per row for the simultaneous sweep, else per token; None for an explicit model.

@@ -7,13 +7,13 @@ from os import PathLike
 from typing import Any
 
 from torch import nn
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers import initialization as init
 
 from deqseq.check import check_type
 from deqseq.integrations.huggingface.blocks import checkpointed
 from deqseq.integrations.huggingface.configuration import ImplicitConfig
-from deqseq.integrations.huggingface.objects import from_json, to_json
+from deqseq.integrations.huggingface.objects import to_json
 from deqseq.integrations.reference_fields import check_known
 from deqseq.layers import fold_weight_norm
 from deqseq.models import ImplicitModel
@@ -24,7 +24,6 @@ class ImplicitPreTrainedModel(PreTrainedModel):
 
     Args:
         config: of a model type.
-        **unknown: refused, with the nearest known name.
 
     Raises:
         TypeError: a keyword that belongs into the configuration.
@@ -90,26 +89,23 @@ class ImplicitPreTrainedModel(PreTrainedModel):
     def save_pretrained(self, save_directory: str | PathLike[str], *args: Any, **kwargs: Any) -> None:
         """As in transformers, with the core's present ``solve`` and ``eval_solve``, which a phase may have set.
 
-        A generation configuration that could not be read again is refused first.
-
         Args:
             save_directory: made if missing.
             *args: of transformers.
             **kwargs: of transformers.
 
         Raises:
-            ValueError: an unknown name or field in ``generation_config.solve``.
-            TypeError: an object there, where JSON should be.
+            TypeError: an object in ``generation_config.solve`` that JSON cannot name.
         """
         if self.can_generate():
-            check_generation(self.generation_config)
-            self.generation_config._from_model_config = False  # or ``solve`` would be dropped when the file is read
+            generation = vars(self.generation_config)
+            generation["_from_model_config"] = False  # or ``solve`` would be dropped when the file is read
+            if "solve" in generation:
+                generation["solve"] = json.loads(json.dumps(generation["solve"], default=to_json))
         core = getattr(self.base_model, "core", None)
         if isinstance(core, ImplicitModel):
-            written = (
-                self.config.specification().solve or core.solve
-            )  # whether activations are recomputed stays as it was
-            recomputes = written.gradient.checkpoint  # a setting of the run, not of the model
+            # whether activations are recomputed is a setting of the run: it stays as it was
+            recomputes = (self.config.specification().solve or core.solve).gradient.checkpoint
             self.config.solve = checkpointed(core.solve, recomputes)
             self.config.eval_solve = core.eval_solve and checkpointed(core.eval_solve, recomputes)
         super().save_pretrained(save_directory, *args, **kwargs)
@@ -119,14 +115,6 @@ class ImplicitPreTrainedModel(PreTrainedModel):
 
         Do this before tools that write weights: merging LoRA, quantisation. Checkpoints then have plain weights, too.
         An optimizer made before does not know the new parameters.
-
-        Example:
-            >>> from deqseq.integrations.huggingface import ImplicitMamba2Config, ImplicitMamba2Model
-            >>> sizes = {"vocab_size": 9, "hidden_size": 16, "head_dim": 8, "num_hidden_layers": 1}
-            >>> model = ImplicitMamba2Model(ImplicitMamba2Config(weight_norm=True, **sizes))
-            >>> model.fold_weight_norm()
-            >>> model.config.weight_norm, "core.backbone.layers.0.mixer.in_proj.weight" in model.state_dict()
-            (False, True)
         """
         base: Any = self.base_model
         backbone = base.core.backbone
@@ -151,20 +139,6 @@ class ImplicitPreTrainedModel(PreTrainedModel):
         """Draw an embedding or a head; a backbone has initialised itself."""
         if isinstance(module, nn.Embedding | nn.Linear):
             init.normal_(module.weight, std=self.config.initializer_range)
-
-
-def check_generation(config: GenerationConfig) -> None:
-    """Refuse a generation configuration whose ``solve`` is misspelt, or is no JSON."""
-    for name in vars(config):
-        if name.startswith("solv"):
-            check_known("generation configuration: field", name, ("solve",))
-    if (solve := getattr(config, "solve", None)) is not None:
-        parsed = from_json("solve", solve, "generation configuration: solve")
-        try:
-            json.dumps(solve)
-        except TypeError:  # transformers would write null for an object
-            text = f"solve in a generation configuration must be JSON, such as {to_json(parsed)}, got {solve!r}"
-            raise TypeError(text) from None
 
 
 def _check_weights(report: dict[str, Any], source: object, *, reported: bool) -> None:

@@ -68,6 +68,7 @@ class ForwardContract:
         assert spent.stats.iterations.tolist() == [2, 2, 2]
         with pytest.raises(dq.ConvergenceError):
             spent.raise_if_failed()
+        assert spent.explain().causes == ("budget",) * 3
         assert model(IDS, solve={"sweep": "Sequential"}).stats.residual.max() < 1e-9
         with pytest.raises(ValueError, match=r"solve: SolveConfig field 'swep' .*did you mean 'sweep'"):
             model(IDS, solve={"swep": "Sequential"})

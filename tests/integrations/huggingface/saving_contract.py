@@ -2,6 +2,7 @@
 
 import copy
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -204,12 +205,31 @@ class SavingContract:
         assert json.loads((tmp_path / "generation_config.json").read_text())["solve"] == solve
         assert AutoModelForCausalLM.from_pretrained(tmp_path).generation_config.solve == solve
 
-    def test_an_object_in_the_generation_configuration_is_refused(self, tmp_path):
+    def test_an_object_in_the_generation_configuration_is_saved_as_json(self, tmp_path):
         model = self.model()
         model.generation_config = GenerationConfig(solve={"sweep": dq.Sliding(4)})
-        with pytest.raises(TypeError, match="solve in a generation configuration must be JSON"):
+        model.save_pretrained(tmp_path)
+        saved = json.loads((tmp_path / "generation_config.json").read_text())["solve"]
+        assert saved == {"sweep": {"name": "Sliding", "window": 4}}
+        model.generation_config.solve = {"gradient": dq.Implicit(report=print)}
+        with pytest.raises(TypeError, match=r"cannot name <built-in function print>"):
             model.save_pretrained(tmp_path)
-        assert list(tmp_path.iterdir()) == []
+
+    def test_solve_given_at_loading_governs_both_modes(self, tmp_path):
+        model = self.model()
+        if not model.config.implicit:
+            pytest.skip("there is nothing to solve")
+        model.base_model.core.eval_solve = dq.SolveConfig(stop=dq.Stop(1e-5, max_steps=90))
+        model.save_pretrained(tmp_path)
+        own = model.base_model.core
+        load = AutoModelForCausalLM.from_pretrained
+        core = load(tmp_path, solve={"stop": {"max_steps": 7}}).base_model.core
+        assert core.solve == replace(own.solve, stop=replace(own.solve.stop, max_steps=7))
+        assert core.eval_solve == replace(own.eval_solve, stop=dq.Stop(1e-5, max_steps=7))
+        core = load(tmp_path, solve={"stop": {"max_steps": 7}}, eval_solve={"stop": {"max_steps": 8}}).base_model.core
+        assert (core.solve.stop.max_steps, core.eval_solve.stop.max_steps) == (7, 8)
+        core = load(tmp_path, solve={"stop": {"max_steps": 7}}, eval_solve=None).base_model.core
+        assert (core.solve.stop.max_steps, core.eval_solve) == (7, None)
 
     def without(self, folder, prefix: str) -> set[str]:
         """A saved model without the weights whose names begin like this; those names."""

@@ -120,7 +120,7 @@ def test_objects_of_ones_own_are_for_calls_alone():
 
     assert from_json("solve", {"sweep": Mine()}, "here").sweep == Mine()
     for value in (Mine(), dq.SolveConfig(sweep=Mine())):
-        with pytest.raises(TypeError, match=r"cannot name Mine .*in the call"):
+        with pytest.raises(TypeError, match=r"cannot name .*Mine.* in the call"):
             to_json(value)
-    with pytest.raises(TypeError, match=r"Implicit\.report = <built-in function print>"):
+    with pytest.raises(TypeError, match=r"cannot name <built-in function print>"):
         to_json(dq.Implicit(report=print))

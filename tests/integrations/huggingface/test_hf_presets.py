@@ -14,7 +14,6 @@ import deqseq as dq
 from deqseq.integrations.huggingface import (
     ImplicitLlamaConfig,
     ImplicitMamba2Config,
-    deqseq_preset,
     from_reference_folder,
     preset_config,
 )
@@ -33,32 +32,32 @@ def settled(spec: dq.LanguageModelSpec) -> dq.LanguageModelSpec:
 
 
 @pytest.mark.parametrize("name", dq.preset_names())
-def test_presets_through_the_auto_class(name):
-    config = AutoConfig.from_pretrained(deqseq_preset(name))
+def test_presets_are_configurations_that_the_auto_class_reads(name, tmp_path):
+    config = preset_config(name)
     assert config.specification() == settled(dq.preset(name))
-    assert type(config) is type(preset_config(name))
     assert config.model_type == {"llama3": "implicit_llama3", "mamba2": "implicit_mamba2"}[name.split("-")[0]]
     assert config.eos_token_id == (None if name == "mamba2-state-tracking" else 0)
-    assert deqseq_preset(name) == deqseq_preset(name)
+    config.save_pretrained(tmp_path)
+    assert AutoConfig.from_pretrained(tmp_path).to_dict() == config.to_dict() | {"_name_or_path": str(tmp_path)}
 
 
 def test_a_preset_builds_the_model_that_it_counts():
-    config = AutoConfig.from_pretrained(deqseq_preset("llama3-1.3b-implicit"))
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(preset_config("llama3-1.3b-implicit"))
     assert model.num_parameters() == dq.parameter_count(dq.preset("llama3-1.3b-implicit")).total
 
 
 def test_a_preset_is_changed_by_keywords():
-    config = AutoConfig.from_pretrained(deqseq_preset("mamba2-130m-pretrain"), num_hidden_layers=2, vocab_size=300)
-    assert (config.num_hidden_layers, config.vocab_size, config.solve["stop"]["max_steps"]) == (2, 300, 4)
+    config = preset_config("mamba2-130m-pretrain", num_hidden_layers=2, vocab_size=300, solve={"stop": {"rtol": 0.5}})
+    assert (config.num_hidden_layers, config.vocab_size) == (2, 300)
+    assert (config.solve["stop"]["max_steps"], config.solve["stop"]["rtol"]) == (4, 0.5)
     with pytest.raises(ValueError, match=r"'num_layers' .*did you mean .*'num_hidden_layers'"):
-        AutoConfig.from_pretrained(deqseq_preset("mamba2-130m-pretrain"), num_layers=2)
+        preset_config("mamba2-130m-pretrain", num_layers=2)
 
 
 def test_an_unknown_preset_names_its_neighbours():
     with pytest.raises(ValueError, match=r"preset .*'llama3-1\.3b-implict'.*did you mean 'llama3-1\.3b-implicit'"):
-        deqseq_preset("llama3-1.3b-implict")
+        preset_config("llama3-1.3b-implict")
 
 
 # the reference code's files
