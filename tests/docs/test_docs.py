@@ -14,7 +14,10 @@ FENCE = re.compile(r"^(?P<indent> *)```python(?P<options>.*)\n(?P<code>(?:.*\n)*
 HIDE = "# markdown-exec: hide"  # at the end of a line that the site runs and does not show
 FRAGMENT = 'title="fragment"'  # in the options of a fence that cannot run alone
 FRAGMENTS: dict[str, int] = {}  # by page; on all others there are none
-SLOW = {"diagnostics", "gradients", "parity", "pretrained", "one_dial", "test_time_compute", "text"}  # 20 s of a core
+SLOW = {  # more than 20 seconds of a core
+    *("diagnostics", "faq", "gradients", "not_converging", "one_dial"),
+    *("parity", "pretrained", "test_time_compute", "text"),
+}
 
 
 def fences(text: str) -> list[tuple[str, list[str]]]:
