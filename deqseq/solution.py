@@ -79,6 +79,7 @@ class SolveStats:
 
 
 Self = TypeVar("Self", bound="Outcome")
+SOLVE = "the fixed-point solve"
 
 
 class Outcome(ABC):
@@ -109,7 +110,7 @@ class Outcome(ABC):
             raise ValueError("converged needs a solve: an explicit model runs its layers once")
         return self.status == Status.CONVERGED
 
-    def raise_if_failed(self: Self, what: str = "the fixed-point solve") -> Self:
+    def raise_if_failed(self: Self, what: str = SOLVE) -> Self:
         """This object, if every row converged or there was nothing to solve.
 
         Args:
@@ -126,7 +127,10 @@ class Outcome(ABC):
         rows = (~self.converged).nonzero()[:, 0]
         assert self.stats is not None
         residuals = _per_row(self.stats.residual)[rows]
-        raise ConvergenceError(describe_failure(self, what), rows.tolist(), residuals.tolist())
+        message = describe_failure(self, what)
+        if self.problem is not None and what == SOLVE:
+            message += " explain() of what was returned names the cause, and tries remedies."
+        raise ConvergenceError(message, rows.tolist(), residuals.tolist())
 
     def explain(self) -> Explanation:
         """Why each row converged or not, and what to do about it; print it.
@@ -202,6 +206,5 @@ def describe_failure(outcome: Outcome, what: str) -> str:
     worst = Status.DIVERGED if bool((status == Status.DIVERGED).any()) else Status.MAX_STEPS_REACHED
     return (
         f"{what} failed for {int((status != Status.CONVERGED).sum())} of {len(status)} rows "
-        f"after {outcome.stats.evaluations} evaluations ({'; '.join(parts)}). Remedy: {advice[worst]}; "
-        "explain() of the outcome tries remedies."
+        f"after {outcome.stats.evaluations} evaluations ({'; '.join(parts)}). Remedy: {advice[worst]}."
     )

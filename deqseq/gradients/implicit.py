@@ -11,7 +11,7 @@ from torch import Tensor
 from deqseq.check import check_callable, check_flag, check_type
 from deqseq.evaluate import check_transforms
 from deqseq.gradients.base import AttachedGradient
-from deqseq.solution import ConvergenceWarning, Solution, describe_failure
+from deqseq.solution import ConvergenceWarning, Solution
 from deqseq.solve import solve
 from deqseq.solvers.anderson import Anderson
 from deqseq.solvers.base import ExternalSolver, Solver
@@ -19,6 +19,10 @@ from deqseq.stop import Stop
 from deqseq.types import State
 
 ADJOINT = "the adjoint solve of Implicit"
+FAILED = (  # always the same words, so that Python shows them once in a training run
+    f"{ADJOINT} failed for some rows, whose gradients are those of its best iterate. Remedy: raise Stop.max_steps of "
+    "Implicit(stop=...), make the map contractive, or take Phantom(); report= receives each adjoint solution"
+)
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,7 @@ class Implicit(AttachedGradient):
     Args:
         solver: the algorithm of the adjoint solve.
         stop: its tolerances and budget.
-        throw: whether an adjoint solve that does not converge raises; otherwise it warns.
+        throw: whether an adjoint solve that does not converge raises an error; otherwise it warns.
         report: called with the adjoint's :class:`~deqseq.Solution` in each backward pass.
 
     Raises:
@@ -126,7 +130,7 @@ class _Adjoint(torch.autograd.Function):
         if implicit.throw:
             solution.raise_if_failed(ADJOINT)
         elif not bool(solution.converged.all()):
-            warnings.warn(describe_failure(solution, ADJOINT), ConvergenceWarning, stacklevel=2)
+            warnings.warn(FAILED, ConvergenceWarning, stacklevel=2)
         return torch.where(finite, solution.value * size, grad), None, None
 
 
