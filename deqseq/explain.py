@@ -20,7 +20,7 @@ Cause = Literal[
 ]
 """Why the solve of a row ended as it did."""
 TRIALS = (Relaxed(0.5), Relaxed(0.2), Anderson())
-ADVICE = {
+ADVICE: dict[Cause, str] = {
     "budget": "give more iterations",
     "slow contraction": "give more iterations, or take a solver that uses several past iterates; a model that is not "
     "trained yet may have to be trained first",
@@ -68,17 +68,19 @@ class Explanation:
 
 def explain(outcome: "Outcome", problem: Problem) -> Explanation:
     """Solve again with a larger budget, with other solvers until one converges, and from another start."""
-    stop = replace(problem.stop, check_every=1, max_steps=min(max(4 * problem.stop.max_steps, 64), 1000))
+    given = problem.stop.max_steps
+    stop = replace(problem.stop, check_every=1, max_steps=max(given, min(max(4 * given, 64), 1000)))
     failed = ~outcome.converged.cpu()
     causes: list[Cause] = ["converged"] * len(failed)
     findings: dict[Cause, list[str]] = {}
-    tried = ""
-    solved, solver = outcome, problem.solver
+    tried, enough, solved, solver = "", 0, outcome, problem.solver
     if bool(failed.any()):
         solved = problem.run(solver, stop, None, True)
         for row in failed.nonzero()[:, 0].tolist():
             causes[row], finding = _cause(solved, row, problem.stop, stop)
             findings.setdefault(causes[row], []).append(finding)
+            if causes[row] == "budget":
+                enough = max(enough, int(_per_row(solved.stats.iterations)[row]))  # pyright: ignore[reportOptionalMemberAccess]
         hard = torch.tensor([cause in ("slow contraction", "limit cycle", "divergence") for cause in causes])
         if bool(hard.any()):
             slow = all(cause != "limit cycle" and cause != "divergence" for cause in causes)
@@ -103,9 +105,8 @@ def explain(outcome: "Outcome", problem: Problem) -> Explanation:
         same = "; from a random start, to the same value" * alone
         text["converged"] = f"In {_iterations(outcome, ~failed)} iterations{same}."
     order: list[Cause] = list(dict.fromkeys(causes))
-    remedies = {cause: ADVICE[cause] for cause in order if cause != "converged"}
+    remedies: dict[Cause, str] = {cause: ADVICE[cause] for cause in order if cause != "converged"}
     if "budget" in remedies:
-        enough = int(_per_row(solved.stats.iterations)[failed].max())  # pyright: ignore[reportOptionalMemberAccess]
         remedies["budget"] += f": Stop(max_steps={2 ** enough.bit_length()})"
     for cause in ("slow contraction", "limit cycle", "divergence"):
         if tried and cause in remedies:
