@@ -173,6 +173,7 @@ class Solution(Outcome):
         status: a :class:`Status` per row, ``(batch,)``.
         stats: the numbers of the solve.
         aux: with ``has_aux=True``, what the map returned beside ``value``.
+        problem: what was solved, for :meth:`explain`; not saved with the object.
     """
 
     value: State

@@ -19,6 +19,7 @@ class ModelOutput(Outcome):
         cache: the cache after these tokens, with ``return_cache=True``.
         stats: numbers of the solve, per row for the simultaneous sweep, else per token; None for an explicit model.
         status: a :class:`~deqseq.Status` per row, the worst over its chunks, ``(batch,)``; None for an explicit model.
+        problem: what was solved, for :meth:`explain`; not saved with the object.
     """
 
     value: Float[Tensor, "batch length d_model"]
@@ -38,6 +39,7 @@ class CausalLMOutput(Outcome):
         cache: the cache after these tokens, with ``return_cache=True``.
         stats: numbers of the solve; None for an explicit model.
         status: a :class:`~deqseq.Status` per row, ``(batch,)``; None for an explicit model.
+        problem: what was solved, for :meth:`explain`; not saved with the object.
     """
 
     logits: Float[Tensor, "batch length vocab"]
