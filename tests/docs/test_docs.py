@@ -15,8 +15,8 @@ HIDE = "# markdown-exec: hide"  # at the end of a line that the site runs and do
 FRAGMENT = 'title="fragment"'  # in the options of a fence that cannot run alone
 FRAGMENTS: dict[str, int] = {}  # by page; on all others there are none
 SLOW = {  # more than 20 seconds of a core
-    *("diagnostics", "faq", "gradients", "not_converging", "one_dial"),
-    *("parity", "pretrained", "test_time_compute", "text"),
+    *("diagnostics", "faq", "gradients", "not_converging", "sweeps"),
+    *("parity", "pretrained", "several_gpus", "test_time_compute", "text"),
 }
 
 
@@ -46,13 +46,26 @@ def marked(page: Path) -> object:
     return pytest.param(page, id=page.stem, marks=[pytest.mark.slow] if page.stem in SLOW else [])
 
 
+def run(page: Path, folder: Path, *launcher: str) -> str:
+    """What the copied code prints, run in an empty folder."""
+    (folder / "copied.py").write_text(copied(page.read_text()))
+    outside = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"MPLBACKEND": "agg"}
+    called = [sys.executable, *launcher, "copied.py"]
+    done = subprocess.run(called, cwd=folder, env=outside, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
 @pytest.mark.parametrize("page", [marked(page) for page in PAGES if copied(page.read_text())])
 def test_what_a_reader_copies_runs(page, tmp_path):
-    script = tmp_path / "copied.py"
-    script.write_text(copied(page.read_text()))
-    outside = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"MPLBACKEND": "agg"}
-    done = subprocess.run([sys.executable, script.name], cwd=tmp_path, env=outside, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run(page, tmp_path)
+
+
+@pytest.mark.slow
+def test_the_script_for_several_gpus_runs_in_two_processes(tmp_path):
+    page = ROOT / "docs" / "guides" / "several_gpus.md"
+    printed = run(page, tmp_path, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+    assert printed.count("step 120: loss 0.0") == 1  # by the first process alone, of the mean
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if copied(page.read_text())], ids=lambda page: page.stem)
