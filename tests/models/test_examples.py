@@ -1,12 +1,14 @@
 """The trained models that come with the library are what their docstring says."""
 
+import math
+
 import pytest
 import torch
 from safetensors import safe_open
 
 import deqseq as dq
 from deqseq.models.examples import WEIGHTS
-from deqseq.tasks import WordProblem, cyclic
+from deqseq.tasks import WordProblem, cyclic, generators, parse_group
 
 
 @torch.no_grad()
@@ -31,6 +33,27 @@ def test_what_was_learned_unrolled_is_no_fixed_point():
     assert share_right(lm, 16, solve=trained)[0] > 0.9 > share_right(lm, 16)[0]
 
 
+@pytest.mark.usefixtures("unchecked")
+@torch.no_grad()
+def test_a5_is_right_and_converges_at_four_times_its_training_length():
+    lm, group = dq.load_example("a5"), parse_group("A5")
+    batch = WordProblem(group, generators(group, 2)).fixed(16, 64, seed=7)
+    for sweep in (dq.Simultaneous(), dq.Sliding(8)):
+        output = lm(batch.inputs, sweep=sweep)
+        assert torch.equal(output.logits.argmax(-1), batch.targets) and output.converged.all()
+
+
+@pytest.mark.usefixtures("unchecked")
+@torch.no_grad()
+def test_text_predicts_bytes_it_was_not_trained_on_and_converges():
+    lm, line = dq.load_example("text"), b"The king sees the fool, and the fool mocks the king.\n"
+    ids = torch.tensor([list(line)])
+    output = lm(ids, labels=ids)
+    assert output.loss / math.log(2) < 3.5 and output.converged.all()
+    generated = lm.generate(ids, max_new_tokens=20)
+    assert generated.converged.all() and bytes(generated.tokens[0].tolist()).isascii()
+
+
 @pytest.mark.parametrize("name", list(dq.EXAMPLES))
 def test_each_says_how_it_was_made_and_draws_nothing(name):
     state = torch.random.get_rng_state()
@@ -39,7 +62,7 @@ def test_each_says_how_it_was_made_and_draws_nothing(name):
     path = WEIGHTS / f"{name}.safetensors"
     assert path.stat().st_size < 1e6
     with safe_open(path, "pt") as file:
-        assert "docs/_tools/parity.py" in file.metadata()["made_by"]
+        assert file.metadata()["made_by"].startswith(f"docs/_tools/weights.py {name}: ")
 
 
 def test_an_unknown_name_is_named():
