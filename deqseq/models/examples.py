@@ -37,8 +37,8 @@ def load_example(name: str) -> CausalLM:
     - ``"parity-unrolled"``: the same, trained through 4 unrolled iterations alone: what it learned is no fixed point.
     - ``"a5"``: one Mamba2 block, trained on up to 16 factors; says after each which of the 60 elements of A5, the
       smallest group that is not solvable, the product is. Right at every token of 64, at 98 % of those of 256.
-    - ``"text"``: one Mamba2 block that predicts the next byte (ASCII) of Shakespeare's plays; 2.45 bits per byte on plays
-      that it was not trained on.
+    - ``"text"``: one Mamba2 block that predicts the next byte (ASCII) of Shakespeare's plays; 2.45 bits per byte on
+      plays that it was not trained on.
 
     Args:
         name: of the model.
