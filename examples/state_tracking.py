@@ -3,9 +3,9 @@
 A sequence of group elements comes in, the product of each prefix is to come out (for Z2: the parity of the ones so
 far). The implicit model is trained on short sequences, first through a few unrolled iterations, then at its fixed point
 with phantom gradients, and evaluated on longer ones, solved simultaneously, sequentially and with a sliding window.
-Explicit models of 1, 2 and 4 blocks see the same batches, in as many steps. The implicit Mamba2 extrapolates, to 32 times the
-trained length; Llamas, implicit or explicit, learn parity at the trained lengths alone. Interrupt it and run it again:
-it goes on from its last checkpoint. parity.py is the same in fewer lines.
+Explicit models of 1, 2 and 4 blocks see the same batches, in as many steps. The implicit Mamba2 extrapolates, to 32
+times the trained length; Llamas, implicit or explicit, learn parity at the trained lengths alone. Interrupt it and
+run it again: it goes on from its last checkpoint. parity.py is the same in fewer lines.
 
     python examples/state_tracking.py                                # parity
     python examples/state_tracking.py --quick                        # the implicit model alone
