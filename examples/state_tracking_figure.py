@@ -40,5 +40,5 @@ def draw(rows: list[dict], compute: list[dict], trained: int, chance: float, pat
             axis.set_xticks(ticks, [str(tick) for tick in ticks])
             axis.axhline(chance, color="#999999", linewidth=1, linestyle=":", label="chance")
             axis.set(ylim=(-0.03, 1.05), xlabel=labels[axis], ylabel="last-token accuracy")
-            axis.legend(fontsize=8, labelspacing=0.9)
+            axis.legend(fontsize=8, labelspacing=0.9, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3)
         left.set_xlim(lengths[0] / 1.3, None)

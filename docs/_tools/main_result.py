@@ -23,7 +23,7 @@ DARK = {"ink": "#e6edf3", "soft": "#a3acb8", "line": "#3d444d", "band": "#262c36
 def scores() -> dict[str, list[float]]:
     """Accuracy at the last token, by model and length."""
     rows = json.loads((ROOT / "benchmarks" / "results" / "state_tracking.json").read_text())
-    parity = [row for row in rows if row["cores"] == 2 and row["group"] == "Z2"]
+    parity = [row for row in rows if row["group"] == "Z2" and row["seed"] == 0]
     found = {(row["model"], row["sweep"], row["length"]): row["accuracy"] for row in parity}
     return {name: [found[*key, length] for length in LENGTHS] for key, name in NAMES.items()}
 
