@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from deqseq.solvers import Anderson, ExternalSolver, Relaxed, Solver
+from deqseq.solvers import Anderson, Broyden, ExternalSolver, Relaxed, Solver
 from deqseq.stop import Stop
 from deqseq.types import RowMask
 
@@ -16,18 +16,25 @@ if TYPE_CHECKING:
     from deqseq.solution import Outcome
 
 Cause = Literal[
-    "converged", "several fixed points", "budget", "slow contraction", "limit cycle", "divergence", "no fixed point"
+    "converged",
+    "several fixed points",
+    "budget",
+    "slow convergence",
+    "limit cycle",
+    "divergence",
+    "no fixed point found",
 ]
 """Why the solve of a row ended as it did."""
-TRIALS = (Relaxed(0.5), Relaxed(0.2), Anderson())
+TRIALS = (Relaxed(0.5), Relaxed(0.2), Anderson(), Broyden())
 ADVICE: dict[Cause, str] = {
     "budget": "give more iterations",
-    "slow contraction": "give more iterations, or take a solver that uses several past iterates; a model that is not "
-    "trained yet may have to be trained first",
+    "slow convergence": "give more iterations, or take a solver that uses several past iterates; an untrained "
+    "model may have to be trained first",
     "limit cycle": "damp the iteration",
     "divergence": "the map expands: damp the iteration, or make the map contractive",
-    "no fixed point": "train the model at its fixed point (deqseq.training.free): an untrained map, or one trained "
-    "through unrolled iterations alone, need not have a fixed point that iteration reaches",
+    "no fixed point found": "make the map contract, for example by scaling its weights to a spectral norm below 1, or "
+    "train the model at its fixed point (deqseq.training.free); an untrained map, one trained through unrolled "
+    "iterations alone, or inputs unlike those of training need not have a fixed point that a solver reaches",
     "several fixed points": "the start decides which one is found: solve from the start that training used, and "
     "train with every sweep that will be used",
 }
@@ -81,20 +88,25 @@ def explain(outcome: "Outcome", problem: Problem) -> Explanation:
             findings.setdefault(causes[row], []).append(finding)
             if causes[row] == "budget":
                 enough = max(enough, int(_per_row(solved.stats.iterations)[row]))  # pyright: ignore[reportOptionalMemberAccess]
-        hard = torch.tensor([cause in ("slow contraction", "limit cycle", "divergence") for cause in causes])
+        hard = torch.tensor([cause in ("slow convergence", "limit cycle", "divergence") for cause in causes])
         if bool(hard.any()):
             slow = all(cause != "limit cycle" and cause != "divergence" for cause in causes)
             better = _first_that_converges(problem, stop, hard, TRIALS[2:] if slow else TRIALS)
             if better is not None:
                 solver, solved = better
-                tried = f"take {solver}, which converges in {_iterations(solved, hard)} iterations"
+                numbers = _iterations(solved, hard)
+                tried = (
+                    f"solver={solver}, stop=Stop(max_steps={_enough(solved, hard)}) converges in {numbers} iterations"
+                )
             else:
                 moved = "limit cycle", "divergence"
-                causes = ["no fixed point" if cause in moved else cause for cause in causes]
+                causes = ["no fixed point found" if cause in moved else cause for cause in causes]
                 lost = [text for cause in moved for text in findings.pop(cause, [])]
                 if lost:
-                    names = ", ".join(map(str, TRIALS))
-                    findings["no fixed point"] = [f"{lost[0]} Neither do {names} converge."]
+                    names = ", ".join(
+                        str(solver).partition("(")[0] + f"({vars(solver).get('damping', '')})" for solver in TRIALS
+                    )
+                    findings["no fixed point found"] = [f"{lost[0]} {names} did not converge either."]
     several, alone = _elsewhere(problem, replace(stop, rtol=min(stop.rtol, 1e-4)), solver, solved.converged.cpu())
     for row in several.nonzero()[:, 0].tolist():
         causes[row] = "several fixed points"
@@ -107,10 +119,10 @@ def explain(outcome: "Outcome", problem: Problem) -> Explanation:
     order: list[Cause] = list(dict.fromkeys(causes))
     remedies: dict[Cause, str] = {cause: ADVICE[cause] for cause in order if cause != "converged"}
     if "budget" in remedies:
-        remedies["budget"] += f": Stop(max_steps={2 ** enough.bit_length()})"
-    for cause in ("slow contraction", "limit cycle", "divergence"):
+        remedies["budget"] += f": stop=Stop(max_steps={2 ** enough.bit_length()})"
+    for cause in ("slow convergence", "limit cycle", "divergence"):
         if tried and cause in remedies:
-            remedies[cause] = tried
+            remedies[cause] = tried + "; to train, make the map contract" * (cause != "slow convergence")
     return Explanation(tuple(causes), {cause: text[cause] for cause in order}, remedies)
 
 
@@ -132,7 +144,7 @@ def _cause(solved: "Outcome", row: int, given: Stop, stop: Stop) -> tuple[Cause,
     level = f"{last:.1e} after {len(trace)} iterations"
     if rate < 0.999:
         needed = len(trace) + int(math.log(stop.rtol / last) / math.log(rate)) if stop.rtol else "ever more"
-        return "slow contraction", (
+        return "slow convergence", (
             f"The residual is {level} and falls by a factor of {rate:.3f} per iteration: at least {needed} iterations "
             "are needed."
         )
@@ -167,6 +179,12 @@ def _elsewhere(
 
 def _per_row(numbers: Tensor) -> Tensor:
     return numbers.cpu() if numbers.ndim == 1 else numbers.amax(dim=1).cpu()
+
+
+def _enough(solved: "Outcome", rows: RowMask) -> int:
+    """A budget for the solves of some rows, a power of two."""
+    assert solved.stats is not None
+    return 2 ** int(_per_row(solved.stats.iterations)[rows].max()).bit_length()
 
 
 def _iterations(solved: "Outcome", rows: RowMask) -> str:

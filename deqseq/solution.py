@@ -136,8 +136,8 @@ class Outcome(ABC):
         """Why each row converged or not, and what to do about it; print it.
 
         The same problem is solved again with up to four times the budget (at most 1,000 iterations). If rows still
-        fail, it is solved with more damping and with Anderson's method. Last, it is solved from a random start, which
-        shows whether there are several fixed points. Tokens are solved together, whatever the sweep was.
+        fail, it is solved with more damping, by Anderson's and by Broyden's method. Last, it is solved from a random
+        start, which shows whether there are several fixed points. Tokens are solved together, whatever the sweep was.
 
         Returns:
             An :class:`Explanation`: a cause per row, and a remedy for each cause. It describes the model as it is now,
@@ -149,10 +149,10 @@ class Outcome(ABC):
         Example:
             >>> import torch, deqseq as dq
             >>> x = torch.ones(1, 2)
-            >>> solution = dq.solve(lambda z: 2 - 1.2 * z, x, solver=dq.Naive(), stop=dq.Stop(max_steps=20))
+            >>> solution = dq.solve(lambda z: 2 - z / 2, x, solver=dq.Naive(), stop=dq.Stop(max_steps=8))
             >>> print(solution.explain())
-            row 0: divergence. The residual grows without bound in 60 iterations.
-              Remedy: take Relaxed(damping=0.5), which converges in 4 iterations.
+            row 0: budget. It converges in 10 iterations; the budget was 8.
+              Remedy: give more iterations: stop=Stop(max_steps=16).
         """
         if self.problem is None:
             raise ValueError("explain() needs a solve made in this process: this outcome has none")

@@ -24,14 +24,19 @@ def solve(f, z0=ONE, **options):
     [
         ("converged", lambda z: 0.1 * z + 1, "from a random start, to the same value", None),
         ("budget", lambda z: 0.6 * z + 1, "It converges in 26 iterations; the budget was 20", "Stop(max_steps=32)"),
-        ("slow contraction", lambda z: 0.995 * z + 1, "falls by a factor of 0.9", "take Anderson"),
-        ("limit cycle", lambda z: 3 - z, "does not fall", "take Relaxed(damping=0.5), which converges in 2 iterations"),
-        ("divergence", lambda z: 3 - 1.5 * z, "grows without bound", "take Relaxed(damping=0.5)"),
+        ("slow convergence", lambda z: 0.995 * z + 1, "falls by a factor of 0.9", "solver=Anderson"),
         (
-            "no fixed point",
+            "limit cycle",
+            lambda z: 3 - z,
+            "does not fall",
+            "solver=Relaxed(damping=0.5), stop=Stop(max_steps=4) converges in 2 iterations",
+        ),
+        ("divergence", lambda z: 3 - 1.5 * z, "grows without bound", "solver=Relaxed(damping=0.5)"),
+        (
+            "no fixed point found",
             lambda z: torch.where(z > 2, z * 0 + 1, z * 0 + 3),
             "does not fall",
-            "train the model at its fixed point",
+            "make the map contract",
         ),
         ("several fixed points", lambda z: torch.tanh(3 * z), "random start converges elsewhere", "start"),
     ],
@@ -46,7 +51,7 @@ def test_the_cause_and_the_remedy_are_named(cause, f, finding, remedy):
 
 def test_the_predicted_number_of_iterations_of_a_slow_contraction_is_right():
     slope, offset = torch.tensor([[0.97, 0.0], [0.3, 100.0]], dtype=torch.float64)
-    finding = solve(lambda z: slope * z + offset, rtol=1e-7).explain().findings["slow contraction"]
+    finding = solve(lambda z: slope * z + offset, rtol=1e-7).explain().findings["slow convergence"]
     predicted = int(finding.split("at least ")[1].split()[0])
     needed = solve(lambda z: slope * z + offset, rtol=1e-7, max_steps=1000).stats.iterations[0].item()
     assert math.isclose(predicted, needed, rel_tol=0.02)
@@ -76,7 +81,7 @@ def test_outputs_of_models_explain_themselves_under_a_cache_and_padding(sweep):
     stop = dq.Stop(rtol=1e-9, max_steps=3)
     with pytest.warns(dq.ConvergenceWarning, match="2 of 2 rows spent the budget of 3 iterations"):
         output = lm(ids, mask=mask, cache=start.cache, stop=stop, sweep=sweep)
-    assert output.explain().causes in (("budget", "budget"), ("slow contraction", "slow contraction"))
+    assert output.explain().causes in (("budget", "budget"), ("slow convergence", "slow convergence"))
     assert (
         lm(ids, mask=mask, stop=dq.Stop(rtol=1e-6, max_steps=500), sweep=sweep).explain().causes == ("converged",) * 2
     )
@@ -96,6 +101,25 @@ def test_a_model_warns_once_and_only_where_rows_could_converge():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         lm(ids, stop=short)
+
+
+def test_explaining_a_solve_does_not_warn_and_leaves_the_warning_for_a_failure():
+    lm = dq.CausalLM(7, dq.ImplicitModel(contractive_mamba2())).double().eval()
+    ids = torch.randint(0, 7, (2, 9))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        lm(ids).explain()
+    with pytest.warns(dq.ConvergenceWarning):
+        lm(ids, stop=dq.Stop(rtol=1e-9, max_steps=2))
+
+
+def test_an_expansive_map_is_solved_by_broyden():
+    torch.manual_seed(0)
+    W = 3 * torch.linalg.qr(torch.randn(8, 8, dtype=torch.float64)).Q
+    u = torch.randn(4, 8, dtype=torch.float64)
+    solution = dq.solve(lambda z: z @ W + u, 0 * u, solver=dq.Anderson(), stop=dq.Stop(rtol=1e-6))
+    assert not solution.converged.any()
+    assert "solver=Broyden" in str(solution.explain())
 
 
 def test_an_outcome_without_a_problem_says_so_and_outcomes_can_be_pickled_and_copied():

@@ -189,7 +189,11 @@ class ImplicitModel(nn.Module):
         config = replace(config, solver=solver, stop=stop, sweep=Simultaneous())
         start = given if start is None else start
         fields: SolveFields = {} if start is None else {"start": start}
-        return self(x, mask=mask, cache=cache, trace=trace, solve=config, **fields)
+        warned, self._warned = self._warned, True  # what is tried out is no failure of the caller's
+        try:
+            return self(x, mask=mask, cache=cache, trace=trace, solve=config, **fields)
+        finally:
+            self._warned = warned
 
     def _warn_once(self, output: ModelOutput, stop: Stop) -> None:
         """Tell of the first solve in eval mode that spends its budget on most rows, unless no row could converge."""
