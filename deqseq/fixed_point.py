@@ -33,9 +33,11 @@ def fixed_point(
         f: the map, ``(batch, *event) -> (batch, *event)``; with ``args`` it is called as ``f(z, args)``. All tensors
             that it closes over, and ``args``, receive gradients.
         z0: the start, ``(batch, *event)``.
-        args: what the map needs of each row, as in :func:`solve`. Default: the map takes ``z`` alone.
+        args: what the map needs of each row, a tensor ``(batch, ...)`` or a tuple of them, as in :func:`solve`; the map
+            is called as ``f(z, args)``. Default: it takes ``z`` alone.
         solver: the algorithm.
-        stop: tolerances, budget and granularity.
+        stop: tolerances, budget and granularity. By default norms are over the last dimension, and the largest counts;
+            for images and other states that are not sequences take ``Stop(norm="frobenius")``, one norm per row.
         gradient: the estimator. Default: the exact one, :class:`Implicit`, where anything in ``f`` requires a
             gradient. An estimator that is named must find something to differentiate.
         throw: whether rows that did not converge raise an error.

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, TypeVar
 
+import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
@@ -158,12 +159,21 @@ class Outcome(ABC):
             raise ValueError("explain() needs a solve made in this process: this outcome has none")
         return explain(self, self.problem)
 
+    def __repr__(self) -> str:
+        """Numbers of the solve, without the tensors."""
+        name, stats = type(self).__name__, self.stats
+        if stats is None:
+            return f"{name}(not solved: an explicit model)"
+        low, high = torch.aminmax(stats.iterations)
+        done = f"{int(self.converged.sum())} of {len(self.converged)} rows converged"
+        return f"{name}({done}, iterations {int(low)} to {int(high)})"
+
     def __getstate__(self) -> dict[str, Any]:
         """Without the problem, which holds functions."""
         return {name: value for name, value in self.__dict__.items() if name != "problem"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Solution(Outcome):
     """A fixed point, or the best value that was found, with the numbers of its solve.
 

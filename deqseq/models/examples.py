@@ -35,10 +35,12 @@ def load_example(name: str) -> CausalLM:
     - ``"parity"``: one Mamba2 block, trained on sequences of 16 bits; says at each bit whether the number of ones so
       far is odd. Right at every length up to 512, and converges there.
     - ``"parity-unrolled"``: the same, trained through 4 unrolled iterations alone: what it learned is no fixed point.
-    - ``"a5"``: one Mamba2 block, trained on up to 16 factors; says after each which of the 60 elements of A5, the
-      smallest group that is not solvable, the product is. Right at every token of 64, at 98 % of those of 256.
-    - ``"text"``: one Mamba2 block that predicts the next byte (ASCII) of Shakespeare's plays; 2.45 bits per byte on
-      plays that it was not trained on.
+    - ``"a5"``: one Mamba2 block, trained on products of up to 16 factors, each one of two elements of A5, the smallest
+      group that is not solvable; says after each factor which of the 60 elements the product is. Right at every token
+      of 64, at 98 % of those of 256. Its inputs are those of ``WordProblem(group, generators(group, 2))`` in
+      :mod:`deqseq.tasks`.
+    - ``"text"``: one Mamba2 block that predicts the next character of Shakespeare's plays; 2.45 bits per character on
+      plays that it was not trained on. Its ids are the bytes of ASCII text.
 
     Args:
         name: of the model.
@@ -55,6 +57,14 @@ def load_example(name: str) -> CausalLM:
         >>> output = lm(torch.tensor([[1, 0, 1, 1, 1]]))
         >>> output.logits.argmax(-1), output.converged
         (tensor([[1, 1, 0, 1, 0]]), tensor([True]))
+        >>> prompt = torch.tensor([list(b"ROMEO:")])
+        >>> made = load_example("text").generate(prompt, max_new_tokens=40, temperature=0.7, seed=0)
+        >>> text = bytes(made.tokens[0].tolist()).decode()      # what follows the prompt
+        >>> from deqseq.tasks import WordProblem, alternating, generators
+        >>> a5 = alternating(5)
+        >>> batch = WordProblem(a5, generators(a5, 2)).fixed(8, 32, seed=0)
+        >>> torch.equal(load_example("a5")(batch.inputs).logits.argmax(-1), batch.targets)
+        True
     """
     check_choice("name", name, EXAMPLES)
     from safetensors.torch import load_file

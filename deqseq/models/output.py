@@ -10,7 +10,7 @@ from deqseq.explain import Problem
 from deqseq.solution import Outcome, SolveStats
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ModelOutput(Outcome):
     """A model's states.
 
@@ -29,7 +29,7 @@ class ModelOutput(Outcome):
     problem: Problem | None = field(default=None, repr=False, compare=False)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class CausalLMOutput(Outcome):
     """A language model's predictions.
 
