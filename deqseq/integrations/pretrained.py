@@ -93,7 +93,10 @@ def from_pretrained_model(
     if state is None:
         config = getattr(model, "config", None)
         if config is None or not isinstance(model, nn.Module):
-            raise TypeError(f"{type(model).__name__} has no config: give a configuration and its state dict")
+            raise TypeError(
+                f"model must be a transformers model, or a configuration with its state dict, got {model!r:.60}: "
+                "load it first, as AutoModelForCausalLM.from_pretrained(name)"
+            )
         state = model.state_dict()
     spec = pretrained_spec(config)
     if implicit:
