@@ -126,7 +126,7 @@ def test_missing_and_extra_pretrained_tensors_are_listed():
     listed = r"1 missing: lm_head\.weight; 1 unexpected: model\.layers\.0\.self_attn\.q_proj\.bias"
     with pytest.raises(ValueError, match=listed):
         from_pretrained_model(theirs.config, state, implicit=True, solve=FROM_INPUT)
-    with pytest.raises(TypeError, match="no config: give a configuration and its state dict"):
+    with pytest.raises(TypeError, match="must be a transformers model, or a configuration with its state dict"):
         from_pretrained_model(torch.nn.Linear(1, 1), implicit=False)
     with pytest.raises(TypeError, match="model must be a transformers model"):
         from_pretrained_model(theirs.config, implicit=False)
