@@ -141,8 +141,9 @@ class ImplicitConfig(PreTrainedConfig):
         return self.backbone_class(**self.sizes_of_backbone(), injection=self.implicit)
 
     def sizes_of_backbone(self) -> Json:
-        """Sizes under our names."""
-        return {core: getattr(self, name) for core, name in self.sizes.items()}
+        """Sizes under our names; a tuple where JSON has a list."""
+        sizes = {core: getattr(self, name) for core, name in self.sizes.items()}
+        return {core: tuple(size) if isinstance(size, list) else size for core, size in sizes.items()}
 
     @classmethod
     def from_specification(cls: type[C], spec: LanguageModelSpec, **more: Any) -> C:
