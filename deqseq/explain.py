@@ -22,6 +22,7 @@ Cause = Literal[
     "slow convergence",
     "limit cycle",
     "divergence",
+    "precision",
     "no fixed point found",
 ]
 """Why the solve of a row ended as it did."""
@@ -32,6 +33,7 @@ ADVICE: dict[Cause, str] = {
     "model may have to be trained first",
     "limit cycle": "damp the iteration",
     "divergence": "the map expands: damp the iteration, or make the map contractive",
+    "precision": "loosen the tolerance, or compute in a wider dtype",
     "no fixed point found": "make the map contract, for example by scaling its weights to a spectral norm below 1, or "
     "train the model at its fixed point (deqseq.training.free); an untrained map, one trained through unrolled "
     "iterations alone, or inputs unlike those of training need not have a fixed point that a solver reaches",
@@ -103,9 +105,7 @@ def explain(outcome: "Outcome", problem: Problem) -> Explanation:
                 causes = ["no fixed point found" if cause in moved else cause for cause in causes]
                 lost = [text for cause in moved for text in findings.pop(cause, [])]
                 if lost:
-                    names = ", ".join(
-                        str(solver).partition("(")[0] + f"({vars(solver).get('damping', '')})" for solver in TRIALS
-                    )
+                    names = ", ".join(map(str, TRIALS))
                     findings["no fixed point found"] = [f"{lost[0]} {names} did not converge either."]
     several, alone = _elsewhere(problem, replace(stop, rtol=min(stop.rtol, 1e-4)), solver, solved.converged.cpu())
     for row in several.nonzero()[:, 0].tolist():
@@ -136,12 +136,19 @@ def _cause(solved: "Outcome", row: int, given: Stop, stop: Stop) -> tuple[Cause,
     iterations = int(_per_row(solved.stats.iterations)[row])
     if int(solved.status[row]) == Status.DIVERGED:
         return "divergence", f"The residual grows without bound in {iterations} iterations."
-    quarter = max(1, len(trace) // 4)  # smallest residuals of the last two quarters: an oscillation falls by nothing
-    before, last = (float(part.min()) for part in (trace[-2 * quarter : -quarter], trace[-quarter:]))
-    rate = (last / before) ** (1 / quarter) if before > 0 else 1.0
     if int(solved.status[row]) == Status.CONVERGED:
         return "budget", f"It converges in {iterations} iterations; the budget was {given.max_steps}."
+    quarter = max(1, len(trace) // 4)  # smallest residuals of the last two quarters: an oscillation falls by nothing
+    last = float(trace[-quarter:].min())
+    before = float(trace[-2 * quarter : -quarter].min()) if len(trace) > 1 else last
+    rate = (last / before) ** (1 / quarter) if before > 0 else 1.0
     level = f"{last:.1e} after {len(trace)} iterations"
+    dtype = solved.value.dtype  # pyright: ignore[reportAttributeAccessIssue]
+    if last < 32 * torch.finfo(dtype).eps:
+        return (
+            "precision",
+            f"The residual is {level}, which is the precision of {dtype}; the tolerance is {stop.rtol:.1e}.",
+        )
     if rate < 0.999:
         needed = len(trace) + int(math.log(stop.rtol / last) / math.log(rate)) if stop.rtol else "ever more"
         return "slow convergence", (
@@ -170,7 +177,7 @@ def _elsewhere(
     usual = problem.run(solver, stop, None, False)
     value: Tensor = usual.value  # pyright: ignore[reportAttributeAccessIssue]
     noise = torch.randn(value.shape, generator=torch.Generator().manual_seed(0)).to(value)
-    other = problem.run(solver, stop, noise * value.std(), False)
+    other = problem.run(solver, stop, noise * value.square().mean().sqrt().clamp_min(1e-3), False)
     distance = (other.value - value).flatten(1).norm(dim=1)  # pyright: ignore[reportAttributeAccessIssue]
     apart = distance > 0.05 * value.flatten(1).norm(dim=1)
     settled = (usual.converged & other.converged).cpu()

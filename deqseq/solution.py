@@ -130,7 +130,7 @@ class Outcome(ABC):
         residuals = _per_row(self.stats.residual)[rows]
         message = describe_failure(self, what)
         if self.problem is not None and what == SOLVE:
-            message += " explain() of what was returned names the cause, and tries remedies."
+            message += " Solved without throw, explain() of the result names the cause, and tries remedies."
         raise ConvergenceError(message, rows.tolist(), residuals.tolist())
 
     def explain(self) -> Explanation:

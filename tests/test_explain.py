@@ -113,6 +113,33 @@ def test_explaining_a_solve_does_not_warn_and_leaves_the_warning_for_a_failure()
         lm(ids, stop=dq.Stop(rtol=1e-9, max_steps=2))
 
 
+def test_a_tolerance_finer_than_the_dtype_is_named():
+    """In float32 the last bit flips for ever: the residual stays at 1e-7."""
+    flip = torch.tensor([0.0, 1e-7])
+
+    def f(z):
+        return torch.where(z == 1, flip + 1, 1 - 0 * z)
+
+    solution = dq.solve(f, torch.ones(1, 2), solver=dq.Naive(), stop=dq.Stop(rtol=1e-9))
+    explanation = solution.explain()
+    assert explanation.causes == ("precision",)
+    assert "torch.float32" in explanation.findings["precision"]
+
+
+def test_a_state_of_one_number_is_explained():
+    solution = dq.solve(torch.cos, torch.zeros(1, 1), solver=dq.Naive(), stop=dq.Stop(max_steps=4))
+    assert solution.explain().causes == ("budget",)
+
+
+def test_dropout_does_not_make_a_model_look_as_if_it_had_several_fixed_points():
+    torch.manual_seed(0)
+    model = dq.ImplicitModel(contractive_mamba2(dropout=0.5)).double().train()
+    x = torch.randn(3, 5, model.backbone.d_model, dtype=torch.float64)
+    explanation = model(x, stop=dq.Stop(rtol=1e-3, max_steps=200)).explain()
+    assert explanation.causes == ("converged",) * 3
+    assert model.training
+
+
 def test_an_expansive_map_is_solved_by_broyden():
     torch.manual_seed(0)
     W = 3 * torch.linalg.qr(torch.randn(8, 8, dtype=torch.float64)).Q

@@ -16,6 +16,7 @@ from deqseq.explain import Problem
 from deqseq.gradients import AttachedGradient, Gradient, Implicit, Unrolled
 from deqseq.layers.sharded import sharded_parts, unsharded
 from deqseq.layers.weight_norm import cached_weights
+from deqseq.models.eval_mode import eval_mode
 from deqseq.models.output import ModelOutput
 from deqseq.models.padding import Padding
 from deqseq.solution import ConvergenceWarning, Status
@@ -191,7 +192,8 @@ class ImplicitModel(nn.Module):
         fields: SolveFields = {} if start is None else {"start": start}
         warned, self._warned = self._warned, True  # what is tried out is no failure of the caller's
         try:
-            return self(x, mask=mask, cache=cache, trace=trace, solve=config, **fields)
+            with eval_mode(self):  # dropout would make every solve one of another map
+                return self(x, mask=mask, cache=cache, trace=trace, solve=config, **fields)
         finally:
             self._warned = warned
 
