@@ -17,6 +17,7 @@ from deqseq.integrations.huggingface.configuration import ImplicitConfig
 from deqseq.integrations.huggingface.modeling import ImplicitBaseModel, SolveChange
 from deqseq.integrations.huggingface.outputs import ImplicitCausalLMOutput
 from deqseq.integrations.huggingface.pretrained_model import ImplicitPreTrainedModel
+from deqseq.integrations.reference_fields import check_known
 from deqseq.layers.weight_norm import cached_weights
 from deqseq.models.generation import prompt_sweep
 from deqseq.sweeps import Simultaneous
@@ -175,6 +176,9 @@ class ImplicitCausalLM(ImplicitPreTrainedModel, GenerationMixin):
         keyword = kwargs.pop("solve", None)
         theirs: Any = super()
         config, model_kwargs = theirs._prepare_generation_config(generation_config, **kwargs)
+        for name in vars(config):  # transformers keeps what it does not know
+            if name.startswith("solv"):
+                check_known("generation configuration: field", name, ("solve",))
         changes = [change for change in (vars(config).get("solve"), keyword) if change is not None]
         solve = None
         for change in changes:

@@ -113,6 +113,11 @@ class GenerationContract:
         assert [each.category for each in told] == [dq.ConvergenceWarning]
         assert "3 of 3 rows spent the budget of 2 iterations" in str(told[0].message)
 
+    def test_a_misspelt_solve_of_a_generation_configuration_is_refused(self):
+        config = GenerationConfig(solves={"stop": {"max_steps": 2}}, **GREEDY)
+        with pytest.raises(ValueError, match=r"'solves'.*'solve'"):
+            self.model().generate(IDS, generation_config=config)
+
     def test_how_prompts_and_tokens_are_solved(self):
         output = self.model().generate(IDS, return_dict_in_generate=True, **GREEDY)
         solves = output.past_key_values.solves
