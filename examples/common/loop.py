@@ -130,7 +130,8 @@ def train(
         until: stop after so many updates, with a checkpoint, as if interrupted.
 
     Yields:
-        The numbers of each update.
+        The numbers of each update, before its checkpoint is written: a kill in between repeats the update, and no
+        number is lost.
 
     Raises:
         ValueError: the checkpoints are of a run with another curriculum.
@@ -147,11 +148,10 @@ def train(
         last, saved = min(settings.steps, until or settings.steps), run.step
         prepared.train()
         while run.step < last and len(drawn := run.draw()) == settings.accumulate:
-            update = run.update(drawn)
+            yield run.update(drawn)
             if run.step % settings.checkpoint_every == 0 or run.step == last:
                 run.save(folder)
                 saved = run.step
-            yield update
         if saved < run.step:  # the batches have ended
             run.save(folder)
     except NonFiniteLoss as error:

@@ -47,12 +47,17 @@ def test_a_killed_run_has_the_losses_of_the_uninterrupted_one(folder, kind, leas
 def test_no_checkpoint_is_lost(folder, kind):
     saved, started = 0, False
     for word, *rest in report(folder / f"{kind}.txt"):
-        if word == "loss" and started:  # killed between saving and saying so, it goes on from the next one
+        if word == "loss" and started:  # killed between saving and the next step, it goes on from the new one
             assert int(rest[0]) - 1 in (saved, saved + 3)
         started = word == "from"
-        saved = int(rest[0]) if word == "saved" else saved
         if word == "loss" and int(rest[0]) % 3 == 1:
             saved = int(rest[0]) - 1
+
+
+@pytest.mark.parametrize("kind", ["anywhere", "writing"])
+def test_the_numbers_of_every_update_are_told(folder, kind):
+    told = [int(rest[0]) for word, *rest in report(folder / f"{kind}.txt") if word == "update"]
+    assert set(told) == set(range(1, 25))
 
 
 def test_no_kill_leaves_files_behind(folder):

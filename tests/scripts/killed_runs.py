@@ -54,8 +54,7 @@ def run(folder: Path, report: Path) -> None:
     settings = common_loop.Settings(STEPS, checkpoint_every=EVERY)
     parts = (lm, *small_runs.optimizer_of(lm), small_runs.Words(), curriculum, settings, folder)
     for update in common_loop.train(common_processes.make_accelerator(), *parts, call=call):
-        if update.step % EVERY == 0:
-            write(report, f"saved {update.step}")
+        write(report, f"update {update.step}")
     write(report, "end")
 
 
