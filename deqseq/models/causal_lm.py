@@ -19,7 +19,7 @@ from deqseq.models.implicit import ImplicitModel
 from deqseq.models.output import CausalLMOutput
 from deqseq.models.padding import check_mask
 from deqseq.solve import Callback
-from deqseq.types import Mask
+from deqseq.types import Mask, Sequence
 
 Tokens = Int64[Tensor, "batch length"]
 """Ids of tokens."""
@@ -37,6 +37,8 @@ class CausalLM(nn.Module):
         tied: whether the head is the embedding, as in the paper, or has weights of its own.
         embedding_dropout: probability, in [0, 1), that a number of an embedded token is zero in training; drawn once,
             before the solve.
+        embedding_scale: multiplies the embedded tokens, rounded to their dtype first, as in Gemma.
+        logit_softcap: bound of the logits, which become ``cap * tanh(logits / cap)``, as in Gemma 2. Default: none.
 
     Raises:
         TypeError, ValueError: names the argument, what it got and what it wants.
@@ -58,6 +60,8 @@ class CausalLM(nn.Module):
         *,
         tied: bool = True,
         embedding_dropout: float = 0.0,
+        embedding_scale: float = 1.0,
+        logit_softcap: float | None = None,
     ) -> None:
         super().__init__()
         check_integer("CausalLM.vocab_size", vocab_size, 1)
@@ -65,7 +69,11 @@ class CausalLM(nn.Module):
         check_number("CausalLM.embedding_std", embedding_std, "[0, inf)")
         check_flag("CausalLM.tied", tied)
         check_number("CausalLM.embedding_dropout", embedding_dropout, "[0, 1)")
-        self.embedding_dropout = embedding_dropout
+        check_number("CausalLM.embedding_scale", embedding_scale, "(0, inf)")
+        if logit_softcap is not None:
+            check_number("CausalLM.logit_softcap", logit_softcap, "(0, inf)")
+        self.embedding_dropout, self.embedding_scale = embedding_dropout, embedding_scale
+        self.logit_softcap = logit_softcap
         self.embedding = nn.Embedding(vocab_size, model.backbone.d_model)
         nn.init.normal_(self.embedding.weight, std=embedding_std)
         self.model = model
@@ -116,7 +124,7 @@ class CausalLM(nn.Module):
         """
         self._check_ids(input_ids)
         answers = self._answers(input_ids, labels, targets, mask)
-        x = F.dropout(self.embedding(input_ids), self.embedding_dropout, self.training)
+        x = F.dropout(self.embed(input_ids), self.embedding_dropout, self.training)
         options: dict[str, Any] = {"trace": trace, "callback": callback, "throw": throw, "solve": solve, **fields}
         if isinstance(self.model, ExplicitModel):
             options = {name: value for name, value in options.items() if value is not None and value is not False}
@@ -197,7 +205,7 @@ class CausalLM(nn.Module):
         with eval_mode(self):
             return generate(
                 self.model,
-                self.embedding,
+                self.embed,
                 self.logits,
                 input_ids,
                 mask,
@@ -218,9 +226,16 @@ class CausalLM(nn.Module):
         """
         self.model.compile(**options)
 
+    def embed(self, input_ids: Tokens) -> Sequence:
+        """What the model is given: ``input_ids``, ``(batch, length)``, embedded and scaled; without dropout."""
+        x = self.embedding(input_ids)
+        return x if self.embedding_scale == 1 else x * x.new_full((), self.embedding_scale)
+
     def logits(self, states: Float[Tensor, "*rows d_model"]) -> Float[Tensor, "*rows vocab"]:
         """The head alone: final ``states``, ``(..., d_model)``, to logits, ``(..., vocab_size)``."""
-        return F.linear(states, self.embedding.weight if self.head is None else self.head.weight)
+        logits = F.linear(states, self.embedding.weight if self.head is None else self.head.weight)
+        cap = self.logit_softcap
+        return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def _check_ids(self, input_ids: Tensor) -> None:
         check_type("input_ids", input_ids, Tensor)

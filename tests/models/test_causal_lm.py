@@ -73,6 +73,35 @@ def test_embedded_tokens_are_dropped_once_and_in_training_alone():
             dq.CausalLM(9, lm.model, embedding_dropout=p)
 
 
+def test_embedded_tokens_are_multiplied_by_the_rounded_scale():
+    lm = dq.CausalLM(9, dq.ExplicitModel(dq.Affine(12)), embedding_scale=12**0.5)
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        x = lm.to(dtype).embedding(IDS) * torch.tensor(12**0.5, dtype=dtype)
+        assert torch.equal(lm.embed(IDS), x)
+        assert torch.equal(lm(IDS).logits, lm.logits(lm.model(x).value))
+    assert not torch.equal(x, (lm.embedding(IDS).double() * 12**0.5).bfloat16())
+    for scale in (0.0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match=r"embedding_scale must .*\(0, inf\)"):
+            dq.CausalLM(9, lm.model, embedding_scale=scale)
+
+
+def test_logits_are_capped_as_in_gemma_2():
+    lm, capped = (dq.CausalLM(9, dq.ExplicitModel(dq.Affine(8)), logit_softcap=cap).double() for cap in (None, 0.5))
+    capped.load_state_dict(lm.state_dict())
+    states = 20 * torch.randn(2, 4, 8, dtype=torch.float64)
+    torch.testing.assert_close(capped.logits(states), 0.5 * torch.tanh(lm.logits(states) / 0.5), rtol=1e-12, atol=0)
+    assert capped.logits(states).abs().max() <= 0.5 < lm.logits(states).abs().max()
+    with pytest.raises(ValueError, match=r"logit_softcap must .*\(0, inf\)"):
+        dq.CausalLM(9, lm.model, logit_softcap=0.0)
+
+
+def test_generation_scales_what_it_embeds():
+    lm = dq.CausalLM(9, dq.ExplicitModel(dq.Affine(8)), embedding_std=1.0, embedding_scale=3.0).double()
+    tokens = lm.generate(IDS, max_new_tokens=5).tokens
+    whole = lm(torch.cat([IDS, tokens], dim=1)).logits
+    assert torch.equal(whole[:, 3:-1].argmax(dim=-1), tokens)
+
+
 def test_fields_of_a_call_reach_the_solve_and_its_numbers_come_back():
     lm = language_model().eval()
     output = lm(IDS, sweep=dq.Sequential(), stop=dq.Stop(rtol=1e-11, max_steps=2))
