@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import torch
 from jaxtyping import Int64
@@ -10,11 +10,12 @@ from torch import Tensor, nn
 
 from deqseq.backbones.base import Backbone, Inputs, check_cache, check_sequence
 from deqseq.backbones.llama_cache import LlamaCache
-from deqseq.check import check_flag, check_integer, check_number, check_type
+from deqseq.check import check_choice, check_flag, check_integer, check_number, check_type
 from deqseq.layers import (
     Attention,
     KeyValues,
     LlamaBlock,
+    Norms,
     Past,
     RMSNorm,
     RotaryScaling,
@@ -42,6 +43,13 @@ class LlamaConfig:
         rope_theta: base of the rotary embedding.
         rope_scaling: the frequency scaling of Llama 3.1 and later. Default: none.
         norm_eps: epsilon of all norms.
+        norms: where the norms of a block stand, as :class:`~deqseq.layers.LlamaBlock` says: ``"pre"`` (Llama),
+            ``"post"`` (OLMo 2), ``"sandwich"`` (Ouro) or ``"closed"`` (Huginn).
+        qk_norm: whether queries and keys are normalised, each over all of its heads, as in OLMo 2.
+        qk_bias: whether the projections to queries and keys have a bias, as in Huginn.
+        final_norm: whether a norm follows the last block.
+        float32_rotary: whether rotary angles are float32 in models of any dtype, as in the public Llama code. False:
+            they have the model's dtype, and float32 at least.
         dropout: probability, in [0, 1); one mask per layer and solve.
         weight_norm: whether linear maps are weight-normalised, as in the paper.
         injection: whether the backbone takes an input at every layer; without, it only serves explicit models.
@@ -63,6 +71,11 @@ class LlamaConfig:
     rope_theta: float = 500000.0
     rope_scaling: RotaryScaling | None = None
     norm_eps: float = 1e-5
+    norms: Norms = "pre"
+    qk_norm: bool = False
+    qk_bias: bool = False
+    final_norm: bool = True
+    float32_rotary: bool = True
     dropout: float = 0.0
     weight_norm: bool = True
     injection: bool = True
@@ -75,8 +88,9 @@ class LlamaConfig:
             check_number(f"LlamaConfig.{name}", getattr(self, name), "(0, inf)")
         check_type("LlamaConfig.rope_scaling", self.rope_scaling, (RotaryScaling, type(None)), "RotaryScaling(8.0)")
         check_number("LlamaConfig.dropout", self.dropout, "[0, 1)")
-        check_flag("LlamaConfig.weight_norm", self.weight_norm)
-        check_flag("LlamaConfig.injection", self.injection)
+        check_choice("LlamaConfig.norms", self.norms, get_args(Norms))
+        for name in ("qk_norm", "qk_bias", "final_norm", "float32_rotary", "weight_norm", "injection"):
+            check_flag(f"LlamaConfig.{name}", getattr(self, name))
         if self.headdim is None and self.d_model % self.n_heads:
             raise ValueError(
                 f"LlamaConfig.n_heads must divide d_model = {self.d_model} (or give headdim), got {self.n_heads}"
@@ -99,6 +113,8 @@ class LlamaConfig:
 
 class Llama(Backbone[LlamaCache]):
     r"""Transformer blocks and a final norm; the injection enters queries, keys and values of every layer.
+
+    With the switches of its configuration these are also the blocks of OLMo 2, Ouro and Huginn.
 
     .. math:: u = W_u\, \mathrm{RMSNorm}(x) + b_u, \qquad
               f(z) = \mathrm{RMSNorm}(\mathrm{block}_n(\ldots \mathrm{block}_1(z, u) \ldots, u))
@@ -127,7 +143,7 @@ class Llama(Backbone[LlamaCache]):
         self.d_model = config.d_model
         blocks = [_block(config) for _ in range(config.n_layers)]
         self.layers = nn.ModuleList(blocks)
-        self.norm = RMSNorm(config.d_model, config.norm_eps)
+        self.norm = RMSNorm(config.d_model, config.norm_eps) if config.final_norm else nn.Identity()
         width = blocks[0].self_attn.injected_width
         self.injection_norm = RMSNorm(config.d_model, config.norm_eps) if config.injection else None
         self.injection = nn.Linear(config.d_model, width) if config.injection else None
@@ -147,7 +163,8 @@ class Llama(Backbone[LlamaCache]):
         if cache is not None:
             positions = positions + (cache.length if cache.mask is None else cache.mask.sum(dim=1, keepdim=True))
         config = self.config
-        frequencies = rotary_frequencies(config.head_width, config.rope_theta, config.rope_scaling, x.device)
+        exact = torch.float32 if config.float32_rotary else torch.promote_types(x.dtype, torch.float32)
+        frequencies = rotary_frequencies(config.head_width, config.rope_theta, config.rope_scaling, x.device, exact)
         drops = self.training and config.dropout > 0
         return Inputs(
             injection=self._injected(x),
@@ -203,6 +220,7 @@ class Llama(Backbone[LlamaCache]):
 
 
 def _block(config: LlamaConfig) -> LlamaBlock:
-    attention = Attention(config.d_model, config.n_heads, config.kv_heads, config.head_width)
+    sizes = (config.d_model, config.n_heads, config.kv_heads, config.head_width)
+    attention = Attention(*sizes, qk_norm=config.qk_norm, qk_bias=config.qk_bias, norm_eps=config.norm_eps)
     width = config.mlp_width or int(8 * config.d_model / 3)
-    return LlamaBlock(attention, config.d_model, width, config.norm_eps)
+    return LlamaBlock(attention, config.d_model, width, config.norm_eps, config.norms)

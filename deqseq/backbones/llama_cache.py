@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 from threading import get_ident
 
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Int64
 from torch import Tensor
 
 from deqseq.backbones.base import Cache
@@ -111,6 +111,16 @@ class LlamaCache(Cache):
         known = self._mask_with(None, tokens)  # padding among the new tokens comes after the real ones of its row
         assert known is not None
         return causal & known[:, None, None]
+
+
+def commit(
+    cache: LlamaCache | None, new: tuple[KeyValues, ...], tokens: int, counts: Int64[Tensor, " batch"] | None = None
+) -> LlamaCache:
+    """The cache after the first ``tokens`` of an evaluation, ``counts`` of them real: see :meth:`Backbone.advance`."""
+    new = map_tensors(lambda kept: kept.detach()[:, :, :tokens], new)
+    if cache is None:
+        cache = LlamaCache(map_tensors(lambda kept: kept[:, :, :0].contiguous(), new))
+    return cache.extend(new, None if counts is None else torch.arange(tokens, device=counts.device) < counts[:, None])
 
 
 def _moved(layer: KeyValues, length: int, capacity: int) -> KeyValues:

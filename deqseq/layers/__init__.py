@@ -1,7 +1,7 @@
 """The layers that backbones are made of; parameters are named as in their public counterparts."""
 
 from deqseq.layers.attention import Attention, KeyValues, Past
-from deqseq.layers.block import LlamaBlock, Mamba2Block
+from deqseq.layers.block import LlamaBlock, Mamba2Block, Norms
 from deqseq.layers.causal_conv import CausalConv1d
 from deqseq.layers.dropout import dropout_mask
 from deqseq.layers.mamba2_mixer import Mamba2Mixer, MixerAux, MixerState
@@ -20,6 +20,7 @@ __all__ = [
     "Mamba2Mixer",
     "MixerAux",
     "MixerState",
+    "Norms",
     "Past",
     "RMSNorm",
     "RotaryScaling",

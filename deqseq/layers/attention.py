@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from deqseq.check import check_integer
+from deqseq.layers.rms_norm import RMSNorm
 from deqseq.layers.rotary import RotaryTables, rotate
 
 HeadTokens = Float[Tensor, "batch kv_heads length headdim"]
@@ -54,6 +55,9 @@ class Attention(nn.Module):
         n_heads: heads of the queries.
         n_kv_heads: heads of keys and values; divides ``n_heads``.
         headdim: channels per head, even.
+        qk_norm: whether queries and keys are normalised, each over all of its heads, as in OLMo 2.
+        qk_bias: whether their projections have a bias, as in Huginn.
+        norm_eps: epsilon of the norms.
 
     Raises:
         ValueError: heads that the key-value heads do not divide, or an odd ``headdim``.
@@ -71,7 +75,17 @@ class Attention(nn.Module):
         (torch.Size([2, 5, 8]), torch.Size([2, 1, 5, 4]))
     """
 
-    def __init__(self, d_model: int, n_heads: int, n_kv_heads: int, headdim: int) -> None:
+    def __init__(
+        self,
+        d_model: int,
+        n_heads: int,
+        n_kv_heads: int,
+        headdim: int,
+        *,
+        qk_norm: bool = False,
+        qk_bias: bool = False,
+        norm_eps: float = 1e-5,
+    ) -> None:
         super().__init__()
         sizes = {"d_model": d_model, "n_heads": n_heads, "n_kv_heads": n_kv_heads, "headdim": headdim}
         for name, size in sizes.items():
@@ -83,7 +97,11 @@ class Attention(nn.Module):
             )
         self.headdim = headdim
         self.parts = (n_heads * headdim, n_kv_heads * headdim, n_kv_heads * headdim)
-        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(d_model, part, bias=False) for part in self.parts)
+        biases = (qk_bias, qk_bias, False)
+        self.q_proj, self.k_proj, self.v_proj = (
+            nn.Linear(d_model, part, bias=bias) for part, bias in zip(self.parts, biases, strict=True)
+        )
+        self.q_norm, self.k_norm = (RMSNorm(part, norm_eps) if qk_norm else nn.Identity() for part in self.parts[:2])
         self.o_proj = nn.Linear(self.parts[0], d_model, bias=False)
 
     @property
@@ -113,6 +131,7 @@ class Attention(nn.Module):
         parts = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
         if injection is not None:
             parts = tuple(part + more for part, more in zip(parts, injection.split(self.parts, dim=-1), strict=True))
+        parts = (self.q_norm(parts[0]), self.k_norm(parts[1]), parts[2])
         q, k, v = (rearrange(part, "b length (h d) -> b h length d", d=self.headdim) for part in parts)
         own = KeyValues(rotate(k, tables), v)
         seen, mask = (own, None) if past is None else (_after(past, own), past.visible)

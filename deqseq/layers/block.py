@@ -1,8 +1,11 @@
 """Pre-norm residual blocks around the Mamba2 mixer and around attention."""
 
+from typing import Literal, get_args
+
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from deqseq.check import check_choice
 from deqseq.layers.attention import Attention, KeyValues, Past
 from deqseq.layers.mamba2_mixer import Mamba2Mixer, MixerAux, MixerState
 from deqseq.layers.mlp import SwiGLU
@@ -66,19 +69,29 @@ class Mamba2Block(nn.Module):
         return z, aux
 
 
+Norms = Literal["pre", "post", "sandwich", "closed"]
+"""Where the norms of a :class:`LlamaBlock` stand."""
+
+
 class LlamaBlock(nn.Module):
-    r"""Attention and feed-forward layer, each after a norm and beside a residual path.
+    r"""Attention and feed-forward layer, each with a norm or two and beside a residual path.
 
-    .. math:: z \leftarrow z + m \odot \mathrm{attention}(\mathrm{norm}(z), \text{injection}), \qquad
-              z \leftarrow z + m \odot \mathrm{mlp}(\mathrm{norm}(z))
+    With :math:`g` for either layer, its dropout mask :math:`m`, and norms :math:`n, n_2`:
 
-    Parameters are named as in the public Llama models.
+    .. math::
+        \text{pre (Llama):}\quad       & z \leftarrow z + m \odot g(n(z)) \\
+        \text{post (OLMo 2):}\quad     & z \leftarrow z + m \odot n_2(g(z)) \\
+        \text{sandwich (Ouro):}\quad   & z \leftarrow z + m \odot n_2(g(n(z))) \\
+        \text{closed (Huginn):}\quad   & z \leftarrow n_2(z + m \odot g(n(z)))
+
+    The last one keeps the state bounded. Parameters are named as in the public Llama and Ouro models.
 
     Args:
         attention: the sequence mixer.
         d_model: width.
         mlp_width: hidden width of the feed-forward layer.
         norm_eps: epsilon of the norms.
+        norms: where they stand.
 
     Example:
         >>> import torch
@@ -88,12 +101,19 @@ class LlamaBlock(nn.Module):
         torch.Size([2, 5, 8])
     """
 
-    def __init__(self, attention: Attention, d_model: int, mlp_width: int, norm_eps: float = 1e-5) -> None:
+    def __init__(
+        self, attention: Attention, d_model: int, mlp_width: int, norm_eps: float = 1e-5, norms: Norms = "pre"
+    ) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(d_model, norm_eps)
+        check_choice("LlamaBlock.norms", norms, get_args(Norms))
+        first, second = norms != "post", norms != "pre"
+        self.closed = norms == "closed"
+        self.input_layernorm = RMSNorm(d_model, norm_eps) if first else nn.Identity()
         self.self_attn = attention
-        self.post_attention_layernorm = RMSNorm(d_model, norm_eps)
+        self.input_layernorm_2 = RMSNorm(d_model, norm_eps) if second else nn.Identity()
+        self.post_attention_layernorm = RMSNorm(d_model, norm_eps) if first else nn.Identity()
         self.mlp = SwiGLU(d_model, mlp_width)
+        self.post_attention_layernorm_2 = RMSNorm(d_model, norm_eps) if second else nn.Identity()
 
     def forward(
         self,
@@ -116,6 +136,12 @@ class LlamaBlock(nn.Module):
             The new ``z``, and the keys and values of these tokens.
         """
         mixed, own = self.self_attn(self.input_layernorm(z), injection, tables, past)
-        z = z + (mixed if mask is None else mixed * mask)
+        z = self._added(z, mixed, self.input_layernorm_2, mask)
         mixed = self.mlp(self.post_attention_layernorm(z))
-        return z + (mixed if mask is None else mixed * mask), own
+        return self._added(z, mixed, self.post_attention_layernorm_2, mask), own
+
+    def _added(self, z: Tensor, mixed: Tensor, norm: nn.Module, mask: Tensor | None) -> Tensor:
+        """The residual path with a layer's output, and its second norm."""
+        mixed = mixed if self.closed else norm(mixed)
+        z = z + (mixed if mask is None else mixed * mask)
+        return norm(z) if self.closed else z

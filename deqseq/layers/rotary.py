@@ -57,15 +57,20 @@ class RotaryTables(NamedTuple):
 
 
 def rotary_frequencies(
-    headdim: int, theta: float, scaling: RotaryScaling | None = None, device: torch.device | None = None
+    headdim: int,
+    theta: float,
+    scaling: RotaryScaling | None = None,
+    device: torch.device | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> Float[Tensor, " half"]:
-    r"""Angles per position, :math:`\theta^{-2i/d}`, scaled if ``scaling`` is given; float32, ``(headdim / 2,)``.
+    r"""Angles per position, :math:`\theta^{-2i/d}`, scaled if ``scaling`` is given; ``(headdim / 2,)``.
 
     Args:
         headdim: channels a head, even.
         theta: the base.
         scaling: stretches low frequencies. Default: none.
         device: where to put them.
+        dtype: of the result.
 
     Returns:
         Radians per token.
@@ -77,7 +82,7 @@ def rotary_frequencies(
         >>> rotary_frequencies(4, 10000.0)
         tensor([1.0000, 0.0100])
     """
-    plain = 1.0 / theta ** (torch.arange(0, headdim, 2, dtype=torch.float32, device=device) / headdim)
+    plain = 1.0 / theta ** (torch.arange(0, headdim, 2, dtype=dtype, device=device) / headdim)
     if scaling is None:
         return plain
     turns = scaling.original_length * plain / (2 * math.pi)  # over the original context
@@ -91,8 +96,8 @@ def rotary_tables(
 ) -> RotaryTables:
     """Cosines and sines for these positions.
 
-    Angles are float32 in models of any dtype, as in the public Llama code: weights trained with its rounding meet it
-    again, and float64 tests of this library agree with the paper's reference to 1e-9.
+    Angles have the dtype of ``frequencies``. In the public Llama code they are float32 in models of any dtype: weights
+    trained with that rounding meet it again.
 
     Args:
         positions: ``(batch, length)``; a batch of one serves all rows.
@@ -106,7 +111,7 @@ def rotary_tables(
         >>> rotary_tables(torch.tensor([[0, 1]]), torch.tensor([0.5]), torch.float32).cos[0, 1]
         tensor([0.8776, 0.8776])
     """
-    angles = positions[..., None].to(torch.float32) * frequencies
+    angles = positions[..., None].to(frequencies.dtype) * frequencies
     cos, sin = angles.cos(), angles.sin()
     return RotaryTables(torch.cat([cos, cos], dim=-1).to(dtype), torch.cat([-sin, sin], dim=-1).to(dtype))
 

@@ -28,6 +28,12 @@ class ImplicitLlamaConfig(ImplicitConfig):
         head_dim: channels per head, even. Default: ``hidden_size / num_attention_heads``.
         intermediate_size: hidden width of the feed-forward layers. Default: ``int(2/3 * 4 * hidden_size)``.
         rms_norm_eps: epsilon of all norms.
+        norms: where the norms of a block stand, ``"pre"``, ``"post"``, ``"sandwich"`` or ``"closed"``; this and the
+            next four are fields of :class:`deqseq.LlamaConfig`.
+        qk_norm: whether queries and keys are normalised.
+        qk_bias: whether the projections to queries and keys have a bias.
+        final_norm: whether a norm follows the last block.
+        float32_rotary: whether rotary angles are float32 in models of any dtype.
         rope_parameters: the rotary embedding, as ``{"rope_type": "default", "rope_theta": 500000.0}``, or of type
             ``"llama3"`` with its four numbers.
         max_position_embeddings: the length that the model was trained for; tools ask for it, the model does not.
@@ -41,7 +47,11 @@ class ImplicitLlamaConfig(ImplicitConfig):
     model_type: ClassVar[str] = "implicit_llama3"
     backbone_class = LlamaConfig
     default_theta: ClassVar[float] = 500_000.0
-    sizes: ClassVar[dict[str, str]] = ImplicitConfig.sizes | {ours: name for ours, (name, _) in LLAMA_SIZES.items()}
+    sizes: ClassVar[dict[str, str]] = (
+        ImplicitConfig.sizes
+        | {ours: name for ours, (name, _) in LLAMA_SIZES.items()}
+        | {name: name for name in ("norms", "qk_norm", "qk_bias", "final_norm", "float32_rotary")}
+    )
 
     num_hidden_layers: int = 12
     num_attention_heads: int = 12
@@ -49,6 +59,11 @@ class ImplicitLlamaConfig(ImplicitConfig):
     head_dim: int | None = None
     intermediate_size: int | None = None
     rms_norm_eps: float = 1e-5
+    norms: str = "pre"
+    qk_norm: bool = False
+    qk_bias: bool = False
+    final_norm: bool = True
+    float32_rotary: bool = True
     rope_parameters: dict[str, Any] | None = None
     max_position_embeddings: int = 2048
 
