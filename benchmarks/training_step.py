@@ -38,7 +38,7 @@ from training_sweeps import BATCH, LENGTH
 
 import deqseq as dq
 from deqseq.layers import cached_weights
-from deqseq.sweeps.run import TokenArgs
+from deqseq.sweeps.tokens import TokenArgs
 from deqseq.tasks import WordBatch
 
 ANYTHING = 1e6  # a relative residual that every token passes

@@ -1,7 +1,21 @@
 """Implicit (deep equilibrium) sequence models: solve and differentiate fixed points of sequence blocks."""
 
-from deqseq.backbones import Affine, Backbone, Cache, Inputs, Llama, LlamaConfig, Mamba2, Mamba2Config
-from deqseq.config import SolveConfig
+from deqseq.backbones import (
+    AddInjection,
+    Affine,
+    Backbone,
+    Cache,
+    ConcatInjection,
+    DecayInjection,
+    Injected,
+    Injection,
+    Inputs,
+    Llama,
+    LlamaConfig,
+    Mamba2,
+    Mamba2Config,
+)
+from deqseq.config import RandomStart, SolveConfig
 from deqseq.fixed_point import fixed_point
 from deqseq.gradients import AttachedGradient, Gradient, Implicit, OneStep, Phantom, Unrolled
 from deqseq.models import (
@@ -16,6 +30,7 @@ from deqseq.models import (
     ModelOutput,
     NewTokens,
     ParameterCount,
+    RecurrentDepth,
     load_example,
     parameter_count,
     preset,
@@ -26,7 +41,7 @@ from deqseq.solution import ConvergenceError, ConvergenceWarning, Solution, Solv
 from deqseq.solve import Progress, solve
 from deqseq.solvers import Anderson, Broyden, ExternalSolver, Naive, Relaxed, Solver
 from deqseq.stop import Stop
-from deqseq.sweeps import Chunked, Sequential, Simultaneous, Sliding, Sweep
+from deqseq.sweeps import Chunked, Lockstep, Sequential, Simultaneous, Sliding, Sweep
 from deqseq.types import FixedPointMap, Residual, State
 
 __version__ = "0.1.0"
@@ -34,6 +49,7 @@ __version__ = "0.1.0"
 __all__ = [
     "EXAMPLES",
     "PRESETS",
+    "AddInjection",
     "Affine",
     "Anderson",
     "AttachedGradient",
@@ -43,8 +59,10 @@ __all__ = [
     "CausalLM",
     "CausalLMOutput",
     "Chunked",
+    "ConcatInjection",
     "ConvergenceError",
     "ConvergenceWarning",
+    "DecayInjection",
     "ExplicitModel",
     "ExternalSolver",
     "FixedPointMap",
@@ -52,10 +70,13 @@ __all__ = [
     "Gradient",
     "Implicit",
     "ImplicitModel",
+    "Injected",
+    "Injection",
     "Inputs",
     "LanguageModelSpec",
     "Llama",
     "LlamaConfig",
+    "Lockstep",
     "Mamba2",
     "Mamba2Config",
     "ModelOutput",
@@ -65,6 +86,8 @@ __all__ = [
     "ParameterCount",
     "Phantom",
     "Progress",
+    "RandomStart",
+    "RecurrentDepth",
     "Relaxed",
     "Residual",
     "Sequential",

@@ -2,15 +2,21 @@
 
 from deqseq.backbones.affine import Affine, AffineCache
 from deqseq.backbones.base import Backbone, Cache, Inputs
+from deqseq.backbones.injected import AddInjection, ConcatInjection, DecayInjection, Injected, Injection
 from deqseq.backbones.llama import Llama, LlamaConfig
 from deqseq.backbones.llama_cache import LlamaCache
 from deqseq.backbones.mamba2 import Mamba2, Mamba2Cache, Mamba2Config
 
 __all__ = [
+    "AddInjection",
     "Affine",
     "AffineCache",
     "Backbone",
     "Cache",
+    "ConcatInjection",
+    "DecayInjection",
+    "Injected",
+    "Injection",
     "Inputs",
     "Llama",
     "LlamaCache",

@@ -17,7 +17,7 @@ from deqseq.models.eval_mode import eval_mode
 from deqseq.models.implicit import ImplicitModel
 from deqseq.models.output import ModelOutput
 from deqseq.models.padding import Padding, check_mask
-from deqseq.sweeps.run import TokenArgs, token_map
+from deqseq.sweeps.tokens import TokenArgs, token_map
 from deqseq.types import Mask, Sequence
 
 

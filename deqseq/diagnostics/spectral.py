@@ -18,7 +18,7 @@ from deqseq.models.causal_lm import CausalLM, Tokens
 from deqseq.models.padding import Padding
 from deqseq.norms import measure
 from deqseq.stop import Stop
-from deqseq.sweeps.run import advance, token_map
+from deqseq.sweeps.tokens import advance, token_map
 from deqseq.types import FixedPointMap, Mask, RowMask, State
 
 if TYPE_CHECKING:

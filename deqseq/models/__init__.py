@@ -7,6 +7,7 @@ from deqseq.models.generation import Generation, NewTokens
 from deqseq.models.implicit import ImplicitModel
 from deqseq.models.output import CausalLMOutput, ModelOutput
 from deqseq.models.presets import PRESETS, ParameterCount, parameter_count, preset, preset_names
+from deqseq.models.recurrent_depth import RecurrentDepth, RecurrentDepthCache
 from deqseq.models.specification import LanguageModelSpec
 
 __all__ = [
@@ -21,6 +22,8 @@ __all__ = [
     "ModelOutput",
     "NewTokens",
     "ParameterCount",
+    "RecurrentDepth",
+    "RecurrentDepthCache",
     "load_example",
     "parameter_count",
     "preset",

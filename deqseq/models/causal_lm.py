@@ -18,6 +18,7 @@ from deqseq.models.generation import Generation, NewTokens, Sampler, generate, p
 from deqseq.models.implicit import ImplicitModel
 from deqseq.models.output import CausalLMOutput
 from deqseq.models.padding import check_mask
+from deqseq.models.recurrent_depth import RecurrentDepth
 from deqseq.solve import Callback
 from deqseq.types import Mask, Sequence
 
@@ -32,7 +33,7 @@ class CausalLM(nn.Module):
 
     Args:
         vocab_size: tokens, at least 1.
-        model: an :class:`ImplicitModel` or :class:`ExplicitModel`.
+        model: an :class:`ImplicitModel`, :class:`ExplicitModel` or :class:`RecurrentDepth`.
         embedding_std: standard deviation of the initial embedding.
         tied: whether the head is the embedding, as in the paper, or has weights of its own.
         embedding_dropout: probability, in [0, 1), that a number of an embedded token is zero in training; drawn once,
@@ -55,7 +56,7 @@ class CausalLM(nn.Module):
     def __init__(
         self,
         vocab_size: int,
-        model: ImplicitModel | ExplicitModel,
+        model: ImplicitModel | ExplicitModel | RecurrentDepth,
         embedding_std: float = 0.02,
         *,
         tied: bool = True,
@@ -65,7 +66,9 @@ class CausalLM(nn.Module):
     ) -> None:
         super().__init__()
         check_integer("CausalLM.vocab_size", vocab_size, 1)
-        check_type("CausalLM.model", model, (ImplicitModel, ExplicitModel), "dq.ImplicitModel(backbone)")
+        check_type(
+            "CausalLM.model", model, (ImplicitModel, ExplicitModel, RecurrentDepth), "dq.ImplicitModel(backbone)"
+        )
         check_number("CausalLM.embedding_std", embedding_std, "[0, inf)")
         check_flag("CausalLM.tied", tied)
         check_number("CausalLM.embedding_dropout", embedding_dropout, "[0, 1)")
@@ -74,10 +77,10 @@ class CausalLM(nn.Module):
             check_number("CausalLM.logit_softcap", logit_softcap, "(0, inf)")
         self.embedding_dropout, self.embedding_scale = embedding_dropout, embedding_scale
         self.logit_softcap = logit_softcap
-        self.embedding = nn.Embedding(vocab_size, model.backbone.d_model)
+        self.embedding = nn.Embedding(vocab_size, model.d_model)
         nn.init.normal_(self.embedding.weight, std=embedding_std)
         self.model = model
-        self.head = None if tied else nn.Linear(model.backbone.d_model, vocab_size, bias=False)
+        self.head = None if tied else nn.Linear(model.d_model, vocab_size, bias=False)
         if self.head is not None:
             nn.init.normal_(self.head.weight, std=embedding_std)
 
@@ -197,8 +200,8 @@ class CausalLM(nn.Module):
         options: dict[str, Any] = dict(fields) if solve is None else {"solve": solve, **fields}
         prefill = dict(options)
         options.pop("sweep", None)
-        if isinstance(self.model, ImplicitModel):
-            config = self.model.solve if self.model.eval_solve is None else self.model.eval_solve
+        if self.core is not None:
+            config = self.core.eval_solve or self.core.solve
             prefill["sweep"] = fields.get("sweep", prompt_sweep(resolve(config, solve, fields)))
         elif options:
             raise TypeError(f"an explicit model has nothing to solve: it takes no {', '.join(prefill)}")
@@ -217,6 +220,12 @@ class CausalLM(nn.Module):
                 prefill=prefill,
                 options=options,
             )
+
+    @property
+    def core(self) -> ImplicitModel | None:
+        """The part that is solved: the model itself, or that of a :class:`RecurrentDepth`; None: an explicit model."""
+        part = self.model.core if isinstance(self.model, RecurrentDepth) else self.model
+        return part if isinstance(part, ImplicitModel) else None
 
     def compile(self, **options: Any) -> None:
         """Compile the blocks of the model with ``torch.compile``; the code around them stays as it is.

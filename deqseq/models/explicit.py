@@ -11,7 +11,7 @@ from deqseq.layers.sharded import unsharded
 from deqseq.layers.weight_norm import cached_weights
 from deqseq.models.output import ModelOutput
 from deqseq.models.padding import Padding
-from deqseq.sweeps.run import TokenArgs, advance, token_map
+from deqseq.sweeps.tokens import TokenArgs, advance, token_map
 from deqseq.types import Mask, Sequence
 
 
@@ -71,6 +71,11 @@ class ExplicitModel(nn.Module):
             value, aux = token_map(self.backbone, need_aux=return_cache)(tokens, args)
             cache = advance(self.backbone, args, aux, x.shape[1]) if return_cache else None
         return ModelOutput(padding.back(value), cache)
+
+    @property
+    def d_model(self) -> int:
+        """Width of the states."""
+        return self.backbone.d_model
 
     def compile(self, **options: Any) -> None:
         """Compile the layers with ``torch.compile``.

@@ -1,6 +1,7 @@
 """Token-by-token generation, as fast as the cache allows."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,13 +9,14 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from deqseq.backbones.base import Cache
+from deqseq.backbones.base import Backbone, Cache
 from deqseq.check import check_integer, check_number
 from deqseq.config import SolveConfig
 from deqseq.layers.weight_norm import cached_weights
 from deqseq.models.explicit import ExplicitModel
 from deqseq.models.implicit import ImplicitModel
 from deqseq.models.output import ModelOutput
+from deqseq.models.recurrent_depth import RecurrentDepth
 from deqseq.rows import take
 from deqseq.sweeps import Simultaneous, Sliding, Sweep
 from deqseq.types import Mask, Sequence
@@ -155,7 +157,7 @@ class _Record:
 
 @torch.no_grad()
 def generate(
-    model: ImplicitModel | ExplicitModel,
+    model: ImplicitModel | ExplicitModel | RecurrentDepth,
     embed: Callable[[Int64[Tensor, "batch length"]], Sequence],
     head: Callable[[Float[Tensor, "rows d_model"]], Logits],
     prompt: Int64[Tensor, "batch length"],
@@ -174,7 +176,9 @@ def generate(
     rows, lengths = torch.arange(batch, device=device), torch.full((batch,), max_new_tokens, device=device)
     record, enders = _Record(batch, pad_token), torch.tensor(stop_tokens, device=device, dtype=torch.int64)
     random = None if sampler.seed is None else torch.Generator().manual_seed(sampler.seed)
-    with cached_weights(model.backbone):
+    with ExitStack() as weights:
+        for part in (part for part in model.modules() if isinstance(part, Backbone)):
+            weights.enter_context(cached_weights(part))
         output = model(embed(prompt), mask=mask, return_cache=True, **prefill)
         state, cache = _last_states(output.value, mask), output.cache
         for step in range(max_new_tokens):

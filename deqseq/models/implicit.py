@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from deqseq.backbones.base import Backbone, Cache, Inputs, check_sequence
 from deqseq.check import check_callable, check_flag, check_type
-from deqseq.config import SolveConfig, SolveFields, resolve
+from deqseq.config import RandomStart, SolveConfig, SolveFields, resolve
 from deqseq.evaluate import check_start
 from deqseq.explain import Problem
 from deqseq.gradients import AttachedGradient, Gradient, Implicit, Unrolled
@@ -23,8 +23,10 @@ from deqseq.solution import ConvergenceWarning, Status
 from deqseq.solve import Callback
 from deqseq.solvers import ExternalSolver, Solver
 from deqseq.stop import Stop
-from deqseq.sweeps import Simultaneous
-from deqseq.sweeps.run import TokenArgs, run_sweep
+from deqseq.sweeps import Lockstep, Simultaneous
+from deqseq.sweeps.lockstep import backbone_cache
+from deqseq.sweeps.run import run_sweep
+from deqseq.sweeps.tokens import TokenArgs
 from deqseq.types import Mask, Sequence
 
 
@@ -139,13 +141,13 @@ class ImplicitModel(nn.Module):
         recomputes = gradient is not None and gradient.checkpoint
         with unsharded(self.backbone), cached_weights(self.backbone, enabled=not recomputes):
             tokens = padding.compact(x)
-            inputs = self.backbone.prepare(tokens, cache, padding.mask)
+            inputs = self.backbone.prepare(tokens, backbone_cache(cache, config.sweep), padding.mask)
             if config.start == "zero" and start is None:
                 _check_injection(inputs, self.backbone)
             solution, after = run_sweep(
                 self.backbone,
                 TokenArgs(inputs, cache, padding.mask),
-                _start(tokens, None if start is None else padding.compact(start), config, gradient),
+                _start(tokens, start, padding, config, gradient),
                 config,
                 gradient=gradient,
                 keep_value=not self.training,
@@ -157,8 +159,13 @@ class ImplicitModel(nn.Module):
         problem = Problem(config.solver, config.stop, partial(self._again, x.detach(), mask, cache, config, start))
         output = ModelOutput(solution.value, after, solution.stats, solution.status, problem)
         if not self.training:
-            self._warn_once(output, config.stop)
+            self._warn_once(output, config)
         return output.raise_if_failed() if throw else output
+
+    @property
+    def d_model(self) -> int:
+        """Width of the states."""
+        return self.backbone.d_model
 
     @property
     def solve_config(self) -> SolveConfig:
@@ -197,9 +204,10 @@ class ImplicitModel(nn.Module):
         finally:
             self._warned = warned
 
-    def _warn_once(self, output: ModelOutput, stop: Stop) -> None:
+    def _warn_once(self, output: ModelOutput, config: SolveConfig) -> None:
         """Tell of the first solve in eval mode that spends its budget on most rows, unless no row could converge."""
-        if self._warned or torch.compiler.is_compiling() or stop.rtol == stop.atol == 0:
+        stop, fixed = config.stop, isinstance(config.sweep, Lockstep)
+        if self._warned or torch.compiler.is_compiling() or stop.rtol == stop.atol == 0 or fixed:
             return
         assert output.status is not None
         failed = int((output.status == Status.MAX_STEPS_REACHED).sum())
@@ -220,11 +228,15 @@ class ImplicitModel(nn.Module):
 _EXAMPLE = "dq.SolveConfig(solver=dq.Anderson())"
 
 
-def _start(tokens: Sequence, given: Sequence | None, config: SolveConfig, gradient: Gradient | None) -> Sequence:
+def _start(
+    tokens: Sequence, given: Sequence | None, padding: Padding, config: SolveConfig, gradient: Gradient | None
+) -> Sequence:
     """Where the iteration begins; padding is zero in any case."""
     if given is None and config.start == "zero":
         return torch.zeros_like(tokens, requires_grad=False)
-    tokens = tokens if given is None else given
+    if given is None and isinstance(config.start, RandomStart):
+        given = config.start.draw(tokens)
+    tokens = tokens if given is None else padding.compact(given)
     tokens = tokens.nan_to_num(0.0, 0.0, 0.0)  # a row that is not finite diverges alone
     # a fixed point does not depend on where its solve began: only a differentiated iteration does
     differentiated = gradient is not None and not isinstance(gradient, AttachedGradient)

@@ -125,3 +125,37 @@ class Sliding(Sweep):
     def sizes(self, length: int) -> Iterable[int]:
         """The largest commits there can be: whole windows. What is committed is decided while solving."""
         return Chunked(self.window).sizes(length)
+
+
+@dataclass(frozen=True)
+class Lockstep(Sweep):
+    """A fixed number of iterations of all tokens together, and a cache for each: iteration 3 sees those of iteration 3.
+
+    So models trained at a fixed depth are decoded as their authors' code does it, Huginn at a given number of steps or
+    Ouro. Decoding token by token then equals a forward pass of the whole sequence at any number of iterations, where
+    the other sweeps need a fixed point for that; it costs a cache per iteration instead of one. The tolerance and the
+    budget of :class:`Stop` are not used, and no row is reported as converged. Statistics are per row.
+
+    Args:
+        steps: iterations, at least 1.
+
+    Raises:
+        ValueError: ``steps`` is below 1; at solving, an external solver, or a cache of another sweep.
+
+    Example:
+        >>> import torch, deqseq as dq
+        >>> model, x = dq.ImplicitModel(dq.Affine(4)).eval(), torch.ones(2, 3, 4)
+        >>> whole = model(x, sweep=Lockstep(5)).value
+        >>> first = model(x[:, :2], sweep=Lockstep(5), return_cache=True)
+        >>> last = model(x[:, 2:], sweep=Lockstep(5), cache=first.cache)
+        >>> torch.allclose(last.value, whole[:, 2:]), len(first.cache.steps)
+        (True, 5)
+    """
+
+    steps: int
+
+    def __post_init__(self) -> None:
+        check_integer("Lockstep.steps", self.steps, 1)
+
+    def sizes(self, length: int) -> Iterable[int]:
+        return (length,)

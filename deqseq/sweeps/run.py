@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,50 +10,14 @@ from torch import Tensor
 from deqseq.backbones.base import Backbone, Cache
 from deqseq.config import SolveConfig
 from deqseq.gradients.base import AttachedGradient, Gradient
+from deqseq.gradients.unrolled import Unrolled
 from deqseq.monitor import WindowMonitor
-from deqseq.rows import map_tensors
 from deqseq.solution import Solution, SolveStats
 from deqseq.solve import Callback, SolveCall, iterate, next_point, solve
-from deqseq.sweeps.base import Simultaneous, Sliding, Sweep
-from deqseq.types import Mask, Sequence, State
-
-
-class TokenArgs(NamedTuple):
-    """What the map of some tokens needs besides their state: the second argument of :func:`token_map`."""
-
-    inputs: Any
-    cache: Cache | None = None
-    mask: Mask | None = None
-
-    def slice(self, start: int, stop: int, length: int) -> "TokenArgs":
-        """The tokens from ``start`` up to ``stop`` of ``length``, contiguous, and room for them in the cache."""
-        cache = None if self.cache is None else self.cache.reserve(stop - start)
-        if stop - start == length:
-            return self._replace(cache=cache)
-
-        def part(x: Tensor) -> Tensor:
-            if x.ndim < 2 or x.shape[1] != length:
-                raise ValueError(
-                    f"Backbone.prepare must return tensors (batch, {length} tokens, ...), which a sweep can divide, "
-                    f"got one of shape {tuple(x.shape)}: expand it, or keep it as an attribute of the backbone"
-                )
-            return x[:, start:stop].contiguous()
-
-        inputs, mask = map_tensors(part, (self.inputs, self.mask))
-        return TokenArgs(inputs, cache, mask)
-
-
-def token_map(backbone: Backbone[Any], *, need_aux: bool = False) -> Any:
-    """The map ``(z, TokenArgs) -> (f(z), aux)`` of a backbone; padding is zero in its value."""
-
-    def f(z: State, args: TokenArgs) -> tuple[State, Any]:
-        pair = backbone(z, args.inputs, args.cache, need_aux=need_aux)
-        if args.mask is None:
-            return pair
-        value, aux = pair
-        return value.masked_fill(~args.mask[..., None], 0), aux
-
-    return f
+from deqseq.sweeps.base import Lockstep, Simultaneous, Sliding, Sweep
+from deqseq.sweeps.lockstep import LockstepCache, run_lockstep
+from deqseq.sweeps.tokens import TokenArgs, advance, token_map
+from deqseq.types import Sequence
 
 
 def run_sweep(
@@ -86,13 +50,18 @@ def run_sweep(
     if isinstance(config.sweep, Sliding):
         with torch.no_grad():
             solution, cache = _slide(backbone, args, z0, config, need_cache, callback)
+    elif isinstance(config.sweep, Lockstep):
+        unrolled = gradient if isinstance(gradient, Unrolled) else None
+        call = (config.solver, config.sweep.steps, unrolled, need_cache, callback)
+        solution, cache = run_lockstep(backbone, args, z0, *call)
     else:
         inside = None if attached else gradient
         solution, cache = _chunks(backbone, args, z0, config, need_cache, callback, trace, inside)
     if attached is not None:
         if torch.is_autocast_enabled(z0.device.type):
             torch.clear_autocast_cache()  # older torch keeps casts made without a graph, which would cut weights off
-        whole = args.slice(0, z0.shape[1], z0.shape[1])
+        last = args.cache.steps[-1] if isinstance(args.cache, LockstepCache) else args.cache
+        whole = args._replace(cache=last).slice(0, z0.shape[1], z0.shape[1])
         value = attached.attach_to(token_map(backbone), whole, z0, solution, has_aux=True)
         solution = replace(solution, value=solution.value + (value - value.detach()) if keep_value else value)
     return solution, cache
@@ -158,20 +127,14 @@ def _slide(
     return monitor.solution(), args.cache if need_cache else None
 
 
-def advance(backbone: Backbone[Any], args: TokenArgs, aux: Any, tokens: int) -> Cache:
-    """Commit the first tokens of an evaluation."""
-    counts = None if args.mask is None else args.mask[:, :tokens].sum(dim=1)
-    with torch.no_grad():
-        return backbone.advance(args.cache, aux, tokens, counts)
-
-
 def _check(config: SolveConfig, gradient: Gradient | None, trace: bool) -> None:
     sweep = config.sweep
     if trace:
         raise ValueError(
             f"trace=True needs the Simultaneous sweep, got {sweep}: other sweeps keep no trace; use callback="
         )
-    if gradient is not None and not isinstance(gradient, AttachedGradient):
+    unrolls = isinstance(sweep, Lockstep) and isinstance(gradient, Unrolled)
+    if gradient is not None and not isinstance(gradient, AttachedGradient) and not unrolls:
         raise ValueError(
             f"{type(gradient).__name__} differentiates the iteration itself and needs the Simultaneous sweep, got "
             f"{sweep}: take Phantom, OneStep or Implicit, which need the fixed point alone"

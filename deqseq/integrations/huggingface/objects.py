@@ -4,21 +4,22 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any, Literal
 
-from deqseq.config import SolveConfig
+from deqseq.config import RandomStart, SolveConfig
 from deqseq.gradients import Gradient, Implicit, OneStep, Phantom, Unrolled
 from deqseq.integrations.reference_fields import check_known
 from deqseq.solvers import Anderson, Broyden, ExternalSolver, Naive, Relaxed, Solver
 from deqseq.stop import Stop
-from deqseq.sweeps import Chunked, Sequential, Simultaneous, Sliding, Sweep
+from deqseq.sweeps import Chunked, Lockstep, Sequential, Simultaneous, Sliding, Sweep
 
-Kind = Literal["solver", "gradient", "stop", "sweep", "solve"]
+Kind = Literal["solver", "gradient", "stop", "sweep", "start", "solve"]
 Json = dict[str, Any]
 
 CLASSES: dict[Kind, tuple[type[Any], ...]] = {
     "solver": (Naive, Relaxed, Anderson, Broyden),
     "gradient": (Unrolled, OneStep, Phantom, Implicit),
     "stop": (Stop,),
-    "sweep": (Simultaneous, Chunked, Sliding, Sequential),
+    "sweep": (Simultaneous, Chunked, Sliding, Sequential, Lockstep),
+    "start": (RandomStart,),
     "solve": (SolveConfig,),
 }
 """What a configuration can name. A kind with one class needs no name."""
@@ -28,6 +29,7 @@ _BASES: dict[Kind, tuple[type[Any], ...]] = {
     "gradient": (Gradient,),
     "stop": (Stop,),
     "sweep": (Sweep,),
+    "start": (RandomStart,),
     "solve": (SolveConfig,),
 }
 
@@ -87,7 +89,7 @@ def from_json(kind: Kind, data: object, where: str, base: Any = None) -> Any:
         Traceback (most recent call last):
         ValueError: mine: name 'Relaxd' is unknown; did you mean 'Relaxed'? (known: Naive, Relaxed, Anderson, Broyden)
     """
-    if isinstance(data, _BASES[kind]):
+    if isinstance(data, _BASES[kind]) or (kind == "start" and data in ("zero", "input")):
         return data
     table = {part.__name__: part for part in CLASSES[kind]}
     given: Any = {"name": data} if isinstance(data, str) else data

@@ -1,0 +1,179 @@
+"""How the input enters a core: parts that any backbone can be given."""
+
+import math
+from abc import ABC, abstractmethod
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Int64
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from deqseq.backbones.base import Backbone, Cache, check_sequence
+from deqseq.check import check_integer, check_number, check_type
+from deqseq.types import Mask, Sequence
+
+
+class Injection(nn.Module, ABC):
+    """How the input of a solve enters each iteration, before the first layer.
+
+    Your own needs the two methods; what does not depend on the state belongs into :meth:`prepare`, which runs once per
+    solve. Give it to a backbone by :class:`Injected`.
+
+    Example:
+        >>> import deqseq as dq
+        >>> class Gated(Injection):
+        ...     def prepare(self, x): return torch.sigmoid(x)
+        ...     def enter(self, z, prepared): return z * prepared
+        >>> backbone = Injected(dq.Llama(dq.LlamaConfig(d_model=8, n_heads=2, injection=False)), Gated())
+        >>> dq.ImplicitModel(backbone)(torch.ones(1, 3, 8)).value.shape
+        torch.Size([1, 3, 8])
+    """
+
+    @abstractmethod
+    def prepare(self, x: Sequence) -> Sequence:
+        """What each iteration needs of the input ``x``, ``(batch, length, d_model)``: a tensor of the same shape."""
+
+    @abstractmethod
+    def enter(self, z: Sequence, prepared: Sequence) -> Sequence:
+        """The state ``z`` with the input, ``(batch, length, d_model)``: what the first layer gets."""
+
+
+class AddInjection(Injection):
+    r"""The input is added to the state, :math:`z \leftarrow z + x`.
+
+    Example:
+        >>> AddInjection().enter(torch.ones(1, 1, 2), torch.ones(1, 1, 2))
+        tensor([[[2., 2.]]])
+    """
+
+    def prepare(self, x: Sequence) -> Sequence:
+        return x
+
+    def enter(self, z: Sequence, prepared: Sequence) -> Sequence:
+        return z + prepared
+
+
+class ConcatInjection(Injection):
+    r"""State and input are concatenated and projected, :math:`z \leftarrow W [z; x]`.
+
+    The part of the input is computed once per solve. Initially :math:`W = [0 \mid I]`: the layers get the input, and
+    one iteration is a pass of the layers.
+
+    Args:
+        d_model: width.
+
+    References:
+        The adapter of Huginn: Geiping et al., Scaling up Test-Time Compute with Latent Reasoning, 2025, arXiv
+        2502.05171.
+
+    Example:
+        >>> injection, x = ConcatInjection(2), torch.ones(1, 1, 2)
+        >>> torch.equal(injection.enter(torch.zeros(1, 1, 2), injection.prepare(x)), x)
+        True
+    """
+
+    def __init__(self, d_model: int) -> None:
+        super().__init__()
+        check_integer("ConcatInjection.d_model", d_model, 1)
+        self.weight = nn.Parameter(torch.cat([torch.zeros(d_model, d_model), torch.eye(d_model)], dim=1))
+
+    def prepare(self, x: Sequence) -> Sequence:
+        return x @ self.weight[:, x.shape[-1] :].T
+
+    def enter(self, z: Sequence, prepared: Sequence) -> Sequence:
+        return z @ self.weight[:, : z.shape[-1]].T + prepared
+
+
+class DecayInjection(Injection):
+    r"""The state decays, and the projected input is added: a linear part that contracts for any weights.
+
+    .. math:: z \leftarrow \exp(-\Delta\, e^{a}) \odot z + \Delta \odot W x, \qquad \Delta = \mathrm{softplus}(d)
+
+    Here :math:`a` and :math:`d` are learned per channel. The layers that follow may still expand.
+
+    Args:
+        d_model: width.
+        decay: the initial factor of the state, in (0, 1).
+
+    References:
+        Prairie et al., Parcae: Scaling Laws for Stable Looped Language Models, 2026.
+
+    Example:
+        >>> injection, z = DecayInjection(2, decay=0.5), torch.ones(1, 1, 2)
+        >>> injection.enter(z, torch.zeros(1, 1, 2))
+        tensor([[[0.5000, 0.5000]]], grad_fn=<AddBackward0>)
+    """
+
+    def __init__(self, d_model: int, decay: float = 0.5) -> None:
+        super().__init__()
+        check_integer("DecayInjection.d_model", d_model, 1)
+        check_number("DecayInjection.decay", decay, "(0, 1)")
+        self.log_rate = nn.Parameter(torch.full((d_model,), math.log(-math.log(decay))))
+        self.step = nn.Parameter(torch.full((d_model,), math.log(math.e - 1)))  # its softplus is 1
+        self.projection = nn.Linear(d_model, d_model, bias=False)
+        nn.init.eye_(self.projection.weight)
+
+    def prepare(self, x: Sequence) -> Sequence:
+        return F.softplus(self.step) * self.projection(x)
+
+    def enter(self, z: Sequence, prepared: Sequence) -> Sequence:
+        return torch.exp(-F.softplus(self.step) * self.log_rate.exp()) * z + prepared
+
+
+class InjectedInputs(NamedTuple):
+    """The inputs of an :class:`Injected` backbone.
+
+    Attributes:
+        prepared: of the injection, ``(batch, length, d_model)``.
+        inner: of the backbone.
+    """
+
+    prepared: Sequence
+    inner: Any
+
+
+class Injected(Backbone[Any]):
+    r"""A backbone whose input enters by an :class:`Injection`, :math:`f(z, x) = g(\mathrm{enter}(z, x))`.
+
+    The paper's own injection, into the projections of every layer, is part of :class:`deqseq.Mamba2` and
+    :class:`deqseq.Llama`; build them with ``injection=False`` here.
+
+    Args:
+        backbone: the layers :math:`g`.
+        injection: how the input enters.
+
+    Raises:
+        TypeError: an argument of the wrong type.
+
+    Example:
+        >>> import deqseq as dq
+        >>> layers = dq.Llama(dq.LlamaConfig(d_model=8, n_heads=2, injection=False))
+        >>> model = dq.ImplicitModel(Injected(layers, ConcatInjection(8)))
+        >>> model(torch.ones(1, 3, 8), sweep=dq.Sequential()).value.shape
+        torch.Size([1, 3, 8])
+    """
+
+    def __init__(self, backbone: Backbone[Any], injection: Injection) -> None:
+        super().__init__()
+        check_type("Injected.backbone", backbone, Backbone, "dq.Llama(dq.LlamaConfig(d_model=64, injection=False))")
+        check_type("Injected.injection", injection, Injection, "dq.ConcatInjection(64)")
+        self.d_model = backbone.d_model
+        self.backbone, self.injection = backbone, injection
+
+    def prepare(self, x: Sequence, cache: Cache | None = None, mask: Mask | None = None) -> InjectedInputs:
+        check_sequence(x, self.d_model)
+        return InjectedInputs(self.injection.prepare(x), self.backbone.prepare(x, cache, mask))
+
+    def forward(
+        self, z: Sequence, inputs: InjectedInputs, cache: Cache | None = None, *, need_aux: bool = False
+    ) -> tuple[Sequence, Any]:
+        return self.backbone(self.injection.enter(z, inputs.prepared), inputs.inner, cache, need_aux=need_aux)
+
+    def advance(
+        self, cache: Cache | None, aux: Any, tokens: int, counts: Int64[Tensor, " batch"] | None = None
+    ) -> Cache:
+        return self.backbone.advance(cache, aux, tokens, counts)
+
+    def compile(self, **options: Any) -> None:
+        self.backbone.compile(**options)

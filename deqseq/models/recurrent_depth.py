@@ -1,0 +1,140 @@
+"""Recurrent depth: layers that run once, a core that is iterated on their output, layers that run once."""
+
+from dataclasses import dataclass
+from typing import Any, Unpack
+
+from torch import Tensor, nn
+
+from deqseq.backbones.base import Cache
+from deqseq.check import check_type
+from deqseq.config import SolveConfig, SolveFields
+from deqseq.models.explicit import ExplicitModel
+from deqseq.models.implicit import ImplicitModel
+from deqseq.models.output import ModelOutput
+from deqseq.solve import Callback
+from deqseq.types import Mask, Sequence
+
+
+@dataclass(frozen=True)
+class RecurrentDepthCache(Cache):
+    """What the three parts keep of the committed tokens.
+
+    Attributes:
+        prelude: the cache of the layers before.
+        core: that of the core.
+        coda: that of the layers after.
+    """
+
+    prelude: Cache
+    core: Cache
+    coda: Cache
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Everything that is kept; rows first."""
+        return tuple(tensor for part in (self.prelude, self.core, self.coda) for tensor in part.tensors())
+
+
+class RecurrentDepth(nn.Module):
+    r"""An explicit prelude, an implicit core on its output, an explicit coda.
+
+    .. math:: e = \mathrm{prelude}(x), \qquad z^* = \mathrm{core}(z^*, e), \qquad y = \mathrm{coda}(\mathrm{norm}(z^*))
+
+    The core decides how the model is solved, and its sweeps, gradients, stopping rules and statistics are those of any
+    :class:`ImplicitModel`. Each part keeps a cache of its own; at the fixed point the core needs one entry per token,
+    however many iterations it took.
+
+    Args:
+        prelude: runs once on the embedded tokens.
+        core: iterated; its input is the prelude's output.
+        coda: runs once on the core's states.
+        norm: of the core's states before the coda, as in Huginn. Default: none.
+
+    Raises:
+        TypeError: an argument of the wrong type.
+        ValueError: parts of different widths.
+
+    References:
+        Geiping et al., Scaling up Test-Time Compute with Latent Reasoning: A Recurrent Depth Approach, 2025, arXiv
+        2502.05171.
+
+    Example:
+        >>> import torch, deqseq as dq
+        >>> def layers(n): return dq.Llama(dq.LlamaConfig(d_model=16, n_heads=2, n_layers=n, injection=False))
+        >>> backbone = dq.Injected(layers(2), dq.ConcatInjection(16))
+        >>> core = dq.ImplicitModel(backbone, dq.SolveConfig(solver=dq.Naive()))
+        >>> model = RecurrentDepth(dq.ExplicitModel(layers(1)), core, dq.ExplicitModel(layers(1)))
+        >>> output = model(torch.randn(2, 5, 16))       # a new ConcatInjection ignores the state
+        >>> output.value.shape, output.stats.iterations
+        (torch.Size([2, 5, 16]), tensor([2, 2]))
+        >>> lm = dq.CausalLM(50, model)
+        >>> lm.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=4).tokens.shape
+        torch.Size([1, 4])
+    """
+
+    def __init__(
+        self, prelude: ExplicitModel, core: ImplicitModel, coda: ExplicitModel, norm: nn.Module | None = None
+    ) -> None:
+        super().__init__()
+        check_type("RecurrentDepth.prelude", prelude, ExplicitModel, "dq.ExplicitModel(backbone)")
+        check_type("RecurrentDepth.core", core, ImplicitModel, "dq.ImplicitModel(dq.Injected(backbone, injection))")
+        check_type("RecurrentDepth.coda", coda, ExplicitModel, "dq.ExplicitModel(backbone)")
+        check_type("RecurrentDepth.norm", norm, (nn.Module, type(None)))
+        widths = [part.backbone.d_model for part in (prelude, core, coda)]
+        if len(set(widths)) > 1:
+            raise ValueError(f"prelude, core and coda must have the same d_model, got {widths}")
+        self.d_model = core.d_model
+        self.prelude, self.core, self.coda = prelude, core, coda
+        self.norm = nn.Identity() if norm is None else norm
+
+    def forward(
+        self,
+        x: Sequence,
+        *,
+        mask: Mask | None = None,
+        cache: Cache | None = None,
+        return_cache: bool = False,
+        trace: bool = False,
+        callback: Callback | None = None,
+        throw: bool = False,
+        solve: SolveConfig | None = None,
+        **fields: Unpack[SolveFields],
+    ) -> ModelOutput:
+        """Run the prelude, solve for the core's fixed point, run the coda.
+
+        Args:
+            x: embedded tokens, ``(batch, length, d_model)``.
+            mask: bool, True at real tokens, ``(batch, length)``; padding may be on either side of a row. Default: no
+                padding.
+            cache: the ``cache`` of the :class:`ModelOutput` for the tokens before. Default: there are none.
+            return_cache: whether to return the cache after these tokens.
+            trace: whether to keep residuals of the core, as in :meth:`ImplicitModel.forward`.
+            callback: called at every check of the core's residual, as in :meth:`ImplicitModel.forward`.
+            throw: whether rows that did not converge raise an error.
+            solve: replaces the core's configuration for this call.
+            **fields: fields of :class:`SolveConfig` to replace for this call. ``start`` may also be states of the core,
+                ``(batch, length, d_model)``.
+
+        Returns:
+            The coda's states, with the numbers of the core's solve.
+
+        Raises:
+            ConvergenceError: with ``throw``, as in :meth:`ImplicitModel.forward`.
+            TypeError, ValueError: as in :meth:`ImplicitModel.forward`, or a cache of another model.
+        """
+        check_type("cache", cache, (RecurrentDepthCache, type(None)))
+        before = (None, None, None) if cache is None else (cache.prelude, cache.core, cache.coda)
+        first = self.prelude(x, mask=mask, cache=before[0], return_cache=return_cache)
+        options: dict[str, Any] = {"trace": trace, "callback": callback, "throw": throw, "solve": solve, **fields}
+        solved = self.core(first.value, mask=mask, cache=before[1], return_cache=return_cache, **options)
+        last = self.coda(self.norm(solved.value), mask=mask, cache=before[2], return_cache=return_cache)
+        after = RecurrentDepthCache(first.cache, solved.cache, last.cache) if return_cache else None
+        return ModelOutput(last.value, after, solved.stats, solved.status, solved.problem)
+
+    def compile(self, **options: Any) -> None:
+        """Compile the layers of all three parts with ``torch.compile``.
+
+        Args:
+            **options: those of ``torch.compile``.
+        """
+        for part in (self.prelude, self.core, self.coda):
+            part.compile(**options)
