@@ -152,7 +152,7 @@ def test_the_record_is_json_and_is_accepted_again():
     )
     record = json.loads(json.dumps(curriculum.record(5)))
     assert (record["phase"], record["progress"], record["unit"]) == ("free", 5, "steps")
-    assert record["phases"][0]["solve"]["gradient"] == {"class": "Unrolled", "checkpoint": False}
+    assert record["phases"][0]["solve"]["gradient"] == {"class": "Unrolled", "checkpoint": False, "last": None}
     assert record["phases"][1]["solve"]["gradient"]["solver"]["class"] == "Anderson"
     assert curriculum.resumed(record) == curriculum.phases[1]
 

@@ -93,7 +93,7 @@ class AttachedGradient(Gradient):
         if not torch.is_grad_enabled():
             return solve(f, z0, **call)
         with torch.no_grad():
-            solution = solve(_primed(f), z0, **call)
+            solution = solve(primed(f), z0, **call)
         return replace(solution, value=self.attach_to(f, call.get("args"), z0, solution, has_aux=call.get("has_aux")))
 
     def attach_to(
@@ -140,7 +140,7 @@ def _bound(f: FixedPointMap, args: Any, has_aux: bool | None) -> Callable[[State
     return lambda z: evaluate(f, z, args, has_aux=bool(has_aux))[0]
 
 
-def _primed(f: FixedPointMap) -> FixedPointMap:
+def primed(f: FixedPointMap) -> FixedPointMap:
     """``f`` whose first evaluation is made with gradients enabled, and detached.
 
     What a map caches at its first use (autocast's casts of the weights, on older torch) then has a graph; made under
@@ -148,7 +148,7 @@ def _primed(f: FixedPointMap) -> FixedPointMap:
     """
     fresh = True
 
-    def primed(*arguments: Any) -> Any:
+    def evaluated(*arguments: Any) -> Any:
         nonlocal fresh
         if not fresh:
             return f(*arguments)
@@ -156,7 +156,7 @@ def _primed(f: FixedPointMap) -> FixedPointMap:
         with torch.enable_grad():
             return map_tensors(Tensor.detach, f(*arguments))
 
-    return primed
+    return evaluated
 
 
 def checkpointed(f: FixedPointMap) -> FixedPointMap:

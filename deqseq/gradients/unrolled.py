@@ -1,10 +1,13 @@
 """Backpropagation through the iteration."""
 
 from dataclasses import dataclass
-from typing import Unpack
+from itertools import count
+from typing import Any, Unpack
 
-from deqseq.check import check_flag
-from deqseq.gradients.base import Gradient, checkpointed
+import torch
+
+from deqseq.check import check_flag, check_integer
+from deqseq.gradients.base import Gradient, checkpointed, primed
 from deqseq.solution import Solution
 from deqseq.solve import SolveCall, solve
 from deqseq.types import FixedPointMap, State
@@ -21,8 +24,16 @@ class Unrolled(Gradient):
     activations, for one more evaluation each in the backward pass. To train a fixed number of unrolled steps, give it
     ``Stop.exactly(steps)``.
 
+    With ``last``, backpropagation is truncated: the iterations before run without a graph, the start gets no gradient,
+    and memory does not grow with their number.
+
     Args:
         checkpoint: whether to recompute activations in the backward pass.
+        last: how many of the last iterations are differentiated, at least 1; needs ``Stop.exactly(steps)``. Default:
+            all.
+
+    Raises:
+        ValueError: ``last`` is below 1; in a call, ``last`` with a stopping rule that can end early.
 
     Example:
         >>> import torch, deqseq as dq
@@ -35,9 +46,31 @@ class Unrolled(Gradient):
     """
 
     checkpoint: bool = False
+    last: int | None = None
 
     def __post_init__(self) -> None:
         check_flag("Unrolled.checkpoint", self.checkpoint)
+        if self.last is not None:
+            check_integer("Unrolled.last", self.last, 1)
 
     def apply(self, f: FixedPointMap, z0: State, **call: Unpack[SolveCall]) -> Solution:
-        return solve(checkpointed(f) if self.checkpoint else f, z0, **call)
+        g, stop = checkpointed(f) if self.checkpoint else f, call["stop"]
+        if self.last is not None and torch.is_grad_enabled():
+            if stop.check_every < stop.max_steps:
+                raise ValueError(f"Unrolled.last counts from the end: stop must be Stop.exactly(n), got {stop}")
+            if stop.max_steps > self.last:
+                g, z0 = _first_without_graph(stop.max_steps - self.last, f, g), z0.detach()
+        return solve(g, z0, **call)
+
+
+def _first_without_graph(evaluations: int, f: FixedPointMap, then: FixedPointMap) -> FixedPointMap:
+    """``f`` without a graph for so many evaluations, ``then`` with one."""
+    f, calls = primed(f), count()
+
+    def truncated(*arguments: Any) -> Any:
+        if next(calls) >= evaluations:
+            return then(*arguments)
+        with torch.no_grad():
+            return f(*arguments)
+
+    return truncated

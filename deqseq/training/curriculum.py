@@ -26,7 +26,8 @@ class Curriculum:
         unit: what the ends are counted in: ``"fraction"`` of the run, optimizer ``"steps"``, or ``"tokens"``.
 
     Raises:
-        ValueError: no phases, a name twice, ends that do not rise or are no amount of the unit, or an unknown unit.
+        ValueError: no phases, a name twice, ends that do not rise or are no amount of the unit, an unknown unit, or a
+            depth that rises over a phase without an end.
 
     References:
         Schöne et al., Implicit Language Models are RNNs, ICML 2025, arXiv 2502.07827, section 4 (bounded and free
@@ -57,7 +58,9 @@ class Curriculum:
             raise ValueError(f"Curriculum.phases must have names of their own, got {names}")
 
     def at(self, progress: float | int) -> Phase:
-        """The phase in force.
+        """The phase in force, with its budget drawn if it has a ``depth``.
+
+        A draw depends on the progress alone: it is the same in all processes and whenever it is repeated.
 
         Args:
             progress: how much of the run is done, in this curriculum's unit: a fraction in [0, 1], or a whole number
@@ -71,7 +74,10 @@ class Curriculum:
         """
         if not self._is_amount(progress):
             raise ValueError(f"progress must be {self._amount} (Curriculum.unit is {self.unit!r}), got {progress!r}")
-        return next((part for part in self.phases[:-1] if progress < (part.until or 0)), self.phases[-1])
+        ends = self._ends
+        place = next((i for i, end in enumerate(ends[:-1]) if progress < end), len(ends) - 1)
+        begin = ends[place - 1] if place else 0
+        return self.phases[place].drawn(progress, min(1.0, (progress - begin) / (ends[place] - begin)))
 
     def record(self, progress: float | int) -> dict[str, Any]:
         """What a checkpoint is to hold, as JSON: the phase in force, and the whole curriculum.
@@ -136,6 +142,11 @@ class Curriculum:
         return {"unit": self.unit, "phases": [_described(phase, phase.name) for phase in self.phases]}
 
     @property
+    def _ends(self) -> list[float | int]:
+        whole = 1 if self.unit == "fraction" else math.inf
+        return [whole if phase.until is None else phase.until for phase in self.phases]
+
+    @property
     def _amount(self) -> str:
         return "a fraction in [0, 1]" if self.unit == "fraction" else f"a whole number of {self.unit}"
 
@@ -145,8 +156,7 @@ class Curriculum:
         return 0 <= value <= 1 if self.unit == "fraction" else isinstance(value, Integral) and value >= 0
 
     def _check_ends(self, ends: list[float | int | None]) -> None:
-        whole = 1 if self.unit == "fraction" else math.inf
-        risen = [whole if end is None else end for end in ends]
+        risen = self._ends
         last = not risen or (self.unit == "fraction" and risen[-1] != 1) or None in ends[:-1]
         if last or risen != sorted(set(risen)):
             rise = "rise to 1" if self.unit == "fraction" else "rise"
@@ -154,6 +164,8 @@ class Curriculum:
         for end in ends:
             if end is not None and not self._is_amount(end):
                 raise ValueError(f"Phase.until must be {self._amount} (Curriculum.unit is {self.unit!r}), got {end!r}")
+        if self._ends[-1] == math.inf and (depth := self.phases[-1].depth) and depth.rise:
+            raise ValueError(f"Phase.until must be given for a depth that rises until then, got None with {depth}")
 
 
 def _described(value: object, where: str) -> Any:

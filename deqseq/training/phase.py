@@ -10,6 +10,7 @@ from deqseq.gradients import Gradient, Phantom, Unrolled
 from deqseq.models.explicit import ExplicitModel
 from deqseq.models.implicit import ImplicitModel
 from deqseq.stop import Stop
+from deqseq.training.depth import PoissonLogNormal
 
 
 @dataclass(frozen=True)
@@ -23,9 +24,11 @@ class Phase:
         until: where it ends, in the unit of its :class:`Curriculum`; None: with the run.
         solve: how the fixed point is found and differentiated in training.
         eval_solve: the same in eval mode. Default: ``solve``.
+        depth: draws the budget ``solve.stop.max_steps`` of every update, which :meth:`Curriculum.at` puts in its
+            place; eval mode is left as it is. Default: the budget is fixed.
 
     Raises:
-        TypeError: ``solve`` or ``eval_solve`` is no :class:`SolveConfig`.
+        TypeError: ``solve`` or ``eval_solve`` is no :class:`SolveConfig`, or ``depth`` no :class:`PoissonLogNormal`.
         ValueError: an empty name, or an end that is not above 0.
 
     Example:
@@ -38,6 +41,7 @@ class Phase:
     until: float | int | None
     solve: SolveConfig
     eval_solve: SolveConfig | None = None
+    depth: PoissonLogNormal | None = None
 
     def __post_init__(self) -> None:
         check_type("Phase.name", self.name, str)
@@ -47,6 +51,29 @@ class Phase:
             check_number("Phase.until", self.until, "(0, inf)")
         check_type("Phase.solve", self.solve, SolveConfig, "dq.SolveConfig(stop=dq.Stop(rtol=0.05))")
         check_type("Phase.eval_solve", self.eval_solve, (SolveConfig, type(None)))
+        check_type("Phase.depth", self.depth, (PoissonLogNormal, type(None)), "PoissonLogNormal(32)")
+
+    def drawn(self, progress: float | int, done: float | int = 1.0) -> "Phase":
+        """The phase with the budget of one update; :meth:`Curriculum.at` returns it.
+
+        A stopping rule that checks the residual at the last iteration alone, as :meth:`deqseq.Stop.exactly`, stays so.
+
+        Args:
+            progress: of the run before the update.
+            done: the share of the phase that is done, in [0, 1].
+
+        Returns:
+            The phase without ``depth``; the same if there is none to draw.
+
+        Raises:
+            ValueError: a number out of its range.
+        """
+        if self.depth is None:
+            return self
+        stop, budget = self.solve.stop, self.depth.draw(progress, done)
+        checks = budget if stop.check_every >= stop.max_steps else stop.check_every
+        solve = replace(self.solve, stop=replace(stop, max_steps=budget, check_every=checks))
+        return replace(self, solve=solve, eval_solve=self.eval_solve or self.solve, depth=None)
 
     def apply(self, model: nn.Module) -> None:
         """Make every implicit model inside train this way from now on.
@@ -60,8 +87,11 @@ class Phase:
 
         Raises:
             TypeError: there is neither inside.
+            ValueError: the phase has a ``depth`` that has not been drawn.
         """
         check_type("model", model, nn.Module, "dq.CausalLM(...)")
+        if self.depth is not None:
+            raise ValueError(f"Phase.depth of {self.name!r} must be drawn: apply what Curriculum.at(progress) returns")
         parts = list(model.modules())
         implicit = [part for part in parts if isinstance(part, ImplicitModel)]
         if not implicit and not any(isinstance(part, ExplicitModel) for part in parts):
@@ -167,23 +197,26 @@ def free(
 
 
 def unrolled(
-    steps: int = 8,
+    steps: int | PoissonLogNormal = 8,
     *,
     until: float | int | None,
+    last: int | None = None,
     checkpoint: bool = False,
     name: str = "unrolled",
     base: SolveConfig = SolveConfig(),
     eval_base: SolveConfig | None = None,
 ) -> Phase:
-    """A first phase for state tracking: differentiate a fixed number of iterations, as in an RNN of that depth.
+    """Differentiate a fixed or drawn number of iterations, all of them or the last ones, as in an RNN of that depth.
 
-    It learns fast where a problem needs several iterations at once; what it has learned is no fixed point yet, so
-    a :func:`free` phase has to follow. At evaluation the budget is four times as large, to a relative tolerance of
-    0.05.
+    As a first phase for state tracking it learns fast where a problem needs several iterations at once; what it has
+    learned is no fixed point yet, so a :func:`free` phase has to follow. With drawn iterations, and the last 8 of them
+    differentiated, it is how recurrent-depth models are trained. At evaluation the budget is four times as large (four
+    times the mean), to a relative tolerance of 0.05; gradients there, if any, are of all iterations.
 
     Args:
-        steps: iterations, all of them differentiated, at least 1.
+        steps: iterations, at least 1; or the distribution that they are drawn from for every update.
         until: where the phase ends; None: with the run.
+        last: how many of the last iterations are differentiated, at least 1. Default: all.
         checkpoint: whether activations are recomputed in the backward pass.
         name: for logs and checkpoints.
         base: everything else: solver, sweep, start, and how its ``stop`` measures.
@@ -197,9 +230,22 @@ def unrolled(
 
     Example:
         >>> unrolled(8, until=0.4).solve.gradient
-        Unrolled(checkpoint=False)
+        Unrolled(checkpoint=False, last=None)
+
+        Huginn's, and a retrofit's, whose mean rises over three quarters of the run.
+
+        >>> from deqseq.training import Curriculum
+        >>> huginn = Curriculum((unrolled(PoissonLogNormal(32), last=8, until=None),))
+        >>> [huginn.at(update / 1000).solve.stop.max_steps for update in range(4)]
+        [25, 65, 55, 45]
+        >>> rising = unrolled(PoissonLogNormal(32, rise="1-sqrt"), last=8, until=0.75, name="rising")
+        >>> retrofit = Curriculum((rising, unrolled(PoissonLogNormal(32), last=8, until=None)))
     """
-    return _phase(name, until, base, eval_base, Stop.exactly(steps), Unrolled(checkpoint))
+    depth = steps if isinstance(steps, PoissonLogNormal) else None
+    budget = steps if not isinstance(steps, PoissonLogNormal) else max(1, round(steps.mean))
+    check_integer("steps", budget, 1)
+    phase = _phase(name, until, base, eval_base, Stop.exactly(budget), Unrolled(checkpoint))
+    return replace(phase, solve=replace(phase.solve, gradient=Unrolled(checkpoint, last)), depth=depth)
 
 
 def _phase(

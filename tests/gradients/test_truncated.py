@@ -1,0 +1,113 @@
+"""Truncated backpropagation: ``Unrolled(last=k)`` against loops written by hand."""
+
+import pytest
+import torch
+from small_models import contractive_llama, contractive_mamba2, embedded
+
+import deqseq as dq
+from deqseq.testing.gradient_problems import PROBLEMS, gradients, make
+
+problems = pytest.mark.parametrize("problem", PROBLEMS)
+
+
+def looped(f, z, steps: int, last: int, damping: float = 1.0):
+    """The value of the last of ``steps`` evaluations, of which ``last`` have a graph."""
+    for step in range(1, steps + 1):
+        with torch.set_grad_enabled(step > steps - last):
+            fz = f(z)
+            z = z + damping * (fz - z)
+    return fz
+
+
+@problems
+@pytest.mark.parametrize("checkpoint", [False, True])
+@pytest.mark.parametrize(("steps", "last"), [(9, 1), (9, 4), (9, 8), (9, 9), (3, 8), (1, 1)])
+@pytest.mark.parametrize(("solver", "damping"), [(dq.Naive(), 1.0), (dq.Relaxed(0.7), 0.7)], ids=str)
+def test_is_the_loop_without_and_then_with_a_graph(problem, checkpoint, steps, last, solver, damping):
+    case = make(problem)
+    stop, gradient = dq.Stop.exactly(steps), dq.Unrolled(checkpoint, last)
+    solution = dq.fixed_point(case.f(case.injection()), case.z0, solver=solver, stop=stop, gradient=gradient)
+    wanted = looped(case.f(case.injection()), case.z0, steps, last, damping)
+    torch.testing.assert_close(solution.value, wanted, rtol=1e-12, atol=1e-12)
+    assert solution.stats.evaluations == steps
+    ours, theirs = (gradients(case.loss(value), case.leaves) for value in (solution.value, wanted))
+    for name in theirs:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("make_backbone", [contractive_mamba2, contractive_llama], ids=["Mamba2", "Llama"])
+@pytest.mark.parametrize("start", ["zero", "input"])
+@pytest.mark.parametrize(("steps", "last"), [(7, 3), (3, 3), (2, 3)])
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_models_gradients(make_backbone, start, steps, last, padded):
+    backbone, x = make_backbone(), embedded().requires_grad_()
+    mask = torch.arange(7) < torch.tensor([[7], [5]]) if padded else None
+    solve = dq.SolveConfig(dq.Naive(), dq.Stop.exactly(steps), dq.Unrolled(last=last), start=start)
+    ours = dq.ImplicitModel(backbone, solve)(x, mask=mask).value
+    real = torch.ones(2, 7, 1) if mask is None else mask[..., None]
+    tokens = x * real
+    inputs = backbone.prepare(tokens, None, mask)
+    begin = torch.zeros_like(x) if start == "zero" else tokens if steps <= last else tokens.detach()
+    theirs = looped(lambda z: backbone(z, inputs)[0] * real, begin, steps, last)
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    leaves = [x, *backbone.parameters()]
+    ours, theirs = (torch.autograd.grad((value**3).sum(), leaves, allow_unused=True) for value in (ours, theirs))
+    for one, two in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-10, atol=1e-10)
+    assert all(gradient.abs().max() > 0 for gradient in ours)
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+@pytest.mark.parametrize(("steps", "last"), [(9, 3), (2, 3)])
+def test_only_the_last_evaluations_keep_a_graph(checkpoint, steps, last):
+    solve = dq.SolveConfig(dq.Naive(), dq.Stop.exactly(steps), dq.Unrolled(checkpoint, last))
+    model, graphs, calls = dq.ImplicitModel(dq.Affine(4), solve), [], []
+    model.backbone.register_forward_pre_hook(lambda *_: calls.append(1))
+    model.backbone.register_forward_hook(lambda part, inputs, output: graphs.append(output[0].requires_grad))
+    value = model(torch.ones(2, 3, 4)).value
+    without = max(0, steps - last)
+    assert len(graphs) == len(calls) == steps
+    assert not any(graphs[1:without])  # the first has one that is cut at once
+    assert all(graphs[without:])
+    value.sum().backward()
+    assert len(calls) == steps + checkpoint * min(last, steps)
+    graphs.clear()
+    with torch.no_grad():
+        model(torch.ones(2, 3, 4))
+    assert graphs == [False] * steps
+
+
+def test_under_autocast_parameters_get_gradients():
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(3, 3)
+    with torch.autocast("cpu", torch.bfloat16):
+        solution = dq.fixed_point(
+            lambda z: torch.tanh(layer(z)), torch.zeros(2, 3), stop=dq.Stop.exactly(6), gradient=dq.Unrolled(last=2)
+        )
+    solution.value.sum().backward()
+    assert layer.weight.grad.abs().max() > 0
+    assert solution.value.dtype == torch.float32
+
+
+def test_the_start_gets_a_gradient_only_if_all_is_differentiated():
+    for steps, wanted in ((2, 0.25), (3, None)):
+        z0 = torch.ones(1, 1, requires_grad=True)
+        a = torch.tensor(0.5, requires_grad=True)
+        gradient, stop = dq.Unrolled(last=2), dq.Stop.exactly(steps)
+        dq.fixed_point(
+            lambda z, a=a: a * z + 1, z0, solver=dq.Naive(), stop=stop, gradient=gradient
+        ).value.sum().backward()
+        assert (None if z0.grad is None else z0.grad.item()) == wanted
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_bad_arguments():
+    for bad, error in ((0, ValueError), ("3", TypeError), (True, TypeError)):
+        with pytest.raises(error, match=r"Unrolled.last must be an integer >= 1"):
+            dq.Unrolled(last=bad)
+    a = torch.tensor(0.5, requires_grad=True)
+    call = {"f": lambda z: a * z + 1, "z0": torch.zeros(1, 1), "gradient": dq.Unrolled(last=2)}
+    with pytest.raises(ValueError, match=r"Unrolled.last counts from the end: stop must be Stop.exactly\(n\)"):
+        dq.fixed_point(**call, stop=dq.Stop(max_steps=9))
+    with torch.no_grad():
+        assert bool(dq.fixed_point(**call, stop=dq.Stop(rtol=1e-3)).converged.all())

@@ -1,0 +1,136 @@
+"""Drawn depth: the distribution, that draws repeat, and what a phase makes of one."""
+
+import json
+import math
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+import deqseq as dq
+from deqseq.training import Curriculum, Phase, PoissonLogNormal, bounded, free, unrolled
+
+DRAWS = 20_000
+HUGINN = unrolled(PoissonLogNormal(32), last=8, until=None)
+
+
+@pytest.mark.parametrize(("mean", "sigma"), [(1, 0.5), (32, 0.5), (6.5, 0.2), (4, 0.0)])
+def test_mean_variance_and_the_share_of_ones(mean, sigma):
+    depth = PoissonLogNormal(mean, sigma)
+    draws = torch.tensor([depth.draw(step) for step in range(DRAWS)], dtype=torch.float64)
+    variance = mean + mean**2 * math.expm1(sigma**2)
+    assert draws.mean().item() == pytest.approx(mean + 1, abs=4 * math.sqrt(variance / DRAWS))
+    assert draws.var().item() == pytest.approx(variance, rel=0.1)
+    x = torch.linspace(-8, 8, 4001, dtype=torch.float64)  # P(n = 1) is the mean of exp(-rate)
+    rate = torch.exp(math.log(mean) - sigma**2 / 2 + sigma * x)
+    ones = torch.trapezoid(torch.exp(-rate - x**2 / 2), x).item() / math.sqrt(2 * math.pi)
+    share = (draws == 1).double().mean().item()
+    assert share == pytest.approx(ones, abs=4 * math.sqrt(ones / DRAWS) + 1e-9)
+
+
+def test_draws_are_independent_from_one_update_and_from_one_seed_to_the_next():
+    draws = torch.tensor([[PoissonLogNormal(32, seed=seed).draw(step) for step in range(4000)] for seed in (0, 1)])
+    lines = torch.stack([draws[0, :-1], draws[0, 1:], draws[1, :-1]])
+    correlations = torch.corrcoef(lines.double())
+    assert (correlations - torch.eye(3)).abs().max() < 4 / math.sqrt(4000)
+
+
+@pytest.mark.parametrize(("rise", "middle"), [("linear", 16.5), ("1-sqrt", 1 + 31 * (1 - math.sqrt(0.5)))])
+def test_a_rising_mean(rise, middle):
+    depth, constant = PoissonLogNormal(32, rise=rise), PoissonLogNormal(32)
+    for done, mean in ((0.0, 1), (0.5, middle), (1.0, 32)):
+        assert [depth.draw(step, done) for step in range(99)] == [
+            replace(constant, mean=mean).draw(step) for step in range(99)
+        ]
+
+
+def test_larger_draws_are_replaced():
+    draws = [PoissonLogNormal(8).draw(step) for step in range(500)]
+    assert max(draws) > 12
+    assert [PoissonLogNormal(8, largest=12).draw(step) for step in range(500)] == [min(12, draw) for draw in draws]
+    assert {PoissonLogNormal(8, largest=1).draw(step) for step in range(9)} == {1}
+
+
+def test_a_draw_is_the_same_in_every_process_and_order():
+    found = {}
+    for step in reversed(range(8)):
+        torch.manual_seed(step)
+        random.seed(step)
+        found[step] = PoissonLogNormal(32).draw(step)
+    assert [found[step] for step in range(8)] == [25, 21, 41, 27, 11, 23, 34, 40]  # in any process: hashes differ
+    assert PoissonLogNormal(32).draw(1.0) == found[1]
+
+
+def test_the_budget_of_each_update():
+    rising = unrolled(PoissonLogNormal(32, rise="linear"), last=8, until=0.75, name="rising")
+    curriculum = Curriculum((free(24, until=0.25), rising, HUGINN))
+    assert curriculum.at(0.2) == curriculum.phases[0]
+    for progress, depth, done in ((0.25, rising.depth, 0), (0.5, rising.depth, 0.5), (0.75, HUGINN.depth, 1)):
+        phase = curriculum.at(progress)
+        assert phase.solve.stop == dq.Stop.exactly(depth.draw(progress, done))
+        assert (phase.solve.gradient, phase.depth) == (dq.Unrolled(last=8), None)
+        assert phase.eval_solve == HUGINN.eval_solve
+    assert curriculum.at(1) == curriculum.at(1.0)
+    steps = Curriculum((HUGINN,), "steps")
+    assert len({steps.at(step).solve.stop.max_steps for step in range(20)}) > 10
+    rising = Curriculum((replace(rising, until=10),), "steps")
+    assert rising.at(10**6).solve.stop.max_steps == PoissonLogNormal(32).draw(10**6)
+
+
+def test_evaluation_is_not_drawn():
+    model = dq.ImplicitModel(dq.Affine(4))
+    Curriculum((HUGINN,)).at(0.3).apply(model)
+    assert model.eval_solve.stop == dq.Stop(rtol=0.05, max_steps=128)
+    assert model.eval_solve.gradient == dq.Unrolled()
+    alone = Phase("alone", None, dq.SolveConfig(stop=dq.Stop.exactly(32)), depth=PoissonLogNormal(32))
+    Curriculum((alone,)).at(0.3).apply(model)
+    assert model.eval_solve == alone.solve
+    assert model.solve.stop == dq.Stop.exactly(PoissonLogNormal(32).draw(0.3))
+
+
+def test_only_the_budget_is_drawn():
+    stop = dq.Stop(rtol=0.1, max_steps=8, per="token", check_every=2)
+    phase = replace(free(8, rtol=0.1, base=dq.SolveConfig(stop=stop)), depth=PoissonLogNormal(32))
+    drawn = phase.drawn(0.3)
+    assert drawn.solve.stop == replace(stop, max_steps=phase.depth.draw(0.3))
+    assert replace(drawn, solve=phase.solve, depth=phase.depth) == phase
+    assert phase.drawn(0.3) == phase.drawn(0.3, 1.0) == drawn.drawn(0.7)
+    phantom = replace(bounded(8, 4), depth=PoissonLogNormal(32)).drawn(0.3)
+    assert (phantom.solve.stop, phantom.solve.gradient) == (dq.Stop.exactly(phase.depth.draw(0.3)), dq.Phantom(4))
+
+
+def test_a_phase_that_has_not_been_drawn_is_not_applied():
+    with pytest.raises(ValueError, match=r"Phase.depth of 'unrolled' must be drawn: .*Curriculum.at"):
+        HUGINN.apply(dq.ImplicitModel(dq.Affine(4)))
+
+
+def test_the_record_has_the_distribution():
+    record = json.loads(json.dumps(Curriculum((HUGINN,)).record(0.3)))
+    assert record["phases"][0]["solve"]["stop"]["max_steps"] == 32
+    assert Curriculum((HUGINN,)).resumed(record) == Curriculum((HUGINN,)).at(0.3)
+    other = unrolled(PoissonLogNormal(32, seed=1), last=8, until=None)
+    with pytest.raises(ValueError, match=r"\(phase 1 depth.seed: 0 -> 1\)"):
+        Curriculum((other,)).resumed(record)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_bad_arguments():
+    for name, bad in (("mean", 0), ("mean", math.inf), ("sigma", -0.1), ("largest", 0), ("seed", -1), ("rise", "sqrt")):
+        with pytest.raises(ValueError, match=f"PoissonLogNormal.{name} must be"):
+            PoissonLogNormal(**{"mean": 4, name: bad})
+    with pytest.raises(TypeError, match=r"PoissonLogNormal.mean must be"):
+        PoissonLogNormal("32")
+    for name, bad in (("progress", -1), ("progress", math.nan), ("done", 1.1)):
+        with pytest.raises(ValueError, match=f"{name} must be"):
+            PoissonLogNormal(4).draw(**{"progress": 0, name: bad})
+    with pytest.raises(TypeError, match=r"Phase.depth must be a PoissonLogNormal"):
+        replace(HUGINN, depth=32)
+    with pytest.raises(TypeError, match="steps must be"):
+        unrolled("32", until=None)
+    with pytest.raises(ValueError, match=r"Unrolled.last must be"):
+        unrolled(32, until=None, last=0)
+    rising = unrolled(PoissonLogNormal(32, rise="linear"), until=None)
+    with pytest.raises(ValueError, match=r"Phase.until must be given for a depth that rises"):
+        Curriculum((rising,), "steps")
+    assert Curriculum((rising,)).at(0.0).solve.stop.max_steps >= 1
