@@ -9,7 +9,7 @@ from jaxtyping import Int64
 from torch import Tensor, nn
 
 from deqseq.backbones.base import Backbone, Inputs, check_cache, check_sequence
-from deqseq.backbones.llama_cache import LlamaCache
+from deqseq.backbones.llama_cache import LlamaCache, commit
 from deqseq.check import check_choice, check_flag, check_integer, check_number, check_type
 from deqseq.layers import (
     Attention,
@@ -25,7 +25,6 @@ from deqseq.layers import (
     rotary_frequencies,
     rotary_tables,
 )
-from deqseq.rows import map_tensors
 from deqseq.types import Mask, Sequence
 
 
@@ -194,11 +193,7 @@ class Llama(Backbone[LlamaCache]):
         tokens: int,
         counts: Int64[Tensor, " batch"] | None = None,
     ) -> LlamaCache:
-        new = map_tensors(lambda kept: kept.detach()[:, :, :tokens], aux)
-        if cache is None:
-            cache = LlamaCache(map_tensors(lambda kept: kept[:, :, :0].contiguous(), new))
-        mask = None if counts is None else torch.arange(tokens, device=counts.device) < counts[:, None]
-        return cache.extend(new, mask)
+        return commit(cache, aux, tokens, counts)
 
     def compile(self, **options: Any) -> None:
         self.compile_stack(self._stack, options)

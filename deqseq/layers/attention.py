@@ -41,6 +41,20 @@ class Past(NamedTuple):
     length: int
     visible: Bool[Tensor, "batch 1 new all"] | None
 
+    def joined(self, own: KeyValues) -> KeyValues:
+        """All keys and values, with ``own`` of the new tokens last.
+
+        They are written into the buffer, unless a graph is being built, or the buffer's dtype would round them.
+        """
+        length, total = self.length, self.length + own.keys.shape[2]
+        # autograd needs the keys of every iteration unchanged
+        if torch.is_grad_enabled() or self.buffer.keys.dtype != own.keys.dtype:
+            committed = ((kept[:, :, :length].to(new.dtype), new) for kept, new in zip(self.buffer, own, strict=True))
+            return KeyValues(*(torch.cat(pair, dim=2) for pair in committed))
+        for kept, new in zip(self.buffer, own, strict=True):
+            kept[:, :, length:total] = new
+        return KeyValues(*(kept[:, :, :total] for kept in self.buffer))
+
 
 class Attention(nn.Module):
     r"""Multi-head causal attention; parameters are named as in the public Llama models.
@@ -134,7 +148,7 @@ class Attention(nn.Module):
         parts = (self.q_norm(parts[0]), self.k_norm(parts[1]), parts[2])
         q, k, v = (rearrange(part, "b length (h d) -> b h length d", d=self.headdim) for part in parts)
         own = KeyValues(rotate(k, tables), v)
-        seen, mask = (own, None) if past is None else (_after(past, own), past.visible)
+        seen, mask = (own, None) if past is None else (past.joined(own), past.visible)
         mixed = F.scaled_dot_product_attention(
             rotate(q, tables),
             seen.keys.to(q.dtype),
@@ -144,15 +158,3 @@ class Attention(nn.Module):
             enable_gqa=self.parts[0] != self.parts[1],
         )
         return self.o_proj(rearrange(mixed, "b h length d -> b length (h d)")), own
-
-
-def _after(past: Past, own: KeyValues) -> KeyValues:
-    """All keys and values so far: in place in the buffer, unless a graph is being built or it would round them."""
-    length, total = past.length, past.length + own.keys.shape[2]
-    # autograd needs the keys of every iteration unchanged
-    if torch.is_grad_enabled() or past.buffer.keys.dtype != own.keys.dtype:
-        committed = ((kept[:, :, :length].to(new.dtype), new) for kept, new in zip(past.buffer, own, strict=True))
-        return KeyValues(*(torch.cat(pair, dim=2) for pair in committed))
-    for kept, new in zip(past.buffer, own, strict=True):
-        kept[:, :, length:total] = new
-    return KeyValues(*(kept[:, :, :total] for kept in past.buffer))

@@ -21,6 +21,7 @@ from deqseq.integrations.huggingface.conversion import (
     to_causal_lm,
 )
 from deqseq.integrations.huggingface.curriculum_callback import CurriculumCallback
+from deqseq.integrations.huggingface.decoder import DecoderBackbone, from_decoder
 from deqseq.integrations.huggingface.llama import (
     ImplicitLlamaConfig,
     ImplicitLlamaForCausalLM,
@@ -49,6 +50,7 @@ for _config, *_models in (
 
 __all__ = [
     "CurriculumCallback",
+    "DecoderBackbone",
     "ImplicitCache",
     "ImplicitCausalLMOutput",
     "ImplicitLlamaConfig",
@@ -62,6 +64,7 @@ __all__ = [
     "ImplicitModelOutput",
     "Solve",
     "from_causal_lm",
+    "from_decoder",
     "from_json",
     "from_reference_folder",
     "preset_config",

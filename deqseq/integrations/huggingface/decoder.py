@@ -1,0 +1,276 @@
+"""The decoder layers of a transformers model as a backbone: modules are shared, and their code is not copied."""
+
+import inspect
+from collections.abc import Sequence as Several
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Int64, Shaped
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from deqseq.backbones import Backbone, Inputs, LlamaCache
+from deqseq.backbones.base import check_cache, check_sequence
+from deqseq.backbones.llama_cache import commit
+from deqseq.check import check_flag, check_type
+from deqseq.layers import KeyValues, Past
+from deqseq.models import CausalLM, ExplicitModel
+from deqseq.types import Mask, Sequence
+
+_SAME = "arcee gemma gemma2 gemma3_text glm glm4 helium llama ministral mistral nemotron olmo olmo2 olmo3"
+_SAME += " phi3 qwen2 qwen3 seed_oss smollm3 stablelm starcoder2"
+FAMILIES = dict.fromkeys(_SAME.split(), "norm") | {"gpt_neox": "final_layer_norm"}
+"""What is checked against transformers: families by ``model_type``, with the name of their final norm."""
+
+
+class DecoderBackbone(Backbone[LlamaCache]):
+    r"""The decoder layers of a transformers model, or some of them, run as they are.
+
+    .. math:: f(z) = \mathrm{norm}(\mathrm{layer}_n(\ldots \mathrm{layer}_1(z)))
+
+    Modules are shared with the model, not copied, and so is what a family does differently: grouped queries, sliding
+    windows, norms of queries and keys, biases, parallel residuals, layers without rotation. These families are checked
+    against transformers, and others are refused: Arcee, Gemma 1 to 3 (text), GLM, GLM-4, GPT-NeoX, Helium, Llama,
+    Ministral, Mistral, Nemotron, OLMo 1 to 3, Phi-3, Qwen2, Qwen3, Seed-OSS, SmolLM3, StableLM and Starcoder2.
+
+    Models whose rotary frequencies change with the length of the text (``"longrope"``, ``"dynamic"``) take sequences of
+    their original context, and refuse longer ones.
+
+    The input of a solve does not enter the layers. So an implicit model needs ``start="input"``, or an injection:
+    ``deqseq.Injected(DecoderBackbone(model), injection)``.
+
+    Args:
+        model: with its attention implementation ``"sdpa"`` or ``"eager"``, and without dropout.
+        layers: which of its layers to run, a contiguous part. Default: all.
+        final_norm: whether the model's final norm follows.
+
+    Raises:
+        TypeError: not a transformers model.
+        ValueError: a family or a model that does not fit, and why; or a slice that selects no part of the layers.
+
+    Example:
+        >>> from transformers import Qwen3Config, Qwen3ForCausalLM
+        >>> sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+        >>> model = Qwen3ForCausalLM(Qwen3Config(vocab_size=10, num_hidden_layers=4, head_dim=8, **sizes))
+        >>> core = DecoderBackbone(model, slice(1, 3), final_norm=False)
+        >>> x = torch.randn(2, 5, 16)
+        >>> z, _ = core(x, core.prepare(x))
+        >>> z.shape, core.layers[0] is model.model.layers[1]
+        (torch.Size([2, 5, 16]), True)
+    """
+
+    def __init__(self, model: nn.Module, layers: slice | None = None, final_norm: bool = True) -> None:
+        super().__init__()
+        check_type("model", model, PreTrainedModel, "AutoModelForCausalLM.from_pretrained(name)")
+        check_type("layers", layers, (slice, type(None)), "slice(4, 12)")
+        check_flag("final_norm", final_norm)
+        assert isinstance(model, PreTrainedModel)
+        decoder: Any = model.base_model
+        self.config: Any = decoder.config
+        if self.config.model_type not in FAMILIES:
+            raise ValueError(
+                f"model must be of one of the families {', '.join(sorted(FAMILIES))}, got a {type(model).__name__}: "
+                f"{_misfit(decoder)}"
+            )
+        part = _part(len(decoder.layers), layers)
+        kinds: Any = getattr(self.config, "layer_types", None)
+        if kinds is None:
+            windowed = getattr(self.config, "sliding_window", None) is not None
+            kinds = ["sliding_attention" if windowed else "full_attention"] * len(decoder.layers)
+        self.kinds = tuple(kinds[i] for i in part)
+        self.d_model = self.config.hidden_size
+        self.layers = nn.ModuleList(decoder.layers[i] for i in part)
+        self.norm = getattr(decoder, FAMILIES[self.config.model_type]) if final_norm else nn.Identity()
+        self.rotary = decoder.rotary_emb
+        per_kind = "layer_type" in inspect.signature(self.rotary.forward).parameters
+        self.rotations = tuple(sorted(set(self.kinds))) if per_kind else (None,)
+        # by position: their gradient checkpointing takes a cache away that comes by name
+        arguments = inspect.signature(self.layers[0].forward).parameters.values()
+        self._arguments = tuple(one.name for one in arguments if one.kind is one.POSITIONAL_OR_KEYWORD)[1:]
+        self._context = _context(self.config)
+        _check(self.config, self.layers)
+
+    def prepare(self, x: Sequence, cache: LlamaCache | None = None, mask: Mask | None = None) -> Inputs:
+        check_sequence(x, self.d_model)
+        heads = self.config.num_attention_heads
+        kv_heads = getattr(self.config, "num_key_value_heads", None) or heads
+        width = getattr(self.config, "head_dim", None) or self.d_model // heads
+        check_cache(cache, LlamaCache, x, [(kv_heads, None, width)] * (2 * len(self.layers)))
+        positions, total = torch.arange(x.shape[1], device=x.device)[None], x.shape[1]
+        if cache is not None:
+            positions = positions + (cache.length if cache.mask is None else cache.mask.sum(dim=1, keepdim=True))
+            total += cache.length
+        _check_length(total, self._context)
+        options = [{} if kind is None else {"layer_type": kind} for kind in self.rotations]
+        return Inputs(rotary=tuple(table for option in options for table in self.rotary(x, positions, **option)))
+
+    def forward(
+        self, z: Sequence, inputs: Inputs, cache: LlamaCache | None = None, *, need_aux: bool = False
+    ) -> tuple[Sequence, tuple[KeyValues, ...] | None]:
+        past: tuple[Past, ...] = ()
+        if cache is not None:
+            cache = cache.reserve(z.shape[1])  # does nothing if the solve has reserved already
+            past = tuple(Past(layer, cache.length, None) for layer in cache.layers)
+        masks = {kind: self._mask(kind, z, cache) for kind in set(self.kinds)}
+        tables = dict(zip(self.rotations, zip(inputs.rotary[::2], inputs.rotary[1::2], strict=True), strict=True))
+        return self.run(self._stack, z, tables, masks, past, need_aux)
+
+    def advance(
+        self,
+        cache: LlamaCache | None,
+        aux: tuple[KeyValues, ...],
+        tokens: int,
+        counts: Int64[Tensor, " batch"] | None = None,
+    ) -> LlamaCache:
+        return commit(cache, aux, tokens, counts)
+
+    def compile(self, **options: Any) -> None:
+        self.compile_stack(self._stack, options)
+
+    def _stack(
+        self,
+        z: Tensor,
+        tables: dict[str | None, tuple[Tensor, Tensor]],
+        masks: dict[str, Tensor | None],
+        past: tuple[Past, ...],
+        need_aux: bool,
+    ) -> tuple[Tensor, tuple[KeyValues, ...] | None]:
+        """All layers and the norm, from tensors to tensors."""
+        kept = []
+        for i, (layer, kind) in enumerate(zip(self.layers, self.kinds, strict=True)):
+            cache = _LayerCache(past[i] if past else None) if past or need_aux else None
+            given = {
+                "attention_mask": masks[kind],
+                "position_embeddings": tables[kind if kind in tables else None],
+                "past_key_values": cache,
+                "layer_past": cache,
+            }
+            z = layer(z, *(given.get(name) for name in self._arguments))
+            if need_aux and cache is not None:
+                kept.append(cache.own)
+        return self.norm(z), tuple(kept) if need_aux else None
+
+    def _mask(self, kind: str, z: Tensor, cache: LlamaCache | None) -> Shaped[Tensor, "rows 1 new all"] | None:
+        """What each token attends to, as the attention takes it; None: everything before it."""
+        new, length = z.shape[1], 0 if cache is None else cache.length
+        visible = None if cache is None else cache.visible
+        eager = self.config._attn_implementation == "eager"
+        window = self.config.sliding_window if kind == "sliding_attention" else length + new
+        if visible is None and ((eager and new > 1) or length + new > window):
+            visible = torch.ones(1, 1, new, length + new, dtype=torch.bool, device=z.device).tril(length)
+        if visible is not None and length + new > window:
+            visible = visible & _near(new, window, z, cache)
+        if visible is None or not eager:
+            return visible
+        return torch.zeros_like(visible, dtype=z.dtype).masked_fill(~visible, torch.finfo(z.dtype).min)
+
+
+def from_decoder(model: nn.Module) -> CausalLM:
+    """A transformers language model as an explicit :class:`deqseq.CausalLM`; modules are shared, not copied.
+
+    Args:
+        model: of a family that :class:`DecoderBackbone` runs, with its head.
+
+    Returns:
+        A model with the same logits.
+
+    Raises:
+        TypeError: not a transformers model.
+        ValueError: a family or a model that does not fit, and why; or a model without a head.
+
+    Example:
+        >>> from transformers import Gemma2Config, Gemma2ForCausalLM
+        >>> sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+        >>> theirs = Gemma2ForCausalLM(Gemma2Config(vocab_size=10, num_hidden_layers=2, head_dim=8, **sizes)).eval()
+        >>> ids = torch.tensor([[1, 2, 3]])
+        >>> torch.allclose(from_decoder(theirs)(ids).logits, theirs(ids).logits, atol=1e-5)
+        True
+    """
+    backbone = DecoderBackbone(model)
+    assert isinstance(model, PreTrainedModel)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if not isinstance(embedding, nn.Embedding) or not isinstance(head, nn.Linear):
+        raise ValueError(f"model must have a language model's head, as a ...ForCausalLM, got {type(model).__name__}")
+    tied, cap = head.weight is embedding.weight, getattr(backbone.config, "final_logit_softcapping", None)
+    with torch.device("meta"):  # its own weights would be drawn for nothing
+        lm = CausalLM(embedding.num_embeddings, ExplicitModel(backbone), tied=tied, logit_softcap=cap)
+    lm.embedding, lm.head = embedding, None if tied else head  # Gemma's embedding scales by itself
+    return lm.train(model.training)
+
+
+class _LayerCache:
+    """What a layer takes for the cache of transformers: joins committed and new keys and values, keeps the new ones."""
+
+    own: KeyValues
+
+    def __init__(self, past: Past | None) -> None:
+        self.past = past
+
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int, cache_kwargs: Any = None) -> tuple[Tensor, Tensor]:
+        """All keys and values so far; called again when a checkpointed layer is computed again."""
+        self.own = KeyValues(keys, values)
+        return self.own if self.past is None else self.past.joined(self.own)
+
+
+def _near(new: int, window: int, z: Tensor, cache: LlamaCache | None) -> Bool[Tensor, "rows 1 new all"]:
+    """Which tokens a window reaches; padding in the cache takes none of its room."""
+    if cache is None or cache.mask is None:
+        positions = torch.arange(new if cache is None else cache.length + new, device=z.device)[None]
+    else:
+        positions = torch.cat([cache.mask, cache.mask.new_ones(len(z), new)], dim=1).cumsum(dim=1)
+    return (positions[:, -new:, None] - positions[:, None, :] < window)[:, None]
+
+
+def _part(count: int, layers: slice | None) -> range:
+    """The numbers of the chosen layers."""
+    layers = slice(None) if layers is None else layers
+    part = range(count)[layers]
+    ends = [end for end in (layers.start, layers.stop) if end is not None]
+    if not part or part.step != 1 or not all(-count <= end <= count for end in ends):
+        raise ValueError(f"layers must be a contiguous part of the model's {count} layers, got {layers}")
+    return part
+
+
+def _misfit(decoder: Any) -> str:
+    """Why a family is not run."""
+    config = decoder.config
+    if any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
+        return "its layers are mixtures of experts, and a map that switches between experts is not continuous"
+    if not isinstance(getattr(decoder, "layers", None), nn.ModuleList) or not hasattr(decoder, "rotary_emb"):
+        return "its layers are not the attention layers with rotary positions that are run here"
+    return "it has not been checked against transformers"
+
+
+def _context(config: Any) -> int | None:
+    """The longest sequence whose rotary frequencies do not depend on its length; None: any."""
+    given = config.rope_parameters
+    scalings: Several[Any] = [given] if "rope_type" in given else list(given.values())
+    changing = [one for one in scalings if one and one["rope_type"] in ("dynamic", "longrope")]
+    longest = [one.get("original_max_position_embeddings") or config.max_position_embeddings for one in changing]
+    return min(longest, default=None)
+
+
+def _check_length(total: int, context: int | None) -> None:
+    if context is not None and total > context:
+        raise ValueError(
+            f"x and the cache must have at most {context} tokens, got {total}: beyond them this model has other rotary "
+            "frequencies, with which the cached keys would be wrong"
+        )
+
+
+def _check(config: Any, layers: nn.ModuleList) -> None:
+    """Refuse what would leave the layers without a fixed point, or what their masks are not made for."""
+    drops = {name: p for name, p in config.to_dict().items() if "drop" in name and "classifier" not in name and p}
+    drops |= {name: part.p for name, part in layers.named_modules() if isinstance(part, nn.Dropout) and part.p > 0}
+    if drops:
+        raise ValueError(
+            f"model must have no dropout, which would be drawn anew in every iteration, got {drops}: load it with "
+            "these set to 0, as from_pretrained(name, attention_dropout=0.0)"
+        )
+    if config._attn_implementation not in ("sdpa", "eager"):
+        raise ValueError(
+            f'model must have the attention implementation "sdpa" or "eager", got "{config._attn_implementation}": '
+            'call model.set_attn_implementation("sdpa")'
+        )
+    if getattr(config, "use_bidirectional_attention", None):
+        raise ValueError("model must be causal, got use_bidirectional_attention=True")

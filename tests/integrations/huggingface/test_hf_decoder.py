@@ -1,0 +1,385 @@
+"""Any transformers decoder as a backbone: over a table of families, the same numbers as transformers in every way."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+import deqseq as dq
+from deqseq.integrations.huggingface import DecoderBackbone, from_decoder
+from deqseq.integrations.huggingface.decoder import FAMILIES
+from deqseq.testing import BackboneContract
+
+SIZES = {
+    "vocab_size": 37,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+WINDOW = {"sliding_window": 3}
+MIXED = WINDOW | {"layer_types": ["sliding_attention", "full_attention"] * 2}
+HEADS = {"head_dim": 8}
+GEMMA = HEADS | MIXED | {"query_pre_attn_scalar": 8}
+SHORT = {"num_hidden_layers": 2, "layer_types": MIXED["layer_types"][:2]}
+OWN = {  # what a family needs besides
+    "gemma": HEADS,
+    "gemma2": GEMMA | {"final_logit_softcapping": 0.5, "attn_logit_softcapping": 0.5},
+    "gemma3_text": GEMMA,
+    "glm": HEADS,
+    "glm4": HEADS,
+    "gpt_neox": {"num_key_value_heads": None},
+    "helium": HEADS,
+    "llama": {"tie_word_embeddings": True},
+    "ministral": HEADS | MIXED,
+    "mistral": WINDOW,
+    "nemotron": HEADS,
+    "olmo3": MIXED,
+    "phi3": WINDOW,
+    "qwen2": {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 2},
+    "qwen3": HEADS,
+    "seed_oss": HEADS | {"attention_dropout": 0.0, "residual_dropout": 0.0},
+    "smollm3": {"no_rope_layers": [1, 0, 1, 0]},
+    "starcoder2": WINDOW,
+}
+IDS = torch.randint(3, 37, (3, 11), generator=torch.Generator().manual_seed(0))
+LENGTHS = torch.tensor([11, 6, 1])
+EVERY = pytest.mark.parametrize("family", sorted(FAMILIES))
+SOME = pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3_text", "mistral", "gpt_neox"])
+
+
+def made(family, attention=None, **fields):
+    """A small model of transformers with random weights, norms and biases too, in float64."""
+    config = AutoConfig.for_model(family, **SIZES | OWN.get(family, {}) | fields)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    return model.double().eval()
+
+
+def precise(model):
+    """The same with norms in the model's dtype: theirs round to float32, which hides errors below 1e-7."""
+    for parent in list(model.modules()):
+        for name, part in list(parent.named_children()):
+            if type(part).__name__.endswith("RMSNorm"):
+                norm = nn.RMSNorm(len(part.weight), getattr(part, "eps", None) or part.variance_epsilon)
+                gemma = "Gemma" in type(part).__name__
+                norm.weight = nn.Parameter(part.weight.detach() + 1 if gemma else part.weight.detach())
+                setattr(parent, name, norm)
+    return model
+
+
+def same(ours, expected, tolerance=1e-10):
+    torch.testing.assert_close(ours, expected, rtol=tolerance, atol=tolerance)
+
+
+class TestFamilies:
+    @EVERY
+    def test_logits_are_those_of_transformers(self, family):
+        theirs = made(family)
+        with torch.no_grad():
+            same(from_decoder(theirs)(IDS).logits, theirs(IDS).logits)
+            theirs.float()
+            same(from_decoder(theirs)(IDS).logits, theirs(IDS).logits, 1e-5)
+
+    @EVERY
+    @pytest.mark.parametrize("sizes", [[1] * 11, [4, 3, 4]], ids=["token by token", "chunks"])
+    def test_a_cached_pass_is_a_full_pass(self, family, sizes):
+        lm, parts, cache = from_decoder(made(family)), [], None
+        with torch.no_grad():
+            for ids in IDS.split(sizes, dim=1):
+                output = lm(ids, cache=cache, return_cache=True)
+                parts, cache = [*parts, output.logits], output.cache
+            same(torch.cat(parts, dim=1), lm(IDS).logits, 1e-6)
+
+    @EVERY
+    @pytest.mark.parametrize("side", ["left", "right"])
+    def test_a_padded_row_is_the_row_alone_and_so_is_its_continuation(self, family, side):
+        lm, real = from_decoder(made(family)), torch.arange(11) < LENGTHS[:, None]
+        mask = real.flip(1) if side == "left" else real
+        with torch.no_grad():
+            output = lm(IDS, mask=mask, return_cache=True)
+            following = lm(IDS[:, :5], cache=output.cache)
+            for row, own in enumerate(mask):
+                alone = torch.cat([IDS[row, own], IDS[row, :5]])[None]
+                expected = lm(alone).logits[0]
+                same(output.logits[row, own], expected[:-5], 1e-6)
+                same(following.logits[row], expected[-5:], 1e-6)
+
+    @EVERY
+    def test_gradients_are_those_of_transformers(self, family):
+        theirs = made(family).train()
+        parameters = dict(theirs.named_parameters())
+        losses = from_decoder(theirs)(IDS, labels=IDS).loss, theirs(IDS, labels=IDS).loss
+        ours, expected = (torch.autograd.grad(loss, list(parameters.values())) for loss in losses)
+        for name, one, other in zip(parameters, ours, expected, strict=True):
+            assert other.abs().max() > 0, name
+            same(one, other, 1e-6)
+
+    @EVERY
+    def test_one_iteration_from_the_input_is_the_model(self, family):
+        theirs = made(family)
+        model = dq.ImplicitModel(DecoderBackbone(theirs), dq.SolveConfig(stop=dq.Stop.exactly(1), start="input"))
+        x = theirs.get_input_embeddings()(IDS)
+        with torch.no_grad():
+            expected = theirs.base_model(IDS).last_hidden_state
+            same(model(x).value, expected)
+            same(model(x, sweep=dq.Chunked(4)).value, expected, 1e-6)
+
+    def test_the_table_of_tests_is_the_table_of_families(self):
+        assert set(OWN) <= set(FAMILIES)
+
+
+class TestAttention:
+    @SOME
+    def test_both_implementations(self, family):
+        with torch.no_grad():
+            for attention in ("eager", "sdpa")[: 1 if family == "gemma2" else 2]:
+                theirs = made(family, attention)
+                lm = from_decoder(theirs)
+                same(lm(IDS).logits, theirs(IDS).logits)
+                first = lm(IDS[:, :4], return_cache=True)
+                same(lm(IDS[:, 4:], cache=first.cache).logits, theirs(IDS).logits[:, 4:], 1e-6)
+
+    def test_a_window_wider_than_the_text_needs_no_mask(self):
+        backbone = DecoderBackbone(made("mistral", sliding_window=11))
+        z = torch.zeros(1, 11, 32, dtype=torch.float64)
+        assert backbone._mask("sliding_attention", z, None) is None
+        assert backbone._mask("sliding_attention", torch.cat([z, z], dim=1), None).sum() == 66 + 11 * 11
+
+    def test_a_window_counts_real_tokens(self):
+        """A continuation of unequal rows: the cache has gaps, which take no room in the window."""
+        lm = from_decoder(made("mistral", sliding_window=4))
+        mask, cache = torch.arange(6) < torch.tensor([6, 2])[:, None], None
+        rows = [[], []]
+        with torch.no_grad():
+            for part in range(3):
+                ids = IDS[:2].roll(part, dims=1)[:, :6]
+                output = lm(ids, mask=mask, cache=cache, return_cache=True)
+                cache = output.cache
+                for row in (0, 1):
+                    rows[row].append(ids[row, mask[row]])
+            for row in (0, 1):
+                expected = lm(torch.cat(rows[row])[None]).logits[0]
+                same(output.logits[row, mask[row]], expected[-len(rows[row][-1]) :], 1e-6)
+
+    def test_bfloat16(self):
+        theirs = made("gemma3_text").bfloat16()
+        lm = from_decoder(theirs)
+        with torch.no_grad():
+            assert torch.equal(lm(IDS).logits, theirs(IDS).logits)
+            first = lm(IDS[:, :6], return_cache=True)
+            assert first.cache.tensors()[0].dtype == torch.bfloat16
+            assert (lm(IDS[:, 6:], cache=first.cache).logits - theirs(IDS).logits[:, 6:]).abs().max() < 0.1
+
+    @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
+    @pytest.mark.parametrize("reentrant", [False, True])
+    @pytest.mark.parametrize("family", ["gemma3_text", "gpt_neox"])
+    def test_gradient_checkpointing_keeps_the_cache(self, family, reentrant):
+        theirs = made(family).train()
+        model, x = dq.ExplicitModel(DecoderBackbone(theirs)), theirs.get_input_embeddings()(IDS).detach()
+
+        def outcome():
+            x.requires_grad_().grad = None
+            first = model(x[:, :4], return_cache=True)
+            second = model(x[:, 4:], cache=first.cache, return_cache=True)
+            (first.value.square().sum() + second.value.square().sum()).backward()
+            return x.grad, *second.cache.tensors()
+
+        plain = outcome()
+        theirs.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        for one, other in zip(outcome(), plain, strict=True):
+            same(one, other)
+
+    @pytest.mark.slow
+    def test_compiled(self):
+        backbone = DecoderBackbone(made("gemma3_text", **SHORT))
+        lm = dq.ExplicitModel(backbone)
+        x = torch.randn(2, 7, 32, dtype=torch.float64)
+        with torch.no_grad():
+            expected = lm(x).value
+            backbone.compile(backend="eager")
+            first = lm(x[:, :4], return_cache=True)
+            same(lm(x).value, expected)
+            same(lm(x[:, 4:], cache=first.cache).value, expected[:, 4:], 1e-6)
+
+
+class TestParts:
+    @SOME
+    def test_the_parts_of_a_model_are_the_model(self, family):
+        theirs = made(family)
+        parts = [DecoderBackbone(theirs, slice(1), final_norm=False), DecoderBackbone(theirs, slice(1, -1), False)]
+        parts.append(DecoderBackbone(theirs, slice(3, None)))
+        caches = [None] * 3
+        expected = theirs.base_model(IDS).last_hidden_state
+        with torch.no_grad():
+            for ids, value in zip(IDS.split(4, dim=1), expected.split(4, dim=1), strict=True):
+                z = theirs.get_input_embeddings()(ids)
+                for i, part in enumerate(parts):
+                    output = dq.ExplicitModel(part)(z, cache=caches[i], return_cache=True)
+                    z, caches[i] = output.value, output.cache
+                same(z, value, 1e-6)
+        assert [len(part.layers) for part in parts] == [1, 2, 1]
+        assert parts[1].layers[0] is theirs.base_model.layers[1]
+
+    def test_weights_are_shared(self):
+        theirs = made("llama")
+        lm = from_decoder(theirs)
+        assert {id(p) for p in lm.parameters()} == {id(p) for p in theirs.parameters()}
+        assert lm.head is None
+        assert from_decoder(made("qwen3", tie_word_embeddings=False)).head is not None
+        assert not lm.training
+        assert from_decoder(theirs.train()).training
+
+    @pytest.mark.parametrize("family", ["llama", "gemma2"])
+    def test_save_and_load(self, family, tmp_path):
+        lm, other = from_decoder(made(family)), made(family)
+        for parameter in other.parameters():
+            nn.init.zeros_(parameter)
+        torch.save(lm.state_dict(), tmp_path / "weights.pt")
+        loaded = from_decoder(other)
+        loaded.load_state_dict(torch.load(tmp_path / "weights.pt", weights_only=True))
+        assert torch.equal(loaded(IDS).logits, lm(IDS).logits)
+        assert torch.equal(other(IDS).logits, lm(IDS).logits)
+
+    @SOME
+    def test_generation(self, family):
+        theirs = made(family).float()  # with padding and in float64, eager attention of transformers gives NaN
+        mask = (torch.arange(11) < LENGTHS[:, None]).flip(1)
+        prompt = IDS.masked_fill(~mask, 0)
+        options = {"attention_mask": mask.long(), "do_sample": False, "eos_token_id": None}
+        expected = theirs.generate(prompt, max_new_tokens=8, **options)[:, 11:]
+        assert torch.equal(from_decoder(theirs).generate(prompt, mask=mask, max_new_tokens=8).tokens, expected)
+
+
+class Driven(dq.Backbone):
+    """Layers that their input drives, scaled so that they contract."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.d_model, self.layers = layers.d_model, layers
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, self.d_model))  # norms take a shift of all away
+
+    def prepare(self, x, cache=None, mask=None):
+        return x, self.layers.prepare(x, cache, mask)
+
+    def forward(self, z, inputs, cache=None, *, need_aux=False):
+        value, aux = self.layers(self.scale * (inputs[0] + z / 8), inputs[1], cache, need_aux=need_aux)
+        return value / 8, aux
+
+    def advance(self, cache, aux, tokens, counts=None):
+        return self.layers.advance(cache, aux, tokens, counts)
+
+
+def driven(family, **fields):
+    return Driven(DecoderBackbone(precise(made(family, **fields))))
+
+
+class TestLlama(BackboneContract):
+    backbone = driven("llama", num_hidden_layers=1)
+
+
+class TestSlidingWindow(BackboneContract):
+    backbone = driven("gemma3_text", **SHORT)
+
+
+class TestParallelResidual(BackboneContract):
+    backbone = driven("gpt_neox", num_hidden_layers=1)
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("family", "reason"),
+        [
+            ("mamba2", "not the attention layers with rotary positions"),
+            ("gpt2", "not the attention layers with rotary positions"),
+            ("mixtral", "mixtures of experts"),
+            ("cohere", "has not been checked"),
+        ],
+    )
+    def test_a_family_that_does_not_fit_is_named_with_the_reason(self, family, reason):
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(family, **SIZES, **({"head_dim": 8, "num_heads": 8} if family == "mamba2" else {}))
+        )
+        with pytest.raises(ValueError, match=f"{type(model).__name__}: .*{reason}"):
+            DecoderBackbone(model)
+
+    @pytest.mark.parametrize("name", ["attention_dropout", "hidden_dropout"])
+    def test_dropout(self, name):
+        with pytest.raises(ValueError, match=f"no dropout.*'{name}': 0.1.*from_pretrained"):
+            DecoderBackbone(made("gpt_neox", **{name: 0.1}))
+
+    def test_dropout_added_later(self):
+        model = made("llama")
+        model.model.layers[2].self_attn.q_proj = nn.Sequential(model.model.layers[2].self_attn.q_proj, nn.Dropout(0.2))
+        with pytest.raises(ValueError, match=r"'2\.self_attn\.q_proj\.1': 0\.2"):
+            DecoderBackbone(model)
+        assert len(DecoderBackbone(model, slice(2)).layers) == 2
+
+    @pytest.mark.parametrize("model", ["meta-llama/Llama-3.2-1B", nn.Linear(2, 2), None])
+    def test_no_model(self, model):
+        with pytest.raises(TypeError, match="model must be a PreTrainedModel, such as AutoModelForCausalLM"):
+            DecoderBackbone(model)
+
+    @pytest.mark.parametrize("part", [slice(2, 2), slice(0, 5), slice(0, 4, 2), slice(3, 1), slice(-5, None)])
+    def test_a_slice_that_is_no_part_of_the_layers(self, part):
+        with pytest.raises(ValueError, match="layers must be a contiguous part of the model's 4 layers"):
+            DecoderBackbone(made("llama"), part)
+        with pytest.raises(TypeError, match=r"layers must be a slice.*slice\(4, 12\)"):
+            DecoderBackbone(made("llama"), 3)
+
+    def test_another_attention_implementation(self):
+        model = made("llama")
+        model.config._attn_implementation = "flash_attention_2"
+        with pytest.raises(ValueError, match=r'got "flash_attention_2": call model.set_attn_implementation\("sdpa"\)'):
+            DecoderBackbone(model)
+
+    def test_attention_to_later_tokens(self):
+        with pytest.raises(ValueError, match="use_bidirectional_attention"):
+            DecoderBackbone(made("gemma3_text", use_bidirectional_attention=True))
+
+    def test_a_model_without_a_head(self):
+        model = AutoModelForSequenceClassification.from_config(made("llama").config)
+        for one in (model, model.model):
+            with pytest.raises(ValueError, match="ForCausalLM"):
+                from_decoder(one)
+
+    @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+    def test_frequencies_that_change_with_the_length(self, kind):
+        rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0}
+        if kind == "longrope":
+            rope |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+            sizes = {"max_position_embeddings": 22, "original_max_position_embeddings": 11}
+        else:
+            sizes = {"max_position_embeddings": 11}
+        theirs = made("phi3" if kind == "longrope" else "llama", rope_parameters=rope, **sizes)
+        lm = from_decoder(theirs)
+        first = lm(IDS, return_cache=True)
+        same(first.logits, theirs(IDS).logits)
+        with pytest.raises(ValueError, match="at most 11 tokens, got 12"):
+            lm(IDS[:, :1], cache=first.cache)
+
+    def test_a_cache_of_another_model(self):
+        lm, other = (from_decoder(made("llama", num_hidden_layers=n)) for n in (2, 3))
+        with pytest.raises(ValueError, match="cache must be of this model"):
+            lm(IDS, cache=other(IDS, return_cache=True).cache)
+
+    def test_from_zero_nothing_depends_on_the_input(self):
+        with pytest.raises(ValueError, match="injection"):
+            dq.ImplicitModel(DecoderBackbone(made("llama")))(torch.zeros(1, 3, 32).double())
+
+
+def test_a_copy_is_independent():
+    backbone = DecoderBackbone(made("llama"))
+    twin, x = copy.deepcopy(backbone), torch.randn(1, 3, 32).double()
+    expected = backbone(x, backbone.prepare(x))[0]
+    nn.init.zeros_(backbone.norm.weight)
+    assert torch.equal(twin(x, twin.prepare(x))[0], expected)
