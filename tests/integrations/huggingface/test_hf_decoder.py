@@ -230,6 +230,19 @@ class TestParts:
         assert [len(part.layers) for part in parts] == [1, 2, 1]
         assert parts[1].layers[0] is theirs.base_model.layers[1]
 
+    @SOME
+    def test_one_iteration_of_recurrent_depth_is_the_model(self, family):
+        theirs, solve = made(family), dq.SolveConfig(stop=dq.Stop.exactly(1))
+        prelude, core = (DecoderBackbone(theirs, part, final_norm=False) for part in (slice(1), slice(1, 3)))
+        core = dq.ImplicitModel(dq.Injected(core, dq.ConcatInjection(32)).double(), solve)
+        coda = dq.ExplicitModel(DecoderBackbone(theirs, slice(3, None)))
+        model, x = dq.RecurrentDepth(dq.ExplicitModel(prelude), core, coda), theirs.get_input_embeddings()(IDS)
+        expected = theirs.base_model(IDS).last_hidden_state
+        same(model(x).value, expected)
+        with torch.no_grad():
+            first = model(x[:, :5], sweep=dq.Sequential(), return_cache=True)
+            same(model(x[:, 5:], cache=first.cache, sweep=dq.Chunked(4)).value, expected[:, 5:], 1e-6)
+
     def test_weights_are_shared(self):
         theirs = made("llama")
         lm = from_decoder(theirs)
