@@ -36,7 +36,7 @@ class Injection(nn.Module, ABC):
 
     @abstractmethod
     def enter(self, z: Sequence, prepared: Sequence) -> Sequence:
-        """The state ``z`` with the input, ``(batch, length, d_model)``: what the first layer gets."""
+        """What the first layer gets: the state ``z``, ``(batch, length, d_model)``, with ``prepared``, of that shape."""
 
 
 class AddInjection(Injection):

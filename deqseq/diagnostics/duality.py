@@ -115,7 +115,7 @@ def check_duality(
     reports: list[SweepReport] = []
     first = None
     with eval_mode(model):
-        x = model.embedding(ids)
+        x = model.embed(ids)
         for sweep in sweeps:
             output = model.model(x, mask=mask, solve=replace(config, sweep=sweep), return_cache=True)
             first = first or output

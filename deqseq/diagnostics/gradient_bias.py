@@ -83,8 +83,9 @@ class GradientBias:
 
 def part_of(name: str) -> str:
     """The part of a model that a parameter belongs to: ``"embedding"``, ``"layers.0"``, ``"injection"``..."""
-    pieces = name.removeprefix("model.backbone.").split(".")
-    return ".".join(pieces[:2]) if pieces[0] == "layers" else pieces[0]
+    pieces = [piece for piece in name.split(".") if piece not in ("model", "backbone")]
+    named = 2 if pieces[0] in ("prelude", "core", "coda") else 1
+    return ".".join(pieces[: pieces.index("layers") + 2 if "layers" in pieces else named])
 
 
 def gradient_bias(
@@ -173,7 +174,9 @@ def _measure(
     """An estimator's numbers, its gradient of each parameter, and which rows converged."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     calls: list[None] = []
-    with model.model.backbone.register_forward_pre_hook(lambda *_: calls.append(None)):
+    core = model.core
+    assert core is not None
+    with core.backbone.register_forward_pre_hook(lambda *_: calls.append(None)):
         output = model(**batch, solve=config)
         found = torch.autograd.grad(output.loss, parameters, allow_unused=True)
     gradients = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)]

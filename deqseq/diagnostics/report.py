@@ -14,7 +14,6 @@ from deqseq.diagnostics.spectral import SpectralRadius, radius_of
 from deqseq.explain import Explanation
 from deqseq.gradients import Gradient, OneStep, Phantom
 from deqseq.models.causal_lm import CausalLM, Tokens
-from deqseq.models.implicit import ImplicitModel
 from deqseq.sweeps import Simultaneous
 from deqseq.types import Mask
 
@@ -109,13 +108,14 @@ def report(
         tensor([True, True])
     """
     real, config = check_call(model, ids, mask, solve, fields)
-    assert isinstance(model.model, ImplicitModel)
+    core = model.core
+    assert core is not None
     with solved_model(model, ids, real, config) as solved:
         spectral = radius_of(solved, 16, seeded(0))
         collapse = collapse_of(solved, 4, seeded(0), limit=0.05, agreed=0.99)
         explanation = solved.output.explain()
     estimators: list[Gradient] = [OneStep(), Phantom()]
-    trained = resolve(model.model.solve, solve, fields).gradient  # that of `eval_solve` is not trained with
+    trained = resolve(core.solve, solve, fields).gradient  # that of `eval_solve` is not trained with
     bias = gradient_bias(
         model,
         ids,

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from deqseq.backbones import Backbone
 from deqseq.check import check_integer, check_type
-from deqseq.config import SolveConfig, resolve
+from deqseq.config import RandomStart, SolveConfig, resolve
 from deqseq.evaluate import evaluate
 from deqseq.layers.sharded import unsharded
 from deqseq.layers.weight_norm import cached_weights
@@ -17,6 +18,7 @@ from deqseq.models.eval_mode import eval_mode
 from deqseq.models.implicit import ImplicitModel
 from deqseq.models.output import ModelOutput
 from deqseq.models.padding import Padding, check_mask
+from deqseq.models.recurrent_depth import RecurrentDepth
 from deqseq.sweeps.tokens import TokenArgs, token_map
 from deqseq.types import Mask, Sequence
 
@@ -26,9 +28,8 @@ def check_call(
 ) -> tuple[Mask, SolveConfig]:
     """Check what every diagnostic is given; the real tokens, and the configuration in eval mode."""
     check_type("model", model, CausalLM, "dq.CausalLM(vocab_size, dq.ImplicitModel(backbone))")
-    check_type("model.model", model.model, ImplicitModel, "dq.ImplicitModel(backbone)")
-    assert isinstance(model.model, ImplicitModel)
-    config = resolve(model.model.eval_solve or model.model.solve, solve, fields)
+    core = _core(model)
+    config = resolve(core.eval_solve or core.solve, solve, fields)
     check_type("ids", ids, torch.Tensor)
     device = model.embedding.weight.device
     if ids.device != device and device.type != "meta":  # an offloaded weight is moved by its hooks
@@ -38,6 +39,14 @@ def check_call(
         return torch.ones_like(ids, dtype=torch.bool), config
     check_mask(mask, ids)
     return mask, config
+
+
+def _core(model: CausalLM) -> ImplicitModel:
+    """The part that is solved; TypeError for an explicit model."""
+    core = model.core
+    check_type("model.model", model.model if core is None else core, ImplicitModel, "dq.ImplicitModel(backbone)")
+    assert core is not None
+    return core
 
 
 def seeded(seed: int) -> torch.Generator:
@@ -57,9 +66,14 @@ class SolvedModel:
     mask: Mask
     output: ModelOutput
 
+    @property
+    def backbone(self) -> Backbone[Any]:
+        """The layers that are iterated."""
+        return _core(self.model).backbone
+
     def f(self, z: Sequence) -> Sequence:
         """The map of all tokens."""
-        return evaluate(token_map(self.model.model.backbone), z, self.args, has_aux=True)[0]
+        return evaluate(token_map(self.backbone), z, self.args, has_aux=True)[0]
 
 
 @contextmanager
@@ -67,13 +81,17 @@ def solved_model(
     model: CausalLM, ids: Tokens, mask: Mask, config: SolveConfig, *, trace: bool = False
 ) -> Iterator[SolvedModel]:
     """Solve in eval mode, without gradients; the context keeps that mode and the weights of the solve."""
-    backbone = model.model.backbone
+    core = _core(model)
+    backbone = core.backbone
     with torch.inference_mode(False), torch.no_grad(), eval_mode(model):
-        mask, x = mask.clone(), model.embedding(ids.clone())  # tensors made in inference mode would forbid any graph
-        output = model.model(x, mask=mask, solve=config, trace=trace)
+        mask, x = mask.clone(), model.embed(ids.clone())  # tensors made in inference mode would forbid any graph
+        if isinstance(model.model, RecurrentDepth):
+            x = model.model.prelude(x, mask=mask).value
+        output = core(x, mask=mask, solve=config, trace=trace)
         padding = Padding.of(x, mask)
         tokens = padding.compact(x)
-        start = torch.zeros_like(tokens) if config.start == "zero" else tokens
+        drawn = config.start.draw(tokens) if isinstance(config.start, RandomStart) else tokens
+        start = torch.zeros_like(tokens) if config.start == "zero" else drawn
         with unsharded(backbone), cached_weights(backbone):
             args = TokenArgs(backbone.prepare(tokens, None, padding.mask), None, padding.mask)
             yield SolvedModel(model, args, start, padding.compact(output.value), mask, output)

@@ -181,7 +181,7 @@ def model_spectral_radius(
 
 def radius_of(solved: SolvedModel, products: int, generator: torch.Generator) -> SpectralRadius:
     """The eigenvalues of a map of each token alone, against the cache of those before it."""
-    backbone, args, z, length = solved.model.model.backbone, solved.args, solved.value, solved.value.shape[1]
+    backbone, args, z, length = solved.backbone, solved.args, solved.value, solved.value.shape[1]
     f, found = token_map(backbone, need_aux=True), []
     for t in range(length):
         one = args.slice(t, t + 1, length)

@@ -247,7 +247,8 @@ def _check_injection(inputs: Any, backbone: Backbone[Any]) -> None:
     if isinstance(inputs, Inputs) and inputs.injection is None:
         raise ValueError(
             f"this {type(backbone).__name__} was built without an injection, so from zero its fixed point does not "
-            'depend on the input: build it with injection=True, or take start="input" or an ExplicitModel'
+            "depend on the input: build it with injection=True, wrap it as dq.Injected(backbone, dq.AddInjection()), "
+            'or take start="input" or an ExplicitModel'
         )
 
 

@@ -1,6 +1,7 @@
 """Every backbone passes the contract; then what each promises of its own."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -48,12 +49,36 @@ class Pointwise(dq.Backbone[Any]):
         return torch.tanh(self.inner(z) / 4 + inputs), None
 
 
+def injected(injection, make=contractive_llama):
+    """Layers whose input enters by a part; the state counts little in them, so that they contract."""
+    torch.manual_seed(1)
+    if isinstance(injection, dq.ConcatInjection):
+        injection.weight.data[:, :8].normal_(std=0.05)
+    return dq.Injected(make(injection=False, n_layers=1), injection).double()
+
+
 def randn(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 class TestMamba2(BackboneContract):
     backbone = contractive_mamba2()
+
+
+class TestInjectedConcat(BackboneContract):
+    backbone = injected(dq.ConcatInjection(8))
+
+
+class TestInjectedDecay(BackboneContract):
+    backbone = injected(dq.DecayInjection(8, decay=0.2), contractive_mamba2)
+
+
+class TestLlamaOfOlmo(BackboneContract):
+    backbone = injected(dq.ConcatInjection(8), partial(contractive_llama, norms="post", qk_norm=True))
+
+
+class TestLlamaOfHuginn(BackboneContract):
+    backbone = contractive_llama(norms="closed", qk_bias=True, final_norm=False)
 
 
 class TestMamba2Groups(BackboneContract):

@@ -1,0 +1,209 @@
+"""Prelude, core, coda: its parts one after the other, however the tokens are cut, padded, cached or generated."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from small_models import contractive_llama, contractive_mamba2
+
+import deqseq as dq
+from deqseq.diagnostics import check_duality, gradient_bias, report
+from deqseq.training import bounded
+
+TIGHT = dq.SolveConfig(stop=dq.Stop(rtol=1e-11, max_steps=500))
+SWEEPS = (dq.Chunked(3), dq.Sequential(), dq.Sliding(3))
+
+
+def recurrent(kind="llama", injection="concat", norm=None) -> dq.RecurrentDepth:
+    """A core that contracts: its layers see the input much more than the state."""
+    make = {"llama": contractive_llama, "mamba2": contractive_mamba2}[kind]
+    torch.manual_seed(3)
+    parts = {"concat": dq.ConcatInjection(8), "add": dq.AddInjection(), "decay": dq.DecayInjection(8, decay=0.3)}
+    layers = make(n_layers=1, injection=injection == "projected", weight_norm=injection == "projected")
+    core = layers if injection == "projected" else dq.Injected(layers, parts[injection])
+    if injection == "concat":
+        core.injection.weight.data[:, :8].normal_(std=0.05)
+    first, last = (dq.ExplicitModel(make(injection=False, n_layers=n)) for n in (1, 2))
+    return dq.RecurrentDepth(first, dq.ImplicitModel(core, TIGHT), last, norm).double()
+
+
+MODELS = [("llama", "concat"), ("mamba2", "concat"), ("llama", "projected"), ("mamba2", "decay"), ("llama", "decay")]
+
+
+@pytest.fixture(params=MODELS, ids="-".join, scope="module")
+def model(request):
+    return recurrent(*request.param).eval()
+
+
+@pytest.fixture(scope="module")
+def lm(model):
+    torch.manual_seed(1)
+    return dq.CausalLM(13, model, embedding_std=1.0).double().eval()
+
+
+def randn(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def near(found, wanted, atol=1e-8):
+    return torch.allclose(found, wanted, rtol=0, atol=atol)
+
+
+@torch.no_grad()
+def test_it_is_its_parts_one_after_the_other():
+    norm = dq.layers.RMSNorm(8).double()
+    norm.weight.data.uniform_(0.5, 2)
+    model, x = recurrent(norm=norm), randn(2, 6, 8)
+    output = model(x, throw=True)
+    first = model.prelude(x).value
+    z = torch.zeros_like(x)
+    backbone = model.core.backbone
+    for _ in range(300):
+        z, _ = backbone(z, backbone.prepare(first))
+    assert near(output.value, model.coda(norm(z)).value)
+    assert output.stats.iterations.shape == (2,)
+
+
+@pytest.mark.parametrize("sweep", SWEEPS, ids=str)
+@torch.no_grad()
+def test_sweeps_agree(model, sweep):
+    x = randn(2, 7, 8)
+    whole, swept = model(x, return_cache=True), model(x, sweep=sweep, return_cache=True, throw=True)
+    assert near(swept.value, whole.value)
+    for ours, theirs in zip(swept.cache.tensors(), whole.cache.tensors(), strict=True):
+        assert near(ours, theirs)
+
+
+@torch.no_grad()
+def test_a_cache_goes_on(model):
+    x = randn(2, 7, 8)
+    whole, first = model(x), model(x[:, :4], return_cache=True)
+    rest = model(x[:, 4:], cache=first.cache, return_cache=True)
+    assert near(torch.cat([first.value, rest.value], dim=1), whole.value)
+    row = model(x[1:, 4:], cache=dq.take(first.cache, torch.tensor([1])))
+    assert near(row.value, whole.value[1:, 4:])
+
+
+@pytest.mark.parametrize("left", [True, False])
+@torch.no_grad()
+def test_padding_leaves_a_row_as_it_is_alone(model, left):
+    x, mask = randn(2, 6, 8), torch.ones(2, 6, dtype=torch.bool)
+    real = slice(2, None) if left else slice(None, 4)
+    mask[1] = False
+    mask[1, real] = True
+    output, alone = model(x, mask=mask, return_cache=True), model(x[1:, real], return_cache=True)
+    assert near(output.value[1:, real], alone.value)
+    assert near(output.value[~mask], torch.zeros(2, 8, dtype=torch.float64))
+    more = randn(2, 2, 8, seed=1)
+    assert near(model(more, cache=output.cache).value[1:], model(more[1:], cache=alone.cache).value)
+
+
+def test_greedy_generation_is_the_argmax_of_the_full_forward(lm):
+    prompt = torch.randint(0, 13, (2, 5), generator=torch.Generator().manual_seed(0))
+    generated = lm.generate(prompt, max_new_tokens=6)
+    whole = torch.cat([prompt, generated.tokens], dim=1)
+    with torch.no_grad():
+        assert torch.equal(lm(whole[:, :-1]).logits[:, 4:].argmax(-1), generated.tokens)
+    assert generated.converged.all()
+    assert generated.iterations.shape == (2, 6)
+
+
+@pytest.mark.parametrize(
+    ("gradient", "exact"), [(dq.Implicit(stop=dq.Stop(rtol=1e-12, max_steps=500)), True), (dq.OneStep(), False)]
+)
+def test_the_implicit_gradient_is_that_of_the_unrolled_solve(gradient, exact):
+    found = []
+    for one in (dq.Unrolled(), gradient):
+        model = recurrent()
+        model.core.solve = replace(TIGHT, gradient=one, solver=dq.Naive())
+        model(randn(2, 5, 8)).value.pow(2).sum().backward()
+        found.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    same = [near(found[1][name], grad, 1e-7) for name, grad in found[0].items()]
+    assert all(same) == exact
+    assert {name.partition(".")[0] for name in found[0]} == {"prelude", "core", "coda"}
+
+
+def test_the_coda_sees_the_solve_and_the_prelude_is_trained_through_it():
+    model = recurrent().train()
+    model(randn(2, 5, 8)).value.sum().backward()
+    assert all(parameter.grad.abs().sum() > 0 for parameter in model.prelude.parameters())
+
+
+def test_diagnostics_take_the_core(lm):
+    ids = torch.randint(0, 13, (2, 6), generator=torch.Generator().manual_seed(0))
+    assert check_duality(lm, ids).worst < 1e-7
+    found = report(lm, ids)
+    assert bool((found.spectral.radius < 1).all())
+    assert found.trace.converged.all()
+    bias = gradient_bias(lm, ids)
+    assert {"prelude.layers.0", "coda.layers.1", "core.layers.0", "embedding"} <= bias.exact.cosine.keys()
+    assert lm(ids).explain().causes == ("converged", "converged")
+
+
+def test_phases_and_compile_reach_the_core():
+    model = recurrent()
+    bounded(3, 1, until=None).apply(model)
+    assert model.core.solve.stop.max_steps == 3
+    x = randn(1, 4, 8)
+    with torch.no_grad():
+        before = model.eval()(x).value
+        model.compile(backend="eager")
+        assert near(model(x).value, before, 1e-12)
+
+
+def test_bad_parts_are_refused():
+    core, part = dq.ImplicitModel(dq.Affine(8)), dq.ExplicitModel(dq.Affine(8))
+    with pytest.raises(TypeError, match=r"prelude must be an ExplicitModel.*dq\.ExplicitModel"):
+        dq.RecurrentDepth(dq.Affine(8), core, part)
+    with pytest.raises(TypeError, match="core must be an ImplicitModel"):
+        dq.RecurrentDepth(part, part, part)
+    with pytest.raises(TypeError, match="norm must be"):
+        dq.RecurrentDepth(part, core, part, "rms")
+    with pytest.raises(ValueError, match=r"same d_model.*\[8, 8, 4\]"):
+        dq.RecurrentDepth(part, core, dq.ExplicitModel(dq.Affine(4)))
+    model = dq.RecurrentDepth(part, core, part)
+    with pytest.raises(TypeError, match="cache must be a RecurrentDepthCache"):
+        model(torch.ones(1, 2, 8), cache=core(torch.ones(1, 2, 8), return_cache=True).cache)
+    with pytest.raises(TypeError, match="sweeep"):
+        model(torch.ones(1, 2, 8), sweeep=dq.Sequential())
+    with pytest.raises(dq.ConvergenceError):
+        model(torch.ones(1, 2, 8), stop=dq.Stop.exactly(1), throw=True)
+
+
+# starts
+
+
+def test_random_starts():
+    x = randn(4, 50, 8)
+    start = dq.RandomStart(0.5, seed=1)
+    drawn = start.draw(x)
+    assert (drawn.dtype, drawn.shape) == (x.dtype, x.shape)
+    assert torch.equal(drawn, start.draw(x))
+    assert not torch.equal(drawn, dq.RandomStart(0.5, seed=2).draw(x))
+    assert drawn.abs().max() <= 1.5
+    assert drawn.std().item() == pytest.approx(0.5, rel=0.05)
+    model = dq.ImplicitModel(contractive_llama(), TIGHT).eval()
+    with torch.no_grad():
+        known = model(x)
+        for sweep in (dq.Simultaneous(), *SWEEPS):
+            assert near(model(x, start=start, sweep=sweep, throw=True).value, known.value)
+        once = {"stop": dq.Stop.exactly(1), "solver": dq.Naive()}
+        inputs = model.backbone.prepare(x)
+        assert near(model(x, start=start, **once).value, model.backbone(drawn, inputs)[0])
+
+
+@torch.no_grad()
+def test_a_random_start_is_zero_at_padding():
+    model = dq.ImplicitModel(contractive_llama(), TIGHT).eval()
+    x, mask = randn(1, 5, 8), torch.tensor([[False, False, True, True, True]])
+    padded = model(x, mask=mask, start=dq.RandomStart(seed=1), throw=True)
+    assert near(padded.value[:, 2:], model(x[:, 2:]).value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [((0.0,), "std"), ((-1.0,), "std"), (("a",), "std"), ((1.0, -1), "seed"), ((1.0, 0.5), "seed")],
+)
+def test_bad_random_starts(arguments, words):
+    with pytest.raises((TypeError, ValueError), match=f"RandomStart.{words}"):
+        dq.RandomStart(*arguments)
