@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping
+from dataclasses import asdict, replace
 from typing import Any
 
 from torch import nn
@@ -14,7 +15,7 @@ from deqseq.integrations.huggingface.blocks import checkpointed
 from deqseq.integrations.huggingface.objects import Json, from_json, to_json
 from deqseq.integrations.huggingface.pretrained_model import ImplicitPreTrainedModel
 from deqseq.models import ImplicitModel
-from deqseq.training import Curriculum, Phase
+from deqseq.training import Curriculum, Phase, PoissonLogNormal
 
 log = logging.getLogger(__name__)
 
@@ -22,10 +23,11 @@ log = logging.getLogger(__name__)
 class CurriculumCallback(TrainerCallback, ExportableState):
     """Trains the models of a Trainer by the phases of a curriculum.
 
-    The phase is chosen before every step, from the steps, the fraction of ``max_steps``, or the tokens that the Trainer
-    has counted. The Trainer's checkpoints contain it: a resumed run continues in its phase, and resuming with another
-    curriculum is an error. The configuration of the model follows, so that a checkpoint is loaded as the model that was
-    trained. Activation checkpointing stays as the Trainer has set it. An explicit model is left as it is.
+    The phase is chosen, and its budget drawn if it has a ``depth``, before every step, from the steps, the fraction of
+    ``max_steps``, or the tokens that the Trainer has counted. The Trainer's checkpoints contain it: a resumed run
+    continues in its phase with the same draws, and resuming with another curriculum is an error. The configuration of
+    the model follows, without draws, so that a checkpoint is loaded as the model that was trained. Activation
+    checkpointing stays as the Trainer has set it. An explicit model is left as it is.
 
     Args:
         curriculum: the phases; or their JSON, as the Trainer finds it in a checkpoint with
@@ -77,23 +79,31 @@ class CurriculumCallback(TrainerCallback, ExportableState):
         self._enter(kwargs["model"], state)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Record the progress for a checkpoint after this step."""
+        """Record the progress for a checkpoint after this step; a drawn budget ends with its step."""
         self.saved = self.curriculum.record(self._progress(state))
+        if self._phase is not None and self._phase.depth is not None:
+            self._apply(replace(self._phase, depth=None), kwargs["model"])
 
     def _enter(self, model: nn.Module, state: TrainerState) -> None:
         progress = self._progress(state)
-        phase = self.curriculum.at(progress)
+        drawn = self.curriculum.at(progress)
+        phase = next(part for part in self.curriculum.phases if part.name == drawn.name)
+        if phase == self._phase and phase.depth is None:
+            return
+        self._apply(drawn, model)
         if phase == self._phase:
             return
         log.info("phase %r from step %d (%s: %s)", phase.name, state.global_step, self.curriculum.unit, progress)
-        phase.apply(model)
-        if self._checkpointing:
-            for part in _implicit(model):
-                part.solve = checkpointed(part.solve)
         for part in model.modules():
             if isinstance(part, ImplicitPreTrainedModel):
                 part.config.solve, part.config.eval_solve = phase.solve, phase.eval_solve
         self.saved, self._phase = self.curriculum.record(progress), phase
+
+    def _apply(self, phase: Phase, model: nn.Module) -> None:
+        phase.apply(model)
+        if self._checkpointing:
+            for part in _implicit(model):
+                part.solve = checkpointed(part.solve)
 
     def _progress(self, state: TrainerState) -> float | int:
         if self.curriculum.unit == "tokens":
@@ -107,7 +117,9 @@ def _implicit(model: nn.Module) -> list[ImplicitModel]:
 
 def _to_json(curriculum: Curriculum) -> Json:
     phases = [
-        vars(phase) | {name: to_json(value) for name, value in vars(phase).items() if isinstance(value, SolveConfig)}
+        vars(phase)
+        | {name: to_json(value) for name, value in vars(phase).items() if isinstance(value, SolveConfig)}
+        | {"depth": phase.depth and asdict(phase.depth)}
         for phase in curriculum.phases
     ]
     return {"unit": curriculum.unit, "phases": phases}
@@ -118,5 +130,6 @@ def _from_json(data: Mapping[str, Any]) -> Curriculum:
     for phase in data["phases"]:
         given = {name: phase[name] for name in ("solve", "eval_solve") if phase[name] is not None}
         solves = {name: from_json("solve", each, f"phase {phase['name']!r}: {name}") for name, each in given.items()}
-        phases.append(Phase(**phase | solves))
+        depth = phase["depth"] and PoissonLogNormal(**phase["depth"])
+        phases.append(Phase(**phase | solves | {"depth": depth}))
     return Curriculum(tuple(phases), data["unit"])

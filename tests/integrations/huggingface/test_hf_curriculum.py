@@ -12,10 +12,12 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, get_w
 import deqseq as dq
 from deqseq.integrations.huggingface import ImplicitLlamaConfig, ImplicitMamba2Config
 from deqseq.integrations.huggingface.curriculum_callback import CurriculumCallback
-from deqseq.training import Curriculum, Phase, bounded, free, parameter_groups, unrolled
+from deqseq.training import Curriculum, Phase, PoissonLogNormal, bounded, free, parameter_groups, unrolled
 
 STEPS, BATCH, LENGTH = 12, 2, 5
 PAPER = Curriculum((bounded(2, 1, until=0.5), free(6, 2)))
+RISING = unrolled(PoissonLogNormal(5, rise="linear"), last=2, until=0.5, name="rising")
+DRAWN = Curriculum((RISING, unrolled(PoissonLogNormal(5, largest=8), last=2, until=None)))
 SIZES = {"vocab_size": 13, "hidden_size": 8, "num_hidden_layers": 1}
 
 
@@ -52,11 +54,20 @@ def trainer(
         )
 
 
-def phases(run: Trainer) -> list[str]:
-    """What each forward pass in training is solved by, noted from the model."""
+def phases(run: Trainer) -> list[dq.Gradient]:
+    """How each forward pass in training is differentiated, noted from the model."""
+    return noted(run, lambda solve: solve.gradient)
+
+
+def budgets(run: Trainer) -> list[int]:
+    """How many iterations each forward pass in training may take."""
+    return noted(run, lambda solve: solve.stop.max_steps)
+
+
+def noted(run: Trainer, what) -> list:
     seen = []
     core = run.model.model.core
-    core.register_forward_pre_hook(lambda part, inputs: seen.append(part.solve.gradient) if part.training else None)
+    core.register_forward_pre_hook(lambda part, inputs: seen.append(what(part.solve)) if part.training else None)
     return seen
 
 
@@ -142,6 +153,46 @@ def test_a_checkpoint_is_loaded_as_the_model_that_was_trained(whole):
         assert (core.solve, core.eval_solve) == (phase.solve, phase.eval_solve)
 
 
+def test_the_budget_of_each_step_is_drawn_and_a_resumed_run_draws_the_same(tmp_path, caplog):
+    often = {"eval_dataset": torch.utils.data.Subset(Rows(), range(2)), "eval_strategy": "steps"}
+    run = trainer(tmp_path / "whole", DRAWN, **often)
+    seen, evaluated = budgets(run), []
+    core = run.model.model.core
+    core.register_forward_pre_hook(
+        lambda part, inputs: None if part.training else evaluated.append(part.solve_config.stop)
+    )
+    with caplog.at_level(logging.INFO, "deqseq"):
+        run.train()
+    wanted = [DRAWN.at(step / STEPS).solve.stop.max_steps for step in range(STEPS)]
+    assert seen == wanted
+    assert len(set(wanted)) > 4
+    assert len([record for record in caplog.records if "callback" in record.name]) == 2
+    assert set(evaluated) == {dq.Stop(rtol=0.05, max_steps=20)}
+    assert (core.solve, core.eval_solve) == (DRAWN.phases[1].solve, DRAWN.phases[1].eval_solve)
+    saved = AutoModelForCausalLM.from_pretrained(checkpoint(run, 4)).model.core
+    assert (saved.solve, saved.eval_solve) == (RISING.solve, RISING.eval_solve)
+    again = trainer(tmp_path / "again", DRAWN, restore_callback_states_from_checkpoint=True, **often)
+    seen = budgets(again)
+    again.train(resume_from_checkpoint=checkpoint(run, 4))
+    assert seen == wanted[4:]
+    assert losses(again) == losses(run)
+    ours, theirs = again.model.state_dict(), run.model.state_dict()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_accumulated_batches_share_a_draw_and_recompute_what_they_computed(tmp_path):
+    options = {"gradient_accumulation_steps": 2, "max_steps": 6, "save_strategy": "no"}
+    kept = trainer(tmp_path, DRAWN, **options)
+    kept.train()
+    recomputed = trainer(tmp_path, DRAWN, activation_checkpointing=True, **options)
+    drawn, gradients = budgets(recomputed), phases(recomputed)
+    recomputed.train()
+    wanted = [DRAWN.at(step / 6).solve.stop.max_steps for step in range(6)]
+    assert drawn == [budget for budget in wanted for _ in range(2)]
+    assert set(gradients) == {dq.Unrolled(checkpoint=True, last=2)}
+    assert losses(recomputed) == pytest.approx(losses(kept), rel=1e-5)
+
+
 def test_activation_checkpointing_stays_on(tmp_path):
     mixed = Curriculum(
         (
@@ -215,7 +266,8 @@ def test_the_json_of_a_curriculum_comes_back():
     curriculum = Curriculum(
         (
             Phase("a", 3, dq.SolveConfig(dq.Anderson(memory=3), dq.Stop(per="token"), dq.Implicit())),
-            Phase("b", None, dq.SolveConfig(gradient=dq.Unrolled(), sweep=dq.Chunked(4)), dq.SolveConfig(dq.Naive())),
+            Phase("b", 9, dq.SolveConfig(gradient=dq.Unrolled(), sweep=dq.Chunked(4)), dq.SolveConfig(dq.Naive())),
+            unrolled(PoissonLogNormal(5, 0.2, "1-sqrt", 8, 3), last=2, until=12),
         ),
         "steps",
     )
