@@ -36,6 +36,7 @@ from deqseq.integrations.huggingface.mamba2 import (
 )
 from deqseq.integrations.huggingface.objects import from_json, to_json
 from deqseq.integrations.huggingface.outputs import ImplicitCausalLMOutput, ImplicitModelOutput
+from deqseq.integrations.huggingface.retrofit import retrofit
 
 # without these transformers needs trust_remote_code=True, and the module that a saved configuration names
 for _config, *_models in (
@@ -68,6 +69,7 @@ __all__ = [
     "from_json",
     "from_reference_folder",
     "preset_config",
+    "retrofit",
     "to_causal_lm",
     "to_json",
 ]

@@ -14,7 +14,7 @@ from deqseq.backbones.base import check_cache, check_sequence
 from deqseq.backbones.llama_cache import commit
 from deqseq.check import check_flag, check_type
 from deqseq.layers import KeyValues, Past
-from deqseq.models import CausalLM, ExplicitModel
+from deqseq.models import CausalLM, ExplicitModel, RecurrentDepth
 from deqseq.types import Mask, Sequence
 
 _SAME = "arcee gemma gemma2 gemma3_text glm glm4 helium llama ministral mistral nemotron olmo olmo2 olmo3"
@@ -72,7 +72,7 @@ class DecoderBackbone(Backbone[LlamaCache]):
                 f"model must be of one of the families {', '.join(sorted(FAMILIES))}, got a {type(model).__name__}: "
                 f"{_misfit(decoder)}"
             )
-        part = _part(len(decoder.layers), layers)
+        self.part = part = _part(len(decoder.layers), layers)
         kinds: Any = getattr(self.config, "layer_types", None)
         if kinds is None:
             windowed = getattr(self.config, "sliding_window", None) is not None
@@ -186,14 +186,18 @@ def from_decoder(model: nn.Module) -> CausalLM:
         >>> torch.allclose(from_decoder(theirs)(ids).logits, theirs(ids).logits, atol=1e-5)
         True
     """
-    backbone = DecoderBackbone(model)
+    return with_head(model, ExplicitModel(DecoderBackbone(model)))
+
+
+def with_head(model: nn.Module, layers: ExplicitModel | RecurrentDepth) -> CausalLM:
+    """A language model of ``layers`` and the embedding and the head of ``model``; ValueError if it has none."""
     assert isinstance(model, PreTrainedModel)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if not isinstance(embedding, nn.Embedding) or not isinstance(head, nn.Linear):
         raise ValueError(f"model must have a language model's head, as a ...ForCausalLM, got {type(model).__name__}")
-    tied, cap = head.weight is embedding.weight, getattr(backbone.config, "final_logit_softcapping", None)
+    tied, cap = head.weight is embedding.weight, getattr(model.config, "final_logit_softcapping", None)
     with torch.device("meta"):  # its own weights would be drawn for nothing
-        lm = CausalLM(embedding.num_embeddings, ExplicitModel(backbone), tied=tied, logit_softcap=cap)
+        lm = CausalLM(embedding.num_embeddings, layers, tied=tied, logit_softcap=cap)
     lm.embedding, lm.head = embedding, None if tied else head  # Gemma's embedding scales by itself
     return lm.train(model.training)
 

@@ -1,0 +1,124 @@
+"""A pretrained decoder as a recurrent-depth model: its first layers, an iterated core, its last layers."""
+
+from collections.abc import Callable, Mapping
+from os import PathLike
+from typing import Literal
+
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from deqseq.backbones import AddInjection, ConcatInjection, DecayInjection, Injected, Injection
+from deqseq.check import check_choice, check_integer, check_type
+from deqseq.config import SolveConfig
+from deqseq.gradients import Unrolled
+from deqseq.integrations.huggingface.decoder import DecoderBackbone, with_head
+from deqseq.models import CausalLM, ExplicitModel, ImplicitModel, RecurrentDepth
+from deqseq.solvers import Naive
+from deqseq.stop import Stop
+
+Name = Literal["concat", "add", "decay"]
+"""An injection of the model's width, as a file or a command line names it."""
+INJECTIONS: Mapping[str, Callable[[int], Injection]] = {
+    "concat": ConcatInjection,
+    "add": lambda d_model: AddInjection(),
+    "decay": DecayInjection,
+}
+
+TRAIN = SolveConfig(Naive(), Stop.exactly(8), Unrolled(last=4))
+"""8 iterations from zero, of which the last 4 are differentiated: for the beginning of fine-tuning."""
+EVAL = SolveConfig(Naive(), Stop(rtol=1e-3, max_steps=32))
+"""To a relative tolerance of 1e-3, within 32 iterations."""
+
+
+def retrofit(
+    model: nn.Module | str | PathLike[str],
+    *,
+    prelude: int,
+    core: int,
+    coda: int,
+    dropped: int = 0,
+    injection: Name | Injection = "concat",
+    solve: SolveConfig = TRAIN,
+    eval_solve: SolveConfig | None = EVAL,
+) -> CausalLM:
+    r"""A pretrained decoder whose middle layers are iterated; modules are shared, not copied.
+
+    .. math:: e = \mathrm{prelude}(x), \qquad z^* = \mathrm{core}(\mathrm{enter}(z^*, e)), \qquad
+              y = \mathrm{head}(\mathrm{coda}(z^*))
+
+    Before any training, one iteration from zero is the pretrained model. With ``"concat"``, whose initial projection
+    ignores the state, any number of iterations is, and the second one converges; with the others further iterations
+    feed the core with its own output, for which it was never trained. Fine-tune the result: as it is, with few
+    iterations, or with a number that is drawn for every update, :func:`deqseq.training.unrolled`.
+
+    Args:
+        model: a language model of a family that :class:`DecoderBackbone` runs; or a folder or a name on the hub, which
+            ``AutoModelForCausalLM.from_pretrained`` loads.
+        prelude: how many of the first layers run once, before the core; at least 1.
+        core: how many layers are iterated, at least 1.
+        coda: how many of the last layers run once, after the core; at least 1.
+        dropped: how many layers between prelude and core are left out. The published retrofits leave out some, which
+            makes a different model, that has to be healed by training.
+        injection: how the prelude's output enters each iteration: ``"concat"`` (:class:`deqseq.ConcatInjection`),
+            ``"add"`` (:class:`deqseq.AddInjection`), ``"decay"`` (:class:`deqseq.DecayInjection`), or an object. It
+            gets the dtype of the embedding.
+        solve: how the core is solved and differentiated. Default: 8 iterations, the last 4 of which are differentiated.
+        eval_solve: the same in eval mode. Default: to a relative tolerance of 1e-3, within 32 iterations.
+
+    Returns:
+        The model, whose ``model`` is a :class:`deqseq.RecurrentDepth`.
+
+    Raises:
+        TypeError: not a transformers model, nor the name of one; or another argument of the wrong type.
+        ValueError: layers that do not add up; a family or a model that does not fit, and why; a model without a head;
+            or an unknown injection.
+
+    References:
+        McLeish et al., Teaching Pretrained Language Models to Think Deeper with Retrofitted Recurrence, 2025, arXiv
+        2511.07384.
+
+    Example:
+        >>> import torch, deqseq as dq
+        >>> from transformers import Qwen3Config, Qwen3ForCausalLM
+        >>> sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+        >>> theirs = Qwen3ForCausalLM(Qwen3Config(vocab_size=10, num_hidden_layers=4, head_dim=8, **sizes)).eval()
+        >>> lm, ids = retrofit(theirs, prelude=1, core=2, coda=1), torch.tensor([[1, 2, 3]])
+        >>> output = lm(ids)
+        >>> torch.allclose(output.logits, theirs(ids).logits, atol=1e-5), output.stats.iterations
+        (True, tensor([2]))
+    """
+    check_type("model", model, (PreTrainedModel, str, PathLike), "AutoModelForCausalLM.from_pretrained(name)")
+    if not isinstance(model, nn.Module):
+        model = AutoModelForCausalLM.from_pretrained(model)
+    assert isinstance(model, PreTrainedModel)
+    return with_head(model, split(model, (prelude, core, coda, dropped), injection, solve, eval_solve))
+
+
+def split(
+    model: PreTrainedModel,
+    sizes: tuple[int, int, int, int],
+    injection: str | Injection,
+    solve: SolveConfig,
+    eval_solve: SolveConfig | None,
+) -> RecurrentDepth:
+    """The layers of a decoder as a prelude, a core and a coda; ``sizes`` are theirs, and how many are dropped."""
+    whole = len(DecoderBackbone(model).layers)
+    for name, size, least in zip(("prelude", "core", "coda", "dropped"), sizes, (1, 1, 1, 0), strict=True):
+        check_integer(name, size, least)
+    if sum(sizes) != whole:
+        raise ValueError(
+            f"prelude, core, coda and dropped must add up to the model's {whole} layers, got "
+            f"{' + '.join(map(str, sizes))} = {sum(sizes)}"
+        )
+    prelude, core, coda, _ = sizes
+    first, last = slice(prelude), slice(whole - coda, None)
+    middle = DecoderBackbone(model, slice(whole - coda - core, whole - coda), final_norm=False)
+    if not isinstance(injection, Injection):
+        check_choice("injection", injection, INJECTIONS)
+        injection = INJECTIONS[injection](middle.d_model)
+    device, dtype = next(middle.parameters()).device, model.get_input_embeddings().weight.dtype
+    return RecurrentDepth(
+        ExplicitModel(DecoderBackbone(model, first, final_norm=False)),
+        ImplicitModel(Injected(middle, injection.to(device, dtype)), solve, eval_solve),
+        ExplicitModel(DecoderBackbone(model, last)),
+    )
