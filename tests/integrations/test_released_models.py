@@ -241,6 +241,7 @@ def test_what_is_not_computed_here_is_refused(name, changes, words):
     assert all(word in str(caught.value) for word in words)
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_missing_files_and_wrong_types(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"config\.json"):
         from_pretrained(tmp_path)

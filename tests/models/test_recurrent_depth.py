@@ -140,6 +140,7 @@ def test_diagnostics_take_the_core(lm):
     assert lm(ids).explain().causes == ("converged", "converged")
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_phases_and_compile_reach_the_core():
     model = recurrent()
     bounded(3, 1, until=None).apply(model)
@@ -151,6 +152,7 @@ def test_phases_and_compile_reach_the_core():
         assert near(model(x).value, before, 1e-12)
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_bad_parts_are_refused():
     core, part = dq.ImplicitModel(dq.Affine(8)), dq.ExplicitModel(dq.Affine(8))
     with pytest.raises(TypeError, match=r"prelude must be an ExplicitModel.*dq\.ExplicitModel"):
@@ -200,6 +202,7 @@ def test_a_random_start_is_zero_at_padding():
     assert near(padded.value[:, 2:], model(x[:, 2:]).value)
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [((0.0,), "std"), ((-1.0,), "std"), (("a",), "std"), ((1.0, -1), "seed"), ((1.0, 0.5), "seed")],

@@ -95,6 +95,7 @@ def test_it_does_not_warn():
         model(embedded(), sweep=dq.Lockstep(1))  # warnings are errors in tests
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_what_does_not_fit_is_refused(model):
     x = embedded()
     with torch.no_grad():
