@@ -89,6 +89,25 @@ def test_evaluation_is_not_drawn():
     assert model.solve.stop == dq.Stop.exactly(PoissonLogNormal(32).draw(0.3))
 
 
+def test_the_core_of_a_recurrent_depth_model_is_run_as_drawn():
+    torch.manual_seed(0)
+
+    def layers() -> dq.Llama:
+        return dq.Llama(dq.LlamaConfig(d_model=16, n_heads=2, mlp_width=16, injection=False))
+
+    core = dq.ImplicitModel(dq.Injected(layers(), dq.AddInjection()))
+    lm = dq.CausalLM(9, dq.RecurrentDepth(dq.ExplicitModel(layers()), core, dq.ExplicitModel(layers())))
+    base = dq.SolveConfig(dq.Naive(), start=dq.RandomStart(0.1))
+    curriculum = Curriculum((unrolled(PoissonLogNormal(6), last=2, until=None, base=base),), "steps")
+    ids = torch.randint(9, (2, 5))
+    for step in range(4):
+        curriculum.at(step).apply(lm)
+        output = lm(ids, labels=ids)
+        assert output.stats.iterations.tolist() == [PoissonLogNormal(6).draw(step)] * 2
+    output.loss.backward()
+    assert all(parameter.grad.abs().max() > 0 for parameter in lm.parameters())
+
+
 def test_only_the_budget_is_drawn():
     stop = dq.Stop(rtol=0.1, max_steps=8, per="token", check_every=2)
     phase = replace(free(8, rtol=0.1, base=dq.SolveConfig(stop=stop)), depth=PoissonLogNormal(32))
