@@ -22,6 +22,9 @@ class RandomStart:
         std: standard deviation, above 0. Huginn's is about 0.63, that of its state; the retrofitted models have
             sqrt(2 / (5 d_model)).
         seed: of the draws of each call. Default: torch's global generator.
+        restarts: how many starts are solved for each row, in one larger batch; the one with the smallest residual is
+            returned, and its ``updates`` count them all. More than one needs an estimator that takes the fixed point
+            alone.
 
     Raises:
         TypeError, ValueError: names the field, what it got and what it wants.
@@ -39,16 +42,22 @@ class RandomStart:
 
     std: float = 1.0
     seed: int | None = None
+    restarts: int = 1
 
     def __post_init__(self) -> None:
         check_number("RandomStart.std", self.std, "(0, inf)")
         if self.seed is not None:
             check_integer("RandomStart.seed", self.seed, 0, 2**63 - 1)
+        check_integer("RandomStart.restarts", self.restarts, 1)
 
     def draw(self, like: Tensor) -> Tensor:
-        """States of the shape, dtype and device of ``like``, ``(batch, length, d_model)``; the same on every device."""
+        """States for ``like``, ``(batch, length, d_model)``: ``restarts`` rows in a row for each of its rows.
+
+        They are drawn on the CPU, and so are the same on every device.
+        """
         random = None if self.seed is None else torch.Generator().manual_seed(self.seed)
-        numbers = torch.empty(like.shape, dtype=torch.promote_types(like.dtype, torch.float32))
+        shape = (len(like) * self.restarts, *like.shape[1:])
+        numbers = torch.empty(shape, dtype=torch.promote_types(like.dtype, torch.float32))
         bounds = {"a": -3 * self.std, "b": 3 * self.std}
         return torch.nn.init.trunc_normal_(numbers, 0.0, self.std, **bounds, generator=random).to(like)
 

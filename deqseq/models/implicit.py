@@ -154,6 +154,7 @@ class ImplicitModel(nn.Module):
                 need_cache=return_cache,
                 trace=trace,
                 callback=callback,
+                restarts=config.start.restarts if start is None and isinstance(config.start, RandomStart) else 1,
             )
         solution = padding.restored(solution)
         problem = Problem(config.solver, config.stop, partial(self._again, x.detach(), mask, cache, config, start))
@@ -235,7 +236,9 @@ def _start(
     if given is None and config.start == "zero":
         return torch.zeros_like(tokens, requires_grad=False)
     if given is None and isinstance(config.start, RandomStart):
-        given = config.start.draw(tokens)
+        drawn, real = config.start.draw(tokens), padding.mask
+        real = None if real is None else real.repeat_interleave(config.start.restarts, dim=0)
+        return drawn if real is None else drawn.masked_fill(~real[..., None], 0)
     tokens = tokens if given is None else padding.compact(given)
     tokens = tokens.nan_to_num(0.0, 0.0, 0.0)  # a row that is not finite diverges alone
     # a fixed point does not depend on where its solve began: only a differentiated iteration does

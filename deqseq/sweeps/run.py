@@ -12,6 +12,7 @@ from deqseq.config import SolveConfig
 from deqseq.gradients.base import AttachedGradient, Gradient
 from deqseq.gradients.unrolled import Unrolled
 from deqseq.monitor import WindowMonitor
+from deqseq.rows import take
 from deqseq.solution import Solution, SolveStats
 from deqseq.solve import Callback, SolveCall, iterate, next_point, solve
 from deqseq.sweeps.base import Lockstep, Simultaneous, Sliding, Sweep
@@ -31,10 +32,12 @@ def run_sweep(
     trace: bool = False,
     callback: Callback | None = None,
     keep_value: bool = False,
+    restarts: int = 1,
 ) -> tuple[Solution, Cache | None]:
     """Solve for all tokens, and attach ``gradient``: over the whole sequence at once, however it was solved.
 
-    With ``keep_value``, an estimator that needs the fixed point alone gives the gradient, and not the value.
+    With ``keep_value``, an estimator that needs the fixed point alone gives the gradient, and not the value. With
+    ``restarts``, ``z0`` has that many rows for each row of ``args``, and the best solution of each is returned.
 
     Raises:
         ValueError: a trace, a stopping rule or a gradient that the sweep cannot offer, or a plan that does not fit the
@@ -46,8 +49,18 @@ def run_sweep(
         backbone.advance(None, None, 1)  # says what is missing, before anything is solved
     if not together:
         _check(config, gradient, trace)
-    attached = gradient if isinstance(gradient, AttachedGradient) and (keep_value or not together) else None
-    if isinstance(config.sweep, Sliding):
+    later = keep_value or not together or restarts > 1
+    attached = gradient if isinstance(gradient, AttachedGradient) and later else None
+    if restarts > 1:
+        if gradient is not attached:
+            raise ValueError(
+                f"{type(gradient).__name__} differentiates one iteration, not the best of {restarts} restarts: take "
+                "Phantom, OneStep or Implicit, which need the fixed point alone"
+            )
+        rows = torch.arange(len(z0) // restarts, device=z0.device).repeat_interleave(restarts)
+        options: dict[str, Any] = {"need_cache": need_cache, "trace": trace, "callback": callback}
+        solution, cache = _best_of(restarts, *run_sweep(backbone, take(args, rows), z0, config, **options))
+    elif isinstance(config.sweep, Sliding):
         with torch.no_grad():
             solution, cache = _slide(backbone, args, z0, config, need_cache, callback)
     elif isinstance(config.sweep, Lockstep):
@@ -62,9 +75,22 @@ def run_sweep(
             torch.clear_autocast_cache()  # older torch keeps casts made without a graph, which would cut weights off
         last = args.cache.steps[-1] if isinstance(args.cache, LockstepCache) else args.cache
         whole = args._replace(cache=last).slice(0, z0.shape[1], z0.shape[1])
-        value = attached.attach_to(token_map(backbone), whole, z0, solution, has_aux=True)
+        value = attached.attach_to(token_map(backbone), whole, z0[::restarts], solution, has_aux=True)
         solution = replace(solution, value=solution.value + (value - value.detach()) if keep_value else value)
     return solution, cache
+
+
+def _best_of(restarts: int, solution: Solution, cache: Cache | None) -> tuple[Solution, Cache | None]:
+    """Of each row's restarts the one with the smallest residual; its updates are those of all of them."""
+    stats = solution.stats
+    residual = stats.residual if stats.residual.ndim == 1 else stats.residual.amax(dim=1)
+    best = residual.reshape(-1, restarts).nan_to_num(torch.inf).argmin(dim=1)
+    rows = torch.arange(len(best), device=best.device) * restarts + best
+    updates = stats.updates.reshape(len(best), restarts, *stats.updates.shape[1:]).sum(dim=1)
+    trace = None if stats.trace is None else stats.trace[:, rows]
+    kept = take((stats.iterations, stats.residual, stats.forced, solution.value, solution.status, cache), rows)
+    iterations, residual, forced, value, status, cache = kept
+    return Solution(value, status, SolveStats(iterations, residual, stats.evaluations, updates, trace, forced)), cache
 
 
 def _chunks(

@@ -194,6 +194,54 @@ def test_random_starts():
         assert near(model(x, start=start, **once).value, model.backbone(drawn, inputs)[0])
 
 
+class TwoPoints(dq.Backbone[None]):
+    """From above zero a number settles at 1, fast; from below it swings around -1, and hardly settles."""
+
+    d_model = 1
+
+    def prepare(self, x, cache=None, mask=None):
+        return x
+
+    def forward(self, z, inputs, cache=None, *, need_aux=False):
+        return torch.where(z > 0, 1 + (z - 1) / 2, -1 - 0.999 * (z + 1)), None
+
+
+@torch.no_grad()
+def test_restarts_return_the_best_of_each_row():
+    model, x = dq.ImplicitModel(TwoPoints()).eval(), torch.zeros(8, 1, 1)
+    call = {"stop": dq.Stop(rtol=1e-3, max_steps=50), "solver": dq.Naive()}
+    once = model(x, start=dq.RandomStart(seed=0), **call)
+    assert 0 < once.converged.sum() < 8
+    best = model(x, start=dq.RandomStart(seed=0, restarts=8), **call)
+    assert best.converged.all()
+    assert torch.allclose(best.value, torch.ones(8, 1, 1), atol=1e-2)
+    drawn = dq.RandomStart(seed=0, restarts=8).draw(x).reshape(8, 8)
+    alone = model(drawn.reshape(64, 1, 1), start=drawn.reshape(64, 1, 1), **call)
+    assert torch.equal(best.stats.residual, alone.stats.residual.reshape(8, 8).amin(dim=1))
+    assert torch.equal(best.stats.updates, alone.stats.updates.reshape(8, 8, 1).sum(dim=1))
+
+
+@pytest.mark.parametrize("sweep", [dq.Simultaneous(), *SWEEPS, dq.Lockstep(300)], ids=str)
+def test_restarts_with_sweeps_caches_padding_and_gradients(sweep):
+    start, x, mask = dq.RandomStart(0.5, seed=1, restarts=3), randn(2, 6, 8), torch.ones(2, 6, dtype=torch.bool)
+    mask[1, :2] = False
+    found = []
+    for how in ({"start": start, "sweep": sweep}, {}):
+        model = dq.ImplicitModel(contractive_llama(), replace(TIGHT, gradient=dq.Phantom(3), **how)).eval()
+        output = model(x, mask=mask, return_cache=True)
+        output.value.pow(2).sum().backward()
+        found.append([output.value, *output.cache.tensors(), *(p.grad for p in model.parameters())])
+    if isinstance(sweep, dq.Lockstep):
+        found = [[tensors[0]] for tensors in found]
+    assert all(near(one, two, 1e-7) for one, two in zip(*found, strict=True))
+
+
+def test_restarts_need_the_fixed_point_alone():
+    model = dq.ImplicitModel(contractive_llama(), dq.SolveConfig(gradient=dq.Unrolled()))
+    with pytest.raises(ValueError, match=r"restarts.*Phantom"):
+        model(randn(1, 2, 8), start=dq.RandomStart(restarts=2))
+
+
 @torch.no_grad()
 def test_a_random_start_is_zero_at_padding():
     model = dq.ImplicitModel(contractive_llama(), TIGHT).eval()
@@ -205,7 +253,14 @@ def test_a_random_start_is_zero_at_padding():
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [((0.0,), "std"), ((-1.0,), "std"), (("a",), "std"), ((1.0, -1), "seed"), ((1.0, 0.5), "seed")],
+    [
+        ((0.0,), "std"),
+        ((-1.0,), "std"),
+        (("a",), "std"),
+        ((1.0, -1), "seed"),
+        ((1.0, 0.5), "seed"),
+        ((1.0, 1, 0), "restarts"),
+    ],
 )
 def test_bad_random_starts(arguments, words):
     with pytest.raises((TypeError, ValueError), match=f"RandomStart.{words}"):
