@@ -18,7 +18,8 @@ from deqseq.models.generation import Generation, NewTokens, Sampler, generate, p
 from deqseq.models.implicit import ImplicitModel
 from deqseq.models.output import CausalLMOutput
 from deqseq.models.padding import check_mask
-from deqseq.models.recurrent_depth import RecurrentDepth
+from deqseq.models.recurrent_depth import RecurrentDepth, solved_part
+from deqseq.models.scaling import capped, scaled
 from deqseq.solve import Callback
 from deqseq.types import Mask, Sequence
 
@@ -224,8 +225,7 @@ class CausalLM(nn.Module):
     @property
     def core(self) -> ImplicitModel | None:
         """The part that is solved: the model itself, or that of a :class:`RecurrentDepth`; None: an explicit model."""
-        part = self.model.core if isinstance(self.model, RecurrentDepth) else self.model
-        return part if isinstance(part, ImplicitModel) else None
+        return solved_part(self.model)
 
     def compile(self, **options: Any) -> None:
         """Compile the blocks of the model with ``torch.compile``; the code around them stays as it is.
@@ -237,14 +237,12 @@ class CausalLM(nn.Module):
 
     def embed(self, input_ids: Tokens) -> Sequence:
         """What the model is given: ``input_ids``, ``(batch, length)``, embedded and scaled; without dropout."""
-        x = self.embedding(input_ids)
-        return x if self.embedding_scale == 1 else x * x.new_full((), self.embedding_scale)
+        return scaled(self.embedding(input_ids), self.embedding_scale)
 
     def logits(self, states: Float[Tensor, "*rows d_model"]) -> Float[Tensor, "*rows vocab"]:
         """The head alone: final ``states``, ``(..., d_model)``, to logits, ``(..., vocab_size)``."""
         logits = F.linear(states, self.embedding.weight if self.head is None else self.head.weight)
-        cap = self.logit_softcap
-        return logits if cap is None else torch.tanh(logits / cap) * cap
+        return capped(logits, self.logit_softcap)
 
     def _check_ids(self, input_ids: Tensor) -> None:
         check_type("input_ids", input_ids, Tensor)

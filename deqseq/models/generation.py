@@ -1,13 +1,13 @@
 """Token-by-token generation, as fast as the cache allows."""
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int64
-from torch import Tensor
+from torch import Tensor, nn
 
 from deqseq.backbones.base import Backbone, Cache
 from deqseq.check import check_integer, check_number
@@ -155,6 +155,15 @@ class _Record:
         return Generation(torch.stack(self.tokens, dim=1), lengths, iterations, converged)
 
 
+@contextmanager
+def cached_backbones(model: nn.Module) -> Iterator[None]:
+    """Within this context parametrised weights of all backbones inside are computed once."""
+    with ExitStack() as weights:
+        for part in (part for part in model.modules() if isinstance(part, Backbone)):
+            weights.enter_context(cached_weights(part))
+        yield
+
+
 @torch.no_grad()
 def generate(
     model: ImplicitModel | ExplicitModel | RecurrentDepth,
@@ -176,9 +185,7 @@ def generate(
     rows, lengths = torch.arange(batch, device=device), torch.full((batch,), max_new_tokens, device=device)
     record, enders = _Record(batch, pad_token), torch.tensor(stop_tokens, device=device, dtype=torch.int64)
     random = None if sampler.seed is None else torch.Generator().manual_seed(sampler.seed)
-    with ExitStack() as weights:
-        for part in (part for part in model.modules() if isinstance(part, Backbone)):
-            weights.enter_context(cached_weights(part))
+    with cached_backbones(model):
         output = model(embed(prompt), mask=mask, return_cache=True, **prefill)
         state, cache = _last_states(output.value, mask), output.cache
         for step in range(max_new_tokens):

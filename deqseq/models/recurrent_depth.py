@@ -122,7 +122,8 @@ class RecurrentDepth(nn.Module):
             TypeError, ValueError: as in :meth:`ImplicitModel.forward`, or a cache of another model.
         """
         check_type("cache", cache, (RecurrentDepthCache, type(None)))
-        before = (None, None, None) if cache is None else (cache.prelude, cache.core, cache.coda)
+        given = isinstance(cache, RecurrentDepthCache)
+        before = (cache.prelude, cache.core, cache.coda) if given else (None, None, None)
         first = self.prelude(x, mask=mask, cache=before[0], return_cache=return_cache)
         options: dict[str, Any] = {"trace": trace, "callback": callback, "throw": throw, "solve": solve, **fields}
         solved = self.core(first.value, mask=mask, cache=before[1], return_cache=return_cache, **options)
@@ -138,3 +139,9 @@ class RecurrentDepth(nn.Module):
         """
         for part in (self.prelude, self.core, self.coda):
             part.compile(**options)
+
+
+def solved_part(model: nn.Module) -> ImplicitModel | None:
+    """The part of a model that is solved: itself, or the core of a :class:`RecurrentDepth`; None: nothing is."""
+    part = model.core if isinstance(model, RecurrentDepth) else model
+    return part if isinstance(part, ImplicitModel) else None

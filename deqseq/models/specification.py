@@ -23,6 +23,8 @@ class LanguageModelSpec:
         tied: whether the head is the embedding.
         embedding_std: standard deviation of the initial embedding.
         embedding_dropout: probability that a number of an embedded token is zero in training, in [0, 1).
+        embedding_scale: multiplies the embedded tokens.
+        logit_softcap: bound of the logits. Default: none.
 
     Raises:
         TypeError, ValueError: names the field, what it got and what it wants.
@@ -40,6 +42,8 @@ class LanguageModelSpec:
     tied: bool = True
     embedding_std: float = 0.02
     embedding_dropout: float = 0.0
+    embedding_scale: float = 1.0
+    logit_softcap: float | None = None
 
     def __post_init__(self) -> None:
         owner = type(self).__name__
@@ -50,6 +54,9 @@ class LanguageModelSpec:
         check_flag(f"{owner}.tied", self.tied)
         check_number(f"{owner}.embedding_std", self.embedding_std, "[0, inf)")
         check_number(f"{owner}.embedding_dropout", self.embedding_dropout, "[0, 1)")
+        check_number(f"{owner}.embedding_scale", self.embedding_scale, "(0, inf)")
+        if self.logit_softcap is not None:
+            check_number(f"{owner}.logit_softcap", self.logit_softcap, "(0, inf)")
 
     @property
     def kind(self) -> Literal["mamba2", "llama"]:
@@ -74,4 +81,6 @@ class LanguageModelSpec:
             self.embedding_std,
             tied=self.tied,
             embedding_dropout=self.embedding_dropout,
+            embedding_scale=self.embedding_scale,
+            logit_softcap=self.logit_softcap,
         )

@@ -20,9 +20,10 @@ LISTED = [name for page in PAGES for name in re.findall(r"^::: (\S+)$", page, fl
 PACKAGE = griffe.load("deqseq", search_paths=[ROOT], docstring_parser="google")
 EXCEPTIONS = {  # faults that are none, as patterns, and why
     r"\.Implicit(Mamba2|Llama)(Model|ForSequenceClassification): no example": "its configuration's class has one",
+    r"\.RecurrentDepth(Model|ForSequenceClassification): no example": "its configuration's class has one",
     r"\.(ImplicitCache|SolvedLM|CurriculumCallback)\.\w+: `": "another library calls these methods and documents them",
     r"\.prepare_inputs_for_generation: `": "transformers calls it and documents it",
-    r"\.Implicit\w+(Model|LM): `unknown`": "collects misspelt names for the error",
+    r"\.(Implicit|RecurrentDepth)\w*(Model|LM): `unknown`": "collects misspelt names for the error",
     r"\.preset_table: no example": "it builds 25 models, which takes seconds: tests/models/test_presets.py runs it",
     r"\.testing\.\w+\.\w+Contract\.": "its methods are the tests themselves",
 }

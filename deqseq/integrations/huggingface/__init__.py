@@ -36,12 +36,19 @@ from deqseq.integrations.huggingface.mamba2 import (
 )
 from deqseq.integrations.huggingface.objects import from_json, to_json
 from deqseq.integrations.huggingface.outputs import ImplicitCausalLMOutput, ImplicitModelOutput
+from deqseq.integrations.huggingface.recurrent_depth import (
+    RecurrentDepthConfig,
+    RecurrentDepthForCausalLM,
+    RecurrentDepthForSequenceClassification,
+    RecurrentDepthModel,
+)
 from deqseq.integrations.huggingface.retrofit import retrofit
 
 # without these transformers needs trust_remote_code=True, and the module that a saved configuration names
 for _config, *_models in (
     (ImplicitMamba2Config, ImplicitMamba2Model, ImplicitMamba2ForCausalLM, ImplicitMamba2ForSequenceClassification),
     (ImplicitLlamaConfig, ImplicitLlamaModel, ImplicitLlamaForCausalLM, ImplicitLlamaForSequenceClassification),
+    (RecurrentDepthConfig, RecurrentDepthModel, RecurrentDepthForCausalLM, RecurrentDepthForSequenceClassification),
 ):
     AutoConfig.register(_config.model_type, _config, exist_ok=True)
     for _auto, _model in zip(
@@ -63,6 +70,10 @@ __all__ = [
     "ImplicitMamba2ForSequenceClassification",
     "ImplicitMamba2Model",
     "ImplicitModelOutput",
+    "RecurrentDepthConfig",
+    "RecurrentDepthForCausalLM",
+    "RecurrentDepthForSequenceClassification",
+    "RecurrentDepthModel",
     "Solve",
     "from_causal_lm",
     "from_decoder",

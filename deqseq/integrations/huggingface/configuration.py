@@ -1,24 +1,21 @@
-"""What the configurations of all implicit models share."""
+"""What the configurations of all models share."""
 
-import re
 from collections.abc import Iterable
 from dataclasses import fields
 from os import PathLike
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar, no_type_check
+from typing import Any, ClassVar, Literal, no_type_check
 
 from huggingface_hub.dataclasses import strict
 from packaging.version import Version
+from torch import nn
 from transformers import PreTrainedConfig
 
 from deqseq import __version__
-from deqseq.backbones import LlamaConfig, Mamba2Config
-from deqseq.check import check_type
 from deqseq.config import SolveConfig
 from deqseq.integrations.huggingface.objects import Json, from_json, to_json
-from deqseq.integrations.reference_config import from_reference_config
 from deqseq.integrations.reference_fields import check_known
-from deqseq.models import LanguageModelSpec
+from deqseq.models import ExplicitModel, ImplicitModel, RecurrentDepth
 
 FROM_TRANSFORMERS = (
     *("attn_implementation", "distributed_config", "experts_implementation", "fusion_config"),
@@ -31,13 +28,11 @@ an underscore."""
 CODE = "deqseq_models"
 """The module beside a saved configuration from which transformers loads our classes."""
 
-C = TypeVar("C", bound="ImplicitConfig")
-
 
 @no_type_check  # strict checks the fields; a check of the signature would refuse what transformers passes
 @strict
 class ImplicitConfig(PreTrainedConfig):
-    """The fields that do not depend on the backbone; the configurations of model types add the others.
+    """The fields that do not depend on the layers; the configurations of model types add the others.
 
     All fields are keyword arguments, and an unknown one is an error. How the model is solved is one section, ``solve``,
     given as a :class:`deqseq.SolveConfig` or as JSON, and kept as JSON. A mapping replaces the fields that it names,
@@ -47,14 +42,11 @@ class ImplicitConfig(PreTrainedConfig):
         vocab_size: tokens.
         hidden_size: width.
         num_hidden_layers: blocks.
-        dropout: probability, in [0, 1), inside the layers; one mask per solve.
         embedding_dropout: probability, in [0, 1), that a number of an embedded token is zero in training.
-        weight_norm: whether linear maps and convolutions are weight-normalised, as in the paper. Default: they are not,
-            because tools that write weights (merging LoRA, quantisation) need plain ones.
+        embedding_scale: multiplies the embedded tokens.
+        logit_softcap: bound of the logits, which become ``cap * tanh(logits / cap)``. Default: none.
         initializer_range: standard deviation of the initial embedding, and of a head with weights of its own.
         tie_word_embeddings: whether the head is the embedding.
-        implicit: whether the blocks are iterated to a fixed point; otherwise they run once, without an injection, and
-            ``solve`` and ``eval_solve`` are not used.
         solve: how the fixed point is found and differentiated, as ``{"solver": {"name": "Relaxed", "damping": 0.8},
             "stop": {"rtol": 1e-3, "max_steps": 64}, "gradient": {"name": "Phantom", "steps": 4}, "sweep":
             "Simultaneous", "start": "zero"}``. What a new configuration leaves out has :class:`deqseq.SolveConfig`'s
@@ -73,20 +65,15 @@ class ImplicitConfig(PreTrainedConfig):
     """
 
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "stats", "status"]
-    sizes: ClassVar[dict[str, str]] = {"dropout": "dropout", "weight_norm": "weight_norm"}
-    """The backbone's name of each field that both have."""
-    backbone_class: ClassVar[type[Mamba2Config] | type[LlamaConfig]]
-    """The backbone's configuration in this library's terms."""
 
     vocab_size: int = 50277
     hidden_size: int = 768
     num_hidden_layers: int = 24
-    dropout: float = 0.0
     embedding_dropout: float = 0.0
-    weight_norm: bool = False
+    embedding_scale: float = 1.0
+    logit_softcap: float | None = None
     initializer_range: float = 0.02
     tie_word_embeddings: bool = True
-    implicit: bool = True
     solve: dict[str, Any] | SolveConfig = SolveConfig()
     eval_solve: dict[str, Any] | SolveConfig | None = None
     use_cache: bool = True
@@ -117,72 +104,16 @@ class ImplicitConfig(PreTrainedConfig):
 
     def __setattr__(self, key: str, value: Any) -> None:
         if key in ("solve", "eval_solve") and value is not None:
-            value = to_json(from_json("solve", value, f"{type(self).__name__}.{key}", self._solve_config(key)))
+            value = to_json(from_json("solve", value, f"{type(self).__name__}.{key}", self.solve_config(key)))
         super().__setattr__(key, value)
 
-    def _solve_config(self, key: str) -> SolveConfig:
-        """``solve`` or ``eval_solve``, as an object."""
+    def build(self) -> tuple[ImplicitModel | ExplicitModel | RecurrentDepth, nn.Embedding]:
+        """The model between embedding and head, and the embedding, freshly initialised."""
+        raise NotImplementedError
+
+    def solve_config(self, key: Literal["solve", "eval_solve"]) -> SolveConfig:
+        """``solve`` or ``eval_solve``, which is the ``key``, as an object."""
         return from_json("solve", getattr(self, key) or self.solve, f"{type(self).__name__}.{key}")
-
-    def specification(self) -> LanguageModelSpec:
-        """The model that this describes, in this library's terms; ValueError if its sizes do not fit together."""
-        return LanguageModelSpec(
-            self.vocab_size,
-            self.backbone(),
-            self._solve_config("solve") if self.implicit else None,
-            self._solve_config("eval_solve") if self.implicit and self.eval_solve else None,
-            tied=self.tie_word_embeddings,
-            embedding_std=self.initializer_range,
-            embedding_dropout=self.embedding_dropout,
-        )
-
-    def backbone(self) -> Mamba2Config | LlamaConfig:
-        """Sizes of the backbone, in this library's terms; ``injection`` follows ``implicit``."""
-        return self.backbone_class(**self.sizes_of_backbone(), injection=self.implicit)
-
-    def sizes_of_backbone(self) -> Json:
-        """Sizes under our names; a tuple where JSON has a list."""
-        sizes = {core: getattr(self, name) for core, name in self.sizes.items()}
-        return {core: tuple(size) if isinstance(size, list) else size for core, size in sizes.items()}
-
-    @classmethod
-    def from_specification(cls: type[C], spec: LanguageModelSpec, **more: Any) -> C:
-        """The configuration of a model that is described in this library's terms.
-
-        Args:
-            spec: the description.
-            **more: fields that ``spec`` does not have, such as ``eos_token_id``.
-
-        Returns:
-            A configuration whose ``specification()`` equals ``spec``, except for sizes left to their defaults.
-
-        Raises:
-            ValueError: the backbone of another model type, or an unknown field.
-            TypeError: a solver, gradient or sweep that a configuration cannot name.
-
-        Example:
-            >>> import deqseq as dq
-            >>> from deqseq.integrations.huggingface import ImplicitMamba2Config
-            >>> spec = dq.preset("mamba2-130m-implicit")
-            >>> ImplicitMamba2Config.from_specification(spec).specification() == spec
-            True
-        """
-        return cls(
-            vocab_size=spec.vocab_size,
-            tie_word_embeddings=spec.tied,
-            initializer_range=spec.embedding_std,
-            embedding_dropout=spec.embedding_dropout,
-            implicit=spec.solve is not None,
-            **cls.of_backbone(spec.backbone),
-            **({} if spec.solve is None else {"solve": spec.solve, "eval_solve": spec.eval_solve}),
-            **more,
-        )
-
-    @classmethod
-    def of_backbone(cls, backbone: Mamba2Config | LlamaConfig) -> Json:
-        """The fields that describe ``backbone``; TypeError for that of another model type."""
-        check_type("backbone", backbone, cls.backbone_class)
-        return {name: getattr(backbone, core) for core, name in cls.sizes.items()}
 
     def save_pretrained(self, save_directory: str | PathLike[str], push_to_hub: bool = False, **kwargs: Any) -> None:
         """As in transformers, but what loading would refuse is refused, and a module is written for ``auto_map``.
@@ -213,8 +144,7 @@ class ImplicitConfig(PreTrainedConfig):
     def from_dict(cls, config_dict: Json, **kwargs: Any) -> Any:
         """As in transformers, but an unknown keyword that is not None is an error, unless unused ones are asked for.
 
-        A configuration of the paper's reference code, which has a ``backbone_config``, is translated. ``solve`` given
-        here changes the stored ``eval_solve``, too, unless that is given as well.
+        ``solve`` given here changes the stored ``eval_solve``, too, unless that is given as well.
 
         Args:
             config_dict: the fields.
@@ -224,7 +154,7 @@ class ImplicitConfig(PreTrainedConfig):
             The configuration; with ``return_unused_kwargs=True`` also the unknown keywords.
         """
         returned = kwargs.pop("return_unused_kwargs", False)
-        ours = cls._of_reference(config_dict) if "backbone_config" in config_dict else dict(config_dict)
+        ours = dict(config_dict)
         if kwargs.get("solve") is not None and ours.get("eval_solve") is not None:
             kwargs.setdefault("eval_solve", kwargs["solve"])  # a loaded model is in eval mode
         loaded: Any = super().from_dict(ours, return_unused_kwargs=True, **kwargs)
@@ -234,27 +164,6 @@ class ImplicitConfig(PreTrainedConfig):
             return config, unused
         config._check_names(name for name, value in unused.items() if value is not None)
         return config
-
-    @classmethod
-    def _of_reference(cls, config: Json) -> Json:
-        """Our fields for those of the reference code."""
-        spec = from_reference_config({name: value for name, value in config.items() if not name.startswith("_")})
-        kept = {name: config.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id", "dtype")}
-        kept["dtype"] = kept["dtype"] or config.get("torch_dtype")
-        return cls.from_specification(spec, **kept).to_dict()
-
-    def validate_architecture(self) -> None:
-        """Check types and sizes; errors have the names of this configuration, too."""
-        try:
-            self.specification()
-        except (TypeError, ValueError) as error:
-            renamed = [
-                f"{core} is {name}"
-                for core, name in self.sizes.items()
-                if core != name and re.search(rf"\b{core}\b", str(error))
-            ]
-            legend = f" (here {', '.join(renamed)})" if renamed else ""
-            raise type(error)(f"{type(self).__name__}: {error}{legend}") from error
 
     def _check_names(self, given: Iterable[str]) -> None:
         """Refuse unknown fields."""

@@ -8,14 +8,16 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from deqseq.backbones import Llama, LlamaConfig, Mamba2
 from deqseq.check import check_type
-from deqseq.integrations.huggingface.llama import ImplicitLlamaConfig, ImplicitLlamaForCausalLM
-from deqseq.integrations.huggingface.mamba2 import ImplicitMamba2Config, ImplicitMamba2ForCausalLM
+from deqseq.integrations.huggingface.llama import ImplicitLlamaConfig
+from deqseq.integrations.huggingface.mamba2 import ImplicitMamba2Config
 from deqseq.integrations.huggingface.modeling_causal_lm import ImplicitCausalLM
+from deqseq.integrations.huggingface.recurrent_depth import RecurrentDepthConfig, parts_of
 from deqseq.integrations.reference_weights import from_reference
-from deqseq.models import CausalLM, ImplicitModel, LanguageModelSpec, preset
+from deqseq.models import CausalLM, ImplicitModel, LanguageModelSpec, RecurrentDepth, preset
 
 
 def preset_config(name: str, **fields: Any) -> ImplicitMamba2Config | ImplicitLlamaConfig:
@@ -42,19 +44,20 @@ def preset_config(name: str, **fields: Any) -> ImplicitMamba2Config | ImplicitLl
     return config.from_dict(config.to_dict(), **fields)
 
 
-def from_causal_lm(lm: CausalLM, **fields: Any) -> ImplicitMamba2ForCausalLM | ImplicitLlamaForCausalLM:
+def from_causal_lm(lm: CausalLM, **fields: Any) -> ImplicitCausalLM:
     """A model of transformers made of the parts of a :class:`deqseq.CausalLM`; weights are shared, not copied.
 
     Args:
-        lm: with a Mamba2 or a Llama as its backbone.
+        lm: with a Mamba2 or a Llama as its backbone, or from :func:`retrofit`.
         **fields: fields of the configuration that ``lm`` does not have, such as ``eos_token_id``.
 
     Returns:
         A model that computes the same, and can be saved.
 
     Raises:
-        TypeError: a model of transformers; another backbone; or a solver, gradient or sweep that a configuration
-            cannot name.
+        TypeError: a model of transformers; another backbone; or an injection, solver, gradient or sweep that a
+            configuration cannot name.
+        ValueError: a :class:`deqseq.RecurrentDepth` of other parts than those of :func:`retrofit`.
 
     Example:
         >>> import deqseq as dq
@@ -64,22 +67,11 @@ def from_causal_lm(lm: CausalLM, **fields: Any) -> ImplicitMamba2ForCausalLM | I
         (16, 0)
     """
     check_type("lm", lm, CausalLM, "deqseq.integrations.pretrained.from_pretrained_model(model, implicit=True)")
-    core, backbone = lm.model, lm.model.backbone
-    if not isinstance(backbone, Mamba2 | Llama):
-        raise TypeError(f"the backbone must be a Mamba2 or a Llama, got {type(backbone).__name__}")
-    solves = (core.solve, core.eval_solve) if isinstance(core, ImplicitModel) else (None, None)
-    spec = LanguageModelSpec(
-        lm.embedding.num_embeddings,
-        backbone.config,
-        *solves,
-        tied=lm.head is None,
-        embedding_dropout=lm.embedding_dropout,
-    )
-    config = _config(spec, **fields)
-    kind = ImplicitLlamaForCausalLM if isinstance(config, ImplicitLlamaConfig) else ImplicitMamba2ForCausalLM
+    config_of = _config_of_parts if isinstance(lm.model, RecurrentDepth) else _config_of_backbone
+    config = config_of(lm, **fields)
     with torch.device("meta"):  # its own weights would be drawn for nothing
-        model = kind(config)
-    model.model.core, model.model.embed_tokens = core, lm.embedding
+        model: ImplicitCausalLM = AutoModelForCausalLM.from_config(config)
+    model.model.core, model.model.embed_tokens = lm.model, lm.embedding
     if lm.head is not None:
         model.lm_head = lm.head
     model.tie_weights()
@@ -111,15 +103,15 @@ def to_causal_lm(model: ImplicitCausalLM) -> CausalLM:
         model.model.core,
         tied=model.config.tie_word_embeddings,
         embedding_dropout=model.config.embedding_dropout,
+        embedding_scale=model.config.embedding_scale,
+        logit_softcap=model.config.logit_softcap,
     )
     lm.embedding = model.model.embed_tokens
     lm.head = None if model.config.tie_word_embeddings else model.lm_head
     return lm.train(model.training)
 
 
-def from_reference_folder(
-    folder: str | PathLike[str], **fields: Any
-) -> ImplicitMamba2ForCausalLM | ImplicitLlamaForCausalLM:
+def from_reference_folder(folder: str | PathLike[str], **fields: Any) -> ImplicitCausalLM:
     """A model that the paper's reference code has saved.
 
     ``AutoConfig`` reads the reference's ``config.json`` as it is, but its weights have other names. ``save_pretrained``
@@ -156,6 +148,39 @@ def from_reference_folder(
 def _config(spec: LanguageModelSpec, **fields: Any) -> ImplicitMamba2Config | ImplicitLlamaConfig:
     kind = ImplicitLlamaConfig if isinstance(spec.backbone, LlamaConfig) else ImplicitMamba2Config
     return kind.from_specification(spec, **fields)
+
+
+def _config_of_backbone(lm: CausalLM, **fields: Any) -> ImplicitMamba2Config | ImplicitLlamaConfig:
+    """Of an implicit or an explicit model."""
+    assert not isinstance(lm.model, RecurrentDepth)
+    core, backbone = lm.model, lm.model.backbone
+    if not isinstance(backbone, Mamba2 | Llama):
+        raise TypeError(f"the backbone must be a Mamba2 or a Llama, got {type(backbone).__name__}")
+    solves = (core.solve, core.eval_solve) if isinstance(core, ImplicitModel) else (None, None)
+    spec = LanguageModelSpec(
+        lm.embedding.num_embeddings,
+        backbone.config,
+        *solves,
+        tied=lm.head is None,
+        embedding_dropout=lm.embedding_dropout,
+        embedding_scale=lm.embedding_scale,
+        logit_softcap=lm.logit_softcap,
+    )
+    return _config(spec, **fields)
+
+
+def _config_of_parts(lm: CausalLM, **fields: Any) -> RecurrentDepthConfig:
+    """Of a model from :func:`retrofit`."""
+    assert isinstance(lm.model, RecurrentDepth)
+    return RecurrentDepthConfig(
+        **parts_of(lm.model),
+        vocab_size=lm.embedding.num_embeddings,
+        tie_word_embeddings=lm.head is None,
+        embedding_dropout=lm.embedding_dropout,
+        embedding_scale=lm.embedding_scale,
+        logit_softcap=lm.logit_softcap,
+        **fields,
+    )
 
 
 def _weights(path: Path) -> dict[str, Tensor]:

@@ -5,21 +5,21 @@ from typing import Any, ClassVar, no_type_check
 from huggingface_hub.dataclasses import strict
 
 from deqseq.backbones import LlamaConfig, Mamba2Config
-from deqseq.integrations.huggingface.configuration import ImplicitConfig
 from deqseq.integrations.huggingface.modeling import ImplicitBaseModel, ImplicitClassifier
 from deqseq.integrations.huggingface.modeling_causal_lm import ImplicitCausalLM
 from deqseq.integrations.huggingface.objects import Json
+from deqseq.integrations.huggingface.one_backbone import OneBackboneConfig
 from deqseq.integrations.pretrained_config import LLAMA_SIZES, ROTARY_SCALING, rotary
 from deqseq.integrations.reference_fields import Fields
 
 
 @no_type_check  # strict checks the fields; a check of the signature would refuse what transformers passes
 @strict
-class ImplicitLlamaConfig(ImplicitConfig):
+class ImplicitLlamaConfig(OneBackboneConfig):
     """Sizes of an implicit Llama, or of the explicit one, under the names that transformers gives a Llama.
 
     All fields are keyword arguments; the others are those of
-    :class:`~deqseq.integrations.huggingface.configuration.ImplicitConfig`.
+    :class:`~deqseq.integrations.huggingface.one_backbone.OneBackboneConfig`.
 
     Attributes:
         num_hidden_layers: blocks.
@@ -48,7 +48,7 @@ class ImplicitLlamaConfig(ImplicitConfig):
     backbone_class = LlamaConfig
     default_theta: ClassVar[float] = 500_000.0
     sizes: ClassVar[dict[str, str]] = (
-        ImplicitConfig.sizes
+        OneBackboneConfig.sizes
         | {ours: name for ours, (name, _) in LLAMA_SIZES.items()}
         | {name: name for name in ("norms", "qk_norm", "qk_bias", "final_norm", "float32_rotary")}
     )

@@ -5,20 +5,20 @@ from typing import ClassVar, no_type_check
 from huggingface_hub.dataclasses import strict
 
 from deqseq.backbones import Mamba2Config
-from deqseq.integrations.huggingface.configuration import ImplicitConfig
 from deqseq.integrations.huggingface.modeling import ImplicitBaseModel, ImplicitClassifier
 from deqseq.integrations.huggingface.modeling_causal_lm import ImplicitCausalLM
+from deqseq.integrations.huggingface.one_backbone import OneBackboneConfig
 from deqseq.integrations.pretrained_config import MAMBA2_SIZES
 from deqseq.ops.backend import Backend
 
 
 @no_type_check  # strict checks the fields; a check of the signature would refuse what transformers passes
 @strict
-class ImplicitMamba2Config(ImplicitConfig):
+class ImplicitMamba2Config(OneBackboneConfig):
     """Sizes of an implicit Mamba2, or of the explicit one, under the names that transformers gives a Mamba2.
 
     All fields are keyword arguments; the others are those of
-    :class:`~deqseq.integrations.huggingface.configuration.ImplicitConfig`.
+    :class:`~deqseq.integrations.huggingface.one_backbone.OneBackboneConfig`.
 
     Attributes:
         state_size: size of the state of each channel.
@@ -45,7 +45,7 @@ class ImplicitMamba2Config(ImplicitConfig):
     model_type: ClassVar[str] = "implicit_mamba2"
     backbone_class = Mamba2Config
     sizes: ClassVar[dict[str, str]] = (
-        ImplicitConfig.sizes
+        OneBackboneConfig.sizes
         | {ours: name for ours, (name, _) in MAMBA2_SIZES.items()}
         | {"mlp_width": "intermediate_size", "chunk_size": "chunk_size", "backend": "backend"}
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Float, Int64, Shaped
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.utils.generic import can_return_tuple
@@ -25,9 +25,11 @@ from deqseq.integrations.huggingface.configuration import ImplicitConfig
 from deqseq.integrations.huggingface.objects import from_json
 from deqseq.integrations.huggingface.outputs import ImplicitModelOutput
 from deqseq.integrations.huggingface.pretrained_model import ImplicitPreTrainedModel
-from deqseq.models import ImplicitModel
+from deqseq.models import ImplicitModel, RecurrentDepth
 from deqseq.models.causal_lm import check_ids
 from deqseq.models.padding import Padding
+from deqseq.models.recurrent_depth import solved_part
+from deqseq.models.scaling import scaled
 
 SolveChange = SolveConfig | Mapping[str, Any]
 """How a call is solved: a whole configuration, or the fields to replace in the model's own, as objects or JSON."""
@@ -40,7 +42,7 @@ class ImplicitBaseModel(ImplicitPreTrainedModel):
         config: of a model type.
 
     Attributes:
-        core: the :class:`deqseq.ImplicitModel` or :class:`deqseq.ExplicitModel`.
+        core: the :class:`deqseq.ImplicitModel`, :class:`deqseq.ExplicitModel` or :class:`deqseq.RecurrentDepth`.
         embed_tokens: the embedding.
 
     Example:
@@ -56,10 +58,10 @@ class ImplicitBaseModel(ImplicitPreTrainedModel):
 
     def __init__(self, config: ImplicitConfig, **unknown: Any) -> None:
         super().__init__(config, **unknown)
-        self.core = config.specification().build_model()
+        self.core, self.embed_tokens = config.build()
         for part in self.core.modules():  # tells transformers to keep our own initialisation
-            part._is_hf_initialized = True  # pyright: ignore[reportArgumentType]
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+            if not list(part.buffers(recurse=False)):  # which are in no checkpoint: it has to compute them again
+                part._is_hf_initialized = True  # pyright: ignore[reportArgumentType]
         self.post_init()
 
     @can_return_tuple
@@ -84,7 +86,8 @@ class ImplicitBaseModel(ImplicitPreTrainedModel):
             position_ids: the model's own and no others, ``(batch, length)``: real tokens counted from 0.
             past_key_values: an :class:`ImplicitCache`, which is advanced by these tokens. Default: there were no tokens
                 before.
-            inputs_embeds: embedded tokens ``(batch, length, hidden_size)``, instead of ``input_ids``.
+            inputs_embeds: embedded tokens ``(batch, length, hidden_size)``, as ``embed_tokens`` gives them, instead of
+                ``input_ids``.
             use_cache: whether to advance ``past_key_values``, or a new cache. Default: as in the configuration, but in
                 training only if a cache is given.
             output_hidden_states: whether ``hidden_states`` are returned: the embedded tokens and the fixed point; of an
@@ -103,7 +106,8 @@ class ImplicitBaseModel(ImplicitPreTrainedModel):
             TypeError: a cache of another library, or an unknown keyword.
         """
         check_keywords({"output_attentions": self.config.output_attentions or None} | kwargs)
-        x = F.dropout(self._embedded(input_ids, inputs_embeds), self.config.embedding_dropout, self.training)
+        x = scaled(self._embedded(input_ids, inputs_embeds), self.config.embedding_scale)
+        x = F.dropout(x, self.config.embedding_dropout, self.training)
         batch, length = x.shape[:2]
         if use_cache is None:
             use_cache = past_key_values is not None or (self.config.use_cache and not self.training)
@@ -114,7 +118,7 @@ class ImplicitBaseModel(ImplicitPreTrainedModel):
         new = None if mask is None else mask[:, committed:]
         options = {} if solve is None else {"solve": self.solve_config(solve)}
         want_states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
-        record = want_states and not self.config.implicit
+        record = want_states and self.solved is None
         with recorded_states(self.core.backbone) if record else nullcontext([]) as between:
             output = self.core(x, mask=new, cache=cache.value, return_cache=use_cache, **options)
         if use_cache:
@@ -132,28 +136,34 @@ class ImplicitBaseModel(ImplicitPreTrainedModel):
 
     def solve_config(self, change: SolveChange, base: SolveConfig | None = None) -> SolveConfig:
         """``base``, by default that of the mode, with ``change`` in it; ValueError for an explicit model."""
-        if not isinstance(self.core, ImplicitModel):
+        if self.solved is None:
             raise ValueError(f"leave out solve: this {type(self).__name__} is explicit (implicit=False)")
-        return from_json("solve", change, "solve", base or self.core.solve_config)
+        return from_json("solve", change, "solve", base or self.solved.solve_config)
+
+    @property
+    def solved(self) -> ImplicitModel | None:
+        """The part that is solved: ``core``, or that of a :class:`deqseq.RecurrentDepth`; None: an explicit model."""
+        return solved_part(self.core)
 
     @property
     def gradient_checkpointing(self) -> bool:
         """Whether activations are recomputed in the backward pass."""
-        core = self.core
-        if isinstance(core, ImplicitModel):
-            return core.solve.gradient.checkpoint
-        return blocks_are_checkpointed(core.backbone)
+        if self.solved is not None:
+            return self.solved.solve.gradient.checkpoint
+        return blocks_are_checkpointed(self.core.backbone)
 
     @gradient_checkpointing.setter
     def gradient_checkpointing(self, enable: bool) -> None:
-        core = self.core
-        if isinstance(core, ImplicitModel):
-            core.solve = checkpointed(core.solve, enable)
-            core.eval_solve = core.eval_solve and checkpointed(core.eval_solve, enable)
-        elif not self.config.weight_norm:
-            checkpoint_blocks(core.backbone, enable)
-        if enable and not self.gradient_checkpointing:
-            kind = f"the gradient {core.solve.gradient}" if isinstance(core, ImplicitModel) else "weight normalisation"
+        part = self.solved
+        if part is not None:
+            part.solve = checkpointed(part.solve, enable)
+            part.eval_solve = part.eval_solve and checkpointed(part.eval_solve, enable)
+        else:
+            backbone: Any = self.core.backbone
+            if not backbone.config.weight_norm:
+                checkpoint_blocks(backbone, enable)
+        if enable and not self.gradient_checkpointing and not isinstance(self.core, RecurrentDepth):
+            kind = "weight normalisation" if part is None else f"the gradient {part.solve.gradient}"
             warnings.warn(f"gradient checkpointing has no effect: with {kind} nothing is recomputed", stacklevel=2)
 
     def _embedded(self, ids: Tensor | None, embedded: Tensor | None) -> Tensor:

@@ -18,8 +18,8 @@ from deqseq.integrations.huggingface.modeling import ImplicitBaseModel, SolveCha
 from deqseq.integrations.huggingface.outputs import ImplicitCausalLMOutput
 from deqseq.integrations.huggingface.pretrained_model import ImplicitPreTrainedModel
 from deqseq.integrations.reference_fields import check_known
-from deqseq.layers.weight_norm import cached_weights
-from deqseq.models.generation import prompt_sweep
+from deqseq.models.generation import cached_backbones, prompt_sweep
+from deqseq.models.scaling import capped
 from deqseq.sweeps import Simultaneous
 
 
@@ -109,7 +109,7 @@ class ImplicitCausalLM(ImplicitPreTrainedModel, GenerationMixin):
         inputs = (input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache)
         output = self.model(*inputs, solve=solve, **kwargs | {"return_dict": True})
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits, loss = self.lm_head(output.last_hidden_state[:, kept]), None
+        logits, loss = capped(self.lm_head(output.last_hidden_state[:, kept]), self.config.logit_softcap), None
         if scored:
             loss = self.loss_function(logits, labels, vocab_size, num_items_in_batch, shift_labels=shift_labels)
         own = {name: value for name, value in output.items() if name != "last_hidden_state"}
@@ -143,7 +143,7 @@ class ImplicitCausalLM(ImplicitPreTrainedModel, GenerationMixin):
             ValueError: an unknown field, name or number; padding on the right; a cache of other rows; ``solve`` for an
                 explicit model.
         """
-        with torch.no_grad(), cached_weights(self.model.core.backbone):
+        with torch.no_grad(), cached_backbones(self.model.core):
             theirs: Any = super()
             return theirs.generate(inputs, generation_config, **kwargs)
 
@@ -183,7 +183,7 @@ class ImplicitCausalLM(ImplicitPreTrainedModel, GenerationMixin):
         solve = None
         for change in changes:
             solve = self.model.solve_config(change, solve)
-        if self.config.implicit:
+        if self.model.solved is not None:
             solve = solve or self.model.solve_config({})
             chosen = any(isinstance(change, SolveConfig) or "sweep" in change for change in changes)
             model_kwargs["solve"] = solve if chosen else replace(solve, sweep=prompt_sweep(solve))

@@ -9,14 +9,16 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from deqseq.check import check_type
 from deqseq.integrations.huggingface.blocks import checkpointed
 from deqseq.integrations.huggingface.configuration import ImplicitConfig
 from deqseq.integrations.huggingface.objects import to_json
+from deqseq.integrations.huggingface.one_backbone import OneBackboneConfig
 from deqseq.integrations.reference_fields import check_known
 from deqseq.layers import fold_weight_norm
-from deqseq.models import ImplicitModel
+from deqseq.models.recurrent_depth import solved_part
 
 
 class ImplicitPreTrainedModel(PreTrainedModel):
@@ -102,12 +104,13 @@ class ImplicitPreTrainedModel(PreTrainedModel):
             generation["_from_model_config"] = False  # or ``solve`` would be dropped when the file is read
             if "solve" in generation:
                 generation["solve"] = json.loads(json.dumps(generation["solve"], default=to_json))
-        core = getattr(self.base_model, "core", None)
-        if isinstance(core, ImplicitModel):
+        base: Any = self.base_model
+        part = solved_part(base.core)
+        if part is not None:
             # whether activations are recomputed is a setting of the run: it stays as it was
-            recomputes = (self.config.specification().solve or core.solve).gradient.checkpoint
-            self.config.solve = checkpointed(core.solve, recomputes)
-            self.config.eval_solve = core.eval_solve and checkpointed(core.eval_solve, recomputes)
+            recomputes = self.config.solve_config("solve").gradient.checkpoint
+            self.config.solve = checkpointed(part.solve, recomputes)
+            self.config.eval_solve = part.eval_solve and checkpointed(part.eval_solve, recomputes)
         super().save_pretrained(save_directory, *args, **kwargs)
 
     def fold_weight_norm(self) -> None:
@@ -117,10 +120,11 @@ class ImplicitPreTrainedModel(PreTrainedModel):
         An optimizer made before does not know the new parameters.
         """
         base: Any = self.base_model
-        backbone = base.core.backbone
-        fold_weight_norm(backbone)
-        backbone.config = replace(backbone.config, weight_norm=False)
-        self.config.weight_norm = False
+        if isinstance(self.config, OneBackboneConfig):  # other models have plain weights
+            backbone = base.core.backbone
+            fold_weight_norm(backbone)
+            backbone.config = replace(backbone.config, weight_norm=False)
+            self.config.weight_norm = False
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
@@ -134,6 +138,17 @@ class ImplicitPreTrainedModel(PreTrainedModel):
         """
         base: Any = self.base_model
         base.core.compile(**options)
+
+    def _set_gradient_checkpointing(self, *args: Any, **kwargs: Any) -> None:
+        """As in transformers, but where the solve recomputes whole iterations, their layers do not recompute again."""
+        theirs: Any = super()
+        theirs._set_gradient_checkpointing(*args, **kwargs)
+        base: Any = self.base_model
+        part = solved_part(base.core)
+        if part is not None and part.solve.gradient.checkpoint:
+            for layer in part.modules():
+                if isinstance(layer, GradientCheckpointingLayer):
+                    layer.gradient_checkpointing = False
 
     def _init_weights(self, module: nn.Module) -> None:
         """Draw an embedding or a head; a backbone has initialised itself."""

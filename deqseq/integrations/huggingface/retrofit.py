@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from os import PathLike
-from typing import Literal
+from typing import Any, Literal
 
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -116,7 +116,8 @@ def split(
     if not isinstance(injection, Injection):
         check_choice("injection", injection, INJECTIONS)
         injection = INJECTIONS[injection](middle.d_model)
-    device, dtype = next(middle.parameters()).device, model.get_input_embeddings().weight.dtype
+    embedding: Any = model.get_input_embeddings()
+    device, dtype = next(middle.parameters()).device, embedding.weight.dtype
     return RecurrentDepth(
         ExplicitModel(DecoderBackbone(model, first, final_norm=False)),
         ImplicitModel(Injected(middle, injection.to(device, dtype)), solve, eval_solve),

@@ -5,6 +5,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
+from transformers import AutoConfig
 
 import deqseq as dq
 from deqseq.integrations.huggingface import (
@@ -12,6 +13,8 @@ from deqseq.integrations.huggingface import (
     ImplicitLlamaForCausalLM,
     ImplicitMamba2Config,
     ImplicitMamba2ForCausalLM,
+    RecurrentDepthConfig,
+    RecurrentDepthForCausalLM,
     from_json,
 )
 
@@ -20,6 +23,19 @@ PLAIN = dq.SolveConfig(dq.Naive(), TIGHT)
 SHARED = {"vocab_size": 13, "hidden_size": 8, "initializer_range": 0.5, "solve": PLAIN}
 MAMBA2 = {"state_size": 4, "head_dim": 4, "chunk_size": 3}
 LLAMA = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 12}
+SPLIT = {"prelude": 1, "core": 2, "coda": 1}
+STABLELM = {
+    **LLAMA,
+    "vocab_size": 13,
+    "hidden_size": 8,
+    "initializer_range": 0.5,
+    "num_hidden_layers": 4,
+    "partial_rotary_factor": 1.0,
+    "tie_word_embeddings": True,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
 
 IDS = torch.randint(1, 13, (3, 7), generator=torch.Generator().manual_seed(0))
 """Three rows of seven tokens, none of them 0, which is kept for padding."""
@@ -36,6 +52,7 @@ class Family:
     sizes: ClassVar[dict]
     implicit: ClassVar[bool] = True
     layers: ClassVar[int] = 2
+    second_layer: ClassVar[str] = "model.core.backbone.layers.1."
 
     def config(self, **fields):
         kind = {"implicit": self.implicit, "num_hidden_layers": self.layers}
@@ -55,6 +72,26 @@ class Mamba2(Family):
 
 class Llama(Family):
     config_class, model_class, sizes = ImplicitLlamaConfig, ImplicitLlamaForCausalLM, LLAMA
+
+
+class Retrofit(Family):
+    """The layers of a decoder whose norms are computed in the model's dtype, 1 + 2 + 1."""
+
+    config_class, model_class = RecurrentDepthConfig, RecurrentDepthForCausalLM
+    second_layer = "model.core.core.backbone.backbone.layers.1."
+
+    def config(self, **fields):
+        if "solve" in fields:
+            fields["solve"] = from_json("solve", fields["solve"], "solve", PLAIN)
+        fields.pop("num_hidden_layers", None)
+        decoder = AutoConfig.for_model("stablelm", **STABLELM)
+        return RecurrentDepthConfig(**{"decoder_config": decoder, "solve": PLAIN, **SPLIT, **fields})
+
+    def model(self, **fields):
+        torch.manual_seed(3)
+        model = RecurrentDepthForCausalLM(self.config(**fields)).double()
+        nn.init.normal_(model.model.solved.backbone.injection.weight.data[:, :8], std=0.05)
+        return model.eval()
 
 
 def contract(model):

@@ -20,7 +20,7 @@ MAMBA2_SPEC = dq.LanguageModelSpec(
 )
 LLAMA_SPEC = dq.LanguageModelSpec(
     50,
-    dq.LlamaConfig(32, 3, 4, 2, 12, 48, 1e4, RotaryScaling(4.0, 1.0, 2.0, 64), 1e-6, 0.1, False),
+    dq.LlamaConfig(32, 3, 4, 2, 12, 48, 1e4, RotaryScaling(4.0, 1.0, 2.0, 64), 1e-6, dropout=0.1, weight_norm=False),
     SOLVE,
     EVAL_SOLVE,
     False,

@@ -1,7 +1,7 @@
 """The call of each model type, implicit and explicit."""
 
 from forward_contract import ForwardContract
-from hf_models import Llama, Mamba2
+from hf_models import Llama, Mamba2, Retrofit
 
 
 class TestImplicitMamba2(Mamba2, ForwardContract):
@@ -9,6 +9,10 @@ class TestImplicitMamba2(Mamba2, ForwardContract):
 
 
 class TestImplicitLlama(Llama, ForwardContract):
+    pass
+
+
+class TestRetrofit(Retrofit, ForwardContract):
     pass
 
 

@@ -1,7 +1,7 @@
 """Generation by each model type, implicit and explicit."""
 
 from generation_contract import GenerationContract
-from hf_models import Llama, Mamba2
+from hf_models import Llama, Mamba2, Retrofit
 
 
 class TestImplicitMamba2(Mamba2, GenerationContract):
@@ -10,6 +10,10 @@ class TestImplicitMamba2(Mamba2, GenerationContract):
 
 class TestImplicitLlama(Llama, GenerationContract):
     layers = 1
+
+
+class TestRetrofit(Retrofit, GenerationContract):
+    pass
 
 
 class TestExplicitMamba2(Mamba2, GenerationContract):

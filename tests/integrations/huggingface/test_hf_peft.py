@@ -4,13 +4,15 @@ import copy
 
 import pytest
 import torch
-from hf_models import IDS, Llama, Mamba2
+from hf_models import IDS, Llama, Mamba2, Retrofit
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning", "ignore::UserWarning:peft")
 
 FAMILIES = pytest.mark.parametrize(
-    ("family", "targets"), [(Mamba2, ["in_proj", "out_proj"]), (Llama, ["q_proj", "o_proj"])], ids=["Mamba2", "Llama"]
+    ("family", "targets"),
+    [(Mamba2, ["in_proj", "out_proj"]), (Llama, ["q_proj", "o_proj"]), (Retrofit, ["q_proj", "o_proj"])],
+    ids=["Mamba2", "Llama", "Retrofit"],
 )
 
 
@@ -32,7 +34,8 @@ def adapted(model, targets: list[str], **options):
 @pytest.mark.parametrize("options", [{}, {"init_lora_weights": "pissa"}, {"trainable_token_indices": [1, 2]}], ids=str)
 @torch.no_grad()
 def test_an_adapter_merges(family, targets, options, tmp_path):
-    model = family().model(weight_norm=True, solve={"stop": {"rtol": 1e-6}}).float()
+    fields = {} if family is Retrofit else {"weight_norm": True}
+    model = family().model(solve={"stop": {"rtol": 1e-6}}, **fields).float()
     model.fold_weight_norm()
     with torch.enable_grad():
         lora = adapted(model, targets, **options)

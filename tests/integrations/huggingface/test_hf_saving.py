@@ -1,6 +1,6 @@
 """Saving, loading and initial weights of each model type, implicit and explicit."""
 
-from hf_models import Llama, Mamba2
+from hf_models import Llama, Mamba2, Retrofit
 from saving_contract import SavingContract
 
 
@@ -10,6 +10,13 @@ class TestImplicitMamba2(Mamba2, SavingContract):
 
 class TestImplicitLlama(Llama, SavingContract):
     pass
+
+
+class TestRetrofit(Retrofit, SavingContract):
+    test_weight_norm = test_folded_weights_are_the_same_to_the_last_bit = None  # its weights are plain
+    test_a_new_model_is_that_of_the_core = None  # it is that of the decoder's family: test_hf_recurrent_depth
+    test_more_weights_than_the_model_has_are_an_error_or_reported = None  # its parts have to add up
+    test_weights_of_another_shape_are_an_error = None  # sizes are those of the decoder
 
 
 class TestExplicitMamba2(Mamba2, SavingContract):

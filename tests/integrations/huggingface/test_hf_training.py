@@ -1,6 +1,6 @@
 """Losses, gradients and vocabularies of each model type, implicit and explicit."""
 
-from hf_models import Llama, Mamba2
+from hf_models import Llama, Mamba2, Retrofit
 from training_contract import TrainingContract
 
 
@@ -10,6 +10,11 @@ class TestImplicitMamba2(Mamba2, TrainingContract):
 
 class TestImplicitLlama(Llama, TrainingContract):
     pass
+
+
+class TestRetrofit(Retrofit, TrainingContract):
+    test_the_gradient_is_chosen_by_the_configuration = None  # asks for the norm of the paper's injection
+    test_where_nothing_can_be_recomputed = None  # prelude and coda are recomputed
 
 
 class TestExplicitMamba2(Mamba2, TrainingContract):

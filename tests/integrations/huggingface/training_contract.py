@@ -86,10 +86,10 @@ class TrainingContract:
         model = self.model().train()
         plain = gradients(model)
         model.activation_checkpointing_enable()
-        assert model.model.core.solve.gradient == dq.Phantom(checkpoint=True)
+        assert model.model.solved.solve.gradient == dq.Phantom(checkpoint=True)
         assert model.model.gradient_checkpointing
         with_graph = []
-        backbone = model.model.core.backbone
+        backbone = model.model.solved.backbone
         hook = backbone.register_forward_pre_hook(lambda *_: with_graph.append(torch.is_grad_enabled()))
         again = gradients(model)
         hook.remove()
@@ -97,7 +97,7 @@ class TrainingContract:
         for name, gradient in plain.items():
             assert (again[name] - gradient).abs().max() < 1e-10, name
         model.activation_checkpointing_disable()
-        assert model.model.core.solve.gradient == dq.Phantom(checkpoint=False)
+        assert model.model.solved.solve.gradient == dq.Phantom(checkpoint=False)
 
     def test_gradient_checkpointing_of_an_explicit_model(self):
         if self.implicit:
