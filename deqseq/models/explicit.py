@@ -1,6 +1,7 @@
 """The same backbone without iteration: the baseline."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -11,7 +12,7 @@ from deqseq.layers.sharded import unsharded
 from deqseq.layers.weight_norm import cached_weights
 from deqseq.models.output import ModelOutput
 from deqseq.models.padding import Padding
-from deqseq.sweeps.tokens import TokenArgs, advance, token_map
+from deqseq.sweeps.tokens import TokenArgs, Uncommitted, advance, commit, token_map
 from deqseq.types import Mask, Sequence
 
 
@@ -40,6 +41,7 @@ class ExplicitModel(nn.Module):
         mask: Mask | None = None,
         cache: Cache | None = None,
         return_cache: bool = False,
+        return_uncommitted: bool = False,
     ) -> ModelOutput:
         """Run the layers once.
 
@@ -49,6 +51,7 @@ class ExplicitModel(nn.Module):
                 row as it is alone. Default: no padding.
             cache: the ``cache`` of the :class:`ModelOutput` for the tokens before. Default: there are none.
             return_cache: whether to return the cache after these tokens.
+            return_uncommitted: whether to return, instead of a cache, what commits any number of these tokens.
 
         Returns:
             The states; no statistics.
@@ -60,6 +63,7 @@ class ExplicitModel(nn.Module):
         check_sequence(x, self.backbone.d_model)
         check_type("cache", cache, (Cache, type(None)))
         check_flag("return_cache", return_cache)
+        check_flag("return_uncommitted", return_uncommitted)
         padding = Padding.of(x, mask)
         tokens = padding.compact(x)
         # one pass unshards the layers one by one; only the states for a cache are computed after they have been left
@@ -68,9 +72,11 @@ class ExplicitModel(nn.Module):
             if isinstance(inputs, Inputs):
                 inputs = replace(inputs, injection=None)
             args = TokenArgs(inputs, cache, padding.mask).slice(0, x.shape[1], x.shape[1])
-            value, aux = token_map(self.backbone, need_aux=return_cache)(tokens, args)
+            value, aux = token_map(self.backbone, need_aux=return_cache or return_uncommitted)(tokens, args)
             cache = advance(self.backbone, args, aux, x.shape[1]) if return_cache else None
-        return ModelOutput(padding.back(value), cache)
+        value = padding.back(value)
+        own = Uncommitted(value.detach(), partial(commit, self.backbone, args, aux)) if return_uncommitted else None
+        return ModelOutput(value, cache, uncommitted=own)
 
     @property
     def d_model(self) -> int:

@@ -26,7 +26,7 @@ from deqseq.stop import Stop
 from deqseq.sweeps import Lockstep, Simultaneous
 from deqseq.sweeps.lockstep import backbone_cache
 from deqseq.sweeps.run import run_sweep
-from deqseq.sweeps.tokens import TokenArgs
+from deqseq.sweeps.tokens import TokenArgs, Uncommitted, commit
 from deqseq.types import Mask, Sequence
 
 
@@ -80,6 +80,7 @@ class ImplicitModel(nn.Module):
         mask: Mask | None = None,
         cache: Cache | None = None,
         return_cache: bool = False,
+        return_uncommitted: bool = False,
         trace: bool = False,
         callback: Callback | None = None,
         throw: bool = False,
@@ -95,13 +96,16 @@ class ImplicitModel(nn.Module):
             cache: the ``cache`` of the :class:`ModelOutput` for the tokens before. Default: there are none.
             return_cache: whether to return the cache after these tokens. It carries no gradient, and comes from the
                 evaluation at which each row passed; rows that failed are evaluated once more, at their value.
+            return_uncommitted: whether to return, instead of a cache, what commits any number of these tokens; with the
+                simultaneous sweep only.
             trace: whether to keep residuals; with the simultaneous sweep only.
             callback: called with a :class:`Progress` at every check of the residual; the iterations of each chunk and
                 each commit are counted from 1. Residuals per token are of the real tokens first, whatever the padding.
             throw: whether rows that did not converge raise an error.
             solve: replaces the model's configuration for this call.
             **fields: fields of :class:`SolveConfig` to replace for this call: ``solver``, ``stop``, ``gradient``,
-                ``sweep``, ``start``; the latter may also be the states to begin from, ``(batch, length, d_model)``.
+                ``sweep``, ``start``; the latter may also be the states to begin from, ``(batch, length, d_model)``, or
+                those of the first tokens alone: the others then begin where the model does.
 
         Returns:
             The states, with the numbers of their solve. In training mode the value is what the estimator gives, with
@@ -125,11 +129,13 @@ class ImplicitModel(nn.Module):
         check_sequence(x, self.backbone.d_model)
         if start is not None:
             check_start("start", start)
-            if start.shape != x.shape or start.dtype != x.dtype or start.device != x.device:
+            some = x[:, : start.shape[1]] if start.ndim == 3 else x
+            if start.shape != some.shape or start.dtype != x.dtype or start.device != x.device:
                 wanted, got = (f"{t.dtype} {tuple(t.shape)} on {t.device}" for t in (x, start))
-                raise ValueError(f"start must be like the embedded tokens, {wanted}, got {got}")
+                raise ValueError(f"start must be like the embedded tokens, or the first of them, {wanted}, got {got}")
         check_type("cache", cache, (Cache, type(None)))
-        for name, flag in (("return_cache", return_cache), ("trace", trace), ("throw", throw)):
+        flags = {"return_cache": return_cache, "return_uncommitted": return_uncommitted, "trace": trace, "throw": throw}
+        for name, flag in flags.items():
             check_flag(name, flag)
         if callback is not None:
             check_callable("callback", callback)
@@ -144,13 +150,16 @@ class ImplicitModel(nn.Module):
             inputs = self.backbone.prepare(tokens, backbone_cache(cache, config.sweep), padding.mask)
             if config.start == "zero" and start is None:
                 _check_injection(inputs, self.backbone)
+            args = TokenArgs(inputs, cache, padding.mask)
+            args = args.slice(0, x.shape[1], x.shape[1]) if return_uncommitted else args
             solution, after = run_sweep(
                 self.backbone,
-                TokenArgs(inputs, cache, padding.mask),
+                args,
                 _start(tokens, start, padding, config, gradient),
                 config,
                 gradient=gradient,
                 keep_value=not self.training,
+                keep_aux=return_uncommitted,
                 need_cache=return_cache,
                 trace=trace,
                 callback=callback,
@@ -158,7 +167,10 @@ class ImplicitModel(nn.Module):
             )
         solution = padding.restored(solution)
         problem = Problem(config.solver, config.stop, partial(self._again, x.detach(), mask, cache, config, start))
-        output = ModelOutput(solution.value, after, solution.stats, solution.status, problem)
+        own = Uncommitted(solution.value.detach(), partial(commit, self.backbone, args, solution.aux))
+        output = ModelOutput(
+            solution.value, after, solution.stats, solution.status, problem, own if return_uncommitted else None
+        )
         if not self.training:
             self._warn_once(output, config)
         return output.raise_if_failed() if throw else output
@@ -230,7 +242,7 @@ _EXAMPLE = "dq.SolveConfig(solver=dq.Anderson())"
 
 
 def _start(
-    tokens: Sequence, given: Sequence | None, padding: Padding, config: SolveConfig, gradient: Gradient | None
+    tokens: Sequence, given: Tensor | None, padding: Padding, config: SolveConfig, gradient: Gradient | None
 ) -> Sequence:
     """Where the iteration begins; padding is zero in any case."""
     if given is None and config.start == "zero":
@@ -239,6 +251,10 @@ def _start(
         drawn, real = config.start.draw(tokens), padding.mask
         real = None if real is None else real.repeat_interleave(config.start.restarts, dim=0)
         return drawn if real is None else drawn.masked_fill(~real[..., None], 0)
+    if given is not None and given.shape[1] < tokens.shape[1]:
+        own = _start(tokens, None, padding, config, gradient)
+        own = padding.back(own[:: len(own) // len(tokens)])  # one of several restarts
+        given = torch.cat([given, own[:, given.shape[1] :]], dim=1)
     tokens = tokens if given is None else padding.compact(given)
     tokens = tokens.nan_to_num(0.0, 0.0, 0.0)  # a row that is not finite diverges alone
     # a fixed point does not depend on where its solve began: only a differentiated iteration does

@@ -8,6 +8,7 @@ from torch import Tensor
 from deqseq.backbones.base import Cache
 from deqseq.explain import Problem
 from deqseq.solution import Outcome, SolveStats
+from deqseq.sweeps.tokens import Uncommitted
 
 
 @dataclass(frozen=True, repr=False)
@@ -20,6 +21,7 @@ class ModelOutput(Outcome):
         stats: numbers of the solve, per row for the simultaneous sweep, else per token; None for an explicit model.
         status: a :class:`~deqseq.Status` per row, the worst over its chunks, ``(batch,)``; None for an explicit model.
         problem: what was solved, for :meth:`explain`; not saved with the object.
+        uncommitted: with ``return_uncommitted=True``, what commits any number of these tokens.
     """
 
     value: Float[Tensor, "batch length d_model"]
@@ -27,6 +29,7 @@ class ModelOutput(Outcome):
     stats: SolveStats | None = None
     status: Int64[Tensor, " batch"] | None = None
     problem: Problem | None = field(default=None, repr=False, compare=False)
+    uncommitted: Uncommitted | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True, repr=False)

@@ -12,6 +12,7 @@ from deqseq.models.explicit import ExplicitModel
 from deqseq.models.implicit import ImplicitModel
 from deqseq.models.output import ModelOutput
 from deqseq.solve import Callback
+from deqseq.sweeps.tokens import Counts, Uncommitted
 from deqseq.types import Mask, Sequence
 
 
@@ -93,6 +94,7 @@ class RecurrentDepth(nn.Module):
         mask: Mask | None = None,
         cache: Cache | None = None,
         return_cache: bool = False,
+        return_uncommitted: bool = False,
         trace: bool = False,
         callback: Callback | None = None,
         throw: bool = False,
@@ -107,6 +109,8 @@ class RecurrentDepth(nn.Module):
                 padding.
             cache: the ``cache`` of the :class:`ModelOutput` for the tokens before. Default: there are none.
             return_cache: whether to return the cache after these tokens.
+            return_uncommitted: whether to return, instead of a cache, what commits any number of these tokens; with the
+                simultaneous sweep only.
             trace: whether to keep residuals of the core, as in :meth:`ImplicitModel.forward`.
             callback: called at every check of the core's residual, as in :meth:`ImplicitModel.forward`.
             throw: whether rows that did not converge raise an error.
@@ -124,12 +128,14 @@ class RecurrentDepth(nn.Module):
         check_type("cache", cache, (RecurrentDepthCache, type(None)))
         given = isinstance(cache, RecurrentDepthCache)
         before = (cache.prelude, cache.core, cache.coda) if given else (None, None, None)
-        first = self.prelude(x, mask=mask, cache=before[0], return_cache=return_cache)
+        every = {"mask": mask, "return_cache": return_cache, "return_uncommitted": return_uncommitted}
         options: dict[str, Any] = {"trace": trace, "callback": callback, "throw": throw, "solve": solve, **fields}
-        solved = self.core(first.value, mask=mask, cache=before[1], return_cache=return_cache, **options)
-        last = self.coda(self.norm(solved.value), mask=mask, cache=before[2], return_cache=return_cache)
+        first = self.prelude(x, cache=before[0], **every)
+        solved = self.core(first.value, cache=before[1], **every, **options)
+        last = self.coda(self.norm(solved.value), cache=before[2], **every)
         after = RecurrentDepthCache(first.cache, solved.cache, last.cache) if return_cache else None
-        return ModelOutput(last.value, after, solved.stats, solved.status, solved.problem)
+        own = _joined(first.uncommitted, solved.uncommitted, last.uncommitted)
+        return ModelOutput(last.value, after, solved.stats, solved.status, solved.problem, own)
 
     def compile(self, **options: Any) -> None:
         """Compile the layers of all three parts with ``torch.compile``.
@@ -145,3 +151,14 @@ def solved_part(model: nn.Module) -> ImplicitModel | None:
     """The part of a model that is solved: itself, or the core of a :class:`RecurrentDepth`; None: nothing is."""
     part = model.core if isinstance(model, RecurrentDepth) else model
     return part if isinstance(part, ImplicitModel) else None
+
+
+def _joined(prelude: Uncommitted | None, core: Uncommitted | None, coda: Uncommitted | None) -> Uncommitted | None:
+    """What commits the tokens of all parts; a solve of them begins at the core's states."""
+    if prelude is None or core is None or coda is None:
+        return None
+
+    def commit(counts: Counts) -> Cache:
+        return RecurrentDepthCache(prelude.commit(counts), core.commit(counts), coda.commit(counts))
+
+    return Uncommitted(core.states, commit)

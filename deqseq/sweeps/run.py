@@ -32,12 +32,14 @@ def run_sweep(
     trace: bool = False,
     callback: Callback | None = None,
     keep_value: bool = False,
+    keep_aux: bool = False,
     restarts: int = 1,
 ) -> tuple[Solution, Cache | None]:
     """Solve for all tokens, and attach ``gradient``: over the whole sequence at once, however it was solved.
 
     With ``keep_value``, an estimator that needs the fixed point alone gives the gradient, and not the value. With
-    ``restarts``, ``z0`` has that many rows for each row of ``args``, and the best solution of each is returned.
+    ``keep_aux``, the solution of the simultaneous sweep has what ``advance`` needs. With ``restarts``, ``z0`` has that
+    many rows for each row of ``args``, and the best solution of each is returned.
 
     Raises:
         ValueError: a trace, a stopping rule or a gradient that the sweep cannot offer, or a plan that does not fit the
@@ -45,10 +47,10 @@ def run_sweep(
         NotImplementedError: a backbone without ``advance`` that must commit tokens.
     """
     together = isinstance(config.sweep, Simultaneous)
-    if (need_cache or not together) and type(backbone).advance is Backbone.advance:
+    if (need_cache or keep_aux or not together) and type(backbone).advance is Backbone.advance:
         backbone.advance(None, None, 1)  # says what is missing, before anything is solved
     if not together:
-        _check(config, gradient, trace)
+        _check(config, gradient, trace, keep_aux)
     later = keep_value or not together or restarts > 1
     attached = gradient if isinstance(gradient, AttachedGradient) and later else None
     if restarts > 1:
@@ -58,7 +60,7 @@ def run_sweep(
                 "Phantom, OneStep or Implicit, which need the fixed point alone"
             )
         rows = torch.arange(len(z0) // restarts, device=z0.device).repeat_interleave(restarts)
-        options: dict[str, Any] = {"need_cache": need_cache, "trace": trace, "callback": callback}
+        options: dict[str, Any] = {"need_cache": need_cache, "keep_aux": keep_aux, "trace": trace, "callback": callback}
         solution, cache = _best_of(restarts, *run_sweep(backbone, take(args, rows), z0, config, **options))
     elif isinstance(config.sweep, Sliding):
         with torch.no_grad():
@@ -69,7 +71,7 @@ def run_sweep(
         solution, cache = run_lockstep(backbone, args, z0, *call)
     else:
         inside = None if attached else gradient
-        solution, cache = _chunks(backbone, args, z0, config, need_cache, callback, trace, inside)
+        solution, cache = _chunks(backbone, args, z0, config, need_cache, callback, trace, inside, keep_aux)
     if attached is not None:
         if torch.is_autocast_enabled(z0.device.type):
             torch.clear_autocast_cache()  # older torch keeps casts made without a graph, which would cut weights off
@@ -88,9 +90,10 @@ def _best_of(restarts: int, solution: Solution, cache: Cache | None) -> tuple[So
     rows = torch.arange(len(best), device=best.device) * restarts + best
     updates = stats.updates.reshape(len(best), restarts, *stats.updates.shape[1:]).sum(dim=1)
     trace = None if stats.trace is None else stats.trace[:, rows]
-    kept = take((stats.iterations, stats.residual, stats.forced, solution.value, solution.status, cache), rows)
-    iterations, residual, forced, value, status, cache = kept
-    return Solution(value, status, SolveStats(iterations, residual, stats.evaluations, updates, trace, forced)), cache
+    iterations, residual, forced = take((stats.iterations, stats.residual, stats.forced), rows)
+    value, status, aux, cache = take((solution.value, solution.status, solution.aux, cache), rows)
+    stats = SolveStats(iterations, residual, stats.evaluations, updates, trace, forced)
+    return Solution(value, status, stats, aux), cache
 
 
 def _chunks(
@@ -102,6 +105,7 @@ def _chunks(
     callback: Callback | None,
     trace: bool = False,
     gradient: Gradient | None = None,
+    keep_aux: bool = False,
 ) -> tuple[Solution, Cache | None]:
     """Solve chunk after chunk, each to its end before the next begins; one chunk may be solved with its gradient."""
     solutions: list[Solution] = []
@@ -109,7 +113,7 @@ def _chunks(
     for size in _checked_sizes(config.sweep, length):
         end = start + size
         commits = need_cache or end < length
-        chunk, f = args.slice(start, end, length), token_map(backbone, need_aux=commits)
+        chunk, f = args.slice(start, end, length), token_map(backbone, need_aux=commits or keep_aux)
         call: SolveCall = {"args": chunk, "has_aux": True, "solver": config.solver, "stop": config.stop}
         call["trace"], call["callback"] = trace, callback
         z = z0 if size == length else z0[:, start:end].contiguous()  # a view would be compiled on its own
@@ -120,7 +124,7 @@ def _chunks(
                 solution = solve(f, z, **call)
         if commits:
             args = args._replace(cache=advance(backbone, chunk, solution.aux, size))
-        solutions.append(replace(solution, aux=None))
+        solutions.append(solution if keep_aux else replace(solution, aux=None))
         start = end
     cache = args.cache if need_cache else None
     return (_per_row if isinstance(config.sweep, Simultaneous) else _joined)(solutions), cache
@@ -153,8 +157,10 @@ def _slide(
     return monitor.solution(), args.cache if need_cache else None
 
 
-def _check(config: SolveConfig, gradient: Gradient | None, trace: bool) -> None:
+def _check(config: SolveConfig, gradient: Gradient | None, trace: bool, keep_aux: bool) -> None:
     sweep = config.sweep
+    if keep_aux:
+        raise ValueError(f"return_uncommitted=True needs the Simultaneous sweep, got {sweep}: others commit as they go")
     if trace:
         raise ValueError(
             f"trace=True needs the Simultaneous sweep, got {sweep}: other sweeps keep no trace; use callback="

@@ -1,13 +1,19 @@
 """What the map of some tokens needs, and how they are committed."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from jaxtyping import Int64
 from torch import Tensor
 
 from deqseq.backbones.base import Backbone, Cache
+from deqseq.layers.sharded import unsharded
 from deqseq.rows import map_tensors
-from deqseq.types import Mask, State
+from deqseq.types import Mask, Sequence, State
+
+Counts = Int64[Tensor, " batch"]
 
 
 class TokenArgs(NamedTuple):
@@ -48,8 +54,38 @@ def token_map(backbone: Backbone[Any], *, need_aux: bool = False) -> Any:
     return f
 
 
-def advance(backbone: Backbone[Any], args: TokenArgs, aux: Any, tokens: int) -> Cache:
-    """Commit the first tokens of an evaluation."""
-    counts = None if args.mask is None else args.mask[:, :tokens].sum(dim=1)
+def advance(backbone: Backbone[Any], args: TokenArgs, aux: Any, tokens: int, counts: Counts | None = None) -> Cache:
+    """Commit the first tokens of an evaluation; ``counts`` of them in each row, by default the real ones."""
+    if counts is None and args.mask is not None:
+        counts = args.mask[:, :tokens].sum(dim=1)
     with torch.no_grad():
         return backbone.advance(args.cache, aux, tokens, counts)
+
+
+@dataclass(frozen=True)
+class Uncommitted:
+    """Tokens that have been solved and may still be rejected, such as drafts: each row commits as many as it wants.
+
+    Attributes:
+        states: where a later solve of these tokens can begin, ``(batch, length, d_model)``.
+        commit: returns the cache after the first ``counts[row]`` real tokens of each row, for ``counts`` of shape
+            ``(batch,)``, each from 0 to the row's length, not all 0.
+
+    Example:
+        >>> import deqseq as dq
+        >>> model, x = dq.ImplicitModel(dq.Affine(4)), torch.ones(2, 3, 4)
+        >>> cache = model(x, return_uncommitted=True).uncommitted.commit(torch.tensor([1, 2]))
+        >>> row = model(x[1:, :2], return_cache=True).cache
+        >>> torch.allclose(cache.tensors()[0][1:], row.tensors()[0], rtol=1e-2)
+        True
+    """
+
+    states: Sequence
+    commit: Callable[[Counts], Cache]
+
+
+def commit(backbone: Backbone[Any], args: TokenArgs, aux: Any, counts: Counts) -> Cache:
+    """The ``commit`` of :class:`Uncommitted`, for an evaluation."""
+    low, high = torch.stack(torch.aminmax(counts)).tolist()  # one transfer
+    with unsharded(backbone):
+        return advance(backbone, args, aux, high, None if low == high else counts)
