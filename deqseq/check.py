@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from numbers import Integral, Real
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 Kind = type | tuple[type, ...]
@@ -104,6 +105,20 @@ def check_callable(name: str, value: object) -> None:
     """
     if not callable(value) or isinstance(value, type):
         raise TypeError(f"{name} must be a function, got {_shown(value)}")
+
+
+def check_ids(name: str, ids: Tensor, vocab_size: int) -> None:
+    """Raise an error unless ``ids`` are a batch of tokens of a vocabulary."""
+    check_type(name, ids, Tensor)
+    if ids.ndim != 2 or 0 in ids.shape or ids.dtype != torch.int64:
+        raise ValueError(
+            f"{name} must be int64 of shape (batch, length), none of them 0, got {ids.dtype} {tuple(ids.shape)}"
+        )
+    if torch.compiler.is_compiling():  # an exported model takes what it is given
+        return
+    low, high = torch.stack(torch.aminmax(ids)).tolist()  # one transfer
+    if low < 0 or high >= vocab_size:
+        raise ValueError(f"{name} must lie in 0..{vocab_size - 1}, got {low}..{high}")
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:

@@ -3,18 +3,20 @@
 from deqseq.models.causal_lm import CausalLM
 from deqseq.models.examples import EXAMPLES, load_example
 from deqseq.models.explicit import ExplicitModel
-from deqseq.models.generation import Generation, NewTokens
+from deqseq.models.generation import Draft, Generation, NewTokens
 from deqseq.models.implicit import ImplicitModel
 from deqseq.models.output import CausalLMOutput, ModelOutput
 from deqseq.models.presets import PRESETS, ParameterCount, parameter_count, preset, preset_names
 from deqseq.models.recurrent_depth import RecurrentDepth, RecurrentDepthCache
 from deqseq.models.specification import LanguageModelSpec
+from deqseq.sweeps.tokens import Uncommitted
 
 __all__ = [
     "EXAMPLES",
     "PRESETS",
     "CausalLM",
     "CausalLMOutput",
+    "Draft",
     "ExplicitModel",
     "Generation",
     "ImplicitModel",
@@ -24,6 +26,7 @@ __all__ = [
     "ParameterCount",
     "RecurrentDepth",
     "RecurrentDepthCache",
+    "Uncommitted",
     "load_example",
     "parameter_count",
     "preset",

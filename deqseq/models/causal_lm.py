@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from deqseq.backbones.base import Cache
-from deqseq.check import check_callable, check_flag, check_integer, check_number, check_type
-from deqseq.config import SolveConfig, SolveFields, resolve
+from deqseq.check import check_callable, check_flag, check_ids, check_integer, check_number, check_type
+from deqseq.config import SolveConfig, SolveFields
 from deqseq.models.eval_mode import eval_mode
 from deqseq.models.explicit import ExplicitModel
-from deqseq.models.generation import Generation, NewTokens, Sampler, generate, prompt_sweep
+from deqseq.models.generation import Draft, Generation, NewTokens, Sampler, generate
 from deqseq.models.implicit import ImplicitModel
 from deqseq.models.output import CausalLMOutput
 from deqseq.models.padding import check_mask
@@ -152,6 +152,7 @@ class CausalLM(nn.Module):
         seed: int | None = None,
         stop_tokens: Iterable[int] = (),
         pad_token: int = 0,
+        draft: Draft | None = None,
         callback: Callable[[NewTokens], None] | None = None,
         solve: SolveConfig | None = None,
         **fields: Unpack[SolveFields],
@@ -172,7 +173,9 @@ class CausalLM(nn.Module):
             seed: of the draws; a row's draws do not depend on when the others end. Default: torch's global generator.
             stop_tokens: a row ends with the first of these.
             pad_token: fills the rows that have ended.
-            callback: called with :class:`NewTokens` at every step.
+            draft: how to draft tokens and verify several in one solve, which takes fewer iterations one after another.
+                Default: each token is solved on its own.
+            callback: called with :class:`NewTokens` at every step; with drafts, as soon as every row has come so far.
             solve: replaces the model's :class:`SolveConfig`.
             **fields: fields of :class:`SolveConfig` to replace. ``sweep`` is that of the prompts. Default: the model's,
                 but ``Sliding()`` instead of ``Simultaneous()``. An explicit model takes neither.
@@ -181,7 +184,8 @@ class CausalLM(nn.Module):
             Tokens, and for an implicit model the iterations of each and whether its solve converged.
 
         Raises:
-            ValueError: a bad shape, ids outside the vocabulary, or a number out of its range.
+            ValueError: a bad shape, ids outside the vocabulary, a number out of its range, or drafts in a model that
+                is solved by :class:`Lockstep`.
             TypeError: an option that the model does not take.
 
         Example:
@@ -196,16 +200,9 @@ class CausalLM(nn.Module):
         for token in stops:
             check_integer("stop_tokens", token, 0, self.embedding.num_embeddings - 1)
         check_integer("pad_token", pad_token, -(2**63), 2**63 - 1)
+        check_type("draft", draft, (Draft, type(None)), "dq.Draft(tokens=4, iterations=2)")
         if callback is not None:
             check_callable("callback", callback)
-        options: dict[str, Any] = dict(fields) if solve is None else {"solve": solve, **fields}
-        prefill = dict(options)
-        options.pop("sweep", None)
-        if self.core is not None:
-            config = self.core.eval_solve or self.core.solve
-            prefill["sweep"] = fields.get("sweep", prompt_sweep(resolve(config, solve, fields)))
-        elif options:
-            raise TypeError(f"an explicit model has nothing to solve: it takes no {', '.join(prefill)}")
         with eval_mode(self):
             return generate(
                 self.model,
@@ -217,9 +214,10 @@ class CausalLM(nn.Module):
                 max_new_tokens=max_new_tokens,
                 stop_tokens=stops,
                 pad_token=pad_token,
+                draft=draft,
                 callback=callback,
-                prefill=prefill,
-                options=options,
+                solve=solve,
+                fields=fields,
             )
 
     @property
@@ -279,20 +277,6 @@ class CausalLM(nn.Module):
             raise ValueError(f"{name} leave nothing to score: all of them are {IGNORED}, or there is no next token")
         check_ids(f"{name} (but for {IGNORED}, which is ignored)", scored[None], self.embedding.num_embeddings)
         return answers
-
-
-def check_ids(name: str, ids: Tensor, vocab_size: int) -> None:
-    """Raise an error unless ``ids`` are a batch of tokens of a vocabulary."""
-    check_type(name, ids, Tensor)
-    if ids.ndim != 2 or 0 in ids.shape or ids.dtype != torch.int64:
-        raise ValueError(
-            f"{name} must be int64 of shape (batch, length), none of them 0, got {ids.dtype} {tuple(ids.shape)}"
-        )
-    if torch.compiler.is_compiling():  # an exported model takes what it is given
-        return
-    low, high = torch.stack(torch.aminmax(ids)).tolist()  # one transfer
-    if low < 0 or high >= vocab_size:
-        raise ValueError(f"{name} must lie in 0..{vocab_size - 1}, got {low}..{high}")
 
 
 def _cross_entropy(logits: Tensor, answers: Tokens, *, shift: bool) -> Float[Tensor, ""]:

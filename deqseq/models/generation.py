@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,80 +10,57 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 
 from deqseq.backbones.base import Backbone, Cache
-from deqseq.check import check_integer, check_number
-from deqseq.config import SolveConfig
+from deqseq.check import check_integer
+from deqseq.config import SolveConfig, SolveFields, resolve
 from deqseq.layers.weight_norm import cached_weights
 from deqseq.models.explicit import ExplicitModel
 from deqseq.models.implicit import ImplicitModel
 from deqseq.models.output import ModelOutput
-from deqseq.models.recurrent_depth import RecurrentDepth
+from deqseq.models.recurrent_depth import RecurrentDepth, solved_part
+from deqseq.models.sampler import Sampler
 from deqseq.rows import take
-from deqseq.sweeps import Simultaneous, Sliding, Sweep
+from deqseq.stop import Stop
+from deqseq.sweeps import Lockstep, Simultaneous, Sliding, Sweep
 from deqseq.types import Mask, Sequence
-
-Logits = Float[Tensor, "rows vocab"]
 
 
 @dataclass(frozen=True)
-class Sampler:
-    """How a token is chosen from its logits.
+class Draft:
+    """Draft some tokens with few iterations each, then verify all of them in one solve.
+
+    A drafted token is chosen after ``iterations`` more evaluations of all tokens that are not in the cache yet. The
+    verifying solve begins at the drafts' states. Each row takes its drafts up to the first one that verification
+    rejects, and the right token in its place; so a verification gives from 1 to ``tokens + 1`` tokens. These are the
+    tokens of decoding without drafts, as far as the tolerance determines them, sampled ones too: a draft and its
+    verification share their random number.
 
     Args:
-        temperature: logits are divided by it; 0: the most probable token is taken.
-        top_k: how many of the most probable tokens to draw from, at least 1. Default: all.
-        top_p: probability, in (0, 1], of the most probable tokens to draw from. Default: 1, all.
-        seed: of the random numbers. Default: torch's global generator. The draws of a row do not depend on
-            which other rows have finished.
+        tokens: drafted before each verification, at least 1.
+        iterations: evaluations for each drafted token, at least 1.
 
     Raises:
-        ValueError: a number out of its range, or a choice among tokens that a temperature of 0 does not make.
+        TypeError, ValueError: names the field, what it got and what it wants.
+
+    References:
+        Leviathan et al., Fast Inference from Transformers via Speculative Decoding, ICML 2023, arXiv 2211.17192. Zhang
+        et al., Draft & Verify: Lossless Large Language Model Acceleration via Self-Speculative Decoding, ACL 2024,
+        arXiv 2309.08168.
 
     Example:
-        >>> Sampler(temperature=0.8, top_p=0.95, seed=0).top_k is None
-        True
+        >>> import deqseq as dq
+        >>> lm, prompt = dq.load_example("text"), torch.tensor([list(b"ROMEO:")])
+        >>> options = {"max_new_tokens": 20, "stop": dq.Stop(rtol=1e-4, max_steps=256)}
+        >>> plain, drafted = lm.generate(prompt, **options), lm.generate(prompt, draft=dq.Draft(), **options)
+        >>> torch.equal(drafted.tokens, plain.tokens), drafted.evaluations < plain.evaluations
+        (True, True)
     """
 
-    temperature: float = 0.0
-    top_k: int | None = None
-    top_p: float | None = None
-    seed: int | None = None
+    tokens: int = 4
+    iterations: int = 2
 
     def __post_init__(self) -> None:
-        check_number("temperature", self.temperature, "[0, inf)")
-        if self.top_k is not None:
-            check_integer("top_k", self.top_k, 1)
-        if self.top_p is not None:
-            check_number("top_p", self.top_p, "(0, 1]")
-        if self.seed is not None:
-            check_integer("seed", self.seed, -(2**63), 2**64 - 1)  # what torch.manual_seed takes
-        if self.temperature == 0 and (self.top_k is not None or self.top_p is not None):
-            raise ValueError("top_k and top_p need a temperature above 0; a temperature of 0 takes the best token")
-
-    def choose(self, logits: Logits, uniform: Float[Tensor, " rows"] | None) -> Int64[Tensor, " rows"]:
-        """One token per row.
-
-        Args:
-            logits: ``(rows, vocab)``.
-            uniform: a random number in [0, 1) per row; None takes the most probable token.
-
-        Returns:
-            The tokens.
-        """
-        if self.temperature == 0 or uniform is None:
-            return logits.argmax(dim=-1)
-        scaled = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        scaled = (scaled - scaled.amax(dim=-1, keepdim=True)) / self.temperature  # the largest is 0: nothing overflows
-        probability, token = scaled.softmax(dim=-1).sort(dim=-1, descending=True, stable=True)
-        if self.top_k is not None:
-            probability[:, self.top_k :] = 0
-        if self.top_p is not None:  # a token stays if those before it do not reach top_p yet
-            before = probability.cumsum(dim=-1) - probability
-            probability = probability.masked_fill(before >= self.top_p * probability.sum(-1, keepdim=True), 0)
-        total = probability.cumsum(dim=-1)
-        below = uniform.to(total)[:, None] * total[:, -1:]
-        place = (total <= below).sum(dim=-1, keepdim=True)
-        last = (probability > 0).sum(dim=-1, keepdim=True) - 1  # rounding must not select what top_k or top_p excluded
-        return token.gather(1, torch.minimum(place, last))[:, 0]
+        check_integer("Draft.tokens", self.tokens, 1)
+        check_integer("Draft.iterations", self.iterations, 1)
 
 
 @dataclass(frozen=True)
@@ -109,15 +86,18 @@ class Generation:
         tokens: ``(batch, new)``; after a row's end, the padding token.
         lengths: tokens of each row, its stop token included, ``(batch,)``.
         iterations: of the solve that each token was chosen from, ``(batch, new)``; 0 after a row's end; None for an
-            explicit model.
+            explicit model. With drafts it is the verifying solve, which several tokens share.
         converged: whether that solve converged, ``(batch, new)``; True after a row's end; None for an explicit model.
             The first token's solve is the prompt's.
+        evaluations: how many evaluations of the map followed each other after the prompt's solve, those of drafts
+            included; None for an explicit model. The rows of a batch share them.
     """
 
     tokens: Int64[Tensor, "batch new"]
     lengths: Int64[Tensor, " batch"]
     iterations: Int64[Tensor, "batch new"] | None = None
     converged: Bool[Tensor, "batch new"] | None = None
+    evaluations: int | None = None
 
     def rows(self) -> list[list[int]]:
         """The tokens of each row, without padding."""
@@ -125,34 +105,60 @@ class Generation:
         return [tokens[:length] for tokens, length in pairs]
 
 
-@dataclass
 class _Record:
-    """What has been generated so far, column by column."""
+    """What has been generated so far, row by row; with drafts, some rows are ahead of others."""
 
-    batch: int
-    pad: int
-    tokens: list[Tensor] = field(default_factory=list)
-    iterations: list[Tensor] = field(default_factory=list)
-    converged: list[Tensor] = field(default_factory=list)
+    def __init__(self, batch: int, most: int, enders: tuple[int, ...]) -> None:
+        self.tokens: list[list[int]] = [[] for _ in range(batch)]
+        self.iterations: list[list[int]] = [[] for _ in range(batch)]
+        self.converged: list[list[bool]] = [[] for _ in range(batch)]
+        self.evaluations = 0
+        self._most, self._enders, self._told = most, frozenset(enders), 0
 
-    def add(self, rows: Tensor, chosen: Tensor, output: ModelOutput) -> None:
-        """File one token of each row that is being continued."""
-        self.tokens.append(self._column(rows, chosen, self.pad))
-        if output.stats is not None and output.status is not None:
+    def add(self, rows: list[int], chosen: Tensor, drafts: Tensor, output: ModelOutput) -> list[int]:
+        """File what each row takes of its ``chosen`` tokens, and return how many: see :class:`Draft`."""
+        counts = []
+        for row, new, drafted in zip(rows, chosen.tolist(), drafts.tolist(), strict=True):
+            ends = [token != draft or token in self._enders for token, draft in zip(new, drafted, strict=False)]
+            count = min([*ends, True].index(True) + 1, self._most - len(self.tokens[row]))
+            self.tokens[row] += new[:count]
+            counts.append(count)
+        if output.stats is not None:
             iterations = output.stats.iterations
-            iterations = iterations if iterations.ndim == 1 else iterations.amax(dim=1)
-            self.iterations.append(self._column(rows, iterations, 0))
-            self.converged.append(self._column(rows, output.converged, True))
+            iterations = (iterations if iterations.ndim == 1 else iterations.amax(dim=1)).tolist()
+            for row, count, steps, converged in zip(rows, counts, iterations, output.converged.tolist(), strict=True):
+                self.iterations[row] += [steps] * count
+                self.converged[row] += [converged] * count
+        return counts
 
-    def _column(self, rows: Tensor, values: Tensor, elsewhere: int | bool) -> Tensor:
-        column = torch.full((self.batch,), elsewhere, dtype=values.dtype, device=values.device)
-        return column.index_copy(0, rows, values)
+    def goes_on(self, row: int) -> bool:
+        """Whether a row has neither met a stop token nor reached its length."""
+        tokens = self.tokens[row]
+        return len(tokens) < self._most and tokens[-1] not in self._enders
 
-    def generation(self, lengths: Tensor) -> Generation:
+    def tell(self, callback: Callable[[NewTokens], None], device: torch.device) -> None:
+        """Call back with each step that all rows that go on have made."""
+        lengths = [len(tokens) for tokens in self.tokens]
+        going = [length for row, length in enumerate(lengths) if self.goes_on(row)]
+        for step in range(self._told, min(going, default=max(lengths))):
+            rows = [row for row, length in enumerate(lengths) if length > step]
+            tokens = [self.tokens[row][step] for row in rows]
+            callback(NewTokens(step, torch.tensor(rows, device=device), torch.tensor(tokens, device=device)))
+            self._told = step + 1
+
+    def generation(self, pad: int, solved: bool, device: torch.device) -> Generation:
         """The record as tensors."""
-        iterations = torch.stack(self.iterations, dim=1) if self.iterations else None
-        converged = torch.stack(self.converged, dim=1) if self.converged else None
-        return Generation(torch.stack(self.tokens, dim=1), lengths, iterations, converged)
+        lengths = torch.tensor([len(tokens) for tokens in self.tokens], device=device)
+
+        def padded(lists: list[list[Any]], value: int | bool) -> Tensor:
+            new = max(len(row) for row in lists)
+            return torch.tensor([row + [value] * (new - len(row)) for row in lists], device=device)
+
+        tokens = padded(self.tokens, pad)
+        if not solved:
+            return Generation(tokens, lengths)
+        iterations, converged = padded(self.iterations, 0), padded(self.converged, True)
+        return Generation(tokens, lengths, iterations, converged, self.evaluations)
 
 
 @contextmanager
@@ -168,7 +174,7 @@ def cached_backbones(model: nn.Module) -> Iterator[None]:
 def generate(
     model: ImplicitModel | ExplicitModel | RecurrentDepth,
     embed: Callable[[Int64[Tensor, "batch length"]], Sequence],
-    head: Callable[[Float[Tensor, "rows d_model"]], Logits],
+    head: Callable[[Float[Tensor, "rows length d_model"]], Float[Tensor, "rows length vocab"]],
     prompt: Int64[Tensor, "batch length"],
     mask: Mask | None,
     sampler: Sampler,
@@ -176,37 +182,92 @@ def generate(
     max_new_tokens: int,
     stop_tokens: tuple[int, ...] = (),
     pad_token: int = 0,
+    draft: Draft | None = None,
     callback: Callable[[NewTokens], None] | None = None,
-    prefill: dict[str, Any],
-    options: dict[str, Any],
+    solve: SolveConfig | None = None,
+    fields: SolveFields,
 ) -> Generation:
-    """Continue a batch of prompts: the loop of :meth:`deqseq.CausalLM.generate`, with a model in eval mode."""
-    batch, device = len(prompt), prompt.device
-    rows, lengths = torch.arange(batch, device=device), torch.full((batch,), max_new_tokens, device=device)
-    record, enders = _Record(batch, pad_token), torch.tensor(stop_tokens, device=device, dtype=torch.int64)
+    """Continue a batch of prompts: the loop of :meth:`deqseq.CausalLM.generate`, with a model in eval mode.
+
+    Each turn takes tokens, commits them, drafts some, and solves for the last token taken and the drafts together;
+    without a draft this is decoding token by token.
+    """
+    whole, full, few = _calls(solved_part(model), draft, solve, fields)
+    batch, device = prompt.shape[0], prompt.device
+    rows, record = list(range(batch)), _Record(batch, max_new_tokens, stop_tokens)
     random = None if sampler.seed is None else torch.Generator().manual_seed(sampler.seed)
+    draws: list[list[float]] = []  # of all rows for each new token
+
+    def choose(states: Tensor, drafted: int = 0) -> Tensor:
+        """A token for each state, ``(rows, length)``; the first of them follows the row and ``drafted`` tokens."""
+        logits = head(states)
+        if not bool(logits.isfinite().all()):
+            finite = logits.isfinite().all(dim=-1).all(dim=1).tolist()
+            bad = [row for row, good in zip(rows, finite, strict=True) if not good]
+            raise ValueError(f"the logits of rows {bad} are not finite: are the weights?")
+        uniform = None
+        if sampler.temperature:
+            places = [(row, len(record.tokens[row]) + drafted + i) for row in rows for i in range(states.shape[1])]
+            while len(draws) <= max(step for _, step in places):
+                draws.append(torch.rand(batch, generator=random).tolist())
+            uniform = torch.tensor([draws[step][row] for row, step in places], device=device)
+        return sampler.choose(logits.flatten(0, 1), uniform).reshape(logits.shape[:2])
+
+    def run(window: Tensor, cache: Cache | None, options: dict[str, Any]) -> ModelOutput:
+        output = model(embed(window), cache=cache, **options)
+        record.evaluations += 0 if output.stats is None else output.stats.evaluations
+        return output
+
     with cached_backbones(model):
-        output = model(embed(prompt), mask=mask, return_cache=True, **prefill)
-        state, cache = _last_states(output.value, mask), output.cache
-        for step in range(max_new_tokens):
-            drawn = torch.rand(batch, generator=random).to(device)[rows] if sampler.temperature else None
-            logits = head(state)
-            if not bool(logits.isfinite().all()):
-                bad = rows[~logits.isfinite().all(dim=1)].tolist()
-                raise ValueError(f"the logits of rows {bad} are not finite at new token {step}: are the weights?")
-            chosen = sampler.choose(logits, drawn)
-            record.add(rows, chosen, output)
+        output, window = model(embed(prompt), mask=mask, **whole), prompt[:, -1:]
+        states = _last_states(output.value, mask)[:, None]
+        while True:
+            chosen = choose(states)
+            counts = record.add(rows, chosen, window[:, 1:], output)
             if callback is not None:
-                callback(NewTokens(step, rows, chosen))
-            if len(enders):
-                ended = torch.isin(chosen, enders)
-                lengths[rows[ended]] = step + 1
-                rows, chosen, cache = _continuing(~ended, rows, chosen, cache)
-            if not len(rows) or step + 1 == max_new_tokens:
-                break
-            output = model(embed(chosen[:, None]), cache=cache, return_cache=True, **options)
-            state, cache = output.value[:, 0], output.cache
-    return record.generation(lengths.clamp(max=len(record.tokens)))
+                record.tell(callback, device)
+            going = [place for place, row in enumerate(rows) if record.goes_on(row)]
+            if not going:
+                return record.generation(pad_token, output.stats is not None, device)
+            window, cache = chosen, output.cache
+            if output.uncommitted is not None:
+                taken = torch.tensor(counts, device=device)
+                window, cache = chosen.gather(1, taken[:, None] - 1), output.uncommitted.commit(taken)
+            if len(going) < len(rows):  # rows that have ended are not computed any more
+                rows = [rows[place] for place in going]
+                window, cache = take((window, cache), torch.tensor(going, device=device))
+            room = max_new_tokens - min(len(record.tokens[row]) for row in rows)
+            start: dict[str, Any] = {}
+            for drafted in range(0 if draft is None else min(draft.tokens, room - 1)):
+                output = run(window, cache, few | start)
+                assert output.uncommitted is not None
+                start = {"start": output.uncommitted.states}
+                window = torch.cat([window, choose(output.value[:, -1:], drafted)], dim=1)
+            output = run(window, cache, full | start)
+            states = output.value
+
+
+def _calls(
+    core: ImplicitModel | None, draft: Draft | None, solve: SolveConfig | None, fields: SolveFields
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """The model's keyword arguments for the prompt, for a window of new tokens, and for its drafts."""
+    given: dict[str, Any] = {**fields, **({} if solve is None else {"solve": solve})}
+    if core is None:
+        given |= {} if draft is None else {"draft": draft}
+        if given:
+            raise TypeError(f"an explicit model has nothing to solve: it takes no {', '.join(given)}")
+        return {"return_cache": True}, {"return_cache": True}, {}
+    config = resolve(core.solve_config, solve, fields)
+    whole = given | {"return_cache": True, "sweep": fields.get("sweep", prompt_sweep(config))}
+    if isinstance(config.sweep, Lockstep):
+        if draft is not None:
+            raise ValueError(f"draft needs a fixed point to verify against, and {config.sweep} finds none")
+        return whole, whole, {}
+    given.pop("sweep", None)
+    if draft is None:
+        return whole, given | {"return_cache": True}, {}
+    window = given | {"return_uncommitted": True, "sweep": Simultaneous()}
+    return whole, window, window | {"stop": Stop.exactly(draft.iterations)}
 
 
 def prompt_sweep(config: SolveConfig) -> Sweep:
@@ -221,12 +282,3 @@ def _last_states(value: Sequence, mask: Mask | None) -> Float[Tensor, "batch d_m
         return value[:, -1]
     last = (mask * torch.arange(mask.shape[1], device=mask.device)).argmax(dim=1)
     return value[torch.arange(len(value), device=value.device), last]
-
-
-def _continuing(
-    going: Bool[Tensor, " rows"], rows: Tensor, chosen: Tensor, cache: Cache | None
-) -> tuple[Tensor, Tensor, Cache | None]:
-    """The rows that have not ended; they alone are computed from here on."""
-    if bool(going.all()):
-        return rows, chosen, cache
-    return take((rows, chosen, cache), going.nonzero()[:, 0])

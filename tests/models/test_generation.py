@@ -5,7 +5,7 @@ import torch
 from small_models import contractive_llama, contractive_mamba2
 
 import deqseq as dq
-from deqseq.models.generation import Sampler
+from deqseq.models.sampler import Sampler
 
 TIGHT = dq.SolveConfig(stop=dq.Stop(rtol=1e-9, max_steps=500))
 PROMPT = torch.randint(0, 13, (3, 6), generator=torch.Generator().manual_seed(0))

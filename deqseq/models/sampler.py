@@ -1,0 +1,73 @@
+"""How a token is chosen from its logits."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from deqseq.check import check_integer, check_number
+
+Logits = Float[Tensor, "rows vocab"]
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """How a token is chosen from its logits.
+
+    Args:
+        temperature: logits are divided by it; 0: the most probable token is taken.
+        top_k: how many of the most probable tokens to draw from, at least 1. Default: all.
+        top_p: probability, in (0, 1], of the most probable tokens to draw from. Default: 1, all.
+        seed: of the random numbers. Default: torch's global generator. The draws of a row do not depend on
+            which other rows have finished.
+
+    Raises:
+        ValueError: a number out of its range, or a choice among tokens that a temperature of 0 does not make.
+
+    Example:
+        >>> Sampler(temperature=0.8, top_p=0.95, seed=0).top_k is None
+        True
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        check_number("temperature", self.temperature, "[0, inf)")
+        if self.top_k is not None:
+            check_integer("top_k", self.top_k, 1)
+        if self.top_p is not None:
+            check_number("top_p", self.top_p, "(0, 1]")
+        if self.seed is not None:
+            check_integer("seed", self.seed, -(2**63), 2**64 - 1)  # what torch.manual_seed takes
+        if self.temperature == 0 and (self.top_k is not None or self.top_p is not None):
+            raise ValueError("top_k and top_p need a temperature above 0; a temperature of 0 takes the best token")
+
+    def choose(self, logits: Logits, uniform: Float[Tensor, " rows"] | None) -> Int64[Tensor, " rows"]:
+        """One token per row.
+
+        Args:
+            logits: ``(rows, vocab)``.
+            uniform: a random number in [0, 1) per row; None takes the most probable token.
+
+        Returns:
+            The tokens.
+        """
+        if self.temperature == 0 or uniform is None:
+            return logits.argmax(dim=-1)
+        scaled = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        scaled = (scaled - scaled.amax(dim=-1, keepdim=True)) / self.temperature  # the largest is 0: nothing overflows
+        probability, token = scaled.softmax(dim=-1).sort(dim=-1, descending=True, stable=True)
+        if self.top_k is not None:
+            probability[:, self.top_k :] = 0
+        if self.top_p is not None:  # a token stays if those before it do not reach top_p yet
+            before = probability.cumsum(dim=-1) - probability
+            probability = probability.masked_fill(before >= self.top_p * probability.sum(-1, keepdim=True), 0)
+        total = probability.cumsum(dim=-1)
+        below = uniform.to(total)[:, None] * total[:, -1:]
+        place = (total <= below).sum(dim=-1, keepdim=True)
+        last = (probability > 0).sum(dim=-1, keepdim=True) - 1  # rounding must not select what top_k or top_p excluded
+        return token.gather(1, torch.minimum(place, last))[:, 0]
