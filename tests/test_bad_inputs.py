@@ -72,7 +72,24 @@ def cases() -> list[Case]:
     stop = {"rtol": 0.1, "atol": 0.1, "max_steps": 3, "per": "sample", "norm": "max_token", "check_every": 2}
     sampled = {"temperature": 1.0, "top_k": 3, "top_p": 0.5, "seed": 0, "stop_tokens": (1,), "pad_token": 0}
     diagnosed = {"model": lm, "ids": IDS, "mask": MASK, "solve": SOLVE}
+    part = dq.ExplicitModel(dq.Affine(4))
+    depth = dq.RecurrentDepth(part, dq.ImplicitModel(dq.Affine(4)), part)
+    huginn = {"norms": "closed", "qk_norm": True, "qk_bias": True, "final_norm": False, "float32_rotary": False}
     return [
+        Case("RandomStart", dq.RandomStart, {"std": 0.5, "seed": 1, "restarts": 2}),
+        Case("Lockstep", dq.Lockstep, {"steps": 2}),
+        Case("AddInjection", dq.Injected, {"backbone": dq.Affine(4), "injection": dq.AddInjection()}),
+        Case("ConcatInjection", dq.ConcatInjection, {"d_model": 4}),
+        Case("DecayInjection", dq.DecayInjection, {"d_model": 4, "decay": 0.5}),
+        Case("LlamaConfig norms", dq.LlamaConfig, {"d_model": 16, **huginn}),
+        Case(
+            "RecurrentDepth", dq.RecurrentDepth, {"prelude": part, "core": dq.ImplicitModel(dq.Affine(4)), "coda": part}
+        ),
+        Case("recurrent model", depth, {"x": X, "mask": MASK, "return_cache": False, **rest, **fields}),
+        Case("recurrent cache", depth, {"x": X, "cache": depth(X, return_cache=True).cache}),
+        Case("truncated", dq.Unrolled, {"checkpoint": False, "last": 2}),
+        Case("PoissonLogNormal", training.PoissonLogNormal, {"mean": 4.0, "sigma": 0.5, "largest": 9, "seed": 1}),
+        Case("terminal_residual", training.terminal_residual, {"f": square, "z": X}),
         Case("Stop", dq.Stop, {**stop, "divergence": 10.0}),
         Case("Stop.exactly", dq.Stop.exactly, {"steps": 3}),
         Case("Relaxed", dq.Relaxed, {"damping": 0.5}),
@@ -164,6 +181,7 @@ FINE: set[tuple[str, str, str]] = {  # what looks wrong, and is taken
     ("check_finite", "value", "inf"),
     ("Stop", "divergence", "inf"),
     ("solve", "z0", "torch.float32 (3, 4)"),
+    ("terminal_residual", "z", "torch.float32 (3, 4)"),
     ("fixed_point", "z0", "torch.float32 (3, 4)"),
     ("generate", "stop_tokens", "3"),
     ("solve has_aux", "z0", "torch.float32 (3, 4)"),
