@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModel
 from transformers.configuration_utils import SubConfigSpec
 
 from deqseq.backbones import Injected
-from deqseq.check import check_choice, check_integer
+from deqseq.check import check_choice, check_integer, check_number
 from deqseq.integrations.huggingface.configuration import ImplicitConfig
 from deqseq.integrations.huggingface.decoder import DecoderBackbone
 from deqseq.integrations.huggingface.modeling import ImplicitBaseModel, ImplicitClassifier
@@ -96,6 +96,10 @@ class RecurrentDepthConfig(ImplicitConfig):
         check_choice(f"{name}.injection", self.injection, INJECTIONS)
         for part, least in (("prelude", 1), ("core", 1), ("coda", 1), ("dropped", 0)):
             check_integer(f"{name}.{part}", getattr(self, part), least)
+        for field, interval in (("embedding_dropout", "[0, 1)"), ("embedding_scale", "(0, inf)")):
+            check_number(f"{name}.{field}", getattr(self, field), interval)
+        if self.logit_softcap is not None:
+            check_number(f"{name}.logit_softcap", self.logit_softcap, "(0, inf)")
         layers, whole = self.prelude + self.core + self.coda, self.decoder_config.num_hidden_layers
         wanted = {"num_hidden_layers": layers, "hidden_size": self.decoder_config.hidden_size}
         for field, value in wanted.items():
@@ -123,9 +127,15 @@ class RecurrentDepthModel(ImplicitBaseModel):
 
     Args:
         config: a :class:`RecurrentDepthConfig`.
+        **unknown: refused, with the nearest known name.
     """
 
     config_class = RecurrentDepthConfig
+
+    def __init__(self, config: RecurrentDepthConfig, **unknown: Any) -> None:
+        super().__init__(config, **unknown)
+        coda: Any = self.core.coda
+        self._no_split_modules = {type(coda.backbone.layers[0]).__name__}
 
     def _init_weights(self, module: nn.Module) -> None:
         """As the decoder's family does: its rotary frequencies, and Gemma's scale, are in no checkpoint."""
@@ -173,8 +183,12 @@ def parts_of(model: RecurrentDepth) -> Json:
     inner = core.backbone if isinstance(core, Injected) else core
     backbones: list[Any] = [model.prelude.backbone, inner, model.coda.backbone]
     if not isinstance(core, Injected) or not all(isinstance(one, DecoderBackbone) for one in backbones):
-        found = ", ".join(type(one).__name__ for one in (backbones[0], core, backbones[2]))
-        raise TypeError(f"the parts of a RecurrentDepth must be those of retrofit(model, ...), got {found}")
+        found = ", ".join(type(one).__name__ for one in backbones)
+        injected = "" if isinstance(core, Injected) else " without an injection"
+        raise TypeError(
+            "the parts of a RecurrentDepth must be layers of a transformers decoder, as those of retrofit(model, ...), "
+            f"got {found}{injected}"
+        )
     names = [name for name, make in INJECTIONS.items() if type(core.injection) is type(make(1))]
     if not names:
         raise TypeError(f"a configuration cannot name {type(core.injection).__name__} (known: {', '.join(INJECTIONS)})")

@@ -1,9 +1,11 @@
 """``solve`` of lm-eval's model: checked where it is given."""
 
 import pytest
-from hf_models import Mamba2
+import torch
+from hf_models import Mamba2, Retrofit
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import deqseq as dq
@@ -21,6 +23,26 @@ def explicit():
     family = Mamba2()
     family.implicit = False
     return family.model()
+
+
+@torch.no_grad()
+def test_a_saved_retrofit_is_scored_by_lm_eval_itself(tmp_path):
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    from deqseq.integrations.lm_eval import SolvedLM
+
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(13)}, unk_token="w0"))
+    words.pre_tokenizer = WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w0", pad_token="w0")
+    model = Retrofit().model(solve={"stop": {"rtol": 1e-5}}).float()
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    told = model(torch.tensor([[1, 2, 3, 4]])).logits[0].log_softmax(-1)
+    request = Instance("loglikelihood", {}, ("w1 w2 w3", " w4 w5"), 0)
+    for lm in (HFLM(pretrained=str(tmp_path), device="cpu", dtype="float32"), SolvedLM(model, tokenizer, SOLVE)):
+        ((nats, _),) = lm.loglikelihood([request])
+        assert abs(nats - (told[2, 4] + told[3, 5]).item()) < 0.05
 
 
 @pytest.mark.parametrize(

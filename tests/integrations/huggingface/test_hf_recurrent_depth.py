@@ -83,6 +83,9 @@ class TestFiles:
         assert torch.equal(model.model.solved.backbone.injection.weight, torch.eye(16)[8:])
         assert abs(model.lm_head.weight.std().item() / 0.5 - 1) < 0.05
 
+    def test_layers_are_kept_on_one_device(self):
+        assert "GPTNeoXLayer" in from_causal_lm(retrofitted("gpt_neox"))._no_split_modules
+
     def test_a_classifier(self, tmp_path):
         from_causal_lm(retrofitted(), pad_token_id=0).save_pretrained(tmp_path)
         classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=3)
@@ -100,6 +103,8 @@ class TestFiles:
             ({"prelude": 0}, r"RecurrentDepthConfig\.prelude must be an integer >= 1, got 0"),
             ({"injection": "conat"}, r"RecurrentDepthConfig\.injection must be one of .*did you mean 'concat'"),
             ({"hidden_size": 16}, r"RecurrentDepthConfig\.hidden_size must be 32, as its parts have, got 16"),
+            ({"embedding_dropout": 1.0}, r"RecurrentDepthConfig\.embedding_dropout must be a number in \[0, 1\)"),
+            ({"logit_softcap": 0.0}, r"RecurrentDepthConfig\.logit_softcap must be a number in \(0, inf\), got 0.0"),
             ({"num_hidden_layers": 3}, r"num_hidden_layers must be 4, as its parts have, got 3"),
             ({"solve": {"swep": "Sliding"}}, "field 'swep' .*did you mean 'sweep'"),
             ({"codda": 1}, "field 'codda' .*did you mean 'coda'"),
@@ -181,6 +186,15 @@ class TestFromCausalLM:
 
         with pytest.raises(TypeError, match=r"cannot name Half \(known: concat, add, decay\)"):
             from_causal_lm(retrofitted(injection=Half()))
+        llama = dq.Llama(dq.LlamaConfig(16, n_heads=2, injection=False))
+        core = dq.ImplicitModel(dq.Injected(llama, dq.AddInjection()))
+        own = dq.RecurrentDepth(dq.ExplicitModel(llama), core, dq.ExplicitModel(llama))
+        with pytest.raises(TypeError, match=r"layers of a transformers decoder, .*got Llama, Llama, Llama"):
+            from_causal_lm(dq.CausalLM(13, own))
+        lm = retrofitted()
+        lm.model.core.backbone = lm.model.core.backbone.backbone
+        with pytest.raises(TypeError, match="DecoderBackbone, DecoderBackbone, DecoderBackbone without an injection"):
+            from_causal_lm(lm)
         lm = retrofitted()
         lm.model.norm = nn.LayerNorm(32)
         with pytest.raises(ValueError, match="without a norm between, as those of retrofit"):

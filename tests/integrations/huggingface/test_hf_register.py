@@ -64,12 +64,12 @@ def test_a_saved_model_is_loaded_without_an_import(tmp_path):
 
 
 def test_the_auto_classes_know_every_model_type():
-    for name in ("Mamba2", "Llama"):
-        config = getattr(huggingface, f"Implicit{name}Config")
+    for name in ("ImplicitMamba2", "ImplicitLlama", "RecurrentDepth"):
+        config = getattr(huggingface, f"{name}Config")
         assert AutoConfig.for_model(config.model_type).__class__ is config
-        assert AutoModel._model_mapping[config] is getattr(huggingface, f"Implicit{name}Model")
-        assert AutoModelForCausalLM._model_mapping[config] is getattr(huggingface, f"Implicit{name}ForCausalLM")
-        classifier = getattr(huggingface, f"Implicit{name}ForSequenceClassification")
+        assert AutoModel._model_mapping[config] is getattr(huggingface, f"{name}Model")
+        assert AutoModelForCausalLM._model_mapping[config] is getattr(huggingface, f"{name}ForCausalLM")
+        classifier = getattr(huggingface, f"{name}ForSequenceClassification")
         assert AutoModelForSequenceClassification._model_mapping[config] is classifier
 
 
