@@ -68,6 +68,7 @@ class Decoding:
     @torch.no_grad()
     def bare(self) -> float:
         """Seconds of as many one-token evaluations of the blocks, the cache growing as in generation."""
+        assert not isinstance(self.lm.model, dq.RecurrentDepth)
         backbone, cache, z = self.lm.model.backbone, self.cache, torch.zeros_like(self.token)
         begun = time.perf_counter()
         with cached_weights(backbone):

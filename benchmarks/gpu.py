@@ -135,6 +135,7 @@ class Work:
     def __init__(self, bench: Bench, width: int, steps: int, phantom: int) -> None:
         self.bench, self.steps, self.phantom = bench, steps, phantom
         self.lm = block(bench, width, dq.Stop.exactly(steps), phantom)
+        assert isinstance(self.lm.model, dq.ImplicitModel)
         self.backbone = self.lm.model.backbone
         self.ids = torch.randint(0, VOCABULARY, (bench.sizes.batch, bench.sizes.length), device=bench.device)
         self.x = self.lm.embedding(self.ids).detach()

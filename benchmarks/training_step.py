@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from compile import VOCABULARY, language_model
@@ -73,6 +73,12 @@ class Work:
     lm: dq.CausalLM
     batch: WordBatch
 
+    @property
+    def backbone(self) -> dq.Backbone[Any]:
+        """The block."""
+        assert not isinstance(self.lm.model, dq.RecurrentDepth)
+        return self.lm.model.backbone
+
     def step(self, way: Way) -> dq.CausalLMOutput:
         """The loss of a batch and its gradients, which are dropped."""
         assert isinstance(self.lm.model, dq.ImplicitModel)
@@ -85,22 +91,22 @@ class Work:
 
     def by_hand(self, solved: float, differentiated: int) -> None:
         """The same from so many evaluations without a graph, and so many with one."""
-        with cached_weights(self.lm.model.backbone):
+        with cached_weights(self.backbone):
             z, inputs = self._evaluated(solved)
             for _ in range(differentiated):
-                z, _ = self.lm.model.backbone(z, inputs)
+                z, _ = self.backbone(z, inputs)
         F.cross_entropy(self.lm.logits(z).flatten(0, 1), self.batch.targets.flatten()).backward()
         self.lm.zero_grad()
 
     @torch.no_grad()
     def bare(self, evaluations: float) -> None:
         """So many evaluations, and nothing else."""
-        with cached_weights(self.lm.model.backbone):
+        with cached_weights(self.backbone):
             self._evaluated(evaluations)
 
     def _evaluated(self, times: float) -> tuple[Tensor, dq.Inputs]:
         """The state after so many evaluations without a graph, the last perhaps of the first tokens alone."""
-        backbone, x = self.lm.model.backbone, self.lm.embedding(self.batch.inputs)
+        backbone, x = self.backbone, self.lm.embedding(self.batch.inputs)
         length, inputs, z = x.shape[1], backbone.prepare(x), torch.zeros_like(x, requires_grad=False)
         whole, rest = divmod(round(times * length), length)
         with torch.no_grad():

@@ -62,11 +62,9 @@ def check_number(name: str, value: object, interval: str) -> None:
     """
     low, high = (float(end) for end in interval[1:-1].split(","))
 
-    def inside(x: Any) -> bool:
-        above = low <= x if interval[0] == "[" else low < x
-        return above and (x <= high if interval[-1] == "]" else x < high)
-
-    _check_number(name, value, Real, f"a number in {interval}", inside)
+    above = (lambda x: low <= x) if interval[0] == "[" else (lambda x: low < x)
+    below = (lambda x: x <= high) if interval[-1] == "]" else (lambda x: x < high)
+    _check_number(name, value, Real, f"a number in {interval}", lambda x: above(x) and below(x))
 
 
 def check_flag(name: str, value: object) -> None:

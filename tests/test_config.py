@@ -45,7 +45,7 @@ def test_a_value_of_another_type_is_named(name, value, remedy):
 def test_an_unknown_start_is_named():
     config = dq.SolveConfig()
     vars(config)["start"] = "random"
-    with pytest.raises(ValueError, match=r"^start must be one of \('zero', 'input'\)"):
+    with pytest.raises(ValueError, match=r"^start must be one of \('zero', 'input', RandomStart"):
         config.__post_init__()
 
 

@@ -36,7 +36,7 @@ class Injection(nn.Module, ABC):
 
     @abstractmethod
     def enter(self, z: Sequence, prepared: Sequence) -> Sequence:
-        """What the first layer gets: the state ``z``, ``(batch, length, d_model)``, with ``prepared``, of that shape."""
+        """The first layer's input: the state ``z``, ``(batch, length, d_model)``, with ``prepared``, of that shape."""
 
 
 class AddInjection(Injection):

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any, Unpack
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from deqseq.backbones.base import Backbone, Cache, Inputs, check_sequence
@@ -243,7 +244,7 @@ _EXAMPLE = "dq.SolveConfig(solver=dq.Anderson())"
 
 def _start(
     tokens: Sequence, given: Tensor | None, padding: Padding, config: SolveConfig, gradient: Gradient | None
-) -> Sequence:
+) -> Float[Tensor, "rows length d_model"]:
     """Where the iteration begins; padding is zero in any case."""
     if given is None and config.start == "zero":
         return torch.zeros_like(tokens, requires_grad=False)
