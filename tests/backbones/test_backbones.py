@@ -65,18 +65,22 @@ class TestMamba2(BackboneContract):
     backbone = contractive_mamba2()
 
 
+@pytest.mark.usefixtures("unchecked")
 class TestInjectedConcat(BackboneContract):
     backbone = injected(dq.ConcatInjection(8))
 
 
+@pytest.mark.usefixtures("unchecked")
 class TestInjectedDecay(BackboneContract):
     backbone = injected(dq.DecayInjection(8, decay=0.2), contractive_mamba2)
 
 
+@pytest.mark.usefixtures("unchecked")
 class TestLlamaOfOlmo(BackboneContract):
     backbone = injected(dq.ConcatInjection(8), partial(contractive_llama, norms="post", qk_norm=True))
 
 
+@pytest.mark.usefixtures("unchecked")
 class TestLlamaOfHuginn(BackboneContract):
     backbone = contractive_llama(norms="closed", qk_bias=True, final_norm=False)
 

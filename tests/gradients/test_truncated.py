@@ -7,6 +7,8 @@ from small_models import contractive_llama, contractive_mamba2, embedded
 import deqseq as dq
 from deqseq.testing.gradient_problems import PROBLEMS, gradients, make
 
+pytestmark = pytest.mark.usefixtures("unchecked")  # the docstrings' examples run with the checks of shapes
+
 problems = pytest.mark.parametrize("problem", PROBLEMS)
 
 
@@ -100,7 +102,6 @@ def test_the_start_gets_a_gradient_only_if_all_is_differentiated():
         assert (None if z0.grad is None else z0.grad.item()) == wanted
 
 
-@pytest.mark.usefixtures("unchecked")
 def test_bad_arguments():
     for bad, error in ((0, ValueError), ("3", TypeError), (True, TypeError)):
         with pytest.raises(error, match=r"Unrolled.last must be an integer >= 1"):

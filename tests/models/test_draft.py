@@ -7,6 +7,8 @@ from small_models import affine, contractive_llama, contractive_mamba2, embedded
 import deqseq as dq
 from deqseq.tasks import WordProblem, alternating, generators
 
+pytestmark = pytest.mark.usefixtures("unchecked")  # the docstrings' examples run with the checks of shapes
+
 TIGHT = dq.SolveConfig(stop=dq.Stop(rtol=1e-6, max_steps=300))
 PROMPT = torch.randint(0, 13, (3, 6), generator=torch.Generator().manual_seed(0))
 

@@ -10,6 +10,8 @@ import deqseq as dq
 from deqseq.diagnostics import check_duality, gradient_bias, report
 from deqseq.training import bounded
 
+pytestmark = pytest.mark.usefixtures("unchecked")  # the docstrings' examples run with the checks of shapes
+
 TIGHT = dq.SolveConfig(stop=dq.Stop(rtol=1e-11, max_steps=500))
 SWEEPS = (dq.Chunked(3), dq.Sequential(), dq.Sliding(3))
 
@@ -140,7 +142,6 @@ def test_diagnostics_take_the_core(lm):
     assert lm(ids).explain().causes == ("converged", "converged")
 
 
-@pytest.mark.usefixtures("unchecked")
 def test_phases_and_compile_reach_the_core():
     model = recurrent()
     bounded(3, 1, until=None).apply(model)
@@ -152,7 +153,6 @@ def test_phases_and_compile_reach_the_core():
         assert near(model(x).value, before, 1e-12)
 
 
-@pytest.mark.usefixtures("unchecked")
 def test_bad_parts_are_refused():
     core, part = dq.ImplicitModel(dq.Affine(8)), dq.ExplicitModel(dq.Affine(8))
     with pytest.raises(TypeError, match=r"prelude must be an ExplicitModel.*dq\.ExplicitModel"):
@@ -250,7 +250,6 @@ def test_a_random_start_is_zero_at_padding():
     assert near(padded.value[:, 2:], model(x[:, 2:]).value)
 
 
-@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -7,6 +7,8 @@ from small_models import affine, contractive_llama, contractive_mamba2, embedded
 import deqseq as dq
 from deqseq.sweeps.lockstep import LockstepCache
 
+pytestmark = pytest.mark.usefixtures("unchecked")  # the docstrings' examples run with the checks of shapes
+
 MAKE = [contractive_mamba2, contractive_llama, affine]
 
 
@@ -95,7 +97,6 @@ def test_it_does_not_warn():
         model(embedded(), sweep=dq.Lockstep(1))  # warnings are errors in tests
 
 
-@pytest.mark.usefixtures("unchecked")
 def test_what_does_not_fit_is_refused(model):
     x = embedded()
     with torch.no_grad():
