@@ -144,8 +144,8 @@ def evaluate(label: str, name: str, tasks: dict[str, Any], options: Options) -> 
     model, tokenizer = load_model(name, options.tokenizer or name, device=options.device, bos=options.bos)
     counted, progress = itertools.count(1), Progress(f"passes of {label}", None, shown=not sys.stderr.isatty())
     model.register_forward_hook(lambda *_: progress.to(next(counted)))
-    core = getattr(model.base_model, "core", None)  # a plain model of transformers has none
-    stop = core.solve_config.stop if isinstance(core, dq.ImplicitModel) else None
+    core = getattr(model.base_model, "solved", None)  # None: an explicit model; a plain one of transformers has none
+    stop = None if core is None else core.solve_config.stop
     lm_eval, subject_type, rows = import_module("lm_eval.evaluator"), solved_lm(), []
     for solve, (task, loaded) in itertools.product(ways_to_solve(options, stop), tasks.items()):
         begun = time.perf_counter()

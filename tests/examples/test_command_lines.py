@@ -38,6 +38,7 @@ UNKNOWN = {  # values of options that are text; "file" is a file, "folder" a fol
     "held_out": ("nowhere",),
     "include": ("nowhere", "file"),
     "json": ("folder", "file/rows.json"),
+    "model": ("no/such/model", "file"),
     "models": ("no/such/model", "./nothing", "file"),
     "output": ("file", "file/run", "link"),
     "solver": ("newton", '{"name": "Relaxed", "damping": 7}', '{"damping": 0.5}', "{"),
@@ -66,12 +67,13 @@ def load(path: Path) -> Any:
 
 def scripts() -> dict[str, Script]:
     """All scripts of examples/, and the two command lines of benchmarks/."""
-    modules = {name: load(ROOT / "examples" / f"{name}.py") for name in ("parity", "catbabi", "pretrain", "evaluate")}
-    modules["state_tracking"] = load(ROOT / "examples" / "state_tracking.py")
+    names = ("parity", "catbabi", "pretrain", "retrofit", "evaluate", "state_tracking")
+    modules = {name: load(ROOT / "examples" / f"{name}.py") for name in names}
     parity = modules.pop("parity").main
     hints = {name: get_type_hints(parity)[name] for name in inspect.signature(parity).parameters}
     found = {"parity": Script(lambda given: tyro.cli(parity, args=given), hints)}
-    begins = {"pretrain": ("--quick",), "catbabi": ("--quick",), "evaluate": ("model", "--tasks", "piqa")}
+    begins = dict.fromkeys(("pretrain", "retrofit", "catbabi"), ("--quick",))
+    begins["evaluate"] = ("model", "--tasks", "piqa")
     for name, module in modules.items():
         positional = "models" if name == "evaluate" else ""
         found[name] = Script(module.read_options, get_type_hints(module.Options), begins.get(name, ()), positional)
