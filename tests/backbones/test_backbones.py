@@ -66,11 +66,6 @@ class TestMamba2(BackboneContract):
 
 
 @pytest.mark.usefixtures("unchecked")
-class TestInjectedConcat(BackboneContract):
-    backbone = injected(dq.ConcatInjection(8))
-
-
-@pytest.mark.usefixtures("unchecked")
 class TestInjectedDecay(BackboneContract):
     backbone = injected(dq.DecayInjection(8, decay=0.2), contractive_mamba2)
 
