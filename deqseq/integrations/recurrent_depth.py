@@ -30,16 +30,12 @@ def from_pretrained(
 ) -> CausalLM:
     r"""A released recurrent-depth model, from its ``config.json`` and safetensors; none of its own code runs.
 
-    ==========================================  ==================================================================
-    model                                       becomes
-    ==========================================  ==================================================================
-    Huginn-0125, retrofitted Llama and OLMo 2   a :class:`deqseq.RecurrentDepth`, solved to a relative tolerance of
-                                                1e-3 within 4 times its mean depth, started at zero
-    Ouro                                        an :class:`deqseq.ImplicitModel` without injection, started at its
-                                                input, run for its number of loops in ``Lockstep``
-    ==========================================  ==================================================================
+    - Huginn-0125 and the retrofitted Llama and OLMo 2 models become a :class:`deqseq.RecurrentDepth`, solved to a relative
+      tolerance of 1e-3 within 4 times its mean depth, started at zero.
+    - Ouro becomes an :class:`deqseq.ImplicitModel` without injection, started at its input, and run for its number of
+      loops in :class:`deqseq.Lockstep`.
 
-    The first two have a fixed point, which every sweep finds and of which a cache keeps one entry per token. To run
+    The former have a fixed point, which every sweep finds and of which a cache keeps one entry per token. To run
     them as their authors do, for ``r`` iterations from random states with a cache for each, pass
     ``solver=dq.Naive(), sweep=dq.Lockstep(r), start=dq.RandomStart(std)``. Ouro has none: iterated on, it forgets its
     prompt.
