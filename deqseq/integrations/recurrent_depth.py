@@ -30,8 +30,8 @@ def from_pretrained(
 ) -> CausalLM:
     r"""A released recurrent-depth model, from its ``config.json`` and safetensors; none of its own code runs.
 
-    - Huginn-0125 and the retrofitted Llama and OLMo 2 models become a :class:`deqseq.RecurrentDepth`, solved to a relative
-      tolerance of 1e-3 within 4 times its mean depth, started at zero.
+    - Huginn-0125 and the retrofitted Llama and OLMo 2 models become a :class:`deqseq.RecurrentDepth`, solved to a
+      relative tolerance of 1e-3 within 4 times its mean depth, started at zero.
     - Ouro becomes an :class:`deqseq.ImplicitModel` without injection, started at its input, and run for its number of
       loops in :class:`deqseq.Lockstep`.
 
