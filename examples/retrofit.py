@@ -5,7 +5,7 @@ iterations is drawn for every update. Held-out text is then scored in bits per b
 and solved to a tolerance. Models are saved for ``AutoModelForCausalLM``; an interrupted run goes on from the Trainer's
 last checkpoint.
 
-    python examples/retrofit.py --quick                              # a tiny Llama, made here; two minutes
+    python examples/retrofit.py --quick                              # a tiny Llama, made here; seconds
     python examples/retrofit.py --model meta-llama/Llama-3.2-1B --prelude 4 --core 8 --coda 4 --lora 16
     torchrun --nproc_per_node 8 examples/retrofit.py --model Qwen/Qwen3-0.6B --prelude 8 --core 12 --coda 8 --bfloat16
 """
@@ -33,6 +33,7 @@ from transformers.utils.logging import disable_progress_bar
 
 import deqseq as dq
 from deqseq.integrations.huggingface import CurriculumCallback, from_causal_lm, from_decoder, retrofit, to_causal_lm
+from deqseq.integrations.huggingface.decoder import FAMILIES
 from deqseq.training import Curriculum, PoissonLogNormal, unrolled
 
 TINY = "tiny"
@@ -51,7 +52,7 @@ WRITES = (
 class Options:
     """A pretrained decoder is looped and fine-tuned, beside the unlooped original."""
 
-    quick: bool = False  # a tiny Llama, trained here on made-up sentences: two minutes
+    quick: bool = False  # a tiny Llama, trained here on made-up sentences: seconds
     model: opt.Pretrained = TINY  # a folder or a name on the hub; tiny: one is trained here first
     corpus: opt.Text = "shakespeare"  # or a file or folder of .txt, .jsonl, .parquet; hub:NAME; babble
     prelude: opt.Blocks = 1  # first layers, which run once
@@ -155,9 +156,12 @@ def check_layers(options: Options) -> None:
     if options.model == TINY:
         return
     try:
-        layers = AutoConfig.from_pretrained(options.model).get_text_config().num_hidden_layers
+        config = AutoConfig.from_pretrained(options.model)
     except (OSError, ValueError) as error:
         raise SystemExit(f"--model {options.model} cannot be loaded: {error}") from error
+    if config.model_type not in FAMILIES:
+        raise SystemExit(f"--model must be of one of the families {', '.join(FAMILIES)}, got {config.model_type}")
+    layers = config.num_hidden_layers
     sizes = {name: getattr(options, name) for name in ("prelude", "core", "coda", "dropped")}
     if sum(sizes.values()) != layers:
         given = " + ".join(f"--{name} {size}" for name, size in sizes.items())

@@ -135,6 +135,18 @@ def _downloaded(name: str, revision: str | None) -> str:
     return snapshot_download(name, revision=revision, allow_patterns=["config.json", "*.safetensors"])
 
 
+def _sizes(fields: Fields, width: int, heads: int, epsilon: str) -> dict[str, Any]:
+    """What all of them call by the same names, but for the norms' epsilon."""
+    return {
+        "d_model": width,
+        "n_heads": heads,
+        "n_kv_heads": fields.integer("num_key_value_heads", heads),
+        "headdim": fields.integer("head_dim", width // heads),
+        "mlp_width": fields.integer("intermediate_size"),
+        "norm_eps": fields.number(epsilon, least=0.0),
+    }
+
+
 def _layers(sizes: Mapping[str, Any], n_layers: int, *, final_norm: bool) -> Llama:
     own: dict[str, Any] = {"injection": False, "weight_norm": False, "float32_rotary": False}
     return Llama(LlamaConfig(**sizes, **own, n_layers=n_layers, final_norm=final_norm))
@@ -152,13 +164,7 @@ def _raven(fields: Fields, state: Mapping[str, Tensor]) -> CausalLM:
     for name, allowed, reason in _RAVEN_ONLY:
         fields.only(name, allowed, reason, allowed[0])
     width, heads, mean = fields.integer("n_embd"), fields.integer("n_heads"), fields.integer("mean_recurrence")
-    sizes: dict[str, Any] = {
-        "d_model": width,
-        "n_heads": heads,
-        "n_kv_heads": fields.integer("num_key_value_heads", heads),
-        "headdim": fields.integer("head_dim", width // heads),
-        "mlp_width": fields.integer("intermediate_size"),
-        "norm_eps": fields.number("norm_eps", least=0.0),
+    sizes = _sizes(fields, width, heads, "norm_eps") | {
         "norms": "closed" if huginn else "post" if olmo else "pre",
         "qk_norm": olmo,
         "qk_bias": fields.flag("qk_bias", False),
@@ -259,17 +265,8 @@ def _ouro(fields: Fields, state: Mapping[str, Tensor]) -> CausalLM:
     fields.only("use_sliding_window", (False, None), "attention sees all tokens before here", False)
     width, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     theta, scaling = rotary(fields, 10000.0)
-    sizes: dict[str, Any] = {
-        "d_model": width,
-        "n_heads": heads,
-        "n_kv_heads": fields.integer("num_key_value_heads", heads),
-        "headdim": fields.integer("head_dim", width // heads),
-        "mlp_width": fields.integer("intermediate_size"),
-        "norm_eps": fields.number("rms_norm_eps", least=0.0),
-        "norms": "sandwich",
-        "rope_theta": theta,
-        "rope_scaling": scaling,
-    }
+    sizes = _sizes(fields, width, heads, "rms_norm_eps")
+    sizes |= {"norms": "sandwich", "rope_theta": theta, "rope_scaling": scaling}
     loops, stack = (
         fields.integer("total_ut_steps"),
         _layers(sizes, fields.integer("num_hidden_layers"), final_norm=True),

@@ -25,7 +25,7 @@ from deqseq.solve import Callback
 from deqseq.solvers import ExternalSolver, Solver
 from deqseq.stop import Stop
 from deqseq.sweeps import Lockstep, Simultaneous
-from deqseq.sweeps.lockstep import backbone_cache
+from deqseq.sweeps.lockstep import LockstepCache, backbone_cache
 from deqseq.sweeps.run import run_sweep
 from deqseq.sweeps.tokens import TokenArgs, Uncommitted, commit
 from deqseq.types import Mask, Sequence
@@ -122,18 +122,14 @@ class ImplicitModel(nn.Module):
                 sweep; an estimator whose backward pass may be longer in one process than in another
                 (:class:`Unrolled`, :class:`Implicit`) while the backbone is sharded over both.
         """
-        given = fields.get("start")
-        start = given if isinstance(given, Tensor) else None
+        start = fields.get("start")
+        start = start if isinstance(start, Tensor) else None
         if start is not None:
             del fields["start"]
         config = resolve(self.solve_config, solve, fields)
         check_sequence(x, self.backbone.d_model)
         if start is not None:
-            check_start("start", start)
-            some = x[:, : start.shape[1]] if start.ndim == 3 else x
-            if start.shape != some.shape or start.dtype != x.dtype or start.device != x.device:
-                wanted, got = (f"{t.dtype} {tuple(t.shape)} on {t.device}" for t in (x, start))
-                raise ValueError(f"start must be like the embedded tokens, or the first of them, {wanted}, got {got}")
+            _check_states(start, x)
         check_type("cache", cache, (Cache, type(None)))
         flags = {"return_cache": return_cache, "return_uncommitted": return_uncommitted, "trace": trace, "throw": throw}
         for name, flag in flags.items():
@@ -167,7 +163,9 @@ class ImplicitModel(nn.Module):
                 restarts=config.start.restarts if start is None and isinstance(config.start, RandomStart) else 1,
             )
         solution = padding.restored(solution)
-        problem = Problem(config.solver, config.stop, partial(self._again, x.detach(), mask, cache, config, start))
+        sweep, stop = config.sweep, config.stop
+        stop = replace(stop, max_steps=sweep.steps, check_every=1) if isinstance(sweep, Lockstep) else stop
+        problem = Problem(config.solver, stop, partial(self._again, x.detach(), mask, cache, config, start))
         own = Uncommitted(solution.value.detach(), partial(commit, self.backbone, args, solution.aux))
         output = ModelOutput(
             solution.value, after, solution.stats, solution.status, problem, own if return_uncommitted else None
@@ -209,6 +207,7 @@ class ImplicitModel(nn.Module):
     ) -> ModelOutput:
         """The same call solved in another way, for :meth:`ModelOutput.explain`."""
         config = replace(config, solver=solver, stop=stop, sweep=Simultaneous())
+        cache = cache.steps[-1] if isinstance(cache, LockstepCache) else cache
         start = given if start is None else start
         fields: SolveFields = {} if start is None else {"start": start}
         warned, self._warned = self._warned, True  # what is tried out is no failure of the caller's
@@ -240,6 +239,15 @@ class ImplicitModel(nn.Module):
 
 
 _EXAMPLE = "dq.SolveConfig(solver=dq.Anderson())"
+
+
+def _check_states(start: Tensor, x: Tensor) -> None:
+    """Refuse states that do not fit the embedded tokens, or the first of them."""
+    check_start("start", start)
+    some = x[:, : start.shape[1]] if start.ndim == 3 else x
+    if start.shape != some.shape or start.dtype != x.dtype or start.device != x.device:
+        wanted, got = (f"{t.dtype} {tuple(t.shape)} on {t.device}" for t in (x, start))
+        raise ValueError(f"start must be like the embedded tokens, or the first of them, {wanted}, got {got}")
 
 
 def _start(

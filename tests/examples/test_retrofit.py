@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, BloomConfig, LlamaConfig
 
 import deqseq.integrations.huggingface  # noqa: F401  registers the model type
 
@@ -83,4 +83,8 @@ def test_layers_that_do_not_add_up_are_named_and_nothing_is_written(tmp_path):
     done = run(tmp_path / "run", "--model", str(tmp_path / "model"))
     assert done.returncode != 0
     assert "--prelude 1 + --core 2 + --coda 1 + --dropped 0 must add up to the 5 layers" in done.stderr
+    BloomConfig().save_pretrained(tmp_path / "other")
+    done = run(tmp_path / "run", "--model", str(tmp_path / "other"))
+    assert "--model must be of one of the families" in done.stderr
+    assert "got bloom" in done.stderr
     assert not (tmp_path / "run").exists()

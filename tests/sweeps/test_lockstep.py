@@ -97,6 +97,14 @@ def test_it_does_not_warn():
         model(embedded(), sweep=dq.Lockstep(1))  # warnings are errors in tests
 
 
+@torch.no_grad()
+def test_a_call_that_goes_on_is_explained():
+    model, x = dq.ImplicitModel(contractive_llama()).eval(), embedded()
+    call = {"sweep": dq.Lockstep(3), "solver": dq.Naive(), "return_cache": True}
+    output = model(x[:, 4:], cache=model(x[:, :4], **call).cache, **call)
+    assert set(output.explain().causes) == {"budget"}
+
+
 def test_what_does_not_fit_is_refused(model):
     x = embedded()
     with torch.no_grad():

@@ -20,7 +20,7 @@ from deqseq.integrations.huggingface.pretrained_model import ImplicitPreTrainedM
 from deqseq.integrations.reference_fields import check_known
 from deqseq.models.generation import cached_backbones, prompt_sweep
 from deqseq.models.scaling import capped
-from deqseq.sweeps import Simultaneous
+from deqseq.sweeps import Lockstep, Simultaneous
 
 
 class ImplicitCausalLM(ImplicitPreTrainedModel, GenerationMixin):
@@ -165,7 +165,8 @@ class ImplicitCausalLM(ImplicitPreTrainedModel, GenerationMixin):
         kwargs |= {"past_key_values": past_key_values, "attention_mask": attention_mask, "inputs_embeds": inputs_embeds}
         theirs: Any = super()
         prepared = theirs.prepare_inputs_for_generation(input_ids, is_first_iteration=is_first_iteration, **kwargs)
-        if past_key_values is not None and not is_first_iteration and "solve" in prepared:
+        going = past_key_values is not None and not is_first_iteration and "solve" in prepared
+        if going and not isinstance(prepared["solve"].sweep, Lockstep):  # whose caches go on with it alone
             prepared["solve"] = replace(prepared["solve"], sweep=Simultaneous())  # a token has nothing to sweep over
         return prepared
 

@@ -180,6 +180,12 @@ class GenerationContract:
             swept = model.generate(IDS, solve={"sweep": sweep}, **GREEDY)
             assert torch.equal(swept, model.generate(IDS, **GREEDY))
 
+    def test_lockstep_keeps_a_cache_for_each_iteration(self):
+        if self.implicit:
+            model, options = self.model(), {"solve": {"sweep": {"name": "Lockstep", "steps": 2}, "solver": "Naive"}}
+            tokens = model.generate(IDS, **GREEDY, **options)
+            assert torch.equal(tokens, model.generate(IDS, use_cache=False, **GREEDY, **options))
+
     def test_prompts_are_solved_by_the_models_own_sweep(self):
         if self.implicit:
             model = self.model(eval_solve={"sweep": {"name": "Chunked", "size": 2}})
