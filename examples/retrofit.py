@@ -7,10 +7,11 @@ last checkpoint.
 
     python examples/retrofit.py --quick                              # a tiny Llama, made here; seconds
     python examples/retrofit.py --model meta-llama/Llama-3.2-1B --prelude 4 --core 8 --coda 4 --lora 16
-    torchrun --nproc_per_node 8 examples/retrofit.py --model Qwen/Qwen3-0.6B --prelude 8 --core 12 --coda 8 --bfloat16
+    python examples/retrofit.py --model Qwen/Qwen3-0.6B --prelude 8 --core 12 --coda 8 --bfloat16 --device cuda
 """
 
 import math
+import os
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -152,7 +153,9 @@ def read_options(arguments: list[str]) -> Options:
 
 
 def check_layers(options: Options) -> None:
-    """Refuse, before anything is written, a model that is not there and layers that do not add up."""
+    """Refuse, before anything is written, several processes, a model that is not there, layers that do not add up."""
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise SystemExit("retrofit.py runs in one process: start it with python instead of torchrun")
     if options.model == TINY:
         return
     try:

@@ -1,7 +1,6 @@
 """What scripts add to transformers' Trainer: progress, whole checkpoints, batches of tokens."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ class Shown(TrainerCallback):
     """Progress of a training, with a terminal or without."""
 
     def __init__(self, name: str, steps: int) -> None:
-        self.progress = Progress(f"train {name}", steps, shown=int(os.environ.get("RANK", 0)) == 0)
+        self.progress = Progress(f"train {name}", steps)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         """Show the loss."""

@@ -12,8 +12,8 @@ ROOT = Path(__file__).parents[2]
 PAGES = [*sorted((ROOT / "docs").rglob("*.md")), *sorted(ROOT.glob("*.md"))]
 FENCE = re.compile(r"^(?P<indent> *)```python(?P<options>.*)\n(?P<code>(?:.*\n)*?)(?P=indent)```$", re.MULTILINE)
 HIDE = "# markdown-exec: hide"  # at the end of a line that the site runs and does not show
-FRAGMENT = 'title="fragment"'  # in the options of a fence that cannot run alone
-FRAGMENTS = {"released_models.md": 2}  # by page: they need a download; on all others there are none
+FRAGMENT = 'title="needs a download"'  # in the options of a fence that does not run here
+FRAGMENTS = {"released_models.md": 2}  # by page; on all others there are none
 SLOW = {  # more than 20 seconds of a core
     *("diagnostics", "faq", "gradients", "not_converging", "sweeps"),
     *("parity", "pretrained", "several_gpus", "test_time_compute", "text"),

@@ -1,6 +1,7 @@
 """A decoder is looped and fine-tuned beside the original; a killed run goes on as if it had not been."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -22,8 +23,9 @@ def command(output: Path, *options: str) -> list[str]:
     return [sys.executable, str(SCRIPT), *TINY, "--output", str(output), *options]
 
 
-def run(output: Path, *options: str) -> subprocess.CompletedProcess:
-    return subprocess.run(command(output, *options), capture_output=True, text=True, timeout=600)
+def run(output: Path, *options: str, **variables: str) -> subprocess.CompletedProcess:
+    shell = os.environ | variables
+    return subprocess.run(command(output, *options), capture_output=True, text=True, timeout=600, env=shell)
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +85,8 @@ def test_layers_that_do_not_add_up_are_named_and_nothing_is_written(tmp_path):
     done = run(tmp_path / "run", "--model", str(tmp_path / "model"))
     assert done.returncode != 0
     assert "--prelude 1 + --core 2 + --coda 1 + --dropped 0 must add up to the 5 layers" in done.stderr
+    done = run(tmp_path / "run", WORLD_SIZE="2")
+    assert "runs in one process" in done.stderr
     BloomConfig().save_pretrained(tmp_path / "other")
     done = run(tmp_path / "run", "--model", str(tmp_path / "other"))
     assert "--model must be of one of the families" in done.stderr
