@@ -76,7 +76,7 @@ class Uncommitted:
         >>> model, x = dq.ImplicitModel(dq.Affine(4)), torch.ones(2, 3, 4)
         >>> cache = model(x, return_uncommitted=True).uncommitted.commit(torch.tensor([1, 2]))
         >>> row = model(x[1:, :2], return_cache=True).cache
-        >>> torch.allclose(cache.tensors()[0][1:], row.tensors()[0], rtol=1e-2)
+        >>> torch.allclose(cache.tensors()[0][1:], row.tensors()[0], atol=1e-2)
         True
     """
 
