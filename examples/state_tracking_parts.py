@@ -63,7 +63,7 @@ class Options:
     """
 
     group: Annotated[str, opt.Rule(check_group)] = "Z2"
-    """a group or product: Z2, S3, A5, Z2xZ3, A5xM"""
+    """a group or product: Z2, S3, A5, D5, Q8, Z2xZ3, A5xM"""
     generators: Annotated[int, opt.integer(0, 1024)] = 0
     """inputs: a generating subset of this size; 0: every element"""
     identity_probability: opt.Probability = 0.0

@@ -1,15 +1,7 @@
 """Tasks with exact answers: data made from a seed, no files needed."""
 
-from deqseq.tasks.groups import (
-    FiniteMonoid,
-    alternating,
-    aperiodic_monoid,
-    cyclic,
-    direct_product,
-    generators,
-    parse_group,
-    symmetric,
-)
+from deqseq.tasks.groups import alternating, aperiodic_monoid, cyclic, dihedral, parse_group, quaternion, symmetric
+from deqseq.tasks.monoid import FiniteMonoid, direct_product, generated_monoid, generators
 from deqseq.tasks.word_problem import WordBatch, WordProblem, a5_monoid_word_problem, prefix_products
 
 __all__ = [
@@ -20,9 +12,12 @@ __all__ = [
     "alternating",
     "aperiodic_monoid",
     "cyclic",
+    "dihedral",
     "direct_product",
+    "generated_monoid",
     "generators",
     "parse_group",
     "prefix_products",
+    "quaternion",
     "symmetric",
 ]

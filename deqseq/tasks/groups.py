@@ -1,108 +1,23 @@
-"""Finite groups and monoids as multiplication tables."""
+"""The groups and monoids that have a name."""
 
 import itertools
-import math
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
 import torch
-from jaxtyping import Int64
-from torch import Tensor
 
-from deqseq.check import check_integer, check_type
-from deqseq.tasks.tables import check_table, product_table, reached
-
-Label = int | str | tuple
-MAX_ORDER = 1024  # S6 has 720 elements; the table of S7 alone would take 200 MB
-MAX_SUBSETS = 10_000  # that `generators` tries before it gives up: a second or two at order 240
-
-
-@dataclass(frozen=True)
-class FiniteMonoid:
-    """A finite monoid as a checked multiplication table; a group if every element has an inverse.
-
-        table[a, b] = a ∘ b,    (a ∘ b) ∘ c = a ∘ (b ∘ c),    identity ∘ a = a = a ∘ identity
-
-    Args:
-        name: Short name, as `parse_group` reads it where it can.
-        elements: Distinct labels. The id of an element is its position here. Labels are one-line tuples (1-based)
-            for permutations, integers for Z_n, tuples for products.
-        table: Ids of the products, `(order, order)`.
-        identity: Id of the identity.
-        factors: The factors of a direct product, or empty.
-
-    Raises:
-        ValueError: If the table is not that of a monoid, or not the product of `factors`; names the elements.
-
-    Example:
-        >>> minimum = FiniteMonoid("min", ("low", "high"), torch.tensor([[0, 0], [0, 1]]), identity=1)
-        >>> minimum.order, minimum.is_group
-        (2, False)
-    """
-
-    name: str
-    elements: tuple[Label, ...] = field(repr=False)
-    table: Int64[Tensor, "order order"] = field(repr=False, compare=False)
-    identity: int
-    factors: "tuple[FiniteMonoid, ...]" = field(default=(), repr=False)
-    _content: bytes = field(init=False, repr=False)
-
-    def __post_init__(self):
-        check_type("FiniteMonoid.name", self.name, str)
-        check_type("FiniteMonoid.elements", self.elements, tuple)
-        check_type("FiniteMonoid.table", self.table, Tensor)
-        check_integer("FiniteMonoid.identity", self.identity, 0)
-        # A private copy that cannot change after the check; its bytes represent it in == and hash.
-        object.__setattr__(self, "table", self.table.detach().cpu().clone())
-        object.__setattr__(self, "_content", self.table.numpy().tobytes())
-        check_table(self.name, self.elements, self.table, self.identity)
-        if self.factors and not torch.equal(self.table, product_table(tuple(factor.table for factor in self.factors))):
-            raise ValueError(f"{self.name}: table is not that of the direct product of its factors.")
-
-    @property
-    def order(self) -> int:
-        """Number of elements."""
-        return len(self.elements)
-
-    @property
-    def is_group(self) -> bool:
-        """Whether every element has an inverse."""
-        return bool((self.table == self.identity).any(dim=1).all())
-
-    def index(self, element: Label) -> int:
-        """Id of the element with the label `element`; ValueError if there is none."""
-        if element not in self.elements:
-            raise ValueError(f"{self.name} has no element {element!r}; its last is {self.elements[-1]!r}.")
-        return self.elements.index(element)
-
-    def inverse(self, element: int) -> int:
-        """Id of the inverse of `element` (an id); ValueError if it has none."""
-        check_integer("element", element, 0, self.order - 1)
-        found = (self.table[element] == self.identity).nonzero()
-        if len(found) == 0:
-            raise ValueError(f"{self.elements[element]!r} has no inverse in {self.name}.")
-        return int(found[0])
-
-    def element_order(self, element: int) -> int:
-        """Smallest k >= 1 with `element`^k = identity (element is an id); ValueError if there is none."""
-        self.inverse(element)  # without an inverse no power is the identity, and the loop would not end
-        power, k = element, 1
-        while power != self.identity:
-            power, k = int(self.table[power, element]), k + 1
-        return k
-
-    def closure(self, subset: Iterable[int]) -> tuple[int, ...]:
-        """Ids, ascending, of all products of elements of `subset` (ids), the empty product included."""
-        subset = check_ids("subset", subset, self)
-        return tuple(reached(self.table, self.identity, subset).nonzero().flatten().tolist())
+from deqseq.check import check_integer, check_type, suggestion
+from deqseq.tasks.monoid import MAX_ORDER, FiniteMonoid, direct_product
 
 
 def symmetric(n: int) -> FiniteMonoid:
     """The symmetric group S_n: permutations of 1..n in lexicographic one-line notation; (a ∘ b)(i) = a(b(i)).
 
     Args:
-        n: Number of points, 1 to 6; else ValueError, because the table of S7 would be too large.
+        n: number of points, 1 to 6; else ValueError, because the table of S7 would take 200 MB.
+
+    Returns:
+        The group, of order n!.
 
     Example:
         >>> s3 = symmetric(3)
@@ -113,10 +28,13 @@ def symmetric(n: int) -> FiniteMonoid:
 
 
 def alternating(n: int) -> FiniteMonoid:
-    """The alternating group A_n: the even ones of `symmetric`. A5 is not solvable.
+    """The alternating group A_n: the even permutations of :func:`symmetric`. A5 is not solvable.
 
     Args:
-        n: Number of points, 1 to 6; else ValueError.
+        n: number of points, 1 to 6; else ValueError.
+
+    Returns:
+        The group, of order n! / 2 from n = 2 on.
 
     Example:
         >>> alternating(5).order
@@ -129,7 +47,10 @@ def cyclic(n: int) -> FiniteMonoid:
     """The cyclic group Z_n: 0..n-1 under addition modulo n. Z_2 is parity.
 
     Args:
-        n: Number of elements, 1 to 1024; else ValueError.
+        n: number of elements, 1 to 1024; else ValueError.
+
+    Returns:
+        The group, of order n.
 
     Example:
         >>> int(cyclic(5).table[3, 4])
@@ -140,48 +61,68 @@ def cyclic(n: int) -> FiniteMonoid:
     return FiniteMonoid(f"Z{n}", tuple(range(n)), (numbers[:, None] + numbers) % n, identity=0)
 
 
-def direct_product(*factors: FiniteMonoid) -> FiniteMonoid:
-    """The direct product: tuples, multiplied factor by factor.
+def dihedral(n: int) -> FiniteMonoid:
+    r"""The dihedral group D_n of order 2n: rotations r and reflections s of a regular n-gon.
 
-        (a, b, ...) ∘ (a', b', ...) = (a ∘ a', b ∘ b', ...)
+    .. math:: r^n = s^2 = 1, \qquad s \circ r = r^{-1} \circ s
+
+    Some authors name it after its order: D5 here has 10 elements, and is their D10.
 
     Args:
-        *factors: One or more monoids; the product of their orders is at most 1024. A product among them is replaced
-            by its factors, so that labels stay flat.
+        n: corners, 1 to 512; else ValueError.
 
-    Raises:
-        ValueError: If there is no factor, or the product is too large.
+    Returns:
+        The group. Its elements are the rotations 1, r, r2, ..., then the reflections s, rs, r2s, ...
 
     Example:
-        >>> direct_product(cyclic(2), cyclic(2)).elements
-        ((0, 0), (0, 1), (1, 0), (1, 1))
+        >>> d5 = dihedral(5)
+        >>> d5.order, d5.elements[d5.table[d5.index("s"), d5.index("r")]]
+        (10, 'r4s')
     """
-    for factor in factors:
-        check_type("factors", factor, FiniteMonoid, "cyclic(2)")
-    flat = tuple(part for factor in factors for part in (factor.factors or (factor,)))
-    if not flat:
-        raise ValueError("direct_product() needs at least one factor, got none.")
-    if len(flat) == 1:
-        return flat[0]
-    name = "x".join(factor.name for factor in flat)
-    check_integer(f"the order of {name}", math.prod(factor.order for factor in flat), 1, MAX_ORDER)
-    elements = tuple(itertools.product(*(factor.elements for factor in flat)))
-    identity = elements.index(tuple(factor.elements[factor.identity] for factor in flat))
-    return FiniteMonoid(name, elements, product_table(tuple(factor.table for factor in flat)), identity, factors=flat)
+    check_integer("n", n, 1, MAX_ORDER // 2)
+    rotations = ("1", "r", *(f"r{k}" for k in range(2, n)))[:n]
+    flip, turn = torch.arange(2 * n) // n, torch.arange(2 * n) % n
+    turned = (turn[:, None] + (1 - 2 * flip[:, None]) * turn) % n  # a reflection turns the next rotation round
+    table = turned + n * (flip[:, None] ^ flip)
+    reflections = ("s", *(f"{rotation}s" for rotation in rotations[1:]))
+    return FiniteMonoid(f"D{n}", rotations + reflections, table, identity=0)
+
+
+def quaternion() -> FiniteMonoid:
+    r"""The quaternion group Q8: the units 1, i, j, k and their negatives.
+
+    .. math:: i^2 = j^2 = k^2 = i \circ j \circ k = -1
+
+    Returns:
+        The group, of order 8.
+
+    Example:
+        >>> q8 = quaternion()
+        >>> q8.elements[q8.table[q8.index("j"), q8.index("i")]]
+        '-k'
+    """
+    sign, unit = torch.arange(8) % 2, torch.arange(8) // 2
+    negative = torch.tensor([[0, 0, 0, 0], [0, 1, 0, 1], [0, 1, 1, 0], [0, 0, 1, 1]])  # of the product of two units
+    signs = sign[:, None] ^ sign ^ negative[unit[:, None], unit]
+    labels = ("1", "-1", "i", "-i", "j", "-j", "k", "-k")
+    return FiniteMonoid("Q8", labels, 2 * (unit[:, None] ^ unit) + signs, identity=0)
 
 
 def aperiodic_monoid() -> FiniteMonoid:
-    """The aperiodic monoid {E, A, B, X} of the harder word problem, with the table of the reference.
+    """The aperiodic monoid {E, A, B, X} of the paper's harder word problem, with the table of its code.
 
-             E  A  B  X
-        E    E  A  B  X        E: the identity          X: absorbs everything
-        A    A  X  X  X        A ∘ A = A ∘ B = X        (no letter may follow an A)
-        B    B  A  B  X        B ∘ A = A, B ∘ B = B     (a B before a letter is forgotten)
+    E is the identity, and X absorbs everything. A ∘ A = A ∘ B = X: no letter may follow an A. B ∘ A = A and
+    B ∘ B = B: a B before a letter is forgotten. Powers never cycle (A² = A³ = X, B² = B), hence the name.
 
-    Aperiodic: powers never cycle (A² = A³ = X, B² = B). The reference calls it the semigroup of the strings
-    over a, b without "aa"; with A for a and B for b its table is stricter, "ab" gives X too: the strings that
-    avoid X are b*(a|ε). No four elements could do better, as the syntactic monoid of "no aa" has six (ε, a,
-    b, ab, ba, aa). We keep the reference's table, because its results (arXiv 2502.07827) were made with it.
+    The paper's code calls it the semigroup of the strings over a, b without "aa". With A for a and B for b its table
+    is stricter, "ab" gives X too: the strings that avoid X are b*(a|ε). No four elements could do better, as the
+    syntactic monoid of "no aa" has six (ε, a, b, ab, ba, aa).
+
+    Returns:
+        The monoid, of order 4.
+
+    References:
+        Schöne et al., Implicit Language Models are RNNs, ICML 2025, arXiv 2502.07827.
 
     Example:
         >>> aperiodic_monoid().elements
@@ -191,75 +132,57 @@ def aperiodic_monoid() -> FiniteMonoid:
     return FiniteMonoid("M", ("E", "A", "B", "X"), table, identity=0)
 
 
-def generators(monoid: FiniteMonoid, count: int) -> tuple[int, ...]:
-    """The canonical generating subset of a given size, as ids.
-
-    S_n: (2, 1, 3, ...) and the n-cycle (2, ..., n, 1). A_n: the cycle of all points (n odd) or all but 1, and
-    (2, 3, 1, 4, ...). Otherwise the first subset that generates, ids in lexicographic order, no identity.
-
-    Args:
-        monoid: What to generate.
-        count: Size of the subset.
-
-    Raises:
-        ValueError: If none of the first 10,000 subsets of that size generates the monoid.
-
-    Example:
-        >>> a5 = alternating(5)
-        >>> [a5.elements[g] for g in generators(a5, 2)]
-        [(2, 3, 4, 5, 1), (2, 3, 1, 4, 5)]
-    """
-    check_type("monoid", monoid, FiniteMonoid, "alternating(5)")
-    check_integer("count", count, 1, monoid.order)
-    others = [a for a in range(monoid.order) if a != monoid.identity]
-    subsets = itertools.chain(_family_generators(monoid), itertools.combinations(others, count))
-    for subset in itertools.islice(subsets, MAX_SUBSETS):
-        if len(subset) == count and reached(monoid.table, monoid.identity, subset).all():
-            return subset
-    raise ValueError(f"Found no {count} elements that generate {monoid.name} in up to {MAX_SUBSETS} subsets.")
+FAMILIES: dict[str, Callable[[int], FiniteMonoid]] = {"Z": cyclic, "S": symmetric, "A": alternating, "D": dihedral}
+SINGLE: dict[str, Callable[[], FiniteMonoid]] = {"Q8": quaternion, "M": aperiodic_monoid}
+PART = rf"([{''.join(FAMILIES)}]\d+|{'|'.join(SINGLE)})"
 
 
 def parse_group(name: str) -> FiniteMonoid:
     """The monoid that a name stands for, as on a command line.
 
+    | name | monoid | order |
+    | --- | --- | --- |
+    | Z5 | :func:`cyclic` | 5 |
+    | S5 | :func:`symmetric` | 120 |
+    | A5 | :func:`alternating` | 60 |
+    | D5 | :func:`dihedral` | 10 |
+    | Q8 | :func:`quaternion` | 8 |
+    | M | :func:`aperiodic_monoid` | 4 |
+    | A5xM | :func:`direct_product` | 240 |
+
     Args:
-        name: "Z" (cyclic), "S" (symmetric) or "A" (alternating) and a number, "M" (the aperiodic monoid), or
-            several joined by "x" (their direct product): "Z2", "S3", "A5", "Z2xZ3", "A5xM".
+        name: a letter of the table with any number in its place, Q8, M, or several of them joined by "x".
+
+    Returns:
+        The monoid, whose name is ``name``.
 
     Raises:
-        ValueError: If the name is none of these.
+        ValueError: another name; lists the names that there are. Or a number that is too large.
 
     Example:
         >>> parse_group("A5xM").order
         240
+        >>> parse_group("a5 x Q8")
+        Traceback (most recent call last):
+        ValueError: name must be Zn, Sn, An or Dn with a number for n, Q8, M, or several joined by "x", such as "S3",
+        "D5" or "A5xM", got 'a5 x Q8'; did you mean 'A5xQ8'?
     """
     check_type("name", name, str)
-    families = {"Z": cyclic, "S": symmetric, "A": alternating}
-    if not re.fullmatch(r"([ZSA][0-9]+|M)(x([ZSA][0-9]+|M))*", name):
-        known = '"Z2", "S3", "A5" (any number), "M" (aperiodic monoid), products as "Z2xZ3" or "A5xM"'
-        raise ValueError(f"name must be a group such as {known}, got {name!r}")
-    parts = name.split("x")
-    return direct_product(*(families[p[0]](int(p[1:])) if p != "M" else aperiodic_monoid() for p in parts))
+    if not re.fullmatch(rf"{PART}(x{PART})*", name):
+        families = " or ".join(", ".join(f"{letter}n" for letter in FAMILIES).rsplit(", ", 1))
+        known = f'{families} with a number for n, {", ".join(SINGLE)}, or several joined by "x"'
+        raise ValueError(f'name must be {known}, such as "S3", "D5" or "A5xM", got {name!r}{_meant(name)}')
+    made = [SINGLE[part]() if part in SINGLE else FAMILIES[part[0]](int(part[1:])) for part in name.split("x")]
+    return direct_product(*made)
 
 
-def _family_generators(monoid: FiniteMonoid) -> list[tuple[int, ...]]:
-    n = len(monoid.elements[0]) if isinstance(monoid.elements[0], tuple) else 0
-    points = tuple(range(1, n + 1))
-    if monoid.name == f"S{n}" and n >= 3:
-        return [(monoid.index((2, 1, *points[2:])), monoid.index((*points[1:], 1)))]
-    if monoid.name == f"A{n}" and n >= 4:
-        still = 1 - n % 2  # a cycle of even length is odd: for even n, leave the point 1 alone
-        cycle = (*points[:still], *points[still + 1 :], points[still])
-        return [(monoid.index(cycle), monoid.index((2, 3, 1, *points[3:])))]
-    return []
-
-
-def check_ids(name: str, ids: Iterable[int], monoid: FiniteMonoid) -> tuple[int, ...]:
-    """The ids of elements as a tuple; anything else is an error."""
-    check_type(name, ids, Iterable)
-    for element in (known := tuple(ids)):
-        check_integer(name, element, 0, monoid.order - 1)
-    return known
+def _meant(name: str) -> str:
+    """A suggestion, for another way of writing a name or for a name that is close."""
+    written = re.sub(r"[\s_()-]", "", name).upper().replace("X", "x").replace("×", "x").replace("*", "x")
+    if re.fullmatch(rf"{PART}(x{PART})*", written):
+        return f"; did you mean {written!r}?"
+    digits = "".join(re.findall(r"\d+", name)[:1]) or "5"
+    return suggestion(name, [*SINGLE, *(letter + digits for letter in FAMILIES)])
 
 
 def _permutation_group(family: str, n: int, *, even_only: bool) -> FiniteMonoid:

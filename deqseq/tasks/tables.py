@@ -26,6 +26,19 @@ def reached(table: Tensor, identity: int, subset: Iterable[int]) -> Tensor:
     return mask
 
 
+def table_from_steps(steps: Int64[Tensor, "order generators"]) -> Int64[Tensor, "order order"]:
+    """The table of a monoid that was explored from its identity, 0: ``steps[a, g]`` is a ∘ generator g.
+
+    Every element but the identity must be reached first from one with a smaller id.
+    """
+    order = len(steps)
+    table = torch.arange(order)[:, None].repeat(1, order)
+    for element in range(1, order):  # it is shorter ∘ generator, and a ∘ element = (a ∘ shorter) ∘ generator
+        shorter, generator = (steps == element).nonzero()[0].tolist()
+        table[:, element] = steps[table[:, shorter], generator]
+    return table
+
+
 def check_table(name: str, labels: tuple[Hashable, ...], table: Tensor, identity: int) -> None:
     """Raise a ValueError unless the table is that of a monoid with these elements."""
     order = len(labels)

@@ -10,7 +10,8 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from deqseq.check import check_integer, check_number, check_type
-from deqseq.tasks.groups import FiniteMonoid, alternating, aperiodic_monoid, check_ids, direct_product
+from deqseq.tasks.groups import alternating, aperiodic_monoid
+from deqseq.tasks.monoid import FiniteMonoid, check_ids, direct_product
 
 
 class WordBatch(NamedTuple):

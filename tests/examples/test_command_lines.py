@@ -34,7 +34,7 @@ UNKNOWN = {  # values of options that are text; "file" is a file, "folder" a fol
     "corpus": ("shakespere", "nowhere/"),
     "data": ("nowhere", "file"),
     "device": ("gpu7", "CPU", "cuda:99:1"),
-    "group": ("Q8", "Z0", "Z2xx"),
+    "group": ("Q9", "Z0", "Z2xx"),
     "held_out": ("nowhere",),
     "include": ("nowhere", "file"),
     "json": ("folder", "file/rows.json"),

@@ -139,7 +139,7 @@ def test_a_killed_run_goes_on_and_ends_as_if_it_had_not_been(tmp_path, flags):
         (["--output", ""], "--output", "must not be empty"),
         (["--eval-lengths"], "--eval-lengths", "at least one"),
         (["--baselines", "0"], "--baselines", "an integer in 1.."),
-        (["--group", "Q8"], "Q8", "S3"),
+        (["--group", "Q9"], "--group", "'Q8'"),
         (["--backbone", "llama", "--heads", "3"], "--heads", "--d-model 16"),
         (["--train-sweeps", "diagonal"], "--train-sweeps", "sliding"),
         ([*MIXED, "--gradient", "unrolled"], "--gradient unrolled", "--train-sweeps simultaneous"),

@@ -16,14 +16,18 @@ from deqseq.tasks import (
     alternating,
     aperiodic_monoid,
     cyclic,
+    dihedral,
     direct_product,
+    generated_monoid,
     generators,
     parse_group,
+    quaternion,
     symmetric,
 )
 
 ORDERS = {"Z1": 1, "Z2": 2, "Z7": 7, "S1": 1, "S2": 2, "S3": 6, "S4": 24, "S5": 120, "A1": 1, "A2": 1}
-ORDERS |= {"A3": 3, "A4": 12, "A5": 60, "A6": 360, "Z2xZ3": 6, "S3xZ2": 12}
+ORDERS |= {"A3": 3, "A4": 12, "A5": 60, "A6": 360, "Z2xZ3": 6, "S3xZ2": 12, "Z60": 60}
+ORDERS |= {"D1": 2, "D2": 4, "D4": 8, "D5": 10, "D512": 1024, "Q8": 8, "Q8xD5": 80}
 
 
 def compose(a, b):
@@ -192,7 +196,7 @@ def test_the_search_for_generators_is_bounded(monkeypatch):
     klein = parse_group("Z2xZ2xZ2")
     first = generators(klein, 3)  # the second subset: (1, 2, 3) is closed up to the identity
     assert first == (1, 2, 4)
-    monkeypatch.setattr("deqseq.tasks.groups.MAX_SUBSETS", 1)
+    monkeypatch.setattr("deqseq.tasks.monoid.MAX_SUBSETS", 1)
     with pytest.raises(ValueError, match=r"^Found no 3 elements that generate Z2xZ2xZ2 in up to 1 subsets\.$"):
         generators(klein, 3)
 
@@ -211,10 +215,100 @@ def test_parse_group():
     assert parse_group("Z2xZ3").elements[5] == (1, 2)
 
 
-@pytest.mark.parametrize("name", ["", "Q8", "Z", "z2", "Z2x", "xZ2", "Z2 x Z3", "5", "S-3", "M2"])
-def test_parse_group_lists_what_it_understands(name):
-    with pytest.raises(ValueError, match=rf"name must be a group such as .*A5xM.*got '{name}'"):
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        *(("", None), ("xZ2", "Z2"), ("5", "Z5"), ("M2", "M"), ("C7", "Z7"), ("Q9", "Q8"), ("Z", "Z5")),
+        *(("z2", "Z2"), ("Z2 x Z3", "Z2xZ3"), ("S-3", "S3"), ("A5XM", "A5xM"), ("S3*Z2", "S3xZ2"), ("q8", "Q8")),
+    ],
+)
+def test_an_unknown_name_lists_the_names_and_suggests_one(name, meant):
+    with pytest.raises(ValueError, match=r"name must be Zn, Sn, An or Dn .*Q8, M.*A5xM.*got ") as caught:
         parse_group(name)
+    if meant is None:
+        assert "did you mean" not in str(caught.value)
+    else:
+        assert f"'{meant}'" in str(caught.value).partition("did you mean")[2]
+
+
+def turned(label, n):
+    """A label of D_n as the permutation of the corners 0..n-1 that it stands for: r moves each on, s mirrors them."""
+    power = re.fullmatch(r"(?:1|r?(\d*))(s?)", label)
+    rotations = int(power[1] or 1) if "r" in label else 0
+    return tuple((rotations + (-corner if "s" in label else corner)) % n for corner in range(n))
+
+
+@pytest.mark.parametrize("n", [3, 4, 5, 7])
+def test_dihedral_group_moves_the_corners_of_a_polygon(n):
+    group = dihedral(n)
+    moves = {label: turned(label, n) for label in group.elements}
+    assert len(set(moves.values())) == group.order == 2 * n
+    for a, b in itertools.product(group.elements, repeat=2):
+        assert moves[product_of(group, a, b)] == tuple(moves[a][corner] for corner in moves[b])
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 6])
+def test_dihedral_relations_and_orders(n):
+    group = dihedral(n)
+    turn, mirror = group.index("r" if n > 1 else "1"), group.index("s")
+    assert group.element_order(turn) == n
+    assert group.element_order(mirror) == 2
+    assert group.table[mirror, turn] == group.table[group.inverse(turn), mirror]
+    assert group.closure([turn, mirror]) == tuple(range(2 * n))
+    assert all(group.element_order(a) == 2 for a in range(n, 2 * n))
+
+
+def test_quaternions_multiply_as_their_matrices():
+    one, i = torch.eye(2) + 0j, torch.tensor([[1j, 0], [0, -1j]])
+    j = torch.tensor([[0j, 1], [-1, 0]])
+    units = {"1": one, "i": i, "j": j, "k": i @ j}
+    matrices = units | {f"-{name}": -matrix for name, matrix in units.items()}
+    group = quaternion()
+    assert set(group.elements) == matrices.keys()
+    for a, b in itertools.product(group.elements, repeat=2):
+        assert torch.equal(matrices[product_of(group, a, b)], matrices[a] @ matrices[b])
+    assert Counter(group.element_order(a) for a in range(8)) == {1: 1, 2: 1, 4: 6}
+
+
+@pytest.mark.parametrize(
+    ("maps", "named"),
+    [
+        ([(2, 1, 3), (2, 3, 1)], symmetric(3)),
+        ([(2, 3, 4, 5, 1), (2, 3, 1, 4, 5)], alternating(5)),
+        ([(2, 3, 4, 1), (2, 1, 3, 4), (1, 2, 3, 4)], symmetric(4)),
+    ],
+)
+def test_permutations_generate_the_group_that_has_a_name(maps, named):
+    assert generated_monoid(maps, name=named.name) == named
+    assert generated_monoid([*reversed(maps), maps[0]], name=named.name) == named
+
+
+def test_matrices_multiply_modulo_a_number():
+    group = generated_monoid([((1, 1), (0, 1)), ((1, 0), (1, 1))], modulus=3, name="SL(2, 3)")
+    assert group.order == 24
+    for a, b in itertools.product(group.elements, repeat=2):
+        product = torch.tensor(a) @ torch.tensor(b) % 3
+        assert product_of(group, a, b) == tuple(map(tuple, product.tolist()))
+        assert (a[0][0] * a[1][1] - a[0][1] * a[1][0]) % 3 == 1
+    assert generated_monoid([((0, -1), (1, 0)), ((4, 1), (1, -1))], modulus=3).order == 8  # Q8
+
+
+def test_integer_matrices_and_other_maps():
+    turn, mirror = ((0, -1), (1, 0)), ((1, 0), (0, -1))
+    d4 = generated_monoid([turn, mirror])
+    assert sorted(map(d4.element_order, range(8))) == sorted(map(dihedral(4).element_order, range(8)))
+    assert generated_monoid([((0, 1), (0, 0))]).elements == (((0, 0), (0, 0)), ((0, 1), (0, 0)), ((1, 0), (0, 1)))
+    no_aa = generated_monoid([(2, 3, 3), (1, 1, 3)])  # the automaton of "no aa": fresh, after an a, dead
+    assert (no_aa.order, no_aa.is_group) == (6, False)
+    assert product_of(no_aa, (2, 3, 3), (1, 1, 3)) == (2, 2, 3)
+
+
+def test_generated_monoids_are_capped():
+    assert generated_monoid([(*range(2, 1025), 1)]).order == 1024
+    with pytest.raises(ValueError, match=r"generators must have at most 1024 products.*fewer generators$"):
+        generated_monoid([(2, 1, 3, 4, 5, 6, 7), (2, 3, 4, 5, 6, 7, 1)])
+    with pytest.raises(ValueError, match=r"generators must have at most 1024 products.*or a modulus$"):
+        generated_monoid([((1, 1), (0, 1))])
 
 
 @pytest.mark.parametrize(
@@ -226,6 +320,16 @@ def test_parse_group_lists_what_it_understands(name):
         (lambda: cyclic(1025), r"n must .* 1\.\.1024, got 1025"),
         (lambda: parse_group("A5xA5"), r"order of A5xA5 must .* 1\.\.1024, got 3600"),
         (lambda: direct_product(), "at least one factor"),
+        (lambda: dihedral(0), r"n must .* 1\.\.512, got 0"),
+        (lambda: parse_group("Q8xZ0"), r"n must .* 1\.\.1024, got 0"),
+        (lambda: generated_monoid([]), "generators must be at least one"),
+        (lambda: generated_monoid([(2, 1), (2, 3, 1)]), "generators must be of one size, .* 2 and 3"),
+        (lambda: generated_monoid([(0, 1)]), r"generators .* 1\.\.2, got 0"),
+        (lambda: generated_monoid([()]), "generators must be of one size, at least 1"),
+        (lambda: generated_monoid([((1, 2), (3,))]), "generators must be square"),
+        (lambda: generated_monoid([((1, 2),)]), "generators must be square"),
+        (lambda: generated_monoid([((1,),)], modulus=1), "modulus must be an integer >= 2, got 1"),
+        (lambda: generated_monoid([(2, 1)], modulus=5), "modulus must be None for maps .* got 5"),
         (lambda: cyclic(3).index(7), "Z3 has no element 7"),
         (lambda: aperiodic_monoid().inverse(1), "'A' has no inverse in M"),
         (lambda: aperiodic_monoid().element_order(2), "'B' has no inverse in M"),
@@ -234,6 +338,12 @@ def test_parse_group_lists_what_it_understands(name):
 def test_bad_arguments_are_named(build, message):
     with pytest.raises(ValueError, match=message):
         build()
+
+
+@pytest.mark.parametrize("bad", [["ab"], [(1.5, 2)], [((1, 2), 3)], [[2, 1]], "ab"])
+def test_generators_of_another_type_are_refused(bad):
+    with pytest.raises(TypeError, match="generators"):
+        generated_monoid(bad)
 
 
 XOR = ((0, 1), [[0, 1], [1, 0]])
