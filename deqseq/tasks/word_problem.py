@@ -1,56 +1,42 @@
 """The word problem: given a sequence of group elements, predict every prefix product."""
 
-import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from deqseq.check import check_integer, check_number, check_type
+from deqseq.check import check_number, check_type
 from deqseq.tasks.groups import alternating, aperiodic_monoid
 from deqseq.tasks.monoid import FiniteMonoid, check_ids, direct_product
-
-
-class WordBatch(NamedTuple):
-    """Sequences of tokens, and the prefix product at every position.
-
-    Attributes:
-        inputs: Ids of the elements, `(batch, length)`.
-        targets: Ids of their prefix products, `(batch, length)`.
-    """
-
-    inputs: Int64[Tensor, "batch length"]
-    targets: Int64[Tensor, "batch length"]
+from deqseq.tasks.task import Task, WordBatch
 
 
 @dataclass(frozen=True)
-class WordProblem:
-    """State tracking: the prefix products of random elements of a monoid.
+class WordProblem(Task):
+    r"""State tracking: the prefix products of random elements of a monoid.
 
-        prefix_1 = g_1,    prefix_t = prefix_{t-1} ∘ g_t,    (a ∘ b)(i) = a(b(i)) for permutations
+    .. math:: p_1 = g_1, \qquad p_t = p_{t-1} \circ g_t
 
-    Token ids are element ids, so inputs and targets share one vocabulary. Tokens g_t are independent and uniform
-    over `inputs`. Then each token becomes *easy* with probability `identity_probability`: its group element is
-    replaced by the identity. (The paper calls the other tokens hard, although a uniform draw can be the identity
-    too.) In a direct product, all factors that are groups are replaced together; the other factors stay random. An
-    easy token need not be one of `inputs`.
+    Token ids are element ids, so inputs and targets share one vocabulary, and every position is scored. Tokens
+    :math:`g_t` are independent and uniform over ``inputs``. Then each token becomes *easy* with probability
+    ``identity_probability``: its group element is replaced by the identity. In a direct product, all factors that are
+    groups are replaced together; the other factors stay random. An easy token need not be one of ``inputs``. (The paper
+    calls the other tokens hard, although a uniform draw can be the identity too.)
 
     Args:
-        monoid: Where the tokens live.
-        inputs: Ids of the elements to draw from, without repeats. Default: all elements.
-        identity_probability: Probability p that a token is made easy, from 0 to 1.
+        monoid: where the tokens live.
+        inputs: ids of the elements to draw from, without repeats. Default: all elements.
+        identity_probability: probability that a token is made easy, in [0, 1].
 
     Raises:
-        ValueError: If `inputs` is empty, repeats an id or contains an invalid one, if the probability is not
-            within 0..1, or if it is positive and no factor is a group.
+        ValueError: ``inputs`` is empty, repeats an id or contains an invalid one, the probability is out of its range,
+            or it is positive and no factor is a group.
 
     References:
-        Merrill, Petty and Sabharwal, "The Illusion of State in State-Space Models", 2024, arXiv 2404.08819.
-        Schöne et al., "Implicit Language Models are RNNs: Balancing Parallelization and Expressivity", ICML
-        2025, arXiv 2502.07827.
+        Merrill et al., The Illusion of State in State-Space Models, 2024, arXiv 2404.08819.
+        Schöne et al., Implicit Language Models are RNNs, ICML 2025, arXiv 2502.07827.
 
     Example:
         >>> from deqseq.tasks import WordProblem, alternating, generators
@@ -87,116 +73,49 @@ class WordProblem:
         """Ids that tokens are drawn from; easy tokens may have others."""
         return tuple(range(self.monoid.order)) if self.inputs is None else tuple(self.inputs)
 
-    def sample(
-        self, batch: int, length: int, *, generator: torch.Generator, device: torch.device | str | None = None
-    ) -> WordBatch:
-        """Draw sequences and solve them.
+    @property
+    def chance(self) -> float:
+        """One over the number of products that the inputs can have."""
+        return 1 / len(self.monoid.closure(self.input_ids))
 
-        From one state of the generator, problems that differ only in `identity_probability` draw the same
-        tokens before some become easy, and a token that is easy at p is easy at every larger p.
+    def draw(self, batch: int, length: int, generator: torch.Generator) -> WordBatch:
+        """Draw sequences and their prefix products; users call :meth:`sample`, :meth:`batches` or :meth:`fixed`.
+
+        From one state of the generator, problems that differ only in ``identity_probability`` draw the same tokens
+        before some become easy, and a token that is easy at p is easy at every larger p.
 
         Args:
-            batch: Number of sequences.
-            length: Tokens per sequence.
-            generator: Source of all randomness, on the CPU, so that data do not depend on the device.
-            device: Device of the result. Default: the CPU.
+            batch: number of sequences.
+            length: tokens per sequence.
+            generator: source of all randomness, on the CPU.
 
         Returns:
-            WordBatch of inputs and targets, (batch, length) each.
-
-        Raises:
-            ValueError: If `batch` or `length` is below 1, or the generator is not on the CPU.
+            Inputs and targets, on the CPU.
         """
-        check_integer("batch", batch, 1)
-        check_integer("length", length, 1)
-        check_type("generator", generator, torch.Generator, "torch.Generator().manual_seed(0)")
-        if generator.device.type != "cpu":
-            raise ValueError(f"generator must be on the CPU (move the result by device=), got {generator.device}.")
         ids = torch.tensor(self.input_ids)
         inputs = ids[torch.randint(len(ids), (batch, length), generator=generator)]
         easy = torch.rand(batch, length, generator=generator, dtype=torch.float64) < self.identity_probability
         inputs = torch.where(easy, _without_group_part(self.monoid)[inputs], inputs)
-        return WordBatch(inputs.to(device), prefix_products(self.monoid, inputs).to(device))
-
-    def batches(
-        self, batch: int, length: int | Sequence[int], *, seed: int, device: torch.device | str | None = None
-    ) -> Iterator[WordBatch]:
-        """Endless training data. The same seed gives the same batches, whatever the global random state.
-
-        Args:
-            batch: Sequences per batch.
-            length: Tokens per sequence, or several lengths, of which each batch draws one uniformly.
-            seed: Seed, 0 or more. The data are independent of those of `fixed`, for any seed there.
-            device: Device of the batches. Default: the CPU.
-
-        Returns:
-            Endless iterator of WordBatch, (batch, length) each.
-
-        Raises:
-            ValueError: If `batch`, a length or the seed is out of range, or there are no lengths.
-
-        Example:
-            >>> from deqseq.tasks import WordProblem, cyclic
-            >>> stream = WordProblem(cyclic(2)).batches(4, (8, 16), seed=0)
-            >>> next(stream).targets.shape[1] in (8, 16)
-            True
-        """
-        check_type("length", length, (int, Iterable))
-        lengths = tuple(length) if isinstance(length, Iterable) else (length,)
-        if not lengths:
-            raise ValueError("length must name at least one length, got none.")
-        for candidate in lengths:
-            check_integer("length", candidate, 1)
-        check_integer("batch", batch, 1)
-        generator = _seeded(seed, stream=0)
-
-        def draw() -> WordBatch:
-            chosen = lengths[int(torch.randint(len(lengths), (), generator=generator))]
-            return self.sample(batch, chosen, generator=generator, device=device)
-
-        # The checks above run at the call, as they would not in a generator function.
-        return (draw() for _ in itertools.repeat(None))
-
-    def fixed(self, size: int, length: int, *, seed: int, device: torch.device | str | None = None) -> WordBatch:
-        """A fixed data set, for evaluation. The same seed gives the same data.
-
-        Args:
-            size: Number of sequences.
-            length: Tokens per sequence.
-            seed: Seed, 0 or more. The data are independent of those of `batches`, for any seed there.
-            device: Device of the data. Default: the CPU.
-
-        Returns:
-            WordBatch of inputs and targets, (size, length) each.
-
-        Raises:
-            ValueError: If `size`, `length` or the seed is out of range.
-
-        Example:
-            >>> from deqseq.tasks import WordProblem, cyclic
-            >>> data = WordProblem(cyclic(2)).fixed(100, 16, seed=0)
-            >>> bool((data.inputs.cumsum(1) % 2 == data.targets).all())
-            True
-        """
-        check_integer("size", size, 1)
-        return self.sample(size, length, generator=_seeded(seed, stream=1), device=device)
+        return WordBatch(inputs, prefix_products(self.monoid, inputs))
 
 
 def a5_monoid_word_problem(identity_probability: float) -> WordProblem:
-    """The reference's harder word problem: A5 times {E, A, B, X}, vocabulary 240, all elements as inputs.
+    """The paper's harder word problem: A5 times {E, A, B, X}, vocabulary 240, all elements as inputs.
 
-    The paper trains with p in {0, 0.5, 0.75, 0.9, 0.95, 0.98, 1} at length 256, tests with p in {0.5, 0.9} at
-    256 and 1024, and scores the accuracy on the last 10 tokens. A token id is 4 * (id in A5) + id of letter.
+    The paper trains with p in {0, 0.5, 0.75, 0.9, 0.95, 0.98, 1} at length 256, tests with p in {0.5, 0.9} at 256 and
+    1024, and scores the accuracy on the last 10 tokens. A token id is 4 * (id in A5) + (id of the letter).
 
     Args:
-        identity_probability: Probability p that a token's A5 part is made the identity; its letter stays.
+        identity_probability: probability p that a token's A5 part is made the identity; its letter stays.
+
+    Returns:
+        The problem.
 
     Raises:
-        ValueError: If the probability is not within 0..1.
+        ValueError: the probability is not within 0..1.
 
     References:
-        Schöne et al., "Implicit Language Models are RNNs: Balancing Parallelization and Expressivity", ICML
-        2025, arXiv 2502.07827.
+        Schöne et al., Implicit Language Models are RNNs, ICML 2025, arXiv 2502.07827.
 
     Example:
         >>> a5_monoid_word_problem(0.5).vocab_size
@@ -207,19 +126,19 @@ def a5_monoid_word_problem(identity_probability: float) -> WordProblem:
 
 
 def prefix_products(monoid: FiniteMonoid, tokens: Int64[Tensor, "batch length"]) -> Int64[Tensor, "batch length"]:
-    """The products of all prefixes.
+    r"""The products of all prefixes.
 
-        prefix_t = g_1 ∘ g_2 ∘ ... ∘ g_t
+    .. math:: p_t = g_1 \circ g_2 \circ \dots \circ g_t
 
     Args:
-        monoid: Where the product is taken.
-        tokens: Ids of the g_t, `(batch, length)`.
+        monoid: where the product is taken.
+        tokens: ids of the elements, `(batch, length)`, int64.
 
     Returns:
-        Ids of the prefixes, (batch, length), on the device of the tokens.
+        Ids of the products, ``(batch, length)``, on the device of the tokens.
 
     Raises:
-        ValueError: If the tokens are no ids of the monoid, int64 and (batch, length).
+        ValueError: the tokens have another shape or dtype, or are no ids of the monoid.
 
     Example:
         >>> from deqseq.tasks import cyclic, prefix_products
@@ -260,12 +179,6 @@ def _without_group_part(monoid: FiniteMonoid) -> Int64[Tensor, "order"]:
         part = torch.full((factor.order,), factor.identity) if factor.is_group else torch.arange(factor.order)
         changed = (changed[:, None] * factor.order + part).flatten()
     return changed
-
-
-def _seeded(seed: int, *, stream: int) -> torch.Generator:
-    # Even seeds for training, odd ones for evaluation: the same seed must not give the same data for both.
-    check_integer("seed", seed, 0, 2**62 - 1)
-    return torch.Generator().manual_seed(2 * seed + stream)
 
 
 def _check_inputs(inputs: Sequence[int] | None, monoid: FiniteMonoid) -> None:

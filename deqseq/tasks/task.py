@@ -1,0 +1,194 @@
+"""What all tasks share: batches and fixed data sets from a seed, and a score for which chance is 0."""
+
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from deqseq.check import check_integer, check_number, check_type
+
+
+class WordBatch(NamedTuple):
+    """Sequences of tokens, and the answer at every scored position.
+
+    Attributes:
+        inputs: token ids, `(batch, length)`.
+        targets: token ids of the answers, `(batch, length)`; -100 at positions that are not scored.
+    """
+
+    inputs: Int64[Tensor, "batch length"]
+    targets: Int64[Tensor, "batch length"]
+
+
+class Task(ABC):
+    """A sequence task with exact answers: what a training script needs to know of it.
+
+    A task of your own defines ``vocab_size``, ``chance`` and ``draw``, and is then sampled as all others are.
+
+    Example:
+        >>> class Copy(Task):
+        ...     vocab_size, chance = 8, 1 / 8
+        ...     def draw(self, batch, length, generator):
+        ...         tokens = torch.randint(8, (batch, length), generator=generator)
+        ...         return WordBatch(tokens, tokens)
+        >>> next(Copy().batches(4, (8, 16), seed=0)).inputs.shape[0]
+        4
+    """
+
+    shortest: int = 1
+    """The least length."""
+
+    @property
+    @abstractmethod
+    def vocab_size(self) -> int:
+        """Number of token ids; inputs and targets share one vocabulary."""
+
+    @property
+    @abstractmethod
+    def chance(self) -> float:
+        """Expected accuracy of guesses that are uniform over the possible answers."""
+
+    @abstractmethod
+    def draw(self, batch: int, length: int, generator: torch.Generator) -> WordBatch:
+        """Draw sequences and answer them; :meth:`sample` checks the arguments first, and moves the result.
+
+        Args:
+            batch: number of sequences.
+            length: length of the string.
+            generator: source of all randomness, on the CPU.
+
+        Returns:
+            The batch, on the CPU.
+        """
+
+    def sample(
+        self, batch: int, length: int, *, generator: torch.Generator, device: torch.device | str | None = None
+    ) -> WordBatch:
+        """Draw sequences and answer them.
+
+        Args:
+            batch: number of sequences.
+            length: length of the string.
+            generator: source of all randomness, on the CPU, so that data do not depend on the device.
+            device: device of the result. Default: the CPU.
+
+        Returns:
+            Inputs and targets.
+
+        Raises:
+            ValueError: ``batch`` is below 1, ``length`` below :attr:`shortest`, or the generator is not on the CPU.
+        """
+        check_integer("batch", batch, 1)
+        check_integer("length", length, self.shortest)
+        check_type("generator", generator, torch.Generator, "torch.Generator().manual_seed(0)")
+        if generator.device.type != "cpu":
+            raise ValueError(f"generator must be on the CPU (move the result by device=), got {generator.device}.")
+        inputs, targets = self.draw(batch, length, generator)
+        return WordBatch(inputs.to(device), targets.to(device))
+
+    def batches(
+        self, batch: int, length: int | Sequence[int], *, seed: int, device: torch.device | str | None = None
+    ) -> Iterator[WordBatch]:
+        """Endless training data. The same seed gives the same batches, whatever the global random state.
+
+        Args:
+            batch: sequences per batch.
+            length: length of the strings, or several lengths, of which each batch draws one uniformly.
+            seed: 0 or more. The data are independent of those of :meth:`fixed`, for any seed there.
+            device: device of the batches. Default: the CPU.
+
+        Returns:
+            Endless iterator of batches.
+
+        Raises:
+            ValueError: ``batch``, a length or the seed is out of range, or there are no lengths.
+
+        Example:
+            >>> from deqseq.tasks import WordProblem, cyclic
+            >>> stream = WordProblem(cyclic(2)).batches(4, (8, 16), seed=0)
+            >>> next(stream).targets.shape[1] in (8, 16)
+            True
+        """
+        check_type("length", length, (int, Iterable))
+        lengths = tuple(length) if isinstance(length, Iterable) else (length,)
+        if not lengths:
+            raise ValueError("length must name at least one length, got none.")
+        for candidate in lengths:
+            check_integer("length", candidate, self.shortest)
+        check_integer("batch", batch, 1)
+        generator = _seeded(seed, stream=0)
+
+        def draw() -> WordBatch:
+            chosen = lengths[int(torch.randint(len(lengths), (), generator=generator))]
+            return self.sample(batch, chosen, generator=generator, device=device)
+
+        # The checks above run at the call, as they would not in a generator function.
+        return (draw() for _ in itertools.repeat(None))
+
+    def fixed(self, size: int, length: int, *, seed: int, device: torch.device | str | None = None) -> WordBatch:
+        """A fixed data set, for evaluation. The same seed gives the same data.
+
+        Args:
+            size: number of sequences.
+            length: length of the strings.
+            seed: 0 or more. The data are independent of those of :meth:`batches`, for any seed there.
+            device: device of the data. Default: the CPU.
+
+        Returns:
+            Inputs and targets.
+
+        Raises:
+            ValueError: ``size``, ``length`` or the seed is out of range.
+
+        Example:
+            >>> from deqseq.tasks import WordProblem, cyclic
+            >>> data = WordProblem(cyclic(2)).fixed(100, 16, seed=0)
+            >>> bool((data.inputs.cumsum(1) % 2 == data.targets).all())
+            True
+        """
+        check_integer("size", size, 1)
+        return self.sample(size, length, generator=_seeded(seed, stream=1), device=device)
+
+
+def scaled_accuracy(
+    logits: Float[Tensor, "batch length vocab"], targets: Int64[Tensor, "batch length"], chance: float
+) -> float:
+    r"""Share of right answers, scaled so that chance is 0 and all right is 1; worse than chance is negative.
+
+    .. math:: (\text{accuracy} - \text{chance}) / (1 - \text{chance})
+
+    Args:
+        logits: a model's logits, `(batch, length, vocab_size)`.
+        targets: the answers, `(batch, length)`; -100 at positions that are not scored.
+        chance: :attr:`Task.chance`, in [0, 1); 0 gives the accuracy itself.
+
+    Returns:
+        The scaled accuracy, over all scored positions of the batch.
+
+    Raises:
+        ValueError: no position is scored, or ``chance`` is out of its range.
+
+    Example:
+        >>> from deqseq.tasks import formal, scaled_accuracy
+        >>> task = formal.parity_check()
+        >>> batch = task.fixed(64, 16, seed=0)
+        >>> zeros = torch.zeros(*batch.inputs.shape, task.vocab_size)  # always answers "0", half of the time right
+        >>> abs(scaled_accuracy(zeros, batch.targets, task.chance)) < 0.3
+        True
+    """
+    check_number("chance", chance, "[0, 1)")
+    scored = targets != -100
+    if not scored.any():
+        raise ValueError("targets must have at least one position that is scored, all are -100")
+    accuracy = (logits.argmax(-1) == targets)[scored].double().mean().item()
+    return (accuracy - chance) / (1 - chance)
+
+
+def _seeded(seed: int, *, stream: int) -> torch.Generator:
+    # Even seeds for training, odd ones for evaluation: the same seed must not give the same data for both.
+    check_integer("seed", seed, 0, 2**62 - 1)
+    return torch.Generator().manual_seed(2 * seed + stream)
