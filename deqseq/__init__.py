@@ -16,6 +16,7 @@ from deqseq.backbones import (
     Mamba2Config,
 )
 from deqseq.config import RandomStart, SolveConfig
+from deqseq.exits import ExitGate, ExitRule, LogitKL, Margin, StableArgmax
 from deqseq.fixed_point import fixed_point
 from deqseq.gradients import AttachedGradient, Gradient, Implicit, OneStep, Phantom, Unrolled
 from deqseq.models import (
@@ -66,6 +67,8 @@ __all__ = [
     "ConvergenceWarning",
     "DecayInjection",
     "Draft",
+    "ExitGate",
+    "ExitRule",
     "ExplicitModel",
     "ExternalSolver",
     "FixedPointMap",
@@ -80,8 +83,10 @@ __all__ = [
     "Llama",
     "LlamaConfig",
     "Lockstep",
+    "LogitKL",
     "Mamba2",
     "Mamba2Config",
+    "Margin",
     "ModelOutput",
     "Naive",
     "NewTokens",
@@ -100,6 +105,7 @@ __all__ = [
     "SolveConfig",
     "SolveStats",
     "Solver",
+    "StableArgmax",
     "State",
     "Status",
     "Stop",

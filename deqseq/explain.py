@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 Cause = Literal[
     "converged",
+    "exit rule",
     "several fixed points",
     "budget",
     "slow convergence",
@@ -78,9 +79,10 @@ class Explanation:
 def explain(outcome: "Outcome", problem: Problem) -> Explanation:
     """Solve again with a larger budget, with other solvers until one converges, and from another start."""
     given = problem.stop.max_steps
-    stop = replace(problem.stop, check_every=1, max_steps=max(given, min(max(4 * given, 64), 1000)))
-    failed = ~outcome.converged.cpu()
-    causes: list[Cause] = ["converged"] * len(failed)
+    stop = replace(problem.stop, exit=None, check_every=1, max_steps=max(given, min(max(4 * given, 64), 1000)))
+    converged, failed = outcome.converged.cpu(), outcome.failed.cpu()
+    exited = ~converged & ~failed
+    causes: list[Cause] = ["exit rule" if row else "converged" for row in exited.tolist()]
     findings: dict[Cause, list[str]] = {}
     tried, enough, solved, solver = "", 0, outcome, problem.solver
     if bool(failed.any()):
@@ -107,7 +109,8 @@ def explain(outcome: "Outcome", problem: Problem) -> Explanation:
                 if lost:
                     names = ", ".join(map(str, TRIALS))
                     findings["no fixed point found"] = [f"{lost[0]} {names} did not converge either."]
-    several, alone = _elsewhere(problem, replace(stop, rtol=min(stop.rtol, 1e-4)), solver, solved.converged.cpu())
+    settled = solved.converged.cpu() & ~exited
+    several, alone = _elsewhere(problem, replace(stop, rtol=min(stop.rtol, 1e-4)), solver, settled)
     for row in several.nonzero()[:, 0].tolist():
         causes[row] = "several fixed points"
     text = {cause: _summary(findings[cause]) for cause in findings if cause in causes}
@@ -115,9 +118,11 @@ def explain(outcome: "Outcome", problem: Problem) -> Explanation:
         text["several fixed points"] = "A solve from a random start converges elsewhere."
     if "converged" in causes:
         same = "; from a random start, to the same value" * alone
-        text["converged"] = f"In {_iterations(outcome, ~failed)} iterations{same}."
+        text["converged"] = f"In {_iterations(outcome, converged)} iterations{same}."
+    if "exit rule" in causes:
+        text["exit rule"] = f"{problem.stop.exit} ended it after {_iterations(outcome, exited)} iterations."
     order: list[Cause] = list(dict.fromkeys(causes))
-    remedies: dict[Cause, str] = {cause: ADVICE[cause] for cause in order if cause != "converged"}
+    remedies: dict[Cause, str] = {cause: ADVICE[cause] for cause in order if cause in ADVICE}
     if "budget" in remedies:
         remedies["budget"] += f": stop=Stop(max_steps={2 ** enough.bit_length()})"
     for cause in ("slow convergence", "limit cycle", "divergence"):

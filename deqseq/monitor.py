@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deqseq.judge import Judge
 from deqseq.norms import Measurement, measure
 from deqseq.rows import put, take
 from deqseq.solution import Solution, SolveStats, Status
@@ -22,8 +23,11 @@ class Monitor(ABC):
     """How many rows are still iterated; the iteration ends at 0."""
 
     @abstractmethod
-    def check(self, z: State, fz: State, step: int) -> None:
-        """Measure evaluation number ``step`` (counted from 1), and end what has converged or diverged."""
+    def check(self, z: State, fz: State, step: int, args: Any = None) -> None:
+        """Measure evaluation number ``step`` (counted from 1), and end what has converged or diverged.
+
+        ``args`` is what the map was given beside ``z``.
+        """
 
     @abstractmethod
     def residuals(self) -> Residual:
@@ -45,10 +49,13 @@ class RowMonitor(Monitor):
     While every row improves, as in a contraction, the best value is the last one and nothing is copied.
     """
 
-    def __init__(self, z0: State, stop: Stop, keep_trace: bool, freezes: bool = True) -> None:
+    def __init__(
+        self, z0: State, stop: Stop, keep_trace: bool, freezes: bool = True, judge: Judge | None = None
+    ) -> None:
         batch = len(z0)
         self.stop = stop
         self.active_rows = batch
+        self._judge = judge  # of the exit rule
         self._freezes = freezes  # an external solver goes on moving the rows that have ended
         # of the rows that are computed; the first three on the host, where decisions are made
         self._rows: RowIndex = torch.arange(batch)  # their positions in the batch
@@ -67,8 +74,12 @@ class RowMonitor(Monitor):
         self._last_step = 0
         self._trace: list[Residual] | None = [] if keep_trace else None
 
-    def check(self, z: State, fz: State, step: int) -> None:
+    def check(self, z: State, fz: State, step: int, args: Any = None) -> None:
         seen, self._last_step = measure(z, fz, self.stop), step
+        converged = passed = _all_tokens(seen.passed)
+        if self._judge is not None:
+            seen = seen._replace(passed=self._judge.passed(z, fz, args))
+            passed = _all_tokens(seen.passed)
         if self._limit is None or self._best_residual is None:
             self._limit = divergence_limit(seen, self.stop)
             self._best_residual = torch.full_like(seen.residual, torch.inf)
@@ -76,7 +87,8 @@ class RowMonitor(Monitor):
             self._steps = torch.full_like(seen.passed, first, dtype=torch.int64)
         sound = seen.difference <= self._limit  # NaN is not sound
         improved = _worst(seen.residual) <= _worst(self._best_residual)
-        sound, passed, improved = torch.stack([sound, _all_tokens(seen.passed), improved]).cpu().unbind()
+        flags = torch.stack([sound, passed, improved, converged]).cpu()
+        sound, passed, improved, _ = flags
         everything = self.active_rows == len(self._active)
         self._latest = seen.residual if everything else self._where_active(seen.residual, self._latest)
         if self._per_token:
@@ -85,7 +97,7 @@ class RowMonitor(Monitor):
         if everything and bool(((sound & improved) > passed).all()):
             self._best, self._best_residual, self._stale = fz, seen.residual, torch.zeros_like(self._active)
         else:
-            self._end_rows(fz, seen, step, sound, passed, improved)
+            self._end_rows(fz, seen, step, flags)
         if self._trace is not None:
             self._trace.append(self.residuals())
 
@@ -112,6 +124,8 @@ class RowMonitor(Monitor):
             (self._best, self._best_residual, self._limit, self._latest), keep
         )
         self._frozen = take(self._frozen, keep) if self._per_token else None
+        if self._judge is not None:
+            self._judge.keep(keep)
         return keep
 
     def solution(self, evaluations: int, aux: Any) -> tuple[Solution, RowIndex | None]:
@@ -147,10 +161,9 @@ class RowMonitor(Monitor):
         rows = self._rows.to(passed.device)
         self._steps[rows] = torch.where(moving, upcoming, self._steps[rows])
 
-    def _end_rows(
-        self, fz: State, seen: Measurement, step: int, sound: RowMask, passed: RowMask, improved: RowMask
-    ) -> None:
+    def _end_rows(self, fz: State, seen: Measurement, step: int, flags: Tensor) -> None:
         """A check at which some row ends, has ended, or does not improve."""
+        sound, passed, improved, converged = flags
         better = self._active & sound & (passed | improved)
         self._stale = torch.where(self._active, ~better, self._stale if self._freezes else True)
         if bool(better.all()):
@@ -162,7 +175,8 @@ class RowMonitor(Monitor):
             self._best_residual = torch.where(_over_tokens(chosen, seen.residual), seen.residual, self._best_residual)
         ended = self._active & (passed | ~sound)
         if bool(ended.any()):
-            places, status = self._rows[ended], torch.where(passed & sound, int(Status.CONVERGED), int(Status.DIVERGED))
+            status = torch.where(converged, int(Status.CONVERGED), int(Status.EXITED))
+            places, status = self._rows[ended], torch.where(sound, status, int(Status.DIVERGED))
             self._status[places] = status[ended]
             assert self._steps is not None
             places = places.to(self._steps.device)
@@ -201,7 +215,7 @@ class WindowMonitor(Monitor):
         self._residuals: list[Residual] = []
         self._forced: list[Tensor] = []
 
-    def check(self, z: State, fz: State, step: int) -> None:
+    def check(self, z: State, fz: State, step: int, args: Any = None) -> None:
         seen = measure(z, fz, self.stop)
         if self._fresh:  # tokens that have just entered may be of another scale
             limit = divergence_limit(seen, self.stop)

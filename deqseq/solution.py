@@ -25,9 +25,11 @@ class Status(IntEnum):
 
     CONVERGED = 0
     """The residual passed the tolerance."""
-    MAX_STEPS_REACHED = 1
+    EXITED = 1
+    """The exit rule of the :class:`Stop` ended it before the residual passed; no failure."""
+    MAX_STEPS_REACHED = 2
     """``max_steps`` evaluations were made, or an external solver returned before; the best value is returned."""
-    DIVERGED = 2
+    DIVERGED = 3
     """The residual grew without bound or became non-finite; the best finite value is returned, or the start if there
     is none (in a sliding window: zeros, from there on)."""
 
@@ -102,7 +104,7 @@ class Outcome(ABC):
 
     @property
     def converged(self) -> RowMask:
-        """Which rows converged, bool, ``(batch,)``.
+        """Which rows converged: their residual passed, bool, ``(batch,)``.
 
         Raises:
             ValueError: an explicit model's output, which was not solved for.
@@ -111,8 +113,17 @@ class Outcome(ABC):
             raise ValueError("converged needs a solve: an explicit model runs its layers once")
         return self.status == Status.CONVERGED
 
+    @property
+    def failed(self) -> RowMask:
+        """Which rows spent their budget or diverged, bool, ``(batch,)``: neither converged nor ended by an exit rule.
+
+        Raises:
+            ValueError: an explicit model's output, which was not solved for.
+        """
+        return ~self.converged & (self.status != Status.EXITED)
+
     def raise_if_failed(self: Self, what: str = SOLVE) -> Self:
-        """This object, if every row converged or there was nothing to solve.
+        """This object, if no row failed or there was nothing to solve.
 
         Args:
             what: the solve's name in the error message.
@@ -123,9 +134,9 @@ class Outcome(ABC):
         Raises:
             ConvergenceError: names the rows, their residuals and a remedy.
         """
-        if self.status is None or bool(self.converged.all()):
+        if self.status is None or not bool(self.failed.any()):
             return self
-        rows = (~self.converged).nonzero()[:, 0]
+        rows = self.failed.nonzero()[:, 0]
         assert self.stats is not None
         residuals = _per_row(self.stats.residual)[rows]
         message = describe_failure(self, what)
@@ -166,6 +177,8 @@ class Outcome(ABC):
             return f"{name}(not solved: an explicit model)"
         low, high = torch.aminmax(stats.iterations)
         done = f"{int(self.converged.sum())} of {len(self.converged)} rows converged"
+        exited = int((self.status == Status.EXITED).sum())
+        done += f", {exited} ended by the exit rule" * (exited > 0)
         return f"{name}({done}, iterations {int(low)} to {int(high)})"
 
     def __getstate__(self) -> dict[str, Any]:
@@ -216,6 +229,6 @@ def describe_failure(outcome: Outcome, what: str) -> str:
     }
     worst = Status.DIVERGED if bool((status == Status.DIVERGED).any()) else Status.MAX_STEPS_REACHED
     return (
-        f"{what} failed for {int((status != Status.CONVERGED).sum())} of {len(status)} rows "
+        f"{what} failed for {int(outcome.failed.sum())} of {len(status)} rows "
         f"after {outcome.stats.evaluations} evaluations ({'; '.join(parts)}). Remedy: {advice[worst]}."
     )

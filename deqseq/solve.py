@@ -10,7 +10,9 @@ from torch import Tensor
 
 from deqseq.check import check_callable, check_flag, check_type
 from deqseq.evaluate import check_start, check_transforms, evaluate
+from deqseq.exits import check_exit
 from deqseq.explain import Problem
+from deqseq.judge import Judge
 from deqseq.monitor import Monitor, RowMonitor
 from deqseq.norms import measure
 from deqseq.rows import check_rows, put, take
@@ -51,6 +53,7 @@ class SolveCall(TypedDict, total=False):
     has_aux: bool
     trace: bool
     callback: Callback | None
+    readout: Callable[..., Tensor] | None
 
 
 def solve(
@@ -63,6 +66,7 @@ def solve(
     has_aux: bool = False,
     trace: bool = False,
     callback: Callback | None = None,
+    readout: Callable[..., Tensor] | None = None,
 ) -> Solution:
     r"""Iterate towards a fixed point :math:`z^* = f(z^*)`, in the caller's gradient mode.
 
@@ -83,16 +87,18 @@ def solve(
             budget and counted.
         trace: whether to keep the residual of every check.
         callback: called with a :class:`Progress` at every check.
+        readout: how values become logits, ``(batch, *event) -> (batch, *tokens, classes)``, for an exit rule that
+            judges these; with ``args`` it is called as ``readout(fz, args)``.
 
     Returns:
         A :class:`Solution`. Its value is ``f(z)`` at the evaluation that passed the test; for rows that did not
-        converge, at the one with the smallest residual. Failed rows raise nothing: see ``status``, or call
+        pass, at the one with the smallest residual. Failed rows raise nothing: see ``status``, or call
         ``raise_if_failed()``.
 
     Raises:
         TypeError: an argument or the value of ``f`` is of the wrong type.
-        ValueError: ``z0``, ``args`` or the value of ``f`` has a wrong shape, dtype or device, ``z0`` is not finite, or
-            ``f`` changes ``z`` in place.
+        ValueError: ``z0``, ``args`` or the value of ``f`` has a wrong shape, dtype or device, ``z0`` is not finite,
+            ``f`` changes ``z`` in place, or an exit rule needs a ``readout``.
 
     Example:
         >>> import torch
@@ -105,11 +111,15 @@ def solve(
         tensor([1, 3])
     """
     check_call(f, z0, solver, stop, args, callback)
+    if readout is not None:
+        check_callable("readout", readout)
+    check_exit(stop.exit, readout)
     check_flag("has_aux", has_aux)
     check_flag("trace", trace)
     if torch.compiler.is_exporting():
         return _exported(f, z0, args, solver, stop, has_aux)
-    monitor = RowMonitor(z0, stop, trace, freezes=not isinstance(solver, ExternalSolver))
+    judge = None if stop.exit is None else Judge(stop, readout)
+    monitor = RowMonitor(z0, stop, trace, freezes=not isinstance(solver, ExternalSolver), judge=judge)
     end = iterate(f, z0, args, solver, monitor, has_aux=has_aux, callback=callback)
     solution, stale = monitor.solution(end.evaluations, end.aux)
     if solution.aux is not None and stale is not None:
@@ -119,7 +129,7 @@ def solve(
     @torch.no_grad()
     def again(solver: Solver[Any] | ExternalSolver, stop: Stop, start: State | None, trace: bool) -> Solution:
         z = z0.detach() if start is None else start
-        return solve(f, z, solver=solver, stop=stop, args=args, has_aux=has_aux, trace=trace)
+        return solve(f, z, solver=solver, stop=stop, args=args, has_aux=has_aux, trace=trace, readout=readout)
 
     return replace(solution, problem=Problem(solver, stop, again))
 
@@ -128,7 +138,7 @@ def _exported(
     f: FixedPointMap, z0: State, args: Any, solver: Solver[Any] | ExternalSolver, stop: Stop, has_aux: bool
 ) -> Solution:
     """A fixed number of iterations, for ``torch.export``: no decision depends on numbers."""
-    if stop.check_every < stop.max_steps or isinstance(solver, ExternalSolver):
+    if stop.check_every < stop.max_steps or stop.exit is not None or isinstance(solver, ExternalSolver):
         raise ValueError(
             "torch.export needs a fixed number of iterations: stop must be Stop.exactly(n) and the solver one of "
             f"deqseq's, got {stop} and {solver}"
@@ -197,7 +207,7 @@ def iterate(
         step += 1
         fz, aux = evaluate(f, z, args, has_aux=has_aux)
         if stop.checks(step):
-            monitor.check(z, fz, step)
+            monitor.check(z, fz, step, args)
             _report(callback, monitor, step)
             if not monitor.active_rows or step == stop.max_steps:
                 return LoopResult(z, fz, aux, step, state)
@@ -235,7 +245,7 @@ def _iterate_externally(
 
     def check() -> None:
         assert last is not None
-        monitor.check(last[0], last[1], step)
+        monitor.check(last[0], last[1], step, args)
         _report(callback, monitor, step)
 
     def observed(z: State) -> State:

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from deqseq.check import check_choice, check_integer, check_number
+from deqseq.check import check_choice, check_integer, check_number, check_type
+from deqseq.exits import ExitRule
 
 Granularity = Literal["batch", "sample", "token"]
 Norm = Literal["max_token", "frobenius"]
@@ -34,10 +35,14 @@ class Stop:
             the host, which on CUDA synchronises; between checks nothing is measured, ended or recorded.
         divergence: a row has diverged when its :math:`d` exceeds this multiple of the scale it started from (the
             larger of 1 and the first :math:`d` and :math:`s`), or is not finite.
+        exit: a rule that ends tokens earlier, such as :class:`StableArgmax`; it is asked at every check. A token then
+            passes if its residual does or the rule says so. A row that ends by the rule has the status ``EXITED``: it
+            has not converged, and is no failure. With the sweeps :class:`Simultaneous` and :class:`Lockstep`. Default:
+            the residual alone.
 
     Raises:
         TypeError: an argument of the wrong type.
-        ValueError: a number out of its range, or ``per="token"`` with the Frobenius norm.
+        ValueError: a number out of its range, or ``per="token"`` or an exit rule with the Frobenius norm.
 
     Example:
         >>> Stop(rtol=1e-5, max_steps=200).per
@@ -53,6 +58,7 @@ class Stop:
     norm: Norm = "max_token"
     check_every: int = 1
     divergence: float = 1e4
+    exit: ExitRule | None = None
 
     def __post_init__(self) -> None:
         check_number("Stop.rtol", self.rtol, "[0, inf)")
@@ -62,8 +68,10 @@ class Stop:
         check_choice("Stop.norm", self.norm, get_args(Norm))
         check_integer("Stop.check_every", self.check_every, 1)
         check_number("Stop.divergence", self.divergence, "(1, inf]")
-        if self.per == "token" and self.norm == "frobenius":
-            raise ValueError('Stop.per="token" measures each token: Stop.norm must be "max_token", got "frobenius"')
+        check_type("Stop.exit", self.exit, (ExitRule, type(None)), "dq.StableArgmax(2)")
+        if self.norm == "frobenius" and (self.per == "token" or self.exit is not None):
+            which = 'Stop.per="token"' if self.exit is None else "Stop.exit"
+            raise ValueError(f'{which} measures each token: Stop.norm must be "max_token", got "frobenius"')
 
     @classmethod
     def exactly(cls, steps: int) -> "Stop":

@@ -99,7 +99,7 @@ class TestRowMonitor:
         monitor.check(z[2:], targets[2:], 3)
         assert monitor.residuals().tolist() == [0.0, 0.0] + [0.5] * 6
         solution, stale = monitor.solution(3, None)
-        assert solution.status.tolist() == [0, 0] + [1] * 6
+        assert solution.status.tolist() == [0, 0] + [2] * 6
         assert solution.stats.updates.tolist() == [2, 2] + [3] * 6
         assert solution.stats.iterations.tolist() == [1, 2] + [3] * 6
         assert stale is None

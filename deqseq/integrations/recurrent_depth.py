@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from einops import rearrange
-from torch import Tensor
+from torch import Tensor, nn
 
 from deqseq.backbones import ConcatInjection, Injected, Llama, LlamaConfig
 from deqseq.check import check_type
@@ -33,7 +33,8 @@ def from_pretrained(
     - Huginn-0125 and the retrofitted Llama and OLMo 2 models become a :class:`deqseq.RecurrentDepth`, solved to a
       relative tolerance of 1e-3 within 4 times its mean depth, started at zero.
     - Ouro becomes an :class:`deqseq.ImplicitModel` without injection, started at its input, and run for its number of
-      loops in :class:`deqseq.Lockstep`.
+      loops in :class:`deqseq.Lockstep`. Its gate is ``lm.exit_gate``; to exit by it, pass
+      ``stop=dq.Stop(exit=dq.ExitGate(lm.exit_gate, 0.5))``, whatever the configuration's ``early_exit_threshold``.
 
     The former have a fixed point, which every sweep finds and of which a cache keeps one entry per token. To run
     them as their authors do, for ``r`` iterations from random states with a cache for each, pass
@@ -273,20 +274,22 @@ def _ouro(fields: Fields, state: Mapping[str, Tensor]) -> CausalLM:
     )
     solve = SolveConfig(Naive(), Stop.exactly(loops), Unrolled(), Lockstep(loops), start="input")
     tied = fields.flag("tie_word_embeddings", False)
-    return CausalLM(fields.integer("vocab_size"), ImplicitModel(stack, solve), tied=tied)
+    gate = None
+    if "model.early_exit_gate.weight" in state:
+        gate = nn.Linear(width, 1).requires_grad_(False)  # the loss does not reach it, for which DDP would wait
+    return CausalLM(fields.integer("vocab_size"), ImplicitModel(stack, solve), tied=tied, exit_gate=gate)
 
 
 def _ouro_weights(state: dict[str, Tensor], lm: CausalLM) -> dict[str, Tensor]:
-    """Their tensors under our names, which are theirs but for the prefixes; without the exit gate."""
+    """Their tensors under our names, which are theirs but for the prefixes."""
     if lm.head is None:
         state = without_tied_head(state, "lm_head.weight", "model.embed_tokens.weight")
-    prefixes = (("lm_head.", "head."), ("model.embed_tokens.", "embedding."), ("model.", "model.backbone."))
+    prefixes = (("lm_head.", "head."), ("model.embed_tokens.", "embedding."))
+    prefixes += (("model.early_exit_gate.", "exit_gate."), ("model.", "model.backbone."))
     ours: dict[str, Tensor] = {}
     for name, tensor in state.items():
         theirs, new = next((pair for pair in prefixes if name.startswith(pair[0])), ("", ""))
         ours[new + name.removeprefix(theirs)] = tensor
-    for name in ("weight", "bias"):
-        ours.pop(f"model.backbone.early_exit_gate.{name}", None)
     return ours
 
 

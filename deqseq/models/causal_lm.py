@@ -41,6 +41,8 @@ class CausalLM(nn.Module):
             before the solve.
         embedding_scale: multiplies the embedded tokens, rounded to their dtype first, as in Gemma.
         logit_softcap: bound of the logits, which become ``cap * tanh(logits / cap)``, as in Gemma 2. Default: none.
+        exit_gate: maps states ``(..., d_model)`` to one number each, ``(..., 1)``, as in Ouro. It is kept for
+            :class:`ExitGate`; the model itself does not run it. Default: none.
 
     Raises:
         TypeError, ValueError: names the argument, what it got and what it wants.
@@ -64,6 +66,7 @@ class CausalLM(nn.Module):
         embedding_dropout: float = 0.0,
         embedding_scale: float = 1.0,
         logit_softcap: float | None = None,
+        exit_gate: nn.Module | None = None,
     ) -> None:
         super().__init__()
         check_integer("CausalLM.vocab_size", vocab_size, 1)
@@ -84,6 +87,8 @@ class CausalLM(nn.Module):
         self.head = None if tied else nn.Linear(model.d_model, vocab_size, bias=False)
         if self.head is not None:
             nn.init.normal_(self.head.weight, std=embedding_std)
+        check_type("CausalLM.exit_gate", exit_gate, (nn.Module, type(None)), "torch.nn.Linear(64, 1)")
+        self.exit_gate = exit_gate
 
     def forward(
         self,
@@ -114,7 +119,7 @@ class CausalLM(nn.Module):
             return_cache: whether to return the cache after these tokens.
             trace: whether to keep residuals, as in :meth:`ImplicitModel.forward`.
             callback: called at every check of the residual, as in :meth:`ImplicitModel.forward`.
-            throw: whether rows that did not converge raise an error.
+            throw: whether rows that spent their budget or diverged raise an error.
             solve: replaces the model's :class:`SolveConfig` for this call.
             **fields: fields of :class:`SolveConfig` to replace for this call. An explicit model takes none of these
                 five.
@@ -134,6 +139,8 @@ class CausalLM(nn.Module):
             options = {name: value for name, value in options.items() if value is not None and value is not False}
             if options:
                 raise TypeError(f"an explicit model has nothing to solve: it takes no {', '.join(options)}")
+        else:
+            options["head"] = self.logits
         output = self.model(x, mask=mask, cache=cache, return_cache=return_cache, **options)
         logits = self.logits(output.value)
         loss = None if answers is None else _cross_entropy(logits, answers, shift=labels is not None)

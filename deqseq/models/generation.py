@@ -87,8 +87,8 @@ class Generation:
         lengths: tokens of each row, its stop token included, ``(batch,)``.
         iterations: of the solve that each token was chosen from, ``(batch, new)``; 0 after a row's end; None for an
             explicit model. With drafts it is the verifying solve, which several tokens share.
-        converged: whether that solve converged, ``(batch, new)``; True after a row's end; None for an explicit model.
-            The first token's solve is the prompt's.
+        converged: whether that solve converged, ``(batch, new)``; not if an exit rule ended it; True after a row's end;
+            None for an explicit model. The first token's solve is the prompt's.
         evaluations: how many evaluations of the map followed each other after the prompt's solve, those of drafts
             included; None for an explicit model. The rows of a batch share them.
     """
@@ -192,7 +192,7 @@ def generate(
     Each turn takes tokens, commits them, drafts some, and solves for the last token taken and the drafts together;
     without a draft this is decoding token by token.
     """
-    whole, full, few = _calls(solved_part(model), draft, solve, fields)
+    whole, full, few = _calls(solved_part(model), head, draft, solve, fields)
     batch, device = prompt.shape[0], prompt.device
     rows, record = list(range(batch)), _Record(batch, max_new_tokens, stop_tokens)
     random = None if sampler.seed is None else torch.Generator().manual_seed(sampler.seed)
@@ -248,7 +248,11 @@ def generate(
 
 
 def _calls(
-    core: ImplicitModel | None, draft: Draft | None, solve: SolveConfig | None, fields: SolveFields
+    core: ImplicitModel | None,
+    head: Callable[[Tensor], Tensor],
+    draft: Draft | None,
+    solve: SolveConfig | None,
+    fields: SolveFields,
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """The model's keyword arguments for the prompt, for a window of new tokens, and for its drafts."""
     given: dict[str, Any] = {**fields, **({} if solve is None else {"solve": solve})}
@@ -257,7 +261,7 @@ def _calls(
         if given:
             raise TypeError(f"an explicit model has nothing to solve: it takes no {', '.join(given)}")
         return {"return_cache": True}, {"return_cache": True}, {}
-    config = resolve(core.solve_config, solve, fields)
+    config, given = resolve(core.solve_config, solve, fields), given | {"head": head}
     whole = given | {"return_cache": True, "sweep": fields.get("sweep", prompt_sweep(config))}
     if isinstance(config.sweep, Lockstep):
         if draft is not None:
@@ -272,7 +276,7 @@ def _calls(
 
 def prompt_sweep(config: SolveConfig) -> Sweep:
     """How a prompt is solved unless the caller says: all tokens together would be more work than a window."""
-    windows = isinstance(config.sweep, Simultaneous) and config.stop.norm == "max_token"
+    windows = isinstance(config.sweep, Simultaneous) and config.stop.norm == "max_token" and config.stop.exit is None
     return Sliding() if windows else config.sweep
 
 

@@ -13,6 +13,7 @@ from deqseq.backbones.base import Backbone, Cache, Inputs, check_sequence
 from deqseq.check import check_callable, check_flag, check_type
 from deqseq.config import RandomStart, SolveConfig, SolveFields, resolve
 from deqseq.evaluate import check_start
+from deqseq.exits import check_exit
 from deqseq.explain import Problem
 from deqseq.gradients import AttachedGradient, Gradient, Implicit, Unrolled
 from deqseq.layers.sharded import sharded_parts, unsharded
@@ -27,7 +28,7 @@ from deqseq.stop import Stop
 from deqseq.sweeps import Lockstep, Simultaneous
 from deqseq.sweeps.lockstep import LockstepCache, backbone_cache
 from deqseq.sweeps.run import run_sweep
-from deqseq.sweeps.tokens import TokenArgs, Uncommitted, commit
+from deqseq.sweeps.tokens import Head, TokenArgs, Uncommitted, commit
 from deqseq.types import Mask, Sequence
 
 
@@ -85,6 +86,7 @@ class ImplicitModel(nn.Module):
         trace: bool = False,
         callback: Callback | None = None,
         throw: bool = False,
+        head: Head | None = None,
         solve: SolveConfig | None = None,
         **fields: Unpack[SolveFields],
     ) -> ModelOutput:
@@ -102,7 +104,9 @@ class ImplicitModel(nn.Module):
             trace: whether to keep residuals; with the simultaneous sweep only.
             callback: called with a :class:`Progress` at every check of the residual; the iterations of each chunk and
                 each commit are counted from 1. Residuals per token are of the real tokens first, whatever the padding.
-            throw: whether rows that did not converge raise an error.
+            throw: whether rows that spent their budget or diverged raise an error.
+            head: maps states to logits, ``(rows, length, d_model) -> (rows, length, classes)``, for an exit rule that
+                judges these; :class:`deqseq.CausalLM` passes its own.
             solve: replaces the model's configuration for this call.
             **fields: fields of :class:`SolveConfig` to replace for this call: ``solver``, ``stop``, ``gradient``,
                 ``sweep``, ``start``; the latter may also be the states to begin from, ``(batch, length, d_model)``, or
@@ -116,11 +120,12 @@ class ImplicitModel(nn.Module):
             ConvergenceWarning: in eval mode, once per model: most rows spent their budget without converging.
 
         Raises:
-            ConvergenceError: with ``throw``, names the rows that did not converge, their residuals and a remedy.
+            ConvergenceError: with ``throw``, names the rows that failed, their residuals and a remedy.
             TypeError: an unknown keyword, or a value of the wrong type.
             ValueError: a bad shape; a trace with another sweep than the simultaneous; :class:`Unrolled` with another
-                sweep; an estimator whose backward pass may be longer in one process than in another
-                (:class:`Unrolled`, :class:`Implicit`) while the backbone is sharded over both.
+                sweep; an exit rule with a sweep that has none, or without the head that it needs; an estimator whose
+                backward pass may be longer in one process than in another (:class:`Unrolled`, :class:`Implicit`) while
+                the backbone is sharded over both.
         """
         start = fields.get("start")
         start = start if isinstance(start, Tensor) else None
@@ -136,6 +141,9 @@ class ImplicitModel(nn.Module):
             check_flag(name, flag)
         if callback is not None:
             check_callable("callback", callback)
+        if head is not None:
+            check_callable("head", head)
+        check_exit(config.stop.exit, head)
         gradient = config.gradient if self._requires_gradient(x) else None
         if sharded_parts(self.backbone):
             _check_sharded(gradient, config.stop)
@@ -147,7 +155,7 @@ class ImplicitModel(nn.Module):
             inputs = self.backbone.prepare(tokens, backbone_cache(cache, config.sweep), padding.mask)
             if config.start == "zero" and start is None:
                 _check_injection(inputs, self.backbone)
-            args = TokenArgs(inputs, cache, padding.mask)
+            args = TokenArgs(inputs, cache, padding.mask, head if config.stop.exit is not None else None)
             args = args.slice(0, x.shape[1], x.shape[1]) if return_uncommitted else args
             solution, after = run_sweep(
                 self.backbone,

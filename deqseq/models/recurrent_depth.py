@@ -6,13 +6,13 @@ from typing import Any, Unpack
 from torch import Tensor, nn
 
 from deqseq.backbones.base import Cache
-from deqseq.check import check_type
+from deqseq.check import check_callable, check_type
 from deqseq.config import SolveConfig, SolveFields
 from deqseq.models.explicit import ExplicitModel
 from deqseq.models.implicit import ImplicitModel
 from deqseq.models.output import ModelOutput
 from deqseq.solve import Callback
-from deqseq.sweeps.tokens import Counts, Uncommitted
+from deqseq.sweeps.tokens import Counts, Head, Uncommitted
 from deqseq.types import Mask, Sequence
 
 
@@ -98,6 +98,7 @@ class RecurrentDepth(nn.Module):
         trace: bool = False,
         callback: Callback | None = None,
         throw: bool = False,
+        head: Head | None = None,
         solve: SolveConfig | None = None,
         **fields: Unpack[SolveFields],
     ) -> ModelOutput:
@@ -113,7 +114,9 @@ class RecurrentDepth(nn.Module):
                 simultaneous sweep only.
             trace: whether to keep residuals of the core, as in :meth:`ImplicitModel.forward`.
             callback: called at every check of the core's residual, as in :meth:`ImplicitModel.forward`.
-            throw: whether rows that did not converge raise an error.
+            throw: whether rows that spent their budget or diverged raise an error.
+            head: maps the coda's states to logits, ``(rows, length, d_model) -> (rows, length, classes)``, for an exit
+                rule that judges these; :class:`deqseq.CausalLM` passes its own. Each check then runs the coda.
             solve: replaces the core's configuration for this call.
             **fields: fields of :class:`SolveConfig` to replace for this call. ``start`` may also be states of the core,
                 ``(batch, length, d_model)``.
@@ -131,8 +134,12 @@ class RecurrentDepth(nn.Module):
         every = {"mask": mask, "return_cache": return_cache, "return_uncommitted": return_uncommitted}
         options: dict[str, Any] = {"trace": trace, "callback": callback, "throw": throw, "solve": solve, **fields}
         first = self.prelude(x, cache=before[0], **every)
+        room = None if before[2] is None else before[2].reserve(x.shape[1])
+        if head is not None:
+            check_callable("head", head)
+            options["head"] = _CodaHead(self.norm, self.coda, room, head)
         solved = self.core(first.value, cache=before[1], **every, **options)
-        last = self.coda(self.norm(solved.value), cache=before[2], **every)
+        last = self.coda(self.norm(solved.value), cache=room, **every)
         after = RecurrentDepthCache(first.cache, solved.cache, last.cache) if return_cache else None
         own = _joined(first.uncommitted, solved.uncommitted, last.uncommitted)
         return ModelOutput(last.value, after, solved.stats, solved.status, solved.problem, own)
@@ -145,6 +152,22 @@ class RecurrentDepth(nn.Module):
         """
         for part in (self.prelude, self.core, self.coda):
             part.compile(**options)
+
+
+@dataclass(frozen=True)
+class _CodaHead:
+    """From the core's states to logits, with the cache of the rows that are still computed.
+
+    Padding comes last while the core is solved, so that the logits of real tokens do not depend on it.
+    """
+
+    norm: nn.Module
+    coda: ExplicitModel
+    cache: Cache | None
+    head: Head
+
+    def __call__(self, states: Sequence) -> Tensor:
+        return self.head(self.coda(self.norm(states), cache=self.cache).value)
 
 
 def solved_part(model: nn.Module) -> ImplicitModel | None:

@@ -136,6 +136,9 @@ class Lockstep(Sweep):
     the other sweeps need a fixed point for that; it costs a cache per iteration instead of one. The tolerance and the
     budget of :class:`Stop` are not used, and no row is reported as converged. Statistics are per row.
 
+    With an exit rule, all iterations run all the same, and the value of a token is that of the first iteration at which
+    the rule lets it go, or of the last one. Iterations and residuals are then per token.
+
     Args:
         steps: iterations, at least 1.
 

@@ -17,7 +17,7 @@ from deqseq.solution import Solution, SolveStats
 from deqseq.solve import Callback, SolveCall, iterate, next_point, solve
 from deqseq.sweeps.base import Lockstep, Simultaneous, Sliding, Sweep
 from deqseq.sweeps.lockstep import LockstepCache, run_lockstep
-from deqseq.sweeps.tokens import TokenArgs, advance, token_map
+from deqseq.sweeps.tokens import TokenArgs, advance, readout, token_map
 from deqseq.types import Sequence
 
 
@@ -67,8 +67,7 @@ def run_sweep(
             solution, cache = _slide(backbone, args, z0, config, need_cache, callback)
     elif isinstance(config.sweep, Lockstep):
         unrolled = gradient if isinstance(gradient, Unrolled) else None
-        call = (config.solver, config.sweep.steps, unrolled, need_cache, callback)
-        solution, cache = run_lockstep(backbone, args, z0, *call)
+        solution, cache = run_lockstep(backbone, args, z0, config, unrolled, need_cache, callback)
     else:
         inside = None if attached else gradient
         solution, cache = _chunks(backbone, args, z0, config, need_cache, callback, trace, inside, keep_aux)
@@ -116,6 +115,7 @@ def _chunks(
         chunk, f = args.slice(start, end, length), token_map(backbone, need_aux=commits or keep_aux)
         call: SolveCall = {"args": chunk, "has_aux": True, "solver": config.solver, "stop": config.stop}
         call["trace"], call["callback"] = trace, callback
+        call["readout"] = None if args.head is None else readout
         z = z0 if size == length else z0[:, start:end].contiguous()  # a view would be compiled on its own
         if gradient is not None:
             solution = gradient.apply(f, z, **call)
@@ -171,6 +171,8 @@ def _check(config: SolveConfig, gradient: Gradient | None, trace: bool, keep_aux
             f"{type(gradient).__name__} differentiates the iteration itself and needs the Simultaneous sweep, got "
             f"{sweep}: take Phantom, OneStep or Implicit, which need the fixed point alone"
         )
+    if config.stop.exit is not None and not isinstance(sweep, Lockstep):
+        raise ValueError(f"Stop.exit={config.stop.exit} needs the Simultaneous or the Lockstep sweep, got {sweep}")
     if isinstance(sweep, Sliding) and config.stop.norm != "max_token":
         raise ValueError(f'Sliding tests each token: Stop.norm must be "max_token", got "{config.stop.norm}"')
 

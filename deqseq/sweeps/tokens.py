@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Int64
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from deqseq.backbones.base import Backbone, Cache
@@ -14,6 +14,8 @@ from deqseq.rows import map_tensors
 from deqseq.types import Mask, Sequence, State
 
 Counts = Int64[Tensor, " batch"]
+Head = Callable[[Sequence], Float[Tensor, "rows length classes"]]
+"""From states to logits, for exit rules; :func:`deqseq.take` gives that of some rows."""
 
 
 class TokenArgs(NamedTuple):
@@ -22,6 +24,7 @@ class TokenArgs(NamedTuple):
     inputs: Any
     cache: Cache | None = None
     mask: Mask | None = None
+    head: Head | None = None
 
     def slice(self, start: int, stop: int, length: int) -> "TokenArgs":
         """The tokens from ``start`` up to ``stop`` of ``length``, contiguous, and room for them in the cache."""
@@ -38,7 +41,7 @@ class TokenArgs(NamedTuple):
             return x[:, start:stop].contiguous()
 
         inputs, mask = map_tensors(part, (self.inputs, self.mask))
-        return TokenArgs(inputs, cache, mask)
+        return self._replace(inputs=inputs, cache=cache, mask=mask)
 
 
 def token_map(backbone: Backbone[Any], *, need_aux: bool = False) -> Any:
@@ -52,6 +55,12 @@ def token_map(backbone: Backbone[Any], *, need_aux: bool = False) -> Any:
         return value.masked_fill(~args.mask[..., None], 0), aux
 
     return f
+
+
+def readout(states: State, args: TokenArgs) -> Float[Tensor, "rows length classes"]:
+    """The logits of some tokens, for the exit rule of a solve of :func:`token_map`."""
+    assert args.head is not None
+    return args.head(states)
 
 
 def advance(backbone: Backbone[Any], args: TokenArgs, aux: Any, tokens: int, counts: Counts | None = None) -> Cache:

@@ -190,7 +190,46 @@ def test_ouro_trains_through_all_loops():
     torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).backward()
     wanted = dict(plain.named_parameters())
     for key, parameter in lm.named_parameters():
-        assert_near(parameter.grad, wanted[key].grad)
+        if parameter.requires_grad:
+            assert_near(parameter.grad, wanted[key].grad)
+    assert [key for key, parameter in lm.named_parameters() if not parameter.requires_grad] == [
+        "exit_gate.weight",
+        "exit_gate.bias",
+    ]
+
+
+@pytest.mark.parametrize("threshold", [0.5, 0.8, 1.0])
+def test_ouro_exits_by_its_gate(threshold):
+    lm, golden = loaded("ouro"), numbers("ouro")
+    with torch.no_grad():
+        output = lm(golden["input_ids"], stop=dq.Stop(exit=dq.ExitGate(lm.exit_gate, threshold)))
+    name = "eval_logits" if threshold == 1 else f"threshold_{threshold}_logits"
+    assert_near(output.logits, golden[name])
+    reached = golden["exit_pdf"].cumsum(dim=2)[..., :3] >= threshold  # the last loop ends in any case
+    loops = 1 + (~reached).cumprod(dim=2).sum(dim=2)
+    assert torch.equal(output.stats.iterations, loops)
+    assert output.stats.evaluations == 4
+    assert threshold == 1 or len(loops.unique()) > 1
+
+
+def test_the_probabilities_of_ouros_gate():
+    lm, golden = loaded("ouro"), numbers("ouro")
+    assert_near(lm.exit_gate(golden["states"])[..., 0].detach(), golden["gate_logits"])
+    rule, stays, memory = dq.ExitGate(lm.exit_gate, 0.5), [torch.ones(3, 17).double()], None
+    with torch.no_grad():
+        for loop in range(3):
+            _, memory = rule.step(golden["states"][:, :, loop], None, memory)
+            stays.append(memory)
+    stays.append(torch.zeros(3, 17).double())
+    assert_near(torch.stack(stays, dim=2).diff(dim=2).neg(), golden["exit_pdf"])
+
+
+def test_ouro_decodes_and_exits_with_a_cache_per_loop():
+    lm, golden = loaded("ouro"), numbers("ouro")
+    stop = dq.Stop(exit=dq.ExitGate(lm.exit_gate, 0.5))
+    found = decoded(lm, golden["input_ids"], None, stop=stop, return_cache=True)
+    assert_near(found, golden["threshold_0.5_logits"][:, 11:])
+    assert lm.generate(golden["input_ids"], max_new_tokens=3, stop=stop).tokens.shape == (3, 3)
 
 
 # files

@@ -30,6 +30,7 @@ from deqseq.models.causal_lm import check_ids
 from deqseq.models.padding import Padding
 from deqseq.models.recurrent_depth import solved_part
 from deqseq.models.scaling import scaled
+from deqseq.sweeps.tokens import Head
 
 SolveChange = SolveConfig | Mapping[str, Any]
 """How a call is solved: a whole configuration, or the fields to replace in the model's own, as objects or JSON."""
@@ -75,6 +76,7 @@ class ImplicitBaseModel(ImplicitPreTrainedModel):
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         solve: SolveChange | None = None,
+        head: Head | None = None,
         **kwargs: Any,
     ) -> ImplicitModelOutput | tuple[Any, ...]:
         """Solve for the states of these tokens.
@@ -94,6 +96,7 @@ class ImplicitBaseModel(ImplicitPreTrainedModel):
                 explicit model the embedded tokens and the state after each block.
             solve: how this call is solved: a :class:`deqseq.SolveConfig`, or a mapping of the fields to replace, as
                 ``{"sweep": deqseq.Sliding(8), "stop": {"max_steps": 8}}``.
+            head: maps states to logits, for an exit rule that judges these; a language model passes its own.
             **kwargs: ``return_dict=False`` returns a tuple. What transformers passes to all models and does not matter
                 here, such as ``token_type_ids``, is ignored.
 
@@ -116,7 +119,8 @@ class ImplicitBaseModel(ImplicitPreTrainedModel):
         mask, committed = joined_mask(attention_mask, batch, length, cache), cache.length
         check_positions(position_ids, mask, committed, (batch, length))
         new = None if mask is None else mask[:, committed:]
-        options = {} if solve is None else {"solve": self.solve_config(solve)}
+        options: dict[str, Any] = {} if solve is None else {"solve": self.solve_config(solve)}
+        options |= {} if self.solved is None else {"head": head}
         want_states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         record = want_states and self.solved is None
         with recorded_states(self.core.backbone) if record else nullcontext([]) as between:

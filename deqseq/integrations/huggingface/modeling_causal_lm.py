@@ -107,15 +107,18 @@ class ImplicitCausalLM(ImplicitPreTrainedModel, GenerationMixin):
         if isinstance(logits_to_keep, int) and logits_to_keep < 0:
             raise ValueError(f"logits_to_keep must be an integer >= 0 or positions, got {logits_to_keep}")
         inputs = (input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache)
-        output = self.model(*inputs, solve=solve, **kwargs | {"return_dict": True})
+        output = self.model(*inputs, solve=solve, head=self._logits, **kwargs | {"return_dict": True})
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits, loss = capped(self.lm_head(output.last_hidden_state[:, kept]), self.config.logit_softcap), None
+        logits, loss = self._logits(output.last_hidden_state[:, kept]), None
         if scored:
             loss = self.loss_function(logits, labels, vocab_size, num_items_in_batch, shift_labels=shift_labels)
         own = {name: value for name, value in output.items() if name != "last_hidden_state"}
         predicted = ImplicitCausalLMOutput(loss=loss, logits=logits, **own)
         predicted.problem = output.problem
         return predicted
+
+    def _logits(self, states: Tensor) -> Tensor:
+        return capped(self.lm_head(states), self.config.logit_softcap)
 
     def generate(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,

@@ -5,19 +5,21 @@ from dataclasses import fields, replace
 from typing import Any, Literal
 
 from deqseq.config import RandomStart, SolveConfig
+from deqseq.exits import ExitRule, LogitKL, Margin, StableArgmax
 from deqseq.gradients import Gradient, Implicit, OneStep, Phantom, Unrolled
 from deqseq.integrations.reference_fields import check_known
 from deqseq.solvers import Anderson, Broyden, ExternalSolver, Naive, Relaxed, Solver
 from deqseq.stop import Stop
 from deqseq.sweeps import Chunked, Lockstep, Sequential, Simultaneous, Sliding, Sweep
 
-Kind = Literal["solver", "gradient", "stop", "sweep", "start", "solve"]
+Kind = Literal["solver", "gradient", "stop", "exit", "sweep", "start", "solve"]
 Json = dict[str, Any]
 
 CLASSES: dict[Kind, tuple[type[Any], ...]] = {
     "solver": (Naive, Relaxed, Anderson, Broyden),
     "gradient": (Unrolled, OneStep, Phantom, Implicit),
     "stop": (Stop,),
+    "exit": (LogitKL, StableArgmax, Margin),
     "sweep": (Simultaneous, Chunked, Sliding, Sequential, Lockstep),
     "start": (RandomStart,),
     "solve": (SolveConfig,),
@@ -28,6 +30,7 @@ _BASES: dict[Kind, tuple[type[Any], ...]] = {
     "solver": (Solver, ExternalSolver),
     "gradient": (Gradient,),
     "stop": (Stop,),
+    "exit": (ExitRule, type(None)),
     "sweep": (Sweep,),
     "start": (RandomStart,),
     "solve": (SolveConfig,),
@@ -38,8 +41,8 @@ def to_json(value: object) -> Any:
     """An object as a configuration file holds it: the name of its class, and all of its fields.
 
     Args:
-        value: a solver, gradient, stopping rule, sweep or :class:`deqseq.SolveConfig`; numbers, strings and None stay
-            as they are.
+        value: a solver, gradient, stopping or exit rule, sweep or :class:`deqseq.SolveConfig`; numbers, strings and
+            None stay as they are.
 
     Returns:
         What :func:`from_json` turns into an equal object.

@@ -5,6 +5,7 @@ import json
 from dataclasses import dataclass
 
 import pytest
+import torch
 
 import deqseq as dq
 from deqseq.integrations.huggingface import from_json, to_json
@@ -18,7 +19,8 @@ OBJECTS = {
         dq.Phantom(2, 0.5, True),
         dq.Implicit(dq.Broyden(4), dq.Stop(rtol=1e-7), True),
     ],
-    "stop": [dq.Stop(1e-4, 1e-6, 7, "token", "max_token", 2, 50.0), dq.Stop(divergence=float("inf"))],
+    "stop": [dq.Stop(1e-4, 1e-6, 7, "token", "max_token", 2, 50.0), dq.Stop(divergence=float("inf"), exit=dq.Margin())],
+    "exit": [dq.LogitKL(1e-3), dq.StableArgmax(3), dq.Margin(0.5)],
     "sweep": [dq.Simultaneous(), dq.Chunked(3), dq.Sliding(5), dq.Sequential(), dq.Lockstep(3)],
     "start": [dq.RandomStart(0.5, 3, 2)],
     "solve": [
@@ -30,6 +32,7 @@ BASES = {
     "solver": dq.Solver,
     "gradient": dq.Gradient,
     "stop": dq.Stop,
+    "exit": dq.ExitRule,
     "sweep": dq.Sweep,
     "start": dq.RandomStart,
     "solve": dq.SolveConfig,
@@ -51,6 +54,7 @@ def test_every_class_of_the_library_is_in_the_table(kind):
         for part in public
         if inspect.isclass(part) and issubclass(part, BASES[kind]) and not inspect.isabstract(part)
     }
+    concrete -= {dq.ExitGate}  # its gate is a module
     assert set(CLASSES[kind]) == concrete
     assert {type(value) for value in OBJECTS[kind]} == concrete
 
@@ -67,6 +71,7 @@ def test_every_field_is_written():
             "norm": "frobenius",
             "check_every": 1,
             "divergence": 1e4,
+            "exit": None,
         },
         "throw": False,
         "report": None,
@@ -100,6 +105,8 @@ def test_a_base_keeps_what_is_left_out():
         ("gradient", {"name": "Unrolled", "checkpoint": 1}, TypeError, r"Unrolled\.checkpoint must be True or False"),
         ("stop", {"max_steps": 2.0}, TypeError, r"Stop\.max_steps must be an integer"),
         ("stop", {"divergence": 0.5}, ValueError, r"here: Stop\.divergence must be"),
+        ("stop", {"exit": {"name": "Margin", "threshold": 2}}, ValueError, r"Stop\.exit: Margin\.threshold must be"),
+        ("stop", {"exit": "Margn"}, ValueError, r"here: Stop\.exit: name 'Margn' is unknown; did you mean 'Margin'"),
         ("stop", {"name": "Halt"}, ValueError, r"name 'Halt' is unknown \(known: Stop\)"),
         ("sweep", {"name": "Chunked", "size": 0}, ValueError, r"Chunked\.size must be an integer >= 1"),
         ("solver", {"damping": 1}, TypeError, 'must be a solver of deqseq or its JSON, {"name": "Naive"'),
@@ -127,5 +134,7 @@ def test_objects_of_ones_own_are_for_calls_alone():
     for value in (Mine(), dq.SolveConfig(sweep=Mine())):
         with pytest.raises(TypeError, match=r"cannot name .*Mine.* in the call"):
             to_json(value)
+    with pytest.raises(TypeError, match=r"cannot name ExitGate\(.* in the call"):
+        to_json(dq.Stop(exit=dq.ExitGate(torch.nn.Linear(2, 1))))
     with pytest.raises(TypeError, match=r"cannot name <built-in function print>"):
         to_json(dq.Implicit(report=print))
