@@ -18,7 +18,7 @@ from deqseq.backbones import (
 from deqseq.config import RandomStart, SolveConfig
 from deqseq.exits import ExitGate, ExitRule, LogitKL, Margin, StableArgmax
 from deqseq.fixed_point import fixed_point
-from deqseq.gradients import AttachedGradient, Gradient, Implicit, OneStep, Phantom, Unrolled
+from deqseq.gradients import AttachedGradient, Coupled, Gradient, Implicit, OneStep, Phantom, Reversible, Unrolled
 from deqseq.models import (
     EXAMPLES,
     PRESETS,
@@ -65,6 +65,7 @@ __all__ = [
     "ConcatInjection",
     "ConvergenceError",
     "ConvergenceWarning",
+    "Coupled",
     "DecayInjection",
     "Draft",
     "ExitGate",
@@ -98,6 +99,7 @@ __all__ = [
     "RecurrentDepth",
     "Relaxed",
     "Residual",
+    "Reversible",
     "Sequential",
     "Simultaneous",
     "Sliding",

@@ -93,6 +93,7 @@ def cases() -> list[Case]:
         Case("Stop", dq.Stop, {**stop, "divergence": 10.0}),
         Case("Stop.exactly", dq.Stop.exactly, {"steps": 3}),
         Case("Relaxed", dq.Relaxed, {"damping": 0.5}),
+        Case("Coupled", dq.Coupled, {"damping": 0.5}),
         Case("Anderson", dq.Anderson, {"memory": 3, "mixing": 0.5, "ridge": 0.1}),
         Case("Broyden", dq.Broyden, {"memory": 3}),
         Case("TorchDEQ", TorchDEQ, {"name": "anderson"}),

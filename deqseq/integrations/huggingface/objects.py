@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from deqseq.config import RandomStart, SolveConfig
 from deqseq.exits import ExitRule, LogitKL, Margin, StableArgmax
-from deqseq.gradients import Gradient, Implicit, OneStep, Phantom, Unrolled
+from deqseq.gradients import Coupled, Gradient, Implicit, OneStep, Phantom, Reversible, Unrolled
 from deqseq.integrations.reference_fields import check_known
 from deqseq.solvers import Anderson, Broyden, ExternalSolver, Naive, Relaxed, Solver
 from deqseq.stop import Stop
@@ -16,8 +16,8 @@ Kind = Literal["solver", "gradient", "stop", "exit", "sweep", "start", "solve"]
 Json = dict[str, Any]
 
 CLASSES: dict[Kind, tuple[type[Any], ...]] = {
-    "solver": (Naive, Relaxed, Anderson, Broyden),
-    "gradient": (Unrolled, OneStep, Phantom, Implicit),
+    "solver": (Naive, Relaxed, Anderson, Broyden, Coupled),
+    "gradient": (Unrolled, Reversible, OneStep, Phantom, Implicit),
     "stop": (Stop,),
     "exit": (LogitKL, StableArgmax, Margin),
     "sweep": (Simultaneous, Chunked, Sliding, Sequential, Lockstep),
@@ -88,9 +88,9 @@ def from_json(kind: Kind, data: object, where: str, base: Any = None) -> Any:
         (Sliding(window=4), Naive())
         >>> from_json("solve", {"stop": {"max_steps": 8}}, "my solve", SolveConfig(stop=Stop(rtol=1e-4))).stop.rtol
         0.0001
-        >>> from_json("solver", "Relaxd", "mine")
+        >>> from_json("exit", "Margn", "mine")
         Traceback (most recent call last):
-        ValueError: mine: name 'Relaxd' is unknown; did you mean 'Relaxed'? (known: Naive, Relaxed, Anderson, Broyden)
+        ValueError: mine: name 'Margn' is unknown; did you mean 'Margin'? (known: LogitKL, StableArgmax, Margin)
     """
     if isinstance(data, _BASES[kind]) or (kind == "start" and data in ("zero", "input")):
         return data

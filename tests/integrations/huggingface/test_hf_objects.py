@@ -12,9 +12,10 @@ from deqseq.integrations.huggingface import from_json, to_json
 from deqseq.integrations.huggingface.objects import CLASSES
 
 OBJECTS = {
-    "solver": [dq.Naive(), dq.Relaxed(0.3), dq.Anderson(5, 0.5, 1e-7), dq.Broyden(3)],
+    "solver": [dq.Naive(), dq.Relaxed(0.3), dq.Anderson(5, 0.5, 1e-7), dq.Broyden(3), dq.Coupled(0.4)],
     "gradient": [
         dq.Unrolled(True),
+        dq.Reversible(),
         dq.OneStep(),
         dq.Phantom(2, 0.5, True),
         dq.Implicit(dq.Broyden(4), dq.Stop(rtol=1e-7), True),
