@@ -42,7 +42,7 @@ from deqseq.models import (
 from deqseq.rows import take
 from deqseq.solution import ConvergenceError, ConvergenceWarning, Solution, SolveStats, Status
 from deqseq.solve import Progress, solve
-from deqseq.solvers import Anderson, Broyden, ExternalSolver, Naive, Relaxed, Solver
+from deqseq.solvers import Adaptive, Anderson, Broyden, ExternalSolver, Naive, Relaxed, Solver
 from deqseq.stop import Stop
 from deqseq.sweeps import Chunked, Lockstep, Sequential, Simultaneous, Sliding, Sweep
 from deqseq.types import FixedPointMap, Residual, State
@@ -52,6 +52,7 @@ __version__ = "0.1.0"
 __all__ = [
     "EXAMPLES",
     "PRESETS",
+    "Adaptive",
     "AddInjection",
     "Affine",
     "Anderson",

@@ -7,7 +7,7 @@ from torch import Tensor
 import deqseq as dq
 from deqseq.testing.problems import Recorded, row_affine
 
-SOLVERS = [dq.Naive(), dq.Relaxed(0.9), dq.Anderson(), dq.Broyden()]
+SOLVERS = [dq.Naive(), dq.Relaxed(0.9), dq.Adaptive(), dq.Anderson(), dq.Broyden()]
 SWINGING = dq.Stop(rtol=1e-9, max_steps=24)
 
 

@@ -1,9 +1,10 @@
 """Fixed-point algorithms, one a file."""
 
+from deqseq.solvers.adaptive import Adaptive
 from deqseq.solvers.anderson import Anderson
 from deqseq.solvers.base import ExternalSolver, Solver
 from deqseq.solvers.broyden import Broyden
 from deqseq.solvers.naive import Naive
 from deqseq.solvers.relaxed import Relaxed
 
-__all__ = ["Anderson", "Broyden", "ExternalSolver", "Naive", "Relaxed", "Solver"]
+__all__ = ["Adaptive", "Anderson", "Broyden", "ExternalSolver", "Naive", "Relaxed", "Solver"]

@@ -1,5 +1,6 @@
 """Every solver: the common contract, what is special about each, and solvers from outside."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -7,11 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from deqseq import Anderson, Broyden, ExternalSolver, Naive, Relaxed, Status, Stop, solve
+from deqseq import Adaptive, Anderson, Broyden, ExternalSolver, Naive, Relaxed, Status, Stop, load_example, solve
+from deqseq.sweeps import Simultaneous, Sliding
+from deqseq.tasks import WordProblem, alternating, generators
 from deqseq.testing import SolverContract
 from deqseq.testing.problems import (
     Affine,
+    CausalChain,
     Recorded,
+    Tanh,
     affine,
     diverging,
     expansive,
@@ -19,6 +24,7 @@ from deqseq.testing.problems import (
     row_affine,
     staircase,
     symmetric,
+    tanh_contraction,
 )
 from deqseq.testing.solvers import assert_same_rows
 
@@ -66,6 +72,89 @@ class TestRelaxed(SolverContract):
     def test_refuses_a_damping_out_of_range(self, damping):
         with pytest.raises(ValueError, match=r"Relaxed\.damping must .*\(0, 2\)"):
             Relaxed(damping)
+
+
+class TestAdaptive(SolverContract):
+    solver = Adaptive()
+
+    @pytest.mark.parametrize("gains", [(-0.5, -1.0), (-3.0, 0.0), (-0.9, -20.0)])
+    @pytest.mark.parametrize("per", ["row", "token"])
+    def test_one_step_finds_the_damping_of_a_map_that_turns_back(self, gains, per):
+        """With f(z) = a - g z the right damping is 1 / (1 + g): two evaluations to see it, one that lands."""
+        gain = torch.tensor(gains, dtype=torch.float64)
+        gain = gain[:, None, None] if per == "row" else gain[None, :, None]
+        offset = 1 + torch.rand(2, 2, 3, dtype=torch.float64)
+        f, z0 = Recorded(lambda z: gain * z + offset), torch.zeros(2, 2, 3, dtype=torch.float64)
+        solution = solve(f, z0, solver=Adaptive(), stop=Stop(rtol=1e-12))
+        assert solution.converged.all()
+        assert f.evaluations == 3
+        torch.testing.assert_close(solution.value, offset / (1 - gain), rtol=1e-12, atol=0)
+
+    def test_is_plain_iteration_where_residuals_keep_their_direction(self):
+        f = Affine(symmetric(torch.linspace(0.1, 0.95, 4)), affine().bias)
+        z0, stop = torch.ones(3, 4, dtype=torch.float64), Stop(rtol=1e-10, max_steps=900)
+        adaptive = solve(f, z0, solver=Adaptive(), stop=stop)
+        assert_same_rows(adaptive, slice(None), solve(f, z0, solver=Naive(), stop=stop))
+
+    @pytest.mark.parametrize("make", [affine, tanh_contraction])
+    @pytest.mark.parametrize("dim", [4, 16, 64])
+    def test_costs_no_more_than_plain_iteration_on_contractions(self, make, dim):
+        f, z0, stop = make(event=(dim,)), torch.zeros(3, dim, dtype=torch.float64), Stop(rtol=1e-8, max_steps=900)
+        plain, adaptive = (solve(f, z0, solver=solver, stop=stop).stats.iterations for solver in (Naive(), Adaptive()))
+        assert bool((adaptive <= plain + 1).all())
+
+    @pytest.mark.parametrize(("scale", "budget"), [(1.5, 150), (3.0, 250), (5.0, 350)])
+    def test_settles_where_the_map_rotates_and_expands(self, scale, budget):
+        """By 110 degrees, so that no residual points back at the last: the limit of the row has to fall."""
+        angle = math.radians(110)
+        turn = torch.tensor([[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]]).double()
+        f = Tanh(Affine(scale * turn, 0.3 * torch.randn(8, 2, dtype=torch.float64)))
+        z0, stop = torch.randn(8, 2, dtype=torch.float64), Stop(rtol=1e-6, max_steps=budget)
+        assert not bool(solve(f, z0, solver=Relaxed(0.8), stop=stop).converged.any())
+        solution = solve(f, z0, solver=Adaptive(), stop=stop)
+        assert bool(solution.converged.all())
+        torch.testing.assert_close(solution.value, f.fixed_point(), rtol=0, atol=1e-5)
+
+    def test_the_limit_of_a_row_falls_where_its_residual_rises_and_recovers(self):
+        """Row 0 grows, then shrinks; row 1 shrinks. Each residual keeps its direction, so nothing else damps."""
+        solver, z = Adaptive(), torch.zeros(2, 3, 4)
+        state, limits = solver.init(z), []
+        for size in ([1.0, 1.0], [2.0, 0.5], [1.9, 0.25]):
+            residual = torch.tensor(size)[:, None, None].expand(2, 3, 4)
+            z = 1 - residual  # so that f(z) is 1 each time
+            proposal, state = solver.step(z, z + residual, state)
+            torch.testing.assert_close(proposal, z + state.limit[:, :, None] * residual)
+            limits.append(state.limit[:, 0])
+        torch.testing.assert_close(torch.stack(limits, dim=1), torch.tensor([[1.0, 0.7, 0.714], [1.0, 1.0, 1.0]]))
+
+    def test_a_row_makes_progress_while_some_of_its_tokens_settle(self):
+        """The residual of later tokens grows until the earlier ones are exact; damping would only delay them."""
+        f = CausalChain(1 + torch.rand(2, 24, 3, dtype=torch.float64), coupling=1.3)
+        z0, stop = torch.zeros(2, 24, 3, dtype=torch.float64), Stop(rtol=1e-9, max_steps=200)
+        assert solve(f, z0, solver=Naive(), stop=stop).stats.iterations.tolist() == [25, 25]
+        solution = solve(f, z0, solver=Adaptive(), stop=stop)
+        assert bool((solution.stats.iterations <= 27).all())
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    def test_half_precision_keeps_its_damping_in_float32(self, dtype):
+        f, z0 = row_affine([-1.0, -2.0], dtype=dtype), torch.zeros(2, 3, dtype=dtype)
+        f = type(f)(f.gain, f.offset * 300, f.ceiling)  # squares of a few hundred overflow float16
+        solution = solve(f, z0, solver=Adaptive(), stop=Stop(rtol=2e-2, max_steps=8))
+        assert bool(solution.converged.all())
+        state = Adaptive().step(z0, f(z0), Adaptive().init(z0))[1]
+        assert [x.dtype for x in state] == [dtype, torch.float32, torch.float32, torch.float32]
+
+    @pytest.mark.parametrize(("sweep", "best"), [(Simultaneous(), 0.9), (Sliding(8), 0.8)], ids=str)
+    def test_needs_fewer_updates_than_the_best_constant_damping_on_a_trained_model(self, sweep, best):
+        a5 = alternating(5)
+        inputs = WordProblem(a5, generators(a5, 2)).fixed(8, 64, seed=0).inputs
+        lm, stop, updates = load_example("a5"), Stop(rtol=1e-2, max_steps=256), {}
+        for solver in (Adaptive(), Relaxed(best)):
+            with torch.no_grad():
+                output = lm(inputs, solver=solver, sweep=sweep, stop=stop)
+            assert bool(output.converged.all())
+            updates[solver] = output.stats.updates.double().mean().item()
+        assert updates[Adaptive()] < updates[Relaxed(best)]
 
 
 class TestAnderson(SolverContract):
@@ -208,7 +297,7 @@ class TestBroyden(SolverContract):
             Broyden(memory)
 
 
-@pytest.mark.parametrize("solver", [Anderson(), Broyden(), Relaxed(0.9)])
+@pytest.mark.parametrize("solver", [Adaptive(), Anderson(), Broyden(), Relaxed(0.9)])
 def test_eigenvalue_near_one_is_not_reported_as_found_too_early(solver):
     """A residual of 1e-9 leaves an error of about 1e-9 / (1 - 0.99) at most, never more."""
     f = Affine(symmetric(torch.tensor([0.99, 0.5, -0.5, 0.1])), torch.ones(2, 4, dtype=torch.float64))

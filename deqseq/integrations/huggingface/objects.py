@@ -8,7 +8,7 @@ from deqseq.config import RandomStart, SolveConfig
 from deqseq.exits import ExitRule, LogitKL, Margin, StableArgmax
 from deqseq.gradients import Coupled, Gradient, Implicit, OneStep, Phantom, Reversible, Unrolled
 from deqseq.integrations.reference_fields import check_known
-from deqseq.solvers import Anderson, Broyden, ExternalSolver, Naive, Relaxed, Solver
+from deqseq.solvers import Adaptive, Anderson, Broyden, ExternalSolver, Naive, Relaxed, Solver
 from deqseq.stop import Stop
 from deqseq.sweeps import Chunked, Lockstep, Sequential, Simultaneous, Sliding, Sweep
 
@@ -16,7 +16,7 @@ Kind = Literal["solver", "gradient", "stop", "exit", "sweep", "start", "solve"]
 Json = dict[str, Any]
 
 CLASSES: dict[Kind, tuple[type[Any], ...]] = {
-    "solver": (Naive, Relaxed, Anderson, Broyden, Coupled),
+    "solver": (Naive, Relaxed, Adaptive, Anderson, Broyden, Coupled),
     "gradient": (Unrolled, Reversible, OneStep, Phantom, Implicit),
     "stop": (Stop,),
     "exit": (LogitKL, StableArgmax, Margin),

@@ -12,7 +12,7 @@ from deqseq.integrations.huggingface import from_json, to_json
 from deqseq.integrations.huggingface.objects import CLASSES
 
 OBJECTS = {
-    "solver": [dq.Naive(), dq.Relaxed(0.3), dq.Anderson(5, 0.5, 1e-7), dq.Broyden(3), dq.Coupled(0.4)],
+    "solver": [dq.Naive(), dq.Relaxed(0.3), dq.Adaptive(), dq.Anderson(5, 0.5, 1e-7), dq.Broyden(3), dq.Coupled(0.4)],
     "gradient": [
         dq.Unrolled(True),
         dq.Reversible(),

@@ -1,0 +1,91 @@
+"""Damping found on the way."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from deqseq.norms import token_norms
+from deqseq.solvers.base import Solver
+from deqseq.types import State
+
+FALL, RISE, LEAST = 0.7, 1.02, 0.01  # of the limit of a row
+
+
+class AdaptiveMemory(NamedTuple):
+    """The last residual, and the damping that led away from it; numbers are in float32 at least.
+
+    ``level`` is the mean logarithm of the relative residuals of a row's tokens.
+    """
+
+    residual: State
+    damping: Float[Tensor, "batch tokens"]
+    limit: Float[Tensor, "batch 1"]
+    level: Float[Tensor, "batch 1"]
+
+
+@dataclass(frozen=True)
+class Adaptive(Solver[AdaptiveMemory]):
+    r"""Relaxed iteration that finds the damping of every token on the way.
+
+    .. math:: z_t \leftarrow z_t + \beta_t\, r_t, \qquad r = f(z) - z, \qquad
+              \beta_t \leftarrow \min\left(\ell,\;
+              \beta_t\, \frac{\lVert r_t^- \rVert^2}{\langle r_t^-,\; r_t^- - r_t \rangle}\right)
+
+    with the residual :math:`r^-` of the iteration before. The fraction is the step of Barzilai and Borwein: where a
+    residual turns back on the last one, as in a limit cycle, the step becomes shorter at once; where it does not, the
+    step is 1, plain iteration.
+
+    Where that is not enough, as in a map that rotates and expands, the limit :math:`\ell` of the row decides. It
+    begins at 1, falls by a factor of 0.7 in each iteration in which the residual of the row rises, and recovers by 2 %
+    in each other one. That residual is the geometric mean over the tokens, because in a causal model tokens settle
+    from left to right: while some of them settle, the row makes progress, however large the residual of the rest.
+
+    A token is the last dimension of the state, as for :class:`deqseq.Stop`. The memory is one state. The sliding window
+    starts it afresh after each commit; one iteration is enough to find the step again.
+
+    References:
+        Barzilai and Borwein, Two-Point Step Size Gradient Methods, IMA Journal of Numerical Analysis 1988. Movahedi et
+        al., Fixed-Point RNNs: Interpolating from Diagonal to Dense, 2025, arXiv 2503.10799 (appendix D.3), lower the
+        damping of a row where its largest residual does not improve, and do not raise it again.
+
+    Example:
+        >>> import torch, deqseq as dq
+        >>> f = lambda z: 1 - z             # plain iteration alternates for ever
+        >>> solution = dq.solve(f, torch.zeros(1, 1), solver=dq.Adaptive(), stop=dq.Stop(rtol=1e-6))
+        >>> solution.value, solution.stats.iterations
+        (tensor([[0.5000]]), tensor([3]))
+    """
+
+    def init(self, z0: State) -> AdaptiveMemory:
+        damping = torch.ones_like(token_norms(z0.detach()))
+        limit = damping[:, :1]
+        return AdaptiveMemory(torch.zeros_like(z0), damping, limit, torch.full_like(limit, torch.inf))
+
+    def step(self, z: State, fz: State, state: AdaptiveMemory) -> tuple[State, AdaptiveMemory]:
+        residual = fz - z
+        level = _level(residual, fz)
+        limit = (state.limit * torch.where(level > state.level, FALL, RISE)).clamp(LEAST, 1)
+        square, turned = _products(state.residual, state.residual), _products(state.residual, state.residual - residual)
+        usable = turned > 0  # else the residual has grown along the last one, or there was none
+        secant = state.damping * torch.where(usable, square, 1) / torch.where(usable, turned, 1)
+        damping = torch.where(usable, secant, 1).minimum(limit)
+        weight = damping.to(z.dtype).reshape(z.shape if z.ndim == 1 else (*z.shape[:-1], 1))
+        return torch.lerp(z, fz, weight), AdaptiveMemory(residual, damping, limit, level)
+
+
+def _products(x: State, y: State) -> Float[Tensor, "batch tokens"]:
+    """Inner product of each token, in at least float32."""
+    accumulate = torch.promote_types(x.dtype, torch.float32)
+    x, y = x.to(accumulate), y.to(accumulate)
+    return (x * y)[:, None] if x.ndim == 1 else torch.linalg.vecdot(x, y).reshape(len(x), -1)
+
+
+@torch.no_grad()
+def _level(residual: State, fz: State) -> Float[Tensor, "batch 1"]:
+    """Mean logarithm of the relative residuals; those below the precision of the state count as that."""
+    limits = torch.finfo(residual.dtype)
+    relative = token_norms(residual) / token_norms(fz).clamp_min(limits.tiny)
+    return relative.clamp_min(limits.eps).log().mean(dim=1, keepdim=True)
