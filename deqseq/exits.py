@@ -61,6 +61,8 @@ class ExitRule(ABC):
 class LogitKL(ExitRule):
     r"""Exit where the prediction no longer changes: :math:`\mathrm{KL}(p_{t-1} \,\Vert\, p_t)` is below a threshold.
 
+    The predictions of the last check are kept, ``(rows, tokens, classes)``.
+
     Args:
         threshold: in nats, above 0.
 
@@ -156,7 +158,7 @@ class ExitGate(ExitRule):
 
     .. math:: \lambda_t = \sigma(\mathrm{gate}(h_t)), \qquad 1 - \prod_{j \le t} (1 - \lambda_j) \ge \mathrm{threshold}
 
-    It counts checks, so it belongs to :class:`Lockstep` or a solve that checks every evaluation.
+    It counts checks, so it belongs to :class:`Lockstep` or to a solve that checks every evaluation.
 
     Args:
         gate: maps states ``(..., d_model)`` to a number before the sigmoid, ``(..., 1)``, such as an Ouro's

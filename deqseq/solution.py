@@ -61,7 +61,8 @@ class SolveStats:
 
     Attributes:
         iterations: evaluations of the map until a row ended, ``(batch,)``; per token, with ``Stop(per="token")`` or a
-            sweep over parts of the sequence, until the token passed for good, ``(batch, tokens)``.
+            sweep over parts of the sequence, until the token passed for good, ``(batch, tokens)``; in
+            :class:`Lockstep` with an exit rule, until the rule let the token go.
         residual: relative residual ``|f(z) - z| / |f(z)|`` at the evaluation whose value was returned (``inf`` where
             no evaluation was finite), ``(batch,)`` or ``(batch, tokens)`` as ``iterations``.
         evaluations: calls of the map, for the whole batch.

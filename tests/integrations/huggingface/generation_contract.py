@@ -1,6 +1,7 @@
 """What ``generate`` of every model of ours must do: inherited by one class a family."""
 
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -127,6 +128,18 @@ class GenerationContract:
         assert [solve.stats.iterations.shape for solve in solves] == [(3, 7)] + [(3,)] * 3
         assert not solves[0].stats.forced.any()  # which the sliding window alone reports
         assert all(solve.status.tolist() == [dq.Status.CONVERGED] * 3 for solve in solves)
+
+    def test_an_exit_rule_ends_prompts_and_tokens(self):
+        if not self.implicit:
+            return
+        model, lm = self.model(), to_causal_lm(self.model())
+        solve = {"stop": {"rtol": 1e-6, "exit": {"name": "StableArgmax", "times": 3}}}
+        output = model.generate(IDS, solve=solve, return_dict_in_generate=True, **GREEDY)
+        stop = replace(lm.core.solve_config.stop, rtol=1e-6, exit=dq.StableArgmax(3))
+        assert torch.equal(output.sequences[:, 7:], lm.generate(IDS, max_new_tokens=4, stop=stop).tokens)
+        ends = torch.cat([solved.status for solved in output.past_key_values.solves])
+        assert (ends == dq.Status.EXITED).any()
+        assert (ends <= dq.Status.EXITED).all()
 
     def test_a_generation_configuration_chooses_sweep_solver_and_budget(self):
         if not self.implicit:
