@@ -21,17 +21,16 @@ import random
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 from accelerate import Accelerator
 from common.loop import Settings
-from common.loop import train as run_training
 from common.processes import make_accelerator
-from common.run import Log, Progress, log_to, write_json, write_text
+from common.run import Progress, log_to, write_json, write_text
+from common.words import Words, fit, solve_numbers
 from state_tracking_figure import draw, table
 from state_tracking_parts import (
     Options,
@@ -42,11 +41,11 @@ from state_tracking_parts import (
     make_sweep,
     make_task,
     read_options,
+    recipe_of,
     training_tasks,
 )
 from torch import nn
 from torch.nn import functional as F
-from torch.optim.lr_scheduler import LambdaLR
 
 import deqseq as dq
 from deqseq.tasks import WordBatch, WordProblem
@@ -54,55 +53,21 @@ from deqseq.training import Phase
 
 log = logging.getLogger("state_tracking")
 
-EVERY = 20  # steps between the logged ones
+
+def make_words(options: Options, device: torch.device) -> Words:
+    """The batches of all steps: of one of the training tasks each, with the lengths of its phase."""
+    streams = [phases(task, options, device) for task in training_tasks(options)]
+    return Words(streams, make_curriculum(options), steps=options.steps, warmup=options.warmup, seed=options.seed)
 
 
-class Words:
-    """The batches of ``options.steps`` training steps, each for the phase that is then in force."""
-
-    def __init__(self, options: Options, device: torch.device) -> None:
-        self.options, self.device, self.step = options, device, 0
-        self.curriculum = make_curriculum(options)
-        self._pairs = [self._phases(task) for task in training_tasks(options)]
-
-    @property
-    def progress(self) -> float:
-        """The share of the training that is done."""
-        return self.step / self.options.steps
-
-    @property
-    def lr_factor(self) -> float:
-        """The next learning rate over its peak: linear warm-up, constant, linear decay over the last fifth."""
-        return min(1.0, (self.step + 1) / self.options.warmup, max(0.05, 5 * (1 - self.progress)))
-
-    def __next__(self) -> WordBatch:
-        if self.progress >= 1:
-            raise StopIteration
-        name = self.curriculum.at(self.progress).name
-        return self._draw()[name]
-
-    def state_dict(self) -> dict[str, Any]:
-        """How many batches were drawn."""
-        return {"step": self.step}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Draw what was drawn before."""
-        while self.step < state["step"]:
-            self._draw()
-
-    def _draw(self) -> dict[str, WordBatch]:
-        """A batch for each phase, at every step, so that a run that goes on draws what it would have drawn."""
-        drawn = next(random.Random(f"data {self.options.seed} {self.step}").choice(self._pairs))
-        self.step += 1
-        return drawn
-
-    def _phases(self, task: WordProblem) -> Iterator[dict[str, WordBatch]]:
-        """Batches of one problem, without end."""
-        draw = partial(task.batches, self.options.batch, seed=self.options.seed, device=self.device)
-        if not self.options.free_lengths:
-            return ({"unrolled": batch, "free": batch} for batch in draw(self.options.lengths))
-        pairs = zip(draw(self.options.lengths), draw(self.options.free_lengths), strict=True)
-        return ({"unrolled": first, "free": then} for first, then in pairs)
+def phases(task: WordProblem, options: Options, device: torch.device) -> Iterator[dict[str, WordBatch]]:
+    """Batches of one problem for both phases, without end."""
+    draw = partial(task.batches, options.batch, seed=options.seed, device=device)
+    started = partial(with_start, options=options, vocab_size=task.vocab_size)
+    if not options.free_lengths:
+        return ({"unrolled": batch, "free": batch} for batch in map(started, draw(options.lengths)))
+    pairs = zip(map(started, draw(options.lengths)), map(started, draw(options.free_lengths)), strict=True)
+    return ({"unrolled": first, "free": then} for first, then in pairs)
 
 
 def with_start(batch: WordBatch, options: Options, vocab_size: int) -> WordBatch:
@@ -114,33 +79,18 @@ def with_start(batch: WordBatch, options: Options, vocab_size: int) -> WordBatch
 
 def train(name: str, lm: dq.CausalLM, options: Options, accelerator: Accelerator) -> None:
     """Train for ``options.steps`` steps."""
-    words, vocab_size = Words(options, accelerator.device), make_task(options).vocab_size
-    optimizer = torch.optim.AdamW(lm.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.0)
-    scheduler = LambdaLR(optimizer, lambda _: words.lr_factor)
-    settings = Settings(options.steps, clip=options.clip, checkpoint_every=options.checkpoint_every, seed=options.seed)
-    folder, more = Path(options.folder) / name, {}
 
     def call(model: nn.Module, batch: WordBatch, phase: Phase, step: int) -> dq.CausalLMOutput:
-        batch, how = with_start(batch, options, vocab_size), {}
+        how = {}
         if isinstance(lm.model, dq.ImplicitModel):
             names: tuple[SweepName, ...] = options.train_sweeps if phase.name == "free" else ("simultaneous",)
             drawn = random.Random(f"{options.seed} {step}").choice(names)  # a resumed run draws the same
             how = {"sweep": make_sweep(drawn, options)}
-        output = model(batch.inputs, targets=batch.targets, **how)
-        if (step + 1) % EVERY == 0:
-            more.update(accuracy=last_token_accuracy(output, batch))
-            if output.stats is not None:
-                more.update(token_updates=output.stats.updates.float().mean().item())
-        return output
+        return model(batch.inputs, targets=batch.targets, **how)
 
-    curve = Log(folder / "curve.jsonl", name, 1.0, shown=("loss", "accuracy", "iterations"))
-    parts = (optimizer, scheduler, words, words.curriculum, settings, folder)
-    for update in run_training(accelerator, lm, *parts, call=call):
-        if update.step % EVERY == 0:
-            numbers = asdict(update) | more
-            curve.add(numbers, done=words.progress)
-            log.info("%s step %d: %s", name, update.step, numbers)
-    curve.close()
+    words, folder = make_words(options, accelerator.device), Path(options.folder) / name
+    settings = Settings(options.steps, clip=options.clip, checkpoint_every=options.checkpoint_every, seed=options.seed)
+    fit(accelerator, name, lm, words, settings, folder, lr=options.lr, call=call, accuracy=last_token_accuracy)
 
 
 def last_token_accuracy(output: dq.CausalLMOutput, batch: WordBatch) -> float:
@@ -178,18 +128,6 @@ def evaluate(label: str, lm: dq.CausalLM, options: Options) -> list[dict]:
     return rows
 
 
-def solve_numbers(output: dq.CausalLMOutput) -> dict[str, Any]:
-    """Mean iterations, share of the rows that converged, mean updates of a token, evaluations of the map."""
-    if output.stats is None or output.status is None:
-        return dict.fromkeys(("self_iterations", "converged", "token_updates", "evaluations"))
-    return {
-        "self_iterations": output.stats.iterations.float().mean().item(),
-        "converged": output.converged.float().mean().item(),
-        "token_updates": output.stats.updates.float().mean().item(),
-        "evaluations": output.stats.evaluations,
-    }
-
-
 @torch.no_grad()
 def accuracy_by_budget(lm: dq.CausalLM, options: Options) -> list[dict]:
     """Accuracy after a given number of iterations, at the longest trained length and at four times that."""
@@ -211,6 +149,8 @@ def main(arguments: list[str]) -> None:
     output = claim(options)
     log_to(output / "log.txt")
     print(f"{options.group}: {len(task.input_ids)} inputs, {task.vocab_size} states; results in {output}/")
+    if not recipe_of(options):
+        print(f"{options.group} has no recipe of its own: it is trained like parity, for {options.steps} steps")
     lm = make_model(options, task.vocab_size, None).to(accelerator.device)
     train("implicit", lm, options, accelerator)
     rows = evaluate("implicit", lm, options)

@@ -172,10 +172,14 @@ class Options:
 def read_options(arguments: list[str]) -> Options:
     """Read the command line; its group's recipe gives the options that it leaves out."""
     given = opt.parse(Options, arguments)
-    key = (given.backbone, given.group, given.generators)
-    recipe = RECIPES.get(key, RECIPES.get((*key[:2], 0), {}))
-    recipe = recipe | ({"baselines": (), "eval_lengths": (16, 32, 64)} if given.quick else {})
+    recipe = recipe_of(given) | ({"baselines": (), "eval_lengths": (16, 32, 64)} if given.quick else {})
     return opt.parse(Options, arguments, replace(Options(), **recipe))
+
+
+def recipe_of(options: Options) -> dict[str, Any]:
+    """The options of the group's recipe; empty: it has none."""
+    key = (options.backbone, options.group, options.generators)
+    return RECIPES.get(key, RECIPES.get((*key[:2], 0), {}))
 
 
 def claim(options: Options) -> Path:

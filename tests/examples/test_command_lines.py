@@ -43,6 +43,7 @@ UNKNOWN = {  # values of options that are text; "file" is a file, "folder" a fol
     "output": ("file", "file/run", "link"),
     "solver": ("newton", '{"name": "Relaxed", "damping": 7}', '{"damping": 0.5}', "{"),
     "sweep": ("slidng", '{"name": "Sliding", "windw": 3}', '{"name": "Sliding", "window": 0}', "{name", "[1]"),
+    "task": ("parity", "tomita"),
     "tokenizer": ("no/such/tokenizer", "file"),
 }
 
@@ -67,7 +68,7 @@ def load(path: Path) -> Any:
 
 def scripts() -> dict[str, Script]:
     """All scripts of examples/, and the two command lines of benchmarks/."""
-    names = ("parity", "catbabi", "pretrain", "retrofit", "evaluate", "state_tracking")
+    names = ("parity", "catbabi", "pretrain", "retrofit", "evaluate", "state_tracking", "formal_languages")
     modules = {name: load(ROOT / "examples" / f"{name}.py") for name in names}
     parity = modules.pop("parity").main
     hints = {name: get_type_hints(parity)[name] for name in inspect.signature(parity).parameters}
@@ -171,7 +172,7 @@ def test_every_number_has_a_range():
             return False
         return hint in (int, float) or any(map(unruled, inner))
 
-    for name in ("pretrain", "catbabi", "state_tracking", "evaluate"):
+    for name in ("pretrain", "catbabi", "state_tracking", "formal_languages", "evaluate"):
         hints = get_type_hints(sys.modules[f"script_{name}"].Options, include_extras=True)
         checked_by_name = {"tasks"} if name == "catbabi" else set()
         assert {option for option, hint in hints.items() if unruled(hint)} == checked_by_name

@@ -45,11 +45,18 @@ def test_state_tracking_writes_table_figure_and_numbers(tmp_path):
     assert {"phase", "loss", "gradient_norm", "lr", "iterations", "accuracy", "token_updates"} <= lines[0].keys()
     assert "implicit step 20: {" in (tmp_path / "log.txt").read_text()
     assert all(f"| implicit | {sweep} |" in done.stdout for sweep in SWEEPS)
+    assert "no recipe" not in done.stdout
 
 
 def solved_and_explicit(*lengths: int) -> list[tuple[str, str, int]]:
     solved = [("implicit", sweep, length) for sweep in SWEEPS for length in lengths]
     return solved + [("explicit 1 block", "single pass", length) for length in lengths]
+
+
+def test_a_group_without_a_recipe_says_so(tmp_path):
+    done = run(tmp_path, "--steps", "2", "--baselines", "--group", "Q8")
+    assert done.returncode == 0, done.stderr
+    assert "Q8 has no recipe of its own: it is trained like parity, for 2 steps" in done.stdout
 
 
 def test_llama_starts_with_a_token_of_its_own_and_is_solved_by_every_sweep(tmp_path):

@@ -1,0 +1,243 @@
+"""Formal languages: an implicit model learns a task of the Chomsky hierarchy, next to an explicit model of more blocks.
+
+A string comes in, then a blank for each symbol of the answer. One Mamba2 block is trained on strings of up to 40
+symbols, first through a few unrolled iterations, then at its fixed point, and tested on strings of 40 to 256. The
+explicit model sees the same batches, in as many steps. Accuracy is that of the answer's symbols, scaled so that chance
+is 0. Interrupt it and run it again: it goes on from its last checkpoint.
+
+    python examples/formal_languages.py                                      # parity check
+    python examples/formal_languages.py --quick                              # seconds: does it run?
+    python examples/formal_languages.py --task modular_arithmetic_brackets
+    python examples/formal_languages.py --task dyck_2 --layers 2 --steps 8000
+"""
+
+import logging
+import sys
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from accelerate import Accelerator
+from common import options as opt
+from common.checkpoints import FILES
+from common.loop import Settings
+from common.processes import make_accelerator
+from common.run import Log, Progress, claim_folder, log_to, write_json, write_text
+from common.tables import BLUE, GREEN, GREY, SHADED, cell, figure, markdown, smooth
+from common.words import Words, fit, solve_numbers
+from torch import nn
+
+import deqseq as dq
+from deqseq.check import check_choice
+from deqseq.tasks import WordBatch, scaled_accuracy
+from deqseq.tasks.formal import TASKS
+from deqseq.training import Curriculum, Phase, free, unrolled
+
+log = logging.getLogger("formal_languages")
+
+MOVABLE = ("output", "device", "checkpoint_every", "quick", "fresh")  # may change when a run is continued
+WRITES = (
+    *(f"{run}/{files}" for run in ("implicit", "explicit-*-block*") for files in (*FILES, "curve.jsonl")),
+    *("results.json", "table.md", "formal_languages.png", "log.txt"),
+)
+QUICK: dict[str, Any] = {"steps": 40, "d_model": 32, "longest": 8, "eval_lengths": (8, 16), "baselines": (1,)}
+
+
+def check_task(name: str, value: str) -> None:
+    """Refuse what is no task's name."""
+    check_choice(name, value, TASKS)
+
+
+@dataclass(frozen=True)
+class Options:
+    """An implicit model learns a formal language, next to explicit models of the same blocks."""
+
+    task: Annotated[str, opt.Rule(check_task)] = "parity_check"
+    """one of deqseq.tasks.formal.TASKS"""
+    longest: opt.Size = 40
+    """training lengths go up to this one, uniformly"""
+    eval_lengths: Annotated[tuple[opt.Size, ...], opt.Some] = (40, 64, 96, 128, 192, 256)
+    """test lengths"""
+    strings: opt.Size = 256
+    """strings of each test length"""
+    d_model: opt.Size = 64
+    """width"""
+    d_state: opt.Size = 16
+    """state size of each channel"""
+    headdim: opt.Size = 32
+    """channels a head"""
+    layers: opt.Blocks = 1
+    """blocks of the implicit model"""
+    baselines: Annotated[tuple[opt.Blocks, ...], opt.Distinct] = (4,)
+    """blocks of the explicit models"""
+    batch: opt.Size = 64
+    """strings a training step"""
+    steps: opt.Count = 4000
+    """training steps of each model"""
+    lr: opt.Positive = 2e-3
+    """peak learning rate"""
+    warmup: opt.Count = 50
+    """warm-up steps"""
+    clip: opt.Positive = 0.25
+    """largest gradient norm"""
+    unrolled_steps: opt.Count = 8
+    """iterations of the first phase, all differentiated"""
+    free_from: opt.Share = 0.6
+    """fraction of the steps after which the fixed point itself is trained"""
+    max_steps: opt.Count = 32
+    """iterations of the second phase, at most"""
+    rtol: opt.Positive = 0.03
+    """relative tolerance of the second phase"""
+    eval_rtol: opt.Positive = 1e-2
+    """relative tolerance in the test"""
+    checkpoint_every: opt.Count = 100
+    """steps between checkpoints"""
+    seed: opt.Natural = 0
+    """seed of weights and data"""
+    device: opt.Device = "cpu"
+    """where to run"""
+    output: opt.Output | None = None
+    """folder of the results; default: runs/formal_languages_TASK_SEED[_quick]"""
+    quick: bool = False
+    """small models and short strings, for seconds"""
+    fresh: bool = False
+    """remove what an earlier run wrote into the output folder"""
+
+    def __post_init__(self) -> None:
+        opt.check_options(self)
+        for name, length in (("longest", self.longest), ("eval-lengths", min(self.eval_lengths))):
+            if length < TASKS[self.task].shortest:
+                raise ValueError(f"--{name} must be at least {TASKS[self.task].shortest} for {self.task}, got {length}")
+        with torch.device("meta"):  # sizes that the library itself refuses
+            make_model(self, None)
+
+    @property
+    def folder(self) -> str:
+        """The folder of the results."""
+        return self.output or f"runs/formal_languages_{self.task}_{self.seed}{'_quick' * self.quick}"
+
+
+def read_options(arguments: list[str]) -> Options:
+    """Read the command line."""
+    quick = opt.parse(Options, arguments).quick
+    return opt.parse(Options, arguments, replace(Options(), **QUICK) if quick else None)
+
+
+def make_model(options: Options, blocks: int | None) -> dq.CausalLM:
+    """The implicit model, or an explicit one of ``blocks`` blocks."""
+    torch.manual_seed(options.seed)
+    sizes = {name: getattr(options, name) for name in ("d_model", "d_state", "headdim")}
+    backbone = dq.Mamba2(dq.Mamba2Config(n_layers=blocks or options.layers, injection=blocks is None, **sizes))
+    inner = dq.ImplicitModel(backbone) if blocks is None else dq.ExplicitModel(backbone)
+    return dq.CausalLM(TASKS[options.task].vocab_size, inner)
+
+
+def make_words(options: Options, device: torch.device) -> Words:
+    """The batches of all steps, and the phases: unrolled iterations first, then the fixed point itself."""
+    base, eval_base = dq.SolveConfig(dq.Naive()), dq.SolveConfig(dq.Relaxed(0.8))
+    first = unrolled(options.unrolled_steps, until=options.free_from, base=base, eval_base=eval_base)
+    then = free(options.max_steps, rtol=options.rtol, base=base, eval_base=eval_base)
+    task = TASKS[options.task]
+    lengths = range(task.shortest, options.longest + 1)
+    batches = task.batches(options.batch, lengths, seed=options.seed, device=device)
+    stream = ({"unrolled": batch, "free": batch} for batch in batches)
+    curriculum = Curriculum((first, then))
+    return Words([stream], curriculum, steps=options.steps, warmup=options.warmup, seed=options.seed)
+
+
+def train(name: str, lm: dq.CausalLM, options: Options, accelerator: Accelerator) -> list[dict]:
+    """Train for ``options.steps`` steps; the logged numbers."""
+    chance, folder = TASKS[options.task].chance, Path(options.folder) / name.replace(" ", "-")
+
+    def call(model: nn.Module, batch: WordBatch, phase: Phase, step: int) -> dq.CausalLMOutput:
+        return model(batch.inputs, targets=batch.targets)
+
+    def accuracy(output: dq.CausalLMOutput, batch: WordBatch) -> float:
+        return scaled_accuracy(output.logits, batch.targets, chance)
+
+    words = make_words(options, accelerator.device)
+    settings = Settings(options.steps, clip=options.clip, checkpoint_every=options.checkpoint_every, seed=options.seed)
+    fit(accelerator, name, lm, words, settings, folder, lr=options.lr, call=call, accuracy=accuracy)
+    return Log(folder / "curve.jsonl", name, 1.0, main=False).rows()
+
+
+@torch.no_grad()
+def evaluate(label: str, lm: dq.CausalLM, options: Options) -> list[dict]:
+    """Scaled accuracy at each length, and what the solves took."""
+    task, device, rows = TASKS[options.task], lm.embedding.weight.device, []
+    progress = Progress(f"evaluate {label}", len(options.eval_lengths))
+    lm.eval()
+    for length in progress.over(options.eval_lengths):
+        batch = task.fixed(options.strings, length, seed=1000 + length, device=device)
+        how, begun = {}, time.perf_counter()
+        if isinstance(lm.model, dq.ImplicitModel):
+            how = {"stop": dq.Stop(rtol=options.eval_rtol, max_steps=max(64, 4 * length))}
+        output = lm(batch.inputs, **how)
+        accuracy = scaled_accuracy(output.logits, batch.targets, task.chance)
+        row = {"task": options.task, "model": label, "length": length, "accuracy": accuracy} | solve_numbers(output)
+        row |= {"seed": options.seed, "seconds": round(time.perf_counter() - begun, 3)}
+        rows.append(row)
+        log.info("%s", row)
+    progress.close()
+    return rows
+
+
+def table(rows: list[dict]) -> str:
+    """Scaled accuracy and mean iterations, models down, lengths across, as Markdown; last the mean over the lengths."""
+    lines: dict[str, list[dict]] = {}
+    for row in rows:
+        lines.setdefault(row["model"], []).append(row)
+    cells = [
+        [model, *(cell(row["accuracy"], row["self_iterations"], row["converged"]) for row in line), f"{mean(line):.3f}"]
+        for model, line in lines.items()
+    ]
+    return markdown(["model", *dict.fromkeys(str(row["length"]) for row in rows), "mean"], cells)
+
+
+def mean(rows: list[dict]) -> float:
+    """The mean accuracy of some rows."""
+    return sum(row["accuracy"] for row in rows) / len(rows)
+
+
+def draw(rows: list[dict], curves: dict[str, list[dict]], longest: int, path: Path) -> None:
+    """Two panels: accuracy in training, accuracy against length."""
+    with figure(path, 2, 10.5) as (left, right):
+        for (model, curve), colour in zip(curves.items(), (GREEN, BLUE, *[GREY] * len(curves)), strict=False):
+            left.plot([row["step"] for row in curve], smooth([row["accuracy"] for row in curve], 5), color=colour)
+            chosen = [row for row in rows if row["model"] == model]
+            x, y = ([row[name] for row in chosen] for name in ("length", "accuracy"))
+            right.plot(x, y, color=colour, marker="o", label=model)
+        right.axvspan(0, longest, color=SHADED, zorder=0, label="trained lengths")
+        left.set(xlabel="training step", ylabel="scaled accuracy, strings of training", ylim=(-0.1, 1.05))
+        right.set(xlabel="length of the string", ylabel="scaled accuracy", ylim=(-0.1, 1.05), xlim=(0, None))
+        right.legend(fontsize=8)
+
+
+def main(arguments: list[str]) -> None:
+    """Train, evaluate, and write the table, the figure and the numbers."""
+    options = read_options(arguments)
+    accelerator = make_accelerator(options.device)
+    if accelerator.num_processes > 1:
+        raise SystemExit("formal_languages.py runs in one process: start it without torchrun")
+    given, fresh = asdict(options), options.fresh
+    output = claim_folder(options.folder, "formal_languages", given, fresh=fresh, free=MOVABLE, writes=WRITES)
+    log_to(output / "log.txt")
+    print(f"{options.task}: {TASKS[options.task].vocab_size} symbols; results in {output}/")
+    rows, curves = [], {}
+    for blocks in (None, *options.baselines):
+        label = "implicit" if blocks is None else f"explicit {blocks} block{'s' * (blocks > 1)}"
+        lm = make_model(options, blocks).to(accelerator.device)
+        curves[label] = train(label, lm, options, accelerator)
+        rows += evaluate(label, lm, options)
+    write_json(output / "results.json", rows)
+    write_text(output / "table.md", table(rows) + "\n")
+    draw(rows, curves, options.longest, output / "formal_languages.png")
+    print(f"\nscaled accuracy (mean iterations); {options.steps} steps at lengths up to {options.longest}:\n")
+    print(table(rows))
+    print(f"\nfigure: {output}/formal_languages.png   numbers: {output}/results.json   log: {output}/log.txt")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
