@@ -131,6 +131,21 @@ def test_a_row_that_diverges_does_not_exit():
     assert solution.failed.tolist() == [False, True]
 
 
+def test_solvers_of_other_libraries():
+    class Picard(dq.ExternalSolver):
+        def run(self, f, z0, max_steps):
+            z = z0
+            for _ in range(max_steps):
+                z = f(z)
+
+    stop = dq.Stop(rtol=1e-9, exit=dq.LogitKL(1e-3))
+    call = {"args": (X, RATES), "readout": lambda z, _: z @ H, "stop": stop}
+    ours, theirs = (dq.solve(mapped, X * 0, solver=solver, **call) for solver in (dq.Naive(), Picard()))
+    assert torch.equal(ours.stats.iterations, theirs.stats.iterations)
+    assert torch.equal(ours.status, theirs.status)
+    assert torch.allclose(ours.value, theirs.value, rtol=0, atol=1e-12)
+
+
 def test_states_without_a_token_dimension():
     x = X[:, 0]
     rule = dq.StableArgmax(2)

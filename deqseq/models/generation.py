@@ -268,6 +268,8 @@ def _calls(
             raise ValueError(f"draft needs a fixed point to verify against, and {config.sweep} finds none")
         return whole, whole, {}
     given.pop("sweep", None)
+    if config.stop.exit is not None:
+        given["sweep"] = Simultaneous()
     if draft is None:
         return whole, given | {"return_cache": True}, {}
     window = given | {"return_uncommitted": True, "sweep": Simultaneous()}
@@ -276,8 +278,9 @@ def _calls(
 
 def prompt_sweep(config: SolveConfig) -> Sweep:
     """How a prompt is solved unless the caller says: all tokens together would be more work than a window."""
-    windows = isinstance(config.sweep, Simultaneous) and config.stop.norm == "max_token" and config.stop.exit is None
-    return Sliding() if windows else config.sweep
+    if config.stop.exit is not None and not isinstance(config.sweep, Lockstep):
+        return Simultaneous()
+    return Sliding() if isinstance(config.sweep, Simultaneous) and config.stop.norm == "max_token" else config.sweep
 
 
 def _last_states(value: Sequence, mask: Mask | None) -> Float[Tensor, "batch d_model"]:

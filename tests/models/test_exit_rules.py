@@ -142,6 +142,20 @@ def test_generation_exits_in_prompts_and_new_tokens(lm):
             token = logits[-1].argmax()
 
 
+@pytest.mark.parametrize("sweep", [dq.Sliding(3), dq.Sequential()], ids=str)
+def test_generation_takes_a_sweep_that_has_exits(sweep):
+    """A model that is evaluated by another sweep generates with exits all the same; chosen in the call, it says no."""
+    stop = replace(SOLVE.stop, exit=dq.StableArgmax(3))
+    lm = dq.CausalLM(13, implicit(contractive_llama), embedding_std=1.0).double().eval()
+    wanted = lm.generate(IDS, max_new_tokens=4, stop=stop)
+    lm.model.eval_solve = replace(SOLVE, sweep=sweep)
+    found = lm.generate(IDS, max_new_tokens=4, stop=stop)
+    assert torch.equal(found.tokens, wanted.tokens)
+    assert torch.equal(found.iterations, wanted.iterations)
+    with pytest.raises(ValueError, match=r"needs the Simultaneous or the Lockstep sweep"):
+        lm.generate(IDS, max_new_tokens=4, stop=stop, sweep=sweep)
+
+
 @torch.no_grad()
 def test_drafts_are_verified_with_the_rule(lm):
     stop = replace(SOLVE.stop, exit=dq.LogitKL(1e-12))
