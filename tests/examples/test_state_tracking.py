@@ -53,12 +53,6 @@ def solved_and_explicit(*lengths: int) -> list[tuple[str, str, int]]:
     return solved + [("explicit 1 block", "single pass", length) for length in lengths]
 
 
-def test_a_group_without_a_recipe_says_so(tmp_path):
-    done = run(tmp_path, "--steps", "2", "--baselines", "--group", "Q8")
-    assert done.returncode == 0, done.stderr
-    assert "Q8 has no recipe of its own: it is trained like parity, for 2 steps" in done.stdout
-
-
 def test_llama_starts_with_a_token_of_its_own_and_is_solved_by_every_sweep(tmp_path):
     done = run(tmp_path, "--steps", "12", *LLAMA, *MIXED)
     assert done.returncode == 0, done.stderr
@@ -194,13 +188,16 @@ def test_quick_is_the_implicit_model_alone():
 
 
 def test_other_options_are_refused_until_fresh_removes_the_run(tmp_path):
-    assert run(tmp_path, "--steps", "3", "--baselines").returncode == 0
+    group = ["--group", "Q8", "--baselines"]
+    first = run(tmp_path, "--steps", "3", *group)
+    assert first.returncode == 0
+    assert "Q8 has no recipe of its own: it is trained like parity, for 3 steps" in first.stdout
     (tmp_path / "thesis.txt").write_text("mine")
-    other = run(tmp_path, "--steps", "4", "--baselines")
+    other = run(tmp_path, "--steps", "4", *group)
     assert other.returncode == 1
     assert "(steps: 3 -> 4)" in other.stderr
     assert "--fresh" in other.stderr
-    assert run(tmp_path, "--steps", "4", "--baselines", "--fresh").returncode == 0
+    assert run(tmp_path, "--steps", "4", *group, "--fresh").returncode == 0
     assert sorted(path.name for path in (tmp_path / "implicit").iterdir()) == [
         "checkpoint-00000002",
         "checkpoint-00000004",
