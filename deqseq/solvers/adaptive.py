@@ -11,7 +11,7 @@ from deqseq.norms import token_norms
 from deqseq.solvers.base import Solver
 from deqseq.types import State
 
-FALL, RISE, LEAST = 0.7, 1.02, 0.01  # of the limit of a row
+FALL, RISE, LEAST = 0.7, 1.1, 0.01  # of the limit of a row
 
 
 class AdaptiveMemory(NamedTuple):
@@ -39,9 +39,9 @@ class Adaptive(Solver[AdaptiveMemory]):
     step is 1, plain iteration.
 
     Where that is not enough, as in a map that rotates and expands, the limit :math:`\ell` of the row decides. It
-    begins at 1, falls by a factor of 0.7 in each iteration in which the residual of the row rises, and recovers by 2 %
-    in each other one. That residual is the geometric mean over the tokens, because in a causal model tokens settle
-    from left to right: while some of them settle, the row makes progress, however large the residual of the rest.
+    begins at 1; an iteration in which the residual of the row rises multiplies it by 0.7, any other by 1.1, up to 1.
+    That residual is the geometric mean over the tokens, because in a causal model tokens settle from left to right:
+    while some of them settle, the row makes progress, however large the residual of the rest.
 
     A token is the last dimension of the state, as for :class:`deqseq.Stop`. The memory is one state. The sliding window
     starts it afresh after each commit; one iteration is enough to find the step again.
@@ -68,7 +68,8 @@ class Adaptive(Solver[AdaptiveMemory]):
         residual = fz - z
         level = _level(residual, fz)
         limit = (state.limit * torch.where(level > state.level, FALL, RISE)).clamp(LEAST, 1)
-        square, turned = _products(state.residual, state.residual), _products(state.residual, state.residual - residual)
+        square = token_norms(state.residual).square()
+        turned = square - _products(state.residual, residual)
         usable = turned > 0  # else the residual has grown along the last one, or there was none
         secant = state.damping * torch.where(usable, square, 1) / torch.where(usable, turned, 1)
         damping = torch.where(usable, secant, 1).minimum(limit)
