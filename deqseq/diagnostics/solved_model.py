@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,10 +26,11 @@ from deqseq.types import Mask, Sequence
 def check_call(
     model: CausalLM, ids: Tokens, mask: Mask | None, solve: SolveConfig | None, fields: Mapping[str, Any]
 ) -> tuple[Mask, SolveConfig]:
-    """Check what every diagnostic is given; the real tokens, and the configuration in eval mode."""
+    """Check what every diagnostic is given; the real tokens, and how to solve in eval mode, without an exit rule."""
     check_type("model", model, CausalLM, "dq.CausalLM(vocab_size, dq.ImplicitModel(backbone))")
     core = _core(model)
     config = resolve(core.eval_solve or core.solve, solve, fields)
+    config = replace(config, stop=replace(config.stop, exit=None))  # fixed points are examined, not where a rule exits
     check_type("ids", ids, torch.Tensor)
     device = model.embedding.weight.device
     if ids.device != device and device.type != "meta":  # an offloaded weight is moved by its hooks
