@@ -12,7 +12,7 @@ compared in the sequential sweep and in a sliding window of 8, where a token or 
 Gradients are those of a training loss, in float64, cosine and norm beside the exact ones (the adjoint solved to 1e-10
 at a fixed point solved to 1e-10): once at that fixed point, so that the estimator's own bias is left, and once where
 training would stop. The work of a step is that of the second. A trained model has nothing left to learn, so the
-targets are drawn at random.
+targets are drawn at random. ``Reversible()`` is solved by ``Coupled(0.8)``.
 """
 
 import copy
@@ -66,6 +66,7 @@ ESTIMATORS: dict[str, dq.Gradient] = {
     "Phantom(4, 0.8, checkpoint=True)": dq.Phantom(4, 0.8, checkpoint=True),
     "Unrolled()": dq.Unrolled(),
     "Unrolled(checkpoint=True)": dq.Unrolled(checkpoint=True),
+    "Reversible()": dq.Reversible(),
 }
 
 
@@ -182,7 +183,8 @@ class Step:
         assert isinstance(lm.model, dq.ImplicitModel)
         self._evaluated = 0
         self._came_back: list[int] = []  # numbers of the evaluations that a backward pass went through
-        lm.model.solve = dq.SolveConfig(DEFAULT, stop, gradient)
+        solver = dq.Coupled(0.8) if isinstance(gradient, dq.Reversible) else DEFAULT
+        lm.model.solve = dq.SolveConfig(solver, stop, gradient)
         begins = lm.model.backbone.register_forward_pre_hook(self._begins)  # a checkpointed one need not end again
         ends = lm.model.backbone.register_forward_hook(self._ends)
         try:
