@@ -19,7 +19,7 @@ from deqseq.types import FixedPointMap, State
 
 @dataclass(frozen=True)
 class Reversible(Gradient):
-    r"""Differentiate the solve itself, as :class:`Unrolled` does, in memory that hardly depends on its length.
+    r"""Differentiate the solve itself, as :class:`Unrolled` does, in memory that hardly grows with its length.
 
     The solver must be :class:`Coupled`, whose iteration has an inverse:
 
@@ -30,11 +30,11 @@ class Reversible(Gradient):
     iterate that is returned, and for the start ``z0``. Rows that have diverged get none.
 
     The forward iteration contracts, so its inverse alone would amplify rounding errors beyond use within some 20
-    evaluations. Therefore the points are float64 numbers rounded to a fixed spacing, :math:`2^{-44}` of their first
-    size (:math:`2^{-36}` where ``z0`` is not float64), and the three or four bits per number and evaluation that the
-    inverse lacks are stored: the points come back exactly, whatever the number of evaluations. The map is evaluated in
-    the dtype of ``z0``. Memory is that of one evaluation, a few states in float64, and one more state for every 22
-    evaluations with damping 0.5 (17 with 0.8).
+    evaluations. Therefore the points are float64 numbers rounded to a fixed spacing, :math:`2^{-44}` of the larger of 1
+    and their first size (:math:`2^{-36}` where ``z0`` is not float64), and the three or four bits per number and
+    evaluation that the inverse lacks are stored: the points come back exactly, whatever the number of evaluations. The
+    map is evaluated in the dtype of ``z0``. Memory is that of one evaluation, a few states in float64, and one more
+    state for every 22 evaluations with damping 0.5 (17 with 0.8).
 
     Raises:
         ValueError: in a call, another solver, or a stopping rule per token (frozen tokens have no inverse).
@@ -42,8 +42,8 @@ class Reversible(Gradient):
             was evaluated again, or the states grew hundreds of times beyond the larger of 1 and their first size.
 
     References:
-        McCallum, Arora and Foster, Reversible Deep Equilibrium Models, 2025, arXiv 2509.12917. They bound the number of
-        evaluations instead of storing what rounding loses, as do Maclaurin, Duvenaud and Adams, Gradient-based
+        McCallum, Arora and Foster, Reversible Deep Equilibrium Models, 2025, arXiv 2509.12917; they take few
+        evaluations and store no bits. Those are the idea of Maclaurin, Duvenaud and Adams, Gradient-based
         Hyperparameter Optimization through Reversible Learning, ICML 2015, arXiv 1502.03492.
 
     Example:

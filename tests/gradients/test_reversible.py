@@ -94,6 +94,26 @@ def test_rows_whose_best_value_is_not_their_last() -> None:
     assert not bool(solution.converged.all())
 
 
+def test_rows_that_an_exit_rule_ends() -> None:
+    p, found, counts = problem(rows=6), [], []
+    for gradient in ESTIMATORS:
+        solution = gradient.apply(
+            f,
+            p["z0"],
+            args=Shared((p["x"], p["gain"], p["W"])),
+            solver=dq.Coupled(0.8),
+            stop=dq.Stop(rtol=1e-9, exit=dq.LogitKL(1e-6)),
+            readout=lambda fz, args: fz[:, None] + args[0][:, None],
+        )
+        assert set(solution.status.tolist()) == {dq.Status.EXITED}
+        counts.append(solution.stats.iterations.tolist())
+        grads = torch.autograd.grad(solution.value.square().sum(), list(p.values()))
+        found.append(dict(zip(p, grads, strict=True)))
+    assert counts[0] == counts[1]
+    assert len(set(counts[0])) > 1
+    assert_close(*found, rtol=1e-10)
+
+
 def test_a_point_that_does_not_move_counts_as_an_evaluation() -> None:
     z0, slopes = torch.zeros(1, 1, requires_grad=True), []
     for gradient in ESTIMATORS:
