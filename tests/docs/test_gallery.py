@@ -231,3 +231,31 @@ def test_figures_show_every_ratio_and_every_curve(results):
     figure = results.lines(curves, "length", "seconds", yscale="log")
     assert [line.get_label() for line in figure.axes[0].lines] == ["Sliding(8)", "Sequential"]
     assert figure.axes[0].get_yscale() == "log"
+
+
+@pytest.mark.usefixtures("results")
+def test_drawn_and_fixed_depth_are_compared_over_seeds():
+    page = importlib.import_module("recurrent_depth")
+    runs = {"8 iterations": "bits per byte", "64 iterations": "bits per byte", "solved to 0.001": "bits per byte"}
+    cases = [*runs.items(), ("solved to 0.001", "converged"), ("solved to 0.001", "iterations")]
+    rows = [
+        COUNT | {"case": f"{kind}, seed {seed}, {run}", "metric": metric, "ours": 1 + seed / 4, "theirs": 0.5}
+        for kind in page.KINDS
+        for seed in (0, 1)
+        for run, metric in cases
+    ]
+    found = page.values(rows)
+    assert page.budgets(found) == [8, 64]
+    assert "| 8 | 1.125 ± 0.125 | 0.500 ± 0.000 | 1.125 ± 0.125 | 0.500 ± 0.000 |" in page.scores(found)
+    assert "| rows that converged | 112.5\xa0% | 50\xa0% |" in page.scores(found)
+    found["retrofitted", "fixed", "64 iterations", "bits per byte"]["1"] = 0.7
+    assert page.change(found, "retrofitted", "fixed") == pytest.approx({"0": 0, "1": 0.2})
+    assert page.change(found, "retrofitted", "drawn") == {"0": 0, "1": 0}
+    panels = page.figure(found).axes
+    assert [line.get_label() for line in panels[0].lines if line.get_marker() != "None"] == [
+        "drawn depth",
+        "fixed depth",
+    ]
+    assert list(panels[1].lines[-1].get_ydata()) == pytest.approx([0.5, 0.6])
+    with pytest.raises(ValueError, match="a kind, a seed and a run"):
+        page.values([COUNT])
