@@ -11,7 +11,7 @@ from deqseq.norms import token_norms
 from deqseq.solvers.base import Solver
 from deqseq.types import State
 
-FALL, RISE, LEAST = 0.7, 1.1, 0.01  # of the limit of a row
+FALL, RISE, LEAST = 0.85, 1.07, 0.01  # of the limit of a row
 
 
 class AdaptiveMemory(NamedTuple):
@@ -39,7 +39,7 @@ class Adaptive(Solver[AdaptiveMemory]):
     step is 1, plain iteration.
 
     Where that is not enough, as in a map that rotates and expands, the limit :math:`\ell` of the row decides. It
-    begins at 1; an iteration in which the residual of the row rises multiplies it by 0.7, any other by 1.1, up to 1.
+    begins at 1; an iteration in which the residual of the row rises multiplies it by 0.85, any other by 1.07, up to 1.
     That residual is the geometric mean over the tokens, because in a causal model tokens settle from left to right:
     while some of them settle, the row makes progress, however large the residual of the rest.
 
