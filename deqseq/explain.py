@@ -118,7 +118,7 @@ def explain(outcome: "Outcome", problem: Problem) -> Explanation:
         text["several fixed points"] = "A solve from a random start converges elsewhere."
     if "converged" in causes:
         same = "; from a random start, to the same value" * alone
-        text["converged"] = f"In {_iterations(outcome, converged)} iterations{same}."
+        text["converged"] = f"In {_iterations(outcome, converged)} iterations{same}.{_error(outcome, converged)}"
     if "exit rule" in causes:
         text["exit rule"] = f"{problem.stop.exit} ended it after {_iterations(outcome, exited)} iterations."
     order: list[Cause] = list(dict.fromkeys(causes))
@@ -204,6 +204,12 @@ def _iterations(solved: "Outcome", rows: RowMask) -> str:
     numbers = _per_row(solved.stats.iterations)[rows]
     low, high = int(numbers.min()), int(numbers.max())
     return f"{low}" if low == high else f"{low} to {high}"
+
+
+def _error(solved: "Outcome", rows: RowMask) -> str:
+    assert solved.stats is not None
+    worst = float(_per_row(solved.stats.error.detach())[rows].max())
+    return f"\n  Estimated relative error: {worst:.0e}." if math.isfinite(worst) else ""
 
 
 def _summary(findings: list[str]) -> str:

@@ -1,14 +1,13 @@
-"""Which rows of a solve, or tokens of a window, have converged."""
+"""Which rows of a solve have converged."""
 
 from abc import ABC, abstractmethod
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from deqseq.judge import Judge
-from deqseq.norms import Measurement, measure
+from deqseq.norms import Measurement, divergence_limit, error_estimate, measure
 from deqseq.rows import put, take
 from deqseq.solution import Solution, SolveStats, Status
 from deqseq.stop import Stop
@@ -66,8 +65,9 @@ class RowMonitor(Monitor):
         self._best = z0
         self._best_residual: Residual | None = None
         self._latest: Residual | None = None
+        self._before: Residual | None = None  # of the check before the latest
         # of the whole batch
-        self._filed: Any = None  # (best, its residual, latest residual, aux), as of the last _file
+        self._filed: Any = None  # (best, its residual, latest residual, error, aux), as of the last _file
         self._steps: Tensor | None = None
         self._status = torch.full((batch,), int(Status.MAX_STEPS_REACHED))
         self._updates = torch.zeros(batch, dtype=torch.int64)
@@ -75,7 +75,7 @@ class RowMonitor(Monitor):
         self._trace: list[Residual] | None = [] if keep_trace else None
 
     def check(self, z: State, fz: State, step: int, args: Any = None) -> None:
-        seen, self._last_step = measure(z, fz, self.stop), step
+        seen, self._last_step = measure(z, fz, self.stop, self._latest), step
         converged = passed = _all_tokens(seen.passed)
         if self._judge is not None:
             seen = seen._replace(passed=self._judge.passed(z, fz, args))
@@ -83,6 +83,7 @@ class RowMonitor(Monitor):
         if self._limit is None or self._best_residual is None:
             self._limit = divergence_limit(seen, self.stop)
             self._best_residual = torch.full_like(seen.residual, torch.inf)
+            self._latest = self._before = torch.full_like(seen.residual, torch.nan)
             first = step if self._per_token else self.stop.max_steps
             self._steps = torch.full_like(seen.passed, first, dtype=torch.int64)
         sound = seen.difference <= self._limit  # NaN is not sound
@@ -90,7 +91,9 @@ class RowMonitor(Monitor):
         flags = torch.stack([sound, passed, improved, converged]).cpu()
         sound, passed, improved, _ = flags
         everything = self.active_rows == len(self._active)
-        self._latest = seen.residual if everything else self._where_active(seen.residual, self._latest)
+        before, now = self._latest, seen.residual
+        self._before = before if everything else self._where_active(before, self._before)
+        self._latest = now if everything else self._where_active(now, before)
         if self._per_token:
             self._date_tokens(seen.passed, step)
             self._frozen = seen.passed
@@ -120,8 +123,8 @@ class RowMonitor(Monitor):
         keep = self._active.nonzero()[:, 0]
         self._rows, self._stale, self._active = take((self._rows, self._stale, self._active), keep)
         keep = keep.to(self._best.device)
-        self._best, self._best_residual, self._limit, self._latest = take(
-            (self._best, self._best_residual, self._limit, self._latest), keep
+        self._best, self._best_residual, self._limit, self._latest, self._before = take(
+            (self._best, self._best_residual, self._limit, self._latest, self._before), keep
         )
         self._frozen = take(self._frozen, keep) if self._per_token else None
         if self._judge is not None:
@@ -132,10 +135,10 @@ class RowMonitor(Monitor):
         """What was found, and the rows whose ``aux`` is not that of their value (None: no row)."""
         self._file(aux, evaluations)
         assert self._steps is not None
-        (value, residual, _, aux), device = self._filed[:4], self._best.device
+        (value, residual, _, error, aux), device = self._filed, self._best.device
         trace = None if self._trace is None else torch.stack(self._trace)
         steps, updates = self._steps.clamp(max=evaluations), self._updates.to(device)
-        stats = SolveStats(steps, residual, evaluations, updates, trace)
+        stats = SolveStats(steps, residual, error, evaluations, updates, trace)
         stale = self._filed_stale.nonzero()[:, 0]
         return Solution(value, self._status.to(device), stats, aux), stale.to(device) if len(stale) else None
 
@@ -145,7 +148,10 @@ class RowMonitor(Monitor):
 
     def _file(self, aux: Any, evaluations: int) -> None:
         """Store the results of the computed rows at their positions in the batch."""
-        current = (self._best, self._best_residual, self._latest, aux)
+        assert self._latest is not None and self._before is not None
+        error = error_estimate(self._latest, self._before, self.stop)
+        error = torch.where(self._best_residual == self._latest, error, torch.inf)
+        current = (self._best, self._best_residual, self._latest, error, aux)
         if self._filed is None:
             self._filed, self._filed_stale = current, self._stale
         else:
@@ -191,87 +197,6 @@ class RowMonitor(Monitor):
         """``new`` in the rows that are iterated, ``old`` in those that have ended but are still computed."""
         assert old is not None
         return torch.where(_over_tokens(self._active.to(new.device), new), new, old)
-
-
-class WindowMonitor(Monitor):
-    """How far a window has converged in every row, and which rows have diverged.
-
-    It lives for a whole sweep: after each iteration the converged prefix leaves by :meth:`commit`, and the statistics
-    of the tokens that stay go on. Each token is tested on its own; the budget is that of a commit.
-    """
-
-    def __init__(self, rows: int, stop: Stop) -> None:
-        self.stop = replace(stop, per="token")
-        self.active_rows = self._all_rows = rows
-        self._converged = 0  # tokens at the start of the window that have passed in every row
-        self._diverged: Tensor | None = None  # rows
-        self._limit: Tensor | None = None  # the difference above which a row has diverged
-        self._entered: list[int] = []  # evaluations before each token of the window entered it
-        self._evaluations = 0
-        self._fresh = True  # whether tokens have entered since the last check
-        # of the tokens that have left, a part per commit
-        self._steps: list[int] = []
-        self._values: list[State] = []
-        self._residuals: list[Residual] = []
-        self._forced: list[Tensor] = []
-
-    def check(self, z: State, fz: State, step: int, args: Any = None) -> None:
-        seen = measure(z, fz, self.stop)
-        if self._fresh:  # tokens that have just entered may be of another scale
-            limit = divergence_limit(seen, self.stop)
-            self._limit, self._fresh = limit if self._limit is None else torch.maximum(self._limit, limit), False
-        assert self._limit is not None
-        sound = seen.difference <= self._limit  # NaN is not sound
-        *columns, all_sound = torch.cat([seen.passed.all(dim=0), sound.all()[None]]).tolist()  # one transfer
-        if not all_sound or self._diverged is not None:
-            self._diverged = ~sound if self._diverged is None else self._diverged | ~sound
-            columns = (seen.passed | self._diverged[:, None]).all(dim=0).tolist()
-        self._seen = seen
-        self._converged = columns.index(False) if False in columns else len(columns)
-        self.active_rows = 0 if self._converged else self._all_rows
-
-    def residuals(self) -> Residual:
-        return self._seen.residual
-
-    def freeze(self, z: State, proposal: State) -> State:
-        return self.without_diverged(proposal)
-
-    def compact(self, aux: Any) -> RowIndex | None:
-        """No row is removed: the batch shares the window to the end."""
-        return None
-
-    def without_diverged(self, x: State) -> State:
-        """``x`` with zeros in the rows that have diverged: they stay there to the end."""
-        return x if self._diverged is None else x.masked_fill(self._diverged[:, None, None], 0)
-
-    def commit(self, fz: State, evaluations: int) -> int:
-        """File the tokens that leave the window after ``evaluations`` more, and return how many they are."""
-        count = max(1, self._converged)  # none has converged: the budget is spent, and the first one is forced
-        self._entered += [self._evaluations] * (fz.shape[1] - len(self._entered))
-        self._evaluations += evaluations
-        self._steps += [self._evaluations - entered for entered in self._entered[:count]]
-        self._entered = self._entered[count:]
-        self._values.append(self.without_diverged(fz[:, :count]))
-        self._residuals.append(self._seen.residual[:, :count])
-        self._forced.append(~self._seen.passed[:, :count])
-        self.active_rows, self._converged, self._fresh = self._all_rows, 0, True
-        return count
-
-    def solution(self) -> Solution:
-        """Everything that has left the window."""
-        value, forced = torch.cat(self._values, dim=1), torch.cat(self._forced, dim=1)
-        residual = torch.cat(self._residuals, dim=1).nan_to_num(nan=torch.inf, posinf=torch.inf)
-        steps = torch.tensor(self._steps, device=value.device).expand(len(value), -1)
-        status = torch.where(forced.any(dim=1), int(Status.MAX_STEPS_REACHED), int(Status.CONVERGED))
-        if self._diverged is not None:
-            status = torch.where(self._diverged, int(Status.DIVERGED), status)
-        return Solution(value, status, SolveStats(steps, residual, self._evaluations, steps, forced=forced))
-
-
-def divergence_limit(seen: Measurement, stop: Stop) -> Tensor:
-    """The difference above which a row has diverged, ``(rows,)``, given its first measurement."""
-    reference = torch.maximum(seen.difference, seen.scale.amax(dim=1)).clamp_min(1)
-    return (stop.divergence * reference).clamp(max=torch.finfo(reference.dtype).max)  # infinity itself has diverged
 
 
 def _all_tokens(passed: Tensor) -> Tensor:

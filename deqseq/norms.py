@@ -15,7 +15,7 @@ class Measurement(NamedTuple):
 
     Attributes:
         residual: relative residual ``d / s``.
-        passed: whether ``d <= atol + rtol * s``.
+        passed: whether ``d <= atol + rtol * s``, or, as the rule says, the estimated error is.
         difference: the absolute residual ``d`` of each row (its largest over the tokens).
         scale: ``s`` of each token, or one number per row.
     """
@@ -43,13 +43,14 @@ def token_norms(x: State) -> Float[Tensor, "batch tokens"]:
     return norms if norms.ndim == 2 else norms.reshape(x.shape[0], -1)
 
 
-def measure(z: State, fz: State, stop: Stop) -> Measurement:
+def measure(z: State, fz: State, stop: Stop, before: Residual | None = None) -> Measurement:
     """Residual of ``z`` under ``stop``, given ``fz = f(z)``; stays on the device of ``z``.
 
     Args:
         z: the point, ``(batch, *event)``.
         fz: the map at that point, the same shape.
         stop: tolerances, granularity and norm.
+        before: the residuals of the check before, NaN where there was none; for a tolerance of the error.
 
     Returns:
         A :class:`Measurement`; shapes ``(batch, tokens)`` when ``stop.per == "token"``, else ``(batch,)``.
@@ -61,15 +62,39 @@ def measure(z: State, fz: State, stop: Stop) -> Measurement:
         if stop.per == "batch":
             difference, scale = _as_one_row(difference, scale, stop)
         residual = difference / scale.clamp_min(torch.finfo(scale.dtype).tiny)
-        if stop.atol == 0:  # the usual case takes fewer operations; not a number does not pass
-            residual = residual if stop.per == "token" else residual.amax(dim=1)
+        residual = residual if stop.per == "token" else residual.amax(dim=1)
+        if stop.atol == 0 and stop.of == "residual":  # the usual case takes fewer operations; NaN does not pass
             passed = residual <= stop.rtol
         else:
-            passed = stop.atol + stop.rtol * scale - difference >= 0  # infinity minus infinity does not pass
-            if stop.per != "token":
-                residual, passed = residual.amax(dim=1), passed.all(dim=1)
+            tolerance = stop.atol + stop.rtol * scale
+            if stop.of == "error":
+                before = torch.full_like(residual, torch.nan) if before is None else before[: len(residual)]
+                tolerance = tolerance * _one_minus_rate(residual, before, stop).reshape(len(residual), -1)
+            passed = tolerance - difference >= 0  # infinity minus infinity does not pass
+            passed = passed if stop.per == "token" else passed.all(dim=1)
         seen = Measurement(residual, passed, difference.amax(dim=1), scale)
         return Measurement(*(x.expand(len(z), *x.shape[1:]) for x in seen)) if stop.per == "batch" else seen
+
+
+def error_estimate(residual: Residual, before: Residual, stop: Stop) -> Residual:
+    """Relative errors, given residuals and those of the check before: see :class:`SolveStats`.
+
+    Example:
+        >>> error_estimate(torch.tensor([0.01, 0.02]), torch.tensor([0.1, 0.01]), Stop())
+        tensor([0.0111,    inf])
+    """
+    return torch.where(residual == 0, residual, residual / _one_minus_rate(residual, before, stop))
+
+
+def divergence_limit(seen: Measurement, stop: Stop) -> Tensor:
+    """The difference above which a row has diverged, ``(rows,)``, given its first measurement."""
+    reference = torch.maximum(seen.difference, seen.scale.amax(dim=1)).clamp_min(1)
+    return (stop.divergence * reference).clamp(max=torch.finfo(reference.dtype).max)  # infinity itself has diverged
+
+
+def _one_minus_rate(residual: Residual, before: Residual, stop: Stop) -> Residual:
+    """One minus the factor by which the residual falls per evaluation; 0 where it does not fall or is not known."""
+    return (1 - (residual / before) ** (1 / stop.check_every)).clamp_min(0).nan_to_num(0)
 
 
 def _as_one_row(difference: Tensor, scale: Tensor, stop: Stop) -> tuple[Tensor, Tensor]:

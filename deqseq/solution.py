@@ -65,6 +65,10 @@ class SolveStats:
             :class:`Lockstep` with an exit rule, until the rule let the token go.
         residual: relative residual ``|f(z) - z| / |f(z)|`` at the evaluation whose value was returned (``inf`` where
             no evaluation was finite), ``(batch,)`` or ``(batch, tokens)`` as ``iterations``.
+        error: estimated relative error of the value, ``residual / (1 - q)``, where the residual fell by a factor ``q``
+            per evaluation before it, of the shape of ``residual``; ``inf`` where it did not fall, was measured once, or
+            the value is an earlier one. A bound where the map contracts and the solve has found its rate: a small
+            residual alone says little where ``q`` is near 1. It does not know of other fixed points.
         evaluations: calls of the map, for the whole batch.
         updates: how many of those calls a row (in a model: a token) took part in before it was removed from the batch,
             ``(batch,)`` or ``(batch, length)``; the work of a solve is ``updates.sum()``.
@@ -76,6 +80,7 @@ class SolveStats:
 
     iterations: Iterations
     residual: Residual
+    error: Residual
     evaluations: int
     updates: Int64[Tensor, "batch *each"]
     trace: Float[Tensor, "checks batch *tokens"] | None = None

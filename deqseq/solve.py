@@ -151,7 +151,8 @@ def _exported(
     status = torch.where(seen.passed, int(Status.CONVERGED), int(Status.MAX_STEPS_REACHED))
     status = torch.where(seen.difference.isfinite(), status, int(Status.DIVERGED))
     steps = torch.full_like(status, stop.max_steps)
-    return Solution(fz, status, SolveStats(steps, seen.residual, stop.max_steps, steps), aux)
+    unknown = torch.full_like(seen.residual, torch.inf)
+    return Solution(fz, status, SolveStats(steps, seen.residual, unknown, stop.max_steps, steps), aux)
 
 
 def check_call(f: object, z0: Tensor, solver: object, stop: object, args: object, callback: object) -> None:

@@ -8,6 +8,7 @@ from deqseq.exits import ExitRule
 
 Granularity = Literal["batch", "sample", "token"]
 Norm = Literal["max_token", "frobenius"]
+Quantity = Literal["residual", "error"]
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,10 @@ class Stop:
             the host, which on CUDA synchronises; between checks nothing is measured, ended or recorded.
         divergence: a row has diverged when its :math:`d` exceeds this multiple of the scale it started from (the
             larger of 1 and the first :math:`d` and :math:`s`), or is not finite.
+        of: what the tolerances are of. ``"residual"``: as above. ``"error"``: :math:`d / (1 - q)` takes the place of
+            :math:`d`, with the factor :math:`q` by which the residual falls per evaluation; see ``error`` of
+            :class:`SolveStats`. A solve then takes two checks at least, and a map that converges slowly is solved to a
+            smaller residual.
         exit: a rule that ends tokens earlier, such as :class:`StableArgmax`; it is asked at every check. A token then
             passes if its residual does or the rule says so. A row that ends by the rule has the status ``EXITED``: it
             has not converged, and is no failure. With the sweeps :class:`Simultaneous` and :class:`Lockstep`. Default:
@@ -42,7 +47,8 @@ class Stop:
 
     Raises:
         TypeError: an argument of the wrong type.
-        ValueError: a number out of its range, or ``per="token"`` or an exit rule with the Frobenius norm.
+        ValueError: a number out of its range, or an exit rule with the Frobenius norm or a tolerance of the error, or
+            ``per="token"`` with the former.
 
     Example:
         >>> Stop(rtol=1e-5, max_steps=200).per
@@ -58,6 +64,7 @@ class Stop:
     norm: Norm = "max_token"
     check_every: int = 1
     divergence: float = 1e4
+    of: Quantity = "residual"
     exit: ExitRule | None = None
 
     def __post_init__(self) -> None:
@@ -68,10 +75,13 @@ class Stop:
         check_choice("Stop.norm", self.norm, get_args(Norm))
         check_integer("Stop.check_every", self.check_every, 1)
         check_number("Stop.divergence", self.divergence, "(1, inf]")
+        check_choice("Stop.of", self.of, get_args(Quantity))
         check_type("Stop.exit", self.exit, (ExitRule, type(None)), "dq.StableArgmax(2)")
         if self.norm == "frobenius" and (self.per == "token" or self.exit is not None):
             which = 'Stop.per="token"' if self.exit is None else "Stop.exit"
             raise ValueError(f'{which} measures each token: Stop.norm must be "max_token", got "frobenius"')
+        if self.of == "error" and self.exit is not None:
+            raise ValueError('Stop.exit goes with a tolerance of the residual: Stop.of must be "residual", got "error"')
 
     @classmethod
     def exactly(cls, steps: int) -> "Stop":

@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 
 from deqseq import Status, Stop
-from deqseq.monitor import RowMonitor, WindowMonitor
+from deqseq.monitor import RowMonitor
+from deqseq.sweeps.window import WindowMonitor
 
 STOP = Stop(rtol=0.1, max_steps=3)
 

@@ -15,7 +15,7 @@ EXPANDS = r"Remedy: the map expands here: damp it"
 
 def solution(status: list[Status], residual: list[float] | list[list[float]], evaluations: int = 12) -> Solution:
     residuals = torch.tensor(residual)
-    stats = SolveStats(steps := torch.full(residuals.shape, evaluations), residuals, evaluations, steps)
+    stats = SolveStats(steps := torch.full(residuals.shape, evaluations), residuals, residuals, evaluations, steps)
     return Solution(torch.zeros(len(status), 2), torch.tensor(status), stats)
 
 

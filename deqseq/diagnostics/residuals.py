@@ -29,6 +29,8 @@ class ResidualTrace(Drawable):
     Attributes:
         checks: the iterations at which the residual was checked, ``(checks,)``.
         residual: relative residual at each check, ``(checks, batch)`` or ``(checks, batch, length)``; NaN at padding.
+        error: estimated relative error of the value, see :class:`~deqseq.SolveStats`, ``(batch,)`` or
+            ``(batch, length)``.
         iterations: those until a row ended, or a token passed for good, ``(batch,)`` or ``(batch, length)``.
         converged: which rows converged, ``(batch,)``.
         rtol: the relative tolerance.
@@ -38,12 +40,13 @@ class ResidualTrace(Drawable):
         >>> stop = dq.Stop(rtol=1e-6)
         >>> solution = dq.solve(lambda z: 0.5 * z + 1, torch.zeros(1, 1), solver=dq.Naive(), stop=stop, trace=True)
         >>> print(ResidualTrace.of(solution, stop))
-        row  iterations  residual   rate  converged
-        0            20   9.5e-07  0.500        yes
+        row  iterations  residual    error   rate  converged
+        0            20   9.5e-07  1.9e-06  0.500        yes
     """
 
     checks: Int64[Tensor, " checks"]
     residual: Float[Tensor, "checks batch *tokens"]
+    error: Residual
     iterations: Iterations
     converged: RowMask
     rtol: float
@@ -70,7 +73,8 @@ class ResidualTrace(Drawable):
             raise ValueError("this solve kept no residuals: solve with trace=True")
         checks = stop.check_every * torch.arange(1, len(stats.trace) + 1)
         checks = checks.clamp(max=min(stop.max_steps, stats.evaluations))
-        return cls(checks, stats.trace.cpu(), stats.iterations.cpu(), solved.converged.cpu(), stop.rtol)
+        numbers = (stats.trace.cpu(), stats.error.cpu(), stats.iterations.cpu(), solved.converged.cpu())
+        return cls(checks, *numbers, stop.rtol)
 
     @property
     def rates(self) -> Residual:
@@ -89,11 +93,11 @@ class ResidualTrace(Drawable):
         return (fall / iterations).exp()[0]
 
     def __str__(self) -> str:
-        final, rates, iterations, name = self.residual[-1], self.rates, self.iterations, "rate"
+        final, error, rates, iterations, name = self.residual[-1], self.error, self.rates, self.iterations, "rate"
         if iterations.ndim == 2:  # a row's last token to end, its largest residual, and its median rate
-            final, iterations = final.nan_to_num(nan=0).amax(dim=1), iterations.amax(dim=1)
+            final, error, iterations = (x.nan_to_num(nan=0).amax(dim=1) for x in (final, error, iterations))
             rates, name = rates.nanmedian(dim=1).values, "median rate"
-        columns = {"iterations": texts(iterations, "d"), "residual": texts(final, ".1e")}
+        columns = {"iterations": texts(iterations, "d"), "residual": texts(final, ".1e"), "error": texts(error, ".1e")}
         columns[name] = [text.replace("nan", "-") for text in texts(rates, ".3f")]
         return row_table({**columns, "converged": yes_no(self.converged)})
 
@@ -157,4 +161,7 @@ def residual_trace(
     config = replace(config, stop=replace(config.stop, per=per))
     with solved_model(model, ids, mask, config, trace=True) as solved:
         trace = ResidualTrace.of(solved.output, config.stop)
-    return trace if per != "token" else replace(trace, residual=trace.residual.masked_fill(~mask.cpu(), torch.nan))
+    if per != "token":
+        return trace
+    residual, error = (x.masked_fill(~mask.cpu(), torch.nan) for x in (trace.residual, trace.error))
+    return replace(trace, residual=residual, error=error)

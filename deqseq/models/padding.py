@@ -60,6 +60,7 @@ class Padding:
         per_token = {
             "iterations": stats.iterations,
             "residual": stats.residual,
+            "error": stats.error,
             "updates": stats.updates,
             "forced": stats.forced,
         }

@@ -87,7 +87,8 @@ def run_lockstep(
             exits.file(z, fz, step + 1)
     status = torch.where(seen.difference.isfinite(), int(Status.MAX_STEPS_REACHED), int(Status.DIVERGED))
     counts = torch.full_like(status, steps)
-    stats = SolveStats(counts, seen.residual, steps, counts[:, None].expand(-1, length))
+    unknown, updates = torch.full_like(seen.residual, torch.inf), counts[:, None].expand(-1, length)
+    stats = SolveStats(counts, seen.residual, unknown, steps, updates)
     solution = Solution(fz, status, stats)
     solution = solution if exits is None else exits.applied(solution)
     return solution, LockstepCache(tuple(after)) if need_cache else None
@@ -122,4 +123,6 @@ class _Exits:
         exited = self._exited if self._args.mask is None else self._exited | ~self._args.mask
         spent = solution.status == Status.MAX_STEPS_REACHED
         status = solution.status.masked_fill(exited.all(dim=1) & spent, int(Status.EXITED))
-        return Solution(value, status, replace(solution.stats, iterations=iterations, residual=residual))
+        unknown = torch.full_like(residual, torch.inf)
+        stats = replace(solution.stats, iterations=iterations, residual=residual, error=unknown)
+        return Solution(value, status, stats)

@@ -11,13 +11,13 @@ from deqseq.backbones.base import Backbone, Cache
 from deqseq.config import SolveConfig
 from deqseq.gradients.base import AttachedGradient, Gradient
 from deqseq.gradients.unrolled import Unrolled
-from deqseq.monitor import WindowMonitor
 from deqseq.rows import take
 from deqseq.solution import Solution, SolveStats
 from deqseq.solve import Callback, SolveCall, iterate, next_point, solve
 from deqseq.sweeps.base import Lockstep, Simultaneous, Sliding, Sweep
 from deqseq.sweeps.lockstep import LockstepCache, run_lockstep
 from deqseq.sweeps.tokens import TokenArgs, advance, readout, token_map
+from deqseq.sweeps.window import WindowMonitor
 from deqseq.types import Sequence
 
 
@@ -89,9 +89,10 @@ def _best_of(restarts: int, solution: Solution, cache: Cache | None) -> tuple[So
     rows = torch.arange(len(best), device=best.device) * restarts + best
     updates = stats.updates.reshape(len(best), restarts, *stats.updates.shape[1:]).sum(dim=1)
     trace = None if stats.trace is None else stats.trace[:, rows]
-    iterations, residual, forced = take((stats.iterations, stats.residual, stats.forced), rows)
+    numbers = stats.iterations, stats.residual, stats.error, stats.forced
+    iterations, residual, error, forced = take(numbers, rows)
     value, status, aux, cache = take((solution.value, solution.status, solution.aux, cache), rows)
-    stats = SolveStats(iterations, residual, stats.evaluations, updates, trace, forced)
+    stats = SolveStats(iterations, residual, error, stats.evaluations, updates, trace, forced)
     return Solution(value, status, stats, aux), cache
 
 
@@ -203,6 +204,7 @@ def _joined(solutions: list[Solution]) -> Solution:
     stats = SolveStats(
         per_token([stats.iterations for stats in every]),
         per_token([stats.residual for stats in every]),
+        per_token([stats.error for stats in every]),
         sum(stats.evaluations for stats in every),
         per_token([stats.updates for stats in every]),
         forced=per_token([~solution.converged for solution in solutions]),

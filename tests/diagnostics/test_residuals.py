@@ -53,9 +53,11 @@ def test_the_rate_leaves_out_the_wait_before_the_fall():
     """Five checks at 1, then a fall by 0.5 per iteration: the lower half of the fall begins at 2 ** -3."""
     height = torch.tensor([0, 0, 0, 0, 0, *range(0, -7, -1)]).double()
     for checks in (torch.arange(1, 13), 3 * torch.arange(1, 13)):
-        trace = ResidualTrace(checks, 2 ** height[:, None], checks[-1:], torch.tensor([True]), 1e-3)
+        trace = ResidualTrace(checks, 2 ** height[:, None], torch.ones(1), checks[-1:], torch.tensor([True]), 1e-3)
         assert trace.rates.item() == pytest.approx(0.5 ** (1 / int(checks[0])))
-    flat = ResidualTrace(torch.arange(1, 4), torch.ones(3, 1), torch.tensor([3]), torch.tensor([False]), 1e-3)
+    flat = ResidualTrace(
+        torch.arange(1, 4), torch.ones(3, 1), torch.ones(1), torch.tensor([3]), torch.tensor([False]), 1e-3
+    )
     assert flat.rates.item() == 1
 
 
@@ -63,7 +65,7 @@ def test_too_short_to_fit():
     trace = traced(lambda z: 0 * z + 1, torch.zeros(2, 1), dq.Naive(), dq.Stop())
     assert trace.checks.tolist() == [1, 2]
     assert trace.rates.isnan().all()
-    assert str(trace).splitlines()[1].split() == ["0", "2", "0.0e+00", "-", "yes"]
+    assert str(trace).splitlines()[1].split() == ["0", "2", "0.0e+00", "0.0e+00", "-", "yes"]
 
 
 @pytest.mark.parametrize("make", [contractive_mamba2, contractive_llama, affine])
