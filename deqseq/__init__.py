@@ -18,7 +18,7 @@ from deqseq.backbones import (
 from deqseq.config import RandomStart, SolveConfig
 from deqseq.exits import ExitGate, ExitRule, LogitKL, Margin, StableArgmax
 from deqseq.fixed_point import fixed_point
-from deqseq.gradients import AttachedGradient, Coupled, Gradient, Implicit, OneStep, Phantom, Reversible, Unrolled
+from deqseq.gradients import AttachedGradient, Gradient, Implicit, OneStep, Phantom, Reversible, Unrolled
 from deqseq.models import (
     EXAMPLES,
     PRESETS,
@@ -42,7 +42,7 @@ from deqseq.models import (
 from deqseq.rows import take
 from deqseq.solution import ConvergenceError, ConvergenceWarning, Solution, SolveStats, Status
 from deqseq.solve import Progress, solve
-from deqseq.solvers import Adaptive, Anderson, Broyden, ExternalSolver, Naive, Relaxed, Solver
+from deqseq.solvers import Adaptive, Anderson, Broyden, Coupled, ExternalSolver, Naive, Relaxed, Solver
 from deqseq.stop import Stop
 from deqseq.sweeps import Chunked, Lockstep, Sequential, Simultaneous, Sliding, Sweep
 from deqseq.types import FixedPointMap, Residual, State

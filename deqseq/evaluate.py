@@ -47,7 +47,7 @@ def check_transforms(unsupported: Iterable[str] = ("vmap", "jvp")) -> None:
         remedy = {
             "vmap": "rows of a batch are solved on their own already: pass them as rows of z0",
             "jvp": "there is no forward-mode derivative: use backward(), or torch.func.grad with Phantom or Unrolled",
-            "grad": "Implicit solves in the backward pass: use backward(), or Phantom, OneStep or Unrolled",
+            "grad": "Implicit and Reversible iterate in the backward pass: use backward(), or Phantom or Unrolled",
         }
         raise TypeError(f"a fixed point cannot be solved inside torch.func's {name}; {remedy[name]}")
 

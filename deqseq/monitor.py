@@ -80,7 +80,7 @@ class RowMonitor(Monitor):
         if self._judge is not None:
             seen = seen._replace(passed=self._judge.passed(z, fz, args))
             passed = _all_tokens(seen.passed)
-        if self._limit is None or self._best_residual is None:
+        if self._limit is None or self._best_residual is None or self._latest is None:
             self._limit = divergence_limit(seen, self.stop)
             self._best_residual = torch.full_like(seen.residual, torch.inf)
             self._latest = self._before = torch.full_like(seen.residual, torch.nan)

@@ -15,7 +15,7 @@ from deqseq.tasks import WordProblem, generators, parse_group
 from deqseq.training import Curriculum, free, unrolled
 
 SweepName = Literal["simultaneous", "sequential", "sliding"]
-SolverName = Literal["relaxed", "naive", "anderson", "broyden"]
+SolverName = Literal["relaxed", "naive", "adaptive", "anderson", "broyden"]
 GradientName = Literal["phantom", "one-step", "implicit", "unrolled"]
 
 HARDER: dict[str, Any] = {"lr": 2e-3, "eval_lengths": (16, 32, 64, 128), "baselines": (4,)}
@@ -226,7 +226,7 @@ def make_sweep(name: SweepName, options: Options) -> dq.Sweep:
 
 def make_solver(name: SolverName, options: Options) -> dq.Solver:
     """The algorithm."""
-    plain = {"naive": dq.Naive(), "anderson": dq.Anderson(), "broyden": dq.Broyden()}
+    plain = {"naive": dq.Naive(), "adaptive": dq.Adaptive(), "anderson": dq.Anderson(), "broyden": dq.Broyden()}
     return cast(dq.Solver, plain.get(name) or dq.Relaxed(options.damping))
 
 

@@ -240,3 +240,8 @@ def test_what_a_solve_refuses():
         solved(Wrong(None), lambda z: z @ H)
     with pytest.raises(TypeError, match="readout must be a function, got 3"):
         solved(dq.Margin(), 3)
+
+
+def test_an_adjoint_solve_has_no_exit_rule():
+    with pytest.raises(ValueError, match=r"Implicit\.stop.*StableArgmax"):
+        dq.Implicit(stop=dq.Stop(exit=dq.StableArgmax()))

@@ -324,6 +324,10 @@ class TestTorchFunc:
         a = torch.tensor(0.5, dtype=torch.float64)
         with pytest.raises(TypeError, match=r"torch\.func's grad; Implicit.*Unrolled"):
             transform(self.value)(a)
+        with pytest.raises(TypeError, match=r"torch\.func's grad; .*Reversible"):
+            stop = dq.Stop(max_steps=4)
+            call = {"solver": dq.Coupled(), "stop": stop, "gradient": dq.Reversible()}
+            transform(lambda a: dq.fixed_point(lambda z: a * z + 1, torch.zeros(1, 1).double(), **call).value.sum())(a)
         b = a.clone().requires_grad_()
         self.value(b, dq.Implicit(stop=dq.Stop(rtol=1e-12))).backward()
         assert transform(lambda a: self.value(a, dq.Unrolled()))(a).item() == pytest.approx(b.grad.item(), rel=1e-7)

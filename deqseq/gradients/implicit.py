@@ -46,6 +46,7 @@ class Implicit(AttachedGradient):
 
     Raises:
         TypeError: an argument of the wrong type.
+        ValueError: ``stop`` has an exit rule.
         ConvergenceError: in the backward pass, with ``throw``.
 
     References:
@@ -68,6 +69,8 @@ class Implicit(AttachedGradient):
     def __post_init__(self) -> None:
         check_type("Implicit.solver", self.solver, (Solver, ExternalSolver), "dq.Anderson()")
         check_type("Implicit.stop", self.stop, Stop, "dq.Stop(rtol=1e-5)")
+        if self.stop.exit is not None:
+            raise ValueError(f"Implicit.stop ends by the residual alone: its exit must be None, got {self.stop.exit}")
         check_flag("Implicit.throw", self.throw)
         if self.report is not None:
             check_callable("Implicit.report", self.report)

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from deqseq.evaluate import check_start
+from deqseq.evaluate import check_start, check_transforms
 from deqseq.gradients.base import Gradient
-from deqseq.gradients.coupled import Coupled
 from deqseq.gradients.reversal import Reversal
 from deqseq.solution import Solution, Status
 from deqseq.solve import SolveCall, solve
 from deqseq.solvers.base import Solver
+from deqseq.solvers.coupled import Coupled
 from deqseq.types import FixedPointMap, State
 
 
@@ -66,6 +66,7 @@ class Reversible(Gradient):
             raise ValueError('Reversible needs Stop.per="sample" or "batch": tokens that are frozen have no inverse')
         if not torch.is_grad_enabled():
             return solve(f, z0, **call)
+        check_transforms(("grad",))
         check_start("z0", z0)
         args, readout, has_aux = call.get("args"), call.get("readout"), call.get("has_aux", False)
         run = Reversal(f, z0, solver.damping, has_aux)

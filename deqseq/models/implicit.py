@@ -15,7 +15,7 @@ from deqseq.config import RandomStart, SolveConfig, SolveFields, resolve
 from deqseq.evaluate import check_start
 from deqseq.exits import check_exit
 from deqseq.explain import Problem
-from deqseq.gradients import AttachedGradient, Gradient, Implicit, Unrolled
+from deqseq.gradients import AttachedGradient, Gradient, Implicit, Reversible, Unrolled
 from deqseq.layers.sharded import sharded_parts, unsharded
 from deqseq.layers.weight_norm import cached_weights
 from deqseq.models.eval_mode import eval_mode
@@ -290,7 +290,8 @@ def _check_injection(inputs: Any, backbone: Backbone[Any]) -> None:
 
 def _check_sharded(gradient: Gradient | None, stop: Stop) -> None:
     """Raise an error if processes could take different numbers of backward steps: sharded, they would deadlock."""
-    own = gradient.stop if isinstance(gradient, Implicit) else stop if isinstance(gradient, Unrolled) else None
+    unrolled = isinstance(gradient, (Unrolled, Reversible))
+    own = gradient.stop if isinstance(gradient, Implicit) else stop if unrolled else None
     if own is not None and own.check_every < own.max_steps:
         raise ValueError(
             f"{type(gradient).__name__} with {own} can take a different number of backward steps in each process, "

@@ -6,9 +6,9 @@ from typing import Any, Literal
 
 from deqseq.config import RandomStart, SolveConfig
 from deqseq.exits import ExitRule, LogitKL, Margin, StableArgmax
-from deqseq.gradients import Coupled, Gradient, Implicit, OneStep, Phantom, Reversible, Unrolled
+from deqseq.gradients import Gradient, Implicit, OneStep, Phantom, Reversible, Unrolled
 from deqseq.integrations.reference_fields import check_known
-from deqseq.solvers import Adaptive, Anderson, Broyden, ExternalSolver, Naive, Relaxed, Solver
+from deqseq.solvers import Adaptive, Anderson, Broyden, Coupled, ExternalSolver, Naive, Relaxed, Solver
 from deqseq.stop import Stop
 from deqseq.sweeps import Chunked, Lockstep, Sequential, Simultaneous, Sliding, Sweep
 
