@@ -65,10 +65,11 @@ class SolveStats:
             :class:`Lockstep` with an exit rule, until the rule let the token go.
         residual: relative residual ``|f(z) - z| / |f(z)|`` at the evaluation whose value was returned (``inf`` where
             no evaluation was finite), ``(batch,)`` or ``(batch, tokens)`` as ``iterations``.
-        error: estimated relative error of the value, ``residual / (1 - q)``, where the residual fell by a factor ``q``
-            per evaluation before it, of the shape of ``residual``; ``inf`` where it did not fall, was measured once, or
-            the value is an earlier one. A bound where the map contracts and the solve has found its rate: a small
-            residual alone says little where ``q`` is near 1. It does not know of other fixed points.
+        error: estimated relative error of the value, ``residual / (1 - q)``, ``(batch,)`` or ``(batch, tokens)`` as
+            ``residual``; ``q`` is the ratio of the last two checked residuals, per evaluation. ``inf`` where they did
+            not fall, there was one check, or the value is an earlier one. It is close for plain iteration of a
+            contraction, and up to one over the damping too large with :class:`Relaxed`; no bound with solvers whose
+            residuals fall irregularly (:class:`Anderson`, :class:`Broyden`), nor where there are other fixed points.
         evaluations: calls of the map, for the whole batch.
         updates: how many of those calls a row (in a model: a token) took part in before it was removed from the batch,
             ``(batch,)`` or ``(batch, length)``; the work of a solve is ``updates.sum()``.

@@ -36,19 +36,18 @@ class Stop:
             the host, which on CUDA synchronises; between checks nothing is measured, ended or recorded.
         divergence: a row has diverged when its :math:`d` exceeds this multiple of the scale it started from (the
             larger of 1 and the first :math:`d` and :math:`s`), or is not finite.
-        of: what the tolerances are of. ``"residual"``: as above. ``"error"``: :math:`d / (1 - q)` takes the place of
-            :math:`d`, with the factor :math:`q` by which the residual falls per evaluation; see ``error`` of
-            :class:`SolveStats`. A solve then takes two checks at least, and a map that converges slowly is solved to a
-            smaller residual.
-        exit: a rule that ends tokens earlier, such as :class:`StableArgmax`; it is asked at every check. A token then
-            passes if its residual does or the rule says so. A row that ends by the rule has the status ``EXITED``: it
-            has not converged, and is no failure. With the sweeps :class:`Simultaneous` and :class:`Lockstep`. Default:
-            the residual alone.
+        of: what the tolerances are of. ``"residual"``: :math:`d`, as above. ``"error"``: :math:`d / (1 - q)`, where
+            :math:`q` is the ratio of the last two residuals; see ``error`` of :class:`SolveStats`. A map that converges
+            slowly is then solved to a smaller residual, in more iterations; where the residual does not fall, nothing
+            passes.
+        exit: a rule that ends tokens earlier, such as :class:`StableArgmax`, asked at every check. A row that ends by
+            it has the status ``EXITED``, not ``CONVERGED``; that is no failure. Needs :class:`Simultaneous` or
+            :class:`Lockstep`. Default: the residual alone.
 
     Raises:
         TypeError: an argument of the wrong type.
-        ValueError: a number out of its range, or an exit rule with the Frobenius norm or a tolerance of the error, or
-            ``per="token"`` with the former.
+        ValueError: a number out of its range; ``per="token"`` with the Frobenius norm; an exit rule with that norm or
+            with a tolerance of the error.
 
     Example:
         >>> Stop(rtol=1e-5, max_steps=200).per

@@ -29,12 +29,14 @@ class Reversible(Gradient):
     ``Unrolled(checkpoint=True)`` does. The gradients are those of ``Unrolled()`` with the same solver: exact for the
     iterate that is returned, and for the start ``z0``. Rows that have diverged get none.
 
-    The forward iteration contracts, so its inverse alone would amplify rounding errors beyond use within some 20
-    evaluations. Therefore the points are float64 numbers rounded to a fixed spacing, :math:`2^{-44}` of the larger of 1
-    and their first size (:math:`2^{-36}` where ``z0`` is not float64), and the three or four bits per number and
-    evaluation that the inverse lacks are stored: the points come back exactly, whatever the number of evaluations. The
-    map is evaluated in the dtype of ``z0``. Memory is that of one evaluation, a few states in float64, and one more
-    state for every 22 evaluations with damping 0.5 (17 with 0.8).
+    The forward iteration contracts, so its inverse alone would amplify rounding errors beyond use, within about 20
+    evaluations with damping 0.8. Therefore the points are float64 numbers rounded to a fixed spacing, and the three or
+    four bits per number that each step loses are stored. The points come back exactly, whatever the number of
+    evaluations.
+
+    The spacing is :math:`2^{-44}` of the larger of 1 and the first size of a row, :math:`2^{-36}` where ``z0`` is not
+    float64. The map is evaluated in the dtype of ``z0``. Memory is that of one evaluation, a few states in float64, and
+    one more state for every 22 evaluations with damping 0.5 (17 with 0.8).
 
     Raises:
         ValueError: in a call, another solver, or a stopping rule per token (frozen tokens have no inverse).

@@ -34,14 +34,13 @@ class Adaptive(Solver[AdaptiveMemory]):
               \beta_t \leftarrow \min\left(\ell,\;
               \beta_t\, \frac{\lVert r_t^- \rVert^2}{\langle r_t^-,\; r_t^- - r_t \rangle}\right)
 
-    with the residual :math:`r^-` of the iteration before. The fraction is the step of Barzilai and Borwein: where a
-    residual turns back on the last one, as in a limit cycle, the step becomes shorter at once; where it does not, the
-    step is 1, plain iteration.
+    for token :math:`t`, with its residual :math:`r^-` of the iteration before. :math:`\beta` times the fraction is the
+    step of Barzilai and Borwein: where the residual reverses, as in a limit cycle, it becomes shorter at once. Where
+    the residual has grown along the last one, or there was none, the step is :math:`\ell`.
 
-    Where that is not enough, as in a map that rotates and expands, the limit :math:`\ell` of the row decides. It
-    begins at 1; an iteration in which the residual of the row rises multiplies it by 0.85, any other by 1.07, up to 1.
-    That residual is the geometric mean over the tokens, because in a causal model tokens settle from left to right:
-    while some of them settle, the row makes progress, however large the residual of the rest.
+    The limit :math:`\ell` of a row starts at 1. It is multiplied by 0.85 when the row's residual rises, as in a map
+    that rotates and expands, and by 1.07 otherwise, up to 1. That residual is the geometric mean over the tokens: in a
+    causal model tokens settle from left to right, and the row makes progress while some of them do.
 
     A token is the last dimension of the state, as for :class:`deqseq.Stop`. The memory is one state. The sliding window
     starts it afresh after each commit; one iteration is enough to find the step again.

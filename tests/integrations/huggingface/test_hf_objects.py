@@ -72,6 +72,7 @@ def test_every_field_is_written():
             "norm": "frobenius",
             "check_every": 1,
             "divergence": 1e4,
+            "of": "residual",
             "exit": None,
         },
         "throw": False,
