@@ -115,6 +115,9 @@ class ImplicitConfig(PreTrainedConfig):
         """``solve`` or ``eval_solve``, which is the ``key``, as an object."""
         return from_json("solve", getattr(self, key) or self.solve, f"{type(self).__name__}.{key}")
 
+    def fold_weight_norm(self) -> None:
+        """Say that the layers have plain weights, as those of a decoder always do."""
+
     def save_pretrained(self, save_directory: str | PathLike[str], push_to_hub: bool = False, **kwargs: Any) -> None:
         """As in transformers, but what loading would refuse is refused, and a module is written for ``auto_map``.
 

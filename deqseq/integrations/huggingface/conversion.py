@@ -15,7 +15,8 @@ from deqseq.check import check_type
 from deqseq.integrations.huggingface.llama import ImplicitLlamaConfig
 from deqseq.integrations.huggingface.mamba2 import ImplicitMamba2Config
 from deqseq.integrations.huggingface.modeling_causal_lm import ImplicitCausalLM
-from deqseq.integrations.huggingface.recurrent_depth import RecurrentDepthConfig, parts_of
+from deqseq.integrations.huggingface.parts import parts_of
+from deqseq.integrations.huggingface.recurrent_depth import RecurrentDepthConfig
 from deqseq.integrations.reference_weights import from_reference
 from deqseq.models import CausalLM, ImplicitModel, LanguageModelSpec, RecurrentDepth, preset
 
@@ -48,7 +49,8 @@ def from_causal_lm(lm: CausalLM, **fields: Any) -> ImplicitCausalLM:
     """A model of transformers made of the parts of a :class:`deqseq.CausalLM`; weights are shared, not copied.
 
     Args:
-        lm: with a Mamba2 or a Llama as its backbone, or from :func:`retrofit`.
+        lm: with a Mamba2 or a Llama as its backbone; a :class:`deqseq.RecurrentDepth` of these, such as a released one
+            from :func:`deqseq.integrations.recurrent_depth.from_pretrained`; or from :func:`retrofit`.
         **fields: fields of the configuration that ``lm`` does not have, such as ``eos_token_id``.
 
     Returns:
@@ -57,7 +59,7 @@ def from_causal_lm(lm: CausalLM, **fields: Any) -> ImplicitCausalLM:
     Raises:
         TypeError: a model of transformers; another backbone; or an injection, solver, gradient or sweep that a
             configuration cannot name.
-        ValueError: a :class:`deqseq.RecurrentDepth` of other parts than those of :func:`retrofit`.
+        ValueError: a :class:`deqseq.RecurrentDepth` whose parts share weights, or with a norm other than the coda's.
 
     Example:
         >>> import deqseq as dq
@@ -170,7 +172,7 @@ def _config_of_backbone(lm: CausalLM, **fields: Any) -> ImplicitMamba2Config | I
 
 
 def _config_of_parts(lm: CausalLM, **fields: Any) -> RecurrentDepthConfig:
-    """Of a model from :func:`retrofit`."""
+    """Of a model with a prelude and a coda."""
     assert isinstance(lm.model, RecurrentDepth)
     return RecurrentDepthConfig(
         **parts_of(lm.model),

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.utils.generic import can_return_tuple
 
+from deqseq.backbones import Llama, Mamba2
 from deqseq.config import SolveConfig
 from deqseq.integrations.huggingface.arguments import check_cache, check_keywords, check_positions, joined_mask
 from deqseq.integrations.huggingface.blocks import (
@@ -25,7 +26,7 @@ from deqseq.integrations.huggingface.configuration import ImplicitConfig
 from deqseq.integrations.huggingface.objects import from_json
 from deqseq.integrations.huggingface.outputs import ImplicitModelOutput
 from deqseq.integrations.huggingface.pretrained_model import ImplicitPreTrainedModel
-from deqseq.models import ImplicitModel, RecurrentDepth
+from deqseq.models import ExplicitModel, ImplicitModel, RecurrentDepth
 from deqseq.models.causal_lm import check_ids
 from deqseq.models.padding import Padding
 from deqseq.models.recurrent_depth import solved_part
@@ -162,9 +163,9 @@ class ImplicitBaseModel(ImplicitPreTrainedModel):
         if part is not None:
             part.solve = checkpointed(part.solve, enable)
             part.eval_solve = part.eval_solve and checkpointed(part.eval_solve, enable)
-        else:
-            backbone: Any = self.core.backbone
-            if not backbone.config.weight_norm:
+        once = [one.backbone for one in self.core.modules() if isinstance(one, ExplicitModel)]
+        for backbone in once:  # the layers of a decoder are transformers' to recompute
+            if isinstance(backbone, Llama | Mamba2) and not backbone.config.weight_norm:
                 checkpoint_blocks(backbone, enable)
         if enable and not self.gradient_checkpointing and not isinstance(self.core, RecurrentDepth):
             kind = "weight normalisation" if part is None else f"the gradient {part.solve.gradient}"

@@ -1,18 +1,20 @@
-"""Solve configurations and their parts as JSON and back: the only table from names to classes."""
+"""Configurations of solves and backbones, and their parts, as JSON and back: the only table from names to classes."""
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any, Literal
 
+from deqseq.backbones import LlamaConfig, Mamba2Config
 from deqseq.config import RandomStart, SolveConfig
 from deqseq.exits import ExitRule, LogitKL, Margin, StableArgmax
 from deqseq.gradients import Gradient, Implicit, OneStep, Phantom, Reversible, Unrolled
 from deqseq.integrations.reference_fields import check_known
+from deqseq.layers import RotaryScaling
 from deqseq.solvers import Adaptive, Anderson, Broyden, Coupled, ExternalSolver, Naive, Relaxed, Solver
 from deqseq.stop import Stop
 from deqseq.sweeps import Chunked, Lockstep, Sequential, Simultaneous, Sliding, Sweep
 
-Kind = Literal["solver", "gradient", "stop", "exit", "sweep", "start", "solve"]
+Kind = Literal["solver", "gradient", "stop", "exit", "sweep", "start", "solve", "backbone", "rope_scaling"]
 Json = dict[str, Any]
 
 CLASSES: dict[Kind, tuple[type[Any], ...]] = {
@@ -23,6 +25,8 @@ CLASSES: dict[Kind, tuple[type[Any], ...]] = {
     "sweep": (Simultaneous, Chunked, Sliding, Sequential, Lockstep),
     "start": (RandomStart,),
     "solve": (SolveConfig,),
+    "backbone": (LlamaConfig, Mamba2Config),
+    "rope_scaling": (RotaryScaling,),
 }
 """What a configuration can name. A kind with one class needs no name."""
 
@@ -34,6 +38,8 @@ _BASES: dict[Kind, tuple[type[Any], ...]] = {
     "sweep": (Sweep,),
     "start": (RandomStart,),
     "solve": (SolveConfig,),
+    "backbone": (LlamaConfig, Mamba2Config),
+    "rope_scaling": (RotaryScaling, type(None)),
 }
 
 
@@ -41,8 +47,8 @@ def to_json(value: object) -> Any:
     """An object as a configuration file holds it: the name of its class, and all of its fields.
 
     Args:
-        value: a solver, gradient, stopping or exit rule, sweep or :class:`deqseq.SolveConfig`; numbers, strings and
-            None stay as they are.
+        value: a solver, gradient, stopping or exit rule, sweep, :class:`deqseq.SolveConfig` or configuration of a
+            backbone; numbers, strings and None stay as they are.
 
     Returns:
         What :func:`from_json` turns into an equal object.
@@ -56,6 +62,8 @@ def to_json(value: object) -> Any:
     """
     if value is None or isinstance(value, bool | int | float | str):
         return value
+    if isinstance(value, tuple):
+        return [to_json(part) for part in value]
     classes = next((classes for classes in CLASSES.values() if type(value) in classes), None)
     if classes is None:
         known = ", ".join(part.__name__ for classes in CLASSES.values() for part in classes)
@@ -110,6 +118,7 @@ def from_json(kind: Kind, data: object, where: str, base: Any = None) -> Any:
     for key, value in given.items():
         if key != "name":
             check_known(f"{where}: {made.__name__} field", key, defaults)
+            value = tuple(value) if isinstance(value, list) else value
             is_kind = key in CLASSES  # a field with the name of a kind holds one
             changes[key] = from_json(key, value, f"{where}: {made.__name__}.{key}", defaults[key]) if is_kind else value
     try:

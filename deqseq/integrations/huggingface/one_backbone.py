@@ -59,6 +59,10 @@ class OneBackboneConfig(ImplicitConfig):
         """The model between embedding and head, and the embedding, freshly initialised."""
         return self.specification().build_model(), nn.Embedding(self.vocab_size, self.hidden_size)
 
+    def fold_weight_norm(self) -> None:
+        """Say that the layers have plain weights."""
+        self.weight_norm = False
+
     def backbone(self) -> Mamba2Config | LlamaConfig:
         """Sizes of the backbone, in this library's terms; ``injection`` follows ``implicit``."""
         return self.backbone_class(**self.sizes_of_backbone(), injection=self.implicit)

@@ -11,11 +11,11 @@ from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from deqseq.backbones import Llama, Mamba2
 from deqseq.check import check_type
 from deqseq.integrations.huggingface.blocks import checkpointed
 from deqseq.integrations.huggingface.configuration import ImplicitConfig
 from deqseq.integrations.huggingface.objects import to_json
-from deqseq.integrations.huggingface.one_backbone import OneBackboneConfig
 from deqseq.integrations.reference_fields import check_known
 from deqseq.layers import fold_weight_norm
 from deqseq.models.recurrent_depth import solved_part
@@ -120,11 +120,11 @@ class ImplicitPreTrainedModel(PreTrainedModel):
         An optimizer made before does not know the new parameters.
         """
         base: Any = self.base_model
-        if isinstance(self.config, OneBackboneConfig):  # other models have plain weights
-            backbone = base.core.backbone
-            fold_weight_norm(backbone)
+        fold_weight_norm(base.core)
+        backbones: list[Any] = [part for part in base.core.modules() if isinstance(part, Llama | Mamba2)]
+        for backbone in backbones:
             backbone.config = replace(backbone.config, weight_norm=False)
-            self.config.weight_norm = False
+        self.config.fold_weight_norm()
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:

@@ -10,6 +10,7 @@ import torch
 import deqseq as dq
 from deqseq.integrations.huggingface import from_json, to_json
 from deqseq.integrations.huggingface.objects import CLASSES
+from deqseq.layers import RotaryScaling
 
 OBJECTS = {
     "solver": [dq.Naive(), dq.Relaxed(0.3), dq.Adaptive(), dq.Anderson(5, 0.5, 1e-7), dq.Broyden(3), dq.Coupled(0.4)],
@@ -28,6 +29,8 @@ OBJECTS = {
         dq.SolveConfig(dq.Anderson(), dq.Stop(1e-4), dq.OneStep(), dq.Sliding(3), start)
         for start in ("input", dq.RandomStart(0.5))
     ],
+    "backbone": [dq.LlamaConfig(64, rope_scaling=RotaryScaling(4.0)), dq.Mamba2Config(64, dt_limit=(0.0, 0.1))],
+    "rope_scaling": [RotaryScaling(2.0, original_length=64)],
 }
 BASES = {
     "solver": dq.Solver,
@@ -37,6 +40,8 @@ BASES = {
     "sweep": dq.Sweep,
     "start": dq.RandomStart,
     "solve": dq.SolveConfig,
+    "backbone": (dq.LlamaConfig, dq.Mamba2Config),
+    "rope_scaling": RotaryScaling,
 }
 
 
@@ -49,7 +54,7 @@ def test_round_trip(kind, value):
 
 @pytest.mark.parametrize("kind", CLASSES)
 def test_every_class_of_the_library_is_in_the_table(kind):
-    public = [getattr(dq, name) for name in dq.__all__]
+    public = [RotaryScaling, *(getattr(dq, name) for name in dq.__all__)]
     concrete = {
         part
         for part in public

@@ -186,11 +186,6 @@ class TestFromCausalLM:
 
         with pytest.raises(TypeError, match=r"cannot name Half \(known: concat, add, decay\)"):
             from_causal_lm(retrofitted(injection=Half()))
-        llama = dq.Llama(dq.LlamaConfig(16, n_heads=2, injection=False))
-        core = dq.ImplicitModel(dq.Injected(llama, dq.AddInjection()))
-        own = dq.RecurrentDepth(dq.ExplicitModel(llama), core, dq.ExplicitModel(llama))
-        with pytest.raises(TypeError, match=r"layers of a transformers decoder, .*got Llama, Llama, Llama"):
-            from_causal_lm(dq.CausalLM(13, own))
         lm = retrofitted()
         lm.model.core.backbone = lm.model.core.backbone.backbone
         with pytest.raises(TypeError, match="DecoderBackbone, DecoderBackbone, DecoderBackbone without an injection"):
