@@ -112,6 +112,7 @@ def test_closed_form():
         torch.testing.assert_close(error, torch.tensor([first, torch.inf, 0, torch.inf]))
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_bad_input():
     with pytest.raises(ValueError, match=r"Stop\.of.*'errors'"):
         dq.Stop(of="errors")

@@ -158,6 +158,11 @@ def _config_of_backbone(lm: CausalLM, **fields: Any) -> ImplicitMamba2Config | I
     core, backbone = lm.model, lm.model.backbone
     if not isinstance(backbone, Mamba2 | Llama):
         raise TypeError(f"the backbone must be a Mamba2 or a Llama, got {type(backbone).__name__}")
+    if isinstance(core, ImplicitModel) and not backbone.config.injection:
+        raise TypeError(
+            "an implicit model must have an injection inside its backbone (injection=True) to become one of "
+            "transformers; without it, as in Ouro, no model type here describes it"
+        )
     solves = (core.solve, core.eval_solve) if isinstance(core, ImplicitModel) else (None, None)
     spec = LanguageModelSpec(
         lm.embedding.num_embeddings,

@@ -4,6 +4,7 @@ import pytest
 from hf_models import LLAMA, Llama, Mamba2
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import deqseq as dq
 from deqseq.integrations.huggingface import from_causal_lm, to_causal_lm
 
 
@@ -20,3 +21,11 @@ def test_a_model_of_transformers_must_be_translated_first():
         to_causal_lm(theirs)
     with pytest.raises(TypeError, match=r"lm must be a CausalLM, .*got ImplicitMamba2ForCausalLM"):
         from_causal_lm(Mamba2().model())
+
+
+def test_an_implicit_model_without_an_injection_is_refused():
+    """Ouro: loading would build an injection that the file has no weights for."""
+    config = dq.LlamaConfig(d_model=16, n_heads=2, injection=False)
+    lm = dq.CausalLM(10, dq.ImplicitModel(dq.Llama(config), dq.SolveConfig(start="input")))
+    with pytest.raises(TypeError, match="must have an injection"):
+        from_causal_lm(lm)
