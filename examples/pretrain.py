@@ -180,6 +180,8 @@ def main(arguments: list[str]) -> None:
         draw(output, rows, options.step_tokens, options.length)
         print(f"\nheld-out bits per byte (mean iterations); {options.steps} updates; results in {output}/\n")
         print(text)
+    accelerator.wait_for_everyone()  # a process that ends while another still talks to it can abort it
+    accelerator.end_training()
 
 
 if __name__ == "__main__":

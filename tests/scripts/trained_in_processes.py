@@ -42,6 +42,7 @@ def main(folder: Path, kind: str, precision: str, until: int) -> None:
     if rank == 0:
         found = {"updates": updates, "wrapped": sorted(seen), "logits": logits.flatten().tolist()}
         (folder / f"{kind}-{world}-{until}.json").write_text(json.dumps(found))
+    accelerator.wait_for_everyone()
     accelerator.end_training()
 
 
