@@ -78,8 +78,7 @@ class Explanation:
 
 def explain(outcome: "Outcome", problem: Problem) -> Explanation:
     """Solve again with a larger budget, with other solvers until one converges, and from another start."""
-    given = problem.stop.max_steps
-    stop = replace(problem.stop, exit=None, check_every=1, max_steps=max(given, min(max(4 * given, 64), 1000)))
+    stop = replace(problem.stop, exit=None, check_every=1, max_steps=_larger(problem.stop.max_steps))
     converged, failed = outcome.converged.cpu(), outcome.failed.cpu()
     exited = ~converged & ~failed
     causes: list[Cause] = ["exit rule" if row else "converged" for row in exited.tolist()]
@@ -129,6 +128,10 @@ def explain(outcome: "Outcome", problem: Problem) -> Explanation:
         if tried and cause in remedies:
             remedies[cause] = tried + "; to train, make the map contract" * (cause != "slow convergence")
     return Explanation(tuple(causes), {cause: text[cause] for cause in order}, remedies)
+
+
+def _larger(budget: int) -> int:
+    return max(budget, min(max(4 * budget, 64), 1000))
 
 
 def _cause(solved: "Outcome", row: int, given: Stop, stop: Stop) -> tuple[Cause, str]:

@@ -26,7 +26,7 @@ from common.loop import Settings
 from common.processes import make_accelerator
 from common.run import Log, Progress, claim_folder, log_to, write_json, write_text
 from common.tables import BLUE, GREEN, GREY, SHADED, cell, figure, markdown, smooth
-from common.words import Words, fit, solve_numbers
+from common.words import WordOptions, Words, fit, solve_numbers
 from torch import nn
 
 import deqseq as dq
@@ -51,7 +51,7 @@ def check_task(name: str, value: str) -> None:
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(WordOptions):
     """An implicit model learns a formal language, next to explicit models of the same blocks."""
 
     task: Annotated[str, opt.Rule(check_task)] = "parity_check"
@@ -62,48 +62,20 @@ class Options:
     """test lengths"""
     strings: opt.Size = 256
     """strings of each test length"""
-    d_model: opt.Size = 64
-    """width"""
-    d_state: opt.Size = 16
-    """state size of each channel"""
-    headdim: opt.Size = 32
-    """channels a head"""
-    layers: opt.Blocks = 1
-    """blocks of the implicit model"""
     baselines: Annotated[tuple[opt.Blocks, ...], opt.Distinct] = (4,)
     """blocks of the explicit models"""
-    batch: opt.Size = 64
-    """strings a training step"""
     steps: opt.Count = 4000
     """training steps of each model"""
     lr: opt.Positive = 2e-3
     """peak learning rate"""
-    warmup: opt.Count = 50
-    """warm-up steps"""
-    clip: opt.Positive = 0.25
-    """largest gradient norm"""
-    unrolled_steps: opt.Count = 8
-    """iterations of the first phase, all differentiated"""
     free_from: opt.Share = 0.6
     """fraction of the steps after which the fixed point itself is trained"""
-    max_steps: opt.Count = 32
-    """iterations of the second phase, at most"""
-    rtol: opt.Positive = 0.03
-    """relative tolerance of the second phase"""
-    eval_rtol: opt.Positive = 1e-2
-    """relative tolerance in the test"""
     checkpoint_every: opt.Count = 100
     """steps between checkpoints"""
-    seed: opt.Natural = 0
-    """seed of weights and data"""
-    device: opt.Device = "cpu"
-    """where to run"""
     output: opt.Output | None = None
     """folder of the results; default: runs/formal_languages_TASK_SEED[_quick]"""
     quick: bool = False
     """small models and short strings, for seconds"""
-    fresh: bool = False
-    """remove what an earlier run wrote into the output folder"""
 
     def __post_init__(self) -> None:
         opt.check_options(self)

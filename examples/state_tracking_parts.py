@@ -9,6 +9,7 @@ import torch
 from common import options as opt
 from common.checkpoints import FILES
 from common.run import claim_folder
+from common.words import WordOptions
 
 import deqseq as dq
 from deqseq.tasks import WordProblem, generators, parse_group
@@ -56,7 +57,7 @@ def check_group(name: str, value: str) -> None:
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(WordOptions):
     """An implicit model learns a word problem, next to explicit models of the same blocks.
 
     Defaults are those of parity with Mamba2 blocks where the group has no recipe of its own.
@@ -78,38 +79,14 @@ class Options:
     """evaluation lengths"""
     backbone: Literal["mamba2", "llama"] = "mamba2"
     """blocks of all models"""
-    d_model: opt.Size = 64
-    """width"""
-    d_state: opt.Size = 16
-    """mamba2: state size of each channel"""
-    headdim: opt.Size = 32
-    """mamba2: channels a head"""
     expand: opt.Size = 2
     """mamba2: inner width over d_model"""
     heads: opt.Size = 4
     """llama: attention heads"""
     mlp_width: opt.Size = 128
     """llama: hidden width of the feed-forward layer"""
-    layers: opt.Blocks = 1
-    """blocks of the implicit model"""
-    batch: opt.Size = 64
-    """sequences a training step"""
-    steps: opt.Count = 1000
-    """training steps of the implicit model"""
-    lr: opt.Positive = 1e-3
-    """peak learning rate"""
-    warmup: opt.Count = 50
-    """warm-up steps"""
-    clip: opt.Positive = 0.25
-    """largest gradient norm"""
-    unrolled_steps: opt.Count = 8
-    """iterations of the first phase, all differentiated"""
     free_from: opt.Probability = 0.4
     """fraction of the steps after which the fixed point itself is trained"""
-    max_steps: opt.Count = 32
-    """iterations of the second phase, at most"""
-    rtol: opt.Positive = 0.03
-    """relative tolerance of the second phase, the largest over the tokens"""
     gradient: GradientName = "phantom"
     """estimator of the second phase"""
     phantom_steps: opt.Count = 4
@@ -124,22 +101,12 @@ class Options:
     """tokens of the sliding sweep's window, in training and evaluation"""
     solver: SolverName = "relaxed"
     """solver at evaluation"""
-    eval_rtol: opt.Positive = 1e-2
-    """relative tolerance at evaluation"""
     baselines: Annotated[tuple[opt.Blocks, ...], opt.Distinct] = (1, 2, 4)
     """blocks of the explicit models"""
-    checkpoint_every: opt.Count = 50
-    """steps between checkpoints"""
-    seed: opt.Natural = 0
-    """seed of weights and data"""
-    device: opt.Device = "cpu"
-    """where to run"""
     output: opt.Output | None = None
     """folder of the results; default: runs/state_tracking_GROUP_SEED[_llama][_quick]"""
     quick: bool = False
     """the implicit model alone, up to length 64"""
-    fresh: bool = False
-    """remove what an earlier run wrote into the output folder"""
 
     def __post_init__(self) -> None:
         opt.check_options(self)

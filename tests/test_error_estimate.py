@@ -105,6 +105,13 @@ def test_a_window_goes_on_with_the_rates_of_the_tokens_that_stay():
     assert bounded.stats.evaluations <= 2 * plain.stats.evaluations
 
 
+def test_it_is_no_bound_with_a_solver_whose_residual_falls_irregularly():
+    slopes = torch.tensor([0.95, 0.5], dtype=torch.float64)
+    z0, stop = torch.zeros(1, 1, 2, dtype=torch.float64), dq.Stop(rtol=1e-2, max_steps=500)
+    solution = dq.solve(lambda z: slopes * z + 1, z0, solver=dq.Anderson(), stop=stop)
+    assert solution.stats.error[0] < true_error(solution.value, 1 / (1 - slopes))[0, 0]
+
+
 def test_closed_form():
     residual, before = torch.tensor([0.01, 0.01, 0.0, 0.01]), torch.tensor([0.04, 0.01, 0.0, torch.nan])
     for every, first in ((1, 0.04 / 3), (2, 0.02)):

@@ -201,10 +201,7 @@ def generate(
     def choose(states: Tensor, drafted: int = 0) -> Tensor:
         """A token for each state, ``(rows, length)``; the first of them follows the row and ``drafted`` tokens."""
         logits = head(states)
-        if not bool(logits.isfinite().all()):
-            finite = logits.isfinite().all(dim=-1).all(dim=1).tolist()
-            bad = [row for row, good in zip(rows, finite, strict=True) if not good]
-            raise ValueError(f"the logits of rows {bad} are not finite: are the weights?")
+        _check_finite(logits, rows)
         uniform = None
         if sampler.temperature:
             places = [(row, len(record.tokens[row]) + drafted + i) for row in rows for i in range(states.shape[1])]
@@ -245,6 +242,13 @@ def generate(
                 window = torch.cat([window, choose(output.value[:, -1:], drafted)], dim=1)
             output = run(window, cache, full | start)
             states = output.value
+
+
+def _check_finite(logits: Tensor, rows: list[int]) -> None:
+    if not bool(logits.isfinite().all()):
+        finite = logits.isfinite().all(dim=-1).all(dim=1).tolist()
+        bad = [row for row, good in zip(rows, finite, strict=True) if not good]
+        raise ValueError(f"the logits of rows {bad} are not finite: are the weights?")
 
 
 def _calls(

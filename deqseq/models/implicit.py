@@ -139,10 +139,9 @@ class ImplicitModel(nn.Module):
         flags = {"return_cache": return_cache, "return_uncommitted": return_uncommitted, "trace": trace, "throw": throw}
         for name, flag in flags.items():
             check_flag(name, flag)
-        if callback is not None:
-            check_callable("callback", callback)
-        if head is not None:
-            check_callable("head", head)
+        for name, function in (("callback", callback), ("head", head)):
+            if function is not None:
+                check_callable(name, function)
         check_exit(config.stop.exit, head)
         gradient = config.gradient if self._requires_gradient(x) else None
         if sharded_parts(self.backbone):
@@ -171,15 +170,11 @@ class ImplicitModel(nn.Module):
                 restarts=config.start.restarts if start is None and isinstance(config.start, RandomStart) else 1,
             )
         solution = padding.restored(solution)
-        sweep, stop = config.sweep, config.stop
-        stop = replace(stop, max_steps=sweep.steps, check_every=1) if isinstance(sweep, Lockstep) else stop
-        problem = Problem(config.solver, stop, partial(self._again, x.detach(), mask, cache, config, start))
-        own = Uncommitted(solution.value.detach(), partial(commit, self.backbone, args, solution.aux))
-        output = ModelOutput(
-            solution.value, after, solution.stats, solution.status, problem, own if return_uncommitted else None
-        )
-        if not self.training:
-            self._warn_once(output, config)
+        problem = Problem(config.solver, _asked(config), partial(self._again, x.detach(), mask, cache, config, start))
+        states, commits = solution.value.detach(), partial(commit, self.backbone, args, solution.aux)
+        own = Uncommitted(states, commits) if return_uncommitted else None
+        output = ModelOutput(solution.value, after, solution.stats, solution.status, problem, own)
+        self._warn_once(output, config)
         return output.raise_if_failed() if throw else output
 
     @property
@@ -228,7 +223,7 @@ class ImplicitModel(nn.Module):
     def _warn_once(self, output: ModelOutput, config: SolveConfig) -> None:
         """Tell of the first solve in eval mode that spends its budget on most rows, unless no row could converge."""
         stop, fixed = config.stop, isinstance(config.sweep, Lockstep)
-        if self._warned or torch.compiler.is_compiling() or stop.rtol == stop.atol == 0 or fixed:
+        if self.training or self._warned or torch.compiler.is_compiling() or stop.rtol == stop.atol == 0 or fixed:
             return
         assert output.status is not None
         failed = int((output.status == Status.MAX_STEPS_REACHED).sum())
@@ -247,6 +242,12 @@ class ImplicitModel(nn.Module):
 
 
 _EXAMPLE = "dq.SolveConfig(solver=dq.Anderson())"
+
+
+def _asked(config: SolveConfig) -> Stop:
+    """The stopping rule, with the budget that the sweep has."""
+    sweep, stop = config.sweep, config.stop
+    return replace(stop, max_steps=sweep.steps, check_every=1) if isinstance(sweep, Lockstep) else stop
 
 
 def _check_states(start: Tensor, x: Tensor) -> None:

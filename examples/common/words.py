@@ -3,7 +3,7 @@
 import logging
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from torch.optim.lr_scheduler import LambdaLR
 
 import deqseq as dq
+from common import options as opt
 from common.loop import Call, Settings
 from common.loop import train as run_training
 from common.run import Log
@@ -21,6 +22,46 @@ from deqseq.training import Curriculum
 log = logging.getLogger("examples")
 
 EVERY = 20  # steps between the logged ones
+
+
+@dataclass(frozen=True)
+class WordOptions:
+    """Options of models and training that do not depend on the task."""
+
+    d_model: opt.Size = 64
+    """width"""
+    d_state: opt.Size = 16
+    """mamba2: state size of each channel"""
+    headdim: opt.Size = 32
+    """mamba2: channels a head"""
+    layers: opt.Blocks = 1
+    """blocks of the implicit model"""
+    batch: opt.Size = 64
+    """sequences a training step"""
+    steps: opt.Count = 1000
+    """training steps of each model"""
+    lr: opt.Positive = 1e-3
+    """peak learning rate"""
+    warmup: opt.Count = 50
+    """warm-up steps"""
+    clip: opt.Positive = 0.25
+    """largest gradient norm"""
+    unrolled_steps: opt.Count = 8
+    """iterations of the first phase, all differentiated"""
+    max_steps: opt.Count = 32
+    """iterations of the second phase, at most"""
+    rtol: opt.Positive = 0.03
+    """relative tolerance of the second phase, the largest over the tokens"""
+    eval_rtol: opt.Positive = 1e-2
+    """relative tolerance at evaluation"""
+    checkpoint_every: opt.Count = 50
+    """steps between checkpoints"""
+    seed: opt.Natural = 0
+    """seed of weights and data"""
+    device: opt.Device = "cpu"
+    """where to run"""
+    fresh: bool = False
+    """remove what an earlier run wrote into the output folder"""
 
 
 class Words:
