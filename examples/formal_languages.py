@@ -1,14 +1,14 @@
 """Formal languages: an implicit model learns a task of the Chomsky hierarchy, next to an explicit model of more blocks.
 
 A string comes in, then a blank for each symbol of the answer. One Mamba2 block is trained on strings of up to 40
-symbols, first through a few unrolled iterations, then at its fixed point, and tested on strings of 40 to 256. The
-explicit model sees the same batches, in as many steps. Accuracy is that of the answer's symbols, scaled so that chance
-is 0. Interrupt it and run it again: it goes on from its last checkpoint.
+symbols, which get longer as it learns them: first through a few unrolled iterations, then at its fixed point. It is
+tested on strings of 40 to 256. The explicit model sees the same batches, in as many steps. Accuracy is that of the
+answer's symbols, scaled so that chance is 0. Interrupt it and run it again: it goes on from its last checkpoint.
 
     python examples/formal_languages.py                                      # parity check
     python examples/formal_languages.py --quick                              # seconds: does it run?
     python examples/formal_languages.py --task modular_arithmetic_brackets
-    python examples/formal_languages.py --task dyck_2 --layers 2 --steps 8000
+    python examples/formal_languages.py --task dyck_2 --layers 2
 """
 
 import logging
@@ -22,18 +22,15 @@ import torch
 from accelerate import Accelerator
 from common import options as opt
 from common.checkpoints import FILES
-from common.loop import Settings
 from common.processes import make_accelerator
 from common.run import Log, Progress, claim_folder, log_to, write_json, write_text
 from common.tables import BLUE, GREEN, GREY, SHADED, cell, figure, markdown, smooth
 from common.words import WordOptions, Words, fit, solve_numbers
-from torch import nn
 
 import deqseq as dq
 from deqseq.check import check_choice
 from deqseq.tasks import WordBatch, scaled_accuracy
 from deqseq.tasks.formal import TASKS
-from deqseq.training import Curriculum, Phase, free, unrolled
 
 log = logging.getLogger("formal_languages")
 
@@ -42,7 +39,8 @@ WRITES = (
     *(f"{run}/{files}" for run in ("implicit", "explicit-*-block*") for files in (*FILES, "curve.jsonl")),
     *("results.json", "table.md", "formal_languages.png", "log.txt"),
 )
-QUICK: dict[str, Any] = {"steps": 40, "d_model": 32, "longest": 8, "eval_lengths": (8, 16), "baselines": (1,)}
+QUICK: dict[str, Any] = {"steps": 40, "d_model": 32, "lengths": (4,), "free_lengths": (8,)}
+QUICK |= {"eval_lengths": (8, 16), "baselines": (1,)}
 
 
 def check_task(name: str, value: str) -> None:
@@ -56,20 +54,14 @@ class Options(WordOptions):
 
     task: Annotated[str, opt.Rule(check_task)] = "parity_check"
     """one of deqseq.tasks.formal.TASKS"""
-    longest: opt.Size = 40
-    """training lengths go up to this one, uniformly"""
+    free_lengths: Annotated[tuple[opt.Size, ...], opt.Some] = (8, 10, 12, 14, 16, 20, 24, 28, 32, 36, 40)
+    """lengths of the second phase"""
     eval_lengths: Annotated[tuple[opt.Size, ...], opt.Some] = (40, 64, 96, 128, 192, 256)
     """test lengths"""
     strings: opt.Size = 256
     """strings of each test length"""
     baselines: Annotated[tuple[opt.Blocks, ...], opt.Distinct] = (4,)
     """blocks of the explicit models"""
-    steps: opt.Count = 4000
-    """training steps of each model"""
-    lr: opt.Positive = 2e-3
-    """peak learning rate"""
-    free_from: opt.Share = 0.6
-    """fraction of the steps after which the fixed point itself is trained"""
     checkpoint_every: opt.Count = 100
     """steps between checkpoints"""
     output: opt.Output | None = None
@@ -79,7 +71,7 @@ class Options(WordOptions):
 
     def __post_init__(self) -> None:
         opt.check_options(self)
-        for name, length in (("longest", self.longest), ("eval-lengths", min(self.eval_lengths))):
+        for name, length in (("free-lengths", max(self.free_lengths)), ("eval-lengths", min(self.eval_lengths))):
             if length < TASKS[self.task].shortest:
                 raise ValueError(f"--{name} must be at least {TASKS[self.task].shortest} for {self.task}, got {length}")
         with torch.device("meta"):  # sizes that the library itself refuses
@@ -100,39 +92,22 @@ def read_options(arguments: list[str]) -> Options:
 def make_model(options: Options, blocks: int | None) -> dq.CausalLM:
     """The implicit model, or an explicit one of ``blocks`` blocks."""
     torch.manual_seed(options.seed)
-    sizes = {name: getattr(options, name) for name in ("d_model", "d_state", "headdim")}
+    sizes = {name: getattr(options, name) for name in ("d_model", "d_state", "headdim", "dropout")}
     backbone = dq.Mamba2(dq.Mamba2Config(n_layers=blocks or options.layers, injection=blocks is None, **sizes))
     inner = dq.ImplicitModel(backbone) if blocks is None else dq.ExplicitModel(backbone)
     return dq.CausalLM(TASKS[options.task].vocab_size, inner)
 
 
-def make_words(options: Options, device: torch.device) -> Words:
-    """The batches of all steps, and the phases: unrolled iterations first, then the fixed point itself."""
-    base, eval_base = dq.SolveConfig(dq.Naive()), dq.SolveConfig(dq.Relaxed(0.8))
-    first = unrolled(options.unrolled_steps, until=options.free_from, base=base, eval_base=eval_base)
-    then = free(options.max_steps, rtol=options.rtol, base=base, eval_base=eval_base)
+def train(name: str, lm: dq.CausalLM, options: Options, accelerator: Accelerator, plan: dict | None) -> Words:
+    """Train to the end; a ``plan`` of another model's run is repeated."""
     task = TASKS[options.task]
-    lengths = range(task.shortest, options.longest + 1)
-    batches = task.batches(options.batch, lengths, seed=options.seed, device=device)
-    stream = ({"unrolled": batch, "free": batch} for batch in batches)
-    curriculum = Curriculum((first, then))
-    return Words([stream], curriculum, steps=options.steps, warmup=options.warmup, seed=options.seed)
-
-
-def train(name: str, lm: dq.CausalLM, options: Options, accelerator: Accelerator) -> list[dict]:
-    """Train for ``options.steps`` steps; the logged numbers."""
-    chance, folder = TASKS[options.task].chance, Path(options.folder) / name.replace(" ", "-")
-
-    def call(model: nn.Module, batch: WordBatch, phase: Phase, step: int) -> dq.CausalLMOutput:
-        return model(batch.inputs, targets=batch.targets)
+    words = Words([task], options, plan, device=accelerator.device)
 
     def accuracy(output: dq.CausalLMOutput, batch: WordBatch) -> float:
-        return scaled_accuracy(output.logits, batch.targets, chance)
+        return scaled_accuracy(output.logits, batch.targets, task.chance)
 
-    words = make_words(options, accelerator.device)
-    settings = Settings(options.steps, clip=options.clip, checkpoint_every=options.checkpoint_every, seed=options.seed)
-    fit(accelerator, name, lm, words, settings, folder, lr=options.lr, call=call, accuracy=accuracy)
-    return Log(folder / "curve.jsonl", name, 1.0, main=False).rows()
+    fit(accelerator, name, lm, words, Path(options.folder) / name.replace(" ", "-"), accuracy)
+    return words
 
 
 @torch.no_grad()
@@ -197,16 +172,18 @@ def main(arguments: list[str]) -> None:
     output = claim_folder(options.folder, "formal_languages", given, fresh=fresh, free=MOVABLE, writes=WRITES)
     log_to(output / "log.txt")
     print(f"{options.task}: {TASKS[options.task].vocab_size} symbols; results in {output}/")
-    rows, curves = [], {}
+    rows, curves, words = [], {}, None
     for blocks in (None, *options.baselines):
         label = "implicit" if blocks is None else f"explicit {blocks} block{'s' * (blocks > 1)}"
         lm = make_model(options, blocks).to(accelerator.device)
-        curves[label] = train(label, lm, options, accelerator)
+        words = train(label, lm, options, accelerator, words and words.plan)
+        curves[label] = Log(output / label.replace(" ", "-") / "curve.jsonl", label, 1.0, main=False).rows()
         rows += evaluate(label, lm, options)
     write_json(output / "results.json", rows)
     write_text(output / "table.md", table(rows) + "\n")
-    draw(rows, curves, options.longest, output / "formal_languages.png")
-    print(f"\nscaled accuracy (mean iterations); {options.steps} steps at lengths up to {options.longest}:\n")
+    assert words is not None
+    draw(rows, curves, words.length, output / "formal_languages.png")
+    print(f"\nscaled accuracy (mean iterations); {words.step} steps at lengths up to {words.length}:\n")
     print(table(rows))
     print(f"\nfigure: {output}/formal_languages.png   numbers: {output}/results.json   log: {output}/log.txt")
 

@@ -1,33 +1,28 @@
 """State tracking: an implicit model learns a word problem, next to explicit models of the same blocks.
 
 A sequence of group elements comes in, the product of each prefix is to come out (for Z2: the parity of the ones so
-far). The implicit model is trained on short sequences, first through a few unrolled iterations, then at its fixed point
-with phantom gradients, and evaluated on longer ones, solved simultaneously, sequentially and with a sliding window.
-Explicit models of 1, 2 and 4 blocks see the same batches, in as many steps. The implicit Mamba2 extrapolates, to 32
-times the trained length; Llamas, implicit or explicit, learn parity at the trained lengths alone. Interrupt it and
-run it again: it goes on from its last checkpoint. parity.py is the same in fewer lines.
+far). The implicit model is trained on short sequences, which get longer as it learns them: first through a few unrolled
+iterations, then at its fixed point with phantom gradients. It is evaluated on longer ones, solved simultaneously,
+sequentially and with a sliding window. An explicit model of 4 blocks sees the same batches, in as many steps.
+Interrupt it and run it again: it goes on from its last checkpoint. parity.py is a shorter script, to copy.
 
     python examples/state_tracking.py                                # parity
     python examples/state_tracking.py --quick                        # the implicit model alone
+    python examples/state_tracking.py --group S4                     # any group, by the same recipe
     python examples/state_tracking.py --group A5 --generators 2      # the smallest group that is not solvable
-    python examples/state_tracking.py --group A5                     # all of its 60 elements as inputs
-    python examples/state_tracking.py --group A5xM --identity-probability 0.9
     python examples/state_tracking.py --backbone llama               # parity with Transformer blocks
 """
 
 import itertools
 import logging
-import random
 import sys
 import time
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import get_args
 
 import torch
 from accelerate import Accelerator
-from common.loop import Settings
 from common.processes import make_accelerator
 from common.run import Progress, log_to, write_json, write_text
 from common.words import Words, fit, solve_numbers
@@ -36,38 +31,19 @@ from state_tracking_parts import (
     Options,
     SweepName,
     claim,
-    make_curriculum,
     make_model,
+    make_solver,
     make_sweep,
     make_task,
     read_options,
-    recipe_of,
     training_tasks,
 )
-from torch import nn
 from torch.nn import functional as F
 
 import deqseq as dq
-from deqseq.tasks import WordBatch, WordProblem
-from deqseq.training import Phase
+from deqseq.tasks import WordBatch
 
 log = logging.getLogger("state_tracking")
-
-
-def make_words(options: Options, device: torch.device) -> Words:
-    """The batches of all steps: of one of the training tasks each, with the lengths of its phase."""
-    streams = [phases(task, options, device) for task in training_tasks(options)]
-    return Words(streams, make_curriculum(options), steps=options.steps, warmup=options.warmup, seed=options.seed)
-
-
-def phases(task: WordProblem, options: Options, device: torch.device) -> Iterator[dict[str, WordBatch]]:
-    """Batches of one problem for both phases, without end."""
-    draw = partial(task.batches, options.batch, seed=options.seed, device=device)
-    started = partial(with_start, options=options, vocab_size=task.vocab_size)
-    if not options.free_lengths:
-        return ({"unrolled": batch, "free": batch} for batch in map(started, draw(options.lengths)))
-    pairs = zip(map(started, draw(options.lengths)), map(started, draw(options.free_lengths)), strict=True)
-    return ({"unrolled": first, "free": then} for first, then in pairs)
 
 
 def with_start(batch: WordBatch, options: Options, vocab_size: int) -> WordBatch:
@@ -77,20 +53,13 @@ def with_start(batch: WordBatch, options: Options, vocab_size: int) -> WordBatch
     return WordBatch(F.pad(batch.inputs, (1, 0), value=vocab_size), F.pad(batch.targets, (1, 0), value=-100))
 
 
-def train(name: str, lm: dq.CausalLM, options: Options, accelerator: Accelerator) -> None:
-    """Train for ``options.steps`` steps."""
-
-    def call(model: nn.Module, batch: WordBatch, phase: Phase, step: int) -> dq.CausalLMOutput:
-        how = {}
-        if isinstance(lm.model, dq.ImplicitModel):
-            names: tuple[SweepName, ...] = options.train_sweeps if phase.name == "free" else ("simultaneous",)
-            drawn = random.Random(f"{options.seed} {step}").choice(names)  # a resumed run draws the same
-            how = {"sweep": make_sweep(drawn, options)}
-        return model(batch.inputs, targets=batch.targets, **how)
-
-    words, folder = make_words(options, accelerator.device), Path(options.folder) / name
-    settings = Settings(options.steps, clip=options.clip, checkpoint_every=options.checkpoint_every, seed=options.seed)
-    fit(accelerator, name, lm, words, settings, folder, lr=options.lr, call=call, accuracy=last_token_accuracy)
+def train(name: str, lm: dq.CausalLM, options: Options, accelerator: Accelerator, plan: dict | None = None) -> Words:
+    """Train to the end; a ``plan`` of another model's run is repeated."""
+    tasks = training_tasks(options)
+    prepare = partial(with_start, options=options, vocab_size=tasks[0].vocab_size)
+    words = Words(tasks, options, plan, device=accelerator.device, prepare=prepare)
+    fit(accelerator, name, lm, words, Path(options.folder) / name.replace(" ", "-"), last_token_accuracy)
+    return words
 
 
 def last_token_accuracy(output: dq.CausalLMOutput, batch: WordBatch) -> float:
@@ -99,7 +68,7 @@ def last_token_accuracy(output: dq.CausalLMOutput, batch: WordBatch) -> float:
 
 
 @torch.no_grad()
-def evaluate(label: str, lm: dq.CausalLM, options: Options) -> list[dict]:
+def evaluate(label: str, lm: dq.CausalLM, options: Options, words: Words) -> list[dict]:
     """Last-token accuracy at each length, with each sweep if the model is implicit, and what the solves took."""
     sweeps: dict[str, dq.Sweep | None] = {"single pass": None}
     if isinstance(lm.model, dq.ImplicitModel):
@@ -117,10 +86,12 @@ def evaluate(label: str, lm: dq.CausalLM, options: Options) -> list[dict]:
         if sweeps[name] is not None:
             budget = max(64, 4 * length) if name == "simultaneous" else 64
             how = {"sweep": sweeps[name], "stop": dq.Stop(rtol=options.eval_rtol, max_steps=budget)}
+            how |= {"solver": make_solver(options.solver)}
         output = lm(batch.inputs, **how)
         row = {"model": label, "backbone": options.backbone, "group": options.group, "length": length, "sweep": name}
         row |= {"accuracy": last_token_accuracy(output, batch)} | solve_numbers(output)
         row |= {"seed": options.seed, "sequences": count, "seconds": round(time.perf_counter() - begun, 3)}
+        row |= {"steps": words.step, "trained_to": words.length, "cpu_minutes": round(words.cpu_seconds / 60, 2)}
         rows.append(row)
         log.info("%s", row)
         progress.to(len(rows), sweep=name, length=length, accuracy=row["accuracy"])
@@ -132,10 +103,11 @@ def evaluate(label: str, lm: dq.CausalLM, options: Options) -> list[dict]:
 def accuracy_by_budget(lm: dq.CausalLM, options: Options) -> list[dict]:
     """Accuracy after a given number of iterations, at the longest trained length and at four times that."""
     rows, task, device = [], make_task(options), lm.eval().embedding.weight.device
-    for length in (options.longest, 4 * options.longest):
+    for length in (options.longest // 2, 2 * options.longest):
         batch = with_start(task.fixed(64, length, seed=2000 + length, device=device), options, task.vocab_size)
         for budget in (1, 2, 4, 8, 16, 32, 64, 128, 256):
-            accuracy = last_token_accuracy(lm(batch.inputs, stop=dq.Stop.exactly(budget)), batch)
+            output = lm(batch.inputs, solver=make_solver(options.solver), stop=dq.Stop.exactly(budget))
+            accuracy = last_token_accuracy(output, batch)
             rows.append({"length": length, "self_iterations": budget, "accuracy": accuracy})
     return rows
 
@@ -149,22 +121,19 @@ def main(arguments: list[str]) -> None:
     output = claim(options)
     log_to(output / "log.txt")
     print(f"{options.group}: {len(task.input_ids)} inputs, {task.vocab_size} states; results in {output}/")
-    if not recipe_of(options):
-        print(f"{options.group} has no recipe of its own: it is trained like parity, for {options.steps} steps")
     lm = make_model(options, task.vocab_size, None).to(accelerator.device)
-    train("implicit", lm, options, accelerator)
-    rows = evaluate("implicit", lm, options)
+    words = train("implicit", lm, options, accelerator)
+    rows = evaluate("implicit", lm, options, words)
     for blocks in options.baselines:
         label = f"explicit {blocks} block{'s' * (blocks > 1)}"
         baseline = make_model(options, task.vocab_size, blocks).to(accelerator.device)
-        train(label.replace(" ", "-"), baseline, options, accelerator)
-        rows += evaluate(label, baseline, options)
+        rows += evaluate(label, baseline, options, train(label, baseline, options, accelerator, words.plan))
     compute = accuracy_by_budget(lm, options)
     write_json(output / "results.json", rows)
     write_json(output / "self_iterations.json", compute)
     write_text(output / "table.md", table(rows) + "\n")
-    draw(rows, compute, options.longest, 1 / task.vocab_size, output / "state_tracking.png")
-    print(f"\nlast-token accuracy (mean iterations); trained for {options.steps} steps at lengths {options.lengths}:\n")
+    draw(rows, compute, words.length, 1 / task.vocab_size, output / "state_tracking.png")
+    print(f"\nlast-token accuracy (mean iterations); trained for {words.step} steps at lengths up to {words.length}:\n")
     print(table(rows))
     fewer = {row["length"]: row["sequences"] for row in rows if row["sequences"] < 256}
     print("\n256 sequences of each length" + "".join(f", {n} of length {length}" for length, n in fewer.items()))

@@ -106,6 +106,7 @@ def train(
     folder: Path,
     *,
     call: Call | None = None,
+    progress: Callable[[], float] | None = None,
     origin: Path | None = None,
     until: int | None = None,
 ) -> Iterator[Update]:
@@ -125,6 +126,8 @@ def train(
         settings: the numbers.
         folder: of the checkpoints.
         call: how the model is run on a batch. Default: ``model(batch.inputs, targets=batch.targets)``.
+        progress: the share of the run that is done, for a curriculum in fractions. Default: its updates over
+            ``settings.steps``.
         origin: checkpoints of another run, where this one begins if it has none of its own: weights, optimizer,
             schedule, data and updates go on from there, with this run's curriculum.
         until: stop after so many updates, with a checkpoint, as if interrupted.
@@ -141,7 +144,7 @@ def train(
     accelerator.free_memory()
     accelerator.gradient_accumulation_steps = settings.accumulate
     prepared, optimizer = accelerator.prepare(model, optimizer)
-    run = _Run(accelerator, prepared, optimizer, scheduler, batches, curriculum, settings, call or _call)
+    run = _Run(accelerator, prepared, optimizer, scheduler, batches, curriculum, settings, call or _call, progress)
     try:
         run.resume(folder, origin)
         curriculum.at(run.progress).apply(prepared)  # a finished run is evaluated as it was trained
@@ -176,13 +179,14 @@ class _Run:
     curriculum: Curriculum
     settings: Settings
     call: Call
+    share: Callable[[], float] | None
     step: int = 0
     tokens: int = 0
 
     @property
     def progress(self) -> float | int:
-        amounts = {"fraction": self.step / self.settings.steps, "steps": self.step, "tokens": self.tokens}
-        return amounts[self.curriculum.unit]
+        share = self.step / self.settings.steps if self.share is None else self.share()
+        return {"fraction": share, "steps": self.step, "tokens": self.tokens}[self.curriculum.unit]
 
     def draw(self) -> list[Any]:
         """The batches of an update; fewer at the end."""

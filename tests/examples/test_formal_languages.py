@@ -5,19 +5,32 @@ import os
 import shutil
 import subprocess
 import sys
-from itertools import islice
 from pathlib import Path
 
 import pytest
 import torch
-from common.words import Words
-from formal_languages import make_words, read_options
+from formal_languages import read_options
 from safetensors.torch import load_file
 
 from deqseq.tasks import formal
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "formal_languages.py"
-TINY = ["--d-model", "16", "--d-state", "4", "--headdim", "8", "--batch", "8", "--longest", "6", "--steps", "20"]
+TINY = [
+    "--d-model",
+    "16",
+    "--d-state",
+    "4",
+    "--headdim",
+    "8",
+    "--batch",
+    "8",
+    "--lengths",
+    "3",
+    "--free-lengths",
+    "6",
+    "--steps",
+    "20",
+]
 TINY += ["--eval-lengths", "6", "9", "--strings", "16", "--baselines", "1", "--checkpoint-every", "15"]
 
 
@@ -70,27 +83,13 @@ def test_a_run_that_lost_its_end_repeats_it(whole, tmp_path):
     assert [row["accuracy"] for row in before] == [row["accuracy"] for row in after]
 
 
-def drawn(words: Words, count: int) -> list[torch.Tensor]:
-    return [batch.inputs for batch in islice(iter(lambda: next(words), None), count)]
-
-
-def test_batches_have_all_lengths_and_go_on_where_they_were_left():
-    options = read_options(["--task", "solve_equation", "--longest", "6", "--steps", "200", "--batch", "2"])
-    first, second = (make_words(options, torch.device("cpu")) for _ in range(2))
-    batches = drawn(first, 60)
-    assert {batch.shape[1] - 1 for batch in batches} == {3, 4, 5, 6}
-    second.load_state_dict({"step": 50})
-    assert second.lr_factor == 1.0
-    assert all(torch.equal(a, b) for a, b in zip(batches[50:], drawn(second, 10), strict=True))
-
-
 @pytest.mark.parametrize(
     ("flags", "name", "remedy"),
     [
         (["--task", "parity"], "--task", "did you mean 'parity_check'"),
-        (["--task", "solve_equation", "--longest", "2"], "--longest", "at least 3"),
+        (["--task", "solve_equation", "--free-lengths", "2"], "--free-lengths", "at least 3"),
         (["--task", "binary_addition", "--eval-lengths", "40", "2"], "--eval-lengths", "at least 3"),
-        (["--free-from", "1"], "--free-from", "a number in (0, 1)"),
+        (["--learned", "2"], "--learned", "a number in [0, 1]"),
         (["--baselines", "2", "2"], "--baselines", "every value once"),
         (["--d-model", "24"], "headdim", "32"),
     ],
@@ -106,6 +105,6 @@ def test_bad_options_name_the_option_and_the_remedy(flags, name, remedy, capsys)
 
 
 def test_quick_is_small_and_options_go_before_it():
-    options = read_options(["--quick", "--longest", "12"])
-    assert (options.longest, options.steps, options.baselines) == (12, 40, (1,))
+    options = read_options(["--quick", "--free-lengths", "12"])
+    assert (options.free_lengths, options.steps, options.baselines) == ((12,), 40, (1,))
     assert options.folder == "runs/formal_languages_parity_check_0_quick"
