@@ -18,7 +18,8 @@ SweepName = Literal["simultaneous", "sequential", "sliding"]
 SolverName = Literal["relaxed", "naive", "adaptive", "anderson", "broyden"]
 GradientName = Literal["phantom", "one-step", "implicit"]
 
-QUICK: dict[str, Any] = {"baselines": (), "eval_lengths": (16, 32, 64)}
+QUICK: dict[str, Any] = {"free_lengths": (8, 10, 12, 14, 16), "steps": 600}
+QUICK |= {"baselines": (), "eval_lengths": (16, 32, 64)}
 MOVABLE = ("output", "device", "checkpoint_every", "quick", "fresh")  # may change when a run is continued
 WRITES = (
     *(f"{run}/{files}" for run in ("implicit", "explicit-*-block*") for files in (*FILES, "curve.jsonl")),
@@ -65,7 +66,7 @@ class Options(WordOptions):
     output: opt.Output | None = None
     """folder of the results; default: runs/state_tracking_GROUP_SEED[_llama][_quick]"""
     quick: bool = False
-    """the implicit model alone, up to length 64"""
+    """the implicit model alone, trained up to length 16"""
 
     def __post_init__(self) -> None:
         opt.check_options(self)
