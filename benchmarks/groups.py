@@ -1,10 +1,10 @@
 """Word problems by one recipe: what `examples/state_tracking.py` learns of each group, with several seeds.
 
-The recipe was chosen on Z2, Z5, Z60, S3, S4, S5, D4, D5, Q8, A4 and A5 with seeds 0 to 2: the part ``tuning``. The part
-``held-out`` are the same groups with seeds 3 to 5, and the groups Z7, D7 and S3xZ2; each is run once, with nothing
-changed afterwards. All elements are inputs, for A5 and S5 two generators. The goals of every run: an accuracy of .99 at
-128 tokens, four times the longest in training, with every sweep; every row converged; at most 45 CPU minutes. The part
-``changes`` is S5 with seed 0, each time with one option of the recipe changed.
+The recipe may be tuned on Z2, Z5, Z60, S3, S4, S5, D4, D5, Q8, A4 and A5 with seeds 0 to 2: the part ``tuning``. The
+part ``held-out`` are the same groups with seeds 3 to 5, and the groups Z7, D7 and S3xZ2; each is run once, with
+nothing changed afterwards. All elements are inputs, for A5 and S5 two generators. The goals of every run: an accuracy
+of .99 at 128 tokens, four times the longest in training, with every sweep; every row converged; at most 45 CPU
+minutes. The part ``changes`` is S5 with seed 0, each time with one option of the recipe changed.
 
 Each run is a process of one thread, ``--jobs`` at a time. A run that has ended stays in ``--folder``; the same command
 goes on with the others, and an interrupted run with its last checkpoint. ``--only S5:0 Z5:1`` runs those alone.
@@ -50,7 +50,7 @@ class Run(NamedTuple):
 
     @property
     def part(self) -> str:
-        """Whether the recipe was chosen on it."""
+        """Whether the recipe may be tuned on it."""
         if self.change:
             return "changes"
         return "tuning" if self.group in GROUPS and self.seed < 3 else "held-out"

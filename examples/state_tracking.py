@@ -101,9 +101,9 @@ def evaluate(label: str, lm: dq.CausalLM, options: Options, words: Words) -> lis
 
 @torch.no_grad()
 def accuracy_by_budget(lm: dq.CausalLM, options: Options) -> list[dict]:
-    """Accuracy after a given number of iterations, at the longest trained length and at four times that."""
+    """Accuracy after a given number of iterations, at half and at twice the longest trained length."""
     rows, task, device = [], make_task(options), lm.eval().embedding.weight.device
-    for length in (options.longest // 2, 2 * options.longest):
+    for length in (max(1, options.longest // 2), 2 * options.longest):
         batch = with_start(task.fixed(64, length, seed=2000 + length, device=device), options, task.vocab_size)
         for budget in (1, 2, 4, 8, 16, 32, 64, 128, 256):
             output = lm(batch.inputs, solver=make_solver(options.solver), stop=dq.Stop.exactly(budget))
