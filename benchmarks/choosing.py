@@ -34,6 +34,7 @@ from deqseq.tasks import WordBatch
 DEFAULT = dq.Relaxed(0.8)
 SOLVERS: dict[str, dq.Solver[Any] | dq.ExternalSolver] = {
     "Relaxed(0.8)": DEFAULT,
+    "Adaptive()": dq.Adaptive(),
     "Naive()": dq.Naive(),
     "Anderson()": dq.Anderson(),
     "Anderson(mixing=0.8)": dq.Anderson(mixing=0.8),

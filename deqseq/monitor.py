@@ -19,7 +19,15 @@ class Monitor(ABC):
 
     stop: Stop
     active_rows: int
-    """How many rows are still iterated; the iteration ends at 0."""
+    """How many rows have not ended."""
+    done: bool = False
+    """Whether the iteration ends here."""
+    evaluations: int = 0
+    """How many came before this iteration, in the same solve."""
+
+    def checks(self, step: int) -> bool:
+        """Whether evaluation number ``step`` is to be checked."""
+        return self.stop.checks(step)
 
     @abstractmethod
     def check(self, z: State, fz: State, step: int, args: Any = None) -> None:
@@ -103,6 +111,7 @@ class RowMonitor(Monitor):
             self._end_rows(fz, seen, step, flags)
         if self._trace is not None:
             self._trace.append(self.residuals())
+        self.done = not self.active_rows or step == self.stop.max_steps
 
     def residuals(self) -> Residual:
         assert self._latest is not None, "nothing has been checked yet"

@@ -28,7 +28,7 @@ class Progress:
 
     Attributes:
         iteration: evaluations so far.
-        max_steps: the budget.
+        max_steps: the budget; in a sliding window, that of each commit.
         active_rows: rows that have not ended.
         residual: the latest residual of each row or token, ``(batch,)`` or ``(batch, tokens)``, on the device of the
             state.
@@ -120,7 +120,7 @@ def solve(
         return _exported(f, z0, args, solver, stop, has_aux)
     judge = None if stop.exit is None else Judge(stop, readout)
     monitor = RowMonitor(z0, stop, trace, freezes=not isinstance(solver, ExternalSolver), judge=judge)
-    end = iterate(f, z0, args, solver, monitor, has_aux=has_aux, callback=callback)
+    end = iterate(f, z0, args, solver, monitor, begin(solver, z0), has_aux=has_aux, callback=callback)
     solution, stale = monitor.solution(end.evaluations, end.aux)
     if solution.aux is not None and stale is not None:
         with torch.no_grad():
@@ -196,26 +196,32 @@ def iterate(
     args: Any,
     solver: Solver[Any] | ExternalSolver,
     monitor: Monitor,
+    state: Any,
     *,
     has_aux: bool = False,
     callback: Callback | None = None,
 ) -> LoopResult:
-    """The loop of :func:`solve`, for any monitor."""
+    """The loop of :func:`solve`, for any monitor, from a ``state`` of the solver."""
     if isinstance(solver, ExternalSolver):
         return _iterate_externally(f, z0, args, solver, monitor, has_aux, callback)
-    stop, z, state, step = monitor.stop, z0, solver.init(z0), 0
+    z, step = z0, 0
     while True:
         step += 1
         fz, aux = evaluate(f, z, args, has_aux=has_aux)
-        if stop.checks(step):
+        if monitor.checks(step):
             monitor.check(z, fz, step, args)
             _report(callback, monitor, step)
-            if not monitor.active_rows or step == stop.max_steps:
+            if monitor.done:
                 return LoopResult(z, fz, aux, step, state)
         proposal, state = next_point(solver, z, fz, state)
         z = monitor.freeze(z, proposal)
         if args is not None and (rows := monitor.compact(aux)) is not None:
             z, args, state = take((z, args, state), rows)
+
+
+def begin(solver: Solver[Any] | ExternalSolver, z0: State) -> Any:
+    """The state of the solver before its first step; one of another library keeps its own."""
+    return None if isinstance(solver, ExternalSolver) else solver.init(z0)
 
 
 def next_point(solver: Solver[Any] | ExternalSolver, z: State, fz: State, state: Any) -> tuple[State, Any]:
@@ -241,7 +247,7 @@ def _iterate_externally(
     callback: Callback | None,
 ) -> LoopResult:
     """Let another library iterate, and monitor each evaluation that it makes."""
-    stop, step = monitor.stop, 0
+    step = 0
     last: tuple[State, State, Any] | None = None
 
     def check() -> None:
@@ -254,21 +260,21 @@ def _iterate_externally(
         step += 1
         fz, aux = evaluate(f, z, args, has_aux=has_aux)
         last = z, fz, aux
-        if stop.checks(step):
+        if monitor.checks(step):
             check()
-            if not monitor.active_rows or step == stop.max_steps:
+            if monitor.done:
                 raise _Finished
         return fz
 
     with suppress(_Finished):
-        solver.run(observed, z0, stop.max_steps)
+        solver.run(observed, z0, monitor.stop.max_steps)
     if last is None:
         raise RuntimeError(f"{solver} returned without evaluating the map")
-    if not stop.checks(step):
+    if not monitor.checks(step):
         check()
     return LoopResult(*last, step, None)
 
 
 def _report(callback: Callback | None, monitor: Monitor, step: int) -> None:
     if callback is not None:
-        callback(Progress(step, monitor.stop.max_steps, monitor.active_rows, monitor.residuals()))
+        callback(Progress(monitor.evaluations + step, monitor.stop.max_steps, monitor.active_rows, monitor.residuals()))

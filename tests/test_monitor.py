@@ -6,6 +6,7 @@ from torch import Tensor
 
 from deqseq import Status, Stop
 from deqseq.monitor import RowMonitor
+from deqseq.sweeps import window
 from deqseq.sweeps.window import WindowMonitor
 
 STOP = Stop(rtol=0.1, max_steps=3)
@@ -16,33 +17,63 @@ def tokens(*rows: list[float]) -> Tensor:
     return torch.tensor(rows, dtype=torch.float64)[..., None]
 
 
+def window_monitor(z0: Tensor, window: int, stop: Stop = STOP, ends: list[int] | None = None) -> WindowMonitor:
+    known = torch.tensor([z0.shape[1]] * len(z0) if ends is None else ends)
+    return WindowMonitor(z0, stop, window, known, together=False)
+
+
+def seen(monitor: WindowMonitor, fz: Tensor, step: int = 1) -> bool:
+    """Check one evaluation, and move the windows if the iteration ends with it."""
+    monitor.check(monitor.states(), fz, step)
+    if monitor.done:
+        monitor.commit(fz, fz, step)
+        monitor.stand(remove=True)
+    return monitor.done
+
+
+@pytest.fixture
+def _every_evaluation(monkeypatch):
+    """Windows may move after any evaluation."""
+    monkeypatch.setattr(window, "EVERY", 1)
+
+
+@pytest.mark.usefixtures("_every_evaluation")
 class TestWindowMonitor:
-    def test_the_prefix_that_has_converged_in_every_row_is_committed(self):
-        monitor = WindowMonitor(2, STOP)
-        monitor.check(tokens([1, 1, 1, 1], [1, 1, 1, 1]), fz := tokens([1, 1, 2, 1], [1, 1, 1, 2]), 1)
-        assert monitor.active_rows == 0
-        torch.testing.assert_close(monitor.residuals(), tokens([0, 0, 0.5, 0], [0, 0, 0, 0.5])[..., 0])
-        assert monitor.commit(fz, 1) == 2
-        assert monitor.active_rows == 2
-        monitor.check(tokens([2, 1], [1, 2]), fz := tokens([2, 1], [1, 2]), 1)
-        assert monitor.commit(fz, 1) == 2
+    def test_each_window_moves_past_the_prefix_that_has_converged(self):
+        monitor = window_monitor(tokens([1, 1, 1, 1, 1], [1, 1, 1, 1, 1]), 3)
+        assert seen(monitor, tokens([1, 1, 2], [1, 2, 1]))
+        assert monitor.states()[..., 0].tolist() == [[2, 1, 1], [2, 1, 1]]
+        assert monitor.gather(torch.arange(5)[None]).tolist() == [[2, 3, 4], [1, 2, 3]]
+        known = monitor.residuals()
+        assert known.isinf().tolist() == [[False, False, False, True, True], [False, False, False, True, True]]
+        assert seen(monitor, tokens([2, 1, 1], [2, 1, 3]))  # the first row has ended
+        assert monitor.states().shape == (1, 2, 1)
+        assert seen(monitor, tokens([3, 1]))
         solution = monitor.solution()
         assert solution.status.tolist() == [Status.CONVERGED] * 2
-        assert solution.stats.iterations.tolist() == solution.stats.updates.tolist() == [[1, 1, 2, 2]] * 2
-        assert solution.value[..., 0].tolist() == [[1, 1, 2, 1], [1, 1, 1, 2]]
-        assert (solution.stats.evaluations, bool(solution.stats.forced.any())) == (2, False)
+        assert solution.stats.iterations.tolist() == [[1, 1, 2, 1, 1], [1, 2, 2, 2, 1]]
+        assert solution.stats.updates.tolist() == [[1, 1, 2, 1, 1], [1, 2, 2, 2, 1]]
+        assert solution.value[..., 0].tolist() == [[1, 1, 2, 1, 1], [1, 2, 1, 3, 1]]
+        assert (solution.stats.evaluations, bool(solution.stats.forced.any())) == (3, False)
 
     def test_a_token_that_waits_behind_another_is_not_committed(self):
-        monitor = WindowMonitor(1, STOP)
-        monitor.check(tokens([1, 1]), tokens([2, 1]), 1)
-        assert monitor.active_rows == 1
+        assert not seen(window_monitor(tokens([1, 1]), 2), tokens([2, 1]))
 
-    def test_a_spent_budget_forces_the_first_token_alone(self):
-        monitor = WindowMonitor(2, STOP)
-        monitor.check(tokens([1, 1, 1], [1, 1, 1]), fz := tokens([1, 2, 1], [2, 1, 1]), 3)
-        assert monitor.commit(fz, 3) == 1
-        monitor.check(tokens([2, 1], [1, 1]), fz := tokens([2, 1], [1, 1]), 1)
-        assert monitor.commit(fz, 1) == 2
+    def test_work_past_the_end_of_a_row_is_counted_at_its_last_token(self):
+        monitor = window_monitor(tokens([1, 1, 1], [1, 0, 0]), 2, ends=[3, 1])
+        assert monitor.mask().tolist() == [[True, True], [True, False]]
+        assert seen(monitor, tokens([1, 2], [2, 0]))
+        assert seen(monitor, tokens([2, 1], [2, 0]))
+        stats = monitor.solution().stats
+        assert stats.iterations.tolist() == [[1, 2, 1], [2, 0, 0]]
+        assert stats.updates.tolist() == [[1, 2, 1], [4, 0, 0]]
+        assert stats.residual[1].tolist() == stats.error[1].tolist() == [0, 0, 0]
+
+    def test_a_spent_budget_forces_the_first_token_of_that_row_alone(self):
+        monitor = window_monitor(tokens([1, 1, 1], [1, 1, 1]), 3)
+        assert seen(monitor, fz := tokens([1, 2, 1], [2, 1, 1]), 3)
+        assert monitor.moved is None
+        assert seen(monitor, fz[:, 1:])
         solution = monitor.solution()
         assert solution.status.tolist() == [Status.CONVERGED, Status.MAX_STEPS_REACHED]
         assert solution.stats.forced.tolist() == [[False] * 3, [True, False, False]]
@@ -50,41 +81,47 @@ class TestWindowMonitor:
         assert solution.stats.residual.tolist() == [[0, 0, 0], [0.5, 0, 0]]
         assert solution.stats.evaluations == 4
 
-    def test_tokens_that_enter_later_are_counted_from_there(self):
-        monitor = WindowMonitor(1, STOP)
-        monitor.check(tokens([1, 1]), fz := tokens([1, 2]), 2)
-        assert monitor.commit(fz, 2) == 1
-        monitor.check(tokens([2, 5]), fz := tokens([2, 5]), 3)  # the second of these has just entered
-        assert monitor.commit(fz, 3) == 2
-        assert monitor.solution().stats.iterations.tolist() == [[2, 5, 3]]
+    def test_each_row_has_a_budget_of_its_own(self):
+        monitor = window_monitor(tokens([1, 1], [1, 1]), 1)
+        assert seen(monitor, tokens([1], [2]), 2)
+        assert seen(monitor, tokens([5], [3]), 1)
+        assert monitor.solution().stats.forced.tolist() == [[False, False], [True, False]]
 
     @pytest.mark.parametrize("bad", [torch.nan, torch.inf, 1e9])
     def test_a_diverged_row_is_zero_from_there_on_and_is_not_waited_for(self, bad):
-        monitor = WindowMonitor(2, STOP)
-        monitor.check(tokens([1, 1], [1, 1]), fz := tokens([1, 2], [1, 2]), 1)
-        assert monitor.commit(fz, 1) == 1
-        monitor.check(tokens([2, 1], [2, 1]), fz := tokens([2, 1], [bad, 1]), 1)
+        monitor = window_monitor(tokens([1, 1, 1, 1], [1, 1, 1, 1]), 2)
+        assert seen(monitor, tokens([1, 2], [1, 2]))
         if bad == 1e9:  # the limit follows tokens that have just entered
-            assert monitor.active_rows == 2
-            monitor.check(tokens([2, 1], [2, 1]), fz := tokens([2, 1], [bad**2, 1]), 2)
-        assert monitor.active_rows == 0
-        frozen = monitor.freeze(fz, fz)
-        assert frozen[..., 0].tolist() == [[2, 1], [0, 0]]
-        assert monitor.commit(fz, 1) == 2
+            assert not seen(monitor, tokens([5, 1], [bad, 1]))
+            bad = bad**2
+        assert seen(monitor, tokens([2, 1], [bad, 1]))
+        assert monitor.active_rows == 1
+        assert seen(monitor, tokens([1]))
         solution = monitor.solution()
         assert solution.status.tolist() == [Status.CONVERGED, Status.DIVERGED]
-        assert solution.value[..., 0].tolist() == [[1, 2, 1], [1, 0, 0]]
-        assert solution.stats.forced[:, 1].tolist() == [False, True]
-        assert not solution.stats.residual.isnan().any()
+        assert solution.value[..., 0].tolist() == [[1, 2, 1, 1], [1, 0, 0, 0]]
+        assert solution.stats.forced.tolist() == [[False] * 4, [False, True, True, True]]
+        assert solution.stats.residual[1].tolist() == [0, torch.inf, torch.inf, torch.inf]
 
     def test_every_token_is_tested_on_its_own_whatever_the_rule_says(self):
-        monitor = WindowMonitor(1, Stop(rtol=0.1, per="batch"))
+        monitor = window_monitor(tokens([1, 1]), 2, Stop(rtol=0.1, per="batch"))
         assert (monitor.stop.per, monitor.stop.rtol) == ("token", 0.1)
 
-    def test_no_row_is_removed(self):
-        monitor = WindowMonitor(4, STOP)
-        monitor.check(fz := torch.ones(4, 1, 1), fz, 1)
-        assert monitor.compact(None) is None
+    def test_no_row_leaves_whose_cache_is_needed(self):
+        monitor = window_monitor(tokens([1, 1], [1, 1]), 2)
+        monitor.check(monitor.states(), fz := tokens([1, 1], [2, 1]), 1)
+        monitor.commit(fz, fz, 1)
+        assert monitor.stand() is None
+        assert monitor.states().shape == (2, 2, 1)
+        assert monitor.mask().tolist() == [[False, False], [True, True]]
+
+
+def test_windows_move_after_every_second_evaluation_or_when_all_of_one_has_converged():
+    monitor = window_monitor(tokens([1, 1, 1]), 2)
+    assert not seen(monitor, tokens([1, 2]), 1)
+    assert seen(monitor, tokens([1, 2]), 2)
+    assert not seen(monitor, tokens([2, 2]), 1)
+    assert seen(window_monitor(fz := tokens([1, 1]), 2), fz, 1)
 
 
 class TestRowMonitor:

@@ -156,11 +156,10 @@ class Llama(Backbone[LlamaCache]):
 
     def prepare(self, x: Sequence, cache: LlamaCache | None = None, mask: Mask | None = None) -> Inputs:
         check_sequence(x, self.d_model)
-        positions = torch.arange(x.shape[1], device=x.device)[None]
         shape = (self.config.kv_heads, None, self.config.head_width)
         check_cache(cache, LlamaCache, x, [shape] * (2 * len(self.layers)))
-        if cache is not None:
-            positions = positions + (cache.length if cache.mask is None else cache.mask.sum(dim=1, keepdim=True))
+        tokens = x.shape[1]
+        positions = torch.arange(tokens, device=x.device)[None] if cache is None else cache.positions(tokens)
         config = self.config
         exact = torch.float32 if config.float32_rotary else torch.promote_types(x.dtype, torch.float32)
         frequencies = rotary_frequencies(config.head_width, config.rope_theta, config.rope_scaling, x.device, exact)

@@ -6,42 +6,45 @@ from threading import get_ident
 import torch
 from jaxtyping import Bool, Int64
 from torch import Tensor
+from torch.nn import functional as F
 
 from deqseq.backbones.base import Cache
 from deqseq.layers import KeyValues
 from deqseq.rows import map_tensors, take
-from deqseq.types import Mask, RowIndex
+from deqseq.types import RowIndex
 
 
 @dataclass
 class Claim:
-    """How much of a shared buffer is in use, and which thread may write to it."""
+    """Which cache is the newest of those that share buffers, and which thread may write to them."""
 
-    upto: int = 0
+    newest: int = 0
     owner: int = field(default_factory=get_ident)
 
 
 @dataclass(frozen=True)
 class LlamaCache(Cache):
-    """Keys and values of the committed tokens.
+    """Keys and values of the committed tokens, at the beginning of each row.
 
-    Iterations write their own keys into the buffers after ``length``, and a commit leaves them there: nothing is
-    concatenated. A later cache shares the buffers of the one before. If another cache has already written past
-    ``length``, the buffers are copied.
+    Iterations write their own keys into the buffers after ``length``, and a commit of the same tokens in every row
+    leaves them there: nothing is concatenated. A later cache shares the buffers of the one before. If one that shares
+    them is newer, the buffers are copied.
 
     Attributes:
         layers: buffers, one pair per layer, ``(batch, kv_heads, capacity, headdim)``.
-        length: committed tokens.
-        mask: True at real tokens, ``(batch, length)``; None: no padding.
-        claim: how much of the buffers is in use.
+        length: committed tokens of the longest row.
+        counts: committed tokens of each row, ``(batch,)``; None: as many as ``length``.
+        claim: who may write to the buffers.
+        age: how many caches came before it in these buffers.
         ahead: how many tokens :meth:`reserve` has prepared for.
         visible: which tokens those attend to, ``(batch or 1, 1, ahead, length + ahead)``; None: all.
     """
 
     layers: tuple[KeyValues, ...]
     length: int = 0
-    mask: Mask | None = None
+    counts: Int64[Tensor, " batch"] | None = None
     claim: Claim = field(default_factory=Claim)
+    age: int = 0
     ahead: int = 0
     visible: Bool[Tensor, "batch 1 new all"] | None = None
 
@@ -50,67 +53,75 @@ class LlamaCache(Cache):
         total = self.length + self.ahead
         layers = map_tensors(lambda kept: kept[:, :, :total][rows], self.layers)
         visible = self.visible if self.visible is None or len(self.visible) == 1 else self.visible[rows]
-        return LlamaCache(layers, self.length, take(self.mask, rows), Claim(self.length), self.ahead, visible)
+        return LlamaCache(layers, self.length, take(self.counts, rows), ahead=self.ahead, visible=visible)
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Committed keys and values of all layers; padding is zero."""
+        """Committed keys and values of all layers; zero after the end of a row."""
         committed = tuple(kept[:, :, : self.length] for layer in self.layers for kept in layer)
-        return committed if self.mask is None else tuple(kept * self.mask[:, None, :, None] for kept in committed)
+        real = self._real()
+        return committed if real is None else tuple(kept * real[:, None, :, None] for kept in committed)
+
+    def positions(self, tokens: int) -> Int64[Tensor, "rows tokens"]:
+        """Positions of the next ``tokens``, ``(batch or 1, tokens)``."""
+        after = torch.arange(tokens, device=self.layers[0].keys.device)[None]
+        return after + (self.length if self.counts is None else self.counts[:, None])
 
     def reserve(self, tokens: int) -> "LlamaCache":
         """The same cache with room for ``tokens`` more that no other cache uses, and their attention mask."""
         free = self._writable
         if self.ahead == tokens and free:
             return self
-        layers, claim = self.layers, self.claim
+        layers = self.layers
         capacity = layers[0].keys.shape[2]
         if not free or self.length + tokens > capacity:
             capacity = max(self.length + tokens, min(2 * capacity, capacity + 4096))
             layers = tuple(_moved(layer, self.length, capacity) for layer in layers)
-            claim = Claim(self.length)
-        return replace(self, layers=layers, claim=claim, ahead=tokens, visible=self._visible(tokens))
+            return replace(self, layers=layers, claim=Claim(), age=0, ahead=tokens, visible=self._visible(tokens))
+        return replace(self, ahead=tokens, visible=self._visible(tokens))
 
     @property
     def _writable(self) -> bool:
-        """Whether no other cache uses the buffers after ``length``."""
+        """Whether no newer cache uses the buffers."""
         frozen = self.layers[0].keys.is_inference() and not torch.is_inference_mode_enabled()
-        return self.claim.upto <= self.length and self.claim.owner == get_ident() and not frozen
+        return self.claim.newest == self.age and self.claim.owner == get_ident() and not frozen
 
-    def extend(self, new: tuple[KeyValues, ...], mask: Mask | None) -> "LlamaCache":
-        """The cache after more tokens, in the same buffers where no other cache uses their room.
+    def extend(self, new: tuple[KeyValues, ...], counts: Int64[Tensor, " batch"] | None) -> "LlamaCache":
+        """The cache after more tokens, in the same buffers where no newer cache uses them.
 
         Args:
             new: keys and values, a pair per layer, ``(batch, kv_heads, tokens, headdim)``.
-            mask: True at real tokens, ``(batch, tokens)``; None: no padding.
+            counts: how many of them each row has, ``(batch,)``; None: all.
         """
         tokens = new[0].keys.shape[2]
         room = self if self.ahead >= tokens and self._writable else self.reserve(tokens)
-        total = self.length + tokens
-        for layer, own in zip(room.layers, new, strict=True):
-            for kept, part in zip(layer, own, strict=True):
-                kept[:, :, self.length : total] = part
-        room.claim.upto = total
-        return LlamaCache(room.layers, total, self._mask_with(mask, tokens), room.claim)
+        pairs = [pair for layer, own in zip(room.layers, new, strict=True) for pair in zip(layer, own, strict=True)]
+        room.claim.newest += 1
+        whole = LlamaCache(room.layers, self.length + tokens, None, room.claim, room.claim.newest)
+        if counts is None and self.counts is None:
+            for kept, own in pairs:
+                kept[:, :, self.length : whole.length] = own
+            return whole
+        places = self.positions(tokens).expand(len(pairs[0][0]), -1)
+        for kept, own in pairs:  # what lies after the end of a row will be overwritten
+            kept.scatter_(2, places[:, None, :, None].expand_as(own), own.to(kept.dtype))
+        after = places[:, 0] + (tokens if counts is None else counts)
+        shortest, longest = torch.stack(torch.aminmax(after)).tolist()  # one transfer
+        return replace(whole, length=longest, counts=None if shortest == longest else after)
 
-    def _mask_with(self, mask: Tensor | None, tokens: int) -> Tensor | None:
-        """The mask once ``tokens`` more are committed."""
-        if self.mask is None and mask is None:
+    def _real(self) -> Bool[Tensor, "batch length"] | None:
+        """Which columns of the buffers are tokens; None: all."""
+        if self.counts is None:
             return None
-        batch, device = len(self.layers[0].keys), self.layers[0].keys.device
-        before = torch.ones(batch, self.length, dtype=torch.bool, device=device) if self.mask is None else self.mask
-        after = torch.ones(batch, tokens, dtype=torch.bool, device=device) if mask is None else mask
-        return torch.cat([before, after], dim=1)
+        return torch.arange(self.length, device=self.counts.device) < self.counts[:, None]
 
     def _visible(self, tokens: int) -> Tensor | None:
-        if tokens == 1 and self.mask is None:
+        real = self._real()
+        if tokens == 1 and real is None:
             return None
         device = self.layers[0].keys.device
         causal = torch.ones(tokens, self.length + tokens, dtype=torch.bool, device=device).tril(self.length)
-        if self.mask is None:
-            return causal[None, None]
-        known = self._mask_with(None, tokens)  # padding among the new tokens comes after the real ones of its row
-        assert known is not None
-        return causal & known[:, None, None]
+        # padding among the new tokens comes after the real ones of its row
+        return causal[None, None] if real is None else causal & F.pad(real, (0, tokens), value=True)[:, None, None]
 
 
 def commit(
@@ -120,7 +131,7 @@ def commit(
     new = map_tensors(lambda kept: kept.detach()[:, :, :tokens], new)
     if cache is None:
         cache = LlamaCache(map_tensors(lambda kept: kept[:, :, :0].contiguous(), new))
-    return cache.extend(new, None if counts is None else torch.arange(tokens, device=counts.device) < counts[:, None])
+    return cache.extend(new, counts)
 
 
 def _moved(layer: KeyValues, length: int, capacity: int) -> KeyValues:

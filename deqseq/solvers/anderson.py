@@ -8,8 +8,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from deqseq.check import check_integer, check_number
+from deqseq.rows import put
 from deqseq.solvers.base import Solver
-from deqseq.types import State
+from deqseq.types import RowIndex, State
 
 
 class AndersonMemory(NamedTuple):
@@ -75,6 +76,11 @@ class Anderson(Solver[AndersonMemory]):
         proposal = self._combine(weights, values, residuals)
         kept = min(len(values), self.memory - 1)  # one place is for the next evaluation
         return proposal, AndersonMemory(values[-kept:], residuals[-kept:], gram[:, -kept:, -kept:])
+
+    def restart(self, state: AndersonMemory, z: State, rows: RowIndex) -> AndersonMemory:
+        """Residuals so large have no weight."""
+        huge = 1e300 * torch.eye(state.gram.shape[1], dtype=state.gram.dtype, device=state.gram.device)
+        return state._replace(gram=put(state.gram, rows, huge.expand(len(rows), -1, -1)))
 
     def _weights(self, gram: Tensor, dtype: torch.dtype) -> Float[Tensor, "batch kept"]:
         """Solve the constrained least squares of each row; a singular one takes the newest value alone."""

@@ -4,7 +4,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from deqseq.types import State
+from deqseq.rows import put
+from deqseq.types import RowIndex, State
 
 S = TypeVar("S")
 
@@ -57,6 +58,21 @@ class Solver(ABC, Generic[S]):
         Returns:
             The next point to evaluate, of the same shape and dtype, and the new memory.
         """
+
+    def restart(self, state: S, z: State, rows: RowIndex) -> S:
+        """The memory in which some rows begin afresh, as the rows of a sliding window do that have moved.
+
+        Needed where the memory is not of one shape from the first step to the last.
+
+        Args:
+            state: the memory so far.
+            z: the next point to evaluate, ``(batch, *event)``.
+            rows: those that begin afresh, ``(rows,)``.
+
+        Returns:
+            A memory from which these rows go on as after :meth:`init` of their ``z``, and the others as before.
+        """
+        return put(state, rows, self.init(z[rows]))
 
 
 class ExternalSolver(ABC):

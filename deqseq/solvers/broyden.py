@@ -4,12 +4,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from deqseq.check import check_integer
+from deqseq.rows import put
 from deqseq.solvers.base import Solver
-from deqseq.types import State
+from deqseq.types import RowIndex, State
 
 Vectors = Float[Tensor, "batch size"]
 
@@ -17,8 +18,9 @@ Vectors = Float[Tensor, "batch size"]
 class BroydenMemory(NamedTuple):
     """The last evaluation, and the low-rank part of the inverse Jacobian, one pair a past step.
 
-    Rows are flattened and in float32 at least. ``left`` and ``right`` have room for all pairs, of which ``pairs`` are
-    filled; pair ``i`` stands for ``scale_i left_i right_i^T``.
+    Rows are flattened and in float32 at least. ``left`` and ``right`` have room for all pairs, of which the first
+    ``pairs`` are filled; pair ``i`` stands for ``scale_i left_i right_i^T``. Once some rows have begun afresh without
+    the others, ``ages`` says how many pairs each row has, and new ones take the places of the oldest in turn.
     """
 
     point: Vectors
@@ -28,6 +30,7 @@ class BroydenMemory(NamedTuple):
     right: Float[Tensor, "batch room size"]
     scale: Float[Tensor, "batch filled"]
     pairs: int
+    ages: Int64[Tensor, " batch"] | None = None
 
 
 @dataclass(frozen=True)
@@ -78,11 +81,22 @@ class Broyden(Solver[BroydenMemory | None]):
         proposal = (point - direction).to(z.dtype).reshape(z.shape)
         return proposal, state._replace(point=point, residual=residual, direction=direction)
 
+    def restart(self, state: BroydenMemory | None, z: State, rows: RowIndex) -> BroydenMemory | None:
+        """Pairs of scale 0 do nothing, and a step of length 0 gives no new one."""
+        if state is None:
+            return None
+        here = z[rows].reshape(len(rows), state.point.shape[1]).to(state.point.dtype)
+        ages = torch.full_like(state.point[:, 0], state.pairs, dtype=torch.int64) if state.ages is None else state.ages
+        scale, ages = state.scale.index_fill(0, rows, 0), ages.index_fill(0, rows, -1)
+        return state._replace(point=put(state.point, rows, here), scale=scale, ages=ages)
+
     def _update(self, point: Vectors, residual: Vectors, state: BroydenMemory) -> tuple[Vectors, BroydenMemory]:
         """Take in the last step, and return the new direction ``H g``."""
-        if state.pairs == self.memory:
+        if state.ages is not None:
+            state = self._without_full(state, state.ages)
+        elif state.pairs == self.memory:
             state = state._replace(pairs=0, scale=state.scale[:, :0], direction=-state.residual)
-        left, right, scale, pairs = state.left, state.right, state.scale, state.pairs
+        left, right, scale, pairs = state.left, state.right, state.scale, min(state.pairs, self.memory)
         moved = point - state.point
         direction = _apply(left, right, scale, pairs, residual)
         covector = _apply(right, left, scale, pairs, moved)
@@ -92,9 +106,17 @@ class Broyden(Solver[BroydenMemory | None]):
         size = covector.norm(dim=1, keepdim=True) * (residual.norm(dim=1) + state.residual.norm(dim=1))[:, None]
         factor = _safe_reciprocal(now - before, size)
         direction = torch.addcmul(direction, update, factor * now)
-        left, right = _with(left, pairs, update), _with(right, pairs, covector)
-        scale = torch.cat([scale, factor], dim=1)
-        return direction, state._replace(left=left, right=right, scale=scale, pairs=pairs + 1)
+        place = state.pairs % self.memory
+        left, right = _with(left, place, update), _with(right, place, covector)
+        scale = torch.cat([scale[:, :place], factor, scale[:, place + 1 :]], dim=1)
+        return direction, state._replace(left=left, right=right, scale=scale, pairs=state.pairs + 1)
+
+    def _without_full(self, state: BroydenMemory, ages: Tensor) -> BroydenMemory:
+        """The low-rank part is dropped in each row that has as many pairs as there is room for."""
+        full = (ages == self.memory)[:, None]
+        direction = torch.where(full, -state.residual, state.direction)
+        scale, ages = state.scale.masked_fill(full, 0), torch.where(full[:, 0], 0, ages) + 1
+        return state._replace(direction=direction, scale=scale, ages=ages)
 
 
 def _apply(left: Tensor, right: Tensor, scale: Tensor, pairs: int, x: Vectors) -> Vectors:

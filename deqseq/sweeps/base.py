@@ -94,14 +94,15 @@ class Sequential(Sweep):
 class Sliding(Sweep):
     """A window over the first tokens that have not converged: the least work where convergence moves left to right.
 
-    In a trained model about one token converges per iteration. Only the window is iterated; as soon as its first tokens
-    have converged in every row, they are committed from the evaluation at which they passed, and the window moves on:
-    tokens that stay keep their state, new ones start where the model starts.
+    In a trained model about one token converges per iteration. Only the window is iterated; when its first tokens have
+    converged, they are committed from an evaluation at which they pass, and the window moves on: tokens that stay keep
+    their state, new ones start where the model starts.
 
-    The batch shares one window, which waits for its slowest row; so a row's numbers depend on the other rows within the
-    tolerance. Each token is tested on its own, whatever ``stop.per`` says. After ``stop.max_steps`` iterations without
-    a commit the first token of the window is committed as it is; ``stats.forced`` marks those. A solver with a memory
-    restarts after each commit.
+    Each row has a window of its own, and rows that have ended leave the batch, unless their cache is needed. A window of
+    which a part has converged moves after every second evaluation, because a move costs the whole batch about half of
+    one. Each token is tested on its own, whatever ``stop.per`` says. After ``stop.max_steps`` iterations without a commit the first token of the
+    window is committed as it is; ``stats.forced`` marks those. A solver with a memory begins afresh in the rows that
+    move. One of another library cannot: then no window moves until all can.
 
     Args:
         window: tokens that are iterated together, at least 1.

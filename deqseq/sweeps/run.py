@@ -13,7 +13,8 @@ from deqseq.gradients.base import AttachedGradient, Gradient
 from deqseq.gradients.unrolled import Unrolled
 from deqseq.rows import take
 from deqseq.solution import Solution, SolveStats
-from deqseq.solve import Callback, SolveCall, iterate, next_point, solve
+from deqseq.solve import Callback, SolveCall, begin, iterate, next_point, solve
+from deqseq.solvers.base import ExternalSolver
 from deqseq.sweeps.base import Lockstep, Simultaneous, Sliding, Sweep
 from deqseq.sweeps.lockstep import LockstepCache, run_lockstep
 from deqseq.sweeps.tokens import TokenArgs, advance, readout, token_map
@@ -139,22 +140,28 @@ def _slide(
     need_cache: bool,
     callback: Callback | None,
 ) -> tuple[Solution, Cache | None]:
-    """Iterate a window over the first tokens that have not converged; commit its converged prefix, and move on."""
+    """Iterate a window over the first tokens of each row that have not converged; commit these, and move on."""
     assert isinstance(config.sweep, Sliding)
-    f, monitor = token_map(backbone, need_aux=True), WindowMonitor(len(z0), config.stop)
-    start, entered, length = 0, config.sweep.window, z0.shape[1]
-    z = z0[:, :entered].contiguous()
-    while start < length:
-        window = args.slice(start, start + z.shape[1], length)
-        end = iterate(f, z, window, config.solver, monitor, has_aux=True, callback=callback)
-        count = monitor.commit(end.fz, end.evaluations)
-        start += count
-        if need_cache or start < length:
-            args = args._replace(cache=advance(backbone, window, end.aux, count))
-        proposal, _ = next_point(config.solver, end.z, end.fz, end.state)
-        suffix = proposal[:, count:]
-        z = torch.cat([monitor.without_diverged(suffix), z0[:, entered : entered + count]], dim=1)
-        entered += count
+    batch, length = z0.shape[:2]
+    ends = torch.full((batch,), length) if args.mask is None else args.mask.sum(dim=1).cpu()
+    f, solver = token_map(backbone, need_aux=True), config.solver
+    external = isinstance(solver, ExternalSolver)
+    monitor = WindowMonitor(z0, config.stop, config.sweep.window, ends, together=external)
+    z = monitor.states()
+    state = begin(solver, z)
+    while monitor.active_rows:
+        window = args.gather(monitor)
+        end = iterate(f, z, window, solver, monitor, state, has_aux=True, callback=callback)
+        proposal, state = next_point(solver, end.z, end.fz, end.state)
+        counts = monitor.commit(end.fz, proposal, end.evaluations)
+        low, high = (int(n) for n in torch.aminmax(counts))
+        if high and (need_cache or monitor.active_rows):
+            each = None if low == high else counts.to(z0.device)
+            args = args._replace(cache=advance(backbone, window, end.aux, high, each))
+        if (keep := monitor.stand(remove=not need_cache)) is not None:
+            args, state = args._replace(cache=take(args.cache, keep)), take(state, keep)
+        z, moved = monitor.states(), monitor.moved
+        state = begin(solver, z) if external or moved is None else solver.restart(state, z, moved)
     return monitor.solution(), args.cache if need_cache else None
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from deqseq.backbones.base import Backbone, Cache
 from deqseq.layers.sharded import unsharded
 from deqseq.rows import map_tensors
+from deqseq.sweeps.window import WindowMonitor
 from deqseq.types import Mask, Sequence, State
 
 Counts = Int64[Tensor, " batch"]
@@ -25,6 +26,11 @@ class TokenArgs(NamedTuple):
     cache: Cache | None = None
     mask: Mask | None = None
     head: Head | None = None
+
+    def gather(self, window: WindowMonitor) -> "TokenArgs":
+        """The tokens in the windows, and room for them in the cache, which is that of the computed rows."""
+        cache = None if self.cache is None else self.cache.reserve(window.width)
+        return TokenArgs(map_tensors(window.gather, self.inputs), cache, window.mask())
 
     def slice(self, start: int, stop: int, length: int) -> "TokenArgs":
         """The tokens from ``start`` up to ``stop`` of ``length``, contiguous, and room for them in the cache."""

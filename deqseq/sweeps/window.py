@@ -1,104 +1,209 @@
-"""Which tokens of a window have converged."""
+"""A window in each row, and which of its tokens have converged."""
 
 from dataclasses import replace
 from typing import Any
 
 import torch
+from jaxtyping import Bool, Int64
 from torch import Tensor
 from torch.nn import functional as F
 
 from deqseq.monitor import Monitor
 from deqseq.norms import divergence_limit, error_estimate, measure
+from deqseq.rows import take
 from deqseq.solution import Solution, SolveStats, Status
 from deqseq.stop import Stop
 from deqseq.types import Residual, RowIndex, State
 
+EVERY = 2
+"""A window moves after every second evaluation, or if all of it has converged: a move costs the batch half of one."""
+
 
 class WindowMonitor(Monitor):
-    """How far a window has converged in every row, and which rows have diverged.
+    """A window over the first tokens of each row that have not converged.
 
-    It lives for a whole sweep: after each iteration the converged prefix leaves by :meth:`commit`, and the statistics
-    of the tokens that stay go on. Each token is tested on its own; the budget is that of a commit.
+    It lives for a whole sweep. An iteration ends when the window of some row begins with tokens that have converged, or
+    has spent its budget; then :meth:`commit` files these, and :meth:`stand` moves that window on. Each row has its own
+    place, budget and checks, so nothing depends on the other rows. Each token is tested on its own.
+
+    Where the windows stand is decided on the host. States and residuals of all tokens lie on the device; those in the
+    windows are gathered from there.
+
+    Args:
+        z0: the start, ``(batch, length, d_model)``.
+        stop: tolerances, and the budget of a commit.
+        window: tokens that are iterated together.
+        ends: real tokens of each row, ``(batch,)`` on the host.
+        together: whether an iteration goes on until every window can move.
     """
 
-    def __init__(self, rows: int, stop: Stop) -> None:
-        self.stop = replace(stop, per="token")
-        self.active_rows = self._all_rows = rows
-        self._converged = 0  # tokens at the start of the window that have passed in every row
-        self._diverged: Tensor | None = None  # rows
-        self._limit: Tensor | None = None  # the difference above which a row has diverged
-        self._entered: list[int] = []  # evaluations before each token of the window entered it
-        self._evaluations = 0
-        self._fresh = True  # whether tokens have entered since the last check
-        self._latest: Residual | None = None  # of the tokens in the window
-        # of the tokens that have left, a part per commit
-        self._steps: list[int] = []
-        self._values: list[State] = []
-        self._residuals: list[Residual] = []
-        self._befores: list[Residual] = []  # the residuals one check earlier
-        self._forced: list[Tensor] = []
+    def __init__(self, z0: State, stop: Stop, window: int, ends: Int64[Tensor, " batch"], together: bool) -> None:
+        self.stop, self._together = replace(stop, per="token"), together
+        self.active_rows, self._length = z0.shape[:2]
+        self.width = self._widest = min(window, self._length)
+        # of the computed rows, on the host: position in the batch, first token of the window, end, age of the window
+        self._rows, self._start, self._end = torch.arange(len(z0)), torch.zeros_like(ends), ends
+        self._age = torch.zeros_like(ends)
+        self._fresh = torch.ones_like(ends, dtype=torch.bool)  # whether tokens have entered since the last check
+        # of the batch, on the host
+        self._ends = ends
+        self._history = [(0, self._start)]  # evaluations before each move, and where the windows stood after it
+        self._computed = torch.zeros_like(ends)  # evaluations of tokens
+        self._forced = torch.zeros(len(z0), self._length, dtype=torch.bool)
+        self._diverged = torch.zeros_like(ends, dtype=torch.bool)
+        # of all tokens
+        self._value = F.pad(z0, (0, 0, 0, self.width))  # room for windows that reach beyond the end
+        # two residuals, at the last check and the one before; NaN: not yet; 0 after the end of a row
+        real = (torch.arange(self._value.shape[1]) < ends[:, None]).to(z0.device)[..., None].expand(-1, -1, 2)
+        kind = torch.promote_types(z0.dtype, torch.float32)
+        self._residuals = torch.zeros_like(real, dtype=kind).masked_fill_(real, torch.nan)
+        self._limit = self._residuals.new_zeros(
+            len(z0)
+        )  # of the computed rows: the difference above which one diverges
+        self.stand()
+
+    @property
+    def open(self) -> Bool[Tensor, " rows"]:
+        """Computed rows that have not ended; on the host."""
+        return self._start < self._end
+
+    @property
+    def moved(self) -> RowIndex | None:
+        """Computed rows whose window has just moved; None: all that have not ended."""
+        young = self._age == 0
+        return None if bool((young | ~self.open).all()) else young.nonzero()[:, 0].to(self._value.device)
+
+    def states(self) -> State:
+        """The states in the windows, ``(rows, window, d_model)``."""
+        return self._value.flatten(0, 1)[self._here]
+
+    def gather(self, x: Tensor) -> Tensor:
+        """``x`` of the tokens in the windows: from ``(batch or 1, length, ...)`` to ``(rows, window, ...)``."""
+        return x.flatten(0, 1)[self._column if len(x) == 1 else self._column_of_all]
+
+    def mask(self) -> Bool[Tensor, "rows window"] | None:
+        """True at tokens before the end of their row; None: all are."""
+        real = self._places < self._end[:, None]
+        return None if bool(real.all()) else real.to(self._value.device)
+
+    def checks(self, step: int) -> bool:
+        return self.stop.check_every == 1 or bool(self._due(step).any())
 
     def check(self, z: State, fz: State, step: int, args: Any = None) -> None:
-        before = self._latest if self._latest is None else _widened(self._latest, z.shape[1])
-        seen = measure(z, fz, self.stop, before)
-        self._before = torch.full_like(seen.residual, torch.nan) if before is None else before
-        self._latest = seen.residual
-        if self._fresh:  # tokens that have just entered may be of another scale
-            limit = divergence_limit(seen, self.stop)
-            self._limit, self._fresh = limit if self._limit is None else torch.maximum(self._limit, limit), False
-        assert self._limit is not None
+        latest, device, due = self._latest, z.device, self._due(step)
+        seen = measure(z, fz, self.stop, latest)
+        if bool(due.all()):
+            self._latest, self._before = seen.residual, latest
+        else:
+            now = due.to(device)[:, None]
+            self._latest, self._before = torch.where(now, seen.residual, latest), torch.where(now, latest, self._before)
+        if bool((self._fresh & due).any()):  # tokens that have just entered may be of another scale
+            limit = torch.maximum(self._limit, divergence_limit(seen, self.stop))
+            self._limit = torch.where((self._fresh & due).to(device), limit, self._limit)
+            self._fresh = self._fresh & ~due
         sound = seen.difference <= self._limit  # NaN is not sound
-        *columns, all_sound = torch.cat([seen.passed.all(dim=0), sound.all()[None]]).tolist()  # one transfer
-        if not all_sound or self._diverged is not None:
-            self._diverged = ~sound if self._diverged is None else self._diverged | ~sound
-            columns = (seen.passed | self._diverged[:, None]).all(dim=0).tolist()
-        self._passed = seen.passed
-        self._converged = columns.index(False) if False in columns else len(columns)
-        self.active_rows = 0 if self._converged else self._all_rows
+        prefix, sound = torch.stack([seen.passed.cumprod(dim=1).sum(dim=1), sound.long()]).cpu()  # one transfer
+        counts = torch.minimum(prefix, self._end - self._start)
+        self._lost = due & self.open & (sound == 0)
+        moves, late = due & ~self._lost, self._age + step >= self.stop.max_steps
+        if self.stop.check_every == 1 and (self.evaluations + step) % EVERY:
+            moves = moves & (late | (counts == (self._end - self._start).clamp(max=self.width)))
+        self._spent = moves & late & self.open & (counts == 0)  # its first token is forced
+        self._counts = (counts + self._spent.long()) * moves
+        ready = ((self._counts > 0) | self._lost)[self.open]
+        self.done = bool(ready.all() if self._together else ready.any())
 
     def residuals(self) -> Residual:
-        assert self._latest is not None, "nothing has been checked yet"
-        return self._latest
+        known = self._residuals[..., 0].flatten().index_copy(0, self._here.flatten(), self._latest.flatten())
+        return known.reshape(self._residuals.shape[:2])[:, : self._length].nan_to_num(nan=torch.inf)
 
     def freeze(self, z: State, proposal: State) -> State:
-        return self.without_diverged(proposal)
+        return proposal
 
     def compact(self, aux: Any) -> RowIndex | None:
-        """No row is removed: the batch shares the window to the end."""
+        """No row leaves while the windows stand."""
         return None
 
-    def without_diverged(self, x: State) -> State:
-        """``x`` with zeros in the rows that have diverged: they stay there to the end."""
-        return x if self._diverged is None else x.masked_fill(self._diverged[:, None, None], 0)
+    def commit(self, fz: State, proposal: State, evaluations: int) -> Int64[Tensor, " rows"]:
+        """File what leaves the windows, at ``fz``, after so many ``evaluations``; the others go on from ``proposal``.
 
-    def commit(self, fz: State, evaluations: int) -> int:
-        """File the tokens that leave the window after ``evaluations`` more, and return how many they are."""
-        count = max(1, self._converged)  # none has converged: the budget is spent, and the first one is forced
-        self._entered += [self._evaluations] * (fz.shape[1] - len(self._entered))
-        self._evaluations += evaluations
-        self._steps += [self._evaluations - entered for entered in self._entered[:count]]
-        self._entered = self._entered[count:]
-        self._values.append(self.without_diverged(fz[:, :count]))
-        self._residuals.append(self.residuals()[:, :count])
-        self._befores.append(self._before[:, :count])
-        self._latest = self.residuals()[:, count:]
-        self._forced.append(~self._passed[:, :count])
-        self.active_rows, self._converged, self._fresh = self._all_rows, 0, True
-        return count
+        Returns:
+            How many tokens leave in each computed row, ``(rows,)``, on the host.
+        """
+        here, counts = self._here.flatten(), self._counts
+        leaves = (torch.arange(self.width) < counts[:, None]).to(fz.device)[..., None]
+        # everything in the windows is written; what stays in them will be overwritten
+        self._value.flatten(0, 1)[here] = torch.where(leaves, fz, proposal).flatten(0, 1)
+        self._residuals.flatten(0, 1)[here] = torch.stack([self._latest, self._before], dim=-1).flatten(0, 1)
+        self.evaluations += evaluations
+        self._computed[self._rows] += evaluations * self.width
+        if bool((self._spent | self._lost).any()):
+            self._file_failures()
+        self._start = torch.where(self._lost, self._end, self._start + counts)
+        moves = (counts > 0) | self._lost
+        self._age, self._fresh = torch.where(moves, 0, self._age + evaluations), self._fresh | moves
+        self._history.append((self.evaluations, self._history[-1][1].index_copy(0, self._rows, self._start)))
+        self.active_rows = int(self.open.sum())
+        return counts
+
+    def stand(self, remove: bool = False) -> RowIndex | None:
+        """Take in where the windows stand.
+
+        Args:
+            remove: whether rows that have ended may leave the batch; they do once a quarter has ended.
+
+        Returns:
+            The computed rows that stay, ``(kept,)``; None: all.
+        """
+        keep, ended = None, len(self._rows) - self.active_rows
+        if remove and self.active_rows and 4 * ended >= len(self._rows):
+            keep = self.open.nonzero()[:, 0]
+            of_rows = self._rows, self._start, self._end, self._age, self._fresh
+            self._rows, self._start, self._end, self._age, self._fresh = take(of_rows, keep)
+            keep = keep.to(self._limit.device)
+            self._limit = self._limit[keep]
+        if self.active_rows and self.moved is None:  # else solvers keep memories of this width
+            self.width = min(self.width, int((self._end - self._start).max()))
+        rows = self._rows[:, None]
+        self._places = self._start[:, None] + torch.arange(self.width)
+        column = self._places.clamp(max=self._length - 1)
+        index = torch.stack([rows * self._value.shape[1] + self._places, column, rows * self._length + column])
+        self._here, self._column, self._column_of_all = index.to(self._value.device)
+        self._latest, self._before = self._residuals.flatten(0, 1)[self._here].unbind(dim=-1)
+        return keep
 
     def solution(self) -> Solution:
-        """Everything that has left the window."""
-        value, forced = torch.cat(self._values, dim=1), torch.cat(self._forced, dim=1)
-        residual, before = torch.cat(self._residuals, dim=1), torch.cat(self._befores, dim=1)
+        """Everything that has left the windows."""
+        residual, before = self._residuals[:, : self._length].unbind(dim=-1)
         error = error_estimate(residual, before, self.stop)
         residual = residual.nan_to_num(nan=torch.inf, posinf=torch.inf)
-        steps = torch.tensor(self._steps, device=value.device).expand(len(value), -1)
-        status = torch.where(forced.any(dim=1), int(Status.MAX_STEPS_REACHED), int(Status.CONVERGED))
-        if self._diverged is not None:
-            status = torch.where(self._diverged, int(Status.DIVERGED), status)
-        return Solution(value, status, SolveStats(steps, residual, error, self._evaluations, steps, forced=forced))
+        status = torch.where(self._forced.any(dim=1), int(Status.MAX_STEPS_REACHED), int(Status.CONVERGED))
+        status = status.masked_fill(self._diverged, int(Status.DIVERGED))
+        numbers = (status, *self._work(), self._forced)
+        status, steps, updates, forced = (x.to(residual.device) for x in numbers)
+        stats = SolveStats(steps, residual, error, self.evaluations, updates, forced=forced)
+        return Solution(self._value[:, : self._length].contiguous(), status, stats)
 
+    def _due(self, step: int) -> Bool[Tensor, " rows"]:
+        """Rows that are checked after ``step`` more evaluations; on the host."""
+        age = self._age + step
+        return (age % self.stop.check_every == 0) | (age == self.stop.max_steps)
 
-def _widened(residual: Tensor, width: int) -> Tensor:
-    """Residuals of the tokens in a window, NaN where one has just entered."""
-    return F.pad(residual, (0, width - residual.shape[1]), value=torch.nan)
+    def _file_failures(self) -> None:
+        """Tokens that leave without having converged: one, or, where the row has diverged, the rest of it, as zero."""
+        self._forced[self._rows[self._spent], self._start[self._spent]] = True
+        for row, start, end in torch.stack([self._rows, self._start, self._end], dim=1)[self._lost].tolist():
+            self._diverged[row] = self._forced[row, start:end] = True
+            self._value[row, start:end], self._residuals[row, start:end] = 0, torch.inf
+
+    def _work(self) -> tuple[Int64[Tensor, "batch length"], Int64[Tensor, "batch length"]]:
+        """Iterations and updates of each token; work past the end of a row is counted at its last token."""
+        times = torch.tensor([time for time, _ in self._history])
+        starts = torch.stack([start for _, start in self._history], dim=1)
+        tokens = torch.arange(self._length).expand(len(starts), -1).contiguous()
+        # a token is in the window from the first move that brings it in until the first that leaves it behind
+        entered, left = (torch.searchsorted(starts, tokens - width, right=True) for width in (self._widest, 0))
+        spent = times[left.clamp(max=len(times) - 1)] - times[entered.clamp(max=len(times) - 1)]
+        steps = spent.masked_fill(tokens >= self._ends[:, None], 0)
+        idle = self._computed - steps.sum(dim=1)
+        return steps, steps.scatter_add(1, self._ends[:, None] - 1, idle[:, None])

@@ -165,6 +165,28 @@ class SolverContract:
             assert f.rows[-1] < len(GAINS)
         assert f.rows == sorted(f.rows, reverse=True)
 
+    @pytest.mark.parametrize("before", [1, 2, 7])
+    def test_a_row_that_begins_afresh_is_a_new_solve(self, before: int) -> None:
+        """Row 1 goes on from elsewhere; the others do not notice."""
+        f, z0 = row_tanh(GAINS[1:5]), torch.full((4, 3), 0.1, dtype=torch.float64)
+        row, elsewhere = torch.tensor([1]), 5 * z0[:1]
+
+        def points(problem: Any, z: Tensor, steps: int, restarts: bool = False) -> Tensor:
+            state, found = self.solver.init(z), list[Tensor]()
+            for step in range(steps):
+                if restarts and step == before:
+                    z = z.index_copy(0, row, elsewhere)
+                    state = self.solver.restart(state, z, row)
+                z, state = self.solver.step(z, problem(z), state)
+                found.append(z)
+            return torch.stack(found)
+
+        together, undisturbed = (points(f, z0, before + 9, restarts) for restarts in (True, False))
+        new = points(take(f, row), elsewhere, 9)
+        torch.testing.assert_close(together[before:, row], new, rtol=1e-9, atol=1e-12)
+        others = [0, 2, 3]
+        torch.testing.assert_close(together[:, others], undisturbed[:, others], rtol=1e-9, atol=1e-12)
+
     def test_nothing_is_modified_in_place(self) -> None:
         f, stop = Recorded(mapped), Stop(rtol=1e-8, max_steps=300, per="token")
         z0 = torch.full((len(GAINS), 4, 3), 0.25, dtype=torch.float64)

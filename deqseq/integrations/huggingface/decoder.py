@@ -96,11 +96,9 @@ class DecoderBackbone(Backbone[LlamaCache]):
         kv_heads = getattr(self.config, "num_key_value_heads", None) or heads
         width = getattr(self.config, "head_dim", None) or self.d_model // heads
         check_cache(cache, LlamaCache, x, [(kv_heads, None, width)] * (2 * len(self.layers)))
-        positions, total = torch.arange(x.shape[1], device=x.device)[None], x.shape[1]
-        if cache is not None:
-            positions = positions + (cache.length if cache.mask is None else cache.mask.sum(dim=1, keepdim=True))
-            total += cache.length
-        _check_length(total, self._context)
+        tokens = x.shape[1]
+        positions = torch.arange(tokens, device=x.device)[None] if cache is None else cache.positions(tokens)
+        _check_length(tokens + (0 if cache is None else cache.length), self._context)
         options = [{} if kind is None else {"layer_type": kind} for kind in self.rotations]
         return Inputs(rotary=tuple(table for option in options for table in self.rotary(x, positions, **option)))
 
@@ -218,11 +216,12 @@ class _LayerCache:
 
 def _near(new: int, window: int, z: Tensor, cache: LlamaCache | None) -> Bool[Tensor, "rows 1 new all"]:
     """Which tokens a window reaches; padding in the cache takes none of its room."""
-    if cache is None or cache.mask is None:
-        positions = torch.arange(new if cache is None else cache.length + new, device=z.device)[None]
-    else:
-        positions = torch.cat([cache.mask, cache.mask.new_ones(len(z), new)], dim=1).cumsum(dim=1)
-    return (positions[:, -new:, None] - positions[:, None, :] < window)[:, None]
+    positions = own = torch.arange(new, device=z.device)[None]
+    if cache is not None:
+        own = cache.positions(new)
+        committed = torch.arange(cache.length, device=z.device).expand(len(own), -1)
+        positions = torch.cat([committed, own], dim=1)
+    return (own[:, :, None] - positions[:, None, :] < window)[:, None]
 
 
 def _part(count: int, layers: slice | None) -> range:
