@@ -98,11 +98,11 @@ class Sliding(Sweep):
     converged, they are committed from an evaluation at which they pass, and the window moves on: tokens that stay keep
     their state, new ones start where the model starts.
 
-    Each row has a window of its own, and rows that have ended leave the batch, unless their cache is needed. A window of
-    which a part has converged moves after every second evaluation, because a move costs the whole batch about half of
-    one. Each token is tested on its own, whatever ``stop.per`` says. After ``stop.max_steps`` iterations without a commit the first token of the
-    window is committed as it is; ``stats.forced`` marks those. A solver with a memory begins afresh in the rows that
-    move. One of another library cannot: then no window moves until all can.
+    Each row has a window of its own, and rows that have ended leave the batch, unless their cache is needed. A window
+    of which a part has converged moves after every second evaluation, because a move costs the whole batch about half
+    of one. Each token is tested on its own, whatever ``stop.per`` says. After ``stop.max_steps`` iterations without a
+    commit the first token of the window is committed as it is; ``stats.forced`` marks those. A solver with a memory
+    begins afresh in the rows that move. One of another library cannot: then no window moves until all can.
 
     Args:
         window: tokens that are iterated together, at least 1.
