@@ -155,7 +155,7 @@ def _slide(
         proposal, state = next_point(solver, end.z, end.fz, end.state)
         counts = monitor.commit(end.fz, proposal, end.evaluations)
         low, high = (int(n) for n in torch.aminmax(counts))
-        if high and (need_cache or monitor.active_rows):
+        if need_cache or monitor.active_rows:
             each = None if low == high else counts.to(z0.device)
             args = args._replace(cache=advance(backbone, window, end.aux, high, each))
         if (keep := monitor.stand(remove=not need_cache)) is not None:

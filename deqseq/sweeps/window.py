@@ -16,7 +16,10 @@ from deqseq.stop import Stop
 from deqseq.types import Residual, RowIndex, State
 
 EVERY = 2
-"""A window moves after every second evaluation, or if all of it has converged: a move costs the batch half of one."""
+"""A window moves after every second evaluation, or when all of it has converged.
+
+A move costs the whole batch about half of an evaluation, and in a large batch some window could move after each.
+"""
 
 
 class WindowMonitor(Monitor):
@@ -57,9 +60,8 @@ class WindowMonitor(Monitor):
         real = (torch.arange(self._value.shape[1]) < ends[:, None]).to(z0.device)[..., None].expand(-1, -1, 2)
         kind = torch.promote_types(z0.dtype, torch.float32)
         self._residuals = torch.zeros_like(real, dtype=kind).masked_fill_(real, torch.nan)
-        self._limit = self._residuals.new_zeros(
-            len(z0)
-        )  # of the computed rows: the difference above which one diverges
+        # of the computed rows: the difference above which one has diverged
+        self._limit = self._residuals.new_zeros(len(z0))
         self.stand()
 
     @property
@@ -128,7 +130,8 @@ class WindowMonitor(Monitor):
         """File what leaves the windows, at ``fz``, after so many ``evaluations``; the others go on from ``proposal``.
 
         Returns:
-            How many tokens leave in each computed row, ``(rows,)``, on the host.
+            How many tokens leave in each computed row, ``(rows,)``, on the host. Of a row that has diverged it is the
+            whole window: its cache has to show that, or later tokens would converge without a past.
         """
         here, counts = self._here.flatten(), self._counts
         leaves = (torch.arange(self.width) < counts[:, None]).to(fz.device)[..., None]
@@ -137,6 +140,7 @@ class WindowMonitor(Monitor):
         self._residuals.flatten(0, 1)[here] = torch.stack([self._latest, self._before], dim=-1).flatten(0, 1)
         self.evaluations += evaluations
         self._computed[self._rows] += evaluations * self.width
+        leaving = torch.where(self._lost, (self._end - self._start).clamp(max=self.width), counts)
         if bool((self._spent | self._lost).any()):
             self._file_failures()
         self._start = torch.where(self._lost, self._end, self._start + counts)
@@ -144,7 +148,7 @@ class WindowMonitor(Monitor):
         self._age, self._fresh = torch.where(moves, 0, self._age + evaluations), self._fresh | moves
         self._history.append((self.evaluations, self._history[-1][1].index_copy(0, self._rows, self._start)))
         self.active_rows = int(self.open.sum())
-        return counts
+        return leaving
 
     def stand(self, remove: bool = False) -> RowIndex | None:
         """Take in where the windows stand.

@@ -256,6 +256,18 @@ def test_a_row_that_diverges_does_not_delay_the_others(make):
     assert output.stats.evaluations < 2 * others.stats.evaluations
 
 
+@pytest.mark.parametrize("sweep", SWEEPS, ids=str)
+@pytest.mark.parametrize("make", [contractive_mamba2, contractive_llama], ids=["Mamba2", "Llama"])
+@pytest.mark.parametrize("bad", [0, 4])
+def test_what_follows_a_row_that_has_diverged_has_diverged_too(make, sweep, bad):
+    model, x = dq.ImplicitModel(make(), dq.SolveConfig(stop=TIGHT)), embedded(2, 6)
+    x[0, bad] = torch.inf
+    for rows in (slice(0, 1), slice(0, 2)):
+        cache = solve(model, x[rows], sweep, return_cache=True).cache
+        after = solve(model, embedded(2, 3)[rows], sweep, cache=cache)
+        assert after.status.tolist() == [dq.Status.DIVERGED, dq.Status.CONVERGED][rows]
+
+
 def test_the_budget_of_a_fixed_number_of_steps_is_kept():
     for sweep, expected in ((dq.Chunked(4), 6), (dq.Sequential(), 24), (dq.Sliding(4), 24)):
         output = solve(
