@@ -78,7 +78,7 @@ class Anderson(Solver[AndersonMemory]):
         return proposal, AndersonMemory(values[-kept:], residuals[-kept:], gram[:, -kept:, -kept:])
 
     def restart(self, state: AndersonMemory, z: State, rows: RowIndex) -> AndersonMemory:
-        """Residuals so large have no weight."""
+        """The residuals so far count as so large that they have no weight."""
         huge = 1e300 * torch.eye(state.gram.shape[1], dtype=state.gram.dtype, device=state.gram.device)
         return state._replace(gram=put(state.gram, rows, huge.expand(len(rows), -1, -1)))
 

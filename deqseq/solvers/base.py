@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from deqseq.rows import put
+from deqseq.rows import put, tensors_of
 from deqseq.types import RowIndex, State
 
 S = TypeVar("S")
@@ -62,7 +62,7 @@ class Solver(ABC, Generic[S]):
     def restart(self, state: S, z: State, rows: RowIndex) -> S:
         """The memory in which some rows begin afresh, as the rows of a sliding window do that have moved.
 
-        Needed where the memory is not of one shape from the first step to the last.
+        Write your own where the memory has another shape, or numbers, before the first step than after it.
 
         Args:
             state: the memory so far.
@@ -71,8 +71,17 @@ class Solver(ABC, Generic[S]):
 
         Returns:
             A memory from which these rows go on as after :meth:`init` of their ``z``, and the others as before.
+
+        Raises:
+            NotImplementedError: the memory has another shape than before the first step.
         """
-        return put(state, rows, self.init(z[rows]))
+        new = self.init(z[rows])
+        if [x.shape[1:] for x in tensors_of(state)] != [x.shape[1:] for x in tensors_of(new)]:
+            raise NotImplementedError(
+                f"the memory of {self} has another shape than before its first step, so some rows alone cannot begin "
+                "afresh, as in a sliding window: write restart(state, z, rows)"
+            )
+        return put(state, rows, new)
 
 
 class ExternalSolver(ABC):

@@ -256,6 +256,24 @@ def test_a_row_that_diverges_does_not_delay_the_others(make):
     assert output.stats.evaluations < 2 * others.stats.evaluations
 
 
+class Growing(dq.Solver[tuple[torch.Tensor, ...]]):
+    """Keeps every value, for nothing."""
+
+    def init(self, z0):
+        return ()
+
+    def step(self, z, fz, state):
+        return fz, (*state, fz)
+
+
+def test_a_solver_that_cannot_begin_afresh_in_some_rows_is_told_what_to_write():
+    model, x = dq.ImplicitModel(affine(), dq.SolveConfig(solver=Growing(), stop=TIGHT)), embedded(2, 9)
+    assert solve(model, x[:1], dq.Sliding(3)).converged.all()
+    x[1] *= 1e-3 * torch.arange(9)[:, None]
+    with pytest.raises(NotImplementedError, match=r"Growing.* write restart\(state, z, rows\)"):
+        solve(model, x, dq.Sliding(3))
+
+
 @pytest.mark.parametrize("sweep", SWEEPS, ids=str)
 @pytest.mark.parametrize("make", [contractive_mamba2, contractive_llama], ids=["Mamba2", "Llama"])
 @pytest.mark.parametrize("bad", [0, 4])
