@@ -20,7 +20,7 @@ from accelerate.utils import broadcast_object_list
 
 PROGRESS, MANIFEST = "progress.json", "manifest.json"
 WRITTEN = ("model.safetensors", "pytorch_model_fsdp.bin", "optimizer.bin", "scaler.pt", "random_states_[0-9]*.pkl")
-WRITTEN += (PROGRESS, MANIFEST)
+WRITTEN += (PROGRESS, MANIFEST, ".tmp" + "[0-9A-Za-z]" * 6)  # the last is safetensors', until it has written all
 FILES = tuple(f"{name}-{'[0-9]' * 8}*/{file}" for name in ("checkpoint", "unfinished") for file in WRITTEN)
 """The files of checkpoints in a folder, as ``writes`` of :func:`common.run.claim_folder` names them."""
 DONE = re.compile(r"checkpoint-(\d{8,})")

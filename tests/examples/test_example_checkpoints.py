@@ -157,7 +157,8 @@ def test_everything_is_on_the_disk_before_the_name_is(write, tmp_path, monkeypat
 
 def test_leftovers_of_an_interrupted_write_are_removed_and_nothing_else(write, tmp_path):
     (tmp_path / "unfinished-00000003").mkdir()
-    (tmp_path / "unfinished-00000003" / "model.safetensors").write_bytes(b"half")
+    for name in ("model.safetensors", ".tmpBCV4mW"):  # safetensors writes into a file of such a name and renames it
+        (tmp_path / "unfinished-00000003" / name).write_bytes(b"half")
     kept = ["unfinished-00000004/notes.txt", "unfinished-7/a", "checkpoint-final/a", "checkpoint-00000001/notes.txt"]
     for name in kept:
         (tmp_path / name).parent.mkdir()
