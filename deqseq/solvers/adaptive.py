@@ -11,21 +11,22 @@ from deqseq.norms import token_norms
 from deqseq.solvers.base import Solver
 from deqseq.types import State
 
-FALL, RISE, LEAST = 0.6, 1.07, 0.2  # of the limit of a row
-PATIENCE = 3  # iterations without progress before it falls
+RISE, LEAST = 1.05, 0.05  # of the limit of a row
+PATIENCE, PROGRESS = 5, 0.01  # iterations without so much less of the level (1 %), before it falls
 
 
 class AdaptiveMemory(NamedTuple):
     """The last residual, and the damping that led away from it; numbers are in float32 at least.
 
-    ``level`` is the mean logarithm of the relative residuals of a row's tokens, the least one since the limit fell, and
-    ``waited`` the iterations since then.
+    The level of a row is the mean logarithm of the relative residuals of its tokens. ``level`` is the one to improve
+    on, ``waited`` the iterations since it was reached, and ``recent`` the least level of these.
     """
 
     residual: State
     damping: Float[Tensor, "batch tokens"]
     limit: Float[Tensor, "batch 1"]
     level: Float[Tensor, "batch 1"]
+    recent: Float[Tensor, "batch 1"]
     waited: Float[Tensor, "batch 1"]
 
 
@@ -41,11 +42,14 @@ class Adaptive(Solver[AdaptiveMemory]):
     step of Barzilai and Borwein: where the residual reverses, as in a limit cycle, it becomes shorter at once. Where
     the residual has grown along the last one, or there was none, the step is :math:`\ell`.
 
-    The limit :math:`\ell` of a row starts at 1. It is multiplied by 0.6 when three iterations have not lowered the
-    row's residual, as in a map that rotates and expands, and by 1.07 when one has; it stays in [0.2, 1]. That residual
-    is the geometric mean over the tokens: in a causal model tokens settle from left to right, and the row makes
-    progress while some of them do. Later tokens may have to settle again when an earlier one changes; a limit that
-    fell further would only delay them.
+    The limit :math:`\ell` of a row starts at 1. When five iterations have not lowered the row's residual by 1 %, as in
+    a map that rotates and expands, it falls to the damping that would have made the last residual shortest,
+
+    .. math:: \beta_t\, \frac{\langle r_t^-,\; r_t^- - r_t \rangle}{\lVert r_t^- - r_t \rVert^2},
+
+    where that is lower, and grows by 5 % with an iteration that has; it stays in [0.05, 1]. Both the residual
+    and that damping are geometric means over the tokens: in a causal model tokens settle from left to right, and the
+    row makes progress while some of them do.
 
     A token is the last dimension of the state, as for :class:`deqseq.Stop`. The memory is one state. The sliding window
     starts it afresh after each commit; one iteration is enough to find the step again.
@@ -67,27 +71,32 @@ class Adaptive(Solver[AdaptiveMemory]):
         damping = torch.ones_like(token_norms(z0.detach()))
         limit = damping[:, :1]
         level, waited = torch.full_like(limit, torch.inf), torch.zeros_like(limit)
-        return AdaptiveMemory(torch.zeros_like(z0), damping, limit, level, waited)
+        return AdaptiveMemory(torch.zeros_like(z0), damping, limit, level, level, waited)
 
     def step(self, z: State, fz: State, state: AdaptiveMemory) -> tuple[State, AdaptiveMemory]:
         residual = fz - z
-        limit, level, waited = _limited(_level(residual, fz), state)
-        square = token_norms(state.residual).square()
-        turned = square - _products(state.residual, residual)
-        usable = turned > 0  # else the residual has grown along the last one, or there was none
-        secant = state.damping * torch.where(usable, square, 1) / torch.where(usable, turned, 1)
-        damping = torch.where(usable, secant, 1).minimum(limit)
+        change = state.residual - residual
+        turned, changed = _products(state.residual, change), token_norms(change).square()
+        usable = (turned > 0) & (changed > 0)  # else the residual has grown along the last one, or there was none
+        turned, changed = torch.where(usable, turned, 1), torch.where(usable, changed, 1)
+        secant = torch.where(usable, state.damping * token_norms(state.residual).square() / turned, 1)
+        shortest = torch.where(usable, state.damping * turned / changed, 1)
+        limit, *progress = _limited(_level(residual, fz), shortest, state)
+        damping = secant.minimum(limit)
         weight = damping.to(z.dtype).reshape(z.shape if z.ndim == 1 else (*z.shape[:-1], 1))
-        return torch.lerp(z, fz, weight), AdaptiveMemory(residual, damping, limit, level, waited)
+        return torch.lerp(z, fz, weight), AdaptiveMemory(residual, damping, limit, *progress)
 
 
-def _limited(level: Tensor, state: AdaptiveMemory) -> tuple[Tensor, Tensor, Tensor]:
-    """The limit of each row after an iteration with this level, and what decides the next one."""
-    lower = level < state.level
+def _limited(level: Tensor, shortest: Tensor, state: AdaptiveMemory) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The limit of each row after an iteration with this level; ``level``, ``recent`` and ``waited`` for the next."""
+    lower = level < state.level - PROGRESS
     waited = torch.where(lower, 0, state.waited + 1)
     stuck = waited >= PATIENCE
-    limit = (state.limit * torch.where(stuck, FALL, torch.where(lower, RISE, 1))).clamp(LEAST, 1)
-    return limit, torch.where(lower | stuck, level, state.level), torch.where(stuck, 0, waited)
+    fallen = shortest.clamp(max=1).log().mean(dim=1, keepdim=True).exp().minimum(state.limit)
+    limit = torch.where(stuck, fallen, state.limit * torch.where(lower, RISE, 1)).clamp(LEAST, 1)
+    recent = torch.where(lower, torch.inf, state.recent.minimum(level))
+    goal = torch.where(lower, level, torch.where(stuck, recent, state.level))
+    return limit, goal, torch.where(stuck, torch.inf, recent), torch.where(stuck, 0, waited)
 
 
 def _products(x: State, y: State) -> Float[Tensor, "batch tokens"]:
