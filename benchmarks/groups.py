@@ -7,7 +7,8 @@ of .99 at 128 tokens, four times the longest in training, with every sweep; ever
 minutes. The part ``changes`` is S5 with seed 0, each time with one option of the recipe changed.
 
 Each run is a process of one thread, ``--jobs`` at a time. A run that has ended stays in ``--folder``; the same command
-goes on with the others, and an interrupted run with its last checkpoint. ``--only S5:0 Z5:1`` runs those alone.
+goes on with the others, and an interrupted run with its last checkpoint. ``--only S5:0 Z5:1`` runs those alone. The
+file of ``--json`` keeps the rows of other runs that it has already.
 """
 
 import json
@@ -124,9 +125,20 @@ def main() -> None:
             found.append(record)
             progress.to(len(found))
             print(line(record), flush=True)
+            if options.json is not None:
+                write_json(options.json, merged(options.json, record | {"machine": machine()}))
     progress.close()
-    if options.json is not None:
-        write_json(options.json, [record | {"machine": machine()} for record in found])
+
+
+def merged(path: Path, record: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of a file, with the one of a run added or replaced."""
+    rows = json.loads(path.read_text()) if path.exists() else []
+    others = [row for row in rows if _of(row) != _of(record)]
+    return sorted([*others, record], key=_of)
+
+
+def _of(row: dict[str, Any]) -> tuple[str, int, str, str]:
+    return row["part"], row["seed"], row["group"], row.get("change", "")
 
 
 def line(record: dict[str, Any]) -> str:

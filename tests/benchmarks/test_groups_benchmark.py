@@ -55,6 +55,16 @@ def test_a_run_that_has_ended_is_not_repeated(tmp_path, monkeypatch, capsys):
     assert json.loads(target.read_text())[0]["accuracy"] == record["accuracy"]
 
 
+def test_the_rows_of_other_runs_stay_in_the_file(tmp_path):
+    rows = [{"part": "tuning", "group": group, "seed": seed, "steps": 1} for seed in (0, 1) for group in ("A5", "S5")]
+    rows.append({"part": "changes", "group": "S5", "seed": 0, "change": "later", "steps": 1})
+    target = tmp_path / "groups.json"
+    for row in reversed(rows):
+        target.write_text(json.dumps(groups.merged(target, row)))
+    again = rows[1] | {"steps": 2}
+    assert groups.merged(target, again) == [rows[-1], rows[0], again, *rows[2:4]]
+
+
 def test_a_run_that_fails_says_why(tmp_path, monkeypatch):
     monkeypatch.setattr(groups, "QUICK", ("--clip", "-1"))
     with pytest.raises(RuntimeError, match=r"(?s)Z2, seed 0: .*--clip must be a number in \(0, inf\), got -1"):
