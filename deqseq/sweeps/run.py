@@ -126,7 +126,7 @@ def _chunks(
                 solution = solve(f, z, **call)
         if commits:
             args = args._replace(cache=advance(backbone, chunk, solution.aux, size))
-        solutions.append(solution if keep_aux else replace(solution, aux=None))
+        solutions.append(replace(solution, aux=solution.aux if keep_aux else None, problem=None))  # it holds the chunk
         start = end
     cache = args.cache if need_cache else None
     return (_per_row if isinstance(config.sweep, Simultaneous) else _joined)(solutions), cache

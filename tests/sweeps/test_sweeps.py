@@ -1,5 +1,6 @@
 """Every sweep passes the contract; plans of one's own; windows, commits and failures."""
 
+import gc
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -365,3 +366,16 @@ def test_gradients_under_autocast_reach_every_parameter_after_any_sweep():
             value = model(embedded().float(), sweep=sweep).value
         (value * torch.linspace(-1, 1, 8)).sum().backward()
         assert all(p.grad is not None and p.grad.abs().max() > 0 for p in model.parameters()), sweep
+
+
+def test_tokens_solved_one_by_one_keep_no_cache_but_the_last():
+    """What explain() would need of each token's solve holds the cache that it began from."""
+    model = dq.ImplicitModel(contractive_mamba2()).eval()
+    alive = []
+
+    def count(_):
+        alive.append(sum(type(each).__name__ == "Mamba2Cache" for each in gc.get_objects()))
+
+    with torch.no_grad():
+        model(embedded(length=24), sweep=dq.Sequential(), callback=count)
+    assert 0 < max(alive) <= 3  # before a token, after it, and where the next is computed
