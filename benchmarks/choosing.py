@@ -5,7 +5,7 @@ solved at lengths 32 (32 sequences) and 128 (16). Nothing is timed, so a busy ma
 map, updates per token, the peak memory of a step, and what came of it, the share of the rows that converged and
 accuracy.
 
-Every question changes one part, and its peer has the others' defaults: ``Relaxed(0.8)``, the simultaneous sweep, each
+Every question changes one part, and its peer has the others' defaults: ``Adaptive()``, the simultaneous sweep, each
 token to a relative residual of 1e-2, a budget of four iterations for each token of a sequence. Solvers are also
 compared in the sequential sweep and in a sliding window of 8, where a token or commit has 64.
 
@@ -31,10 +31,10 @@ import deqseq as dq
 from deqseq.integrations.torchdeq import TorchDEQ
 from deqseq.tasks import WordBatch
 
-DEFAULT = dq.Relaxed(0.8)
+DEFAULT = dq.Adaptive()
 SOLVERS: dict[str, dq.Solver[Any] | dq.ExternalSolver] = {
-    "Relaxed(0.8)": DEFAULT,
-    "Adaptive()": dq.Adaptive(),
+    "Adaptive()": DEFAULT,
+    "Relaxed(0.8)": dq.Relaxed(0.8),
     "Naive()": dq.Naive(),
     "Anderson()": dq.Anderson(),
     "Anderson(mixing=0.8)": dq.Anderson(mixing=0.8),

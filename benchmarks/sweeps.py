@@ -2,7 +2,7 @@
 
 The models come with the library (parity, and A5 from two generators), were trained at lengths up to 16, and are solved
 at 64, 128 and 512, for a batch of 64 and a single sequence. A token has converged at a relative residual of 1e-2, and
-every solver is ``Relaxed(0.8)``. All sweeps of a case take turns. The simultaneous sweep at length 512 and batch 64
+every solver is ``Adaptive()``. All sweeps of a case take turns. The simultaneous sweep at length 512 and batch 64
 takes minutes: it is run once, and its accuracy is that of the timed sequences alone; of the others, accuracy is that of
 256 sequences (8 where they are solved one by one).
 """

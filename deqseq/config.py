@@ -9,7 +9,7 @@ from torch import Tensor
 
 from deqseq.check import check_choice, check_integer, check_number, check_type, suggestion
 from deqseq.gradients import Gradient, Phantom
-from deqseq.solvers import ExternalSolver, Relaxed, Solver
+from deqseq.solvers import Adaptive, ExternalSolver, Solver
 from deqseq.stop import Stop
 from deqseq.sweeps import Simultaneous, Sweep
 
@@ -92,14 +92,14 @@ class SolveConfig:
         Sliding(window=8)
     """
 
-    solver: Solver[Any] | ExternalSolver = Relaxed(0.8)
+    solver: Solver[Any] | ExternalSolver = Adaptive()
     stop: Stop = Stop()
     gradient: Gradient = Phantom(4)
     sweep: Sweep = Simultaneous()
     start: Start = "zero"
 
     def __post_init__(self) -> None:
-        check_type("solver", self.solver, (Solver, ExternalSolver), "dq.Relaxed(0.8)")
+        check_type("solver", self.solver, (Solver, ExternalSolver), "dq.Anderson()")
         check_type("stop", self.stop, Stop, "dq.Stop(rtol=1e-3)")
         check_type("gradient", self.gradient, Gradient, "dq.Phantom(4)")
         check_type("sweep", self.sweep, Sweep, "dq.Sliding(8)")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from deqseq.solvers import Anderson, Broyden, ExternalSolver, Relaxed, Solver
+from deqseq.solvers import Adaptive, Anderson, Broyden, ExternalSolver, Relaxed, Solver
 from deqseq.stop import Stop
 from deqseq.types import RowMask
 
@@ -27,7 +27,7 @@ Cause = Literal[
     "no fixed point found",
 ]
 """Why the solve of a row ended as it did."""
-TRIALS = (Relaxed(0.5), Relaxed(0.2), Anderson(), Broyden())
+TRIALS = (Adaptive(), Relaxed(0.2), Anderson(), Broyden())
 ADVICE: dict[Cause, str] = {
     "budget": "give more iterations",
     "slow convergence": "give more iterations, or take a solver that uses several past iterates; an untrained "
@@ -94,7 +94,8 @@ def explain(outcome: "Outcome", problem: Problem) -> Explanation:
         hard = torch.tensor([cause in ("slow convergence", "limit cycle", "divergence") for cause in causes])
         if bool(hard.any()):
             slow = all(cause != "limit cycle" and cause != "divergence" for cause in causes)
-            better = _first_that_converges(problem, stop, hard, TRIALS[2:] if slow else TRIALS)
+            trials = [solver for solver in (TRIALS[2:] if slow else TRIALS) if solver != problem.solver]
+            better = _first_that_converges(problem, stop, hard, trials)
             if better is not None:
                 solver, solved = better
                 numbers = _iterations(solved, hard)
@@ -106,7 +107,7 @@ def explain(outcome: "Outcome", problem: Problem) -> Explanation:
                 causes = ["no fixed point found" if cause in moved else cause for cause in causes]
                 lost = [text for cause in moved for text in findings.pop(cause, [])]
                 if lost:
-                    names = ", ".join(map(str, TRIALS))
+                    names = ", ".join(map(str, trials))
                     findings["no fixed point found"] = [f"{lost[0]} {names} did not converge either."]
     settled = solved.converged.cpu() & ~exited
     several, alone = _elsewhere(problem, replace(stop, rtol=min(stop.rtol, 1e-4)), solver, settled)

@@ -68,8 +68,9 @@ class SolveStats:
         error: estimated relative error of the value, ``residual / (1 - q)``, ``(batch,)`` or ``(batch, tokens)`` as
             ``residual``; ``q`` is the ratio of the last two checked residuals, per evaluation. ``inf`` where they did
             not fall, there was one check, or the value is an earlier one. It is close for plain iteration of a
-            contraction, and up to one over the damping too large with :class:`Relaxed`; no bound with solvers whose
-            residuals fall irregularly (:class:`Anderson`, :class:`Broyden`), nor where there are other fixed points.
+            contraction, which :class:`Adaptive` is there, and up to one over the damping too large with
+            :class:`Relaxed`; no bound with solvers whose residuals fall irregularly (:class:`Anderson`,
+            :class:`Broyden`), nor where there are other fixed points.
         evaluations: calls of the map, for the whole batch.
         updates: how many of those calls a row (in a model: a token) took part in before it was removed from the batch,
             ``(batch,)`` or ``(batch, length)``; the work of a solve is ``updates.sum()``.
@@ -155,8 +156,9 @@ class Outcome(ABC):
         """Why each row converged or not, and what to do about it; print it.
 
         The same problem is solved again with up to four times the budget (at most 1,000 iterations). If rows still
-        fail, it is solved with more damping, by Anderson's and by Broyden's method. Last, it is solved from a random
-        start, which shows whether there are several fixed points. Tokens are solved together, whatever the sweep was.
+        fail, other solvers are tried until one converges: Adaptive, Relaxed(0.2), Anderson and Broyden, the last two
+        alone if the solve is only slow. Last, it is solved from a random start, which shows whether there are several
+        fixed points. Tokens are solved together, whatever the sweep was.
 
         Returns:
             An :class:`Explanation`: a cause per row, and a remedy for each cause. It describes the model as it is now,
@@ -228,11 +230,11 @@ def describe_failure(outcome: Outcome, what: str) -> str:
             shown = ", ".join(f"{row} (residual {residual[row]:.2e})" for row in rows[:8])
             more = f" and {len(rows) - 8} more" if len(rows) > 8 else ""
             parts.append(f"{kind.name.lower().replace('_', ' ')}: rows {shown}{more}")
+    failed = type(outcome.problem.solver).__name__ if outcome.problem is not None else ""
+    others = " or ".join(f"{name}()" for name in ("Adaptive", "Anderson", "Broyden") if name != failed)
     advice = {
-        Status.MAX_STEPS_REACHED: "raise Stop.max_steps, loosen Stop.rtol, or damp a limit cycle with "
-        "Relaxed(damping=0.5)",
-        Status.DIVERGED: "the map expands here: damp it with Relaxed(damping=0.5), try Anderson() or Broyden(), or "
-        "make it contractive",
+        Status.MAX_STEPS_REACHED: f"raise Stop.max_steps, loosen Stop.rtol, or try {others}",
+        Status.DIVERGED: f"the map expands here: try {others}, or make it contractive",
     }
     worst = Status.DIVERGED if bool((status == Status.DIVERGED).any()) else Status.MAX_STEPS_REACHED
     return (

@@ -129,7 +129,7 @@ def make_curriculum(options: Options) -> Curriculum:
     stop, eval_stop = (dq.Stop(rtol=options.rtol, max_steps=n) for n in (options.max_steps, options.eval_max_steps))
     unrolled = dq.SolveConfig(dq.Naive(), dq.Stop.exactly(options.unrolled_steps), dq.Unrolled())
     free = dq.SolveConfig(dq.Naive(), stop, dq.Phantom(options.phantom_steps, options.damping))
-    evaluated = dq.SolveConfig(stop=eval_stop)
+    evaluated = dq.SolveConfig(dq.Relaxed(0.8), eval_stop)
     return Curriculum((Phase("unrolled", options.free_from, unrolled, evaluated), Phase("free", 1.0, free, evaluated)))
 
 

@@ -19,7 +19,7 @@ def iterations(model, **call) -> int:
 
 
 def test_it_is_a_value():
-    assert dq.SolveConfig() == dq.SolveConfig(dq.Relaxed(0.8), dq.Stop(), dq.Phantom(4), dq.Simultaneous(), "zero")
+    assert dq.SolveConfig() == dq.SolveConfig(dq.Adaptive(), dq.Stop(), dq.Phantom(4), dq.Simultaneous(), "zero")
     assert {LOOSE: 1}[pickle.loads(pickle.dumps(LOOSE))] == 1
     with pytest.raises(FrozenInstanceError):
         LOOSE.start = "input"
@@ -28,8 +28,8 @@ def test_it_is_a_value():
 @pytest.mark.parametrize(
     ("name", "value", "remedy"),
     [
-        ("solver", "anderson", r"Solver or an ExternalSolver, such as dq\.Relaxed"),
-        ("solver", dq.Anderson, r"such as dq\.Relaxed"),
+        ("solver", "anderson", r"Solver or an ExternalSolver, such as dq\.Anderson"),
+        ("solver", dq.Anderson, r"such as dq\.Anderson"),
         ("stop", 1e-3, r"Stop, such as dq\.Stop"),
         ("gradient", None, r"Gradient, such as dq\.Phantom"),
         ("sweep", 8, r"Sweep, such as dq\.Sliding"),

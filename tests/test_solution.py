@@ -6,11 +6,23 @@ import pytest
 import torch
 
 import deqseq as dq
-from deqseq import ConvergenceError, Naive, Solution, SolveStats, Status, Stop, fixed_point
+from deqseq import (
+    Adaptive,
+    Anderson,
+    Broyden,
+    ConvergenceError,
+    Naive,
+    Solution,
+    SolveStats,
+    Status,
+    Stop,
+    fixed_point,
+    solve,
+)
 from deqseq.testing.problems import row_affine
 
 BUDGET = r"Remedy: raise Stop\.max_steps, loosen Stop\.rtol"
-EXPANDS = r"Remedy: the map expands here: damp it"
+EXPANDS = r"Remedy: the map expands here: try "
 
 
 def solution(status: list[Status], residual: list[float] | list[list[float]], evaluations: int = 12) -> Solution:
@@ -47,6 +59,15 @@ def test_an_error_names_rows_residuals_and_a_remedy(status, residual, rows, says
     assert caught.value.rows == rows
     worst = torch.tensor(residual).reshape(len(status), -1).amax(dim=1)
     assert caught.value.residuals == worst[rows].tolist()
+
+
+@pytest.mark.parametrize("solver", [Adaptive(), Anderson(), Broyden()], ids=str)
+def test_the_remedy_is_not_the_solver_that_failed(solver):
+    with pytest.raises(ConvergenceError) as caught:
+        solve(lambda z: 3 * z + 1, torch.zeros(1, 1), solver=solver, stop=Stop(max_steps=2)).raise_if_failed()
+    named = [name for name in ("Adaptive()", "Anderson()", "Broyden()") if name in str(caught.value)]
+    assert len(named) == 2
+    assert f"{type(solver).__name__}()" not in named
 
 
 def test_an_error_survives_pickling():

@@ -11,18 +11,20 @@ from deqseq.norms import token_norms
 from deqseq.solvers.base import Solver
 from deqseq.types import State
 
+FLAT = 1e-6  # the least change of a residual along itself, in its squared norm, that a step is taken from
 RISE, LEAST = 1.05, 0.05  # of the limit of a row
-PATIENCE, PROGRESS = 5, 0.01  # iterations without so much less of the level (1 %), before it falls
+PATIENCE, PROGRESS = 5, 0.01  # iterations before it falls, without so much less of one token's residual (1 %)
 
 
 class AdaptiveMemory(NamedTuple):
-    """The last residual, and the damping that led away from it; numbers are in float32 at least.
+    """The last residual, its squared norm, and the damping that led away from it; numbers are in float32 at least.
 
     The level of a row is the mean logarithm of the relative residuals of its tokens. ``level`` is the one to improve
     on, ``waited`` the iterations since it was reached, and ``recent`` the least level of these.
     """
 
     residual: State
+    square: Float[Tensor, "batch tokens"]
     damping: Float[Tensor, "batch tokens"]
     limit: Float[Tensor, "batch 1"]
     level: Float[Tensor, "batch 1"]
@@ -42,14 +44,14 @@ class Adaptive(Solver[AdaptiveMemory]):
     step of Barzilai and Borwein: where the residual reverses, as in a limit cycle, it becomes shorter at once. Where
     the residual has grown along the last one, or there was none, the step is :math:`\ell`.
 
-    The limit :math:`\ell` of a row starts at 1. When five iterations have not lowered the row's residual by 1 %, as in
-    a map that rotates and expands, it falls to the damping that would have made the last residual shortest,
+    The limit :math:`\ell` of a row starts at 1. When five iterations have not lowered the row's residual, as in a map
+    that rotates and expands, it falls to the damping that would have made the last residual shortest,
 
     .. math:: \beta_t\, \frac{\langle r_t^-,\; r_t^- - r_t \rangle}{\lVert r_t^- - r_t \rVert^2},
 
     where that is lower, and grows by 5 % with an iteration that has; it stays in [0.05, 1]. Both the residual
     and that damping are geometric means over the tokens: in a causal model tokens settle from left to right, and the
-    row makes progress while some of them do.
+    row makes progress while some of them do (as much as 1 % for one token).
 
     A token is the last dimension of the state, as for :class:`deqseq.Stop`. The memory is one state. The sliding window
     starts it afresh after each commit; one iteration is enough to find the step again.
@@ -71,32 +73,31 @@ class Adaptive(Solver[AdaptiveMemory]):
         damping = torch.ones_like(token_norms(z0.detach()))
         limit = damping[:, :1]
         level, waited = torch.full_like(limit, torch.inf), torch.zeros_like(limit)
-        return AdaptiveMemory(torch.zeros_like(z0), damping, limit, level, level, waited)
+        return AdaptiveMemory(torch.zeros_like(z0), damping, damping, limit, level, level, waited)
 
     def step(self, z: State, fz: State, state: AdaptiveMemory) -> tuple[State, AdaptiveMemory]:
         residual = fz - z
-        change = state.residual - residual
-        turned, changed = _products(state.residual, change), token_norms(change).square()
-        usable = (turned > 0) & (changed > 0)  # else the residual has grown along the last one, or there was none
-        turned, changed = torch.where(usable, turned, 1), torch.where(usable, changed, 1)
-        secant = torch.where(usable, state.damping * token_norms(state.residual).square() / turned, 1)
-        shortest = torch.where(usable, state.damping * turned / changed, 1)
-        limit, *progress = _limited(_level(residual, fz), shortest, state)
-        damping = secant.minimum(limit)
+        square, product = _products(residual, residual), _products(state.residual, residual)
+        grown, least = product >= state.square, FLAT * state.square
+        turned, changed = ((x - product).clamp_min(least) for x in (state.square, state.square - product + square))
+        shortest = (state.damping * turned / changed).masked_fill(grown, 1)
+        limit, *progress = _limited(_level(square.detach(), fz.detach()), shortest, state)
+        damping = (state.damping * state.square / turned).minimum(limit)
         weight = damping.to(z.dtype).reshape(z.shape if z.ndim == 1 else (*z.shape[:-1], 1))
-        return torch.lerp(z, fz, weight), AdaptiveMemory(residual, damping, limit, *progress)
+        tiny = torch.finfo(square.dtype).tiny
+        return torch.lerp(z, fz, weight), AdaptiveMemory(residual, square.clamp_min(tiny), damping, limit, *progress)
 
 
 def _limited(level: Tensor, shortest: Tensor, state: AdaptiveMemory) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The limit of each row after an iteration with this level; ``level``, ``recent`` and ``waited`` for the next."""
-    lower = level < state.level - PROGRESS
-    waited = torch.where(lower, 0, state.waited + 1)
+    lower = level < state.level - PROGRESS / shortest.shape[1]
+    waited = (state.waited + 1).masked_fill(lower, 0)
     stuck = waited >= PATIENCE
-    fallen = shortest.clamp(max=1).log().mean(dim=1, keepdim=True).exp().minimum(state.limit)
+    fallen = shortest.clamp(FLAT, 1).log().mean(dim=1, keepdim=True).exp().minimum(state.limit)
     limit = torch.where(stuck, fallen, state.limit * torch.where(lower, RISE, 1)).clamp(LEAST, 1)
-    recent = torch.where(lower, torch.inf, state.recent.minimum(level))
+    recent = state.recent.minimum(level)
     goal = torch.where(lower, level, torch.where(stuck, recent, state.level))
-    return limit, goal, torch.where(stuck, torch.inf, recent), torch.where(stuck, 0, waited)
+    return limit, goal, recent.masked_fill(lower | stuck, torch.inf), waited.masked_fill(stuck, 0)
 
 
 def _products(x: State, y: State) -> Float[Tensor, "batch tokens"]:
@@ -106,9 +107,7 @@ def _products(x: State, y: State) -> Float[Tensor, "batch tokens"]:
     return (x * y)[:, None] if x.ndim == 1 else torch.linalg.vecdot(x, y).reshape(len(x), -1)
 
 
-@torch.no_grad()
-def _level(residual: State, fz: State) -> Float[Tensor, "batch 1"]:
+def _level(square: Tensor, fz: State) -> Float[Tensor, "batch 1"]:
     """Mean logarithm of the relative residuals; those below the precision of the state count as that."""
-    limits = torch.finfo(residual.dtype)
-    relative = token_norms(residual) / token_norms(fz).clamp_min(limits.tiny)
-    return relative.clamp_min(limits.eps).log().mean(dim=1, keepdim=True)
+    relative = square / _products(fz, fz).clamp_min(torch.finfo(square.dtype).tiny)
+    return relative.clamp_min(torch.finfo(fz.dtype).eps ** 2).log().mean(dim=1, keepdim=True) / 2

@@ -15,7 +15,7 @@ class Coupled(Solver[tuple[State]]):
 
     Given the last two points, the ones before follow from this equation, so :class:`Reversible` differentiates the
     iteration without storing it. It converges where the map contracts, and on many maps that rotate. Damping does not
-    help against an eigenvalue below -1: for that take :class:`Relaxed`.
+    help against an eigenvalue below -1: for that take :class:`Adaptive`.
 
     Args:
         damping: :math:`\beta`, in (0, 1). Smaller values converge more slowly.

@@ -206,7 +206,7 @@ def unrolled(
     base: SolveConfig = SolveConfig(),
     eval_base: SolveConfig | None = None,
 ) -> Phase:
-    """Differentiate a fixed or drawn number of iterations, all of them or the last ones, as in an RNN of that depth.
+    """Differentiate a fixed or drawn number of iterations, all of them or the last ones.
 
     As a first phase for state tracking it learns fast where a problem needs several iterations at once; what it has
     learned is no fixed point yet, so a :func:`free` phase has to follow. With drawn iterations, and the last 8 of them
@@ -234,12 +234,14 @@ def unrolled(
 
         Huginn's, and a retrofit's, whose mean rises over three quarters of the run.
 
+        >>> import deqseq as dq
         >>> from deqseq.training import Curriculum
-        >>> huginn = Curriculum((unrolled(PoissonLogNormal(32), last=8, until=None),))
+        >>> plain = dq.SolveConfig(dq.Naive())
+        >>> huginn = Curriculum((unrolled(PoissonLogNormal(32), last=8, until=None, base=plain),))
         >>> [huginn.at(update / 1000).solve.stop.max_steps for update in range(4)]
         [25, 65, 55, 45]
-        >>> rising = unrolled(PoissonLogNormal(32, rise="1-sqrt"), last=8, until=0.75, name="rising")
-        >>> retrofit = Curriculum((rising, unrolled(PoissonLogNormal(32), last=8, until=None)))
+        >>> rising = unrolled(PoissonLogNormal(32, rise="1-sqrt"), last=8, until=0.75, name="rising", base=plain)
+        >>> retrofit = Curriculum((rising, unrolled(PoissonLogNormal(32), last=8, until=None, base=plain)))
     """
     depth = steps if isinstance(steps, PoissonLogNormal) else None
     budget = steps if not isinstance(steps, PoissonLogNormal) else max(1, round(steps.mean))

@@ -23,10 +23,11 @@ VERDICTS = {None: ("no goal", COLOURS[0]), True: ("goal holds", COLOURS[2]), Fal
 NOT_RUN = "No full run is committed yet."
 STALE = {
     "solver_overhead": "the solving loop that all sweeps share",
-    "sweeps": "the present scan of Mamba2, and windows of their own for the rows",
+    "sweeps": "the present scan of Mamba2, windows of their own for the rows, and Adaptive as the default",
     "ssd": "the present scan of Mamba2",
     "decode": "steps of one token of their own",
-    "training_sweeps": "the present scan of Mamba2, and windows of their own for the rows",
+    "training_sweeps": "the present scan of Mamba2, windows of their own for the rows, and Adaptive as the default",
+    "training_step": "Adaptive as the default",
 }
 """Results that are older than the code, and what came after them; take a name out when its file is written anew."""
 

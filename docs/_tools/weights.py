@@ -30,7 +30,8 @@ def text() -> tuple[dq.CausalLM, str]:
     unseen = torch.tensor(list("\n".join(corpus.held_out).encode("ascii", "ignore")))
     torch.manual_seed(0)
     lm, drawn = EXAMPLES["text"].build(), torch.Generator().manual_seed(0)
-    curriculum = Curriculum((bounded(4, 1, until=0.8), free(24, 4, rtol=0.03)))
+    damped = dq.SolveConfig(dq.Relaxed(0.8))
+    curriculum = Curriculum((bounded(4, 1, until=0.8, base=damped), free(24, 4, rtol=0.03, base=damped)))
     optimizer = torch.optim.AdamW(lm.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
     for step in (bar := tqdm(range(STEPS), mininterval=5)):
         progress = step / STEPS

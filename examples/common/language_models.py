@@ -59,13 +59,13 @@ def spec_of(name: str, sizes: Sizes, vocab_size: int) -> dq.LanguageModelSpec:
 
 
 def curriculum_of(name: str, sizes: Sizes) -> Curriculum:
-    """Bounded throughout, or bounded and then free; an explicit model has nothing to solve."""
-    kind, family = kind_of(name)
+    """Bounded throughout, or bounded and then free, damped as the presets; an explicit model has nothing to solve."""
+    (kind, family), damped = kind_of(name), dq.SolveConfig(dq.Relaxed(0.8))
     if kind != "implicit":
-        return Curriculum((bounded(sizes.bounded_steps, 1, until=None),))
+        return Curriculum((bounded(sizes.bounded_steps, 1, until=None, base=damped),))
     budget = sizes.budget or {"llama": 32, "mamba2": 24}[family]
-    first = bounded(sizes.bounded_steps, 1, until=sizes.bounded_share)
-    return Curriculum((first, free(budget, sizes.phantom, rtol=sizes.rtol)))
+    first = bounded(sizes.bounded_steps, 1, until=sizes.bounded_share, base=damped)
+    return Curriculum((first, free(budget, sizes.phantom, rtol=sizes.rtol, base=damped)))
 
 
 def lr_factor(step: int, *, steps: int, warmup: int, decay: int, floor: float) -> float:

@@ -48,7 +48,7 @@ def train_tiny_models(output: Path) -> tuple[tuple[str, ...], str]:
     held_out.write_text("".join(json.dumps({"text": text}) + "\n" for text in new))
     tokenizer = train_tokenizer(seen, vocab_size=370)
     sizes = dq.Mamba2Config(d_model=64, n_layers=1, d_state=16, headdim=32)
-    solve = dq.SolveConfig(stop=dq.Stop(rtol=0.05, max_steps=6), gradient=dq.Phantom(3, 0.8))
+    solve = dq.SolveConfig(dq.Relaxed(0.8), dq.Stop(rtol=0.05, max_steps=6), dq.Phantom(3, 0.8))
     phase = Phase("free", 1.0, solve, replace(solve, stop=dq.Stop(rtol=1e-2, max_steps=64)))
     spec = dq.LanguageModelSpec(len(tokenizer), sizes, phase.solve, phase.eval_solve)
     eos, documents = tokenizer.eos_token_id, tokenised(Dataset.from_dict({"text": seen}), tokenizer)

@@ -99,7 +99,7 @@ class WordOptions:
         windowed = dq.SolveConfig(dq.Adaptive(), sweep=dq.Sliding(self.window), start=dq.RandomStart(self.start))
         until = len(self.lengths) / (len(self.lengths) + len(self.free_lengths) + 1)
         adaptive = dq.SolveConfig(dq.Adaptive())
-        first = unrolled(self.unrolled_steps, until=until, eval_base=adaptive)
+        first = unrolled(self.unrolled_steps, until=until, base=dq.SolveConfig(dq.Relaxed(0.8)), eval_base=adaptive)
         then = free(self.max_steps, self.phantom_steps, rtol=self.rtol, base=windowed, eval_base=adaptive)
         return Curriculum((first, then))
 

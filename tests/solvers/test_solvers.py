@@ -8,7 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from deqseq import Adaptive, Anderson, Broyden, ExternalSolver, Naive, Relaxed, Status, Stop, load_example, solve
+from deqseq import (
+    Adaptive,
+    Anderson,
+    Broyden,
+    ExternalSolver,
+    Naive,
+    Relaxed,
+    Status,
+    Stop,
+    load_example,
+    solve,
+)
 from deqseq.sweeps import Simultaneous, Sliding
 from deqseq.tasks import WordProblem, alternating, generators
 from deqseq.testing import SolverContract
@@ -103,6 +114,14 @@ class TestAdaptive(SolverContract):
         plain, adaptive = (solve(f, z0, solver=solver, stop=stop).stats.iterations for solver in (Naive(), Adaptive()))
         assert bool((adaptive <= plain + 1).all())
 
+    def test_the_limit_stays_where_residuals_grow_along_themselves(self):
+        """No damping helps there: the map expands along a direction that it keeps, or an earlier token still moves."""
+        z = torch.zeros(1, 2, 1)
+        state = Adaptive().init(z)
+        for step in range(20):
+            state = Adaptive().step(z, torch.full((1, 2, 1), 1.0 + step), state)[1]
+        assert state.limit.item() == 1
+
     @pytest.mark.parametrize(
         ("scale", "degrees", "budget"), [(1.5, 90, 250), (3.0, 90, 700), (1.5, 110, 250), (3.0, 110, 250)]
     )
@@ -155,7 +174,7 @@ class TestAdaptive(SolverContract):
         solution = solve(f, z0, solver=Adaptive(), stop=Stop(rtol=2e-2, max_steps=8))
         assert bool(solution.converged.all())
         state = Adaptive().step(z0, f(z0), Adaptive().init(z0))[1]
-        assert [x.dtype for x in state] == [dtype, *[torch.float32] * 5]
+        assert [x.dtype for x in state] == [dtype, *[torch.float32] * 6]
 
     @pytest.mark.parametrize(("sweep", "best"), [(Simultaneous(), 0.9), (Sliding(8), 0.8)], ids=str)
     def test_needs_fewer_updates_than_the_best_constant_damping_on_a_trained_model(self, sweep, best):

@@ -47,7 +47,7 @@ class ImplicitConfig(PreTrainedConfig):
         logit_softcap: bound of the logits, which become ``cap * tanh(logits / cap)``. Default: none.
         initializer_range: standard deviation of the initial embedding, and of a head with weights of its own.
         tie_word_embeddings: whether the head is the embedding.
-        solve: how the fixed point is found and differentiated, as ``{"solver": {"name": "Relaxed", "damping": 0.8},
+        solve: how the fixed point is found and differentiated, as ``{"solver": {"name": "Relaxed", "damping": 0.5},
             "stop": {"rtol": 1e-3, "max_steps": 64}, "gradient": {"name": "Phantom", "steps": 4}, "sweep":
             "Simultaneous", "start": "zero"}``. What a new configuration leaves out has :class:`deqseq.SolveConfig`'s
             defaults.

@@ -83,7 +83,7 @@ class ImplicitMamba2ForCausalLM(ImplicitCausalLM):
         >>> config = ImplicitMamba2Config(vocab_size=9, hidden_size=16, head_dim=8, num_hidden_layers=1)
         >>> _ = torch.manual_seed(0)
         >>> model = ImplicitMamba2ForCausalLM(config)
-        >>> solve = {"solver": {"damping": 0.5}, "stop": {"rtol": 0.1}}
+        >>> solve = {"solver": {"name": "Relaxed", "damping": 0.5}, "stop": {"rtol": 0.1}}
         >>> model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=4, do_sample=False, solve=solve).shape
         torch.Size([1, 7])
     """

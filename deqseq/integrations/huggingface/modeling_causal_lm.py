@@ -41,7 +41,7 @@ class ImplicitCausalLM(ImplicitPreTrainedModel, GenerationMixin):
         >>> _ = torch.manual_seed(0)
         >>> model, prompt = ImplicitMamba2ForCausalLM(config), torch.tensor([[1, 2, 3]])
         >>> options = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True}
-        >>> solve = {"sweep": "Sequential", "solver": {"damping": 0.5}, "stop": {"rtol": 0.1}}
+        >>> solve = {"sweep": "Sequential", "solver": {"name": "Relaxed", "damping": 0.5}, "stop": {"rtol": 0.1}}
         >>> output = model.generate(prompt, solve=solve, **options)
         >>> [solve.stats.iterations.shape for solve in output.past_key_values.solves][:2]     # prompt, then each token
         [torch.Size([1, 3]), torch.Size([1])]

@@ -112,7 +112,7 @@ class TestFields:
         solve = dq.SolveConfig(stop=dq.Stop(1e-4))
         evaluation = replace(solve, solver=dq.Naive(), stop=dq.Stop(1e-4, max_steps=7))
         assert (config.specification().solve, config.specification().eval_solve) == (solve, evaluation)
-        config.solve = {"gradient": {"steps": 2}, "solver": {"damping": 0.5}}
+        config.solve = {"gradient": {"steps": 2}, "solver": {"name": "Relaxed", "damping": 0.5}}
         solve = replace(solve, gradient=dq.Phantom(2), solver=dq.Relaxed(0.5))
         assert (config.specification().solve, config.specification().eval_solve) == (solve, evaluation)
         config.eval_solve = None
