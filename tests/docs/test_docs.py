@@ -14,10 +14,7 @@ FENCE = re.compile(r"^(?P<indent> *)```python(?P<options>.*)\n(?P<code>(?:.*\n)*
 HIDE = "# markdown-exec: hide"  # at the end of a line that the site runs and does not show
 FRAGMENT = 'title="needs a download"'  # in the options of a fence that does not run here
 FRAGMENTS = {"released_models.md": 2}  # by page; on all others there are none
-SLOW = {  # more than 20 seconds of a core
-    *("diagnostics", "faq", "gradients", "not_converging", "sweeps"),
-    *("parity", "pretrained", "several_gpus", "test_time_compute", "text"),
-}
+SLOW = {"several_gpus"}  # more than 20 seconds of a core
 
 
 def fences(text: str) -> list[tuple[str, list[str]]]:
@@ -42,6 +39,12 @@ def hidden(text: str) -> str:
     return "\n".join(line for options, lines in fences(text) for line in lines if is_hidden(options) or HIDE in line)
 
 
+def only_shown(page: Path) -> bool:
+    """Whether a page has code that nobody runs: the site runs its own, and another test that of the README."""
+    shown = [options for options, _ in fences(page.read_text()) if "exec=" not in options and FRAGMENT not in options]
+    return bool(shown) and page.parent != ROOT
+
+
 def marked(page: Path) -> object:
     return pytest.param(page, id=page.stem, marks=[pytest.mark.slow] if page.stem in SLOW else [])
 
@@ -56,7 +59,7 @@ def run(page: Path, folder: Path, *launcher: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("page", [marked(page) for page in PAGES if copied(page.read_text())])
+@pytest.mark.parametrize("page", [marked(page) for page in PAGES if only_shown(page)])
 def test_what_a_reader_copies_runs(page, tmp_path):
     run(page, tmp_path)
 
