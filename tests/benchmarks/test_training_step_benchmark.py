@@ -69,8 +69,8 @@ def test_a_converging_step_is_counted_in_token_updates(sweep):
     way = training_step.converging(sweep)
     (step,) = training_step.made("toy", {"eager": work}, way)
     assert step.converged == 1
-    if isinstance(sweep, dq.Sliding):  # which drops no rows
-        assert counted.tokens == pytest.approx((step.updates + 4) * LENGTH)
+    if isinstance(sweep, dq.Sliding):  # a window at the end of one row has empty places while others go on
+        assert 1 <= counted.tokens / ((step.updates + 4) * LENGTH) < 1.1
         assert step.updates != step.stats.evaluations
     floor, by_hand, unrolled = step.peers
     assert floor.name == f"floor: {step.updates + 12:.4g} evaluations, eager"
