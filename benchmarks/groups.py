@@ -118,6 +118,7 @@ def main() -> None:
     every = [Run(group, seed) for seed in range(6) for group in GROUPS] + [Run(g, s) for s in range(3) for g in UNSEEN]
     every += [Run("S5", 0, change) for change in CHANGES]
     runs = options.only or [run for run in every if run.part == options.part]
+    rows = written(options.json)
     progress = Progress("groups", len(runs))
     found: list[dict[str, Any]] = []
     with ThreadPoolExecutor(options.jobs) as pool:
@@ -126,15 +127,25 @@ def main() -> None:
             progress.to(len(found))
             print(line(record), flush=True)
             if options.json is not None:
-                write_json(options.json, merged(options.json, record | {"machine": machine()}))
+                rows = merged(rows, record | {"machine": machine()})
+                write_json(options.json, rows)
     progress.close()
 
 
-def merged(path: Path, record: dict[str, Any]) -> list[dict[str, Any]]:
+def written(path: Path | None) -> list[dict[str, Any]]:
+    """The rows that a file has already; read before anything runs, for a run is minutes of work."""
+    if path is None or not path.exists():
+        return []
+    try:
+        rows = json.loads(path.read_text())
+        return sorted(rows, key=_of)
+    except (ValueError, TypeError, KeyError):
+        raise SystemExit(f"--json must be a new file or one of this script, got {str(path)!r}: move it") from None
+
+
+def merged(rows: list[dict[str, Any]], record: dict[str, Any]) -> list[dict[str, Any]]:
     """The rows of a file, with the one of a run added or replaced."""
-    rows = json.loads(path.read_text()) if path.exists() else []
-    others = [row for row in rows if _of(row) != _of(record)]
-    return sorted([*others, record], key=_of)
+    return sorted([*(row for row in rows if _of(row) != _of(record)), record], key=_of)
 
 
 def _of(row: dict[str, Any]) -> tuple[str, int, str, str]:

@@ -10,10 +10,9 @@ with which the iteration contracts. What is measured:
 
 The exponent is the slope of log(cost) against log(size), fitted to all sizes; its spread is that of single turns. It
 depends on the range: at small sizes every cost is flat. So ours is compared with the exponent of the block by hand: no
-part of a solve may grow faster than the block. The memory of a solve is its peak without what it
-returns and the projected inputs. A Llama is
-measured up to 4,096 tokens: attention grows with the square, in the block itself. Tokens solved one by one, or in a
-window, have their memory measured up to 2,048 tokens: the profiler keeps every allocation.
+part of a solve may grow faster than the block. The memory of a solve is its peak without what it returns and the
+projected inputs. A Llama is measured up to 4,096 tokens: attention grows with the square, in the block itself. Tokens
+solved one by one, or in a window, have their memory measured up to 2,048 tokens: the profiler keeps every allocation.
 """
 
 import math

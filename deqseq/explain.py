@@ -93,8 +93,7 @@ def explain(outcome: "Outcome", problem: Problem) -> Explanation:
                 enough = max(enough, int(_per_row(solved.stats.iterations)[row]))  # pyright: ignore[reportOptionalMemberAccess]
         hard = torch.tensor([cause in ("slow convergence", "limit cycle", "divergence") for cause in causes])
         if bool(hard.any()):
-            slow = all(cause != "limit cycle" and cause != "divergence" for cause in causes)
-            trials = [solver for solver in (TRIALS[2:] if slow else TRIALS) if solver != problem.solver]
+            trials = _trials(problem.solver, causes)
             better = _first_that_converges(problem, stop, hard, trials)
             if better is not None:
                 solver, solved = better
@@ -165,6 +164,12 @@ def _cause(solved: "Outcome", row: int, given: Stop, stop: Stop) -> tuple[Cause,
             "are needed."
         )
     return "limit cycle", f"The residual does not fall: {level}, the tolerance is {stop.rtol:.1e}."
+
+
+def _trials(failed: Solver[Any] | ExternalSolver, causes: Sequence[Cause]) -> list[Solver[Any]]:
+    """What to try instead of the solver that failed; damping does not help a solve that is only slow."""
+    damped = "limit cycle" in causes or "divergence" in causes
+    return [solver for solver in (TRIALS if damped else TRIALS[2:]) if solver != failed]
 
 
 def _first_that_converges(

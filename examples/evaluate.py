@@ -65,9 +65,7 @@ class Options:
     questions: opt.Count = 100  # questions of each of these tasks
     limit: opt.Count | None = None  # questions of each task, at most
     sweep: Annotated[tuple[opt.Text, ...], opt.Some] = ("simultaneous",)  # or sequential, sliding, JSON with fields
-    solver: opt.Text | None = (
-        None  # adaptive, relaxed, naive, anderson, broyden, or JSON with fields; default: the model's own
-    )
+    solver: opt.Text | None = None  # adaptive, relaxed, naive, anderson, broyden, or JSON; default: the model's own
     max_steps: Annotated[tuple[opt.Count, ...], opt.Distinct] = ()  # budgets of iterations; default: the model's own
     rtol: opt.NotNegative | None = None  # relative tolerance; default: the model's own
     batch_size: opt.Size = 16  # texts that are solved together

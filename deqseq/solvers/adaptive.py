@@ -44,14 +44,15 @@ class Adaptive(Solver[AdaptiveMemory]):
     step of Barzilai and Borwein: where the residual reverses, as in a limit cycle, it becomes shorter at once. Where
     the residual has grown along the last one, or there was none, the step is :math:`\ell`.
 
-    The limit :math:`\ell` of a row starts at 1. When five iterations have not lowered the row's residual, as in a map
-    that rotates and expands, it falls to the damping that would have made the last residual shortest,
+    The limit :math:`\ell` of a row starts at 1 and grows by 5 % with every iteration that lowers the row's residual.
+    When five in a row have not, as in a map that rotates and expands, it falls to the damping that would have made the
+    last residual shortest,
 
     .. math:: \beta_t\, \frac{\langle r_t^-,\; r_t^- - r_t \rangle}{\lVert r_t^- - r_t \rVert^2},
 
-    where that is lower, and grows by 5 % with an iteration that has; it stays in [0.05, 1]. Both the residual
-    and that damping are geometric means over the tokens: in a causal model tokens settle from left to right, and the
-    row makes progress while some of them do (as much as 1 % for one token).
+    where that is lower. It stays in [0.05, 1]. The residual of a row and that damping are geometric means over the
+    tokens: in a causal model tokens settle from left to right, and the row makes progress while some of them do. The
+    least progress is 1 % of the residual of one token.
 
     A token is the last dimension of the state, as for :class:`deqseq.Stop`. The memory is one state. The sliding window
     starts it afresh after each commit; one iteration is enough to find the step again.
@@ -78,7 +79,7 @@ class Adaptive(Solver[AdaptiveMemory]):
     def step(self, z: State, fz: State, state: AdaptiveMemory) -> tuple[State, AdaptiveMemory]:
         residual = fz - z
         square, product = _products(residual, residual), _products(state.residual, residual)
-        grown, least = product >= state.square, FLAT * state.square
+        grown, least = product >= state.square, FLAT * state.square  # grown: along the last one; no damping helps
         turned, changed = ((x - product).clamp_min(least) for x in (state.square, state.square - product + square))
         shortest = (state.damping * turned / changed).masked_fill(grown, 1)
         limit, *progress = _limited(_level(square.detach(), fz.detach()), shortest, state)
