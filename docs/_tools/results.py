@@ -22,10 +22,7 @@ COLOURS = ("#31688e", "#d1495b", "#66a182", "#edae49", "#7b5ea7")
 VERDICTS = {None: ("no goal", COLOURS[0]), True: ("goal holds", COLOURS[2]), False: ("goal missed", COLOURS[1])}
 NOT_RUN = "No full run is committed yet."
 STALE = {
-    "solver_overhead": "the solving loop that all sweeps share",
     "sweeps": "the present scan of Mamba2, windows of their own for the rows, and Adaptive as the default",
-    "ssd": "the present scan of Mamba2",
-    "decode": "steps of one token of their own",
     "training_sweeps": "the present scan of Mamba2, windows of their own for the rows, and Adaptive as the default",
     "training_step": "Adaptive as the default",
 }
