@@ -185,7 +185,7 @@ class CausalLM(nn.Module):
             callback: called with :class:`NewTokens` at every step; with drafts, as soon as every row has come so far.
             solve: replaces the model's :class:`SolveConfig`.
             **fields: fields of :class:`SolveConfig` to replace. ``sweep`` is that of the prompts. Default: the model's,
-                but ``Sliding()`` instead of ``Simultaneous()``, and ``Simultaneous()`` with an exit rule. An explicit
+                but ``Sliding(16)`` instead of ``Simultaneous()``, and ``Simultaneous()`` with an exit rule. An explicit
                 model takes neither.
 
         Returns:

@@ -131,7 +131,7 @@ class ImplicitCausalLM(ImplicitPreTrainedModel, GenerationMixin):
         ``solve`` is a :class:`deqseq.SolveConfig`, or a mapping of the fields to replace, as objects or JSON. It can
         also be a field of the generation configuration, and is then saved with it; fields of the keyword come first,
         then those of the generation configuration, then the model's own. ``sweep`` is that of the prompts; without it,
-        they are solved by the model's own, but ``Sliding()`` instead of ``Simultaneous()`` if the stopping rule tests
+        they are solved by the model's own, but ``Sliding(16)`` instead of ``Simultaneous()`` if the stopping rule tests
         each token, and ``Simultaneous()`` with an exit rule. How each solve went is in ``past_key_values.solves`` of
         ``return_dict_in_generate=True``.
 
