@@ -51,3 +51,9 @@ def test_a_tolerance_ends_the_iterations_of_torchdeq(lm):
     loose, tight = (peers.torchdeq(rtol, 256).loss(lm.eval(), IDS).item() for rtol in (0.5, 1e-8))
     assert tight == pytest.approx(peers.by_hand(256).loss(lm, IDS).item(), abs=1e-6)
     assert abs(loose - tight) > 1e-4
+
+
+def test_the_cheapest_setting_is_the_first_that_has_the_loss_of_the_solved_model():
+    text = peers.Text(IDS.flatten(), IDS, IDS)
+    assert peers.cheapest({count: peers.by_hand(count) for count in (1, 64, 128)}, text) == 64
+    assert peers.cheapest({count: peers.by_hand(count) for count in (1, 2)}, text) == 2
