@@ -113,13 +113,15 @@ def whole(folder: Path, report: Path) -> float:
 
 
 def anywhere(folder: Path, report: Path, chance: random.Random, seconds: float) -> None:
-    """Kill after random times."""
+    """Kill after random times, which grow: a process that cannot reach its next checkpoint would be killed for ever."""
+    longest = 0.4 * seconds
     while not ended(report):
         before = len(lines(report))
         process = forked(lambda: run(folder, report), folder, report)
         while len(lines(report)) == before:
             time.sleep(0.001)
-        time.sleep(chance.uniform(0, 0.4) * seconds)
+        time.sleep(chance.uniform(0, longest))
+        longest *= 1.05
         os.kill(process, signal.SIGKILL)
         os.waitpid(process, 0)
 
