@@ -51,7 +51,7 @@ class RandomStart:
         check_integer("RandomStart.restarts", self.restarts, 1)
 
     def draw(self, like: Tensor) -> Tensor:
-        """States for ``like``, ``(batch, length, d_model)``: ``restarts`` rows in a row for each of its rows.
+        """States for ``like``, ``(batch, length, d_model)``: ``restarts`` consecutive rows for each of its rows.
 
         They are drawn on the CPU, and so are the same on every device.
         """

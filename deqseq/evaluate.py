@@ -39,11 +39,10 @@ def check_transforms(unsupported: Iterable[str] = ("vmap", "jvp")) -> None:
         TypeError: names the transform.
     """
     torch_c: Any = torch._C
-    running = torch_c._functorch.peek_interpreter_stack()
-    name = running.key().name.lower() if running is not None else ""
+    running = [level.key().name.lower() for level in torch_c._functorch.get_interpreter_stack() or ()]
     if torch.autograd.forward_ad._current_level >= 0:
-        name = "jvp"
-    if name in unsupported:
+        running.append("jvp")
+    for name in set(unsupported).intersection(running):
         remedy = {
             "vmap": "rows of a batch are solved on their own already: pass them as rows of z0",
             "jvp": "there is no forward-mode derivative: use backward(), or torch.func.grad with Phantom or Unrolled",

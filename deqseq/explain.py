@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from deqseq.norms import worst_token
 from deqseq.solvers import Adaptive, Anderson, Broyden, ExternalSolver, Relaxed, Solver
 from deqseq.stop import Stop
 from deqseq.types import RowMask
@@ -90,7 +91,7 @@ def explain(outcome: "Outcome", problem: Problem) -> Explanation:
             causes[row], finding = _cause(solved, row, problem.stop, stop)
             findings.setdefault(causes[row], []).append(finding)
             if causes[row] == "budget":
-                enough = max(enough, int(_per_row(solved.stats.iterations)[row]))  # pyright: ignore[reportOptionalMemberAccess]
+                enough = max(enough, int(worst_token(solved.stats.iterations)[row]))  # pyright: ignore[reportOptionalMemberAccess]
         hard = torch.tensor([cause in ("slow convergence", "limit cycle", "divergence") for cause in causes])
         if bool(hard.any()):
             trials = _trials(problem.solver, causes)
@@ -140,8 +141,8 @@ def _cause(solved: "Outcome", row: int, given: Stop, stop: Stop) -> tuple[Cause,
 
     assert solved.stats is not None and solved.status is not None and solved.stats.trace is not None
     trace = solved.stats.trace[:, row].detach().cpu().double()
-    trace = trace if trace.ndim == 1 else trace.amax(dim=1)
-    iterations = int(_per_row(solved.stats.iterations)[row])
+    trace = worst_token(trace)
+    iterations = int(worst_token(solved.stats.iterations)[row])
     if int(solved.status[row]) == Status.DIVERGED:
         return "divergence", f"The residual grows without bound in {iterations} iterations."
     if int(solved.status[row]) == Status.CONVERGED:
@@ -198,26 +199,22 @@ def _elsewhere(
     return rows & settled & apart.cpu(), bool((settled & ~apart.cpu())[rows].all())
 
 
-def _per_row(numbers: Tensor) -> Tensor:
-    return numbers.cpu() if numbers.ndim == 1 else numbers.amax(dim=1).cpu()
-
-
 def _enough(solved: "Outcome", rows: RowMask) -> int:
     """A budget for the solves of some rows, a power of two."""
     assert solved.stats is not None
-    return 2 ** int(_per_row(solved.stats.iterations)[rows].max()).bit_length()
+    return 2 ** int(worst_token(solved.stats.iterations).cpu()[rows].max()).bit_length()
 
 
 def _iterations(solved: "Outcome", rows: RowMask) -> str:
     assert solved.stats is not None
-    numbers = _per_row(solved.stats.iterations)[rows]
+    numbers = worst_token(solved.stats.iterations).cpu()[rows]
     low, high = int(numbers.min()), int(numbers.max())
     return f"{low}" if low == high else f"{low} to {high}"
 
 
 def _error(solved: "Outcome", rows: RowMask) -> str:
     assert solved.stats is not None
-    worst = float(_per_row(solved.stats.error.detach())[rows].max())
+    worst = float(worst_token(solved.stats.error.detach()).cpu()[rows].max())
     return f"\n  Estimated relative error: {worst:.0e}." if math.isfinite(worst) else ""
 
 

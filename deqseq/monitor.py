@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from deqseq.judge import Judge
-from deqseq.norms import Measurement, divergence_limit, error_estimate, measure
+from deqseq.norms import Measurement, divergence_limit, error_estimate, measure, worst_token
 from deqseq.rows import put, take
 from deqseq.solution import Solution, SolveStats, Status
 from deqseq.stop import Stop
@@ -15,15 +15,15 @@ from deqseq.types import Residual, RowIndex, RowMask, State
 
 
 class Monitor(ABC):
-    """Watches an iteration: measures residuals, freezes what has converged, and decides when it ends."""
+    """Watches a run of the loop: measures residuals, freezes what has converged, and decides when it ends."""
 
     stop: Stop
     active_rows: int
     """How many rows have not ended."""
     done: bool = False
-    """Whether the iteration ends here."""
+    """Whether the loop ends here."""
     evaluations: int = 0
-    """How many came before this iteration, in the same solve."""
+    """How many came before this run of the loop, in the same solve."""
 
     def checks(self, step: int) -> bool:
         """Whether evaluation number ``step`` is to be checked."""
@@ -40,13 +40,13 @@ class Monitor(ABC):
     def residuals(self) -> Residual:
         """The latest residuals."""
 
-    @abstractmethod
     def freeze(self, z: State, proposal: State) -> State:
         """The next point: ``proposal``, with frozen rows or tokens kept at ``z``."""
+        return proposal
 
-    @abstractmethod
-    def compact(self, aux: Any) -> RowIndex | None:
-        """Rows that stay if finished ones are to be removed from the batch now; ``aux`` is of the last evaluation."""
+    def compact(self, aux: Any, step: int) -> RowIndex | None:
+        """Rows that stay, if finished ones are to leave the batch after evaluation ``step``, which gave ``aux``."""
+        return None
 
 
 class RowMonitor(Monitor):
@@ -79,11 +79,10 @@ class RowMonitor(Monitor):
         self._steps: Tensor | None = None
         self._status = torch.full((batch,), int(Status.MAX_STEPS_REACHED))
         self._updates = torch.zeros(batch, dtype=torch.int64)
-        self._last_step = 0
         self._trace: list[Residual] | None = [] if keep_trace else None
 
     def check(self, z: State, fz: State, step: int, args: Any = None) -> None:
-        seen, self._last_step = measure(z, fz, self.stop, self._latest), step
+        seen = measure(z, fz, self.stop, self._latest)
         converged = passed = _all_tokens(seen.passed)
         if self._judge is not None:
             seen = seen._replace(passed=self._judge.passed(z, fz, args))
@@ -95,7 +94,7 @@ class RowMonitor(Monitor):
             first = step if self._per_token else self.stop.max_steps
             self._steps = torch.full_like(seen.passed, first, dtype=torch.int64)
         sound = seen.difference <= self._limit  # NaN is not sound
-        improved = _worst(seen.residual) <= _worst(self._best_residual)
+        improved = worst_token(seen.residual) <= worst_token(self._best_residual)
         flags = torch.stack([sound, passed, improved, converged]).cpu()
         sound, passed, improved, _ = flags
         everything = self.active_rows == len(self._active)
@@ -124,11 +123,11 @@ class RowMonitor(Monitor):
             return proposal
         return torch.where(_over_event(self._frozen, z), z, proposal)
 
-    def compact(self, aux: Any) -> RowIndex | None:
+    def compact(self, aux: Any, step: int) -> RowIndex | None:
         count = len(self._active)
         if not self.active_rows or 4 * (count - self.active_rows) < count:
             return None
-        self._file(aux, self._last_step)
+        self._file(aux, step)
         keep = self._active.nonzero()[:, 0]
         self._rows, self._stale, self._active = take((self._rows, self._stale, self._active), keep)
         keep = keep.to(self._best.device)
@@ -210,10 +209,6 @@ class RowMonitor(Monitor):
 
 def _all_tokens(passed: Tensor) -> Tensor:
     return passed if passed.ndim == 1 else passed.all(dim=1)
-
-
-def _worst(residual: Residual) -> Tensor:
-    return residual if residual.ndim == 1 else residual.amax(dim=1)
 
 
 def _over_tokens(rows: Tensor, like: Tensor) -> Tensor:

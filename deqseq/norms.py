@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from deqseq.stop import Stop
@@ -41,6 +41,11 @@ def token_norms(x: State) -> Float[Tensor, "batch tokens"]:
         return x.abs().to(accumulate)[:, None]
     norms = torch.linalg.vector_norm(x, dim=-1, dtype=accumulate)
     return norms if norms.ndim == 2 else norms.reshape(x.shape[0], -1)
+
+
+def worst_token(numbers: Shaped[Tensor, "batch *tokens"]) -> Shaped[Tensor, " batch"]:
+    """The largest number of each row."""
+    return numbers if numbers.ndim == 1 else numbers.amax(dim=1)
 
 
 def measure(z: State, fz: State, stop: Stop, before: Residual | None = None) -> Measurement:

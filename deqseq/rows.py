@@ -118,12 +118,13 @@ def _parts(tree: Any) -> Iterable[Any]:
 def _mapped(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
     """The record of what ``function`` gives for each part of a record (and for the same part of others)."""
     kind: Any = type(tree)
-    if kind in (tuple, list) or (issubclass(kind, tuple) and hasattr(kind, "_fields")):
+    if isinstance(tree, tuple | list):
         parts = [function(*part) for part in zip(tree, *others, strict=True)]
-        return kind(parts) if kind in (tuple, list) else kind(*parts)
+        return kind(*parts) if hasattr(kind, "_fields") else kind(parts)
     if is_dataclass(tree) and not isinstance(tree, type):
         names = [field.name for field in fields(tree)]
         return replace(tree, **{name: function(*(getattr(one, name) for one in (tree, *others))) for name in names})
     if isinstance(tree, dict):
-        return {key: function(*(one[key] for one in (tree, *others))) for key in tree}
+        parts = {key: function(*(one[key] for one in (tree, *others))) for key in tree}
+        return parts if kind is dict else kind(parts)
     return tree

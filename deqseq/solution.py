@@ -3,13 +3,14 @@
 from abc import ABC
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any, TypeVar
+from typing import Any, Self
 
 import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from deqseq.explain import Explanation, Problem, explain
+from deqseq.norms import worst_token
 from deqseq.types import Iterations, Residual, RowMask, State
 
 
@@ -24,9 +25,9 @@ class Status(IntEnum):
     """
 
     CONVERGED = 0
-    """The residual passed the tolerance."""
+    """The residual is within the tolerance."""
     EXITED = 1
-    """The exit rule of the :class:`Stop` ended it before the residual passed; no failure."""
+    """The exit rule of the :class:`Stop` ended it before the residual was within the tolerance; no failure."""
     MAX_STEPS_REACHED = 2
     """``max_steps`` evaluations were made, or an external solver returned before; the best value is returned."""
     DIVERGED = 3
@@ -67,9 +68,10 @@ class SolveStats:
             no evaluation was finite), ``(batch,)`` or ``(batch, tokens)`` as ``iterations``.
         error: estimated relative error of the value, ``residual / (1 - q)``, ``(batch,)`` or ``(batch, tokens)`` as
             ``residual``; ``q`` is the ratio of the last two checked residuals, per evaluation. ``inf`` where they did
-            not fall, there was one check, or the value is an earlier one. It is close for plain iteration of a
-            contraction, which :class:`Adaptive` is there, and up to one over the damping too large with
-            :class:`Relaxed`; no bound with solvers whose residuals fall irregularly (:class:`Anderson`,
+            not fall, there was one check, or the value is an earlier one; too large if the last check came sooner than
+            ``check_every``. It is close for plain iteration of a
+            contraction and for :class:`Adaptive`, which does not damp there; too large with :class:`Relaxed`, by one
+            over the damping at most; no bound with solvers whose residuals fall irregularly (:class:`Anderson`,
             :class:`Broyden`), nor where there are other fixed points.
         evaluations: calls of the map, for the whole batch.
         updates: how many of those calls a row (in a model: a token) took part in before it was removed from the batch,
@@ -89,7 +91,6 @@ class SolveStats:
     forced: Bool[Tensor, "batch length"] | None = None
 
 
-Self = TypeVar("Self", bound="Outcome")
 SOLVE = "the fixed-point solve"
 
 
@@ -112,7 +113,7 @@ class Outcome(ABC):
 
     @property
     def converged(self) -> RowMask:
-        """Which rows converged: their residual passed, bool, ``(batch,)``.
+        """Which rows converged: their residual is within the tolerance, bool, ``(batch,)``.
 
         Raises:
             ValueError: an explicit model's output, which was not solved for.
@@ -130,7 +131,7 @@ class Outcome(ABC):
         """
         return ~self.converged & (self.status != Status.EXITED)
 
-    def raise_if_failed(self: Self, what: str = SOLVE) -> Self:
+    def raise_if_failed(self, what: str = SOLVE) -> Self:
         """This object, if no row failed or there was nothing to solve.
 
         Args:
@@ -146,7 +147,7 @@ class Outcome(ABC):
             return self
         rows = self.failed.nonzero()[:, 0]
         assert self.stats is not None
-        residuals = _per_row(self.stats.residual)[rows]
+        residuals = worst_token(self.stats.residual.detach())[rows]
         message = describe_failure(self, what)
         if self.problem is not None and what == SOLVE:
             message += " Solved without throw, explain() of the result names the cause, and tries remedies."
@@ -215,14 +216,10 @@ class Solution(Outcome):
     problem: Problem | None = field(default=None, repr=False, compare=False)
 
 
-def _per_row(residual: Residual) -> Float[Tensor, " batch"]:
-    return residual.detach() if residual.ndim == 1 else residual.detach().amax(dim=1)
-
-
 def describe_failure(outcome: Outcome, what: str) -> str:
     """One paragraph: which rows failed, how, and what to try."""
     assert outcome.status is not None and outcome.stats is not None
-    status, residual = outcome.status.cpu(), _per_row(outcome.stats.residual).cpu()
+    status, residual = outcome.status.cpu(), worst_token(outcome.stats.residual.detach()).cpu()
     parts = []
     for kind in (Status.MAX_STEPS_REACHED, Status.DIVERGED):
         rows = (status == kind).nonzero()[:, 0].tolist()

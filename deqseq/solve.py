@@ -117,10 +117,12 @@ def solve(
     check_flag("has_aux", has_aux)
     check_flag("trace", trace)
     if torch.compiler.is_exporting():
+        if trace or callback is not None:
+            raise ValueError("torch.export keeps no trace and calls no callback: leave trace and callback out")
         return _exported(f, z0, args, solver, stop, has_aux)
     judge = None if stop.exit is None else Judge(stop, readout)
     monitor = RowMonitor(z0, stop, trace, freezes=not isinstance(solver, ExternalSolver), judge=judge)
-    end = iterate(f, z0, args, solver, monitor, begin(solver, z0), has_aux=has_aux, callback=callback)
+    end = iterate(f, z0, args, solver, monitor, has_aux=has_aux, callback=callback)
     solution, stale = monitor.solution(end.evaluations, end.aux)
     if solution.aux is not None and stale is not None:
         with torch.no_grad():
@@ -196,15 +198,16 @@ def iterate(
     args: Any,
     solver: Solver[Any] | ExternalSolver,
     monitor: Monitor,
-    state: Any,
+    state: Any = None,
     *,
     has_aux: bool = False,
     callback: Callback | None = None,
 ) -> LoopResult:
-    """The loop of :func:`solve`, for any monitor, from a ``state`` of the solver."""
+    """The loop of :func:`solve`, for any monitor, from a ``state`` of the solver; None: from its first."""
     if isinstance(solver, ExternalSolver):
         return _iterate_externally(f, z0, args, solver, monitor, has_aux, callback)
     z, step = z0, 0
+    state = solver.init(z0) if state is None else state
     while True:
         step += 1
         fz, aux = evaluate(f, z, args, has_aux=has_aux)
@@ -215,13 +218,8 @@ def iterate(
                 return LoopResult(z, fz, aux, step, state)
         proposal, state = next_point(solver, z, fz, state)
         z = monitor.freeze(z, proposal)
-        if args is not None and (rows := monitor.compact(aux)) is not None:
+        if args is not None and (rows := monitor.compact(aux, step)) is not None:
             z, args, state = take((z, args, state), rows)
-
-
-def begin(solver: Solver[Any] | ExternalSolver, z0: State) -> Any:
-    """The state of the solver before its first step; one of another library keeps its own."""
-    return None if isinstance(solver, ExternalSolver) else solver.init(z0)
 
 
 def next_point(solver: Solver[Any] | ExternalSolver, z: State, fz: State, state: Any) -> tuple[State, Any]:

@@ -1,7 +1,7 @@
 """When a solve ends: tolerances, budget and granularity."""
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from deqseq.check import check_choice, check_integer, check_number, check_type
 from deqseq.exits import ExitRule
@@ -86,7 +86,7 @@ class Stop:
     def exactly(cls, steps: int) -> "Stop":
         """Run ``steps`` evaluations whatever the residual, check it once at the end, and return the last value.
 
-        No residual passes a tolerance of zero, so the rows' status is ``MAX_STEPS_REACHED``.
+        Rows have the status ``MAX_STEPS_REACHED``, unless their residual is exactly 0.
 
         Args:
             steps: evaluations, at least 1.
@@ -97,6 +97,6 @@ class Stop:
         check_integer("steps", steps, 1)
         return cls(rtol=0.0, atol=0.0, max_steps=steps, check_every=steps)
 
-    def checks(self, step: int) -> bool:
-        """Whether the residual is measured after evaluation number ``step`` (counted from 1)."""
-        return step % self.check_every == 0 or step == self.max_steps
+    def checks(self, step: Any) -> Any:
+        """Whether the residual is measured after evaluation ``step``, counted from 1; also for a tensor of them."""
+        return (step % self.check_every == 0) | (step == self.max_steps)

@@ -22,9 +22,10 @@ def window_monitor(z0: Tensor, window: int, stop: Stop = STOP, ends: list[int] |
     return WindowMonitor(z0, stop, window, known, together=False)
 
 
-def seen(monitor: WindowMonitor, fz: Tensor, step: int = 1) -> bool:
-    """Check one evaluation, and move the windows if the iteration ends with it."""
-    monitor.check(monitor.states(), fz, step)
+def seen(monitor: WindowMonitor, fz: Tensor, step: int = 1, first: int | None = None) -> bool:
+    """Check evaluations ``first`` (by default ``step`` alone) to ``step``, and move the windows if the last one ends."""
+    for number in range(step if first is None else first, step + 1):
+        monitor.check(monitor.states(), fz, number)
     if monitor.done:
         monitor.commit(fz, fz, step)
         monitor.stand(remove=True)
@@ -71,7 +72,7 @@ class TestWindowMonitor:
 
     def test_a_spent_budget_forces_the_first_token_of_that_row_alone(self):
         monitor = window_monitor(tokens([1, 1, 1], [1, 1, 1]), 3)
-        assert seen(monitor, fz := tokens([1, 2, 1], [2, 1, 1]), 3)
+        assert seen(monitor, fz := tokens([1, 2, 1], [2, 1, 1]), 3, first=1)
         assert monitor.moved is None
         assert seen(monitor, fz[:, 1:])
         solution = monitor.solution()
@@ -83,7 +84,7 @@ class TestWindowMonitor:
 
     def test_each_row_has_a_budget_of_its_own(self):
         monitor = window_monitor(tokens([1, 1], [1, 1]), 1)
-        assert seen(monitor, tokens([1], [2]), 2)
+        assert seen(monitor, tokens([1], [2]), 2, first=1)
         assert seen(monitor, tokens([5], [3]), 1)
         assert monitor.solution().stats.forced.tolist() == [[False, False], [True, False]]
 
@@ -91,10 +92,11 @@ class TestWindowMonitor:
     def test_a_diverged_row_is_zero_from_there_on_and_is_not_waited_for(self, bad):
         monitor = window_monitor(tokens([1, 1, 1, 1], [1, 1, 1, 1]), 2)
         assert seen(monitor, tokens([1, 2], [1, 2]))
+        step = 1
         if bad == 1e9:  # the limit follows tokens that have just entered
             assert not seen(monitor, tokens([5, 1], [bad, 1]))
-            bad = bad**2
-        assert seen(monitor, tokens([2, 1], [bad, 1]))
+            bad, step = bad**2, 2
+        assert seen(monitor, tokens([2, 1], [bad, 1]), step)
         assert monitor.active_rows == 1
         assert seen(monitor, tokens([1]))
         solution = monitor.solution()
@@ -129,10 +131,10 @@ class TestRowMonitor:
         z, monitor = torch.ones(8, 1), RowMonitor(torch.ones(8, 1), STOP, keep_trace=False)
         targets = torch.tensor([[1.0]] + [[2.0]] * 7)
         monitor.check(z, targets, 1)
-        assert (monitor.active_rows, monitor.compact(None)) == (7, None)
+        assert (monitor.active_rows, monitor.compact(None, 1)) == (7, None)
         targets[1] = 1
         monitor.check(z, targets, 2)
-        rows = monitor.compact(None)
+        rows = monitor.compact(None, 2)
         assert rows is not None and rows.tolist() == list(range(2, 8))
         monitor.check(z[2:], targets[2:], 3)
         assert monitor.residuals().tolist() == [0.0, 0.0] + [0.5] * 6

@@ -37,6 +37,10 @@ class Shared:
         return Shared(self.x[rows], self.table)
 
 
+class Stack(list):
+    """A list of one's own."""
+
+
 def numbers(start: int = 0, width: int = 2) -> Tensor:
     return torch.arange(start, start + BATCH * width).reshape(BATCH, width)
 
@@ -109,7 +113,9 @@ def test_map_tensors_reaches_every_tensor_once_and_keeps_the_structure():
     assert [x.tolist() for x in tensors_of(doubled)] == [(2 * x).tolist() for x in tensors_of(whole)]
     assert len(tensors_of(whole)) == 4
     assert type(doubled.x) is Pair and doubled.rest["more"][2].right == 0.5
-    assert list(map_tensors(torch.neg, OrderedDict(b=numbers(), a=None))) == ["b", "a"]
+    for record in (OrderedDict(b=numbers(), a=None), Stack([numbers(), None])):
+        assert map_tensors(lambda x: x, record) == record and type(map_tensors(torch.neg, record)) is type(record)
+        assert len(tensors_of(take(record, torch.tensor([1])))[0]) == 1
 
 
 def test_a_type_is_no_record():

@@ -312,6 +312,11 @@ class TestTorchFunc:
         with pytest.raises(TypeError, match=r"torch\.func's vmap.*rows of z0"):
             torch.func.vmap(self.value)(torch.tensor([0.1, 0.2], dtype=torch.float64))
 
+    def test_gradients_of_samples(self):
+        with pytest.raises(TypeError, match=r"torch\.func's vmap.*rows of z0"):
+            a = torch.tensor([0.1, 0.2], dtype=torch.float64)
+            torch.func.vmap(torch.func.grad(lambda a: self.value(a, dq.Unrolled())))(a)
+
     def test_forward_mode(self):
         a = torch.tensor(0.5, dtype=torch.float64)
         with pytest.raises(TypeError, match=r"torch\.func's jvp.*backward"):

@@ -44,7 +44,7 @@ class Inputs:
     """What stays the same during a solve: prepared once, outside the loop.
 
     Attributes:
-        injection: what is added inside the layers, ``(batch, length, width)``; None for an explicit model.
+        injection: what is added inside the layers, ``(batch, length, width)``; None if the backbone was built without.
         dropout: dropout masks, one per layer, ``(batch, length, d_model)``; empty outside training.
         rotary: cosines and signed sines of the positions, each ``(batch or 1, length, headdim)``; empty without rotary
             embedding.
@@ -57,7 +57,7 @@ class Inputs:
 
     injection: Float[Tensor, "batch length width"] | None = None
     dropout: tuple[Float[Tensor, "batch length d_model"], ...] = ()
-    rotary: tuple[Float[Tensor, "rows length half"], ...] = ()
+    rotary: tuple[Float[Tensor, "rows length headdim"], ...] = ()
 
     def take_rows(self, rows: RowIndex) -> "Inputs":
         """The given ``rows`` alone, ``(rows,)``; tables that all rows share stay as they are."""
@@ -124,7 +124,7 @@ class Backbone(nn.Module, ABC, Generic[C]):
         """Commit the first tokens of an evaluation; the map is not evaluated again. Called without gradients.
 
         Args:
-            cache: the cache of that evaluation. Default: there were no tokens before.
+            cache: the cache of that evaluation; None: there were no tokens before.
             aux: what :meth:`forward` returned.
             tokens: how many tokens to commit, at least 1.
             counts: how many of them are real, per row, ``(batch,)``. Default: all.
@@ -136,14 +136,6 @@ class Backbone(nn.Module, ABC, Generic[C]):
             f"{type(self).__name__} has no advance(cache, aux, tokens, counts), so it keeps no cache: only the "
             "Simultaneous sweep without return_cache works. Write advance() to sweep, cache or generate with it"
         )
-
-    def compile(self, **options: Any) -> None:
-        """Compile one iteration with ``torch.compile``.
-
-        Args:
-            **options: those of ``torch.compile``.
-        """
-        super().compile(**options)
 
     def compile_stack(self, stack: Callable[..., Any], options: dict[str, Any]) -> None:
         """Let :meth:`run` call a compiled ``stack``: the part of :meth:`forward` that goes from tensors to tensors.

@@ -51,7 +51,8 @@ class LlamaConfig:
             they have the model's dtype, and float32 at least.
         dropout: probability, in [0, 1); one mask per layer and solve.
         weight_norm: whether linear maps are weight-normalised, as in the paper.
-        injection: whether the backbone takes an input at every layer; without, it only serves explicit models.
+        injection: whether the input enters every layer; without, it serves explicit models, ``start="input"``, and
+            :class:`Injected`, which adds the input to the state.
 
     Raises:
         TypeError, ValueError: names the field, what it got and what it wants.

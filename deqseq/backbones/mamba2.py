@@ -3,16 +3,16 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 from jaxtyping import Int64
 from torch import Tensor, nn
 
 from deqseq.backbones.base import Backbone, Cache, Inputs, check_cache, check_sequence
-from deqseq.check import check_flag, check_integer, check_number, check_type
+from deqseq.check import check_choice, check_flag, check_integer, check_number, check_type
 from deqseq.layers import Mamba2Block, Mamba2Mixer, MixerAux, MixerState, RMSNorm, apply_weight_norm, dropout_mask
 from deqseq.ops import Backend
-from deqseq.ops.backend import check_backend, resolved
+from deqseq.ops.backend import resolved
 from deqseq.types import Mask, Sequence
 
 
@@ -34,7 +34,8 @@ class Mamba2Config:
         dt_limit: bounds of the scan's step sizes.
         dropout: probability, in [0, 1); one mask per solve.
         weight_norm: whether linear maps and convolutions are weight-normalised, as in the paper.
-        injection: whether the backbone takes an input at every layer; without, it only serves explicit models.
+        injection: whether the input enters every layer; without, it serves explicit models, ``start="input"``, and
+            :class:`Injected`, which adds the input to the state.
         backend: implementation of convolutions and scans: ``"reference"``, plain PyTorch; ``"mamba_ssm"``, kernels of
             that package; ``"auto"``, the kernels for CUDA tensors where they can be imported, else the reference.
 
@@ -78,7 +79,7 @@ class Mamba2Config:
         check_number("Mamba2Config.dropout", self.dropout, "[0, 1)")
         check_flag("Mamba2Config.weight_norm", self.weight_norm)
         check_flag("Mamba2Config.injection", self.injection)
-        check_backend(self.backend)
+        check_choice("Mamba2Config.backend", self.backend, get_args(Backend))
         heads, rest = divmod(self.expand * self.d_model, self.headdim)
         if rest:
             raise ValueError(

@@ -9,7 +9,7 @@ import torch
 
 from deqseq.backbones import Backbone
 from deqseq.check import check_integer, check_type
-from deqseq.config import RandomStart, SolveConfig, resolve
+from deqseq.config import SolveConfig, resolve
 from deqseq.evaluate import evaluate
 from deqseq.layers.sharded import unsharded
 from deqseq.layers.weight_norm import cached_weights
@@ -19,6 +19,7 @@ from deqseq.models.implicit import ImplicitModel
 from deqseq.models.output import ModelOutput
 from deqseq.models.padding import Padding, check_mask
 from deqseq.models.recurrent_depth import RecurrentDepth
+from deqseq.models.start import start_states
 from deqseq.sweeps.tokens import TokenArgs, token_map
 from deqseq.types import Mask, Sequence
 
@@ -91,8 +92,8 @@ def solved_model(
         output = core(x, mask=mask, solve=config, trace=trace)
         padding = Padding.of(x, mask)
         tokens = padding.compact(x)
-        drawn = config.start.draw(tokens) if isinstance(config.start, RandomStart) else tokens
-        start = torch.zeros_like(tokens) if config.start == "zero" else drawn
+        start = start_states(tokens, None, padding, config)
+        start = start[:: len(start) // len(tokens)]  # one of several restarts
         with unsharded(backbone), cached_weights(backbone):
             args = TokenArgs(backbone.prepare(tokens, None, padding.mask), None, padding.mask)
             yield SolvedModel(model, args, start, padding.compact(output.value), mask, output)

@@ -94,11 +94,10 @@ class AttachedGradient(Gradient):
             return solve(f, z0, **call)
         with torch.no_grad():
             solution = solve(primed(f), z0, **call)
-        return replace(solution, value=self.attach_to(f, call.get("args"), z0, solution, has_aux=call.get("has_aux")))
+        has_aux = call.get("has_aux", False)
+        return replace(solution, value=self.attach_to(f, call.get("args"), z0, solution, has_aux=has_aux))
 
-    def attach_to(
-        self, f: FixedPointMap, args: Any, z0: State, solution: Solution, *, has_aux: bool | None = False
-    ) -> State:
+    def attach_to(self, f: FixedPointMap, args: Any, z0: State, solution: Solution, *, has_aux: bool = False) -> State:
         """The value of a solution with this estimator's graph.
 
         Diverged rows are left out: their infinities would reach every parameter.
@@ -135,9 +134,9 @@ class AttachedGradient(Gradient):
         return torch.where(replaced, solution.value, value)
 
 
-def _bound(f: FixedPointMap, args: Any, has_aux: bool | None) -> Callable[[State], State]:
+def _bound(f: FixedPointMap, args: Any, has_aux: bool) -> Callable[[State], State]:
     """The map of ``z`` alone, checked, without its auxiliary output."""
-    return lambda z: evaluate(f, z, args, has_aux=bool(has_aux))[0]
+    return lambda z: evaluate(f, z, args, has_aux=has_aux)[0]
 
 
 def primed(f: FixedPointMap) -> FixedPointMap:

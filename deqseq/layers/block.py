@@ -15,7 +15,7 @@ from deqseq.ops import Backend
 
 
 class Mamba2Block(nn.Module):
-    r"""Mixer and, optionally feed-forward layer, each after a norm and beside a residual path.
+    r"""Mixer and optional feed-forward layer, each with a norm before it and a residual path.
 
     .. math:: z \leftarrow z + m \odot \mathrm{mixer}(\mathrm{norm}(z), \text{injection}), \qquad
               z \leftarrow z + \mathrm{mlp}(\mathrm{norm}(z))

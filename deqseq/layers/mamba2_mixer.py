@@ -30,7 +30,7 @@ class MixerState(NamedTuple):
 
 
 class MixerAux(NamedTuple):
-    """What one call of a mixer computed, as far as the state after any of its tokens depends on it.
+    """The tensors of one call of a mixer from which the state after any of its tokens follows.
 
     Attributes:
         xBC: inputs of the convolution, ``(batch, length, channels)``.

@@ -115,7 +115,7 @@ def cached_weights(module: nn.Module, enabled: bool = True) -> Iterator[None]:
         sources = {key: _sources(*place) for key, place in tensors.items()}
         computed = computed | {key: part.parametrizations[name]() for key, (part, name) in tensors.items()}
         modules = modules | {id(module): _Entered(tensors, sources, torch.is_grad_enabled())}
-    token = _solves.set(_Solves(True, computed, modules))
+    token = _solves.set(_Solves(computed, modules))
     try:
         yield
     finally:
@@ -177,7 +177,6 @@ class _Entered:
 class _Solves:
     """What is computed in this thread: tensors by their part's id and their name, and the modules that were entered."""
 
-    running: bool = False
     tensors: dict[Key, Tensor] = field(default_factory=dict)
     modules: dict[int, _Entered] = field(default_factory=dict)
 
@@ -211,9 +210,10 @@ def _once_per_solve(kind: Any, name: str, guarded: bool = False) -> None:
             value = getattr(part, compiled)
             return computed.fget(part) if value is None else value
         solves = _solves.get(_NOTHING)
-        value = solves.tensors.get((id(part), name)) if solves.running else None
+        value = solves.tensors.get((id(part), name))
         value = computed.fget(part) if value is None else value
-        return value.as_subclass(ComputedWeight) if guarded and not solves.running and type(value) is Tensor else value
+        outside = guarded and solves is _NOTHING
+        return value.as_subclass(ComputedWeight) if outside and type(value) is Tensor else value
 
     setattr(kind, name, property(get, computed.fset, computed.fdel))
     setattr(kind, compiled, None)

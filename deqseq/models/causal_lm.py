@@ -121,8 +121,8 @@ class CausalLM(nn.Module):
             callback: called at every check of the residual, as in :meth:`ImplicitModel.forward`.
             throw: whether rows that spent their budget or diverged raise an error.
             solve: replaces the model's :class:`SolveConfig` for this call.
-            **fields: fields of :class:`SolveConfig` to replace for this call. An explicit model takes none of these
-                five.
+            **fields: fields of :class:`SolveConfig` to replace for this call. An explicit model takes neither these nor
+                ``trace``, ``callback``, ``throw`` and ``solve``.
 
         Returns:
             Logits, the loss if labels or targets were given, cache and statistics.
@@ -134,13 +134,14 @@ class CausalLM(nn.Module):
         self._check_ids(input_ids)
         answers = self._answers(input_ids, labels, targets, mask)
         x = F.dropout(self.embed(input_ids), self.embedding_dropout, self.training)
-        options: dict[str, Any] = {"trace": trace, "callback": callback, "throw": throw, "solve": solve, **fields}
+        options: dict[str, Any] = {"trace": trace, "callback": callback, "throw": throw, "solve": solve}
         if isinstance(self.model, ExplicitModel):
-            options = {name: value for name, value in options.items() if value is not None and value is not False}
-            if options:
-                raise TypeError(f"an explicit model has nothing to solve: it takes no {', '.join(options)}")
+            given = [name for name, value in options.items() if value is not None and value is not False]
+            if given := [*given, *fields]:
+                raise TypeError(f"an explicit model has nothing to solve: it takes no {', '.join(given)}")
+            options = {}
         else:
-            options["head"] = self.logits
+            options |= {"head": self.logits, **fields}
         output = self.model(x, mask=mask, cache=cache, return_cache=return_cache, **options)
         logits = self.logits(output.value)
         loss = None if answers is None else _cross_entropy(logits, answers, shift=labels is not None)
@@ -271,14 +272,13 @@ class CausalLM(nn.Module):
             raise ValueError(f"{name} must be on the device of input_ids, {ids.device}, got {answers.device}")
         if answers.shape != ids.shape:
             raise ValueError(f"{name} must have the shape of input_ids {tuple(ids.shape)}, got {tuple(answers.shape)}")
-        if mask is not None:
-            check_mask(mask, ids)
-            known = (
-                mask if labels is None else mask & F.pad(mask[:, :-1], (1, 0))
-            )  # predicted one before, which must be real too
-            answers = answers.masked_fill(~known, IGNORED)
         if answers.dtype != torch.int64:
             raise TypeError(f"{name} must be int64, got {answers.dtype}")
+        if mask is not None:
+            check_mask(mask, ids)
+            # a label is scored by the logits of the token before it, which must be real too
+            known = mask if labels is None else mask & F.pad(mask[:, :-1], (1, 0))
+            answers = answers.masked_fill(~known, IGNORED)
         scored = answers[:, 1:] if labels is not None else answers
         scored = scored[scored != IGNORED]
         if scored.numel() == 0:

@@ -18,6 +18,7 @@ from deqseq.models.implicit import ImplicitModel
 from deqseq.models.output import ModelOutput
 from deqseq.models.recurrent_depth import RecurrentDepth, solved_part
 from deqseq.models.sampler import Sampler
+from deqseq.norms import worst_token
 from deqseq.rows import take
 from deqseq.stop import Stop
 from deqseq.sweeps import Lockstep, Simultaneous, Sliding, Sweep
@@ -124,8 +125,7 @@ class _Record:
             self.tokens[row] += new[:count]
             counts.append(count)
         if output.stats is not None:
-            iterations = output.stats.iterations
-            iterations = (iterations if iterations.ndim == 1 else iterations.amax(dim=1)).tolist()
+            iterations = worst_token(output.stats.iterations).tolist()
             for row, count, steps, converged in zip(rows, counts, iterations, output.converged.tolist(), strict=True):
                 self.iterations[row] += [steps] * count
                 self.converged[row] += [converged] * count

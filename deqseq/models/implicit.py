@@ -6,21 +6,20 @@ from functools import partial
 from typing import Any, Unpack
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 
 from deqseq.backbones.base import Backbone, Cache, Inputs, check_sequence
 from deqseq.check import check_callable, check_flag, check_type
 from deqseq.config import RandomStart, SolveConfig, SolveFields, resolve
-from deqseq.evaluate import check_start
 from deqseq.exits import check_exit
 from deqseq.explain import Problem
-from deqseq.gradients import AttachedGradient, Gradient, Implicit, Reversible, Unrolled
+from deqseq.gradients import Gradient, Implicit, Reversible, Unrolled
 from deqseq.layers.sharded import sharded_parts, unsharded
 from deqseq.layers.weight_norm import cached_weights
 from deqseq.models.eval_mode import eval_mode
 from deqseq.models.output import ModelOutput
 from deqseq.models.padding import Padding
+from deqseq.models.start import check_states, start_states
 from deqseq.solution import ConvergenceWarning, Status
 from deqseq.solve import Callback
 from deqseq.solvers import ExternalSolver, Solver
@@ -98,13 +97,16 @@ class ImplicitModel(nn.Module):
                 row as it is alone, and is zero in the result. Default: no padding.
             cache: the ``cache`` of the :class:`ModelOutput` for the tokens before. Default: there are none.
             return_cache: whether to return the cache after these tokens. It carries no gradient, and comes from the
-                evaluation at which each row passed; rows that failed are evaluated once more, at their value.
+                evaluation at which each row passed; failed rows whose best value is not their last are evaluated once
+                more.
             return_uncommitted: whether to return, instead of a cache, what commits any number of these tokens; with the
                 simultaneous sweep only.
             trace: whether to keep residuals; with the simultaneous sweep only.
-            callback: called with a :class:`Progress` at every check of the residual; the iterations of each chunk and
-                each commit are counted from 1. Residuals per token are of the real tokens first, whatever the padding.
-            throw: whether rows that spent their budget or diverged raise an error.
+            callback: called with a :class:`Progress` at every check of the residual. Its ``iteration`` starts again at
+                each chunk; that of a sliding window counts the whole solve. Residuals per token are of the real tokens
+                first, whatever the padding.
+            throw: whether rows that spent their budget or diverged raise an error; in :class:`Lockstep`, which has no
+                tolerance, those that diverged.
             head: maps states to logits, ``(rows, length, d_model) -> (rows, length, classes)``, for an exit rule that
                 judges these; :class:`deqseq.CausalLM` passes its own.
             solve: replaces the model's configuration for this call.
@@ -134,7 +136,7 @@ class ImplicitModel(nn.Module):
         config = resolve(self.solve_config, solve, fields)
         check_sequence(x, self.backbone.d_model)
         if start is not None:
-            _check_states(start, x)
+            check_states(start, x)
         check_type("cache", cache, (Cache, type(None)))
         flags = {"return_cache": return_cache, "return_uncommitted": return_uncommitted, "trace": trace, "throw": throw}
         for name, flag in flags.items():
@@ -142,8 +144,10 @@ class ImplicitModel(nn.Module):
         for name, function in (("callback", callback), ("head", head)):
             if function is not None:
                 check_callable(name, function)
+        if return_cache and return_uncommitted:
+            raise ValueError("return_uncommitted=True commits later: leave return_cache out")
         check_exit(config.stop.exit, head)
-        gradient = config.gradient if self._requires_gradient(x) else None
+        gradient = config.gradient if self._requires_gradient(x, start) else None
         if sharded_parts(self.backbone):
             _check_sharded(gradient, config.stop)
         padding = Padding.of(x, mask)
@@ -152,14 +156,14 @@ class ImplicitModel(nn.Module):
         with unsharded(self.backbone), cached_weights(self.backbone, enabled=not recomputes):
             tokens = padding.compact(x)
             inputs = self.backbone.prepare(tokens, backbone_cache(cache, config.sweep), padding.mask)
-            if config.start == "zero" and start is None:
+            if config.start != "input" and start is None:
                 _check_injection(inputs, self.backbone)
             args = TokenArgs(inputs, cache, padding.mask, head if config.stop.exit is not None else None)
             args = args.slice(0, x.shape[1], x.shape[1]) if return_uncommitted else args
             solution, after = run_sweep(
                 self.backbone,
                 args,
-                _start(tokens, start, padding, config, gradient),
+                start_states(tokens, start, padding, config, gradient),
                 config,
                 gradient=gradient,
                 keep_value=not self.training,
@@ -171,11 +175,14 @@ class ImplicitModel(nn.Module):
             )
         solution = padding.restored(solution)
         problem = Problem(config.solver, _asked(config), partial(self._again, x.detach(), mask, cache, config, start))
-        states, commits = solution.value.detach(), partial(commit, self.backbone, args, solution.aux)
+        states, commits = solution.value.detach(), partial(commit, self.backbone, args, solution.aux, x.shape[:2])
         own = Uncommitted(states, commits) if return_uncommitted else None
         output = ModelOutput(solution.value, after, solution.stats, solution.status, problem, own)
         self._warn_once(output, config)
-        return output.raise_if_failed() if throw else output
+        fixed = isinstance(config.sweep, Lockstep)  # has no tolerance, so that rows can only diverge
+        if throw and (not fixed or bool((solution.status == Status.DIVERGED).any())):
+            output.raise_if_failed()
+        return output
 
     @property
     def d_model(self) -> int:
@@ -237,8 +244,9 @@ class ImplicitModel(nn.Module):
                 stacklevel=5,
             )
 
-    def _requires_gradient(self, x: Sequence) -> bool:
-        return torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in self.parameters()))
+    def _requires_gradient(self, *tensors: Tensor | None) -> bool:
+        given = any(x is not None and x.requires_grad for x in tensors)
+        return torch.is_grad_enabled() and (given or any(p.requires_grad for p in self.parameters()))
 
 
 _EXAMPLE = "dq.SolveConfig(solver=dq.Anderson())"
@@ -250,42 +258,12 @@ def _asked(config: SolveConfig) -> Stop:
     return replace(stop, max_steps=sweep.steps, check_every=1) if isinstance(sweep, Lockstep) else stop
 
 
-def _check_states(start: Tensor, x: Tensor) -> None:
-    """Refuse states that do not fit the embedded tokens, or the first of them."""
-    check_start("start", start)
-    some = x[:, : start.shape[1]] if start.ndim == 3 else x
-    if start.shape != some.shape or start.dtype != x.dtype or start.device != x.device:
-        wanted, got = (f"{t.dtype} {tuple(t.shape)} on {t.device}" for t in (x, start))
-        raise ValueError(f"start must be like the embedded tokens, or the first of them, {wanted}, got {got}")
-
-
-def _start(
-    tokens: Sequence, given: Tensor | None, padding: Padding, config: SolveConfig, gradient: Gradient | None
-) -> Float[Tensor, "rows length d_model"]:
-    """Where the iteration begins; padding is zero in any case."""
-    if given is None and config.start == "zero":
-        return torch.zeros_like(tokens, requires_grad=False)
-    if given is None and isinstance(config.start, RandomStart):
-        drawn, real = config.start.draw(tokens), padding.mask
-        real = None if real is None else real.repeat_interleave(config.start.restarts, dim=0)
-        return drawn if real is None else drawn.masked_fill(~real[..., None], 0)
-    if given is not None and given.shape[1] < tokens.shape[1]:
-        own = _start(tokens, None, padding, config, gradient)
-        own = padding.back(own[:: len(own) // len(tokens)])  # one of several restarts
-        given = torch.cat([given, own[:, given.shape[1] :]], dim=1)
-    tokens = tokens if given is None else padding.compact(given)
-    tokens = tokens.nan_to_num(0.0, 0.0, 0.0)  # a row that is not finite diverges alone
-    # a fixed point does not depend on where its solve began: only a differentiated iteration does
-    differentiated = gradient is not None and not isinstance(gradient, AttachedGradient)
-    return tokens if differentiated else tokens.detach()
-
-
 def _check_injection(inputs: Any, backbone: Backbone[Any]) -> None:
     if isinstance(inputs, Inputs) and inputs.injection is None:
         raise ValueError(
-            f"this {type(backbone).__name__} was built without an injection, so from zero its fixed point does not "
-            "depend on the input: build it with injection=True, wrap it as dq.Injected(backbone, dq.AddInjection()), "
-            'or take start="input" or an ExplicitModel'
+            f"this {type(backbone).__name__} was built without an injection, so from zero or a random start its fixed "
+            "point does not depend on the input: build it with injection=True, wrap it as "
+            'dq.Injected(backbone, dq.AddInjection()), or take start="input" or an ExplicitModel'
         )
 
 

@@ -18,7 +18,7 @@ class ModelOutput(Outcome):
     Attributes:
         value: final states, ``(batch, length, d_model)``; for an implicit model the fixed point.
         cache: the cache after these tokens, with ``return_cache=True``.
-        stats: numbers of the solve, per row for the simultaneous sweep, else per token; None for an explicit model.
+        stats: numbers of the solve, per row if all tokens are solved together, else per token; None: not solved.
         status: a :class:`~deqseq.Status` per row, the worst over its chunks, ``(batch,)``; None for an explicit model.
         problem: what was solved, for :meth:`explain`; not saved with the object.
         uncommitted: with ``return_uncommitted=True``, what commits any number of these tokens.

@@ -57,14 +57,8 @@ class Padding:
         if self.order is None:
             return solution
         stats = solution.stats
-        per_token = {
-            "iterations": stats.iterations,
-            "residual": stats.residual,
-            "error": stats.error,
-            "updates": stats.updates,
-            "forced": stats.forced,
-        }
-        moved = {name: self.back(x) for name, x in per_token.items() if x is not None and x.ndim == 2}
+        numbers = {name: getattr(stats, name) for name in ("iterations", "residual", "error", "updates", "forced")}
+        moved = {name: self.back(x) for name, x in numbers.items() if x is not None and x.ndim == 2}
         if stats.trace is not None and stats.trace.ndim == 3:
             moved["trace"] = torch.stack([self.back(check) for check in stats.trace])
         return replace(solution, value=self.back(solution.value), stats=replace(stats, **moved))
@@ -80,10 +74,10 @@ class Padding:
 def check_mask(mask: Tensor, tokens: Tensor) -> None:
     """Raise an error unless the mask marks one run of real tokens per row."""
     check_type("mask", mask, Tensor)
-    if mask.dtype != torch.bool or mask.shape != tokens.shape[:2]:
+    if mask.dtype != torch.bool or mask.shape != tokens.shape[:2] or mask.device != tokens.device:
         raise ValueError(
-            f"mask must be bool of shape {tuple(tokens.shape[:2])}, True at real tokens, got {mask.dtype} "
-            f"{tuple(mask.shape)}"
+            f"mask must be bool of shape {tuple(tokens.shape[:2])} on {tokens.device}, True at real tokens, got "
+            f"{mask.dtype} {tuple(mask.shape)} on {mask.device}"
         )
     begins = mask[:, 0].long() + (mask[:, 1:] & ~mask[:, :-1]).sum(dim=1)  # runs of real tokens
     bad = (begins != 1).nonzero()[:, 0].tolist()

@@ -21,15 +21,6 @@ class BackendError(RuntimeError):
     """A backend was named that cannot run here; the message says what is missing."""
 
 
-def check_backend(backend: str) -> None:
-    """Refuse what is no backend.
-
-    Raises:
-        ValueError: names the choices.
-    """
-    check_choice("backend", backend, get_args(Backend))
-
-
 def resolved(backend: Backend, x: Tensor) -> Literal["reference", "mamba_ssm"]:
     """What computes an operation on ``x``.
 
@@ -50,7 +41,7 @@ def resolved(backend: Backend, x: Tensor) -> Literal["reference", "mamba_ssm"]:
 @cache
 def _decided(backend: Backend, device: str, dtype: torch.dtype) -> Literal["reference", "mamba_ssm"]:
     """The decision; made, and its reason logged, once for each kind of tensor."""
-    check_backend(backend)
+    check_choice("backend", backend, get_args(Backend))
     if backend == "reference":
         return "reference"
     elsewhere = backend == "auto" and device != "cuda"

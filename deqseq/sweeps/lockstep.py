@@ -47,7 +47,9 @@ def backbone_cache(cache: Cache | None, sweep: Sweep) -> Cache | None:
     steps = len(cache.steps) if isinstance(cache, LockstepCache) else None
     if cache is not None and steps != (sweep.steps if isinstance(sweep, Lockstep) else None):
         made = "another sweep" if steps is None else f"Lockstep({steps})"
-        raise ValueError(f"cache must be of the sweep that goes on with it, {sweep}, got one of {made}")
+        raise ValueError(
+            f"cache was made by {made}, but this call solves by {sweep}: go on with the sweep that made it"
+        )
     return cache.steps[0] if isinstance(cache, LockstepCache) else cache
 
 
@@ -70,7 +72,7 @@ def run_lockstep(
     first = steps if unrolled is None else steps - min(unrolled.last or steps, steps)  # of those with a graph
     f, length, after, stop = token_map(backbone, need_aux=need_cache), z0.shape[1], [], Stop.exactly(steps)
     g = checkpointed(f) if unrolled is not None and unrolled.checkpoint else f
-    z, fz, state, seen = z0, z0, solver.init(z0), measure(z0, z0, stop)
+    z, fz, state = z0, z0, solver.init(z0)
     for step, cache in enumerate(before):
         with torch.no_grad() if step < first else nullcontext():
             if step > 0:
@@ -79,12 +81,11 @@ def run_lockstep(
             fz, aux = evaluate(g if step >= first else f, z, own, has_aux=True)
         if need_cache:
             after.append(advance(backbone, own, aux, length))
-        if callback is not None or step + 1 == steps:
-            seen = measure(z, fz, stop)
         if callback is not None:
-            callback(Progress(step + 1, steps, len(z), seen.residual))
+            callback(Progress(step + 1, steps, len(z), measure(z, fz, stop).residual))
         if exits is not None:
             exits.file(z, fz, step + 1)
+    seen = measure(z, fz, stop)
     status = torch.where(seen.difference.isfinite(), int(Status.MAX_STEPS_REACHED), int(Status.DIVERGED))
     counts = torch.full_like(status, steps)
     unknown, updates = torch.full_like(seen.residual, torch.inf), counts[:, None].expand(-1, length)

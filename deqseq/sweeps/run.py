@@ -11,9 +11,10 @@ from deqseq.backbones.base import Backbone, Cache
 from deqseq.config import SolveConfig
 from deqseq.gradients.base import AttachedGradient, Gradient
 from deqseq.gradients.unrolled import Unrolled
+from deqseq.norms import worst_token
 from deqseq.rows import take
 from deqseq.solution import Solution, SolveStats
-from deqseq.solve import Callback, SolveCall, begin, iterate, next_point, solve
+from deqseq.solve import Callback, SolveCall, iterate, next_point, solve
 from deqseq.solvers.base import ExternalSolver
 from deqseq.sweeps.base import Lockstep, Simultaneous, Sliding, Sweep
 from deqseq.sweeps.lockstep import LockstepCache, run_lockstep
@@ -38,7 +39,7 @@ def run_sweep(
 ) -> tuple[Solution, Cache | None]:
     """Solve for all tokens, and attach ``gradient``: over the whole sequence at once, however it was solved.
 
-    With ``keep_value``, an estimator that needs the fixed point alone gives the gradient, and not the value. With
+    With ``keep_value``, an estimator that needs the fixed point alone changes the gradient, and not the value. With
     ``keep_aux``, the solution of the simultaneous sweep has what ``advance`` needs. With ``restarts``, ``z0`` has that
     many rows for each row of ``args``, and the best solution of each is returned.
 
@@ -52,8 +53,7 @@ def run_sweep(
         backbone.advance(None, None, 1)  # says what is missing, before anything is solved
     if not together:
         _check(config, gradient, trace, keep_aux)
-    later = keep_value or not together or restarts > 1
-    attached = gradient if isinstance(gradient, AttachedGradient) and later else None
+    attached = gradient if isinstance(gradient, AttachedGradient) else None
     if restarts > 1:
         if gradient is not attached:
             raise ValueError(
@@ -85,8 +85,7 @@ def run_sweep(
 def _best_of(restarts: int, solution: Solution, cache: Cache | None) -> tuple[Solution, Cache | None]:
     """Of each row's restarts the one with the smallest residual; its updates are those of all of them."""
     stats = solution.stats
-    residual = stats.residual if stats.residual.ndim == 1 else stats.residual.amax(dim=1)
-    best = residual.reshape(-1, restarts).nan_to_num(torch.inf).argmin(dim=1)
+    best = worst_token(stats.residual).reshape(-1, restarts).nan_to_num(torch.inf).argmin(dim=1)
     rows = torch.arange(len(best), device=best.device) * restarts + best
     updates = stats.updates.reshape(len(best), restarts, *stats.updates.shape[1:]).sum(dim=1)
     trace = None if stats.trace is None else stats.trace[:, rows]
@@ -118,7 +117,7 @@ def _chunks(
         call: SolveCall = {"args": chunk, "has_aux": True, "solver": config.solver, "stop": config.stop}
         call["trace"], call["callback"] = trace, callback
         call["readout"] = None if args.head is None else readout
-        z = z0 if size == length else z0[:, start:end].contiguous()  # a view would be compiled on its own
+        z = z0 if size == length else z0[:, start:end].contiguous()  # other strides would be compiled anew
         if gradient is not None:
             solution = gradient.apply(f, z, **call)
         else:
@@ -126,7 +125,9 @@ def _chunks(
                 solution = solve(f, z, **call)
         if commits:
             args = args._replace(cache=advance(backbone, chunk, solution.aux, size))
-        solutions.append(replace(solution, aux=solution.aux if keep_aux else None, problem=None))  # it holds the chunk
+        solutions.append(
+            replace(solution, aux=solution.aux if keep_aux else None, problem=None)
+        )  # which keeps the chunk alive
         start = end
     cache = args.cache if need_cache else None
     return (_per_row if isinstance(config.sweep, Simultaneous) else _joined)(solutions), cache
@@ -147,21 +148,21 @@ def _slide(
     f, solver = token_map(backbone, need_aux=True), config.solver
     external = isinstance(solver, ExternalSolver)
     monitor = WindowMonitor(z0, config.stop, config.sweep.window, ends, together=external)
-    z = monitor.states()
-    state = begin(solver, z)
+    args.check_tokens(length)
+    z, state = monitor.states(), None
     while monitor.active_rows:
         window = args.gather(monitor)
         end = iterate(f, z, window, solver, monitor, state, has_aux=True, callback=callback)
         proposal, state = next_point(solver, end.z, end.fz, end.state)
         counts = monitor.commit(end.fz, proposal, end.evaluations)
         low, high = (int(n) for n in torch.aminmax(counts))
-        if need_cache or monitor.active_rows:
+        if high and (need_cache or monitor.active_rows):  # 0: a solver of another library has ended early
             each = None if low == high else counts.to(z0.device)
             args = args._replace(cache=advance(backbone, window, end.aux, high, each))
         if (keep := monitor.stand(remove=not need_cache)) is not None:
             args, state = args._replace(cache=take(args.cache, keep)), take(state, keep)
         z, moved = monitor.states(), monitor.moved
-        state = begin(solver, z) if external or moved is None else solver.restart(state, z, moved)
+        state = None if external or moved is None else solver.restart(state, z, moved)
     return monitor.solution(), args.cache if need_cache else None
 
 

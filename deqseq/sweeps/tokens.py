@@ -9,18 +9,19 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from deqseq.backbones.base import Backbone, Cache
+from deqseq.check import check_type
 from deqseq.layers.sharded import unsharded
-from deqseq.rows import map_tensors
+from deqseq.rows import map_tensors, tensors_of
 from deqseq.sweeps.window import WindowMonitor
 from deqseq.types import Mask, Sequence, State
 
 Counts = Int64[Tensor, " batch"]
 Head = Callable[[Sequence], Float[Tensor, "rows length classes"]]
-"""From states to logits, for exit rules; :func:`deqseq.take` gives that of some rows."""
+"""From states to logits, for exit rules. One that holds tensors per row is a record that :func:`deqseq.take` cuts."""
 
 
 class TokenArgs(NamedTuple):
-    """What the map of some tokens needs besides their state: the second argument of :func:`token_map`."""
+    """What the map of some tokens needs besides their state: the second argument of the map of :func:`token_map`."""
 
     inputs: Any
     cache: Cache | None = None
@@ -38,16 +39,18 @@ class TokenArgs(NamedTuple):
         if stop - start == length:
             return self._replace(cache=cache)
 
-        def part(x: Tensor) -> Tensor:
+        self.check_tokens(length)
+        inputs, mask = map_tensors(lambda x: x[:, start:stop].contiguous(), (self.inputs, self.mask))
+        return self._replace(inputs=inputs, cache=cache, mask=mask)
+
+    def check_tokens(self, length: int) -> None:
+        """Refuse inputs that cannot be divided into tokens."""
+        for x in tensors_of(self.inputs):
             if x.ndim < 2 or x.shape[1] != length:
                 raise ValueError(
                     f"Backbone.prepare must return tensors (batch, {length} tokens, ...), which a sweep can divide, "
                     f"got one of shape {tuple(x.shape)}: expand it, or keep it as an attribute of the backbone"
                 )
-            return x[:, start:stop].contiguous()
-
-        inputs, mask = map_tensors(part, (self.inputs, self.mask))
-        return self._replace(inputs=inputs, cache=cache, mask=mask)
 
 
 def token_map(backbone: Backbone[Any], *, need_aux: bool = False) -> Any:
@@ -83,7 +86,7 @@ class Uncommitted:
 
     Attributes:
         states: where a later solve of these tokens can begin, ``(batch, length, d_model)``.
-        commit: returns the cache after the first ``counts[row]`` real tokens of each row, for ``counts`` of shape
+        commit: returns the cache after the first ``counts[row]`` real tokens of each row, for int64 ``counts`` of shape
             ``(batch,)``, each from 0 to the row's length, not all 0.
 
     Example:
@@ -99,8 +102,13 @@ class Uncommitted:
     commit: Callable[[Counts], Cache]
 
 
-def commit(backbone: Backbone[Any], args: TokenArgs, aux: Any, counts: Counts) -> Cache:
-    """The ``commit`` of :class:`Uncommitted`, for an evaluation."""
+def commit(backbone: Backbone[Any], args: TokenArgs, aux: Any, shape: torch.Size, counts: Counts) -> Cache:
+    """The ``commit`` of :class:`Uncommitted`, for an evaluation of so many rows and tokens."""
+    check_type("counts", counts, Tensor)
+    if counts.dtype != torch.int64 or counts.shape != shape[:1]:
+        raise ValueError(f"counts must be int64 of shape {shape[:1]}, got {counts.dtype} {tuple(counts.shape)}")
     low, high = torch.stack(torch.aminmax(counts)).tolist()  # one transfer
+    if low < 0 or not 0 < high <= shape[1]:
+        raise ValueError(f"counts must be 0 to {shape[1]} tokens of each row, and not all 0, got {low} to {high}")
     with unsharded(backbone):
         return advance(backbone, args, aux, high, None if low == high else counts)

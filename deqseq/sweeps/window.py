@@ -25,9 +25,9 @@ A move costs the whole batch about half of an evaluation, and in a large batch s
 class WindowMonitor(Monitor):
     """A window over the first tokens of each row that have not converged.
 
-    It lives for a whole sweep. An iteration ends when the window of some row begins with tokens that have converged, or
-    has spent its budget; then :meth:`commit` files these, and :meth:`stand` moves that window on. Each row has its own
-    place, budget and checks, so nothing depends on the other rows. Each token is tested on its own.
+    It lives for a whole sweep. A run of the loop ends when the window of some row begins with tokens that have
+    converged, or has spent its budget; then :meth:`commit` files these, and :meth:`stand` moves that window on. Each
+    row has its own place, budget and checks, so nothing depends on the other rows. Each token is tested on its own.
 
     Where the windows stand is decided on the host. States and residuals of all tokens lie on the device; those in the
     windows are gathered from there.
@@ -37,7 +37,7 @@ class WindowMonitor(Monitor):
         stop: tolerances, and the budget of a commit.
         window: tokens that are iterated together.
         ends: real tokens of each row, ``(batch,)`` on the host.
-        together: whether an iteration goes on until every window can move.
+        together: whether the loop goes on until every window can move.
     """
 
     def __init__(self, z0: State, stop: Stop, window: int, ends: Int64[Tensor, " batch"], together: bool) -> None:
@@ -47,7 +47,6 @@ class WindowMonitor(Monitor):
         # of the computed rows, on the host: position in the batch, first token of the window, end, age of the window
         self._rows, self._start, self._end = torch.arange(len(z0)), torch.zeros_like(ends), ends
         self._age = torch.zeros_like(ends)
-        self._fresh = torch.ones_like(ends, dtype=torch.bool)  # whether tokens have entered since the last check
         # of the batch, on the host
         self._ends = ends
         self._history = [(0, self._start)]  # evaluations before each move, and where the windows stood after it
@@ -89,25 +88,26 @@ class WindowMonitor(Monitor):
         return None if bool(real.all()) else real.to(self._value.device)
 
     def checks(self, step: int) -> bool:
-        return self.stop.check_every == 1 or bool(self._due(step).any())
+        return self.stop.check_every == 1 or bool(self.stop.checks(self._age + step).any())
 
     def check(self, z: State, fz: State, step: int, args: Any = None) -> None:
-        latest, device, due = self._latest, z.device, self._due(step)
+        age, latest, device = self._age + step, self._latest, z.device
+        due = self.stop.checks(age)
         seen = measure(z, fz, self.stop, latest)
         if bool(due.all()):
             self._latest, self._before = seen.residual, latest
         else:
             now = due.to(device)[:, None]
             self._latest, self._before = torch.where(now, seen.residual, latest), torch.where(now, latest, self._before)
-        if bool((self._fresh & due).any()):  # tokens that have just entered may be of another scale
+        first = due & (age <= self.stop.check_every)
+        if bool(first.any()):  # tokens that have just entered may be of another scale
             limit = torch.maximum(self._limit, divergence_limit(seen, self.stop))
-            self._limit = torch.where((self._fresh & due).to(device), limit, self._limit)
-            self._fresh = self._fresh & ~due
+            self._limit = torch.where(first.to(device), limit, self._limit)
         sound = seen.difference <= self._limit  # NaN is not sound
         prefix, sound = torch.stack([seen.passed.cumprod(dim=1).sum(dim=1), sound.long()]).cpu()  # one transfer
         counts = torch.minimum(prefix, self._end - self._start)
         self._lost = due & self.open & (sound == 0)
-        moves, late = due & ~self._lost, self._age + step >= self.stop.max_steps
+        moves, late = due & ~self._lost, age >= self.stop.max_steps
         if self.stop.check_every == 1 and (self.evaluations + step) % EVERY:
             moves = moves & (late | (counts == (self._end - self._start).clamp(max=self.width)))
         self._spent = moves & late & self.open & (counts == 0)  # its first token is forced
@@ -118,13 +118,6 @@ class WindowMonitor(Monitor):
     def residuals(self) -> Residual:
         known = self._residuals[..., 0].flatten().index_copy(0, self._here.flatten(), self._latest.flatten())
         return known.reshape(self._residuals.shape[:2])[:, : self._length].nan_to_num(nan=torch.inf)
-
-    def freeze(self, z: State, proposal: State) -> State:
-        return proposal
-
-    def compact(self, aux: Any) -> RowIndex | None:
-        """No row leaves while the windows stand."""
-        return None
 
     def commit(self, fz: State, proposal: State, evaluations: int) -> Int64[Tensor, " rows"]:
         """File what leaves the windows, at ``fz``, after so many ``evaluations``; the others go on from ``proposal``.
@@ -145,7 +138,7 @@ class WindowMonitor(Monitor):
             self._file_failures()
         self._start = torch.where(self._lost, self._end, self._start + counts)
         moves = (counts > 0) | self._lost
-        self._age, self._fresh = torch.where(moves, 0, self._age + evaluations), self._fresh | moves
+        self._age = torch.where(moves, 0, self._age + evaluations)
         self._history.append((self.evaluations, self._history[-1][1].index_copy(0, self._rows, self._start)))
         self.active_rows = int(self.open.sum())
         return leaving
@@ -162,8 +155,7 @@ class WindowMonitor(Monitor):
         keep, ended = None, len(self._rows) - self.active_rows
         if remove and self.active_rows and 4 * ended >= len(self._rows):
             keep = self.open.nonzero()[:, 0]
-            of_rows = self._rows, self._start, self._end, self._age, self._fresh
-            self._rows, self._start, self._end, self._age, self._fresh = take(of_rows, keep)
+            self._rows, self._start, self._end, self._age = take((self._rows, self._start, self._end, self._age), keep)
             keep = keep.to(self._limit.device)
             self._limit = self._limit[keep]
         if self.active_rows and self.moved is None:  # else solvers keep memories of this width
@@ -187,11 +179,6 @@ class WindowMonitor(Monitor):
         status, steps, updates, forced = (x.to(residual.device) for x in numbers)
         stats = SolveStats(steps, residual, error, self.evaluations, updates, forced=forced)
         return Solution(self._value[:, : self._length].contiguous(), status, stats)
-
-    def _due(self, step: int) -> Bool[Tensor, " rows"]:
-        """Rows that are checked after ``step`` more evaluations; on the host."""
-        age = self._age + step
-        return (age % self.stop.check_every == 0) | (age == self.stop.max_steps)
 
     def _file_failures(self) -> None:
         """Tokens that leave without having converged: one, or, where the row has diverged, the rest of it, as zero."""

@@ -152,6 +152,8 @@ def test_without_injection_a_solve_must_start_at_the_input(make):
     assert dq.ExplicitModel(backbone)(x).value.shape == (2, 5, 8)
     model = dq.ImplicitModel(backbone)
     with pytest.raises(ValueError, match=r'without an injection.* injection=True.* start="input"'):
+        dq.ImplicitModel(backbone, dq.SolveConfig(start=dq.RandomStart()))(x)
+    with pytest.raises(ValueError, match=r'without an injection.* injection=True.* start="input"'):
         model(x)
     assert model(x, start="input", stop=dq.Stop.exactly(2)).value.shape == (2, 5, 8)
 

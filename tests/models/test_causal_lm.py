@@ -121,7 +121,7 @@ def test_an_explicit_model_solves_nothing():
     assert output.raise_if_failed() is output
     with pytest.raises(ValueError, match="converged needs a solve"):
         _ = output.converged
-    for option in ({"sweep": dq.Sequential()}, {"throw": True}, {"solve": TIGHT}):
+    for option in ({"sweep": dq.Sequential()}, {"throw": True}, {"solve": TIGHT}, {"misspelt": None}):
         with pytest.raises(TypeError, match=next(iter(option))):
             lm(IDS, **option)
 
@@ -140,8 +140,10 @@ def test_an_explicit_model_drops_out():
         ({"sweeep": dq.Sequential()}, TypeError, "'sweeep'; did you mean 'sweep'"),
         ({"labels": IDS + 3}, ValueError, r"labels .*must lie in 0\.\.10"),
         ({"targets": torch.full_like(IDS, -100)}, ValueError, "targets leave nothing to score"),
+        ({"labels": IDS.to(torch.uint8), "mask": IDS >= 0}, TypeError, "labels must be int64"),
+        ({"mask": (IDS >= 0).to("meta")}, ValueError, r"mask must be bool of shape .* on cpu.* got .* on meta"),
     ],
-    ids=["two answers", "a misspelt option", "outside the vocabulary", "nothing to score"],
+    ids=["two answers", "a misspelt option", "outside the vocabulary", "nothing to score", "bytes", "another device"],
 )
 def test_bad_calls_are_named(arguments, error, message):
     with pytest.raises(error, match=message):

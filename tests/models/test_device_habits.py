@@ -1,6 +1,6 @@
 """What a GPU would suffer from, shown without one: reads of the device in the loop, tensors made elsewhere, masks."""
 
-import inspect
+import sys
 from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
@@ -33,7 +33,7 @@ class Watch(TorchFunctionMode):
         if name in READS:
             self.reads.append(name)
         if function in _device_constructors() and kwargs.get("device") is None:
-            self.homeless.append((name, Path(inspect.stack()[1].filename).name))
+            self.homeless.append((name, Path(sys._getframe(1).f_code.co_filename).name))
         return function(*args, **kwargs)
 
 

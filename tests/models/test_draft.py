@@ -268,6 +268,19 @@ def test_only_tokens_solved_together_stay_uncommitted(sweep):
         dq.ImplicitModel(affine())(embedded(), sweep=sweep, return_uncommitted=True)
 
 
+@pytest.mark.parametrize("counts", [[0, 0], [1, 8], [-1, 2], [1], [1.0, 2.0], 3], ids=str)
+@pytest.mark.parametrize("name", ["Affine", "Explicit"])
+def test_counts_that_cannot_be_committed_are_refused(name, counts):
+    output = MAKE[name]().double()(embedded(2, 7), return_uncommitted=True)
+    with pytest.raises((TypeError, ValueError), match="counts must be"):
+        output.uncommitted.commit(torch.tensor(counts) if isinstance(counts, list) else counts)
+
+
+def test_a_cache_is_returned_or_committed_later():
+    with pytest.raises(ValueError, match="return_uncommitted=True commits later: leave return_cache out"):
+        dq.ImplicitModel(affine())(embedded(), return_uncommitted=True, return_cache=True)
+
+
 @pytest.mark.parametrize("start", ["zero", "input", dq.RandomStart(0.5, seed=0, restarts=2)], ids=str)
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_a_start_of_the_first_tokens_alone(start, side):

@@ -259,8 +259,9 @@ def test_inputs_that_a_sweep_cannot_divide_are_named():
 
     model = dq.ImplicitModel(Shared(4))
     assert bool(model(torch.ones(3, 5, 4)).converged.all())
-    with pytest.raises(ValueError, match=r"Backbone\.prepare must return tensors .*\(3, 2\)"):
-        model(torch.ones(3, 5, 4), sweep=dq.Chunked(2))
+    for sweep in (dq.Chunked(2), dq.Sliding(2)):
+        with pytest.raises(ValueError, match=r"Backbone\.prepare must return tensors .*\(3, 2\)"):
+            model(torch.ones(3, 5, 4), sweep=sweep)
 
 
 class Logits(torch.nn.Module):

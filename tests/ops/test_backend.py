@@ -95,8 +95,11 @@ def test_auto_on_a_gpu_takes_the_kernels(monkeypatch):
 
 @pytest.mark.usefixtures("unchecked")
 def test_an_unknown_backend_is_named():
-    with pytest.raises(ValueError, match=r"backend must be one of .*'mamba_ssm'.*, got 'triton'"):
-        backend.check_backend("triton")
+    wanted = r"backend must be one of .*'mamba_ssm'.*, got 'triton'"
+    with pytest.raises(ValueError, match=wanted):
+        backend.resolved("triton", torch.ones(1))
+    with pytest.raises(ValueError, match=wanted):
+        dq.Mamba2Config(d_model=8, backend="triton")
 
 
 def test_the_scan_goes_to_the_kernels_with_all_it_needs(monkeypatch):

@@ -189,12 +189,18 @@ def test_autocast_does_not_reach_the_scan(length):
     assert relative_error(ours.state, h) < 1e-6
 
 
-@pytest.mark.parametrize(("index", "shape"), [(1, (2, 13, 1)), (3, (2, 1, 2, 5))], ids=["dt", "B"])
-def test_shapes_that_would_broadcast_are_refused(index, shape):
-    arguments, _, _ = inputs()
-    arguments[index] = torch.ones(shape, dtype=torch.float64)
-    with pytest.raises(ValueError, match="ssd needs shapes that agree"):
-        getattr(ssd, "__wrapped__", ssd)(*arguments)  # the tests' own shape check would be first
+@pytest.mark.parametrize("name", ["dt", "A", "B", "C", "D", "dt_bias", "initial_state"])
+def test_shapes_that_would_broadcast_are_refused(name):
+    (x, dt, A, B, C), extras, state = inputs()
+    given = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "initial_state": state} | extras
+    given[name] = given[name].mean(dim=0, keepdim=True) if given[name].ndim == 1 else given[name][:, :1]
+    with pytest.raises(ValueError, match=rf"{name} must have (the )?shape"):
+        getattr(ssd, "__wrapped__", ssd)(**given)  # the tests' own shape check would be first
+    if name not in ("C", "D"):
+        with pytest.raises(ValueError, match=f"{name} must have shape"):
+            getattr(ssd_state, "__wrapped__", ssd_state)(
+                **{key: x for key, x in given.items() if key not in ("C", "D")}
+            )
 
 
 def state_options(arguments, extras, state):

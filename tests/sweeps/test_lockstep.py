@@ -105,13 +105,22 @@ def test_a_call_that_goes_on_is_explained():
     assert set(output.explain().causes) == {"budget"}
 
 
+def test_rows_fail_only_by_diverging(model):
+    """It has no tolerance, so no row converges, and ``throw`` is for those that diverge."""
+    x = embedded()
+    assert not bool(model(x, sweep=dq.Lockstep(2), throw=True).converged.any())
+    x[1, 0, 0] = torch.nan
+    with pytest.raises(dq.ConvergenceError, match="diverged: rows 1 "):
+        model(x, sweep=dq.Lockstep(2), throw=True)
+
+
 def test_what_does_not_fit_is_refused(model):
     x = embedded()
     with torch.no_grad():
         stepped = model(x, sweep=dq.Lockstep(3), return_cache=True).cache
         single = model(x, return_cache=True).cache
         for sweep, cache in ((dq.Lockstep(2), stepped), (dq.Simultaneous(), stepped), (dq.Lockstep(2), single)):
-            with pytest.raises(ValueError, match="cache must be of the sweep"):
+            with pytest.raises(ValueError, match=r"cache was made by .*, but this call solves by"):
                 model(x, sweep=sweep, cache=cache)
         with pytest.raises(ValueError, match="trace=True needs the Simultaneous sweep"):
             model(x, sweep=dq.Lockstep(2), trace=True)

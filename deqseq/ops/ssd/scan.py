@@ -59,11 +59,11 @@ def ssd(
         dt_limit: lower and upper bound of the step sizes.
         initial_state: the state before the first token, ``(batch, heads, headdim, d_state)``; None is zero.
         return_state: whether the state after the last token is wanted.
-        chunk_size: tokens a chunk: a matter of speed (and of rounding: decays are differences of sums over a chunk);
+        chunk_size: tokens per chunk. Affects speed, and rounding: decays are differences of sums over a chunk.
             Default: 64 in the reference, 256 in the kernels.
         backend: ``"reference"``, plain PyTorch on any device; ``"mamba_ssm"``, that package's kernels; ``"auto"``, the
             kernels for CUDA tensors in float32, float16 or bfloat16 where the package can be imported, and the
-            reference otherwise and inside compiled functions; why is logged once.
+            reference otherwise and inside compiled functions; the reason is logged once.
 
     Returns:
         ``y`` in the dtype of ``x``; the final state in float32 (float64 for float64 inputs). The
@@ -71,7 +71,8 @@ def ssd(
         have no second derivatives: asking for one is an error.
 
     Raises:
-        ValueError: an empty sequence, heads that the groups do not divide, or a chunk size below 1.
+        ValueError: an empty sequence, shapes that do not agree, heads that the groups do not divide, or a chunk size
+            below 1.
         BackendError: ``backend="mamba_ssm"`` where its kernels cannot run; it says what is missing.
 
     References:
@@ -84,7 +85,11 @@ def ssd(
         >>> ssd(x, dt, torch.zeros(1), B, C, dt_softplus=False).y.flatten()    # no decay: a running sum
         tensor([1., 2., 3.])
     """
-    _check(x, dt, A, B, C, chunk_size)
+    _check(x, dt, A, B, D, dt_bias, initial_state)
+    if C.shape != B.shape:
+        raise ValueError(f"C must have the shape of B, {tuple(B.shape)}, got {tuple(C.shape)}")
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(f"ssd needs chunk_size >= 1, got {chunk_size}")
     steps = StepSizes(dt_bias, dt_softplus, dt_limit)
     scan = fused.scan if resolved(backend, x) == "mamba_ssm" else reference.scan
     y, state = scan(x, dt, A, B, C, D, steps, initial_state, return_state, chunk_size)
@@ -127,6 +132,7 @@ def ssd_state(
         >>> ssd_state(one, one[..., 0], torch.zeros(1), one, dt_softplus=False, counts=torch.tensor([2])).item()
         2.0
     """
+    _check(x, dt, A, B, None, dt_bias, initial_state)
     steps = StepSizes(dt_bias, dt_softplus, dt_limit)
     return reference.state_after(x, dt, A, B, steps, initial_state, counts)
 
@@ -177,14 +183,21 @@ def ssd_step(
     return y[:, 0], after
 
 
-def _check(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int | None) -> None:
+def _check(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, D: Tensor | None, dt_bias: Tensor | None, state: Tensor | None
+) -> None:
+    """Refuse shapes that do not fit; a dimension of one would broadcast silently."""
+    if x.ndim != 4 or B.ndim != 4:
+        got = f"x {tuple(x.shape)} and B {tuple(B.shape)}"
+        raise ValueError(f"x must be (batch, length, heads, headdim), B (batch, length, groups, d_state), got {got}")
     if x.shape[1] == 0:
         raise ValueError(f"ssd needs at least one token, got x of shape {tuple(x.shape)}")
-    # a dimension of one would broadcast silently
-    if dt.shape != x.shape[:3] or A.shape != x.shape[2:3] or B.shape != C.shape or B.shape[:2] != x.shape[:2]:
-        shapes = f"x {tuple(x.shape)}, dt {tuple(dt.shape)}, A {tuple(A.shape)}, B {tuple(B.shape)}, C {tuple(C.shape)}"
-        raise ValueError(f"ssd needs shapes that agree on batch, length and heads, got {shapes}")
-    if x.shape[2] % B.shape[2]:
-        raise ValueError(f"ssd needs groups that divide the heads, got {B.shape[2]} groups and {x.shape[2]} heads")
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"ssd needs chunk_size >= 1, got {chunk_size}")
+    rows, length, heads, headdim = x.shape
+    wanted = {"dt": (rows, length, heads), "A": (heads,), "B": (rows, length, *B.shape[2:])}
+    wanted |= {"D": (heads,), "dt_bias": (heads,), "initial_state": (rows, heads, headdim, B.shape[3])}
+    given = {"dt": dt, "A": A, "B": B, "D": D, "dt_bias": dt_bias, "initial_state": state}
+    for name, tensor in given.items():
+        if tensor is not None and tensor.shape != wanted[name]:
+            raise ValueError(f"{name} must have shape {wanted[name]}, got {tuple(tensor.shape)}")
+    if heads % B.shape[2]:
+        raise ValueError(f"ssd needs groups that divide the heads, got {B.shape[2]} groups and {heads} heads")
