@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+import retrofit
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, BloomConfig, LlamaConfig
@@ -80,15 +81,17 @@ def test_adapters_are_trained_and_merged(whole, tmp_path):
     assert all(ours[name].shape == theirs[name].shape for name in theirs)
 
 
-def test_layers_that_do_not_add_up_are_named_and_nothing_is_written(tmp_path):
+def test_layers_that_do_not_add_up_are_named_and_nothing_is_written(tmp_path, monkeypatch):
     LlamaConfig(num_hidden_layers=5).save_pretrained(tmp_path / "model")
-    done = run(tmp_path / "run", "--model", str(tmp_path / "model"))
-    assert done.returncode != 0
-    assert "--prelude 1 + --core 2 + --coda 1 + --dropped 0 must add up to the 5 layers" in done.stderr
-    done = run(tmp_path / "run", WORLD_SIZE="2")
-    assert "runs in one process" in done.stderr
+    options = [*TINY, "--output", str(tmp_path / "run")]
+    with pytest.raises(
+        SystemExit, match=r"--prelude 1 \+ --core 2 \+ --coda 1 \+ --dropped 0 must add up to the 5 layers"
+    ):
+        retrofit.main([*options, "--model", str(tmp_path / "model")])
     BloomConfig().save_pretrained(tmp_path / "other")
-    done = run(tmp_path / "run", "--model", str(tmp_path / "other"))
-    assert "--model must be of one of the families" in done.stderr
-    assert "got bloom" in done.stderr
+    with pytest.raises(SystemExit, match=r"--model must be of one of the families .*, got bloom"):
+        retrofit.main([*options, "--model", str(tmp_path / "other")])
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit, match="runs in one process"):
+        retrofit.main(options)
     assert not (tmp_path / "run").exists()

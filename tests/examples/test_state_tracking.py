@@ -19,6 +19,7 @@ TINY += ["--free-lengths", "3", "5", "--eval-lengths", "4", "8", "--baselines", 
 TINY += ["--learned", "0"]  # a lesson ends after a few batches
 LLAMA = ["--backbone", "llama", "--heads", "2", "--mlp-width", "16", "--window", "2"]
 MONOID = ["--group", "Z2xM", "--identity-probability", "0.9", "--train-identity-probability", "0", "0.5"]
+BOTH_PHASES = ["--steps", "44", "--baselines"]  # through unrolled iterations, then at the fixed point
 SWEEPS = ("simultaneous", "sequential", "sliding")
 
 
@@ -67,7 +68,7 @@ def test_llama_starts_with_a_token_of_its_own_and_is_solved_by_every_sweep(tmp_p
 def plain(tmp_path_factory):
     """A run without options."""
     folder = tmp_path_factory.mktemp("plain")
-    done = run(folder, "--steps", "60", "--baselines")
+    done = run(folder, *BOTH_PHASES)
     assert done.returncode == 0, done.stderr
     return folder
 
@@ -86,7 +87,7 @@ def plain(tmp_path_factory):
     ids=str,
 )
 def test_parts_are_swapped_by_one_option(plain, tmp_path, flag):
-    done = run(tmp_path, "--steps", "60", "--baselines", *flag)
+    done = run(tmp_path, *BOTH_PHASES, *flag)
     assert done.returncode == 0, done.stderr
     plainly, otherwise = ((numbers(output), weights(output)) for output in (plain, tmp_path))
     same_weights = all(torch.equal(tensor, otherwise[1][name]) for name, tensor in plainly[1].items())
@@ -109,7 +110,7 @@ def weights(folder: Path, model: str = "implicit") -> dict:
     ids=["mamba2", "llama", "product with a monoid, mixed probabilities"],
 )
 def test_a_killed_run_goes_on_and_ends_as_if_it_had_not_been(tmp_path, flags):
-    options = ["--steps", "60", "--baselines", *flags]
+    options = [*BOTH_PHASES, *flags]
     assert run(tmp_path / "whole", *options).returncode == 0
     command = [sys.executable, str(SCRIPT), *TINY, "--output", str(tmp_path / "killed"), *options]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -175,7 +176,7 @@ def test_quick_is_the_implicit_model_alone():
 
 
 def test_other_options_are_refused_until_fresh_removes_the_run(tmp_path):
-    group = ["--group", "Q8", "--baselines"]
+    group = ["--group", "Q8", "--baselines", "--eval-lengths", "4"]
     assert run(tmp_path, "--steps", "3", *group).returncode == 0
     (tmp_path / "thesis.txt").write_text("mine")
     other = run(tmp_path, "--steps", "4", *group)
