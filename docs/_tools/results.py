@@ -21,11 +21,7 @@ SIGNS: dict[str, str] = {"<=": "≤", ">=": "≥", "==": "="}
 COLOURS = ("#31688e", "#d1495b", "#66a182", "#edae49", "#7b5ea7")
 VERDICTS = {None: ("no goal", COLOURS[0]), True: ("goal holds", COLOURS[2]), False: ("goal missed", COLOURS[1])}
 NOT_RUN = "No full run is committed yet."
-STALE = {
-    "sweeps": "the present scan of Mamba2, windows of their own for the rows, and Adaptive as the default",
-    "training_sweeps": "the present scan of Mamba2, windows of their own for the rows, and Adaptive as the default",
-    "training_step": "Adaptive as the default",
-}
+STALE: dict[str, str] = {}
 """Results that are older than the code, and what came after them; take a name out when its file is written anew."""
 
 Row = dict[str, Any]
