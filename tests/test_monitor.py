@@ -23,7 +23,7 @@ def window_monitor(z0: Tensor, window: int, stop: Stop = STOP, ends: list[int] |
 
 
 def seen(monitor: WindowMonitor, fz: Tensor, step: int = 1, first: int | None = None) -> bool:
-    """Check evaluations ``first`` (by default ``step`` alone) to ``step``, and move the windows if the last one ends."""
+    """Check evaluations ``first`` (default: ``step``) to ``step``, and move the windows if the last one ends."""
     for number in range(step if first is None else first, step + 1):
         monitor.check(monitor.states(), fz, number)
     if monitor.done:
