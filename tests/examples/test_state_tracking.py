@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+import state_tracking
 import torch
 from safetensors.torch import load_file
 from state_tracking_parts import read_options
@@ -28,9 +29,14 @@ def run(output: Path, *options: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, timeout=600, env=os.environ | {"COLUMNS": "300"})
 
 
-def test_state_tracking_writes_table_figure_and_numbers(tmp_path):
-    done = run(tmp_path, "--steps", "20", "--group", "S3", "--generators", "2")
-    assert done.returncode == 0, done.stderr
+def here(output: Path, *options: str) -> None:
+    """The same in this process."""
+    state_tracking.main([*TINY, "--output", str(output), *options])
+
+
+def test_state_tracking_writes_table_figure_and_numbers(tmp_path, capsys):
+    here(tmp_path, "--steps", "20", "--group", "S3", "--generators", "2")
+    printed = capsys.readouterr().out
     rows = json.loads((tmp_path / "results.json").read_text())
     assert [(row["model"], row["sweep"], row["length"]) for row in rows] == solved_and_explicit(4, 8)
     keys = {"model", "backbone", "group", "length", "sweep", "accuracy", "seed", "sequences", "seconds"}
@@ -46,7 +52,7 @@ def test_state_tracking_writes_table_figure_and_numbers(tmp_path):
     assert [line["step"] for line in lines] == [20]
     assert {"phase", "loss", "gradient_norm", "lr", "iterations", "accuracy", "token_updates"} <= lines[0].keys()
     assert "implicit step 20: {" in (tmp_path / "log.txt").read_text()
-    assert all(f"| implicit | {sweep} |" in done.stdout for sweep in SWEEPS)
+    assert all(f"| implicit | {sweep} |" in printed for sweep in SWEEPS)
 
 
 def solved_and_explicit(*lengths: int) -> list[tuple[str, str, int]]:
@@ -55,8 +61,7 @@ def solved_and_explicit(*lengths: int) -> list[tuple[str, str, int]]:
 
 
 def test_llama_starts_with_a_token_of_its_own_and_is_solved_by_every_sweep(tmp_path):
-    done = run(tmp_path, "--steps", "12", "--lengths", "1", "--free-lengths", "1", *LLAMA)  # the least there is
-    assert done.returncode == 0, done.stderr
+    here(tmp_path, "--steps", "12", "--lengths", "1", "--free-lengths", "1", *LLAMA)  # the least there is
     rows = json.loads((tmp_path / "results.json").read_text())
     assert [(row["model"], row["sweep"], row["length"]) for row in rows] == solved_and_explicit(4, 8)
     assert {row["backbone"] for row in rows} == {"llama"}
@@ -161,10 +166,11 @@ def test_bad_options_name_the_option_and_the_remedy(flags, name, remedy, capsys)
     assert remedy in printed
 
 
-def test_nothing_is_written_if_an_option_is_bad(tmp_path):
-    done = run(tmp_path / "out", "--clip", "-1")
-    assert done.returncode == 2
-    assert "--clip must be a number in (0, inf), got -1" in done.stderr
+def test_nothing_is_written_if_an_option_is_bad(tmp_path, capsys):
+    with pytest.raises(SystemExit) as caught:
+        here(tmp_path / "out", "--clip", "-1")
+    assert caught.value.code == 2
+    assert "--clip must be a number in (0, inf), got -1" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
@@ -177,13 +183,11 @@ def test_quick_is_the_implicit_model_alone():
 
 def test_other_options_are_refused_until_fresh_removes_the_run(tmp_path):
     group = ["--group", "Q8", "--baselines", "--eval-lengths", "4"]
-    assert run(tmp_path, "--steps", "3", *group).returncode == 0
+    here(tmp_path, "--steps", "3", *group)
     (tmp_path / "thesis.txt").write_text("mine")
-    other = run(tmp_path, "--steps", "4", *group)
-    assert other.returncode == 1
-    assert "(steps: 3 -> 4)" in other.stderr
-    assert "--fresh" in other.stderr
-    assert run(tmp_path, "--steps", "4", *group, "--fresh").returncode == 0
+    with pytest.raises(SystemExit, match=r"\(steps: 3 -> 4\).* --fresh"):
+        here(tmp_path, "--steps", "4", *group)
+    here(tmp_path, "--steps", "4", *group, "--fresh")
     assert sorted(path.name for path in (tmp_path / "implicit").iterdir()) == [
         "checkpoint-00000002",
         "checkpoint-00000004",
