@@ -137,6 +137,14 @@ class Backbone(nn.Module, ABC, Generic[C]):
             "Simultaneous sweep without return_cache works. Write advance() to sweep, cache or generate with it"
         )
 
+    def compile(self, **options: Any) -> None:
+        """Compile one iteration with ``torch.compile``.
+
+        Args:
+            **options: those of ``torch.compile``.
+        """
+        super().compile(**options)
+
     def compile_stack(self, stack: Callable[..., Any], options: dict[str, Any]) -> None:
         """Let :meth:`run` call a compiled ``stack``: the part of :meth:`forward` that goes from tensors to tensors.
 
