@@ -28,6 +28,7 @@ from common.run import Progress, write_json
 ROOT = Path(__file__).parents[1]
 GROUPS = ("Z2", "Z5", "Z60", "S3", "S4", "S5", "D4", "D5", "Q8", "A4", "A5")
 UNSEEN = ("Z7", "D7", "S3xZ2")
+JUDGED = 128  # tokens
 TWO_GENERATORS = ("A5", "S5")
 CHANGES = {
     "no-dropout": ("--dropout", "0"),
@@ -39,7 +40,19 @@ CHANGES = {
     "small-batches": ("--batch", "64"),
     "implicit-gradient": ("--gradient", "implicit"),
 }
-QUICK = ("--steps", "30", "--lengths", "2", "--free-lengths", "4", "--eval-lengths", "8", "128", "--baselines", "1")
+QUICK = (
+    "--steps",
+    "30",
+    "--lengths",
+    "2",
+    "--free-lengths",
+    "4",
+    "--eval-lengths",
+    "8",
+    str(JUDGED),
+    "--baselines",
+    "1",
+)
 
 
 class Run(NamedTuple):
@@ -153,8 +166,8 @@ def _of(row: dict[str, Any]) -> tuple[str, int, str, str]:
 
 
 def line(record: dict[str, Any]) -> str:
-    """A run's numbers at 128 tokens: accuracy and share of converged rows with each sweep, CPU minutes."""
-    at = record["lengths"].index(128)
+    """A run's numbers at the judged length: accuracy and share of converged rows with each sweep, CPU minutes."""
+    at = record["lengths"].index(JUDGED)
     pairs = {sweep: (row[at], record["converged"][sweep][at]) for sweep, row in record["accuracy"].items()}
     shown = ", ".join(f"{sweep} {accuracy:.3f} ({share:.0%})" for sweep, (accuracy, share) in pairs.items())
     holds = all(accuracy >= 0.99 and share == 1 for accuracy, share in pairs.values()) and record["cpu_minutes"] <= 45

@@ -42,7 +42,8 @@ def test_parts_have_the_groups_and_seeds_that_they_say():
 
 def test_a_run_that_has_ended_is_not_repeated(tmp_path, monkeypatch, capsys):
     small = ("--d-model", "16", "--d-state", "4", "--headdim", "8", "--batch", "4", "--steps", "4", "--lengths", "2")
-    monkeypatch.setattr(groups, "QUICK", (*small, "--free-lengths", "3", "--eval-lengths", "8", "128"))
+    monkeypatch.setattr(groups, "QUICK", (*small, "--free-lengths", "3", "--eval-lengths", "4", "8"))
+    monkeypatch.setattr(groups, "JUDGED", 8)
     target = tmp_path / "groups.json"
     command = ["groups.py", "--quick", "--only", "Z2:0", "--folder", str(tmp_path), "--json", str(target)]
     monkeypatch.setattr(sys, "argv", command)
