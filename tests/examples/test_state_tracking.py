@@ -73,8 +73,7 @@ def test_llama_starts_with_a_token_of_its_own_and_is_solved_by_every_sweep(tmp_p
 def plain(tmp_path_factory):
     """A run without options."""
     folder = tmp_path_factory.mktemp("plain")
-    done = run(folder, *BOTH_PHASES)
-    assert done.returncode == 0, done.stderr
+    here(folder, *BOTH_PHASES)
     return folder
 
 
@@ -92,8 +91,7 @@ def plain(tmp_path_factory):
     ids=str,
 )
 def test_parts_are_swapped_by_one_option(plain, tmp_path, flag):
-    done = run(tmp_path, *BOTH_PHASES, *flag)
-    assert done.returncode == 0, done.stderr
+    here(tmp_path, *BOTH_PHASES, *flag)
     plainly, otherwise = ((numbers(output), weights(output)) for output in (plain, tmp_path))
     same_weights = all(torch.equal(tensor, otherwise[1][name]) for name, tensor in plainly[1].items())
     assert plainly[0] != otherwise[0] or not same_weights, "the option changes nothing"
