@@ -3,7 +3,7 @@
 from abc import ABC
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any, Self
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int64
@@ -91,6 +91,7 @@ class SolveStats:
     forced: Bool[Tensor, "batch length"] | None = None
 
 
+Self = TypeVar("Self", bound="Outcome")  # beartype knows typing.Self in decorated classes alone
 SOLVE = "the fixed-point solve"
 
 
@@ -131,7 +132,7 @@ class Outcome(ABC):
         """
         return ~self.converged & (self.status != Status.EXITED)
 
-    def raise_if_failed(self, what: str = SOLVE) -> Self:
+    def raise_if_failed(self: Self, what: str = SOLVE) -> Self:
         """This object, if no row failed or there was nothing to solve.
 
         Args:
