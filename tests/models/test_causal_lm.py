@@ -145,6 +145,7 @@ def test_an_explicit_model_drops_out():
     ],
     ids=["two answers", "a misspelt option", "outside the vocabulary", "nothing to score", "bytes", "another device"],
 )
+@pytest.mark.usefixtures("unchecked")
 def test_bad_calls_are_named(arguments, error, message):
     with pytest.raises(error, match=message):
         language_model()(IDS, **arguments)
