@@ -40,19 +40,7 @@ CHANGES = {
     "small-batches": ("--batch", "64"),
     "implicit-gradient": ("--gradient", "implicit"),
 }
-QUICK = (
-    "--steps",
-    "30",
-    "--lengths",
-    "2",
-    "--free-lengths",
-    "4",
-    "--eval-lengths",
-    "8",
-    str(JUDGED),
-    "--baselines",
-    "1",
-)
+QUICK = tuple(f"--steps 30 --lengths 2 --free-lengths 4 --eval-lengths 8 {JUDGED} --baselines 1".split())
 
 
 class Run(NamedTuple):

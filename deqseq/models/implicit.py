@@ -139,13 +139,7 @@ class ImplicitModel(nn.Module):
             check_states(start, x)
         check_type("cache", cache, (Cache, type(None)))
         flags = {"return_cache": return_cache, "return_uncommitted": return_uncommitted, "trace": trace, "throw": throw}
-        for name, flag in flags.items():
-            check_flag(name, flag)
-        for name, function in (("callback", callback), ("head", head)):
-            if function is not None:
-                check_callable(name, function)
-        if return_cache and return_uncommitted:
-            raise ValueError("return_uncommitted=True commits later: leave return_cache out")
+        _check_options(flags, {"callback": callback, "head": head})
         check_exit(config.stop.exit, head)
         gradient = config.gradient if self._requires_gradient(x, start) else None
         if sharded_parts(self.backbone):
@@ -180,9 +174,8 @@ class ImplicitModel(nn.Module):
         output = ModelOutput(solution.value, after, solution.stats, solution.status, problem, own)
         self._warn_once(output, config)
         fixed = isinstance(config.sweep, Lockstep)  # has no tolerance, so that rows can only diverge
-        if throw and (not fixed or bool((solution.status == Status.DIVERGED).any())):
-            output.raise_if_failed()
-        return output
+        throw = throw and (not fixed or bool((solution.status == Status.DIVERGED).any()))
+        return output.raise_if_failed() if throw else output
 
     @property
     def d_model(self) -> int:
@@ -256,6 +249,16 @@ def _asked(config: SolveConfig) -> Stop:
     """The stopping rule, with the budget that the sweep has."""
     sweep, stop = config.sweep, config.stop
     return replace(stop, max_steps=sweep.steps, check_every=1) if isinstance(sweep, Lockstep) else stop
+
+
+def _check_options(flags: dict[str, bool], functions: dict[str, Any]) -> None:
+    for name, flag in flags.items():
+        check_flag(name, flag)
+    for name, function in functions.items():
+        if function is not None:
+            check_callable(name, function)
+    if flags["return_cache"] and flags["return_uncommitted"]:
+        raise ValueError("return_uncommitted=True commits later: leave return_cache out")
 
 
 def _check_injection(inputs: Any, backbone: Backbone[Any]) -> None:

@@ -125,9 +125,8 @@ def _chunks(
                 solution = solve(f, z, **call)
         if commits:
             args = args._replace(cache=advance(backbone, chunk, solution.aux, size))
-        solutions.append(
-            replace(solution, aux=solution.aux if keep_aux else None, problem=None)
-        )  # which keeps the chunk alive
+        kept = solution.aux if keep_aux else None
+        solutions.append(replace(solution, aux=kept, problem=None))  # the problem would keep the chunk alive
         start = end
     cache = args.cache if need_cache else None
     return (_per_row if isinstance(config.sweep, Simultaneous) else _joined)(solutions), cache

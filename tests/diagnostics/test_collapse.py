@@ -107,3 +107,9 @@ def test_bad_arguments():
         check_collapse(lm.model, IDS)
     with pytest.raises(TypeError, match="model must be an ImplicitModel"):
         check_collapse(dq.CausalLM(11, dq.ExplicitModel(contractive_llama(injection=False))), IDS)
+
+
+def test_one_of_several_restarts_is_examined():
+    report = check_collapse(affine_model(0.5, start=dq.RandomStart(seed=0, restarts=2)), IDS)
+    assert report.verdict == "iterates"
+    assert report.first_iteration.shape == (3,)

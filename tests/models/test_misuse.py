@@ -294,3 +294,6 @@ def test_a_tolerance_cannot_be_exported():
     lm = dq.CausalLM(11, dq.ImplicitModel(contractive_mamba2(weight_norm=False))).double().eval()
     with torch.no_grad(), pytest.raises(ValueError, match=r"stop must be Stop\.exactly\(n\)"):
         torch.export.export(lm, (torch.tensor([[1, 2, 3, 4]]),))
+    lm.model.solve = FIXED
+    with torch.no_grad(), pytest.raises(ValueError, match="leave trace and callback out"):
+        torch.export.export(lm, (torch.tensor([[1, 2, 3, 4]]),), {"trace": True})

@@ -321,6 +321,23 @@ def test_a_whole_sequence_norm_is_refused():
         solve(dq.ImplicitModel(affine(), dq.SolveConfig(stop=dq.Stop(norm="frobenius"))), embedded(), dq.Sliding())
 
 
+def test_a_solver_of_another_library_that_ends_early_commits_no_tokens():
+    class OneStep(dq.ExternalSolver):
+        def run(self, f, z0, max_steps):
+            f(z0)
+
+    class Counted(dq.Affine):
+        def advance(self, cache, aux, tokens, counts=None):
+            taken.append(tokens)
+            return super().advance(cache, aux, tokens, counts)
+
+    taken, x = [], embedded()
+    model = dq.ImplicitModel(Counted(x.shape[2]).double())
+    output = solve(model, x, dq.Sliding(3), solver=OneStep(), stop=dq.Stop(rtol=1e-6))
+    assert output.converged.all() and min(taken) > 0
+    assert torch.allclose(output.value, model.backbone.solution(x), atol=1e-4)
+
+
 def test_a_trace_is_refused():
     with pytest.raises(ValueError, match=r"trace=True needs the Simultaneous sweep"):
         solve(dq.ImplicitModel(affine()), embedded(), dq.Sliding(), trace=True)
