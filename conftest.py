@@ -17,8 +17,10 @@ collect_ignore = [] if find_spec("lm_eval") else ["deqseq/integrations/lm_eval.p
 
 
 UNCHECKED = {"benchmarks", "diagnostics", "docs", "examples", "huggingface", "integrations", "testing"}
-"""Folders whose tests run without the checks of shapes, which make small models three times slower: what they call is
-called with the checks in the core's tests."""
+"""Folders whose tests run without the checks of shapes: the core's tests call the same with them."""
+
+
+_checked: set[str] = set()  # tests of which a case has run
 
 
 @contextmanager
@@ -30,11 +32,14 @@ def without_checks(wanted: bool = True) -> Iterator[None]:
     jaxtyping.config.update("jaxtyping_disable", before)
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(autouse=True)
 def checks(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Whether a module's tests run with the checks of shapes."""
-    with without_checks("tests" in request.path.parts and request.path.parent.name in UNCHECKED):
+    """The checks of shapes make small models three times slower: of each test its first case alone runs with them."""
+    name = request.node.nodeid.partition("[")[0]
+    core = "tests" not in request.path.parts or request.path.parent.name not in UNCHECKED
+    with without_checks(not core or name in _checked):
         yield
+    _checked.add(name)
 
 
 @pytest.fixture(autouse=True)

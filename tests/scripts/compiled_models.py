@@ -17,7 +17,7 @@ import deqseq as dq
 MAKE = {
     "Mamba2": lambda: contractive_mamba2(chunk_size=64),
     "Mamba2 in several chunks": lambda: contractive_mamba2(n_layers=1, chunk_size=8),
-    "Llama": contractive_llama,
+    "Llama": lambda: contractive_llama(n_layers=1),
 }
 
 
