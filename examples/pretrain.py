@@ -68,7 +68,7 @@ class Run:
         batches = Batches(self.documents, end_of_text(self.tokenizer), options.length, options.batch, **share)
         numbers = (options.steps, options.accumulate, options.clip, options.checkpoint_every)
         parts = (lm, optimizer, LambdaLR(optimizer, factor), batches, curriculum_of(name, options))
-        settings = Settings(*numbers, seed=options.seed)
+        settings = Settings(*numbers, seed=options.seed, compile=options.compile)
         place, first = output / "checkpoints" / folder, None if origin is None else output / "checkpoints" / origin
         shown, main = ("loss", "iterations", "converged"), accelerator.is_main_process
         curve = Log(output / "curves" / f"{folder}.jsonl", folder, until or options.steps, shown=shown, main=main)

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from common import options as opt
 from common.checkpoints import FILES
 from common.language_models import SCALED, Sizes, curriculum_of, kind_of, spec_of
+from common.loop import Compile
 from common.text import check_corpus
 from common.tokenizer import FILES as TOKENIZER_FILES
 
@@ -40,6 +41,7 @@ class Options(Sizes):
     sample_tokens: opt.Size = 120  # tokens of each sample
     spread: Literal["ddp", "fsdp"] = "ddp"  # several processes: copies of the weights, or shards
     bfloat16: bool = False  # compute under autocast to bfloat16
+    compile: Compile = "auto"  # the blocks; auto: if more than an hour is left after 20 updates
     checkpoint_every: opt.Count = 100  # updates between checkpoints
     seed: opt.Natural = 0  # seed of weights and of the order of the text
     device: opt.Device = "cpu"  # where to run: cpu or cuda

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 from accelerate import Accelerator
@@ -16,11 +16,15 @@ from torch.optim.lr_scheduler import LRScheduler
 
 import deqseq as dq
 from common.checkpoints import newest, prune, resume, save
-from common.processes import whole
-from deqseq.check import check_integer, check_number
+from common.processes import can_compile, whole
+from deqseq.check import check_choice, check_integer, check_number
 from deqseq.training import Curriculum, NonFiniteLoss, Phase, check_finite
 
 log = logging.getLogger("examples")
+
+Compile = Literal["auto", "always", "never"]
+TRIED = 20  # updates, after which "auto" decides
+LONG = 3600.0  # seconds: the first, compiling calls are won back after 11 to 16 minutes (benchmarks/compile.py)
 
 
 class Batches(Protocol):
@@ -54,6 +58,8 @@ class Settings:
         checkpoint_every: updates between checkpoints.
         keep: checkpoints that stay.
         seed: of the random numbers in training, as for dropout: they depend on seed, update and process alone.
+        compile: the blocks. ``"auto"``: after 20 updates, if those that are left would take more than an hour. A run
+            that goes on from a checkpoint does as it did before.
     """
 
     steps: int
@@ -62,8 +68,10 @@ class Settings:
     checkpoint_every: int = 100
     keep: int = 2
     seed: int = 0
+    compile: Compile = "never"
 
     def __post_init__(self) -> None:
+        check_choice("Settings.compile", self.compile, get_args(Compile))
         for name in ("steps", "accumulate", "checkpoint_every", "keep"):
             check_integer(f"Settings.{name}", getattr(self, name), 1)
         check_number("Settings.clip", self.clip, "(0, inf)")
@@ -139,6 +147,7 @@ def train(
     Raises:
         ValueError: the checkpoints are of a run with another curriculum.
         FileNotFoundError: an origin without a checkpoint.
+        RuntimeError: ``settings.compile`` is ``"always"``, or the run was compiled before, and nothing compiles here.
         NonFiniteLoss: a loss or gradient that is not finite; the weights and the checkpoints are as they were.
     """
     accelerator.free_memory()
@@ -151,6 +160,7 @@ def train(
         last, saved = min(settings.steps, until or settings.steps), run.step
         prepared.train()
         while run.step < last and len(drawn := run.draw()) == settings.accumulate:
+            run.compile_if_it_pays()
             yield run.update(drawn)
             if run.step % settings.checkpoint_every == 0 or run.step == last:
                 run.save(folder)
@@ -182,6 +192,8 @@ class _Run:
     share: Callable[[], float] | None
     step: int = 0
     tokens: int = 0
+    seconds: float = 0.0  # of the last update
+    compiled: bool = False
 
     @property
     def progress(self) -> float | int:
@@ -196,7 +208,7 @@ class _Run:
     def save(self, folder: Path) -> None:
         weights = nn.utils.get_total_norm([parameter.detach() for parameter in self.model.parameters()])
         check_finite(whole(weights), step=self.step, quantity="norm of the weights")
-        extra = {"tokens": self.tokens, "phase": self.curriculum.record(self.progress)}
+        extra = {"tokens": self.tokens, "phase": self.curriculum.record(self.progress), "compiled": self.compiled}
         extra |= {"scheduler": self.scheduler.state_dict(), "batches": self.batches.state_dict()}
         save(self.accelerator, folder, self.step, extra, self.settings.keep)
 
@@ -214,6 +226,30 @@ class _Run:
         self.batches.load_state_dict(extra["batches"])
         self.step, self.tokens = extra["step"], extra["tokens"]
         log.info("%s: going on from step %d", folder.name, self.step)
+        if extra["compiled"]:
+            self.compile()
+
+    def compile_if_it_pays(self) -> None:
+        """What ``settings.compile`` says, before an update."""
+        if self.settings.compile == "always" and not self.compiled:
+            self.compile()
+        elif self.settings.compile == "auto" and self.step == TRIED and not self.compiled:
+            [left] = self.mean(torch.tensor([self.seconds * (self.settings.steps - self.step)]))
+            if left > LONG and self.mean(torch.tensor([float(can_compile(self.accelerator.device))])) == [1.0]:
+                self.compile()
+            log.info("compiled: %s, as %.0f s are left", self.compiled, left)
+
+    def mean(self, numbers: Tensor) -> list[float]:
+        """Over all processes."""
+        mean: Any = self.accelerator.reduce(numbers.to(self.accelerator.device), "mean")
+        return mean.tolist()
+
+    def compile(self) -> None:
+        if not can_compile(self.accelerator.device):
+            raise RuntimeError("torch.compile does not work here: a C++ compiler is missing, or Triton on a GPU")
+        model: Any = self.accelerator.unwrap_model(self.model)
+        model.compile()
+        self.compiled = True
 
     def update(self, drawn: list[Any]) -> Update:
         accelerator, world, begun = self.accelerator, self.accelerator.num_processes, time.perf_counter()
@@ -229,8 +265,7 @@ class _Run:
                 accelerator.backward(output.loss)
             sums += _numbers(output)
             self.tokens += batch.inputs.numel() * world
-        mean: Any = accelerator.reduce((sums / len(drawn)).to(accelerator.device), "mean")
-        loss, iterations, converged, diverged = mean.tolist()
+        loss, iterations, converged, diverged = self.mean(sums / len(drawn))
         where: dict[str, Any] = {"step": self.step, "phase": phase.name}
         check_finite(loss, **where)
         check_finite(math.inf if diverged == 1 else 0.0, quantity="residual of every row", **where)
@@ -241,7 +276,8 @@ class _Run:
         self.scheduler.step()
         self.step += 1
         solves = (iterations, converged) if iterations else (None, None)
-        return Update(self.step, phase.name, loss, norm, lr, *solves, time.perf_counter() - begun)
+        self.seconds = time.perf_counter() - begun
+        return Update(self.step, phase.name, loss, norm, lr, *solves, self.seconds)
 
 
 def _numbers(output: dq.CausalLMOutput) -> Tensor:

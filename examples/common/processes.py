@@ -1,10 +1,16 @@
 """The processes of a run, as accelerate and torchrun make them."""
 
+import logging
+from functools import cache
+
+import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
+
+log = logging.getLogger("examples")
 
 
 def make_accelerator(device: str = "cpu", *, bfloat16: bool = False, fsdp: bool = False) -> Accelerator:
@@ -32,6 +38,17 @@ def make_accelerator(device: str = "cpu", *, bfloat16: bool = False, fsdp: bool 
         PartialState().distributed_type = accelerator.state.distributed_type = DistributedType.FSDP
         accelerator.state.fsdp_plugin = plugin
     return accelerator
+
+
+@cache
+def can_compile(device: torch.device) -> bool:
+    """Whether ``torch.compile`` finds what it needs; compiles something small."""
+    try:
+        torch.compile(lambda x: x + 1)(torch.ones(2, device=device))
+    except Exception as error:  # of whatever kind: compilers differ
+        log.warning("torch.compile does not work here: %s", error)
+        return False
+    return True
 
 
 def whole(tensor: Tensor | None) -> Tensor | None:

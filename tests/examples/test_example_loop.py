@@ -4,12 +4,15 @@ import itertools
 
 import pytest
 import torch
+from common import loop
 from common.checkpoints import newest
 from common.loop import Settings
+from common.processes import can_compile
 from safetensors.torch import load_file
 from small_runs import TWO, Words, losses, made, optimizer_of, run
 from torch.nn import functional as F
 
+import deqseq as dq
 from deqseq.training import Curriculum, NonFiniteLoss, bounded, free
 
 
@@ -96,6 +99,38 @@ def test_until_stops_with_a_checkpoint_and_the_run_ends_with_its_batches(tmp_pat
     assert losses(run(tmp_path / "few", words=Few())) == whole[:4]
     assert newest(tmp_path / "few").name == "checkpoint-00000004"
     assert list(run(tmp_path / "few", words=Few())) == []
+
+
+def test_a_long_run_is_compiled_and_goes_on_as_it_was(tmp_path, monkeypatch):
+    compiled = []
+    monkeypatch.setattr(dq.CausalLM, "compile", lambda lm: compiled.append(lm))
+    monkeypatch.setattr(loop, "can_compile", lambda device: True)
+    monkeypatch.setattr(loop, "TRIED", 2)
+    for choice, times in (("auto", 0), ("never", 0), ("always", 1)):
+        list(run(tmp_path / choice, compile=choice))
+        assert len(compiled) == times, choice
+    monkeypatch.setattr(loop, "LONG", 0.0)
+    lm, again = made(), made()
+    for update in run(tmp_path / "long", lm, compile="auto"):
+        assert compiled[1:] == [lm] * (update.step > 2)
+        if update.step == 4:  # after a checkpoint
+            break
+    list(run(tmp_path / "long", again, compile="auto"))
+    assert compiled[2:] == [again]
+
+
+def test_without_a_compiler_runs_are_eager_or_say_so(tmp_path, monkeypatch):
+    def broken(function):
+        raise OSError("no g++")
+
+    monkeypatch.setattr(torch, "compile", broken)
+    monkeypatch.setattr(loop, "TRIED", 2)
+    monkeypatch.setattr(loop, "LONG", 0.0)
+    can_compile.cache_clear()
+    assert losses(run(tmp_path / "auto", compile="auto")) == losses(run(tmp_path / "never"))
+    with pytest.raises(RuntimeError, match="compiler is missing"):
+        next(run(tmp_path / "always", compile="always"))
+    can_compile.cache_clear()
 
 
 def test_another_curriculum_is_refused_and_may_branch_off(tmp_path):
