@@ -23,7 +23,7 @@ from harness import MEBIBYTE, Row, command_line, interleave, peak_memory, report
 import deqseq as dq
 from deqseq.layers import cached_weights
 from deqseq.ops.backend import Backend, resolved
-from deqseq.ops.ssd import ssd, ssd_step
+from deqseq.ops.ssd import ssd
 
 VOCABULARY = 512
 TOLERANCES = {torch.float32: 2e-3, torch.bfloat16: 3e-2}  # a GPU multiplies float32 in TF32 inside kernels
@@ -117,8 +117,10 @@ def scanned(bench: Bench, backend: Backend, dtype: torch.dtype) -> dict[str, tup
     assert after is not None
     gradients = torch.autograd.grad(y.float().square().sum() + after.sum(), [x, dt, B, C])
     with torch.no_grad():
-        step = ssd_step(x[:, 0], dt[:, 0], rates, B[:, 0], C[:, 0], state, backend=backend)
-    return {"forward": (y, after), "gradients": gradients, "step": step}
+        token = (x[:, :1], dt[:, :1], rates, B[:, :1], C[:, :1])
+        step = ssd(*token, initial_state=state, return_state=True, backend=backend)
+    assert step.state is not None
+    return {"forward": (y, after), "gradients": gradients, "step": (step.y, step.state)}
 
 
 def block(bench: Bench, width: int, stop: dq.Stop, phantom: int) -> dq.CausalLM:

@@ -37,7 +37,6 @@ from deqseq.models import (
     load_example,
     parameter_count,
     preset,
-    preset_names,
 )
 from deqseq.rows import take
 from deqseq.solution import ConvergenceError, ConvergenceWarning, Solution, SolveStats, Status
@@ -119,7 +118,6 @@ __all__ = [
     "load_example",
     "parameter_count",
     "preset",
-    "preset_names",
     "solve",
     "take",
 ]

@@ -46,7 +46,7 @@ ADVICE: dict[Cause, str] = {
 
 @dataclass(frozen=True)
 class Problem:
-    """What an outcome is the solution of, to solve it again: ``run(solver, stop, start, trace)``, without gradients."""
+    """The solve behind an outcome. ``run(solver, stop, start, trace)`` repeats it in another way, without gradients."""
 
     solver: Solver[Any] | ExternalSolver
     stop: Stop
@@ -84,14 +84,12 @@ def explain(outcome: "Outcome", problem: Problem) -> Explanation:
     exited = ~converged & ~failed
     causes: list[Cause] = ["exit rule" if row else "converged" for row in exited.tolist()]
     findings: dict[Cause, list[str]] = {}
-    tried, enough, solved, solver = "", 0, outcome, problem.solver
+    tried, again, solved, solver = "", outcome, outcome, problem.solver
     if bool(failed.any()):
-        solved = problem.run(solver, stop, None, True)
+        again = solved = problem.run(solver, stop, None, True)
         for row in failed.nonzero()[:, 0].tolist():
-            causes[row], finding = _cause(solved, row, problem.stop, stop)
+            causes[row], finding = _cause(again, row, problem.stop, stop)
             findings.setdefault(causes[row], []).append(finding)
-            if causes[row] == "budget":
-                enough = max(enough, int(worst_token(solved.stats.iterations)[row]))  # pyright: ignore[reportOptionalMemberAccess]
         hard = torch.tensor([cause in ("slow convergence", "limit cycle", "divergence") for cause in causes])
         if bool(hard.any()):
             trials = _trials(problem.solver, causes)
@@ -124,7 +122,8 @@ def explain(outcome: "Outcome", problem: Problem) -> Explanation:
     order: list[Cause] = list(dict.fromkeys(causes))
     remedies: dict[Cause, str] = {cause: ADVICE[cause] for cause in order if cause in ADVICE}
     if "budget" in remedies:
-        remedies["budget"] += f": stop=Stop(max_steps={2 ** enough.bit_length()})"
+        short = torch.tensor([cause == "budget" for cause in causes])
+        remedies["budget"] += f": stop=Stop(max_steps={_enough(again, short)})"
     for cause in ("slow convergence", "limit cycle", "divergence"):
         if tried and cause in remedies:
             remedies[cause] = tried + "; to train, make the map contract" * (cause != "slow convergence")

@@ -4,11 +4,11 @@ from typing import Any
 
 import torch
 
-from deqseq.check import check_flag, check_type
+from deqseq.check import check_callable, check_flag, check_type
 from deqseq.gradients.base import Gradient
 from deqseq.gradients.implicit import Implicit
 from deqseq.solution import Solution, Status
-from deqseq.solve import Callback, check_call
+from deqseq.solve import Callback
 from deqseq.solvers.anderson import Anderson
 from deqseq.solvers.base import ExternalSolver, Solver
 from deqseq.stop import Stop
@@ -30,11 +30,11 @@ def fixed_point(
     r"""A fixed point :math:`z^* = f(z^*)` that can be differentiated.
 
     Args:
-        f: the map, ``(batch, *event) -> (batch, *event)``; with ``args`` it is called as ``f(z, args)``. All tensors
-            that it closes over, and ``args``, receive gradients.
+        f: the map, ``(batch, *event) -> (batch, *event)``. All tensors that it closes over, and ``args``, receive
+            gradients.
         z0: the start, ``(batch, *event)``.
-        args: what the map needs of each row, a tensor ``(batch, ...)`` or a tuple of them, as in :func:`solve`; the map
-            is called as ``f(z, args)``. Default: it takes ``z`` alone.
+        args: what the map needs of each row, as in :func:`solve`; the map is called as ``f(z, args)``. Default: it
+            takes ``z`` alone.
         solver: the algorithm.
         stop: tolerances, budget and granularity. By default norms are over the last dimension, and the largest counts;
             for images and other states that are not sequences take ``Stop(norm="frobenius")``, one norm per row.
@@ -60,7 +60,8 @@ def fixed_point(
         >>> solution.value[0, 0]
         tensor(0.8952)
     """
-    check_call(f, z0, solver, stop, args, callback)
+    check_callable("f", f)
+    check_type("stop", stop, Stop, "dq.Stop(rtol=1e-3)")
     check_type("gradient", gradient, (Gradient, type(None)), "dq.Phantom(4)")
     check_flag("throw", throw)
     chosen = Implicit() if gradient is None else gradient

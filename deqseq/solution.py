@@ -67,12 +67,12 @@ class SolveStats:
         residual: relative residual ``|f(z) - z| / |f(z)|`` at the evaluation whose value was returned (``inf`` where
             no evaluation was finite), ``(batch,)`` or ``(batch, tokens)`` as ``iterations``.
         error: estimated relative error of the value, ``residual / (1 - q)``, ``(batch,)`` or ``(batch, tokens)`` as
-            ``residual``; ``q`` is the ratio of the last two checked residuals, per evaluation. ``inf`` where they did
-            not fall, there was one check, or the value is an earlier one; too large if the last check came sooner than
-            ``check_every``. It is close for plain iteration of a
-            contraction and for :class:`Adaptive`, which does not damp there; too large with :class:`Relaxed`, by one
-            over the damping at most; no bound with solvers whose residuals fall irregularly (:class:`Anderson`,
-            :class:`Broyden`), nor where there are other fixed points.
+            ``residual``; ``q`` is the ratio of the last two checked residuals, per evaluation. ``inf`` if they did not
+            fall, after a single check, or if the value is not the last one; too large if the last two checks were fewer
+            than ``check_every`` evaluations apart. It is close for plain iteration of a contraction and for
+            :class:`Adaptive`, which does not damp there; too large with :class:`Relaxed`, by one over the damping at
+            most; no bound with solvers whose residuals fall irregularly (:class:`Anderson`, :class:`Broyden`), nor
+            where there are other fixed points.
         evaluations: calls of the map, for the whole batch.
         updates: how many of those calls a row (in a model: a token) took part in before it was removed from the batch,
             ``(batch,)`` or ``(batch, length)``; the work of a solve is ``updates.sum()``.

@@ -1,4 +1,4 @@
-"""The only iteration loop of the library."""
+"""The loop of all solves, but for :class:`Lockstep` and ``torch.export``."""
 
 from collections.abc import Callable
 from contextlib import nullcontext, suppress

@@ -81,7 +81,7 @@ FREE = (  # may change when a run is continued
     "output", "fresh", "device", "checkpoint_every", "spread", "eval_tokens", "extrapolation", "sample",
     "sample_tokens",
 )  # fmt: skip
-RUNS = (*SCALED, *dq.preset_names(), "trunk-llama", "trunk-mamba2")
+RUNS = (*SCALED, *dq.PRESETS, "trunk-llama", "trunk-mamba2")
 MODEL_FILES = ("config.json", "generation_config.json", "model*.safetensors*", "deqseq_models.py")
 WRITES = (
     *("results.json", "table.md", "samples.md", "pretrain.png", "log.txt"),

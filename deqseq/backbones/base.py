@@ -36,7 +36,6 @@ class Cache:
 
 
 C = TypeVar("C", bound=Cache)
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -88,6 +87,8 @@ class Backbone(nn.Module, ABC, Generic[C]):
 
     d_model: int
     """Width of the state."""
+    _stack: Any = None
+    """The method that :meth:`run` calls: the part of :meth:`forward` from tensors to tensors."""
     _compiled: Callable[..., Any] | None = None
 
     @abstractmethod
@@ -140,29 +141,25 @@ class Backbone(nn.Module, ABC, Generic[C]):
     def compile(self, **options: Any) -> None:
         """Compile one iteration with ``torch.compile``.
 
-        Args:
-            **options: those of ``torch.compile``.
-        """
-        super().compile(**options)
-
-    def compile_stack(self, stack: Callable[..., Any], options: dict[str, Any]) -> None:
-        """Let :meth:`run` call a compiled ``stack``: the part of :meth:`forward` that goes from tensors to tensors.
-
-        Shapes are dynamic, so a new length or batch does not recompile. One row, one token, a cache, gradients and
-        ``need_aux`` each compile once; that can exceed torch's default limit of eight.
+        A backbone with a ``_stack`` compiles that alone. Shapes are dynamic, so a new length or batch does not
+        recompile. One row, one token, a cache, gradients and ``need_aux`` each compile once; that can exceed torch's
+        default limit of eight.
 
         Args:
-            stack: the function.
-            options: of ``torch.compile``; they override the defaults.
+            **options: those of ``torch.compile``; they override these defaults.
         """
+        if self._stack is None:
+            super().compile(**options)
+            return
         known = inspect.signature(torch.compile).parameters
         defaults: dict[str, Any] = {"dynamic": True} | ({"recompile_limit": 64} if "recompile_limit" in known else {})
-        self._compiled = torch.compile(stack, **(defaults | options))
+        self._compiled = torch.compile(self._stack, **(defaults | options))
 
-    def run(self, stack: Callable[..., T], *arguments: Any) -> T:
-        """What ``stack`` gives for ``arguments``, compiled if :meth:`compile` was called."""
+    def run(self, *arguments: Any) -> Any:
+        """What ``_stack`` gives for ``arguments``, compiled if :meth:`compile` was called."""
         if self._compiled is None:
-            return stack(*arguments)
+            assert self._stack is not None
+            return self._stack(*arguments)
         with weights_for_compiled(self):
             return self._compiled(*arguments)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, cast, get_args
+from typing import cast, get_args
 
 import torch
 from jaxtyping import Int64
@@ -183,7 +183,7 @@ class Llama(Backbone[LlamaCache]):
         if cache is not None:
             cache = cache.reserve(z.shape[1])  # does nothing if the solve has reserved already
             past = tuple(Past(layer, cache.length, cache.visible) for layer in cache.layers)
-        z, kept = self.run(self._stack, z, inputs.injection, RotaryTables(*inputs.rotary), past, inputs.dropout)
+        z, kept = self.run(z, inputs.injection, RotaryTables(*inputs.rotary), past, inputs.dropout)
         return z, kept if need_aux else None
 
     def advance(
@@ -194,9 +194,6 @@ class Llama(Backbone[LlamaCache]):
         counts: Int64[Tensor, " batch"] | None = None,
     ) -> LlamaCache:
         return commit(cache, aux, tokens, counts)
-
-    def compile(self, **options: Any) -> None:
-        self.compile_stack(self._stack, options)
 
     def _stack(
         self,

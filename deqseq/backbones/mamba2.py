@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, cast, get_args
+from typing import cast, get_args
 
 from jaxtyping import Int64
 from torch import Tensor, nn
@@ -162,7 +162,7 @@ class Mamba2(Backbone[Mamba2Cache]):
     ) -> tuple[Sequence, tuple[MixerAux, ...] | None]:
         states = None if cache is None else cache.layers
         backend = resolved(self.config.backend, z)  # chosen here: compiled code cannot look for kernels or log
-        z, aux = self.run(self._stack, z, inputs.injection, states, inputs.dropout, need_aux, backend)
+        z, aux = self.run(z, inputs.injection, states, inputs.dropout, need_aux, backend)
         return z, aux if need_aux else None
 
     def advance(
@@ -175,9 +175,6 @@ class Mamba2(Backbone[Mamba2Cache]):
         before = [None] * len(aux) if cache is None else cache.layers
         parts = zip(self.blocks, before, aux, strict=True)
         return Mamba2Cache(tuple(block.mixer.state_after(own, state, tokens, counts) for block, state, own in parts))
-
-    def compile(self, **options: Any) -> None:
-        self.compile_stack(self._stack, options)
 
     def _stack(
         self,

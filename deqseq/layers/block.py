@@ -1,4 +1,4 @@
-"""Pre-norm residual blocks around the Mamba2 mixer and around attention."""
+"""Residual blocks around the Mamba2 mixer and around attention."""
 
 from typing import Literal, get_args
 
@@ -127,7 +127,7 @@ class LlamaBlock(nn.Module):
 
         Args:
             z: the state of the iteration, ``(batch, length, d_model)``.
-            injection: for the attention, ``(batch, length, injected_width)``. Default: nothing.
+            injection: for the attention, ``(batch, length, injected_width)``, or None.
             tables: rotary tables of these tokens.
             past: the tokens before. Default: nothing.
             mask: dropout mask of both layers' outputs, ``(batch, length, d_model)``. Default: no dropout.

@@ -6,7 +6,7 @@ from deqseq.models.explicit import ExplicitModel
 from deqseq.models.generation import Draft, Generation, NewTokens
 from deqseq.models.implicit import ImplicitModel
 from deqseq.models.output import CausalLMOutput, ModelOutput
-from deqseq.models.presets import PRESETS, ParameterCount, parameter_count, preset, preset_names
+from deqseq.models.presets import PRESETS, ParameterCount, parameter_count, preset
 from deqseq.models.recurrent_depth import RecurrentDepth, RecurrentDepthCache
 from deqseq.models.specification import LanguageModelSpec
 from deqseq.sweeps.tokens import Uncommitted
@@ -30,5 +30,4 @@ __all__ = [
     "load_example",
     "parameter_count",
     "preset",
-    "preset_names",
 ]

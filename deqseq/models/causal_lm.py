@@ -19,7 +19,7 @@ from deqseq.models.implicit import ImplicitModel
 from deqseq.models.output import CausalLMOutput
 from deqseq.models.padding import check_mask
 from deqseq.models.recurrent_depth import RecurrentDepth, solved_part
-from deqseq.models.scaling import capped, scaled
+from deqseq.models.scaling import capped, check_embedding, scaled
 from deqseq.solve import Callback
 from deqseq.types import Mask, Sequence
 
@@ -75,10 +75,7 @@ class CausalLM(nn.Module):
         )
         check_number("CausalLM.embedding_std", embedding_std, "[0, inf)")
         check_flag("CausalLM.tied", tied)
-        check_number("CausalLM.embedding_dropout", embedding_dropout, "[0, 1)")
-        check_number("CausalLM.embedding_scale", embedding_scale, "(0, inf)")
-        if logit_softcap is not None:
-            check_number("CausalLM.logit_softcap", logit_softcap, "(0, inf)")
+        check_embedding("CausalLM", dropout=embedding_dropout, scale=embedding_scale, softcap=logit_softcap)
         self.embedding_dropout, self.embedding_scale = embedding_dropout, embedding_scale
         self.logit_softcap = logit_softcap
         self.embedding = nn.Embedding(vocab_size, model.d_model)
@@ -131,7 +128,7 @@ class CausalLM(nn.Module):
             ValueError: a bad shape, ids outside the vocabulary, both labels and targets, or none to score.
             TypeError: an option that the model does not take.
         """
-        self._check_ids(input_ids)
+        self.check_ids("input_ids", input_ids)
         answers = self._answers(input_ids, labels, targets, mask)
         x = F.dropout(self.embed(input_ids), self.embedding_dropout, self.training)
         options: dict[str, Any] = {"trace": trace, "callback": callback, "throw": throw, "solve": solve}
@@ -204,7 +201,7 @@ class CausalLM(nn.Module):
             torch.Size([1, 5])
         """
         stops = tuple(stop_tokens) if isinstance(stop_tokens, Iterable) else (stop_tokens,)
-        self._check_ids(input_ids)
+        self.check_ids("input_ids", input_ids)
         check_integer("max_new_tokens", max_new_tokens, 1)
         for token in stops:
             check_integer("stop_tokens", token, 0, self.embedding.num_embeddings - 1)
@@ -251,12 +248,13 @@ class CausalLM(nn.Module):
         logits = F.linear(states, self.embedding.weight if self.head is None else self.head.weight)
         return capped(logits, self.logit_softcap)
 
-    def _check_ids(self, input_ids: Tensor) -> None:
-        check_type("input_ids", input_ids, Tensor)
+    def check_ids(self, name: str, ids: Tensor) -> None:
+        """Refuse ``ids`` of another device or type, or outside the vocabulary, with an error that gives them a name."""
+        check_type(name, ids, Tensor)
         device = self.embedding.weight.device
-        if input_ids.device != device and device.type != "meta":  # an offloaded weight is moved by its hooks
-            raise ValueError(f"input_ids must be on the model's device, {device}, got {input_ids.device}")
-        check_ids("input_ids", input_ids, self.embedding.num_embeddings)
+        if ids.device != device and device.type != "meta":  # an offloaded weight is moved by its hooks
+            raise ValueError(f"{name} must be on the model's device, {device}, got {ids.device}")
+        check_ids(name, ids, self.embedding.num_embeddings)
 
     def _answers(
         self, ids: Tensor, labels: Tensor | None, targets: Tensor | None, mask: Tensor | None

@@ -170,7 +170,6 @@ def cached_backbones(model: nn.Module) -> Iterator[None]:
         yield
 
 
-@torch.no_grad()
 def generate(
     model: ImplicitModel | ExplicitModel | RecurrentDepth,
     embed: Callable[[Int64[Tensor, "batch length"]], Sequence],
@@ -180,14 +179,14 @@ def generate(
     sampler: Sampler,
     *,
     max_new_tokens: int,
-    stop_tokens: tuple[int, ...] = (),
-    pad_token: int = 0,
-    draft: Draft | None = None,
-    callback: Callable[[NewTokens], None] | None = None,
-    solve: SolveConfig | None = None,
+    stop_tokens: tuple[int, ...],
+    pad_token: int,
+    draft: Draft | None,
+    callback: Callable[[NewTokens], None] | None,
+    solve: SolveConfig | None,
     fields: SolveFields,
 ) -> Generation:
-    """Continue a batch of prompts: the loop of :meth:`deqseq.CausalLM.generate`, with a model in eval mode.
+    """Continue a batch of prompts: the loop of :meth:`deqseq.CausalLM.generate`, in eval mode and without gradients.
 
     Each turn takes tokens, commits them, drafts some, and solves for the last token taken and the drafts together;
     without a draft this is decoding token by token.

@@ -1,7 +1,6 @@
 """A whole language model as data: presets, files and other libraries' configurations are translated to it."""
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from deqseq.backbones import Llama, LlamaConfig, Mamba2, Mamba2Config
 from deqseq.check import check_flag, check_integer, check_number, check_type
@@ -9,6 +8,7 @@ from deqseq.config import SolveConfig
 from deqseq.models.causal_lm import CausalLM
 from deqseq.models.explicit import ExplicitModel
 from deqseq.models.implicit import ImplicitModel
+from deqseq.models.scaling import check_embedding
 
 
 @dataclass(frozen=True)
@@ -53,15 +53,8 @@ class LanguageModelSpec:
             check_type(f"{owner}.{name}", getattr(self, name), (SolveConfig, type(None)))
         check_flag(f"{owner}.tied", self.tied)
         check_number(f"{owner}.embedding_std", self.embedding_std, "[0, inf)")
-        check_number(f"{owner}.embedding_dropout", self.embedding_dropout, "[0, 1)")
-        check_number(f"{owner}.embedding_scale", self.embedding_scale, "(0, inf)")
-        if self.logit_softcap is not None:
-            check_number(f"{owner}.logit_softcap", self.logit_softcap, "(0, inf)")
-
-    @property
-    def kind(self) -> Literal["mamba2", "llama"]:
-        """The backbone's name."""
-        return "llama" if isinstance(self.backbone, LlamaConfig) else "mamba2"
+        numbers = {"dropout": self.embedding_dropout, "scale": self.embedding_scale, "softcap": self.logit_softcap}
+        check_embedding(owner, **numbers)
 
     def explicit(self) -> "LanguageModelSpec":
         """The baseline of the same layers: run once, without an injection."""

@@ -62,7 +62,7 @@ class Solver(ABC, Generic[S]):
     def restart(self, state: S, z: State, rows: RowIndex) -> S:
         """The memory in which some rows begin afresh, as the rows of a sliding window do that have moved.
 
-        Write your own where the memory has another shape, or numbers, before the first step than after it.
+        Write your own if the first step changes shapes or numbers in the memory.
 
         Args:
             state: the memory so far.

@@ -8,7 +8,7 @@ from deqseq.check import check_integer
 
 
 class Sweep(ABC):
-    """A plan: the sizes of the chunks in which a sequence is solved, left to right.
+    """Which tokens of a sequence are solved together. One of your own is a plan: sizes of chunks, left to right.
 
     Each chunk is solved to its end against the committed tokens before it. All sweeps of a causal map find the same
     fixed point, as far as the tolerance allows and the map has only one; they differ in how much work it takes and how

@@ -4,14 +4,13 @@ from deqseq.tasks import formal
 from deqseq.tasks.groups import alternating, aperiodic_monoid, cyclic, dihedral, parse_group, quaternion, symmetric
 from deqseq.tasks.monoid import FiniteMonoid, direct_product, generated_monoid, generators
 from deqseq.tasks.task import Task, WordBatch, scaled_accuracy
-from deqseq.tasks.word_problem import WordProblem, a5_monoid_word_problem, prefix_products
+from deqseq.tasks.word_problem import WordProblem, prefix_products
 
 __all__ = [
     "FiniteMonoid",
     "Task",
     "WordBatch",
     "WordProblem",
-    "a5_monoid_word_problem",
     "alternating",
     "aperiodic_monoid",
     "cyclic",

@@ -8,8 +8,7 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from deqseq.check import check_number, check_type
-from deqseq.tasks.groups import alternating, aperiodic_monoid
-from deqseq.tasks.monoid import FiniteMonoid, check_ids, direct_product
+from deqseq.tasks.monoid import FiniteMonoid, check_ids
 from deqseq.tasks.task import Task, WordBatch
 
 
@@ -97,32 +96,6 @@ class WordProblem(Task):
         easy = torch.rand(batch, length, generator=generator, dtype=torch.float64) < self.identity_probability
         inputs = torch.where(easy, _without_group_part(self.monoid)[inputs], inputs)
         return WordBatch(inputs, prefix_products(self.monoid, inputs))
-
-
-def a5_monoid_word_problem(identity_probability: float) -> WordProblem:
-    """The paper's harder word problem: A5 times {E, A, B, X}, vocabulary 240, all elements as inputs.
-
-    The paper trains with p in {0, 0.5, 0.75, 0.9, 0.95, 0.98, 1} at length 256, tests with p in {0.5, 0.9} at 256 and
-    1024, and scores the accuracy on the last 10 tokens. A token id is 4 * (id in A5) + (id of the letter).
-
-    Args:
-        identity_probability: probability p that a token's A5 part is made the identity; its letter stays.
-
-    Returns:
-        The problem.
-
-    Raises:
-        ValueError: the probability is not within 0..1.
-
-    References:
-        Schöne et al., Implicit Language Models are RNNs, ICML 2025, arXiv 2502.07827.
-
-    Example:
-        >>> a5_monoid_word_problem(0.5).vocab_size
-        240
-    """
-    monoid = direct_product(alternating(5), aperiodic_monoid())
-    return WordProblem(monoid, identity_probability=identity_probability)
 
 
 def prefix_products(monoid: FiniteMonoid, tokens: Int64[Tensor, "batch length"]) -> Int64[Tensor, "batch length"]:

@@ -21,8 +21,8 @@ class Curriculum:
     :class:`deqseq.integrations.huggingface.curriculum_callback.CurriculumCallback`.
 
     Args:
-        phases: with names of their own, and ends that rise. The last may be None. In fractions of the run it must
-            otherwise be 1; in steps or tokens it stays in force past its end.
+        phases: with names of their own, and ends that rise. The last end is None or, in fractions, 1. A last phase
+            that ends in steps or tokens stays in force after that.
         unit: what the ends are counted in: ``"fraction"`` of the run, optimizer ``"steps"``, or ``"tokens"``.
 
     Raises:

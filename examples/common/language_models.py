@@ -36,7 +36,7 @@ def kind_of(name: str) -> tuple[str, str]:
     Raises:
         ValueError: there is no such model.
     """
-    check_choice("--models", name, (*SCALED, *(one for one in dq.preset_names() if not one.endswith("state-tracking"))))
+    check_choice("--models", name, (*SCALED, *(one for one in dq.PRESETS if not one.endswith("state-tracking"))))
     first, last = name.split("-")[0], name.split("-")[-1]
     return first if name in SCALED else last.replace("pretrain", "bounded"), "llama" if "llama" in name else "mamba2"
 

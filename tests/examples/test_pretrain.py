@@ -125,7 +125,7 @@ def test_two_processes_give_the_numbers_of_one(tmp_path):  # with DDP: test_exam
 
 def test_the_papers_models_have_their_own_curricula():
     kinds, tiny = {"explicit": "explicit", "pretrain": "bounded", "implicit": "implicit"}, options()
-    for name in dq.preset_names()[:-1]:
+    for name in list(dq.PRESETS)[:-1]:
         family, _, kind = name.split("-")
         assert kind_of(name) == (kinds[kind], {"llama3": "llama", "mamba2": "mamba2"}[family])
         assert spec_of(name, tiny, 300) == replace(dq.preset(name), vocab_size=300)

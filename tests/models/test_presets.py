@@ -22,7 +22,7 @@ def test_there_are_three_of_each_size_and_the_state_tracking_model():
         for size in SIZES
         for kind in ("explicit", "pretrain", "implicit")
     ]
-    assert dq.preset_names() == (*names, "mamba2-state-tracking")
+    assert list(dq.PRESETS) == [*names, "mamba2-state-tracking"]
     assert dq.preset("llama3-130m-implicit") is dq.PRESETS["llama3-130m-implicit"]
 
 
@@ -69,7 +69,7 @@ def test_state_tracking():
 def test_an_unknown_name_names_its_neighbours():
     with pytest.raises(ValueError, match=r"'llama-1\.3b-implict'; did you mean 'llama3-1\.3b-implicit'"):
         dq.preset("llama-1.3b-implict")
-    with pytest.raises(ValueError, match=r"'x' \(all names: deqseq\.preset_names\(\)\)"):
+    with pytest.raises(ValueError, match=r"'x' \(all names: list\(deqseq\.PRESETS\)\)"):
         dq.preset("x")
 
 

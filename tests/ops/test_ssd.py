@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import relative_error, ssd_recurrence
 
-from deqseq.ops.ssd import ssd, ssd_state, ssd_step
+from deqseq.ops.ssd import ssd, ssd_state
 
 
 def inputs(batch=2, length=13, heads=4, headdim=3, groups=2, d_state=5, dtype=torch.float64, seed=0):
@@ -60,14 +60,15 @@ def test_any_shape_chunk_and_cut(batch, length, heads_per_group, groups, headdim
     assert torch.allclose(carried, h, atol=1e-11)
 
 
-def test_step_equals_forward():
+def test_token_by_token_equals_forward():
     arguments, extras, state = inputs()
     x, dt, A, B, C = arguments
     whole = ssd(*arguments, **extras, initial_state=state, return_state=True, chunk_size=4)
     carried = state
     for t in range(x.shape[1]):
-        y, carried = ssd_step(x[:, t], dt[:, t], A, B[:, t], C[:, t], carried, **extras)
-        assert torch.allclose(y, whole.y[:, t], atol=1e-12)
+        token = (x[:, t : t + 1], dt[:, t : t + 1], A, B[:, t : t + 1], C[:, t : t + 1])
+        y, carried = ssd(*token, **extras, initial_state=carried, return_state=True)
+        assert torch.allclose(y[:, 0], whole.y[:, t], atol=1e-12)
     assert torch.allclose(carried, whole.state, atol=1e-12)
 
 

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from deqseq.tasks import (
     WordProblem,
-    a5_monoid_word_problem,
     alternating,
     aperiodic_monoid,
     cyclic,
@@ -96,7 +95,7 @@ def test_identity_frequency_in_a_group(p):
 
 @pytest.mark.parametrize("p", [0.0, 0.5, 1.0])
 def test_only_the_group_part_of_the_reference_task_becomes_easy(p):
-    task = a5_monoid_word_problem(p)
+    task = WordProblem(parse_group("A5xM"), identity_probability=p)
     inputs, targets = task.fixed(400, 100, seed=0)
     group, letter = inputs // 4, inputs % 4
     assert task.vocab_size == 240
@@ -197,7 +196,7 @@ TASK = WordProblem(cyclic(3))
         (lambda: TASK.batches(2, (4, 0), seed=0), "length must .* got 0"),
         (lambda: TASK.batches(2, (), seed=0), "length must name at least one"),
         (lambda: WordProblem(cyclic(3), identity_probability=1.5), r"identity_probability must .*\[0, 1\], got 1.5"),
-        (lambda: a5_monoid_word_problem(-0.1), "identity_probability must .* got -0.1"),
+        (lambda: WordProblem(A5, identity_probability=-0.1), "identity_probability must .* got -0.1"),
         (lambda: WordProblem(aperiodic_monoid(), identity_probability=0.5), "must be 0 for M, which has no group"),
         (lambda: WordProblem(cyclic(3), inputs=()), "inputs must name at least one"),
         (lambda: WordProblem(cyclic(3), inputs=(0, 3)), r"inputs must .* 0\.\.2, got 3"),

@@ -20,12 +20,14 @@ from deqseq.integrations.huggingface.recurrent_depth import RecurrentDepthConfig
 from deqseq.integrations.reference_weights import from_reference
 from deqseq.models import CausalLM, ImplicitModel, LanguageModelSpec, RecurrentDepth, preset
 
+_NUMBERS = ("embedding_dropout", "embedding_scale", "logit_softcap")
+
 
 def preset_config(name: str, **fields: Any) -> ImplicitMamba2Config | ImplicitLlamaConfig:
     """One of the paper's models as a configuration.
 
     Args:
-        name: one of :func:`deqseq.preset_names`.
+        name: a key of :data:`deqseq.PRESETS`.
         **fields: fields to replace, as in ``AutoConfig.from_pretrained``.
 
     Returns:
@@ -69,8 +71,7 @@ def from_causal_lm(lm: CausalLM, **fields: Any) -> ImplicitCausalLM:
         (16, 0)
     """
     check_type("lm", lm, CausalLM, "deqseq.integrations.pretrained.from_pretrained_model(model, implicit=True)")
-    config_of = _config_of_parts if isinstance(lm.model, RecurrentDepth) else _config_of_backbone
-    config = config_of(lm, **fields)
+    config = _config_of(lm, **fields)
     with torch.device("meta"):  # its own weights would be drawn for nothing
         model: ImplicitCausalLM = AutoModelForCausalLM.from_config(config)
     model.model.core, model.model.embed_tokens = lm.model, lm.embedding
@@ -100,16 +101,11 @@ def to_causal_lm(model: ImplicitCausalLM) -> CausalLM:
         True
     """
     check_type("model", model, ImplicitCausalLM)
-    lm = CausalLM(
-        model.config.vocab_size,
-        model.model.core,
-        tied=model.config.tie_word_embeddings,
-        embedding_dropout=model.config.embedding_dropout,
-        embedding_scale=model.config.embedding_scale,
-        logit_softcap=model.config.logit_softcap,
-    )
-    lm.embedding = model.model.embed_tokens
-    lm.head = None if model.config.tie_word_embeddings else model.lm_head
+    config, tied = model.config, model.config.tie_word_embeddings
+    numbers = {name: getattr(config, name) for name in _NUMBERS}
+    with torch.device("meta"):  # its own weights would be drawn for nothing
+        lm = CausalLM(config.vocab_size, model.model.core, tied=tied, **numbers)
+    lm.embedding, lm.head = model.model.embed_tokens, None if tied else model.lm_head
     return lm.train(model.training)
 
 
@@ -152,10 +148,12 @@ def _config(spec: LanguageModelSpec, **fields: Any) -> ImplicitMamba2Config | Im
     return kind.from_specification(spec, **fields)
 
 
-def _config_of_backbone(lm: CausalLM, **fields: Any) -> ImplicitMamba2Config | ImplicitLlamaConfig:
-    """Of an implicit or an explicit model."""
-    assert not isinstance(lm.model, RecurrentDepth)
-    core, backbone = lm.model, lm.model.backbone
+def _config_of(lm: CausalLM, **fields: Any) -> ImplicitMamba2Config | ImplicitLlamaConfig | RecurrentDepthConfig:
+    core, shared = lm.model, {name: getattr(lm, name) for name in _NUMBERS}
+    if isinstance(core, RecurrentDepth):
+        sizes = {"vocab_size": lm.embedding.num_embeddings, "tie_word_embeddings": lm.head is None}
+        return RecurrentDepthConfig(**parts_of(core), **sizes, **shared, **fields)
+    backbone = core.backbone
     if not isinstance(backbone, Mamba2 | Llama):
         raise TypeError(f"the backbone must be a Mamba2 or a Llama, got {type(backbone).__name__}")
     if isinstance(core, ImplicitModel) and not backbone.config.injection:
@@ -164,30 +162,8 @@ def _config_of_backbone(lm: CausalLM, **fields: Any) -> ImplicitMamba2Config | I
             "transformers; without it, as in Ouro, no model type here describes it"
         )
     solves = (core.solve, core.eval_solve) if isinstance(core, ImplicitModel) else (None, None)
-    spec = LanguageModelSpec(
-        lm.embedding.num_embeddings,
-        backbone.config,
-        *solves,
-        tied=lm.head is None,
-        embedding_dropout=lm.embedding_dropout,
-        embedding_scale=lm.embedding_scale,
-        logit_softcap=lm.logit_softcap,
-    )
-    return _config(spec, **fields)
-
-
-def _config_of_parts(lm: CausalLM, **fields: Any) -> RecurrentDepthConfig:
-    """Of a model with a prelude and a coda."""
-    assert isinstance(lm.model, RecurrentDepth)
-    return RecurrentDepthConfig(
-        **parts_of(lm.model),
-        vocab_size=lm.embedding.num_embeddings,
-        tie_word_embeddings=lm.head is None,
-        embedding_dropout=lm.embedding_dropout,
-        embedding_scale=lm.embedding_scale,
-        logit_softcap=lm.logit_softcap,
-        **fields,
-    )
+    sizes = {"tied": lm.head is None, **shared}
+    return _config(LanguageModelSpec(lm.embedding.num_embeddings, backbone.config, *solves, **sizes), **fields)
 
 
 def _weights(path: Path) -> dict[str, Tensor]:

@@ -111,7 +111,7 @@ class DecoderBackbone(Backbone[LlamaCache]):
             past = tuple(Past(layer, cache.length, None) for layer in cache.layers)
         masks = {kind: self._mask(kind, z, cache) for kind in set(self.kinds)}
         tables = dict(zip(self.rotations, zip(inputs.rotary[::2], inputs.rotary[1::2], strict=True), strict=True))
-        return self.run(self._stack, z, tables, masks, past, need_aux)
+        return self.run(z, tables, masks, past, need_aux)
 
     def advance(
         self,
@@ -121,9 +121,6 @@ class DecoderBackbone(Backbone[LlamaCache]):
         counts: Int64[Tensor, " batch"] | None = None,
     ) -> LlamaCache:
         return commit(cache, aux, tokens, counts)
-
-    def compile(self, **options: Any) -> None:
-        self.compile_stack(self._stack, options)
 
     def _stack(
         self,

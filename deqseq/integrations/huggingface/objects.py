@@ -31,14 +31,11 @@ CLASSES: dict[Kind, tuple[type[Any], ...]] = {
 """What a configuration can name. A kind with one class needs no name."""
 
 _BASES: dict[Kind, tuple[type[Any], ...]] = {
+    **CLASSES,
     "solver": (Solver, ExternalSolver),
     "gradient": (Gradient,),
-    "stop": (Stop,),
     "exit": (ExitRule, type(None)),
     "sweep": (Sweep,),
-    "start": (RandomStart,),
-    "solve": (SolveConfig,),
-    "backbone": (LlamaConfig, Mamba2Config),
     "rope_scaling": (RotaryScaling, type(None)),
 }
 

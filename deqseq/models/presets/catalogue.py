@@ -65,7 +65,7 @@ def preset(name: str) -> LanguageModelSpec:
     their vocabulary of 50277 tokens to 50288 rows of the embedding, but for ``mamba2-130m-explicit``; Llamas do not.
 
     Args:
-        name: one of :func:`preset_names`.
+        name: a key of :data:`PRESETS`.
 
     Returns:
         The specification; ``build()`` makes the model, with fresh weights.
@@ -84,18 +84,8 @@ def preset(name: str) -> LanguageModelSpec:
     """
     check_type("name", name, str)
     if name not in PRESETS:
-        raise ValueError(f"unknown preset name {name!r}{suggestion(name, PRESETS)} (all names: deqseq.preset_names())")
+        raise ValueError(f"unknown preset name {name!r}{suggestion(name, PRESETS)} (all names: list(deqseq.PRESETS))")
     return PRESETS[name]
-
-
-def preset_names() -> tuple[str, ...]:
-    """The names of all presets.
-
-    Example:
-        >>> len(preset_names()), preset_names()[0], preset_names()[-1]
-        (25, 'llama3-130m-explicit', 'mamba2-state-tracking')
-    """
-    return tuple(PRESETS)
 
 
 def _language_model(family: Family, size: str, kind: Kind) -> LanguageModelSpec:

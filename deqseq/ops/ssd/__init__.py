@@ -1,5 +1,5 @@
 """The state-space-dual scan of Mamba2."""
 
-from deqseq.ops.ssd.scan import SSDOutput, ssd, ssd_state, ssd_step
+from deqseq.ops.ssd.scan import SSDOutput, ssd, ssd_state
 
-__all__ = ["SSDOutput", "ssd", "ssd_state", "ssd_step"]
+__all__ = ["SSDOutput", "ssd", "ssd_state"]

@@ -137,52 +137,6 @@ def ssd_state(
     return reference.state_after(x, dt, A, B, steps, initial_state, counts)
 
 
-def ssd_step(
-    x: Float[Tensor, "batch heads headdim"],
-    dt: Float[Tensor, "batch heads"],
-    A: Float[Tensor, " heads"],
-    B: Float[Tensor, "batch groups d_state"],
-    C: Float[Tensor, "batch groups d_state"],
-    state: Float[Tensor, "batch heads headdim d_state"],
-    *,
-    D: Float[Tensor, " heads"] | None = None,
-    dt_bias: Float[Tensor, " heads"] | None = None,
-    dt_softplus: bool = True,
-    dt_limit: tuple[float, float] = UNLIMITED,
-    backend: Backend = "auto",
-) -> tuple[Float[Tensor, "batch heads headdim"], Float[Tensor, "batch heads headdim d_state"]]:
-    """One token of :func:`ssd`: its output and the state after it; ``state`` itself is left as it is.
-
-    Args:
-        x: input of the token, ``(batch, heads, headdim)``.
-        dt: step size before bias and softplus, ``(batch, heads)``.
-        A: decay rates, negative, ``(heads,)``.
-        B: input map, ``(batch, groups, d_state)``.
-        C: output map, ``(batch, groups, d_state)``.
-        state: the state before the token, ``(batch, heads, headdim, d_state)``.
-        D: skip weights, ``(heads,)``.
-        dt_bias: ``(heads,)``.
-        dt_softplus: whether step sizes pass a softplus.
-        dt_limit: lower and upper bound of the step sizes.
-        backend: as in :func:`ssd`.
-
-    Returns:
-        ``y`` in the dtype of ``x``, and the new state.
-
-    Example:
-        >>> import torch
-        >>> one = torch.ones(1, 1, 1)
-        >>> y, state = ssd_step(one, one[0], torch.zeros(1), one, one, 2 * one[None], dt_softplus=False)
-        >>> y.item(), state.item()
-        (3.0, 3.0)
-    """
-    x, dt, B, C = (m[:, None] for m in (x, dt, B, C))
-    options = {"D": D, "dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit, "initial_state": state}
-    y, after = ssd(x, dt, A, B, C, **options, return_state=True, backend=backend)
-    assert after is not None
-    return y[:, 0], after
-
-
 def _check(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, D: Tensor | None, dt_bias: Tensor | None, state: Tensor | None
 ) -> None:

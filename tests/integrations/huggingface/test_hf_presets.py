@@ -31,7 +31,7 @@ def settled(spec: dq.LanguageModelSpec) -> dq.LanguageModelSpec:
     return replace(spec, backbone=sizes)
 
 
-@pytest.mark.parametrize("name", dq.preset_names())
+@pytest.mark.parametrize("name", dq.PRESETS)
 def test_presets_are_configurations_that_the_auto_class_reads(name, tmp_path):
     config = preset_config(name)
     assert config.specification() == settled(dq.preset(name))
