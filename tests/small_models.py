@@ -28,7 +28,7 @@ def contractive_llama(**changes) -> dq.Llama:
     for block in backbone.layers:
         for part in (block.self_attn.q_proj, block.self_attn.k_proj, block.self_attn.v_proj):
             part.weight.data *= 0.2
-        block.self_attn.o_proj.weight.data *= 4
+        block.self_attn.o_proj.weight.data *= 12
         block.mlp.gate_proj.weight.data *= 0.2
     if weight_norm:
         dq.layers.apply_weight_norm(backbone)

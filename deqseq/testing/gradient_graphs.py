@@ -126,7 +126,6 @@ class GraphContract:
                 case.loss(value).backward()
 
         run(True)  # torch imports some of itself in its first checkpoint
-        gc.collect()
         gc.disable()
         try:
             for backward in (True, False):

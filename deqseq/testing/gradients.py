@@ -186,7 +186,7 @@ class GradientContract(GraphContract):
     @pytest.mark.parametrize("rate", [3.0, 1e308, math.inf], ids=["diverges", "overflows", "is not finite"])
     def test_where_every_row_fails_gradients_are_zero_or_absent(self, rate: float) -> None:
         if not isinstance(self.gradient, AttachedGradient):
-            return
+            pytest.skip("an estimator that differentiates the iteration itself")
         scale = torch.ones((), dtype=torch.float64, requires_grad=True)
         with pytest.warns(ConvergenceWarning, match="failed for 2 of 2 rows"):
             z0 = torch.zeros(2, 1, dtype=torch.float64)

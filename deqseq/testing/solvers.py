@@ -221,7 +221,7 @@ class SolverContract:
         assert solution.value.requires_grad is enabled
         assert not solution.stats.residual.requires_grad
 
-    @pytest.mark.parametrize("steps", [1, 3, 5])
+    @pytest.mark.parametrize("steps", [1, 5])
     def test_unrolled_steps_pass_gradcheck(self, steps: int) -> None:
         inner = affine(radius=0.6, batch=2, event=(3,))
 
@@ -233,7 +233,7 @@ class SolverContract:
 
         z0 = torch.full((2, 3), 0.1, dtype=torch.float64)
         inputs = [x.clone().requires_grad_() for x in (inner.weight, inner.bias, z0)]
-        assert torch.autograd.gradcheck(unrolled, inputs)
+        assert torch.autograd.gradcheck(unrolled, inputs, fast_mode=True)
 
     def test_gradients_through_freezing_and_removing_are_those_of_each_row_alone(self) -> None:
         gains, event = torch.tensor(GAINS, dtype=torch.float64), (3,)

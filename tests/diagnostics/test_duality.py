@@ -9,8 +9,8 @@ from deqseq.diagnostics import check_duality
 
 TIGHT = dq.Stop(rtol=1e-10, max_steps=500)
 SWEEPS = (dq.Simultaneous(), dq.Chunked(4), dq.Sequential(), dq.Sliding(3), dq.Sliding(50))
-IDS = torch.randint(0, 11, (3, 12), generator=torch.Generator().manual_seed(0))
-MASK = torch.arange(12) < torch.tensor([12, 5, 8])[:, None]
+IDS = torch.randint(0, 11, (3, 6), generator=torch.Generator().manual_seed(0))
+MASK = torch.arange(6) < torch.tensor([6, 3, 4])[:, None]
 
 
 @pytest.fixture(params=[contractive_mamba2, contractive_llama], ids=["Mamba2", "Llama"])
@@ -20,14 +20,14 @@ def lm(request):
 
 
 @pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize("mask", [None, MASK, MASK.flip(1)], ids=["no padding", "right padding", "left padding"])
+@pytest.mark.parametrize("mask", [None, MASK], ids=["no padding", "padding"])
 def test_every_sweep_agrees_with_the_first(lm, mask):
     first, *others = check_duality(lm, IDS, mask=mask, sweeps=SWEEPS).sweeps
     assert first.state_difference == first.cache_difference == 0 and len(others) == 4
     assert max(one.state_difference for one in others) > 0
     for one in others:
         assert one.state_difference <= 1e-7 and one.cache_difference <= 1e-7
-        assert one.converged == 1 and one.agreement == 1 and one.updates > 36
+        assert one.converged == 1 and one.agreement == 1 and one.updates > 18
 
 
 def test_the_numbers_against_both_solves(lm):

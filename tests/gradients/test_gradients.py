@@ -54,20 +54,12 @@ class TestPhantom(GradientContract):
         return neumann(3, 0.7)(jacobian, grad)
 
 
-class TestPhantomCheckpoint(TestPhantom):
-    gradient = dq.Phantom(steps=3, damping=0.7, checkpoint=True)
-
-
 class TestImplicitNaive(GradientContract):
     gradient, coarse = (dq.Implicit(dq.Naive(), stop, throw=True) for stop in (TIGHT, COARSE))
 
 
 class TestImplicitAnderson(GradientContract):
     gradient, coarse = (dq.Implicit(dq.Anderson(), stop, throw=True) for stop in (TIGHT, COARSE))
-
-
-class TestImplicitBroyden(GradientContract):
-    gradient, coarse = (dq.Implicit(dq.Broyden(), stop, throw=True) for stop in (TIGHT, COARSE))
 
 
 class Counted:
@@ -100,9 +92,9 @@ def packed_tensors() -> Iterator[list[int]]:
 
 
 @problems
-@pytest.mark.parametrize("gradient", EXACT, ids=str)
-def test_gradcheck(gradient: dq.Gradient, problem: str) -> None:
-    case = make(problem)
+def test_gradcheck(problem: str) -> None:
+    """Of one estimator; the contract compares all of them with a dense solve."""
+    case, gradient = make(problem), dq.Implicit(stop=TIGHT)
 
     def value(*leaves: Tensor) -> Tensor:
         p = dict(zip(case.leaves, leaves, strict=True))
@@ -110,14 +102,6 @@ def test_gradcheck(gradient: dq.Gradient, problem: str) -> None:
         return dq.fixed_point(f, case.z0, solver=dq.Naive(), stop=TIGHT, gradient=gradient).value
 
     assert torch.autograd.gradcheck(value, tuple(case.leaves.values()), atol=1e-7, rtol=1e-6, fast_mode=True)
-
-
-@pytest.mark.parametrize("gradient", EXACT, ids=str)
-def test_affine_equals_the_closed_form(gradient: dq.Gradient) -> None:
-    p = (case := make("affine-rows")).leaves
-    solved = torch.linalg.solve(torch.eye(3).double() - p["W"], (case.injection() @ p["U"].T + p["b"]).T).T
-    found = gradients(case.loss(solve_of(case, gradient).value), p)
-    assert_close(found, gradients(case.loss(solved), p))
 
 
 @pytest.mark.parametrize("checkpoint", [False, True])
@@ -128,7 +112,7 @@ def test_unrolled_has_a_second_derivative(checkpoint: bool) -> None:
         f, gradient = case.f(case.injection().detach(), {**case.leaves, "W": W}), dq.Unrolled(checkpoint)
         return dq.fixed_point(f, case.z0, solver=dq.Naive(), stop=TIGHT, gradient=gradient).value[0]
 
-    assert torch.autograd.gradgradcheck(value, case.leaves["W"], atol=1e-6, rtol=1e-5)
+    assert torch.autograd.gradgradcheck(value, case.leaves["W"], atol=1e-6, rtol=1e-5, fast_mode=True)
 
 
 @pytest.mark.parametrize("square", [False, True])

@@ -61,12 +61,12 @@ def test_between_checks_nothing_is_read(name):
 @pytest.mark.parametrize("name", BACKBONES)
 @pytest.mark.parametrize("sweep", [dq.Simultaneous(), dq.Chunked(3), dq.Sliding(3), dq.Sequential()], ids=str)
 def test_no_tensor_is_made_without_a_device(name, sweep):
-    lm = dq.CausalLM(11, dq.ImplicitModel(BACKBONES[name](), dq.SolveConfig(stop=dq.Stop(rtol=1e-4)))).double()
+    lm = dq.CausalLM(11, dq.ImplicitModel(BACKBONES[name](), dq.SolveConfig(stop=dq.Stop(rtol=1e-2)))).double()
     ids = torch.randint(0, 11, (2, 7))
     mask = torch.tensor([[True] * 7, [False] * 3 + [True] * 4])
     with Watch() as watch:
         lm(ids, mask=mask, labels=ids, sweep=sweep).loss.backward()
-        lm.generate(ids, mask=mask, max_new_tokens=3, sweep=sweep)
+        lm.generate(ids, mask=mask, max_new_tokens=2, sweep=sweep)
     assert {made for made in watch.homeless if made[1] not in ON_THE_HOST} == set()
 
 

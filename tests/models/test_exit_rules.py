@@ -127,8 +127,8 @@ def test_decoding_with_caches(lm, rule):
 def test_generation_exits_in_prompts_and_new_tokens(lm):
     rule = dq.StableArgmax(3)
     stop = replace(SOLVE.stop, exit=rule)
-    generated = lm.generate(IDS, mask=masks()["left"], max_new_tokens=6, stop=stop)
-    plain = lm.generate(IDS, mask=masks()["left"], max_new_tokens=6)
+    generated = lm.generate(IDS, mask=masks()["left"], max_new_tokens=3, stop=stop)
+    plain = lm.generate(IDS, mask=masks()["left"], max_new_tokens=3)
     assert generated.evaluations < plain.evaluations
     assert not generated.converged.all()
     for row in range(5):

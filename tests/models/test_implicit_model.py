@@ -26,21 +26,6 @@ class TestSweeps:
         assert (output.value - backbone.solution(embedded())).abs().max() < 1e-9
 
     @BACKBONES
-    @SWEEPS
-    def test_they_agree_and_carry_on_from_a_cache(self, make, sweep):
-        model, x = dq.ImplicitModel(make(), TIGHT).eval(), embedded()
-        reference, output = model(x), model(x, sweep=sweep)
-        assert output.converged.all()
-        assert (output.value - reference.value).abs().max() < 1e-9
-        shape = (2,) if sweep == dq.Simultaneous() else (2, 7)
-        assert output.stats.iterations.shape == output.stats.residual.shape == shape
-        assert output.stats.residual.max() <= 1e-11
-        first = model(x[:, :4], sweep=sweep, return_cache=True)
-        second = model(x[:, 4:], sweep=sweep, cache=first.cache)
-        assert (torch.cat([first.value, second.value], dim=1) - reference.value).abs().max() < 1e-9
-        assert second.cache is None
-
-    @BACKBONES
     @pytest.mark.parametrize(
         "gradient",
         [dq.Phantom(4, 0.8), dq.OneStep(), dq.Implicit(stop=TIGHT.stop)],
@@ -115,10 +100,6 @@ class TestFailure:
         with pytest.raises(dq.ConvergenceError, match="1 of 2 rows"):
             self.failing(sweep=sweep, throw=True)
 
-    def test_a_success_is_returned(self):
-        output = dq.ImplicitModel(affine(), TIGHT)(embedded(), throw=True)
-        assert output.raise_if_failed() is output
-
     def test_training_on_nothing_but_diverged_rows_warns(self):
         model = dq.ImplicitModel(affine())
         model.backbone.U.data.fill_(torch.nan)
@@ -151,14 +132,14 @@ class TestGradients:
     @pytest.mark.parametrize("gradient", [dq.Unrolled, lambda **options: dq.Phantom(3, **options)], ids=["U", "P"])
     def test_checkpointing_under_weight_norm_changes_none(self, gradient):
         model = dq.ImplicitModel(contractive_mamba2(), dq.SolveConfig(stop=dq.Stop.exactly(6)))
-        gradients = []
+        gradients, towards = [], torch.randn(2, 7, 8, dtype=torch.float64)
         for checkpoint in (False, True):
             model.zero_grad()
-            model(embedded(), gradient=gradient(checkpoint=checkpoint)).value.square().sum().backward()
+            (model(embedded(), gradient=gradient(checkpoint=checkpoint)).value * towards).sum().backward()
             gradients.append([p.grad.clone() for p in model.parameters()])
         for one, two in zip(*gradients, strict=True):
             assert one.abs().max() > 0
-            assert torch.allclose(one, two, rtol=1e-10)
+            assert torch.allclose(one, two, rtol=1e-10, atol=1e-14)
 
     @SWEEPS
     def test_any_parametrisation_gets_its_own_after_every_sweep(self, sweep):
@@ -192,13 +173,6 @@ class TestGradients:
         assert ((half - full).norm() / full.norm()).item() < 0.05
         for name, gradient in full_gradients.items():
             assert ((half_gradients[name] - gradient).norm() / gradient.norm()).item() < 0.1, name
-
-
-def test_dropout_has_a_fixed_point():
-    """One mask per solve: with another at each iteration nothing would converge."""
-    model = dq.ImplicitModel(contractive_mamba2(dropout=0.3), TIGHT).train()
-    first, second = model(embedded(), throw=True), model(embedded(), throw=True)
-    assert not torch.allclose(first.value, second.value)
 
 
 def test_a_row_alone_is_the_row_in_its_batch():

@@ -161,7 +161,7 @@ class TestPadding:
     @MAKE
     @pytest.mark.parametrize("sweep", [dq.Simultaneous(), dq.Sliding(3), dq.Sequential()], ids=str)
     def test_it_may_hold_anything(self, make, sweep):
-        model, x = dq.ImplicitModel(make(), TIGHT).eval(), embedded()
+        model, x = dq.ImplicitModel(make()).eval(), embedded()
         mask = torch.ones(2, 7, dtype=torch.bool)
         mask[0, 4:] = False
         spoiled = x.clone()

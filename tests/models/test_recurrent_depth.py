@@ -29,7 +29,7 @@ def recurrent(kind="llama", injection="concat", norm=None) -> dq.RecurrentDepth:
     return dq.RecurrentDepth(first, dq.ImplicitModel(core, TIGHT), last, norm).double()
 
 
-MODELS = [("llama", "concat"), ("mamba2", "concat"), ("llama", "projected"), ("mamba2", "decay"), ("llama", "decay")]
+MODELS = [("llama", "concat"), ("llama", "projected"), ("mamba2", "decay")]
 
 
 @pytest.fixture(params=MODELS, ids="-".join, scope="module")
@@ -118,7 +118,7 @@ def test_the_implicit_gradient_is_that_of_the_unrolled_solve(gradient, exact):
     for one in (dq.Unrolled(), gradient):
         model = recurrent()
         model.core.solve = replace(TIGHT, gradient=one, solver=dq.Naive())
-        model(randn(2, 5, 8)).value.pow(2).sum().backward()
+        (model(randn(2, 5, 8)).value * randn(2, 5, 8, seed=1)).sum().backward()
         found.append({name: parameter.grad for name, parameter in model.named_parameters()})
     same = [near(found[1][name], grad, 1e-7) for name, grad in found[0].items()]
     assert all(same) == exact
@@ -230,7 +230,7 @@ def test_restarts_with_sweeps_caches_padding_and_gradients(sweep):
     for how in ({"start": start, "sweep": sweep}, {}):
         model = dq.ImplicitModel(contractive_llama(), replace(TIGHT, gradient=dq.Phantom(3), **how)).eval()
         output = model(x, mask=mask, return_cache=True)
-        output.value.pow(2).sum().backward()
+        (output.value * randn(2, 6, 8, seed=1)).sum().backward()
         found.append([output.value, *output.cache.tensors(), *(p.grad for p in model.parameters())])
     if isinstance(sweep, dq.Lockstep):
         found = [[tensors[0]] for tensors in found]

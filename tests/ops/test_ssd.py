@@ -120,13 +120,12 @@ def scan_and_tensors(groups, given_state):
 def test_gradients_of_every_input(groups, given_state):
     scan, tensors = scan_and_tensors(groups, given_state)
     assert torch.autograd.gradcheck(scan, tensors)
-    assert torch.autograd.gradcheck(lambda *tensors: scan(*tensors)[1], tensors)
 
 
 @pytest.mark.parametrize("given_state", [False, True])
 def test_second_derivatives(given_state):
     scan, tensors = scan_and_tensors(2, given_state)
-    assert torch.autograd.gradgradcheck(scan, tensors)
+    assert torch.autograd.gradgradcheck(scan, tensors, fast_mode=True)
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
