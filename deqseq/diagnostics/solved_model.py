@@ -13,7 +13,7 @@ from deqseq.config import SolveConfig, resolve
 from deqseq.evaluate import evaluate
 from deqseq.layers.sharded import unsharded
 from deqseq.layers.weight_norm import cached_weights
-from deqseq.models.causal_lm import CausalLM, Tokens
+from deqseq.models.causal_lm import CausalLM, Tokens, check_tokens
 from deqseq.models.eval_mode import eval_mode
 from deqseq.models.implicit import ImplicitModel
 from deqseq.models.output import ModelOutput
@@ -32,7 +32,7 @@ def check_call(
     core = _core(model)
     config = resolve(core.eval_solve or core.solve, solve, fields)
     config = replace(config, stop=replace(config.stop, exit=None))  # fixed points are examined, not where a rule exits
-    model.check_ids("ids", ids)
+    check_tokens("ids", ids, model.embedding)
     if mask is None:
         return torch.ones_like(ids, dtype=torch.bool), config
     check_mask(mask, ids)

@@ -128,7 +128,7 @@ class CausalLM(nn.Module):
             ValueError: a bad shape, ids outside the vocabulary, both labels and targets, or none to score.
             TypeError: an option that the model does not take.
         """
-        self.check_ids("input_ids", input_ids)
+        check_tokens("input_ids", input_ids, self.embedding)
         answers = self._answers(input_ids, labels, targets, mask)
         x = F.dropout(self.embed(input_ids), self.embedding_dropout, self.training)
         options: dict[str, Any] = {"trace": trace, "callback": callback, "throw": throw, "solve": solve}
@@ -201,7 +201,7 @@ class CausalLM(nn.Module):
             torch.Size([1, 5])
         """
         stops = tuple(stop_tokens) if isinstance(stop_tokens, Iterable) else (stop_tokens,)
-        self.check_ids("input_ids", input_ids)
+        check_tokens("input_ids", input_ids, self.embedding)
         check_integer("max_new_tokens", max_new_tokens, 1)
         for token in stops:
             check_integer("stop_tokens", token, 0, self.embedding.num_embeddings - 1)
@@ -248,14 +248,6 @@ class CausalLM(nn.Module):
         logits = F.linear(states, self.embedding.weight if self.head is None else self.head.weight)
         return capped(logits, self.logit_softcap)
 
-    def check_ids(self, name: str, ids: Tensor) -> None:
-        """Refuse ``ids`` of another device or type, or outside the vocabulary, with an error that gives them a name."""
-        check_type(name, ids, Tensor)
-        device = self.embedding.weight.device
-        if ids.device != device and device.type != "meta":  # an offloaded weight is moved by its hooks
-            raise ValueError(f"{name} must be on the model's device, {device}, got {ids.device}")
-        check_ids(name, ids, self.embedding.num_embeddings)
-
     def _answers(
         self, ids: Tensor, labels: Tensor | None, targets: Tensor | None, mask: Tensor | None
     ) -> Tensor | None:
@@ -283,6 +275,15 @@ class CausalLM(nn.Module):
             raise ValueError(f"{name} leave nothing to score: all of them are {IGNORED}, or there is no next token")
         check_ids(f"{name} (but for {IGNORED}, which is ignored)", scored[None], self.embedding.num_embeddings)
         return answers
+
+
+def check_tokens(name: str, ids: Tensor, embedding: nn.Embedding) -> None:
+    """Refuse ``ids`` of another type or device than the ``embedding`` takes, or outside its vocabulary."""
+    check_type(name, ids, Tensor)
+    device = embedding.weight.device
+    if ids.device != device and device.type != "meta":  # an offloaded weight is moved by its hooks
+        raise ValueError(f"{name} must be on the model's device, {device}, got {ids.device}")
+    check_ids(name, ids, embedding.num_embeddings)
 
 
 def _cross_entropy(logits: Tensor, answers: Tokens, *, shift: bool) -> Float[Tensor, ""]:

@@ -13,7 +13,7 @@ from small_models import contractive_llama, contractive_mamba2
 import deqseq as dq
 from deqseq.tasks import WordBatch, WordProblem, cyclic
 
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import equal_loss
 import harness
 import training_step

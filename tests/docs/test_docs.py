@@ -14,7 +14,6 @@ FENCE = re.compile(r"^(?P<indent> *)```python(?P<options>.*)\n(?P<code>(?:.*\n)*
 HIDE = "# markdown-exec: hide"  # at the end of a line that the site runs and does not show
 FRAGMENT = 'title="needs a download"'  # in the options of a fence that does not run here
 FRAGMENTS = {"released_models.md": 2}  # by page; on all others there are none
-SLOW = {"several_gpus"}  # more than 20 seconds of a core
 
 
 def fences(text: str) -> list[tuple[str, list[str]]]:
@@ -42,11 +41,7 @@ def hidden(text: str) -> str:
 def only_shown(page: Path) -> bool:
     """Whether a page has code that nobody runs: the site runs its own, and another test that of the README."""
     shown = [options for options, _ in fences(page.read_text()) if "exec=" not in options and FRAGMENT not in options]
-    return bool(shown) and page.parent != ROOT
-
-
-def marked(page: Path) -> object:
-    return pytest.param(page, id=page.stem, marks=[pytest.mark.slow] if page.stem in SLOW else [])
+    return bool(shown) and page.parent != ROOT and page.stem != "several_gpus"  # it has a test of its own
 
 
 def run(page: Path, folder: Path, *launcher: str) -> str:
@@ -59,7 +54,7 @@ def run(page: Path, folder: Path, *launcher: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("page", [marked(page) for page in PAGES if only_shown(page)])
+@pytest.mark.parametrize("page", [page for page in PAGES if only_shown(page)], ids=lambda page: page.stem)
 def test_what_a_reader_copies_runs(page, tmp_path):
     run(page, tmp_path)
 

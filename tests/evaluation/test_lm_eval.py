@@ -64,7 +64,7 @@ def test_every_last_word_is_scored_as_by_hand(tmp_path, kind):
 def test_every_option_is_scored_as_by_hand(tmp_path, kind):
     family, implicit = KINDS[kind]
     save(tmp_path / "model", family, implicit=implicit)
-    flags = ("--choice", stories(tmp_path), "--questions", 5, "--batch-size", 7)
+    flags = ("--choice", stories(tmp_path), "--questions", 3, "--batch-size", 7)
     samples, rows, _ = asked(tmp_path, "choice_stories", *flags)
     by_hand, right, right_per_letter = ByHand(tmp_path / "model"), 0, 0
     for sample in samples:
@@ -74,7 +74,7 @@ def test_every_option_is_scored_as_by_hand(tmp_path, kind):
         right += scores[answer] == max(scores)
         per_letter = [score / len(option) for score, option in zip(scores, options, strict=True)]
         right_per_letter += per_letter[answer] == max(per_letter)
-    assert (value(rows, "acc"), value(rows, "acc_norm")) == (right / 5, right_per_letter / 5)
+    assert (value(rows, "acc"), value(rows, "acc_norm")) == (right / 3, right_per_letter / 3)
     assert [row["chance"] for row in rows] == [0.25, 0.25]
 
 
@@ -123,7 +123,7 @@ def test_whole_texts_need_something_to_begin_with(tmp_path):
 @pytest.mark.parametrize("sweep", ["simultaneous", '{"name": "Sliding", "window": 3}'])
 def test_the_batch_decides_nothing_and_only_texts_are_counted(tmp_path, kind, sweep):
     save(tmp_path / "model", KINDS[kind][0], implicit=True)
-    flags = ("--cloze", stories(tmp_path), "--questions", 8, "--sweep", sweep, "--rtol", 1e-4)
+    flags = ("--cloze", stories(tmp_path), "--questions", 4, "--sweep", sweep, "--rtol", 1e-4)
     alone, _, one = asked(tmp_path, "cloze_stories", *flags, "--batch-size", 1)
     together, _, many = asked(tmp_path, "cloze_stories", *flags, "--batch-size", 16)
     exact = sweep == "simultaneous"  # a window that all rows share agrees as far as the tolerance goes
@@ -148,7 +148,7 @@ def test_the_batch_decides_nothing_and_only_texts_are_counted(tmp_path, kind, sw
 def test_budgets_and_sweeps_make_rows_and_what_did_not_converge_is_said(tmp_path):
     save(tmp_path / "model", Mamba2, implicit=True)
     save(tmp_path / "plain", Mamba2, implicit=False)
-    flags = ("--cloze", stories(tmp_path), "--questions", 4, "--max-steps", 1, 3, 200, "--rtol", 1e-4)
+    flags = ("--cloze", stories(tmp_path), "--questions", 2, "--max-steps", 1, 3, 200, "--rtol", 1e-4)
     rows = run(tmp_path, *flags, "--sweep", "simultaneous", "sequential", models=("model", "plain"))
     rows = [row for row in rows if row["metric"] == "acc"]
     ways = [(sweep, steps) for sweep in ("Simultaneous()", "Sequential()") for steps in (1, 3, 200)]

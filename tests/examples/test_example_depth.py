@@ -20,11 +20,10 @@ def test_every_update_has_its_draw(tmp_path):
     assert len(set(wanted())) > 4
 
 
-@pytest.mark.parametrize("stops", [(1,), (3, 5)], ids=str)
-def test_an_interrupted_run_goes_on_to_the_bit(tmp_path, stops):
+def test_an_interrupted_run_goes_on_to_the_bit(tmp_path):
     whole = losses(run(tmp_path / "whole", made(dropout=0.3), DRAWN))
     losses_of, drawn = {}, {}
-    for stop in (*stops, None):
+    for stop in (3, 5, None):
         for update in run(tmp_path / "parts", made(dropout=0.3), DRAWN):
             losses_of[update.step], drawn[update.step] = update.loss, update.iterations
             if update.step == stop:

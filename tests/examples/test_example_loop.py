@@ -67,11 +67,10 @@ def test_phases_follow_the_curriculum(tmp_path):
         assert phases == ["bounded"] * 3 + ["free"] * 5
 
 
-@pytest.mark.parametrize("stops", [(1,), (3, 5), (4, 7)], ids=str)
-def test_an_interrupted_run_goes_on_to_the_bit(tmp_path, stops):
+def test_an_interrupted_run_goes_on_to_the_bit(tmp_path):
     whole = losses(run(tmp_path / "whole", made(dropout=0.3)))
     parts: dict[int, float] = {}
-    for stop in (*stops, None):
+    for stop in (3, 5, None):
         for update in run(tmp_path / "parts", made(dropout=0.3)):
             assert parts.setdefault(update.step, update.loss) == update.loss
             if update.step == stop:  # before this step's checkpoint, if it has one
@@ -175,7 +174,9 @@ def test_bfloat16_learns_with_float32_weights(tmp_path):
     lm = made()
     found = losses(run(tmp_path, lm, bfloat16=True, steps=30))
     assert sum(found[-5:]) < sum(found[:5])
-    assert found[:8] != losses(run(tmp_path / "full", steps=30))[:8]
+    full = losses(run(tmp_path / "full", steps=30))
+    assert found[:8] != full[:8]
+    assert found[:8] == pytest.approx(full[:8], rel=0.05)
     assert {parameter.dtype for parameter in lm.parameters()} == {torch.float32}
     logits = lm.eval()(next(Words()).inputs).logits
     again = made()

@@ -55,7 +55,7 @@ def test_two_processes_go_on_from_one(alone, tmp_path):
     )
 
 
-@pytest.mark.parametrize("kind", ["none", "ddp", "fsdp"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_bfloat16(alone, tmp_path, kind):
     updates = trained(tmp_path, kind, 8, "bfloat16")["updates"]
     for found, wanted in zip(updates, alone["updates"], strict=True):

@@ -24,9 +24,7 @@ def test_logits_at_the_fixed_point(reference, solver):
     assert (output.logits - tensors["eval_logits"]).abs().max() < 1e-9
 
 
-@pytest.mark.parametrize(
-    "sweep", [dq.Chunked(7), dq.Sequential(), dq.Sliding(1), dq.Sliding(8), dq.Sliding(100)], ids=str
-)
+@pytest.mark.parametrize("sweep", [dq.Sliding(1), dq.Sliding(100)], ids=str)  # the others: below
 def test_every_sweep_finds_the_same_fixed_point(reference, sweep):
     lm, tensors = reference
     with torch.no_grad():
@@ -43,6 +41,7 @@ def test_phantom_gradient_of_every_parameter(reference, sweep):
     lm.zero_grad()
     stop = dq.Stop(rtol=1e-13, max_steps=600)
     output = lm(tensors["input_ids"], labels=tensors["input_ids"], sweep=sweep, stop=stop)
+    assert output.converged.all()
     assert output.loss.item() == pytest.approx(tensors["train_loss"].item(), rel=1e-6)
     assert (output.logits - tensors["train_logits"]).abs().max() < 1e-9
     output.loss.backward()
