@@ -71,7 +71,7 @@ class ExplicitModel(nn.Module):
             inputs = self.backbone.prepare(tokens, cache, padding.mask)
             if isinstance(inputs, Inputs):
                 inputs = replace(inputs, injection=None)
-            args = TokenArgs(inputs, cache, padding.mask).slice(0, x.shape[1], x.shape[1])
+            args = TokenArgs(inputs, cache, padding.mask).with_room(x.shape[1])
             value, aux = token_map(self.backbone, need_aux=return_cache or return_uncommitted)(tokens, args)
             cache = advance(self.backbone, args, aux, x.shape[1]) if return_cache else None
         value = padding.back(value)

@@ -25,7 +25,7 @@ from deqseq.solve import Callback
 from deqseq.solvers import ExternalSolver, Solver
 from deqseq.stop import Stop
 from deqseq.sweeps import Lockstep, Simultaneous
-from deqseq.sweeps.lockstep import LockstepCache, backbone_cache
+from deqseq.sweeps.lockstep import backbone_cache, last_iteration
 from deqseq.sweeps.run import run_sweep
 from deqseq.sweeps.tokens import Head, TokenArgs, Uncommitted, commit
 from deqseq.types import Mask, Sequence
@@ -153,7 +153,7 @@ class ImplicitModel(nn.Module):
             if config.start != "input" and start is None:
                 _check_injection(inputs, self.backbone)
             args = TokenArgs(inputs, cache, padding.mask, head if config.stop.exit is not None else None)
-            args = args.slice(0, x.shape[1], x.shape[1]) if return_uncommitted else args
+            args = args.with_room(x.shape[1]) if return_uncommitted else args
             solution, after = run_sweep(
                 self.backbone,
                 args,
@@ -210,7 +210,7 @@ class ImplicitModel(nn.Module):
     ) -> ModelOutput:
         """The same call solved in another way, for :meth:`ModelOutput.explain`."""
         config = replace(config, solver=solver, stop=stop, sweep=Simultaneous())
-        cache = cache.steps[-1] if isinstance(cache, LockstepCache) else cache
+        cache = last_iteration(cache)
         start = given if start is None else start
         fields: SolveFields = {} if start is None else {"start": start}
         warned, self._warned = self._warned, True  # what is tried out is no failure of the caller's

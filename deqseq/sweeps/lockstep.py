@@ -38,6 +38,11 @@ class LockstepCache(Cache):
         return tuple(tensor for step in self.steps for tensor in step.tensors())
 
 
+def last_iteration(cache: Cache | None) -> Cache | None:
+    """A cache as the backbone knows it: where there is one per iteration, the last."""
+    return cache.steps[-1] if isinstance(cache, LockstepCache) else cache
+
+
 def backbone_cache(cache: Cache | None, sweep: Sweep) -> Cache | None:
     """A cache as the backbone knows it: where there is one per iteration, the first.
 
@@ -77,7 +82,7 @@ def run_lockstep(
         with torch.no_grad() if step < first else nullcontext():
             if step > 0:
                 z, state = next_point(solver, z, fz, state)
-            own = args._replace(cache=cache).slice(0, length, length)
+            own = args._replace(cache=cache).with_room(length)
             fz, aux = evaluate(g if step >= first else f, z, own, has_aux=True)
         if need_cache:
             after.append(advance(backbone, own, aux, length))

@@ -17,7 +17,7 @@ from deqseq.solution import Solution, SolveStats
 from deqseq.solve import Callback, SolveCall, iterate, next_point, solve
 from deqseq.solvers.base import ExternalSolver
 from deqseq.sweeps.base import Lockstep, Simultaneous, Sliding, Sweep
-from deqseq.sweeps.lockstep import LockstepCache, run_lockstep
+from deqseq.sweeps.lockstep import last_iteration, run_lockstep
 from deqseq.sweeps.tokens import TokenArgs, advance, readout, token_map
 from deqseq.sweeps.window import WindowMonitor
 from deqseq.types import Sequence
@@ -75,8 +75,7 @@ def run_sweep(
     if attached is not None:
         if torch.is_autocast_enabled(z0.device.type):
             torch.clear_autocast_cache()  # older torch keeps casts made without a graph, which would cut weights off
-        last = args.cache.steps[-1] if isinstance(args.cache, LockstepCache) else args.cache
-        whole = args._replace(cache=last).slice(0, z0.shape[1], z0.shape[1])
+        whole = args._replace(cache=last_iteration(args.cache)).with_room(z0.shape[1])
         value = attached.attach_to(token_map(backbone), whole, z0[::restarts], solution, has_aux=True)
         solution = replace(solution, value=solution.value + (value - value.detach()) if keep_value else value)
     return solution, cache

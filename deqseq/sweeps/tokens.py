@@ -35,13 +35,15 @@ class TokenArgs(NamedTuple):
 
     def slice(self, start: int, stop: int, length: int) -> "TokenArgs":
         """The tokens from ``start`` up to ``stop`` of ``length``, contiguous, and room for them in the cache."""
-        cache = None if self.cache is None else self.cache.reserve(stop - start)
         if stop - start == length:
-            return self._replace(cache=cache)
-
+            return self.with_room(length)
         self.check_tokens(length)
         inputs, mask = map_tensors(lambda x: x[:, start:stop].contiguous(), (self.inputs, self.mask))
-        return self._replace(inputs=inputs, cache=cache, mask=mask)
+        return self._replace(inputs=inputs, mask=mask).with_room(stop - start)
+
+    def with_room(self, tokens: int) -> "TokenArgs":
+        """The same, with room for so many tokens in the cache."""
+        return self if self.cache is None else self._replace(cache=self.cache.reserve(tokens))
 
     def check_tokens(self, length: int) -> None:
         """Refuse inputs that cannot be divided into tokens."""
