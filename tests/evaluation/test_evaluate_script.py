@@ -252,7 +252,8 @@ SAME = "def same(docs):\n    return docs\n"
 
 
 def test_a_missing_lm_eval_is_named_with_its_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    for name in {"lm_eval", *(name for name in sys.modules if name.startswith("lm_eval."))}:
+        monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delitem(sys.modules, "deqseq.integrations.lm_eval", raising=False)
     with pytest.raises(SystemExit, match=r'pip install "deqseq\[eval\]"'):
         script().main(["model", "--tasks", "piqa"])
