@@ -3,7 +3,6 @@
 from typing import NamedTuple
 
 import torch
-from einops import rearrange
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -146,7 +145,7 @@ class Attention(nn.Module):
         if injection is not None:
             parts = tuple(part + more for part, more in zip(parts, injection.split(self.parts, dim=-1), strict=True))
         parts = (self.q_norm(parts[0]), self.k_norm(parts[1]), parts[2])
-        q, k, v = (rearrange(part, "b length (h d) -> b h length d", d=self.headdim) for part in parts)
+        q, k, v = (part.unflatten(2, (-1, self.headdim)).transpose(1, 2) for part in parts)
         own = KeyValues(rotate(k, tables), v)
         seen, mask = (own, None) if past is None else (past.joined(own), past.visible)
         mixed = F.scaled_dot_product_attention(
@@ -157,4 +156,4 @@ class Attention(nn.Module):
             is_causal=past is None,
             enable_gqa=self.parts[0] != self.parts[1],
         )
-        return self.o_proj(rearrange(mixed, "b h length d -> b length (h d)")), own
+        return self.o_proj(mixed.transpose(1, 2).flatten(2)), own

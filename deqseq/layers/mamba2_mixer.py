@@ -4,7 +4,6 @@ import math
 from typing import Any, NamedTuple
 
 import torch
-from einops import rearrange
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
@@ -154,12 +153,12 @@ class Mamba2Mixer(nn.Module):
         gate, xBC, dt = projected.split(self.parts, dim=-1)
         convolved = self.conv1d(xBC, None if state is None else state.conv, backend)
         x, B, C = convolved.split(self._conv_parts(), dim=-1)
-        x = rearrange(x, "batch length (heads headdim) -> batch length heads headdim", headdim=self.headdim)
-        B, C = (rearrange(m, "batch length (g state) -> batch length g state", g=self.maps[0]) for m in (B, C))
+        x = x.unflatten(2, (-1, self.headdim))
+        B, C = (m.unflatten(2, (self.maps[0], -1)) for m in (B, C))
         before = None if state is None else state.ssm
         scan: dict[str, Any] = {"initial_state": before, "chunk_size": self.chunk_size, "backend": backend}
         y = ssd(x, dt, self._rates(), B, C, D=self.D, **scan, **self._step()).y
-        out = self.out_proj(self.norm(rearrange(y, "batch length heads headdim -> batch length (heads headdim)"), gate))
+        out = self.out_proj(self.norm(y.flatten(2), gate))
         return out, MixerAux(xBC, x, dt, B) if need_aux else None
 
     def _in_one_kernel(self, projected: Tensor) -> Tensor:
