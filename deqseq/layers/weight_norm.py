@@ -105,16 +105,17 @@ def cached_weights(module: nn.Module, enabled: bool = True) -> Iterator[None]:
         )
     if entered is not None:
         for key, (part, name) in entered.tensors.items():
-            if _sources(part, name) != entered.sources[key]:
-                outer.tensors[key], entered.sources[key] = part.parametrizations[name](), _sources(part, name)
+            if (sources := _sources(entered.holders[key])) != entered.sources[key]:
+                outer.tensors[key], entered.sources[key] = part.parametrizations[name](), sources
         yield
         return
     computed, modules = outer.tensors, outer.modules
     if enabled and not sharded_parts(module):
         tensors = {(id(part), name): (part, name) for part, name in _computed_tensors(module)}
-        sources = {key: _sources(*place) for key, place in tensors.items()}
+        holders = {key: _holders(*place) for key, place in tensors.items()}
+        sources = {key: _sources(places) for key, places in holders.items()}
         computed = computed | {key: part.parametrizations[name]() for key, (part, name) in tensors.items()}
-        modules = modules | {id(module): _Entered(tensors, sources, torch.is_grad_enabled())}
+        modules = modules | {id(module): _Entered(tensors, holders, sources, torch.is_grad_enabled())}
     token = _solves.set(_Solves(computed, modules))
     try:
         yield
@@ -169,6 +170,7 @@ class _Entered:
     """A module inside :func:`cached_weights`: its parametrised tensors, and what they were computed from."""
 
     tensors: dict[Key, tuple[Any, str]]
+    holders: dict[Key, list[dict[str, Any]]]
     sources: dict[Key, tuple[Any, ...]]
     with_graph: bool
 
@@ -220,9 +222,14 @@ def _once_per_solve(kind: Any, name: str, guarded: bool = False) -> None:
     kind.looked_up = _wrapped(kind) | {(name, guarded)}
 
 
-def _sources(part: Any, name: str) -> tuple[Any, ...]:
+def _holders(part: Any, name: str) -> list[dict[str, Any]]:
+    """Where the parameters of a tensor are kept: each new token asks, and ``parameters()`` would take longer."""
+    return [module._parameters for module in part.parametrizations[name].modules()]
+
+
+def _sources(holders: list[dict[str, Any]]) -> tuple[Any, ...]:
     """The parameters of a tensor, and how often they have been written to."""
-    parameters = part.parametrizations[name].parameters()
+    parameters = [x for each in holders for x in each.values() if x is not None]
     return tuple((id(x), 0 if x.is_inference() else x._version) for x in parameters)
 
 
