@@ -159,9 +159,12 @@ def train(
         curriculum.at(run.progress).apply(prepared)  # a finished run is evaluated as it was trained
         last, saved = min(settings.steps, until or settings.steps), run.step
         prepared.train()
+        if settings.compile == "always" and not run.compiled:
+            run.compile()
         while run.step < last and len(drawn := run.draw()) == settings.accumulate:
-            run.compile_if_it_pays()
             yield run.update(drawn)
+            if settings.compile == "auto" and run.step == TRIED:  # before the checkpoint, which says what was decided
+                run.compile_if_it_pays()
             if run.step % settings.checkpoint_every == 0 or run.step == last:
                 run.save(folder)
                 saved = run.step
@@ -230,14 +233,11 @@ class _Run:
             self.compile()
 
     def compile_if_it_pays(self) -> None:
-        """What ``settings.compile`` says, before an update."""
-        if self.settings.compile == "always" and not self.compiled:
+        """Compile if the updates that are left take long, as long as the last one did, and a compiler is there."""
+        [left] = self.mean(torch.tensor([self.seconds * (self.settings.steps - self.step)]))
+        if left > LONG and self.mean(torch.tensor([float(can_compile(self.accelerator.device))])) == [1.0]:
             self.compile()
-        elif self.settings.compile == "auto" and self.step == TRIED and not self.compiled:
-            [left] = self.mean(torch.tensor([self.seconds * (self.settings.steps - self.step)]))
-            if left > LONG and self.mean(torch.tensor([float(can_compile(self.accelerator.device))])) == [1.0]:
-                self.compile()
-            log.info("compiled: %s, as %.0f s are left", self.compiled, left)
+        log.info("compiled: %s, as %.0f s are left", self.compiled, left)
 
     def mean(self, numbers: Tensor) -> list[float]:
         """Over all processes."""
