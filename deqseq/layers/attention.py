@@ -114,7 +114,7 @@ class Attention(nn.Module):
         self.q_proj, self.k_proj, self.v_proj = (
             nn.Linear(d_model, part, bias=bias) for part, bias in zip(self.parts, biases, strict=True)
         )
-        self.q_norm, self.k_norm = (RMSNorm(part, norm_eps) if qk_norm else nn.Identity() for part in self.parts[:2])
+        self.q_norm, self.k_norm = (RMSNorm(part, norm_eps) if qk_norm else None for part in self.parts[:2])
         self.o_proj = nn.Linear(self.parts[0], d_model, bias=False)
 
     @property
@@ -144,12 +144,13 @@ class Attention(nn.Module):
         parts = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
         if injection is not None:
             parts = tuple(part + more for part, more in zip(parts, injection.split(self.parts, dim=-1), strict=True))
-        parts = (self.q_norm(parts[0]), self.k_norm(parts[1]), parts[2])
-        q, k, v = (part.unflatten(2, (-1, self.headdim)).transpose(1, 2) for part in parts)
-        own = KeyValues(rotate(k, tables), v)
+        if self.q_norm is not None and self.k_norm is not None:
+            parts = (self.q_norm(parts[0]), self.k_norm(parts[1]), parts[2])
+        q, k, v = (part.unflatten(2, (-1, self.headdim)) for part in parts)
+        own = KeyValues(rotate(k, tables).transpose(1, 2), v.transpose(1, 2))
         seen, mask = (own, None) if past is None else (past.joined(own), past.visible)
         mixed = F.scaled_dot_product_attention(
-            rotate(q, tables),
+            rotate(q, tables).transpose(1, 2),
             seen.keys.to(q.dtype),
             seen.values.to(q.dtype),
             attn_mask=mask,

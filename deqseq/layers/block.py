@@ -96,7 +96,7 @@ class LlamaBlock(nn.Module):
     Example:
         >>> import torch
         >>> block = LlamaBlock(Attention(8, n_heads=2, n_kv_heads=2, headdim=4), 8, 16)
-        >>> tables = RotaryTables(torch.ones(1, 5, 4), torch.zeros(1, 5, 4))
+        >>> tables = RotaryTables(torch.ones(1, 5, 1, 4), torch.zeros(1, 5, 1, 4))
         >>> block(torch.zeros(2, 5, 8), None, tables)[0].shape
         torch.Size([2, 5, 8])
     """
@@ -108,12 +108,12 @@ class LlamaBlock(nn.Module):
         check_choice("LlamaBlock.norms", norms, get_args(Norms))
         first, second = norms != "post", norms != "pre"
         self.closed = norms == "closed"
-        self.input_layernorm = RMSNorm(d_model, norm_eps) if first else nn.Identity()
+        self.input_layernorm = RMSNorm(d_model, norm_eps) if first else None
         self.self_attn = attention
-        self.input_layernorm_2 = RMSNorm(d_model, norm_eps) if second else nn.Identity()
-        self.post_attention_layernorm = RMSNorm(d_model, norm_eps) if first else nn.Identity()
+        self.input_layernorm_2 = RMSNorm(d_model, norm_eps) if second else None
+        self.post_attention_layernorm = RMSNorm(d_model, norm_eps) if first else None
         self.mlp = SwiGLU(d_model, mlp_width)
-        self.post_attention_layernorm_2 = RMSNorm(d_model, norm_eps) if second else nn.Identity()
+        self.post_attention_layernorm_2 = RMSNorm(d_model, norm_eps) if second else None
 
     def forward(
         self,
@@ -135,13 +135,17 @@ class LlamaBlock(nn.Module):
         Returns:
             The new ``z``, and the keys and values of these tokens.
         """
-        mixed, own = self.self_attn(self.input_layernorm(z), injection, tables, past)
+        mixed, own = self.self_attn(_normed(self.input_layernorm, z), injection, tables, past)
         z = self._added(z, mixed, self.input_layernorm_2, mask)
-        mixed = self.mlp(self.post_attention_layernorm(z))
+        mixed = self.mlp(_normed(self.post_attention_layernorm, z))
         return self._added(z, mixed, self.post_attention_layernorm_2, mask), own
 
-    def _added(self, z: Tensor, mixed: Tensor, norm: nn.Module, mask: Tensor | None) -> Tensor:
+    def _added(self, z: Tensor, mixed: Tensor, norm: RMSNorm | None, mask: Tensor | None) -> Tensor:
         """The residual path with a layer's output, and its second norm."""
-        mixed = mixed if self.closed else norm(mixed)
+        mixed = mixed if self.closed else _normed(norm, mixed)
         z = z + (mixed if mask is None else mixed * mask)
-        return norm(z) if self.closed else z
+        return _normed(norm, z) if self.closed else z
+
+
+def _normed(norm: RMSNorm | None, x: Tensor) -> Tensor:
+    return x if norm is None else norm(x)

@@ -45,15 +45,15 @@ class RotaryScaling:
 
 
 class RotaryTables(NamedTuple):
-    """Cosines and signed sines of the tokens' angles, made once a solve.
+    """Cosines and signed sines of the tokens' angles, made once a solve; they are the same for all heads.
 
     Attributes:
-        cos: ``(batch, length, headdim)``; a batch of one serves all rows.
-        sin: of the same shape, ``(batch, length, headdim)``, negative in the first half of the channels.
+        cos: ``(batch, length, 1, headdim)``; a batch of one serves all rows.
+        sin: of the same shape, ``(batch, length, 1, headdim)``, negative in the first half of the channels.
     """
 
-    cos: Float[Tensor, "batch length headdim"]
-    sin: Float[Tensor, "batch length headdim"]
+    cos: Float[Tensor, "batch length 1 headdim"]
+    sin: Float[Tensor, "batch length 1 headdim"]
 
 
 def rotary_frequencies(
@@ -105,31 +105,31 @@ def rotary_tables(
         dtype: of the result.
 
     Returns:
-        Tables ``(batch, length, headdim)``.
+        Tables ``(batch, length, 1, headdim)``.
 
     Example:
         >>> rotary_tables(torch.tensor([[0, 1]]), torch.tensor([0.5]), torch.float32).cos[0, 1]
-        tensor([0.8776, 0.8776])
+        tensor([[0.8776, 0.8776]])
     """
-    angles = positions[..., None].to(frequencies.dtype) * frequencies
+    angles = positions[..., None, None].to(frequencies.dtype) * frequencies
     cos, sin = angles.cos(), angles.sin()
     return RotaryTables(torch.cat([cos, cos], dim=-1).to(dtype), torch.cat([-sin, sin], dim=-1).to(dtype))
 
 
-def rotate(x: Float[Tensor, "batch heads length headdim"], tables: RotaryTables) -> Tensor:
+def rotate(x: Float[Tensor, "batch length heads headdim"], tables: RotaryTables) -> Tensor:
     r"""Turn each pair of channels :math:`(i, i + d/2)` by its token's angle.
 
     Args:
-        x: queries or keys, ``(batch, heads, length, headdim)``.
+        x: queries or keys, ``(batch, length, heads, headdim)``.
         tables: of the same tokens.
 
     Returns:
         The same shape and dtype.
 
     Example:
-        >>> quarter = RotaryTables(torch.zeros(1, 1, 2), torch.tensor([[[-1.0, 1.0]]]))
+        >>> quarter = RotaryTables(torch.zeros(1, 1, 1, 2), torch.tensor([[[[-1.0, 1.0]]]]))
         >>> rotate(torch.tensor([[[[1.0, 0.0]]]]), quarter).flatten()
         tensor([0., 1.])
     """
-    cos, sin = (table.to(x.dtype)[:, None] for table in tables)
+    cos, sin = tables.cos.to(x.dtype), tables.sin.to(x.dtype)
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)

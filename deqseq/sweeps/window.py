@@ -50,7 +50,8 @@ class WindowMonitor(Monitor):
         # of the batch, on the host
         self._ends = ends
         self._history = [(0, self._start)]  # evaluations before each move, and where the windows stood after it
-        self._computed = torch.zeros_like(ends)  # evaluations of tokens
+        self._computed = torch.zeros_like(ends)  # evaluations of tokens, of rows that have left the batch
+        self._work = 0  # the same, of a computed row
         self._forced = torch.zeros(len(z0), self._length, dtype=torch.bool)
         self._diverged = torch.zeros_like(ends, dtype=torch.bool)
         # of all tokens
@@ -62,17 +63,6 @@ class WindowMonitor(Monitor):
         # of the computed rows: the difference above which one has diverged
         self._limit = self._residuals.new_zeros(len(z0))
         self.stand()
-
-    @property
-    def open(self) -> Bool[Tensor, " rows"]:
-        """Computed rows that have not ended; on the host."""
-        return self._start < self._end
-
-    @property
-    def moved(self) -> RowIndex | None:
-        """Computed rows whose window has just moved; None: all that have not ended."""
-        young = self._age == 0
-        return None if bool((young | ~self.open).all()) else young.nonzero()[:, 0].to(self._value.device)
 
     def states(self) -> State:
         """The states in the windows, ``(rows, window, d_model)``."""
@@ -91,29 +81,30 @@ class WindowMonitor(Monitor):
         return self.stop.check_every == 1 or bool(self.stop.checks(self._age + step).any())
 
     def check(self, z: State, fz: State, step: int, args: Any = None) -> None:
-        age, latest, device = self._age + step, self._latest, z.device
-        due = self.stop.checks(age)
+        age, latest, every = self._age + step, self._latest, self.stop.check_every
+        due = self._open if every == 1 else self._open & self.stop.checks(age)
         seen = measure(z, fz, self.stop, latest)
-        if bool(due.all()):
+        if every == 1:
             self._latest, self._before = seen.residual, latest
         else:
-            now = due.to(device)[:, None]
+            now = due.to(z.device)[:, None]
             self._latest, self._before = torch.where(now, seen.residual, latest), torch.where(now, latest, self._before)
-        first = due & (age <= self.stop.check_every)
-        if bool(first.any()):  # tokens that have just entered may be of another scale
+        if step <= every and bool((first := due & (age <= every)).any()):
+            # tokens that have just entered may be of another scale
             limit = torch.maximum(self._limit, divergence_limit(seen, self.stop))
-            self._limit = torch.where(first.to(device), limit, self._limit)
-        sound = seen.difference <= self._limit  # NaN is not sound
-        prefix, sound = torch.stack([seen.passed.cumprod(dim=1).sum(dim=1), sound.long()]).cpu()  # one transfer
-        counts = torch.minimum(prefix, self._end - self._start)
-        self._lost = due & self.open & (sound == 0)
-        moves, late = due & ~self._lost, age >= self.stop.max_steps
-        if self.stop.check_every == 1 and (self.evaluations + step) % EVERY:
-            moves = moves & (late | (counts == (self._end - self._start).clamp(max=self.width)))
-        self._spent = moves & late & self.open & (counts == 0)  # its first token is forced
-        self._counts = (counts + self._spent.long()) * moves
-        ready = ((self._counts > 0) | self._lost)[self.open]
-        self.done = bool(ready.all() if self._together else ready.any())
+            self._limit = torch.where(first.to(z.device), limit, self._limit)
+        prefix = seen.passed.cumprod(dim=1).sum(dim=1)
+        prefix = torch.where(seen.difference <= self._limit, prefix, -1).cpu()  # NaN has diverged; one transfer
+        counts = torch.minimum(prefix, self._left)
+        self._lost = due & (prefix < 0)
+        late = due & (age >= self.stop.max_steps)
+        self._spent = late & (counts == 0)  # its first token is forced
+        moves = due & ~self._lost
+        if every == 1 and (self.evaluations + step) % EVERY:
+            moves = moves & (late | (counts == self._reach))
+        self._counts = (counts + self._spent) * moves
+        ready = (self._counts > 0) | self._lost
+        self.done = bool((ready | ~self._open).all() if self._together else ready.any())
 
     def residuals(self) -> Residual:
         known = self._residuals[..., 0].flatten().index_copy(0, self._here.flatten(), self._latest.flatten())
@@ -132,19 +123,18 @@ class WindowMonitor(Monitor):
         self._value.flatten(0, 1)[here] = torch.where(leaves, fz, proposal).flatten(0, 1)
         self._residuals.flatten(0, 1)[here] = torch.stack([self._latest, self._before], dim=-1).flatten(0, 1)
         self.evaluations += evaluations
-        self._computed[self._rows] += evaluations * self.width
-        leaving = torch.where(self._lost, (self._end - self._start).clamp(max=self.width), counts)
+        self._work += evaluations * self.width
+        leaving = torch.where(self._lost, self._reach, counts)
         if bool((self._spent | self._lost).any()):
             self._file_failures()
         self._start = torch.where(self._lost, self._end, self._start + counts)
-        moves = (counts > 0) | self._lost
-        self._age = torch.where(moves, 0, self._age + evaluations)
+        self._age = torch.where(leaving > 0, 0, self._age + evaluations)
         self._history.append((self.evaluations, self._history[-1][1].index_copy(0, self._rows, self._start)))
-        self.active_rows = int(self.open.sum())
+        self.active_rows = int((self._start < self._end).sum())
         return leaving
 
     def stand(self, remove: bool = False) -> RowIndex | None:
-        """Take in where the windows stand.
+        """Take in where the windows stand: ``moved`` are the computed rows whose window has moved, None if all have.
 
         Args:
             remove: whether rows that have ended may leave the batch; they do once a quarter has ended.
@@ -154,12 +144,17 @@ class WindowMonitor(Monitor):
         """
         keep, ended = None, len(self._rows) - self.active_rows
         if remove and self.active_rows and 4 * ended >= len(self._rows):
-            keep = self.open.nonzero()[:, 0]
+            keep = (self._start < self._end).nonzero()[:, 0]
+            self._computed[self._rows] = self._work
             self._rows, self._start, self._end, self._age = take((self._rows, self._start, self._end, self._age), keep)
             keep = keep.to(self._limit.device)
             self._limit = self._limit[keep]
+        self._left, young = self._end - self._start, self._age == 0
+        self._open = self._left > 0
+        self.moved = None if bool((young | ~self._open).all()) else young.nonzero()[:, 0].to(self._value.device)
         if self.active_rows and self.moved is None:  # else solvers keep memories of this width
-            self.width = min(self.width, int((self._end - self._start).max()))
+            self.width = min(self.width, int(self._left.max()))
+        self._reach = self._left.clamp(max=self.width)
         rows = self._rows[:, None]
         self._places = self._start[:, None] + torch.arange(self.width)
         column = self._places.clamp(max=self._length - 1)
@@ -175,7 +170,8 @@ class WindowMonitor(Monitor):
         residual = residual.nan_to_num(nan=torch.inf, posinf=torch.inf)
         status = torch.where(self._forced.any(dim=1), int(Status.MAX_STEPS_REACHED), int(Status.CONVERGED))
         status = status.masked_fill(self._diverged, int(Status.DIVERGED))
-        numbers = (status, *self._work(), self._forced)
+        self._computed[self._rows] = self._work
+        numbers = (status, *self._count(), self._forced)
         status, steps, updates, forced = (x.to(residual.device) for x in numbers)
         stats = SolveStats(steps, residual, error, self.evaluations, updates, forced=forced)
         return Solution(self._value[:, : self._length].contiguous(), status, stats)
@@ -187,7 +183,7 @@ class WindowMonitor(Monitor):
             self._diverged[row] = self._forced[row, start:end] = True
             self._value[row, start:end], self._residuals[row, start:end] = 0, torch.inf
 
-    def _work(self) -> tuple[Int64[Tensor, "batch length"], Int64[Tensor, "batch length"]]:
+    def _count(self) -> tuple[Int64[Tensor, "batch length"], Int64[Tensor, "batch length"]]:
         """Iterations and updates of each token; work past the end of a row is counted at its last token."""
         times = torch.tensor([time for time, _ in self._history])
         starts = torch.stack([start for _, start in self._history], dim=1)

@@ -23,7 +23,8 @@ def rotated_by_hand(x, theta, scale=1.0):
     """Each pair of channels as a complex number, turned by position times frequency."""
     half = x.shape[-1] // 2
     frequency = scale * theta ** -(torch.arange(half, dtype=torch.float64) / half)
-    turn = torch.polar(torch.ones(1, dtype=torch.float64), torch.arange(x.shape[2])[:, None] * frequency)
+    angles = torch.arange(x.shape[1])[:, None, None] * frequency
+    turn = torch.polar(torch.ones(1, dtype=torch.float64), angles)
     turned = torch.complex(x[..., :half], x[..., half:]) * turn
     return torch.cat([turned.real, turned.imag], dim=-1)
 
@@ -34,7 +35,7 @@ def tables(length, headdim, theta, scaling=None):
 
 
 def test_rotation_by_complex_numbers():
-    x = randn(2, 3, 9, 8)
+    x = randn(2, 9, 3, 8)
     assert (rotate(x, tables(9, 8, 500.0)) - rotated_by_hand(x, 500.0)).abs().max() < 1e-6  # angles are float32
 
 
@@ -76,7 +77,7 @@ def attended_by_hand(attention, x, injection):
     """Softmax written out, head by head."""
     q, k, v = (linear(x) for linear in (attention.q_proj, attention.k_proj, attention.v_proj))
     q, k, v = (part + more for part, more in zip((q, k, v), injection.split(attention.parts, dim=-1), strict=True))
-    turned = [rotate(part.unflatten(-1, (-1, 6)).transpose(1, 2), tables(x.shape[1], 6, 500.0)) for part in (q, k)]
+    turned = [rotate(part.unflatten(-1, (-1, 6)), tables(x.shape[1], 6, 500.0)).transpose(1, 2) for part in (q, k)]
     v, out = v.unflatten(-1, (-1, 6)).transpose(1, 2), []
     for head in range(4):
         scores = turned[0][:, head] @ turned[1][:, head // 2].transpose(1, 2) / 6**0.5
