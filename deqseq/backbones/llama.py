@@ -1,8 +1,7 @@
 """A stack of Llama blocks."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import cast, get_args
+from typing import get_args
 
 import torch
 from jaxtyping import Int64
@@ -150,11 +149,6 @@ class Llama(Backbone[LlamaCache]):
         if config.weight_norm:
             apply_weight_norm(self)
 
-    @property
-    def blocks(self) -> Iterable[LlamaBlock]:
-        """The layers, by their type."""
-        return cast(Iterable[LlamaBlock], self.layers)
-
     def prepare(self, x: Sequence, cache: LlamaCache | None = None, mask: Mask | None = None) -> Inputs:
         check_sequence(x, self.d_model)
         shape = (self.config.kv_heads, None, self.config.head_width)
@@ -205,7 +199,7 @@ class Llama(Backbone[LlamaCache]):
     ) -> tuple[Tensor, tuple[KeyValues, ...]]:
         """All blocks and the final norm, from tensors to tensors."""
         kept = []
-        for i, block in enumerate(self.blocks):
+        for i, block in enumerate(self.layers):
             z, own = block(z, injected, tables, past[i] if past else None, dropout[i] if dropout else None)
             kept.append(own)
         return self.norm(z), tuple(kept)

@@ -101,7 +101,8 @@ class Mamba2Mixer(nn.Module):
             )
         self.headdim, self.chunk_size, self.dt_limit = headdim, chunk_size, dt_limit
         self.maps = (n_groups, d_state)
-        self.filters = (d_inner + 2 * n_groups * d_state, d_conv)
+        self.convolved = (d_inner, n_groups * d_state, n_groups * d_state)  # widths of x, B and C
+        self.filters = (sum(self.convolved), d_conv)
         self.parts = (d_inner, self.filters[0], heads)
         self.in_proj = nn.Linear(d_model, sum(self.parts), bias=False)
         self.conv1d = CausalConv1d(*self.filters)
@@ -152,7 +153,7 @@ class Mamba2Mixer(nn.Module):
             return self.out_proj(self._in_one_kernel(projected)), None
         gate, xBC, dt = projected.split(self.parts, dim=-1)
         convolved = self.conv1d(xBC, None if state is None else state.conv, backend)
-        x, B, C = convolved.split(self._conv_parts(), dim=-1)
+        x, B, C = convolved.split(self.convolved, dim=-1)
         x = x.unflatten(2, (-1, self.headdim))
         B, C = (m.unflatten(2, (self.maps[0], -1)) for m in (B, C))
         before = None if state is None else state.ssm
@@ -201,10 +202,6 @@ class Mamba2Mixer(nn.Module):
 
     def _step(self) -> dict[str, Any]:
         return {"dt_bias": self.dt_bias, "dt_limit": self.dt_limit}
-
-    def _conv_parts(self) -> tuple[int, int, int]:
-        groups, d_state = self.maps
-        return self.parts[0], groups * d_state, groups * d_state
 
 
 def _log_uniform(count: int, low: float, high: float) -> Tensor:
