@@ -80,7 +80,8 @@ class Adaptive(Solver[AdaptiveMemory]):
         residual = fz - z
         square, product = _products(residual, residual), _products(state.residual, residual)
         grown, least = product >= state.square, FLAT * state.square  # grown: along the last one; no damping helps
-        turned, changed = ((x - product).clamp_min(least) for x in (state.square, state.square - product + square))
+        shrunk = state.square - product
+        turned, changed = shrunk.clamp_min(least), (shrunk + square - product).clamp_min(least)
         shortest = (state.damping * turned / changed).masked_fill(grown, 1)
         limit, *progress = _limited(_level(square.detach(), fz.detach()), shortest, state)
         damping = (state.damping * state.square / turned).minimum(limit)
@@ -95,7 +96,8 @@ def _limited(level: Tensor, shortest: Tensor, state: AdaptiveMemory) -> tuple[Te
     waited = (state.waited + 1).masked_fill(lower, 0)
     stuck = waited >= PATIENCE
     fallen = shortest.clamp(FLAT, 1).log().mean(dim=1, keepdim=True).exp().minimum(state.limit)
-    limit = torch.where(stuck, fallen, state.limit * torch.where(lower, RISE, 1)).clamp(LEAST, 1)
+    grown = torch.where(lower, state.limit * RISE, state.limit)
+    limit = torch.where(stuck, fallen, grown).clamp(LEAST, 1)
     recent = state.recent.minimum(level)
     goal = torch.where(lower, level, torch.where(stuck, recent, state.level))
     return limit, goal, recent.masked_fill(lower | stuck, torch.inf), waited.masked_fill(stuck, 0)
@@ -105,7 +107,10 @@ def _products(x: State, y: State) -> Float[Tensor, "batch tokens"]:
     """Inner product of each token, in at least float32."""
     accumulate = torch.promote_types(x.dtype, torch.float32)
     x, y = x.to(accumulate), y.to(accumulate)
-    return (x * y)[:, None] if x.ndim == 1 else torch.linalg.vecdot(x, y).reshape(len(x), -1)
+    if x.ndim == 1:
+        return (x * y)[:, None]
+    products = torch.linalg.vecdot(x, y)
+    return products if products.ndim == 2 else products.reshape(len(x), -1)
 
 
 def _level(square: Tensor, fz: State) -> Float[Tensor, "batch 1"]:
