@@ -25,7 +25,7 @@ def start_states(
 ) -> Float[Tensor, "rows length d_model"]:
     """Where the iteration begins; padding is zero in any case."""
     if given is None and config.start == "zero":
-        return torch.zeros_like(tokens, requires_grad=False)
+        return tokens.new_zeros(()).expand(tokens.shape)  # takes no memory: a sweep needs some tokens at a time
     if given is None and isinstance(config.start, RandomStart):
         drawn, real = config.start.draw(tokens), padding.mask
         real = None if real is None else real.repeat_interleave(config.start.restarts, dim=0)

@@ -107,8 +107,8 @@ def _chunks(
     keep_aux: bool = False,
 ) -> tuple[Solution, Cache | None]:
     """Solve chunk after chunk, each to its end before the next begins; one chunk may be solved with its gradient."""
-    solutions: list[Solution] = []
     start, length = 0, z0.shape[1]
+    joined = _Joined(length)
     for size in _checked_sizes(config.sweep, length):
         end = start + size
         commits = need_cache or end < length
@@ -116,7 +116,7 @@ def _chunks(
         call: SolveCall = {"args": chunk, "has_aux": True, "solver": config.solver, "stop": config.stop}
         call["trace"], call["callback"] = trace, callback
         call["readout"] = None if args.head is None else readout
-        z = z0 if size == length else z0[:, start:end].contiguous()  # other strides would be compiled anew
+        z = z0[:, start:end].contiguous()  # other strides would be compiled anew
         if gradient is not None:
             solution = gradient.apply(f, z, **call)
         else:
@@ -124,11 +124,11 @@ def _chunks(
                 solution = solve(f, z, **call)
         if commits:
             args = args._replace(cache=advance(backbone, chunk, solution.aux, size))
-        kept = solution.aux if keep_aux else None
-        solutions.append(replace(solution, aux=kept, problem=None))  # the problem would keep the chunk alive
+        if isinstance(config.sweep, Simultaneous):
+            return _per_row(solution, keep_aux), args.cache if need_cache else None
+        joined.add(solution, start, end)
         start = end
-    cache = args.cache if need_cache else None
-    return (_per_row if isinstance(config.sweep, Simultaneous) else _joined)(solutions), cache
+    return joined.solution(), args.cache if need_cache else None
 
 
 def _slide(
@@ -191,29 +191,34 @@ def _checked_sizes(sweep: Sweep, length: int) -> list[int]:
     return sizes
 
 
-def _per_row(solutions: list[Solution]) -> Solution:
+def _per_row(solution: Solution, keep_aux: bool) -> Solution:
     """The one solution of all tokens: statistics per row, but updates, which models count per token."""
-    (solution,) = solutions
     updates = solution.stats.updates[:, None].expand(-1, solution.value.shape[1])
-    return replace(solution, stats=replace(solution.stats, updates=updates))
+    aux = solution.aux if keep_aux else None
+    return replace(solution, stats=replace(solution.stats, updates=updates), aux=aux, problem=None)
 
 
-def _joined(solutions: list[Solution]) -> Solution:
-    """One solution for the whole sequence, its statistics per token."""
+class _Joined:
+    """One solution for the whole sequence, its statistics per token; the chunks are copied and let go."""
 
-    def per_token(numbers: list[Tensor]) -> Tensor:
-        sizes = [solution.value.shape[1] for solution in solutions]
-        pairs = zip(numbers, sizes, strict=True)
-        return torch.cat([x[:, None].expand(-1, size) if x.ndim == 1 else x for x, size in pairs], dim=1)
+    def __init__(self, length: int) -> None:
+        self._length, self._evaluations = length, 0
+        self._status: Tensor | None = None
+        self._numbers: tuple[Tensor, ...] = ()  # states, and what is counted for each token
 
-    every = [solution.stats for solution in solutions]
-    stats = SolveStats(
-        per_token([stats.iterations for stats in every]),
-        per_token([stats.residual for stats in every]),
-        per_token([stats.error for stats in every]),
-        sum(stats.evaluations for stats in every),
-        per_token([stats.updates for stats in every]),
-        forced=per_token([~solution.converged for solution in solutions]),
-    )
-    status = torch.stack([solution.status for solution in solutions]).amax(dim=0)
-    return Solution(torch.cat([solution.value for solution in solutions], dim=1), status, stats)
+    def add(self, solution: Solution, start: int, end: int) -> None:
+        """The solution of the tokens from ``start`` up to ``end``."""
+        stats, status = solution.stats, solution.status
+        numbers = (solution.value, stats.iterations, stats.residual, stats.error, stats.updates, ~solution.converged)
+        if not self._numbers:
+            self._numbers = tuple(x.new_empty(len(x), self._length, *x.shape[2:]) for x in numbers)
+        for whole, x in zip(self._numbers, numbers, strict=True):
+            whole[:, start:end] = x[:, None] if x.ndim == 1 else x
+        self._status = status if self._status is None else torch.maximum(self._status, status)
+        self._evaluations += stats.evaluations
+
+    def solution(self) -> Solution:
+        value, iterations, residual, error, updates, forced = self._numbers
+        assert self._status is not None
+        stats = SolveStats(iterations, residual, error, self._evaluations, updates, forced=forced)
+        return Solution(value, self._status, stats)
