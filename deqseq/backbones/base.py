@@ -45,8 +45,8 @@ class Inputs:
     Attributes:
         injection: what is added inside the layers, ``(batch, length, width)``; None if the backbone was built without.
         dropout: dropout masks, one per layer, ``(batch, length, d_model)``; empty outside training.
-        rotary: cosines and signed sines of the positions, each ``(batch or 1, length, 1, headdim)``; empty if
-            there are none.
+        rotary: cosines and sines of the positions, as the blocks use them, each ``(batch or 1, length, headdim)``
+            or ``(batch or 1, length, 1, headdim)``; empty if there are none.
 
     Example:
         >>> import torch, deqseq as dq
@@ -56,7 +56,7 @@ class Inputs:
 
     injection: Float[Tensor, "batch length width"] | None = None
     dropout: tuple[Float[Tensor, "batch length d_model"], ...] = ()
-    rotary: tuple[Float[Tensor, "rows length 1 headdim"], ...] = ()
+    rotary: tuple[Float[Tensor, "rows length *heads headdim"], ...] = ()
 
     def take_rows(self, rows: RowIndex) -> "Inputs":
         """The given ``rows`` alone, ``(rows,)``; tables that all rows share stay as they are."""
