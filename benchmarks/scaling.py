@@ -108,6 +108,11 @@ class Case:
         assert isinstance(self.lm.model, dq.ImplicitModel)
         return self.lm.eval().model(self.x, stop=self.stop, sweep=sweep)
 
+    def solver_memory(self, sweep: dq.Sweep) -> int:
+        """Bytes of a solve at its peak, without what it returns and the projected inputs."""
+        kept = held(self.solve(sweep)) + held(self.backbone.prepare(self.x))
+        return peak_memory(partial(self.solve, sweep)) - kept
+
     @torch.no_grad()
     def evaluations(self) -> None:
         """The block on all tokens."""
@@ -189,8 +194,7 @@ def measure(kind: str, base: Size, axis: str, values: Sequence[int], turns: int)
                 assert output.stats is not None
                 curve.updates.append(output.stats.updates.double().mean().item())
                 if work == "Simultaneous" or case.size.length <= PROFILED:
-                    kept = held(output) + held(case.backbone.prepare(case.x))
-                    curve.memory.append((peak_memory(runs["ours"]) - kept) / MEBIBYTE)
+                    curve.memory.append(case.solver_memory(SWEEPS[work]) / MEBIBYTE)
             elif work == "training step":
                 curve.memory.append(peak_memory(runs["ours"]) / MEBIBYTE)
         print(f"{kind}, {axis} {value}: measured", flush=True)

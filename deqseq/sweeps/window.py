@@ -40,6 +40,9 @@ class WindowMonitor(Monitor):
         together: whether the loop goes on until every window can move.
     """
 
+    moved: RowIndex | None
+    """Computed rows whose window has just moved; None: all that have not ended."""
+
     def __init__(self, z0: State, stop: Stop, window: int, ends: Int64[Tensor, " batch"], together: bool) -> None:
         self.stop, self._together = replace(stop, per="token"), together
         self.active_rows, self._length = z0.shape[:2]
@@ -50,8 +53,8 @@ class WindowMonitor(Monitor):
         # of the batch, on the host
         self._ends = ends
         self._history = [(0, self._start)]  # evaluations before each move, and where the windows stood after it
-        self._computed = torch.zeros_like(ends)  # evaluations of tokens, of rows that have left the batch
-        self._work = 0  # the same, of a computed row
+        self._computed = torch.zeros_like(ends)  # evaluations of tokens, known when a row leaves the computed ones
+        self._work = 0  # those of each computed row: all have had the same
         self._forced = torch.zeros(len(z0), self._length, dtype=torch.bool)
         self._diverged = torch.zeros_like(ends, dtype=torch.bool)
         # of all tokens
@@ -134,7 +137,7 @@ class WindowMonitor(Monitor):
         return leaving
 
     def stand(self, remove: bool = False) -> RowIndex | None:
-        """Take in where the windows stand: ``moved`` are the computed rows whose window has moved, None if all have.
+        """Take in where the windows stand.
 
         Args:
             remove: whether rows that have ended may leave the batch; they do once a quarter has ended.

@@ -37,6 +37,15 @@ def test_held_counts_the_tensors_of_records():
     assert scaling.held((torch.zeros(2), [torch.zeros(3)], "text")) == 20
 
 
+@pytest.mark.parametrize("sweep", ["Sliding", "Sequential"])
+def test_the_memory_of_a_swept_solve_does_not_grow_with_the_length(sweep):
+    """Of 192 more tokens, the states alone take 192 times 256 bytes."""
+    short, long = (
+        scaling.Case("Mamba2", scaling.Size(length=n)).solver_memory(scaling.SWEEPS[sweep]) for n in (64, 256)
+    )
+    assert long - short < 192 * 64
+
+
 @pytest.mark.parametrize("kind", ["Mamba2", "Llama"])
 def test_blocks_contract_and_every_work_runs(kind):
     case = scaling.Case(kind, scaling.Size(length=12, width=32, blocks=2))
