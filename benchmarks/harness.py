@@ -227,8 +227,7 @@ def _writable(path: str) -> Path:
 
 def report(rows: Sequence[Row], options: argparse.Namespace) -> None:
     """Print the rows as a table, and write them with the machine's description to ``--json``, if given."""
-    here = machine()
-    print(f"\n{here}\n")
+    print(f"\n{machine()}\n")
     table = [("case", "metric", "ours", "peer", "theirs", "ratio", "spread", "goal")]
     table += [_cells(row) for row in rows]
     widths = [max(len(line[column]) for line in table) for column in range(len(table[0]))]
@@ -236,8 +235,14 @@ def report(rows: Sequence[Row], options: argparse.Namespace) -> None:
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
     if options.quick:
         print("\nA --quick run: too few runs to compare; goals are judged in full runs.")
+    write(rows, options)
+
+
+def write(rows: Sequence[Row], options: argparse.Namespace) -> None:
+    """Write the rows so far with the machine's description to ``--json``, if given."""
     if (path := options.json) is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        here = machine()
         path.write_text(json.dumps([{**asdict(row), "machine": here} for row in rows], indent=1) + "\n")
 
 

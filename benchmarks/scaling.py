@@ -23,7 +23,19 @@ from functools import partial
 from typing import Any
 
 import torch
-from harness import MEBIBYTE, Row, arguments, judge, paired, paired_row, peak_memory, report, take_turns, value_row
+from harness import (
+    MEBIBYTE,
+    Row,
+    arguments,
+    judge,
+    paired,
+    paired_row,
+    peak_memory,
+    report,
+    take_turns,
+    value_row,
+    write,
+)
 from torch import Tensor
 
 import deqseq as dq
@@ -250,6 +262,7 @@ def main() -> None:
     for kind in LONGEST:
         for axis, values in axes(kind, options.quick).items():
             found += rows(kind, base, axis, values, turns)
+            write(found, options)  # an hour's work: what is measured is not lost with the rest
     report(found, options)
 
 
