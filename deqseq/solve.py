@@ -220,6 +220,7 @@ def iterate(
         z = monitor.freeze(z, proposal)
         if args is not None and (rows := monitor.compact(aux, step)) is not None:
             z, args, state = take((z, args, state), rows)
+        del fz, proposal, aux  # not held while the map is evaluated
 
 
 def next_point(solver: Solver[Any] | ExternalSolver, z: State, fz: State, state: Any) -> tuple[State, Any]:

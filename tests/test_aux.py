@@ -1,5 +1,7 @@
 """Auxiliary output: it belongs to the value of its row, whether the row converged, failed or was removed."""
 
+import weakref
+
 import pytest
 import torch
 from torch import Tensor
@@ -123,3 +125,18 @@ def test_estimators_hand_aux_on(gradient):
     assert torch.equal(solution.aux.detach(), plain.aux)
     assert solution.status.tolist() == plain.status.tolist() == [0, 3, 0]
     assert torch.autograd.grad(solution.value[[0, 2]].sum(), weight)[0].abs() > 0
+
+
+def test_one_auxiliary_output_is_held_at_a_time():
+    """That of a prompt is as large as several states."""
+    made = []
+
+    def f(z):
+        assert all(each() is None for each in made)
+        aux = torch.ones(2, 3)
+        made.append(weakref.ref(aux))
+        return 0.5 * z + 1, aux
+
+    solution = dq.solve(f, torch.zeros(2, 3), solver=dq.Naive(), stop=dq.Stop(rtol=1e-3), has_aux=True)
+    assert len(made) == solution.stats.evaluations > 2
+    assert made[-1]() is solution.aux
