@@ -168,22 +168,42 @@ def all_rows(rows: Rows) -> str:
     return table(head, lines)
 
 
-def goals(results: Mapping[str, Rows], *, missed_only: bool = False) -> str:
-    """One line per kind of goal: in how many cases it is met, and the range of the results."""
-    groups: dict[tuple[str, ...], list[Row]] = {}
+def by_goal(results: Mapping[str, Rows]) -> dict[tuple[str, str, str, str], list[Row]]:
+    """The rows of each kind of goal: benchmark, what is measured, what it is compared with, the goal."""
+    groups: dict[tuple[str, str, str, str], list[Row]] = {}
     for name, rows in results.items():
         for row in rows:
             if row["goal"] is not None:
                 groups.setdefault((name, displayed(row["metric"]), displayed(row["peer"]), goal(row)), []).append(row)
+    return groups
+
+
+def goals(results: Mapping[str, Rows]) -> str:
+    """One line per kind of goal: in how many cases it is met, and the range of the results."""
     lines = []
-    for (name, metric, peer, limit), rows in groups.items():
+    for (name, metric, peer, limit), rows in by_goal(results).items():
         met = sum(bool(row["holds"]) for row in rows)
         key, shown = ("ratio", share) if limit.startswith("ratio") else ("ours", number)
         found = " to ".join(dict.fromkeys(shown(pick(row[key] for row in rows)) for pick in (min, max)))
         verdict = f"{met} of {len(rows)}" if met == len(rows) else f"**{met} of {len(rows)}**"
-        if met < len(rows) or not missed_only:
-            lines.append([name, metric, peer, limit, verdict, found])
+        lines.append([name, metric, peer, limit, verdict, found])
     return table(["benchmark", "measured", "compared with", "goal", "met", "found"], lines)
+
+
+def reasons(results: Mapping[str, Rows], why: Mapping[tuple[str, str, str], str]) -> str:
+    """One line per kind of goal that is missed in some case: why, by benchmark, what is measured and the peer.
+
+    Raises:
+        KeyError: a goal is missed, and ``why`` says nothing about it.
+    """
+    groups = {key[:3]: rows for key, rows in by_goal(results).items() if not all(row["holds"] for row in rows)}
+    lines = [[name, f"{metric}, {peer}" if peer else metric, why[name, metric, peer]] for name, metric, peer in groups]
+    return table(["benchmark", "measured, compared with", "why it is missed"], lines)
+
+
+def value(rows: Rows, case: str, metric: str, peer: str = "", key: str = "ours") -> float:
+    """One number of a result, found by its case, what is measured, and the beginning of the peer's name."""
+    return next(row[key] for row in chosen(rows, case=case, metric=metric) if row["peer"].startswith(peer))
 
 
 def tally(rows: Rows) -> str:
@@ -267,6 +287,18 @@ def ticks_of(low: float, high: float) -> list[float]:
     marks = (0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.3, 1.5, 1.8) if fine else (1, 1.2, 1.5, 2, 3, 5, 7)
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     return sorted({round(mark * 10.0**n, 9) for n in decades for mark in marks if low <= mark * 10.0**n <= high})
+
+
+def curves(
+    rows: Iterable[Row], pattern: str, labels: Sequence[str] = ()
+) -> dict[str, dict[str, list[tuple[int, float]]]]:
+    """Our numbers as :func:`lines` takes them: a pattern of the case has the groups ``panel``, ``label`` and ``x``."""
+    panels: dict[str, dict[str, dict[int, float]]] = {}
+    for row in rows:
+        found = re.fullmatch(pattern, displayed(row["case"]))
+        if found and (not labels or found["label"] in labels):
+            panels.setdefault(found["panel"], {}).setdefault(found["label"], {})[int(found["x"])] = row["ours"]
+    return {panel: {label: sorted(line.items()) for label, line in found.items()} for panel, found in panels.items()}
 
 
 def lines(panels: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]], x: str, y: str, **axes: Any) -> Figure:

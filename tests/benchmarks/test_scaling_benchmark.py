@@ -27,7 +27,10 @@ def test_the_exponent_of_ours_is_judged_beside_the_block():
     for times, holds in ((seconds, True), (quadratic, False)):
         curve = scaling.Curve(times, [1.0, 1.0, 1.0], [5.0, 5.0, 5.0])
         found = list(scaling.exponents("Llama, Sliding, batch", "Sliding", "batch", sizes, curve))
-        assert (found[0].metric, found[0].holds) == ("exponent of seconds", holds)
+        assert (found[0].metric, found[0].goal) == ("exponent of seconds", None)
+        assert (found[1].metric, found[1].holds) == ("exponent above the block's", holds)
+        steady = next(scaling.exponents("Mamba2, Sliding, length", "Sliding", "length", sizes, curve))
+        assert (steady.goal, steady.holds) == ("ours <= 1.05", holds)
         assert [row.ours for row in found[1:]] == pytest.approx([0.0, 0.0])
 
 

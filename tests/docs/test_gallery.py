@@ -176,13 +176,19 @@ def test_goals_say_how_many_cases_meet_them(results):
 
 def test_missed_goals_are_all_listed(results):
     committed = results.benchmarks()
-    text = results.goals(committed, missed_only=True)
-    counts = [re.search(r"\| \*\*(\d+) of (\d+)\*\* \|", line) for line in text.splitlines()[2:]]
+    text = results.goals(committed)
+    counts = re.findall(r"\| \*\*(\d+) of (\d+)\*\* \|", text)
     missed = [row for rows in committed.values() for row in rows if row["holds"] is False]
-    assert sum(int(count[2]) - int(count[1]) for count in counts if count) == len(missed) > 0
-    assert {name for name, rows in committed.items() if any(row["holds"] is False for row in rows)} == {
-        line.split(" | ")[0].removeprefix("| ") for line in text.splitlines()[2:]
-    }
+    assert sum(int(count) - int(met) for met, count in counts) == len(missed) > 0
+
+
+def test_every_missed_goal_has_a_reason(results):
+    found = {"weather": [FASTER, SLOWER], "climate": [FASTER, COUNT]}
+    text = results.reasons(found, {("weather", "ms", "by hand"): "It rained."})
+    assert text.splitlines()[2:] == ["| weather | ms, by hand | It rained. |"]
+    with pytest.raises(KeyError, match="by hand"):
+        results.reasons(found, {})
+    assert results.value([FASTER, SLOWER], SLOWER["case"], "ms", "by") == SLOWER["ours"]
 
 
 @pytest.mark.parametrize(
@@ -230,7 +236,11 @@ def test_figures_show_every_ratio_and_every_curve(results):
     points = sorted(float(x) for box in axis.containers for x in box.lines[0].get_xdata())
     assert points == [0.75, 1.25, 3.0]
     assert results.ratios([unjudged]).legends == []
-    curves = {"parity": {"Sliding(8)": [(64, 0.2), (128, 0.4)], "Sequential": [(64, 0.5)]}}
+    timed = {"A5, 128, Sliding(window=8)": 0.4, "A5, 64, Sliding(window=8)": 0.2, "A5, 64, Sequential()": 0.5}
+    rows = [COUNT | {"case": case, "ours": seconds} for case, seconds in timed.items()]
+    curves = results.curves(rows, r"(?P<panel>\w+), (?P<x>\d+), (?P<label>.+)")
+    assert curves == {"A5": {"Sliding(8)": [(64, 0.2), (128, 0.4)], "Sequential": [(64, 0.5)]}}
+    assert results.curves(rows, r"(?P<panel>\w+), (?P<x>\d+), (?P<label>.+)", ["Chunked"]) == {}
     figure = results.lines(curves, "length", "seconds", yscale="log")
     assert [line.get_label() for line in figure.axes[0].lines] == ["Sliding(8)", "Sequential"]
     assert figure.axes[0].get_yscale() == "log"
