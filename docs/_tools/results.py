@@ -310,7 +310,7 @@ def lines(panels: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]], x: 
         axis.set_title(title, fontsize=10)
         axis.set(xlabel=x, **axes)
         ticks = sorted({point[0] for points in curves.values() for point in points})
-        axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks], fontsize=8)
         axis.minorticks_off()
         axis.grid(alpha=0.25)
     all_axes[0][0].set_ylabel(y)
