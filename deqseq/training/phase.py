@@ -145,7 +145,7 @@ def bounded(
     check_integer("steps", steps, 1)
     check_integer("phantom", phantom, 1)
     gradient = Phantom(phantom, damping, checkpoint)
-    return _phase(name, until, base, eval_base, Stop.exactly(steps), gradient)
+    return _phase(name, until, base, eval_base, _exactly(base, steps), gradient)
 
 
 def free(
@@ -246,8 +246,14 @@ def unrolled(
     depth = steps if isinstance(steps, PoissonLogNormal) else None
     budget = steps if not isinstance(steps, PoissonLogNormal) else max(1, round(steps.mean))
     check_integer("steps", budget, 1)
-    phase = _phase(name, until, base, eval_base, Stop.exactly(budget), Unrolled(checkpoint))
+    phase = _phase(name, until, base, eval_base, _exactly(base, budget), Unrolled(checkpoint))
     return replace(phase, solve=replace(phase.solve, gradient=Unrolled(checkpoint, last)), depth=depth)
+
+
+def _exactly(base: SolveConfig, steps: int) -> Stop:
+    """:meth:`deqseq.Stop.exactly`, measured as the base says."""
+    check_type("base", base, SolveConfig, "dq.SolveConfig(sweep=dq.Sliding(8))")
+    return replace(base.stop, rtol=0.0, atol=0.0, max_steps=steps, check_every=steps, exit=None)
 
 
 def _phase(
@@ -260,7 +266,6 @@ def _phase(
     eval_rtol: float = 0.05,
 ) -> Phase:
     """A phase whose budget in eval mode is four times that of training, as in the paper."""
-    check_type("base", base, SolveConfig, "dq.SolveConfig(sweep=dq.Sliding(8))")
     check_type("eval_base", eval_base, (SolveConfig, type(None)), "dq.SolveConfig(sweep=dq.Sliding(8))")
     solve = replace(base, stop=stop, gradient=gradient)
     at_eval = eval_base or base

@@ -108,7 +108,9 @@ class CurriculumCallback(TrainerCallback, ExportableState):
     def _progress(self, state: TrainerState) -> float | int:
         if self.curriculum.unit == "tokens":
             return int(state.num_input_tokens_seen)
-        return state.global_step if self.curriculum.unit == "steps" else state.global_step / state.max_steps
+        if self.curriculum.unit == "steps":
+            return state.global_step
+        return min(1.0, state.global_step / state.max_steps)  # the Trainer resumes a finished run with one more update
 
 
 def _implicit(model: nn.Module) -> list[ImplicitModel]:

@@ -130,6 +130,14 @@ def test_a_resumed_run_goes_on_as_the_uninterrupted_one(tmp_path, whole, stopped
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+def test_a_finished_run_can_be_started_again(tmp_path, whole):
+    """The Trainer makes one more update, at a learning rate of zero, before it sees the end."""
+    run = trainer(tmp_path, PAPER)
+    run.train(resume_from_checkpoint=checkpoint(whole, STEPS))
+    ours, theirs = run.model.state_dict(), whole.model.state_dict()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
 def test_another_curriculum_is_refused(tmp_path, whole):
     other = Curriculum((bounded(2, 1, until=0.5), free(9, 2)))
     with pytest.raises(ValueError, match=r"not the one .* \(phase 2 solve.stop.max_steps: 6 -> 9; "):
