@@ -1,7 +1,7 @@
 """Cached generation: tokens a second, and what a iteration costs beside the bare block's one-token step.
 
 Both backbones with d_model 256 and 2 blocks continue a prompt of 256 tokens by 128, at batch 1 and 8, with 8
-iterations a token. The peer is the loop by hand that a careful user writes by hand: the blocks called on one token
+iterations a token. The peer is the loop that a careful user writes by hand: the blocks called on one token
 with the cache that the same prompt left, as often as ``generate`` called them for the new tokens, the cache growing
 alike. Ours is all that ``generate`` does after the first new token: solving, committing, head, choice. Both sides do
 the same number of evaluations: the tolerance is zero, so that each solve spends its budget. The residual is looked at
