@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -11,7 +12,7 @@ from deqseq.norms import Measurement, divergence_limit, error_estimate, measure,
 from deqseq.rows import put, take
 from deqseq.solution import Solution, SolveStats, Status
 from deqseq.stop import Stop
-from deqseq.types import Residual, RowIndex, RowMask, State
+from deqseq.types import Residual, RowIndex, State
 
 
 class Monitor(ABC):
@@ -52,8 +53,9 @@ class Monitor(ABC):
 class RowMonitor(Monitor):
     """Statistics of each row, and its best value.
 
-    The rows that are computed shrink when finished ones are removed. Decisions cost one transfer to the host per check.
-    While every row improves, as in a contraction, the best value is the last one and nothing is copied.
+    The rows that are computed shrink when finished ones are removed. Decisions cost one transfer to the host per check,
+    and are made in arrays of numpy, whose small operations take a third of torch's time. While every row improves, as
+    in a contraction, the best value is the last one and nothing is copied.
     """
 
     def __init__(
@@ -65,21 +67,22 @@ class RowMonitor(Monitor):
         self._judge = judge  # of the exit rule
         self._freezes = freezes  # an external solver goes on moving the rows that have ended
         # of the rows that are computed; the first three on the host, where decisions are made
-        self._rows: RowIndex = torch.arange(batch)  # their positions in the batch
-        self._active: RowMask = torch.ones(batch, dtype=torch.bool)
-        self._stale: RowMask = torch.zeros(batch, dtype=torch.bool)  # the best value is not that of the last evaluation
+        self._rows = np.arange(batch)  # their positions in the batch
+        self._active = np.ones(batch, dtype=bool)
+        self._stale = np.zeros(batch, dtype=bool)  # the best value is not that of the last evaluation
         self._frozen: Tensor | None = None  # rows (rows, 1) or tokens (rows, tokens)
         self._limit: Tensor | None = None  # the difference above which a row has diverged, set at the first check
         self._best = z0
         self._best_residual: Residual | None = None
         self._latest: Residual | None = None
         self._before: Residual | None = None  # of the check before the latest
-        # of the whole batch
+        # of the whole batch; the last three on the host
         self._filed: Any = None  # (best, its residual, latest residual, error, aux), as of the last _file
         self._steps: Tensor | None = None
-        self._status = torch.full((batch,), int(Status.MAX_STEPS_REACHED))
-        self._updates = torch.zeros(batch, dtype=torch.int64)
         self._trace: list[Residual] | None = [] if keep_trace else None
+        self._filed_stale = self._stale
+        self._status = np.full(batch, int(Status.MAX_STEPS_REACHED))
+        self._updates = np.zeros(batch, dtype=np.int64)
 
     def check(self, z: State, fz: State, step: int, args: Any = None) -> None:
         seen = measure(z, fz, self.stop, self._latest)
@@ -95,7 +98,7 @@ class RowMonitor(Monitor):
             self._steps = torch.full_like(seen.passed, first, dtype=torch.int64)
         sound = seen.difference <= self._limit  # NaN is not sound
         improved = worst_token(seen.residual) <= worst_token(self._best_residual)
-        flags = torch.stack([sound, passed, improved, converged]).cpu()
+        flags = on_host(torch.stack([sound, passed, improved, converged]))
         sound, passed, improved, _ = flags
         everything = self.active_rows == len(self._active)
         before, now = self._latest, seen.residual
@@ -104,8 +107,8 @@ class RowMonitor(Monitor):
         if self._per_token:
             self._date_tokens(seen.passed, step)
             self._frozen = seen.passed
-        if everything and bool(((sound & improved) > passed).all()):
-            self._best, self._best_residual, self._stale = fz, seen.residual, torch.zeros_like(self._active)
+        if everything and (sound & improved & ~passed).all():
+            self._best, self._best_residual, self._stale = fz, seen.residual, np.zeros_like(self._active)
         else:
             self._end_rows(fz, seen, step, flags)
         if self._trace is not None:
@@ -116,7 +119,7 @@ class RowMonitor(Monitor):
         assert self._latest is not None, "nothing has been checked yet"
         if self._filed is None:
             return self._latest
-        return put(self._filed[2], self._rows.to(self._latest.device), self._latest)
+        return put(self._filed[2], on_device(self._rows, self._latest.device), self._latest)
 
     def freeze(self, z: State, proposal: State) -> State:
         if self._frozen is None:
@@ -128,9 +131,9 @@ class RowMonitor(Monitor):
         if not self.active_rows or 4 * (count - self.active_rows) < count:
             return None
         self._file(aux, step)
-        keep = self._active.nonzero()[:, 0]
-        self._rows, self._stale, self._active = take((self._rows, self._stale, self._active), keep)
-        keep = keep.to(self._best.device)
+        (stay,) = self._active.nonzero()
+        self._rows, self._stale, self._active = self._rows[stay], self._stale[stay], self._active[stay]
+        keep = on_device(stay, self._best.device)
         self._best, self._best_residual, self._limit, self._latest, self._before = take(
             (self._best, self._best_residual, self._limit, self._latest, self._before), keep
         )
@@ -145,10 +148,10 @@ class RowMonitor(Monitor):
         assert self._steps is not None
         (value, residual, _, error, aux), device = self._filed, self._best.device
         trace = None if self._trace is None else torch.stack(self._trace)
-        steps, updates = self._steps.clamp(max=evaluations), self._updates.to(device)
-        stats = SolveStats(steps, residual, error, evaluations, updates, trace)
-        stale = self._filed_stale.nonzero()[:, 0]
-        return Solution(value, self._status.to(device), stats, aux), stale.to(device) if len(stale) else None
+        status, updates = on_device(self._status, device), on_device(self._updates, device)
+        stats = SolveStats(self._steps.clamp(max=evaluations), residual, error, evaluations, updates, trace)
+        (stale,) = self._filed_stale.nonzero()
+        return Solution(value, status, stats, aux), on_device(stale, device) if len(stale) else None
 
     @property
     def _per_token(self) -> bool:
@@ -161,50 +164,61 @@ class RowMonitor(Monitor):
         error = torch.where(self._best_residual == self._latest, error, torch.inf)
         current = (self._best, self._best_residual, self._latest, error, aux)
         if self._filed is None:
-            self._filed, self._filed_stale = current, self._stale
+            self._filed, self._filed_stale = current, self._stale.copy()
         else:
-            self._filed = put(self._filed, self._rows.to(self._best.device), current)
-            self._filed_stale = put(self._filed_stale, self._rows, self._stale)
+            self._filed = put(self._filed, on_device(self._rows, self._best.device), current)
+            self._filed_stale[self._rows] = self._stale
         self._updates[self._rows] = evaluations
 
     def _date_tokens(self, passed: Tensor, step: int) -> None:
         """Tokens that have not passed yet need one more check at least."""
         assert self._steps is not None
         upcoming = min(step + self.stop.check_every, self.stop.max_steps)
-        moving = ~passed & self._active.to(passed.device)[:, None]
-        rows = self._rows.to(passed.device)
+        moving = ~passed & on_device(self._active, passed.device)[:, None]
+        rows = on_device(self._rows, passed.device)
         self._steps[rows] = torch.where(moving, upcoming, self._steps[rows])
 
-    def _end_rows(self, fz: State, seen: Measurement, step: int, flags: Tensor) -> None:
+    def _end_rows(self, fz: State, seen: Measurement, step: int, flags: np.ndarray) -> None:
         """A check at which some row ends, has ended, or does not improve."""
         sound, passed, improved, converged = flags
         better = self._active & sound & (passed | improved)
-        self._stale = torch.where(self._active, ~better, self._stale if self._freezes else True)
-        if bool(better.all()):
+        self._stale = np.where(self._active, ~better, self._stale if self._freezes else True)
+        if better.all():
             self._best, self._best_residual = fz, seen.residual
-        elif bool(better.any()):
-            chosen = better.to(fz.device)
+        elif better.any():
+            chosen = on_device(better, fz.device)
             assert self._best_residual is not None
             self._best = torch.where(_over_event(chosen[:, None], fz), fz, self._best)
             self._best_residual = torch.where(_over_tokens(chosen, seen.residual), seen.residual, self._best_residual)
         ended = self._active & (passed | ~sound)
-        if bool(ended.any()):
-            status = torch.where(converged, int(Status.CONVERGED), int(Status.EXITED))
-            places, status = self._rows[ended], torch.where(sound, status, int(Status.DIVERGED))
+        if ended.any():
+            status = np.where(converged, int(Status.CONVERGED), int(Status.EXITED))
+            places, status = self._rows[ended], np.where(sound, status, int(Status.DIVERGED))
             self._status[places] = status[ended]
             assert self._steps is not None
-            places = places.to(self._steps.device)
+            places = on_device(places, fz.device)
             self._steps[places] = self._steps[places].clamp(max=step)
             self._active = self._active & ~ended
             self.active_rows = int(self._active.sum())
         if self.active_rows < len(self._active):
-            ended = (~self._active).to(fz.device)[:, None]
+            ended = on_device(~self._active, fz.device)[:, None]
             self._frozen = seen.passed | ended if self._per_token else ended
 
     def _where_active(self, new: Residual, old: Residual | None) -> Residual:
         """``new`` in the rows that are iterated, ``old`` in those that have ended but are still computed."""
         assert old is not None
-        return torch.where(_over_tokens(self._active.to(new.device), new), new, old)
+        return torch.where(_over_tokens(on_device(self._active, new.device), new), new, old)
+
+
+def on_host(x: Tensor) -> np.ndarray:
+    """A tensor as an array of the host, in one transfer. Those inside torch.func have no memory to share."""
+    torch_c: Any = torch._C
+    return np.array(x.tolist()) if torch_c._functorch.is_functorch_wrapped_tensor(x) else x.cpu().numpy()
+
+
+def on_device(x: np.ndarray, device: torch.device) -> Tensor:
+    """An array of the host as a tensor."""
+    return torch.from_numpy(x).to(device)
 
 
 def _all_tokens(passed: Tensor) -> Tensor:

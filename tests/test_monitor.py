@@ -1,5 +1,6 @@
 """What a monitor decides: forced commits and diverged rows of a window, and rows that are removed."""
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ def tokens(*rows: list[float]) -> Tensor:
 
 
 def window_monitor(z0: Tensor, window: int, stop: Stop = STOP, ends: list[int] | None = None) -> WindowMonitor:
-    known = torch.tensor([z0.shape[1]] * len(z0) if ends is None else ends)
+    known = np.array([z0.shape[1]] * len(z0) if ends is None else ends)
     return WindowMonitor(z0, stop, window, known, together=False)
 
 

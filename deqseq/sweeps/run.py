@@ -4,6 +4,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -11,6 +12,7 @@ from deqseq.backbones.base import Backbone, Cache
 from deqseq.config import SolveConfig
 from deqseq.gradients.base import AttachedGradient, Gradient
 from deqseq.gradients.unrolled import Unrolled
+from deqseq.monitor import on_host
 from deqseq.norms import worst_token
 from deqseq.rows import take
 from deqseq.solution import Solution, SolveStats
@@ -126,7 +128,7 @@ def _chunks(
             args = args._replace(cache=advance(backbone, chunk, solution.aux, size))
         if isinstance(config.sweep, Simultaneous):
             return _per_row(solution, keep_aux), args.cache if need_cache else None
-        joined.add(solution, start, end)
+        joined.add(solution, start, end, chunk.mask)
         start = end
     return joined.solution(), args.cache if need_cache else None
 
@@ -142,7 +144,7 @@ def _slide(
     """Iterate a window over the first tokens of each row that have not converged; commit these, and move on."""
     assert isinstance(config.sweep, Sliding)
     batch, length = z0.shape[:2]
-    ends = torch.full((batch,), length) if args.mask is None else args.mask.sum(dim=1).cpu()
+    ends = np.full(batch, length) if args.mask is None else on_host(args.mask.sum(dim=1))
     f, solver = token_map(backbone, need_aux=True), config.solver
     external = isinstance(solver, ExternalSolver)
     monitor = WindowMonitor(z0, config.stop, config.sweep.window, ends, together=external)
@@ -153,9 +155,9 @@ def _slide(
         end = iterate(f, z, window, solver, monitor, state, has_aux=True, callback=callback)
         proposal, state = next_point(solver, end.z, end.fz, end.state)
         counts = monitor.commit(end.fz, proposal, end.evaluations)
-        low, high = (int(n) for n in torch.aminmax(counts))
+        low, high = int(counts.min()), int(counts.max())
         if high and (need_cache or monitor.active_rows):  # 0: a solver of another library has ended early
-            each = None if low == high else counts.to(z0.device)
+            each = None if low == high else torch.from_numpy(counts).to(z0.device)
             args = args._replace(cache=advance(backbone, window, end.aux, high, each))
         if (keep := monitor.stand(remove=not need_cache)) is not None:
             args, state = args._replace(cache=take(args.cache, keep)), take(state, keep)
@@ -206,10 +208,11 @@ class _Joined:
         self._status: Tensor | None = None
         self._numbers: tuple[Tensor, ...] = ()  # states, and what is counted for each token
 
-    def add(self, solution: Solution, start: int, end: int) -> None:
-        """The solution of the tokens from ``start`` up to ``end``."""
+    def add(self, solution: Solution, start: int, end: int, real: Tensor | None) -> None:
+        """The solution of the tokens from ``start`` up to ``end``, of which these are ``real`` (None: all)."""
         stats, status = solution.stats, solution.status
-        numbers = (solution.value, stats.iterations, stats.residual, stats.error, stats.updates, ~solution.converged)
+        forced = ~solution.converged if real is None else real & ~solution.converged[:, None]
+        numbers = (solution.value, stats.iterations, stats.residual, stats.error, stats.updates, forced)
         if not self._numbers:
             self._numbers = tuple(x.new_empty(len(x), self._length, *x.shape[2:]) for x in numbers)
         for whole, x in zip(self._numbers, numbers, strict=True):

@@ -109,8 +109,10 @@ def commit(backbone: Backbone[Any], args: TokenArgs, aux: Any, shape: torch.Size
     check_type("counts", counts, Tensor)
     if counts.dtype != torch.int64 or counts.shape != shape[:1]:
         raise ValueError(f"counts must be int64 of shape {shape[:1]}, got {counts.dtype} {tuple(counts.shape)}")
-    low, high = torch.stack(torch.aminmax(counts)).tolist()  # one transfer
-    if low < 0 or not 0 < high <= shape[1]:
-        raise ValueError(f"counts must be 0 to {shape[1]} tokens of each row, and not all 0, got {low} to {high}")
+    most = shape[1] if args.mask is None else args.mask.sum(dim=1)
+    low, high, left = torch.stack([counts.min(), counts.max(), (most - counts).min()]).tolist()  # one transfer
+    if low < 0 or high < 1 or left < 0:
+        most = most if args.mask is None else args.mask.sum(dim=1).tolist()
+        raise ValueError(f"counts must be 0 to {most} tokens of each row, and not all 0, got {counts.tolist()}")
     with unsharded(backbone):
         return advance(backbone, args, aux, high, None if low == high else counts)

@@ -393,3 +393,10 @@ def test_tokens_solved_one_by_one_keep_no_cache_but_the_last(monkeypatch):
         model(embedded(length=24), sweep=dq.Sequential(), callback=count)
     assert len(made) == 23  # the last token's is not asked for
     assert 0 < max(alive) <= 2  # before a token, and after it
+
+
+@pytest.mark.parametrize("sweep", [dq.Chunked(4), dq.Sequential(), dq.Sliding(4)])
+def test_padding_is_never_forced(sweep):
+    mask = torch.tensor([[True, True, False, False], [True, True, True, True]])
+    model = dq.ImplicitModel(affine(), dq.SolveConfig(stop=dq.Stop(rtol=1e-12, max_steps=2)))
+    assert torch.equal(model(embedded(2, 4), mask=mask, sweep=sweep).stats.forced, mask)
