@@ -2,7 +2,8 @@
 
 import difflib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from fractions import Fraction
 from numbers import Integral, Real
 from typing import Any
 
@@ -93,6 +94,18 @@ def check_choice(name: str, value: object, choices: Iterable[object]) -> None:
         raise ValueError(f"{name} must be one of {known}, got {_shown(value)}{hint}")
 
 
+def check_known(what: str, name: object, known: Collection[str]) -> None:
+    """Refuse a name, such as that of an option, that is not known, with a ValueError.
+
+    Example:
+        >>> check_known("Stop field", "max_step", ("rtol", "max_steps"))
+        Traceback (most recent call last):
+        ValueError: Stop field 'max_step' is unknown; did you mean 'max_steps'? (known: rtol, max_steps)
+    """
+    if name not in list(known):
+        raise ValueError(f"{what} {name!r} is unknown{suggestion(str(name), known)} (known: {', '.join(known)})")
+
+
 def check_callable(name: str, value: object) -> None:
     """Refuse anything that cannot be called with a TypeError.
 
@@ -126,7 +139,7 @@ def suggestion(name: str, known: Iterable[str]) -> str:
 
 
 def _check_number(name: str, value: Any, kind: type, wanted: str, inside: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, kind):
+    if isinstance(value, bool | Fraction) or not isinstance(value, kind):  # torch takes no fractions
         raise TypeError(f"{name} must be {wanted}, got {_shown(value)}")
     if not inside(value):
         raise ValueError(f"{name} must be {wanted}, got {_shown(value)}")
@@ -148,7 +161,8 @@ def _called(kind: type) -> str:
 
 def _remedy(value: object, kinds: tuple[type, ...]) -> str:
     """What to write instead of a class or of its name."""
-    known = {one.__name__: one for kind in kinds for one in _below(kind)}
+    own = [kind for kind in kinds if kind.__module__.startswith("deqseq")]  # there are many kinds of Mapping
+    known = {one.__name__: one for kind in own for one in _below(kind)}
     if isinstance(value, type) and value in known.values():
         return f": write {value.__name__}(...)"
     if isinstance(value, str):

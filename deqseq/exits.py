@@ -148,8 +148,9 @@ class Margin(ExitRule):
         check_number("Margin.threshold", self.threshold, "(0, 1]")
 
     def step(self, states: State, logits: Logits | None, memory: None) -> tuple[Done, None]:
-        first, second = _wide(logits).softmax(dim=-1).topk(2, dim=-1).values.unbind(dim=-1)
-        return first - second >= self.threshold, None
+        probability = _wide(logits).softmax(dim=-1)
+        best = probability.topk(min(2, probability.shape[-1]), dim=-1).values
+        return best[..., 0] - best[..., 1:].sum(dim=-1) >= self.threshold, None
 
 
 @dataclass(frozen=True)
@@ -189,7 +190,7 @@ class ExitGate(ExitRule):
         """``memory``: the probability that a token has not exited yet, ``(rows, tokens)``."""
         stays = torch.sigmoid(-_wide(self.gate(states))).flatten(1)
         stays = stays if memory is None else memory * stays
-        return stays <= 1 - self.threshold, stays
+        return (stays <= 1 - self.threshold) & (self.threshold < 1), stays  # a probability can underflow
 
 
 def check_exit(rule: ExitRule | None, readout: object) -> None:

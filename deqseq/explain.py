@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -96,10 +96,8 @@ def explain(outcome: "Outcome", problem: Problem) -> Explanation:
             better = _first_that_converges(problem, stop, hard, trials)
             if better is not None:
                 solver, solved = better
-                numbers = _iterations(solved, hard)
-                tried = (
-                    f"solver={solver}, stop=Stop(max_steps={_enough(solved, hard)}) converges in {numbers} iterations"
-                )
+                rule, numbers = _written(problem.stop, _enough(solved, hard)), _iterations(solved, hard)
+                tried = f"solver={solver}, stop={rule} converges in {numbers} iterations"
             else:
                 moved = "limit cycle", "divergence"
                 causes = ["no fixed point found" if cause in moved else cause for cause in causes]
@@ -123,11 +121,19 @@ def explain(outcome: "Outcome", problem: Problem) -> Explanation:
     remedies: dict[Cause, str] = {cause: ADVICE[cause] for cause in order if cause in ADVICE}
     if "budget" in remedies:
         short = torch.tensor([cause == "budget" for cause in causes])
-        remedies["budget"] += f": stop=Stop(max_steps={_enough(again, short)})"
+        remedies["budget"] += f": stop={_written(problem.stop, _enough(again, short))}"
     for cause in ("slow convergence", "limit cycle", "divergence"):
         if tried and cause in remedies:
             remedies[cause] = tried + "; to train, make the map contract" * (cause != "slow convergence")
     return Explanation(tuple(causes), {cause: text[cause] for cause in order}, remedies)
+
+
+def _written(stop: Stop, budget: int) -> str:
+    """A stopping rule with this budget, as a user writes it."""
+    stop = replace(stop, max_steps=budget)
+    given = {field.name: getattr(stop, field.name) for field in fields(stop)}
+    parts = [f"{field.name}={given[field.name]!r}" for field in fields(stop) if given[field.name] != field.default]
+    return f"Stop({', '.join(parts)})"
 
 
 def _larger(budget: int) -> int:
@@ -158,10 +164,12 @@ def _cause(solved: "Outcome", row: int, given: Stop, stop: Stop) -> tuple[Cause,
             f"The residual is {level}, which is the precision of {dtype}; the tolerance is {stop.rtol:.1e}.",
         )
     if rate < 0.999:
-        needed = len(trace) + int(math.log(stop.rtol / last) / math.log(rate)) if stop.rtol else "ever more"
+        needed = "more"
+        if stop.rtol and not stop.atol and stop.of == "residual":
+            needed = f"at least {len(trace) + int(math.log(stop.rtol / last) / math.log(rate))}"
         return "slow convergence", (
-            f"The residual is {level} and falls by a factor of {rate:.3f} per iteration: at least {needed} iterations "
-            "are needed."
+            f"The residual is {level} and falls by a factor of {rate:.3f} per iteration: {needed} iterations are "
+            "needed."
         )
     return "limit cycle", f"The residual does not fall: {level}, the tolerance is {stop.rtol:.1e}."
 

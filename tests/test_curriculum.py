@@ -3,6 +3,7 @@
 import json
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -205,3 +206,21 @@ def test_a_phase_keeps_how_its_base_measures():
     early = dq.SolveConfig(stop=dq.Stop(exit=dq.StableArgmax(2)))
     assert bounded(4, base=early).solve.stop == dq.Stop.exactly(4)
     assert bounded(4, base=base).eval_solve.stop.per == "token"
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_numbers_of_numpy_are_kept_as_those_of_python():
+    assert bounded(np.uint8(100)).eval_solve.stop.max_steps == 400
+    phases = (bounded(np.int64(8), until=10), free(rtol=np.float32(0.5)))
+    record = Curriculum(phases, unit="steps").record(np.int64(12))
+    assert json.loads(json.dumps(record)) == record
+    assert Curriculum((bounded(8, until=10), free(rtol=0.5)), unit="steps").resumed(record).name == "free"
+
+
+@pytest.mark.parametrize("record", [{}, {"phases": []}])
+@pytest.mark.usefixtures("unchecked")
+def test_a_record_of_something_else_is_refused(record):
+    with pytest.raises(ValueError, match="holds no phase"):
+        Curriculum((bounded(), free())).resumed(record)
+    with pytest.raises(TypeError, match="record must be"):
+        Curriculum((bounded(), free())).resumed("phase")

@@ -245,3 +245,14 @@ def test_what_a_solve_refuses():
 def test_an_adjoint_solve_has_no_exit_rule():
     with pytest.raises(ValueError, match=r"Implicit\.stop.*StableArgmax"):
         dq.Implicit(stop=dq.Stop(exit=dq.StableArgmax()))
+
+
+def test_a_vocabulary_of_one_token_is_certain():
+    done, _ = dq.Margin(1.0).step(torch.zeros(2, 3, 4), torch.zeros(2, 3, 1), None)
+    assert done.shape == (2, 3)
+    assert done.all()
+
+
+def test_a_gate_with_threshold_1_lets_nothing_go_even_if_a_probability_underflows():
+    done, _ = dq.ExitGate(lambda states: states[..., :1] + 200, 1.0).step(torch.zeros(2, 3, 4), None, None)
+    assert not done.any()

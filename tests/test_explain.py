@@ -23,13 +23,18 @@ def solve(f, z0=ONE, **options):
     ("cause", "f", "finding", "remedy"),
     [
         ("converged", lambda z: 0.1 * z + 1, "from a random start, to the same value", None),
-        ("budget", lambda z: 0.6 * z + 1, "It converges in 26 iterations; the budget was 20", "Stop(max_steps=32)"),
+        (
+            "budget",
+            lambda z: 0.6 * z + 1,
+            "It converges in 26 iterations; the budget was 20",
+            "Stop(rtol=1e-06, max_steps=32)",
+        ),
         ("slow convergence", lambda z: 0.995 * z + 1, "falls by a factor of 0.9", "solver=Anderson"),
         (
             "limit cycle",
             lambda z: 3 - z,
             "does not fall",
-            "solver=Adaptive(), stop=Stop(max_steps=4) converges in 3 iterations",
+            "solver=Adaptive(), stop=Stop(rtol=1e-06, max_steps=4) converges in 3 iterations",
         ),
         ("divergence", lambda z: 3 - 1.5 * z, "grows without bound", "solver=Adaptive()"),
         (

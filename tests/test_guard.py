@@ -28,3 +28,8 @@ def test_a_finite_value_is_returned():
         check_finite(torch.zeros(2), step=0)
     with pytest.raises(TypeError, match="value must be the loss, got None"):
         check_finite(None, step=0)
+
+
+def test_a_complex_number_is_refused():
+    with pytest.raises(ValueError, match="value must be the loss, one number"):
+        check_finite(torch.tensor(1j), step=1)

@@ -336,3 +336,18 @@ class TestTorchFunc:
         b = a.clone().requires_grad_()
         self.value(b, dq.Implicit(stop=dq.Stop(rtol=1e-12))).backward()
         assert transform(lambda a: self.value(a, dq.Unrolled()))(a).item() == pytest.approx(b.grad.item(), rel=1e-7)
+
+
+@pytest.mark.parametrize("sweep", [dq.Simultaneous(), dq.Chunked(2), dq.Sliding(2), dq.Sequential()])
+@pytest.mark.parametrize("mask", [None, torch.tensor([[True, True, False], [True, True, True]])])
+def test_models_under_torch_func(sweep, mask):
+    model = dq.ImplicitModel(dq.Affine(4)).double()
+    x = torch.randn(2, 3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    weights = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(2, 3, 4)
+
+    def value(x):
+        return (model(x, sweep=sweep, mask=mask).value * weights).sum()
+
+    known = x.clone().requires_grad_()
+    value(known).backward()
+    torch.testing.assert_close(torch.func.grad(value)(x), known.grad)

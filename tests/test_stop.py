@@ -1,6 +1,7 @@
 """The stopping rule: its numbers, what it refuses, and when it checks."""
 
 import math
+from fractions import Fraction
 
 import pytest
 
@@ -64,3 +65,9 @@ def test_exactly_checks_once_at_the_end(steps):
 def test_exactly_refuses_no_steps():
     with pytest.raises(ValueError, match="steps must be"):
         Stop.exactly(0)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_fractions_are_refused_because_torch_takes_none():
+    with pytest.raises(TypeError, match=r"Stop\.rtol must be a number"):
+        Stop(rtol=Fraction(1, 1000))

@@ -115,10 +115,11 @@ def check_collapse(
 
 def collapse_of(solved: SolvedModel, samples: int, generator: torch.Generator, limit: float, agreed: float) -> Collapse:
     """The numbers of a model at its fixed point."""
-    f, z_star, logits = solved.f, solved.value, solved.model.logits
+    f, z_star, real = solved.f, solved.value, solved.args.mask
     first = f(solved.start)
     dependence = torch.stack([_distance(f(_random(z_star, generator)), z_star) for _ in range(samples)]).mean(dim=0)
-    changed = logits(first).argmax(dim=-1) != logits(z_star).argmax(dim=-1)  # at no padding: both are zero there
+    changed = solved.logits(first).argmax(dim=-1) != solved.logits(z_star).argmax(dim=-1)
+    changed = changed if real is None else changed & real
     agreement = 1 - changed.sum(dim=1) / solved.mask.sum(dim=1)
     first_iteration, converged = 1 - _distance(first, z_star), solved.output.converged
     return Collapse(first_iteration.cpu(), dependence.cpu(), agreement.cpu(), converged.cpu(), limit, agreed)

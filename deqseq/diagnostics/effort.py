@@ -129,8 +129,9 @@ def token_effort(
     with solved_model(model, ids, mask, config) as solved:
         output = solved.output
     assert output.stats is not None
-    stats, converged = output.stats, output.converged.cpu()
-    return TokenEffort(stats.iterations.cpu(), stats.updates.cpu(), mask.cpu(), converged, config.sweep, labels)
+    stats, converged, counts = output.stats, output.converged.cpu(), output.stats.iterations.cpu()
+    counts = counts if counts.ndim == 2 else counts[:, None].expand_as(ids)  # Lockstep's are of the row
+    return TokenEffort(counts, stats.updates.cpu(), mask.cpu(), converged, config.sweep, labels)
 
 
 def _label(decode: Callable[[int], str], token: int) -> str:

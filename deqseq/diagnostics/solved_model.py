@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from deqseq.backbones import Backbone
 from deqseq.check import check_integer, check_type
@@ -50,7 +52,7 @@ def _core(model: CausalLM) -> ImplicitModel:
 def seeded(seed: int) -> torch.Generator:
     """Random numbers of a diagnostic's own."""
     check_integer("seed", seed, -(2**63), 2**64 - 1)
-    return torch.Generator().manual_seed(seed)
+    return torch.Generator().manual_seed(int(seed))
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,12 @@ class SolvedModel:
     def f(self, z: Sequence) -> Sequence:
         """The map of all tokens."""
         return evaluate(token_map(self.backbone), z, self.args, has_aux=True)[0]
+
+    def logits(self, z: Sequence) -> Float[Tensor, "batch length vocab"]:
+        """What the whole model predicts from states of the part that is solved."""
+        whole = self.model.model
+        states = whole.coda(whole.norm(z)).value if isinstance(whole, RecurrentDepth) else z
+        return self.model.logits(states)
 
 
 @contextmanager

@@ -200,6 +200,7 @@ class CausalLM(nn.Module):
             >>> lm.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=5, temperature=1.0, seed=0).tokens.shape
             torch.Size([1, 5])
         """
+        stop_tokens = stop_tokens.flatten().tolist() if isinstance(stop_tokens, Tensor) else stop_tokens
         stops = tuple(stop_tokens) if isinstance(stop_tokens, Iterable) else (stop_tokens,)
         check_tokens("input_ids", input_ids, self.embedding)
         check_integer("max_new_tokens", max_new_tokens, 1)

@@ -194,7 +194,7 @@ def generate(
     whole, full, few = _calls(solved_part(model), head, draft, solve, fields)
     batch, device = prompt.shape[0], prompt.device
     rows, record = list(range(batch)), _Record(batch, max_new_tokens, stop_tokens)
-    random = None if sampler.seed is None else torch.Generator().manual_seed(sampler.seed)
+    random = None if sampler.seed is None else torch.Generator().manual_seed(int(sampler.seed))
     draws: list[list[float]] = []  # of all rows for each new token
 
     def choose(states: Tensor, drafted: int = 0) -> Tensor:

@@ -59,7 +59,8 @@ class Sampler:
         if self.temperature == 0 or uniform is None:
             return logits.argmax(dim=-1)
         scaled = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        scaled = (scaled - scaled.amax(dim=-1, keepdim=True)) / self.temperature  # the largest is 0: nothing overflows
+        scaled = scaled - scaled.amax(dim=-1, keepdim=True)  # the largest is 0: nothing overflows
+        scaled = scaled / max(self.temperature, torch.finfo(scaled.dtype).tiny)
         probability, token = scaled.softmax(dim=-1).sort(dim=-1, descending=True, stable=True)
         if self.top_k is not None:
             probability[:, self.top_k :] = 0
@@ -69,5 +70,6 @@ class Sampler:
         total = probability.cumsum(dim=-1)
         below = uniform.to(total)[:, None] * total[:, -1:]
         place = (total <= below).sum(dim=-1, keepdim=True)
-        last = (probability > 0).sum(dim=-1, keepdim=True) - 1  # rounding must not select what top_k or top_p excluded
+        # rounding must select neither what top_k or top_p excluded, nor nothing
+        last = ((probability > 0).sum(dim=-1, keepdim=True) - 1).clamp_min(0)
         return token.gather(1, torch.minimum(place, last))[:, 0]

@@ -74,7 +74,7 @@ class Anderson(Solver[AndersonMemory]):
         gram = _bordered(state.gram, products)
         weights = self._weights(gram, z.dtype).to(z.dtype)
         proposal = self._combine(weights, values, residuals)
-        kept = min(len(values), self.memory - 1)  # one place is for the next evaluation
+        kept = min(len(values), int(self.memory) - 1)  # one place is for the next evaluation
         return proposal, AndersonMemory(values[-kept:], residuals[-kept:], gram[:, -kept:, -kept:])
 
     def restart(self, state: AndersonMemory, z: State, rows: RowIndex) -> AndersonMemory:

@@ -53,6 +53,8 @@ class FiniteMonoid:
         check_type("FiniteMonoid.elements", self.elements, tuple)
         check_type("FiniteMonoid.table", self.table, Tensor)
         check_integer("FiniteMonoid.identity", self.identity, 0)
+        for factor in self.factors:
+            check_type("FiniteMonoid.factors", factor, FiniteMonoid)
         # A private copy that cannot change after the check; its bytes represent it in == and hash.
         object.__setattr__(self, "table", self.table.detach().cpu().clone())
         object.__setattr__(self, "_content", self.table.numpy().tobytes())

@@ -87,7 +87,7 @@ class Task(ABC):
         check_type("generator", generator, torch.Generator, "torch.Generator().manual_seed(0)")
         if generator.device.type != "cpu":
             raise ValueError(f"generator must be on the CPU (move the result by device=), got {generator.device}.")
-        inputs, targets = self.draw(batch, length, generator)
+        inputs, targets = self.draw(int(batch), int(length), generator)
         return WordBatch(inputs.to(device), targets.to(device))
 
     def batches(
@@ -113,7 +113,7 @@ class Task(ABC):
             >>> next(stream).targets.shape[1] in (8, 16)
             True
         """
-        check_type("length", length, (int, Iterable))
+        length = length.tolist() if isinstance(length, Tensor) else length
         lengths = tuple(length) if isinstance(length, Iterable) else (length,)
         if not lengths:
             raise ValueError("length must name at least one length, got none.")
@@ -181,14 +181,20 @@ def scaled_accuracy(
         True
     """
     check_number("chance", chance, "[0, 1)")
+    check_type("targets", targets, Tensor)
+    check_type("logits", logits, Tensor)
+    if logits.shape[:-1] != targets.shape:
+        raise ValueError(
+            f"targets must have shape {tuple(logits.shape[:-1])}, that of logits, got {tuple(targets.shape)}"
+        )
     scored = targets != -100
     if not scored.any():
         raise ValueError("targets must have at least one position that is scored, all are -100")
-    accuracy = (logits.argmax(-1) == targets)[scored].double().mean().item()
+    accuracy = (logits.argmax(-1) == targets)[scored].cpu().double().mean().item()
     return (accuracy - chance) / (1 - chance)
 
 
 def _seeded(seed: int, *, stream: int) -> torch.Generator:
     # Even seeds for training, odd ones for evaluation: the same seed must not give the same data for both.
     check_integer("seed", seed, 0, 2**62 - 1)
-    return torch.Generator().manual_seed(2 * seed + stream)
+    return torch.Generator().manual_seed(2 * int(seed) + stream)

@@ -76,8 +76,9 @@ class WordProblem(Task):
 
     @property
     def chance(self) -> float:
-        """One over the number of products that the inputs can have."""
-        return 1 / len(self.monoid.closure(self.input_ids))
+        """One over the number of products that one or more inputs can have."""
+        inputs = list(self.input_ids)
+        return 1 / len(self.monoid.table[list(self.monoid.closure(inputs))][:, inputs].unique())
 
     def draw(self, batch: int, length: int, generator: torch.Generator) -> WordBatch:
         """Draw sequences and their prefix products; users call :meth:`sample`, :meth:`batches` or :meth:`fixed`.

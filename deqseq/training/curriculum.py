@@ -98,7 +98,7 @@ class Curriculum:
             >>> record["phase"], record["phases"][1]["solve"]["stop"]["max_steps"]
             ('free', 24)
         """
-        return {"phase": self.at(progress).name, "progress": progress, **self._content}
+        return {"phase": self.at(progress).name, "progress": _described(progress, "progress"), **self._content}
 
     def resumed(self, record: Mapping[str, Any] | None) -> Phase:
         """The phase that a checkpoint was written in; the curriculum must be the one that it was trained with.
@@ -121,7 +121,8 @@ class Curriculum:
             solve.stop.max_steps: 24 -> 32; phase 2 eval_solve.stop.max_steps: 96 -> 128): resume with that one, or
             begin a new run from these weights
         """
-        if record is None:
+        check_type("record", record, (Mapping, type(None)), "curriculum.record(progress)")
+        if record is None or not {"progress", *self._content} <= record.keys():
             raise ValueError("the checkpoint holds no phase: it was saved without phase=curriculum.record(progress)")
         mine = dict(_leaves(self._content))
         theirs = dict(_leaves({part: record[part] for part in self._content}))
@@ -170,8 +171,10 @@ class Curriculum:
 
 def _described(value: object, where: str) -> Any:
     """A phase or one of its parts as JSON."""
-    if value is None or isinstance(value, bool | int | float | str):
+    if value is None or isinstance(value, bool | str):
         return value
+    if isinstance(value, Real):  # NumPy's too, which JSON does not know
+        return int(value) if isinstance(value, Integral) else float(value)
     if is_dataclass(value) and not isinstance(value, type):
         parts = {field.name: _described(getattr(value, field.name), f"{where}.{field.name}") for field in fields(value)}
         return {"class": type(value).__name__, **parts}

@@ -66,8 +66,8 @@ def check_finite(
     check_type("value", value, (Tensor, Real))
     if isinstance(value, bool):
         raise TypeError(f"value must be the {quantity}, one number, got {value}")
-    if isinstance(value, Tensor) and value.numel() != 1:
-        raise ValueError(f"value must be the {quantity}, one number, got a tensor of shape {tuple(value.shape)}")
+    if isinstance(value, Tensor) and (value.numel() != 1 or value.is_complex()):
+        raise ValueError(f"value must be the {quantity}, one number, got {value.dtype} {tuple(value.shape)}")
     number = float(value.detach() if isinstance(value, Tensor) else value)
     if not math.isfinite(number):
         raise NonFiniteLoss(quantity, number, step, phase)

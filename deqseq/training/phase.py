@@ -269,5 +269,5 @@ def _phase(
     check_type("eval_base", eval_base, (SolveConfig, type(None)), "dq.SolveConfig(sweep=dq.Sliding(8))")
     solve = replace(base, stop=stop, gradient=gradient)
     at_eval = eval_base or base
-    eval_stop = replace(at_eval.stop, rtol=eval_rtol, max_steps=4 * stop.max_steps)
+    eval_stop = replace(at_eval.stop, rtol=eval_rtol, max_steps=4 * int(stop.max_steps))
     return Phase(name, until, solve, replace(at_eval, stop=eval_stop, gradient=gradient))

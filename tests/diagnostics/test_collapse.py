@@ -113,3 +113,22 @@ def test_one_of_several_restarts_is_examined():
     report = check_collapse(affine_model(0.5, start=dq.RandomStart(seed=0, restarts=2)), IDS)
     assert report.verdict == "iterates"
     assert report.first_iteration.shape == (3,)
+
+
+def test_predictions_of_recurrent_depth_are_those_of_the_coda():
+    class Constant(dq.Backbone):
+        d_model = 8
+
+        def prepare(self, x, cache=None, mask=None):
+            return x
+
+        def forward(self, z, inputs, cache=None, *, need_aux=False):
+            return torch.ones_like(z), None
+
+    prelude, core = contractive_llama(injection=False), contractive_llama()
+    Constant.d_model = core.d_model
+    model = dq.RecurrentDepth(dq.ExplicitModel(prelude), dq.ImplicitModel(core), dq.ExplicitModel(Constant()))
+    lm = dq.CausalLM(11, model, embedding_std=1.0).to(next(core.parameters()).dtype)
+    mask = torch.ones_like(IDS, dtype=torch.bool)
+    mask[0, 3:] = False
+    assert check_collapse(lm, IDS, mask=mask, stop=TIGHT).agreement.tolist() == [1.0] * 3

@@ -117,3 +117,10 @@ def test_bad_arguments():
         token_effort(shift_model(), IDS, decode="ab")
     with pytest.raises(TypeError, match=r"decode\(\d+\) must be a str"):
         token_effort(shift_model(), IDS, decode=lambda i: i)
+
+
+def test_lockstep_counts_are_those_of_the_row():
+    lm = dq.CausalLM(11, dq.ImplicitModel(dq.Affine(8)))
+    effort = token_effort(lm, IDS, sweep=dq.Lockstep(3))
+    assert effort.iterations.tolist() == [[3] * 6] * 2
+    assert "3.0 iterations per token" in str(effort)

@@ -1,6 +1,7 @@
 """Computed weights belong to the solve, the thread and the model that computed them, and cannot be written to."""
 
 import copy
+import pickle
 import threading
 from typing import Any
 
@@ -174,3 +175,10 @@ def test_what_torch_parametrises_is_computed_once_too():
     nn.utils.parametrize.remove_parametrizations(one, "weight")
     with cached_weights(one):
         assert isinstance(one.weight, nn.Parameter)
+
+
+def test_a_folded_module_can_be_pickled():
+    backbone = contractive_mamba2(weight_norm=True)
+    fold_weight_norm(backbone)
+    loaded = pickle.loads(pickle.dumps(backbone))
+    assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), backbone.parameters(), strict=True))

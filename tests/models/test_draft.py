@@ -297,3 +297,11 @@ def test_a_start_of_the_first_tokens_alone(start, side):
         whole = model(x, start=torch.cat([given[:, :3], own[:, 3:]], dim=1), **options).value
         model.solve = dq.SolveConfig(start=start)
         assert torch.equal(model(x, start=given[:, :3], **options).value, whole)
+
+
+@pytest.mark.parametrize("counts", [[3, 2], [3, 3]])
+def test_padding_is_not_committed(counts):
+    mask = torch.tensor([[True, True, False], [True, True, True]])
+    output = dq.ImplicitModel(contractive_llama()).eval()(embedded(2, 3), mask=mask, return_uncommitted=True)
+    with pytest.raises(ValueError, match=r"counts must be 0 to \[2, 3\]"):
+        output.uncommitted.commit(torch.tensor(counts))

@@ -1,5 +1,6 @@
 """Generation: the argmax of the full forward pass, rows of unequal length, rows that end, draws that reproduce."""
 
+import numpy as np
 import pytest
 import torch
 from small_models import contractive_llama, contractive_mamba2
@@ -242,3 +243,18 @@ def test_the_models_own_sweep_solves_the_prompt(lm, shapes):
     lm.model.solve = dq.SolveConfig(sweep=dq.Sequential())
     lm.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=1)
     assert {shape[1] for shape in shapes} == {1}
+
+
+@pytest.mark.parametrize("options", [{"temperature": 1e-46}, {"temperature": 1.0, "top_p": 1e-60}])
+def test_numbers_below_float32_take_the_best(options):
+    logits = torch.tensor([[0.0, 2.0, 1.0], [3.0, 2.0, 1.0]])
+    assert Sampler(**options).choose(logits, torch.tensor([0.3, 0.9])).tolist() == [1, 0]
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_seeds_of_numpy_and_stop_tokens_in_a_tensor_are_taken(lm):
+    options = {"max_new_tokens": 4, "temperature": 1.0}
+    known = lm.generate(PROMPT, seed=3, stop_tokens=(1, 2), **options).tokens
+    assert torch.equal(lm.generate(PROMPT, seed=np.int64(3), stop_tokens=torch.tensor([1, 2]), **options).tokens, known)
+    drawn = dq.RandomStart(1.0, seed=np.int64(3)).draw(torch.zeros(1, 2, 3))
+    assert torch.equal(drawn, dq.RandomStart(1.0, seed=3).draw(torch.zeros(1, 2, 3)))

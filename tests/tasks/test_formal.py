@@ -7,7 +7,17 @@ import time
 import pytest
 import torch
 
-from deqseq.tasks import Task, WordBatch, WordProblem, cyclic, formal, generators, parse_group, scaled_accuracy
+from deqseq.tasks import (
+    FiniteMonoid,
+    Task,
+    WordBatch,
+    WordProblem,
+    cyclic,
+    formal,
+    generators,
+    parse_group,
+    scaled_accuracy,
+)
 from deqseq.tasks.formal import TASKS, FormalTask
 
 
@@ -231,6 +241,8 @@ def test_the_chance_of_a_word_problem_counts_the_products():
     assert WordProblem(cyclic(12), inputs=(4,)).chance == 1 / 3
     a5 = parse_group("A5")
     assert WordProblem(a5, inputs=generators(a5, 2)).chance == 1 / 60
+    letters = parse_group("M")  # the empty product is no answer, and only in a group do others give it too
+    assert [WordProblem(letters, inputs=(letters.index(letter),)).chance for letter in "EABX"] == [1, 1 / 2, 1, 1]
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -299,3 +311,17 @@ def test_other_types_are_refused(unchecked):
         formal.modular_arithmetic(brackets=1)
     with pytest.raises(TypeError, match="operators must be a str"):
         formal.modular_arithmetic(operators=("+",))
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_arguments_that_are_no_row_or_do_not_fit_are_named():
+    task = formal.parity_check()
+    with pytest.raises(ValueError, match="ids must be one row"):
+        task.text(torch.zeros(1, 2, dtype=torch.int64))
+    with pytest.raises(TypeError, match="targets must be a Tensor"):
+        scaled_accuracy(torch.zeros(1, 2, 3), [[1, 2]], 0.1)
+    with pytest.raises(ValueError, match="targets must have shape"):
+        scaled_accuracy(torch.zeros(1, 2, 3), torch.zeros(1, 3, dtype=torch.int64), 0.1)
+    with pytest.raises(TypeError, match=r"FiniteMonoid\.factors must be"):
+        FiniteMonoid("a", (1,), torch.zeros(1, 1, dtype=torch.int64), 0, factors=(3,))
+    assert next(task.batches(2, torch.tensor(4), seed=1)).inputs.shape == next(task.batches(2, 4, seed=1)).inputs.shape

@@ -83,7 +83,14 @@ class FormalTask(Task):
 
         Args:
             ids: token ids, `(length,)`; -100 is shown as a dot.
+
+        Raises:
+            TypeError: no tensor.
+            ValueError: a tensor of another shape.
         """
+        check_type("ids", ids, Tensor)
+        if ids.ndim != 1:
+            raise ValueError(f"ids must be one row, (length,), got shape {tuple(ids.shape)}")
         return " ".join("." if i == -100 else self.symbols[i] for i in ids.tolist())
 
 
