@@ -1,17 +1,21 @@
 """lm-eval's model of transformers, with a choice of how implicit models are solved, and a count of their solves."""
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from importlib import import_module
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from torch import nn
 from tqdm import tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from deqseq.config import SolveConfig
 from deqseq.integrations.huggingface import ImplicitCache
 from deqseq.integrations.huggingface.modeling_causal_lm import ImplicitCausalLM
+from deqseq.integrations.huggingface.outputs import ImplicitCausalLMOutput
+from deqseq.rows import take
 from deqseq.solution import SolveStats, Status
 
 try:
@@ -77,16 +81,16 @@ class SolvedLM(HFLM):
     counted.
 
     Args:
-        model: a causal language model of transformers.
+        model: a causal language model of transformers, possibly with PEFT's adapters.
         tokenizer: its tokenizer.
         solve: as in the model's call: a :class:`deqseq.SolveConfig`, or a mapping of the fields to replace. Default:
             the model's own.
-        batch_size: texts that are solved together, at most.
+        batch_size: texts that are solved together, at most; ``"auto"``: as many as fit into memory.
         max_length: tokens that a text may have, the last one not counted. Default: that of the model or the tokenizer,
             or 2048.
 
     Attributes:
-        tally: statistics of the solves so far.
+        tally: statistics of the solves so far, without those of rows that have ended.
 
     Raises:
         ValueError: ``solve`` for a model that is not implicit, or an unknown name or field in it.
@@ -112,11 +116,11 @@ class SolvedLM(HFLM):
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: nn.Module,
         tokenizer: PreTrainedTokenizerBase,
         solve: SolveConfig | Mapping[str, Any] | None = None,
         *,
-        batch_size: int = 16,
+        batch_size: int | Literal["auto"] = 16,
         max_length: int | None = None,
     ) -> None:
         if solve:
@@ -169,17 +173,40 @@ class SolvedLM(HFLM):
     ) -> torch.Tensor:
         with torch.no_grad():
             output = self.model(inps, use_cache=False, **self._options())
-        if isinstance(self.model, ImplicitCausalLM):
+        logits = output.logits
+        if isinstance(output, ImplicitCausalLMOutput):
             self.tally.add(output.stats, output.status)
-        return output.logits
+        return logits
 
     def _model_generate(self, context: torch.Tensor, max_length: int, stop: list[str], **kwargs: Any) -> torch.Tensor:
         kwargs |= {"return_dict_in_generate": True, **self._options()}
         output: Any = super()._model_generate(context, max_length, stop, **kwargs)
         if isinstance(output.past_key_values, ImplicitCache):
-            for solve in output.past_key_values.solves:
-                self.tally.add(solve.stats, solve.status, kwargs["attention_mask"].bool())
+            ends, mask = self._ends(output.sequences[:, context.shape[1] :], stop), kwargs["attention_mask"].bool()
+            for known, solve in enumerate(output.past_key_values.solves):
+                if len(solve.status) != len(ends):  # beams, which end together
+                    self.tally.add(solve.stats, solve.status)
+                    continue
+                going = torch.tensor(ends, device=context.device) > known
+                self.tally.add(*take((solve.stats, solve.status, mask), going.nonzero()[:, 0]))
         return output.sequences
+
+    def _ends(self, tokens: torch.Tensor, stop: list[str]) -> list[int]:
+        """How many new tokens each row has when it ends; the batch goes on until all of its rows have ended."""
+
+        def ended(row: list[int]) -> bool:
+            return any(end in self.tok_decode(row, skip_special_tokens=False) for end in stop)
+
+        counts = range(tokens.shape[1] + 1)
+        return [bisect_left(counts, True, key=lambda count, row=row: ended(row[:count])) for row in tokens.tolist()]
+
+    def _detect_batch_size(self, *args: Any, **kwargs: Any) -> int:
+        """As in lm-eval, for ``batch_size="auto"``; its trials are not counted."""
+        kept, self.tally = self.tally, Tally()
+        try:
+            return super()._detect_batch_size(*args, **kwargs)
+        finally:
+            self.tally = kept
 
     def _options(self) -> dict[str, Any]:
         return {"solve": self.solve} if self.solve else {}

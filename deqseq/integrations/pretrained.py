@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from deqseq.check import check_flag, check_type
 from deqseq.config import SolveConfig
 from deqseq.gradients import Phantom
 from deqseq.integrations.pretrained_config import Source, pretrained_spec, source_of
@@ -34,9 +35,9 @@ def from_pretrained_model(
     state: Mapping[str, Tensor] | None = None,
     *,
     implicit: bool,
-    solve: SolveConfig = FROM_INPUT,
+    solve: SolveConfig | None = None,
     eval_solve: SolveConfig | None = None,
-    weight_norm: bool = True,
+    weight_norm: bool | None = None,
 ) -> CausalLM:
     r"""A language model with the weights of a pretrained one.
 
@@ -62,19 +63,21 @@ def from_pretrained_model(
             :func:`~deqseq.integrations.pretrained_config.pretrained_spec` takes it.
         state: the state dict that belongs to a configuration, with the head unless the configuration ties it. Default:
             that of the model.
-        implicit: whether to make an implicit model.
-        solve: how an implicit model is solved; its ``start`` must be ``"input"``.
+        implicit: whether to make an implicit model; the arguments that follow are for this one alone.
+        solve: how it is solved; its ``start`` must be ``"input"``. Default: :data:`FROM_INPUT`.
         eval_solve: the same in eval mode. Default: ``solve``.
-        weight_norm: whether the weights of an implicit model are normalised, :math:`w = g\,v / \lVert v \rVert` with
-            the same :math:`w`, as in the paper.
+        weight_norm: whether its weights are normalised, :math:`w = g\,v / \lVert v \rVert` with the same :math:`w`.
+            Default: they are, as in the paper.
 
     Returns:
         The model, with copies of the weights in their own dtypes; a new injection has the dtype of the embedding.
 
     Raises:
-        TypeError: neither a model with a configuration, nor a configuration with its ``state``.
+        TypeError: neither a model with a configuration, nor a configuration with its ``state``; or another argument of
+            the wrong type.
         ValueError: something that the layers do not compute; missing or unexpected tensors, or some of another shape,
-            all of them named; or a start at zero, from which nothing depends on the tokens.
+            all of them named; a start at zero, from which nothing depends on the tokens; or how to solve an explicit
+            model.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -89,6 +92,8 @@ def from_pretrained_model(
         >>> same.model.solve.start, same.model.backbone.injection.weight.abs().max().item()
         ('input', 0.0)
     """
+    _check_solves(implicit, {"solve": solve, "eval_solve": eval_solve}, weight_norm)
+    check_type("state", state, (Mapping, type(None)), "model.state_dict()")
     config = model
     if state is None:
         config = getattr(model, "config", None)
@@ -100,18 +105,28 @@ def from_pretrained_model(
         state = model.state_dict()
     spec = pretrained_spec(config)
     if implicit:
-        for name, given in (("solve", solve), ("eval_solve", eval_solve)):
-            if given is not None and given.start != "input":
-                raise ValueError(
-                    f"{name}.start must be 'input', got {given.start!r}: the new injection is zero, and from zero the "
-                    "output would not depend on the tokens"
-                )
         backbone = replace(spec.backbone, injection=True)
-        spec = replace(spec, backbone=backbone, solve=solve, eval_solve=eval_solve)
+        spec = replace(spec, backbone=backbone, solve=solve or FROM_INPUT, eval_solve=eval_solve)
     lm = assembled(spec, _translated(source_of(config), state, spec))
-    if implicit and weight_norm:
+    if implicit and weight_norm is not False:
         _normalise_weights(lm.model.backbone)
     return lm
+
+
+def _check_solves(implicit: bool, solves: Mapping[str, SolveConfig | None], weight_norm: bool | None) -> None:
+    check_flag("implicit", implicit)
+    for name, solve in solves.items():
+        check_type(name, solve, (SolveConfig, type(None)), "dq.SolveConfig(start='input')")
+        if solve is not None and solve.start != "input":
+            raise ValueError(
+                f"{name}.start must be 'input', got {solve.start!r}: the new injection is zero, and from zero the "
+                "output would not depend on the tokens"
+            )
+    if weight_norm is not None:
+        check_flag("weight_norm", weight_norm)
+    given = [name for name, value in {**solves, "weight_norm": weight_norm}.items() if value]
+    if given and not implicit:
+        raise ValueError(f"leave out {', '.join(given)}, or give implicit=True: an explicit model runs as it is")
 
 
 def _translated(source: Source, state: Mapping[str, Tensor], spec: LanguageModelSpec) -> dict[str, Tensor]:

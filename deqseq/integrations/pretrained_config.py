@@ -2,9 +2,11 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal, Protocol, runtime_checkable
+from dataclasses import is_dataclass
+from typing import Any, Literal
 
 from deqseq.backbones import LlamaConfig, Mamba2Config
+from deqseq.check import check_type
 from deqseq.integrations.reference_fields import Fields
 from deqseq.layers import RotaryScaling
 from deqseq.models.specification import LanguageModelSpec
@@ -62,13 +64,6 @@ MAMBA_SSM_NO_EFFECT: tuple[str, ...] = (
 """Fields of mamba_ssm's configuration that change nothing of what the model computes."""
 
 
-@runtime_checkable
-class _AsDict(Protocol):
-    """A configuration object of transformers."""
-
-    def to_dict(self) -> dict[str, Any]: ...
-
-
 def pretrained_spec(config: object) -> LanguageModelSpec:
     """The specification of the explicit model that a pretrained one is.
 
@@ -83,6 +78,7 @@ def pretrained_spec(config: object) -> LanguageModelSpec:
         The specification.
 
     Raises:
+        TypeError: no configuration.
         ValueError: another kind of model, or something that deqseq's layers do not compute; names the field, the value
             and the reason.
 
@@ -110,9 +106,11 @@ def source_of(config: object) -> Source:
 
 def _mapping(config: object) -> Mapping[str, Any]:
     """The fields of a configuration; objects of transformers keep some, such as the kind, in their class."""
-    if isinstance(config, Mapping):
-        return config
-    return config.to_dict() if isinstance(config, _AsDict) else vars(config)
+    if (to_dict := getattr(config, "to_dict", None)) is not None:
+        return to_dict()
+    content: Any = vars(config) if is_dataclass(config) else config  # of mamba_ssm
+    check_type("config", content, Mapping, "json.loads(Path('config.json').read_text())")
+    return content
 
 
 def _llama(fields: Fields) -> LanguageModelSpec:

@@ -18,6 +18,7 @@ from deqseq.gradients import Unrolled
 from deqseq.integrations.pretrained_config import rotary
 from deqseq.integrations.reference_fields import Fields
 from deqseq.integrations.reference_weights import renamed, without_tied_head
+from deqseq.integrations.weight_files import tensors_in
 from deqseq.layers import RMSNorm
 from deqseq.models import CausalLM, ExplicitModel, ImplicitModel, RecurrentDepth
 from deqseq.solvers import Naive
@@ -50,8 +51,9 @@ def from_pretrained(
         The model in eval mode.
 
     Raises:
-        FileNotFoundError: a folder without these files.
-        ValueError: a configuration that is not computed here; missing or unexpected tensors, or some of another shape.
+        FileNotFoundError: no such folder, or one without these files.
+        ValueError: a configuration that is not computed here; a file that is cut short; missing or unexpected tensors,
+            or some of another shape.
 
     References:
         Geiping et al., Scaling up Test-Time Compute with Latent Reasoning, 2025, arXiv 2502.05171; McLeish et al.,
@@ -113,18 +115,16 @@ def from_state(config: Mapping[str, Any], state: Mapping[str, Tensor]) -> Causal
 
 def _files(folder_or_name: str | PathLike[str], revision: str | None) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The configuration and the tensors, from a folder or from the hub; nothing but JSON and safetensors is read."""
-    from safetensors.torch import load_file
-
     folder = Path(folder_or_name)
     if not folder.is_dir():
-        folder = Path(_downloaded(str(folder_or_name), revision))
-    config, weights = folder / "config.json", sorted(folder.glob("*.safetensors"))
-    if not config.is_file() or not weights:
+        if folder.is_absolute() or not isinstance(folder_or_name, str):
+            raise FileNotFoundError(f"folder_or_name: there is no folder {folder}; a name on the hub is 'owner/model'")
+        folder = Path(_downloaded(folder_or_name, revision))
+    config = folder / "config.json"
+    state = tensors_in(folder)
+    if not config.is_file() or not state:
         missing = "config.json" if not config.is_file() else "*.safetensors"
         raise FileNotFoundError(f"folder_or_name: {folder} has no {missing}; convert pickled weights to safetensors")
-    state: dict[str, Tensor] = {}
-    for part in weights:
-        state |= load_file(part)
     return json.loads(config.read_text()), state
 
 
@@ -133,7 +133,7 @@ def _downloaded(name: str, revision: str | None) -> str:
         from huggingface_hub import snapshot_download
     except ImportError as error:
         raise ImportError('loading from the hub needs huggingface_hub: pip install "deqseq[hf]"') from error
-    return snapshot_download(name, revision=revision, allow_patterns=["config.json", "*.safetensors"])
+    return snapshot_download(name, revision=revision, allow_patterns=["config.json", "*.safetensors", "*.index.json"])
 
 
 def _sizes(fields: Fields, width: int, heads: int, epsilon: str) -> dict[str, Any]:
@@ -179,7 +179,7 @@ def _raven(fields: Fields, state: Mapping[str, Tensor]) -> CausalLM:
         for part in ("prelude", "recurrent_block", "coda")
     )
     # Huginn's scale follows from its width, whatever its configuration says
-    scale = math.sqrt(width) if huginn else float(dict(fields.get("init_values", {})).get("embed_scale", 1.0))
+    scale = math.sqrt(width) if huginn else fields.inner("init_values", {}).number("embed_scale", 1.0)
     start = RandomStart(math.sqrt(2 / (5 * width)) * scale)
     depth = fields.integer("mean_backprop_depth", min(8, mean))
     solve = SolveConfig(Naive(), Stop.exactly(mean), Unrolled(last=depth), start=start)
@@ -212,7 +212,8 @@ def _raven_weights(state: dict[str, Tensor], lm: CausalLM) -> dict[str, Tensor]:
     def halves(rows: Tensor) -> Tensor:
         """Channels (2i, 2i + 1) of a head, which Huginn turns together, as (i, i + headdim / 2)."""
         order = "(h i pair) ... -> (h pair i) ..."
-        return rearrange(rows, order, pair=2, i=config.head_width // 2) if huginn else rows
+        fits = huginn and len(rows) % config.head_width == 0  # others are named as of another shape
+        return rearrange(rows, order, pair=2, i=config.head_width // 2) if fits else rows
 
     ours: dict[str, Tensor] = {}
     for name, tensor in state.items():

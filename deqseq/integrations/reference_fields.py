@@ -1,18 +1,12 @@
 """Reading another library's configuration so that no field is overlooked."""
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from deqseq.check import check_type, suggestion
+from deqseq.check import check_known, check_type, suggestion
 
 _REQUIRED = object()
-
-
-def check_known(what: str, name: object, known: Collection[str]) -> None:
-    """Raise a ValueError with the nearest known names unless ``name`` is one of them."""
-    if name not in list(known):
-        raise ValueError(f"{what} {name!r} is unknown{suggestion(str(name), known)} (known: {', '.join(known)})")
 
 
 class Fields:
@@ -35,7 +29,7 @@ class Fields:
     """
 
     def __init__(self, content: Mapping[str, Any], where: str) -> None:
-        check_type("config", content, Mapping, "json.loads(Path('config.json').read_text())")
+        check_type(f"{where}config", content, Mapping, "json.loads(Path('config.json').read_text())")
         self._content, self._where = content, where
         self._known: set[str] = set()
 

@@ -7,10 +7,10 @@ from typing import Any, Literal
 
 import torch
 
-from deqseq.check import check_choice, check_flag, check_integer, check_number, check_type
+from deqseq.check import check_choice, check_flag, check_integer, check_known, check_number, check_type
 from deqseq.config import SolveConfig
 from deqseq.gradients import Gradient, Implicit, Phantom
-from deqseq.integrations.reference_fields import Fields, check_known
+from deqseq.integrations.reference_fields import Fields
 from deqseq.solution import ConvergenceWarning
 from deqseq.solvers import Anderson, Broyden, ExternalSolver, Naive, Relaxed, Solver
 from deqseq.stop import Stop

@@ -130,6 +130,10 @@ def test_missing_and_extra_pretrained_tensors_are_listed():
         from_pretrained_model(torch.nn.Linear(1, 1), implicit=False)
     with pytest.raises(TypeError, match="model must be a transformers model"):
         from_pretrained_model(theirs.config, implicit=False)
+    with pytest.raises(TypeError, match=r"^state must be a Mapping .*model\.state_dict\(\), got 'file'$"):
+        from_pretrained_model(theirs.config, "file", implicit=False)
+    with pytest.raises(TypeError, match=r"^config must be a Mapping, such as json\.loads.*got 'config.json'$"):
+        pretrained_spec("config.json")
 
 
 LLAMA, MAMBA2 = {"model_type": "llama"}, {"model_type": "mamba2"}

@@ -6,7 +6,7 @@ from pretrained_models import IDS, MODELS, close, llama, mamba2
 from small_models import contractive_llama, contractive_mamba2, embedded
 
 import deqseq as dq
-from deqseq.integrations.pretrained import from_pretrained_model
+from deqseq.integrations.pretrained import FROM_INPUT, from_pretrained_model
 
 ONCE = dq.Stop.exactly(1)
 EVERY_SWEEP = [dq.Simultaneous(), dq.Chunked(4), dq.Sequential(), dq.Sliding(1), dq.Sliding(5)]
@@ -138,3 +138,24 @@ def test_gradients_reach_the_input_whatever_the_start(gradient):
 def test_a_start_at_zero_is_refused(name):
     with pytest.raises(ValueError, match=rf"^{name}\.start must be 'input'"):
         from_pretrained_model(llama(), implicit=True, **{name: dq.SolveConfig()})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"implicit": "no"}, TypeError, "^implicit must be True or False"),
+        ({"implicit": True, "solve": {"start": "input"}}, TypeError, r"^solve must be .*start='input'"),
+        ({"implicit": True, "eval_solve": {}}, TypeError, r"^eval_solve must be .*start='input'"),
+        ({"implicit": True, "weight_norm": "no"}, TypeError, "^weight_norm must be True or False"),
+        ({"implicit": False, "eval_solve": FROM_INPUT}, ValueError, "^leave out eval_solve, or give implicit=True"),
+        ({"implicit": False, "solve": FROM_INPUT, "weight_norm": True}, ValueError, "^leave out solve, weight_norm"),
+    ],
+)
+def test_arguments_that_cannot_be_honoured_are_named(arguments, error, message):
+    with pytest.raises(error, match=message):
+        from_pretrained_model(llama(), **arguments)
+
+
+def test_the_default_solve_can_be_named():
+    assert from_pretrained_model(llama(), implicit=True, solve=None).model.solve == FROM_INPUT
+    assert isinstance(from_pretrained_model(llama(), implicit=False, weight_norm=False).model, dq.ExplicitModel)

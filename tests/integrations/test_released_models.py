@@ -270,6 +270,8 @@ def test_the_norm_that_huginn_uses_twice_is_one_parameter():
         ("huginn", {"test_time_noise": 0.1}, ["test_time_noise", "0.1"]),
         ("retrofit_olmo", {"initial_state_mode": "embed-init"}, ["initial_state_mode", "start='input'"]),
         ("retrofit_llama", {"rope_scaling": {"rope_type": "yarn"}}, ["rope_type", "yarn"]),
+        ("retrofit_olmo", {"init_values": None}, ["init_values", "None"]),
+        ("huginn", {"head_dim": 10}, ["of another shape", "q_proj.weight (72, 24) instead of (40, 24)"]),
         ("ouro", {"hidden_act": "gelu"}, ["hidden_act", "gelu"]),
         ("ouro", {"use_sliding_window": True}, ["use_sliding_window"]),
     ],
@@ -278,6 +280,12 @@ def test_what_is_not_computed_here_is_refused(name, changes, words):
     with pytest.raises(ValueError) as caught:
         from_state(config(name) | changes, weights(name))
     assert all(word in str(caught.value) for word in words)
+
+
+def test_a_missing_folder_is_no_name_on_the_hub(tmp_path):
+    for folder in (str(tmp_path / "none"), Path("none")):
+        with pytest.raises(FileNotFoundError, match="folder_or_name: there is no folder"):
+            from_pretrained(folder)
 
 
 @pytest.mark.usefixtures("unchecked")

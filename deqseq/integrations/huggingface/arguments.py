@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Int64, Shaped
 from torch import Tensor
 
-from deqseq.check import suggestion
+from deqseq.check import check_type, suggestion
 from deqseq.integrations.huggingface.cache import ImplicitCache
 from deqseq.models.causal_lm import IGNORED, check_ids
 from deqseq.types import Mask
@@ -23,6 +23,8 @@ _REFUSED = {
     "output_attentions": _ATTENTION,
     **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"), _PACKED),
 }
+_IDS = ("batch", "length")
+_EMBEDDED = (*_IDS, "hidden_size")
 _TAKEN = ("input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "labels", "use_cache")
 _TAKEN += ("shift_labels", "logits_to_keep", "output_hidden_states", "return_dict", "solve")
 
@@ -36,6 +38,15 @@ def check_keywords(given: Mapping[str, Any]) -> None:
             raise ValueError(f"{name} is not available: {_REFUSED[name]}")
         if name not in (*_UNUSED, *_REFUSED, "is_causal"):
             raise TypeError(f"unexpected keyword argument {name!r}{suggestion(name, _TAKEN)}")
+
+
+def check_inputs(input_ids: object, inputs_embeds: object, **others: object) -> None:
+    """Refuse what is no tensor, and tokens of another number of dimensions."""
+    for name, value in {"input_ids": input_ids, "inputs_embeds": inputs_embeds, **others}.items():
+        check_type(name, value, (Tensor, type(None)), "torch.tensor([[1, 2, 3]])")
+    for name, value, shape in (("input_ids", input_ids, _IDS), ("inputs_embeds", inputs_embeds, _EMBEDDED)):
+        if isinstance(value, Tensor) and value.ndim != len(shape):
+            raise ValueError(f"{name} must have shape ({', '.join(shape)}), got {tuple(value.shape)}")
 
 
 def check_labels(

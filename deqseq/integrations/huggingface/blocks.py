@@ -1,4 +1,4 @@
-"""The blocks of an explicit model, one by one: their states; and activations recomputed in the backward pass."""
+"""The blocks of a model: their states, their weight normalisation, activations recomputed in the backward pass."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 from torch.utils.checkpoint import checkpoint
 
+from deqseq.backbones import Llama, LlamaConfig, Mamba2, Mamba2Config
 from deqseq.config import SolveConfig
 from deqseq.gradients import Phantom, Unrolled
 
@@ -31,6 +33,16 @@ def recorded_states(backbone: Any) -> Iterator[list[Tensor]]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def is_normalised(part: nn.Module) -> bool:
+    """Whether a part has weight normalisation now; its configuration says how it was built."""
+    return any(is_parametrized(layer, "weight") for layer in part.modules())
+
+
+def config_of(backbone: Llama | Mamba2) -> LlamaConfig | Mamba2Config:
+    """The configuration of a backbone as it is now."""
+    return replace(backbone.config, weight_norm=is_normalised(backbone))
 
 
 def checkpoint_blocks(backbone: Any, enable: bool) -> None:

@@ -1,5 +1,6 @@
 """The cache of a backbone, a value, in the object that transformers passes from call to call."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -94,10 +95,10 @@ class ImplicitCache(TransformersCache):
         """Continue with these rows; some may be repeated (beam search)."""
         self.batch_select_indices(beam_idx)
 
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Continue with these rows."""
+    def batch_select_indices(self, indices: Tensor | Sequence[int]) -> None:
+        """Continue with these rows: their numbers, or a mask of bool, True at those to keep."""
         if self.value is not None:
-            rows = indices.to(self._device, torch.int64)
+            rows = torch.arange(self._rows, device=self._device)[torch.as_tensor(indices, device=self._device)]
             (self.value, self.mask), self._rows = take((self.value, self.mask), rows), len(rows)
 
     def batch_repeat_interleave(self, repeats: int) -> None:

@@ -12,9 +12,9 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from deqseq import __version__
+from deqseq.check import check_known
 from deqseq.config import SolveConfig
 from deqseq.integrations.huggingface.objects import Json, from_json, to_json
-from deqseq.integrations.reference_fields import check_known
 from deqseq.models import ExplicitModel, ImplicitModel, RecurrentDepth
 
 FROM_TRANSFORMERS = (
@@ -24,6 +24,9 @@ FROM_TRANSFORMERS = (
 )
 """What transformers writes into a configuration, or passes to one, without declaring it; also any name that begins with
 an underscore."""
+
+DEFAULTS = {"initializer_range", "max_position_embeddings"}
+"""Fields that a finished model has, but does not depend on."""
 
 CODE = "deqseq_models"
 """The module beside a saved configuration from which transformers loads our classes."""
@@ -37,6 +40,10 @@ class ImplicitConfig(PreTrainedConfig):
     All fields are keyword arguments, and an unknown one is an error. How the model is solved is one section, ``solve``,
     given as a :class:`deqseq.SolveConfig` or as JSON, and kept as JSON. A mapping replaces the fields that it names,
     and the others stay as they are: ``config.solve = {"stop": {"max_steps": 8}}`` keeps the tolerance.
+
+    A model reads its configuration when it is built. To change how a built model is solved, pass ``solve`` in the call,
+    or set ``model.base_model.solved.solve``, a :class:`deqseq.SolveConfig`; ``save_pretrained`` writes what is set
+    there.
 
     Attributes:
         vocab_size: tokens.
@@ -115,8 +122,8 @@ class ImplicitConfig(PreTrainedConfig):
         """``solve`` or ``eval_solve``, which is the ``key``, as an object."""
         return from_json("solve", getattr(self, key) or self.solve, f"{type(self).__name__}.{key}")
 
-    def fold_weight_norm(self) -> None:
-        """Say that the layers have plain weights, as those of a decoder always do."""
+    def follow_weight_norm(self, core: nn.Module) -> None:
+        """Say which parts of ``core`` have weight normalisation now; the layers of a decoder never do."""
 
     def save_pretrained(self, save_directory: str | PathLike[str], push_to_hub: bool = False, **kwargs: Any) -> None:
         """As in transformers, but what loading would refuse is refused, and a module is written for ``auto_map``.
@@ -174,3 +181,10 @@ class ImplicitConfig(PreTrainedConfig):
         for name in given:
             if name not in FROM_TRANSFORMERS and not name.startswith("_"):
                 check_known(f"{type(self).__name__} field", name, known)
+
+
+def joined_fields(own: Json, given: Json) -> Json:
+    """The fields that describe a model, and others; ValueError for a field that the model decides."""
+    if decided := sorted(own.keys() & given.keys() - DEFAULTS):
+        raise ValueError(f"leave out {', '.join(decided)}: the model has its own")
+    return own | given

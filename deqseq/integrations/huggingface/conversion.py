@@ -6,18 +6,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from deqseq.backbones import Llama, LlamaConfig, Mamba2
 from deqseq.check import check_type
+from deqseq.integrations.huggingface.blocks import config_of
+from deqseq.integrations.huggingface.configuration import joined_fields
 from deqseq.integrations.huggingface.llama import ImplicitLlamaConfig
 from deqseq.integrations.huggingface.mamba2 import ImplicitMamba2Config
 from deqseq.integrations.huggingface.modeling_causal_lm import ImplicitCausalLM
 from deqseq.integrations.huggingface.parts import parts_of
 from deqseq.integrations.huggingface.recurrent_depth import RecurrentDepthConfig
 from deqseq.integrations.reference_weights import from_reference
+from deqseq.integrations.weight_files import tensors_in
 from deqseq.models import CausalLM, ImplicitModel, LanguageModelSpec, RecurrentDepth, preset
 
 _NUMBERS = ("embedding_dropout", "embedding_scale", "logit_softcap")
@@ -28,13 +30,15 @@ def preset_config(name: str, **fields: Any) -> ImplicitMamba2Config | ImplicitLl
 
     Args:
         name: a key of :data:`deqseq.PRESETS`.
-        **fields: fields to replace, as in ``AutoConfig.from_pretrained``.
+        **fields: fields to replace, as in ``AutoConfig.from_pretrained``. Those that follow from others, such as
+            ``head_dim`` from ``num_attention_heads``, follow from these.
 
     Returns:
         The configuration. Those of language models have the end-of-text token of the GPT-NeoX tokenizer, 0, which
         begins and ends documents; the state-tracking model has none.
 
     Raises:
+        TypeError: a name that is no string.
         ValueError: an unknown name or field, with the nearest known ones.
 
     Example:
@@ -42,9 +46,13 @@ def preset_config(name: str, **fields: Any) -> ImplicitMamba2Config | ImplicitLl
         >>> config.hidden_size, config.num_hidden_layers, config.eos_token_id
         (768, 2, 0)
     """
+    spec = preset(name)
     text = {} if name.endswith("-state-tracking") else {"bos_token_id": 0, "eos_token_id": 0}
-    config = _config(preset(name), **text)
-    return config.from_dict(config.to_dict(), **fields)
+    config = _config(spec, **text)
+    follow = [field for ours, field in config.sizes.items() if getattr(spec.backbone, ours) is None]
+    content = {field: value for field, value in config.to_dict().items() if field not in follow}
+    solves = {field: fields.pop(field) for field in ("solve", "eval_solve") if field in fields}
+    return config.from_dict(content | fields, **solves)
 
 
 def from_causal_lm(lm: CausalLM, **fields: Any) -> ImplicitCausalLM:
@@ -53,7 +61,7 @@ def from_causal_lm(lm: CausalLM, **fields: Any) -> ImplicitCausalLM:
     Args:
         lm: with a Mamba2 or a Llama as its backbone; a :class:`deqseq.RecurrentDepth` of these, such as a released one
             from :func:`deqseq.integrations.recurrent_depth.from_pretrained`; or from :func:`retrofit`.
-        **fields: fields of the configuration that ``lm`` does not have, such as ``eos_token_id``.
+        **fields: fields of the configuration that ``lm`` does not decide, such as ``eos_token_id``.
 
     Returns:
         A model that computes the same, and can be saved.
@@ -61,7 +69,8 @@ def from_causal_lm(lm: CausalLM, **fields: Any) -> ImplicitCausalLM:
     Raises:
         TypeError: a model of transformers; another backbone; or an injection, solver, gradient or sweep that a
             configuration cannot name.
-        ValueError: a :class:`deqseq.RecurrentDepth` whose parts share weights, or with a norm other than the coda's.
+        ValueError: a :class:`deqseq.RecurrentDepth` whose parts share weights, or with a norm other than the coda's; a
+            field that ``lm`` decides; or an exit gate.
 
     Example:
         >>> import deqseq as dq
@@ -71,6 +80,11 @@ def from_causal_lm(lm: CausalLM, **fields: Any) -> ImplicitCausalLM:
         (16, 0)
     """
     check_type("lm", lm, CausalLM, "deqseq.integrations.pretrained.from_pretrained_model(model, implicit=True)")
+    if lm.exit_gate is not None:
+        raise ValueError(
+            "lm.exit_gate has no place in a model of transformers: set lm.exit_gate = None, and keep the gate for "
+            "ExitGate in the solve of a call"
+        )
     config = _config_of(lm, **fields)
     with torch.device("meta"):  # its own weights would be drawn for nothing
         model: ImplicitCausalLM = AutoModelForCausalLM.from_config(config)
@@ -152,26 +166,26 @@ def _config_of(lm: CausalLM, **fields: Any) -> ImplicitMamba2Config | ImplicitLl
     core, shared = lm.model, {name: getattr(lm, name) for name in _NUMBERS}
     if isinstance(core, RecurrentDepth):
         sizes = {"vocab_size": lm.embedding.num_embeddings, "tie_word_embeddings": lm.head is None}
-        return RecurrentDepthConfig(**parts_of(core), **sizes, **shared, **fields)
+        return RecurrentDepthConfig(**joined_fields(parts_of(core) | sizes | shared, fields))
     backbone = core.backbone
     if not isinstance(backbone, Mamba2 | Llama):
         raise TypeError(f"the backbone must be a Mamba2 or a Llama, got {type(backbone).__name__}")
-    if isinstance(core, ImplicitModel) and not backbone.config.injection:
+    if isinstance(core, ImplicitModel) != backbone.config.injection:
         raise TypeError(
-            "an implicit model must have an injection inside its backbone (injection=True) to become one of "
-            "transformers; without it, as in Ouro, no model type here describes it"
+            "to become one of transformers, the backbone of an implicit model must have injection=True, which Ouro's "
+            f"has not, and that of an explicit model injection=False, got {type(core).__name__} with injection="
+            f"{backbone.config.injection}"
         )
     solves = (core.solve, core.eval_solve) if isinstance(core, ImplicitModel) else (None, None)
     sizes = {"tied": lm.head is None, **shared}
-    return _config(LanguageModelSpec(lm.embedding.num_embeddings, backbone.config, *solves, **sizes), **fields)
+    return _config(LanguageModelSpec(lm.embedding.num_embeddings, config_of(backbone), *solves, **sizes), **fields)
 
 
 def _weights(path: Path) -> dict[str, Tensor]:
     """All tensors of a folder, by the names in its files."""
-    if files := sorted(path.glob("*.safetensors")):
-        parts = [load_file(file) for file in files]
-    elif files := sorted(path.glob("pytorch_model*.bin")):
-        parts = [torch.load(file, map_location="cpu", weights_only=True) for file in files]
-    else:
+    tensors = tensors_in(path)
+    for file in () if tensors else sorted(path.glob("pytorch_model*.bin")):
+        tensors |= torch.load(file, map_location="cpu", weights_only=True)
+    if not tensors:
         raise FileNotFoundError(f"there are no weights in {path}: neither *.safetensors nor pytorch_model*.bin")
-    return {name: tensor for part in parts for name, tensor in part.items()}
+    return tensors

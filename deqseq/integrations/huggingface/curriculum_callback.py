@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 from torch import nn
@@ -14,6 +14,7 @@ from deqseq.config import SolveConfig
 from deqseq.integrations.huggingface.blocks import checkpointed
 from deqseq.integrations.huggingface.objects import Json, from_json, to_json
 from deqseq.integrations.huggingface.pretrained_model import ImplicitPreTrainedModel
+from deqseq.integrations.reference_fields import Fields
 from deqseq.models import ImplicitModel
 from deqseq.training import Curriculum, Phase, PoissonLogNormal
 
@@ -35,7 +36,7 @@ class CurriculumCallback(TrainerCallback, ExportableState):
 
     Raises:
         TypeError: a solver, gradient or sweep that a configuration cannot name.
-        ValueError: JSON with an unknown name or a number out of its range.
+        ValueError: JSON with a missing field, an unknown name or a number out of its range.
 
     Example:
         >>> from deqseq.training import bounded, free
@@ -68,7 +69,9 @@ class CurriculumCallback(TrainerCallback, ExportableState):
         states: Any = state.stateful_callbacks
         self.curriculum.resumed(states.setdefault(type(self).__name__, self.state())["attributes"]["saved"])
         model = kwargs["model"]
-        self._checkpointing = any(part.solve.gradient.checkpoint for part in _implicit(model))
+        # a first gradient without activations, such as Implicit, does not show what the Trainer has set
+        recomputed = (part.solve != checkpointed(part.solve, enable=False) for part in _implicit(model))
+        self._checkpointing = bool(args.activation_checkpointing) or any(recomputed)
         self._phase = None
         self._enter(model, state)
 
@@ -128,10 +131,25 @@ def _to_json(curriculum: Curriculum) -> Json:
 
 
 def _from_json(data: Mapping[str, Any]) -> Curriculum:
-    phases = []
-    for phase in data["phases"]:
-        given = {name: phase[name] for name in ("solve", "eval_solve") if phase[name] is not None}
-        solves = {name: from_json("solve", each, f"phase {phase['name']!r}: {name}") for name, each in given.items()}
-        depth = phase["depth"] and PoissonLogNormal(**phase["depth"])
-        phases.append(Phase(**phase | solves | {"depth": depth}))
-    return Curriculum(tuple(phases), data["unit"])
+    content = _content(Curriculum, data, "curriculum: ")
+    check_type("curriculum: phases", content["phases"], (list, tuple))
+    phases = [_phase(phase, f"curriculum: phase {place}: ") for place, phase in enumerate(content["phases"], 1)]
+    return Curriculum(tuple(phases), content["unit"])
+
+
+def _phase(data: Mapping[str, Any], where: str) -> Phase:
+    content = _content(Phase, data, where)
+    for name in ("solve", "eval_solve"):
+        if content[name] is not None:
+            content[name] = from_json("solve", content[name], f"{where}{name}")
+    if content["depth"] is not None:
+        content["depth"] = PoissonLogNormal(**_content(PoissonLogNormal, content["depth"], f"{where}depth: "))
+    return Phase(**content)
+
+
+def _content(made: type[Any], data: Mapping[str, Any], where: str) -> Json:
+    """All fields of a dataclass; a missing or unknown one is an error."""
+    known = Fields(data, where)
+    content = {field.name: known.get(field.name) for field in fields(made)}
+    known.close()
+    return content

@@ -14,11 +14,18 @@ from transformers.utils.generic import can_return_tuple
 
 from deqseq.backbones import Llama, Mamba2
 from deqseq.config import SolveConfig
-from deqseq.integrations.huggingface.arguments import check_cache, check_keywords, check_positions, joined_mask
+from deqseq.integrations.huggingface.arguments import (
+    check_cache,
+    check_inputs,
+    check_keywords,
+    check_positions,
+    joined_mask,
+)
 from deqseq.integrations.huggingface.blocks import (
     blocks_are_checkpointed,
     checkpoint_blocks,
     checkpointed,
+    is_normalised,
     recorded_states,
 )
 from deqseq.integrations.huggingface.cache import ImplicitCache
@@ -107,9 +114,10 @@ class ImplicitBaseModel(ImplicitPreTrainedModel):
         Raises:
             ValueError: a bad shape, ids outside the vocabulary, a cache of other rows, positions other than the
                 model's own, packed sequences, attention weights, or ``solve`` for an explicit model.
-            TypeError: a cache of another library, or an unknown keyword.
+            TypeError: no tensor, a cache of another library, or an unknown keyword.
         """
         check_keywords({"output_attentions": self.config.output_attentions or None} | kwargs)
+        check_inputs(input_ids, inputs_embeds, attention_mask=attention_mask, position_ids=position_ids)
         x = scaled(self._embedded(input_ids, inputs_embeds), self.config.embedding_scale)
         x = F.dropout(x, self.config.embedding_dropout, self.training)
         batch, length = x.shape[:2]
@@ -165,7 +173,7 @@ class ImplicitBaseModel(ImplicitPreTrainedModel):
             part.eval_solve = part.eval_solve and checkpointed(part.eval_solve, enable)
         once = [one.backbone for one in self.core.modules() if isinstance(one, ExplicitModel)]
         for backbone in once:  # the layers of a decoder are transformers' to recompute
-            if isinstance(backbone, Llama | Mamba2) and not backbone.config.weight_norm:
+            if isinstance(backbone, Llama | Mamba2) and not is_normalised(backbone):
                 checkpoint_blocks(backbone, enable)
         if enable and not self.gradient_checkpointing and not isinstance(self.core, RecurrentDepth):
             kind = "weight normalisation" if part is None else f"the gradient {part.solve.gradient}"
@@ -208,3 +216,7 @@ class ImplicitClassifier(GenericForSequenceClassification, ImplicitPreTrainedMod
 
     accepts_loss_kwargs = False
     _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]  # noqa: RUF012
+
+    def __init__(self, config: ImplicitConfig, **unknown: Any) -> None:
+        self._refuse(config, unknown)  # which the class of transformers would not pass on
+        super().__init__(config)

@@ -10,14 +10,14 @@ from transformers import GenerationConfig
 from transformers.generation.utils import GenerationMixin
 from transformers.utils.generic import can_return_tuple
 
+from deqseq.check import check_known
 from deqseq.config import SolveConfig
-from deqseq.integrations.huggingface.arguments import check_cache, check_labels
+from deqseq.integrations.huggingface.arguments import check_cache, check_inputs, check_labels
 from deqseq.integrations.huggingface.cache import ImplicitCache
 from deqseq.integrations.huggingface.configuration import ImplicitConfig
 from deqseq.integrations.huggingface.modeling import ImplicitBaseModel, SolveChange
 from deqseq.integrations.huggingface.outputs import ImplicitCausalLMOutput
 from deqseq.integrations.huggingface.pretrained_model import ImplicitPreTrainedModel
-from deqseq.integrations.reference_fields import check_known
 from deqseq.models.generation import cached_backbones, prompt_sweep
 from deqseq.models.scaling import capped
 from deqseq.sweeps import Lockstep, Simultaneous
@@ -96,10 +96,11 @@ class ImplicitCausalLM(ImplicitPreTrainedModel, GenerationMixin):
         Raises:
             ValueError: what :class:`ImplicitBaseModel` refuses; labels of another shape, outside the vocabulary or
                 none to score, or labels with ``logits_to_keep``.
-            TypeError: a cache of another library, or an unknown keyword.
+            TypeError: no tensor, a cache of another library, or an unknown keyword.
         """
         shift_labels = kwargs.pop("shift_labels", None)  # in the signature the Trainer would require it
         tokens, vocab_size = input_ids if inputs_embeds is None else inputs_embeds, self.config.vocab_size
+        check_inputs(input_ids, inputs_embeds, labels=labels, shift_labels=shift_labels)
         check_labels(tokens, labels, shift_labels, vocab_size, num_items_in_batch)
         scored = labels is not None or shift_labels is not None
         if scored and not (isinstance(logits_to_keep, int) and logits_to_keep == 0):

@@ -5,10 +5,10 @@ from dataclasses import fields, replace
 from typing import Any, Literal
 
 from deqseq.backbones import LlamaConfig, Mamba2Config
+from deqseq.check import check_known
 from deqseq.config import RandomStart, SolveConfig
 from deqseq.exits import ExitRule, LogitKL, Margin, StableArgmax
 from deqseq.gradients import Gradient, Implicit, OneStep, Phantom, Reversible, Unrolled
-from deqseq.integrations.reference_fields import check_known
 from deqseq.layers import RotaryScaling
 from deqseq.solvers import Adaptive, Anderson, Broyden, Coupled, ExternalSolver, Naive, Relaxed, Solver
 from deqseq.stop import Stop

@@ -8,7 +8,8 @@ from torch import nn
 
 from deqseq.backbones import LlamaConfig, Mamba2Config
 from deqseq.check import check_type
-from deqseq.integrations.huggingface.configuration import ImplicitConfig
+from deqseq.integrations.huggingface.blocks import is_normalised
+from deqseq.integrations.huggingface.configuration import ImplicitConfig, joined_fields
 from deqseq.integrations.huggingface.objects import Json
 from deqseq.integrations.reference_config import from_reference_config
 from deqseq.models import ExplicitModel, ImplicitModel, LanguageModelSpec
@@ -59,9 +60,9 @@ class OneBackboneConfig(ImplicitConfig):
         """The model between embedding and head, and the embedding, freshly initialised."""
         return self.specification().build_model(), nn.Embedding(self.vocab_size, self.hidden_size)
 
-    def fold_weight_norm(self) -> None:
-        """Say that the layers have plain weights."""
-        self.weight_norm = False
+    def follow_weight_norm(self, core: nn.Module) -> None:
+        """Say whether ``core`` has weight normalisation now."""
+        self.weight_norm = is_normalised(core)
 
     def backbone(self) -> Mamba2Config | LlamaConfig:
         """Sizes of the backbone, in this library's terms; ``injection`` follows ``implicit``."""
@@ -78,14 +79,15 @@ class OneBackboneConfig(ImplicitConfig):
 
         Args:
             spec: the description.
-            **more: fields that ``spec`` does not have, such as ``eos_token_id``.
+            **more: fields that ``spec`` does not decide, such as ``eos_token_id``.
 
         Returns:
             A configuration whose ``specification()`` equals ``spec``, except for sizes left to their defaults.
 
         Raises:
-            ValueError: the backbone of another model type, or an unknown field.
-            TypeError: a solver, gradient or sweep that a configuration cannot name.
+            ValueError: an unknown field, or one that ``spec`` decides.
+            TypeError: the backbone of another model type; or a solver, gradient or sweep that a configuration cannot
+                name.
 
         Example:
             >>> import deqseq as dq
@@ -94,18 +96,17 @@ class OneBackboneConfig(ImplicitConfig):
             >>> ImplicitMamba2Config.from_specification(spec).specification() == spec
             True
         """
-        return cls(
-            vocab_size=spec.vocab_size,
-            tie_word_embeddings=spec.tied,
-            initializer_range=spec.embedding_std,
-            embedding_dropout=spec.embedding_dropout,
-            embedding_scale=spec.embedding_scale,
-            logit_softcap=spec.logit_softcap,
-            implicit=spec.solve is not None,
-            **cls.of_backbone(spec.backbone),
-            **({} if spec.solve is None else {"solve": spec.solve, "eval_solve": spec.eval_solve}),
-            **more,
-        )
+        own = {
+            "vocab_size": spec.vocab_size,
+            "tie_word_embeddings": spec.tied,
+            "initializer_range": spec.embedding_std,
+            "embedding_dropout": spec.embedding_dropout,
+            "embedding_scale": spec.embedding_scale,
+            "logit_softcap": spec.logit_softcap,
+            "implicit": spec.solve is not None,
+        }
+        own |= {} if spec.solve is None else {"solve": spec.solve, "eval_solve": spec.eval_solve}
+        return cls(**joined_fields(own | cls.of_backbone(spec.backbone), more))
 
     @classmethod
     def of_backbone(cls, backbone: Mamba2Config | LlamaConfig) -> Json:

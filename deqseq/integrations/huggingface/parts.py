@@ -8,6 +8,7 @@ from torch import nn
 
 from deqseq.backbones import Injected, Llama, LlamaConfig, Mamba2, Mamba2Config
 from deqseq.config import SolveConfig
+from deqseq.integrations.huggingface.blocks import config_of
 from deqseq.integrations.huggingface.decoder import DecoderBackbone
 from deqseq.integrations.huggingface.objects import Json
 from deqseq.integrations.huggingface.retrofit import INJECTIONS
@@ -25,7 +26,8 @@ def joined(
     shared_norm: bool,
 ) -> RecurrentDepth:
     """A model of layers of this library, freshly initialised."""
-    prelude, core, coda = (_built(backbones[part]) for part in PARTS)
+    configs = (backbones[part] for part in PARTS)
+    prelude, core, coda = (Llama(one) if isinstance(one, LlamaConfig) else Mamba2(one) for one in configs)
     injected = core if injection is None else Injected(core, INJECTIONS[injection](core.d_model))
     norm = coda.norm if shared_norm and isinstance(coda, Llama) else None
     return RecurrentDepth(ExplicitModel(prelude), ImplicitModel(injected, solve, eval_solve), ExplicitModel(coda), norm)
@@ -50,10 +52,6 @@ def parts_of(model: RecurrentDepth) -> Json:
     return parts | {"injection": injection, "solve": model.core.solve, "eval_solve": model.core.eval_solve}
 
 
-def _built(config: LlamaConfig | Mamba2Config) -> Llama | Mamba2:
-    return Llama(config) if isinstance(config, LlamaConfig) else Mamba2(config)
-
-
 def _name(injection: nn.Module) -> str:
     names = [name for name, make in INJECTIONS.items() if type(injection) is type(make(1))]
     if not names:
@@ -72,7 +70,7 @@ def _layers(model: RecurrentDepth, backbones: list[Any]) -> Json:
     places, weights = (len(list(model.named_parameters(remove_duplicate=once))) for once in (False, True))
     if places - weights > int(shared):
         raise ValueError("prelude, core and coda must have weights of their own: only a norm can be shared")
-    layers = {part: backbone.config for part, backbone in zip(PARTS, backbones, strict=True)}
+    layers = {part: config_of(backbone) for part, backbone in zip(PARTS, backbones, strict=True)}
     return {"layers": layers, "norm": "coda" if shared else None}
 
 

@@ -1,8 +1,8 @@
 """What all models have in common: loading, saving, initial weights, folding weight normalisation."""
 
 import json
-from collections.abc import Iterable
-from dataclasses import fields, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from os import PathLike
 from typing import Any
 
@@ -11,12 +11,10 @@ from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from deqseq.backbones import Llama, Mamba2
-from deqseq.check import check_type
+from deqseq.check import check_known, check_type
 from deqseq.integrations.huggingface.blocks import checkpointed
 from deqseq.integrations.huggingface.configuration import ImplicitConfig
 from deqseq.integrations.huggingface.objects import to_json
-from deqseq.integrations.reference_fields import check_known
 from deqseq.layers import fold_weight_norm
 from deqseq.models.recurrent_depth import solved_part
 
@@ -53,11 +51,16 @@ class ImplicitPreTrainedModel(PreTrainedModel):
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
 
     def __init__(self, config: ImplicitConfig, **unknown: Any) -> None:
-        for name in (name for name, value in unknown.items() if value is not None):  # left by from_pretrained()
-            check_known(f"{type(self).__name__} keyword", name, [field.name for field in fields(config)])
-            raise TypeError(f"{name} belongs to the configuration, which was given too: set it there")
+        self._refuse(config, unknown)
         check_type("config", config, type(self).config_class or ImplicitConfig)
         super().__init__(config)
+
+    @classmethod
+    def _refuse(cls, config: ImplicitConfig, unknown: Mapping[str, Any]) -> None:
+        """Refuse keywords that ``from_pretrained`` has left."""
+        for name in (name for name, value in unknown.items() if value is not None):
+            check_known(f"{cls.__name__} keyword", name, [field.name for field in fields(config)])
+            raise TypeError(f"{name} belongs to the configuration, which was given too: set it there")
 
     @classmethod
     def from_pretrained(
@@ -72,7 +75,8 @@ class ImplicitPreTrainedModel(PreTrainedModel):
         Args:
             pretrained_model_name_or_path: a folder, or a name on the hub.
             *model_args: of transformers.
-            output_loading_info: whether to return the report too; missing and unexpected weights are then no error.
+            output_loading_info: whether to return the report too. A missing embedding or head is then drawn, and
+                unexpected weights are dropped, without an error.
             **kwargs: of transformers.
 
         Returns:
@@ -89,7 +93,7 @@ class ImplicitPreTrainedModel(PreTrainedModel):
         return (model, report) if output_loading_info else model
 
     def save_pretrained(self, save_directory: str | PathLike[str], *args: Any, **kwargs: Any) -> None:
-        """As in transformers, with the core's present ``solve`` and ``eval_solve``, which a phase may have set.
+        """As in transformers; ``solve``, ``eval_solve`` and ``weight_norm`` are saved as the core has them now.
 
         Args:
             save_directory: made if missing.
@@ -111,6 +115,7 @@ class ImplicitPreTrainedModel(PreTrainedModel):
             recomputes = self.config.solve_config("solve").gradient.checkpoint
             self.config.solve = checkpointed(part.solve, recomputes)
             self.config.eval_solve = part.eval_solve and checkpointed(part.eval_solve, recomputes)
+        self.config.follow_weight_norm(base.core)
         super().save_pretrained(save_directory, *args, **kwargs)
 
     def fold_weight_norm(self) -> None:
@@ -121,10 +126,7 @@ class ImplicitPreTrainedModel(PreTrainedModel):
         """
         base: Any = self.base_model
         fold_weight_norm(base.core)
-        backbones: list[Any] = [part for part in base.core.modules() if isinstance(part, Llama | Mamba2)]
-        for backbone in backbones:
-            backbone.config = replace(backbone.config, weight_norm=False)
-        self.config.fold_weight_norm()
+        self.config.follow_weight_norm(base.core)
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
@@ -157,16 +159,18 @@ class ImplicitPreTrainedModel(PreTrainedModel):
 
 
 def _check_weights(report: dict[str, Any], source: object, *, reported: bool) -> None:
-    """Refuse weights that do not fit: transformers would draw missing ones, and other fixed points would be found."""
-    redrawn = ("embed_tokens.weight", "lm_head.weight")  # new ones are drawn for a vocabulary of another size
-    missing, extra = set(report.get("missing_keys", ())), report.get("unexpected_keys", ())
+    """Refuse weights that do not fit: those of a core are never drawn, and other fixed points would be found."""
+    # of a vocabulary, or a number of labels, of another size
+    redrawn = ("embed_tokens.weight", "lm_head.weight", "score.weight")
+    extra = report.get("unexpected_keys", ())
+    drawn = redrawn if reported else "score.weight"  # the head of a new task
     if "word_emb.emb.weight" in extra:
         raise ValueError(
             f"the weights in {source} have the names of the paper's reference code: load them with "
             "deqseq.integrations.huggingface.from_reference_folder"
         )
     found = {
-        "missing": () if reported else missing - {"score.weight"},  # the head of a new task
+        "missing": [key for key in report.get("missing_keys", ()) if not key.endswith(drawn)],
         "of another shape": [key for key, *_ in report.get("mismatched_keys", ()) if not key.endswith(redrawn)],
         "unexpected": () if reported else extra,
     }
@@ -174,7 +178,8 @@ def _check_weights(report: dict[str, Any], source: object, *, reported: bool) ->
     if faults:
         raise ValueError(
             f"the weights in {source} do not fit: {faults}. Does its config.json describe them? With "
-            "output_loading_info=True missing weights are drawn, unexpected ones dropped, and both reported"
+            "output_loading_info=True a missing embedding or head is drawn, unexpected weights are dropped, and both "
+            "are reported"
         )
 
 

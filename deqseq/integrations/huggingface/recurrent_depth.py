@@ -14,6 +14,7 @@ from transformers.configuration_utils import SubConfigSpec
 
 from deqseq.backbones import LlamaConfig, Mamba2Config
 from deqseq.check import check_choice, check_integer
+from deqseq.integrations.huggingface.blocks import is_normalised
 from deqseq.integrations.huggingface.configuration import ImplicitConfig
 from deqseq.integrations.huggingface.modeling import ImplicitBaseModel, ImplicitClassifier
 from deqseq.integrations.huggingface.modeling_causal_lm import ImplicitCausalLM
@@ -120,10 +121,11 @@ class RecurrentDepthConfig(ImplicitConfig):
             fields["decoder_config"].pop("dtype", None)
         return fields
 
-    def fold_weight_norm(self) -> None:
-        """Say that the layers have plain weights."""
+    def follow_weight_norm(self, core: nn.Module) -> None:
+        """Say which parts of ``core`` have weight normalisation now."""
         if self.layers is not None:
-            self.layers = {part: backbone | {"weight_norm": False} for part, backbone in self.layers.items()}
+            now = {part: {"weight_norm": is_normalised(getattr(core, part))} for part in PARTS}
+            self.layers = {part: backbone | now[part] for part, backbone in self.layers.items()}
 
     def validate_architecture(self) -> None:
         """Check sizes; ValueError for parts that do not add up, or that are not those of the decoder or the layers."""

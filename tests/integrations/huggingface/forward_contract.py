@@ -188,6 +188,13 @@ class ForwardContract:
         assert cache.batch_size == 4
         close(model(IDS[rows, 6:], past_key_values=cache).logits, whole[rows, 6:])
 
+    @pytest.mark.parametrize("rows", [[2, 0], torch.tensor([True, False, True]), [-1]], ids=str)
+    def test_rows_are_chosen_as_in_a_tensor(self, rows):
+        cache = self.model()(IDS, attention_mask=LEFT.long()).past_key_values
+        cache.batch_select_indices(rows)
+        assert cache.mask.tolist() == LEFT[rows].tolist()
+        assert cache.batch_size == len(LEFT[rows])
+
     def test_when_a_cache_is_made(self):
         model = self.model()
         assert model(IDS).past_key_values.get_seq_length() == 7
@@ -213,6 +220,8 @@ class ForwardContract:
         [
             ({}, ValueError, "either input_ids or inputs_embeds"),
             ({"input_ids": IDS, "inputs_embeds": torch.zeros(3, 7, 8)}, ValueError, "either input_ids or"),
+            ({"input_ids": IDS[0]}, ValueError, r"input_ids must have shape \(batch, length\)"),
+            ({"inputs_embeds": torch.zeros(8)}, ValueError, r"inputs_embeds must .* \(batch, length, hidden_size\)"),
             ({"input_ids": IDS - 9}, ValueError, r"input_ids must lie in 0\.\.12"),
             ({"input_ids": IDS, "past_key_values": DynamicCache()}, TypeError, "past_key_values .* ImplicitCache"),
             ({"input_ids": IDS, "attention_mask": torch.ones(3, 6)}, ValueError, r"attention_mask .* shape \(3, 7\)"),
@@ -236,6 +245,18 @@ class ForwardContract:
     def test_bad_calls_are_named(self, call, error, message):
         with pytest.raises(error, match=message):
             self.model()(**call)
+
+    @pytest.mark.usefixtures("unchecked")
+    @pytest.mark.parametrize(
+        "name", ["input_ids", "attention_mask", "position_ids", "inputs_embeds", "labels", "shift_labels"]
+    )
+    def test_what_is_no_tensor_is_named(self, name):
+        model, call = self.model(), {} if name == "inputs_embeds" else {"input_ids": IDS}
+        with pytest.raises(TypeError, match=rf"^{name} must be a Tensor or None, such as torch\.tensor"):
+            model(**call | {name: [[1, 2]]})
+        if name not in ("labels", "shift_labels"):
+            with pytest.raises(TypeError, match=rf"^{name} must be a Tensor"):
+                model.model(**call | {name: [[1, 2]]})
 
     def test_an_unknown_argument_is_not_swallowed(self):
         with pytest.raises(TypeError, match="'atention_mask'; did you mean 'attention_mask'"):

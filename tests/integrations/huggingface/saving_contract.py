@@ -13,6 +13,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceCl
 
 import deqseq as dq
 from deqseq.integrations.huggingface import from_causal_lm, to_causal_lm
+from deqseq.layers import apply_weight_norm, fold_weight_norm
 from deqseq.training import free
 
 
@@ -116,6 +117,8 @@ class SavingContract:
         with pytest.raises(ValueError, match=r"^the weights in .* do not fit: missing ") as error:
             AutoModelForCausalLM.from_pretrained(tmp_path)
         assert all(name in str(error.value) for name in sorted(weights)[:8])
+        with pytest.raises(ValueError, match="do not fit: missing "):  # nothing would draw them
+            AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
 
     def test_a_missing_embedding_is_an_error(self, tmp_path):
         self.without(tmp_path, "model.embed_tokens.weight")
@@ -142,6 +145,15 @@ class SavingContract:
         base = AutoModel.from_pretrained(tmp_path / "classifier")
         assert same_weights(base, model.model)
 
+    def test_another_number_of_labels_may_be_drawn_anew(self, tmp_path):
+        self.model(tie_word_embeddings=False, pad_token_id=0).save_pretrained(tmp_path / "lm")
+        load = AutoModelForSequenceClassification.from_pretrained
+        classifier = load(tmp_path / "lm", num_labels=3)
+        classifier.save_pretrained(tmp_path / "classifier")
+        again = load(tmp_path / "classifier", num_labels=500, ignore_mismatched_sizes=True)
+        assert same_weights(again.model, classifier.model)
+        assert abs(again.score.weight.std().item() / 0.5 - 1) < 0.05
+
     @torch.no_grad()
     def test_folded_weights_are_the_same_to_the_last_bit(self, tmp_path):
         model = self.model(weight_norm=True)
@@ -149,17 +161,25 @@ class SavingContract:
         model.fold_weight_norm()
         assert torch.equal(model(IDS).logits, before)
         assert not any(".parametrizations." in name for name in model.state_dict())
+        assert not model.config.weight_norm
         model.save_pretrained(tmp_path)
-        again = loaded(tmp_path)
-        assert not again.config.weight_norm
-        assert torch.equal(again(IDS).logits, before)
+        assert torch.equal(loaded(tmp_path)(IDS).logits, before)
         assert from_causal_lm(to_causal_lm(model)).config.weight_norm is False
+
+    @pytest.mark.parametrize("folded", [True, False])
+    @torch.no_grad()
+    def test_weight_norm_is_saved_as_it_is_now(self, tmp_path, folded):
+        model = self.model(weight_norm=folded)
+        (fold_weight_norm if folded else apply_weight_norm)(model.model.core)
+        model.save_pretrained(tmp_path)
+        assert torch.equal(loaded(tmp_path)(IDS).logits, model(IDS).logits)
 
     def test_what_a_phase_has_set_is_saved(self, tmp_path):
         model = self.model()
         if not self.implicit:
             pytest.skip("there is nothing to solve")
         phase = free(7, rtol=0.125)
+        model.config.solve = {"stop": {"max_steps": 3}}  # a built model does not read it any more
         phase.apply(model)
         model.base_model.gradient_checkpointing = True  # of this run alone
         model.save_pretrained(tmp_path)
@@ -191,6 +211,8 @@ class SavingContract:
         self.model().save_pretrained(tmp_path)
         with pytest.raises(ValueError, match=r"keyword 'hiden_size' .*did you mean 'hidden_size'"):
             AutoModelForCausalLM.from_pretrained(tmp_path, hiden_size=8)
+        with pytest.raises(ValueError, match=r"Classification keyword 'hiden_size' .*did you mean 'hidden_size'"):
+            AutoModelForSequenceClassification.from_pretrained(tmp_path, hiden_size=8)
         with pytest.raises(TypeError, match="hidden_size belongs to the configuration"):
             AutoModelForCausalLM.from_pretrained(tmp_path, config=self.config(), hidden_size=8)
 

@@ -1,7 +1,8 @@
 """What is no model of this library is refused with a remedy."""
 
 import pytest
-from hf_models import LLAMA, Llama, Mamba2
+from hf_models import LLAMA, Llama, Mamba2, Retrofit
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import deqseq as dq
@@ -23,9 +24,28 @@ def test_a_model_of_transformers_must_be_translated_first():
         from_causal_lm(Mamba2().model())
 
 
-def test_an_implicit_model_without_an_injection_is_refused():
-    """Ouro: loading would build an injection that the file has no weights for."""
-    config = dq.LlamaConfig(d_model=16, n_heads=2, injection=False)
-    lm = dq.CausalLM(10, dq.ImplicitModel(dq.Llama(config), dq.SolveConfig(start="input")))
-    with pytest.raises(TypeError, match="must have an injection"):
+def test_fields_that_the_model_decides_are_refused_and_others_taken():
+    lm = to_causal_lm(Llama().model())
+    config = from_causal_lm(lm, initializer_range=0.5, max_position_embeddings=77).config
+    assert (config.initializer_range, config.max_position_embeddings) == (0.5, 77)
+    for one in (lm, to_causal_lm(Retrofit().model())):
+        with pytest.raises(ValueError, match="leave out solve, vocab_size"):
+            from_causal_lm(one, vocab_size=20, solve={"stop": {"max_steps": 8}})
+
+
+def test_an_exit_gate_is_not_dropped_unasked():
+    lm = to_causal_lm(Llama().model())
+    lm.exit_gate = nn.Linear(8, 1)
+    with pytest.raises(ValueError, match=r"set lm\.exit_gate = None"):
         from_causal_lm(lm)
+
+
+@pytest.mark.parametrize("implicit", [True, False])
+def test_an_injection_that_loading_would_not_build_as_it_is_is_refused(implicit):
+    """Ouro is implicit without one."""
+    backbone = dq.Llama(dq.LlamaConfig(d_model=16, n_heads=2, injection=not implicit))
+    model = dq.ImplicitModel(backbone, dq.SolveConfig(start="input")) if implicit else dq.ExplicitModel(backbone)
+    with pytest.raises(
+        TypeError, match=rf"must have injection=True.* got {type(model).__name__} with injection={not implicit}"
+    ):
+        from_causal_lm(dq.CausalLM(10, model))

@@ -216,6 +216,17 @@ def test_activation_checkpointing_stays_on(tmp_path):
     assert seen == [dq.Unrolled(checkpoint=True)] * 3 + [dq.Phantom(1, checkpoint=True)] * 3 + [dq.OneStep()] * 6
 
 
+@pytest.mark.filterwarnings("ignore:gradient checkpointing has no effect")
+def test_activation_checkpointing_is_on_whatever_the_model_began_with(tmp_path):
+    for gradient, on in ((dq.Implicit(), True), (dq.Reversible(), False)):
+        lm = model()
+        lm.base_model.solved.solve = dq.SolveConfig(dq.Coupled(), gradient=gradient)
+        run = trainer(tmp_path, PAPER, lm, save_strategy="no", max_steps=2, activation_checkpointing=on)
+        seen = phases(run)
+        run.train()
+        assert seen == [dq.Phantom(1, checkpoint=on), dq.Phantom(2, checkpoint=on)]
+
+
 def test_an_explicit_model_is_left_as_it_is(tmp_path):
     lone, beside = (
         trainer(tmp_path, PAPER, model(implicit=False), callbacks=callbacks, save_strategy="no")
@@ -282,5 +293,25 @@ def test_the_json_of_a_curriculum_comes_back():
     data = json.loads(json.dumps(CurriculumCallback(curriculum).state()))
     assert CurriculumCallback(**data["args"]).curriculum == curriculum
     data["args"]["curriculum"]["phases"][0]["solve"]["solver"]["name"] = "Andersen"
-    with pytest.raises(ValueError, match=r"phase 'a': solve: .*'Andersen' .*did you mean 'Anderson'"):
+    with pytest.raises(ValueError, match=r"phase 1: solve: .*'Andersen' .*did you mean 'Anderson'"):
         CurriculumCallback(**data["args"])
+
+
+PHASE = {"name": "a", "until": None, "solve": {}, "eval_solve": None, "depth": None}
+
+
+@pytest.mark.parametrize(
+    ("data", "error", "message"),
+    [
+        ({}, ValueError, "^curriculum: 'phases' is missing"),
+        ({"phases": []}, ValueError, "^curriculum: 'unit' is missing"),
+        ({"phases": 3, "unit": "steps"}, TypeError, "^curriculum: phases must be a list"),
+        ({"phases": ["a"], "unit": "steps"}, TypeError, "^curriculum: phase 1: .*must be a Mapping"),
+        ({"phases": [PHASE, {"name": "b"}], "unit": "steps"}, ValueError, "^curriculum: phase 2: 'until' is missing"),
+        ({"phases": [PHASE | {"depht": 3}], "unit": "steps"}, ValueError, "phase 1: 'depht' .*did you mean 'depth'"),
+        ({"phases": [PHASE | {"depth": {"mean": 3}}], "unit": "steps"}, ValueError, "depth: 'sigma' is missing"),
+    ],
+)  # fmt: skip
+def test_a_file_that_is_no_curriculum_is_named(data, error, message):
+    with pytest.raises(error, match=message):
+        CurriculumCallback(data)

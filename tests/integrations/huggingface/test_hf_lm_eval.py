@@ -25,6 +25,52 @@ def explicit():
     return family.model()
 
 
+def words():
+    """A tokenizer of 13 words, ``w0`` to ``w12``."""
+    table = Tokenizer(WordLevel({f"w{i}": i for i in range(13)}, unk_token="w0"))
+    table.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=table, eos_token="w0", pad_token="w0")
+
+
+def continued(batch_size):
+    """lm-eval's continuations of three prompts, up to a word, and what the solves were counted as."""
+    from lm_eval.api.instance import Instance
+
+    from deqseq.integrations.lm_eval import SolvedLM
+
+    lm = SolvedLM(Mamba2().model(), words(), batch_size=batch_size, max_length=64)
+    how = {"until": ["w5 "], "max_gen_toks": 12}
+    prompts = ("w1 w2 w3", "w7 w4 w9", "w5 w5 w2")
+    return lm.generate_until([Instance("generate_until", {}, (p, how), 0) for p in prompts]), lm.tally.counted
+
+
+def test_rows_that_have_ended_are_not_counted():
+    (texts, alone), (same, together) = continued(1), continued(4)
+    assert texts == same
+    assert len({len(text.split()) for text in texts}) > 1
+    for name in ("rows", "steps of", "converged"):
+        assert together[name] == alone[name]
+    assert together["evaluations"] < alone["evaluations"]
+
+
+def test_the_trials_of_a_batch_size_are_not_counted():
+    (_, fixed), (_, found) = continued(4), continued("auto")
+    assert found["rows"] == fixed["rows"]
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT asks for it
+def test_the_solves_of_a_model_with_adapters_are_counted():
+    from lm_eval.api.instance import Instance
+    from peft import LoraConfig, get_peft_model
+
+    from deqseq.integrations.lm_eval import SolvedLM
+
+    model = get_peft_model(Mamba2().model(), LoraConfig(target_modules=["in_proj"]))
+    lm = SolvedLM(model, words())
+    lm.loglikelihood([Instance("loglikelihood", {}, ("w1 w2 w3", " w4 w5"), 0)])
+    assert lm.tally.numbers()["converged"] == 1
+
+
 @torch.no_grad()
 def test_a_saved_retrofit_is_scored_by_lm_eval_itself(tmp_path):
     from lm_eval.api.instance import Instance
@@ -32,9 +78,7 @@ def test_a_saved_retrofit_is_scored_by_lm_eval_itself(tmp_path):
 
     from deqseq.integrations.lm_eval import SolvedLM
 
-    words = Tokenizer(WordLevel({f"w{i}": i for i in range(13)}, unk_token="w0"))
-    words.pre_tokenizer = WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w0", pad_token="w0")
+    tokenizer = words()
     model = Retrofit().model(solve={"stop": {"rtol": 1e-5}}).float()
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
@@ -57,9 +101,7 @@ def test_a_saved_retrofit_is_scored_by_lm_eval_itself(tmp_path):
 def test_a_solve_that_cannot_be_honoured_is_an_error(make, solve, message):
     from deqseq.integrations.lm_eval import SolvedLM  # of an extra that the other tests do without
 
-    words = Tokenizer(WordLevel({f"w{i}": i for i in range(13)}, unk_token="w0"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w0", pad_token="w0")
     model = make()
     with pytest.raises(ValueError, match=message):
-        SolvedLM(model, tokenizer, solve)
-    assert SolvedLM(model, tokenizer).solve is None
+        SolvedLM(model, words(), solve)
+    assert SolvedLM(model, words()).solve is None

@@ -55,9 +55,17 @@ def test_a_preset_is_changed_by_keywords():
         preset_config("mamba2-130m-pretrain", num_layers=2)
 
 
+def test_sizes_that_follow_from_others_follow_from_those_given():
+    config = preset_config("llama3-1.3b-implicit", num_attention_heads=4, hidden_size=64)
+    assert (config.num_key_value_heads, config.head_dim) == (4, 16)
+    assert preset_config("llama3-1.3b-implicit", num_attention_heads=4, hidden_size=64, head_dim=8).head_dim == 8
+
+
 def test_an_unknown_preset_names_its_neighbours():
     with pytest.raises(ValueError, match=r"preset .*'llama3-1\.3b-implict'.*did you mean 'llama3-1\.3b-implicit'"):
         preset_config("llama3-1.3b-implict")
+    with pytest.raises(TypeError, match="name must be a str"):
+        preset_config(5)
 
 
 # the reference code's files

@@ -1,5 +1,7 @@
 """Who imports what, and what transformers then knows."""
 
+import inspect
+import re
 import subprocess
 import sys
 
@@ -15,10 +17,22 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    PreTrainedModel,
     PreTrainedTokenizerFast,
 )
 
 from deqseq.integrations import huggingface
+
+EXPORTED = [getattr(huggingface, name) for name in huggingface.__all__]
+MODELS = [one for one in EXPORTED if isinstance(one, type) and issubclass(one, PreTrainedModel)]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_model_takes_what_its_docstring_lists(model):
+    arguments = inspect.getdoc(model).partition("Args:\n")[2].partition("\n\n")[0]
+    listed = re.findall(r"^    \**(\w+): ", arguments, flags=re.MULTILINE)
+    assert "config" in listed
+    assert set(listed) <= inspect.signature(model).parameters.keys()
 
 
 def run(script: str) -> str:

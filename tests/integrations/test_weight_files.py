@@ -1,0 +1,39 @@
+"""Which files of a folder are read, and what is said of those that cannot be."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from deqseq.integrations.weight_files import tensors_in
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Two shards, their index, and the same weights consolidated under other names, as some releases have them."""
+    for name in ("a", "b"):
+        save_file({name: torch.ones(64)}, tmp_path / f"model-{name}.safetensors")
+    save_file({"other": torch.zeros(64)}, tmp_path / "consolidated.safetensors")
+    shards = {name: f"model-{name}.safetensors" for name in ("a", "b")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    return tmp_path
+
+
+def test_an_index_says_what_is_read(folder):
+    assert sorted(tensors_in(folder)) == ["a", "b"]
+    (folder / "model.safetensors.index.json").unlink()
+    assert sorted(tensors_in(folder)) == ["a", "b", "other"]
+
+
+def test_a_file_that_cannot_be_read_is_named(folder):
+    shard = folder / "model-b.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-8])
+    with pytest.raises(ValueError, match=r"model-b\.safetensors cannot be read"):
+        tensors_in(folder)
+    shard.unlink()
+    with pytest.raises(FileNotFoundError, match=r"model-b\.safetensors"):
+        tensors_in(folder)
+    (folder / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"index\.json: 'weight_map' is missing"):
+        tensors_in(folder)
