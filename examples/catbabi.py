@@ -22,8 +22,8 @@ from accelerate import Accelerator
 from common import options as opt
 from common.checkpoints import FILES
 from common.loop import Settings, train
-from common.processes import make_accelerator
-from common.run import Log, Progress, claim_folder, log_to, write_json, write_text
+from common.processes import make_accelerator, one_process
+from common.run import Log, Progress, claim_folder, curve_rows, log_to, write_json, write_text
 from common.tables import GREEN, GREY, ORANGE, PURPLE, figure, markdown
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
@@ -92,8 +92,8 @@ PAPER |= {"max_steps": 50, "eval_max_steps": 200, "phantom_steps": 6, "damping":
 
 def read_options(arguments: list[str]) -> Options:
     """Read the command line; --quick and --paper change the defaults."""
-    setting = QUICK if "--quick" in arguments else PAPER if "--paper" in arguments else {}
-    options = opt.parse(Options, arguments, Options(**setting))
+    names = ("train_stories", "test_stories")
+    options = opt.parse(Options, arguments, lambda o: {"with --data": names * bool(o.data)}, quick=QUICK, paper=PAPER)
     tasks = tuple(babi.TASK_NAMES) if options.data else tuple(babi.GENERATORS) if options.paper else (1, 15)
     folder = f"runs/catbabi_{options.seed}" + "_quick" * options.quick + "_paper" * options.paper
     return replace(options, tasks=options.tasks or tasks, output=folder if options.output is None else options.output)
@@ -102,10 +102,10 @@ def read_options(arguments: list[str]) -> Options:
 def read_stories(options: Options) -> tuple[list[babi.Story], Tests]:
     """The training stories and the test stories."""
     if options.data is not None:
-        try:
+        with opt.naming(f"--data {options.data}"):
             train, test = (babi.read_folder(Path(options.data), split, options.tasks) for split in ("train", "test"))
-        except (OSError, ValueError) as error:
-            raise SystemExit(f"--data {options.data}: {error}") from error
+            if not all(any(story.questions for story in stories) for stories in (train, test)):
+                raise ValueError("the stories for training and for tests must each have a question")
         return train, {"1x": test}
 
     def generate(count: int, seed: int, scale: int) -> list[babi.Story]:
@@ -150,21 +150,23 @@ def fit(
 
     def call(model: torch.nn.Module, batch: babi.StoryBatch, phase: Phase, step: int) -> dq.CausalLMOutput:
         batch = batch.to(accelerator.device)
-        output = model(batch.inputs, targets=batch.targets)
+        answered = bool(batch.targets.max() >= 0)  # a batch may end before the first question
+        output = model(batch.inputs, targets=batch.targets if answered else None)
         counts.append(babi.count_right(output.logits.detach(), batch).sum(1))
-        return output
+        return output if answered else replace(output, loss=0 * output.logits.sum())
 
-    curve = Log(folder / name / "curve.jsonl", name, steps, shown=("accuracy",))
-    spent = max((row["seconds"] for row in curve.rows()), default=0.0)
+    curve, spent = Log(folder / name / "curve.jsonl", name, steps, shown=("accuracy",)), None
     run = (lm, optimizer, LambdaLR(optimizer, rate), stream, make_curriculum(options), settings, folder / name)
     for update in train(accelerator, *run, call=call):
+        if spent is None:  # the steps after the checkpoint are made again
+            spent = max((row["seconds"] for row in curve_rows(curve.path) if row["step"] < update.step), default=0.0)
         spent += update.seconds
         if update.step % every == 0 or update.step == steps:
             right, questions = sum(counts).tolist()  # type: ignore[union-attr]
             curve.add({"step": update.step, "seconds": spent, "accuracy": right / max(1, questions)})
             counts.clear()
     curve.close()
-    return [{"model": name} | row for row in curve.rows()]
+    return [{"model": name} | row for row in curve_rows(curve.path)]
 
 
 def evaluate(name: str, lm: dq.CausalLM, tests: Tests, vocabulary: babi.Vocabulary, options: Options) -> list[dict]:
@@ -213,6 +215,7 @@ def draw(rows: list[dict], curves: list[dict], path: Path) -> None:
 
 def main(arguments: list[str]) -> None:
     """Train and test the models, and write the table, the figure and the numbers."""
+    one_process("catbabi.py")
     stories, tests = read_stories(options := read_options(arguments))
     decisive = {name: value for name, value in asdict(options).items() if name not in ("output", "fresh")}
     writes = ["results.json", "table.md", "catbabi.png", "log.txt"]

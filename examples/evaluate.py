@@ -41,6 +41,7 @@ from common.evaluation import (
     write_tasks,
 )
 from common.evaluation_report import draw, table
+from common.processes import one_process
 from common.run import Progress, claim_folder, log_to, write_json, write_text
 from common.tiny_models import train_tiny_models
 
@@ -49,6 +50,7 @@ from deqseq.integrations.huggingface import from_json
 
 log = logging.getLogger("examples")
 
+WRITES = ("results.json", "table.md", "evaluate.png", "log.txt", "tasks/*.jsonl", "tasks/*.yaml")
 PAPER = ("lambada_openai", "hellaswag", "piqa", "arc_easy", "arc_challenge", "winogrande", "openbookqa")
 
 
@@ -81,6 +83,8 @@ class Options:
     def __post_init__(self) -> None:
         opt.check_options(self)
         ways_to_solve(self, dq.Stop())
+        if empty := [part for part in self.tasks if not part.strip(", ")]:
+            raise ValueError(f"--tasks must have names, separated by commas or spaces, got {empty[0]!r}")
         asks = bool(self.tasks or self.cloze or self.choice)
         if self.quick and not self.models and asks:
             raise ValueError("--quick without a MODEL has its own questions: leave out --tasks, --cloze and --choice")
@@ -92,7 +96,16 @@ class Options:
 
 def read_options(arguments: list[str]) -> Options:
     """Read the command line; names of tasks are separated."""
-    options = opt.parse(Options, arguments)
+
+    def idle(options: Options) -> dict[str, tuple[str, ...]]:
+        own = not options.models  # --quick asks its own questions
+        return {
+            "without --cloze or --choice": ("questions",) * (not (own or options.cloze or options.choice)),
+            "without --cloze": ("repeated",) * (own or not options.cloze),
+            "without --tasks": ("include",) * (not options.tasks),
+        }
+
+    options = opt.parse(Options, arguments, idle)
     names = [name for part in options.tasks for name in part.split(",") if name]
     names = itertools.chain(*(PAPER if name == "paper" else (name,) for name in names))
     limit = options.limit or 20 if options.quick and options.models else options.limit
@@ -150,12 +163,10 @@ def evaluate(label: str, name: str, tasks: dict[str, Any], options: Options) -> 
     for solve, (task, loaded) in itertools.product(ways_to_solve(options, stop), tasks.items()):
         begun = time.perf_counter()
         subject = subject_type(model, tokenizer, solve, batch_size=options.batch_size, max_length=options.max_length)
-        try:
+        with opt.naming(f"{label} on {task}"):
             found = lm_eval.evaluate(
                 lm=subject, task_dict=loaded, limit=options.limit, bootstrap_iters=options.bootstrap
             )
-        except ValueError as error:
-            raise SystemExit(f"{label} on {task}: {error}") from error
         how: dict[str, Any] = dict.fromkeys(("sweep", "max_steps", "rtol"))
         if solve:
             how = {"sweep": str(solve["sweep"]), "max_steps": solve["stop"].max_steps, "rtol": solve["stop"].rtol}
@@ -168,12 +179,13 @@ def evaluate(label: str, name: str, tasks: dict[str, Any], options: Options) -> 
 
 def main(arguments: list[str]) -> None:
     """Evaluate, and write the table, the figure and the numbers."""
+    one_process("evaluate.py")
     options = read_options(arguments)
     solved_lm()
     ask(options)
     find_tasks(options.tasks, options.include)
     check_models(options.models)
-    output = claim_folder(options.output, "evaluate", asdict(options), free=asdict(options))
+    output = claim_folder(options.output, "evaluate", asdict(options), fresh=True, writes=WRITES)
     os.environ.setdefault("DISABLE_MULTIPROC", "1")  # lm-eval's bootstrap would fork a process that runs threads
     log_to(output / "log.txt")
     note = "\n\nA --quick run: too few questions to compare models." * options.quick

@@ -14,18 +14,17 @@ answer's symbols, scaled so that chance is 0. Interrupt it and run it again: it 
 import logging
 import sys
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 from accelerate import Accelerator
 from common import options as opt
-from common.checkpoints import FILES
-from common.processes import make_accelerator
-from common.run import Log, Progress, claim_folder, log_to, write_json, write_text
+from common.processes import make_accelerator, one_process
+from common.run import Progress, curve_rows, log_to, write_json, write_text
 from common.tables import BLUE, GREEN, GREY, SHADED, cell, figure, markdown, smooth
-from common.words import WordOptions, Words, fit, solve_numbers
+from common.words import WordOptions, Words, claim, fit, solve_numbers
 
 import deqseq as dq
 from deqseq.check import check_choice
@@ -34,11 +33,6 @@ from deqseq.tasks.formal import TASKS
 
 log = logging.getLogger("formal_languages")
 
-MOVABLE = ("output", "device", "checkpoint_every", "quick", "fresh")  # may change when a run is continued
-WRITES = (
-    *(f"{run}/{files}" for run in ("implicit", "explicit-*-block*") for files in (*FILES, "curve.jsonl")),
-    *("results.json", "table.md", "formal_languages.png", "log.txt"),
-)
 QUICK: dict[str, Any] = {"steps": 40, "d_model": 32, "lengths": (4,), "free_lengths": (8,)}
 QUICK |= {"eval_lengths": (8, 16), "baselines": (1,)}
 
@@ -84,9 +78,8 @@ class Options(WordOptions):
 
 
 def read_options(arguments: list[str]) -> Options:
-    """Read the command line."""
-    quick = opt.parse(Options, arguments).quick
-    return opt.parse(Options, arguments, replace(Options(), **QUICK) if quick else None)
+    """Read the command line; --quick changes the defaults."""
+    return opt.parse(Options, arguments, quick=QUICK)
 
 
 def make_model(options: Options, blocks: int | None) -> dq.CausalLM:
@@ -164,12 +157,10 @@ def draw(rows: list[dict], curves: dict[str, list[dict]], longest: int, path: Pa
 
 def main(arguments: list[str]) -> None:
     """Train, evaluate, and write the table, the figure and the numbers."""
+    one_process("formal_languages.py")
     options = read_options(arguments)
     accelerator = make_accelerator(options.device)
-    if accelerator.num_processes > 1:
-        raise SystemExit("formal_languages.py runs in one process: start it without torchrun")
-    given, fresh = asdict(options), options.fresh
-    output = claim_folder(options.folder, "formal_languages", given, fresh=fresh, free=MOVABLE, writes=WRITES)
+    output = claim("formal_languages", options, options.folder)
     log_to(output / "log.txt")
     print(f"{options.task}: {TASKS[options.task].vocab_size} symbols; results in {output}/")
     rows, curves, words = [], {}, None
@@ -177,7 +168,7 @@ def main(arguments: list[str]) -> None:
         label = "implicit" if blocks is None else f"explicit {blocks} block{'s' * (blocks > 1)}"
         lm = make_model(options, blocks).to(accelerator.device)
         words = train(label, lm, options, accelerator, words and words.plan)
-        curves[label] = Log(output / label.replace(" ", "-") / "curve.jsonl", label, 1.0, main=False).rows()
+        curves[label] = curve_rows(output / label.replace(" ", "-") / "curve.jsonl")
         rows += evaluate(label, lm, options)
     write_json(output / "results.json", rows)
     write_text(output / "table.md", table(rows) + "\n")

@@ -7,20 +7,17 @@ The task: bits come in, and at each place the parity of the bits so far is to co
 """
 
 import json
+import os
 from pathlib import Path
 
-import matplotlib
 import torch
 import tyro
+from matplotlib.figure import Figure
 from tqdm import tqdm
 
 import deqseq as dq
-from deqseq.check import check_integer
 from deqseq.tasks import WordProblem, cyclic
 from deqseq.training import Curriculum, check_finite, free, unrolled
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 
 
 def build(seed: int) -> dq.CausalLM:
@@ -69,13 +66,15 @@ def evaluate(lm: dq.CausalLM, task: WordProblem, length: int) -> dict:
 
 def main(steps: int = 400, lengths: tuple[int, ...] = (16, 32, 64, 128), seed: int = 0, output: str = "runs/parity"):
     """Train, evaluate, print a table, and write results.json and parity.png."""
-    for name, number, least, most in (("steps", steps, 1, 10**6), ("seed", seed, 0, 10**9)):
-        check_integer(f"--{name}", number, least, most)
-    for length in lengths or (0,):
-        check_integer("--lengths", length, 1, 10**5)
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise SystemExit("parity.py runs in one process: start it with python examples/parity.py, without torchrun")
+    given = (("steps", (steps,), 1, 10**6), ("seed", (seed,), 0, 10**9), ("lengths", lengths or (0,), 1, 10**5))
+    for name, values, least, most in given:
+        if not least <= min(values) <= max(values) <= most:
+            raise SystemExit(f"--{name} must be in {least}..{most}, got {', '.join(map(str, values))}")
     folder = Path(output)
-    if not output or any(path.is_file() for path in (folder, *folder.parents)):
-        raise ValueError(f"--output must be a folder, got {output!r}")
+    if not output or any(path.is_file() for path in (folder, *folder.parents, folder / "results.json")):
+        raise SystemExit(f"--output must be a folder that holds no results.json of another run, got {output!r}")
     folder.mkdir(parents=True, exist_ok=True)
     task, lm = WordProblem(cyclic(2)), build(seed)
     history = train(lm, task, steps, seed)
@@ -84,7 +83,7 @@ def main(steps: int = 400, lengths: tuple[int, ...] = (16, 32, 64, 128), seed: i
     for row in rows:
         print(f"{row['length']:6}  {row['accuracy']:8.3f}  {row['iterations']:10.1f}  {row['converged']:9.1%}")
     (folder / "results.json").write_text(json.dumps(rows, indent=1))
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
+    left, right = (figure := Figure(figsize=(9, 3.5), layout="constrained")).subplots(1, 2)
     left.plot(history, label=["loss", "iterations"])
     left.set(xlabel="training step", yscale="log")
     left.legend()

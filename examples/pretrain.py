@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from common import options as opt
 from common.bits_per_byte import excerpts, rows_in_order, score
 from common.language_models import curriculum_of, kind_of, lr_factor, spec_of
 from common.loop import Settings, train
@@ -85,7 +86,7 @@ class Run:
             siblings = {f"bounded-{family}", f"implicit-{family}"}
             trunk = f"trunk-{family}" if name in siblings <= set(options.models) else None
             if trunk is not None:
-                self.train(f"bounded-{family}", trunk, until=math.ceil(options.bounded_share * options.steps))
+                self.train(f"bounded-{family}", trunk, until=options.first_free(f"implicit-{family}"))
             yield name, self.train(name, name, origin=trunk)
 
     def evaluate(self, name: str, lm: dq.CausalLM) -> list[dict[str, Any]]:
@@ -130,26 +131,20 @@ class Run:
         return str(tokenizer.decode(made.tokens[0]))
 
 
-def read_corpus(options: Options) -> Corpus:
-    """The corpus that the command line names.
+def prepare(options: Options, accelerator: Accelerator, corpus: Corpus) -> Run:
+    """Encode the corpus; the main process trains the tokenizer, the others follow.
 
     Raises:
-        SystemExit: it cannot be read.
+        SystemExit: the corpus is shorter than a row.
     """
-    try:
-        return load_corpus(options.corpus, held_out=options.held_out, subset=options.subset, field=options.text_field)
-    except (OSError, ValueError) as error:
-        raise SystemExit(f"--corpus {options.corpus} cannot be read: {error}") from error
-
-
-def prepare(options: Options, accelerator: Accelerator, corpus: Corpus) -> Run:
-    """Encode the corpus; the main process trains the tokenizer, the others follow."""
     main, folder = accelerator.is_main_process, Path(options.output) / "tokenizer"
     with accelerator.main_process_first():
         texts = (record["text"] for record in islice(corpus.train, 20_000))
         tokenizer = saved_tokenizer(folder, options.tokenizer, texts, options.vocab_size, save=main)
         documents = tokenised(corpus.train, tokenizer)
-    return Run(options, accelerator, tokenizer, documents, encode(corpus.held_out, tokenizer))
+    with opt.naming(f"--corpus {options.corpus}, --length {options.length}"):
+        next(Batches(documents, end_of_text(tokenizer), options.length, batch_size=1))
+        return Run(options, accelerator, tokenizer, documents, encode(corpus.held_out, tokenizer))
 
 
 def main(arguments: list[str]) -> None:
@@ -160,9 +155,12 @@ def main(arguments: list[str]) -> None:
         raise SystemExit(f"--batch must be a multiple of the processes {accelerator.num_processes}: {options.batch}")
     accelerator.print(f"reading {options.corpus}; tokenizer: {options.tokenizer}", flush=True)
     with accelerator.main_process_first():
-        corpus = read_corpus(options)
-        if options.tokenizer != "bpe":
-            load_tokenizer(options.tokenizer)
+        with opt.naming(f"--corpus {options.corpus}" + f", --held-out {options.held_out}" * bool(options.held_out)):
+            held_out, subset, field = options.held_out, options.subset, options.text_field
+            corpus = load_corpus(options.corpus, held_out=held_out, subset=subset, field=field)
+        with opt.naming("--tokenizer"):
+            if options.tokenizer != "bpe":
+                load_tokenizer(options.tokenizer)
     output = Path(options.output)
     if accelerator.is_main_process:
         claim_folder(output, "pretrain", asdict(options), fresh=options.fresh, free=FREE, writes=WRITES)

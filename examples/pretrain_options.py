@@ -1,6 +1,7 @@
 """Pretraining on text: the options, and the files that a run writes."""
 
 import math
+from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -59,7 +60,9 @@ class Options(Sizes):
                 spec_of(name.replace("explicit-", "implicit-"), self, 300)  # without the search for equal parameters
             except ValueError as error:
                 raise ValueError(f"--models {name}: {error}") from error
-            curriculum_of(name, self)
+            if self.first_free(name) == self.steps:
+                remedy = "give more --tokens, or a smaller --bounded-share"
+                raise ValueError(f"--models {name} has no update of {self.steps} left for its free phase: {remedy}")
 
     @property
     def step_tokens(self) -> int:
@@ -71,6 +74,12 @@ class Options(Sizes):
         """Updates of a run."""
         return max(1, self.tokens // self.step_tokens)
 
+    def first_free(self, name: str) -> int:
+        """The first step of a model's last phase; ``steps``: there is none."""
+        curriculum = curriculum_of(name, self)
+        last = curriculum.phases[-1]
+        return bisect_left(range(self.steps), True, key=lambda step: curriculum.at(step / self.steps) == last)
+
 
 QUICK: dict[str, Any] = {
     "corpus": "babble", "vocab_size": 300, "d_model": 32, "mlp_width": 64, "heads": 2, "d_state": 8, "headdim": 16,
@@ -78,7 +87,7 @@ QUICK: dict[str, Any] = {
     "sample_tokens": 16, "output": "runs/pretrain_quick",
 }  # fmt: skip
 FREE = (  # may change when a run is continued
-    "output", "fresh", "device", "checkpoint_every", "spread", "eval_tokens", "extrapolation", "sample",
+    "output", "fresh", "device", "checkpoint_every", "spread", "compile", "eval_tokens", "extrapolation", "sample",
     "sample_tokens",
 )  # fmt: skip
 RUNS = (*SCALED, *dq.PRESETS, "trunk-llama", "trunk-mamba2")
@@ -92,6 +101,22 @@ WRITES = (
 )
 
 
+def idle(options: Options) -> dict[str, tuple[str, ...]]:
+    """Options without effect, by what makes them so."""
+    kinds = {kind for kind, _ in map(kind_of, options.models)}
+    families = {kind_of(name)[1] for name in options.models if name in SCALED}
+    free = ("bounded_share", "budget", "phantom", "rtol")
+    return {
+        f"with --tokenizer {options.tokenizer}": ("vocab_size",) * (options.tokenizer != "bpe"),
+        f"with --corpus {options.corpus}": ("subset",) * (not options.corpus.startswith("hub:")),
+        "without a small model in --models": ("d_model", "layers") * (not families),
+        "without a small llama in --models": ("heads", "mlp_width") * ("llama" not in families),
+        "without a small mamba2 in --models": ("d_state", "headdim") * ("mamba2" not in families),
+        "without an implicit or bounded model in --models": ("bounded_steps",) * (kinds == {"explicit"}),
+        "without an implicit model in --models": free * ("implicit" not in kinds),
+    }
+
+
 def read_options(arguments: list[str]) -> Options:
     """Read the command line; --quick changes the defaults."""
-    return opt.parse(Options, arguments, Options(**QUICK) if "--quick" in arguments else None)
+    return opt.parse(Options, arguments, idle, quick=QUICK)

@@ -10,10 +10,11 @@ last checkpoint.
     python examples/retrofit.py --model Qwen/Qwen3-0.6B --prelude 8 --core 12 --coda 8 --bfloat16 --device cuda
 """
 
+import itertools
 import math
-import os
 import sys
 from dataclasses import asdict, dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -21,13 +22,14 @@ import torch
 from common import options as opt
 from common.adapters import adapted, lora_library, merged
 from common.bits_per_byte import Rows, excerpts, rows_in_order, score
+from common.processes import one_process
 from common.retrofit_report import draw, table
 from common.run import claim_folder, log_to, write_json, write_text
 from common.text import check_corpus, load_corpus
 from common.tokenizer import FILES as TOKENIZER_FILES
 from common.tokenizer import load_tokenizer, train_tokenizer
 from common.tokens import encode
-from common.trainer import PrinterCallback, Shown, collated, newest_checkpoint
+from common.trainer import Shown, collated, train
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 from transformers.utils.logging import disable_progress_bar
@@ -124,8 +126,7 @@ class Run:
         )
         callbacks = [Shown(name, steps), *([] if curriculum is None else [CurriculumCallback(curriculum)])]
         trainer = Trainer(model, arguments, train_dataset=self.rows, data_collator=collated, callbacks=callbacks)  # pyright: ignore[reportArgumentType]
-        trainer.remove_callback(PrinterCallback)
-        trainer.train(resume_from_checkpoint=newest_checkpoint(folder / "training"))
+        train(trainer, folder / "training")
 
     def row(self, name: str, budget: int | None, lm: dq.CausalLM, **how: Any) -> dict[str, Any]:
         """The score of held-out text, as a row of the results."""
@@ -134,34 +135,45 @@ class Run:
         return row | {"self_iterations": found.iterations, "converged": found.converged}
 
 
-def text(options: Options, tokenizer: Any, documents: Any, held_out: list[str]) -> tuple[list[dict[str, Any]], Rows]:
-    """Rows to train on, and rows to score."""
-    characters, some = 8 * options.length * options.batch * (options.steps + options.tiny_steps), []
-    for record in documents:  # of a stream, only as many as are needed
-        some.append(record["text"])
-        characters -= len(record["text"])
-        if characters < 0:
-            break
-    ids, kept = encode(some, tokenizer).ids, rows_in_order(encode(held_out, tokenizer), options.length)
+def read(options: Options) -> tuple[Any, list[dict[str, Any]], Rows]:
+    """The tokenizer, rows to train on, and rows to score."""
+    with opt.naming(f"--model {options.model}"):
+        tokenizer = None if options.model == TINY else load_tokenizer(options.model)
+    with opt.naming(f"--corpus {options.corpus}, --length {options.length}"):
+        corpus = load_corpus(options.corpus)
+        if tokenizer is None:
+            texts = map(itemgetter("text"), itertools.islice(corpus.train, 20_000))
+            tokenizer = train_tokenizer(texts, options.vocab_size)
+        steps = options.steps + options.tiny_steps * (options.model == TINY)
+        characters, some = 8 * options.length * options.batch * steps, []
+        for text in map(itemgetter("text"), corpus.train):  # of a stream, only as many as are needed
+            some.append(text)
+            characters -= len(text or "")
+            if characters < 0:
+                break
+        ids = encode(some, tokenizer).ids
+        if len(ids) < options.length:
+            raise ValueError(f"the text has {len(ids)} tokens, fewer than a row: give more text, or a smaller length")
+        kept = rows_in_order(encode(corpus.held_out, tokenizer), options.length)
     cut = ids[: len(ids) // options.length * options.length].reshape(-1, options.length)
-    return [{"input_ids": row.tolist()} for row in cut], excerpts(kept, options.eval_tokens, [options.length])
+    rows = [{"input_ids": row.tolist()} for row in cut]
+    return tokenizer, rows, excerpts(kept, options.eval_tokens, [options.length])
 
 
 def read_options(arguments: list[str]) -> Options:
     """Read the command line; --quick changes the defaults."""
-    return opt.parse(Options, arguments, Options(**QUICK) if "--quick" in arguments else None)
+    names = ("vocab_size", "tiny_steps")
+    return opt.parse(Options, arguments, lambda o: {f"with --model {o.model}": names * (o.model != TINY)}, quick=QUICK)
 
 
-def check_layers(options: Options) -> None:
-    """Refuse, before anything is written, several processes, a model that is not there, layers that do not add up."""
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise SystemExit("retrofit.py runs in one process: start it with python instead of torchrun")
+def check(options: Options) -> None:
+    """Refuse several GPUs, a model that is not there, and layers that do not add up, before anything is written."""
+    if options.device == "cuda" and torch.cuda.device_count() > 1:  # which the Trainer would all use, by DataParallel
+        raise SystemExit("--device cuda: retrofit.py runs on one GPU: set CUDA_VISIBLE_DEVICES=0, or another number")
     if options.model == TINY:
         return
-    try:
+    with opt.naming(f"--model {options.model}"):
         config = AutoConfig.from_pretrained(options.model)
-    except (OSError, ValueError) as error:
-        raise SystemExit(f"--model {options.model} cannot be loaded: {error}") from error
     if config.model_type not in FAMILIES:
         raise SystemExit(f"--model must be of one of the families {', '.join(FAMILIES)}, got {config.model_type}")
     layers = config.num_hidden_layers
@@ -173,18 +185,16 @@ def check_layers(options: Options) -> None:
 
 def main(arguments: list[str]) -> None:
     """Train both, score both, and write the table, the figure and the numbers."""
+    one_process("retrofit.py")
     options = read_options(arguments)
-    check_layers(options)
+    check(options)
+    tokenizer, texts, held_out = read(options)
     free = ("output", "fresh", "device", "checkpoint_every", "eval_tokens")
     output = claim_folder(options.output, "retrofit", asdict(options), free=free, fresh=options.fresh, writes=WRITES)
     log_to(output / "log.txt")
     disable_progress_bar()
-    corpus = load_corpus(options.corpus)
-    tiny = options.model == TINY
-    tokenizer = train_tokenizer(corpus.train["text"], options.vocab_size) if tiny else load_tokenizer(options.model)  # pyright: ignore[reportIndexIssue]
-    run = Run(options, output, *text(options, tokenizer, corpus.train, corpus.held_out))
-    source = options.model
-    if tiny:
+    run, source = Run(options, output, texts, held_out), options.model
+    if source == TINY:
         size: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
         layers = options.prelude + options.dropped + options.core + options.coda
         torch.manual_seed(options.seed)

@@ -23,14 +23,13 @@ from typing import get_args
 
 import torch
 from accelerate import Accelerator
-from common.processes import make_accelerator
+from common.processes import make_accelerator, one_process
 from common.run import Progress, log_to, write_json, write_text
-from common.words import Words, fit, solve_numbers
+from common.words import Words, claim, fit, solve_numbers
 from state_tracking_figure import draw, table
 from state_tracking_parts import (
     Options,
     SweepName,
-    claim,
     make_model,
     make_solver,
     make_sweep,
@@ -114,11 +113,10 @@ def accuracy_by_budget(lm: dq.CausalLM, options: Options) -> list[dict]:
 
 def main(arguments: list[str]) -> None:
     """Train, evaluate, and write the table, the figure and the numbers."""
+    one_process("state_tracking.py")
     options = read_options(arguments)
     accelerator, task = make_accelerator(options.device), make_task(options)
-    if accelerator.num_processes > 1:
-        raise SystemExit("state_tracking.py runs in one process: start it without torchrun")
-    output = claim(options)
+    output = claim("state_tracking", options, options.folder, "self_iterations.json")
     log_to(output / "log.txt")
     print(f"{options.group}: {len(task.input_ids)} inputs, {task.vocab_size} states; results in {output}/")
     lm = make_model(options, task.vocab_size, None).to(accelerator.device)
@@ -132,7 +130,7 @@ def main(arguments: list[str]) -> None:
     write_json(output / "results.json", rows)
     write_json(output / "self_iterations.json", compute)
     write_text(output / "table.md", table(rows) + "\n")
-    draw(rows, compute, words.length, 1 / task.vocab_size, output / "state_tracking.png")
+    draw(rows, compute, words.length, task.chance, output / "state_tracking.png")
     print(f"\nlast-token accuracy (mean iterations); trained for {words.step} steps at lengths up to {words.length}:\n")
     print(table(rows))
     fewer = {row["length"]: row["sequences"] for row in rows if row["sequences"] < 256}

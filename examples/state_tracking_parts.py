@@ -1,13 +1,10 @@
 """State tracking: the options, and what they make: tasks, phases, models."""
 
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 import torch
 from common import options as opt
-from common.checkpoints import FILES
-from common.run import claim_folder
 from common.words import WordOptions
 
 import deqseq as dq
@@ -20,11 +17,6 @@ GradientName = Literal["phantom", "one-step", "implicit"]
 
 QUICK: dict[str, Any] = {"free_lengths": (8, 10, 12, 14, 16), "steps": 600}
 QUICK |= {"baselines": (), "eval_lengths": (16, 32, 64)}
-MOVABLE = ("output", "device", "checkpoint_every", "quick", "fresh")  # may change when a run is continued
-WRITES = (
-    *(f"{run}/{files}" for run in ("implicit", "explicit-*-block*") for files in (*FILES, "curve.jsonl")),
-    *("results.json", "self_iterations.json", "table.md", "state_tracking.png", "log.txt"),
-)
 
 
 def check_group(name: str, value: str) -> None:
@@ -72,10 +64,13 @@ class Options(WordOptions):
         opt.check_options(self)
         if self.backbone == "llama" and self.d_model % (2 * self.heads):
             raise ValueError(f"--heads must divide --d-model {self.d_model} into even widths, got {self.heads}")
-        try:
-            vocab_size = training_tasks(self)[0].vocab_size
-        except ValueError as error:
-            raise ValueError(f"--generators {self.generators}: {error}") from error
+        makers = {"generators": make_inputs, "identity-probability": make_task}
+        for name, make in (makers | {"train-identity-probability": training_tasks}).items():
+            try:
+                make(self)
+            except ValueError as error:
+                raise ValueError(f"--{name}: {error}") from error
+        vocab_size = make_task(self).vocab_size
         with torch.device("meta"):  # sizes that the library itself refuses
             make_model(self, vocab_size, None)
 
@@ -94,22 +89,27 @@ class Options(WordOptions):
 
 
 def read_options(arguments: list[str]) -> Options:
-    """Read the command line."""
-    quick = opt.parse(Options, arguments).quick
-    return opt.parse(Options, arguments, replace(Options(), **QUICK) if quick else None)
+    """Read the command line; --quick changes the defaults."""
+
+    def idle(options: Options) -> dict[str, tuple[str, ...]]:
+        other = {"llama": ("d_state", "headdim", "expand"), "mamba2": ("heads", "mlp_width")}
+        return {
+            f"with --backbone {options.backbone}": other[options.backbone],
+            f"with --gradient {options.gradient}": ("phantom_steps",) * (options.gradient != "phantom"),
+        }
+
+    return opt.parse(Options, arguments, idle, quick=QUICK)
 
 
-def claim(options: Options) -> Path:
-    """Make or enter the folder of the results."""
-    given = asdict(options)
-    return claim_folder(options.folder, "state_tracking", given, fresh=options.fresh, free=MOVABLE, writes=WRITES)
+def make_inputs(options: Options) -> tuple[int, ...] | None:
+    """A generating subset; None: all elements."""
+    return generators(parse_group(options.group), options.generators) if options.generators else None
 
 
 def make_task(options: Options) -> WordProblem:
     """The word problem, over all elements or a generating subset."""
-    group = parse_group(options.group)
-    inputs = generators(group, options.generators) if options.generators else None
-    return WordProblem(group, inputs, identity_probability=options.identity_probability)
+    probability = options.identity_probability
+    return WordProblem(parse_group(options.group), make_inputs(options), identity_probability=probability)
 
 
 def training_tasks(options: Options) -> list[WordProblem]:

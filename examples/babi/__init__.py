@@ -8,14 +8,13 @@ References:
 
 from babi.generation import GENERATORS, SCALES, generate_stories
 from babi.scores import count_most_frequent, count_right, score, score_rows
-from babi.stories import TASK_NAMES, BabiFormatError, Line, Story, read_folder, read_stories, write_stories
+from babi.stories import TASK_NAMES, Line, Story, read_folder, read_stories
 from babi.stream import StoryBatch, StoryStream, Vocabulary, encode_story, story_batches
 
 __all__ = [
     "GENERATORS",
     "SCALES",
     "TASK_NAMES",
-    "BabiFormatError",
     "Line",
     "Story",
     "StoryBatch",
@@ -30,5 +29,4 @@ __all__ = [
     "score",
     "score_rows",
     "story_batches",
-    "write_stories",
 ]

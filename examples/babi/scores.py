@@ -46,13 +46,10 @@ def count_most_frequent(train: Sequence[Story], test: Sequence[Story]) -> Tensor
 
 
 def score_rows(counts: Tensor) -> list[dict]:
-    """A row per task that has questions, and one for all tasks."""
-    by_task = {str(task): counts[:, task] for task in range(TASKS) if counts[1, task]}
-    rows = []
-    for task, pair in (by_task | {"all": counts.sum(1)}).items():
-        right, questions = pair.tolist()
-        rows.append({"task": task, "accuracy": right / questions, "questions": questions})
-    return rows
+    """A row per task that has questions, and one for all tasks; none without questions."""
+    by_task = {str(task): counts[:, task] for task in range(TASKS)} | {"all": counts.sum(1)}
+    pairs = [(task, *pair.tolist()) for task, pair in by_task.items() if pair[1]]
+    return [{"task": task, "accuracy": right / count, "questions": count} for task, right, count in pairs]
 
 
 @torch.no_grad()

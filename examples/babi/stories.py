@@ -1,7 +1,7 @@
 """Stories, and the official files that hold them."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,10 +33,6 @@ TASK_NAMES = {
 
 END_OF_STORY, UNKNOWN = "<eos>", "<unk>"
 _WORD = re.compile(r"[^\s.,;:!?]+|[.,;:!?]")
-
-
-class BabiFormatError(ValueError):
-    """A file is not in the official format. The message names the file and the line."""
 
 
 @dataclass(frozen=True)
@@ -105,8 +101,7 @@ def read_folder(folder: Path, split: str, tasks: Iterable[int] = TASK_NAMES) -> 
 
     Raises:
         FileNotFoundError: the folder or a task's file is missing.
-        BabiFormatError: a file is malformed.
-        ValueError: a task number is unknown, or a task has several files.
+        ValueError: a file is malformed (names the line), a task number is unknown, or a task has several files.
     """
     if not folder.is_dir():
         raise FileNotFoundError(f"folder must be a folder of bAbI files, got {str(folder)!r}")
@@ -131,40 +126,23 @@ def read_stories(path: Path, task: int) -> list[Story]:
 
     Raises:
         OSError: the file cannot be read.
-        BabiFormatError: the file is not UTF-8, a line is malformed, or there is no story.
-        ValueError: the task number is unknown.
+        ValueError: the file is not UTF-8, a line is malformed, there is no story, or the task number is unknown.
     """
     check_integer("task", task, 1, len(TASK_NAMES))
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
-        raise BabiFormatError(f"{path} is not UTF-8 text: {error}") from error
+        raise ValueError(f"{path} is not UTF-8 text: {error}") from error
     stories: list[list[Line]] = []
     for number, line in enumerate(lines, start=1):
         try:
             if line.strip():
                 _append(stories, line)
         except ValueError as error:
-            raise BabiFormatError(f"{path}, line {number}: {error}") from error
+            raise ValueError(f"{path}, line {number}: {error}") from error
     if not stories:
-        raise BabiFormatError(f"{path} contains no story")
+        raise ValueError(f"{path} contains no story")
     return [Story(task, tuple(story)) for story in stories]
-
-
-def write_stories(folder: Path, split: str, stories: Sequence[Story]) -> Path:
-    """Write the stories of one task as an official file in ``folder``, and return its path."""
-    tasks = sorted({story.task for story in stories})
-    if len(tasks) != 1:
-        raise ValueError(f"stories must be of one task, got tasks {tasks}")
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"qa{tasks[0]}_{TASK_NAMES[tasks[0]]}_{split}.txt"
-    text = ""
-    for story in stories:
-        for number, line in enumerate(story.lines, start=1):
-            answer = "" if line.answer is None else f"\t{line.answer}\t{' '.join(map(str, line.support))}"
-            text += f"{number} {line.text}{answer}\n"
-    path.write_text(text, encoding="utf-8")
-    return path
 
 
 def _append(stories: list[list[Line]], line: str) -> None:

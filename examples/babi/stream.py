@@ -97,7 +97,7 @@ class StoryStream(Iterator[StoryBatch]):
         self.stories = _encoded(stories, vocabulary)
         check_integer("batch", batch, 1)
         check_integer("length", length, 1)
-        self.length, self.seed = length, seed
+        self.length, self.seed = int(length), seed
         self.load_state_dict({"drawn": 0, "rows": [[0, 0]] * batch})
 
     def __next__(self) -> StoryBatch:

@@ -23,6 +23,7 @@ WRITTEN = ("model.safetensors", "pytorch_model_fsdp.bin", "optimizer.bin", "scal
 WRITTEN += (PROGRESS, MANIFEST, ".tmp" + "[0-9A-Za-z]" * 6)  # the last is safetensors', until it has written all
 FILES = tuple(f"{name}-{'[0-9]' * 8}*/{file}" for name in ("checkpoint", "unfinished") for file in WRITTEN)
 """The files of checkpoints in a folder, as ``writes`` of :func:`common.run.claim_folder` names them."""
+KEPT = 2  # one is left when the newest is damaged
 DONE = re.compile(r"checkpoint-(\d{8,})")
 LEFT_OVER = re.compile(r"unfinished-\d{8,}")
 
@@ -31,8 +32,8 @@ class DamagedCheckpointWarning(UserWarning):
     """A checkpoint is damaged, and the one before it is used."""
 
 
-def save(accelerator: Accelerator, folder: Path, step: int, extra: dict[str, Any], keep: int = 2) -> None:
-    """Write ``folder/checkpoint-STEP`` and remove all but the last few; every process must call this.
+def save(accelerator: Accelerator, folder: Path, step: int, extra: dict[str, Any]) -> None:
+    """Write ``folder/checkpoint-STEP`` and remove all but the last two; every process must call this.
 
     The files are written into another folder, flushed to the disk, and the folder is renamed: a run that is killed at
     any moment leaves the checkpoint before whole. Folders that hold other files are never removed.
@@ -42,7 +43,6 @@ def save(accelerator: Accelerator, folder: Path, step: int, extra: dict[str, Any
         folder: of the run's checkpoints; made if missing.
         step: updates that are done.
         extra: more to find again, as JSON.
-        keep: how many checkpoints stay; with 2 there is one left when the newest is damaged.
 
     Raises:
         FileExistsError: a folder of that name holds other files.
@@ -66,7 +66,7 @@ def save(accelerator: Accelerator, folder: Path, step: int, extra: dict[str, Any
             _remove(target)  # a damaged one, whose steps the run has repeated
         os.replace(unfinished, target)
         _flush(folder)
-        prune(folder, step, keep)
+        prune(folder, step)
     accelerator.wait_for_everyone()
 
 
@@ -126,10 +126,10 @@ def _make_room(folder: Path, unfinished: Path, target: Path) -> None:
     unfinished.mkdir()
 
 
-def prune(folder: Path, step: int, keep: int) -> None:
-    """Remove all but ``keep`` of the checkpoints up to ``step``; those with missing or cut files are not counted."""
+def prune(folder: Path, step: int) -> None:
+    """Remove all but the last two checkpoints up to ``step``; those with missing or cut files are not counted."""
     past = [path for path in _finished(folder) if int(path.name[11:]) <= step and _is_ours(path)]
-    kept = [path for path in past if _damage(path, contents=False) is None][:keep]
+    kept = [path for path in past if _damage(path, contents=False) is None][:KEPT]
     for path in past:
         if path not in kept:
             _remove(path)

@@ -13,6 +13,7 @@ from tokenizers.processors import Sequence as Processors
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from common import options as opt
 from common.questions import Choice, Cloze, choice_questions, cloze_questions
 from common.run import write_json, write_text
 from common.text import local_documents
@@ -54,14 +55,12 @@ def make_questions(cloze: Sequence[str], choice: Sequence[str], count: int, seed
     """
     made: Questions = {}
     for kind, source in [("cloze", path) for path in cloze] + [("choice", path) for path in choice]:
-        try:
+        with opt.naming(f"--{kind} {source} (--questions {count})"):
             documents = local_documents(source)["text"][:]
             if kind == "cloze":
                 questions = cloze_questions(documents, count, seed=seed, repeated=repeated)
             else:
                 questions = choice_questions(documents, count, seed=seed)
-        except (OSError, ValueError) as error:
-            raise SystemExit(f"--{kind} {source} (--questions {count}): {error}") from error
         name = f"{kind}_{Path(source).stem}"
         made[name if name not in made else f"{name}_{len(made)}"] = kind, questions
     return made
@@ -182,10 +181,8 @@ def solved_lm() -> Any:
 def check_models(names: Sequence[str]) -> None:
     """Refuse models and tokenizers that are not there, before their tasks are loaded."""
     for name in names:
-        try:
+        with opt.naming(f"{name} is no model that can be loaded"):
             AutoConfig.from_pretrained(name)
-        except (OSError, ValueError) as error:
-            raise SystemExit(f"{name} is no model that can be loaded: {error}") from error
 
 
 def load_model(
@@ -202,15 +199,11 @@ def load_model(
     Raises:
         SystemExit: something is missing, or does not fit.
     """
-    try:
+    with opt.naming(f"{name} is no model that can be loaded"):
         model: Any = AutoModelForCausalLM.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise SystemExit(f"{name} is no model that can be loaded: {error}") from error
-    try:
+    remedy = "save it there with tokenizer.save_pretrained(), or give --tokenizer"
+    with opt.naming(f"{tokenizer_name} has no tokenizer that can be loaded ({remedy})"):
         tokenizer = AutoTokenizer.from_pretrained(tokenizer_name)
-    except (OSError, ValueError) as error:
-        remedy = "save it there with tokenizer.save_pretrained(), or give --tokenizer"
-        raise SystemExit(f"{tokenizer_name} has no tokenizer that can be loaded: {error}; {remedy}") from error
     size = model.get_input_embeddings().num_embeddings
     if len(tokenizer) > size:
         raise SystemExit(f"the tokenizer {tokenizer_name} has {len(tokenizer)} tokens and the model {name} only {size}")

@@ -56,23 +56,21 @@ class Settings:
         accumulate: batches whose gradients are averaged for an update.
         clip: largest gradient norm.
         checkpoint_every: updates between checkpoints.
-        keep: checkpoints that stay.
         seed: of the random numbers in training, as for dropout: they depend on seed, update and process alone.
         compile: the blocks. ``"auto"``: after 20 updates, if those that are left would take more than an hour. A run
-            that goes on from a checkpoint does as it did before.
+            that goes on from a checkpoint does as it did before, but for ``"never"``.
     """
 
     steps: int
     accumulate: int = 1
     clip: float = 1.0
     checkpoint_every: int = 100
-    keep: int = 2
     seed: int = 0
     compile: Compile = "never"
 
     def __post_init__(self) -> None:
         check_choice("Settings.compile", self.compile, get_args(Compile))
-        for name in ("steps", "accumulate", "checkpoint_every", "keep"):
+        for name in ("steps", "accumulate", "checkpoint_every"):
             check_integer(f"Settings.{name}", getattr(self, name), 1)
         check_number("Settings.clip", self.clip, "(0, inf)")
         check_integer("Settings.seed", self.seed, 0)
@@ -147,7 +145,7 @@ def train(
     Raises:
         ValueError: the checkpoints are of a run with another curriculum.
         FileNotFoundError: an origin without a checkpoint.
-        RuntimeError: ``settings.compile`` is ``"always"``, or the run was compiled before, and nothing compiles here.
+        SystemExit: ``settings.compile`` is ``"always"``, or the run was compiled before, and nothing compiles here.
         NonFiniteLoss: a loss or gradient that is not finite; the weights and the checkpoints are as they were.
     """
     accelerator.free_memory()
@@ -213,14 +211,14 @@ class _Run:
         check_finite(whole(weights), step=self.step, quantity="norm of the weights")
         extra = {"tokens": self.tokens, "phase": self.curriculum.record(self.progress), "compiled": self.compiled}
         extra |= {"scheduler": self.scheduler.state_dict(), "batches": self.batches.state_dict()}
-        save(self.accelerator, folder, self.step, extra, self.settings.keep)
+        save(self.accelerator, folder, self.step, extra)
 
     def resume(self, folder: Path, origin: Path | None) -> None:
         extra = resume(self.accelerator, folder)
         if extra is not None:
             self.curriculum.resumed(extra["phase"])
             if self.accelerator.is_main_process:  # a kill right after the last save has left one too many
-                prune(folder, extra["step"], self.settings.keep)
+                prune(folder, extra["step"])
         elif origin is None:
             return
         elif (extra := resume(self.accelerator, origin)) is None:
@@ -229,7 +227,7 @@ class _Run:
         self.batches.load_state_dict(extra["batches"])
         self.step, self.tokens = extra["step"], extra["tokens"]
         log.info("%s: going on from step %d", folder.name, self.step)
-        if extra["compiled"]:
+        if extra["compiled"] and self.settings.compile != "never":
             self.compile()
 
     def compile_if_it_pays(self) -> None:
@@ -241,12 +239,14 @@ class _Run:
 
     def mean(self, numbers: Tensor) -> list[float]:
         """Over all processes."""
-        mean: Any = self.accelerator.reduce(numbers.to(self.accelerator.device), "mean")
+        mean: Any = numbers
+        if self.accelerator.num_processes > 1:  # else they stay on the CPU: mps has no float64
+            mean = self.accelerator.reduce(numbers.to(self.accelerator.device), "mean")
         return mean.tolist()
 
     def compile(self) -> None:
         if not can_compile(self.accelerator.device):
-            raise RuntimeError("torch.compile does not work here: a C++ compiler is missing, or Triton on a GPU")
+            raise SystemExit("torch.compile finds no C++ compiler here, or no Triton on a GPU: give --compile never")
         model: Any = self.accelerator.unwrap_model(self.model)
         model.compile()
         self.compiled = True
@@ -286,5 +286,6 @@ def _numbers(output: dq.CausalLMOutput) -> Tensor:
     solves = (0.0, 0.0, 0.0)
     if output.stats is not None and output.status is not None:
         ends = (output.status == status for status in (dq.Status.CONVERGED, dq.Status.DIVERGED))
-        solves = (output.stats.iterations.double().mean().item(), *(end.double().mean().item() for end in ends))
+        numbers = (output.stats.iterations, *ends)
+        solves = tuple(value.cpu().double().mean().item() for value in numbers)  # mps has no float64
     return torch.tensor((output.loss.item(), *solves), dtype=torch.float64)

@@ -6,7 +6,8 @@ breaks its rule ends the script before anything is computed or written.
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,16 +22,38 @@ from deqseq.check import check_choice, check_flag, check_integer, check_number, 
 T = TypeVar("T")
 
 
-def parse(kind: type[T], arguments: Sequence[str], default: T | None = None) -> T:
+def parse(
+    kind: type[T],
+    arguments: Sequence[str],
+    idle: Callable[[T], Mapping[str, Sequence[str]]] = lambda options: {},
+    **settings: Mapping[str, Any],
+) -> T:
     """Read a command line into a dataclass of options; a ValueError of its ``__post_init__`` ends the script.
 
     Args:
         kind: the dataclass; its docstring is the description, a string below a field the help of that option.
         arguments: what follows the script's name.
-        default: options to use where the command line has none.
+        idle: options that have no effect, by what makes them so; one that the command line has ends the script.
+        **settings: other defaults, by the name of the flag that chooses them.
     """
     config = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitSubcommandPrefixes)
-    return tyro.cli(kind, args=arguments, default=default, config=config)  # type: ignore[return-value]
+    default = next((kind(**values) for name, values in settings.items() if f"--{name}" in arguments), None)
+    options: Any = tyro.cli(kind, args=arguments, default=default, config=config)
+    given = {argument.partition("=")[0].replace("_", "-") for argument in arguments}
+    for why, names in idle(options).items():
+        for name in (f"--{name.replace('_', '-')}" for name in names):
+            if name in given:
+                raise SystemExit(f"{name} has no effect {why}: leave it out")
+    return options
+
+
+@contextmanager
+def naming(option: str) -> Iterator[None]:
+    """End the script where something cannot be read, with the option that named it."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"{option}: {error}") from error
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
 """The table and the figure of examples/pretrain.py."""
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from common.run import curve_rows
 from common.tables import GREEN, ORANGE, SHADED, cell, figure, markdown, smooth
 
 Numbers = Sequence[Mapping[str, Any]]
@@ -27,8 +27,8 @@ def _cell(row: Mapping[str, Any]) -> str:
 
 def updates(folder: Path, row: Mapping[str, Any]) -> Numbers:
     """The numbers of all updates of a trained model, those of the part that it shares with another one first."""
-    files = [folder / "curves" / f"{name}.jsonl" for name in (row["model"], f"trunk-{row['family']}")]
-    own, trunk = ([json.loads(line) for line in f.read_text().splitlines()] if f.exists() else [] for f in files)
+    names = (row["model"], f"trunk-{row['family']}")
+    own, trunk = (curve_rows(folder / "curves" / f"{name}.jsonl") for name in names)
     return [update for update in trunk if row["kind"] != "explicit" and update["step"] < own[0]["step"]] + own
 
 

@@ -1,6 +1,7 @@
 """The processes of a run, as accelerate and torchrun make them."""
 
 import logging
+import os
 from functools import cache
 
 import torch
@@ -11,6 +12,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 log = logging.getLogger("examples")
+
+
+def one_process(script: str) -> None:
+    """Refuse to be one of several processes, which would write the same files."""
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise SystemExit(f"{script} runs in one process: start it with python examples/{script}, without torchrun")
 
 
 def make_accelerator(device: str = "cpu", *, bfloat16: bool = False, fsdp: bool = False) -> Accelerator:

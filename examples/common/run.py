@@ -137,7 +137,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def log_to(path: Path) -> None:
-    """Send the messages of :mod:`logging` to a file, and Python's warnings with them."""
+    """Send the messages of :mod:`logging` to a file."""
     logging.basicConfig(filename=path, level=logging.INFO, format="%(asctime)s %(message)s", force=True)
     for noisy in ("accelerate", "matplotlib", "filelock"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
@@ -185,6 +185,12 @@ class Progress:
             self.bar.close()
 
 
+def curve_rows(path: Path) -> list[dict[str, Any]]:
+    """All numbers that a :class:`Log` has written; a line that was cut off by a crash is left out."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("}")]
+
+
 class Log:
     """The numbers of a run as it goes: ``curve.jsonl``, one line a logged step, and its progress.
 
@@ -204,18 +210,13 @@ class Log:
         self.path, self.shown, self.main, self.begun = path, tuple(shown), main, False
         self.progress = Progress(name, total, shown=main)
 
-    def rows(self) -> list[dict[str, Any]]:
-        """All numbers so far; a line that was cut off by a crash is left out."""
-        lines = self.path.read_text().splitlines() if self.path.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("}")]
-
     def add(self, numbers: Mapping[str, Any], done: float | None = None) -> None:
         """Append the numbers of a step, which ``numbers["step"]`` counts; None is left out."""
         if not self.main:
             return
         row = {name: value for name, value in numbers.items() if value is not None}
         if not self.begun and self.path.exists():
-            kept = [old for old in self.rows() if old["step"] < row["step"]]
+            kept = [old for old in curve_rows(self.path) if old["step"] < row["step"]]
             write_text(self.path, "".join(json.dumps(old) + "\n" for old in kept))
         self.begun = True
         self.path.parent.mkdir(parents=True, exist_ok=True)

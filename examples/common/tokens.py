@@ -206,7 +206,8 @@ class Batches:
             if (found := next(self._iterator, None)) is not None:
                 return found["row"]
             self._begin(self._epoch + 1)
-        raise ValueError(f"the documents have fewer than {self.length + 1} tokens, a row and the one before it")
+        tokens = f"{self.length + 1} tokens, a row and the one before it"
+        raise ValueError(f"the documents have fewer than {tokens}: give more text, or a smaller length")
 
 
 def _rows(

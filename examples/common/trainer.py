@@ -5,11 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PrinterCallback, TrainerCallback
+from transformers import PrinterCallback, Trainer, TrainerCallback
 
 from common.run import Progress
-
-__all__ = ["PrinterCallback", "Shown", "collated", "newest_checkpoint"]
 
 
 class Shown(TrainerCallback):
@@ -28,15 +26,31 @@ class Shown(TrainerCallback):
         self.progress.close()
 
 
-def newest_checkpoint(folder: Path) -> str | None:
+def train(trainer: Trainer, folder: Path) -> None:
+    """Train from the newest whole checkpoint; a finished run is loaded: the Trainer would make one more update."""
+    trainer.remove_callback(PrinterCallback)  # Shown prints
+    newest, steps = newest_checkpoint(folder), trainer.args.max_steps
+    if newest is None or _step(newest) < steps:
+        trainer.train(resume_from_checkpoint=newest and str(newest))
+        return
+    trainer._load_from_checkpoint(str(newest))
+    trainer.state.global_step = trainer.state.max_steps = steps
+    trainer.callback_handler.on_train_begin(trainer.args, trainer.state, trainer.control)  # enters the last phase
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
     """The Trainer's newest whole checkpoint: it writes ``trainer_state.json`` last, which a kill may leave out."""
-    for path in sorted(folder.glob("checkpoint-*"), key=lambda path: int(path.name.partition("-")[2]), reverse=True):
+    for path in sorted((path for path in folder.glob("checkpoint-*") if path.name[11:].isdigit()), key=_step)[::-1]:
         try:
             json.loads((path / "trainer_state.json").read_text())
         except (OSError, ValueError):
             continue
-        return str(path)
+        return path
     return None
+
+
+def _step(path: Path) -> int:
+    return int(path.name[11:])
 
 
 def collated(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:

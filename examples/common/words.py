@@ -22,9 +22,10 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import deqseq as dq
 from common import options as opt
+from common.checkpoints import FILES
 from common.loop import Settings
 from common.loop import train as run_training
-from common.run import Log
+from common.run import Log, claim_folder
 from deqseq.tasks import Task, WordBatch
 from deqseq.training import Curriculum, Phase, free, unrolled
 
@@ -102,6 +103,14 @@ class WordOptions:
         first = unrolled(self.unrolled_steps, until=until, base=dq.SolveConfig(dq.Relaxed(0.8)), eval_base=adaptive)
         then = free(self.max_steps, self.phantom_steps, rtol=self.rtol, base=windowed, eval_base=adaptive)
         return Curriculum((first, then))
+
+
+def claim(script: str, options: WordOptions, folder: str, *more: str) -> Path:
+    """Make or enter the folder of the results, in which the script writes ``more`` files than others do."""
+    runs = [f"{run}/{file}" for run in ("implicit", "explicit-*-block*") for file in (*FILES, "curve.jsonl")]
+    writes = [*runs, "results.json", "table.md", f"{script}.png", "log.txt", *more]
+    free = ("output", "device", "checkpoint_every", "quick", "fresh")  # may change when a run is continued
+    return claim_folder(folder, script, asdict(options), fresh=options.fresh, free=free, writes=writes)
 
 
 class Words:

@@ -8,6 +8,7 @@ import babi
 import catbabi
 import pytest
 import torch
+from babi_files import write_stories
 from safetensors.torch import load_file
 
 import deqseq as dq
@@ -62,7 +63,10 @@ def test_an_interrupted_run_ends_as_if_it_had_not_been(tmp_path, monkeypatch):
         patch.setattr(babi, "count_right", interrupted)
         with pytest.raises(KeyboardInterrupt):
             run(tmp_path / "cut")
+    with (tmp_path / "cut" / MODELS[1] / "curve.jsonl").open("a") as file:  # killed before step 4 had its checkpoint
+        file.write('{"step": 4, "seconds": 1000000.0, "accuracy": 0.0}\n')
     cut = run(tmp_path / "cut")
+    assert max(row.get("seconds", 0) for row in cut) < 1e6
     assert "implicit 1 block: going on from step 3" in (tmp_path / "cut" / "log.txt").read_text()
     ours, theirs = (weights(tmp_path / name) for name in ("cut", "whole"))
     assert ours.keys() == theirs.keys()
@@ -83,8 +87,8 @@ def untimed(row):
 
 def test_it_reads_official_files(tmp_path):
     for task in (1, 19):
-        babi.write_stories(tmp_path / "en", "train", babi.generate_stories(task, 40, seed=0))
-        babi.write_stories(tmp_path / "en", "test", babi.generate_stories(task, 6, seed=1))
+        write_stories(tmp_path / "en", "train", babi.generate_stories(task, 40, seed=0))
+        write_stories(tmp_path / "en", "test", babi.generate_stories(task, 6, seed=1))
     rows = run(tmp_path / "out", "--data", str(tmp_path / "en"), "--tasks", "1", "19", "--steps", "2")
     found = [(row["test"], row["task"], row["questions"]) for row in rows if row["model"] == "implicit 1 block"]
     assert found[:3] == [("1x", "1", 30), ("1x", "19", 6), ("1x", "all", 36)]
@@ -92,6 +96,25 @@ def test_it_reads_official_files(tmp_path):
     with pytest.raises(SystemExit, match="has no file qa2_two-supporting-facts_train"):
         run(tmp_path / "out2", "--data", str(tmp_path / "en"))
     assert not (tmp_path / "out2").exists()
+
+
+def test_a_batch_without_an_answer_changes_no_count(tmp_path):
+    rows = run(tmp_path, "--batch", "1", "--length", "2", "--steps", "2", "--explicit-steps", "8")
+    curve = [json.loads(line) for line in (tmp_path / MODELS[0] / "curve.jsonl").read_text().splitlines()]
+    assert [point["step"] for point in curve] == list(range(1, 9))
+    assert {row["model"] for row in rows} >= set(MODELS)
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_stories_without_a_question_are_refused(tmp_path, split):
+    for part in ("train", "test"):
+        stories = babi.generate_stories(1, 2, seed=0)
+        if part == split:
+            stories = [babi.Story(1, (babi.Line("Nobody is here."),))]
+        write_stories(tmp_path / "en", part, stories)
+    with pytest.raises(SystemExit, match=r"^--data .* must each have a question"):
+        run(tmp_path / "out", "--data", str(tmp_path / "en"), "--tasks", "1")
+    assert not (tmp_path / "out").exists()
 
 
 def test_another_runs_folder_is_refused_and_fresh_replaces_the_run_alone(tmp_path):

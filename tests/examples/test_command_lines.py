@@ -44,6 +44,7 @@ UNKNOWN = {  # values of options that are text; "file" is a file, "folder" a fol
     "solver": ("newton", '{"name": "Relaxed", "damping": 7}', '{"damping": 0.5}', "{"),
     "sweep": ("slidng", '{"name": "Sliding", "windw": 3}', '{"name": "Sliding", "window": 0}', "{name", "[1]"),
     "task": ("parity", "tomita"),
+    "tasks": (",",),
     "tokenizer": ("no/such/tokenizer", "file"),
 }
 
@@ -157,6 +158,35 @@ def test_bad_command_lines_are_refused_and_nothing_is_written(name, place):
     found = {" ".join(map(repr, given)): outcome(SCRIPTS[name].read, wrong, given) for wrong, given in lines}
     assert {line: how for line, how in found.items() if how != "clear"} == {}
     assert sorted(os.walk(place)) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "why"),
+    [
+        ("pretrain", "--tokenizer bytes --vocab_size=300", "--vocab-size has no effect with --tokenizer bytes"),
+        ("pretrain", "--subset en", "--subset has no effect with --corpus shakespeare"),
+        ("pretrain", "--models implicit-llama --d-state 8", "--d-state has no effect without a small mamba2"),
+        ("pretrain", "--models bounded-mamba2 --budget 8", "--budget has no effect without an implicit model"),
+        ("retrofit", "--model folder --tiny-steps 8", "--tiny-steps has no effect with --model folder"),
+        ("catbabi", "--data folder --paper --test-stories 8", "--test-stories has no effect with --data"),
+        ("evaluate", "folder --tasks piqa --repeated", "--repeated has no effect without --cloze"),
+        ("state_tracking", "--heads 2", "--heads has no effect with --backbone mamba2"),
+        ("state_tracking", "--gradient implicit --phantom-steps 2", "--phantom-steps has no effect with --gradient"),
+    ],
+    ids=str,
+)
+def test_an_option_without_effect_is_refused(name, given, why, place):
+    with pytest.raises(SystemExit, match=f"^{re.escape(why)}.*: leave it out$"):
+        SCRIPTS[name].read(given.split())
+
+
+@pytest.mark.parametrize("name", ["parity", "catbabi", "retrofit", "evaluate", "state_tracking", "formal_languages"])
+def test_several_processes_are_refused_and_nothing_is_written(name, place, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    begin = () if name == "parity" else (["--quick"],)
+    with pytest.raises(SystemExit, match=rf"^{name}.py runs in one process: .* python examples/{name}.py"):
+        sys.modules[f"script_{name}"].main(*begin)
+    assert sorted(path.name for path in place.iterdir()) == ["file", "folder", "link"]
 
 
 def test_there_are_enough_of_them():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from common.checkpoints import FILES
-from common.run import FolderError, Log, Progress, claim_folder, release_folder, write_text
+from common.run import FolderError, Log, Progress, claim_folder, curve_rows, release_folder, write_text
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 WRITES = ("results.json", "log.txt", *(f"implicit/{files}" for files in FILES))
@@ -168,10 +168,10 @@ def test_a_curve_is_cut_back_to_the_step_that_a_run_goes_on_from(tmp_path, capsy
         for step in steps:
             curve.add({"step": step, "loss": 1 / steps[0], "none": None})
         curve.close()
-    assert curve.rows() == [{"step": step, "loss": 1.0 if step < 3 else 1 / 3} for step in range(1, 6)]
+    assert curve_rows(curve.path) == [{"step": step, "loss": 1.0 if step < 3 else 1 / 3} for step in range(1, 6)]
     with path.open("a") as file:
         file.write('{"step": 6, "lo')
-    assert len(curve.rows()) == 5
+    assert len(curve_rows(curve.path)) == 5
     assert "mine: 100%" in capsys.readouterr().out
     other = Log(tmp_path / "none.jsonl", "other", 5, main=False)
     other.add({"step": 5})

@@ -1,6 +1,8 @@
 """The training loop of the examples: what an update is, going on, branching off, stopping."""
 
 import itertools
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from small_runs import TWO, Words, losses, made, optimizer_of, run
 from torch.nn import functional as F
 
 import deqseq as dq
+from deqseq.tasks import scaled_accuracy
 from deqseq.training import Curriculum, NonFiniteLoss, bounded, free
 
 
@@ -128,8 +131,15 @@ def test_without_a_compiler_runs_are_eager_or_say_so(tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "LONG", 0.0)
     can_compile.cache_clear()
     assert losses(run(tmp_path / "auto", compile="auto")) == losses(run(tmp_path / "never"))
-    with pytest.raises(RuntimeError, match="compiler is missing"):
+    with pytest.raises(SystemExit, match=r"no C\+\+ compiler here.* --compile never"):
         next(run(tmp_path / "always", compile="always"))
+    monkeypatch.setattr(loop, "can_compile", lambda device: True)
+    monkeypatch.setattr(dq.CausalLM, "compile", lambda lm: None)
+    list(run(tmp_path / "elsewhere", compile="always", until=3))
+    monkeypatch.setattr(loop, "can_compile", can_compile)
+    with pytest.raises(SystemExit, match=r"--compile never"):
+        next(run(tmp_path / "elsewhere", compile="auto"))
+    assert losses(run(tmp_path / "elsewhere", compile="never")) == losses(run(tmp_path / "never again"))[3:]
     can_compile.cache_clear()
 
 
@@ -186,9 +196,34 @@ def test_bfloat16_learns_with_float32_weights(tmp_path):
     assert torch.equal(logits, again.eval()(next(Words()).inputs).logits)  # without autocast
 
 
-@pytest.mark.parametrize(
-    "change", [{"steps": 0}, {"accumulate": 0}, {"clip": 0.0}, {"clip": float("nan")}, {"keep": 0}], ids=str
-)
+class Single(torch.Tensor):
+    """A tensor of a device without float64, as mps."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        found = super().__torch_function__(function, types, args, kwargs or {})
+        if function is torch.Tensor.cpu:
+            return found.as_subclass(torch.Tensor)
+        assert not (isinstance(found, torch.Tensor) and found.dtype == torch.float64), "the device has no float64"
+        return found
+
+
+def test_the_numbers_of_an_update_need_no_float64_on_the_device():
+    output = made()(next(Words()).inputs, targets=next(Words()).targets)
+    single = replace(
+        output,
+        stats=replace(output.stats, iterations=output.stats.iterations.as_subclass(Single)),
+        status=output.status.as_subclass(Single),
+    )
+    assert torch.equal(loop._numbers(single), loop._numbers(output))
+    anywhere = SimpleNamespace(num_processes=1, device="meta")
+    run = loop._Run(anywhere, *[None] * 6, call=None, share=None)
+    assert run.mean(torch.tensor([0.1, 7.0], dtype=torch.float64)) == [0.1, 7.0]
+    logits, targets = (part.as_subclass(Single) for part in (output.logits.detach(), next(Words()).targets))
+    assert scaled_accuracy(logits, targets, 0.5) == scaled_accuracy(output.logits, next(Words()).targets, 0.5)
+
+
+@pytest.mark.parametrize("change", [{"steps": 0}, {"accumulate": 0}, {"clip": 0.0}, {"clip": float("nan")}], ids=str)
 def test_settings_that_make_no_sense(change):
     with pytest.raises(ValueError, match=f"Settings.{next(iter(change))} must be"):
         Settings(**{"steps": 1, **change})

@@ -24,7 +24,7 @@ import deqseq as dq
 from deqseq.integrations.huggingface import to_causal_lm
 
 ROOT = Path(__file__).parents[2]
-TINY = ["--quick", "--d-model", "16", "--mlp-width", "32", "--tokens", "5120", "--checkpoint-every", "4"]
+TINY = ["--quick", "--d-model", "16", "--tokens", "5120", "--checkpoint-every", "4"]
 TINY += ["--eval-tokens", "256", "--sample-tokens", "4"]
 QUIET = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
@@ -141,6 +141,14 @@ def test_the_learning_rate():
     assert lr_factor(0, steps=100, warmup=0, decay=25, floor=0.01) == 1
 
 
+def test_the_free_phase_begins_with_the_first_step_of_its_share():
+    """As floats, 0.55 * 100 is more than 55, and 0.29 * 100 less than 29."""
+    for steps, share, first in ((100, 0.55, 55), (100, 0.29, 29), (20, 0.8, 16), (20, 0.51, 11)):
+        given = options("--tokens", str(steps * 256), "--bounded-share", str(share))
+        assert given.first_free("implicit-llama") == first
+        assert given.first_free("explicit-llama") == given.first_free("bounded-llama") == 0
+
+
 def test_the_commands_that_the_page_prints_are_accepted():
     lines = (ROOT / "docs" / "examples" / "pretrain.md").read_text().replace("\\\n", " ").splitlines()
     commands = [line for line in lines if re.match(r"(python|torchrun .*) examples/pretrain.py", line)]
@@ -154,6 +162,26 @@ def test_the_commands_that_the_page_prints_are_accepted():
 
 
 @pytest.mark.parametrize(
+    ("arguments", "content", "message"),
+    [
+        (["--held-out", "{file}"], "", "--held-out .*file.jsonl has no text: give a file with text"),
+        (["--corpus", "{file}"], '{"text": "a"}\n{"text": null}\n', "--corpus .*'text' must be text, and is null in 1"),
+        (["--tokenizer", "bytes", "--corpus", "{file}"], "a few words", "--corpus .*fewer than 33 tokens.* more text"),
+        (["--tokenizer", "{file}"], "", "--tokenizer: "),
+    ],
+    ids=("empty", "null", "short", "tokenizer"),
+)
+def test_text_that_cannot_be_used_is_refused_before_training(tmp_path, monkeypatch, arguments, content, message):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    (folder := tmp_path / "file.jsonl").mkdir()
+    file = folder / ("text.jsonl" if content.startswith("{") else "text.txt")
+    file.write_text(content)
+    with pytest.raises(SystemExit, match=message):
+        pretrain.main([*TINY, "--output", str(tmp_path / "out"), *(part.format(file=folder) for part in arguments)])
+    assert not (tmp_path / "out" / "curves").exists()
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--models", "implicit-lama"], "--models must be one of ('implicit-llama'"),
@@ -164,6 +192,7 @@ def test_the_commands_that_the_page_prints_are_accepted():
         (["--extrapolation", "0"], "--extrapolation must be an integer in 1.."),
         (["--decay", "1"], "--decay must be a number in (0, 1), got 1.0"),
         (["--bounded-share", "0"], "--bounded-share must be a number in (0, 1), got 0.0"),
+        (["--bounded-share", "0.96"], "--models implicit-llama has no update of 20 left for its free phase: give more"),
         (["--weight-decay", "nan"], "--weight-decay must be a number in [0, inf)"),
         (["--warmup", "50"], "--warmup 50 and --decay 0.2 must fit into 20 updates"),
         (["--sample", ""], "--sample must not be empty"),

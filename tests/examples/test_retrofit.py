@@ -6,18 +6,22 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import retrofit
 import torch
+from common.bits_per_byte import Rows
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, BloomConfig, LlamaConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, BloomConfig, LlamaConfig, LlamaForCausalLM
 
-import deqseq.integrations.huggingface  # noqa: F401  registers the model type
+from deqseq.integrations.huggingface import from_causal_lm, to_causal_lm
+from deqseq.training import Curriculum, unrolled
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "retrofit.py"
-TINY = ["--quick", "--steps", "12", "--tiny-steps", "12", "--eval-tokens", "128", "--checkpoint-every", "4"]
+SHORT = ["--quick", "--steps", "12", "--eval-tokens", "128", "--checkpoint-every", "4"]
+TINY = [*SHORT, "--tiny-steps", "12"]
 
 
 def command(output: Path, *options: str) -> list[str]:
@@ -81,9 +85,28 @@ def test_adapters_are_trained_and_merged(whole, tmp_path):
     assert all(ours[name].shape == theirs[name].shape for name in theirs)
 
 
-def test_layers_that_do_not_add_up_are_named_and_nothing_is_written(tmp_path, monkeypatch):
+def test_a_finished_stage_is_loaded_without_another_update(tmp_path):
+    options = replace(retrofit.Options(**retrofit.QUICK), batch=2, checkpoint_every=2)
+    rows = [{"input_ids": list(range(first, first + 8))} for first in range(20)]
+    run = retrofit.Run(options, tmp_path, rows, Rows(*[torch.zeros(0)] * 3))
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+    config, phase = LlamaConfig(num_hidden_layers=3, **sizes), unrolled(3, until=None)
+    (tmp_path / "looped" / "training" / "checkpoint-best").mkdir(parents=True)
+    weights, updates = [], []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = from_causal_lm(retrofit.retrofit(LlamaForCausalLM(config), prelude=1, core=1, coda=1))
+        model.register_forward_pre_hook(lambda *_: updates.append(1))
+        run.train("looped", model, 4, 1e-2, Curriculum((phase,)))
+        weights.append(model.state_dict())
+        assert to_causal_lm(model).core.solve == phase.solve
+    assert len(updates) == 4
+    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
+
+
+def test_layers_that_do_not_add_up_are_named_and_nothing_is_written(tmp_path):
     LlamaConfig(num_hidden_layers=5).save_pretrained(tmp_path / "model")
-    options = [*TINY, "--output", str(tmp_path / "run")]
+    options = [*SHORT, "--output", str(tmp_path / "run")]
     with pytest.raises(
         SystemExit, match=r"--prelude 1 \+ --core 2 \+ --coda 1 \+ --dropped 0 must add up to the 5 layers"
     ):
@@ -91,7 +114,36 @@ def test_layers_that_do_not_add_up_are_named_and_nothing_is_written(tmp_path, mo
     BloomConfig().save_pretrained(tmp_path / "other")
     with pytest.raises(SystemExit, match=r"--model must be of one of the families .*, got bloom"):
         retrofit.main([*options, "--model", str(tmp_path / "other")])
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(SystemExit, match="runs in one process"):
-        retrofit.main(options)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--vocab-size", "257", "--corpus", "{corpus}"], "^--corpus .* fewer than a row: give more text"),
+        (["--corpus", "{empty}"], "^--corpus .* has no"),
+        (["--model", "{model}", "--core", "3"], "^--model .*/model: .* tokenizer"),
+    ],
+    ids=("short", "empty", "no tokenizer"),
+)
+def test_what_cannot_be_read_is_named_and_nothing_is_written(tmp_path, monkeypatch, options, message):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for name, text in (("corpus", "a b c d"), ("empty", "")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.txt").write_text(text)
+    LlamaConfig(num_hidden_layers=5).save_pretrained(tmp_path / "model")
+    paths = {name: tmp_path / name for name in ("corpus", "empty", "model")}
+    given = [*SHORT, "--output", str(tmp_path / "run"), *options]
+    with pytest.raises(SystemExit, match=message):
+        retrofit.main([part.format(**paths) for part in given])
+    assert not (tmp_path / "run").exists()
+
+
+def test_several_gpus_are_refused(tmp_path, monkeypatch):
+    """The Trainer would use them all, by DataParallel."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(SystemExit, match=r"^--device cuda: .* CUDA_VISIBLE_DEVICES=0"):
+        retrofit.main([*TINY, "--device", "cuda", "--output", str(tmp_path / "run")])
     assert not (tmp_path / "run").exists()

@@ -17,9 +17,10 @@ from state_tracking_parts import make_solver, make_sweep, read_options
 import deqseq as dq
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "state_tracking.py"
-TINY = ["--d-model", "16", "--d-state", "4", "--headdim", "8", "--batch", "8", "--lengths", "2", "3"]
+TINY = ["--d-model", "16", "--batch", "8", "--lengths", "2", "3"]
 TINY += ["--free-lengths", "3", "5", "--eval-lengths", "4", "8", "--baselines", "1", "--checkpoint-every", "2"]
 TINY += ["--learned", "0"]  # a lesson ends after a few batches
+MAMBA2 = ["--d-state", "4", "--headdim", "8"]
 LLAMA = ["--backbone", "llama", "--heads", "2", "--mlp-width", "16", "--window", "2"]
 MONOID = ["--group", "Z2xM", "--identity-probability", "0.9", "--train-identity-probability", "0", "0.5"]
 SHORTER = ["--steps", "900", "--free-lengths", "10", "12"]  # 424 steps instead of 880
@@ -29,13 +30,14 @@ SWEEPS = ("simultaneous", "sequential", "sliding")
 
 
 def run(output: Path, *options: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(SCRIPT), *TINY, "--output", str(output), *options]
+    command = [sys.executable, str(SCRIPT), *TINY, *MAMBA2, "--output", str(output), *options]
     return subprocess.run(command, capture_output=True, text=True, timeout=600, env=os.environ | {"COLUMNS": "300"})
 
 
 def here(output: Path, *options: str) -> None:
     """The same in this process."""
-    state_tracking.main([*TINY, "--output", str(output), *options])
+    widths = [] if "llama" in options else MAMBA2
+    state_tracking.main([*TINY, *widths, "--output", str(output), *options])
 
 
 def test_state_tracking_writes_table_figure_and_numbers(tmp_path, capsys):
@@ -103,7 +105,7 @@ def weights(folder: Path, model: str = "implicit") -> dict:
 def test_a_killed_run_goes_on_and_ends_as_if_it_had_not_been(tmp_path):
     options = [*BOTH_PHASES, *MONOID]
     assert run(tmp_path / "whole", *options).returncode == 0
-    command = [sys.executable, str(SCRIPT), *TINY, "--output", str(tmp_path / "killed"), *options]
+    command = [sys.executable, str(SCRIPT), *TINY, *MAMBA2, "--output", str(tmp_path / "killed"), *options]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
     while not list((tmp_path / "killed" / "implicit").glob("checkpoint-*")) and time.monotonic() < deadline:
@@ -133,6 +135,9 @@ def test_a_killed_run_goes_on_and_ends_as_if_it_had_not_been(tmp_path):
         (["--eval-lengths"], "--eval-lengths", "at least one"),
         (["--baselines", "0"], "--baselines", "an integer in 1.."),
         (["--group", "Q9"], "--group", "'Q8'"),
+        (["--group", "M", "--generators", "1"], "--generators", "generate M"),
+        (["--group", "M", "--identity-probability", "0.5"], "Options: --identity-probability", "must be 0 for M"),
+        (["--group", "M", "--train-identity-probability", "0.5"], "--train-identity-probability", "must be 0 for M"),
         (["--backbone", "llama", "--heads", "3"], "--heads", "--d-model 16"),
         (["--lengths", "2", "2"], "--lengths", "every value once"),
         (["--free-lengths"], "--free-lengths", "at least one"),
