@@ -190,7 +190,8 @@ class ExitGate(ExitRule):
         """``memory``: the probability that a token has not exited yet, ``(rows, tokens)``."""
         stays = torch.sigmoid(-_wide(self.gate(states))).flatten(1)
         stays = stays if memory is None else memory * stays
-        return (stays <= 1 - self.threshold) & (self.threshold < 1), stays  # a probability can underflow
+        done = stays <= 1 - self.threshold
+        return done & bool(self.threshold < 1), stays  # a probability can underflow
 
 
 def check_exit(rule: ExitRule | None, readout: object) -> None:

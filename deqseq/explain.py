@@ -129,11 +129,11 @@ def explain(outcome: "Outcome", problem: Problem) -> Explanation:
 
 
 def _written(stop: Stop, budget: int) -> str:
-    """A stopping rule with this budget, as a user writes it."""
-    stop = replace(stop, max_steps=budget)
+    """A stopping rule with this budget, as a user writes it; trials have no exit rule."""
     given = {field.name: getattr(stop, field.name) for field in fields(stop)}
-    parts = [f"{field.name}={given[field.name]!r}" for field in fields(stop) if given[field.name] != field.default]
-    return f"Stop({', '.join(parts)})"
+    changed = {field.name: given[field.name] for field in fields(stop) if given[field.name] != field.default}
+    changed = {name: value for name, value in changed.items() if name != "exit"} | {"max_steps": budget}
+    return f"Stop({', '.join(f'{name}={value!r}' for name, value in changed.items())})"
 
 
 def _larger(budget: int) -> int:

@@ -211,13 +211,13 @@ class RowMonitor(Monitor):
 
 
 def on_host(x: Tensor) -> np.ndarray:
-    """A tensor as an array of the host, in one transfer. Those inside torch.func have no memory to share."""
+    """A tensor as an array of the host, in one transfer; inside torch.func its numbers are copied one by one."""
     torch_c: Any = torch._C
     return np.array(x.tolist()) if torch_c._functorch.is_functorch_wrapped_tensor(x) else x.cpu().numpy()
 
 
 def on_device(x: np.ndarray, device: torch.device) -> Tensor:
-    """An array of the host as a tensor."""
+    """An array of the host as a tensor. On a CPU they share their memory, so the array must not be changed later."""
     return torch.from_numpy(x).to(device)
 
 

@@ -98,5 +98,5 @@ class Stop:
         return cls(rtol=0.0, atol=0.0, max_steps=steps, check_every=steps)
 
     def checks(self, step: Any) -> Any:
-        """Whether the residual is measured after evaluation ``step``, counted from 1; also for a tensor of them."""
+        """Whether the residual is measured after evaluation ``step``, counted from 1; also for an array of them."""
         return (step % self.check_every == 0) | (step == self.max_steps)

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 
@@ -256,3 +257,8 @@ def test_a_vocabulary_of_one_token_is_certain():
 def test_a_gate_with_threshold_1_lets_nothing_go_even_if_a_probability_underflows():
     done, _ = dq.ExitGate(lambda states: states[..., :1] + 200, 1.0).step(torch.zeros(2, 3, 4), None, None)
     assert not done.any()
+
+
+def test_a_threshold_may_be_a_number_of_numpy():
+    done, _ = dq.ExitGate(GATE, np.float64(0.5)).step(torch.zeros(2, 3, 4).double(), None, None)
+    assert done.dtype == torch.bool

@@ -203,3 +203,11 @@ def test_the_solver_that_failed_is_not_tried_again():
         finding = solution.explain().findings["no fixed point found"]
         assert str(solver) not in finding
         assert "Broyden" in finding
+
+
+def test_a_remedy_says_the_budget_even_if_it_is_the_default_and_leaves_out_the_exit_rule():
+    """All trials run without that rule."""
+    never = dq.ExitGate(lambda states: states[:, :1] * 0, threshold=1.0)
+    solution = solve(lambda z: 0.93 * z + 1, rtol=1e-3, max_steps=30, exit=never)
+    remedy = solution.explain().remedies["budget"]
+    assert remedy.endswith(f"stop=Stop(max_steps={dq.Stop().max_steps})"), remedy

@@ -62,10 +62,11 @@ def fold_weight_norm(module: nn.Module) -> None:
         trains = any(parameter.requires_grad for parameter in part.parametrizations.parameters())
         with torch.no_grad():
             weight = part.weight.as_subclass(Tensor)
+        hooks = part._load_state_dict_pre_hooks
+        names = {key: getattr(hook, "__qualname__", "") for key, hook in hooks.items()}
+        for key in [key for key, name in names.items() if name.startswith("weight_norm.<locals>")]:
+            del hooks[key]  # torch's, for weights of an older format, cannot be pickled
         del part.parametrizations
-        hooks = part._load_state_dict_pre_hooks  # torch's for weights of an older format cannot be pickled
-        for key in [key for key, hook in hooks.items() if hook.__qualname__.startswith("weight_norm.<locals>")]:
-            del hooks[key]
         part.__class__ = type(part).__bases__[0]
         part.weight = nn.Parameter(weight, requires_grad=trains)
 

@@ -75,7 +75,8 @@ class ExplicitModel(nn.Module):
             value, aux = token_map(self.backbone, need_aux=return_cache or return_uncommitted)(tokens, args)
             cache = advance(self.backbone, args, aux, x.shape[1]) if return_cache else None
         value = padding.back(value)
-        own = Uncommitted(value.detach(), partial(commit, self.backbone, args, aux, x.shape[:2]))
+        states = value.detach()
+        own = Uncommitted(states, partial(commit, self.backbone, args, aux, states))
         return ModelOutput(value, cache, uncommitted=own if return_uncommitted else None)
 
     @property

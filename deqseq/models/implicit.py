@@ -169,7 +169,8 @@ class ImplicitModel(nn.Module):
             )
         solution = padding.restored(solution)
         problem = Problem(config.solver, _asked(config), partial(self._again, x.detach(), mask, cache, config, start))
-        states, commits = solution.value.detach(), partial(commit, self.backbone, args, solution.aux, x.shape[:2])
+        states = solution.value.detach()
+        commits = partial(commit, self.backbone, args, solution.aux, states)
         own = Uncommitted(states, commits) if return_uncommitted else None
         output = ModelOutput(solution.value, after, solution.stats, solution.status, problem, own)
         self._warn_once(output, config)

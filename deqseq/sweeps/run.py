@@ -12,7 +12,7 @@ from deqseq.backbones.base import Backbone, Cache
 from deqseq.config import SolveConfig
 from deqseq.gradients.base import AttachedGradient, Gradient
 from deqseq.gradients.unrolled import Unrolled
-from deqseq.monitor import on_host
+from deqseq.monitor import on_device, on_host
 from deqseq.norms import worst_token
 from deqseq.rows import take
 from deqseq.solution import Solution, SolveStats
@@ -157,7 +157,7 @@ def _slide(
         counts = monitor.commit(end.fz, proposal, end.evaluations)
         low, high = int(counts.min()), int(counts.max())
         if high and (need_cache or monitor.active_rows):  # 0: a solver of another library has ended early
-            each = None if low == high else torch.from_numpy(counts).to(z0.device)
+            each = None if low == high else on_device(counts, z0.device)
             args = args._replace(cache=advance(backbone, window, end.aux, high, each))
         if (keep := monitor.stand(remove=not need_cache)) is not None:
             args, state = args._replace(cache=take(args.cache, keep)), take(state, keep)

@@ -104,12 +104,14 @@ class Uncommitted:
     commit: Callable[[Counts], Cache]
 
 
-def commit(backbone: Backbone[Any], args: TokenArgs, aux: Any, shape: torch.Size, counts: Counts) -> Cache:
-    """The ``commit`` of :class:`Uncommitted`, for an evaluation of so many rows and tokens."""
+def commit(backbone: Backbone[Any], args: TokenArgs, aux: Any, states: Sequence, counts: Counts) -> Cache:
+    """The ``commit`` of :class:`Uncommitted`, for an evaluation that gave these states."""
     check_type("counts", counts, Tensor)
-    if counts.dtype != torch.int64 or counts.shape != shape[:1]:
-        raise ValueError(f"counts must be int64 of shape {shape[:1]}, got {counts.dtype} {tuple(counts.shape)}")
-    most = shape[1] if args.mask is None else args.mask.sum(dim=1)
+    (rows, length), device = states.shape[:2], states.device
+    if counts.dtype != torch.int64 or counts.shape != (rows,) or counts.device != device:
+        got = f"{counts.dtype} {tuple(counts.shape)} on {counts.device}"
+        raise ValueError(f"counts must be int64 of shape ({rows},) on {device}, got {got}")
+    most = length if args.mask is None else args.mask.sum(dim=1)
     low, high, left = torch.stack([counts.min(), counts.max(), (most - counts).min()]).tolist()  # one transfer
     if low < 0 or high < 1 or left < 0:
         most = most if args.mask is None else args.mask.sum(dim=1).tolist()

@@ -3,6 +3,7 @@
 import copy
 import pickle
 import threading
+from functools import partial
 from typing import Any
 
 import pytest
@@ -182,3 +183,14 @@ def test_a_folded_module_can_be_pickled():
     fold_weight_norm(backbone)
     loaded = pickle.loads(pickle.dumps(backbone))
     assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), backbone.parameters(), strict=True))
+
+
+def test_hooks_of_the_user_survive_folding():
+    """They may be any callable, without a name."""
+    layer = nn.Linear(2, 3)
+    called = []
+    layer.register_load_state_dict_pre_hook(partial(lambda *_: called.append(1)))
+    apply_weight_norm(layer)
+    fold_weight_norm(layer)
+    layer.load_state_dict(layer.state_dict())
+    assert called == [1]

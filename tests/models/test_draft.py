@@ -268,7 +268,9 @@ def test_only_tokens_solved_together_stay_uncommitted(sweep):
         dq.ImplicitModel(affine())(embedded(), sweep=sweep, return_uncommitted=True)
 
 
-@pytest.mark.parametrize("counts", [[0, 0], [1, 8], [-1, 2], [1], [1.0, 2.0], 3], ids=str)
+@pytest.mark.parametrize(
+    "counts", [[0, 0], [1, 8], [-1, 2], [1], [1.0, 2.0], 3, torch.zeros(2, dtype=torch.int64, device="meta")], ids=str
+)
 @pytest.mark.parametrize("name", ["Affine", "Explicit"])
 def test_counts_that_cannot_be_committed_are_refused(name, counts):
     output = MAKE[name]().double()(embedded(2, 7), return_uncommitted=True)
