@@ -138,6 +138,11 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 
+def plain_number(value: Real) -> int | float:
+    """A number as JSON knows it, from one of NumPy's, say."""
+    return int(value) if isinstance(value, Integral) else float(value)
+
+
 def _check_number(name: str, value: Any, kind: type, wanted: str, inside: Any) -> None:
     if isinstance(value, bool | Fraction) or not isinstance(value, kind):  # torch takes no fractions
         raise TypeError(f"{name} must be {wanted}, got {_shown(value)}")

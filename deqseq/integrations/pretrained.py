@@ -117,16 +117,17 @@ def _check_solves(implicit: bool, solves: Mapping[str, SolveConfig | None], weig
     check_flag("implicit", implicit)
     for name, solve in solves.items():
         check_type(name, solve, (SolveConfig, type(None)), "dq.SolveConfig(start='input')")
-        if solve is not None and solve.start != "input":
-            raise ValueError(
-                f"{name}.start must be 'input', got {solve.start!r}: the new injection is zero, and from zero the "
-                "output would not depend on the tokens"
-            )
     if weight_norm is not None:
         check_flag("weight_norm", weight_norm)
     given = [name for name, value in {**solves, "weight_norm": weight_norm}.items() if value]
     if given and not implicit:
         raise ValueError(f"leave out {', '.join(given)}, or give implicit=True: an explicit model runs as it is")
+    for name, solve in solves.items():
+        if solve is not None and solve.start != "input":
+            raise ValueError(
+                f"{name}.start must be 'input', got {solve.start!r}: the new injection is zero, and from zero the "
+                "output would not depend on the tokens"
+            )
 
 
 def _translated(source: Source, state: Mapping[str, Tensor], spec: LanguageModelSpec) -> dict[str, Tensor]:

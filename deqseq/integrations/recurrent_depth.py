@@ -117,7 +117,8 @@ def _files(folder_or_name: str | PathLike[str], revision: str | None) -> tuple[d
     """The configuration and the tensors, from a folder or from the hub; nothing but JSON and safetensors is read."""
     folder = Path(folder_or_name)
     if not folder.is_dir():
-        if folder.is_absolute() or not isinstance(folder_or_name, str):
+        name = str(folder_or_name)
+        if folder.is_absolute() or not isinstance(folder_or_name, str) or name[:1] in (".", "~") or name.count("/") > 1:
             raise FileNotFoundError(f"folder_or_name: there is no folder {folder}; a name on the hub is 'owner/model'")
         folder = Path(_downloaded(folder_or_name, revision))
     config = folder / "config.json"

@@ -29,7 +29,7 @@ class Fields:
     """
 
     def __init__(self, content: Mapping[str, Any], where: str) -> None:
-        check_type(f"{where}config", content, Mapping, "json.loads(Path('config.json').read_text())")
+        check_type(where.removesuffix(": "), content, Mapping)
         self._content, self._where = content, where
         self._known: set[str] = set()
 

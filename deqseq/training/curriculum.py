@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from numbers import Integral, Real
 from typing import Any, Literal, get_args
 
-from deqseq.check import check_choice, check_type
+from deqseq.check import check_choice, check_type, plain_number
 from deqseq.training.phase import Phase
 
 Unit = Literal["fraction", "steps", "tokens"]
@@ -173,8 +173,8 @@ def _described(value: object, where: str) -> Any:
     """A phase or one of its parts as JSON."""
     if value is None or isinstance(value, bool | str):
         return value
-    if isinstance(value, Real):  # NumPy's too, which JSON does not know
-        return int(value) if isinstance(value, Integral) else float(value)
+    if isinstance(value, Real):
+        return plain_number(value)
     if is_dataclass(value) and not isinstance(value, type):
         parts = {field.name: _described(getattr(value, field.name), f"{where}.{field.name}") for field in fields(value)}
         return {"class": type(value).__name__, **parts}

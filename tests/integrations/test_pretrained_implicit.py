@@ -148,6 +148,7 @@ def test_a_start_at_zero_is_refused(name):
         ({"implicit": True, "eval_solve": {}}, TypeError, r"^eval_solve must be .*start='input'"),
         ({"implicit": True, "weight_norm": "no"}, TypeError, "^weight_norm must be True or False"),
         ({"implicit": False, "eval_solve": FROM_INPUT}, ValueError, "^leave out eval_solve, or give implicit=True"),
+        ({"implicit": False, "solve": dq.SolveConfig()}, ValueError, "^leave out solve, or give implicit=True"),
         ({"implicit": False, "solve": FROM_INPUT, "weight_norm": True}, ValueError, "^leave out solve, weight_norm"),
     ],
 )

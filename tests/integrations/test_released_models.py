@@ -283,7 +283,7 @@ def test_what_is_not_computed_here_is_refused(name, changes, words):
 
 
 def test_a_missing_folder_is_no_name_on_the_hub(tmp_path):
-    for folder in (str(tmp_path / "none"), Path("none")):
+    for folder in (str(tmp_path / "none"), Path("none"), "./none", "no/such/folder"):
         with pytest.raises(FileNotFoundError, match="folder_or_name: there is no folder"):
             from_pretrained(folder)
 

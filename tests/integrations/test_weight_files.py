@@ -34,6 +34,12 @@ def test_a_file_that_cannot_be_read_is_named(folder):
     shard.unlink()
     with pytest.raises(FileNotFoundError, match=r"model-b\.safetensors"):
         tensors_in(folder)
-    (folder / "model.safetensors.index.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"index\.json: 'weight_map' is missing"):
+
+
+@pytest.mark.parametrize(
+    "index", ["{}", "[]", '{"weight_map": null}', '{"weight_map": {"a": 3}}', '{"weight_map": {"a"']
+)
+def test_an_index_that_names_no_files_is_named(folder, index):
+    (folder / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json (must have a weight_map|is no JSON)"):
         tensors_in(folder)

@@ -41,7 +41,7 @@ def check_keywords(given: Mapping[str, Any]) -> None:
 
 
 def check_inputs(input_ids: object, inputs_embeds: object, **others: object) -> None:
-    """Refuse what is no tensor, and tokens of another number of dimensions."""
+    """Refuse what is no tensor, and ids or embeddings with the wrong number of dimensions."""
     for name, value in {"input_ids": input_ids, "inputs_embeds": inputs_embeds, **others}.items():
         check_type(name, value, (Tensor, type(None)), "torch.tensor([[1, 2, 3]])")
     for name, value, shape in (("input_ids", input_ids, _IDS), ("inputs_embeds", inputs_embeds, _EMBEDDED)):

@@ -26,7 +26,7 @@ FROM_TRANSFORMERS = (
 an underscore."""
 
 DEFAULTS = {"initializer_range", "max_position_embeddings"}
-"""Fields that a finished model has, but does not depend on."""
+"""Fields that may be given although the model has its own: they change nothing that it computes."""
 
 CODE = "deqseq_models"
 """The module beside a saved configuration from which transformers loads our classes."""

@@ -30,8 +30,8 @@ def preset_config(name: str, **fields: Any) -> ImplicitMamba2Config | ImplicitLl
 
     Args:
         name: a key of :data:`deqseq.PRESETS`.
-        **fields: fields to replace, as in ``AutoConfig.from_pretrained``. Those that follow from others, such as
-            ``head_dim`` from ``num_attention_heads``, follow from these.
+        **fields: fields to replace, as in ``AutoConfig.from_pretrained``. Sizes left to their defaults, such as
+            ``head_dim``, are computed from the given ones.
 
     Returns:
         The configuration. Those of language models have the end-of-text token of the GPT-NeoX tokenizer, 0, which
@@ -172,9 +172,8 @@ def _config_of(lm: CausalLM, **fields: Any) -> ImplicitMamba2Config | ImplicitLl
         raise TypeError(f"the backbone must be a Mamba2 or a Llama, got {type(backbone).__name__}")
     if isinstance(core, ImplicitModel) != backbone.config.injection:
         raise TypeError(
-            "to become one of transformers, the backbone of an implicit model must have injection=True, which Ouro's "
-            f"has not, and that of an explicit model injection=False, got {type(core).__name__} with injection="
-            f"{backbone.config.injection}"
+            "an implicit model must have a backbone with injection=True (Ouro's has none), an explicit one with "
+            f"injection=False, got {type(core).__name__} with injection={backbone.config.injection}"
         )
     solves = (core.solve, core.eval_solve) if isinstance(core, ImplicitModel) else (None, None)
     sizes = {"tied": lm.head is None, **shared}

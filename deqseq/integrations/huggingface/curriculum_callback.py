@@ -10,7 +10,6 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_callback import ExportableState
 
 from deqseq.check import check_type
-from deqseq.config import SolveConfig
 from deqseq.integrations.huggingface.blocks import checkpointed
 from deqseq.integrations.huggingface.objects import Json, from_json, to_json
 from deqseq.integrations.huggingface.pretrained_model import ImplicitPreTrainedModel
@@ -35,7 +34,7 @@ class CurriculumCallback(TrainerCallback, ExportableState):
             ``restore_callback_states_from_checkpoint=True``. The checkpoint's curriculum then replaces the given one.
 
     Raises:
-        TypeError: a solver, gradient or sweep that a configuration cannot name.
+        TypeError: a solver, gradient or sweep that a configuration cannot name; JSON with another type.
         ValueError: JSON with a missing field, an unknown name or a number out of its range.
 
     Example:
@@ -122,9 +121,8 @@ def _implicit(model: nn.Module) -> list[ImplicitModel]:
 
 def _to_json(curriculum: Curriculum) -> Json:
     phases = [
-        vars(phase)
-        | {name: to_json(value) for name, value in vars(phase).items() if isinstance(value, SolveConfig)}
-        | {"depth": phase.depth and asdict(phase.depth)}
+        {name: to_json(value) for name, value in vars(phase).items() if name != "depth"}
+        | {"depth": phase.depth and {name: to_json(value) for name, value in asdict(phase.depth).items()}}
         for phase in curriculum.phases
     ]
     return {"unit": curriculum.unit, "phases": phases}

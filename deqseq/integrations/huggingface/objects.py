@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
+from numbers import Real
 from typing import Any, Literal
 
 from deqseq.backbones import LlamaConfig, Mamba2Config
-from deqseq.check import check_known
+from deqseq.check import check_known, plain_number
 from deqseq.config import RandomStart, SolveConfig
 from deqseq.exits import ExitRule, LogitKL, Margin, StableArgmax
 from deqseq.gradients import Gradient, Implicit, OneStep, Phantom, Reversible, Unrolled
@@ -57,8 +58,10 @@ def to_json(value: object) -> Any:
         >>> to_json(Relaxed(0.8))
         {'name': 'Relaxed', 'damping': 0.8}
     """
-    if value is None or isinstance(value, bool | int | float | str):
+    if value is None or isinstance(value, bool | str):
         return value
+    if isinstance(value, Real):
+        return plain_number(value)
     if isinstance(value, tuple):
         return [to_json(part) for part in value]
     classes = next((classes for classes in CLASSES.values() if type(value) in classes), None)
