@@ -92,6 +92,10 @@ class Options:
             raise ValueError("name a MODEL, or give --quick")
         if self.models and not asks:
             raise ValueError("name tasks (--tasks) or texts to ask about (--cloze, --choice)")
+        written = Path(self.output, "tasks").resolve()
+        for path in (*self.include, *self.cloze, *self.choice):
+            if Path(path).resolve().is_relative_to(written):
+                raise ValueError(f"--output {self.output} is cleared first, and {path} lies in it: name another folder")
 
 
 def read_options(arguments: list[str]) -> Options:

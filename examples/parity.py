@@ -74,7 +74,7 @@ def main(steps: int = 400, lengths: tuple[int, ...] = (16, 32, 64, 128), seed: i
             raise SystemExit(f"--{name} must be in {least}..{most}, got {', '.join(map(str, values))}")
     folder = Path(output)
     if not output or any(path.is_file() for path in (folder, *folder.parents, folder / "results.json")):
-        raise SystemExit(f"--output must be a folder that holds no results.json of another run, got {output!r}")
+        raise SystemExit(f"--output {output!r} is no folder, or holds another run's results.json: name a new one")
     folder.mkdir(parents=True, exist_ok=True)
     task, lm = WordProblem(cyclic(2)), build(seed)
     history = train(lm, task, steps, seed)

@@ -57,8 +57,8 @@ class Settings:
         clip: largest gradient norm.
         checkpoint_every: updates between checkpoints.
         seed: of the random numbers in training, as for dropout: they depend on seed, update and process alone.
-        compile: the blocks. ``"auto"``: after 20 updates, if those that are left would take more than an hour. A run
-            that goes on from a checkpoint does as it did before, but for ``"never"``.
+        compile: the blocks. ``"auto"``: after 20 updates, if those that are left would take more than an hour. A
+            resumed run stays compiled if it was, unless this is ``"never"``.
     """
 
     steps: int

@@ -36,6 +36,7 @@ def train(trainer: Trainer, folder: Path) -> None:
     trainer._load_from_checkpoint(str(newest))
     trainer.state.global_step = trainer.state.max_steps = steps
     trainer.callback_handler.on_train_begin(trainer.args, trainer.state, trainer.control)  # enters the last phase
+    trainer.callback_handler.on_train_end(trainer.args, trainer.state, trainer.control)
 
 
 def newest_checkpoint(folder: Path) -> Path | None:

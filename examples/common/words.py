@@ -106,7 +106,7 @@ class WordOptions:
 
 
 def claim(script: str, options: WordOptions, folder: str, *more: str) -> Path:
-    """Make or enter the folder of the results, in which the script writes ``more`` files than others do."""
+    """Make or enter the folder of the results; ``more`` are the files that this script alone writes."""
     runs = [f"{run}/{file}" for run in ("implicit", "explicit-*-block*") for file in (*FILES, "curve.jsonl")]
     writes = [*runs, "results.json", "table.md", f"{script}.png", "log.txt", *more]
     free = ("output", "device", "checkpoint_every", "quick", "fresh")  # may change when a run is continued

@@ -264,3 +264,11 @@ def test_a_missing_lm_eval_is_named_with_its_extra(monkeypatch):
     monkeypatch.delitem(sys.modules, "deqseq.integrations.lm_eval", raising=False)
     with pytest.raises(SystemExit, match=r'pip install "deqseq\[eval\]"'):
         script().main(["model", "--tasks", "piqa"])
+
+
+@pytest.mark.parametrize("option", ["--include", "--cloze", "--choice"])
+def test_what_is_read_is_not_cleared_first(tmp_path, capsys, option):
+    (tmp_path / "tasks").mkdir()
+    with pytest.raises(SystemExit):
+        script().read_options(["model", "--tasks", "own", option, str(tmp_path / "tasks"), "--output", str(tmp_path)])
+    assert "name another folder" in capsys.readouterr().err

@@ -25,7 +25,7 @@ def test_a_tiny_run(tmp_path):
     assert "train: 100%" in done.stderr
     every = all(row["converged"] == 1 for row in rows)
     again = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert "--output must be a folder that holds no results.json" in again.stderr
+    assert "holds another run's results.json: name a new one" in again.stderr
     assert "Traceback" not in again.stderr
     assert json.loads((tmp_path / "out" / "results.json").read_text()) == rows
     assert done.stdout.splitlines()[-1].startswith("every row converged" if every else "not every row converged")
