@@ -129,7 +129,7 @@ def main() -> None:
             progress.to(len(found))
             print(line(record), flush=True)
             if options.json is not None:
-                rows = merged(rows, record | {"machine": machine()})
+                rows = merged(rows, record | {"machine": machine(threads=1)})
                 write_json(options.json, rows)
     progress.close()
 

@@ -189,8 +189,8 @@ def judge(goal: str | None, ours: float, ratio: float | None) -> bool | None:
     return bool({"<=": operator.le, "==": operator.eq, ">=": operator.ge}[comparison](value, float(limit)))
 
 
-def machine() -> str:
-    """The processor, threads, load by others and versions that the numbers belong to."""
+def machine(threads: int | None = None) -> str:
+    """The processor, threads (default: this process's), load and versions that the numbers belong to."""
     model = platform.processor() or platform.machine()
     if Path("/proc/cpuinfo").exists():
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -200,8 +200,8 @@ def machine() -> str:
     except PackageNotFoundError:
         torchdeq = ""
     python = platform.python_version()
-    threads = f"{os.cpu_count()} cores, {torch.get_num_threads()} threads, load {os.getloadavg()[0]:.1f}"
-    return f"{model}, {threads}, torch {torch.__version__}{torchdeq}, Python {python}"
+    cores = f"{os.cpu_count()} cores, {threads or torch.get_num_threads()} threads, load {os.getloadavg()[0]:.1f}"
+    return f"{model}, {cores}, torch {torch.__version__}{torchdeq}, Python {python}"
 
 
 def command_line(description: str) -> argparse.ArgumentParser:
