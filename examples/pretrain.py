@@ -158,7 +158,7 @@ def main(arguments: list[str]) -> None:
         with opt.naming(f"--corpus {options.corpus}" + f", --held-out {options.held_out}" * bool(options.held_out)):
             held_out, subset, field = options.held_out, options.subset, options.text_field
             corpus = load_corpus(options.corpus, held_out=held_out, subset=subset, field=field)
-        with opt.naming(f"--tokenizer {options.tokenizer}"):
+        with opt.naming("--tokenizer"):
             if options.tokenizer != "bpe":
                 load_tokenizer(options.tokenizer)
     output = Path(options.output)

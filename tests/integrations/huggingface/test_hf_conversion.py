@@ -46,6 +46,7 @@ def test_an_injection_that_loading_would_not_build_as_it_is_is_refused(implicit)
     backbone = dq.Llama(dq.LlamaConfig(d_model=16, n_heads=2, injection=not implicit))
     model = dq.ImplicitModel(backbone, dq.SolveConfig(start="input")) if implicit else dq.ExplicitModel(backbone)
     with pytest.raises(
-        TypeError, match=rf"must have injection=True.* got {type(model).__name__} with injection={not implicit}"
+        TypeError,
+        match=rf"must have a backbone with injection=True.* got {type(model).__name__} with injection={not implicit}",
     ):
         from_causal_lm(dq.CausalLM(10, model))
