@@ -1,6 +1,5 @@
 """What a solve returns: failure is data, and can be raised."""
 
-from abc import ABC
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, TypeVar
@@ -95,7 +94,7 @@ Self = TypeVar("Self", bound="Outcome")  # beartype knows typing.Self in decorat
 SOLVE = "the fixed-point solve"
 
 
-class Outcome(ABC):
+class Outcome:
     """What solutions and model outputs have in common: a status per row, and the numbers of the solve.
 
     Example:

@@ -181,9 +181,9 @@ class SolvedLM(HFLM):
     def _model_generate(self, context: torch.Tensor, max_length: int, stop: list[str], **kwargs: Any) -> torch.Tensor:
         kwargs |= {"return_dict_in_generate": True, **self._options()}
         output: Any = super()._model_generate(context, max_length, stop, **kwargs)
-        if isinstance(output.past_key_values, ImplicitCache):
+        if isinstance(output.cache, ImplicitCache):
             ends, mask = self._ends(output.sequences[:, context.shape[1] :], stop), kwargs["attention_mask"].bool()
-            for known, solve in enumerate(output.past_key_values.solves):
+            for known, solve in enumerate(output.cache.solves):
                 if len(solve.status) != len(ends):  # beams, which end together
                     self.tally.add(solve.stats, solve.status)
                     continue

@@ -118,13 +118,12 @@ def test_padded_batches(make, side):
 @torch.no_grad()
 def test_cached_decoding(make):
     ours, theirs = make()
-    cached = "cache_params" if make is mamba2 else "past_key_values"
     mine = ours(IDS[:, :15], return_cache=True)
     other = theirs(IDS[:, :15], use_cache=True)
     for t in range(15, 21):
         close(mine.logits[:, -1], other.logits[:, -1])
         mine = ours(IDS[:, t : t + 1], cache=mine.cache, return_cache=True)
-        other = theirs(IDS[:, t : t + 1], use_cache=True, **{cached: getattr(other, cached)})
+        other = theirs(IDS[:, t : t + 1], use_cache=True, cache=other.cache)
     close(mine.logits[:, -1], other.logits[:, -1])
 
 
@@ -133,13 +132,12 @@ def test_cached_decoding(make):
 def test_cached_decoding_of_a_left_padded_batch(make):
     ours, theirs = make()
     mask = (torch.arange(21) < torch.tensor([21, 15, 18])[:, None]).flip(1)
-    cached = "cache_params" if make is mamba2 else "past_key_values"
     mine = ours(IDS[:, :15], mask=mask[:, :15], return_cache=True)
     other = theirs(IDS[:, :15], attention_mask=mask[:, :15].long(), use_cache=True, **positions(make, mask, 0, 15))
     for t in range(15, 21):
         mine = ours(IDS[:, t : t + 1], cache=mine.cache, return_cache=True)
         known = mask[:, t : t + 1] if make is mamba2 else mask[:, : t + 1]
-        options = {cached: getattr(other, cached), "attention_mask": known.long()} | positions(make, mask, t, t + 1)
+        options = {"cache": other.cache, "attention_mask": known.long()} | positions(make, mask, t, t + 1)
         other = theirs(IDS[:, t : t + 1], use_cache=True, **options)
         close(mine.logits[:, -1], other.logits[:, -1])
 

@@ -5,9 +5,9 @@ try:
 except ImportError as error:
     raise ImportError('deqseq.integrations.huggingface needs transformers: pip install "deqseq[hf]"') from error
 
-if int(transformers.__version__.partition(".")[0]) < 5:
+if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 24):  # which named the cache anew
     raise ImportError(
-        f"deqseq.integrations.huggingface needs transformers 5 or newer, found {transformers.__version__}: "
+        f"deqseq.integrations.huggingface needs transformers 5.24 or newer, found {transformers.__version__}: "
         'pip install --upgrade "deqseq[hf]"'
     )
 

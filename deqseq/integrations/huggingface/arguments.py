@@ -21,11 +21,12 @@ _ATTENTION = "no attention weights are computed"
 _PACKED = "packed sequences are not supported: pad the rows instead (TRL: packing=False, padding_free=False)"
 _REFUSED = {
     "output_attentions": _ATTENTION,
+    "past_key_values": "transformers 5.24 and this library call it cache",
     **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"), _PACKED),
 }
 _IDS = ("batch", "length")
 _EMBEDDED = (*_IDS, "hidden_size")
-_TAKEN = ("input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "labels", "use_cache")
+_TAKEN = ("input_ids", "attention_mask", "position_ids", "cache", "inputs_embeds", "labels", "use_cache")
 _TAKEN += ("shift_labels", "logits_to_keep", "output_hidden_states", "return_dict", "solve")
 
 
@@ -73,12 +74,12 @@ def check_cache(cache: object, rows: int) -> None:
     """Refuse the cache of another library, or of another number of rows."""
     if not isinstance(cache, ImplicitCache):
         raise TypeError(
-            f"past_key_values must be an ImplicitCache, got {type(cache).__name__}: leave it out, or give "
+            f"cache must be an ImplicitCache, got {type(cache).__name__}: leave it out, or give "
             "deqseq.integrations.huggingface.ImplicitCache()"
         )
     if cache.batch_size not in (-1, rows):
         raise ValueError(
-            f"past_key_values has {cache.batch_size} rows and the input has {rows}: repeat its rows with "
+            f"cache has {cache.batch_size} rows and the input has {rows}: repeat its rows with "
             "cache.batch_repeat_interleave(n), or choose some with cache.batch_select_indices(rows)"
         )
 

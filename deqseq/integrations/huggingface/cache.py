@@ -87,6 +87,11 @@ class ImplicitCache(TransformersCache):
         return self.value is not None
 
     @property
+    def is_linear(self) -> list[bool]:
+        """``[False]``: the length is known, so transformers passes the tokens that come after it."""
+        return [False]
+
+    @property
     def is_croppable(self) -> bool:
         """False: the state of a recurrent backbone does not contain earlier states."""
         return False

@@ -71,7 +71,7 @@ class ImplicitConfig(PreTrainedConfig):
         StrictDataclassError: a field of the wrong type, or numbers that do not fit together.
     """
 
-    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "stats", "status"]
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["cache", "stats", "status"]
 
     vocab_size: int = 50277
     hidden_size: int = 768

@@ -137,7 +137,7 @@ class DecoderBackbone(Backbone[LlamaCache]):
             given = {
                 "attention_mask": masks[kind],
                 "position_embeddings": tables[kind if kind in tables else None],
-                "past_key_values": cache,
+                "cache": cache,
                 "layer_past": cache,
             }
             z = layer(z, *(given.get(name) for name in self._arguments))
@@ -205,7 +205,7 @@ class _LayerCache:
     def __init__(self, past: Past | None) -> None:
         self.past = past
 
-    def update(self, keys: Tensor, values: Tensor, layer_idx: int, cache_kwargs: Any = None) -> tuple[Tensor, Tensor]:
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int, **_: Any) -> tuple[Tensor, Tensor]:
         """All keys and values so far; called again when a checkpointed layer is computed again."""
         self.own = KeyValues(keys, values)
         return self.own if self.past is None else self.past.joined(self.own)

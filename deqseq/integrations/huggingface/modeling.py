@@ -58,8 +58,8 @@ class ImplicitBaseModel(ImplicitPreTrainedModel):
         >>> from deqseq.integrations.huggingface import ImplicitMamba2Config, ImplicitMamba2Model
         >>> config = ImplicitMamba2Config(vocab_size=9, hidden_size=16, head_dim=8, num_hidden_layers=1)
         >>> model = ImplicitMamba2Model(config).eval()
-        >>> cache = model(torch.tensor([[1, 2]])).past_key_values
-        >>> model(torch.tensor([[3]]), past_key_values=cache).last_hidden_state.shape, cache.length
+        >>> cache = model(torch.tensor([[1, 2]])).cache
+        >>> model(torch.tensor([[3]]), cache=cache).last_hidden_state.shape, cache.length
         (torch.Size([1, 1, 16]), 3)
     """
 
@@ -79,7 +79,7 @@ class ImplicitBaseModel(ImplicitPreTrainedModel):
         input_ids: Shaped[Tensor, "..."] | None = None,
         attention_mask: Shaped[Tensor, "..."] | None = None,
         position_ids: Int64[Tensor, "..."] | None = None,
-        past_key_values: Any = None,
+        cache: Any = None,
         inputs_embeds: Float[Tensor, "..."] | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
@@ -94,11 +94,11 @@ class ImplicitBaseModel(ImplicitPreTrainedModel):
             attention_mask: 0 at padding, on either side of a row, ``(batch, committed + length)``, where committed
                 counts the tokens of the cache. Default: no padding.
             position_ids: the model's own and no others, ``(batch, length)``: real tokens counted from 0.
-            past_key_values: an :class:`ImplicitCache`, which is advanced by these tokens. Default: there were no tokens
+            cache: an :class:`ImplicitCache`, which is advanced by these tokens. Default: there were no tokens
                 before.
             inputs_embeds: embedded tokens ``(batch, length, hidden_size)``, as ``embed_tokens`` gives them, instead of
                 ``input_ids``.
-            use_cache: whether to advance ``past_key_values``, or a new cache. Default: as in the configuration, but in
+            use_cache: whether to advance ``cache``, or a new cache. Default: as in the configuration, but in
                 training only if a cache is given.
             output_hidden_states: whether ``hidden_states`` are returned: the embedded tokens and the fixed point; of an
                 explicit model the embedded tokens and the state after each block.
@@ -122,8 +122,8 @@ class ImplicitBaseModel(ImplicitPreTrainedModel):
         x = F.dropout(x, self.config.embedding_dropout, self.training)
         batch, length = x.shape[:2]
         if use_cache is None:
-            use_cache = past_key_values is not None or (self.config.use_cache and not self.training)
-        cache = ImplicitCache() if past_key_values is None else past_key_values
+            use_cache = cache is not None or (self.config.use_cache and not self.training)
+        cache = ImplicitCache() if cache is None else cache
         check_cache(cache, batch)
         mask, committed = joined_mask(attention_mask, batch, length, cache), cache.length
         check_positions(position_ids, mask, committed, (batch, length))
@@ -139,7 +139,7 @@ class ImplicitBaseModel(ImplicitPreTrainedModel):
         inner = [Padding.of(x, new).back(state) for state in between[:-1]]  # the final norm follows the last one
         solved = ImplicitModelOutput(
             last_hidden_state=output.value,
-            past_key_values=cache if use_cache else None,
+            cache=cache if use_cache else None,
             hidden_states=(x, *inner, output.value) if want_states else None,
             stats=output.stats,
             status=output.status,

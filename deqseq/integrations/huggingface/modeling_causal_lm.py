@@ -43,7 +43,7 @@ class ImplicitCausalLM(ImplicitPreTrainedModel, GenerationMixin):
         >>> options = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True}
         >>> solve = {"sweep": "Sequential", "solver": {"name": "Relaxed", "damping": 0.5}, "stop": {"rtol": 0.1}}
         >>> output = model.generate(prompt, solve=solve, **options)
-        >>> [solve.stats.iterations.shape for solve in output.past_key_values.solves][:2]     # prompt, then each token
+        >>> [solve.stats.iterations.shape for solve in output.cache.solves][:2]     # prompt, then each token
         [torch.Size([1, 3]), torch.Size([1])]
     """
 
@@ -62,7 +62,7 @@ class ImplicitCausalLM(ImplicitPreTrainedModel, GenerationMixin):
         input_ids: Shaped[Tensor, "..."] | None = None,
         attention_mask: Shaped[Tensor, "..."] | None = None,
         position_ids: Int64[Tensor, "..."] | None = None,
-        past_key_values: Any = None,
+        cache: Any = None,
         inputs_embeds: Float[Tensor, "..."] | None = None,
         labels: Int64[Tensor, "..."] | None = None,
         use_cache: bool | None = None,
@@ -78,7 +78,7 @@ class ImplicitCausalLM(ImplicitPreTrainedModel, GenerationMixin):
             attention_mask: 0 at padding, on either side of a row, ``(batch, committed + length)``, where committed
                 counts the tokens of the cache. Default: no padding.
             position_ids: the model's own and no others, ``(batch, length)``.
-            past_key_values: an :class:`ImplicitCache`, which is advanced by these tokens.
+            cache: an :class:`ImplicitCache`, which is advanced by these tokens.
             inputs_embeds: embedded tokens ``(batch, length, hidden_size)``, instead of ``input_ids``.
             labels: ``(batch, length)``; the one at ``t`` is the answer at ``t - 1``. Those that are -100 are left out
                 of the loss; padding is not, as in transformers, so its labels must be -100.
@@ -107,7 +107,7 @@ class ImplicitCausalLM(ImplicitPreTrainedModel, GenerationMixin):
             raise ValueError("labels need the logits of all positions: leave out logits_to_keep")
         if isinstance(logits_to_keep, int) and logits_to_keep < 0:
             raise ValueError(f"logits_to_keep must be an integer >= 0 or positions, got {logits_to_keep}")
-        inputs = (input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache)
+        inputs = (input_ids, attention_mask, position_ids, cache, inputs_embeds, use_cache)
         output = self.model(*inputs, solve=solve, head=self._logits, **kwargs | {"return_dict": True})
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits, loss = self._logits(output.last_hidden_state[:, kept]), None
@@ -133,7 +133,7 @@ class ImplicitCausalLM(ImplicitPreTrainedModel, GenerationMixin):
         also be a field of the generation configuration, and is then saved with it; fields of the keyword come first,
         then those of the generation configuration, then the model's own. ``sweep`` is that of the prompts; without it,
         they are solved by the model's own, but ``Sliding(16)`` instead of ``Simultaneous()`` if the stopping rule tests
-        each token, and ``Simultaneous()`` with an exit rule. How each solve went is in ``past_key_values.solves`` of
+        each token, and ``Simultaneous()`` with an exit rule. How each solve went is in ``cache.solves`` of
         ``return_dict_in_generate=True``.
 
         Args:
@@ -155,7 +155,7 @@ class ImplicitCausalLM(ImplicitPreTrainedModel, GenerationMixin):
     def prepare_inputs_for_generation(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         input_ids: Tensor,
-        past_key_values: Any = None,
+        cache: Any = None,
         attention_mask: Tensor | None = None,
         inputs_embeds: Tensor | None = None,  # transformers looks for this name before it takes embedded prompts
         is_first_iteration: bool = False,
@@ -167,10 +167,10 @@ class ImplicitCausalLM(ImplicitPreTrainedModel, GenerationMixin):
                 "prompts must be padded on the left, but a row ends in padding, after which nothing can be predicted: "
                 "set padding_side='left' in the tokenizer"
             )
-        kwargs |= {"past_key_values": past_key_values, "attention_mask": attention_mask, "inputs_embeds": inputs_embeds}
+        kwargs |= {"cache": cache, "attention_mask": attention_mask, "inputs_embeds": inputs_embeds}
         theirs: Any = super()
         prepared = theirs.prepare_inputs_for_generation(input_ids, is_first_iteration=is_first_iteration, **kwargs)
-        going = past_key_values is not None and not is_first_iteration and "solve" in prepared
+        going = cache is not None and not is_first_iteration and "solve" in prepared
         if going and not isinstance(prepared["solve"].sweep, Lockstep):  # whose caches go on with it alone
             prepared["solve"] = replace(prepared["solve"], sweep=Simultaneous())  # a token has nothing to sweep over
         return prepared
@@ -203,12 +203,12 @@ class ImplicitCausalLM(ImplicitPreTrainedModel, GenerationMixin):
         batch_size: int,
         *_: Any,
     ) -> None:
-        """An :class:`ImplicitCache`, for every model type under the name ``past_key_values``."""
+        """An :class:`ImplicitCache`, instead of the cache of transformers."""
         if generation_config.cache_implementation not in (None, "dynamic"):
             raise ValueError(
                 f"cache_implementation {generation_config.cache_implementation!r} is not available: leave it out"
             )
-        cache, mask = model_kwargs.get("past_key_values"), model_kwargs.get("attention_mask")
+        cache, mask = model_kwargs.get("cache"), model_kwargs.get("attention_mask")
         if generation_config.prefill_chunk_size is not None and mask is not None:
             longest = int((mask == 0).sum(dim=1).max())  # of each row the first chunk needs a token
             generation_config.prefill_chunk_size = max(generation_config.prefill_chunk_size, longest + 1)
@@ -218,4 +218,4 @@ class ImplicitCausalLM(ImplicitPreTrainedModel, GenerationMixin):
             )
             cache._is_user_defined = True  # transformers then does not take it for its own
         elif generation_config.use_cache is not False:
-            model_kwargs["past_key_values"] = ImplicitCache()
+            model_kwargs["cache"] = ImplicitCache()

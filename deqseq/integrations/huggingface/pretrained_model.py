@@ -48,7 +48,7 @@ class ImplicitPreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
     _is_stateful = True  # a cache cannot be cropped, so there is no assisted decoding
     _no_split_modules = ["LlamaBlock", "Mamba2Block"]  # noqa: RUF012
-    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _skip_keys_device_placement = ["cache"]  # noqa: RUF012
 
     def __init__(self, config: ImplicitConfig, **unknown: Any) -> None:
         self._refuse(config, unknown)

@@ -150,8 +150,8 @@ class ForwardContract:
         model, cache = self.model(), ImplicitCache()
         whole, parts = model(IDS).logits, []
         for part in IDS.split([3, 1, 3], dim=1):
-            output = model(part, past_key_values=cache)
-            assert output.past_key_values is cache
+            output = model(part, cache=cache)
+            assert output.cache is cache
             parts.append(output.logits)
         close(torch.cat(parts, dim=1), whole)
         assert (cache.get_seq_length(), cache.batch_size) == (7, 3)
@@ -162,52 +162,52 @@ class ForwardContract:
         model, cache, mask = self.model(), ImplicitCache(), LEFT.long()
         whole = model(IDS, attention_mask=mask).logits
         positions = (mask.cumsum(1) - 1).clamp(min=0)
-        model(IDS[:, :6], attention_mask=mask[:, :6], position_ids=positions[:, :6], past_key_values=cache)
-        last = model(IDS[:, 6:], attention_mask=mask, position_ids=positions[:, 6:], past_key_values=cache).logits
+        model(IDS[:, :6], attention_mask=mask[:, :6], position_ids=positions[:, :6], cache=cache)
+        last = model(IDS[:, 6:], attention_mask=mask, position_ids=positions[:, 6:], cache=cache).logits
         close(last, whole[:, 6:])
         assert cache.mask.tolist() == LEFT.tolist()
 
     @torch.no_grad()
     def test_a_prompt_that_several_continuations_share(self):
         model = self.model()
-        prompt = model(IDS[:, :4]).past_key_values
+        prompt = model(IDS[:, :4]).cache
         for copied, other in ((copy.copy, IDS), (copy.deepcopy, IDS.flip(0)), (copy.copy, IDS.flip(1))):
-            got = model(other[:, 4:], past_key_values=copied(prompt)).logits
+            got = model(other[:, 4:], cache=copied(prompt)).logits
             close(got, model(torch.cat([IDS[:, :4], other[:, 4:]], dim=1)).logits[:, 4:])
         assert prompt.get_seq_length() == 4
 
     @torch.no_grad()
     def test_rows_of_a_cache(self):
         model, whole = self.model(), self.model()(IDS, attention_mask=LEFT.long()).logits
-        cache = model(IDS[:, :6], attention_mask=LEFT[:, :6].long()).past_key_values
+        cache = model(IDS[:, :6], attention_mask=LEFT[:, :6].long()).cache
         rows = torch.tensor([2, 0, 2])
         cache.reorder_cache(rows)
         cache.batch_repeat_interleave(2)
         cache.batch_select_indices(torch.tensor([0, 1, 3, 4]))
         rows = rows.repeat_interleave(2)[[0, 1, 3, 4]]
         assert cache.batch_size == 4
-        close(model(IDS[rows, 6:], past_key_values=cache).logits, whole[rows, 6:])
+        close(model(IDS[rows, 6:], cache=cache).logits, whole[rows, 6:])
 
     @pytest.mark.parametrize("rows", [[2, 0], torch.tensor([True, False, True]), [-1]], ids=str)
     def test_rows_are_chosen_as_in_a_tensor(self, rows):
-        cache = self.model()(IDS, attention_mask=LEFT.long()).past_key_values
+        cache = self.model()(IDS, attention_mask=LEFT.long()).cache
         cache.batch_select_indices(rows)
         assert cache.mask.tolist() == LEFT[rows].tolist()
         assert cache.batch_size == len(LEFT[rows])
 
     def test_when_a_cache_is_made(self):
         model = self.model()
-        assert model(IDS).past_key_values.get_seq_length() == 7
-        assert model(IDS, use_cache=False).past_key_values is None
-        assert model.train()(IDS).past_key_values is None
-        cache = model.eval()(IDS[:, :4]).past_key_values
-        assert model(IDS[:, 4:], past_key_values=cache, use_cache=False).past_key_values is None
+        assert model(IDS).cache.get_seq_length() == 7
+        assert model(IDS, use_cache=False).cache is None
+        assert model.train()(IDS).cache is None
+        cache = model.eval()(IDS[:, :4]).cache
+        assert model(IDS[:, 4:], cache=cache, use_cache=False).cache is None
         assert cache.get_seq_length() == 4
         cache.reset()
         assert repr(cache) == "ImplicitCache(batch_size=-1, length=0)"
 
     def test_tokens_cannot_be_taken_back(self):
-        cache = self.model()(IDS).past_key_values
+        cache = self.model()(IDS).cache
         cache.crop(0)
         assert cache.get_seq_length() == 7
         with pytest.raises(ValueError, match=r"cannot be cropped: .*copy\.copy\(cache\)"):
@@ -223,7 +223,7 @@ class ForwardContract:
             ({"input_ids": IDS[0]}, ValueError, r"input_ids must have shape \(batch, length\)"),
             ({"inputs_embeds": torch.zeros(8)}, ValueError, r"inputs_embeds must .* \(batch, length, hidden_size\)"),
             ({"input_ids": IDS - 9}, ValueError, r"input_ids must lie in 0\.\.12"),
-            ({"input_ids": IDS, "past_key_values": DynamicCache()}, TypeError, "past_key_values .* ImplicitCache"),
+            ({"input_ids": IDS, "cache": DynamicCache()}, TypeError, "cache .* ImplicitCache"),
             ({"input_ids": IDS, "attention_mask": torch.ones(3, 6)}, ValueError, r"attention_mask .* shape \(3, 7\)"),
             ({"input_ids": IDS, "attention_mask": torch.ones(3, 1, 7, 7)}, ValueError, "masks between pairs"),
             ({"input_ids": IDS, "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3]])}, ValueError, "position_ids .* "
@@ -231,6 +231,7 @@ class ForwardContract:
             ({"input_ids": IDS, "position_ids": torch.arange(7)}, ValueError, r"position_ids .* shape \(3, 7\)"),
             ({"input_ids": IDS, "position_ids": torch.arange(7).expand(2, 7)}, ValueError, r"shape \(3, 7\)"),
             ({"input_ids": IDS, "output_attentions": True}, ValueError, "output_attentions is not available"),
+            ({"input_ids": IDS, "past_key_values": DynamicCache()}, ValueError, "past_key_values .* call it cache"),
             ({"input_ids": IDS, "cu_seq_lens_q": torch.tensor([0, 3, 7])}, ValueError, "cu_seq_lens_q is not "
              "available: packed sequences .* pad the rows"),
             ({"input_ids": IDS, "is_causal": False}, ValueError, "is_causal=False is not available"),
@@ -264,11 +265,11 @@ class ForwardContract:
 
     def test_a_cache_that_does_not_fit(self):
         model = self.model()
-        cache = model(IDS[:, :4], attention_mask=LEFT.flip(1)[:, :4].long()).past_key_values
+        cache = model(IDS[:, :4], attention_mask=LEFT.flip(1)[:, :4].long()).cache
         with pytest.raises(ValueError, match=r"3 rows and the input has 2: .*batch_select_indices\(rows\)"):
-            model(IDS[:2, 4:], past_key_values=cache)
+            model(IDS[:2, 4:], cache=cache)
         with pytest.raises(ValueError, match="attention_mask must mark the same padding"):
-            model(IDS[:, 4:], attention_mask=torch.ones(3, 7), past_key_values=cache)
+            model(IDS[:, 4:], attention_mask=torch.ones(3, 7), cache=cache)
         with pytest.raises(ValueError, match="position_ids must count"):
-            model(IDS[:, 4:], position_ids=torch.arange(3)[None], past_key_values=cache)
+            model(IDS[:, 4:], position_ids=torch.arange(3)[None], cache=cache)
         assert cache.get_seq_length() == 4

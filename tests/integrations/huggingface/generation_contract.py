@@ -90,8 +90,8 @@ class GenerationContract:
         assert torch.equal(model.generate(IDS, prefill_chunk_size=3, **options), whole)
         padded = {"attention_mask": LEFT.long(), **GREEDY}  # more padding than one part has tokens
         assert torch.equal(model.generate(IDS, prefill_chunk_size=3, **padded), model.generate(IDS, **padded))
-        cache = model(IDS[:, :4], attention_mask=mask[:, :4].long()).past_key_values
-        assert torch.equal(model.generate(IDS, past_key_values=cache, **options), whole)
+        cache = model(IDS[:, :4], attention_mask=mask[:, :4].long()).cache
+        assert torch.equal(model.generate(IDS, cache=cache, **options), whole)
         assert cache.get_seq_length() == 10
 
     def test_strings_that_end_a_row(self):
@@ -121,7 +121,7 @@ class GenerationContract:
 
     def test_how_prompts_and_tokens_are_solved(self):
         output = self.model().generate(IDS, return_dict_in_generate=True, **GREEDY)
-        solves = output.past_key_values.solves
+        solves = output.cache.solves
         if not self.implicit:
             assert solves == ()
             return
@@ -137,7 +137,7 @@ class GenerationContract:
         output = model.generate(IDS, solve=solve, return_dict_in_generate=True, **GREEDY)
         stop = replace(lm.core.solve_config.stop, rtol=1e-6, exit=dq.StableArgmax(3))
         assert torch.equal(output.sequences[:, 7:], lm.generate(IDS, max_new_tokens=4, stop=stop).tokens)
-        ends = torch.cat([solved.status for solved in output.past_key_values.solves])
+        ends = torch.cat([solved.status for solved in output.cache.solves])
         assert (ends == dq.Status.EXITED).any()
         assert (ends <= dq.Status.EXITED).all()
 
@@ -163,14 +163,14 @@ class GenerationContract:
         ]
         for output in outputs:
             assert torch.equal(output.sequences, outputs[0].sequences)
-            counts = [solve.stats.iterations for solve in output.past_key_values.solves]
+            counts = [solve.stats.iterations for solve in output.cache.solves]
             assert [(each.shape, each.unique().tolist()) for each in counts] == [((3, 7), [3])] + [((3,), [3])] * 3
-        residual = outputs[0].past_key_values.solves[-1].stats.residual
-        assert torch.equal(outputs[3].past_key_values.solves[-1].stats.residual, residual)
+        residual = outputs[0].cache.solves[-1].stats.residual
+        assert torch.equal(outputs[3].cache.solves[-1].stats.residual, residual)
         longer = model.generate(IDS, solve={**solve, "stop": {"max_steps": 200}}, **options)
-        assert max(solve.stats.residual.max() for solve in longer.past_key_values.solves) < 1e-9  # the model's own rtol
+        assert max(solve.stats.residual.max() for solve in longer.cache.solves) < 1e-9  # the model's own rtol
         other = model.generate(IDS, solve={**solve, "solver": {"name": "Relaxed", "damping": 0.9}}, **options)
-        assert not torch.equal(other.past_key_values.solves[-1].stats.residual, residual)
+        assert not torch.equal(other.cache.solves[-1].stats.residual, residual)
 
     def test_the_keyword_comes_before_the_generation_configuration(self):
         if not self.implicit:
@@ -178,7 +178,7 @@ class GenerationContract:
         model = self.model()
         model.generation_config.solve = {"sweep": "Sequential", "stop": {"max_steps": 3}}
         solve = {"stop": {"max_steps": 4}}
-        solves = model.generate(IDS, solve=solve, return_dict_in_generate=True, **GREEDY).past_key_values.solves
+        solves = model.generate(IDS, solve=solve, return_dict_in_generate=True, **GREEDY).cache.solves
         assert [(solve.stats.iterations.shape, solve.stats.evaluations) for solve in solves] == [
             ((3, 7), 7 * 4),
             *[((3,), 4)] * 3,
@@ -205,14 +205,14 @@ class GenerationContract:
             model.generation_config.solve = {"solver": dq.Relaxed(0.9)}
             output = model.generate(IDS, return_dict_in_generate=True, **GREEDY)
             own = self.model()(IDS, solve={"sweep": dq.Chunked(2), "solver": dq.Relaxed(0.9)})
-            assert torch.equal(output.past_key_values.solves[0].stats.iterations, own.stats.iterations)
+            assert torch.equal(output.cache.solves[0].stats.iterations, own.stats.iterations)
 
     def test_a_norm_over_all_tokens_is_solved_together(self):
         if self.implicit:
             model = self.model(solve={"stop": {"norm": "frobenius"}})
             output = model.generate(IDS, return_dict_in_generate=True, **GREEDY)
             assert torch.equal(output.sequences, self.model().generate(IDS, **GREEDY))
-            assert output.past_key_values.solves[0].stats.iterations.shape == (3,)
+            assert output.cache.solves[0].stats.iterations.shape == (3,)
 
     # what is refused
 
@@ -244,13 +244,13 @@ class GenerationContract:
 
     def test_caches_and_prompts_that_do_not_fit(self):
         model = self.model()
-        cache = model(IDS[:1, :4]).past_key_values
+        cache = model(IDS[:1, :4]).cache
         with pytest.raises(ValueError, match=r"1 rows and the input has 3: .*batch_repeat_interleave\(n\)"):
-            model.generate(IDS, past_key_values=cache, **GREEDY)
+            model.generate(IDS, cache=cache, **GREEDY)
         with pytest.raises(ValueError, match=r"1 rows and the input has 4"):
-            model.generate(IDS[:1], past_key_values=cache, num_beams=4, **GREEDY)
+            model.generate(IDS[:1], cache=cache, num_beams=4, **GREEDY)
         cache.batch_repeat_interleave(4)
-        beams = model.generate(IDS[:1], past_key_values=cache, num_beams=4, **GREEDY)
+        beams = model.generate(IDS[:1], cache=cache, num_beams=4, **GREEDY)
         assert torch.equal(beams, model.generate(IDS[:1], num_beams=4, **GREEDY))
         with pytest.raises(ValueError, match="prompts must be padded on the left"):
             model.generate(IDS, attention_mask=LEFT.flip(1).long(), pad_token_id=0, **GREEDY)
@@ -261,5 +261,5 @@ class GenerationContract:
 
     def test_an_empty_cache_of_ours_is_filled(self):
         cache = ImplicitCache()
-        self.model().generate(IDS, past_key_values=cache, **GREEDY)
+        self.model().generate(IDS, cache=cache, **GREEDY)
         assert (cache.get_seq_length(), cache.batch_size) == (10, 3)
