@@ -1,4 +1,4 @@
-"""Implicit models as models of transformers 5; importing this registers them with its Auto classes."""
+"""Implicit models as models of transformers; importing this registers them with its Auto classes."""
 
 try:
     import transformers
