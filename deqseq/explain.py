@@ -28,7 +28,8 @@ Cause = Literal[
     "no fixed point found",
 ]
 """Why the solve of a row ended as it did."""
-TRIALS = (Adaptive(), Relaxed(0.2), Anderson(), Broyden())
+DAMPED = (Adaptive(), Relaxed(0.2))
+SEVERAL = (Anderson(), Broyden())  # of several past iterates; their residuals fall irregularly
 ADVICE: dict[Cause, str] = {
     "budget": "give more iterations",
     "slow convergence": "give more iterations, or take a solver that uses several past iterates; an untrained "
@@ -92,7 +93,7 @@ def explain(outcome: "Outcome", problem: Problem) -> Explanation:
             findings.setdefault(causes[row], []).append(finding)
         hard = torch.tensor([cause in ("slow convergence", "limit cycle", "divergence") for cause in causes])
         if bool(hard.any()):
-            trials = _trials(problem.solver, causes)
+            trials = _trials(problem.solver, stop, causes)
             better = _first_that_converges(problem, stop, hard, trials)
             if better is not None:
                 solver, solved = better
@@ -174,10 +175,11 @@ def _cause(solved: "Outcome", row: int, given: Stop, stop: Stop) -> tuple[Cause,
     return "limit cycle", f"The residual does not fall: {level}, the tolerance is {stop.rtol:.1e}."
 
 
-def _trials(failed: Solver[Any] | ExternalSolver, causes: Sequence[Cause]) -> list[Solver[Any]]:
+def _trials(failed: Solver[Any] | ExternalSolver, stop: Stop, causes: Sequence[Cause]) -> list[Solver[Any]]:
     """What to try instead of the solver that failed; damping does not help a solve that is only slow."""
     damped = "limit cycle" in causes or "divergence" in causes
-    return [solver for solver in (TRIALS if damped else TRIALS[2:]) if solver != failed]
+    trials = DAMPED * damped + SEVERAL * (stop.of == "residual")  # else they bound nothing
+    return [solver for solver in trials if solver != failed]
 
 
 def _first_that_converges(

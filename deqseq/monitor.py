@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from deqseq.judge import Judge
-from deqseq.norms import Measurement, divergence_limit, error_estimate, measure, worst_token
+from deqseq.norms import Measurement, divergence_limit, earlier, error_estimate, measure, worst_token
 from deqseq.rows import put, take
 from deqseq.solution import Solution, SolveStats, Status
 from deqseq.stop import Stop
@@ -85,7 +85,8 @@ class RowMonitor(Monitor):
         self._updates = np.zeros(batch, dtype=np.int64)
 
     def check(self, z: State, fz: State, step: int, args: Any = None) -> None:
-        seen = measure(z, fz, self.stop, self._latest)
+        held = self._rates_of_frozen()
+        seen = measure(z, fz, self.stop, self._latest, held)
         converged = passed = _all_tokens(seen.passed)
         if self._judge is not None:
             seen = seen._replace(passed=self._judge.passed(z, fz, args))
@@ -101,9 +102,9 @@ class RowMonitor(Monitor):
         flags = on_host(torch.stack([sound, passed, improved, converged]))
         sound, passed, improved, _ = flags
         everything = self.active_rows == len(self._active)
-        before, now = self._latest, seen.residual
+        now, before = seen.residual, earlier(seen.residual, self._latest, held)
         self._before = before if everything else self._where_active(before, self._before)
-        self._latest = now if everything else self._where_active(now, before)
+        self._latest = now if everything else self._where_active(now, self._latest)
         if self._per_token:
             self._date_tokens(seen.passed, step)
             self._frozen = seen.passed
@@ -169,6 +170,13 @@ class RowMonitor(Monitor):
             self._filed = put(self._filed, on_device(self._rows, self._best.device), current)
             self._filed_stale[self._rows] = self._stale
         self._updates[self._rows] = evaluations
+
+    def _rates_of_frozen(self) -> Residual | None:
+        """The ratio of the last two residuals of each frozen token, NaN elsewhere; None: no token is frozen."""
+        if not self._per_token or self._frozen is None:
+            return None
+        assert self._before is not None and self._latest is not None
+        return torch.where(self._frozen, self._before / self._latest, torch.nan)
 
     def _date_tokens(self, passed: Tensor, step: int) -> None:
         """Tokens that have not passed yet need one more check at least."""

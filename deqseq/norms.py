@@ -48,7 +48,9 @@ def worst_token(numbers: Shaped[Tensor, "batch *tokens"]) -> Shaped[Tensor, " ba
     return numbers if numbers.ndim == 1 else numbers.amax(dim=1)
 
 
-def measure(z: State, fz: State, stop: Stop, before: Residual | None = None) -> Measurement:
+def measure(
+    z: State, fz: State, stop: Stop, before: Residual | None = None, held: Residual | None = None
+) -> Measurement:
     """Residual of ``z`` under ``stop``, given ``fz = f(z)``; stays on the device of ``z``.
 
     Args:
@@ -56,6 +58,7 @@ def measure(z: State, fz: State, stop: Stop, before: Residual | None = None) -> 
         fz: the map at that point, the same shape.
         stop: tolerances, granularity and norm.
         before: the residuals of the check before, NaN where there was none; for a tolerance of the error.
+        held: of :func:`earlier`.
 
     Returns:
         A :class:`Measurement`; shapes ``(batch, tokens)`` when ``stop.per == "token"``, else ``(batch,)``.
@@ -74,6 +77,7 @@ def measure(z: State, fz: State, stop: Stop, before: Residual | None = None) -> 
             tolerance = stop.atol + stop.rtol * scale
             if stop.of == "error":
                 before = torch.full_like(residual, torch.nan) if before is None else before[: len(residual)]
+                before = earlier(residual, before, held)
                 tolerance = tolerance * _one_minus_rate(residual, before, stop).reshape(len(residual), -1)
             passed = tolerance - difference >= 0  # infinity minus infinity does not pass
             passed = passed if stop.per == "token" else passed.all(dim=1)
@@ -89,6 +93,17 @@ def error_estimate(residual: Residual, before: Residual, stop: Stop) -> Residual
         tensor([0.0111,    inf])
     """
     return torch.where(residual == 0, residual, residual / _one_minus_rate(residual, before, stop))
+
+
+def earlier(residual: Residual, before: Residual, held: Residual | None) -> Residual:
+    """The residuals of the check before; those of frozen tokens, which do not move, such that they keep their rate.
+
+    Args:
+        residual: of this check.
+        before: of the check before.
+        held: of frozen tokens, the ratio of the last two residuals when they moved; NaN: not frozen.
+    """
+    return before if held is None else torch.where(held.isnan(), before, residual * held)
 
 
 def divergence_limit(seen: Measurement, stop: Stop) -> Tensor:

@@ -24,7 +24,7 @@ class Status(IntEnum):
     """
 
     CONVERGED = 0
-    """The residual is within the tolerance."""
+    """The residual, or its estimated error if ``Stop.of`` is ``"error"``, is within the tolerance."""
     EXITED = 1
     """The exit rule of the :class:`Stop` ended it before the residual was within the tolerance; no failure."""
     MAX_STEPS_REACHED = 2
@@ -65,13 +65,14 @@ class SolveStats:
             :class:`Lockstep` with an exit rule, until the rule let the token go.
         residual: relative residual ``|f(z) - z| / |f(z)|`` at the evaluation whose value was returned (``inf`` where
             no evaluation was finite), ``(batch,)`` or ``(batch, tokens)`` as ``iterations``.
-        error: estimated relative error of the value, ``residual / (1 - q)``, ``(batch,)`` or ``(batch, tokens)`` as
-            ``residual``; ``q`` is the ratio of the last two checked residuals, per evaluation. ``inf`` if they did not
-            fall, after a single check, or if the value is not the last one; too large if the last two checks were fewer
-            than ``check_every`` evaluations apart. It is close for plain iteration of a contraction and for
-            :class:`Adaptive`, which does not damp there; too large with :class:`Relaxed`, by one over the damping at
-            most; no bound with solvers whose residuals fall irregularly (:class:`Anderson`, :class:`Broyden`), nor
-            where there are other fixed points.
+        error: estimated relative error, ``residual / (1 - q)``, ``(batch,)`` or ``(batch, tokens)`` as ``residual``;
+            ``q`` is the ratio of the last two checked residuals, per evaluation (of a frozen token: of the last two
+            before it was frozen). ``inf`` if they did not fall, after a single check, or if the value is not the last
+            one; too large if the last two checks were fewer than ``check_every`` evaluations apart. Where a linear map
+            contracts by ``q`` it is the error of the last point; the value, one evaluation further, is closer by
+            ``q``. With :class:`Relaxed` it is larger by one over the damping, and where residuals alternate in sign
+            larger still. It is no bound before the slowest part of the state dominates the residual, with solvers whose
+            residuals fall irregularly (:class:`Anderson`, :class:`Broyden`), or where there are other fixed points.
         evaluations: calls of the map, for the whole batch.
         updates: how many of those calls a row (in a model: a token) took part in before it was removed from the batch,
             ``(batch,)`` or ``(batch, length)``; the work of a solve is ``updates.sum()``.
@@ -113,7 +114,7 @@ class Outcome:
 
     @property
     def converged(self) -> RowMask:
-        """Which rows converged: their residual is within the tolerance, bool, ``(batch,)``.
+        """Which rows converged: their residual, or error (``Stop.of``), is within the tolerance, bool, ``(batch,)``.
 
         Raises:
             ValueError: an explicit model's output, which was not solved for.
@@ -219,12 +220,13 @@ class Solution(Outcome):
 def describe_failure(outcome: Outcome, what: str) -> str:
     """One paragraph: which rows failed, how, and what to try."""
     assert outcome.status is not None and outcome.stats is not None
-    status, residual = outcome.status.cpu(), worst_token(outcome.stats.residual.detach()).cpu()
-    parts = []
+    status, parts = outcome.status.cpu(), []
+    judged = "error" if outcome.problem is not None and outcome.problem.stop.of == "error" else "residual"
+    numbers = worst_token(getattr(outcome.stats, judged).detach()).cpu()
     for kind in (Status.MAX_STEPS_REACHED, Status.DIVERGED):
         rows = (status == kind).nonzero()[:, 0].tolist()
         if rows:
-            shown = ", ".join(f"{row} (residual {residual[row]:.2e})" for row in rows[:8])
+            shown = ", ".join(f"{row} ({judged} {numbers[row]:.2e})" for row in rows[:8])
             more = f" and {len(rows) - 8} more" if len(rows) > 8 else ""
             parts.append(f"{kind.name.lower().replace('_', ' ')}: rows {shown}{more}")
     failed = type(outcome.problem.solver).__name__ if outcome.problem is not None else ""

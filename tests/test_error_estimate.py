@@ -1,5 +1,7 @@
 """The estimated error of a value, against the true one where the fixed point is known."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -73,6 +75,29 @@ def test_rows_that_leave_early_keep_theirs():
             lambda z, s: s * z + 1, torch.zeros(1, 1, dtype=torch.float64), args=slopes[row : row + 1], **call
         )
         assert alone.stats.error.item() == whole.stats.error[row].item()
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_frozen_tokens_keep_their_rate(every):
+    """A token that waits for another at a fixed place is as far from its fixed point as when it came there."""
+    slopes = torch.tensor([[[0.3], [0.97]]], dtype=torch.float64)
+    stop = dq.Stop(rtol=1e-3, max_steps=900, per="token", check_every=every)
+    for of in ("residual", "error"):
+        solution = dq.solve(lambda z, s: s * z + 1, torch.zeros(1, 2, 1, dtype=torch.float64), args=slopes,
+                            solver=dq.Naive(), stop=replace(stop, of=of))  # fmt: skip
+        assert bool(solution.converged.all())
+        true = true_error(solution.value, 1 / (1 - slopes))
+        torch.testing.assert_close(solution.stats.error, true / slopes[..., 0], rtol=0.05, atol=0)
+    alone = dq.solve(lambda z: 0.97 * z + 1, torch.zeros(1, 1, dtype=torch.float64), solver=dq.Naive(),
+                     stop=replace(stop, per="sample", of="error"))  # fmt: skip
+    assert solution.stats.evaluations == alone.stats.evaluations
+
+
+def test_tokens_that_depend_on_each_other_converge_as_rows_do():
+    lm, ids = dq.load_example("parity"), torch.tensor([[1, 0, 1, 1, 0, 1, 1, 1]])
+    rows, tokens = (lm(ids, stop=dq.Stop(1e-2, max_steps=300, of="error", per=per)) for per in ("sample", "token"))
+    assert bool(rows.converged.all() & tokens.converged.all())
+    assert tokens.stats.evaluations <= 2 * rows.stats.evaluations
 
 
 @torch.no_grad()

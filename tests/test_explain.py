@@ -211,3 +211,13 @@ def test_a_remedy_says_the_budget_even_if_it_is_the_default_and_leaves_out_the_e
     solution = solve(lambda z: 0.93 * z + 1, rtol=1e-3, max_steps=30, exit=never)
     remedy = solution.explain().remedies["budget"]
     assert remedy.endswith(f"stop=Stop(max_steps={dq.Stop().max_steps})"), remedy
+
+
+def test_a_tolerance_of_the_error_is_met_by_no_solver_whose_residual_falls_irregularly():
+    solution = solve(lambda z: 0.999 * z + 1, rtol=1e-2, max_steps=200, of="error")
+    assert float(solution.stats.residual.max()) < 1e-2 < float(solution.stats.error.min())
+    with pytest.raises(dq.ConvergenceError, match=f"error {solution.stats.error[0]:.2e}"):
+        solution.raise_if_failed()
+    remedy = solution.explain().remedies["slow convergence"]
+    assert "Anderson(" not in remedy
+    assert "Broyden(" not in remedy

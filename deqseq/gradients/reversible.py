@@ -23,7 +23,7 @@ class Reversible(Gradient):
 
     The solver must be :class:`Coupled`, whose iteration has an inverse:
 
-    .. math:: z_{n-1} = \frac{z_{n+1} - \beta f(z_n)}{1 - \beta}.
+    .. math:: z_{n-1} = \frac{z_{n+1} - \tau f(z_n)}{1 - \tau}.
 
     The backward pass computes the points from the last to the first, and evaluates the map once more at each, as
     ``Unrolled(checkpoint=True)`` does. The gradients are those of ``Unrolled()`` with the same solver: exact for the
@@ -103,8 +103,9 @@ class Reversible(Gradient):
         value = solution.value
         if bool(diverged.any()):
             value = torch.where(diverged.reshape(-1, *[1] * (z0.ndim - 1)), value.detach(), value)
-        trace = None if stats.trace is None else stats.trace.to(z0.dtype)
-        stats = replace(stats, residual=stats.residual.to(z0.dtype), trace=trace)
+        kind = torch.promote_types(z0.dtype, torch.float32)
+        names = ("residual", "error", *["trace"] * (stats.trace is not None))
+        stats = replace(stats, **{name: getattr(stats, name).to(kind) for name in names})
         problem = None if problem is None else replace(problem, solver=solver)
         return replace(solution, value=value.to(z0.dtype), stats=stats, problem=problem)
 

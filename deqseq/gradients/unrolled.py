@@ -27,8 +27,8 @@ class Unrolled(Gradient):
     With ``last``, backpropagation is truncated: the iterations before run without a graph, the start gets no gradient,
     and memory does not grow with their number.
 
-    A row that diverges stays in the graph: its infinite derivatives can make the gradients of shared parameters NaN,
-    which :func:`deqseq.training.check_finite` reports. The other estimators leave such rows out.
+    A row that diverges stays in the graph: its derivatives, huge or infinite, are part of the gradients of shared
+    parameters. The other estimators leave such rows out.
 
     Args:
         checkpoint: whether to recompute activations in the backward pass.

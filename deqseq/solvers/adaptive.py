@@ -36,11 +36,11 @@ class AdaptiveMemory(NamedTuple):
 class Adaptive(Solver[AdaptiveMemory]):
     r"""Relaxed iteration that finds the damping of every token on the way.
 
-    .. math:: z_t \leftarrow z_t + \beta_t\, r_t, \qquad r = f(z) - z, \qquad
-              \beta_t \leftarrow \min\left(\ell,\;
-              \beta_t\, \frac{\lVert r_t^- \rVert^2}{\langle r_t^-,\; r_t^- - r_t \rangle}\right)
+    .. math:: z_t \leftarrow z_t + \tau_t\, r_t, \qquad r = f(z) - z, \qquad
+              \tau_t \leftarrow \min\left(\ell,\;
+              \tau_t\, \frac{\lVert r_t^- \rVert^2}{\langle r_t^-,\; r_t^- - r_t \rangle}\right)
 
-    for token :math:`t`, with its residual :math:`r^-` of the iteration before. :math:`\beta` times the fraction is the
+    for token :math:`t`, with its residual :math:`r^-` of the iteration before. :math:`\tau` times the fraction is the
     step of Barzilai and Borwein: where the residual reverses, as in a limit cycle, it becomes shorter at once. Where
     the residual has grown along the last one, or there was none, the step is :math:`\ell`.
 
@@ -48,7 +48,7 @@ class Adaptive(Solver[AdaptiveMemory]):
     When five in a row have not, as in a map that rotates and expands, it falls to the damping that would have made the
     last residual shortest,
 
-    .. math:: \beta_t\, \frac{\langle r_t^-,\; r_t^- - r_t \rangle}{\lVert r_t^- - r_t \rVert^2},
+    .. math:: \tau_t\, \frac{\langle r_t^-,\; r_t^- - r_t \rangle}{\lVert r_t^- - r_t \rVert^2},
 
     where that is lower. It stays in [0.05, 1]. The residual of a row and that damping are geometric means over the
     tokens: in a causal model tokens settle from left to right, and the row makes progress while some of them do. The

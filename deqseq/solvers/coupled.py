@@ -11,14 +11,14 @@ from deqseq.types import State
 class Coupled(Solver[tuple[State]]):
     r"""Coupled relaxed iteration: each point is a mean of the map at the last point and of the point before that.
 
-    .. math:: z_{n+1} = (1 - \beta)\, z_{n-1} + \beta f(z_n), \qquad z_{-1} = z_0
+    .. math:: z_{n+1} = (1 - \tau)\, z_{n-1} + \tau f(z_n), \qquad z_{-1} = z_0
 
     Given the last two points, the ones before follow from this equation, so :class:`Reversible` differentiates the
     iteration without storing it. It converges where the map contracts, and on many maps that rotate. Damping does not
     help against an eigenvalue below -1: for that take :class:`Adaptive`.
 
     Args:
-        damping: :math:`\beta`, in (0, 1). Smaller values converge more slowly.
+        damping: :math:`\tau`, in (0, 1). Smaller values converge more slowly.
 
     Raises:
         ValueError: a damping outside (0, 1).

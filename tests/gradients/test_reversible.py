@@ -136,6 +136,16 @@ def test_a_second_derivative() -> None:
     assert torch.autograd.gradgradcheck(value, p["W"], atol=1e-6, rtol=1e-5, fast_mode=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_the_numbers_of_a_solve_have_the_dtype_of_any_solve(dtype: torch.dtype) -> None:
+    found = []
+    for gradient in ESTIMATORS:
+        p = {name: leaf.detach().to(dtype).requires_grad_() for name, leaf in problem().items()}
+        stats = solved(p, gradient, solver=dq.Coupled(0.8), stop=dq.Stop(1e-2), trace=True).stats
+        found.append([getattr(stats, name).dtype for name in ("residual", "error", "trace")])
+    assert found[0] == found[1]
+
+
 def test_float32_maps_are_reversed_too() -> None:
     found = {}
     for gradient in ESTIMATORS:
