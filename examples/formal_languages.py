@@ -48,7 +48,7 @@ class Options(WordOptions):
 
     task: Annotated[str, opt.Rule(check_task)] = "parity_check"
     """one of deqseq.tasks.formal.TASKS"""
-    free_lengths: Annotated[tuple[opt.Size, ...], opt.Some] = (8, 10, 12, 14, 16, 20, 24, 28, 32, 36, 40)
+    free_lengths: Annotated[tuple[opt.Size, ...], opt.Ascending] = (8, 10, 12, 14, 16, 20, 24, 28, 32, 36, 40)
     """lengths of the second phase"""
     eval_lengths: Annotated[tuple[opt.Size, ...], opt.Some] = (40, 64, 96, 128, 192, 256)
     """test lengths"""
@@ -113,7 +113,7 @@ def evaluate(label: str, lm: dq.CausalLM, options: Options) -> list[dict]:
         batch = task.fixed(options.strings, length, seed=1000 + length, device=device)
         how, begun = {}, time.perf_counter()
         if isinstance(lm.model, dq.ImplicitModel):
-            how = {"stop": dq.Stop(rtol=options.eval_rtol, max_steps=max(64, 4 * length))}
+            how = {"stop": dq.Stop(rtol=options.eval_rtol, max_steps=max(64, 4 * batch.inputs.shape[1]))}
         output = lm(batch.inputs, **how)
         accuracy = scaled_accuracy(output.logits, batch.targets, task.chance)
         row = {"task": options.task, "model": label, "length": length, "accuracy": accuracy} | solve_numbers(output)

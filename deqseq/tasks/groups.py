@@ -134,7 +134,7 @@ def aperiodic_monoid() -> FiniteMonoid:
 
 FAMILIES: dict[str, Callable[[int], FiniteMonoid]] = {"Z": cyclic, "S": symmetric, "A": alternating, "D": dihedral}
 SINGLE: dict[str, Callable[[], FiniteMonoid]] = {"Q8": quaternion, "M": aperiodic_monoid}
-PART = rf"([{''.join(FAMILIES)}]\d+|{'|'.join(SINGLE)})"
+PART = rf"([{''.join(FAMILIES)}](?:0|[1-9][0-9]*)|{'|'.join(SINGLE)})"
 
 
 def parse_group(name: str) -> FiniteMonoid:

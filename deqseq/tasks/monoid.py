@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -53,8 +53,11 @@ class FiniteMonoid:
         check_type("FiniteMonoid.elements", self.elements, tuple)
         check_type("FiniteMonoid.table", self.table, Tensor)
         check_integer("FiniteMonoid.identity", self.identity, 0)
+        check_type("FiniteMonoid.factors", self.factors, tuple)
         for factor in self.factors:
             check_type("FiniteMonoid.factors", factor, FiniteMonoid)
+        for label in self.elements:
+            check_type("FiniteMonoid.elements", label, Hashable, '"r2s"')
         # A private copy that cannot change after the check; its bytes represent it in == and hash.
         object.__setattr__(self, "table", self.table.detach().cpu().clone())
         object.__setattr__(self, "_content", self.table.numpy().tobytes())
@@ -223,13 +226,14 @@ def generators(monoid: FiniteMonoid, count: int) -> tuple[int, ...]:
 def _family_generators(monoid: FiniteMonoid) -> list[tuple[int, ...]]:
     n = len(monoid.elements[0]) if isinstance(monoid.elements[0], tuple) else 0
     points = tuple(range(1, n + 1))
+    pair: tuple[Label, ...] = ()
     if monoid.name == f"S{n}" and n >= 3:
-        return [(monoid.index((2, 1, *points[2:])), monoid.index((*points[1:], 1)))]
+        pair = (2, 1, *points[2:]), (*points[1:], 1)
     if monoid.name == f"A{n}" and n >= 4:
         still = 1 - n % 2  # a cycle of even length is odd: for even n, leave the point 1 alone
-        cycle = (*points[:still], *points[still + 1 :], points[still])
-        return [(monoid.index(cycle), monoid.index((2, 3, 1, *points[3:])))]
-    return []
+        pair = (*points[:still], *points[still + 1 :], points[still]), (2, 3, 1, *points[3:])
+    known = pair and set(pair) <= set(monoid.elements)  # another monoid may have the name
+    return [tuple(map(monoid.index, pair))] if known else []
 
 
 def check_ids(name: str, ids: Iterable[int], monoid: FiniteMonoid) -> tuple[int, ...]:

@@ -80,14 +80,18 @@ class Task(ABC):
             Inputs and targets.
 
         Raises:
-            ValueError: ``batch`` is below 1, ``length`` below :attr:`shortest`, or the generator is not on the CPU.
+            ValueError: ``batch`` is below 1, ``length`` below :attr:`shortest`, the generator is not on the CPU, or
+                :meth:`draw` returned something else than ids.
         """
         check_integer("batch", batch, 1)
         check_integer("length", length, self.shortest)
         check_type("generator", generator, torch.Generator, "torch.Generator().manual_seed(0)")
         if generator.device.type != "cpu":
             raise ValueError(f"generator must be on the CPU (move the result by device=), got {generator.device}.")
-        inputs, targets = self.draw(int(batch), int(length), generator)
+        inputs, targets = drawn = self.draw(int(batch), int(length), generator)
+        if inputs.shape != targets.shape or any(part.ndim != 2 or part.dtype != torch.int64 for part in drawn):
+            got = ", ".join(f"{part.dtype} {tuple(part.shape)}" for part in drawn)
+            raise ValueError(f"draw must return ids and answers, int64 and of one shape (batch, length), got {got}")
         return WordBatch(inputs.to(device), targets.to(device))
 
     def batches(
@@ -98,7 +102,7 @@ class Task(ABC):
         Args:
             batch: sequences per batch.
             length: length of the strings, or several lengths, of which each batch draws one uniformly.
-            seed: 0 or more. The data are independent of those of :meth:`fixed`, for any seed there.
+            seed: 0 to 2**31 - 1. The data are independent of those of :meth:`fixed`, for any seed there.
             device: device of the batches. Default: the CPU.
 
         Returns:
@@ -135,7 +139,7 @@ class Task(ABC):
         Args:
             size: number of sequences.
             length: length of the strings.
-            seed: 0 or more. The data are independent of those of :meth:`batches`, for any seed there.
+            seed: 0 to 2**31 - 1. The data are independent of those of :meth:`batches`, for any seed there.
             device: device of the data. Default: the CPU.
 
         Returns:
@@ -170,7 +174,8 @@ def scaled_accuracy(
         The scaled accuracy, over all scored positions of the batch.
 
     Raises:
-        ValueError: no position is scored, or ``chance`` is out of its range.
+        ValueError: logits that are not three-dimensional, not real or NaN; targets of another shape or dtype, or
+            beyond the vocabulary; no position is scored; ``chance`` is out of its range.
 
     Example:
         >>> from deqseq.tasks import formal, scaled_accuracy
@@ -183,18 +188,24 @@ def scaled_accuracy(
     check_number("chance", chance, "[0, 1)")
     check_type("targets", targets, Tensor)
     check_type("logits", logits, Tensor)
-    if logits.shape[:-1] != targets.shape:
-        raise ValueError(
-            f"targets must have shape {tuple(logits.shape[:-1])}, that of logits, got {tuple(targets.shape)}"
-        )
+    if logits.ndim != 3 or not logits.is_floating_point():
+        raise ValueError(f"logits must be real, (batch, length, vocab_size), got {logits.dtype} {tuple(logits.shape)}")
+    if logits.shape[:-1] != targets.shape or targets.dtype != torch.int64:
+        wanted, got = tuple(logits.shape[:-1]), f"{targets.dtype} {tuple(targets.shape)}"
+        raise ValueError(f"targets must be int64 {wanted}, the shape of logits, got {got}")
     scored = targets != -100
     if not scored.any():
         raise ValueError("targets must have at least one position that is scored, all are -100")
-    accuracy = (logits.argmax(-1) == targets)[scored].cpu().double().mean().item()
+    answers, chosen = targets[scored], logits[scored]
+    if not 0 <= int(answers.min()) <= int(answers.max()) < logits.shape[-1]:
+        raise ValueError(f"targets must be ids below {logits.shape[-1]}, or -100, got {answers.aminmax()}")
+    if bool(chosen.isnan().any()):
+        raise ValueError("logits must be numbers at scored positions, got NaN")
+    accuracy = (chosen.argmax(-1) == answers).cpu().double().mean().item()
     return (accuracy - chance) / (1 - chance)
 
 
 def _seeded(seed: int, *, stream: int) -> torch.Generator:
     # Even seeds for training, odd ones for evaluation: the same seed must not give the same data for both.
-    check_integer("seed", seed, 0, 2**62 - 1)
+    check_integer("seed", seed, 0, 2**31 - 1)  # torch's generator on the CPU takes 32 bits of it
     return torch.Generator().manual_seed(2 * int(seed) + stream)

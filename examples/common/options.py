@@ -133,6 +133,13 @@ def check_distinct(name: str, value: tuple[object, ...]) -> None:
         raise ValueError(f"{name} must have every value once, got {twice[0]!r} {value.count(twice[0])} times")
 
 
+def check_ascending(name: str, value: tuple[int, ...]) -> None:
+    """Refuse no values, and one that is not larger than the one before."""
+    check_some(name, value)
+    if list(value) != sorted(value):
+        raise ValueError(f"{name} must ascend, got {' '.join(map(str, value))}")
+
+
 def check_device(name: str, value: str) -> None:
     """Refuse what is no device of this machine."""
     kinds = [kind for kind in ("cuda", "xpu", "mps") if getattr(torch, kind).is_available()]
@@ -192,4 +199,4 @@ Existing = Annotated[str, Rule(check_path)]
 Folder = Annotated[str, Rule(check_folder)]
 Pretrained = Annotated[str, Rule(check_pretrained)]
 Output = Annotated[str, Rule(check_output)]
-Some, Distinct = Rule(check_some), Rule(check_distinct)
+Some, Distinct, Ascending = Rule(check_some), Rule(check_distinct), Rule(check_ascending)

@@ -33,6 +33,7 @@ log = logging.getLogger("examples")
 
 EVERY = 20  # steps between the logged ones
 FALLING = 600  # steps of the falling learning rate, at least
+TESTS = ("baselines", "eval_lengths", "eval_rtol", "solver", "strings")  # options of the evaluation alone
 RECENT = 10  # batches whose accuracy decides whether a length is learned
 
 
@@ -52,9 +53,9 @@ class WordOptions:
     """of the blocks, one mask a solve: keeps small errors from adding up over the tokens"""
     batch: opt.Size = 128
     """sequences a training step"""
-    lengths: Annotated[tuple[opt.Size, ...], opt.Some] = (2, 3, 4, 5, 6, 7, 8)
+    lengths: Annotated[tuple[opt.Size, ...], opt.Ascending] = (2, 3, 4, 5, 6, 7, 8)
     """lengths of the first phase, one after the other as they are learned"""
-    free_lengths: Annotated[tuple[opt.Size, ...], opt.Some] = (8, 10, 12, 14, 16, 20, 24, 28, 32)
+    free_lengths: Annotated[tuple[opt.Size, ...], opt.Ascending] = (8, 10, 12, 14, 16, 20, 24, 28, 32)
     """lengths of the second phase"""
     learned: opt.Probability = 0.95
     """accuracy at which the next length follows"""
@@ -109,7 +110,7 @@ def claim(script: str, options: WordOptions, folder: str, *more: str) -> Path:
     """Make or enter the folder of the results; ``more`` are the files that this script alone writes."""
     runs = [f"{run}/{file}" for run in ("implicit", "explicit-*-block*") for file in (*FILES, "curve.jsonl")]
     writes = [*runs, "results.json", "table.md", f"{script}.png", "log.txt", *more]
-    free = ("output", "device", "checkpoint_every", "quick", "fresh")  # may change when a run is continued
+    free = ("output", "device", "checkpoint_every", "quick", "fresh", *TESTS)  # may change when a run is continued
     return claim_folder(folder, script, asdict(options), fresh=options.fresh, free=free, writes=writes)
 
 
@@ -184,7 +185,7 @@ class Words:
         drawn = random.Random(f"data {self.options.seed} {self.step}")  # a run that goes on draws the same
         length = self.length if drawn.random() < 0.5 else drawn.randint(self.shortest, self.length)
         stream = drawn.choice(self.tasks).batches(
-            self.options.batch, length, seed=drawn.getrandbits(61), device=self.device
+            self.options.batch, length, seed=drawn.getrandbits(61) % 2**31, device=self.device
         )
         self.step, self.full = self.step + 1, length == self.length
         before, self._clock = self._clock, time.process_time()

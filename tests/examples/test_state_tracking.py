@@ -60,6 +60,14 @@ def test_state_tracking_writes_table_figure_and_numbers(tmp_path, capsys):
     assert "implicit step 20: {" in (tmp_path / "log.txt").read_text()
     assert all(f"| implicit | {sweep} |" in printed for sweep in SWEEPS)
 
+    # a finished run is evaluated in another way without being trained again
+    weights = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.safetensors")}
+    here(tmp_path, "--steps", "20", "--group", "S3", "--generators", "2", "--eval-lengths", "6", "--solver", "anderson")
+    rows = json.loads((tmp_path / "results.json").read_text())
+    assert [(row["model"], row["sweep"], row["length"]) for row in rows] == solved_and_explicit(6)
+    assert weights
+    assert all(path.stat().st_mtime_ns == time for path, time in weights.items())
+
 
 def solved_and_explicit(*lengths: int) -> list[tuple[str, str, int]]:
     solved = [("implicit", sweep, length) for sweep in SWEEPS for length in lengths]
@@ -140,6 +148,7 @@ def test_a_killed_run_goes_on_and_ends_as_if_it_had_not_been(tmp_path):
         (["--group", "M", "--train-identity-probability", "0.5"], "--train-identity-probability", "must be 0 for M"),
         (["--backbone", "llama", "--heads", "3"], "--heads", "--d-model 16"),
         (["--lengths", "2", "2"], "--lengths", "every value once"),
+        (["--free-lengths", "32", "8"], "--free-lengths", "must ascend, got 32 8"),
         (["--free-lengths"], "--free-lengths", "at least one"),
         (["--learned", "1.5"], "--learned", "a number in [0, 1]"),
         (["--gradient", "unrolled"], "--gradient", "phantom"),

@@ -276,6 +276,7 @@ def test_every_task_has_its_name():
     assert all(task.name == name for name, task in TASKS.items())
     assert formal.modular_arithmetic() == TASKS["modular_arithmetic"] != TASKS["modular_arithmetic_brackets"]
     assert formal.dyck(3) != formal.dyck(2) == TASKS["dyck_2"]
+    assert formal.modular_arithmetic(operators="+") != formal.modular_arithmetic(operators="*")
 
 
 def nothing(batch, length, generator):
@@ -297,8 +298,17 @@ def nothing(batch, length, generator):
         # At the call, not at the first batch.
         (lambda: formal.binary_addition().batches(2, (8, 2), seed=0), "length must be an integer >= 3, got 2"),
         (lambda: FormalTask("twice", ("a", "a"), ("a",), nothing), r"FormalTask\.symbols must be distinct"),
-        (lambda: FormalTask("other", ("a",), ("b",), nothing), r"FormalTask\.answers must be .* got \('b',\)"),
-        (lambda: FormalTask("none", ("a",), ("a",), nothing, shortest=0), r"FormalTask\.shortest must"),
+        (
+            lambda: FormalTask("other", ("a", "b"), ("b", "c"), nothing),
+            r"FormalTask\.answers must be .* got \('b', 'c'\)",
+        ),
+        (lambda: FormalTask("again", ("a", "b"), ("a", "a", "b"), nothing), r"FormalTask\.answers must be distinct"),
+        (lambda: FormalTask("one", ("a", "b"), ("a",), nothing), r"FormalTask\.answers must be .* at least two"),
+        (lambda: FormalTask("none", ("a", "b"), ("a", "b"), nothing, shortest=0), r"FormalTask\.shortest must"),
+        (lambda: formal.parity_check().text(torch.tensor([0, 7])), "ids must be 0 to 2, or -100, got 7"),
+        (lambda: formal.parity_check().text(torch.tensor([0, -1])), "ids must be 0 to 2, or -100, got -1"),
+        (lambda: formal.parity_check().text(torch.tensor([0.5])), "ids must be 0 to 2, or -100, got 0.5"),
+        (lambda: formal.parity_check().fixed(2, 4, seed=2**31), r"seed must be an integer in 0\.\.2147483647"),
     ],
 )
 def test_bad_arguments_are_named(call, message):
@@ -320,8 +330,25 @@ def test_arguments_that_are_no_row_or_do_not_fit_are_named():
         task.text(torch.zeros(1, 2, dtype=torch.int64))
     with pytest.raises(TypeError, match="targets must be a Tensor"):
         scaled_accuracy(torch.zeros(1, 2, 3), [[1, 2]], 0.1)
-    with pytest.raises(ValueError, match="targets must have shape"):
+    with pytest.raises(ValueError, match=r"targets must be int64 \(1, 2\)"):
         scaled_accuracy(torch.zeros(1, 2, 3), torch.zeros(1, 3, dtype=torch.int64), 0.1)
     with pytest.raises(TypeError, match=r"FiniteMonoid\.factors must be"):
         FiniteMonoid("a", (1,), torch.zeros(1, 1, dtype=torch.int64), 0, factors=(3,))
+    logits, right = torch.zeros(1, 2, 3), torch.zeros(1, 2, dtype=torch.int64)
+    for changed, message in (
+        ({"logits": torch.full((1, 2, 3), torch.nan)}, "logits must be numbers .* NaN"),
+        ({"logits": torch.zeros(1, 2, 3, dtype=torch.int64)}, "logits must be real"),
+        ({"logits": torch.zeros(2, 3), "targets": right[0]}, "logits must be .* got torch.float32 \\(2, 3\\)"),
+        ({"targets": right.float()}, "targets must be int64"),
+        ({"targets": right + 3}, "targets must be ids below 3"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            scaled_accuracy(**{"logits": logits, "targets": right, "chance": 0.1} | changed)
+    with pytest.raises(TypeError, match=r"FormalTask\.make must be a function"):
+        FormalTask("text", ("a", "b"), ("a", "b"), "reverse")
+    with pytest.raises(TypeError, match=r"FormalTask\.symbols must be a str"):
+        FormalTask("numbers", (0, 1), ("0", "1"), nothing)
+    wrong = FormalTask("wrong", ("a", "b"), ("a", "b"), lambda *_: WordBatch(torch.zeros(2, 4), torch.zeros(2, 3)))
+    with pytest.raises(ValueError, match=r"draw must return .* got torch.float32 \(2, 4\), torch.float32 \(2, 3\)"):
+        wrong.fixed(2, 4, seed=0)
     assert next(task.batches(2, torch.tensor(4), seed=1)).inputs.shape == next(task.batches(2, 4, seed=1)).inputs.shape

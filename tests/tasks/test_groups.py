@@ -201,6 +201,21 @@ def test_the_search_for_generators_is_bounded(monkeypatch):
         generators(klein, 3)
 
 
+def test_a_name_alone_makes_no_symmetric_group():
+    turns = generated_monoid([(2, 3, 1)], name="S3")
+    assert turns.elements[generators(turns, 1)[0]] in ((2, 3, 1), (3, 1, 2))
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_labels_and_factors_of_another_type_are_named():
+    table = torch.tensor([[0, 1], [1, 0]])
+    with pytest.raises(TypeError, match=r"FiniteMonoid\.elements must be .* got \[0\]"):
+        FiniteMonoid("lists", ([0], [1]), table, 0)
+    for factors in (None, cyclic(2), [cyclic(2)]):
+        with pytest.raises(TypeError, match=r"FiniteMonoid\.factors must be a tuple"):
+            FiniteMonoid("factors", (0, 1), table, 0, factors=factors)
+
+
 @pytest.mark.parametrize("count", [3, 4, 5])
 def test_generators_of_a_larger_count(count):
     s3 = symmetric(3)
@@ -322,6 +337,7 @@ def test_generated_monoids_are_capped():
         (lambda: direct_product(), "at least one factor"),
         (lambda: dihedral(0), r"n must .* 1\.\.512, got 0"),
         (lambda: parse_group("Q8xZ0"), r"n must .* 1\.\.1024, got 0"),
+        (lambda: parse_group("Z007"), "name must be .* got 'Z007'"),
         (lambda: generated_monoid([]), "generators must be at least one"),
         (lambda: generated_monoid([(2, 1), (2, 3, 1)]), "generators must be of one size, .* 2 and 3"),
         (lambda: generated_monoid([(0, 1)]), r"generators .* 1\.\.2, got 0"),

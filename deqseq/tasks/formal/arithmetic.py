@@ -21,7 +21,7 @@ def modular_arithmetic(modulus: int = 5, *, brackets: bool = False, operators: s
     Args:
         modulus: numbers are 0 to ``modulus`` - 1, at least 2.
         brackets: whether there are brackets.
-        operators: some of "+-*", uniform. The paper's code has "+-" where there are brackets.
+        operators: some of "+-*", uniform. Delétang et al. have "+-" where there are brackets, by default.
 
     Returns:
         The task. Its answer is one number.
@@ -29,9 +29,6 @@ def modular_arithmetic(modulus: int = 5, *, brackets: bool = False, operators: s
     Raises:
         TypeError: ``operators`` is no string, or ``brackets`` no bool.
         ValueError: ``modulus`` is below 2, or ``operators`` are none, repeat or have others.
-
-    References:
-        Delétang et al., Neural Networks and the Chomsky Hierarchy, ICLR 2023, arXiv 2207.02098.
 
     Example:
         >>> task = modular_arithmetic(brackets=True)
@@ -52,7 +49,8 @@ def modular_arithmetic(modulus: int = 5, *, brackets: bool = False, operators: s
         return answered(strings, values[:, None], blank=len(symbols) - 1)
 
     symbols = (*numbers, *OPERATORS, *("()" if brackets else ""), BLANK)
-    return FormalTask("modular_arithmetic" + "_brackets" * brackets, symbols, numbers, make)
+    others = "" if operators == OPERATORS else f"_{operators}"
+    return FormalTask(f"modular_arithmetic{'_brackets' * brackets}{others}", symbols, numbers, make)
 
 
 def solve_equation(modulus: int = 5) -> FormalTask:
@@ -68,9 +66,6 @@ def solve_equation(modulus: int = 5) -> FormalTask:
 
     Raises:
         ValueError: ``modulus`` is below 2.
-
-    References:
-        Delétang et al., Neural Networks and the Chomsky Hierarchy, ICLR 2023, arXiv 2207.02098.
 
     Example:
         >>> task = solve_equation()

@@ -21,9 +21,6 @@ def binary_addition() -> FormalTask:
     Returns:
         The task. Its answer has the length of the string at most.
 
-    References:
-        Delétang et al., Neural Networks and the Chomsky Hierarchy, ICLR 2023, arXiv 2207.02098.
-
     Example:
         >>> task = binary_addition()
         >>> batch = task.fixed(1, 7, seed=0)
@@ -39,9 +36,6 @@ def binary_multiplication() -> FormalTask:
     Returns:
         The task. Its answer has the length of the string at most.
 
-    References:
-        Delétang et al., Neural Networks and the Chomsky Hierarchy, ICLR 2023, arXiv 2207.02098.
-
     Example:
         >>> binary_multiplication().symbols
         ('0', '1', '*', '#', '_')
@@ -54,9 +48,6 @@ def compute_sqrt() -> FormalTask:
 
     Returns:
         The task. Its answer has half the length of the string, rounded up, with leading zeros.
-
-    References:
-        Delétang et al., Neural Networks and the Chomsky Hierarchy, ICLR 2023, arXiv 2207.02098.
 
     Example:
         >>> task = compute_sqrt()

@@ -8,7 +8,7 @@ from jaxtyping import Int64
 from torch import Tensor
 from torch.nn import functional as F
 
-from deqseq.check import check_integer, check_type
+from deqseq.check import check_callable, check_integer, check_type
 from deqseq.tasks.task import Task, WordBatch
 
 Make = Callable[[int, int, torch.Generator], WordBatch]
@@ -29,7 +29,8 @@ class FormalTask(Task):
         shortest: the least length.
 
     Raises:
-        ValueError: symbols that repeat, or answers that are not among them.
+        TypeError: an argument of the wrong type.
+        ValueError: fewer than two symbols or answers, one twice, or answers that are no symbols.
 
     Example:
         >>> from deqseq.tasks import formal
@@ -48,11 +49,15 @@ class FormalTask(Task):
     def __post_init__(self) -> None:
         check_type("FormalTask.name", self.name, str)
         for name in ("symbols", "answers"):
-            check_type(f"FormalTask.{name}", getattr(self, name), tuple, '("0", "1")')
-        if not self.symbols or len(set(self.symbols)) < len(self.symbols):
-            raise ValueError(f"FormalTask.symbols must be distinct and at least one, got {self.symbols}")
-        if not self.answers or not set(self.answers) <= set(self.symbols):
-            raise ValueError(f"FormalTask.answers must be at least one of the symbols, got {self.answers}")
+            given = getattr(self, name)
+            check_type(f"FormalTask.{name}", given, tuple, '("0", "1")')
+            for symbol in given:
+                check_type(f"FormalTask.{name}", symbol, str)
+            if len(given) < 2 or len(set(given)) < len(given):
+                raise ValueError(f"FormalTask.{name} must be distinct and at least two, got {given}")
+        if not set(self.answers) <= set(self.symbols):
+            raise ValueError(f"FormalTask.answers must be some of the symbols {self.symbols}, got {self.answers}")
+        check_callable("FormalTask.make", self.make)
         check_integer("FormalTask.shortest", self.shortest, 1)
 
     @property
@@ -86,12 +91,15 @@ class FormalTask(Task):
 
         Raises:
             TypeError: no tensor.
-            ValueError: a tensor of another shape.
+            ValueError: a tensor of another shape or dtype, or an id of no symbol.
         """
         check_type("ids", ids, Tensor)
         if ids.ndim != 1:
             raise ValueError(f"ids must be one row, (length,), got shape {tuple(ids.shape)}")
-        return " ".join("." if i == -100 else self.symbols[i] for i in ids.tolist())
+        names = dict(enumerate(self.symbols)) | {-100: "."}
+        if wrong := [i for i in ids.tolist() if not isinstance(i, int) or i not in names]:
+            raise ValueError(f"ids must be 0 to {len(self.symbols) - 1}, or -100, got {wrong[0]}")
+        return " ".join(names[i] for i in ids.tolist())
 
 
 def answered(strings: Int64[Tensor, "batch length"], answers: Int64[Tensor, "batch size"], blank: int) -> WordBatch:

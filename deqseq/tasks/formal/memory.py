@@ -17,9 +17,6 @@ def stack_manipulation() -> FormalTask:
     Returns:
         The task. Its answer has one symbol more than the string at most.
 
-    References:
-        Delétang et al., Neural Networks and the Chomsky Hierarchy, ICLR 2023, arXiv 2207.02098.
-
     Example:
         >>> task = stack_manipulation()
         >>> batch = task.fixed(1, 6, seed=1)
@@ -97,8 +94,9 @@ def dyck(kinds: int = 2) -> FormalTask:
 def associative_recall(keys: int = 64, values: int = 64) -> FormalTask:
     """Multi-query associative recall: pairs of a key and its value, then keys, each answered by its value.
 
-    The first half of a string is pairs with different keys (less than half if there are too few keys), the rest are
-    queries, uniform over the keys that were shown. Answers are scored at the queries; there are no blanks.
+    The first symbols of a string are pairs with different keys: a quarter of the length, rounded down, at least one
+    pair, at most all keys. The rest are queries, uniform over the keys that were shown. Answers are scored at the
+    queries; there are no blanks.
 
     Args:
         keys: different keys, at least 1.

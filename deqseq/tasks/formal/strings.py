@@ -17,9 +17,6 @@ def even_pairs() -> FormalTask:
     Returns:
         The task. Its answer is one symbol.
 
-    References:
-        Delétang et al., Neural Networks and the Chomsky Hierarchy, ICLR 2023, arXiv 2207.02098.
-
     Example:
         >>> batch = even_pairs().fixed(8, 6, seed=0)
         >>> bool((batch.targets[:, 6] == batch.inputs[:, 0] ^ batch.inputs[:, 5]).all())
@@ -34,9 +31,6 @@ def parity_check() -> FormalTask:
     Returns:
         The task. Its answer is one symbol.
 
-    References:
-        Delétang et al., Neural Networks and the Chomsky Hierarchy, ICLR 2023, arXiv 2207.02098.
-
     Example:
         >>> batch = parity_check().fixed(8, 6, seed=0)
         >>> bool((batch.targets[:, 6] == batch.inputs[:, :6].sum(1) % 2).all())
@@ -50,9 +44,6 @@ def cycle_navigation() -> FormalTask:
 
     Returns:
         The task. Its answer is one of the five places.
-
-    References:
-        Delétang et al., Neural Networks and the Chomsky Hierarchy, ICLR 2023, arXiv 2207.02098.
 
     Example:
         >>> task = cycle_navigation()
@@ -76,9 +67,6 @@ def reverse_string() -> FormalTask:
     Returns:
         The task. Its answer has the length of the string.
 
-    References:
-        Delétang et al., Neural Networks and the Chomsky Hierarchy, ICLR 2023, arXiv 2207.02098.
-
     Example:
         >>> batch = reverse_string().fixed(8, 6, seed=0)
         >>> bool((batch.targets[:, 6:] == batch.inputs[:, :6].flip(1)).all())
@@ -92,9 +80,6 @@ def duplicate_string() -> FormalTask:
 
     Returns:
         The task. Its answer is twice as long as the string.
-
-    References:
-        Delétang et al., Neural Networks and the Chomsky Hierarchy, ICLR 2023, arXiv 2207.02098.
 
     Example:
         >>> duplicate_string().fixed(8, 6, seed=0).inputs.shape
@@ -111,9 +96,6 @@ def odds_first() -> FormalTask:
     Returns:
         The task. Its answer has the length of the string.
 
-    References:
-        Delétang et al., Neural Networks and the Chomsky Hierarchy, ICLR 2023, arXiv 2207.02098.
-
     Example:
         >>> batch = odds_first().fixed(8, 6, seed=0)
         >>> bool((batch.targets[:, 6:9] == batch.inputs[:, 0:6:2]).all())
@@ -127,9 +109,6 @@ def bucket_sort() -> FormalTask:
 
     Returns:
         The task. Its answer has the length of the string.
-
-    References:
-        Delétang et al., Neural Networks and the Chomsky Hierarchy, ICLR 2023, arXiv 2207.02098.
 
     Example:
         >>> batch = bucket_sort().fixed(8, 6, seed=0)
@@ -146,9 +125,6 @@ def missing_duplicate() -> FormalTask:
 
     Returns:
         The task. Its answer is one symbol.
-
-    References:
-        Delétang et al., Neural Networks and the Chomsky Hierarchy, ICLR 2023, arXiv 2207.02098.
 
     Example:
         >>> task = missing_duplicate()
