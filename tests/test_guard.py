@@ -30,6 +30,8 @@ def test_a_finite_value_is_returned():
         check_finite(None, step=0)
 
 
-def test_a_complex_number_is_refused():
+def test_a_complex_number_or_a_flag_is_refused():
+    with pytest.raises(ValueError, match=r"one number, got torch\.bool"):
+        check_finite(torch.tensor(True), step=0)
     with pytest.raises(ValueError, match="value must be the loss, one number"):
         check_finite(torch.tensor(1j), step=1)

@@ -22,7 +22,7 @@ class PoissonLogNormal:
 
     Args:
         mean: :math:`m`, above 0; ``mean_recurrence`` of the published models.
-        sigma: of the logarithm of the rate, at least 0.
+        sigma: of the logarithm of the rate, 0 to 10.
         rise: how :math:`m` rises from 1 to ``mean`` over its phase, of which a share :math:`t` is done: ``"linear"``,
             as :math:`t`, or ``"1-sqrt"``, as :math:`1 - \sqrt{1 - t}`. Default: :math:`m` is constant.
         largest: larger draws are replaced by it. Default: none is.
@@ -53,7 +53,7 @@ class PoissonLogNormal:
 
     def __post_init__(self) -> None:
         check_number("PoissonLogNormal.mean", self.mean, "(0, inf)")
-        check_number("PoissonLogNormal.sigma", self.sigma, "[0, inf)")
+        check_number("PoissonLogNormal.sigma", self.sigma, "[0, 10]")
         if self.rise is not None:
             check_choice("PoissonLogNormal.rise", self.rise, get_args(Rise))
         if self.largest is not None:
@@ -77,7 +77,7 @@ class PoissonLogNormal:
         check_number("done", done, "[0, 1]")
         chance = Random(f"{self.seed} {float(progress)}")  # of text: a cryptographic hash of it
         risen = {None: 1, "linear": done, "1-sqrt": 1 - math.sqrt(1 - done)}[self.rise]
-        mean = self.mean * risen + 1 - risen
+        mean = self.mean if risen == 1 else self.mean * risen + 1 - risen
         rate = chance.lognormvariate(math.log(mean) - self.sigma**2 / 2, self.sigma)
         steps, arrival = 1, chance.expovariate(1)
         while arrival < rate and steps != self.largest:  # counts the arrivals of a Poisson process until ``rate``

@@ -3,6 +3,7 @@
 import math
 from numbers import Real
 
+import torch
 from torch import Tensor
 
 from deqseq.check import check_integer, check_type
@@ -66,7 +67,7 @@ def check_finite(
     check_type("value", value, (Tensor, Real))
     if isinstance(value, bool):
         raise TypeError(f"value must be the {quantity}, one number, got {value}")
-    if isinstance(value, Tensor) and (value.numel() != 1 or value.is_complex()):
+    if isinstance(value, Tensor) and (value.numel() != 1 or value.is_complex() or value.dtype == torch.bool):
         raise ValueError(f"value must be the {quantity}, one number, got {value.dtype} {tuple(value.shape)}")
     number = float(value.detach() if isinstance(value, Tensor) else value)
     if not math.isfinite(number):

@@ -60,6 +60,7 @@ def test_larger_draws_are_replaced():
     assert max(draws) > 12
     assert [PoissonLogNormal(8, largest=12).draw(step) for step in range(500)] == [min(12, draw) for draw in draws]
     assert {PoissonLogNormal(8, largest=1).draw(step) for step in range(9)} == {1}
+    assert {PoissonLogNormal(1e-300, sigma=0).draw(step) for step in range(9)} == {1}
 
 
 def test_a_draw_is_the_same_in_every_process_and_order():
@@ -145,7 +146,7 @@ def test_the_record_has_the_distribution():
 
 @pytest.mark.usefixtures("unchecked")
 def test_bad_arguments():
-    for name, bad in (("mean", 0), ("mean", math.inf), ("sigma", -0.1), ("largest", 0), ("seed", -1), ("rise", "sqrt")):
+    for name, bad in (("mean", 0), ("mean", math.inf), ("sigma", -0.1), ("sigma", 11), ("largest", 0), ("seed", -1), ("rise", "sqrt")):
         with pytest.raises(ValueError, match=f"PoissonLogNormal.{name} must be"):
             PoissonLogNormal(**{"mean": 4, name: bad})
     with pytest.raises(TypeError, match=r"PoissonLogNormal.mean must be"):
