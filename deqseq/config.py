@@ -22,9 +22,9 @@ class RandomStart:
         std: standard deviation, above 0. Huginn's is about 0.63, that of its state; the retrofitted models have
             sqrt(2 / (5 d_model)).
         seed: of the draws of each call. Default: torch's global generator.
-        restarts: how many starts are solved for each row, in one larger batch; the one with the smallest residual is
-            returned, and its ``updates`` count them all. More than one needs an estimator that takes the fixed point
-            alone.
+        restarts: how many starts are solved for each row, in one larger batch. Of those that converged (else of all)
+            the one with the smallest residual is returned; its ``updates`` count them all. More than one needs an
+            estimator that takes the fixed point alone.
 
     Raises:
         TypeError, ValueError: names the field, what it got and what it wants.

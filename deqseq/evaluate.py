@@ -59,11 +59,13 @@ def evaluate(f: FixedPointMap, z: State, args: Any = None, *, has_aux: bool = Fa
 
     Raises:
         TypeError: the map returns something else than a tensor, or changes the dtype outside autocast.
-        ValueError: the map changes the shape or the device, or changes ``z`` in place.
+        ValueError: the map changes the shape or the device, or changes ``z`` in place (in inference mode, where torch
+            counts no changes, the map is given a copy).
     """
-    before = None if z.is_inference() else z._version
-    fz = f(z) if args is None else f(z, args)
-    if before is not None and z._version != before:
+    uncounted = z.is_inference()
+    given, before = (z.clone(), 0) if uncounted else (z, z._version)
+    fz = f(given) if args is None else f(given, args)
+    if not uncounted and z._version != before:
         raise ValueError(
             "f must not change z in place (z.add_(), relu(z, inplace=True), z[...] = ...): the residual is measured "
             "against z. Write the result to a new tensor, or begin with z = z.clone()"

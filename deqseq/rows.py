@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from deqseq.types import RowIndex
 
@@ -95,14 +95,26 @@ def tensors_of(tree: Any) -> tuple[Tensor, ...]:
 
 
 def check_rows(name: str, tree: Any, rows: int) -> None:
-    """Raise a ValueError unless every tensor in a record has this many rows."""
+    """Refuse a record unless every tensor in it has this many rows, and :func:`take` finds them all.
+
+    Raises:
+        TypeError: an object that holds tensors and is no record.
+        ValueError: a tensor with other rows.
+    """
     if isinstance(tree, Tensor):
         if tree.ndim == 0 or len(tree) != rows:
             raise ValueError(
                 f"{name} must have one row per row of z0, {rows}, got a tensor of shape {tuple(tree.shape)}"
             )
     elif not isinstance(tree, OwnRows):
-        for part in _parts(tree):
+        parts = _parts(tree)
+        held = () if parts or isinstance(tree, nn.Module) else getattr(tree, "__dict__", {}).values()
+        if any(isinstance(part, Tensor) for part in held):
+            raise TypeError(
+                f"{name} must be tensors, in dataclasses, tuples, lists and dicts, or have take_rows(rows), got a "
+                f"{type(tree).__name__} that holds tensors"
+            )
+        for part in parts:
             check_rows(name, part, rows)
 
 

@@ -157,10 +157,11 @@ class Outcome:
     def explain(self) -> Explanation:
         """Why each row converged or not, and what to do about it; print it.
 
-        The same problem is solved again with up to four times the budget (at most 1,000 iterations). If rows still
-        fail, other solvers are tried until one converges: Adaptive, Relaxed(0.2), Anderson and Broyden, the last two
-        alone if the solve is only slow. Last, it is solved from a random start, which shows whether there are several
-        fixed points. Tokens are solved together, whatever the sweep was.
+        The same problem is solved again with four times the budget (at least 64 and at most 1,000 iterations, or as
+        many as before). If rows still fail, other solvers are tried until one converges: Adaptive, Relaxed(0.2),
+        Anderson and Broyden, the last two alone if the solve is only slow, and not with ``Stop(of="error")``. Last, it
+        is solved from a random start, which shows whether there are several fixed points. Tokens are solved together,
+        whatever the sweep was.
 
         Returns:
             An :class:`Explanation`: a cause per row, and a remedy for each cause. It describes the model as it is now,

@@ -211,6 +211,8 @@ def iterate(
     while True:
         step += 1
         fz, aux = evaluate(f, z, args, has_aux=has_aux)
+        if step == 1:
+            check_rows("aux", aux, len(z))
         if monitor.checks(step):
             monitor.check(z, fz, step, args)
             _report(callback, monitor, step)

@@ -1,6 +1,7 @@
 """The iteration loop: freezing and removing rows, divergence, checks, bad input."""
 
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -292,6 +293,24 @@ def test_a_map_that_changes_z_in_place_is_refused(gradient):
         dq.fixed_point(Halves(), z0, gradient=gradient)
     with pytest.raises(ValueError, match="f must not change z in place"):
         dq.solve(torch.nn.ReLU(inplace=True), z0, solver=dq.Naive(), stop=dq.Stop())
+
+
+@pytest.mark.parametrize("solver", [dq.Naive(), dq.Adaptive(), dq.Anderson(), dq.Broyden()], ids=str)
+def test_in_inference_mode_a_map_that_changes_z_in_place_has_its_own_copy(solver):
+    """There torch does not count changes."""
+    with torch.inference_mode():
+        solution = dq.solve(Halves(), torch.zeros(2, 3), solver=solver, stop=dq.Stop(rtol=1e-6))
+        assert bool(solution.converged.all())
+        torch.testing.assert_close(solution.value, torch.full((2, 3), 2.0))
+
+
+def test_objects_that_hide_tensors_are_refused():
+    args = SimpleNamespace(slope=torch.tensor([0.1, 0.9]))
+    with pytest.raises(TypeError, match=r"args must be tensors, in .* got a SimpleNamespace that holds tensors"):
+        dq.solve(lambda z, a: a.slope[:, None] * z, torch.ones(2, 1), args=args, solver=dq.Naive(), stop=dq.Stop())
+    for aux in (torch.zeros(7), torch.tensor(1.0)):
+        with pytest.raises(ValueError, match="aux must have one row per row of z0, 2"):
+            dq.solve(lambda z, aux=aux: (z, aux), torch.ones(2, 1), has_aux=True, solver=dq.Naive(), stop=dq.Stop())
 
 
 def test_rows_of_args_are_counted():

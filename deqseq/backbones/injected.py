@@ -137,7 +137,7 @@ class Injected(Backbone[Any]):
     r"""A backbone whose input enters by an :class:`Injection`, :math:`f(z, x) = g(\mathrm{enter}(z, x))`.
 
     The paper's own injection, into the projections of every layer, is part of :class:`deqseq.Mamba2` and
-    :class:`deqseq.Llama`; build them with ``injection=False`` here.
+    :class:`deqseq.Llama`; here they are built with ``injection=False``.
 
     Args:
         backbone: the layers :math:`g`.
@@ -145,6 +145,7 @@ class Injected(Backbone[Any]):
 
     Raises:
         TypeError: an argument of the wrong type.
+        ValueError: the backbone has an injection of its own.
 
     Example:
         >>> import deqseq as dq
@@ -158,6 +159,8 @@ class Injected(Backbone[Any]):
         super().__init__()
         check_type("Injected.backbone", backbone, Backbone, "dq.Llama(dq.LlamaConfig(d_model=64, injection=False))")
         check_type("Injected.injection", injection, Injection, "dq.ConcatInjection(64)")
+        if getattr(backbone, "injection", None) is not None:
+            raise ValueError("Injected.backbone must have no injection of its own: build it with injection=False")
         self.d_model = backbone.d_model
         self.backbone, self.injection = backbone, injection
 

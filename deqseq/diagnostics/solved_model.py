@@ -11,7 +11,7 @@ from torch import Tensor
 
 from deqseq.backbones import Backbone
 from deqseq.check import check_integer, check_type
-from deqseq.config import SolveConfig, resolve
+from deqseq.config import RandomStart, SolveConfig, resolve
 from deqseq.evaluate import evaluate
 from deqseq.layers.sharded import unsharded
 from deqseq.layers.weight_norm import cached_weights
@@ -29,11 +29,16 @@ from deqseq.types import Mask, Sequence
 def check_call(
     model: CausalLM, ids: Tokens, mask: Mask | None, solve: SolveConfig | None, fields: Mapping[str, Any]
 ) -> tuple[Mask, SolveConfig]:
-    """Check what every diagnostic is given; the real tokens, and how to solve in eval mode, without an exit rule."""
+    """Check what every diagnostic is given; the real tokens, and how to solve in eval mode.
+
+    There is no exit rule, and random starts have a seed, so that all solves of a diagnostic begin at the same states.
+    """
     check_type("model", model, CausalLM, "dq.CausalLM(vocab_size, dq.ImplicitModel(backbone))")
     core = _core(model)
     config = resolve(core.eval_solve or core.solve, solve, fields)
     config = replace(config, stop=replace(config.stop, exit=None))  # fixed points are examined, not where a rule exits
+    if isinstance(config.start, RandomStart) and config.start.seed is None:
+        config = replace(config, start=replace(config.start, seed=0))
     check_tokens("ids", ids, model.embedding)
     if mask is None:
         return torch.ones_like(ids, dtype=torch.bool), config

@@ -125,9 +125,9 @@ class ImplicitModel(nn.Module):
             ConvergenceError: with ``throw``, names the rows that failed, their residuals and a remedy.
             TypeError: an unknown keyword, or a value of the wrong type.
             ValueError: a bad shape; a trace with another sweep than the simultaneous; :class:`Unrolled` with another
-                sweep; an exit rule with a sweep that has none, or without the head that it needs; an estimator whose
-                backward pass may be longer in one process than in another (:class:`Unrolled`, :class:`Implicit`) while
-                the backbone is sharded over both.
+                sweep than that and :class:`Lockstep`; an exit rule with a sweep that has none, or without the head that
+                it needs; an estimator whose backward pass may be longer in one process than in another
+                (:class:`Unrolled`, :class:`Implicit`) while the backbone is sharded over both.
         """
         start = fields.get("start")
         start = start if isinstance(start, Tensor) else None

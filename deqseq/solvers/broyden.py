@@ -107,7 +107,7 @@ class Broyden(Solver[BroydenMemory | None]):
         factor = _safe_reciprocal(now - before, size)
         direction = torch.addcmul(direction, update, factor * now)
         place = state.pairs % self.memory
-        left, right = _with(left, place, update), _with(right, place, covector)
+        left, right = _with(left, place, pairs, update), _with(right, place, pairs, covector)
         scale = torch.cat([scale[:, :place], factor, scale[:, place + 1 :]], dim=1)
         return direction, state._replace(left=left, right=right, scale=scale, pairs=state.pairs + 1)
 
@@ -127,11 +127,11 @@ def _apply(left: Tensor, right: Tensor, scale: Tensor, pairs: int, x: Vectors) -
     return torch.baddbmm(x[:, None], weights, left[:, :pairs], beta=-1)[:, 0]
 
 
-def _with(stack: Tensor, pairs: int, x: Vectors) -> Tensor:
-    """``stack`` with ``x`` at place ``pairs``: written in place, unless that would break a graph."""
+def _with(stack: Tensor, place: int, pairs: int, x: Vectors) -> Tensor:
+    """``stack``, of which ``pairs`` are used, with ``x`` at a place: written in place, unless that breaks a graph."""
     if x.requires_grad or stack.requires_grad:
-        return torch.cat([stack[:, :pairs], x[:, None]], dim=1)
-    stack[:, pairs] = x
+        return torch.cat([stack[:, :place], x[:, None], stack[:, place + 1 : pairs]], dim=1)
+    stack[:, place] = x
     return stack
 
 

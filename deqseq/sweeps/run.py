@@ -84,9 +84,12 @@ def run_sweep(
 
 
 def _best_of(restarts: int, solution: Solution, cache: Cache | None) -> tuple[Solution, Cache | None]:
-    """Of each row's restarts the one with the smallest residual; its updates are those of all of them."""
+    """Of each row's restarts the best status, and of these the smallest residual; with the updates of all of them."""
     stats = solution.stats
-    best = worst_token(stats.residual).reshape(-1, restarts).nan_to_num(torch.inf).argmin(dim=1)
+    residual = worst_token(stats.residual).reshape(-1, restarts).nan_to_num(torch.inf)
+    status = solution.status.reshape(-1, restarts)
+    order = residual.argsort(dim=1, stable=True)
+    best = order.gather(1, status.gather(1, order).argsort(dim=1, stable=True))[:, 0]
     rows = torch.arange(len(best), device=best.device) * restarts + best
     updates = stats.updates.reshape(len(best), restarts, *stats.updates.shape[1:]).sum(dim=1)
     trace = None if stats.trace is None else stats.trace[:, rows]

@@ -146,6 +146,12 @@ def test_dropout_draws_one_mask_per_solve(make):
 
 
 @pytest.mark.parametrize("make", [mamba2, llama])
+def test_a_backbone_with_an_injection_is_given_no_other(make):
+    with pytest.raises(ValueError, match=r"Injected\.backbone must have no injection .*injection=False"):
+        dq.Injected(make(), dq.AddInjection())
+
+
+@pytest.mark.parametrize("make", [mamba2, llama])
 def test_without_injection_a_solve_must_start_at_the_input(make):
     backbone, x = make(injection=False), randn(2, 5, 8)
     assert not any("injection" in name for name, _ in backbone.named_parameters())

@@ -160,6 +160,22 @@ def test_single_precision_at_its_own_tolerance():
 
 
 @pytest.mark.usefixtures("unchecked")
+def test_a_random_start_is_the_same_for_every_estimator():
+    """This map has two stable fixed points for each number of the state."""
+
+    class Double(dq.Affine):
+        def forward(self, z, inputs, cache=None, *, need_aux=False):
+            value, aux = super().forward(torch.zeros_like(z), inputs, cache, need_aux=need_aux)
+            return torch.tanh(3 * z) + 0.1 * value, aux
+
+    torch.manual_seed(0)
+    lm = dq.CausalLM(11, dq.ImplicitModel(Double(8), dq.SolveConfig(start=dq.RandomStart(1.0)))).double()
+    before = torch.get_rng_state()
+    report = gradient_bias(lm, torch.arange(10)[None], estimators=[dq.Implicit(stop=dq.Stop(1e-10, max_steps=200))])
+    assert torch.equal(before, torch.get_rng_state())
+    assert report.estimators[0].cosine["all"] == pytest.approx(1, abs=1e-6)
+
+
 def test_bad_arguments():
     lm = affine_model()
     with pytest.raises(TypeError, match="model must be an ImplicitModel"):

@@ -222,6 +222,25 @@ def test_restarts_return_the_best_of_each_row():
     assert torch.equal(best.stats.updates, alone.stats.updates.reshape(8, 8, 1).sum(dim=1))
 
 
+@torch.no_grad()
+def test_a_restart_that_converged_comes_before_one_with_a_smaller_residual():
+    """Far from zero a small relative residual is above an absolute tolerance."""
+
+    class Kinked(TwoPoints):
+        def forward(self, z, inputs, cache=None, *, need_aux=False):
+            return torch.where(z < 0, 0.5 * z - 5e-4, 0.95 * z + 5), None
+
+    model, x, draw = dq.ImplicitModel(Kinked()).eval(), torch.zeros(1, 1, 1), dq.RandomStart(seed=0, restarts=8)
+    call = {"stop": dq.Stop(rtol=0, atol=1e-2, max_steps=100), "solver": dq.Naive()}
+    starts = draw.draw(x)
+    alone = model(starts, start=starts, **call)
+    assert 0 < alone.converged.sum() < 8
+    assert not alone.converged[alone.stats.residual.argmin()]
+    best = model(x, start=draw, **call)
+    assert best.converged.all()
+    assert best.stats.residual == alone.stats.residual[alone.converged].min()
+
+
 @pytest.mark.parametrize("sweep", [dq.Simultaneous(), *SWEEPS, dq.Lockstep(300)], ids=str)
 def test_restarts_with_sweeps_caches_padding_and_gradients(sweep):
     start, x, mask = dq.RandomStart(0.5, seed=1, restarts=3), randn(2, 6, 8), torch.ones(2, 6, dtype=torch.bool)

@@ -290,6 +290,22 @@ class TestBroyden(SolverContract):
         assert solution.stats.iterations.tolist() == [3, 3]
         assert solution.value.tolist() == [[-1.0], [-1.0]]
 
+    @pytest.mark.parametrize("memory", [1, 3, 16])
+    def test_a_row_that_begins_afresh_within_a_graph(self, memory):
+        """Its memory wraps round: where a graph is made, it is copied instead of written."""
+        solver, f, row = Broyden(memory=memory), affine(), torch.tensor([1])
+        found = []
+        for graph in (False, True):
+            z = torch.zeros(3, 4, dtype=torch.float64, requires_grad=graph)
+            state = solver.init(z)
+            for step in range(12):
+                if step == 2:
+                    state = solver.restart(state, z, row)
+                z, state = solver.step(z, f(z), state)
+            assert z.requires_grad == graph
+            found.append(z.detach())
+        torch.testing.assert_close(*found)
+
     @pytest.mark.parametrize("memory", [1, 3])
     def test_starts_afresh_when_its_memory_is_full(self, memory):
         solver, f = Broyden(memory=memory), affine()

@@ -146,7 +146,15 @@ def test_the_record_has_the_distribution():
 
 @pytest.mark.usefixtures("unchecked")
 def test_bad_arguments():
-    for name, bad in (("mean", 0), ("mean", math.inf), ("sigma", -0.1), ("sigma", 11), ("largest", 0), ("seed", -1), ("rise", "sqrt")):
+    for name, bad in (
+        ("mean", 0),
+        ("mean", math.inf),
+        ("sigma", -0.1),
+        ("sigma", 11),
+        ("largest", 0),
+        ("seed", -1),
+        ("rise", "sqrt"),
+    ):
         with pytest.raises(ValueError, match=f"PoissonLogNormal.{name} must be"):
             PoissonLogNormal(**{"mean": 4, name: bad})
     with pytest.raises(TypeError, match=r"PoissonLogNormal.mean must be"):
