@@ -72,7 +72,7 @@ class Options:
     rtol: opt.NotNegative | None = None  # relative tolerance; default: the model's own
     batch_size: opt.Size = 16  # texts that are solved together
     max_length: opt.Size | None = None  # tokens after which texts are cut; default: as the model says, or 2048
-    bootstrap: opt.Count = 1000  # samples for standard errors that have no closed form
+    bootstrap: Annotated[int, opt.integer(2, 10**9)] = 1000  # samples for standard errors that have no closed form
     seed: opt.Natural = 0  # seed of the questions made from texts
     device: opt.Device = "cpu"  # where to run
     output: opt.Output = "runs/evaluate"  # folder of the results; those of an earlier evaluation are replaced
@@ -188,7 +188,9 @@ def main(arguments: list[str]) -> None:
     solved_lm()
     ask(options)
     find_tasks(options.tasks, options.include)
-    check_models(options.models)
+    solves = [name for name in ("max_steps", "rtol", "solver") if getattr(options, name)]
+    if not check_models(options.models, options.tokenizer) and options.models and solves:
+        raise SystemExit(f"--{solves[0].replace('_', '-')} has no effect on explicit models: leave it out")
     output = claim_folder(options.output, "evaluate", asdict(options), fresh=True, writes=WRITES)
     os.environ.setdefault("DISABLE_MULTIPROC", "1")  # lm-eval's bootstrap would fork a process that runs threads
     log_to(output / "log.txt")

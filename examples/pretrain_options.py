@@ -108,7 +108,10 @@ def idle(options: Options) -> dict[str, tuple[str, ...]]:
     free = ("bounded_share", "budget", "phantom", "rtol")
     return {
         f"with --tokenizer {options.tokenizer}": ("vocab_size",) * (options.tokenizer != "bpe"),
-        f"with --corpus {options.corpus}": ("subset",) * (not options.corpus.startswith("hub:")),
+        f"with --corpus {options.corpus}": (
+            *("subset",) * (not options.corpus.startswith("hub:")),
+            *("text_field",) * (options.corpus in ("shakespeare", "babble") or options.corpus.endswith(".txt")),
+        ),
         "without a small model in --models": ("d_model", "layers") * (not families),
         "without a small llama in --models": ("heads", "mlp_width") * ("llama" not in families),
         "without a small mamba2 in --models": ("d_state", "headdim") * ("mamba2" not in families),

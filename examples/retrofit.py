@@ -67,7 +67,7 @@ class Options:
     last: opt.Count = 4  # iterations that are differentiated
     steps: opt.Count = 600  # updates of each model
     batch: opt.Size = 8  # rows of a batch in each process
-    length: opt.Size = 128  # tokens of a row
+    length: Annotated[int, opt.integer(2, 2**20)] = 128  # tokens of a row
     lr: opt.Positive = 1e-3  # peak learning rate
     lora: opt.Natural = 0  # rank of LoRA adapters of all linear maps; 0: all weights are trained
     vocab_size: Annotated[int, opt.integer(257, 2**20)] = 512  # tokens of the tiny model's BPE
@@ -213,6 +213,7 @@ def main(arguments: list[str]) -> None:
     run.train("unlooped", unlooped, options.steps, options.lr)
     unlooped = merged(unlooped, options.lora)
     unlooped.save_pretrained(output / "unlooped" / "model")
+    tokenizer.save_pretrained(output / "unlooped" / "model")
     rows.append(run.row("unlooped", None, from_decoder(unlooped)))
     split: Any = {"prelude": options.prelude, "core": options.core, "coda": options.coda, "dropped": options.dropped}
     lm = retrofit(load(), **split, injection=options.injection)

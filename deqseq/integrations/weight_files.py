@@ -1,6 +1,7 @@
 """The tensors in a folder of safetensors."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -9,23 +10,34 @@ from torch import Tensor
 
 
 def tensors_in(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a folder; if it has an index, only those of the files that this names.
+    """All tensors of a folder: of ``model.safetensors``, else of the files that an index names, else of every file.
 
     Raises:
         FileNotFoundError: a file that the index names.
-        ValueError: a file that is cut short, or an index that does not map tensors to files.
+        ValueError: a file that is cut short, two files with tensors of one name, or an index that does not map tensors
+            to files.
     """
-    index = folder / "model.safetensors.index.json"
-    files = sorted(folder.glob("*.safetensors"))
-    if index.is_file():
+    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if whole.is_file():
+        files = [whole]
+    elif index.is_file():
         files = [folder / name for name in sorted(_named(index))]
+    else:
+        files = sorted(folder.glob("*.safetensors"))
     tensors: dict[str, Tensor] = {}
     for file in files:
         try:
-            tensors |= load_file(file)
+            add_tensors(tensors, load_file(file), file)
         except SafetensorError as error:
             raise ValueError(f"{file} cannot be read: {error}. Copy it again") from error
     return tensors
+
+
+def add_tensors(tensors: dict[str, Tensor], more: Mapping[str, Tensor], file: Path) -> None:
+    """Add those of a file; ValueError if one of them has been read from another file."""
+    if twice := sorted(tensors.keys() & more.keys()):
+        raise ValueError(f"{file} has {twice[0]}, and so has another file: leave the files of one model in the folder")
+    tensors.update(more)
 
 
 def _named(index: Path) -> set[str]:

@@ -6,9 +6,12 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from functools import cache
 from importlib import import_module
+from itertools import chain
+from itertools import count as count_from
 from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
 from tokenizers.processors import Sequence as Processors
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -18,6 +21,7 @@ from common.questions import Choice, Cloze, choice_questions, cloze_questions
 from common.run import write_json, write_text
 from common.text import local_documents
 from deqseq.check import suggestion
+from deqseq.integrations.huggingface import RecurrentDepthConfig
 
 Questions = dict[str, tuple[str, tuple[Cloze, ...] | tuple[Choice, ...]]]
 """By the name of their task: their kind, and the questions."""
@@ -61,8 +65,9 @@ def make_questions(cloze: Sequence[str], choice: Sequence[str], count: int, seed
                 questions = cloze_questions(documents, count, seed=seed, repeated=repeated)
             else:
                 questions = choice_questions(documents, count, seed=seed)
-        name = f"{kind}_{Path(source).stem}"
-        made[name if name not in made else f"{name}_{len(made)}"] = kind, questions
+        stem = f"{kind}_{Path(source).stem}"
+        names = chain([stem], (f"{stem}_{number}" for number in count_from(1)))
+        made[next(name for name in names if name not in made)] = kind, questions
     return made
 
 
@@ -178,11 +183,26 @@ def solved_lm() -> Any:
         raise SystemExit(str(error)) from error
 
 
-def check_models(names: Sequence[str]) -> None:
-    """Refuse models and tokenizers that are not there, before their tasks are loaded."""
+REMEDY = "save it there with tokenizer.save_pretrained(), or give --tokenizer"
+
+
+def check_models(names: Sequence[str], tokenizer_name: str | None) -> bool:
+    """Refuse models and tokenizers that are not there, and weights that are cut short, before anything is written.
+
+    Returns:
+        Whether one of the models is implicit.
+    """
+    configs = []
     for name in names:
         with opt.naming(f"{name} is no model that can be loaded"):
-            AutoConfig.from_pretrained(name)
+            configs.append(AutoConfig.from_pretrained(name))
+            for file in sorted(Path(name).glob("*.safetensors")):
+                with safe_open(file, "pt"):
+                    pass
+    for name in {tokenizer_name or name for name in names}:
+        with opt.naming(f"{name} has no tokenizer that can be loaded ({REMEDY})"):
+            AutoTokenizer.from_pretrained(name)
+    return any(getattr(config, "implicit", isinstance(config, RecurrentDepthConfig)) for config in configs)
 
 
 def load_model(
@@ -201,8 +221,7 @@ def load_model(
     """
     with opt.naming(f"{name} is no model that can be loaded"):
         model: Any = AutoModelForCausalLM.from_pretrained(name)
-    remedy = "save it there with tokenizer.save_pretrained(), or give --tokenizer"
-    with opt.naming(f"{tokenizer_name} has no tokenizer that can be loaded ({remedy})"):
+    with opt.naming(f"{tokenizer_name} has no tokenizer that can be loaded ({REMEDY})"):
         tokenizer = AutoTokenizer.from_pretrained(tokenizer_name)
     size = model.get_input_embeddings().num_embeddings
     if len(tokenizer) > size:

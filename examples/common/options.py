@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import torch
 import tyro
+from safetensors import SafetensorError
 
 from deqseq.check import check_choice, check_flag, check_integer, check_number, check_type
 
@@ -52,7 +53,7 @@ def naming(option: str) -> Iterator[None]:
     """End the script where something cannot be read, with the option that named it."""
     try:
         yield
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise SystemExit(f"{option}: {error}") from error
 
 

@@ -78,6 +78,8 @@ def load_corpus(name: str, *, held_out: str | None = None, subset: str | None = 
     elif name == "babble":
         train, kept = Dataset.from_dict({"text": babble(400)}), babble(40, seed=1) if kept is None else kept
     else:
+        if held_out and Path(held_out).resolve().is_relative_to(Path(name).resolve()):
+            raise ValueError(f"held_out must not lie in the corpus {name}, which is trained on, got {held_out}")
         train = local_documents(name, field)
         if kept is None and len(train) > 1:
             at = len(train) - max(1, len(train) // 20)

@@ -56,7 +56,7 @@ BAD = [
     ["--batch-size", "0"],
     ["--batch-size", "many"],
     ["--max-length", "0"],
-    ["--bootstrap", "0"],
+    ["--bootstrap", "1"],
     ["--max-steps", "4", "0"],
     ["--rtol", "nan"],
     ["--rtol", "-1"],
@@ -164,6 +164,10 @@ def test_files_of_one_name_are_tasks_of_their_own(saved, tmp_path):
     flags = ["--cloze", *files, "--questions", "3", "--output", str(tmp_path / "out")]
     tasks = script().make_tasks(script().read_options([str(saved / "model"), *flags]))
     assert list(tasks) == ["cloze_stories", "cloze_stories_1"]
+    again = str(shutil.copy(saved / "stories.txt", tmp_path / "stories_1.txt"))
+    flags = ["--cloze", again, *files, "--questions", "3", "--output", str(tmp_path / "out")]
+    tasks = script().make_tasks(script().read_options([str(saved / "model"), *flags]))
+    assert list(tasks) == ["cloze_stories_1", "cloze_stories", "cloze_stories_2"]
 
 
 def test_a_continuation_that_is_too_long_is_named(saved, tmp_path):
@@ -219,6 +223,20 @@ def test_a_folder_of_other_files_is_refused_and_an_evaluation_replaces_the_one_b
     for count in ("2", "3"):
         script().main([*flags, "--questions", count, "--output", str(tmp_path / "out")])
     assert json.loads((tmp_path / "out" / "results.json").read_text())[0]["questions"] == 3
+    results = (tmp_path / "out" / "results.json").read_text()
+    for broken in ("bare", "cut"):
+        shutil.copytree(saved / "model", tmp_path / broken)
+    for file in (tmp_path / "bare").glob("tokenizer*"):
+        file.unlink()
+    weights = tmp_path / "cut" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-8])
+    for broken, said in (("bare", "has no tokenizer"), ("cut", "is no model that can be loaded")):
+        with pytest.raises(SystemExit, match=said):
+            script().main([str(tmp_path / broken), *flags[1:], "--questions", "2", "--output", str(tmp_path / "out")])
+    save(tmp_path / "explicit", Mamba2, implicit=False)
+    with pytest.raises(SystemExit, match="--max-steps has no effect on explicit models"):
+        script().main([str(tmp_path / "explicit"), *flags[1:], "--questions", "2", "--output", str(tmp_path / "out")])
+    assert (tmp_path / "out" / "results.json").read_text() == results
     (tmp_path / "out" / "notes.txt").write_text("mine")
     monkeypatch.setattr(script(), "train_tiny_models", lambda output: 1 / 0)
     with pytest.raises(ZeroDivisionError):  # results of other options are not left beside these

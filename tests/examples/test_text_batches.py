@@ -163,6 +163,12 @@ def test_a_batch_larger_than_the_text():
 
 def test_held_out_documents_are_never_trained_on(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    (whole / "x.txt").write_text("a text")
+    for held_out in (whole, whole / "x.txt"):
+        with pytest.raises(ValueError, match="held_out must not lie in the corpus"):
+            load_corpus(str(whole), held_out=str(held_out))
     texts = [chr(0x4E00 + i) * 9 for i in range(60)]  # each document has a character of its own
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     train, held_out = load_corpus(str(tmp_path / "a.jsonl"))

@@ -26,6 +26,16 @@ def test_an_index_says_what_is_read(folder):
     assert sorted(tensors_in(folder)) == ["a", "b", "other"]
 
 
+def test_a_whole_file_comes_first_and_no_tensor_is_read_twice(folder):
+    """transformers leaves the index of shards behind that it has replaced by one file."""
+    save_file({"a": torch.full((64,), 2.0)}, folder / "model.safetensors")
+    assert {name: x.mean().item() for name, x in tensors_in(folder).items()} == {"a": 2.0}
+    (folder / "model.safetensors").rename(folder / "model-old.safetensors")
+    (folder / "model.safetensors.index.json").unlink()
+    with pytest.raises(ValueError, match=r"model-old\.safetensors has a, and so has another file"):
+        tensors_in(folder)
+
+
 def test_a_file_that_cannot_be_read_is_named(folder):
     shard = folder / "model-b.safetensors"
     shard.write_bytes(shard.read_bytes()[:-8])

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from deqseq.backbones import Llama, LlamaConfig, Mamba2, Mamba2Config
 from deqseq.config import SolveConfig
 from deqseq.gradients import Phantom, Unrolled
+from deqseq.layers.causal_conv import CausalConv1d
 
 
 @contextmanager
@@ -36,8 +37,25 @@ def recorded_states(backbone: Any) -> Iterator[list[Tensor]]:
 
 
 def is_normalised(part: nn.Module) -> bool:
-    """Whether a part has weight normalisation now; its configuration says how it was built."""
-    return any(is_parametrized(layer, "weight") for layer in part.modules())
+    """Whether a part has weight normalisation now; its configuration says how it was built.
+
+    Raises:
+        ValueError: some of its layers have and others have not, which a configuration cannot say.
+    """
+    found = {
+        name: is_parametrized(layer, "weight")
+        for backbone in part.modules()
+        if isinstance(backbone, Llama | Mamba2)
+        for name, layer in backbone.named_modules()
+        if isinstance(layer, nn.Linear | CausalConv1d) and "lora_" not in name
+    }
+    if len(set(found.values())) > 1:
+        bare = next(name for name, normalised in found.items() if not normalised)
+        raise ValueError(
+            f"weight normalisation must be on all layers of a backbone or on none, {bare} has none: call "
+            "deqseq.layers.apply_weight_norm or fold_weight_norm of the whole backbone"
+        )
+    return any(found.values())
 
 
 def config_of(backbone: Llama | Mamba2) -> LlamaConfig | Mamba2Config:

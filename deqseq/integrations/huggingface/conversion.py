@@ -19,7 +19,7 @@ from deqseq.integrations.huggingface.modeling_causal_lm import ImplicitCausalLM
 from deqseq.integrations.huggingface.parts import parts_of
 from deqseq.integrations.huggingface.recurrent_depth import RecurrentDepthConfig
 from deqseq.integrations.reference_weights import from_reference
-from deqseq.integrations.weight_files import tensors_in
+from deqseq.integrations.weight_files import add_tensors, tensors_in
 from deqseq.models import CausalLM, ImplicitModel, LanguageModelSpec, RecurrentDepth, preset
 
 _NUMBERS = ("embedding_dropout", "embedding_scale", "logit_softcap")
@@ -164,9 +164,13 @@ def _config(spec: LanguageModelSpec, **fields: Any) -> ImplicitMamba2Config | Im
 
 def _config_of(lm: CausalLM, **fields: Any) -> ImplicitMamba2Config | ImplicitLlamaConfig | RecurrentDepthConfig:
     core, shared = lm.model, {name: getattr(lm, name) for name in _NUMBERS}
+    tied = lm.head is None or lm.head.weight is lm.embedding.weight
     if isinstance(core, RecurrentDepth):
-        sizes = {"vocab_size": lm.embedding.num_embeddings, "tie_word_embeddings": lm.head is None}
-        return RecurrentDepthConfig(**joined_fields(parts_of(core) | sizes | shared, fields))
+        sizes = {"vocab_size": lm.embedding.num_embeddings, "tie_word_embeddings": tied}
+        config = RecurrentDepthConfig(**joined_fields(parts_of(core) | sizes | shared, fields))
+        if lm.logit_softcap is None and config.logit_softcap is not None:  # None stands for the decoder's there
+            raise ValueError(f"lm.logit_softcap must be the decoder's, {config.logit_softcap}, or another, got None")
+        return config
     backbone = core.backbone
     if not isinstance(backbone, Mamba2 | Llama):
         raise TypeError(f"the backbone must be a Mamba2 or a Llama, got {type(backbone).__name__}")
@@ -176,15 +180,16 @@ def _config_of(lm: CausalLM, **fields: Any) -> ImplicitMamba2Config | ImplicitLl
             f"injection=False, got {type(core).__name__} with injection={backbone.config.injection}"
         )
     solves = (core.solve, core.eval_solve) if isinstance(core, ImplicitModel) else (None, None)
-    sizes = {"tied": lm.head is None, **shared}
+    sizes = {"tied": tied, **shared}
     return _config(LanguageModelSpec(lm.embedding.num_embeddings, config_of(backbone), *solves, **sizes), **fields)
 
 
 def _weights(path: Path) -> dict[str, Tensor]:
     """All tensors of a folder, by the names in its files."""
-    tensors = tensors_in(path)
-    for file in () if tensors else sorted(path.glob("pytorch_model*.bin")):
-        tensors |= torch.load(file, map_location="cpu", weights_only=True)
+    tensors, whole = tensors_in(path), path / "pytorch_model.bin"
+    files = [whole] if whole.is_file() else sorted(path.glob("pytorch_model*.bin"))
+    for file in () if tensors else files:
+        add_tensors(tensors, torch.load(file, map_location="cpu", weights_only=True), file)
     if not tensors:
         raise FileNotFoundError(f"there are no weights in {path}: neither *.safetensors nor pytorch_model*.bin")
     return tensors

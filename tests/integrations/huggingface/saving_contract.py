@@ -9,6 +9,7 @@ import torch
 from hf_models import IDS, same_weights
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
 
 import deqseq as dq
@@ -171,6 +172,23 @@ class SavingContract:
     def test_weight_norm_is_saved_as_it_is_now(self, tmp_path, folded):
         model = self.model(weight_norm=folded)
         (fold_weight_norm if folded else apply_weight_norm)(model.model.core)
+        model.save_pretrained(tmp_path)
+        assert torch.equal(loaded(tmp_path)(IDS).logits, model(IDS).logits)
+
+    def test_weight_norm_of_some_layers_alone_is_refused_before_anything_is_written(self, tmp_path):
+        model = self.model(weight_norm=True)
+        layer = next(layer for layer in model.model.core.modules() if isinstance(layer, nn.Linear))
+        fold_weight_norm(layer)
+        for save in (lambda: model.save_pretrained(tmp_path), lambda: from_causal_lm(to_causal_lm(model))):
+            with pytest.raises(ValueError, match=r"weight normalisation must be on all layers .* or on none"):
+                save()
+        assert not list(tmp_path.iterdir())
+
+    @torch.no_grad()
+    def test_a_head_that_was_tied_by_hand_is_saved_as_tied(self, tmp_path):
+        lm = to_causal_lm(self.model(tie_word_embeddings=False))
+        lm.head.weight = lm.embedding.weight
+        model = from_causal_lm(lm)
         model.save_pretrained(tmp_path)
         assert torch.equal(loaded(tmp_path)(IDS).logits, model(IDS).logits)
 

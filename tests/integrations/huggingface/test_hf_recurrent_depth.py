@@ -208,3 +208,12 @@ class TestFromCausalLM:
         assert written["decoder_config"]["model_type"] == "qwen3"
         assert {name: written[name] for name in PARTS} == PARTS
         assert written["injection"] == "concat"
+
+
+def test_a_cap_that_was_taken_away_is_refused():
+    """In a configuration None stands for the decoder's own."""
+    lm = retrofit(made("gemma2"), **PARTS)
+    assert lm.logit_softcap is not None
+    lm.logit_softcap = None
+    with pytest.raises(ValueError, match=r"lm\.logit_softcap must be the decoder's"):
+        from_causal_lm(lm)
