@@ -28,7 +28,7 @@ EXCEPTIONS = {  # faults that are none, as patterns, and why
     r"\.testing\.\w+\.\w+Contract\.": "its methods are the tests themselves",
 }
 SHARED = r"\.reference_fields\.|\.(assembled|check_request|expected|renamed|rotary|source_of)$"
-SHARED += r"|\.(mamba2_layer|tensors_in|without_tied_head)$"
+SHARED += r"|\.(mamba2_layer|tensors_in|add_tensors|without_tied_head)$"
 
 
 def target(path: str) -> griffe.Object:
