@@ -47,7 +47,7 @@ class RandomStart:
     def __post_init__(self) -> None:
         check_number("RandomStart.std", self.std, "(0, inf)")
         if self.seed is not None:
-            check_integer("RandomStart.seed", self.seed, 0, 2**32 - 1)  # of more, torch takes 32 bits
+            check_integer("RandomStart.seed", self.seed, 0, 2**32 - 1)  # torch's generator on the CPU takes 32 bits
         check_integer("RandomStart.restarts", self.restarts, 1)
 
     def draw(self, like: Tensor) -> Tensor:

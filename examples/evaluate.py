@@ -51,6 +51,7 @@ from deqseq.integrations.huggingface import from_json
 log = logging.getLogger("examples")
 
 WRITES = ("results.json", "table.md", "evaluate.png", "log.txt", "tasks/*.jsonl", "tasks/*.yaml")
+SOLVES = ("max_steps", "rtol", "sweep", "solver")  # how an implicit model is solved
 PAPER = ("lambada_openai", "hellaswag", "piqa", "arc_easy", "arc_challenge", "winogrande", "openbookqa")
 
 
@@ -188,9 +189,9 @@ def main(arguments: list[str]) -> None:
     solved_lm()
     ask(options)
     find_tasks(options.tasks, options.include)
-    solves = [name for name in ("max_steps", "rtol", "solver") if getattr(options, name)]
-    if not check_models(options.models, options.tokenizer) and options.models and solves:
-        raise SystemExit(f"--{solves[0].replace('_', '-')} has no effect on explicit models: leave it out")
+    given = [f"--{name.replace('_', '-')}" for name in SOLVES if getattr(options, name) != getattr(Options, name)]
+    if not check_models(options.models, options.tokenizer) and options.models and given:
+        raise SystemExit(f"{given[0]} has no effect on explicit models: leave it out")
     output = claim_folder(options.output, "evaluate", asdict(options), fresh=True, writes=WRITES)
     os.environ.setdefault("DISABLE_MULTIPROC", "1")  # lm-eval's bootstrap would fork a process that runs threads
     log_to(output / "log.txt")

@@ -80,15 +80,18 @@ class Task(ABC):
             Inputs and targets.
 
         Raises:
+            TypeError: an argument of the wrong type, or :meth:`draw` returned something else than a batch.
             ValueError: ``batch`` is below 1, ``length`` below :attr:`shortest`, the generator is not on the CPU, or
-                :meth:`draw` returned something else than ids.
+                :meth:`draw` returned tensors that are no ids.
         """
         check_integer("batch", batch, 1)
         check_integer("length", length, self.shortest)
         check_type("generator", generator, torch.Generator, "torch.Generator().manual_seed(0)")
         if generator.device.type != "cpu":
             raise ValueError(f"generator must be on the CPU (move the result by device=), got {generator.device}.")
-        inputs, targets = drawn = self.draw(int(batch), int(length), generator)
+        drawn = self.draw(int(batch), int(length), generator)
+        check_type("the value of draw", drawn, WordBatch, "WordBatch(inputs, targets)")
+        inputs, targets = drawn
         if inputs.shape != targets.shape or any(part.ndim != 2 or part.dtype != torch.int64 for part in drawn):
             got = ", ".join(f"{part.dtype} {tuple(part.shape)}" for part in drawn)
             raise ValueError(f"draw must return ids and answers, int64 and of one shape (batch, length), got {got}")
@@ -198,7 +201,9 @@ def scaled_accuracy(
         raise ValueError("targets must have at least one position that is scored, all are -100")
     answers, chosen = targets[scored], logits[scored]
     if not 0 <= int(answers.min()) <= int(answers.max()) < logits.shape[-1]:
-        raise ValueError(f"targets must be ids below {logits.shape[-1]}, or -100, got {answers.aminmax()}")
+        raise ValueError(
+            f"targets must be ids below {logits.shape[-1]}, or -100, got {int(answers.min())} to {int(answers.max())}"
+        )
     if bool(chosen.isnan().any()):
         raise ValueError("logits must be numbers at scored positions, got NaN")
     accuracy = (chosen.argmax(-1) == answers).cpu().double().mean().item()

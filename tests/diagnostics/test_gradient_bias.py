@@ -159,7 +159,6 @@ def test_single_precision_at_its_own_tolerance():
     assert report.estimators[0].cosine["all"] == pytest.approx(1, abs=1e-6)
 
 
-@pytest.mark.usefixtures("unchecked")
 def test_a_random_start_is_the_same_for_every_estimator():
     """This map has two stable fixed points for each number of the state."""
 
@@ -176,6 +175,7 @@ def test_a_random_start_is_the_same_for_every_estimator():
     assert report.estimators[0].cosine["all"] == pytest.approx(1, abs=1e-6)
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_bad_arguments():
     lm = affine_model()
     with pytest.raises(TypeError, match="model must be an ImplicitModel"):

@@ -234,8 +234,10 @@ def test_a_folder_of_other_files_is_refused_and_an_evaluation_replaces_the_one_b
         with pytest.raises(SystemExit, match=said):
             script().main([str(tmp_path / broken), *flags[1:], "--questions", "2", "--output", str(tmp_path / "out")])
     save(tmp_path / "explicit", Mamba2, implicit=False)
-    with pytest.raises(SystemExit, match="--max-steps has no effect on explicit models"):
-        script().main([str(tmp_path / "explicit"), *flags[1:], "--questions", "2", "--output", str(tmp_path / "out")])
+    for given in ("--max-steps 2", "--rtol 0", "--sweep sliding", "--solver naive"):
+        with pytest.raises(SystemExit, match=f"{given.split()[0]} has no effect on explicit models"):
+            explicit = [str(tmp_path / "explicit"), *flags[1:3], *given.split(), "--questions", "2"]
+            script().main([*explicit, "--output", str(tmp_path / "out")])
     assert (tmp_path / "out" / "results.json").read_text() == results
     (tmp_path / "out" / "notes.txt").write_text("mine")
     monkeypatch.setattr(script(), "train_tiny_models", lambda output: 1 / 0)

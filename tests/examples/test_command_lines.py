@@ -165,6 +165,7 @@ def test_bad_command_lines_are_refused_and_nothing_is_written(name, place):
     [
         ("pretrain", "--tokenizer bytes --vocab_size=300", "--vocab-size has no effect with --tokenizer bytes"),
         ("pretrain", "--subset en", "--subset has no effect with --corpus shakespeare"),
+        ("pretrain", "--text-field body", "--text-field has no effect with --corpus shakespeare"),
         ("pretrain", "--models implicit-llama --d-state 8", "--d-state has no effect without a small mamba2"),
         ("pretrain", "--models bounded-mamba2 --budget 8", "--budget has no effect without an implicit model"),
         ("retrofit", "--model folder --tiny-steps 8", "--tiny-steps has no effect with --model folder"),

@@ -351,4 +351,7 @@ def test_arguments_that_are_no_row_or_do_not_fit_are_named():
     wrong = FormalTask("wrong", ("a", "b"), ("a", "b"), lambda *_: WordBatch(torch.zeros(2, 4), torch.zeros(2, 3)))
     with pytest.raises(ValueError, match=r"draw must return .* got torch.float32 \(2, 4\), torch.float32 \(2, 3\)"):
         wrong.fixed(2, 4, seed=0)
+    bare = FormalTask("bare", ("a", "b"), ("a", "b"), lambda *_: [0, 1])
+    with pytest.raises(TypeError, match="the value of draw must be a WordBatch"):
+        bare.fixed(2, 4, seed=0)
     assert next(task.batches(2, torch.tensor(4), seed=1)).inputs.shape == next(task.batches(2, 4, seed=1)).inputs.shape

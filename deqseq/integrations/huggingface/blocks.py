@@ -42,20 +42,20 @@ def is_normalised(part: nn.Module) -> bool:
     Raises:
         ValueError: some of its layers have and others have not, which a configuration cannot say.
     """
-    found = {
-        name: is_parametrized(layer, "weight")
+    found = [
+        (name, is_parametrized(layer, "weight"))
         for backbone in part.modules()
         if isinstance(backbone, Llama | Mamba2)
         for name, layer in backbone.named_modules()
         if isinstance(layer, nn.Linear | CausalConv1d) and "lora_" not in name
-    }
-    if len(set(found.values())) > 1:
-        bare = next(name for name, normalised in found.items() if not normalised)
+    ]
+    bare = [name for name, normalised in found if not normalised]
+    if 0 < len(bare) < len(found):
         raise ValueError(
-            f"weight normalisation must be on all layers of a backbone or on none, {bare} has none: call "
+            f"weight normalisation must be on all layers of a backbone or on none, {bare[0]} has none: call "
             "deqseq.layers.apply_weight_norm or fold_weight_norm of the whole backbone"
         )
-    return any(found.values())
+    return len(bare) < len(found)
 
 
 def config_of(backbone: Llama | Mamba2) -> LlamaConfig | Mamba2Config:

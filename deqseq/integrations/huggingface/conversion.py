@@ -70,7 +70,8 @@ def from_causal_lm(lm: CausalLM, **fields: Any) -> ImplicitCausalLM:
         TypeError: a model of transformers; another backbone; or an injection, solver, gradient or sweep that a
             configuration cannot name.
         ValueError: a :class:`deqseq.RecurrentDepth` whose parts share weights, or with a norm other than the coda's; a
-            field that ``lm`` decides; or an exit gate.
+            field that ``lm`` decides; an exit gate; weight normalisation on some layers of a backbone only; or no soft
+            cap in a decoder's model that had one.
 
     Example:
         >>> import deqseq as dq

@@ -102,6 +102,7 @@ class ImplicitPreTrainedModel(PreTrainedModel):
 
         Raises:
             TypeError: an object in ``generation_config.solve`` that JSON cannot name.
+            ValueError: weight normalisation on some layers of a backbone only, which a configuration cannot say.
         """
         if self.can_generate():
             generation = vars(self.generation_config)
