@@ -55,9 +55,9 @@ class RandomStart:
 
         They are drawn on the CPU, and so are the same on every device.
         """
-        random = None if self.seed is None else torch.Generator().manual_seed(int(self.seed))
+        random = None if self.seed is None else torch.Generator("cpu").manual_seed(int(self.seed))
         shape = (len(like) * self.restarts, *like.shape[1:])
-        numbers = torch.empty(shape, dtype=torch.promote_types(like.dtype, torch.float32))
+        numbers = torch.empty(shape, dtype=torch.promote_types(like.dtype, torch.float32), device="cpu")
         bounds = {"a": -3 * self.std, "b": 3 * self.std}
         return torch.nn.init.trunc_normal_(numbers, 0.0, self.std, **bounds, generator=random).to(like)
 

@@ -17,16 +17,20 @@ def check_start(name: str, z0: Tensor) -> None:
         z0: the starting point, ``(batch, *event)``.
 
     Raises:
-        TypeError: it is not a floating-point tensor.
-        ValueError: it has no rows, no elements, or values that are not finite.
+        TypeError: it is not a dense floating-point tensor of 16 bits or more.
+        ValueError: it has no rows, no elements, values that are not finite, or none at all (``meta``).
     """
-    if not isinstance(z0, Tensor) or not z0.is_floating_point():
+    if not isinstance(z0, Tensor) or not z0.is_floating_point() or z0.dtype.itemsize < 2:
         got = z0.dtype if isinstance(z0, Tensor) else type(z0).__name__
         raise TypeError(f"{name} must be a floating-point tensor (batch, *event), got {got}")
+    if z0.layout != torch.strided or z0.is_nested:
+        raise TypeError(f"{name} must be a dense tensor (batch, *event), got {'nested' if z0.is_nested else z0.layout}")
     if z0.ndim == 0 or z0.numel() == 0:
         raise ValueError(f"{name} must have at least one row and one element, got shape {tuple(z0.shape)}")
     if torch.compiler.is_compiling():
         return
+    if z0.is_meta:
+        raise ValueError(f"{name} must be on a device that computes, got one on meta, which has no values")
     # the sum is cheap and finite in all but odd cases; only then is every element looked at
     if not bool(torch.isfinite(z0.sum())) and not bool(torch.isfinite(z0).all()):
         raise ValueError(f"{name} must be finite, got NaN or infinity")

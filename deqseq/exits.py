@@ -87,7 +87,9 @@ class LogitKL(ExitRule):
         now = _wide(logits).log_softmax(dim=-1)
         if memory is None:
             return torch.zeros(now.shape[:2], dtype=torch.bool, device=now.device), now
-        return F.kl_div(now, memory, reduction="none", log_target=True).sum(dim=-1) < self.threshold, now
+        each = F.kl_div(now, memory, reduction="none", log_target=True)
+        each = torch.where(memory == -torch.inf, 0, each)  # a class that the head rules out
+        return each.sum(dim=-1) < self.threshold, now
 
 
 class Argmax(NamedTuple):
@@ -118,10 +120,11 @@ class StableArgmax(ExitRule):
         check_integer("StableArgmax.times", self.times, 2)
 
     def step(self, states: State, logits: Logits | None, memory: Argmax | None) -> tuple[Done, Argmax]:
-        token = _wide(logits).argmax(dim=-1)
+        best, token = _wide(logits).max(dim=-1)
         times = torch.ones_like(token)
         if memory is not None:
             times = torch.where(token == memory.token, memory.times + 1, times)
+        times = torch.where(best.isfinite(), times, 0)  # NaN is no prediction
         return times >= self.times, Argmax(token, times)
 
 

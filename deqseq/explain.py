@@ -47,11 +47,15 @@ ADVICE: dict[Cause, str] = {
 
 @dataclass(frozen=True)
 class Problem:
-    """The solve behind an outcome. ``run(solver, stop, start, trace)`` repeats it in another way, without gradients."""
+    """The solve of so many rows behind an outcome.
+
+    ``run(solver, stop, start, trace)`` repeats it in another way, without gradients.
+    """
 
     solver: Solver[Any] | ExternalSolver
     stop: Stop
     run: "Callable[[Solver[Any] | ExternalSolver, Stop, Tensor | None, bool], Outcome]"
+    rows: int
 
 
 @dataclass(frozen=True)
@@ -91,7 +95,7 @@ def explain(outcome: "Outcome", problem: Problem) -> Explanation:
         for row in failed.nonzero()[:, 0].tolist():
             causes[row], finding = _cause(again, row, problem.stop, stop)
             findings.setdefault(causes[row], []).append(finding)
-        hard = torch.tensor([cause in ("slow convergence", "limit cycle", "divergence") for cause in causes])
+        hard = _mask([cause in ("slow convergence", "limit cycle", "divergence") for cause in causes])
         if bool(hard.any()):
             trials = _trials(problem.solver, stop, causes)
             better = _first_that_converges(problem, stop, hard, trials)
@@ -108,7 +112,7 @@ def explain(outcome: "Outcome", problem: Problem) -> Explanation:
                     findings["no fixed point found"] = [f"{lost[0]} {names} did not converge either."]
     settled = solved.converged.cpu() & ~exited
     several, alone = _elsewhere(problem, replace(stop, rtol=min(stop.rtol, 1e-4)), solver, settled)
-    for row in several.nonzero()[:, 0].tolist():
+    for row in (several & converged).nonzero()[:, 0].tolist():  # of the others, say why they failed
         causes[row] = "several fixed points"
     text = {cause: _summary(findings[cause]) for cause in findings if cause in causes}
     if "several fixed points" in causes:
@@ -121,7 +125,7 @@ def explain(outcome: "Outcome", problem: Problem) -> Explanation:
     order: list[Cause] = list(dict.fromkeys(causes))
     remedies: dict[Cause, str] = {cause: ADVICE[cause] for cause in order if cause in ADVICE}
     if "budget" in remedies:
-        short = torch.tensor([cause == "budget" for cause in causes])
+        short = _mask([cause == "budget" for cause in causes])
         remedies["budget"] += f": stop={_written(problem.stop, _enough(again, short))}"
     for cause in ("slow convergence", "limit cycle", "divergence"):
         if tried and cause in remedies:
@@ -135,6 +139,10 @@ def _written(stop: Stop, budget: int) -> str:
     changed = {field.name: given[field.name] for field in fields(stop) if given[field.name] != field.default}
     changed = {name: value for name, value in changed.items() if name != "exit"} | {"max_steps": budget}
     return f"Stop({', '.join(f'{name}={value!r}' for name, value in changed.items())})"
+
+
+def _mask(rows: list[bool]) -> RowMask:
+    return torch.tensor(rows, device="cpu")
 
 
 def _larger(budget: int) -> int:
@@ -159,7 +167,7 @@ def _cause(solved: "Outcome", row: int, given: Stop, stop: Stop) -> tuple[Cause,
     rate = (last / before) ** (1 / quarter) if before > 0 else 1.0
     level = f"{last:.1e} after {len(trace)} iterations"
     dtype = solved.value.dtype  # pyright: ignore[reportAttributeAccessIssue]
-    if last < 32 * torch.finfo(dtype).eps:
+    if last < (32 if dtype.itemsize > 2 else 4) * torch.finfo(dtype).eps:
         return (
             "precision",
             f"The residual is {level}, which is the precision of {dtype}; the tolerance is {stop.rtol:.1e}.",
@@ -200,12 +208,21 @@ def _elsewhere(
         return rows, False
     usual = problem.run(solver, stop, None, False)
     value: Tensor = usual.value  # pyright: ignore[reportAttributeAccessIssue]
-    noise = torch.randn(value.shape, generator=torch.Generator().manual_seed(0)).to(value)
-    other = problem.run(solver, stop, noise * value.square().mean().sqrt().clamp_min(1e-3), False)
-    distance = (other.value - value).flatten(1).norm(dim=1)  # pyright: ignore[reportAttributeAccessIssue]
-    apart = distance > 0.05 * value.flatten(1).norm(dim=1)
+    noise = torch.randn(value.shape, generator=torch.Generator("cpu").manual_seed(0), device="cpu", dtype=torch.float64)
+    scale = value.double().square().mean().sqrt().clamp_min(1e-3)
+    start = (noise.to(value.device) * scale).to(value.dtype)
+    if not bool(start.isfinite().all()):
+        return rows & False, False
+    other = problem.run(solver, stop, start, False)
+    difference = other.value - value  # pyright: ignore[reportAttributeAccessIssue]
+    apart = _norms(difference) > 0.05 * _norms(value)
     settled = (usual.converged & other.converged).cpu()
     return rows & settled & apart.cpu(), bool((settled & ~apart.cpu())[rows].all())
+
+
+def _norms(x: Tensor) -> Tensor:
+    """The norm of each row, in float64."""
+    return x.double().reshape(len(x), -1).norm(dim=1)
 
 
 def _enough(solved: "Outcome", rows: RowMask) -> int:

@@ -37,13 +37,19 @@ class Judge:
         if rule.needs_logits:
             assert self._readout is not None
             logits = self._readout(states) if args is None else self._readout(states, args)
-            if logits.ndim < 2 or logits.shape[:-1].numel() != shape[0] * shape[1]:
+            if not isinstance(logits, Tensor) or not logits.is_floating_point():
+                got = logits.dtype if isinstance(logits, Tensor) else type(logits).__name__
+                raise TypeError(f"readout must give logits, a floating-point tensor, got {got}")
+            if logits.ndim < 2 or not logits.shape[-1] or logits.shape[:-1].numel() != shape[0] * shape[1]:
                 raise ValueError(
                     f"readout must give logits for each token of the states {tuple(states.shape)}, "
                     f"{(*shape, 'classes')}, got {tuple(logits.shape)}"
                 )
             logits = logits.reshape(*shape, -1)
-        done, self._memory = rule.step(states, logits, self._memory)
+        pair = rule.step(states, logits, self._memory)
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            raise TypeError(f"{type(rule).__name__}.step must return a pair (done, memory), got {type(pair).__name__}")
+        done, self._memory = pair
         if not isinstance(done, Tensor) or done.dtype != torch.bool or done.shape != shape:
             got = f"{done.dtype} {tuple(done.shape)}" if isinstance(done, Tensor) else type(done).__name__
             raise ValueError(f"{type(rule).__name__}.step must return bool {shape}, got {got}")

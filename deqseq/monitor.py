@@ -72,7 +72,7 @@ class RowMonitor(Monitor):
         self._stale = np.zeros(batch, dtype=bool)  # the best value is not that of the last evaluation
         self._frozen: Tensor | None = None  # rows (rows, 1) or tokens (rows, tokens)
         self._limit: Tensor | None = None  # the difference above which a row has diverged, set at the first check
-        self._best = z0
+        self._keep_best(z0)
         self._best_residual: Residual | None = None
         self._latest: Residual | None = None
         self._before: Residual | None = None  # of the check before the latest
@@ -85,6 +85,7 @@ class RowMonitor(Monitor):
         self._updates = np.zeros(batch, dtype=np.int64)
 
     def check(self, z: State, fz: State, step: int, args: Any = None) -> None:
+        self._check_best()
         held = self._rates_of_frozen()
         seen = measure(z, fz, self.stop, self._latest, held)
         converged = passed = _all_tokens(seen.passed)
@@ -109,7 +110,8 @@ class RowMonitor(Monitor):
             self._date_tokens(seen.passed, step)
             self._frozen = seen.passed
         if everything and (sound & improved & ~passed).all():
-            self._best, self._best_residual, self._stale = fz, seen.residual, np.zeros_like(self._active)
+            self._keep_best(fz)
+            self._best_residual, self._stale = seen.residual, np.zeros_like(self._active)
         else:
             self._end_rows(fz, seen, step, flags)
         if self._trace is not None:
@@ -135,9 +137,10 @@ class RowMonitor(Monitor):
         (stay,) = self._active.nonzero()
         self._rows, self._stale, self._active = self._rows[stay], self._stale[stay], self._active[stay]
         keep = on_device(stay, self._best.device)
-        self._best, self._best_residual, self._limit, self._latest, self._before = take(
+        best, self._best_residual, self._limit, self._latest, self._before = take(
             (self._best, self._best_residual, self._limit, self._latest, self._before), keep
         )
+        self._keep_best(best)
         self._frozen = take(self._frozen, keep) if self._per_token else None
         if self._judge is not None:
             self._judge.keep(keep)
@@ -145,6 +148,7 @@ class RowMonitor(Monitor):
 
     def solution(self, evaluations: int, aux: Any) -> tuple[Solution, RowIndex | None]:
         """What was found, and the rows whose ``aux`` is not that of their value (None: no row)."""
+        self._check_best()
         self._file(aux, evaluations)
         assert self._steps is not None
         (value, residual, _, error, aux), device = self._filed, self._best.device
@@ -157,6 +161,18 @@ class RowMonitor(Monitor):
     @property
     def _per_token(self) -> bool:
         return self.stop.per == "token"
+
+    def _keep_best(self, value: State) -> None:
+        self._best = value
+        self._version = None if value.is_inference() else value._version
+
+    def _check_best(self) -> None:
+        """Refuse a kept value that was changed in place: its residual would be another's."""
+        if self._version is not None and self._best._version != self._version:
+            raise ValueError(
+                "a value that f had returned was changed in place, by f (out=, a buffer that it fills again) or by "
+                "the solver: return a new tensor each time"
+            )
 
     def _file(self, aux: Any, evaluations: int) -> None:
         """Store the results of the computed rows at their positions in the batch."""
@@ -192,11 +208,12 @@ class RowMonitor(Monitor):
         better = self._active & sound & (passed | improved)
         self._stale = np.where(self._active, ~better, self._stale if self._freezes else True)
         if better.all():
-            self._best, self._best_residual = fz, seen.residual
+            self._keep_best(fz)
+            self._best_residual = seen.residual
         elif better.any():
             chosen = on_device(better, fz.device)
             assert self._best_residual is not None
-            self._best = torch.where(_over_event(chosen[:, None], fz), fz, self._best)
+            self._keep_best(torch.where(_over_event(chosen[:, None], fz), fz, self._best))
             self._best_residual = torch.where(_over_tokens(chosen, seen.residual), seen.residual, self._best_residual)
         ended = self._active & (passed | ~sound)
         if ended.any():

@@ -109,7 +109,8 @@ def earlier(residual: Residual, before: Residual, held: Residual | None) -> Resi
 def divergence_limit(seen: Measurement, stop: Stop) -> Tensor:
     """The difference above which a row has diverged, ``(rows,)``, given its first measurement."""
     reference = torch.maximum(seen.difference, seen.scale.amax(dim=1)).clamp_min(1)
-    return (stop.divergence * reference).clamp(max=torch.finfo(reference.dtype).max)  # infinity itself has diverged
+    limit = (stop.divergence * reference).clamp(max=torch.finfo(reference.dtype).max)  # infinity itself has diverged
+    return torch.where(reference.isinf(), -1, limit)  # a norm that overflows: nothing can be said of the residual
 
 
 def _one_minus_rate(residual: Residual, before: Residual, stop: Stop) -> Residual:

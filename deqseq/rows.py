@@ -1,14 +1,19 @@
 """Rows of nested records: one function takes them from solver states, caches and inputs alike."""
 
+import copy
 from collections.abc import Callable, Iterable
 from dataclasses import fields, is_dataclass, replace
+from enum import Enum
+from numbers import Number
 from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
+import torch
 from torch import Tensor, nn
 
 from deqseq.types import RowIndex
 
 T = TypeVar("T")
+ROWLESS = (type(None), Number, str, bytes, Enum, torch.dtype, torch.device, nn.Module)
 
 
 @runtime_checkable
@@ -98,7 +103,7 @@ def check_rows(name: str, tree: Any, rows: int) -> None:
     """Refuse a record unless every tensor in it has this many rows, and :func:`take` finds them all.
 
     Raises:
-        TypeError: an object that holds tensors and is no record.
+        TypeError: an object that is no record, or a list of numbers, one per row.
         ValueError: a tensor with other rows.
     """
     if isinstance(tree, Tensor):
@@ -108,23 +113,32 @@ def check_rows(name: str, tree: Any, rows: int) -> None:
             )
     elif not isinstance(tree, OwnRows):
         parts = _parts(tree)
-        held = () if parts or isinstance(tree, nn.Module) else getattr(tree, "__dict__", {}).values()
-        if any(isinstance(part, Tensor) for part in held):
+        numbers = isinstance(tree, list) and len(tree) == rows and all(isinstance(part, Number) for part in tree)
+        if numbers or not (_is_record(tree) or isinstance(tree, ROWLESS) or _is_function(tree)):
             raise TypeError(
                 f"{name} must be tensors, in dataclasses, tuples, lists and dicts, or have take_rows(rows), got a "
-                f"{type(tree).__name__} that holds tensors"
+                f"{type(tree).__name__}{' of numbers, one per row' * numbers}: make it a tensor, or use it inside f"
             )
         for part in parts:
             check_rows(name, part, rows)
 
 
+def _is_record(tree: Any) -> bool:
+    return isinstance(tree, tuple | list | dict) or (is_dataclass(tree) and not isinstance(tree, type))
+
+
+def _is_function(tree: Any) -> bool:
+    """Whether it can be called, and has no tensors that would have to be cut."""
+    return callable(tree) and not any(isinstance(part, Tensor) for part in getattr(tree, "__dict__", {}).values())
+
+
 def _parts(tree: Any) -> Iterable[Any]:
     """What a record consists of; nothing for None and numbers."""
-    if is_dataclass(tree) and not isinstance(tree, type):
-        return [getattr(tree, field.name) for field in fields(tree)]
+    if not _is_record(tree):
+        return ()
     if isinstance(tree, dict):
         return tree.values()
-    return tree if isinstance(tree, tuple | list) else ()
+    return tree if isinstance(tree, tuple | list) else [getattr(tree, field.name) for field in fields(tree)]
 
 
 def _mapped(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
@@ -134,9 +148,14 @@ def _mapped(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
         parts = [function(*part) for part in zip(tree, *others, strict=True)]
         return kind(*parts) if hasattr(kind, "_fields") else kind(parts)
     if is_dataclass(tree) and not isinstance(tree, type):
-        names = [field.name for field in fields(tree)]
-        return replace(tree, **{name: function(*(getattr(one, name) for one in (tree, *others))) for name in names})
+        new = {one.name: function(*(getattr(each, one.name) for each in (tree, *others))) for one in fields(tree)}
+        made = replace(tree, **{one.name: new[one.name] for one in fields(tree) if one.init})
+        for one in fields(tree):
+            if not one.init:
+                object.__setattr__(made, one.name, new[one.name])  # of a frozen one, too
+        return made
     if isinstance(tree, dict):
-        parts = {key: function(*(one[key] for one in (tree, *others))) for key in tree}
-        return parts if kind is dict else kind(parts)
+        made = copy.copy(tree)  # a defaultdict keeps its default
+        made.update({key: function(*(one[key] for one in (tree, *others))) for key in tree})
+        return made
     return tree

@@ -1,6 +1,6 @@
 """What a solve returns: failure is data, and can be raised."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any, TypeVar
 
@@ -10,7 +10,8 @@ from torch import Tensor
 
 from deqseq.explain import Explanation, Problem, explain
 from deqseq.norms import worst_token
-from deqseq.types import Iterations, Residual, RowMask, State
+from deqseq.rows import take
+from deqseq.types import Iterations, Residual, RowIndex, RowMask, State
 
 
 class Status(IntEnum):
@@ -90,6 +91,12 @@ class SolveStats:
     trace: Float[Tensor, "checks batch *tokens"] | None = None
     forced: Bool[Tensor, "batch length"] | None = None
 
+    def take_rows(self, rows: RowIndex) -> "SolveStats":
+        """The numbers of the given ``rows`` alone, ``(rows,)``; ``evaluations`` is still that of the whole batch."""
+        names = ("iterations", "residual", "error", "updates", "forced")
+        trace = None if self.trace is None else self.trace[:, rows]
+        return replace(self, trace=trace, **{name: take(getattr(self, name), rows) for name in names})
+
 
 Self = TypeVar("Self", bound="Outcome")  # beartype knows typing.Self in decorated classes alone
 SOLVE = "the fixed-point solve"
@@ -168,7 +175,7 @@ class Outcome:
             if its weights have changed since.
 
         Raises:
-            ValueError: an explicit model's output, or an outcome that was pickled.
+            ValueError: an explicit model's output, an outcome that was copied or pickled, or some rows of one.
 
         Example:
             >>> import torch, deqseq as dq
@@ -179,7 +186,10 @@ class Outcome:
               Remedy: give more iterations: stop=Stop(max_steps=16).
         """
         if self.problem is None:
-            raise ValueError("explain() needs a solve made in this process: this outcome has none")
+            raise ValueError("explain() needs a solve made in this process: this outcome has none, or is a copy")
+        if len(self.converged) != self.problem.rows:
+            rows = f"{len(self.converged)} of {self.problem.rows}"
+            raise ValueError(f"explain() needs the outcome of a whole solve, got {rows} rows: explain that one")
         return explain(self, self.problem)
 
     def __repr__(self) -> str:
@@ -207,7 +217,8 @@ class Solution(Outcome):
             latest of equals), ``(batch, *event)``.
         status: a :class:`Status` per row, ``(batch,)``.
         stats: the numbers of the solve.
-        aux: with ``has_aux=True``, what the map returned beside ``value``.
+        aux: with ``has_aux=True``, what the map returned beside ``value``; of failed rows whose best value is not
+            their last, what it returns at ``value``.
         problem: what was solved, for :meth:`explain`; not saved with the object.
     """
 
@@ -236,7 +247,13 @@ def describe_failure(outcome: Outcome, what: str) -> str:
         Status.MAX_STEPS_REACHED: f"raise Stop.max_steps, loosen Stop.rtol, or try {others}",
         Status.DIVERGED: f"the map expands here: try {others}, or make it contractive",
     }
-    worst = Status.DIVERGED if bool((status == Status.DIVERGED).any()) else Status.MAX_STEPS_REACHED
+    diverged = status == Status.DIVERGED
+    worst = Status.DIVERGED if bool(diverged.any()) else Status.MAX_STEPS_REACHED
+    first = worst_token(outcome.stats.residual.detach()).cpu()
+    if bool((first[diverged] == torch.inf).any()):
+        advice[Status.DIVERGED] = (
+            "f returned NaN, infinity or numbers too large at its first evaluation: check its inputs and its weights"
+        )
     return (
         f"{what} failed for {int(outcome.failed.sum())} of {len(status)} rows "
         f"after {outcome.stats.evaluations} evaluations ({'; '.join(parts)}). Remedy: {advice[worst]}."

@@ -82,9 +82,9 @@ def solve(
         args: what the map needs of each row: a tensor ``(batch, ...)``, or a record of them
             (:func:`deqseq.take` removes rows of it). Default: the map takes ``z`` alone.
         has_aux: whether ``f`` returns a pair ``(f(z), aux)``, with ``aux`` a record of tensors with a row dimension.
-            The solution has the ``aux`` of its value; failed rows whose best value is not their last are evaluated
-            once more for that (with an external solver, also rows that ended before the others), beyond the
-            budget and counted.
+            The solution has the ``aux`` of the evaluation that gave its value. Failed rows whose best value is not
+            their last are evaluated once more for it (with an external solver, also rows that ended before the others),
+            beyond the budget and counted: their ``aux`` is that of an evaluation at the value.
         trace: whether to keep the residual of every check.
         callback: called with a :class:`Progress` at every check.
         readout: how values become logits, ``(batch, *event) -> (batch, *tokens, classes)``, for an exit rule that
@@ -128,12 +128,12 @@ def solve(
         with torch.no_grad():
             solution = _with_own_aux(f, args, solution, stale)
 
-    @torch.no_grad()
     def again(solver: Solver[Any] | ExternalSolver, stop: Stop, start: State | None, trace: bool) -> Solution:
         z = z0.detach() if start is None else start
-        return solve(f, z, solver=solver, stop=stop, args=args, has_aux=has_aux, trace=trace, readout=readout)
+        with torch.no_grad():  # as a decorator, inside torch.compile, it would stay switched on for good
+            return solve(f, z, solver=solver, stop=stop, args=args, has_aux=has_aux, trace=trace, readout=readout)
 
-    return replace(solution, problem=Problem(solver, stop, again))
+    return replace(solution, problem=Problem(solver, stop, again, len(z0)))
 
 
 def _exported(
@@ -219,6 +219,8 @@ def iterate(
             if monitor.done:
                 return LoopResult(z, fz, aux, step, state)
         proposal, state = next_point(solver, z, fz, state)
+        if step == 1 and args is not None:
+            check_rows(f"the state of {type(solver).__name__}", state, len(z))
         z = monitor.freeze(z, proposal)
         if args is not None and (rows := monitor.compact(aux, step)) is not None:
             z, args, state = take((z, args, state), rows)
@@ -226,12 +228,28 @@ def iterate(
 
 
 def next_point(solver: Solver[Any] | ExternalSolver, z: State, fz: State, state: Any) -> tuple[State, Any]:
-    """One step of the solver, in full precision: under autocast only the map is computed in half precision."""
+    """One step of the solver, in full precision: under autocast only the map is computed in half precision.
+
+    Raises:
+        TypeError: the solver does not return a pair, or its proposal has another dtype than ``z``.
+        ValueError: its proposal has another shape or device, or it has changed ``z``.
+    """
     if isinstance(solver, ExternalSolver):
         return fz, state
-    kind = z.device.type
+    kind, before = z.device.type, None if z.is_inference() else z._version
     with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
-        return solver.step(z, fz, state)
+        pair = solver.step(z, fz, state)
+    name = f"{type(solver).__name__}.step"
+    if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], Tensor):
+        raise TypeError(f"{name} must return a pair (next point, state), got {type(pair).__name__}")
+    if pair[0].dtype != z.dtype:
+        raise TypeError(f"{name} must keep the dtype of z, {z.dtype}, got {pair[0].dtype}")
+    if pair[0].shape != z.shape or pair[0].device != z.device:
+        got = f"{tuple(pair[0].shape)} on {pair[0].device}"
+        raise ValueError(f"{name} must keep the shape and device of z, {tuple(z.shape)} on {z.device}, got {got}")
+    if before is not None and z._version != before:
+        raise ValueError(f"{name} must not change z in place: it may be the caller's z0. Return a new tensor")
+    return pair
 
 
 class _Finished(Exception):

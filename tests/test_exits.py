@@ -262,3 +262,47 @@ def test_a_gate_with_threshold_1_lets_nothing_go_even_if_a_probability_underflow
 def test_a_threshold_may_be_a_number_of_numpy():
     done, _ = dq.ExitGate(GATE, np.float64(0.5)).step(torch.zeros(2, 3, 4).double(), None, None)
     assert done.dtype == torch.bool
+
+
+def test_a_class_that_the_head_rules_out_does_not_keep_a_token_from_exiting():
+    logits = torch.tensor([[[1.0, 2.0, -torch.inf]]])
+    rule = dq.LogitKL()
+    _, memory = rule.step(torch.zeros(1, 1, 4), logits, None)
+    done, _ = rule.step(torch.zeros(1, 1, 4), logits + 1e-3, memory)
+    assert done.all()
+    done, _ = rule.step(torch.zeros(1, 1, 4), logits * torch.tensor([1.0, 5.0, 1.0]), memory)
+    assert not done.any()
+
+
+def test_nan_is_no_stable_prediction():
+    rule, memory, logits = dq.StableArgmax(2), None, torch.full((1, 1, 3), torch.nan)
+    for _ in range(3):
+        done, memory = rule.step(torch.zeros(1, 1, 4), logits, memory)
+        assert not done.any()
+    for expected in (False, True):
+        done, memory = rule.step(torch.zeros(1, 1, 4), torch.ones(1, 1, 3), memory)
+        assert done.all() == expected
+
+
+@pytest.mark.parametrize(
+    ("readout", "words"),
+    [
+        (lambda z: (z,), "readout must give logits, a floating-point tensor, got tuple"),
+        (lambda z: z.long(), "got torch.int64"),
+        (lambda z: z[..., :0], r"got \(6, 3, 0\)"),
+    ],
+)
+@pytest.mark.usefixtures("unchecked")
+def test_a_readout_that_gives_no_logits(readout, words):
+    with pytest.raises((TypeError, ValueError), match=words):
+        dq.solve(torch.cos, X, solver=dq.Naive(), stop=dq.Stop(exit=dq.Margin()), readout=readout)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_rule_that_returns_no_pair():
+    class Alone(ExitRule):
+        def step(self, states, logits, memory):
+            return torch.zeros(6, 3, dtype=torch.bool)
+
+    with pytest.raises(TypeError, match=r"Alone.step must return a pair \(done, memory\), got Tensor"):
+        dq.solve(torch.cos, X, solver=dq.Naive(), stop=dq.Stop(exit=Alone()), readout=lambda z: z @ H)

@@ -221,3 +221,38 @@ def test_a_tolerance_of_the_error_is_met_by_no_solver_whose_residual_falls_irreg
     remedy = solution.explain().remedies["slow convergence"]
     assert "Anderson(" not in remedy
     assert "Broyden(" not in remedy
+
+
+def test_rows_that_failed_are_told_why_and_not_that_there_are_other_fixed_points():
+    solution = dq.fixed_point(lambda z: torch.tanh(3 * z), torch.full((6, 1), 0.01))
+    assert not solution.converged.any()
+    explanation = solution.explain()
+    assert "several fixed points" not in explanation.causes
+    assert set(explanation.remedies) == set(explanation.causes)
+
+
+def test_a_cycle_in_half_precision_is_no_lack_of_precision():
+    start = torch.tensor([[4.5]], dtype=torch.bfloat16)
+    explanation = dq.solve(lambda z: 10 - z, start, solver=dq.Naive(), stop=dq.Stop(rtol=1e-2)).explain()
+    assert explanation.causes == ("limit cycle",)
+    assert "Adaptive()" in explanation.remedies["limit cycle"]
+
+
+@pytest.mark.parametrize(
+    ("f", "start"),
+    [(torch.cos, torch.zeros(3)), (lambda z: z / 2 + 200, torch.zeros(2, 3, dtype=torch.float16))],
+    ids=["no event dimension", "squares that overflow"],
+)
+def test_states_that_need_care_are_explained(f, start):
+    with torch.device("meta"):  # the default device is no argument of an explanation
+        explanation = dq.solve(f, start, solver=dq.Naive(), stop=dq.Stop(rtol=1e-3)).explain()
+    assert set(explanation.causes) == {"converged"}
+    assert "to the same value" in str(explanation)
+
+
+def test_values_that_are_not_finite_at_once_are_no_expansion():
+    for bad in (torch.nan, torch.inf):
+        with pytest.raises(dq.ConvergenceError, match="f returned NaN, infinity or numbers too large at its first"):
+            dq.fixed_point(lambda z, bad=bad: z + bad, torch.zeros(2, 3), throw=True)
+    with pytest.raises(dq.ConvergenceError, match="the map expands here"):
+        dq.fixed_point(lambda z: 3 * z - 2, torch.zeros(2, 3), solver=dq.Naive(), throw=True)

@@ -1,7 +1,7 @@
 """Rows of nested records: taken, put back, mapped."""
 
-from collections import OrderedDict
-from dataclasses import dataclass
+from collections import OrderedDict, defaultdict
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import pytest
@@ -120,3 +120,19 @@ def test_map_tensors_reaches_every_tensor_once_and_keeps_the_structure():
 
 def test_a_type_is_no_record():
     assert take(Record, torch.tensor([0])) is Record
+
+
+def test_records_keep_what_their_constructor_does_not_take():
+    @dataclass(frozen=True)
+    class Doubled:
+        x: torch.Tensor
+        twice: torch.Tensor = field(init=False)
+
+        def __post_init__(self):
+            object.__setattr__(self, "twice", 2 * self.x)
+
+    rows, whole = torch.tensor([2, 0]), defaultdict(list, a=Doubled(torch.arange(3)))
+    taken = take(whole, rows)
+    assert taken["a"].twice.tolist() == [4, 0] and taken["new"] == []
+    assert list(whole) == ["a"]
+    assert put(whole, rows[:1], take(whole, rows[1:]))["a"].twice.tolist() == [0, 2, 0]

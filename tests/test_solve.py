@@ -1,7 +1,12 @@
 """The iteration loop: freezing and removing rows, divergence, checks, bad input."""
 
+import warnings
+from collections import UserDict
+from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import pairwise
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -305,9 +310,11 @@ def test_in_inference_mode_a_map_that_changes_z_in_place_has_its_own_copy(solver
 
 
 def test_objects_that_hide_tensors_are_refused():
-    args = SimpleNamespace(slope=torch.tensor([0.1, 0.9]))
-    with pytest.raises(TypeError, match=r"args must be tensors, in .* got a SimpleNamespace that holds tensors"):
-        dq.solve(lambda z, a: a.slope[:, None] * z, torch.ones(2, 1), args=args, solver=dq.Naive(), stop=dq.Stop())
+    slope = torch.tensor([0.1, 0.9])
+    hidden = SimpleNamespace(slope=slope), UserDict(slope=slope), {1, 2}, slope.numpy(), SimpleNamespace(slope=[slope])
+    for args in (*hidden, [0.1, 0.9]):
+        with pytest.raises(TypeError, match=rf"args must be tensors, in .* got a {type(args).__name__}"):
+            dq.solve(lambda z, a: z / 2, torch.ones(2, 1), args=args, solver=dq.Naive(), stop=dq.Stop())
     for aux in (torch.zeros(7), torch.tensor(1.0)):
         with pytest.raises(ValueError, match="aux must have one row per row of z0, 2"):
             dq.solve(lambda z, aux=aux: (z, aux), torch.ones(2, 1), has_aux=True, solver=dq.Naive(), stop=dq.Stop())
@@ -316,6 +323,94 @@ def test_objects_that_hide_tensors_are_refused():
 def test_rows_of_args_are_counted():
     with pytest.raises(ValueError, match=r"args must have .*z0.* got .* \(3, 1\)"):
         dq.solve(lambda z, x: x, torch.zeros(2, 1), args=torch.ones(3, 1), solver=dq.Naive(), stop=dq.Stop())
+
+
+@dataclass(frozen=True)
+class Step(dq.Solver):
+    """A solver whose step is a function."""
+
+    next: Callable[[Tensor, Tensor], Any]
+
+    def init(self, z0):
+        return None
+
+    def step(self, z, fz, state):
+        return self.next(z, fz)
+
+
+@pytest.mark.parametrize(
+    ("step", "error", "words"),
+    [
+        (lambda z, fz: fz, TypeError, r"Step.step must return a pair \(next point, state\), got Tensor"),
+        (lambda z, fz: (None, None), TypeError, "must return a pair"),
+        (lambda z, fz: (fz.float(), None), TypeError, "keep the dtype of z, torch.float64, got torch.float32"),
+        (lambda z, fz: (fz[:, :1], None), ValueError, r"\(2, 3\) on cpu, got \(2, 1\) on cpu"),
+        (lambda z, fz: (z.lerp_(fz, 0.5), None), ValueError, "must not change z in place"),
+        (lambda z, fz: (fz.sub_(z), None), ValueError, "a value that f had returned was changed in place"),
+        (lambda z, fz: (fz, torch.zeros(())), ValueError, "the state of Step must have one row per row of z0, 2"),
+    ],
+)
+def test_a_solver_that_breaks_its_contract(step, error, words):
+    with pytest.raises(error, match=words):
+        solve(lambda z, x: z / 2 + x, zeros(2, 3), args=zeros(2, 3) + 1, solver=Step(step), stop=Stop())
+
+
+def test_another_librarys_solver_that_writes_into_values_is_refused():
+    class Writes(dq.ExternalSolver):
+        def run(self, f, z0, max_steps):
+            z = z0.clone()
+            for _ in range(max_steps):
+                z = z + f(z).sub_(z) / 2
+
+    slope = torch.tensor([[0.0], [0.9]])
+    with pytest.raises(ValueError, match="changed in place"):
+        solve(lambda z: slope * z + 1, torch.zeros(2, 1), solver=Writes(), stop=Stop(max_steps=300))
+
+
+def test_a_map_that_fills_one_buffer_again_is_refused():
+    buffer = torch.empty(1, 1)
+    with pytest.raises(ValueError, match="changed in place"):
+        solve(lambda z: torch.mul(z, 0.5, out=buffer), torch.ones(1, 1), solver=Relaxed(), stop=Stop())
+
+
+def test_the_norm_of_a_value_that_overflows_is_no_convergence():
+    start = torch.full((2, 3), 1.9e20)
+    solution = solve(lambda z: 0.5 * z + 1e20, start, solver=Naive(), stop=Stop())
+    assert (solution.status == Status.DIVERGED).all() and torch.equal(solution.value, start)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_compiled_solve_leaves_gradients_enabled():
+    weight = torch.nn.Parameter(torch.eye(3) / 2)
+
+    def layer(x):
+        return solve(lambda z: torch.tanh(z @ weight + x), torch.zeros(2, 3), solver=Naive(), stop=Stop()).value
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        compiled = torch.compile(layer, backend="eager")(torch.ones(2, 3))
+    assert torch.is_grad_enabled()
+    torch.testing.assert_close(compiled, layer(torch.ones(2, 3)))
+
+
+@pytest.mark.parametrize(
+    "start",
+    [torch.zeros(2, 3).to_sparse(), torch.zeros(2, 3, dtype=torch.float8_e4m3fn), torch.zeros(2, 3, device="meta")],
+    ids=["sparse", "float8", "meta"],
+)
+def test_a_start_that_cannot_be_computed_with(start):
+    with pytest.raises((TypeError, ValueError), match="z0 must be"):
+        solve(lambda z: z / 2, start, solver=Naive(), stop=Stop())
+
+
+def test_taken_rows_of_a_solution_have_their_own_trace():
+    x = torch.tensor([[0.0], [0.5], [0.9]])
+    solution = solve(lambda z, x: x * z + 1, x * 0, args=x, solver=Naive(), stop=Stop(max_steps=20), trace=True)
+    row = take(solution, torch.tensor([2]))
+    assert torch.equal(row.stats.trace, solution.stats.trace[:, 2:])
+    assert row.stats.iterations.tolist() == [20]
+    with pytest.raises(ValueError, match="the outcome of a whole solve, got 1 of 3 rows"):
+        row.explain()
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")

@@ -35,13 +35,13 @@ class SpectralRadius(Drawable):
     Attributes:
         eigenvalues: approximations of the outer eigenvalues, ``(batch, count)`` or ``(batch, length, count)``; NaN at
             padding and where the Jacobian is not finite.
-        error: how far the Jacobian would have to change, in norm, for the largest of them to be exact, ``(batch,)`` or
-            ``(batch, length)``; take more products if it is large.
+        backward_error: the largest of them is exact for a Jacobian that differs from the true one by so much, in norm,
+            ``(batch,)`` or ``(batch, length)``; take more products if it is not small.
         residual: relative residual of the point, ``(batch,)``: the largest over the tokens.
     """
 
     eigenvalues: Complex[Tensor, "batch *tokens count"]
-    error: Float[Tensor, "batch *tokens"]
+    backward_error: Float[Tensor, "batch *tokens"]
     residual: Float[Tensor, " batch"]
 
     @property
@@ -72,14 +72,15 @@ class SpectralRadius(Drawable):
         return (1 - damping + damping * self.eigenvalues).abs().amax(dim=-1)
 
     def __str__(self) -> str:
-        columns = {"spectral radius": texts(self.per_row, ".3f"), "error": texts(_largest_token(self.error), ".0e")}
+        columns = {"spectral radius": texts(self.per_row, ".3f")}
+        columns |= {"backward error": texts(_largest_token(self.backward_error), ".0e")}
         columns |= {"residual": texts(self.residual, ".1e"), "fixed point": yes_no(self.at_fixed_point)}
         return row_table(columns)
 
     def draw(self, axis: "matplotlib.axes.Axes") -> None:
         """Draw the radius of each token, or the eigenvalues of each row, on ``axis``; dotted or hollow if unsolved."""
         solved = self.at_fixed_point.tolist()
-        if self.error.ndim == 2:
+        if self.backward_error.ndim == 2:
             for row, radius in enumerate(self.radius.tolist()):
                 style = {"color": colour(row), "linestyle": "-" if solved[row] else ":", "linewidth": 1}
                 axis.plot(radius, marker=".", label=row_label(row, len(solved)), **style)
@@ -101,7 +102,7 @@ def spectral_radius(f: FixedPointMap, z_star: State, *, products: int = 32, seed
 
     Below 1, plain iteration converges near the point, in the long run by this factor per iteration. For a model take
     :func:`model_spectral_radius`: over a whole sequence, what one token passes to the next can look like an eigenvalue
-    until there are more products than tokens (``error`` shows it).
+    until there are more products than tokens (``backward_error`` shows it).
 
     Args:
         f: the map.

@@ -17,6 +17,11 @@ from deqseq.solution import ConvergenceWarning, Solution, Status, describe_failu
 from deqseq.solve import SolveCall, solve
 from deqseq.types import FixedPointMap, State
 
+NOT_LEFT_OUT = (
+    "rows that diverged cannot be left out of the gradient, which becomes NaN: f is not finite at their z0 and has no "
+    "args. Remedy: pass what f needs of each row as args"
+)
+
 
 class Gradient(ABC):
     """How a fixed point is differentiated. An estimator object is its configuration: a frozen dataclass.
@@ -100,7 +105,8 @@ class AttachedGradient(Gradient):
     def attach_to(self, f: FixedPointMap, args: Any, z0: State, solution: Solution, *, has_aux: bool = False) -> State:
         """The value of a solution with this estimator's graph.
 
-        Diverged rows are left out: their infinities would reach every parameter.
+        Diverged rows are left out: their infinities would reach every parameter. Without ``args`` they are evaluated at
+        ``z0`` instead.
 
         Args:
             f: the map.
@@ -115,22 +121,28 @@ class AttachedGradient(Gradient):
             has no graph, and gradients are None.
 
         Warns:
-            ConvergenceWarning: every row has diverged.
+            ConvergenceWarning: every row has diverged, or one whose map is not finite at ``z0`` and that cannot be left
+                out, because ``f`` has no ``args``: gradients are then NaN.
         """
         diverged = solution.status == Status.DIVERGED
         if not bool(diverged.any()):
             return self.attach(_bound(f, args, has_aux), solution.value)
-        if bool(diverged.all()):
-            warnings.warn(describe_failure(solution, "a solve to be differentiated"), ConvergenceWarning, stacklevel=2)
-        elif args is not None:
+        if args is not None and not bool(diverged.all()):
             rows = (~diverged).nonzero()[:, 0]
             value = self.attach(_bound(f, take(args, rows), has_aux), solution.value[rows])
             return solution.value.index_copy(0, rows, value)
         bound = _bound(f, args, has_aux)
         replaced = diverged.reshape(-1, *[1] * (z0.ndim - 1))  # these rows are evaluated where they began
         value = self.attach(lambda z: bound(torch.where(replaced, z0, z)), torch.where(replaced, z0, solution.value))
-        if bool(diverged.all()) and not bool(value.isfinite().all()):
-            return solution.value  # a backward pass would make NaN of zero times infinity
+        finite = bool(value[diverged].isfinite().all())
+        if bool(diverged.all()):
+            if value.requires_grad:
+                what = describe_failure(solution, "a solve to be differentiated")
+                warnings.warn(what, ConvergenceWarning, stacklevel=2)
+            if not finite:
+                return solution.value  # a backward pass would make NaN of zero times infinity
+        elif not finite and value.requires_grad:
+            warnings.warn(NOT_LEFT_OUT, ConvergenceWarning, stacklevel=2)
         return torch.where(replaced, solution.value, value)
 
 

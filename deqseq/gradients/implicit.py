@@ -40,7 +40,7 @@ class Implicit(AttachedGradient):
 
     Args:
         solver: the algorithm of the adjoint solve.
-        stop: its tolerances and budget.
+        stop: its tolerances and budget; ``atol`` is relative to the largest number of each row's incoming gradient.
         throw: whether an adjoint solve that does not converge raises an error; otherwise it warns.
         report: called with the adjoint's :class:`~deqseq.Solution` in each backward pass.
 
@@ -151,5 +151,7 @@ def _reaches_another_leaf(output: Tensor, leaf: Tensor) -> bool:
         variable = getattr(node, "variable", None)  # only the nodes that accumulate a leaf's gradient have one
         if variable is not None and variable is not leaf:
             return True
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            return True  # its backward pass is code, which may reach any: a checkpoint with use_reentrant=True does
         todo.extend(parent for parent, _ in node.next_functions)
     return False

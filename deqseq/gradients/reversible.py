@@ -27,7 +27,8 @@ class Reversible(Gradient):
 
     The backward pass computes the points from the last to the first, and evaluates the map once more at each, as
     ``Unrolled(checkpoint=True)`` does. The gradients are those of ``Unrolled()`` with the same solver: exact for the
-    iterate that is returned, and for the start ``z0``. Rows that have diverged get none.
+    iterate that is returned, and for the start ``z0``. Diverged rows give none, unless their values are not finite,
+    which makes the gradient NaN.
 
     The forward iteration contracts, so its inverse alone would amplify rounding errors beyond use, within about 20
     evaluations with damping 0.8. Therefore the points are float64 numbers rounded to a fixed spacing, and the three or

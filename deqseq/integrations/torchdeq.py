@@ -137,7 +137,7 @@ def from_torchdeq_config(
     a converged row is frozen here, while TorchDEQ iterates all rows until the slowest has converged; a budget counts
     evaluations, of which TorchDEQ's Broyden makes one more; TorchDEQ's fixed-point iteration measures the damped step,
     so its tolerance is divided by the damping; our Anderson has a relative ridge; an adjoint solve starts at the
-    incoming gradient.
+    incoming gradient, scaled to 1 in each row, so that an absolute tolerance (``b_stop_mode``) is relative to it.
 
     Args:
         config: what ``torchdeq.get_deq`` takes, flat, or in the groups ``solver``, ``training``, ``norm`` and
@@ -163,6 +163,7 @@ def from_torchdeq_config(
         (40, 80)
     """
     check_type("config", config, Mapping, "vars(args)")
+    check_flag("native", native)
     fields = Fields(CONFIG_DEFAULTS | _flatten(config), "torchdeq key ")
     _refuse_without_equivalent(fields)
     budget, factor = fields.integer("f_max_iter"), fields.number("eval_factor")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from deqseq.backbones.base import Backbone, Cache, Inputs, check_sequence
-from deqseq.check import check_callable, check_flag, check_type
+from deqseq.check import check_callable, check_flag, check_integer, check_type
 from deqseq.config import RandomStart, SolveConfig, SolveFields, resolve
 from deqseq.exits import check_exit
 from deqseq.explain import Problem
@@ -68,6 +68,7 @@ class ImplicitModel(nn.Module):
                 f"backbone must be a deqseq.Backbone, such as Mamba2(Mamba2Config(...)), got {backbone!r}; for the "
                 "fixed point of a function use deqseq.fixed_point(f, z0)"
             )
+        check_integer("backbone.d_model", getattr(backbone, "d_model", None), 1)
         self.backbone = backbone
         check_type("solve", solve, SolveConfig, _EXAMPLE)
         check_type("eval_solve", eval_solve, (SolveConfig, type(None)), _EXAMPLE)
@@ -168,7 +169,8 @@ class ImplicitModel(nn.Module):
                 restarts=config.start.restarts if start is None and isinstance(config.start, RandomStart) else 1,
             )
         solution = padding.restored(solution)
-        problem = Problem(config.solver, _asked(config), partial(self._again, x.detach(), mask, cache, config, start))
+        again = partial(self._again, x.detach(), mask, cache, config, start)
+        problem = Problem(config.solver, _asked(config), again, len(x))
         states = solution.value.detach()
         commits = partial(commit, self.backbone, args, solution.aux, states)
         own = Uncommitted(states, commits) if return_uncommitted else None

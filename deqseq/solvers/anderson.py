@@ -41,7 +41,7 @@ class Anderson(Solver[AndersonMemory]):
         ridge: Tikhonov term on the normalised Gram matrix; None takes ten times the state's machine epsilon.
 
     Raises:
-        ValueError: a memory below 2, a mixing outside (0, 1], a negative ridge.
+        ValueError: a memory below 2, a mixing outside (0, 1], a ridge that is not above 0.
 
     References:
         Walker and Ni, Anderson Acceleration for Fixed-Point Iterations, SIAM J. Numer. Anal. 2011.
@@ -62,7 +62,7 @@ class Anderson(Solver[AndersonMemory]):
         check_integer("Anderson.memory", self.memory, 2)  # with 1 it would be Relaxed
         check_number("Anderson.mixing", self.mixing, "(0, 1]")
         if self.ridge is not None:
-            check_number("Anderson.ridge", self.ridge, "[0, inf)")
+            check_number("Anderson.ridge", self.ridge, "(0, inf)")
 
     def init(self, z0: State) -> AndersonMemory:
         return AndersonMemory((), (), z0.new_zeros(z0.shape[0], 0, 0, dtype=torch.float64))

@@ -128,8 +128,8 @@ def _apply(left: Tensor, right: Tensor, scale: Tensor, pairs: int, x: Vectors) -
 
 
 def _with(stack: Tensor, place: int, pairs: int, x: Vectors) -> Tensor:
-    """``stack``, of which ``pairs`` are used, with ``x`` at a place: written in place, unless that breaks a graph."""
-    if x.requires_grad or stack.requires_grad:
+    """``stack``, of which ``pairs`` are used, with ``x`` at a place: written in place where there is no graph."""
+    if torch.is_grad_enabled():
         return torch.cat([stack[:, :place], x[:, None], stack[:, place + 1 : pairs]], dim=1)
     stack[:, place] = x
     return stack

@@ -60,6 +60,9 @@ def token_map(backbone: Backbone[Any], *, need_aux: bool = False) -> Any:
 
     def f(z: State, args: TokenArgs) -> tuple[State, Any]:
         pair = backbone(z, args.inputs, args.cache, need_aux=need_aux)
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            name = type(backbone).__name__
+            raise TypeError(f"{name}.forward must return a pair (new state, aux), got {type(pair).__name__}")
         if args.mask is None:
             return pair
         value, aux = pair
@@ -79,7 +82,9 @@ def advance(backbone: Backbone[Any], args: TokenArgs, aux: Any, tokens: int, cou
     if counts is None and args.mask is not None:
         counts = args.mask[:, :tokens].sum(dim=1)
     with torch.no_grad():
-        return backbone.advance(args.cache, aux, tokens, counts)
+        cache = backbone.advance(args.cache, aux, tokens, counts)
+    check_type(f"what {type(backbone).__name__}.advance returns", cache, Cache)
+    return cache
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,8 @@ import torch
 from deqseq.check import check_integer, check_type, suggestion
 from deqseq.tasks.monoid import MAX_ORDER, FiniteMonoid, direct_product
 
+LARGEST = {"Z": MAX_ORDER, "D": MAX_ORDER // 2, "S": 6, "A": 6}  # the table of S7 would be too large
+
 
 def symmetric(n: int) -> FiniteMonoid:
     """The symmetric group S_n: permutations of 1..n in lexicographic one-line notation; (a ∘ b)(i) = a(b(i)).
@@ -56,7 +58,7 @@ def cyclic(n: int) -> FiniteMonoid:
         >>> int(cyclic(5).table[3, 4])
         2
     """
-    check_integer("n", n, 1, MAX_ORDER)
+    check_integer("n", n, 1, LARGEST["Z"])
     numbers = torch.arange(n)
     return FiniteMonoid(f"Z{n}", tuple(range(n)), (numbers[:, None] + numbers) % n, identity=0)
 
@@ -79,7 +81,7 @@ def dihedral(n: int) -> FiniteMonoid:
         >>> d5.order, d5.elements[d5.table[d5.index("s"), d5.index("r")]]
         (10, 'r4s')
     """
-    check_integer("n", n, 1, MAX_ORDER // 2)
+    check_integer("n", n, 1, LARGEST["D"])
     rotations = ("1", "r", *(f"r{k}" for k in range(2, n)))[:n]
     flip, turn = torch.arange(2 * n) // n, torch.arange(2 * n) % n
     turned = (turn[:, None] + (1 - 2 * flip[:, None]) * turn) % n  # a reflection turns the next rotation round
@@ -172,8 +174,14 @@ def parse_group(name: str) -> FiniteMonoid:
         families = " or ".join(", ".join(f"{letter}n" for letter in FAMILIES).rsplit(", ", 1))
         known = f'{families} with a number for n, {", ".join(SINGLE)}, or several joined by "x"'
         raise ValueError(f'name must be {known}, such as "S3", "D5" or "A5xM", got {name!r}{_meant(name)}')
-    made = [SINGLE[part]() if part in SINGLE else FAMILIES[part[0]](int(part[1:])) for part in name.split("x")]
-    return direct_product(*made)
+    return direct_product(*map(_made, name.split("x")))
+
+
+def _made(part: str) -> FiniteMonoid:
+    try:
+        return SINGLE[part]() if part in SINGLE else FAMILIES[part[0]](int(part[1:]))
+    except ValueError as error:
+        raise ValueError(f"{part}: {error}") from None
 
 
 def _meant(name: str) -> str:
@@ -182,11 +190,12 @@ def _meant(name: str) -> str:
     if re.fullmatch(rf"{PART}(x{PART})*", written):
         return f"; did you mean {written!r}?"
     digits = "".join(re.findall(r"\d+", name)[:1]) or "5"
-    return suggestion(name, [*SINGLE, *(letter + digits for letter in FAMILIES)])
+    near = [f"{letter}{digits}" for letter in FAMILIES if int(digits) <= LARGEST[letter]]
+    return suggestion(name, [*SINGLE, *near])
 
 
 def _permutation_group(family: str, n: int, *, even_only: bool) -> FiniteMonoid:
-    check_integer("n", n, 1, 6)  # the table of S7 would be too large
+    check_integer("n", n, 1, LARGEST[family])
     points = torch.tensor(list(itertools.permutations(range(n))))
     if even_only:
         inversions = (points[:, :, None] > points[:, None, :]).triu(diagonal=1).sum((1, 2))

@@ -1,6 +1,7 @@
 """Every estimator passes the contract; then what each promises of its own."""
 
 import math
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -315,3 +316,58 @@ def test_a_solve_without_a_finite_value_is_not_called_undifferentiable() -> None
     a = torch.tensor(0.5, requires_grad=True)
     solution = dq.fixed_point(lambda z: a * z / 0, torch.zeros(2, 1), gradient=dq.Unrolled())
     assert solution.status.tolist() == [dq.Status.DIVERGED] * 2
+
+
+def test_unrolling_the_last_iterations_of_broyden():
+    """The memory that was written in place before them is part of the graph."""
+    a = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
+    options = {"solver": dq.Broyden(), "stop": dq.Stop.exactly(12)}
+    start = torch.zeros(2, 2, dtype=torch.float64)
+    for last in (2, 5, 11):
+        value = dq.fixed_point(lambda z: torch.tanh(a * z + 1), start, gradient=dq.Unrolled(last=last), **options).value
+        (grad,) = torch.autograd.grad(value.sum(), a)
+        z = value[0, 0].item()
+        slope = 1 - z * z
+        assert abs(grad.item() - 4 * slope * z / (1 - slope * a.item())) < 1e-3
+
+
+def test_parameters_that_a_graph_hides_are_not_taken_for_none():
+    weight = torch.nn.Parameter(torch.eye(3) / 2)
+
+    def f(z):
+        hidden = torch.utils.checkpoint.checkpoint(lambda z: torch.tanh(z @ weight + 1), z, use_reentrant=True)
+        assert isinstance(hidden, Tensor)
+        return hidden
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        value = dq.fixed_point(f, torch.zeros(2, 3)).value
+    with pytest.raises(RuntimeError, match="use_reentrant"):
+        value.sum().backward()
+
+
+def direction(z, x, weight):
+    return torch.nn.functional.normalize(z @ weight + x, eps=0.0)
+
+
+@pytest.mark.parametrize("gradient", ATTACHED, ids=str)
+def test_a_row_that_cannot_be_left_out_is_named(gradient):
+    """The map of one row is not finite anywhere: with args it is left out, without them a warning says so."""
+    weight = torch.nn.Parameter(0.3 * torch.eye(3, dtype=torch.float64))
+    x = torch.tensor([[1.0, 2.0, 3.0], [0.0, 0.0, 0.0]], dtype=torch.float64)
+    solution = dq.fixed_point(lambda z, x: direction(z, x, weight), torch.zeros_like(x), args=x, gradient=gradient)
+    assert solution.status.tolist() == [0, 3]
+    (grad,) = torch.autograd.grad(solution.value[0].sum(), weight)
+    assert grad.isfinite().all()
+    with pytest.warns(dq.ConvergenceWarning, match="pass what f needs of each row as args"):
+        dq.fixed_point(lambda z: direction(z, x, weight), torch.zeros_like(x), gradient=gradient)
+
+
+def test_rows_that_diverge_warn_only_where_a_gradient_is_lost():
+    weight = torch.tensor(3.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dq.fixed_point(lambda z: weight * z + 1, torch.zeros(2, 1), solver=dq.Naive())
+    weight.requires_grad_()
+    with pytest.warns(dq.ConvergenceWarning, match="a solve to be differentiated failed"):
+        dq.fixed_point(lambda z: weight * z + 1, torch.zeros(2, 1), solver=dq.Naive())

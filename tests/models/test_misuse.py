@@ -297,3 +297,33 @@ def test_a_tolerance_cannot_be_exported():
     lm.model.solve = FIXED
     with torch.no_grad(), pytest.raises(ValueError, match="leave trace and callback out"):
         torch.export.export(lm, (torch.tensor([[1, 2, 3, 4]]),), {"trace": True})
+
+
+class Own(dq.Affine):
+    """A backbone of one's own, with one mistake."""
+
+    def __init__(self, mistake):
+        super().__init__(3)
+        self.mistake = mistake
+        if mistake == "width":
+            self.d_model = None
+
+    def forward(self, z, inputs, cache=None, *, need_aux=False):
+        pair = super().forward(z, inputs, cache, need_aux=need_aux)
+        return pair[0] if self.mistake == "forward" else pair
+
+    def advance(self, cache, aux, tokens, counts=None):
+        return None if self.mistake == "advance" else super().advance(cache, aux, tokens, counts)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "words"),
+    [
+        ("width", "backbone.d_model must be an integer >= 1, got None"),
+        ("forward", r"Own.forward must return a pair \(new state, aux\), got Tensor"),
+        ("advance", r"what Own.advance returns must be a Cache, got None"),
+    ],
+)
+def test_mistakes_in_a_backbone_of_ones_own_are_named(mistake, words):
+    with pytest.raises(TypeError, match=words):
+        dq.ImplicitModel(Own(mistake))(torch.ones(2, 4, 3), sweep=dq.Sequential())

@@ -257,8 +257,8 @@ class TestAnderson(SolverContract):
         torch.testing.assert_close(proposal, 0.75 * z + 0.25 * f(z), rtol=0, atol=1e-15)
 
     def test_a_row_without_information_takes_its_newest_value(self):
-        """Equal residuals and no ridge: the normal equations are singular, and the row falls back alone."""
-        solver = Anderson(ridge=0.0)
+        """Equal residuals and a ridge that is lost: the normal equations are singular, and the row falls back alone."""
+        solver = Anderson(ridge=1e-300)
         z = torch.zeros(2, 2, dtype=torch.float64)
         fz = torch.tensor([[0.0, 0.0], [1.0, 0.0]], dtype=torch.float64)
         _, state = solver.step(z, fz, solver.init(z))
@@ -266,7 +266,9 @@ class TestAnderson(SolverContract):
         proposal, _ = solver.step(z, newer, state)
         torch.testing.assert_close(proposal, torch.tensor([[3.0, 0.0], [0.5, 0.5]], dtype=torch.float64))
 
-    @pytest.mark.parametrize(("name", "value"), [("memory", 1), ("mixing", 0.0), ("mixing", 1.5), ("ridge", -1e-8)])
+    @pytest.mark.parametrize(
+        ("name", "value"), [("memory", 1), ("mixing", 0.0), ("mixing", 1.5), ("ridge", 0.0), ("ridge", -1e-8)]
+    )
     def test_refuses_arguments_out_of_range(self, name, value):
         with pytest.raises(ValueError, match=rf"Anderson\.{name} must"):
             Anderson(**{name: value})

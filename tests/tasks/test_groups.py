@@ -246,6 +246,14 @@ def test_an_unknown_name_lists_the_names_and_suggests_one(name, meant):
         assert f"'{meant}'" in str(caught.value).partition("did you mean")[2]
 
 
+@pytest.mark.parametrize("name", ["S16", "Z2xA7", "D9999"])
+def test_a_number_that_is_too_large_is_named_and_not_suggested(name):
+    with pytest.raises(ValueError, match=f"{name.rpartition('x')[2]}: n must be an integer in 1"):
+        parse_group(name)
+    with pytest.raises(ValueError, match="did you mean 'Z16' or 'D16'"):
+        parse_group("Q16")
+
+
 def turned(label, n):
     """A label of D_n as the permutation of the corners 0..n-1 that it stands for: r moves each on, s mirrors them."""
     power = re.fullmatch(r"(?:1|r?(\d*))(s?)", label)
