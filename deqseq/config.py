@@ -129,5 +129,18 @@ def resolve(config: SolveConfig, solve: SolveConfig | None, changes: Mapping[str
     names = [field.name for field in fields(SolveConfig)]
     for name in changes:
         if name not in names:
-            raise TypeError(f"unknown argument {name!r}{suggestion(name, names)} (fields of SolveConfig: {names})")
+            raise TypeError(f"unknown argument {name!r}{_meant(name, names)} (fields of SolveConfig: {names})")
     return replace(solve or config, **changes) if changes else solve or config
+
+
+def _meant(name: str, names: list[str]) -> str:
+    """A suggestion, for a field of :class:`Stop`, an argument of transformers, or a name that is close."""
+    if name in {field.name for field in fields(Stop)}:
+        return f": write stop=dq.Stop({name}=...)"
+    theirs = {
+        "attention_mask": "mask",
+        "use_cache": "return_cache",
+        "past_key_values": "cache",
+        "do_sample": "temperature",
+    }
+    return f"; did you mean {theirs[name]!r}?" if name in theirs else suggestion(name, names)

@@ -95,3 +95,16 @@ def test_the_language_model_hands_them_on():
     for call, expected in (({}, 3), ({"solve": TIGHT}, 5), ({"solve": TIGHT, "stop": dq.Stop.exactly(7)}, 7)):
         assert int(model(ids, **call).stats.iterations.max()) == expected
     assert model(ids, sweep=dq.Sequential()).stats.iterations.shape == (1, 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("rtol", r": write stop=dq.Stop\(rtol=...\)"),
+        ("attention_mask", "; did you mean 'mask'"),
+        ("sweeps", "; did you"),
+    ],
+)
+def test_names_from_elsewhere_are_answered_with_ours(name, meant):
+    with pytest.raises(TypeError, match=f"unknown argument '{name}'{meant}"):
+        resolve(LOOSE, None, {name: 1})
