@@ -249,8 +249,8 @@ def describe_failure(outcome: Outcome, what: str) -> str:
     }
     diverged = status == Status.DIVERGED
     worst = Status.DIVERGED if bool(diverged.any()) else Status.MAX_STEPS_REACHED
-    first = worst_token(outcome.stats.residual.detach()).cpu()
-    if bool((first[diverged] == torch.inf).any()):
+    never, first = (worst_token(one.detach()).cpu() for one in (outcome.stats.residual, outcome.stats.iterations))
+    if bool((diverged & (never == torch.inf) & (first == 1)).any()):
         advice[Status.DIVERGED] = (
             "f returned NaN, infinity or numbers too large at its first evaluation: check its inputs and its weights"
         )

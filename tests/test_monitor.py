@@ -133,6 +133,7 @@ class TestRowMonitor:
         targets = torch.tensor([[1.0]] + [[2.0]] * 7)
         monitor.check(z, targets, 1)
         assert (monitor.active_rows, monitor.compact(None, 1)) == (7, None)
+        targets = targets.clone()
         targets[1] = 1
         monitor.check(z, targets, 2)
         rows = monitor.compact(None, 2)
