@@ -30,7 +30,7 @@ from common.language_models import curriculum_of, kind_of, lr_factor, spec_of
 from common.loop import Settings, train
 from common.pretrain_report import draw, table
 from common.processes import make_accelerator
-from common.run import Log, Progress, claim_folder, log_to, write_json, write_text
+from common.run import Log, Progress, claim_folder, log_to, save_whole, write_json, write_text
 from common.text import Corpus, load_corpus
 from common.tokenizer import end_of_text, load_tokenizer, saved_tokenizer
 from common.tokens import Batches, Stream, encode, tokenised
@@ -124,8 +124,7 @@ class Run:
         whole.load_state_dict(weights)
         curriculum_of(name, options).at(1.0).apply(whole)
         end = end_of_text(tokenizer)
-        from_causal_lm(whole, eos_token_id=end, bos_token_id=end).save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+        save_whole(folder, from_causal_lm(whole, eos_token_id=end, bos_token_id=end), tokenizer)
         ids = torch.tensor([tokenizer(options.sample).input_ids])
         made = whole.generate(ids, max_new_tokens=options.sample_tokens, temperature=0.8, top_p=0.95, seed=options.seed)
         return str(tokenizer.decode(made.tokens[0]))

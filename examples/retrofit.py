@@ -24,7 +24,7 @@ from common.adapters import adapted, lora_library, merged
 from common.bits_per_byte import Rows, excerpts, rows_in_order, score
 from common.processes import one_process
 from common.retrofit_report import draw, table
-from common.run import claim_folder, log_to, write_json, write_text
+from common.run import claim_folder, log_to, save_whole, write_json, write_text
 from common.text import check_corpus, load_corpus
 from common.tokenizer import FILES as TOKENIZER_FILES
 from common.tokenizer import load_tokenizer, train_tokenizer
@@ -201,8 +201,7 @@ def main(arguments: list[str]) -> None:
         model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), num_hidden_layers=layers, **size))
         run.train("tiny", model, options.tiny_steps, 4e-3)
         source = str(output / "tiny")
-        model.save_pretrained(source)
-        tokenizer.save_pretrained(source)
+        save_whole(Path(source), model, tokenizer)
 
     def load() -> Any:
         model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
@@ -212,8 +211,7 @@ def main(arguments: list[str]) -> None:
     unlooped = adapted(load(), options.lora)
     run.train("unlooped", unlooped, options.steps, options.lr)
     unlooped = merged(unlooped, options.lora)
-    unlooped.save_pretrained(output / "unlooped" / "model")
-    tokenizer.save_pretrained(output / "unlooped" / "model")
+    save_whole(output / "unlooped" / "model", unlooped, tokenizer)
     rows.append(run.row("unlooped", None, from_decoder(unlooped)))
     split: Any = {"prelude": options.prelude, "core": options.core, "coda": options.coda, "dropped": options.dropped}
     lm = retrofit(load(), **split, injection=options.injection)
@@ -224,8 +222,7 @@ def main(arguments: list[str]) -> None:
     looped = adapted(from_causal_lm(lm), options.lora)
     run.train("looped", looped, options.steps, options.lr, Curriculum((phase,)))
     looped = merged(looped, options.lora)
-    looped.save_pretrained(output / "looped" / "model")
-    tokenizer.save_pretrained(output / "looped" / "model")
+    save_whole(output / "looped" / "model", looped, tokenizer)
     lm, naive = to_causal_lm(looped), dq.Naive()
     rows += [run.row("looped", n, lm, stop=dq.Stop.exactly(n), solver=naive) for n in BUDGETS]
     rows.append(run.row("looped", None, lm, stop=dq.Stop(rtol=options.rtol, max_steps=4 * BUDGETS[-1])))

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import shutil
 import sys
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -129,6 +130,20 @@ def write_text(path: Path, text: str) -> None:
         unfinished.unlink(missing_ok=True)
         raise
     unfinished.replace(path)
+
+
+def save_whole(folder: Path, *parts: Any) -> None:
+    """Save models and tokenizers, by ``save_pretrained``, in one folder: all of their files or none."""
+    unfinished = folder.with_name(f"{folder.name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    for part in parts:
+        part.save_pretrained(unfinished)
+    if not folder.exists():
+        unfinished.replace(folder)
+        return
+    for path in unfinished.iterdir():
+        path.replace(folder / path.name)
+    unfinished.rmdir()
 
 
 def write_json(path: Path, value: Any) -> None:

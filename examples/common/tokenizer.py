@@ -11,6 +11,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from common.run import save_whole
 from deqseq.check import check_integer
 
 END_OF_TEXT = "<|endoftext|>"
@@ -100,7 +101,5 @@ def saved_tokenizer(
         return load_tokenizer(str(folder))
     tokenizer = train_tokenizer(documents, vocab_size) if name == "bpe" else load_tokenizer(name)
     if save:
-        unfinished = folder.with_name(f"{folder.name}.unfinished")
-        tokenizer.save_pretrained(unfinished)
-        unfinished.replace(folder)
+        save_whole(folder, tokenizer)
     return tokenizer

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from common.checkpoints import FILES
-from common.run import FolderError, Log, Progress, claim_folder, curve_rows, release_folder, write_text
+from common.run import FolderError, Log, Progress, claim_folder, curve_rows, release_folder, save_whole, write_text
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 WRITES = ("results.json", "log.txt", *(f"implicit/{files}" for files in FILES))
@@ -177,3 +177,33 @@ def test_a_curve_is_cut_back_to_the_step_that_a_run_goes_on_from(tmp_path, capsy
     other.add({"step": 5})
     assert not (tmp_path / "none.jsonl").exists()
     assert capsys.readouterr().out == ""
+
+
+class Part:
+    """Saves two files, or fails after the first one."""
+
+    def __init__(self, name, text, fails=False):
+        self.name, self.text, self.fails = name, text, fails
+
+    def save_pretrained(self, folder):
+        folder.mkdir(exist_ok=True)
+        (folder / f"{self.name}.json").write_text(self.text)
+        if self.fails:
+            raise OSError("no space left")
+        (folder / f"{self.name}.safetensors").write_text(self.text)
+
+
+def test_a_model_that_cannot_be_saved_leaves_the_one_before(tmp_path):
+    def texts():
+        return {path.name: path.read_text() for path in (tmp_path / "model").iterdir()}
+
+    save_whole(tmp_path / "model", Part("model", "old"), Part("tokenizer", "old"))
+    before = texts()
+    assert set(before) == {f"{name}.{kind}" for name in ("model", "tokenizer") for kind in ("json", "safetensors")}
+    (tmp_path / "model" / "notes.txt").write_text("mine")
+    with pytest.raises(OSError, match="no space left"):
+        save_whole(tmp_path / "model", Part("model", "new"), Part("tokenizer", "new", fails=True))
+    assert texts() == before | {"notes.txt": "mine"}
+    save_whole(tmp_path / "model", Part("model", "new"))
+    assert texts() == before | {"notes.txt": "mine", "model.json": "new", "model.safetensors": "new"}
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
