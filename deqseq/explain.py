@@ -212,7 +212,7 @@ def _elsewhere(
     scale = value.double().square().mean().sqrt().clamp_min(1e-3)
     start = (noise.to(value.device) * scale).to(value.dtype)
     if not bool(start.isfinite().all()):
-        return rows & False, False
+        return torch.zeros_like(rows), False
     other = problem.run(solver, stop, start, False)
     difference = other.value - value  # pyright: ignore[reportAttributeAccessIssue]
     apart = _norms(difference) > 0.05 * _norms(value)

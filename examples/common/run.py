@@ -133,7 +133,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def save_whole(folder: Path, *parts: Any) -> None:
-    """Save models and tokenizers, by ``save_pretrained``, in one folder: all of their files or none."""
+    """Save models and tokenizers, by ``save_pretrained``, in one folder; nothing is replaced before all is written."""
     unfinished = folder.with_name(f"{folder.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     for part in parts:

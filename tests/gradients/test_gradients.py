@@ -371,3 +371,26 @@ def test_rows_that_diverge_warn_only_where_a_gradient_is_lost():
     weight.requires_grad_()
     with pytest.warns(dq.ConvergenceWarning, match="a solve to be differentiated failed"):
         dq.fixed_point(lambda z: weight * z + 1, torch.zeros(2, 1), solver=dq.Naive())
+
+
+class Twice(torch.autograd.Function):
+    """An operation with a backward pass of its own, and no parameters."""
+
+    @staticmethod
+    def forward(ctx, z):
+        return 2 * z
+
+    @staticmethod
+    def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return 2 * grad
+
+
+def test_an_operation_with_its_own_backward_pass_hides_no_parameters():
+    def f(z):
+        twice = Twice.apply(z)
+        assert isinstance(twice, Tensor)
+        return twice / 4 + 1
+
+    assert not dq.fixed_point(f, torch.zeros(2, 3)).value.requires_grad
+    with pytest.raises(ValueError, match="finds nothing to differentiate"):
+        dq.fixed_point(f, torch.zeros(2, 3), gradient=dq.Implicit())
