@@ -84,9 +84,9 @@ def check_choice(name: str, value: object, choices: Iterable[object]) -> None:
     """Refuse anything but one of the ``choices`` with a ValueError.
 
     Example:
-        >>> check_choice("Stop.per", "tokens", ("batch", "sample", "token"))
+        >>> check_choice("Stop.per", "tokens", ("batch", "row", "token"))
         Traceback (most recent call last):
-        ValueError: Stop.per must be one of ('batch', 'sample', 'token'), got 'tokens'; did you mean 'token'?
+        ValueError: Stop.per must be one of ('batch', 'row', 'token'), got 'tokens'; did you mean 'token'?
     """
     known = tuple(choices)
     if not any(type(value) is type(one) and value == one for one in known):

@@ -27,7 +27,7 @@ class Judge:
         passed = passed | self.done(fz, passed.shape[1], args)
         if self._stop.per == "token":
             return passed
-        return passed.all(dim=1) if self._stop.per == "sample" else passed.all().expand(len(passed))
+        return passed.all(dim=1) if self._stop.per == "row" else passed.all().expand(len(passed))
 
     @torch.no_grad()
     def done(self, fz: State, tokens: int, args: Any = None) -> Done:

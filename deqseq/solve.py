@@ -149,7 +149,7 @@ def _exported(
     for _ in range(stop.max_steps - 1):
         z, state = solver.step(z, evaluate(f, z, args, has_aux=has_aux)[0], state)
     fz, aux = evaluate(f, z, args, has_aux=has_aux)
-    seen = measure(z, fz, replace(stop, per="sample"))
+    seen = measure(z, fz, replace(stop, per="row"))
     status = torch.where(seen.passed, int(Status.CONVERGED), int(Status.MAX_STEPS_REACHED))
     status = torch.where(seen.difference.isfinite(), status, int(Status.DIVERGED))
     steps = torch.full_like(status, stop.max_steps)

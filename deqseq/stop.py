@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args
 from deqseq.check import check_choice, check_integer, check_number, check_type
 from deqseq.exits import ExitRule
 
-Granularity = Literal["batch", "sample", "token"]
+Granularity = Literal["batch", "row", "token"]
 Norm = Literal["max_token", "frobenius"]
 Quantity = Literal["residual", "error"]
 
@@ -26,7 +26,7 @@ class Stop:
         rtol: relative tolerance, at least 0.
         atol: absolute tolerance, at least 0, in the units of the state.
         max_steps: the budget: how many times the map may be evaluated, at least 1.
-        per: what converges on its own. ``"sample"``: a row ends when it has converged. ``"token"``: in addition,
+        per: what converges on its own. ``"row"``: a row ends when it has converged. ``"token"``: in addition,
             converged tokens are frozen until their residual rises above the tolerance again; a row ends when all its
             tokens pass in one evaluation. ``"batch"``: all rows end together.
         norm: the residual of a row, ``"max_token"``: the largest over its tokens (norms over the last dimension);
@@ -51,7 +51,7 @@ class Stop:
 
     Example:
         >>> Stop(rtol=1e-5, max_steps=200).per
-        'sample'
+        'row'
         >>> Stop.exactly(8).max_steps
         8
     """
@@ -59,7 +59,7 @@ class Stop:
     rtol: float = 1e-3
     atol: float = 0.0
     max_steps: int = 64
-    per: Granularity = "sample"
+    per: Granularity = "row"
     norm: Norm = "max_token"
     check_every: int = 1
     divergence: float = 1e4

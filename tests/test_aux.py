@@ -30,7 +30,7 @@ START = torch.linspace(0.1, 0.4, 7 * 6, dtype=torch.float64).reshape(7, 2, 3)
 
 
 @pytest.mark.parametrize("solver", SOLVERS, ids=str)
-@pytest.mark.parametrize("per", ["sample", "token", "batch"])
+@pytest.mark.parametrize("per", ["row", "token", "batch"])
 @pytest.mark.parametrize("check_every", [1, 5])
 @pytest.mark.parametrize("remove", [True, False])
 def test_the_aux_of_every_row_is_that_of_its_value(solver, per, check_every, remove):

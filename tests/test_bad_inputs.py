@@ -69,7 +69,7 @@ def cases() -> list[Case]:
     spec = {"vocab_size": 6, "backbone": dq.Mamba2Config(d_model=16, d_state=4, headdim=8)}
     spec |= {"solve": SOLVE, "eval_solve": SOLVE, "tied": True, "embedding_std": 0.02, "embedding_dropout": 0.1}
     rope = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_length": 64}
-    stop = {"rtol": 0.1, "atol": 0.1, "max_steps": 3, "per": "sample", "norm": "max_token", "check_every": 2}
+    stop = {"rtol": 0.1, "atol": 0.1, "max_steps": 3, "per": "row", "norm": "max_token", "check_every": 2}
     sampled = {"temperature": 1.0, "top_k": 3, "top_p": 0.5, "seed": 0, "stop_tokens": (1,), "pad_token": 0}
     diagnosed = {"model": lm, "ids": IDS, "mask": MASK, "solve": SOLVE}
     part = dq.ExplicitModel(dq.Affine(4))

@@ -33,7 +33,7 @@ def test_it_is_exact_for_a_scalar_linear_map(damping):
 
 @pytest.mark.parametrize("damping", [1.0, 0.5])
 @pytest.mark.parametrize("every", [1, 3])
-@pytest.mark.parametrize("per", ["batch", "sample", "token"])
+@pytest.mark.parametrize("per", ["batch", "row", "token"])
 @pytest.mark.parametrize("tolerances", [{"rtol": 1e-3}, {"rtol": 1e-3, "atol": 1e-3}])
 def test_a_tolerance_of_the_error_bounds_the_error(damping, every, per, tolerances):
     slopes = torch.tensor([0.5, 0.9, -0.5, 0.95], dtype=torch.float64)[:, None, None]
@@ -89,13 +89,13 @@ def test_frozen_tokens_keep_their_rate(every):
         true = true_error(solution.value, 1 / (1 - slopes))
         torch.testing.assert_close(solution.stats.error, true / slopes[..., 0], rtol=0.05, atol=0)
     alone = dq.solve(lambda z: 0.97 * z + 1, torch.zeros(1, 1, dtype=torch.float64), solver=dq.Naive(),
-                     stop=replace(stop, per="sample", of="error"))  # fmt: skip
+                     stop=replace(stop, per="row", of="error"))  # fmt: skip
     assert solution.stats.evaluations == alone.stats.evaluations
 
 
 def test_tokens_that_depend_on_each_other_converge_as_rows_do():
     lm, ids = dq.load_example("parity"), torch.tensor([[1, 0, 1, 1, 0, 1, 1, 1]])
-    rows, tokens = (lm(ids, stop=dq.Stop(1e-2, max_steps=300, of="error", per=per)) for per in ("sample", "token"))
+    rows, tokens = (lm(ids, stop=dq.Stop(1e-2, max_steps=300, of="error", per=per)) for per in ("row", "token"))
     assert bool(rows.converged.all() & tokens.converged.all())
     assert tokens.stats.evaluations <= 2 * rows.stats.evaluations
 

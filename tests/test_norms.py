@@ -42,7 +42,7 @@ def test_per_token():
     torch.testing.assert_close(seen.scale.amax(dim=1), torch.tensor([5.0, 10.0]))
 
 
-def test_per_sample_takes_the_worst_token():
+def test_per_row_takes_the_worst_token():
     seen = measure(START, FZ, Stop(rtol=0.1))
     torch.testing.assert_close(seen.residual, torch.tensor([1.0, 0.1]))
     assert seen.passed.tolist() == [False, True]
@@ -93,7 +93,7 @@ def test_per_batch_needs_memory_for_one_batch_only():
     assert max(largest) <= 2 * batch * tokens
 
 
-@pytest.mark.parametrize("per", ["batch", "sample", "token"])
+@pytest.mark.parametrize("per", ["batch", "row", "token"])
 def test_the_absolute_tolerance_adds_to_the_relative_one(per):
     z, fz = torch.zeros(1, 2), torch.tensor([[3.0, 4.0]])
     for atol, passes in ((4.4, False), (4.6, True)):
@@ -113,7 +113,7 @@ def test_a_value_of_zero_that_came_from_elsewhere_does_not_pass():
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-@pytest.mark.parametrize("per", ["sample", "token"])
+@pytest.mark.parametrize("per", ["row", "token"])
 def test_a_value_that_is_not_finite_never_passes(bad, per):
     fz = FZ.clone()
     fz[1, 0, 1] = bad

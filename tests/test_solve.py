@@ -78,7 +78,7 @@ class TestFreezingAndRemoving:
 class TestDivergence:
     F = row_affine([0.5, 2.0, -0.4], event=(2, 3), ceilings=[torch.inf, 40.0, torch.inf])
 
-    @pytest.mark.parametrize("per", ["sample", "token"])
+    @pytest.mark.parametrize("per", ["row", "token"])
     @pytest.mark.parametrize("remove", [False, True])
     def test_a_row_that_becomes_nan_leaves_the_others_alone(self, per, remove):
         stop = Stop(rtol=1e-12, max_steps=100, per=per)
@@ -90,7 +90,7 @@ class TestDivergence:
             alone = solve(take(self.F, one), zeros(1, 2, 3), solver=Naive(), stop=stop)
             assert_same_rows(solution, one, alone)
 
-    @pytest.mark.parametrize("per", ["sample", "token"])
+    @pytest.mark.parametrize("per", ["row", "token"])
     def test_a_row_that_becomes_nan_keeps_its_best_value_and_stands_still(self, per):
         f, stop = Recorded(self.F), Stop(rtol=1e-12, max_steps=100, per=per)
         solution = solve(f, zeros(3, 2, 3), solver=Naive(), stop=stop)
@@ -115,7 +115,7 @@ class TestDivergence:
         assert solve(diverging, zeros(1, 1), solver=Naive(), stop=stop).stats.iterations.tolist() == [steps]
 
     @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-    @pytest.mark.parametrize("per", ["batch", "sample", "token"])
+    @pytest.mark.parametrize("per", ["batch", "row", "token"])
     def test_a_first_value_that_is_not_finite_has_diverged(self, bad, per):
         """Against an infinite scale every residual is small."""
         z0 = torch.ones(1, 2, 3)
@@ -165,7 +165,7 @@ class OnDevice(torch.Tensor):
 
 class TestChecks:
     @pytest.mark.parametrize("remove", [False, True])
-    @pytest.mark.parametrize("per", ["sample", "token"])
+    @pytest.mark.parametrize("per", ["row", "token"])
     def test_the_trace_is_the_residual_at_each_check(self, remove, per):
         """Row 0 ends early, row 1 diverges late, row 2 swings, row 3 takes long."""
         problem = row_affine([0.1, 1.3, -1.1, 0.8], event=(2, 3))

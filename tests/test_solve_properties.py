@@ -43,7 +43,7 @@ STOPS = st.fixed_dictionaries(  # made into a Stop by the test: the checks of ty
         "rtol": st.sampled_from([0.0, 1e-12, 1e-6, 1e-2, 0.3]),
         "atol": st.sampled_from([0.0, 0.0, 1e-9, 0.05]),
         "max_steps": st.integers(1, 40),
-        "per": st.sampled_from(["sample", "token"]),
+        "per": st.sampled_from(["row", "token"]),
         "check_every": st.sampled_from([1, 1, 2, 3, 7]),
         "divergence": st.sampled_from([1.5, 100.0, 1e4]),
     }
@@ -126,7 +126,7 @@ def test_a_row_is_the_same_in_any_batch(problem, rule, solver, data):
     problem=maps(),
     rule=STOPS,
     solver=SOLVERS,
-    per=st.sampled_from(["batch", "sample", "token"]),
+    per=st.sampled_from(["batch", "row", "token"]),
     half=st.booleans(),
 )
 def test_invariants(problem, rule, solver, per, half):

@@ -13,7 +13,7 @@ def test_defaults():
         rtol=1e-3,
         atol=0.0,
         max_steps=64,
-        per="sample",
+        per="row",
         norm="max_token",
         check_every=1,
         divergence=1e4,
@@ -30,7 +30,7 @@ def test_defaults():
         ("check_every", -4),
         ("divergence", 1.0),
         ("divergence", math.nan),
-        ("per", "row"),
+        ("per", "sample"),
         ("norm", "l2"),
     ],
 )

@@ -126,7 +126,7 @@ def residual_trace(
     ids: Tokens,
     *,
     mask: Mask | None = None,
-    per: Granularity = "sample",
+    per: Granularity = "row",
     solve: SolveConfig | None = None,
     **fields: Unpack[SolveFields],
 ) -> ResidualTrace:
@@ -136,7 +136,7 @@ def residual_trace(
         model: a language model around an :class:`~deqseq.ImplicitModel`.
         ids: tokens, ``(batch, length)``.
         mask: bool, True at real tokens, ``(batch, length)``. Default: no padding.
-        per: replaces the granularity of the stopping rule. ``"sample"``: one residual per row, the largest over its
+        per: replaces the granularity of the stopping rule. ``"row"``: one residual per row, the largest over its
             tokens; ``"token"``: one per token, and converged tokens are frozen until their residual rises again.
         solve: replaces the model's :class:`~deqseq.SolveConfig`; its sweep is not used.
         **fields: fields of :class:`~deqseq.SolveConfig` to replace; ``gradient`` has no effect.

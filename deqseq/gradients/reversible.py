@@ -66,7 +66,7 @@ class Reversible(Gradient):
         if not isinstance(solver, Coupled):
             raise ValueError(f"Reversible needs solver=dq.Coupled(damping), whose steps have an inverse, got {solver}")
         if stop.per == "token":
-            raise ValueError('Reversible needs Stop.per="sample" or "batch": tokens that are frozen have no inverse')
+            raise ValueError('Reversible needs Stop.per="row" or "batch": tokens that are frozen have no inverse')
         if not torch.is_grad_enabled():
             return solve(f, z0, **call)
         check_transforms(("grad",))

@@ -96,7 +96,7 @@ class SolverContract:
         assert solution.stats.iterations.shape == solution.stats.residual.shape == solution.status.shape == (1,)
         torch.testing.assert_close(solution.value, f.fixed_point(), rtol=0, atol=1e-10)
 
-    @pytest.mark.parametrize("per", ["batch", "sample", "token"])
+    @pytest.mark.parametrize("per", ["batch", "row", "token"])
     def test_every_granularity_finds_the_same_point(self, per: Any) -> None:
         f = causal_chain(own=0.3)
         stop = Stop(rtol=1e-12, max_steps=500, per=per)
@@ -151,7 +151,7 @@ class SolverContract:
             one = torch.tensor([row])
             assert_same_rows(together, one, self.solve(take(f, one), z0[one], stop))
 
-    @pytest.mark.parametrize("per", ["sample", "token"])
+    @pytest.mark.parametrize("per", ["row", "token"])
     @pytest.mark.parametrize("check_every", [1, 3])
     def test_removing_finished_rows_changes_nothing(self, per: Any, check_every: int) -> None:
         problem = row_tanh(GAINS, event=(4, 3))

@@ -147,13 +147,13 @@ def test_bad_arguments():
             ResidualTrace.of(*arguments)
 
 
-@pytest.mark.parametrize("per", ["sample", "token"])
+@pytest.mark.parametrize("per", ["row", "token"])
 def test_drawn_on_a_log_axis_with_the_tolerance(per):
     trace = residual_trace(language_model(contractive_mamba2()), IDS, per=per)
     axis = trace.plot().axes[0]
     assert axis.get_yscale() == "log"
-    assert len(axis.get_lines()) == (4 if per == "sample" else 19)
+    assert len(axis.get_lines()) == (4 if per == "row" else 19)
     line = axis.get_lines()[0]
-    expected = trace.residual[:, 0] if per == "sample" else trace.residual[:, 0, 0]
+    expected = trace.residual[:, 0] if per == "row" else trace.residual[:, 0, 0]
     assert torch.allclose(torch.tensor(line.get_ydata())[:5], expected[:5])
     assert axis.get_lines()[-1].get_ydata()[0] == 1e-11

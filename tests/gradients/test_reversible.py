@@ -255,7 +255,7 @@ def test_what_cannot_be_reversed_is_refused() -> None:
     p = problem()
     with pytest.raises(ValueError, match=r"Reversible needs solver=dq.Coupled\(damping\).*got Relaxed"):
         solved(p, dq.Reversible(), solver=dq.Relaxed(0.8))
-    with pytest.raises(ValueError, match=r'Reversible needs Stop.per="sample"'):
+    with pytest.raises(ValueError, match=r'Reversible needs Stop.per="row"'):
         solved(p, dq.Reversible(), solver=dq.Coupled(0.8), stop=dq.Stop(per="token"))
     model = dq.ImplicitModel(dq.Affine(4), dq.SolveConfig(dq.Coupled(0.8), gradient=dq.Reversible()))
     with pytest.raises(ValueError, match=r"Reversible .* needs the Simultaneous sweep"):

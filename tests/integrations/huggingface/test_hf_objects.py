@@ -73,7 +73,7 @@ def test_every_field_is_written():
             "rtol": 1e-5,
             "atol": 0.0,
             "max_steps": 100,
-            "per": "sample",
+            "per": "row",
             "norm": "frobenius",
             "check_every": 1,
             "divergence": 1e4,
