@@ -124,6 +124,19 @@ def evaluate(label: str, lm: dq.CausalLM, options: Options) -> list[dict]:
     return rows
 
 
+def most_frequent(options: Options) -> list[dict]:
+    """The scores of a model that always gives the most frequent answer: what is learned lies above them."""
+    task, rows = TASKS[options.task], []
+    for length in options.eval_lengths:
+        targets = task.fixed(options.strings, length, seed=1000 + length).targets
+        answer = targets[targets >= 0].mode().values
+        logits = torch.zeros(*targets.shape, task.vocab_size).index_fill(2, answer, 1.0)
+        row = {"task": options.task, "model": "most frequent answer", "length": length}
+        row["accuracy"] = scaled_accuracy(logits, targets, task.chance)
+        rows.append(row | dict.fromkeys(("self_iterations", "converged")) | {"seed": options.seed})
+    return rows
+
+
 def table(rows: list[dict]) -> str:
     """Scaled accuracy and mean iterations, models down, lengths across, as Markdown; last the mean over the lengths."""
     lines: dict[str, list[dict]] = {}
@@ -143,12 +156,14 @@ def mean(rows: list[dict]) -> float:
 
 def draw(rows: list[dict], curves: dict[str, list[dict]], longest: int, path: Path) -> None:
     """Two panels: accuracy in training, accuracy against length."""
+    models = dict.fromkeys(row["model"] for row in rows)
     with figure(path, 2, 10.5) as (left, right):
-        for (model, curve), colour in zip(curves.items(), (GREEN, BLUE, *[GREY] * len(curves)), strict=False):
-            left.plot([row["step"] for row in curve], smooth([row["accuracy"] for row in curve], 5), color=colour)
+        for model, colour in zip(models, (GREEN, BLUE, *[GREY] * len(models)), strict=False):
             chosen = [row for row in rows if row["model"] == model]
             x, y = ([row[name] for row in chosen] for name in ("length", "accuracy"))
-            right.plot(x, y, color=colour, marker="o", label=model)
+            right.plot(x, y, color=colour, marker="o" if model in curves else "", label=model)
+            curve = curves.get(model, [])
+            left.plot([row["step"] for row in curve], smooth([row["accuracy"] for row in curve], 5), color=colour)
         right.axvspan(0, longest, color=SHADED, zorder=0, label="trained lengths")
         left.set(xlabel="training step", ylabel="scaled accuracy, strings of training", ylim=(-0.1, 1.05))
         right.set(xlabel="length of the string", ylabel="scaled accuracy", ylim=(-0.1, 1.05), xlim=(0, None))
@@ -170,6 +185,7 @@ def main(arguments: list[str]) -> None:
         words = train(label, lm, options, accelerator, words and words.plan)
         curves[label] = curve_rows(output / label.replace(" ", "-") / "curve.jsonl")
         rows += evaluate(label, lm, options)
+    rows += most_frequent(options)
     write_json(output / "results.json", rows)
     write_text(output / "table.md", table(rows) + "\n")
     assert words is not None

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from formal_languages import read_options
+from formal_languages import most_frequent, read_options
 from safetensors.torch import load_file
 
 from deqseq.tasks import formal
@@ -52,7 +52,7 @@ def test_it_writes_table_figure_and_numbers(whole):
     folder, printed = whole
     rows = json.loads((folder / "results.json").read_text())
     assert [(row["model"], row["length"]) for row in rows] == [
-        (model, length) for model in ("implicit", "explicit 1 block") for length in (6, 9)
+        (model, length) for model in ("implicit", "explicit 1 block", "most frequent answer") for length in (6, 9)
     ]
     chance = formal.binary_addition().chance
     assert all(-chance / (1 - chance) <= row["accuracy"] <= 1 for row in rows)
@@ -81,6 +81,17 @@ def test_a_run_that_lost_its_end_repeats_it(whole, tmp_path):
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     before, after = (json.loads((folder / "results.json").read_text()) for folder in (first, again))
     assert [row["accuracy"] for row in before] == [row["accuracy"] for row in after]
+
+
+def test_the_most_frequent_answer_is_a_baseline():
+    options = read_options(["--task", "modular_arithmetic_brackets", "--eval-lengths", "12", "40", "--strings", "4096"])
+    rows = most_frequent(options)
+    assert [row["length"] for row in rows] == [12, 40]
+    for row in rows:
+        targets = formal.TASKS[row["task"]].fixed(4096, row["length"], seed=1000 + row["length"]).targets[:, -1]
+        share = max(targets.tolist().count(answer) for answer in range(5)) / 4096  # 0 is a frequent product
+        assert row["accuracy"] == pytest.approx((share - 0.2) / 0.8)
+        assert row["accuracy"] > 0.05
 
 
 @pytest.mark.parametrize(
