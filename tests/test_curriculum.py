@@ -86,6 +86,21 @@ def test_a_phase_replaces_how_a_model_solves():
     assert (model.eval_solve.stop.max_steps, free(base=solves[0]).eval_solve.solver) == (96, dq.Naive())
 
 
+def test_a_phase_begins_at_the_input_where_the_model_does():
+    own = dq.SolveConfig(start="input")
+    model = dq.ImplicitModel(dq.Affine(4), own)
+    with pytest.raises(ValueError, match=r"phase 'free' .* got start='zero'.* base=model.solve"):
+        FREE.apply(model)
+    with pytest.raises(ValueError, match=r"phase 'free' .* base=model.solve"):
+        free(base=own, eval_base=dq.SolveConfig()).apply(model)
+    assert (model.solve, model.eval_solve) == (own, None)
+    free(base=own).apply(model)
+    assert (model.solve.start, model.eval_solve.start) == ("input", "input")
+    model.solve, model.eval_solve = dq.SolveConfig(), None
+    FREE.apply(model)
+    assert model.solve.start == "zero"
+
+
 def test_models_inside_others_and_explicit_ones():
     lm = dq.CausalLM(3, dq.ImplicitModel(dq.Affine(4)))
     FREE.apply(nn.Sequential(lm))

@@ -87,7 +87,8 @@ class Phase:
 
         Raises:
             TypeError: there is neither inside.
-            ValueError: the phase has a ``depth`` that has not been drawn.
+            ValueError: the phase has a ``depth`` that has not been drawn; or the model begins its solves at its input,
+                through which it may see its tokens, and the phase does not.
         """
         check_type("model", model, nn.Module, "dq.CausalLM(...)")
         if self.depth is not None:
@@ -99,6 +100,14 @@ class Phase:
                 f"a phase applies to an ImplicitModel or a module with one inside (an ExplicitModel is left as it is), "
                 f"got {type(model).__name__} without either"
             )
+        for part in implicit:
+            before, after = ({way.solve.start, (way.eval_solve or way.solve).start} for way in (part, self))
+            if before == {"input"} != after:
+                raise ValueError(
+                    f"phase {self.name!r} must begin its solves at the input, as the model does: elsewhere a model whose "
+                    f"injection is not trained yet does not see its tokens; got start={self.solve.start!r}. Make the "
+                    "phase with base=model.solve, or give the model another start first"
+                )
         for part in implicit:
             part.solve, part.eval_solve = self.solve, self.eval_solve
 
