@@ -104,9 +104,9 @@ class Phase:
             before, after = ({way.solve.start, (way.eval_solve or way.solve).start} for way in (part, self))
             if before == {"input"} != after:
                 raise ValueError(
-                    f"phase {self.name!r} must begin its solves at the input, as the model does: elsewhere a model whose "
-                    f"injection is not trained yet does not see its tokens; got start={self.solve.start!r}. Make the "
-                    "phase with base=model.solve, or give the model another start first"
+                    f"phase {self.name!r} must begin its solves at the input, as the model does, got "
+                    f"start={self.solve.start!r}: a model whose injection is not trained yet would not see its tokens. "
+                    "Make the phase with base=model.solve, or give the model another start first"
                 )
         for part in implicit:
             part.solve, part.eval_solve = self.solve, self.eval_solve
