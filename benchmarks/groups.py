@@ -18,13 +18,15 @@ import subprocess
 import sys
 from argparse import ArgumentTypeError
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from harness import command_line, machine
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
-from common.run import Progress, write_json
+from common.run import OPTIONS, Progress, write_json
+from state_tracking_parts import read_options
 
 ROOT = Path(__file__).parents[1]
 GROUPS = ("Z2", "Z5", "Z60", "S3", "S4", "S5", "D4", "D5", "Q8", "A4", "A5")
@@ -62,17 +64,30 @@ class Run(NamedTuple):
         """Train and evaluate, or read what is there."""
         name = f"{self.group}_{self.seed}{self.change and '_'}{self.change}"
         output, generators = folder / name, 2 if self.group in TWO_GENERATORS else 0
-        if not (output / "results.json").exists():
-            command = [sys.executable, str(ROOT / "examples" / "state_tracking.py"), "--output", str(output)]
-            command += ["--group", self.group, "--seed", str(self.seed), "--generators", str(generators)]
-            command += [*CHANGES[self.change], "--steps", "4000", "--baselines"] if self.change else []
+        options = ["--group", self.group, "--seed", str(self.seed), "--generators", str(generators)]
+        options += [*CHANGES[self.change], "--steps", "4000", "--baselines"] if self.change else []
+        options += QUICK if quick else ()
+        if (output / "results.json").exists():
+            check_owner(output, options)
+        else:
+            command = [sys.executable, str(ROOT / "examples" / "state_tracking.py"), "--output", str(output), *options]
             one = os.environ | {"OMP_NUM_THREADS": "1"}
-            done = subprocess.run([*command, *(QUICK if quick else ())], capture_output=True, text=True, env=one)
+            done = subprocess.run(command, capture_output=True, text=True, env=one)
             if done.returncode:
                 raise RuntimeError(f"{self.group}, seed {self.seed}: {done.stderr[-2000:]}")
         mine = {"part": self.part, "group": self.group, "generators": generators, "seed": self.seed}
         mine |= {"change": self.change} if self.change else {}
         return mine | summary(json.loads((output / "results.json").read_text()))
+
+
+def check_owner(output: Path, options: list[str]) -> None:
+    """Refuse a finished run that other options made."""
+    found = json.loads((output / OPTIONS).read_text())["options"]
+    wanted = json.loads(json.dumps(asdict(read_options(options))))
+    kept = ("output", "device", "checkpoint_every", "fresh")
+    changed = [name for name in {**wanted, **found} if name not in kept and found.get(name) != wanted.get(name)]
+    if changed:
+        raise SystemExit(f"{output} is a run with another {', '.join(changed)}: give another --folder")
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -95,8 +110,9 @@ def parse_run(text: str) -> Run:
     group, _, seed = text.partition(":")
     if text in CHANGES:
         return Run("S5", 0, text)
-    if group not in (*GROUPS, *UNSEEN) or not seed.isdecimal():
-        known = f"a group of {(*GROUPS, *UNSEEN)} and a seed, as in S5:0, or one of {tuple(CHANGES)}"
+    seeds = {**dict.fromkeys(GROUPS, 6), **dict.fromkeys(UNSEEN, 3)}
+    if group not in seeds or not seed.isdecimal() or int(seed) >= seeds[group]:
+        known = f"GROUP:SEED with seeds 0 to 5 of {GROUPS} or 0 to 2 of {UNSEEN}, or one of {tuple(CHANGES)}"
         raise ArgumentTypeError(f"must be {known}, got {text!r}")
     return Run(group, int(seed))
 

@@ -50,7 +50,7 @@ class Options(WordOptions):
     """one of deqseq.tasks.formal.TASKS"""
     free_lengths: Annotated[tuple[opt.Size, ...], opt.Ascending] = (8, 10, 12, 14, 16, 20, 24, 28, 32, 36, 40)
     """lengths of the second phase"""
-    eval_lengths: Annotated[tuple[opt.Size, ...], opt.Some] = (40, 64, 96, 128, 192, 256)
+    eval_lengths: Annotated[tuple[opt.Size, ...], opt.Ascending] = (40, 64, 96, 128, 192, 256)
     """test lengths"""
     strings: opt.Size = 256
     """strings of each test length"""

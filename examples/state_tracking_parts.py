@@ -39,7 +39,7 @@ class Options(WordOptions):
     """probability that a token's group element is the identity"""
     train_identity_probability: tuple[opt.Probability, ...] = ()
     """that of training, one drawn a batch; none: the same"""
-    eval_lengths: Annotated[tuple[opt.Size, ...], opt.Some] = (16, 32, 64, 128, 256, 512)
+    eval_lengths: Annotated[tuple[opt.Size, ...], opt.Ascending] = (16, 32, 64, 128, 256, 512)
     """evaluation lengths"""
     backbone: Literal["mamba2", "llama"] = "mamba2"
     """blocks of all models"""

@@ -111,6 +111,11 @@ def test_names_alone_do_not_make_a_magnitude():
     assert names(model) == (["original0"], [])
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_the_magnitude_of_torchs_older_weight_norm_is_not_decayed():
+    assert names(torch.nn.utils.weight_norm(nn.Linear(2, 3, bias=False))) == (["weight_v"], ["weight_g"])
+
+
 @pytest.mark.parametrize("weight_decay", [-0.1, float("nan"), float("inf")])
 def test_a_bad_decay_is_named(weight_decay):
     with pytest.raises(ValueError, match=rf"weight_decay must be .* got {weight_decay}"):

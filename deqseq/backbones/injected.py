@@ -76,6 +76,7 @@ class ConcatInjection(Injection):
     def __init__(self, d_model: int) -> None:
         super().__init__()
         check_integer("ConcatInjection.d_model", d_model, 1)
+        self.d_model = d_model
         self.weight = nn.Parameter(torch.cat([torch.zeros(d_model, d_model), torch.eye(d_model)], dim=1))
 
     def prepare(self, x: Sequence) -> Sequence:
@@ -108,6 +109,7 @@ class DecayInjection(Injection):
     def __init__(self, d_model: int, decay: float = 0.5) -> None:
         super().__init__()
         check_integer("DecayInjection.d_model", d_model, 1)
+        self.d_model = d_model
         check_number("DecayInjection.decay", decay, "(0, 1)")
         self.log_rate = nn.Parameter(torch.full((d_model,), math.log(-math.log(decay))))
         self.step = nn.Parameter(torch.full((d_model,), math.log(math.e - 1)))  # its softplus is 1
@@ -145,7 +147,7 @@ class Injected(Backbone[Any]):
 
     Raises:
         TypeError: an argument of the wrong type.
-        ValueError: the backbone has an injection of its own.
+        ValueError: the backbone has an injection of its own, or the injection another ``d_model``.
 
     Example:
         >>> import deqseq as dq
@@ -161,12 +163,20 @@ class Injected(Backbone[Any]):
         check_type("Injected.injection", injection, Injection, "dq.ConcatInjection(64)")
         if getattr(backbone, "injection", None) is not None:
             raise ValueError("Injected.backbone must have no injection of its own: build it with injection=False")
+        width = getattr(injection, "d_model", backbone.d_model)
+        if width != backbone.d_model:
+            raise ValueError(f"Injected.injection must have the backbone's d_model, {backbone.d_model}, got {width}")
         self.d_model = backbone.d_model
         self.backbone, self.injection = backbone, injection
 
     def prepare(self, x: Sequence, cache: Cache | None = None, mask: Mask | None = None) -> InjectedInputs:
         check_sequence(x, self.d_model)
-        return InjectedInputs(self.injection.prepare(x), self.backbone.prepare(x, cache, mask))
+        prepared = self.injection.prepare(x)
+        name = f"{type(self.injection).__name__}.prepare"
+        check_type(f"the value of {name}", prepared, Tensor)
+        if prepared.shape != x.shape:
+            raise ValueError(f"{name} must keep the shape of x, {tuple(x.shape)}, got {tuple(prepared.shape)}")
+        return InjectedInputs(prepared, self.backbone.prepare(x, cache, mask))
 
     def forward(
         self, z: Sequence, inputs: InjectedInputs, cache: Cache | None = None, *, need_aux: bool = False

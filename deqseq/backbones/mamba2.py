@@ -9,7 +9,7 @@ from jaxtyping import Int64
 from torch import Tensor, nn
 
 from deqseq.backbones.base import Backbone, Cache, Inputs, check_cache, check_sequence
-from deqseq.check import check_choice, check_flag, check_integer, check_number, check_type
+from deqseq.check import check_bounds, check_choice, check_flag, check_integer, check_number, check_type
 from deqseq.layers import Mamba2Block, Mamba2Mixer, MixerAux, MixerState, RMSNorm, apply_weight_norm, dropout_mask
 from deqseq.ops import Backend
 from deqseq.ops.backend import resolved
@@ -70,12 +70,8 @@ class Mamba2Config:
         if self.chunk_size is not None:
             check_integer("Mamba2Config.chunk_size", self.chunk_size, 1)
         check_number("Mamba2Config.norm_eps", self.norm_eps, "(0, inf)")
-        check_type("Mamba2Config.dt_limit", self.dt_limit, (tuple, list), "(0.0, 0.1)")
-        if len(self.dt_limit) != 2:
-            raise ValueError(f"Mamba2Config.dt_limit must be two bounds, got {self.dt_limit!r}")
+        check_bounds("Mamba2Config.dt_limit", self.dt_limit)
         object.__setattr__(self, "dt_limit", tuple(self.dt_limit))  # hashable, where JSON had a list
-        check_number("Mamba2Config.dt_limit[0]", self.dt_limit[0], "[0, inf)")
-        check_number("Mamba2Config.dt_limit[1]", self.dt_limit[1], f"[{self.dt_limit[0]}, inf]")
         check_number("Mamba2Config.dropout", self.dropout, "[0, 1)")
         check_flag("Mamba2Config.weight_norm", self.weight_norm)
         check_flag("Mamba2Config.injection", self.injection)

@@ -11,6 +11,7 @@ from torch import nn
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from deqseq.check import check_type
 from deqseq.config import SolveConfig
 from deqseq.integrations.huggingface import ImplicitCache
 from deqseq.integrations.huggingface.modeling_causal_lm import ImplicitCausalLM
@@ -123,6 +124,7 @@ class SolvedLM(HFLM):
         batch_size: int | Literal["auto"] = 16,
         max_length: int | None = None,
     ) -> None:
+        check_type("model", model, nn.Module, 'AutoModelForCausalLM.from_pretrained("gpt2")')
         if solve:
             implicit = [part for part in model.modules() if isinstance(part, ImplicitCausalLM)]
             if not implicit:

@@ -1,13 +1,10 @@
 """Pretrained Llama and Mamba2 weights in explicit models, and as the initial weights of implicit ones."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import is_parametrized
 
 from deqseq.check import check_flag, check_type
 from deqseq.config import SolveConfig
@@ -154,10 +151,3 @@ def _normalise_weights(backbone: Any) -> None:
     """Split the weights into magnitude and direction."""
     apply_weight_norm(backbone)
     backbone.config = replace(backbone.config, weight_norm=True)
-    for part in backbone.modules():
-        if is_parametrized(part, "weight"):
-            magnitude, direction = part.parametrizations.weight.original0, part.parametrizations.weight.original1
-            if bool((magnitude == 0).any()):  # a row of zeros has no direction: it gets one along which it can grow
-                bound = 1 / math.sqrt(direction[0].numel())
-                random = torch.empty_like(direction).uniform_(-bound, bound)
-                direction.data = torch.where(magnitude == 0, random, direction)

@@ -98,7 +98,8 @@ def source_of(config: object) -> Source:
     if "ssm_cfg" in content:
         return "mamba_ssm Mamba2"
     sources: dict[object, Source] = {"llama": "transformers Llama", "mamba2": "transformers Mamba2"}
-    if (kind := content.get("model_type")) in sources:
+    kind = content.get("model_type")
+    if isinstance(kind, str) and kind in sources:
         return sources[kind]
     known = "'llama' or 'mamba2', or an 'ssm_cfg' as mamba_ssm's have it"
     raise ValueError(f"pretrained configuration: 'model_type' cannot be {kind!r} here: it must be {known}")

@@ -64,8 +64,11 @@ def from_pretrained(
         >>> from deqseq.integrations.recurrent_depth import from_pretrained
         >>> lm = from_pretrained("tomg-group-umd/huginn-0125", torch.bfloat16)      # doctest: +SKIP
     """
+    check_type("folder_or_name", folder_or_name, (str, PathLike))
     if dtype is not None:
         check_type("dtype", dtype, torch.dtype, "torch.bfloat16")
+        if not dtype.is_floating_point:
+            raise ValueError(f"dtype must be a floating-point type, got {dtype}")
     config, state = _files(folder_or_name, revision)
     lm = from_state(config, state)
     return lm if dtype is None else lm.to(dtype)
@@ -98,11 +101,8 @@ def from_state(config: Mapping[str, Any], state: Mapping[str, Tensor]) -> Causal
     """
     check_type("config", config, Mapping, "json.loads(Path('config.json').read_text())")
     check_type("state", state, Mapping, "safetensors.torch.load_file(path)")
-    kind = config.get("model_type")
-    fields = Fields(config, f"{kind} configuration: ")
-    if kind not in _MODELS:
-        fields.refuse("model_type", kind, "it must be 'huginn_raven' (Huginn and the retrofitted models) or 'ouro'")
-    build, translate = _MODELS[kind]
+    build, translate = _model_of(config)
+    fields = Fields(config, f"{config['model_type']} configuration: ")
     with torch.device("meta"):
         lm = build(fields, state)
     weights = translate(dict(state), lm)
@@ -121,12 +121,27 @@ def _files(folder_or_name: str | PathLike[str], revision: str | None) -> tuple[d
         if folder.is_absolute() or not isinstance(folder_or_name, str) or name[:1] in (".", "~") or name.count("/") > 1:
             raise FileNotFoundError(f"folder_or_name: there is no folder {folder}; a name on the hub is 'owner/model'")
         folder = Path(_downloaded(folder_or_name, revision))
-    config = folder / "config.json"
-    state = tensors_in(folder)
-    if not config.is_file() or not state:
-        missing = "config.json" if not config.is_file() else "*.safetensors"
-        raise FileNotFoundError(f"folder_or_name: {folder} has no {missing}; convert pickled weights to safetensors")
-    return json.loads(config.read_text()), state
+    file, missing = folder / "config.json", "folder_or_name: {} has no {}; convert pickled weights to safetensors"
+    if not file.is_file():
+        raise FileNotFoundError(missing.format(folder, "config.json"))
+    try:
+        config = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file} is no JSON: {error}. Copy it again") from error
+    check_type(str(file), config, Mapping)
+    _model_of(config)
+    if not (state := tensors_in(folder)):
+        raise FileNotFoundError(missing.format(folder, "*.safetensors"))
+    return config, state
+
+
+def _model_of(config: Mapping[str, Any]) -> tuple[Any, Any]:
+    """What builds a model of this configuration, and what translates its weights."""
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or kind not in _MODELS:
+        known = "it must be 'huginn_raven' (Huginn and the retrofitted models) or 'ouro'"
+        Fields(config, "configuration: ").refuse("model_type", kind, known)
+    return _MODELS[kind]
 
 
 def _downloaded(name: str, revision: str | None) -> str:
@@ -164,7 +179,7 @@ def _raven(fields: Fields, state: Mapping[str, Tensor]) -> CausalLM:
     first = "transformer.prelude.0."
     huginn, olmo = f"{first}norm_3.weight" in state, f"{first}attn.q_norm.weight" in state
     for name, allowed, reason in _RAVEN_ONLY:
-        fields.only(name, allowed, reason, allowed[0])
+        fields.only(name, allowed, reason)
     width, heads, mean = fields.integer("n_embd"), fields.integer("n_heads"), fields.integer("mean_recurrence")
     sizes = _sizes(fields, width, heads, "norm_eps") | {
         "norms": "closed" if huginn else "post" if olmo else "pre",
@@ -265,7 +280,7 @@ _RAVEN_NORMS: Mapping[str, tuple[tuple[str, str], ...]] = {
 def _ouro(fields: Fields, state: Mapping[str, Tensor]) -> CausalLM:
     """A stack and its norm, iterated from the embedding."""
     fields.only("hidden_act", ("silu",), "the feed-forward layers have this activation here")
-    fields.only("use_sliding_window", (False, None), "attention sees all tokens before here", False)
+    fields.only("use_sliding_window", (False, None), "attention sees all tokens before here")
     width, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     theta, scaling = rotary(fields, 10000.0)
     sizes = _sizes(fields, width, heads, "rms_norm_eps")
@@ -295,4 +310,4 @@ def _ouro_weights(state: dict[str, Tensor], lm: CausalLM) -> dict[str, Tensor]:
     return ours
 
 
-_MODELS: Mapping[Any, tuple[Any, Any]] = {"huginn_raven": (_raven, _raven_weights), "ouro": (_ouro, _ouro_weights)}
+_MODELS: Mapping[str, tuple[Any, Any]] = {"huginn_raven": (_raven, _raven_weights), "ouro": (_ouro, _ouro_weights)}

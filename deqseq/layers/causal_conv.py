@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from deqseq.check import check_integer
 from deqseq.ops.backend import Backend
-from deqseq.ops.causal_conv import silu_causal_conv
+from deqseq.ops.causal_conv import check_inputs, silu_causal_conv
 
 
 class CausalConv1d(nn.Module):
@@ -75,8 +75,12 @@ class CausalConv1d(nn.Module):
 
         Returns:
             The last ``kernel_size - 1`` inputs, in memory of their own.
+
+        Raises:
+            ValueError: shapes that do not agree.
         """
         past = self.weight.shape[2] - 1
+        check_inputs(x, past + 1, self.weight.shape[0], state, counts)
         if counts is None:
             x = x[:, max(0, x.shape[1] - past) :]
         padded = F.pad(x, (0, 0, past, 0)) if state is None else torch.cat([state.to(x.dtype), x], dim=1)

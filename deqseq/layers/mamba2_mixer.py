@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from deqseq.check import check_integer
+from deqseq.check import check_bounds, check_integer
 from deqseq.layers.causal_conv import CausalConv1d
 from deqseq.layers.rms_norm import GatedRMSNorm
 from deqseq.ops import Backend, fused
@@ -63,7 +63,7 @@ class Mamba2Mixer(nn.Module):
         dt_limit: bounds of the step sizes.
 
     Raises:
-        ValueError: heads or groups of unequal size.
+        ValueError: heads or groups of unequal size, or bounds that are not ordered.
 
     References:
         Dao and Gu, Transformers are SSMs, ICML 2024, arXiv 2405.21060. Injection: Schöne et al., 2025, arXiv
@@ -99,6 +99,9 @@ class Mamba2Mixer(nn.Module):
                 f"Mamba2Mixer needs heads of equal size in groups of equal size, got expand * d_model = {d_inner}, "
                 f"headdim {headdim}, n_groups {n_groups}"
             )
+        check_bounds("Mamba2Mixer.dt_limit", dt_limit)
+        if chunk_size is not None:
+            check_integer("Mamba2Mixer.chunk_size", chunk_size, 1)
         self.headdim, self.chunk_size, self.dt_limit = headdim, chunk_size, dt_limit
         self.maps = (n_groups, d_state)
         self.convolved = (d_inner, n_groups * d_state, n_groups * d_state)  # widths of x, B and C

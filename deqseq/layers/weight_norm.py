@@ -1,5 +1,6 @@
 """Weight normalisation of linear maps; and parametrised tensors, computed once per solve."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -21,10 +22,14 @@ def apply_weight_norm(module: nn.Module) -> None:
     r"""Reparametrise every linear map and causal convolution inside, :math:`w = g\, v / \lVert v \rVert` per row.
 
     ``weight`` is then computed from the parameters :math:`g` and :math:`v`. A write to it would be lost, and is an
-    error; :func:`fold_weight_norm` makes it a parameter again.
+    error; :func:`fold_weight_norm` makes it a parameter again. A row of zeros gets a random direction :math:`v`, along
+    which it can grow.
 
     Args:
         module: changed in place; the initial weights stay what they are.
+
+    Raises:
+        ValueError: two parts share a weight, which would become two.
 
     References:
         Salimans and Kingma, Weight Normalization, NeurIPS 2016, arXiv 1602.07868.
@@ -36,10 +41,24 @@ def apply_weight_norm(module: nn.Module) -> None:
         ['0.bias', '0.parametrizations.weight.original0', '0.parametrizations.weight.original1']
     """
     check_type("module", module, nn.Module)
-    for part in list(module.modules()):
-        if isinstance(part, nn.Linear | CausalConv1d) and not parametrize.is_parametrized(part, "weight"):
-            weight_norm(part, "weight", dim=0)
-            _once_per_solve(type(part), "weight", guarded=True)
+    parts: dict[str, Any] = {
+        name: part
+        for name, part in module.named_modules()
+        if isinstance(part, nn.Linear | CausalConv1d) and not parametrize.is_parametrized(part, "weight")
+    }
+    owners: dict[nn.Parameter, str] = {}
+    for name, part in parts.items():
+        other = owners.setdefault(part.weight, name)
+        if other != name:
+            raise ValueError(f"module must have no tied weights, got {other}.weight and {name}.weight: one parameter")
+    for part in parts.values():
+        weight_norm(part, "weight", dim=0)
+        _once_per_solve(type(part), "weight", guarded=True)
+        magnitude, direction = part.parametrizations.weight.original0, part.parametrizations.weight.original1
+        if not magnitude.is_meta and bool((magnitude == 0).any()):
+            bound = 1 / math.sqrt(direction[0].numel())
+            random = torch.empty_like(direction).uniform_(-bound, bound)
+            direction.data = torch.where(magnitude == 0, random, direction)
 
 
 def fold_weight_norm(module: nn.Module) -> None:
@@ -50,6 +69,9 @@ def fold_weight_norm(module: nn.Module) -> None:
     Args:
         module: changed in place; without weight normalisation it stays as it is.
 
+    Raises:
+        ValueError: a part has another parametrised tensor besides its weight.
+
     Example:
         >>> layer = nn.Linear(2, 3)
         >>> apply_weight_norm(layer)
@@ -58,7 +80,13 @@ def fold_weight_norm(module: nn.Module) -> None:
         ['bias', 'weight']
     """
     check_type("module", module, nn.Module)
-    for part in [part for part, name in _computed_tensors(module) if (name, True) in _wrapped(type(part))]:
+    parts = [part for part, name in _computed_tensors(module) if (name, True) in _wrapped(type(part))]
+    for part in parts:
+        if others := sorted(set(part.parametrizations) - {"weight"}):
+            raise ValueError(
+                f"module must have no parametrised tensor but weights, got {others[0]!r}: remove that first"
+            )
+    for part in parts:
         trains = any(parameter.requires_grad for parameter in part.parametrizations.parameters())
         with torch.no_grad():
             weight = part.weight.as_subclass(Tensor)

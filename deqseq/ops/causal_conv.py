@@ -35,12 +35,18 @@ def silu_causal_conv(
     Returns:
         Outputs of the shape of ``x``.
 
+    Raises:
+        ValueError: shapes that do not agree.
+
     Example:
         >>> filters, x = torch.tensor([[[1.0, 10.0]]]), torch.tensor([[[1.0], [2.0]]])
         >>> silu_causal_conv(x, filters, torch.zeros(1)).flatten()
         tensor([ 9.9995, 21.0000])
     """
     channels, width = weight.shape[0], weight.shape[2]
+    check_inputs(x, width, channels, state)
+    if bias.shape != (channels,):
+        raise ValueError(f"bias must be ({channels},), as the filters are, got {tuple(bias.shape)}")
     if resolved(backend, x) == "mamba_ssm" and fused.convolves(channels, width):
         return fused.convolved(x, weight, bias, state)
     length, past = x.shape[1], width - 1
@@ -50,3 +56,14 @@ def silu_causal_conv(
     for offset, tap in enumerate(taps[1:], start=1):
         y = y.addcmul_(tap, padded[:, offset : offset + length])
     return F.silu(y)
+
+
+def check_inputs(x: Tensor, width: int, channels: int, state: Tensor | None, counts: Tensor | None = None) -> None:
+    """Refuse shapes that do not fit; some would broadcast silently."""
+    if x.ndim != 3 or x.shape[2] != channels:
+        raise ValueError(f"x must be (batch, length, {channels} channels), got {tuple(x.shape)}")
+    wanted = (x.shape[0], width - 1, channels)
+    if state is not None and state.shape != wanted:
+        raise ValueError(f"state must have shape {wanted}, the inputs before x, got {tuple(state.shape)}")
+    if counts is not None and counts.shape != x.shape[:1]:
+        raise ValueError(f"counts must be ({x.shape[0]},), one number per row, got {tuple(counts.shape)}")

@@ -89,7 +89,9 @@ def scan(
 @_disable_dynamo
 def convolved(x: Tensor, weight: Tensor, bias: Tensor, state: Tensor | None) -> Tensor:
     """``silu(conv(x))`` by causal_conv1d; channels come last, as everywhere here."""
-    forward, update = _conv_kernels() or _unavailable()
+    kernels = _conv_kernels()
+    assert kernels is not None  # convolves() has said so
+    forward, update = kernels
     weight, bias = weight[:, 0].to(x.dtype), bias.to(x.dtype)
     if x.shape[1] == 1 and state is not None and not _needs_graph(x, weight, bias, state):
         past = state.to(x.dtype, copy=True).mT  # written in place
@@ -227,10 +229,6 @@ def _conv_kernels() -> tuple[Callable[..., Tensor], Callable[..., Tensor]] | Non
     except ImportError:
         return None
     return module.causal_conv1d_fn, module.causal_conv1d_update
-
-
-def _unavailable() -> Any:
-    raise ImportError(f"causal_conv1d cannot be imported; {INSTALL}")
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from deqseq.check import check_integer, check_number, check_type
+from deqseq.check import check_ids, check_integer, check_number, check_type
 
 
 class WordBatch(NamedTuple):
@@ -95,6 +95,10 @@ class Task(ABC):
         if inputs.shape != targets.shape or any(part.ndim != 2 or part.dtype != torch.int64 for part in drawn):
             got = ", ".join(f"{part.dtype} {tuple(part.shape)}" for part in drawn)
             raise ValueError(f"draw must return ids and answers, int64 and of one shape (batch, length), got {got}")
+        if len(inputs) != batch:
+            raise ValueError(f"draw must return {batch} rows, got {len(inputs)}")
+        check_ids("the inputs of draw", inputs, self.vocab_size)
+        check_ids("the targets of draw", targets.where(targets != -100, 0), self.vocab_size)
         return WordBatch(inputs.to(device), targets.to(device))
 
     def batches(

@@ -21,9 +21,9 @@ every_sweep = pytest.mark.parametrize("sweep", [Simultaneous(), Chunked(3), Sequ
 class BackboneContract:
     """The suite for a backbone: subclass it as ``TestName``, and set ``backbone``.
 
-    It checks single evaluations first, at any state, and then whole solves, for which the backbone must contract, or
-    ``config`` name a solver that finds its fixed point. All tests use a copy in float64 and eval mode. What needs
-    ``advance`` is skipped for a backbone without.
+    It checks single evaluations first, at any state, with their gradients, and then whole solves, for which the
+    backbone must contract, or ``config`` name a solver that finds its fixed point. All tests use a copy in float64, and
+    all but one eval mode. What needs ``advance`` is skipped for a backbone without.
 
     Attributes:
         backbone: the backbone, of any width.
@@ -94,6 +94,38 @@ class BackboneContract:
                 everything += self.advance(backbone, None, aux, 5).tensors()
         assert {tensor.device for tensor in everything} == {x.device}
         assert torch.equal(value, expected)
+
+    def test_one_prepare_makes_one_map_in_training_mode_too(self) -> None:
+        """Random masks are drawn by ``prepare``, once per solve: a map that draws its own has no fixed point."""
+        backbone, z, rows = self.made().train(), self.randn(3, 5, seed=1), torch.tensor([2, 0])
+        inputs = backbone.prepare(self.randn(3, 5))
+        value = backbone(z, inputs)[0]
+        assert torch.equal(backbone(z, inputs)[0], value)
+        assert_same(backbone(z[rows], take(inputs, rows))[0], value[rows])
+
+    def test_gradients_are_those_of_the_map(self) -> None:
+        """Each is compared with a difference quotient, along a random direction."""
+        backbone, x, z = self.made(), self.randn(2, 4), self.randn(2, 4, seed=1)
+        weights, leaves = self.randn(2, 4, seed=2), {"x": x, "z": z, **dict(backbone.named_parameters())}
+        step = 1e-6
+
+        def loss() -> Tensor:
+            return (backbone(z, backbone.prepare(x))[0] * weights).sum()
+
+        for leaf in leaves.values():
+            leaf.requires_grad_()
+        found = torch.autograd.grad(loss(), list(leaves.values()), allow_unused=True)
+        for number, ((name, leaf), grad) in enumerate(zip(leaves.items(), found, strict=True)):
+            direction = torch.randn(leaf.shape, generator=seeded(number), dtype=leaf.dtype)
+            ours = 0.0 if grad is None else (grad * direction).sum().item()
+            ends = []
+            for sign in (1, -1):
+                with torch.no_grad():
+                    leaf += sign * step * direction
+                    ends.append(loss().item())
+                    leaf -= sign * step * direction
+            expected = (ends[0] - ends[1]) / (2 * step)
+            assert ours == pytest.approx(expected, rel=1e-4, abs=1e-6), f"the gradient of {name} is wrong"
 
     def test_causal(self) -> None:
         backbone, x, z = self.made(), self.randn(2, 7), self.randn(2, 7, seed=1)

@@ -1,6 +1,7 @@
 """What every gradient estimator must do."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -90,6 +91,32 @@ class GradientContract(GraphContract):
 
         leaves = case.leaves | {f"second {key}": other.leaves[key] for key in "WUb"}
         assert_close(gradients(loss(self.ours), leaves), gradients(loss(self.dense), leaves))
+
+    def test_a_second_derivative_is_right_or_an_error(self) -> None:
+        if type(self).adjoint is not GraphContract.adjoint:
+            pytest.skip("an estimator that is not exact: neither is the derivative of its gradient")
+        a, step = torch.tensor(0.5, dtype=torch.float64, requires_grad=True), 1e-5
+
+        def first(a: Tensor) -> Tensor:
+            value = self.ours(lambda z: torch.tanh(a * z) + 1, torch.zeros(2, 1, dtype=torch.float64))
+            return torch.autograd.grad(value.sum(), a, create_graph=True)[0]
+
+        try:
+            (second,) = torch.autograd.grad(first(a), a)
+        except RuntimeError:
+            return  # an error is fine: a wrong number is not
+        assert second.item() == pytest.approx(((first(a + step) - first(a - step)) / (2 * step)).item(), rel=1e-6)
+
+    def test_it_hands_on_what_solve_is_told(self) -> None:
+        case, told = make("tanh-rows"), []
+
+        def f(z: Tensor, x: Tensor) -> Any:
+            return case.f(x)(z), {"z": z}
+
+        options = {"args": case.injection(), "has_aux": True, "trace": True, "callback": told.append}
+        solution = self.gradient.apply(f, case.z0, solver=self.solver, stop=self.stop, **options)
+        assert told and solution.stats.trace is not None and len(solution.stats.trace) == len(told)
+        torch.testing.assert_close(solution.aux["z"].detach(), case.z_star, rtol=1e-6, atol=1e-6)
 
     @two_problems
     def test_frozen_parameters(self, problem: str) -> None:

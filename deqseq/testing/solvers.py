@@ -43,8 +43,8 @@ class SolverContract:
     """The suite for a solver: subclass it as ``TestName``, and set ``solver``.
 
     It checks that the solver finds fixed points that are known in closed form, in float64 and in half precision; that
-    rows are independent of each other, bit for bit, also when finished rows are removed from its state; that nothing is
-    modified in place; and that the iteration can be differentiated.
+    rows are independent of each other, bit for bit, also of one that becomes NaN, and when finished rows are removed
+    from its state; that nothing is modified in place; and that the iteration can be differentiated.
 
     Attributes:
         solver: the solver.
@@ -150,6 +150,19 @@ class SolverContract:
         for row in range(len(GAINS)):
             one = torch.tensor([row])
             assert_same_rows(together, one, self.solve(take(f, one), z0[one], stop))
+
+    def test_a_row_that_is_not_finite_leaves_the_others_alone(self) -> None:
+        """Row 2 becomes NaN, and stays in the batch: without ``args`` no row is removed."""
+        problem, z0, bad = row_tanh(GAINS[1:5]), torch.zeros(4, 3, dtype=torch.float64), torch.arange(4)[:, None] == 2
+
+        def f(z: Tensor) -> Tensor:
+            return torch.where(bad, torch.where(z > 0.3, torch.nan, z + 1), problem(z))
+
+        together = self.solve(f, z0)
+        assert together.status[2] == Status.DIVERGED
+        for row in (0, 1, 3):
+            one = torch.tensor([row])
+            assert_same_rows(together, one, self.solve(take(problem, one), z0[one]))
 
     @pytest.mark.parametrize("per", ["row", "token"])
     @pytest.mark.parametrize("check_every", [1, 3])

@@ -23,7 +23,8 @@ def parameter_groups(model: nn.Module, weight_decay: float | int = 0.1) -> list[
     - biases, ``dt_bias`` too, and ``D``: few numbers, which set offsets and gains rather than fit the data;
     - ``A_log``: the logarithm of a decay rate; pulled to 0 it would force every head to the same time constant;
     - magnitudes of weight-normalised maps, :math:`g` in :math:`w = g\, v / \lVert v \rVert`
-      (``parametrizations.weight.original0``): a gain for each row, which plays the part of a norm's scale.
+      (``parametrizations.weight.original0``, and ``weight_g`` of torch's older form): a gain for each row, which plays
+      the part of a norm's scale.
 
     All else is decayed: weights of linear maps and convolutions (``in_proj``, ``out_proj``, ``conv1d``, ``q_proj`` to
     ``o_proj``, ``gate_proj``, ``up_proj``, ``down_proj``, ``injection``), a head with weights of its own, and of
@@ -74,5 +75,7 @@ def _is_decayed(modules: dict[str, nn.Module], name: str) -> bool:
     """Whether a parameter is, going by its name and the module that it belongs to."""
     path, _, last = name.rpartition(".")
     owner = path.removesuffix("parametrizations." + path.rpartition(".")[2]).removesuffix(".")
-    is_magnitude = owner != path and last == MAGNITUDE
+    is_magnitude = (
+        last == MAGNITUDE if owner != path else last.endswith("_g") and hasattr(modules[owner], f"{last[:-1]}v")
+    )
     return not (is_magnitude or last in STATE_SPACE or isinstance(modules[owner], (nn.Embedding, *NORMS)))

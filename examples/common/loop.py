@@ -154,6 +154,7 @@ def train(
     run = _Run(accelerator, prepared, optimizer, scheduler, batches, curriculum, settings, call or _call, progress)
     try:
         run.resume(folder, origin)
+        curriculum.record(run.progress)  # what a checkpoint cannot hold is an error now, not at the first one
         curriculum.at(run.progress).apply(prepared)  # a finished run is evaluated as it was trained
         last, saved = min(settings.steps, until or settings.steps), run.step
         prepared.train()

@@ -151,6 +151,21 @@ def test_a_backbone_with_an_injection_is_given_no_other(make):
         dq.Injected(make(), dq.AddInjection())
 
 
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("make", [mamba2, llama])
+def test_an_injection_has_the_width_of_its_backbone(make):
+    for injection in (dq.ConcatInjection(16), dq.DecayInjection(1)):
+        with pytest.raises(ValueError, match=r"Injected\.injection must have the backbone's d_model, 8, got"):
+            dq.Injected(make(injection=False), injection)
+
+    class Narrow(dq.AddInjection):
+        def prepare(self, x):
+            return x[..., :1]
+
+    with pytest.raises(ValueError, match=r"Narrow\.prepare must keep the shape of x"):
+        dq.Injected(make(injection=False), Narrow()).prepare(randn(2, 5, 8).float())
+
+
 @pytest.mark.parametrize("make", [mamba2, llama])
 def test_without_injection_a_solve_must_start_at_the_input(make):
     backbone, x = make(injection=False), randn(2, 5, 8)

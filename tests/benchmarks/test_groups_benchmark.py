@@ -54,6 +54,9 @@ def test_a_run_that_has_ended_is_not_repeated(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(subprocess, "run", None)  # would fail
     groups.main()
     assert json.loads(target.read_text())[0]["accuracy"] == record["accuracy"]
+    monkeypatch.setattr(groups, "QUICK", (*groups.QUICK, "--lr", "0.1"))
+    with pytest.raises(SystemExit, match=r"Z2_0 is a run with another lr: give another --folder"):
+        groups.main()
 
 
 def test_the_rows_of_other_runs_stay_in_the_file(tmp_path):
@@ -77,8 +80,10 @@ def test_a_run_that_fails_says_why(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "wanted"),
     [
-        (["--only", "S9:0"], "must be a group of"),
-        (["--only", "S5"], "as in S5:0"),
+        (["--only", "S9:0"], "must be GROUP:SEED"),
+        (["--only", "S5"], "must be GROUP:SEED"),
+        (["--only", "S5:6"], "seeds 0 to 5"),
+        (["--only", "Z7:3"], "0 to 2"),
         (["--jobs", "0"], "must be a positive integer, got '0'"),
         (["--part", "all"], "tuning"),
     ],

@@ -155,6 +155,16 @@ def test_another_curriculum_is_refused_and_may_branch_off(tmp_path):
         list(run(tmp_path / "none", origin=tmp_path / "nowhere"))
 
 
+def test_a_curriculum_that_no_checkpoint_can_hold_is_refused_at_once(tmp_path):
+    class Loop(dq.ExternalSolver):
+        def run(self, f, z0, max_steps):
+            raise AssertionError
+
+    base = dq.SolveConfig(Loop())
+    with pytest.raises(TypeError, match="a checkpoint cannot hold"):
+        next(run(tmp_path, curriculum=Curriculum((bounded(2, 1, until=None, base=base),))))
+
+
 @pytest.mark.filterwarnings("ignore::deqseq.solution.ConvergenceWarning")
 def test_a_loss_that_is_not_finite_stops_the_run_before_the_weights_change(tmp_path):
     lm, before = made(), {}

@@ -99,8 +99,9 @@ def test_the_most_frequent_answer_is_a_baseline():
     [
         (["--task", "parity"], "--task", "did you mean 'parity_check'"),
         (["--task", "solve_equation", "--free-lengths", "2"], "--free-lengths", "at least 3"),
-        (["--task", "binary_addition", "--eval-lengths", "40", "2"], "--eval-lengths", "at least 3"),
+        (["--task", "binary_addition", "--eval-lengths", "2", "40"], "--eval-lengths", "at least 3"),
         (["--learned", "2"], "--learned", "a number in [0, 1]"),
+        (["--eval-lengths", "64", "40"], "--eval-lengths", "must ascend"),
         (["--baselines", "2", "2"], "--baselines", "every value once"),
         (["--d-model", "24"], "headdim", "32"),
     ],

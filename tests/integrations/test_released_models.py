@@ -292,11 +292,20 @@ def test_a_missing_folder_is_no_name_on_the_hub(tmp_path):
 def test_missing_files_and_wrong_types(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"config\.json"):
         from_pretrained(tmp_path)
-    (tmp_path / "config.json").write_text("{}")
+    wrong = {"{": r"config\.json is no JSON", '{"model_type": ["ouro"]}': r"'model_type' cannot be \['ouro'\]"}
+    for text, words in wrong.items():
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ValueError, match=words):
+            from_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "ouro"}')
     with pytest.raises(FileNotFoundError, match="safetensors"):
         from_pretrained(tmp_path)
     with pytest.raises(TypeError, match="dtype"):
         from_pretrained(tmp_path, "bfloat16")
+    with pytest.raises(ValueError, match=r"dtype must be a floating-point type, got torch\.int8"):
+        from_pretrained(tmp_path, torch.int8)
+    with pytest.raises(TypeError, match="folder_or_name"):
+        from_pretrained(None)
     with pytest.raises(TypeError, match="state"):
         from_state(config("ouro"), [])
     state = weights("huginn")

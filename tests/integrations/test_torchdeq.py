@@ -187,6 +187,17 @@ def test_a_configuration_that_is_no_mapping_says_what_to_write(config):
         from_torchdeq_config(config)
 
 
+@pytest.mark.usefixtures("unchecked")
+def test_options_and_groups_that_are_no_mappings_are_named():
+    for options in (["tau"], 0.8):
+        with pytest.raises(TypeError, match="solver_kwargs must be a Mapping"):
+            from_torchdeq_config({}, solver_kwargs=options)
+    with pytest.raises(TypeError, match="torchdeq group 'solver' must be a Mapping"):
+        from_torchdeq_config({"solver": None})
+    with pytest.raises(ValueError, match=r"'eval_factor' cannot be 1e\+308 here: the budget in evaluation"):
+        from_torchdeq_config({"eval_factor": 1e308})
+
+
 ANDERSON, BROYDEN, SIMPLE = {"f_solver": NAMES[2]}, {"f_solver": NAMES[3]}, {"f_solver": NAMES[1]}
 ADJOINT = {"b_solver": "broyden", "b_max_iter": 9, "b_tol": 0.01, "b_stop_mode": "rel"}
 IDLE = {"core": "indexing", "no_stat": True, "gamma": 0.3, "sup_loc": None, "jac_loss_freq": 0.5}
@@ -269,7 +280,7 @@ WRONG_VALUES = {
     "cannot be {} here: it must be an integer >= 1": {"f_max_iter": 0, "b_max_iter": -1, "grad": [1, 2]},
     "cannot be {} here: it must be a finite number >= 0": {"f_tol": -1.0, "b_tol": None},
     "cannot be {} here: it must be one of 'abs', 'rel'": {"f_stop_mode": "both", "b_stop_mode": ""},
-    "cannot be {} here: it leaves no evaluation": {"eval_factor": 0.0},
+    "cannot be {} here: the budget in evaluation must be": {"eval_factor": 0.0},
     "cannot be {} here: it must be a finite number": {"eval_factor": float("nan"), "tau": "1"},
     "cannot be {} here: the damping of the phantom gradient must lie in (0, 1]": {"tau": 1.2},
     "cannot be {} here: it must be True or False": {"ift": 1, "hook_ift": None},

@@ -74,6 +74,21 @@ def test_conv_state_after_a_count_of_each_row():
     assert torch.equal(state[2], x[2, 3:])
 
 
+@pytest.mark.usefixtures("unchecked")
+def test_conv_names_shapes_that_would_broadcast():
+    conv, x = CausalConv1d(3, 4).double(), randn(2, 6, 3)
+    for given, message in (
+        ((x[..., :1],), r"x must be \(batch, length, 3 channels\), got \(2, 6, 1\)"),
+        ((x, randn(2, 5, 3)), r"state must have shape \(2, 3, 3\), .* got \(2, 5, 3\)"),
+        ((x, randn(1, 3, 3)), r"state must have shape \(2, 3, 3\), .* got \(1, 3, 3\)"),
+    ):
+        for call in (conv, conv.state_after):
+            with pytest.raises(ValueError, match=message):
+                call(*given)
+    with pytest.raises(ValueError, match=r"counts must be \(2,\), .* got \(1,\)"):
+        conv.state_after(x, None, torch.tensor([2]))
+
+
 def test_conv_rejects_an_empty_kernel():
     with pytest.raises(ValueError, match=r"kernel_size must be .* got 0"):
         CausalConv1d(3, 0)

@@ -157,6 +157,35 @@ def test_folding_changes_no_bit_and_leaves_copies_alone():
     assert not torch.equal(ours(X).value, before)
 
 
+def test_a_row_of_zeros_stays_zero_and_can_grow():
+    part = nn.Linear(4, 3)
+    with torch.no_grad():
+        part.weight[1] = 0
+    before = part.weight.clone()
+    apply_weight_norm(part)
+    torch.testing.assert_close(part.weight.as_subclass(Tensor), before)
+    (2 - part(torch.ones(2, 4))).square().sum().backward()
+    magnitude: Any = part.parametrizations.weight.original0
+    assert magnitude.grad[1] != 0
+
+
+def test_tied_weights_are_refused():
+    first, second = nn.Linear(3, 3), nn.Linear(3, 3)
+    second.weight = first.weight
+    with pytest.raises(ValueError, match=r"tied weights, got 0\.weight and 1\.weight"):
+        apply_weight_norm(nn.Sequential(first, second))
+    assert [name for name, _ in first.named_parameters()] == ["weight", "bias"]
+
+
+def test_another_parametrised_tensor_is_not_lost_by_folding():
+    part: Any = nn.Linear(3, 3)
+    apply_weight_norm(part)
+    torch.nn.utils.parametrize.register_parametrization(part, "bias", nn.Identity())
+    with pytest.raises(ValueError, match="no parametrised tensor but weights, got 'bias'"):
+        fold_weight_norm(part)
+    assert part.bias.shape == (3,)
+
+
 def test_frozen_weights_stay_frozen():
     one = layer()
     one.requires_grad_(False)

@@ -175,8 +175,23 @@ def test_bad_shapes_are_named(change, message):
 
 def test_bad_chunk_size_is_named():
     arguments, _, _ = inputs()
-    with pytest.raises(ValueError, match="chunk_size >= 1, got 0"):
+    with pytest.raises(ValueError, match="chunk_size must be an integer >= 1, got 0"):
         ssd(*arguments, chunk_size=0)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_counts_bounds_and_integers_are_refused():
+    (x, dt, A, B, C), _, _ = inputs()
+    with pytest.raises(ValueError, match=r"counts must be \(2,\), .* got \(1,\)"):
+        ssd_state(x, dt, A, B, counts=torch.tensor([2]))
+    with pytest.raises(TypeError, match=r"x must be a floating-point tensor, got torch\.int64"):
+        ssd(x.long(), dt, A, B, C)
+    with pytest.raises(ValueError, match=r"dt_limit\[1\] must be a number in \[2.0, inf\], got 1.0"):
+        ssd(x, dt, A, B, C, dt_limit=(2.0, 1.0))
+    with pytest.raises(TypeError, match="dt_limit must be a"):
+        ssd(x, dt, A, B, C, dt_limit=1.0)
+    with pytest.raises(TypeError, match="chunk_size must be an integer"):
+        ssd(x, dt, A, B, C, chunk_size=2.5)
 
 
 @pytest.mark.parametrize("length", [1, 40])

@@ -293,7 +293,7 @@ def nothing(batch, length, generator):
         (lambda: formal.solve_equation(0), "modulus must be an integer >= 2, got 0"),
         (lambda: formal.dyck(0), "kinds must be an integer >= 1, got 0"),
         (lambda: formal.associative_recall(0), "keys must be an integer >= 1, got 0"),
-        (lambda: formal.associative_recall(4, 0), "values must be an integer >= 1, got 0"),
+        (lambda: formal.associative_recall(4, 0), "values must be an integer >= 2, got 0"),
         (lambda: formal.solve_equation().fixed(2, 2, seed=0), "length must be an integer >= 3, got 2"),
         # At the call, not at the first batch.
         (lambda: formal.binary_addition().batches(2, (8, 2), seed=0), "length must be an integer >= 3, got 2"),
@@ -314,6 +314,33 @@ def nothing(batch, length, generator):
 def test_bad_arguments_are_named(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize(
+    ("inputs", "targets", "message"),
+    [
+        ([[0, 2]], [[0, 1]], "the inputs of draw must lie in 0..1, got 0..2"),
+        ([[0, 1]], [[-1, -100]], "the targets of draw must lie in 0..1, got -1..0"),
+        ([[0, 1]] * 3, [[0, 1]] * 3, "draw must return 1 rows, got 3"),
+    ],
+)
+def test_what_is_drawn_are_answers_of_the_vocabulary(inputs, targets, message):
+    def make(batch, length, generator):
+        return WordBatch(torch.tensor(inputs), torch.tensor(targets))
+
+    with pytest.raises(ValueError, match=message):
+        FormalTask("mine", ("a", "b"), ("a", "b"), make).fixed(1, 2, seed=0)
+
+
+def test_the_unknown_of_an_equation_is_a_number_whatever_is_drawn(monkeypatch):
+    rand = torch.rand
+
+    def zeros(*shape, generator, dtype=None):  # in float32, by which x is chosen
+        return rand(*shape, generator=generator, dtype=dtype) * (dtype is not None)
+
+    monkeypatch.setattr(torch, "rand", zeros)
+    batch = formal.solve_equation().fixed(32, 4, seed=0)
+    assert int(batch.targets[:, -1].max()) < 5
 
 
 def test_other_types_are_refused(unchecked):

@@ -12,6 +12,7 @@ import torch
 import deqseq as dq
 from deqseq.backbones.affine import AffineCache
 from deqseq.testing import BackboneContract, GradientContract, SolverContract, SweepContract
+from deqseq.testing.gradient_problems import dense_jacobian, exact
 
 
 def fails(suite: type, test: str, **attributes: Any) -> bool:
@@ -66,6 +67,17 @@ class InPlace(dq.Solver[None]):
         return z.lerp_(fz, 0.8), None
 
 
+@dataclass(frozen=True)
+class GivesUpTogether(dq.Solver[None]):
+    """Damps all rows more once one of them is not finite."""
+
+    def init(self, z0):
+        return None
+
+    def step(self, z, fz, state):
+        return torch.lerp(z, fz, 0.8 if fz.isfinite().all() else 0.4), None
+
+
 class NotFrozen(dq.Relaxed):
     """No dataclass of its own: its configuration can be changed."""
 
@@ -83,6 +95,7 @@ class NotFrozen(dq.Relaxed):
         (KeepsItsRows(), "test_removing_finished_rows_changes_nothing"),
         (InPlace(), "test_nothing_is_modified_in_place"),
         (NotFrozen(), "test_it_is_its_configuration"),
+        (GivesUpTogether(), "test_a_row_that_is_not_finite_leaves_the_others_alone"),
     ],
     ids=lambda x: type(x).__name__,
 )
@@ -122,12 +135,33 @@ class KeepsTheHistory(dq.AttachedGradient):
         return f(z_star)
 
 
+@dataclass(frozen=True)
+class DifferentiableOnce(dq.AttachedGradient):
+    """The exact gradient, whose own derivative leaves the Jacobian out."""
+
+    def attach(self, f, z_star):
+        value, jacobian = f(z_star), dense_jacobian(f, z_star)
+        value.register_hook(lambda grad: exact(jacobian, grad.flatten()).view_as(grad))
+        return value
+
+
+@dataclass(frozen=True)
+class DropsOptions(dq.Gradient):
+    """Neither trace nor callback reach the solve."""
+
+    def apply(self, f, z0, **call):
+        kept = {name: call[name] for name in ("args", "solver", "stop", "has_aux")}
+        return dq.Unrolled().apply(f, z0, **kept)
+
+
 @pytest.mark.parametrize(
     ("gradient", "expected"),
     [
         (Twice(), "test_closure_tensors_and_an_injection_with_its_own_graph"),
         (Moved(), "test_value_is_the_fixed_point_and_the_start_is_untouched"),
         (KeepsTheHistory(), "test_value_is_the_fixed_point_and_the_start_is_untouched"),
+        (DifferentiableOnce(), "test_a_second_derivative_is_right_or_an_error"),
+        (DropsOptions(), "test_it_hands_on_what_solve_is_told"),
         (dq.OneStep(), "test_module_parameters_in_either_mode"),  # it is not exact, and does not say so
     ],
     ids=lambda x: type(x).__name__,
@@ -263,6 +297,18 @@ class Expands(Broken):
         return value + 2 * z, aux
 
 
+class CutsTheGraph(Broken):
+    def prepare(self, x, cache=None, mask=None):
+        inputs = super().prepare(x, cache, mask)
+        return replace(inputs, injection=inputs.injection.detach())
+
+
+class DrawsItsMasks(Broken):
+    def forward(self, z, inputs, cache=None, *, need_aux=False):
+        value, aux = super().forward(z, inputs, cache, need_aux=need_aux)
+        return torch.dropout(value, 0.2, self.training), aux
+
+
 @pytest.mark.parametrize(
     ("backbone", "expected"),
     [
@@ -278,6 +324,8 @@ class Expands(Broken):
         (OnTheWrongDevice, "test_tensors_are_made_on_the_device_of_the_state"),
         (Float32, "test_keeps_the_dtype"),
         (Expands, "test_every_sweep_comes_to_the_same"),
+        (CutsTheGraph, "test_gradients_are_those_of_the_map"),
+        (DrawsItsMasks, "test_one_prepare_makes_one_map_in_training_mode_too"),
     ],
 )
 def test_a_broken_backbone_fails(backbone, expected):

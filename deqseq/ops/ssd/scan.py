@@ -2,9 +2,11 @@
 
 from typing import NamedTuple
 
+import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
+from deqseq.check import check_bounds, check_integer
 from deqseq.ops import fused
 from deqseq.ops.backend import Backend, resolved
 from deqseq.ops.ssd import reference
@@ -50,7 +52,7 @@ def ssd(
     Args:
         x: inputs, ``(batch, length, heads, headdim)``, any length from 1.
         dt: step sizes before bias and softplus, ``(batch, length, heads)``.
-        A: decay rates, negative, ``(heads,)``.
+        A: decay rates, at most 0 (not checked), ``(heads,)``.
         B: input maps, ``(batch, length, groups, d_state)``; ``groups`` divides ``heads``.
         C: output maps, ``(batch, length, groups, d_state)``.
         D: skip weights, ``(heads,)``.
@@ -71,8 +73,9 @@ def ssd(
         have no second derivatives: asking for one is an error.
 
     Raises:
-        ValueError: an empty sequence, shapes that do not agree, heads that the groups do not divide, or a chunk size
-            below 1.
+        TypeError: ``x`` is not floating point, or ``chunk_size`` no integer.
+        ValueError: an empty sequence, shapes that do not agree, heads that the groups do not divide, a chunk size
+            below 1, or bounds that are not ordered.
         BackendError: ``backend="mamba_ssm"`` where its kernels cannot run; it says what is missing.
 
     References:
@@ -85,11 +88,11 @@ def ssd(
         >>> ssd(x, dt, torch.zeros(1), B, C, dt_softplus=False).y.flatten()    # no decay: a running sum
         tensor([1., 2., 3.])
     """
-    _check(x, dt, A, B, D, dt_bias, initial_state)
+    _check(x, dt, A, B, D, dt_bias, initial_state, dt_limit)
     if C.shape != B.shape:
         raise ValueError(f"C must have the shape of B, {tuple(B.shape)}, got {tuple(C.shape)}")
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"ssd needs chunk_size >= 1, got {chunk_size}")
+    if chunk_size is not None and not torch.compiler.is_compiling():
+        check_integer("chunk_size", chunk_size, 1)
     steps = StepSizes(dt_bias, dt_softplus, dt_limit)
     scan = fused.scan if resolved(backend, x) == "mamba_ssm" else reference.scan
     y, state = scan(x, dt, A, B, C, D, steps, initial_state, return_state, chunk_size)
@@ -115,7 +118,7 @@ def ssd_state(
     Args:
         x: inputs, ``(batch, length, heads, headdim)``.
         dt: step sizes before bias and softplus, ``(batch, length, heads)``.
-        A: decay rates, negative, ``(heads,)``.
+        A: decay rates, at most 0 (not checked), ``(heads,)``.
         B: input maps, ``(batch, length, groups, d_state)``.
         dt_bias: ``(heads,)``.
         dt_softplus: whether step sizes pass a softplus.
@@ -132,15 +135,28 @@ def ssd_state(
         >>> ssd_state(one, one[..., 0], torch.zeros(1), one, dt_softplus=False, counts=torch.tensor([2])).item()
         2.0
     """
-    _check(x, dt, A, B, None, dt_bias, initial_state)
+    _check(x, dt, A, B, None, dt_bias, initial_state, dt_limit)
+    if counts is not None and counts.shape != x.shape[:1]:
+        raise ValueError(f"counts must be ({x.shape[0]},), one number per row, got {tuple(counts.shape)}")
     steps = StepSizes(dt_bias, dt_softplus, dt_limit)
     return reference.state_after(x, dt, A, B, steps, initial_state, counts)
 
 
 def _check(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, D: Tensor | None, dt_bias: Tensor | None, state: Tensor | None
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    D: Tensor | None,
+    dt_bias: Tensor | None,
+    state: Tensor | None,
+    limit: object,
 ) -> None:
     """Refuse shapes that do not fit; a dimension of one would broadcast silently."""
+    if limit != UNLIMITED and not torch.compiler.is_compiling():
+        check_bounds("dt_limit", limit)
+    if not x.is_floating_point():
+        raise TypeError(f"x must be a floating-point tensor, got {x.dtype}")
     if x.ndim != 4 or B.ndim != 4:
         got = f"x {tuple(x.shape)} and B {tuple(B.shape)}"
         raise ValueError(f"x must be (batch, length, heads, headdim), B (batch, length, groups, d_state), got {got}")

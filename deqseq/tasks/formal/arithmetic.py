@@ -80,7 +80,7 @@ def solve_equation(modulus: int = 5) -> FormalTask:
 
     def make(batch: int, length: int, generator: torch.Generator) -> WordBatch:
         left, values = _bracketed(batch, length - 2, modulus, torch.tensor([0, 1]), generator)
-        weight = torch.rand(left.shape, generator=generator) * (left < modulus)
+        weight = torch.where(left < modulus, torch.rand(left.shape, generator=generator), -1)
         place = weight.argmax(1, keepdim=True)  # uniform over the numbers
         solution = left.gather(1, place)
         right = torch.stack([torch.full_like(values, equals), values], dim=1)

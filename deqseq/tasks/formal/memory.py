@@ -100,13 +100,13 @@ def associative_recall(keys: int = 64, values: int = 64) -> FormalTask:
 
     Args:
         keys: different keys, at least 1.
-        values: different values, at least 1.
+        values: different values, at least 2.
 
     Returns:
         The task. Its symbols are "k1", "v1", and so on.
 
     Raises:
-        ValueError: a number is below 1.
+        ValueError: a number is too small.
 
     References:
         Arora et al., Zoology: Measuring and Improving Recall in Efficient Language Models, ICLR 2024, arXiv 2312.04927.
@@ -118,7 +118,7 @@ def associative_recall(keys: int = 64, values: int = 64) -> FormalTask:
         ('k2 v4 k3 v2 k3 k3 k3 k2', '. . . . v2 v2 v2 v4')
     """
     check_integer("keys", keys, 1)
-    check_integer("values", values, 1)
+    check_integer("values", values, 2)
     names = tuple(f"{letter}{i + 1}" for letter, count in (("k", keys), ("v", values)) for i in range(count))
 
     def make(batch: int, length: int, generator: torch.Generator) -> WordBatch:

@@ -105,3 +105,5 @@ def test_a_solve_that_cannot_be_honoured_is_an_error(make, solve, message):
     with pytest.raises(ValueError, match=message):
         SolvedLM(model, words(), solve)
     assert SolvedLM(model, words()).solve is None
+    with pytest.raises(TypeError, match="model must be a Module"):
+        SolvedLM("gpt2", words(), solve)
