@@ -171,12 +171,7 @@ class Injected(Backbone[Any]):
 
     def prepare(self, x: Sequence, cache: Cache | None = None, mask: Mask | None = None) -> InjectedInputs:
         check_sequence(x, self.d_model)
-        prepared = self.injection.prepare(x)
-        name = f"{type(self.injection).__name__}.prepare"
-        check_type(f"the value of {name}", prepared, Tensor)
-        if prepared.shape != x.shape:
-            raise ValueError(f"{name} must keep the shape of x, {tuple(x.shape)}, got {tuple(prepared.shape)}")
-        return InjectedInputs(prepared, self.backbone.prepare(x, cache, mask))
+        return InjectedInputs(_prepared(self.injection, x), self.backbone.prepare(x, cache, mask))
 
     def forward(
         self, z: Sequence, inputs: InjectedInputs, cache: Cache | None = None, *, need_aux: bool = False
@@ -190,3 +185,12 @@ class Injected(Backbone[Any]):
 
     def compile(self, **options: Any) -> None:
         self.backbone.compile(**options)
+
+
+def _prepared(injection: Injection, x: Sequence) -> Sequence:
+    """What the injection makes of the input; another shape would broadcast silently."""
+    prepared, name = injection.prepare(x), f"{type(injection).__name__}.prepare"
+    check_type(f"the value of {name}", prepared, Tensor)
+    if prepared.shape != x.shape:
+        raise ValueError(f"{name} must keep the shape of x, {tuple(x.shape)}, got {tuple(prepared.shape)}")
+    return prepared

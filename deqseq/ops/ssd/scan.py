@@ -129,6 +129,10 @@ def ssd_state(
     Returns:
         The state, in float32 (float64 for float64 inputs).
 
+    Raises:
+        TypeError: ``x`` is not floating point.
+        ValueError: shapes that do not agree, or bounds that are not ordered.
+
     Example:
         >>> import torch
         >>> one = torch.ones(1, 3, 1, 1)
