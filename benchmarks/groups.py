@@ -35,12 +35,9 @@ JUDGED = 128  # tokens
 TWO_GENERATORS = ("A5", "S5")
 CHANGES = {
     "no-dropout": ("--dropout", "0"),
-    "dropout-0.1": ("--dropout", "0.1"),
     "from-zero": ("--start", "1e-6"),
     "one-length": ("--lengths", "32", "--free-lengths", "32"),
     "sooner": ("--learned", "0.9"),
-    "later": ("--learned", "0.99"),
-    "small-batches": ("--batch", "64"),
     "implicit-gradient": ("--gradient", "implicit"),
 }
 QUICK = tuple(f"--steps 30 --lengths 2 --free-lengths 4 --eval-lengths 8 {JUDGED} --baselines 1".split())

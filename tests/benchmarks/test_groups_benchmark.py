@@ -61,7 +61,7 @@ def test_a_run_that_has_ended_is_not_repeated(tmp_path, monkeypatch, capsys):
 
 def test_the_rows_of_other_runs_stay_in_the_file(tmp_path):
     rows = [{"part": "tuning", "group": group, "seed": seed, "steps": 1} for seed in (0, 1) for group in ("A5", "S5")]
-    rows.append({"part": "changes", "group": "S5", "seed": 0, "change": "later", "steps": 1})
+    rows.append({"part": "changes", "group": "S5", "seed": 0, "change": "sooner", "steps": 1})
     target, again = tmp_path / "groups.json", rows[1] | {"steps": 2}
     target.write_text(json.dumps(rows))
     assert groups.merged(groups.written(target), again) == [rows[-1], rows[0], again, *rows[2:4]]
