@@ -77,6 +77,7 @@ def from_pretrained_model(
             model.
 
     Example:
+        >>> import torch
         >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}
         >>> theirs = LlamaForCausalLM(LlamaConfig(vocab_size=10, **sizes))
