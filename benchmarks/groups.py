@@ -25,10 +25,11 @@ from typing import Any, NamedTuple
 from harness import command_line, machine
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
-from common.run import OPTIONS, Progress, write_json
+from common.run import Progress, check_owner, write_json
 from state_tracking_parts import read_options
 
 ROOT = Path(__file__).parents[1]
+FREE = ("output", "device", "checkpoint_every", "fresh")  # options that may differ from those of a finished run
 GROUPS = ("Z2", "Z5", "Z60", "S3", "S4", "S5", "D4", "D5", "Q8", "A4", "A5")
 UNSEEN = ("Z7", "D7", "S3xZ2")
 JUDGED = 128  # tokens
@@ -65,7 +66,7 @@ class Run(NamedTuple):
         options += [*CHANGES[self.change], "--steps", "4000", "--baselines"] if self.change else []
         options += QUICK if quick else ()
         if (output / "results.json").exists():
-            check_owner(output, options)
+            check_owner(output, "state_tracking", asdict(read_options(options)), free=FREE)
         else:
             command = [sys.executable, str(ROOT / "examples" / "state_tracking.py"), "--output", str(output), *options]
             one = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -77,14 +78,9 @@ class Run(NamedTuple):
         return mine | summary(json.loads((output / "results.json").read_text()))
 
 
-def check_owner(output: Path, options: list[str]) -> None:
-    """Refuse a finished run that other options made."""
-    found = json.loads((output / OPTIONS).read_text())["options"]
-    wanted = json.loads(json.dumps(asdict(read_options(options))))
-    kept = ("output", "device", "checkpoint_every", "fresh")
-    changed = [name for name in {**wanted, **found} if name not in kept and found.get(name) != wanted.get(name)]
-    if changed:
-        raise SystemExit(f"{output} is a run with another {', '.join(changed)}: give another --folder")
+RUNS = [Run(group, seed) for seed in range(6) for group in GROUPS]
+RUNS += [Run(group, seed) for seed in range(3) for group in UNSEEN]
+RUNS += [Run("S5", 0, change) for change in CHANGES]
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -107,8 +103,7 @@ def parse_run(text: str) -> Run:
     group, _, seed = text.partition(":")
     if text in CHANGES:
         return Run("S5", 0, text)
-    seeds = {**dict.fromkeys(GROUPS, 6), **dict.fromkeys(UNSEEN, 3)}
-    if group not in seeds or not seed.isdecimal() or int(seed) >= seeds[group]:
+    if not seed.isdecimal() or Run(group, int(seed)) not in RUNS:
         known = f"GROUP:SEED with seeds 0 to 5 of {GROUPS} or 0 to 2 of {UNSEEN}, or one of {tuple(CHANGES)}"
         raise ArgumentTypeError(f"must be {known}, got {text!r}")
     return Run(group, int(seed))
@@ -130,9 +125,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="finished runs; default: runs/groups, or runs/groups_quick")
     options = parser.parse_args()
     folder = options.folder or Path("runs", "groups_quick" if options.quick else "groups")
-    every = [Run(group, seed) for seed in range(6) for group in GROUPS] + [Run(g, s) for s in range(3) for g in UNSEEN]
-    every += [Run("S5", 0, change) for change in CHANGES]
-    runs = options.only or [run for run in every if run.part == options.part]
+    runs = options.only or [run for run in RUNS if run.part == options.part]
     rows = written(options.json)
     progress = Progress("groups", len(runs))
     found: list[dict[str, Any]] = []

@@ -68,6 +68,15 @@ def check_number(name: str, value: object, interval: str) -> None:
     _check_number(name, value, Real, f"a number in {interval}", lambda x: above(x) and below(x))
 
 
+def check_bounds(name: str, value: Any) -> None:
+    """Refuse what is not two ordered bounds of a step size, with a TypeError or a ValueError."""
+    check_type(name, value, (tuple, list), "(0.0, 0.1)")
+    if len(value) != 2:
+        raise ValueError(f"{name} must be two bounds, got {value!r}")
+    check_number(f"{name}[0]", value[0], "[0, inf)")
+    check_number(f"{name}[1]", value[1], f"[{value[0]}, inf]")
+
+
 def check_flag(name: str, value: object) -> None:
     """Refuse anything but True and False with a TypeError.
 
@@ -182,22 +191,3 @@ def _below(kind: type) -> Iterator[type]:
     yield kind
     for one in type.__subclasses__(kind):
         yield from _below(one)
-
-
-def check_bounds(name: str, value: object) -> None:
-    """Refuse what is not two ordered bounds of a step size.
-
-    Args:
-        name: the argument, with its owner.
-        value: what was given.
-
-    Raises:
-        TypeError: no pair of numbers.
-        ValueError: other than two bounds, a negative one, or an upper one below the lower.
-    """
-    check_type(name, value, (tuple, list), "(0.0, 0.1)")
-    if len(value) != 2:  # pyright: ignore[reportArgumentType]
-        raise ValueError(f"{name} must be two bounds, got {value!r}")
-    low, high = value  # pyright: ignore[reportGeneralTypeIssues]
-    check_number(f"{name}[0]", low, "[0, inf)")
-    check_number(f"{name}[1]", high, f"[{low}, inf]")

@@ -1,6 +1,5 @@
 """Released recurrent-depth models: Huginn, the retrofitted Llama and OLMo models, and Ouro, from their own files."""
 
-import json
 import math
 from collections.abc import Mapping
 from os import PathLike
@@ -18,7 +17,7 @@ from deqseq.gradients import Unrolled
 from deqseq.integrations.pretrained_config import rotary
 from deqseq.integrations.reference_fields import Fields
 from deqseq.integrations.reference_weights import renamed, without_tied_head
-from deqseq.integrations.weight_files import tensors_in
+from deqseq.integrations.weight_files import config_in, tensors_in
 from deqseq.layers import RMSNorm
 from deqseq.models import CausalLM, ExplicitModel, ImplicitModel, RecurrentDepth
 from deqseq.solvers import Naive
@@ -69,7 +68,10 @@ def from_pretrained(
         check_type("dtype", dtype, torch.dtype, "torch.bfloat16")
         if not dtype.is_floating_point:
             raise ValueError(f"dtype must be a floating-point type, got {dtype}")
-    config, state = _files(folder_or_name, revision)
+    folder = _folder(folder_or_name, revision)
+    _model_of(config := config_in(folder))  # before gigabytes are read
+    if not (state := tensors_in(folder)):
+        raise FileNotFoundError(f"{folder} has no *.safetensors: convert pickled weights to safetensors")
     lm = from_state(config, state)
     return lm if dtype is None else lm.to(dtype)
 
@@ -113,26 +115,19 @@ def from_state(config: Mapping[str, Any], state: Mapping[str, Tensor]) -> Causal
     return lm.eval()
 
 
-def _files(folder_or_name: str | PathLike[str], revision: str | None) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The configuration and the tensors, from a folder or from the hub; nothing but JSON and safetensors is read."""
-    folder = Path(folder_or_name)
-    if not folder.is_dir():
-        name = str(folder_or_name)
-        if folder.is_absolute() or not isinstance(folder_or_name, str) or name[:1] in (".", "~") or name.count("/") > 1:
-            raise FileNotFoundError(f"folder_or_name: there is no folder {folder}; a name on the hub is 'owner/model'")
-        folder = Path(_downloaded(folder_or_name, revision))
-    file, missing = folder / "config.json", "folder_or_name: {} has no {}; convert pickled weights to safetensors"
-    if not file.is_file():
-        raise FileNotFoundError(missing.format(folder, "config.json"))
+def _folder(folder_or_name: str | PathLike[str], revision: str | None) -> Path:
+    """A folder as it is, or what is downloaded under a name."""
+    folder, name = Path(folder_or_name), str(folder_or_name)
+    if folder.is_dir():
+        return folder
+    if folder.is_absolute() or not isinstance(folder_or_name, str) or name[:1] in (".", "~") or name.count("/") > 1:
+        raise FileNotFoundError(f"folder_or_name: there is no folder {folder}; a name on the hub is 'owner/model'")
     try:
-        config = json.loads(file.read_text())
-    except ValueError as error:
-        raise ValueError(f"{file} is no JSON: {error}. Copy it again") from error
-    check_type(str(file), config, Mapping)
-    _model_of(config)
-    if not (state := tensors_in(folder)):
-        raise FileNotFoundError(missing.format(folder, "*.safetensors"))
-    return config, state
+        from huggingface_hub import snapshot_download
+    except ImportError as error:
+        raise ImportError('loading from the hub needs huggingface_hub: pip install "deqseq[hf]"') from error
+    files = ["config.json", "*.safetensors", "*.index.json"]
+    return Path(snapshot_download(name, revision=revision, allow_patterns=files))
 
 
 def _model_of(config: Mapping[str, Any]) -> tuple[Any, Any]:
@@ -142,14 +137,6 @@ def _model_of(config: Mapping[str, Any]) -> tuple[Any, Any]:
         known = "it must be 'huginn_raven' (Huginn and the retrofitted models) or 'ouro'"
         Fields(config, "configuration: ").refuse("model_type", kind, known)
     return _MODELS[kind]
-
-
-def _downloaded(name: str, revision: str | None) -> str:
-    try:
-        from huggingface_hub import snapshot_download
-    except ImportError as error:
-        raise ImportError('loading from the hub needs huggingface_hub: pip install "deqseq[hf]"') from error
-    return snapshot_download(name, revision=revision, allow_patterns=["config.json", "*.safetensors", "*.index.json"])
 
 
 def _sizes(fields: Fields, width: int, heads: int, epsilon: str) -> dict[str, Any]:

@@ -168,9 +168,10 @@ def from_torchdeq_config(
     fields = Fields(CONFIG_DEFAULTS | _flatten(config), "torchdeq key ")
     _refuse_without_equivalent(fields)
     budget, factor = fields.integer("f_max_iter"), fields.number("eval_factor")
-    eval_budget = fields.integer("eval_f_max_iter", least=0) or int(min(budget * factor, 1e18))
-    if not 1 <= eval_budget <= 10**9:
+    given = fields.integer("eval_f_max_iter", least=0)
+    if not given and not 1 <= budget * factor <= 1e9:
         fields.refuse("eval_factor", factor, "the budget in evaluation must be from 1 to 10**9")
+    eval_budget = given or int(budget * factor)
     forward = _external(fields.get("f_solver"), solver_kwargs or {})
     solve = SolveConfig(
         solver=_native(forward, max(budget, eval_budget)) if native else forward,
@@ -184,9 +185,9 @@ def _flatten(config: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of a configuration without their groups, all of them known, each given once."""
     flat: dict[str, Any] = {}
     for outer, content in config.items():
-        if outer in CONFIG_GROUPS and outer not in CONFIG_DEFAULTS:
+        nested = outer in CONFIG_GROUPS
+        if nested:
             check_type(f"torchdeq group {outer!r}", content, Mapping)
-        nested = outer in CONFIG_GROUPS and isinstance(content, Mapping)
         for key, value in content.items() if nested else ((outer, content),):
             if key in ("m", "lam", "LBFGS_thres", "ls"):
                 raise ValueError(f"torchdeq ignores {key!r} in a configuration: pass it in solver_kwargs")

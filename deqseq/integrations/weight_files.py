@@ -1,12 +1,29 @@
-"""The tensors in a folder of safetensors."""
+"""The configuration and the tensors in a folder of JSON and safetensors; nothing else is read."""
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
+
+
+def config_in(folder: Path) -> dict[str, Any]:
+    """The content of ``config.json``.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it is no JSON, or no mapping.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{folder} has no config.json")
+    content = _json(path)
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must be a mapping, got {type(content).__name__}")
+    return content
 
 
 def tensors_in(folder: Path) -> dict[str, Tensor]:
@@ -42,13 +59,17 @@ def add_tensors(tensors: dict[str, Tensor], more: Mapping[str, Tensor], file: Pa
 
 def _named(index: Path) -> set[str]:
     """The files that an index names."""
-    try:
-        content = json.loads(index.read_text())
-    except ValueError as error:
-        raise ValueError(f"{index} is no JSON: {error}. Copy it again") from error
+    content = _json(index)
     names = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
         raise ValueError(
             f"{index} must have a weight_map from tensors to files, such as {{'embedding': 'a.safetensors'}}"
         )
     return set(names.values())
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON: {error}. Copy it again") from error

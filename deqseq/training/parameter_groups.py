@@ -75,7 +75,7 @@ def _is_decayed(modules: dict[str, nn.Module], name: str) -> bool:
     """Whether a parameter is, going by its name and the module that it belongs to."""
     path, _, last = name.rpartition(".")
     owner = path.removesuffix("parametrizations." + path.rpartition(".")[2]).removesuffix(".")
-    is_magnitude = (
-        last == MAGNITUDE if owner != path else last.endswith("_g") and hasattr(modules[owner], f"{last[:-1]}v")
-    )
-    return not (is_magnitude or last in STATE_SPACE or isinstance(modules[owner], (nn.Embedding, *NORMS)))
+    module = modules[owner]
+    older = last.endswith("_g") and hasattr(module, f"{last[:-1]}v")
+    is_magnitude = older if owner == path else last == MAGNITUDE
+    return not (is_magnitude or last in STATE_SPACE or isinstance(module, (nn.Embedding, *NORMS)))

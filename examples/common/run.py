@@ -55,21 +55,25 @@ def claim_folder(
     folder, mine = Path(path), json.loads(json.dumps(dict(options)))
     try:
         check_output("--output", os.fspath(path))
-        _check_owner(folder, script, mine, free, fresh)
+        check_owner(folder, script, mine, free=free, fresh=fresh)
         folder.mkdir(parents=True, exist_ok=True)
         _take_lock(folder)
     except ValueError as error:
         raise FolderError(str(error)) from error
     except OSError as error:
         raise FolderError(f"--output {folder} cannot be used ({error}): give another folder") from error
-    _check_owner(folder, script, mine, free, fresh)  # another process may have written in between
+    check_owner(folder, script, mine, free=free, fresh=fresh)  # another process may have written in between
     if fresh:
         _remove_written(folder, {*writes, OPTIONS})
     write_json(folder / OPTIONS, {"script": script, "options": mine})
     return folder
 
 
-def _check_owner(folder: Path, script: str, mine: Mapping[str, Any], free: Collection[str], fresh: bool) -> None:
+def check_owner(
+    folder: Path, script: str, options: Mapping[str, Any], *, free: Collection[str] = (), fresh: bool = False
+) -> None:
+    """Refuse a folder that holds something else than a run of this script with these options; see claim_folder."""
+    mine = json.loads(json.dumps(dict(options)))
     if not folder.exists() or not {part.name for part in folder.iterdir()} - {LOCK, f"{OPTIONS}.unfinished"}:
         return
     try:

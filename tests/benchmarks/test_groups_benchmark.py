@@ -55,7 +55,7 @@ def test_a_run_that_has_ended_is_not_repeated(tmp_path, monkeypatch, capsys):
     groups.main()
     assert json.loads(target.read_text())[0]["accuracy"] == record["accuracy"]
     monkeypatch.setattr(groups, "QUICK", (*groups.QUICK, "--lr", "0.1"))
-    with pytest.raises(SystemExit, match=r"Z2_0 is a run with another lr: give another --folder"):
+    with pytest.raises(SystemExit, match=r"Z2_0 holds a run with other options \(lr: 0.003 -> 0.1\)"):
         groups.main()
 
 
