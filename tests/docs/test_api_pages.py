@@ -27,8 +27,8 @@ EXCEPTIONS = {  # faults that are none, as patterns, and why
     r"\.preset_table: no example": "it builds 25 models, which takes seconds: tests/models/test_presets.py runs it",
     r"\.testing\.\w+\.\w+Contract\.": "its methods are the tests themselves",
 }
-SHARED = r"\.reference_fields\.|\.(assembled|check_request|expected|renamed|rotary|source_of)$"
-SHARED += r"|\.(mamba2_layer|tensors_in|add_tensors|without_tied_head)$"
+SHARED = r"\.(reference_fields|weight_files)\.|\.(assembled|check_request|expected|renamed|rotary|source_of)$"
+SHARED += r"|\.(mamba2_layer|without_tied_head)$"
 
 
 def target(path: str) -> griffe.Object:
