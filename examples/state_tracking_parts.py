@@ -35,10 +35,10 @@ class Options(WordOptions):
     """a group or product: Z2, S3, A5, D5, Q8, Z2xZ3, A5xM"""
     generators: Annotated[int, opt.integer(0, 1024)] = 0
     """inputs: a generating subset of this size; 0: every element"""
-    identity_probability: opt.Probability = 0.0
-    """probability that a token's group element is the identity"""
-    train_identity_probability: tuple[opt.Probability, ...] = ()
-    """that of training, one drawn a batch; none: the same"""
+    identity_probability: Annotated[tuple[opt.Probability, ...], opt.Some] = (0.0,)
+    """probability that a token's group element is the identity, in training; of several, one is drawn for each batch"""
+    eval_identity_probability: opt.Probability | None = None
+    """the same at evaluation; default: the last one of training"""
     eval_lengths: Annotated[tuple[opt.Size, ...], opt.Ascending] = (16, 32, 64, 128, 256, 512)
     """evaluation lengths"""
     backbone: Literal["mamba2", "llama"] = "mamba2"
@@ -64,8 +64,8 @@ class Options(WordOptions):
         opt.check_options(self)
         if self.backbone == "llama" and self.d_model % (2 * self.heads):
             raise ValueError(f"--heads must divide --d-model {self.d_model} into even widths, got {self.heads}")
-        makers = {"generators": make_inputs, "identity-probability": make_task}
-        for name, make in (makers | {"train-identity-probability": training_tasks}).items():
+        makers = {"generators": make_inputs, "identity-probability": training_tasks}
+        for name, make in (makers | {"eval-identity-probability": make_task}).items():
             try:
                 make(self)
             except ValueError as error:
@@ -107,16 +107,16 @@ def make_inputs(options: Options) -> tuple[int, ...] | None:
 
 
 def make_task(options: Options) -> WordProblem:
-    """The word problem, over all elements or a generating subset."""
-    probability = options.identity_probability
+    """The word problem of the evaluation, over all elements or a generating subset."""
+    given = options.eval_identity_probability
+    probability = options.identity_probability[-1] if given is None else given
     return WordProblem(parse_group(options.group), make_inputs(options), identity_probability=probability)
 
 
 def training_tasks(options: Options) -> list[WordProblem]:
     """The same problem with each of the identity probabilities of training."""
-    task = make_task(options)
-    given = options.train_identity_probability or (options.identity_probability,)
-    return [replace(task, identity_probability=probability) for probability in given]
+    monoid, inputs = parse_group(options.group), make_inputs(options)
+    return [WordProblem(monoid, inputs, identity_probability=p) for p in options.identity_probability]
 
 
 def make_sweep(name: SweepName, options: Options) -> dq.Sweep:

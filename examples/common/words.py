@@ -33,7 +33,8 @@ log = logging.getLogger("examples")
 
 EVERY = 20  # steps between the logged ones
 FALLING = 600  # steps of the falling learning rate, at least
-TESTS = ("baselines", "eval_lengths", "eval_rtol", "solver", "strings")  # options of the evaluation alone
+# options of the evaluation alone
+TESTS = ("baselines", "eval_lengths", "eval_rtol", "eval_identity_probability", "solver", "strings")
 RECENT = 10  # batches whose accuracy decides whether a length is learned
 
 

@@ -12,7 +12,7 @@ import pytest
 import state_tracking
 import torch
 from safetensors.torch import load_file
-from state_tracking_parts import make_solver, make_sweep, read_options
+from state_tracking_parts import make_solver, make_sweep, make_task, read_options, training_tasks
 
 import deqseq as dq
 
@@ -22,7 +22,7 @@ TINY += ["--free-lengths", "3", "5", "--eval-lengths", "4", "8", "--baselines", 
 TINY += ["--learned", "0"]  # a lesson ends after a few batches
 MAMBA2 = ["--d-state", "4", "--headdim", "8"]
 LLAMA = ["--backbone", "llama", "--heads", "2", "--mlp-width", "16", "--window", "2"]
-MONOID = ["--group", "Z2xM", "--identity-probability", "0.9", "--train-identity-probability", "0", "0.5"]
+MONOID = ["--group", "Z2xM", "--eval-identity-probability", "0.9", "--identity-probability", "0", "0.5"]
 SHORTER = ["--steps", "900", "--free-lengths", "10", "12"]  # 424 steps instead of 880
 SHORTER += ["--d-model", "32", "--headdim", "16", "--batch", "64"]
 BOTH_PHASES = ["--steps", "44", "--baselines"]  # through unrolled iterations, then at the fixed point
@@ -62,7 +62,8 @@ def test_state_tracking_writes_table_figure_and_numbers(tmp_path, capsys):
 
     # a finished run is evaluated in another way without being trained again
     weights = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.safetensors")}
-    here(tmp_path, "--steps", "20", "--group", "S3", "--generators", "2", "--eval-lengths", "6", "--solver", "anderson")
+    otherwise = ["--eval-lengths", "6", "--eval-identity-probability", "0.5", "--solver", "anderson"]
+    here(tmp_path, "--steps", "20", "--group", "S3", "--generators", "2", *otherwise)
     rows = json.loads((tmp_path / "results.json").read_text())
     assert [(row["model"], row["sweep"], row["length"]) for row in rows] == solved_and_explicit(6)
     assert weights
@@ -145,14 +146,15 @@ def test_a_killed_run_goes_on_and_ends_as_if_it_had_not_been(tmp_path):
         (["--group", "Q9"], "--group", "'Q8'"),
         (["--group", "M", "--generators", "1"], "--generators", "generate M"),
         (["--group", "M", "--identity-probability", "0.5"], "Options: --identity-probability", "must be 0 for M"),
-        (["--group", "M", "--train-identity-probability", "0.5"], "--train-identity-probability", "must be 0 for M"),
+        (["--group", "M", "--eval-identity-probability", "0.5"], "--eval-identity-probability", "must be 0 for M"),
+        (["--identity-probability"], "--identity-probability", "at least one"),
         (["--backbone", "llama", "--heads", "3"], "--heads", "--d-model 16"),
         (["--lengths", "2", "2"], "--lengths", "every value once"),
         (["--free-lengths", "32", "8"], "--free-lengths", "must ascend, got 32 8"),
         (["--free-lengths"], "--free-lengths", "at least one"),
         (["--learned", "1.5"], "--learned", "a number in [0, 1]"),
         (["--gradient", "unrolled"], "--gradient", "phantom"),
-        ([*MONOID, "2"], "--train-identity-probability", "a number in [0, 1]"),
+        ([*MONOID, "2"], "--identity-probability", "a number in [0, 1]"),
         (["--stepz", "5"], "--stepz", "--steps"),
     ],
     ids=str,
@@ -180,6 +182,16 @@ def test_options_reach_training_and_evaluation():
     solve = options.curriculum.phases[1].solve
     assert (solve.sweep, solve.start, solve.gradient) == (dq.Sliding(2), dq.RandomStart(2.0), dq.Implicit())
     assert (make_sweep("sliding", options), make_solver(options.solver)) == (dq.Sliding(2), dq.Anderson())
+
+
+def test_identity_probabilities_of_training_and_evaluation():
+    def probabilities(*flags: str) -> tuple[list[float], float]:
+        options = read_options([*TINY, *flags])
+        return [task.identity_probability for task in training_tasks(options)], make_task(options).identity_probability
+
+    assert probabilities() == ([0.0], 0.0)
+    assert probabilities("--identity-probability", "0", "0.5") == ([0.0, 0.5], 0.5)
+    assert probabilities(*MONOID) == ([0.0, 0.5], 0.9)
 
 
 def test_quick_is_the_implicit_model_alone():
