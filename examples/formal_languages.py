@@ -104,7 +104,7 @@ def train(name: str, lm: dq.CausalLM, options: Options, accelerator: Accelerator
 
 
 @torch.no_grad()
-def evaluate(label: str, lm: dq.CausalLM, options: Options) -> list[dict]:
+def evaluate(label: str, lm: dq.CausalLM, options: Options, words: Words) -> list[dict]:
     """Scaled accuracy at each length, and what the solves took."""
     task, device, rows = TASKS[options.task], lm.embedding.weight.device, []
     progress = Progress(f"evaluate {label}", len(options.eval_lengths))
@@ -117,7 +117,7 @@ def evaluate(label: str, lm: dq.CausalLM, options: Options) -> list[dict]:
         output = lm(batch.inputs, **how)
         accuracy = scaled_accuracy(output.logits, batch.targets, task.chance)
         row = {"task": options.task, "model": label, "length": length, "accuracy": accuracy} | solve_numbers(output)
-        row |= {"seed": options.seed, "seconds": round(time.perf_counter() - begun, 3)}
+        row |= {"seed": options.seed, "seconds": round(time.perf_counter() - begun, 3)} | words.numbers
         rows.append(row)
         log.info("%s", row)
     progress.close()
@@ -184,7 +184,7 @@ def main(arguments: list[str]) -> None:
         lm = make_model(options, blocks).to(accelerator.device)
         words = train(label, lm, options, accelerator, words and words.plan)
         curves[label] = curve_rows(output / label.replace(" ", "-") / "curve.jsonl")
-        rows += evaluate(label, lm, options)
+        rows += evaluate(label, lm, options, words)
     rows += most_frequent(options)
     write_json(output / "results.json", rows)
     write_text(output / "table.md", table(rows) + "\n")

@@ -90,7 +90,7 @@ def evaluate(label: str, lm: dq.CausalLM, options: Options, words: Words) -> lis
         row = {"model": label, "backbone": options.backbone, "group": options.group, "length": length, "sweep": name}
         row |= {"accuracy": last_token_accuracy(output, batch)} | solve_numbers(output)
         row |= {"seed": options.seed, "sequences": count, "seconds": round(time.perf_counter() - begun, 3)}
-        row |= {"steps": words.step, "trained_to": words.length, "cpu_minutes": round(words.cpu_seconds / 60, 2)}
+        row |= words.numbers
         rows.append(row)
         log.info("%s", row)
         progress.to(len(rows), sweep=name, length=length, accuracy=row["accuracy"])

@@ -180,6 +180,11 @@ class Words:
         """When its lessons were over, and the learning rate fell."""
         return {"ends": self.ends, "decay": self.decay}
 
+    @property
+    def numbers(self) -> dict[str, Any]:
+        """What the training took, and the longest length that it reached."""
+        return {"steps": self.step, "trained_to": self.length, "cpu_minutes": round(self.cpu_seconds / 60, 2)}
+
     def __next__(self) -> WordBatch:
         if self.step >= self.last:
             raise StopIteration

@@ -58,6 +58,7 @@ def test_it_writes_table_figure_and_numbers(whole):
     assert all(-chance / (1 - chance) <= row["accuracy"] <= 1 for row in rows)
     assert all(row["self_iterations"] >= 1 and 0 <= row["converged"] <= 1 for row in rows[:2])
     assert all(row["self_iterations"] is None for row in rows[2:])
+    assert all(row["steps"] == 20 and row["trained_to"] in (3, 6) and row["cpu_minutes"] >= 0 for row in rows[:4])
     lines = (folder / "table.md").read_text().splitlines()
     assert lines[0] == "| model | 6 | 9 | mean |"
     assert lines[3].endswith(f"| {(rows[2]['accuracy'] + rows[3]['accuracy']) / 2:.3f} |")
