@@ -126,11 +126,16 @@ def resolve(config: SolveConfig, solve: SolveConfig | None, changes: Mapping[str
     """
     check_type("model.solve", config, SolveConfig, "dq.SolveConfig(solver=dq.Anderson())")
     check_type("solve", solve, (SolveConfig, type(None)), "dq.SolveConfig(solver=dq.Anderson())")
+    check_fields(changes)
+    return replace(solve or config, **changes) if changes else solve or config
+
+
+def check_fields(changes: Mapping[str, Any]) -> None:
+    """Refuse a name that is no field of :class:`SolveConfig`, with a TypeError."""
     names = [field.name for field in fields(SolveConfig)]
     for name in changes:
         if name not in names:
             raise TypeError(f"unknown argument {name!r}{_meant(name, names)} (fields of SolveConfig: {names})")
-    return replace(solve or config, **changes) if changes else solve or config
 
 
 def _meant(name: str, names: list[str]) -> str:

@@ -11,7 +11,7 @@ from torch import Tensor
 from deqseq.norms import worst_token
 from deqseq.solvers import Adaptive, Anderson, Broyden, ExternalSolver, Relaxed, Solver
 from deqseq.stop import Stop
-from deqseq.types import RowMask
+from deqseq.types import RowIndex, RowMask
 
 if TYPE_CHECKING:
     from deqseq.solution import Outcome
@@ -21,6 +21,7 @@ Cause = Literal[
     "exit rule",
     "several fixed points",
     "budget",
+    "no tolerance",
     "slow convergence",
     "limit cycle",
     "divergence",
@@ -32,6 +33,7 @@ DAMPED = (Adaptive(), Relaxed(0.2))
 SEVERAL = (Anderson(), Broyden())  # of several past iterates; their residuals fall irregularly
 ADVICE: dict[Cause, str] = {
     "budget": "give more iterations",
+    "no tolerance": "to see whether rows converge, solve to a tolerance: stop=Stop(rtol=1e-3), and no Lockstep sweep",
     "slow convergence": "give more iterations, or take a solver that uses several past iterates; an untrained "
     "model may have to be trained first",
     "limit cycle": "damp the iteration",
@@ -47,15 +49,25 @@ ADVICE: dict[Cause, str] = {
 
 @dataclass(frozen=True)
 class Problem:
-    """The solve of so many rows behind an outcome.
+    """The solve behind an outcome.
 
-    ``run(solver, stop, start, trace)`` repeats it in another way, without gradients.
+    ``run(solver, stop, start, trace)`` repeats it in another way, without gradients; ``whole`` says whether the outcome
+    still has the rows that ``run`` solves.
     """
 
     solver: Solver[Any] | ExternalSolver
     stop: Stop
     run: "Callable[[Solver[Any] | ExternalSolver, Stop, Tensor | None, bool], Outcome]"
-    rows: int
+    whole: bool = True
+
+    @property
+    def fixed(self) -> bool:
+        """Whether the number of iterations was fixed: no row could converge to a tolerance."""
+        return self.stop.rtol == self.stop.atol == 0
+
+    def take_rows(self, rows: RowIndex) -> "Problem":
+        """What is left of it for some rows, ``(rows,)``, of the outcome."""
+        return replace(self, whole=False)
 
 
 @dataclass(frozen=True)
@@ -84,10 +96,16 @@ class Explanation:
 
 def explain(outcome: "Outcome", problem: Problem) -> Explanation:
     """Solve again with a larger budget, with other solvers until one converges, and from another start."""
+    from deqseq.solution import Status
+
+    assert outcome.status is not None and outcome.stats is not None
     stop = replace(problem.stop, exit=None, check_every=1, max_steps=_larger(problem.stop.max_steps))
+    stop = replace(stop, rtol=1e-4) if problem.fixed else stop
     converged, failed = outcome.converged.cpu(), outcome.failed.cpu()
-    exited = ~converged & ~failed
+    exited, unknown = ~converged & ~failed, failed & problem.fixed & (outcome.status.cpu() != Status.DIVERGED)
+    failed = failed & ~unknown
     causes: list[Cause] = ["exit rule" if row else "converged" for row in exited.tolist()]
+    causes = ["no tolerance" if row else cause for row, cause in zip(unknown.tolist(), causes, strict=True)]
     findings: dict[Cause, list[str]] = {}
     tried, again, solved, solver = "", outcome, outcome, problem.solver
     if bool(failed.any()):
@@ -122,6 +140,9 @@ def explain(outcome: "Outcome", problem: Problem) -> Explanation:
         text["converged"] = f"In {_iterations(outcome, converged)} iterations{same}.{_error(outcome, converged)}"
     if "exit rule" in causes:
         text["exit rule"] = f"{problem.stop.exit} ended it after {_iterations(outcome, exited)} iterations."
+    if "no tolerance" in causes:
+        worst = float(worst_token(outcome.stats.residual.detach()).cpu()[unknown].max())
+        text["no tolerance"] = f"{problem.stop.max_steps} iterations, whatever the residual: it is {worst:.1e} or less."
     order: list[Cause] = list(dict.fromkeys(causes))
     remedies: dict[Cause, str] = {cause: ADVICE[cause] for cause in order if cause in ADVICE}
     if "budget" in remedies:

@@ -79,8 +79,8 @@ class SolveStats:
             ``(batch,)`` or ``(batch, length)``; the work of a solve is ``updates.sum()``.
         trace: residual at every check, ``(checks, batch, *tokens)``, with ``trace=True``; rows that have ended repeat
             their last one.
-        forced: tokens that a sweep committed although they had not passed, ``(batch, length)``; None where nothing was
-            committed.
+        forced: tokens that a sweep committed although they had not passed, ``(batch, length)``; of a chunk whose
+            budget was spent, all of them. None where nothing was committed.
     """
 
     iterations: Iterations
@@ -187,9 +187,8 @@ class Outcome:
         """
         if self.problem is None:
             raise ValueError("explain() needs a solve made in this process: this outcome has none, or is a copy")
-        if len(self.converged) != self.problem.rows:
-            rows = f"{len(self.converged)} of {self.problem.rows}"
-            raise ValueError(f"explain() needs the outcome of a whole solve, got {rows} rows: explain that one")
+        if not self.problem.whole:
+            raise ValueError("explain() needs the outcome of a whole solve, got rows of one: explain that one")
         return explain(self, self.problem)
 
     def __repr__(self) -> str:
@@ -243,8 +242,11 @@ def describe_failure(outcome: Outcome, what: str) -> str:
             parts.append(f"{kind.name.lower().replace('_', ' ')}: rows {shown}{more}")
     failed = type(outcome.problem.solver).__name__ if outcome.problem is not None else ""
     others = " or ".join(f"{name}()" for name in ("Adaptive", "Anderson", "Broyden") if name != failed)
+    more = f"raise Stop.max_steps, loosen Stop.rtol, or try {others}"
+    if outcome.problem is not None and outcome.problem.fixed:
+        more = "no row can converge without a tolerance: give stop=Stop(rtol=1e-3), and no Lockstep sweep"
     advice = {
-        Status.MAX_STEPS_REACHED: f"raise Stop.max_steps, loosen Stop.rtol, or try {others}",
+        Status.MAX_STEPS_REACHED: more,
         Status.DIVERGED: f"the map expands here: try {others}, or make it contractive",
     }
     diverged = status == Status.DIVERGED

@@ -133,7 +133,7 @@ def solve(
         with torch.no_grad():  # as a decorator, inside torch.compile, it would stay switched on for good
             return solve(f, z, solver=solver, stop=stop, args=args, has_aux=has_aux, trace=trace, readout=readout)
 
-    return replace(solution, problem=Problem(solver, stop, again, len(z0)))
+    return replace(solution, problem=Problem(solver, stop, again))
 
 
 def _exported(

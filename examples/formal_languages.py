@@ -117,7 +117,8 @@ def evaluate(label: str, lm: dq.CausalLM, options: Options, words: Words) -> lis
         output = lm(batch.inputs, **how)
         accuracy = scaled_accuracy(output.logits, batch.targets, task.chance)
         row = {"task": options.task, "model": label, "length": length, "accuracy": accuracy} | solve_numbers(output)
-        row |= {"seed": options.seed, "seconds": round(time.perf_counter() - begun, 3)} | words.numbers
+        row |= {"strings": options.strings, "rtol": options.eval_rtol, "seed": options.seed}
+        row |= {"seconds": round(time.perf_counter() - begun, 3)} | words.numbers
         rows.append(row)
         log.info("%s", row)
     progress.close()
@@ -189,8 +190,8 @@ def main(arguments: list[str]) -> None:
     write_json(output / "results.json", rows)
     write_text(output / "table.md", table(rows) + "\n")
     assert words is not None
-    draw(rows, curves, words.length, output / "formal_languages.png")
-    print(f"\nscaled accuracy (mean iterations); {words.step} steps at lengths up to {words.length}:\n")
+    draw(rows, curves, words.reached, output / "formal_languages.png")
+    print(f"\nscaled accuracy (mean iterations); {words.step} steps at lengths up to {words.reached}:\n")
     print(table(rows))
     print(f"\nfigure: {output}/formal_languages.png   numbers: {output}/results.json   log: {output}/log.txt")
 

@@ -90,6 +90,7 @@ def evaluate(label: str, lm: dq.CausalLM, options: Options, words: Words) -> lis
         row = {"model": label, "backbone": options.backbone, "group": options.group, "length": length, "sweep": name}
         row |= {"accuracy": last_token_accuracy(output, batch)} | solve_numbers(output)
         row |= {"seed": options.seed, "sequences": count, "seconds": round(time.perf_counter() - begun, 3)}
+        row |= {"solver": options.solver, "rtol": options.eval_rtol, "identity_probability": task.identity_probability}
         row |= words.numbers
         rows.append(row)
         log.info("%s", row)
@@ -130,8 +131,10 @@ def main(arguments: list[str]) -> None:
     write_json(output / "results.json", rows)
     write_json(output / "self_iterations.json", compute)
     write_text(output / "table.md", table(rows) + "\n")
-    draw(rows, compute, words.length, task.chance, output / "state_tracking.png")
-    print(f"\nlast-token accuracy (mean iterations); trained for {words.step} steps at lengths up to {words.length}:\n")
+    draw(rows, compute, words.reached, task.chance, output / "state_tracking.png")
+    print(
+        f"\nlast-token accuracy (mean iterations); trained for {words.step} steps at lengths up to {words.reached}:\n"
+    )
     print(table(rows))
     fewer = {row["length"]: row["sequences"] for row in rows if row["sequences"] < 256}
     print("\n256 sequences of each length" + "".join(f", {n} of length {length}" for length, n in fewer.items()))

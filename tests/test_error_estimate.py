@@ -64,6 +64,12 @@ def test_a_value_of_an_earlier_check_has_no_estimate():
     """A limit cycle ends with its best value; the residual rose after it."""
     solution = dq.solve(lambda z: -1.5 * z + 1, torch.zeros(2, 1), solver=dq.Naive(), stop=dq.Stop(max_steps=8))
     assert solution.stats.error.tolist() == [torch.inf, torch.inf]
+    sizes = iter((10.0, 0.1, 5.0, 3.0))  # the best value is the second; after it the residual rises, and falls again
+    jumps = dq.solve(
+        lambda z: z + next(sizes), torch.full((1, 1), 100.0), solver=dq.Naive(), stop=dq.Stop(1e-6, max_steps=4)
+    )
+    assert jumps.stats.residual.item() == pytest.approx(0.1 / 110.1, rel=1e-4)
+    assert jumps.stats.error.tolist() == [torch.inf]
 
 
 def test_rows_that_leave_early_keep_theirs():

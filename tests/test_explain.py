@@ -62,6 +62,32 @@ def test_the_predicted_number_of_iterations_of_a_slow_contraction_is_right():
     assert math.isclose(predicted, needed, rel_tol=0.02)
 
 
+@pytest.mark.parametrize("steps", [4, 400])
+def test_without_a_tolerance_nothing_converges(steps):
+    f, stop = torch.tensor([[0.5], [0.6], [-9.0]]).double(), dq.Stop.exactly(steps)
+    solution = dq.solve(lambda z: 1 + f * (z.cos() if steps < 9 else z), ONE, solver=dq.Naive(), stop=stop)
+    explanation = solution.explain()
+    if steps < 9:
+        assert explanation.causes == ("no tolerance",) * 3
+        assert "stop=Stop(rtol=1e-3)" in explanation.remedies["no tolerance"]
+        assert f"4 iterations, whatever the residual: it is {solution.stats.residual.max():.1e} or less" in str(
+            explanation
+        )
+    else:  # a residual of zero is within any tolerance, and what diverges does so anyway
+        assert explanation.causes == ("converged", "converged", "divergence")
+
+
+def test_a_coarse_tolerance_does_not_make_one_fixed_point_several():
+    assert solve(lambda z: 0.95 * z + 1, rtol=0.1, max_steps=500).explain().causes == ("converged",) * 3
+
+
+def test_rows_in_another_order_are_no_longer_the_solve():
+    solution = solve(lambda z: 0.1 * z + 1)
+    for rows in ([2, 1, 0], [0, 0, 0], [0]):
+        with pytest.raises(ValueError, match="outcome of a whole solve, got rows of one"):
+            dq.take(solution, torch.tensor(rows)).explain()
+
+
 def test_rows_of_several_causes_are_named_apart():
     slopes = torch.tensor([0.1, -1.0, 0.6], dtype=torch.float64)[:, None]
     explanation = solve(lambda z: slopes * z + 1).explain()

@@ -147,7 +147,8 @@ class Injected(Backbone[Any]):
 
     Raises:
         TypeError: an argument of the wrong type.
-        ValueError: the backbone has an injection of its own, or the injection another ``d_model``.
+        ValueError: the backbone was built with an ``injection``, as :class:`Mamba2` and :class:`Llama` can be, or the
+            injection has another ``d_model``.
 
     Example:
         >>> import deqseq as dq

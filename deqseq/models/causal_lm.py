@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from deqseq.backbones.base import Cache
 from deqseq.check import check_callable, check_flag, check_ids, check_integer, check_number, check_type
-from deqseq.config import SolveConfig, SolveFields
+from deqseq.config import SolveConfig, SolveFields, check_fields
 from deqseq.models.eval_mode import eval_mode
 from deqseq.models.explicit import ExplicitModel
 from deqseq.models.generation import Draft, Generation, NewTokens, Sampler, generate
@@ -138,6 +138,7 @@ class CausalLM(nn.Module):
                 raise TypeError(f"an explicit model has nothing to solve: it takes no {', '.join(given)}")
             options = {}
         else:
+            check_fields(fields)
             options |= {"head": self.logits, **fields}
         output = self.model(x, mask=mask, cache=cache, return_cache=return_cache, **options)
         logits = self.logits(output.value)

@@ -170,7 +170,7 @@ class ImplicitModel(nn.Module):
             )
         solution = padding.restored(solution)
         again = partial(self._again, x.detach(), mask, cache, config, start)
-        problem = Problem(config.solver, _asked(config), again, len(x))
+        problem = Problem(config.solver, _asked(config), again)
         states = solution.value.detach()
         commits = partial(commit, self.backbone, args, solution.aux, states)
         own = Uncommitted(states, commits) if return_uncommitted else None
@@ -249,9 +249,10 @@ _EXAMPLE = "dq.SolveConfig(solver=dq.Anderson())"
 
 
 def _asked(config: SolveConfig) -> Stop:
-    """The stopping rule, with the budget that the sweep has."""
+    """The stopping rule, with the budget that the sweep has; :class:`Lockstep` has no tolerance."""
     sweep, stop = config.sweep, config.stop
-    return replace(stop, max_steps=sweep.steps, check_every=1) if isinstance(sweep, Lockstep) else stop
+    fixed = {"rtol": 0.0, "atol": 0.0, "check_every": 1}
+    return replace(stop, max_steps=sweep.steps, **fixed) if isinstance(sweep, Lockstep) else stop
 
 
 def _check_options(flags: dict[str, bool], functions: dict[str, Any]) -> None:

@@ -51,6 +51,8 @@ class LanguageModelSpec:
         check_type(f"{owner}.backbone", self.backbone, (Mamba2Config, LlamaConfig), "Mamba2Config(d_model=64)")
         for name in ("solve", "eval_solve"):
             check_type(f"{owner}.{name}", getattr(self, name), (SolveConfig, type(None)))
+        if self.solve is None and self.eval_solve is not None:
+            raise ValueError(f"{owner}.eval_solve must be None if solve is, for an explicit model solves nothing")
         check_flag(f"{owner}.tied", self.tied)
         check_number(f"{owner}.embedding_std", self.embedding_std, "[0, inf)")
         numbers = {"dropout": self.embedding_dropout, "scale": self.embedding_scale, "softcap": self.logit_softcap}

@@ -77,7 +77,7 @@ def run_lockstep(
     first = steps if unrolled is None else steps - min(unrolled.last or steps, steps)  # of those with a graph
     f, length, after, stop = token_map(backbone, need_aux=need_cache), z0.shape[1], [], Stop.exactly(steps)
     g = checkpointed(f) if unrolled is not None and unrolled.checkpoint else f
-    z = fz = z0.contiguous()
+    z = fz = (z0.detach() if first else z0).contiguous()
     state = solver.init(z)
     for step, cache in enumerate(before):
         with torch.no_grad() if step < first else nullcontext():

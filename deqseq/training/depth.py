@@ -21,8 +21,8 @@ class PoissonLogNormal:
     progress of the run alone: it is the same in all processes, and a resumed run needs no state to repeat it.
 
     Args:
-        mean: :math:`m`, above 0; ``mean_recurrence`` of the published models.
-        sigma: of the logarithm of the rate, 0 to 10.
+        mean: :math:`m`, above 0 and at most a million; ``mean_recurrence`` of the published models.
+        sigma: of the logarithm of the rate, 0 to 2.
         rise: how :math:`m` rises from 1 to ``mean`` over its phase, of which a share :math:`t` is done: ``"linear"``,
             as :math:`t`, or ``"1-sqrt"``, as :math:`1 - \sqrt{1 - t}`. Default: :math:`m` is constant.
         largest: larger draws are replaced by it. Default: none is.
@@ -52,8 +52,8 @@ class PoissonLogNormal:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_number("PoissonLogNormal.mean", self.mean, "(0, inf)")
-        check_number("PoissonLogNormal.sigma", self.sigma, "[0, 10]")
+        check_number("PoissonLogNormal.mean", self.mean, "(0, 1e6]")
+        check_number("PoissonLogNormal.sigma", self.sigma, "[0, 2]")
         if self.rise is not None:
             check_choice("PoissonLogNormal.rise", self.rise, get_args(Rise))
         if self.largest is not None:

@@ -235,7 +235,7 @@ def unrolled(
         The phase.
 
     Raises:
-        ValueError: a number out of its range.
+        ValueError: a number out of its range, or ``last`` larger than a fixed number of ``steps``.
 
     Example:
         >>> unrolled(8, until=0.4).solve.gradient
@@ -255,6 +255,8 @@ def unrolled(
     depth = steps if isinstance(steps, PoissonLogNormal) else None
     budget = steps if not isinstance(steps, PoissonLogNormal) else max(1, round(steps.mean))
     check_integer("steps", budget, 1)
+    if depth is None and last is not None:
+        check_integer("last", last, 1, budget)
     phase = _phase(name, until, base, eval_base, _exactly(base, budget), Unrolled(checkpoint))
     return replace(phase, solve=replace(phase.solve, gradient=Unrolled(checkpoint, last)), depth=depth)
 

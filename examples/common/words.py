@@ -155,6 +155,11 @@ class Words:
         return self.lengths[min(len(self.ends), len(self.lengths) - 1)]
 
     @property
+    def reached(self) -> int:
+        """The longest length of the lessons so far."""
+        return max(self.lengths[: len(self.ends) + 1])
+
+    @property
     def last(self) -> int:
         """Steps of the whole run, as far as it is known."""
         return self.options.steps if self.decay is None else self._last(self.decay)
@@ -182,8 +187,8 @@ class Words:
 
     @property
     def numbers(self) -> dict[str, Any]:
-        """What the training took, and the longest length that it reached."""
-        return {"steps": self.step, "trained_to": self.length, "cpu_minutes": round(self.cpu_seconds / 60, 2)}
+        """What the training took."""
+        return {"steps": self.step, "trained_to": self.reached, "cpu_minutes": round(self.cpu_seconds / 60, 2)}
 
     def __next__(self) -> WordBatch:
         if self.step >= self.last:

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from common import run
 from common.checkpoints import FILES
 from common.run import FolderError, Log, Progress, claim_folder, curve_rows, release_folder, save_whole, write_text
 
@@ -29,6 +30,19 @@ def claim():
 
 def options_in(folder: Path) -> dict:
     return json.loads((folder / "options.json").read_text())["options"]
+
+
+def test_a_run_that_another_process_begins_meanwhile_is_not_taken(claim, tmp_path, monkeypatch):
+    take_lock = run._take_lock
+
+    def late(folder: Path) -> None:
+        take_lock(folder)
+        (folder / "options.json").write_text(json.dumps({"script": "theirs", "options": {}}))
+
+    monkeypatch.setattr(run, "_take_lock", late)
+    with pytest.raises(FolderError, match="holds a run of theirs"):
+        claim(tmp_path / "new", {})
+    release_folder(tmp_path / "new")
 
 
 def names(folder: Path) -> list[str]:

@@ -179,6 +179,14 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_the_weights_change(tmp_p
     assert next(run(tmp_path)).step == 4
 
 
+@pytest.mark.filterwarnings("ignore::deqseq.solution.ConvergenceWarning")
+def test_solves_that_all_diverge_stop_the_run(tmp_path, monkeypatch):
+    numbers = loop._numbers
+    monkeypatch.setattr(loop, "_numbers", lambda output: numbers(replace(output, status=output.status * 0 + 3)))
+    with pytest.raises(NonFiniteLoss, match="the residual of every row is inf after step 0 in phase"):
+        next(run(tmp_path))
+
+
 def test_weights_that_are_not_finite_are_not_saved(tmp_path):
     def spoil(weight: torch.Tensor) -> None:
         weight.data.fill_(torch.inf)

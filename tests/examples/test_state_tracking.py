@@ -46,7 +46,7 @@ def test_state_tracking_writes_table_figure_and_numbers(tmp_path, capsys):
     rows = json.loads((tmp_path / "results.json").read_text())
     assert [(row["model"], row["sweep"], row["length"]) for row in rows] == solved_and_explicit(4, 8)
     keys = {"model", "backbone", "group", "length", "sweep", "accuracy", "seed", "sequences", "seconds"}
-    keys |= {"steps", "trained_to", "cpu_minutes"}
+    keys |= {"steps", "trained_to", "cpu_minutes", "solver", "rtol", "identity_probability"}
     counts = {"self_iterations", "converged", "token_updates", "evaluations"}
     assert all(row.keys() == keys | counts for row in rows)
     assert all(0 <= row["accuracy"] <= 1 for row in rows)
@@ -66,6 +66,7 @@ def test_state_tracking_writes_table_figure_and_numbers(tmp_path, capsys):
     here(tmp_path, "--steps", "20", "--group", "S3", "--generators", "2", *otherwise)
     rows = json.loads((tmp_path / "results.json").read_text())
     assert [(row["model"], row["sweep"], row["length"]) for row in rows] == solved_and_explicit(6)
+    assert {(row["solver"], row["identity_probability"]) for row in rows} == {("anderson", 0.5)}
     assert weights
     assert all(path.stat().st_mtime_ns == time for path, time in weights.items())
 

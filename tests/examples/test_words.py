@@ -72,6 +72,12 @@ def test_what_is_never_learned_ends_after_all_steps_at_the_fixed_point():
     assert phases[-1] == "free"
 
 
+def test_the_longest_length_is_told_also_where_a_later_lesson_is_shorter():
+    words = Words(PARITY, WordOptions(steps=900, lengths=(2, 8), free_lengths=(4,), learned=0.0))
+    words.ends = [10, 20]
+    assert (words.length, words.numbers["trained_to"]) == (4, 8)
+
+
 def test_a_run_that_goes_on_draws_what_it_would_have_drawn():
     whole, halves = Words(PARITY, OPTIONS), Words(PARITY, OPTIONS)
     for _ in range(30):

@@ -138,12 +138,14 @@ def test_an_explicit_model_drops_out():
     [
         ({"labels": IDS, "targets": IDS}, ValueError, "labels .* or targets .*, not both"),
         ({"sweeep": dq.Sequential()}, TypeError, "'sweeep'; did you mean 'sweep'"),
+        ({"return_uncommitted": True}, TypeError, "unknown argument 'return_uncommitted'"),
+        ({"head": torch.nn.Identity()}, TypeError, "unknown argument 'head'"),
         ({"labels": IDS + 3}, ValueError, r"labels .*must lie in 0\.\.10"),
         ({"targets": torch.full_like(IDS, -100)}, ValueError, "targets leave nothing to score"),
         ({"labels": IDS.to(torch.uint8), "mask": IDS >= 0}, TypeError, "labels must be int64"),
         ({"mask": (IDS >= 0).to("meta")}, ValueError, r"mask must be bool of shape .* on cpu.* got .* on meta"),
     ],
-    ids=["two answers", "a misspelt option", "outside the vocabulary", "nothing to score", "bytes", "another device"],
+    ids=lambda part: "-".join(part) if isinstance(part, dict) else "",
 )
 @pytest.mark.usefixtures("unchecked")
 def test_bad_calls_are_named(arguments, error, message):

@@ -166,3 +166,8 @@ def test_a_widened_model_is_the_nearest_in_size(backbone):
             continue  # heads would not be whole
     assert sizes[found.backbone.d_model] == min(sizes.values())
     assert widened(implicit, wanted) is implicit
+
+
+def test_an_explicit_model_has_nothing_to_solve_in_eval_mode():
+    with pytest.raises(ValueError, match="eval_solve must be None if solve is"):
+        dq.LanguageModelSpec(10, dq.Mamba2Config(d_model=64), solve=None, eval_solve=dq.SolveConfig())

@@ -220,6 +220,16 @@ def test_restarts_return_the_best_of_each_row():
     alone = model(drawn.reshape(64, 1, 1), start=drawn.reshape(64, 1, 1), **call)
     assert torch.equal(best.stats.residual, alone.stats.residual.reshape(8, 8).amin(dim=1))
     assert torch.equal(best.stats.updates, alone.stats.updates.reshape(8, 8, 1).sum(dim=1))
+    traced = model(x, start=dq.RandomStart(seed=0, restarts=8), trace=True, **call).stats
+    assert torch.equal(traced.trace[-1], best.stats.residual)
+
+
+@torch.no_grad()
+def test_forced_tokens_of_restarts_are_those_of_the_best():
+    model, x = dq.ImplicitModel(contractive_llama()).eval(), randn(2, 4, 8)
+    call = {"stop": dq.Stop(rtol=1e-12, max_steps=3), "sweep": dq.Sequential()}
+    forced = model(x, start=dq.RandomStart(0.5, seed=0, restarts=2), **call).stats.forced
+    assert torch.equal(forced, torch.ones(2, 4, dtype=torch.bool))
 
 
 @torch.no_grad()

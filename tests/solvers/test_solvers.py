@@ -159,6 +159,24 @@ class TestAdaptive(SolverContract):
             state = Adaptive().step(1 - residual, torch.ones(1, 1, 1), state)[1]
             assert state.limit.item() == pytest.approx(limit)
 
+    def test_after_the_limit_has_fallen_progress_is_measured_from_the_least_residual_since(self):
+        z = torch.zeros(1, 1, 1)
+        state = Adaptive().init(z)._replace(limit=torch.tensor([[0.5]]))
+        for size in (1.0, 2.0, 3.0, 2.5, 2.2, 2.1):  # five without progress
+            state = Adaptive().step(1 - torch.full((1, 1, 1), size), torch.ones(1, 1, 1), state)[1]
+        fallen = state.limit.item()
+        state = Adaptive().step(1 - torch.full((1, 1, 1), 1.9), torch.ones(1, 1, 1), state)[1]
+        assert state.limit.item() == pytest.approx(1.05 * fallen)
+
+    def test_a_residual_below_the_precision_is_no_progress(self):
+        """Of two tokens one has settled: whether its residual is the last bit or zero says nothing of the row."""
+        state, limits = Adaptive().init(torch.zeros(1, 2, 1))._replace(limit=torch.tensor([[0.5]])), []
+        for last in (2.0**-24, 0.0):
+            z = torch.tensor([[[0.5], [1 - last]]])
+            state = Adaptive().step(z, torch.ones(1, 2, 1), state)[1]
+            limits.append(state.limit.item())
+        assert limits[0] == limits[1]
+
     def test_a_row_makes_progress_while_some_of_its_tokens_settle(self):
         """The residual of later tokens grows until the earlier ones are exact; damping would only delay them."""
         f = CausalChain(1 + torch.rand(2, 24, 3, dtype=torch.float64), coupling=1.3)

@@ -76,6 +76,16 @@ def test_gradients_are_those_of_as_many_simultaneous_iterations(gradient):
     assert all(torch.allclose(one, two, rtol=1e-9, atol=1e-12) for one, two in zip(*found, strict=True))
 
 
+@pytest.mark.parametrize("sweep", [dq.Lockstep(2), dq.Simultaneous()], ids=str)
+@pytest.mark.parametrize("solver", [dq.Naive(), dq.Relaxed(0.6), dq.Adaptive(), dq.Coupled(0.8)], ids=str)
+def test_the_start_gets_no_gradient_once_iterations_are_cut_off(sweep, solver):
+    start = torch.randn(2, 7, 8, dtype=torch.float64, requires_grad=True)
+    how = {"stop": dq.Stop.exactly(2), "gradient": dq.Unrolled(last=1), "solver": solver}
+    model = dq.ImplicitModel(contractive_llama())
+    model(embedded(), start=start, sweep=sweep, **how).value.sum().backward()
+    assert start.grad is None
+
+
 @torch.no_grad()
 def test_callbacks_count_the_iterations(model):
     seen = []
@@ -102,7 +112,11 @@ def test_a_call_that_goes_on_is_explained():
     model, x = dq.ImplicitModel(contractive_llama()).eval(), embedded()
     call = {"sweep": dq.Lockstep(3), "solver": dq.Naive(), "return_cache": True}
     output = model(x[:, 4:], cache=model(x[:, :4], **call).cache, **call)
-    assert set(output.explain().causes) == {"budget"}
+    explanation = output.explain()
+    assert explanation.causes == ("no tolerance", "no tolerance")
+    assert explanation.findings["no tolerance"].startswith("3 iterations, whatever the residual: it is ")
+    with pytest.raises(dq.ConvergenceError, match="no row can converge without a tolerance: give stop="):
+        output.raise_if_failed()
 
 
 def test_rows_fail_only_by_diverging(model):

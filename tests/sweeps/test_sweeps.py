@@ -400,3 +400,20 @@ def test_padding_is_never_forced(sweep):
     mask = torch.tensor([[True, True, False, False], [True, True, True, True]])
     model = dq.ImplicitModel(affine(), dq.SolveConfig(stop=dq.Stop(rtol=1e-12, max_steps=2)))
     assert torch.equal(model(embedded(2, 4), mask=mask, sweep=sweep).stats.forced, mask)
+
+
+@pytest.mark.parametrize("sweep", [dq.Chunked(4), dq.Sequential(), dq.Sliding(4)])
+@pytest.mark.parametrize("real", [[True, True, False, False], [False, False, True, True]], ids=["right", "left"])
+def test_padding_takes_no_iterations(sweep, real):
+    mask = torch.tensor([real, [True, True, True, True]])
+    output = dq.ImplicitModel(affine())(embedded(2, 4), mask=mask, sweep=sweep)
+    assert torch.equal(output.stats.iterations > 0, mask)
+
+
+def test_rows_of_a_swept_output_keep_all_their_numbers():
+    model = dq.ImplicitModel(affine(), dq.SolveConfig(stop=dq.Stop(rtol=1e-12, max_steps=9), sweep=dq.Chunked(2)))
+    output, rows = model(embedded(3, 4) * torch.tensor([1, 1e-9, 0])[:, None, None]), torch.tensor([2, 0])
+    assert 0 < output.stats.forced.sum() < 12
+    taken = dq.take(output, rows).stats
+    for name in ("iterations", "residual", "error", "updates", "forced"):
+        assert torch.equal(getattr(taken, name), getattr(output.stats, name)[rows]), name

@@ -149,8 +149,9 @@ def test_bad_arguments():
     for name, bad in (
         ("mean", 0),
         ("mean", math.inf),
+        ("mean", 1e9),  # it would be counted to
         ("sigma", -0.1),
-        ("sigma", 11),
+        ("sigma", 3),
         ("largest", 0),
         ("seed", -1),
         ("rise", "sqrt"),
@@ -166,7 +167,9 @@ def test_bad_arguments():
         replace(HUGINN, depth=32)
     with pytest.raises(TypeError, match="steps must be"):
         unrolled("32", until=None)
-    with pytest.raises(ValueError, match=r"Unrolled.last must be"):
+    with pytest.raises(ValueError, match=r"last must be an integer in 1\.\.4, got 9"):
+        unrolled(4, until=None, last=9)
+    with pytest.raises(ValueError, match="last must be"):
         unrolled(32, until=None, last=0)
     rising = unrolled(PoissonLogNormal(32, rise="linear"), until=None)
     with pytest.raises(ValueError, match=r"Phase.until must be given for a depth that rises"):
