@@ -409,7 +409,7 @@ def test_taken_rows_of_a_solution_have_their_own_trace():
     row = take(solution, torch.tensor([2]))
     assert torch.equal(row.stats.trace, solution.stats.trace[:, 2:])
     assert row.stats.iterations.tolist() == [20]
-    with pytest.raises(ValueError, match="the outcome of a whole solve, got 1 of 3 rows"):
+    with pytest.raises(ValueError, match="the outcome of a whole solve, got rows of one"):
         row.explain()
 
 
