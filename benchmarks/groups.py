@@ -39,7 +39,6 @@ CHANGES = {
     "from-zero": ("--start", "1e-6"),
     "one-length": ("--lengths", "32", "--free-lengths", "32"),
     "sooner": ("--learned", "0.9"),
-    "implicit-gradient": ("--gradient", "implicit"),
 }
 QUICK = tuple(f"--steps 30 --lengths 2 --free-lengths 4 --eval-lengths 8 {JUDGED} --baselines 1".split())
 
