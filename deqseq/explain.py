@@ -33,7 +33,7 @@ DAMPED = (Adaptive(), Relaxed(0.2))
 SEVERAL = (Anderson(), Broyden())  # of several past iterates; their residuals fall irregularly
 ADVICE: dict[Cause, str] = {
     "budget": "give more iterations",
-    "no tolerance": "to see whether rows converge, solve to a tolerance: stop=Stop(rtol=1e-3), and no Lockstep sweep",
+    "no tolerance": "without a tolerance no row can converge: give stop=Stop(rtol=1e-3), and no Lockstep sweep",
     "slow convergence": "give more iterations, or take a solver that uses several past iterates; an untrained "
     "model may have to be trained first",
     "limit cycle": "damp the iteration",
@@ -98,20 +98,21 @@ def explain(outcome: "Outcome", problem: Problem) -> Explanation:
     """Solve again with a larger budget, with other solvers until one converges, and from another start."""
     from deqseq.solution import Status
 
-    assert outcome.status is not None and outcome.stats is not None
-    stop = replace(problem.stop, exit=None, check_every=1, max_steps=_larger(problem.stop.max_steps))
-    stop = replace(stop, rtol=1e-4) if problem.fixed else stop
+    assert outcome.status is not None
+    given = replace(problem.stop, rtol=1e-4, check_every=1) if problem.fixed else problem.stop
+    stop = replace(given, exit=None, check_every=1, max_steps=_larger(given.max_steps))
     converged, failed = outcome.converged.cpu(), outcome.failed.cpu()
-    exited, unknown = ~converged & ~failed, failed & problem.fixed & (outcome.status.cpu() != Status.DIVERGED)
-    failed = failed & ~unknown
+    exited, judged = ~converged & ~failed, (outcome.status.cpu() == Status.DIVERGED) | (not problem.fixed)
     causes: list[Cause] = ["exit rule" if row else "converged" for row in exited.tolist()]
-    causes = ["no tolerance" if row else cause for row, cause in zip(unknown.tolist(), causes, strict=True)]
+    for row in (failed & ~judged).nonzero()[:, 0].tolist():
+        causes[row] = "no tolerance"
+    failed = failed & judged
     findings: dict[Cause, list[str]] = {}
     tried, again, solved, solver = "", outcome, outcome, problem.solver
     if bool(failed.any()):
         again = solved = problem.run(solver, stop, None, True)
         for row in failed.nonzero()[:, 0].tolist():
-            causes[row], finding = _cause(again, row, problem.stop, stop)
+            causes[row], finding = _cause(again, row, given, stop)
             findings.setdefault(causes[row], []).append(finding)
         hard = _mask([cause in ("slow convergence", "limit cycle", "divergence") for cause in causes])
         if bool(hard.any()):
@@ -119,7 +120,7 @@ def explain(outcome: "Outcome", problem: Problem) -> Explanation:
             better = _first_that_converges(problem, stop, hard, trials)
             if better is not None:
                 solver, solved = better
-                rule, numbers = _written(problem.stop, _enough(solved, hard)), _iterations(solved, hard)
+                rule, numbers = _written(given, _enough(solved, hard)), _iterations(solved, hard)
                 tried = f"solver={solver}, stop={rule} converges in {numbers} iterations"
             else:
                 moved = "limit cycle", "divergence"
@@ -132,26 +133,36 @@ def explain(outcome: "Outcome", problem: Problem) -> Explanation:
     several, alone = _elsewhere(problem, replace(stop, rtol=min(stop.rtol, 1e-4)), solver, settled)
     for row in (several & converged).nonzero()[:, 0].tolist():  # of the others, say why they failed
         causes[row] = "several fixed points"
-    text = {cause: _summary(findings[cause]) for cause in findings if cause in causes}
-    if "several fixed points" in causes:
-        text["several fixed points"] = "A solve from a random start converges elsewhere."
-    if "converged" in causes:
-        same = "; from a random start, to the same value" * alone
-        text["converged"] = f"In {_iterations(outcome, converged)} iterations{same}.{_error(outcome, converged)}"
-    if "exit rule" in causes:
-        text["exit rule"] = f"{problem.stop.exit} ended it after {_iterations(outcome, exited)} iterations."
-    if "no tolerance" in causes:
-        worst = float(worst_token(outcome.stats.residual.detach()).cpu()[unknown].max())
-        text["no tolerance"] = f"{problem.stop.max_steps} iterations, whatever the residual: it is {worst:.1e} or less."
+    text = _texts(outcome, problem, causes, findings, alone)
     order: list[Cause] = list(dict.fromkeys(causes))
     remedies: dict[Cause, str] = {cause: ADVICE[cause] for cause in order if cause in ADVICE}
     if "budget" in remedies:
         short = _mask([cause == "budget" for cause in causes])
-        remedies["budget"] += f": stop={_written(problem.stop, _enough(again, short))}"
+        remedies["budget"] += f": stop={_written(given, _enough(again, short))}"
     for cause in ("slow convergence", "limit cycle", "divergence"):
         if tried and cause in remedies:
             remedies[cause] = tried + "; to train, make the map contract" * (cause != "slow convergence")
     return Explanation(tuple(causes), {cause: text[cause] for cause in order}, remedies)
+
+
+def _texts(
+    outcome: "Outcome", problem: Problem, causes: Sequence[Cause], findings: dict[Cause, list[str]], alone: bool
+) -> dict[Cause, str]:
+    """What is said of each cause; ``alone``: a random start led to no other fixed point."""
+    assert outcome.stats is not None
+    text = {cause: _summary(findings[cause]) for cause in findings if cause in causes}
+    rows = {cause: _mask([each == cause for each in causes]) for cause in causes}
+    if "several fixed points" in causes:
+        text["several fixed points"] = "A solve from a random start converges elsewhere."
+    if "converged" in causes:
+        same, mine = "; from a random start, to the same value" * alone, rows["converged"]
+        text["converged"] = f"In {_iterations(outcome, mine)} iterations{same}.{_error(outcome, mine)}"
+    if "exit rule" in causes:
+        text["exit rule"] = f"{problem.stop.exit} ended it after {_iterations(outcome, rows['exit rule'])} iterations."
+    if "no tolerance" in causes:
+        worst = float(worst_token(outcome.stats.residual.detach()).cpu()[rows["no tolerance"]].max())
+        text["no tolerance"] = f"{problem.stop.max_steps} iterations, whatever the residual: it is {worst:.1e} or less."
+    return text
 
 
 def _written(stop: Stop, budget: int) -> str:

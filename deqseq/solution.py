@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from deqseq.explain import Explanation, Problem, explain
+from deqseq.explain import ADVICE, Explanation, Problem, explain
 from deqseq.norms import worst_token
 from deqseq.rows import take
 from deqseq.types import Iterations, Residual, RowIndex, RowMask, State
@@ -62,7 +62,7 @@ class SolveStats:
 
     Attributes:
         iterations: evaluations of the map until a row ended, ``(batch,)``; per token, with ``Stop(per="token")`` or a
-            sweep over parts of the sequence, until the token passed for good, ``(batch, tokens)``; in
+            sweep over parts of the sequence, until the token passed for good, ``(batch, tokens)``, 0 at padding; in
             :class:`Lockstep` with an exit rule, until the rule let the token go.
         residual: relative residual ``|f(z) - z| / |f(z)|`` at the evaluation whose value was returned (``inf`` where
             no evaluation was finite), ``(batch,)`` or ``(batch, tokens)`` as ``iterations``.
@@ -242,11 +242,11 @@ def describe_failure(outcome: Outcome, what: str) -> str:
             parts.append(f"{kind.name.lower().replace('_', ' ')}: rows {shown}{more}")
     failed = type(outcome.problem.solver).__name__ if outcome.problem is not None else ""
     others = " or ".join(f"{name}()" for name in ("Adaptive", "Anderson", "Broyden") if name != failed)
-    more = f"raise Stop.max_steps, loosen Stop.rtol, or try {others}"
-    if outcome.problem is not None and outcome.problem.fixed:
-        more = "no row can converge without a tolerance: give stop=Stop(rtol=1e-3), and no Lockstep sweep"
+    fixed = outcome.problem is not None and outcome.problem.fixed
     advice = {
-        Status.MAX_STEPS_REACHED: more,
+        Status.MAX_STEPS_REACHED: ADVICE["no tolerance"]
+        if fixed
+        else f"raise Stop.max_steps, loosen Stop.rtol, or try {others}",
         Status.DIVERGED: f"the map expands here: try {others}, or make it contractive",
     }
     diverged = status == Status.DIVERGED

@@ -132,9 +132,7 @@ def main(arguments: list[str]) -> None:
     write_json(output / "self_iterations.json", compute)
     write_text(output / "table.md", table(rows) + "\n")
     draw(rows, compute, words.reached, task.chance, output / "state_tracking.png")
-    print(
-        f"\nlast-token accuracy (mean iterations); trained for {words.step} steps at lengths up to {words.reached}:\n"
-    )
+    print(f"\nlast-token accuracy (mean iterations); {words.step} steps at lengths up to {words.reached}:\n")
     print(table(rows))
     fewer = {row["length"]: row["sequences"] for row in rows if row["sequences"] < 256}
     print("\n256 sequences of each length" + "".join(f", {n} of length {length}" for length, n in fewer.items()))

@@ -64,8 +64,12 @@ class Options(WordOptions):
         opt.check_options(self)
         if self.backbone == "llama" and self.d_model % (2 * self.heads):
             raise ValueError(f"--heads must divide --d-model {self.d_model} into even widths, got {self.heads}")
-        makers = {"generators": make_inputs, "identity-probability": training_tasks}
-        for name, make in (makers | {"eval-identity-probability": make_task}).items():
+        makers = {
+            "generators": make_inputs,
+            "identity-probability": training_tasks,
+            "eval-identity-probability": make_task,
+        }
+        for name, make in makers.items():
             try:
                 make(self)
             except ValueError as error:

@@ -75,6 +75,7 @@ def test_without_a_tolerance_nothing_converges(steps):
         )
     else:  # a residual of zero is within any tolerance, and what diverges does so anyway
         assert explanation.causes == ("converged", "converged", "divergence")
+        assert "stop=Stop(rtol=0.0001, max_steps=" in explanation.remedies["divergence"]
 
 
 def test_a_coarse_tolerance_does_not_make_one_fixed_point_several():

@@ -214,11 +214,8 @@ class _Joined:
     def add(self, solution: Solution, start: int, end: int, real: Tensor | None) -> None:
         """The solution of the tokens from ``start`` up to ``end``, of which these are ``real`` (None: all)."""
         stats, status = solution.stats, solution.status
-        forced, iterations = ~solution.converged, stats.iterations
-        if real is not None:
-            rows = iterations[:, None] if iterations.ndim == 1 else iterations
-            forced, iterations = real & forced[:, None], rows * real
-        numbers = (solution.value, iterations, stats.residual, stats.error, stats.updates, forced)
+        forced = ~solution.converged if real is None else real & ~solution.converged[:, None]
+        numbers = (solution.value, stats.iterations, stats.residual, stats.error, stats.updates, forced)
         if not self._numbers:
             self._numbers = tuple(x.new_empty(len(x), self._length, *x.shape[2:]) for x in numbers)
         for whole, x in zip(self._numbers, numbers, strict=True):

@@ -115,7 +115,7 @@ def test_a_call_that_goes_on_is_explained():
     explanation = output.explain()
     assert explanation.causes == ("no tolerance", "no tolerance")
     assert explanation.findings["no tolerance"].startswith("3 iterations, whatever the residual: it is ")
-    with pytest.raises(dq.ConvergenceError, match="no row can converge without a tolerance: give stop="):
+    with pytest.raises(dq.ConvergenceError, match="without a tolerance no row can converge: give stop="):
         output.raise_if_failed()
 
 

@@ -402,11 +402,12 @@ def test_padding_is_never_forced(sweep):
     assert torch.equal(model(embedded(2, 4), mask=mask, sweep=sweep).stats.forced, mask)
 
 
-@pytest.mark.parametrize("sweep", [dq.Chunked(4), dq.Sequential(), dq.Sliding(4)])
+@pytest.mark.parametrize("sweep", [dq.Chunked(4), dq.Sequential(), dq.Sliding(4), dq.Simultaneous()])
 @pytest.mark.parametrize("real", [[True, True, False, False], [False, False, True, True]], ids=["right", "left"])
 def test_padding_takes_no_iterations(sweep, real):
     mask = torch.tensor([real, [True, True, True, True]])
-    output = dq.ImplicitModel(affine())(embedded(2, 4), mask=mask, sweep=sweep)
+    stop = dq.Stop(per="token")
+    output = dq.ImplicitModel(affine())(embedded(2, 4), mask=mask, sweep=sweep, stop=stop)
     assert torch.equal(output.stats.iterations > 0, mask)
 
 
