@@ -150,7 +150,7 @@ def _texts(
 ) -> dict[Cause, str]:
     """What is said of each cause; ``alone``: a random start led to no other fixed point."""
     assert outcome.stats is not None
-    text = {cause: _summary(findings[cause]) for cause in findings if cause in causes}
+    text: dict[Cause, str] = {cause: _summary(findings[cause]) for cause in findings if cause in causes}
     rows = {cause: _mask([each == cause for each in causes]) for cause in causes}
     if "several fixed points" in causes:
         text["several fixed points"] = "A solve from a random start converges elsewhere."
