@@ -15,7 +15,7 @@ from deqseq.backbones import (
     Mamba2,
     Mamba2Config,
 )
-from deqseq.config import RandomStart, SolveConfig
+from deqseq.config import SolveConfig
 from deqseq.exits import ExitGate, ExitRule, LogitKL, Margin, StableArgmax
 from deqseq.fixed_point import fixed_point
 from deqseq.gradients import AttachedGradient, Gradient, Implicit, OneStep, Phantom, Reversible, Unrolled
@@ -42,6 +42,7 @@ from deqseq.rows import take
 from deqseq.solution import ConvergenceError, ConvergenceWarning, Solution, SolveStats, Status
 from deqseq.solve import Progress, solve
 from deqseq.solvers import Adaptive, Anderson, Broyden, Coupled, ExternalSolver, Naive, Relaxed, Solver
+from deqseq.start import RandomStart, Start
 from deqseq.stop import Stop
 from deqseq.sweeps import Chunked, Lockstep, Sequential, Simultaneous, Sliding, Sweep
 from deqseq.types import FixedPointMap, Residual, State
@@ -108,6 +109,7 @@ __all__ = [
     "SolveStats",
     "Solver",
     "StableArgmax",
+    "Start",
     "State",
     "Status",
     "Stop",

@@ -2,68 +2,16 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, TypedDict
+from typing import Any, TypedDict
 
-import torch
 from torch import Tensor
 
-from deqseq.check import check_choice, check_integer, check_number, check_type, suggestion
+from deqseq.check import check_type, suggestion
 from deqseq.gradients import Gradient, Phantom
 from deqseq.solvers import Adaptive, ExternalSolver, Solver
+from deqseq.start import Start, check_start_choice
 from deqseq.stop import Stop
 from deqseq.sweeps import Simultaneous, Sweep
-
-
-@dataclass(frozen=True)
-class RandomStart:
-    """Begin at random states: normal numbers, none beyond three standard deviations.
-
-    Args:
-        std: standard deviation, above 0. Huginn's is about 0.63, that of its state; the retrofitted models have
-            sqrt(2 / (5 d_model)).
-        seed: of the draws of each call. Default: torch's global generator.
-        restarts: how many starts are solved for each row, in one larger batch. Of those that converged (else of all)
-            the one with the smallest residual is returned; its ``updates`` count them all. More than one needs an
-            estimator that takes the fixed point alone.
-
-    Raises:
-        TypeError, ValueError: names the field, what it got and what it wants.
-
-    References:
-        Geiping et al., Scaling up Test-Time Compute with Latent Reasoning, 2025, arXiv 2502.05171.
-
-    Example:
-        >>> import torch, deqseq as dq
-        >>> model = dq.ImplicitModel(dq.Affine(4), dq.SolveConfig(stop=dq.Stop(rtol=1e-6), start=dq.RandomStart(1.0)))
-        >>> x = torch.ones(2, 3, 4)
-        >>> torch.allclose(model(x).value, model.backbone.solution(x), atol=1e-4)
-        True
-    """
-
-    std: float = 1.0
-    seed: int | None = None
-    restarts: int = 1
-
-    def __post_init__(self) -> None:
-        check_number("RandomStart.std", self.std, "(0, inf)")
-        if self.seed is not None:
-            check_integer("RandomStart.seed", self.seed, 0, 2**32 - 1)  # torch's generator on the CPU takes 32 bits
-        check_integer("RandomStart.restarts", self.restarts, 1)
-
-    def draw(self, like: Tensor) -> Tensor:
-        """States for ``like``, ``(batch, length, d_model)``: ``restarts`` consecutive rows for each of its rows.
-
-        They are drawn on the CPU, and so are the same on every device.
-        """
-        random = None if self.seed is None else torch.Generator("cpu").manual_seed(int(self.seed))
-        shape = (len(like) * self.restarts, *like.shape[1:])
-        numbers = torch.empty(shape, dtype=torch.promote_types(like.dtype, torch.float32), device="cpu")
-        bounds = {"a": -3 * self.std, "b": 3 * self.std}
-        return torch.nn.init.trunc_normal_(numbers, 0.0, self.std, **bounds, generator=random).to(like)
-
-
-Start = Literal["zero", "input"] | RandomStart
-"""Where the iteration begins: at zero, at the embedded tokens, or at random states."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +26,7 @@ class SolveConfig:
         sweep: which tokens are solved together.
         start: where the iteration begins: ``"zero"`` (the paper); ``"input"``, the embedded tokens: the first
             iteration is then the pass of an explicit model of the same layers, plus the injection; or a
-            :class:`RandomStart`.
+            :class:`~deqseq.RandomStart`.
 
     Raises:
         TypeError: an argument of the wrong type.
@@ -103,8 +51,7 @@ class SolveConfig:
         check_type("stop", self.stop, Stop, "dq.Stop(rtol=1e-3)")
         check_type("gradient", self.gradient, Gradient, "dq.Phantom(4)")
         check_type("sweep", self.sweep, Sweep, "dq.Sliding(8)")
-        if not isinstance(self.start, RandomStart):
-            check_choice("start", self.start, ("zero", "input", RandomStart(1.0)))
+        check_start_choice("start", self.start)
 
 
 class SolveFields(TypedDict, total=False):

@@ -76,7 +76,7 @@ def cases() -> list[Case]:
     depth = dq.RecurrentDepth(part, dq.ImplicitModel(dq.Affine(4)), part)
     huginn = {"norms": "closed", "qk_norm": True, "qk_bias": True, "final_norm": False, "float32_rotary": False}
     return [
-        Case("RandomStart", dq.RandomStart, {"std": 0.5, "seed": 1, "restarts": 2}),
+        Case("RandomStart", dq.RandomStart, {"std": 0.5, "seed": 1}),
         Case("Lockstep", dq.Lockstep, {"steps": 2}),
         Case("AddInjection", dq.Injected, {"backbone": dq.Affine(4), "injection": dq.AddInjection()}),
         Case("ConcatInjection", dq.ConcatInjection, {"d_model": 4}),

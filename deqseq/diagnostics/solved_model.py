@@ -11,7 +11,7 @@ from torch import Tensor
 
 from deqseq.backbones import Backbone
 from deqseq.check import check_integer, check_type
-from deqseq.config import RandomStart, SolveConfig, resolve
+from deqseq.config import SolveConfig, resolve
 from deqseq.evaluate import evaluate
 from deqseq.layers.sharded import unsharded
 from deqseq.layers.weight_norm import cached_weights
@@ -22,6 +22,7 @@ from deqseq.models.output import ModelOutput
 from deqseq.models.padding import Padding, check_mask
 from deqseq.models.recurrent_depth import RecurrentDepth
 from deqseq.models.start import start_states
+from deqseq.start import RandomStart
 from deqseq.sweeps.tokens import TokenArgs, token_map
 from deqseq.types import Mask, Sequence
 
@@ -102,7 +103,6 @@ def solved_model(
         padding = Padding.of(x, mask)
         tokens = padding.compact(x)
         start = start_states(tokens, None, padding, config)
-        start = start[:: len(start) // len(tokens)]  # one of several restarts
         with unsharded(backbone), cached_weights(backbone):
             args = TokenArgs(backbone.prepare(tokens, None, padding.mask), None, padding.mask)
             yield SolvedModel(model, args, start, padding.compact(output.value), mask, output)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from deqseq.backbones import ConcatInjection, Injected, Llama, LlamaConfig
 from deqseq.check import check_type
-from deqseq.config import RandomStart, SolveConfig
+from deqseq.config import SolveConfig
 from deqseq.gradients import Unrolled
 from deqseq.integrations.pretrained_config import rotary
 from deqseq.integrations.reference_fields import Fields
@@ -21,6 +21,7 @@ from deqseq.integrations.weight_files import config_in, tensors_in
 from deqseq.layers import RMSNorm
 from deqseq.models import CausalLM, ExplicitModel, ImplicitModel, RecurrentDepth
 from deqseq.solvers import Naive
+from deqseq.start import RandomStart
 from deqseq.stop import Stop
 from deqseq.sweeps import Lockstep
 

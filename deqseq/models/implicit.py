@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from deqseq.backbones.base import Backbone, Cache, Inputs, check_sequence
 from deqseq.check import check_callable, check_flag, check_integer, check_type
-from deqseq.config import RandomStart, SolveConfig, SolveFields, resolve
+from deqseq.config import SolveConfig, SolveFields, resolve
 from deqseq.exits import check_exit
 from deqseq.explain import Problem
 from deqseq.gradients import Gradient, Implicit, Reversible, Unrolled
@@ -166,7 +166,6 @@ class ImplicitModel(nn.Module):
                 need_cache=return_cache,
                 trace=trace,
                 callback=callback,
-                restarts=config.start.restarts if start is None and isinstance(config.start, RandomStart) else 1,
             )
         solution = padding.restored(solution)
         again = partial(self._again, x.detach(), mask, cache, config, start)

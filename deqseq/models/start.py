@@ -1,13 +1,13 @@
 """The states that a solve begins from."""
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
-from deqseq.config import RandomStart, SolveConfig
+from deqseq.config import SolveConfig
 from deqseq.evaluate import check_start
 from deqseq.gradients import AttachedGradient, Gradient
 from deqseq.models.padding import Padding
+from deqseq.start import initial_state
 from deqseq.types import Sequence
 
 
@@ -22,17 +22,13 @@ def check_states(start: Tensor, x: Tensor) -> None:
 
 def start_states(
     tokens: Sequence, given: Tensor | None, padding: Padding, config: SolveConfig, gradient: Gradient | None = None
-) -> Float[Tensor, "rows length d_model"]:
+) -> Sequence:
     """Where the iteration begins; padding is zero in any case."""
-    if given is None and config.start == "zero":
-        return tokens.new_zeros(()).expand(tokens.shape)  # takes no memory: a sweep needs some tokens at a time
-    if given is None and isinstance(config.start, RandomStart):
-        drawn, real = config.start.draw(tokens), padding.mask
-        real = None if real is None else real.repeat_interleave(config.start.restarts, dim=0)
-        return drawn if real is None else drawn.masked_fill(~real[..., None], 0)
+    if given is None and config.start != "input":
+        states, real = initial_state(config.start, tokens), padding.mask
+        return states if real is None or config.start == "zero" else states.masked_fill(~real[..., None], 0)
     if given is not None and given.shape[1] < tokens.shape[1]:
-        own = start_states(tokens, None, padding, config, gradient)
-        own = padding.back(own[:: len(own) // len(tokens)])  # one of several restarts
+        own = padding.back(start_states(tokens, None, padding, config, gradient))
         given = torch.cat([given, own[:, given.shape[1] :]], dim=1)
     tokens = tokens if given is None else padding.compact(given)
     tokens = tokens.nan_to_num(0.0, 0.0, 0.0)  # a row that is not finite diverges alone

@@ -13,7 +13,6 @@ from deqseq.config import SolveConfig
 from deqseq.gradients.base import AttachedGradient, Gradient
 from deqseq.gradients.unrolled import Unrolled
 from deqseq.monitor import on_device, on_host
-from deqseq.norms import worst_token
 from deqseq.rows import take
 from deqseq.solution import Solution, SolveStats
 from deqseq.solve import Callback, SolveCall, iterate, next_point, solve
@@ -37,13 +36,11 @@ def run_sweep(
     callback: Callback | None = None,
     keep_value: bool = False,
     keep_aux: bool = False,
-    restarts: int = 1,
 ) -> tuple[Solution, Cache | None]:
     """Solve for all tokens, and attach ``gradient``: over the whole sequence at once, however it was solved.
 
     With ``keep_value``, an estimator that needs the fixed point alone changes the gradient, and not the value. With
-    ``keep_aux``, the solution of the simultaneous sweep has what ``advance`` needs. With ``restarts``, ``z0`` has that
-    many rows for each row of ``args``, and the best solution of each is returned.
+    ``keep_aux``, the solution of the simultaneous sweep has what ``advance`` needs.
 
     Raises:
         ValueError: a trace, a stopping rule or a gradient that the sweep cannot offer, or a plan that does not fit the
@@ -56,16 +53,7 @@ def run_sweep(
     if not together:
         _check(config, gradient, trace, keep_aux)
     attached = gradient if isinstance(gradient, AttachedGradient) else None
-    if restarts > 1:
-        if gradient is not attached:
-            raise ValueError(
-                f"{type(gradient).__name__} differentiates one iteration, not the best of {restarts} restarts: take "
-                "Phantom, OneStep or Implicit, which need the fixed point alone"
-            )
-        rows = torch.arange(len(z0) // restarts, device=z0.device).repeat_interleave(restarts)
-        options: dict[str, Any] = {"need_cache": need_cache, "keep_aux": keep_aux, "trace": trace, "callback": callback}
-        solution, cache = _best_of(restarts, *run_sweep(backbone, take(args, rows), z0, config, **options))
-    elif isinstance(config.sweep, Sliding):
+    if isinstance(config.sweep, Sliding):
         with torch.no_grad():
             solution, cache = _slide(backbone, args, z0, config, need_cache, callback)
     elif isinstance(config.sweep, Lockstep):
@@ -78,26 +66,9 @@ def run_sweep(
         if torch.is_autocast_enabled(z0.device.type):
             torch.clear_autocast_cache()  # older torch keeps casts made without a graph, which would cut weights off
         whole = args._replace(cache=last_iteration(args.cache)).with_room(z0.shape[1])
-        value = attached.attach_to(token_map(backbone), whole, z0[::restarts], solution, has_aux=True)
+        value = attached.attach_to(token_map(backbone), whole, z0, solution, has_aux=True)
         solution = replace(solution, value=solution.value + (value - value.detach()) if keep_value else value)
     return solution, cache
-
-
-def _best_of(restarts: int, solution: Solution, cache: Cache | None) -> tuple[Solution, Cache | None]:
-    """Of each row's restarts the best status, and of these the smallest residual; with the updates of all of them."""
-    stats = solution.stats
-    residual = worst_token(stats.residual).reshape(-1, restarts).nan_to_num(torch.inf)
-    status = solution.status.reshape(-1, restarts)
-    order = residual.argsort(dim=1, stable=True)
-    best = order.gather(1, status.gather(1, order).argsort(dim=1, stable=True))[:, 0]
-    rows = torch.arange(len(best), device=best.device) * restarts + best
-    updates = stats.updates.reshape(len(best), restarts, *stats.updates.shape[1:]).sum(dim=1)
-    trace = None if stats.trace is None else stats.trace[:, rows]
-    numbers = stats.iterations, stats.residual, stats.error, stats.forced
-    iterations, residual, error, forced = take(numbers, rows)
-    value, status, aux, cache = take((solution.value, solution.status, solution.aux, cache), rows)
-    stats = SolveStats(iterations, residual, error, stats.evaluations, updates, trace, forced)
-    return Solution(value, status, stats, aux), cache
 
 
 def _chunks(

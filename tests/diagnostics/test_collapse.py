@@ -109,12 +109,6 @@ def test_bad_arguments():
         check_collapse(dq.CausalLM(11, dq.ExplicitModel(contractive_llama(injection=False))), IDS)
 
 
-def test_one_of_several_restarts_is_examined():
-    report = check_collapse(affine_model(0.5, start=dq.RandomStart(seed=0, restarts=2)), IDS)
-    assert report.verdict == "iterates"
-    assert report.first_iteration.shape == (3,)
-
-
 def test_predictions_of_recurrent_depth_are_those_of_the_coda():
     class Constant(dq.Backbone):
         d_model = 8

@@ -207,14 +207,6 @@ def test_it_trains(lm):
 
 
 @torch.no_grad()
-def test_every_restart_has_its_own_exit(lm):
-    stop = replace(SOLVE.stop, exit=dq.StableArgmax(2))
-    output = lm(IDS, stop=stop, start=dq.RandomStart(1.0, seed=0, restarts=3))
-    assert output.logits.shape == (5, 7, 13)
-    assert (output.status == dq.Status.EXITED).all()
-
-
-@torch.no_grad()
 def test_exits_neither_warn_nor_fail(lm, recwarn):
     output = lm(IDS, stop=replace(SOLVE.stop, exit=dq.StableArgmax(2)), throw=True)
     assert not output.converged.any()

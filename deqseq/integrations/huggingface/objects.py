@@ -7,11 +7,12 @@ from typing import Any, Literal
 
 from deqseq.backbones import LlamaConfig, Mamba2Config
 from deqseq.check import check_known, plain_number
-from deqseq.config import RandomStart, SolveConfig
+from deqseq.config import SolveConfig
 from deqseq.exits import ExitRule, LogitKL, Margin, StableArgmax
 from deqseq.gradients import Gradient, Implicit, OneStep, Phantom, Reversible, Unrolled
 from deqseq.layers import RotaryScaling
 from deqseq.solvers import Adaptive, Anderson, Broyden, Coupled, ExternalSolver, Naive, Relaxed, Solver
+from deqseq.start import RandomStart
 from deqseq.stop import Stop
 from deqseq.sweeps import Chunked, Lockstep, Sequential, Simultaneous, Sliding, Sweep
 

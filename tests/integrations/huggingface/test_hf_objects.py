@@ -24,7 +24,7 @@ OBJECTS = {
     "stop": [dq.Stop(1e-4, 1e-6, 7, "token", "max_token", 2, 50.0), dq.Stop(divergence=float("inf"), exit=dq.Margin())],
     "exit": [dq.LogitKL(1e-3), dq.StableArgmax(3), dq.Margin(0.5)],
     "sweep": [dq.Simultaneous(), dq.Chunked(3), dq.Sliding(5), dq.Sequential(), dq.Lockstep(3)],
-    "start": [dq.RandomStart(0.5, 3, 2)],
+    "start": [dq.RandomStart(0.5, 3)],
     "solve": [
         dq.SolveConfig(dq.Anderson(), dq.Stop(1e-4), dq.OneStep(), dq.Sliding(3), start)
         for start in ("input", dq.RandomStart(0.5))

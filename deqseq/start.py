@@ -1,0 +1,90 @@
+"""The states that an iteration begins from."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from deqseq.check import check_choice, check_integer, check_number
+from deqseq.types import Sequence
+
+
+@dataclass(frozen=True)
+class RandomStart:
+    """Begin at random states: normal numbers, none beyond three standard deviations.
+
+    Args:
+        std: standard deviation, above 0. Huginn's is about 0.63, that of its state; the retrofitted models have
+            sqrt(2 / (5 d_model)).
+        seed: of the draws of each call. Default: torch's global generator.
+
+    Raises:
+        TypeError, ValueError: names the field, what it got and what it wants.
+
+    References:
+        Geiping et al., Scaling up Test-Time Compute with Latent Reasoning, 2025, arXiv 2502.05171.
+
+    Example:
+        >>> import torch, deqseq as dq
+        >>> model = dq.ImplicitModel(dq.Affine(4), dq.SolveConfig(stop=dq.Stop(rtol=1e-6), start=dq.RandomStart(1.0)))
+        >>> x = torch.ones(2, 3, 4)
+        >>> torch.allclose(model(x).value, model.backbone.solution(x), atol=1e-4)
+        True
+    """
+
+    std: float = 1.0
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        check_number("RandomStart.std", self.std, "(0, inf)")
+        if self.seed is not None:
+            check_integer("RandomStart.seed", self.seed, 0, 2**32 - 1)  # torch's generator on the CPU takes 32 bits
+
+    def draw(self, like: Tensor) -> Tensor:
+        """States for ``like``, ``(batch, length, d_model)``, in its shape, dtype and device.
+
+        They are drawn on the CPU, and so are the same on every device.
+        """
+        random = None if self.seed is None else torch.Generator("cpu").manual_seed(int(self.seed))
+        numbers = torch.empty(like.shape, dtype=torch.promote_types(like.dtype, torch.float32), device="cpu")
+        bounds = {"a": -3 * self.std, "b": 3 * self.std}
+        return torch.nn.init.trunc_normal_(numbers, 0.0, self.std, **bounds, generator=random).to(like)
+
+
+Start = Literal["zero", "input"] | RandomStart
+"""Where an iteration begins: at zero, at the embedded tokens, or at random states."""
+
+
+def check_start_choice(name: str, start: object) -> None:
+    """Refuse anything but a :data:`Start`, with a ValueError."""
+    if not isinstance(start, RandomStart):
+        check_choice(name, start, ("zero", "input", RandomStart(1.0)))
+
+
+def initial_state(start: Start | Tensor, like: Sequence) -> Sequence:
+    """The states that an iteration begins from.
+
+    Args:
+        start: where; or the states themselves, ``(batch, length, d_model)``.
+        like: embedded tokens, ``(batch, length, d_model)``.
+
+    Returns:
+        States of the shape, dtype and device of ``like``. Zeros are one number, expanded: they take no memory.
+
+    Raises:
+        ValueError: states of another shape, dtype or device.
+
+    Example:
+        >>> x = torch.ones(1, 2, 3)
+        >>> initial_state("zero", x).sum(), initial_state("input", x) is x
+        (tensor(0.), True)
+    """
+    if isinstance(start, Tensor):
+        if start.shape != like.shape or start.dtype != like.dtype or start.device != like.device:
+            wanted, got = (f"{x.dtype} {tuple(x.shape)} on {x.device}" for x in (like, start))
+            raise ValueError(f"start must be like the embedded tokens, {wanted}, got {got}")
+        return start
+    if isinstance(start, RandomStart):
+        return start.draw(like)
+    return like if start == "input" else like.new_zeros(()).expand(like.shape)
