@@ -12,6 +12,7 @@ from deqseq.backbones import (
     Inputs,
     Llama,
     LlamaConfig,
+    Looped,
     Mamba2,
     Mamba2Config,
 )
@@ -86,6 +87,7 @@ __all__ = [
     "LlamaConfig",
     "Lockstep",
     "LogitKL",
+    "Looped",
     "Mamba2",
     "Mamba2Config",
     "Margin",

@@ -1,5 +1,6 @@
 """The states that an iteration begins from."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -42,14 +43,21 @@ class RandomStart:
             check_integer("RandomStart.seed", self.seed, 0, 2**32 - 1)  # torch's generator on the CPU takes 32 bits
 
     def draw(self, like: Tensor) -> Tensor:
-        """States for ``like``, ``(batch, length, d_model)``, in its shape, dtype and device.
+        """States of the shape, dtype and device of ``like``, ``(batch, length, d_model)``.
 
-        They are drawn on the CPU, and so are the same on every device.
+        They are drawn on the CPU, and so are the same on every device; by inverting the normal distribution, without
+        rejections, so that ``torch.export`` takes it.
+
+        Raises:
+            ValueError: ``torch.export`` with a seed, which the exported model would not set anew.
         """
+        if self.seed is not None and torch.compiler.is_exporting():
+            raise ValueError(f"RandomStart.seed must be None in torch.export, which sets no seeds, got {self.seed}")
         random = None if self.seed is None else torch.Generator("cpu").manual_seed(int(self.seed))
         numbers = torch.empty(like.shape, dtype=torch.promote_types(like.dtype, torch.float32), device="cpu")
-        bounds = {"a": -3 * self.std, "b": 3 * self.std}
-        return torch.nn.init.trunc_normal_(numbers, 0.0, self.std, **bounds, generator=random).to(like)
+        share = math.erf(3 / math.sqrt(2))  # of a normal distribution, within three standard deviations
+        normal = numbers.uniform_(-share, share, generator=random).erfinv() * math.sqrt(2)
+        return (normal.clamp(-3, 3) * self.std).to(like)
 
 
 Start = Literal["zero", "input"] | RandomStart

@@ -44,3 +44,14 @@ def affine() -> dq.Affine:
 def embedded(batch: int = 2, length: int = 7, dim: int = 8) -> torch.Tensor:
     """Random inputs."""
     return torch.randn(batch, length, dim, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+class Logits(torch.nn.Module):
+    """A language model whose output torch.export knows: a tensor."""
+
+    def __init__(self, lm: dq.CausalLM) -> None:
+        super().__init__()
+        self.lm = lm
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.lm(ids).logits

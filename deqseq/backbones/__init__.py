@@ -5,6 +5,7 @@ from deqseq.backbones.base import Backbone, Cache, Inputs
 from deqseq.backbones.injected import AddInjection, ConcatInjection, DecayInjection, Injected, Injection
 from deqseq.backbones.llama import Llama, LlamaConfig
 from deqseq.backbones.llama_cache import LlamaCache
+from deqseq.backbones.looped import Looped, LoopedCache
 from deqseq.backbones.mamba2 import Mamba2, Mamba2Cache, Mamba2Config
 
 __all__ = [
@@ -21,6 +22,8 @@ __all__ = [
     "Llama",
     "LlamaCache",
     "LlamaConfig",
+    "Looped",
+    "LoopedCache",
     "Mamba2",
     "Mamba2Cache",
     "Mamba2Config",

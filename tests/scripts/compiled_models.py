@@ -3,6 +3,7 @@
 In a process of its own: the tests' checks of shapes would break the compiled graph.
 """
 
+import copy
 import sys
 from pathlib import Path
 
@@ -82,5 +83,28 @@ def check_chunks(name: str) -> None:
     print(f"{name}: {graphs()} graphs in all")
 
 
+def check_loop(name: str) -> None:
+    """A loop compiles one step, however many it makes."""
+    ids = torch.randint(0, 13, (2, 12))
+    for start in ("input", "zero"):
+        made = []
+        for steps in (2, 5):
+            torch.manual_seed(1)
+            eager = dq.CausalLM(13, dq.ExplicitModel(dq.Looped(contractive_llama(n_layers=1), steps, start=start)))
+            compiled = copy.deepcopy(eager.double().eval())
+            compiled.compile(fullgraph=True, backend="aot_eager")
+            before = graphs()
+            same_gradients(eager, compiled, ids)
+            with torch.no_grad():
+                for rows in (ids, ids[:, :9]):
+                    assert torch.allclose(eager(rows).logits, compiled(rows).logits, atol=1e-9)
+                tokens = [lm.generate(ids, max_new_tokens=6).tokens for lm in (eager, compiled)]
+            assert torch.equal(*tokens), (name, tokens)
+            made.append(graphs() - before)
+        assert made[0] == made[1] <= 5, (start, made)
+        print(f"{name}, {start}: {made[0]} graphs")
+
+
 if __name__ == "__main__":
-    (check_chunks if "chunks" in sys.argv[1] else check)(sys.argv[1])
+    checks = {"Looped": check_loop, "Mamba2 in several chunks": check_chunks}
+    checks.get(sys.argv[1], check)(sys.argv[1])

@@ -1,0 +1,179 @@
+"""A fixed number of iterations as a backbone of its own."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from deqseq.backbones.base import Backbone, Cache, Inputs
+from deqseq.check import check_callable, check_integer, check_type
+from deqseq.evaluate import evaluate
+from deqseq.start import Start, check_start_choice, initial_state
+from deqseq.types import Mask, Sequence
+
+Choose = Callable[[Float[Tensor, "steps batch length d_model"]], Sequence]
+"""From the states of all steps to those of the result."""
+
+
+@dataclass(frozen=True)
+class LoopedCache(Cache):
+    """What each step keeps of the committed tokens.
+
+    Attributes:
+        steps: the inner backbone's cache of the first step, of the second, and so on.
+    """
+
+    steps: tuple[Cache, ...]
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Everything that is kept, step by step; rows first."""
+        return tuple(tensor for step in self.steps for tensor in step.tensors())
+
+    def reserve(self, tokens: int) -> "LoopedCache":
+        """The same cache, prepared for the next ``tokens``."""
+        return LoopedCache(tuple(step.reserve(tokens) for step in self.steps))
+
+
+class LoopedInputs(NamedTuple):
+    """The inputs of a :class:`Looped` backbone.
+
+    Attributes:
+        inner: of the backbone that is run. An explicit model takes the injection out of its backbone's inputs, and
+            leaves the one in here as it is.
+        start: the states that the loop begins from, ``(batch, length, d_model)``; None: the state that it is given.
+    """
+
+    inner: Any
+    start: Sequence | None
+
+
+class Looped(Backbone[LoopedCache]):
+    r"""A backbone that runs another one a fixed number of times, with a cache for each step.
+
+    .. math:: z_s = f_\theta(z_{s-1}, x), \quad s = 1, \ldots, S, \qquad
+              F(z, x) = \mathrm{choose}(z_1, \ldots, z_S)
+
+    Step :math:`s` of a token sees step :math:`s` of the tokens before it. So decoding with the cache equals the forward
+    pass of the whole sequence at any number of steps, and the cache is as many times larger. The gradient is that of
+    all steps. No decision depends on a number, so ``torch.export`` takes it.
+
+    ``ExplicitModel(Looped(backbone, steps))`` is a looped transformer, without a solver, a tolerance and statistics.
+    ``steps`` and ``start`` are attributes that can be changed; a cache then goes on with the steps that made it.
+
+    Args:
+        backbone: the map :math:`f_\theta`. Its input enters every step, and its dropout masks are those of all steps.
+        steps: how often it runs, :math:`S \ge 1`.
+        choose: makes the result of the states of all steps: a function or module
+            ``(steps, batch, length, d_model) -> (batch, length, d_model)``. Default: those of the last step.
+        start: where the loop begins, :math:`z_0`. ``"input"``: the state :math:`z` that it is given, which an
+            :class:`~deqseq.ExplicitModel` sets to the embedded tokens; ``"zero"``; or a :class:`~deqseq.RandomStart`.
+            The attribute may also be the states themselves, ``(batch, length, d_model)``.
+
+    Raises:
+        TypeError, ValueError: names the argument, what it got and what it wants.
+
+    References:
+        Dehghani et al., Universal Transformers, ICLR 2019, arXiv 1807.03819. Geiping et al., Scaling up Test-Time
+        Compute with Latent Reasoning, 2025, arXiv 2502.05171. Zhu et al., Scaling Latent Reasoning via Looped Language
+        Models, 2025, arXiv 2510.25741, whose exit gate is a ``choose``.
+
+    Example:
+        >>> import torch, deqseq as dq
+        >>> layers = dq.Llama(dq.LlamaConfig(d_model=8, n_heads=2, injection=False))
+        >>> model, x = dq.ExplicitModel(Looped(layers, steps=4)), torch.randn(1, 5, 8)
+        >>> whole, first = model(x).value, model(x[:, :3], return_cache=True)
+        >>> last = model(x[:, 3:], cache=first.cache).value
+        >>> torch.allclose(torch.cat([first.value, last], dim=1), whole, atol=1e-5)
+        True
+    """
+
+    def __init__(
+        self, backbone: Backbone[Any], steps: int, choose: Choose | None = None, start: Start = "input"
+    ) -> None:
+        super().__init__()
+        check_type("Looped.backbone", backbone, Backbone, "dq.Llama(dq.LlamaConfig(d_model=64, injection=False))")
+        check_integer("Looped.steps", steps, 1)
+        if choose is not None:
+            check_callable("Looped.choose", choose)
+        check_start_choice("Looped.start", start)
+        self.d_model = backbone.d_model
+        self.backbone, self.steps, self.choose = backbone, steps, choose
+        self.start: Start | Tensor = start
+
+    def prepare(self, x: Sequence, cache: LoopedCache | None = None, mask: Mask | None = None) -> LoopedInputs:
+        """Prepare the inputs of the inner backbone, once for all steps, and the states that the loop begins from.
+
+        Raises:
+            TypeError: a cache of another model.
+            ValueError: a cache of another number of steps, given states of another shape, or a loop that begins at zero
+                or random states and would never see its input.
+        """
+        check_type("cache", cache, (LoopedCache, type(None)))
+        if cache is not None and len(cache.steps) != self.steps:
+            raise ValueError(
+                f"cache was made by {len(cache.steps)} steps, and Looped.steps is {self.steps}: go on with the number "
+                "that made it"
+            )
+        # where the tokens stand is the same in every step, so any step's cache will do
+        inner = self.backbone.prepare(x, None if cache is None else cache.steps[0], mask)
+        given = isinstance(self.start, Tensor)
+        if not given and self.start == "input":
+            return LoopedInputs(inner, None)
+        if not given and isinstance(inner, Inputs) and inner.injection is None:
+            raise ValueError(
+                f"Looped.start is {self.start}, and this {type(self.backbone).__name__} was built without an "
+                "injection, so nothing would depend on the input: build it with injection=True, wrap it as "
+                'dq.Injected(backbone, dq.AddInjection()), or take start="input"'
+            )
+        return LoopedInputs(inner, initial_state(self.start, x))
+
+    def forward(
+        self, z: Sequence, inputs: LoopedInputs, cache: LoopedCache | None = None, *, need_aux: bool = False
+    ) -> tuple[Sequence, tuple[Any, ...] | None]:
+        z = z if inputs.start is None else inputs.start.contiguous()  # other strides would be compiled again
+        states: list[Tensor] = []
+        kept: list[Any] = []
+        for before in (None,) * self.steps if cache is None else cache.steps:
+            f = partial(self.backbone, inputs=inputs.inner, cache=before, need_aux=need_aux)
+            z, aux = evaluate(f, z, has_aux=True)
+            states.append(z)
+            kept.append(aux)
+        value = states[-1] if self.choose is None else _chosen(self.choose, torch.stack(states))
+        return value, tuple(kept) if need_aux else None
+
+    def advance(
+        self,
+        cache: LoopedCache | None,
+        aux: tuple[Any, ...],
+        tokens: int,
+        counts: Int64[Tensor, " batch"] | None = None,
+    ) -> LoopedCache:
+        before = (None,) * len(aux) if cache is None else cache.steps
+        pairs = zip(before, aux, strict=True)
+        return LoopedCache(tuple(self.backbone.advance(step, own, tokens, counts) for step, own in pairs))
+
+    def compile(self, **options: Any) -> None:
+        """Compile one step: what the inner backbone's ``compile`` compiles.
+
+        Args:
+            **options: those of ``torch.compile``.
+        """
+        self.backbone.compile(**options)
+
+
+def _chosen(choose: Choose, states: Float[Tensor, "steps batch length d_model"]) -> Sequence:
+    """What ``choose`` makes of the states; another shape would be an error far from here."""
+    value = choose(states)
+    check_type("the value of Looped.choose", value, Tensor)
+    if value.shape != states.shape[1:]:
+        raise ValueError(
+            f"Looped.choose must return states {tuple(states.shape[1:])} of those of all steps, got "
+            f"{tuple(value.shape)}: states[-1] are those of the last"
+        )
+    if value.dtype != states.dtype and not torch.is_autocast_enabled(states.device.type):
+        raise TypeError(f"Looped.choose must keep the dtype of the states, {states.dtype}, got {value.dtype}")
+    return value.to(states.dtype)

@@ -1,0 +1,300 @@
+"""A number of iterations as a backbone: it is the loop written out, decoded, chosen from, exported and compiled."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from small_models import Logits, affine, contractive_llama, contractive_mamba2, embedded
+
+import deqseq as dq
+from deqseq.backbones import LoopedCache
+from deqseq.rows import tensors_of
+from deqseq.testing import BackboneContract
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "compiled_models.py"
+
+
+def llama(**changes):
+    """A random Llama: at few iterations it is far from its fixed point."""
+    torch.manual_seed(0)
+    sizes = {"d_model": 8, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "mlp_width": 6}
+    return dq.Llama(dq.LlamaConfig(**{**sizes, **changes})).double()
+
+
+def injected():
+    torch.manual_seed(1)
+    injection = dq.ConcatInjection(8)
+    injection.weight.data.normal_(std=0.5)
+    return dq.Injected(llama(injection=False), injection).double()
+
+
+MAKE = {"llama": llama, "mamba2": contractive_mamba2, "affine": affine, "injected": injected}
+every_backbone = pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
+
+
+class TestLoopedLlama(BackboneContract):
+    backbone = dq.Looped(contractive_llama(n_layers=1), 2)
+
+
+@pytest.mark.usefixtures("unchecked")
+class TestLoopedMamba2(BackboneContract):
+    backbone = dq.Looped(contractive_mamba2(n_layers=1), 3, choose=lambda states: states.mean(dim=0))
+
+
+def states_of(backbone, x, steps, start):
+    """The loop written out."""
+    inputs, states = backbone.prepare(x), [start]
+    for _ in range(steps):
+        states.append(backbone(states[-1], inputs)[0])
+    return torch.stack(states[1:])
+
+
+@every_backbone
+@pytest.mark.parametrize("steps", [1, 4])
+@torch.no_grad()
+def test_it_is_the_loop_written_out(make, steps):
+    backbone, x = make(), embedded()
+    random = dq.RandomStart(0.5, seed=3)
+    for start, first in (("input", x), ("zero", torch.zeros_like(x)), (random, random.draw(x))):
+        expected = states_of(backbone, x, steps, first)
+        assert torch.equal(dq.ExplicitModel(dq.Looped(backbone, steps, start=start))(x).value, expected[-1])
+    looped, z = dq.Looped(backbone, steps), embedded().flip(2)
+    assert torch.equal(looped(z, looped.prepare(x))[0], states_of(backbone, x, steps, z)[-1])
+    looped.start = z  # states, which the given one does not replace
+    assert torch.equal(looped(x, looped.prepare(x))[0], states_of(backbone, x, steps, z)[-1])
+
+
+def test_gradients_are_those_of_the_loop_written_out():
+    found = []
+    for looped in (True, False):
+        backbone, x, weights = injected(), embedded().requires_grad_(), embedded().flip(1)
+        random = dq.RandomStart(0.5, seed=3)
+        one = dq.Looped(backbone, 3, choose=lambda states: states[1] + states[2], start=random)
+        states = None if looped else states_of(backbone, x, 3, random.draw(x))
+        value = dq.ExplicitModel(one)(x).value if states is None else states[1] + states[2]
+        (value * weights).sum().backward()
+        found.append([value, x.grad, *(p.grad for p in backbone.parameters())])
+    assert all((ours - expected).abs().max() <= 1e-12 for ours, expected in zip(*found, strict=True))
+
+
+@every_backbone
+@pytest.mark.parametrize("steps", [1, 2, 7])
+@torch.no_grad()
+def test_decoding_is_the_whole_pass_at_any_number_of_steps(make, steps):
+    """Each step sees the same step of the tokens before; with one cache for all, few steps would differ."""
+    x = embedded(2, 9)
+    for start in ("input", "zero"):
+        model = dq.ExplicitModel(dq.Looped(make(), steps, choose=lambda states: states.sum(dim=0), start=start))
+        whole, output = model(x, return_cache=True), model(x[:, :4], return_cache=True)
+        values = [output.value]
+        for t in range(4, 9):
+            output = model(x[:, t : t + 1], cache=output.cache, return_cache=True)
+            values.append(output.value)
+        assert (torch.cat(values, dim=1) - whole.value).abs().max() <= 1e-12
+        assert isinstance(output.cache, LoopedCache) and len(output.cache.steps) == steps
+        pairs = zip(output.cache.tensors(), whole.cache.tensors(), strict=True)
+        assert all((ours - expected).abs().max() <= 1e-12 for ours, expected in pairs)
+
+
+@pytest.mark.parametrize("left", [True, False])
+@torch.no_grad()
+def test_padding_and_rows_of_their_own(left):
+    model, x, mask = dq.ExplicitModel(dq.Looped(injected(), 3, start="zero")), embedded(2, 6), torch.ones(2, 6).bool()
+    real = slice(2, None) if left else slice(None, 4)
+    mask[1] = False
+    mask[1, real] = True
+    output, alone = model(x, mask=mask, return_cache=True), model(x[1:, real], return_cache=True)
+    assert (output.value[1:, real] - alone.value).abs().max() <= 1e-12
+    assert not output.value[~mask].any()
+    row = dq.take(output.cache, torch.tensor([1]))
+    following = [model(x[1:, :1], cache=cache).value for cache in (row, row.reserve(1), alone.cache)]
+    assert all((value - following[-1]).abs().max() <= 1e-12 for value in following)
+
+
+@torch.no_grad()
+def test_reserved_buffers_are_written_in_place():
+    model, x = dq.ExplicitModel(dq.Looped(llama(), 2)), embedded(1, 6)
+    cache = model(x, return_cache=True).cache.reserve(8)
+    pointers = {tensor.data_ptr() for step in cache.steps for tensor in tensors_of(step.layers)}
+    assert len(pointers) == 2 * 2 * 2  # steps, layers, keys and values
+    later = model(x[:, :1], cache=cache, return_cache=True).cache
+    assert {tensor.data_ptr() for step in later.steps for tensor in tensors_of(step.layers)} == pointers
+
+
+# choosing
+
+
+@torch.no_grad()
+def test_a_choice_sees_the_states_of_all_steps():
+    backbone, x, seen = llama(), embedded(), []
+
+    def first(states):
+        seen.append(states)
+        return states[0]
+
+    model = dq.ExplicitModel(dq.Looped(backbone, 3, first))
+    value = model(x).value
+    assert torch.equal(seen[0], states_of(backbone, x, 3, x))
+    assert torch.equal(value, seen[0][0])
+
+
+def test_a_module_that_chooses_is_trained_and_saved():
+    class Mixed(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weights = torch.nn.Parameter(torch.ones(3, 1, 1, 1).double())
+
+        def forward(self, states):
+            return (self.weights * states).sum(dim=0)
+
+    model = dq.ExplicitModel(dq.Looped(llama(), 3, Mixed()))
+    model(embedded()).value.sum().backward()
+    assert model.backbone.choose.weights.grad.all()
+    assert "backbone.choose.weights" in model.state_dict()
+
+
+# dropout, injections, solves
+
+
+def test_one_dropout_mask_for_all_steps():
+    backbone, x = llama(dropout=0.5).train(), embedded()
+    torch.manual_seed(1)
+    value = dq.ExplicitModel(dq.Looped(backbone, 3))(x).value
+    torch.manual_seed(1)
+    assert torch.equal(value, states_of(backbone, x, 3, x)[-1])
+
+
+@torch.no_grad()
+def test_an_explicit_model_leaves_the_injection_inside_alone():
+    backbone, x = llama(), embedded()
+    once = dq.ExplicitModel(backbone)(x).value
+    looped = dq.ExplicitModel(dq.Looped(backbone, 1))(x).value
+    assert torch.equal(looped, backbone(x, backbone.prepare(x))[0])
+    assert not torch.allclose(once, looped)
+
+
+@torch.no_grad()
+def test_the_fixed_point_of_several_steps_is_that_of_one():
+    backbone, x = contractive_llama(), embedded()
+    solve = dq.SolveConfig(stop=dq.Stop(rtol=1e-11, max_steps=500))
+    single, double = (dq.ImplicitModel(one, solve)(x, throw=True) for one in (backbone, dq.Looped(backbone, 2)))
+    assert torch.allclose(double.value, single.value, rtol=0, atol=1e-9)
+    assert (double.stats.iterations < single.stats.iterations).all()
+
+
+@torch.no_grad()
+def test_autocast_keeps_the_dtype_of_the_states():
+    backbone, x, dtypes = llama(final_norm=False).float(), embedded().float(), []
+
+    def last(states):
+        dtypes.append(states.dtype)
+        return states[-1].bfloat16()
+
+    with torch.autocast("cpu", torch.bfloat16):
+        value = dq.ExplicitModel(dq.Looped(backbone, 2, last))(x).value
+    assert (value.dtype, dtypes) == (torch.float32, [torch.float32])
+
+
+# errors
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ((torch.nn.Linear(8, 8), 2), TypeError, r"Looped\.backbone must be a Backbone.*got Linear"),
+        ((affine(), 0), ValueError, r"Looped\.steps must be an integer >= 1, got 0"),
+        ((affine(), 2.0), TypeError, r"Looped\.steps must be an integer"),
+        ((affine(), 2, "last"), TypeError, r"Looped\.choose must be a function, got 'last'"),
+        ((affine(), 2, None, "inputs"), ValueError, r"Looped\.start must be one of.*did you mean 'input'"),
+    ],
+)
+def test_bad_arguments(arguments, error, words):
+    with pytest.raises(error, match=words):
+        dq.Looped(*arguments)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("choose", "error", "words"),
+    [
+        (lambda states: states, ValueError, r"Looped\.choose must return states \(2, 7, 8\).*got \(3, 2, 7, 8\)"),
+        (lambda states: states[-1, :, :, :4], ValueError, r"got \(2, 7, 4\)"),
+        (
+            lambda states: states[-1].float(),
+            TypeError,
+            r"Looped\.choose must keep the dtype.*float64, got.*float32",
+        ),
+        (lambda states: 3, TypeError, r"value of Looped\.choose must be a Tensor, got 3"),
+    ],
+)
+def test_a_bad_choice(choose, error, words):
+    with pytest.raises(error, match=words):
+        dq.ExplicitModel(dq.Looped(affine(), 3, choose))(embedded())
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_cache_of_other_steps_or_another_model():
+    x, looped = embedded(), dq.Looped(affine(), 3)
+    cache = dq.ExplicitModel(looped)(x, return_cache=True).cache
+    with pytest.raises(ValueError, match=r"cache was made by 3 steps, and Looped\.steps is 2"):
+        dq.ExplicitModel(dq.Looped(affine(), 2))(x, cache=cache)
+    with pytest.raises(TypeError, match="cache must be a LoopedCache or None, got AffineCache"):
+        dq.ExplicitModel(looped)(x, cache=cache.steps[0])
+    with pytest.raises(ValueError, match="cache must be of this model"):
+        dq.ExplicitModel(looped)(x[:1], cache=cache)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("start", ["zero", dq.RandomStart()], ids=["zero", "random"])
+def test_a_loop_that_would_not_see_its_input(start):
+    looped = dq.Looped(llama(injection=False), 2, start=start)
+    with pytest.raises(ValueError, match=r'Looped\.start.*without an injection.*injection=True.*start="input"'):
+        dq.ExplicitModel(looped)(embedded())
+    looped.start = embedded()  # states can depend on anything
+    assert dq.ExplicitModel(looped)(embedded()).value.shape == (2, 7, 8)
+
+
+# other runtimes
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("make", "start"),
+    [(llama, "input"), (contractive_mamba2, dq.RandomStart(0.5)), (injected, "zero")],
+    ids=["llama", "mamba2", "core"],
+)
+def test_it_is_exported(make, start):
+    looped = dq.ExplicitModel(dq.Looped(make(), 3, lambda states: states.mean(dim=0), start))
+    once = dq.ExplicitModel(llama(injection=False, n_layers=1))
+    model = dq.RecurrentDepth(once, looped, once) if make is injected else looped
+    model = Logits(dq.CausalLM(11, model).double().eval())
+    ids = torch.tensor([[1, 2, 3, 4], [4, 3, 2, 1]])
+    with torch.no_grad():
+        exported = torch.export.export(model, (ids[:1],), strict=False).module()
+        for row in ids:
+            torch.manual_seed(0)
+            expected = model(row[None])
+            torch.manual_seed(0)
+            assert (exported(row[None]) - expected).abs().max() <= 1e-12
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.filterwarnings("ignore")
+def test_a_seed_is_not_exported():
+    """The exported generator would go on from one call to the next."""
+    model = dq.ExplicitModel(dq.Looped(affine(), 2, start=dq.RandomStart(0.5, seed=1)))
+    model = Logits(dq.CausalLM(11, model).double().eval())
+    with torch.no_grad(), pytest.raises(ValueError, match=r"RandomStart\.seed must be None in torch\.export"):
+        torch.export.export(model, (torch.tensor([[1, 2, 3, 4]]),), strict=False)
+
+
+@pytest.mark.slow
+def test_it_is_compiled_once_for_all_steps():
+    """In a process of its own: the tests' checks of shapes would break the graph."""
+    done = subprocess.run([sys.executable, str(SCRIPT), "Looped"], capture_output=True, text=True, timeout=1200)
+    assert done.returncode == 0, done.stderr
+    assert "Looped, zero: " in done.stdout
