@@ -13,7 +13,7 @@ from deqseq.backbones.base import Cache
 from deqseq.check import check_callable, check_flag, check_ids, check_integer, check_number, check_type
 from deqseq.config import SolveConfig, SolveFields, check_fields
 from deqseq.models.eval_mode import eval_mode
-from deqseq.models.explicit import ExplicitModel
+from deqseq.models.explicit import ExplicitModel, check_nothing_to_solve
 from deqseq.models.generation import Draft, Generation, NewTokens, Sampler, generate
 from deqseq.models.implicit import ImplicitModel
 from deqseq.models.output import CausalLMOutput
@@ -118,8 +118,8 @@ class CausalLM(nn.Module):
             callback: called at every check of the residual, as in :meth:`ImplicitModel.forward`.
             throw: whether rows that spent their budget or diverged raise an error.
             solve: replaces the model's :class:`SolveConfig` for this call.
-            **fields: fields of :class:`SolveConfig` to replace for this call. An explicit model takes neither these nor
-                ``trace``, ``callback``, ``throw`` and ``solve``.
+            **fields: fields of :class:`SolveConfig` to replace for this call. A model that solves nothing takes neither
+                these nor ``trace``, ``callback``, ``throw`` and ``solve``.
 
         Returns:
             Logits, the loss if labels or targets were given, cache and statistics.
@@ -132,10 +132,8 @@ class CausalLM(nn.Module):
         answers = self._answers(input_ids, labels, targets, mask)
         x = F.dropout(self.embed(input_ids), self.embedding_dropout, self.training)
         options: dict[str, Any] = {"trace": trace, "callback": callback, "throw": throw, "solve": solve}
-        if isinstance(self.model, ExplicitModel):
-            given = [name for name, value in options.items() if value is not None and value is not False]
-            if given := [*given, *fields]:
-                raise TypeError(f"an explicit model has nothing to solve: it takes no {', '.join(given)}")
+        if self.core is None:
+            check_nothing_to_solve(options, fields)
             options = {}
         else:
             check_fields(fields)
@@ -230,7 +228,7 @@ class CausalLM(nn.Module):
 
     @property
     def core(self) -> ImplicitModel | None:
-        """The part that is solved: the model itself, or that of a :class:`RecurrentDepth`; None: an explicit model."""
+        """The part that is solved: the model itself, or that of a :class:`RecurrentDepth`; None: nothing is."""
         return solved_part(self.model)
 
     def compile(self, **options: Any) -> None:

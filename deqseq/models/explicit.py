@@ -1,5 +1,6 @@
 """The same backbone without iteration: the baseline."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,7 +21,8 @@ class ExplicitModel(nn.Module):
     r"""One pass of a backbone over the embedded tokens, :math:`z = f_\theta(x)`: an ordinary sequence model.
 
     Args:
-        backbone: the layers, best built without an injection, which is not used here.
+        backbone: the layers, best built without an injection, which is not used here; that of a backbone inside a
+            :class:`Looped` is.
 
     Example:
         >>> import torch, deqseq as dq
@@ -91,3 +93,10 @@ class ExplicitModel(nn.Module):
             **options: those of ``torch.compile``.
         """
         self.backbone.compile(**options)
+
+
+def check_nothing_to_solve(options: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
+    """Refuse options of a solve that were given, and all ``fields`` of a :class:`SolveConfig`, with a TypeError."""
+    given = [name for name, value in options.items() if value is not None and value is not False]
+    if given := [*given, *fields]:
+        raise TypeError(f"an explicit model has nothing to solve: it takes no {', '.join(given)}")

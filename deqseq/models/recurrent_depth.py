@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from deqseq.backbones.base import Cache
 from deqseq.check import check_callable, check_type
 from deqseq.config import SolveConfig, SolveFields
-from deqseq.models.explicit import ExplicitModel
+from deqseq.models.explicit import ExplicitModel, check_nothing_to_solve
 from deqseq.models.implicit import ImplicitModel
 from deqseq.models.output import ModelOutput
 from deqseq.solve import Callback
@@ -36,17 +36,19 @@ class RecurrentDepthCache(Cache):
 
 
 class RecurrentDepth(nn.Module):
-    r"""An explicit prelude, an implicit core on its output, an explicit coda.
+    r"""An explicit prelude, a core that is iterated on its output, an explicit coda.
 
     .. math:: e = \mathrm{prelude}(x), \qquad z^* = \mathrm{core}(z^*, e), \qquad y = \mathrm{coda}(\mathrm{norm}(z^*))
 
     The core decides how the model is solved, and its sweeps, gradients, stopping rules and statistics are those of any
     :class:`ImplicitModel`. Each part keeps a cache of its own; at the fixed point the core needs one entry per token,
-    however many iterations it took.
+    however many iterations it took. With ``ExplicitModel(Looped(backbone, steps))`` as its core the model has a fixed
+    depth: nothing is solved, and there is a cache for each step.
 
     Args:
         prelude: runs once on the embedded tokens.
-        core: iterated; its input is the prelude's output.
+        core: its input is the prelude's output. An :class:`ImplicitModel` is solved; an :class:`ExplicitModel`, usually
+            of a :class:`Looped` backbone, is run.
         coda: runs once on the core's states.
         norm: of the core's states before the coda, as in Huginn. Default: none.
 
@@ -73,11 +75,16 @@ class RecurrentDepth(nn.Module):
     """
 
     def __init__(
-        self, prelude: ExplicitModel, core: ImplicitModel, coda: ExplicitModel, norm: nn.Module | None = None
+        self,
+        prelude: ExplicitModel,
+        core: ImplicitModel | ExplicitModel,
+        coda: ExplicitModel,
+        norm: nn.Module | None = None,
     ) -> None:
         super().__init__()
         check_type("RecurrentDepth.prelude", prelude, ExplicitModel, "dq.ExplicitModel(backbone)")
-        check_type("RecurrentDepth.core", core, ImplicitModel, "dq.ImplicitModel(dq.Injected(backbone, injection))")
+        kinds = (ImplicitModel, ExplicitModel)
+        check_type("RecurrentDepth.core", core, kinds, "dq.ImplicitModel(dq.Injected(backbone, injection))")
         check_type("RecurrentDepth.coda", coda, ExplicitModel, "dq.ExplicitModel(backbone)")
         check_type("RecurrentDepth.norm", norm, (nn.Module, type(None)))
         widths = [part.backbone.d_model for part in (prelude, core, coda)]
@@ -102,7 +109,7 @@ class RecurrentDepth(nn.Module):
         solve: SolveConfig | None = None,
         **fields: Unpack[SolveFields],
     ) -> ModelOutput:
-        """Run the prelude, solve for the core's fixed point, run the coda.
+        """Run the prelude; solve for the core's fixed point, or run it; run the coda.
 
         Args:
             x: embedded tokens, ``(batch, length, d_model)``.
@@ -119,10 +126,11 @@ class RecurrentDepth(nn.Module):
                 rule that judges these; :class:`deqseq.CausalLM` passes its own. Each check then runs the coda.
             solve: replaces the core's configuration for this call.
             **fields: fields of :class:`SolveConfig` to replace for this call. ``start`` may also be states of the core,
-                ``(batch, length, d_model)``.
+                ``(batch, length, d_model)``. An explicit core takes neither these nor ``trace``, ``callback``,
+                ``throw``, ``head`` and ``solve``.
 
         Returns:
-            The coda's states, with the numbers of the core's solve.
+            The coda's states, with the numbers of the core's solve; without any if the core is explicit.
 
         Raises:
             ConvergenceError: with ``throw``, as in :meth:`ImplicitModel.forward`.
@@ -132,7 +140,11 @@ class RecurrentDepth(nn.Module):
         given = isinstance(cache, RecurrentDepthCache)
         before = (cache.prelude, cache.core, cache.coda) if given else (None, None, None)
         every = {"mask": mask, "return_cache": return_cache, "return_uncommitted": return_uncommitted}
-        options: dict[str, Any] = {"trace": trace, "callback": callback, "throw": throw, "solve": solve, **fields}
+        options: dict[str, Any] = {"trace": trace, "callback": callback, "throw": throw, "solve": solve}
+        if isinstance(self.core, ExplicitModel):
+            check_nothing_to_solve(options | {"head": head}, fields)
+            options = {}
+        options |= fields
         first = self.prelude(x, cache=before[0], **every)
         room = None if before[2] is None else before[2].reserve(x.shape[1])
         if head is not None:
@@ -171,7 +183,7 @@ class _CodaHead:
 
 
 def solved_part(model: nn.Module) -> ImplicitModel | None:
-    """The part of a model that is solved: itself, or the core of a :class:`RecurrentDepth`; None: nothing is."""
+    """The part of a model that is solved: itself, or the core of a :class:`RecurrentDepth`; None if it is explicit."""
     part = model.core if isinstance(model, RecurrentDepth) else model
     return part if isinstance(part, ImplicitModel) else None
 

@@ -1,6 +1,7 @@
 """Prelude, core, coda: its parts one after the other, however the tokens are cut, padded, cached or generated."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -157,8 +158,8 @@ def test_bad_parts_are_refused():
     core, part = dq.ImplicitModel(dq.Affine(8)), dq.ExplicitModel(dq.Affine(8))
     with pytest.raises(TypeError, match=r"prelude must be an ExplicitModel.*dq\.ExplicitModel"):
         dq.RecurrentDepth(dq.Affine(8), core, part)
-    with pytest.raises(TypeError, match="core must be an ImplicitModel"):
-        dq.RecurrentDepth(part, part, part)
+    with pytest.raises(TypeError, match="core must be an ImplicitModel or an ExplicitModel"):
+        dq.RecurrentDepth(part, dq.Affine(8), part)
     with pytest.raises(TypeError, match="norm must be"):
         dq.RecurrentDepth(part, core, part, "rms")
     with pytest.raises(ValueError, match=r"same d_model.*\[8, 8, 4\]"):
@@ -170,6 +171,53 @@ def test_bad_parts_are_refused():
         model(torch.ones(1, 2, 8), sweeep=dq.Sequential())
     with pytest.raises(dq.ConvergenceError):
         model(torch.ones(1, 2, 8), stop=dq.Stop.exactly(1), throw=True)
+
+
+# a core of fixed depth
+
+
+@pytest.fixture(scope="module")
+def fixed():
+    core = recurrent().core.backbone
+    once = dq.ExplicitModel(contractive_llama(injection=False))
+    return dq.RecurrentDepth(once, dq.ExplicitModel(dq.Looped(core, 3, start="zero")), once).double().eval()
+
+
+@torch.no_grad()
+def test_a_core_of_fixed_depth_is_run_and_has_no_statistics(fixed):
+    x, once, core = randn(2, 7, 8), fixed.prelude, fixed.core.backbone.backbone
+    output, first = fixed(x), fixed(x[:, :4], return_cache=True)
+    rest = fixed(x[:, 4:], cache=first.cache)
+    e, z = once(x).value, torch.zeros_like(x)
+    for _ in range(3):
+        z, _ = core(z, core.prepare(e))
+    assert torch.equal(output.value, once(z).value)
+    assert near(torch.cat([first.value, rest.value], dim=1), output.value, 1e-12)
+    assert output.stats is output.status is None
+
+
+def test_a_language_model_of_fixed_depth_generates_and_trains(fixed):
+    lm, ids = dq.CausalLM(13, fixed, embedding_std=1.0).double().eval(), torch.tensor([[1, 2, 3]])
+    assert lm.core is None
+    generated = lm.generate(ids, max_new_tokens=4)
+    assert generated.iterations is generated.converged is None
+    whole = torch.cat([ids, generated.tokens], dim=1)
+    with torch.no_grad():
+        assert torch.equal(lm(whole[:, :-1]).logits[:, 2:].argmax(-1), generated.tokens)
+    lm(ids, labels=ids).loss.backward()
+    assert all(parameter.grad.any() for parameter in fixed.core.parameters())
+
+
+def test_a_core_of_fixed_depth_takes_no_options_of_a_solve(fixed):
+    lm, ids, x = dq.CausalLM(13, fixed).double().eval(), torch.tensor([[1, 2, 3]]), randn(1, 3, 8)
+    for call in (partial(fixed, x), partial(lm, ids), partial(lm.generate, ids, max_new_tokens=1)):
+        with pytest.raises(TypeError, match="an explicit model has nothing to solve: it takes no solver"):
+            call(solver=dq.Naive())
+    for call in (partial(fixed, x), partial(lm, ids)):
+        with pytest.raises(TypeError, match="takes no trace, throw, solve, start"):
+            call(trace=True, throw=True, solve=dq.SolveConfig(), start="zero")
+    with pytest.raises(TypeError, match="takes no head"):
+        fixed(x, head=lm.logits)
 
 
 # starts

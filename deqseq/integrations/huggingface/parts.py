@@ -35,6 +35,11 @@ def joined(
 
 def parts_of(model: RecurrentDepth) -> Json:
     """The fields that describe a model of the layers of one decoder, or of Llama and Mamba2 backbones."""
+    if not isinstance(model.core, ImplicitModel):
+        raise TypeError(
+            f"the core of a RecurrentDepth must be an ImplicitModel, got an {type(model.core).__name__}: a "
+            "configuration cannot name a fixed depth"
+        )
     core: Any = model.core.backbone
     injected = isinstance(core, Injected)
     backbones: list[Any] = [model.prelude.backbone, core.backbone if injected else core, model.coda.backbone]
