@@ -3,49 +3,51 @@
 import math
 from collections.abc import Mapping
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from deqseq.backbones import ConcatInjection, Injected, Llama, LlamaConfig
-from deqseq.check import check_type
+from deqseq.backbones import ConcatInjection, Injected, Llama, LlamaConfig, Looped
+from deqseq.check import check_integer, check_type
 from deqseq.config import SolveConfig
 from deqseq.gradients import Unrolled
+from deqseq.integrations.ouro_gate import OuroGate
 from deqseq.integrations.pretrained_config import rotary
 from deqseq.integrations.reference_fields import Fields
 from deqseq.integrations.reference_weights import renamed, without_tied_head
-from deqseq.integrations.weight_files import config_in, tensors_in
+from deqseq.integrations.weight_files import config_in, folder_of, tensors_in
 from deqseq.layers import RMSNorm
 from deqseq.models import CausalLM, ExplicitModel, ImplicitModel, RecurrentDepth
 from deqseq.solvers import Naive
 from deqseq.start import RandomStart
 from deqseq.stop import Stop
-from deqseq.sweeps import Lockstep
 
 
 def from_pretrained(
-    folder_or_name: str | PathLike[str], dtype: torch.dtype | None = None, *, revision: str | None = None
+    folder_or_name: str | PathLike[str],
+    dtype: torch.dtype | None = None,
+    *,
+    revision: str | None = None,
+    steps: int | None = None,
 ) -> CausalLM:
     r"""A released recurrent-depth model, from its ``config.json`` and safetensors; none of its own code runs.
 
-    - Huginn-0125 and the retrofitted Llama and OLMo 2 models become a :class:`deqseq.RecurrentDepth`, solved to a
-      relative tolerance of 1e-3 within 4 times its mean depth, started at zero.
-    - Ouro becomes an :class:`deqseq.ImplicitModel` without injection, started at its input, and run for its number of
-      loops in :class:`deqseq.Lockstep`. Its gate is ``lm.exit_gate``; to exit by it, pass
-      ``stop=dq.Stop(exit=dq.ExitGate(lm.exit_gate, 0.5))``, whatever the configuration's ``early_exit_threshold``.
-
-    The former have a fixed point, which every sweep finds and of which a cache keeps one entry per token. To run
-    them as their authors do, for ``r`` iterations from random states with a cache for each, pass
-    ``solver=dq.Naive(), sweep=dq.Lockstep(r), start=dq.RandomStart(std)``. Ouro has none: iterated on, it forgets its
-    prompt.
+    - Huginn-0125 and the retrofitted Llama and OLMo 2 models become a :class:`deqseq.RecurrentDepth`. By default its
+      core is solved to a relative tolerance of 1e-3, within 4 times its mean depth, from zero: it has a fixed point,
+      which every sweep finds and of which the cache keeps one entry per token. With ``steps`` the core is run as its
+      authors do: that many times, from random states, with a cache for each step.
+    - Ouro becomes an :class:`deqseq.ExplicitModel` of a :class:`deqseq.Looped` stack. It has no fixed point: iterated
+      on, it forgets its prompt. Its gate, an :class:`~deqseq.integrations.ouro_gate.OuroGate`, is
+      ``lm.model.backbone.choose``, with the ``early_exit_threshold`` of the configuration.
 
     Args:
         folder_or_name: a folder, or a name on the hub, such as ``"tomg-group-umd/huginn-0125"``.
         dtype: of the weights. Default: as they are stored.
         revision: a branch, tag or commit on the hub.
+        steps: how often the core runs, or how many loops Ouro makes, at least 1. Default: the core is solved, and Ouro
+            makes the ``total_ut_steps`` of its configuration.
 
     Returns:
         The model in eval mode.
@@ -69,20 +71,22 @@ def from_pretrained(
         check_type("dtype", dtype, torch.dtype, "torch.bfloat16")
         if not dtype.is_floating_point:
             raise ValueError(f"dtype must be a floating-point type, got {dtype}")
-    folder = _folder(folder_or_name, revision)
+    _check_steps(steps)
+    folder = folder_of(folder_or_name, revision)
     _model_of(config := config_in(folder))  # before gigabytes are read
     if not (state := tensors_in(folder)):
         raise FileNotFoundError(f"{folder} has no *.safetensors: convert pickled weights to safetensors")
-    lm = from_state(config, state)
+    lm = from_state(config, state, steps)
     return lm if dtype is None else lm.to(dtype)
 
 
-def from_state(config: Mapping[str, Any], state: Mapping[str, Tensor]) -> CausalLM:
+def from_state(config: Mapping[str, Any], state: Mapping[str, Tensor], steps: int | None = None) -> CausalLM:
     """The same from a parsed ``config.json`` and a state dict.
 
     Args:
         config: of a Huginn, a retrofitted model or an Ouro.
         state: its tensors, under its own names; they are copied.
+        steps: as in :func:`from_pretrained`.
 
     Returns:
         The model in eval mode, its weights in their own dtypes.
@@ -99,15 +103,17 @@ def from_state(config: Mapping[str, Any], state: Mapping[str, Tensor]) -> Causal
         >>> state |= {"model.embed_tokens.weight": torch.randn(5, 8), "lm_head.weight": torch.randn(5, 8)}
         >>> config = {"model_type": "ouro", "hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1}
         >>> config |= {"intermediate_size": 12, "rms_norm_eps": 1e-5, "vocab_size": 5, "total_ut_steps": 4}
-        >>> from_state(config, state)(torch.tensor([[1, 2, 3]])).stats.iterations
-        tensor([4])
+        >>> lm = from_state(config, state)
+        >>> lm.model.backbone.steps, lm(torch.tensor([[1, 2, 3]])).logits.shape
+        (4, torch.Size([1, 3, 5]))
     """
     check_type("config", config, Mapping, "json.loads(Path('config.json').read_text())")
     check_type("state", state, Mapping, "safetensors.torch.load_file(path)")
+    _check_steps(steps)
     build, translate = _model_of(config)
     fields = Fields(config, f"{config['model_type']} configuration: ")
     with torch.device("meta"):
-        lm = build(fields, state)
+        lm = build(fields, state, steps)
     weights = translate(dict(state), lm)
     weights = renamed(weights, {name: tensor.shape for name, tensor in lm.state_dict().items()}, lambda name: name)
     lm.load_state_dict({name: tensor.detach().clone() for name, tensor in weights.items()}, assign=True)
@@ -116,19 +122,9 @@ def from_state(config: Mapping[str, Any], state: Mapping[str, Tensor]) -> Causal
     return lm.eval()
 
 
-def _folder(folder_or_name: str | PathLike[str], revision: str | None) -> Path:
-    """A folder as it is, or what is downloaded under a name."""
-    folder, name = Path(folder_or_name), str(folder_or_name)
-    if folder.is_dir():
-        return folder
-    if folder.is_absolute() or not isinstance(folder_or_name, str) or name[:1] in (".", "~") or name.count("/") > 1:
-        raise FileNotFoundError(f"folder_or_name: there is no folder {folder}; a name on the hub is 'owner/model'")
-    try:
-        from huggingface_hub import snapshot_download
-    except ImportError as error:
-        raise ImportError('loading from the hub needs huggingface_hub: pip install "deqseq[hf]"') from error
-    files = ["config.json", "*.safetensors", "*.index.json"]
-    return Path(snapshot_download(name, revision=revision, allow_patterns=files))
+def _check_steps(steps: int | None) -> None:
+    if steps is not None:
+        check_integer("steps", steps, 1)
 
 
 def _model_of(config: Mapping[str, Any]) -> tuple[Any, Any]:
@@ -162,7 +158,7 @@ def _layers_of(part: ExplicitModel) -> Llama:
     return part.backbone
 
 
-def _raven(fields: Fields, state: Mapping[str, Tensor]) -> CausalLM:
+def _raven(fields: Fields, state: Mapping[str, Tensor], steps: int | None) -> CausalLM:
     """Huginn and the retrofitted models: all say ``huginn_raven``, the names of their tensors tell them apart."""
     first = "transformer.prelude.0."
     huginn, olmo = f"{first}norm_3.weight" in state, f"{first}attn.q_norm.weight" in state
@@ -187,8 +183,12 @@ def _raven(fields: Fields, state: Mapping[str, Tensor]) -> CausalLM:
     start = RandomStart(math.sqrt(2 / (5 * width)) * scale)
     depth = fields.integer("mean_backprop_depth", min(8, mean))
     solve = SolveConfig(Naive(), Stop.exactly(mean), Unrolled(last=depth), start=start)
-    injected = ImplicitModel(Injected(core, ConcatInjection(width)), solve, SolveConfig(stop=Stop(max_steps=4 * mean)))
-    model = RecurrentDepth(ExplicitModel(prelude), injected, ExplicitModel(coda), coda.norm if huginn else None)
+    injected = Injected(core, ConcatInjection(width))
+    if steps is None:
+        middle = ImplicitModel(injected, solve, SolveConfig(stop=Stop(max_steps=4 * mean)))
+    else:
+        middle = ExplicitModel(Looped(injected, steps, start=start))
+    model = RecurrentDepth(ExplicitModel(prelude), middle, ExplicitModel(coda), coda.norm if huginn else None)
     tied = fields.flag("tie_embeddings", huginn)
     vocabulary = fields.integer("padded_vocab_size", fields.integer("vocab_size"))
     return CausalLM(vocabulary, model, tied=tied, embedding_scale=scale)
@@ -219,11 +219,12 @@ def _raven_weights(state: dict[str, Tensor], lm: CausalLM) -> dict[str, Tensor]:
         fits = huginn and len(rows) % config.head_width == 0  # others are named as of another shape
         return rearrange(rows, order, pair=2, i=config.head_width // 2) if fits else rows
 
+    looped = "backbone." * isinstance(lm.model.core, ExplicitModel)
     ours: dict[str, Tensor] = {}
     for name, tensor in state.items():
         place = name
         for theirs, new in (*_RAVEN_PLACES, *_RAVEN_NORMS[config.norms]):
-            place = place.replace(theirs, new)
+            place = place.replace(theirs, new.format(looped))
         if name.endswith("attn.Wqkv.weight"):
             q, k, v = tensor.split(parts) if tensor.ndim == 2 and len(tensor) == sum(parts) else (tensor,) * 3
             ours |= {f"{place}q_proj.weight": halves(q), f"{place}k_proj.weight": halves(k), f"{place}v_proj.weight": v}
@@ -243,9 +244,9 @@ _RAVEN_PLACES = (
     ("transformer.wte.", "embedding."),
     ("lm_head.", "head."),
     ("transformer.ln_f.", "model.coda.backbone.norm."),
-    ("transformer.adapter.", "model.core.backbone.injection."),
+    ("transformer.adapter.", "model.core.backbone.{}injection."),
     ("transformer.prelude.", "model.prelude.backbone.layers."),
-    ("transformer.core_block.", "model.core.backbone.backbone.layers."),
+    ("transformer.core_block.", "model.core.backbone.{}backbone.layers."),
     ("transformer.coda.", "model.coda.backbone.layers."),
     (".attn.Wqkv.weight", ".self_attn."),
     (".attn.qk_bias", ".self_attn."),
@@ -265,7 +266,7 @@ _RAVEN_NORMS: Mapping[str, tuple[tuple[str, str], ...]] = {
 }
 
 
-def _ouro(fields: Fields, state: Mapping[str, Tensor]) -> CausalLM:
+def _ouro(fields: Fields, state: Mapping[str, Tensor], steps: int | None) -> CausalLM:
     """A stack and its norm, iterated from the embedding."""
     fields.only("hidden_act", ("silu",), "the feed-forward layers have this activation here")
     fields.only("use_sliding_window", (False, None), "attention sees all tokens before here")
@@ -273,16 +274,12 @@ def _ouro(fields: Fields, state: Mapping[str, Tensor]) -> CausalLM:
     theta, scaling = rotary(fields, 10000.0)
     sizes = _sizes(fields, width, heads, "rms_norm_eps")
     sizes |= {"norms": "sandwich", "rope_theta": theta, "rope_scaling": scaling}
-    loops, stack = (
-        fields.integer("total_ut_steps"),
-        _layers(sizes, fields.integer("num_hidden_layers"), final_norm=True),
-    )
-    solve = SolveConfig(Naive(), Stop.exactly(loops), Unrolled(), Lockstep(loops), start="input")
-    tied = fields.flag("tie_word_embeddings", False)
-    gate = None
-    if "model.early_exit_gate.weight" in state:
-        gate = nn.Linear(width, 1).requires_grad_(False)  # the loss does not reach it, for which DDP would wait
-    return CausalLM(fields.integer("vocab_size"), ImplicitModel(stack, solve), tied=tied, exit_gate=gate)
+    stack = _layers(sizes, fields.integer("num_hidden_layers"), final_norm=True)
+    loops, threshold = fields.integer("total_ut_steps"), min(fields.number("early_exit_threshold", 1.0, 0.0), 1.0)
+    gated = threshold < 1 or "model.early_exit_gate.weight" in state
+    gate = OuroGate(nn.Linear(width, 1), threshold) if gated else None
+    model = ExplicitModel(Looped(stack, loops if steps is None else steps, gate))
+    return CausalLM(fields.integer("vocab_size"), model, tied=fields.flag("tie_word_embeddings", False))
 
 
 def _ouro_weights(state: dict[str, Tensor], lm: CausalLM) -> dict[str, Tensor]:
@@ -290,7 +287,7 @@ def _ouro_weights(state: dict[str, Tensor], lm: CausalLM) -> dict[str, Tensor]:
     if lm.head is None:
         state = without_tied_head(state, "lm_head.weight", "model.embed_tokens.weight")
     prefixes = (("lm_head.", "head."), ("model.embed_tokens.", "embedding."))
-    prefixes += (("model.early_exit_gate.", "exit_gate."), ("model.", "model.backbone."))
+    prefixes += (("model.early_exit_gate.", "model.backbone.choose.linear."), ("model.", "model.backbone.backbone."))
     ours: dict[str, Tensor] = {}
     for name, tensor in state.items():
         theirs, new = next((pair for pair in prefixes if name.startswith(pair[0])), ("", ""))

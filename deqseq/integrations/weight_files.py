@@ -2,12 +2,33 @@
 
 import json
 from collections.abc import Mapping
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
+
+
+def folder_of(folder_or_name: str | PathLike[str], revision: str | None) -> Path:
+    """A folder as it is, or that of the model which is downloaded under a name.
+
+    Raises:
+        FileNotFoundError: there is no such folder, and it cannot be a name on the hub.
+        ImportError: huggingface_hub is missing.
+    """
+    folder, name = Path(folder_or_name), str(folder_or_name)
+    if folder.is_dir():
+        return folder
+    if folder.is_absolute() or not isinstance(folder_or_name, str) or name[:1] in (".", "~") or name.count("/") > 1:
+        raise FileNotFoundError(f"folder_or_name: there is no folder {folder}; a name on the hub is 'owner/model'")
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError as error:
+        raise ImportError('loading from the hub needs huggingface_hub: pip install "deqseq[hf]"') from error
+    files = ["config.json", "*.safetensors", "*.index.json"]
+    return Path(snapshot_download(name, revision=revision, allow_patterns=files))
 
 
 def config_in(folder: Path) -> dict[str, Any]:

@@ -41,8 +41,6 @@ class CausalLM(nn.Module):
             before the solve.
         embedding_scale: multiplies the embedded tokens, rounded to their dtype first, as in Gemma.
         logit_softcap: bound of the logits, which become ``cap * tanh(logits / cap)``, as in Gemma 2. Default: none.
-        exit_gate: maps states ``(..., d_model)`` to one number each, ``(..., 1)``, as in Ouro. It is kept for
-            :class:`ExitGate`; the model itself does not run it. Default: none.
 
     Raises:
         TypeError, ValueError: names the argument, what it got and what it wants.
@@ -66,7 +64,6 @@ class CausalLM(nn.Module):
         embedding_dropout: float = 0.0,
         embedding_scale: float = 1.0,
         logit_softcap: float | None = None,
-        exit_gate: nn.Module | None = None,
     ) -> None:
         super().__init__()
         check_integer("CausalLM.vocab_size", vocab_size, 1)
@@ -84,8 +81,6 @@ class CausalLM(nn.Module):
         self.head = None if tied else nn.Linear(model.d_model, vocab_size, bias=False)
         if self.head is not None:
             nn.init.normal_(self.head.weight, std=embedding_std)
-        check_type("CausalLM.exit_gate", exit_gate, (nn.Module, type(None)), "torch.nn.Linear(64, 1)")
-        self.exit_gate = exit_gate
 
     def forward(
         self,

@@ -1,71 +1,78 @@
 """Released recurrent-depth models give the numbers of their authors' code: iterated, converged, trained, decoded."""
 
-import json
-from functools import cache
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from released import DATA, assert_near, config, decoded, loaded, numbers, weights
+from safetensors.torch import save_file
+from small_models import Logits
 
 import deqseq as dq
 from deqseq.integrations.recurrent_depth import from_pretrained, from_state
 
-DATA = Path(__file__).parent / "data"
 RAVENS = ("huginn", "retrofit_llama", "retrofit_olmo")
 SWEEPS = (dq.Simultaneous(), dq.Chunked(5), dq.Sequential(), dq.Sliding(4))
 TIGHT = dq.Stop(rtol=1e-13, max_steps=500)
 NAIVE = dq.Naive()
 
 
-@cache
-def numbers(name):
-    return load_file(DATA / f"{name}.safetensors")
-
-
-def config(name):
-    return json.loads((DATA / f"{name}.json").read_text())
-
-
-def weights(name, part="weight"):
-    return {key.removeprefix(f"{part}/"): x for key, x in numbers(name).items() if key.startswith(f"{part}/")}
-
-
-@cache
-def loaded(name):
-    return from_state(config(name), weights(name))
-
-
-def assert_near(found, wanted, atol=1e-9):
-    assert found.shape == wanted.shape
-    assert (found - wanted).abs().max() <= atol
+@contextmanager
+def started(lm, start):
+    """The loop of a model of fixed depth begins there."""
+    looped = lm.model.core.backbone
+    before, looped.start = looped.start, start
+    try:
+        yield lm
+    finally:
+        looped.start = before
 
 
 @pytest.mark.parametrize("name", RAVENS)
 @pytest.mark.parametrize("steps", [1, 3, 8])
 def test_a_number_of_iterations_from_given_states(name, steps):
     lm, golden = loaded(name), numbers(name)
-    with torch.no_grad():
+    with torch.no_grad(), started(loaded(name, steps), golden["initial_state"]) as fixed:
         call = {"start": golden["initial_state"], "solver": NAIVE}
         exactly = lm(golden["input_ids"], stop=dq.Stop.exactly(steps), **call)
-        lockstep = lm(golden["input_ids"], sweep=dq.Lockstep(steps), **call)
+        looped = fixed(golden["input_ids"])
         first = lm.model.prelude(lm.embed(golden["input_ids"])).value
         states = lm.core(first, stop=dq.Stop.exactly(steps), **call).value
     assert_near(first, golden["prelude"])
     assert_near(states, golden[f"states_r{steps}"])
     assert_near(exactly.logits, golden[f"logits_r{steps}"])
-    assert_near(lockstep.logits, golden[f"logits_r{steps}"])
+    assert_near(looped.logits, golden[f"logits_r{steps}"])
     assert not exactly.converged.any()
-    assert not lockstep.converged.any()
+    assert looped.stats is None
 
 
 @pytest.mark.parametrize("name", RAVENS)
 def test_a_number_of_iterations_from_zero(name):
     lm, golden = loaded(name), numbers(name)
+    for steps in (3, 8):
+        with torch.no_grad(), started(loaded(name, steps), "zero") as fixed:
+            solved = lm(golden["input_ids"], start="zero", solver=NAIVE, stop=dq.Stop.exactly(steps))
+            assert_near(solved.logits, golden[f"zero_logits_r{steps}"])
+            assert_near(fixed(golden["input_ids"]).logits, golden[f"zero_logits_r{steps}"])
+
+
+@pytest.mark.parametrize(("name", "std"), [("huginn", 0.4**0.5), ("retrofit_llama", None), ("retrofit_olmo", None)])
+def test_a_fixed_depth_begins_at_the_random_states_of_its_authors(name, std):
+    """Those of Huginn have its embedding's scale, those of the others their own."""
+    lm = loaded(name, 3)
+    assert lm.core is None
+    start = lm.model.core.backbone.start
+    assert start == loaded(name).model.core.solve.start
+    assert start.std == pytest.approx(std or (2 / (5 * lm.model.d_model)) ** 0.5)
+    torch.manual_seed(0)
+    states = start.draw(lm.embed(numbers(name)["input_ids"]))
+    with torch.no_grad(), started(lm, states):
+        expected = lm(numbers(name)["input_ids"]).logits
+    torch.manual_seed(0)
     with torch.no_grad():
-        for steps in (3, 8):
-            output = lm(golden["input_ids"], start="zero", solver=NAIVE, stop=dq.Stop.exactly(steps))
-            assert_near(output.logits, golden[f"zero_logits_r{steps}"])
+        assert torch.equal(lm(numbers(name)["input_ids"]).logits, expected)
 
 
 def test_the_two_other_starts_of_the_fork():
@@ -115,121 +122,38 @@ def test_truncated_training(name):
 
 @pytest.mark.parametrize("name", RAVENS)
 def test_decoding_with_a_cache_per_iteration_is_theirs(name):
-    lm, golden = loaded(name), numbers(name)
-    call = {"solver": NAIVE, "sweep": dq.Lockstep(8), "return_cache": True}
-    found = decoded(lm, golden["input_ids"], golden["initial_state"], **call)
+    lm, golden = loaded(name, 8), numbers(name)
+    states = golden["initial_state"]
+    with started(lm, states):
+        found = decoded(lm, golden["input_ids"], states)
     assert_near(found, golden["decode_logits_r8"])
 
 
 @pytest.mark.parametrize("name", RAVENS)
 def test_decoding_with_one_cache_entry_per_token_is_theirs_at_the_fixed_point(name):
     lm, golden = loaded(name), numbers(name)
-    found = decoded(lm, golden["input_ids"], None, stop=TIGHT, return_cache=True, throw=True)
+    found = decoded(lm, golden["input_ids"], stop=TIGHT, throw=True)
     assert_near(found, golden["decode_logits_converged"])
-
-
-def decoded(lm, ids, start, **call):
-    """The logits of the last six tokens, one by one after a prompt of eleven."""
-
-    def part(begin, end):
-        return {} if start is None else {"start": start[:, begin:end]}
-
-    logits = []
-    with torch.no_grad():
-        cache = lm(ids[:, :11], **call, **part(0, 11)).cache
-        for t in range(11, 17):
-            output = lm(ids[:, t : t + 1], cache=cache, **call, **part(t, t + 1))
-            logits, cache = [*logits, output.logits], output.cache
-    return torch.cat(logits, dim=1)
 
 
 def test_the_cache_of_a_fixed_point_is_that_of_one_iteration():
     """What one entry per token saves: Huginn's code keeps the core's keys and values of every iteration."""
-    lm, ids = loaded("huginn"), numbers("huginn")["input_ids"]
+    ids = numbers("huginn")["input_ids"]
     with torch.no_grad():
-        solved = lm(ids, stop=TIGHT, return_cache=True).cache
-        stepped = lm(ids, solver=NAIVE, sweep=dq.Lockstep(8), return_cache=True).cache
-    sizes = [sum(x.numel() for x in cache.core.tensors()) for cache in (solved, stepped)]
+        caches = [loaded("huginn", steps)(ids, return_cache=True).cache for steps in (None, 8)]
+    sizes = [sum(x.numel() for x in cache.core.tensors()) for cache in caches]
     assert sizes[1] == 8 * sizes[0]
 
 
-# Ouro
-
-
-def test_every_loop_of_ouro():
-    lm, golden = loaded("ouro"), numbers("ouro")
+@pytest.mark.filterwarnings("ignore")
+def test_a_fixed_depth_is_exported():
+    lm, ids = loaded("huginn", 3), numbers("huginn")["input_ids"]
     with torch.no_grad():
-        assert_near(lm(golden["input_ids"]).logits, golden["eval_logits"])
-        for loop in range(4):
-            found = lm(golden["input_ids"], sweep=dq.Lockstep(loop + 1)).logits
-            assert_near(found, golden["loop_logits"][:, :, loop])
-
-
-def test_ouro_decodes_with_a_cache_per_loop():
-    lm, golden = loaded("ouro"), numbers("ouro")
-    assert_near(decoded(lm, golden["input_ids"], None, return_cache=True), golden["decode_logits"])
-    generated = lm.generate(golden["input_ids"][:, :11], max_new_tokens=6).tokens
-    ids = golden["input_ids"][:, :11]
-    for _ in range(6):  # without a cache
-        with torch.no_grad():
-            ids = torch.cat([ids, lm(ids).logits[:, -1:].argmax(-1)], dim=1)
-    assert torch.equal(generated, ids[:, 11:])
-
-
-def test_ouro_trains_through_all_loops():
-    """The published loss weighs the loops by the gate; the last loop alone has this gradient."""
-    lm, golden = from_state(config("ouro"), weights("ouro")).train(), numbers("ouro")
-    ids = golden["input_ids"]
-    lm(ids, labels=ids).loss.backward()
-    plain = from_state(config("ouro"), weights("ouro"))
-    x = plain.embed(ids)
-    layers = plain.model.backbone
-    for _ in range(4):
-        x, _ = layers(x, layers.prepare(x))
-    logits = plain.logits(x)[:, :-1]
-    torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).backward()
-    wanted = dict(plain.named_parameters())
-    for key, parameter in lm.named_parameters():
-        if parameter.requires_grad:
-            assert_near(parameter.grad, wanted[key].grad)
-    assert [key for key, parameter in lm.named_parameters() if not parameter.requires_grad] == [
-        "exit_gate.weight",
-        "exit_gate.bias",
-    ]
-
-
-@pytest.mark.parametrize("threshold", [0.5, 0.8, 1.0])
-def test_ouro_exits_by_its_gate(threshold):
-    lm, golden = loaded("ouro"), numbers("ouro")
-    with torch.no_grad():
-        output = lm(golden["input_ids"], stop=dq.Stop(exit=dq.ExitGate(lm.exit_gate, threshold)))
-    name = "eval_logits" if threshold == 1 else f"threshold_{threshold}_logits"
-    assert_near(output.logits, golden[name])
-    reached = golden["exit_pdf"].cumsum(dim=2)[..., :3] >= threshold  # the last loop ends in any case
-    loops = 1 + (~reached).cumprod(dim=2).sum(dim=2)
-    assert torch.equal(output.stats.iterations, loops)
-    assert output.stats.evaluations == 4
-    assert threshold == 1 or len(loops.unique()) > 1
-
-
-def test_the_probabilities_of_ouros_gate():
-    lm, golden = loaded("ouro"), numbers("ouro")
-    assert_near(lm.exit_gate(golden["states"])[..., 0].detach(), golden["gate_logits"])
-    rule, stays, memory = dq.ExitGate(lm.exit_gate, 0.5), [torch.ones(3, 17).double()], None
-    with torch.no_grad():
-        for loop in range(3):
-            _, memory = rule.step(golden["states"][:, :, loop], None, memory)
-            stays.append(memory)
-    stays.append(torch.zeros(3, 17).double())
-    assert_near(torch.stack(stays, dim=2).diff(dim=2).neg(), golden["exit_pdf"])
-
-
-def test_ouro_decodes_and_exits_with_a_cache_per_loop():
-    lm, golden = loaded("ouro"), numbers("ouro")
-    stop = dq.Stop(exit=dq.ExitGate(lm.exit_gate, 0.5))
-    found = decoded(lm, golden["input_ids"], None, stop=stop, return_cache=True)
-    assert_near(found, golden["threshold_0.5_logits"][:, 11:])
-    assert lm.generate(golden["input_ids"], max_new_tokens=3, stop=stop).tokens.shape == (3, 3)
+        exported = torch.export.export(Logits(lm), (ids,), strict=False).module()
+        torch.manual_seed(1)
+        expected = lm(ids).logits
+        torch.manual_seed(1)
+        assert_near(exported(ids), expected, 1e-12)
 
 
 # files
@@ -249,8 +173,9 @@ def test_a_folder_is_loaded(tmp_path, name):
         assert torch.equal(double.state_dict()[key], tensor)
     ids = numbers(name)["input_ids"]
     with torch.no_grad():
-        exactly = {"solver": NAIVE, "sweep": dq.Lockstep(3)}
+        exactly = {} if name == "ouro" else {"solver": NAIVE, "stop": dq.Stop.exactly(3)}
         assert_near(single(ids, **exactly).logits.double(), double(ids, **exactly).logits, 1e-4)
+    assert from_pretrained(tmp_path, steps=2).core is None
 
 
 def test_the_norm_that_huginn_uses_twice_is_one_parameter():
@@ -274,6 +199,7 @@ def test_the_norm_that_huginn_uses_twice_is_one_parameter():
         ("huginn", {"head_dim": 10}, ["of another shape", "q_proj.weight (72, 24) instead of (40, 24)"]),
         ("ouro", {"hidden_act": "gelu"}, ["hidden_act", "gelu"]),
         ("ouro", {"use_sliding_window": True}, ["use_sliding_window"]),
+        ("ouro", {"early_exit_threshold": -0.5}, ["early_exit_threshold", "-0.5", ">= 0"]),
     ],
 )
 def test_what_is_not_computed_here_is_refused(name, changes, words):
@@ -306,6 +232,9 @@ def test_missing_files_and_wrong_types(tmp_path):
         from_pretrained(tmp_path, torch.int8)
     with pytest.raises(TypeError, match="folder_or_name"):
         from_pretrained(None)
+    for load in (partial(from_pretrained, tmp_path), partial(from_state, config("ouro"), weights("ouro"))):
+        with pytest.raises(ValueError, match="steps must be an integer >= 1, got 0"):
+            load(steps=0)
     with pytest.raises(TypeError, match="state"):
         from_state(config("ouro"), [])
     state = weights("huginn")

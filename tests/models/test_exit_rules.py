@@ -232,15 +232,3 @@ def test_a_model_without_a_head_takes_one_for_a_call(lm):
     with torch.no_grad():
         output = lm.model(x, stop=stop, head=lm.logits)
         assert torch.equal(output.stats.iterations, lm(IDS, stop=stop).stats.iterations)
-
-
-def test_a_gate_needs_no_head_and_is_part_of_the_model():
-    gate = torch.nn.Linear(8, 1).double()
-    lm = dq.CausalLM(13, implicit(contractive_llama), exit_gate=gate).double().eval()
-    assert "exit_gate.weight" in lm.state_dict()
-    stop = replace(SOLVE.stop, exit=dq.ExitGate(lm.exit_gate, 0.9))
-    with torch.no_grad():
-        output = lm.model(lm.embed(IDS), stop=stop)
-    assert (output.status == dq.Status.EXITED).all()
-    with pytest.raises(TypeError, match=r"CausalLM\.exit_gate must be a Module"):
-        dq.CausalLM(13, implicit(contractive_llama), exit_gate="gate")

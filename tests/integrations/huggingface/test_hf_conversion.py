@@ -2,7 +2,6 @@
 
 import pytest
 from hf_models import LLAMA, Llama, Mamba2, Retrofit
-from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import deqseq as dq
@@ -33,16 +32,17 @@ def test_fields_that_the_model_decides_are_refused_and_others_taken():
             from_causal_lm(one, vocab_size=20, solve={"stop": {"max_steps": 8}})
 
 
-def test_an_exit_gate_is_not_dropped_unasked():
-    lm = to_causal_lm(Llama().model())
-    lm.exit_gate = nn.Linear(8, 1)
-    with pytest.raises(ValueError, match=r"set lm\.exit_gate = None"):
-        from_causal_lm(lm)
+def test_a_fixed_depth_has_no_place_in_a_configuration():
+    once = dq.ExplicitModel(dq.Llama(dq.LlamaConfig(d_model=16, n_heads=2, injection=False)))
+    looped = dq.ExplicitModel(dq.Looped(once.backbone, 2))
+    with pytest.raises(TypeError, match="the backbone must be a Mamba2 or a Llama, got Looped"):
+        from_causal_lm(dq.CausalLM(10, looped))
+    with pytest.raises(TypeError, match="core of a RecurrentDepth must be an ImplicitModel, got an ExplicitModel"):
+        from_causal_lm(dq.CausalLM(10, dq.RecurrentDepth(once, looped, once)))
 
 
 @pytest.mark.parametrize("implicit", [True, False])
 def test_an_injection_that_loading_would_not_build_as_it_is_is_refused(implicit):
-    """Ouro is implicit without one."""
     backbone = dq.Llama(dq.LlamaConfig(d_model=16, n_heads=2, injection=not implicit))
     model = dq.ImplicitModel(backbone, dq.SolveConfig(start="input")) if implicit else dq.ExplicitModel(backbone)
     with pytest.raises(
