@@ -78,6 +78,7 @@ def cases() -> list[Case]:
     return [
         Case("RandomStart", dq.RandomStart, {"std": 0.5, "seed": 1}),
         Case("Lockstep", dq.Lockstep, {"steps": 2}),
+        Case("Looped", dq.Looped, {"backbone": dq.Affine(4), "steps": 2, "choose": told, "start": "zero"}),
         Case("AddInjection", dq.Injected, {"backbone": dq.Affine(4), "injection": dq.AddInjection()}),
         Case("ConcatInjection", dq.ConcatInjection, {"d_model": 4}),
         Case("DecayInjection", dq.DecayInjection, {"d_model": 4, "decay": 0.5}),
