@@ -140,9 +140,10 @@ class Looped(Backbone[LoopedCache]):
         for before in (None,) * self.steps if cache is None else cache.steps:
             f = partial(self.backbone, inputs=inputs.inner, cache=before, need_aux=need_aux)
             z, aux = evaluate(f, z, has_aux=True)
-            states.append(z)
             kept.append(aux)
-        value = states[-1] if self.choose is None else _chosen(self.choose, torch.stack(states))
+            if self.choose is not None:  # without a choice, earlier states need not be kept
+                states.append(z)
+        value = z if self.choose is None else _chosen(self.choose, torch.stack(states))
         return value, tuple(kept) if need_aux else None
 
     def advance(
@@ -171,8 +172,8 @@ def _chosen(choose: Choose, states: Float[Tensor, "steps batch length d_model"])
     check_type("the value of Looped.choose", value, Tensor)
     if value.shape != states.shape[1:]:
         raise ValueError(
-            f"Looped.choose must return states {tuple(states.shape[1:])} of those of all steps, got "
-            f"{tuple(value.shape)}: states[-1] are those of the last"
+            f"Looped.choose must return states of shape {tuple(states.shape[1:])}, got {tuple(value.shape)}; "
+            "states[-1] are those of the last step"
         )
     if value.dtype != states.dtype and not torch.is_autocast_enabled(states.device.type):
         raise TypeError(f"Looped.choose must keep the dtype of the states, {states.dtype}, got {value.dtype}")

@@ -220,7 +220,7 @@ def test_bad_arguments(arguments, error, words):
 @pytest.mark.parametrize(
     ("choose", "error", "words"),
     [
-        (lambda states: states, ValueError, r"Looped\.choose must return states \(2, 7, 8\).*got \(3, 2, 7, 8\)"),
+        (lambda states: states, ValueError, r"states of shape \(2, 7, 8\), got \(3, 2, 7, 8\)"),
         (lambda states: states[-1, :, :, :4], ValueError, r"got \(2, 7, 4\)"),
         (
             lambda states: states[-1].float(),
