@@ -1,4 +1,4 @@
-"""Cached generation: tokens a second, and what a iteration costs beside the bare block's one-token step.
+"""Cached generation: tokens a second, and what an iteration costs beside the bare block's one-token step.
 
 Both backbones with d_model 256 and 2 blocks continue a prompt of 256 tokens by 128, at batch 1 and 8, with 8
 iterations a token. The peer is the loop that a careful user writes by hand: the blocks called on one token

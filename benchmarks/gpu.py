@@ -1,4 +1,4 @@
-"""Mamba2 on a GPU: kernels beside the reference, the cost of a iteration and a training step, the physical limit.
+"""Mamba2 on a GPU: kernels beside the reference, the cost of an iteration and a training step, the physical limit.
 
 First it checks mamba_ssm's kernels against the plain PyTorch code on the device: forward, gradients and one-token
 steps, in float32 and bfloat16. Then, in bfloat16 under autocast, for one block of d_model 768 and 2048 at length 2048:
@@ -7,7 +7,7 @@ steps, in float32 and bfloat16. Then, in bfloat16 under autocast, for one block 
 - a (4+1) and a (24+4) training step, beside 5 and 28 bare block calls, of which 1 and 4 are differentiated;
 - peak memory of the solve without a gradient at 24 iterations beside 4;
 - generation with 8 iterations a token, in tokens a second, at batch 1 and 32;
-- the share of the physical limit: the floating-point operations of a iteration over the rate of a large matrix
+- the share of the physical limit: the floating-point operations of an iteration over the rate of a large matrix
   product, and its bytes over the rate of a large copy, both measured in this run; the limit is the longer of the two.
 
 ``--device cpu`` runs all of it at toy size on whatever backend there is: it shows that the script works, no more.
@@ -173,7 +173,7 @@ class Work:
 
 
 def costs(bench: Bench, width: int) -> list[Row]:
-    """A iteration, training steps and memory of one width."""
+    """An iteration, training steps and memory of one width."""
     case, runs, rows, memory = f"d_model {width}, length {bench.sizes.length}", bench.sizes.runs, [], {}
     for steps, phantom in ((4, 1), (24, 4)):
         work = Work(bench, width, steps, phantom)

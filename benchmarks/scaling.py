@@ -183,7 +183,7 @@ def held(output: object) -> int:
     if isinstance(output, Tensor):
         return output.nbytes
     if is_dataclass(output):
-        return sum(held(getattr(output, field.name)) for field in fields(output) if field.name != "problem")
+        return sum(held(getattr(output, field.name)) for field in fields(output) if field.name != "again")
     return sum(map(held, output)) if isinstance(output, list | tuple) else 0
 
 

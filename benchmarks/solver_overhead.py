@@ -1,4 +1,4 @@
-"""What a iteration costs beyond the map: deqseq.solve beside a loop by hand and TorchDEQ's solvers.
+"""What an iteration costs beyond the map: deqseq.solve beside a loop by hand and TorchDEQ's solvers.
 
 All run the same number of evaluations with tolerances of zero, in turns: on ``tanh(z W + u)`` of each token,
 and on a Mamba2 block.
@@ -203,8 +203,8 @@ def describe(shape: tuple[int, int, int]) -> str:
 def block_rows(runs: int) -> Iterator[Row]:
     """A real implicit Mamba2 block: batch 64, length 16, d_model 64, d_state 16, headdim 32.
 
-    With random weights the map does not contract, rows stop improving, and each check copies the best values; a solve
-    that works looks like the contracting block, whose injection outweighs the state.
+    With random weights the map does not contract; a solve that works looks like the contracting block, whose injection
+    outweighs the state.
     """
     torch.manual_seed(0)
     backbone = dq.Mamba2(dq.Mamba2Config(d_model=64, d_state=16, headdim=32))
@@ -231,7 +231,7 @@ def block_rows(runs: int) -> Iterator[Row]:
 
 def main() -> None:
     """Measure, print and write."""
-    chosen = arguments("overhead of a iteration")
+    chosen = arguments("overhead of an iteration")
     runs = 5 if chosen.quick else 25
     rows: list[Row] = []
     with torch.no_grad():

@@ -38,7 +38,7 @@ from training_sweeps import BATCH, LENGTH
 
 import deqseq as dq
 from deqseq.layers import cached_weights
-from deqseq.sweeps.tokens import TokenArgs
+from deqseq.rows import map_tensors
 from deqseq.tasks import WordBatch
 
 ANYTHING = 1e6  # a relative residual that every token passes
@@ -113,7 +113,7 @@ class Work:
             for _ in range(whole):
                 z, _ = backbone(z, inputs)
             if rest:
-                backbone(z[:, :rest].contiguous(), TokenArgs(inputs).slice(0, rest, length).inputs)
+                backbone(z[:, :rest].contiguous(), map_tensors(lambda tokens: tokens[:, :rest], inputs))
         return z, inputs
 
     def peers(self, updates: float, phantom: int) -> Iterator[Peer]:

@@ -17,35 +17,34 @@ from deqseq.backbones import (
     Mamba2Config,
 )
 from deqseq.config import SolveConfig
-from deqseq.exits import ExitGate, ExitRule, LogitKL, Margin, StableArgmax
 from deqseq.fixed_point import fixed_point
-from deqseq.gradients import AttachedGradient, Gradient, Implicit, OneStep, Phantom, Reversible, Unrolled
+from deqseq.gradients import AttachedGradient, Gradient, Implicit, OneStep, Phantom, Unrolled
+from deqseq.loop import Progress
 from deqseq.models import (
     EXAMPLES,
     PRESETS,
     CausalLM,
     CausalLMOutput,
-    Draft,
+    Evaluation,
     ExplicitModel,
     Generation,
     ImplicitModel,
     LanguageModelSpec,
+    Model,
     ModelOutput,
     NewTokens,
-    ParameterCount,
     RecurrentDepth,
-    Uncommitted,
     load_example,
     parameter_count,
     preset,
 )
 from deqseq.rows import take
 from deqseq.solution import ConvergenceError, ConvergenceWarning, Solution, SolveStats, Status
-from deqseq.solve import Progress, solve
-from deqseq.solvers import Adaptive, Anderson, Broyden, Coupled, ExternalSolver, Naive, Relaxed, Solver
+from deqseq.solve import solve
+from deqseq.solvers import Adaptive, Anderson, Broyden, ExternalSolver, Naive, Relaxed, Solver
 from deqseq.start import RandomStart, Start
-from deqseq.stop import Stop
-from deqseq.sweeps import Chunked, Lockstep, Sequential, Simultaneous, Sliding, Sweep
+from deqseq.stop import Rule, Stop
+from deqseq.sweeps import Chunked, Sequential, Simultaneous, Sliding, Sweep
 from deqseq.types import FixedPointMap, Residual, State
 
 __version__ = "0.1.0"
@@ -67,11 +66,8 @@ __all__ = [
     "ConcatInjection",
     "ConvergenceError",
     "ConvergenceWarning",
-    "Coupled",
     "DecayInjection",
-    "Draft",
-    "ExitGate",
-    "ExitRule",
+    "Evaluation",
     "ExplicitModel",
     "ExternalSolver",
     "FixedPointMap",
@@ -85,24 +81,21 @@ __all__ = [
     "LanguageModelSpec",
     "Llama",
     "LlamaConfig",
-    "Lockstep",
-    "LogitKL",
     "Looped",
     "Mamba2",
     "Mamba2Config",
-    "Margin",
+    "Model",
     "ModelOutput",
     "Naive",
     "NewTokens",
     "OneStep",
-    "ParameterCount",
     "Phantom",
     "Progress",
     "RandomStart",
     "RecurrentDepth",
     "Relaxed",
     "Residual",
-    "Reversible",
+    "Rule",
     "Sequential",
     "Simultaneous",
     "Sliding",
@@ -110,13 +103,11 @@ __all__ = [
     "SolveConfig",
     "SolveStats",
     "Solver",
-    "StableArgmax",
     "Start",
     "State",
     "Status",
     "Stop",
     "Sweep",
-    "Uncommitted",
     "Unrolled",
     "fixed_point",
     "load_example",

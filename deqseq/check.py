@@ -14,17 +14,7 @@ Kind = type | tuple[type, ...]
 
 
 def check_type(name: str, value: object, wanted: Kind, example: str = "") -> None:
-    """Refuse an argument that is no object of a class.
-
-    Raises:
-        TypeError: says what to write where a string or a class was given instead of an object.
-
-    Example:
-        >>> import deqseq as dq
-        >>> check_type("solver", "anderson", dq.Solver, "dq.Relaxed(0.8)")
-        Traceback (most recent call last):
-        TypeError: solver must be a Solver, such as dq.Relaxed(0.8), got 'anderson': write Anderson(...)
-    """
+    """Refuse an argument that is no object of a class."""
     if isinstance(value, wanted):
         return
     kinds = wanted if isinstance(wanted, tuple) else (wanted,)
@@ -34,33 +24,13 @@ def check_type(name: str, value: object, wanted: Kind, example: str = "") -> Non
 
 
 def check_integer(name: str, value: object, low: int, high: int | float = math.inf) -> None:
-    """Refuse anything but an integer in ``low..high``; Python's and NumPy's are taken, booleans are not.
-
-    Raises:
-        TypeError: not an integer.
-        ValueError: out of range.
-
-    Example:
-        >>> check_integer("Stop.max_steps", 0, 1)
-        Traceback (most recent call last):
-        ValueError: Stop.max_steps must be an integer >= 1, got 0
-    """
+    """Refuse anything but an integer in ``low..high``; Python's and NumPy's are taken, booleans are not."""
     wanted = f"an integer >= {low}" if high == math.inf else f"an integer in {low}..{high}"
     _check_number(name, value, Integral, wanted, lambda x: low <= x <= high)
 
 
 def check_number(name: str, value: object, interval: str) -> None:
-    """Refuse anything but a number in an interval, written as in ``"[0, inf)"``; NaN is in none.
-
-    Raises:
-        TypeError: not a number; booleans, strings and tensors are not.
-        ValueError: outside.
-
-    Example:
-        >>> check_number("Relaxed.damping", 0, "(0, inf)")
-        Traceback (most recent call last):
-        ValueError: Relaxed.damping must be a number in (0, inf), got 0
-    """
+    """Refuse anything but a number in an interval, written as in ``"[0, inf)"``; NaN is in none."""
     low, high = (float(end) for end in interval[1:-1].split(","))
 
     above = (lambda x: low <= x) if interval[0] == "[" else (lambda x: low < x)
@@ -78,25 +48,13 @@ def check_bounds(name: str, value: Any) -> None:
 
 
 def check_flag(name: str, value: object) -> None:
-    """Refuse anything but True and False with a TypeError.
-
-    Example:
-        >>> check_flag("throw", "yes")
-        Traceback (most recent call last):
-        TypeError: throw must be True or False, got 'yes'
-    """
+    """Refuse anything but True and False with a TypeError."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {_shown(value)}")
 
 
 def check_choice(name: str, value: object, choices: Iterable[object]) -> None:
-    """Refuse anything but one of the ``choices`` with a ValueError.
-
-    Example:
-        >>> check_choice("Stop.per", "tokens", ("batch", "row", "token"))
-        Traceback (most recent call last):
-        ValueError: Stop.per must be one of ('batch', 'row', 'token'), got 'tokens'; did you mean 'token'?
-    """
+    """Refuse anything but one of the ``choices`` with a ValueError."""
     known = tuple(choices)
     if not any(type(value) is type(one) and value == one for one in known):
         hint = suggestion(value, [one for one in known if isinstance(one, str)]) if isinstance(value, str) else ""
@@ -104,25 +62,13 @@ def check_choice(name: str, value: object, choices: Iterable[object]) -> None:
 
 
 def check_known(what: str, name: object, known: Collection[str]) -> None:
-    """Refuse a name, such as that of an option, that is not known, with a ValueError.
-
-    Example:
-        >>> check_known("Stop field", "max_step", ("rtol", "max_steps"))
-        Traceback (most recent call last):
-        ValueError: Stop field 'max_step' is unknown; did you mean 'max_steps'? (known: rtol, max_steps)
-    """
+    """Refuse a name, such as that of an option, that is not known, with a ValueError."""
     if name not in list(known):
         raise ValueError(f"{what} {name!r} is unknown{suggestion(str(name), known)} (known: {', '.join(known)})")
 
 
 def check_callable(name: str, value: object) -> None:
-    """Refuse anything that cannot be called with a TypeError.
-
-    Example:
-        >>> check_callable("callback", 3)
-        Traceback (most recent call last):
-        TypeError: callback must be a function, got 3
-    """
+    """Refuse anything that cannot be called with a TypeError."""
     if not callable(value) or isinstance(value, type):
         raise TypeError(f"{name} must be a function, got {_shown(value)}")
 

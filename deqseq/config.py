@@ -8,7 +8,7 @@ from torch import Tensor
 
 from deqseq.check import check_type, suggestion
 from deqseq.gradients import Gradient, Phantom
-from deqseq.solvers import Adaptive, ExternalSolver, Solver
+from deqseq.solvers import Adaptive, Solver
 from deqseq.start import Start, check_start_choice
 from deqseq.stop import Stop
 from deqseq.sweeps import Simultaneous, Sweep
@@ -16,17 +16,19 @@ from deqseq.sweeps import Simultaneous, Sweep
 
 @dataclass(frozen=True)
 class SolveConfig:
-    """How a fixed point is found and differentiated: five independent choices.
+    """How a fixed point is found and differentiated: five choices.
+
+    They are independent, but for a few pairs that raise an error: see :class:`Unrolled` and :class:`ExternalSolver`.
 
     Args:
         solver: the algorithm.
-        stop: tolerances, budget and granularity.
-        gradient: the estimator. The sweep finds the fixed point; an attached estimator then acts on the whole sequence
-            at once.
+        stop: tolerances and budget.
+        gradient: the estimator. The sweep finds the fixed point; any estimator but :class:`Unrolled` is applied after
+            that, to the whole sequence at once.
         sweep: which tokens are solved together.
         start: where the iteration begins: ``"zero"`` (the paper); ``"input"``, the embedded tokens: the first
             iteration is then the pass of an explicit model of the same layers, plus the injection; or a
-            :class:`~deqseq.RandomStart`.
+            :class:`RandomStart`.
 
     Raises:
         TypeError: an argument of the wrong type.
@@ -40,14 +42,14 @@ class SolveConfig:
         Sliding(window=8)
     """
 
-    solver: Solver[Any] | ExternalSolver = Adaptive()
+    solver: Solver[Any] = Adaptive()
     stop: Stop = Stop()
     gradient: Gradient = Phantom(4)
     sweep: Sweep = Simultaneous()
     start: Start = "zero"
 
     def __post_init__(self) -> None:
-        check_type("solver", self.solver, (Solver, ExternalSolver), "dq.Anderson()")
+        check_type("solver", self.solver, Solver, "dq.Anderson()")
         check_type("stop", self.stop, Stop, "dq.Stop(rtol=1e-3)")
         check_type("gradient", self.gradient, Gradient, "dq.Phantom(4)")
         check_type("sweep", self.sweep, Sweep, "dq.Sliding(8)")
@@ -57,20 +59,16 @@ class SolveConfig:
 class SolveFields(TypedDict, total=False):
     """The fields of :class:`SolveConfig` as keyword arguments: those given replace the model's own for one call."""
 
-    solver: Solver[Any] | ExternalSolver
+    solver: Solver[Any]
     stop: Stop
     gradient: Gradient
     sweep: Sweep
     start: Start | Tensor
-    """For one call, the states to begin from, ``(batch, length, d_model)``, are taken too."""
+    """For one call, also the states to begin from, ``(batch, length, d_model)``."""
 
 
 def resolve(config: SolveConfig, solve: SolveConfig | None, changes: Mapping[str, Any]) -> SolveConfig:
-    """The configuration of a call: ``changes`` come before ``solve``, which comes before the model's own ``config``.
-
-    Raises:
-        TypeError: a name that is no field of :class:`SolveConfig`, or a value of the wrong type.
-    """
+    """The configuration of a call: ``solve`` instead of the model's own ``config``, with ``changes``."""
     check_type("model.solve", config, SolveConfig, "dq.SolveConfig(solver=dq.Anderson())")
     check_type("solve", solve, (SolveConfig, type(None)), "dq.SolveConfig(solver=dq.Anderson())")
     check_fields(changes)

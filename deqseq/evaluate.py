@@ -10,16 +10,7 @@ from deqseq.types import FixedPointMap, State
 
 
 def check_start(name: str, z0: Tensor) -> None:
-    """Refuse a starting point that no solve can begin from.
-
-    Args:
-        name: of the argument, for the error.
-        z0: the starting point, ``(batch, *event)``.
-
-    Raises:
-        TypeError: it is not a dense floating-point tensor of 16 bits or more.
-        ValueError: it has no rows, no elements, values that are not finite, or none at all (``meta``).
-    """
+    """Refuse a starting point that no solve can begin from; ``name`` is that of the argument."""
     if not isinstance(z0, Tensor) or not z0.is_floating_point() or z0.dtype.itemsize < 2:
         got = z0.dtype if isinstance(z0, Tensor) else type(z0).__name__
         raise TypeError(f"{name} must be a floating-point tensor (batch, *event), got {got}")
@@ -37,11 +28,7 @@ def check_start(name: str, z0: Tensor) -> None:
 
 
 def check_transforms(unsupported: Iterable[str] = ("vmap", "jvp")) -> None:
-    """Refuse the transforms of ``torch.func``, and forward-mode differentiation, that a solve cannot run under.
-
-    Raises:
-        TypeError: names the transform.
-    """
+    """Refuse the transforms of ``torch.func``, and forward-mode differentiation, that a solve cannot run under."""
     torch_c: Any = torch._C
     running = [level.key().name.lower() for level in torch_c._functorch.get_interpreter_stack() or ()]
     if torch.autograd.forward_ad._current_level >= 0:
@@ -50,7 +37,7 @@ def check_transforms(unsupported: Iterable[str] = ("vmap", "jvp")) -> None:
         remedy = {
             "vmap": "rows of a batch are solved on their own already: pass them as rows of z0",
             "jvp": "there is no forward-mode derivative: use backward(), or torch.func.grad with Phantom or Unrolled",
-            "grad": "Implicit and Reversible iterate in the backward pass: use backward(), or Phantom or Unrolled",
+            "grad": "Implicit iterates in the backward pass: use backward(), or Phantom or Unrolled",
         }
         raise TypeError(f"a fixed point cannot be solved inside torch.func's {name}; {remedy[name]}")
 
@@ -60,11 +47,6 @@ def evaluate(f: FixedPointMap, z: State, args: Any = None, *, has_aux: bool = Fa
 
     Under autocast a map computes in half precision; its value is brought back to the state's dtype, so that the
     iteration does not lose precision from one step to the next.
-
-    Raises:
-        TypeError: the map returns something else than a tensor, or changes the dtype outside autocast.
-        ValueError: the map changes the shape or the device, or changes ``z`` in place (in inference mode, where torch
-            counts no changes, the map is given a copy).
     """
     uncounted = z.is_inference()
     given, before = (z.clone(), 0) if uncounted else (z, z._version)

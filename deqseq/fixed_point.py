@@ -7,10 +7,10 @@ import torch
 from deqseq.check import check_callable, check_flag, check_type
 from deqseq.gradients.base import Gradient
 from deqseq.gradients.implicit import Implicit
+from deqseq.loop import Callback
 from deqseq.solution import Solution, Status
-from deqseq.solve import Callback
 from deqseq.solvers.anderson import Anderson
-from deqseq.solvers.base import ExternalSolver, Solver
+from deqseq.solvers.base import Solver
 from deqseq.stop import Stop
 from deqseq.types import FixedPointMap, State
 
@@ -20,11 +20,10 @@ def fixed_point(
     z0: State,
     *,
     args: Any = None,
-    solver: Solver[Any] | ExternalSolver = Anderson(),
+    solver: Solver[Any] = Anderson(),
     stop: Stop = Stop(),
     gradient: Gradient | None = None,
     throw: bool = False,
-    trace: bool = False,
     callback: Callback | None = None,
 ) -> Solution:
     r"""A fixed point :math:`z^* = f(z^*)` that can be differentiated.
@@ -36,12 +35,11 @@ def fixed_point(
         args: what the map needs of each row, as in :func:`solve`; the map is called as ``f(z, args)``. Default: it
             takes ``z`` alone.
         solver: the algorithm.
-        stop: tolerances, budget and granularity. By default norms are over the last dimension, and the largest counts;
-            for images and other states that are not sequences take ``Stop(norm="frobenius")``, one norm per row.
+        stop: tolerances and budget. By default norms are over the last dimension, and every token has to pass; for
+            images and other states that are not sequences take ``Stop(norm="row")``, one norm per row.
         gradient: the estimator. Default: the exact one, :class:`Implicit`, where anything in ``f`` requires a
             gradient. An estimator that is named must find something to differentiate.
         throw: whether rows that did not converge raise an error.
-        trace: whether to keep the residual of every check.
         callback: called with a :class:`Progress` at every check.
 
     Returns:
@@ -65,7 +63,7 @@ def fixed_point(
     check_type("gradient", gradient, (Gradient, type(None)), "dq.Phantom(4)")
     check_flag("throw", throw)
     chosen = Implicit() if gradient is None else gradient
-    solution = chosen.apply(f, z0, args=args, solver=solver, stop=stop, trace=trace, callback=callback)
+    solution = chosen.apply(f, z0, args=args, solver=solver, stop=stop, callback=callback)
     if throw:
         solution.raise_if_failed()
     graphless = torch.is_grad_enabled() and not solution.value.requires_grad

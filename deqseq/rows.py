@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import fields, is_dataclass, replace
 from enum import Enum
 from numbers import Number
-from typing import Any, Protocol, TypeVar, cast, runtime_checkable
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,33 +16,13 @@ T = TypeVar("T")
 ROWLESS = (type(None), Number, str, bytes, Enum, torch.dtype, torch.device, nn.Module)
 
 
-@runtime_checkable
-class OwnRows(Protocol):
-    """A record that has tensors without a row dimension, and so takes rows by itself.
-
-    Example:
-        >>> import torch
-        >>> from dataclasses import dataclass
-        >>> @dataclass(frozen=True)
-        ... class Biased:
-        ...     x: torch.Tensor
-        ...     bias: torch.Tensor                # shared by all rows
-        ...     def take_rows(self, rows): return Biased(self.x[rows], self.bias)
-        >>> take(Biased(torch.arange(4), torch.ones(2)), torch.tensor([3])).x
-        tensor([3])
-    """
-
-    def take_rows(self, rows: RowIndex, /) -> Any:
-        """The record of ``rows`` alone, ``(rows,)``."""
-        ...
-
-
 def take(tree: T, rows: RowIndex) -> T:
     """The given rows of every tensor in a record.
 
     Args:
         tree: a tensor ``(batch, ...)``, or dataclasses, named tuples, tuples, lists and dicts of them, nested; anything
-            else (None, numbers) is returned as it is.
+            else (None, numbers) is returned as it is. A record that has tensors without a row dimension has a method
+            ``take_rows(rows)`` of its own.
         rows: positions, int64 of shape ``(rows,)``; in any order, and repeated ones are repeated.
 
     Returns:
@@ -52,66 +32,50 @@ def take(tree: T, rows: RowIndex) -> T:
         >>> import torch
         >>> take((torch.tensor([1.0, 2.0, 3.0]), {"step": 7}), torch.tensor([2, 0]))
         (tensor([3., 1.]), {'step': 7})
+        >>> from dataclasses import dataclass
+        >>> @dataclass(frozen=True)
+        ... class Biased:
+        ...     x: torch.Tensor
+        ...     bias: torch.Tensor                # shared by all rows
+        ...     def take_rows(self, rows): return Biased(self.x[rows], self.bias)
+        >>> take(Biased(torch.arange(4), torch.ones(2)), torch.tensor([3])).x
+        tensor([3])
     """
     if isinstance(tree, Tensor):
-        return cast(T, tree[rows])
-    if isinstance(tree, OwnRows):
-        return tree.take_rows(rows)
-    return _mapped(lambda part: take(part, rows), tree)
+        return cast(T, tree.index_select(0, rows))
+    own = _take_rows(tree)
+    return own(rows) if own is not None else _mapped(lambda part: take(part, rows), tree)
 
 
 def put(tree: T, rows: RowIndex, other: T) -> T:
-    """``tree`` with the given rows replaced by ``other``, which has the same structure and only these rows.
-
-    Example:
-        >>> import torch
-        >>> put(torch.zeros(3), torch.tensor([2]), torch.ones(1))
-        tensor([0., 0., 1.])
-    """
+    """``tree`` with the given rows replaced by ``other``, which has the same structure and only these rows."""
     if isinstance(tree, Tensor):
         return cast(T, tree.index_copy(0, rows, cast(Tensor, other)))
     return _mapped(lambda part, new: put(part, rows, new), tree, other)
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], tree: T) -> T:
-    """``function`` of every tensor in a record.
-
-    Example:
-        >>> import torch
-        >>> map_tensors(lambda x: x[:, :1], (torch.ones(1, 3), None))
-        (tensor([[1.]]), None)
-    """
+    """``function`` of every tensor in a record."""
     if isinstance(tree, Tensor):
         return function(tree)
     return _mapped(lambda part: map_tensors(function, part), tree)
 
 
 def tensors_of(tree: Any) -> tuple[Tensor, ...]:
-    """Every tensor in a record, in the order of its fields.
-
-    Example:
-        >>> import torch
-        >>> len(tensors_of((torch.ones(1), [torch.ones(2), None])))
-        2
-    """
+    """Every tensor in a record, in the order of its fields."""
     if isinstance(tree, Tensor):
         return (tree,)
     return tuple(tensor for part in _parts(tree) for tensor in tensors_of(part))
 
 
 def check_rows(name: str, tree: Any, rows: int) -> None:
-    """Refuse a record unless every tensor in it has this many rows, and :func:`take` finds them all.
-
-    Raises:
-        TypeError: an object that is no record, or a list of numbers, one per row.
-        ValueError: a tensor with other rows.
-    """
+    """Refuse a record unless every tensor in it has this many rows, and :func:`take` finds them all."""
     if isinstance(tree, Tensor):
         if tree.ndim == 0 or len(tree) != rows:
             raise ValueError(
                 f"{name} must have one row per row of z0, {rows}, got a tensor of shape {tuple(tree.shape)}"
             )
-    elif not isinstance(tree, OwnRows):
+    elif _take_rows(tree) is None:
         parts = _parts(tree)
         numbers = isinstance(tree, list) and len(tree) == rows and all(isinstance(part, Number) for part in tree)
         if numbers or not (_is_record(tree) or isinstance(tree, ROWLESS) or _is_function(tree)):
@@ -121,6 +85,11 @@ def check_rows(name: str, tree: Any, rows: int) -> None:
             )
         for part in parts:
             check_rows(name, part, rows)
+
+
+def _take_rows(tree: Any) -> Callable[[RowIndex], Any] | None:
+    """A record's own way to take rows."""
+    return getattr(tree, "take_rows", None)
 
 
 def _is_record(tree: Any) -> bool:

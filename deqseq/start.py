@@ -71,22 +71,9 @@ def check_start_choice(name: str, start: object) -> None:
 
 
 def initial_state(start: Start | Tensor, like: Sequence) -> Sequence:
-    """The states that an iteration begins from.
+    """The states that an iteration begins from: as ``start`` says for embedded tokens ``like``, or ``start`` itself.
 
-    Args:
-        start: where; or the states themselves, ``(batch, length, d_model)``.
-        like: embedded tokens, ``(batch, length, d_model)``.
-
-    Returns:
-        States of the shape, dtype and device of ``like``. Zeros are one number, expanded: they take no memory.
-
-    Raises:
-        ValueError: states of another shape, dtype or device.
-
-    Example:
-        >>> x = torch.ones(1, 2, 3)
-        >>> initial_state("zero", x).sum(), initial_state("input", x) is x
-        (tensor(0.), True)
+    Zeros are one number, expanded: they take no memory. Raises ValueError for states unlike the tokens.
     """
     if isinstance(start, Tensor):
         if start.shape != like.shape or start.dtype != like.dtype or start.device != like.device:

@@ -1,14 +1,59 @@
-"""When a solve ends: tolerances, budget and granularity."""
+"""When a solve ends: tolerances, budget, and how far a point is from the map's value there."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
-from deqseq.check import check_choice, check_integer, check_number, check_type
-from deqseq.exits import ExitRule
+import torch
+from jaxtyping import Float
+from torch import Tensor
 
-Granularity = Literal["batch", "row", "token"]
-Norm = Literal["max_token", "frobenius"]
-Quantity = Literal["residual", "error"]
+from deqseq.check import check_choice, check_integer, check_number
+from deqseq.types import State
+
+Norm = Literal["token", "row"]
+PerBlock = Float[Tensor, "rows parts"]
+"""One number per token, or per block of tokens."""
+
+
+def token_norms(x: State) -> Float[Tensor, "batch tokens"]:
+    """Euclidean norm over the last dimension of the event, one number per token.
+
+    Half-precision states are accumulated in float32. A state without a token dimension, ``(batch,)`` or
+    ``(batch, dim)``, has one token per row.
+
+    Example:
+        >>> token_norms(torch.tensor([[[3.0, 4.0], [0.0, 1.0]]]))
+        tensor([[5., 1.]])
+    """
+    accumulate = torch.promote_types(x.dtype, torch.float32)
+    if x.ndim == 1:
+        return x.abs().to(accumulate)[:, None]
+    norms = torch.linalg.vector_norm(x, dim=-1, keepdim=x.ndim == 2, dtype=accumulate)
+    return norms if norms.ndim == 2 else norms.flatten(1)
+
+
+class Rule(ABC):
+    """A residual of one's own, for ``Stop(norm=...)``: a token passes where it is at most ``rtol``.
+
+    Example:
+        Converged when the predictions stop changing: the KL divergence of the logits of ``z`` from those of ``f(z)``.
+
+        >>> import torch, deqseq as dq
+        >>> class LogitKL(Rule):
+        ...     def __init__(self, head): self.head = head
+        ...     def residual(self, z, fz):
+        ...         old, new = self.head(z).log_softmax(-1), self.head(fz).log_softmax(-1)
+        ...         return (new.exp() * (new - old)).sum(-1)
+        >>> lm = dq.load_example("parity")
+        >>> output = lm(torch.tensor([[1, 0, 1, 1]]), stop=dq.Stop(rtol=1e-3, norm=LogitKL(lm.logits)))
+        >>> output.logits.argmax(-1), output.converged
+        (tensor([[1, 1, 0, 1]]), tensor([True]))
+    """
+
+    @abstractmethod
+    def residual(self, z: State, fz: State) -> Float[Tensor, "rows tokens"]:
+        """How far each token is from its end, at the point ``z`` with the value ``fz``, ``(rows, tokens, ...)``."""
 
 
 @dataclass(frozen=True)
@@ -19,39 +64,29 @@ class Stop:
 
     .. math:: d \le \mathrm{atol} + \mathrm{rtol} \cdot s,
 
-    and its residual is :math:`d / s`. The paper divides by the norm of the previous iterate; ours is the norm of
-    the value that is returned, which is defined for a start at zero too.
+    and its residual is :math:`d / s`. The tokens of a block (of a row, if all tokens are solved together) converge when
+    all of them pass in one evaluation. The paper divides by the norm of the previous iterate; ours is defined for a
+    start at zero too.
 
     Args:
         rtol: relative tolerance, at least 0.
         atol: absolute tolerance, at least 0, in the units of the state.
-        max_steps: the budget: how many times the map may be evaluated, at least 1.
-        per: what converges on its own. ``"row"``: a row ends when it has converged. ``"token"``: in addition,
-            converged tokens are frozen until their residual rises above the tolerance again; a row ends when all its
-            tokens pass in one evaluation. ``"batch"``: all rows end together.
-        norm: the residual of a row, ``"max_token"``: the largest over its tokens (norms over the last dimension);
-            ``"frobenius"``: one norm over the whole row. A whole-sequence norm stops too early on long sequences,
-            where the few tokens that still move weigh little.
+        max_steps: the budget: how many times the map may be evaluated, at least 1; in a window, without a commit.
         check_every: evaluations between two checks of the residual, at least 1. A check copies one flag per row to
             the host, which on CUDA synchronises; between checks nothing is measured, ended or recorded.
         divergence: a row has diverged when its :math:`d` exceeds this multiple of the scale it started from (the
             larger of 1 and the first :math:`d` and :math:`s`), or is not finite.
-        of: what the tolerances are of. ``"residual"``: :math:`d`, as above. ``"error"``: :math:`d / (1 - q)`, where
-            :math:`q` is the ratio of the last two residuals; see ``error`` of :class:`SolveStats`. A map that converges
-            slowly is then solved to a smaller residual, in more iterations; where the residual does not fall, nothing
-            passes.
-        exit: a rule that ends tokens earlier, such as :class:`StableArgmax`, asked at every check. A row that ends by
-            it has the status ``EXITED``, not ``CONVERGED``; that is no failure. Needs :class:`Simultaneous` or
-            :class:`Lockstep`. Default: the residual alone.
+        norm: ``"token"``: norms over the last dimension, one per token; ``"row"``: one norm over all tokens of a
+            block. A norm over a long sequence stops too early, because the few tokens that still move weigh little. A
+            :class:`Rule` measures in a way of your own.
 
     Raises:
         TypeError: an argument of the wrong type.
-        ValueError: a number out of its range; ``per="token"`` with the Frobenius norm; an exit rule with that norm or
-            with a tolerance of the error.
+        ValueError: a number out of its range, or an unknown norm.
 
     Example:
-        >>> Stop(rtol=1e-5, max_steps=200).per
-        'row'
+        >>> Stop(rtol=1e-5, max_steps=200).norm
+        'token'
         >>> Stop.exactly(8).max_steps
         8
     """
@@ -59,28 +94,18 @@ class Stop:
     rtol: float = 1e-3
     atol: float = 0.0
     max_steps: int = 64
-    per: Granularity = "row"
-    norm: Norm = "max_token"
     check_every: int = 1
     divergence: float = 1e4
-    of: Quantity = "residual"
-    exit: ExitRule | None = None
+    norm: Norm | Rule = "token"
 
     def __post_init__(self) -> None:
         check_number("Stop.rtol", self.rtol, "[0, inf)")
         check_number("Stop.atol", self.atol, "[0, inf)")
         check_integer("Stop.max_steps", self.max_steps, 1)
-        check_choice("Stop.per", self.per, get_args(Granularity))
-        check_choice("Stop.norm", self.norm, get_args(Norm))
         check_integer("Stop.check_every", self.check_every, 1)
         check_number("Stop.divergence", self.divergence, "(1, inf]")
-        check_choice("Stop.of", self.of, get_args(Quantity))
-        check_type("Stop.exit", self.exit, (ExitRule, type(None)), "dq.StableArgmax(2)")
-        if self.norm == "frobenius" and (self.per == "token" or self.exit is not None):
-            which = 'Stop.per="token"' if self.exit is None else "Stop.exit"
-            raise ValueError(f'{which} measures each token: Stop.norm must be "max_token", got "frobenius"')
-        if self.of == "error" and self.exit is not None:
-            raise ValueError('Stop.exit goes with a tolerance of the residual: Stop.of must be "residual", got "error"')
+        if not isinstance(self.norm, Rule):
+            check_choice("Stop.norm", self.norm, get_args(Norm))
 
     @classmethod
     def exactly(cls, steps: int) -> "Stop":
@@ -97,6 +122,47 @@ class Stop:
         check_integer("steps", steps, 1)
         return cls(rtol=0.0, atol=0.0, max_steps=steps, check_every=steps)
 
-    def checks(self, step: Any) -> Any:
-        """Whether the residual is measured after evaluation ``step``, counted from 1; also for an array of them."""
-        return (step % self.check_every == 0) | (step == self.max_steps)
+    @property
+    def has_tolerance(self) -> bool:
+        """Whether any row can converge; not after ``exactly``."""
+        return self.rtol > 0 or self.atol > 0
+
+    @property
+    def runs_to_the_end(self) -> bool:
+        """Whether every solve takes ``max_steps`` evaluations."""
+        return self.check_every >= self.max_steps
+
+    def distances(self, z: State, fz: State, block: int) -> tuple[PerBlock, PerBlock]:
+        """:math:`d` and :math:`s` of each token, or of each block of so many tokens."""
+        if self.norm not in ("token", "row"):
+            return self._own(self.norm, z, fz)
+        difference, scale = token_norms(fz - z), token_norms(fz)
+        if self.norm == "row" and block > 1:
+            difference, scale = (x.unflatten(1, (-1, block)).norm(dim=-1) for x in (difference, scale))
+        return difference, scale
+
+    def passes(self, difference: PerBlock, scale: PerBlock) -> Tensor:
+        """Which of them are within the tolerance; NaN is not."""
+        return difference <= (self.rtol * scale if self.atol == 0 else torch.add(self.atol, scale, alpha=self.rtol))
+
+    def limit(self, difference: PerBlock, scale: PerBlock) -> Float[Tensor, " rows"]:
+        """The :math:`d` above which a row has diverged, given those of its first evaluation."""
+        reference = torch.maximum(difference, scale).amax(dim=1).clamp_min(1)
+        limit = (self.divergence * reference).clamp(max=torch.finfo(reference.dtype).max)  # infinity has diverged
+        return torch.where(reference.isinf(), -1, limit)  # a norm that overflows: nothing can be said of the residual
+
+    @staticmethod
+    def _own(rule: Rule, z: State, fz: State) -> tuple[PerBlock, PerBlock]:
+        residual, shape = rule.residual(z, fz), token_norms(fz).shape
+        if not isinstance(residual, Tensor) or residual.shape != shape or not residual.is_floating_point():
+            got = (
+                f"{residual.dtype} {tuple(residual.shape)}" if isinstance(residual, Tensor) else type(residual).__name__
+            )
+            raise TypeError(f"{type(rule).__name__}.residual must return floating-point {tuple(shape)}, got {got}")
+        return residual, torch.ones_like(residual)
+
+
+def relative(difference: PerBlock, scale: PerBlock) -> PerBlock:
+    """Residuals; infinite where they are not numbers."""
+    residual = difference / scale.clamp_min(torch.finfo(scale.dtype).tiny)
+    return torch.where(residual.isnan(), torch.inf, residual)

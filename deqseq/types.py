@@ -1,6 +1,7 @@
 """The shapes that the whole library speaks of, named once."""
 
 from collections.abc import Callable
+from typing import Any
 
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
@@ -26,5 +27,5 @@ Sequence = Float[Tensor, "batch length d_model"]
 Mask = Bool[Tensor, "batch length"]
 """True at real tokens, False at padding."""
 
-FixedPointMap = Callable[..., State]
+FixedPointMap = Callable[..., Any]
 """A map ``z -> f(z)``, or ``(z, args) -> f(z, args)``, that keeps the shape; its fixed point is ``z* = f(z*)``."""

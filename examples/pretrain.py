@@ -97,7 +97,7 @@ class Run:
         if kind != "explicit":
             cases = [(length, "simultaneous", {"sweep": dq.Simultaneous()}) for length in lengths]
             cases.insert(1, (options.length, "sequential", {"sweep": dq.Sequential()}))
-        parameters = dq.parameter_count(spec_of(name, options, len(self.tokenizer))).total
+        parameters = dq.parameter_count(spec_of(name, options, len(self.tokenizer)))
         shared = {"model": name, "kind": kind, "family": family, "seed": options.seed, "parameters": parameters}
         shared |= {"train_tokens": options.steps * options.step_tokens}
         found, world, first = [], self.accelerator.num_processes, self.accelerator.is_main_process

@@ -28,7 +28,7 @@ def test_it_is_a_value():
 @pytest.mark.parametrize(
     ("name", "value", "remedy"),
     [
-        ("solver", "anderson", r"Solver or an ExternalSolver, such as dq\.Anderson"),
+        ("solver", "anderson", r"Solver, such as dq\.Anderson"),
         ("solver", dq.Anderson, r"such as dq\.Anderson"),
         ("stop", 1e-3, r"Stop, such as dq\.Stop"),
         ("gradient", None, r"Gradient, such as dq\.Phantom"),

@@ -211,16 +211,14 @@ def test_what_no_checkpoint_can_hold():
 
 
 def test_a_phase_keeps_how_its_base_measures():
-    base = dq.SolveConfig(stop=dq.Stop(rtol=0.5, per="token", check_every=2))
+    base = dq.SolveConfig(stop=dq.Stop(rtol=0.5, norm="row", check_every=2))
     phase = free(8, rtol=0.1, base=base)
-    assert phase.solve.stop == dq.Stop(rtol=0.1, max_steps=8, per="token", check_every=2)
-    assert phase.eval_solve.stop == dq.Stop(rtol=0.1, max_steps=32, per="token", check_every=2)
+    assert phase.solve.stop == dq.Stop(rtol=0.1, max_steps=8, norm="row", check_every=2)
+    assert phase.eval_solve.stop == dq.Stop(rtol=0.1, max_steps=32, norm="row", check_every=2)
     for phase in (bounded(4, base=base), unrolled(4, until=None, base=base)):
         assert phase.solve.stop == replace(base.stop, rtol=0.0, atol=0.0, max_steps=4, check_every=4)
     assert bounded(4).solve.stop == unrolled(4, until=None).solve.stop == dq.Stop.exactly(4)
-    early = dq.SolveConfig(stop=dq.Stop(exit=dq.StableArgmax(2)))
-    assert bounded(4, base=early).solve.stop == dq.Stop.exactly(4)
-    assert bounded(4, base=base).eval_solve.stop.per == "token"
+    assert bounded(4, base=base).eval_solve.stop.norm == "row"
 
 
 @pytest.mark.usefixtures("unchecked")

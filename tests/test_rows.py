@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import deqseq as dq
 from deqseq.rows import map_tensors, put, take, tensors_of
 
 BATCH = 4
@@ -76,7 +75,6 @@ def test_what_has_no_tensor_stays_as_it_is(alone):
 
 def test_a_record_may_take_its_rows_by_itself():
     shared = Shared(numbers(), torch.ones(7, 2))
-    assert isinstance(shared, dq.rows.OwnRows)
     taken = take((Record(shared), shared), torch.tensor([3, 1]))
     assert type(taken[0].x) is Shared
     for one in (taken[0].x, taken[1]):

@@ -3,6 +3,7 @@
 from deqseq.diagnostics.collapse import Collapse, check_collapse
 from deqseq.diagnostics.duality import DualityReport, SweepReport, check_duality
 from deqseq.diagnostics.effort import TokenEffort, token_effort
+from deqseq.diagnostics.explain import Explanation, explain
 from deqseq.diagnostics.figures import Drawable
 from deqseq.diagnostics.gradient_bias import EstimatorBias, GradientBias, gradient_bias
 from deqseq.diagnostics.report import Report, report
@@ -14,6 +15,7 @@ __all__ = [
     "Drawable",
     "DualityReport",
     "EstimatorBias",
+    "Explanation",
     "GradientBias",
     "Report",
     "ResidualTrace",
@@ -22,6 +24,7 @@ __all__ = [
     "TokenEffort",
     "check_collapse",
     "check_duality",
+    "explain",
     "gradient_bias",
     "model_spectral_radius",
     "report",

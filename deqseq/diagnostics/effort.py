@@ -14,7 +14,7 @@ from deqseq.diagnostics.figures import Drawable, finish
 from deqseq.diagnostics.solved_model import check_call, solved_model
 from deqseq.diagnostics.tables import SHOWN, remaining, text_table
 from deqseq.models.causal_lm import CausalLM, Tokens
-from deqseq.sweeps import Sweep
+from deqseq.sweeps import Sequential, Sweep
 from deqseq.types import Mask, RowMask
 
 if TYPE_CHECKING:
@@ -29,8 +29,8 @@ class TokenEffort(Drawable):
     """Iterations of each token; prints those of the first tokens.
 
     Attributes:
-        iterations: iterations of each token, ``(batch, length)``: solved together, those until it passed for good; in
-            a sweep of chunks, the same within its chunk; in a sliding window, those from its entry to its commit.
+        iterations: iterations of each token, from its entry into a window to its commit, ``(batch, length)``; 0 at
+            padding. Tokens that end together, such as those of a chunk, have the same number.
         updates: evaluations in which it took part, ``(batch, length)``: the work.
         mask: True at real tokens, ``(batch, length)``.
         converged: which rows converged, ``(batch,)``.
@@ -91,15 +91,17 @@ def token_effort(
     solve: SolveConfig | None = None,
     **fields: Unpack[SolveFields],
 ) -> TokenEffort:
-    """Solve in eval mode, testing each token on its own, and count the iterations of each.
+    """Solve in eval mode, and count the iterations of each token.
+
+    Tokens that are solved together share one number of iterations. So a model with the :class:`~deqseq.Simultaneous`
+    sweep is solved token by token, each after those before it have converged, unless ``sweep`` is given.
 
     Args:
         model: a language model around an :class:`~deqseq.ImplicitModel`.
         ids: tokens, ``(batch, length)``.
         mask: bool, True at real tokens, ``(batch, length)``. Default: no padding.
         decode: the text of a token, for labels. Default: its position.
-        solve: replaces the model's :class:`~deqseq.SolveConfig`. Its stopping rule is applied per token, whatever its
-            granularity.
+        solve: replaces the model's :class:`~deqseq.SolveConfig`.
         **fields: fields of :class:`~deqseq.SolveConfig` to replace; ``gradient`` has no effect.
 
     Returns:
@@ -107,7 +109,7 @@ def token_effort(
 
     Raises:
         TypeError: an explicit model, or an argument of the wrong type.
-        ValueError: ``ids`` is not a batch of tokens of the vocabulary, or the stopping rule does not measure tokens.
+        ValueError: ``ids`` is not a batch of tokens of the vocabulary.
 
     Example:
         >>> import deqseq as dq
@@ -115,7 +117,7 @@ def token_effort(
         >>> with torch.no_grad():
         ...     _ = lm.model.backbone.A.zero_(), lm.model.backbone.R.zero_()
         >>> print(token_effort(lm, torch.tensor([[0, 1, 2]]), solver=dq.Naive(), decode="abc".__getitem__))
-        Simultaneous(): 2.0 iterations per token, at most 2
+        Sequential(): 2.0 iterations per token, at most 2
         6 token updates, 100% of rows converged
         row 0
           a  b  c
@@ -124,14 +126,14 @@ def token_effort(
     mask, config = check_call(model, ids, mask, solve, fields)
     if not (decode is None or callable(decode)):  # a class, such as str, is one too
         raise TypeError(f"decode must be a function, got {decode!r}")
-    config = replace(config, stop=replace(config.stop, per="token"))
+    if "sweep" not in fields and config.sweep.block is None:
+        config = replace(config, sweep=Sequential())
     labels = None if decode is None else tuple(tuple(_label(decode, token) for token in row) for row in ids.tolist())
     with solved_model(model, ids, mask, config) as solved:
         output = solved.output
     assert output.stats is not None
-    stats, converged, counts = output.stats, output.converged.cpu(), output.stats.iterations.cpu()
-    counts = counts if counts.ndim == 2 else counts[:, None].expand_as(ids)  # Lockstep's are of the row
-    return TokenEffort(counts, stats.updates.cpu(), mask.cpu(), converged, config.sweep, labels)
+    iterations, updates, converged = output.stats.iterations.cpu(), output.stats.updates.cpu(), output.converged.cpu()
+    return TokenEffort(iterations, updates, mask.cpu(), converged, config.sweep, labels)
 
 
 def _label(decode: Callable[[int], str], token: int) -> str:

@@ -153,7 +153,7 @@ def gradient_bias(
     for place, name in enumerate(names):
         parts.setdefault(part(name), []).append(place)
     adjoint: list[Solution] = []
-    exactly = Implicit(stop=replace(config.stop, norm="frobenius", per="row"), report=adjoint.append)
+    exactly = Implicit(stop=replace(config.stop, norm="row"), report=adjoint.append)
     given = {"input_ids": ids, "mask": mask, "targets": targets, "labels": ids if targets is None else None}
     with torch.inference_mode(False), torch.enable_grad(), eval_mode(model), warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)  # the report says so

@@ -1,20 +1,19 @@
 """All diagnostics of a model at once, in one text and one figure."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Unpack
 
 from deqseq.config import SolveConfig, SolveFields, resolve
 from deqseq.diagnostics.collapse import Collapse, collapse_of
 from deqseq.diagnostics.effort import TokenEffort, token_effort
+from deqseq.diagnostics.explain import Explanation
 from deqseq.diagnostics.figures import new_figure
 from deqseq.diagnostics.gradient_bias import GradientBias, gradient_bias
 from deqseq.diagnostics.residuals import ResidualTrace, residual_trace
 from deqseq.diagnostics.solved_model import check_call, seeded, solved_model
 from deqseq.diagnostics.spectral import SpectralRadius, radius_of
-from deqseq.explain import Explanation
 from deqseq.gradients import Gradient, OneStep, Phantom
 from deqseq.models.causal_lm import CausalLM, Tokens
-from deqseq.sweeps import Simultaneous
 from deqseq.types import Mask
 
 if TYPE_CHECKING:
@@ -89,8 +88,8 @@ def report(
         mask: bool, True at real tokens, ``(batch, length)``. Default: no padding.
         targets: the answer at each position, ``(batch, length)``, for the gradients. Default: the next token.
         solve: replaces the model's :class:`~deqseq.SolveConfig`. Its gradient is compared with :class:`~deqseq.OneStep`
-            and :class:`~deqseq.Phantom`; residuals and gradients are those of the simultaneous sweep, and gradients
-            have a tolerance of their own.
+            and :class:`~deqseq.Phantom`. Residuals and gradients are those of the simultaneous sweep, and gradients
+            have a tolerance of their own. Iterations are counted with the sweep of :func:`token_effort`.
         **fields: fields of :class:`~deqseq.SolveConfig` to replace.
 
     Returns:
@@ -125,5 +124,6 @@ def report(
         solver=config.solver,
         start=config.start,
     )
-    trace = residual_trace(model, ids, mask=mask, solve=replace(config, sweep=Simultaneous()))
-    return Report(trace, token_effort(model, ids, mask=mask, solve=config), spectral, bias, collapse, explanation)
+    trace = residual_trace(model, ids, mask=mask, solve=config)
+    effort = token_effort(model, ids, mask=mask, solve=solve, **fields)
+    return Report(trace, effort, spectral, bias, collapse, explanation)

@@ -9,12 +9,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from deqseq.backbones import Backbone
 from deqseq.check import check_integer, check_type
 from deqseq.config import SolveConfig, resolve
 from deqseq.evaluate import evaluate
-from deqseq.layers.sharded import unsharded
 from deqseq.layers.weight_norm import cached_weights
+from deqseq.loop import Callback
 from deqseq.models.causal_lm import CausalLM, Tokens, check_tokens
 from deqseq.models.eval_mode import eval_mode
 from deqseq.models.implicit import ImplicitModel
@@ -23,7 +22,7 @@ from deqseq.models.padding import Padding, check_mask
 from deqseq.models.recurrent_depth import RecurrentDepth
 from deqseq.models.start import start_states
 from deqseq.start import RandomStart
-from deqseq.sweeps.tokens import TokenArgs, token_map
+from deqseq.tokens import TokenArgs, token_map
 from deqseq.types import Mask, Sequence
 
 
@@ -32,12 +31,11 @@ def check_call(
 ) -> tuple[Mask, SolveConfig]:
     """Check what every diagnostic is given; the real tokens, and how to solve in eval mode.
 
-    There is no exit rule, and random starts have a seed, so that all solves of a diagnostic begin at the same states.
+    Random starts have a seed, so that all solves of a diagnostic begin at the same states.
     """
     check_type("model", model, CausalLM, "dq.CausalLM(vocab_size, dq.ImplicitModel(backbone))")
     core = _core(model)
     config = resolve(core.eval_solve or core.solve, solve, fields)
-    config = replace(config, stop=replace(config.stop, exit=None))  # fixed points are examined, not where a rule exits
     if isinstance(config.start, RandomStart) and config.start.seed is None:
         config = replace(config, start=replace(config.start, seed=0))
     check_tokens("ids", ids, model.embedding)
@@ -72,14 +70,9 @@ class SolvedModel:
     mask: Mask
     output: ModelOutput
 
-    @property
-    def backbone(self) -> Backbone[Any]:
-        """The layers that are iterated."""
-        return _core(self.model).backbone
-
     def f(self, z: Sequence) -> Sequence:
         """The map of all tokens."""
-        return evaluate(token_map(self.backbone), z, self.args, has_aux=True)[0]
+        return evaluate(token_map, z, self.args, has_aux=True)[0]
 
     def logits(self, z: Sequence) -> Float[Tensor, "batch length vocab"]:
         """What the whole model predicts from states of the part that is solved."""
@@ -90,19 +83,18 @@ class SolvedModel:
 
 @contextmanager
 def solved_model(
-    model: CausalLM, ids: Tokens, mask: Mask, config: SolveConfig, *, trace: bool = False
+    model: CausalLM, ids: Tokens, mask: Mask, config: SolveConfig, *, callback: Callback | None = None
 ) -> Iterator[SolvedModel]:
     """Solve in eval mode, without gradients; the context keeps that mode and the weights of the solve."""
     core = _core(model)
-    backbone = core.backbone
     with torch.inference_mode(False), torch.no_grad(), eval_mode(model):
         mask, x = mask.clone(), model.embed(ids.clone())  # tensors made in inference mode would forbid any graph
         if isinstance(model.model, RecurrentDepth):
             x = model.model.prelude(x, mask=mask).value
-        output = core(x, mask=mask, solve=config, trace=trace)
+        output = core(x, mask=mask, solve=config, callback=callback)
         padding = Padding.of(x, mask)
         tokens = padding.compact(x)
-        start = start_states(tokens, None, padding, config)
-        with unsharded(backbone), cached_weights(backbone):
-            args = TokenArgs(backbone.prepare(tokens, None, padding.mask), None, padding.mask)
+        start = start_states(tokens, None, padding, config.start)
+        with cached_weights(core.backbone):
+            args = TokenArgs.prepared(core.backbone, tokens, None, padding.mask, need_aux=False)
             yield SolvedModel(model, args, start, padding.compact(output.value), mask, output)

@@ -16,9 +16,9 @@ from deqseq.diagnostics.tables import row_table, texts, yes_no
 from deqseq.evaluate import check_start, evaluate
 from deqseq.models.causal_lm import CausalLM, Tokens
 from deqseq.models.padding import Padding
-from deqseq.norms import measure
-from deqseq.stop import Stop
-from deqseq.sweeps.tokens import advance, token_map
+from deqseq.rows import map_tensors
+from deqseq.stop import Stop, relative
+from deqseq.tokens import token_map
 from deqseq.types import FixedPointMap, Mask, RowMask, State
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ def spectral_radius(f: FixedPointMap, z_star: State, *, products: int = 32, seed
     check_start("z_star", z_star)
     check_integer("products", products, 1)
     found, fz, _ = _eigenvalues(f, z_star, products, seeded(seed))
-    return SpectralRadius(found.values, found.error, measure(z_star, fz, Stop()).residual.cpu())
+    return SpectralRadius(found.values, found.error, _residual(z_star, fz))
 
 
 def model_spectral_radius(
@@ -182,20 +182,19 @@ def model_spectral_radius(
 
 def radius_of(solved: SolvedModel, products: int, generator: torch.Generator) -> SpectralRadius:
     """The eigenvalues of a map of each token alone, against the cache of those before it."""
-    backbone, args, z, length = solved.backbone, solved.args, solved.value, solved.value.shape[1]
-    f, found = token_map(backbone, need_aux=True), []
-    for t in range(length):
-        one = args.slice(t, t + 1, length)
-        block, _, aux = _eigenvalues(f, z[:, t : t + 1], products, generator, one, has_aux=True)
+    args, z, cache, found = solved.args, solved.value, None, []
+    for t in range(z.shape[1]):
+        one = map_tensors(lambda x, t=t: x[:, t : t + 1], args)._replace(cache=cache, need_aux=True)
+        block, _, aux = _eigenvalues(token_map, z[:, t : t + 1], products, generator, one, has_aux=True)
         found.append(block)
-        if t + 1 < length:
-            args = args._replace(cache=advance(backbone, one, aux, 1))
+        if t + 1 < z.shape[1]:
+            cache = one.advance(aux, 1, None if one.mask is None else one.mask.sum(dim=1))
     values, error = (torch.stack(part, dim=1) for part in zip(*found, strict=True))
     mask = solved.mask.cpu()
     padding = Padding.of(error, mask)
     values = padding.back(values).masked_fill(~mask[..., None], torch.nan)
     error = padding.back(error).masked_fill(~mask, torch.nan)
-    return SpectralRadius(values, error, measure(z, solved.f(z), Stop()).residual.cpu())
+    return SpectralRadius(values, error, _residual(z, solved.f(z)))
 
 
 def _eigenvalues(
@@ -222,6 +221,11 @@ def _eigenvalues(
         return pulled
 
     return ritz_values(pullback, torch.randn(z.shape, generator=generator).to(z), products), fz, aux
+
+
+def _residual(z: State, fz: State) -> Float[Tensor, " batch"]:
+    """The largest relative residual of each row's tokens."""
+    return relative(*Stop().distances(z, fz, 1)).amax(dim=1).cpu()
 
 
 def _largest_token(numbers: Tensor) -> Tensor:

@@ -4,7 +4,6 @@ from deqseq.gradients.base import AttachedGradient, Gradient
 from deqseq.gradients.implicit import Implicit
 from deqseq.gradients.one_step import OneStep
 from deqseq.gradients.phantom import Phantom
-from deqseq.gradients.reversible import Reversible
 from deqseq.gradients.unrolled import Unrolled
 
-__all__ = ["AttachedGradient", "Gradient", "Implicit", "OneStep", "Phantom", "Reversible", "Unrolled"]
+__all__ = ["AttachedGradient", "Gradient", "Implicit", "OneStep", "Phantom", "Unrolled"]

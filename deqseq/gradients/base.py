@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, Unpack
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ class Gradient(ABC):
     Example:
         >>> import deqseq as dq
         >>> class Frozen(Gradient):     # no gradient at all
-        ...     def apply(self, f, z0, **call):
+        ...     def apply(self, f, z0, *, keep_value=False, **call):
         ...         with torch.no_grad():
         ...             return dq.solve(f, z0, **call)
         >>> model = dq.ImplicitModel(dq.Affine(4), dq.SolveConfig(gradient=Frozen()))
@@ -42,14 +42,18 @@ class Gradient(ABC):
 
     checkpoint: bool = False
     """Whether the backward pass evaluates the map again instead of keeping activations."""
+    reaches_start: ClassVar[bool] = True
+    """Whether the start of the iteration gets a gradient."""
 
     @abstractmethod
-    def apply(self, f: FixedPointMap, z0: State, **call: Unpack[SolveCall]) -> Solution:
+    def apply(self, f: FixedPointMap, z0: State, *, keep_value: bool = False, **call: Unpack[SolveCall]) -> Solution:
         """Solve, and return a solution whose value carries this estimator's graph where gradients are enabled.
 
         Args:
             f: the map; what it closes over, and its ``args``, receive gradients.
             z0: the start, ``(batch, *event)``.
+            keep_value: whether the value is that of the solve, and the estimator adds its graph alone, as models want
+                it in eval mode.
             **call: the keyword arguments of :func:`deqseq.solve`.
 
         Returns:
@@ -77,6 +81,8 @@ class AttachedGradient(Gradient):
         3.0
     """
 
+    reaches_start = False
+
     @abstractmethod
     def attach(self, f: Callable[[State], State], z_star: State) -> State:
         """The fixed point with this estimator's graph, built in the caller's gradient mode.
@@ -89,40 +95,28 @@ class AttachedGradient(Gradient):
             A tensor of the same shape: ``z_star`` up to the solve's tolerance.
         """
 
-    def apply(self, f: FixedPointMap, z0: State, **call: Unpack[SolveCall]) -> Solution:
-        if torch.is_grad_enabled() and isinstance(z0, Tensor) and z0.requires_grad:
+    def apply(self, f: FixedPointMap, z0: State, *, keep_value: bool = False, **call: Unpack[SolveCall]) -> Solution:
+        if not torch.is_grad_enabled():
+            return solve(f, z0, **call)
+        if isinstance(z0, Tensor) and z0.requires_grad:
             raise ValueError(
                 f"z0 requires a gradient, but {type(self).__name__} treats the fixed point as independent of its "
                 "start: pass z0.detach(), or differentiate the iteration itself with Unrolled()"
             )
-        if not torch.is_grad_enabled():
-            return solve(f, z0, **call)
         with torch.no_grad():
             solution = solve(primed(f), z0, **call)
-        has_aux = call.get("has_aux", False)
-        return replace(solution, value=self.attach_to(f, call.get("args"), z0, solution, has_aux=has_aux))
+        value = self.attach_to(f, call.get("args"), z0, solution, has_aux=call.get("has_aux", False))
+        return replace(solution, value=solution.value + (value - value.detach()) if keep_value else value)
 
     def attach_to(self, f: FixedPointMap, args: Any, z0: State, solution: Solution, *, has_aux: bool = False) -> State:
-        """The value of a solution with this estimator's graph.
+        """The value of a ``solution``, found by any means from ``z0``, with this estimator's graph.
 
         Diverged rows are left out: their infinities would reach every parameter. Without ``args`` they are evaluated at
-        ``z0`` instead.
-
-        Args:
-            f: the map.
-            args: its second argument, if it takes one.
-            z0: where the solve began, ``(batch, *event)``.
-            solution: what was found, by any means.
-            has_aux: whether ``f`` returns a pair.
-
-        Returns:
-            A tensor of the shape of ``z0``; diverged rows are those of the solution, without a gradient. If all rows
-            have diverged, gradients are zero, so that DDP does not hang. If ``f(z0)`` is not finite either, the value
-            has no graph, and gradients are None.
+        ``z0`` instead. If all rows have diverged, gradients are zero, so that DDP does not hang; if ``f(z0)`` is not
+        finite either, there is no graph.
 
         Warns:
-            ConvergenceWarning: every row has diverged, or one whose map is not finite at ``z0`` and that cannot be left
-                out, because ``f`` has no ``args``: gradients are then NaN.
+            ConvergenceWarning: every row has diverged, or one that cannot be left out: gradients are then NaN.
         """
         diverged = solution.status == Status.DIVERGED
         if not bool(diverged.any()):
@@ -152,11 +146,7 @@ def _bound(f: FixedPointMap, args: Any, has_aux: bool) -> Callable[[State], Stat
 
 
 def primed(f: FixedPointMap) -> FixedPointMap:
-    """``f`` whose first evaluation is made with gradients enabled, and detached.
-
-    What a map caches at its first use (autocast's casts of the weights, on older torch) then has a graph; made under
-    ``no_grad``, it would cut the estimator that follows off from the parameters.
-    """
+    """``f`` whose first evaluation has gradients enabled, and is detached: what a map caches there has a graph."""
     fresh = True
 
     def evaluated(*arguments: Any) -> Any:

@@ -14,13 +14,13 @@ from deqseq.gradients.base import AttachedGradient
 from deqseq.solution import ConvergenceWarning, Solution
 from deqseq.solve import solve
 from deqseq.solvers.anderson import Anderson
-from deqseq.solvers.base import ExternalSolver, Solver
+from deqseq.solvers.base import Solver
 from deqseq.stop import Stop
 from deqseq.types import State
 
 ADJOINT = "the adjoint solve of Implicit"
 FAILED = (  # always the same words, so that Python shows them once in a training run
-    f"{ADJOINT} failed for some rows, whose gradients are those of its best iterate. Remedy: raise Stop.max_steps of "
+    f"{ADJOINT} failed for some rows, whose gradients are those of its last iterate. Remedy: raise Stop.max_steps of "
     "Implicit(stop=...), make the map contractive, or take Phantom(); report= receives each adjoint solution"
 )
 
@@ -46,7 +46,6 @@ class Implicit(AttachedGradient):
 
     Raises:
         TypeError: an argument of the wrong type.
-        ValueError: ``stop`` has an exit rule.
         ConvergenceError: in the backward pass, with ``throw``.
 
     References:
@@ -61,16 +60,14 @@ class Implicit(AttachedGradient):
         4.0
     """
 
-    solver: Solver | ExternalSolver = Anderson()
-    stop: Stop = Stop(rtol=1e-5, max_steps=100, norm="frobenius")
+    solver: Solver = Anderson()
+    stop: Stop = Stop(rtol=1e-5, max_steps=100, norm="row")
     throw: bool = False
     report: Callable[[Solution], None] | None = None
 
     def __post_init__(self) -> None:
-        check_type("Implicit.solver", self.solver, (Solver, ExternalSolver), "dq.Anderson()")
+        check_type("Implicit.solver", self.solver, Solver, "dq.Anderson()")
         check_type("Implicit.stop", self.stop, Stop, "dq.Stop(rtol=1e-5)")
-        if self.stop.exit is not None:
-            raise ValueError(f"Implicit.stop ends by the residual alone: its exit must be None, got {self.stop.exit}")
         check_flag("Implicit.throw", self.throw)
         if self.report is not None:
             check_callable("Implicit.report", self.report)

@@ -56,10 +56,16 @@ class Unrolled(Gradient):
         if self.last is not None:
             check_integer("Unrolled.last", self.last, 1)
 
-    def apply(self, f: FixedPointMap, z0: State, **call: Unpack[SolveCall]) -> Solution:
+    def apply(self, f: FixedPointMap, z0: State, *, keep_value: bool = False, **call: Unpack[SolveCall]) -> Solution:
+        sweep = call.get("sweep")
+        if torch.is_grad_enabled() and sweep is not None and sweep.block is not None:
+            raise ValueError(
+                f"Unrolled differentiates the iteration itself and needs the Simultaneous sweep, got {sweep}: take "
+                "Phantom, OneStep or Implicit, which need the fixed point alone"
+            )
         g, stop = checkpointed(f) if self.checkpoint else f, call["stop"]
         if self.last is not None and torch.is_grad_enabled():
-            if stop.check_every < stop.max_steps:
+            if not stop.runs_to_the_end:
                 raise ValueError(f"Unrolled.last counts from the end: stop must be Stop.exactly(n), got {stop}")
             if stop.max_steps > self.last:
                 g, z0 = _first_without_graph(stop.max_steps - self.last, f, g), z0.detach()

@@ -22,9 +22,15 @@ SOLVER_OPTIONS: dict[str, tuple[str, ...]] = {
     "fixed_point_iter": ("tau",),
     "simple_fixed_point_iter": ("tau",),
     "anderson": ("m", "lam", "tau"),
-    "broyden": ("LBFGS_thres", "ls"),
+    "broyden": ("LBFGS_thres",),
 }
 """The options of each of TorchDEQ's solvers, under its own names."""
+
+_UNCOUNTED = {"anderson": (3, 0), "broyden": (1, 1)}
+"""The smallest ``max_iter`` with which a solver takes a step, and how many evaluations it makes beyond ``max_iter``.
+
+TorchDEQ's Anderson evaluates twice before its first step, which are counted; its Broyden once, which is not.
+"""
 
 _FORWARD = {"f_solver": "fixed_point_iter", "f_max_iter": 40, "f_tol": 1e-3, "f_stop_mode": "abs"}
 _EVALUATION = {"eval_factor": 1.0, "eval_f_max_iter": 0, "no_stat": False}
@@ -49,25 +55,25 @@ CONFIG_DEFAULTS = {key: default for group in CONFIG_GROUPS.values() for key, def
 
 @dataclass(frozen=True)
 class TorchDEQ(ExternalSolver):
-    r"""One of TorchDEQ's solvers, under our stopping rule.
+    r"""One of TorchDEQ's solvers, in TorchDEQ's own loop.
 
-    TorchDEQ runs the loop and chooses the next point. Its own tolerance is set to zero, and :func:`deqseq.solve`
-    counts, measures and ends the run. Rows are not frozen, and where TorchDEQ couples the rows of a batch (the line
-    search of ``"broyden"``), so does this.
+    It stops by its own test, with the relative tolerance of our stopping rule, or the absolute one if the relative one
+    is zero. Its norms are over whole rows, whatever ``stop.norm`` is, and all rows of the batch go on until the last
+    one has passed. :func:`deqseq.solve` then evaluates the map once at the result, and tests that by our rule; take
+    ``Stop(norm="row")`` for the same norms. With ``Stop.exactly(n)``, ``n - 1`` evaluations are TorchDEQ's.
 
     Args:
-        name: ``"fixed_point_iter"``, ``"simple_fixed_point_iter"`` (the same points, without TorchDEQ's
-            statistics), ``"anderson"`` or ``"broyden"``.
+        name: ``"fixed_point_iter"``, ``"simple_fixed_point_iter"`` (which has no tolerance and spends its budget),
+            ``"anderson"`` or ``"broyden"``.
         tau: damping of the fixed-point iterations, or mixing of ``"anderson"``. Default: TorchDEQ's, 1.
         m: evaluations that ``"anderson"`` combines, at least 2. Default: 6.
         lam: absolute ridge of ``"anderson"``. Default: 1e-4.
         LBFGS_thres: memory of ``"broyden"``, allocated at once. Default: the whole budget.
-        ls: whether ``"broyden"`` searches along its steps, with more evaluations per step. Default: no.
 
     Raises:
         TypeError: an option of the wrong type.
         ValueError: an unknown solver, an option of another solver, or a number out of its range; during a solve, a
-            gradient through ``"anderson"`` or ``"broyden"``, which overwrite their memory in place.
+            gradient through a solver that TorchDEQ cuts off from the graph: all but ``"simple_fixed_point_iter"``.
 
     Warns:
         ConvergenceWarning: the linear system of ``"anderson"`` is singular, which ends the run for all rows.
@@ -81,20 +87,19 @@ class TorchDEQ(ExternalSolver):
         tensor([[0.7391]])
     """
 
+    returns_point = True
+
     name: SolverName
     tau: float | None = None
     m: int | None = None
     lam: float | None = None
     LBFGS_thres: int | None = None
-    ls: bool | None = None
 
     def __post_init__(self) -> None:
         check_choice("TorchDEQ.name", self.name, SOLVER_OPTIONS)
         for option, value in self.options.items():
             check_known(f"TorchDEQ({self.name!r}): option", option, SOLVER_OPTIONS[self.name])
-            if option == "ls":
-                check_flag("TorchDEQ.ls", value)
-            elif option in ("m", "LBFGS_thres"):
+            if option in ("m", "LBFGS_thres"):
                 check_integer(f"TorchDEQ.{option}", value, 2 if option == "m" else 1)
             else:
                 check_number(f"TorchDEQ.{option}", value, "[0, inf)" if option == "lam" else "(0, inf)")
@@ -105,26 +110,42 @@ class TorchDEQ(ExternalSolver):
         given = {field.name: getattr(self, field.name) for field in fields(self)[1:]}
         return {option: value for option, value in given.items() if value is not None}
 
-    def run(self, f: Callable[[State], State], z0: State, max_steps: int) -> None:
-        """Iterate ``f`` by TorchDEQ's loop; ValueError for a solver that works in place, while gradients are wanted."""
+    @property
+    def measured(self) -> float:
+        """Length of what TorchDEQ's test measures, relative to ``f(z) - z``: one of its solvers measures the step."""
+        return self.tau or 1.0 if self.name == "fixed_point_iter" else 1.0
+
+    def run(self, f: Callable[[State], State], z0: State, stop: Stop) -> State:
+        """TorchDEQ's result; ``z0`` where the budget does not suffice for a step; ValueError for a gradient."""
         with warnings.catch_warnings():  # its docstrings have invalid escapes, which warn when first compiled
             warnings.simplefilter("ignore")
             from torchdeq.solver import get_solver
 
+        latest = z0
+
         def called(z: State, tau: float = 1.0) -> State:
-            fz = f(z)
-            if fz.requires_grad and self.name in ("anderson", "broyden"):
+            nonlocal latest
+            latest = fz = f(z)
+            if fz.requires_grad and self.name != "simple_fixed_point_iter":
                 raise ValueError(
-                    f"TorchDEQ's {self.name} overwrites its memory in place and cannot be differentiated: "
-                    "solve under torch.no_grad(), use Phantom() or Implicit(), or use deqseq's own solver"
+                    f"TorchDEQ's {self.name} detaches what it returns, so it cannot be differentiated: solve under "
+                    'torch.no_grad(), use Phantom() or Implicit(), or take "simple_fixed_point_iter"'
                 )
             return fz if tau == 1 else torch.lerp(z, fz, tau)  # simple_fixed_point_iter has the map damp
 
-        try:  # a tolerance of zero also turns off broyden's rule against lack of progress
-            get_solver(self.name)(called, z0, max_iter=max_steps, tol=0.0, **self.options)
+        least, more = _UNCOUNTED.get(self.name, (1, 0))
+        max_iter = stop.max_steps - 1 - more
+        if max_iter < least:
+            return z0
+        mode, tolerance = ("rel", stop.rtol) if stop.rtol else ("abs", stop.atol)
+        test = {"stop_mode": mode, "tol": tolerance * self.measured, "return_final": not stop.has_tolerance}
+        try:
+            z, _, _ = get_solver(self.name)(called, z0, max_iter=max_iter, **test, **self.options)
         except torch.linalg.LinAlgError as error:  # pyright: ignore[reportPrivateImportUsage]
             message = f"TorchDEQ's {self.name} stopped at a singular linear system: raise lam, or use Anderson()"
             warnings.warn(f"{message} ({error})", ConvergenceWarning, stacklevel=2)
+            return latest
+        return z
 
 
 def from_torchdeq_config(
@@ -136,8 +157,9 @@ def from_torchdeq_config(
     radius (``sradius_mode``) to :mod:`deqseq.diagnostics`; both keys are checked and otherwise not used. Differences:
     a converged row is frozen here, while TorchDEQ iterates all rows until the slowest has converged; a budget counts
     evaluations, of which TorchDEQ's Broyden makes one more; TorchDEQ's fixed-point iteration measures the damped step,
-    so its tolerance is divided by the damping; our Anderson has a relative ridge; an adjoint solve starts at the
-    incoming gradient, scaled to 1 in each row, so that an absolute tolerance (``b_stop_mode``) is relative to it.
+    so its tolerance is divided by the damping; our Anderson has a relative ridge, our Broyden no line search; an
+    adjoint solve starts at the incoming gradient, scaled to 1 in each row, so that an absolute tolerance
+    (``b_stop_mode``) is relative to it.
 
     Args:
         config: what ``torchdeq.get_deq`` takes, flat, or in the groups ``solver``, ``training``, ``norm`` and
@@ -214,6 +236,9 @@ def _refuse_without_equivalent(fields: Fields) -> None:
 def _external(name: str, options: Mapping[str, Any]) -> TorchDEQ:
     """TorchDEQ's solver of that name, with its options checked."""
     check_known("torchdeq solver", name, SOLVER_OPTIONS)
+    options = dict(options)
+    if name == "broyden" and options.pop("ls", False):
+        raise ValueError("solver_kwargs 'ls': a line search makes more evaluations than a budget allows: drop it")
     for option in options:
         check_known(f"solver_kwargs of {name!r}: option", option, SOLVER_OPTIONS[name])
     return TorchDEQ(name, **options)  # pyright: ignore[reportArgumentType]
@@ -225,8 +250,6 @@ def _native(external: TorchDEQ, budget: int) -> Solver:
         raise ValueError(
             "solver_kwargs 'lam': the ridge of deqseq's Anderson is relative: drop it or pass native=False"
         )
-    if external.ls:
-        raise ValueError("solver_kwargs 'ls': deqseq's Broyden has no line search: drop it or pass native=False")
     tau = 1.0 if external.tau is None else external.tau
     if external.name == "anderson":
         return Anderson(memory=external.m or 6, mixing=tau)
@@ -237,13 +260,12 @@ def _native(external: TorchDEQ, budget: int) -> Solver:
 
 def _stop(fields: Fields, side: Literal["f", "b"], max_steps: int, external: TorchDEQ) -> Stop:
     """TorchDEQ's test: one norm over each row, and all rows must pass."""
-    measured = external.tau or 1.0 if external.name == "fixed_point_iter" else 1.0
-    tolerance = fields.number(f"{side}_tol", least=0.0) / measured
+    tolerance = fields.number(f"{side}_tol", least=0.0) / external.measured
     relative = fields.choice(f"{side}_stop_mode", ("abs", "rel")) == "rel"
     if external.name == "simple_fixed_point_iter":
         return Stop.exactly(max_steps)
     rtol, atol = (tolerance, 0.0) if relative else (0.0, tolerance)
-    return Stop(rtol=rtol, atol=atol, max_steps=max_steps, norm="frobenius")
+    return Stop(rtol=rtol, atol=atol, max_steps=max_steps, norm="row")
 
 
 def _gradient(fields: Fields, native: bool) -> Gradient:

@@ -12,15 +12,16 @@ from torch.nn import functional as F
 from deqseq.backbones.base import Cache
 from deqseq.check import check_callable, check_flag, check_ids, check_integer, check_number, check_type
 from deqseq.config import SolveConfig, SolveFields, check_fields
+from deqseq.loop import Callback
+from deqseq.models.base import Model
 from deqseq.models.eval_mode import eval_mode
 from deqseq.models.explicit import ExplicitModel, check_nothing_to_solve
-from deqseq.models.generation import Draft, Generation, NewTokens, Sampler, generate
+from deqseq.models.generation import Generation, NewTokens, Sampler, generate
 from deqseq.models.implicit import ImplicitModel
 from deqseq.models.output import CausalLMOutput
 from deqseq.models.padding import check_mask
 from deqseq.models.recurrent_depth import RecurrentDepth, solved_part
 from deqseq.models.scaling import capped, check_embedding, scaled
-from deqseq.solve import Callback
 from deqseq.types import Mask, Sequence
 
 Tokens = Int64[Tensor, "batch length"]
@@ -67,9 +68,7 @@ class CausalLM(nn.Module):
     ) -> None:
         super().__init__()
         check_integer("CausalLM.vocab_size", vocab_size, 1)
-        check_type(
-            "CausalLM.model", model, (ImplicitModel, ExplicitModel, RecurrentDepth), "dq.ImplicitModel(backbone)"
-        )
+        check_type("CausalLM.model", model, Model, "dq.ImplicitModel(backbone)")
         check_number("CausalLM.embedding_std", embedding_std, "[0, inf)")
         check_flag("CausalLM.tied", tied)
         check_embedding("CausalLM", dropout=embedding_dropout, scale=embedding_scale, softcap=logit_softcap)
@@ -91,7 +90,6 @@ class CausalLM(nn.Module):
         mask: Mask | None = None,
         cache: Cache | None = None,
         return_cache: bool = False,
-        trace: bool = False,
         callback: Callback | None = None,
         throw: bool = False,
         solve: SolveConfig | None = None,
@@ -109,12 +107,11 @@ class CausalLM(nn.Module):
                 padding.
             cache: the ``cache`` of the :class:`CausalLMOutput` for the tokens before. Default: there are none.
             return_cache: whether to return the cache after these tokens.
-            trace: whether to keep residuals, as in :meth:`ImplicitModel.forward`.
             callback: called at every check of the residual, as in :meth:`ImplicitModel.forward`.
             throw: whether rows that spent their budget or diverged raise an error.
             solve: replaces the model's :class:`SolveConfig` for this call.
-            **fields: fields of :class:`SolveConfig` to replace for this call. A model that solves nothing takes neither
-                these nor ``trace``, ``callback``, ``throw`` and ``solve``.
+            **fields: fields of :class:`SolveConfig` to replace for this call. An explicit model takes neither these nor
+                ``callback``, ``throw`` and ``solve``.
 
         Returns:
             Logits, the loss if labels or targets were given, cache and statistics.
@@ -126,17 +123,16 @@ class CausalLM(nn.Module):
         check_tokens("input_ids", input_ids, self.embedding)
         answers = self._answers(input_ids, labels, targets, mask)
         x = F.dropout(self.embed(input_ids), self.embedding_dropout, self.training)
-        options: dict[str, Any] = {"trace": trace, "callback": callback, "throw": throw, "solve": solve}
+        options: dict[str, Any] = {"callback": callback, "throw": throw, "solve": solve, **fields}
         if self.core is None:
-            check_nothing_to_solve(options, fields)
+            check_nothing_to_solve(options)
             options = {}
         else:
             check_fields(fields)
-            options |= {"head": self.logits, **fields}
         output = self.model(x, mask=mask, cache=cache, return_cache=return_cache, **options)
         logits = self.logits(output.value)
         loss = None if answers is None else _cross_entropy(logits, answers, shift=labels is not None)
-        return CausalLMOutput(logits, loss, output.cache, output.stats, output.status, output.problem)
+        return CausalLMOutput(logits, loss, output.cache, output.stats, output.status, output.again)
 
     @torch.no_grad()
     def generate(
@@ -151,7 +147,6 @@ class CausalLM(nn.Module):
         seed: int | None = None,
         stop_tokens: Iterable[int] = (),
         pad_token: int = 0,
-        draft: Draft | None = None,
         callback: Callable[[NewTokens], None] | None = None,
         solve: SolveConfig | None = None,
         **fields: Unpack[SolveFields],
@@ -172,20 +167,16 @@ class CausalLM(nn.Module):
             seed: of the draws; a row's draws do not depend on when the others end. Default: torch's global generator.
             stop_tokens: a row ends with the first of these.
             pad_token: fills the rows that have ended.
-            draft: how to draft tokens and verify several in one solve, which takes fewer iterations one after another.
-                Default: each token is solved on its own.
-            callback: called with :class:`NewTokens` at every step; with drafts, as soon as every row has come so far.
+            callback: called with :class:`NewTokens` at every step.
             solve: replaces the model's :class:`SolveConfig`.
             **fields: fields of :class:`SolveConfig` to replace. ``sweep`` is that of the prompts. Default: the model's,
-                but ``Sliding(16)`` instead of ``Simultaneous()``, and ``Simultaneous()`` with an exit rule. An explicit
-                model takes neither.
+                but ``Sliding(16)`` instead of ``Simultaneous()``. An explicit model takes neither.
 
         Returns:
             Tokens, and for an implicit model the iterations of each and whether its solve converged.
 
         Raises:
-            ValueError: a bad shape, ids outside the vocabulary, a number out of its range, or drafts in a model that
-                is solved by :class:`Lockstep`.
+            ValueError: a bad shape, ids outside the vocabulary, or a number out of its range.
             TypeError: an option that the model does not take.
 
         Example:
@@ -201,7 +192,6 @@ class CausalLM(nn.Module):
         for token in stops:
             check_integer("stop_tokens", token, 0, self.embedding.num_embeddings - 1)
         check_integer("pad_token", pad_token, -(2**63), 2**63 - 1)
-        check_type("draft", draft, (Draft, type(None)), "dq.Draft(tokens=4, iterations=2)")
         if callback is not None:
             check_callable("callback", callback)
         with eval_mode(self):
@@ -215,7 +205,6 @@ class CausalLM(nn.Module):
                 max_new_tokens=max_new_tokens,
                 stop_tokens=stops,
                 pad_token=pad_token,
-                draft=draft,
                 callback=callback,
                 solve=solve,
                 fields=fields,
@@ -223,7 +212,7 @@ class CausalLM(nn.Module):
 
     @property
     def core(self) -> ImplicitModel | None:
-        """The part that is solved: the model itself, or that of a :class:`RecurrentDepth`; None: nothing is."""
+        """The part that is solved: the model itself, or that of a :class:`RecurrentDepth`; None: an explicit model."""
         return solved_part(self.model)
 
     def compile(self, **options: Any) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 import torch
+from safetensors.torch import load_file
 
 from deqseq.backbones import Mamba2Config
 from deqseq.check import check_choice
@@ -67,8 +68,6 @@ def load_example(name: str) -> CausalLM:
         True
     """
     check_choice("name", name, EXAMPLES)
-    from safetensors.torch import load_file
-
     with torch.random.fork_rng(devices=()):  # the weights that are drawn here are replaced
         lm = EXAMPLES[name].build()
     lm.load_state_dict(load_file(WEIGHTS / f"{name}.safetensors"))

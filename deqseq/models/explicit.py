@@ -2,22 +2,21 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
-from torch import nn
+import torch
 
 from deqseq.backbones.base import Backbone, Cache, Inputs, check_sequence
 from deqseq.check import check_flag, check_type
-from deqseq.layers.sharded import unsharded
 from deqseq.layers.weight_norm import cached_weights
-from deqseq.models.output import ModelOutput
+from deqseq.models.base import Model
+from deqseq.models.output import Evaluation, ModelOutput
 from deqseq.models.padding import Padding
-from deqseq.sweeps.tokens import TokenArgs, Uncommitted, advance, commit, token_map
+from deqseq.tokens import Counts, TokenArgs, commit, token_map
 from deqseq.types import Mask, Sequence
 
 
-class ExplicitModel(nn.Module):
+class ExplicitModel(Model):
     r"""One pass of a backbone over the embedded tokens, :math:`z = f_\theta(x)`: an ordinary sequence model.
 
     Args:
@@ -43,7 +42,6 @@ class ExplicitModel(nn.Module):
         mask: Mask | None = None,
         cache: Cache | None = None,
         return_cache: bool = False,
-        return_uncommitted: bool = False,
     ) -> ModelOutput:
         """Run the layers once.
 
@@ -53,7 +51,6 @@ class ExplicitModel(nn.Module):
                 row as it is alone. Default: no padding.
             cache: the ``cache`` of the :class:`ModelOutput` for the tokens before. Default: there are none.
             return_cache: whether to return the cache after these tokens.
-            return_uncommitted: whether to return, instead of a cache, what commits any number of these tokens.
 
         Returns:
             The states; no statistics.
@@ -62,41 +59,47 @@ class ExplicitModel(nn.Module):
             TypeError: an argument of the wrong type.
             ValueError: a bad shape.
         """
-        check_sequence(x, self.backbone.d_model)
-        check_type("cache", cache, (Cache, type(None)))
         check_flag("return_cache", return_cache)
-        check_flag("return_uncommitted", return_uncommitted)
+        check_sequence(x, self.backbone.d_model)
         padding = Padding.of(x, mask)
         tokens = padding.compact(x)
-        # one pass unshards the layers one by one; only the states for a cache are computed after they have been left
-        with unsharded(self.backbone, enabled=return_cache), cached_weights(self.backbone):
-            inputs = self.backbone.prepare(tokens, cache, padding.mask)
-            if isinstance(inputs, Inputs):
-                inputs = replace(inputs, injection=None)
-            args = TokenArgs(inputs, cache, padding.mask).with_room(x.shape[1])
-            value, aux = token_map(self.backbone, need_aux=return_cache or return_uncommitted)(tokens, args)
-            cache = advance(self.backbone, args, aux, x.shape[1]) if return_cache else None
-        value = padding.back(value)
-        states = value.detach()
-        own = Uncommitted(states, partial(commit, self.backbone, args, aux, states))
-        return ModelOutput(value, cache, uncommitted=own if return_uncommitted else None)
+        with cached_weights(self.backbone):
+            args = self._args(tokens, cache, padding.mask, return_cache)
+            value, aux = token_map(tokens, args)
+            counts = None if padding.mask is None else padding.mask.sum(dim=1)
+            after = args.advance(aux, x.shape[1], counts) if return_cache else None
+        return ModelOutput(padding.back(value), after)
+
+    @torch.no_grad()
+    def evaluate(
+        self, x: Sequence, cache: Cache | None = None, start: Sequence | None = None, iterations: int = 1
+    ) -> Evaluation:
+        with cached_weights(self.backbone):
+            value, aux = token_map(x, self._args(x, cache, None, True))
+        return Evaluation(value, value, value, aux)
+
+    def commit(self, cache: Cache | None, evaluation: Evaluation, counts: Counts | None = None) -> Cache:
+        check_type("evaluation", evaluation, Evaluation, "model.evaluate(x)")
+        return commit(self.backbone, cache, evaluation.aux, evaluation.states, counts)
+
+    def _args(self, x: Sequence, cache: Cache | None, mask: Mask | None, need_aux: bool) -> TokenArgs:
+        check_sequence(x, self.backbone.d_model)
+        check_type("cache", cache, (Cache, type(None)))
+        args = TokenArgs.prepared(self.backbone, x, cache, mask, need_aux)
+        if isinstance(args.inputs, Inputs):
+            args = args._replace(inputs=replace(args.inputs, injection=None))
+        return args
 
     @property
     def d_model(self) -> int:
-        """Width of the states."""
         return self.backbone.d_model
 
     def compile(self, **options: Any) -> None:
-        """Compile the layers with ``torch.compile``.
-
-        Args:
-            **options: those of ``torch.compile``.
-        """
         self.backbone.compile(**options)
 
 
-def check_nothing_to_solve(options: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
-    """Refuse options of a solve that were given, and all ``fields`` of a :class:`SolveConfig`, with a TypeError."""
-    given = [name for name, value in options.items() if value is not None and value is not False]
-    if given := [*given, *fields]:
+def check_nothing_to_solve(options: Mapping[str, Any]) -> None:
+    """Refuse options of a solve that are given, with a TypeError."""
+    unset: Mapping[str, Any] = {"callback": None, "throw": False, "solve": None}
+    if given := [name for name, value in options.items() if name not in unset or value is not unset[name]]:
         raise TypeError(f"an explicit model has nothing to solve: it takes no {', '.join(given)}")

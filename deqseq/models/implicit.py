@@ -6,32 +6,25 @@ from functools import partial
 from typing import Any, Unpack
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from deqseq.backbones.base import Backbone, Cache, Inputs, check_sequence
-from deqseq.check import check_callable, check_flag, check_integer, check_type
+from deqseq.check import check_flag, check_integer, check_type
 from deqseq.config import SolveConfig, SolveFields, resolve
-from deqseq.exits import check_exit
-from deqseq.explain import Problem
-from deqseq.gradients import Gradient, Implicit, Reversible, Unrolled
-from deqseq.layers.sharded import sharded_parts, unsharded
 from deqseq.layers.weight_norm import cached_weights
+from deqseq.loop import Callback
+from deqseq.models.base import Model
 from deqseq.models.eval_mode import eval_mode
-from deqseq.models.output import ModelOutput
+from deqseq.models.output import Evaluation, ModelOutput
 from deqseq.models.padding import Padding
 from deqseq.models.start import check_states, start_states
 from deqseq.solution import ConvergenceWarning, Status
-from deqseq.solve import Callback
-from deqseq.solvers import ExternalSolver, Solver
-from deqseq.stop import Stop
-from deqseq.sweeps import Lockstep, Simultaneous
-from deqseq.sweeps.lockstep import backbone_cache, last_iteration
-from deqseq.sweeps.run import run_sweep
-from deqseq.sweeps.tokens import Head, TokenArgs, Uncommitted, commit
+from deqseq.sweeps import Simultaneous
+from deqseq.tokens import Counts, TokenArgs, check_commits, commit, token_map
 from deqseq.types import Mask, Sequence
 
 
-class ImplicitModel(nn.Module):
+class ImplicitModel(Model):
     r"""The fixed point of a backbone as a function of its input, :math:`z^* = f_\theta(z^*, x)`.
 
     Training and evaluation run the same code. Where the solve converges to the only fixed point, solver, sweep and
@@ -82,11 +75,8 @@ class ImplicitModel(nn.Module):
         mask: Mask | None = None,
         cache: Cache | None = None,
         return_cache: bool = False,
-        return_uncommitted: bool = False,
-        trace: bool = False,
         callback: Callback | None = None,
         throw: bool = False,
-        head: Head | None = None,
         solve: SolveConfig | None = None,
         **fields: Unpack[SolveFields],
     ) -> ModelOutput:
@@ -97,27 +87,18 @@ class ImplicitModel(nn.Module):
             mask: bool, True at real tokens, ``(batch, length)``. Padding may be on either side of a row; it leaves the
                 row as it is alone, and is zero in the result. Default: no padding.
             cache: the ``cache`` of the :class:`ModelOutput` for the tokens before. Default: there are none.
-            return_cache: whether to return the cache after these tokens. It carries no gradient, and comes from the
-                evaluation at which each row passed; failed rows whose best value is not their last are evaluated once
-                more.
-            return_uncommitted: whether to return, instead of a cache, what commits any number of these tokens; with the
-                simultaneous sweep only.
-            trace: whether to keep residuals; with the simultaneous sweep only.
-            callback: called with a :class:`Progress` at every check of the residual. Its ``iteration`` starts again at
-                each chunk; that of a sliding window counts the whole solve. Residuals per token are of the real tokens
+            return_cache: whether to return the cache after these tokens, as the solve found it. It carries no gradient.
+            callback: called with a :class:`Progress` at every check of the residual. Residuals are of the real tokens
                 first, whatever the padding.
-            throw: whether rows that spent their budget or diverged raise an error; in :class:`Lockstep`, which has no
-                tolerance, those that diverged.
-            head: maps states to logits, ``(rows, length, d_model) -> (rows, length, classes)``, for an exit rule that
-                judges these; :class:`deqseq.CausalLM` passes its own.
+            throw: whether rows that spent their budget or diverged raise an error.
             solve: replaces the model's configuration for this call.
             **fields: fields of :class:`SolveConfig` to replace for this call: ``solver``, ``stop``, ``gradient``,
                 ``sweep``, ``start``; the latter may also be the states to begin from, ``(batch, length, d_model)``, or
                 those of the first tokens alone: the others then begin where the model does.
 
         Returns:
-            The states, with the numbers of their solve. In training mode the value is what the estimator gives, with
-            its phantom steps, say; in eval mode it is that of the solve, whether gradients are enabled or not.
+            The states, with the numbers of their solve. In training mode, where gradients are wanted, the value is the
+            estimator's, after its phantom steps, say. Otherwise it is that of the solve.
 
         Warns:
             ConvergenceWarning: in eval mode, once per model: most rows spent their budget without converging.
@@ -125,63 +106,65 @@ class ImplicitModel(nn.Module):
         Raises:
             ConvergenceError: with ``throw``, names the rows that failed, their residuals and a remedy.
             TypeError: an unknown keyword, or a value of the wrong type.
-            ValueError: a bad shape; a trace with another sweep than the simultaneous; :class:`Unrolled` with another
-                sweep than that and :class:`Lockstep`; an exit rule with a sweep that has none, or without the head that
-                it needs; an estimator whose backward pass may be longer in one process than in another
-                (:class:`Unrolled`, :class:`Implicit`) while the backbone is sharded over both.
+            ValueError: a bad shape; :class:`Unrolled` with another sweep than :class:`Simultaneous`; a solver of
+                another library with a window.
         """
         start = fields.get("start")
-        start = start if isinstance(start, Tensor) else None
-        if start is not None:
+        given = start if isinstance(start, Tensor) else None
+        if given is not None:
             del fields["start"]
         config = resolve(self.solve_config, solve, fields)
-        check_sequence(x, self.backbone.d_model)
-        if start is not None:
-            check_states(start, x)
-        check_type("cache", cache, (Cache, type(None)))
-        flags = {"return_cache": return_cache, "return_uncommitted": return_uncommitted, "trace": trace, "throw": throw}
-        _check_options(flags, {"callback": callback, "head": head})
-        check_exit(config.stop.exit, head)
-        gradient = config.gradient if self._requires_gradient(x, start) else None
-        if sharded_parts(self.backbone):
-            _check_sharded(gradient, config.stop)
-        padding = Padding.of(x, mask)
-        # a checkpointed backward pass computes the weights again, and must find what the forward pass did
-        recomputes = gradient is not None and gradient.checkpoint
-        with unsharded(self.backbone), cached_weights(self.backbone, enabled=not recomputes):
+        self._check(x, given, cache, return_cache, throw)
+        padding, needs_grad = Padding.of(x, mask), self._requires_gradient(x, given)
+        # checkpointing runs the map again outside this context, and compares what both runs save: nothing is cached
+        once = not (needs_grad and config.gradient.checkpoint)
+        with torch.set_grad_enabled(needs_grad), cached_weights(self.backbone, enabled=once):
             tokens = padding.compact(x)
-            inputs = self.backbone.prepare(tokens, backbone_cache(cache, config.sweep), padding.mask)
-            if config.start != "input" and start is None:
-                _check_injection(inputs, self.backbone)
-            args = TokenArgs(inputs, cache, padding.mask, head if config.stop.exit is not None else None)
-            args = args.with_room(x.shape[1]) if return_uncommitted else args
-            solution, after = run_sweep(
-                self.backbone,
-                args,
-                start_states(tokens, start, padding, config, gradient),
-                config,
-                gradient=gradient,
+            args = TokenArgs.prepared(self.backbone, tokens, cache, padding.mask, return_cache)
+            if given is None:
+                _check_injection(args, config)
+            z0 = start_states(tokens, given, padding, config.start)
+            solution = config.gradient.apply(
+                token_map,
+                z0 if config.gradient.reaches_start else z0.detach(),
                 keep_value=not self.training,
-                keep_aux=return_uncommitted,
-                need_cache=return_cache,
-                trace=trace,
+                args=args,
+                has_aux=True,
+                solver=config.solver,
+                stop=config.stop,
+                sweep=config.sweep,
                 callback=callback,
             )
-        solution = padding.restored(solution)
-        again = partial(self._again, x.detach(), mask, cache, config, start)
-        problem = Problem(config.solver, _asked(config), again)
-        states = solution.value.detach()
-        commits = partial(commit, self.backbone, args, solution.aux, states)
-        own = Uncommitted(states, commits) if return_uncommitted else None
-        output = ModelOutput(solution.value, after, solution.stats, solution.status, problem, own)
+            solution = padding.restored(args.per_token(solution))
+        call = {"solve": config, "solver": config.solver, "stop": config.stop}  # explain() replaces the last two
+        again = partial(self._again, x.detach(), mask=mask, cache=cache, given=given, **call)
+        output = ModelOutput(solution.value, solution.aux, solution.stats, solution.status, again)
         self._warn_once(output, config)
-        fixed = isinstance(config.sweep, Lockstep)  # has no tolerance, so that rows can only diverge
-        throw = throw and (not fixed or bool((solution.status == Status.DIVERGED).any()))
         return output.raise_if_failed() if throw else output
+
+    @torch.no_grad()
+    def evaluate(
+        self, x: Sequence, cache: Cache | None = None, start: Sequence | None = None, iterations: int = 1
+    ) -> Evaluation:
+        check_integer("iterations", iterations, 1)
+        self._check(x, start, cache, True, False)
+        with cached_weights(self.backbone):
+            args = TokenArgs.prepared(self.backbone, x, cache, None, True)
+            if start is None:
+                _check_injection(args, self.solve_config)
+            z = start_states(x, start, Padding(), self.solve_config.start)
+            point, aux = z, None
+            for _ in range(iterations):
+                point = z
+                z, aux = token_map(z, args)
+        return Evaluation(point, z, z, aux)
+
+    def commit(self, cache: Cache | None, evaluation: Evaluation, counts: Counts | None = None) -> Cache:
+        check_type("evaluation", evaluation, Evaluation, "model.evaluate(x)")
+        return commit(self.backbone, cache, evaluation.aux, evaluation.states, counts)
 
     @property
     def d_model(self) -> int:
-        """Width of the states."""
         return self.backbone.d_model
 
     @property
@@ -190,53 +173,58 @@ class ImplicitModel(nn.Module):
         return self.solve if self.training or self.eval_solve is None else self.eval_solve
 
     def compile(self, **options: Any) -> None:
-        """Compile the map that is iterated with ``torch.compile``; the loop around it stays as it is.
-
-        Args:
-            **options: those of ``torch.compile``.
-        """
         self.backbone.compile(**options)
+
+    def _check(self, x: Sequence, start: Tensor | None, cache: Cache | None, return_cache: bool, throw: bool) -> None:
+        check_sequence(x, self.backbone.d_model)
+        if start is not None:
+            check_states(start, x)
+        check_type("cache", cache, (Cache, type(None)))
+        check_flag("return_cache", return_cache)
+        check_flag("throw", throw)
+        if return_cache:
+            check_commits(self.backbone)
 
     @torch.no_grad()
     def _again(
         self,
         x: Sequence,
+        *,
         mask: Mask | None,
         cache: Cache | None,
-        config: SolveConfig,
+        solve: SolveConfig,
         given: Sequence | None,
-        solver: Solver[Any] | ExternalSolver,
-        stop: Stop,
-        start: Sequence | None,
-        trace: bool,
+        start: Sequence | None = None,
+        callback: Callback | None = None,
+        **changes: Any,
     ) -> ModelOutput:
-        """The same call solved in another way, for :meth:`ModelOutput.explain`."""
-        config = replace(config, solver=solver, stop=stop, sweep=Simultaneous())
-        cache = last_iteration(cache)
+        """The same call in another way, all tokens together, for :meth:`ModelOutput.explain`."""
         start = given if start is None else start
         fields: SolveFields = {} if start is None else {"start": start}
         warned, self._warned = self._warned, True  # what is tried out is no failure of the caller's
         try:
-            with eval_mode(self):  # dropout would make every solve one of another map
-                return self(x, mask=mask, cache=cache, trace=trace, solve=config, **fields)
+            # dropout would make every solve one of another map, and so would other random starts
+            with eval_mode(self), torch.random.fork_rng(devices=()):
+                torch.manual_seed(0)
+                solve = replace(solve, sweep=Simultaneous(), **changes)
+                return self(x, mask=mask, cache=cache, callback=callback, solve=solve, **fields)
         finally:
             self._warned = warned
 
     def _warn_once(self, output: ModelOutput, config: SolveConfig) -> None:
         """Tell of the first solve in eval mode that spends its budget on most rows, unless no row could converge."""
-        stop, fixed = config.stop, isinstance(config.sweep, Lockstep)
-        if self.training or self._warned or torch.compiler.is_compiling() or stop.rtol == stop.atol == 0 or fixed:
+        if self.training or self._warned or torch.compiler.is_compiling() or not config.stop.has_tolerance:
             return
         assert output.status is not None
         failed = int((output.status == Status.MAX_STEPS_REACHED).sum())
         if 2 * failed > len(output.status):
             self._warned = True
             warnings.warn(
-                f"{failed} of {len(output.status)} rows spent the budget of {stop.max_steps} iterations without "
+                f"{failed} of {len(output.status)} rows spent the budget of {config.stop.max_steps} iterations without "
                 "converging, so their values are not fixed points. print(output.explain()) says why and what to do. "
                 "(Later calls of this model do not warn.)",
                 ConvergenceWarning,
-                stacklevel=5,
+                stacklevel=5,  # the caller of the model, above two functions of nn.Module
             )
 
     def _requires_gradient(self, *tensors: Tensor | None) -> bool:
@@ -247,38 +235,10 @@ class ImplicitModel(nn.Module):
 _EXAMPLE = "dq.SolveConfig(solver=dq.Anderson())"
 
 
-def _asked(config: SolveConfig) -> Stop:
-    """The stopping rule, with the budget that the sweep has; :class:`Lockstep` has no tolerance."""
-    sweep, stop = config.sweep, config.stop
-    fixed = {"rtol": 0.0, "atol": 0.0, "check_every": 1}
-    return replace(stop, max_steps=sweep.steps, **fixed) if isinstance(sweep, Lockstep) else stop
-
-
-def _check_options(flags: dict[str, bool], functions: dict[str, Any]) -> None:
-    for name, flag in flags.items():
-        check_flag(name, flag)
-    for name, function in functions.items():
-        if function is not None:
-            check_callable(name, function)
-    if flags["return_cache"] and flags["return_uncommitted"]:
-        raise ValueError("return_uncommitted=True commits later: leave return_cache out")
-
-
-def _check_injection(inputs: Any, backbone: Backbone[Any]) -> None:
-    if isinstance(inputs, Inputs) and inputs.injection is None:
+def _check_injection(args: TokenArgs, config: SolveConfig) -> None:
+    if config.start != "input" and isinstance(args.inputs, Inputs) and args.inputs.injection is None:
         raise ValueError(
-            f"this {type(backbone).__name__} was built without an injection, so from zero or a random start its fixed "
-            "point does not depend on the input: build it with injection=True, wrap it as "
+            f"this {type(args.backbone).__name__} was built without an injection, so from zero or a random start its "
+            "fixed point does not depend on the input: build it with injection=True, wrap it as "
             'dq.Injected(backbone, dq.AddInjection()), or take start="input" or an ExplicitModel'
-        )
-
-
-def _check_sharded(gradient: Gradient | None, stop: Stop) -> None:
-    """Raise an error if processes could take different numbers of backward steps: sharded, they would deadlock."""
-    unrolled = isinstance(gradient, (Unrolled, Reversible))
-    own = gradient.stop if isinstance(gradient, Implicit) else stop if unrolled else None
-    if own is not None and own.check_every < own.max_steps:
-        raise ValueError(
-            f"{type(gradient).__name__} with {own} can take a different number of backward steps in each process, "
-            "which deadlocks a sharded backbone: use Phantom, OneStep or Stop.exactly(n)"
         )

@@ -1,14 +1,15 @@
 """What models return."""
 
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 from jaxtyping import Float, Int64
 from torch import Tensor
 
 from deqseq.backbones.base import Cache
-from deqseq.explain import Problem
 from deqseq.solution import Outcome, SolveStats
-from deqseq.sweeps.tokens import Uncommitted
+from deqseq.types import Sequence
 
 
 @dataclass(frozen=True, repr=False)
@@ -18,18 +19,16 @@ class ModelOutput(Outcome):
     Attributes:
         value: final states, ``(batch, length, d_model)``; for an implicit model the fixed point.
         cache: the cache after these tokens, with ``return_cache=True``.
-        stats: numbers of the solve, per row if all tokens are solved together, else per token; None: not solved.
-        status: a :class:`~deqseq.Status` per row, the worst over its chunks, ``(batch,)``; None for an explicit model.
-        problem: what was solved, for :meth:`explain`; not saved with the object.
-        uncommitted: with ``return_uncommitted=True``, what commits any number of these tokens.
+        stats: numbers of the solve, per token; None for an explicit model.
+        status: a :class:`~deqseq.Status` per row, the worst over its tokens, ``(batch,)``; None for an explicit model.
+        again: the call that was made, for :meth:`explain`; not saved with the object.
     """
 
     value: Float[Tensor, "batch length d_model"]
     cache: Cache | None = None
     stats: SolveStats | None = None
     status: Int64[Tensor, " batch"] | None = None
-    problem: Problem | None = field(default=None, repr=False, compare=False)
-    uncommitted: Uncommitted | None = field(default=None, repr=False, compare=False)
+    again: "partial[Any] | None" = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True, repr=False)
@@ -40,9 +39,9 @@ class CausalLMOutput(Outcome):
         logits: ``(batch, length, vocab_size)``.
         loss: mean cross entropy in nats, ``()``, in float32 at least; None without labels or targets.
         cache: the cache after these tokens, with ``return_cache=True``.
-        stats: numbers of the solve; None for an explicit model.
+        stats: numbers of the solve, per token; None for an explicit model.
         status: a :class:`~deqseq.Status` per row, ``(batch,)``; None for an explicit model.
-        problem: what was solved, for :meth:`explain`; not saved with the object.
+        again: the call that was made, for :meth:`explain`; not saved with the object.
     """
 
     logits: Float[Tensor, "batch length vocab"]
@@ -50,4 +49,21 @@ class CausalLMOutput(Outcome):
     cache: Cache | None = None
     stats: SolveStats | None = None
     status: Int64[Tensor, " batch"] | None = None
-    problem: Problem | None = field(default=None, repr=False, compare=False)
+    again: "partial[Any] | None" = field(default=None, repr=False, compare=False)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A few iterations of some tokens, which may still be committed: what a model's ``evaluate`` returns.
+
+    Attributes:
+        point: the states before the last iteration, ``(batch, length, d_model)``.
+        states: those after it, ``(batch, length, d_model)``, from which a later evaluation can go on.
+        value: what the head is given, ``(batch, length, d_model)``; the states, unless layers follow the core.
+        aux: what ``commit`` needs of this evaluation.
+    """
+
+    point: Sequence
+    states: Sequence
+    value: Sequence
+    aux: Any

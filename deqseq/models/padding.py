@@ -53,16 +53,12 @@ class Padding:
         return x.gather(1, self.order[..., None].expand_as(x)).masked_fill(~self.mask[..., None], 0)
 
     def restored(self, solution: Solution) -> Solution:
-        """The solution with all tokens moved back; padding is zero, and takes no iterations."""
-        if self.order is None or self.mask is None:
+        """The solution with all tokens moved back."""
+        if self.order is None:
             return solution
         stats = solution.stats
-        if stats.iterations.ndim == 2:
-            stats = replace(stats, iterations=stats.iterations * self.mask)
-        numbers = {name: getattr(stats, name) for name in ("iterations", "residual", "error", "updates", "forced")}
-        moved = {name: self.back(x) for name, x in numbers.items() if x is not None and x.ndim == 2}
-        if stats.trace is not None and stats.trace.ndim == 3:
-            moved["trace"] = torch.stack([self.back(check) for check in stats.trace])
+        names = ("iterations", "residual", "updates", "forced")
+        moved = {name: self.back(getattr(stats, name)) for name in names}
         return replace(solution, value=self.back(solution.value), stats=replace(stats, **moved))
 
     def back(self, x: Shaped[Tensor, "batch length ..."]) -> Shaped[Tensor, "batch length ..."]:

@@ -1,13 +1,11 @@
-"""The states that a solve begins from."""
+"""The states that a model's solve begins from."""
 
 import torch
 from torch import Tensor
 
-from deqseq.config import SolveConfig
 from deqseq.evaluate import check_start
-from deqseq.gradients import AttachedGradient, Gradient
 from deqseq.models.padding import Padding
-from deqseq.start import initial_state
+from deqseq.start import Start, initial_state
 from deqseq.types import Sequence
 
 
@@ -20,18 +18,14 @@ def check_states(start: Tensor, x: Tensor) -> None:
         raise ValueError(f"start must be like the embedded tokens, or the first of them, {wanted}, got {got}")
 
 
-def start_states(
-    tokens: Sequence, given: Tensor | None, padding: Padding, config: SolveConfig, gradient: Gradient | None = None
-) -> Sequence:
-    """Where the iteration begins; padding is zero in any case."""
-    if given is None and config.start != "input":
-        states, real = initial_state(config.start, tokens), padding.mask
-        return states if real is None or config.start == "zero" else states.masked_fill(~real[..., None], 0)
-    if given is not None and given.shape[1] < tokens.shape[1]:
-        own = padding.back(start_states(tokens, None, padding, config, gradient))
-        given = torch.cat([given, own[:, given.shape[1] :]], dim=1)
-    tokens = tokens if given is None else padding.compact(given)
-    tokens = tokens.nan_to_num(0.0, 0.0, 0.0)  # a row that is not finite diverges alone
-    # a fixed point does not depend on where its solve began: only a differentiated iteration does
-    differentiated = gradient is not None and not isinstance(gradient, AttachedGradient)
-    return tokens if differentiated else tokens.detach()
+def start_states(tokens: Sequence, given: Tensor | None, padding: Padding, start: Start) -> Sequence:
+    """Where the iteration begins, real tokens first: at ``given`` states, then where the model does."""
+    states = initial_state(start, tokens)
+    if given is not None:
+        rest = padding.back(states)[:, given.shape[1] :]
+        states = padding.compact(torch.cat([given, rest], dim=1))
+    elif start == "zero":
+        return states
+    if padding.mask is not None:
+        states = states.masked_fill(~padding.mask[..., None], 0)
+    return states.nan_to_num(0.0, 0.0, 0.0)  # a row that is not finite diverges on its own

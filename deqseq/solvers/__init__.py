@@ -4,8 +4,7 @@ from deqseq.solvers.adaptive import Adaptive
 from deqseq.solvers.anderson import Anderson
 from deqseq.solvers.base import ExternalSolver, Solver
 from deqseq.solvers.broyden import Broyden
-from deqseq.solvers.coupled import Coupled
 from deqseq.solvers.naive import Naive
 from deqseq.solvers.relaxed import Relaxed
 
-__all__ = ["Adaptive", "Anderson", "Broyden", "Coupled", "ExternalSolver", "Naive", "Relaxed", "Solver"]
+__all__ = ["Adaptive", "Anderson", "Broyden", "ExternalSolver", "Naive", "Relaxed", "Solver"]

@@ -7,9 +7,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from deqseq.norms import token_norms
 from deqseq.solvers.base import Solver
-from deqseq.types import State
+from deqseq.stop import token_norms
+from deqseq.types import RowIndex, State
 
 FLAT = 1e-6  # the least change of a residual along itself, in its squared norm, that a step is taken from
 RISE, LEAST = 1.05, 0.05  # of the limit of a row
@@ -73,40 +73,54 @@ class Adaptive(Solver[AdaptiveMemory]):
     def init(self, z0: State) -> AdaptiveMemory:
         damping = torch.ones_like(token_norms(z0.detach()))
         limit = damping[:, :1]
-        level, waited = torch.full_like(limit, torch.inf), torch.zeros_like(limit)
-        return AdaptiveMemory(torch.zeros_like(z0), damping, damping, limit, level, level, waited)
+        return AdaptiveMemory(torch.zeros_like(z0), damping, damping, limit, *_begun(torch.full_like(limit, torch.inf)))
+
+    def restart(self, state: AdaptiveMemory, z: State, rows: RowIndex) -> AdaptiveMemory:
+        first = (0, 1, 1, 1, torch.inf, torch.inf, 0)  # of `init`
+        return AdaptiveMemory(*(x.index_fill(0, rows, value) for x, value in zip(state, first, strict=True)))
 
     def step(self, z: State, fz: State, state: AdaptiveMemory) -> tuple[State, AdaptiveMemory]:
         residual = fz - z
         square, product = _products(residual, residual), _products(state.residual, residual)
-        grown, least = product >= state.square, FLAT * state.square  # grown: along the last one; no damping helps
-        shrunk = state.square - product
-        turned, changed = shrunk.clamp_min(least), (shrunk + square - product).clamp_min(least)
-        shortest = (state.damping * turned / changed).masked_fill(grown, 1)
-        limit, *progress = _limited(_level(square.detach(), fz.detach()), shortest, state)
+        shrunk, least = state.square - product, FLAT * state.square
+        turned, level = shrunk.maximum(least), _level(square.detach(), fz.detach())
+        lower = level < state.level - PROGRESS / square.shape[1]
+        # the usual case, in half of the operations; on a GPU reading it would wait for the device
+        if z.is_cpu and bool(lower.all()):
+            limit, progress = (state.limit * RISE).clamp_max(1), _begun(level)
+        else:
+            changed = (shrunk + square - product).maximum(least)
+            # where the residual has grown along the last one, no damping makes it shorter
+            shortest = torch.where(shrunk > 0, state.damping * turned / changed, 1)
+            limit, *progress = _limited(level, lower, shortest, state)
         damping = (state.damping * state.square / turned).minimum(limit)
         weight = damping.to(z.dtype).reshape(z.shape if z.ndim == 1 else (*z.shape[:-1], 1))
         tiny = torch.finfo(square.dtype).tiny
         return torch.lerp(z, fz, weight), AdaptiveMemory(residual, square.clamp_min(tiny), damping, limit, *progress)
 
 
-def _limited(level: Tensor, shortest: Tensor, state: AdaptiveMemory) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The limit of each row after an iteration with this level; ``level``, ``recent`` and ``waited`` for the next."""
-    lower = level < state.level - PROGRESS / shortest.shape[1]
-    waited = (state.waited + 1).masked_fill(lower, 0)
-    stuck = waited >= PATIENCE
+def _begun(level: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """``level``, ``recent`` and ``waited`` where all rows have just made progress."""
+    return level, torch.full_like(level, torch.inf), torch.zeros_like(level)
+
+
+def _limited(
+    level: Tensor, lower: Tensor, shortest: Tensor, state: AdaptiveMemory
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The limit of each row, where some have made no progress; ``level``, ``recent`` and ``waited`` for the next."""
+    waited = torch.where(lower, 0, state.waited + 1)
+    stuck, recent = waited >= PATIENCE, state.recent.minimum(level)
     fallen = shortest.clamp(FLAT, 1).log().mean(dim=1, keepdim=True).exp().minimum(state.limit)
     grown = torch.where(lower, state.limit * RISE, state.limit)
     limit = torch.where(stuck, fallen, grown).clamp(LEAST, 1)
-    recent = state.recent.minimum(level)
     goal = torch.where(lower, level, torch.where(stuck, recent, state.level))
-    return limit, goal, recent.masked_fill(lower | stuck, torch.inf), waited.masked_fill(stuck, 0)
+    return limit, goal, torch.where(lower | stuck, torch.inf, recent), torch.where(stuck, 0, waited)
 
 
 def _products(x: State, y: State) -> Float[Tensor, "batch tokens"]:
     """Inner product of each token, in at least float32."""
-    accumulate = torch.promote_types(x.dtype, torch.float32)
-    x, y = x.to(accumulate), y.to(accumulate)
+    if x.dtype.itemsize < 4:
+        x, y = x.float(), y.float()
     if x.ndim == 1:
         return (x * y)[:, None]
     products = torch.linalg.vecdot(x, y)

@@ -1,7 +1,7 @@
 """Anderson acceleration."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -31,14 +31,15 @@ class Anderson(Solver[AndersonMemory]):
     .. math:: z \leftarrow \sum_i w_i \bigl(f(z_i) - (1 - \beta)\, r_i\bigr), \qquad
               w = \underset{\sum w = 1}{\mathrm{arg\,min}} \left\lVert \sum_i w_i r_i \right\rVert^2
 
-    The residuals are normalised before the normal equations are solved (in float64, one small system per row), so
-    that the ridge is relative to them and the iteration does not stall once they are small; an absolute one stalls.
+    The normal equations are solved in float64, one small system per row. Their ridge is relative to the size of each
+    residual, so that the iteration does not stall once they are small; an absolute one stalls.
 
     Args:
         memory: evaluations that are combined, at least 2. Each costs two states; on maps that contract slowly more of
             them save evaluations (error after 20 on an affine map of radius 0.5: 3e-9 with 4, 3e-10 with 6).
         mixing: :math:`\beta`, in (0, 1]: how far to trust the map's values over the points.
-        ridge: Tikhonov term on the normalised Gram matrix; None takes ten times the state's machine epsilon.
+        ridge: Tikhonov term, relative to the diagonal of the Gram matrix; None takes ten times the state's machine
+            epsilon.
 
     Raises:
         ValueError: a memory below 2, a mixing outside (0, 1], a ridge that is not above 0.
@@ -54,6 +55,7 @@ class Anderson(Solver[AndersonMemory]):
         tensor([3])
     """
 
+    returns_point: ClassVar[bool] = True
     memory: int = 4
     mixing: float = 1.0
     ridge: float | None = None
@@ -70,8 +72,7 @@ class Anderson(Solver[AndersonMemory]):
     def step(self, z: State, fz: State, state: AndersonMemory) -> tuple[State, AndersonMemory]:
         residual = fz - z
         values, residuals = (*state.values, fz), (*state.residuals, residual)
-        products = torch.stack([_row_products(residual, other) for other in residuals], dim=1)
-        gram = _bordered(state.gram, products)
+        gram = _bordered(state.gram, _row_products(residual, residuals))
         weights = self._weights(gram, z.dtype).to(z.dtype)
         proposal = self._combine(weights, values, residuals)
         kept = min(len(values), int(self.memory) - 1)  # one place is for the next evaluation
@@ -86,17 +87,13 @@ class Anderson(Solver[AndersonMemory]):
         """Solve the constrained least squares of each row; a singular one takes the newest value alone."""
         ridge = 10 * torch.finfo(dtype).eps if self.ridge is None else self.ridge
         eye = torch.eye(gram.shape[1], dtype=gram.dtype, device=gram.device)
-        # a residual of zero has no direction; leave such a row out before dividing, or its gradient is not a number
-        usable = (gram.diagonal(dim1=1, dim2=2) > torch.finfo(gram.dtype).tiny).all(dim=1)
-        gram = torch.where(usable[:, None, None], gram, eye)
-        scale = gram.diagonal(dim1=1, dim2=2).rsqrt()
-        normalised = scale[:, :, None] * gram * scale[:, None, :]
+        if torch.is_grad_enabled():  # a residual of zero has no direction: its gradient would not be a number
+            usable = (gram.diagonal(dim1=1, dim2=2) > torch.finfo(gram.dtype).tiny).all(dim=1)
+            gram = torch.where(usable[:, None, None], gram, eye[-1:] * eye + 1e300 * (eye - eye[-1:] * eye))
         # solve_ex, because solve checks for errors on the host, which waits for the device at every step
-        solved, _ = torch.linalg.solve_ex(normalised + ridge * eye, scale[:, :, None])
-        weights = scale * solved[:, :, 0]
-        weights = weights / weights.sum(dim=1, keepdim=True)
-        newest = eye[-1].expand_as(weights)
-        return torch.where(weights.isfinite().all(dim=1, keepdim=True) & usable[:, None], weights, newest)
+        solved, _ = torch.linalg.solve_ex(gram * (1 + ridge * eye), torch.ones_like(gram[:, :, :1]))
+        weights = solved[:, :, 0] / solved.sum(dim=1)
+        return torch.where(weights.isfinite().all(dim=1, keepdim=True), weights, eye[-1])
 
     def _combine(self, weights: Tensor, values: tuple[State, ...], residuals: tuple[State, ...]) -> State:
         columns = weights.reshape(*weights.shape, *[1] * (values[0].ndim - 1)).unbind(dim=1)
@@ -109,11 +106,11 @@ class Anderson(Solver[AndersonMemory]):
         return total
 
 
-def _row_products(x: State, y: State) -> Float[Tensor, " batch"]:
-    """Inner product of each row, accumulated in at least float32, returned in float64."""
+def _row_products(x: State, others: tuple[State, ...]) -> Float[Tensor, "batch kept"]:
+    """Inner products of each row with the same row of others, accumulated in at least float32, in float64."""
     accumulate = torch.promote_types(x.dtype, torch.float32)
-    x, y = x.reshape(x.shape[0], -1).to(accumulate), y.reshape(y.shape[0], -1).to(accumulate)
-    return torch.linalg.vecdot(x, y).double()
+    flat = [(one[:, None] if one.ndim == 1 else one.flatten(1)).to(accumulate) for one in others]
+    return torch.stack([torch.linalg.vecdot(flat[-1], one) for one in flat], dim=1).double()
 
 
 def _bordered(gram: Tensor, products: Float[Tensor, "batch kept"]) -> Float[Tensor, "batch kept kept"]:

@@ -2,9 +2,13 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
+from torch import Tensor
+
+from deqseq.check import check_type
 from deqseq.rows import put, tensors_of
+from deqseq.stop import Stop
 from deqseq.types import RowIndex, State
 
 S = TypeVar("S")
@@ -13,8 +17,8 @@ S = TypeVar("S")
 class Solver(ABC, Generic[S]):
     """One step of a fixed-point algorithm. A solver object is its configuration: a frozen dataclass.
 
-    The loop in :func:`deqseq.solve` evaluates the map, measures, freezes, stops and keeps the best iterate; a
-    solver only proposes the next point. It never calls the map, so that evaluation counts are exact, and treats
+    The loop in :func:`deqseq.solve` evaluates the map, measures, freezes and stops; a solver only proposes the next
+    point. It never calls the map, so that evaluation counts are exact, and treats
     every row on its own, so that a row's answer does not depend on the rest of its batch.
 
     To write your own, subclass it (see :class:`deqseq.Anderson` for one with a memory):
@@ -32,6 +36,16 @@ class Solver(ABC, Generic[S]):
         >>> solve(f, torch.zeros(1, 1), solver=Halfway(), stop=Stop()).value
         tensor([[0.5000]])
     """
+
+    returns_point: ClassVar[bool] = False
+    """Whether the value of a row that has converged is the point ``z`` that was tested, instead of ``f(z)``.
+
+    Where the map contracts, ``f(z)`` is closer to the fixed point. A solver that also converges where the map expands
+    returns ``z``, because ``f(z)`` can be far outside the tolerance there.
+    """
+
+    owns_loop: ClassVar[bool] = False
+    """Whether :meth:`begin` solves to the end, so that one evaluation follows; such a solver has no window."""
 
     @abstractmethod
     def init(self, z0: State) -> S:
@@ -51,7 +65,7 @@ class Solver(ABC, Generic[S]):
 
         Args:
             z: the point that was evaluated, ``(batch, *event)``; not always the one proposed last, because the
-                loop freezes converged rows and tokens.
+                loop freezes rows that have ended.
             fz: the map at ``z``, ``(batch, *event)``.
             state: the memory so far.
 
@@ -60,17 +74,10 @@ class Solver(ABC, Generic[S]):
         """
 
     def restart(self, state: S, z: State, rows: RowIndex) -> S:
-        """The memory in which some rows begin afresh, as the rows of a sliding window do that have moved.
+        """The memory ``state``, in which some ``rows``, ``(rows,)``, begin afresh: those whose window has moved.
 
-        Write your own if the first step changes shapes or numbers in the memory.
-
-        Args:
-            state: the memory so far.
-            z: the next point to evaluate, ``(batch, *event)``.
-            rows: those that begin afresh, ``(rows,)``.
-
-        Returns:
-            A memory from which these rows go on as after :meth:`init` of their ``z``, and the others as before.
+        Write your own if the first step changes shapes or numbers in the memory; ``z`` is the next point to evaluate,
+        ``(batch, *event)``.
 
         Raises:
             NotImplementedError: the memory has another shape than before the first step.
@@ -83,34 +90,60 @@ class Solver(ABC, Generic[S]):
             )
         return put(state, rows, new)
 
+    def begin(self, f: Callable[[State], tuple[State, Any]], z0: State, stop: Stop) -> tuple[State, S]:
+        """Where the loop begins, and the memory there: ``z0`` itself, and :meth:`init` of it.
 
-class ExternalSolver(ABC):
+        ``f`` is the map and its ``aux``, for solvers that own their loop.
+        """
+        return z0, self.init(z0)
+
+
+class ExternalSolver(Solver[None]):
     """A solver of another library, which owns its loop.
 
-    :func:`deqseq.solve` hands it a map that counts and monitors every evaluation, and ends the run when the
-    stopping rule says so; what it returns is ignored. Rows are neither frozen nor removed inside it.
+    It solves alone, a block of tokens after another. One evaluation of ours at its result then gives value, residual,
+    status and ``aux``. Its evaluations are counted.
 
     Example:
         >>> import torch, deqseq as dq
         >>> class TheirLoop(ExternalSolver):
-        ...     def run(self, f, z0, max_steps):
+        ...     def run(self, f, z0, stop):
         ...         z = z0
-        ...         for _ in range(max_steps):
+        ...         for _ in range(stop.max_steps - 1):
         ...             z = f(z)
+        ...         return z
         >>> dq.solve(torch.cos, torch.zeros(1), solver=TheirLoop(), stop=dq.Stop(rtol=1e-6)).value
         tensor([0.7391])
     """
 
+    owns_loop = True
+
     @abstractmethod
-    def run(self, f: Callable[[State], State], z0: State, max_steps: int) -> object:
-        """Iterate ``f`` for up to ``max_steps`` evaluations.
+    def run(self, f: Callable[[State], State], z0: State, stop: Stop) -> State:
+        """Solve by up to ``stop.max_steps - 1`` evaluations of ``f``.
 
         Args:
-            f: the map, ``(batch, *event) -> (batch, *event)``. The exception by which it ends the run
-                must not be caught.
-            z0: the start, ``(batch, *event)``.
-            max_steps: the budget.
+            f: the map, ``(batch, *event) -> (batch, *event)``.
+            z0: the start, ``(batch, *event)``; not to be changed.
+            stop: tolerances and budget.
 
         Returns:
-            Anything; it is ignored.
+            The point that was found, ``(batch, *event)``.
         """
+
+    def init(self, z0: State) -> None:
+        return None
+
+    def step(self, z: State, fz: State, state: None) -> tuple[State, None]:
+        return fz, None
+
+    def begin(self, f: Callable[[State], tuple[State, Any]], z0: State, stop: Stop) -> tuple[State, None]:
+        before = None if z0.is_inference() else z0._version
+        z, name = self.run(lambda z: f(z)[0], z0, stop), f"{type(self).__name__}.run"
+        check_type(f"what {name} returns", z, Tensor)
+        if z.shape != z0.shape or z.dtype != z0.dtype or z.device != z0.device:
+            wanted, got = (f"{x.dtype} {tuple(x.shape)} on {x.device}" for x in (z0, z))
+            raise ValueError(f"{name} must return a point like z0, {wanted}, got {got}")
+        if before is not None and z0._version != before:
+            raise ValueError(f"{name} must not change z0 in place: it may be the caller's")
+        return z, None

@@ -1,7 +1,7 @@
 """Broyden's method."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Float, Int64
@@ -16,11 +16,10 @@ Vectors = Float[Tensor, "batch size"]
 
 
 class BroydenMemory(NamedTuple):
-    """The last evaluation, and the low-rank part of the inverse Jacobian, one pair a past step.
+    """The last evaluation, and the low-rank part of the inverse Jacobian, ``scale_i left_i right_i^T`` per past step.
 
-    Rows are flattened and in float32 at least. ``left`` and ``right`` have room for all pairs, of which the first
-    ``pairs`` are filled; pair ``i`` stands for ``scale_i left_i right_i^T``. Once some rows have begun afresh without
-    the others, ``ages`` says how many pairs each row has, and new ones take the places of the oldest in turn.
+    Rows are flattened, in float32 at least. Of the room for pairs the first ``pairs`` are filled. Once some rows have
+    begun afresh without the others, ``ages`` counts the pairs of each row; new ones replace the oldest in turn.
     """
 
     point: Vectors
@@ -59,6 +58,7 @@ class Broyden(Solver[BroydenMemory | None]):
         tensor([[1.]])
     """
 
+    returns_point: ClassVar[bool] = True
     memory: int = 16
 
     def __post_init__(self) -> None:

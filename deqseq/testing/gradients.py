@@ -113,9 +113,9 @@ class GradientContract(GraphContract):
         def f(z: Tensor, x: Tensor) -> Any:
             return case.f(x)(z), {"z": z}
 
-        options = {"args": case.injection(), "has_aux": True, "trace": True, "callback": told.append}
+        options = {"args": case.injection(), "has_aux": True, "callback": told.append}
         solution = self.gradient.apply(f, case.z0, solver=self.solver, stop=self.stop, **options)
-        assert told and solution.stats.trace is not None and len(solution.stats.trace) == len(told)
+        assert len(told) == solution.stats.evaluations > 1
         torch.testing.assert_close(solution.aux["z"].detach(), case.z_star, rtol=1e-6, atol=1e-6)
 
     @two_problems

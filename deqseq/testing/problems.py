@@ -85,6 +85,12 @@ def tanh_contraction(*, batch: int = 3, event: Sequence[int] = (4,)) -> Tanh:
     return Tanh(affine(radius=0.9, batch=batch, event=event))
 
 
+def expansive_tanh() -> Tanh:
+    """Its Jacobian at the fixed point has a smallest eigenvalue of about -3."""
+    bias = 0.3 * torch.randn(3, 4, generator=seeded(1), dtype=torch.float64)
+    return Tanh(Affine(symmetric(torch.linspace(-3.2, 0.6, 4)), bias))
+
+
 def limit_cycle(z: Tensor) -> Tensor:
     """Plain iteration alternates for ever; the fixed point is 1/2."""
     return 1 - z

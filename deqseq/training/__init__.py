@@ -7,6 +7,7 @@ from deqseq.training.jacobian import jacobian_regularisation
 from deqseq.training.parameter_groups import parameter_groups
 from deqseq.training.phase import Phase, bounded, free, unrolled
 from deqseq.training.residual import terminal_residual
+from deqseq.training.sharding import gather_once
 
 __all__ = [
     "Curriculum",
@@ -16,6 +17,7 @@ __all__ = [
     "bounded",
     "check_finite",
     "free",
+    "gather_once",
     "jacobian_regularisation",
     "parameter_groups",
     "terminal_residual",

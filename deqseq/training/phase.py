@@ -264,7 +264,7 @@ def unrolled(
 def _exactly(base: SolveConfig, steps: int) -> Stop:
     """:meth:`deqseq.Stop.exactly`, measured as the base says."""
     check_type("base", base, SolveConfig, "dq.SolveConfig(sweep=dq.Sliding(8))")
-    return replace(base.stop, rtol=0.0, atol=0.0, max_steps=steps, check_every=steps, exit=None)
+    return replace(base.stop, rtol=0.0, atol=0.0, max_steps=steps, check_every=steps)
 
 
 def _phase(

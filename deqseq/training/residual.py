@@ -6,7 +6,7 @@ from torch import Tensor
 
 from deqseq.check import check_callable, check_type
 from deqseq.evaluate import check_start, evaluate
-from deqseq.norms import token_norms
+from deqseq.stop import token_norms
 from deqseq.types import FixedPointMap, State
 
 

@@ -8,6 +8,9 @@ from show import table
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "choosing.json"
 
+NAMES = {"max_token": "token", "frobenius": "row"}
+"""What the committed run calls the norms of today."""
+
 Numbers = dict[str, float]
 
 
@@ -16,6 +19,8 @@ def answers(question: str, model: str, length: int) -> dict[str, Numbers]:
     found: dict[str, Numbers] = {}
     for row in json.loads(RESULTS.read_text()):
         *asked, setting = row["case"].split(", ", 3)
+        for old, new in NAMES.items():
+            setting = setting.replace(old, new)
         if asked == [question, model, str(length)]:
             found.setdefault(setting, {})[row["metric"]] = row["ours"]
             if row["ratio"] is not None:

@@ -62,8 +62,8 @@ def score(lm: dq.CausalLM, batches: Iterable[StoryBatch], *, carry: bool = False
         carry: whether each batch continues the one before, with the state that this one has left.
 
     Returns:
-        The rows of :func:`score_rows`, each with the mean iterations and the share of solves that converged; both are
-        None for an explicit model.
+        The rows of :func:`score_rows`, each with the mean iterations of a token and the share of solves that converged;
+        both are None for an explicit model.
     """
     counts, iterations, converged, cache = [], [], [], None
     lm.eval()
@@ -73,7 +73,7 @@ def score(lm: dq.CausalLM, batches: Iterable[StoryBatch], *, carry: bool = False
         cache = output.cache
         counts.append(count_right(output.logits, batch))
         if output.stats is not None and output.status is not None:
-            iterations += output.stats.iterations.tolist()
+            iterations += output.stats.iterations[batch.mask].tolist()
             converged += output.converged.tolist()
     solves = {
         "self_iterations": sum(iterations) / len(iterations) if iterations else None,

@@ -100,7 +100,7 @@ class Score:
         tokens: number of targets.
         text_bytes: bytes of text that the targets stand for.
         by_position: mean loss at each position of a row in nats, shape (length,); NaN where there is no target.
-        iterations: mean over tokens, if the stopping rule tells them apart, or rows. None: an explicit model.
+        iterations: mean over tokens. None: an explicit model.
         updates: mean over tokens of the iterations that each took part in. None: an explicit model.
         converged: share of the rows whose solve has converged. None: an explicit model.
     """

@@ -2,12 +2,12 @@
 
 import math
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 import deqseq as dq
 from common import options as opt
 from deqseq.check import check_choice
-from deqseq.models.presets import widened
 from deqseq.training import Curriculum, bounded, free
 
 SCALED = tuple(f"{kind}-{family}" for family in ("llama", "mamba2") for kind in ("implicit", "bounded", "explicit"))
@@ -55,7 +55,31 @@ def spec_of(name: str, sizes: Sizes, vocab_size: int) -> dq.LanguageModelSpec:
     if kind != "explicit":
         return implicit
     plain = replace(implicit.explicit(), backbone=replace(backbone, weight_norm=False))
-    return widened(plain, dq.parameter_count(implicit).total)
+    return widened(plain, dq.parameter_count(implicit))
+
+
+def widened(spec: dq.LanguageModelSpec, parameters: int) -> dq.LanguageModelSpec:
+    """The same model, but so wide that it has about as many ``parameters`` as another one.
+
+    An explicit model lacks an implicit one's injection and magnitudes; this makes up for them. Only ``d_model`` grows,
+    by steps that keep heads whole, a Llama's of even width. A model that is large enough stays as it is.
+    """
+    sizes = spec.backbone
+    step = (
+        2 * sizes.n_heads
+        if isinstance(sizes, dq.LlamaConfig)
+        else sizes.headdim // math.gcd(sizes.headdim, sizes.expand)
+    )
+    narrower, below = spec, dq.parameter_count(spec)
+    if below >= parameters:
+        return spec
+    for d_model in count(sizes.d_model + step, step):
+        wider = replace(spec, backbone=replace(sizes, d_model=d_model))
+        above = dq.parameter_count(wider)
+        if above >= parameters:
+            return wider if above - parameters < parameters - below else narrower
+        narrower, below = wider, above
+    raise AssertionError("widths do not end")
 
 
 def curriculum_of(name: str, sizes: Sizes) -> Curriculum:

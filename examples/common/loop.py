@@ -18,7 +18,7 @@ import deqseq as dq
 from common.checkpoints import newest, prune, resume, save
 from common.processes import can_compile, whole
 from deqseq.check import check_choice, check_integer, check_number
-from deqseq.training import Curriculum, NonFiniteLoss, Phase, check_finite
+from deqseq.training import Curriculum, NonFiniteLoss, Phase, check_finite, gather_once
 
 log = logging.getLogger("examples")
 
@@ -86,7 +86,7 @@ class Update:
         loss: mean over the targets, in nats.
         gradient_norm: before clipping.
         lr: of the first group.
-        iterations: mean over rows, or tokens if the stopping rule tells them apart; None: an explicit model.
+        iterations: mean over tokens; None: an explicit model.
         converged: share of the rows whose solve has converged; None: an explicit model.
         seconds: that it took in this process.
     """
@@ -151,6 +151,7 @@ def train(
     accelerator.free_memory()
     accelerator.gradient_accumulation_steps = settings.accumulate
     prepared, optimizer = accelerator.prepare(model, optimizer)
+    gather_once(prepared)
     run = _Run(accelerator, prepared, optimizer, scheduler, batches, curriculum, settings, call or _call, progress)
     try:
         run.resume(folder, origin)

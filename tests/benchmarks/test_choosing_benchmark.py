@@ -92,10 +92,10 @@ def test_what_is_asked_for_is_what_is_solved():
     assert rows["512", "converged"] == 1
     assert rows["512", "evaluations"] < 100
     rows = {(row.case.split(", ", 3)[3], row.metric): row.ours for row in choosing.by_tolerance(toy())}
-    evaluations = [rows[f"{rtol:g}, max_token", "evaluations"] for rtol in choosing.TOLERANCES]
+    evaluations = [rows[f"{rtol:g}, token", "evaluations"] for rtol in choosing.TOLERANCES]
     assert evaluations == sorted(evaluations)
     assert evaluations[0] < evaluations[-1]
-    assert rows["0.0001, frobenius", "evaluations"] <= rows["0.0001, max_token", "evaluations"]
+    assert rows["0.0001, row", "evaluations"] <= rows["0.0001, token", "evaluations"]
 
 
 def test_targets_are_drawn_anew_and_the_original_stays():

@@ -55,9 +55,12 @@ def test_a_step_of_fixed_length_evaluates_what_it_says(make, sweep, steps, phant
     work = tiny(make)
     counted = Counted(work.lm)
     output = work.step(training_step.bounded(sweep, steps, phantom))
-    assert output.stats.updates.unique().tolist() == [steps]
-    windows = 1 if isinstance(sweep, dq.Simultaneous) else 3
-    assert (counted.calls, counted.tokens) == (steps * windows + phantom, (steps + phantom) * LENGTH)
+    windows, width = (
+        (1, LENGTH) if isinstance(sweep, dq.Simultaneous) else (3, 8)
+    )  # the last one reaches beyond the end
+    assert output.stats.updates.sum(dim=1).tolist() == [steps * windows * width] * 2
+    assert counted.calls == steps * windows + phantom
+    assert counted.tokens == steps * windows * width + phantom * LENGTH
     assert counted.backward == phantom * LENGTH
     assert all(p.grad is None for p in work.lm.parameters())
 

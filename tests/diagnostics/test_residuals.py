@@ -1,5 +1,7 @@
 """Residual traces against maps whose rates are known, and iterations written out."""
 
+import copy
+
 import pytest
 import torch
 from small_models import affine, contractive_llama, contractive_mamba2
@@ -20,7 +22,8 @@ def language_model(backbone, **options):
 
 
 def traced(f, z0, solver, stop):
-    return ResidualTrace.of(dq.solve(f, z0, solver=solver, stop=stop, trace=True), stop)
+    checks = []
+    return ResidualTrace.of(dq.solve(f, z0, solver=solver, stop=stop, callback=checks.append), checks)
 
 
 @pytest.mark.parametrize("damping", [1.0, 0.8, 0.5])
@@ -53,11 +56,9 @@ def test_the_rate_leaves_out_the_wait_before_the_fall():
     """Five checks at 1, then a fall by 0.5 per iteration: the lower half of the fall begins at 2 ** -3."""
     height = torch.tensor([0, 0, 0, 0, 0, *range(0, -7, -1)]).double()
     for checks in (torch.arange(1, 13), 3 * torch.arange(1, 13)):
-        trace = ResidualTrace(checks, 2 ** height[:, None], torch.ones(1), checks[-1:], torch.tensor([True]), 1e-3)
+        trace = ResidualTrace(checks, 2 ** height[:, None], checks[-1:], torch.tensor([True]), 1e-3)
         assert trace.rates.item() == pytest.approx(0.5 ** (1 / int(checks[0])))
-    flat = ResidualTrace(
-        torch.arange(1, 4), torch.ones(3, 1), torch.ones(1), torch.tensor([3]), torch.tensor([False]), 1e-3
-    )
+    flat = ResidualTrace(torch.arange(1, 4), torch.ones(3, 1), torch.tensor([3]), torch.tensor([False]), 1e-3)
     assert flat.rates.item() == 1
 
 
@@ -65,7 +66,7 @@ def test_too_short_to_fit():
     trace = traced(lambda z: 0 * z + 1, torch.zeros(2, 1), dq.Naive(), dq.Stop())
     assert trace.checks.tolist() == [1, 2]
     assert trace.rates.isnan().all()
-    assert str(trace).splitlines()[1].split() == ["0", "2", "0.0e+00", "0.0e+00", "-", "yes"]
+    assert str(trace).splitlines()[1].split() == ["0", "2", "0.0e+00", "-", "yes"]
 
 
 @pytest.mark.parametrize("make", [contractive_mamba2, contractive_llama, affine])
@@ -96,25 +97,37 @@ def test_the_rate_of_one_token_is_the_damped_spectral_radius(solver):
     assert torch.allclose(rates, model_spectral_radius(lm, IDS[:, :1]).damped(damping)[:, 0], rtol=0.01)
 
 
-def test_tokens_and_padding():
+def test_padding_has_no_say():
     lm = language_model(contractive_mamba2())
     mask = torch.arange(6) < torch.tensor([6, 4, 2])[:, None]
     for side in (mask, mask.flip(1)):
-        trace = residual_trace(lm, IDS, mask=side, per="token")
-        assert trace.residual.shape[1:] == (3, 6)
-        assert torch.equal(trace.residual.isnan().all(dim=0), ~side)
-        assert torch.equal(trace.rates.isnan(), ~side)
-        assert "nan" not in str(trace) and trace.converged.all()
-        last = trace.residual[-1].nan_to_num(nan=0)
-        assert (last <= 1e-11).all()
+        trace = residual_trace(lm, IDS, mask=side)
+        for row in range(3):
+            alone = residual_trace(lm, IDS[row : row + 1, side[row]])
+            count = int(alone.iterations)
+            assert trace.iterations[row] == count and trace.converged[row]
+            assert torch.allclose(trace.residual[:count, row], alone.residual[:, 0], rtol=1e-3)
 
 
-def test_outside_solvers_keep_their_trace():
-    from deqseq.integrations.torchdeq import TorchDEQ
+def test_rows_that_have_left_the_batch_keep_their_last_residual():
+    gains = torch.tensor([[0.1], [0.1], [0.9]], dtype=torch.float64)
+    checks, stop = [], dq.Stop(rtol=1e-6, max_steps=500)
+    solution = dq.solve(lambda z, g: g * z + 1, torch.zeros(3, 1, dtype=torch.float64), args=gains,
+                        solver=dq.Naive(), stop=stop, callback=checks.append)  # fmt: skip
+    trace = ResidualTrace.of(solution, checks)
+    assert trace.residual.shape == (trace.iterations.max(), 3)
+    assert torch.equal(trace.residual[-1], solution.stats.residual)
+    assert trace.rates.tolist() == pytest.approx([0.1, 0.1, 0.9], rel=0.01)
 
-    lm = language_model(affine(), stop=dq.Stop(rtol=1e-6))
-    trace = residual_trace(lm, IDS, solver=TorchDEQ("anderson"))
-    assert trace.converged.all() and len(trace.checks) == len(trace.residual)
+
+def test_of_a_solver_of_another_library_there_is_one_check():
+    class TheirLoop(dq.ExternalSolver):
+        def run(self, f, z0, stop):
+            return [z0 := f(z0) for _ in range(stop.max_steps - 1)][-1]
+
+    trace = residual_trace(language_model(affine()), IDS, solver=TheirLoop(), stop=dq.Stop(rtol=1e-6, max_steps=200))
+    assert trace.checks.tolist() == [200] and trace.iterations.tolist() == [200] * 3
+    assert trace.converged.all() and trace.rates.isnan().all()
 
 
 def test_the_mode_stays_and_decides_nothing():
@@ -131,29 +144,26 @@ def test_the_mode_stays_and_decides_nothing():
 @pytest.mark.usefixtures("unchecked")
 def test_bad_arguments():
     lm = language_model(affine())
-    with pytest.raises(ValueError, match="solve with trace=True"):
-        ResidualTrace.of(dq.solve(torch.cos, torch.zeros(1, 1), solver=dq.Naive(), stop=dq.Stop()), dq.Stop())
     with pytest.raises(TypeError, match="model must be an ImplicitModel"):
         residual_trace(dq.CausalLM(11, dq.ExplicitModel(contractive_llama(injection=False))), IDS)
     with pytest.raises(ValueError, match="ids must be int64"):
         residual_trace(lm, IDS[:0])
-    with pytest.raises(ValueError, match=r'Stop.norm must be "max_token"'):
-        residual_trace(lm, IDS, stop=dq.Stop(norm="frobenius"), per="token")
-    with pytest.raises(ValueError, match="per must be one of"):
-        residual_trace(lm, IDS, per="tokens")
-    solution = dq.solve(torch.cos, torch.zeros(1, 1), solver=dq.Naive(), stop=dq.Stop(), trace=True)
-    for name, arguments in (("solved", (solution.value, dq.Stop())), ("stop", (solution, 1e-3))):
+    with pytest.raises(TypeError, match="leave out sweep"):
+        residual_trace(lm, IDS, sweep=dq.Sequential())
+    checks = []
+    solution = dq.solve(torch.cos, torch.zeros(1, 1), solver=dq.Naive(), stop=dq.Stop(), callback=checks.append)
+    for given in ((solution, []), (copy.copy(solution), checks), (dq.take(solution, torch.tensor([0])), checks)):
+        with pytest.raises(ValueError, match=r"callback=checks\.append"):
+            ResidualTrace.of(*given)
+    for name, given in (("solved", (solution.value, checks)), ("checks", (solution, 1)), ("checks", (solution, [1]))):
         with pytest.raises(TypeError, match=f"{name} must be"):
-            ResidualTrace.of(*arguments)
+            ResidualTrace.of(*given)
 
 
-@pytest.mark.parametrize("per", ["row", "token"])
-def test_drawn_on_a_log_axis_with_the_tolerance(per):
-    trace = residual_trace(language_model(contractive_mamba2()), IDS, per=per)
+def test_drawn_on_a_log_axis_with_the_tolerance():
+    trace = residual_trace(language_model(contractive_mamba2()), IDS)
     axis = trace.plot().axes[0]
     assert axis.get_yscale() == "log"
-    assert len(axis.get_lines()) == (4 if per == "row" else 19)
-    line = axis.get_lines()[0]
-    expected = trace.residual[:, 0] if per == "row" else trace.residual[:, 0, 0]
-    assert torch.allclose(torch.tensor(line.get_ydata())[:5], expected[:5])
+    assert len(axis.get_lines()) == 4
+    assert torch.allclose(torch.tensor(axis.get_lines()[0].get_ydata())[:5], trace.residual[:5, 0])
     assert axis.get_lines()[-1].get_ydata()[0] == 1e-11

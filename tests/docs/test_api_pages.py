@@ -24,7 +24,7 @@ EXCEPTIONS = {  # faults that are none, as patterns, and why
     r"\.(ImplicitCache|SolvedLM|CurriculumCallback)\.\w+: `": "another library calls these methods and documents them",
     r"\.prepare_inputs_for_generation: `": "transformers calls it and documents it",
     r"\.(Implicit|RecurrentDepth)\w*(Model|LM): `unknown`": "collects misspelt names for the error",
-    r"\.preset_table: no example": "it builds 25 models, which takes seconds: tests/models/test_presets.py runs it",
+    r"\.(distances|passes|limit|begin|attach_to): ": "the library calls these methods of Stop, solvers and gradients",
     r"\.testing\.\w+\.\w+Contract\.": "its methods are the tests themselves",
 }
 SHARED = r"\.(reference_fields|weight_files)\.|\.(assembled|check_request|expected|renamed|rotary|source_of)$"

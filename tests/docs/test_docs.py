@@ -97,3 +97,8 @@ def test_links_lead_somewhere(page):
         assert (page.parent / link).exists(), link
     for name in re.findall(r"`((?:benchmarks|deqseq|examples|tests)/[\w./]+)`", prose):
         assert (ROOT / name).exists() or page.name == "CHANGELOG.md", name
+
+
+def test_the_tests_that_a_page_names_exist():
+    named = {name for page in PAGES for name in re.findall(r"`(test_\w+)`", page.read_text())}
+    assert named and {name for name in named if not [*(ROOT / "tests").rglob(f"{name}.py")]} == set()

@@ -157,7 +157,7 @@ def test_another_curriculum_is_refused_and_may_branch_off(tmp_path):
 
 def test_a_curriculum_that_no_checkpoint_can_hold_is_refused_at_once(tmp_path):
     class Loop(dq.ExternalSolver):
-        def run(self, f, z0, max_steps):
+        def run(self, f, z0, stop):
             raise AssertionError
 
     base = dq.SolveConfig(Loop())
@@ -182,7 +182,9 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_the_weights_change(tmp_p
 @pytest.mark.filterwarnings("ignore::deqseq.solution.ConvergenceWarning")
 def test_solves_that_all_diverge_stop_the_run(tmp_path, monkeypatch):
     numbers = loop._numbers
-    monkeypatch.setattr(loop, "_numbers", lambda output: numbers(replace(output, status=output.status * 0 + 3)))
+    monkeypatch.setattr(
+        loop, "_numbers", lambda output: numbers(replace(output, status=output.status * 0 + dq.Status.DIVERGED))
+    )
     with pytest.raises(NonFiniteLoss, match="the residual of every row is inf after step 0 in phase"):
         next(run(tmp_path))
 

@@ -16,7 +16,7 @@ import pretrain
 import pytest
 import torch
 from common.bits_per_byte import rows_in_order, score
-from common.language_models import SCALED, curriculum_of, kind_of, lr_factor, spec_of
+from common.language_models import SCALED, curriculum_of, kind_of, lr_factor, spec_of, widened
 from common.tokens import encode
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -211,3 +211,29 @@ def test_what_makes_no_sense_is_refused_before_anything_is_written(tmp_path, cap
     said = re.sub(r"[\s│]+", " ", capsys.readouterr().err + str(error.value))
     assert message in said
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "backbone",
+    [
+        dq.LlamaConfig(d_model=60, n_layers=2, n_heads=5, mlp_width=100),
+        dq.Mamba2Config(d_model=48, n_layers=2, d_state=8, headdim=16),
+        dq.Mamba2Config(d_model=48, n_layers=3, d_state=8, headdim=24, expand=1),
+    ],
+    ids=["llama", "mamba2", "expand 1"],
+)
+def test_a_widened_model_is_the_nearest_in_size(backbone):
+    implicit = dq.LanguageModelSpec(100, backbone)
+    plain = replace(implicit.explicit(), backbone=replace(backbone, weight_norm=False))
+    wanted = dq.parameter_count(implicit)
+    found = widened(plain, wanted)
+    assert replace(found, backbone=replace(found.backbone, d_model=backbone.d_model)) == plain
+    sizes = {}
+    for width in range(backbone.d_model, 3 * backbone.d_model):
+        try:
+            spec = replace(plain, backbone=replace(plain.backbone, d_model=width))
+            sizes[width] = abs(dq.parameter_count(spec) - wanted)
+        except ValueError:
+            continue  # heads would not be whole
+    assert sizes[found.backbone.d_model] == min(sizes.values())
+    assert widened(implicit, wanted) is implicit

@@ -18,7 +18,7 @@ BYTES = load_tokenizer("bytes")
 DOCUMENTS = ["to be or not to be", "", "é 🎭", "that is the question"]
 BPE = train_tokenizer([*DOCUMENTS, "not to be or to be"], 262)
 SIZE = sum(len(text.encode()) for text in DOCUMENTS)
-TIGHT = dq.Stop(rtol=1e-7, max_steps=100, per="token")
+TIGHT = dq.Stop(rtol=1e-7, max_steps=100)
 
 
 def language_model(implicit=True):

@@ -2,8 +2,6 @@
 
 import math
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -25,7 +23,7 @@ from deqseq.testing.gradient_problems import (
 )
 
 TIGHT = dq.Stop(rtol=1e-12, max_steps=200)
-COARSE = dq.Stop(rtol=1e-2, norm="frobenius")
+COARSE = dq.Stop(rtol=1e-2, norm="row")
 SOLVERS = [dq.Naive(), dq.Relaxed(), dq.Anderson(), dq.Broyden()]
 EXACT = [dq.Unrolled(), dq.Unrolled(checkpoint=True), dq.Implicit(stop=TIGHT)]
 ATTACHED = [dq.OneStep(), dq.Phantom(), dq.Phantom(checkpoint=True), dq.Implicit(stop=TIGHT)]
@@ -79,19 +77,6 @@ def solve_of(case: Case, gradient: dq.Gradient | None, **changes: object) -> dq.
     return dq.fixed_point(case.f(case.injection()), case.z0, **(options | changes))
 
 
-@contextmanager
-def packed_tensors() -> Iterator[list[int]]:
-    """Collects the number of elements of everything that autograd saves."""
-    sizes: list[int] = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        sizes.append(tensor.numel())
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield sizes
-
-
 @problems
 def test_gradcheck(problem: str) -> None:
     """Of one estimator; the contract compares all of them with a dense solve."""
@@ -114,21 +99,6 @@ def test_unrolled_has_a_second_derivative(checkpoint: bool) -> None:
         return dq.fixed_point(f, case.z0, solver=dq.Naive(), stop=TIGHT, gradient=gradient).value[0]
 
     assert torch.autograd.gradgradcheck(value, case.leaves["W"], atol=1e-6, rtol=1e-5, fast_mode=True)
-
-
-@pytest.mark.parametrize("square", [False, True])
-def test_implicit_refuses_a_second_derivative(square: bool) -> None:
-    """Of a plain sum the incoming gradient is a constant: a second derivative must not be silently wrong."""
-    case = make("tanh-rows")
-    value = solve_of(case, dq.Implicit(stop=TIGHT)).value
-
-    def penalty() -> None:
-        loss = value.square().sum() if square else value.sum()
-        grad = torch.autograd.grad(loss, case.leaves["source"], create_graph=True)[0]
-        grad.square().sum().backward()
-
-    with pytest.raises(RuntimeError, match=r"once_differentiable|second derivative"):
-        penalty()
 
 
 @problems
@@ -183,24 +153,6 @@ def test_checkpointing_changes_nothing_but_the_evaluations(gradient: dq.Gradient
     assert_close(found[1], found[0], rtol=0.0)
 
 
-@problems
-def test_implicit_evaluates_once_and_saves_one_evaluation(problem: str) -> None:
-    case, sizes = make(problem), {}
-    for estimator in (dq.OneStep(), dq.Implicit(stop=TIGHT)):
-        for max_steps in (4, 40):
-            f = Counted(case.f(case.injection()))
-            with packed_tensors() as packed:
-                stop = dq.Stop.exactly(max_steps)
-                value = dq.fixed_point(f, case.z0, solver=dq.Naive(), stop=stop, gradient=estimator).value
-            assert f.calls == max_steps + 1
-            case.loss(value).backward()
-            assert f.calls == max_steps + 1
-            sizes[estimator, max_steps] = sum(packed)
-    one_step, *rest = sizes.values()
-    assert one_step == rest[0]
-    assert rest[1] == rest[2] <= one_step + 4 * case.z0.numel()  # the map needs z and its own weights too
-
-
 @pytest.mark.parametrize("checkpoint", [False, True])
 def test_unrolled_differentiates_its_start(checkpoint: bool) -> None:
     z0 = torch.tensor([[1.0], [5.0]], dtype=torch.float64, requires_grad=True)
@@ -226,7 +178,7 @@ def test_phantom_refuses_settings_that_give_no_gradient() -> None:
 
 
 @pytest.mark.parametrize("solver", SOLVERS, ids=str)
-@pytest.mark.parametrize("stop", [dq.Stop(rtol=1e-9), dq.Stop(rtol=1e-9, per="token"), dq.Stop.exactly(60)])
+@pytest.mark.parametrize("stop", [dq.Stop(rtol=1e-9), dq.Stop.exactly(60)])
 def test_unrolled_through_any_solver(solver: dq.Solver, stop: dq.Stop) -> None:
     """Row 0 starts where it ends, and after sixty evaluations every residual is exactly zero."""
     case = make("tanh-rows")
@@ -257,61 +209,6 @@ def test_a_solve_inside_a_solve(gradient: dq.Gradient) -> None:
     assert_close(gradients(loss(ours), inner.leaves), gradients(loss(plain), inner.leaves), rtol=1e-7)
 
 
-def test_implicit_reports_its_adjoint() -> None:
-    case, reports = make("tanh-tokens"), []
-    estimator = dq.Implicit(dq.Naive(), dq.Stop(rtol=1e-6), report=reports.append)
-    loss = case.loss(solve_of(case, estimator).value)
-    assert reports == []
-    loss.backward(retain_graph=True)
-    loss.backward()
-    assert len(reports) == 2
-    assert reports[0].converged.tolist() == [True, True, True]
-    assert float(reports[0].stats.residual.max()) <= 1e-6
-    assert 5 < reports[0].stats.evaluations < 40
-
-
-@pytest.mark.parametrize("throw", [True, False])
-def test_an_adjoint_that_fails_is_told(throw: bool) -> None:
-    """Anderson finds the fixed point of an expansive row; the plain adjoint iteration does not."""
-    rates, x = torch.tensor([[0.5], [3.0], [-0.3]]), torch.ones(3, 1, requires_grad=True)
-    estimator = dq.Implicit(dq.Naive(), dq.Stop(rtol=1e-6, max_steps=40), throw=throw)
-    value = dq.fixed_point(lambda z: rates * z + x, torch.zeros(3, 1), gradient=estimator, throw=True).value
-    text = r"the adjoint solve of Implicit failed for 1 of 3 rows after \d+ evaluations \(diverged: rows 1 "
-    if throw:
-        with pytest.raises(dq.ConvergenceError, match=text) as error:
-            value.sum().backward()
-        assert error.value.rows == [1]
-        assert x.grad is None
-    else:
-        with pytest.warns(dq.ConvergenceWarning, match="the adjoint solve of Implicit failed for some rows"):
-            value.sum().backward()
-        assert x.grad[[0, 2], 0].tolist() == pytest.approx([2.0, 1 / 1.3], rel=1e-5)
-        assert bool(torch.isfinite(x.grad).all())
-
-
-def test_the_default_adjoint_converges_under_autocast() -> None:
-    generator, reports = torch.Generator().manual_seed(0), []
-    W, x = torch.randn(32, 32, generator=generator), torch.randn(8, 32, generator=generator)
-    W = (0.7 * W / torch.linalg.matrix_norm(W, 2)).requires_grad_()
-    with torch.autocast("cpu", torch.bfloat16):
-        f, gradient = (lambda z: torch.tanh(z @ W + x)), dq.Implicit(report=reports.append)
-        value = dq.fixed_point(f, torch.zeros_like(x), stop=dq.Stop(rtol=1e-2), gradient=gradient).value
-    value.square().sum().backward()
-    assert reports[0].converged.all()
-    assert reports[0].stats.evaluations < 30
-
-
-@pytest.mark.parametrize("solver", SOLVERS, ids=str)
-def test_autocast_does_not_reach_the_adjoint_solver(solver: dq.Solver) -> None:
-    rates, found = torch.linspace(-0.5, 0.5, 16), []
-    x = torch.linspace(1, 2, 32).reshape(2, 16).requires_grad_()
-    value = dq.fixed_point(lambda z: rates * z + x, torch.zeros(2, 16), gradient=dq.Implicit(solver)).value
-    for enabled in (False, True):
-        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-            found.append(torch.autograd.grad(value.sum(), x, retain_graph=True)[0])
-    assert torch.equal(*found)
-
-
 def test_a_solve_without_a_finite_value_is_not_called_undifferentiable() -> None:
     a = torch.tensor(0.5, requires_grad=True)
     solution = dq.fixed_point(lambda z: a * z / 0, torch.zeros(2, 1), gradient=dq.Unrolled())
@@ -331,21 +228,6 @@ def test_unrolling_the_last_iterations_of_broyden():
         assert abs(grad.item() - 4 * slope * z / (1 - slope * a.item())) < 1e-3
 
 
-def test_parameters_that_a_graph_hides_are_not_taken_for_none():
-    weight = torch.nn.Parameter(torch.eye(3) / 2)
-
-    def f(z):
-        hidden = torch.utils.checkpoint.checkpoint(lambda z: torch.tanh(z @ weight + 1), z, use_reentrant=True)
-        assert isinstance(hidden, Tensor)
-        return hidden
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        value = dq.fixed_point(f, torch.zeros(2, 3)).value
-    with pytest.raises(RuntimeError, match="use_reentrant"):
-        value.sum().backward()
-
-
 def direction(z, x, weight):
     return torch.nn.functional.normalize(z @ weight + x, eps=0.0)
 
@@ -356,7 +238,7 @@ def test_a_row_that_cannot_be_left_out_is_named(gradient):
     weight = torch.nn.Parameter(0.3 * torch.eye(3, dtype=torch.float64))
     x = torch.tensor([[1.0, 2.0, 3.0], [0.0, 0.0, 0.0]], dtype=torch.float64)
     solution = dq.fixed_point(lambda z, x: direction(z, x, weight), torch.zeros_like(x), args=x, gradient=gradient)
-    assert solution.status.tolist() == [0, 3]
+    assert solution.status.tolist() == [dq.Status.CONVERGED, dq.Status.DIVERGED]
     (grad,) = torch.autograd.grad(solution.value[0].sum(), weight)
     assert grad.isfinite().all()
     with pytest.warns(dq.ConvergenceWarning, match="pass what f needs of each row as args"):
@@ -371,26 +253,3 @@ def test_rows_that_diverge_warn_only_where_a_gradient_is_lost():
     weight.requires_grad_()
     with pytest.warns(dq.ConvergenceWarning, match="a solve to be differentiated failed"):
         dq.fixed_point(lambda z: weight * z + 1, torch.zeros(2, 1), solver=dq.Naive())
-
-
-class Twice(torch.autograd.Function):
-    """An operation with a backward pass of its own, and no parameters."""
-
-    @staticmethod
-    def forward(ctx, z):
-        return 2 * z
-
-    @staticmethod
-    def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
-        return 2 * grad
-
-
-def test_an_operation_with_its_own_backward_pass_hides_no_parameters():
-    def f(z):
-        twice = Twice.apply(z)
-        assert isinstance(twice, Tensor)
-        return twice / 4 + 1
-
-    assert not dq.fixed_point(f, torch.zeros(2, 3)).value.requires_grad
-    with pytest.raises(ValueError, match="finds nothing to differentiate"):
-        dq.fixed_point(f, torch.zeros(2, 3), gradient=dq.Implicit())

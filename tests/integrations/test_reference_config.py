@@ -56,7 +56,7 @@ def test_the_two_reference_models():
     mamba2, llama = (from_reference_config(config(name)) for name in ("mamba2", "llama"))
     gradient = dq.Phantom(steps=4, damping=0.8)
     solves = (
-        dq.SolveConfig(dq.Naive(), dq.Stop(rtol=1e-14, max_steps=600, norm="frobenius"), gradient),
+        dq.SolveConfig(dq.Naive(), dq.Stop(rtol=1e-14, max_steps=600, norm="row"), gradient),
         dq.SolveConfig(dq.Relaxed(0.8), dq.Stop(rtol=1e-14, max_steps=1200), gradient),
     )
     sizes = dq.Mamba2Config(d_model=32, n_layers=2, d_state=16, headdim=16, expand=2, chunk_size=64)
@@ -75,7 +75,7 @@ def test_the_papers_files_are_the_presets(family, size, kind):
         return
     # what differs is the reference's own: undamped training under one norm
     assert preset.eval_solve == spec.eval_solve
-    stop = replace(spec.solve.stop, norm="max_token")
+    stop = replace(spec.solve.stop, norm="token")
     assert preset.solve == replace(spec.solve, solver=spec.eval_solve.solver, stop=stop)
 
 

@@ -1,4 +1,4 @@
-"""TorchDEQ's solvers under our stopping rule, and its configurations as our objects."""
+"""TorchDEQ's solvers as solvers of ours, and its configurations as our objects."""
 
 import argparse
 import json
@@ -15,7 +15,7 @@ from torch import Tensor
 
 import deqseq as dq
 from deqseq.integrations.torchdeq import CONFIG_DEFAULTS, TorchDEQ, from_torchdeq_config
-from deqseq.testing.problems import Recorded, affine, seeded, tanh_contraction
+from deqseq.testing.problems import Recorded, affine, tanh_contraction
 
 with warnings.catch_warnings():  # of invalid escapes in its docstrings, where it is first compiled
     warnings.simplefilter("ignore")
@@ -25,14 +25,14 @@ with warnings.catch_warnings():  # of invalid escapes in its docstrings, where i
 
 NAMES = ["fixed_point_iter", "simple_fixed_point_iter", "anderson", "broyden"]
 DAMPED = [TorchDEQ("fixed_point_iter", tau=0.8), TorchDEQ("simple_fixed_point_iter", tau=0.8)]
-SOLVERS = [*map(TorchDEQ, NAMES), *DAMPED, TorchDEQ("anderson", m=3, lam=1e-10), TorchDEQ("broyden", ls=True)]
+SOLVERS = [*map(TorchDEQ, NAMES), *DAMPED, TorchDEQ("anderson", m=3, lam=1e-10)]
 every_solver = pytest.mark.parametrize("solver", SOLVERS, ids=repr)
 PROBLEMS = {"affine": affine(), "tokens": affine(event=(4, 2)), "tanh": tanh_contraction()}
 REFERENCE = json.loads((Path(__file__).parent / "data" / "mamba2.json").read_text())["deq_params"]
 
 
 def stopping(absolute: float, budget: int = 40, relative: float = 0.0) -> dq.Stop:
-    return dq.Stop(rtol=relative, atol=absolute, max_steps=budget, norm="frobenius")
+    return dq.Stop(rtol=relative, atol=absolute, max_steps=budget, norm="row")
 
 
 def both(stop: dq.Stop, evaluation: dq.Stop | None = None) -> dict[str, dq.Stop]:
@@ -49,43 +49,53 @@ def solves(**changes) -> tuple[dq.SolveConfig, dq.SolveConfig]:
 @every_solver
 @pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
 def test_finds_the_known_fixed_point(solver, problem):
-    exact, stop = problem.fixed_point(), dq.Stop(rtol=1e-9, max_steps=400)
-    solution = dq.solve(problem, torch.zeros_like(exact), solver=solver, stop=stop)
+    exact, stop = problem.fixed_point(), dq.Stop(rtol=1e-5, max_steps=200, norm="row")
+    f = Recorded(problem)
+    solution = dq.solve(f, torch.zeros_like(exact), solver=solver, stop=stop)
     assert solution.converged.all()
-    torch.testing.assert_close(solution.value, exact, rtol=0, atol=1e-7)
+    torch.testing.assert_close(solution.value, exact, rtol=0, atol=1e-3)
+    assert len(f.calls) == solution.stats.evaluations <= 200
+    if solver.name != NAMES[1]:  # which has no tolerance
+        assert len(f.calls) < 150
 
 
 @every_solver
-@pytest.mark.parametrize("budget", [1, 2, 3, 10])
-def test_spends_the_budget_exactly(solver, budget):
+@pytest.mark.parametrize("budget", [1, 2, 3, 4, 10])
+def test_a_budget_is_never_exceeded_and_spent_where_it_suffices_for_a_step(solver, budget):
     f, z0 = Recorded(affine(radius=0.9)), torch.zeros(3, 4, dtype=torch.float64)
-    for stop in (dq.Stop(rtol=0.0, max_steps=budget), dq.Stop.exactly(budget)):
-        f.calls.clear()
-        solution = dq.solve(f, z0, solver=solver, stop=stop)
-        assert len(f.calls) == solution.stats.evaluations == budget
-        assert solution.status.tolist() == [dq.Status.MAX_STEPS_REACHED] * 3
+    solution = dq.solve(f, z0, solver=solver, stop=dq.Stop(rtol=0.0, max_steps=budget))
+    least = {"anderson": 4, "broyden": 3}.get(solver.name, 1)
+    assert len(f.calls) == solution.stats.evaluations == (budget if budget >= least else 1)
+    assert solution.status.tolist() == [dq.Status.MAX_STEPS_REACHED] * 3
+
+
+@pytest.mark.parametrize("name", NAMES[:2])
+def test_an_exact_number_of_steps_is_that_many_iterations(name):
+    f, z0, stop = tanh_contraction(), torch.zeros(3, 4, dtype=torch.float64), dq.Stop.exactly(5)
+    ours = dq.solve(f, z0, solver=dq.Naive(), stop=stop)
+    torch.testing.assert_close(dq.solve(f, z0, solver=TorchDEQ(name), stop=stop).value, ours.value, rtol=0, atol=1e-15)
 
 
 @pytest.mark.parametrize("name", ["fixed_point_iter", "anderson", "broyden"])
-def test_visits_the_points_that_torchdeq_visits(name):
-    ours, theirs = Recorded(tanh_contraction()), Recorded(tanh_contraction())
-    z0 = torch.zeros(3, 4, dtype=torch.float64)
-    dq.solve(ours, z0, solver=TorchDEQ(name), stop=dq.Stop(rtol=0.0, max_steps=8))
-    get_solver(name)(theirs, z0, max_iter=8, tol=0.0)
-    assert len(ours.calls) == 8
-    for mine, other in zip(ours.calls, theirs.calls, strict=False):  # its broyden makes one more
-        assert torch.equal(mine.z_copy, other.z_copy)
+@pytest.mark.parametrize("mode", ["rel", "abs"])
+def test_returns_what_torchdeq_returns(name, mode):
+    f, z0 = tanh_contraction(), torch.zeros(3, 4, dtype=torch.float64)
+    theirs, _, _ = get_solver(name)(f, z0, max_iter=50, tol=1e-3, stop_mode=mode)
+    stop = stopping(1e-3, 52) if mode == "abs" else stopping(0.0, 52, relative=1e-3)
+    solution = dq.solve(f, z0, solver=TorchDEQ(name), stop=stop)
+    assert solution.converged.all()
+    assert torch.equal(solution.value, theirs)
 
 
-def test_does_not_stop_for_lack_of_progress():
-    def stuck(z: Tensor) -> Tensor:  # the residual points anywhere, and its norm is one for ever
-        return z + torch.nn.functional.normalize(torch.randn(2, 8, generator=generator), dim=1)
-
-    generator, ours, theirs = seeded(0), Recorded(stuck), Recorded(stuck)
-    stop = dq.Stop(rtol=0.0, max_steps=90, divergence=1e9)
-    dq.solve(ours, torch.zeros(2, 8), solver=TorchDEQ("broyden"), stop=stop)
-    get_solver("broyden")(theirs, torch.zeros(2, 8), max_iter=90, tol=0.5)
-    assert (len(ours.calls), len(theirs.calls)) == (90, 32)
+def test_solves_one_chunk_of_a_sequence_after_another():
+    torch.manual_seed(0)
+    model = dq.ImplicitModel(dq.Affine(4), dq.SolveConfig(stop=dq.Stop(rtol=1e-6), solver=TorchDEQ("broyden")))
+    x = torch.randn(2, 6, 4)
+    for sweep in (dq.Simultaneous(), dq.Chunked(4), dq.Sequential()):
+        output = model(x, sweep=sweep)
+        torch.testing.assert_close(output.value, model.backbone.solution(x), rtol=0, atol=1e-4)
+    with pytest.raises(ValueError, match="Chunked"):
+        model(x, sweep=dq.Sliding(2))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -98,21 +108,11 @@ def test_a_row_that_becomes_nan_is_reported_and_the_others_converge(name):
     torch.testing.assert_close(solution.value[[0, 2]], torch.full((2, 2), 2.0), rtol=1e-4, atol=0)
 
 
-def test_divergence_ends_the_solve_with_the_best_value():
-    f = Recorded(lambda z: 3 * z + 1)
-    solution = dq.solve(f, torch.zeros(2, 2), solver=TorchDEQ("fixed_point_iter"), stop=dq.Stop(max_steps=500))
-    assert solution.status.tolist() == [dq.Status.DIVERGED] * 2
-    assert len(f.calls) == 10  # 3 ** 9 is the first residual beyond 10,000
-    assert solution.value.isfinite().all()
-
-
-@pytest.mark.parametrize("stop", [dq.Stop(max_steps=9), dq.Stop.exactly(9)])
-def test_a_singular_system_is_a_warning_and_a_status(stop):
-    text = "anderson .* singular .*: raise lam, or use Anderson"
-    with pytest.warns(dq.ConvergenceWarning, match=text):
-        solution = dq.solve(lambda z: z + 1e6, torch.zeros(2, 3), solver=TorchDEQ("anderson"), stop=stop)
+def test_a_singular_system_is_a_warning_and_a_status():
+    with pytest.warns(dq.ConvergenceWarning, match="anderson .* singular .*: raise lam"):
+        solution = dq.solve(lambda z: z + 1e6, torch.zeros(2, 3), solver=TorchDEQ("anderson"), stop=dq.Stop())
     assert solution.status.tolist() == [dq.Status.MAX_STEPS_REACHED] * 2
-    assert solution.stats.evaluations == 2
+    assert solution.stats.evaluations == 3  # two of TorchDEQ's
 
 
 @every_solver
@@ -130,19 +130,19 @@ def test_as_the_adjoint_solver_the_gradient_is_the_closed_form(solver):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_unrolling_works_where_no_memory_is_overwritten(name):
-    a, stop = torch.tensor(0.5, requires_grad=True), dq.Stop(rtol=1e-7)
-    text = rf"{name} overwrites its memory .* use Phantom\(\) or Implicit\(\)"
-    with pytest.raises(ValueError, match=text) if name in NAMES[2:] else nullcontext():
+def test_only_a_solver_that_keeps_the_graph_is_unrolled(name):
+    a, stop = torch.tensor(0.5, requires_grad=True), dq.Stop.exactly(30)
+    text = rf"{name} .* cannot be differentiated.* use Phantom\(\) or Implicit\(\)"
+    with nullcontext() if name == NAMES[1] else pytest.raises(ValueError, match=text):
         solution = dq.solve(lambda z: a * z + 1, torch.zeros(1, 1), solver=TorchDEQ(name), stop=stop)
         (grad,) = torch.autograd.grad(solution.value.sum(), a)
         assert grad.item() == pytest.approx(4.0, abs=1e-4)
 
 
 def test_is_a_hashable_value():
-    assert TorchDEQ("anderson", m=5) == TorchDEQ("anderson", m=5) != TorchDEQ("anderson")
     assert len({TorchDEQ("broyden"), TorchDEQ("broyden"), TorchDEQ("anderson")}) == 2
-    assert TorchDEQ("broyden", ls=False, LBFGS_thres=8).options == {"LBFGS_thres": 8, "ls": False}
+    assert TorchDEQ("anderson", m=5) != TorchDEQ("anderson")
+    assert TorchDEQ("broyden", LBFGS_thres=8).options == {"LBFGS_thres": 8}
 
 
 def test_deqseq_does_not_import_torchdeq():
@@ -158,27 +158,19 @@ def with_options(name: str, **options) -> tuple[dq.SolveConfig, dq.SolveConfig]:
 @pytest.mark.parametrize(
     ("make", "name", "options", "text"),
     [
-        (TorchDEQ, "broyden", {"tau": 0.5}, "TorchDEQ('broyden'): option 'tau' is unknown (known: LBFGS_thres, ls)"),
-        (TorchDEQ, NAMES[0], {"m": 5}, "TorchDEQ('fixed_point_iter'): option 'm' is unknown (known: tau)"),
+        (TorchDEQ, "broyden", {"tau": 0.5}, "TorchDEQ('broyden'): option 'tau' is unknown (known: LBFGS_thres)"),
         (TorchDEQ, "anderson", {"m": 1}, "TorchDEQ.m must be an integer >= 2, got 1"),
         (TorchDEQ, "anderson", {"tau": 0.0}, "TorchDEQ.tau must be a number in (0, inf), got 0.0"),
         (TorchDEQ, "anderson", {"lam": -1.0}, "TorchDEQ.lam must be a number in [0, inf), got -1.0"),
         (TorchDEQ, "broyden", {"LBFGS_thres": 0}, "TorchDEQ.LBFGS_thres must be an integer >= 1, got 0"),
         (with_options, "anderson", {"lan": 1.0}, "solver_kwargs of 'anderson': option 'lan' is unknown; did"),
         (with_options, "anderson", {"lam": 1e-4}, "solver_kwargs 'lam': the ridge of"),
-        (with_options, "broyden", {"ls": True}, "solver_kwargs 'ls': deqseq's Broyden has no"),
+        (with_options, "broyden", {"ls": True}, "solver_kwargs 'ls': a line search"),
     ],
 )
 def test_a_wrong_option_is_an_error(make, name, options, text):
     with pytest.raises(ValueError, match="^" + re.escape(text)):
         make(name, **options)
-
-
-def test_a_wrong_solver_is_an_error_that_names_the_nearest():
-    solver = TorchDEQ("anderson")
-    vars(solver)["name"] = "andersen"  # past the type checks of the test run, which would speak first
-    with pytest.raises(ValueError, match=r"TorchDEQ\.name must be .*got 'andersen'; did you mean 'anderson'"):
-        solver.__post_init__()
 
 
 @pytest.mark.parametrize("config", ["anderson", argparse.Namespace(f_solver="anderson"), None])
@@ -188,14 +180,13 @@ def test_a_configuration_that_is_no_mapping_says_what_to_write(config):
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_options_and_groups_that_are_no_mappings_are_named():
-    for options in (["tau"], 0.8):
-        with pytest.raises(TypeError, match="solver_kwargs must be a Mapping"):
-            from_torchdeq_config({}, solver_kwargs=options)
+def test_what_is_no_mapping_and_no_solver_is_named():
+    with pytest.raises(TypeError, match="solver_kwargs must be a Mapping"):
+        from_torchdeq_config({}, solver_kwargs=["tau"])
     with pytest.raises(TypeError, match="torchdeq group 'solver' must be a Mapping"):
         from_torchdeq_config({"solver": None})
-    with pytest.raises(ValueError, match=r"'eval_factor' cannot be 1e\+308 here: the budget in evaluation"):
-        from_torchdeq_config({"eval_factor": 1e308})
+    with pytest.raises(ValueError, match=r"TorchDEQ\.name must be .*did you mean 'anderson'"):
+        TorchDEQ("andersen")
 
 
 ANDERSON, BROYDEN, SIMPLE = {"f_solver": NAMES[2]}, {"f_solver": NAMES[3]}, {"f_solver": NAMES[1]}

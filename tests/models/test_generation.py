@@ -75,7 +75,7 @@ OPTIONS = [{}, {"solve": TIGHT}, *({"sweep": sweep} for sweep in (dq.Chunked(2),
 def test_the_prompt_is_solved_as_asked(lm, free, shapes, options):
     assert torch.equal(lm.generate(PROMPT, max_new_tokens=2, **options).tokens, free.tokens[:, :2])
     asked = options.get("sweep", dq.Simultaneous())  # as TIGHT says; a window takes all six
-    assert max(tokens for _, tokens in shapes) == max(asked.sizes(6))
+    assert max(tokens for _, tokens in shapes) == asked.width(6)
 
 
 def test_without_a_sweep_prompts_slide(lm, shapes):
@@ -133,6 +133,13 @@ def test_rows_that_have_ended_are_removed(lm, free, shapes):
     assert shapes[-1][0] < 3
     for event in seen:
         assert torch.equal(ended.tokens[event.rows, event.step], event.tokens)
+
+
+def test_evaluations_after_the_prompt_are_counted(lm, shapes):
+    lm.generate(PROMPT, max_new_tokens=1)
+    prompt = len(shapes)
+    generated = lm.generate(PROMPT, max_new_tokens=8)
+    assert generated.evaluations == len(shapes) - 2 * prompt == generated.iterations[:, 1:].amax(0).sum()
 
 
 def test_generation_ends_when_every_row_has(lm):
@@ -236,10 +243,6 @@ def test_logits_that_are_not_finite_are_an_error(make, temperature):
 
 
 def test_the_models_own_sweep_solves_the_prompt(lm, shapes):
-    rows = dq.SolveConfig(stop=dq.Stop(norm="frobenius"))
-    lm.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=1, solve=rows)  # a window needs norms per token
-    assert {shape[1] for shape in shapes} == {3}
-    shapes.clear()
     lm.model.solve = dq.SolveConfig(sweep=dq.Sequential())
     lm.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=1)
     assert {shape[1] for shape in shapes} == {1}

@@ -1,7 +1,6 @@
 """Prelude, core, coda: its parts one after the other, however the tokens are cut, padded, cached or generated."""
 
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -64,7 +63,7 @@ def test_it_is_its_parts_one_after_the_other():
     for _ in range(300):
         z, _ = backbone(z, backbone.prepare(first))
     assert near(output.value, model.coda(norm(z)).value)
-    assert output.stats.iterations.shape == (2,)
+    assert output.stats.iterations.shape == (2, 6)
 
 
 @pytest.mark.parametrize("sweep", SWEEPS, ids=str)
@@ -154,11 +153,25 @@ def test_phases_and_compile_reach_the_core():
         assert near(model(x).value, before, 1e-12)
 
 
+def test_a_core_of_fixed_depth_is_run_and_takes_nothing_for_a_solve():
+    first, inner, last = (contractive_llama(n_layers=1, injection=False) for _ in range(3))
+    core = dq.ExplicitModel(dq.Looped(dq.Injected(inner, dq.AddInjection()), 3, start="zero"))
+    lm = dq.CausalLM(13, dq.RecurrentDepth(dq.ExplicitModel(first), core, dq.ExplicitModel(last))).double()
+    prompt = torch.randint(0, 13, (2, 5), generator=torch.Generator().manual_seed(0))
+    generated = lm.generate(prompt, max_new_tokens=4)
+    logits = lm(torch.cat([prompt, generated.tokens[:, :-1]], dim=1)).logits
+    assert torch.equal(logits[:, 4:].argmax(-1), generated.tokens)
+    assert lm.core is generated.iterations is None
+    for option in ({"throw": True}, {"stop": dq.Stop()}):
+        with pytest.raises(TypeError, match=f"nothing to solve: it takes no {next(iter(option))}"):
+            lm.model(randn(1, 2, 8), **option)
+
+
 def test_bad_parts_are_refused():
     core, part = dq.ImplicitModel(dq.Affine(8)), dq.ExplicitModel(dq.Affine(8))
     with pytest.raises(TypeError, match=r"prelude must be an ExplicitModel.*dq\.ExplicitModel"):
         dq.RecurrentDepth(dq.Affine(8), core, part)
-    with pytest.raises(TypeError, match="core must be an ImplicitModel or an ExplicitModel"):
+    with pytest.raises(TypeError, match="core must be an ImplicitModel"):
         dq.RecurrentDepth(part, dq.Affine(8), part)
     with pytest.raises(TypeError, match="norm must be"):
         dq.RecurrentDepth(part, core, part, "rms")
@@ -171,72 +184,3 @@ def test_bad_parts_are_refused():
         model(torch.ones(1, 2, 8), sweeep=dq.Sequential())
     with pytest.raises(dq.ConvergenceError):
         model(torch.ones(1, 2, 8), stop=dq.Stop.exactly(1), throw=True)
-
-
-# a core of fixed depth
-
-
-@pytest.fixture(scope="module")
-def fixed():
-    core = recurrent().core.backbone
-    once = dq.ExplicitModel(contractive_llama(injection=False))
-    return dq.RecurrentDepth(once, dq.ExplicitModel(dq.Looped(core, 3, start="zero")), once).double().eval()
-
-
-@torch.no_grad()
-def test_a_core_of_fixed_depth_is_run_and_has_no_statistics(fixed):
-    x, once, core = randn(2, 7, 8), fixed.prelude, fixed.core.backbone.backbone
-    output, first = fixed(x), fixed(x[:, :4], return_cache=True)
-    rest = fixed(x[:, 4:], cache=first.cache)
-    e, z = once(x).value, torch.zeros_like(x)
-    for _ in range(3):
-        z, _ = core(z, core.prepare(e))
-    assert torch.equal(output.value, once(z).value)
-    assert near(torch.cat([first.value, rest.value], dim=1), output.value, 1e-12)
-    assert output.stats is output.status is None
-
-
-def test_a_language_model_of_fixed_depth_generates_and_trains(fixed):
-    lm, ids = dq.CausalLM(13, fixed, embedding_std=1.0).double().eval(), torch.tensor([[1, 2, 3]])
-    assert lm.core is None
-    generated = lm.generate(ids, max_new_tokens=4)
-    assert generated.iterations is generated.converged is None
-    whole = torch.cat([ids, generated.tokens], dim=1)
-    with torch.no_grad():
-        assert torch.equal(lm(whole[:, :-1]).logits[:, 2:].argmax(-1), generated.tokens)
-    lm(ids, labels=ids).loss.backward()
-    assert all(parameter.grad.any() for parameter in fixed.core.parameters())
-
-
-def test_a_core_of_fixed_depth_takes_no_options_of_a_solve(fixed):
-    lm, ids, x = dq.CausalLM(13, fixed).double().eval(), torch.tensor([[1, 2, 3]]), randn(1, 3, 8)
-    for call in (partial(fixed, x), partial(lm, ids), partial(lm.generate, ids, max_new_tokens=1)):
-        with pytest.raises(TypeError, match="an explicit model has nothing to solve: it takes no solver"):
-            call(solver=dq.Naive())
-    for call in (partial(fixed, x), partial(lm, ids)):
-        with pytest.raises(TypeError, match="takes no trace, throw, solve, start"):
-            call(trace=True, throw=True, solve=dq.SolveConfig(), start="zero")
-    with pytest.raises(TypeError, match="takes no head"):
-        fixed(x, head=lm.logits)
-
-
-# starts
-
-
-@torch.no_grad()
-def test_random_starts():
-    start, x = dq.RandomStart(0.5, seed=1), randn(4, 8, 8)
-    model = dq.ImplicitModel(contractive_llama(), TIGHT).eval()
-    known = model(x)
-    for sweep in (dq.Simultaneous(), *SWEEPS):
-        assert near(model(x, start=start, sweep=sweep, throw=True).value, known.value)
-    once = {"stop": dq.Stop.exactly(1), "solver": dq.Naive()}
-    assert near(model(x, start=start, **once).value, model.backbone(start.draw(x), model.backbone.prepare(x))[0])
-
-
-@torch.no_grad()
-def test_a_random_start_is_zero_at_padding():
-    model = dq.ImplicitModel(contractive_llama(), TIGHT).eval()
-    x, mask = randn(1, 5, 8), torch.tensor([[False, False, True, True, True]])
-    padded = model(x, mask=mask, start=dq.RandomStart(seed=1), throw=True)
-    assert near(padded.value[:, 2:], model(x[:, 2:]).value)

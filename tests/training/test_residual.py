@@ -73,7 +73,7 @@ def test_of_a_padded_model_is_the_residual_that_its_next_iteration_reports(make)
     inputs = model.backbone.prepare(x, None, MASK)
     ours = terminal_residual(lambda z: model.backbone(z, inputs)[0], z, mask=MASK)
     with torch.no_grad():
-        more = model(x, mask=MASK, stop=dq.Stop(rtol=0.0, per="token", max_steps=4)).stats.residual
+        more = model(x, mask=MASK, stop=dq.Stop(rtol=0.0, max_steps=4)).stats.residual
     assert ours.item() == pytest.approx(more[MASK].mean().item(), rel=1e-9)
     ours.backward()
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters())

@@ -21,7 +21,7 @@ class Solve(Outcome):
     """How the tokens of one call were solved.
 
     Attributes:
-        stats: iterations and residuals.
+        stats: iterations and residuals of each token, ``(batch, new)``.
         status: a :class:`deqseq.Status` per row, ``(batch,)``.
     """
 

@@ -67,11 +67,11 @@ def from_causal_lm(lm: CausalLM, **fields: Any) -> ImplicitCausalLM:
         A model that computes the same, and can be saved.
 
     Raises:
-        TypeError: a model of transformers; another backbone; a fixed depth; or an injection, solver, gradient or sweep
-            that a configuration cannot name.
+        TypeError: a model of transformers; another backbone; or an injection, solver, gradient or sweep that a
+            configuration cannot name.
         ValueError: a :class:`deqseq.RecurrentDepth` whose parts share weights, or with a norm other than the coda's; a
-            field that ``lm`` decides; weight normalisation on some layers of a backbone only; or no soft cap in a
-            decoder's model that had one.
+            field that ``lm`` decides; weight normalisation on some layers of a backbone only; or no soft
+            cap in a decoder's model that had one.
 
     Example:
         >>> import deqseq as dq
@@ -172,7 +172,7 @@ def _config_of(lm: CausalLM, **fields: Any) -> ImplicitMamba2Config | ImplicitLl
         raise TypeError(f"the backbone must be a Mamba2 or a Llama, got {type(backbone).__name__}")
     if isinstance(core, ImplicitModel) != backbone.config.injection:
         raise TypeError(
-            "an implicit model must have a backbone with injection=True, an explicit one with "
+            "an implicit model must have a backbone with injection=True (Ouro's has none), an explicit one with "
             f"injection=False, got {type(core).__name__} with injection={backbone.config.injection}"
         )
     solves = (core.solve, core.eval_solve) if isinstance(core, ImplicitModel) else (None, None)

@@ -119,7 +119,7 @@ class ImplicitLlamaForCausalLM(ImplicitCausalLM):
         >>> config = ImplicitLlamaConfig(vocab_size=9, hidden_size=16, num_attention_heads=2, num_hidden_layers=1)
         >>> output = ImplicitLlamaForCausalLM(config)(torch.tensor([[1, 2, 3]]))
         >>> output.logits.shape, output.stats.iterations.shape
-        (torch.Size([1, 3, 9]), torch.Size([1]))
+        (torch.Size([1, 3, 9]), torch.Size([1, 3]))
     """
 
     config_class = ImplicitLlamaConfig

@@ -38,7 +38,7 @@ from deqseq.models.causal_lm import check_ids
 from deqseq.models.padding import Padding
 from deqseq.models.recurrent_depth import solved_part
 from deqseq.models.scaling import scaled
-from deqseq.sweeps.tokens import Head
+from deqseq.training import gather_once
 
 SolveChange = SolveConfig | Mapping[str, Any]
 """How a call is solved: a whole configuration, or the fields to replace in the model's own, as objects or JSON."""
@@ -84,7 +84,6 @@ class ImplicitBaseModel(ImplicitPreTrainedModel):
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         solve: SolveChange | None = None,
-        head: Head | None = None,
         **kwargs: Any,
     ) -> ImplicitModelOutput | tuple[Any, ...]:
         """Solve for the states of these tokens.
@@ -104,7 +103,6 @@ class ImplicitBaseModel(ImplicitPreTrainedModel):
                 explicit model the embedded tokens and the state after each block.
             solve: how this call is solved: a :class:`deqseq.SolveConfig`, or a mapping of the fields to replace, as
                 ``{"sweep": deqseq.Sliding(8), "stop": {"max_steps": 8}}``.
-            head: maps states to logits, for an exit rule that judges these; a language model passes its own.
             **kwargs: ``return_dict=False`` returns a tuple. What transformers passes to all models and does not matter
                 here, such as ``token_type_ids``, is ignored.
 
@@ -116,6 +114,7 @@ class ImplicitBaseModel(ImplicitPreTrainedModel):
                 model's own, packed sequences, attention weights, or ``solve`` for an explicit model.
             TypeError: no tensor, a cache of another library, or an unknown keyword.
         """
+        gather_once(self.core)  # the Trainer and accelerate shard a model after it was built
         check_keywords({"output_attentions": self.config.output_attentions or None} | kwargs)
         check_inputs(input_ids, inputs_embeds, attention_mask=attention_mask, position_ids=position_ids)
         x = scaled(self._embedded(input_ids, inputs_embeds), self.config.embedding_scale)
@@ -129,7 +128,6 @@ class ImplicitBaseModel(ImplicitPreTrainedModel):
         check_positions(position_ids, mask, committed, (batch, length))
         new = None if mask is None else mask[:, committed:]
         options: dict[str, Any] = {} if solve is None else {"solve": self.solve_config(solve)}
-        options |= {} if self.solved is None else {"head": head}
         want_states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         record = want_states and self.solved is None
         with recorded_states(self.core.backbone) if record else nullcontext([]) as between:
@@ -144,7 +142,7 @@ class ImplicitBaseModel(ImplicitPreTrainedModel):
             stats=output.stats,
             status=output.status,
         )
-        solved.problem = output.problem
+        solved.again = output.again
         return solved
 
     def solve_config(self, change: SolveChange, base: SolveConfig | None = None) -> SolveConfig:

@@ -20,7 +20,7 @@ from deqseq.integrations.huggingface.outputs import ImplicitCausalLMOutput
 from deqseq.integrations.huggingface.pretrained_model import ImplicitPreTrainedModel
 from deqseq.models.generation import cached_backbones, prompt_sweep
 from deqseq.models.scaling import capped
-from deqseq.sweeps import Lockstep, Simultaneous
+from deqseq.sweeps import Simultaneous
 
 
 class ImplicitCausalLM(ImplicitPreTrainedModel, GenerationMixin):
@@ -44,7 +44,7 @@ class ImplicitCausalLM(ImplicitPreTrainedModel, GenerationMixin):
         >>> solve = {"sweep": "Sequential", "solver": {"name": "Relaxed", "damping": 0.5}, "stop": {"rtol": 0.1}}
         >>> output = model.generate(prompt, solve=solve, **options)
         >>> [solve.stats.iterations.shape for solve in output.cache.solves][:2]     # prompt, then each token
-        [torch.Size([1, 3]), torch.Size([1])]
+        [torch.Size([1, 3]), torch.Size([1, 1])]
     """
 
     base_class: type[ImplicitBaseModel]
@@ -108,14 +108,14 @@ class ImplicitCausalLM(ImplicitPreTrainedModel, GenerationMixin):
         if isinstance(logits_to_keep, int) and logits_to_keep < 0:
             raise ValueError(f"logits_to_keep must be an integer >= 0 or positions, got {logits_to_keep}")
         inputs = (input_ids, attention_mask, position_ids, cache, inputs_embeds, use_cache)
-        output = self.model(*inputs, solve=solve, head=self._logits, **kwargs | {"return_dict": True})
+        output = self.model(*inputs, solve=solve, **kwargs | {"return_dict": True})
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits, loss = self._logits(output.last_hidden_state[:, kept]), None
         if scored:
             loss = self.loss_function(logits, labels, vocab_size, num_items_in_batch, shift_labels=shift_labels)
         own = {name: value for name, value in output.items() if name != "last_hidden_state"}
         predicted = ImplicitCausalLMOutput(loss=loss, logits=logits, **own)
-        predicted.problem = output.problem
+        predicted.again = output.again
         return predicted
 
     def _logits(self, states: Tensor) -> Tensor:
@@ -132,9 +132,8 @@ class ImplicitCausalLM(ImplicitPreTrainedModel, GenerationMixin):
         ``solve`` is a :class:`deqseq.SolveConfig`, or a mapping of the fields to replace, as objects or JSON. It can
         also be a field of the generation configuration, and is then saved with it; fields of the keyword come first,
         then those of the generation configuration, then the model's own. ``sweep`` is that of the prompts; without it,
-        they are solved by the model's own, but ``Sliding(16)`` instead of ``Simultaneous()`` if the stopping rule tests
-        each token, and ``Simultaneous()`` with an exit rule. How each solve went is in ``cache.solves`` of
-        ``return_dict_in_generate=True``.
+        they are solved by the model's own, but ``Sliding(16)`` instead of ``Simultaneous()``. How each solve went is in
+        ``cache.solves`` of ``return_dict_in_generate=True``.
 
         Args:
             inputs: prompts, ``(batch, length)``, padded on the left.
@@ -170,8 +169,7 @@ class ImplicitCausalLM(ImplicitPreTrainedModel, GenerationMixin):
         kwargs |= {"cache": cache, "attention_mask": attention_mask, "inputs_embeds": inputs_embeds}
         theirs: Any = super()
         prepared = theirs.prepare_inputs_for_generation(input_ids, is_first_iteration=is_first_iteration, **kwargs)
-        going = cache is not None and not is_first_iteration and "solve" in prepared
-        if going and not isinstance(prepared["solve"].sweep, Lockstep):  # whose caches go on with it alone
+        if cache is not None and not is_first_iteration and "solve" in prepared:
             prepared["solve"] = replace(prepared["solve"], sweep=Simultaneous())  # a token has nothing to sweep over
         return prepared
 

@@ -8,23 +8,21 @@ from typing import Any, Literal
 from deqseq.backbones import LlamaConfig, Mamba2Config
 from deqseq.check import check_known, plain_number
 from deqseq.config import SolveConfig
-from deqseq.exits import ExitRule, LogitKL, Margin, StableArgmax
-from deqseq.gradients import Gradient, Implicit, OneStep, Phantom, Reversible, Unrolled
+from deqseq.gradients import Gradient, Implicit, OneStep, Phantom, Unrolled
 from deqseq.layers import RotaryScaling
-from deqseq.solvers import Adaptive, Anderson, Broyden, Coupled, ExternalSolver, Naive, Relaxed, Solver
+from deqseq.solvers import Adaptive, Anderson, Broyden, Naive, Relaxed, Solver
 from deqseq.start import RandomStart
 from deqseq.stop import Stop
-from deqseq.sweeps import Chunked, Lockstep, Sequential, Simultaneous, Sliding, Sweep
+from deqseq.sweeps import Chunked, Sequential, Simultaneous, Sliding, Sweep
 
-Kind = Literal["solver", "gradient", "stop", "exit", "sweep", "start", "solve", "backbone", "rope_scaling"]
+Kind = Literal["solver", "gradient", "stop", "sweep", "start", "solve", "backbone", "rope_scaling"]
 Json = dict[str, Any]
 
 CLASSES: dict[Kind, tuple[type[Any], ...]] = {
-    "solver": (Naive, Relaxed, Adaptive, Anderson, Broyden, Coupled),
-    "gradient": (Unrolled, Reversible, OneStep, Phantom, Implicit),
+    "solver": (Naive, Relaxed, Adaptive, Anderson, Broyden),
+    "gradient": (Unrolled, OneStep, Phantom, Implicit),
     "stop": (Stop,),
-    "exit": (LogitKL, StableArgmax, Margin),
-    "sweep": (Simultaneous, Chunked, Sliding, Sequential, Lockstep),
+    "sweep": (Simultaneous, Chunked, Sliding, Sequential),
     "start": (RandomStart,),
     "solve": (SolveConfig,),
     "backbone": (LlamaConfig, Mamba2Config),
@@ -34,9 +32,8 @@ CLASSES: dict[Kind, tuple[type[Any], ...]] = {
 
 _BASES: dict[Kind, tuple[type[Any], ...]] = {
     **CLASSES,
-    "solver": (Solver, ExternalSolver),
+    "solver": (Solver,),
     "gradient": (Gradient,),
-    "exit": (ExitRule, type(None)),
     "sweep": (Sweep,),
     "rope_scaling": (RotaryScaling, type(None)),
 }
@@ -46,7 +43,7 @@ def to_json(value: object) -> Any:
     """An object as a configuration file holds it: the name of its class, and all of its fields.
 
     Args:
-        value: a solver, gradient, stopping or exit rule, sweep, :class:`deqseq.SolveConfig` or configuration of a
+        value: a solver, gradient, stopping rule, sweep, :class:`deqseq.SolveConfig` or configuration of a
             backbone; numbers, strings and None stay as they are.
 
     Returns:
@@ -97,9 +94,10 @@ def from_json(kind: Kind, data: object, where: str, base: Any = None) -> Any:
         (Sliding(window=4), Naive())
         >>> from_json("solve", {"stop": {"max_steps": 8}}, "my solve", SolveConfig(stop=Stop(rtol=1e-4))).stop.rtol
         0.0001
-        >>> from_json("exit", "Margn", "mine")
+        >>> from_json("sweep", "Slidng", "mine")
         Traceback (most recent call last):
-        ValueError: mine: name 'Margn' is unknown; did you mean 'Margin'? (known: LogitKL, StableArgmax, Margin)
+        ValueError: mine: name 'Slidng' is unknown; did you mean 'Sliding'?
+        (known: Simultaneous, Chunked, Sliding, Sequential)
     """
     if isinstance(data, _BASES[kind]) or (kind == "start" and data in ("zero", "input")):
         return data

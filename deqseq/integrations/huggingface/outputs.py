@@ -18,7 +18,7 @@ class ImplicitModelOutput(BaseModelOutputWithPast, Outcome):  # pyright: ignore[
     It has ``converged``, ``raise_if_failed()`` and ``explain()``, as every outcome of a solve.
 
     Attributes:
-        stats: numbers of the solve, per row for the simultaneous sweep, else per token; None for an explicit model.
+        stats: numbers of the solve, per token; None for an explicit model.
         status: a :class:`deqseq.Status` per row, ``(batch,)``; None for an explicit model.
     """
 
@@ -34,7 +34,7 @@ class ImplicitCausalLMOutput(CausalLMOutputWithPast, Outcome):  # pyright: ignor
     It has ``converged``, ``raise_if_failed()`` and ``explain()``, as every outcome of a solve.
 
     Attributes:
-        stats: numbers of the solve, per row for the simultaneous sweep, else per token; None for an explicit model.
+        stats: numbers of the solve, per token; None for an explicit model.
         status: a :class:`deqseq.Status` per row, ``(batch,)``; None for an explicit model.
     """
 

@@ -85,7 +85,7 @@ def retrofit(
         >>> lm, ids = retrofit(theirs, prelude=1, core=2, coda=1), torch.tensor([[1, 2, 3]])
         >>> output = lm(ids)
         >>> torch.allclose(output.logits, theirs(ids).logits, atol=1e-5), output.stats.iterations
-        (True, tensor([2]))
+        (True, tensor([[2, 2, 2]]))
     """
     check_type("model", model, (PreTrainedModel, str, PathLike), "AutoModelForCausalLM.from_pretrained(name)")
     if not isinstance(model, nn.Module):

@@ -1,7 +1,6 @@
 """What ``generate`` of every model of ours must do: inherited by one class a family."""
 
 import warnings
-from dataclasses import replace
 
 import pytest
 import torch
@@ -125,21 +124,9 @@ class GenerationContract:
         if not self.implicit:
             assert solves == ()
             return
-        assert [solve.stats.iterations.shape for solve in solves] == [(3, 7)] + [(3,)] * 3
-        assert not solves[0].stats.forced.any()  # which the sliding window alone reports
+        assert [solve.stats.iterations.shape for solve in solves] == [(3, 7)] + [(3, 1)] * 3
+        assert not any(solve.stats.forced.any() for solve in solves)
         assert all(solve.status.tolist() == [dq.Status.CONVERGED] * 3 for solve in solves)
-
-    def test_an_exit_rule_ends_prompts_and_tokens(self):
-        if not self.implicit:
-            return
-        model, lm = self.model(), to_causal_lm(self.model())
-        solve = {"stop": {"rtol": 1e-6, "exit": {"name": "StableArgmax", "times": 3}}}
-        output = model.generate(IDS, solve=solve, return_dict_in_generate=True, **GREEDY)
-        stop = replace(lm.core.solve_config.stop, rtol=1e-6, exit=dq.StableArgmax(3))
-        assert torch.equal(output.sequences[:, 7:], lm.generate(IDS, max_new_tokens=4, stop=stop).tokens)
-        ends = torch.cat([solved.status for solved in output.cache.solves])
-        assert (ends == dq.Status.EXITED).any()
-        assert (ends <= dq.Status.EXITED).all()
 
     def test_a_generation_configuration_chooses_sweep_solver_and_budget(self):
         if not self.implicit:
@@ -164,7 +151,7 @@ class GenerationContract:
         for output in outputs:
             assert torch.equal(output.sequences, outputs[0].sequences)
             counts = [solve.stats.iterations for solve in output.cache.solves]
-            assert [(each.shape, each.unique().tolist()) for each in counts] == [((3, 7), [3])] + [((3,), [3])] * 3
+            assert [(each.shape, each.unique().tolist()) for each in counts] == [((3, 7), [3])] + [((3, 1), [3])] * 3
         residual = outputs[0].cache.solves[-1].stats.residual
         assert torch.equal(outputs[3].cache.solves[-1].stats.residual, residual)
         longer = model.generate(IDS, solve={**solve, "stop": {"max_steps": 200}}, **options)
@@ -181,7 +168,7 @@ class GenerationContract:
         solves = model.generate(IDS, solve=solve, return_dict_in_generate=True, **GREEDY).cache.solves
         assert [(solve.stats.iterations.shape, solve.stats.evaluations) for solve in solves] == [
             ((3, 7), 7 * 4),
-            *[((3,), 4)] * 3,
+            *[((3, 1), 4)] * 3,
         ]
 
     @pytest.mark.parametrize(
@@ -193,12 +180,6 @@ class GenerationContract:
             swept = model.generate(IDS, solve={"sweep": sweep}, **GREEDY)
             assert torch.equal(swept, model.generate(IDS, **GREEDY))
 
-    def test_lockstep_keeps_a_cache_for_each_iteration(self):
-        if self.implicit:
-            model, options = self.model(), {"solve": {"sweep": {"name": "Lockstep", "steps": 2}, "solver": "Naive"}}
-            tokens = model.generate(IDS, **GREEDY, **options)
-            assert torch.equal(tokens, model.generate(IDS, use_cache=False, **GREEDY, **options))
-
     def test_prompts_are_solved_by_the_models_own_sweep(self):
         if self.implicit:
             model = self.model(eval_solve={"sweep": {"name": "Chunked", "size": 2}})
@@ -206,13 +187,6 @@ class GenerationContract:
             output = model.generate(IDS, return_dict_in_generate=True, **GREEDY)
             own = self.model()(IDS, solve={"sweep": dq.Chunked(2), "solver": dq.Relaxed(0.9)})
             assert torch.equal(output.cache.solves[0].stats.iterations, own.stats.iterations)
-
-    def test_a_norm_over_all_tokens_is_solved_together(self):
-        if self.implicit:
-            model = self.model(solve={"stop": {"norm": "frobenius"}})
-            output = model.generate(IDS, return_dict_in_generate=True, **GREEDY)
-            assert torch.equal(output.sequences, self.model().generate(IDS, **GREEDY))
-            assert output.cache.solves[0].stats.iterations.shape == (3,)
 
     # what is refused
 

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import deqseq as dq
 from deqseq.integrations.huggingface import to_causal_lm
+from deqseq.training import gather_once
 
 
 def sharded(model, backbone):
@@ -56,7 +57,9 @@ def train(name: str, kind: str, folder: Path) -> dict:
 def core(name: str) -> dict:
     """A CausalLM of the core."""
     lm = to_causal_lm(small(name)).train()
-    shares, steps = by_hand(sharded(lm, lm.model.backbone), 3, dist.get_rank(), 2)
+    sharded(lm, lm.model.backbone)
+    gather_once(lm)
+    shares, steps = by_hand(lm, 3, dist.get_rank(), 2)
     return {"shares": shares, "steps": steps, "halves": spread(lm)}
 
 

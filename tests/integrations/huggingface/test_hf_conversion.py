@@ -32,17 +32,9 @@ def test_fields_that_the_model_decides_are_refused_and_others_taken():
             from_causal_lm(one, vocab_size=20, solve={"stop": {"max_steps": 8}})
 
 
-def test_a_fixed_depth_has_no_place_in_a_configuration():
-    once = dq.ExplicitModel(dq.Llama(dq.LlamaConfig(d_model=16, n_heads=2, injection=False)))
-    looped = dq.ExplicitModel(dq.Looped(once.backbone, 2))
-    with pytest.raises(TypeError, match="the backbone must be a Mamba2 or a Llama, got Looped"):
-        from_causal_lm(dq.CausalLM(10, looped))
-    with pytest.raises(TypeError, match="core of a RecurrentDepth must be an ImplicitModel, got an ExplicitModel"):
-        from_causal_lm(dq.CausalLM(10, dq.RecurrentDepth(once, looped, once)))
-
-
 @pytest.mark.parametrize("implicit", [True, False])
 def test_an_injection_that_loading_would_not_build_as_it_is_is_refused(implicit):
+    """Ouro is implicit without one."""
     backbone = dq.Llama(dq.LlamaConfig(d_model=16, n_heads=2, injection=not implicit))
     model = dq.ImplicitModel(backbone, dq.SolveConfig(start="input")) if implicit else dq.ExplicitModel(backbone)
     with pytest.raises(

@@ -220,9 +220,9 @@ def test_activation_checkpointing_stays_on(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:gradient checkpointing has no effect")
 def test_activation_checkpointing_is_on_whatever_the_model_began_with(tmp_path):
-    for gradient, on in ((dq.Implicit(), True), (dq.Reversible(), False)):
+    for gradient, on in ((dq.Implicit(), True), (dq.OneStep(), False)):
         lm = model()
-        lm.base_model.solved.solve = dq.SolveConfig(dq.Coupled(), gradient=gradient)
+        lm.base_model.solved.solve = dq.SolveConfig(gradient=gradient)
         run = trainer(tmp_path, PAPER, lm, save_strategy="no", max_steps=2, activation_checkpointing=on)
         seen = phases(run)
         run.train()
@@ -286,7 +286,7 @@ def test_what_a_checkpoint_cannot_name_is_refused_at_once():
 def test_the_json_of_a_curriculum_comes_back():
     curriculum = Curriculum(
         (
-            Phase("a", 3, dq.SolveConfig(dq.Anderson(memory=3), dq.Stop(per="token"), dq.Implicit())),
+            Phase("a", 3, dq.SolveConfig(dq.Anderson(memory=3), dq.Stop(norm="row"), dq.Implicit())),
             Phase("b", 9, dq.SolveConfig(gradient=dq.Unrolled(), sweep=dq.Chunked(4)), dq.SolveConfig(dq.Naive())),
             unrolled(PoissonLogNormal(5, 0.2, "1-sqrt", 8, 3), last=2, until=12),
         ),

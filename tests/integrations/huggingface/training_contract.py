@@ -93,7 +93,7 @@ class TrainingContract:
         hook = backbone.register_forward_pre_hook(lambda *_: with_graph.append(torch.is_grad_enabled()))
         again = gradients(model)
         hook.remove()
-        assert sum(with_graph) == 8  # four phantom steps, and those again in the backward pass
+        assert sum(with_graph) == 9  # the first evaluation, four phantom steps, and those again in the backward pass
         for name, gradient in plain.items():
             assert (again[name] - gradient).abs().max() < 1e-10, name
         model.activation_checkpointing_disable()

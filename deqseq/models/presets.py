@@ -1,9 +1,11 @@
-"""Sizes and settings of the paper's models."""
+"""The paper's models, by name."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal, get_args
+
+import torch
 
 from deqseq.backbones import LlamaConfig, Mamba2Config
 from deqseq.check import check_type, suggestion
@@ -131,3 +133,22 @@ PRESETS: Mapping[str, LanguageModelSpec] = MappingProxyType(
     | {"mamba2-state-tracking": _state_tracking()}
 )
 """All presets, by name."""
+
+
+def parameter_count(spec: LanguageModelSpec) -> int:
+    """Count the parameters of a model by building it without memory, on the meta device.
+
+    Args:
+        spec: the model.
+
+    Returns:
+        Everything that is trained, each parameter once.
+
+    Example:
+        >>> f"{parameter_count(preset('llama3-130m-explicit')):,}"
+        '123,566,592'
+    """
+    check_type("spec", spec, LanguageModelSpec, 'dq.preset("mamba2-130m-implicit")')
+    with torch.device("meta"):
+        model = spec.build()
+    return sum(parameter.numel() for parameter in model.parameters())

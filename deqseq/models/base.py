@@ -1,0 +1,77 @@
+"""What every model is: embedded tokens in, states out."""
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+from torch import nn
+
+from deqseq.backbones.base import Cache
+from deqseq.models.output import Evaluation
+from deqseq.tokens import Counts
+from deqseq.types import Sequence
+
+
+class Model(nn.Module, ABC):
+    """Embedded tokens in, states out: :class:`ImplicitModel`, :class:`ExplicitModel`, :class:`RecurrentDepth`.
+
+    Besides the call, a model has the two methods that a backbone has: one evaluates some tokens, the other commits any
+    number of them. Nothing is solved or decided, so that decoding can be built on them.
+
+    Example:
+        >>> import torch, deqseq as dq
+        >>> model, x = dq.ImplicitModel(dq.Affine(4)).eval(), torch.ones(2, 3, 4)
+        >>> evaluation = model.evaluate(x, iterations=5)
+        >>> exactly = model(x, solver=dq.Naive(), stop=dq.Stop.exactly(5))
+        >>> torch.allclose(evaluation.states, exactly.value)
+        True
+        >>> cache = model.commit(None, evaluation, torch.tensor([1, 3]))       # tokens of each row
+    """
+
+    @property
+    @abstractmethod
+    def d_model(self) -> int:
+        """Width of the states."""
+
+    @abstractmethod
+    def evaluate(
+        self, x: Sequence, cache: Cache | None = None, start: Sequence | None = None, iterations: int = 1
+    ) -> Evaluation:
+        """Iterate the part that is iterated a fixed number of times; nothing is decided or committed.
+
+        Args:
+            x: embedded tokens, ``(batch, length, d_model)``.
+            cache: of the tokens before. Default: there are none.
+            start: states of that part to begin from, ``(batch, length, d_model)``, or those of the first tokens alone:
+                the others then begin where the model does. Default: all do.
+            iterations: evaluations of its map, at least 1. An explicit model runs its layers once, from ``x``.
+
+        Returns:
+            States, and what :meth:`commit` needs; no graph.
+
+        Raises:
+            TypeError, ValueError: an argument of the wrong type or shape.
+        """
+
+    @abstractmethod
+    def commit(self, cache: Cache | None, evaluation: Evaluation, counts: Counts | None = None) -> Cache:
+        """The cache after some tokens of an evaluation; nothing is evaluated again.
+
+        Args:
+            cache: that of the evaluation.
+            evaluation: what :meth:`evaluate` returned.
+            counts: how many of its tokens each row commits, int64, ``(batch,)``, not all 0. Default: all.
+
+        Returns:
+            The cache, without a graph.
+
+        Raises:
+            ValueError: ``counts`` of another shape, dtype or device, or out of range.
+        """
+
+    @abstractmethod
+    def compile(self, **options: Any) -> None:
+        """Compile the layers with ``torch.compile``; the code around them stays as it is.
+
+        Args:
+            **options: those of ``torch.compile``.
+        """

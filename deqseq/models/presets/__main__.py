@@ -1,5 +1,0 @@
-"""Print the table of all presets."""
-
-from deqseq.models.presets.parameters import preset_table
-
-print(preset_table())

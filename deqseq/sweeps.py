@@ -1,0 +1,126 @@
+"""Which tokens are solved together: a block size and a window."""
+
+from dataclasses import dataclass
+
+from deqseq.check import check_integer
+
+
+class Sweep:
+    """Which tokens of a sequence are solved together: two numbers.
+
+    A row iterates ``window`` blocks of ``block`` tokens, from its first block that is not committed. The tokens of a
+    block end together. When the first blocks of the window pass, they are committed and the window moves on; when
+    ``stop.max_steps`` evaluations have committed nothing, its first block is committed as it is. Each row moves and
+    ends on its own. All sweeps of a causal map find the same fixed point, as far as the tolerance allows and the map
+    has only one; they differ in how much work it takes and how much of it is parallel. A sweep is its configuration: a
+    frozen dataclass.
+
+    Example:
+        A sweep of your own: windows of two blocks of four tokens.
+
+        >>> import torch, deqseq as dq
+        >>> @dataclass(frozen=True)
+        ... class Pairs(Sweep):
+        ...     block = 4
+        ...     window = 2
+        >>> model, x = dq.ImplicitModel(dq.Affine(4), dq.SolveConfig(stop=dq.Stop(rtol=1e-6))), torch.ones(2, 9, 4)
+        >>> torch.allclose(model(x, sweep=Pairs()).value, model(x).value, atol=1e-4)
+        True
+    """
+
+    block: int | None = None
+    """Tokens that end together; None: all of them."""
+    window: int = 1
+    """Blocks that are iterated at once."""
+
+    def width(self, length: int) -> int:
+        """How many of ``length`` tokens are iterated at once; an error for numbers that are not at least 1."""
+        if self.block is None:
+            return length
+        check_integer(f"{type(self).__name__}.block", self.block, 1)
+        check_integer(f"{type(self).__name__}.window", self.window, 1)
+        return min(self.block * self.window, -(-length // self.block) * self.block)
+
+
+@dataclass(frozen=True)
+class Simultaneous(Sweep):
+    """All tokens together: parallel over the sequence, as the paper trains.
+
+    The number of iterations grows with the length where later tokens wait for earlier ones.
+
+    Example:
+        >>> import torch, deqseq as dq
+        >>> dq.ImplicitModel(dq.Affine(4))(torch.ones(2, 3, 4), sweep=dq.Simultaneous()).stats.iterations.shape
+        torch.Size([2, 3])
+    """
+
+
+@dataclass(frozen=True)
+class Chunked(Sweep):
+    """Chunks of a fixed size, one after another.
+
+    Args:
+        size: tokens per chunk, at least 1.
+
+    Raises:
+        ValueError: ``size`` is below 1.
+
+    Example:
+        >>> import torch, deqseq as dq
+        >>> output = dq.ImplicitModel(dq.Affine(4))(torch.ones(2, 6, 4), sweep=dq.Chunked(3))
+        >>> output.stats.evaluations, bool(output.converged.all())
+        (16, True)
+    """
+
+    size: int
+
+    def __post_init__(self) -> None:
+        check_integer("Chunked.size", self.size, 1)
+
+    @property
+    def block(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The size of a chunk."""
+        return self.size
+
+
+@dataclass(frozen=True)
+class Sequential(Sweep):
+    """Token by token: the model run as a recurrent network.
+
+    Example:
+        >>> import torch, deqseq as dq
+        >>> bool(dq.ImplicitModel(dq.Affine(4))(torch.ones(2, 3, 4), sweep=dq.Sequential()).converged.all())
+        True
+    """
+
+    block = 1
+
+
+@dataclass(frozen=True)
+class Sliding(Sweep):
+    """A window over the first tokens that have not converged: the least work where convergence moves left to right.
+
+    In a trained model about one token converges per iteration. Only the window is iterated; when its first tokens have
+    converged, they are committed from an evaluation at which they pass, and the window moves on: tokens that stay keep
+    their state, new ones start where the model starts. ``stats.forced`` marks tokens that were committed without
+    passing, because the budget was spent.
+
+    Args:
+        window: tokens that are iterated together, at least 1.
+
+    Raises:
+        ValueError: ``window`` is below 1.
+
+    Example:
+        >>> import torch, deqseq as dq
+        >>> model = dq.ImplicitModel(dq.Affine(4), dq.SolveConfig(stop=dq.Stop(rtol=1e-6)))
+        >>> output = model(torch.ones(2, 30, 4), sweep=dq.Sliding(4))
+        >>> output.stats.updates.shape, bool(output.stats.forced.any())
+        (torch.Size([2, 30]), False)
+    """
+
+    block = 1
+    window: int = 8
+
+    def __post_init__(self) -> None:
+        check_integer("Sliding.window", self.window, 1)

@@ -1,0 +1,92 @@
+"""Models sharded by ``fully_shard`` (FSDP2), whose weights are gathered once per solve."""
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deqseq.check import check_type
+from deqseq.config import SolveConfig, resolve
+from deqseq.gradients import Gradient, Implicit, Unrolled
+from deqseq.layers.sharded import sharded_parts
+from deqseq.models import ExplicitModel, ImplicitModel
+from deqseq.stop import Stop
+
+
+def gather_once(model: nn.Module) -> None:
+    """Gather the sharded layers of implicit models once per solve; call this after ``fully_shard``.
+
+    ``fully_shard`` gathers weights at every use, which is at every iteration, so processes that take unequal numbers
+    of iterations would wait for each other for ever. From now on every :class:`deqseq.ImplicitModel` inside gathers the
+    sharded parts of its backbone before its solve, and shards them again afterwards, until the backward pass. An
+    :class:`deqseq.ExplicitModel` does so where it is asked for a cache, which is computed after the layers have been
+    left. A gradient whose backward pass can take more steps in one process than in another is refused.
+
+    Calling this again does nothing, and neither does calling it where nothing is sharded. The models of
+    :mod:`deqseq.integrations.huggingface` call it themselves.
+
+    Args:
+        model: has such models inside, or is one; ``reshard_after_forward`` of their parts is switched off.
+
+    Raises:
+        TypeError: not a module.
+        ValueError: in a later call of the model, while gradients are enabled: :class:`deqseq.Implicit`,
+            :class:`deqseq.Unrolled` with a stopping rule that can end early.
+
+    References:
+        Zhao et al., PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel, VLDB 2023, arXiv 2304.11277.
+
+    Example:
+        >>> import deqseq as dq
+        >>> lm = dq.CausalLM(10, dq.ImplicitModel(dq.Affine(16)))
+        >>> gather_once(lm)     # after fully_shard(block) for the blocks, and fully_shard(lm)
+    """
+    check_type("model", model, nn.Module)
+    for part in model.modules():
+        if not isinstance(part, ImplicitModel | ExplicitModel) or _gather in part._forward_pre_hooks.values():
+            continue
+        if sharded_parts(part.backbone):
+            part.register_forward_pre_hook(_gather, with_kwargs=True)
+            part.register_forward_hook(_reshard, with_kwargs=True, always_call=True)
+
+
+def _gather(model: Any, inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
+    """Before a call."""
+    parts = _gathered_parts(model, keywords)
+    if parts and isinstance(model, ImplicitModel) and torch.is_grad_enabled():
+        config = resolve(model.solve_config, keywords.get("solve"), _changes(keywords))
+        _check_backward(config.gradient, config.stop)
+    for part in parts:
+        part.set_reshard_after_forward(False, recurse=False)  # which acts at the end of every iteration
+        part.unshard()
+
+
+def _reshard(model: Any, inputs: tuple[Any, ...], keywords: Mapping[str, Any], output: Any) -> None:
+    """After a call, also one that has failed."""
+    for part in _gathered_parts(model, keywords):
+        part.reshard()
+
+
+def _gathered_parts(model: Any, keywords: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The parts to gather for a call: of an explicit model without a cache none, as each layer is used once."""
+    once = isinstance(model, ExplicitModel) and not keywords.get("return_cache")
+    return () if once else sharded_parts(model.backbone)
+
+
+def _changes(keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of :class:`SolveConfig` in a call's keywords; states to begin from are none."""
+    given = {field.name: keywords[field.name] for field in fields(SolveConfig) if field.name in keywords}
+    return {name: value for name, value in given.items() if not isinstance(value, Tensor)}
+
+
+def _check_backward(gradient: Gradient, stop: Stop) -> None:
+    """Raise an error if processes can take different numbers of backward steps, each of which gathers the weights."""
+    own = gradient.stop if isinstance(gradient, Implicit) else None
+    deciding = stop if isinstance(gradient, Unrolled) else own
+    if deciding is not None and not deciding.runs_to_the_end:
+        raise ValueError(
+            f"{type(gradient).__name__} with {deciding} can take a different number of backward steps in each process, "
+            "which deadlocks a sharded backbone: use Phantom, OneStep or Stop.exactly(n)"
+        )

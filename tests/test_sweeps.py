@@ -1,0 +1,246 @@
+"""Every sweep passes the contract; rows of any memory, callbacks, budgets, failures and gradients."""
+
+import weakref
+
+import pytest
+import torch
+from small_models import affine, contractive_llama, contractive_mamba2, embedded
+from test_windows import Blocks
+
+import deqseq as dq
+from deqseq.testing import SweepContract
+
+TIGHT = dq.Stop(rtol=1e-10, max_steps=500)
+
+
+class TestSimultaneous(SweepContract):
+    sweep = dq.Simultaneous()
+
+
+class TestChunked(SweepContract):
+    sweep = dq.Chunked(3)
+
+
+class TestSequential(SweepContract):
+    sweep = dq.Sequential()
+
+
+class TestSliding(SweepContract):
+    sweep = dq.Sliding(3)
+
+
+class TestWideWindow(SweepContract):
+    sweep = dq.Sliding(30)
+
+
+class TestWindowOfBlocks(SweepContract):
+    sweep = Blocks(2, 3)
+
+
+SWEEPS = [dq.Simultaneous(), dq.Chunked(3), dq.Sequential(), dq.Sliding(3), Blocks(2, 2)]
+each_sweep = pytest.mark.parametrize("sweep", SWEEPS, ids=str)
+
+
+def solve(model, x, sweep, **options) -> dq.ModelOutput:
+    with torch.no_grad():
+        return model(x, sweep=sweep, **options)
+
+
+# rows
+
+
+@pytest.mark.parametrize("sweep", [dq.Sliding(3), dq.Chunked(3)], ids=str)
+@pytest.mark.parametrize(
+    ("make", "solver"),
+    [
+        *((affine, each) for each in (dq.Adaptive(), dq.Anderson(), dq.Broyden())),
+        *((make, dq.Broyden(2)) for make in (contractive_mamba2, contractive_llama)),
+    ],
+    ids=lambda x: getattr(x, "__name__", None) or str(x),
+)
+@pytest.mark.parametrize(
+    "stop",
+    [dq.Stop(1e-8, max_steps=200), dq.Stop(1e-8, max_steps=3), dq.Stop(1e-6, max_steps=10, check_every=4)],
+    ids=["enough", "budget", "check_every"],
+)
+def test_a_row_is_the_row_alone_with_any_memory_and_backbone(make, solver, stop, sweep):
+    """Iterations and statuses are equal; residuals, values and caches up to rounding."""
+    model = dq.ImplicitModel(make(), dq.SolveConfig(solver=solver, stop=stop, sweep=sweep))
+    x, lengths = embedded(5, 11) * torch.tensor([1, 0.1, 3, 1e-3, 10.0])[:, None, None], torch.tensor([11, 1, 5, 11, 8])
+    with torch.no_grad():
+        together = model(x, mask=torch.arange(11) < lengths[:, None], return_cache=True)
+        for row, length in enumerate(lengths.tolist()):
+            alone, scale = model(x[row : row + 1, :length], return_cache=True), 1 + x[row].abs().max()
+            assert together.status[row] == alone.status[0]
+            for name in ("iterations", "forced"):
+                assert torch.equal(getattr(together.stats, name)[row, :length], getattr(alone.stats, name)[0]), name
+            residuals = together.stats.residual[row, :length], alone.stats.residual[0]
+            torch.testing.assert_close(*residuals, rtol=1e-3, atol=1e-12)
+            assert (together.value[row, :length] - alone.value[0]).abs().max() < 1e-9 * scale
+            for ours, theirs in zip(together.cache.tensors(), alone.cache.tensors(), strict=True):
+                same = ours[row, :, : theirs.shape[2]] if ours.ndim == 4 and ours.shape[2] == 11 else ours[row]
+                assert (same - theirs[0]).abs().max() < 1e-9 * scale
+
+
+@pytest.mark.parametrize("stop", [dq.Stop(1e-6, max_steps=200), dq.Stop(1e-6, max_steps=7)], ids=["enough", "budget"])
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [(dq.Chunked(1), dq.Sequential()), (dq.Sliding(1), dq.Sequential()), (dq.Chunked(11), dq.Simultaneous())],
+    ids=str,
+)
+def test_equal_numbers_are_equal_sweeps(one, other, stop):
+    model = dq.ImplicitModel(affine(), dq.SolveConfig(solver=dq.Anderson(), stop=stop))
+    ours, theirs = (solve(model, embedded(4, 11), sweep, return_cache=True) for sweep in (one, other))
+    assert torch.equal(ours.status, theirs.status)
+    assert ours.stats.evaluations == theirs.stats.evaluations
+    assert torch.equal(ours.stats.iterations, theirs.stats.iterations)
+    for mine, other in zip((ours.value, *ours.cache.tensors()), (theirs.value, *theirs.cache.tensors()), strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=1e-13)
+
+
+# what is told
+
+
+@each_sweep
+@pytest.mark.parametrize("norm", ["token", "row"])
+@pytest.mark.parametrize("check_every", [1, 3])
+def test_a_callback_is_told_the_residual_of_every_token_at_every_check(sweep, norm, check_every):
+    told, stop = [], dq.Stop(1e-6, max_steps=200, norm=norm, check_every=check_every)
+    output = solve(dq.ImplicitModel(affine()), embedded(3, 8), sweep, stop=stop, callback=told.append)
+    width = sweep.width(8)
+    assert {one.residual.shape for one in told} == {(3, 8)}
+    assert told[0].residual.isfinite().tolist() == [[True] * width + [False] * (8 - width)] * 3
+    assert torch.equal(told[-1].residual, output.stats.residual)
+    assert told[-1].iteration == output.stats.evaluations
+    if check_every == 1:
+        assert [one.iteration for one in told] == list(range(1, output.stats.evaluations + 1))
+
+
+def test_rows_of_an_output_keep_all_their_numbers():
+    model = dq.ImplicitModel(affine(), dq.SolveConfig(stop=dq.Stop(rtol=1e-12, max_steps=9), sweep=dq.Chunked(2)))
+    output, rows = model(embedded(3, 4) * torch.tensor([1, 1e-9, 0])[:, None, None]), torch.tensor([2, 0])
+    assert 0 < output.stats.forced.sum() < 12
+    taken = dq.take(output, rows).stats
+    for name in ("iterations", "residual", "updates", "forced"):
+        assert torch.equal(getattr(taken, name), getattr(output.stats, name)[rows]), name
+
+
+# budgets and failures
+
+
+def test_forced_tokens_are_those_that_the_budget_was_too_small_for():
+    model, x = dq.ImplicitModel(affine()), embedded(1, 9)
+    needed = solve(model, x, dq.Sequential(), stop=dq.Stop(rtol=1e-6, max_steps=100)).stats.iterations[0]
+    budget = int(needed.max()) - 1
+    assert 0 < (needed > budget).sum() < 9
+    output = solve(model, x, dq.Sequential(), stop=dq.Stop(rtol=1e-6, max_steps=budget))
+    assert torch.equal(output.stats.forced[0], needed > budget)
+    assert output.stats.iterations.max() == budget
+    assert output.status.tolist() == [dq.Status.MAX_STEPS_REACHED]
+
+
+def test_a_fixed_number_of_iterations_is_that_of_every_block():
+    for sweep, expected in ((dq.Simultaneous(), 3), (dq.Chunked(4), 6), (dq.Sequential(), 24), (dq.Sliding(4), 24)):
+        model = dq.ImplicitModel(affine(), dq.SolveConfig(stop=dq.Stop.exactly(3)))
+        assert solve(model, embedded(2, 8), sweep, return_cache=True).stats.evaluations == expected
+
+
+@each_sweep
+def test_a_token_of_another_scale_has_not_diverged(sweep):
+    backbone, x = affine(), embedded(2, 9)
+    x[1, 4] *= 1e9
+    output = solve(dq.ImplicitModel(backbone, dq.SolveConfig(stop=TIGHT)), x, sweep)
+    assert output.converged.all()
+    assert ((output.value - backbone.solution(x)).norm(dim=-1) / output.value.norm(dim=-1)).max() < 1e-6
+
+
+@each_sweep
+@pytest.mark.parametrize("make", [contractive_mamba2, contractive_llama])
+@pytest.mark.parametrize("bad", [0, 4])
+def test_a_row_that_diverges_delays_no_other_and_what_follows_it_has_diverged_too(make, sweep, bad):
+    model, x = dq.ImplicitModel(make(), dq.SolveConfig(stop=dq.Stop(rtol=1e-4, max_steps=500))), embedded(2, 6)
+    x[0, bad] = torch.inf
+    alone = solve(model, x[1:], sweep)
+    for rows in (slice(0, 1), slice(0, 2)):
+        output = solve(model, x[rows], sweep, return_cache=True)
+        assert output.stats.evaluations <= alone.stats.evaluations
+        after = solve(model, embedded(2, 3)[rows], sweep, cache=output.cache)
+        assert after.status.tolist() == [dq.Status.DIVERGED, dq.Status.CONVERGED][rows]
+
+
+def test_tokens_solved_one_by_one_keep_no_cache_but_the_last(monkeypatch):
+    model, advance = dq.ImplicitModel(contractive_mamba2()).eval(), dq.Mamba2.advance
+    made, alive = [], []
+
+    def advanced(*arguments):
+        cache = advance(*arguments)
+        made.append(weakref.ref(cache))
+        return cache
+
+    monkeypatch.setattr(dq.Mamba2, "advance", advanced)
+    count = lambda _: alive.append(sum(cache() is not None for cache in made))  # noqa: E731
+    solve(model, embedded(1, 24), dq.Sequential(), callback=count)
+    assert len(made) == 23  # that of the last token is not asked for
+    assert 0 < max(alive) <= 2  # before a token, and after it
+
+
+# what is refused
+
+
+class Growing(dq.Solver[tuple[torch.Tensor, ...]]):
+    """Keeps every value, for nothing."""
+
+    def init(self, z0):
+        return ()
+
+    def step(self, z, fz, state):
+        return fz, (*state, fz)
+
+
+def test_a_solver_that_cannot_begin_afresh_in_some_rows_is_told_what_to_write():
+    model, x = dq.ImplicitModel(affine(), dq.SolveConfig(solver=Growing(), stop=TIGHT)), embedded(2, 9)
+    assert solve(model, x[:1], dq.Sliding(3)).converged.all()
+    x[1] *= 1e-3 * torch.arange(9)[:, None]
+    with pytest.raises(NotImplementedError, match=r"Growing.* write restart\(state, z, rows\)"):
+        solve(model, x, dq.Sliding(3))
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("bad", [0, -1, 1.5, "3", None])
+def test_a_bad_number_is_named(bad):
+    refused = pytest.raises((TypeError, ValueError), match=r"(Chunked\.size|Sliding\.window|Blocks\.\w+) must be")
+    for make in (dq.Chunked, dq.Sliding):
+        with refused:
+            make(bad)
+    for sweep in (Blocks(2, bad), Blocks(bad, 2) if bad is not None else Blocks(2, 0)):
+        with refused:
+            solve(dq.ImplicitModel(affine()), embedded(), sweep)
+
+
+# gradients
+
+
+def test_gradients_of_a_padded_batch_are_those_of_the_rows():
+    model, x = dq.ImplicitModel(contractive_mamba2(), dq.SolveConfig(stop=TIGHT)), embedded(2, 6)
+    towards, found = embedded(2, 6).flip(0), []
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0]]).bool()
+    for sweep in (dq.Simultaneous(), dq.Sliding(2)):
+        model.zero_grad()
+        (model(x, mask=mask, sweep=sweep).value * towards).sum().backward()
+        found.append([p.grad.clone() for p in model.parameters()])
+    model.zero_grad()
+    for row, real in enumerate(mask):
+        (model(x[row : row + 1, real]).value * towards[row : row + 1, real]).sum().backward()
+    for one, two, p in zip(*found, model.parameters(), strict=True):
+        assert p.grad.abs().max() > 0
+        assert torch.allclose(one, p.grad, atol=1e-7)
+        assert torch.allclose(two, p.grad, atol=1e-7)
+
+
+@each_sweep
+def test_gradients_under_autocast_reach_every_parameter(sweep):
+    model = dq.ImplicitModel(contractive_mamba2(weight_norm=False).float(), dq.SolveConfig(stop=dq.Stop.exactly(4)))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        value = model(embedded().float(), sweep=sweep).value
+    (value * torch.linspace(-1, 1, 8)).sum().backward()
+    assert all(p.grad is not None and p.grad.abs().max() > 0 for p in model.parameters())

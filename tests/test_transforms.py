@@ -1,0 +1,88 @@
+"""Solves under autocast, torch.compile and torch.func."""
+
+import warnings
+
+import pytest
+import torch
+from torch import Tensor
+
+import deqseq as dq
+from deqseq import Naive, Relaxed, Stop, solve
+
+
+def test_autocast_values_come_back_in_the_dtype_of_the_state():
+    weight, modes = torch.eye(4) / 2, []
+
+    def f(z: Tensor) -> Tensor:
+        value = z @ weight + 1
+        modes.append(value.dtype)
+        return value
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        solution = solve(f, torch.zeros(2, 4), solver=Relaxed(0.5), stop=Stop(rtol=1e-2))
+    assert (set(modes), solution.value.dtype) == ({torch.bfloat16}, torch.float32)
+    torch.testing.assert_close(solution.value, torch.full((2, 4), 2.0), rtol=0, atol=0.06)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_compiled_solve_leaves_gradients_enabled():
+    weight = torch.nn.Parameter(torch.eye(3) / 2)
+
+    def layer(x):
+        return solve(lambda z: torch.tanh(z @ weight + x), torch.zeros(2, 3), solver=Naive(), stop=Stop()).value
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        compiled = torch.compile(layer, backend="eager")(torch.ones(2, 3))
+    assert torch.is_grad_enabled()
+    torch.testing.assert_close(compiled, layer(torch.ones(2, 3)))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+class TestTorchFunc:
+    """Transforms that a solve cannot run under are refused by name; ``grad`` works where the estimator is a graph."""
+
+    def value(self, a, gradient=None):
+        z0 = torch.zeros(2, 1, dtype=torch.float64)
+        stop = dq.Stop(rtol=1e-10)
+        return dq.fixed_point(lambda z: a * torch.tanh(z) + 1, z0, stop=stop, gradient=gradient).value.sum()
+
+    def test_vmap(self):
+        with pytest.raises(TypeError, match=r"torch\.func's vmap.*rows of z0"):
+            torch.func.vmap(self.value)(torch.tensor([0.1, 0.2], dtype=torch.float64))
+
+    def test_gradients_of_samples(self):
+        with pytest.raises(TypeError, match=r"torch\.func's vmap.*rows of z0"):
+            a = torch.tensor([0.1, 0.2], dtype=torch.float64)
+            torch.func.vmap(torch.func.grad(lambda a: self.value(a, dq.Unrolled())))(a)
+
+    def test_forward_mode(self):
+        a = torch.tensor(0.5, dtype=torch.float64)
+        with pytest.raises(TypeError, match=r"torch\.func's jvp.*backward"):
+            torch.func.jvp(self.value, (a,), (torch.ones_like(a),))
+        with torch.autograd.forward_ad.dual_level(), pytest.raises(TypeError, match="jvp"):
+            self.value(torch.autograd.forward_ad.make_dual(a, torch.ones_like(a)))
+
+    @pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev])
+    def test_reverse_mode(self, transform):
+        a = torch.tensor(0.5, dtype=torch.float64)
+        with pytest.raises(TypeError, match=r"torch\.func's grad; Implicit.*Unrolled"):
+            transform(self.value)(a)
+        b = a.clone().requires_grad_()
+        self.value(b, dq.Implicit(stop=dq.Stop(rtol=1e-12))).backward()
+        assert transform(lambda a: self.value(a, dq.Unrolled()))(a).item() == pytest.approx(b.grad.item(), rel=1e-7)
+
+
+@pytest.mark.parametrize("sweep", [dq.Simultaneous(), dq.Chunked(2), dq.Sliding(2), dq.Sequential()])
+@pytest.mark.parametrize("mask", [None, torch.tensor([[True, True, False], [True, True, True]])])
+def test_models_under_torch_func(sweep, mask):
+    model = dq.ImplicitModel(dq.Affine(4)).double()
+    x = torch.randn(2, 3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    weights = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(2, 3, 4)
+
+    def value(x):
+        return (model(x, sweep=sweep, mask=mask).value * weights).sum()
+
+    known = x.clone().requires_grad_()
+    value(known).backward()
+    torch.testing.assert_close(torch.func.grad(value)(x), known.grad)

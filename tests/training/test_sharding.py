@@ -1,0 +1,95 @@
+"""gather_once in one process, whose parts are sharded all the same; two processes are in test_hf_processes.py."""
+
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+from small_models import contractive_mamba2
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+import deqseq as dq
+from deqseq.training import gather_once
+
+IDS = torch.tensor([[1, 2, 3, 4, 5], [5, 4, 3, 2, 1]])
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def language_model(mesh, implicit=True):
+    torch.manual_seed(0)
+    backbone = contractive_mamba2(injection=implicit)
+    lm = dq.CausalLM(9, dq.ImplicitModel(backbone) if implicit else dq.ExplicitModel(backbone)).double()
+    for block in backbone.layers if mesh else ():
+        fully_shard(block, mesh=mesh)
+    if mesh:
+        fully_shard(lm, mesh=mesh)
+    gather_once(lm)
+    return lm
+
+
+@pytest.fixture
+def gathered(monkeypatch):
+    """The parts that were gathered by hand, in order; resharded ones as None."""
+    events = []
+    unshard, reshard = FSDPModule.unshard, FSDPModule.reshard
+    monkeypatch.setattr(FSDPModule, "unshard", lambda self: (events.append(self), unshard(self))[1])
+    monkeypatch.setattr(FSDPModule, "reshard", lambda self: (events.append(None), reshard(self))[1])
+    return events
+
+
+def test_weights_are_gathered_once_per_solve(mesh, gathered):
+    lm, plain = language_model(mesh), language_model(None)
+    gather_once(lm)  # does nothing
+    output, wanted = (model(IDS, labels=IDS, stop=dq.Stop(rtol=1e-5)) for model in (lm, plain))
+    assert output.stats.iterations.min() > 2
+    blocks = list(lm.model.backbone.layers)
+    assert gathered == [*blocks, *[None] * len(blocks)]
+    torch.testing.assert_close(output.loss, wanted.loss)
+    for loss in (output.loss, wanted.loss):
+        loss.backward()
+    for mine, theirs in zip(lm.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad, rtol=1e-6, atol=1e-9)
+
+
+def test_they_are_sharded_again_after_an_error(mesh, gathered):
+    with pytest.raises(dq.ConvergenceError):
+        language_model(mesh)(IDS, stop=dq.Stop(rtol=1e-9, max_steps=2), throw=True)
+    assert gathered.count(None) == len(gathered) - gathered.count(None) > 0
+
+
+def test_an_explicit_model_gathers_for_a_cache_only(mesh, gathered):
+    lm, plain = language_model(mesh, implicit=False).eval(), language_model(None, implicit=False).eval()
+    with torch.no_grad():
+        lm(IDS)
+        assert gathered == []
+        cache, wanted = (model(IDS, return_cache=True).cache for model in (lm, plain))
+        assert gathered
+    for mine, theirs in zip(cache.tensors(), wanted.tensors(), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_a_backward_pass_of_unequal_length_is_refused(mesh):
+    lm, exactly = language_model(mesh), dq.Stop.exactly(3)
+    for call in ({"gradient": dq.Implicit(stop=dq.Stop())}, {"gradient": dq.Unrolled()}):
+        with pytest.raises(ValueError, match=r"use Phantom, OneStep or Stop\.exactly"):
+            lm(IDS, **call)
+        with torch.no_grad():
+            lm(IDS, **call)
+    lm(IDS, gradient=dq.Implicit(stop=exactly))
+    lm(IDS, solve=dq.SolveConfig(stop=exactly, gradient=dq.Unrolled()), start=lm.embed(IDS).detach() * 0)
+
+
+def test_what_is_registered_can_be_pickled(mesh):
+    model = dq.ImplicitModel(dq.Affine(4))
+    fully_shard(model.backbone, mesh=mesh)
+    gather_once(model)
+    hooks = model._forward_pre_hooks, model._forward_hooks
+    assert [[*pickle.loads(pickle.dumps(each)).values()] for each in hooks] == [[*each.values()] for each in hooks]
+    assert len(hooks[0]) == len(hooks[1]) == 1
