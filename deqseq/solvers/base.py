@@ -40,8 +40,9 @@ class Solver(ABC, Generic[S]):
     returns_point: ClassVar[bool] = False
     """Whether the value of a row that has converged is the point ``z`` that was tested, instead of ``f(z)``.
 
-    Where the map contracts, ``f(z)`` is closer to the fixed point. A solver that also converges where the map expands
-    returns ``z``, because ``f(z)`` can be far outside the tolerance there.
+    Where the map contracts, ``f(z)`` is closer to the fixed point. Solvers that combine past points also converge where
+    the map expands; they return ``z``, because ``f(z)`` can be far outside the tolerance there. Damped solvers return
+    ``f(z)``: where the Jacobian has an eigenvalue below -1, it is further from the fixed point than ``z``.
     """
 
     owns_loop: ClassVar[bool] = False
