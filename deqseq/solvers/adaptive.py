@@ -43,9 +43,9 @@ class Adaptive(Solver[AdaptiveMemory]):
     step of Barzilai and Borwein: where the residual reverses, as in a limit cycle, it becomes shorter at once. Where
     the residual has grown along the last one, or there was none, the step is :math:`\ell`.
 
-    The limit :math:`\ell` of a row starts at 1. At every fifth iteration it grows by 15 % if the row's residual is lower
-    than it was five iterations before. If not, as in a map that rotates and expands, it falls to the damping that would
-    have made the last residual shortest,
+    The limit :math:`\ell` of a row starts at 1. At every fifth iteration it grows by 15 % if the row's residual is
+    lower than it was five iterations before. If not, as in a map that rotates and expands, it falls to the damping that
+    would have made the last residual shortest,
 
     .. math:: \tau_t\, \frac{\langle r_t^-,\; r_t^- - r_t \rangle}{\lVert r_t^- - r_t \rVert^2},
 
