@@ -1,4 +1,4 @@
-"""What the benchmarks share: interleaved timing, peak memory, rows with goals, a table and a file of them."""
+"""What the benchmarks share: runs in turns, peak memory, rows with goals, the command line, a table and a file."""
 
 import argparse
 import gc
@@ -8,17 +8,20 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
+from importlib.util import find_spec
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+os.environ |= {"KINETO_LOG_LEVEL": "99", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # the profiler reports every start on stderr
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 MEBIBYTE = 2**20
+Work = Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -49,173 +52,138 @@ class Row:
     goal: str | None
     holds: bool | None
 
-
-class Pairs(NamedTuple):
-    """Times in seconds of interleaved runs, and their ratio."""
-
-    ours: float
-    theirs: float
-    ratio: float
-    spread: tuple[float, float]
-    runs: int
+    def __str__(self) -> str:
+        theirs = "" if self.theirs is None else f"{self.theirs:.4g}"
+        ratio = "" if self.ratio is None else f"{self.ratio:.3g}"
+        spread = "" if self.spread is None else f"{self.spread[0]:.3f}..{self.spread[1]:.3f}"
+        goal = "" if self.goal is None else f"{self.goal}: {'holds' if self.holds else 'MISSED'}"
+        case = f"{self.case:60}  {self.metric:20}  {self.ours:<9.4g}"
+        return f"{case}  {self.peer:28}  {theirs:9}  {ratio:7}  {spread:14}  {goal}".rstrip()
 
 
-def interleave(ours: Callable[[], object], theirs: Callable[[], object], runs: int) -> Pairs:
-    """Time two functions in turns, so that whatever slows the machine down slows both.
+def value_row(
+    case: str, metric: str, ours: float, peer: str = "", theirs: float | None = None, *, goal: str | None = None
+) -> Row:
+    """A row of one or two numbers that do not vary from run to run."""
+    ratio = ours / theirs if theirs else None
+    return Row(case, metric, ours, peer, theirs, ratio, 1, None, goal, judge(goal, ours, ratio))
 
-    Args:
-        ours: ours.
-        theirs: the peer's.
-        runs: pairs of runs, at least 2, after one unmeasured pair.
-    """
+
+def paired_row(
+    case: str,
+    ours: Sequence[float],
+    peer: str,
+    theirs: Sequence[float],
+    *,
+    metric: str = "ms",
+    scale: float = 1e3,
+    goal: str | None = None,
+) -> Row:
+    """A row of seconds that were measured in turns, times ``scale``."""
+    ratios = [mine / other for mine, other in zip(ours, theirs, strict=True)]
+    ratio, mine = statistics.median(ratios), scale * statistics.median(ours)
+    quartiles = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else None
+    spread = (quartiles[0], quartiles[2]) if quartiles else None
+    other, holds = scale * statistics.median(theirs), judge(goal, mine, ratio)
+    return Row(case, metric, mine, peer, other, ratio, len(ratios), spread, goal, holds)
+
+
+def time_row(
+    case: str, ours: Work, peer: str, theirs: Work, *, runs: int, per: int = 1, goal: str | None = None
+) -> Row:
+    """A row of milliseconds, each divided by ``per`` (the evaluations of a run)."""
     times = take_turns({"ours": ours, "theirs": theirs}, runs)
-    return paired(times["ours"], times["theirs"])
+    metric = "ms per iteration" if per > 1 else "ms"
+    return paired_row(case, times["ours"], peer, times["theirs"], metric=metric, scale=1e3 / per, goal=goal)
 
 
-def take_turns(runs: Mapping[str, Callable[[], object]], turns: int) -> dict[str, list[float]]:
-    """Seconds of several functions, each run once a turn.
+def memory_row(case: str, ours: Work, peer: str, theirs: Work, *, goal: str | None = None) -> Row:
+    """A row of peak memory in MiB."""
+    return value_row(case, "peak MiB", peak_memory(ours), peer, peak_memory(theirs), goal=goal)
+
+
+def judge(goal: str | None, ours: float, ratio: float | None) -> bool | None:
+    """Whether ``"ratio <= 1.03"``, ``"ours <= 1e-11"`` or ``"ours == 20"`` holds; None without a goal."""
+    if goal is None:
+        return None
+    subject, comparison, limit = goal.split()
+    value = {"ours": ours, "ratio": ratio}[subject]
+    assert value is not None, f"goal {goal!r}: there is no ratio, since the peer's number is missing or zero"
+    return bool({"<=": operator.le, "==": operator.eq, ">=": operator.ge}[comparison](value, float(limit)))
+
+
+def take_turns(works: Mapping[str, Work], turns: int, *, warm_up: bool = True) -> dict[str, list[float]]:
+    """Seconds of several functions, each run once a turn, so that whatever slows the machine down slows all.
 
     Args:
-        runs: the functions by name, in the order of a turn.
-        turns: how many, after one that is not measured.
+        works: the functions by name, in the order of a turn.
+        turns: how many.
+        warm_up: whether a turn that is not measured comes first.
     """
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for run in runs.values():
-        run()
+    times: dict[str, list[float]] = {name: [] for name in works}
+    for work in works.values() if warm_up else ():
+        work()
     gc.collect()
     gc.disable()
     try:
         for _ in range(turns):
-            for name, run in runs.items():
-                times[name].append(_seconds(run))
+            for name, work in works.items():
+                times[name].append(seconds(work))
     finally:
         gc.enable()
     return times
 
 
-def paired(ours: Sequence[float], theirs: Sequence[float]) -> Pairs:
-    """The medians and ratios of times that were measured in turns, at least 2."""
-    ratios = [mine / other for mine, other in zip(ours, theirs, strict=True)]
-    low, _, high = statistics.quantiles(ratios, n=4)
-    return Pairs(
-        statistics.median(ours), statistics.median(theirs), statistics.median(ratios), (low, high), len(ratios)
-    )
-
-
-def _seconds(run: Callable[[], object]) -> float:
+def seconds(work: Work) -> float:
+    """How long a function takes, what it started on a GPU included."""
+    wait = torch.cuda.synchronize if on_gpu() else lambda: None
+    wait()
     start = time.perf_counter()
-    run()
+    work()
+    wait()
     return time.perf_counter() - start
 
 
-def peak_memory(run: Callable[[], object]) -> int:
-    """Bytes that ``run`` holds at its peak above what was held before, from the allocator's events (CPU)."""
-    run()
+def on_gpu() -> bool:
+    """Whether new tensors are on a GPU."""
+    return torch.get_default_device().type == "cuda"
+
+
+def peak_memory(work: Work) -> float:
+    """MiB that ``work`` holds at its peak above what was held before."""
+    work()
     gc.collect()
-    with _quiet_stderr(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        run()
-    assert profiler.profiler is not None
-    results = profiler.profiler.kineto_results
-    assert results is not None
-    events: list[Any] = [event for event in results.events() if event.name() == "[memory]"]
-    held = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
-    return peak
+    if on_gpu():
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        work()
+        return (torch.cuda.max_memory_allocated() - before) / MEBIBYTE
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        work()
+    assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
+    events: list[Any] = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
+    return max(held, default=0) / MEBIBYTE
 
 
-@contextmanager
-def _quiet_stderr() -> Iterator[None]:
-    """The profiler's native code reports every start and stop; nothing else is said meanwhile."""
-    kept, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 2)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(null)
+def machine() -> str:
+    """The processor, threads, load and versions that the numbers belong to."""
+    model, cpuinfo = platform.processor() or platform.machine(), Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), model)
+    model = f"{torch.cuda.get_device_name()}, {model}" if on_gpu() else model
+    torchdeq = f", torchdeq {version('torchdeq')}" if find_spec("torchdeq") else ""
+    cores = f"{os.cpu_count()} cores, {torch.get_num_threads()} threads, load {os.getloadavg()[0]:.1f}"
+    return f"{model}, {cores}, torch {torch.__version__}{torchdeq}, Python {platform.python_version()}"
 
 
-def time_row(
-    case: str,
-    ours: Callable[[], object],
-    peer: str,
-    theirs: Callable[[], object],
-    *,
-    runs: int,
-    per: int = 1,
-    goal: str | None = None,
-) -> Row:
-    """A row of times in milliseconds, each divided by ``per`` (the evaluations of a run)."""
-    metric = "ms per iteration" if per > 1 else "ms"
-    return paired_row(case, metric, interleave(ours, theirs, runs), peer, scale=1e3 / per, goal=goal)
-
-
-def paired_row(case: str, metric: str, pairs: Pairs, peer: str, *, scale: float = 1e3, goal: str | None = None) -> Row:
-    """A row of times that were measured in turns, in seconds times ``scale``: milliseconds, if it is not given."""
-    mine, other = (seconds * scale for seconds in (pairs.ours, pairs.theirs))
-    holds = judge(goal, mine, pairs.ratio)
-    return Row(case, metric, mine, peer, other, pairs.ratio, pairs.runs, pairs.spread, goal, holds)
-
-
-def memory_row(
-    case: str, ours: Callable[[], object], peer: str, theirs: Callable[[], object], *, goal: str | None = None
-) -> Row:
-    """A row of peak memory in MiB."""
-    mine, other = peak_memory(ours) / MEBIBYTE, peak_memory(theirs) / MEBIBYTE
-    return value_row(case, "peak MiB", mine, peer, other, goal=goal)
-
-
-def value_row(case: str, metric: str, ours: float, peer: str, theirs: float | None, *, goal: str | None = None) -> Row:
-    """A row of two numbers that do not vary from run to run."""
-    ratio = ours / theirs if theirs else None
-    return Row(case, metric, ours, peer, theirs, ratio, 1, None, goal, judge(goal, ours, ratio))
-
-
-def judge(goal: str | None, ours: float, ratio: float | None) -> bool | None:
-    """Whether ``"ratio <= 1.03"``, ``"ours <= 1e-11"`` or ``"ours == 20"`` holds; None without a goal.
-
-    Raises:
-        ValueError: a goal of another form, or one on the ratio where there is none.
-    """
-    if goal is None:
-        return None
-    subject, comparison, limit = goal.split()
-    value = {"ours": ours, "ratio": ratio}[subject]
-    if value is None:
-        raise ValueError(f"goal {goal!r}: there is no ratio, since the peer's number is missing or zero")
-    return bool({"<=": operator.le, "==": operator.eq, ">=": operator.ge}[comparison](value, float(limit)))
-
-
-def machine(threads: int | None = None) -> str:
-    """The processor, threads (default: this process's), load and versions that the numbers belong to."""
-    model = platform.processor() or platform.machine()
-    if Path("/proc/cpuinfo").exists():
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), model)
-    try:
-        torchdeq = f", torchdeq {version('torchdeq')}"
-    except PackageNotFoundError:
-        torchdeq = ""
-    python = platform.python_version()
-    cores = f"{os.cpu_count()} cores, {threads or torch.get_num_threads()} threads, load {os.getloadavg()[0]:.1f}"
-    return f"{model}, {cores}, torch {torch.__version__}{torchdeq}, Python {python}"
-
-
-def command_line(description: str) -> argparse.ArgumentParser:
+def command_line(description: str | None) -> argparse.ArgumentParser:
     """The command line of every benchmark: ``--quick`` and ``--json PATH``."""
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=description, formatter_class=form, allow_abbrev=False)
-    parser.add_argument("--quick", action="store_true", help="fewer runs; a minute or two on two cores")
+    parser.add_argument("--quick", action="store_true", help="smaller sizes and fewer runs: shows that it works")
     parser.add_argument("--json", type=_writable, metavar="PATH", help="where to write the rows")
     return parser
-
-
-def arguments(description: str) -> argparse.Namespace:
-    """The options of a benchmark that has no others; its rows are many runs' work, so bad ones end it at once."""
-    return command_line(description).parse_args()
 
 
 def _writable(path: str) -> Path:
@@ -225,30 +193,28 @@ def _writable(path: str) -> Path:
     return Path(path)
 
 
-def report(rows: Sequence[Row], options: argparse.Namespace) -> None:
-    """Print the rows as a table, and write them with the machine's description to ``--json``, if given."""
-    print(f"\n{machine()}\n")
-    table = [("case", "metric", "ours", "peer", "theirs", "ratio", "spread", "goal")]
-    table += [_cells(row) for row in rows]
-    widths = [max(len(line[column]) for line in table) for column in range(len(table[0]))]
-    for line in table:
-        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+def benchmark(description: str | None, rows: Callable[[bool], Iterable[Row]]) -> Callable[[], None]:
+    """The main function of a benchmark without further options; ``rows`` is told whether the run is quick."""
+
+    def main() -> None:
+        options = command_line(description).parse_args()
+        report(rows(options.quick), options)
+
+    return main
+
+
+def report(rows: Iterable[Row], options: argparse.Namespace) -> None:
+    """Print rows as they come; at the end, or when interrupted, write them with the machine to ``--json``, if given."""
+    print(f"{machine()}\n")
+    found: list[Row] = []
+    try:
+        for row in rows:
+            found.append(row)
+            print(row, flush=True)
+    finally:
+        if options.json is not None and found:
+            here = machine()
+            options.json.parent.mkdir(parents=True, exist_ok=True)
+            options.json.write_text(json.dumps([{**asdict(row), "machine": here} for row in found], indent=1) + "\n")
     if options.quick:
         print("\nA --quick run: too few runs to compare; goals are judged in full runs.")
-    write(rows, options)
-
-
-def write(rows: Sequence[Row], options: argparse.Namespace) -> None:
-    """Write the rows so far with the machine's description to ``--json``, if given."""
-    if (path := options.json) is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        here = machine()
-        path.write_text(json.dumps([{**asdict(row), "machine": here} for row in rows], indent=1) + "\n")
-
-
-def _cells(row: Row) -> tuple[str, ...]:
-    theirs = "" if row.theirs is None else f"{row.theirs:.4g}"
-    ratio = "" if row.ratio is None else f"{row.ratio:.3g}"
-    spread = "" if row.spread is None else f"{row.spread[0]:.3f}..{row.spread[1]:.3f}"
-    goal = "" if row.goal is None else f"{row.goal}: {'holds' if row.holds else 'MISSED'}"
-    return row.case, row.metric, f"{row.ours:.4g}", row.peer, theirs, ratio, spread, goal

@@ -1,85 +1,90 @@
-"""What an iteration costs beyond the map: deqseq.solve beside a loop by hand and TorchDEQ's solvers.
+"""What a solve costs beside the evaluations of its map: deqseq beside loops by hand and TorchDEQ's solvers.
 
-All run the same number of evaluations with tolerances of zero, in turns: on ``tanh(z W + u)`` of each token,
-and on a Mamba2 block.
+Both sides make the same number of evaluations with tolerances of zero, in turns: on ``tanh(z W + u)`` of each token, on
+a map that costs nothing (the bookkeeping), and on a Mamba2 block.
+
+``fixed_point`` on a layer ``tanh(z W + x)`` of 400 states of width 32 is run forward and backward: with Naive and
+OneStep, and with its defaults, beside the iteration to the same residual and one differentiated evaluation by hand.
+
+Decoding: both backbones with d_model 256 and 2 blocks continue a prompt of 256 tokens by 128, one by one, with 8
+iterations a token. The peer calls the blocks on one token with the cache that the same prompt left, as often as
+``generate`` did for the new tokens. Ours is all that ``generate`` does after the first new token: solving, committing,
+head, choice. The residual is measured in every iteration, or, in rows that say so, once per token. The solver is the
+default, ``Adaptive()``; rows of a constant damping show what it adds.
 """
 
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from itertools import cycle
+from typing import Any
 
 import torch
-from harness import Row, arguments, memory_row, report, time_row, value_row
+from harness import Row, Work, benchmark, memory_row, paired_row, seconds, time_row
+from models import KINDS, block_of, language_model, one_by_one, random_ids
 from torch import Tensor
 from torchdeq.solver import get_solver
 
 import deqseq as dq
-from deqseq.layers import cached_weights
 
 EVALUATIONS = 20
 NEVER = dq.Stop(rtol=0.0, atol=0.0, max_steps=EVALUATIONS)
 SHAPES = ((32, 64, 256), (8, 256, 512))
+DECODED = 8  # iterations of a token
 Map = Callable[[Tensor], Tensor]
 Goals = tuple[str | None, str | None]
 
 
-def token_map(shape: tuple[int, int, int], dtype: torch.dtype = torch.float32) -> Map:
-    """``tanh(z W + u)`` with W 0.9 times an orthogonal matrix: still contracting after the last evaluation."""
+def randn(*shape: int) -> Tensor:
+    """Random numbers, the same on every device."""
     generator = torch.Generator().manual_seed(0)
-    W = 0.9 * torch.linalg.qr(torch.randn(shape[-1], shape[-1], generator=generator, dtype=dtype)).Q
-    u = 0.1 * torch.randn(shape, generator=generator, dtype=dtype)
+    return torch.randn(shape, generator=generator, device="cpu").to(torch.get_default_device())
+
+
+def token_map(shape: tuple[int, int, int]) -> Map:
+    """``tanh(z W + u)`` with W 0.9 times an orthogonal matrix: still contracting after the last evaluation."""
+    W, u = 0.9 * torch.linalg.qr(randn(shape[-1], shape[-1])).Q, 0.1 * randn(*shape)
     return lambda z: torch.tanh(z @ W + u)
 
 
-def bare_loop(f: Map, z: Tensor, damping: float = 1.0) -> Tensor:
+def bare_loop(f: Map, z: Tensor, damping: float = 1.0, rtol: float = 0.0, steps: int = EVALUATIONS) -> Tensor:
     """What a careful user writes by hand: the residual is measured and tested at every step."""
     fz = z
-    for _ in range(EVALUATIONS):
+    for _ in range(steps):
         fz = f(z)
-        if (fz - z).norm() / fz.norm() < 0.0:
+        if (fz - z).norm() / fz.norm() < rtol:
             break
         z = fz if damping == 1 else torch.lerp(z, fz, damping)
     return fz
 
 
-def ours(f: Map, z0: Tensor, solver: dq.Solver, stop: dq.Stop = NEVER) -> Tensor:
-    """``deqseq.solve``, checked to have done all its evaluations."""
-    solution = dq.solve(f, z0, solver=solver, stop=stop)
-    assert solution.stats.evaluations == stop.max_steps, solution.stats.evaluations
+def ours(f: Map, z0: Tensor, solver: dq.Solver) -> Tensor:
+    """``deqseq.solve``, checked to have made all its evaluations."""
+    solution = dq.solve(f, z0, solver=solver, stop=NEVER)
+    assert solution.stats.evaluations == EVALUATIONS, solution.stats.evaluations
     return solution.value
 
 
-def torchdeq(f: Map, z0: Tensor, name: str, evaluations: int = EVALUATIONS, **options: int | float) -> Tensor:
+def torchdeq(f: Map, z0: Tensor, name: str) -> Tensor:
     """TorchDEQ's solver on flattened rows; its Broyden is given a step less, for the same evaluations."""
-    steps = evaluations - 1 if name == "broyden" else evaluations
-    flat = z0.flatten(start_dim=1)
-    value, _, _ = get_solver(name)(
-        lambda z: f(z.view_as(z0)).view_as(z), flat, max_iter=steps, tol=0.0, stop_mode="rel", **options
-    )
+    steps = EVALUATIONS - 1 if name == "broyden" else EVALUATIONS
+    flat, options = z0.flatten(start_dim=1), {"max_iter": steps, "tol": 0.0, "stop_mode": "rel"}
+    value, _, _ = get_solver(name)(lambda z: f(z.view_as(z0)).view_as(z), flat, **options)
     return value.view_as(z0)
 
 
-def per_step(
-    case: str,
-    mine: Callable[[], Tensor],
-    peer: str,
-    theirs: Callable[[], Tensor],
-    runs: int,
-    goals: Goals = (None, None),
-) -> Iterator[Row]:
+def per_step(case: str, mine: Work, peer: str, theirs: Work, runs: int, goals: Goals = (None, None)) -> Iterator[Row]:
     """Time per iteration and peak memory, with a goal for each."""
     yield time_row(case, mine, peer, theirs, runs=runs, per=EVALUATIONS, goal=goals[0])
     yield memory_row(case, mine, peer, theirs, goal=goals[1])
 
 
-def against_bare_loop(name: str, f: Map, z0: Tensor, runs: int, limit: float) -> Iterator[Row]:
+def against_bare_loop(name: str, f: Map, z0: Tensor, runs: int) -> Iterator[Row]:
     """Naive and Relaxed beside the hand-written loop."""
-    goal = f"ratio <= {limit}"
-    naive, relaxed = partial(ours, f, z0, dq.Naive()), partial(ours, f, z0, dq.Relaxed(0.8))
-    yield from per_step(f"Naive, {name}", naive, "loop by hand", partial(bare_loop, f, z0), runs, (goal, None))
-    damped = partial(bare_loop, f, z0, 0.8)
-    yield from per_step(f"Relaxed, {name}", relaxed, "damped loop by hand", damped, runs, (goal, None))
+    goals: Goals = ("ratio <= 1.08", None)
+    for solver, damping, peer in ((dq.Naive(), 1.0, "loop by hand"), (dq.Relaxed(0.8), 0.8, "damped loop by hand")):
+        mine, theirs = partial(ours, f, z0, solver), partial(bare_loop, f, z0, damping)
+        yield from per_step(f"{type(solver).__name__}, {name}", mine, peer, theirs, runs, goals)
 
 
 def against_torchdeq(name: str, f: Map, z0: Tensor, runs: int) -> Iterator[Row]:
@@ -99,153 +104,105 @@ def against_torchdeq(name: str, f: Map, z0: Tensor, runs: int) -> Iterator[Row]:
 
 def bookkeeping(shape: tuple[int, int, int], runs: int) -> Iterator[Row]:
     """A map that costs nothing: it hands out tensors made beforehand, which contract or alternate."""
-    ones = torch.ones(shape)
-    contracting = [ones * (1 + 0.5**step) for step in range(EVALUATIONS)]
-    goals = ("ratio <= 0.25", "ratio <= 0.25")
+    contracting = [torch.ones(shape) * (1 + 0.5**step) for step in range(EVALUATIONS)]
     for kind, values in (("contracting", contracting), ("two in turns", contracting[:2])):
         source = cycle(values)
 
         def f(z: Tensor, source: Iterator[Tensor] = source) -> Tensor:
             return next(source)
 
-        z0, label = torch.zeros(shape), f"bookkeeping, {kind}, {describe(shape)}"
+        z0, label = torch.zeros(shape), f"bookkeeping, {kind}, {'x'.join(map(str, shape))}"
         mine, theirs = partial(ours, f, z0, dq.Naive()), partial(torchdeq, f, z0, "fixed_point_iter")
+        goals = ("ratio <= 0.3", "ratio <= 0.25")
         yield from per_step(label, mine, "torchdeq fixed_point_iter", theirs, runs, goals)
-        bare = partial(bare_loop, f, z0)
-        yield from per_step(label, mine, "loop by hand", bare, runs)
+        yield from per_step(label, mine, "loop by hand", partial(bare_loop, f, z0), runs)
 
 
-def accuracy() -> Iterator[Row]:
-    """Error after 20 evaluations on ``z = A z + b`` in float64, A symmetric of the given spectral radius."""
-    generator = torch.Generator().manual_seed(0)
-    for radius in (0.3, 0.5, 0.9):
-        Q, _ = torch.linalg.qr(torch.randn(64, 64, generator=generator, dtype=torch.float64))
-        A = Q @ torch.diag(torch.linspace(-radius, radius, 64, dtype=torch.float64)) @ Q.T
-        b = torch.randn(8, 1, 64, generator=generator, dtype=torch.float64)
-        exact = torch.linalg.solve(torch.eye(64, dtype=torch.float64) - A, b[:, 0].T).T[:, None]
-        f, z0 = (lambda z, A=A, b=b: z @ A + b), torch.zeros_like(b)
-        theirs = error(torchdeq(f, z0, "anderson"), exact)
-        for memory in (4, 6):
-            mine = error(ours(f, z0, dq.Anderson(memory=memory)), exact)
-            goal = "ours <= 1e-11" if radius == 0.3 else None
-            case = f"Anderson ({memory}, 6), affine, radius {radius}"
-            yield value_row(case, "relative error", mine, "torchdeq anderson", theirs, goal=goal)
+def layer(runs: int) -> Iterator[Row]:
+    """``fixed_point`` as a layer of a model, forward and backward."""
+    weight, x = torch.nn.Parameter(0.5 * torch.linalg.qr(randn(32, 32)).Q), 0.5 * randn(400, 32)
+    z0, stop = torch.zeros_like(x), dq.Stop()
 
+    def f(z: Tensor) -> Tensor:
+        return torch.tanh(z @ weight + x)
 
-def agreement() -> Iterator[Row]:
-    """The same fixed points as TorchDEQ's, converged to 1e-10 in float64."""
-    shape = (4, 16, 32)
-    f, z0 = token_map(shape, torch.float64), torch.zeros(shape, dtype=torch.float64)
-    stop = dq.Stop(rtol=1e-10, max_steps=400)
-    peers = {"fixed_point_iter": dq.Naive(), "anderson": dq.Anderson(), "broyden": dq.Broyden()}
-    for peer, solver in peers.items():
-        mine = dq.solve(f, z0, solver=solver, stop=stop).raise_if_failed().value
-        theirs = torchdeq(f, z0, peer, evaluations=400)
-        case, difference = f"the same fixed point, {type(solver).__name__}", error(mine, theirs)
-        yield value_row(case, "relative difference", difference, f"torchdeq {peer}", None, goal="ours <= 1e-6")
+    def by_hand() -> None:
+        with torch.no_grad():
+            z = bare_loop(f, z0, rtol=stop.rtol, steps=stop.max_steps)
+        torch.autograd.grad(f(z).sum(), weight)
 
+    def library(**options: Any) -> None:
+        torch.autograd.grad(dq.fixed_point(f, z0, **options).value.sum(), weight)
 
-def counts() -> Iterator[Row]:
-    """Evaluations for small budgets; TorchDEQ is given the same ``max_iter``."""
-    peers = {"fixed_point_iter": dq.Naive(), "anderson": dq.Anderson(), "broyden": dq.Broyden()}
-    for peer, solver in peers.items():
-        for budget in (1, 2, 3):
-            mine, theirs = Counted(), Counted()
-            dq.solve(mine, torch.zeros(2, 4), solver=solver, stop=dq.Stop(rtol=0.0, max_steps=budget))
-            get_solver(peer)(theirs, torch.zeros(2, 4), max_iter=budget, tol=0.0)
-            case = f"{type(solver).__name__}, budget {budget}"
-            goal = f"ours == {budget}"
-            yield value_row(case, "evaluations", mine.count, f"torchdeq {peer}", theirs.count, goal=goal)
-
-
-class Counted:
-    """A map that counts its evaluations."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def __call__(self, z: Tensor) -> Tensor:
-        """``cos(z + 1)``."""
-        self.count += 1
-        return torch.cos(z + 1)
-
-
-def training_memory(name: str, f: Map, z0: Tensor) -> Iterator[Row]:
-    """Peak memory of a solve, four phantom steps and the backward pass, for 32 and for 4 iterations."""
-
-    def train(steps: int) -> None:
-        stop = dq.Stop(rtol=0.0, max_steps=steps)
-        solution = dq.fixed_point(f, z0, solver=dq.Relaxed(0.8), stop=stop, gradient=dq.Phantom(steps=4))
-        solution.value.square().mean().backward()
-
-    peer = "4 iterations"
-    case = f"Phantom(4) after 32 iterations, {name}"
-    yield memory_row(case, partial(train, 32), peer, partial(train, 4), goal="ratio <= 1.05")
-
-
-def trainable_map(shape: tuple[int, int, int]) -> Map:
-    """The token map with a weight that wants a gradient."""
-    weight = torch.nn.Linear(shape[-1], shape[-1])
-    torch.nn.init.normal_(weight.weight, std=0.45 / shape[-1] ** 0.5)
-    return lambda z: torch.tanh(weight(z))
-
-
-def error(value: Tensor, exact: Tensor) -> float:
-    """Relative error in the Euclidean norm."""
-    return float((value - exact).norm() / exact.norm())
-
-
-def describe(shape: tuple[int, int, int]) -> str:
-    """``32x64x256``."""
-    return "x".join(map(str, shape))
+    peer, name = "loop by hand", "tanh layer 400x32, forward and backward"
+    naive = partial(library, solver=dq.Naive(), gradient=dq.OneStep())
+    yield time_row(f"fixed_point, Naive and OneStep, {name}", naive, peer, by_hand, runs=4 * runs, goal="ratio <= 1.6")
+    yield time_row(f"fixed_point, defaults, {name}", library, peer, by_hand, runs=4 * runs, goal="ratio <= 6")
 
 
 def block_rows(runs: int) -> Iterator[Row]:
-    """A real implicit Mamba2 block: batch 64, length 16, d_model 64, d_state 16, headdim 32.
-
-    With random weights the map does not contract; a solve that works looks like the contracting block, whose injection
-    outweighs the state.
-    """
+    """A Mamba2 block whose injection outweighs the state, so that it contracts: 64 x 16 tokens of width 64."""
     torch.manual_seed(0)
-    backbone = dq.Mamba2(dq.Mamba2Config(d_model=64, d_state=16, headdim=32))
-    x = torch.randn(64, 16, 64)
+    backbone = dq.Mamba2(dq.Mamba2Config(d_model=64, d_state=16, headdim=32, weight_norm=False))
+    x, name = randn(64, 16, 64), "Mamba2 block"
     z0 = torch.zeros_like(x)
-
-    def f(z: Tensor) -> Tensor:
-        return backbone(z, inputs)[0]
-
     with torch.no_grad():
+        for part, scale in (("in_proj", 0.3), ("out_proj", 4.0)):
+            backbone.get_parameter(f"layers.0.mixer.{part}.weight").mul_(scale)
         inputs = backbone.prepare(x)
-        with cached_weights(backbone):
-            yield from against_bare_loop("Mamba2 block, random", f, z0, runs, limit=1.03)
-        for layer, scale in (("in_proj", 0.3), ("out_proj", 4.0)):
-            backbone.get_parameter(f"layers.0.mixer.{layer}.parametrizations.weight.original0").mul_(scale)
-        with cached_weights(backbone):
-            yield from against_bare_loop("Mamba2 block", f, z0, runs, limit=1.03)
-            seldom = partial(ours, f, z0, dq.Naive(), replace(NEVER, check_every=4))
-            bare = partial(bare_loop, f, z0)
-            yield from per_step("Naive, check_every=4, Mamba2 block", seldom, "loop by hand", bare, runs)
-            yield from against_torchdeq("Mamba2 block", f, z0, runs)
-    yield from training_memory("Mamba2 block", lambda z: backbone(z, backbone.prepare(x))[0], z0)
+
+        def f(z: Tensor) -> Tensor:
+            return backbone(z, inputs)[0]
+
+        yield from against_bare_loop(name, f, z0, runs)
+        yield from against_torchdeq(name, f, z0, runs)
 
 
-def main() -> None:
-    """Measure, print and write."""
-    chosen = arguments("overhead of an iteration")
-    runs = 5 if chosen.quick else 25
-    rows: list[Row] = []
+def decoding(kind: str, batch: int, width: int, prompt: int, new: int, runs: int) -> Iterator[Row]:
+    """Time per iteration of ``generate``, with the residual measured in every iteration, and once per token."""
+    lm, ids, peer = language_model(kind, width), random_ids(batch, prompt, seed=1), "bare blocks, one token"
+    once = dq.Stop.exactly(DECODED)
+    settings: dict[str, tuple[dq.Solver, dq.Stop]] = {
+        "the residual every iteration": (dq.Adaptive(), dq.Stop(rtol=0.0, max_steps=DECODED)),
+        "the residual once per token": (dq.Adaptive(), once),
+        "Relaxed(0.8), the residual once per token": (dq.Relaxed(0.8), once),
+    }
     with torch.no_grad():
-        for shape in SHAPES:
-            f, z0, name = token_map(shape), torch.zeros(shape), f"map {describe(shape)}"
-            rows += against_bare_loop(name, f, z0, runs, limit=1.10)
-            rows += against_torchdeq(name, f, z0, runs)
-            rows += bookkeeping(shape, runs)
-        rows += [*accuracy(), *agreement(), *counts()]
-    shape = SHAPES[0]
-    rows += training_memory(f"map {describe(shape)}", trainable_map(shape), torch.zeros(shape))
-    rows += block_rows(runs)
-    report(rows, chosen)
+        cache, token = lm(ids, return_cache=True, stop=once).cache, lm.embedding(ids[:, :1])
+    for label, (solver, stop) in settings.items():
 
+        def generated(solver: dq.Solver = solver, stop: dq.Stop = stop) -> float:
+            stamps: list[float] = []
+            how: dict[str, Any] = {"solver": solver, "stop": stop, "sweep": dq.Simultaneous()}
+            lm.generate(ids, max_new_tokens=new, callback=lambda _: stamps.append(time.perf_counter()), **how)
+            return stamps[-1] - stamps[0]  # without the prompt
+
+        bare = partial(one_by_one, block_of(lm), token, cache, new - 1, DECODED)
+        times = [(generated(), seconds(bare)) for _ in range(runs + 1)][1:]  # the first is a warm-up
+        (mine, theirs), scale = zip(*times, strict=True), 1e3 / (DECODED * (new - 1))
+        goal = "ratio <= 1.25" if isinstance(solver, dq.Adaptive) else None
+        case = f"{kind}, batch {batch}, {label}"
+        yield paired_row(case, mine, peer, theirs, metric="ms per iteration", scale=scale, goal=goal)
+
+
+def rows(quick: bool) -> Iterator[Row]:
+    """Maps, the layer, the block, decoding."""
+    runs = 2 if quick else 25
+    with torch.no_grad():
+        for shape in ((2, 4, 8),) if quick else SHAPES:
+            f, z0, name = token_map(shape), torch.zeros(shape), f"map {'x'.join(map(str, shape))}"
+            yield from against_bare_loop(name, f, z0, runs)
+            yield from against_torchdeq(name, f, z0, runs)
+            yield from bookkeeping(shape, runs)
+    yield from layer(runs)
+    yield from block_rows(runs)
+    for kind in KINDS:
+        for batch in (1, 8):
+            sizes = {"width": 64, "prompt": 8, "new": 4} if quick else {"width": 256, "prompt": 256, "new": 128}
+            yield from decoding(kind, batch, **sizes, runs=2 if quick else 7)
+
+
+main = benchmark(__doc__, rows)
 
 if __name__ == "__main__":
     main()

@@ -16,21 +16,13 @@ INTRODUCTION = "*A page of deqseq's documentation. It needs deqseq with the extr
 
 
 def notebook(markdown: str, content: str) -> str:
-    """A page as the JSON of a notebook.
-
-    Args:
-        markdown: the source of the page.
-        content: its HTML, with source and output of each fence.
-
-    Returns:
-        The file.
+    """The JSON of a notebook, from the source of a page and its HTML with source and output of each fence.
 
     Raises:
-        ValueError: a fence of Python does not stand on the page, or not at the left margin.
+        ValueError: a fence of Python is not shown on the page, or is not at the left margin.
     """
     runs = [found.groupdict() for found in RUN.finditer(content)]
-    markdown = FENCE.sub(lambda found: RULE if shown(found["options"]) else missing(found["options"]), markdown)
-    title, *prose = markdown.split(RULE)
+    title, *prose = FENCE.sub(placeholder, markdown).split(RULE)
     if len(prose) != len(runs):
         raise ValueError(f"a notebook needs every Python fence on the page: {len(prose)} fences, {len(runs)} shown")
     cells = [written(title), written(INTRODUCTION)]
@@ -41,13 +33,11 @@ def notebook(markdown: str, content: str) -> str:
     return json.dumps({"cells": [cell for cell in cells if cell["source"]], **known}, indent=1, ensure_ascii=False)
 
 
-def shown(options: str) -> bool:
-    """Whether a fence stands on the page: it is not executed, or its source is asked for."""
-    return "exec=" not in options or "source=" in options
-
-
-def missing(options: str) -> str:
-    """What a notebook has for a fence that is not shown: nothing for a figure, which the cell before has drawn."""
+def placeholder(fence: re.Match[str]) -> str:
+    """What stands for a fence: a rule if it is shown; nothing for a figure, which the cell before has drawn."""
+    options = fence["options"]
+    if "exec=" not in options or "source=" in options:
+        return RULE
     return "" if 'html="true"' in options else "*Here the page has a table.*"
 
 

@@ -100,22 +100,3 @@ def test_every_public_name_is_on_one_page():
 @pytest.mark.parametrize("name", LISTED)
 def test_the_docstring_says_all_it_must(name):
     assert [one for one in faults(target(name)) if not any(re.search(each, one) for each in EXCEPTIONS)] == []
-
-
-def test_the_checker_finds_what_is_left_out(tmp_path):
-    (tmp_path / "m.py").write_text('''class Part:
-    """A part.
-
-    Args:
-        z: the state.
-    """
-    def __init__(self, z: Float[Tensor, "batch"], size: int):
-        raise ValueError("size")
-    def step(self, by: Tensor):
-        """Move ``by``."""
-    def hidden(self): ...
-''')
-    part = griffe.load("m", search_paths=[tmp_path], docstring_parser="google")["Part"]
-    found = ["Part: `z` has no shape", "Part: `size` is not described", "Part: ValueError is not listed"]
-    found += ["Part: no example", "Part.step: `by` has no shape", "Part.hidden: no docstring"]
-    assert list(faults(part)) == [f"m.{one}" for one in found]

@@ -1,15 +1,18 @@
-"""What a page shows runs when a reader copies it; links and named files lead somewhere."""
+"""What a page shows runs when a reader copies it; links, named files, images and examples lead somewhere."""
 
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parents[2]
-PAGES = [*sorted((ROOT / "docs").rglob("*.md")), *sorted(ROOT.glob("*.md"))]
+DOCS = ROOT / "docs"
+PAGES = [*sorted(DOCS.rglob("*.md")), *sorted(ROOT.glob("*.md"))]
 FENCE = re.compile(r"^(?P<indent> *)```python(?P<options>.*)\n(?P<code>(?:.*\n)*?)(?P=indent)```$", re.MULTILINE)
 HIDE = "# markdown-exec: hide"  # at the end of a line that the site runs and does not show
 FRAGMENT = 'title="needs a download"'  # in the options of a fence that does not run here
@@ -23,19 +26,14 @@ def fences(text: str) -> list[tuple[str, list[str]]]:
 
 
 def is_hidden(options: str) -> bool:
-    """Whether the site runs a fence and shows its output alone."""
+    """Whether the site runs a fence and shows only its output."""
     return "exec=" in options and "source=" not in options
 
 
-def copied(text: str) -> str:
+def copied(page: Path) -> str:
     """What a reader copies from a page: the code of all fences that are shown, except fragments."""
-    parts = [lines for options, lines in fences(text) if not is_hidden(options) and FRAGMENT not in options]
-    return "\n".join(line for lines in parts for line in [*lines, ""] if not line.endswith(HIDE))
-
-
-def hidden(text: str) -> str:
-    """What the site runs and does not show."""
-    return "\n".join(line for options, lines in fences(text) for line in lines if is_hidden(options) or HIDE in line)
+    shown = [lines for options, lines in fences(page.read_text()) if not is_hidden(options) and FRAGMENT not in options]
+    return "\n".join(line for lines in shown for line in [*lines, ""] if not line.endswith(HIDE))
 
 
 def only_shown(page: Path) -> bool:
@@ -46,10 +44,11 @@ def only_shown(page: Path) -> bool:
 
 def run(page: Path, folder: Path, *launcher: str) -> str:
     """What the copied code prints, run in an empty folder."""
-    (folder / "copied.py").write_text(copied(page.read_text()))
+    (folder / "copied.py").write_text(copied(page))
     outside = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"MPLBACKEND": "agg"}
-    called = [sys.executable, *launcher, "copied.py"]
-    done = subprocess.run(called, cwd=folder, env=outside, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, *launcher, "copied.py"], cwd=folder, env=outside, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
@@ -61,15 +60,15 @@ def test_what_a_reader_copies_runs(page, tmp_path):
 
 @pytest.mark.slow
 def test_the_script_for_several_gpus_runs_in_two_processes(tmp_path):
-    page = ROOT / "docs" / "guides" / "several_gpus.md"
+    page = DOCS / "guides" / "several_gpus.md"
     printed = run(page, tmp_path, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
-    assert printed.count("step 120: loss 0.0") == 1  # by the first process alone, of the mean
+    assert printed.count("step 120: loss 0.0") == 1  # only by the first process, of the mean
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if copied(page.read_text())], ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [page for page in PAGES if copied(page)], ids=lambda page: page.stem)
 def test_what_a_reader_copies_defines_its_names(page):
     check = [sys.executable, "-m", "ruff", "check", "--isolated", "--no-cache", "--select=E9,F821,F401", "-"]
-    done = subprocess.run(check, input=copied(page.read_text()), capture_output=True, text=True)
+    done = subprocess.run(check, input=copied(page), capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 
 
@@ -80,14 +79,10 @@ def test_fragments_are_few():
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_nothing_is_trained_in_hiding(page):
-    assert not re.search(r"backward\(|optim", hidden(page.read_text()))
-
-
-def test_the_reader_copies_what_the_page_shows():
-    options = ['exec="true" source="above"', 'exec="true"', FRAGMENT]
-    page = "\n".join(f"  ```python {option}\n  x = {n}\n  y  {HIDE}\n  ```" for n, option in enumerate(options))
-    assert copied(f"{page}\n") == "x = 0\n"
-    assert hidden(f"{page}\n").splitlines() == [f"y  {HIDE}", "x = 1", f"y  {HIDE}", f"y  {HIDE}"]
+    hidden = [
+        line for options, lines in fences(page.read_text()) for line in lines if is_hidden(options) or HIDE in line
+    ]
+    assert not re.search(r"backward\(|optim", "\n".join(hidden))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -102,3 +97,37 @@ def test_links_lead_somewhere(page):
 def test_the_tests_that_a_page_names_exist():
     named = {name for page in PAGES for name in re.findall(r"`(test_\w+)`", page.read_text())}
     assert named and {name for name in named if not [*(ROOT / "tests").rglob(f"{name}.py")]} == set()
+
+
+def pages_of(node: object) -> Iterator[str]:
+    """The pages that a part of the navigation names."""
+    parts = node if isinstance(node, list) else node.values() if isinstance(node, dict) else ()
+    yield from [node] if isinstance(node, str) else (page for part in parts for page in pages_of(part))
+
+
+NAVIGATION = {*pages_of(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])}
+SCRIPTS = [path.stem for path in sorted((ROOT / "examples").glob("*.py")) if "__main__" in path.read_text()]
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_an_example_has_a_page_and_an_entry(name):
+    assert any(f"python examples/{name}.py" in (DOCS / page).read_text() for page in NAVIGATION)
+    assert re.search(rf"examples/{name}\.py|\({name}\.md\)", (DOCS / "examples" / "index.md").read_text())
+
+
+def test_no_page_is_about_an_example_that_is_gone():
+    pages = {Path(page).stem for page in NAVIGATION if page.startswith("examples/")}
+    assert pages - {"index"} <= set(SCRIPTS)
+
+
+def test_pages_are_in_the_navigation_under_their_own_titles():
+    navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    assert re.findall(r"(\S.*): \S+\.md$", navigation, flags=re.MULTILINE) == ["- Home"]
+
+
+@pytest.mark.parametrize("image", sorted((DOCS / "images").iterdir()), ids=lambda image: image.name)
+def test_an_image_is_used_by_a_page(image):
+    shown = re.compile(rf"!\[[^\]]+\]\((\S*images/{re.escape(image.name)})(?:#only-\w+)?\)")
+    uses = [(page, link) for page in DOCS.rglob("*.md") for link in shown.findall(page.read_text())]
+    assert uses
+    assert all((page.parent / link).resolve() == image for page, link in uses), uses

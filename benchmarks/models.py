@@ -1,0 +1,81 @@
+"""Models that several benchmarks share, and loops over their blocks as a careful user writes them by hand."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import deqseq as dq
+from deqseq.layers import cached_weights
+from deqseq.tasks import WordProblem, alternating, cyclic, generators
+
+VOCABULARY = 1000
+KINDS = ("Mamba2", "Llama")
+TASKS = {"parity": WordProblem(cyclic(2)), "A5": WordProblem(alternating(5), generators(alternating(5), 2))}
+RTOL = 1e-2  # of every token that a trained model solves
+
+
+class Trained(NamedTuple):
+    """A model that comes with the library, and its task."""
+
+    name: str
+    lm: dq.CausalLM
+    task: WordProblem
+
+
+def trained(name: str) -> Trained:
+    """The model of parity, or of A5 from two generators; trained at lengths up to 16."""
+    return Trained(name, dq.load_example(name.lower()), TASKS[name])
+
+
+def stop_for(sweep: dq.Sweep, length: int) -> dq.Stop:
+    """The same tolerance for all; the budget is that of the whole sequence, of a chunk, or of a token."""
+    budget = max(64, 8 * length) if isinstance(sweep, dq.Simultaneous) else 64
+    return dq.Stop(rtol=RTOL, max_steps=budget)
+
+
+def language_model(kind: str, width: int = 256, solve: dq.SolveConfig | None = None) -> dq.CausalLM:
+    """Two blocks with random weights."""
+    torch.manual_seed(0)
+    if kind == "Mamba2":
+        backbone = dq.Mamba2(dq.Mamba2Config(d_model=width, n_layers=2, d_state=64, headdim=64))
+    else:
+        backbone = dq.Llama(dq.LlamaConfig(d_model=width, n_layers=2, n_heads=width // 64))
+    return dq.CausalLM(VOCABULARY, dq.ImplicitModel(backbone, solve or dq.SolveConfig())).eval()
+
+
+def random_ids(batch: int, length: int, seed: int = 0) -> Tensor:
+    """Tokens without any meaning, the same on every device."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, VOCABULARY, (batch, length), generator=generator, device="cpu")
+    return ids.to(torch.get_default_device())
+
+
+def block_of(lm: dq.CausalLM) -> dq.Backbone[Any]:
+    """What a model iterates."""
+    assert isinstance(lm.model, dq.ImplicitModel)
+    return lm.model.backbone
+
+
+def iterated(backbone: dq.Backbone[Any], x: Tensor, plain: int, differentiated: int = 0) -> Tensor:
+    """The state after some evaluations without a graph and some with one."""
+    with cached_weights(backbone):
+        inputs, z = backbone.prepare(x), torch.zeros_like(x, requires_grad=False)
+        with torch.no_grad():
+            for _ in range(plain):
+                z, _ = backbone(z, inputs)
+        for _ in range(differentiated):
+            z, _ = backbone(z, inputs)
+    return z
+
+
+@torch.no_grad()
+def one_by_one(backbone: dq.Backbone[Any], x: Tensor, cache: Any, tokens: int, iterations: int) -> None:
+    """So many evaluations for each of so many tokens, the cache growing as in generation; every token is ``x``."""
+    with cached_weights(backbone):
+        for _ in range(tokens):
+            cache, z, aux = cache.reserve(1), torch.zeros_like(x), None
+            inputs = backbone.prepare(x, cache)
+            for step in range(iterations):
+                z, aux = backbone(z, inputs, cache, need_aux=step == iterations - 1)
+            cache = backbone.advance(cache, aux, 1)

@@ -1,0 +1,36 @@
+"""Every benchmark's quick run ends well, and its rows have what pages read."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+KEYS = ["case", "metric", "ours", "peer", "theirs", "ratio", "runs", "spread", "goal", "holds", "machine"]
+OPTIONS = {"gpu": ["--device", "cpu"]}
+FAST = ("ssd", "training_sweeps", "sweeps")  # seconds; the others take up to a minute
+SCRIPTS = [
+    path.stem if path.stem in FAST else pytest.param(path.stem, marks=pytest.mark.slow)
+    for path in sorted(FOLDER.glob("*.py"))
+    if "__main__" in path.read_text()
+]
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_quick_run_writes_its_rows(name, tmp_path):
+    target = tmp_path / "rows.json"
+    command = [sys.executable, FOLDER / f"{name}.py", "--quick", "--json", target, *OPTIONS.get(name, [])]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(FOLDER.parent), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = json.loads(target.read_text())
+    if name == "groups":
+        assert [(row["group"], row["seed"], row["part"]) for row in rows] == [("Z2", 0, "tuning")]
+        assert set(rows[0]["accuracy"]) == {"simultaneous", "sequential", "sliding"}
+    else:
+        assert all(list(row) == KEYS for row in rows)
+        assert len({(row["case"], row["metric"], row["peer"]) for row in rows}) == len(rows) > 0
+        assert all(row["holds"] in (True, False) for row in rows if row["goal"])
