@@ -40,8 +40,8 @@ class Recipe:
     layers: int = 1  # blocks of the implicit model
     dropout: float = 0.2  # of the blocks, one mask per solve: keeps small errors from adding up over the tokens
     batch: int = 128  # sequences per training step
-    lengths: tuple[int, ...] = (2, 3, 4, 5, 6, 7, 8)  # through unrolled iterations, one after the other as learned
-    free_lengths: tuple[int, ...] = (8, 10, 12, 14, 16, 20, 24, 28, 32)  # then, at the fixed point
+    lengths: tuple[int, ...] = (2, 3, 4, 5, 6, 7, 8)  # lengths of the first phase, through unrolled iterations
+    free_lengths: tuple[int, ...] = (8, 10, 12, 14, 16, 20, 24, 28, 32)  # lengths of the second, at the fixed point
     learned: float = 0.95  # accuracy at which the next length follows
     steps: int = 8000  # training steps at most
     lr: float = 3e-3  # peak learning rate

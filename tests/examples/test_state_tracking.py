@@ -155,8 +155,8 @@ def test_defaults_of_quick_and_of_parity():
     quick = state_tracking.read_options(["--quick"])
     assert (quick.baselines, quick.eval_lengths, quick.steps) == ((), (16, 32, 64), 600)
     assert state_tracking.read_options(["--quick", "--eval-lengths", "8"]).eval_lengths == (8,)
-    steps = [state_tracking.read_options(line.split()).steps for line in ("", "--group S5", "--steps 8000")]
-    assert steps == [700, 8000, 8000]
+    for line, steps in (("", 700), ("--backbone llama", 8000), ("--group S5", 8000), ("--steps 9", 9)):
+        assert state_tracking.read_options(line.split()).steps == steps
 
 
 @pytest.mark.slow
