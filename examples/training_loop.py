@@ -143,7 +143,7 @@ def train(name: str, lm: dq.CausalLM, course: Course, curriculum: Curriculum, fo
         phase = curriculum.at(course.progress)
         phase.apply(model)
         batch = next(course)
-        torch.manual_seed(options.seed * 2**20 + course.step - 1)  # dropout: the same in a run that goes on
+        torch.manual_seed(options.seed * 2**20 + course.step - 1)  # dropout depends on seed and step only
         output = model(batch.inputs, targets=batch.targets)
         numbers = {"step": course.step, "loss": check_finite(output.loss, step=course.step, phase=phase.name)}
         numbers |= course.observe(output, batch)
