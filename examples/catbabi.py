@@ -1,248 +1,249 @@
-"""CatbAbI: stories one after another, loss on the answers alone; implicit and explicit models of 1 and 2 blocks.
+"""CatbAbI: stories one after another, loss only on the answers; implicit and explicit models of 1 and 2 blocks.
 
-The stories are generated in the form of bAbI's (or read from its files). Models are trained on the stream of stories,
-cut into sequences. They are tested on new stories, each alone, with the trained number of facts before a question and
-with two and three times as many, and on the stream itself, carrying their state over the cuts. An interrupted run
-continues from its last checkpoint when it is started again.
+CatbAbI (Schlag et al., ICLR 2021, arXiv 2011.07831) is a stream of bAbI's stories (Weston et al., arXiv 1502.05698).
+Here stories of tasks 1 and 15 are generated. Models are trained on the stream, cut into sequences, and tested on new
+stories, each by itself, with the trained number of facts before a question and with two and three times as many, and on
+a stream, carrying their state over the cuts. An interrupted run continues when it is started again.
 
     python examples/catbabi.py                     # minutes on two cores
     python examples/catbabi.py --quick             # under a minute: shows that everything runs; nothing is learned
-    python examples/catbabi.py --paper --device cuda --data tasks_1-20_v1-2/en-10k
 """
 
 import itertools
+import json
+import random
+import re
 import sys
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Annotated, Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-import babi
 import torch
-from accelerate import Accelerator
-from common import options as opt
-from common.checkpoints import FILES
-from common.loop import Settings, train
-from common.processes import make_accelerator, one_process
-from common.run import Log, Progress, claim_folder, curve_rows, log_to, write_json, write_text
-from common.tables import GREEN, GREY, ORANGE, PURPLE, figure, markdown
+from state_tracking import Rows, table
 from torch import Tensor
-from torch.optim.lr_scheduler import LambdaLR
+from torch.nn.utils.rnn import pad_sequence
+from training_loop import Course, check_options, claim, parse, train
 
 import deqseq as dq
-from deqseq.check import check_choice
 from deqseq.training import Curriculum, Phase
 
-Tests = dict[str, list[babi.Story]]  # by the number of facts, as a multiple of the training stories'
+PEOPLE = ("Daniel", "John", "Mary", "Sandra")
+ROOMS = ("bathroom", "bedroom", "garden", "hallway", "kitchen", "office")
+MOVES = ("went to", "went back to", "moved to", "journeyed to", "travelled to")
+NAMES = re.findall(r"\w+", "Bernhard Brian Emily Gertrude Greg Jeff Jessica Julius Lily Sumit Winona Yann")
+KINDS = {"bear": "bears", "cat": "cats", "dog": "dogs", "fox": "foxes", "frog": "frogs", "lion": "lions"}
+KINDS |= {"mouse": "mice", "rhino": "rhinos", "sheep": "sheep", "snake": "snakes", "swan": "swans", "wolf": "wolves"}
+UNKNOWN, IGNORED = 1, -100  # a token, a target
+
+FREE = dq.SolveConfig(dq.Naive(), dq.Stop(rtol=0.03, max_steps=32), dq.Phantom(4, 0.8))
+UNROLLED = dq.SolveConfig(dq.Naive(), dq.Stop.exactly(4), dq.Unrolled())
+TESTED = dq.SolveConfig(dq.Relaxed(0.8), dq.Stop(rtol=0.03, max_steps=128))
+CURRICULUM = Curriculum((Phase("unrolled", 0.85, UNROLLED, TESTED), Phase("free", 1.0, FREE, TESTED)))
 
 
 @dataclass(frozen=True)
 class Options:
     """CatbAbI: implicit and explicit models of several sizes learn to answer questions in a stream of stories."""
 
+    train_stories: int = 4000  # generated training stories per task
+    test_stories: int = 100  # generated test stories per task and size
+    blocks: tuple[int, ...] = (1, 2)  # sizes of the models
+    steps: int = 900  # training steps of the implicit models
+    explicit_steps: int = 4500  # training steps of the explicit models
+    seed: int = 0  # seed of weights and data
+    device: str = "cpu"  # cpu, or the accelerator of this machine, such as cuda
+    output: str | None = None  # folder of the results; default: a name in runs/
     quick: bool = False  # a tiny setting: under a minute; nothing is learned
-    paper: bool = False  # the paper's setting: for a GPU
-    data: opt.Folder | None = None  # official files, such as tasks_1-20_v1-2/en-10k; default: generated stories
-    tasks: Annotated[tuple[int, ...], opt.Distinct] = ()  # default: 1 and 15; with --paper: 5; with --data: all 20
-    train_stories: opt.Count = 4000  # generated training stories per task
-    test_stories: opt.Count = 100  # generated test stories per task and size
-    d_model: opt.Size = 32  # width of the models
-    d_state: opt.Size = 16  # state size of the models
-    headdim: opt.Size = 32  # head width of the models
-    expand: opt.Size = 2  # inner width as a multiple of --d-model
-    blocks: Annotated[tuple[opt.Blocks, ...], opt.Some] = (1, 2)  # sizes of the models
-    batch: opt.Size = 16  # rows of a training batch
-    length: opt.Size = 96  # tokens per row of a training batch
-    steps: opt.Count = 900  # training steps of the implicit models
-    explicit_steps: opt.Count = 4500  # training steps of the explicit models
-    lr: opt.Positive = 2e-3  # learning rate of the implicit models
-    explicit_lr: opt.Positive = 4e-3  # learning rate of the explicit models
-    warmup: opt.Count = 50  # steps in which the learning rate rises
-    clip: opt.Positive = 0.25  # largest gradient norm
-    unrolled_steps: opt.Count = 4  # iterations in the first phase, all differentiated
-    free_from: opt.Share = 0.85  # fraction of the steps after which the fixed point itself is trained
-    rtol: opt.Positive = 0.03  # relative tolerance
-    max_steps: opt.Count = 32  # most iterations of a solve in training
-    eval_max_steps: opt.Count = 128  # most iterations of a solve in tests
-    phantom_steps: opt.Count = 4  # iterations of the phantom gradient
-    damping: opt.Damping = 0.8  # damping of the phantom gradient
-    stream_windows: opt.Count = 8  # batches of 10 x 200 tokens in the test on the stream
-    seed: opt.Natural = 0  # seed of weights and data
-    device: opt.Device = "cpu"  # where to run
-    output: opt.Output | None = None  # folder of the results; default: runs/catbabi_SEED, with _quick or _paper
-    fresh: bool = False  # remove what an earlier run wrote into --output
 
     def __post_init__(self) -> None:
-        if self.quick and self.paper:
-            raise ValueError("--quick and --paper cannot be combined: give one of them")
-        opt.check_options(self)
-        for task in self.tasks:
-            check_choice("--tasks", task, babi.GENERATORS if self.data is None else babi.TASK_NAMES)
-        if (width := self.expand * self.d_model) % self.headdim:
-            raise ValueError(f"--headdim must divide --expand x --d-model, {width}, got {self.headdim}")
+        check_options(self, may_be_zero=("seed",))
 
 
 QUICK: dict[str, Any] = {"train_stories": 30, "test_stories": 2, "blocks": (1,), "steps": 6, "explicit_steps": 12}
-QUICK |= {"eval_max_steps": 8, "stream_windows": 1}
-# Schöne et al., 2025: phases, tolerance, phantom gradient, state-tracking widths. Schlag et al., 2021: batch, rate.
-PAPER: dict[str, Any] = {"train_stories": 10_000, "test_stories": 200, "stream_windows": 50, "batch": 32, "length": 200}
-PAPER |= {"d_model": 256, "d_state": 128, "headdim": 64, "expand": 4, "lr": 1e-3, "explicit_lr": 1e-3}
-PAPER |= {"steps": 15_000, "explicit_steps": 15_000, "unrolled_steps": 32, "free_from": 1 / 3}
-PAPER |= {"max_steps": 50, "eval_max_steps": 200, "phantom_steps": 6, "damping": 0.5}
+Words = list[tuple[str, bool]]  # lower-case words and punctuation marks, and whether each is an answer
 
 
-def read_options(arguments: list[str]) -> Options:
-    """Read the command line; --quick and --paper change the defaults."""
-    names = ("train_stories", "test_stories")
-    options = opt.parse(Options, arguments, lambda o: {"with --data": names * bool(o.data)}, quick=QUICK, paper=PAPER)
-    tasks = tuple(babi.TASK_NAMES) if options.data else tuple(babi.GENERATORS) if options.paper else (1, 15)
-    folder = f"runs/catbabi_{options.seed}" + "_quick" * options.quick + "_paper" * options.paper
-    return replace(options, tasks=options.tasks or tasks, output=folder if options.output is None else options.output)
+def words_of(sentence: str, answer: str | None = None) -> Words:
+    """The words of a fact, or of a question and its answer."""
+    words = [(word, False) for word in re.findall(r"\w+|[.?]", sentence.lower())]
+    return words if answer is None else [*words, (answer, True)]
 
 
-def read_stories(options: Options) -> tuple[list[babi.Story], Tests]:
-    """The training stories and the test stories."""
-    if options.data is not None:
-        with opt.naming(f"--data {options.data}"):
-            train, test = (babi.read_folder(Path(options.data), split, options.tasks) for split in ("train", "test"))
-            if not all(any(story.questions for story in stories) for stories in (train, test)):
-                raise ValueError("the stories for training and for tests must each have a question")
-        return train, {"1x": test}
-
-    def generate(count: int, seed: int, scale: int) -> list[babi.Story]:
-        return [s for task in options.tasks for s in babi.generate_stories(task, count, seed=seed, scale=scale)]
-
-    tests = {f"{scale}x": generate(options.test_stories, 2 * options.seed + 1, scale) for scale in babi.SCALES}
-    return generate(options.train_stories, 2 * options.seed, 1), tests
+def one_fact_story(rng: random.Random, scale: int) -> Words:
+    """Task 1: people move. Five questions, each about one person's room."""
+    story, where = [], {}
+    for _ in range(5):
+        for _ in range(2 * scale):
+            person = rng.choice(PEOPLE)
+            where[person] = rng.choice([room for room in ROOMS if room != where.get(person)])
+            story += words_of(f"{person} {rng.choice(MOVES)} the {where[person]}.")
+        person = rng.choice(sorted(where))
+        story += words_of(f"Where is {person}?", where[person])
+    return story
 
 
-def make_model(options: Options, vocab_size: int, blocks: int, implicit: bool) -> dq.CausalLM:
+def deduction_story(rng: random.Random, scale: int) -> Words:
+    """Task 15: who is of which kind, and which kind fears which. Four questions, each about one animal's fear."""
+    kinds, names = rng.sample(sorted(KINDS), 4 * scale), rng.sample(NAMES, 4 * scale)
+    feared = {kind: rng.choice([other for other in kinds if other != kind]) for kind in kinds}
+    kind_of = {name: rng.choice(kinds) for name in names}
+    facts = [f"{KINDS[kind]} are afraid of {KINDS[feared[kind]]}." for kind in kinds]
+    facts += [f"{name} is a {kind}." for name, kind in kind_of.items()]
+    rng.shuffle(facts)
+    asked = [words_of(f"What is {name} afraid of?", feared[kind_of[name]]) for name in rng.sample(names, 4)]
+    return [word for line in (*map(words_of, facts), *asked) for word in line]
+
+
+GENERATORS = {1: one_fact_story, 15: deduction_story}
+
+
+def generate(count: int, seed: int, scale: int) -> list[tuple[int, Words]]:
+    """Stories of every task; ``scale`` multiplies the facts before each question."""
+    rngs = ((task, random.Random(f"babi {task} {scale} {seed} {n}")) for task in GENERATORS for n in range(count))
+    return [(task, GENERATORS[task](rng, scale)) for task, rng in rngs]
+
+
+def encode(task: int, story: Words, vocabulary: dict[str, int]) -> Tensor:
+    """Inputs, targets and task of each token, (3, length); the answer is the target at the "?" before it."""
+    inputs = [vocabulary.get(word, UNKNOWN) for word, _ in (("<eos>", False), *story)]  # it ends the story before
+    targets = [token if answer else IGNORED for token, (_, answer) in zip(inputs[1:], story, strict=True)]
+    return torch.tensor([inputs, [*targets, IGNORED], [task] * len(inputs)])
+
+
+class Batch(NamedTuple):
+    """Inputs, targets (-100 is not scored), tasks, and a mask that is False at padding, all (batch, length)."""
+
+    inputs: Tensor
+    targets: Tensor
+    tasks: Tensor
+    mask: Tensor
+
+    @classmethod
+    def of(cls, rows: Sequence[Tensor], device: str) -> "Batch":
+        """A batch of encoded stories."""
+        padded = pad_sequence([row.T for row in rows], batch_first=True, padding_value=IGNORED).to(device)
+        inputs, targets, tasks = padded.unbind(-1)
+        return cls(inputs.clamp(min=0), targets, tasks.clamp(min=0), inputs != IGNORED)
+
+
+def stream(stories: Sequence[Tensor], batch: int, length: int, seed: int, device: str) -> Iterator[Batch]:
+    """Stories in random order, dealt to the rows as these need them; each row continues in the next batch."""
+    rng, rows = random.Random(f"babi stream {seed}"), [torch.empty(3, 0, dtype=torch.int64)] * batch
+    order = itertools.chain.from_iterable(rng.sample(range(len(stories)), len(stories)) for _ in itertools.count())
+    while True:
+        for i in range(batch):
+            while rows[i].shape[1] < length:
+                rows[i] = torch.cat([rows[i], stories[next(order)]], dim=1)
+        yield Batch.of([row[:, :length] for row in rows], device)
+        rows = [row[:, length:] for row in rows]
+
+
+class Stream(Course):
+    """The training batches of a model."""
+
+    def __init__(self, stories: Sequence[Tensor], steps: int, peak: float, options: Options) -> None:
+        super().__init__()
+        self.steps, self.peak = steps, peak
+        self.batches = stream(stories, 16, 96, options.seed, options.device)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there: the batches that are past are drawn again."""
+        super().load_state_dict(state)
+        self.batches = itertools.islice(self.batches, self.step, None)
+
+    @property
+    def progress(self) -> float:
+        """The share of the steps."""
+        return self.step / self.steps
+
+    @property
+    def lr(self) -> float:
+        """The next learning rate: it rises, is constant, and falls in the last fifth of the steps."""
+        return self.peak * min(1.0, (self.step + 1) / 50, max(0.05, 5 * (1 - self.progress)))
+
+    def __next__(self) -> Batch:
+        self.step += 1
+        return next(self.batches)
+
+    def observe(self, output: dq.CausalLMOutput, batch: Batch) -> dict[str, Any]:
+        """The share of right answers, to be shown."""
+        return {"accuracy": right_answers(output.logits.argmax(-1), batch)[0].float().mean().item()}
+
+
+def make_model(seed: int, vocab_size: int, blocks: int, implicit: bool) -> dq.CausalLM:
     """A Mamba2 language model."""
-    torch.manual_seed(options.seed)
-    sizes = {name: getattr(options, name) for name in ("d_model", "d_state", "headdim", "expand")}
-    config = dq.Mamba2Config(n_layers=blocks, **sizes)
-    spec = dq.LanguageModelSpec(vocab_size, config, embedding_std=options.d_model**-0.5)
+    torch.manual_seed(seed)
+    config = dq.Mamba2Config(32, n_layers=blocks, d_state=16, headdim=32)
+    spec = dq.LanguageModelSpec(vocab_size, config, embedding_std=32**-0.5)
     return (spec if implicit else spec.explicit()).build()
 
 
-def make_curriculum(options: Options) -> Curriculum:
-    """A fixed number of unrolled iterations first, then the fixed point itself."""
-    stop, eval_stop = (dq.Stop(rtol=options.rtol, max_steps=n) for n in (options.max_steps, options.eval_max_steps))
-    unrolled = dq.SolveConfig(dq.Naive(), dq.Stop.exactly(options.unrolled_steps), dq.Unrolled())
-    free = dq.SolveConfig(dq.Naive(), stop, dq.Phantom(options.phantom_steps, options.damping))
-    evaluated = dq.SolveConfig(dq.Relaxed(0.8), eval_stop)
-    return Curriculum((Phase("unrolled", options.free_from, unrolled, evaluated), Phase("free", 1.0, free, evaluated)))
+def right_answers(guesses: Tensor, batch: Batch) -> Tensor:
+    """Of each question whether the answer is right, and the number of its task, (2, questions)."""
+    scored = batch.targets != IGNORED
+    return torch.stack([(guesses == batch.targets)[scored], batch.tasks[scored]]).cpu()
 
 
-def fit(
-    accelerator: Accelerator, name: str, lm: dq.CausalLM, stream: babi.StoryStream, options: Options, folder: Path
-) -> list[dict]:
-    """Train a model; returns its curve: the share of right answers in every 50th of the steps."""
-    implicit = isinstance(lm.model, dq.ImplicitModel)
-    steps, lr = (options.steps, options.lr) if implicit else (options.explicit_steps, options.explicit_lr)
-    every = max(1, steps // 50)
-    settings = Settings(steps, clip=options.clip, checkpoint_every=every, seed=options.seed)
-    optimizer = torch.optim.AdamW(lm.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
-
-    def rate(step: int) -> float:
-        return min(1.0, (step + 1) / options.warmup, max(0.05, 5 * (1 - step / steps)))
-
-    counts: list[Tensor] = []
-
-    def call(model: torch.nn.Module, batch: babi.StoryBatch, phase: Phase, step: int) -> dq.CausalLMOutput:
-        batch = batch.to(accelerator.device)
-        answered = bool(batch.targets.max() >= 0)  # a batch may end before the first question
-        output = model(batch.inputs, targets=batch.targets if answered else None)
-        counts.append(babi.count_right(output.logits.detach(), batch).sum(1))
-        return output if answered else replace(output, loss=0 * output.logits.sum())
-
-    curve, spent = Log(folder / name / "curve.jsonl", name, steps, shown=("accuracy",)), None
-    run = (lm, optimizer, LambdaLR(optimizer, rate), stream, make_curriculum(options), settings, folder / name)
-    for update in train(accelerator, *run, call=call):
-        if spent is None:  # the steps after the checkpoint are made again
-            spent = max((row["seconds"] for row in curve_rows(curve.path) if row["step"] < update.step), default=0.0)
-        spent += update.seconds
-        if update.step % every == 0 or update.step == steps:
-            right, questions = sum(counts).tolist()  # type: ignore[union-attr]
-            curve.add({"step": update.step, "seconds": spent, "accuracy": right / max(1, questions)})
-            counts.clear()
-    curve.close()
-    return [{"model": name} | row for row in curve_rows(curve.path)]
+def rows_of(answers: Tensor, **more: Any) -> Rows:
+    """A row per task, and one for all tasks."""
+    chosen = {str(task): answers[1] == task for task in GENERATORS} | {"all": answers[1] > 0}
+    rights = {task: answers[0, questions].float() for task, questions in chosen.items()}
+    return [{"task": task, "accuracy": x.mean().item(), "questions": len(x)} | more for task, x in rights.items()]
 
 
-def evaluate(name: str, lm: dq.CausalLM, tests: Tests, vocabulary: babi.Vocabulary, options: Options) -> list[dict]:
-    """All tests: stories alone, by size, and the stream of stories of the trained size with the state carried over."""
-    batches = {test: [*babi.story_batches(stories, vocabulary, batch=50)] for test, stories in tests.items()}
-    endless = babi.StoryStream(tests["1x"], vocabulary, batch=10, length=200, seed=options.seed)
-    batches["stream"] = [*itertools.islice(endless, options.stream_windows)]
-    progress, rows = Progress(f"test {name}", sum(map(len, batches.values()))), []
-    for test, some in batches.items():
-        rows += [{"test": test} | row for row in babi.score(lm, progress.over(some), carry=test == "stream")]
-    progress.close()
-    return rows
+@torch.no_grad()
+def score(lm: dq.CausalLM, batches: Sequence[Batch], carry: bool) -> Rows:
+    """Right answers, the mean iterations of a token, the share of solves that converged; ``carry`` keeps the state."""
+    answers, iterations, converged, cache = [], [], [], None
+    for batch in batches:
+        output = lm(batch.inputs, mask=None if carry else batch.mask, cache=cache, return_cache=carry)
+        cache = output.cache
+        answers.append(right_answers(output.logits.argmax(-1), batch))
+        if output.stats is not None:
+            iterations.append(output.stats.iterations[batch.mask])
+            converged.append(output.converged)
+    means = [torch.cat(parts).float().mean().item() if parts else None for parts in (iterations, converged)]
+    return rows_of(torch.cat(answers, dim=1), self_iterations=means[0], converged=means[1])
 
 
-def table(rows: list[dict]) -> str:
-    """Accuracies: a line per model, a column per test and task."""
-    columns = list(dict.fromkeys((row["test"], row["task"]) for row in rows))
-    lines = []
-    for model in dict.fromkeys(row["model"] for row in rows):
-        found = {(row["test"], row["task"]): f"{row['accuracy']:.3f}" for row in rows if row["model"] == model}
-        lines.append([model, *(found.get(column, "") for column in columns)])
-    return markdown(["model", *(f"{test}, {task}" for test, task in columns)], lines)
+def most_frequent(stories: Sequence[Tensor], batches: Sequence[Batch]) -> Rows:
+    """The scores of a model that always gives the most frequent answer of a task's training stories."""
+    best = torch.zeros(max(GENERATORS) + 1, dtype=torch.int64)
+    for task in GENERATORS:
+        answers = torch.cat([row[1] for row in stories if row[2, 0] == task])
+        best[task] = answers[answers != IGNORED].mode().values
+    found = [right_answers(best.to(batch.tasks.device)[batch.tasks], batch) for batch in batches]
+    return rows_of(torch.cat(found, dim=1), self_iterations=None, converged=None)
 
 
-def draw(rows: list[dict], curves: list[dict], path: Path) -> None:
-    """Two panels: right answers during training, and in the tests."""
-    tests = list(dict.fromkeys(row["test"] for row in rows))
-    colours = {"implicit": (PURPLE, GREEN), "explicit": (ORANGE, GREY)}  # even and odd numbers of blocks
-    with figure(path, 2, 11.5) as (left, right):
-        for model in dict.fromkeys(row["model"] for row in rows):
-            kind, number = model.split()[:2]
-            colour = colours[kind][int(number) % 2] if kind in colours else "#999999"
-            points = [row for row in curves if row["model"] == model]
-            left.plot([row["step"] for row in points], [row["accuracy"] for row in points], color=colour)
-            found = {row["test"]: row["accuracy"] for row in rows if row["model"] == model and row["task"] == "all"}
-            sizes = [name for name in found if name != "stream"]
-            line = {"ls": "-" if kind == "implicit" else "--", "marker": "o", "label": model, "color": colour}
-            right.plot([tests.index(name) for name in sizes], [found[name] for name in sizes], **line)
-            if "stream" in found:
-                right.plot([tests.index("stream")], [found["stream"]], marker="D", ls="", color=colour)
-        left.set(xlabel="training steps", ylabel="right answers, training stream", ylim=(0, 1.03))
-        right.set(xlabel="facts before a question; the stream", ylabel="right answers, new stories", ylim=(0, 1.03))
-        right.set_xticks(range(len(tests)), tests)
-        right.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
+def make_tests(options: Options, vocabulary: dict[str, int]) -> dict[str, list[Batch]]:
+    """New stories by the number of their facts, as a multiple of that in training, and their stream."""
+    new = {f"{n}x": generate(options.test_stories, 2 * options.seed + 1, n) for n in (1, 2, 3)}
+    rows = {test: [encode(*story, vocabulary) for story in stories] for test, stories in new.items()}
+    windows = itertools.islice(stream(rows["1x"], 10, 200, options.seed, options.device), 8)
+    return {test: [Batch.of(row, options.device)] for test, row in rows.items()} | {"stream": [*windows]}
 
 
-def main(arguments: list[str]) -> None:
-    """Train and test the models, and write the table, the figure and the numbers."""
-    one_process("catbabi.py")
-    stories, tests = read_stories(options := read_options(arguments))
-    decisive = {name: value for name, value in asdict(options).items() if name not in ("output", "fresh")}
-    writes = ["results.json", "table.md", "catbabi.png", "log.txt"]
-    writes += [f"{kind} * block*/{file}" for kind in ("explicit", "implicit") for file in ("curve.jsonl", *FILES)]
-    output = options.output or ""
-    folder = claim_folder(output, "catbabi", decisive, fresh=options.fresh, free=("device",), writes=writes)
-    log_to(folder / "log.txt")
-    vocabulary = babi.Vocabulary.of(stories)
-    print(f"{len(stories)} stories of tasks {options.tasks}, {len(vocabulary)} words; results in {folder}/")
-    rows, curves = [], []
-    for name, test_stories in tests.items():
-        guesses = babi.score_rows(babi.count_most_frequent(stories, test_stories))
-        rows += [{"model": "most frequent answer", "test": name} | row for row in guesses]
-    accelerator = make_accelerator(options.device)
-    for kind, blocks in itertools.product(("explicit", "implicit"), options.blocks):
+def main(arguments: Sequence[str]) -> None:
+    """Train and test the models, print the table, write the numbers."""
+    options = parse(Options, arguments, QUICK)
+    folder = claim("catbabi", options, f"runs/catbabi_{options.seed}{'_quick' * options.quick}")
+    generated = generate(options.train_stories, 2 * options.seed, 1)
+    words = ("<eos>", "<unk>", *sorted({word for _, story in generated for word, _ in story}))
+    vocabulary = {word: number for number, word in enumerate(words)}
+    stories, tests = [encode(*story, vocabulary) for story in generated], make_tests(options, vocabulary)
+    about = {"model": "most frequent answer"}
+    rows = [about | {"test": test} | row for test in tests for row in most_frequent(stories, tests[test])]
+    kinds = {"explicit": (options.explicit_steps, 4e-3), "implicit": (options.steps, 2e-3)}  # steps, learning rate
+    for (kind, (steps, lr)), blocks in itertools.product(kinds.items(), options.blocks):
         name = f"{kind} {blocks} block{'s' * (blocks > 1)}"
-        lm = make_model(options, len(vocabulary), blocks, kind == "implicit")
-        stream = babi.StoryStream(stories, vocabulary, batch=options.batch, length=options.length, seed=options.seed)
-        curves += (curve := fit(accelerator, name, lm, stream, options, folder))
-        about = {"model": name, "steps": curve[-1]["step"], "seconds": round(curve[-1]["seconds"], 1)}
-        rows += [about | {"seed": options.seed} | row for row in evaluate(name, lm, tests, vocabulary, options)]
-    write_json(folder / "results.json", rows)
-    text = table(rows) + "\n\nA --quick run: a few steps, in which nothing is learned." * options.quick
-    write_text(folder / "table.md", f"{text}\n")
-    draw(rows, curves, folder / "catbabi.png")
-    print(f"\nshare of right answers, by test and task:\n\n{text}")
-    print(f"\nfigure: {folder}/catbabi.png   numbers: {folder}/results.json   log: {folder}/log.txt")
+        lm = make_model(options.seed, len(words), blocks, kind == "implicit").to(options.device)
+        train(name, lm, course := Stream(stories, steps, lr, options), CURRICULUM, folder, options)
+        about = {"model": name, "seed": options.seed, "steps": course.step, "cpu_seconds": round(course.cpu_seconds, 1)}
+        found = {test: score(lm.eval(), batches, carry=test == "stream") for test, batches in tests.items()}
+        rows += [about | {"test": test} | row for test in tests for row in found[test]]
+    (folder / "results.json").write_text(json.dumps(rows, indent=1))
+    print(f"\n{table(rows, ('model', 'task'), 'test')}\n\nnumbers: {folder}/results.json")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""State tracking: an implicit model learns a word problem, next to explicit models of the same blocks.
+"""State tracking: an implicit model learns a word problem, next to an explicit model of more such blocks.
 
 A sequence of group elements comes in, the product of each prefix is to come out (for Z2: the parity of the ones so
 far). The implicit model is trained on short sequences, which get longer as it learns them: first through a few unrolled
@@ -7,58 +7,81 @@ sequentially and with a sliding window. An explicit model of 4 blocks sees the s
 Interrupt it and run it again: it goes on from its last checkpoint. parity.py is a shorter script, to copy.
 
     python examples/state_tracking.py                                # parity
-    python examples/state_tracking.py --quick                        # the implicit model alone
+    python examples/state_tracking.py --quick                        # only the implicit model, up to length 16
     python examples/state_tracking.py --group S4                     # any group, by the same recipe
     python examples/state_tracking.py --group A5 --generators 2      # the smallest group that is not solvable
     python examples/state_tracking.py --backbone llama               # parity with Transformer blocks
 """
 
 import itertools
-import logging
+import json
 import sys
 import time
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
+from typing import Any
 
 import torch
-from accelerate import Accelerator
-from common.processes import make_accelerator, one_process
-from common.run import Progress, log_to, write_json, write_text
-from common.words import Words, claim, fit, solve_numbers
-from state_tracking_figure import draw, table
-from state_tracking_parts import (
-    Options,
-    SweepName,
-    make_model,
-    make_solver,
-    make_sweep,
-    make_task,
-    read_options,
-    training_tasks,
-)
-from torch.nn import functional as F
+from matplotlib.figure import Figure
+from recipe import WINDOW, Accuracy, Lessons, Recipe, make_curriculum, make_model, with_start
+from training_loop import claim, naming, parse, train
 
 import deqseq as dq
-from deqseq.tasks import WordBatch
+from deqseq.tasks import Task, WordBatch, WordProblem, generators, parse_group
 
-log = logging.getLogger("state_tracking")
+Rows = list[dict[str, Any]]
+Curves = dict[int, list[tuple[int, float]]]
+
+RTOL = 0.01  # relative tolerance of the evaluation
+BUDGETS = (1, 2, 4, 8, 16, 32, 64, 128)  # iterations of the figure's right panel
+QUICK: dict[str, Any] = {"free_lengths": (8, 10, 12, 14, 16), "steps": 600}
+QUICK |= {"baselines": (), "eval_lengths": (16, 32, 64)}
 
 
-def with_start(batch: WordBatch, options: Options, vocab_size: int) -> WordBatch:
-    """The batch; for a Llama behind a start token, not scored: attention over equal tokens alone cannot count them."""
-    if options.backbone != "llama":
-        return batch
-    return WordBatch(F.pad(batch.inputs, (1, 0), value=vocab_size), F.pad(batch.targets, (1, 0), value=-100))
+@dataclass(frozen=True)
+class Options(Recipe):
+    """An implicit model learns a word problem, next to explicit models of the same blocks."""
+
+    group: str = "Z2"  # a group or product: Z2, S3, A5, D5, Q8, Z2xZ3, A5xM
+    generators: int = 0  # inputs: a generating subset of this size; 0: every element
+    # probability that a token's group element is the identity, in training; of several, one is drawn for each batch
+    identity_probability: tuple[float, ...] = (0.0,)
+    eval_identity_probability: float | None = None  # the same at evaluation; default: the last one of training
+    steps: int = 0  # training steps at most; 0: 700 for Z2 with mamba2, which learns it in 300, else 8000
+
+    def __post_init__(self) -> None:
+        if self.steps == 0:
+            object.__setattr__(self, "steps", 700 if (self.group, self.backbone) == ("Z2", "mamba2") else 8000)
+        super().__post_init__()
+        make_tasks(self)
 
 
-def train(name: str, lm: dq.CausalLM, options: Options, accelerator: Accelerator, plan: dict | None = None) -> Words:
-    """Train to the end; a ``plan`` of another model's run is repeated."""
-    tasks = training_tasks(options)
-    prepare = partial(with_start, options=options, vocab_size=tasks[0].vocab_size)
-    words = Words(tasks, options, plan, device=accelerator.device, prepare=prepare)
-    fit(accelerator, name, lm, words, Path(options.folder) / name.replace(" ", "-"), last_token_accuracy)
-    return words
+def read_options(arguments: Sequence[str]) -> Options:
+    """Read the command line."""
+    return parse(Options, arguments, QUICK)
+
+
+def make_tasks(options: Options) -> tuple[list[WordProblem], WordProblem]:
+    """The word problems of training, one for each identity probability, and that of the evaluation."""
+    with naming("--group"):
+        group = parse_group(options.group)
+    with naming("--generators"):
+        inputs = generators(group, options.generators) if options.generators else None
+    with naming("--identity-probability"):
+        training = [WordProblem(group, inputs, identity_probability=p) for p in options.identity_probability]
+    with naming("--eval-identity-probability"):
+        given = options.eval_identity_probability
+        return training, training[-1] if given is None else WordProblem(group, inputs, identity_probability=given)
+
+
+def solve_numbers(output: dq.CausalLMOutput) -> dict[str, Any]:
+    """Mean iterations, share of the rows that converged, mean updates of a token, evaluations of the map."""
+    if (stats := output.stats) is None:
+        return dict.fromkeys(("self_iterations", "converged", "token_updates", "evaluations"))
+    values = {"self_iterations": stats.iterations, "converged": output.converged, "token_updates": stats.updates}
+    means = {name: value.float().mean().item() for name, value in values.items()}
+    return means | {"evaluations": stats.evaluations}
 
 
 def last_token_accuracy(output: dq.CausalLMOutput, batch: WordBatch) -> float:
@@ -66,77 +89,119 @@ def last_token_accuracy(output: dq.CausalLMOutput, batch: WordBatch) -> float:
     return (output.logits[:, -1].argmax(-1) == batch.targets[:, -1]).float().mean().item()
 
 
-@torch.no_grad()
-def evaluate(label: str, lm: dq.CausalLM, options: Options, words: Words) -> list[dict]:
+def evaluate(lm: dq.CausalLM, options: Options) -> Iterator[dict[str, Any]]:
     """Last-token accuracy at each length, with each sweep if the model is implicit, and what the solves took."""
     sweeps: dict[str, dq.Sweep | None] = {"single pass": None}
     if isinstance(lm.model, dq.ImplicitModel):
-        sweeps = {name: make_sweep(name, options) for name in get_args(SweepName)}
-    cases, task = [*itertools.product(sweeps, options.eval_lengths)], make_task(options)
-    rows, progress = [], Progress(f"evaluate {label}", len(cases))
-    lm.eval()
-    for name, length in cases:
-        # iterations of all tokens together grow with the length: give the longest fewer sequences
-        count = max(16, 8192 // length) if name == "simultaneous" and length > 128 else 256
-        batch = with_start(
-            task.fixed(count, length, seed=1000 + length, device=lm.embedding.weight.device), options, task.vocab_size
-        )
-        how, begun = {}, time.perf_counter()
-        if sweeps[name] is not None:
-            budget = max(64, 4 * length) if name == "simultaneous" else 64
-            how = {"sweep": sweeps[name], "stop": dq.Stop(rtol=options.eval_rtol, max_steps=budget)}
-            how |= {"solver": make_solver(options.solver)}
+        sweeps = {"simultaneous": dq.Simultaneous(), "sequential": dq.Sequential(), "sliding": dq.Sliding(WINDOW)}
+    _, task = make_tasks(options)
+    for (name, sweep), length in itertools.product(sweeps.items(), options.eval_lengths):
+        # iterations of all tokens together grow with the length: give the longer ones fewer sequences
+        count = min(256, max(16, 8192 // length)) if name == "simultaneous" else 256
+        batch = with_start(task.fixed(count, length, seed=1000 + length, device=options.device), task, options)
+        how: dict[str, Any] = {}
+        if sweep is not None:
+            stop = dq.Stop(rtol=RTOL, max_steps=max(64, 4 * length) if name == "simultaneous" else 64)
+            how = {"sweep": sweep, "stop": stop, "solver": dq.Adaptive()}
+        begun = time.perf_counter()
         output = lm(batch.inputs, **how)
-        row = {"model": label, "backbone": options.backbone, "group": options.group, "length": length, "sweep": name}
-        row |= {"accuracy": last_token_accuracy(output, batch)} | solve_numbers(output)
-        row |= {"seed": options.seed, "sequences": count, "seconds": round(time.perf_counter() - begun, 3)}
-        row |= {"solver": options.solver, "rtol": options.eval_rtol, "identity_probability": task.identity_probability}
-        row |= words.numbers
-        rows.append(row)
-        log.info("%s", row)
-        progress.to(len(rows), sweep=name, length=length, accuracy=row["accuracy"])
-    progress.close()
-    return rows
+        row = {"group": options.group, "length": length, "sweep": name, "accuracy": last_token_accuracy(output, batch)}
+        row |= solve_numbers(output) | {"sequences": count, "seconds": round(time.perf_counter() - begun, 3)}
+        yield row | {"identity_probability": task.identity_probability}
 
 
 @torch.no_grad()
-def accuracy_by_budget(lm: dq.CausalLM, options: Options) -> list[dict]:
+def accuracy_by_budget(lm: dq.CausalLM, options: Options) -> Curves:
     """Accuracy after a given number of iterations, at half and at twice the longest trained length."""
-    rows, task, device = [], make_task(options), lm.eval().embedding.weight.device
-    for length in (max(1, options.longest // 2), 2 * options.longest):
-        batch = with_start(task.fixed(64, length, seed=2000 + length, device=device), options, task.vocab_size)
-        for budget in (1, 2, 4, 8, 16, 32, 64, 128, 256):
-            output = lm(batch.inputs, solver=make_solver(options.solver), stop=dq.Stop.exactly(budget))
-            accuracy = last_token_accuracy(output, batch)
-            rows.append({"length": length, "self_iterations": budget, "accuracy": accuracy})
-    return rows
+    (_, task), longest, curves = make_tasks(options), max(*options.lengths, *options.free_lengths), {}
+    for length in (max(1, longest // 2), 2 * longest):
+        batch = with_start(task.fixed(64, length, seed=2000 + length, device=options.device), task, options)
+        outputs = ((n, lm(batch.inputs, stop=dq.Stop.exactly(n))) for n in BUDGETS)
+        curves[length] = [(n, last_token_accuracy(output, batch)) for n, output in outputs]
+    return curves
 
 
-def main(arguments: list[str]) -> None:
-    """Train, evaluate, and write the table, the figure and the numbers."""
-    one_process("state_tracking.py")
-    options = read_options(arguments)
-    accelerator, task = make_accelerator(options.device), make_task(options)
-    output = claim("state_tracking", options, options.folder, "self_iterations.json")
-    log_to(output / "log.txt")
-    print(f"{options.group}: {len(task.input_ids)} inputs, {task.vocab_size} states; results in {output}/")
-    lm = make_model(options, task.vocab_size, None).to(accelerator.device)
-    words = train("implicit", lm, options, accelerator)
-    rows = evaluate("implicit", lm, options, words)
-    for blocks in options.baselines:
-        label = f"explicit {blocks} block{'s' * (blocks > 1)}"
-        baseline = make_model(options, task.vocab_size, blocks).to(accelerator.device)
-        rows += evaluate(label, baseline, options, train(label, baseline, options, accelerator, words.plan))
-    compute = accuracy_by_budget(lm, options)
-    write_json(output / "results.json", rows)
-    write_json(output / "self_iterations.json", compute)
-    write_text(output / "table.md", table(rows) + "\n")
-    draw(rows, compute, words.reached, task.chance, output / "state_tracking.png")
-    print(f"\nlast-token accuracy (mean iterations); {words.step} steps at lengths up to {words.reached}:\n")
+def compare(
+    options: Any, tasks: Sequence[Task], accuracy: Accuracy, evaluate: Callable[..., Iterator[dict]], folder: Path
+) -> tuple[Rows, dq.CausalLM]:
+    """Train and evaluate the implicit model, then explicit ones on the same batches; all rows, the implicit model."""
+    rows, plan, models = [], None, []
+    for blocks in (None, *options.baselines):
+        label = "implicit" if blocks is None else f"explicit {blocks} block{'s' * (blocks > 1)}"
+        lm = make_model(options, tasks[0].vocab_size, blocks).to(options.device)
+        course = Lessons(tasks, options, accuracy, plan)
+        train(label, lm, course, make_curriculum(options), folder, options)
+        about = {"model": label, "backbone": options.backbone, "seed": options.seed, "steps": course.step}
+        about |= {"trained_to": course.reached, "cpu_minutes": round(course.cpu_seconds / 60, 2)}
+        with torch.no_grad():
+            for row in evaluate(lm.eval(), options):
+                print(f"{label}, {row['sweep']}, length {row['length']}: {row['accuracy']:.3f}", flush=True)
+                rows.append(about | row)
+        plan = course.plan
+        models.append(lm)
+    return rows, models[0]
+
+
+def table(rows: Rows, labels: Sequence[str] = ("model", "sweep"), column: str = "length") -> str:
+    """Accuracy and mean iterations, models down, lengths across, as Markdown."""
+    columns, lines = list(dict.fromkeys(row[column] for row in rows)), {}
+    for row in rows:
+        solves = "" if row["self_iterations"] is None else f" ({row['self_iterations']:.0f})"
+        doubt = "" if row["converged"] in (None, 1.0) else f", {row['converged']:.1%} converged"
+        cells = lines.setdefault(tuple(row[label] for label in labels), dict.fromkeys(columns, ""))
+        cells[row[column]] = f"{row['accuracy']:.3f}{solves}{doubt}"
+    shown = [[*labels, *columns], ["---"] * (len(labels) + len(columns))]
+    shown += [[*key, *cells.values()] for key, cells in lines.items()]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in shown)
+
+
+STYLES: dict[str, dict[str, Any]] = {
+    "simultaneous": {"color": "#0b6e4f", "marker": "o", "linewidth": 2.5},
+    "sequential": {"color": "#e4572e", "marker": "o", "linestyle": "--", "markersize": 10, "mfc": "none"},
+    "sliding": {"color": "#5b2a86", "marker": "s", "linestyle": ":", "markersize": 14, "mfc": "none"},
+    "single pass": {"color": "#7a8ca0", "marker": "D", "linewidth": 1.2},
+}
+
+
+def draw(path: Path, rows: Rows, budgets: Curves | None = None) -> None:
+    """Accuracy against length, and against iterations where ``budgets`` has it."""
+    figure = Figure(figsize=(5.25 * (2 if budgets else 1), 4), layout="constrained")
+    axes = figure.subplots(1, 2 if budgets else 1, squeeze=False)[0]
+    for key in dict.fromkeys((row["model"], row["sweep"]) for row in rows):
+        points = [(row["length"], row["accuracy"]) for row in rows if (row["model"], row["sweep"]) == key]
+        axes[0].plot(*zip(*points, strict=True), label=", ".join(key), **STYLES[key[1]])
+    for length, curve in (budgets or {}).items():
+        axes[1].plot(*zip(*curve, strict=True), marker="o", label=f"implicit, length {length}")
+    lengths, counts = sorted({row["length"] for row in rows}), BUDGETS
+    axes[0].axvspan(lengths[0] / 1.3, rows[0]["trained_to"], color="#f2efe6", zorder=0, label="trained lengths")
+    for axis, ticks, label in zip(axes, (lengths, counts), ("length", "iterations, all tokens together"), strict=False):
+        axis.set(xlabel=label, ylabel="accuracy", xscale="log", ylim=(-0.05, 1.05))
+        axis.set_xticks(ticks, list(map(str, ticks)))
+        axis.minorticks_off()
+        axis.grid(alpha=0.25)
+        axis.legend(fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False)
+    axes[0].set_xlim(lengths[0] / 1.3, lengths[-1] * 1.3)
+    figure.savefig(path, dpi=150)
+
+
+def report(folder: Path, rows: Rows) -> None:
+    """Write the numbers and print the table."""
+    (folder / "results.json").write_text(json.dumps(rows, indent=1))
+    print(f"\naccuracy (mean iterations); {rows[0]['steps']} steps at lengths up to {rows[0]['trained_to']}:\n")
     print(table(rows))
     fewer = {row["length"]: row["sequences"] for row in rows if row["sequences"] < 256}
-    print("\n256 sequences of each length" + "".join(f", {n} of length {length}" for length, n in fewer.items()))
-    print(f"\nfigure: {output}/state_tracking.png   numbers: {output}/results.json   log: {output}/log.txt")
+    print("\n256 sequences of each length" + "".join(f"; {n} of length {length}" for length, n in fewer.items()))
+    print(f"\nnumbers and figure: {folder}/")
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Train, evaluate, and write the numbers and the figure."""
+    options = read_options(arguments)
+    suffix = "_llama" * (options.backbone == "llama") + "_quick" * options.quick
+    folder = claim("state_tracking", options, f"runs/state_tracking_{options.group}_{options.seed}{suffix}")
+    rows, lm = compare(options, make_tasks(options)[0], last_token_accuracy, evaluate, folder)
+    draw(folder / "state_tracking.png", rows, accuracy_by_budget(lm, options))
+    report(folder, rows)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,8 @@
 """Tasks with exact answers: data made from a seed, no files needed."""
 
-from deqseq.tasks import formal
 from deqseq.tasks.groups import alternating, aperiodic_monoid, cyclic, dihedral, parse_group, quaternion, symmetric
 from deqseq.tasks.monoid import FiniteMonoid, direct_product, generated_monoid, generators
-from deqseq.tasks.task import Task, WordBatch, scaled_accuracy
+from deqseq.tasks.task import Task, WordBatch
 from deqseq.tasks.word_problem import WordProblem, prefix_products
 
 __all__ = [
@@ -16,12 +15,10 @@ __all__ = [
     "cyclic",
     "dihedral",
     "direct_product",
-    "formal",
     "generated_monoid",
     "generators",
     "parse_group",
     "prefix_products",
     "quaternion",
-    "scaled_accuracy",
     "symmetric",
 ]

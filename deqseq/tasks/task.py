@@ -1,4 +1,4 @@
-"""What all tasks share: batches and fixed data sets from a seed, and a score for which chance is 0."""
+"""What all tasks share: batches and fixed data sets from a seed."""
 
 import itertools
 from abc import ABC, abstractmethod
@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Int64
 from torch import Tensor
 
-from deqseq.check import check_ids, check_integer, check_number, check_type
+from deqseq.check import check_ids, check_integer, check_type
 
 
 class WordBatch(NamedTuple):
@@ -163,55 +163,6 @@ class Task(ABC):
         """
         check_integer("size", size, 1)
         return self.sample(size, length, generator=_seeded(seed, stream=1), device=device)
-
-
-def scaled_accuracy(
-    logits: Float[Tensor, "batch length vocab"], targets: Int64[Tensor, "batch length"], chance: float
-) -> float:
-    r"""Share of right answers, scaled so that chance is 0 and all right is 1; worse than chance is negative.
-
-    .. math:: (\text{accuracy} - \text{chance}) / (1 - \text{chance})
-
-    Args:
-        logits: a model's logits, `(batch, length, vocab_size)`.
-        targets: the answers, `(batch, length)`; -100 at positions that are not scored.
-        chance: :attr:`Task.chance`, in [0, 1); 0 gives the accuracy itself.
-
-    Returns:
-        The scaled accuracy, over all scored positions of the batch.
-
-    Raises:
-        ValueError: logits that are not three-dimensional, not real or NaN; targets of another shape or dtype, or
-            beyond the vocabulary; no position is scored; ``chance`` is out of its range.
-
-    Example:
-        >>> from deqseq.tasks import formal, scaled_accuracy
-        >>> task = formal.parity_check()
-        >>> batch = task.fixed(64, 16, seed=0)
-        >>> zeros = torch.zeros(*batch.inputs.shape, task.vocab_size)  # always answers "0", half of the time right
-        >>> abs(scaled_accuracy(zeros, batch.targets, task.chance)) < 0.3
-        True
-    """
-    check_number("chance", chance, "[0, 1)")
-    check_type("targets", targets, Tensor)
-    check_type("logits", logits, Tensor)
-    if logits.ndim != 3 or not logits.is_floating_point():
-        raise ValueError(f"logits must be real, (batch, length, vocab_size), got {logits.dtype} {tuple(logits.shape)}")
-    if logits.shape[:-1] != targets.shape or targets.dtype != torch.int64:
-        wanted, got = tuple(logits.shape[:-1]), f"{targets.dtype} {tuple(targets.shape)}"
-        raise ValueError(f"targets must be int64 {wanted}, the shape of logits, got {got}")
-    scored = targets != -100
-    if not scored.any():
-        raise ValueError("targets must have at least one position that is scored, all are -100")
-    answers, chosen = targets[scored], logits[scored]
-    if not 0 <= int(answers.min()) <= int(answers.max()) < logits.shape[-1]:
-        raise ValueError(
-            f"targets must be ids below {logits.shape[-1]}, or -100, got {int(answers.min())} to {int(answers.max())}"
-        )
-    if bool(chosen.isnan().any()):
-        raise ValueError("logits must be numbers at scored positions, got NaN")
-    accuracy = (chosen.argmax(-1) == answers).cpu().double().mean().item()
-    return (accuracy - chance) / (1 - chance)
 
 
 def _seeded(seed: int, *, stream: int) -> torch.Generator:

@@ -1,190 +1,134 @@
-"""examples/catbabi.py runs, continues after an interruption, reads official files, and has the paper's numbers."""
+"""CatbAbI runs and goes on after an interruption; its stories' answers follow from their facts."""
 
-import dataclasses
+import itertools
 import json
-from pathlib import Path
+import re
 
-import babi
 import catbabi
 import pytest
 import torch
-from babi_files import write_stories
-from safetensors.torch import load_file
-
-import deqseq as dq
+import training_loop
+from catbabi import Batch, deduction_story, encode, generate, one_fact_story, rows_of, stream
 
 TESTS = ("1x", "2x", "3x", "stream")
-MODELS = ("explicit 1 block", "implicit 1 block")
+MODELS = ("most frequent answer", "explicit 1 block", "implicit 1 block")
+VOCABULARY = {
+    word: n for n, word in enumerate(("<eos>", "<unk>", *sorted({w for _, s in generate(20, 0, 3) for w, _ in s})))
+}
+ROWS = [encode(*story, VOCABULARY) for story in generate(3, 0, 1)]
+pytestmark = pytest.mark.filterwarnings("ignore::deqseq.solution.ConvergenceWarning")
 
 
 def run(folder, *options):
     catbabi.main(["--quick", "--output", str(folder), *options])
-    return json.loads((folder / "results.json").read_text())
+    rows = json.loads((folder / "results.json").read_text())
+    return [{name: value for name, value in row.items() if name != "cpu_seconds"} for row in rows]
 
 
-def test_it_writes_table_figure_and_numbers(tmp_path, capsys):
-    rows = run(tmp_path)
+def test_an_interrupted_run_ends_as_if_it_had_not_been(tmp_path, monkeypatch, capsys):
+    whole = run(tmp_path / "whole")
     printed = capsys.readouterr().out
-    trained = [row for row in rows if row["model"] in MODELS]
-    assert [(row["model"], row["test"], row["task"]) for row in trained] == [
-        (model, name, task) for model in MODELS for name in TESTS for task in ("1", "15", "all")
-    ]
-    for row in trained:
+    assert all(f"| {model} | {task} |" in printed for model in MODELS for task in ("1", "15", "all"))
+    kinds = itertools.product(MODELS, TESTS, ("1", "15", "all"))
+    assert [(row["model"], row["test"], row["task"]) for row in whole] == list(kinds)
+    for row in whole:
         assert 0 <= row["accuracy"] <= 1
         assert row["questions"] == {"1": 10, "15": 8, "all": 18}[row["task"]] or row["test"] == "stream"
-        assert (row["self_iterations"] is None) == (row["model"] == "explicit 1 block") == (row["converged"] is None)
-        assert row["steps"] == (6 if "implicit" in row["model"] else 12)
-    guesses = {(row["test"], row["task"]) for row in rows if row["model"] == "most frequent answer"}
-    assert guesses == {(name, task) for name in TESTS[:3] for task in ("1", "15", "all")}
-    assert (tmp_path / "catbabi.png").stat().st_size > 10_000
-    table = (tmp_path / "table.md").read_text()
-    assert table.count("\n|") == 4
-    assert "A --quick run" in table
-    assert table in printed
-    assert "test implicit 1 block: 100%" in printed
-    assert all(f"| {model} |" in printed for model in MODELS)
-    for model, steps in zip(MODELS, (12, 6), strict=True):
-        curve = [json.loads(line) for line in (tmp_path / model / "curve.jsonl").read_text().splitlines()]
-        assert [point["step"] for point in curve] == list(range(1, steps + 1))
-        assert all(0 <= point["accuracy"] <= 1 for point in curve)
+        assert (row["self_iterations"] is None) == (row["converged"] is None) == (row["model"] != "implicit 1 block")
+    assert {row["model"]: row["steps"] for row in whole[12:]} == {MODELS[1]: 12, MODELS[2]: 6}
 
-
-def test_an_interrupted_run_ends_as_if_it_had_not_been(tmp_path, monkeypatch):
-    whole = run(tmp_path / "whole")
-    calls, count_right = [], babi.count_right
+    monkeypatch.setattr(training_loop, "SAVED_EVERY", 2)
+    calls, right_answers = [], catbabi.right_answers
 
     def interrupted(*arguments):
         calls.append(1)
-        if len(calls) == 16:  # in the fourth step of the implicit model
+        if (
+            len(calls) == 11 + 12 + 11 + 5
+        ):  # the baseline, the explicit model and its tests, the implicit one's fifth step
             raise KeyboardInterrupt
-        return count_right(*arguments)
+        return right_answers(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(babi, "count_right", interrupted)
+        patch.setattr(catbabi, "right_answers", interrupted)
         with pytest.raises(KeyboardInterrupt):
             run(tmp_path / "cut")
-    with (tmp_path / "cut" / MODELS[1] / "curve.jsonl").open("a") as file:  # killed before step 4 had its checkpoint
-        file.write('{"step": 4, "seconds": 1000000.0, "accuracy": 0.0}\n')
-    cut = run(tmp_path / "cut")
-    assert max(row.get("seconds", 0) for row in cut) < 1e6
-    assert "implicit 1 block: going on from step 3" in (tmp_path / "cut" / "log.txt").read_text()
-    ours, theirs = (weights(tmp_path / name) for name in ("cut", "whole"))
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    assert [untimed(row) for row in cut] == [untimed(row) for row in whole]
-    curves = [(tmp_path / name / MODELS[1] / "curve.jsonl").read_text().splitlines() for name in ("cut", "whole")]
-    ours, theirs = ([untimed(json.loads(line)) for line in curve] for curve in curves)
-    assert ours == theirs
+    capsys.readouterr()
+    assert run(tmp_path / "cut") == whole
+    went_on = re.findall("(.*): going on from step (.*)", capsys.readouterr().out)
+    assert went_on == [("explicit 1 block", "12"), ("implicit 1 block", "4")]
 
 
-def weights(folder):
-    return load_file(max((folder / "implicit 1 block").glob("checkpoint-*")) / "model.safetensors")
+@pytest.mark.parametrize("scale", [1, 2, 3])
+def test_answers_follow_from_the_facts(scale):
+    asked = [0, 0]
+    for task, story in generate(60, 5, scale):
+        where, kinds, fears = {}, {}, {}
+        words = " ".join(word for word, answer in story if not answer)
+        answers = iter([word for word, answer in story if answer])
+        for line in re.findall(r"[^.?]+[.?]", words):
+            match line.split():
+                case [person, *_, "the", room, "."]:
+                    assert where.get(person) != room, "nobody goes where they are"
+                    where[person] = room
+                case ["where", "is", person, "?"]:
+                    assert next(answers) == where[person]
+                    asked[0] += 1
+                case [name, "is", "a", kind, "."]:
+                    kinds[name] = kind
+                case [many, "are", "afraid", "of", feared, "."]:
+                    one = {plural: kind for kind, plural in catbabi.KINDS.items()}
+                    fears[one[many]] = one[feared]
+                case ["what", "is", name, "afraid", "of", "?"]:
+                    assert next(answers) == fears[kinds[name]]
+                    asked[1] += 1
+        assert next(answers, None) is None
+        assert len(kinds) == len(fears) == (4 * scale if task == 15 else 0)
+    assert asked == [60 * 5, 60 * 4]
 
 
-def untimed(row):
-    return {name: value for name, value in row.items() if name != "seconds"}
+@pytest.mark.parametrize("make", [one_fact_story, deduction_story])
+def test_stories_come_from_the_seed(make):
+    task = {make: task for task, make in catbabi.GENERATORS.items()}[make]
+    first, again, other = generate(4, 0, 1), generate(6, 0, 1), generate(4, 1, 1)
+    stories = [[words for number, words in part if number == task] for part in (first, again, other)]
+    assert stories[0] == stories[1][:4]
+    assert not any(story in stories[0] for story in stories[2])
 
 
-def test_it_reads_official_files(tmp_path):
-    for task in (1, 19):
-        write_stories(tmp_path / "en", "train", babi.generate_stories(task, 40, seed=0))
-        write_stories(tmp_path / "en", "test", babi.generate_stories(task, 6, seed=1))
-    rows = run(tmp_path / "out", "--data", str(tmp_path / "en"), "--tasks", "1", "19", "--steps", "2")
-    found = [(row["test"], row["task"], row["questions"]) for row in rows if row["model"] == "implicit 1 block"]
-    assert found[:3] == [("1x", "1", 30), ("1x", "19", 6), ("1x", "all", 36)]
-    assert {name for name, _, _ in found[3:]} == {"stream"}
-    with pytest.raises(SystemExit, match="has no file qa2_two-supporting-facts_train"):
-        run(tmp_path / "out2", "--data", str(tmp_path / "en"))
-    assert not (tmp_path / "out2").exists()
+def test_a_story_is_encoded_with_its_answers_as_targets():
+    words = [("where", False), ("is", False), ("mary", False), ("?", False), ("garden", True), ("zebra", False)]
+    inputs, targets, tasks = encode(1, words, VOCABULARY).tolist()
+    assert inputs == [0, *(VOCABULARY[word] for word in ("where", "is", "mary", "?", "garden")), 1]
+    assert targets == [-100] * 4 + [VOCABULARY["garden"], -100, -100]
+    assert set(tasks) == {1}
 
 
-def test_a_batch_without_an_answer_changes_no_count(tmp_path):
-    rows = run(tmp_path, "--batch", "1", "--length", "2", "--steps", "2", "--explicit-steps", "8")
-    curve = [json.loads(line) for line in (tmp_path / MODELS[0] / "curve.jsonl").read_text().splitlines()]
-    assert [point["step"] for point in curve] == list(range(1, 9))
-    assert {row["model"] for row in rows} >= set(MODELS)
+def test_batches_are_padded_on_the_right():
+    batch = Batch.of(ROWS, "cpu")
+    assert batch.mask.sum(1).tolist() == [row.shape[1] for row in ROWS]
+    for row, inputs, targets, mask in zip(ROWS, batch.inputs, batch.targets, batch.mask, strict=True):
+        assert torch.equal(inputs[mask], row[0])
+        assert (targets[~mask] == -100).all()
 
 
-@pytest.mark.parametrize("split", ["train", "test"])
-def test_stories_without_a_question_are_refused(tmp_path, split):
-    for part in ("train", "test"):
-        stories = babi.generate_stories(1, 2, seed=0)
-        if part == split:
-            stories = [babi.Story(1, (babi.Line("Nobody is here."),))]
-        write_stories(tmp_path / "en", part, stories)
-    with pytest.raises(SystemExit, match=r"^--data .* must each have a question"):
-        run(tmp_path / "out", "--data", str(tmp_path / "en"), "--tasks", "1")
-    assert not (tmp_path / "out").exists()
+def test_a_row_of_the_stream_is_whole_stories_one_after_another_over_the_cuts():
+    batches = [*itertools.islice(stream(ROWS, 3, 50, 0, "cpu"), 20)]
+    known = [row[0].tolist() for row in ROWS]
+    for row in torch.cat([batch.inputs for batch in batches], dim=1).tolist():
+        starts = [place for place, token in enumerate(row) if token == 0]
+        parts = [row[a:b] for a, b in itertools.pairwise(starts)]
+        assert len(parts) > len(ROWS)
+        assert all(part in known for part in parts)
+    again = [*itertools.islice(stream(ROWS, 3, 50, 0, "cpu"), 20)]
+    other = next(stream(ROWS, 3, 50, 1, "cpu"))
+    assert all(torch.equal(a.targets, b.targets) for a, b in zip(batches, again, strict=True))
+    assert not torch.equal(other.inputs, batches[0].inputs)
 
 
-def test_another_runs_folder_is_refused_and_fresh_replaces_the_run_alone(tmp_path):
-    run(tmp_path, "--steps", "1", "--explicit-steps", "1")
-    (tmp_path / "thesis.txt").write_text("mine")
-    with pytest.raises(SystemExit, match=r"other options \(steps: 1 -> 2\).*--fresh"):
-        run(tmp_path, "--steps", "2", "--explicit-steps", "1")
-    rows = run(tmp_path, "--steps", "2", "--explicit-steps", "1", "--fresh")
-    assert rows[-1]["steps"] == 2
-    assert (tmp_path / "thesis.txt").read_text() == "mine"
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        ["--steps", "0"],
-        ["--steps", "99999999999999"],
-        ["--explicit-steps", "-1"],
-        ["--blocks", "1", "0"],
-        ["--blocks"],
-        ["--tasks", "4"],
-        ["--data", "nowhere"],
-        ["--lr", "nan"],
-        ["--lr", "-1"],
-        ["--clip", "0"],
-        ["--rtol", "-1"],
-        ["--seed", "-1"],
-        ["--free-from", "1"],
-        ["--damping", "1.5"],
-        ["--headdim", "7"],
-        ["--device", "gpu7"],
-        ["--paper"],
-        ["--stepz", "5"],
-        ["--batch", "many"],
-    ],
-    ids=" ".join,
-)
-def test_bad_options_are_refused_before_anything_is_written(tmp_path, options, capsys):
-    with pytest.raises(SystemExit) as refused:
-        run(tmp_path / "out", *options)
-    assert refused.value.code == 2
-    assert options[0] in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-
-
-def test_an_empty_output_is_refused():
-    with pytest.raises(SystemExit):
-        catbabi.main(["--quick", "--output", ""])
-
-
-def test_the_papers_numbers():
-    options = catbabi.read_options(["--paper", "--seed", "3"])
-    assert (options.steps, options.unrolled_steps, options.rtol, options.max_steps) == (15_000, 32, 0.03, 50)
-    assert (options.eval_max_steps, options.phantom_steps, options.damping, options.seed) == (200, 6, 0.5, 3)
-    assert (options.tasks, options.device) == ((1, 2, 3, 15, 19), "cpu")
-    assert Path(options.output) == Path("runs/catbabi_3_paper")
-    curriculum = catbabi.make_curriculum(options)
-    assert curriculum.at(4_999 / 15_000).solve.stop == dq.Stop.exactly(32)
-    assert curriculum.at(4_999 / 15_000).solve.gradient == dq.Unrolled()
-    assert curriculum.at(5_000 / 15_000).solve.stop == dq.Stop(rtol=0.03, max_steps=50)
-    assert curriculum.at(5_000 / 15_000).solve.gradient == dq.Phantom(6, 0.5)
-    small = dataclasses.replace(options, d_model=64, d_state=4, headdim=8)
-    model = catbabi.make_model(small, 10, 2, True).model
-    assert len(model.backbone.layers) == 2
-    curriculum.at(1.0).apply(model)
-    assert model.eval_solve.stop == dq.Stop(rtol=0.03, max_steps=200)
-    assert isinstance(catbabi.make_model(small, 10, 1, False).model, dq.ExplicitModel)
-
-
-def test_options_replace_those_of_the_setting(tmp_path):
-    assert catbabi.read_options(["--paper", "--steps", "7"]).steps == 7
-    assert catbabi.read_options(["--data", str(tmp_path)]).tasks == tuple(range(1, 21))
-    assert catbabi.read_options(["--quick", "--blocks", "3", "--tasks", "2"]).blocks == (3,)
+def test_right_answers_are_counted_per_task():
+    answers = torch.tensor([[1, 0, 1, 1], [1, 1, 15, 15]])
+    assert rows_of(answers, seed=0) == [
+        {"task": "1", "accuracy": 0.5, "questions": 2, "seed": 0},
+        {"task": "15", "accuracy": 1.0, "questions": 2, "seed": 0},
+        {"task": "all", "accuracy": 0.75, "questions": 4, "seed": 0},
+    ]

@@ -1,0 +1,183 @@
+"""One recipe for all synthetic tasks: lengths that grow as the accuracy does.
+
+An implicit model starts on strings of 2 tokens, through a few unrolled iterations, all differentiated. When nearly all
+answers are right, the next length follows; from ``--lengths`` it goes on to ``--free-lengths``, where the fixed point
+itself is trained, solved with a sliding window from random states. When the last length is learned, the learning rate
+falls to the end. An explicit model sees the same batches at the same steps.
+"""
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.nn import functional as F
+from training_loop import Course, check_options, flag
+
+import deqseq as dq
+from deqseq.tasks import Task, WordBatch
+from deqseq.training import Curriculum, free, unrolled
+
+Accuracy = Callable[[dq.CausalLMOutput, WordBatch], float]
+
+WARMUP = 50  # steps in which the learning rate rises
+FALLING = 600  # steps in which it falls, at least
+RECENT = 10  # batches whose accuracy decides whether a length is learned
+WINDOW = 8  # tokens of the sliding window
+SHARES = ("dropout", "learned", "identity_probability", "eval_identity_probability")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Models and training: one recipe for all synthetic tasks."""
+
+    backbone: Literal["mamba2", "llama"] = "mamba2"  # blocks of all models
+    d_model: int = 64  # width
+    d_state: int = 32  # mamba2: state size of each channel
+    headdim: int = 32  # mamba2: channels per head
+    layers: int = 1  # blocks of the implicit model
+    dropout: float = 0.2  # of the blocks, one mask per solve: keeps small errors from adding up over the tokens
+    batch: int = 128  # sequences per training step
+    lengths: tuple[int, ...] = (2, 3, 4, 5, 6, 7, 8)  # lengths of the first phase, through unrolled iterations
+    free_lengths: tuple[int, ...] = (8, 10, 12, 14, 16, 20, 24, 28, 32)  # lengths of the second, at the fixed point
+    learned: float = 0.95  # accuracy at which the next length follows
+    steps: int = 8000  # training steps at most
+    lr: float = 3e-3  # peak learning rate
+    start: float = 0.5  # standard deviation of the states at which solves begin, at the fixed point
+    baselines: tuple[int, ...] = (4,)  # blocks of the explicit models
+    eval_lengths: tuple[int, ...] = (16, 32, 64, 128, 256)  # evaluation lengths
+    seed: int = 0  # seed of weights and data
+    device: str = "cpu"  # cpu, or the accelerator of this machine, such as cuda
+    output: str | None = None  # folder of the results; default: a name in runs/
+    quick: bool = False  # a small setting
+
+    def __post_init__(self) -> None:
+        check_options(self, may_be_zero=("seed", "generators", *SHARES), shares=SHARES)
+        for name in ("lengths", "free_lengths", "eval_lengths"):
+            if list(value := getattr(self, name)) != sorted(value):
+                raise ValueError(f"{flag(name)} must ascend, got {value}")
+        with torch.device("meta"):  # sizes that the library itself refuses
+            make_model(self, 2, None)
+
+
+class Lessons(Course):
+    """Batches in lessons: one for each length, which ends when the length is learned.
+
+    Half of the batches have the lesson's length, the others one drawn up to it. When all lengths are learned, or the
+    steps are nearly over, the learning rate falls: over 2/5 of the steps done so far, at least 600, at most 2/7 of all.
+
+    Args:
+        tasks: one of these is drawn from at every step.
+        options: lengths, sizes, learning rate.
+        accuracy: of an output; decides whether a length is learned.
+        plan: the ``plan`` of a run that has ended, to be repeated. Default: the accuracy decides.
+    """
+
+    saved = (*Course.saved, "ends", "decay", "recent", "full")
+
+    def __init__(
+        self, tasks: Sequence[Task], options: Recipe, accuracy: Accuracy, plan: dict[str, Any] | None = None
+    ) -> None:
+        super().__init__()
+        self.tasks, self.options, self.accuracy, self.given = tasks, options, accuracy, plan
+        self.lengths = (*options.lengths, *options.free_lengths)
+        self.ends: list[int] = []  # steps after which a lesson was over
+        self.decay: int | None = None  # steps after which the learning rate falls
+        self.recent: list[float] = []  # accuracies of this lesson's batches of full length
+        self.full = False  # whether the last batch was one
+
+    @property
+    def length(self) -> int:
+        """That of the lesson."""
+        return self.lengths[min(len(self.ends), len(self.lengths) - 1)]
+
+    @property
+    def reached(self) -> int:
+        """The longest length of the lessons so far."""
+        return max(self.lengths[: len(self.ends) + 1])
+
+    @property
+    def last(self) -> int:
+        """Steps of the whole run, as far as it is known."""
+        return self.options.steps if self.decay is None else self._last(self.decay)
+
+    @property
+    def progress(self) -> float:
+        """Lessons that are over, and a last one for the time in which the learning rate falls."""
+        left = len(self.lengths) + 1 - len(self.ends)
+        falling = 0.0 if self.decay is None else (self.step - self.decay) / max(1, self.last - self.decay)
+        return 1.0 if self.step >= self.last else (len(self.ends) + falling * left) / (len(self.lengths) + 1)
+
+    @property
+    def lr(self) -> float:
+        """The next learning rate: linear warm-up, constant, a cosine."""
+        factor = min(1.0, (self.step + 1) / WARMUP)
+        if self.decay is not None:
+            fallen = (self.step - self.decay) / max(1, self.last - self.decay)
+            factor = min(factor, max(0.02, 0.5 + 0.5 * math.cos(math.pi * min(1.0, fallen))))
+        return self.options.lr * factor
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        """When the lessons were over, and the learning rate fell."""
+        return {"ends": self.ends, "decay": self.decay}
+
+    def __next__(self) -> WordBatch:
+        drawn = random.Random(f"data {self.options.seed} {self.step}")  # a run that goes on draws the same
+        length = self.length if drawn.random() < 0.5 else drawn.randint(1, self.length)
+        task, seed = drawn.choice(self.tasks), drawn.getrandbits(61) % 2**31
+        self.step, self.full = self.step + 1, length == self.length
+        stream = task.batches(self.options.batch, length, seed=seed, device=self.options.device)
+        return with_start(next(stream), task, self.options)
+
+    def observe(self, output: dq.CausalLMOutput, batch: WordBatch) -> dict[str, Any]:
+        """Learn the accuracy of the last batch, which may end the lesson."""
+        numbers = {"length": self.length, "accuracy": self.accuracy(output, batch)}
+        if self.given is not None:
+            self.ends = [end for end in self.given["ends"] if end <= self.step]
+            self.decay = self.given["decay"] if (self.given["decay"] or math.inf) <= self.step else None
+            return numbers
+        if self.full and self.decay is None:
+            self.recent = [*self.recent[1 - RECENT :], numbers["accuracy"]]
+            if len(self.recent) == RECENT and sum(self.recent) >= self.options.learned * RECENT:
+                self.ends.append(self.step)
+                self.recent = []
+        late = self._last(self.step) == self.options.steps
+        if self.decay is None and (late or len(self.ends) == len(self.lengths)):
+            self.decay = self.step
+        return numbers
+
+    def _last(self, decay: int) -> int:
+        """The step at which the run ends if the learning rate falls after ``decay`` of them."""
+        return min(self.options.steps, decay + min(max(FALLING, 2 * decay // 5), 2 * self.options.steps // 7))
+
+
+def with_start(batch: WordBatch, task: Task, options: Recipe) -> WordBatch:
+    """The batch; for a Llama behind a start token, not scored: attention cannot count equal tokens without one."""
+    if options.backbone != "llama":
+        return batch
+    return WordBatch(F.pad(batch.inputs, (1, 0), value=task.vocab_size), F.pad(batch.targets, (1, 0), value=-100))
+
+
+def make_curriculum(options: Recipe) -> Curriculum:
+    """Unrolled iterations first, then the fixed point itself; a lesson of each phase is a length."""
+    adaptive = dq.SolveConfig(dq.Adaptive())
+    windowed = dq.SolveConfig(dq.Adaptive(), sweep=dq.Sliding(WINDOW), start=dq.RandomStart(options.start))
+    until = len(options.lengths) / (len(options.lengths) + len(options.free_lengths) + 1)
+    first = unrolled(8, until=until, base=dq.SolveConfig(dq.Relaxed(0.8)), eval_base=adaptive)
+    return Curriculum((first, free(16, 4, rtol=0.03, base=windowed, eval_base=adaptive)))
+
+
+def make_model(options: Recipe, vocab_size: int, blocks: int | None) -> dq.CausalLM:
+    """The implicit model, or an explicit one of ``blocks`` blocks."""
+    torch.manual_seed(options.seed)
+    sizes: dict[str, Any] = {"d_model": options.d_model, "n_layers": blocks or options.layers}
+    sizes |= {"dropout": options.dropout, "injection": blocks is None}
+    if options.backbone == "llama":
+        vocab_size += 1  # the start token
+        backbone = dq.Llama(dq.LlamaConfig(n_heads=4, mlp_width=2 * options.d_model, **sizes))
+    else:
+        backbone = dq.Mamba2(dq.Mamba2Config(d_state=options.d_state, headdim=options.headdim, **sizes))
+    return dq.CausalLM(vocab_size, dq.ImplicitModel(backbone) if blocks is None else dq.ExplicitModel(backbone))

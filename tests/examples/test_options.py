@@ -1,0 +1,70 @@
+"""Bad command lines of the synthetic examples end with an error that names the option, and nothing is written."""
+
+from dataclasses import fields
+from typing import get_args, get_origin, get_type_hints
+
+import catbabi
+import formal_languages
+import pytest
+import state_tracking
+
+SCRIPTS = {"state_tracking": state_tracking, "formal_languages": formal_languages, "catbabi": catbabi}
+BAD = {int: ("1.5", "-1"), float: ("nan", "-1")}
+
+
+def bad_numbers():
+    """Every option that is a number, or several, with values that no number may have."""
+    for script, module in (("state_tracking", state_tracking), ("catbabi", catbabi)):
+        hints = get_type_hints(module.Options)
+        for name in (field.name for field in fields(module.Options)):
+            parts = get_args(hints[name])
+            kind = parts[0] if get_origin(hints[name]) or parts else hints[name]
+            yield from (pytest.param(script, f"--{name.replace('_', '-')}", bad) for bad in BAD.get(kind, ()))
+
+
+def refused(script, arguments, folder, capsys) -> str:
+    """What the script said."""
+    with pytest.raises(SystemExit) as caught:
+        SCRIPTS[script].main([*arguments, "--output", str(folder / "out")])
+    assert caught.value.code == 2
+    assert not list(folder.iterdir())
+    return " ".join(capsys.readouterr().err.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(("script", "option", "value"), list(bad_numbers()))
+def test_numbers_out_of_range(script, option, value, tmp_path, capsys):
+    assert option in refused(script, [option, value], tmp_path, capsys)
+
+
+@pytest.mark.parametrize(
+    ("script", "line", "message"),
+    [
+        ("state_tracking", "--steps -5", "--steps must be a number in (0, 1000000000], got -5"),
+        ("state_tracking", "--learned 1.5", "--learned must be a number in [0, 1], got 1.5"),
+        ("state_tracking", "--device gpu7", "--device must be one of ['cpu'"),
+        ("state_tracking", "--eval-lengths", "--eval-lengths must have at least one value"),
+        ("state_tracking", "--lengths 3 2", "--lengths must ascend, got (3, 2)"),
+        ("state_tracking", "--baselines 2 2", "--baselines must have every value once"),
+        ("state_tracking", "--group Q9", "did you mean 'Z9' or 'Q8'"),
+        ("state_tracking", "--group M --generators 1", "--generators: Found no 1 elements that generate M"),
+        ("state_tracking", "--group M --identity-probability 0.5", "--identity-probability: identity_probability must"),
+        ("state_tracking", "--group M --eval-identity-probability 0.5", "--eval-identity-probability: identity"),
+        ("state_tracking", "--identity-probability", "--identity-probability must have at least one value"),
+        ("state_tracking", "--headdim 7", "headdim must divide"),
+        ("state_tracking", "--backbone mamba", "--backbone"),
+        ("state_tracking", "--stepz 5", "--steps"),
+        ("formal_languages", "--task parity", "--task must be one of even_pairs, parity_check"),
+        ("catbabi", "--blocks", "--blocks must have at least one value"),
+    ],
+    ids=str,
+)
+def test_the_error_names_the_option_and_the_remedy(script, line, message, tmp_path, capsys):
+    assert message in refused(script, line.split(), tmp_path, capsys)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_several_processes_are_refused(script, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit, match=rf"^{script}.py runs in one process: .* python examples/{script}.py"):
+        SCRIPTS[script].main(["--quick", "--output", str(tmp_path / "out")])
+    assert not list(tmp_path.iterdir())
