@@ -2,20 +2,23 @@
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
-from typing import Unpack
+from typing import TYPE_CHECKING, Unpack
 
 import torch
 from torch import Tensor
 
 from deqseq.check import check_integer, check_type
 from deqseq.config import SolveConfig, SolveFields
-from deqseq.diagnostics.solved_model import check_call
-from deqseq.diagnostics.tables import text_table
+from deqseq.diagnostics.arguments import check_call
+from deqseq.diagnostics.shown import new_figure, text_table
 from deqseq.models.causal_lm import CausalLM, Tokens
 from deqseq.models.eval_mode import eval_mode
 from deqseq.models.output import ModelOutput
 from deqseq.sweeps import Chunked, Sequential, Simultaneous, Sliding, Sweep
 from deqseq.types import Mask
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 SWEEPS: tuple[Sweep, ...] = (Simultaneous(), Chunked(8), Sliding(8), Sequential())
 
@@ -67,6 +70,14 @@ class DualityReport:
             lines.append((*costs, f"{one.state_difference:.1e}", f"{one.cache_difference:.1e}", f"{one.agreement:.2%}"))
         return text_table(header, lines)
 
+    def plot(self) -> "Figure":
+        """Draw the evaluations and updates of each sweep. ImportError without matplotlib."""
+        figure, axis = new_figure("evaluations", "updates")
+        for one in self.sweeps:
+            axis.plot(one.evaluations, one.updates, "o", label=str(one.sweep))
+        axis.legend(frameon=False)
+        return figure
+
 
 @torch.no_grad()
 def check_duality(
@@ -107,7 +118,7 @@ def check_duality(
     """
     if "sweep" in fields:
         raise TypeError("check_duality compares several sweeps: give sweeps=(...), at least two, instead of sweep")
-    real, config = check_call(model, ids, mask, solve, fields)
+    _, real, config = check_call(model, ids, mask, solve, fields)
     check_type("sweeps", sweeps, (tuple, list), "(dq.Simultaneous(), dq.Sequential())")
     check_integer("len(sweeps)", len(sweeps), 2)
     for sweep in sweeps:

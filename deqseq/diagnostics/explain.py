@@ -78,9 +78,6 @@ def explain(outcome: Outcome) -> Explanation:
     Args:
         outcome: what a solve or a model returned. A model is examined with the weights that it has now.
 
-    Returns:
-        A cause per row, and a finding and a remedy for each cause; print it.
-
     Raises:
         ValueError: an explicit model's output, an outcome that was copied or pickled, or some rows of one.
 
@@ -107,14 +104,14 @@ def explain(outcome: Outcome) -> Explanation:
         worst = float(worst_token(outcome.stats.residual.detach())[spent].max())
         text = f"{stop.max_steps} iterations, whatever the residual: it is {worst:.1e} or less."
         found.update(dict.fromkeys(spent, ("no tolerance", text)))
-    ordered: list[tuple[Cause, str]] = [found[row] for row in range(len(statuses))]
-    texts: dict[Cause, list[str]] = {}
-    for cause, text in ordered:
-        texts.setdefault(cause, []).append(text)
-    alike = " Other rows are alike."
-    findings: dict[Cause, str] = {cause: each[0] + alike * (len(set(each)) > 1) for cause, each in texts.items()}
+    rows = [found[row] for row in range(len(statuses))]
+    causes: tuple[Cause, ...] = tuple(cause for cause, _ in rows)
+    findings: dict[Cause, str] = {}
+    for cause in causes:
+        first, *others = dict.fromkeys(text for one, text in rows if one == cause)
+        findings[cause] = first + " Other rows are alike." * bool(others)
     remedies: dict[Cause, str] = {cause: advice[cause] for cause in findings if cause in advice}
-    return Explanation(tuple(cause for cause, _ in ordered), findings, remedies)
+    return Explanation(causes, findings, remedies)
 
 
 def _failed(again: partial[Any], given: Stop, longer: Stop, rows: list[int]) -> tuple[Found, dict[Cause, str]]:

@@ -1,18 +1,20 @@
 """How far a gradient estimator is from the exact gradient, and what it costs."""
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
-from typing import Any, Unpack
+from functools import partial
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 from torch import Tensor
 
-from deqseq.check import check_callable, check_integer, check_type
+from deqseq.backbones import Backbone
+from deqseq.check import check_integer, check_type
 from deqseq.config import SolveConfig, SolveFields
-from deqseq.diagnostics.solved_model import check_call
-from deqseq.diagnostics.tables import text_table
+from deqseq.diagnostics.arguments import check_call
+from deqseq.diagnostics.shown import new_figure, text_table
 from deqseq.gradients import Gradient, Implicit, OneStep, Phantom, Unrolled
 from deqseq.models.causal_lm import CausalLM, Tokens
 from deqseq.models.eval_mode import eval_mode
@@ -20,6 +22,9 @@ from deqseq.solution import ConvergenceWarning, Solution
 from deqseq.stop import Stop
 from deqseq.sweeps import Simultaneous
 from deqseq.types import Mask, RowMask
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 ESTIMATORS: tuple[Gradient, ...] = (OneStep(), Phantom(steps=4), Phantom(steps=16), Unrolled())
 
@@ -80,6 +85,14 @@ class GradientBias:
             lines.append(f"\nNot exact: {self.converged.double().mean():.0%} of rows converged{residual}.")
         return "\n".join(lines)
 
+    def plot(self) -> "Figure":
+        """Draw each estimator's cosine, for every part of the model. ImportError without matplotlib."""
+        figure, axis = new_figure("part of the model", "cosine with the exact gradient")
+        for one in self.estimators:
+            axis.plot(list(one.cosine), list(one.cosine.values()), "o-", label=str(one.estimator))
+        axis.legend(frameon=False)
+        return figure
+
 
 def part_of(name: str) -> str:
     """The part of a model that a parameter belongs to: ``"embedding"``, ``"layers.0"``, ``"injection"``..."""
@@ -95,7 +108,6 @@ def gradient_bias(
     targets: Tokens | None = None,
     mask: Mask | None = None,
     estimators: SequenceOf[Gradient] = ESTIMATORS,
-    part: Callable[[str], str] = part_of,
     solve: SolveConfig | None = None,
     **fields: Unpack[SolveFields],
 ) -> GradientBias:
@@ -110,7 +122,6 @@ def gradient_bias(
         targets: the answer at each position, ``(batch, length)``. Default: the next token.
         mask: bool, True at real tokens, ``(batch, length)``. Default: no padding.
         estimators: gradient estimators, at least one.
-        part: the part of the model that a parameter, given by name, is counted to. Default: its layer, or its name.
         solve: replaces the model's :class:`~deqseq.SolveConfig`; its sweep and gradient are not used. Its stopping
             rule, with a norm over the whole row, is also that of the adjoint solve. Default: the model's, with
             ``rtol = eps ** 0.75`` of the parameters' dtype and 500 steps.
@@ -137,7 +148,7 @@ def gradient_bias(
     """
     if "gradient" in fields:
         raise TypeError("gradient_bias compares estimators: give estimators=[...] instead of gradient")
-    _, config = check_call(model, ids, mask, solve, {"sweep": Simultaneous(), **fields})
+    core, _, config = check_call(model, ids, mask, solve, {"sweep": Simultaneous(), **fields})
     if solve is None and "stop" not in fields:
         tight = torch.finfo(model.embedding.weight.dtype).eps ** 0.75
         config = replace(config, stop=Stop(rtol=tight, max_steps=500))
@@ -145,13 +156,12 @@ def gradient_bias(
     check_integer("len(estimators)", len(estimators), 1)
     for estimator in estimators:
         check_type("estimators", estimator, Gradient, "dq.Phantom()")
-    check_callable("part", part)
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     if not names:
         raise ValueError("model must have at least one parameter that requires a gradient, got none")
     parts = {"all": list(range(len(names)))}
     for place, name in enumerate(names):
-        parts.setdefault(part(name), []).append(place)
+        parts.setdefault(part_of(name), []).append(place)
     adjoint: list[Solution] = []
     exactly = Implicit(stop=replace(config.stop, norm="row"), report=adjoint.append)
     given = {"input_ids": ids, "mask": mask, "targets": targets, "labels": ids if targets is None else None}
@@ -159,24 +169,24 @@ def gradient_bias(
         warnings.simplefilter("ignore", ConvergenceWarning)  # the report says so
         # copies: tensors made in inference mode would forbid any graph
         batch = {name: tensor.clone() for name, tensor in given.items() if tensor is not None}
-        exact, gradients, converged = _measure(model, replace(config, gradient=exactly), batch, parts)
-        others = [_measure(model, replace(config, gradient=one), batch, parts, gradients)[0] for one in estimators]
+        measure = partial(_measure, model, core.backbone, batch, parts)
+        exact, gradients, converged = measure(replace(config, gradient=exactly))
+        others = [measure(replace(config, gradient=one), gradients)[0] for one in estimators]
     return GradientBias(exact, tuple(others), converged.cpu(), next(iter(adjoint), None))
 
 
 def _measure(
     model: CausalLM,
-    config: SolveConfig,
+    backbone: Backbone[Any],
     batch: Mapping[str, Any],
     parts: Mapping[str, list[int]],
+    config: SolveConfig,
     exact: list[Tensor] | None = None,
 ) -> tuple[EstimatorBias, list[Tensor], RowMask]:
     """An estimator's numbers, its gradient of each parameter, and which rows converged."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     calls: list[None] = []
-    core = model.core
-    assert core is not None
-    with core.backbone.register_forward_pre_hook(lambda *_: calls.append(None)):
+    with backbone.register_forward_pre_hook(lambda *_: calls.append(None)):
         output = model(**batch, solve=config)
         found = torch.autograd.grad(output.loss, parameters, allow_unused=True)
     gradients = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)]

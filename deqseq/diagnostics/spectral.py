@@ -9,27 +9,29 @@ from torch import Tensor
 
 from deqseq.check import check_callable, check_integer, check_number
 from deqseq.config import SolveConfig, SolveFields
+from deqseq.diagnostics.arguments import check_call
 from deqseq.diagnostics.arnoldi import Ritz, ritz_values
-from deqseq.diagnostics.figures import GREY, Drawable, colour, finish, reference_line, row_label
-from deqseq.diagnostics.solved_model import SolvedModel, check_call, seeded, solved_model
-from deqseq.diagnostics.tables import row_table, texts, yes_no
+from deqseq.diagnostics.shown import COLOURS, SHOWN, new_figure, remaining, text_table, texts
 from deqseq.evaluate import check_start, evaluate
+from deqseq.layers.weight_norm import cached_weights
 from deqseq.models.causal_lm import CausalLM, Tokens
+from deqseq.models.eval_mode import eval_mode
 from deqseq.models.padding import Padding
+from deqseq.models.recurrent_depth import RecurrentDepth
 from deqseq.rows import map_tensors
 from deqseq.stop import Stop, relative
-from deqseq.tokens import token_map
+from deqseq.tokens import TokenArgs, token_map
 from deqseq.types import FixedPointMap, Mask, RowMask, State
 
 if TYPE_CHECKING:
-    import matplotlib.axes
+    from matplotlib.figure import Figure
 
 TOLERANCE = 1e-2
 """The relative residual up to which a point counts as a fixed point."""
 
 
 @dataclass(frozen=True)
-class SpectralRadius(Drawable):
+class SpectralRadius:
     """Outer eigenvalues of each row or token; prints as a table.
 
     Attributes:
@@ -72,29 +74,35 @@ class SpectralRadius(Drawable):
         return (1 - damping + damping * self.eigenvalues).abs().amax(dim=-1)
 
     def __str__(self) -> str:
-        columns = {"spectral radius": texts(self.per_row, ".3f")}
-        columns |= {"backward error": texts(_largest_token(self.backward_error), ".0e")}
-        columns |= {"residual": texts(self.residual, ".1e"), "fixed point": yes_no(self.at_fixed_point)}
-        return row_table(columns)
+        errors, answers = _largest_token(self.backward_error), ["no", "yes"]
+        numbers = texts(self.per_row, ".3f"), texts(errors, ".0e"), texts(self.residual, ".1e")
+        solved = [answers[one] for one in self.at_fixed_point.tolist()]
+        lines = list(zip(map(str, range(len(solved))), *numbers, solved, strict=True))
+        header = ("row", "spectral radius", "backward error", "residual", "fixed point")
+        return text_table(header, lines[:SHOWN]) + remaining(len(lines))
 
-    def draw(self, axis: "matplotlib.axes.Axes") -> None:
-        """Draw the radius of each token, or the eigenvalues of each row, on ``axis``; dotted or hollow if unsolved."""
-        solved = self.at_fixed_point.tolist()
-        if self.backward_error.ndim == 2:
-            for row, radius in enumerate(self.radius.tolist()):
-                style = {"color": colour(row), "linestyle": "-" if solved[row] else ":", "linewidth": 1}
-                axis.plot(radius, marker=".", label=row_label(row, len(solved)), **style)
-            reference_line(axis, 1.0, "expands above")
+    def plot(self) -> "Figure":
+        """Draw the radius of each token, or each row's eigenvalues; hollow points if the row is unsolved.
+
+        ImportError without matplotlib.
+        """
+        tokens = self.backward_error.ndim == 2
+        names = ("token", "spectral radius") if tokens else ("eigenvalues, real part", "imaginary part")
+        figure, axis = new_figure(*names)
+        for row, solved in enumerate(self.at_fixed_point.tolist()):
+            colour = COLOURS[row % len(COLOURS)]
+            style = {"marker": ".", "linewidth": int(tokens), "markerfacecolor": colour if solved else "none"}
+            values = self.eigenvalues[row]
+            points = (self.radius[row].tolist(),) if tokens else (values.real.tolist(), values.imag.tolist())
+            axis.plot(*points, color=colour, **style)
+        if tokens:
+            axis.axhline(1.0, color="#777777", linewidth=1, linestyle="--")
             axis.set_ylim(bottom=0)
-            finish(axis, "token", "spectral radius", legend=True)
-            return
-        angles = torch.linspace(0, 2 * torch.pi, 200)
-        axis.plot(angles.cos().tolist(), angles.sin().tolist(), "--", color=GREY, linewidth=1)
-        for row, values in enumerate(self.eigenvalues):
-            fill = colour(row) if solved[row] else "none"
-            axis.scatter(values.real.tolist(), values.imag.tolist(), s=14, facecolors=fill, edgecolors=colour(row))
-        axis.set_aspect("equal", adjustable="datalim")
-        finish(axis, "eigenvalues, real part", "imaginary part")
+        else:
+            circle = torch.linspace(0, 2 * torch.pi, 200)
+            axis.plot(circle.cos().tolist(), circle.sin().tolist(), "--", color="#777777", linewidth=1)
+            axis.set_aspect("equal", adjustable="datalim")
+        return figure
 
 
 def spectral_radius(f: FixedPointMap, z_star: State, *, products: int = 32, seed: int = 0) -> SpectralRadius:
@@ -129,7 +137,7 @@ def spectral_radius(f: FixedPointMap, z_star: State, *, products: int = 32, seed
     check_callable("f", f)
     check_start("z_star", z_star)
     check_integer("products", products, 1)
-    found, fz, _ = _eigenvalues(f, z_star, products, seeded(seed))
+    found, fz, _ = _eigenvalues(f, z_star, products, _seeded(seed))
     return SpectralRadius(found.values, found.error, _residual(z_star, fz))
 
 
@@ -173,28 +181,34 @@ def model_spectral_radius(
         >>> report.radius.shape, torch.allclose(report.per_row, exact.expand(2), atol=1e-4)
         (torch.Size([2, 3]), True)
     """
-    mask, config = check_call(model, ids, mask, solve, fields)
+    core, real, config = check_call(model, ids, mask, solve, fields)
     check_integer("products", products, 1)
-    generator = seeded(seed)
-    with solved_model(model, ids, mask, config) as solved:
-        return radius_of(solved, products, generator)
-
-
-def radius_of(solved: SolvedModel, products: int, generator: torch.Generator) -> SpectralRadius:
-    """The eigenvalues of a map of each token alone, against the cache of those before it."""
-    args, z, cache, found = solved.args, solved.value, None, []
-    for t in range(z.shape[1]):
-        one = map_tensors(lambda x, t=t: x[:, t : t + 1], args)._replace(cache=cache, need_aux=True)
-        block, _, aux = _eigenvalues(token_map, z[:, t : t + 1], products, generator, one, has_aux=True)
-        found.append(block)
-        if t + 1 < z.shape[1]:
-            cache = one.advance(aux, 1, None if one.mask is None else one.mask.sum(dim=1))
+    generator, cache, found = _seeded(seed), None, []
+    with torch.inference_mode(False), torch.no_grad(), eval_mode(model):
+        real, x = real.clone(), model.embed(ids.clone())  # tensors made in inference mode would forbid any graph
+        if isinstance(model.model, RecurrentDepth):
+            x = model.model.prelude(x, mask=real).value
+        padding = Padding.of(x, real)
+        z = padding.compact(core(x, mask=real, solve=config).value)
+        with cached_weights(core.backbone):
+            args = TokenArgs.prepared(core.backbone, padding.compact(x), None, padding.mask, need_aux=False)
+            for t in range(z.shape[1]):  # each token's map alone, against the cache of those before it
+                one = map_tensors(lambda x, t=t: x[:, t : t + 1], args)._replace(cache=cache, need_aux=True)
+                block, _, aux = _eigenvalues(token_map, z[:, t : t + 1], products, generator, one, has_aux=True)
+                found.append(block)
+                if t + 1 < z.shape[1]:
+                    cache = one.advance(aux, 1, None if one.mask is None else one.mask.sum(dim=1))
+            residual = _residual(z, evaluate(token_map, z, args, has_aux=True)[0])
     values, error = (torch.stack(part, dim=1) for part in zip(*found, strict=True))
-    mask = solved.mask.cpu()
-    padding = Padding.of(error, mask)
-    values = padding.back(values).masked_fill(~mask[..., None], torch.nan)
-    error = padding.back(error).masked_fill(~mask, torch.nan)
-    return SpectralRadius(values, error, _residual(z, solved.f(z)))
+    real = real.cpu()
+    padding = Padding.of(error, real)
+    values = padding.back(values).masked_fill(~real[..., None], torch.nan)
+    return SpectralRadius(values, padding.back(error).masked_fill(~real, torch.nan), residual)
+
+
+def _seeded(seed: int) -> torch.Generator:
+    check_integer("seed", seed, -(2**63), 2**64 - 1)
+    return torch.Generator().manual_seed(int(seed))
 
 
 def _eigenvalues(

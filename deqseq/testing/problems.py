@@ -51,14 +51,6 @@ def affine(
     return Affine(symmetric(eigenvalues).to(dtype), bias.to(dtype))
 
 
-def expansive(*, batch: int = 3, dim: int = 4) -> Affine:
-    """Every direction expands by 1.3 to 1.9, half of them with a change of sign: no damping helps."""
-    sizes = torch.linspace(1.3, 1.9, dim, dtype=torch.float64)
-    signs = torch.where(torch.arange(dim) % 2 == 0, 1.0, -1.0)
-    bias = torch.randn(batch, dim, generator=seeded(2), dtype=torch.float64)
-    return Affine(symmetric(sizes * signs), bias)
-
-
 @dataclass(frozen=True)
 class Tanh:
     """f(z) = tanh(W z + b), a contraction where the norm of W is below one."""
@@ -94,11 +86,6 @@ def expansive_tanh() -> Tanh:
 def limit_cycle(z: Tensor) -> Tensor:
     """Plain iteration alternates for ever; the fixed point is 1/2."""
     return 1 - z
-
-
-def diverging(z: Tensor) -> Tensor:
-    """Doubles the distance to its fixed point -1."""
-    return 2 * z + 1
 
 
 def logistic(z: Tensor) -> Tensor:
@@ -155,21 +142,6 @@ def row_tanh(gains: Sequence[float], *, event: Sequence[int] = (3,)) -> RowTanh:
     """One gain per row, random offsets."""
     offset = torch.randn(len(gains), *event, generator=seeded(5), dtype=torch.float64)
     return RowTanh(torch.tensor(gains, dtype=torch.float64), offset)
-
-
-@dataclass(frozen=True)
-class Staircase:
-    """f(z) = min(z + 1, target): from zero a row passes, exactly, at evaluation number target + 1."""
-
-    target: Tensor
-
-    def __call__(self, z: Tensor) -> Tensor:
-        return torch.minimum(z + 1, self.target)
-
-
-def staircase(targets: Sequence[int]) -> Staircase:
-    """One target per row."""
-    return Staircase(torch.tensor(targets, dtype=torch.float64)[:, None])
 
 
 @dataclass(frozen=True)

@@ -107,22 +107,12 @@ def test_printed_with_numbers_for_the_estimators():
     assert [line.split()[0] for line in lines[6:]] == ["embedding", "A", "R", "U"]
 
 
-def test_nothing_is_left_behind():
-    lm = language_model(contractive_mamba2(dropout=0.5), gradient=dq.OneStep()).train()
-    before = {name: value.clone() for name, value in lm.state_dict().items()}
-    state = torch.get_rng_state()
-    first, again = (gradient_bias(lm, IDS, estimators=[dq.OneStep()]) for _ in range(2))
-    assert first.estimators == again.estimators
-    assert lm.model.solve.gradient == dq.OneStep() and lm.training and lm.model.backbone.layers[0].training
-    assert all(p.grad is None for p in lm.parameters())
-    assert torch.equal(torch.get_rng_state(), state)
-    assert all(torch.equal(before[name], value) for name, value in lm.state_dict().items())
-    assert not lm.model.backbone._forward_pre_hooks
-
+def test_nothing_is_left_behind_by_an_estimator_that_fails():
     class Broken(dq.AttachedGradient):
         def attach(self, f, z_star):
             raise ArithmeticError("broken")
 
+    lm = affine_model(gradient=dq.OneStep()).train()
     with pytest.raises(ArithmeticError):
         gradient_bias(lm, IDS, estimators=[Broken()])
     assert lm.model.solve.gradient == dq.OneStep() and lm.training and not lm.model.backbone._forward_pre_hooks
@@ -178,8 +168,6 @@ def test_a_random_start_is_the_same_for_every_estimator():
 @pytest.mark.usefixtures("unchecked")
 def test_bad_arguments():
     lm = affine_model()
-    with pytest.raises(TypeError, match="model must be an ImplicitModel"):
-        gradient_bias(dq.CausalLM(11, dq.ExplicitModel(contractive_llama(injection=False))), IDS)
     with pytest.raises(ValueError, match=r"len\(estimators\) must be an integer >= 1"):
         gradient_bias(lm, IDS, estimators=[])
     for estimators in (dq.Phantom(), "phantom", [dq.Phantom(), "implicit"], [dq.OneStep]):
@@ -187,8 +175,6 @@ def test_bad_arguments():
             gradient_bias(lm, IDS, estimators=estimators)
     with pytest.raises(TypeError, match=r"give estimators=\[...\]"):
         gradient_bias(lm, IDS, gradient=dq.Phantom())
-    with pytest.raises(TypeError, match="part must be a function"):
-        gradient_bias(lm, IDS, part="layers")
     with pytest.raises(ValueError, match="nothing to score"):
         gradient_bias(lm, IDS[:, :1])
     with pytest.raises(ValueError, match="at least one parameter that requires a gradient"):

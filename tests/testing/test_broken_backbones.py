@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_suites import fails
+from test_broken_solvers import fails
 
 import deqseq as dq
 from deqseq.backbones.affine import AffineCache

@@ -1,12 +1,19 @@
-"""How reports print themselves."""
+"""How reports print and draw themselves."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
 SHOWN = 8
 """How many rows of a batch a report prints."""
+COLOURS = ("#31688e", "#d1495b", "#66a182", "#edae49", "#7b5ea7")
+"""Distinguishable by colour-blind readers too."""
 
 
 def text_table(header: SequenceOf[str], lines: Iterable[SequenceOf[str]]) -> str:
@@ -19,13 +26,6 @@ def text_table(header: SequenceOf[str], lines: Iterable[SequenceOf[str]]) -> str
     return "\n".join("  ".join(line).rstrip() for line in zip(*aligned, strict=True))
 
 
-def row_table(columns: Mapping[str, SequenceOf[str]]) -> str:
-    """A table of the first rows of a batch, with one text per row in each column."""
-    rows = min(map(len, columns.values()))
-    lines = zip(map(str, range(min(SHOWN, rows))), *columns.values(), strict=False)
-    return text_table(("row", *columns), lines) + remaining(rows)
-
-
 def remaining(rows: int) -> str:
     """What is printed instead of further rows."""
     return f"\n... and {rows - SHOWN} more rows" if rows > SHOWN else ""
@@ -36,6 +36,15 @@ def texts(numbers: Tensor, form: str) -> list[str]:
     return [f"{number:{form}}" for number in numbers.tolist()]
 
 
-def yes_no(answers: Tensor) -> list[str]:
-    """Each answer, in words."""
-    return ["yes" if answer else "no" for answer in answers.tolist()]
+def new_figure(x: str, y: str) -> "tuple[Figure, Axes]":
+    """A new figure with an empty axis, 7 by 3.2 inches, that is not shown in a window."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError('plots of reports need matplotlib: pip install "deqseq[examples]"') from error
+    figure = Figure(figsize=(7.0, 3.2), layout="constrained")
+    axis = figure.add_subplot()
+    axis.set(xlabel=x, ylabel=y)
+    axis.grid(alpha=0.25)
+    axis.set_axisbelow(True)
+    return figure, axis

@@ -1,0 +1,131 @@
+"""The suite for solvers fails for each that breaks one promise; the suites come with the package and need no pytest."""
+
+import subprocess
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+import deqseq as dq
+from deqseq.testing import SolverContract
+
+
+def fails(suite: type, test: str, **attributes: Any) -> bool:
+    """Whether a test of a suite fails for a part."""
+    try:
+        getattr(type("Broken", (suite,), attributes)(), test)()
+    except Exception:
+        return True
+    return False
+
+
+@dataclass(frozen=True)
+class MixesRows(dq.Solver[None]):
+    """Damps by what the whole batch does."""
+
+    def init(self, z0):
+        return None
+
+    def step(self, z, fz, state):
+        moved = (fz - z).norm() / fz.norm().clamp_min(1e-12)
+        return torch.lerp(z, fz, float(0.5 + 0.3 * moved.clamp(max=1))), None
+
+
+@dataclass(frozen=True)
+class KeepsItsRows(dq.Solver[Any]):
+    """A memory of another length than the batch, once finished rows are removed."""
+
+    def init(self, z0):
+        return None
+
+    def step(self, z, fz, state):
+        previous = z if state is None else state()
+        return z + 0.9 * (fz - z) + 0.1 * (z - previous), lambda: z
+
+
+@dataclass(frozen=True)
+class InPlace(dq.Solver[None]):
+    def init(self, z0):
+        return None
+
+    def step(self, z, fz, state):
+        return z.lerp_(fz, 0.8), None
+
+
+@dataclass(frozen=True)
+class GivesUpTogether(dq.Solver[None]):
+    """Damps all rows more once one of them is not finite."""
+
+    def init(self, z0):
+        return None
+
+    def step(self, z, fz, state):
+        return torch.lerp(z, fz, 0.8 if fz.isfinite().all() else 0.4), None
+
+
+class NotFrozen(dq.Relaxed):
+    """No dataclass of its own: its configuration can be changed."""
+
+    def __init__(self, damping: float = 0.8) -> None:
+        self.__dict__["damping"] = damping
+
+    def __setattr__(self, name, value):
+        self.__dict__[name] = value
+
+
+@pytest.mark.parametrize(
+    ("solver", "expected"),
+    [
+        (MixesRows(), "test_rows_do_not_depend_on_the_rest_of_the_batch"),
+        (KeepsItsRows(), "test_removing_finished_rows_changes_nothing"),
+        (InPlace(), "test_nothing_is_modified_in_place"),
+        (NotFrozen(), "test_it_is_its_configuration"),
+        (GivesUpTogether(), "test_a_row_that_is_not_finite_leaves_the_others_alone"),
+    ],
+    ids=lambda x: type(x).__name__,
+)
+def test_a_broken_solver_fails(solver, expected):
+    assert fails(SolverContract, expected, solver=solver)
+    assert not fails(SolverContract, expected, solver=dq.Relaxed())
+
+
+def run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, **options)
+
+
+def test_the_suites_run_without_pytest():
+    code = """
+import sys, unittest
+sys.modules["pytest"] = None
+import deqseq as dq
+assert not any(name.startswith("deqseq.testing") for name in sys.modules)
+from deqseq.testing import BackboneContract, SolverContract
+class TestRelaxed(SolverContract, unittest.TestCase):
+    solver = dq.Relaxed()
+unittest.main(argv=["-", "TestRelaxed.test_keeps_the_dtype"])
+"""
+    result = run("-W", "ignore", "-c", code)
+    assert result.returncode == 0, result.stderr
+
+
+def test_three_lines_test_a_part_of_ones_own(tmp_path):
+    (tmp_path / "test_mine.py").write_text("""
+import deqseq as dq
+from deqseq.testing import SolverContract
+
+class TestGood(SolverContract):
+    solver = dq.Relaxed()
+
+class Scaled(dq.Relaxed):
+    def step(self, z, fz, state):
+        return z + 2.0 * (fz - z), state
+
+class TestBad(SolverContract):
+    solver = Scaled()
+""")
+    result = run("-m", "pytest", "-q", "-k", "finds", "-p", "no:cacheprovider", cwd=tmp_path)
+    assert result.returncode == 1
+    assert "1 failed, 3 passed" in result.stdout
+    assert "== [<Status.CONVERGED" in result.stdout  # asserts of the suites show their values
