@@ -1,16 +1,212 @@
-"""Arguments are checked where they are given: an error names the argument, what it got and what it wants."""
+"""Arguments are checked where they are given: an error names the argument, what it got and what it wants.
+
+What an argument may be stands in its annotation, and :func:`checked` reads it there.
+"""
 
 import difflib
+import functools
+import inspect
 import math
-from collections.abc import Collection, Iterable, Iterator
+import types
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
 from fractions import Fraction
 from numbers import Integral, Real
-from typing import Any
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import torch
+from jaxtyping import AbstractArray
 from torch import Tensor, nn
 
 Kind = type | tuple[type, ...]
+T = TypeVar("T")
+Check = Callable[[str, Any], None]
+"""Raises an error that names the argument, its first, unless the second is what it may be."""
+
+EXAMPLES = {
+    "Solver": "dq.Anderson()",
+    "Stop": "dq.Stop(rtol=1e-3)",
+    "Gradient": "dq.Phantom(4)",
+    "Sweep": "dq.Sliding(8)",
+    "SolveConfig": "dq.SolveConfig(solver=dq.Anderson())",
+    "Backbone": "dq.Mamba2(dq.Mamba2Config(d_model=64))",
+    "Mamba2Config": "dq.Mamba2Config(d_model=64)",
+    "LlamaConfig": "dq.LlamaConfig(d_model=64)",
+    "RotaryScaling": "RotaryScaling(8.0)",
+    "Injection": "dq.ConcatInjection(64)",
+    "Model": "dq.ImplicitModel(backbone)",
+    "ImplicitModel": "dq.ImplicitModel(backbone)",
+    "ExplicitModel": "dq.ExplicitModel(backbone)",
+    "CausalLM": "dq.CausalLM(vocab_size, dq.ImplicitModel(backbone))",
+    "Evaluation": "model.evaluate(x)",
+    "LanguageModelSpec": 'dq.preset("mamba2-130m-implicit")',
+    "Phase": "training.free()",
+    "PoissonLogNormal": "training.PoissonLogNormal(32)",
+    "FiniteMonoid": "tasks.alternating(5)",
+    "Generator": "torch.Generator().manual_seed(0)",
+    "dtype": "torch.bfloat16",
+}
+"""What to write where an object of a class is wanted."""
+
+
+class Range(ABC):
+    """What ``Annotated`` adds to a type: the values that are taken."""
+
+    @abstractmethod
+    def check(self, name: str, value: Any) -> None:
+        """Refuse any other ``value`` of the argument ``name`` with a TypeError or a ValueError."""
+
+
+@dataclass(frozen=True)
+class AtLeast(Range):
+    """In ``Annotated[int, AtLeast(1)]``: an integer from ``low`` on."""
+
+    low: int
+
+    def check(self, name: str, value: Any) -> None:
+        check_integer(name, value, self.low)
+
+
+@dataclass(frozen=True)
+class Between(Range):
+    """In ``Annotated[int, Between(0, 9)]``: an integer from ``low`` to ``high``."""
+
+    low: int
+    high: int
+
+    def check(self, name: str, value: Any) -> None:
+        check_integer(name, value, self.low, self.high)
+
+
+@dataclass(frozen=True)
+class Within(Range):
+    """In ``Annotated[float, Within("[0, inf)")]``: a number in an interval; NaN is in none."""
+
+    interval: str
+
+    def check(self, name: str, value: Any) -> None:
+        check_number(name, value, self.interval)
+
+
+def checked(target: T) -> T:
+    """Check the arguments of a function, or of a dataclass's constructor, against their annotations.
+
+    Read are ranges (:class:`AtLeast`, :class:`Between`, :class:`Within`), ``bool``, ``Literal``, functions, classes,
+    and unions of them; of a tensor or a container only its class. Defaults are not checked, and neither is anything
+    inside ``torch.compile``.
+
+    Args:
+        target: a function, an ``__init__`` or a dataclass.
+
+    Returns:
+        The function with checks, or the same dataclass.
+
+    Raises:
+        TypeError, ValueError: later, at a call: names the argument, what it got and what it wants.
+
+    Example:
+        >>> from typing import Annotated
+        >>> @checked
+        ... def repeat(text: str, times: Annotated[int, AtLeast(1)] = 2) -> str:
+        ...     return text * times
+        >>> repeat("ab", times=0)
+        Traceback (most recent call last):
+        ValueError: times must be an integer >= 1, got 0
+    """
+    if isinstance(target, type):
+        target.__init__ = _checking(target.__init__, f"{target.__name__}.")
+        return target
+    function: Any = target
+    owner, _, name = function.__qualname__.rpartition(".")
+    return _checking(function, f"{owner}." if name == "__init__" else "")
+
+
+def _checking(function: Any, prefix: str) -> Any:
+    @functools.cache  # at the first call, when every class that an annotation names is there
+    def checks() -> tuple[tuple[tuple[str, Check | None], ...], dict[str, Check | None], tuple[str, Check | None]]:
+        named, positional, rest = {}, [], ("", None)
+        for name, parameter in inspect.signature(function).parameters.items():
+            check = _check_of(_evaluated(parameter.annotation, function))
+            if parameter.kind is parameter.VAR_POSITIONAL:
+                rest = name, check
+            elif parameter.kind is not parameter.VAR_KEYWORD:
+                named[name] = check
+                if parameter.kind is not parameter.KEYWORD_ONLY:
+                    positional.append((name, check))
+        return tuple(positional), named, rest
+
+    @functools.wraps(function)
+    def with_checks(*args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            positional, named, (rest, check_rest) = checks()
+            for (name, check), value in zip(positional, args, strict=False):
+                if check is not None:
+                    check(prefix + name, value)
+            for name, value in kwargs.items():
+                check = named.get(name)
+                if check is not None:
+                    check(prefix + name, value)
+            if check_rest is not None:
+                for value in args[len(positional) :]:
+                    check_rest(rest, value)
+        return function(*args, **kwargs)
+
+    return with_checks
+
+
+def _evaluated(annotation: Any, function: Any) -> Any:
+    if isinstance(annotation, str):
+        return eval(annotation, inspect.unwrap(function).__globals__)
+    return annotation
+
+
+def _check_of(annotation: Any) -> Check | None:
+    """What an annotation asks for; None where it does not say."""
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        found = [part.check for part in parts[1:] if isinstance(part, Range)]
+        return found[0] if found else _check_of(parts[0])
+    if origin is Literal:
+        return functools.partial(check_choice, choices=parts)
+    if origin is Union or origin is types.UnionType:
+        return _check_of_union(parts)
+    if origin is Callable:
+        return check_callable
+    if annotation is bool:
+        return check_flag
+    if annotation is float:
+        return functools.partial(check_number, interval="(-inf, inf)")
+    if annotation is int:
+        return functools.partial(check_integer, low=-(2**63), high=2**63 - 1)
+    kind = _class_of(annotation)
+    return None if kind is None else functools.partial(check_type, wanted=kind)
+
+
+def _check_of_union(parts: tuple[Any, ...]) -> Check | None:
+    optional, others = type(None) in parts, [part for part in parts if part is not type(None)]
+    literals = tuple(choice for part in others if get_origin(part) is Literal for choice in get_args(part))
+    classes = [_class_of(part) for part in others if get_origin(part) is not Literal]
+    kinds = tuple(kind for kind in classes if kind is not None)
+    if len(others) == 1 and (literals or not kinds or kinds[0] in (bool, int, float)):
+        check = _check_of(others[0])
+    elif len(kinds) < len(classes):  # for example a function or an object: nothing simple to say
+        return None
+    elif literals:
+        check = functools.partial(check_choice, choices=literals, kinds=kinds)
+    else:
+        check = functools.partial(check_type, wanted=(*kinds, type(None)) if optional else kinds)
+    if check is None or not optional:
+        return check
+    return lambda name, value: None if value is None else check(name, value)
+
+
+def _class_of(annotation: Any) -> type | None:
+    """The class of the objects that an annotation takes: ``Solver`` of ``Solver[Any]``, ``Tensor`` of shapes."""
+    kind = get_origin(annotation) or annotation
+    if not isinstance(kind, type) or kind in (Any, Annotated, Callable, object, inspect.Parameter.empty):
+        return None
+    return Tensor if issubclass(kind, AbstractArray) else kind
 
 
 def check_type(name: str, value: object, wanted: Kind, example: str = "") -> None:
@@ -19,6 +215,7 @@ def check_type(name: str, value: object, wanted: Kind, example: str = "") -> Non
         return
     kinds = wanted if isinstance(wanted, tuple) else (wanted,)
     names = " or ".join(_called(kind) for kind in kinds)
+    example = example or EXAMPLES.get(kinds[0].__name__, "")
     such = f", such as {example}" if example else ""
     raise TypeError(f"{name} must be {names}{such}, got {_shown(value)}{_remedy(value, kinds)}")
 
@@ -53,12 +250,14 @@ def check_flag(name: str, value: object) -> None:
         raise TypeError(f"{name} must be True or False, got {_shown(value)}")
 
 
-def check_choice(name: str, value: object, choices: Iterable[object]) -> None:
-    """Refuse anything but one of the ``choices`` with a ValueError."""
+def check_choice(name: str, value: object, choices: Iterable[object], kinds: tuple[type, ...] = ()) -> None:
+    """Refuse anything but one of the ``choices``, or an object of one of the ``kinds``, with a ValueError."""
     known = tuple(choices)
-    if not any(type(value) is type(one) and value == one for one in known):
-        hint = suggestion(value, [one for one in known if isinstance(one, str)]) if isinstance(value, str) else ""
-        raise ValueError(f"{name} must be one of {known}, got {_shown(value)}{hint}")
+    if isinstance(value, kinds) or any(type(value) is type(one) and value == one for one in known):
+        return
+    hint = suggestion(value, [one for one in known if isinstance(one, str)]) if isinstance(value, str) else ""
+    others = "".join(f" or {_called(kind)}" for kind in kinds)
+    raise ValueError(f"{name} must be one of {known}{others}, got {_shown(value)}{hint or _remedy(value, kinds)}")
 
 
 def check_known(what: str, name: object, known: Collection[str]) -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from deqseq.check import check_callable, check_flag, check_type
+from deqseq.check import checked
 from deqseq.gradients.base import Gradient
 from deqseq.gradients.implicit import Implicit
 from deqseq.loop import Callback
@@ -15,6 +15,7 @@ from deqseq.stop import Stop
 from deqseq.types import FixedPointMap, State
 
 
+@checked
 def fixed_point(
     f: FixedPointMap,
     z0: State,
@@ -58,10 +59,6 @@ def fixed_point(
         >>> solution.value[0, 0]
         tensor(0.8952)
     """
-    check_callable("f", f)
-    check_type("stop", stop, Stop, "dq.Stop(rtol=1e-3)")
-    check_type("gradient", gradient, (Gradient, type(None)), "dq.Phantom(4)")
-    check_flag("throw", throw)
     chosen = Implicit() if gradient is None else gradient
     solution = chosen.apply(f, z0, args=args, solver=solver, stop=stop, callback=callback)
     if throw:

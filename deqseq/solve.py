@@ -6,7 +6,7 @@ from typing import Any, Required, TypedDict
 
 import torch
 
-from deqseq.check import check_callable, check_flag, check_type
+from deqseq.check import check_type, checked
 from deqseq.evaluate import check_start, check_transforms
 from deqseq.loop import Callback, iterate
 from deqseq.moving import MovingWindows
@@ -31,6 +31,7 @@ class SolveCall(TypedDict, total=False):
     callback: Callback | None
 
 
+@checked
 def solve(
     f: FixedPointMap,
     z0: State,
@@ -80,14 +81,8 @@ def solve(
         tensor([1, 3])
     """
     check_transforms()
-    check_callable("f", f)
     check_start("z0", z0)
-    check_type("solver", solver, Solver, "dq.Anderson()")
-    check_type("stop", stop, Stop, "dq.Stop(rtol=1e-3)")
     check_rows("args", args, len(z0))
-    check_flag("has_aux", has_aux)
-    if callback is not None:
-        check_callable("callback", callback)
     budget = 1 if solver.owns_loop else stop.max_steps
     if sweep is None or sweep.block is None:
         windows = AllTokens(z0, args, stop, budget, solver.returns_point)

@@ -2,21 +2,22 @@
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 
-from deqseq.check import check_choice, check_integer, check_number
+from deqseq.check import Between, Within, checked
 from deqseq.types import Sequence
 
 
+@checked
 @dataclass(frozen=True)
 class RandomStart:
     """Begin at random states: normal numbers, none beyond three standard deviations.
 
     Args:
-        std: standard deviation, above 0. Huginn's is about 0.63, that of its state; the retrofitted models have
+        std: standard deviation. Huginn's is about 0.63, that of its state; the retrofitted models have
             sqrt(2 / (5 d_model)).
         seed: of the draws of each call. Default: torch's global generator.
 
@@ -34,13 +35,8 @@ class RandomStart:
         True
     """
 
-    std: float = 1.0
-    seed: int | None = None
-
-    def __post_init__(self) -> None:
-        check_number("RandomStart.std", self.std, "(0, inf)")
-        if self.seed is not None:
-            check_integer("RandomStart.seed", self.seed, 0, 2**32 - 1)  # torch's generator on the CPU takes 32 bits
+    std: Annotated[float, Within("(0, inf)")] = 1.0
+    seed: Annotated[int, Between(0, 2**32 - 1)] | None = None  # torch's generator on the CPU takes 32 bits
 
     def draw(self, like: Tensor) -> Tensor:
         """States of the shape, dtype and device of ``like``, ``(batch, length, d_model)``.
@@ -62,12 +58,6 @@ class RandomStart:
 
 Start = Literal["zero", "input"] | RandomStart
 """Where an iteration begins: at zero, at the embedded tokens, or at random states."""
-
-
-def check_start_choice(name: str, start: object) -> None:
-    """Refuse anything but a :data:`Start`, with a ValueError."""
-    if not isinstance(start, RandomStart):
-        check_choice(name, start, ("zero", "input", RandomStart(1.0)))
 
 
 def initial_state(start: Start | Tensor, like: Sequence) -> Sequence:

@@ -2,13 +2,13 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Annotated, Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from deqseq.check import check_choice, check_integer, check_number
+from deqseq.check import AtLeast, Within, checked
 from deqseq.types import State
 
 Norm = Literal["token", "row"]
@@ -56,6 +56,7 @@ class Rule(ABC):
         """How far each token is from its end, at the point ``z`` with the value ``fz``, ``(rows, tokens, ...)``."""
 
 
+@checked
 @dataclass(frozen=True)
 class Stop:
     r"""The stopping rule of a solve.
@@ -69,8 +70,8 @@ class Stop:
     start at zero too.
 
     Args:
-        rtol: relative tolerance, at least 0.
-        atol: absolute tolerance, at least 0, in the units of the state.
+        rtol: relative tolerance.
+        atol: absolute tolerance, in the units of the state.
         max_steps: the budget: how many times the map may be evaluated, at least 1; in a window, without a commit.
         check_every: evaluations between two checks of the residual, at least 1. A check copies one flag per row to
             the host, which on CUDA synchronises; between checks nothing is measured, ended or recorded.
@@ -91,24 +92,16 @@ class Stop:
         8
     """
 
-    rtol: float = 1e-3
-    atol: float = 0.0
-    max_steps: int = 64
-    check_every: int = 1
-    divergence: float = 1e4
+    rtol: Annotated[float, Within("[0, inf)")] = 1e-3
+    atol: Annotated[float, Within("[0, inf)")] = 0.0
+    max_steps: Annotated[int, AtLeast(1)] = 64
+    check_every: Annotated[int, AtLeast(1)] = 1
+    divergence: Annotated[float, Within("(1, inf]")] = 1e4
     norm: Norm | Rule = "token"
 
-    def __post_init__(self) -> None:
-        check_number("Stop.rtol", self.rtol, "[0, inf)")
-        check_number("Stop.atol", self.atol, "[0, inf)")
-        check_integer("Stop.max_steps", self.max_steps, 1)
-        check_integer("Stop.check_every", self.check_every, 1)
-        check_number("Stop.divergence", self.divergence, "(1, inf]")
-        if not isinstance(self.norm, Rule):
-            check_choice("Stop.norm", self.norm, get_args(Norm))
-
     @classmethod
-    def exactly(cls, steps: int) -> "Stop":
+    @checked
+    def exactly(cls, steps: Annotated[int, AtLeast(1)]) -> "Stop":
         """Run ``steps`` evaluations whatever the residual, check it once at the end, and return the last value.
 
         Rows have the status ``MAX_STEPS_REACHED``, unless their residual is exactly 0.
@@ -119,7 +112,6 @@ class Stop:
         Returns:
             A rule with zero tolerance that is checked at the last evaluation.
         """
-        check_integer("steps", steps, 1)
         return cls(rtol=0.0, atol=0.0, max_steps=steps, check_every=steps)
 
     @property

@@ -1,8 +1,9 @@
 """Which tokens are solved together: a block size and a window."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from deqseq.check import check_integer
+from deqseq.check import AtLeast, check_integer, checked
 
 
 class Sweep:
@@ -55,12 +56,13 @@ class Simultaneous(Sweep):
     """
 
 
+@checked
 @dataclass(frozen=True)
 class Chunked(Sweep):
     """Chunks of a fixed size, one after another.
 
     Args:
-        size: tokens per chunk, at least 1.
+        size: tokens per chunk.
 
     Raises:
         ValueError: ``size`` is below 1.
@@ -72,10 +74,7 @@ class Chunked(Sweep):
         (16, True)
     """
 
-    size: int
-
-    def __post_init__(self) -> None:
-        check_integer("Chunked.size", self.size, 1)
+    size: Annotated[int, AtLeast(1)]
 
     @property
     def block(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -96,6 +95,7 @@ class Sequential(Sweep):
     block = 1
 
 
+@checked
 @dataclass(frozen=True)
 class Sliding(Sweep):
     """A window over the first tokens that have not converged: the least work where convergence moves left to right.
@@ -106,7 +106,7 @@ class Sliding(Sweep):
     passing, because the budget was spent.
 
     Args:
-        window: tokens that are iterated together, at least 1.
+        window: tokens that are iterated together.
 
     Raises:
         ValueError: ``window`` is below 1.
@@ -120,7 +120,4 @@ class Sliding(Sweep):
     """
 
     block = 1
-    window: int = 8
-
-    def __post_init__(self) -> None:
-        check_integer("Sliding.window", self.window, 1)
+    window: Annotated[int, AtLeast(1)] = 8

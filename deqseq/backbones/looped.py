@@ -3,16 +3,16 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
 from deqseq.backbones.base import Backbone, Cache, Inputs
-from deqseq.check import check_callable, check_integer, check_type
+from deqseq.check import AtLeast, check_type, checked
 from deqseq.evaluate import evaluate
-from deqseq.start import Start, check_start_choice, initial_state
+from deqseq.start import Start, initial_state
 from deqseq.types import Mask, Sequence
 
 Choose = Callable[[Float[Tensor, "steps batch length d_model"]], Sequence]
@@ -91,15 +91,15 @@ class Looped(Backbone[LoopedCache]):
         True
     """
 
+    @checked
     def __init__(
-        self, backbone: Backbone[Any], steps: int, choose: Choose | None = None, start: Start = "input"
+        self,
+        backbone: Backbone[Any],
+        steps: Annotated[int, AtLeast(1)],
+        choose: Choose | None = None,
+        start: Start = "input",
     ) -> None:
         super().__init__()
-        check_type("Looped.backbone", backbone, Backbone, "dq.Llama(dq.LlamaConfig(d_model=64, injection=False))")
-        check_integer("Looped.steps", steps, 1)
-        if choose is not None:
-            check_callable("Looped.choose", choose)
-        check_start_choice("Looped.start", start)
         self.d_model = backbone.d_model
         self.backbone, self.steps, self.choose = backbone, steps, choose
         self.start: Start | Tensor = start

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deqseq.check import check_callable, check_flag, check_type
+from deqseq.check import checked
 from deqseq.evaluate import check_transforms
 from deqseq.gradients.base import AttachedGradient
 from deqseq.solution import ConvergenceWarning, Solution
@@ -25,6 +25,7 @@ FAILED = (  # always the same words, so that Python shows them once in a trainin
 )
 
 
+@checked
 @dataclass(frozen=True)
 class Implicit(AttachedGradient):
     r"""The exact gradient: the backward pass solves a second, linear fixed-point problem.
@@ -64,13 +65,6 @@ class Implicit(AttachedGradient):
     stop: Stop = Stop(rtol=1e-5, max_steps=100, norm="row")
     throw: bool = False
     report: Callable[[Solution], None] | None = None
-
-    def __post_init__(self) -> None:
-        check_type("Implicit.solver", self.solver, Solver, "dq.Anderson()")
-        check_type("Implicit.stop", self.stop, Stop, "dq.Stop(rtol=1e-5)")
-        check_flag("Implicit.throw", self.throw)
-        if self.report is not None:
-            check_callable("Implicit.report", self.report)
 
     def attach(self, f: Callable[[State], State], z_star: State) -> State:
         check_transforms(("grad",))

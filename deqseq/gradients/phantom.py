@@ -2,14 +2,16 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 
-from deqseq.check import check_flag, check_integer, check_number
+from deqseq.check import AtLeast, Within, checked
 from deqseq.gradients.base import AttachedGradient, checkpointed
 from deqseq.types import State
 
 
+@checked
 @dataclass(frozen=True)
 class Phantom(AttachedGradient):
     r"""Detach the fixed point, then take a few damped steps with a graph: the paper's estimator.
@@ -24,8 +26,8 @@ class Phantom(AttachedGradient):
     checkpointing with ``use_reentrant=False`` only: the reentrant kind runs the forward pass under ``no_grad``.
 
     Args:
-        steps: :math:`k`, at least 1.
-        damping: :math:`\lambda`, in (0, 1].
+        steps: :math:`k`.
+        damping: :math:`\lambda`.
         checkpoint: whether to recompute activations in the backward pass.
 
     Raises:
@@ -44,14 +46,9 @@ class Phantom(AttachedGradient):
         3.48
     """
 
-    steps: int = 4
-    damping: float = 0.8
+    steps: Annotated[int, AtLeast(1)] = 4
+    damping: Annotated[float, Within("(0, 1]")] = 0.8
     checkpoint: bool = False
-
-    def __post_init__(self) -> None:
-        check_integer("Phantom.steps", self.steps, 1)
-        check_number("Phantom.damping", self.damping, "(0, 1]")
-        check_flag("Phantom.checkpoint", self.checkpoint)
 
     def attach(self, f: Callable[[State], State], z_star: State) -> State:
         f = checkpointed(f) if self.checkpoint else f

@@ -2,17 +2,18 @@
 
 from dataclasses import dataclass
 from itertools import count
-from typing import Any, Unpack
+from typing import Annotated, Any, Unpack
 
 import torch
 
-from deqseq.check import check_flag, check_integer
+from deqseq.check import AtLeast, checked
 from deqseq.gradients.base import Gradient, checkpointed, primed
 from deqseq.solution import Solution
 from deqseq.solve import SolveCall, solve
 from deqseq.types import FixedPointMap, State
 
 
+@checked
 @dataclass(frozen=True)
 class Unrolled(Gradient):
     r"""Differentiate the solve itself: exact for the iterate that is returned, and for the start ``z0``.
@@ -32,7 +33,7 @@ class Unrolled(Gradient):
 
     Args:
         checkpoint: whether to recompute activations in the backward pass.
-        last: how many of the last iterations are differentiated, at least 1; needs ``Stop.exactly(steps)``. Default:
+        last: how many of the last iterations are differentiated; needs ``Stop.exactly(steps)``. Default:
             all.
 
     Raises:
@@ -49,12 +50,7 @@ class Unrolled(Gradient):
     """
 
     checkpoint: bool = False
-    last: int | None = None
-
-    def __post_init__(self) -> None:
-        check_flag("Unrolled.checkpoint", self.checkpoint)
-        if self.last is not None:
-            check_integer("Unrolled.last", self.last, 1)
+    last: Annotated[int, AtLeast(1)] | None = None
 
     def apply(self, f: FixedPointMap, z0: State, *, keep_value: bool = False, **call: Unpack[SolveCall]) -> Solution:
         sweep = call.get("sweep")

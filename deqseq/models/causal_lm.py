@@ -1,7 +1,7 @@
 """Language models: tokens in, predictions out."""
 
 from collections.abc import Callable, Iterable
-from typing import Any, Unpack
+from typing import Annotated, Any, Unpack
 
 import torch
 from einops import rearrange
@@ -10,18 +10,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from deqseq.backbones.base import Cache
-from deqseq.check import check_callable, check_flag, check_ids, check_integer, check_number, check_type
+from deqseq.check import AtLeast, Between, Within, check_ids, check_integer, check_type, checked
 from deqseq.config import SolveConfig, SolveFields, check_fields
 from deqseq.loop import Callback
 from deqseq.models.base import Model
 from deqseq.models.eval_mode import eval_mode
-from deqseq.models.explicit import ExplicitModel, check_nothing_to_solve
-from deqseq.models.generation import Generation, NewTokens, Sampler, generate
+from deqseq.models.explicit import check_nothing_to_solve
+from deqseq.models.generation import Generation, NewTokens, generate
 from deqseq.models.implicit import ImplicitModel
 from deqseq.models.output import CausalLMOutput
 from deqseq.models.padding import check_mask
-from deqseq.models.recurrent_depth import RecurrentDepth, solved_part
-from deqseq.models.scaling import capped, check_embedding, scaled
+from deqseq.models.recurrent_depth import solved_part
+from deqseq.models.sampler import Sampler, Seed
+from deqseq.models.scaling import capped, scaled
 from deqseq.types import Mask, Sequence
 
 Tokens = Int64[Tensor, "batch length"]
@@ -34,11 +35,11 @@ class CausalLM(nn.Module):
     """An embedding, a model, and a head without bias.
 
     Args:
-        vocab_size: tokens, at least 1.
+        vocab_size: tokens.
         model: an :class:`ImplicitModel`, :class:`ExplicitModel` or :class:`RecurrentDepth`.
         embedding_std: standard deviation of the initial embedding.
         tied: whether the head is the embedding, as in the paper, or has weights of its own.
-        embedding_dropout: probability, in [0, 1), that a number of an embedded token is zero in training; drawn once,
+        embedding_dropout: probability that a number of an embedded token is zero in training; drawn once,
             before the solve.
         embedding_scale: multiplies the embedded tokens, rounded to their dtype first, as in Gemma.
         logit_softcap: bound of the logits, which become ``cap * tanh(logits / cap)``, as in Gemma 2. Default: none.
@@ -55,23 +56,19 @@ class CausalLM(nn.Module):
         (torch.Size([1, 3, 10]), 0)
     """
 
+    @checked
     def __init__(
         self,
-        vocab_size: int,
-        model: ImplicitModel | ExplicitModel | RecurrentDepth,
-        embedding_std: float = 0.02,
+        vocab_size: Annotated[int, AtLeast(1)],
+        model: Model,
+        embedding_std: Annotated[float, Within("[0, inf)")] = 0.02,
         *,
         tied: bool = True,
-        embedding_dropout: float = 0.0,
-        embedding_scale: float = 1.0,
-        logit_softcap: float | None = None,
+        embedding_dropout: Annotated[float, Within("[0, 1)")] = 0.0,
+        embedding_scale: Annotated[float, Within("(0, inf)")] = 1.0,
+        logit_softcap: Annotated[float, Within("(0, inf)")] | None = None,
     ) -> None:
         super().__init__()
-        check_integer("CausalLM.vocab_size", vocab_size, 1)
-        check_type("CausalLM.model", model, Model, "dq.ImplicitModel(backbone)")
-        check_number("CausalLM.embedding_std", embedding_std, "[0, inf)")
-        check_flag("CausalLM.tied", tied)
-        check_embedding("CausalLM", dropout=embedding_dropout, scale=embedding_scale, softcap=logit_softcap)
         self.embedding_dropout, self.embedding_scale = embedding_dropout, embedding_scale
         self.logit_softcap = logit_softcap
         self.embedding = nn.Embedding(vocab_size, model.d_model)
@@ -81,6 +78,7 @@ class CausalLM(nn.Module):
         if self.head is not None:
             nn.init.normal_(self.head.weight, std=embedding_std)
 
+    @checked
     def forward(
         self,
         input_ids: Tokens,
@@ -134,19 +132,20 @@ class CausalLM(nn.Module):
         loss = None if answers is None else _cross_entropy(logits, answers, shift=labels is not None)
         return CausalLMOutput(logits, loss, output.cache, output.stats, output.status, output.again)
 
+    @checked
     @torch.no_grad()
     def generate(
         self,
         input_ids: Tokens,
         *,
-        max_new_tokens: int,
+        max_new_tokens: Annotated[int, AtLeast(1)],
         mask: Mask | None = None,
-        temperature: float = 0.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        seed: int | None = None,
-        stop_tokens: Iterable[int] = (),
-        pad_token: int = 0,
+        temperature: Annotated[float, Within("[0, inf)")] = 0.0,
+        top_k: Annotated[int, AtLeast(1)] | None = None,
+        top_p: Annotated[float, Within("(0, 1]")] | None = None,
+        seed: Seed | None = None,
+        stop_tokens: int | Iterable[int] = (),
+        pad_token: Annotated[int, Between(-(2**63), 2**63 - 1)] = 0,
         callback: Callable[[NewTokens], None] | None = None,
         solve: SolveConfig | None = None,
         **fields: Unpack[SolveFields],
@@ -158,7 +157,7 @@ class CausalLM(nn.Module):
 
         Args:
             input_ids: prompts, ``(batch, length)``.
-            max_new_tokens: at least 1.
+            max_new_tokens: how many tokens each row gets at most.
             mask: bool, True at real tokens of the prompts, ``(batch, length)``, for prompts of unequal length; padding
                 may be on either side. Default: no padding.
             temperature: logits are divided by it; at 0 the most probable token is taken.
@@ -188,12 +187,8 @@ class CausalLM(nn.Module):
         stop_tokens = stop_tokens.flatten().tolist() if isinstance(stop_tokens, Tensor) else stop_tokens
         stops = tuple(stop_tokens) if isinstance(stop_tokens, Iterable) else (stop_tokens,)
         check_tokens("input_ids", input_ids, self.embedding)
-        check_integer("max_new_tokens", max_new_tokens, 1)
         for token in stops:
             check_integer("stop_tokens", token, 0, self.embedding.num_embeddings - 1)
-        check_integer("pad_token", pad_token, -(2**63), 2**63 - 1)
-        if callback is not None:
-            check_callable("callback", callback)
         with eval_mode(self):
             return generate(
                 self.model,

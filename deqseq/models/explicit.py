@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from deqseq.backbones.base import Backbone, Cache, Inputs, check_sequence
-from deqseq.check import check_flag, check_type
+from deqseq.check import checked
 from deqseq.layers.weight_norm import cached_weights
 from deqseq.models.base import Model
 from deqseq.models.output import Evaluation, ModelOutput
@@ -30,11 +30,12 @@ class ExplicitModel(Model):
         torch.Size([1, 5, 16])
     """
 
+    @checked
     def __init__(self, backbone: Backbone[Any]) -> None:
         super().__init__()
-        check_type("backbone", backbone, Backbone, "dq.Mamba2(dq.Mamba2Config(d_model=64, injection=False))")
         self.backbone = backbone
 
+    @checked
     def forward(
         self,
         x: Sequence,
@@ -59,7 +60,6 @@ class ExplicitModel(Model):
             TypeError: an argument of the wrong type.
             ValueError: a bad shape.
         """
-        check_flag("return_cache", return_cache)
         check_sequence(x, self.backbone.d_model)
         padding = Padding.of(x, mask)
         tokens = padding.compact(x)
@@ -70,6 +70,7 @@ class ExplicitModel(Model):
             after = args.advance(aux, x.shape[1], counts) if return_cache else None
         return ModelOutput(padding.back(value), after)
 
+    @checked
     @torch.no_grad()
     def evaluate(
         self, x: Sequence, cache: Cache | None = None, start: Sequence | None = None, iterations: int = 1
@@ -78,13 +79,12 @@ class ExplicitModel(Model):
             value, aux = token_map(x, self._args(x, cache, None, True))
         return Evaluation(value, value, value, aux)
 
+    @checked
     def commit(self, cache: Cache | None, evaluation: Evaluation, counts: Counts | None = None) -> Cache:
-        check_type("evaluation", evaluation, Evaluation, "model.evaluate(x)")
         return commit(self.backbone, cache, evaluation.aux, evaluation.states, counts)
 
     def _args(self, x: Sequence, cache: Cache | None, mask: Mask | None, need_aux: bool) -> TokenArgs:
         check_sequence(x, self.backbone.d_model)
-        check_type("cache", cache, (Cache, type(None)))
         args = TokenArgs.prepared(self.backbone, x, cache, mask, need_aux)
         if isinstance(args.inputs, Inputs):
             args = args._replace(inputs=replace(args.inputs, injection=None))

@@ -3,13 +3,13 @@
 import warnings
 from dataclasses import replace
 from functools import partial
-from typing import Any, Unpack
+from typing import Annotated, Any, Unpack
 
 import torch
 from torch import Tensor
 
 from deqseq.backbones.base import Backbone, Cache, Inputs, check_sequence
-from deqseq.check import check_flag, check_integer, check_type
+from deqseq.check import AtLeast, check_integer, checked
 from deqseq.config import SolveConfig, SolveFields, resolve
 from deqseq.layers.weight_norm import cached_weights
 from deqseq.loop import Callback
@@ -52,22 +52,17 @@ class ImplicitModel(Model):
         torch.Size([2, 3])
     """
 
+    @checked
     def __init__(
         self, backbone: Backbone[Any], solve: SolveConfig = SolveConfig(), eval_solve: SolveConfig | None = None
     ) -> None:
         super().__init__()
-        if not isinstance(backbone, Backbone):
-            raise TypeError(
-                f"backbone must be a deqseq.Backbone, such as Mamba2(Mamba2Config(...)), got {backbone!r}; for the "
-                "fixed point of a function use deqseq.fixed_point(f, z0)"
-            )
         check_integer("backbone.d_model", getattr(backbone, "d_model", None), 1)
         self.backbone = backbone
-        check_type("solve", solve, SolveConfig, _EXAMPLE)
-        check_type("eval_solve", eval_solve, (SolveConfig, type(None)), _EXAMPLE)
         self.solve, self.eval_solve = solve, eval_solve
         self._warned = False
 
+    @checked
     def forward(
         self,
         x: Sequence,
@@ -114,7 +109,7 @@ class ImplicitModel(Model):
         if given is not None:
             del fields["start"]
         config = resolve(self.solve_config, solve, fields)
-        self._check(x, given, cache, return_cache, throw)
+        self._check(x, given, return_cache)
         padding, needs_grad = Padding.of(x, mask), self._requires_gradient(x, given)
         # checkpointing runs the map again outside this context, and compares what both runs save: nothing is cached
         once = not (needs_grad and config.gradient.checkpoint)
@@ -142,12 +137,16 @@ class ImplicitModel(Model):
         self._warn_once(output, config)
         return output.raise_if_failed() if throw else output
 
+    @checked
     @torch.no_grad()
     def evaluate(
-        self, x: Sequence, cache: Cache | None = None, start: Sequence | None = None, iterations: int = 1
+        self,
+        x: Sequence,
+        cache: Cache | None = None,
+        start: Sequence | None = None,
+        iterations: Annotated[int, AtLeast(1)] = 1,
     ) -> Evaluation:
-        check_integer("iterations", iterations, 1)
-        self._check(x, start, cache, True, False)
+        self._check(x, start, commits=True)
         with cached_weights(self.backbone):
             args = TokenArgs.prepared(self.backbone, x, cache, None, True)
             if start is None:
@@ -159,8 +158,8 @@ class ImplicitModel(Model):
                 z, aux = token_map(z, args)
         return Evaluation(point, z, z, aux)
 
+    @checked
     def commit(self, cache: Cache | None, evaluation: Evaluation, counts: Counts | None = None) -> Cache:
-        check_type("evaluation", evaluation, Evaluation, "model.evaluate(x)")
         return commit(self.backbone, cache, evaluation.aux, evaluation.states, counts)
 
     @property
@@ -175,14 +174,11 @@ class ImplicitModel(Model):
     def compile(self, **options: Any) -> None:
         self.backbone.compile(**options)
 
-    def _check(self, x: Sequence, start: Tensor | None, cache: Cache | None, return_cache: bool, throw: bool) -> None:
+    def _check(self, x: Sequence, start: Tensor | None, commits: bool) -> None:
         check_sequence(x, self.backbone.d_model)
         if start is not None:
             check_states(start, x)
-        check_type("cache", cache, (Cache, type(None)))
-        check_flag("return_cache", return_cache)
-        check_flag("throw", throw)
-        if return_cache:
+        if commits:
             check_commits(self.backbone)
 
     @torch.no_grad()
@@ -230,9 +226,6 @@ class ImplicitModel(Model):
     def _requires_gradient(self, *tensors: Tensor | None) -> bool:
         given = any(x is not None and x.requires_grad for x in tensors)
         return torch.is_grad_enabled() and (given or any(p.requires_grad for p in self.parameters()))
-
-
-_EXAMPLE = "dq.SolveConfig(solver=dq.Anderson())"
 
 
 def _check_injection(args: TokenArgs, config: SolveConfig) -> None:

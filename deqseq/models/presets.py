@@ -8,7 +8,7 @@ from typing import Literal, get_args
 import torch
 
 from deqseq.backbones import LlamaConfig, Mamba2Config
-from deqseq.check import check_type, suggestion
+from deqseq.check import checked, suggestion
 from deqseq.config import SolveConfig
 from deqseq.gradients import Phantom
 from deqseq.models.specification import LanguageModelSpec
@@ -52,6 +52,7 @@ SIZES: Mapping[str, Size] = MappingProxyType(
 """The paper's sizes, by name."""
 
 
+@checked
 def preset(name: str) -> LanguageModelSpec:
     """One of the paper's models: ``FAMILY-SIZE-KIND``, or the state-tracking model.
 
@@ -84,7 +85,6 @@ def preset(name: str) -> LanguageModelSpec:
         >>> spec.backbone.n_layers, spec.solve.stop.max_steps, spec.eval_solve.stop.max_steps
         (48, 24, 96)
     """
-    check_type("name", name, str)
     if name not in PRESETS:
         raise ValueError(f"unknown preset name {name!r}{suggestion(name, PRESETS)} (all names: list(deqseq.PRESETS))")
     return PRESETS[name]
@@ -135,6 +135,7 @@ PRESETS: Mapping[str, LanguageModelSpec] = MappingProxyType(
 """All presets, by name."""
 
 
+@checked
 def parameter_count(spec: LanguageModelSpec) -> int:
     """Count the parameters of a model by building it without memory, on the meta device.
 
@@ -148,7 +149,6 @@ def parameter_count(spec: LanguageModelSpec) -> int:
         >>> f"{parameter_count(preset('llama3-130m-explicit')):,}"
         '123,566,592'
     """
-    check_type("spec", spec, LanguageModelSpec, 'dq.preset("mamba2-130m-implicit")')
     with torch.device("meta"):
         model = spec.build()
     return sum(parameter.numel() for parameter in model.parameters())

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from deqseq.backbones.base import Cache
-from deqseq.check import check_type
+from deqseq.check import check_type, checked
 from deqseq.models.base import Model
 from deqseq.models.explicit import ExplicitModel, check_nothing_to_solve
 from deqseq.models.implicit import ImplicitModel
@@ -74,6 +74,7 @@ class RecurrentDepth(Model):
         torch.Size([1, 4])
     """
 
+    @checked
     def __init__(
         self,
         prelude: ExplicitModel,
@@ -82,11 +83,6 @@ class RecurrentDepth(Model):
         norm: nn.Module | None = None,
     ) -> None:
         super().__init__()
-        check_type("RecurrentDepth.prelude", prelude, ExplicitModel, "dq.ExplicitModel(backbone)")
-        kinds = (ImplicitModel, ExplicitModel)
-        check_type("RecurrentDepth.core", core, kinds, "dq.ImplicitModel(dq.Injected(backbone, injection))")
-        check_type("RecurrentDepth.coda", coda, ExplicitModel, "dq.ExplicitModel(backbone)")
-        check_type("RecurrentDepth.norm", norm, (nn.Module, type(None)))
         widths = [part.backbone.d_model for part in (prelude, core, coda)]
         if len(set(widths)) > 1:
             raise ValueError(f"prelude, core and coda must have the same d_model, got {widths}")
@@ -141,8 +137,8 @@ class RecurrentDepth(Model):
         last = self.coda.evaluate(self.norm(solved.value), coda)
         return Evaluation(solved.point, solved.states, last.value, (first, solved, last))
 
+    @checked
     def commit(self, cache: Cache | None, evaluation: Evaluation, counts: Counts | None = None) -> Cache:
-        check_type("evaluation", evaluation, Evaluation, "model.evaluate(x)")
         models = self.prelude, self.core, self.coda
         parts = zip(models, _parts_of(cache), evaluation.aux, strict=True)
         return RecurrentDepthCache(*(model.commit(before, own, counts) for model, before, own in parts))

@@ -1,14 +1,19 @@
 """How a token is chosen from its logits."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from deqseq.check import check_integer, check_number
+from deqseq.check import Between
 
 Logits = Float[Tensor, "rows vocab"]
+
+
+Seed = Annotated[int, Between(-(2**63), 2**64 - 1)]
+"""What ``torch.manual_seed`` takes."""
 
 
 @dataclass(frozen=True)
@@ -36,13 +41,6 @@ class Sampler:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        check_number("temperature", self.temperature, "[0, inf)")
-        if self.top_k is not None:
-            check_integer("top_k", self.top_k, 1)
-        if self.top_p is not None:
-            check_number("top_p", self.top_p, "(0, 1]")
-        if self.seed is not None:
-            check_integer("seed", self.seed, -(2**63), 2**64 - 1)  # what torch.manual_seed takes
         if self.temperature == 0 and (self.top_k is not None or self.top_p is not None):
             raise ValueError("top_k and top_p need a temperature above 0; a temperature of 0 takes the best token")
 

@@ -4,16 +4,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from deqseq.check import check_number
 from deqseq.types import Sequence
-
-
-def check_embedding(owner: str, *, dropout: float, scale: float, softcap: float | None) -> None:
-    """Refuse numbers outside their ranges, by the names that ``owner`` gives them."""
-    check_number(f"{owner}.embedding_dropout", dropout, "[0, 1)")
-    check_number(f"{owner}.embedding_scale", scale, "(0, inf)")
-    if softcap is not None:
-        check_number(f"{owner}.logit_softcap", softcap, "(0, inf)")
 
 
 def scaled(x: Sequence, scale: float) -> Sequence:

@@ -1,13 +1,13 @@
 """Anderson acceleration."""
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Annotated, ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from deqseq.check import check_integer, check_number
+from deqseq.check import AtLeast, Within, checked
 from deqseq.rows import put
 from deqseq.solvers.base import Solver
 from deqseq.types import RowIndex, State
@@ -21,6 +21,7 @@ class AndersonMemory(NamedTuple):
     gram: Float[Tensor, "batch kept kept"]
 
 
+@checked
 @dataclass(frozen=True)
 class Anderson(Solver[AndersonMemory]):
     r"""Anderson acceleration (type II), each row on its own.
@@ -35,9 +36,9 @@ class Anderson(Solver[AndersonMemory]):
     residual, so that the iteration does not stall once they are small; an absolute one stalls.
 
     Args:
-        memory: evaluations that are combined, at least 2. Each costs two states; on maps that contract slowly more of
+        memory: evaluations that are combined. Each costs two states; on maps that contract slowly more of
             them save evaluations (error after 20 on an affine map of radius 0.5: 3e-9 with 4, 3e-10 with 6).
-        mixing: :math:`\beta`, in (0, 1]: how far to trust the map's values over the points.
+        mixing: :math:`\beta`: how far to trust the map's values over the points.
         ridge: Tikhonov term, relative to the diagonal of the Gram matrix; None takes ten times the state's machine
             epsilon.
 
@@ -56,15 +57,9 @@ class Anderson(Solver[AndersonMemory]):
     """
 
     returns_point: ClassVar[bool] = True
-    memory: int = 4
-    mixing: float = 1.0
-    ridge: float | None = None
-
-    def __post_init__(self) -> None:
-        check_integer("Anderson.memory", self.memory, 2)  # with 1 it would be Relaxed
-        check_number("Anderson.mixing", self.mixing, "(0, 1]")
-        if self.ridge is not None:
-            check_number("Anderson.ridge", self.ridge, "(0, inf)")
+    memory: Annotated[int, AtLeast(2)] = 4  # with 1 it would be Relaxed
+    mixing: Annotated[float, Within("(0, 1]")] = 1.0
+    ridge: Annotated[float, Within("(0, inf)")] | None = None
 
     def init(self, z0: State) -> AndersonMemory:
         return AndersonMemory((), (), z0.new_zeros(z0.shape[0], 0, 0, dtype=torch.float64))

@@ -1,13 +1,13 @@
 """Broyden's method."""
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Annotated, ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from deqseq.check import check_integer
+from deqseq.check import AtLeast, checked
 from deqseq.rows import put
 from deqseq.solvers.base import Solver
 from deqseq.types import RowIndex, State
@@ -32,6 +32,7 @@ class BroydenMemory(NamedTuple):
     ages: Int64[Tensor, " batch"] | None = None
 
 
+@checked
 @dataclass(frozen=True)
 class Broyden(Solver[BroydenMemory | None]):
     r"""Broyden's good method on :math:`g(z) = f(z) - z`, limited in memory, each row on its own.
@@ -59,10 +60,7 @@ class Broyden(Solver[BroydenMemory | None]):
     """
 
     returns_point: ClassVar[bool] = True
-    memory: int = 16
-
-    def __post_init__(self) -> None:
-        check_integer("Broyden.memory", self.memory, 1)
+    memory: Annotated[int, AtLeast(1)] = 16
 
     def init(self, z0: State) -> None:
         return None

@@ -1,14 +1,16 @@
 """Damped fixed-point iteration."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 
-from deqseq.check import check_number
+from deqseq.check import Within, checked
 from deqseq.solvers.base import Solver
 from deqseq.types import State
 
 
+@checked
 @dataclass(frozen=True)
 class Relaxed(Solver[None]):
     r"""Relaxed (Krasnoselskii-Mann) iteration, the paper's forward solver.
@@ -19,7 +21,7 @@ class Relaxed(Solver[None]):
     little cost elsewhere.
 
     Args:
-        damping: :math:`\tau`, in (0, 2); 1 is plain iteration.
+        damping: :math:`\tau`; 1 is plain iteration.
 
     Raises:
         ValueError: a damping outside (0, 2).
@@ -34,10 +36,7 @@ class Relaxed(Solver[None]):
         tensor([0.5000])
     """
 
-    damping: float = 0.8
-
-    def __post_init__(self) -> None:
-        check_number("Relaxed.damping", self.damping, "(0, 2)")
+    damping: Annotated[float, Within("(0, 2)")] = 0.8
 
     def init(self, z0: State) -> None:
         return None

@@ -191,20 +191,9 @@ class TestSampler:
         almost_one = torch.tensor([1 - 2**-24])
         assert Sampler(temperature=1.0, top_k=2).choose(self.logits[None].float(), almost_one).item() == 3
 
-    @pytest.mark.parametrize(
-        ("options", "message"),
-        [
-            ({"temperature": -1.0}, "temperature must be .* got -1.0"),
-            ({"temperature": float("nan")}, "temperature must be .* got nan"),
-            ({"temperature": 1.0, "top_k": 0}, "top_k must be .*>= 1, got 0"),
-            ({"temperature": 1.0, "top_p": 0.0}, r"top_p must .*\(0, 1\], got 0.0"),
-            ({"top_k": 3}, "top_k and top_p need a temperature above 0"),
-        ],
-        ids=str,
-    )
-    def test_bad_options_are_named(self, options, message):
-        with pytest.raises(ValueError, match=message):
-            Sampler(**options)
+    def test_a_choice_among_tokens_needs_a_temperature(self):
+        with pytest.raises(ValueError, match="top_k and top_p need a temperature above 0"):
+            Sampler(top_k=3)
 
 
 @pytest.mark.parametrize(

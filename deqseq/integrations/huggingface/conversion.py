@@ -84,7 +84,7 @@ def from_causal_lm(lm: CausalLM, **fields: Any) -> ImplicitCausalLM:
     config = _config_of(lm, **fields)
     with torch.device("meta"):  # its own weights would be drawn for nothing
         model: ImplicitCausalLM = AutoModelForCausalLM.from_config(config)
-    model.model.core, model.model.embed_tokens = lm.model, lm.embedding
+    model.model.core, model.model.embed_tokens = lm.model, lm.embedding  # pyright: ignore[reportAttributeAccessIssue]
     if lm.head is not None:
         model.lm_head = lm.head
     model.tie_weights()

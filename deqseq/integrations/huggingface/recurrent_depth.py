@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModel
 from transformers.configuration_utils import SubConfigSpec
 
 from deqseq.backbones import LlamaConfig, Mamba2Config
-from deqseq.check import check_choice, check_integer
+from deqseq.check import check_choice, check_integer, check_number
 from deqseq.integrations.huggingface.blocks import is_normalised
 from deqseq.integrations.huggingface.configuration import ImplicitConfig
 from deqseq.integrations.huggingface.modeling import ImplicitBaseModel, ImplicitClassifier
@@ -22,7 +22,6 @@ from deqseq.integrations.huggingface.objects import Json, from_json, to_json
 from deqseq.integrations.huggingface.parts import PARTS, joined
 from deqseq.integrations.huggingface.retrofit import INJECTIONS, split
 from deqseq.models import RecurrentDepth
-from deqseq.models.scaling import check_embedding
 
 _OF_DECODER = ("vocab_size", "hidden_size", "initializer_range", "tie_word_embeddings")
 _OF_DECODER += ("pad_token_id", "bos_token_id", "eos_token_id")
@@ -135,8 +134,10 @@ class RecurrentDepthConfig(ImplicitConfig):
         check_choice(f"{name}.injection", self.injection, (*INJECTIONS, None) if own else INJECTIONS)
         for part, least in (("prelude", 1), ("core", 1), ("coda", 1), ("dropped", 0)):
             check_integer(f"{name}.{part}", getattr(self, part), least)
-        numbers = {"dropout": self.embedding_dropout, "scale": self.embedding_scale, "softcap": self.logit_softcap}
-        check_embedding(name, **numbers)
+        check_number(f"{name}.embedding_dropout", self.embedding_dropout, "[0, 1)")
+        check_number(f"{name}.embedding_scale", self.embedding_scale, "(0, inf)")
+        if self.logit_softcap is not None:
+            check_number(f"{name}.logit_softcap", self.logit_softcap, "(0, inf)")
         layers = sum(getattr(self, part) for part in PARTS)
         sizes = self._sizes_of_layers() if own else {"hidden_size": self.decoder_config.hidden_size, "norm": None}
         for field, value in (sizes | {"num_hidden_layers": layers}).items():

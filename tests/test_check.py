@@ -1,0 +1,137 @@
+"""What annotations say of arguments, read by ``checked``: the refusals, and what is taken."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import deqseq as dq
+from deqseq import tasks, training
+from deqseq.check import EXAMPLES, AtLeast, Between, Within, checked
+from deqseq.types import Sequence
+
+pytestmark = pytest.mark.usefixtures("unchecked")
+
+
+@checked
+def call(
+    count: Annotated[int, AtLeast(1)] = 1,
+    few: Annotated[int, Between(0, 9)] | None = None,
+    share: Annotated[float, Within("[0, 1)")] = 0.0,
+    open_end: Annotated[float, Within("(0, inf]")] = 1.0,
+    flag: bool = False,
+    norm: Literal["token", "row"] = "token",
+    start: Literal["zero"] | dq.RandomStart = "zero",
+    solver: dq.Solver[Any] = dq.Anderson(),
+    stop: dq.Stop | None = None,
+    model: nn.Module | str = "name",
+    x: Sequence | None = None,
+    function: Callable[..., Any] | None = None,
+    later: "Later | None" = None,
+    anything: Any = None,
+    number: int | float = 0,
+    *rest: Annotated[int, AtLeast(0)],
+    keyword: bool = True,
+) -> str:
+    return "called"
+
+
+@dataclass(frozen=True)
+class Later:
+    """A class that an annotation names before it is there."""
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("count", 0, "an integer >= 1, got 0"),
+        ("count", 1.0, "an integer >= 1, got 1.0"),
+        ("count", True, "an integer >= 1, got True"),
+        ("few", 10, "an integer in 0..9, got 10"),
+        ("share", 1, "a number in [0, 1), got 1"),
+        ("share", math.nan, "a number in [0, 1), got nan"),
+        ("share", "0.5", "a number in [0, 1), got '0.5'"),
+        ("open_end", 0, "a number in (0, inf], got 0"),
+        ("flag", 1, "True or False, got 1"),
+        ("norm", "tokens", "one of ('token', 'row'), got 'tokens'; did you mean 'token'?"),
+        ("start", "random", "one of ('zero',) or a RandomStart, got 'random': write RandomStart(...)"),
+        ("solver", "anderson", "a Solver, such as dq.Anderson(), got 'anderson': write Anderson(...)"),
+        ("solver", dq.Broyden, "a Solver, such as dq.Anderson(), got <class 'deqseq.solvers.broyden.Broyden'>: write "),
+        ("stop", 1e-3, "a Stop or None, such as dq.Stop(rtol=1e-3), got 0.001"),
+        ("model", 3, "a Module or a str, got 3"),
+        ("x", [1.0], "a Tensor or None, got [1.0]"),
+        ("function", "relu", "a function, got 'relu'"),
+        ("function", nn.Linear, "a function, got <class"),
+        ("later", 3, "a Later or None, got 3"),
+        ("keyword", "no", "True or False, got 'no'"),
+    ],
+)
+def test_a_bad_value_is_named_with_what_is_wanted(name, value, message):
+    with pytest.raises((TypeError, ValueError)) as error:
+        call(**{name: value})
+    assert str(error.value).startswith(f"{name} must be {message}")
+
+
+def test_values_of_the_kind_are_taken():
+    assert call() == "called"
+    assert call(np.int64(3), 9, np.float32(0.5), math.inf, True, "row", dq.RandomStart(0.5), dq.Naive()) == "called"
+    assert (
+        call(stop=dq.Stop(), model=nn.Identity(), x=torch.ones(1, 1, 1), function=torch.cos, later=Later()) == "called"
+    )
+    assert call(few=None, stop=None, x=None, function=None, anything=object(), number=1.5) == "called"
+
+
+def test_further_arguments_are_checked_one_by_one():
+    defaults = (1, None, 0.0, 1.0, False, "token", "zero", dq.Naive(), None, "name", None, None, None, None, 0)
+    assert call(*defaults, 1, 2) == "called"
+    with pytest.raises(ValueError, match=r"^rest must be an integer >= 0, got -1"):
+        call(*defaults, 1, -1)
+
+
+def test_a_dataclass_and_a_constructor_name_their_class():
+    @checked
+    @dataclass(frozen=True)
+    class Sizes:
+        width: Annotated[int, AtLeast(1)]
+
+    class Layer:
+        @checked
+        def __init__(self, width: Annotated[int, AtLeast(1)]) -> None:
+            self.width = width
+
+    assert (Sizes(2).width, Layer(2).width) == (2, 2)
+    with pytest.raises(ValueError, match=r"^Sizes\.width must be an integer >= 1, got 0"):
+        Sizes(width=0)
+    with pytest.raises(ValueError, match=r"Layer\.width must be an integer >= 1, got 0"):
+        Layer(0)
+
+
+def test_what_python_refuses_itself_is_left_to_it():
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'counts'"):
+        call(counts=3)
+
+
+def test_nothing_is_checked_inside_compiled_code():
+    @checked
+    def scaled(x: torch.Tensor, factor: Annotated[float, Within("[0, 1]")]) -> torch.Tensor:
+        return x * factor
+
+    compiled = torch.compile(scaled, backend="eager", fullgraph=True)
+    assert compiled(torch.ones(2), 2.0).tolist() == [2, 2]
+    with pytest.raises(ValueError, match="factor"):
+        scaled(torch.ones(2), 2.0)
+
+
+def test_what_a_message_tells_to_write_is_of_that_class():
+    torch.manual_seed(0)
+    backbone = dq.Mamba2(dq.Mamba2Config(d_model=64))
+    names = {"dq": dq, "tasks": tasks, "training": training, "torch": torch, "backbone": backbone, "vocab_size": 8}
+    names |= {"model": dq.ImplicitModel(backbone), "x": torch.ones(1, 2, 64), "RotaryScaling": dq.layers.RotaryScaling}
+    for kind, text in EXAMPLES.items():
+        made = eval(text, names)
+        assert kind in [base.__name__ for base in type(made).__mro__], text
