@@ -2,7 +2,7 @@
 
 from deqseq.tasks import formal
 from deqseq.tasks.groups import alternating, aperiodic_monoid, cyclic, dihedral, parse_group, quaternion, symmetric
-from deqseq.tasks.monoid import FiniteMonoid, direct_product, generated_monoid, generators
+from deqseq.tasks.monoid import FiniteMonoid, direct_product, generators
 from deqseq.tasks.task import Task, WordBatch, scaled_accuracy
 from deqseq.tasks.word_problem import WordProblem, prefix_products
 
@@ -17,7 +17,6 @@ __all__ = [
     "dihedral",
     "direct_product",
     "formal",
-    "generated_monoid",
     "generators",
     "parse_group",
     "prefix_products",

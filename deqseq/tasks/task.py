@@ -2,14 +2,14 @@
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import Annotated, NamedTuple
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from deqseq.check import check_ids, check_integer, check_number, check_type
+from deqseq.check import AtLeast, Within, check_ids, check_integer, check_type, checked
 
 
 class WordBatch(NamedTuple):
@@ -54,19 +54,19 @@ class Task(ABC):
 
     @abstractmethod
     def draw(self, batch: int, length: int, generator: torch.Generator) -> WordBatch:
-        """Draw sequences and answer them; :meth:`sample` checks the arguments first, and moves the result.
+        """Draw ``batch`` sequences of a ``length``, on the CPU, and answer them; :meth:`sample` checks all of it.
 
-        Args:
-            batch: number of sequences.
-            length: length of the string.
-            generator: source of all randomness, on the CPU.
-
-        Returns:
-            The batch, on the CPU.
+        The ``generator``, on the CPU, is the source of all randomness.
         """
 
+    @checked
     def sample(
-        self, batch: int, length: int, *, generator: torch.Generator, device: torch.device | str | None = None
+        self,
+        batch: Annotated[int, AtLeast(1)],
+        length: int,
+        *,
+        generator: torch.Generator,
+        device: torch.device | str | None = None,
     ) -> WordBatch:
         """Draw sequences and answer them.
 
@@ -76,17 +76,12 @@ class Task(ABC):
             generator: source of all randomness, on the CPU, so that data do not depend on the device.
             device: device of the result. Default: the CPU.
 
-        Returns:
-            Inputs and targets.
-
         Raises:
             TypeError: an argument of the wrong type, or :meth:`draw` returned something else than a batch.
             ValueError: ``batch`` is below 1, ``length`` below :attr:`shortest`, the generator is not on the CPU, or
                 :meth:`draw` returned tensors that are no ids.
         """
-        check_integer("batch", batch, 1)
         check_integer("length", length, self.shortest)
-        check_type("generator", generator, torch.Generator, "torch.Generator().manual_seed(0)")
         if generator.device.type != "cpu":
             raise ValueError(f"generator must be on the CPU (move the result by device=), got {generator.device}.")
         drawn = self.draw(int(batch), int(length), generator)
@@ -102,7 +97,7 @@ class Task(ABC):
         return WordBatch(inputs.to(device), targets.to(device))
 
     def batches(
-        self, batch: int, length: int | Sequence[int], *, seed: int, device: torch.device | str | None = None
+        self, batch: int, length: int | Iterable[int], *, seed: int, device: torch.device | str | None = None
     ) -> Iterator[WordBatch]:
         """Endless training data. The same seed gives the same batches, whatever the global random state.
 
@@ -112,11 +107,8 @@ class Task(ABC):
             seed: 0 to 2**31 - 1. The data are independent of those of :meth:`fixed`, for any seed there.
             device: device of the batches. Default: the CPU.
 
-        Returns:
-            Endless iterator of batches.
-
         Raises:
-            ValueError: ``batch``, a length or the seed is out of range, or there are no lengths.
+            ValueError: a number is out of its range, or there are no lengths.
 
         Example:
             >>> from deqseq.tasks import WordProblem, cyclic
@@ -140,7 +132,10 @@ class Task(ABC):
         # The checks above run at the call, as they would not in a generator function.
         return (draw() for _ in itertools.repeat(None))
 
-    def fixed(self, size: int, length: int, *, seed: int, device: torch.device | str | None = None) -> WordBatch:
+    @checked
+    def fixed(
+        self, size: Annotated[int, AtLeast(1)], length: int, *, seed: int, device: torch.device | str | None = None
+    ) -> WordBatch:
         """A fixed data set, for evaluation. The same seed gives the same data.
 
         Args:
@@ -149,24 +144,20 @@ class Task(ABC):
             seed: 0 to 2**31 - 1. The data are independent of those of :meth:`batches`, for any seed there.
             device: device of the data. Default: the CPU.
 
-        Returns:
-            Inputs and targets.
-
-        Raises:
-            ValueError: ``size``, ``length`` or the seed is out of range.
-
         Example:
             >>> from deqseq.tasks import WordProblem, cyclic
             >>> data = WordProblem(cyclic(2)).fixed(100, 16, seed=0)
             >>> bool((data.inputs.cumsum(1) % 2 == data.targets).all())
             True
         """
-        check_integer("size", size, 1)
         return self.sample(size, length, generator=_seeded(seed, stream=1), device=device)
 
 
+@checked
 def scaled_accuracy(
-    logits: Float[Tensor, "batch length vocab"], targets: Int64[Tensor, "batch length"], chance: float
+    logits: Float[Tensor, "batch length vocab"],
+    targets: Int64[Tensor, "batch length"],
+    chance: Annotated[float, Within("[0, 1)")],
 ) -> float:
     r"""Share of right answers, scaled so that chance is 0 and all right is 1; worse than chance is negative.
 
@@ -175,26 +166,17 @@ def scaled_accuracy(
     Args:
         logits: a model's logits, `(batch, length, vocab_size)`.
         targets: the answers, `(batch, length)`; -100 at positions that are not scored.
-        chance: :attr:`Task.chance`, in [0, 1); 0 gives the accuracy itself.
-
-    Returns:
-        The scaled accuracy, over all scored positions of the batch.
+        chance: :attr:`Task.chance`; 0 gives the accuracy itself.
 
     Raises:
         ValueError: logits that are not three-dimensional, not real or NaN; targets of another shape or dtype, or
             beyond the vocabulary; no position is scored; ``chance`` is out of its range.
 
     Example:
-        >>> from deqseq.tasks import formal, scaled_accuracy
-        >>> task = formal.parity_check()
-        >>> batch = task.fixed(64, 16, seed=0)
-        >>> zeros = torch.zeros(*batch.inputs.shape, task.vocab_size)  # always answers "0", half of the time right
-        >>> abs(scaled_accuracy(zeros, batch.targets, task.chance)) < 0.3
-        True
+        >>> logits = torch.nn.functional.one_hot(torch.tensor([[0, 1, 0, 0, 1]])).float()
+        >>> scaled_accuracy(logits, torch.tensor([[0, 1, 1, 0, -100]]), chance=0.5)
+        0.5
     """
-    check_number("chance", chance, "[0, 1)")
-    check_type("targets", targets, Tensor)
-    check_type("logits", logits, Tensor)
     if logits.ndim != 3 or not logits.is_floating_point():
         raise ValueError(f"logits must be real, (batch, length, vocab_size), got {logits.dtype} {tuple(logits.shape)}")
     if logits.shape[:-1] != targets.shape or targets.dtype != torch.int64:
@@ -215,6 +197,6 @@ def scaled_accuracy(
 
 
 def _seeded(seed: int, *, stream: int) -> torch.Generator:
-    # Even seeds for training, odd ones for evaluation: the same seed must not give the same data for both.
     check_integer("seed", seed, 0, 2**31 - 1)  # torch's generator on the CPU takes 32 bits of it
+    # Even seeds for training, odd ones for evaluation: the same seed must not give the same data for both.
     return torch.Generator().manual_seed(2 * int(seed) + stream)

@@ -1,18 +1,19 @@
 """The phases of a run in order, and what a checkpoint holds of them."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from numbers import Integral, Real
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from deqseq.check import check_choice, check_type, plain_number
+from deqseq.check import check_type, checked, plain_number
 from deqseq.training.phase import Phase
 
 Unit = Literal["fraction", "steps", "tokens"]
 """What ends of phases and progress are counted in."""
 
 
+@checked
 @dataclass(frozen=True)
 class Curriculum:
     """Phases in order, from cheap and bounded to free.
@@ -43,12 +44,10 @@ class Curriculum:
         'bounded'
     """
 
-    phases: tuple[Phase, ...]
+    phases: Sequence[Phase]
     unit: Unit = "fraction"
 
     def __post_init__(self) -> None:
-        check_choice("Curriculum.unit", self.unit, get_args(Unit))
-        check_type("Curriculum.phases", self.phases, (tuple, list), "(bounded(), free())")
         for phase in self.phases:
             check_type("Curriculum.phases", phase, Phase, "free()")
         object.__setattr__(self, "phases", tuple(self.phases))
@@ -60,17 +59,15 @@ class Curriculum:
     def at(self, progress: float | int) -> Phase:
         """The phase in force, with its budget drawn if it has a ``depth``.
 
-        A draw depends on the progress alone: it is the same in all processes and whenever it is repeated.
+        A draw depends only on the progress: it is the same in all processes and whenever it is repeated. The last phase
+        stays in force after its end.
 
         Args:
             progress: how much of the run is done, in this curriculum's unit: a fraction in [0, 1], or a whole number
                 of steps or tokens.
 
-        Returns:
-            The first phase that has not ended; the last one at the very end and after it.
-
         Raises:
-            ValueError: no amount of the unit.
+            ValueError: not an amount of the unit.
         """
         if not self._is_amount(progress):
             raise ValueError(f"progress must be {self._amount} (Curriculum.unit is {self.unit!r}), got {progress!r}")
@@ -80,17 +77,13 @@ class Curriculum:
         return self.phases[place].drawn(progress, min(1.0, (progress - begin) / (ends[place] - begin)))
 
     def record(self, progress: float | int) -> dict[str, Any]:
-        """What a checkpoint is to hold, as JSON: the phase in force, and the whole curriculum.
+        """What a checkpoint is to hold for :meth:`resumed`, as JSON: the phase in force, and the whole curriculum.
 
         Args:
             progress: how much of the run is done, as for :meth:`at`.
 
-        Returns:
-            What :meth:`resumed` checks.
-
         Raises:
-            ValueError: no amount of the unit.
-            TypeError: a solver or gradient with a field that is no plain value, dataclass or function.
+            TypeError: a solver or gradient with a field that is not a plain value, dataclass or function.
 
         Example:
             >>> from deqseq.training import bounded, free
@@ -100,14 +93,12 @@ class Curriculum:
         """
         return {"phase": self.at(progress).name, "progress": _described(progress, "progress"), **self._content}
 
+    @checked
     def resumed(self, record: Mapping[str, Any] | None) -> Phase:
         """The phase that a checkpoint was written in; the curriculum must be the one that it was trained with.
 
         Args:
             record: what :meth:`record` gave.
-
-        Returns:
-            The phase in force at the record's progress.
 
         Raises:
             ValueError: the checkpoint has no record, or was trained with another curriculum; says what differs.
@@ -121,7 +112,6 @@ class Curriculum:
             solve.stop.max_steps: 24 -> 32; phase 2 eval_solve.stop.max_steps: 96 -> 128): resume with that one, or
             begin a new run from these weights
         """
-        check_type("record", record, (Mapping, type(None)), "curriculum.record(progress)")
         if record is None or not {"progress", *self._content} <= record.keys():
             raise ValueError("the checkpoint holds no phase: it was saved without phase=curriculum.record(progress)")
         mine = dict(_leaves(self._content))

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deqseq.check import check_type
+from deqseq.check import checked
 from deqseq.config import SolveConfig, resolve
 from deqseq.gradients import Gradient, Implicit, Unrolled
 from deqseq.layers.sharded import sharded_parts
@@ -15,6 +15,7 @@ from deqseq.models import ExplicitModel, ImplicitModel
 from deqseq.stop import Stop
 
 
+@checked
 def gather_once(model: nn.Module) -> None:
     """Gather the sharded layers of implicit models once per solve; call this after ``fully_shard``.
 
@@ -43,7 +44,6 @@ def gather_once(model: nn.Module) -> None:
         >>> lm = dq.CausalLM(10, dq.ImplicitModel(dq.Affine(16)))
         >>> gather_once(lm)     # after fully_shard(block) for the blocks, and fully_shard(lm)
     """
-    check_type("model", model, nn.Module)
     for part in model.modules():
         if not isinstance(part, ImplicitModel | ExplicitModel) or _gather in part._forward_pre_hooks.values():
             continue

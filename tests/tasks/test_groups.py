@@ -2,14 +2,11 @@
 
 import itertools
 import re
-from collections import Counter
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sympy.combinatorics import Permutation
-from sympy.combinatorics.named_groups import AlternatingGroup
 
 from deqseq.tasks import (
     FiniteMonoid,
@@ -18,7 +15,6 @@ from deqseq.tasks import (
     cyclic,
     dihedral,
     direct_product,
-    generated_monoid,
     generators,
     parse_group,
     quaternion,
@@ -39,31 +35,19 @@ def product_of(monoid, a, b):
     return monoid.elements[int(monoid.table[monoid.index(a), monoid.index(b)])]
 
 
-@pytest.mark.parametrize("name", [*ORDERS, "M", "MxM", "Z2xM", "A5xM"])
-def test_monoid_axioms(name):
-    monoid = parse_group(name)
-    table, ids = monoid.table, torch.arange(monoid.order)
-    assert torch.equal(table[monoid.identity], ids)
-    assert torch.equal(table[:, monoid.identity], ids)
-    # Sampled triples, so that this does not repeat the check at construction.
-    a, b, c = torch.randint(monoid.order, (3, 5000), generator=torch.Generator().manual_seed(0))
-    assert torch.equal(table[table[a, b], c], table[a, table[b, c]])
-
-
 @pytest.mark.parametrize(("name", "order"), list(ORDERS.items()))
-def test_group_orders_and_inverses(name, order):
+def test_every_name_makes_a_group_of_the_known_order(name, order):
     group = parse_group(name)
-    assert group.name == name
-    assert group.order == order
-    assert group.is_group
-    for a in range(0, order, 1 + order // 20):
-        inverse = group.inverse(a)
-        assert group.table[a, inverse] == group.identity
-        assert group.table[inverse, a] == group.identity
-    # Every row and column of a group table is a permutation.
-    every = torch.arange(order).expand(order, order)
+    assert (group.name, group.order, group.is_group) == (name, order, True)
+    every = torch.arange(order).expand(order, order)  # every row and column of a group's table is a permutation
     assert torch.equal(group.table.sort(dim=0).values.T, every)
     assert torch.equal(group.table.sort(dim=1).values, every)
+
+
+@given(n=st.integers(1, 40), a=st.integers(0, 1000), b=st.integers(0, 1000))
+@settings(max_examples=50, deadline=None)
+def test_cyclic_group_is_addition(n, a, b):
+    assert cyclic(n).table[a % n, b % n] == (a + b) % n
 
 
 @pytest.mark.parametrize("group", [symmetric(4), alternating(5)], ids=lambda group: group.name)
@@ -71,27 +55,6 @@ def test_permutations_compose_right_to_left(group):
     assert group.elements[group.identity] == tuple(range(1, len(group.elements[0]) + 1))
     for a, b in itertools.product(group.elements, repeat=2):
         assert product_of(group, a, b) == compose(a, b)
-
-
-def test_alternating_group_agrees_with_sympy():
-    a4 = alternating(4)
-    theirs = {tuple(i + 1 for i in p.array_form) for p in AlternatingGroup(4).elements}
-    assert set(a4.elements) == theirs
-    for a, b in itertools.product(a4.elements, repeat=2):
-        left, right = (Permutation([i - 1 for i in label]) for label in (a, b))
-        # sympy applies the left factor first.
-        assert product_of(a4, a, b) == tuple(i + 1 for i in (right * left).array_form)
-
-
-def test_a5_has_the_known_element_orders():
-    a5 = alternating(5)
-    assert Counter(a5.element_order(a) for a in range(a5.order)) == {1: 1, 2: 15, 3: 20, 5: 24}
-
-
-@given(n=st.integers(1, 40), a=st.integers(0, 1000), b=st.integers(0, 1000))
-@settings(max_examples=50, deadline=None)
-def test_cyclic_group_is_addition(n, a, b):
-    assert cyclic(n).table[a % n, b % n] == (a + b) % n
 
 
 def test_direct_product_multiplies_factor_by_factor():
@@ -109,12 +72,6 @@ def test_direct_products_are_flat():
     assert left == right == parse_group("Z2xZ3xM")
     assert left.elements[1 * 12 + 2 * 4 + 3] == (1, 2, "X")
     assert direct_product(z3) is z3
-
-
-def test_chinese_remainder():
-    assert direct_product(cyclic(2), cyclic(3)).element_order(4) == 6
-    klein = direct_product(cyclic(2), cyclic(2))
-    assert [klein.element_order(a) for a in range(4)] == [1, 2, 2, 2]
 
 
 def test_aperiodic_monoid():
@@ -140,20 +97,6 @@ def test_what_avoids_the_zero_is_as_documented(word):
     assert (m.elements[product] != "X") == bool(re.fullmatch("B*A?", word))
 
 
-def test_no_aa_needs_six_elements_as_documented():
-    # States of the automaton of "no aa": fresh, after a, dead; letters as maps of states.
-    a, b, one = (1, 2, 2), (0, 0, 2), (0, 1, 2)
-    reached, frontier = {one}, [one]
-    while frontier:
-        word = frontier.pop()
-        for letter in (a, b):
-            longer = tuple(letter[state] for state in word)
-            if longer not in reached:
-                reached.add(longer)
-                frontier.append(longer)
-    assert len(reached) == 6
-
-
 def test_closure():
     s3 = symmetric(3)
     rotation, swap = s3.index((2, 3, 1)), s3.index((2, 1, 3))
@@ -176,6 +119,7 @@ def test_closure():
         ("A5", 2, [(2, 3, 4, 5, 1), (2, 3, 1, 4, 5)]),
         ("A6", 2, [(1, 3, 4, 5, 6, 2), (2, 3, 1, 4, 5, 6)]),
         ("M", 2, ["A", "B"]),
+        ("S3", 3, [(1, 3, 2), (2, 1, 3), (2, 3, 1)]),
     ],
 )
 def test_generators_are_canonical_and_generate(name, count, expected):
@@ -187,23 +131,13 @@ def test_generators_are_canonical_and_generate(name, count, expected):
 
 @pytest.mark.parametrize(("name", "count"), [("S3", 1), ("A5", 1), ("M", 1), ("Z3", 3)])
 def test_generators_that_do_not_exist(name, count):
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match=f"count must be .* {name} .* got {count}"):
         generators(parse_group(name), count)
-    assert str(caught.value) == f"Found no {count} elements that generate {name} in up to 10000 subsets."
-
-
-def test_the_search_for_generators_is_bounded(monkeypatch):
-    klein = parse_group("Z2xZ2xZ2")
-    first = generators(klein, 3)  # the second subset: (1, 2, 3) is closed up to the identity
-    assert first == (1, 2, 4)
-    monkeypatch.setattr("deqseq.tasks.monoid.MAX_SUBSETS", 1)
-    with pytest.raises(ValueError, match=r"^Found no 3 elements that generate Z2xZ2xZ2 in up to 1 subsets\.$"):
-        generators(klein, 3)
 
 
 def test_a_name_alone_makes_no_symmetric_group():
-    turns = generated_monoid([(2, 3, 1)], name="S3")
-    assert turns.elements[generators(turns, 1)[0]] in ((2, 3, 1), (3, 1, 2))
+    turns = FiniteMonoid("S3", ((1, 2, 3), (2, 3, 1), (3, 1, 2)), cyclic(3).table, 0)
+    assert generators(turns, 1) == (1,)
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -214,15 +148,6 @@ def test_labels_and_factors_of_another_type_are_named():
     for factors in (None, cyclic(2), [cyclic(2)]):
         with pytest.raises(TypeError, match=r"FiniteMonoid\.factors must be a tuple"):
             FiniteMonoid("factors", (0, 1), table, 0, factors=factors)
-
-
-@pytest.mark.parametrize("count", [3, 4, 5])
-def test_generators_of_a_larger_count(count):
-    s3 = symmetric(3)
-    found = generators(s3, count)
-    assert len(set(found)) == count
-    assert s3.identity not in found
-    assert s3.closure(found) == tuple(range(6))
 
 
 def test_parse_group():
@@ -270,17 +195,6 @@ def test_dihedral_group_moves_the_corners_of_a_polygon(n):
         assert moves[product_of(group, a, b)] == tuple(moves[a][corner] for corner in moves[b])
 
 
-@pytest.mark.parametrize("n", [1, 2, 5, 6])
-def test_dihedral_relations_and_orders(n):
-    group = dihedral(n)
-    turn, mirror = group.index("r" if n > 1 else "1"), group.index("s")
-    assert group.element_order(turn) == n
-    assert group.element_order(mirror) == 2
-    assert group.table[mirror, turn] == group.table[group.inverse(turn), mirror]
-    assert group.closure([turn, mirror]) == tuple(range(2 * n))
-    assert all(group.element_order(a) == 2 for a in range(n, 2 * n))
-
-
 def test_quaternions_multiply_as_their_matrices():
     one, i = torch.eye(2) + 0j, torch.tensor([[1j, 0], [0, -1j]])
     j = torch.tensor([[0j, 1], [-1, 0]])
@@ -290,48 +204,6 @@ def test_quaternions_multiply_as_their_matrices():
     assert set(group.elements) == matrices.keys()
     for a, b in itertools.product(group.elements, repeat=2):
         assert torch.equal(matrices[product_of(group, a, b)], matrices[a] @ matrices[b])
-    assert Counter(group.element_order(a) for a in range(8)) == {1: 1, 2: 1, 4: 6}
-
-
-@pytest.mark.parametrize(
-    ("maps", "named"),
-    [
-        ([(2, 1, 3), (2, 3, 1)], symmetric(3)),
-        ([(2, 3, 4, 5, 1), (2, 3, 1, 4, 5)], alternating(5)),
-        ([(2, 3, 4, 1), (2, 1, 3, 4), (1, 2, 3, 4)], symmetric(4)),
-    ],
-)
-def test_permutations_generate_the_group_that_has_a_name(maps, named):
-    assert generated_monoid(maps, name=named.name) == named
-    assert generated_monoid([*reversed(maps), maps[0]], name=named.name) == named
-
-
-def test_matrices_multiply_modulo_a_number():
-    group = generated_monoid([((1, 1), (0, 1)), ((1, 0), (1, 1))], modulus=3, name="SL(2, 3)")
-    assert group.order == 24
-    for a, b in itertools.product(group.elements, repeat=2):
-        product = torch.tensor(a) @ torch.tensor(b) % 3
-        assert product_of(group, a, b) == tuple(map(tuple, product.tolist()))
-        assert (a[0][0] * a[1][1] - a[0][1] * a[1][0]) % 3 == 1
-    assert generated_monoid([((0, -1), (1, 0)), ((4, 1), (1, -1))], modulus=3).order == 8  # Q8
-
-
-def test_integer_matrices_and_other_maps():
-    turn, mirror = ((0, -1), (1, 0)), ((1, 0), (0, -1))
-    d4 = generated_monoid([turn, mirror])
-    assert sorted(map(d4.element_order, range(8))) == sorted(map(dihedral(4).element_order, range(8)))
-    assert generated_monoid([((0, 1), (0, 0))]).elements == (((0, 0), (0, 0)), ((0, 1), (0, 0)), ((1, 0), (0, 1)))
-    no_aa = generated_monoid([(2, 3, 3), (1, 1, 3)])  # the automaton of "no aa": fresh, after an a, dead
-    assert (no_aa.order, no_aa.is_group) == (6, False)
-    assert product_of(no_aa, (2, 3, 3), (1, 1, 3)) == (2, 2, 3)
-
-
-def test_generated_monoids_are_capped():
-    assert generated_monoid([(*range(2, 1025), 1)]).order == 1024
-    with pytest.raises(ValueError, match=r"generators must have at most 1024 products.*fewer generators$"):
-        generated_monoid([(2, 1, 3, 4, 5, 6, 7), (2, 3, 4, 5, 6, 7, 1)])
-    with pytest.raises(ValueError, match=r"generators must have at most 1024 products.*or a modulus$"):
-        generated_monoid([((1, 1), (0, 1))])
 
 
 @pytest.mark.parametrize(
@@ -346,28 +218,12 @@ def test_generated_monoids_are_capped():
         (lambda: dihedral(0), r"n must .* 1\.\.512, got 0"),
         (lambda: parse_group("Q8xZ0"), r"n must .* 1\.\.1024, got 0"),
         (lambda: parse_group("Z007"), "name must be .* got 'Z007'"),
-        (lambda: generated_monoid([]), "generators must be at least one"),
-        (lambda: generated_monoid([(2, 1), (2, 3, 1)]), "generators must be of one size, .* 2 and 3"),
-        (lambda: generated_monoid([(0, 1)]), r"generators .* 1\.\.2, got 0"),
-        (lambda: generated_monoid([()]), "generators must be of one size, at least 1"),
-        (lambda: generated_monoid([((1, 2), (3,))]), "generators must be square"),
-        (lambda: generated_monoid([((1, 2),)]), "generators must be square"),
-        (lambda: generated_monoid([((1,),)], modulus=1), "modulus must be an integer >= 2, got 1"),
-        (lambda: generated_monoid([(2, 1)], modulus=5), "modulus must be None for maps .* got 5"),
         (lambda: cyclic(3).index(7), "Z3 has no element 7"),
-        (lambda: aperiodic_monoid().inverse(1), "'A' has no inverse in M"),
-        (lambda: aperiodic_monoid().element_order(2), "'B' has no inverse in M"),
     ],
 )
 def test_bad_arguments_are_named(build, message):
     with pytest.raises(ValueError, match=message):
         build()
-
-
-@pytest.mark.parametrize("bad", [["ab"], [(1.5, 2)], [((1, 2), 3)], [[2, 1]], "ab"])
-def test_generators_of_another_type_are_refused(bad):
-    with pytest.raises(TypeError, match="generators"):
-        generated_monoid(bad)
 
 
 XOR = ((0, 1), [[0, 1], [1, 0]])

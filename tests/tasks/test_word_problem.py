@@ -27,14 +27,6 @@ def seeded(seed=0):
     return torch.Generator().manual_seed(seed)
 
 
-def loop_prefixes(labels):
-    """Prefixes of one-line tuples by the definition: prefix_t(i) = prefix_{t-1}(g_t(i))."""
-    prefixes = [labels[0]]
-    for label in labels[1:]:
-        prefixes.append(tuple(prefixes[-1][i - 1] for i in label))
-    return prefixes
-
-
 def test_worked_example_of_the_paper():
     tokens = [(5, 4, 1, 3, 2), (3, 4, 1, 2, 5), (5, 3, 1, 2, 4)]
     prefixes = prefix_products(S5, torch.tensor([[S5.index(token) for token in tokens]]))
@@ -45,14 +37,6 @@ def test_worked_example_of_the_paper():
     ]
 
 
-@pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 7, 8, 31, 32, 33])
-def test_targets_agree_with_a_plain_loop(length):
-    inputs, targets = WordProblem(A5).sample(6, length, generator=seeded(length))
-    assert inputs.shape == targets.shape == (6, length)
-    for row, expected in zip(inputs.tolist(), targets.tolist(), strict=True):
-        assert [A5.elements[p] for p in expected] == loop_prefixes([A5.elements[a] for a in row])
-
-
 @given(name=st.sampled_from(["Z2", "S3", "M", "Z3xM"]), length=st.integers(1, 40), seed=st.integers(0, 99))
 @settings(max_examples=50, deadline=None)
 def test_targets_agree_with_the_table(name, length, seed):
@@ -60,19 +44,6 @@ def test_targets_agree_with_the_table(name, length, seed):
     inputs, targets = WordProblem(monoid).fixed(3, length, seed=seed)
     assert torch.equal(targets[:, 0], inputs[:, 0])
     assert torch.equal(targets[:, 1:], monoid.table[targets[:, :-1], inputs[:, 1:]])
-
-
-def test_parity():
-    inputs, targets = WordProblem(cyclic(2)).fixed(64, 100, seed=1)
-    assert torch.equal(targets, inputs.cumsum(dim=1) % 2)
-
-
-def test_inputs_are_uniform_over_all_elements():
-    inputs, _ = WordProblem(A5).fixed(600, 100, seed=0)
-    counts = inputs.flatten().bincount(minlength=60)
-    # 1000 expected each; standard deviation 31.
-    assert counts.min() > 850
-    assert counts.max() < 1150
 
 
 def test_restricted_inputs():
@@ -207,10 +178,13 @@ def test_integers_of_numpy_are_taken(unchecked):
         (lambda: WordProblem(cyclic(3), identity_probability=1.5), r"identity_probability must .*\[0, 1\], got 1.5"),
         (lambda: WordProblem(A5, identity_probability=-0.1), "identity_probability must .* got -0.1"),
         (lambda: WordProblem(aperiodic_monoid(), identity_probability=0.5), "must be 0 for M, which has no group"),
-        (lambda: WordProblem(cyclic(3), inputs=()), "inputs must name at least one"),
+        (lambda: WordProblem(cyclic(3), inputs=()), "inputs must be one or more ids, none of them twice, got"),
         (lambda: WordProblem(cyclic(3), inputs=(0, 3)), r"inputs must .* 0\.\.2, got 3"),
         (lambda: WordProblem(cyclic(3), inputs=(-1,)), r"inputs must .* 0\.\.2, got -1"),
-        (lambda: WordProblem(cyclic(3), inputs=(1, 1)), "inputs must not repeat"),
+        (
+            lambda: WordProblem(cyclic(3), inputs=(1, 1)),
+            r"inputs must .* none of them twice, got \(1, 1\)",
+        ),
     ],
 )
 def test_bad_arguments_are_named(call, message):

@@ -80,27 +80,6 @@ def test_of_a_padded_model_is_the_residual_that_its_next_iteration_reports(make)
     assert any(parameter.grad.abs().max() > 0 for parameter in model.parameters())
 
 
-def test_training_on_the_residual_makes_a_map_contract():
-    torch.manual_seed(0)
-    layer = torch.nn.Linear(8, 8)
-    layer.weight.data *= 2
-    x = torch.randn(4, 8)
-    stop, gradient = dq.Stop.exactly(6), dq.Unrolled(last=3)
-    optimizer, found = torch.optim.Adam(layer.parameters(), lr=0.02), []
-    for _ in range(40):
-
-        def f(z):
-            return torch.tanh(layer(z) + x)
-
-        z = dq.fixed_point(f, torch.zeros(4, 8), solver=dq.Naive(), stop=stop, gradient=gradient).value
-        loss = terminal_residual(f, z)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        found.append(loss.item())
-    assert found[-1] < 0.1 * found[0]
-
-
 @pytest.mark.usefixtures("unchecked")
 def test_bad_arguments():
     z = torch.ones(2, 3, 4)

@@ -75,16 +75,6 @@ def test_an_optimizer_decays_the_one_group_and_leaves_the_other():
         assert torch.allclose(parameter, before[name] * factor, rtol=1e-6, atol=0), name
 
 
-def test_decay_of_a_direction_leaves_the_map_as_it_is():
-    layer = nn.Linear(3, 2, bias=False)
-    dq.layers.apply_weight_norm(layer)
-    before = layer.weight.detach().clone()
-    (direction,) = parameter_groups(layer)[0]["params"]
-    with torch.no_grad():
-        direction *= 0.5
-    assert torch.allclose(layer.weight, before, rtol=1e-6)
-
-
 def test_frozen_and_shared_parameters():
     model = nn.ModuleDict({"one": nn.Linear(2, 2), "two": nn.Linear(2, 2), "norm": nn.LayerNorm((2, 3))})
     model["two"].weight = model["one"].weight
