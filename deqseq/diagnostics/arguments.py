@@ -22,9 +22,8 @@ def check_call(
 
     Random starts have a seed, so that all solves of a diagnostic begin at the same states.
     """
-    check_type("model", model, CausalLM, "dq.CausalLM(vocab_size, dq.ImplicitModel(backbone))")
     core = model.core
-    check_type("model.model", model.model if core is None else core, ImplicitModel, "dq.ImplicitModel(backbone)")
+    check_type("model.model", model.model if core is None else core, ImplicitModel)
     assert core is not None
     config = resolve(core.eval_solve or core.solve, solve, fields)
     if isinstance(config.start, RandomStart) and config.start.seed is None:

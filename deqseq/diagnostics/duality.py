@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Unpack
 import torch
 from torch import Tensor
 
-from deqseq.check import check_integer, check_type
+from deqseq.check import check_integer, check_type, checked
 from deqseq.config import SolveConfig, SolveFields
 from deqseq.diagnostics.arguments import check_call
 from deqseq.diagnostics.shown import new_figure, text_table
@@ -79,6 +79,7 @@ class DualityReport:
         return figure
 
 
+@checked
 @torch.no_grad()
 def check_duality(
     model: CausalLM,
@@ -102,12 +103,8 @@ def check_duality(
         solve: replaces the model's :class:`~deqseq.SolveConfig`; its sweep is not used.
         **fields: fields of :class:`~deqseq.SolveConfig` to replace, except ``sweep``; ``gradient`` has no effect.
 
-    Returns:
-        The report.
-
     Raises:
-        TypeError: an explicit model, an argument of the wrong type, or ``sweep`` instead of ``sweeps``.
-        ValueError: ``ids`` is not a batch of tokens of the vocabulary, or there are fewer than two sweeps.
+        TypeError, ValueError: an explicit model, ``ids`` outside the vocabulary, or another argument that does not fit.
 
     Example:
         >>> import deqseq as dq
@@ -119,7 +116,6 @@ def check_duality(
     if "sweep" in fields:
         raise TypeError("check_duality compares several sweeps: give sweeps=(...), at least two, instead of sweep")
     _, real, config = check_call(model, ids, mask, solve, fields)
-    check_type("sweeps", sweeps, (tuple, list), "(dq.Simultaneous(), dq.Sequential())")
     check_integer("len(sweeps)", len(sweeps), 2)
     for sweep in sweeps:
         check_type("sweeps", sweep, Sweep)

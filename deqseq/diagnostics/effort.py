@@ -1,13 +1,12 @@
 """How many iterations each token took."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Unpack
 
 import torch
 from jaxtyping import Int64
 
-from deqseq.check import check_type
+from deqseq.check import checked
 from deqseq.config import SolveConfig, SolveFields
 from deqseq.diagnostics.arguments import check_call
 from deqseq.diagnostics.shown import SHOWN, new_figure, remaining, text_table
@@ -33,14 +32,12 @@ class TokenEffort:
         mask: True at real tokens, ``(batch, length)``.
         converged: which rows converged, ``(batch,)``.
         sweep: which tokens were solved together.
-        labels: a text per token, printed above its number. Default: positions.
     """
 
     iterations: Int64[torch.Tensor, "batch length"]
     mask: Mask
     converged: RowMask
     sweep: Sweep
-    labels: tuple[tuple[str, ...], ...] | None = None
 
     @property
     def mean(self) -> float:
@@ -54,9 +51,8 @@ class TokenEffort:
         ]
         for row, real in enumerate(self.mask[:SHOWN]):
             places, more = real.nonzero()[:TOKENS, 0].tolist(), ["..."] * (int(real.sum()) > TOKENS)
-            labels = [str(t) if self.labels is None else self.labels[row][t] for t in places]
             numbers = [str(n) for n in self.iterations[row, places].tolist()]
-            lines += [f"row {row}", text_table(["", *labels, *more], [["", *numbers, *more]])]
+            lines += [f"row {row}", text_table(["", *map(str, places), *more], [["", *numbers, *more]])]
         return "\n".join(lines) + remaining(len(self.iterations))
 
     def plot(self) -> "Figure":
@@ -69,12 +65,12 @@ class TokenEffort:
         return figure
 
 
+@checked
 def token_effort(
     model: CausalLM,
     ids: Tokens,
     *,
     mask: Mask | None = None,
-    decode: Callable[[int], str] | None = None,
     solve: SolveConfig | None = None,
     **fields: Unpack[SolveFields],
 ) -> TokenEffort:
@@ -87,40 +83,26 @@ def token_effort(
         model: a language model around an :class:`~deqseq.ImplicitModel`.
         ids: tokens, ``(batch, length)``.
         mask: bool, True at real tokens, ``(batch, length)``. Default: no padding.
-        decode: the text of a token, for labels. Default: its position.
         solve: replaces the model's :class:`~deqseq.SolveConfig`.
         **fields: fields of :class:`~deqseq.SolveConfig` to replace; ``gradient`` has no effect.
 
-    Returns:
-        A :class:`TokenEffort`, on the CPU.
-
     Raises:
-        TypeError: an explicit model, or an argument of the wrong type.
-        ValueError: ``ids`` is not a batch of tokens of the vocabulary.
+        TypeError, ValueError: an explicit model, ``ids`` outside the vocabulary, or another argument that does not fit.
 
     Example:
         >>> import deqseq as dq
         >>> lm = dq.CausalLM(3, dq.ImplicitModel(dq.Affine(4)))
         >>> with torch.no_grad():
         ...     _ = lm.model.backbone.A.zero_(), lm.model.backbone.R.zero_()
-        >>> print(token_effort(lm, torch.tensor([[0, 1, 2]]), solver=dq.Naive(), decode="abc".__getitem__))
+        >>> print(token_effort(lm, torch.tensor([[0, 1, 2]]), solver=dq.Naive()))
         Sequential(): 2.0 iterations per token, at most 2; 100% of rows converged
         row 0
-          a  b  c
+          0  1  2
           2  2  2
     """
     _, real, config = check_call(model, ids, mask, solve, fields)
-    if not (decode is None or callable(decode)):  # a class, such as str, is one too
-        raise TypeError(f"decode must be a function, got {decode!r}")
     if "sweep" not in fields and config.sweep.block is None:
         config = replace(config, sweep=Sequential())
-    labels = None if decode is None else tuple(tuple(_label(decode, token) for token in row) for row in ids.tolist())
     with torch.no_grad(), eval_mode(model):
         output = model(ids, mask=mask, solve=config)
-    return TokenEffort(output.stats.iterations.cpu(), real.cpu(), output.converged.cpu(), config.sweep, labels)
-
-
-def _label(decode: Callable[[int], str], token: int) -> str:
-    text = decode(token)
-    check_type(f"decode({token})", text, str)
-    return text if text.isprintable() else text.encode("unicode_escape").decode()
+    return TokenEffort(output.stats.iterations.cpu(), real.cpu(), output.converged.cpu(), config.sweep)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from deqseq.backbones import Backbone
-from deqseq.check import check_integer, check_type
+from deqseq.check import check_integer, check_type, checked
 from deqseq.config import SolveConfig, SolveFields
 from deqseq.diagnostics.arguments import check_call
 from deqseq.diagnostics.shown import new_figure, text_table
@@ -101,6 +101,7 @@ def part_of(name: str) -> str:
     return ".".join(pieces[: pieces.index("layers") + 2 if "layers" in pieces else named])
 
 
+@checked
 def gradient_bias(
     model: CausalLM,
     ids: Tokens,
@@ -127,13 +128,8 @@ def gradient_bias(
             ``rtol = eps ** 0.75`` of the parameters' dtype and 500 steps.
         **fields: fields of :class:`~deqseq.SolveConfig` to replace, except ``gradient``.
 
-    Returns:
-        A :class:`GradientBias`.
-
     Raises:
-        TypeError: an explicit model, an argument of the wrong type, or ``gradient`` instead of ``estimators``.
-        ValueError: ``ids`` is not a batch of tokens of the vocabulary; there is nothing to score, no estimator, or no
-            parameter that requires a gradient; or a sweep that an estimator cannot follow.
+        TypeError, ValueError: an explicit model, ``ids`` outside the vocabulary, or another argument that does not fit.
 
     References:
         Geng et al., On Training Implicit Models, NeurIPS 2021, arXiv 2111.05177.
@@ -152,7 +148,6 @@ def gradient_bias(
     if solve is None and "stop" not in fields:
         tight = torch.finfo(model.embedding.weight.dtype).eps ** 0.75
         config = replace(config, stop=Stop(rtol=tight, max_steps=500))
-    check_type("estimators", estimators, (tuple, list), "[dq.OneStep(), dq.Phantom()]")
     check_integer("len(estimators)", len(estimators), 1)
     for estimator in estimators:
         check_type("estimators", estimator, Gradient, "dq.Phantom()")

@@ -1,13 +1,13 @@
 """How far a map expands around its fixed point: the spectral radius of its Jacobian."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Annotated, Any, Unpack
 
 import torch
 from jaxtyping import Complex, Float
 from torch import Tensor
 
-from deqseq.check import check_callable, check_integer, check_number
+from deqseq.check import AtLeast, Between, Within, checked
 from deqseq.config import SolveConfig, SolveFields
 from deqseq.diagnostics.arguments import check_call
 from deqseq.diagnostics.arnoldi import Ritz, ritz_values
@@ -26,6 +26,8 @@ from deqseq.types import FixedPointMap, Mask, RowMask, State
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+Products = Annotated[int, AtLeast(1)]
+Seed = Annotated[int, Between(-(2**63), 2**64 - 1)]
 TOLERANCE = 1e-2
 """The relative residual up to which a point counts as a fixed point."""
 
@@ -61,16 +63,13 @@ class SpectralRadius:
         """The rows whose residual is at most 0.01; at other points the radius says little about a solve."""
         return self.residual <= TOLERANCE
 
-    def damped(self, damping: float) -> Float[Tensor, "batch *tokens"]:
+    @checked
+    def damped(self, damping: Annotated[float | int, Within("(0, inf)")]) -> Float[Tensor, "batch *tokens"]:
         r"""The radius of the damped iteration, :math:`\max |1 - \tau + \tau \lambda|`.
 
         Args:
             damping: :math:`\tau` of :class:`~deqseq.Relaxed`, above 0.
-
-        Returns:
-            ``(batch,)`` or ``(batch, length)``.
         """
-        check_number("damping", damping, "(0, inf)")
         return (1 - damping + damping * self.eigenvalues).abs().amax(dim=-1)
 
     def __str__(self) -> str:
@@ -105,7 +104,8 @@ class SpectralRadius:
         return figure
 
 
-def spectral_radius(f: FixedPointMap, z_star: State, *, products: int = 32, seed: int = 0) -> SpectralRadius:
+@checked
+def spectral_radius(f: FixedPointMap, z_star: State, *, products: Products = 32, seed: Seed = 0) -> SpectralRadius:
     r"""The largest absolute eigenvalue of a map's Jacobian at a point, per row, by Arnoldi's method.
 
     Below 1, plain iteration converges near the point, in the long run by this factor per iteration. For a model take
@@ -118,12 +118,8 @@ def spectral_radius(f: FixedPointMap, z_star: State, *, products: int = 32, seed
         products: products with the Jacobian per row, at least 1; exact with as many as dimensions.
         seed: of the random vectors that the method starts from.
 
-    Returns:
-        A :class:`SpectralRadius`, on the CPU.
-
     Raises:
-        TypeError: an argument of the wrong type, such as a ``z_star`` that is not a floating-point tensor.
-        ValueError: ``z_star`` is empty or not finite, or ``products`` is below 1.
+        TypeError, ValueError: ``z_star`` is not a floating-point tensor, or it is empty or not finite.
 
     References:
         Saad, Numerical Methods for Large Eigenvalue Problems, SIAM 2011, chapter 6.
@@ -134,20 +130,19 @@ def spectral_radius(f: FixedPointMap, z_star: State, *, products: int = 32, seed
         >>> report.radius, report.damped(0.5)
         (tensor([0.9000]), tensor([0.6727]))
     """
-    check_callable("f", f)
     check_start("z_star", z_star)
-    check_integer("products", products, 1)
-    found, fz, _ = _eigenvalues(f, z_star, products, _seeded(seed))
+    found, fz, _ = _eigenvalues(f, z_star, products, torch.Generator().manual_seed(int(seed)))
     return SpectralRadius(found.values, found.error, _residual(z_star, fz))
 
 
+@checked
 def model_spectral_radius(
     model: CausalLM,
     ids: Tokens,
     *,
     mask: Mask | None = None,
-    products: int = 32,
-    seed: int = 0,
+    products: Products = 32,
+    seed: Seed = 0,
     solve: SolveConfig | None = None,
     **fields: Unpack[SolveFields],
 ) -> SpectralRadius:
@@ -165,12 +160,8 @@ def model_spectral_radius(
         solve: replaces the model's :class:`~deqseq.SolveConfig`.
         **fields: fields of :class:`~deqseq.SolveConfig` to replace; ``gradient`` has no effect.
 
-    Returns:
-        A :class:`SpectralRadius`, on the CPU; NaN at padding.
-
     Raises:
-        TypeError: an explicit model, or an argument of the wrong type.
-        ValueError: ``ids`` is not a batch of tokens of the vocabulary, or ``products`` is below 1.
+        TypeError, ValueError: an explicit model, ``ids`` outside the vocabulary, or another argument that does not fit.
         NotImplementedError: a backbone without ``advance``; :func:`spectral_radius` takes any map.
 
     Example:
@@ -182,8 +173,7 @@ def model_spectral_radius(
         (torch.Size([2, 3]), True)
     """
     core, real, config = check_call(model, ids, mask, solve, fields)
-    check_integer("products", products, 1)
-    generator, cache, found = _seeded(seed), None, []
+    generator, cache, found = torch.Generator().manual_seed(int(seed)), None, []
     with torch.inference_mode(False), torch.no_grad(), eval_mode(model):
         real, x = real.clone(), model.embed(ids.clone())  # tensors made in inference mode would forbid any graph
         if isinstance(model.model, RecurrentDepth):
@@ -204,11 +194,6 @@ def model_spectral_radius(
     padding = Padding.of(error, real)
     values = padding.back(values).masked_fill(~real[..., None], torch.nan)
     return SpectralRadius(values, padding.back(error).masked_fill(~real, torch.nan), residual)
-
-
-def _seeded(seed: int) -> torch.Generator:
-    check_integer("seed", seed, -(2**63), 2**64 - 1)
-    return torch.Generator().manual_seed(int(seed))
 
 
 def _eigenvalues(
