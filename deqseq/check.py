@@ -8,10 +8,10 @@ import functools
 import inspect
 import math
 import types
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import chain, repeat
 from numbers import Integral, Real
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
@@ -50,43 +50,26 @@ EXAMPLES = {
 """What to write where an object of a class is wanted."""
 
 
-class Range(ABC):
-    """What ``Annotated`` adds to a type: the values that are taken."""
-
-    @abstractmethod
-    def check(self, name: str, value: Any) -> None:
-        """Refuse any other ``value`` of the argument ``name`` with a TypeError or a ValueError."""
-
-
 @dataclass(frozen=True)
-class AtLeast(Range):
+class AtLeast:
     """In ``Annotated[int, AtLeast(1)]``: an integer from ``low`` on."""
 
     low: int
 
-    def check(self, name: str, value: Any) -> None:
-        check_integer(name, value, self.low)
-
 
 @dataclass(frozen=True)
-class Between(Range):
+class Between:
     """In ``Annotated[int, Between(0, 9)]``: an integer from ``low`` to ``high``."""
 
     low: int
     high: int
 
-    def check(self, name: str, value: Any) -> None:
-        check_integer(name, value, self.low, self.high)
-
 
 @dataclass(frozen=True)
-class Within(Range):
+class Within:
     """In ``Annotated[float, Within("[0, inf)")]``: a number in an interval; NaN is in none."""
 
     interval: str
-
-    def check(self, name: str, value: Any) -> None:
-        check_number(name, value, self.interval)
 
 
 def checked(target: T) -> T:
@@ -124,63 +107,50 @@ def checked(target: T) -> T:
 
 def _checking(function: Any, prefix: str) -> Any:
     @functools.cache  # at the first call, when every class that an annotation names is there
-    def checks() -> tuple[tuple[tuple[str, Check | None], ...], dict[str, Check | None], tuple[str, Check | None]]:
-        named, positional, rest = {}, [], ("", None)
-        for name, parameter in inspect.signature(function).parameters.items():
-            check = _check_of(_evaluated(parameter.annotation, function))
-            if parameter.kind is parameter.VAR_POSITIONAL:
-                rest = name, check
-            elif parameter.kind is not parameter.VAR_KEYWORD:
-                named[name] = check
-                if parameter.kind is not parameter.KEYWORD_ONLY:
-                    positional.append((name, check))
-        return tuple(positional), named, rest
+    def parameters() -> tuple[list[str], str, dict[str, Check | None]]:
+        known = inspect.signature(function).parameters.values()
+        ordered = [one.name for one in known if one.kind <= one.POSITIONAL_OR_KEYWORD]
+        rest = "".join(one.name for one in known if one.kind is one.VAR_POSITIONAL)
+        return ordered, rest, {one.name: _check_of(_evaluated(one.annotation, function)) for one in known}
 
     @functools.wraps(function)
     def with_checks(*args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
-            positional, named, (rest, check_rest) = checks()
-            for (name, check), value in zip(positional, args, strict=False):
+            ordered, rest, checks = parameters()
+            for name, value in chain(zip(chain(ordered, repeat(rest)), args, strict=False), kwargs.items()):
+                check = checks.get(name)
                 if check is not None:
                     check(prefix + name, value)
-            for name, value in kwargs.items():
-                check = named.get(name)
-                if check is not None:
-                    check(prefix + name, value)
-            if check_rest is not None:
-                for value in args[len(positional) :]:
-                    check_rest(rest, value)
         return function(*args, **kwargs)
 
     return with_checks
 
 
 def _evaluated(annotation: Any, function: Any) -> Any:
-    if isinstance(annotation, str):
-        return eval(annotation, inspect.unwrap(function).__globals__)
-    return annotation
+    return eval(annotation, inspect.unwrap(function).__globals__) if isinstance(annotation, str) else annotation
 
 
 def _check_of(annotation: Any) -> Check | None:
     """What an annotation asks for; None where it does not say."""
     origin, parts = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        found = [part.check for part in parts[1:] if isinstance(part, Range)]
-        return found[0] if found else _check_of(parts[0])
+        return next((found for found in map(_check_of_range, parts[1:]) if found), _check_of(parts[0]))
     if origin is Literal:
         return functools.partial(check_choice, choices=parts)
     if origin is Union or origin is types.UnionType:
         return _check_of_union(parts)
-    if origin is Callable:
-        return check_callable
-    if annotation is bool:
-        return check_flag
-    if annotation is float:
-        return functools.partial(check_number, interval="(-inf, inf)")
-    if annotation is int:
-        return functools.partial(check_integer, low=-(2**63), high=2**63 - 1)
+    if origin is Callable or annotation in PLAIN:
+        return PLAIN.get(annotation, check_callable)
     kind = _class_of(annotation)
     return None if kind is None else functools.partial(check_type, wanted=kind)
+
+
+def _check_of_range(note: object) -> Check | None:
+    if isinstance(note, AtLeast):
+        return functools.partial(check_integer, low=note.low)
+    if isinstance(note, Between):
+        return functools.partial(check_integer, low=note.low, high=note.high)
+    return functools.partial(check_number, interval=note.interval) if isinstance(note, Within) else None
 
 
 def _check_of_union(parts: tuple[Any, ...]) -> Check | None:
@@ -188,7 +158,7 @@ def _check_of_union(parts: tuple[Any, ...]) -> Check | None:
     literals = tuple(choice for part in others if get_origin(part) is Literal for choice in get_args(part))
     classes = [_class_of(part) for part in others if get_origin(part) is not Literal]
     kinds = tuple(kind for kind in classes if kind is not None)
-    if len(others) == 1 and (literals or not kinds or kinds[0] in (bool, int, float)):
+    if len(others) == 1 and (literals or not kinds or kinds[0] in PLAIN):
         check = _check_of(others[0])
     elif len(kinds) < len(classes):  # for example a function or an object: nothing simple to say
         return None
@@ -336,3 +306,11 @@ def _below(kind: type) -> Iterator[type]:
     yield kind
     for one in type.__subclasses__(kind):
         yield from _below(one)
+
+
+PLAIN: dict[Any, Check] = {
+    bool: check_flag,
+    int: functools.partial(check_integer, low=-(2**63), high=2**63 - 1),
+    float: functools.partial(check_number, interval="(-inf, inf)"),
+}
+"""What annotations without a range ask for."""

@@ -15,10 +15,11 @@ from deqseq.tokens import TokenArgs
 from deqseq.types import Residual, RowIndex, State
 from deqseq.windows import Windows, on_device, on_host
 
-PARTIAL_MOVES_EVERY = 2
-"""A window of which only a part passes moves at every second evaluation, because a move costs half an evaluation.
+MOVES_EVERY = 2
+"""Windows move at every second evaluation, because a move costs half an evaluation.
 
-One that passes entirely, or has spent its budget, moves at once; so does every one if ``check_every`` is above 1.
+A window of one token, one that has reached the end of its row, and one that has spent its budget move at once; so does
+every one if ``check_every`` is above 1.
 """
 
 
@@ -69,8 +70,8 @@ class MovingWindows(Windows):
         passing = np.minimum(np.logical_and.accumulate(passed, axis=1).sum(axis=1) * self._block, left)
         moves = due & sound
         self._diverged, self._spent = due & ~sound, moves & late & (passing == 0)
-        if every == 1 and self.evaluations % PARTIAL_MOVES_EVERY:
-            moves = moves & (late | (passing == window))
+        if every == 1 and self.width > 1 and self.evaluations % MOVES_EVERY:
+            moves = moves & (late | (passing == left))
         leaving = np.where(self._spent, np.minimum(left, self._block), passing * moves)
         # The whole window of a row that diverged is committed. Its cache then shows that it is not finite: a solve that
         # goes on from there diverges too, instead of converging as if these tokens did not exist.
