@@ -4,10 +4,11 @@ import weakref
 
 import pytest
 import torch
+from problems import row_affine
 from torch import Tensor
 
 import deqseq as dq
-from deqseq.testing.problems import Recorded, row_affine
+from deqseq.testing.problems import Recorded
 
 GAINS = torch.tensor([0.0, 0.5, -1.0, 2.0, 0.9, -0.3, 3.0], dtype=torch.float64)
 CEILINGS = torch.tensor([torch.inf] * 6 + [5.0], dtype=torch.float64)

@@ -4,12 +4,12 @@ from itertools import pairwise
 
 import pytest
 import torch
-from problems import diverging, staircase
+from problems import RowAffine, diverging, row_affine, staircase
 from torch import Tensor
 
 import deqseq as dq
 from deqseq import Naive, Progress, Relaxed, Status, Stop, fixed_point, solve, take
-from deqseq.testing.problems import Recorded, RowAffine, mapped, row_affine
+from deqseq.testing.problems import Recorded, mapped
 from deqseq.testing.solvers import assert_same_rows
 from deqseq.tokens import TokenArgs, token_map
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Unpack
+from typing import Unpack
 
 import torch
 from torch import Tensor
@@ -10,15 +10,12 @@ from torch import Tensor
 from deqseq.check import check_integer, check_type, checked
 from deqseq.config import SolveConfig, SolveFields
 from deqseq.diagnostics.arguments import check_call
-from deqseq.diagnostics.shown import new_figure, text_table
+from deqseq.diagnostics.shown import text_table
 from deqseq.models.causal_lm import CausalLM, Tokens
 from deqseq.models.eval_mode import eval_mode
 from deqseq.models.output import ModelOutput
 from deqseq.sweeps import Chunked, Sequential, Simultaneous, Sliding, Sweep
 from deqseq.types import Mask
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 SWEEPS: tuple[Sweep, ...] = (Simultaneous(), Chunked(8), Sliding(8), Sequential())
 
@@ -70,14 +67,6 @@ class DualityReport:
             lines.append((*costs, f"{one.state_difference:.1e}", f"{one.cache_difference:.1e}", f"{one.agreement:.2%}"))
         return text_table(header, lines)
 
-    def plot(self) -> "Figure":
-        """Draw the evaluations and updates of each sweep. ImportError without matplotlib."""
-        figure, axis = new_figure("evaluations", "updates")
-        for one in self.sweeps:
-            axis.plot(one.evaluations, one.updates, "o", label=str(one.sweep))
-        axis.legend(frameon=False)
-        return figure
-
 
 @checked
 @torch.no_grad()
@@ -92,8 +81,8 @@ def check_duality(
 ) -> DualityReport:
     """Solve the same tokens with several sweeps in eval mode; compare states, predictions and caches with the first.
 
-    Where all sweeps converge and the map has one fixed point, they agree as far as the tolerance allows. Check
-    ``converged`` first, and take a tight tolerance, before you conclude that a model has several fixed points.
+    Where all sweeps converge and the map has one fixed point, they agree as far as the tolerance allows: check
+    ``converged`` and tighten it before you conclude that a model has several fixed points.
 
     Args:
         model: a language model around an :class:`~deqseq.ImplicitModel`.

@@ -50,7 +50,7 @@ class Explanation:
     Attributes:
         causes: one per row.
         findings: what was observed of the rows of each cause.
-        remedies: what to do about each cause; a setting that was tried and converged is named.
+        remedies: what to do about each; a setting that was tried and converged is named.
     """
 
     causes: tuple[Cause, ...]
@@ -71,15 +71,14 @@ def explain(outcome: Outcome) -> Explanation:
     """Why each row of a solve converged or not, and what to do about it.
 
     The same problem is solved again, all tokens together, with four times the budget (at least 64 and at most 1,000
-    iterations, or as many as before). If rows still fail, other solvers are tried until one converges: Adaptive,
-    Relaxed(0.2), Anderson and Broyden; only the last two if the solve is merely slow. Last, rows that converged are
-    solved from a random start, which shows whether there are several fixed points.
+    iterations). If rows still fail, Adaptive, Relaxed(0.2), Anderson and Broyden are tried until one converges; only
+    the last two if the solve is merely slow. Rows that converged are solved from a random start too.
 
     Args:
         outcome: what a solve or a model returned. A model is examined with the weights that it has now.
 
     Raises:
-        ValueError: an explicit model's output, an outcome that was copied or pickled, or some rows of one.
+        ValueError: an explicit model's output, a copy of an outcome, or some rows of one.
 
     Example:
         >>> import torch, deqseq as dq

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from deqseq.backbones import Backbone
 from deqseq.check import check_integer, check_type, checked
 from deqseq.config import SolveConfig, SolveFields
 from deqseq.diagnostics.arguments import check_call
-from deqseq.diagnostics.shown import new_figure, text_table
+from deqseq.diagnostics.shown import text_table
 from deqseq.gradients import Gradient, Implicit, OneStep, Phantom, Unrolled
 from deqseq.models.causal_lm import CausalLM, Tokens
 from deqseq.models.eval_mode import eval_mode
@@ -22,9 +22,6 @@ from deqseq.solution import ConvergenceWarning, Solution
 from deqseq.stop import Stop
 from deqseq.sweeps import Simultaneous
 from deqseq.types import Mask, RowMask
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 ESTIMATORS: tuple[Gradient, ...] = (OneStep(), Phantom(steps=4), Phantom(steps=16), Unrolled())
 
@@ -85,14 +82,6 @@ class GradientBias:
             lines.append(f"\nNot exact: {self.converged.double().mean():.0%} of rows converged{residual}.")
         return "\n".join(lines)
 
-    def plot(self) -> "Figure":
-        """Draw each estimator's cosine, for every part of the model. ImportError without matplotlib."""
-        figure, axis = new_figure("part of the model", "cosine with the exact gradient")
-        for one in self.estimators:
-            axis.plot(list(one.cosine), list(one.cosine.values()), "o-", label=str(one.estimator))
-        axis.legend(frameon=False)
-        return figure
-
 
 def part_of(name: str) -> str:
     """The part of a model that a parameter belongs to: ``"embedding"``, ``"layers.0"``, ``"injection"``..."""
@@ -114,8 +103,7 @@ def gradient_bias(
 ) -> GradientBias:
     r"""Compare estimators of the loss's gradient with the exact, implicit one, on the same batch in eval mode.
 
-    All estimators act at the same tightly solved fixed point. The ``.grad`` of the parameters is not touched, and the
-    model keeps its mode and configuration.
+    All estimators act at the same tightly solved fixed point. The ``.grad`` of the parameters is not touched.
 
     Args:
         model: a language model around an :class:`~deqseq.ImplicitModel`.

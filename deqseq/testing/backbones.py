@@ -11,7 +11,7 @@ from torch import Tensor
 from deqseq.backbones import Backbone, Cache
 from deqseq.config import SolveConfig
 from deqseq.models import ImplicitModel, ModelOutput
-from deqseq.rows import map_tensors, put, take, tensors_of
+from deqseq.rows import map_tensors, take, tensors_of
 from deqseq.stop import Stop
 from deqseq.sweeps import Chunked, Sequential, Simultaneous, Sliding, Sweep
 from deqseq.testing.problems import seeded
@@ -186,17 +186,6 @@ class BackboneContract:
                 assert_same(torch.cat([first, second], dim=1), whole)
                 assert_same_cache(self.advance(backbone, cache, aux, 7 - cut), self.advance(backbone, None, last, 7))
 
-    def test_the_cache_after_any_token_comes_from_one_evaluation(self) -> None:
-        backbone, x, z = self.made(), self.randn(2, 7), self.randn(2, 7, seed=1)
-        inputs = backbone.prepare(x)
-        _, aux = backbone(z[:, :2], part(inputs, 0, 2), need_aux=True)
-        before = self.advance(backbone, None, aux, 2)
-        _, aux = backbone(z[:, 2:], part(inputs, 2, 7), before, need_aux=True)
-        for tokens in (1, 3, 5):
-            _, expected = backbone(z[:, : 2 + tokens], part(inputs, 0, 2 + tokens), need_aux=True)
-            after = self.advance(backbone, before, aux, tokens)
-            assert_same_cache(after, self.advance(backbone, None, expected, 2 + tokens))
-
     def test_a_cache_grows_token_by_token(self) -> None:
         backbone, x, z, cache, values = self.made(), self.randn(1, 40), self.randn(1, 40, seed=1), None, []
         inputs = backbone.prepare(x)
@@ -240,16 +229,6 @@ class BackboneContract:
             backbone(z[:, 7:9], part(inputs, 3, 5), root)
         assert all(torch.equal(*pair) for pair in zip(kept, (*root.tensors(), *one.tensors()), strict=True))
         assert not all(torch.allclose(*pair) for pair in zip(one.tensors(), other.tensors(), strict=True))
-
-    def test_aux_of_a_row_may_come_from_another_evaluation(self) -> None:
-        backbone, x, z, rows = self.made(), self.randn(3, 4), self.randn(3, 4, seed=1), torch.tensor([2, 0])
-        inputs, other = backbone.prepare(x), self.randn(3, 4, seed=2)
-        with torch.no_grad():
-            _, mine = backbone(z, inputs, need_aux=True)
-            _, theirs = backbone(other[rows], take(inputs, rows), need_aux=True)
-            _, expected = backbone(torch.stack([other[0], z[1], other[2]]), inputs, need_aux=True)
-            mixed = self.advance(backbone, None, put(mine, rows, theirs), 4)
-        assert_same_cache(mixed, self.advance(backbone, None, expected, 4))
 
     # whole solves
 

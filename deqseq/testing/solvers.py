@@ -1,6 +1,6 @@
 """What every solver must do, whatever its algorithm."""
 
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 from itertools import product
 from typing import Any, ClassVar
 from unittest import TestCase
@@ -15,19 +15,7 @@ from deqseq.solution import Solution, Status
 from deqseq.solve import solve
 from deqseq.solvers import Solver
 from deqseq.stop import Stop
-from deqseq.testing.problems import (
-    Recorded,
-    RowTanh,
-    affine,
-    causal_chain,
-    expansive_tanh,
-    limit_cycle,
-    logistic,
-    mapped,
-    row_affine,
-    row_tanh,
-    tanh_contraction,
-)
+from deqseq.testing.problems import Recorded, affine, limit_cycle, logistic, mapped, row_tanh
 
 TIGHT = Stop(rtol=1e-13, max_steps=500)
 GAINS = (0.0, 0.2, -0.5, 0.8, 0.5, -0.3, 0.7, 0.1)
@@ -67,32 +55,25 @@ class SolverContract:
     # what it finds
 
     def test_finds_the_fixed_point_in_float64(self) -> None:
-        for make, event, batch in product((affine, tanh_contraction), ((), (5,), (3, 2), (2, 3, 2)), (1, 3)):
-            f = make(batch=batch, event=event)
-            solution = self.solve(f, torch.zeros(batch, *event, dtype=torch.float64))
-            assert solution.status.tolist() == [Status.CONVERGED] * batch
-            assert solution.stats.iterations.shape == solution.stats.residual.shape == (batch,)
-            torch.testing.assert_close(solution.value, f.fixed_point(), rtol=0, atol=1e-10)
+        for event, batch in product(((), (5,), (3, 2), (2, 3, 2)), (1, 3)):
+            for f in (affine(batch=batch, event=event), row_tanh(GAINS[1 : 1 + batch], event=event)):
+                solution = self.solve(f, torch.zeros(batch, *event, dtype=torch.float64))
+                assert solution.status.tolist() == [Status.CONVERGED] * batch
+                assert solution.stats.iterations.shape == solution.stats.residual.shape == (batch,)
+                torch.testing.assert_close(solution.value, f.fixed_point(), rtol=0, atol=1e-10)
 
     def test_keeps_the_dtype(self) -> None:
         halves = ((torch.bfloat16, 2e-2, 0.1), (torch.float16, 2e-3, 0.02))
         for dtype, rtol, close in ((torch.float32, 1e-6, 2e-5), *halves):
-            f = row_affine([0.5, -0.5, 0.2], dtype=dtype)
+            f = row_tanh([0.5, -0.5, 0.2], dtype=dtype)
             solution = self.solve(f, torch.zeros(3, 3, dtype=dtype), Stop(rtol=rtol, max_steps=200))
             assert solution.value.dtype == dtype
             assert solution.stats.residual.dtype == torch.float32
             assert bool(solution.converged.all())
             torch.testing.assert_close(solution.value, f.fixed_point(), rtol=close, atol=0)
 
-    def test_a_start_at_the_fixed_point_takes_one_evaluation(self) -> None:
-        f = row_affine([0.5, 0.25, 0.0])
-        z0 = f.fixed_point()
-        solution = self.solve(f, z0)
-        assert solution.stats.iterations.tolist() == [1, 1, 1]
-        torch.testing.assert_close(solution.value, z0, rtol=1e-15, atol=0)
-
     def test_either_norm_finds_the_same_point(self) -> None:
-        f, z0 = causal_chain(own=0.3), torch.zeros(2, 5, 3, dtype=torch.float64)
+        f, z0 = affine(event=(5, 3)), torch.zeros(3, 5, 3, dtype=torch.float64)
         for stop in (Stop(1e-12, max_steps=500, norm="token"), Stop(1e-12, max_steps=500, norm="row")):
             solution = self.solve(f, z0, stop)
             assert bool(solution.converged.all())
@@ -101,22 +82,14 @@ class SolverContract:
 
     def test_what_is_returned_passes(self) -> None:
         """The residual of the value itself; a solver that returns its points promises it where the map expands too."""
-        maps = (tanh_contraction(), *([expansive_tanh()] if self.solver.returns_point else []))
+        maps = (row_tanh(GAINS[1:4]), *([row_tanh([-3.0, -2.5, -3.5])] if self.solver.returns_point else []))
         for f, rtol in product(maps, (1e-2, 1e-4, 1e-8)):
-            solution = self.solve(f, torch.zeros(3, 4, dtype=torch.float64), Stop(rtol, max_steps=500))
+            solution = self.solve(f, torch.zeros(3, 3, dtype=torch.float64), Stop(rtol, max_steps=500))
             assert bool(solution.converged.all())
             fz = f(solution.value)
             assert bool(((fz - solution.value).norm(dim=1) <= rtol * fz.norm(dim=1)).all())
 
     # what it reports
-
-    def test_the_budget_counts_evaluations(self) -> None:
-        for budget in (1, 2, 3, 7):
-            f = Recorded(affine())
-            solution = self.solve(f, torch.ones(3, 4, dtype=torch.float64), Stop(rtol=0.0, max_steps=budget))
-            assert f.evaluations == solution.stats.evaluations == budget
-            assert solution.stats.iterations.tolist() == [budget] * 3
-            assert solution.status.tolist() == [Status.MAX_STEPS_REACHED] * 3
 
     def test_value_and_residual_are_those_of_the_last_evaluation(self) -> None:
         z0 = torch.tensor([0.1, 0.3, 0.7], dtype=torch.float64)[:, None].expand(3, 4).contiguous()
@@ -187,16 +160,6 @@ class SolverContract:
             torch.testing.assert_close(together[before:, row], new, rtol=1e-9, atol=1e-12)
             torch.testing.assert_close(together[:, others], undisturbed[:, others], rtol=1e-9, atol=1e-12)
 
-    def test_nothing_is_modified_in_place(self) -> None:
-        f, stop = Recorded(mapped), Stop(rtol=1e-8, max_steps=300)
-        z0 = torch.full((len(GAINS), 4, 3), 0.25, dtype=torch.float64)
-        self.solve(f, z0, stop, args=row_tanh(GAINS, event=(4, 3)))
-        assert z0.unique().tolist() == [0.25]
-        assert f.evaluations > 4
-        for z, fz, z_copy, fz_copy in f.calls:
-            assert torch.equal(z, z_copy)
-            assert torch.equal(fz, fz_copy)
-
     def test_it_is_its_configuration(self) -> None:
         name = next(iter(vars(self.solver)), "steps")
         with TestCase().assertRaises(FrozenInstanceError):
@@ -225,7 +188,7 @@ class SolverContract:
 
         def gradient(rows: Tensor) -> Tensor:
             gain = gains[rows].clone().requires_grad_()
-            problem = RowTanh(gain, row_tanh(GAINS).offset[rows])
+            problem = replace(take(row_tanh(GAINS), rows), gain=gain)
             value = self.solve(mapped, z0[rows], stop, args=problem).value
             return torch.autograd.grad(value.square().sum(), gain)[0]
 

@@ -22,21 +22,18 @@ class Curriculum:
     :class:`deqseq.integrations.huggingface.curriculum_callback.CurriculumCallback`.
 
     Args:
-        phases: with names of their own, and ends that rise. The last end is None or, in fractions, 1. A last phase
-            that ends in steps or tokens stays in force after that.
+        phases: with names of their own, and ends that rise; the last end is None or, in fractions, 1.
         unit: what the ends are counted in: ``"fraction"`` of the run, optimizer ``"steps"``, or ``"tokens"``.
 
     Raises:
-        ValueError: no phases, a name twice, ends that do not rise or are no amount of the unit, an unknown unit, or a
-            depth that rises over a phase without an end.
+        ValueError: no phases, a name twice, ends that do not rise or do not fit the unit, or a depth that rises over a
+            phase without an end.
 
     References:
         Schöne et al., Implicit Language Models are RNNs, ICML 2025, arXiv 2502.07827, section 4 (bounded and free
         phase).
 
     Example:
-        The paper's curriculum, and one that is counted in tokens.
-
         >>> from deqseq.training import bounded, free
         >>> Curriculum((bounded(), free())).at(0.9).name
         'free'
@@ -88,10 +85,10 @@ class Curriculum:
         Example:
             >>> from deqseq.training import bounded, free
             >>> record = Curriculum((bounded(), free())).record(0.9)
-            >>> record["phase"], record["phases"][1]["solve"]["stop"]["max_steps"]
+            >>> record["phase"], record["curriculum"]["phase 2 solve.stop.max_steps"]
             ('free', 24)
         """
-        return {"phase": self.at(progress).name, "progress": _described(progress, "progress"), **self._content}
+        return {"phase": self.at(progress).name, "progress": plain_number(progress), "curriculum": self._content}
 
     @checked
     def resumed(self, record: Mapping[str, Any] | None) -> Phase:
@@ -112,15 +109,11 @@ class Curriculum:
             solve.stop.max_steps: 24 -> 32; phase 2 eval_solve.stop.max_steps: 96 -> 128): resume with that one, or
             begin a new run from these weights
         """
-        if record is None or not {"progress", *self._content} <= record.keys():
+        if record is None or not {"progress", "curriculum"} <= record.keys():
             raise ValueError("the checkpoint holds no phase: it was saved without phase=curriculum.record(progress)")
-        mine = dict(_leaves(self._content))
-        theirs = dict(_leaves({part: record[part] for part in self._content}))
-        changes = [
-            f"{name}: {_shown(theirs, name)} -> {_shown(mine, name)}"
-            for name in {**mine, **theirs}
-            if _shown(theirs, name) != _shown(mine, name)
-        ]
+        sides = [{name: repr(one) for name, one in side.items()} for side in (record["curriculum"], self._content)]
+        shown = {name: [side.get(name, "nothing") for side in sides] for name in sides[0] | sides[1]}
+        changes = [f"{name}: {before} -> {now}" for name, (before, now) in shown.items() if before != now]
         if changes:
             raise ValueError(
                 f"the curriculum is not the one that the checkpoint was trained with ({'; '.join(changes)}): resume "
@@ -130,7 +123,10 @@ class Curriculum:
 
     @property
     def _content(self) -> dict[str, Any]:
-        return {"unit": self.unit, "phases": [_described(phase, phase.name) for phase in self.phases]}
+        content: dict[str, Any] = {"unit": self.unit}
+        for place, phase in enumerate(self.phases, 1):
+            content |= {f"phase {place} {name}": one for name, one in _leaves(phase)}
+        return content
 
     @property
     def _ends(self) -> list[float | int]:
@@ -159,35 +155,17 @@ class Curriculum:
             raise ValueError(f"Phase.until must be given for a depth that rises until then, got None with {depth}")
 
 
-def _described(value: object, where: str) -> Any:
-    """A phase or one of its parts as JSON."""
+def _leaves(value: object, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Every plain value inside a phase, with its path."""
     if value is None or isinstance(value, bool | str):
-        return value
-    if isinstance(value, Real):
-        return plain_number(value)
-    if is_dataclass(value) and not isinstance(value, type):
-        parts = {field.name: _described(getattr(value, field.name), f"{where}.{field.name}") for field in fields(value)}
-        return {"class": type(value).__name__, **parts}
-    if isinstance(value, tuple):
-        return [_described(part, where) for part in value]
-    if callable(value):  # an observer, as the report of an adjoint solve
-        return f"{type(value).__name__} {getattr(value, '__qualname__', '')}".strip()
-    raise TypeError(
-        f"a checkpoint cannot hold {where} = {value!r}: it must be a plain value, a dataclass or a function"
-    )
-
-
-def _leaves(data: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value of nested JSON with a name for messages."""
-    if isinstance(data, Mapping):
-        for key, value in data.items():
-            yield from _leaves(value, path + "." * (path != "" and path[-1] != " ") + key)
-    elif isinstance(data, list):
-        for index, value in enumerate(data, 1):
-            yield from _leaves(value, f"phase {index} " if path == "phases" else f"{path}.{index}")
+        yield path, value
+    elif isinstance(value, Real):
+        yield path, plain_number(value)
+    elif is_dataclass(value) and not isinstance(value, type):
+        yield from [(f"{path}.class", type(value).__name__)] if path else []
+        for field in fields(value):
+            yield from _leaves(getattr(value, field.name), f"{path}.{field.name}" if path else field.name)
+    elif callable(value):  # an observer, as the report of an adjoint solve
+        yield path, f"{type(value).__name__} {getattr(value, '__qualname__', '')}".strip()
     else:
-        yield path, data
-
-
-def _shown(values: Mapping[str, Any], name: str) -> str:
-    return repr(values[name]) if name in values else "nothing"
+        raise TypeError(f"a checkpoint cannot hold {path} = {value!r}: it must be plain, a dataclass or a function")

@@ -35,8 +35,7 @@ class PoissonLogNormal:
         Recurrence, 2025, arXiv 2511.07384: the rise.
 
     Example:
-        >>> depth = PoissonLogNormal(32)
-        >>> [depth.draw(step) for step in range(8)]
+        >>> [PoissonLogNormal(32).draw(step) for step in range(8)]
         [25, 21, 41, 27, 11, 23, 34, 40]
         >>> [PoissonLogNormal(32, rise="linear").draw(step, step / 8) for step in range(8)]
         [2, 5, 13, 15, 7, 17, 29, 37]

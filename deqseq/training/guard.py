@@ -20,9 +20,8 @@ def check_finite(
 ) -> float:
     """Stop a run whose loss is NaN or infinite; a finite value is returned, for the log.
 
-    Call it with the loss before ``backward()``, and with the gradient norm before the optimizer's step: a finite loss
-    can have a gradient that is not finite. On a GPU this waits for the value. With several processes, pass the mean
-    over all of them, so that all stop together.
+    Call it with the loss before ``backward()``, and with the gradient norm before the optimizer's step. On a GPU this
+    waits for the value. With several processes, pass the mean over all of them, so that all stop together.
 
     Args:
         value: one number, as a tensor ``()`` or ``(1,)``.

@@ -28,9 +28,9 @@ def jacobian_regularisation(
               \lVert J^\top v \rVert^2, \qquad J = \frac{\partial f}{\partial z}(z^*),
 
     where :math:`n` is the number of elements of a row's state; the mean over the rows is returned. A few draws estimate
-    the expectation without bias (Hutchinson). The gradient reaches whatever ``f`` closes over, by a second derivative
-    of ``f``; the point itself gets none, as in the paper. :math:`\lVert J \rVert_F^2` bounds the squared spectral
-    radius. Fused kernels of Mamba2 have no second derivative: train with ``Mamba2Config(backend="reference")``.
+    it without bias (Hutchinson), and it bounds the squared spectral radius. The gradient reaches whatever ``f`` closes
+    over, by a second derivative of ``f``; the point itself gets none, as in the paper. Fused kernels of Mamba2 have no
+    second derivative: train with ``Mamba2Config(backend="reference")``.
 
     Args:
         f: the map.
@@ -82,9 +82,8 @@ def terminal_residual(
 
     .. math:: \frac{1}{|T|} \sum_{t \in T} \frac{\lVert f(z)_t - z_t \rVert}{\lVert f(z)_t \rVert}
 
-    with norms over the last dimension and :math:`T` the real tokens of all rows. It costs one evaluation of ``f``. The
-    gradient reaches whatever ``f`` closes over, and what the state was computed from; ``z.detach()`` leaves the latter
-    out. A token that is a fixed point already gives no gradient.
+    with norms over the last dimension and :math:`T` the real tokens of all rows. The gradient reaches whatever ``f``
+    closes over, and what the state was computed from; ``z.detach()`` leaves the latter out.
 
     Args:
         f: the map.

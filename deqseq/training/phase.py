@@ -33,8 +33,7 @@ class Phase:
             place; eval mode is left as it is. Default: the budget is fixed.
 
     Raises:
-        TypeError: ``solve`` or ``eval_solve`` is no :class:`SolveConfig`, or ``depth`` no :class:`PoissonLogNormal`.
-        ValueError: an empty name, or an end that is not above 0.
+        TypeError, ValueError: an argument of the wrong type, an empty name, or an end that is not above 0.
 
     Example:
         >>> import deqseq as dq
@@ -75,8 +74,7 @@ class Phase:
         loop.
 
         Args:
-            model: an :class:`ImplicitModel` or :class:`ExplicitModel`, or a module that contains one: a
-                :class:`CausalLM`, a model of transformers, a DDP wrapper.
+            model: an :class:`ImplicitModel`, an :class:`ExplicitModel`, or a module that contains one.
 
         Raises:
             TypeError: there is neither inside.
@@ -204,16 +202,13 @@ def unrolled(
         >>> unrolled(8, until=0.4).solve.gradient
         Unrolled(checkpoint=False, last=None)
 
-        Huginn's, and a retrofit's, whose mean rises over three quarters of the run.
+        As Huginn was trained:
 
         >>> import deqseq as dq
         >>> from deqseq.training import Curriculum
-        >>> plain = dq.SolveConfig(dq.Naive())
-        >>> huginn = Curriculum((unrolled(PoissonLogNormal(32), last=8, until=None, base=plain),))
-        >>> [huginn.at(update / 1000).solve.stop.max_steps for update in range(4)]
+        >>> phase = unrolled(PoissonLogNormal(32), last=8, until=None, base=dq.SolveConfig(dq.Naive()))
+        >>> [Curriculum((phase,)).at(update / 1000).solve.stop.max_steps for update in range(4)]
         [25, 65, 55, 45]
-        >>> rising = unrolled(PoissonLogNormal(32, rise="1-sqrt"), last=8, until=0.75, name="rising", base=plain)
-        >>> retrofit = Curriculum((rising, unrolled(PoissonLogNormal(32), last=8, until=None, base=plain)))
     """
     depth = steps if isinstance(steps, PoissonLogNormal) else None
     budget = steps if not isinstance(steps, PoissonLogNormal) else max(1, round(steps.mean))

@@ -23,18 +23,14 @@ def gather_once(model: nn.Module) -> None:
     of iterations would wait for each other for ever. From now on every :class:`deqseq.ImplicitModel` inside gathers the
     sharded parts of its backbone before its solve, and shards them again afterwards, until the backward pass. An
     :class:`deqseq.ExplicitModel` does so where it is asked for a cache, which is computed after the layers have been
-    left. A gradient whose backward pass can take more steps in one process than in another is refused.
-
-    Calling this again does nothing, and neither does calling it where nothing is sharded. The models of
-    :mod:`deqseq.integrations.huggingface` call it themselves.
+    left. The models of :mod:`deqseq.integrations.huggingface` call it themselves.
 
     Args:
         model: has such models inside, or is one; ``reshard_after_forward`` of their parts is switched off.
 
     Raises:
-        TypeError: not a module.
-        ValueError: in a later call of the model, while gradients are enabled: :class:`deqseq.Implicit`,
-            :class:`deqseq.Unrolled` with a stopping rule that can end early.
+        ValueError: in a later call of the model, while gradients are enabled, if the backward pass can take more steps
+            in one process than in another: :class:`deqseq.Implicit`, :class:`deqseq.Unrolled` that can end early.
 
     References:
         Zhao et al., PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel, VLDB 2023, arXiv 2304.11277.

@@ -59,17 +59,7 @@ def test_inference_mode_makes_no_difference(diagnose):
     assert str(inside) == str(diagnose(lm, IDS, mask=MASK))
 
 
-@every_diagnostic
-def test_a_report_draws_itself(diagnose, monkeypatch):
-    report = diagnose(language_model(affine()), IDS, mask=MASK)
-    axis = report.plot().axes[0]
-    assert axis.get_xlabel() and axis.get_ylabel() and (axis.lines or axis.images)
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r'pip install "deqseq\[examples\]"'):
-        report.plot()
-
-
-def test_what_is_drawn_is_what_was_found():
+def test_what_is_drawn_is_what_was_found(monkeypatch):
     lm = language_model(affine())
     effort, radius = token_effort(lm, IDS, mask=MASK), model_spectral_radius(lm, IDS)
     shown = effort.plot().axes[0].images[0].get_array()
@@ -78,6 +68,10 @@ def test_what_is_drawn_is_what_was_found():
     turn = torch.tensor([[0.0, -0.9], [0.9, 0.0]])
     points = spectral_radius(lambda z: z @ turn, torch.zeros(1, 2)).plot().axes[0].get_lines()[0]
     assert sorted(points.get_ydata()) == pytest.approx([-0.9, 0.9])
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    for report in (effort, radius):
+        with pytest.raises(ImportError, match=r'pip install "deqseq\[examples\]"'):
+            report.plot()
 
 
 def test_the_core_alone_imports_it():

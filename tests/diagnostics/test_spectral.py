@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from problems import CausalChain
 from small_models import affine, contractive_llama, contractive_mamba2
 
 import deqseq as dq
 from deqseq.diagnostics import SpectralRadius, model_spectral_radius, spectral_radius
-from deqseq.testing.problems import causal_chain, seeded, symmetric
+from deqseq.testing.problems import seeded, symmetric
 
 TIGHT = dq.Stop(rtol=1e-11, max_steps=500)
 BACKBONES = pytest.mark.parametrize(
@@ -68,7 +69,7 @@ def test_damping_acts_on_the_eigenvalues():
 
 def test_what_tokens_hand_on_shows_in_the_error():
     """Each token's block is 0.3; the whole sequence seen in a few products looks larger, with an error that says so."""
-    chain = causal_chain(length=12, own=0.3)
+    chain = CausalChain(1 + torch.rand(2, 12, 3, generator=seeded(4), dtype=torch.float64), own=0.3)
     whole = spectral_radius(chain, chain.fixed_point(), products=6)
     assert (whole.radius > 0.6).all()
     assert (whole.backward_error > 0.01).all()

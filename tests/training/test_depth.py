@@ -123,7 +123,7 @@ def test_a_phase_that_has_not_been_drawn_is_not_applied():
 
 def test_the_record_has_the_distribution():
     record = json.loads(json.dumps(Curriculum((HUGINN,)).record(0.3)))
-    assert record["phases"][0]["solve"]["stop"]["max_steps"] == 32
+    assert record["curriculum"]["phase 1 solve.stop.max_steps"] == 32
     assert Curriculum((HUGINN,)).resumed(record) == Curriculum((HUGINN,)).at(0.3)
     other = unrolled(PoissonLogNormal(32, seed=1), last=8, until=None)
     with pytest.raises(ValueError, match=r"\(phase 1 depth.seed: 0 -> 1\)"):
