@@ -56,7 +56,7 @@ class TokenEffort:
         return "\n".join(lines) + remaining(len(self.iterations))
 
     def plot(self) -> "Figure":
-        """Draw a map of rows and tokens. ImportError without matplotlib."""
+        """Draw a map of rows and tokens. Needs matplotlib."""
         figure, axis = new_figure("token", "row")
         shown = self.iterations.double().masked_fill(~self.mask, torch.nan)
         image = axis.imshow(shown.numpy(), aspect="auto", cmap="viridis", vmin=0, interpolation="nearest")

@@ -81,26 +81,14 @@ class SpectralRadius:
         return text_table(header, lines[:SHOWN]) + remaining(len(lines))
 
     def plot(self) -> "Figure":
-        """Draw the radius of each token, or each row's eigenvalues; hollow points if the row is unsolved.
-
-        ImportError without matplotlib.
-        """
-        tokens = self.backward_error.ndim == 2
-        names = ("token", "spectral radius") if tokens else ("eigenvalues, real part", "imaginary part")
-        figure, axis = new_figure(*names)
-        for row, solved in enumerate(self.at_fixed_point.tolist()):
-            colour = COLOURS[row % len(COLOURS)]
-            style = {"marker": ".", "linewidth": int(tokens), "markerfacecolor": colour if solved else "none"}
-            values = self.eigenvalues[row]
-            points = (self.radius[row].tolist(),) if tokens else (values.real.tolist(), values.imag.tolist())
-            axis.plot(*points, color=colour, **style)
-        if tokens:
-            axis.axhline(1.0, color="#777777", linewidth=1, linestyle="--")
-            axis.set_ylim(bottom=0)
-        else:
-            circle = torch.linspace(0, 2 * torch.pi, 200)
-            axis.plot(circle.cos().tolist(), circle.sin().tolist(), "--", color="#777777", linewidth=1)
-            axis.set_aspect("equal", adjustable="datalim")
+        """Draw each row's eigenvalues and the unit circle; hollow if the row is unsolved. Needs matplotlib."""
+        figure, axis = new_figure("eigenvalues, real part", "imaginary part")
+        for row, values in enumerate(self.eigenvalues.flatten(1)):
+            style = {"color": COLOURS[row % len(COLOURS)], "fillstyle": "full" if self.at_fixed_point[row] else "none"}
+            axis.plot(values.real.tolist(), values.imag.tolist(), linestyle="", marker="o", markersize=3, **style)
+        circle = torch.linspace(0, 2 * torch.pi, 200)
+        axis.plot(circle.cos().tolist(), circle.sin().tolist(), "--", color="#777777", linewidth=1)
+        axis.set_aspect("equal", adjustable="datalim")
         return figure
 
 

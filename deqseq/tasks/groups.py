@@ -127,18 +127,11 @@ PART = rf"([{''.join(FAMILIES)}](?:0|[1-9][0-9]*)|{'|'.join(SINGLE)})"
 def parse_group(name: str) -> FiniteMonoid:
     """The monoid that a name stands for, as on a command line.
 
-    | name | monoid | order |
-    | --- | --- | --- |
-    | Z5 | :func:`cyclic` | 5 |
-    | S5 | :func:`symmetric` | 120 |
-    | A5 | :func:`alternating` | 60 |
-    | D5 | :func:`dihedral` | 10 |
-    | Q8 | :func:`quaternion` | 8 |
-    | M | :func:`aperiodic_monoid` | 4 |
-    | A5xM | :func:`direct_product` | 240 |
+    Zn is :func:`cyclic`, Sn :func:`symmetric`, An :func:`alternating`, Dn :func:`dihedral`, Q8 :func:`quaternion` and M
+    :func:`aperiodic_monoid`.
 
     Args:
-        name: a letter of the table with any number in its place, Q8, M, or several of them joined by "x".
+        name: one of these with a number for n, or several of them joined by "x".
 
     Raises:
         ValueError: another name; lists the names that there are. Or a number that is too large.

@@ -77,9 +77,7 @@ class Task(ABC):
             device: device of the result. Default: the CPU.
 
         Raises:
-            TypeError: an argument of the wrong type, or :meth:`draw` returned something else than a batch.
-            ValueError: ``batch`` is below 1, ``length`` below :attr:`shortest`, the generator is not on the CPU, or
-                :meth:`draw` returned tensors that are no ids.
+            TypeError, ValueError: an argument that does not fit, or :meth:`draw` returned something else than a batch.
         """
         check_integer("length", length, self.shortest)
         if generator.device.type != "cpu":
@@ -109,12 +107,6 @@ class Task(ABC):
 
         Raises:
             ValueError: a number is out of its range, or there are no lengths.
-
-        Example:
-            >>> from deqseq.tasks import WordProblem, cyclic
-            >>> stream = WordProblem(cyclic(2)).batches(4, (8, 16), seed=0)
-            >>> next(stream).targets.shape[1] in (8, 16)
-            True
         """
         length = length.tolist() if isinstance(length, Tensor) else length
         lengths = tuple(length) if isinstance(length, Iterable) else (length,)
@@ -136,19 +128,9 @@ class Task(ABC):
     def fixed(
         self, size: Annotated[int, AtLeast(1)], length: int, *, seed: int, device: torch.device | str | None = None
     ) -> WordBatch:
-        """A fixed data set, for evaluation. The same seed gives the same data.
+        """A fixed data set of a ``size``, for evaluation, of strings of a ``length``, on a ``device``.
 
-        Args:
-            size: number of sequences.
-            length: length of the strings.
-            seed: 0 to 2**31 - 1. The data are independent of those of :meth:`batches`, for any seed there.
-            device: device of the data. Default: the CPU.
-
-        Example:
-            >>> from deqseq.tasks import WordProblem, cyclic
-            >>> data = WordProblem(cyclic(2)).fixed(100, 16, seed=0)
-            >>> bool((data.inputs.cumsum(1) % 2 == data.targets).all())
-            True
+        The same ``seed``, 0 to 2**31 - 1, gives the same data, which are independent of those of :meth:`batches`.
         """
         return self.sample(size, length, generator=_seeded(seed, stream=1), device=device)
 

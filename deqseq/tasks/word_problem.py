@@ -40,9 +40,8 @@ class WordProblem(Task):
         Schöne et al., Implicit Language Models are RNNs, ICML 2025, arXiv 2502.07827.
 
     Example:
-        >>> from deqseq.tasks import WordProblem, alternating, generators
-        >>> a5 = alternating(5)
-        >>> task = WordProblem(a5, inputs=generators(a5, 2))
+        >>> from deqseq.tasks import alternating, generators
+        >>> task = WordProblem(alternating(5), inputs=generators(alternating(5), 2))
         >>> batch = task.sample(2, 8, generator=torch.Generator().manual_seed(0))
         >>> batch.inputs.shape, bool((batch.inputs[:, 0] == batch.targets[:, 0]).all())
         (torch.Size([2, 8]), True)

@@ -30,8 +30,8 @@ class Curriculum:
             phase without an end.
 
     References:
-        Schöne et al., Implicit Language Models are RNNs, ICML 2025, arXiv 2502.07827, section 4 (bounded and free
-        phase).
+        Schöne et al., Implicit Language Models are RNNs, ICML 2025, arXiv 2502.07827, section 4: (4+1)-, (24+4)-
+        and (32+4)-models.
 
     Example:
         >>> from deqseq.training import bounded, free
@@ -83,10 +83,9 @@ class Curriculum:
             TypeError: a solver or gradient with a field that is not a plain value, dataclass or function.
 
         Example:
-            >>> from deqseq.training import bounded, free
-            >>> record = Curriculum((bounded(), free())).record(0.9)
-            >>> record["phase"], record["curriculum"]["phase 2 solve.stop.max_steps"]
-            ('free', 24)
+            >>> from deqseq.training import free
+            >>> Curriculum((free(),)).record(0.9)["curriculum"]["phase 1 solve.stop.max_steps"]
+            24
         """
         return {"phase": self.at(progress).name, "progress": plain_number(progress), "curriculum": self._content}
 

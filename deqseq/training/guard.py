@@ -11,7 +11,12 @@ from deqseq.check import AtLeast, check_type, checked
 
 
 class NonFiniteLoss(FloatingPointError):
-    """The loss, or another number that the next update depends on, is NaN or infinite."""
+    """The loss, or another number that the next update depends on, is NaN or infinite.
+
+    Example:
+        >>> issubclass(NonFiniteLoss, ArithmeticError)
+        True
+    """
 
 
 @checked

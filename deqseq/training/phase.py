@@ -125,9 +125,6 @@ def bounded(
         base: everything else: solver, sweep, start, and how its ``stop`` measures.
         eval_base: the same in eval mode. Default: ``base``.
 
-    References:
-        Schöne et al., Implicit Language Models are RNNs, ICML 2025, arXiv 2502.07827, section 4: the (4+1)-model.
-
     Example:
         >>> bounded(4, 1).solve.stop.max_steps, bounded(4, 1).eval_solve.stop.max_steps
         (4, 16)
@@ -158,10 +155,6 @@ def free(
         name: for logs and checkpoints.
         base: everything else: solver, sweep, start, and how its ``stop`` measures.
         eval_base: the same in eval mode. Default: ``base``.
-
-    References:
-        Schöne et al., Implicit Language Models are RNNs, ICML 2025, arXiv 2502.07827, section 4: the (24+4)- and
-        (32+4)-models.
 
     Example:
         >>> free(32).solve.stop.max_steps, free(32).eval_solve.stop.max_steps, free(32).solve.gradient.steps

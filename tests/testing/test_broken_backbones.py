@@ -67,24 +67,6 @@ class KeepsAGraph(Broken):
             return AffineCache(aux[:, tokens] * self.A.sum())
 
 
-class IgnoresItsInput(Broken):
-    def prepare(self, x, cache=None, mask=None):
-        inputs = super().prepare(x, cache, mask)
-        return replace(inputs, injection=torch.ones_like(inputs.injection))
-
-
-class OnTheWrongDevice(Broken):
-    def forward(self, z, inputs, cache=None, *, need_aux=False):
-        value, aux = super().forward(z, inputs, cache, need_aux=need_aux)
-        return value + torch.zeros(self.d_model, dtype=z.dtype), aux
-
-
-class Float32(Broken):
-    def forward(self, z, inputs, cache=None, *, need_aux=False):
-        value, aux = super().forward(z, inputs, cache, need_aux=need_aux)
-        return value.float(), aux
-
-
 class Expands(Broken):
     def forward(self, z, inputs, cache=None, *, need_aux=False):
         value, aux = super().forward(z, inputs, cache, need_aux=need_aux)
@@ -114,9 +96,6 @@ class DrawsItsMasks(Broken):
         (Counts, "test_pure"),
         (MixesItsRows, "test_rows_are_independent"),
         (KeepsAGraph, "test_a_sequence_cut_in_two_is_the_sequence"),
-        (IgnoresItsInput, "test_keeps_the_shape_and_depends_on_its_input"),
-        (OnTheWrongDevice, "test_tensors_are_made_on_the_device_of_the_state"),
-        (Float32, "test_keeps_the_dtype"),
         (Expands, "test_every_sweep_comes_to_the_same"),
         (CutsTheGraph, "test_gradients_are_those_of_the_map"),
         (DrawsItsMasks, "test_one_prepare_makes_one_map_in_training_mode_too"),

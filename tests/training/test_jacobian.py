@@ -1,9 +1,8 @@
-"""The size of a Jacobian against the dense one, finite differences and torchdeq."""
+"""The size of a Jacobian against the dense one and finite differences."""
 
 import pytest
 import torch
 from small_models import affine, contractive_llama, contractive_mamba2, embedded
-from torchdeq.loss import jac_reg
 
 from deqseq.testing.problems import seeded
 from deqseq.training import jacobian_regularisation
@@ -16,15 +15,6 @@ def test_is_the_dense_formula_for_the_same_draws():
     draws, jacobians = seeded(3), (1 - torch.tanh(z @ W.T) ** 2)[:, :, None] * W
     sizes = [torch.einsum("bij,bi->bj", jacobians, torch.randn(3, 6, generator=draws).double()) for _ in range(5)]
     assert ours.item() == pytest.approx(torch.stack(sizes).square().sum(dim=2).mean().item() / 6, rel=1e-12)
-
-
-def test_agrees_with_torchdeq():
-    W = torch.randn(6, 6, generator=seeded(1))
-    z = torch.randn(3, 2, 6, generator=seeded(2), requires_grad=True)
-    torch.manual_seed(0)
-    theirs = jac_reg(torch.tanh(z @ W), z, vecs=3)
-    torch.manual_seed(0)
-    assert jacobian_regularisation(lambda z: torch.tanh(z @ W), z, samples=3).item() == pytest.approx(theirs.item())
 
 
 def test_has_a_gradient_by_finite_differences():

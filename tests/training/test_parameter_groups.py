@@ -88,28 +88,9 @@ def test_a_map_that_is_tied_to_an_embedding_is_not_decayed():
     assert names(model) == ([], ["0.weight"])
 
 
-@pytest.mark.parametrize("name", ["A_log", "D", "dt_bias"])
-def test_rates_and_gains_of_a_state_space_are_not_decayed_whatever_their_shape(name):
-    model = nn.Module()
-    model.register_parameter(name, nn.Parameter(torch.zeros(4, 2)))  # as Mamba's first version has A_log
-    assert names(model) == ([], [name])
-
-
-def test_names_alone_do_not_make_a_magnitude():
-    model = nn.Module()
-    model.original0 = nn.Parameter(torch.zeros(2, 2))
-    assert names(model) == (["original0"], [])
-
-
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_the_magnitude_of_torchs_older_weight_norm_is_not_decayed():
     assert names(torch.nn.utils.weight_norm(nn.Linear(2, 3, bias=False))) == (["weight_v"], ["weight_g"])
-
-
-@pytest.mark.parametrize("weight_decay", [-0.1, float("nan"), float("inf")])
-def test_a_bad_decay_is_named(weight_decay):
-    with pytest.raises(ValueError, match=rf"weight_decay must be .* got {weight_decay}"):
-        parameter_groups(nn.Linear(1, 1), weight_decay)
 
 
 def test_nothing_to_train_is_an_error():
