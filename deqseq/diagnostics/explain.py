@@ -30,8 +30,7 @@ DAMPED, SEVERAL = (Adaptive(), Relaxed(0.2)), (Anderson(), Broyden())  # the lat
 ADVICE: dict[Cause, str] = {
     "budget": "give more iterations",
     "no tolerance": "without a tolerance no row can converge: give stop=Stop(rtol=1e-3)",
-    "slow convergence": "give more iterations, or take a solver that uses several past iterates; an untrained "
-    "model may have to be trained first",
+    "slow convergence": "give more iterations, or take a solver that uses several past iterates, or train first",
     "limit cycle": "damp the iteration",
     "divergence": "the map expands: damp the iteration, or make the map contractive",
     "precision": "loosen the tolerance, or compute in a wider dtype",

@@ -115,16 +115,6 @@ def test_a_point_that_is_no_fixed_point_is_labelled():
     assert not early.at_fixed_point.any() and str(early).count("no\n") + str(early).endswith("no") == 2
 
 
-def test_only_single_tokens_are_differentiated():
-    lm, seen = language_model(contractive_mamba2()), []
-    hook = lm.model.backbone.register_forward_pre_hook(
-        lambda _, call: seen.append((call[0].shape[1], call[0].requires_grad))
-    )
-    with hook:
-        model_spectral_radius(lm, IDS)
-    assert [length for length, differentiated in seen if differentiated] == [1] * 5 and (5, False) in seen
-
-
 def test_rows_that_are_not_finite_leave_others_alone():
     gain = torch.tensor([0.5, torch.nan])[:, None]
     report = spectral_radius(lambda z: gain * z, torch.ones(2, 3))
@@ -141,12 +131,8 @@ def test_a_map_that_ignores_its_state():
 @pytest.mark.usefixtures("unchecked")
 def test_bad_arguments():
     z = torch.zeros(1, 2)
-    with pytest.raises(ValueError, match="products must be an integer >= 1"):
-        spectral_radius(lambda z: z, z, products=0)
-    with pytest.raises(ValueError, match="z_star must have at least one row"):
-        spectral_radius(lambda z: z, torch.zeros(0, 2))
-    for name, arguments in (("f", {"f": z}), ("z_star", {"z_star": [[0.0]]}), ("seed", {"seed": "0"})):
-        with pytest.raises(TypeError, match=f"{name} must be"):
-            spectral_radius(**{"f": lambda z: z, "z_star": z, **arguments})
+    for name, bad in (("f", z), ("z_star", [[0.0]]), ("z_star", z[:0]), ("products", 0), ("seed", "0")):
+        with pytest.raises((TypeError, ValueError), match=f"^{name} must"):
+            spectral_radius(**{"f": lambda z: z, "z_star": z, name: bad})
     with pytest.raises(ValueError, match="damping must be"):
         spectral_radius(lambda z: z, z).damped(0)

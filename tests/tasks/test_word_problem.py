@@ -131,25 +131,13 @@ def test_integers_of_numpy_are_taken(unchecked):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: TASK.sample(0, 4, generator=seeded()), "batch must .* got 0"),
-        (lambda: TASK.sample(2, 0, generator=seeded()), "length must .* got 0"),
-        (lambda: TASK.fixed(0, 4, seed=0), "size must .* got 0"),
-        (lambda: TASK.fixed(2, -1, seed=0), "length must .* got -1"),
-        (lambda: TASK.fixed(2, 4, seed=-1), "seed must .* got -1"),
-        # At the call, not at the first batch.
-        (lambda: TASK.batches(0, 4, seed=0), "batch must .* got 0"),
         (lambda: TASK.batches(2, (4, 0), seed=0), "length must .* got 0"),
         (lambda: TASK.batches(2, (), seed=0), "length must name at least one"),
-        (lambda: WordProblem(cyclic(3), identity_probability=1.5), r"identity_probability must .*\[0, 1\], got 1.5"),
-        (lambda: WordProblem(A5, identity_probability=-0.1), "identity_probability must .* got -0.1"),
         (lambda: WordProblem(aperiodic_monoid(), identity_probability=0.5), "must be 0 for M, which has no group"),
         (lambda: WordProblem(cyclic(3), inputs=()), "inputs must be one or more ids, none of them twice, got"),
         (lambda: WordProblem(cyclic(3), inputs=(0, 3)), r"inputs must .* 0\.\.2, got 3"),
         (lambda: WordProblem(cyclic(3), inputs=(-1,)), r"inputs must .* 0\.\.2, got -1"),
-        (
-            lambda: WordProblem(cyclic(3), inputs=(1, 1)),
-            r"inputs must .* none of them twice, got \(1, 1\)",
-        ),
+        (lambda: WordProblem(cyclic(3), inputs=(1, 1)), r"inputs must .* none of them twice, got \(1, 1\)"),
     ],
 )
 def test_bad_arguments_are_named(call, message):

@@ -44,17 +44,6 @@ class ChangesItsCache(Broken):
         return result
 
 
-class Counts(Broken):
-    """Is another map at every evaluation."""
-
-    calls = 0
-
-    def forward(self, z, inputs, cache=None, *, need_aux=False):
-        self.calls += 1
-        value, aux = super().forward(z, inputs, cache, need_aux=need_aux)
-        return value + 1e-4 * self.calls, aux
-
-
 class MixesItsRows(Broken):
     def forward(self, z, inputs, cache=None, *, need_aux=False):
         value, aux = super().forward(z, inputs, cache, need_aux=need_aux)
@@ -93,7 +82,6 @@ class DrawsItsMasks(Broken):
         (OffByOne, "test_every_sweep_comes_to_the_same"),
         (ForgetsPadding, "test_padding_leaves_what_the_row_alone_leaves"),
         (ChangesItsCache, "test_pure"),
-        (Counts, "test_pure"),
         (MixesItsRows, "test_rows_are_independent"),
         (KeepsAGraph, "test_a_sequence_cut_in_two_is_the_sequence"),
         (Expands, "test_every_sweep_comes_to_the_same"),

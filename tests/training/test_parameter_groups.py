@@ -52,8 +52,7 @@ def test_language_models(backbone, kind, weight_norm, tied):
         assert {"A_log", "D", "dt_bias", "bias"} <= ends
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("kind", ["Mamba2", "Llama"])
+@pytest.mark.parametrize(("kind", "tied"), [("Mamba2", True), ("Llama", False)])
 def test_models_of_transformers(kind, tied):
     ours = pytest.importorskip("deqseq.integrations.huggingface")
     more = {"state_size": 4, "head_dim": 4} if kind == "Mamba2" else {"num_attention_heads": 2, "intermediate_size": 12}
