@@ -4,8 +4,6 @@ from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from typing import TYPE_CHECKING
 
-from torch import Tensor
-
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -29,11 +27,6 @@ def text_table(header: SequenceOf[str], lines: Iterable[SequenceOf[str]]) -> str
 def remaining(rows: int) -> str:
     """What is printed instead of further rows."""
     return f"\n... and {rows - SHOWN} more rows" if rows > SHOWN else ""
-
-
-def texts(numbers: Tensor, form: str) -> list[str]:
-    """Each number, formatted."""
-    return [f"{number:{form}}" for number in numbers.tolist()]
 
 
 def new_figure(x: str, y: str) -> "tuple[Figure, Axes]":

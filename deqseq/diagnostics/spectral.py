@@ -11,7 +11,7 @@ from deqseq.check import AtLeast, Between, Within, checked
 from deqseq.config import SolveConfig, SolveFields
 from deqseq.diagnostics.arguments import check_call
 from deqseq.diagnostics.arnoldi import Ritz, ritz_values
-from deqseq.diagnostics.shown import COLOURS, SHOWN, new_figure, remaining, text_table, texts
+from deqseq.diagnostics.shown import COLOURS, SHOWN, new_figure, remaining, text_table
 from deqseq.evaluate import check_start, evaluate
 from deqseq.layers.weight_norm import cached_weights
 from deqseq.models.causal_lm import CausalLM, Tokens
@@ -73,10 +73,9 @@ class SpectralRadius:
         return (1 - damping + damping * self.eigenvalues).abs().amax(dim=-1)
 
     def __str__(self) -> str:
-        errors, answers = _largest_token(self.backward_error), ["no", "yes"]
-        numbers = texts(self.per_row, ".3f"), texts(errors, ".0e"), texts(self.residual, ".1e")
-        solved = [answers[one] for one in self.at_fixed_point.tolist()]
-        lines = list(zip(map(str, range(len(solved))), *numbers, solved, strict=True))
+        columns = self.per_row, _largest_token(self.backward_error), self.residual, self.at_fixed_point
+        rows = enumerate(zip(*(column.tolist() for column in columns), strict=True))
+        lines = [(f"{i}", f"{r:.3f}", f"{e:.0e}", f"{s:.1e}", "yes" if ok else "no") for i, (r, e, s, ok) in rows]
         header = ("row", "spectral radius", "backward error", "residual", "fixed point")
         return text_table(header, lines[:SHOWN]) + remaining(len(lines))
 

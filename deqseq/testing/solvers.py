@@ -96,6 +96,7 @@ class SolverContract:
         for plain, budget in product((affine(radius=0.8), limit_cycle, logistic), (1, 2, 11, 200)):
             f = Recorded(plain)
             solution = self.solve(f, z0, Stop(rtol=1e-9, max_steps=budget))
+            assert f.evaluations == solution.stats.evaluations <= budget
             for row, last in enumerate(solution.stats.iterations.tolist()):
                 _, _, z, fz = (x[row] for x in f.calls[last - 1])
                 status = solution.status[row]

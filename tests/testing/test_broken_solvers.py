@@ -69,10 +69,6 @@ def test_a_broken_solver_fails(solver, expected):
     assert not fails(SolverContract, expected, solver=dq.Relaxed())
 
 
-def run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, **options)
-
-
 def test_the_suites_run_without_pytest():
     code = """
 import sys, unittest
@@ -84,26 +80,5 @@ class TestRelaxed(SolverContract, unittest.TestCase):
     solver = dq.Relaxed()
 unittest.main(argv=["-", "TestRelaxed.test_keeps_the_dtype"])
 """
-    result = run("-W", "ignore", "-c", code)
+    result = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-
-
-def test_three_lines_test_a_part_of_ones_own(tmp_path):
-    (tmp_path / "test_mine.py").write_text("""
-import deqseq as dq
-from deqseq.testing import SolverContract
-
-class TestGood(SolverContract):
-    solver = dq.Relaxed()
-
-class Scaled(dq.Relaxed):
-    def step(self, z, fz, state):
-        return z + 2.0 * (fz - z), state
-
-class TestBad(SolverContract):
-    solver = Scaled()
-""")
-    result = run("-m", "pytest", "-q", "-k", "float64", "-p", "no:cacheprovider", cwd=tmp_path)
-    assert result.returncode == 1
-    assert "1 failed, 1 passed" in result.stdout
-    assert "== [<Status.CONVERGED" in result.stdout  # asserts of the suites show their values

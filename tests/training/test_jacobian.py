@@ -31,26 +31,17 @@ def test_has_a_gradient_by_finite_differences():
 
 @pytest.mark.parametrize("make", [contractive_mamba2, contractive_llama, affine], ids=["Mamba2", "Llama", "Affine"])
 def test_reaches_the_parameters_of_a_backbone(make):
-    """Along a random direction the penalty changes as its gradient says; several chunks of a scan included."""
+    """By finite differences; several chunks of a scan included."""
     backbone, x = make(), embedded()
     z = torch.randn(2, 7, 8, generator=seeded(5), dtype=torch.float64)
-    parameters = [p for name, p in backbone.named_parameters() if "injection" not in name]
-    directions = [torch.randn(p.shape, generator=seeded(6), dtype=torch.float64) for p in parameters]
 
-    def penalty(distance):
-        for p, direction in zip(parameters, directions, strict=True):
-            p.data += distance * direction
+    def penalty(*_):
         inputs = backbone.prepare(x)
-        value = jacobian_regularisation(lambda z: backbone(z, inputs)[0], z, generator=seeded(0))
-        for p, direction in zip(parameters, directions, strict=True):
-            p.data -= distance * direction
-        return value
+        return jacobian_regularisation(lambda z: backbone(z, inputs)[0], z, generator=seeded(0))
 
-    gradients = torch.autograd.grad(penalty(0.0), parameters, allow_unused=True)
-    slope = sum((g * d).sum() for g, d in zip(gradients, directions, strict=True) if g is not None)
-    measured = (penalty(1e-6) - penalty(-1e-6)) / 2e-6
-    assert abs(measured.item()) > 1e-6
-    assert slope.item() == pytest.approx(measured.item(), rel=1e-5)
+    parameters = [p for name, p in backbone.named_parameters() if "injection" not in name]
+    assert torch.autograd.gradcheck(penalty, parameters, fast_mode=True, rtol=1e-4)
+    assert penalty().item() > 1e-6
 
 
 def test_a_map_that_ignores_its_state():
