@@ -111,7 +111,7 @@ class Curriculum:
         if record is None or not {"progress", "curriculum"} <= record.keys():
             raise ValueError("the checkpoint holds no phase: it was saved without phase=curriculum.record(progress)")
         sides = [{name: repr(one) for name, one in side.items()} for side in (record["curriculum"], self._content)]
-        shown = {name: [side.get(name, "nothing") for side in sides] for name in sides[0] | sides[1]}
+        shown = {name: [side.get(name, "nothing") for side in sides] for name in sides[1] | sides[0]}
         changes = [f"{name}: {before} -> {now}" for name, (before, now) in shown.items() if before != now]
         if changes:
             raise ValueError(
