@@ -12,15 +12,15 @@ from deqseq.stop import token_norms
 from deqseq.types import RowIndex, State
 
 FLAT = 1e-6  # the least change of a residual along itself, in its squared norm, that a step is taken from
-RISE, LEAST = 1.05, 0.05  # of the limit of a row
-PATIENCE, PROGRESS = 5, 0.01  # iterations before it falls, without so much less of one token's residual (1 %)
+RISE, LEAST = 1.15, 0.05  # of the limit of a row
+PATIENCE, PROGRESS = 5, 0.01  # iterations between two looks at a row, and what one token's residual must lose (1 %)
 
 
 class AdaptiveMemory(NamedTuple):
     """The last residual, its squared norm, and the damping that led away from it; numbers are in float32 at least.
 
-    The level of a row is the mean logarithm of the relative residuals of its tokens. ``level`` is the one to improve
-    on, ``waited`` the iterations since it was reached, and ``recent`` the least level of these.
+    ``level`` is the mean logarithm of the relative residuals of a row's tokens when it was looked at last, ``age``
+    iterations ago.
     """
 
     residual: State
@@ -28,8 +28,7 @@ class AdaptiveMemory(NamedTuple):
     damping: Float[Tensor, "batch tokens"]
     limit: Float[Tensor, "batch 1"]
     level: Float[Tensor, "batch 1"]
-    recent: Float[Tensor, "batch 1"]
-    waited: Float[Tensor, "batch 1"]
+    age: Float[Tensor, "batch 1"]
 
 
 @dataclass(frozen=True)
@@ -44,9 +43,9 @@ class Adaptive(Solver[AdaptiveMemory]):
     step of Barzilai and Borwein: where the residual reverses, as in a limit cycle, it becomes shorter at once. Where
     the residual has grown along the last one, or there was none, the step is :math:`\ell`.
 
-    The limit :math:`\ell` of a row starts at 1 and grows by 5 % with every iteration that lowers the row's residual.
-    When five in a row have not, as in a map that rotates and expands, it falls to the damping that would have made the
-    last residual shortest,
+    The limit :math:`\ell` of a row starts at 1. At every fifth iteration it grows by 15 % if the row's residual is
+    lower than it was five iterations before. If not, as in a map that rotates and expands, it falls to the damping that
+    would have made the last residual shortest,
 
     .. math:: \tau_t\, \frac{\langle r_t^-,\; r_t^- - r_t \rangle}{\lVert r_t^- - r_t \rVert^2},
 
@@ -71,50 +70,32 @@ class Adaptive(Solver[AdaptiveMemory]):
     """
 
     def init(self, z0: State) -> AdaptiveMemory:
-        damping = torch.ones_like(token_norms(z0.detach()))
-        limit = damping[:, :1]
-        return AdaptiveMemory(torch.zeros_like(z0), damping, damping, limit, *_begun(torch.full_like(limit, torch.inf)))
+        ones = torch.ones_like(token_norms(z0.detach()))
+        level = torch.full_like(ones[:, :1], torch.inf)
+        return AdaptiveMemory(torch.zeros_like(z0), ones, ones, ones[:, :1], level, torch.full_like(level, PATIENCE))
 
     def restart(self, state: AdaptiveMemory, z: State, rows: RowIndex) -> AdaptiveMemory:
-        first = (0, 1, 1, 1, torch.inf, torch.inf, 0)  # of `init`
+        first = (0, 1, 1, 1, torch.inf, PATIENCE)  # of `init`
         return AdaptiveMemory(*(x.index_fill(0, rows, value) for x, value in zip(state, first, strict=True)))
 
     def step(self, z: State, fz: State, state: AdaptiveMemory) -> tuple[State, AdaptiveMemory]:
         residual = fz - z
         square, product = _products(residual, residual), _products(state.residual, residual)
         shrunk, least = state.square - product, FLAT * state.square
-        turned, level = shrunk.maximum(least), _level(square.detach(), fz.detach())
-        lower = level < state.level - PROGRESS / square.shape[1]
-        # the usual case, in half of the operations; on a GPU reading it would wait for the device
-        if z.is_cpu and bool(lower.all()):
-            limit, progress = (state.limit * RISE).clamp_max(1), _begun(level)
-        else:
+        turned, due = shrunk.maximum(least), state.age >= PATIENCE
+        limit, level, age = state.limit, state.level, state.age + 1
+        if not z.is_cpu or bool(due.any()):  # on a GPU reading it would wait for the device
             changed = (shrunk + square - product).maximum(least)
             # where the residual has grown along the last one, no damping makes it shorter
             shortest = torch.where(shrunk > 0, state.damping * turned / changed, 1)
-            limit, *progress = _limited(level, lower, shortest, state)
+            fallen = shortest.clamp(FLAT, 1).log().mean(dim=1, keepdim=True).exp().minimum(limit)
+            found = _level(square.detach(), fz.detach())
+            moved = torch.where(found < level - PROGRESS / square.shape[1], limit * RISE, fallen).clamp(LEAST, 1)
+            limit, level, age = (torch.where(due, *pair) for pair in ((moved, limit), (found, level), (1, age)))
         damping = (state.damping * state.square / turned).minimum(limit)
         weight = damping.to(z.dtype).reshape(z.shape if z.ndim == 1 else (*z.shape[:-1], 1))
         tiny = torch.finfo(square.dtype).tiny
-        return torch.lerp(z, fz, weight), AdaptiveMemory(residual, square.clamp_min(tiny), damping, limit, *progress)
-
-
-def _begun(level: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """``level``, ``recent`` and ``waited`` where all rows have just made progress."""
-    return level, torch.full_like(level, torch.inf), torch.zeros_like(level)
-
-
-def _limited(
-    level: Tensor, lower: Tensor, shortest: Tensor, state: AdaptiveMemory
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The limit of each row, where some have made no progress; ``level``, ``recent`` and ``waited`` for the next."""
-    waited = torch.where(lower, 0, state.waited + 1)
-    stuck, recent = waited >= PATIENCE, state.recent.minimum(level)
-    fallen = shortest.clamp(FLAT, 1).log().mean(dim=1, keepdim=True).exp().minimum(state.limit)
-    grown = torch.where(lower, state.limit * RISE, state.limit)
-    limit = torch.where(stuck, fallen, grown).clamp(LEAST, 1)
-    goal = torch.where(lower, level, torch.where(stuck, recent, state.level))
-    return limit, goal, torch.where(lower | stuck, torch.inf, recent), torch.where(stuck, 0, waited)
+        return torch.lerp(z, fz, weight), AdaptiveMemory(residual, square.clamp_min(tiny), damping, limit, level, age)
 
 
 def _products(x: State, y: State) -> Float[Tensor, "batch tokens"]:
