@@ -91,12 +91,10 @@ def mapped(z: Tensor, problem: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 class Call(NamedTuple):
-    """One evaluation: the very tensors that went in and came out, and copies made at once."""
+    """One evaluation: copies of what went in and of what came out."""
 
     z: Tensor
     fz: Tensor
-    z_copy: Tensor
-    fz_copy: Tensor
 
 
 @dataclass(frozen=True)
@@ -107,10 +105,9 @@ class Recorded:
     calls: list[Call] = field(default_factory=list)
 
     def __call__(self, z: Tensor, *args: Any) -> Any:
-        z_copy = z.detach().clone()
-        result = self.f(z, *args)
+        given, result = z.detach().clone(), self.f(z, *args)
         fz = result[0] if isinstance(result, tuple) else result
-        self.calls.append(Call(z, fz, z_copy, fz.detach().clone()))
+        self.calls.append(Call(given, fz.detach().clone()))
         return result
 
     @property

@@ -98,7 +98,7 @@ class SolverContract:
             solution = self.solve(f, z0, Stop(rtol=1e-9, max_steps=budget))
             assert f.evaluations == solution.stats.evaluations <= budget
             for row, last in enumerate(solution.stats.iterations.tolist()):
-                _, _, z, fz = (x[row] for x in f.calls[last - 1])
+                z, fz = (x[row] for x in f.calls[last - 1])
                 status = solution.status[row]
                 at_point = status == Status.DIVERGED or (status == Status.CONVERGED and self.solver.returns_point)
                 assert torch.equal(solution.value[row], z if at_point else fz)
