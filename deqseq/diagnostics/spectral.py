@@ -83,8 +83,8 @@ class SpectralRadius:
         """Draw each row's eigenvalues and the unit circle; hollow if the row is unsolved. Needs matplotlib."""
         figure, axis = new_figure("eigenvalues, real part", "imaginary part")
         for row, values in enumerate(self.eigenvalues.flatten(1)):
-            style = {"color": COLOURS[row % len(COLOURS)], "fillstyle": "full" if self.at_fixed_point[row] else "none"}
-            axis.plot(values.real.tolist(), values.imag.tolist(), linestyle="", marker="o", markersize=3, **style)
+            colour, fill = COLOURS[row % len(COLOURS)], "full" if self.at_fixed_point[row] else "none"
+            axis.plot(values.real.tolist(), values.imag.tolist(), "o", markersize=3, color=colour, fillstyle=fill)
         circle = torch.linspace(0, 2 * torch.pi, 200)
         axis.plot(circle.cos().tolist(), circle.sin().tolist(), "--", color="#777777", linewidth=1)
         axis.set_aspect("equal", adjustable="datalim")

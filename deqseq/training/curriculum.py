@@ -87,7 +87,8 @@ class Curriculum:
             >>> Curriculum((free(),)).record(0.9)["curriculum"]["phase 1 solve.stop.max_steps"]
             24
         """
-        return {"phase": self.at(progress).name, "progress": plain_number(progress), "curriculum": self._content}
+        number: Any = progress  # of numpy, perhaps
+        return {"phase": self.at(progress).name, "progress": plain_number(number), "curriculum": self._content}
 
     @checked
     def resumed(self, record: Mapping[str, Any] | None) -> Phase:
