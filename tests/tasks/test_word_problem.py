@@ -2,7 +2,6 @@
 
 import itertools
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -118,14 +117,6 @@ def test_a_single_length_and_several():
 
 
 TASK = WordProblem(cyclic(3))
-
-
-def test_integers_of_numpy_are_taken(unchecked):
-    two, lengths, seed = np.int64(2), np.arange(3, 5), np.int64(7)
-    for length, plain in ((lengths[0], 3), (lengths, (3, 4))):
-        found, wanted = TASK.batches(two, length, seed=seed), TASK.batches(2, plain, seed=7)
-        assert torch.equal(next(found).inputs, next(wanted).inputs)
-    assert torch.equal(TASK.fixed(two, lengths[0], seed=seed).inputs, TASK.fixed(2, 3, seed=7).inputs)
 
 
 @pytest.mark.parametrize(
