@@ -61,7 +61,6 @@ def cases() -> list[Case]:
     fields = {**solver, "gradient": dq.Phantom(2), "sweep": dq.Simultaneous(), "start": "zero"}
     rest = {"callback": told, "throw": False, "solve": SOLVE}
     phase = {"until": 0.5, "name": "first", "base": SOLVE, "eval_base": SOLVE}
-    phantom = {"phantom": 2, "damping": 0.5, "checkpoint": False}
     sizes = {"d_model": 16, "n_layers": 1, "dropout": 0.1, "norm_eps": 1e-5, "weight_norm": True, "injection": True}
     mamba = {"d_state": 4, "headdim": 8, "expand": 2, "n_groups": 1, "d_conv": 4, "mlp_width": 8, "chunk_size": 8}
     mamba |= {"dt_limit": (0.0, 0.1), "backend": "reference"}
@@ -133,9 +132,9 @@ def cases() -> list[Case]:
         Case("generate solve", lm.generate, {"input_ids": IDS, "max_new_tokens": 2, "solve": SOLVE, **fields}),
         Case("Phase", training.Phase, {"name": "first", "until": 0.5, "solve": SOLVE, "eval_solve": SOLVE}),
         Case("Phase.apply", training.free().apply, {"model": lm}),
-        Case("bounded", training.bounded, {"steps": 2, **phantom, **phase}),
-        Case("free", training.free, {"budget": 2, "rtol": 0.1, **phantom, **phase}),
-        Case("unrolled", training.unrolled, {"steps": 2, "checkpoint": False, **phase}),
+        Case("bounded", training.bounded, {"steps": 2, "phantom": 2, **phase}),
+        Case("free", training.free, {"budget": 2, "rtol": 0.1, "phantom": 2, **phase}),
+        Case("unrolled", training.unrolled, {"steps": 2, "last": 1, **phase}),
         Case("Curriculum", training.Curriculum, {"phases": (training.free(),), "unit": "fraction"}),
         Case("Curriculum.at", training.Curriculum((training.free(),)).at, {"progress": 0.5}),
         Case("parameter_groups", training.parameter_groups, {"model": lm, "weight_decay": 0.1}),
@@ -155,9 +154,7 @@ def cases() -> list[Case]:
         Case("apply_weight_norm", layers.apply_weight_norm, {"module": nn.Linear(2, 2)}),
         Case("fold_weight_norm", layers.fold_weight_norm, {"module": nn.Linear(2, 2)}),
         Case("dropout_mask", layers.dropout_mask, {"like": X, "p": 0.5}),
-        Case("residual_trace", diagnostics.residual_trace, diagnosed),
         Case("token_effort", diagnostics.token_effort, diagnosed),
-        Case("check_collapse", diagnostics.check_collapse, {**diagnosed, "limit": 0.1}),
         Case("model_spectral_radius", diagnostics.model_spectral_radius, diagnosed),
         Case("gradient_bias", diagnostics.gradient_bias, {**diagnosed, "estimators": [dq.OneStep()]}),
         Case("check_duality", diagnostics.check_duality, {**diagnosed, "sweeps": [dq.Simultaneous(), dq.Sequential()]}),

@@ -4,6 +4,7 @@ import pickle
 
 import pytest
 import torch
+from problems import row_affine
 
 import deqseq as dq
 from deqseq import (
@@ -19,7 +20,6 @@ from deqseq import (
     fixed_point,
     solve,
 )
-from deqseq.testing.problems import row_affine
 
 BUDGET = r"Remedy: raise Stop\.max_steps, loosen Stop\.rtol"
 EXPANDS = r"Remedy: the map expands here: try "

@@ -5,10 +5,11 @@ import math
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from problems import RowAffine
 from torch import Tensor
 
 from deqseq import Naive, Relaxed, Status, Stop, solve, take
-from deqseq.testing.problems import RowAffine, mapped
+from deqseq.testing.problems import mapped
 
 # the same examples in every run; phases: without the slow explanation of a failure
 PROPERTY = settings(deadline=None, derandomize=True, phases=(Phase.explicit, Phase.generate, Phase.shrink))

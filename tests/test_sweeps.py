@@ -5,10 +5,10 @@ import weakref
 import pytest
 import torch
 from small_models import affine, contractive_llama, contractive_mamba2, embedded
+from sweep_contract import SweepContract
 from test_windows import Blocks
 
 import deqseq as dq
-from deqseq.testing import SweepContract
 
 TIGHT = dq.Stop(rtol=1e-10, max_steps=500)
 

@@ -7,10 +7,10 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from deqseq.check import check_integer, check_type
+from deqseq.check import check_integer, check_type, checked
 from deqseq.config import SolveConfig, SolveFields
-from deqseq.diagnostics.solved_model import check_call
-from deqseq.diagnostics.tables import text_table
+from deqseq.diagnostics.arguments import check_call
+from deqseq.diagnostics.shown import text_table
 from deqseq.models.causal_lm import CausalLM, Tokens
 from deqseq.models.eval_mode import eval_mode
 from deqseq.models.output import ModelOutput
@@ -68,6 +68,7 @@ class DualityReport:
         return text_table(header, lines)
 
 
+@checked
 @torch.no_grad()
 def check_duality(
     model: CausalLM,
@@ -80,8 +81,8 @@ def check_duality(
 ) -> DualityReport:
     """Solve the same tokens with several sweeps in eval mode; compare states, predictions and caches with the first.
 
-    Where all sweeps converge and the map has one fixed point, they agree as far as the tolerance allows. Check
-    ``converged`` first, and take a tight tolerance, before you conclude that a model has several fixed points.
+    Where all sweeps converge and the map has one fixed point, they agree as far as the tolerance allows: check
+    ``converged`` and tighten it before you conclude that a model has several fixed points.
 
     Args:
         model: a language model around an :class:`~deqseq.ImplicitModel`.
@@ -91,12 +92,8 @@ def check_duality(
         solve: replaces the model's :class:`~deqseq.SolveConfig`; its sweep is not used.
         **fields: fields of :class:`~deqseq.SolveConfig` to replace, except ``sweep``; ``gradient`` has no effect.
 
-    Returns:
-        The report.
-
     Raises:
-        TypeError: an explicit model, an argument of the wrong type, or ``sweep`` instead of ``sweeps``.
-        ValueError: ``ids`` is not a batch of tokens of the vocabulary, or there are fewer than two sweeps.
+        TypeError, ValueError: an explicit model, ``ids`` outside the vocabulary, or another argument that does not fit.
 
     Example:
         >>> import deqseq as dq
@@ -107,8 +104,7 @@ def check_duality(
     """
     if "sweep" in fields:
         raise TypeError("check_duality compares several sweeps: give sweeps=(...), at least two, instead of sweep")
-    real, config = check_call(model, ids, mask, solve, fields)
-    check_type("sweeps", sweeps, (tuple, list), "(dq.Simultaneous(), dq.Sequential())")
+    _, real, config = check_call(model, ids, mask, solve, fields)
     check_integer("len(sweeps)", len(sweeps), 2)
     for sweep in sweeps:
         check_type("sweeps", sweep, Sweep)

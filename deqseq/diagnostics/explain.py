@@ -30,8 +30,7 @@ DAMPED, SEVERAL = (Adaptive(), Relaxed(0.2)), (Anderson(), Broyden())  # the lat
 ADVICE: dict[Cause, str] = {
     "budget": "give more iterations",
     "no tolerance": "without a tolerance no row can converge: give stop=Stop(rtol=1e-3)",
-    "slow convergence": "give more iterations, or take a solver that uses several past iterates; an untrained "
-    "model may have to be trained first",
+    "slow convergence": "give more iterations, or take a solver that uses several past iterates, or train first",
     "limit cycle": "damp the iteration",
     "divergence": "the map expands: damp the iteration, or make the map contractive",
     "precision": "loosen the tolerance, or compute in a wider dtype",
@@ -50,7 +49,7 @@ class Explanation:
     Attributes:
         causes: one per row.
         findings: what was observed of the rows of each cause.
-        remedies: what to do about each cause; a setting that was tried and converged is named.
+        remedies: what to do about each; a setting that was tried and converged is named.
     """
 
     causes: tuple[Cause, ...]
@@ -71,18 +70,14 @@ def explain(outcome: Outcome) -> Explanation:
     """Why each row of a solve converged or not, and what to do about it.
 
     The same problem is solved again, all tokens together, with four times the budget (at least 64 and at most 1,000
-    iterations, or as many as before). If rows still fail, other solvers are tried until one converges: Adaptive,
-    Relaxed(0.2), Anderson and Broyden; only the last two if the solve is merely slow. Last, rows that converged are
-    solved from a random start, which shows whether there are several fixed points.
+    iterations). If rows still fail, Adaptive, Relaxed(0.2), Anderson and Broyden are tried until one converges; only
+    the last two if the solve is merely slow. Rows that converged are solved from a random start too.
 
     Args:
         outcome: what a solve or a model returned. A model is examined with the weights that it has now.
 
-    Returns:
-        A cause per row, and a finding and a remedy for each cause; print it.
-
     Raises:
-        ValueError: an explicit model's output, an outcome that was copied or pickled, or some rows of one.
+        ValueError: an explicit model's output, a copy of an outcome, or some rows of one.
 
     Example:
         >>> import torch, deqseq as dq
@@ -107,14 +102,14 @@ def explain(outcome: Outcome) -> Explanation:
         worst = float(worst_token(outcome.stats.residual.detach())[spent].max())
         text = f"{stop.max_steps} iterations, whatever the residual: it is {worst:.1e} or less."
         found.update(dict.fromkeys(spent, ("no tolerance", text)))
-    ordered: list[tuple[Cause, str]] = [found[row] for row in range(len(statuses))]
-    texts: dict[Cause, list[str]] = {}
-    for cause, text in ordered:
-        texts.setdefault(cause, []).append(text)
-    alike = " Other rows are alike."
-    findings: dict[Cause, str] = {cause: each[0] + alike * (len(set(each)) > 1) for cause, each in texts.items()}
+    rows = [found[row] for row in range(len(statuses))]
+    causes: tuple[Cause, ...] = tuple(cause for cause, _ in rows)
+    findings: dict[Cause, str] = {}
+    for cause in causes:
+        first, *others = dict.fromkeys(text for one, text in rows if one == cause)
+        findings[cause] = first + " Other rows are alike." * bool(others)
     remedies: dict[Cause, str] = {cause: advice[cause] for cause in findings if cause in advice}
-    return Explanation(tuple(cause for cause, _ in ordered), findings, remedies)
+    return Explanation(causes, findings, remedies)
 
 
 def _failed(again: partial[Any], given: Stop, longer: Stop, rows: list[int]) -> tuple[Found, dict[Cause, str]]:

@@ -1,18 +1,20 @@
 """How far a gradient estimator is from the exact gradient, and what it costs."""
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
-from deqseq.check import check_callable, check_integer, check_type
+from deqseq.backbones import Backbone
+from deqseq.check import check_integer, check_type, checked
 from deqseq.config import SolveConfig, SolveFields
-from deqseq.diagnostics.solved_model import check_call
-from deqseq.diagnostics.tables import text_table
+from deqseq.diagnostics.arguments import check_call
+from deqseq.diagnostics.shown import text_table
 from deqseq.gradients import Gradient, Implicit, OneStep, Phantom, Unrolled
 from deqseq.models.causal_lm import CausalLM, Tokens
 from deqseq.models.eval_mode import eval_mode
@@ -88,6 +90,7 @@ def part_of(name: str) -> str:
     return ".".join(pieces[: pieces.index("layers") + 2 if "layers" in pieces else named])
 
 
+@checked
 def gradient_bias(
     model: CausalLM,
     ids: Tokens,
@@ -95,14 +98,12 @@ def gradient_bias(
     targets: Tokens | None = None,
     mask: Mask | None = None,
     estimators: SequenceOf[Gradient] = ESTIMATORS,
-    part: Callable[[str], str] = part_of,
     solve: SolveConfig | None = None,
     **fields: Unpack[SolveFields],
 ) -> GradientBias:
     r"""Compare estimators of the loss's gradient with the exact, implicit one, on the same batch in eval mode.
 
-    All estimators act at the same tightly solved fixed point. The ``.grad`` of the parameters is not touched, and the
-    model keeps its mode and configuration.
+    All estimators act at the same tightly solved fixed point. The ``.grad`` of the parameters is not touched.
 
     Args:
         model: a language model around an :class:`~deqseq.ImplicitModel`.
@@ -110,19 +111,13 @@ def gradient_bias(
         targets: the answer at each position, ``(batch, length)``. Default: the next token.
         mask: bool, True at real tokens, ``(batch, length)``. Default: no padding.
         estimators: gradient estimators, at least one.
-        part: the part of the model that a parameter, given by name, is counted to. Default: its layer, or its name.
         solve: replaces the model's :class:`~deqseq.SolveConfig`; its sweep and gradient are not used. Its stopping
             rule, with a norm over the whole row, is also that of the adjoint solve. Default: the model's, with
             ``rtol = eps ** 0.75`` of the parameters' dtype and 500 steps.
         **fields: fields of :class:`~deqseq.SolveConfig` to replace, except ``gradient``.
 
-    Returns:
-        A :class:`GradientBias`.
-
     Raises:
-        TypeError: an explicit model, an argument of the wrong type, or ``gradient`` instead of ``estimators``.
-        ValueError: ``ids`` is not a batch of tokens of the vocabulary; there is nothing to score, no estimator, or no
-            parameter that requires a gradient; or a sweep that an estimator cannot follow.
+        TypeError, ValueError: an explicit model, ``ids`` outside the vocabulary, or another argument that does not fit.
 
     References:
         Geng et al., On Training Implicit Models, NeurIPS 2021, arXiv 2111.05177.
@@ -137,21 +132,19 @@ def gradient_bias(
     """
     if "gradient" in fields:
         raise TypeError("gradient_bias compares estimators: give estimators=[...] instead of gradient")
-    _, config = check_call(model, ids, mask, solve, {"sweep": Simultaneous(), **fields})
+    core, _, config = check_call(model, ids, mask, solve, {"sweep": Simultaneous(), **fields})
     if solve is None and "stop" not in fields:
         tight = torch.finfo(model.embedding.weight.dtype).eps ** 0.75
         config = replace(config, stop=Stop(rtol=tight, max_steps=500))
-    check_type("estimators", estimators, (tuple, list), "[dq.OneStep(), dq.Phantom()]")
     check_integer("len(estimators)", len(estimators), 1)
     for estimator in estimators:
         check_type("estimators", estimator, Gradient, "dq.Phantom()")
-    check_callable("part", part)
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     if not names:
         raise ValueError("model must have at least one parameter that requires a gradient, got none")
     parts = {"all": list(range(len(names)))}
     for place, name in enumerate(names):
-        parts.setdefault(part(name), []).append(place)
+        parts.setdefault(part_of(name), []).append(place)
     adjoint: list[Solution] = []
     exactly = Implicit(stop=replace(config.stop, norm="row"), report=adjoint.append)
     given = {"input_ids": ids, "mask": mask, "targets": targets, "labels": ids if targets is None else None}
@@ -159,24 +152,24 @@ def gradient_bias(
         warnings.simplefilter("ignore", ConvergenceWarning)  # the report says so
         # copies: tensors made in inference mode would forbid any graph
         batch = {name: tensor.clone() for name, tensor in given.items() if tensor is not None}
-        exact, gradients, converged = _measure(model, replace(config, gradient=exactly), batch, parts)
-        others = [_measure(model, replace(config, gradient=one), batch, parts, gradients)[0] for one in estimators]
+        measure = partial(_measure, model, core.backbone, batch, parts)
+        exact, gradients, converged = measure(replace(config, gradient=exactly))
+        others = [measure(replace(config, gradient=one), gradients)[0] for one in estimators]
     return GradientBias(exact, tuple(others), converged.cpu(), next(iter(adjoint), None))
 
 
 def _measure(
     model: CausalLM,
-    config: SolveConfig,
+    backbone: Backbone[Any],
     batch: Mapping[str, Any],
     parts: Mapping[str, list[int]],
+    config: SolveConfig,
     exact: list[Tensor] | None = None,
 ) -> tuple[EstimatorBias, list[Tensor], RowMask]:
     """An estimator's numbers, its gradient of each parameter, and which rows converged."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     calls: list[None] = []
-    core = model.core
-    assert core is not None
-    with core.backbone.register_forward_pre_hook(lambda *_: calls.append(None)):
+    with backbone.register_forward_pre_hook(lambda *_: calls.append(None)):
         output = model(**batch, solve=config)
         found = torch.autograd.grad(output.loss, parameters, allow_unused=True)
     gradients = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)]

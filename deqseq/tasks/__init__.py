@@ -1,7 +1,7 @@
 """Tasks with exact answers: data made from a seed, no files needed."""
 
 from deqseq.tasks.groups import alternating, aperiodic_monoid, cyclic, dihedral, parse_group, quaternion, symmetric
-from deqseq.tasks.monoid import FiniteMonoid, direct_product, generated_monoid, generators
+from deqseq.tasks.monoid import FiniteMonoid, direct_product, generators
 from deqseq.tasks.task import Task, WordBatch
 from deqseq.tasks.word_problem import WordProblem, prefix_products
 
@@ -15,7 +15,6 @@ __all__ = [
     "cyclic",
     "dihedral",
     "direct_product",
-    "generated_monoid",
     "generators",
     "parse_group",
     "prefix_products",

@@ -3,23 +3,22 @@
 import itertools
 import re
 from collections.abc import Callable
+from typing import Annotated
 
 import torch
 
-from deqseq.check import check_integer, check_type, suggestion
+from deqseq.check import Between, checked, suggestion
 from deqseq.tasks.monoid import MAX_ORDER, FiniteMonoid, direct_product
 
-LARGEST = {"Z": MAX_ORDER, "D": MAX_ORDER // 2, "S": 6, "A": 6}  # the table of S7 would be too large
+LARGEST = {"Z": MAX_ORDER, "D": MAX_ORDER // 2, "S": 6, "A": 6}  # the table of S7 would take 200 MB
 
 
-def symmetric(n: int) -> FiniteMonoid:
+@checked
+def symmetric(n: Annotated[int, Between(1, LARGEST["S"])]) -> FiniteMonoid:
     """The symmetric group S_n: permutations of 1..n in lexicographic one-line notation; (a ∘ b)(i) = a(b(i)).
 
     Args:
-        n: number of points, 1 to 6; else ValueError, because the table of S7 would take 200 MB.
-
-    Returns:
-        The group, of order n!.
+        n: number of points, 1 to 6; else ValueError.
 
     Example:
         >>> s3 = symmetric(3)
@@ -29,14 +28,12 @@ def symmetric(n: int) -> FiniteMonoid:
     return _permutation_group("S", n, even_only=False)
 
 
-def alternating(n: int) -> FiniteMonoid:
+@checked
+def alternating(n: Annotated[int, Between(1, LARGEST["A"])]) -> FiniteMonoid:
     """The alternating group A_n: the even permutations of :func:`symmetric`. A5 is not solvable.
 
     Args:
         n: number of points, 1 to 6; else ValueError.
-
-    Returns:
-        The group, of order n! / 2 from n = 2 on.
 
     Example:
         >>> alternating(5).order
@@ -45,43 +42,38 @@ def alternating(n: int) -> FiniteMonoid:
     return _permutation_group("A", n, even_only=True)
 
 
-def cyclic(n: int) -> FiniteMonoid:
+@checked
+def cyclic(n: Annotated[int, Between(1, LARGEST["Z"])]) -> FiniteMonoid:
     """The cyclic group Z_n: 0..n-1 under addition modulo n. Z_2 is parity.
 
     Args:
         n: number of elements, 1 to 1024; else ValueError.
 
-    Returns:
-        The group, of order n.
-
     Example:
         >>> int(cyclic(5).table[3, 4])
         2
     """
-    check_integer("n", n, 1, LARGEST["Z"])
     numbers = torch.arange(n)
     return FiniteMonoid(f"Z{n}", tuple(range(n)), (numbers[:, None] + numbers) % n, identity=0)
 
 
-def dihedral(n: int) -> FiniteMonoid:
+@checked
+def dihedral(n: Annotated[int, Between(1, LARGEST["D"])]) -> FiniteMonoid:
     r"""The dihedral group D_n of order 2n: rotations r and reflections s of a regular n-gon.
 
     .. math:: r^n = s^2 = 1, \qquad s \circ r = r^{-1} \circ s
 
-    Some authors name it after its order: D5 here has 10 elements, and is their D10.
+    Its elements are the rotations 1, r, r2, ..., then the reflections s, rs, r2s, ... Some authors name it after its
+    order: D5 here is their D10.
 
     Args:
         n: corners, 1 to 512; else ValueError.
-
-    Returns:
-        The group. Its elements are the rotations 1, r, r2, ..., then the reflections s, rs, r2s, ...
 
     Example:
         >>> d5 = dihedral(5)
         >>> d5.order, d5.elements[d5.table[d5.index("s"), d5.index("r")]]
         (10, 'r4s')
     """
-    check_integer("n", n, 1, LARGEST["D"])
     rotations = ("1", "r", *(f"r{k}" for k in range(2, n)))[:n]
     flip, turn = torch.arange(2 * n) // n, torch.arange(2 * n) % n
     turned = (turn[:, None] + (1 - 2 * flip[:, None]) * turn) % n  # a reflection turns the next rotation round
@@ -94,9 +86,6 @@ def quaternion() -> FiniteMonoid:
     r"""The quaternion group Q8: the units 1, i, j, k and their negatives.
 
     .. math:: i^2 = j^2 = k^2 = i \circ j \circ k = -1
-
-    Returns:
-        The group, of order 8.
 
     Example:
         >>> q8 = quaternion()
@@ -114,14 +103,9 @@ def aperiodic_monoid() -> FiniteMonoid:
     """The aperiodic monoid {E, A, B, X} of the paper's harder word problem, with the table of its code.
 
     E is the identity, and X absorbs everything. A ∘ A = A ∘ B = X: no letter may follow an A. B ∘ A = A and
-    B ∘ B = B: a B before a letter is forgotten. Powers never cycle (A² = A³ = X, B² = B), hence the name.
-
-    The paper's code calls it the semigroup of the strings over a, b without "aa". With A for a and B for b its table
-    is stricter, "ab" gives X too: the strings that avoid X are b*(a|ε). No four elements could do better, as the
-    syntactic monoid of "no aa" has six (ε, a, b, ab, ba, aa).
-
-    Returns:
-        The monoid, of order 4.
+    B ∘ B = B: a B before a letter is forgotten. Powers never cycle (A² = A³ = X, B² = B), hence the name. The paper's
+    code calls it the semigroup of the strings over a, b without "aa"; with A for a and B for b its table is stricter:
+    the strings that avoid X are b*(a|ε).
 
     References:
         Schöne et al., Implicit Language Models are RNNs, ICML 2025, arXiv 2502.07827.
@@ -139,24 +123,15 @@ SINGLE: dict[str, Callable[[], FiniteMonoid]] = {"Q8": quaternion, "M": aperiodi
 PART = rf"([{''.join(FAMILIES)}](?:0|[1-9][0-9]*)|{'|'.join(SINGLE)})"
 
 
+@checked
 def parse_group(name: str) -> FiniteMonoid:
     """The monoid that a name stands for, as on a command line.
 
-    | name | monoid | order |
-    | --- | --- | --- |
-    | Z5 | :func:`cyclic` | 5 |
-    | S5 | :func:`symmetric` | 120 |
-    | A5 | :func:`alternating` | 60 |
-    | D5 | :func:`dihedral` | 10 |
-    | Q8 | :func:`quaternion` | 8 |
-    | M | :func:`aperiodic_monoid` | 4 |
-    | A5xM | :func:`direct_product` | 240 |
+    Zn is :func:`cyclic`, Sn :func:`symmetric`, An :func:`alternating`, Dn :func:`dihedral`, Q8 :func:`quaternion` and M
+    :func:`aperiodic_monoid`.
 
     Args:
-        name: a letter of the table with any number in its place, Q8, M, or several of them joined by "x".
-
-    Returns:
-        The monoid, whose name is ``name``.
+        name: one of these with a number for n, or several of them joined by "x".
 
     Raises:
         ValueError: another name; lists the names that there are. Or a number that is too large.
@@ -169,7 +144,6 @@ def parse_group(name: str) -> FiniteMonoid:
         ValueError: name must be Zn, Sn, An or Dn with a number for n, Q8, M, or several joined by "x", such as "S3",
         "D5" or "A5xM", got 'a5 x Q8'; did you mean 'A5xQ8'?
     """
-    check_type("name", name, str)
     if not re.fullmatch(rf"{PART}(x{PART})*", name):
         families = " or ".join(", ".join(f"{letter}n" for letter in FAMILIES).rsplit(", ", 1))
         known = f'{families} with a number for n, {", ".join(SINGLE)}, or several joined by "x"'
@@ -195,7 +169,6 @@ def _meant(name: str) -> str:
 
 
 def _permutation_group(family: str, n: int, *, even_only: bool) -> FiniteMonoid:
-    check_integer("n", n, 1, LARGEST[family])
     points = torch.tensor(list(itertools.permutations(range(n))))
     if even_only:
         inversions = (points[:, :, None] > points[:, None, :]).triu(diagonal=1).sum((1, 2))

@@ -2,14 +2,14 @@
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import Annotated, NamedTuple
 
 import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from deqseq.check import check_ids, check_integer, check_type
+from deqseq.check import AtLeast, check_ids, check_integer, check_type, checked
 
 
 class WordBatch(NamedTuple):
@@ -54,19 +54,19 @@ class Task(ABC):
 
     @abstractmethod
     def draw(self, batch: int, length: int, generator: torch.Generator) -> WordBatch:
-        """Draw sequences and answer them; :meth:`sample` checks the arguments first, and moves the result.
+        """Draw ``batch`` sequences of a ``length``, on the CPU, and answer them; :meth:`sample` checks all of it.
 
-        Args:
-            batch: number of sequences.
-            length: length of the string.
-            generator: source of all randomness, on the CPU.
-
-        Returns:
-            The batch, on the CPU.
+        The ``generator``, on the CPU, is the source of all randomness.
         """
 
+    @checked
     def sample(
-        self, batch: int, length: int, *, generator: torch.Generator, device: torch.device | str | None = None
+        self,
+        batch: Annotated[int, AtLeast(1)],
+        length: int,
+        *,
+        generator: torch.Generator,
+        device: torch.device | str | None = None,
     ) -> WordBatch:
         """Draw sequences and answer them.
 
@@ -76,17 +76,10 @@ class Task(ABC):
             generator: source of all randomness, on the CPU, so that data do not depend on the device.
             device: device of the result. Default: the CPU.
 
-        Returns:
-            Inputs and targets.
-
         Raises:
-            TypeError: an argument of the wrong type, or :meth:`draw` returned something else than a batch.
-            ValueError: ``batch`` is below 1, ``length`` below :attr:`shortest`, the generator is not on the CPU, or
-                :meth:`draw` returned tensors that are no ids.
+            TypeError, ValueError: an argument that does not fit, or :meth:`draw` returned something else than a batch.
         """
-        check_integer("batch", batch, 1)
         check_integer("length", length, self.shortest)
-        check_type("generator", generator, torch.Generator, "torch.Generator().manual_seed(0)")
         if generator.device.type != "cpu":
             raise ValueError(f"generator must be on the CPU (move the result by device=), got {generator.device}.")
         drawn = self.draw(int(batch), int(length), generator)
@@ -102,7 +95,7 @@ class Task(ABC):
         return WordBatch(inputs.to(device), targets.to(device))
 
     def batches(
-        self, batch: int, length: int | Sequence[int], *, seed: int, device: torch.device | str | None = None
+        self, batch: int, length: int | Iterable[int], *, seed: int, device: torch.device | str | None = None
     ) -> Iterator[WordBatch]:
         """Endless training data. The same seed gives the same batches, whatever the global random state.
 
@@ -112,17 +105,8 @@ class Task(ABC):
             seed: 0 to 2**31 - 1. The data are independent of those of :meth:`fixed`, for any seed there.
             device: device of the batches. Default: the CPU.
 
-        Returns:
-            Endless iterator of batches.
-
         Raises:
-            ValueError: ``batch``, a length or the seed is out of range, or there are no lengths.
-
-        Example:
-            >>> from deqseq.tasks import WordProblem, cyclic
-            >>> stream = WordProblem(cyclic(2)).batches(4, (8, 16), seed=0)
-            >>> next(stream).targets.shape[1] in (8, 16)
-            True
+            ValueError: a number is out of its range, or there are no lengths.
         """
         length = length.tolist() if isinstance(length, Tensor) else length
         lengths = tuple(length) if isinstance(length, Iterable) else (length,)
@@ -140,32 +124,18 @@ class Task(ABC):
         # The checks above run at the call, as they would not in a generator function.
         return (draw() for _ in itertools.repeat(None))
 
-    def fixed(self, size: int, length: int, *, seed: int, device: torch.device | str | None = None) -> WordBatch:
-        """A fixed data set, for evaluation. The same seed gives the same data.
+    @checked
+    def fixed(
+        self, size: Annotated[int, AtLeast(1)], length: int, *, seed: int, device: torch.device | str | None = None
+    ) -> WordBatch:
+        """A fixed data set of a ``size``, for evaluation, of strings of a ``length``, on a ``device``.
 
-        Args:
-            size: number of sequences.
-            length: length of the strings.
-            seed: 0 to 2**31 - 1. The data are independent of those of :meth:`batches`, for any seed there.
-            device: device of the data. Default: the CPU.
-
-        Returns:
-            Inputs and targets.
-
-        Raises:
-            ValueError: ``size``, ``length`` or the seed is out of range.
-
-        Example:
-            >>> from deqseq.tasks import WordProblem, cyclic
-            >>> data = WordProblem(cyclic(2)).fixed(100, 16, seed=0)
-            >>> bool((data.inputs.cumsum(1) % 2 == data.targets).all())
-            True
+        The same ``seed``, 0 to 2**31 - 1, gives the same data, which are independent of those of :meth:`batches`.
         """
-        check_integer("size", size, 1)
         return self.sample(size, length, generator=_seeded(seed, stream=1), device=device)
 
 
 def _seeded(seed: int, *, stream: int) -> torch.Generator:
-    # Even seeds for training, odd ones for evaluation: the same seed must not give the same data for both.
     check_integer("seed", seed, 0, 2**31 - 1)  # torch's generator on the CPU takes 32 bits of it
+    # Even seeds for training, odd ones for evaluation: the same seed must not give the same data for both.
     return torch.Generator().manual_seed(2 * int(seed) + stream)

@@ -1,16 +1,13 @@
-"""Test suites to inherit when you write a solver, a gradient estimator, a sweep or a backbone."""
+"""Test suites to inherit when you write a solver or a backbone."""
 
-try:
+from importlib.util import find_spec
+
+if find_spec("pytest"):  # its rewritten asserts show their values; any other runner takes the suites as they are
     import pytest
-except ImportError as error:
-    raise ImportError('deqseq.testing needs pytest: pip install "deqseq[test]"') from error
 
-_SUITES = ("backbones", "gradient_graphs", "gradients", "solvers", "sweeps")
-pytest.register_assert_rewrite(*(f"{__name__}.{name}" for name in _SUITES))  # asserts then show their values
+    pytest.register_assert_rewrite(f"{__name__}.backbones", f"{__name__}.solvers")
 
-from deqseq.testing.backbones import BackboneContract  # noqa: E402
-from deqseq.testing.gradients import GradientContract  # noqa: E402
-from deqseq.testing.solvers import SolverContract  # noqa: E402
-from deqseq.testing.sweeps import SweepContract  # noqa: E402
+from deqseq.testing.backbones import BackboneContract
+from deqseq.testing.solvers import SolverContract
 
-__all__ = ["BackboneContract", "GradientContract", "SolverContract", "SweepContract"]
+__all__ = ["BackboneContract", "SolverContract"]

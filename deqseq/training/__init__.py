@@ -3,10 +3,9 @@
 from deqseq.training.curriculum import Curriculum
 from deqseq.training.depth import PoissonLogNormal
 from deqseq.training.guard import NonFiniteLoss, check_finite
-from deqseq.training.jacobian import jacobian_regularisation
+from deqseq.training.losses import jacobian_regularisation, terminal_residual
 from deqseq.training.parameter_groups import parameter_groups
 from deqseq.training.phase import Phase, bounded, free, unrolled
-from deqseq.training.residual import terminal_residual
 from deqseq.training.sharding import gather_once
 
 __all__ = [

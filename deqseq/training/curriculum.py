@@ -1,18 +1,19 @@
 """The phases of a run in order, and what a checkpoint holds of them."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from numbers import Integral, Real
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from deqseq.check import check_choice, check_type, plain_number
+from deqseq.check import check_type, checked, plain_number
 from deqseq.training.phase import Phase
 
 Unit = Literal["fraction", "steps", "tokens"]
 """What ends of phases and progress are counted in."""
 
 
+@checked
 @dataclass(frozen=True)
 class Curriculum:
     """Phases in order, from cheap and bounded to free.
@@ -21,21 +22,18 @@ class Curriculum:
     :class:`deqseq.integrations.huggingface.curriculum_callback.CurriculumCallback`.
 
     Args:
-        phases: with names of their own, and ends that rise. The last end is None or, in fractions, 1. A last phase
-            that ends in steps or tokens stays in force after that.
+        phases: with names of their own, and ends that rise; the last end is None or, in fractions, 1.
         unit: what the ends are counted in: ``"fraction"`` of the run, optimizer ``"steps"``, or ``"tokens"``.
 
     Raises:
-        ValueError: no phases, a name twice, ends that do not rise or are no amount of the unit, an unknown unit, or a
-            depth that rises over a phase without an end.
+        ValueError: no phases, a name twice, ends that do not rise or do not fit the unit, or a depth that rises over a
+            phase without an end.
 
     References:
-        Schöne et al., Implicit Language Models are RNNs, ICML 2025, arXiv 2502.07827, section 4 (bounded and free
-        phase).
+        Schöne et al., Implicit Language Models are RNNs, ICML 2025, arXiv 2502.07827, section 4: (4+1)-, (24+4)-
+        and (32+4)-models.
 
     Example:
-        The paper's curriculum, and one that is counted in tokens.
-
         >>> from deqseq.training import bounded, free
         >>> Curriculum((bounded(), free())).at(0.9).name
         'free'
@@ -43,12 +41,10 @@ class Curriculum:
         'bounded'
     """
 
-    phases: tuple[Phase, ...]
+    phases: Sequence[Phase]
     unit: Unit = "fraction"
 
     def __post_init__(self) -> None:
-        check_choice("Curriculum.unit", self.unit, get_args(Unit))
-        check_type("Curriculum.phases", self.phases, (tuple, list), "(bounded(), free())")
         for phase in self.phases:
             check_type("Curriculum.phases", phase, Phase, "free()")
         object.__setattr__(self, "phases", tuple(self.phases))
@@ -60,17 +56,15 @@ class Curriculum:
     def at(self, progress: float | int) -> Phase:
         """The phase in force, with its budget drawn if it has a ``depth``.
 
-        A draw depends on the progress alone: it is the same in all processes and whenever it is repeated.
+        A draw depends only on the progress: it is the same in all processes and whenever it is repeated. The last phase
+        stays in force after its end.
 
         Args:
             progress: how much of the run is done, in this curriculum's unit: a fraction in [0, 1], or a whole number
                 of steps or tokens.
 
-        Returns:
-            The first phase that has not ended; the last one at the very end and after it.
-
         Raises:
-            ValueError: no amount of the unit.
+            ValueError: not an amount of the unit.
         """
         if not self._is_amount(progress):
             raise ValueError(f"progress must be {self._amount} (Curriculum.unit is {self.unit!r}), got {progress!r}")
@@ -80,34 +74,28 @@ class Curriculum:
         return self.phases[place].drawn(progress, min(1.0, (progress - begin) / (ends[place] - begin)))
 
     def record(self, progress: float | int) -> dict[str, Any]:
-        """What a checkpoint is to hold, as JSON: the phase in force, and the whole curriculum.
+        """What a checkpoint is to hold for :meth:`resumed`, as JSON: the phase in force, and the whole curriculum.
 
         Args:
             progress: how much of the run is done, as for :meth:`at`.
 
-        Returns:
-            What :meth:`resumed` checks.
-
         Raises:
-            ValueError: no amount of the unit.
-            TypeError: a solver or gradient with a field that is no plain value, dataclass or function.
+            TypeError: a solver or gradient with a field that is not a plain value, dataclass or function.
 
         Example:
-            >>> from deqseq.training import bounded, free
-            >>> record = Curriculum((bounded(), free())).record(0.9)
-            >>> record["phase"], record["phases"][1]["solve"]["stop"]["max_steps"]
-            ('free', 24)
+            >>> from deqseq.training import free
+            >>> Curriculum((free(),)).record(0.9)["curriculum"]["phase 1 solve.stop.max_steps"]
+            24
         """
-        return {"phase": self.at(progress).name, "progress": _described(progress, "progress"), **self._content}
+        number: Any = progress  # of numpy, perhaps
+        return {"phase": self.at(progress).name, "progress": plain_number(number), "curriculum": self._content}
 
+    @checked
     def resumed(self, record: Mapping[str, Any] | None) -> Phase:
         """The phase that a checkpoint was written in; the curriculum must be the one that it was trained with.
 
         Args:
             record: what :meth:`record` gave.
-
-        Returns:
-            The phase in force at the record's progress.
 
         Raises:
             ValueError: the checkpoint has no record, or was trained with another curriculum; says what differs.
@@ -121,16 +109,11 @@ class Curriculum:
             solve.stop.max_steps: 24 -> 32; phase 2 eval_solve.stop.max_steps: 96 -> 128): resume with that one, or
             begin a new run from these weights
         """
-        check_type("record", record, (Mapping, type(None)), "curriculum.record(progress)")
-        if record is None or not {"progress", *self._content} <= record.keys():
+        if record is None or not {"progress", "curriculum"} <= record.keys():
             raise ValueError("the checkpoint holds no phase: it was saved without phase=curriculum.record(progress)")
-        mine = dict(_leaves(self._content))
-        theirs = dict(_leaves({part: record[part] for part in self._content}))
-        changes = [
-            f"{name}: {_shown(theirs, name)} -> {_shown(mine, name)}"
-            for name in {**mine, **theirs}
-            if _shown(theirs, name) != _shown(mine, name)
-        ]
+        sides = [{name: repr(one) for name, one in side.items()} for side in (record["curriculum"], self._content)]
+        shown = {name: [side.get(name, "nothing") for side in sides] for name in sides[1] | sides[0]}
+        changes = [f"{name}: {before} -> {now}" for name, (before, now) in shown.items() if before != now]
         if changes:
             raise ValueError(
                 f"the curriculum is not the one that the checkpoint was trained with ({'; '.join(changes)}): resume "
@@ -140,7 +123,10 @@ class Curriculum:
 
     @property
     def _content(self) -> dict[str, Any]:
-        return {"unit": self.unit, "phases": [_described(phase, phase.name) for phase in self.phases]}
+        content: dict[str, Any] = {"unit": self.unit}
+        for place, phase in enumerate(self.phases, 1):
+            content |= {f"phase {place} {name}": one for name, one in _leaves(phase)}
+        return content
 
     @property
     def _ends(self) -> list[float | int]:
@@ -169,35 +155,17 @@ class Curriculum:
             raise ValueError(f"Phase.until must be given for a depth that rises until then, got None with {depth}")
 
 
-def _described(value: object, where: str) -> Any:
-    """A phase or one of its parts as JSON."""
+def _leaves(value: object, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Every plain value inside a phase, with its path."""
     if value is None or isinstance(value, bool | str):
-        return value
-    if isinstance(value, Real):
-        return plain_number(value)
-    if is_dataclass(value) and not isinstance(value, type):
-        parts = {field.name: _described(getattr(value, field.name), f"{where}.{field.name}") for field in fields(value)}
-        return {"class": type(value).__name__, **parts}
-    if isinstance(value, tuple):
-        return [_described(part, where) for part in value]
-    if callable(value):  # an observer, as the report of an adjoint solve
-        return f"{type(value).__name__} {getattr(value, '__qualname__', '')}".strip()
-    raise TypeError(
-        f"a checkpoint cannot hold {where} = {value!r}: it must be a plain value, a dataclass or a function"
-    )
-
-
-def _leaves(data: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value of nested JSON with a name for messages."""
-    if isinstance(data, Mapping):
-        for key, value in data.items():
-            yield from _leaves(value, path + "." * (path != "" and path[-1] != " ") + key)
-    elif isinstance(data, list):
-        for index, value in enumerate(data, 1):
-            yield from _leaves(value, f"phase {index} " if path == "phases" else f"{path}.{index}")
+        yield path, value
+    elif isinstance(value, Real):
+        yield path, plain_number(value)
+    elif is_dataclass(value) and not isinstance(value, type):
+        yield from [(f"{path}.class", type(value).__name__)] if path else []
+        for field in fields(value):
+            yield from _leaves(getattr(value, field.name), f"{path}.{field.name}" if path else field.name)
+    elif callable(value):  # an observer, as the report of an adjoint solve
+        yield path, f"{type(value).__name__} {getattr(value, '__qualname__', '')}".strip()
     else:
-        yield path, data
-
-
-def _shown(values: Mapping[str, Any], name: str) -> str:
-    return repr(values[name]) if name in values else "nothing"
+        raise TypeError(f"a checkpoint cannot hold {path} = {value!r}: it must be plain, a dataclass or a function")

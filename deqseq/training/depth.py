@@ -3,14 +3,15 @@
 import math
 from dataclasses import dataclass
 from random import Random
-from typing import Literal, get_args
+from typing import Annotated, Literal
 
-from deqseq.check import check_choice, check_integer, check_number
+from deqseq.check import AtLeast, Within, checked
 
 Rise = Literal["linear", "1-sqrt"]
 """How a mean rises over a phase."""
 
 
+@checked
 @dataclass(frozen=True)
 class PoissonLogNormal:
     r"""The log-normal Poisson distribution of iterations that recurrent-depth models are trained with.
@@ -28,53 +29,35 @@ class PoissonLogNormal:
         largest: larger draws are replaced by it. Default: none is.
         seed: of the draws.
 
-    Raises:
-        TypeError: an argument of the wrong type.
-        ValueError: a number out of its range, or an unknown ``rise``.
-
     References:
         Geiping et al., Scaling up Test-Time Compute with Latent Reasoning: A Recurrent Depth Approach, NeurIPS 2025,
         arXiv 2502.05171. McLeish et al., Teaching Pretrained Language Models to Think Deeper with Retrofitted
         Recurrence, 2025, arXiv 2511.07384: the rise.
 
     Example:
-        >>> depth = PoissonLogNormal(32)
-        >>> [depth.draw(step) for step in range(8)]
+        >>> [PoissonLogNormal(32).draw(step) for step in range(8)]
         [25, 21, 41, 27, 11, 23, 34, 40]
         >>> [PoissonLogNormal(32, rise="linear").draw(step, step / 8) for step in range(8)]
         [2, 5, 13, 15, 7, 17, 29, 37]
     """
 
-    mean: float | int
-    sigma: float | int = 0.5
+    mean: Annotated[float | int, Within("(0, 1e6]")]
+    sigma: Annotated[float | int, Within("[0, 2]")] = 0.5
     rise: Rise | None = None
-    largest: int | None = None
-    seed: int = 0
+    largest: Annotated[int, AtLeast(1)] | None = None
+    seed: Annotated[int, AtLeast(0)] = 0
 
-    def __post_init__(self) -> None:
-        check_number("PoissonLogNormal.mean", self.mean, "(0, 1e6]")
-        check_number("PoissonLogNormal.sigma", self.sigma, "[0, 2]")
-        if self.rise is not None:
-            check_choice("PoissonLogNormal.rise", self.rise, get_args(Rise))
-        if self.largest is not None:
-            check_integer("PoissonLogNormal.largest", self.largest, 1)
-        check_integer("PoissonLogNormal.seed", self.seed, 0)
-
-    def draw(self, progress: float | int, done: float | int = 1.0) -> int:
-        """The number of iterations of an update.
+    @checked
+    def draw(
+        self, progress: Annotated[float | int, Within("[0, inf)")], done: Annotated[float | int, Within("[0, 1]")] = 1.0
+    ) -> int:
+        """The number of iterations of an update, at least 1.
 
         Args:
             progress: of the run before the update, in any unit; other progress gives an independent draw.
             done: the share of the phase that is done, in [0, 1]; a rising mean depends on it.
 
-        Returns:
-            The number, at least 1.
-
-        Raises:
-            ValueError: a number out of its range.
         """
-        check_number("progress", progress, "[0, inf)")
-        check_number("done", done, "[0, 1]")
         chance = Random(f"{self.seed} {float(progress)}")  # of text: a cryptographic hash of it
         risen = {None: 1, "linear": done, "1-sqrt": 1 - math.sqrt(1 - done)}[self.rise]
         mean = self.mean if risen == 1 else self.mean * risen + 1 - risen

@@ -2,49 +2,37 @@
 
 import math
 from numbers import Real
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
-from deqseq.check import check_integer, check_type
+from deqseq.check import AtLeast, check_type, checked
 
 
 class NonFiniteLoss(FloatingPointError):
     """The loss, or another number that the next update depends on, is NaN or infinite.
 
-    Attributes:
-        quantity: what it is, ``"loss"`` unless given otherwise.
-        value: NaN or an infinity.
-        step: optimizer steps that are done.
-        phase: the curriculum's phase, if one was given.
+    Example:
+        >>> issubclass(NonFiniteLoss, ArithmeticError)
+        True
     """
 
-    def __init__(self, quantity: str, value: float, step: int, phase: str | None = None) -> None:
-        self.quantity, self.value, self.step, self.phase = quantity, value, step, phase
-        where = f"after step {step}" + (f" in phase {phase!r}" if phase is not None else "")
-        super().__init__(f"the {quantity} is {value} {where}: stopped before the weights are updated")
 
-    def __reduce__(self) -> tuple[type["NonFiniteLoss"], tuple[str, float, int, str | None]]:
-        return type(self), (self.quantity, self.value, self.step, self.phase)
-
-
+@checked
 def check_finite(
-    value: Tensor | float | int | None, *, step: int, phase: str | None = None, quantity: str = "loss"
+    value: Any, *, step: Annotated[int, AtLeast(0)], phase: str | None = None, quantity: str = "loss"
 ) -> float:
-    """Stop a run whose loss is NaN or infinite.
+    """Stop a run whose loss is NaN or infinite; a finite value is returned, for the log.
 
-    Call it with the loss before ``backward()``, and with the gradient norm before the optimizer's step: a finite loss
-    can have a gradient that is not finite. On a GPU this waits for the value. With several processes, pass the mean
-    over all of them, so that all stop together.
+    Call it with the loss before ``backward()``, and with the gradient norm before the optimizer's step. On a GPU this
+    waits for the value. With several processes, pass the mean over all of them, so that all stop together.
 
     Args:
         value: one number, as a tensor ``()`` or ``(1,)``.
         step: optimizer steps that are done.
         phase: the curriculum's phase, for the message.
         quantity: what the value is.
-
-    Returns:
-        The value, for the log.
 
     Raises:
         NonFiniteLoss: says where.
@@ -60,8 +48,6 @@ def check_finite(
         deqseq.training.guard.NonFiniteLoss: the loss is nan after step 3 in phase 'free': stopped before the weights
         are updated
     """
-    check_integer("step", step, 0)
-    check_type("phase", phase, (str, type(None)))
     if value is None:
         raise TypeError(f"value must be the {quantity}, got None: a model returns its loss if it is given targets")
     check_type("value", value, (Tensor, Real))
@@ -71,5 +57,6 @@ def check_finite(
         raise ValueError(f"value must be the {quantity}, one number, got {value.dtype} {tuple(value.shape)}")
     number = float(value.detach() if isinstance(value, Tensor) else value)
     if not math.isfinite(number):
-        raise NonFiniteLoss(quantity, number, step, phase)
+        where = f"after step {step}" + (f" in phase {phase!r}" if phase is not None else "")
+        raise NonFiniteLoss(f"the {quantity} is {number} {where}: stopped before the weights are updated")
     return number

@@ -1,10 +1,10 @@
 """Which parameters are decayed."""
 
-from typing import Any
+from typing import Annotated, Any
 
 from torch import nn
 
-from deqseq.check import check_number, check_type
+from deqseq.check import Within, checked
 from deqseq.layers.rms_norm import GatedRMSNorm, RMSNorm
 
 NORMS = (RMSNorm, GatedRMSNorm, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
@@ -12,25 +12,18 @@ STATE_SPACE = ("A_log", "D", "dt_bias")
 MAGNITUDE = "original0"  # what torch calls the g of a weight-normalised w = g v / |v|
 
 
-def parameter_groups(model: nn.Module, weight_decay: float | int = 0.1) -> list[dict[str, Any]]:
+@checked
+def parameter_groups(
+    model: nn.Module, weight_decay: Annotated[float | int, Within("[0, inf)")] = 0.1
+) -> list[dict[str, Any]]:
     r"""The parameters of a model in two groups for an optimizer: with weight decay, and without.
 
-    Without are
-
-    - embeddings, and a head that is tied to one: a row is updated only when its token occurs, but decayed at every
-      step, so rare tokens would fade;
-    - the scales of norms: pulling them to 0 shrinks the states that they are there to keep at a given size;
-    - biases, ``dt_bias`` too, and ``D``: few numbers, which set offsets and gains rather than fit the data;
-    - ``A_log``: the logarithm of a decay rate; pulled to 0 it would force every head to the same time constant;
-    - magnitudes of weight-normalised maps, :math:`g` in :math:`w = g\, v / \lVert v \rVert`
-      (``parametrizations.weight.original0``, and ``weight_g`` of torch's older form): a gain for each row, which plays
-      the part of a norm's scale.
-
-    All else is decayed: weights of linear maps and convolutions (``in_proj``, ``out_proj``, ``conv1d``, ``q_proj`` to
-    ``o_proj``, ``gate_proj``, ``up_proj``, ``down_proj``, ``injection``), a head with weights of its own, and of
-    weight-normalised maps the directions :math:`v` (``original1``). What a map computes depends on no length of
-    :math:`v`, so this decay shrinks no weight; but a gradient is orthogonal to :math:`v`, so steps lengthen it, and
-    decay keeps that length, hence the rate at which a row turns, from drifting over a long run.
+    Without are embeddings, and a head that is tied to one (rows of rare tokens would fade); the scales of norms;
+    biases, ``dt_bias``, ``D`` and ``A_log`` (few numbers, which set offsets, gains and rates); magnitudes of
+    weight-normalised maps, :math:`g` in :math:`w = g\, v / \lVert v \rVert`, which play the part of a norm's scale.
+    All else is decayed: weights of linear maps and convolutions, a head with weights of its own, and the directions
+    :math:`v`. What a map computes does not depend on the length of :math:`v`, but a gradient is orthogonal to
+    :math:`v`, so steps lengthen it; decay keeps that length, hence the rate at which a row turns, from drifting.
 
     Args:
         model: any module; of this library or a model of transformers.
@@ -54,8 +47,6 @@ def parameter_groups(model: nn.Module, weight_decay: float | int = 0.1) -> list[
         >>> [(group["weight_decay"], len(group["params"])) for group in optimizer.param_groups]
         [(0.1, 8), (0.0, 14)]
     """
-    check_type("model", model, nn.Module)
-    check_number("weight_decay", weight_decay, "[0, inf)")
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if parameter.requires_grad:

@@ -1,10 +1,11 @@
 """One phase of training as data: how the fixed point is solved and differentiated, and until when."""
 
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 from torch import nn
 
-from deqseq.check import check_integer, check_number, check_type
+from deqseq.check import AtLeast, Within, check_integer, checked
 from deqseq.config import SolveConfig
 from deqseq.gradients import Gradient, Phantom, Unrolled
 from deqseq.models.explicit import ExplicitModel
@@ -12,7 +13,11 @@ from deqseq.models.implicit import ImplicitModel
 from deqseq.stop import Stop
 from deqseq.training.depth import PoissonLogNormal
 
+Steps = Annotated[int, AtLeast(1)]
+End = Annotated[float | int, Within("(0, inf)")] | None
 
+
+@checked
 @dataclass(frozen=True)
 class Phase:
     """One way of solving and differentiating.
@@ -28,8 +33,7 @@ class Phase:
             place; eval mode is left as it is. Default: the budget is fixed.
 
     Raises:
-        TypeError: ``solve`` or ``eval_solve`` is no :class:`SolveConfig`, or ``depth`` no :class:`PoissonLogNormal`.
-        ValueError: an empty name, or an end that is not above 0.
+        TypeError, ValueError: an argument of the wrong type, an empty name, or an end that is not above 0.
 
     Example:
         >>> import deqseq as dq
@@ -38,43 +42,31 @@ class Phase:
     """
 
     name: str
-    until: float | int | None
+    until: End
     solve: SolveConfig
     eval_solve: SolveConfig | None = None
     depth: PoissonLogNormal | None = None
 
     def __post_init__(self) -> None:
-        check_type("Phase.name", self.name, str)
         if not self.name:
             raise ValueError("Phase.name must not be empty, got ''")
-        if self.until is not None:
-            check_number("Phase.until", self.until, "(0, inf)")
-        check_type("Phase.solve", self.solve, SolveConfig, "dq.SolveConfig(stop=dq.Stop(rtol=0.05))")
-        check_type("Phase.eval_solve", self.eval_solve, (SolveConfig, type(None)))
-        check_type("Phase.depth", self.depth, (PoissonLogNormal, type(None)), "PoissonLogNormal(32)")
 
     def drawn(self, progress: float | int, done: float | int = 1.0) -> "Phase":
-        """The phase with the budget of one update; :meth:`Curriculum.at` returns it.
-
-        A stopping rule that checks the residual at the last iteration alone, as :meth:`deqseq.Stop.exactly`, stays so.
+        """The phase with the budget of one update, and without ``depth``; :meth:`Curriculum.at` returns it.
 
         Args:
             progress: of the run before the update.
             done: the share of the phase that is done, in [0, 1].
-
-        Returns:
-            The phase without ``depth``; the same if there is none to draw.
-
-        Raises:
-            ValueError: a number out of its range.
         """
         if self.depth is None:
             return self
         stop, budget = self.solve.stop, self.depth.draw(progress, done)
+        # a rule that checks the residual only at the last iteration, as Stop.exactly, stays one
         checks = budget if stop.check_every >= stop.max_steps else stop.check_every
         solve = replace(self.solve, stop=replace(stop, max_steps=budget, check_every=checks))
         return replace(self, solve=solve, eval_solve=self.eval_solve or self.solve, depth=None)
 
+    @checked
     def apply(self, model: nn.Module) -> None:
         """Make every implicit model inside train this way from now on.
 
@@ -82,15 +74,13 @@ class Phase:
         loop.
 
         Args:
-            model: an :class:`ImplicitModel` or :class:`ExplicitModel`, or a module that contains one: a
-                :class:`CausalLM`, a model of transformers, a DDP wrapper.
+            model: an :class:`ImplicitModel`, an :class:`ExplicitModel`, or a module that contains one.
 
         Raises:
             TypeError: there is neither inside.
             ValueError: the phase has a ``depth`` that has not been drawn; or the model begins its solves at its input,
                 through which it may see its tokens, and the phase does not.
         """
-        check_type("model", model, nn.Module, "dq.CausalLM(...)")
         if self.depth is not None:
             raise ValueError(f"Phase.depth of {self.name!r} must be drawn: apply what Curriculum.at(progress) returns")
         parts = list(model.modules())
@@ -112,13 +102,12 @@ class Phase:
             part.solve, part.eval_solve = self.solve, self.eval_solve
 
 
+@checked
 def bounded(
-    steps: int = 4,
-    phantom: int = 1,
+    steps: Steps = 4,
+    phantom: Steps = 1,
     *,
-    until: float | int | None = 0.8,
-    damping: float = 0.8,
-    checkpoint: bool = False,
+    until: End = 0.8,
     name: str = "bounded",
     base: SolveConfig = SolveConfig(),
     eval_base: SolveConfig | None = None,
@@ -129,42 +118,27 @@ def bounded(
     times that, to a relative tolerance of 0.05.
 
     Args:
-        steps: iterations, at least 1.
-        phantom: steps of the phantom gradient, at least 1.
+        steps: iterations.
+        phantom: steps of :class:`deqseq.Phantom`; for another gradient make a :class:`Phase` of your own.
         until: where the phase ends; the paper's 80 % of the tokens by default.
-        damping: of the phantom steps, in (0, 1].
-        checkpoint: whether the phantom steps recompute activations in the backward pass.
         name: for logs and checkpoints.
         base: everything else: solver, sweep, start, and how its ``stop`` measures.
         eval_base: the same in eval mode. Default: ``base``.
-
-    Returns:
-        The phase.
-
-    Raises:
-        ValueError: a number out of its range.
-
-    References:
-        Schöne et al., Implicit Language Models are RNNs, ICML 2025, arXiv 2502.07827, section 4: the (4+1)-model.
 
     Example:
         >>> bounded(4, 1).solve.stop.max_steps, bounded(4, 1).eval_solve.stop.max_steps
         (4, 16)
     """
-    check_integer("steps", steps, 1)
-    check_integer("phantom", phantom, 1)
-    gradient = Phantom(phantom, damping, checkpoint)
-    return _phase(name, until, base, eval_base, _exactly(base, steps), gradient)
+    return _phase(name, until, base, eval_base, _exactly(base, steps), Phantom(phantom))
 
 
+@checked
 def free(
-    budget: int = 24,
-    phantom: int = 4,
+    budget: Steps = 24,
+    phantom: Steps = 4,
     *,
-    rtol: float = 0.05,
-    until: float | int | None = None,
-    damping: float = 0.8,
-    checkpoint: bool = False,
+    rtol: Annotated[float | int, Within("[0, inf)")] = 0.05,
+    until: End = None,
     name: str = "free",
     base: SolveConfig = SolveConfig(),
     eval_base: SolveConfig | None = None,
@@ -175,42 +149,26 @@ def free(
 
     Args:
         budget: iterations at most; the paper's 24 for Mamba2 by default, its Llamas have 32.
-        phantom: steps of the phantom gradient, at least 1.
+        phantom: steps of :class:`deqseq.Phantom`; for another gradient make a :class:`Phase` of your own.
         rtol: relative tolerance.
         until: where the phase ends; None: with the run.
-        damping: of the phantom steps, in (0, 1].
-        checkpoint: whether the phantom steps recompute activations in the backward pass.
         name: for logs and checkpoints.
         base: everything else: solver, sweep, start, and how its ``stop`` measures.
         eval_base: the same in eval mode. Default: ``base``.
-
-    Returns:
-        The phase.
-
-    Raises:
-        ValueError: a number out of its range.
-
-    References:
-        Schöne et al., Implicit Language Models are RNNs, ICML 2025, arXiv 2502.07827, section 4: the (24+4)- and
-        (32+4)-models.
 
     Example:
         >>> free(32).solve.stop.max_steps, free(32).eval_solve.stop.max_steps, free(32).solve.gradient.steps
         (32, 128, 4)
     """
-    check_integer("budget", budget, 1)
-    check_integer("phantom", phantom, 1)
-    gradient = Phantom(phantom, damping, checkpoint)
-    check_type("base", base, SolveConfig, "dq.SolveConfig(sweep=dq.Sliding(8))")
-    return _phase(name, until, base, eval_base, replace(base.stop, rtol=rtol, max_steps=budget), gradient, rtol)
+    return _phase(name, until, base, eval_base, replace(base.stop, rtol=rtol, max_steps=budget), Phantom(phantom), rtol)
 
 
+@checked
 def unrolled(
     steps: int | PoissonLogNormal = 8,
     *,
-    until: float | int | None,
-    last: int | None = None,
-    checkpoint: bool = False,
+    until: End,
+    last: Steps | None = None,
     name: str = "unrolled",
     base: SolveConfig = SolveConfig(),
     eval_base: SolveConfig | None = None,
@@ -218,66 +176,57 @@ def unrolled(
     """Differentiate a fixed or drawn number of iterations, all of them or the last ones.
 
     As a first phase for state tracking it learns fast where a problem needs several iterations at once; what it has
-    learned is no fixed point yet, so a :func:`free` phase has to follow. With drawn iterations, and the last 8 of them
-    differentiated, it is how recurrent-depth models are trained. At evaluation the budget is four times as large (four
-    times the mean), to a relative tolerance of 0.05; gradients there, if any, are of all iterations.
+    learned is not a fixed point yet, so a :func:`free` phase has to follow. With drawn iterations, and the last 8 of
+    them differentiated, it is how recurrent-depth models are trained. At evaluation the budget is four times as large
+    (four times the mean), to a relative tolerance of 0.05; gradients there, if any, are of all iterations.
 
     Args:
         steps: iterations, at least 1; or the distribution that they are drawn from for every update.
         until: where the phase ends; None: with the run.
-        last: how many of the last iterations are differentiated, at least 1. Default: all.
-        checkpoint: whether activations are recomputed in the backward pass.
+        last: how many of the last iterations are differentiated. Default: all.
         name: for logs and checkpoints.
         base: everything else: solver, sweep, start, and how its ``stop`` measures.
         eval_base: the same in eval mode. Default: ``base``.
 
-    Returns:
-        The phase.
-
     Raises:
-        ValueError: a number out of its range, or ``last`` larger than a fixed number of ``steps``.
+        ValueError: ``last`` is larger than a fixed number of ``steps``.
 
     Example:
         >>> unrolled(8, until=0.4).solve.gradient
         Unrolled(checkpoint=False, last=None)
 
-        Huginn's, and a retrofit's, whose mean rises over three quarters of the run.
+        As Huginn was trained:
 
         >>> import deqseq as dq
         >>> from deqseq.training import Curriculum
-        >>> plain = dq.SolveConfig(dq.Naive())
-        >>> huginn = Curriculum((unrolled(PoissonLogNormal(32), last=8, until=None, base=plain),))
-        >>> [huginn.at(update / 1000).solve.stop.max_steps for update in range(4)]
+        >>> phase = unrolled(PoissonLogNormal(32), last=8, until=None, base=dq.SolveConfig(dq.Naive()))
+        >>> [Curriculum((phase,)).at(update / 1000).solve.stop.max_steps for update in range(4)]
         [25, 65, 55, 45]
-        >>> rising = unrolled(PoissonLogNormal(32, rise="1-sqrt"), last=8, until=0.75, name="rising", base=plain)
-        >>> retrofit = Curriculum((rising, unrolled(PoissonLogNormal(32), last=8, until=None, base=plain)))
     """
     depth = steps if isinstance(steps, PoissonLogNormal) else None
     budget = steps if not isinstance(steps, PoissonLogNormal) else max(1, round(steps.mean))
     check_integer("steps", budget, 1)
     if depth is None and last is not None:
         check_integer("last", last, 1, budget)
-    phase = _phase(name, until, base, eval_base, _exactly(base, budget), Unrolled(checkpoint))
-    return replace(phase, solve=replace(phase.solve, gradient=Unrolled(checkpoint, last)), depth=depth)
+    phase = _phase(name, until, base, eval_base, _exactly(base, budget), Unrolled())
+    return replace(phase, solve=replace(phase.solve, gradient=Unrolled(last=last)), depth=depth)
 
 
 def _exactly(base: SolveConfig, steps: int) -> Stop:
     """:meth:`deqseq.Stop.exactly`, measured as the base says."""
-    check_type("base", base, SolveConfig, "dq.SolveConfig(sweep=dq.Sliding(8))")
     return replace(base.stop, rtol=0.0, atol=0.0, max_steps=steps, check_every=steps)
 
 
 def _phase(
     name: str,
-    until: float | int | None,
+    until: End,
     base: SolveConfig,
     eval_base: SolveConfig | None,
     stop: Stop,
     gradient: Gradient,
-    eval_rtol: float = 0.05,
+    eval_rtol: float | int = 0.05,
 ) -> Phase:
     """A phase whose budget in eval mode is four times that of training, as in the paper."""
-    check_type("eval_base", eval_base, (SolveConfig, type(None)), "dq.SolveConfig(sweep=dq.Sliding(8))")
     solve = replace(base, stop=stop, gradient=gradient)
     at_eval = eval_base or base
     eval_stop = replace(at_eval.stop, rtol=eval_rtol, max_steps=4 * int(stop.max_steps))

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deqseq.check import check_type
+from deqseq.check import checked
 from deqseq.config import SolveConfig, resolve
 from deqseq.gradients import Gradient, Implicit, Unrolled
 from deqseq.layers.sharded import sharded_parts
@@ -15,6 +15,7 @@ from deqseq.models import ExplicitModel, ImplicitModel
 from deqseq.stop import Stop
 
 
+@checked
 def gather_once(model: nn.Module) -> None:
     """Gather the sharded layers of implicit models once per solve; call this after ``fully_shard``.
 
@@ -22,18 +23,14 @@ def gather_once(model: nn.Module) -> None:
     of iterations would wait for each other for ever. From now on every :class:`deqseq.ImplicitModel` inside gathers the
     sharded parts of its backbone before its solve, and shards them again afterwards, until the backward pass. An
     :class:`deqseq.ExplicitModel` does so where it is asked for a cache, which is computed after the layers have been
-    left. A gradient whose backward pass can take more steps in one process than in another is refused.
-
-    Calling this again does nothing, and neither does calling it where nothing is sharded. The models of
-    :mod:`deqseq.integrations.huggingface` call it themselves.
+    left. The models of :mod:`deqseq.integrations.huggingface` call it themselves.
 
     Args:
         model: has such models inside, or is one; ``reshard_after_forward`` of their parts is switched off.
 
     Raises:
-        TypeError: not a module.
-        ValueError: in a later call of the model, while gradients are enabled: :class:`deqseq.Implicit`,
-            :class:`deqseq.Unrolled` with a stopping rule that can end early.
+        ValueError: in a later call of the model, while gradients are enabled, if the backward pass can take more steps
+            in one process than in another: :class:`deqseq.Implicit`, :class:`deqseq.Unrolled` that can end early.
 
     References:
         Zhao et al., PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel, VLDB 2023, arXiv 2304.11277.
@@ -43,7 +40,6 @@ def gather_once(model: nn.Module) -> None:
         >>> lm = dq.CausalLM(10, dq.ImplicitModel(dq.Affine(16)))
         >>> gather_once(lm)     # after fully_shard(block) for the blocks, and fully_shard(lm)
     """
-    check_type("model", model, nn.Module)
     for part in model.modules():
         if not isinstance(part, ImplicitModel | ExplicitModel) or _gather in part._forward_pre_hooks.values():
             continue

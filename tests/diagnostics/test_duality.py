@@ -57,26 +57,12 @@ def test_disagreement_is_reported(lm):
 
 @pytest.mark.usefixtures("unchecked")
 def test_bad_arguments(lm):
-    with pytest.raises(TypeError, match="model must be an ImplicitModel"):
-        check_duality(dq.CausalLM(11, dq.ExplicitModel(contractive_llama(injection=False))), IDS)
     with pytest.raises(ValueError, match=r"len\(sweeps\) must be an integer >= 2"):
         check_duality(lm, IDS, sweeps=SWEEPS[:1])
     with pytest.raises(TypeError, match=r"give sweeps=\(...\)"):
         check_duality(lm, IDS, sweep=dq.Sequential())
-    for sweeps in (dq.Sequential(), "sequential", [dq.Simultaneous(), "sequential"], [dq.Simultaneous(), dq.Sliding]):
-        with pytest.raises(TypeError, match="sweeps must be"):
-            check_duality(lm, IDS, sweeps=sweeps)
-    with pytest.raises(ValueError, match="mask must be bool"):
-        check_duality(lm, IDS, mask=MASK[:2])
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_dropout_of_a_model_in_training_makes_no_difference():
-    lm = dq.CausalLM(11, dq.ImplicitModel(contractive_llama(dropout=0.5), dq.SolveConfig(stop=TIGHT))).double().train()
-    lm.model.backbone.layers[0].eval()
-    modes = [part.training for part in lm.modules()]
-    assert check_duality(lm, IDS, sweeps=SWEEPS[:4]).worst < 1e-7
-    assert [part.training for part in lm.modules()] == modes
+    with pytest.raises(TypeError, match="sweeps must be"):
+        check_duality(lm, IDS, sweeps=[dq.Simultaneous(), dq.Sliding])
 
 
 def test_what_is_not_a_number_is_not_hidden():

@@ -38,9 +38,7 @@ def test_a_token_is_done_one_iteration_after_the_one_before(sweep, steps):
     report = token_effort(shift_model(), IDS, sweep=sweep)
     assert report.iterations.tolist() == [steps, steps]
     assert report.sweep == sweep and report.converged.all()
-    assert report.most == max(steps)
     assert report.mean == pytest.approx(sum(steps) / 6)
-    assert report.token_updates == report.updates.sum() >= report.iterations.sum()
 
 
 def test_tokens_are_solved_one_by_one_unless_a_sweep_says_otherwise():
@@ -76,51 +74,15 @@ def test_padding_is_left_out():
         assert torch.equal(report.mask, mask)
         real = [report.iterations[0, t].item() for t in range(2, 6)] + report.iterations[1].tolist()
         assert report.mean == pytest.approx(sum(real) / 10)
-        assert report.most == max(real)
     alone = token_effort(random_model(contractive_mamba2()), IDS[:1, 2:])
     both = token_effort(random_model(contractive_mamba2()), IDS, mask=mask)
     assert both.iterations[0, 2:].tolist() == alone.iterations[0].tolist()
 
 
 def test_text_has_the_numbers_under_the_tokens():
-    decode = lambda i: f"w{i}" if i != IDS[0, 0] else "\n$"  # noqa: E731
-    report = token_effort(shift_model(), IDS, sweep=dq.Sliding(3), decode=decode)
-    lines = str(report).splitlines()
-    assert lines[0] == "Sliding(window=3): 3.2 iterations per token, at most 4"
-    assert lines[1] == "42 token updates, 100% of rows converged"
-    assert lines[2] == "row 0"
-    assert lines[3].split()[0] == "\\n$"
-    assert lines[4].split() == ["2", "4", "4", "4", "2", "3"]
-    assert len(lines[3]) == len(lines[4])
-
-
-def test_long_and_many_rows_are_cut():
-    ids = torch.zeros(10, 80, dtype=torch.int64)
-    text = str(token_effort(shift_model(), ids, sweep=dq.Sequential()))
-    assert max(map(len, text.splitlines())) <= 80
-    assert text.count("...") == 17  # two per row, and one for the rows
-    assert text.endswith("... and 2 more rows")
-
-
-def test_padding_is_not_printed():
     mask = torch.arange(20).flip(0) < torch.tensor([[20], [3]])
-    text = str(token_effort(shift_model(), torch.zeros(2, 20, dtype=torch.int64), mask=mask))
-    assert text.splitlines()[-2].split() == ["17", "18", "19"] and text.splitlines()[-1].split() == ["2", "2", "2"]
-
-
-def test_drawn_as_a_map():
-    mask = torch.tensor([[True] * 6, [True] * 5 + [False]])
-    values = token_effort(shift_model(), IDS, mask=mask, sweep=dq.Sliding(3)).plot().axes[0].images[0].get_array()
-    assert values[0].tolist() == [2, 4, 4, 4, 2, 3] and values[1].tolist()[:4] == [2, 4, 4, 4] and values.mask[1, 5]
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_bad_arguments():
-    with pytest.raises(TypeError, match="model must be an ImplicitModel"):
-        token_effort(dq.CausalLM(11, dq.ExplicitModel(contractive_llama(injection=False))), IDS)
-    with pytest.raises(ValueError, match=r"ids must lie in 0\.\.10"):
-        token_effort(shift_model(), torch.tensor([[0, 11]]))
-    with pytest.raises(TypeError, match="decode must be a function"):
-        token_effort(shift_model(), IDS, decode="ab")
-    with pytest.raises(TypeError, match=r"decode\(\d+\) must be a str"):
-        token_effort(shift_model(), IDS, decode=lambda i: i)
+    text = str(token_effort(shift_model(), torch.zeros(2, 20, dtype=torch.int64), mask=mask)).splitlines()
+    assert text[0] == "Sequential(): 2.0 iterations per token, at most 2; 100% of rows converged"
+    assert text[-3] == "row 1"  # without padding
+    assert text[-2].split() == ["17", "18", "19"] and text[-1].split() == ["2", "2", "2"]
+    assert len(text[-2]) == len(text[-1])

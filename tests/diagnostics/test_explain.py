@@ -78,22 +78,12 @@ def test_without_a_tolerance_nothing_converges(steps):
         assert "stop=Stop(rtol=0.0001, max_steps=" in explanation.remedies["divergence"]
 
 
-def test_a_coarse_tolerance_does_not_make_one_fixed_point_several():
-    assert solve(lambda z: 0.95 * z + 1, rtol=0.1, max_steps=500).explain().causes == ("converged",) * 3
-
-
 def test_rows_of_several_causes_are_named_apart():
     slopes = torch.tensor([0.1, -1.0, 0.6], dtype=torch.float64)[:, None]
     explanation = solve(lambda z: slopes * z + 1).explain()
     assert explanation.causes == ("converged", "limit cycle", "budget")
     assert str(explanation).count("Remedy: ") == 2
     assert "row 1 of 3: limit cycle" in str(explanation)
-
-
-def test_a_remedy_holds_when_it_is_followed():
-    f = lambda z: 3 - z  # noqa: E731
-    assert "solver=Adaptive()" in solve(f).explain().remedies["limit cycle"]
-    assert dq.solve(f, ONE, solver=dq.Adaptive(), stop=dq.Stop(rtol=1e-6)).converged.all()
 
 
 @pytest.mark.parametrize("sweep", [dq.Simultaneous(), dq.Sliding(4), dq.Sequential()], ids=str)
@@ -160,15 +150,6 @@ def test_dropout_does_not_make_a_model_look_as_if_it_had_several_fixed_points():
     assert model.training
 
 
-def test_an_expansive_map_is_solved_by_broyden():
-    torch.manual_seed(0)
-    W = 3 * torch.linalg.qr(torch.randn(8, 8, dtype=torch.float64)).Q
-    u = torch.randn(4, 8, dtype=torch.float64)
-    solution = dq.solve(lambda z: z @ W + u, 0 * u, solver=dq.Anderson(), stop=dq.Stop(rtol=1e-6))
-    assert not solution.converged.any()
-    assert "solver=Broyden" in str(solution.explain())
-
-
 def test_copies_some_rows_and_explicit_outputs_cannot_be_explained():
     solution = solve(torch.cos)
     for other in (pickle.loads(pickle.dumps(solution)), copy.deepcopy(solution), dq.take(solution, torch.arange(3))):
@@ -177,38 +158,6 @@ def test_copies_some_rows_and_explicit_outputs_cannot_be_explained():
             other.explain()
     with pytest.raises(ValueError, match=r"explain\(\) needs a solve: an explicit model"):
         dq.ExplicitModel(contractive_mamba2())(torch.ones(1, 3, 8, dtype=torch.float64)).explain()
-
-
-class TestAStartForOneCall:
-    def test_the_solve_begins_there_whatever_the_sweep(self):
-        torch.manual_seed(0)
-        model = dq.ImplicitModel(contractive_mamba2()).double().eval()
-        x = torch.randn(2, 5, model.backbone.d_model, dtype=torch.float64)
-        stop = dq.Stop(rtol=1e-9, max_steps=500)
-        for sweep in (dq.Simultaneous(), dq.Sliding(3), dq.Sequential()):
-            found = model(x, stop=stop, sweep=sweep)
-            again = model(x, stop=stop, sweep=sweep, start=found.value)
-            assert again.stats.iterations.max() == 1
-            assert torch.allclose(again.value, found.value, rtol=1e-8)
-
-    def test_padding_is_moved_with_the_tokens(self):
-        torch.manual_seed(0)
-        model = dq.ImplicitModel(contractive_mamba2()).double().eval()
-        x = torch.randn(1, 5, model.backbone.d_model, dtype=torch.float64)
-        mask = torch.tensor([[False, False, True, True, True]])
-        stop = dq.Stop(rtol=1e-9, max_steps=500)
-        found = model(x, mask=mask, stop=stop)
-        assert model(x, mask=mask, stop=stop, start=found.value).stats.iterations.max() == 1
-
-    @pytest.mark.parametrize(
-        "start",
-        [torch.ones(2, 5, 3), torch.ones(2, 5, 8).double(), torch.full((2, 5, 8), torch.nan)],
-        ids=["shape", "dtype", "NaN"],
-    )
-    def test_another_shape_dtype_or_nan_is_refused(self, start):
-        model = dq.ImplicitModel(contractive_mamba2())
-        with pytest.raises(ValueError, match="start must"):
-            model(torch.ones(2, 5, model.backbone.d_model), start=start)
 
 
 def test_the_solver_that_failed_is_not_tried_again():

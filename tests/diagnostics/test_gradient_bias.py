@@ -88,18 +88,6 @@ def test_what_they_cost():
     assert report.exact.evaluations == solve + 1 and report.adjoint.stats.evaluations > 5
 
 
-def test_an_estimator_of_your_own():
-    class Nothing(dq.AttachedGradient):
-        def attach(self, f, z_star):
-            return z_star + 0 * f(z_star)
-
-    lm = affine_model()
-    (found,) = gradient_bias(lm, IDS, estimators=[Nothing()]).estimators
-    assert found.norm_ratio["A"] == 0 and found.cosine["A"] != found.cosine["A"]
-    assert found.norm_ratio["embedding"] > 0  # by the head, which is tied
-    assert "Nothing" in str(gradient_bias(lm, IDS, estimators=[Nothing()]))
-
-
 def test_printed_with_numbers_for_the_estimators():
     lines = str(gradient_bias(affine_model(), IDS, estimators=[dq.OneStep(), dq.Phantom(4)])).splitlines()
     assert lines[1].startswith("1  OneStep(") and lines[2].startswith("2  Phantom(steps=4, damping=0.8")
@@ -107,22 +95,12 @@ def test_printed_with_numbers_for_the_estimators():
     assert [line.split()[0] for line in lines[6:]] == ["embedding", "A", "R", "U"]
 
 
-def test_nothing_is_left_behind():
-    lm = language_model(contractive_mamba2(dropout=0.5), gradient=dq.OneStep()).train()
-    before = {name: value.clone() for name, value in lm.state_dict().items()}
-    state = torch.get_rng_state()
-    first, again = (gradient_bias(lm, IDS, estimators=[dq.OneStep()]) for _ in range(2))
-    assert first.estimators == again.estimators
-    assert lm.model.solve.gradient == dq.OneStep() and lm.training and lm.model.backbone.layers[0].training
-    assert all(p.grad is None for p in lm.parameters())
-    assert torch.equal(torch.get_rng_state(), state)
-    assert all(torch.equal(before[name], value) for name, value in lm.state_dict().items())
-    assert not lm.model.backbone._forward_pre_hooks
-
+def test_nothing_is_left_behind_by_an_estimator_that_fails():
     class Broken(dq.AttachedGradient):
         def attach(self, f, z_star):
             raise ArithmeticError("broken")
 
+    lm = affine_model(gradient=dq.OneStep()).train()
     with pytest.raises(ArithmeticError):
         gradient_bias(lm, IDS, estimators=[Broken()])
     assert lm.model.solve.gradient == dq.OneStep() and lm.training and not lm.model.backbone._forward_pre_hooks
@@ -153,42 +131,15 @@ def test_where_nothing_converges_the_report_says_so():
     assert "Not exact" not in str(gradient_bias(lm, IDS, estimators=[dq.OneStep()]))
 
 
-def test_single_precision_at_its_own_tolerance():
-    report = gradient_bias(affine_model().float(), IDS, estimators=[dq.Unrolled()])
-    assert report.is_exact
-    assert report.estimators[0].cosine["all"] == pytest.approx(1, abs=1e-6)
-
-
-def test_a_random_start_is_the_same_for_every_estimator():
-    """This map has two stable fixed points for each number of the state."""
-
-    class Double(dq.Affine):
-        def forward(self, z, inputs, cache=None, *, need_aux=False):
-            value, aux = super().forward(torch.zeros_like(z), inputs, cache, need_aux=need_aux)
-            return torch.tanh(3 * z) + 0.1 * value, aux
-
-    torch.manual_seed(0)
-    lm = dq.CausalLM(11, dq.ImplicitModel(Double(8), dq.SolveConfig(start=dq.RandomStart(1.0)))).double()
-    before = torch.get_rng_state()
-    report = gradient_bias(lm, torch.arange(10)[None], estimators=[dq.Implicit(stop=dq.Stop(1e-10, max_steps=200))])
-    assert torch.equal(before, torch.get_rng_state())
-    assert report.estimators[0].cosine["all"] == pytest.approx(1, abs=1e-6)
-
-
 @pytest.mark.usefixtures("unchecked")
 def test_bad_arguments():
     lm = affine_model()
-    with pytest.raises(TypeError, match="model must be an ImplicitModel"):
-        gradient_bias(dq.CausalLM(11, dq.ExplicitModel(contractive_llama(injection=False))), IDS)
     with pytest.raises(ValueError, match=r"len\(estimators\) must be an integer >= 1"):
         gradient_bias(lm, IDS, estimators=[])
-    for estimators in (dq.Phantom(), "phantom", [dq.Phantom(), "implicit"], [dq.OneStep]):
-        with pytest.raises(TypeError, match="estimators must be"):
-            gradient_bias(lm, IDS, estimators=estimators)
+    with pytest.raises(TypeError, match="estimators must be"):
+        gradient_bias(lm, IDS, estimators=[dq.OneStep])
     with pytest.raises(TypeError, match=r"give estimators=\[...\]"):
         gradient_bias(lm, IDS, gradient=dq.Phantom())
-    with pytest.raises(TypeError, match="part must be a function"):
-        gradient_bias(lm, IDS, part="layers")
     with pytest.raises(ValueError, match="nothing to score"):
         gradient_bias(lm, IDS[:, :1])
     with pytest.raises(ValueError, match="at least one parameter that requires a gradient"):

@@ -1,14 +1,12 @@
-"""Eigenvalues against dense linear algebra, and against torchdeq."""
+"""Eigenvalues against dense linear algebra."""
 
 import pytest
 import torch
 from small_models import affine, contractive_llama, contractive_mamba2
-from torchdeq.loss import power_method
 
 import deqseq as dq
-from deqseq.diagnostics import SpectralRadius, model_spectral_radius, spectral_radius
-from deqseq.diagnostics.arnoldi import ritz_values
-from deqseq.testing.problems import causal_chain, seeded, symmetric
+from deqseq.diagnostics import model_spectral_radius, spectral_radius
+from deqseq.testing.problems import seeded, symmetric
 
 TIGHT = dq.Stop(rtol=1e-11, max_steps=500)
 BACKBONES = pytest.mark.parametrize(
@@ -44,6 +42,8 @@ def test_complex_pairs_among_many_smaller_eigenvalues(angle):
     others = torch.linspace(-0.6, 0.6, 58, dtype=torch.float64)
     matrix = torch.block_diag(rotation(angle, 0.9), symmetric(others))
     report = spectral_radius(lambda z: z @ matrix.T, torch.zeros(3, 60, dtype=torch.float64), products=32)
+    damped = abs(0.5 + 0.45 * torch.polar(torch.tensor(1.0), torch.tensor(angle)))
+    assert torch.allclose(report.damped(0.5).double(), damped.double().clamp_min(0.8).expand(3), rtol=1e-3)
     assert torch.allclose(report.radius, torch.full((3,), 0.9, dtype=torch.float64), rtol=1e-5)
     assert (report.backward_error < 1e-3).all()
 
@@ -58,37 +58,6 @@ def test_too_few_products_show_in_the_error():
     assert few.backward_error.item() > 0.01
     assert many.backward_error.item() < 1e-9
     assert many.radius.item() == pytest.approx(0.9, rel=1e-10)
-
-
-def test_agrees_with_torchdeq_where_its_quotient_converges():
-    matrix = symmetric(torch.tensor([0.8, 0.5, 0.3, -0.2], dtype=torch.float64))
-    z = torch.zeros(2, 4, dtype=torch.float64, requires_grad=True)
-    torch.manual_seed(0)
-    _, theirs = power_method(z @ matrix, z, n_iters=100)
-    ours = spectral_radius(lambda z: z @ matrix, z)
-    assert torch.allclose(ours.radius, theirs, rtol=1e-10)
-
-
-def test_an_invariant_space_ends_the_search():
-    found = ritz_values(lambda v: v * torch.tensor([0.5, 0.5, 0.5]), torch.ones(1, 3), 3)
-    assert found.values.abs().amax() == pytest.approx(0.5)
-    assert found.error.item() == 0
-
-
-def test_damping_acts_on_the_eigenvalues():
-    matrix = torch.diag(torch.tensor([-0.9, 0.5], dtype=torch.float64))
-    report = spectral_radius(lambda z: z @ matrix, torch.zeros(1, 2, dtype=torch.float64))
-    assert report.radius.item() == pytest.approx(0.9)
-    assert report.damped(0.5).item() == pytest.approx(0.75)
-    assert report.damped(1.0).item() == pytest.approx(0.9)
-
-
-def test_what_tokens_hand_on_shows_in_the_error():
-    """Each token's block is 0.3; the whole sequence seen in a few products looks larger, with an error that says so."""
-    chain = causal_chain(length=12, own=0.3)
-    whole = spectral_radius(chain, chain.fixed_point(), products=6)
-    assert (whole.radius > 0.6).all()
-    assert (whole.backward_error > 0.01).all()
 
 
 @BACKBONES
@@ -139,28 +108,11 @@ def test_a_model_padded_on_either_side(make):
     assert "nan" not in str(left)
 
 
-@BACKBONES
-def test_the_sweep_makes_no_difference(make):
-    lm = language_model(make())
-    reports = [model_spectral_radius(lm, IDS, sweep=sweep) for sweep in (dq.Simultaneous(), dq.Sliding(2))]
-    assert torch.allclose(reports[0].radius, reports[1].radius, rtol=1e-6)
-
-
 def test_a_point_that_is_no_fixed_point_is_labelled():
     lm = language_model(contractive_mamba2())
     solved, early = (model_spectral_radius(lm, IDS, stop=dq.Stop(rtol=1e-9, max_steps=n)) for n in (300, 1))
     assert solved.at_fixed_point.all() and str(solved).count("yes") == 2
     assert not early.at_fixed_point.any() and str(early).count("no\n") + str(early).endswith("no") == 2
-
-
-def test_only_single_tokens_are_differentiated():
-    lm, seen = language_model(contractive_mamba2()), []
-    hook = lm.model.backbone.register_forward_pre_hook(
-        lambda _, call: seen.append((call[0].shape[1], call[0].requires_grad))
-    )
-    with hook:
-        model_spectral_radius(lm, IDS)
-    assert [length for length, differentiated in seen if differentiated] == [1] * 5 and (5, False) in seen
 
 
 def test_rows_that_are_not_finite_leave_others_alone():
@@ -176,55 +128,11 @@ def test_a_map_that_ignores_its_state():
         assert spectral_radius(f, torch.ones(2, 3, 4)).radius.tolist() == [0, 0]
 
 
-def test_inference_mode_and_half_precision():
-    lm = language_model(contractive_llama())
-    with torch.inference_mode():
-        inside = model_spectral_radius(lm, IDS.clone())
-    assert torch.equal(inside.radius, model_spectral_radius(lm, IDS).radius)
-    half = spectral_radius(lambda z: 0.5 * z, torch.ones(1, 4, dtype=torch.bfloat16))
-    assert half.radius.item() == pytest.approx(0.5, rel=0.02)
-
-
 @pytest.mark.usefixtures("unchecked")
 def test_bad_arguments():
     z = torch.zeros(1, 2)
-    with pytest.raises(ValueError, match="products must be an integer >= 1"):
-        spectral_radius(lambda z: z, z, products=0)
-    with pytest.raises(ValueError, match="z_star must have at least one row"):
-        spectral_radius(lambda z: z, torch.zeros(0, 2))
-    for name, arguments in (("f", {"f": z}), ("z_star", {"z_star": [[0.0]]}), ("seed", {"seed": "0"})):
-        with pytest.raises(TypeError, match=f"{name} must be"):
-            spectral_radius(**{"f": lambda z: z, "z_star": z, **arguments})
+    for name, bad in (("f", z), ("z_star", [[0.0]]), ("z_star", z[:0]), ("products", 0), ("seed", "0")):
+        with pytest.raises((TypeError, ValueError), match=f"^{name} must"):
+            spectral_radius(**{"f": lambda z: z, "z_star": z, name: bad})
     with pytest.raises(ValueError, match="damping must be"):
         spectral_radius(lambda z: z, z).damped(0)
-    with pytest.raises(TypeError, match="model must be an ImplicitModel"):
-        model_spectral_radius(dq.CausalLM(11, dq.ExplicitModel(contractive_llama(injection=False))), IDS)
-    with pytest.raises(ValueError, match="ids must be int64"):
-        model_spectral_radius(language_model(affine()), IDS[:0])
-
-
-def test_drawn_as_radii_and_as_eigenvalues():
-    lm = language_model(contractive_mamba2())
-    tokens = model_spectral_radius(lm, IDS)
-    lines = tokens.plot().axes[0].get_lines()
-    assert [line.get_ydata().tolist() for line in lines[:2]] == tokens.radius.tolist()
-    row = spectral_radius(lambda z: z @ rotation(0.3, 0.9), torch.zeros(1, 2, dtype=torch.float64))
-    points = row.plot().axes[0].collections[0].get_offsets()
-    assert torch.allclose(torch.tensor(points[:, 0].tolist(), dtype=torch.float64), row.eigenvalues[0].real)
-
-
-def test_random_vectors_are_its_own():
-    lm = language_model(affine())
-    torch.manual_seed(3)
-    before = torch.get_rng_state()
-    first, again, other = (model_spectral_radius(lm, IDS, products=2, seed=seed) for seed in (0, 0, 1))
-    assert torch.equal(torch.get_rng_state(), before)
-    assert torch.equal(first.eigenvalues, again.eigenvalues)
-    assert not torch.equal(first.eigenvalues, other.eigenvalues)
-
-
-def test_the_report_names_at_most_eight_rows():
-    radii = torch.full((20, 1), 0.5 + 0j)
-    report = SpectralRadius(radii, torch.zeros(20), torch.zeros(20))
-    assert str(report).endswith("... and 12 more rows")
-    assert str(report).count("\n") == 9

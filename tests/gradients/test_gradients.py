@@ -6,11 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
-
-import deqseq as dq
-from deqseq.testing import GradientContract
-from deqseq.testing.gradient_problems import (
+from gradient_contract import GradientContract
+from gradient_problems import (
     PROBLEMS,
     Case,
     Map,
@@ -21,6 +18,9 @@ from deqseq.testing.gradient_problems import (
     make,
     neumann,
 )
+from torch import Tensor
+
+import deqseq as dq
 
 TIGHT = dq.Stop(rtol=1e-12, max_steps=200)
 COARSE = dq.Stop(rtol=1e-2, norm="row")

@@ -6,11 +6,11 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from gradient_problems import make
 from test_gradients import SOLVERS, TIGHT, Counted, problems, solve_of
 from torch import Tensor
 
 import deqseq as dq
-from deqseq.testing.gradient_problems import make
 
 
 @contextmanager

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from gradient_problems import PROBLEMS, gradients, make
 from small_models import contractive_llama, contractive_mamba2, embedded
 
 import deqseq as dq
-from deqseq.testing.gradient_problems import PROBLEMS, gradients, make
 
 pytestmark = pytest.mark.usefixtures("unchecked")  # the docstrings' examples run with the checks of shapes
 

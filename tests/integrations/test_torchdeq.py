@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from problems import tanh_contraction
 from torch import Tensor
 
 import deqseq as dq
 from deqseq.integrations.torchdeq import CONFIG_DEFAULTS, TorchDEQ, from_torchdeq_config
-from deqseq.testing.problems import Recorded, affine, tanh_contraction
+from deqseq.testing.problems import Recorded, affine
 
 with warnings.catch_warnings():  # of invalid escapes in its docstrings, where it is first compiled
     warnings.simplefilter("ignore")

@@ -7,7 +7,7 @@ import torch
 from small_models import contractive_llama, contractive_mamba2
 
 import deqseq as dq
-from deqseq.diagnostics import check_duality, gradient_bias, report
+from deqseq.diagnostics import check_duality, gradient_bias, model_spectral_radius, token_effort
 from deqseq.training import bounded
 
 pytestmark = pytest.mark.usefixtures("unchecked")  # the docstrings' examples run with the checks of shapes
@@ -134,9 +134,8 @@ def test_the_coda_sees_the_solve_and_the_prelude_is_trained_through_it():
 def test_diagnostics_take_the_core(lm):
     ids = torch.randint(0, 13, (2, 6), generator=torch.Generator().manual_seed(0))
     assert check_duality(lm, ids).worst < 1e-7
-    found = report(lm, ids)
-    assert bool((found.spectral.radius < 1).all())
-    assert found.trace.converged.all()
+    assert bool((model_spectral_radius(lm, ids).radius < 1).all())
+    assert token_effort(lm, ids).converged.all()
     bias = gradient_bias(lm, ids)
     assert {"prelude.layers.0", "coda.layers.1", "core.layers.0", "embedding"} <= bias.exact.cosine.keys()
     assert lm(ids).explain().causes == ("converged", "converged")

@@ -5,11 +5,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from problems import CausalChain, Tanh, row_affine, tanh_contraction
 
 from deqseq import Adaptive, Naive, Relaxed, Simultaneous, Sliding, Stop, load_example, solve
 from deqseq.tasks import WordProblem, alternating, generators
 from deqseq.testing import SolverContract
-from deqseq.testing.problems import Affine, CausalChain, Recorded, Tanh, affine, row_affine, symmetric, tanh_contraction
+from deqseq.testing.problems import Affine, Recorded, affine, symmetric
 from deqseq.testing.solvers import assert_same_rows
 
 

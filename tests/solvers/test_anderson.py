@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from problems import expansive
 
 from deqseq import Anderson, Naive, Stop, solve
 from deqseq.testing import SolverContract
-from deqseq.testing.problems import Affine, affine, expansive
+from deqseq.testing.problems import Affine, affine
 
 
 class TestAnderson(SolverContract):

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from problems import diverging, expansive, row_affine
 
 from deqseq import Broyden, Naive, Relaxed, Status, Stop, solve
 from deqseq.testing import SolverContract
-from deqseq.testing.problems import affine, diverging, expansive, row_affine
+from deqseq.testing.problems import affine
 
 
 class TestBroyden(SolverContract):

@@ -35,7 +35,7 @@ class TestExternalSolver:
         made = min(evaluations, budget - 1) + 1
         assert f.evaluations == solution.stats.evaluations == made
         assert solution.stats.updates.tolist() == [made] * 3
-        _, _, z, fz = f.calls[-1]
+        z, fz = f.calls[-1]
         passed = bool((fz - z)[0].abs() <= 1e-3 * fz[0].abs())
         assert passed == (made == 40)
         assert solution.status.tolist() == [1 - passed, Status.MAX_STEPS_REACHED, Status.MAX_STEPS_REACHED]

@@ -2,14 +2,12 @@
 
 import itertools
 import re
-from collections import Counter
+from contextlib import nullcontext
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sympy.combinatorics import Permutation
-from sympy.combinatorics.named_groups import AlternatingGroup
 
 from deqseq.tasks import (
     FiniteMonoid,
@@ -18,7 +16,6 @@ from deqseq.tasks import (
     cyclic,
     dihedral,
     direct_product,
-    generated_monoid,
     generators,
     parse_group,
     quaternion,
@@ -39,29 +36,11 @@ def product_of(monoid, a, b):
     return monoid.elements[int(monoid.table[monoid.index(a), monoid.index(b)])]
 
 
-@pytest.mark.parametrize("name", [*ORDERS, "M", "MxM", "Z2xM", "A5xM"])
-def test_monoid_axioms(name):
-    monoid = parse_group(name)
-    table, ids = monoid.table, torch.arange(monoid.order)
-    assert torch.equal(table[monoid.identity], ids)
-    assert torch.equal(table[:, monoid.identity], ids)
-    # Sampled triples, so that this does not repeat the check at construction.
-    a, b, c = torch.randint(monoid.order, (3, 5000), generator=torch.Generator().manual_seed(0))
-    assert torch.equal(table[table[a, b], c], table[a, table[b, c]])
-
-
 @pytest.mark.parametrize(("name", "order"), list(ORDERS.items()))
-def test_group_orders_and_inverses(name, order):
+def test_every_name_makes_a_group_of_the_known_order(name, order):
     group = parse_group(name)
-    assert group.name == name
-    assert group.order == order
-    assert group.is_group
-    for a in range(0, order, 1 + order // 20):
-        inverse = group.inverse(a)
-        assert group.table[a, inverse] == group.identity
-        assert group.table[inverse, a] == group.identity
-    # Every row and column of a group table is a permutation.
-    every = torch.arange(order).expand(order, order)
+    assert (group.name, group.order, group.is_group) == (name, order, True)
+    every = torch.arange(order).expand(order, order)  # every row and column of a group's table is a permutation
     assert torch.equal(group.table.sort(dim=0).values.T, every)
     assert torch.equal(group.table.sort(dim=1).values, every)
 
@@ -71,27 +50,6 @@ def test_permutations_compose_right_to_left(group):
     assert group.elements[group.identity] == tuple(range(1, len(group.elements[0]) + 1))
     for a, b in itertools.product(group.elements, repeat=2):
         assert product_of(group, a, b) == compose(a, b)
-
-
-def test_alternating_group_agrees_with_sympy():
-    a4 = alternating(4)
-    theirs = {tuple(i + 1 for i in p.array_form) for p in AlternatingGroup(4).elements}
-    assert set(a4.elements) == theirs
-    for a, b in itertools.product(a4.elements, repeat=2):
-        left, right = (Permutation([i - 1 for i in label]) for label in (a, b))
-        # sympy applies the left factor first.
-        assert product_of(a4, a, b) == tuple(i + 1 for i in (right * left).array_form)
-
-
-def test_a5_has_the_known_element_orders():
-    a5 = alternating(5)
-    assert Counter(a5.element_order(a) for a in range(a5.order)) == {1: 1, 2: 15, 3: 20, 5: 24}
-
-
-@given(n=st.integers(1, 40), a=st.integers(0, 1000), b=st.integers(0, 1000))
-@settings(max_examples=50, deadline=None)
-def test_cyclic_group_is_addition(n, a, b):
-    assert cyclic(n).table[a % n, b % n] == (a + b) % n
 
 
 def test_direct_product_multiplies_factor_by_factor():
@@ -109,49 +67,14 @@ def test_direct_products_are_flat():
     assert left == right == parse_group("Z2xZ3xM")
     assert left.elements[1 * 12 + 2 * 4 + 3] == (1, 2, "X")
     assert direct_product(z3) is z3
-
-
-def test_chinese_remainder():
-    assert direct_product(cyclic(2), cyclic(3)).element_order(4) == 6
-    klein = direct_product(cyclic(2), cyclic(2))
-    assert [klein.element_order(a) for a in range(4)] == [1, 2, 2, 2]
+    assert parse_group("Z2xZ3").elements[5] == (1, 2)
 
 
 def test_aperiodic_monoid():
     m = aperiodic_monoid()
-    words = {"".join(w): w for w in itertools.product("EABX", repeat=2)}
-    table = {word: product_of(m, *letters) for word, letters in words.items()}
-    assert [table["A" + x] for x in "EABX"] == ["A", "X", "X", "X"]
-    assert [table["B" + x] for x in "EABX"] == ["B", "A", "B", "X"]
-    assert [table["X" + x] for x in "EABX"] == ["X", "X", "X", "X"]
+    table = ["".join(product_of(m, a, b) for b in "EABX") for a in "EABX"]
+    assert table == ["EABX", "AXXX", "BABX", "XXXX"]
     assert not m.is_group
-    for a in range(4):  # aperiodic: a³ = a²
-        square = m.table[a, a]
-        assert m.table[square, a] == square
-
-
-@given(word=st.text("AB", min_size=1, max_size=12))
-@settings(max_examples=100, deadline=None)
-def test_what_avoids_the_zero_is_as_documented(word):
-    m = aperiodic_monoid()
-    product = m.identity
-    for letter in word:
-        product = int(m.table[product, m.index(letter)])
-    assert (m.elements[product] != "X") == bool(re.fullmatch("B*A?", word))
-
-
-def test_no_aa_needs_six_elements_as_documented():
-    # States of the automaton of "no aa": fresh, after a, dead; letters as maps of states.
-    a, b, one = (1, 2, 2), (0, 0, 2), (0, 1, 2)
-    reached, frontier = {one}, [one]
-    while frontier:
-        word = frontier.pop()
-        for letter in (a, b):
-            longer = tuple(letter[state] for state in word)
-            if longer not in reached:
-                reached.add(longer)
-                frontier.append(longer)
-    assert len(reached) == 6
 
 
 def test_closure():
@@ -176,6 +99,7 @@ def test_closure():
         ("A5", 2, [(2, 3, 4, 5, 1), (2, 3, 1, 4, 5)]),
         ("A6", 2, [(1, 3, 4, 5, 6, 2), (2, 3, 1, 4, 5, 6)]),
         ("M", 2, ["A", "B"]),
+        ("S3", 3, [(1, 3, 2), (2, 1, 3), (2, 3, 1)]),
     ],
 )
 def test_generators_are_canonical_and_generate(name, count, expected):
@@ -187,54 +111,23 @@ def test_generators_are_canonical_and_generate(name, count, expected):
 
 @pytest.mark.parametrize(("name", "count"), [("S3", 1), ("A5", 1), ("M", 1), ("Z3", 3)])
 def test_generators_that_do_not_exist(name, count):
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match=f"count must be .* {name} .* got {count}"):
         generators(parse_group(name), count)
-    assert str(caught.value) == f"Found no {count} elements that generate {name} in up to 10000 subsets."
-
-
-def test_the_search_for_generators_is_bounded(monkeypatch):
-    klein = parse_group("Z2xZ2xZ2")
-    first = generators(klein, 3)  # the second subset: (1, 2, 3) is closed up to the identity
-    assert first == (1, 2, 4)
-    monkeypatch.setattr("deqseq.tasks.monoid.MAX_SUBSETS", 1)
-    with pytest.raises(ValueError, match=r"^Found no 3 elements that generate Z2xZ2xZ2 in up to 1 subsets\.$"):
-        generators(klein, 3)
-
-
-def test_a_name_alone_makes_no_symmetric_group():
-    turns = generated_monoid([(2, 3, 1)], name="S3")
-    assert turns.elements[generators(turns, 1)[0]] in ((2, 3, 1), (3, 1, 2))
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_labels_and_factors_of_another_type_are_named():
-    table = torch.tensor([[0, 1], [1, 0]])
-    with pytest.raises(TypeError, match=r"FiniteMonoid\.elements must be .* got \[0\]"):
-        FiniteMonoid("lists", ([0], [1]), table, 0)
-    for factors in (None, cyclic(2), [cyclic(2)]):
-        with pytest.raises(TypeError, match=r"FiniteMonoid\.factors must be a tuple"):
-            FiniteMonoid("factors", (0, 1), table, 0, factors=factors)
-
-
-@pytest.mark.parametrize("count", [3, 4, 5])
-def test_generators_of_a_larger_count(count):
-    s3 = symmetric(3)
-    found = generators(s3, count)
-    assert len(set(found)) == count
-    assert s3.identity not in found
-    assert s3.closure(found) == tuple(range(6))
-
-
-def test_parse_group():
-    assert parse_group("A5xM") == direct_product(alternating(5), aperiodic_monoid())
-    assert parse_group("Z2xZ3").elements[5] == (1, 2)
 
 
 @pytest.mark.parametrize(
     ("name", "meant"),
     [
         *(("", None), ("xZ2", "Z2"), ("5", "Z5"), ("M2", "M"), ("C7", "Z7"), ("Q9", "Q8"), ("Z", "Z5")),
-        *(("z2", "Z2"), ("Z2 x Z3", "Z2xZ3"), ("S-3", "S3"), ("A5XM", "A5xM"), ("S3*Z2", "S3xZ2"), ("q8", "Q8")),
+        *(
+            ("Q16", "D16"),
+            ("z2", "Z2"),
+            ("Z2 x Z3", "Z2xZ3"),
+            ("S-3", "S3"),
+            ("A5XM", "A5xM"),
+            ("S3*Z2", "S3xZ2"),
+            ("q8", "Q8"),
+        ),
     ],
 )
 def test_an_unknown_name_lists_the_names_and_suggests_one(name, meant):
@@ -244,14 +137,6 @@ def test_an_unknown_name_lists_the_names_and_suggests_one(name, meant):
         assert "did you mean" not in str(caught.value)
     else:
         assert f"'{meant}'" in str(caught.value).partition("did you mean")[2]
-
-
-@pytest.mark.parametrize("name", ["S16", "Z2xA7", "D9999"])
-def test_a_number_that_is_too_large_is_named_and_not_suggested(name):
-    with pytest.raises(ValueError, match=f"{name.rpartition('x')[2]}: n must be an integer in 1"):
-        parse_group(name)
-    with pytest.raises(ValueError, match="did you mean 'Z16' or 'D16'"):
-        parse_group("Q16")
 
 
 def turned(label, n):
@@ -270,17 +155,6 @@ def test_dihedral_group_moves_the_corners_of_a_polygon(n):
         assert moves[product_of(group, a, b)] == tuple(moves[a][corner] for corner in moves[b])
 
 
-@pytest.mark.parametrize("n", [1, 2, 5, 6])
-def test_dihedral_relations_and_orders(n):
-    group = dihedral(n)
-    turn, mirror = group.index("r" if n > 1 else "1"), group.index("s")
-    assert group.element_order(turn) == n
-    assert group.element_order(mirror) == 2
-    assert group.table[mirror, turn] == group.table[group.inverse(turn), mirror]
-    assert group.closure([turn, mirror]) == tuple(range(2 * n))
-    assert all(group.element_order(a) == 2 for a in range(n, 2 * n))
-
-
 def test_quaternions_multiply_as_their_matrices():
     one, i = torch.eye(2) + 0j, torch.tensor([[1j, 0], [0, -1j]])
     j = torch.tensor([[0j, 1], [-1, 0]])
@@ -290,73 +164,20 @@ def test_quaternions_multiply_as_their_matrices():
     assert set(group.elements) == matrices.keys()
     for a, b in itertools.product(group.elements, repeat=2):
         assert torch.equal(matrices[product_of(group, a, b)], matrices[a] @ matrices[b])
-    assert Counter(group.element_order(a) for a in range(8)) == {1: 1, 2: 1, 4: 6}
-
-
-@pytest.mark.parametrize(
-    ("maps", "named"),
-    [
-        ([(2, 1, 3), (2, 3, 1)], symmetric(3)),
-        ([(2, 3, 4, 5, 1), (2, 3, 1, 4, 5)], alternating(5)),
-        ([(2, 3, 4, 1), (2, 1, 3, 4), (1, 2, 3, 4)], symmetric(4)),
-    ],
-)
-def test_permutations_generate_the_group_that_has_a_name(maps, named):
-    assert generated_monoid(maps, name=named.name) == named
-    assert generated_monoid([*reversed(maps), maps[0]], name=named.name) == named
-
-
-def test_matrices_multiply_modulo_a_number():
-    group = generated_monoid([((1, 1), (0, 1)), ((1, 0), (1, 1))], modulus=3, name="SL(2, 3)")
-    assert group.order == 24
-    for a, b in itertools.product(group.elements, repeat=2):
-        product = torch.tensor(a) @ torch.tensor(b) % 3
-        assert product_of(group, a, b) == tuple(map(tuple, product.tolist()))
-        assert (a[0][0] * a[1][1] - a[0][1] * a[1][0]) % 3 == 1
-    assert generated_monoid([((0, -1), (1, 0)), ((4, 1), (1, -1))], modulus=3).order == 8  # Q8
-
-
-def test_integer_matrices_and_other_maps():
-    turn, mirror = ((0, -1), (1, 0)), ((1, 0), (0, -1))
-    d4 = generated_monoid([turn, mirror])
-    assert sorted(map(d4.element_order, range(8))) == sorted(map(dihedral(4).element_order, range(8)))
-    assert generated_monoid([((0, 1), (0, 0))]).elements == (((0, 0), (0, 0)), ((0, 1), (0, 0)), ((1, 0), (0, 1)))
-    no_aa = generated_monoid([(2, 3, 3), (1, 1, 3)])  # the automaton of "no aa": fresh, after an a, dead
-    assert (no_aa.order, no_aa.is_group) == (6, False)
-    assert product_of(no_aa, (2, 3, 3), (1, 1, 3)) == (2, 2, 3)
-
-
-def test_generated_monoids_are_capped():
-    assert generated_monoid([(*range(2, 1025), 1)]).order == 1024
-    with pytest.raises(ValueError, match=r"generators must have at most 1024 products.*fewer generators$"):
-        generated_monoid([(2, 1, 3, 4, 5, 6, 7), (2, 3, 4, 5, 6, 7, 1)])
-    with pytest.raises(ValueError, match=r"generators must have at most 1024 products.*or a modulus$"):
-        generated_monoid([((1, 1), (0, 1))])
 
 
 @pytest.mark.parametrize(
     ("build", "message"),
     [
         (lambda: symmetric(8), r"n must .* 1\.\.6, got 8"),
-        (lambda: symmetric(0), "n must .* got 0"),
-        (lambda: parse_group("A7"), r"n must .* 1\.\.6, got 7"),
+        (lambda: parse_group("Z2xA7"), r"A7: n must .* 1\.\.6, got 7"),
         (lambda: cyclic(1025), r"n must .* 1\.\.1024, got 1025"),
         (lambda: parse_group("A5xA5"), r"order of A5xA5 must .* 1\.\.1024, got 3600"),
         (lambda: direct_product(), "at least one factor"),
         (lambda: dihedral(0), r"n must .* 1\.\.512, got 0"),
         (lambda: parse_group("Q8xZ0"), r"n must .* 1\.\.1024, got 0"),
         (lambda: parse_group("Z007"), "name must be .* got 'Z007'"),
-        (lambda: generated_monoid([]), "generators must be at least one"),
-        (lambda: generated_monoid([(2, 1), (2, 3, 1)]), "generators must be of one size, .* 2 and 3"),
-        (lambda: generated_monoid([(0, 1)]), r"generators .* 1\.\.2, got 0"),
-        (lambda: generated_monoid([()]), "generators must be of one size, at least 1"),
-        (lambda: generated_monoid([((1, 2), (3,))]), "generators must be square"),
-        (lambda: generated_monoid([((1, 2),)]), "generators must be square"),
-        (lambda: generated_monoid([((1,),)], modulus=1), "modulus must be an integer >= 2, got 1"),
-        (lambda: generated_monoid([(2, 1)], modulus=5), "modulus must be None for maps .* got 5"),
         (lambda: cyclic(3).index(7), "Z3 has no element 7"),
-        (lambda: aperiodic_monoid().inverse(1), "'A' has no inverse in M"),
-        (lambda: aperiodic_monoid().element_order(2), "'B' has no inverse in M"),
     ],
 )
 def test_bad_arguments_are_named(build, message):
@@ -364,36 +185,27 @@ def test_bad_arguments_are_named(build, message):
         build()
 
 
-@pytest.mark.parametrize("bad", [["ab"], [(1.5, 2)], [((1, 2), 3)], [[2, 1]], "ab"])
-def test_generators_of_another_type_are_refused(bad):
-    with pytest.raises(TypeError, match="generators"):
-        generated_monoid(bad)
-
-
-XOR = ((0, 1), [[0, 1], [1, 0]])
-LOOP = (("e", "a", "b"), [[0, 1, 2], [1, 2, 0], [2, 1, 0]])
-Z4 = (tuple(range(4)), [[0, 1, 2, 3], [1, 2, 3, 0], [2, 3, 0, 1], [3, 0, 1, 2]])
+XOR = [[0, 1], [1, 0]]
+LOOP = [[0, 1, 2], [1, 2, 0], [2, 1, 0]]
+Z4 = [[0, 1, 2, 3], [1, 2, 3, 0], [2, 3, 0, 1], [3, 0, 1, 2]]
 
 
 @pytest.mark.parametrize(
-    ("table", "identity", "factors", "message"),
+    ("labels", "table", "identity", "factors", "message"),
     [
-        (((0, 0), XOR[1]), 0, (), ": elements must be distinct and at least one, got (0, 0)."),
-        (((0, 1, 2), XOR[1]), 0, (), ": table must be torch.int64 (3, 3), got torch.int64 (2, 2)."),
-        (((0, 1), [[0, 1], [1, 2]]), 0, (), ": table must hold ids 0 to 1, got 0 to 2."),
-        (((0, 1), [[0, 1], [1, -1]]), 0, (), ": table must hold ids 0 to 1, got -1 to 1."),
-        (((0, 1), [[0, 0], [1, 1]]), 0, (), ": the element with id 0 is not the identity."),
-        (XOR, 1, (), ": the element with id 1 is not the identity."),
-        (XOR, 2, (), ": the element with id 2 is not the identity."),
-        (LOOP, 0, (), " is not associative: (a ∘ a) ∘ a != a ∘ (a ∘ a)."),
-        (Z4, 0, (cyclic(2),) * 2, ": table is not that of the direct product of its factors."),
+        ("aa", XOR, 0, (), "elements must be distinct and at least one"),
+        ("abc", XOR, 0, (), r"table must be torch.int64 \(3, 3\), got torch.int64 \(2, 2\)"),
+        ("ab", [[0, 1], [1, 2]], 0, (), "table must hold ids 0 to 1, got 0 to 2"),
+        ("ab", [[0, 1], [1, -1]], 0, (), "table must hold ids 0 to 1, got -1 to 1"),
+        ("ab", [[0, 0], [1, 1]], 0, (), "the element with id 0 is not the identity"),
+        ("ab", XOR, 2, (), "the element with id 2 is not the identity"),
+        ("eab", LOOP, 0, (), r"not associative: \(a ∘ a\) ∘ a != a ∘ \(a ∘ a\)"),
+        ("abcd", Z4, 0, (cyclic(2),) * 2, "table is not that of the direct product of its factors"),
     ],
 )
-def test_a_table_that_is_no_monoid_is_refused(table, identity, factors, message):
-    labels, rows = table
-    with pytest.raises(ValueError) as caught:
-        FiniteMonoid("bad", labels, torch.tensor(rows), identity, factors)
-    assert str(caught.value) == "bad" + message
+def test_a_table_that_is_no_monoid_is_refused(labels, table, identity, factors, message):
+    with pytest.raises(ValueError, match=message):
+        FiniteMonoid("bad", tuple(labels), torch.tensor(table), identity, factors)
 
 
 @given(data=st.data())
@@ -405,13 +217,8 @@ def test_associativity_check_agrees_with_brute_force(data):
     rows = [list(range(n)), *([a, *row] for a, row in enumerate(inner, start=1))]
     triples = itertools.product(range(n), repeat=3)
     associative = all(rows[rows[a][b]][c] == rows[a][rows[b][c]] for a, b, c in triples)
-    try:
+    with nullcontext() if associative else pytest.raises(ValueError, match="is not associative"):
         FiniteMonoid("random", tuple(range(n)), torch.tensor(rows), identity=0)
-        accepted = True
-    except ValueError as error:
-        assert "is not associative" in str(error)
-        accepted = False
-    assert accepted == associative
 
 
 def test_equality_looks_at_the_table():

@@ -2,7 +2,6 @@
 
 import itertools
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -27,14 +26,6 @@ def seeded(seed=0):
     return torch.Generator().manual_seed(seed)
 
 
-def loop_prefixes(labels):
-    """Prefixes of one-line tuples by the definition: prefix_t(i) = prefix_{t-1}(g_t(i))."""
-    prefixes = [labels[0]]
-    for label in labels[1:]:
-        prefixes.append(tuple(prefixes[-1][i - 1] for i in label))
-    return prefixes
-
-
 def test_worked_example_of_the_paper():
     tokens = [(5, 4, 1, 3, 2), (3, 4, 1, 2, 5), (5, 3, 1, 2, 4)]
     prefixes = prefix_products(S5, torch.tensor([[S5.index(token) for token in tokens]]))
@@ -43,14 +34,6 @@ def test_worked_example_of_the_paper():
         (1, 3, 5, 4, 2),
         (2, 5, 1, 3, 4),
     ]
-
-
-@pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 7, 8, 31, 32, 33])
-def test_targets_agree_with_a_plain_loop(length):
-    inputs, targets = WordProblem(A5).sample(6, length, generator=seeded(length))
-    assert inputs.shape == targets.shape == (6, length)
-    for row, expected in zip(inputs.tolist(), targets.tolist(), strict=True):
-        assert [A5.elements[p] for p in expected] == loop_prefixes([A5.elements[a] for a in row])
 
 
 @given(name=st.sampled_from(["Z2", "S3", "M", "Z3xM"]), length=st.integers(1, 40), seed=st.integers(0, 99))
@@ -62,19 +45,6 @@ def test_targets_agree_with_the_table(name, length, seed):
     assert torch.equal(targets[:, 1:], monoid.table[targets[:, :-1], inputs[:, 1:]])
 
 
-def test_parity():
-    inputs, targets = WordProblem(cyclic(2)).fixed(64, 100, seed=1)
-    assert torch.equal(targets, inputs.cumsum(dim=1) % 2)
-
-
-def test_inputs_are_uniform_over_all_elements():
-    inputs, _ = WordProblem(A5).fixed(600, 100, seed=0)
-    counts = inputs.flatten().bincount(minlength=60)
-    # 1000 expected each; standard deviation 31.
-    assert counts.min() > 850
-    assert counts.max() < 1150
-
-
 def test_restricted_inputs():
     two = generators(A5, 2)
     task = WordProblem(A5, inputs=two)
@@ -84,14 +54,6 @@ def test_restricted_inputs():
     assert set(inputs.flatten().tolist()) == set(two)
     assert abs((inputs == two[0]).double().mean() - 0.5) < 0.03
     assert set(targets.flatten().tolist()) == set(range(60))
-
-
-@pytest.mark.parametrize("p", [0.0, 0.5, 0.9, 1.0])
-def test_identity_frequency_in_a_group(p):
-    inputs, _ = WordProblem(A5, identity_probability=p).fixed(400, 100, seed=0)
-    frequency = (inputs == A5.identity).double().mean().item()
-    # The uniform draw of a hard token gives the identity too; 40,000 tokens: standard deviation <= 0.0025.
-    assert frequency == pytest.approx(p + (1 - p) / 60, abs=0.01)
 
 
 @pytest.mark.parametrize("p", [0.0, 0.5, 1.0])
@@ -117,12 +79,6 @@ def test_all_group_factors_become_easy_together():
     assert ((first == 0) != (last == 0)).double().mean().item() == pytest.approx(0.5 * 20 / 121, abs=0.02)
 
 
-def test_easy_tokens_may_leave_the_inputs():
-    two = generators(A5, 2)
-    inputs, _ = WordProblem(A5, inputs=two, identity_probability=0.3).fixed(100, 50, seed=0)
-    assert set(inputs.flatten().tolist()) == {A5.identity, *two}
-
-
 def test_probability_changes_only_which_tokens_are_easy():
     plain, half, most = (WordProblem(A5, None, p).fixed(50, 40, seed=3).inputs for p in (0.0, 0.5, 0.9))
     assert torch.equal(half[half != A5.identity], plain[half != A5.identity])
@@ -144,15 +100,6 @@ def test_the_same_seed_gives_the_same_data_whatever_the_global_state():
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_different_draws_differ():
-    task = WordProblem(A5)
-    stream = task.batches(8, 16, seed=0)
-    other = task.batches(8, 16, seed=1)
-    draws = [next(stream), next(stream), next(other), task.fixed(8, 16, seed=0), task.fixed(8, 16, seed=1)]
-    for a, b in itertools.combinations(draws, 2):
-        assert (a.inputs == b.inputs).double().mean() < 0.2
-
-
 def test_training_and_evaluation_share_no_stream():
     # Even with one seed, and even if one of the two were shifted by some draws.
     training = next(WordProblem(A5).batches(1, 1000, seed=0)).inputs[0]
@@ -169,48 +116,19 @@ def test_a_single_length_and_several():
         assert 70 <= lengths.count(length) <= 130  # 100 expected, standard deviation 8
 
 
-def test_device():
-    batch = WordProblem(A5).fixed(2, 3, seed=0, device="meta")
-    assert batch.inputs.device.type == batch.targets.device.type == "meta"
-    assert next(WordProblem(A5).batches(2, 3, seed=0, device="meta")).targets.device.type == "meta"
-
-
-def test_problems_compare_by_value():
-    assert WordProblem(A5, inputs=[1, 2]) == WordProblem(alternating(5), inputs=(1, 2))
-    assert hash(WordProblem(A5, inputs=[1, 2])) == hash(WordProblem(A5, inputs=(1, 2)))
-    assert WordProblem(A5) != WordProblem(S5)
-
-
 TASK = WordProblem(cyclic(3))
-
-
-def test_integers_of_numpy_are_taken(unchecked):
-    two, lengths, seed = np.int64(2), np.arange(3, 5), np.int64(7)
-    for length, plain in ((lengths[0], 3), (lengths, (3, 4))):
-        found, wanted = TASK.batches(two, length, seed=seed), TASK.batches(2, plain, seed=7)
-        assert torch.equal(next(found).inputs, next(wanted).inputs)
-    assert torch.equal(TASK.fixed(two, lengths[0], seed=seed).inputs, TASK.fixed(2, 3, seed=7).inputs)
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: TASK.sample(0, 4, generator=seeded()), "batch must .* got 0"),
-        (lambda: TASK.sample(2, 0, generator=seeded()), "length must .* got 0"),
-        (lambda: TASK.fixed(0, 4, seed=0), "size must .* got 0"),
-        (lambda: TASK.fixed(2, -1, seed=0), "length must .* got -1"),
-        (lambda: TASK.fixed(2, 4, seed=-1), "seed must .* got -1"),
-        # At the call, not at the first batch.
-        (lambda: TASK.batches(0, 4, seed=0), "batch must .* got 0"),
         (lambda: TASK.batches(2, (4, 0), seed=0), "length must .* got 0"),
         (lambda: TASK.batches(2, (), seed=0), "length must name at least one"),
-        (lambda: WordProblem(cyclic(3), identity_probability=1.5), r"identity_probability must .*\[0, 1\], got 1.5"),
-        (lambda: WordProblem(A5, identity_probability=-0.1), "identity_probability must .* got -0.1"),
         (lambda: WordProblem(aperiodic_monoid(), identity_probability=0.5), "must be 0 for M, which has no group"),
-        (lambda: WordProblem(cyclic(3), inputs=()), "inputs must name at least one"),
+        (lambda: WordProblem(cyclic(3), inputs=()), "inputs must be one or more ids, none of them twice, got"),
         (lambda: WordProblem(cyclic(3), inputs=(0, 3)), r"inputs must .* 0\.\.2, got 3"),
         (lambda: WordProblem(cyclic(3), inputs=(-1,)), r"inputs must .* 0\.\.2, got -1"),
-        (lambda: WordProblem(cyclic(3), inputs=(1, 1)), "inputs must not repeat"),
+        (lambda: WordProblem(cyclic(3), inputs=(1, 1)), r"inputs must .* none of them twice, got \(1, 1\)"),
     ],
 )
 def test_bad_arguments_are_named(call, message):

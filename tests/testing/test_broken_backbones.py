@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_suites import fails
+from test_broken_solvers import fails
 
 import deqseq as dq
 from deqseq.backbones.affine import AffineCache
@@ -44,17 +44,6 @@ class ChangesItsCache(Broken):
         return result
 
 
-class Counts(Broken):
-    """Is another map at every evaluation."""
-
-    calls = 0
-
-    def forward(self, z, inputs, cache=None, *, need_aux=False):
-        self.calls += 1
-        value, aux = super().forward(z, inputs, cache, need_aux=need_aux)
-        return value + 1e-4 * self.calls, aux
-
-
 class MixesItsRows(Broken):
     def forward(self, z, inputs, cache=None, *, need_aux=False):
         value, aux = super().forward(z, inputs, cache, need_aux=need_aux)
@@ -65,24 +54,6 @@ class KeepsAGraph(Broken):
     def advance(self, cache, aux, tokens, counts=None):
         with torch.enable_grad():
             return AffineCache(aux[:, tokens] * self.A.sum())
-
-
-class IgnoresItsInput(Broken):
-    def prepare(self, x, cache=None, mask=None):
-        inputs = super().prepare(x, cache, mask)
-        return replace(inputs, injection=torch.ones_like(inputs.injection))
-
-
-class OnTheWrongDevice(Broken):
-    def forward(self, z, inputs, cache=None, *, need_aux=False):
-        value, aux = super().forward(z, inputs, cache, need_aux=need_aux)
-        return value + torch.zeros(self.d_model, dtype=z.dtype), aux
-
-
-class Float32(Broken):
-    def forward(self, z, inputs, cache=None, *, need_aux=False):
-        value, aux = super().forward(z, inputs, cache, need_aux=need_aux)
-        return value.float(), aux
 
 
 class Expands(Broken):
@@ -111,12 +82,8 @@ class DrawsItsMasks(Broken):
         (OffByOne, "test_every_sweep_comes_to_the_same"),
         (ForgetsPadding, "test_padding_leaves_what_the_row_alone_leaves"),
         (ChangesItsCache, "test_pure"),
-        (Counts, "test_pure"),
         (MixesItsRows, "test_rows_are_independent"),
         (KeepsAGraph, "test_a_sequence_cut_in_two_is_the_sequence"),
-        (IgnoresItsInput, "test_keeps_the_shape_and_depends_on_its_input"),
-        (OnTheWrongDevice, "test_tensors_are_made_on_the_device_of_the_state"),
-        (Float32, "test_keeps_the_dtype"),
         (Expands, "test_every_sweep_comes_to_the_same"),
         (CutsTheGraph, "test_gradients_are_those_of_the_map"),
         (DrawsItsMasks, "test_one_prepare_makes_one_map_in_training_mode_too"),

@@ -28,14 +28,6 @@ def test_is_the_mean_over_real_tokens(mask):
     assert ours.item() == pytest.approx(torch.stack(terms).mean().item(), rel=1e-12)
 
 
-@pytest.mark.parametrize("shape", [(3,), (3, 4), (3, 5, 4)], ids=str)
-def test_any_event(shape):
-    z = drawn(*shape)
-    norm = torch.abs if len(shape) == 1 else lambda x: x.norm(dim=-1)
-    wanted = (norm(torch.cos(z) - z) / norm(torch.cos(z))).mean()
-    assert terminal_residual(torch.cos, z).item() == pytest.approx(wanted.item(), rel=1e-12)
-
-
 @pytest.mark.parametrize("mask", [None, MASK], ids=["all", "padded"])
 def test_gradients_by_finite_differences(mask):
     W, z = drawn(3, 3, seed=1).requires_grad_(), drawn(2, 7, 3, seed=2).requires_grad_()
@@ -58,13 +50,6 @@ def test_a_fixed_point_and_padding_give_no_gradient():
     assert (value.item(), a.grad.item(), z.grad.abs().max().item()) == (0, 0, 0)
 
 
-def test_half_precision_is_accumulated_in_float32():
-    z = drawn(2, 7, 256).to(torch.bfloat16)
-    ours = terminal_residual(lambda z: (z + 1) / 2, z)
-    assert ours.dtype == torch.float32
-    assert ours.item() == pytest.approx(terminal_residual(lambda z: (z + 1) / 2, z.double()).item(), rel=1e-2)
-
-
 @pytest.mark.parametrize("make", [contractive_mamba2, contractive_llama, affine], ids=["Mamba2", "Llama", "Affine"])
 def test_of_a_padded_model_is_the_residual_that_its_next_iteration_reports(make):
     model = dq.ImplicitModel(make(), dq.SolveConfig(dq.Naive(), dq.Stop.exactly(3), dq.Unrolled(last=2)))
@@ -80,40 +65,9 @@ def test_of_a_padded_model_is_the_residual_that_its_next_iteration_reports(make)
     assert any(parameter.grad.abs().max() > 0 for parameter in model.parameters())
 
 
-def test_training_on_the_residual_makes_a_map_contract():
-    torch.manual_seed(0)
-    layer = torch.nn.Linear(8, 8)
-    layer.weight.data *= 2
-    x = torch.randn(4, 8)
-    stop, gradient = dq.Stop.exactly(6), dq.Unrolled(last=3)
-    optimizer, found = torch.optim.Adam(layer.parameters(), lr=0.02), []
-    for _ in range(40):
-
-        def f(z):
-            return torch.tanh(layer(z) + x)
-
-        z = dq.fixed_point(f, torch.zeros(4, 8), solver=dq.Naive(), stop=stop, gradient=gradient).value
-        loss = terminal_residual(f, z)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        found.append(loss.item())
-    assert found[-1] < 0.1 * found[0]
-
-
 @pytest.mark.usefixtures("unchecked")
-def test_bad_arguments():
-    z = torch.ones(2, 3, 4)
-    for name, bad in (("f", z), ("z", [[0.0]]), ("z", z.long()), ("mask", [[True]])):
-        with pytest.raises(TypeError, match=f"^{name} must be"):
-            terminal_residual(**{"f": torch.tanh, "z": z, name: bad})
-    real = torch.ones(2, 3, dtype=torch.bool)
-    for name, bad in (
-        ("z", z * torch.nan),
-        ("z", z[:0]),
-        ("mask", real.long()),
-        ("mask", real[:, :2]),
-        ("mask", ~real),
-    ):
-        with pytest.raises(ValueError, match=f"^{name} must"):
-            terminal_residual(**{"f": torch.tanh, "z": z, name: bad})
+def test_a_bad_mask_is_named():
+    z, real = torch.ones(2, 3, 4), torch.ones(2, 3, dtype=torch.bool)
+    for mask in ([[True]], real.long(), real[:, :2], ~real):
+        with pytest.raises((TypeError, ValueError), match=r"^mask must"):
+            terminal_residual(torch.tanh, z, mask=mask)

@@ -5,18 +5,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-
-from deqseq.gradients import AttachedGradient
-from deqseq.solution import ConvergenceWarning, Status
-from deqseq.stop import Stop
-from deqseq.testing.gradient_graphs import GraphContract, problems, two_problems
-from deqseq.testing.gradient_problems import (
+from gradient_problems import (
     Block,
     assert_close,
     gradients,
     make,
 )
+from graph_contract import GraphContract, problems, two_problems
+from torch import Tensor
+
+from deqseq.gradients import AttachedGradient
+from deqseq.solution import ConvergenceWarning, Status
+from deqseq.stop import Stop
 
 
 class GradientContract(GraphContract):

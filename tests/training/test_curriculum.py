@@ -1,9 +1,8 @@
 """Phases of a curriculum: which is in force, what it does to a model, and what a checkpoint says of it."""
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -16,20 +15,19 @@ FREE = Phase("free", 1.0, dq.SolveConfig(stop=dq.Stop(rtol=0.05, max_steps=24)))
 PAPER = Curriculum((bounded(4, 1), free(24, 4)))
 
 
-@pytest.mark.parametrize(
-    ("progress", "name"), [(0, "bounded"), (0.79, "bounded"), (0.8, "free"), (0.81, "free"), (1, "free")]
-)
-def test_the_phase_in_force(progress, name):
-    assert Curriculum((BOUNDED, FREE)).at(progress).name == name
-    assert PAPER.at(progress).name == name
-
-
-@pytest.mark.parametrize("unit", ["steps", "tokens"])
-@pytest.mark.parametrize("last", [None, 12])
-def test_amounts(unit, last):
-    curriculum = Curriculum((unrolled(until=3), bounded(until=10), free(until=last)), unit)
-    names = [curriculum.at(amount).name for amount in (0, 2, 3, 9, 10, 11, 12, 10**9)]
-    assert names == ["unrolled"] * 2 + ["bounded"] * 2 + ["free"] * 4
+@pytest.mark.parametrize("unit", ["fraction", "steps", "tokens"])
+@pytest.mark.parametrize("last", [None, 10])
+def test_the_phase_in_force(unit, last):
+    scale = 0.1 if unit == "fraction" else 1
+    ends = [3 * scale, 8 * scale, last and round(last * scale, 1)]
+    curriculum = Curriculum((unrolled(until=ends[0]), bounded(until=ends[1]), free(until=ends[2])), unit)
+    names = [curriculum.at(amount * scale).name for amount in (0, 2, 3, 7, 8, 9, 10)]
+    assert names == ["unrolled"] * 2 + ["bounded"] * 2 + ["free"] * 3
+    assert unit == "fraction" or curriculum.at(10**9).name == "free"
+    for progress in (500, -0.1) if unit == "fraction" else (0.5, -1):
+        amount = "a fraction in" if unit == "fraction" else f"a whole number of {unit}"
+        with pytest.raises(ValueError, match=rf"progress must be {amount}.*got {progress}"):
+            curriculum.at(progress)
 
 
 def test_the_phases_of_the_paper():
@@ -44,15 +42,18 @@ def test_the_phases_of_the_paper():
     assert unrolled(6, until=1).solve.stop == dq.Stop.exactly(6)
 
 
+def test_a_phase_has_a_name_and_an_end():
+    with pytest.raises(ValueError, match=r"Phase.name must not be empty"):
+        replace(BOUNDED, name="")
+    for until in (0, -1, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=r"Phase.until must be a number"):
+            replace(BOUNDED, until=until)
+
+
 @pytest.mark.parametrize("make", [bounded, free, unrolled])
 def test_options_of_the_makers(make):
-    phase = make(3, until=7, checkpoint=True, name="mine")
-    assert (phase.name, phase.until, phase.solve.stop.max_steps, phase.solve.gradient.checkpoint) == (
-        "mine",
-        7,
-        3,
-        True,
-    )
+    phase = make(3, until=7, name="mine")
+    assert (phase.name, phase.until, phase.solve.stop.max_steps) == ("mine", 7, 3)
     with pytest.raises(ValueError, match="must be an integer >= 1, got 0"):
         make(0, until=7)
 
@@ -134,42 +135,14 @@ def test_bad_curricula_are_named(phases, unit, message):
         Curriculum(phases, unit)
 
 
-@pytest.mark.parametrize("until", [0, -1, float("nan"), float("inf")])
-def test_a_phase_ends_somewhere(until):
-    with pytest.raises(ValueError, match=r"Phase.until must be a number"):
-        replace(BOUNDED, until=until)
-
-
-def test_a_phase_has_a_name():
-    with pytest.raises(ValueError, match=r"Phase.name must not be empty"):
-        replace(BOUNDED, name="")
-
-
-@pytest.mark.parametrize(
-    ("unit", "progress"),
-    [
-        ("fraction", 500),
-        ("fraction", -0.1),
-        ("fraction", float("nan")),
-        ("steps", 0.5),
-        ("steps", -1),
-        ("tokens", float("inf")),
-    ],
-)
-def test_progress_in_another_unit_is_refused(unit, progress):
-    amount = "a fraction in" if unit == "fraction" else f"a whole number of {unit}"
-    with pytest.raises(ValueError, match=rf"progress must be {amount}.*got {progress}"):
-        Curriculum((free(),), unit).at(progress)
-
-
 def test_the_record_is_json_and_is_accepted_again():
     curriculum = Curriculum(
         (unrolled(until=5), Phase("free", None, dq.SolveConfig(gradient=dq.Implicit(report=print)))), "steps"
     )
     record = json.loads(json.dumps(curriculum.record(5)))
-    assert (record["phase"], record["progress"], record["unit"]) == ("free", 5, "steps")
-    assert record["phases"][0]["solve"]["gradient"] == {"class": "Unrolled", "checkpoint": False, "last": None}
-    assert record["phases"][1]["solve"]["gradient"]["solver"]["class"] == "Anderson"
+    assert (record["phase"], record["progress"], record["curriculum"]["unit"]) == ("free", 5, "steps")
+    assert record["curriculum"]["phase 1 solve.gradient.class"] == "Unrolled"
+    assert record["curriculum"]["phase 2 solve.gradient.solver.class"] == "Anderson"
     assert curriculum.resumed(record) == curriculum.phases[1]
 
 
@@ -196,18 +169,9 @@ def test_another_curriculum_is_refused_and_the_difference_named(other, changes):
     with pytest.raises(ValueError, match=r"^the curriculum is not the one that the checkpoint was trained with") as got:
         other.resumed(PAPER.record(0.5))
     assert all(change in str(got.value) for change in changes)
-    with pytest.raises(ValueError, match=r"saved without phase=curriculum.record\(progress\)"):
-        other.resumed(None)
-
-
-def test_what_no_checkpoint_can_hold():
-    @dataclass(frozen=True)
-    class Odd(dq.OneStep):
-        part: object
-
-    curriculum = Curriculum((Phase("odd", None, dq.SolveConfig(gradient=Odd(object()))),))
-    with pytest.raises(TypeError, match=r"a checkpoint cannot hold odd.solve.gradient.part = <object"):
-        curriculum.record(0)
+    for record in (None, {}, {"phases": []}):
+        with pytest.raises(ValueError, match=r"saved without phase=curriculum.record\(progress\)"):
+            other.resumed(record)
 
 
 def test_a_phase_keeps_how_its_base_measures():
@@ -219,21 +183,3 @@ def test_a_phase_keeps_how_its_base_measures():
         assert phase.solve.stop == replace(base.stop, rtol=0.0, atol=0.0, max_steps=4, check_every=4)
     assert bounded(4).solve.stop == unrolled(4, until=None).solve.stop == dq.Stop.exactly(4)
     assert bounded(4, base=base).eval_solve.stop.norm == "row"
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_numbers_of_numpy_are_kept_as_those_of_python():
-    assert bounded(np.uint8(100)).eval_solve.stop.max_steps == 400
-    phases = (bounded(np.int64(8), until=10), free(rtol=np.float32(0.5)))
-    record = Curriculum(phases, unit="steps").record(np.int64(12))
-    assert json.loads(json.dumps(record)) == record
-    assert Curriculum((bounded(8, until=10), free(rtol=0.5)), unit="steps").resumed(record).name == "free"
-
-
-@pytest.mark.parametrize("record", [{}, {"phases": []}])
-@pytest.mark.usefixtures("unchecked")
-def test_a_record_of_something_else_is_refused(record):
-    with pytest.raises(ValueError, match="holds no phase"):
-        Curriculum((bounded(), free())).resumed(record)
-    with pytest.raises(TypeError, match="record must be"):
-        Curriculum((bounded(), free())).resumed("phase")

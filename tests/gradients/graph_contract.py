@@ -8,17 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from torch import Tensor
-from torch.nn.utils import parametrize
-from torch.nn.utils.parametrizations import weight_norm
-from torch.utils.checkpoint import checkpoint
-
-from deqseq.fixed_point import fixed_point
-from deqseq.gradients import Gradient
-from deqseq.solution import Solution
-from deqseq.solvers import Naive, Solver
-from deqseq.stop import Stop
-from deqseq.testing.gradient_problems import (
+from gradient_problems import (
     PROBLEMS,
     Block,
     Case,
@@ -29,6 +19,16 @@ from deqseq.testing.gradient_problems import (
     gradients,
     make,
 )
+from torch import Tensor
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import weight_norm
+from torch.utils.checkpoint import checkpoint
+
+from deqseq.fixed_point import fixed_point
+from deqseq.gradients import Gradient
+from deqseq.solution import Solution
+from deqseq.solvers import Naive, Solver
+from deqseq.stop import Stop
 
 problems = pytest.mark.parametrize("problem", PROBLEMS)
 two_problems = pytest.mark.parametrize("problem", ["affine-rows", "tanh-tokens"])

@@ -1,0 +1,78 @@
+"""What all reports on a model share: refusals, a model that is left as it was, figures."""
+
+import copy
+import subprocess
+import sys
+
+import pytest
+import torch
+from small_models import affine, contractive_llama, contractive_mamba2
+
+import deqseq as dq
+from deqseq.diagnostics import check_duality, gradient_bias, model_spectral_radius, token_effort
+
+IDS = torch.randint(0, 11, (3, 6), generator=torch.Generator().manual_seed(0))
+MASK = torch.arange(6) < torch.tensor([6, 4, 2])[:, None]
+
+every_diagnostic = pytest.mark.parametrize(
+    "diagnose", [check_duality, gradient_bias, model_spectral_radius, token_effort], ids=lambda f: f.__name__
+)
+
+
+def language_model(backbone, **options):
+    torch.manual_seed(1)
+    return dq.CausalLM(11, dq.ImplicitModel(backbone, dq.SolveConfig(**options)), embedding_std=1.0).double()
+
+
+@every_diagnostic
+def test_explicit_models_and_bad_batches_are_refused(diagnose):
+    with pytest.raises(TypeError, match="model must be an ImplicitModel"):
+        diagnose(dq.CausalLM(11, dq.ExplicitModel(contractive_llama(injection=False))), IDS)
+    lm = language_model(affine())
+    for ids, message in ((IDS[:0], "ids must be int64"), (IDS + 11, r"ids must lie in 0\.\.10")):
+        with pytest.raises(ValueError, match=message):
+            diagnose(lm, ids)
+    with pytest.raises(ValueError, match="mask must be bool"):
+        diagnose(lm, IDS, mask=MASK[:2])
+
+
+@every_diagnostic
+def test_the_model_is_left_as_it_was(diagnose):
+    lm = language_model(contractive_mamba2(dropout=0.5), gradient=dq.Unrolled()).train()
+    lm.model.backbone.layers[0].eval()
+    lm(IDS, labels=IDS).loss.backward()
+    before = copy.deepcopy([(p, p.grad) for p in lm.parameters()])
+    modes, state = [part.training for part in lm.modules()], torch.get_rng_state()
+    assert str(diagnose(lm, IDS)) == str(diagnose(lm, IDS))  # without dropout
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [part.training for part in lm.modules()] == modes
+    for (p, grad), now in zip(before, lm.parameters(), strict=True):
+        assert torch.equal(p, now) and torch.equal(grad, now.grad)
+    assert torch.is_grad_enabled() and not lm.model.backbone._forward_pre_hooks
+
+
+@every_diagnostic
+def test_inference_mode_makes_no_difference(diagnose):
+    lm = language_model(contractive_llama())
+    with torch.inference_mode():
+        inside = diagnose(lm, IDS.clone(), mask=MASK.clone())
+    assert str(inside) == str(diagnose(lm, IDS, mask=MASK))
+
+
+def test_what_is_drawn_is_what_was_found(monkeypatch):
+    lm = language_model(affine())
+    effort, radius = token_effort(lm, IDS, mask=MASK), model_spectral_radius(lm, IDS)
+    shown = effort.plot().axes[0].images[0].get_array()
+    assert shown[1].tolist()[:4] == effort.iterations[1, :4].tolist() and shown.mask[1, 4]
+    points = radius.plot().axes[0].get_lines()
+    assert [line.get_xdata().tolist() for line in points[:3]] == radius.eigenvalues.real.flatten(1).tolist()
+    assert (points[3].get_xdata().max(), points[3].get_ydata().min()) == pytest.approx((1, -1), abs=1e-3)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    for report in (effort, radius):
+        with pytest.raises(ImportError, match=r'pip install "deqseq\[examples\]"'):
+            report.plot()
+
+
+def test_the_core_alone_imports_it():
+    code = "import sys, deqseq.diagnostics; print([m for m in ('matplotlib', 'torchdeq') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"

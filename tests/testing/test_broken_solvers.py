@@ -1,0 +1,84 @@
+"""The suite for solvers fails for each that breaks one promise; the suites come with the package and need no pytest."""
+
+import subprocess
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+import deqseq as dq
+from deqseq.testing import SolverContract
+
+
+def fails(suite: type, test: str, **attributes: Any) -> bool:
+    """Whether a test of a suite fails for a part."""
+    try:
+        getattr(type("Broken", (suite,), attributes)(), test)()
+    except Exception:
+        return True
+    return False
+
+
+@dataclass(frozen=True)
+class MixesRows(dq.Solver[None]):
+    """Damps by what the whole batch does."""
+
+    def init(self, z0):
+        return None
+
+    def step(self, z, fz, state):
+        moved = (fz - z).norm() / fz.norm().clamp_min(1e-12)
+        return torch.lerp(z, fz, float(0.5 + 0.3 * moved.clamp(max=1))), None
+
+
+@dataclass(frozen=True)
+class KeepsItsRows(dq.Solver[Any]):
+    """A memory of another length than the batch, once finished rows are removed."""
+
+    def init(self, z0):
+        return None
+
+    def step(self, z, fz, state):
+        previous = z if state is None else state()
+        return z + 0.9 * (fz - z) + 0.1 * (z - previous), lambda: z
+
+
+class NotFrozen(dq.Relaxed):
+    """No dataclass of its own: its configuration can be changed."""
+
+    def __init__(self, damping: float = 0.8) -> None:
+        self.__dict__["damping"] = damping
+
+    def __setattr__(self, name, value):
+        self.__dict__[name] = value
+
+
+@pytest.mark.parametrize(
+    ("solver", "expected"),
+    [
+        (MixesRows(), "test_rows_do_not_depend_on_the_rest_of_the_batch"),
+        (KeepsItsRows(), "test_removing_finished_rows_changes_nothing"),
+        (NotFrozen(), "test_it_is_its_configuration"),
+    ],
+    ids=lambda x: type(x).__name__,
+)
+def test_a_broken_solver_fails(solver, expected):
+    assert fails(SolverContract, expected, solver=solver)
+    assert not fails(SolverContract, expected, solver=dq.Relaxed())
+
+
+def test_the_suites_run_without_pytest():
+    code = """
+import sys, unittest
+sys.modules["pytest"] = None
+import deqseq as dq
+assert not any(name.startswith("deqseq.testing") for name in sys.modules)
+from deqseq.testing import BackboneContract, SolverContract
+class TestRelaxed(SolverContract, unittest.TestCase):
+    solver = dq.Relaxed()
+unittest.main(argv=["-", "TestRelaxed.test_keeps_the_dtype"])
+"""
+    result = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
