@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from hf_runs import CLASSES, SHARED_OUT, Witness, by_hand, in_two_processes, losses, rows, small, trainer
+from hf_runs import NAMES, SHARED_OUT, Witness, by_hand, in_two_processes, losses, rows, small, trainer
 from torch.nn.parallel import DistributedDataParallel
 
 from deqseq.integrations.huggingface import to_causal_lm
@@ -54,7 +54,7 @@ def core(name: str) -> dict:
 
 
 def check(folder: Path) -> dict:
-    found = {name: {setting: train(name, setting, folder) for setting in SHARED_OUT} for name in CLASSES}
+    found = {name: {setting: train(name, setting, folder) for setting in SHARED_OUT} for name in NAMES}
     return {name: {**settings, "core": core(name)} for name, settings in found.items()}
 
 

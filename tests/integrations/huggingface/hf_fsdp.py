@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from hf_runs import CLASSES, SHARDED, by_hand, collate, in_two_processes, rows, small
+from hf_runs import NAMES, SHARDED, by_hand, collate, in_two_processes, rows, small
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -74,7 +74,7 @@ def refused(name: str, gradient: dq.Gradient, stop: dq.Stop) -> str:
 
 
 def check(folder: Path) -> dict:
-    found = {name: {kind: train(name, kind, folder) for kind in SHARDED} for name in CLASSES}
+    found = {name: {kind: train(name, kind, folder) for kind in SHARDED} for name in NAMES}
     return {name: {**kinds, "core": core(name)} for name, kinds in found.items()} | {
         "Implicit": refused("mamba2", dq.Implicit(), dq.Stop.exactly(3)),
         "Unrolled": refused("mamba2", dq.Unrolled(), dq.Stop()),

@@ -7,24 +7,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from hf_models import LLAMA, MAMBA2, contract
+from hf_models import FAMILIES, configured, contract
 from transformers import Trainer, TrainingArguments
 
 import deqseq as dq
-from deqseq.integrations.huggingface import (
-    ImplicitLlamaConfig,
-    ImplicitLlamaForCausalLM,
-    ImplicitMamba2Config,
-    ImplicitMamba2ForCausalLM,
-)
 
 PAD, VOCABULARY = 0, 13
 SOLVE = dq.SolveConfig(dq.Naive(), dq.Stop(rtol=1e-6, max_steps=64), dq.Phantom(2))
-SHARED = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "initializer_range": 0.5}
-CLASSES = {
-    "mamba2": (ImplicitMamba2Config, ImplicitMamba2ForCausalLM, MAMBA2),
-    "llama": (ImplicitLlamaConfig, ImplicitLlamaForCausalLM, LLAMA),
-}
+NAMES = ("mamba2", "llama")
 SHARED_OUT = {
     "plain": {"per_device_train_batch_size": 2},
     "accumulated": {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2},
@@ -41,12 +31,11 @@ SHARDED = {
 
 def small(name: str, **fields):
     """A model of this family in float32 whose map contracts, the same one every time."""
-    config_class, model_class, sizes = CLASSES[name]
-    config = config_class(**{**SHARED, **sizes, "solve": SOLVE, "pad_token_id": PAD})
+    config = configured(name, hidden_size=16, solve=SOLVE, pad_token_id=PAD)
     for field, value in fields.items():
         setattr(config, field, value)
     torch.manual_seed(0)
-    return contract(model_class(config))
+    return contract(FAMILIES[name][1](config))
 
 
 def rows(count: int, first: int = 0) -> list[dict]:
@@ -81,7 +70,8 @@ def trainer(model, folder, **changes) -> Trainer:
         "disable_tqdm": True,
     }
     data = {"data_collator": collate, "train_dataset": rows(48), "eval_dataset": rows(10, first=100)}
-    data |= {name: changes.pop(name) for name in (*data, "processing_class", "compute_metrics") if name in changes}
+    names = (*data, "processing_class", "compute_metrics", "optimizers")
+    data |= {name: changes.pop(name) for name in names if name in changes}
     return Trainer(model, TrainingArguments(str(folder), **{**options, **changes}), **data)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from hf_runs import (
-    CLASSES,
+    NAMES,
     SHARDED,
     SHARED_OUT,
     Witness,
@@ -33,7 +33,7 @@ from deqseq.integrations.huggingface import to_causal_lm
 pytestmark = pytest.mark.slow
 LOSS, WEIGHT = 5e-6, 5e-5
 SCRIPTS = Path(__file__).parent
-NAMES = pytest.mark.parametrize("name", CLASSES)
+EACH = pytest.mark.parametrize("name", NAMES)
 
 
 def torchrun(script: str, folder: Path) -> tuple[Path, list[dict]]:
@@ -88,7 +88,7 @@ def mean(found: list[dict], *keys: str) -> list[float]:
 
 
 class TestTrainerUnderDDP:
-    @NAMES
+    @EACH
     @pytest.mark.parametrize("setting", SHARED_OUT)
     def test_a_step_of_two_processes_is_that_of_one(self, ddp, tmp_path, name, setting):
         folder, found = ddp
@@ -99,7 +99,7 @@ class TestTrainerUnderDDP:
         assert losses(run)[-1] < 0.75 * losses(run)[0]
         same_weights_nearly(AutoModelForCausalLM.from_pretrained(folder / f"{name}-{setting}"), run.model)
 
-    @NAMES
+    @EACH
     @pytest.mark.parametrize("setting", SHARED_OUT)
     def test_each_process_sees_its_own_half(self, ddp, name, setting):
         folder, found = ddp
@@ -111,7 +111,7 @@ class TestTrainerUnderDDP:
             assert sorted(halves[0] + halves[1]) == sorted(witness.seen[4 * step : 4 * step + 4])
         assert found[0][name][setting]["steps"] != found[1][name][setting]["steps"]
 
-    @NAMES
+    @EACH
     @pytest.mark.parametrize("setting", SHARED_OUT)
     def test_resuming_is_bitwise_going_on(self, ddp, name, setting):
         for each in ddp[1]:
@@ -121,7 +121,7 @@ class TestTrainerUnderDDP:
 
 
 class TestFSDP2:
-    @NAMES
+    @EACH
     @pytest.mark.parametrize("kind", SHARDED)
     def test_training_is_that_of_one_process(self, fsdp, name, kind):
         folder, found = fsdp
@@ -132,7 +132,7 @@ class TestFSDP2:
         mine, theirs = (each[name][kind]["steps"] for each in found)
         assert (mine != theirs) == model.config.implicit  # processes need not take equally many iterations
 
-    @NAMES
+    @EACH
     @pytest.mark.parametrize("kind", SHARDED)
     def test_the_gathered_weights_compute_what_the_sharded_model_did(self, fsdp, name, kind):
         folder, found = fsdp
@@ -154,13 +154,13 @@ class TestFSDP2:
 
 
 class TestCore:
-    @NAMES
+    @EACH
     def test_ddp(self, ddp, name):
         close(mean(ddp[1], name, "core"), by_hand(to_causal_lm(small(name)).train(), 3)[0], LOSS)
         assert [each[name]["core"]["without gradient"] for each in ddp[1]] == [[], []]
         assert ddp[1][0][name]["core"]["steps"] != ddp[1][1][name]["core"]["steps"]
 
-    @NAMES
+    @EACH
     def test_fsdp2(self, fsdp, name):
         close(mean(fsdp[1], name, "core"), by_hand(to_causal_lm(small(name)).train(), 3)[0], LOSS)
         assert [each[name]["core"]["halves"] for each in fsdp[1]] == [True, True]
