@@ -126,13 +126,13 @@ class TestFiles:
         config = load(tmp_path, eval_solve={"stop": {"max_steps": 5}}, num_hidden_layers=2)
         assert (config.eval_solve["stop"]["max_steps"], config.num_hidden_layers) == (5, 2)
         assert load(tmp_path, solve={"stop": {"max_steps": 5}}).specification().solve.stop == dq.Stop(1e-4, max_steps=5)
-        for fields, error, message in (
+        for changes, error, message in (
             ({"num_hiden_layers": 2}, ValueError, r"field 'num_hiden_layers' .*did you mean 'num_hidden_layers'"),
             ({"another": 1}, ValueError, "field 'another' is unknown"),
             ({"hidden_size": 0, "head_dim": 1}, StrictDataclassError, "d_model must be an integer >= 1, got 0"),
         ):
             with pytest.raises(error, match=message):
-                load(tmp_path, **fields)
+                load(tmp_path, **changes)
         assert load(tmp_path, another=None).hidden_size == 768  # asks for nothing
         _, unused = AutoConfig.from_pretrained(tmp_path, return_unused_kwargs=True, another=1)
         assert unused == {"another": 1}

@@ -187,6 +187,10 @@ class TestFiles:
             assert one.config.norm == "coda"
 
 
+ONE = {"name": "LlamaConfig", "d_model": 16, "n_heads": 2}
+THREE = dict.fromkeys(("prelude", "core", "coda"), ONE)
+
+
 class TestConfiguration:
     def test_defaults_are_those_of_the_decoder_or_the_layers(self):
         config = RecurrentDepthConfig(decoder_config=made("gemma2").config, **PARTS)
@@ -197,9 +201,6 @@ class TestConfiguration:
         config = RecurrentDepthConfig(layers={"prelude": ATTENTION, "core": MIXER, "coda": ATTENTION})
         assert (config.hidden_size, config.num_hidden_layers, config.prelude, config.core) == (8, 4, 1, 2)
         assert "GPTNeoXLayer" in from_causal_lm(retrofitted("gpt_neox"))._no_split_modules
-
-    ONE = {"name": "LlamaConfig", "d_model": 16, "n_heads": 2}
-    THREE = dict.fromkeys(("prelude", "core", "coda"), ONE)
 
     @pytest.mark.parametrize(
         ("fields", "message"),
@@ -238,7 +239,7 @@ class TestConfiguration:
     )
     def test_bad_fields_of_layers(self, fields, message):
         with pytest.raises((ValueError, StrictDataclassError), match=message):
-            RecurrentDepthConfig(**{"layers": self.THREE} | fields)
+            RecurrentDepthConfig(**{"layers": THREE} | fields)
 
 
 def changed(lm, **parts):
