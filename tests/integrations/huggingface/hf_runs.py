@@ -1,12 +1,6 @@
-"""Small models and a small task that the tests of the Trainer and the scripts under torchrun share."""
-
-import faulthandler
-import json
-import sys
-from pathlib import Path
+"""Small models and a small task that the tests of the Trainer and the script under torchrun share."""
 
 import torch
-import torch.distributed as dist
 from hf_models import FAMILIES, configured, contract
 from transformers import Trainer, TrainingArguments
 
@@ -15,18 +9,6 @@ import deqseq as dq
 PAD, VOCABULARY = 0, 13
 SOLVE = dq.SolveConfig(dq.Naive(), dq.Stop(rtol=1e-6, max_steps=64), dq.Phantom(2))
 NAMES = ("mamba2", "llama")
-SHARED_OUT = {
-    "plain": {"per_device_train_batch_size": 2},
-    "accumulated": {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2},
-}
-"""Two ways in which two processes take four rows a step."""
-SHARDED = {
-    "implicit": {},
-    "weight norm": {"weight_norm": True},
-    "explicit": {"implicit": False},
-    "recomputing": {"solve": {"gradient": {"checkpoint": True}}},
-}
-"""Fields of the models that are sharded."""
 
 
 def small(name: str, **fields):
@@ -95,18 +77,8 @@ class Witness:
 
 
 def by_hand(model, steps: int, rank: int = 0, ranks: int = 1) -> tuple[list[float], list[int]]:
-    """AdamW on four rows a step, of which each process takes its share.
-
-    Args:
-        model: of transformers or of the core, and whatever is wrapped around it.
-        steps: how many.
-        rank: of this process.
-        ranks: processes.
-
-    Returns:
-        This process's losses, of which the mean over processes is that of the whole batch, and the iterations of
-        its rows.
-    """
+    """AdamW on four rows a step, of which each process takes its share: its losses, whose mean over processes is that
+    of the whole batch, and the iterations of its rows."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     shares, taken, share = [], [], 4 // ranks
     for step in range(steps):
@@ -121,17 +93,3 @@ def by_hand(model, steps: int, rank: int = 0, ranks: int = 1) -> tuple[list[floa
         shares.append(loss.item())
         taken += [] if output.stats is None else output.stats.iterations.tolist()
     return shares, taken
-
-
-def in_two_processes(check) -> None:
-    """What a script under torchrun does: ``check(folder)`` in each process, and its results in a file.
-
-    A process that waits for ever ends after 200 seconds, and says where it was.
-    """
-    faulthandler.dump_traceback_later(200, exit=True)
-    dist.init_process_group("gloo")
-    assert dist.get_world_size() == 2
-    folder = Path(sys.argv[1])
-    results = {"world size": dist.get_world_size(), **check(folder)}
-    (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(results))
-    dist.destroy_process_group()
