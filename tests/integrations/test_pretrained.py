@@ -205,10 +205,6 @@ class TestImplicit:
         assert grads[0].norm() > 0.1
         assert (grads[1] - grads[0]).norm() < 1e-6 * grads[0].norm()
 
-    def test_the_default_solve_can_be_named(self):
-        assert from_pretrained_model(llama(), implicit=True, solve=None).model.solve == FROM_INPUT
-        assert isinstance(from_pretrained_model(llama(), implicit=False, weight_norm=False).model, dq.ExplicitModel)
-
 
 class TestWeights:
     def test_they_are_copies_and_keep_their_dtype(self):

@@ -184,16 +184,6 @@ class TestPublished:
             spec = replace(spec, solve=replace(spec.solve, solver=spec.eval_solve.solver, stop=stop))
         assert spec.solve == preset.solve
 
-    def test_state_tracking(self):
-        whole = config("mamba2")
-        whole["backbone_config"] |= {"d_model": 256, "n_layer": 1, "dropout": 0.05, "pretrain_iter": 0}
-        whole["backbone_config"]["block_cfg"] = {"d_state": 128, "expand": 4, "headdim": 64}
-        whole["deq_params"]["solver"] |= {"f_max_iter": 32, "eval_f_max_iter": 2048, "eval_factor": 0.0, "f_tol": 0.05}
-        whole |= {"vocab_size": 240, "n_tokens": 240, "d_embed": 256}
-        spec, preset = from_reference_config(whole), dq.preset("mamba2-state-tracking")
-        assert (spec.vocab_size, spec.backbone) == (preset.vocab_size, preset.backbone)
-        assert (spec.solve.stop.max_steps, spec.eval_solve) == (32, preset.eval_solve)
-
 
 def changed(name: str, *path: str, **value: object) -> dict:
     """A configuration with one field set to ``value``, or without it."""

@@ -3,8 +3,6 @@
 import argparse
 import json
 import re
-import subprocess
-import sys
 import warnings
 from contextlib import nullcontext
 from pathlib import Path
@@ -126,16 +124,6 @@ class TestSolver:
             solution = dq.solve(lambda z: a * z + 1, torch.zeros(1, 1), solver=TorchDEQ(name), stop=stop)
             (grad,) = torch.autograd.grad(solution.value.sum(), a)
             assert grad.item() == pytest.approx(4.0, abs=1e-4)
-
-    def test_is_a_hashable_value(self):
-        assert len({TorchDEQ("broyden"), TorchDEQ("broyden"), TorchDEQ("anderson")}) == 2
-        assert TorchDEQ("anderson", m=5) != TorchDEQ("anderson")
-        assert TorchDEQ("broyden", LBFGS_thres=8).options == {"LBFGS_thres": 8}
-
-    def test_deqseq_does_not_import_torchdeq(self):
-        code = "import sys, deqseq, deqseq.integrations.torchdeq; print('torchdeq' in sys.modules)"
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-        assert done.stdout == "False\n"
 
 
 def with_options(name: str, **options) -> tuple[dq.SolveConfig, dq.SolveConfig]:

@@ -65,18 +65,6 @@ def made(family, attention=None, **fields):
     return model.double().eval()
 
 
-def precise(model):
-    """The same with norms in the model's dtype: theirs round to float32, which hides errors below 1e-7."""
-    for parent in list(model.modules()):
-        for name, part in list(parent.named_children()):
-            if type(part).__name__.endswith("RMSNorm"):
-                norm = nn.RMSNorm(len(part.weight), getattr(part, "eps", None) or part.variance_epsilon)
-                gemma = "Gemma" in type(part).__name__
-                norm.weight = nn.Parameter(part.weight.detach() + 1 if gemma else part.weight.detach())
-                setattr(parent, name, norm)
-    return model
-
-
 def same(ours, expected, tolerance=1e-10):
     torch.testing.assert_close(ours, expected, rtol=tolerance, atol=tolerance)
 
@@ -132,9 +120,6 @@ class TestFamilies:
         options |= {"num_beams": 3, "pad_token_id": 0, "max_new_tokens": 4}
         theirs.generation_config.eos_token_id = implicit.generation_config.eos_token_id = None
         assert torch.equal(implicit.generate(prompt, **options), theirs.generate(prompt, **options))
-
-    def test_the_table_of_tests_is_the_table_of_families(self):
-        assert set(OWN) <= set(FAMILIES)
 
 
 class TestLayers:
@@ -239,20 +224,21 @@ class Driven(dq.Backbone):
         return self.layers.advance(cache, aux, tokens, counts)
 
 
-def driven(family, **fields):
-    return Driven(DecoderBackbone(precise(made(family, **fields))))
+def driven(family):
+    """Of a family whose norms are computed in the model's dtype: others round to float32, which hides errors."""
+    return Driven(DecoderBackbone(made(family, num_hidden_layers=1)))
 
 
-class TestLlama(BackboneContract):
-    backbone = driven("llama", num_hidden_layers=1)
+class TestFullAttention(BackboneContract):
+    backbone = driven("stablelm")
 
 
 class TestSlidingWindow(BackboneContract):
-    backbone = driven("gemma3_text", **SHORT)
+    backbone = driven("starcoder2")
 
 
 class TestParallelResidual(BackboneContract):
-    backbone = driven("gpt_neox", num_hidden_layers=1)
+    backbone = driven("gpt_neox")
 
 
 class TestRefusals:

@@ -1,19 +1,14 @@
 """transformers' Trainer with our models: losses and metrics by hand, interruptions, options, collators."""
 
-import json
 import math
 
 import pytest
 import torch
 from hf_models import same_weights
-from hf_runs import PAD, VOCABULARY, Witness, collate, losses, rows, small, trainer
+from hf_runs import VOCABULARY, Witness, collate, losses, rows, small, trainer
 from safetensors.torch import load_file
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
 from torch import nn
 from torch.nn import functional as F
-from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerFast
 
 import deqseq as dq
 
@@ -75,18 +70,6 @@ def test_evaluate_is_what_each_row_costs_alone(kind, side, tmp_path):
     assert abs(found - total / 10) < 1e-4
 
 
-def test_predict(tmp_path):
-    model = one_block("mamba2")
-    found = trainer(model, tmp_path).predict(EVAL)
-    assert (found.predictions.shape, found.label_ids.shape) == ((10, 9, VOCABULARY), (10, 9))
-    for row, logits, labels in zip(EVAL, found.predictions, found.label_ids, strict=True):
-        count = len(row["input_ids"])
-        assert labels.tolist() == row["input_ids"] + [-100] * (9 - count)
-        with torch.no_grad():
-            alone = model.eval()(torch.tensor([row["input_ids"]])).logits[0]
-        assert (torch.from_numpy(logits[:count]) - alone).abs().max() < 1e-4
-
-
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
@@ -123,21 +106,6 @@ def test_resuming_is_bitwise_going_on(kind, tmp_path):
     assert losses(resumed) == losses(whole)
 
 
-def test_the_best_model_is_taken_up_again(tmp_path):
-    """The best is here the worst, so that it is not the last."""
-    schedule = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
-    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True}
-    run = trainer(one_block("llama"), tmp_path, max_steps=6, **schedule, **best)
-    run.train()
-    evaluated = [entry["eval_loss"] for entry in run.state.log_history if "eval_loss" in entry]
-    at = 2 * (1 + evaluated.index(max(evaluated)))
-    assert at < 6
-    assert run.state.best_model_checkpoint == str(tmp_path / f"checkpoint-{at}")
-    assert run.evaluate()["eval_loss"] == max(evaluated)
-    assert run.model.lm_head.weight is run.model.model.embed_tokens.weight
-    assert json.loads((tmp_path / f"checkpoint-{at}" / "trainer_state.json").read_text())["global_step"] == at
-
-
 @KINDS
 def test_bfloat16(kind, tmp_path):
     run = trainer(one_block(kind, solve={"stop": dq.Stop(rtol=0.02, max_steps=12)}), tmp_path, bf16=True)
@@ -156,22 +124,3 @@ def test_a_row_of_padding_alone_is_named(tmp_path):
     run = trainer(one_block("mamba2"), tmp_path, train_dataset=[{"input_ids": [1, 2, 3]}, {"input_ids": []}] * 4)
     with pytest.raises(ValueError, match="mask must mark one run of real tokens per row"):
         run.train()
-
-
-@pytest.mark.parametrize(("side", "kind"), [("right", "llama"), ("left", "mamba2")])
-def test_the_collator_of_transformers(kind, side, tmp_path):
-    table = Tokenizer(WordLevel({"<pad>": PAD} | {f"n{i}": i for i in range(1, VOCABULARY)}, unk_token="<pad>"))
-    table.pre_tokenizer = Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=table, pad_token="<pad>", padding_side=side)
-    texts = [" ".join(f"n{i}" for i in row["input_ids"]) for row in rows(48)]
-    options = {
-        "train_dataset": [{"input_ids": tokenizer(text)["input_ids"]} for text in texts],
-        "data_collator": DataCollatorForLanguageModeling(tokenizer, mlm=False),
-        "processing_class": tokenizer,
-    }
-    run = trainer(one_block(kind), tmp_path, max_steps=2, **options)
-    ours = trainer(one_block(kind), tmp_path, max_steps=2, data_collator=lambda batch: collate(batch, side))
-    assert run.evaluate()["eval_loss"] == ours.evaluate()["eval_loss"]
-    for each in (run, ours):
-        each.train()
-    assert losses(run) == losses(ours)
