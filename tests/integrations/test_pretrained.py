@@ -318,7 +318,6 @@ def nested(kind: str, **content) -> dict:
 
 REFUSED = [  # what is read, the field, and the reason
     (LLAMA | {"attention_bias": True}, "'attention_bias' cannot be True here: " + BIAS),
-    (LLAMA | {"mlp_bias": True}, "'mlp_bias' cannot be True here: " + BIAS),
     (LLAMA | {"hidden_act": "gelu"}, "'hidden_act' cannot be 'gelu' here: " + ACTIVATION),
     (LLAMA | {"attention_dropout": 0.1}, "'attention_dropout' cannot be 0.1 here: deqseq does not drop attention"),
     (LLAMA | {"sliding_window": 4096}, "'sliding_window' cannot be 4096 here: deqseq's attention sees all tokens"),
@@ -333,17 +332,12 @@ REFUSED = [  # what is read, the field, and the reason
     ),
     (MAMBA2 | {"use_bias": True}, "'use_bias' cannot be True here: " + BIAS),
     (MAMBA2 | {"use_conv_bias": False}, "'use_conv_bias' cannot be False here: deqseq's convolution has a bias"),
-    (MAMBA2 | {"hidden_act": "relu"}, "'hidden_act' cannot be 'relu' here: " + ACTIVATION),
     (MAMBA2 | {"num_heads": 64}, "'num_heads' cannot be 64 here: times head_dim 64 it must be expand * hidden_size"),
     ({"ssm_cfg": {}}, "'layer' cannot be 'Mamba1' here: deqseq's layers are Mamba2 (it is missing: the default)"),
-    ({"ssm_cfg": SSM | {"rmsnorm": False}}, "'rmsnorm' cannot be False here: deqseq's mixer normalises its output"),
-    ({"ssm_cfg": SSM | {"D_has_hdim": True}}, "'D_has_hdim' cannot be True here: deqseq's D is one number per head"),
-    ({"ssm_cfg": SSM | {"norm_before_gate": True}}, "cannot be True here: deqseq gates before it normalises"),
     ({"ssm_cfg": SSM | {"d_ssm": 64}}, "'d_ssm' cannot be 64 here: deqseq scans all of the inner channels"),
     ({"ssm_cfg": SSM | {"ngroup": 2}}, "ssm_cfg: 'ngroup' is unknown; did you mean 'ngroups'"),
     ({"ssm_cfg": SSM, "attn_layer_idx": [3]}, "'attn_layer_idx' cannot be [3] here: deqseq's Mamba2 has no attention"),
     ({"ssm_cfg": SSM, "d_intermediate": 8}, "'d_intermediate' cannot be 8 here: deqseq has no feed-forward layer"),
-    ({"ssm_cfg": SSM, "rms_norm": False}, "'rms_norm' cannot be False here: deqseq's norms are RMSNorm"),
     ({"ssm_cfg": SSM, "n_layers": 4}, "'n_layers' is unknown; did you mean 'n_layer'"),
     (
         {"model_type": "mistral"},

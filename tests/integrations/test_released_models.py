@@ -1,7 +1,6 @@
 """Released recurrent-depth models give the numbers of their authors' code: iterated, converged, trained, decoded."""
 
 import json
-from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
 
@@ -37,30 +36,8 @@ def weights(name, part="weight"):
     return {key.removeprefix(f"{part}/"): x for key, x in numbers(name).items() if key.startswith(f"{part}/")}
 
 
-@cache
-def loaded(name, steps=None):
-    return from_state(config(name), weights(name), steps)
-
-
-@contextmanager
-def replaced(part, name, value):
-    """An attribute is another for a while."""
-    before = getattr(part, name)
-    setattr(part, name, value)
-    try:
-        yield
-    finally:
-        setattr(part, name, before)
-
-
-def started(lm, start):
-    """The loop of a model of fixed depth begins there."""
-    return replaced(lm.model.core.backbone, "start", start)
-
-
-def gated(lm, threshold):
-    """Tokens take the state of the loop at which the gate's probabilities reach a threshold."""
-    return replaced(lm.model.backbone.choose, "threshold", threshold)
+def loaded(name, steps=None, **changes):
+    return from_state(config(name) | changes, weights(name), steps)
 
 
 def assert_near(found, wanted, atol=1e-9):
@@ -106,7 +83,7 @@ class TestRavens:
         std = 0.4**0.5 if name == "huginn" else (2 / (5 * lm.model.d_model)) ** 0.5
         assert start.std == pytest.approx(std)
         torch.manual_seed(0)
-        expected = looped(lm, ids, start.draw(lm.embed(ids)))
+        expected = looped(loaded(name, 3), ids, start.draw(lm.embed(ids)))
         torch.manual_seed(0)
         assert torch.equal(lm(ids).logits, expected)
 
@@ -136,7 +113,7 @@ class TestRavens:
 
     @RAVENS
     def test_truncated_training(self, name):
-        lm, golden = from_state(config(name), weights(name)).train(), numbers(name)
+        lm, golden = loaded(name).train(), numbers(name)
         how = {"solver": NAIVE, "stop": dq.Stop.exactly(9), "gradient": dq.Unrolled(last=4)}
         output = lm(golden["input_ids"], targets=golden["labels"], start=golden["initial_state"], **how)
         output.loss.backward()
@@ -150,9 +127,9 @@ class TestRavens:
     @RAVENS
     def test_decoding_with_a_cache_per_iteration_or_per_token(self, name):
         fixed, golden = loaded(name, 8), numbers(name)
-        with started(fixed, golden["initial_state"]):
-            found = decoded(fixed, golden["input_ids"], golden["initial_state"])
+        found = decoded(fixed, golden["input_ids"], golden["initial_state"])
         assert_near(found, golden["decode_logits_r8"])
+        fixed.model.core.backbone.start = golden["initial_state"]
         found = decoded(loaded(name), golden["input_ids"], stop=TIGHT, throw=True)
         assert_near(found, golden["decode_logits_converged"])
         with torch.no_grad():
@@ -167,8 +144,9 @@ class TestRavens:
 
 
 def looped(lm, ids, start):
-    with started(lm, start):
-        output = lm(ids)
+    """The logits of a model of fixed depth whose loop begins there."""
+    lm.model.core.backbone.start = start
+    output = lm(ids)
     assert output.stats is None
     return output.logits
 
@@ -192,23 +170,22 @@ class TestOuro:
 
     @torch.no_grad()
     def test_decoding_with_a_cache_per_loop_and_a_choice(self):
-        lm, golden = loaded("ouro"), numbers("ouro")
-        assert_near(decoded(lm, golden["input_ids"]), golden["decode_logits"])
-        with gated(lm, 0.5):
-            assert_near(decoded(lm, golden["input_ids"]), golden["threshold_0.5_logits"][:, 11:])
-            ids = golden["input_ids"][:, :11]
-            generated = lm.generate(ids, max_new_tokens=6).tokens
-            for _ in range(6):  # without a cache
-                ids = torch.cat([ids, lm(ids).logits[:, -1:].argmax(-1)], dim=1)
-            assert torch.equal(generated, ids[:, 11:])
+        lm, golden = loaded("ouro", early_exit_threshold=0.5), numbers("ouro")
+        assert_near(decoded(loaded("ouro"), golden["input_ids"]), golden["decode_logits"])
+        assert_near(decoded(lm, golden["input_ids"]), golden["threshold_0.5_logits"][:, 11:])
+        ids = golden["input_ids"][:, :11]
+        generated = lm.generate(ids, max_new_tokens=6).tokens
+        for _ in range(6):  # without a cache
+            ids = torch.cat([ids, lm(ids).logits[:, -1:].argmax(-1)], dim=1)
+        assert torch.equal(generated, ids[:, 11:])
 
     @pytest.mark.parametrize("threshold", [1.0, 0.5])
     def test_training_through_all_loops(self, threshold):
         """The published loss weighs the loops by the gate; the loss of the states that are chosen has this gradient."""
-        lm = from_state(OURO | {"early_exit_threshold": threshold}, weights("ouro")).train()
+        lm = loaded("ouro", early_exit_threshold=threshold).train()
         ids = numbers("ouro")["input_ids"]
         lm(ids, labels=ids).loss.backward()
-        plain = from_state(OURO, weights("ouro"))
+        plain = loaded("ouro")
         states, layers = [plain.embed(ids)], plain.model.backbone.backbone
         for _ in range(4):
             states.append(layers(states[-1], layers.prepare(states[-1]))[0])
@@ -227,7 +204,7 @@ class TestOuro:
     @torch.no_grad()
     def test_the_gate_of_the_configuration_chooses(self, threshold):
         golden = numbers("ouro")
-        lm = from_state(OURO | {"early_exit_threshold": threshold}, weights("ouro"))
+        lm = loaded("ouro", early_exit_threshold=threshold)
         gate, name = lm.model.backbone.choose, "eval_logits" if threshold == 1 else f"threshold_{threshold}_logits"
         assert_near(lm(golden["input_ids"]).logits, golden[name])
         assert_near(gate.linear(golden["states"])[..., 0], golden["gate_logits"])
@@ -238,8 +215,8 @@ class TestOuro:
     def test_the_gate_itself(self):
         gate, states = loaded("ouro").model.backbone.choose, numbers("ouro")["states"].movedim(2, 0)
         assert torch.equal(gate(states[:1]), states[0])  # one loop: there is nothing to choose
-        with gated(loaded("ouro"), 0.0):
-            assert torch.equal(gate(states), states[0])
+        gate.threshold = 0.0
+        assert torch.equal(gate(states), states[0])
         certain = OuroGate(torch.nn.Linear(24, 1).double())
         certain.linear.bias.fill_(1e4)
         assert torch.equal(certain(states), states[-1])  # although its probabilities are 1
@@ -263,13 +240,13 @@ class TestOuro:
 @pytest.mark.parametrize("name", ["huginn", "ouro"])
 @torch.no_grad()
 def test_a_fixed_depth_is_exported(name):
-    lm, ids = loaded(name, 3), numbers(name)["input_ids"]
-    with gated(lm, 0.5) if name == "ouro" else started(lm, lm.model.core.backbone.start):
-        exported = torch.export.export(Logits(lm), (ids,), strict=False).module()
-        torch.manual_seed(1)
-        expected = lm(ids).logits
-        torch.manual_seed(1)
-        assert_near(exported(ids), expected, 1e-12)
+    lm = loaded(name, 3, **{"early_exit_threshold": 0.5} if name == "ouro" else {})
+    ids = numbers(name)["input_ids"]
+    exported = torch.export.export(Logits(lm), (ids,), strict=False).module()
+    torch.manual_seed(1)
+    expected = lm(ids).logits
+    torch.manual_seed(1)
+    assert_near(exported(ids), expected, 1e-12)
 
 
 @pytest.mark.parametrize("name", [*NAMES, "ouro"])
@@ -306,7 +283,7 @@ def test_a_folder_is_loaded(tmp_path, name):
 )
 def test_what_is_not_computed_here_is_refused(name, changes, words):
     with pytest.raises(ValueError) as caught:
-        from_state(config(name) | changes, weights(name))
+        loaded(name, **changes)
     assert all(word in str(caught.value) for word in words)
 
 

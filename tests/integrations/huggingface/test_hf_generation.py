@@ -144,8 +144,6 @@ def generation_config(**fields):
     ("options", "message"),
     [
         (generation_config(solve={"sweep": {"name": "Slidng"}}), "sweep: name 'Slidng' .*did you mean 'Sliding'"),
-        (generation_config(solve={"stop": {"max_steps": 0}}), r"Stop\.max_steps must be an integer >= 1"),
-        (generation_config(solve={"solver": 3}), r"solver must be a solver of deqseq or its JSON"),
         (generation_config(solve={"swep": "Sliding"}), "field 'swep' .*did you mean 'sweep'"),
         (generation_config(solves={}), r"'solves'.*'solve'"),
         ({"solv": {"sweep": "Sliding"}}, r"not used by the model: \['solv'\]"),

@@ -46,13 +46,6 @@ def test_every_class_of_the_library_is_in_the_table(kind):
     assert set(CLASSES[kind]) == concrete == {type(value) for value in values}
 
 
-def test_every_field_is_written():
-    stop = {"rtol": 1e-5, "atol": 0.0, "max_steps": 100, "check_every": 1, "divergence": 1e4, "norm": "row"}
-    solver = {"name": "Anderson", "memory": 4, "mixing": 1.0, "ridge": None}
-    written = {"name": "Implicit", "solver": solver, "stop": stop, "throw": False, "report": None}
-    assert to_json(dq.Implicit()) == written
-
-
 BASE = dq.SolveConfig(dq.Relaxed(0.3), dq.Stop(rtol=1e-6), sweep=dq.Sliding(3))
 SHORTER = dq.SolveConfig(dq.Relaxed(0.5), dq.Stop(rtol=1e-6, max_steps=7), sweep=dq.Sequential())
 
