@@ -86,18 +86,6 @@ class TestSpecifications:
             with pytest.raises(ValueError, match="leave out solve, vocab_size"):
                 from_causal_lm(one, vocab_size=20, solve={"stop": {"max_steps": 8}})
 
-
-class TestSolves:
-    def test_objects_and_json_are_the_same(self):
-        parts = {"solver": dq.Relaxed(0.5), "stop": dq.Stop(1e-4), "gradient": dq.OneStep()}
-        config = ImplicitMamba2Config(solve=dq.SolveConfig(**parts))
-        assert config.solve["solver"] == {"name": "Relaxed", "damping": 0.5}
-        assert (config.solve["stop"]["rtol"], config.solve["gradient"]) == (1e-4, {"name": "OneStep"})
-        json_parts = {"solver": {"name": "Relaxed", "damping": 0.5}, "stop": {"rtol": 1e-4}, "gradient": "OneStep"}
-        for same in (parts, json_parts):
-            assert ImplicitMamba2Config(solve=same).solve == config.solve
-        assert config.specification().eval_solve is None
-
     def test_what_a_section_leaves_out_stays(self):
         changes = {"stop": {"max_steps": 7}, "solver": "Naive"}
         config = ImplicitLlamaConfig(solve={"stop": {"rtol": 1e-4}}, eval_solve=changes)

@@ -21,9 +21,8 @@ from deqseq.integrations.recurrent_depth import from_state
 
 DATA = Path(__file__).parents[1] / "data"
 PARTS = {"prelude": 1, "core": 2, "coda": 1}
-FAMILIES = pytest.mark.parametrize(
-    "family", ["llama", "qwen3", "gemma", "gemma2", "gemma3_text", "gpt_neox", "smollm3"]
-)
+NAMES = ("llama", "qwen3", "gemma", "gemma2", "gemma3_text", "gpt_neox", "smollm3")
+FAMILIES = pytest.mark.parametrize("family", NAMES)
 FOUR, ONCE = {"stop": dq.Stop.exactly(4)}, {"stop": dq.Stop.exactly(1)}
 SWEEPS = (dq.Simultaneous(), dq.Chunked(4), dq.Sliding(3), dq.Sequential())
 
@@ -131,8 +130,9 @@ class TestRetrofit:
 
 
 class TestFiles:
-    @FAMILIES
-    @pytest.mark.parametrize("injection", ["concat", "decay"])
+    @pytest.mark.parametrize(
+        ("family", "injection"), [*((family, "concat") for family in NAMES), ("llama", "decay"), ("llama", "add")]
+    )
     @torch.no_grad()
     def test_a_saved_retrofit_computes_the_same(self, family, injection, tmp_path):
         lm = retrofitted(family, injection=injection)
@@ -189,6 +189,7 @@ class TestFiles:
 
 ONE = {"name": "LlamaConfig", "d_model": 16, "n_heads": 2}
 THREE = dict.fromkeys(("prelude", "core", "coda"), ONE)
+DECODER = PARTS | {"decoder_config": made("llama").config}
 
 
 class TestConfiguration:
@@ -205,41 +206,31 @@ class TestConfiguration:
     @pytest.mark.parametrize(
         ("fields", "message"),
         [
-            ({"core": 3}, "must add up to the decoder's 4 layers, got 5"),
-            ({"prelude": 0}, r"RecurrentDepthConfig\.prelude must be an integer >= 1, got 0"),
-            ({"injection": "conat"}, r"RecurrentDepthConfig\.injection must be one of .*did you mean 'concat'"),
-            ({"injection": None}, "injection must be one of"),
-            ({"hidden_size": 16}, r"RecurrentDepthConfig\.hidden_size must be 32, as its parts have, got 16"),
-            ({"embedding_dropout": 1.0}, r"RecurrentDepthConfig\.embedding_dropout must be a number in \[0, 1\)"),
-            ({"logit_softcap": 0.0}, r"RecurrentDepthConfig\.logit_softcap must be a number in \(0, inf\), got 0.0"),
-            ({"num_hidden_layers": 3}, r"num_hidden_layers must be 4, as its parts have, got 3"),
-            ({"norm": "coda"}, "norm must be None, as its parts have, got coda"),
-            ({"solve": {"swep": "Sliding"}}, "field 'swep' .*did you mean 'sweep'"),
-            ({"codda": 1}, "field 'codda' .*did you mean 'coda'"),
-            ({"layers": THREE}, "give either decoder_config or layers, not both"),
-        ],
-    )
-    def test_bad_fields_beside_a_decoder(self, fields, message):
-        with pytest.raises((ValueError, StrictDataclassError), match=message):
-            RecurrentDepthConfig(**{"decoder_config": made("llama").config, **PARTS, **fields})
-
-    @pytest.mark.parametrize(
-        ("fields", "message"),
-        [
-            ({"layers": {"prelude": ONE, "core": ONE}}, "must have the keys prelude, core, coda, got prelude, core"),
+            (DECODER | {"core": 3}, "must add up to the decoder's 4 layers, got 5"),
+            (DECODER | {"prelude": 0}, r"RecurrentDepthConfig\.prelude must be an integer >= 1, got 0"),
+            (DECODER | {"injection": "conat"}, r"RecurrentDepthConfig\.injection must be .*did you mean 'concat'"),
+            (DECODER | {"injection": None}, "injection must be one of"),
+            (DECODER | {"hidden_size": 16}, r"RecurrentDepthConfig\.hidden_size must be 32, as its parts have, got 16"),
+            (DECODER | {"embedding_dropout": 1.0}, r"Config\.embedding_dropout must be a number in \[0, 1\)"),
+            (DECODER | {"logit_softcap": 0.0}, r"Config\.logit_softcap must be a number in \(0, inf\), got 0.0"),
+            (DECODER | {"num_hidden_layers": 3}, r"num_hidden_layers must be 4, as its parts have, got 3"),
+            (DECODER | {"norm": "coda"}, "norm must be None, as its parts have, got coda"),
+            (DECODER | {"solve": {"swep": "Sliding"}}, "field 'swep' .*did you mean 'sweep'"),
+            (DECODER | {"codda": 1}, "field 'codda' .*did you mean 'coda'"),
+            (DECODER | {"layers": THREE}, "give either decoder_config or layers, not both"),
+            ({"layers": {"prelude": ONE}}, "must have the keys prelude, core, coda, got prelude"),
             ({"layers": THREE | {"core": ONE | {"d_model": 8}}}, r"the same d_model, got \[16, 8, 16\]"),
             ({"layers": THREE | {"core": ONE | {"name": "LamaConfig"}}}, r"\['core'\]: .*did you mean 'LlamaConfig'"),
             ({"layers": THREE | {"coda": ONE | {"n_layer": 2}}}, r"layers\['coda'\]: .*did you mean 'n_layers'"),
-            ({"core": 2}, "core must be 1, as its parts have, got 2"),
-            ({"hidden_size": 8}, "hidden_size must be 16, as its parts have, got 8"),
-            ({"dropped": 1}, "dropped must be 0, as its parts have, got 1"),
-            ({"norm": "core"}, r"norm must be one of \(None, 'coda'\), got 'core'"),
-            ({"norm": "coda", "layers": THREE | {"coda": ONE | {"final_norm": False}}}, "norm must be None where"),
+            ({"layers": THREE, "core": 2}, "core must be 1, as its parts have, got 2"),
+            ({"layers": THREE, "dropped": 1}, "dropped must be 0, as its parts have, got 1"),
+            ({"layers": THREE, "norm": "core"}, r"norm must be one of \(None, 'coda'\), got 'core'"),
+            ({"layers": THREE | {"coda": ONE | {"final_norm": False}}, "norm": "coda"}, "norm must be None where"),
         ],
     )
-    def test_bad_fields_of_layers(self, fields, message):
+    def test_bad_fields_are_named(self, fields, message):
         with pytest.raises((ValueError, StrictDataclassError), match=message):
-            RecurrentDepthConfig(**{"layers": THREE} | fields)
+            RecurrentDepthConfig(**fields)
 
 
 def changed(lm, **parts):
