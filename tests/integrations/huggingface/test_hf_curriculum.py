@@ -137,7 +137,7 @@ class TestDrawnDepth:
     @pytest.mark.parametrize("kind", ["mamba2", "decoder"])
     def test_the_budget_of_each_step_is_drawn_and_a_resumed_run_draws_the_same(self, kind, tmp_path, caplog):
         lm = made("decoder").float() if kind == "decoder" else model()
-        run = trainer(tmp_path / "whole", DRAWN, lm, save_strategy="steps", save_steps=4, **OFTEN)
+        run = trainer(tmp_path / "whole", DRAWN, lm, save_strategy="steps", save_steps=4, eval_steps=6, **OFTEN)
         seen, evaluated = budgets(run), budgets(run, training=False)
         with caplog.at_level(logging.INFO, "deqseq"):
             run.train()
@@ -151,7 +151,9 @@ class TestDrawnDepth:
         saved = AutoModelForCausalLM.from_pretrained(checkpoint(run, 4)).model.solved
         assert (saved.solve, saved.eval_solve) == (RISING.solve, RISING.eval_solve)
         lm = made("decoder").float() if kind == "decoder" else model()
-        again = trainer(tmp_path / "again", DRAWN, lm, restore_callback_states_from_checkpoint=True, **OFTEN)
+        again = trainer(
+            tmp_path / "again", DRAWN, lm, restore_callback_states_from_checkpoint=True, eval_steps=6, **OFTEN
+        )
         seen = budgets(again)
         again.train(resume_from_checkpoint=checkpoint(run, 4))
         assert seen == wanted[4:]
