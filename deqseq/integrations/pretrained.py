@@ -103,11 +103,13 @@ def from_pretrained_model(
         state = model.state_dict()
     spec = pretrained_spec(config)
     if implicit:
-        backbone = replace(spec.backbone, injection=True)
-        spec = replace(spec, backbone=backbone, solve=solve or FROM_INPUT, eval_solve=eval_solve)
+        injected = replace(spec.backbone, injection=True)
+        spec = replace(spec, backbone=injected, solve=solve or FROM_INPUT, eval_solve=eval_solve)
     lm = assembled(spec, _translated(source_of(config), state, spec))
     if implicit and weight_norm is not False:
-        _normalise_weights(lm.model.backbone)
+        backbone: Any = lm.model.backbone
+        apply_weight_norm(backbone)
+        backbone.config = replace(backbone.config, weight_norm=True)
     return lm
 
 
@@ -146,9 +148,3 @@ def _translated(source: Source, state: Mapping[str, Tensor], spec: LanguageModel
     missing = {name: shape for name, shape in expected(spec).items() if name not in weights}
     new = {name: (like.new_ones if "norm" in name else like.new_zeros)(shape) for name, shape in missing.items()}
     return weights | new
-
-
-def _normalise_weights(backbone: Any) -> None:
-    """Split the weights into magnitude and direction."""
-    apply_weight_norm(backbone)
-    backbone.config = replace(backbone.config, weight_norm=True)

@@ -15,7 +15,7 @@ import deqseq as dq
 sys.path.append(str(Path(__file__).parents[1] / "integrations" / "huggingface"))
 
 from common.tokenizer import train_tokenizer
-from hf_models import Llama, Mamba2
+from hf_models import made
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "evaluate.py"
 STORIES = [
@@ -24,6 +24,7 @@ STORIES = [
     for colour in ("red", "blue")
     for weather in ("It rained.", "The sun was shining all day long.")
 ]
+Mamba2, Llama = "mamba2", "llama"
 KINDS = {
     "Mamba2-implicit": (Mamba2, True),
     "Mamba2-explicit": (Mamba2, False),
@@ -57,10 +58,9 @@ def tokenizer(kind="plain"):
 
 def save(folder, kind, *, implicit, words="plain", **fields):
     """A model in float64 whose solves converge, with a tokenizer, as save_pretrained leaves them."""
-    family, text = kind(), tokenizer(words)
-    family.implicit = implicit
-    fields = {"vocab_size": len(text), "solve": dq.SolveConfig(dq.Naive(), dq.Stop(rtol=1e-7, max_steps=200))} | fields
-    family.model(**fields).save_pretrained(folder)
+    text, solve = tokenizer(words), dq.SolveConfig(dq.Naive(), dq.Stop(rtol=1e-7, max_steps=200))
+    fields = {"vocab_size": len(text), "solve": solve} | fields
+    made(kind, implicit=implicit, **fields).save_pretrained(folder)
     text.save_pretrained(folder)
     return str(folder)
 

@@ -1,54 +1,310 @@
-"""Our implicit models compute what the paper's public reference code computes, from the same weights."""
+"""The paper's reference code: its configurations, its weights, and the numbers that it computes from them.
+
+``data`` has two small models of it (float64, solved to 1e-14): configurations and weights, logits at the fixed point,
+and the gradients of the loss through four phantom steps.
+"""
+
+import json
+import math
+import re
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
 
 import pytest
-import reference_model
 import torch
+from safetensors.torch import load_file
 
 import deqseq as dq
+from deqseq.integrations.reference_config import BACKBONE_NO_EFFECT, NO_EFFECT, from_reference_config
+from deqseq.integrations.reference_weights import from_reference, from_reference_state, to_reference_state
 
-TENSORS = {name: reference_model.load(name) for name in reference_model.NAMES}
-
-
-@pytest.fixture(scope="module", params=reference_model.NAMES)
-def reference(request) -> tuple[dq.CausalLM, dict[str, torch.Tensor]]:
-    tensors = TENSORS[request.param]
-    return reference_model.build(request.param, tensors), tensors
+DATA = Path(__file__).parent / "data"
+BOTH = pytest.mark.parametrize("name", ["mamba2", "llama"])
+SIZES = {"130m": (768, 24, 12, 12), "370m": (1024, 48, 24, 16), "760m": (1536, 48, 24, 16), "1.3b": (2048, 48, 24, 32)}
 
 
-@pytest.mark.parametrize("solver", [dq.Relaxed(0.8), dq.Naive(), dq.Anderson()], ids=lambda s: type(s).__name__)
-def test_logits_at_the_fixed_point(reference, solver):
-    lm, tensors = reference
-    with torch.no_grad():
-        output = lm(tensors["input_ids"], solver=solver, stop=dq.Stop(rtol=1e-13, max_steps=600))
-    assert (output.status == dq.Status.CONVERGED).all()
-    assert (output.logits - tensors["eval_logits"]).abs().max() < 1e-9
+def config(name: str) -> dict[str, Any]:
+    """One model's configuration, in the reference's own format."""
+    return json.loads((DATA / f"{name}.json").read_text())
 
 
-@pytest.mark.parametrize("sweep", [dq.Sliding(1), dq.Sliding(100)], ids=str)  # the others: below
-def test_every_sweep_finds_the_same_fixed_point(reference, sweep):
-    lm, tensors = reference
-    with torch.no_grad():
-        output = lm(tensors["input_ids"], sweep=sweep, stop=dq.Stop(rtol=1e-12, max_steps=600))
-    assert (output.status == dq.Status.CONVERGED).all()
-    assert not output.stats.forced.any()
-    assert (output.logits - tensors["eval_logits"]).abs().max() < 1e-9
+@cache
+def numbers(name: str) -> dict[str, torch.Tensor]:
+    """Every tensor of one model's file."""
+    return load_file(DATA / f"{name}.safetensors")
 
 
-@pytest.mark.parametrize("sweep", [dq.Simultaneous(), dq.Chunked(7), dq.Sequential(), dq.Sliding(8)], ids=str)
-def test_phantom_gradient_of_every_parameter(reference, sweep):
-    lm, tensors = reference
-    assert lm.model.solve.gradient == dq.Phantom(steps=4, damping=0.8)
-    lm.zero_grad()
-    stop = dq.Stop(rtol=1e-13, max_steps=600)
-    output = lm(tensors["input_ids"], labels=tensors["input_ids"], sweep=sweep, stop=stop)
-    assert output.converged.all()
-    assert output.loss.item() == pytest.approx(tensors["train_loss"].item(), rel=1e-6)
-    assert (output.logits - tensors["train_logits"]).abs().max() < 1e-9
-    output.loss.backward()
-    name = "mamba2" if isinstance(lm.model.backbone, dq.Mamba2) else "llama"
-    expected = reference_model.gradients(name, tensors)
-    gradients = {name: p.grad for name, p in lm.named_parameters()}
-    assert gradients.keys() == expected.keys()
-    for name, gradient in gradients.items():
-        error = (gradient - expected[name]).norm() / expected[name].norm()
-        assert error < 1e-5, f"{name}: {error:.1e}"
+def under(name: str, prefix: str) -> dict[str, torch.Tensor]:
+    """The tensors whose names begin with ``prefix``, without it."""
+    found = {key: tensor for key, tensor in numbers(name).items() if key.startswith(prefix)}
+    return {key.removeprefix(prefix): tensor for key, tensor in found.items()}
+
+
+class TestNumbers:
+    @BOTH
+    @pytest.mark.parametrize("solver", [dq.Relaxed(0.8), dq.Naive(), dq.Anderson()], ids=str)
+    @torch.no_grad()
+    def test_logits_at_the_fixed_point(self, name, solver):
+        lm, known = from_reference(config(name), under(name, "weight/")), numbers(name)
+        assert (lm.model.solve.solver, lm.model.eval_solve.solver) == (dq.Naive(), dq.Relaxed(0.8))
+        output = lm(known["input_ids"], solver=solver, stop=dq.Stop(rtol=1e-13, max_steps=600))
+        assert (output.status == dq.Status.CONVERGED).all()
+        assert (output.logits - known["eval_logits"]).abs().max() < 1e-9
+
+    @pytest.mark.parametrize(
+        ("name", "sweep"),
+        [
+            *(("mamba2", sweep) for sweep in (dq.Simultaneous(), dq.Chunked(7), dq.Sequential(), dq.Sliding(8))),
+            *(("llama", sweep) for sweep in (dq.Simultaneous(), dq.Chunked(7), dq.Sliding(8))),
+        ],
+        ids=str,
+    )
+    def test_phantom_gradient_of_every_parameter(self, name, sweep):
+        lm, known = from_reference(config(name), under(name, "weight/")), numbers(name)
+        assert lm.model.solve.gradient == dq.Phantom(steps=4, damping=0.8)
+        stop = dq.Stop(rtol=1e-12, max_steps=600)
+        output = lm(known["input_ids"], labels=known["input_ids"], sweep=sweep, stop=stop)
+        assert output.converged.all()
+        assert output.loss.item() == pytest.approx(known["train_loss"].item(), rel=1e-6)
+        assert (output.logits - known["train_logits"]).abs().max() < 1e-9
+        output.loss.backward()
+        expected = from_reference_state(under(name, "grad/"), from_reference_config(config(name)))
+        gradients = {key: parameter.grad for key, parameter in lm.named_parameters()}
+        assert gradients.keys() == expected.keys()
+        for key, gradient in gradients.items():
+            error = (gradient - expected[key]).norm() / expected[key].norm()
+            assert error < 1e-5, f"{key}: {error:.1e}"
+
+
+OUTSIDE = {"word_emb.emb.weight", "criterion.decoder.weight", "backbone.norm_f.weight"}
+BLOCK = {*(f"mlp.{part}.weight" for part in ("w1", "w3", "fc2")), "norm.weight", "norm2.weight"}
+ATTENTION = {f"mixer.{part}.weight" for part in ("wq", "wk", "wv", "out_proj")}
+MIXER = {f"mixer.{part}" for part in ("A_log", "D", "dt_bias", "conv1d.weight", "conv1d.bias")}
+MIXER |= {f"mixer.{part}.weight" for part in ("in_proj", "norm", "out_proj")}
+
+
+class TestWeights:
+    @BOTH
+    def test_a_state_there_and_back(self, name):
+        spec, theirs = from_reference_config(config(name)), under(name, "weight/")
+        ours = from_reference_state(theirs, spec)
+        assert ours.keys() == spec.build().state_dict().keys()
+        back = to_reference_state(ours, spec)
+        assert back.keys() == theirs.keys()
+        assert all(torch.equal(back[key], theirs[key]) for key in theirs)
+
+    @pytest.mark.parametrize("tied", [True, False])
+    @pytest.mark.parametrize(
+        ("sizes", "mixer"),
+        [
+            (dq.LlamaConfig(d_model=16, n_heads=2, weight_norm=False), ATTENTION),
+            (dq.Mamba2Config(d_model=16, d_state=4, headdim=8, mlp_width=12, weight_norm=False), MIXER),
+        ],
+        ids=["Llama", "Mamba2"],
+    )
+    def test_an_explicit_state_there_and_back(self, sizes, mixer, tied):
+        spec = dq.LanguageModelSpec(10, sizes, solve=None, tied=tied)
+        ours = spec.build().state_dict()
+        theirs = to_reference_state(ours, spec)
+        assert theirs.keys() == OUTSIDE | {f"backbone.layers.0.{part}" for part in mixer | BLOCK}
+        back = from_reference_state(theirs, spec)
+        assert back.keys() == ours.keys()
+        assert all(torch.equal(back[key], ours[key]) for key in ours)
+
+    def test_missing_extra_and_misshapen_tensors_are_listed(self):
+        spec, state = from_reference_config(config("llama")), under("llama", "weight/")
+        del state["backbone.layers.1.mixer.wk.weight_g"], state["backbone.norm_f.weight"]
+        state |= {"backbone.layers.2.norm.weight": torch.ones(32), "backbone.injection.bias": torch.zeros(95)}
+        listed = (
+            r"2 missing: backbone\.layers\.1\.mixer\.wk\.weight_g, backbone\.norm_f\.weight; 1 unexpected: "
+            r"backbone\.layers\.2\.norm\.weight; 1 of another shape: backbone\.injection\.bias \(95,\) instead of \(96,"
+        )
+        with pytest.raises(ValueError, match=listed):
+            from_reference_state(state, spec)
+        with pytest.raises(ValueError, match=r"38 missing: .*; 39 unexpected"):
+            to_reference_state(under("llama", "weight/"), spec)
+
+    def test_a_head_that_is_said_to_be_tied_and_is_not(self):
+        state = under("llama", "weight/")
+        state["criterion.decoder.weight"] = state["criterion.decoder.weight"] + 1
+        with pytest.raises(
+            ValueError, match=r"'criterion\.decoder\.weight' differs from 'word_emb\.emb\.weight': unti"
+        ):
+            from_reference(config("llama"), state)
+        lm = from_reference(config("llama") | {"tie_embeddings": False}, state)
+        assert torch.equal(lm.head.weight, lm.embedding.weight + 1)
+
+
+def published(family: str, size: str, kind: str) -> dict:
+    """The reference's file for one of the paper's models, from its sizes."""
+    llama = family == "llama3"
+    width, mamba2_layers, llama_layers, heads = SIZES[size]
+    whole = config("llama" if llama else "mamba2")
+    block = {
+        "d_model": width,
+        "n_layer": llama_layers if llama else mamba2_layers,
+        "d_inner": 4 * width if llama else 0,
+        "block_cfg": {"n_head": heads} if llama else {"d_state": 128, "expand": 2, "headdim": 64},
+    }
+    whole["backbone_config"] |= block
+    tokens = {"vocab_size": 50277} if llama else {"vocab_size": 50277, "n_tokens": 50277}
+    whole |= {"d_embed": width, **tokens}
+    if not llama and (size, kind) == ("130m", "explicit"):
+        whole |= {"pad_vocab": False, "pad_vocab_size_multiple": 8}
+    if kind == "explicit":
+        whole |= {"backbone_type": "explicit", "deq_params": {}}
+        for name in ("init_gain", "pretrain_iter", "pretrain_steps"):
+            del whole["backbone_config"][name]
+        return whole
+    budget = 4 if kind == "pretrain" else 32 if llama and size != "370m" else 24
+    solver = {"f_max_iter": budget, "f_tol": 0.05, "eval_factor": 4.0, "eval_f_max_iter": 0}
+    whole["deq_params"]["solver"] |= solver
+    whole["deq_params"]["training"]["grad"] = 1 if kind == "pretrain" else 4
+    return whole
+
+
+class TestPublished:
+    def test_the_two_reference_models(self):
+        mamba2, llama = (from_reference_config(config(name)) for name in ("mamba2", "llama"))
+        gradient = dq.Phantom(steps=4, damping=0.8)
+        solves = (
+            dq.SolveConfig(dq.Naive(), dq.Stop(rtol=1e-14, max_steps=600, norm="row"), gradient),
+            dq.SolveConfig(dq.Relaxed(0.8), dq.Stop(rtol=1e-14, max_steps=1200), gradient),
+        )
+        sizes = dq.Mamba2Config(d_model=32, n_layers=2, d_state=16, headdim=16, expand=2, chunk_size=64)
+        assert mamba2 == dq.LanguageModelSpec(48, sizes, *solves)
+        sizes = dq.LlamaConfig(d_model=32, n_layers=2, n_heads=4, mlp_width=64)
+        assert llama == dq.LanguageModelSpec(48, sizes, *solves)
+
+    @pytest.mark.parametrize("kind", ["explicit", "pretrain", "implicit"])
+    @pytest.mark.parametrize("size", SIZES)
+    @pytest.mark.parametrize("family", ["llama3", "mamba2"])
+    def test_the_papers_files_are_the_presets(self, family, size, kind):
+        spec, preset = from_reference_config(published(family, size, kind)), dq.preset(f"{family}-{size}-{kind}")
+        assert (spec.vocab_size, spec.backbone, spec.tied) == (preset.vocab_size, preset.backbone, preset.tied)
+        assert preset.eval_solve == spec.eval_solve
+        if spec.solve is not None:  # the reference's own: undamped training under one norm
+            stop = replace(spec.solve.stop, norm="token")
+            spec = replace(spec, solve=replace(spec.solve, solver=spec.eval_solve.solver, stop=stop))
+        assert spec.solve == preset.solve
+
+
+def changed(name: str, *path: str, **value: object) -> dict:
+    """A configuration with one field set to ``value``, or without it."""
+    whole = inner = config(name)
+    for step in path[:-1]:
+        inner = inner[step]
+    inner.pop(path[-1], None)
+    if value:
+        inner[path[-1]] = value["value"]
+    return whole
+
+
+BACKBONE, LAYER = ("backbone_config",), ("backbone_config", "block_cfg")
+SOLVER, TRAINING, NORM = (("deq_params", group) for group in ("solver", "training", "norm"))
+INFINITE = [0.0, {"__float__": "Infinity"}]
+HONOURED = [
+    ("llama", (*LAYER, "rope_theta"), 1e4, lambda s: s.backbone.rope_theta == 1e4),
+    ("llama", (*BACKBONE, "d_inner"), 100, lambda s: s.backbone.mlp_width == 66),
+    ("llama", ("tie_embeddings",), False, lambda s: not s.tied),
+    ("llama", ("pad_vocab",), True, lambda s: s.vocab_size == 48),
+    ("mamba2", ("pad_vocab_size_multiple",), 20, lambda s: s.vocab_size == 60),
+    ("mamba2", (*BACKBONE, "dropout"), 0.1, lambda s: s.backbone.dropout == 0.1),
+    ("llama", ("dropout",), 0.2, lambda s: s.embedding_dropout == 0.2),
+    ("mamba2", (*BACKBONE, "do_weight_norm"), False, lambda s: not s.backbone.weight_norm),
+    ("mamba2", (*BACKBONE, "init_z_mode"), "input", lambda s: s.solve.start == "input"),
+    ("mamba2", (*LAYER, "chunk_size"), 8, lambda s: s.backbone.chunk_size == 8),
+    ("mamba2", (*LAYER, "ngroups"), 2, lambda s: s.backbone.n_groups == 2),
+    ("mamba2", (*LAYER, "d_conv"), 3, lambda s: s.backbone.d_conv == 3),
+    ("mamba2", (*LAYER, "dt_limit"), [0, 1], lambda s: s.backbone.dt_limit == (0.0, 1.0)),
+    ("mamba2", (*LAYER, "dt_limit"), INFINITE, lambda s: s.backbone.dt_limit == (0.0, math.inf)),
+    ("mamba2", (*NORM, "norm_type"), "none", lambda s: not s.backbone.weight_norm),
+    ("mamba2", (*TRAINING, "grad"), 2, lambda s: s.solve.gradient == dq.Phantom(2, damping=0.8)),
+    ("mamba2", (*TRAINING, "tau"), 1.0, lambda s: s.eval_solve.solver == dq.Naive()),
+    ("mamba2", (*TRAINING, "ift"), True, lambda s: type(s.solve.gradient) is dq.Implicit),
+    ("mamba2", (*SOLVER, "f_solver"), "anderson", lambda s: s.solve.solver == dq.Anderson(memory=6)),
+    ("mamba2", (*SOLVER, "eval_f_max_iter"), 0, lambda s: s.eval_solve.stop.max_steps == 600),
+]
+REFUSED = [
+    ("mamba2", ("dropout",), "much", "finite number"),
+    ("llama", ("d_embed",), 16, "must be the backbone's d_model"),
+    ("mamba2", ("vocab_size",), 50, "n_tokens, which is 48"),
+    ("mamba2", ("n_tokens",), 4.5, "an integer >= 1"),
+    ("llama", ("tie_embeddings",), "yes", "True or False"),
+    ("llama", ("model_type",), "llama", "'implicit_llama3', 'implicit_mamba2'"),
+    ("llama", ("backbone_type",), "explicitly", "did you mean 'explicit'"),
+    ("llama", ("backbone_config",), None, "a mapping"),
+    ("llama", (*BACKBONE, "block_type"), "mamba", "did you mean 'mamba2'"),
+    ("llama", (*BACKBONE, "pre_norm"), False, "normalise their input"),
+    ("llama", (*BACKBONE, "mlp_type"), "gated_mlp", "'llama_mlp'"),
+    ("llama", (*BACKBONE, "d_inner"), 0, "feed-forward layer"),
+    ("llama", (*BACKBONE, "dropout"), 0.1, "attention weights"),
+    ("llama", (*BACKBONE, "norm_epsilon"), 1e-6, "keeps 1e-5"),
+    ("mamba2", (*BACKBONE, "pretrain_steps"), 100, "Curriculum"),
+    ("mamba2", (*BACKBONE, "init_z_mode"), "random", "'input'"),
+    ("mamba2", (*BACKBONE, "initializer_cfg"), {"rescale_prenorm_residual": False}, "initial weights"),
+    ("llama", (*LAYER, "apply_rotary"), False, "rotary positions"),
+    ("mamba2", (*LAYER, "d_ssm"), 32, "all of the inner channels"),
+    ("mamba2", (*LAYER, "allow_negative_A_EV"), True, "positive"),
+    ("mamba2", (*LAYER, "process_group"), "all", "processes"),
+    ("mamba2", (*LAYER, "A_init_range"), [1, 8], "initial weights"),
+    ("mamba2", (*LAYER, "dt_limit"), "wide", "two numbers"),
+]
+UNKNOWN = [
+    (("tie_embedding",), "'tie_embedding' is unknown; did you mean 'tie_embeddings'"),
+    ((*BACKBONE, "n_layers"), "backbone_config: 'n_layers' is unknown; did you mean 'n_layer'"),
+    ((*LAYER, "headim"), "backbone_config: block_cfg: 'headim' is unknown; did you mean 'headdim'"),
+    (("deq_params", "solvers"), "deq_params: 'solvers' is unknown; did you mean 'solver'"),
+    ((*SOLVER, "f_toll"), "torchdeq key 'f_toll' is unknown; did you mean 'f_tol'"),
+]
+MISSING = [
+    (("d_embed",), "'d_embed' cannot be None here"),
+    (("model_type",), "'model_type' is missing"),
+    ((*BACKBONE, "n_layer"), "'n_layer' is missing"),
+    ((*BACKBONE, "pre_norm"), "'pre_norm' is missing"),
+    (NORM, "reference configuration: deq_params: 'norm' is missing"),
+]
+
+
+class TestFields:
+    @pytest.mark.parametrize(("name", "path", "value", "holds"), HONOURED)
+    def test_a_field_is_honoured(self, name, path, value, holds):
+        assert holds(from_reference_config(changed(name, *path, value=value)))
+
+    @BOTH
+    def test_fields_without_effect_have_none(self, name):
+        whole, spec = config(name), from_reference_config(config(name))
+        whole |= dict.fromkeys(NO_EFFECT, "anything")
+        whole["backbone_config"] |= dict.fromkeys(BACKBONE_NO_EFFECT, "anything")
+        assert from_reference_config(whole) == spec
+
+    def test_missing_fields_have_the_references_defaults(self):
+        whole = config("llama")
+        for field in ("backbone_type", "tie_embeddings", "pad_vocab", "pad_vocab_size_multiple", "head_bias"):
+            del whole[field]
+        for field in ("rms_norm", "dropout", "residual_in_fp32", "pretrain_steps", "pretrain_iter", "init_gain"):
+            del whole["backbone_config"][field]
+        assert from_reference_config(whole) == from_reference_config(config("llama"))
+        assert from_reference_config(changed("mamba2", "dropout")).embedding_dropout == 0.05
+        whole = config("mamba2")
+        whole["backbone_config"] |= {"d_inner": 96, "mlp_type": "llama_mlp"}  # beside a mixer
+        assert from_reference_config(whole).backbone.mlp_width == 64
+
+    @pytest.mark.parametrize(("name", "path", "value", "reason"), REFUSED, ids=lambda part: str(part)[:40])
+    def test_what_has_no_equivalent_is_refused_with_a_reason(self, name, path, value, reason):
+        where = "".join(f"{step}: " for step in path[:-1])
+        message = f"{where}{path[-1]!r} cannot be {value!r} here: "
+        with pytest.raises(ValueError, match=re.escape(message) + ".*" + re.escape(reason)):
+            from_reference_config(changed(name, *path, value=value))
+
+    @pytest.mark.parametrize(("path", "message"), UNKNOWN)
+    def test_unknown_fields_are_refused(self, path, message):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            from_reference_config(changed("mamba2", *path, value=1))
+
+    @pytest.mark.parametrize(("path", "message"), MISSING)
+    def test_what_has_no_default_must_be_there(self, path, message):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            from_reference_config(changed("mamba2", *path))

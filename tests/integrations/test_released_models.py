@@ -1,187 +1,266 @@
 """Released recurrent-depth models give the numbers of their authors' code: iterated, converged, trained, decoded."""
 
-from contextlib import contextmanager
-from functools import partial
+import json
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
 import torch
-from released import DATA, assert_near, config, decoded, loaded, numbers, weights
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from small_models import Logits
+from torch.nn import functional as F
 
 import deqseq as dq
+from deqseq.integrations.ouro_gate import OuroGate
 from deqseq.integrations.recurrent_depth import from_pretrained, from_state
 
-RAVENS = ("huginn", "retrofit_llama", "retrofit_olmo")
+DATA = Path(__file__).parent / "data"
+NAMES = ("huginn", "retrofit_llama", "retrofit_olmo")
+RAVENS = pytest.mark.parametrize("name", NAMES)
 SWEEPS = (dq.Simultaneous(), dq.Chunked(5), dq.Sequential(), dq.Sliding(4))
 TIGHT = dq.Stop(rtol=1e-13, max_steps=500)
 NAIVE = dq.Naive()
 
 
-@contextmanager
-def started(lm, start):
-    """The loop of a model of fixed depth begins there."""
-    looped = lm.model.core.backbone
-    before, looped.start = looped.start, start
-    try:
-        yield lm
-    finally:
-        looped.start = before
+@cache
+def numbers(name):
+    """What the authors' code gives for a tiny model."""
+    return load_file(DATA / f"{name}.safetensors")
 
 
-@pytest.mark.parametrize("name", RAVENS)
-@pytest.mark.parametrize("steps", [1, 3, 8])
-def test_a_number_of_iterations_from_given_states(name, steps):
-    lm, golden = loaded(name), numbers(name)
-    with torch.no_grad(), started(loaded(name, steps), golden["initial_state"]) as fixed:
-        call = {"start": golden["initial_state"], "solver": NAIVE}
-        exactly = lm(golden["input_ids"], stop=dq.Stop.exactly(steps), **call)
-        looped = fixed(golden["input_ids"])
-        first = lm.model.prelude(lm.embed(golden["input_ids"])).value
-        states = lm.core(first, stop=dq.Stop.exactly(steps), **call).value
-    assert_near(first, golden["prelude"])
-    assert_near(states, golden[f"states_r{steps}"])
-    assert_near(exactly.logits, golden[f"logits_r{steps}"])
-    assert_near(looped.logits, golden[f"logits_r{steps}"])
-    assert not exactly.converged.any()
-    assert looped.stats is None
+def config(name):
+    return json.loads((DATA / f"{name}.json").read_text())
 
 
-@pytest.mark.parametrize("name", RAVENS)
-def test_a_number_of_iterations_from_zero(name):
-    lm, golden = loaded(name), numbers(name)
-    for steps in (3, 8):
-        with torch.no_grad(), started(loaded(name, steps), "zero") as fixed:
-            solved = lm(golden["input_ids"], start="zero", solver=NAIVE, stop=dq.Stop.exactly(steps))
-            assert_near(solved.logits, golden[f"zero_logits_r{steps}"])
-            assert_near(fixed(golden["input_ids"]).logits, golden[f"zero_logits_r{steps}"])
+def weights(name, part="weight"):
+    return {key.removeprefix(f"{part}/"): x for key, x in numbers(name).items() if key.startswith(f"{part}/")}
 
 
-@pytest.mark.parametrize(("name", "std"), [("huginn", 0.4**0.5), ("retrofit_llama", None), ("retrofit_olmo", None)])
-def test_a_fixed_depth_begins_at_the_random_states_of_its_authors(name, std):
-    """Those of Huginn have its embedding's scale, those of the others their own."""
-    lm = loaded(name, 3)
-    assert lm.core is None
-    start = lm.model.core.backbone.start
-    assert start == loaded(name).model.core.solve.start
-    assert start.std == pytest.approx(std or (2 / (5 * lm.model.d_model)) ** 0.5)
-    torch.manual_seed(0)
-    states = start.draw(lm.embed(numbers(name)["input_ids"]))
-    with torch.no_grad(), started(lm, states):
-        expected = lm(numbers(name)["input_ids"]).logits
-    torch.manual_seed(0)
-    with torch.no_grad():
-        assert torch.equal(lm(numbers(name)["input_ids"]).logits, expected)
+def loaded(name, steps=None, **changes):
+    return from_state(config(name) | changes, weights(name), steps)
 
 
-def test_the_two_other_starts_of_the_fork():
-    lm, golden = loaded("retrofit_olmo"), numbers("retrofit_olmo")
-    ids = golden["input_ids"]
-    with torch.no_grad():
-        embedded = lm(ids, start="input", solver=NAIVE, stop=dq.Stop.exactly(3))
+def assert_near(found, wanted, atol=1e-9):
+    assert found.shape == wanted.shape
+    assert (found - wanted).abs().max() <= atol
+
+
+def decoded(lm, ids, states=None, **call):
+    """The logits of the last six tokens, one by one after a prompt of eleven; a loop may begin at given ``states``."""
+    logits, cache = [], None
+    for begin, end in [(0, 11), *((t, t + 1) for t in range(11, 17))]:
+        if states is not None:
+            lm.model.core.backbone.start = states[:, begin:end]
+        with torch.no_grad():
+            output = lm(ids[:, begin:end], cache=cache, return_cache=True, **call)
+        logits, cache = [*logits, output.logits], output.cache
+    return torch.cat(logits[1:], dim=1)
+
+
+class TestRavens:
+    @RAVENS
+    @pytest.mark.parametrize("steps", [1, 3, 8])
+    @torch.no_grad()
+    def test_a_number_of_iterations(self, name, steps):
+        """From given states and from zero, of the solved model and of that of fixed depth."""
+        lm, fixed, golden = loaded(name), loaded(name, steps), numbers(name)
+        ids, states = golden["input_ids"], golden["initial_state"]
+        call = {"solver": NAIVE, "stop": dq.Stop.exactly(steps)}
         first = lm.model.prelude(lm.embed(ids)).value
-        layers = lm.core.backbone.backbone
+        assert_near(first, golden["prelude"])
+        assert_near(lm.core(first, start=states, **call).value, golden[f"states_r{steps}"])
+        for start, prefix in ((states, ""), *[("zero", "zero_")] * (steps > 1)):
+            for found in (lm(ids, start=start, **call).logits, looped(fixed, ids, start)):
+                assert_near(found, golden[f"{prefix}logits_r{steps}"])
+
+    @RAVENS
+    @torch.no_grad()
+    def test_a_fixed_depth_begins_at_the_random_states_of_its_authors(self, name):
+        """Those of Huginn have its embedding's scale, those of the others their own."""
+        lm, ids = loaded(name, 3), numbers(name)["input_ids"]
+        start = lm.model.core.backbone.start
+        assert (lm.core, start) == (None, loaded(name).model.core.solve.start)
+        std = 0.4**0.5 if name == "huginn" else (2 / (5 * lm.model.d_model)) ** 0.5
+        assert start.std == pytest.approx(std)
+        torch.manual_seed(0)
+        expected = looped(loaded(name, 3), ids, start.draw(lm.embed(ids)))
+        torch.manual_seed(0)
+        assert torch.equal(lm(ids).logits, expected)
+
+    @torch.no_grad()
+    def test_the_two_other_starts_of_the_fork(self):
+        lm, golden = loaded("retrofit_olmo"), numbers("retrofit_olmo")
+        ids, layers = golden["input_ids"], lm.core.backbone.backbone
+        first = lm.model.prelude(lm.embed(ids)).value
         skipped, _ = layers(first, layers.prepare(first))  # the first iteration, without the adapter
-        output = lm(ids, start=skipped, solver=NAIVE, stop=dq.Stop.exactly(2))
-    assert_near(embedded.logits, golden["embed_logits_r3"])
-    assert_near(output.logits, golden["skip_logits_r3"])
+        for name, start, steps in (("embed", "input", 3), ("skip", skipped, 2)):
+            output = lm(ids, start=start, solver=NAIVE, stop=dq.Stop.exactly(steps))
+            assert_near(output.logits, golden[f"{name}_logits_r3"])
+
+    @RAVENS
+    @pytest.mark.parametrize(
+        "call",
+        [
+            *({"sweep": sweep} for sweep in SWEEPS),
+            *({"solver": solver, "start": dq.RandomStart(0.5, 1)} for solver in (dq.Anderson(), dq.Broyden(), NAIVE)),
+        ],
+        ids=lambda call: str(next(iter(call.values()))),
+    )
+    @torch.no_grad()
+    def test_the_fixed_point_by_every_sweep_and_solver(self, name, call):
+        output = loaded(name)(numbers(name)["input_ids"], stop=TIGHT, throw=True, **call)
+        assert_near(output.logits, numbers(name)["converged_logits"])
+
+    @RAVENS
+    def test_truncated_training(self, name):
+        lm, golden = loaded(name).train(), numbers(name)
+        how = {"solver": NAIVE, "stop": dq.Stop.exactly(9), "gradient": dq.Unrolled(last=4)}
+        output = lm(golden["input_ids"], targets=golden["labels"], start=golden["initial_state"], **how)
+        output.loss.backward()
+        assert_near(output.logits, golden["train_logits"])
+        assert_near(output.loss[None], golden["train_loss"])
+        expected = from_state(config(name), weights(name, "grad"))  # gradients move to our names as weights do
+        wanted = dict(expected.named_parameters())
+        for key, parameter in lm.named_parameters():
+            assert_near(parameter.grad, wanted[key])
+
+    @RAVENS
+    def test_decoding_with_a_cache_per_iteration_or_per_token(self, name):
+        fixed, golden = loaded(name, 8), numbers(name)
+        found = decoded(fixed, golden["input_ids"], golden["initial_state"])
+        assert_near(found, golden["decode_logits_r8"])
+        fixed.model.core.backbone.start = golden["initial_state"]
+        found = decoded(loaded(name), golden["input_ids"], stop=TIGHT, throw=True)
+        assert_near(found, golden["decode_logits_converged"])
+        with torch.no_grad():
+            caches = [lm(golden["input_ids"], return_cache=True).cache for lm in (loaded(name), fixed)]
+        sizes = [sum(x.numel() for x in cache.core.tensors()) for cache in caches]
+        assert sizes[1] == 8 * sizes[0]
+
+    def test_the_norm_that_huginn_uses_twice_is_one_parameter(self):
+        lm = loaded("huginn")
+        assert lm.model.norm is lm.model.coda.backbone.norm
+        assert lm.head is None
 
 
-@pytest.mark.parametrize("name", RAVENS)
-@pytest.mark.parametrize("sweep", SWEEPS, ids=str)
-def test_the_fixed_point_by_every_sweep(name, sweep):
-    lm, golden = loaded(name), numbers(name)
-    with torch.no_grad():
-        output = lm(golden["input_ids"], sweep=sweep, stop=TIGHT, throw=True)
-    assert_near(output.logits, golden["converged_logits"])
+def looped(lm, ids, start):
+    """The logits of a model of fixed depth whose loop begins there."""
+    lm.model.core.backbone.start = start
+    output = lm(ids)
+    assert output.stats is None
+    return output.logits
 
 
-@pytest.mark.parametrize("name", RAVENS)
-@pytest.mark.parametrize("solver", [dq.Anderson(), dq.Broyden(), NAIVE], ids=str)
-def test_the_fixed_point_by_every_solver_and_from_random_states(name, solver):
-    lm, golden = loaded(name), numbers(name)
-    with torch.no_grad():
-        output = lm(golden["input_ids"], solver=solver, start=dq.RandomStart(0.5, seed=1), stop=TIGHT, throw=True)
-    assert_near(output.logits, golden["converged_logits"])
+OURO = config("ouro")
 
 
-@pytest.mark.parametrize("name", RAVENS)
-def test_truncated_training(name):
-    lm, golden = from_state(config(name), weights(name)).train(), numbers(name)
-    how = {"solver": NAIVE, "stop": dq.Stop.exactly(9), "gradient": dq.Unrolled(last=4)}
-    output = lm(golden["input_ids"], targets=golden["labels"], start=golden["initial_state"], **how)
-    output.loss.backward()
-    assert_near(output.logits, golden["train_logits"])
-    assert_near(output.loss[None], golden["train_loss"])
-    expected = from_state(config(name), weights(name, "grad"))  # gradients move to our names as weights do
-    wanted = dict(expected.named_parameters())
-    for key, parameter in lm.named_parameters():
-        assert_near(parameter.grad, wanted[key])
+def reached(threshold):
+    """The loop whose state each token takes, from 1; the last loop ends in any case."""
+    return 1 + (numbers("ouro")["exit_pdf"].cumsum(dim=2)[..., :3] < threshold).cumprod(dim=2).sum(dim=2)
 
 
-@pytest.mark.parametrize("name", RAVENS)
-def test_decoding_with_a_cache_per_iteration_is_theirs(name):
-    lm, golden = loaded(name, 8), numbers(name)
-    states = golden["initial_state"]
-    with started(lm, states):
-        found = decoded(lm, golden["input_ids"], states)
-    assert_near(found, golden["decode_logits_r8"])
+class TestOuro:
+    @torch.no_grad()
+    def test_every_loop(self):
+        golden = numbers("ouro")
+        assert_near(loaded("ouro")(golden["input_ids"]).logits, golden["eval_logits"])
+        for loop in range(4):
+            found = loaded("ouro", loop + 1)(golden["input_ids"]).logits
+            assert_near(found, golden["loop_logits"][:, :, loop])
 
+    @torch.no_grad()
+    def test_decoding_with_a_cache_per_loop_and_a_choice(self):
+        lm, golden = loaded("ouro", early_exit_threshold=0.5), numbers("ouro")
+        assert_near(decoded(loaded("ouro"), golden["input_ids"]), golden["decode_logits"])
+        assert_near(decoded(lm, golden["input_ids"]), golden["threshold_0.5_logits"][:, 11:])
+        ids = golden["input_ids"][:, :11]
+        generated = lm.generate(ids, max_new_tokens=6).tokens
+        for _ in range(6):  # without a cache
+            ids = torch.cat([ids, lm(ids).logits[:, -1:].argmax(-1)], dim=1)
+        assert torch.equal(generated, ids[:, 11:])
 
-@pytest.mark.parametrize("name", RAVENS)
-def test_decoding_with_one_cache_entry_per_token_is_theirs_at_the_fixed_point(name):
-    lm, golden = loaded(name), numbers(name)
-    found = decoded(lm, golden["input_ids"], stop=TIGHT, throw=True)
-    assert_near(found, golden["decode_logits_converged"])
+    @pytest.mark.parametrize("threshold", [1.0, 0.5])
+    def test_training_through_all_loops(self, threshold):
+        """The published loss weighs the loops by the gate; the loss of the states that are chosen has this gradient."""
+        lm = loaded("ouro", early_exit_threshold=threshold).train()
+        ids = numbers("ouro")["input_ids"]
+        lm(ids, labels=ids).loss.backward()
+        plain = loaded("ouro")
+        states, layers = [plain.embed(ids)], plain.model.backbone.backbone
+        for _ in range(4):
+            states.append(layers(states[-1], layers.prepare(states[-1]))[0])
+        loops = reached(threshold) if threshold < 1 else torch.full_like(ids, 4)
+        chosen = sum((loops == loop)[..., None] * state for loop, state in enumerate(states))
+        F.cross_entropy(plain.logits(chosen)[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
+        wanted, frozen = dict(plain.named_parameters()), []
+        for key, parameter in lm.named_parameters():
+            if parameter.requires_grad:
+                assert_near(parameter.grad, wanted[key].grad)
+            else:
+                frozen.append(key)
+        assert frozen == [f"model.backbone.choose.linear.{part}" for part in ("weight", "bias")]
 
+    @pytest.mark.parametrize("threshold", [0.5, 0.8, 1.0])
+    @torch.no_grad()
+    def test_the_gate_of_the_configuration_chooses(self, threshold):
+        golden = numbers("ouro")
+        lm = loaded("ouro", early_exit_threshold=threshold)
+        gate, name = lm.model.backbone.choose, "eval_logits" if threshold == 1 else f"threshold_{threshold}_logits"
+        assert_near(lm(golden["input_ids"]).logits, golden[name])
+        assert_near(gate.linear(golden["states"])[..., 0], golden["gate_logits"])
+        assert torch.equal(gate.loops(golden["states"].movedim(2, 0)), reached(threshold))
+        assert threshold == 1 or len(reached(threshold).unique()) > 1
 
-def test_the_cache_of_a_fixed_point_is_that_of_one_iteration():
-    """What one entry per token saves: Huginn's code keeps the core's keys and values of every iteration."""
-    ids = numbers("huginn")["input_ids"]
-    with torch.no_grad():
-        caches = [loaded("huginn", steps)(ids, return_cache=True).cache for steps in (None, 8)]
-    sizes = [sum(x.numel() for x in cache.core.tensors()) for cache in caches]
-    assert sizes[1] == 8 * sizes[0]
+    @torch.no_grad()
+    def test_the_gate_itself(self):
+        gate, states = loaded("ouro").model.backbone.choose, numbers("ouro")["states"].movedim(2, 0)
+        assert torch.equal(gate(states[:1]), states[0])  # one loop: there is nothing to choose
+        gate.threshold = 0.0
+        assert torch.equal(gate(states), states[0])
+        certain = OuroGate(torch.nn.Linear(24, 1).double())
+        certain.linear.bias.fill_(1e4)
+        assert torch.equal(certain(states), states[-1])  # although its probabilities are 1
+        for bad in (-0.1, 1.1, "half"):
+            with pytest.raises((TypeError, ValueError), match=r"OuroGate\.threshold"):
+                OuroGate(gate.linear, bad)
+        with pytest.raises(TypeError, match=r"OuroGate\.linear must be a Module"):
+            OuroGate(torch.relu)
+
+    @torch.no_grad()
+    def test_without_a_gate(self):
+        state = {name: tensor for name, tensor in weights("ouro").items() if "early_exit_gate" not in name}
+        lm = from_state(OURO, state)
+        assert lm.model.backbone.choose is None
+        assert_near(lm(numbers("ouro")["input_ids"]).logits, numbers("ouro")["eval_logits"])
+        with pytest.raises(ValueError, match=r"missing.*model\.backbone\.choose\.linear"):
+            from_state(OURO | {"early_exit_threshold": 0.5}, state)
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_fixed_depth_is_exported():
-    lm, ids = loaded("huginn", 3), numbers("huginn")["input_ids"]
-    with torch.no_grad():
-        exported = torch.export.export(Logits(lm), (ids,), strict=False).module()
-        torch.manual_seed(1)
-        expected = lm(ids).logits
-        torch.manual_seed(1)
-        assert_near(exported(ids), expected, 1e-12)
+@pytest.mark.parametrize("name", ["huginn", "ouro"])
+@torch.no_grad()
+def test_a_fixed_depth_is_exported(name):
+    lm = loaded(name, 3, **{"early_exit_threshold": 0.5} if name == "ouro" else {})
+    ids = numbers(name)["input_ids"]
+    exported = torch.export.export(Logits(lm), (ids,), strict=False).module()
+    torch.manual_seed(1)
+    expected = lm(ids).logits
+    torch.manual_seed(1)
+    assert_near(exported(ids), expected, 1e-12)
 
 
-# files
-
-
-@pytest.mark.parametrize("name", [*RAVENS, "ouro"])
+@pytest.mark.parametrize("name", [*NAMES, "ouro"])
 def test_a_folder_is_loaded(tmp_path, name):
-    state = weights(name)
-    parts = {"a": dict(list(state.items())[:7]), "b": dict(list(state.items())[7:])}
-    for part, tensors in parts.items():
-        save_file({key: x.float() for key, x in tensors.items()}, tmp_path / f"model-{part}.safetensors")
+    state = [(key, x.float()) for key, x in weights(name).items()]
+    save_file(dict(state[:7]), tmp_path / "model-a.safetensors")
+    save_file(dict(state[7:]), tmp_path / "model-b.safetensors")
     (tmp_path / "config.json").write_text((DATA / f"{name}.json").read_text())
     single, double = from_pretrained(tmp_path), from_pretrained(str(tmp_path), torch.float64)
     assert {p.dtype for p in single.parameters()} == {torch.float32}
     assert not single.training
     for key, tensor in loaded(name).state_dict().items():  # the weights can be represented in float32
         assert torch.equal(double.state_dict()[key], tensor)
-    ids = numbers(name)["input_ids"]
-    with torch.no_grad():
-        exactly = {} if name == "ouro" else {"solver": NAIVE, "stop": dq.Stop.exactly(3)}
-        assert_near(single(ids, **exactly).logits.double(), double(ids, **exactly).logits, 1e-4)
     assert from_pretrained(tmp_path, steps=2).core is None
-
-
-def test_the_norm_that_huginn_uses_twice_is_one_parameter():
-    lm = from_state(config("huginn"), weights("huginn"))
-    assert lm.model.norm is lm.model.coda.backbone.norm
-    assert lm.head is None
 
 
 @pytest.mark.parametrize(
@@ -204,40 +283,41 @@ def test_the_norm_that_huginn_uses_twice_is_one_parameter():
 )
 def test_what_is_not_computed_here_is_refused(name, changes, words):
     with pytest.raises(ValueError) as caught:
-        from_state(config(name) | changes, weights(name))
+        loaded(name, **changes)
     assert all(word in str(caught.value) for word in words)
 
 
-def test_a_missing_folder_is_no_name_on_the_hub(tmp_path):
-    for folder in (str(tmp_path / "none"), Path("none"), "./none", "no/such/folder"):
-        with pytest.raises(FileNotFoundError, match="folder_or_name: there is no folder"):
-            from_pretrained(folder)
+@pytest.mark.parametrize(
+    ("content", "arguments", "error", "message"),
+    [
+        (None, {}, FileNotFoundError, r"config\.json"),
+        ("{", {}, ValueError, r"config\.json is no JSON"),
+        ('{"model_type": ["ouro"]}', {}, ValueError, r"'model_type' cannot be \['ouro'\]"),
+        ('{"model_type": "ouro"}', {}, FileNotFoundError, "safetensors"),
+        (None, {"dtype": "bfloat16"}, TypeError, "dtype"),
+        (None, {"dtype": torch.int8}, ValueError, r"dtype must be a floating-point type, got torch\.int8"),
+        (None, {"steps": 0}, ValueError, "steps must be an integer >= 1, got 0"),
+        (None, {"folder_or_name": None}, TypeError, "folder_or_name"),
+        *(
+            (None, {"folder_or_name": name}, FileNotFoundError, "folder_or_name: there is no folder")
+            for name in ("/no/such", Path("none"), "./none", "no/such/folder")
+        ),
+    ],
+)
+def test_missing_files_and_bad_arguments_are_named(content, arguments, error, message, tmp_path):
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(error, match=message):
+        from_pretrained(**{"folder_or_name": tmp_path, **arguments})
 
 
-@pytest.mark.usefixtures("unchecked")
-def test_missing_files_and_wrong_types(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"config\.json"):
-        from_pretrained(tmp_path)
-    wrong = {"{": r"config\.json is no JSON", '{"model_type": ["ouro"]}': r"'model_type' cannot be \['ouro'\]"}
-    for text, words in wrong.items():
-        (tmp_path / "config.json").write_text(text)
-        with pytest.raises(ValueError, match=words):
-            from_pretrained(tmp_path)
-    (tmp_path / "config.json").write_text('{"model_type": "ouro"}')
-    with pytest.raises(FileNotFoundError, match="safetensors"):
-        from_pretrained(tmp_path)
-    with pytest.raises(TypeError, match="dtype"):
-        from_pretrained(tmp_path, "bfloat16")
-    with pytest.raises(ValueError, match=r"dtype must be a floating-point type, got torch\.int8"):
-        from_pretrained(tmp_path, torch.int8)
-    with pytest.raises(TypeError, match="folder_or_name"):
-        from_pretrained(None)
-    for load in (partial(from_pretrained, tmp_path), partial(from_state, config("ouro"), weights("ouro"))):
-        with pytest.raises(ValueError, match="steps must be an integer >= 1, got 0"):
-            load(steps=0)
-    with pytest.raises(TypeError, match="state"):
-        from_state(config("ouro"), [])
+def test_a_state_that_does_not_fit():
     state = weights("huginn")
     del state["transformer.ln_f.weight"]
-    with pytest.raises(ValueError, match=r"missing.*coda.backbone.norm"):
-        from_state(config("huginn"), state)
+    for call, error, message in (
+        (partial(from_state, config("huginn"), state), ValueError, r"missing.*coda.backbone.norm"),
+        (partial(from_state, OURO, []), TypeError, "state"),
+        (partial(from_state, OURO, weights("ouro"), 0), ValueError, "steps must be an integer >= 1, got 0"),
+    ):
+        with pytest.raises(error, match=message):
+            call()

@@ -3,8 +3,6 @@
 import argparse
 import json
 import re
-import subprocess
-import sys
 import warnings
 from contextlib import nullcontext
 from pathlib import Path
@@ -47,109 +45,80 @@ def solves(**changes) -> tuple[dq.SolveConfig, dq.SolveConfig]:
     return dq.SolveConfig(**parts), dq.SolveConfig(**{**parts, "stop": eval_stop})
 
 
-@every_solver
-@pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
-def test_finds_the_known_fixed_point(solver, problem):
-    exact, stop = problem.fixed_point(), dq.Stop(rtol=1e-5, max_steps=200, norm="row")
-    f = Recorded(problem)
-    solution = dq.solve(f, torch.zeros_like(exact), solver=solver, stop=stop)
-    assert solution.converged.all()
-    torch.testing.assert_close(solution.value, exact, rtol=0, atol=1e-3)
-    assert len(f.calls) == solution.stats.evaluations <= 200
-    if solver.name != NAMES[1]:  # which has no tolerance
-        assert len(f.calls) < 150
+ZEROS = torch.zeros(3, 4, dtype=torch.float64)
 
 
-@every_solver
-@pytest.mark.parametrize("budget", [1, 2, 3, 4, 10])
-def test_a_budget_is_never_exceeded_and_spent_where_it_suffices_for_a_step(solver, budget):
-    f, z0 = Recorded(affine(radius=0.9)), torch.zeros(3, 4, dtype=torch.float64)
-    solution = dq.solve(f, z0, solver=solver, stop=dq.Stop(rtol=0.0, max_steps=budget))
-    least = {"anderson": 4, "broyden": 3}.get(solver.name, 1)
-    assert len(f.calls) == solution.stats.evaluations == (budget if budget >= least else 1)
-    assert solution.status.tolist() == [dq.Status.MAX_STEPS_REACHED] * 3
+class TestSolver:
+    @every_solver
+    @pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
+    def test_finds_the_known_fixed_point(self, solver, problem):
+        exact, stop = problem.fixed_point(), dq.Stop(rtol=1e-5, max_steps=200, norm="row")
+        f = Recorded(problem)
+        solution = dq.solve(f, torch.zeros_like(exact), solver=solver, stop=stop)
+        assert solution.converged.all()
+        torch.testing.assert_close(solution.value, exact, rtol=0, atol=1e-3)
+        assert len(f.calls) == solution.stats.evaluations <= (200 if solver.name == NAMES[1] else 150)
 
+    @every_solver
+    @pytest.mark.parametrize("budget", [1, 3, 4, 10])
+    def test_a_budget_is_never_exceeded_and_spent_where_it_suffices_for_a_step(self, solver, budget):
+        f = Recorded(affine(radius=0.9))
+        solution = dq.solve(f, ZEROS, solver=solver, stop=dq.Stop(rtol=0.0, max_steps=budget))
+        least = {"anderson": 4, "broyden": 3}.get(solver.name, 1)
+        assert len(f.calls) == solution.stats.evaluations == (budget if budget >= least else 1)
+        assert solution.status.tolist() == [dq.Status.MAX_STEPS_REACHED] * 3
 
-@pytest.mark.parametrize("name", NAMES[:2])
-def test_an_exact_number_of_steps_is_that_many_iterations(name):
-    f, z0, stop = tanh_contraction(), torch.zeros(3, 4, dtype=torch.float64), dq.Stop.exactly(5)
-    ours = dq.solve(f, z0, solver=dq.Naive(), stop=stop)
-    torch.testing.assert_close(dq.solve(f, z0, solver=TorchDEQ(name), stop=stop).value, ours.value, rtol=0, atol=1e-15)
+    @pytest.mark.parametrize("name", ["fixed_point_iter", "anderson", "broyden"])
+    @pytest.mark.parametrize(("mode", "stop"), [("abs", stopping(1e-3, 52)), ("rel", stopping(0.0, 52, 1e-3))])
+    def test_returns_what_torchdeq_returns(self, name, mode, stop):
+        f = tanh_contraction()
+        theirs, _, _ = get_solver(name)(f, ZEROS, max_iter=50, tol=1e-3, stop_mode=mode)
+        solution = dq.solve(f, ZEROS, solver=TorchDEQ(name), stop=stop)
+        assert solution.converged.all()
+        assert torch.equal(solution.value, theirs)
 
+    def test_solves_one_chunk_of_a_sequence_after_another(self):
+        model = dq.ImplicitModel(dq.Affine(4), dq.SolveConfig(stop=dq.Stop(rtol=1e-6), solver=TorchDEQ("broyden")))
+        x = torch.randn(2, 6, 4)
+        for sweep in (dq.Simultaneous(), dq.Chunked(4), dq.Sequential()):
+            torch.testing.assert_close(model(x, sweep=sweep).value, model.backbone.solution(x), rtol=0, atol=1e-4)
+        with pytest.raises(ValueError, match="Chunked"):
+            model(x, sweep=dq.Sliding(2))
 
-@pytest.mark.parametrize("name", ["fixed_point_iter", "anderson", "broyden"])
-@pytest.mark.parametrize("mode", ["rel", "abs"])
-def test_returns_what_torchdeq_returns(name, mode):
-    f, z0 = tanh_contraction(), torch.zeros(3, 4, dtype=torch.float64)
-    theirs, _, _ = get_solver(name)(f, z0, max_iter=50, tol=1e-3, stop_mode=mode)
-    stop = stopping(1e-3, 52) if mode == "abs" else stopping(0.0, 52, relative=1e-3)
-    solution = dq.solve(f, z0, solver=TorchDEQ(name), stop=stop)
-    assert solution.converged.all()
-    assert torch.equal(solution.value, theirs)
+    @pytest.mark.parametrize("name", NAMES)
+    def test_a_row_that_becomes_nan_is_reported_and_the_others_converge(self, name):
+        def f(z: Tensor) -> Tensor:
+            return torch.where(torch.arange(3)[:, None] == 1, torch.nan, 0.5 * z + 1)
 
+        solution = dq.solve(f, torch.zeros(3, 2), solver=TorchDEQ(name), stop=dq.Stop(rtol=1e-5, max_steps=50))
+        assert solution.status.tolist() == [dq.Status.CONVERGED, dq.Status.DIVERGED, dq.Status.CONVERGED]
+        torch.testing.assert_close(solution.value[[0, 2]], torch.full((2, 2), 2.0), rtol=1e-4, atol=0)
 
-def test_solves_one_chunk_of_a_sequence_after_another():
-    torch.manual_seed(0)
-    model = dq.ImplicitModel(dq.Affine(4), dq.SolveConfig(stop=dq.Stop(rtol=1e-6), solver=TorchDEQ("broyden")))
-    x = torch.randn(2, 6, 4)
-    for sweep in (dq.Simultaneous(), dq.Chunked(4), dq.Sequential()):
-        output = model(x, sweep=sweep)
-        torch.testing.assert_close(output.value, model.backbone.solution(x), rtol=0, atol=1e-4)
-    with pytest.raises(ValueError, match="Chunked"):
-        model(x, sweep=dq.Sliding(2))
+    def test_a_singular_system_is_a_warning_and_a_status(self):
+        with pytest.warns(dq.ConvergenceWarning, match="anderson .* singular .*: raise lam"):
+            solution = dq.solve(lambda z: z + 1e6, torch.zeros(2, 3), solver=TorchDEQ("anderson"), stop=dq.Stop())
+        assert solution.status.tolist() == [dq.Status.MAX_STEPS_REACHED] * 2
+        assert solution.stats.evaluations == 3  # two of TorchDEQ's
 
+    @every_solver
+    def test_as_the_adjoint_solver_the_gradient_is_the_closed_form(self, solver):
+        problem = affine()
+        bias = problem.bias.clone().requires_grad_()
+        adjoint = dq.Implicit(solver=solver, stop=dq.Stop(rtol=1e-10, max_steps=400), throw=True)
+        f, stop = (lambda z: z @ problem.weight.T + bias), dq.Stop(rtol=1e-12, max_steps=200)
+        solution = dq.fixed_point(f, torch.zeros_like(bias), solver=dq.Naive(), stop=stop, gradient=adjoint)
+        solution.value.square().sum().backward()
+        inverse = torch.linalg.inv(torch.eye(4, dtype=torch.float64) - problem.weight)
+        torch.testing.assert_close(bias.grad, 2 * problem.fixed_point() @ inverse, rtol=0, atol=1e-8)
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_row_that_becomes_nan_is_reported_and_the_others_converge(name):
-    def f(z: Tensor) -> Tensor:
-        return torch.where(torch.arange(3)[:, None] == 1, torch.nan, 0.5 * z + 1)
-
-    solution = dq.solve(f, torch.zeros(3, 2), solver=TorchDEQ(name), stop=dq.Stop(rtol=1e-5, max_steps=50))
-    assert solution.status.tolist() == [dq.Status.CONVERGED, dq.Status.DIVERGED, dq.Status.CONVERGED]
-    torch.testing.assert_close(solution.value[[0, 2]], torch.full((2, 2), 2.0), rtol=1e-4, atol=0)
-
-
-def test_a_singular_system_is_a_warning_and_a_status():
-    with pytest.warns(dq.ConvergenceWarning, match="anderson .* singular .*: raise lam"):
-        solution = dq.solve(lambda z: z + 1e6, torch.zeros(2, 3), solver=TorchDEQ("anderson"), stop=dq.Stop())
-    assert solution.status.tolist() == [dq.Status.MAX_STEPS_REACHED] * 2
-    assert solution.stats.evaluations == 3  # two of TorchDEQ's
-
-
-@every_solver
-def test_as_the_adjoint_solver_the_gradient_is_the_closed_form(solver):
-    problem = affine()
-    weight, bias = (x.clone().requires_grad_() for x in (problem.weight, problem.bias))
-    adjoint = dq.Implicit(solver=solver, stop=dq.Stop(rtol=1e-10, max_steps=400), throw=True)
-    f, z0, stop = (lambda z: z @ weight.T + bias), torch.zeros_like(bias), dq.Stop(rtol=1e-12, max_steps=200)
-    solution = dq.fixed_point(f, z0, solver=dq.Naive(), stop=stop, gradient=adjoint)
-    solution.value.square().sum().backward()
-    inverse = torch.linalg.inv(torch.eye(4, dtype=torch.float64) - problem.weight)
-    expected = 2 * problem.fixed_point() @ inverse
-    torch.testing.assert_close(bias.grad, expected, rtol=0, atol=1e-8)
-    torch.testing.assert_close(weight.grad, expected.T @ problem.fixed_point(), rtol=0, atol=1e-8)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_only_a_solver_that_keeps_the_graph_is_unrolled(name):
-    a, stop = torch.tensor(0.5, requires_grad=True), dq.Stop.exactly(30)
-    text = rf"{name} .* cannot be differentiated.* use Phantom\(\) or Implicit\(\)"
-    with nullcontext() if name == NAMES[1] else pytest.raises(ValueError, match=text):
-        solution = dq.solve(lambda z: a * z + 1, torch.zeros(1, 1), solver=TorchDEQ(name), stop=stop)
-        (grad,) = torch.autograd.grad(solution.value.sum(), a)
-        assert grad.item() == pytest.approx(4.0, abs=1e-4)
-
-
-def test_is_a_hashable_value():
-    assert len({TorchDEQ("broyden"), TorchDEQ("broyden"), TorchDEQ("anderson")}) == 2
-    assert TorchDEQ("anderson", m=5) != TorchDEQ("anderson")
-    assert TorchDEQ("broyden", LBFGS_thres=8).options == {"LBFGS_thres": 8}
-
-
-def test_deqseq_does_not_import_torchdeq():
-    code = "import sys, deqseq, deqseq.integrations.torchdeq; print('torchdeq' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "False\n"
+    @pytest.mark.parametrize("name", NAMES)
+    def test_only_a_solver_that_keeps_the_graph_is_unrolled(self, name):
+        a, stop = torch.tensor(0.5, requires_grad=True), dq.Stop.exactly(30)
+        text = rf"{name} .* cannot be differentiated.* use Phantom\(\) or Implicit\(\)"
+        with nullcontext() if name == NAMES[1] else pytest.raises(ValueError, match=text):
+            solution = dq.solve(lambda z: a * z + 1, torch.zeros(1, 1), solver=TorchDEQ(name), stop=stop)
+            (grad,) = torch.autograd.grad(solution.value.sum(), a)
+            assert grad.item() == pytest.approx(4.0, abs=1e-4)
 
 
 def with_options(name: str, **options) -> tuple[dq.SolveConfig, dq.SolveConfig]:
@@ -159,6 +128,7 @@ def with_options(name: str, **options) -> tuple[dq.SolveConfig, dq.SolveConfig]:
 @pytest.mark.parametrize(
     ("make", "name", "options", "text"),
     [
+        (TorchDEQ, "andersen", {}, "TorchDEQ.name must be"),
         (TorchDEQ, "broyden", {"tau": 0.5}, "TorchDEQ('broyden'): option 'tau' is unknown (known: LBFGS_thres)"),
         (TorchDEQ, "anderson", {"m": 1}, "TorchDEQ.m must be an integer >= 2, got 1"),
         (TorchDEQ, "anderson", {"tau": 0.0}, "TorchDEQ.tau must be a number in (0, inf), got 0.0"),
@@ -174,20 +144,18 @@ def test_a_wrong_option_is_an_error(make, name, options, text):
         make(name, **options)
 
 
-@pytest.mark.parametrize("config", ["anderson", argparse.Namespace(f_solver="anderson"), None])
-def test_a_configuration_that_is_no_mapping_says_what_to_write(config):
-    with pytest.raises(TypeError, match=r"config must be a Mapping, such as vars\(args\), got "):
-        from_torchdeq_config(config)
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_what_is_no_mapping_and_no_solver_is_named():
-    with pytest.raises(TypeError, match="solver_kwargs must be a Mapping"):
-        from_torchdeq_config({}, solver_kwargs=["tau"])
-    with pytest.raises(TypeError, match="torchdeq group 'solver' must be a Mapping"):
-        from_torchdeq_config({"solver": None})
-    with pytest.raises(ValueError, match=r"TorchDEQ\.name must be .*did you mean 'anderson'"):
-        TorchDEQ("andersen")
+@pytest.mark.parametrize(
+    ("config", "options", "message"),
+    [
+        ("anderson", {}, r"config must be a Mapping, such as vars\(args\), got "),
+        (argparse.Namespace(f_solver="anderson"), {}, r"config must be a Mapping, such as vars\(args\), got "),
+        ({}, {"solver_kwargs": ["tau"]}, "solver_kwargs must be a Mapping"),
+        ({"solver": None}, {}, "torchdeq group 'solver' must be a Mapping"),
+    ],
+)
+def test_what_is_no_mapping_is_named(config, options, message):
+    with pytest.raises(TypeError, match=message):
+        from_torchdeq_config(config, **options)
 
 
 ANDERSON, BROYDEN, SIMPLE = {"f_solver": NAMES[2]}, {"f_solver": NAMES[3]}, {"f_solver": NAMES[1]}

@@ -73,19 +73,6 @@ class ImplicitCache(TransformersCache):
         """Number of committed tokens, padding included; the same in all layers."""
         return self.length
 
-    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """Number of committed and new tokens together, and where they begin."""
-        return self.length + query_length, 0
-
-    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        """Whether any token has been committed."""
-        return self.value is not None
-
-    @property
-    def is_initialized(self) -> bool:
-        """Whether any token has been committed."""
-        return self.value is not None
-
     @property
     def is_linear(self) -> list[bool]:
         """``[False]``: the length is known, so transformers passes the tokens that come after it."""

@@ -1,6 +1,5 @@
 """From this library's language models and presets, and the paper's checkpoints, to models of transformers; and back."""
 
-import json
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from deqseq.integrations.huggingface.modeling_causal_lm import ImplicitCausalLM
 from deqseq.integrations.huggingface.parts import parts_of
 from deqseq.integrations.huggingface.recurrent_depth import RecurrentDepthConfig
 from deqseq.integrations.reference_weights import from_reference
-from deqseq.integrations.weight_files import add_tensors, tensors_in
+from deqseq.integrations.weight_files import add_tensors, config_in, tensors_in
 from deqseq.models import CausalLM, ImplicitModel, LanguageModelSpec, RecurrentDepth, preset
 
 _NUMBERS = ("embedding_dropout", "embedding_scale", "logit_softcap")
@@ -143,12 +142,9 @@ def from_reference_folder(folder: str | PathLike[str], **fields: Any) -> Implici
     Example:
         >>> from_reference_folder("nowhere")
         Traceback (most recent call last):
-        FileNotFoundError: there is no config.json in nowhere
+        FileNotFoundError: nowhere has no config.json
     """
-    path = Path(folder)
-    if not (path / "config.json").is_file():
-        raise FileNotFoundError(f"there is no config.json in {path}")
-    config = json.loads((path / "config.json").read_text())
+    config = config_in(path := Path(folder))
     tokens = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in config}
     return from_causal_lm(from_reference(config, _weights(path)), **tokens | fields).eval()
 

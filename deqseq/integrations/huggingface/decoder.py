@@ -98,7 +98,12 @@ class DecoderBackbone(Backbone[LlamaCache]):
         check_cache(cache, LlamaCache, x, [(kv_heads, None, width)] * (2 * len(self.layers)))
         tokens = x.shape[1]
         positions = torch.arange(tokens, device=x.device)[None] if cache is None else cache.positions(tokens)
-        _check_length(tokens + (0 if cache is None else cache.length), self._context)
+        total = tokens + (0 if cache is None else cache.length)
+        if self._context is not None and total > self._context:
+            raise ValueError(
+                f"x and the cache must have at most {self._context} tokens, got {total}: beyond them this model has "
+                "other rotary frequencies, with which the cached keys would be wrong"
+            )
         options = [{} if kind is None else {"layer_type": kind} for kind in self.rotations]
         return Inputs(rotary=tuple(table for option in options for table in self.rotary(x, positions, **option)))
 
@@ -248,14 +253,6 @@ def _context(config: Any) -> int | None:
     changing = [one for one in scalings if one and one["rope_type"] in ("dynamic", "longrope")]
     longest = [one.get("original_max_position_embeddings") or config.max_position_embeddings for one in changing]
     return min(longest, default=None)
-
-
-def _check_length(total: int, context: int | None) -> None:
-    if context is not None and total > context:
-        raise ValueError(
-            f"x and the cache must have at most {context} tokens, got {total}: beyond them this model has other rotary "
-            "frequencies, with which the cached keys would be wrong"
-        )
 
 
 def _check(config: Any, layers: nn.ModuleList) -> None:

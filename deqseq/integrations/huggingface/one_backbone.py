@@ -125,8 +125,12 @@ class OneBackboneConfig(ImplicitConfig):
         Returns:
             The configuration; with ``return_unused_kwargs=True`` also the unknown keywords.
         """
-        ours = cls._of_reference(config_dict) if "backbone_config" in config_dict else config_dict
-        return super().from_dict(ours, **kwargs)
+        if "backbone_config" in config_dict:
+            tokens = {name: config_dict.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+            dtype = config_dict.get("dtype") or config_dict.get("torch_dtype")
+            theirs = {name: value for name, value in config_dict.items() if not name.startswith("_")}
+            config_dict = cls.from_specification(from_reference_config(theirs), **tokens, dtype=dtype).to_dict()
+        return super().from_dict(config_dict, **kwargs)
 
     def validate_architecture(self) -> None:
         """Check types and sizes; errors have the names of this configuration, too."""
@@ -140,11 +144,3 @@ class OneBackboneConfig(ImplicitConfig):
             ]
             legend = f" (here {', '.join(renamed)})" if renamed else ""
             raise type(error)(f"{type(self).__name__}: {error}{legend}") from error
-
-    @classmethod
-    def _of_reference(cls, config: Json) -> Json:
-        """Our fields for those of the reference code."""
-        spec = from_reference_config({name: value for name, value in config.items() if not name.startswith("_")})
-        kept = {name: config.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id", "dtype")}
-        kept["dtype"] = kept["dtype"] or config.get("torch_dtype")
-        return cls.from_specification(spec, **kept).to_dict()

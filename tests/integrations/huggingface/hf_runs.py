@@ -1,52 +1,23 @@
-"""Small models and a small task that the tests of the Trainer and the scripts under torchrun share."""
-
-import faulthandler
-import json
-import sys
-from pathlib import Path
+"""Small models and a small task that the tests of the Trainer and the script under torchrun share."""
 
 import torch
-import torch.distributed as dist
-from hf_models import LLAMA, MAMBA2, contract
+from hf_models import FAMILIES, configured, contract
 from transformers import Trainer, TrainingArguments
 
 import deqseq as dq
-from deqseq.integrations.huggingface import (
-    ImplicitLlamaConfig,
-    ImplicitLlamaForCausalLM,
-    ImplicitMamba2Config,
-    ImplicitMamba2ForCausalLM,
-)
 
 PAD, VOCABULARY = 0, 13
 SOLVE = dq.SolveConfig(dq.Naive(), dq.Stop(rtol=1e-6, max_steps=64), dq.Phantom(2))
-SHARED = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "initializer_range": 0.5}
-CLASSES = {
-    "mamba2": (ImplicitMamba2Config, ImplicitMamba2ForCausalLM, MAMBA2),
-    "llama": (ImplicitLlamaConfig, ImplicitLlamaForCausalLM, LLAMA),
-}
-SHARED_OUT = {
-    "plain": {"per_device_train_batch_size": 2},
-    "accumulated": {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2},
-}
-"""Two ways in which two processes take four rows a step."""
-SHARDED = {
-    "implicit": {},
-    "weight norm": {"weight_norm": True},
-    "explicit": {"implicit": False},
-    "recomputing": {"solve": {"gradient": {"checkpoint": True}}},
-}
-"""Fields of the models that are sharded."""
+NAMES = ("mamba2", "llama")
 
 
 def small(name: str, **fields):
     """A model of this family in float32 whose map contracts, the same one every time."""
-    config_class, model_class, sizes = CLASSES[name]
-    config = config_class(**{**SHARED, **sizes, "solve": SOLVE, "pad_token_id": PAD})
+    config = configured(name, hidden_size=16, solve=SOLVE, pad_token_id=PAD)
     for field, value in fields.items():
         setattr(config, field, value)
     torch.manual_seed(0)
-    return contract(model_class(config))
+    return contract(FAMILIES[name][1](config))
 
 
 def rows(count: int, first: int = 0) -> list[dict]:
@@ -81,7 +52,8 @@ def trainer(model, folder, **changes) -> Trainer:
         "disable_tqdm": True,
     }
     data = {"data_collator": collate, "train_dataset": rows(48), "eval_dataset": rows(10, first=100)}
-    data |= {name: changes.pop(name) for name in (*data, "processing_class", "compute_metrics") if name in changes}
+    names = (*data, "processing_class", "compute_metrics", "optimizers")
+    data |= {name: changes.pop(name) for name in names if name in changes}
     return Trainer(model, TrainingArguments(str(folder), **{**options, **changes}), **data)
 
 
@@ -105,18 +77,8 @@ class Witness:
 
 
 def by_hand(model, steps: int, rank: int = 0, ranks: int = 1) -> tuple[list[float], list[int]]:
-    """AdamW on four rows a step, of which each process takes its share.
-
-    Args:
-        model: of transformers or of the core, and whatever is wrapped around it.
-        steps: how many.
-        rank: of this process.
-        ranks: processes.
-
-    Returns:
-        This process's losses, of which the mean over processes is that of the whole batch, and the iterations of
-        its rows.
-    """
+    """AdamW on four rows a step, of which each process takes its share: its losses, whose mean over processes is that
+    of the whole batch, and the iterations of its rows."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     shares, taken, share = [], [], 4 // ranks
     for step in range(steps):
@@ -131,17 +93,3 @@ def by_hand(model, steps: int, rank: int = 0, ranks: int = 1) -> tuple[list[floa
         shares.append(loss.item())
         taken += [] if output.stats is None else output.stats.iterations.tolist()
     return shares, taken
-
-
-def in_two_processes(check) -> None:
-    """What a script under torchrun does: ``check(folder)`` in each process, and its results in a file.
-
-    A process that waits for ever ends after 200 seconds, and says where it was.
-    """
-    faulthandler.dump_traceback_later(200, exit=True)
-    dist.init_process_group("gloo")
-    assert dist.get_world_size() == 2
-    folder = Path(sys.argv[1])
-    results = {"world size": dist.get_world_size(), **check(folder)}
-    (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(results))
-    dist.destroy_process_group()

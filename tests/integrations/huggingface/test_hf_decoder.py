@@ -8,7 +8,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import deqseq as dq
-from deqseq.integrations.huggingface import DecoderBackbone, from_decoder
+from deqseq.integrations.huggingface import DecoderBackbone, from_causal_lm, from_decoder, retrofit
 from deqseq.integrations.huggingface.decoder import FAMILIES
 from deqseq.testing import BackboneContract
 
@@ -65,54 +65,37 @@ def made(family, attention=None, **fields):
     return model.double().eval()
 
 
-def precise(model):
-    """The same with norms in the model's dtype: theirs round to float32, which hides errors below 1e-7."""
-    for parent in list(model.modules()):
-        for name, part in list(parent.named_children()):
-            if type(part).__name__.endswith("RMSNorm"):
-                norm = nn.RMSNorm(len(part.weight), getattr(part, "eps", None) or part.variance_epsilon)
-                gemma = "Gemma" in type(part).__name__
-                norm.weight = nn.Parameter(part.weight.detach() + 1 if gemma else part.weight.detach())
-                setattr(parent, name, norm)
-    return model
-
-
 def same(ours, expected, tolerance=1e-10):
     torch.testing.assert_close(ours, expected, rtol=tolerance, atol=tolerance)
 
 
 class TestFamilies:
     @EVERY
-    def test_logits_are_those_of_transformers(self, family):
-        theirs = made(family)
-        with torch.no_grad():
-            same(from_decoder(theirs)(IDS).logits, theirs(IDS).logits)
-            theirs.float()
-            same(from_decoder(theirs)(IDS).logits, theirs(IDS).logits, 1e-5)
-
-    @EVERY
-    @pytest.mark.parametrize("sizes", [[1] * 11, [4, 3, 4]], ids=["token by token", "chunks"])
-    def test_a_cached_pass_is_a_full_pass(self, family, sizes):
-        lm, parts, cache = from_decoder(made(family)), [], None
-        with torch.no_grad():
-            for ids in IDS.split(sizes, dim=1):
+    @torch.no_grad()
+    def test_logits_are_those_of_transformers_whole_and_in_parts(self, family):
+        for attention in ("eager",) if family == "gemma2" else ("eager", "sdpa"):
+            theirs, parts, cache = made(family, attention), [], None
+            lm, expected = from_decoder(theirs), theirs(IDS).logits
+            same(lm(IDS).logits, expected)
+            for ids in IDS.split([1, 3, 1, 6], dim=1):
                 output = lm(ids, cache=cache, return_cache=True)
                 parts, cache = [*parts, output.logits], output.cache
-            same(torch.cat(parts, dim=1), lm(IDS).logits, 1e-6)
+            same(torch.cat(parts, dim=1), expected, 1e-6)
+        theirs.float()
+        same(from_decoder(theirs)(IDS).logits, theirs(IDS).logits, 1e-5)
 
     @EVERY
     @pytest.mark.parametrize("side", ["left", "right"])
+    @torch.no_grad()
     def test_a_padded_row_is_the_row_alone_and_so_is_its_continuation(self, family, side):
         lm, real = from_decoder(made(family)), torch.arange(11) < LENGTHS[:, None]
         mask = real.flip(1) if side == "left" else real
-        with torch.no_grad():
-            output = lm(IDS, mask=mask, return_cache=True)
-            following = lm(IDS[:, :5], cache=output.cache)
-            for row, own in enumerate(mask):
-                alone = torch.cat([IDS[row, own], IDS[row, :5]])[None]
-                expected = lm(alone).logits[0]
-                same(output.logits[row, own], expected[:-5], 1e-6)
-                same(following.logits[row], expected[-5:], 1e-6)
+        output = lm(IDS, mask=mask, return_cache=True)
+        following = lm(IDS[:, :5], cache=output.cache)
+        for row, own in enumerate(mask):
+            expected = lm(torch.cat([IDS[row, own], IDS[row, :5]])[None]).logits[0]
+            same(output.logits[row, own], expected[:-5], 1e-6)
+            same(following.logits[row], expected[-5:], 1e-6)
 
     @EVERY
     def test_gradients_are_those_of_transformers(self, family):
@@ -124,65 +107,49 @@ class TestFamilies:
             assert other.abs().max() > 0, name
             same(one, other, 1e-6)
 
-    @EVERY
-    def test_one_iteration_from_the_input_is_the_model(self, family):
-        theirs = made(family)
-        model = dq.ImplicitModel(DecoderBackbone(theirs), dq.SolveConfig(stop=dq.Stop.exactly(1), start="input"))
-        x = theirs.get_input_embeddings()(IDS)
-        with torch.no_grad():
-            expected = theirs.base_model(IDS).last_hidden_state
-            same(model(x).value, expected)
-            same(model(x, sweep=dq.Chunked(4)).value, expected, 1e-6)
-
-    def test_the_table_of_tests_is_the_table_of_families(self):
-        assert set(OWN) <= set(FAMILIES)
-
-
-class TestAttention:
     @SOME
-    def test_both_implementations(self, family):
-        with torch.no_grad():
-            for attention in ("eager", "sdpa")[: 1 if family == "gemma2" else 2]:
-                theirs = made(family, attention)
-                lm = from_decoder(theirs)
-                same(lm(IDS).logits, theirs(IDS).logits)
-                first = lm(IDS[:, :4], return_cache=True)
-                same(lm(IDS[:, 4:], cache=first.cache).logits, theirs(IDS).logits[:, 4:], 1e-6)
+    @torch.no_grad()
+    def test_generation_is_that_of_transformers(self, family):
+        theirs = made(family).float()  # with padding and in float64, eager attention of transformers gives NaN
+        mask = (torch.arange(11) < LENGTHS[:, None]).flip(1)
+        prompt = IDS.masked_fill(~mask, 0)
+        options = {"attention_mask": mask.long(), "do_sample": False, "eos_token_id": None}
+        expected = theirs.generate(prompt, max_new_tokens=5, **options)[:, 11:]
+        assert torch.equal(from_decoder(theirs).generate(prompt, mask=mask, max_new_tokens=5).tokens, expected)
+        implicit = from_causal_lm(retrofit(theirs, prelude=1, core=2, coda=1))  # before any training
+        options |= {"num_beams": 3, "pad_token_id": 0, "max_new_tokens": 4}
+        theirs.generation_config.eos_token_id = implicit.generation_config.eos_token_id = None
+        assert torch.equal(implicit.generate(prompt, **options), theirs.generate(prompt, **options))
 
-    def test_a_window_wider_than_the_text_needs_no_mask(self):
-        backbone = DecoderBackbone(made("mistral", sliding_window=11))
-        z = torch.zeros(1, 11, 32, dtype=torch.float64)
-        assert backbone._mask("sliding_attention", z, None) is None
-        assert backbone._mask("sliding_attention", torch.cat([z, z], dim=1), None).sum() == 66 + 11 * 11
 
+class TestLayers:
+    @torch.no_grad()
     def test_a_window_counts_real_tokens(self):
         """A continuation of unequal rows: the cache has gaps, which take no room in the window."""
         lm = from_decoder(made("mistral", sliding_window=4))
         mask, cache = torch.arange(6) < torch.tensor([6, 2])[:, None], None
         rows = [[], []]
-        with torch.no_grad():
-            for part in range(3):
-                ids = IDS[:2].roll(part, dims=1)[:, :6]
-                output = lm(ids, mask=mask, cache=cache, return_cache=True)
-                cache = output.cache
-                for row in (0, 1):
-                    rows[row].append(ids[row, mask[row]])
+        for part in range(3):
+            ids = IDS[:2].roll(part, dims=1)[:, :6]
+            output = lm(ids, mask=mask, cache=cache, return_cache=True)
+            cache = output.cache
             for row in (0, 1):
-                expected = lm(torch.cat(rows[row])[None]).logits[0]
-                same(output.logits[row, mask[row]], expected[-len(rows[row][-1]) :], 1e-6)
+                rows[row].append(ids[row, mask[row]])
+        for row in (0, 1):
+            expected = lm(torch.cat(rows[row])[None]).logits[0]
+            same(output.logits[row, mask[row]], expected[-len(rows[row][-1]) :], 1e-6)
 
+    @torch.no_grad()
     def test_bfloat16(self):
         theirs = made("gemma3_text").bfloat16()
         lm = from_decoder(theirs)
-        with torch.no_grad():
-            assert torch.equal(lm(IDS).logits, theirs(IDS).logits)
-            first = lm(IDS[:, :6], return_cache=True)
-            assert first.cache.tensors()[0].dtype == torch.bfloat16
-            assert (lm(IDS[:, 6:], cache=first.cache).logits - theirs(IDS).logits[:, 6:]).abs().max() < 0.1
+        assert torch.equal(lm(IDS).logits, theirs(IDS).logits)
+        first = lm(IDS[:, :6], return_cache=True)
+        assert first.cache.tensors()[0].dtype == torch.bfloat16
+        assert (lm(IDS[:, 6:], cache=first.cache).logits - theirs(IDS).logits[:, 6:]).abs().max() < 0.1
 
     @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
-    @pytest.mark.parametrize("reentrant", [False, True])
-    @pytest.mark.parametrize("family", ["gemma3_text", "gpt_neox"])
+    @pytest.mark.parametrize(("family", "reentrant"), [("gemma3_text", False), ("gpt_neox", True)])
     def test_gradient_checkpointing_keeps_the_cache(self, family, reentrant):
         theirs = made(family).train()
         model, x = dq.ExplicitModel(DecoderBackbone(theirs)), theirs.get_input_embeddings()(IDS).detach()
@@ -200,77 +167,42 @@ class TestAttention:
             same(one, other)
 
     @pytest.mark.slow
+    @torch.no_grad()
     def test_compiled(self):
         backbone = DecoderBackbone(made("gemma3_text", **SHORT))
-        lm = dq.ExplicitModel(backbone)
-        x = torch.randn(2, 7, 32, dtype=torch.float64)
-        with torch.no_grad():
-            expected = lm(x).value
-            backbone.compile(backend="eager")
-            first = lm(x[:, :4], return_cache=True)
-            same(lm(x).value, expected)
-            same(lm(x[:, 4:], cache=first.cache).value, expected[:, 4:], 1e-6)
+        model, x = dq.ExplicitModel(backbone), torch.randn(2, 7, 32, dtype=torch.float64)
+        expected = model(x).value
+        backbone.compile(backend="eager")
+        first = model(x[:, :4], return_cache=True)
+        same(model(x).value, expected)
+        same(model(x[:, 4:], cache=first.cache).value, expected[:, 4:], 1e-6)
 
-
-class TestParts:
     @SOME
-    def test_the_parts_of_a_model_are_the_model(self, family):
+    @torch.no_grad()
+    def test_the_parts_of_a_model_are_the_model_and_so_is_one_iteration(self, family):
         theirs = made(family)
         parts = [DecoderBackbone(theirs, slice(1), final_norm=False), DecoderBackbone(theirs, slice(1, -1), False)]
         parts.append(DecoderBackbone(theirs, slice(3, None)))
-        caches = [None] * 3
-        expected = theirs.base_model(IDS).last_hidden_state
-        with torch.no_grad():
-            for ids, value in zip(IDS.split(4, dim=1), expected.split(4, dim=1), strict=True):
-                z = theirs.get_input_embeddings()(ids)
-                for i, part in enumerate(parts):
-                    output = dq.ExplicitModel(part)(z, cache=caches[i], return_cache=True)
-                    z, caches[i] = output.value, output.cache
-                same(z, value, 1e-6)
-        assert [len(part.layers) for part in parts] == [1, 2, 1]
+        caches, x, expected = [None] * 3, theirs.get_input_embeddings()(IDS), theirs.base_model(IDS).last_hidden_state
+        for z, value in zip(x.split(4, dim=1), expected.split(4, dim=1), strict=True):
+            for i, part in enumerate(parts):
+                output = dq.ExplicitModel(part)(z, cache=caches[i], return_cache=True)
+                z, caches[i] = output.value, output.cache
+            same(z, value, 1e-6)
         assert parts[1].layers[0] is theirs.base_model.layers[1]
+        once = dq.ImplicitModel(DecoderBackbone(theirs), dq.SolveConfig(stop=dq.Stop.exactly(1), start="input"))
+        for sweep in (dq.Simultaneous(), dq.Chunked(4)):
+            same(once(x, sweep=sweep).value, expected, 1e-6)
 
-    @SOME
-    def test_one_iteration_of_recurrent_depth_is_the_model(self, family):
-        theirs, solve = made(family), dq.SolveConfig(stop=dq.Stop.exactly(1))
-        prelude, core = (DecoderBackbone(theirs, part, final_norm=False) for part in (slice(1), slice(1, 3)))
-        core = dq.ImplicitModel(dq.Injected(core, dq.ConcatInjection(32)).double(), solve)
-        coda = dq.ExplicitModel(DecoderBackbone(theirs, slice(3, None)))
-        model, x = dq.RecurrentDepth(dq.ExplicitModel(prelude), core, coda), theirs.get_input_embeddings()(IDS)
-        expected = theirs.base_model(IDS).last_hidden_state
-        same(model(x).value, expected)
-        with torch.no_grad():
-            first = model(x[:, :5], sweep=dq.Sequential(), return_cache=True)
-            same(model(x[:, 5:], cache=first.cache, sweep=dq.Chunked(4)).value, expected[:, 5:], 1e-6)
-
-    def test_weights_are_shared(self):
+    def test_weights_are_shared_and_a_copy_has_its_own(self):
         theirs = made("llama")
         lm = from_decoder(theirs)
         assert {id(p) for p in lm.parameters()} == {id(p) for p in theirs.parameters()}
-        assert lm.head is None
-        assert from_decoder(made("qwen3", tie_word_embeddings=False)).head is not None
-        assert not lm.training
-        assert from_decoder(theirs.train()).training
-
-    @pytest.mark.parametrize("family", ["llama", "gemma2"])
-    def test_save_and_load(self, family, tmp_path):
-        lm, other = from_decoder(made(family)), made(family)
-        for parameter in other.parameters():
-            nn.init.zeros_(parameter)
-        torch.save(lm.state_dict(), tmp_path / "weights.pt")
-        loaded = from_decoder(other)
-        loaded.load_state_dict(torch.load(tmp_path / "weights.pt", weights_only=True))
-        assert torch.equal(loaded(IDS).logits, lm(IDS).logits)
-        assert torch.equal(other(IDS).logits, lm(IDS).logits)
-
-    @SOME
-    def test_generation(self, family):
-        theirs = made(family).float()  # with padding and in float64, eager attention of transformers gives NaN
-        mask = (torch.arange(11) < LENGTHS[:, None]).flip(1)
-        prompt = IDS.masked_fill(~mask, 0)
-        options = {"attention_mask": mask.long(), "do_sample": False, "eos_token_id": None}
-        expected = theirs.generate(prompt, max_new_tokens=8, **options)[:, 11:]
-        assert torch.equal(from_decoder(theirs).generate(prompt, mask=mask, max_new_tokens=8).tokens, expected)
+        assert (lm.head, lm.training) == (None, False)
+        assert from_decoder(made("qwen3", tie_word_embeddings=False).train()).head is not None
+        twin, expected = copy.deepcopy(lm), lm(IDS).logits
+        nn.init.zeros_(theirs.model.norm.weight)
+        assert torch.equal(twin(IDS).logits, expected)
 
 
 class Driven(dq.Backbone):
@@ -292,72 +224,60 @@ class Driven(dq.Backbone):
         return self.layers.advance(cache, aux, tokens, counts)
 
 
-def driven(family, **fields):
-    return Driven(DecoderBackbone(precise(made(family, **fields))))
+def driven(family):
+    """Of a family whose norms are computed in the model's dtype: others round to float32, which hides errors."""
+    return Driven(DecoderBackbone(made(family, num_hidden_layers=1)))
 
 
-class TestLlama(BackboneContract):
-    backbone = driven("llama", num_hidden_layers=1)
+class TestFullAttention(BackboneContract):
+    backbone = driven("stablelm")
 
 
 class TestSlidingWindow(BackboneContract):
-    backbone = driven("gemma3_text", **SHORT)
+    backbone = driven("starcoder2")
 
 
 class TestParallelResidual(BackboneContract):
-    backbone = driven("gpt_neox", num_hidden_layers=1)
+    backbone = driven("gpt_neox")
 
 
 class TestRefusals:
     @pytest.mark.parametrize(
-        ("family", "reason"),
+        ("family", "fields", "message"),
         [
-            ("mamba2", "not the attention layers with rotary positions"),
-            ("gpt2", "not the attention layers with rotary positions"),
-            ("mixtral", "mixtures of experts"),
-            ("cohere", "has not been checked"),
+            ("mamba2", {"head_dim": 8, "num_heads": 8}, "Mamba2ForCausalLM: .*not the attention layers with rotary"),
+            ("gpt2", {}, "GPT2LMHeadModel: .*not the attention layers with rotary positions"),
+            ("mixtral", {}, "MixtralForCausalLM: .*mixtures of experts"),
+            ("cohere", {}, "CohereForCausalLM: .*has not been checked"),
+            ("gpt_neox", {"attention_dropout": 0.1}, "no dropout.*'attention_dropout': 0.1.*from_pretrained"),
+            ("gpt_neox", {"hidden_dropout": 0.1}, "no dropout.*'hidden_dropout': 0.1.*from_pretrained"),
+            ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ],
     )
-    def test_a_family_that_does_not_fit_is_named_with_the_reason(self, family, reason):
-        model = AutoModelForCausalLM.from_config(
-            AutoConfig.for_model(family, **SIZES, **({"head_dim": 8, "num_heads": 8} if family == "mamba2" else {}))
-        )
-        with pytest.raises(ValueError, match=f"{type(model).__name__}: .*{reason}"):
-            DecoderBackbone(model)
+    def test_a_model_that_does_not_fit_is_named_with_the_reason(self, family, fields, message):
+        with pytest.raises(ValueError, match=message):
+            DecoderBackbone(made(family, **fields))
 
-    @pytest.mark.parametrize("name", ["attention_dropout", "hidden_dropout"])
-    def test_dropout(self, name):
-        with pytest.raises(ValueError, match=f"no dropout.*'{name}': 0.1.*from_pretrained"):
-            DecoderBackbone(made("gpt_neox", **{name: 0.1}))
-
-    def test_dropout_added_later(self):
+    def test_what_was_changed_after_loading(self):
         model = made("llama")
         model.model.layers[2].self_attn.q_proj = nn.Sequential(model.model.layers[2].self_attn.q_proj, nn.Dropout(0.2))
         with pytest.raises(ValueError, match=r"'2\.self_attn\.q_proj\.1': 0\.2"):
             DecoderBackbone(model)
         assert len(DecoderBackbone(model, slice(2)).layers) == 2
+        model.config._attn_implementation = "flash_attention_2"
+        with pytest.raises(ValueError, match=r'got "flash_attention_2": call model.set_attn_implementation\("sdpa"\)'):
+            DecoderBackbone(model, slice(2))
 
     @pytest.mark.parametrize("model", ["meta-llama/Llama-3.2-1B", nn.Linear(2, 2), None])
     def test_no_model(self, model):
         with pytest.raises(TypeError, match="model must be a PreTrainedModel, such as AutoModelForCausalLM"):
             DecoderBackbone(model)
 
-    @pytest.mark.parametrize("part", [slice(2, 2), slice(0, 5), slice(0, 4, 2), slice(3, 1), slice(-5, None)])
+    @pytest.mark.parametrize("part", [slice(2, 2), slice(0, 5), slice(0, 4, 2), slice(3, 1), slice(-5, None), 3])
     def test_a_slice_that_is_no_part_of_the_layers(self, part):
-        with pytest.raises(ValueError, match="layers must be a contiguous part of the model's 4 layers"):
+        message = "layers must be a (contiguous part of the model's 4 layers|slice.*such as slice\\(4, 12\\))"
+        with pytest.raises((ValueError, TypeError), match=message):
             DecoderBackbone(made("llama"), part)
-        with pytest.raises(TypeError, match=r"layers must be a slice.*slice\(4, 12\)"):
-            DecoderBackbone(made("llama"), 3)
-
-    def test_another_attention_implementation(self):
-        model = made("llama")
-        model.config._attn_implementation = "flash_attention_2"
-        with pytest.raises(ValueError, match=r'got "flash_attention_2": call model.set_attn_implementation\("sdpa"\)'):
-            DecoderBackbone(model)
-
-    def test_attention_to_later_tokens(self):
-        with pytest.raises(ValueError, match="use_bidirectional_attention"):
-            DecoderBackbone(made("gemma3_text", use_bidirectional_attention=True))
 
     def test_a_model_without_a_head(self):
         model = AutoModelForSequenceClassification.from_config(made("llama").config)
@@ -365,34 +285,28 @@ class TestRefusals:
             with pytest.raises(ValueError, match="ForCausalLM"):
                 from_decoder(one)
 
-    @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-    def test_frequencies_that_change_with_the_length(self, kind):
-        rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0}
-        if kind == "longrope":
-            rope |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
-            sizes = {"max_position_embeddings": 22, "original_max_position_embeddings": 11}
-        else:
-            sizes = {"max_position_embeddings": 11}
-        theirs = made("phi3" if kind == "longrope" else "llama", rope_parameters=rope, **sizes)
+    @pytest.mark.parametrize(
+        ("family", "rope", "sizes"),
+        [
+            ("llama", {"rope_type": "dynamic"}, {"max_position_embeddings": 11}),
+            (
+                "phi3",
+                {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4},
+                {"max_position_embeddings": 22, "original_max_position_embeddings": 11},
+            ),
+        ],
+    )
+    def test_frequencies_that_change_with_the_length(self, family, rope, sizes):
+        theirs = made(family, rope_parameters={"rope_theta": 1e4, "factor": 2.0, **rope}, **sizes)
         lm = from_decoder(theirs)
         first = lm(IDS, return_cache=True)
         same(first.logits, theirs(IDS).logits)
         with pytest.raises(ValueError, match="at most 11 tokens, got 12"):
             lm(IDS[:, :1], cache=first.cache)
 
-    def test_a_cache_of_another_model(self):
+    def test_a_cache_of_another_model_and_a_map_without_an_input(self):
         lm, other = (from_decoder(made("llama", num_hidden_layers=n)) for n in (2, 3))
         with pytest.raises(ValueError, match="cache must be of this model"):
             lm(IDS, cache=other(IDS, return_cache=True).cache)
-
-    def test_from_zero_nothing_depends_on_the_input(self):
         with pytest.raises(ValueError, match="injection"):
             dq.ImplicitModel(DecoderBackbone(made("llama")))(torch.zeros(1, 3, 32).double())
-
-
-def test_a_copy_is_independent():
-    backbone = DecoderBackbone(made("llama"))
-    twin, x = copy.deepcopy(backbone), torch.randn(1, 3, 32).double()
-    expected = backbone(x, backbone.prepare(x))[0]
-    nn.init.zeros_(backbone.norm.weight)
-    assert torch.equal(twin(x, twin.prepare(x))[0], expected)

@@ -1,24 +1,214 @@
-"""The call of each model type, implicit and explicit."""
+"""The call of every family: the core's numbers, padding, caches, and what is refused."""
 
-from forward_contract import ForwardContract
-from hf_models import Llama, Mamba2, Retrofit
+import copy
 
+import pytest
+import torch
+from hf_models import EVERY, IDS, LEFT, made
+from transformers import DynamicCache
 
-class TestImplicitMamba2(Mamba2, ForwardContract):
-    pass
-
-
-class TestImplicitLlama(Llama, ForwardContract):
-    pass
-
-
-class TestRetrofit(Retrofit, ForwardContract):
-    pass
+import deqseq as dq
+from deqseq.integrations.huggingface import ImplicitCache, from_causal_lm, to_causal_lm
 
 
-class TestExplicitMamba2(Mamba2, ForwardContract):
-    implicit = False
+def close(got, wanted, tolerance=1e-6):
+    assert wanted.abs().max() > 0.1
+    assert got.shape == wanted.shape
+    assert (got - wanted).abs().max() < tolerance
 
 
-class TestExplicitLlama(Llama, ForwardContract):
-    implicit = False
+class TestNumbers:
+    @EVERY
+    @torch.no_grad()
+    def test_calls_are_those_of_the_core(self, kind):
+        model = made(kind, tie_word_embeddings=False)
+        lm, right = to_causal_lm(model), LEFT.flip(1)
+        again = from_causal_lm(lm, eos_token_id=5)
+        assert (type(again), again.config.eos_token_id, again.training) == (type(model), 5, False)
+        assert (again.model.core, again.lm_head) == (lm.model, lm.head)
+        how = {"sweep": dq.Chunked(3), "solver": dq.Relaxed(0.8), "stop": dq.Stop(rtol=0.1)}
+        as_json = {**how, "sweep": {"name": "Chunked", "size": 3}}
+        calls = [
+            ({}, {}),
+            ({"attention_mask": LEFT.long()}, {"mask": LEFT}),
+            ({"attention_mask": right}, {"mask": right}),
+        ]
+        if kind != "explicit":
+            calls += [({"solve": solve}, how) for solve in (how, dq.SolveConfig(**how), as_json)]
+        for call, ours in calls:
+            for one in (model, again):
+                output, wanted = one(IDS, **call), lm(IDS, **ours, return_cache=True)
+                assert torch.equal(output.logits, wanted.logits)
+                assert output.stats is wanted.stats or torch.equal(output.stats.iterations, wanted.stats.iterations)
+        assert (model(IDS).status is None) == (kind == "explicit")
+
+    def test_each_mode_has_its_own_solve(self):
+        model = made("llama", eval_solve={"stop": dq.Stop.exactly(3), "sweep": {"name": "Chunked", "size": 4}})
+        assert model(IDS).stats.iterations.tolist() == [[3] * 7] * 3
+        assert model(IDS, solve={"sweep": "Simultaneous"}).stats.iterations.tolist() == [[3] * 7] * 3
+        assert model.train()(IDS).stats.residual.max() < 1e-9
+
+    @torch.no_grad()
+    def test_failures_are_told(self):
+        spent = made("mamba2")(IDS, solve={"stop": {"max_steps": 2}})
+        assert spent.status.tolist() == [dq.Status.MAX_STEPS_REACHED] * 3
+        assert spent.converged.tolist() == [False] * 3
+        with pytest.raises(dq.ConvergenceError):
+            spent.raise_if_failed()
+        assert spent.explain().causes == ("budget",) * 3
+
+    @pytest.mark.parametrize("kind", ["mamba2", "explicit"])
+    @torch.no_grad()
+    def test_other_forms_of_the_same_call(self, kind):
+        model = made(kind)
+        whole = model(IDS)
+        embedded = model.get_input_embeddings()(IDS)
+        ignored = {"token_type_ids": torch.zeros_like(IDS), "output_router_logits": False, "is_causal": True}
+        nothing = {"cu_seq_lens_q": None, "seq_idx": None, "output_attentions": False}
+        for same in (
+            model(inputs_embeds=embedded).logits,
+            model(IDS.to(torch.int32)).logits,
+            model(IDS, return_dict=False)[0],
+            model(IDS, **ignored, **nothing).logits,
+        ):
+            assert torch.equal(same, whole.logits)
+        close(model(IDS, logits_to_keep=2).logits, whole.logits[:, -2:])
+        close(model(IDS, logits_to_keep=torch.tensor([5, 0])).logits, whole.logits[:, [5, 0]])
+        states = model(IDS, output_hidden_states=True).hidden_states
+        assert len(states) == (3 if kind == "explicit" else 2)
+        assert torch.equal(states[0], embedded)
+        assert torch.equal(model.lm_head(states[-1]), whole.logits)
+
+    @torch.no_grad()
+    def test_hidden_states_of_padded_rows_of_an_explicit_model(self):
+        model, first = made("explicit"), made("explicit", num_hidden_layers=1)
+        first.load_state_dict(model.state_dict(), strict=False)
+        between = model(IDS, attention_mask=LEFT.long(), output_hidden_states=True).hidden_states[1]
+        norm = first.model.core.backbone.norm
+        close(norm(between)[LEFT], first.model(IDS, attention_mask=LEFT.long()).last_hidden_state[LEFT])
+
+    @torch.no_grad()
+    def test_an_explicit_model_is_exported(self):
+        model = made("explicit")
+        exported = torch.export.export(model, (IDS,), {"use_cache": False}, strict=False).module()
+        assert torch.equal(exported(IDS, use_cache=False).logits, model(IDS).logits)
+
+
+class TestCaches:
+    @EVERY
+    @torch.no_grad()
+    def test_a_sequence_in_parts_is_the_sequence(self, kind):
+        model, cache, mask = made(kind), ImplicitCache(), LEFT.long()
+        whole, positions, parts = model(IDS, attention_mask=mask).logits, (mask.cumsum(1) - 1).clamp(min=0), []
+        for start, stop in ((0, 6), (6, 7)):
+            new = slice(start, stop)
+            options = {"attention_mask": mask[:, :stop], "position_ids": positions[:, new], "cache": cache}
+            output = model(IDS[:, new], **options)
+            assert output.cache is cache
+            parts.append(output.logits)
+        close(torch.cat(parts, dim=1), whole)
+        assert cache.mask.tolist() == LEFT.tolist()
+        assert (cache.get_seq_length(), cache.batch_size) == (7, 3)
+        assert len(cache.solves) == (0 if kind == "explicit" else 2)
+
+    @torch.no_grad()
+    def test_a_prompt_that_several_continuations_share(self):
+        model = made("mamba2")
+        prompt = model(IDS[:, :4]).cache
+        for copied, other in ((copy.copy, IDS), (copy.deepcopy, IDS.flip(0)), (copy.copy, IDS.flip(1))):
+            got = model(other[:, 4:], cache=copied(prompt)).logits
+            close(got, model(torch.cat([IDS[:, :4], other[:, 4:]], dim=1)).logits[:, 4:])
+        assert prompt.get_seq_length() == 4
+
+    @EVERY
+    @torch.no_grad()
+    def test_rows_of_a_cache_are_chosen_as_in_a_tensor(self, kind):
+        model = made(kind)
+        whole, cache = model(IDS, attention_mask=LEFT.long()).logits, ImplicitCache()
+        model(IDS[:, :6], attention_mask=LEFT[:, :6].long(), cache=cache)
+        rows = torch.arange(3)
+        for chosen in (torch.tensor([2, 0, 2]), [0, -1], torch.tensor([True, False])):
+            cache.reorder_cache(chosen)
+            rows = rows[chosen]
+            cache.batch_repeat_interleave(2)
+            rows = rows.repeat_interleave(2)[: 2 * len(rows)]
+            cache.batch_select_indices(torch.arange(len(rows)) % 2 == 0)
+            rows = rows[::2]
+        assert (cache.batch_size, cache.mask.tolist()) == (1, LEFT[rows][:, :6].tolist())
+        close(model(IDS[rows, 6:], cache=cache).logits, whole[rows, 6:])
+
+    def test_when_a_cache_is_made(self):
+        model = made("llama")
+        assert model(IDS).cache.get_seq_length() == 7
+        assert model(IDS, use_cache=False).cache is None
+        assert model.train()(IDS).cache is None
+        cache = model.eval()(IDS[:, :4]).cache
+        assert model(IDS[:, 4:], cache=cache, use_cache=False).cache is None
+        cache.crop(0)
+        assert cache.get_seq_length() == 4
+        with pytest.raises(ValueError, match=r"cannot be cropped: .*copy\.copy\(cache\)"):
+            cache.crop(-2)
+        cache.reset()
+        assert repr(cache) == "ImplicitCache(batch_size=-1, length=0)"
+
+    def test_a_cache_that_does_not_fit(self):
+        model = made("mamba2")
+        cache = model(IDS[:, :4], attention_mask=LEFT.flip(1)[:, :4].long()).cache
+        for rows, call, message in (
+            (2, {}, r"3 rows and the input has 2: .*batch_select_indices\(rows\)"),
+            (3, {"attention_mask": torch.ones(3, 7)}, "attention_mask must mark the same padding"),
+            (3, {"position_ids": torch.arange(3)[None]}, "position_ids must count"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                model(IDS[:rows, 4:], cache=cache, **call)
+        assert cache.get_seq_length() == 4
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("call", "error", "message"),
+        [
+            ({"input_ids": None}, ValueError, "either input_ids or inputs_embeds"),
+            ({"inputs_embeds": torch.zeros(3, 7, 8)}, ValueError, "either input_ids or"),
+            ({"input_ids": IDS[0]}, ValueError, r"input_ids must have shape \(batch, length\)"),
+            ({"inputs_embeds": torch.zeros(8)}, ValueError, r"inputs_embeds must .* \(batch, length, hidden_size\)"),
+            ({"input_ids": IDS - 9}, ValueError, r"input_ids must lie in 0\.\.12"),
+            ({"cache": DynamicCache()}, TypeError, "cache .* ImplicitCache"),
+            ({"attention_mask": torch.ones(3, 6)}, ValueError, r"attention_mask .* shape \(3, 7\)"),
+            ({"attention_mask": torch.ones(3, 1, 7, 7)}, ValueError, "masks between pairs"),
+            ({"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3]])}, ValueError, "position_ids .* leave them out"),
+            ({"position_ids": torch.arange(7)}, ValueError, r"position_ids .* shape \(3, 7\)"),
+            ({"position_ids": torch.arange(7).expand(2, 7)}, ValueError, r"shape \(3, 7\)"),
+            ({"output_attentions": True}, ValueError, "output_attentions is not available"),
+            ({"past_key_values": DynamicCache()}, ValueError, "past_key_values .* call it cache"),
+            ({"cu_seq_lens_q": torch.tensor([0, 3, 7])}, ValueError, "packed sequences .* pad the rows"),
+            ({"is_causal": False}, ValueError, "is_causal=False is not available"),
+            ({"labels": IDS[:, 1:]}, ValueError, r"labels must have shape \(3, 7\)"),
+            ({"labels": IDS - 9}, ValueError, r"labels must lie in 0\.\.12"),
+            ({"shift_labels": IDS - 9}, ValueError, r"shift_labels must lie in 0\.\.12"),
+            ({"labels": torch.full_like(IDS, -100)}, ValueError, "labels leave nothing to score"),
+            ({"input_ids": IDS[:, :1], "labels": IDS[:, :1]}, ValueError, "labels leave nothing to score"),
+            ({"labels": IDS, "logits_to_keep": 1}, ValueError, "leave out logits_to_keep"),
+            ({"logits_to_keep": -1}, ValueError, "logits_to_keep must be an integer >= 0"),
+            ({"atention_mask": LEFT}, TypeError, "'atention_mask'; did you mean 'attention_mask'"),
+            ({"solve": {"swep": "Sequential"}}, ValueError, r"SolveConfig field 'swep' .*did you mean 'sweep'"),
+        ],
+        ids=lambda part: "+".join(part) if isinstance(part, dict) else "",
+    )
+    def test_bad_calls_are_named(self, call, error, message):
+        with pytest.raises(error, match=message):
+            made("mamba2")(**{"input_ids": IDS, **call})
+
+    @pytest.mark.parametrize(
+        "name", ["input_ids", "attention_mask", "position_ids", "inputs_embeds", "labels", "shift_labels"]
+    )
+    def test_what_is_no_tensor_is_named(self, name):
+        model = made("llama")
+        call = ({} if name == "inputs_embeds" else {"input_ids": IDS}) | {name: [[1, 2]]}
+        for called in (model,) if "labels" in name else (model, model.model):
+            with pytest.raises(TypeError, match=rf"^{name} must be a Tensor or None, such as torch\.tensor"):
+                called(**call)
+
+    def test_an_explicit_model_has_nothing_to_solve(self):
+        with pytest.raises(ValueError, match=r"^leave out solve: this .* is explicit \(implicit=False\)$"):
+            made("explicit")(IDS, solve={"sweep": dq.Chunked(3)})

@@ -1,24 +1,168 @@
-"""Generation by each model type, implicit and explicit."""
+"""``generate`` of every family: which tokens, how they are solved, and what is refused."""
 
-from generation_contract import GenerationContract
-from hf_models import Llama, Mamba2, Retrofit
+import warnings
 
+import pytest
+import torch
+from hf_models import EVERY, IDS, IMPLICIT, LEFT, made
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import GenerationConfig, PreTrainedTokenizerFast, set_seed
 
-class TestImplicitMamba2(Mamba2, GenerationContract):
-    layers = 1
+import deqseq as dq
+from deqseq.integrations.huggingface import ImplicitCache, to_causal_lm
 
-
-class TestImplicitLlama(Llama, GenerationContract):
-    layers = 1
-
-
-class TestRetrofit(Retrofit, GenerationContract):
-    pass
-
-
-class TestExplicitMamba2(Mamba2, GenerationContract):
-    implicit, layers = False, 1
+GREEDY = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+SOLVES = GREEDY | {"return_dict_in_generate": True}
 
 
-class TestExplicitLlama(Llama, GenerationContract):
-    implicit, layers = False, 1
+class TestTokens:
+    @EVERY
+    def test_greedy_tokens_are_those_of_the_core(self, kind):
+        model, ids = made(kind), IDS.masked_fill(~LEFT, 0)
+        options = GREEDY | {"attention_mask": LEFT.long()}
+        tokens = model.generate(ids, **options)
+        assert torch.equal(tokens[:, :7], ids)
+        assert torch.equal(tokens[:, 7:], to_causal_lm(model).generate(ids, mask=LEFT, max_new_tokens=4).tokens)
+        assert len(tokens[:, 7:].unique()) > 1
+        embedded, cache = model.get_input_embeddings()(ids), ImplicitCache()
+        assert torch.equal(model.generate(ids, use_cache=False, **options), tokens)
+        assert torch.equal(model.generate(inputs_embeds=embedded, **options), tokens[:, 7:])
+        assert torch.equal(model.generate(ids, cache=cache, **options), tokens)
+        assert (cache.get_seq_length(), cache.batch_size) == (10, 3)
+
+    def test_sampling(self):
+        model, draws = made("mamba2"), []
+        options = {"max_new_tokens": 4, "do_sample": True, "top_k": 9, "temperature": 2.0, "num_return_sequences": 2}
+        for seed, use_cache in ((1, True), (1, False), (2, True)):
+            set_seed(seed)
+            draws.append(model.generate(IDS, use_cache=use_cache, **options))
+        assert draws[0].shape == (6, 11)
+        assert torch.equal(draws[0], draws[1])
+        assert not torch.equal(draws[0], draws[2])
+        assert len(draws[0].unique(dim=0)) > 3
+
+    @pytest.mark.parametrize("kind", ["llama", "parts"])
+    @torch.no_grad()
+    def test_beams_that_hold_everything_find_the_best_continuation_of_padded_prompts(self, kind):
+        model, options = made(kind), GREEDY | {"max_new_tokens": 2, "num_beams": 13, "attention_mask": LEFT.long()}
+        best = model.generate(IDS.masked_fill(~LEFT, 0), **options)
+        pairs = torch.cartesian_prod(torch.arange(13), torch.arange(13))
+        for row, real, found in zip(IDS, LEFT, best, strict=True):
+            every = torch.cat([row[real].expand(169, -1), pairs], dim=1)
+            scores = model(every[:, :-1]).logits[:, -2:].log_softmax(-1).gather(2, pairs[..., None]).sum(1)[:, 0]
+            assert torch.equal(pairs[scores.argmax()], found[7:])
+
+    def test_rows_that_end(self):
+        words = Tokenizer(WordLevel({"abcdef": 0} | {f"w{i}": i for i in range(1, 13)}, unk_token="abcdef"))
+        model, tokenizer = made("llama"), PreTrainedTokenizerFast(tokenizer_object=words)
+        free = model.generate(IDS, **GREEDY)
+        end = free[0, 8].item()
+        ended = model.generate(IDS, eos_token_id=end, **GREEDY)
+        for row, whole in zip(ended.tolist(), free.tolist(), strict=True):
+            place = whole.index(end, 7) + 1 if end in whole[7:] else len(whole)
+            assert row[:place] == whole[: min(place, len(row))]
+            assert not any(row[place:])
+        by_string = model.generate(IDS[:1], stop_strings=[f"w{end}"], tokenizer=tokenizer, **GREEDY)
+        assert by_string[0].tolist() == free[0, : free[0].tolist().index(end, 7) + 1].tolist()
+
+    @pytest.mark.parametrize("kind", ["mamba2", "decoder"])
+    def test_a_prompt_in_parts(self, kind):
+        model, mask = made(kind), torch.arange(7) >= torch.tensor([0, 2, 1])[:, None]
+        options = {"attention_mask": mask.long(), **GREEDY}
+        whole = model.generate(IDS, **options)
+        assert torch.equal(model.generate(IDS, prefill_chunk_size=3, **options), whole)
+        padded = {"attention_mask": LEFT.long(), **GREEDY}  # more padding than one part has tokens
+        assert torch.equal(model.generate(IDS, prefill_chunk_size=3, **padded), model.generate(IDS, **padded))
+        cache = model(IDS[:, :4], attention_mask=mask[:, :4].long()).cache
+        assert torch.equal(model.generate(IDS, cache=cache, **options), whole)
+        assert cache.get_seq_length() == 10
+
+
+class TestSolves:
+    @IMPLICIT
+    def test_how_prompts_and_tokens_are_solved(self, kind):
+        model = made(kind)
+        output = model.generate(IDS, **SOLVES)
+        assert [solve.stats.iterations.shape for solve in output.cache.solves] == [(3, 7)] + [(3, 1)] * 3
+        assert all(solve.status.tolist() == [dq.Status.CONVERGED] * 3 for solve in output.cache.solves)
+        for sweep in ({"name": "Chunked", "size": 2}, {"name": "Sliding", "window": 3}):
+            assert torch.equal(model.generate(IDS, solve={"sweep": sweep}, **GREEDY), output.sequences)
+
+    def test_an_explicit_model_has_nothing_to_solve(self):
+        model = made("explicit")
+        assert model.generate(IDS, **SOLVES).cache.solves == ()
+        for options in ({"solve": {"stop": {"max_steps": 3}}}, {"generation_config": GenerationConfig(solve={})}):
+            with pytest.raises(ValueError, match=r"^leave out solve.* is explicit \(implicit=False\)"):
+                model.generate(IDS, **options)
+
+    def test_solves_that_do_not_converge_are_told_once(self):
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            made("mamba2").generate(IDS, solve={"stop": {"max_steps": 2}}, **GREEDY)
+        assert [each.category for each in told] == [dq.ConvergenceWarning]
+        assert "3 of 3 rows spent the budget of 2 iterations" in str(told[0].message)
+
+    def test_a_generation_configuration_chooses_sweep_solver_and_budget(self):
+        model, kept = made("mamba2"), made("mamba2")
+        solver = {"name": "Relaxed", "damping": 0.5}
+        solve = {"sweep": {"name": "Sequential"}, "solver": solver, "stop": {"max_steps": 3}}
+        kept.generation_config.solve = solve
+        objects = dq.SolveConfig(dq.Relaxed(0.5), dq.Stop(rtol=1e-9, max_steps=3), sweep=dq.Sequential())
+        outputs = [
+            model.generate(IDS, generation_config=GenerationConfig(solve=solve, **SOLVES)),
+            model.generate(IDS, solve=solve, **SOLVES),
+            kept.generate(IDS, **SOLVES),
+            model.generate(IDS, solve=objects, **SOLVES),
+        ]
+        for output in outputs:
+            assert torch.equal(output.sequences, outputs[0].sequences)
+            counts = [solve.stats.iterations for solve in output.cache.solves]
+            assert [(each.shape, each.unique().tolist()) for each in counts] == [((3, 7), [3])] + [((3, 1), [3])] * 3
+        residual = outputs[0].cache.solves[-1].stats.residual
+        assert torch.equal(outputs[3].cache.solves[-1].stats.residual, residual)
+        other = model.generate(IDS, solve={**solve, "solver": {"name": "Relaxed", "damping": 0.9}}, **SOLVES)
+        assert not torch.equal(other.cache.solves[-1].stats.residual, residual)
+        longer = kept.generate(IDS, solve={"stop": {"max_steps": 200}}, **SOLVES)  # the keyword comes first
+        assert max(solve.stats.residual.max() for solve in longer.cache.solves) < 1e-9  # the model's own rtol
+        assert longer.cache.solves[0].stats.evaluations > 7 * 3  # the configuration's own sweep
+
+    def test_prompts_are_solved_by_the_models_own_sweep(self):
+        model = made("mamba2", eval_solve={"sweep": {"name": "Chunked", "size": 2}})
+        model.generation_config.solve = {"solver": dq.Relaxed(0.9)}
+        output = model.generate(IDS, **SOLVES)
+        own = made("mamba2")(IDS, solve={"sweep": dq.Chunked(2), "solver": dq.Relaxed(0.9)})
+        assert torch.equal(output.cache.solves[0].stats.iterations, own.stats.iterations)
+
+
+def generation_config(**fields):
+    return {"generation_config": GenerationConfig(**fields, **GREEDY)}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (generation_config(solve={"sweep": {"name": "Slidng"}}), "sweep: name 'Slidng' .*did you mean 'Sliding'"),
+        (generation_config(solve={"swep": "Sliding"}), "field 'swep' .*did you mean 'sweep'"),
+        (generation_config(solves={}), r"'solves'.*'solve'"),
+        ({"solv": {"sweep": "Sliding"}}, r"not used by the model: \['solv'\]"),
+        ({"attention_mask": LEFT.flip(1).long()}, "prompts must be padded on the left"),
+        ({"cache_implementation": "static"}, "cache_implementation 'static' is not available"),
+        ({"inputs": IDS[:1], "prompt_lookup_num_tokens": 2}, "assisted generation is not supported"),
+    ],
+)
+def test_a_call_that_cannot_be_honoured_is_refused(options, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        made("llama").generate(**{"inputs": IDS, **GREEDY, **options})
+
+
+def test_a_cache_of_other_rows_is_refused():
+    model = made("llama")
+    cache = model(IDS[:1, :4]).cache
+    with pytest.raises(ValueError, match=r"1 rows and the input has 3: .*batch_repeat_interleave\(n\)"):
+        model.generate(IDS, cache=cache, **GREEDY)
+    with pytest.raises(ValueError, match=r"1 rows and the input has 4"):
+        model.generate(IDS[:1], cache=cache, num_beams=4, **GREEDY)
+    cache.batch_repeat_interleave(4)
+    beams = model.generate(IDS[:1], cache=cache, num_beams=4, **GREEDY)
+    assert torch.equal(beams, model.generate(IDS[:1], num_beams=4, **GREEDY))

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hf_models import Mamba2, Retrofit
+from hf_models import made
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -19,12 +19,6 @@ def plain():
     return LlamaForCausalLM(LlamaConfig(vocab_size=13, **sizes))
 
 
-def explicit():
-    family = Mamba2()
-    family.implicit = False
-    return family.model()
-
-
 def words():
     """A tokenizer of 13 words, ``w0`` to ``w12``."""
     table = Tokenizer(WordLevel({f"w{i}": i for i in range(13)}, unk_token="w0"))
@@ -38,7 +32,7 @@ def continued(batch_size):
 
     from deqseq.integrations.lm_eval import SolvedLM
 
-    lm = SolvedLM(Mamba2().model(), words(), batch_size=batch_size, max_length=64)
+    lm = SolvedLM(made("mamba2"), words(), batch_size=batch_size, max_length=64)
     how = {"until": ["w5 "], "max_gen_toks": 12}
     prompts = ("w1 w2 w3", "w7 w4 w9", "w5 w5 w2")
     return lm.generate_until([Instance("generate_until", {}, (p, how), 0) for p in prompts]), lm.tally.counted
@@ -65,7 +59,7 @@ def test_the_solves_of_a_model_with_adapters_are_counted():
 
     from deqseq.integrations.lm_eval import SolvedLM
 
-    model = get_peft_model(Mamba2().model(), LoraConfig(target_modules=["in_proj"]))
+    model = get_peft_model(made("mamba2"), LoraConfig(target_modules=["in_proj"]))
     lm = SolvedLM(model, words())
     lm.loglikelihood([Instance("loglikelihood", {}, ("w1 w2 w3", " w4 w5"), 0)])
     assert lm.tally.numbers()["converged"] == 1
@@ -79,7 +73,7 @@ def test_a_saved_retrofit_is_scored_by_lm_eval_itself(tmp_path):
     from deqseq.integrations.lm_eval import SolvedLM
 
     tokenizer = words()
-    model = Retrofit().model(solve={"stop": {"rtol": 1e-5}}).float()
+    model = made("decoder", solve={"stop": {"rtol": 1e-5}}).float()
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     told = model(torch.tensor([[1, 2, 3, 4]])).logits[0].log_softmax(-1)
@@ -93,8 +87,8 @@ def test_a_saved_retrofit_is_scored_by_lm_eval_itself(tmp_path):
     ("make", "solve", "message"),
     [
         (plain, SOLVE, r"^leave out solve: LlamaForCausalLM is no implicit model"),
-        (explicit, SOLVE, r"^leave out solve: .* is explicit"),
-        (lambda: Mamba2().model(), {"swep": "Sliding"}, r"field 'swep' .*did you mean 'sweep'"),
+        (lambda: made("explicit"), SOLVE, r"^leave out solve: .* is explicit"),
+        (lambda: made("mamba2"), {"swep": "Sliding"}, r"field 'swep' .*did you mean 'sweep'"),
     ],
     ids=["another library's model", "an explicit model", "a misspelt field"],
 )

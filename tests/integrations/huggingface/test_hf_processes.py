@@ -1,72 +1,45 @@
-"""Training in two processes: the Trainer and the core under DDP, and models sharded by FSDP2.
+"""Training in two processes: the Trainer under DDP, and models sharded by FSDP2.
 
 Everything is compared with one process on the same four rows a step. In float32 the two differ by the order in which
 rows are summed, a few units in the last place of a loss (measured: 1e-6), which AdamW carries into weights (1e-5).
 The solves stop at 1e-6, so a row that takes one iteration more or less changes nothing beyond that.
 """
 
-import functools
 import json
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
-from hf_runs import (
-    CLASSES,
-    SHARDED,
-    SHARED_OUT,
-    Witness,
-    by_hand,
-    collate,
-    losses,
-    rows,
-    small,
-    trainer,
-)
+from hf_runs import NAMES, Witness, by_hand, collate, losses, rows, small, trainer
+from hf_two_processes import SHARDED, SHARED_OUT
 from transformers import AutoModelForCausalLM
-
-from deqseq.integrations.huggingface import to_causal_lm
 
 pytestmark = pytest.mark.slow
 LOSS, WEIGHT = 5e-6, 5e-5
-SCRIPTS = Path(__file__).parent
-NAMES = pytest.mark.parametrize("name", CLASSES)
-
-
-def torchrun(script: str, folder: Path) -> tuple[Path, list[dict]]:
-    """Run a script in two processes; its folder, and what each process found."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, str(SCRIPTS / script), str(folder)], capture_output=True, text=True, timeout=900, env=environment
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    found = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)]
-    assert [each["world size"] for each in found] == [2, 2]
-    return folder, found
+EACH = pytest.mark.parametrize("name", NAMES)
 
 
 @pytest.fixture(scope="module")
-def ddp(tmp_path_factory):
-    return torchrun("hf_ddp.py", tmp_path_factory.mktemp("ddp"))
+def processes(tmp_path_factory):
+    """The folder of two processes, and what each found; run once for DDP and once for FSDP2."""
 
+    @cache
+    def run(kind: str) -> tuple[Path, list[dict]]:
+        folder = tmp_path_factory.mktemp(kind)
+        script = Path(__file__).with_name("hf_two_processes.py")
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
+        options = {"capture_output": True, "text": True, "timeout": 900, "env": {**os.environ, "OMP_NUM_THREADS": "1"}}
+        done = subprocess.run([*command, kind, str(folder)], check=False, **options)
+        assert done.returncode == 0, done.stderr[-4000:]
+        found = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+        assert [each["world size"] for each in found] == [2, 2]
+        return folder, found
 
-@pytest.fixture(scope="module")
-def fsdp(tmp_path_factory):
-    return torchrun("hf_fsdp.py", tmp_path_factory.mktemp("fsdp"))
-
-
-@functools.cache
-def alone(name: str, folder: Path) -> tuple:
-    """The Trainer's run in this process, and what its model was given."""
-    model = small(name)
-    witness = Witness(model)
-    run = trainer(model, folder, max_steps=8, eval_dataset=rows(8, first=100))
-    run.train()
-    return run, witness, run.evaluate()["eval_loss"]
+    return run
 
 
 def close(got, wanted, tolerance: float) -> None:
@@ -81,86 +54,49 @@ def same_weights_nearly(got, wanted) -> None:
         close(mine.detach(), theirs.detach(), WEIGHT)
 
 
-def mean(found: list[dict], *keys: str) -> list[float]:
-    """The losses of whole batches, from those of the processes."""
-    shares = [functools.reduce(dict.__getitem__, keys, each)["shares"] for each in found]
-    return [sum(pair) / 2 for pair in zip(*shares, strict=True)]
-
-
-class TestTrainerUnderDDP:
-    @NAMES
-    @pytest.mark.parametrize("setting", SHARED_OUT)
-    def test_a_step_of_two_processes_is_that_of_one(self, ddp, tmp_path, name, setting):
-        folder, found = ddp
-        run, _, evaluation = alone(name, folder / "alone" / name)
+@EACH
+def test_a_step_of_two_processes_of_the_trainer_is_that_of_one(processes, tmp_path, name):
+    folder, found = processes("ddp")
+    model = small(name)
+    witness, run = Witness(model), trainer(model, tmp_path, max_steps=8, eval_dataset=rows(8, first=100))
+    run.train()
+    evaluation = run.evaluate()["eval_loss"]
+    assert losses(run)[-1] < 0.75 * losses(run)[0]
+    for setting in SHARED_OUT:
         for each in found:
             close(each[name][setting]["losses"], losses(run), LOSS)
             close(each[name][setting]["evaluation"], evaluation, LOSS)
-        assert losses(run)[-1] < 0.75 * losses(run)[0]
-        same_weights_nearly(AutoModelForCausalLM.from_pretrained(folder / f"{name}-{setting}"), run.model)
-
-    @NAMES
-    @pytest.mark.parametrize("setting", SHARED_OUT)
-    def test_each_process_sees_its_own_half(self, ddp, name, setting):
-        folder, found = ddp
-        _, witness, _ = alone(name, folder / "alone" / name)
+        same_weights_nearly(AutoModelForCausalLM.from_pretrained(folder / f"{name}-{setting}"), model)
         mine, theirs = (each[name][setting]["seen"] for each in found)
-        assert len(mine) == len(theirs) == 16
-        for step in range(8):
+        for step in range(8):  # each process sees its own half
             halves = mine[2 * step : 2 * step + 2], theirs[2 * step : 2 * step + 2]
             assert sorted(halves[0] + halves[1]) == sorted(witness.seen[4 * step : 4 * step + 4])
         assert found[0][name][setting]["steps"] != found[1][name][setting]["steps"]
 
-    @NAMES
-    @pytest.mark.parametrize("setting", SHARED_OUT)
-    def test_resuming_is_bitwise_going_on(self, ddp, name, setting):
-        for each in ddp[1]:
-            assert each[name][setting]["resumed weights are the same"]
-            assert each[name][setting]["losses when resumed"] == each[name][setting]["losses"]
-            assert len(each[name][setting]["losses"]) == 8
+
+@EACH
+@pytest.mark.parametrize("kind", SHARDED)
+def test_sharded_training_is_that_of_one_process(processes, name, kind):
+    folder, found = processes("fsdp")
+    model = small(name, **SHARDED[kind]).train()
+    shares = [sum(pair) / 2 for pair in zip(*(each[name][kind]["shares"] for each in found), strict=True)]
+    close(shares, by_hand(model, 4)[0], LOSS)
+    gathered = AutoModelForCausalLM.from_pretrained(folder / f"{name}-{kind}")
+    same_weights_nearly(gathered, model)
+    mine, theirs = (each[name][kind]["steps"] for each in found)
+    assert (mine != theirs) == model.config.implicit  # processes need not take equally many iterations
+    for rank, each in enumerate(found):  # the gathered weights compute what the sharded model did
+        right, left = (collate(rows(2, first=200 + 2 * rank), side) for side in ("right", "left"))
+        with torch.no_grad():
+            logits = gathered(right["input_ids"], attention_mask=right["attention_mask"]).logits
+        close(each[name][kind]["logits"], logits, 1e-4)  # the solves stop at 1e-6 of the state
+        del left["labels"]
+        assert each[name][kind]["tokens"] == gathered.generate(**left, max_new_tokens=5, do_sample=False).tolist()
 
 
-class TestFSDP2:
-    @NAMES
-    @pytest.mark.parametrize("kind", SHARDED)
-    def test_training_is_that_of_one_process(self, fsdp, name, kind):
-        folder, found = fsdp
-        model = small(name, **SHARDED[kind]).train()
-        close(mean(found, name, kind), by_hand(model, 4)[0], LOSS)
-        assert [each[name][kind]["halves"] for each in found] == [True, True]
-        same_weights_nearly(AutoModelForCausalLM.from_pretrained(folder / f"{name}-{kind}"), model)
-        mine, theirs = (each[name][kind]["steps"] for each in found)
-        assert (mine != theirs) == model.config.implicit  # processes need not take equally many iterations
-
-    @NAMES
-    @pytest.mark.parametrize("kind", SHARDED)
-    def test_the_gathered_weights_compute_what_the_sharded_model_did(self, fsdp, name, kind):
-        folder, found = fsdp
-        model = AutoModelForCausalLM.from_pretrained(folder / f"{name}-{kind}")
-        for rank, each in enumerate(found):
-            mine, prompts = (collate(rows(2, first=200 + 2 * rank), side) for side in ("right", "left"))
-            with torch.no_grad():
-                logits = model(mine["input_ids"], attention_mask=mine["attention_mask"]).logits
-            close(each[name][kind]["logits"], logits, 1e-4)  # the solves stop at 1e-6 of the state
-            del prompts["labels"]
-            assert each[name][kind]["tokens"] == model.generate(**prompts, max_new_tokens=5, do_sample=False).tolist()
-
-    def test_a_backward_pass_of_unequal_length_is_refused(self, fsdp):
-        for each in fsdp[1]:
-            for gradient in ("Implicit", "Unrolled"):
-                assert each[gradient].startswith(f"{gradient} with Stop(rtol=")
-                assert each[gradient].endswith("use Phantom, OneStep or Stop.exactly(n)")
-            assert each["Unrolled exactly"] == ""
-
-
-class TestCore:
-    @NAMES
-    def test_ddp(self, ddp, name):
-        close(mean(ddp[1], name, "core"), by_hand(to_causal_lm(small(name)).train(), 3)[0], LOSS)
-        assert [each[name]["core"]["without gradient"] for each in ddp[1]] == [[], []]
-        assert ddp[1][0][name]["core"]["steps"] != ddp[1][1][name]["core"]["steps"]
-
-    @NAMES
-    def test_fsdp2(self, fsdp, name):
-        close(mean(fsdp[1], name, "core"), by_hand(to_causal_lm(small(name)).train(), 3)[0], LOSS)
-        assert [each[name]["core"]["halves"] for each in fsdp[1]] == [True, True]
+def test_a_backward_pass_of_unequal_length_is_refused_when_sharded(processes):
+    for each in processes("fsdp")[1]:
+        for gradient in ("Implicit", "Unrolled"):
+            assert each[gradient].startswith(f"{gradient} with Stop(rtol=")
+            assert each[gradient].endswith("use Phantom, OneStep or Stop.exactly(n)")
+        assert each["Unrolled exactly"] == ""

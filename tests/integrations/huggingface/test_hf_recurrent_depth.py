@@ -1,34 +1,30 @@
-"""Retrofitted decoders as models of transformers: every family, and what the contracts do not ask for."""
+"""Retrofitted decoders, and recurrent depth of this library's layers, as models of transformers."""
 
 import copy
 import json
+from pathlib import Path
 
 import pytest
 import torch
-from hf_models import IDS as SMALL_IDS
-from hf_models import SPLIT, STABLELM, Retrofit, same_weights
-from hf_runs import trainer
+from hf_models import ATTENTION, IDS, MIXER, PLAIN, same_weights
 from huggingface_hub.errors import StrictDataclassError
-from test_hf_decoder import IDS, LENGTHS, made, same
+from safetensors.torch import load_file
+from test_hf_decoder import IDS as LONGER
+from test_hf_decoder import made, same
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModel, AutoModelForCausalLM
 
 import deqseq as dq
-from deqseq.integrations.huggingface import (
-    CurriculumCallback,
-    ImplicitLlamaConfig,
-    RecurrentDepthConfig,
-    RecurrentDepthForCausalLM,
-    from_causal_lm,
-    retrofit,
-    to_causal_lm,
-)
-from deqseq.training import Curriculum, PoissonLogNormal, unrolled
+from deqseq.integrations.huggingface import RecurrentDepthConfig, from_causal_lm, retrofit, to_causal_lm
+from deqseq.integrations.huggingface.retrofit import EVAL, TRAIN
+from deqseq.integrations.recurrent_depth import from_state
 
-FAMILIES = pytest.mark.parametrize(
-    "family", ["llama", "qwen3", "gemma", "gemma2", "gemma3_text", "gpt_neox", "smollm3"]
-)
+DATA = Path(__file__).parents[1] / "data"
 PARTS = {"prelude": 1, "core": 2, "coda": 1}
+NAMES = ("llama", "qwen3", "gemma", "gemma2", "gemma3_text", "gpt_neox", "smollm3")
+FAMILIES = pytest.mark.parametrize("family", NAMES)
+FOUR, ONCE = {"stop": dq.Stop.exactly(4)}, {"stop": dq.Stop.exactly(1)}
+SWEEPS = (dq.Simultaneous(), dq.Chunked(4), dq.Sliding(3), dq.Sequential())
 
 
 def retrofitted(family="llama", **changes):
@@ -39,181 +35,241 @@ def retrofitted(family="llama", **changes):
     return lm
 
 
-class TestFiles:
+def joined(core=MIXER, coda=ATTENTION, **options):
+    """A prelude, a core and a coda of our own layers, the core with an injection of its own unless told."""
+    torch.manual_seed(0)
+    parts = [dq.Llama(one) if isinstance(one, dq.LlamaConfig) else dq.Mamba2(one) for one in (ATTENTION, core, coda)]
+    model = dq.RecurrentDepth(*(dq.ExplicitModel(part) for part in parts))
+    model.core = dq.ImplicitModel(parts[1] if core.injection else dq.Injected(parts[1], dq.AddInjection()), PLAIN)
+    return dq.CausalLM(13, model, 0.5, **options).double().eval()
+
+
+def huginn():
+    tensors = load_file(DATA / "huginn.safetensors")
+    state = {name.removeprefix("weight/"): x for name, x in tensors.items() if name.startswith("weight/")}
+    return from_state(json.loads((DATA / "huginn.json").read_text()), state)
+
+
+class TestRetrofit:
     @FAMILIES
-    @pytest.mark.parametrize("injection", ["concat", "decay"])
     @torch.no_grad()
-    def test_a_saved_model_computes_the_same(self, family, injection, tmp_path):
-        lm = retrofitted(family, injection=injection)
-        model = from_causal_lm(lm)
-        call = {"stop": dq.Stop.exactly(3)}
-        expected = lm(IDS, **call).logits
-        assert torch.equal(model(IDS, solve=call).logits, expected)
-        model.save_pretrained(tmp_path)
-        again = AutoModelForCausalLM.from_pretrained(tmp_path)
-        assert type(again) is RecurrentDepthForCausalLM
-        assert same_weights(again, model)
-        assert again.config.to_json_string() == model.config.to_json_string()
-        same(again(IDS, solve=call).logits, expected, 1e-5)  # Gemma's scale was rounded to float32 before
-        same(to_causal_lm(again)(IDS, **call).logits, expected, 1e-5)
-        half = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
-        assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
-        assert half(IDS, solve=call).logits.isfinite().all()
+    def test_before_training_any_number_of_iterations_is_the_model(self, family):
+        theirs = made(family)
+        lm, expected = retrofit(theirs, **PARTS), theirs(LONGER).logits
+        same(lm(LONGER, **ONCE).logits, expected)
+        for sweep in SWEEPS:
+            output = lm(LONGER, sweep=sweep)
+            same(output.logits, expected, 1e-6)
+            assert output.converged.all()
+            assert output.stats.iterations.max() <= (4 if isinstance(sweep, dq.Sliding) else 2)
+        nn.init.normal_(lm.core.backbone.injection.weight[:, :32], std=0.05)
+        same(lm(LONGER, **ONCE).logits, expected)  # the state is zero
+        assert (lm(LONGER, stop=dq.Stop.exactly(2)).logits - expected).abs().max() > 1e-3
+        for injection in ("add", "decay"):
+            same(retrofit(theirs, **PARTS, injection=injection)(LONGER, **ONCE).logits, expected, 1e-6)
+
+    @FAMILIES
+    def test_it_learns(self, family):
+        """The gradient of the state's weights, which are zero, by a difference of the loss."""
+        lm = retrofit(made(family).train(), **PARTS)
+        assert (lm.core.solve, lm.core.eval_solve) == (TRAIN, EVAL)
+        lm(LONGER, labels=LONGER).loss.backward()
+        assert all(parameter.grad is not None for parameter in lm.parameters())
+        weight = lm.core.backbone.injection.weight
+        direction, losses = torch.zeros_like(weight), []
+        direction[:, :32].diagonal().fill_(1)
+        with torch.no_grad():
+            for step in (1e-4, -2e-4):
+                weight += step * direction
+                losses.append(lm(LONGER, labels=LONGER, stop=dq.Stop.exactly(8)).loss)
+        same((weight.grad * direction).sum(), (losses[0] - losses[1]) / 2e-4, 1e-3)
 
     @torch.no_grad()
-    def test_dropped_layers_stay_dropped(self, tmp_path):
-        lm = retrofitted(core=1, dropped=1)
+    def test_layers_can_be_dropped_and_stay_dropped(self, tmp_path):
+        theirs = made("llama")
+        lm = retrofit(theirs, prelude=1, core=1, coda=1, dropped=1)
         model = from_causal_lm(lm)
         assert (model.config.dropped, model.config.num_hidden_layers) == (1, 3)
         model.save_pretrained(tmp_path)
         again = copy.deepcopy(AutoModelForCausalLM.from_pretrained(tmp_path))
-        same(again(IDS).logits, lm(IDS).logits)
+        del theirs.model.layers[1]
+        theirs.config.num_hidden_layers = 3
+        expected = theirs(LONGER, use_cache=False).logits
+        for one in (lm, again):
+            same(one(LONGER).logits, expected)
 
-    def test_a_new_model_is_that_of_the_decoders_family(self):
-        decoder = AutoConfig.for_model("stablelm", **STABLELM | {"vocab_size": 4000})
-        config = RecurrentDepthConfig(decoder_config=decoder, **SPLIT, tie_word_embeddings=False)
-        torch.manual_seed(3)
-        model = AutoModelForCausalLM.from_config(config)
-        torch.manual_seed(3)
-        theirs = AutoModelForCausalLM.from_config(decoder)
-        same(model.model.embed_tokens.weight, theirs.model.embed_tokens.weight)
-        for part, numbers in zip((model.model.core.prelude, model.model.core.coda), ([0], [3]), strict=True):
-            for layer, number in zip(part.backbone.layers, numbers, strict=True):
-                assert same_weights(layer, theirs.model.layers[number])
-        assert torch.equal(model.model.solved.backbone.injection.weight, torch.eye(16)[8:])
-        assert abs(model.lm_head.weight.std().item() / 0.5 - 1) < 0.05
+    def test_a_name_is_loaded_and_weights_are_shared(self, tmp_path):
+        theirs = made("qwen3", tie_word_embeddings=False).bfloat16()
+        theirs.save_pretrained(tmp_path)
+        lm = retrofit(tmp_path, **PARTS)
+        assert torch.equal(lm(LONGER).logits, retrofit(str(tmp_path), **PARTS)(LONGER).logits)
+        assert {parameter.dtype for parameter in lm.parameters()} == {torch.bfloat16}
+        assert not lm.training
+        injection = dq.AddInjection()
+        lm = retrofit(theirs.train(), **PARTS, injection=injection, eval_solve=None)
+        assert {id(p) for p in lm.parameters()} == {id(p) for p in theirs.parameters()}
+        assert (lm.training, lm.core.backbone.injection, lm.core.eval_solve) == (True, injection, None)
 
-    def test_layers_are_kept_on_one_device(self):
-        assert "GPTNeoXLayer" in from_causal_lm(retrofitted("gpt_neox"))._no_split_modules
+    @pytest.mark.parametrize(
+        ("changed", "error", "message"),
+        [
+            ({"coda": 2}, ValueError, r"add up to the model's 4 layers, got 1 \+ 2 \+ 2 \+ 0 = 5"),
+            ({"prelude": 0}, ValueError, "prelude must be an integer >= 1, got 0"),
+            ({"core": 2.0}, TypeError, "core must be an integer >= 1, got 2.0"),
+            ({"dropped": -1}, ValueError, "dropped must be an integer >= 0, got -1"),
+            ({"injection": "concatenated"}, ValueError, r"injection must be one of \('concat', .*did you mean"),
+            ({"model": nn.Linear(2, 2)}, TypeError, "model must be a PreTrainedModel or a str or a PathLike, such as"),
+            ({"model": AutoModel.from_config(made("llama").config)}, ValueError, "ForCausalLM, got LlamaModel"),
+            ({"model": made("gpt_neox", attention_dropout=0.1)}, ValueError, "no dropout"),
+            ({"solve": dq.Stop()}, TypeError, "solve must be a SolveConfig"),
+        ],
+    )
+    def test_bad_arguments_are_named(self, changed, error, message):
+        with pytest.raises(error, match=message):
+            retrofit(**{"model": made("llama"), **PARTS, **changed})
 
-    def test_a_classifier(self, tmp_path):
-        from_causal_lm(retrofitted(), pad_token_id=0).save_pretrained(tmp_path)
-        classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=3)
-        assert classifier(IDS).logits.shape == (3, 3)
 
-    def test_tokens_and_cap_are_those_of_the_decoder(self):
+class TestFiles:
+    @pytest.mark.parametrize(
+        ("family", "injection"), [*((family, "concat") for family in NAMES), ("llama", "decay"), ("llama", "add")]
+    )
+    @torch.no_grad()
+    def test_a_saved_retrofit_computes_the_same(self, family, injection, tmp_path):
+        lm = retrofitted(family, injection=injection)
+        model, expected = from_causal_lm(lm), lm(LONGER, **FOUR).logits
+        assert torch.equal(model(LONGER, solve=FOUR).logits, expected)
+        written = json.loads(model.config.to_json_string(use_diff=False))
+        assert (written["decoder_config"]["model_type"], written["injection"]) == (family, injection)
+        model.save_pretrained(tmp_path)
+        again = AutoModelForCausalLM.from_pretrained(tmp_path)
+        assert same_weights(again, model)
+        assert again.config.to_json_string() == model.config.to_json_string()
+        same(again(LONGER, solve=FOUR).logits, expected, 1e-5)  # Gemma's scale was rounded to float32 before
+        same(to_causal_lm(again)(LONGER, **FOUR).logits, expected, 1e-5)
+        half = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+        assert half(LONGER, solve=FOUR).logits.isfinite().all()
+
+    @pytest.mark.parametrize(
+        "make",
+        [
+            lambda: joined(ATTENTION, MIXER, tied=False, logit_softcap=2.0),
+            lambda: joined(dq.Mamba2Config(8, 1, 4, 4, mlp_width=12), embedding_scale=3.0),  # an injection of its own
+            huginn,
+        ],
+        ids=["attention between", "the core's own injection", "Huginn"],
+    )
+    @torch.no_grad()
+    def test_our_own_layers_come_back_as_they_were(self, make, tmp_path):
+        lm = make()
+        expected, model = lm(IDS, **FOUR).logits, from_causal_lm(lm)
+        model.save_pretrained(tmp_path)
+        again = copy.deepcopy(AutoModelForCausalLM.from_pretrained(tmp_path))
+        assert same_weights(again, model)
+        back = to_causal_lm(again)
+        for found in (model(IDS, solve=FOUR), again(IDS, solve=FOUR), back(IDS, **FOUR)):
+            assert torch.equal(found.logits, expected)
+        assert (back.core.solve, back.core.eval_solve) == (lm.core.solve, lm.core.eval_solve)
+        for name in ("prelude", "coda"):
+            assert getattr(back.model, name).backbone.config == getattr(lm.model, name).backbone.config
+
+    @pytest.mark.parametrize("tied", [True, False])
+    def test_the_norm_that_huginn_uses_twice_is_stored_once(self, tied, tmp_path):
+        lm = huginn()
+        if not tied:
+            lm.head = nn.Linear(24, 61, bias=False, dtype=torch.float64)
+        model = from_causal_lm(lm)
+        model.save_pretrained(tmp_path)
+        norm = "model.core.coda.backbone.norm.weight"
+        assert {norm, "model.core.norm.weight"} & load_file(tmp_path / "model.safetensors").keys() == {norm}
+        for one in (model, AutoModelForCausalLM.from_pretrained(tmp_path)):
+            assert one.model.core.norm.weight is one.model.core.coda.backbone.norm.weight
+            assert one.all_tied_weights_keys["model.core.norm.weight"] == norm  # what other tools ask
+            assert one.config.norm == "coda"
+
+
+ONE = {"name": "LlamaConfig", "d_model": 16, "n_heads": 2}
+THREE = dict.fromkeys(("prelude", "core", "coda"), ONE)
+DECODER = PARTS | {"decoder_config": made("llama").config}
+
+
+class TestConfiguration:
+    def test_defaults_are_those_of_the_decoder_or_the_layers(self):
         config = RecurrentDepthConfig(decoder_config=made("gemma2").config, **PARTS)
         assert (config.pad_token_id, config.bos_token_id, config.eos_token_id) == (0, 1, 2)
         assert (config.logit_softcap, config.vocab_size, config.hidden_size) == (0.5, 37, 32)
+        config = RecurrentDepthConfig()
+        assert (config.decoder_config.model_type, config.prelude, config.core, config.coda) == ("llama", 4, 24, 4)
+        config = RecurrentDepthConfig(layers={"prelude": ATTENTION, "core": MIXER, "coda": ATTENTION})
+        assert (config.hidden_size, config.num_hidden_layers, config.prelude, config.core) == (8, 4, 1, 2)
+        assert "GPTNeoXLayer" in from_causal_lm(retrofitted("gpt_neox"))._no_split_modules
 
     @pytest.mark.parametrize(
         ("fields", "message"),
         [
-            ({"core": 3}, "must add up to the decoder's 4 layers, got 5"),
-            ({"prelude": 0}, r"RecurrentDepthConfig\.prelude must be an integer >= 1, got 0"),
-            ({"injection": "conat"}, r"RecurrentDepthConfig\.injection must be one of .*did you mean 'concat'"),
-            ({"hidden_size": 16}, r"RecurrentDepthConfig\.hidden_size must be 32, as its parts have, got 16"),
-            ({"embedding_dropout": 1.0}, r"RecurrentDepthConfig\.embedding_dropout must be a number in \[0, 1\)"),
-            ({"logit_softcap": 0.0}, r"RecurrentDepthConfig\.logit_softcap must be a number in \(0, inf\), got 0.0"),
-            ({"num_hidden_layers": 3}, r"num_hidden_layers must be 4, as its parts have, got 3"),
-            ({"solve": {"swep": "Sliding"}}, "field 'swep' .*did you mean 'sweep'"),
-            ({"codda": 1}, "field 'codda' .*did you mean 'coda'"),
+            (DECODER | {"core": 3}, "must add up to the decoder's 4 layers, got 5"),
+            (DECODER | {"prelude": 0}, r"RecurrentDepthConfig\.prelude must be an integer >= 1, got 0"),
+            (DECODER | {"injection": "conat"}, r"RecurrentDepthConfig\.injection must be .*did you mean 'concat'"),
+            (DECODER | {"injection": None}, "injection must be one of"),
+            (DECODER | {"hidden_size": 16}, r"RecurrentDepthConfig\.hidden_size must be 32, as its parts have, got 16"),
+            (DECODER | {"embedding_dropout": 1.0}, r"Config\.embedding_dropout must be a number in \[0, 1\)"),
+            (DECODER | {"logit_softcap": 0.0}, r"Config\.logit_softcap must be a number in \(0, inf\), got 0.0"),
+            (DECODER | {"num_hidden_layers": 3}, r"num_hidden_layers must be 4, as its parts have, got 3"),
+            (DECODER | {"norm": "coda"}, "norm must be None, as its parts have, got coda"),
+            (DECODER | {"solve": {"swep": "Sliding"}}, "field 'swep' .*did you mean 'sweep'"),
+            (DECODER | {"codda": 1}, "field 'codda' .*did you mean 'coda'"),
+            (DECODER | {"layers": THREE}, "give either decoder_config or layers, not both"),
+            ({"layers": {"prelude": ONE}}, "must have the keys prelude, core, coda, got prelude"),
+            ({"layers": THREE | {"core": ONE | {"d_model": 8}}}, r"the same d_model, got \[16, 8, 16\]"),
+            ({"layers": THREE | {"core": ONE | {"name": "LamaConfig"}}}, r"\['core'\]: .*did you mean 'LlamaConfig'"),
+            ({"layers": THREE | {"coda": ONE | {"n_layer": 2}}}, r"layers\['coda'\]: .*did you mean 'n_layers'"),
+            ({"layers": THREE, "core": 2}, "core must be 1, as its parts have, got 2"),
+            ({"layers": THREE, "dropped": 1}, "dropped must be 0, as its parts have, got 1"),
+            ({"layers": THREE, "norm": "core"}, r"norm must be one of \(None, 'coda'\), got 'core'"),
+            ({"layers": THREE | {"coda": ONE | {"final_norm": False}}, "norm": "coda"}, "norm must be None where"),
         ],
     )
-    def test_bad_configurations_are_named(self, fields, message):
+    def test_bad_fields_are_named(self, fields, message):
         with pytest.raises((ValueError, StrictDataclassError), match=message):
-            RecurrentDepthConfig(**{"decoder_config": made("llama").config, **PARTS, **fields})
+            RecurrentDepthConfig(**fields)
 
 
-class TestGeneration:
-    @FAMILIES
-    @torch.no_grad()
-    def test_before_training_it_generates_as_the_decoder(self, family):
-        theirs = made(family).float()
-        model = from_causal_lm(retrofit(theirs, **PARTS), eos_token_id=None)
-        mask = (torch.arange(11) < LENGTHS[:, None]).flip(1)
-        prompt = IDS.masked_fill(~mask, 0)
-        for options in ({"num_beams": 1}, {"num_beams": 3}):
-            options |= {"do_sample": False, "max_new_tokens": 4, "attention_mask": mask.long(), "pad_token_id": 0}
-            theirs.generation_config.eos_token_id = model.generation_config.eos_token_id = None
-            assert torch.equal(model.generate(prompt, **options), theirs.generate(prompt, **options))
+def changed(lm, **parts):
+    """With other parts, as a user may have set them."""
+    for name, part in parts.items():
+        setattr(lm.model, name, part(lm.model) if callable(part) and not isinstance(part, nn.Module) else part)
+    return lm
 
 
-class TestTraining:
-    def test_the_layers_of_the_core_are_recomputed_once(self):
-        model = Retrofit().model().train()
-        model(SMALL_IDS, labels=SMALL_IDS).loss.backward()
-        plain = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-        calls = {"prelude": 0, "core": 0}
-        places = {"prelude": model.model.core.prelude.backbone, "core": model.model.solved.backbone.backbone}
-        for name, backbone in places.items():
-            count = lambda *_, name=name: calls.update({name: calls[name] + torch.is_grad_enabled()})  # noqa: E731
-            backbone.layers[0].self_attn.q_proj.register_forward_hook(count)
-        model.zero_grad()
-        model.activation_checkpointing_enable({"use_reentrant": False})
-        model(SMALL_IDS, labels=SMALL_IDS).loss.backward()
-        assert calls == {"prelude": 2, "core": 9}  # the first evaluation, four phantom steps, and those again
-        for name, parameter in model.named_parameters():
-            assert (parameter.grad - plain[name]).abs().max() < 1e-10, name
-
-    @pytest.mark.filterwarnings("ignore::UserWarning:torch")
-    def test_a_curriculum_of_drawn_depth_in_the_trainer(self, tmp_path):
-        model = Retrofit().model().float()
-        before = copy.deepcopy(model.state_dict())
-        phase = unrolled(PoissonLogNormal(3), last=2, until=None, base=dq.SolveConfig(dq.Naive()))
-        run = trainer(model, tmp_path, max_steps=3)
-        run.add_callback(CurriculumCallback(Curriculum((phase,))))
-        run.train()
-        changed = [name for name, weight in model.state_dict().items() if not torch.equal(weight, before[name])]
-        assert "model.core.core.backbone.injection.weight" in changed
-        assert len(changed) == len(before)
-        run.save_model(tmp_path / "model")
-        again = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-        assert again.model.solved.solve == phase.solve
-        assert same_weights(again, model)
-
-
-class TestFromCausalLM:
-    @pytest.mark.parametrize("scale", [1.0, 3.0])
-    @torch.no_grad()
-    def test_scale_and_cap_are_carried(self, scale, tmp_path):
-        backbone = dq.Llama(dq.LlamaConfig(16, n_heads=2, n_layers=1))
-        lm = dq.CausalLM(13, dq.ImplicitModel(backbone), 0.5, embedding_scale=scale, logit_softcap=0.7).eval()
-        model = from_causal_lm(lm)
-        assert (model.config.embedding_scale, model.config.logit_softcap) == (scale, 0.7)
-        model.save_pretrained(tmp_path)
-        again = copy.deepcopy(AutoModelForCausalLM.from_pretrained(tmp_path))
-        for same_model in (model, again, to_causal_lm(again)):
-            assert torch.equal(same_model(SMALL_IDS).logits, lm(SMALL_IDS).logits)
-        built = again.config.specification().build()
-        assert (built.embedding_scale, built.logit_softcap) == (scale, 0.7)
-        with pytest.raises(StrictDataclassError, match="logit_softcap must be a number"):
-            ImplicitLlamaConfig(hidden_size=16, num_attention_heads=2, logit_softcap=-1.0)
-
-    def test_what_a_configuration_cannot_name_is_refused(self):
-        class Half(dq.AddInjection):
-            pass
-
-        with pytest.raises(TypeError, match=r"cannot name Half \(known: concat, add, decay\)"):
-            from_causal_lm(retrofitted(injection=Half()))
-        lm = retrofitted()
-        lm.model.core.backbone = lm.model.core.backbone.backbone
-        with pytest.raises(TypeError, match="DecoderBackbone, DecoderBackbone, DecoderBackbone without an injection"):
-            from_causal_lm(lm)
-        lm = retrofitted()
-        lm.model.norm = nn.LayerNorm(32)
-        with pytest.raises(ValueError, match="without a norm between, as those of retrofit"):
-            from_causal_lm(lm)
-        lm = retrofitted()
-        lm.model.prelude, lm.model.coda = lm.model.coda, lm.model.prelude
-        with pytest.raises(ValueError, match=r"in order.*got layers 3 to 3, 1 to 2, 0 to 0"):
-            from_causal_lm(lm)
-        lm = retrofitted()
-        lm.model.prelude = retrofitted().model.prelude
-        with pytest.raises(ValueError, match="of one decoder"):
-            from_causal_lm(lm)
-
-    def test_a_description_holds_the_decoders_own(self):
-        written = json.loads(from_causal_lm(retrofitted("qwen3")).config.to_json_string(use_diff=False))
-        assert written["decoder_config"]["model_type"] == "qwen3"
-        assert {name: written[name] for name in PARTS} == PARTS
-        assert written["injection"] == "concat"
-
-
-def test_a_cap_that_was_taken_away_is_refused():
-    """In a configuration None stands for the decoder's own."""
-    lm = retrofit(made("gemma2"), **PARTS)
-    assert lm.logit_softcap is not None
+def uncapped():
+    """In a configuration None stands for the decoder's own cap."""
+    lm = retrofitted("gemma2")
     lm.logit_softcap = None
-    with pytest.raises(ValueError, match=r"lm\.logit_softcap must be the decoder's"):
-        from_causal_lm(lm)
+    return lm
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: retrofitted(injection=type("Half", (dq.AddInjection,), {})()), r"cannot name Half \(known: concat, "),
+        (
+            lambda: changed(retrofitted(), core=lambda model: dq.ImplicitModel(model.core.backbone.backbone)),
+            "DecoderBackbone, DecoderBackbone, DecoderBackbone without an injection",
+        ),
+        (lambda: changed(retrofitted(), norm=nn.LayerNorm(32)), "without a norm between, as those of retrofit"),
+        (
+            lambda: changed(retrofitted(), prelude=lambda model: model.coda, coda=retrofitted().model.prelude),
+            "in order.*got layers 3 to 3, 1 to 2, 0 to 0",
+        ),
+        (lambda: changed(retrofitted(), prelude=retrofitted().model.prelude), "of one decoder"),
+        (uncapped, r"lm\.logit_softcap must be the decoder's"),
+        (lambda: changed(joined(), prelude=lambda model: model.coda), "weights of their own"),
+        (lambda: changed(joined(), norm=nn.LayerNorm(8)), "the last norm of its coda, .*got LayerNorm"),
+        (
+            lambda: changed(joined(), prelude=dq.ExplicitModel(dq.Affine(8))),
+            "must be Llama or Mamba2 backbones, .*got Affine, Mamba2, Llama",
+        ),
+    ],
+)
+def test_what_a_configuration_cannot_name_is_refused(make, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        from_causal_lm(make())

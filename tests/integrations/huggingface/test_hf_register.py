@@ -1,13 +1,17 @@
-"""Who imports what, and what transformers then knows."""
+"""Who imports what, what transformers then knows, and the paper's presets and files through its Auto classes."""
 
-import inspect
-import re
+import json
+import shutil
 import subprocess
 import sys
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
 import transformers
-from hf_models import Llama
+from hf_models import made
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -17,22 +21,30 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
-    PreTrainedModel,
     PreTrainedTokenizerFast,
 )
 
+import deqseq as dq
 from deqseq.integrations import huggingface
+from deqseq.integrations.huggingface import from_reference_folder, preset_config
+from deqseq.integrations.reference_config import from_reference_config
 
-EXPORTED = [getattr(huggingface, name) for name in huggingface.__all__]
-MODELS = [one for one in EXPORTED if isinstance(one, type) and issubclass(one, PreTrainedModel)]
+DATA = Path(__file__).parents[1] / "data"
+HEADS = {"Model": AutoModel, "ForCausalLM": AutoModelForCausalLM}
+HEADS["ForSequenceClassification"] = AutoModelForSequenceClassification
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_a_model_takes_what_its_docstring_lists(model):
-    arguments = inspect.getdoc(model).partition("Args:\n")[2].partition("\n\n")[0]
-    listed = re.findall(r"^    \**(\w+): ", arguments, flags=re.MULTILINE)
-    assert "config" in listed
-    assert set(listed) <= inspect.signature(model).parameters.keys()
+@pytest.mark.parametrize("name", ["ImplicitMamba2", "ImplicitLlama", "RecurrentDepth"])
+def test_the_auto_classes_know_every_model_type_and_files_name_them(name, tmp_path):
+    config = getattr(huggingface, f"{name}Config")
+    assert AutoConfig.for_model(config.model_type).__class__ is config
+    for head, auto in HEADS.items():
+        assert auto._model_mapping[config] is getattr(huggingface, name + head)
+    config().save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert (written["model_type"], written["deqseq_version"]) == (config.model_type, dq.__version__)
+    named = {auto.__name__: f"deqseq_models.{name}{head}" for head, auto in HEADS.items()}
+    assert written["auto_map"] == named | {"AutoConfig": f"deqseq_models.{name}Config"}
 
 
 def run(script: str) -> str:
@@ -42,24 +54,20 @@ def run(script: str) -> str:
     return done.stdout
 
 
-def test_importing_the_library_imports_no_transformers():
-    script = "import sys, deqseq, deqseq.integrations; print([m for m in sys.modules if 'transformers' in m])"
-    assert run(script) == "[]\n"
-
-
-def test_without_transformers_the_extra_is_named():
+def test_nothing_optional_is_imported_and_without_transformers_the_extra_is_named():
     script = (
-        "import sys; sys.modules['transformers'] = None\n"
+        "import sys, deqseq, deqseq.integrations.torchdeq\n"
+        "print([m for m in sys.modules if m.split('.')[0] in ('transformers', 'torchdeq')])\n"
+        "sys.modules['transformers'] = None\n"
         "try: import deqseq.integrations.huggingface\n"
         "except ImportError as error: print(error)"
     )
-    assert run(script) == 'deqseq.integrations.huggingface needs transformers: pip install "deqseq[hf]"\n'
+    assert run(script) == '[]\ndeqseq.integrations.huggingface needs transformers: pip install "deqseq[hf]"\n'
 
 
 def test_a_saved_model_is_loaded_without_an_import(tmp_path):
     """As lm-eval and TRL load it."""
-    model = Llama().model()
-    model.save_pretrained(tmp_path)
+    made("llama").save_pretrained(tmp_path)
     script = (
         "from transformers import AutoConfig, AutoModelForCausalLM\n"
         f"folder = {str(tmp_path)!r}\n"
@@ -77,35 +85,94 @@ def test_a_saved_model_is_loaded_without_an_import(tmp_path):
     ]
 
 
-def test_the_auto_classes_know_every_model_type():
-    for name in ("ImplicitMamba2", "ImplicitLlama", "RecurrentDepth"):
-        config = getattr(huggingface, f"{name}Config")
-        assert AutoConfig.for_model(config.model_type).__class__ is config
-        assert AutoModel._model_mapping[config] is getattr(huggingface, f"{name}Model")
-        assert AutoModelForCausalLM._model_mapping[config] is getattr(huggingface, f"{name}ForCausalLM")
-        classifier = getattr(huggingface, f"{name}ForSequenceClassification")
-        assert AutoModelForSequenceClassification._model_mapping[config] is classifier
-
-
-def test_the_public_names_are_there():
-    assert sorted(huggingface.__all__) == huggingface.__all__
-    assert all(hasattr(huggingface, name) for name in huggingface.__all__)
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_folder_with_a_tokenizer_is_a_pipeline(tmp_path):
     words = Tokenizer(WordLevel({f"w{i}": i for i in range(13)}, unk_token="w0"))
     words.pre_tokenizer = Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", padding_side="left").save_pretrained(tmp_path)
-    model = Llama().model()
+    model = made("llama")
     model.save_pretrained(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    pipe = transformers.pipeline(
-        "text-generation", model=str(tmp_path), tokenizer=tokenizer, device="cpu", batch_size=2
-    )
+    options = {"tokenizer": tokenizer, "device": "cpu", "batch_size": 2}
+    pipe = transformers.pipeline("text-generation", model=str(tmp_path), **options)
     prompts = ["w1 w2 w3", "w4 w5"]
     batched = pipe(prompts, max_new_tokens=3, do_sample=False, return_full_text=False)
     for prompt, (found,) in zip(prompts, batched, strict=True):
         ids = tokenizer(prompt, return_tensors="pt").input_ids
         wanted = model.generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=0)[0, ids.shape[1] :]
         assert found["generated_text"].split() == [f"w{token}" for token in wanted.tolist()]
+
+
+def settled(spec: dq.LanguageModelSpec) -> dq.LanguageModelSpec:
+    """With the sizes that a Llama derives from others."""
+    sizes = spec.backbone
+    if isinstance(sizes, dq.LlamaConfig):
+        sizes = replace(sizes, n_kv_heads=sizes.n_heads, headdim=sizes.d_model // sizes.n_heads)
+    return replace(spec, backbone=sizes)
+
+
+class TestPresets:
+    @pytest.mark.parametrize("name", dq.PRESETS)
+    def test_they_are_configurations_that_the_auto_class_reads(self, name, tmp_path):
+        config = preset_config(name)
+        assert config.specification() == settled(dq.preset(name))
+        assert config.eos_token_id == (None if name == "mamba2-state-tracking" else 0)
+        config.save_pretrained(tmp_path)
+        assert AutoConfig.from_pretrained(tmp_path).to_dict() == config.to_dict() | {"_name_or_path": str(tmp_path)}
+
+    def test_one_builds_the_model_that_it_counts(self):
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(preset_config("llama3-1.3b-implicit"))
+        assert model.num_parameters() == dq.parameter_count(dq.preset("llama3-1.3b-implicit"))
+
+    def test_keywords_change_one_and_sizes_that_follow_from_others_follow(self):
+        config = preset_config("mamba2-130m-pretrain", num_hidden_layers=2, solve={"stop": {"rtol": 0.5}})
+        assert (config.num_hidden_layers, config.solve["stop"]["max_steps"], config.solve["stop"]["rtol"]) == (
+            2,
+            4,
+            0.5,
+        )
+        narrow = {"num_attention_heads": 4, "hidden_size": 64}
+        config = preset_config("llama3-1.3b-implicit", **narrow)
+        assert (config.num_key_value_heads, config.head_dim) == (4, 16)
+        assert preset_config("llama3-1.3b-implicit", head_dim=8, **narrow).head_dim == 8
+        with pytest.raises(ValueError, match=r"'num_layers' .*did you mean .*'num_hidden_layers'"):
+            preset_config("mamba2-130m-pretrain", num_layers=2)
+
+
+def folder_of(kind: str, folder: Path) -> tuple[dict, dict[str, torch.Tensor]]:
+    """A folder as the reference code saves it: its configuration, and what the file knows about the model."""
+    known = load_file(DATA / f"{kind}.safetensors")
+    shutil.copy(DATA / f"{kind}.json", folder / "config.json")
+    weights = {name.removeprefix("weight/"): t for name, t in known.items() if name.startswith("weight/")}
+    save_file(weights, folder / "model.safetensors")
+    return json.loads((folder / "config.json").read_text()), known
+
+
+class TestReferenceFolders:
+    @pytest.mark.parametrize("kind", ["llama", "mamba2"])
+    def test_configuration_and_checkpoint_reproduce_the_numbers(self, kind, tmp_path):
+        theirs, known = folder_of(kind, tmp_path)
+        config = AutoConfig.from_pretrained(tmp_path, use_cache=False)
+        assert config.specification() == settled(from_reference_config(theirs))
+        assert (config.dtype, config.use_cache) == (torch.float64, False)
+        model, ids = from_reference_folder(tmp_path, eos_token_id=5), known["input_ids"].long()
+        output = model(ids)
+        assert (output.status == dq.Status.CONVERGED).all()
+        assert (output.logits - known["eval_logits"]).abs().max() < 1e-5
+        model.save_pretrained(tmp_path / "ours")
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+        assert torch.equal(again(ids).logits, output.logits)
+        assert (again.config.specification(), again.config.eos_token_id) == (config.specification(), 5)
+        with pytest.raises(ValueError, match=r"load them with deqseq.integrations.huggingface.from_reference_folder$"):
+            AutoModelForCausalLM.from_pretrained(tmp_path)
+
+    def test_pickled_weights(self, tmp_path):
+        _, known = folder_of("mamba2", tmp_path)
+        torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
+        (tmp_path / "model.safetensors").unlink()
+        ids = known["input_ids"].long()
+        assert (from_reference_folder(tmp_path)(ids).logits - known["eval_logits"]).abs().max() < 1e-5
+        (tmp_path / "pytorch_model.bin").unlink()
+        with pytest.raises(FileNotFoundError, match="there are no weights in"):
+            from_reference_folder(tmp_path)

@@ -1,29 +1,237 @@
-"""Saving, loading and initial weights of each model type, implicit and explicit."""
+"""Saving, loading and initial weights of every family; checkpoints that do not fit."""
 
-from hf_models import Llama, Mamba2, Retrofit
-from saving_contract import SavingContract
+import copy
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from hf_models import BACKBONES, EVERY, FAMILIES, IDS, IMPLICIT, STABLELM, configured, made, same_weights
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    GenerationConfig,
+)
+
+import deqseq as dq
+from deqseq.integrations.huggingface import from_causal_lm, to_causal_lm
+from deqseq.layers import apply_weight_norm, fold_weight_norm
+from deqseq.training import free
+
+LOAD, CLASSIFIER = AutoModelForCausalLM.from_pretrained, AutoModelForSequenceClassification.from_pretrained
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
-class TestImplicitMamba2(Mamba2, SavingContract):
-    pass
+def stored(folder) -> dict:
+    """All weights in a folder's safetensors."""
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
-class TestImplicitLlama(Llama, SavingContract):
-    pass
+def loaded(folder):
+    """A saved model in memory of its own: how a mapped file is aligned changes the last bit of a product."""
+    return copy.deepcopy(LOAD(folder))
 
 
-class TestRetrofit(Retrofit, SavingContract):
-    test_weight_norm = test_weight_norm_is_saved_as_it_is_now = None  # its weights are plain
-    test_folded_weights_are_the_same_to_the_last_bit = None
-    test_weight_norm_of_some_layers_alone_is_refused_before_anything_is_written = None
-    test_a_new_model_is_that_of_the_core = None  # it is that of the decoder's family: test_hf_recurrent_depth
-    test_more_weights_than_the_model_has_are_an_error_or_reported = None  # its parts have to add up
-    test_weights_of_another_shape_are_an_error = None  # sizes are those of the decoder
+class TestRoundTrip:
+    @EVERY
+    @pytest.mark.parametrize("tied", [True, False])
+    @torch.no_grad()
+    def test_reload(self, kind, tied, tmp_path, monkeypatch):
+        monkeypatch.setattr(torch, "save", None)
+        monkeypatch.setattr(torch, "load", None)
+        model = made(kind, tie_word_embeddings=tied, pad_token_id=0)
+        model.save_pretrained(tmp_path)
+        names = ["config.json", "deqseq_models.py", "generation_config.json", "model.safetensors"]
+        assert sorted(path.name for path in tmp_path.iterdir()) == names
+        assert {HEAD, EMBEDDING} & stored(tmp_path).keys() == ({EMBEDDING} if tied else {HEAD, EMBEDDING})
+        again = loaded(tmp_path)
+        assert (type(again), again.training, again.dtype) == (FAMILIES[kind][1], False, torch.float64)
+        assert (again.lm_head.weight is again.model.embed_tokens.weight) == tied
+        assert same_weights(model, again)
+        assert torch.equal(model(IDS).logits, again(IDS).logits)
+        assert torch.equal(to_causal_lm(again)(IDS).logits, model(IDS).logits)
+        assert again.config.to_json_string() == model.config.to_json_string()
+        base = copy.deepcopy(AutoModel.from_pretrained(tmp_path))
+        assert type(base) is type(model.model)
+        assert torch.equal(base(IDS).last_hidden_state, model.model(IDS).last_hidden_state)
+
+    @EVERY
+    def test_shards_and_dtype(self, kind, tmp_path):
+        model = made(kind)
+        model.save_pretrained(tmp_path, max_shard_size="4KB")
+        assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
+        assert same_weights(model, LOAD(tmp_path))
+        half = LOAD(tmp_path, dtype=torch.bfloat16, device_map="cpu")
+        assert {(p.dtype, p.device.type) for p in half.parameters()} == {(torch.bfloat16, "cpu")}
+        assert half(IDS).logits.isfinite().all()
+
+    @EVERY
+    def test_a_classifier_begins_with_a_language_model(self, kind, tmp_path):
+        model = made(kind, tie_word_embeddings=False, pad_token_id=0)
+        model.save_pretrained(tmp_path / "lm")
+        classifier = CLASSIFIER(tmp_path / "lm", num_labels=3)
+        assert same_weights(classifier.model, model.model)
+        assert classifier(IDS).logits.shape == (3, 3)
+        classifier.save_pretrained(tmp_path / "classifier")
+        assert same_weights(CLASSIFIER(tmp_path / "classifier"), classifier)
+        assert same_weights(AutoModel.from_pretrained(tmp_path / "classifier"), model.model)
+        again = CLASSIFIER(tmp_path / "classifier", num_labels=500, ignore_mismatched_sizes=True)
+        assert same_weights(again.model, classifier.model)
+        assert abs(again.score.weight.std().item() / 0.5 - 1) < 0.05
+
+    @torch.no_grad()
+    def test_a_head_that_was_tied_by_hand_is_saved_as_tied(self, tmp_path):
+        lm = to_causal_lm(made("mamba2", tie_word_embeddings=False))
+        lm.head.weight = lm.embedding.weight
+        model = from_causal_lm(lm)
+        model.save_pretrained(tmp_path)
+        assert torch.equal(loaded(tmp_path)(IDS).logits, model(IDS).logits)
+
+    @IMPLICIT
+    def test_what_a_phase_has_set_is_saved(self, kind, tmp_path):
+        model, phase = made(kind), free(7, rtol=0.125)
+        model.config.solve = {"stop": {"max_steps": 3}}  # a built model does not read it any more
+        phase.apply(model)
+        model.base_model.gradient_checkpointing = True  # of this run alone
+        model.save_pretrained(tmp_path)
+        core = LOAD(tmp_path).base_model.solved
+        assert (core.solve, core.eval_solve) == (phase.solve, phase.eval_solve)
+
+    def test_solve_given_at_loading_governs_both_modes(self, tmp_path):
+        model = made("llama", eval_solve={"stop": dq.Stop(1e-5, max_steps=90)})
+        model.save_pretrained(tmp_path)
+        own, seven = model.base_model.solved, {"stop": {"max_steps": 7}}
+        core = LOAD(tmp_path, solve=seven).base_model.solved
+        assert core.solve == replace(own.solve, stop=replace(own.solve.stop, max_steps=7))
+        assert core.eval_solve == replace(own.eval_solve, stop=dq.Stop(1e-5, max_steps=7))
+        core = LOAD(tmp_path, solve=seven, eval_solve={"stop": {"max_steps": 8}}).base_model.solved
+        assert (core.solve.stop.max_steps, core.eval_solve.stop.max_steps) == (7, 8)
+        assert LOAD(tmp_path, solve=seven, eval_solve=None).base_model.solved.eval_solve is None
+
+    def test_the_generation_configuration_keeps_solve(self, tmp_path):
+        model = made("mamba2")
+        model.generation_config = GenerationConfig(solve={"sweep": dq.Sliding(4), "stop": {"max_steps": 5}})
+        model.save_pretrained(tmp_path)
+        saved = {"sweep": {"name": "Sliding", "window": 4}, "stop": {"max_steps": 5}}
+        assert json.loads((tmp_path / "generation_config.json").read_text())["solve"] == saved
+        assert LOAD(tmp_path).generation_config.solve == saved
+        model.generation_config.solve = {"gradient": dq.Implicit(report=print)}
+        with pytest.raises(TypeError, match=r"cannot name <built-in function print>"):
+            model.save_pretrained(tmp_path)
 
 
-class TestExplicitMamba2(Mamba2, SavingContract):
-    implicit = False
+class TestWeightNorm:
+    @BACKBONES
+    @pytest.mark.parametrize("normalised", [True, False])
+    @torch.no_grad()
+    def test_it_is_saved_as_it_is_now(self, kind, normalised, tmp_path):
+        model = made(kind, weight_norm=normalised)
+        before = model(IDS).logits
+        model.save_pretrained(tmp_path / "first")
+        assert torch.equal(loaded(tmp_path / "first")(IDS).logits, before)
+        (fold_weight_norm if normalised else apply_weight_norm)(model.model.core)
+        model.save_pretrained(tmp_path / "second")
+        assert torch.equal(loaded(tmp_path / "second")(IDS).logits, model(IDS).logits)
+        for folder, normed in (("first", normalised), ("second", not normalised)):
+            parts = {name.rpartition(".")[2] for name in stored(tmp_path / folder) if ".parametrizations." in name}
+            assert parts == ({"original0", "original1"} if normed else set())
+
+    @pytest.mark.parametrize("kind", ["mamba2", "llama", "parts"])
+    @torch.no_grad()
+    def test_folded_weights_are_the_same_to_the_last_bit(self, kind, tmp_path):
+        model = made(kind)
+        apply_weight_norm(model.model.core)
+        before = model(IDS).logits
+        model.fold_weight_norm()
+        assert torch.equal(model(IDS).logits, before)
+        model.save_pretrained(tmp_path)
+        again = loaded(tmp_path)
+        assert not any(".parametrizations." in name for name in again.state_dict())
+        assert torch.equal(again(IDS).logits, before)
+
+    def test_that_of_some_layers_alone_is_refused_before_anything_is_written(self, tmp_path):
+        model = made("llama", weight_norm=True)
+        fold_weight_norm(next(layer for layer in model.model.core.modules() if isinstance(layer, nn.Linear)))
+        for save in (lambda: model.save_pretrained(tmp_path), lambda: from_causal_lm(to_causal_lm(model))):
+            with pytest.raises(ValueError, match=r"weight normalisation must be on all layers .* or on none"):
+                save()
+        assert not list(tmp_path.iterdir())
 
 
-class TestExplicitLlama(Llama, SavingContract):
-    implicit = False
+class TestInitialWeights:
+    @pytest.mark.parametrize("kind", ["mamba2", "llama", "parts"])
+    def test_those_of_our_layers_are_the_cores(self, kind):
+        config = configured(kind, vocab_size=4000, initializer_range=0.02, tie_word_embeddings=False)
+        torch.manual_seed(3)
+        core = config.build()[0]
+        torch.manual_seed(3)
+        model = AutoModelForCausalLM.from_config(config)
+        assert same_weights(core, model.model.core)
+        for weight in (model.lm_head.weight, model.model.embed_tokens.weight):
+            assert abs(weight.std().item() / 0.02 - 1) < 0.03
+
+    def test_those_of_a_decoders_layers_are_its_familys(self):
+        decoder = AutoConfig.for_model("stablelm", **STABLELM | {"vocab_size": 4000})
+        fields = {"decoder_config": decoder, "vocab_size": 4000, "tie_word_embeddings": False}
+        torch.manual_seed(3)
+        model = AutoModelForCausalLM.from_config(configured("decoder", **fields))
+        torch.manual_seed(3)
+        theirs = AutoModelForCausalLM.from_config(decoder).model
+        core = model.model.core
+        assert same_weights(model.model.embed_tokens, theirs.embed_tokens)
+        assert same_weights(core.prelude.backbone.layers[0], theirs.layers[0])
+        assert same_weights(core.coda.backbone.layers[0], theirs.layers[3])
+        assert torch.equal(core.core.backbone.injection.weight, torch.eye(16)[8:])
+        assert abs(model.lm_head.weight.std().item() / 0.5 - 1) < 0.05
+
+
+class TestMisfits:
+    @EVERY
+    @pytest.mark.parametrize("part", [".layers.0.", "model.embed_tokens.weight"])
+    def test_a_missing_weight_is_an_error(self, kind, part, tmp_path):
+        made(kind).save_pretrained(tmp_path)
+        path = tmp_path / "model.safetensors"
+        dropped = {name for name in load_file(path) if part in name}
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata()
+        save_file({name: tensor for name, tensor in load_file(path).items() if name not in dropped}, path, metadata)
+        with pytest.raises(ValueError, match=r"^the weights in .* do not fit: missing ") as error:
+            LOAD(tmp_path)
+        assert all(name in str(error.value) for name in sorted(dropped)[:8])
+        if part != EMBEDDING:  # nothing would draw a layer
+            with pytest.raises(ValueError, match="do not fit: missing "):
+                LOAD(tmp_path, output_loading_info=True)
+
+    def test_a_checkpoint_without_a_head_is_loaded_if_its_report_is_asked_for(self, tmp_path):
+        base = made("llama", tie_word_embeddings=False).model
+        base.save_pretrained(tmp_path)
+        with pytest.raises(ValueError, match=r"do not fit: missing lm_head\.weight\. .*output_loading_info=True"):
+            LOAD(tmp_path)
+        model, report = LOAD(tmp_path, output_loading_info=True)
+        assert set(report["missing_keys"]) == {HEAD}
+        assert same_weights(model.model, base)
+
+    def test_weights_that_the_configuration_does_not_describe(self, tmp_path):
+        made("llama").save_pretrained(tmp_path)
+        wider = {"hidden_size": 16, "head_dim": 4}
+        for fields, error, message in (
+            ({"num_hidden_layers": 1}, ValueError, r"do not fit: unexpected model\.core\.backbone\.layers\.1\."),
+            (wider, RuntimeError, "ignore_mismatched_sizes"),
+            (wider | {"ignore_mismatched_sizes": True}, ValueError, r"do not fit: of another shape model\.core\."),
+            ({"hiden_size": 8}, ValueError, r"keyword 'hiden_size' .*did you mean 'hidden_size'"),
+            ({"config": configured("llama"), "hidden_size": 8}, TypeError, "hidden_size belongs to the configuration"),
+        ):
+            with pytest.raises(error, match=message):
+                LOAD(tmp_path, **fields)
+        with pytest.raises(ValueError, match=r"Classification keyword 'hiden_size' .*did you mean 'hidden_size'"):
+            CLASSIFIER(tmp_path, hiden_size=8)
+        model, report = LOAD(tmp_path, num_hidden_layers=1, output_loading_info=True)
+        assert len(model.model.core.backbone.layers) == 1
+        assert {name.split(".")[4] for name in report["unexpected_keys"]} == {"1"}
+        other = LOAD(tmp_path, vocab_size=500, ignore_mismatched_sizes=True)  # another vocabulary is drawn anew
+        assert abs(other.lm_head.weight.std().item() / 0.5 - 1) < 0.05
