@@ -17,7 +17,7 @@ import torch
 from harness import Row, arguments, judge, report
 
 import deqseq as dq
-from deqseq.layers import cached_weights
+from deqseq.layers import with_weights
 
 ITERATIONS = 8
 VOCABULARY = 1000
@@ -73,15 +73,15 @@ class Decoding:
         assert not isinstance(self.lm.model, dq.RecurrentDepth)
         backbone, cache, z = self.lm.model.backbone, self.cache, torch.zeros_like(self.token)
         begun = time.perf_counter()
-        with cached_weights(backbone):
-            for _ in range(self.sizes.new - 1):
-                assert cache is not None
-                cache = cache.reserve(1)
-                inputs = backbone.prepare(self.token, cache)
-                for _ in range(ITERATIONS - 1):
-                    backbone(z, inputs, cache)
-                _, aux = backbone(z, inputs, cache, need_aux=True)
-                cache = backbone.advance(cache, aux, 1)
+        backbone = with_weights(backbone)
+        for _ in range(self.sizes.new - 1):
+            assert cache is not None
+            cache = cache.reserve(1)
+            inputs = backbone.prepare(self.token, cache)
+            for _ in range(ITERATIONS - 1):
+                backbone(z, inputs, cache)
+            _, aux = backbone(z, inputs, cache, need_aux=True)
+            cache = backbone.advance(cache, aux, 1)
         return time.perf_counter() - begun
 
 

@@ -21,7 +21,7 @@ import torch
 from harness import MEBIBYTE, Row, command_line, interleave, peak_memory, report, time_row, value_row
 
 import deqseq as dq
-from deqseq.layers import cached_weights
+from deqseq.layers import with_weights
 from deqseq.ops.backend import Backend, resolved
 from deqseq.ops.ssd import ssd
 
@@ -149,7 +149,7 @@ class Work:
 
     def bare(self) -> None:
         """The block, called as often."""
-        with torch.no_grad(), self.bench.half(), cached_weights(self.backbone):
+        with torch.no_grad(), self.bench.half():
             self._iterated(self.steps)
 
     def train(self) -> None:
@@ -162,13 +162,14 @@ class Work:
     def bare_training(self) -> None:
         """The block, called as often and differentiated as often, without a head."""
         self.bare()
-        with self.bench.half(), cached_weights(self.backbone):
+        with self.bench.half():
             self._iterated(self.phantom).sum().backward()
 
     def _iterated(self, times: int) -> torch.Tensor:
-        z, inputs = torch.zeros_like(self.x), self.backbone.prepare(self.x)
+        backbone = with_weights(self.backbone)
+        z, inputs = torch.zeros_like(self.x), backbone.prepare(self.x)
         for _ in range(times):
-            z = self.backbone(z, inputs)[0].to(self.x.dtype)
+            z = backbone(z, inputs)[0].to(self.x.dtype)
         return z
 
 

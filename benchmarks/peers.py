@@ -36,7 +36,7 @@ from torch.nn import functional as F
 from torchdeq import get_deq
 
 import deqseq as dq
-from deqseq.layers import cached_weights
+from deqseq.layers import with_weights
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 from common.text import load_corpus
@@ -122,25 +122,25 @@ class Peer:
     def loss(self, lm: dq.CausalLM, ids: Tensor) -> Tensor:
         """Mean loss of the next characters, in nats."""
         backbone, x = block(lm), lm.embedding(ids)
-        with cached_weights(backbone):
-            f = partial(evaluated, backbone, backbone.prepare(x), None)
-            z = self.point(f, torch.zeros_like(x), torch.is_grad_enabled())
-            z = z if torch.is_grad_enabled() else f(z)
+        backbone = with_weights(backbone)
+        f = partial(evaluated, backbone, backbone.prepare(x), None)
+        z = self.point(f, torch.zeros_like(x), torch.is_grad_enabled())
+        z = z if torch.is_grad_enabled() else f(z)
         return F.cross_entropy(lm.logits(z[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
 
     @torch.no_grad()
     def decode(self, lm: dq.CausalLM, prompt: Tensor, new: int) -> Tensor:
         """The characters that follow."""
         backbone, cache, ids, made = block(lm), None, prompt, []
-        with cached_weights(backbone):
-            for _ in range(new):
-                cache = cache if cache is None else cache.reserve(1)
-                x = lm.embedding(ids)
-                inputs = backbone.prepare(x, cache)
-                f = partial(evaluated, backbone, inputs, cache)
-                z, aux = backbone(self.point(f, torch.zeros_like(x), False), inputs, cache, need_aux=True)
-                cache, ids = backbone.advance(cache, aux, ids.shape[1]), lm.logits(z[:, -1:]).argmax(-1)
-                made.append(ids)
+        backbone = with_weights(backbone)
+        for _ in range(new):
+            cache = cache if cache is None else cache.reserve(1)
+            x = lm.embedding(ids)
+            inputs = backbone.prepare(x, cache)
+            f = partial(evaluated, backbone, inputs, cache)
+            z, aux = backbone(self.point(f, torch.zeros_like(x), False), inputs, cache, need_aux=True)
+            cache, ids = backbone.advance(cache, aux, ids.shape[1]), lm.logits(z[:, -1:]).argmax(-1)
+            made.append(ids)
         return torch.cat(made, dim=1)
 
 

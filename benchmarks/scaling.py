@@ -39,7 +39,7 @@ from harness import (
 from torch import Tensor
 
 import deqseq as dq
-from deqseq.layers import apply_weight_norm, cached_weights
+from deqseq.layers import apply_weight_norm, with_weights
 
 ITERATIONS, PHANTOM, NEW, VOCABULARY = 8, 4, 16, 64
 SWEEPS: dict[str, dq.Sweep] = {
@@ -104,14 +104,14 @@ class Case:
 
     def step_by_hand(self) -> None:
         """The evaluations of a training step, without a head."""
-        with cached_weights(self.backbone):
-            inputs, z = self.backbone.prepare(self.x), torch.zeros_like(self.x)
-            with torch.no_grad():
-                for _ in range(ITERATIONS):
-                    z = self.backbone(z, inputs)[0]
-            for _ in range(PHANTOM):
-                z = self.backbone(z, inputs)[0]
-            z.sum().backward()
+        backbone = with_weights(self.backbone)
+        inputs, z = backbone.prepare(self.x), torch.zeros_like(self.x)
+        with torch.no_grad():
+            for _ in range(ITERATIONS):
+                z = backbone(z, inputs)[0]
+        for _ in range(PHANTOM):
+            z = backbone(z, inputs)[0]
+        z.sum().backward()
         self.lm.zero_grad()
 
     @torch.no_grad()
@@ -128,10 +128,10 @@ class Case:
     @torch.no_grad()
     def evaluations(self) -> None:
         """The block on all tokens."""
-        with cached_weights(self.backbone):
-            inputs, z = self.backbone.prepare(self.x), torch.zeros_like(self.x)
-            for _ in range(ITERATIONS):
-                z = self.backbone(z, inputs)[0]
+        backbone = with_weights(self.backbone)
+        inputs, z = backbone.prepare(self.x), torch.zeros_like(self.x)
+        for _ in range(ITERATIONS):
+            z = backbone(z, inputs)[0]
 
     def prompted(self) -> Any:
         """The cache that the prompt leaves."""
@@ -149,12 +149,12 @@ class Case:
     def decode_by_hand(self, cache: Any) -> None:
         """As many evaluations of one token, the cache growing alike."""
         x = self.x[:, :1]
-        with cached_weights(self.backbone):
-            for _ in range(NEW):
-                inputs, z, aux = self.backbone.prepare(x, cache), torch.zeros_like(x), None
-                for number in range(ITERATIONS):
-                    z, aux = self.backbone(z, inputs, cache, need_aux=number == ITERATIONS - 1)
-                cache = self.backbone.advance(cache, aux, 1)
+        backbone = with_weights(self.backbone)
+        for _ in range(NEW):
+            inputs, z, aux = backbone.prepare(x, cache), torch.zeros_like(x), None
+            for number in range(ITERATIONS):
+                z, aux = backbone(z, inputs, cache, need_aux=number == ITERATIONS - 1)
+            cache = backbone.advance(cache, aux, 1)
 
     def works(self) -> dict[str, Mapping[str, Callable[[], object]]]:
         """What takes turns: by the name of the work, ours and its peers."""

@@ -37,7 +37,7 @@ from torch.nn import functional as F
 from training_sweeps import BATCH, LENGTH
 
 import deqseq as dq
-from deqseq.layers import cached_weights
+from deqseq.layers import with_weights
 from deqseq.rows import map_tensors
 from deqseq.tasks import WordBatch
 
@@ -91,22 +91,21 @@ class Work:
 
     def by_hand(self, solved: float, differentiated: int) -> None:
         """The same from so many evaluations without a graph, and so many with one."""
-        with cached_weights(self.backbone):
-            z, inputs = self._evaluated(solved)
-            for _ in range(differentiated):
-                z, _ = self.backbone(z, inputs)
+        backbone = with_weights(self.backbone)
+        z, inputs = self._evaluated(backbone, solved)
+        for _ in range(differentiated):
+            z, _ = backbone(z, inputs)
         F.cross_entropy(self.lm.logits(z).flatten(0, 1), self.batch.targets.flatten()).backward()
         self.lm.zero_grad()
 
     @torch.no_grad()
     def bare(self, evaluations: float) -> None:
         """So many evaluations, and nothing else."""
-        with cached_weights(self.backbone):
-            self._evaluated(evaluations)
+        self._evaluated(with_weights(self.backbone), evaluations)
 
-    def _evaluated(self, times: float) -> tuple[Tensor, dq.Inputs]:
+    def _evaluated(self, backbone: dq.Backbone[Any], times: float) -> tuple[Tensor, dq.Inputs]:
         """The state after so many evaluations without a graph, the last perhaps of the first tokens alone."""
-        backbone, x = self.backbone, self.lm.embedding(self.batch.inputs)
+        x = self.lm.embedding(self.batch.inputs)
         length, inputs, z = x.shape[1], backbone.prepare(x), torch.zeros_like(x, requires_grad=False)
         whole, rest = divmod(round(times * length), length)
         with torch.no_grad():

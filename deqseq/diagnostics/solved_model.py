@@ -12,7 +12,6 @@ from torch import Tensor
 from deqseq.check import check_integer, check_type
 from deqseq.config import SolveConfig, resolve
 from deqseq.evaluate import evaluate
-from deqseq.layers.weight_norm import cached_weights
 from deqseq.loop import Callback
 from deqseq.models.causal_lm import CausalLM, Tokens, check_tokens
 from deqseq.models.eval_mode import eval_mode
@@ -95,6 +94,5 @@ def solved_model(
         padding = Padding.of(x, mask)
         tokens = padding.compact(x)
         start = start_states(tokens, None, padding, config.start)
-        with cached_weights(core.backbone):
-            args = TokenArgs.prepared(core.backbone, tokens, None, padding.mask, need_aux=False)
-            yield SolvedModel(model, args, start, padding.compact(output.value), mask, output)
+        args = TokenArgs.prepared(core.backbone, tokens, None, padding.mask, need_aux=False)
+        yield SolvedModel(model, args, start, padding.compact(output.value), mask, output)

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.utils import parametrize
 
 from deqseq.layers import (
     CausalConv1d,
@@ -13,8 +12,6 @@ from deqseq.layers import (
     Mamba2Mixer,
     RMSNorm,
     SwiGLU,
-    apply_weight_norm,
-    cached_weights,
     dropout_mask,
 )
 
@@ -187,52 +184,6 @@ def test_block_has_residual_paths_and_a_masked_branch(mixer):
     assert torch.allclose(masked, z + block.mlp(block.post_norm(z)))
     block.mlp.down_proj.weight.data.zero_()
     assert torch.allclose(block(z)[0], z + mixer(block.norm(z))[0])
-
-
-def test_weight_norm_changes_no_initial_weight_and_reaches_convolutions(mixer):
-    u = randn(2, 5, 8)
-    before = mixer(u)[0]
-    apply_weight_norm(mixer)
-    apply_weight_norm(mixer)
-    assert torch.allclose(mixer(u)[0], before)
-    names = {name for name, module in mixer.named_modules() if parametrize.is_parametrized(module)}
-    assert names == {"in_proj", "out_proj", "conv1d"}
-
-
-class CountedForward:
-    def __init__(self, monkeypatch):
-        self.calls = 0
-        original = torch.nn.utils.parametrizations._WeightNorm.forward
-
-        def counted(module, *weights):
-            self.calls += 1
-            return original(module, *weights)
-
-        monkeypatch.setattr(torch.nn.utils.parametrizations._WeightNorm, "forward", counted)
-
-
-def test_weights_are_computed_once_and_keep_their_gradient(mixer, monkeypatch):
-    apply_weight_norm(mixer)
-    counted = CountedForward(monkeypatch)
-    u = randn(2, 5, 8)
-    with cached_weights(mixer), cached_weights(mixer):
-        with torch.no_grad():  # a solve
-            for _ in range(3):
-                mixer(u)
-        mixer(u)[0].sum().backward()  # the estimator after it
-    assert counted.calls == 3
-    for name, parameter in mixer.named_parameters():
-        assert parameter.grad is not None, name
-    with cached_weights(mixer, enabled=False):
-        mixer(u)
-        mixer(u)
-    assert counted.calls == 9
-
-
-def test_weights_cached_without_gradients_refuse_a_call_that_wants_them(mixer):
-    apply_weight_norm(mixer)
-    with torch.no_grad(), cached_weights(mixer), torch.enable_grad(), pytest.raises(RuntimeError, match="no_grad"):
-        cached_weights(mixer).__enter__()
 
 
 def test_step_size_limits_hold_in_the_mixer():
