@@ -94,7 +94,7 @@ class WeightNorm(nn.Module):
 
     def forward(self) -> Tensor:
         """The weight."""
-        return torch._weight_norm(self.original1, self.original0, 0)
+        return torch._weight_norm(self.original1, self.original0, 0)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _normalised(kind: Any) -> Any:
