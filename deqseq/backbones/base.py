@@ -168,14 +168,7 @@ class Backbone(nn.Module, ABC, Generic[C]):
 
 
 def check_cache(cache: Cache | None, kind: type[Cache], x: Sequence, shapes: Iterable[tuple[int | None, ...]]) -> None:
-    """Raise an error unless a cache is of this model, and of the rows and the device of its input.
-
-    Args:
-        cache: what the caller gave.
-        kind: the backbone's own.
-        x: embedded tokens, ``(batch, length, d_model)``.
-        shapes: of one row of each of its tensors; None: any size.
-    """
+    """Refuse a cache of another model, or of other rows or devices; ``shapes`` are of one row, None for any size."""
     check_type("cache", cache, (kind, type(None)))
     if cache is None:
         return

@@ -1,15 +1,13 @@
 """Weight normalisation of linear maps."""
 
-import math
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from deqseq.check import check_type
 from deqseq.layers.causal_conv import CausalConv1d
-from deqseq.layers.with_weights import copied, tensors_of
+from deqseq.layers.normalised import WeightNorm, normalise
 
 
 def apply_weight_norm(module: nn.Module) -> None:
@@ -46,7 +44,7 @@ def apply_weight_norm(module: nn.Module) -> None:
         norm = WeightNorm(layer.weight)
         del layer.weight
         layer.parametrizations = nn.ModuleDict({"weight": norm})
-        layer.__class__ = _normalised(type(layer))
+        normalise(layer)
 
 
 def fold_weight_norm(module: nn.Module) -> None:
@@ -77,56 +75,6 @@ def fold_weight_norm(module: nn.Module) -> None:
         del layer.parametrizations
         layer.__class__ = type(layer).__bases__[0]
         layer.weight = nn.Parameter(norm().detach(), requires_grad=any(p.requires_grad for p in norm.parameters()))
-
-
-class WeightNorm(nn.Module):
-    """The parameters of one weight, named as in ``torch.nn.utils.parametrizations.weight_norm``."""
-
-    def __init__(self, weight: nn.Parameter) -> None:
-        super().__init__()
-        direction = weight.detach()
-        magnitude = torch.norm_except_dim(direction, 2, 0)
-        if not magnitude.is_meta and bool((magnitude == 0).any()):
-            bound = 1 / math.sqrt(direction[0].numel())
-            direction = torch.where(magnitude == 0, torch.empty_like(direction).uniform_(-bound, bound), direction)
-        self.original0 = nn.Parameter(magnitude, requires_grad=weight.requires_grad)
-        self.original1 = nn.Parameter(direction, requires_grad=weight.requires_grad)
-
-    def forward(self) -> Tensor:
-        """The weight."""
-        return torch._weight_norm(self.original1, self.original0, 0)  # pyright: ignore[reportPrivateImportUsage]
-
-
-def _normalised(kind: Any) -> Any:
-    """The class of one layer, as ``torch.nn.utils.parametrize`` makes one, but it can be pickled."""
-
-    class Normalised(kind):
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            plain = copied(self, kind, **tensors_of(self.parametrizations))
-            return kind.forward(plain, *args, **kwargs)
-
-        def __getattr__(self, name: str) -> Any:
-            return super().__getattr__(_not_weight(name))
-
-        def __setattr__(self, name: str, value: Any) -> None:
-            super().__setattr__(_not_weight(name), value)
-
-        def __reduce_ex__(self, protocol: Any) -> Any:
-            return _empty, (kind,), self.__dict__
-
-    Normalised.__name__ = f"Normalised{kind.__name__}"
-    return Normalised
-
-
-def _empty(kind: Any) -> Any:
-    return object.__new__(_normalised(kind))
-
-
-def _not_weight(name: str) -> str:
-    if name == "weight":
-        how = "read with_weights(layer).weight, and call fold_weight_norm(model) before tools that write to it"
-        raise AttributeError(f"this weight is computed from its weight normalisation: {how} (both of deqseq.layers)")
-    return name
 
 
 def _check_no_other(layer: Any) -> None:
