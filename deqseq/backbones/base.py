@@ -11,7 +11,6 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from deqseq.check import check_type
-from deqseq.layers.with_weights import with_weights
 from deqseq.rows import take, tensors_of
 from deqseq.types import Mask, RowIndex, Sequence
 
@@ -157,10 +156,7 @@ class Backbone(nn.Module, ABC, Generic[C]):
 
     def run(self, *arguments: Any) -> Any:
         """What ``_stack`` gives for ``arguments``, compiled if :meth:`compile` was called."""
-        if self._compiled is None:
-            assert self._stack is not None
-            return self._stack(*arguments)
-        return self._compiled(with_weights(self), *arguments)
+        return (self._compiled or type(self)._stack)(self, *arguments)
 
     def __getstate__(self) -> dict[str, Any]:
         # compiled code is no part of a copy or a pickle: it would go on with the weights of the original
