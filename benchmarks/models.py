@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 import deqseq as dq
-from deqseq.layers import cached_weights
+from deqseq.layers import with_weights
 from deqseq.tasks import WordProblem, alternating, cyclic, generators
 
 VOCABULARY = 1000
@@ -59,23 +59,23 @@ def block_of(lm: dq.CausalLM) -> dq.Backbone[Any]:
 
 def iterated(backbone: dq.Backbone[Any], x: Tensor, plain: int, differentiated: int = 0) -> Tensor:
     """The state after some evaluations without a graph and some with one."""
-    with cached_weights(backbone):
-        inputs, z = backbone.prepare(x), torch.zeros_like(x, requires_grad=False)
-        with torch.no_grad():
-            for _ in range(plain):
-                z, _ = backbone(z, inputs)
-        for _ in range(differentiated):
+    backbone = with_weights(backbone)
+    inputs, z = backbone.prepare(x), torch.zeros_like(x, requires_grad=False)
+    with torch.no_grad():
+        for _ in range(plain):
             z, _ = backbone(z, inputs)
+    for _ in range(differentiated):
+        z, _ = backbone(z, inputs)
     return z
 
 
 @torch.no_grad()
 def one_by_one(backbone: dq.Backbone[Any], x: Tensor, cache: Any, tokens: int, iterations: int) -> None:
     """So many evaluations for each of so many tokens, the cache growing as in generation; every token is ``x``."""
-    with cached_weights(backbone):
-        for _ in range(tokens):
-            cache, z, aux = cache.reserve(1), torch.zeros_like(x), None
-            inputs = backbone.prepare(x, cache)
-            for step in range(iterations):
-                z, aux = backbone(z, inputs, cache, need_aux=step == iterations - 1)
-            cache = backbone.advance(cache, aux, 1)
+    backbone = with_weights(backbone)
+    for _ in range(tokens):
+        cache, z, aux = cache.reserve(1), torch.zeros_like(x), None
+        inputs = backbone.prepare(x, cache)
+        for step in range(iterations):
+            z, aux = backbone(z, inputs, cache, need_aux=step == iterations - 1)
+        cache = backbone.advance(cache, aux, 1)

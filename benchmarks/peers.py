@@ -32,7 +32,7 @@ from torch.nn import functional as F
 from torchdeq import get_deq
 
 import deqseq as dq
-from deqseq.layers import cached_weights
+from deqseq.layers import with_weights
 
 DAMPING, DIFFERENTIATED, BUDGET = 0.8, 4, 256
 TOLERANCES, ITERATIONS = (0.3, 0.1, 0.03, 0.01), (8, 16, 32, 64, 128)
@@ -71,20 +71,18 @@ class Peer:
 
     def loss(self, lm: dq.CausalLM, ids: Tensor) -> Tensor:
         """Mean loss of the next characters, in nats."""
-        with cached_weights(block_of(lm)):
-            z, _ = self._solved(block_of(lm), lm.embedding(ids), None)
+        z, _ = self._solved(with_weights(block_of(lm)), lm.embedding(ids), None)
         return F.cross_entropy(lm.logits(z[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
 
     @torch.no_grad()
     def decode(self, lm: dq.CausalLM, prompt: Tensor, new: int) -> Tensor:
         """The characters that follow."""
-        backbone, cache, ids, made = block_of(lm), None, prompt, []
-        with cached_weights(backbone):
-            for _ in range(new):
-                cache = cache if cache is None else cache.reserve(1)
-                z, aux = self._solved(backbone, lm.embedding(ids), cache)
-                cache, ids = backbone.advance(cache, aux, ids.shape[1]), lm.logits(z[:, -1:]).argmax(-1)
-                made.append(ids)
+        backbone, cache, ids, made = with_weights(block_of(lm)), None, prompt, []
+        for _ in range(new):
+            cache = cache if cache is None else cache.reserve(1)
+            z, aux = self._solved(backbone, lm.embedding(ids), cache)
+            cache, ids = backbone.advance(cache, aux, ids.shape[1]), lm.logits(z[:, -1:]).argmax(-1)
+            made.append(ids)
         return torch.cat(made, dim=1)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from deqseq.backbones.base import Backbone, Cache
 from deqseq.check import check_type
+from deqseq.layers.with_weights import with_weights
 from deqseq.rows import map_tensors, tensors_of
 from deqseq.solution import Solution, SolveStats, Status
 from deqseq.types import Mask, Sequence
@@ -34,7 +35,8 @@ class TokenArgs(NamedTuple):
     def prepared(
         cls, backbone: Backbone[Any], x: Sequence, cache: Cache | None, mask: Mask | None, need_aux: bool
     ) -> "TokenArgs":
-        """The inputs of all tokens ``x``, ``(batch, length, d_model)``, and room for them in the cache."""
+        """The inputs of all tokens ``x``, ``(batch, length, d_model)``, room in the cache, and computed weights."""
+        backbone = with_weights(backbone)
         inputs = backbone.prepare(x, cache, mask)
         return cls(backbone, inputs, None if cache is None else cache.reserve(x.shape[1]), mask, need_aux)
 

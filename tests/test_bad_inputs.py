@@ -152,6 +152,7 @@ def cases() -> list[Case]:
         Case("fixed", problem.fixed, {"size": 2, "length": 3, "seed": 0}),
         Case("CausalConv1d", layers.CausalConv1d, {"channels": 2, "kernel_size": 2}),
         Case("apply_weight_norm", layers.apply_weight_norm, {"module": nn.Linear(2, 2)}),
+        Case("with_weights", layers.with_weights, {"module": nn.Linear(2, 2)}),
         Case("fold_weight_norm", layers.fold_weight_norm, {"module": nn.Linear(2, 2)}),
         Case("dropout_mask", layers.dropout_mask, {"like": X, "p": 0.5}),
         Case("token_effort", diagnostics.token_effort, diagnosed),

@@ -69,23 +69,9 @@ class Affine(Backbone[AffineCache]):
         return out, states if need_aux else None
 
     def advance(
-        self,
-        cache: AffineCache | None,
-        aux: Any,
-        tokens: int,
-        counts: Int64[Tensor, " batch"] | None = None,
+        self, cache: AffineCache | None, aux: Any, tokens: int, counts: Int64[Tensor, " batch"] | None = None
     ) -> AffineCache:
-        """The state of the last committed token.
-
-        Args:
-            cache: the cache of that evaluation; not needed here.
-            aux: the states before and at each token, ``(batch, known, d_model)``; one more than there are tokens.
-            tokens: how many tokens to commit.
-            counts: how many of them are real, per row, ``(batch,)``. Default: all.
-
-        Returns:
-            The cache after these tokens.
-        """
+        # one more state than there are tokens: the first is that before them
         last = torch.full((len(aux),), tokens, device=aux.device) if counts is None else counts
         return AffineCache(aux.detach()[torch.arange(len(aux), device=aux.device), last])
 

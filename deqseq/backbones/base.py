@@ -11,7 +11,6 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from deqseq.check import check_type
-from deqseq.layers.weight_norm import weights_for_compiled
 from deqseq.rows import take, tensors_of
 from deqseq.types import Mask, RowIndex, Sequence
 
@@ -153,15 +152,11 @@ class Backbone(nn.Module, ABC, Generic[C]):
             return
         known = inspect.signature(torch.compile).parameters
         defaults: dict[str, Any] = {"dynamic": True} | ({"recompile_limit": 64} if "recompile_limit" in known else {})
-        self._compiled = torch.compile(self._stack, **(defaults | options))
+        self._compiled = torch.compile(type(self)._stack, **(defaults | options))
 
     def run(self, *arguments: Any) -> Any:
         """What ``_stack`` gives for ``arguments``, compiled if :meth:`compile` was called."""
-        if self._compiled is None:
-            assert self._stack is not None
-            return self._stack(*arguments)
-        with weights_for_compiled(self):
-            return self._compiled(*arguments)
+        return (self._compiled or type(self)._stack)(self, *arguments)
 
     def __getstate__(self) -> dict[str, Any]:
         # compiled code is no part of a copy or a pickle: it would go on with the weights of the original
@@ -169,14 +164,7 @@ class Backbone(nn.Module, ABC, Generic[C]):
 
 
 def check_cache(cache: Cache | None, kind: type[Cache], x: Sequence, shapes: Iterable[tuple[int | None, ...]]) -> None:
-    """Raise an error unless a cache is of this model, and of the rows and the device of its input.
-
-    Args:
-        cache: what the caller gave.
-        kind: the backbone's own.
-        x: embedded tokens, ``(batch, length, d_model)``.
-        shapes: of one row of each of its tensors; None: any size.
-    """
+    """Refuse a cache of another model, or of other rows or devices; ``shapes`` are of one row, None for any size."""
     check_type("cache", cache, (kind, type(None)))
     if cache is None:
         return

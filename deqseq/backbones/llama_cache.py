@@ -85,13 +85,8 @@ class LlamaCache(Cache):
         frozen = self.layers[0].keys.is_inference() and not torch.is_inference_mode_enabled()
         return self.claim.newest == self.age and self.claim.owner == get_ident() and not frozen
 
-    def extend(self, new: tuple[KeyValues, ...], counts: Int64[Tensor, " batch"] | None) -> "LlamaCache":
-        """The cache after more tokens, in the same buffers where no newer cache uses them.
-
-        Args:
-            new: keys and values, a pair per layer, ``(batch, kv_heads, tokens, headdim)``.
-            counts: how many of them each row has, ``(batch,)``; None: all.
-        """
+    def _extend(self, new: tuple[KeyValues, ...], counts: Int64[Tensor, " batch"] | None) -> "LlamaCache":
+        """The cache after ``new`` tokens, ``counts`` of each row, in the same buffers if no newer cache uses them."""
         tokens = new[0].keys.shape[2]
         room = self if self.ahead >= tokens and self._writable else self.reserve(tokens)
         pairs = [pair for layer, own in zip(room.layers, new, strict=True) for pair in zip(layer, own, strict=True)]
@@ -131,7 +126,7 @@ def commit(
     new = map_tensors(lambda kept: kept.detach()[:, :, :tokens], new)
     if cache is None:
         cache = LlamaCache(map_tensors(lambda kept: kept[:, :, :0].contiguous(), new))
-    return cache.extend(new, counts)
+    return cache._extend(new, counts)
 
 
 def _moved(layer: KeyValues, length: int, capacity: int) -> KeyValues:

@@ -158,11 +158,6 @@ class Looped(Backbone[LoopedCache]):
         return LoopedCache(tuple(self.backbone.advance(step, own, tokens, counts) for step, own in pairs))
 
     def compile(self, **options: Any) -> None:
-        """Compile one step: what the inner backbone's ``compile`` compiles.
-
-        Args:
-            **options: those of ``torch.compile``.
-        """
         self.backbone.compile(**options)
 
 

@@ -87,7 +87,7 @@ def from_pretrained_model(
         ...     torch.allclose(ours(ids, stop=Stop.exactly(1)).logits, theirs(ids).logits, atol=1e-5)
         True
         >>> same = from_pretrained_model(theirs.config, theirs.state_dict(), implicit=True)
-        >>> same.model.solve.start, same.model.backbone.injection.weight.abs().max().item()
+        >>> same.model.solve.start, same.model.backbone.injection.bias.abs().max().item()
         ('input', 0.0)
     """
     _check_solves(implicit, {"solve": solve, "eval_solve": eval_solve}, weight_norm)

@@ -8,7 +8,8 @@ from deqseq.layers.mamba2_mixer import Mamba2Mixer, MixerAux, MixerState
 from deqseq.layers.mlp import SwiGLU
 from deqseq.layers.rms_norm import GatedRMSNorm, RMSNorm
 from deqseq.layers.rotary import RotaryScaling, RotaryTables, rotary_frequencies, rotary_tables, rotate
-from deqseq.layers.weight_norm import apply_weight_norm, cached_weights, fold_weight_norm
+from deqseq.layers.weight_norm import apply_weight_norm, fold_weight_norm
+from deqseq.layers.with_weights import with_weights
 
 __all__ = [
     "Attention",
@@ -27,10 +28,10 @@ __all__ = [
     "RotaryTables",
     "SwiGLU",
     "apply_weight_norm",
-    "cached_weights",
     "dropout_mask",
     "fold_weight_norm",
     "rotary_frequencies",
     "rotary_tables",
     "rotate",
+    "with_weights",
 ]

@@ -34,13 +34,14 @@ class CausalConv1d(nn.Module):
         super().__init__()
         check_integer("CausalConv1d.channels", channels, 1)
         check_integer("CausalConv1d.kernel_size", kernel_size, 1)
+        self.past = kernel_size - 1
         bound = kernel_size**-0.5
         self.weight = nn.Parameter(torch.empty(channels, 1, kernel_size).uniform_(-bound, bound))
         self.bias = nn.Parameter(torch.empty(channels).uniform_(-bound, bound))
 
     def init_state(self, batch: int) -> Float[Tensor, "batch past channels"]:
         """The inputs of ``batch`` rows before the first token: zeros."""
-        return self.bias.new_zeros(batch, self.weight.shape[2] - 1, self.weight.shape[0])
+        return self.bias.new_zeros(batch, self.past, len(self.bias))
 
     def forward(
         self,
@@ -79,8 +80,8 @@ class CausalConv1d(nn.Module):
         Raises:
             ValueError: shapes that do not agree.
         """
-        past = self.weight.shape[2] - 1
-        check_inputs(x, past + 1, self.weight.shape[0], state, counts)
+        past = self.past
+        check_inputs(x, past + 1, len(self.bias), state, counts)
         if counts is None:
             x = x[:, max(0, x.shape[1] - past) :]
         padded = F.pad(x, (0, 0, past, 0)) if state is None else torch.cat([state.to(x.dtype), x], dim=1)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from deqseq.check import check_bounds, check_integer
 from deqseq.layers.causal_conv import CausalConv1d
 from deqseq.layers.rms_norm import GatedRMSNorm
+from deqseq.layers.with_weights import with_weights
 from deqseq.ops import Backend, fused
 from deqseq.ops.backend import resolved
 from deqseq.ops.ssd import ssd, ssd_state
@@ -169,7 +170,7 @@ class Mamba2Mixer(nn.Module):
         """All that lies between the two projections."""
         return fused.convolved_and_scanned(
             projected,
-            (self.conv1d.weight, self.conv1d.bias),
+            (with_weights(self.conv1d).weight, self.conv1d.bias),
             self._rates(),
             self.D,
             StepSizes(bias=self.dt_bias, limit=self.dt_limit),

@@ -8,7 +8,6 @@ import torch
 
 from deqseq.backbones.base import Backbone, Cache, Inputs, check_sequence
 from deqseq.check import checked
-from deqseq.layers.weight_norm import cached_weights
 from deqseq.models.base import Model
 from deqseq.models.output import Evaluation, ModelOutput
 from deqseq.models.padding import Padding
@@ -63,11 +62,10 @@ class ExplicitModel(Model):
         check_sequence(x, self.backbone.d_model)
         padding = Padding.of(x, mask)
         tokens = padding.compact(x)
-        with cached_weights(self.backbone):
-            args = self._args(tokens, cache, padding.mask, return_cache)
-            value, aux = token_map(tokens, args)
-            counts = None if padding.mask is None else padding.mask.sum(dim=1)
-            after = args.advance(aux, x.shape[1], counts) if return_cache else None
+        args = self._args(tokens, cache, padding.mask, return_cache)
+        value, aux = token_map(tokens, args)
+        counts = None if padding.mask is None else padding.mask.sum(dim=1)
+        after = args.advance(aux, x.shape[1], counts) if return_cache else None
         return ModelOutput(padding.back(value), after)
 
     @checked
@@ -75,8 +73,7 @@ class ExplicitModel(Model):
     def evaluate(
         self, x: Sequence, cache: Cache | None = None, start: Sequence | None = None, iterations: int = 1
     ) -> Evaluation:
-        with cached_weights(self.backbone):
-            value, aux = token_map(x, self._args(x, cache, None, True))
+        value, aux = token_map(x, self._args(x, cache, None, True))
         return Evaluation(value, value, value, aux)
 
     @checked

@@ -1,17 +1,15 @@
 """Token-by-token generation, as fast as the cache allows."""
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int64
-from torch import Tensor, nn
+from torch import Tensor
 
-from deqseq.backbones.base import Backbone
 from deqseq.config import SolveConfig, SolveFields, resolve
-from deqseq.layers.weight_norm import cached_weights
+from deqseq.layers.with_weights import with_weights
 from deqseq.models.base import Model
 from deqseq.models.explicit import check_nothing_to_solve
 from deqseq.models.implicit import ImplicitModel
@@ -88,15 +86,6 @@ class _Record:
         return Generation(tokens, self.lengths, iterations, converged, self.evaluations)
 
 
-@contextmanager
-def cached_backbones(model: nn.Module) -> Iterator[None]:
-    """Within this context parametrised weights of all backbones inside are computed once."""
-    with ExitStack() as weights:
-        for part in (part for part in model.modules() if isinstance(part, Backbone)):
-            weights.enter_context(cached_weights(part))
-        yield
-
-
 def generate(
     model: Model,
     embed: Callable[[Int64[Tensor, "batch length"]], Sequence],
@@ -118,27 +107,27 @@ def generate(
     rows, record = torch.arange(batch, device=device), _Record(batch, pad_token, device)
     enders = torch.tensor(stop_tokens, dtype=torch.int64, device=device)
     random = None if sampler.seed is None else torch.Generator().manual_seed(int(sampler.seed))
-    with cached_backbones(model):
-        output = model(embed(prompt), mask=mask, **whole)
-        states = _last_states(output.value, mask)
-        for step in range(max_new_tokens):
-            logits = head(states)
-            _check_finite(logits, rows)
-            # numbers for all rows, so that those of a row do not depend on when the others end
-            uniform = torch.rand(batch, generator=random).to(device)[rows] if sampler.temperature else None
-            tokens = sampler.choose(logits, uniform)
-            record.add(rows, tokens, output)
-            if callback is not None:
-                callback(NewTokens(step, rows, tokens))
-            going = (~torch.isin(tokens, enders)).nonzero()[:, 0]
-            if step + 1 == max_new_tokens or not len(going):
-                break
-            cache = output.cache
-            if len(going) < len(rows):  # rows that have ended are not computed any more
-                rows, tokens, cache = take((rows, tokens, cache), going)
-            output = model(embed(tokens[:, None]), cache=cache, **single)
-            record.evaluations += 0 if output.stats is None else output.stats.evaluations
-            states = output.value[:, -1]
+    model = with_weights(model)
+    output = model(embed(prompt), mask=mask, **whole)
+    states = _last_states(output.value, mask)
+    for step in range(max_new_tokens):
+        logits = head(states)
+        _check_finite(logits, rows)
+        # numbers for all rows, so that those of a row do not depend on when the others end
+        uniform = torch.rand(batch, generator=random).to(device)[rows] if sampler.temperature else None
+        tokens = sampler.choose(logits, uniform)
+        record.add(rows, tokens, output)
+        if callback is not None:
+            callback(NewTokens(step, rows, tokens))
+        going = (~torch.isin(tokens, enders)).nonzero()[:, 0]
+        if step + 1 == max_new_tokens or not len(going):
+            break
+        cache = output.cache
+        if len(going) < len(rows):  # rows that have ended are not computed any more
+            rows, tokens, cache = take((rows, tokens, cache), going)
+        output = model(embed(tokens[:, None]), cache=cache, **single)
+        record.evaluations += 0 if output.stats is None else output.stats.evaluations
+        states = output.value[:, -1]
     return record.generation()
 
 

@@ -11,7 +11,6 @@ from torch import Tensor
 from deqseq.backbones.base import Backbone, Cache, Inputs, check_sequence
 from deqseq.check import AtLeast, check_integer, checked
 from deqseq.config import SolveConfig, SolveFields, resolve
-from deqseq.layers.weight_norm import cached_weights
 from deqseq.loop import Callback
 from deqseq.models.base import Model
 from deqseq.models.eval_mode import eval_mode
@@ -60,7 +59,7 @@ class ImplicitModel(Model):
         check_integer("backbone.d_model", getattr(backbone, "d_model", None), 1)
         self.backbone = backbone
         self.solve, self.eval_solve = solve, eval_solve
-        self._warned = False
+        self._warned: list[bool] = []  # one list for all copies that with_weights makes
 
     @checked
     def forward(
@@ -111,9 +110,7 @@ class ImplicitModel(Model):
         config = resolve(self.solve_config, solve, fields)
         self._check(x, given, return_cache)
         padding, needs_grad = Padding.of(x, mask), self._requires_gradient(x, given)
-        # checkpointing runs the map again outside this context, and compares what both runs save: nothing is cached
-        once = not (needs_grad and config.gradient.checkpoint)
-        with torch.set_grad_enabled(needs_grad), cached_weights(self.backbone, enabled=once):
+        with torch.set_grad_enabled(needs_grad):
             tokens = padding.compact(x)
             args = TokenArgs.prepared(self.backbone, tokens, cache, padding.mask, return_cache)
             if given is None:
@@ -147,15 +144,14 @@ class ImplicitModel(Model):
         iterations: Annotated[int, AtLeast(1)] = 1,
     ) -> Evaluation:
         self._check(x, start, commits=True)
-        with cached_weights(self.backbone):
-            args = TokenArgs.prepared(self.backbone, x, cache, None, True)
-            if start is None:
-                _check_injection(args, self.solve_config)
-            z = start_states(x, start, Padding(), self.solve_config.start)
-            point, aux = z, None
-            for _ in range(iterations):
-                point = z
-                z, aux = token_map(z, args)
+        args = TokenArgs.prepared(self.backbone, x, cache, None, True)
+        if start is None:
+            _check_injection(args, self.solve_config)
+        z = start_states(x, start, Padding(), self.solve_config.start)
+        point, aux = z, None
+        for _ in range(iterations):
+            point = z
+            z, aux = token_map(z, args)
         return Evaluation(point, z, z, aux)
 
     @checked
@@ -197,7 +193,7 @@ class ImplicitModel(Model):
         """The same call in another way, all tokens together, for :meth:`ModelOutput.explain`."""
         start = given if start is None else start
         fields: SolveFields = {} if start is None else {"start": start}
-        warned, self._warned = self._warned, True  # what is tried out is no failure of the caller's
+        warned, self._warned = self._warned, [True]  # what is tried out is no failure of the caller's
         try:
             # dropout would make every solve one of another map, and so would other random starts
             with eval_mode(self), torch.random.fork_rng(devices=()):
@@ -214,7 +210,7 @@ class ImplicitModel(Model):
         assert output.status is not None
         failed = int((output.status == Status.MAX_STEPS_REACHED).sum())
         if 2 * failed > len(output.status):
-            self._warned = True
+            self._warned.append(True)
             warnings.warn(
                 f"{failed} of {len(output.status)} rows spent the budget of {config.stop.max_steps} iterations without "
                 "converging, so their values are not fixed points. print(output.explain()) says why and what to do. "

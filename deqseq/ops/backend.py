@@ -22,18 +22,8 @@ class BackendError(RuntimeError):
 
 
 def resolved(backend: Backend, x: Tensor) -> Literal["reference", "mamba_ssm"]:
-    """What computes an operation on ``x``.
-
-    Args:
-        backend: the configured one. ``"auto"`` inside a compiled function is the reference, which compilers can fuse;
-            a compiled :class:`deqseq.Mamba2` asks before it enters compiled code.
-        x: the operation's main input: its device and dtype decide.
-
-    Raises:
-        ValueError: no such backend.
-        BackendError: the kernels were named, and cannot run.
-    """
-    if torch.compiler.is_compiling():  # a decision must be made, and its reason logged, outside
+    """What computes an operation whose main input is ``x``."""
+    if torch.compiler.is_compiling():  # Mamba2 decides before, and logs the reason; compilers can fuse the reference
         return "mamba_ssm" if backend == "mamba_ssm" else "reference"
     return _decided(backend, x.device.type, x.dtype)
 

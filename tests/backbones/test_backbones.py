@@ -9,22 +9,13 @@ import torch
 from small_models import affine, contractive_llama, contractive_mamba2
 
 import deqseq as dq
-from deqseq.backbones.base import check_sequence
 from deqseq.testing import BackboneContract
 from deqseq.testing.backbones import part
 
 
 def mamba2(**changes):
     torch.manual_seed(0)
-    sizes = {
-        "d_model": 8,
-        "n_layers": 2,
-        "d_state": 4,
-        "headdim": 4,
-        "n_groups": 2,
-        "mlp_width": 6,
-        "chunk_size": 3,
-    }
+    sizes = {"d_model": 8, "n_layers": 2, "d_state": 4, "headdim": 4, "n_groups": 2, "mlp_width": 6, "chunk_size": 3}
     return dq.Mamba2(dq.Mamba2Config(**{**sizes, **changes})).double()
 
 
@@ -107,30 +98,8 @@ def test_a_backbone_without_advance_is_solved_simultaneously_and_says_what_it_la
     for call in ({"sweep": sweep}, {"return_cache": True}):
         with pytest.raises(NotImplementedError, match=r"Pointwise has no advance\(.*Write advance\(\)"):
             model(x, **call)
-
-
-def test_a_backbone_without_advance_does_not_generate():
-    torch.manual_seed(0)
-    model = dq.CausalLM(5, dq.ImplicitModel(Pointwise().float())).eval()
-    ids = torch.tensor([[1, 2, 3]])
-    assert model(ids).logits.shape == (1, 3, 5)
     with pytest.raises(NotImplementedError, match=r"Pointwise has no advance"):
-        model.generate(ids, max_new_tokens=2)
-
-
-@pytest.mark.parametrize("shape", [(0, 3, 8), (2, 0, 8), (2, 3, 7), (2, 8)])
-def test_bad_input_is_named(shape):
-    with pytest.raises(ValueError, match=r"x must have shape \(batch, length, 8\)"):
-        check_sequence(torch.zeros(shape), 8)
-    if len(shape) == 3:
-        with pytest.raises(ValueError, match=r"x must have shape"):
-            dq.ImplicitModel(affine())(torch.zeros(shape))
-
-
-def test_affine_solution_is_a_fixed_point():
-    backbone, x = affine(), randn(2, 6, 8)
-    z = backbone.solution(x)
-    assert (backbone(z, backbone.prepare(x))[0] - z).abs().max() < 1e-14
+        dq.CausalLM(5, model).double().generate(torch.tensor([[1, 2, 3]]), max_new_tokens=2)
 
 
 @pytest.mark.parametrize("make", [mamba2, llama])
@@ -145,15 +114,11 @@ def test_dropout_draws_one_mask_per_solve(make):
     assert backbone.prepare(x).dropout == ()
 
 
-@pytest.mark.parametrize("make", [mamba2, llama])
-def test_a_backbone_with_an_injection_is_given_no_other(make):
-    with pytest.raises(ValueError, match=r"Injected\.backbone must have no injection .*injection=False"):
-        dq.Injected(make(), dq.AddInjection())
-
-
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("make", [mamba2, llama])
-def test_an_injection_has_the_width_of_its_backbone(make):
+def test_an_injection_that_does_not_fit_is_named(make):
+    with pytest.raises(ValueError, match=r"Injected\.backbone must have no injection .*injection=False"):
+        dq.Injected(make(), dq.AddInjection())
     for injection in (dq.ConcatInjection(16), dq.DecayInjection(1)):
         with pytest.raises(ValueError, match=r"Injected\.injection must have the backbone's d_model, 8, got"):
             dq.Injected(make(injection=False), injection)
@@ -172,10 +137,9 @@ def test_without_injection_a_solve_must_start_at_the_input(make):
     assert not any("injection" in name for name, _ in backbone.named_parameters())
     assert dq.ExplicitModel(backbone)(x).value.shape == (2, 5, 8)
     model = dq.ImplicitModel(backbone)
-    with pytest.raises(ValueError, match=r'without an injection.* injection=True.* start="input"'):
-        dq.ImplicitModel(backbone, dq.SolveConfig(start=dq.RandomStart()))(x)
-    with pytest.raises(ValueError, match=r'without an injection.* injection=True.* start="input"'):
-        model(x)
+    for start in ("zero", dq.RandomStart()):
+        with pytest.raises(ValueError, match=r'without an injection.* injection=True.* start="input"'):
+            model(x, start=start)
     assert model(x, start="input", stop=dq.Stop.exactly(2)).value.shape == (2, 5, 8)
 
 
@@ -184,23 +148,10 @@ def test_without_injection_a_solve_must_start_at_the_input(make):
     [
         (mamba2, {"headdim": 3}, r"Mamba2Config\.headdim must divide expand \* d_model = 16"),
         (mamba2, {"n_groups": 3}, r"Mamba2Config\.n_groups must divide the 4 heads"),
-        (mamba2, {"n_layers": 0}, r"Mamba2Config\.n_layers"),
-        (mamba2, {"dropout": 1.0}, r"Mamba2Config\.dropout"),
         (mamba2, {"dt_limit": (0.5, 0.1)}, r"Mamba2Config\.dt_limit"),
-        (mamba2, {"norm_eps": 0.0}, r"Mamba2Config\.norm_eps"),
-        (mamba2, {"mlp_width": -1}, r"Mamba2Config\.mlp_width"),
-        (
-            llama,
-            {"n_heads": 3, "n_kv_heads": None},
-            r"LlamaConfig\.n_heads must divide d_model = 8 \(or give headdim\)",
-        ),
+        (llama, {"n_heads": 3, "n_kv_heads": None}, r"LlamaConfig\.n_heads must divide d_model = 8 \(or give headdim"),
         (llama, {"n_heads": 8, "n_kv_heads": None}, r"LlamaConfig\.headdim must be even"),
         (llama, {"n_kv_heads": 3}, r"LlamaConfig\.n_kv_heads must divide n_heads = 4"),
-        (llama, {"n_layers": 0}, r"LlamaConfig\.n_layers"),
-        (llama, {"mlp_width": 0}, r"LlamaConfig\.mlp_width"),
-        (llama, {"dropout": 1.0}, r"LlamaConfig\.dropout"),
-        (llama, {"rope_theta": 0.0}, r"LlamaConfig\.rope_theta"),
-        (llama, {"norm_eps": 0.0}, r"LlamaConfig\.norm_eps"),
     ],
 )
 def test_a_configuration_names_the_bad_field(make, changes, names):
@@ -232,20 +183,9 @@ def test_llama_iterations_write_into_one_buffer():
         assert cache.reserve(1).layers[0].keys.shape[2] > 14
 
 
-def test_affine_contraction_is_checked():
-    with pytest.raises(ValueError, match=r"Affine\.contraction must"):
-        dq.Affine(4, contraction=1.0)
-
-
+@pytest.mark.usefixtures("unchecked")
 def test_options_of_the_configuration_reach_the_layers():
-    config = dq.Mamba2Config(d_model=8, headdim=4, dt_limit=(0.1, 0.2), norm_eps=1e-2, chunk_size=5)
+    config = dq.Mamba2Config(d_model=8, headdim=4, dt_limit=[0.1, 0.2], norm_eps=1e-2, chunk_size=5)  # a list in JSON
     mixer = dq.Mamba2(config).layers[0].mixer
     assert (mixer.dt_limit, mixer.norm.eps, mixer.chunk_size) == ((0.1, 0.2), 1e-2, 5)
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_bounds_given_as_a_list_are_kept_as_a_tuple():
-    config = dq.Mamba2Config(d_model=16, d_state=4, headdim=8, dt_limit=[0.0, 0.1])
-    assert config == dq.Mamba2Config(d_model=16, d_state=4, headdim=8, dt_limit=(0.0, 0.1)) and isinstance(
-        hash(config), int
-    )
+    assert hash(config) == hash(replace(config, dt_limit=(0.1, 0.2)))

@@ -10,7 +10,6 @@ from small_models import Logits, affine, contractive_llama, contractive_mamba2, 
 
 import deqseq as dq
 from deqseq.backbones import LoopedCache
-from deqseq.rows import tensors_of
 from deqseq.testing import BackboneContract
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "compiled_models.py"
@@ -98,48 +97,6 @@ def test_decoding_is_the_whole_pass_at_any_number_of_steps(make, steps):
         assert all((ours - expected).abs().max() <= 1e-12 for ours, expected in pairs)
 
 
-@pytest.mark.parametrize("left", [True, False])
-@torch.no_grad()
-def test_padding_and_rows_of_their_own(left):
-    model, x, mask = dq.ExplicitModel(dq.Looped(injected(), 3, start="zero")), embedded(2, 6), torch.ones(2, 6).bool()
-    real = slice(2, None) if left else slice(None, 4)
-    mask[1] = False
-    mask[1, real] = True
-    output, alone = model(x, mask=mask, return_cache=True), model(x[1:, real], return_cache=True)
-    assert (output.value[1:, real] - alone.value).abs().max() <= 1e-12
-    assert not output.value[~mask].any()
-    row = dq.take(output.cache, torch.tensor([1]))
-    following = [model(x[1:, :1], cache=cache).value for cache in (row, row.reserve(1), alone.cache)]
-    assert all((value - following[-1]).abs().max() <= 1e-12 for value in following)
-
-
-@torch.no_grad()
-def test_reserved_buffers_are_written_in_place():
-    model, x = dq.ExplicitModel(dq.Looped(llama(), 2)), embedded(1, 6)
-    cache = model(x, return_cache=True).cache.reserve(8)
-    pointers = {tensor.data_ptr() for step in cache.steps for tensor in tensors_of(step.layers)}
-    assert len(pointers) == 2 * 2 * 2  # steps, layers, keys and values
-    later = model(x[:, :1], cache=cache, return_cache=True).cache
-    assert {tensor.data_ptr() for step in later.steps for tensor in tensors_of(step.layers)} == pointers
-
-
-# choosing
-
-
-@torch.no_grad()
-def test_a_choice_sees_the_states_of_all_steps():
-    backbone, x, seen = llama(), embedded(), []
-
-    def first(states):
-        seen.append(states)
-        return states[0]
-
-    model = dq.ExplicitModel(dq.Looped(backbone, 3, first))
-    value = model(x).value
-    assert torch.equal(seen[0], states_of(backbone, x, 3, x))
-    assert torch.equal(value, seen[0][0])
-
-
 def test_a_module_that_chooses_is_trained_and_saved():
     class Mixed(torch.nn.Module):
         def __init__(self):
@@ -153,9 +110,6 @@ def test_a_module_that_chooses_is_trained_and_saved():
     model(embedded()).value.sum().backward()
     assert model.backbone.choose.weights.grad.all()
     assert "backbone.choose.weights" in model.state_dict()
-
-
-# dropout, injections, solves
 
 
 def test_one_dropout_mask_for_all_steps():
@@ -197,36 +151,13 @@ def test_autocast_keeps_the_dtype_of_the_states():
     assert (value.dtype, dtypes) == (torch.float32, [torch.float32])
 
 
-# errors
-
-
-@pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize(
-    ("arguments", "error", "words"),
-    [
-        ((torch.nn.Linear(8, 8), 2), TypeError, r"Looped\.backbone must be a Backbone.*got Linear"),
-        ((affine(), 0), ValueError, r"Looped\.steps must be an integer >= 1, got 0"),
-        ((affine(), 2.0), TypeError, r"Looped\.steps must be an integer"),
-        ((affine(), 2, "last"), TypeError, r"Looped\.choose must be a function, got 'last'"),
-        ((affine(), 2, None, "inputs"), ValueError, r"Looped\.start must be one of.*did you mean 'input'"),
-    ],
-)
-def test_bad_arguments(arguments, error, words):
-    with pytest.raises(error, match=words):
-        dq.Looped(*arguments)
-
-
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("choose", "error", "words"),
     [
         (lambda states: states, ValueError, r"states of shape \(2, 7, 8\), got \(3, 2, 7, 8\)"),
         (lambda states: states[-1, :, :, :4], ValueError, r"got \(2, 7, 4\)"),
-        (
-            lambda states: states[-1].float(),
-            TypeError,
-            r"Looped\.choose must keep the dtype.*float64, got.*float32",
-        ),
+        (lambda states: states[-1].float(), TypeError, r"Looped\.choose must keep the dtype.*float64, got.*float32"),
         (lambda states: 3, TypeError, r"value of Looped\.choose must be a Tensor, got 3"),
     ],
 )
@@ -255,9 +186,6 @@ def test_a_loop_that_would_not_see_its_input(start):
         dq.ExplicitModel(looped)(embedded())
     looped.start = embedded()  # states can depend on anything
     assert dq.ExplicitModel(looped)(embedded()).value.shape == (2, 7, 8)
-
-
-# other runtimes
 
 
 @pytest.mark.usefixtures("unchecked")

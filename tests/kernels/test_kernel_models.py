@@ -44,20 +44,6 @@ def test_mixer_and_its_gradients(groups, d_conv):
         assert torch.allclose(ours, theirs, atol=1e-4 * max(1, theirs.abs().max().item()))
 
 
-def test_mixer_with_a_state_behind_it():
-    torch.manual_seed(0)
-    mixer, u = Mamba2Mixer(16, d_state=16, headdim=16, chunk_size=16), torch.randn(2, 12, 16)
-    expected, _ = mixer(u, backend="reference")
-    with torch.no_grad():
-        outputs, state = [], mixer.init_state(2)
-        for start, tokens in ((0, 7), (7, 1), (8, 1)):
-            piece = u[:, start : start + tokens]
-            y, aux = mixer(piece, state=state, need_aux=True, backend="mamba_ssm")
-            outputs, state = [*outputs, y], mixer.state_after(aux, state, tokens)
-        outputs.append(mixer(u[:, 9:], state=state, backend="mamba_ssm")[0])
-    assert torch.allclose(torch.cat(outputs, dim=1), expected, atol=1e-5)
-
-
 @pytest.mark.parametrize("sweep", SWEEPS, ids=str)
 def test_a_solve_without_a_gradient(sweep):
     ids = torch.randint(0, 11, (2, 7), generator=torch.Generator().manual_seed(0))

@@ -38,11 +38,8 @@ CASES = {
     "no multiple of the chunk": ((2, 37, 2, 1, 16, 16), {}, ()),
     "groups": ((1, 33, 4, 2, 16, 16), {}, ()),
     "odd sizes": ((1, 21, 3, 3, 12, 20), {}, ()),
-    "no state, bias or skip": (
-        (1, 20, 2, 1, 16, 16),
-        {},
-        ("D", "dt_bias", "initial_state"),
-    ),
+    "no state, bias or skip": ((1, 20, 2, 1, 16, 16), {}, ("D", "dt_bias", "initial_state")),
+    "one token": ((2, 1, 2, 1, 16, 16), {}, ()),
     "limits": ((1, 20, 2, 1, 16, 16), {"dt_limit": (0.3, 1.0)}, ()),
     "no softplus": ((1, 20, 2, 1, 16, 16), {"dt_softplus": False}, ()),
 }
@@ -64,18 +61,6 @@ def test_scan_and_its_gradients(case):
         close(results["mamba_ssm"][1][name], gradient, 1e-4)
 
 
-def test_the_scan_carries_on_from_a_state():
-    whole = inputs(2, 24, 2, 1, 16, 16)
-    per_token = ("x", "dt", "B", "C")
-    expected = ssd(**whole, return_state=True, backend="reference")
-    first = {k: v[:, :9] if k in per_token else v for k, v in whole.items()}
-    second = {k: v[:, 9:] if k in per_token else v for k, v in whole.items()}
-    y1, state = ssd(**first, return_state=True, chunk_size=16, backend="mamba_ssm")
-    y2, state = ssd(**(second | {"initial_state": state}), return_state=True, chunk_size=16, backend="mamba_ssm")
-    close(torch.cat([y1, y2], dim=1), expected.y, 1e-5)
-    close(state, expected.state, 1e-5)
-
-
 @pytest.mark.parametrize("left_out", [(), ("D",), ("dt_bias",), ("D", "dt_bias")], ids=str)
 @pytest.mark.parametrize("options", [{}, {"dt_limit": (0.3, 1.0)}, {"dt_softplus": False}], ids=str)
 def test_one_token(left_out, options):
@@ -86,24 +71,6 @@ def test_one_token(left_out, options):
     for a, b in zip(ours, theirs, strict=True):
         close(a, b, 1e-5)
     assert torch.equal(tensors["initial_state"], before)  # the kernel works in place; nobody else may notice
-
-
-def test_one_token_with_a_graph():
-    tensors = {name: t.requires_grad_() for name, t in inputs(2, 1, 2, 1, 16, 16).items()}
-    gradients = {
-        backend: torch.autograd.grad(ssd(**tensors, backend=backend).y.square().sum(), list(tensors.values()))
-        for backend in ("reference", "mamba_ssm")
-    }
-    for ours, theirs in zip(gradients["mamba_ssm"], gradients["reference"], strict=True):
-        close(ours, theirs, 1e-4)
-
-
-def test_a_second_derivative_is_refused():
-    x = inputs(1, 8, 1, 1, 16, 16)
-    x["x"].requires_grad_()
-    y = ssd(**x, chunk_size=16, backend="mamba_ssm").y
-    with pytest.raises(RuntimeError, match="no second derivatives: take backend='reference'"):
-        torch.autograd.grad(y.sum(), x["x"], create_graph=True)
 
 
 def test_the_package_itself_still_says_what_it_lacks():

@@ -45,26 +45,11 @@ def test_rotary_scaling_leaves_high_frequencies_and_divides_low_ones():
     )
     wavelength = 2 * torch.pi / plain
     high, low = wavelength < 8192 / 4, wavelength > 8192
-    assert high.sum() > 5
-    assert low.sum() > 5
+    between = ~high & ~low
+    assert min(high.sum(), low.sum()) > 5 and between.any()
     assert torch.equal(scaled[high], plain[high])
     assert torch.allclose(scaled[low], plain[low] / 8)
-    between = ~high & ~low
-    assert between.any()
     assert ((scaled < plain) & (scaled > plain / 8))[between].all()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"factor": 0.5}, r"factor must be .*\[1, inf\), got 0.5"),
-        ({"low_freq_factor": 4.0}, "high_freq_factor must be .* got 4.0"),
-        ({"original_length": 0}, "original_length must be .* got 0"),
-    ],
-)
-def test_bad_rotary_scaling_is_named(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        RotaryScaling(**arguments)
 
 
 @pytest.fixture

@@ -1,25 +1,26 @@
-"""Computed weights belong to the solve, the thread and the model that computed them, and cannot be written to."""
+"""Weights are computed once per solve, belong to it, carry its gradient, and cannot be written to."""
 
 import copy
 import pickle
 import threading
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from small_models import contractive_mamba2
+from small_models import Logits, contractive_llama, contractive_mamba2
 from torch import Tensor, nn
 
 import deqseq as dq
-from deqseq.layers import apply_weight_norm, cached_weights, fold_weight_norm
+from deqseq.layers import apply_weight_norm, fold_weight_norm, with_weights
+from deqseq.layers.normalised import WeightNorm
 
 X = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+MAKE = pytest.mark.parametrize("make", [contractive_mamba2, contractive_llama])
 
 
-def model(seed: int) -> dq.ImplicitModel:
+def model(seed: int = 0, **fields) -> dq.ImplicitModel:
     torch.manual_seed(seed)
-    return dq.ImplicitModel(contractive_mamba2(), dq.SolveConfig(stop=dq.Stop(rtol=1e-6))).double().eval()
+    return dq.ImplicitModel(contractive_mamba2(), dq.SolveConfig(stop=dq.Stop(rtol=1e-6), **fields)).double().eval()
 
 
 def scaled(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -27,48 +28,96 @@ def scaled(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def layer() -> Any:
-    torch.manual_seed(0)
     layer = nn.Linear(3, 2)
     apply_weight_norm(layer)
     return layer
 
 
+def gradients(one: nn.Module, value: Tensor) -> dict[str, Tensor]:
+    return dict(zip(dict(one.named_parameters()), torch.autograd.grad(value.sum(), one.parameters()), strict=True))
+
+
+@pytest.fixture
+def computed(monkeypatch) -> list[nn.Module]:
+    """The weights that were computed, in order."""
+    seen, compute = [], WeightNorm.forward
+    monkeypatch.setattr(WeightNorm, "forward", lambda self: (seen.append(self), compute(self))[1])
+    return seen
+
+
+def test_it_keeps_initial_weights_and_is_the_formula():
+    one = nn.Sequential(nn.Linear(3, 4), dq.layers.CausalConv1d(4, 2))
+    x, before = torch.randn(2, 5, 3), [part.weight.detach().clone() for part in one]
+    expected = one(x)
+    apply_weight_norm(one)
+    apply_weight_norm(one)  # does nothing
+    torch.testing.assert_close(one(x), expected)
+    torch.testing.assert_close([part.weight for part in with_weights(one)], before)
+    norm: Any = one[0].parametrizations.weight
+    norm.original0.data *= 2
+    direction = norm.original1 / norm.original1.norm(dim=1, keepdim=True)
+    torch.testing.assert_close(one[0](x), x @ (norm.original0 * direction).T + one[0].bias)
+
+
+@MAKE
+@pytest.mark.parametrize(
+    "gradient",
+    [dq.Phantom(2), dq.Phantom(2, checkpoint=True), dq.OneStep(), dq.Implicit(), dq.Unrolled(checkpoint=True)],
+    ids=str,
+)
+def test_a_solve_computes_every_weight_once_and_its_gradient_is_that_of_plain_weights(make, gradient, computed):
+    one = dq.ImplicitModel(make(), dq.SolveConfig(stop=dq.Stop(rtol=1e-9, max_steps=100), gradient=gradient))
+    plain = copy.deepcopy(one)
+    computed.clear()
+    value = one(X).value
+    assert len(computed) == len(set(computed)) == sum(isinstance(part, WeightNorm) for part in one.modules())
+    found = gradients(one, value)
+    fold_weight_norm(plain)
+    expected = gradients(plain, plain(X).value)
+    for name, part in one.named_modules():
+        if isinstance(part, WeightNorm):
+            weight = expected.pop(name.replace("parametrizations.", ""))
+            pulled = torch.autograd.grad(part(), part.parameters(), weight)
+            expected |= dict(zip((f"{name}.original0", f"{name}.original1"), pulled, strict=True))
+    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-12)
+
+
+def test_a_generation_computes_every_weight_once_and_a_callback_can_train(computed):
+    lm, ids, counts = dq.CausalLM(9, model()).double(), torch.tensor([[1, 2]]), []
+
+    def train(_: object) -> None:
+        counts.append(len(computed))
+        with torch.enable_grad():
+            lm(ids, labels=ids).loss.backward()
+
+    lm.generate(ids, max_new_tokens=1, callback=train)
+    assert all(p.grad is not None for p in lm.parameters())
+    lm.generate(ids, max_new_tokens=4)
+    assert len(computed) == 3 * counts[0] > 0
+
+
 @torch.no_grad()
-def test_weights_loaded_into_another_model_during_a_solve_are_used():
+@pytest.mark.parametrize("itself", [True, False])
+def test_weights_loaded_during_a_solve_are_used_by_the_next_call(itself):
     ours, other = model(0), model(1)
-    state, seen = scaled(other.state_dict()), []
+    state, seen, one = scaled((ours if itself else other).state_dict()), [], ours if itself else other
 
     def reload(_: dq.Progress) -> None:
         if not seen:
-            other(X)
-            other.load_state_dict(state)
-            seen.append(other(X).value)
+            seen.append(one(X).value)
+            one.load_state_dict(state)
+            seen.append(one(X).value)
 
     ours(X, callback=reload)
-    expected = model(1)
+    expected = model(2)
     expected.load_state_dict(state)
-    assert torch.equal(seen[0], expected(X).value)
+    assert torch.equal(seen[1], expected(X).value) and not torch.equal(*seen)
 
 
-@torch.no_grad()
-def test_weights_loaded_into_the_model_itself_during_a_solve_are_used_by_the_next_call():
-    ours = model(0)
-    state, seen = scaled(ours.state_dict()), []
-
-    def reload(_: dq.Progress) -> None:
-        if not seen:
-            seen.append(None)
-            ours.load_state_dict(state)
-            seen.append(ours(X).value)
-
-    ours(X, callback=reload)
-    assert torch.equal(seen[1], ours(X).value)
-
-
-def test_another_model_trains_while_a_thread_solves():
-    """A thread stays inside a call of one model while the other is trained here."""
-    ours, other = model(0), model(1).train()
-    inside, done = threading.Event(), threading.Event()
+def test_a_model_trains_while_a_thread_solves_with_it():
+    ours = model()
+    expected = gradients(ours, ours(X).value)
+    inside, done, values = threading.Event(), threading.Event(), []
 
     def wait(_: dq.Progress) -> None:
         inside.set()
@@ -76,150 +125,131 @@ def test_another_model_trains_while_a_thread_solves():
 
     def solve() -> None:
         with torch.no_grad():
-            ours(X, callback=wait)
+            values.append(ours(X, callback=wait).value)
 
     thread = threading.Thread(target=solve)
     thread.start()
     assert inside.wait(60)
     try:
-        values = []
-        for _ in range(2):
-            output = other(X)
-            values.append(output.value.detach())
-            output.value.sum().backward()
-            with torch.no_grad():
-                for parameter in other.parameters():
-                    parameter -= 1e-2 * parameter.grad
-        assert not torch.equal(*values)
+        found = gradients(ours, ours(X).value)
     finally:
         done.set()
         thread.join()
-
-
-def test_the_same_model_trains_while_a_thread_solves():
-    ours = model(0)
-    with torch.no_grad(), cached_weights(ours.backbone):
-        failures = []
-
-        def train() -> None:
-            with torch.enable_grad():
-                ours(X).value.sum().backward()
-            failures.extend(name for name, p in ours.backbone.layers.named_parameters() if p.grad is None)
-
-        thread = threading.Thread(target=train)
-        thread.start()
-        thread.join()
-    assert failures == []
+    assert all(torch.equal(found[name], grad) for name, grad in expected.items())
+    with torch.no_grad():
+        assert torch.equal(values[0], ours(X).value)
 
 
 @pytest.mark.parametrize(
-    "write",
+    "use",
     [
-        lambda weight: weight.data.copy_(torch.zeros(2, 3)),
-        lambda weight: weight.mul_(2),
-        lambda weight: nn.init.zeros_(weight),
-        lambda weight: weight.__setitem__(0, 0.0),
-        lambda weight: weight.data.add_(1),
+        lambda one: one.weight,
+        lambda one: nn.init.zeros_(one.weight),
+        lambda one: one.weight.data.copy_(torch.zeros(2, 3)),
+        lambda one: setattr(one, "weight", torch.ones(2, 3)),
+        lambda one: setattr(one, "weight", nn.Parameter(torch.ones(2, 3))),
     ],
 )
-def test_a_write_that_would_be_lost_is_an_error(write):
-    with torch.no_grad(), pytest.raises(RuntimeError, match="fold_weight_norm"):
-        write(layer().weight)
-
-
-def test_merging_into_the_weight_as_adapters_do_is_an_error():
-    one = layer()
-    with pytest.raises(RuntimeError, match="fold_weight_norm"):
-        one.weight.data += torch.ones(2, 3)
-    with pytest.raises(RuntimeError, match="fold_weight_norm"):
-        one.weight.data = torch.ones(2, 3)
-
-
-def test_a_weight_that_is_read_is_an_ordinary_tensor():
-    one, x = layer(), torch.ones(4, 3)
-    out = one(x)
-    assert type(out) is Tensor and type(one.weight + 1) is Tensor
-    out.sum().backward()
-    assert one.parametrizations.weight.original1.grad is not None
-    one.weight = torch.ones(2, 3)  # an assignment goes through to the parameters
-    assert torch.allclose(one.weight, torch.ones(2, 3))
+def test_a_write_that_would_be_lost_is_an_error(use):
+    with pytest.raises(AttributeError, match="fold_weight_norm"):
+        use(layer())
+    assert not hasattr(layer(), "weight")
 
 
 def test_folding_changes_no_bit_and_leaves_copies_alone():
-    ours = model(0)
+    ours = model()
     other, before = copy.deepcopy(ours), ours(X).value.detach()
+    ours.backbone.injection.requires_grad_(False)
     fold_weight_norm(ours)
     assert not any("parametrizations" in name for name in ours.state_dict())
     assert torch.equal(ours(X).value, before) and torch.equal(other(X).value, before)
-    assert all(p.requires_grad for p in ours.parameters())
+    frozen = {name for name, p in ours.named_parameters() if not p.requires_grad}
+    assert frozen == {"backbone.injection.weight", "backbone.injection.bias"}
     part: Any = ours.backbone.layers[0]
     part.mixer.in_proj.weight.data += 1  # a parameter again
     assert not torch.equal(ours(X).value, before)
 
 
+def test_normalised_models_are_pickled():
+    ours = model()
+    loaded = pickle.loads(pickle.dumps(ours))
+    assert torch.equal(loaded(X).value, ours(X).value)
+    for parameter in ours.parameters():
+        parameter.data.mul_(0.9)
+    assert not torch.equal(loaded(X).value, ours(X).value)
+
+
 def test_a_row_of_zeros_stays_zero_and_can_grow():
     part = nn.Linear(4, 3)
-    with torch.no_grad():
-        part.weight[1] = 0
+    part.weight.data[1] = 0
     before = part.weight.clone()
     apply_weight_norm(part)
-    torch.testing.assert_close(part.weight.as_subclass(Tensor), before)
+    torch.testing.assert_close(with_weights(part).weight, before)
     (2 - part(torch.ones(2, 4))).square().sum().backward()
     magnitude: Any = part.parametrizations.weight.original0
     assert magnitude.grad[1] != 0
 
 
-def test_tied_weights_are_refused():
+def test_what_cannot_be_normalised_is_named():
     first, second = nn.Linear(3, 3), nn.Linear(3, 3)
     second.weight = first.weight
     with pytest.raises(ValueError, match=r"tied weights, got 0\.weight and 1\.weight"):
         apply_weight_norm(nn.Sequential(first, second))
     assert [name for name, _ in first.named_parameters()] == ["weight", "bias"]
-
-
-def test_another_parametrised_tensor_is_not_lost_by_folding():
-    part: Any = nn.Linear(3, 3)
-    apply_weight_norm(part)
-    torch.nn.utils.parametrize.register_parametrization(part, "bias", nn.Identity())
-    with pytest.raises(ValueError, match="no parametrised tensor but weights, got 'bias'"):
-        fold_weight_norm(part)
-    assert part.bias.shape == (3,)
-
-
-def test_frozen_weights_stay_frozen():
-    one = layer()
-    one.requires_grad_(False)
-    fold_weight_norm(one)
-    assert not one.weight.requires_grad
+    for one, change in ((layer(), fold_weight_norm), (nn.Linear(3, 2), apply_weight_norm)):
+        nn.utils.parametrize.register_parametrization(one, "bias", nn.Identity())
+        with pytest.raises(ValueError, match="no parametrised tensor but weights, got 'bias'"):
+            change(one)
+        assert one.bias.shape == (2,) and one(torch.ones(1, 3)).shape == (1, 2)
 
 
 def test_what_torch_parametrises_is_computed_once_too():
     """Spectral norm takes a step of its power iteration at each use in training: recomputed, the map would change."""
     one: Any = nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3))
-    with cached_weights(one):
-        first = one.weight
-        assert one.weight is first
-    assert one.weight is not first and type(one.weight) is Tensor
+    once = with_weights(one)
+    assert once.weight is once.weight and one.weight is not one.weight
+    assert with_weights(once) is once
     fold_weight_norm(one)
     assert "weight" in one.parametrizations, "only weight normalisation is folded"
-    nn.utils.parametrize.remove_parametrizations(one, "weight")
-    with cached_weights(one):
-        assert isinstance(one.weight, nn.Parameter)
 
 
-def test_a_folded_module_can_be_pickled():
-    backbone = contractive_mamba2(weight_norm=True)
-    fold_weight_norm(backbone)
-    loaded = pickle.loads(pickle.dumps(backbone))
-    assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), backbone.parameters(), strict=True))
+def test_layers_that_read_the_weights_of_others_are_solved():
+    class Encoder(dq.Affine):
+        def __init__(self) -> None:
+            super().__init__(8)
+            self.mix = nn.TransformerEncoderLayer(8, 2, 8, dropout=0.0, batch_first=True)
+
+        def forward(self, z, inputs, cache=None, *, need_aux=False):
+            value, aux = super().forward(z, inputs, cache, need_aux=need_aux)
+            return value + 0.01 * self.mix(z), aux
+
+    one = dq.ImplicitModel(Encoder()).double().eval()
+    with torch.no_grad():
+        before = one(X).value
+        apply_weight_norm(one)
+        torch.testing.assert_close(one(X).value, before)
 
 
-def test_hooks_of_the_user_survive_folding():
-    """They may be any callable, without a name."""
-    layer = nn.Linear(2, 3)
-    called = []
-    layer.register_load_state_dict_pre_hook(partial(lambda *_: called.append(1)))
-    apply_weight_norm(layer)
-    fold_weight_norm(layer)
-    layer.load_state_dict(layer.state_dict())
-    assert called == [1]
+def test_on_meta():
+    with torch.device("meta"):
+        one = layer()
+    assert one(torch.ones(4, 3, device="meta")).shape == (4, 2)
+
+
+@MAKE
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.filterwarnings("ignore")
+def test_explicit_models_are_exported(make):
+    one, ids = Logits(dq.CausalLM(11, dq.ExplicitModel(make())).double().eval()), torch.tensor([[1, 2, 3, 4]])
+    with torch.no_grad():
+        assert torch.allclose(torch.export.export(one, (ids,)).module()(ids), one(ids), atol=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.filterwarnings("ignore")
+def test_a_whole_model_is_compiled():
+    ours = model(gradient=dq.Phantom(2))
+    compiled = torch.compile(ours, backend="eager")
+    expected, found = (gradients(ours, one(X).value) for one in (ours, compiled))
+    assert all(torch.allclose(found[name], grad, atol=1e-12) for name, grad in expected.items())

@@ -36,20 +36,6 @@ class TestCopies:
             assert torch.equal(pickle.loads(pickle.dumps(model))(embedded()).value, before)
 
 
-def test_gradients_wanted_inside_a_call_without_any_are_an_error():
-    lm = dq.CausalLM(11, dq.ImplicitModel(contractive_mamba2())).double()
-    ids = torch.tensor([[1, 2]])
-
-    def train(_):
-        with torch.enable_grad():
-            lm(ids, labels=ids)
-
-    with pytest.raises(RuntimeError, match=r"lost here: wrap this call in torch.no_grad\(\)"):
-        lm.generate(ids, max_new_tokens=1, callback=train)
-    lm(ids, labels=ids).loss.backward()
-    assert all(p.grad is not None for p in lm.parameters())
-
-
 def test_generation_leaves_modes_and_random_numbers_alone():
     lm = dq.CausalLM(11, dq.ImplicitModel(contractive_mamba2(dropout=0.5))).double().train()
     lm.model.backbone.eval()
@@ -228,28 +214,6 @@ def test_inputs_that_a_sweep_cannot_divide_are_named():
     for sweep in (dq.Chunked(2), dq.Sliding(2)):
         with pytest.raises(ValueError, match=r"Backbone\.prepare must return tensors .*\(3, 2\)"):
             model(torch.ones(3, 5, 4), sweep=sweep)
-
-
-class Logits(torch.nn.Module):
-    """A model whose output torch.export knows: a tensor."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.lm = dq.CausalLM(11, model).double().eval()
-
-    def forward(self, ids):
-        return self.lm(ids).logits
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("unchecked")
-@pytest.mark.filterwarnings("ignore")
-def test_explicit_models_are_exported():
-    model = Logits(dq.ExplicitModel(contractive_mamba2(weight_norm=False)))
-    ids = torch.tensor([[1, 2, 3, 4]])
-    with torch.no_grad():
-        exported = torch.export.export(model, (ids,)).module()
-        assert torch.allclose(exported(ids), model(ids), atol=1e-12)
 
 
 class Own(dq.Affine):

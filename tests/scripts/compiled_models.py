@@ -84,7 +84,7 @@ def check_chunks(name: str) -> None:
 
 
 def check_loop(name: str) -> None:
-    """A loop compiles one step, however many it makes."""
+    """A loop compiles one step, however many it makes; another model of the same sizes compiles nothing."""
     ids = torch.randint(0, 13, (2, 12))
     for start in ("input", "zero"):
         made = []
@@ -101,7 +101,7 @@ def check_loop(name: str) -> None:
                 tokens = [lm.generate(ids, max_new_tokens=6).tokens for lm in (eager, compiled)]
             assert torch.equal(*tokens), (name, tokens)
             made.append(graphs() - before)
-        assert made[0] == made[1] <= 5, (start, made)
+        assert made[0] <= 5 and made[1] == 0, (start, made)
         print(f"{name}, {start}: {made[0]} graphs")
 
 

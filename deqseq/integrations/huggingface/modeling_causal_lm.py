@@ -18,7 +18,8 @@ from deqseq.integrations.huggingface.configuration import ImplicitConfig
 from deqseq.integrations.huggingface.modeling import ImplicitBaseModel, SolveChange
 from deqseq.integrations.huggingface.outputs import ImplicitCausalLMOutput
 from deqseq.integrations.huggingface.pretrained_model import ImplicitPreTrainedModel
-from deqseq.models.generation import cached_backbones, prompt_sweep
+from deqseq.layers import with_weights
+from deqseq.models.generation import prompt_sweep
 from deqseq.models.scaling import capped
 from deqseq.sweeps import Simultaneous
 
@@ -147,8 +148,8 @@ class ImplicitCausalLM(ImplicitPreTrainedModel, GenerationMixin):
             ValueError: an unknown field, name or number; padding on the right; a cache of other rows; ``solve`` for an
                 explicit model.
         """
-        with torch.no_grad(), cached_backbones(self.model.core):
-            theirs: Any = super()
+        with torch.no_grad():
+            theirs: Any = super(ImplicitCausalLM, with_weights(self))
             return theirs.generate(inputs, generation_config, **kwargs)
 
     def prepare_inputs_for_generation(  # pyright: ignore[reportIncompatibleMethodOverride]
