@@ -1,0 +1,211 @@
+"""pretrain.py and retrofit.py: what they write, that they go on after a kill, and what they refuse."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pretrain
+import pytest
+import retrofit
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, BloomConfig, LlamaConfig
+
+import deqseq as dq
+
+ROOT = Path(__file__).parents[2]
+SHORT = ("--quick", "--steps", "12", "--eval-tokens", "128", "--checkpoint-every", "4")
+TINY = {
+    "pretrain": (*SHORT, "--d-model", "16", "--warmup", "2", "--models", "implicit-mamba2", "explicit-llama"),
+    "retrofit": (*SHORT, "--tiny-steps", "12"),
+}
+SCRIPTS = {"pretrain": pretrain, "retrofit": retrofit}
+MODELS = {"pretrain": ("implicit-mamba2", "explicit-llama"), "retrofit": ("unlooped", "looped")}
+
+
+def command(name, output, *arguments, processes=0):
+    run = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)] if processes else []
+    script = str(ROOT / "examples" / f"{name}.py")
+    return [sys.executable, *run, script, *TINY[name], "--output", str(output), *arguments]
+
+
+def run(name, output, *arguments, processes=0):
+    called, variables = command(name, output, *arguments, processes=processes), os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(called, capture_output=True, text=True, timeout=600, check=False, env=variables)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A finished run of each script, and what it printed."""
+    folders = {name: tmp_path_factory.mktemp(name) for name in SCRIPTS}
+    return {name: (folder, run(name, folder)) for name, folder in folders.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_run_writes_numbers_a_table_a_figure_and_models(whole, name):
+    folder, printed = whole[name]
+    rows = json.loads((folder / "results.json").read_text())
+    assert all(0 < row["bits_per_byte"] < 8 for row in rows)
+    assert (folder / "table.md").read_text().strip() in printed
+    assert (folder / f"{name}.png").stat().st_size > 10_000
+    for model in MODELS[name]:
+        loaded = AutoModelForCausalLM.from_pretrained(folder / model / "model")
+        tokenizer = AutoTokenizer.from_pretrained(folder / model / "model")
+        ids = tokenizer("the", return_tensors="pt").input_ids
+        assert loaded.generate(ids, max_new_tokens=3, do_sample=False).shape == (1, ids.shape[1] + 3)
+    if name == "retrofit":
+        ways = [("pretrained", None), ("unlooped", None), *(("looped", n) for n in retrofit.BUDGETS), ("looped", None)]
+        assert [(row["model"], row["budget"]) for row in rows] == ways
+        assert [row["self_iterations"] for row in rows[:-1]] == [None, None, *retrofit.BUDGETS]
+    else:
+        ways = [("simultaneous", 32), ("sequential", 32), ("simultaneous", 64), ("one pass", 32), ("one pass", 64)]
+        assert [(row["sweep"], row["length"]) for row in rows] == ways
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_killed_again_and_again_it_ends_as_if_it_had_not_been(whole, tmp_path, name):
+    model = MODELS[name][-1]
+    for place in (f"{MODELS[name][0]}/checkpoint-8", f"{model}/checkpoint-4", f"{model}/checkpoint-12"):
+        process = subprocess.Popen(command(name, tmp_path), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + 300
+        while process.poll() is None and not (tmp_path / place).exists() and time.monotonic() < deadline:
+            time.sleep(0.005)
+        process.kill()
+        assert process.wait() == -9, "the run ended before it could be killed"
+    run(name, tmp_path)
+    folder, _ = whole[name]
+    assert (tmp_path / "results.json").read_text() == (folder / "results.json").read_text()
+    for model in MODELS[name]:
+        ours, theirs = (load_file(path / model / "model" / "model.safetensors") for path in (tmp_path, folder))
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[part], theirs[part]) for part in ours)
+    finished = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("model.safetensors")}
+    run(name, tmp_path)  # nothing is trained again
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("model.safetensors")} == finished
+
+
+@pytest.mark.slow
+def test_two_processes_give_the_numbers_of_one(whole, tmp_path):
+    run("pretrain", tmp_path, processes=2)
+    for one, two in zip(
+        *(json.loads((f / "results.json").read_text()) for f in (whole["pretrain"][0], tmp_path)), strict=True
+    ):
+        assert two["bits_per_byte"] == pytest.approx(one["bits_per_byte"], rel=1e-3)
+
+
+@pytest.mark.slow
+def test_adapters_are_trained_and_merged(whole, tmp_path):
+    pytest.importorskip("peft")
+    run("retrofit", tmp_path, "--lora", "2")
+    for model in MODELS["retrofit"]:
+        ours, theirs = (load_file(f / model / "model" / "model.safetensors") for f in (tmp_path, whole["retrofit"][0]))
+        assert {part: tensor.shape for part, tensor in ours.items()} == {part: t.shape for part, t in theirs.items()}
+
+
+def test_presets_have_the_papers_sizes_and_curricula():
+    options = pretrain.read_options(pretrain.Options, ["--quick"], pretrain.QUICK)
+    for name in pretrain.PRESETS:
+        assert pretrain.spec_of(name, options, 300) == replace(dq.preset(name), vocab_size=300)
+        phases = [phase.name for phase in pretrain.curriculum_of(name, options).phases]
+        assert phases == (["bounded", "free"] if name.endswith("implicit") else ["bounded"])
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_commands_that_the_page_prints_are_accepted(name, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    lines = (ROOT / "docs" / "examples" / f"{name}.md").read_text().replace("\\\n", " ").splitlines()
+    commands = [line for line in lines if re.match(rf"(python|torchrun .*) examples/{name}.py", line)]
+    assert commands
+    for line in commands:
+        arguments = shlex.split(line.partition(f"{name}.py")[2], comments=True)
+        given = [part.replace("texts/", str(ROOT / "docs")) for part in arguments]
+        assert SCRIPTS[name].read_options(SCRIPTS[name].Options, given, SCRIPTS[name].QUICK)
+
+
+BAD = [
+    *(("", flag, value) for flag in ("steps", "length", "checkpoint-every") for value in ("0", "-1", "1.5", "9" * 20)),
+    *(("", "lr", value) for value in ("0", "nan", "inf", "much")),
+    *(("", "output", value) for value in ("", "{file}", "{file}/run")),
+    *(("", flag, value) for flag in ("corpus", "held-out") for value in ("", "nowhere/")),
+    *(("", flag, value) for flag, value in (("device", "gpu7"), ("vocab-size", "256"), ("seed", "-1"), ("batch", "3"))),
+    *(("pretrain", "models", value) for value in ("implicit-lama", "mamba2-state-tracking", "")),
+    *(("pretrain", flag, "0") for flag in ("extrapolation", "decay", "bounded-share", "rtol", "phantom")),
+    *(
+        ("pretrain", flag, value)
+        for flag, value in (("bounded-share", "0.99"), ("weight-decay", "-1"), ("warmup", "60"))
+    ),
+    *(("pretrain", flag, value) for flag, value in (("budget", "-1"), ("heads", "3"), ("headdim", "7"))),
+    ("pretrain", "fsdp", None),
+    *(
+        ("retrofit", flag, value)
+        for flag, value in (("injection", "mul"), ("depth", "0"), ("lora", "-1"), ("core", "0"))
+    ),
+    *(("retrofit", "model", value) for value in ("", "no/such/model", "{file}")),
+    ("retrofit", "stepz", "5"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "flag", "value"), [(n, *one[1:]) for one in BAD for n in ([one[0]] if one[0] else SCRIPTS)]
+)
+def test_bad_options_are_named_and_nothing_is_written(tmp_path, monkeypatch, capsys, name, flag, value):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2" if flag == "batch" else "1")
+    (file := tmp_path / "file").write_text("mine")
+    given = [f"--{flag}", *([] if value is None else [value.format(file=file)])]
+    with pytest.raises(SystemExit) as error:
+        SCRIPTS[name].main(["--quick", *given])
+    said = re.sub(r"[\s│]+", " ", capsys.readouterr().err + str(error.value))
+    assert f"--{flag}" in said or flag.replace("-", "_").replace("heads", "n_heads") in said
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("pretrain", ["--vocab-size", "257", "--corpus", "{corpus}"], "^--corpus .* fewer than 32 tokens"),
+        ("pretrain", ["--corpus", "{empty}"], "^--corpus .* has no text"),
+        ("pretrain", ["--tokenizer", "{model}"], "^tokenizer .*/model: .* neither a folder with a tokenizer"),
+        ("retrofit", ["--held-out", "{corpus}"], "^--held-out.* fewer than an excerpt of 32"),
+        ("retrofit", ["--model", "{model}"], r"^--model .*must add up to the model's 5 layers, got 1 \+ 2 \+ 1 \+ 0"),
+        ("retrofit", ["--model", "{other}"], "^--model .*Bloom"),
+        (
+            "retrofit",
+            ["--model", "{model}", "--core", "3"],
+            "^tokenizer .*/model: .* neither a folder with a tokenizer",
+        ),
+    ],
+)
+def test_what_cannot_be_used_is_named_and_nothing_is_written(tmp_path, monkeypatch, name, arguments, message):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for folder, words in (("corpus", "a b c d"), ("empty", "")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "a.txt").write_text(words)
+    LlamaConfig(num_hidden_layers=5).save_pretrained(tmp_path / "model")
+    BloomConfig().save_pretrained(tmp_path / "other")
+    paths = {folder: tmp_path / folder for folder in ("corpus", "empty", "model", "other")}
+    given = ["--quick", "--output", str(tmp_path / "run"), *(part.format(**paths) for part in arguments)]
+    with pytest.raises(SystemExit, match=message):
+        SCRIPTS[name].main(given)
+    assert not (tmp_path / "run").exists()
+
+
+def test_several_gpus_in_one_process_are_refused(monkeypatch, capsys):
+    """The Trainer would use them all, by DataParallel."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(SystemExit):
+        pretrain.main(["--quick", "--device", "cuda"])
+    assert "CUDA_VISIBLE_DEVICES=0" in capsys.readouterr().err
