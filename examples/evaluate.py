@@ -8,6 +8,7 @@ The numbers of the solves are printed, and stand in lm-eval's results under ``co
 """
 
 import json
+import os
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -58,4 +59,6 @@ class SavedLM(SolvedLM):
 
 
 if __name__ == "__main__":
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise SystemExit("evaluate.py runs in one process: start it with python examples/evaluate.py, without torchrun")
     cli_evaluate()

@@ -97,7 +97,7 @@ class Options(TextOptions):
 
 
 QUICK: dict[str, Any] = {
-    "corpus": "babble", "vocab_size": 300, "d_model": 32, "mlp_width": 64, "heads": 2, "d_state": 8, "headdim": 16,
+    "corpus": "babble", "vocab_size": 290, "d_model": 32, "mlp_width": 64, "heads": 2, "d_state": 8, "headdim": 16,
     "length": 32, "steps": 60, "warmup": 5, "eval_tokens": 1024, "extrapolation": (2,), "checkpoint_every": 20,
     "output": "runs/pretrain_quick",
 }  # fmt: skip

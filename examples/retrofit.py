@@ -120,20 +120,16 @@ def train_models(options: Options, tokenizer: Any, rows: Any) -> str | Path:
     schedule["warmup_steps"] = math.ceil(options.steps / 10)
     if options.lora:
         schedule["finish"] = lambda model: model.merge_and_unload()
-    train(
-        options,
-        "unlooped",
-        lambda: adapted(load_model(source, options.device), options.lora),
-        rows,
-        tokenizer,
-        **schedule,
-    )
-    drawn = PoissonLogNormal(options.depth, seed=options.seed)
-    phase = unrolled(drawn, last=options.last, until=None, base=dq.SolveConfig(dq.Naive()))
+
+    def unlooped() -> Any:
+        return adapted(load_model(source, options.device), options.lora)
 
     def looped() -> Any:
         return adapted(from_causal_lm(split(load_model(source, options.device), options)), options.lora)
 
+    train(options, "unlooped", unlooped, rows, tokenizer, **schedule)
+    drawn = PoissonLogNormal(options.depth, seed=options.seed)
+    phase = unrolled(drawn, last=options.last, until=None, base=dq.SolveConfig(dq.Naive()))
     train(options, "looped", looped, rows, tokenizer, curriculum=Curriculum((phase,)), **schedule)
     return source
 
@@ -143,10 +139,8 @@ def evaluate(options: Options, source: str | Path, held_out: Any) -> list[dict[s
     cases: list[tuple[str, int | None, dict[str, Any]]] = [("pretrained", None, {}), ("unlooped", None, {})]
     cases += [("looped", n, {"solve": {"stop": dq.Stop.exactly(n), "solver": dq.Naive()}}) for n in BUDGETS]
     cases.append(("looped", None, {"solve": {"stop": dq.Stop(rtol=options.rtol, max_steps=4 * BUDGETS[-1])}}))
-    folders = {name: Path(options.output, name, "model") for name in ("unlooped", "looped")}
-    models = {"pretrained": load_model(source, options.device)} | {
-        name: load_model(path, options.device) for name, path in folders.items()
-    }
+    folders = {name: Path(options.output, name, "model") for name in ("unlooped", "looped")} | {"pretrained": source}
+    models = {name: load_model(path, options.device) for name, path in folders.items()}
     rows = []
     for name, budget, how in cases:
         found = score(models[name], held_out, options.length, options.batch, **how)

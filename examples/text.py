@@ -16,11 +16,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
+import datasets
 import numpy as np
 import torch
+import transformers
 import tyro
 from accelerate import PartialState
-from datasets import Dataset, IterableDataset, disable_progress_bars, load_dataset
+from datasets import Dataset, IterableDataset, load_dataset
 from filelock import FileLock, Timeout
 from jaxtyping import Int64
 from tokenizers import Tokenizer
@@ -39,14 +41,12 @@ from transformers import (
     TrainingArguments,
     default_data_collator,
 )
-from transformers.utils.logging import disable_progress_bar
 
 from deqseq.check import check_choice, check_integer, check_number, suggestion
 from deqseq.integrations.huggingface import CurriculumCallback
 from deqseq.training import Curriculum, parameter_groups
 
 T = TypeVar("T")
-Documents = TypeVar("Documents", Dataset, IterableDataset)
 READERS: dict[str, tuple[str, dict[str, Any]]] = {  # suffix: the reader of `datasets`, and its options
     ".txt": ("text", {"sample_by": "document", "encoding": "utf-8-sig"}),
     ".jsonl": ("json", {}),
@@ -100,16 +100,10 @@ class TextOptions:
             raise ValueError(f"--held-out must be a file or folder, there is no {self.held_out!r}")
         check_choice("--device", self.device, ["cpu", *["cuda"] * torch.cuda.is_available()])
         processes = int(os.environ.get("WORLD_SIZE", 1))
-        if self.batch % (processes * self.accumulate):
-            raise ValueError(
-                f"--batch must be a multiple of processes * --accumulate = {processes} * {self.accumulate}, "
-                f"got {self.batch}"
-            )
+        if self.batch % (parts := processes * self.accumulate):
+            raise ValueError(f"--batch must be a multiple of processes * --accumulate, {parts}, got {self.batch}")
         if self.device == "cuda" and processes == 1 and torch.cuda.device_count() > 1:  # which would be DataParallel
-            raise ValueError(
-                "--device cuda: this machine has several GPUs: start the script with torchrun, or set "
-                "CUDA_VISIBLE_DEVICES=0"
-            )
+            raise ValueError("--device cuda: with several GPUs use torchrun, or set CUDA_VISIBLE_DEVICES=0")
         nearest = next(path for path in (Path(self.output), *Path(self.output).absolute().parents) if path.exists())
         if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
             raise ValueError(f"--output must be a folder that can be written, got {self.output!r}: see {nearest}")
@@ -268,13 +262,12 @@ def local_documents(path: str | Path) -> Dataset:
     reader, options = READERS[kinds[0]]
     try:
         documents = load_dataset(reader, data_files=known, split="train", **options)
-    except Exception as error:  # of whatever kind: each reader has its own
+    except Exception as error:  # each reader has errors of its own
         raise ValueError(f"{path} cannot be read: {error.__cause__ or error!r}") from error
-    assert isinstance(documents, Dataset)
     return _text_column(documents, path)
 
 
-def _text_column(documents: Documents, source: object) -> Documents:
+def _text_column(documents: Any, source: object) -> Any:
     first = next(iter(documents), {})
     if "text" not in first:
         raise ValueError(f"{source} must have a field 'text', got {', '.join(map(repr, first)) or 'no documents'}")
@@ -391,19 +384,19 @@ def prepare(options: TextOptions, tokenizer: str | None) -> tuple[PreTrainedToke
         SystemExit: names the option that cannot be read.
     """
     if not sys.stderr.isatty():
-        disable_progress_bars()
-        disable_progress_bar()
+        datasets.disable_progress_bars()
+        transformers.utils.logging.disable_progress_bar()
     with naming(f"--corpus {options.corpus}" + f", --held-out {options.held_out}" * bool(options.held_out)):
         corpus = load_corpus(options.corpus, options.held_out)
-    with naming("--tokenizer" if tokenizer is None else f"tokenizer {tokenizer}"):
-        some = [record["text"] for record in islice(corpus.train, 20_000)]
-        made = (
-            train_tokenizer(check_texts(some), options.vocab_size) if tokenizer is None else load_tokenizer(tokenizer)
-        )
+    with naming(f"tokenizer {tokenizer}"):
+        made = None if tokenizer is None else load_tokenizer(tokenizer)
     with naming(f"--corpus {options.corpus}, --length {options.length}"):
+        if made is None:
+            some = [record["text"] for record in islice(corpus.train, 20_000)]
+            made = train_tokenizer(check_texts(some), options.vocab_size)
         rows = training_rows(corpus.train, made, options.length)
-        if isinstance(rows, IterableDataset):
-            rows = rows.shuffle(options.seed, buffer_size=1000)
+        if isinstance(rows, IterableDataset):  # without end: the Trainer resumes within one epoch of a stream
+            rows = rows.shuffle(options.seed, buffer_size=1000).repeat(None)
     return made, rows, corpus.held_out
 
 
