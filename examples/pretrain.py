@@ -1,184 +1,224 @@
-"""Pretraining on text: implicit language models, bounded ones and explicit ones, on equal terms.
+"""Pretraining on text: implicit language models by the paper's curriculum, and explicit ones.
 
-Each model sees the same tokens, and the explicit ones are widened until they have as many parameters. Bounded models
-train with few iterations throughout; implicit ones share their run until the free phase. Held-out text is scored in
-bits per byte, swept at once and token by token, and at several times the trained length. Models are saved for
-``AutoModelForCausalLM``. An interrupted run continues from its last checkpoint.
+Each model sees the same rows of text, in transformers' Trainer. Held-out text is then scored in bits per byte, solved
+at once and token by token, and at several times the trained length. Models are saved for ``AutoModelForCausalLM``. An
+interrupted run continues from its last checkpoint when the script is started again.
 
-    python examples/pretrain.py                                              # Shakespeare's plays, six small models
+    python examples/pretrain.py                                              # Shakespeare's plays, four small models
     python examples/pretrain.py --quick                                      # a minute, no download
-    python examples/pretrain.py --corpus texts/ --models implicit-llama --d-model 512 --heads 8 --tokens 100000000
-    torchrun --nproc_per_node 8 examples/pretrain.py --models llama3-130m-implicit --corpus hub:allenai/c4 --subset en
-        --tokenizer EleutherAI/gpt-neox-20b --spread fsdp --device cuda --bfloat16 --length 2048 --tokens 10000000000
+    python examples/pretrain.py --corpus texts/ --models implicit-llama --d-model 512 --heads 8 --steps 50000
+    torchrun --nproc_per_node 8 examples/pretrain.py --models llama3-130m-implicit --corpus hub:allenai/c4:en
+        --tokenizer EleutherAI/gpt-neox-20b --fsdp --device cuda --bfloat16 --length 2048 --batch 256 --steps 20000
 """
 
-import logging
+import json
 import math
 import sys
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from functools import partial
-from itertools import islice
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-import torch
-from accelerate import Accelerator
-from common import options as opt
-from common.bits_per_byte import excerpts, rows_in_order, score
-from common.language_models import curriculum_of, kind_of, lr_factor, spec_of
-from common.loop import Settings, train
-from common.pretrain_report import draw, table
-from common.processes import make_accelerator
-from common.run import Log, Progress, claim_folder, log_to, save_whole, write_json, write_text
-from common.text import Corpus, load_corpus
-from common.tokenizer import end_of_text, load_tokenizer, saved_tokenizer
-from common.tokens import Batches, Stream, encode, tokenised
-from datasets import Dataset, IterableDataset
-from pretrain_options import FREE, WRITES, Options, read_options
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.optim.lr_scheduler import LambdaLR
-from transformers import PreTrainedTokenizerBase
+from matplotlib.figure import Figure
+from text import (
+    TextOptions,
+    cell,
+    check_folder,
+    claimed_folder,
+    end_of_training,
+    excerpts,
+    load_model,
+    markdown,
+    naming,
+    prepare,
+    read_options,
+    score,
+    train,
+    write_whole,
+)
 
 import deqseq as dq
+from deqseq.check import check_choice
 from deqseq.integrations.huggingface import from_causal_lm
-from deqseq.training import parameter_groups
+from deqseq.training import Curriculum, bounded, free
 
-log = logging.getLogger("examples")
-
-
-@dataclass(frozen=True)
-class Run:
-    """What all models of a run share."""
-
-    options: Options
-    accelerator: Accelerator
-    tokenizer: PreTrainedTokenizerBase
-    documents: Dataset | IterableDataset
-    held_out: Stream
-
-    def train(self, name: str, folder: str, *, origin: str | None = None, until: int | None = None) -> dq.CausalLM:
-        """Train a model, or go on; its numbers go to ``curves/FOLDER.jsonl``, the progress bar and the log."""
-        options, accelerator, output = self.options, self.accelerator, Path(self.options.output)
-        torch.manual_seed(options.seed)
-        lm = spec_of(name, options, len(self.tokenizer)).build()
-        optimizer = torch.optim.AdamW(parameter_groups(lm, options.weight_decay), options.lr, betas=(0.9, 0.95))
-        ends = {"warmup": options.warmup, "decay": math.ceil(options.decay * options.steps)}
-        factor = partial(lr_factor, steps=options.steps, **ends, floor=min(1e-5 / options.lr, 0.1))
-        share = {"seed": options.seed, "rank": accelerator.process_index, "world": accelerator.num_processes}
-        batches = Batches(self.documents, end_of_text(self.tokenizer), options.length, options.batch, **share)
-        numbers = (options.steps, options.accumulate, options.clip, options.checkpoint_every)
-        parts = (lm, optimizer, LambdaLR(optimizer, factor), batches, curriculum_of(name, options))
-        settings = Settings(*numbers, seed=options.seed, compile=options.compile)
-        place, first = output / "checkpoints" / folder, None if origin is None else output / "checkpoints" / origin
-        shown, main = ("loss", "iterations", "converged"), accelerator.is_main_process
-        curve = Log(output / "curves" / f"{folder}.jsonl", folder, until or options.steps, shown=shown, main=main)
-        for update in train(accelerator, *parts, settings, place, origin=first, until=until):
-            curve.add(asdict(update))
-            log.info("%s %s", folder, update)
-        curve.close()
-        return lm
-
-    def train_all(self) -> Iterator[tuple[str, dq.CausalLM]]:
-        """Train every model; an implicit and a bounded one of a family share the run until the free phase begins."""
-        for name in (options := self.options).models:
-            family = kind_of(name)[1]
-            siblings = {f"bounded-{family}", f"implicit-{family}"}
-            trunk = f"trunk-{family}" if name in siblings <= set(options.models) else None
-            if trunk is not None:
-                self.train(f"bounded-{family}", trunk, until=options.first_free(f"implicit-{family}"))
-            yield name, self.train(name, name, origin=trunk)
-
-    def evaluate(self, name: str, lm: dq.CausalLM) -> list[dict[str, Any]]:
-        """Held-out scores at the trained length, with each sweep, and at several times that."""
-        options, (kind, family) = self.options, kind_of(name)
-        lengths = [options.length * n for n in (1, *options.extrapolation)]
-        cases: list[tuple[int, str, dict[str, Any]]] = [(length, "single pass", {}) for length in lengths]
-        if kind != "explicit":
-            cases = [(length, "simultaneous", {"sweep": dq.Simultaneous()}) for length in lengths]
-            cases.insert(1, (options.length, "sequential", {"sweep": dq.Sequential()}))
-        parameters = dq.parameter_count(spec_of(name, options, len(self.tokenizer)))
-        shared = {"model": name, "kind": kind, "family": family, "seed": options.seed, "parameters": parameters}
-        shared |= {"train_tokens": options.steps * options.step_tokens}
-        found, world, first = [], self.accelerator.num_processes, self.accelerator.is_main_process
-        for length, sweep, how in cases:
-            rows = excerpts(rows_in_order(self.held_out, length), options.eval_tokens, lengths)
-            batch = max(1, options.batch * options.length // length // world) * world
-            bar = Progress(f"{name} {sweep} {length}", len(rows.inputs), shown=first)
-            result = score(lm, rows, batch_size=batch, accelerator=self.accelerator, progress=bar.to, **how)
-            bar.close()
-            row = shared | {"sweep": sweep, "length": length, "bits_per_byte": result.bits_per_byte}
-            row |= {"perplexity": result.perplexity, "tokens": result.tokens, "self_iterations": result.iterations}
-            row |= {"updates": result.updates, "converged": result.converged}
-            log.info("%s", row)
-            found.append(row | {"by_position": result.by_position.tolist()})
-        return found
-
-    def save(self, name: str, lm: dq.CausalLM) -> str:
-        """Write a directory that ``AutoModelForCausalLM`` loads; returns a continuation of ``--sample``."""
-        options, tokenizer, folder = self.options, self.tokenizer, Path(self.options.output) / "models" / name
-        weights = get_model_state_dict(lm, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-        if not self.accelerator.is_main_process:
-            return ""
-        whole = spec_of(name, options, len(tokenizer)).build()
-        whole.load_state_dict(weights)
-        curriculum_of(name, options).at(1.0).apply(whole)
-        end = end_of_text(tokenizer)
-        save_whole(folder, from_causal_lm(whole, eos_token_id=end, bos_token_id=end), tokenizer)
-        ids = torch.tensor([tokenizer(options.sample).input_ids])
-        made = whole.generate(ids, max_new_tokens=options.sample_tokens, temperature=0.8, top_p=0.95, seed=options.seed)
-        return str(tokenizer.decode(made.tokens[0]))
+SMALL = ("implicit-llama", "explicit-llama", "implicit-mamba2", "explicit-mamba2")
+PRESETS = tuple(name for name in dq.PRESETS if not name.endswith("state-tracking"))
+COLOURS = {"llama": "#0b6e4f", "mamba2": "#e4572e"}
 
 
-def prepare(options: Options, accelerator: Accelerator, corpus: Corpus) -> Run:
-    """Encode the corpus; the main process trains the tokenizer, the others follow.
+@dataclass(frozen=True, kw_only=True)
+class Options(TextOptions):
+    """Language models are trained on text: implicit and explicit ones."""
 
-    Raises:
-        SystemExit: the corpus is shorter than a row.
-    """
-    main, folder = accelerator.is_main_process, Path(options.output) / "tokenizer"
-    with accelerator.main_process_first():
-        texts = (record["text"] for record in islice(corpus.train, 20_000))
-        tokenizer = saved_tokenizer(folder, options.tokenizer, texts, options.vocab_size, save=main)
-        documents = tokenised(corpus.train, tokenizer)
-    with opt.naming(f"--corpus {options.corpus}, --length {options.length}"):
-        next(Batches(documents, end_of_text(tokenizer), options.length, batch_size=1))
-        return Run(options, accelerator, tokenizer, documents, encode(corpus.held_out, tokenizer))
+    models: tuple[str, ...] = SMALL  # {implicit, explicit}-{llama, mamba2}, or names of presets
+    tokenizer: str | None = None  # a folder, or a name on the hub. Default: a BPE is trained on the corpus
+    d_model: int = 160  # width of the small models
+    layers: int = 2  # their blocks
+    heads: int = 5  # llama: attention heads
+    mlp_width: int = 432  # llama: hidden width of the feed-forward layer
+    d_state: int = 32  # mamba2: state size of each channel
+    headdim: int = 32  # mamba2: channels of a head
+    bounded_steps: int = 4  # iterations of the bounded phase
+    bounded_share: float = 0.8  # share of the run that is bounded; 1: all of it
+    budget: int = 0  # iterations of the free phase at most; 0: the paper's, 32 for Llama, 24 for Mamba2
+    phantom: int = 4  # phantom steps of the free phase; the bounded one has 1
+    rtol: float = 0.05  # relative tolerance of each token
+    warmup: int = 50  # updates until the peak of the learning rate
+    decay: float = 0.2  # share of the run in which the learning rate falls as 1 - sqrt
+    weight_decay: float = 0.1  # of linear maps and convolutions
+    fsdp: bool = False  # shard the weights over the processes (FSDP2) instead of copying them (DDP)
+    extrapolation: tuple[int, ...] = (2, 4)  # multiples of the length, scored too
+    output: str = "runs/pretrain"  # folder of the results
+
+    LEAST: ClassVar = {**TextOptions.LEAST, "warmup": 0, "budget": 0}
+    INTERVALS: ClassVar = {"bounded_share": "(0, 1]", "decay": "(0, 1)", "weight_decay": "[0, inf)"}
+    FREE: ClassVar = (*TextOptions.FREE, "fsdp", "extrapolation")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.warmup + math.ceil(self.decay * self.steps) > self.steps:
+            raise ValueError(f"--warmup {self.warmup} and --decay {self.decay} must fit into {self.steps} updates")
+        if self.fsdp and self.device == "cpu":
+            raise ValueError("--fsdp needs --device cuda: on CPUs accelerate has DDP only")
+        if not self.models or len(set(self.models)) < len(self.models):
+            raise ValueError(f"--models must be one or more different names, got {' '.join(self.models) or 'none'}")
+        for name in self.models:
+            check_choice("--models", name, (*SMALL, *PRESETS))
+            with_free = curriculum_of(name, self).phases[-1].name == "free"
+            if with_free and self.bounded_share * self.steps > self.steps - 1:
+                raise ValueError(
+                    f"--bounded-share {self.bounded_share} leaves no update of {self.steps} for the free phase: give "
+                    "more --steps, a smaller share, or 1"
+                )
+            try:
+                spec_of(name, self, 300)
+            except ValueError as error:
+                raise ValueError(f"--models {name}: {error}") from error
+
+
+QUICK: dict[str, Any] = {
+    "corpus": "babble", "vocab_size": 290, "d_model": 32, "mlp_width": 64, "heads": 2, "d_state": 8, "headdim": 16,
+    "length": 32, "steps": 60, "warmup": 5, "eval_tokens": 1024, "extrapolation": (2,), "checkpoint_every": 20,
+    "output": "runs/pretrain_quick",
+}  # fmt: skip
+
+
+def spec_of(name: str, options: Options, vocab_size: int) -> dq.LanguageModelSpec:
+    """A model, as data."""
+    if name in PRESETS:
+        return replace(dq.preset(name), vocab_size=vocab_size)
+    shared: dict[str, Any] = {"d_model": options.d_model, "n_layers": options.layers}
+    if name.endswith("llama"):
+        backbone = dq.LlamaConfig(**shared, n_heads=options.heads, mlp_width=options.mlp_width)
+    else:
+        backbone = dq.Mamba2Config(**shared, d_state=options.d_state, headdim=options.headdim)
+    implicit = dq.LanguageModelSpec(vocab_size, backbone)
+    if name.startswith("implicit"):
+        return implicit
+    return replace(implicit.explicit(), backbone=replace(backbone, weight_norm=False, injection=False))
+
+
+def curriculum_of(name: str, options: Options) -> Curriculum:
+    """The paper's: bounded, then free, both damped; a preset for pretraining is bounded throughout."""
+    base, budget = dq.SolveConfig(dq.Relaxed(0.8)), options.budget or (32 if "llama" in name else 24)
+    if options.bounded_share == 1 or name.endswith("-pretrain") or "explicit" in name:
+        return Curriculum((bounded(options.bounded_steps, 1, until=None, base=base),))
+    first = bounded(options.bounded_steps, 1, until=options.bounded_share, base=base)
+    return Curriculum((first, free(budget, options.phantom, rtol=options.rtol, base=base)))
+
+
+def train_model(name: str, options: Options, tokenizer: Any, rows: Any) -> Path:
+    """Train a model, or go on; its folder."""
+    spec, end = spec_of(name, options, len(tokenizer)), tokenizer.eos_token_id
+    fsdp: dict[str, Any] = {}
+    if options.fsdp:  # one group: iterations use every weight again and again, so they are gathered once a step
+        fsdp = {"fsdp": True, "fsdp_config": {"auto_wrap_policy": "NO_WRAP", "reshard_after_forward": False}}
+    decay = {"num_decay_steps": math.ceil(options.decay * options.steps), "decay_type": "1-sqrt"}
+    return train(
+        options,
+        name,
+        lambda: from_causal_lm(spec.build(), eos_token_id=end, bos_token_id=end),
+        rows,
+        tokenizer,
+        curriculum=curriculum_of(name, options),
+        lr_scheduler_type="warmup_stable_decay",
+        lr_scheduler_kwargs=decay | {"min_lr_ratio": min(1e-5 / options.lr, 0.1)},
+        warmup_steps=options.warmup,
+        weight_decay=options.weight_decay,
+        **fsdp,
+    )
+
+
+def evaluate(name: str, options: Options, held_out: Any) -> list[dict[str, Any]]:
+    """Held-out scores at the trained length, with each sweep, and at several times that."""
+    model = load_model(Path(options.output, name, "model"), options.device)
+    lengths = [options.length * n for n in (1, *options.extrapolation)]
+    cases: list[tuple[int, str, dict[str, Any]]] = [(length, "one pass", {}) for length in lengths]
+    if "explicit" not in name:
+        cases = [(length, "simultaneous", {"solve": {"sweep": dq.Simultaneous()}}) for length in lengths]
+        cases.insert(1, (options.length, "sequential", {"solve": {"sweep": dq.Sequential()}}))
+    shared = {"model": name, "seed": options.seed, "parameters": sum(part.numel() for part in model.parameters())}
+    rows = []
+    for length, sweep, how in cases:
+        batch = max(1, options.batch * options.length // length)
+        rows.append(shared | {"sweep": sweep} | score(model, held_out, length, batch, **how))
+        print(f"{name}, {length} tokens, {sweep}: {cell(rows[-1])}", flush=True)
+    return rows
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Bits per byte, models down, lengths across, with the mean iterations in brackets, as Markdown."""
+    lengths, lines = sorted({row["length"] for row in rows}), []
+    for model, sweep in dict.fromkeys((row["model"], row["sweep"]) for row in rows):
+        scored = {row["length"]: row for row in rows if (row["model"], row["sweep"]) == (model, sweep)}
+        cells = [cell(scored[length]) if length in scored else "" for length in lengths]
+        lines.append([model, f"{next(iter(scored.values()))['parameters']:,}", sweep, *cells])
+    return markdown(["model", "parameters", "solved", *map(str, lengths)], lines)
+
+
+def draw(folder: Path, rows: list[dict[str, Any]], length: int) -> None:
+    """Write ``pretrain.png``: training loss, and held-out loss by position at the greatest length."""
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    training, by_position = figure.subplots(1, 2)
+    longest = max(row["length"] for row in rows)
+    for row in rows:
+        if row["length"] != longest or row["sweep"] == "sequential":
+            continue
+        style: dict[str, Any] = {"color": COLOURS["llama" if "llama" in row["model"] else "mamba2"]}
+        style |= {"linestyle": ":" if "explicit" in row["model"] else "-", "label": row["model"]}
+        history = json.loads((folder / row["model"] / "trainer_state.json").read_text())["log_history"]
+        steps = [entry for entry in history if "loss" in entry]
+        training.plot([entry["step"] for entry in steps], [entry["loss"] for entry in steps], **style)
+        window = max(1, longest // 24)
+        means = [sum(row["by_position"][n : n + window]) / window for n in range(longest - window + 1)]
+        by_position.plot(range(window, longest + 1), means, **style)
+    by_position.axvspan(1, length, color="#f2efe6", zorder=0)
+    training.set(xlabel="update", ylabel="training loss (nats per token)")
+    by_position.set(xlabel="position in the sequence; shaded: trained", ylabel="held-out loss (nats per token)")
+    training.legend(fontsize=8)
+    figure.savefig(folder / "pretrain.png", dpi=150)
 
 
 def main(arguments: list[str]) -> None:
-    """Train, evaluate, and write models, table, figure, samples and numbers."""
-    options = read_options(arguments)
-    accelerator = make_accelerator(options.device, bfloat16=options.bfloat16, fsdp=options.spread == "fsdp")
-    if options.batch % accelerator.num_processes:
-        raise SystemExit(f"--batch must be a multiple of the processes {accelerator.num_processes}: {options.batch}")
-    accelerator.print(f"reading {options.corpus}; tokenizer: {options.tokenizer}", flush=True)
-    with accelerator.main_process_first():
-        with opt.naming(f"--corpus {options.corpus}" + f", --held-out {options.held_out}" * bool(options.held_out)):
-            held_out, subset, field = options.held_out, options.subset, options.text_field
-            corpus = load_corpus(options.corpus, held_out=held_out, subset=subset, field=field)
-        with opt.naming("--tokenizer"):
-            if options.tokenizer != "bpe":
-                load_tokenizer(options.tokenizer)
-    output = Path(options.output)
-    if accelerator.is_main_process:
-        claim_folder(output, "pretrain", asdict(options), fresh=options.fresh, free=FREE, writes=WRITES)
-        log_to(output / "log.txt")
-    accelerator.wait_for_everyone()
-    run, rows, samples = prepare(options, accelerator, corpus), [], []
-    for name, lm in run.train_all():
-        rows += run.evaluate(name, lm)
-        samples.append(f"# {name}\n\n{run.save(name, lm)}\n")
-    if accelerator.is_main_process:
-        text = table(rows) + "\n\nA --quick run: too few updates to compare the models." * options.quick
-        write_json(output / "results.json", rows)
-        write_text(output / "table.md", f"{text}\n")
-        write_text(output / "samples.md", "\n".join(samples))
-        draw(output, rows, options.step_tokens, options.length)
-        print(f"\nheld-out bits per byte (mean iterations); {options.steps} updates; results in {output}/\n")
-        print(text)
-    accelerator.wait_for_everyone()  # a process that ends while another still talks to it can abort it
-    accelerator.end_training()
+    """Train, evaluate, and write models, table, figure and numbers."""
+    options = read_options(Options, arguments, QUICK)
+    folder = Path(options.output)
+    check_folder("pretrain.py", options)
+    tokenizer, rows, documents = prepare(options, options.tokenizer)
+    lengths = [options.length * n for n in (1, *options.extrapolation)]
+    with naming("--held-out, --length, --extrapolation"):
+        held_out = excerpts(documents, tokenizer, lengths, options.eval_tokens)
+    with claimed_folder("pretrain.py", options):
+        for name in options.models:
+            train_model(name, options, tokenizer, rows)
+        if not end_of_training():
+            return
+        scored = [row for name in options.models for row in evaluate(name, options, held_out)]
+        text = table(scored) + "\n\nA --quick run: too few updates to compare the models." * options.quick
+        write_whole(folder / "results.json", json.dumps(scored, indent=1))
+        write_whole(folder / "table.md", f"{text}\n")
+        draw(folder, scored, options.length)
+    print(f"\nheld-out bits per byte (mean iterations); {options.steps} updates; results in {folder}/\n\n{text}")
 
 
 if __name__ == "__main__":

@@ -1,91 +1,81 @@
 """A pretrained decoder whose middle layers are iterated, fine-tuned beside the unlooped original.
 
-Both see the same batches of a text, with the same updates, in transformers' Trainer. The looped model's number of
+Both see the same rows of a text, with the same updates, in transformers' Trainer. The looped model's number of
 iterations is drawn for every update. Held-out text is then scored in bits per byte at budgets from 1 to 64 iterations,
-and solved to a tolerance. Models are saved for ``AutoModelForCausalLM``; an interrupted run goes on from the Trainer's
-last checkpoint.
+and solved to a tolerance. Models are saved for ``AutoModelForCausalLM``. An interrupted run continues from its last
+checkpoint when the script is started again.
 
     python examples/retrofit.py --quick                              # a tiny Llama, made here; seconds
     python examples/retrofit.py --model meta-llama/Llama-3.2-1B --prelude 4 --core 8 --coda 4 --lora 16
     python examples/retrofit.py --model Qwen/Qwen3-0.6B --prelude 8 --core 12 --coda 8 --bfloat16 --device cuda
 """
 
-import itertools
+import json
 import math
 import sys
-from dataclasses import asdict, dataclass
-from operator import itemgetter
+from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
-from common import options as opt
-from common.adapters import adapted, lora_library, merged
-from common.bits_per_byte import Rows, excerpts, rows_in_order, score
-from common.processes import one_process
-from common.retrofit_report import draw, table
-from common.run import claim_folder, log_to, save_whole, write_json, write_text
-from common.text import check_corpus, load_corpus
-from common.tokenizer import FILES as TOKENIZER_FILES
-from common.tokenizer import load_tokenizer, train_tokenizer
-from common.tokens import encode
-from common.trainer import Shown, collated, train
+from matplotlib.figure import Figure
+from text import (
+    TextOptions,
+    cell,
+    check_folder,
+    claimed_folder,
+    end_of_training,
+    excerpts,
+    load_model,
+    markdown,
+    naming,
+    prepare,
+    read_options,
+    score,
+    train,
+    write_whole,
+)
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
-from transformers.utils.logging import disable_progress_bar
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import deqseq as dq
-from deqseq.integrations.huggingface import CurriculumCallback, from_causal_lm, from_decoder, retrofit, to_causal_lm
-from deqseq.integrations.huggingface.decoder import FAMILIES
+from deqseq.integrations.huggingface import from_causal_lm, retrofit
 from deqseq.training import Curriculum, PoissonLogNormal, unrolled
 
-TINY = "tiny"
 BUDGETS = (1, 2, 4, 8, 16, 32, 64)
-TRAINED = ("tiny/training", "unlooped/training", "looped/training")
-MODELS = ("tiny", "unlooped/model", "looped/model")
-FILES = ("config.json", "generation_config.json", "model*.safetensors*", "deqseq_models.py", *TOKENIZER_FILES)
-WRITES = (
-    *("results.json", "table.md", "retrofit.png", "log.txt"),
-    *(f"{folder}/checkpoint-*/*" for folder in TRAINED),
-    *(f"{folder}/{file}" for folder in MODELS for file in FILES),
-)
 
 
-@dataclass(frozen=True)
-class Options:
+@dataclass(frozen=True, kw_only=True)
+class Options(TextOptions):
     """A pretrained decoder is looped and fine-tuned, beside the unlooped original."""
 
-    quick: bool = False  # a tiny Llama, trained here on made-up sentences: seconds
-    model: opt.Pretrained = TINY  # a folder or a name on the hub; tiny: one is trained here first
-    corpus: opt.Text = "shakespeare"  # or a file or folder of .txt, .jsonl, .parquet; hub:NAME; babble
-    prelude: opt.Blocks = 1  # first layers, which run once
-    core: opt.Blocks = 2  # layers that are iterated
-    coda: opt.Blocks = 1  # last layers, which run once
-    dropped: opt.Natural = 0  # layers between prelude and core that are left out
+    model: str | None = None  # a folder, or a name on the hub. Default: a tiny Llama is trained here first
+    prelude: int = 1  # first layers, which run once
+    core: int = 2  # layers that are iterated
+    coda: int = 1  # last layers, which run once
+    dropped: int = 0  # layers between prelude and core that are left out
     injection: Literal["concat", "add", "decay"] = "concat"  # how the prelude's output enters each iteration
-    depth: opt.Count = 7  # mean of the drawn number of iterations, less one
-    last: opt.Count = 4  # iterations that are differentiated
-    steps: opt.Count = 600  # updates of each model
-    batch: opt.Size = 8  # rows of a batch in each process
-    length: Annotated[int, opt.integer(2, 2**20)] = 128  # tokens of a row
-    lr: opt.Positive = 1e-3  # peak learning rate
-    lora: opt.Natural = 0  # rank of LoRA adapters of all linear maps; 0: all weights are trained
-    vocab_size: Annotated[int, opt.integer(257, 2**20)] = 512  # tokens of the tiny model's BPE
-    tiny_steps: opt.Count = 1500  # updates of the tiny model before it is split
-    eval_tokens: opt.Natural = 16_384  # held-out tokens that are scored; 0: all
-    rtol: opt.Positive = 1e-3  # tolerance of the solve that is scored beside fixed budgets
-    bfloat16: bool = False  # compute under autocast to bfloat16
-    checkpoint_every: opt.Count = 100  # updates between checkpoints
-    seed: opt.Natural = 0  # seed of the batches and of the draws
-    device: opt.Device = "cpu"  # where to run
-    output: opt.Output = "runs/retrofit"  # folder of the results
-    fresh: bool = False  # remove what an earlier run wrote into --output
+    depth: int = 7  # mean of the drawn number of iterations, less one
+    last: int = 4  # iterations that are differentiated
+    lora: int = 0  # rank of LoRA adapters of all linear maps; 0: all weights are trained
+    tiny_steps: int = 1500  # updates of the tiny model before it is split
+    rtol: float = 1e-3  # tolerance of the solve that is scored beside fixed budgets
+    vocab_size: int = 512  # tokens of the tiny model's BPE
+    length: int = 128  # tokens of a training row
+    lr: float = 1e-3  # peak learning rate
+    output: str = "runs/retrofit"  # folder of the results
+
+    LEAST: ClassVar = {**TextOptions.LEAST, "dropped": 0, "lora": 0}
+    FREE: ClassVar = (*TextOptions.FREE, "rtol")
 
     def __post_init__(self) -> None:
-        opt.check_options(self)
-        check_corpus("--corpus", self.corpus)
+        super().__post_init__()
         if self.lora:
-            lora_library()
+            try:
+                import_module("peft")
+            except ImportError as error:
+                raise ValueError("--lora needs PEFT: pip install peft") from error
 
 
 QUICK: dict[str, Any] = {
@@ -94,143 +84,119 @@ QUICK: dict[str, Any] = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Run:
-    """What both models share."""
-
-    options: Options
-    output: Path
-    rows: list[dict[str, list[int]]]
-    held_out: Rows
-
-    def train(self, name: str, model: nn.Module, steps: int, lr: float, curriculum: Curriculum | None = None) -> None:
-        """Train a model of transformers, or go on from its last checkpoint."""
-        options, folder = self.options, self.output / name
-        arguments = TrainingArguments(
-            output_dir=str(folder / "training"),
-            max_steps=steps,
-            per_device_train_batch_size=options.batch,
-            learning_rate=lr,
-            lr_scheduler_type="cosine",
-            warmup_steps=math.ceil(steps / 10),
-            adam_beta2=0.95,
-            save_steps=options.checkpoint_every,
-            save_total_limit=2,
-            logging_steps=max(1, steps // 20),
-            report_to=[],
-            seed=options.seed,
-            use_cpu=options.device == "cpu",
-            bf16=options.bfloat16,
-            remove_unused_columns=False,
-            disable_tqdm=True,
-        )
-        callbacks = [Shown(name, steps), *([] if curriculum is None else [CurriculumCallback(curriculum)])]
-        trainer = Trainer(model, arguments, train_dataset=self.rows, data_collator=collated, callbacks=callbacks)  # pyright: ignore[reportArgumentType]
-        train(trainer, folder / "training")
-
-    def row(self, name: str, budget: int | None, lm: dq.CausalLM, **how: Any) -> dict[str, Any]:
-        """The score of held-out text, as a row of the results."""
-        found = score(lm, self.held_out, batch_size=self.options.batch, **how)
-        row = {"model": name, "budget": budget, "seed": self.options.seed, "bits_per_byte": found.bits_per_byte}
-        return row | {"self_iterations": found.iterations, "converged": found.converged}
+def split(model: Any, options: Options) -> dq.CausalLM:
+    """The model with its middle layers as a core that is iterated."""
+    sizes: Any = {name: getattr(options, name) for name in ("prelude", "core", "coda", "dropped")}
+    return retrofit(model, **sizes, injection=options.injection)
 
 
-def read(options: Options) -> tuple[Any, list[dict[str, Any]], Rows]:
-    """The tokenizer, rows to train on, and rows to score."""
-    with opt.naming(f"--model {options.model}"):
-        tokenizer = None if options.model == TINY else load_tokenizer(options.model)
-    with opt.naming(f"--corpus {options.corpus}, --length {options.length}"):
-        corpus = load_corpus(options.corpus)
-        if tokenizer is None:
-            texts = map(itemgetter("text"), itertools.islice(corpus.train, 20_000))
-            tokenizer = train_tokenizer(texts, options.vocab_size)
-        steps = options.steps + options.tiny_steps * (options.model == TINY)
-        characters, some = 8 * options.length * options.batch * steps, []
-        for text in map(itemgetter("text"), corpus.train):  # of a stream, only as many as are needed
-            some.append(text)
-            characters -= len(text or "")
-            if characters < 0:
-                break
-        ids = encode(some, tokenizer).ids
-        if len(ids) < options.length:
-            raise ValueError(f"the text has {len(ids)} tokens, fewer than a row: give more text, or a smaller length")
-        kept = rows_in_order(encode(corpus.held_out, tokenizer), options.length)
-    cut = ids[: len(ids) // options.length * options.length].reshape(-1, options.length)
-    rows = [{"input_ids": row.tolist()} for row in cut]
-    return tokenizer, rows, excerpts(kept, options.eval_tokens, [options.length])
+def tiny(options: Options, vocab_size: int) -> LlamaForCausalLM:
+    """A Llama of width 64, to be trained and then split."""
+    size: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
+    layers = options.prelude + options.dropped + options.core + options.coda
+    return LlamaForCausalLM(LlamaConfig(vocab_size=vocab_size, num_hidden_layers=layers, **size))
 
 
-def read_options(arguments: list[str]) -> Options:
-    """Read the command line; --quick changes the defaults."""
-    names = ("vocab_size", "tiny_steps")
-    return opt.parse(Options, arguments, lambda o: {f"with --model {o.model}": names * (o.model != TINY)}, quick=QUICK)
+def adapted(model: nn.Module, rank: int) -> Any:
+    """The model with LoRA adapters of its linear maps, if a rank is given; a new injection is trained whole."""
+    if not rank:
+        return model
+    peft: Any = import_module("peft")
+    names = sorted({name.rpartition(".")[2] for name, part in model.named_modules() if isinstance(part, nn.Linear)})
+    whole = ["injection"] if any(name.endswith("injection") for name, _ in model.named_modules()) else None
+    targets = [name for name in names if name not in ("lm_head", "embed_out")]
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=rank, target_modules=targets, modules_to_save=whole)
+    return peft.get_peft_model(model, config)
 
 
-def check(options: Options) -> None:
-    """Refuse several GPUs, a model that is not there, and layers that do not add up, before anything is written."""
-    if options.device == "cuda" and torch.cuda.device_count() > 1:  # which the Trainer would all use, by DataParallel
-        raise SystemExit("--device cuda: retrofit.py runs on one GPU: set CUDA_VISIBLE_DEVICES=0, or another number")
-    if options.model == TINY:
-        return
-    with opt.naming(f"--model {options.model}"):
-        config = AutoConfig.from_pretrained(options.model)
-    if config.model_type not in FAMILIES:
-        raise SystemExit(f"--model must be of one of the families {', '.join(FAMILIES)}, got {config.model_type}")
-    layers = config.num_hidden_layers
-    sizes = {name: getattr(options, name) for name in ("prelude", "core", "coda", "dropped")}
-    if sum(sizes.values()) != layers:
-        given = " + ".join(f"--{name} {size}" for name, size in sizes.items())
-        raise SystemExit(f"{given} must add up to the {layers} layers of --model {options.model}")
+def train_models(options: Options, tokenizer: Any, rows: Any) -> str | Path:
+    """Train the unlooped and the looped model, and before them the tiny one if none is given; where theirs is."""
+    source: str | Path | None = options.model
+    schedule: dict[str, Any] = {"lr_scheduler_type": "cosine"}
+    if source is None:
+        warmup = math.ceil(options.tiny_steps / 10)
+        first = schedule | {"max_steps": options.tiny_steps, "warmup_steps": warmup, "learning_rate": 4e-3}
+        source = train(options, "tiny", lambda: tiny(options, len(tokenizer)), rows, tokenizer, **first)
+    schedule["warmup_steps"] = math.ceil(options.steps / 10)
+    if options.lora:
+        schedule["finish"] = lambda model: model.merge_and_unload()
+
+    def unlooped() -> Any:
+        return adapted(load_model(source, options.device), options.lora)
+
+    def looped() -> Any:
+        return adapted(from_causal_lm(split(load_model(source, options.device), options)), options.lora)
+
+    train(options, "unlooped", unlooped, rows, tokenizer, **schedule)
+    drawn = PoissonLogNormal(options.depth, seed=options.seed)
+    phase = unrolled(drawn, last=options.last, until=None, base=dq.SolveConfig(dq.Naive()))
+    train(options, "looped", looped, rows, tokenizer, curriculum=Curriculum((phase,)), **schedule)
+    return source
+
+
+def evaluate(options: Options, source: str | Path, held_out: Any) -> list[dict[str, Any]]:
+    """Held-out scores of the original and the unlooped model, and of the looped one at each budget and solved."""
+    cases: list[tuple[str, int | None, dict[str, Any]]] = [("pretrained", None, {}), ("unlooped", None, {})]
+    cases += [("looped", n, {"solve": {"stop": dq.Stop.exactly(n), "solver": dq.Naive()}}) for n in BUDGETS]
+    cases.append(("looped", None, {"solve": {"stop": dq.Stop(rtol=options.rtol, max_steps=4 * BUDGETS[-1])}}))
+    folders = {name: Path(options.output, name, "model") for name in ("unlooped", "looped")} | {"pretrained": source}
+    models = {name: load_model(path, options.device) for name, path in folders.items()}
+    rows = []
+    for name, budget, how in cases:
+        found = score(models[name], held_out, options.length, options.batch, **how)
+        rows.append({"model": name, "budget": budget, "seed": options.seed} | found)
+    return rows
+
+
+def table(rows: list[dict[str, Any]], rtol: float) -> str:
+    """Bits per byte of held-out text, as Markdown."""
+    lines = []
+    for row in rows:
+        solved = row["self_iterations"] is not None
+        way = f"iterations: {row['budget']}" if row["budget"] else f"solved to {rtol:g}" if solved else "one pass"
+        shown = row | {"self_iterations": None, "converged": None} if row["budget"] else row
+        lines.append((row["model"], way, cell(shown)))
+    return markdown(["model", "run", "bits per byte"], lines)
+
+
+def draw(path: Path, rows: list[dict[str, Any]], mean: int) -> None:
+    """The looped model's score against the budget, beside the two models that run once."""
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axis = figure.subplots()
+    for name, style in (("pretrained", "-"), ("unlooped", "--")):
+        (value,) = [row["bits_per_byte"] for row in rows if row["model"] == name]
+        axis.axhline(value, color="#7a8ca0", linestyle=style, label=name)
+    scores = {row["budget"]: row["bits_per_byte"] for row in rows if row["budget"]}
+    axis.plot(list(scores), list(scores.values()), "o-", color="#e4572e", label="looped")
+    axis.axvspan(1, mean, color="#f2efe6", zorder=0)
+    axis.set(xscale="log", xticks=list(scores), xticklabels=list(scores), ylabel="held-out bits per byte")
+    axis.set_xlabel("iterations at test time; shaded: up to the mean in training")
+    axis.minorticks_off()
+    axis.legend()
+    figure.savefig(path, dpi=150)
 
 
 def main(arguments: list[str]) -> None:
     """Train both, score both, and write the table, the figure and the numbers."""
-    one_process("retrofit.py")
-    options = read_options(arguments)
-    check(options)
-    tokenizer, texts, held_out = read(options)
-    free = ("output", "fresh", "device", "checkpoint_every", "eval_tokens")
-    output = claim_folder(options.output, "retrofit", asdict(options), free=free, fresh=options.fresh, writes=WRITES)
-    log_to(output / "log.txt")
-    disable_progress_bar()
-    run, source = Run(options, output, texts, held_out), options.model
-    if source == TINY:
-        size: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
-        layers = options.prelude + options.dropped + options.core + options.coda
-        torch.manual_seed(options.seed)
-        model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), num_hidden_layers=layers, **size))
-        run.train("tiny", model, options.tiny_steps, 4e-3)
-        source = str(output / "tiny")
-        save_whole(Path(source), model, tokenizer)
-
-    def load() -> Any:
-        model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-        return model.to(options.device)
-
-    rows = [run.row("pretrained", None, from_decoder(load()))]
-    unlooped = adapted(load(), options.lora)
-    run.train("unlooped", unlooped, options.steps, options.lr)
-    unlooped = merged(unlooped, options.lora)
-    save_whole(output / "unlooped" / "model", unlooped, tokenizer)
-    rows.append(run.row("unlooped", None, from_decoder(unlooped)))
-    split: Any = {"prelude": options.prelude, "core": options.core, "coda": options.coda, "dropped": options.dropped}
-    lm = retrofit(load(), **split, injection=options.injection)
-    assert lm.core is not None
-    phase = unrolled(
-        PoissonLogNormal(options.depth, seed=options.seed), last=options.last, until=None, base=lm.core.solve
-    )
-    looped = adapted(from_causal_lm(lm), options.lora)
-    run.train("looped", looped, options.steps, options.lr, Curriculum((phase,)))
-    looped = merged(looped, options.lora)
-    save_whole(output / "looped" / "model", looped, tokenizer)
-    lm, naive = to_causal_lm(looped), dq.Naive()
-    rows += [run.row("looped", n, lm, stop=dq.Stop.exactly(n), solver=naive) for n in BUDGETS]
-    rows.append(run.row("looped", None, lm, stop=dq.Stop(rtol=options.rtol, max_steps=4 * BUDGETS[-1])))
-    write_json(output / "results.json", rows)
-    note = "\n\nA --quick run: too short to compare the models." * options.quick
-    write_text(output / "table.md", (shown := table(rows, options.rtol) + note) + "\n")
-    draw(output / "retrofit.png", rows, options.depth + 1)
-    print(f"{shown}\n\nfigure: {output}/retrofit.png   numbers: {output}/results.json   models: {output}/*/model")
+    options = read_options(Options, arguments, QUICK)
+    folder = Path(options.output)
+    check_folder("retrofit.py", options)
+    if options.model is not None:
+        with naming(f"--model {options.model}"), torch.device("meta"):  # whether it can be split, without its weights
+            split(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(options.model)), options)
+    tokenizer, rows, documents = prepare(options, options.model)
+    with naming("--held-out, --length"):
+        held_out = excerpts(documents, tokenizer, [options.length], options.eval_tokens)
+    with claimed_folder("retrofit.py", options):
+        source = train_models(options, tokenizer, rows)
+        if not end_of_training():
+            return
+        scored = evaluate(options, source, held_out)
+        text = table(scored, options.rtol) + "\n\nA --quick run: too short to compare the models." * options.quick
+        write_whole(folder / "results.json", json.dumps(scored, indent=1))
+        write_whole(folder / "table.md", f"{text}\n")
+        draw(folder / "retrofit.png", scored, options.depth + 1)
+    print(f"\n{text}\n\nresults in {folder}/, models in {folder}/*/model")
 
 
 if __name__ == "__main__":

@@ -1,239 +1,207 @@
-"""examples/pretrain.py: what it writes, what it refuses; killed, and in two processes, it gives the same numbers."""
+"""pretrain.py, and retrofit.py where it does the same: what is written, going on after a kill, bad options."""
 
 import json
-import math
 import os
-import random
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 
+import datasets
 import pretrain
 import pytest
+import retrofit
+import text
 import torch
-from common.bits_per_byte import rows_in_order, score
-from common.language_models import SCALED, curriculum_of, kind_of, lr_factor, spec_of, widened
-from common.tokens import encode
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 import deqseq as dq
-from deqseq.integrations.huggingface import to_causal_lm
 
 ROOT = Path(__file__).parents[2]
-TINY = ["--quick", "--d-model", "16", "--tokens", "5120", "--checkpoint-every", "4"]
-TINY += ["--eval-tokens", "256", "--sample-tokens", "4"]
-QUIET = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+SHORT = ("--quick", "--steps", "12", "--eval-tokens", "128", "--checkpoint-every", "4")
+TINY = {
+    "pretrain": (*SHORT, "--d-model", "16", "--warmup", "2", "--models", "implicit-mamba2", "explicit-llama"),
+    "retrofit": (*SHORT, "--tiny-steps", "12"),
+}
+SCRIPTS = {"pretrain": pretrain, "retrofit": retrofit}
+MODELS = {"pretrain": ("implicit-mamba2", "explicit-llama"), "retrofit": ("unlooped", "looped")}
 
 
-def options(*arguments):
-    return pretrain.read_options([*TINY, *arguments])
-
-
-def command(output, *arguments, processes=0):
+def command(name, output, *arguments, processes=0):
     run = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)] if processes else []
-    return [sys.executable, *run, str(ROOT / "examples" / "pretrain.py"), *TINY, "--output", str(output), *arguments]
+    script = str(ROOT / "examples" / f"{name}.py")
+    return [sys.executable, *run, script, *TINY[name], "--output", str(output), *arguments]
 
 
-def run(output, *arguments, processes=0):
-    called = command(output, *arguments, processes=processes)
-    return subprocess.run(called, capture_output=True, text=True, timeout=500, check=False, env=QUIET)
-
-
-def curve(output, name):
-    lines = (output / "curves" / f"{name}.jsonl").read_text().splitlines()
-    return {row["step"]: row["loss"] for row in map(json.loads, lines)}
-
-
-@pytest.mark.slow
-def test_a_quick_run_from_text_to_models_that_transformers_loads(tmp_path):
-    corpus = tmp_path / "corpus"
-    corpus.mkdir()
-    for n in range(20):
-        (corpus / f"{n:02d}.txt").write_text(f"the king sees the fool {n} times and the fool mocks the king. " * 8)
-    output, cache = tmp_path / "out", {"HF_DATASETS_CACHE": str(tmp_path / "cache")}
-    called = command(output, "--corpus", str(corpus), "--bfloat16", "--accumulate", "2")
-    done = subprocess.run(called, capture_output=True, text=True, timeout=500, check=False, env=QUIET | cache)
+def run(name, output, *arguments, processes=0):
+    called, variables = command(name, output, *arguments, processes=processes), os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(called, capture_output=True, text=True, timeout=600, check=False, env=variables)
     assert done.returncode == 0, done.stderr
-    rows = json.loads((output / "results.json").read_text())
-    assert {f"{row['kind']}-{row['family']}" for row in rows} == set(SCALED)
-    for row in rows:
-        assert 0 < row["bits_per_byte"] < 8
-        assert row["perplexity"] == pytest.approx(math.exp(torch.tensor(row["by_position"]).nanmean()), rel=0.2)
-        assert (row["self_iterations"] is None) == (row["kind"] == "explicit")
-    assert (output / "pretrain.png").stat().st_size > 20_000
-    assert (output / "table.md").read_text().strip() in done.stdout
-    assert (output / "samples.md").read_text().count("# ") == 6
-    folder = output / "models" / "implicit-mamba2"
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    held_out = encode([(corpus / "19.txt").read_text()], tokenizer)
-    found = score(to_causal_lm(model), rows_in_order(held_out, 32), batch_size=8)
-    (row,) = [r for r in rows if (r["model"], r["sweep"], r["length"]) == ("implicit-mamba2", "simultaneous", 32)]
-    assert found.bits_per_byte == pytest.approx(row["bits_per_byte"], rel=1e-4)
-    assert found.perplexity < 250  # a fresh model has about the size of the vocabulary, 300
-    pretrain.claim_folder(output, "pretrain", {}, fresh=True, writes=pretrain.WRITES)
-    assert {path.name for path in output.rglob("*")} == {"options.json", ".lock"}
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A finished run of each script, and what it printed."""
+    folders = {name: tmp_path_factory.mktemp(name) for name in SCRIPTS}
+    return {name: (folder, run(name, folder)) for name, folder in folders.items()}
 
 
 @pytest.mark.slow
-def test_killed_again_and_again_it_gives_the_same_numbers(tmp_path):
-    models = ["--models", "bounded-mamba2", "implicit-mamba2"]
-    whole = run(tmp_path / "whole", *models)
-    assert whole.returncode == 0, whole.stderr
-    rng, parts, kills = random.Random(0), tmp_path / "parts", 0
-    path = parts / "curves" / "trunk-mamba2.jsonl"
-    for _ in range(3):
-        process = subprocess.Popen(
-            command(parts, *models), env=QUIET, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-        before = path.stat().st_mtime_ns if path.exists() else 0
-        while process.poll() is None and (path.stat().st_mtime_ns if path.exists() else 0) == before:
-            time.sleep(0.01)
-        time.sleep(rng.uniform(0, 0.1))  # a run may end within half a second of its first line
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_run_writes_numbers_a_table_a_figure_and_models(whole, name):
+    folder, printed = whole[name]
+    rows = json.loads((folder / "results.json").read_text())
+    assert all(0 < row["bits_per_byte"] < 8 for row in rows)
+    assert (folder / "table.md").read_text().strip() in printed
+    assert (folder / f"{name}.png").stat().st_size > 10_000
+    for model in MODELS[name]:
+        loaded = AutoModelForCausalLM.from_pretrained(folder / model / "model")
+        tokenizer = AutoTokenizer.from_pretrained(folder / model / "model")
+        ids = tokenizer("the", return_tensors="pt").input_ids
+        assert loaded.generate(ids, max_new_tokens=3, do_sample=False).shape == (1, ids.shape[1] + 3)
+    if name == "retrofit":
+        ways = [("pretrained", None), ("unlooped", None), *(("looped", n) for n in retrofit.BUDGETS), ("looped", None)]
+        assert [(row["model"], row["budget"]) for row in rows] == ways
+        assert [row["self_iterations"] for row in rows[:-1]] == [None, None, *retrofit.BUDGETS]
+    else:
+        ways = [("simultaneous", 32), ("sequential", 32), ("simultaneous", 64), ("one pass", 32), ("one pass", 64)]
+        assert [(row["sweep"], row["length"]) for row in rows] == ways
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_killed_again_and_again_it_ends_as_if_it_had_not_been(whole, tmp_path, name):
+    model = MODELS[name][-1]
+    for place in (f"{MODELS[name][0]}/checkpoint-8", f"{model}/checkpoint-4", f"{model}/checkpoint-12"):
+        process = subprocess.Popen(command(name, tmp_path), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + 300
+        while process.poll() is None and not (tmp_path / place).exists() and time.monotonic() < deadline:
+            time.sleep(0.005)
         process.kill()
-        kills += process.wait() == -9
-    assert kills >= 2
-    last = run(parts, *models)
-    assert last.returncode == 0, last.stderr
-    for name in ("trunk-mamba2", "bounded-mamba2", "implicit-mamba2"):
-        assert curve(parts, name) == curve(tmp_path / "whole", name)
-    ends = [json.loads((tmp_path / part / "results.json").read_text()) for part in ("whole", "parts")]
-    assert str(ends[0]) == str(ends[1])  # NaN positions are equal to themselves
+        assert process.wait() == -9, "the run ended before it could be killed"
+    run(name, tmp_path)
+    folder, _ = whole[name]
+    assert (tmp_path / "results.json").read_text() == (folder / "results.json").read_text()
+    for model in MODELS[name]:
+        ours, theirs = (load_file(path / model / "model" / "model.safetensors") for path in (tmp_path, folder))
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[part], theirs[part]) for part in ours)
+    finished = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("model.safetensors")}
+    run(name, tmp_path)  # nothing is trained again
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("model.safetensors")} == finished
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_run_of_several_epochs_goes_on_with_the_rows_that_are_left(tmp_path, monkeypatch, stream):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (data := tmp_path / "data").mkdir()
+    for split in ("train", "validation"):
+        lines = [json.dumps({"text": words}) + "\n" for words in text.babble(60)]
+        (data / f"{split}.jsonl").write_text("".join(lines))
+    corpus = f"hub:{data}" if stream else str(data / "train.jsonl")
+    given = {"corpus": corpus, "batch": 16, "steps": 12, "warmup": 2, "checkpoint_every": 5, "vocab_size": 290}
+    options = pretrain.Options(**pretrain.QUICK | given | {"output": str(tmp_path / "run")})
+    tokenizer, rows, _ = text.prepare(options, None)
+    weights = []
+    for _ in range(2):
+        folder = pretrain.train_model("explicit-llama", options, tokenizer, rows)
+        weights.append(load_file(folder / "model.safetensors"))
+        shutil.rmtree(folder)
+    assert (folder.parent / "checkpoint-10").exists()
+    assert all(torch.equal(weights[1][name], tensor) for name, tensor in weights[0].items())
 
 
 @pytest.mark.slow
-def test_two_processes_give_the_numbers_of_one(tmp_path):  # with DDP: test_example_processes.py
-    models = ["--models", "implicit-llama", "explicit-mamba2"]
-    one, two = run(tmp_path / "one", *models), run(tmp_path / "two", *models, "--spread", "fsdp", processes=2)
-    assert one.returncode == 0, one.stderr
-    assert two.returncode == 0, two.stderr
-    for name in models[1:]:
-        mine, theirs = (curve(tmp_path / part, name) for part in ("one", "two"))
-        assert mine.keys() == theirs.keys()
-        for step, loss in mine.items():
-            assert theirs[step] == pytest.approx(loss, rel=2e-4), (name, step)
-    results = [json.loads((tmp_path / part / "results.json").read_text()) for part in ("one", "two")]
-    for mine, theirs in zip(*results, strict=True):
-        assert theirs["bits_per_byte"] == pytest.approx(mine["bits_per_byte"], rel=1e-3)
-        assert theirs["tokens"] == mine["tokens"]
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "two" / "models" / "implicit-llama")
-    assert sum(parameter.numel() for parameter in again.parameters()) == results[1][0]["parameters"]
+def test_two_processes_give_the_numbers_of_one(whole, tmp_path):
+    run("pretrain", tmp_path, processes=2)
+    for one, two in zip(
+        *(json.loads((f / "results.json").read_text()) for f in (whole["pretrain"][0], tmp_path)), strict=True
+    ):
+        assert two["bits_per_byte"] == pytest.approx(one["bits_per_byte"], rel=1e-3)
 
 
-def test_the_papers_models_have_their_own_curricula():
-    kinds, tiny = {"explicit": "explicit", "pretrain": "bounded", "implicit": "implicit"}, options()
-    for name in list(dq.PRESETS)[:-1]:
-        family, _, kind = name.split("-")
-        assert kind_of(name) == (kinds[kind], {"llama3": "llama", "mamba2": "mamba2"}[family])
-        assert spec_of(name, tiny, 300) == replace(dq.preset(name), vocab_size=300)
-        phases = [phase.name for phase in curriculum_of(name, tiny).phases]
-        assert phases == (["bounded", "free"] if kind == "implicit" else ["bounded"])
+def test_presets_have_the_papers_sizes_and_curricula():
+    options = pretrain.read_options(pretrain.Options, ["--quick"], pretrain.QUICK)
+    for name in pretrain.PRESETS:
+        assert pretrain.spec_of(name, options, 300) == replace(dq.preset(name), vocab_size=300)
+        phases = [phase.name for phase in pretrain.curriculum_of(name, options).phases]
+        assert phases == (["bounded", "free"] if name.endswith("implicit") else ["bounded"])
 
 
-def test_the_learning_rate():
-    factors = [lr_factor(step, steps=100, warmup=4, decay=25, floor=0.01) for step in range(101)]
-    assert factors[:4] == [0.25, 0.5, 0.75, 1]
-    assert set(factors[4:76]) == {1}
-    assert factors[75:] == pytest.approx([0.01 + 0.99 * (1 - math.sqrt(step / 25)) for step in range(26)])
-    assert lr_factor(0, steps=100, warmup=0, decay=25, floor=0.01) == 1
-
-
-def test_the_free_phase_begins_with_the_first_step_of_its_share():
-    """As floats, 0.55 * 100 is more than 55, and 0.29 * 100 less than 29."""
-    for steps, share, first in ((100, 0.55, 55), (100, 0.29, 29), (20, 0.8, 16), (20, 0.51, 11)):
-        given = options("--tokens", str(steps * 256), "--bounded-share", str(share))
-        assert given.first_free("implicit-llama") == first
-        assert given.first_free("explicit-llama") == given.first_free("bounded-llama") == 0
-
-
-def test_the_commands_that_the_page_prints_are_accepted():
-    lines = (ROOT / "docs" / "examples" / "pretrain.md").read_text().replace("\\\n", " ").splitlines()
-    commands = [line for line in lines if re.match(r"(python|torchrun .*) examples/pretrain.py", line)]
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_commands_that_the_page_prints_are_accepted(name, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    lines = (ROOT / "docs" / "examples" / f"{name}.md").read_text().replace("\\\n", " ").splitlines()
+    commands = [line for line in lines if re.match(rf"(python|torchrun .*) examples/{name}.py", line)]
     assert commands
     for line in commands:
-        arguments = [
-            part.replace("texts/", "docs") for part in shlex.split(line.partition("pretrain.py")[2], comments=True)
-        ]
-        arguments = ["cpu" if part == "cuda" else part for part in arguments]
-        assert pretrain.read_options(arguments)
+        arguments = shlex.split(line.partition(f"{name}.py")[2], comments=True)
+        given = [part.replace("texts/", str(ROOT / "docs")) for part in arguments]
+        assert SCRIPTS[name].read_options(SCRIPTS[name].Options, given, SCRIPTS[name].QUICK)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "content", "message"),
-    [
-        (["--held-out", "{file}"], "", "--held-out .*file.jsonl has no text: give a file with text"),
-        (["--corpus", "{file}"], '{"text": "a"}\n{"text": null}\n', "--corpus .*'text' must be text, and is null in 1"),
-        (["--tokenizer", "bytes", "--corpus", "{file}"], "a few words", "--corpus .*fewer than 33 tokens.* more text"),
-        (["--tokenizer", "{file}"], "", "--tokenizer: "),
-    ],
-    ids=("empty", "null", "short", "tokenizer"),
-)
-def test_text_that_cannot_be_used_is_refused_before_training(tmp_path, monkeypatch, arguments, content, message):
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    (folder := tmp_path / "file.jsonl").mkdir()
-    file = folder / ("text.jsonl" if content.startswith("{") else "text.txt")
-    file.write_text(content)
-    with pytest.raises(SystemExit, match=message):
-        pretrain.main([*TINY, "--output", str(tmp_path / "out"), *(part.format(file=folder) for part in arguments)])
-    assert not (tmp_path / "out" / "curves").exists()
+BAD = {
+    ("pretrain", "retrofit"): (
+        "steps 0, steps -1, length 1, length 1.5, checkpoint-every 99999999999, seed -1, vocab-size 256, batch 3, "
+        "lr 0, lr nan, lr inf, lr much, output , output {file}, output {file}/run, corpus , corpus shakespere, "
+        "held-out , held-out nowhere/, device gpu7, stepz 5"
+    ),
+    ("pretrain",): (
+        "models , models implicit-lama, models mamba2-state-tracking, extrapolation 0, decay 0, decay 1, phantom 0, "
+        "bounded-share 0, bounded-share 0.99, weight-decay -1, warmup 60, budget -1, rtol 0, heads 3, headdim 7, fsdp"
+    ),
+    ("retrofit",): "injection mul, depth 0, lora -1, core 0, model , model no/such/model, model {file}",
+}
+LINES = [(name, *line.split(" ")) for names, lines in BAD.items() for name in names for line in lines.split(", ")]
+
+
+@pytest.mark.parametrize("line", LINES, ids=" ".join)
+def test_bad_options_are_named_and_nothing_is_written(tmp_path, monkeypatch, capsys, line):
+    name, flag, *value = line
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2" if flag == "batch" else "1")
+    (file := tmp_path / "file").write_text("mine")
+    given = [f"--{flag}", *(part.format(file=file) for part in value)]
+    with pytest.raises(SystemExit) as error:
+        SCRIPTS[name].main(["--quick", *given])
+    said = re.sub(r"[\s│]+", " ", capsys.readouterr().err + str(error.value))
+    assert f"--{flag}" in said or flag.replace("-", "_").replace("heads", "n_heads") in said
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--models", "implicit-lama"], "--models must be one of ('implicit-llama'"),
-        (["--models", "mamba2-state-tracking"], "--models must be one of"),
-        (["--tokens", "0"], "--tokens must be an integer in 1.."),
-        (["--vocab-size", "256"], "--vocab-size must be an integer in 257.."),
-        (["--eval-tokens", "-1"], "--eval-tokens must be an integer in 0.."),
-        (["--extrapolation", "0"], "--extrapolation must be an integer in 1.."),
-        (["--decay", "1"], "--decay must be a number in (0, 1), got 1.0"),
-        (["--bounded-share", "0"], "--bounded-share must be a number in (0, 1), got 0.0"),
-        (["--bounded-share", "0.96"], "--models implicit-llama has no update of 20 left for its free phase: give more"),
-        (["--weight-decay", "nan"], "--weight-decay must be a number in [0, inf)"),
-        (["--warmup", "50"], "--warmup 50 and --decay 0.2 must fit into 20 updates"),
-        (["--sample", ""], "--sample must not be empty"),
-        (["--models"], "--models"),
-        (
-            ["--corpus", "missing/"],
-            "or a file or folder, got 'missing/'",
-        ),
-        (["--heads", "3"], "n_heads"),
-        (["--headdim", "7"], "headdim"),
+        (["--vocab-size", "257", "--corpus", "{corpus}"], "^--corpus .* fewer than 32 tokens"),
+        (["--corpus", "{empty}"], "^--corpus .* has no text"),
+        (["--held-out", "{corpus}"], "^--held-out.* fewer than an excerpt of 64"),
+        (["--tokenizer", "{model}"], "^tokenizer .*/model: .* neither a folder with a tokenizer"),
     ],
 )
-def test_what_makes_no_sense_is_refused_before_anything_is_written(tmp_path, capsys, arguments, message):
-    with pytest.raises((SystemExit, ValueError)) as error:
-        pretrain.main([*TINY, "--output", str(tmp_path / "out"), *arguments])
-    said = re.sub(r"[\s│]+", " ", capsys.readouterr().err + str(error.value))
-    assert message in said
-    assert not (tmp_path / "out").exists()
+def test_what_cannot_be_read_is_named_and_nothing_is_written(tmp_path, monkeypatch, arguments, message):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for folder, words in (("corpus", "a b c d"), ("empty", "")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "a.txt").write_text(words)
+    LlamaConfig().save_pretrained(tmp_path / "model")
+    paths = {folder: tmp_path / folder for folder in ("corpus", "empty", "model")}
+    with pytest.raises(SystemExit, match=message):
+        pretrain.main(["--quick", "--output", str(tmp_path / "run"), *(part.format(**paths) for part in arguments)])
+    assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    "backbone",
-    [
-        dq.LlamaConfig(d_model=60, n_layers=2, n_heads=5, mlp_width=100),
-        dq.Mamba2Config(d_model=48, n_layers=2, d_state=8, headdim=16),
-        dq.Mamba2Config(d_model=48, n_layers=3, d_state=8, headdim=24, expand=1),
-    ],
-    ids=["llama", "mamba2", "expand 1"],
-)
-def test_a_widened_model_is_the_nearest_in_size(backbone):
-    implicit = dq.LanguageModelSpec(100, backbone)
-    plain = replace(implicit.explicit(), backbone=replace(backbone, weight_norm=False))
-    wanted = dq.parameter_count(implicit)
-    found = widened(plain, wanted)
-    assert replace(found, backbone=replace(found.backbone, d_model=backbone.d_model)) == plain
-    sizes = {}
-    for width in range(backbone.d_model, 3 * backbone.d_model):
-        try:
-            spec = replace(plain, backbone=replace(plain.backbone, d_model=width))
-            sizes[width] = abs(dq.parameter_count(spec) - wanted)
-        except ValueError:
-            continue  # heads would not be whole
-    assert sizes[found.backbone.d_model] == min(sizes.values())
-    assert widened(implicit, wanted) is implicit
+def test_several_gpus_in_one_process_are_refused(monkeypatch, capsys):
+    """The Trainer would use them all, by DataParallel."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(SystemExit):
+        pretrain.main(["--quick", "--device", "cuda"])
+    assert "CUDA_VISIBLE_DEVICES=0" in capsys.readouterr().err
