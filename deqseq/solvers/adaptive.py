@@ -91,7 +91,8 @@ class Adaptive(Solver[AdaptiveMemory]):
             fallen = shortest.clamp(FLAT, 1).log().mean(dim=1, keepdim=True).exp().minimum(limit)
             found = _level(square.detach(), fz.detach())
             moved = torch.where(found < level - PROGRESS / square.shape[1], limit * RISE, fallen).clamp(LEAST, 1)
-            limit, level, age = (torch.where(due, *pair) for pair in ((moved, limit), (found, level), (1, age)))
+            limit, level = torch.where(due, moved, limit), torch.where(due, found, level)
+            age = torch.where(due, 1, age)
         damping = (state.damping * state.square / turned).minimum(limit)
         weight = damping.to(z.dtype).reshape(z.shape if z.ndim == 1 else (*z.shape[:-1], 1))
         tiny = torch.finfo(square.dtype).tiny
