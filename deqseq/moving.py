@@ -18,8 +18,8 @@ from deqseq.windows import Windows, on_device, on_host
 MOVES_EVERY = 2
 """Windows move at every second evaluation, because a move costs half an evaluation.
 
-A window of one token, one that has reached the end of its row, and one that has spent its budget move at once; so does
-every one if ``check_every`` is above 1.
+These move at once: a window of one token; one that passes entirely at its first evaluation, or at the end of its row;
+one that has spent its budget; and every one if ``check_every`` is above 1.
 """
 
 
@@ -71,7 +71,7 @@ class MovingWindows(Windows):
         moves = due & sound
         self._diverged, self._spent = due & ~sound, moves & late & (passing == 0)
         if every == 1 and self.width > 1 and self.evaluations % MOVES_EVERY:
-            moves = moves & (late | (passing == left))
+            moves = moves & (late | ((passing == window) & ((age == 1) | (window == left))))
         leaving = np.where(self._spent, np.minimum(left, self._block), passing * moves)
         # The whole window of a row that diverged is committed. Its cache then shows that it is not finite: a solve that
         # goes on from there diverges too, instead of converging as if these tokens did not exist.

@@ -83,8 +83,9 @@ def one_row(x, block, window, stop, solver):
             leaving = min(block * [*passed, False].index(False), end - first)
             lost = not bool((d <= limit).all())
             spent = late and leaving == 0 and not lost
-            if every == 1 and block * window > 1 and count % 2 and not late and first + leaving < length:
-                leaving = 0  # windows of several tokens move after every second evaluation, or at the end of the row
+            whole = first + leaving == end and (age == 1 or end == length)
+            if every == 1 and block * window > 1 and count % 2 and not late and not whole:
+                leaving = 0  # windows of several tokens move after every second evaluation
             leaving = end - first if lost else min(block, end - first) if spent else leaving
             out = slice(first, first + leaving)
             value[out] = z[out] if solver.returns_point and not spent else fz[:leaving]

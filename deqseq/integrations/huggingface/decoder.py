@@ -91,6 +91,12 @@ class DecoderBackbone(Backbone[LlamaCache]):
         _check(self.config, self.layers)
 
     def prepare(self, x: Sequence, cache: LlamaCache | None = None, mask: Mask | None = None) -> Inputs:
+        """Prepare the rotary tables of the tokens ``x``, ``(batch, length, d_model)``.
+
+        Raises:
+            TypeError: a cache of another model.
+            ValueError: a cache of other rows; more tokens than the rotary frequencies are for.
+        """
         check_sequence(x, self.d_model)
         heads = self.config.num_attention_heads
         kv_heads = getattr(self.config, "num_key_value_heads", None) or heads
