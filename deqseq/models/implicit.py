@@ -216,7 +216,7 @@ class ImplicitModel(Model):
                 "converging, so their values are not fixed points. print(output.explain()) says why and what to do. "
                 "(Later calls of this model do not warn.)",
                 ConvergenceWarning,
-                stacklevel=5,  # the caller of the model, above two functions of nn.Module
+                stacklevel=6,  # the caller of the model, above its checks and two functions of nn.Module
             )
 
     def _requires_gradient(self, *tensors: Tensor | None) -> bool:
