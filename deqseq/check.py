@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import chain, repeat
 from numbers import Integral, Real
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import torch
 from jaxtyping import AbstractArray
@@ -48,6 +48,33 @@ EXAMPLES = {
     "dtype": "torch.bfloat16",
 }
 """What to write where an object of a class is wanted."""
+
+ELSEWHERE = {
+    "attention_mask": "mask",
+    "use_cache": "return_cache",
+    "past_key_values": "cache",
+    "do_sample": "temperature",
+    "max_length": "max_new_tokens",
+    "eos_token_id": "stop_tokens",
+    "pad_token_id": "pad_token",
+    "streamer": "callback",
+    "hidden_size": "d_model",
+    "num_hidden_layers": "n_layers",
+    "num_attention_heads": "n_heads",
+    "tie_weights": "tied",
+    "max_iter": "max_steps",
+    "f_max_iter": "max_steps",
+    "tol": "rtol",
+    "f_tol": "rtol",
+    "tau": "damping",
+}
+"""Names of arguments in other libraries, and ours."""
+
+RECORDS = {
+    "stop": ("dq.Stop", ("rtol", "atol", "max_steps", "check_every", "divergence", "norm")),
+    "solve": ("dq.SolveConfig", ("solver", "stop", "gradient", "sweep", "start")),
+}
+"""Arguments that are records of ours, and their fields, which are looked for beside them."""
 
 
 @dataclass(frozen=True)
@@ -107,16 +134,24 @@ def checked(target: T) -> T:
 
 def _checking(function: Any, prefix: str) -> Any:
     @functools.cache  # at the first call, when every class that an annotation names is there
-    def parameters() -> tuple[list[str], str, dict[str, Check | None]]:
+    def parameters() -> tuple[list[str], str, dict[str, Check | None], bool]:
         known = inspect.signature(function).parameters.values()
         ordered = [one.name for one in known if one.kind <= one.POSITIONAL_OR_KEYWORD]
         rest = "".join(one.name for one in known if one.kind is one.VAR_POSITIONAL)
-        return ordered, rest, {one.name: _check_of(_evaluated(one.annotation, function)) for one in known}
+        checks = {one.name: _evaluated(one.annotation, function) for one in known}
+        fields = [checks.pop(one.name) for one in known if one.kind is one.VAR_KEYWORD]
+        record = get_args(fields[0])[:1] if fields else ()  # of Unpack, a TypedDict
+        for one in record:
+            checks |= get_type_hints(one, include_extras=True)
+        is_complete = len(record) == len(fields)
+        return ordered, rest, {name: _check_of(annotation) for name, annotation in checks.items()}, is_complete
 
     @functools.wraps(function)
     def with_checks(*args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
-            ordered, rest, checks = parameters()
+            ordered, rest, checks, is_complete = parameters()
+            if is_complete and not kwargs.keys() <= checks.keys():
+                raise _unknown(next(name for name in kwargs if name not in checks), [*checks])
             for name, value in chain(zip(chain(ordered, repeat(rest)), args, strict=False), kwargs.items()):
                 check = checks.get(name)
                 if check is not None:
@@ -124,6 +159,19 @@ def _checking(function: Any, prefix: str) -> Any:
         return function(*args, **kwargs)
 
     return with_checks
+
+
+def _unknown(name: str, known: list[str]) -> TypeError:
+    """An error for an argument that is none, with what may be meant."""
+    ours = ELSEWHERE.get(name, name)
+    records = {argument: kind for argument, (kind, fields) in RECORDS.items() if argument in known and ours in fields}
+    if ours in known:
+        hint = f"; did you mean {ours!r}?"
+    elif records:
+        hint = "".join(f": write {argument}={kind}({ours}=...)" for argument, kind in records.items())
+    else:
+        hint = suggestion(name, known)
+    return TypeError(f"unknown argument {name!r}{hint} (known: {', '.join(one for one in known if one != 'self')})")
 
 
 def _evaluated(annotation: Any, function: Any) -> Any:

@@ -1,12 +1,12 @@
 """How an implicit model is solved and differentiated: one record, and one place where it is resolved."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypedDict
 
 from torch import Tensor
 
-from deqseq.check import check_type, checked, suggestion
+from deqseq.check import check_type, checked
 from deqseq.gradients import Gradient, Phantom
 from deqseq.solvers import Adaptive, Solver
 from deqseq.start import Start
@@ -63,28 +63,6 @@ class SolveFields(TypedDict, total=False):
 
 def resolve(config: SolveConfig, solve: SolveConfig | None, changes: Mapping[str, Any]) -> SolveConfig:
     """The configuration of a call: ``solve`` instead of the model's own ``config``, with ``changes``."""
-    check_type("model.solve", config, SolveConfig)  # a plain attribute, which anything can be assigned to
+    check_type("model.solve or eval_solve", config, SolveConfig)  # attributes, which anything can be assigned to
     check_type("solve", solve, (SolveConfig, type(None)))
-    check_fields(changes)
     return replace(solve or config, **changes) if changes else solve or config
-
-
-def check_fields(changes: Mapping[str, Any]) -> None:
-    """Refuse a name that is no field of :class:`SolveConfig`, with a TypeError."""
-    names = [field.name for field in fields(SolveConfig)]
-    for name in changes:
-        if name not in names:
-            raise TypeError(f"unknown argument {name!r}{_meant(name, names)} (fields of SolveConfig: {names})")
-
-
-def _meant(name: str, names: list[str]) -> str:
-    """A suggestion, for a field of :class:`Stop`, an argument of transformers, or a name that is close."""
-    if name in {field.name for field in fields(Stop)}:
-        return f": write stop=dq.Stop({name}=...)"
-    theirs = {
-        "attention_mask": "mask",
-        "use_cache": "return_cache",
-        "past_key_values": "cache",
-        "do_sample": "temperature",
-    }
-    return f"; did you mean {theirs[name]!r}?" if name in theirs else suggestion(name, names)

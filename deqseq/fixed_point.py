@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from deqseq.check import checked
+from deqseq.check import check_type, checked
 from deqseq.gradients.base import Gradient
 from deqseq.gradients.implicit import Implicit
 from deqseq.loop import Callback
@@ -61,6 +61,7 @@ def fixed_point(
     """
     chosen = Implicit() if gradient is None else gradient
     solution = chosen.apply(f, z0, args=args, solver=solver, stop=stop, callback=callback)
+    check_type(f"what {type(chosen).__name__}.apply returns", solution, Solution)
     if throw:
         solution.raise_if_failed()
     graphless = torch.is_grad_enabled() and not solution.value.requires_grad

@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, Literal, TypedDict, Unpack
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from torch import nn
 
 import deqseq as dq
 from deqseq import tasks, training
-from deqseq.check import EXAMPLES, AtLeast, Between, Within, checked
+from deqseq.check import EXAMPLES, RECORDS, AtLeast, Between, Within, checked
 from deqseq.types import Sequence
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -111,9 +111,45 @@ def test_a_dataclass_and_a_constructor_name_their_class():
         Layer(0)
 
 
-def test_what_python_refuses_itself_is_left_to_it():
-    with pytest.raises(TypeError, match=r"unexpected keyword argument 'counts'"):
-        call(counts=3)
+class Fields(TypedDict, total=False):
+    window: Annotated[int, AtLeast(1)]
+
+
+@checked
+def with_fields(mask: Any = None, solve: Any = None, stop: Any = None, **fields: Unpack[Fields]) -> str:
+    return "called"
+
+
+@pytest.mark.parametrize(
+    ("function", "name", "message"),
+    [
+        (call, "counts", "unknown argument 'counts'; did you mean 'count'? (known: count, few, "),
+        (call, "tol", "unknown argument 'tol': write stop=dq.Stop(rtol=...) (known: "),
+        (with_fields, "attention_mask", "unknown argument 'attention_mask'; did you mean 'mask'? "),
+        (with_fields, "solver", "unknown argument 'solver': write solve=dq.SolveConfig(solver=...)"),
+        (
+            with_fields,
+            "windows",
+            "unknown argument 'windows'; did you mean 'window'? (known: mask, solve, stop, window)",
+        ),
+        (dq.Stop, "max_iter", "unknown argument 'max_iter'; did you mean 'max_steps'? (known: rtol, "),
+    ],
+)
+def test_an_unknown_argument_is_answered_with_what_may_be_meant(function, name, message):
+    with pytest.raises(TypeError) as error:
+        function(**{name: 3})
+    assert str(error.value).startswith(message)
+
+
+def test_fields_of_a_record_are_checked_as_arguments_are():
+    assert with_fields(window=2) == "called"
+    with pytest.raises(ValueError, match="window must be an integer >= 1, got 0"):
+        with_fields(window=0)
+
+
+def test_records_have_the_fields_that_are_looked_for():
+    for kind, names in RECORDS.values():
+        assert [field.name for field in fields(eval(kind, {"dq": dq}))] == list(names)
 
 
 def test_nothing_is_checked_inside_compiled_code():

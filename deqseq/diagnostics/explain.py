@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from deqseq.check import checked
 from deqseq.loop import Progress
 from deqseq.solution import Outcome, SolveStats, Status, worst_token
 from deqseq.solvers import Adaptive, Anderson, Broyden, Relaxed
@@ -66,6 +67,7 @@ class Explanation:
         return "\n".join(lines)
 
 
+@checked
 def explain(outcome: Outcome) -> Explanation:
     """Why each row of a solve converged or not, and what to do about it.
 

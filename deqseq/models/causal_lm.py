@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from deqseq.backbones.base import Cache
 from deqseq.check import AtLeast, Between, Within, check_ids, check_integer, check_type, checked
-from deqseq.config import SolveConfig, SolveFields, check_fields
+from deqseq.config import SolveConfig, SolveFields
 from deqseq.loop import Callback
 from deqseq.models.base import Model
 from deqseq.models.eval_mode import eval_mode
@@ -125,8 +125,6 @@ class CausalLM(nn.Module):
         if self.core is None:
             check_nothing_to_solve(options)
             options = {}
-        else:
-            check_fields(fields)
         output = self.model(x, mask=mask, cache=cache, return_cache=return_cache, **options)
         logits = self.logits(output.value)
         loss = None if answers is None else _cross_entropy(logits, answers, shift=labels is not None)

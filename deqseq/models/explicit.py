@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
 from deqseq.backbones.base import Backbone, Cache, Inputs, check_sequence
-from deqseq.check import checked
+from deqseq.check import AtLeast, checked
 from deqseq.models.base import Model
 from deqseq.models.output import Evaluation, ModelOutput
 from deqseq.models.padding import Padding
@@ -64,6 +64,9 @@ class ExplicitModel(Model):
         tokens = padding.compact(x)
         args = self._args(tokens, cache, padding.mask, return_cache)
         value, aux = token_map(tokens, args)
+        if value.shape != tokens.shape:
+            name, wanted = type(self.backbone).__name__, tuple(tokens.shape)
+            raise ValueError(f"{name}.forward must keep the shape of z, {wanted}, got {tuple(value.shape)}")
         counts = None if padding.mask is None else padding.mask.sum(dim=1)
         after = args.advance(aux, x.shape[1], counts) if return_cache else None
         return ModelOutput(padding.back(value), after)
@@ -71,7 +74,11 @@ class ExplicitModel(Model):
     @checked
     @torch.no_grad()
     def evaluate(
-        self, x: Sequence, cache: Cache | None = None, start: Sequence | None = None, iterations: int = 1
+        self,
+        x: Sequence,
+        cache: Cache | None = None,
+        start: Sequence | None = None,
+        iterations: Annotated[int, AtLeast(1)] = 1,
     ) -> Evaluation:
         value, aux = token_map(x, self._args(x, cache, None, True))
         return Evaluation(value, value, value, aux)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from deqseq.backbones.base import Backbone, Cache, Inputs, check_sequence
-from deqseq.check import AtLeast, check_integer, checked
+from deqseq.backbones.looped import LoopedInputs
+from deqseq.check import AtLeast, check_integer, check_type, checked
 from deqseq.config import SolveConfig, SolveFields, resolve
 from deqseq.loop import Callback
 from deqseq.models.base import Model
@@ -17,7 +18,7 @@ from deqseq.models.eval_mode import eval_mode
 from deqseq.models.output import Evaluation, ModelOutput
 from deqseq.models.padding import Padding
 from deqseq.models.start import check_states, start_states
-from deqseq.solution import ConvergenceWarning, Status
+from deqseq.solution import ConvergenceWarning, Solution, Status
 from deqseq.sweeps import Simultaneous
 from deqseq.tokens import Counts, TokenArgs, check_commits, commit, token_map
 from deqseq.types import Mask, Sequence
@@ -95,7 +96,7 @@ class ImplicitModel(Model):
             estimator's, after its phantom steps, say. Otherwise it is that of the solve.
 
         Warns:
-            ConvergenceWarning: in eval mode, once per model: most rows spent their budget without converging.
+            ConvergenceWarning: in eval mode, once per model: most rows spent their budget or diverged.
 
         Raises:
             ConvergenceError: with ``throw``, names the rows that failed, their residuals and a remedy.
@@ -127,12 +128,15 @@ class ImplicitModel(Model):
                 sweep=config.sweep,
                 callback=callback,
             )
+            check_type(f"what {type(config.gradient).__name__}.apply returns", solution, Solution)
             solution = padding.restored(args.per_token(solution))
         call = {"solve": config, "solver": config.solver, "stop": config.stop}  # explain() replaces the last two
         again = partial(self._again, x.detach(), mask=mask, cache=cache, given=given, **call)
         output = ModelOutput(solution.value, solution.aux, solution.stats, solution.status, again)
+        if throw:
+            return output.raise_if_failed()
         self._warn_once(output, config)
-        return output.raise_if_failed() if throw else output
+        return output
 
     @checked
     @torch.no_grad()
@@ -204,17 +208,17 @@ class ImplicitModel(Model):
             self._warned = warned
 
     def _warn_once(self, output: ModelOutput, config: SolveConfig) -> None:
-        """Tell of the first solve in eval mode that spends its budget on most rows, unless no row could converge."""
+        """Tell of the first solve in eval mode in which most rows fail, unless no row could converge."""
         if self.training or self._warned or torch.compiler.is_compiling() or not config.stop.has_tolerance:
             return
         assert output.status is not None
-        failed = int((output.status == Status.MAX_STEPS_REACHED).sum())
-        if 2 * failed > len(output.status):
+        failed, diverged = (int((output.status == one).sum()) for one in (Status.MAX_STEPS_REACHED, Status.DIVERGED))
+        if 2 * (failed + diverged) > len(output.status):
             self._warned.append(True)
             warnings.warn(
                 f"{failed} of {len(output.status)} rows spent the budget of {config.stop.max_steps} iterations without "
-                "converging, so their values are not fixed points. print(output.explain()) says why and what to do. "
-                "(Later calls of this model do not warn.)",
+                f"converging, and {diverged} diverged, so their values are not fixed points. print(output.explain()) "
+                "says why and what to do. (Later calls of this model do not warn.)",
                 ConvergenceWarning,
                 stacklevel=6,  # the caller of the model, above its checks and two functions of nn.Module
             )
@@ -225,7 +229,10 @@ class ImplicitModel(Model):
 
 
 def _check_injection(args: TokenArgs, config: SolveConfig) -> None:
-    if config.start != "input" and isinstance(args.inputs, Inputs) and args.inputs.injection is None:
+    inputs = args.inputs
+    while isinstance(inputs, LoopedInputs) and inputs.start is None:
+        inputs = inputs.inner
+    if config.start != "input" and isinstance(inputs, Inputs) and inputs.injection is None:
         raise ValueError(
             f"this {type(args.backbone).__name__} was built without an injection, so from zero or a random start its "
             "fixed point does not depend on the input: build it with injection=True, wrap it as "
