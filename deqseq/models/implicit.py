@@ -212,13 +212,13 @@ class ImplicitModel(Model):
         if self.training or self._warned or torch.compiler.is_compiling() or not config.stop.has_tolerance:
             return
         assert output.status is not None
-        failed, diverged = (int((output.status == one).sum()) for one in (Status.MAX_STEPS_REACHED, Status.DIVERGED))
-        if 2 * (failed + diverged) > len(output.status):
+        spent, diverged = (int((output.status == one).sum()) for one in (Status.MAX_STEPS_REACHED, Status.DIVERGED))
+        if 2 * (spent + diverged) > len(output.status):
             self._warned.append(True)
             warnings.warn(
-                f"{failed} of {len(output.status)} rows spent the budget of {config.stop.max_steps} iterations without "
-                f"converging, and {diverged} diverged, so their values are not fixed points. print(output.explain()) "
-                "says why and what to do. (Later calls of this model do not warn.)",
+                f"{spent + diverged} of {len(output.status)} rows did not converge ({spent} spent the budget of "
+                f"{config.stop.max_steps} iterations, {diverged} diverged), so their values are not fixed points. "
+                "print(output.explain()) says why and what to do. (Later calls of this model do not warn.)",
                 ConvergenceWarning,
                 stacklevel=6,  # the caller of the model, above its checks and two functions of nn.Module
             )

@@ -94,7 +94,7 @@ def test_outputs_of_models_explain_themselves_under_a_cache_and_padding(sweep):
     mask[1, :3] = False
     start = lm(ids[:, :4], return_cache=True)
     stop = dq.Stop(rtol=1e-9, max_steps=3)
-    with pytest.warns(dq.ConvergenceWarning, match="2 of 2 rows spent the budget of 3 iterations"):
+    with pytest.warns(dq.ConvergenceWarning, match="2 of 2 rows did not converge"):
         output = lm(ids, mask=mask, cache=start.cache, stop=stop, sweep=sweep)
     assert output.explain().causes in (("budget", "budget"), ("slow convergence", "slow convergence"))
     assert (

@@ -201,6 +201,13 @@ def test_a_row_that_is_not_finite_diverges_alone():
         assert status[0] == dq.Status.DIVERGED and set(status[1:]) == {dq.Status.CONVERGED}
 
 
+def test_rows_that_diverge_in_eval_mode_are_told():
+    model = dq.ImplicitModel(contractive_mamba2()).eval()
+    with pytest.warns(dq.ConvergenceWarning, match=r"2 of 2 rows did not converge \(0 spent .*, 2 diverged\)"):
+        output = model(embedded() * torch.nan)
+    assert output.status.tolist() == [dq.Status.DIVERGED] * 2
+
+
 def test_inputs_that_a_sweep_cannot_divide_are_named():
     class Shared(dq.Affine):
         def prepare(self, x, cache=None, mask=None):

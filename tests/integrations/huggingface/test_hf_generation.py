@@ -101,7 +101,7 @@ class TestSolves:
             warnings.simplefilter("always")
             made("mamba2").generate(IDS, solve={"stop": {"max_steps": 2}}, **GREEDY)
         assert [each.category for each in told] == [dq.ConvergenceWarning]
-        assert "3 of 3 rows spent the budget of 2 iterations" in str(told[0].message)
+        assert "3 of 3 rows did not converge (3 spent the budget of 2 iterations, 0 diverged)" in str(told[0].message)
 
     def test_a_generation_configuration_chooses_sweep_solver_and_budget(self):
         model, kept = made("mamba2"), made("mamba2")
