@@ -3,9 +3,10 @@
 from abc import ABC, abstractmethod
 from typing import Any
 
+import torch
 from torch import nn
 
-from deqseq.backbones.base import Cache
+from deqseq.backbones.base import Backbone, Cache, check_sequence
 from deqseq.models.output import Evaluation
 from deqseq.tokens import Counts
 from deqseq.types import Sequence
@@ -75,3 +76,14 @@ class Model(nn.Module, ABC):
         Args:
             **options: those of ``torch.compile``.
         """
+
+
+def check_input(x: Sequence, backbone: Backbone[Any]) -> None:
+    """Refuse embedded tokens of another width, dtype or device than a backbone can compute with."""
+    check_sequence(x, backbone.d_model)
+    known = {(parameter.dtype, parameter.device) for parameter in backbone.parameters()}
+    dtypes, devices = ({pair[place] for pair in known} for place in (0, 1))
+    if known and x.dtype not in dtypes and not torch.is_autocast_enabled(x.device.type):
+        raise TypeError(f"x must have the dtype of the model, {known.pop()[0]}, got {x.dtype}")
+    if known and x.device not in devices and torch.device("meta") not in devices:  # an offloaded model is moved
+        raise ValueError(f"x must be on the device of the model, {known.pop()[1]}, got {x.device}")

@@ -6,9 +6,9 @@ from typing import Annotated, Any
 
 import torch
 
-from deqseq.backbones.base import Backbone, Cache, Inputs, check_sequence
+from deqseq.backbones.base import Backbone, Cache, Inputs
 from deqseq.check import AtLeast, checked
-from deqseq.models.base import Model
+from deqseq.models.base import Model, check_input
 from deqseq.models.output import Evaluation, ModelOutput
 from deqseq.models.padding import Padding
 from deqseq.tokens import Counts, TokenArgs, commit, token_map
@@ -59,7 +59,6 @@ class ExplicitModel(Model):
             TypeError: an argument of the wrong type.
             ValueError: a bad shape.
         """
-        check_sequence(x, self.backbone.d_model)
         padding = Padding.of(x, mask)
         tokens = padding.compact(x)
         args = self._args(tokens, cache, padding.mask, return_cache)
@@ -88,7 +87,7 @@ class ExplicitModel(Model):
         return commit(self.backbone, cache, evaluation.aux, evaluation.states, counts)
 
     def _args(self, x: Sequence, cache: Cache | None, mask: Mask | None, need_aux: bool) -> TokenArgs:
-        check_sequence(x, self.backbone.d_model)
+        check_input(x, self.backbone)
         args = TokenArgs.prepared(self.backbone, x, cache, mask, need_aux)
         if isinstance(args.inputs, Inputs):
             args = args._replace(inputs=replace(args.inputs, injection=None))

@@ -8,12 +8,12 @@ from typing import Annotated, Any, Unpack
 import torch
 from torch import Tensor
 
-from deqseq.backbones.base import Backbone, Cache, Inputs, check_sequence
+from deqseq.backbones.base import Backbone, Cache, Inputs
 from deqseq.backbones.looped import LoopedInputs
 from deqseq.check import AtLeast, check_integer, check_type, checked
 from deqseq.config import SolveConfig, SolveFields, resolve
 from deqseq.loop import Callback
-from deqseq.models.base import Model
+from deqseq.models.base import Model, check_input
 from deqseq.models.eval_mode import eval_mode
 from deqseq.models.output import Evaluation, ModelOutput
 from deqseq.models.padding import Padding
@@ -175,7 +175,7 @@ class ImplicitModel(Model):
         self.backbone.compile(**options)
 
     def _check(self, x: Sequence, start: Tensor | None, commits: bool) -> None:
-        check_sequence(x, self.backbone.d_model)
+        check_input(x, self.backbone)
         if start is not None:
             check_states(start, x)
         if commits:
