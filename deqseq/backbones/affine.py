@@ -1,14 +1,14 @@
 """A linear backbone whose fixed point is known in closed form."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from deqseq.backbones.base import Backbone, Cache, Inputs, check_cache, check_sequence
-from deqseq.check import check_integer, check_number
+from deqseq.check import AtLeast, Within, checked
 from deqseq.types import Mask, Sequence
 
 
@@ -45,10 +45,11 @@ class Affine(Backbone[AffineCache]):
         True
     """
 
-    def __init__(self, d_model: int, contraction: float = 0.4) -> None:
+    @checked
+    def __init__(
+        self, d_model: Annotated[int, AtLeast(1)], contraction: Annotated[float, Within("(0, 1)")] = 0.4
+    ) -> None:
         super().__init__()
-        check_integer("Affine.d_model", d_model, 1)
-        check_number("Affine.contraction", contraction, "(0, 1)")
         self.d_model = d_model
         self.A = nn.Parameter(_of_norm(d_model, contraction))
         self.R = nn.Parameter(_of_norm(d_model, contraction))

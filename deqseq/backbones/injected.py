@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from jaxtyping import Int64
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from deqseq.backbones.base import Backbone, Cache, check_sequence
-from deqseq.check import check_integer, check_number, check_type
+from deqseq.check import AtLeast, Within, check_type, checked
 from deqseq.types import Mask, Sequence
 
 
@@ -73,9 +73,9 @@ class ConcatInjection(Injection):
         True
     """
 
-    def __init__(self, d_model: int) -> None:
+    @checked
+    def __init__(self, d_model: Annotated[int, AtLeast(1)]) -> None:
         super().__init__()
-        check_integer("ConcatInjection.d_model", d_model, 1)
         self.d_model = d_model
         self.weight = nn.Parameter(torch.cat([torch.zeros(d_model, d_model), torch.eye(d_model)], dim=1))
 
@@ -106,11 +106,10 @@ class DecayInjection(Injection):
         tensor([[[0.5000, 0.5000]]], grad_fn=<AddBackward0>)
     """
 
-    def __init__(self, d_model: int, decay: float = 0.5) -> None:
+    @checked
+    def __init__(self, d_model: Annotated[int, AtLeast(1)], decay: Annotated[float, Within("(0, 1)")] = 0.5) -> None:
         super().__init__()
-        check_integer("DecayInjection.d_model", d_model, 1)
         self.d_model = d_model
-        check_number("DecayInjection.decay", decay, "(0, 1)")
         self.log_rate = nn.Parameter(torch.full((d_model,), math.log(-math.log(decay))))
         self.step = nn.Parameter(torch.full((d_model,), math.log(math.e - 1)))  # its softplus is 1
         self.projection = nn.Linear(d_model, d_model, bias=False)
@@ -158,10 +157,9 @@ class Injected(Backbone[Any]):
         torch.Size([1, 3, 8])
     """
 
+    @checked
     def __init__(self, backbone: Backbone[Any], injection: Injection) -> None:
         super().__init__()
-        check_type("Injected.backbone", backbone, Backbone, "dq.Llama(dq.LlamaConfig(d_model=64, injection=False))")
-        check_type("Injected.injection", injection, Injection, "dq.ConcatInjection(64)")
         if getattr(backbone, "injection", None) is not None:
             raise ValueError("Injected.backbone must have no injection of its own: build it with injection=False")
         width = getattr(injection, "d_model", backbone.d_model)

@@ -1,13 +1,13 @@
 """Causal attention with rotary positions, grouped heads and an injection."""
 
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from deqseq.check import check_integer
+from deqseq.check import AtLeast, Within, checked
 from deqseq.layers.rms_norm import RMSNorm
 from deqseq.layers.rotary import RotaryTables, rotate
 
@@ -88,21 +88,19 @@ class Attention(nn.Module):
         (torch.Size([2, 5, 8]), torch.Size([2, 1, 5, 4]))
     """
 
+    @checked
     def __init__(
         self,
-        d_model: int,
-        n_heads: int,
-        n_kv_heads: int,
-        headdim: int,
+        d_model: Annotated[int, AtLeast(1)],
+        n_heads: Annotated[int, AtLeast(1)],
+        n_kv_heads: Annotated[int, AtLeast(1)],
+        headdim: Annotated[int, AtLeast(1)],
         *,
         qk_norm: bool = False,
         qk_bias: bool = False,
-        norm_eps: float = 1e-5,
+        norm_eps: Annotated[float, Within("(0, inf)")] = 1e-5,
     ) -> None:
         super().__init__()
-        sizes = {"d_model": d_model, "n_heads": n_heads, "n_kv_heads": n_kv_heads, "headdim": headdim}
-        for name, size in sizes.items():
-            check_integer(f"Attention.{name}", size, 1)
         if n_heads % n_kv_heads or headdim % 2:
             raise ValueError(
                 "Attention needs n_kv_heads that divide n_heads and an even headdim, got "

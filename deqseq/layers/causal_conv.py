@@ -1,13 +1,15 @@
 """Depthwise causal convolution and SiLU, as a layer with a state."""
 
+from typing import Annotated
+
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from deqseq.check import check_integer
+from deqseq.check import AtLeast, checked
 from deqseq.ops.backend import Backend
-from deqseq.ops.causal_conv import check_inputs, silu_causal_conv
+from deqseq.ops.causal_conv import convolved
 
 
 class CausalConv1d(nn.Module):
@@ -30,10 +32,9 @@ class CausalConv1d(nn.Module):
         (tensor([ 9.9995, 21.0000]), tensor([2.]))
     """
 
-    def __init__(self, channels: int, kernel_size: int) -> None:
+    @checked
+    def __init__(self, channels: Annotated[int, AtLeast(1)], kernel_size: Annotated[int, AtLeast(1)]) -> None:
         super().__init__()
-        check_integer("CausalConv1d.channels", channels, 1)
-        check_integer("CausalConv1d.kernel_size", kernel_size, 1)
         self.past = kernel_size - 1
         bound = kernel_size**-0.5
         self.weight = nn.Parameter(torch.empty(channels, 1, kernel_size).uniform_(-bound, bound))
@@ -49,7 +50,7 @@ class CausalConv1d(nn.Module):
         state: Float[Tensor, "batch past channels"] | None = None,
         backend: Backend = "auto",
     ) -> Float[Tensor, "batch length channels"]:
-        """Convolve and activate, carrying on from ``state``.
+        """Convolve and activate, carrying on from ``state``; shapes are not checked.
 
         Args:
             x: inputs, ``(batch, length, channels)``.
@@ -59,7 +60,7 @@ class CausalConv1d(nn.Module):
         Returns:
             Outputs of the shape of ``x``.
         """
-        return silu_causal_conv(x, self.weight, self.bias, state, backend=backend)
+        return convolved(x, self.weight, self.bias, state, backend)
 
     def state_after(
         self,
@@ -76,12 +77,8 @@ class CausalConv1d(nn.Module):
 
         Returns:
             The last ``kernel_size - 1`` inputs, in memory of their own.
-
-        Raises:
-            ValueError: shapes that do not agree.
         """
         past = self.past
-        check_inputs(x, past + 1, len(self.bias), state, counts)
         if counts is None:
             x = x[:, max(0, x.shape[1] - past) :]
         padded = F.pad(x, (0, 0, past, 0)) if state is None else torch.cat([state.to(x.dtype), x], dim=1)

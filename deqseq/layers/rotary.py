@@ -2,15 +2,16 @@
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from deqseq.check import check_integer, check_number
+from deqseq.check import AtLeast, Within, checked
 
 
+@checked
 @dataclass(frozen=True)
 class RotaryScaling:
     """How Llama 3.1 and later stretch the rotary frequencies for long contexts.
@@ -32,16 +33,17 @@ class RotaryScaling:
         8192
     """
 
-    factor: float = 8.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_length: int = 8192
+    factor: Annotated[float, Within("[1, inf)")] = 8.0
+    low_freq_factor: Annotated[float, Within("(0, inf)")] = 1.0
+    high_freq_factor: Annotated[float, Within("(0, inf)")] = 4.0
+    original_length: Annotated[int, AtLeast(1)] = 8192
 
     def __post_init__(self) -> None:
-        check_number("RotaryScaling.factor", self.factor, "[1, inf)")
-        check_number("RotaryScaling.low_freq_factor", self.low_freq_factor, "(0, inf)")
-        check_number("RotaryScaling.high_freq_factor", self.high_freq_factor, f"({self.low_freq_factor}, inf)")
-        check_integer("RotaryScaling.original_length", self.original_length, 1)
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                f"RotaryScaling.high_freq_factor must be above low_freq_factor = {self.low_freq_factor}, "
+                f"got {self.high_freq_factor}"
+            )
 
 
 class RotaryTables(NamedTuple):

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
-from deqseq.ops.step_sizes import StepSizes
+from deqseq.ops.reference import UNLIMITED, StepSizes
 
 INSTALL = 'pip install "deqseq[cuda]", or see docs/guides/cuda.md for a way without a CUDA build'
 CHUNK = 256  # what the kernels are tuned for
@@ -149,7 +149,7 @@ def convolves(channels: int, width: int) -> bool:
 def _one_token(x, dt, A, B, C, D, steps: StepSizes, before: Tensor, want_state: bool):
     """One step of the recurrence; the kernel insists on a bias and skip weights, and knows no limits."""
     state, width, size = before.clone(), x.shape[3], before.shape[3]
-    plain = steps.softplus and steps.unlimited
+    plain = steps.softplus and steps.limit == UNLIMITED
     dt = dt[:, 0] if plain else steps.of(dt[:, 0].float())
     zeros = torch.zeros_like(A, dtype=torch.float32)
     bias, skip = zeros if steps.bias is None or not plain else steps.bias, zeros if D is None else D

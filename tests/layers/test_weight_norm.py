@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import deqseq as dq
 from deqseq.layers import apply_weight_norm, fold_weight_norm, with_weights
-from deqseq.layers.normalised import WeightNorm
+from deqseq.layers.weight_norm import WeightNorm
 
 X = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 MAKE = pytest.mark.parametrize("make", [contractive_mamba2, contractive_llama])
@@ -196,10 +196,14 @@ def test_what_cannot_be_normalised_is_named():
     with pytest.raises(ValueError, match=r"tied weights, got 0\.weight and 1\.weight"):
         apply_weight_norm(nn.Sequential(first, second))
     assert [name for name, _ in first.named_parameters()] == ["weight", "bias"]
-    for one, change in ((layer(), fold_weight_norm), (nn.Linear(3, 2), apply_weight_norm)):
-        nn.utils.parametrize.register_parametrization(one, "bias", nn.Identity())
-        with pytest.raises(ValueError, match="no parametrised tensor but weights, got 'bias'"):
-            change(one)
+    other, parametrise = nn.Linear(3, 2), nn.utils.parametrize.register_parametrization
+    parametrise(other, "bias", nn.Identity())
+    with pytest.raises(ValueError, match="no parametrised tensor but weights, got 'bias'"):
+        apply_weight_norm(other)
+    normalised = layer()
+    with pytest.raises(AttributeError, match="fold_weight_norm"):  # torch would change the class of all such layers
+        parametrise(normalised, "bias", nn.Identity())
+    for one in (other, normalised, layer()):
         assert one.bias.shape == (2,) and one(torch.ones(1, 3)).shape == (1, 2)
 
 

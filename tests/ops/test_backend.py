@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import deqseq as dq
-from deqseq.ops import BackendError, backend, fused
+from deqseq.ops import BackendError, backend, fused, reference
 from deqseq.ops.causal_conv import silu_causal_conv
-from deqseq.ops.ssd import reference, ssd
-from deqseq.ops.step_sizes import StepSizes
+from deqseq.ops.reference import StepSizes
+from deqseq.ops.ssd import ssd
 
 
 @pytest.fixture(autouse=True)

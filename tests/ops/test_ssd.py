@@ -128,7 +128,7 @@ def test_strong_decay_at_some_tokens_forgets_what_came_before():
 @pytest.mark.usefixtures("unchecked")
 def test_counts_bounds_and_integers_are_refused():
     (x, dt, A, B, C), _, _ = inputs()
-    with pytest.raises(ValueError, match=r"counts must be \(2,\), .* got \(1,\)"):
+    with pytest.raises(ValueError, match=r"counts must have shape \(2,\), got \(1,\)"):
         ssd_state(x, dt, A, B, counts=torch.tensor([2]))
     with pytest.raises(TypeError, match=r"x must be a floating-point tensor, got torch\.int64"):
         ssd(x.long(), dt, A, B, C)
@@ -144,17 +144,18 @@ def test_counts_bounds_and_integers_are_refused():
             ssd(*inputs(**change)[0])
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("name", ["dt", "A", "B", "C", "D", "dt_bias", "initial_state"])
 def test_shapes_that_would_broadcast_are_refused(name):
     (x, dt, A, B, C), extras, state = inputs()
     given = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "initial_state": state} | extras
     given[name] = given[name].mean(dim=0, keepdim=True) if given[name].ndim == 1 else given[name][:, :1]
-    with pytest.raises(ValueError, match=rf"{name} must have (the )?shape"):
-        getattr(ssd, "__wrapped__", ssd)(**given)  # the tests' own shape check would be first
+    with pytest.raises(ValueError, match=f"{name} must have shape"):
+        ssd(**given)
     if name not in ("C", "D"):
         with pytest.raises(ValueError, match=f"{name} must have shape"):
             taken = {key: x for key, x in given.items() if key not in ("C", "D")}
-            getattr(ssd_state, "__wrapped__", ssd_state)(**taken)
+            ssd_state(**taken)
 
 
 @pytest.mark.parametrize("groups", [1, 2])
