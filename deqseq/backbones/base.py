@@ -35,6 +35,8 @@ class Cache:
 
 
 C = TypeVar("C", bound=Cache)
+Counts = Int64[Tensor, " batch"] | None
+"""How many tokens of each row are real; None: all."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,7 @@ class Backbone(nn.Module, ABC, Generic[C]):
             needs of this evaluation: a record of tensors with a row dimension, or None if it is not needed.
         """
 
-    def advance(self, cache: C | None, aux: Any, tokens: int, counts: Int64[Tensor, " batch"] | None = None) -> C:
+    def advance(self, cache: C | None, aux: Any, tokens: int, counts: Counts = None) -> C:
         """Commit the first tokens of an evaluation; the map is not evaluated again. Called without gradients.
 
         Args:
@@ -138,14 +140,10 @@ class Backbone(nn.Module, ABC, Generic[C]):
         )
 
     def compile(self, **options: Any) -> None:
-        """Compile one iteration with ``torch.compile``.
+        """Compile one iteration with ``torch.compile``, whose ``options`` override the defaults here.
 
-        A backbone with a ``_stack`` compiles that alone. Shapes are dynamic, so a new length or batch does not
-        recompile. One row, one token, a cache, gradients and ``need_aux`` each compile once; that can exceed torch's
-        default limit of eight.
-
-        Args:
-            **options: those of ``torch.compile``; they override these defaults.
+        Shapes are dynamic, so a new length or batch does not recompile. One row, one token, a cache, gradients and
+        ``need_aux`` each compile once; that can exceed torch's default limit of eight.
         """
         if self._stack is None:
             super().compile(**options)

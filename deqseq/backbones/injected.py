@@ -5,11 +5,10 @@ from abc import ABC, abstractmethod
 from typing import Annotated, Any, NamedTuple
 
 import torch
-from jaxtyping import Int64
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from deqseq.backbones.base import Backbone, Cache, check_sequence
+from deqseq.backbones.base import Backbone, Cache, Counts, check_sequence
 from deqseq.check import AtLeast, Within, check_type, checked
 from deqseq.types import Mask, Sequence
 
@@ -123,12 +122,7 @@ class DecayInjection(Injection):
 
 
 class InjectedInputs(NamedTuple):
-    """The inputs of an :class:`Injected` backbone.
-
-    Attributes:
-        prepared: of the injection, ``(batch, length, d_model)``.
-        inner: of the backbone.
-    """
+    """The inputs of an :class:`Injected` backbone: of the injection, and of the backbone inside."""
 
     prepared: Sequence
     inner: Any
@@ -145,9 +139,7 @@ class Injected(Backbone[Any]):
         injection: how the input enters.
 
     Raises:
-        TypeError: an argument of the wrong type.
-        ValueError: the backbone was built with an ``injection``, as :class:`Mamba2` and :class:`Llama` can be, or the
-            injection has another ``d_model``.
+        ValueError: the backbone was built with an ``injection`` of its own, or the injection has another ``d_model``.
 
     Example:
         >>> import deqseq as dq
@@ -177,9 +169,7 @@ class Injected(Backbone[Any]):
     ) -> tuple[Sequence, Any]:
         return self.backbone(self.injection.enter(z, inputs.prepared), inputs.inner, cache, need_aux=need_aux)
 
-    def advance(
-        self, cache: Cache | None, aux: Any, tokens: int, counts: Int64[Tensor, " batch"] | None = None
-    ) -> Cache:
+    def advance(self, cache: Cache | None, aux: Any, tokens: int, counts: Counts = None) -> Cache:
         return self.backbone.advance(cache, aux, tokens, counts)
 
     def compile(self, **options: Any) -> None:

@@ -4,10 +4,9 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import torch
-from jaxtyping import Int64
 from torch import Tensor, nn
 
-from deqseq.backbones.base import Backbone, Inputs, check_cache, check_sequence
+from deqseq.backbones.base import Backbone, Counts, Inputs, check_cache, check_sequence
 from deqseq.backbones.llama_cache import LlamaCache, commit
 from deqseq.check import AtLeast, Within, checked
 from deqseq.layers import (
@@ -163,11 +162,7 @@ class Llama(Backbone[LlamaCache]):
         return z, kept if need_aux else None
 
     def advance(
-        self,
-        cache: LlamaCache | None,
-        aux: tuple[KeyValues, ...],
-        tokens: int,
-        counts: Int64[Tensor, " batch"] | None = None,
+        self, cache: LlamaCache | None, aux: tuple[KeyValues, ...], tokens: int, counts: Counts = None
     ) -> LlamaCache:
         return commit(cache, aux, tokens, counts)
 

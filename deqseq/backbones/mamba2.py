@@ -4,10 +4,9 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from jaxtyping import Int64
 from torch import Tensor, nn
 
-from deqseq.backbones.base import Backbone, Cache, Inputs, check_cache, check_sequence
+from deqseq.backbones.base import Backbone, Cache, Counts, Inputs, check_cache, check_sequence
 from deqseq.check import AtLeast, Bounds, Within, checked
 from deqseq.layers import Mamba2Block, Mamba2Mixer, MixerAux, MixerState, RMSNorm, apply_weight_norm, dropout_mask
 from deqseq.ops import Backend
@@ -36,8 +35,7 @@ class Mamba2Config:
         weight_norm: whether linear maps and convolutions are weight-normalised, as in the paper.
         injection: whether the input enters every layer; without, it serves explicit models, ``start="input"``, and
             :class:`Injected`, which adds the input to the state.
-        backend: implementation of convolutions and scans: ``"reference"``, plain PyTorch; ``"mamba_ssm"``, kernels of
-            that package; ``"auto"``, the kernels for CUDA tensors where they can be imported, else the reference.
+        backend: implementation of convolutions and scans, a :data:`deqseq.ops.Backend`.
 
     Raises:
         TypeError, ValueError: names the field, what it got and what it wants.
@@ -138,11 +136,7 @@ class Mamba2(Backbone[Mamba2Cache]):
         return z, aux if need_aux else None
 
     def advance(
-        self,
-        cache: Mamba2Cache | None,
-        aux: tuple[MixerAux, ...],
-        tokens: int,
-        counts: Int64[Tensor, " batch"] | None = None,
+        self, cache: Mamba2Cache | None, aux: tuple[MixerAux, ...], tokens: int, counts: Counts = None
     ) -> Mamba2Cache:
         before = [None] * len(aux) if cache is None else cache.layers
         parts = zip(self.layers, before, aux, strict=True)
@@ -152,7 +146,7 @@ class Mamba2(Backbone[Mamba2Cache]):
         self,
         z: Tensor,
         injected: Tensor | None,
-        states: tuple[MixerState, ...] | None,
+        states: Any,
         dropout: tuple[Tensor, ...],
         need_aux: bool,
         backend: Backend,

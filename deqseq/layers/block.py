@@ -80,18 +80,10 @@ class Mamba2Block(nn.Module):
         need_aux: bool = False,
         backend: Backend = "auto",
     ) -> tuple[Float[Tensor, "batch length d_model"], MixerAux | None]:
-        """Run the block.
+        """The new ``z``, ``(batch, length, d_model)``, and what the mixer's ``state_after`` needs.
 
-        Args:
-            z: the state of the iteration, ``(batch, length, d_model)``.
-            injection: for the mixer, ``(batch, length, injected_width)``. Default: nothing.
-            state: the mixer's state after the tokens before. Default: there are none.
-            mask: dropout mask of the mixer's output, ``(batch, length, d_model)``. Default: no dropout.
-            need_aux: whether the mixer's ``state_after`` will be called.
-            backend: implementation of the mixer's convolution and scan.
-
-        Returns:
-            The new ``z``, and what the mixer's ``state_after`` needs (None without ``need_aux``).
+        ``mask`` is the dropout mask of the mixer's output, of the shape of ``z``; ``injection``, ``state``,
+        ``need_aux`` and ``backend`` are for the mixer.
         """
         mixed, aux = self.mixer(self.norm(z), injection, state, need_aux, backend)
         z = z + (mixed if mask is None else mixed * mask)
@@ -154,17 +146,10 @@ class LlamaBlock(nn.Module):
         past: Past | None = None,
         mask: Float[Tensor, "batch length d_model"] | None = None,
     ) -> tuple[Float[Tensor, "batch length d_model"], KeyValues]:
-        """Run the block.
+        """The new ``z``, ``(batch, length, d_model)``, and the keys and values of its tokens.
 
-        Args:
-            z: the state of the iteration, ``(batch, length, d_model)``.
-            injection: for the attention, ``(batch, length, injected_width)``, or None.
-            tables: rotary tables of these tokens.
-            past: the tokens before. Default: nothing.
-            mask: dropout mask of both layers' outputs, ``(batch, length, d_model)``. Default: no dropout.
-
-        Returns:
-            The new ``z``, and the keys and values of these tokens.
+        ``mask`` is the dropout mask of both layers' outputs, of the shape of ``z``; ``injection``, ``tables`` and
+        ``past`` are for the attention.
         """
         mixed = z if self.input_layernorm is None else self.input_layernorm(z)
         mixed, own = self.self_attn(mixed, injection, tables, past)

@@ -21,9 +21,6 @@ class CausalConv1d(nn.Module):
         channels: number of channels.
         kernel_size: :math:`k`, at least 1.
 
-    Raises:
-        ValueError: a kernel size below 1.
-
     Example:
         >>> conv = CausalConv1d(1, 2)
         >>> _ = conv.weight.data.copy_(torch.tensor([[[1.0, 10.0]]])), conv.bias.data.zero_()
@@ -50,15 +47,9 @@ class CausalConv1d(nn.Module):
         state: Float[Tensor, "batch past channels"] | None = None,
         backend: Backend = "auto",
     ) -> Float[Tensor, "batch length channels"]:
-        """Convolve and activate, carrying on from ``state``; shapes are not checked.
+        """Convolve and activate ``x``, ``(batch, length, channels)``, carrying on from ``state``; nothing is checked.
 
-        Args:
-            x: inputs, ``(batch, length, channels)``.
-            state: the inputs before them, ``(batch, kernel_size - 1, channels)``. Default: zeros.
-            backend: the implementation.
-
-        Returns:
-            Outputs of the shape of ``x``.
+        ``state`` are the inputs before, ``(batch, kernel_size - 1, channels)``, by default zeros; ``backend`` computes.
         """
         return convolved(x, self.weight, self.bias, state, backend)
 
@@ -68,15 +59,10 @@ class CausalConv1d(nn.Module):
         state: Float[Tensor, "batch past channels"] | None = None,
         counts: Int64[Tensor, " batch"] | None = None,
     ) -> Float[Tensor, "batch past channels"]:
-        """The inputs that the tokens after ``x`` will still see.
+        """The last ``kernel_size - 1`` inputs, which the tokens after ``x`` will still see, in memory of their own.
 
-        Args:
-            x: inputs, ``(batch, length, channels)``.
-            state: the inputs before them, ``(batch, kernel_size - 1, channels)``. Default: zeros.
-            counts: how many inputs of each row are real, ``(batch,)``. Default: all.
-
-        Returns:
-            The last ``kernel_size - 1`` inputs, in memory of their own.
+        ``x`` and ``state`` are as in :meth:`forward`; ``counts``, ``(batch,)``, says how many inputs of each row are
+        real, by default all.
         """
         past = self.past
         if counts is None:

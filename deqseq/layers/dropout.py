@@ -15,19 +15,14 @@ def dropout_mask(
 ) -> Float[Tensor, "batch length dim"]:
     r"""A mask to multiply by: zero with probability ``p``, else :math:`1 / (1 - p)`.
 
-    Ordinary dropout would draw a new mask at each iteration, and the map would have no fixed point. This one is drawn
-    once per solve and belongs to its inputs.
+    Ordinary dropout would draw a new mask at each iteration, and the map would have no fixed point.
 
     Args:
         like: its shape, ``(batch, length, dim)``, its dtype and its device are taken.
         p: probability of zero, in [0, 1).
 
-    Returns:
-        The mask, of the shape of ``like``.
-
     Raises:
-        TypeError: ``like`` is no floating-point tensor.
-        ValueError: ``p`` outside [0, 1).
+        TypeError: ``like`` is not of a floating-point dtype.
 
     References:
         Gal and Ghahramani, A Theoretically Grounded Application of Dropout in Recurrent Neural Networks, NeurIPS

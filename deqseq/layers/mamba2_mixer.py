@@ -97,7 +97,7 @@ class Mamba2Mixer(nn.Module):
                 f"Mamba2Mixer needs heads of equal size in groups of equal size, got expand * d_model = {d_inner}, "
                 f"headdim {headdim}, n_groups {n_groups}"
             )
-        self.headdim, self.chunk_size, self.dt_limit = headdim, chunk_size, tuple(dt_limit)
+        self.headdim, self.chunk_size, self.dt_limit = headdim, chunk_size, (dt_limit[0], dt_limit[1])
         self.maps = (n_groups, d_state)
         self.convolved = (d_inner, n_groups * d_state, n_groups * d_state)  # widths of x, B and C
         self.filters = (sum(self.convolved), d_conv)
@@ -118,9 +118,8 @@ class Mamba2Mixer(nn.Module):
 
     def init_state(self, batch: int) -> MixerState:
         """The state of ``batch`` rows before the first token: zeros."""
-        d_state = self.maps[1]
         dtype = torch.promote_types(self.D.dtype, torch.float32)
-        ssm = self.D.new_zeros(batch, self.parts[2], self.headdim, d_state, dtype=dtype)
+        ssm = self.D.new_zeros(batch, self.parts[2], self.headdim, self.maps[1], dtype=dtype)
         return MixerState(self.conv1d.init_state(batch), ssm)
 
     def forward(
@@ -131,17 +130,14 @@ class Mamba2Mixer(nn.Module):
         need_aux: bool = False,
         backend: Backend = "auto",
     ) -> tuple[Float[Tensor, "batch length d_model"], MixerAux | None]:
-        """Mix the tokens, carrying on from ``state``.
+        """Outputs of the shape of ``u``, and what :meth:`state_after` needs (None without ``need_aux``).
 
         Args:
             u: inputs, ``(batch, length, d_model)``.
             injection: added to ``in_proj``'s output, ``(batch, length, injected_width)``. Default: nothing.
-            state: the state after the tokens before. Default: there are none.
+            state: the state after the tokens before, whose shapes are not checked. Default: there are none.
             need_aux: whether :meth:`state_after` will be called.
             backend: implementation of the convolution and the scan, as in :func:`deqseq.ops.ssd.ssd`.
-
-        Returns:
-            Outputs of the shape of ``u``, and what :meth:`state_after` needs (None without ``need_aux``).
         """
         projected = self.in_proj(u)
         if injection is not None:
@@ -166,16 +162,13 @@ class Mamba2Mixer(nn.Module):
     def state_after(
         self, aux: MixerAux, before: MixerState | None, tokens: int, counts: Int64[Tensor, " batch"] | None = None
     ) -> MixerState:
-        """The state after the first tokens of a call; nothing is projected, convolved or read out again.
+        """The state after the first tokens of a call, without a graph; nothing is projected or convolved again.
 
         Args:
             aux: what the call returned.
             before: the state that the call was given. Default: none.
             tokens: how many of its tokens, at least 1.
             counts: how many of those are real, per row, ``(batch,)``. Default: all.
-
-        Returns:
-            The state, without a graph.
         """
         with torch.no_grad():
             xBC, x, dt, B = (part[:, :tokens] for part in aux)

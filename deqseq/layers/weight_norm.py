@@ -82,11 +82,8 @@ def apply_weight_norm(module: nn.Module) -> None:
         >>> [name for name, _ in layer.named_parameters()]
         ['0.bias', '0.parametrizations.weight.original0', '0.parametrizations.weight.original1']
     """
-    layers: Any = {
-        name: layer
-        for name, layer in module.named_modules()
-        if isinstance(layer, nn.Linear | CausalConv1d) and not is_parametrized(layer, "weight")
-    }
+    parts: Any = [(name, part) for name, part in module.named_modules() if isinstance(part, nn.Linear | CausalConv1d)]
+    layers: dict[str, Any] = {name: part for name, part in parts if not is_parametrized(part, "weight")}
     owners: dict[nn.Parameter, str] = {}
     for name, layer in layers.items():
         if is_parametrized(layer):
@@ -98,7 +95,8 @@ def apply_weight_norm(module: nn.Module) -> None:
         norm = WeightNorm(layer)
         del layer.weight
         layer.parametrizations = nn.ModuleDict({"weight": norm})
-        layer.__class__ = NormalisedLinear if isinstance(layer, nn.Linear) else NormalisedConv1d
+        kind: Any = NormalisedLinear if isinstance(layer, nn.Linear) else NormalisedConv1d
+        layer.__class__ = kind
 
 
 @checked
@@ -108,7 +106,7 @@ def fold_weight_norm(module: nn.Module) -> None:
     Do this before tools that read and write ``weight`` run: merging LoRA, quantisation.
 
     Args:
-        module: changed in place; without weight normalisation it stays as it is.
+        module: changed in place.
 
     Example:
         >>> layer = nn.Linear(2, 3)

@@ -30,12 +30,8 @@ def silu_causal_conv(
         weight: filters, ``(channels, 1, width)``.
         bias: ``(channels,)``.
         state: the ``width - 1`` inputs before them, ``(batch, width - 1, channels)``. Default: zeros.
-        backend: ``"reference"``, plain PyTorch; ``"mamba_ssm"``, the kernels of causal_conv1d, which belong to that
-            package, where they can be imported and take the filter (width 2 to 4, channels in eights); ``"auto"``: as
-            in :func:`deqseq.ops.ssd.ssd`.
-
-    Returns:
-        Outputs of the shape of ``x``.
+        backend: a :data:`deqseq.ops.Backend`; its kernels are those of causal_conv1d, where they can be imported and
+            take the filter (width 2 to 4, channels in eights).
 
     Raises:
         ValueError: shapes that do not agree.

@@ -50,16 +50,7 @@ def why_no_convolution() -> str | None:
 # takes longer than all of deqseq; this imports it at the first call.
 @_disable_dynamo
 def scan(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    steps: StepSizes,
-    before: Tensor | None,
-    want_state: bool,
-    chunk_size: int | None,
+    x, dt, A, B, C, D, steps: StepSizes, before: Tensor | None, want_state: bool, chunk_size: int | None
 ) -> tuple[Tensor, Tensor | None]:
     """The scan by ``mamba_chunk_scan_combined``, or by ``selective_state_update`` for one token without a graph."""
     B, C = B.to(x.dtype), C.to(x.dtype)
@@ -103,18 +94,11 @@ def convolved(x: Tensor, weight: Tensor, bias: Tensor, state: Tensor | None) -> 
 
 @_disable_dynamo
 def convolved_and_scanned(
-    projected: Tensor,
-    conv: tuple[Tensor, Tensor],
-    A: Tensor,
-    D: Tensor,
-    steps: StepSizes,
-    norm: tuple[Tensor, float],
-    headdim: int,
-    groups: int,
-    chunk_size: int | None,
+    projected: Tensor, conv, A, D, steps: StepSizes, norm, headdim: int, groups: int, chunk_size: int | None
 ) -> Tensor:
     """All that Mamba2 does between its two projections, by ``mamba_split_conv1d_scan_combined``."""
     weight, bias = conv
+    norm_weight, eps = norm
     with torch.autocast(projected.device.type, enabled=False):
         y = _kernels().whole(
             projected,
@@ -125,8 +109,8 @@ def convolved_and_scanned(
             D,
             chunk_size or CHUNK,
             dt_limit=steps.limit,
-            rmsnorm_weight=norm[0],
-            rmsnorm_eps=norm[1],
+            rmsnorm_weight=norm_weight,
+            rmsnorm_eps=eps,
             headdim=headdim,
             ngroups=groups,
             norm_before_gate=False,

@@ -1,7 +1,7 @@
 """The state-space-dual scan in pure PyTorch: the CPU path, and the oracle of faster kernels."""
 
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int64
@@ -15,13 +15,7 @@ FORGOTTEN = -40.0
 
 
 class StepSizes(NamedTuple):
-    r"""How a scan's step sizes come from what was projected, :math:`\mathrm{clamp}(\mathrm{softplus}(dt + b))`.
-
-    Attributes:
-        bias: :math:`b`, ``(heads,)``. Default: zero.
-        softplus: whether they pass a softplus.
-        limit: lower and upper bound.
-    """
+    r"""How a scan's step sizes come from what was projected, :math:`\mathrm{clamp}(\mathrm{softplus}(dt + b))`."""
 
     bias: Float[Tensor, " heads"] | None = None
     softplus: bool = True
@@ -35,16 +29,7 @@ class StepSizes(NamedTuple):
 
 
 def scan(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    steps: StepSizes,
-    before: Tensor | None,
-    want_state: bool,
-    chunk_size: int | None,
+    x, dt, A, B, C, D, steps: StepSizes, before: Tensor | None, want_state: bool, chunk_size: int | None
 ) -> tuple[Tensor, Tensor | None]:
     """The scan, chunk by chunk in matrix products, in float32 at least; :func:`deqseq.ops.ssd.ssd` documents it."""
     size, dtype = chunk_size or CHUNK, torch.promote_types(x.dtype, torch.float32)
@@ -58,7 +43,7 @@ def scan(
         elif x.shape[1] <= size:
             y, state = _chunk(*many, before, want_state)
         elif torch.compiler.is_compiling():
-            y, state = _chunks_in_turn(*many, before, want_state, size)
+            y, state = _chunks_in_turn(*many, before, want_state, size, False)
         else:
             y, *_, state = _Chunks.apply(*many, before, want_state, size, torch.is_grad_enabled())
         if D is not None:
@@ -67,13 +52,7 @@ def scan(
 
 
 def state_after(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    steps: StepSizes,
-    before: Tensor | None,
-    counts: Int64[Tensor, " batch"] | None,
+    x: Tensor, dt, A, B, steps: StepSizes, before: Tensor | None, counts: Int64[Tensor, " batch"] | None
 ) -> Float[Tensor, "batch heads headdim d_state"]:
     """The state after the last token, or after the first so many of each row."""
     dtype = torch.promote_types(x.dtype, torch.float32)
@@ -107,14 +86,8 @@ class _Chunks(torch.autograd.Function):
 
     @staticmethod
     def forward(x, dt, rates, B, C, state, want_state, size, keep):
-        """``y`` and the state after each chunk, or after the last alone; None after the last if it is not wanted."""
-        y, states = torch.empty_like(x), []
-        for start in range(0, x.shape[2], size):
-            span = slice(start, start + size)
-            pieces = [t[:, :, span] for t in (x, dt, rates, B, C)]
-            y[:, :, span], state = _chunk(*pieces, state=state, want_state=want_state or span.stop < x.shape[2])
-            states = [*states, state] if keep else [state]
-        return y, *states
+        """``y`` and the state after each chunk, or after the last only; None after the last if it is not wanted."""
+        return _chunks_in_turn(x, dt, rates, B, C, state, want_state, size, keep)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -139,15 +112,14 @@ class _Chunks(torch.autograd.Function):
         return dx, *(torch.cat(t, dim=2) for t in zip(*others, strict=True)), dstate, None, None, None
 
 
-def _chunks_in_turn(
-    x: Tensor, dt: Tensor, rates: Tensor, B: Tensor, C: Tensor, state: Tensor | None, want_state: bool, size: int
-) -> tuple[Tensor, Tensor | None]:
-    """The same loop for ``torch.compile``, which cannot trace ``_Chunks`` with dynamic shapes (torch 2.13)."""
-    outputs, pieces = [], list(zip(*(t.split(size, dim=2) for t in (x, dt, rates, B, C)), strict=True))
+def _chunks_in_turn(x, dt, rates, B, C, state, want_state: bool, size: int, keep: bool) -> tuple[Any, ...]:
+    """The loop; ``torch.compile`` takes it as it is, and cannot trace ``_Chunks`` with dynamic shapes (torch 2.13)."""
+    outputs, states, pieces = [], [], list(zip(*(t.split(size, dim=2) for t in (x, dt, rates, B, C)), strict=True))
     for index, piece in enumerate(pieces):
         y, state = _chunk(*piece, state=state, want_state=want_state or index + 1 < len(pieces))
         outputs.append(y)
-    return torch.cat(outputs, dim=2), state
+        states = [*states, state] if keep else [state]
+    return torch.cat(outputs, dim=2), *states
 
 
 def _chunk(x: Tensor, dt: Tensor, rates: Tensor, B: Tensor, C: Tensor, state: Tensor | None, want_state: bool):

@@ -16,8 +16,7 @@ class SSDOutput(NamedTuple):
 
     Attributes:
         y: outputs, ``(batch, length, heads, headdim)``.
-        state: the state after the last token, ``(batch, heads, headdim, d_state)``; None without
-            ``return_state``.
+        state: that after the last token, ``(batch, heads, headdim, d_state)``; None without ``return_state``.
     """
 
     y: Float[Tensor, "batch length heads headdim"]
@@ -62,19 +61,14 @@ def ssd(
         return_state: whether the state after the last token is wanted.
         chunk_size: tokens per chunk. Affects speed, and rounding: decays are differences of sums over a chunk.
             Default: 64 in the reference, 256 in the kernels.
-        backend: ``"reference"``, plain PyTorch on any device; ``"mamba_ssm"``, that package's kernels; ``"auto"``, the
-            kernels for CUDA tensors in float32, float16 or bfloat16 where the package can be imported, and the
-            reference otherwise and inside compiled functions; the reason is logged once.
+        backend: a :data:`deqseq.ops.Backend`; compiled functions take ``"auto"`` for the reference.
 
     Returns:
-        ``y`` in the dtype of ``x``; the final state in float32 (float64 for float64 inputs). The
-        reference computes in float32 at least; the kernels multiply in the dtype of ``x``, sum in float32, and
-        have no second derivatives: asking for one is an error.
+        ``y`` in the dtype of ``x``; the final state in float32 (float64 for float64 inputs). The reference computes in
+        float32 at least; the kernels multiply in the dtype of ``x``, sum in float32, and have no second derivatives.
 
     Raises:
-        TypeError: ``x`` is not floating point, or ``chunk_size`` no integer.
-        ValueError: an empty sequence, shapes that do not agree, heads that the groups do not divide, a chunk size
-            below 1, or bounds that are not ordered.
+        TypeError, ValueError: names the argument, what it got and what it wants.
         BackendError: ``backend="mamba_ssm"`` where its kernels cannot run; it says what is missing.
 
     References:
@@ -88,7 +82,7 @@ def ssd(
         tensor([1., 2., 3.])
     """
     _check_shapes(x, B, dt=dt, A=A, C=C, D=D, dt_bias=dt_bias, initial_state=initial_state)
-    steps = StepSizes(dt_bias, dt_softplus, tuple(dt_limit))
+    steps = StepSizes(dt_bias, dt_softplus, (dt_limit[0], dt_limit[1]))
     scan = fused.scan if resolved(backend, x) == "mamba_ssm" else reference.scan
     y, state = scan(x, dt, A, B, C, D, steps, initial_state, return_state, chunk_size)
     return SSDOutput(y, state if return_state else None)
@@ -107,7 +101,7 @@ def ssd_state(
     initial_state: Float[Tensor, "batch heads headdim d_state"] | None = None,
     counts: Int64[Tensor, " batch"] | None = None,
 ) -> Float[Tensor, "batch heads headdim d_state"]:
-    r"""The state of :func:`ssd` after its last token, without the outputs: one matrix product.
+    r"""The state of :func:`ssd` after its last token, in the same dtype, by one matrix product.
 
     .. math:: h_T = e^{\sum_s \Delta_s A} h_0 + \sum_t e^{\sum_{s > t} \Delta_s A} \Delta_t x_t B_t^\top
 
@@ -117,17 +111,13 @@ def ssd_state(
         A: decay rates, at most 0 (not checked), ``(heads,)``.
         B: input maps, ``(batch, length, groups, d_state)``.
         dt_bias: ``(heads,)``.
-        dt_softplus: whether step sizes pass a softplus.
-        dt_limit: lower and upper bound of the step sizes.
+        dt_softplus: as in :func:`ssd`.
+        dt_limit: as in :func:`ssd`.
         initial_state: the state before the first token, ``(batch, heads, headdim, d_state)``; None is zero.
         counts: real tokens of each row, ``(batch,)``; the state is that after those. Default: all.
 
-    Returns:
-        The state, in float32 (float64 for float64 inputs).
-
     Raises:
-        TypeError: ``x`` is not floating point.
-        ValueError: shapes that do not agree, or bounds that are not ordered.
+        TypeError, ValueError: as for :func:`ssd`.
 
     Example:
         >>> import torch
@@ -136,7 +126,7 @@ def ssd_state(
         2.0
     """
     _check_shapes(x, B, dt=dt, A=A, dt_bias=dt_bias, initial_state=initial_state, counts=counts)
-    steps = StepSizes(dt_bias, dt_softplus, tuple(dt_limit))
+    steps = StepSizes(dt_bias, dt_softplus, (dt_limit[0], dt_limit[1]))
     return reference.state_after(x, dt, A, B, steps, initial_state, counts)
 
 
