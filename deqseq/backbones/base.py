@@ -48,11 +48,6 @@ class Inputs:
         dropout: dropout masks, one per layer, ``(batch, length, d_model)``; empty outside training.
         rotary: cosines and sines of the positions, as the blocks use them, each ``(batch or 1, length, headdim)``
             or ``(batch or 1, length, 1, headdim)``; empty if there are none.
-
-    Example:
-        >>> import torch, deqseq as dq
-        >>> dq.take(Inputs(torch.zeros(4, 6, 3)), torch.tensor([1, 2])).injection.shape
-        torch.Size([2, 6, 3])
     """
 
     injection: Float[Tensor, "batch length width"] | None = None

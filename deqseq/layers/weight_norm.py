@@ -65,7 +65,8 @@ def apply_weight_norm(module: nn.Module) -> None:
 
     A solve computes the weights once, other calls of a layer each time. The layers have no attribute ``weight``, as a
     write to it would be lost: :func:`~deqseq.layers.with_weights` is for reading it, :func:`fold_weight_norm` makes it
-    a parameter again. A row of zeros gets a random direction :math:`v`, along which it can grow.
+    a parameter again. A row of zeros gets a random direction :math:`v`, along which it can grow. Layers of a subclass
+    keep its ``forward``; its other methods are only on what :func:`~deqseq.layers.with_weights` returns.
 
     Args:
         module: changed in place; the initial weights stay what they are.

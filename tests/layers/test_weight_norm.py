@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-import threading
 from typing import Any
 
 import pytest
@@ -112,32 +111,6 @@ def test_weights_loaded_during_a_solve_are_used_by_the_next_call(itself):
     expected = model(2)
     expected.load_state_dict(state)
     assert torch.equal(seen[1], expected(X).value) and not torch.equal(*seen)
-
-
-def test_a_model_trains_while_a_thread_solves_with_it():
-    ours = model()
-    expected = gradients(ours, ours(X).value)
-    inside, done, values = threading.Event(), threading.Event(), []
-
-    def wait(_: dq.Progress) -> None:
-        inside.set()
-        assert done.wait(60)
-
-    def solve() -> None:
-        with torch.no_grad():
-            values.append(ours(X, callback=wait).value)
-
-    thread = threading.Thread(target=solve)
-    thread.start()
-    assert inside.wait(60)
-    try:
-        found = gradients(ours, ours(X).value)
-    finally:
-        done.set()
-        thread.join()
-    assert all(torch.equal(found[name], grad) for name, grad in expected.items())
-    with torch.no_grad():
-        assert torch.equal(values[0], ours(X).value)
 
 
 @pytest.mark.parametrize(

@@ -175,13 +175,3 @@ def test_state_after_the_tokens_that_count(groups, given_state, dt_limit):
             cut = (x[one, :count], dt[one, :count], A, B[one, :count], C[one, :count])
             alone = ssd(*cut, dt_bias=extras["dt_bias"], initial_state=start[one], dt_limit=dt_limit, return_state=True)
             assert relative_error(together[one], alone.state) < 1e-12
-
-
-def test_state_alone_has_gradients():
-    arguments, extras, state = inputs(batch=2, length=4, heads=2, headdim=2, groups=1, d_state=2)
-    tensors = [t.requires_grad_() for t in (*arguments[:4], extras["dt_bias"], state)]
-
-    def last(x, dt, A, B, bias, initial):
-        return ssd_state(x, dt, A, B, dt_bias=bias, initial_state=initial, counts=torch.tensor([4, 2]))
-
-    assert torch.autograd.gradcheck(last, tensors)
