@@ -99,12 +99,17 @@ class Within:
     interval: str
 
 
+@dataclass(frozen=True)
+class Bounds:
+    """In ``Annotated[tuple[float, float], Bounds()]``: two ordered numbers, the first from 0 on."""
+
+
 def checked(target: T) -> T:
     """Check the arguments of a function, or of a dataclass's constructor, against their annotations.
 
-    Read are ranges (:class:`AtLeast`, :class:`Between`, :class:`Within`), ``bool``, ``Literal``, functions, classes,
-    and unions of them; of a tensor or a container only its class. Defaults are not checked, and neither is anything
-    inside ``torch.compile``.
+    Read are ranges (:class:`AtLeast`, :class:`Between`, :class:`Within`, :class:`Bounds`), ``bool``, ``Literal``,
+    functions, classes, and unions of them; of a tensor or a container only its class. Defaults are not checked, and
+    neither is anything inside ``torch.compile``.
 
     Args:
         target: a function, an ``__init__`` or a dataclass.
@@ -198,6 +203,8 @@ def _check_of_range(note: object) -> Check | None:
         return functools.partial(check_integer, low=note.low)
     if isinstance(note, Between):
         return functools.partial(check_integer, low=note.low, high=note.high)
+    if isinstance(note, Bounds):
+        return check_bounds
     return functools.partial(check_number, interval=note.interval) if isinstance(note, Within) else None
 
 
@@ -254,7 +261,7 @@ def check_number(name: str, value: object, interval: str) -> None:
 
 
 def check_bounds(name: str, value: Any) -> None:
-    """Refuse what is not two ordered bounds of a step size, with a TypeError or a ValueError."""
+    """Refuse anything but two ordered bounds, the lower from 0 on, with a TypeError or a ValueError."""
     check_type(name, value, (tuple, list), "(0.0, 0.1)")
     if len(value) != 2:
         raise ValueError(f"{name} must be two bounds, got {value!r}")

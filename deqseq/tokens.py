@@ -10,7 +10,7 @@ from torch import Tensor
 
 from deqseq.backbones.base import Backbone, Cache
 from deqseq.check import check_type
-from deqseq.layers.with_weights import with_weights
+from deqseq.layers import with_weights
 from deqseq.rows import map_tensors, tensors_of
 from deqseq.solution import Solution, SolveStats, Status
 from deqseq.types import Mask, Sequence

@@ -1,14 +1,14 @@
 """A linear backbone whose fixed point is known in closed form."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float
 from torch import Tensor, nn
 
-from deqseq.backbones.base import Backbone, Cache, Inputs, check_cache, check_sequence
-from deqseq.check import check_integer, check_number
+from deqseq.backbones.base import Backbone, Cache, Counts, Inputs, check_cache, check_sequence
+from deqseq.check import AtLeast, Within, checked
 from deqseq.types import Mask, Sequence
 
 
@@ -34,9 +34,6 @@ class Affine(Backbone[AffineCache]):
         d_model: width.
         contraction: spectral norm of A and of R, in (0, 1).
 
-    Raises:
-        ValueError: a contraction outside (0, 1).
-
     Example:
         >>> backbone = Affine(4, contraction=0.4)
         >>> x = torch.ones(1, 3, 4)
@@ -45,10 +42,11 @@ class Affine(Backbone[AffineCache]):
         True
     """
 
-    def __init__(self, d_model: int, contraction: float = 0.4) -> None:
+    @checked
+    def __init__(
+        self, d_model: Annotated[int, AtLeast(1)], contraction: Annotated[float, Within("(0, 1)")] = 0.4
+    ) -> None:
         super().__init__()
-        check_integer("Affine.d_model", d_model, 1)
-        check_number("Affine.contraction", contraction, "(0, 1)")
         self.d_model = d_model
         self.A = nn.Parameter(_of_norm(d_model, contraction))
         self.R = nn.Parameter(_of_norm(d_model, contraction))
@@ -68,22 +66,13 @@ class Affine(Backbone[AffineCache]):
         out = out if inputs.injection is None else out + inputs.injection
         return out, states if need_aux else None
 
-    def advance(
-        self, cache: AffineCache | None, aux: Any, tokens: int, counts: Int64[Tensor, " batch"] | None = None
-    ) -> AffineCache:
+    def advance(self, cache: AffineCache | None, aux: Any, tokens: int, counts: Counts = None) -> AffineCache:
         # one more state than there are tokens: the first is that before them
         last = torch.full((len(aux),), tokens, device=aux.device) if counts is None else counts
         return AffineCache(aux.detach()[torch.arange(len(aux), device=aux.device), last])
 
     def solution(self, x: Sequence) -> Sequence:
-        """The fixed point in closed form, token by token.
-
-        Args:
-            x: embedded tokens, ``(batch, length, d_model)``.
-
-        Returns:
-            ``z*`` of the same shape.
-        """
+        """The fixed point of embedded tokens ``x``, ``(batch, length, d_model)``, in closed form, token by token."""
         inverse = torch.linalg.inv(torch.eye(self.d_model, dtype=x.dtype, device=x.device) - self.A)
         previous, tokens = x.new_zeros(x.shape[0], self.d_model), []
         for u in (x @ self.U.T).unbind(dim=1):

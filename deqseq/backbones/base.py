@@ -35,6 +35,8 @@ class Cache:
 
 
 C = TypeVar("C", bound=Cache)
+Counts = Int64[Tensor, " batch"] | None
+"""How many tokens of each row are real; None: all."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +48,6 @@ class Inputs:
         dropout: dropout masks, one per layer, ``(batch, length, d_model)``; empty outside training.
         rotary: cosines and sines of the positions, as the blocks use them, each ``(batch or 1, length, headdim)``
             or ``(batch or 1, length, 1, headdim)``; empty if there are none.
-
-    Example:
-        >>> import torch, deqseq as dq
-        >>> dq.take(Inputs(torch.zeros(4, 6, 3)), torch.tensor([1, 2])).injection.shape
-        torch.Size([2, 6, 3])
     """
 
     injection: Float[Tensor, "batch length width"] | None = None
@@ -120,7 +117,7 @@ class Backbone(nn.Module, ABC, Generic[C]):
             needs of this evaluation: a record of tensors with a row dimension, or None if it is not needed.
         """
 
-    def advance(self, cache: C | None, aux: Any, tokens: int, counts: Int64[Tensor, " batch"] | None = None) -> C:
+    def advance(self, cache: C | None, aux: Any, tokens: int, counts: Counts = None) -> C:
         """Commit the first tokens of an evaluation; the map is not evaluated again. Called without gradients.
 
         Args:
@@ -138,14 +135,10 @@ class Backbone(nn.Module, ABC, Generic[C]):
         )
 
     def compile(self, **options: Any) -> None:
-        """Compile one iteration with ``torch.compile``.
+        """Compile one iteration with ``torch.compile``, whose ``options`` override the defaults here.
 
-        A backbone with a ``_stack`` compiles that alone. Shapes are dynamic, so a new length or batch does not
-        recompile. One row, one token, a cache, gradients and ``need_aux`` each compile once; that can exceed torch's
-        default limit of eight.
-
-        Args:
-            **options: those of ``torch.compile``; they override these defaults.
+        Shapes are dynamic, so a new length or batch does not recompile. One row, one token, a cache, gradients and
+        ``need_aux`` each compile once; that can exceed torch's default limit of eight.
         """
         if self._stack is None:
             super().compile(**options)

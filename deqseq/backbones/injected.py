@@ -2,15 +2,14 @@
 
 import math
 from abc import ABC, abstractmethod
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
-from jaxtyping import Int64
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from deqseq.backbones.base import Backbone, Cache, check_sequence
-from deqseq.check import check_integer, check_number, check_type
+from deqseq.backbones.base import Backbone, Cache, Counts, check_sequence
+from deqseq.check import AtLeast, Within, check_type, checked
 from deqseq.types import Mask, Sequence
 
 
@@ -73,9 +72,9 @@ class ConcatInjection(Injection):
         True
     """
 
-    def __init__(self, d_model: int) -> None:
+    @checked
+    def __init__(self, d_model: Annotated[int, AtLeast(1)]) -> None:
         super().__init__()
-        check_integer("ConcatInjection.d_model", d_model, 1)
         self.d_model = d_model
         self.weight = nn.Parameter(torch.cat([torch.zeros(d_model, d_model), torch.eye(d_model)], dim=1))
 
@@ -106,11 +105,10 @@ class DecayInjection(Injection):
         tensor([[[0.5000, 0.5000]]], grad_fn=<AddBackward0>)
     """
 
-    def __init__(self, d_model: int, decay: float = 0.5) -> None:
+    @checked
+    def __init__(self, d_model: Annotated[int, AtLeast(1)], decay: Annotated[float, Within("(0, 1)")] = 0.5) -> None:
         super().__init__()
-        check_integer("DecayInjection.d_model", d_model, 1)
         self.d_model = d_model
-        check_number("DecayInjection.decay", decay, "(0, 1)")
         self.log_rate = nn.Parameter(torch.full((d_model,), math.log(-math.log(decay))))
         self.step = nn.Parameter(torch.full((d_model,), math.log(math.e - 1)))  # its softplus is 1
         self.projection = nn.Linear(d_model, d_model, bias=False)
@@ -124,12 +122,7 @@ class DecayInjection(Injection):
 
 
 class InjectedInputs(NamedTuple):
-    """The inputs of an :class:`Injected` backbone.
-
-    Attributes:
-        prepared: of the injection, ``(batch, length, d_model)``.
-        inner: of the backbone.
-    """
+    """The inputs of an :class:`Injected` backbone: of the injection, and of the backbone inside."""
 
     prepared: Sequence
     inner: Any
@@ -146,9 +139,7 @@ class Injected(Backbone[Any]):
         injection: how the input enters.
 
     Raises:
-        TypeError: an argument of the wrong type.
-        ValueError: the backbone was built with an ``injection``, as :class:`Mamba2` and :class:`Llama` can be, or the
-            injection has another ``d_model``.
+        ValueError: the backbone was built with an ``injection`` of its own, or the injection has another ``d_model``.
 
     Example:
         >>> import deqseq as dq
@@ -158,10 +149,9 @@ class Injected(Backbone[Any]):
         torch.Size([1, 3, 8])
     """
 
+    @checked
     def __init__(self, backbone: Backbone[Any], injection: Injection) -> None:
         super().__init__()
-        check_type("Injected.backbone", backbone, Backbone, "dq.Llama(dq.LlamaConfig(d_model=64, injection=False))")
-        check_type("Injected.injection", injection, Injection, "dq.ConcatInjection(64)")
         if getattr(backbone, "injection", None) is not None:
             raise ValueError("Injected.backbone must have no injection of its own: build it with injection=False")
         width = getattr(injection, "d_model", backbone.d_model)
@@ -179,9 +169,7 @@ class Injected(Backbone[Any]):
     ) -> tuple[Sequence, Any]:
         return self.backbone(self.injection.enter(z, inputs.prepared), inputs.inner, cache, need_aux=need_aux)
 
-    def advance(
-        self, cache: Cache | None, aux: Any, tokens: int, counts: Int64[Tensor, " batch"] | None = None
-    ) -> Cache:
+    def advance(self, cache: Cache | None, aux: Any, tokens: int, counts: Counts = None) -> Cache:
         return self.backbone.advance(cache, aux, tokens, counts)
 
     def compile(self, **options: Any) -> None:

@@ -1,15 +1,14 @@
 """A stack of Llama blocks."""
 
 from dataclasses import dataclass
-from typing import get_args
+from typing import Annotated, Any
 
 import torch
-from jaxtyping import Int64
 from torch import Tensor, nn
 
-from deqseq.backbones.base import Backbone, Inputs, check_cache, check_sequence
+from deqseq.backbones.base import Backbone, Counts, Inputs, check_cache, check_sequence
 from deqseq.backbones.llama_cache import LlamaCache, commit
-from deqseq.check import check_choice, check_flag, check_integer, check_number, check_type
+from deqseq.check import AtLeast, Within, checked
 from deqseq.layers import (
     Attention,
     KeyValues,
@@ -27,6 +26,7 @@ from deqseq.layers import (
 from deqseq.types import Mask, Sequence
 
 
+@checked
 @dataclass(frozen=True)
 class LlamaConfig:
     """Sizes and switches of a :class:`Llama` backbone.
@@ -61,35 +61,25 @@ class LlamaConfig:
         True
     """
 
-    d_model: int
-    n_layers: int = 1
-    n_heads: int = 8
-    n_kv_heads: int | None = None
-    headdim: int | None = None
-    mlp_width: int | None = None
-    rope_theta: float = 500000.0
+    d_model: Annotated[int, AtLeast(1)]
+    n_layers: Annotated[int, AtLeast(1)] = 1
+    n_heads: Annotated[int, AtLeast(1)] = 8
+    n_kv_heads: Annotated[int, AtLeast(1)] | None = None
+    headdim: Annotated[int, AtLeast(1)] | None = None
+    mlp_width: Annotated[int, AtLeast(1)] | None = None
+    rope_theta: Annotated[float, Within("(0, inf)")] = 500000.0
     rope_scaling: RotaryScaling | None = None
-    norm_eps: float = 1e-5
+    norm_eps: Annotated[float, Within("(0, inf)")] = 1e-5
     norms: Norms = "pre"
     qk_norm: bool = False
     qk_bias: bool = False
     final_norm: bool = True
     float32_rotary: bool = True
-    dropout: float = 0.0
+    dropout: Annotated[float, Within("[0, 1)")] = 0.0
     weight_norm: bool = True
     injection: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("d_model", "n_layers", "n_heads", "n_kv_heads", "headdim", "mlp_width"):
-            if getattr(self, name) is not None or name in ("d_model", "n_layers", "n_heads"):
-                check_integer(f"LlamaConfig.{name}", getattr(self, name), 1)
-        for name in ("rope_theta", "norm_eps"):
-            check_number(f"LlamaConfig.{name}", getattr(self, name), "(0, inf)")
-        check_type("LlamaConfig.rope_scaling", self.rope_scaling, (RotaryScaling, type(None)), "RotaryScaling(8.0)")
-        check_number("LlamaConfig.dropout", self.dropout, "[0, 1)")
-        check_choice("LlamaConfig.norms", self.norms, get_args(Norms))
-        for name in ("qk_norm", "qk_bias", "final_norm", "float32_rotary", "weight_norm", "injection"):
-            check_flag(f"LlamaConfig.{name}", getattr(self, name))
         if self.headdim is None and self.d_model % self.n_heads:
             raise ValueError(
                 f"LlamaConfig.n_heads must divide d_model = {self.d_model} (or give headdim), got {self.n_heads}"
@@ -135,40 +125,31 @@ class Llama(Backbone[LlamaCache]):
         torch.Size([2, 5, 16])
     """
 
+    @checked
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        check_type("config", config, LlamaConfig, "LlamaConfig(d_model=64)")
-        self.config = config
-        self.d_model = config.d_model
+        self.config, self.d_model, eps = config, config.d_model, config.norm_eps
         blocks = [_block(config) for _ in range(config.n_layers)]
         self.layers = nn.ModuleList(blocks)
-        self.norm = RMSNorm(config.d_model, config.norm_eps) if config.final_norm else nn.Identity()
+        self.norm = RMSNorm(self.d_model, eps) if config.final_norm else nn.Identity()
         width = blocks[0].self_attn.injected_width
-        self.injection_norm = RMSNorm(config.d_model, config.norm_eps) if config.injection else None
-        self.injection = nn.Linear(config.d_model, width) if config.injection else None
+        self.injection_norm: Any = RMSNorm(self.d_model, eps) if config.injection else None
+        self.injection = nn.Linear(self.d_model, width) if config.injection else None
         if config.weight_norm:
             apply_weight_norm(self)
 
     def prepare(self, x: Sequence, cache: LlamaCache | None = None, mask: Mask | None = None) -> Inputs:
         check_sequence(x, self.d_model)
-        shape = (self.config.kv_heads, None, self.config.head_width)
+        config, tokens = self.config, x.shape[1]
+        shape = (config.kv_heads, None, config.head_width)
         check_cache(cache, LlamaCache, x, [shape] * (2 * len(self.layers)))
-        tokens = x.shape[1]
         positions = torch.arange(tokens, device=x.device)[None] if cache is None else cache.positions(tokens)
-        config = self.config
         exact = torch.float32 if config.float32_rotary else torch.promote_types(x.dtype, torch.float32)
         frequencies = rotary_frequencies(config.head_width, config.rope_theta, config.rope_scaling, x.device, exact)
+        injection = None if self.injection is None else self.injection(self.injection_norm(x))
         drops = self.training and config.dropout > 0
-        return Inputs(
-            injection=self._injected(x),
-            dropout=tuple(dropout_mask(x, config.dropout) for _ in self.layers if drops),
-            rotary=rotary_tables(positions, frequencies, x.dtype),
-        )
-
-    def _injected(self, x: Sequence) -> Tensor | None:
-        if self.injection is None or self.injection_norm is None:
-            return None
-        return self.injection(self.injection_norm(x))
+        dropout = tuple(dropout_mask(x, config.dropout) for _ in self.layers if drops)
+        return Inputs(injection, dropout, rotary_tables(positions, frequencies, x.dtype))
 
     def forward(
         self, z: Sequence, inputs: Inputs, cache: LlamaCache | None = None, *, need_aux: bool = False
@@ -181,11 +162,7 @@ class Llama(Backbone[LlamaCache]):
         return z, kept if need_aux else None
 
     def advance(
-        self,
-        cache: LlamaCache | None,
-        aux: tuple[KeyValues, ...],
-        tokens: int,
-        counts: Int64[Tensor, " batch"] | None = None,
+        self, cache: LlamaCache | None, aux: tuple[KeyValues, ...], tokens: int, counts: Counts = None
     ) -> LlamaCache:
         return commit(cache, aux, tokens, counts)
 

@@ -75,7 +75,8 @@ class LlamaCache(Cache):
         capacity = layers[0].keys.shape[2]
         if not free or self.length + tokens > capacity:
             capacity = max(self.length + tokens, min(2 * capacity, capacity + 4096))
-            layers = tuple(_moved(layer, self.length, capacity) for layer in layers)
+            room = capacity - self.length
+            layers = map_tensors(lambda kept: F.pad(kept[:, :, : self.length], (0, 0, 0, room)), layers)
             return replace(self, layers=layers, claim=Claim(), age=0, ahead=tokens, visible=self._visible(tokens))
         return replace(self, ahead=tokens, visible=self._visible(tokens))
 
@@ -127,13 +128,3 @@ def commit(
     if cache is None:
         cache = LlamaCache(map_tensors(lambda kept: kept[:, :, :0].contiguous(), new))
     return cache._extend(new, counts)
-
-
-def _moved(layer: KeyValues, length: int, capacity: int) -> KeyValues:
-    """The committed tokens in a larger buffer."""
-    moved = []
-    for kept in layer:
-        buffer = kept.new_zeros(*kept.shape[:2], capacity, kept.shape[3])
-        buffer[:, :, :length] = kept[:, :, :length]
-        moved.append(buffer)
-    return KeyValues(*moved)

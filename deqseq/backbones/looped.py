@@ -6,10 +6,10 @@ from functools import partial
 from typing import Annotated, Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float
 from torch import Tensor
 
-from deqseq.backbones.base import Backbone, Cache, Inputs
+from deqseq.backbones.base import Backbone, Cache, Counts, Inputs
 from deqseq.check import AtLeast, check_type, checked
 from deqseq.evaluate import evaluate
 from deqseq.start import Start, initial_state
@@ -57,12 +57,9 @@ class Looped(Backbone[LoopedCache]):
     .. math:: z_s = f_\theta(z_{s-1}, x), \quad s = 1, \ldots, S, \qquad
               F(z, x) = \mathrm{choose}(z_1, \ldots, z_S)
 
-    Step :math:`s` of a token sees step :math:`s` of the tokens before it. So decoding with the cache equals the forward
-    pass of the whole sequence at any number of steps, and the cache is as many times larger. The gradient is that of
-    all steps. No decision depends on a number, so ``torch.export`` takes it.
-
-    ``ExplicitModel(Looped(backbone, steps))`` is a looped transformer, without a solver, a tolerance and statistics.
-    ``steps`` and ``start`` are attributes that can be changed; a cache then goes on with the steps that made it.
+    Step :math:`s` of a token sees step :math:`s` of the tokens before it, so decoding with the cache equals the forward
+    pass of the whole sequence, and the cache is :math:`S` times larger. The gradient is that of all steps.
+    ``ExplicitModel(Looped(backbone, steps))`` is a looped transformer. ``steps`` and ``start`` can be changed later.
 
     Args:
         backbone: the map :math:`f_\theta`. Its input enters every step, and its dropout masks are those of all steps.
@@ -77,9 +74,8 @@ class Looped(Backbone[LoopedCache]):
         TypeError, ValueError: names the argument, what it got and what it wants.
 
     References:
-        Dehghani et al., Universal Transformers, ICLR 2019, arXiv 1807.03819. Geiping et al., Scaling up Test-Time
-        Compute with Latent Reasoning, 2025, arXiv 2502.05171. Zhu et al., Scaling Latent Reasoning via Looped Language
-        Models, 2025, arXiv 2510.25741, whose exit gate is a ``choose``.
+        Dehghani et al., Universal Transformers, ICLR 2019, arXiv 1807.03819. Zhu et al., Scaling Latent Reasoning via
+        Looped Language Models, 2025, arXiv 2510.25741, whose exit gate is a ``choose``.
 
     Example:
         >>> import torch, deqseq as dq
@@ -107,10 +103,7 @@ class Looped(Backbone[LoopedCache]):
     def prepare(self, x: Sequence, cache: LoopedCache | None = None, mask: Mask | None = None) -> LoopedInputs:
         """Prepare the inputs of the inner backbone, once for all steps, and the states that the loop begins from.
 
-        Raises:
-            TypeError: a cache of another model.
-            ValueError: a cache of another number of steps, given states of another shape, or a loop that begins at zero
-                or random states and would never see its input.
+        Raises ValueError for a cache of other steps, states of another shape, and a loop that never sees its input.
         """
         check_type("cache", cache, (LoopedCache, type(None)))
         if cache is not None and len(cache.steps) != self.steps:
@@ -147,11 +140,7 @@ class Looped(Backbone[LoopedCache]):
         return value, tuple(kept) if need_aux else None
 
     def advance(
-        self,
-        cache: LoopedCache | None,
-        aux: tuple[Any, ...],
-        tokens: int,
-        counts: Int64[Tensor, " batch"] | None = None,
+        self, cache: LoopedCache | None, aux: tuple[Any, ...], tokens: int, counts: Counts = None
     ) -> LoopedCache:
         before = (None,) * len(aux) if cache is None else cache.steps
         pairs = zip(before, aux, strict=True)

@@ -1,21 +1,20 @@
 """A stack of Mamba2 blocks."""
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import cast, get_args
+from typing import Annotated, Any
 
-from jaxtyping import Int64
 from torch import Tensor, nn
 
-from deqseq.backbones.base import Backbone, Cache, Inputs, check_cache, check_sequence
-from deqseq.check import check_bounds, check_choice, check_flag, check_integer, check_number, check_type
+from deqseq.backbones.base import Backbone, Cache, Counts, Inputs, check_cache, check_sequence
+from deqseq.check import AtLeast, Bounds, Within, checked
 from deqseq.layers import Mamba2Block, Mamba2Mixer, MixerAux, MixerState, RMSNorm, apply_weight_norm, dropout_mask
 from deqseq.ops import Backend
 from deqseq.ops.backend import resolved
 from deqseq.types import Mask, Sequence
 
 
+@checked
 @dataclass(frozen=True)
 class Mamba2Config:
     """Sizes and switches of a :class:`Mamba2` backbone.
@@ -36,8 +35,7 @@ class Mamba2Config:
         weight_norm: whether linear maps and convolutions are weight-normalised, as in the paper.
         injection: whether the input enters every layer; without, it serves explicit models, ``start="input"``, and
             :class:`Injected`, which adds the input to the state.
-        backend: implementation of convolutions and scans: ``"reference"``, plain PyTorch; ``"mamba_ssm"``, kernels of
-            that package; ``"auto"``, the kernels for CUDA tensors where they can be imported, else the reference.
+        backend: implementation of convolutions and scans, a :data:`deqseq.ops.Backend`.
 
     Raises:
         TypeError, ValueError: names the field, what it got and what it wants.
@@ -47,35 +45,24 @@ class Mamba2Config:
         1
     """
 
-    d_model: int
-    n_layers: int = 1
-    d_state: int = 128
-    headdim: int = 64
-    expand: int = 2
-    n_groups: int = 1
-    d_conv: int = 4
-    mlp_width: int = 0
-    chunk_size: int | None = None
-    norm_eps: float = 1e-5
-    dt_limit: tuple[float, float] = (0.0, math.inf)
-    dropout: float = 0.0
+    d_model: Annotated[int, AtLeast(1)]
+    n_layers: Annotated[int, AtLeast(1)] = 1
+    d_state: Annotated[int, AtLeast(1)] = 128
+    headdim: Annotated[int, AtLeast(1)] = 64
+    expand: Annotated[int, AtLeast(1)] = 2
+    n_groups: Annotated[int, AtLeast(1)] = 1
+    d_conv: Annotated[int, AtLeast(1)] = 4
+    mlp_width: Annotated[int, AtLeast(0)] = 0
+    chunk_size: Annotated[int, AtLeast(1)] | None = None
+    norm_eps: Annotated[float, Within("(0, inf)")] = 1e-5
+    dt_limit: Annotated[tuple[float, float], Bounds()] = (0.0, math.inf)
+    dropout: Annotated[float, Within("[0, 1)")] = 0.0
     weight_norm: bool = True
     injection: bool = True
     backend: Backend = "auto"
 
     def __post_init__(self) -> None:
-        for name in ("d_model", "n_layers", "d_state", "headdim", "expand", "n_groups", "d_conv"):
-            check_integer(f"Mamba2Config.{name}", getattr(self, name), 1)
-        check_integer("Mamba2Config.mlp_width", self.mlp_width, 0)
-        if self.chunk_size is not None:
-            check_integer("Mamba2Config.chunk_size", self.chunk_size, 1)
-        check_number("Mamba2Config.norm_eps", self.norm_eps, "(0, inf)")
-        check_bounds("Mamba2Config.dt_limit", self.dt_limit)
         object.__setattr__(self, "dt_limit", tuple(self.dt_limit))  # hashable, where JSON had a list
-        check_number("Mamba2Config.dropout", self.dropout, "[0, 1)")
-        check_flag("Mamba2Config.weight_norm", self.weight_norm)
-        check_flag("Mamba2Config.injection", self.injection)
-        check_choice("Mamba2Config.backend", self.backend, get_args(Backend))
         heads, rest = divmod(self.expand * self.d_model, self.headdim)
         if rest:
             raise ValueError(
@@ -118,40 +105,27 @@ class Mamba2(Backbone[Mamba2Cache]):
         torch.Size([2, 5, 16])
     """
 
+    @checked
     def __init__(self, config: Mamba2Config) -> None:
         super().__init__()
-        check_type("config", config, Mamba2Config, "Mamba2Config(d_model=64)")
-        self.config = config
-        self.d_model = config.d_model
+        self.config, self.d_model, eps = config, config.d_model, config.norm_eps
         blocks = [_block(config) for _ in range(config.n_layers)]
-        self.layers = nn.ModuleList(blocks)
-        self.norm_f = RMSNorm(config.d_model, config.norm_eps)
+        self.layers: Any = nn.ModuleList(blocks)
+        self.norm_f = RMSNorm(self.d_model, eps)
         width = blocks[0].mixer.injected_width
-        self.injection_norm = RMSNorm(config.d_model, config.norm_eps) if config.injection else None
-        self.injection = nn.Linear(config.d_model, width) if config.injection else None
+        self.injection_norm: Any = RMSNorm(self.d_model, eps) if config.injection else None
+        self.injection = nn.Linear(self.d_model, width) if config.injection else None
         if config.weight_norm:
             apply_weight_norm(self)
-
-    @property
-    def blocks(self) -> Iterable[Mamba2Block]:
-        """The layers, by their type."""
-        return cast(Iterable[Mamba2Block], self.layers)
 
     def prepare(self, x: Sequence, cache: Mamba2Cache | None = None, mask: Mask | None = None) -> Inputs:
         check_sequence(x, self.d_model)
         if cache is not None:
-            state = next(iter(self.blocks)).mixer.init_state(0)
+            state = self.layers[0].mixer.init_state(0)
             check_cache(cache, Mamba2Cache, x, [tuple(part.shape[1:]) for part in state] * len(self.layers))
+        injection = None if self.injection is None else self.injection(self.injection_norm(x))
         drops = self.training and self.config.dropout > 0
-        return Inputs(
-            injection=self._injected(x),
-            dropout=tuple(dropout_mask(x, self.config.dropout) for _ in self.layers if drops),
-        )
-
-    def _injected(self, x: Sequence) -> Tensor | None:
-        if self.injection is None or self.injection_norm is None:
-            return None
-        return self.injection(self.injection_norm(x))
+        return Inputs(injection, tuple(dropout_mask(x, self.config.dropout) for _ in self.layers if drops))
 
     def forward(
         self, z: Sequence, inputs: Inputs, cache: Mamba2Cache | None = None, *, need_aux: bool = False
@@ -162,28 +136,24 @@ class Mamba2(Backbone[Mamba2Cache]):
         return z, aux if need_aux else None
 
     def advance(
-        self,
-        cache: Mamba2Cache | None,
-        aux: tuple[MixerAux, ...],
-        tokens: int,
-        counts: Int64[Tensor, " batch"] | None = None,
+        self, cache: Mamba2Cache | None, aux: tuple[MixerAux, ...], tokens: int, counts: Counts = None
     ) -> Mamba2Cache:
         before = [None] * len(aux) if cache is None else cache.layers
-        parts = zip(self.blocks, before, aux, strict=True)
+        parts = zip(self.layers, before, aux, strict=True)
         return Mamba2Cache(tuple(block.mixer.state_after(own, state, tokens, counts) for block, state, own in parts))
 
     def _stack(
         self,
         z: Tensor,
         injected: Tensor | None,
-        states: tuple[MixerState, ...] | None,
+        states: Any,
         dropout: tuple[Tensor, ...],
         need_aux: bool,
         backend: Backend,
     ) -> tuple[Tensor, tuple[MixerAux, ...]]:
         """All blocks and the final norm, from tensors to tensors."""
         kept: list[MixerAux] = []
-        for i, block in enumerate(self.blocks):
+        for i, block in enumerate(self.layers):
             state, mask = states[i] if states else None, dropout[i] if dropout else None
             z, aux = block(z, injected, state, mask, need_aux, backend)
             if aux is not None:
@@ -192,15 +162,6 @@ class Mamba2(Backbone[Mamba2Cache]):
 
 
 def _block(config: Mamba2Config) -> Mamba2Block:
-    mixer = Mamba2Mixer(
-        config.d_model,
-        d_state=config.d_state,
-        headdim=config.headdim,
-        expand=config.expand,
-        n_groups=config.n_groups,
-        d_conv=config.d_conv,
-        chunk_size=config.chunk_size,
-        norm_eps=config.norm_eps,
-        dt_limit=config.dt_limit,
-    )
+    sizes = (config.d_model, config.d_state, config.headdim, config.expand, config.n_groups, config.d_conv)
+    mixer = Mamba2Mixer(*sizes, config.chunk_size, config.norm_eps, config.dt_limit)
     return Mamba2Block(mixer, config.d_model, config.mlp_width, config.norm_eps)

@@ -1,15 +1,13 @@
 """The layers that backbones are made of; parameters are named as in their public counterparts."""
 
 from deqseq.layers.attention import Attention, KeyValues, Past
-from deqseq.layers.block import LlamaBlock, Mamba2Block, Norms
+from deqseq.layers.block import LlamaBlock, Mamba2Block, Norms, SwiGLU
 from deqseq.layers.causal_conv import CausalConv1d
 from deqseq.layers.dropout import dropout_mask
 from deqseq.layers.mamba2_mixer import Mamba2Mixer, MixerAux, MixerState
-from deqseq.layers.mlp import SwiGLU
 from deqseq.layers.rms_norm import GatedRMSNorm, RMSNorm
 from deqseq.layers.rotary import RotaryScaling, RotaryTables, rotary_frequencies, rotary_tables, rotate
-from deqseq.layers.weight_norm import apply_weight_norm, fold_weight_norm
-from deqseq.layers.with_weights import with_weights
+from deqseq.layers.weight_norm import apply_weight_norm, fold_weight_norm, with_weights
 
 __all__ = [
     "Attention",

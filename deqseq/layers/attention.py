@@ -1,13 +1,13 @@
 """Causal attention with rotary positions, grouped heads and an injection."""
 
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from deqseq.check import check_integer
+from deqseq.check import AtLeast, Within, checked
 from deqseq.layers.rms_norm import RMSNorm
 from deqseq.layers.rotary import RotaryTables, rotate
 
@@ -15,11 +15,11 @@ HeadTokens = Float[Tensor, "batch kv_heads length headdim"]
 
 
 class KeyValues(NamedTuple):
-    """Keys, already turned to their positions, and values.
+    """Keys, already turned to their positions, and values, each ``(batch, kv_heads, length, headdim)``.
 
     Attributes:
         keys: ``(batch, kv_heads, length, headdim)``.
-        values: of the same shape, ``(batch, kv_heads, length, headdim)``.
+        values: ``(batch, kv_heads, length, headdim)``.
     """
 
     keys: HeadTokens
@@ -41,7 +41,7 @@ class Past(NamedTuple):
     visible: Bool[Tensor, "batch 1 new all"] | None
 
     def joined(self, own: KeyValues) -> KeyValues:
-        """All keys and values, with ``own`` of the new tokens last.
+        """All keys and values, with ``own`` of the new tokens last, each ``(batch, kv_heads, length + new, headdim)``.
 
         They are written into the buffer, unless a graph is being built, or the buffer's dtype would round them.
         """
@@ -75,10 +75,6 @@ class Attention(nn.Module):
     Raises:
         ValueError: heads that the key-value heads do not divide, or an odd ``headdim``.
 
-    References:
-        Vaswani et al., Attention Is All You Need, 2017, arXiv 1706.03762; Ainslie et al., GQA, 2023, arXiv
-        2305.13245. Injection: Schöne et al., 2025, arXiv 2502.07827.
-
     Example:
         >>> from deqseq.layers.rotary import rotary_frequencies, rotary_tables
         >>> attention = Attention(d_model=8, n_heads=2, n_kv_heads=1, headdim=4)
@@ -88,21 +84,19 @@ class Attention(nn.Module):
         (torch.Size([2, 5, 8]), torch.Size([2, 1, 5, 4]))
     """
 
+    @checked
     def __init__(
         self,
-        d_model: int,
-        n_heads: int,
-        n_kv_heads: int,
-        headdim: int,
+        d_model: Annotated[int, AtLeast(1)],
+        n_heads: Annotated[int, AtLeast(1)],
+        n_kv_heads: Annotated[int, AtLeast(1)],
+        headdim: Annotated[int, AtLeast(1)],
         *,
         qk_norm: bool = False,
         qk_bias: bool = False,
-        norm_eps: float = 1e-5,
+        norm_eps: Annotated[float, Within("(0, inf)")] = 1e-5,
     ) -> None:
         super().__init__()
-        sizes = {"d_model": d_model, "n_heads": n_heads, "n_kv_heads": n_kv_heads, "headdim": headdim}
-        for name, size in sizes.items():
-            check_integer(f"Attention.{name}", size, 1)
         if n_heads % n_kv_heads or headdim % 2:
             raise ValueError(
                 "Attention needs n_kv_heads that divide n_heads and an even headdim, got "
@@ -129,17 +123,13 @@ class Attention(nn.Module):
         tables: RotaryTables,
         past: Past | None = None,
     ) -> tuple[Float[Tensor, "batch length d_model"], KeyValues]:
-        """Attend to these tokens and those before.
+        """Outputs of the shape of ``x``, and the keys and values of its tokens.
 
         Args:
             x: inputs, ``(batch, length, d_model)``.
             injection: added to queries, keys and values, ``(batch, length, injected_width)``; None adds nothing.
             tables: rotary tables of these tokens.
-            past: the tokens before. Default: there are none. Without a graph, the keys and values of these tokens are
-                written into its buffer, after ``past.length``.
-
-        Returns:
-            Outputs of the shape of ``x``, and the keys and values of these tokens.
+            past: the tokens before; without a graph, new keys and values are written into its buffer. Default: none.
         """
         parts = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
         if injection is not None:

@@ -1,17 +1,45 @@
-"""Residual blocks around the Mamba2 mixer and around attention."""
+"""The feed-forward layer, and residual blocks of it and the Mamba2 mixer or attention."""
 
-from typing import Literal, get_args
+from typing import Annotated, Literal
 
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from deqseq.check import check_choice
+from deqseq.check import AtLeast, checked
 from deqseq.layers.attention import Attention, KeyValues, Past
 from deqseq.layers.mamba2_mixer import Mamba2Mixer, MixerAux, MixerState
-from deqseq.layers.mlp import SwiGLU
 from deqseq.layers.rms_norm import RMSNorm
 from deqseq.layers.rotary import RotaryTables
 from deqseq.ops import Backend
+
+
+class SwiGLU(nn.Module):
+    r"""Gated feed-forward layer, :math:`W_\mathrm{down} (\mathrm{silu}(W_\mathrm{gate} x) \odot W_\mathrm{up} x)`.
+
+    Args:
+        dim: size of the input and output.
+        width: size of the hidden layer.
+
+    References:
+        Shazeer, GLU Variants Improve Transformer, 2020, arXiv 2002.05202.
+
+    Example:
+        >>> import torch
+        >>> SwiGLU(4, 8)(torch.ones(1, 4)).shape
+        torch.Size([1, 4])
+    """
+
+    @checked
+    def __init__(self, dim: Annotated[int, AtLeast(1)], width: Annotated[int, AtLeast(1)]) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(dim, width, bias=False)
+        self.up_proj = nn.Linear(dim, width, bias=False)
+        self.down_proj = nn.Linear(width, dim, bias=False)
+
+    def forward(self, x: Float[Tensor, "*batch dim"]) -> Float[Tensor, "*batch dim"]:
+        """Transform ``x``, ``(*batch, dim)``."""
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Mamba2Block(nn.Module):
@@ -33,7 +61,10 @@ class Mamba2Block(nn.Module):
         torch.Size([2, 5, 8])
     """
 
-    def __init__(self, mixer: Mamba2Mixer, d_model: int, mlp_width: int = 0, norm_eps: float = 1e-5) -> None:
+    @checked
+    def __init__(
+        self, mixer: Mamba2Mixer, d_model: int, mlp_width: Annotated[int, AtLeast(0)] = 0, norm_eps: float = 1e-5
+    ) -> None:
         super().__init__()
         self.norm = RMSNorm(d_model, norm_eps)
         self.mixer = mixer
@@ -49,18 +80,10 @@ class Mamba2Block(nn.Module):
         need_aux: bool = False,
         backend: Backend = "auto",
     ) -> tuple[Float[Tensor, "batch length d_model"], MixerAux | None]:
-        """Run the block.
+        """The new ``z``, ``(batch, length, d_model)``, and what the mixer's ``state_after`` needs.
 
-        Args:
-            z: the state of the iteration, ``(batch, length, d_model)``.
-            injection: for the mixer, ``(batch, length, injected_width)``. Default: nothing.
-            state: the mixer's state after the tokens before. Default: there are none.
-            mask: dropout mask of the mixer's output, ``(batch, length, d_model)``. Default: no dropout.
-            need_aux: whether the mixer's ``state_after`` will be called.
-            backend: implementation of the mixer's convolution and scan.
-
-        Returns:
-            The new ``z``, and what the mixer's ``state_after`` needs (None without ``need_aux``).
+        ``mask`` is the dropout mask of the mixer's output, of the shape of ``z``; ``injection``, ``state``,
+        ``need_aux`` and ``backend`` are for the mixer.
         """
         mixed, aux = self.mixer(self.norm(z), injection, state, need_aux, backend)
         z = z + (mixed if mask is None else mixed * mask)
@@ -101,11 +124,11 @@ class LlamaBlock(nn.Module):
         torch.Size([2, 5, 8])
     """
 
+    @checked
     def __init__(
         self, attention: Attention, d_model: int, mlp_width: int, norm_eps: float = 1e-5, norms: Norms = "pre"
     ) -> None:
         super().__init__()
-        check_choice("LlamaBlock.norms", norms, get_args(Norms))
         first, second = norms != "post", norms != "pre"
         self.closed = norms == "closed"
         self.input_layernorm = RMSNorm(d_model, norm_eps) if first else None
@@ -123,29 +146,20 @@ class LlamaBlock(nn.Module):
         past: Past | None = None,
         mask: Float[Tensor, "batch length d_model"] | None = None,
     ) -> tuple[Float[Tensor, "batch length d_model"], KeyValues]:
-        """Run the block.
+        """The new ``z``, ``(batch, length, d_model)``, and the keys and values of its tokens.
 
-        Args:
-            z: the state of the iteration, ``(batch, length, d_model)``.
-            injection: for the attention, ``(batch, length, injected_width)``, or None.
-            tables: rotary tables of these tokens.
-            past: the tokens before. Default: nothing.
-            mask: dropout mask of both layers' outputs, ``(batch, length, d_model)``. Default: no dropout.
-
-        Returns:
-            The new ``z``, and the keys and values of these tokens.
+        ``mask`` is the dropout mask of both layers' outputs, of the shape of ``z``; ``injection``, ``tables`` and
+        ``past`` are for the attention.
         """
-        mixed, own = self.self_attn(_normed(self.input_layernorm, z), injection, tables, past)
+        mixed = z if self.input_layernorm is None else self.input_layernorm(z)
+        mixed, own = self.self_attn(mixed, injection, tables, past)
         z = self._added(z, mixed, self.input_layernorm_2, mask)
-        mixed = self.mlp(_normed(self.post_attention_layernorm, z))
+        mixed = self.mlp(z if self.post_attention_layernorm is None else self.post_attention_layernorm(z))
         return self._added(z, mixed, self.post_attention_layernorm_2, mask), own
 
     def _added(self, z: Tensor, mixed: Tensor, norm: RMSNorm | None, mask: Tensor | None) -> Tensor:
         """The residual path with a layer's output, and its second norm."""
-        mixed = mixed if self.closed else _normed(norm, mixed)
+        if norm is not None and not self.closed:
+            mixed = norm(mixed)
         z = z + (mixed if mask is None else mixed * mask)
-        return _normed(norm, z) if self.closed else z
-
-
-def _normed(norm: RMSNorm | None, x: Tensor) -> Tensor:
-    return x if norm is None else norm(x)
+        return norm(z) if norm is not None and self.closed else z

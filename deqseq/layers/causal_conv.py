@@ -1,13 +1,15 @@
 """Depthwise causal convolution and SiLU, as a layer with a state."""
 
+from typing import Annotated
+
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from deqseq.check import check_integer
+from deqseq.check import AtLeast, checked
 from deqseq.ops.backend import Backend
-from deqseq.ops.causal_conv import check_inputs, silu_causal_conv
+from deqseq.ops.causal_conv import convolved
 
 
 class CausalConv1d(nn.Module):
@@ -19,9 +21,6 @@ class CausalConv1d(nn.Module):
         channels: number of channels.
         kernel_size: :math:`k`, at least 1.
 
-    Raises:
-        ValueError: a kernel size below 1.
-
     Example:
         >>> conv = CausalConv1d(1, 2)
         >>> _ = conv.weight.data.copy_(torch.tensor([[[1.0, 10.0]]])), conv.bias.data.zero_()
@@ -30,10 +29,9 @@ class CausalConv1d(nn.Module):
         (tensor([ 9.9995, 21.0000]), tensor([2.]))
     """
 
-    def __init__(self, channels: int, kernel_size: int) -> None:
+    @checked
+    def __init__(self, channels: Annotated[int, AtLeast(1)], kernel_size: Annotated[int, AtLeast(1)]) -> None:
         super().__init__()
-        check_integer("CausalConv1d.channels", channels, 1)
-        check_integer("CausalConv1d.kernel_size", kernel_size, 1)
         self.past = kernel_size - 1
         bound = kernel_size**-0.5
         self.weight = nn.Parameter(torch.empty(channels, 1, kernel_size).uniform_(-bound, bound))
@@ -49,17 +47,11 @@ class CausalConv1d(nn.Module):
         state: Float[Tensor, "batch past channels"] | None = None,
         backend: Backend = "auto",
     ) -> Float[Tensor, "batch length channels"]:
-        """Convolve and activate, carrying on from ``state``.
+        """Convolve and activate ``x``, ``(batch, length, channels)``, carrying on from ``state``; nothing is checked.
 
-        Args:
-            x: inputs, ``(batch, length, channels)``.
-            state: the inputs before them, ``(batch, kernel_size - 1, channels)``. Default: zeros.
-            backend: the implementation.
-
-        Returns:
-            Outputs of the shape of ``x``.
+        ``state`` are the inputs before, ``(batch, kernel_size - 1, channels)``, by default zeros; ``backend`` computes.
         """
-        return silu_causal_conv(x, self.weight, self.bias, state, backend=backend)
+        return convolved(x, self.weight, self.bias, state, backend)
 
     def state_after(
         self,
@@ -67,21 +59,12 @@ class CausalConv1d(nn.Module):
         state: Float[Tensor, "batch past channels"] | None = None,
         counts: Int64[Tensor, " batch"] | None = None,
     ) -> Float[Tensor, "batch past channels"]:
-        """The inputs that the tokens after ``x`` will still see.
+        """The last ``kernel_size - 1`` inputs, which the tokens after ``x`` will still see, in memory of their own.
 
-        Args:
-            x: inputs, ``(batch, length, channels)``.
-            state: the inputs before them, ``(batch, kernel_size - 1, channels)``. Default: zeros.
-            counts: how many inputs of each row are real, ``(batch,)``. Default: all.
-
-        Returns:
-            The last ``kernel_size - 1`` inputs, in memory of their own.
-
-        Raises:
-            ValueError: shapes that do not agree.
+        ``x`` and ``state`` are as in :meth:`forward`; ``counts``, ``(batch,)``, says how many inputs of each row are
+        real, by default all.
         """
         past = self.past
-        check_inputs(x, past + 1, len(self.bias), state, counts)
         if counts is None:
             x = x[:, max(0, x.shape[1] - past) :]
         padded = F.pad(x, (0, 0, past, 0)) if state is None else torch.cat([state.to(x.dtype), x], dim=1)

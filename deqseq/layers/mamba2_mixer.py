@@ -1,20 +1,19 @@
 """The Mamba2 sequence mixer, with an injection."""
 
 import math
-from typing import Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from deqseq.check import check_bounds, check_integer
+from deqseq.check import AtLeast, Bounds, Within, checked
 from deqseq.layers.causal_conv import CausalConv1d
 from deqseq.layers.rms_norm import GatedRMSNorm
-from deqseq.layers.with_weights import with_weights
-from deqseq.ops import Backend, fused
+from deqseq.layers.weight_norm import with_weights
+from deqseq.ops import Backend, fused, reference
 from deqseq.ops.backend import resolved
-from deqseq.ops.ssd import ssd, ssd_state
-from deqseq.ops.step_sizes import StepSizes
+from deqseq.ops.reference import StepSizes
 
 
 class MixerState(NamedTuple):
@@ -77,22 +76,20 @@ class Mamba2Mixer(nn.Module):
         (torch.Size([2, 5, 8]), torch.Size([44, 8]))
     """
 
+    @checked
     def __init__(
         self,
-        d_model: int,
-        d_state: int = 128,
-        headdim: int = 64,
-        expand: int = 2,
-        n_groups: int = 1,
-        d_conv: int = 4,
-        chunk_size: int | None = None,
-        norm_eps: float = 1e-5,
-        dt_limit: tuple[float, float] = (0.0, math.inf),
+        d_model: Annotated[int, AtLeast(1)],
+        d_state: Annotated[int, AtLeast(1)] = 128,
+        headdim: Annotated[int, AtLeast(1)] = 64,
+        expand: Annotated[int, AtLeast(1)] = 2,
+        n_groups: Annotated[int, AtLeast(1)] = 1,
+        d_conv: Annotated[int, AtLeast(1)] = 4,
+        chunk_size: Annotated[int, AtLeast(1)] | None = None,
+        norm_eps: Annotated[float, Within("(0, inf)")] = 1e-5,
+        dt_limit: Annotated[tuple[float, float], Bounds()] = (0.0, math.inf),
     ) -> None:
         super().__init__()
-        sizes = {"d_model": d_model, "d_state": d_state, "headdim": headdim, "expand": expand, "n_groups": n_groups}
-        for name, size in sizes.items():
-            check_integer(f"Mamba2Mixer.{name}", size, 1)
         d_inner = expand * d_model
         heads, rest = divmod(d_inner, headdim)
         if rest or heads % n_groups:
@@ -100,17 +97,15 @@ class Mamba2Mixer(nn.Module):
                 f"Mamba2Mixer needs heads of equal size in groups of equal size, got expand * d_model = {d_inner}, "
                 f"headdim {headdim}, n_groups {n_groups}"
             )
-        check_bounds("Mamba2Mixer.dt_limit", dt_limit)
-        if chunk_size is not None:
-            check_integer("Mamba2Mixer.chunk_size", chunk_size, 1)
-        self.headdim, self.chunk_size, self.dt_limit = headdim, chunk_size, dt_limit
+        self.headdim, self.chunk_size, self.dt_limit = headdim, chunk_size, (dt_limit[0], dt_limit[1])
         self.maps = (n_groups, d_state)
         self.convolved = (d_inner, n_groups * d_state, n_groups * d_state)  # widths of x, B and C
         self.filters = (sum(self.convolved), d_conv)
         self.parts = (d_inner, self.filters[0], heads)
         self.in_proj = nn.Linear(d_model, sum(self.parts), bias=False)
         self.conv1d = CausalConv1d(*self.filters)
-        self.dt_bias = nn.Parameter(_inverse_softplus(_log_uniform(heads, 1e-3, 1e-1)))
+        step = torch.empty(heads).uniform_(math.log(1e-3), math.log(1e-1)).exp()
+        self.dt_bias = nn.Parameter(step + torch.log(-torch.expm1(-step)))  # whose softplus is the step
         self.A_log = nn.Parameter(torch.empty(heads).uniform_(1, 16).log())
         self.D = nn.Parameter(torch.ones(heads))
         self.norm = GatedRMSNorm(d_inner, norm_eps, n_groups)
@@ -123,9 +118,8 @@ class Mamba2Mixer(nn.Module):
 
     def init_state(self, batch: int) -> MixerState:
         """The state of ``batch`` rows before the first token: zeros."""
-        d_state = self.maps[1]
         dtype = torch.promote_types(self.D.dtype, torch.float32)
-        ssm = self.D.new_zeros(batch, self.parts[2], self.headdim, d_state, dtype=dtype)
+        ssm = self.D.new_zeros(batch, self.parts[2], self.headdim, self.maps[1], dtype=dtype)
         return MixerState(self.conv1d.init_state(batch), ssm)
 
     def forward(
@@ -136,81 +130,54 @@ class Mamba2Mixer(nn.Module):
         need_aux: bool = False,
         backend: Backend = "auto",
     ) -> tuple[Float[Tensor, "batch length d_model"], MixerAux | None]:
-        """Mix the tokens, carrying on from ``state``.
+        """Outputs of the shape of ``u``, and what :meth:`state_after` needs (None without ``need_aux``).
 
         Args:
             u: inputs, ``(batch, length, d_model)``.
             injection: added to ``in_proj``'s output, ``(batch, length, injected_width)``. Default: nothing.
-            state: the state after the tokens before. Default: there are none.
+            state: the state after the tokens before, whose shapes are not checked. Default: there are none.
             need_aux: whether :meth:`state_after` will be called.
             backend: implementation of the convolution and the scan, as in :func:`deqseq.ops.ssd.ssd`.
-
-        Returns:
-            Outputs of the shape of ``u``, and what :meth:`state_after` needs (None without ``need_aux``).
         """
         projected = self.in_proj(u)
         if injection is not None:
             projected = projected + injection
         backend = resolved(backend, projected)
+        rates, steps = self._dynamics()
         needs_parts = state is not None or need_aux
         if backend == "mamba_ssm" and not needs_parts and fused.joins_everything(u.shape[1], *self.filters):
-            return self.out_proj(self._in_one_kernel(projected)), None
+            conv, norm = (with_weights(self.conv1d).weight, self.conv1d.bias), (self.norm.weight, self.norm.eps)
+            sizes = (self.headdim, self.maps[0], self.chunk_size)
+            y = fused.convolved_and_scanned(projected, conv, rates, self.D, steps, norm, *sizes)
+            return self.out_proj(y), None
         gate, xBC, dt = projected.split(self.parts, dim=-1)
-        convolved = self.conv1d(xBC, None if state is None else state.conv, backend)
-        x, B, C = convolved.split(self.convolved, dim=-1)
+        conv, before = (None, None) if state is None else state
+        x, B, C = self.conv1d(xBC, conv, backend).split(self.convolved, dim=-1)
         x = x.unflatten(2, (-1, self.headdim))
-        B, C = (m.unflatten(2, (self.maps[0], -1)) for m in (B, C))
-        before = None if state is None else state.ssm
-        scan: dict[str, Any] = {"initial_state": before, "chunk_size": self.chunk_size, "backend": backend}
-        y = ssd(x, dt, self._rates(), B, C, D=self.D, **scan, **self._step()).y
-        out = self.out_proj(self.norm(y.flatten(2), gate))
-        return out, MixerAux(xBC, x, dt, B) if need_aux else None
-
-    def _in_one_kernel(self, projected: Tensor) -> Tensor:
-        """All that lies between the two projections."""
-        return fused.convolved_and_scanned(
-            projected,
-            (with_weights(self.conv1d).weight, self.conv1d.bias),
-            self._rates(),
-            self.D,
-            StepSizes(bias=self.dt_bias, limit=self.dt_limit),
-            (self.norm.weight, self.norm.eps),
-            self.headdim,
-            self.maps[0],
-            self.chunk_size,
-        )
+        B, C = B.unflatten(2, (self.maps[0], -1)), C.unflatten(2, (self.maps[0], -1))
+        scan = fused.scan if backend == "mamba_ssm" else reference.scan
+        y, _ = scan(x, dt, rates, B, C, self.D, steps, before, False, self.chunk_size)
+        return self.out_proj(self.norm(y.flatten(2), gate)), MixerAux(xBC, x, dt, B) if need_aux else None
 
     def state_after(
         self, aux: MixerAux, before: MixerState | None, tokens: int, counts: Int64[Tensor, " batch"] | None = None
     ) -> MixerState:
-        """The state after the first tokens of a call; nothing is projected, convolved or read out again.
+        """The state after the first tokens of a call, without a graph; nothing is projected or convolved again.
 
         Args:
             aux: what the call returned.
             before: the state that the call was given. Default: none.
             tokens: how many of its tokens, at least 1.
             counts: how many of those are real, per row, ``(batch,)``. Default: all.
-
-        Returns:
-            The state, without a graph.
         """
         with torch.no_grad():
             xBC, x, dt, B = (part[:, :tokens] for part in aux)
-            conv = self.conv1d.state_after(xBC, None if before is None else before.conv, counts)
-            ssm = None if before is None else before.ssm
-            ssm = ssd_state(x, dt, self._rates(), B, counts=counts, initial_state=ssm, **self._step())
-            return MixerState(conv, ssm)
+            conv, ssm = (None, None) if before is None else before
+            rates, steps = self._dynamics()
+            ssm = reference.state_after(x, dt, rates, B, steps, ssm, counts)
+            return MixerState(self.conv1d.state_after(xBC, conv, counts), ssm)
 
-    def _rates(self) -> Float[Tensor, " heads"]:
-        return -torch.exp(self.A_log.to(torch.promote_types(self.A_log.dtype, torch.float32)))
-
-    def _step(self) -> dict[str, Any]:
-        return {"dt_bias": self.dt_bias, "dt_limit": self.dt_limit}
-
-
-def _log_uniform(count: int, low: float, high: float) -> Tensor:
-    return torch.empty(count).uniform_(math.log(low), math.log(high)).exp()
-
-
-def _inverse_softplus(y: Tensor) -> Tensor:
-    return y + torch.log(-torch.expm1(-y))
+    def _dynamics(self) -> tuple[Float[Tensor, " heads"], StepSizes]:
+        """The decay rates, in float32 at least, and how step sizes follow from what is projected."""
+        A_log = self.A_log.to(torch.promote_types(self.A_log.dtype, torch.float32))
+        return -torch.exp(A_log), StepSizes(self.dt_bias, limit=self.dt_limit)

@@ -1,11 +1,13 @@
 """Root-mean-square normalisation, plain and gated."""
 
+from typing import Annotated
+
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from deqseq.check import check_integer
+from deqseq.check import AtLeast, Within, checked
 
 
 class RMSNorm(nn.Module):
@@ -25,7 +27,8 @@ class RMSNorm(nn.Module):
         tensor([[0.2000, 1.4000]], grad_fn=<MulBackward0>)
     """
 
-    def __init__(self, dim: int, eps: float = 1e-5) -> None:
+    @checked
+    def __init__(self, dim: Annotated[int, AtLeast(1)], eps: Annotated[float, Within("[0, inf)")] = 1e-5) -> None:
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(dim))
@@ -51,10 +54,14 @@ class GatedRMSNorm(nn.Module):
         torch.Size([1, 2])
     """
 
-    def __init__(self, dim: int, eps: float = 1e-5, groups: int = 1) -> None:
+    @checked
+    def __init__(
+        self,
+        dim: Annotated[int, AtLeast(1)],
+        eps: Annotated[float, Within("[0, inf)")] = 1e-5,
+        groups: Annotated[int, AtLeast(1)] = 1,
+    ) -> None:
         super().__init__()
-        check_integer("GatedRMSNorm.dim", dim, 1)
-        check_integer("GatedRMSNorm.groups", groups, 1)
         if dim % groups:
             raise ValueError(f"GatedRMSNorm.groups must divide dim = {dim}, got {groups}")
         self.eps, self.groups = eps, groups

@@ -2,15 +2,16 @@
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from deqseq.check import check_integer, check_number
+from deqseq.check import AtLeast, Within, checked
 
 
+@checked
 @dataclass(frozen=True)
 class RotaryScaling:
     """How Llama 3.1 and later stretch the rotary frequencies for long contexts.
@@ -22,7 +23,7 @@ class RotaryScaling:
         original_length: the context that the frequencies were first trained for, in tokens.
 
     Raises:
-        ValueError: names the field, what it got and what it wants.
+        TypeError, ValueError: names the field, what it got and what it wants.
 
     References:
         Grattafiori et al., The Llama 3 Herd of Models, 2024, arXiv 2407.21783.
@@ -32,16 +33,17 @@ class RotaryScaling:
         8192
     """
 
-    factor: float = 8.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_length: int = 8192
+    factor: Annotated[float, Within("[1, inf)")] = 8.0
+    low_freq_factor: Annotated[float, Within("(0, inf)")] = 1.0
+    high_freq_factor: Annotated[float, Within("(0, inf)")] = 4.0
+    original_length: Annotated[int, AtLeast(1)] = 8192
 
     def __post_init__(self) -> None:
-        check_number("RotaryScaling.factor", self.factor, "[1, inf)")
-        check_number("RotaryScaling.low_freq_factor", self.low_freq_factor, "(0, inf)")
-        check_number("RotaryScaling.high_freq_factor", self.high_freq_factor, f"({self.low_freq_factor}, inf)")
-        check_integer("RotaryScaling.original_length", self.original_length, 1)
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                f"RotaryScaling.high_freq_factor must be above low_freq_factor = {self.low_freq_factor}, "
+                f"got {self.high_freq_factor}"
+            )
 
 
 class RotaryTables(NamedTuple):
@@ -63,7 +65,7 @@ def rotary_frequencies(
     device: torch.device | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Float[Tensor, " half"]:
-    r"""Angles per position, :math:`\theta^{-2i/d}`, scaled if ``scaling`` is given; ``(headdim / 2,)``.
+    r"""Radians per position, :math:`\theta^{-2i/d}`, scaled if ``scaling`` is given; ``(headdim / 2,)``.
 
     Args:
         headdim: channels a head, even.
@@ -71,9 +73,6 @@ def rotary_frequencies(
         scaling: stretches low frequencies. Default: none.
         device: where to put them.
         dtype: of the result.
-
-    Returns:
-        Radians per token.
 
     References:
         Su et al., RoFormer, 2021, arXiv 2104.09864.
@@ -94,7 +93,7 @@ def rotary_frequencies(
 def rotary_tables(
     positions: Int64[Tensor, "batch length"], frequencies: Float[Tensor, " half"], dtype: torch.dtype
 ) -> RotaryTables:
-    """Cosines and sines for these positions.
+    """Cosines and sines for these positions, ``(batch, length, 1, headdim)``.
 
     Angles have the dtype of ``frequencies``. In the public Llama code they are float32 in models of any dtype: weights
     trained with that rounding meet it again.
@@ -103,9 +102,6 @@ def rotary_tables(
         positions: ``(batch, length)``; a batch of one serves all rows.
         frequencies: of :func:`rotary_frequencies`, ``(headdim / 2,)``.
         dtype: of the result.
-
-    Returns:
-        Tables ``(batch, length, 1, headdim)``.
 
     Example:
         >>> rotary_tables(torch.tensor([[0, 1]]), torch.tensor([0.5]), torch.float32).cos[0, 1]
@@ -117,14 +113,11 @@ def rotary_tables(
 
 
 def rotate(x: Float[Tensor, "batch length heads headdim"], tables: RotaryTables) -> Tensor:
-    r"""Turn each pair of channels :math:`(i, i + d/2)` by its token's angle.
+    r"""Turn each pair of channels :math:`(i, i + d/2)` by its token's angle, in the dtype of ``x``.
 
     Args:
         x: queries or keys, ``(batch, length, heads, headdim)``.
         tables: of the same tokens.
-
-    Returns:
-        The same shape and dtype.
 
     Example:
         >>> quarter = RotaryTables(torch.zeros(1, 1, 1, 2), torch.tensor([[[[-1.0, 1.0]]]]))

@@ -1,21 +1,72 @@
-"""Weight normalisation of linear maps."""
+"""Weight normalisation of linear maps and causal convolutions, and weights that are computed once."""
 
-from typing import Any
+import math
+import sys
+from typing import Any, NoReturn, TypeVar, cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from deqseq.check import check_type
+from deqseq.check import check_type, checked
 from deqseq.layers.causal_conv import CausalConv1d
-from deqseq.layers.normalised import WeightNorm, normalise
+
+M = TypeVar("M", bound=nn.Module)
 
 
+class WeightNorm(nn.Module):
+    """The parameters of one weight, named as in ``torch.nn.utils.parametrizations.weight_norm``."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.layer_class = type(layer)
+        direction = layer.weight.detach()
+        magnitude = torch.norm_except_dim(direction, 2, 0)
+        if not magnitude.is_meta and bool((magnitude == 0).any()):
+            bound = 1 / math.sqrt(direction[0].numel())
+            direction = torch.where(magnitude == 0, torch.empty_like(direction).uniform_(-bound, bound), direction)
+        self.original0 = nn.Parameter(magnitude, requires_grad=layer.weight.requires_grad)
+        self.original1 = nn.Parameter(direction, requires_grad=layer.weight.requires_grad)
+
+    def forward(self) -> Tensor:
+        """The weight."""
+        return torch._weight_norm(self.original1, self.original0, 0)  # pyright: ignore[reportPrivateImportUsage]
+
+
+class Normalised(nn.Module):
+    """A layer whose weight is computed at each use; what would write to ``weight`` is an error."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the layer computes with its weight."""
+        return _computed(self, {}).forward(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return _refuse(name) if name == "weight" else super().__getattr__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        _refuse(name) if name == "weight" else super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        # torch's parametrize begins with this, and goes on to change the class, which many layers share
+        _refuse(name) if name in self._parameters else super().__delattr__(name)
+
+
+class NormalisedLinear(Normalised, nn.Linear):
+    """The class of linear maps with weight normalisation."""
+
+
+class NormalisedConv1d(Normalised, CausalConv1d):
+    """The class of causal convolutions with weight normalisation."""
+
+
+@checked
 def apply_weight_norm(module: nn.Module) -> None:
     r"""Reparametrise every linear map and causal convolution inside, :math:`w = g\, v / \lVert v \rVert` per row.
 
     A solve computes the weights once, other calls of a layer each time. The layers have no attribute ``weight``, as a
     write to it would be lost: :func:`~deqseq.layers.with_weights` is for reading it, :func:`fold_weight_norm` makes it
-    a parameter again. A row of zeros gets a random direction :math:`v`, along which it can grow.
+    a parameter again. A row of zeros gets a random direction :math:`v`, along which it can grow. Layers of a subclass
+    keep its ``forward``; its other methods are only on what :func:`~deqseq.layers.with_weights` returns.
 
     Args:
         module: changed in place; the initial weights stay what they are.
@@ -32,31 +83,31 @@ def apply_weight_norm(module: nn.Module) -> None:
         >>> [name for name, _ in layer.named_parameters()]
         ['0.bias', '0.parametrizations.weight.original0', '0.parametrizations.weight.original1']
     """
-    check_type("module", module, nn.Module)
     parts: Any = [(name, part) for name, part in module.named_modules() if isinstance(part, nn.Linear | CausalConv1d)]
-    layers = {name: part for name, part in parts if not is_parametrized(part, "weight")}
+    layers: dict[str, Any] = {name: part for name, part in parts if not is_parametrized(part, "weight")}
     owners: dict[nn.Parameter, str] = {}
     for name, layer in layers.items():
-        _check_no_other(layer)
-        if (other := owners.setdefault(layer.weight, name)) != name:
-            raise ValueError(f"module must have no tied weights, got {other}.weight and {name}.weight: one parameter")
+        if is_parametrized(layer):
+            other = min(layer.parametrizations)
+            raise ValueError(f"module must have no parametrised tensor but weights, got {other!r}: remove that first")
+        if (owner := owners.setdefault(layer.weight, name)) != name:
+            raise ValueError(f"module must have no tied weights, got {owner}.weight and {name}.weight: one parameter")
     for layer in layers.values():
-        norm = WeightNorm(layer.weight)
+        norm = WeightNorm(layer)
         del layer.weight
         layer.parametrizations = nn.ModuleDict({"weight": norm})
-        normalise(layer)
+        kind: Any = NormalisedLinear if isinstance(layer, nn.Linear) else NormalisedConv1d
+        layer.__class__ = kind
 
 
+@checked
 def fold_weight_norm(module: nn.Module) -> None:
     """Make the weights plain parameters again, equal to what the normalisation gave to the last bit.
 
     Do this before tools that read and write ``weight`` run: merging LoRA, quantisation.
 
     Args:
-        module: changed in place; without weight normalisation it stays as it is.
-
-    Raises:
-        ValueError: a part has another parametrised tensor besides its weight.
+        module: changed in place.
 
     Example:
         >>> layer = nn.Linear(2, 3)
@@ -65,18 +116,64 @@ def fold_weight_norm(module: nn.Module) -> None:
         >>> [name for name, _ in layer.named_parameters()]
         ['bias', 'weight']
     """
-    check_type("module", module, nn.Module)
-    parametrised: Any = [part for part in module.modules() if is_parametrized(part, "weight")]
-    layers = [layer for layer in parametrised if isinstance(layer.parametrizations["weight"], WeightNorm)]
-    for layer in layers:
-        _check_no_other(layer)
+    layers: Any = [layer for layer in module.modules() if isinstance(layer, Normalised)]
     for layer in layers:
         norm = layer.parametrizations["weight"]
+        layer.__class__ = norm.layer_class
         del layer.parametrizations
-        layer.__class__ = type(layer).__bases__[0]
         layer.weight = nn.Parameter(norm().detach(), requires_grad=any(p.requires_grad for p in norm.parameters()))
 
 
-def _check_no_other(layer: Any) -> None:
-    if others := set(getattr(layer, "parametrizations", ())) - {"weight"}:
-        raise ValueError(f"module must have no parametrised tensor but weights, got {min(others)!r}: remove that first")
+def with_weights(module: M) -> M:
+    """The same module with its parametrised tensors computed now: what a solve iterates.
+
+    These are the weights of :func:`~deqseq.layers.apply_weight_norm`, and whatever ``torch.nn.utils.parametrize``
+    computes. They have a graph if gradients are enabled now. Parametrised layers, and modules that contain them, are
+    copied; parameters, buffers, hooks and all other modules are shared.
+
+    Args:
+        module: stays as it is.
+
+    Returns:
+        The copy. The module itself if nothing inside is parametrised; if ``fully_shard`` has sharded parts of it, which
+        hand their gradients on when their own backward pass ends; or in ``torch.export``, which knows no copies.
+        Weights are then computed at each use.
+
+    Example:
+        >>> layer = nn.Linear(2, 3)
+        >>> apply_weight_norm(layer)
+        >>> with_weights(layer).weight.shape
+        torch.Size([3, 2])
+    """
+    check_type("module", module, nn.Module)
+    as_it_is = torch.compiler.is_exporting() or sharded_parts(module)
+    return module if as_it_is else cast(M, _computed(module, {}))
+
+
+def sharded_parts(module: nn.Module) -> tuple[Any, ...]:
+    """The modules inside, or itself, that ``torch.distributed.fsdp.fully_shard`` has been called on."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # where it has not been imported, nothing is sharded
+    return () if fsdp is None else tuple(part for part in module.modules() if isinstance(part, fsdp.FSDPModule))
+
+
+def _computed(module: Any, copies: dict[int, Any]) -> Any:
+    """The module or its copy; a part that occurs twice is found in ``copies``, by its id."""
+    if id(module) not in copies:
+        kind, changes, parts = type(module), {}, dict(module._modules)
+        if is_parametrized(module):
+            tensors = parts.pop("parametrizations")
+            # torch makes a class of its own for each module that it parametrises
+            kind = tensors["weight"].layer_class if isinstance(module, Normalised) else kind.__bases__[0]
+            changes = {name: compute() for name, compute in tensors.items()}
+        parts = {name: None if part is None else _computed(part, copies) for name, part in parts.items()}
+        if changes or any(part is not module._modules[name] for name, part in parts.items()):
+            copies[id(module)] = copy = object.__new__(kind)
+            copy.__dict__.update(module.__dict__, _modules=parts, **changes)
+        else:
+            copies[id(module)] = module
+    return copies[id(module)]
+
+
+def _refuse(name: str) -> NoReturn:
+    how = "read with_weights(layer).weight, and call fold_weight_norm(model) before tools that write to it"
+    raise AttributeError(f"{name} is of a layer with weight normalisation: {how} (both of deqseq.layers)")

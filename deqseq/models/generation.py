@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from deqseq.config import SolveConfig, SolveFields, resolve
-from deqseq.layers.with_weights import with_weights
+from deqseq.layers import with_weights
 from deqseq.models.base import Model
 from deqseq.models.explicit import check_nothing_to_solve
 from deqseq.models.implicit import ImplicitModel

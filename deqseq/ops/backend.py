@@ -12,7 +12,8 @@ from deqseq.ops import fused
 
 Backend = Literal["auto", "reference", "mamba_ssm"]
 """``"reference"`` is plain PyTorch, on any device; ``"mamba_ssm"`` the kernels of that package; ``"auto"`` takes the
-kernels for CUDA tensors where they can be imported, and the reference otherwise."""
+kernels for CUDA tensors in float32, float16 or bfloat16 where they can be imported, and the reference otherwise; the
+reason is logged once."""
 
 _log = logging.getLogger(__name__)
 

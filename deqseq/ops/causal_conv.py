@@ -5,10 +5,12 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
+from deqseq.check import checked
 from deqseq.ops import fused
 from deqseq.ops.backend import Backend, resolved
 
 
+@checked
 def silu_causal_conv(
     x: Float[Tensor, "batch length channels"],
     weight: Float[Tensor, "channels 1 width"],
@@ -28,12 +30,8 @@ def silu_causal_conv(
         weight: filters, ``(channels, 1, width)``.
         bias: ``(channels,)``.
         state: the ``width - 1`` inputs before them, ``(batch, width - 1, channels)``. Default: zeros.
-        backend: ``"reference"``, plain PyTorch; ``"mamba_ssm"``, the kernels of causal_conv1d, which belong to that
-            package, where they can be imported and take the filter (width 2 to 4, channels in eights); ``"auto"``: as
-            in :func:`deqseq.ops.ssd.ssd`.
-
-    Returns:
-        Outputs of the shape of ``x``.
+        backend: a :data:`deqseq.ops.Backend`; its kernels are those of causal_conv1d, where they can be imported and
+            take the filter (width 2 to 4, channels in eights).
 
     Raises:
         ValueError: shapes that do not agree.
@@ -44,10 +42,20 @@ def silu_causal_conv(
         tensor([ 9.9995, 21.0000])
     """
     channels, width = weight.shape[0], weight.shape[2]
-    check_inputs(x, width, channels, state)
+    if x.ndim != 3 or x.shape[2] != channels:
+        raise ValueError(f"x must be (batch, length, {channels} channels), got {tuple(x.shape)}")
     if bias.shape != (channels,):
         raise ValueError(f"bias must be ({channels},), as the filters are, got {tuple(bias.shape)}")
-    if resolved(backend, x) == "mamba_ssm" and fused.convolves(channels, width):
+    wanted = (x.shape[0], width - 1, channels)
+    if state is not None and state.shape != wanted:
+        raise ValueError(f"state must have shape {wanted}, the inputs before x, got {tuple(state.shape)}")
+    return convolved(x, weight, bias, state, backend)
+
+
+def convolved(x: Tensor, weight: Tensor, bias: Tensor, state: Tensor | None, backend: Backend) -> Tensor:
+    """:func:`silu_causal_conv` without checks, for layers, which call it at every iteration."""
+    width = weight.shape[2]
+    if resolved(backend, x) == "mamba_ssm" and fused.convolves(weight.shape[0], width):
         return fused.convolved(x, weight, bias, state)
     length, past = x.shape[1], width - 1
     padded = F.pad(x, (0, 0, past, 0)) if state is None else torch.cat([state.to(x.dtype), x], dim=1)
@@ -56,14 +64,3 @@ def silu_causal_conv(
     for offset, tap in enumerate(taps[1:], start=1):
         y = y.addcmul_(tap, padded[:, offset : offset + length])
     return F.silu(y)
-
-
-def check_inputs(x: Tensor, width: int, channels: int, state: Tensor | None, counts: Tensor | None = None) -> None:
-    """Refuse shapes that do not fit; some would broadcast silently."""
-    if x.ndim != 3 or x.shape[2] != channels:
-        raise ValueError(f"x must be (batch, length, {channels} channels), got {tuple(x.shape)}")
-    wanted = (x.shape[0], width - 1, channels)
-    if state is not None and state.shape != wanted:
-        raise ValueError(f"state must have shape {wanted}, the inputs before x, got {tuple(state.shape)}")
-    if counts is not None and counts.shape != x.shape[:1]:
-        raise ValueError(f"counts must be ({x.shape[0]},), one number per row, got {tuple(counts.shape)}")

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
-from deqseq.ops.step_sizes import StepSizes
+from deqseq.ops.reference import UNLIMITED, StepSizes
 
 INSTALL = 'pip install "deqseq[cuda]", or see docs/guides/cuda.md for a way without a CUDA build'
 CHUNK = 256  # what the kernels are tuned for
@@ -50,16 +50,7 @@ def why_no_convolution() -> str | None:
 # takes longer than all of deqseq; this imports it at the first call.
 @_disable_dynamo
 def scan(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    steps: StepSizes,
-    before: Tensor | None,
-    want_state: bool,
-    chunk_size: int | None,
+    x, dt, A, B, C, D, steps: StepSizes, before: Tensor | None, want_state: bool, chunk_size: int | None
 ) -> tuple[Tensor, Tensor | None]:
     """The scan by ``mamba_chunk_scan_combined``, or by ``selective_state_update`` for one token without a graph."""
     B, C = B.to(x.dtype), C.to(x.dtype)
@@ -103,18 +94,11 @@ def convolved(x: Tensor, weight: Tensor, bias: Tensor, state: Tensor | None) -> 
 
 @_disable_dynamo
 def convolved_and_scanned(
-    projected: Tensor,
-    conv: tuple[Tensor, Tensor],
-    A: Tensor,
-    D: Tensor,
-    steps: StepSizes,
-    norm: tuple[Tensor, float],
-    headdim: int,
-    groups: int,
-    chunk_size: int | None,
+    projected: Tensor, conv, A, D, steps: StepSizes, norm, headdim: int, groups: int, chunk_size: int | None
 ) -> Tensor:
     """All that Mamba2 does between its two projections, by ``mamba_split_conv1d_scan_combined``."""
     weight, bias = conv
+    norm_weight, eps = norm
     with torch.autocast(projected.device.type, enabled=False):
         y = _kernels().whole(
             projected,
@@ -125,8 +109,8 @@ def convolved_and_scanned(
             D,
             chunk_size or CHUNK,
             dt_limit=steps.limit,
-            rmsnorm_weight=norm[0],
-            rmsnorm_eps=norm[1],
+            rmsnorm_weight=norm_weight,
+            rmsnorm_eps=eps,
             headdim=headdim,
             ngroups=groups,
             norm_before_gate=False,
@@ -149,7 +133,7 @@ def convolves(channels: int, width: int) -> bool:
 def _one_token(x, dt, A, B, C, D, steps: StepSizes, before: Tensor, want_state: bool):
     """One step of the recurrence; the kernel insists on a bias and skip weights, and knows no limits."""
     state, width, size = before.clone(), x.shape[3], before.shape[3]
-    plain = steps.softplus and steps.unlimited
+    plain = steps.softplus and steps.limit == UNLIMITED
     dt = dt[:, 0] if plain else steps.of(dt[:, 0].float())
     zeros = torch.zeros_like(A, dtype=torch.float32)
     bias, skip = zeros if steps.bias is None or not plain else steps.bias, zeros if D is None else D

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from deqseq.check import checked
 from deqseq.config import SolveConfig, resolve
 from deqseq.gradients import Gradient, Implicit, Unrolled
-from deqseq.layers.sharded import sharded_parts
+from deqseq.layers.weight_norm import sharded_parts
 from deqseq.models import ExplicitModel, ImplicitModel
 from deqseq.stop import Stop
 

@@ -52,10 +52,6 @@ def randn(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-class TestMamba2(BackboneContract):
-    backbone = contractive_mamba2()
-
-
 @pytest.mark.usefixtures("unchecked")
 class TestInjectedDecay(BackboneContract):
     backbone = injected(dq.DecayInjection(8, decay=0.2), contractive_mamba2)
@@ -71,7 +67,7 @@ class TestLlamaOfHuginn(BackboneContract):
     backbone = contractive_llama(norms="closed", qk_bias=True, final_norm=False)
 
 
-class TestMamba2Groups(BackboneContract):
+class TestMamba2(BackboneContract):
     backbone = contractive_mamba2(n_groups=2, mlp_width=6)
 
 

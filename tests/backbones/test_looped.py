@@ -112,14 +112,6 @@ def test_a_module_that_chooses_is_trained_and_saved():
     assert "backbone.choose.weights" in model.state_dict()
 
 
-def test_one_dropout_mask_for_all_steps():
-    backbone, x = llama(dropout=0.5).train(), embedded()
-    torch.manual_seed(1)
-    value = dq.ExplicitModel(dq.Looped(backbone, 3))(x).value
-    torch.manual_seed(1)
-    assert torch.equal(value, states_of(backbone, x, 3, x)[-1])
-
-
 @torch.no_grad()
 def test_an_explicit_model_leaves_the_injection_inside_alone():
     backbone, x = llama(), embedded()
@@ -127,15 +119,6 @@ def test_an_explicit_model_leaves_the_injection_inside_alone():
     looped = dq.ExplicitModel(dq.Looped(backbone, 1))(x).value
     assert torch.equal(looped, backbone(x, backbone.prepare(x))[0])
     assert not torch.allclose(once, looped)
-
-
-@torch.no_grad()
-def test_the_fixed_point_of_several_steps_is_that_of_one():
-    backbone, x = contractive_llama(), embedded()
-    solve = dq.SolveConfig(stop=dq.Stop(rtol=1e-11, max_steps=500))
-    single, double = (dq.ImplicitModel(one, solve)(x, throw=True) for one in (backbone, dq.Looped(backbone, 2)))
-    assert torch.allclose(double.value, single.value, rtol=0, atol=1e-9)
-    assert (double.stats.iterations < single.stats.iterations).all()
 
 
 @torch.no_grad()

@@ -128,7 +128,7 @@ def test_strong_decay_at_some_tokens_forgets_what_came_before():
 @pytest.mark.usefixtures("unchecked")
 def test_counts_bounds_and_integers_are_refused():
     (x, dt, A, B, C), _, _ = inputs()
-    with pytest.raises(ValueError, match=r"counts must be \(2,\), .* got \(1,\)"):
+    with pytest.raises(ValueError, match=r"counts must have shape \(2,\), got \(1,\)"):
         ssd_state(x, dt, A, B, counts=torch.tensor([2]))
     with pytest.raises(TypeError, match=r"x must be a floating-point tensor, got torch\.int64"):
         ssd(x.long(), dt, A, B, C)
@@ -144,17 +144,18 @@ def test_counts_bounds_and_integers_are_refused():
             ssd(*inputs(**change)[0])
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("name", ["dt", "A", "B", "C", "D", "dt_bias", "initial_state"])
 def test_shapes_that_would_broadcast_are_refused(name):
     (x, dt, A, B, C), extras, state = inputs()
     given = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "initial_state": state} | extras
     given[name] = given[name].mean(dim=0, keepdim=True) if given[name].ndim == 1 else given[name][:, :1]
-    with pytest.raises(ValueError, match=rf"{name} must have (the )?shape"):
-        getattr(ssd, "__wrapped__", ssd)(**given)  # the tests' own shape check would be first
+    with pytest.raises(ValueError, match=f"{name} must have shape"):
+        ssd(**given)
     if name not in ("C", "D"):
         with pytest.raises(ValueError, match=f"{name} must have shape"):
             taken = {key: x for key, x in given.items() if key not in ("C", "D")}
-            getattr(ssd_state, "__wrapped__", ssd_state)(**taken)
+            ssd_state(**taken)
 
 
 @pytest.mark.parametrize("groups", [1, 2])
@@ -174,13 +175,3 @@ def test_state_after_the_tokens_that_count(groups, given_state, dt_limit):
             cut = (x[one, :count], dt[one, :count], A, B[one, :count], C[one, :count])
             alone = ssd(*cut, dt_bias=extras["dt_bias"], initial_state=start[one], dt_limit=dt_limit, return_state=True)
             assert relative_error(together[one], alone.state) < 1e-12
-
-
-def test_state_alone_has_gradients():
-    arguments, extras, state = inputs(batch=2, length=4, heads=2, headdim=2, groups=1, d_state=2)
-    tensors = [t.requires_grad_() for t in (*arguments[:4], extras["dt_bias"], state)]
-
-    def last(x, dt, A, B, bias, initial):
-        return ssd_state(x, dt, A, B, dt_bias=bias, initial_state=initial, counts=torch.tensor([4, 2]))
-
-    assert torch.autograd.gradcheck(last, tensors)

@@ -1,22 +1,84 @@
-"""Matrix products within chunks of a scan, and the loop over chunks; tokens come after heads (or groups) here."""
+"""The state-space-dual scan in pure PyTorch: the CPU path, and the oracle of faster kernels."""
 
 from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor
+from torch.nn import functional as F
 
+CHUNK = 64  # what suits a CPU's caches
+UNLIMITED = (0.0, float("inf"))
 # the log of a decay that makes no difference; what underflows, or is subnormal, is computed many times slower
 FORGOTTEN = -40.0
 
 
-def advance(x: Tensor, dt: Tensor, rates: Tensor, B: Tensor, C: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+class StepSizes(NamedTuple):
+    r"""How a scan's step sizes come from what was projected, :math:`\mathrm{clamp}(\mathrm{softplus}(dt + b))`."""
+
+    bias: Float[Tensor, " heads"] | None = None
+    softplus: bool = True
+    limit: tuple[float, float] = UNLIMITED
+
+    def of(self, dt: Float[Tensor, "*batch heads"]) -> Float[Tensor, "*batch heads"]:
+        """The step sizes, in the dtype of ``dt``."""
+        dt = dt if self.bias is None else dt + self.bias.to(dt.dtype)
+        dt = F.softplus(dt) if self.softplus else dt
+        return dt if self.softplus and self.limit == UNLIMITED else dt.clamp(*self.limit)
+
+
+def scan(
+    x, dt, A, B, C, D, steps: StepSizes, before: Tensor | None, want_state: bool, chunk_size: int | None
+) -> tuple[Tensor, Tensor | None]:
+    """The scan, chunk by chunk in matrix products, in float32 at least; :func:`deqseq.ops.ssd.ssd` documents it."""
+    size, dtype = chunk_size or CHUNK, torch.promote_types(x.dtype, torch.float32)
+    with torch.autocast(x.device.type, enabled=False):  # it would take the matrix products to half precision
+        step = steps.of(dt.to(dtype)).transpose(1, 2).contiguous()
+        inner, B, C = (m.to(dtype).transpose(1, 2) for m in (x, B, C))
+        many = (inner, step, step * A.to(dtype)[:, None], B, C)
+        before = None if before is None else before.to(dtype)
+        if x.shape[1] == 1 and before is not None:
+            y, state = _one_token(*many, before)
+        elif x.shape[1] <= size:
+            y, state = _chunk(*many, before, want_state)
+        elif torch.compiler.is_compiling():
+            y, state = _chunks_in_turn(*many, before, want_state, size, False)
+        else:
+            y, *_, state = _Chunks.apply(*many, before, want_state, size, torch.is_grad_enabled())
+        if D is not None:
+            y = torch.addcmul(y, inner, D.to(dtype)[:, None, None])
+    return y.transpose(1, 2).to(x.dtype), state
+
+
+def state_after(
+    x: Tensor, dt, A, B, steps: StepSizes, before: Tensor | None, counts: Int64[Tensor, " batch"] | None
+) -> Float[Tensor, "batch heads headdim d_state"]:
+    """The state after the last token, or after the first so many of each row."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    with torch.autocast(x.device.type, enabled=False):
+        step = steps.of(dt.to(dtype))
+        if counts is not None:
+            beyond = torch.arange(x.shape[1], device=x.device) >= counts[:, None]
+            step = step.masked_fill(beyond[..., None], 0)
+        step = step.transpose(1, 2)
+        rates = step * A.to(dtype)[:, None]
+        # summed from the end: what matters most, the decay of the latest tokens, is a sum of few small numbers
+        left = rates.flip(2).cumsum(2).flip(2) - rates
+        x, B = (m.to(dtype).transpose(1, 2) for m in (x, B))
+        gained = _gained(x * (step * left.clamp(FORGOTTEN).exp())[..., None], B)
+        if before is None:
+            return gained
+        return torch.addcmul(gained, before.to(dtype), rates.sum(2).clamp(FORGOTTEN).exp()[..., None, None])
+
+
+def _one_token(x: Tensor, dt: Tensor, rates: Tensor, B: Tensor, C: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     """The recurrence for one token: its output and the state after it."""
-    state = torch.addcmul(gained_by(x * dt[..., None], B), state, rates.exp()[..., None])
+    state = torch.addcmul(_gained(x * dt[..., None], B), state, rates.exp()[..., None])
     return _read(C, state), state
 
 
-class Chunks(torch.autograd.Function):
+class _Chunks(torch.autograd.Function):
     """A loop over chunks, of which only the states between them are kept: the backward pass computes each chunk again.
 
     It is made of differentiable operations on the inputs and outputs, so that there are second derivatives.
@@ -24,14 +86,8 @@ class Chunks(torch.autograd.Function):
 
     @staticmethod
     def forward(x, dt, rates, B, C, state, want_state, size, keep):
-        """``y`` and the state after each chunk, or after the last alone; None after the last if it is not wanted."""
-        y, states = torch.empty_like(x), []
-        for start in range(0, x.shape[2], size):
-            span = slice(start, start + size)
-            pieces = [t[:, :, span] for t in (x, dt, rates, B, C)]
-            y[:, :, span], state = chunk(*pieces, state=state, want_state=want_state or span.stop < x.shape[2])
-            states = [*states, state] if keep else [state]
-        return y, *states
+        """``y`` and the state after each chunk, or after the last only; None after the last if it is not wanted."""
+        return _chunks_in_turn(x, dt, rates, B, C, state, want_state, size, keep)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -56,18 +112,17 @@ class Chunks(torch.autograd.Function):
         return dx, *(torch.cat(t, dim=2) for t in zip(*others, strict=True)), dstate, None, None, None
 
 
-def chunks_in_turn(
-    x: Tensor, dt: Tensor, rates: Tensor, B: Tensor, C: Tensor, state: Tensor | None, want_state: bool, size: int
-) -> tuple[Tensor, Tensor | None]:
-    """The same loop for ``torch.compile``, which cannot trace :class:`Chunks` with dynamic shapes (torch 2.13)."""
-    outputs, pieces = [], list(zip(*(t.split(size, dim=2) for t in (x, dt, rates, B, C)), strict=True))
+def _chunks_in_turn(x, dt, rates, B, C, state, want_state: bool, size: int, keep: bool) -> tuple[Any, ...]:
+    """The loop; ``torch.compile`` takes it as it is, and cannot trace ``_Chunks`` with dynamic shapes (torch 2.13)."""
+    outputs, states, pieces = [], [], list(zip(*(t.split(size, dim=2) for t in (x, dt, rates, B, C)), strict=True))
     for index, piece in enumerate(pieces):
-        y, state = chunk(*piece, state=state, want_state=want_state or index + 1 < len(pieces))
+        y, state = _chunk(*piece, state=state, want_state=want_state or index + 1 < len(pieces))
         outputs.append(y)
-    return torch.cat(outputs, dim=2), state
+        states = [*states, state] if keep else [state]
+    return torch.cat(outputs, dim=2), *states
 
 
-def chunk(x: Tensor, dt: Tensor, rates: Tensor, B: Tensor, C: Tensor, state: Tensor | None, want_state: bool):
+def _chunk(x: Tensor, dt: Tensor, rates: Tensor, B: Tensor, C: Tensor, state: Tensor | None, want_state: bool):
     """The dual form: one masked matrix product for what the chunk's tokens take from each other."""
     u = x * dt[..., None]
     total, decay = _decays(rates)
@@ -76,7 +131,7 @@ def chunk(x: Tensor, dt: Tensor, rates: Tensor, B: Tensor, C: Tensor, state: Ten
         y = torch.addcmul(y, _read(C, state), total.exp()[..., None])
     if not want_state:
         return y, None
-    gained = gained_by(u * decay[:, :, -1, :, None], B)
+    gained = _gained(u * decay[:, :, -1, :, None], B)
     return y, gained if state is None else torch.addcmul(gained, state, total[:, :, -1:, None].exp())
 
 
@@ -90,7 +145,7 @@ def _chunk_gradients(before, after, dafter, x, dt, rates, B, C, y, dy):
     dbefore, end = None, 0
     if before is not None:
         dread = dy * total.exp()[..., None]
-        dC, dbefore = dC + _per_group(dread, before, B), gained_by(dread, C)
+        dC, dbefore = dC + _per_group(dread, before, B), _gained(dread, C)
     if dafter is not None:
         until = decay[:, :, -1, :, None]
         du = torch.addcmul(du, _read(B, dafter), until)
@@ -118,7 +173,7 @@ def _mixing(decay: Tensor, B: Tensor, C: Tensor) -> Float[Tensor, "batch heads s
     return (decay.unflatten(1, (B.shape[1], -1)) * scores).flatten(1, 2)
 
 
-def gained_by(u: Float[Tensor, "batch heads size headdim"], B: Tensor) -> Float[Tensor, "batch heads headdim d_state"]:
+def _gained(u: Float[Tensor, "batch heads size headdim"], B: Tensor) -> Float[Tensor, "batch heads headdim d_state"]:
     """``u^T B`` over the tokens; here and below, all heads of a group are in one product."""
     merged = u.unflatten(1, (B.shape[1], -1)).transpose(3, 4).flatten(2, 3)
     return (merged @ B).reshape(*u.shape[:2], u.shape[3], -1)

@@ -1,16 +1,14 @@
-"""The state-space-dual scan: what it computes, and who computes it."""
+"""The state-space-dual scan of Mamba2, with checks; the layers call the implementations directly."""
 
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
-import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from deqseq.check import check_bounds, check_integer
-from deqseq.ops import fused
+from deqseq.check import AtLeast, Bounds, checked
+from deqseq.ops import fused, reference
 from deqseq.ops.backend import Backend, resolved
-from deqseq.ops.ssd import reference
-from deqseq.ops.step_sizes import UNLIMITED, StepSizes
+from deqseq.ops.reference import UNLIMITED, StepSizes
 
 
 class SSDOutput(NamedTuple):
@@ -18,14 +16,14 @@ class SSDOutput(NamedTuple):
 
     Attributes:
         y: outputs, ``(batch, length, heads, headdim)``.
-        state: the state after the last token, ``(batch, heads, headdim, d_state)``; None without
-            ``return_state``.
+        state: that after the last token, ``(batch, heads, headdim, d_state)``; None without ``return_state``.
     """
 
     y: Float[Tensor, "batch length heads headdim"]
     state: Float[Tensor, "batch heads headdim d_state"] | None
 
 
+@checked
 def ssd(
     x: Float[Tensor, "batch length heads headdim"],
     dt: Float[Tensor, "batch length heads"],
@@ -36,10 +34,10 @@ def ssd(
     D: Float[Tensor, " heads"] | None = None,
     dt_bias: Float[Tensor, " heads"] | None = None,
     dt_softplus: bool = True,
-    dt_limit: tuple[float, float] = UNLIMITED,
+    dt_limit: Annotated[tuple[float, float], Bounds()] = UNLIMITED,
     initial_state: Float[Tensor, "batch heads headdim d_state"] | None = None,
     return_state: bool = False,
-    chunk_size: int | None = None,
+    chunk_size: Annotated[int, AtLeast(1)] | None = None,
     backend: Backend = "auto",
 ) -> SSDOutput:
     r"""Selective state-space scan, chunk by chunk in matrix products.
@@ -63,19 +61,14 @@ def ssd(
         return_state: whether the state after the last token is wanted.
         chunk_size: tokens per chunk. Affects speed, and rounding: decays are differences of sums over a chunk.
             Default: 64 in the reference, 256 in the kernels.
-        backend: ``"reference"``, plain PyTorch on any device; ``"mamba_ssm"``, that package's kernels; ``"auto"``, the
-            kernels for CUDA tensors in float32, float16 or bfloat16 where the package can be imported, and the
-            reference otherwise and inside compiled functions; the reason is logged once.
+        backend: a :data:`deqseq.ops.Backend`; compiled functions take ``"auto"`` for the reference.
 
     Returns:
-        ``y`` in the dtype of ``x``; the final state in float32 (float64 for float64 inputs). The
-        reference computes in float32 at least; the kernels multiply in the dtype of ``x``, sum in float32, and
-        have no second derivatives: asking for one is an error.
+        ``y`` in the dtype of ``x``; the final state in float32 (float64 for float64 inputs). The reference computes in
+        float32 at least; the kernels multiply in the dtype of ``x``, sum in float32, and have no second derivatives.
 
     Raises:
-        TypeError: ``x`` is not floating point, or ``chunk_size`` no integer.
-        ValueError: an empty sequence, shapes that do not agree, heads that the groups do not divide, a chunk size
-            below 1, or bounds that are not ordered.
+        TypeError, ValueError: names the argument, what it got and what it wants.
         BackendError: ``backend="mamba_ssm"`` where its kernels cannot run; it says what is missing.
 
     References:
@@ -88,17 +81,14 @@ def ssd(
         >>> ssd(x, dt, torch.zeros(1), B, C, dt_softplus=False).y.flatten()    # no decay: a running sum
         tensor([1., 2., 3.])
     """
-    _check(x, dt, A, B, D, dt_bias, initial_state, dt_limit)
-    if C.shape != B.shape:
-        raise ValueError(f"C must have the shape of B, {tuple(B.shape)}, got {tuple(C.shape)}")
-    if chunk_size is not None and not torch.compiler.is_compiling():
-        check_integer("chunk_size", chunk_size, 1)
-    steps = StepSizes(dt_bias, dt_softplus, dt_limit)
+    _check_shapes(x, B, dt=dt, A=A, C=C, D=D, dt_bias=dt_bias, initial_state=initial_state)
+    steps = StepSizes(dt_bias, dt_softplus, (dt_limit[0], dt_limit[1]))
     scan = fused.scan if resolved(backend, x) == "mamba_ssm" else reference.scan
     y, state = scan(x, dt, A, B, C, D, steps, initial_state, return_state, chunk_size)
     return SSDOutput(y, state if return_state else None)
 
 
+@checked
 def ssd_state(
     x: Float[Tensor, "batch length heads headdim"],
     dt: Float[Tensor, "batch length heads"],
@@ -107,11 +97,11 @@ def ssd_state(
     *,
     dt_bias: Float[Tensor, " heads"] | None = None,
     dt_softplus: bool = True,
-    dt_limit: tuple[float, float] = UNLIMITED,
+    dt_limit: Annotated[tuple[float, float], Bounds()] = UNLIMITED,
     initial_state: Float[Tensor, "batch heads headdim d_state"] | None = None,
     counts: Int64[Tensor, " batch"] | None = None,
 ) -> Float[Tensor, "batch heads headdim d_state"]:
-    r"""The state of :func:`ssd` after its last token, without the outputs: one matrix product.
+    r"""The state of :func:`ssd` after its last token, in the same dtype, by one matrix product.
 
     .. math:: h_T = e^{\sum_s \Delta_s A} h_0 + \sum_t e^{\sum_{s > t} \Delta_s A} \Delta_t x_t B_t^\top
 
@@ -121,17 +111,13 @@ def ssd_state(
         A: decay rates, at most 0 (not checked), ``(heads,)``.
         B: input maps, ``(batch, length, groups, d_state)``.
         dt_bias: ``(heads,)``.
-        dt_softplus: whether step sizes pass a softplus.
-        dt_limit: lower and upper bound of the step sizes.
+        dt_softplus: as in :func:`ssd`.
+        dt_limit: as in :func:`ssd`.
         initial_state: the state before the first token, ``(batch, heads, headdim, d_state)``; None is zero.
         counts: real tokens of each row, ``(batch,)``; the state is that after those. Default: all.
 
-    Returns:
-        The state, in float32 (float64 for float64 inputs).
-
     Raises:
-        TypeError: ``x`` is not floating point.
-        ValueError: shapes that do not agree, or bounds that are not ordered.
+        TypeError, ValueError: as for :func:`ssd`.
 
     Example:
         >>> import torch
@@ -139,39 +125,27 @@ def ssd_state(
         >>> ssd_state(one, one[..., 0], torch.zeros(1), one, dt_softplus=False, counts=torch.tensor([2])).item()
         2.0
     """
-    _check(x, dt, A, B, None, dt_bias, initial_state, dt_limit)
-    if counts is not None and counts.shape != x.shape[:1]:
-        raise ValueError(f"counts must be ({x.shape[0]},), one number per row, got {tuple(counts.shape)}")
-    steps = StepSizes(dt_bias, dt_softplus, dt_limit)
+    _check_shapes(x, B, dt=dt, A=A, dt_bias=dt_bias, initial_state=initial_state, counts=counts)
+    steps = StepSizes(dt_bias, dt_softplus, (dt_limit[0], dt_limit[1]))
     return reference.state_after(x, dt, A, B, steps, initial_state, counts)
 
 
-def _check(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    D: Tensor | None,
-    dt_bias: Tensor | None,
-    state: Tensor | None,
-    limit: object,
-) -> None:
+def _check_shapes(x: Tensor, B: Tensor, **others: Tensor | None) -> None:
     """Refuse shapes that do not fit; a dimension of one would broadcast silently."""
-    if limit != UNLIMITED and not torch.compiler.is_compiling():
-        check_bounds("dt_limit", limit)
     if not x.is_floating_point():
         raise TypeError(f"x must be a floating-point tensor, got {x.dtype}")
     if x.ndim != 4 or B.ndim != 4:
         got = f"x {tuple(x.shape)} and B {tuple(B.shape)}"
         raise ValueError(f"x must be (batch, length, heads, headdim), B (batch, length, groups, d_state), got {got}")
-    if x.shape[1] == 0:
-        raise ValueError(f"ssd needs at least one token, got x of shape {tuple(x.shape)}")
     rows, length, heads, headdim = x.shape
-    wanted = {"dt": (rows, length, heads), "A": (heads,), "B": (rows, length, *B.shape[2:])}
-    wanted |= {"D": (heads,), "dt_bias": (heads,), "initial_state": (rows, heads, headdim, B.shape[3])}
-    given = {"dt": dt, "A": A, "B": B, "D": D, "dt_bias": dt_bias, "initial_state": state}
-    for name, tensor in given.items():
+    if length == 0:
+        raise ValueError(f"x must have at least one token, got shape {tuple(x.shape)}")
+    groups, d_state = B.shape[2:]
+    wanted = {"dt": (rows, length, heads), "A": (heads,), "C": tuple(B.shape), "D": (heads,), "dt_bias": (heads,)}
+    wanted |= {"B": (rows, length, groups, d_state), "initial_state": (rows, heads, headdim, d_state)}
+    wanted["counts"] = (rows,)
+    for name, tensor in {"B": B, **others}.items():
         if tensor is not None and tensor.shape != wanted[name]:
             raise ValueError(f"{name} must have shape {wanted[name]}, got {tuple(tensor.shape)}")
-    if heads % B.shape[2]:
-        raise ValueError(f"ssd needs groups that divide the heads, got {B.shape[2]} groups and {heads} heads")
+    if heads % groups:
+        raise ValueError(f"B must have groups that divide the heads, got {groups} groups and {heads} heads")
