@@ -5,12 +5,12 @@ from typing import Any, ClassVar, no_type_check
 from huggingface_hub.dataclasses import strict
 
 from deqseq.backbones import LlamaConfig, Mamba2Config
+from deqseq.integrations.fields import Fields
+from deqseq.integrations.foreign.pretrained import LLAMA_SIZES, ROTARY_SCALING, rotary
 from deqseq.integrations.huggingface.modeling import ImplicitBaseModel, ImplicitClassifier
 from deqseq.integrations.huggingface.modeling_causal_lm import ImplicitCausalLM
 from deqseq.integrations.huggingface.objects import Json
 from deqseq.integrations.huggingface.one_backbone import OneBackboneConfig
-from deqseq.integrations.pretrained_config import LLAMA_SIZES, ROTARY_SCALING, rotary
-from deqseq.integrations.reference_fields import Fields
 
 
 @no_type_check  # strict checks the fields; a check of the signature would refuse what transformers passes
