@@ -27,7 +27,7 @@ EXCEPTIONS = {  # faults that are none, as patterns, and why
     r"\.(distances|passes|limit|begin|attach_to): ": "the library calls these methods of Stop, solvers and gradients",
     r"\.testing\.\w+\.\w+Contract\.": "its methods are the tests themselves",
 }
-SHARED = r"\.integrations\.fields\.|\.check_request$"
+SHARED = r"\.integrations\.fields\."
 
 
 def target(path: str) -> griffe.Object:
