@@ -40,7 +40,7 @@ class Tally:
         self.counted: dict[str, float] = defaultdict(float)
 
     def add(self, stats: SolveStats | None, status: torch.Tensor | None, mask: torch.Tensor | None = None) -> None:
-        """Count a solve: ``stats``, ``status``, ``(batch,)``; or None; ``mask``: real tokens, ``(batch, length)``."""
+        """Count a solve, if there was one: ``stats``, ``status`` of ``(batch,)``; ``mask``, ``(batch, length)``."""
         if stats is None or status is None:
             return
         converged, diverged = status == Status.CONVERGED, status == Status.DIVERGED

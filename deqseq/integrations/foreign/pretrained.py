@@ -49,9 +49,12 @@ _MAMBA_SSM_SIZES: Sizes = {
     "d_conv": ("d_conv", 4),
     "dt_limit": ("dt_limit", (0.0, math.inf)),
 }
-ROTARY_SCALING = {name: name for name in ("factor", "low_freq_factor", "high_freq_factor")}
-"""Our names of the numbers of the rotary scaling, and those of transformers."""
-ROTARY_SCALING["original_length"] = "original_max_position_embeddings"
+ROTARY_SCALING: Sizes = {
+    "factor": ("factor", float),
+    "low_freq_factor": ("low_freq_factor", float),
+    "high_freq_factor": ("high_freq_factor", float),
+    "original_length": ("original_max_position_embeddings", int),
+}
 
 _SHARED: Only = {"hidden_act": ("silu", "swish"), "quantization_config": (None,)}
 _LLAMA: Only = {
@@ -221,12 +224,10 @@ def rotary(fields: Fields, theta: float) -> tuple[float, RotaryScaling | None]:
     rope.only({"partial_rotary_factor": (1, None)})
     rope.unused("type", "attention_factor", "original_max_position_embeddings")
     key = "type" if "rope_type" not in rope.content else "rope_type"  # its name in old files
-    numbers: dict[str, Any] = {}
-    if rope.choice(key, ("default", "llama3"), "default") == "llama3":
-        kinds = {name: int if name == "original_length" else float for name in ROTARY_SCALING}
-        numbers = rope.sizes({ours: (theirs, kinds[ours]) for ours, theirs in ROTARY_SCALING.items()})
+    scaled = rope.choice(key, ("default", "llama3"), "default") == "llama3"
+    scaling = RotaryScaling(**rope.sizes(ROTARY_SCALING)) if scaled else None
     rope.close()
-    return theta, RotaryScaling(**numbers) if numbers else None
+    return theta, scaling
 
 
 def _mamba2(fields: Fields) -> tuple[int, bool, Mamba2Config]:

@@ -36,12 +36,10 @@ def from_pretrained(
     r"""A released recurrent-depth model, from its ``config.json`` and safetensors; none of its own code runs.
 
     - Huginn-0125 and the retrofitted Llama and OLMo 2 models become a :class:`deqseq.RecurrentDepth`. By default its
-      core is solved to a relative tolerance of 1e-3, within 4 times its mean depth, from zero: it has a fixed point,
-      which every sweep finds and of which the cache keeps one entry per token. With ``steps`` the core is run as its
-      authors do: that many times, from random states, with a cache for each step.
-    - Ouro becomes an :class:`deqseq.ExplicitModel` of a :class:`deqseq.Looped` stack. It has no fixed point: iterated
-      on, it forgets its prompt. Its gate, an :class:`OuroGate`, is
-      ``lm.model.backbone.choose``, with the ``early_exit_threshold`` of the configuration.
+      core is solved to a relative tolerance of 1e-3, within 4 times its mean depth, from zero. With ``steps`` it runs
+      as its authors do: that many times, from random states, with a cache for each step.
+    - Ouro becomes an :class:`deqseq.ExplicitModel` of a :class:`deqseq.Looped` stack, for it has no fixed point. Its
+      gate, an :class:`OuroGate`, is ``lm.model.backbone.choose``.
 
     Args:
         folder_or_name: a folder, or a name on the hub, such as ``"tomg-group-umd/huginn-0125"``.

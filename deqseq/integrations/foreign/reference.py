@@ -70,23 +70,18 @@ _RULES: tuple[Rule, ...] = (
 def from_reference_config(config: Mapping[str, Any]) -> LanguageModelSpec:
     """Turn a configuration of the paper's reference code into a specification.
 
-    Every field is read, known to have no effect on the model, or refused. A missing one has the reference's default.
     The model is solved as in the reference: training iterates without damping and tests each row by one norm, so it
     needs the simultaneous sweep; evaluation damps by ``tau`` and tests each token. One difference remains: our dropout
     mask differs between the tokens of a row, the reference's does not.
 
     Args:
-        config: the parsed ``config.json``: fields of the model, with ``backbone_config`` and, for an implicit one,
-            ``deq_params`` in it.
+        config: the parsed ``config.json``, with ``backbone_config`` and, for an implicit model, ``deq_params`` in it.
 
     Returns:
         The specification of the model; :func:`from_reference_state` translates its weights.
 
     Raises:
         TypeError, ValueError: an unknown or missing field, or a value that deqseq does not compute; names the field.
-
-    References:
-        Schöne et al., Implicit Language Models are RNNs, ICML 2025, arXiv 2502.07827.
 
     Example:
         >>> block = {"block_type": "transformer", "block_cfg": {"n_head": 4}, "d_model": 64, "n_layer": 2}
@@ -208,8 +203,8 @@ def to_reference_state(state: Mapping[str, Tensor], spec: LanguageModelSpec) -> 
         spec: the model.
 
     Returns:
-        What the reference code saves; the tensors are the same ones. As there, a tied head is the same tensor under two
-        names, which safetensors only writes if one is cloned.
+        What the reference code saves. The tensors are the same ones, and a tied head is one tensor under two names:
+        clone it to write safetensors.
 
     Raises:
         ValueError: tensors that are missing, unexpected or of another shape.

@@ -93,7 +93,7 @@ class ImplicitLlamaConfig(OneBackboneConfig):
         scaling = backbone.rope_scaling
         if scaling is None:
             return given | {"rope_parameters": rope}
-        rope |= {"rope_type": "llama3"} | {name: getattr(scaling, core) for core, name in ROTARY_SCALING.items()}
+        rope |= {"rope_type": "llama3"} | {name: getattr(scaling, core) for core, (name, _) in ROTARY_SCALING.items()}
         longest = int(scaling.factor * scaling.original_length)
         return given | {"rope_parameters": rope, "max_position_embeddings": longest}
 
