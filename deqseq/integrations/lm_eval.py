@@ -4,14 +4,14 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from importlib import import_module
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from deqseq.check import check_type
+from deqseq.check import checked
 from deqseq.config import SolveConfig
 from deqseq.integrations.huggingface import ImplicitCache
 from deqseq.integrations.huggingface.modeling_causal_lm import ImplicitCausalLM
@@ -40,30 +40,22 @@ class Tally:
         self.counted: dict[str, float] = defaultdict(float)
 
     def add(self, stats: SolveStats | None, status: torch.Tensor | None, mask: torch.Tensor | None = None) -> None:
-        """Count a solve.
-
-        Args:
-            stats: of the solve; None for an explicit model.
-            status: of each row, ``(batch,)``; None for an explicit model.
-            mask: bool, True at real tokens, ``(batch, length)``. Default: no padding.
-        """
+        """Count a solve, if there was one: ``stats``, ``status`` of ``(batch,)``; ``mask``, ``(batch, length)``."""
         if stats is None or status is None:
             return
-        for name, each in (("steps", stats.iterations), ("updates", stats.updates), ("forced", stats.forced)):
+        converged, diverged = status == Status.CONVERGED, status == Status.DIVERGED
+        parts = {"steps": stats.iterations, "updates": stats.updates, "forced": stats.forced}
+        for name, each in {**parts, "converged": converged, "diverged": diverged}.items():
             if each is not None:
                 each = each if mask is None or mask.shape != each.shape else each[mask]
                 self.counted[name] += each.sum().item()
                 self.counted[f"{name} of"] += each.numel()
-        self.counted["converged"] += (status == Status.CONVERGED).sum().item()
-        self.counted["diverged"] += (status == Status.DIVERGED).sum().item()
-        self.counted["rows"] += len(status)
         self.counted["evaluations"] += stats.evaluations
 
     def numbers(self) -> dict[str, float | None]:
         """Mean iterations and updates per token, shares of rows and tokens, calls of the map; None without a solve."""
-        counted, shares = self.counted, {"converged": "rows", "diverged": "rows"}
-        shares |= {name: f"{name} of" for name in ("steps", "updates", "forced")}
-        of = {name: counted[name] / counted[whole] if counted[whole] else None for name, whole in shares.items()}
+        names = ("steps", "updates", "forced", "converged", "diverged")
+        of = {name: self.counted[name] / whole if (whole := self.counted[f"{name} of"]) else None for name in names}
         return {
             "self_iterations": of["steps"],
             "token_updates": of["updates"],
@@ -77,18 +69,15 @@ class Tally:
 class SolvedLM(HFLM):
     """lm-eval's model of transformers, with a choice of how each pass is solved, and a count of the solves.
 
-    lm-eval pads texts on the right without a mask, so that padding is solved like text. Here texts of one length are
-    solved together, without padding: the score of a text does not depend on the rest of its batch, and only text is
-    counted.
+    Texts of one length are solved together, without the padding of lm-eval: the score of a text does not depend on the
+    rest of its batch, and only text is counted.
 
     Args:
         model: a causal language model of transformers, possibly with PEFT's adapters.
         tokenizer: its tokenizer.
-        solve: as in the model's call: a :class:`deqseq.SolveConfig`, or a mapping of the fields to replace. Default:
-            the model's own.
+        solve: a :class:`deqseq.SolveConfig`, or a mapping of the fields to replace. Default: the model's own.
         batch_size: texts that are solved together, at most; ``"auto"``: as many as fit into memory.
-        max_length: tokens that a text may have, the last one not counted. Default: that of the model or the tokenizer,
-            or 2048.
+        max_length: tokens of a text, without the last. Default: that of the model or the tokenizer, or 2048.
 
     Attributes:
         tally: statistics of the solves so far, without those of rows that have ended.
@@ -100,12 +89,10 @@ class SolvedLM(HFLM):
         >>> import deqseq as dq
         >>> from deqseq.integrations.huggingface import ImplicitMamba2Config, ImplicitMamba2ForCausalLM
         >>> from lm_eval.api.instance import Instance
-        >>> from tokenizers import Tokenizer
-        >>> from tokenizers.models import WordLevel
-        >>> from tokenizers.pre_tokenizers import WhitespaceSplit
+        >>> from tokenizers import Tokenizer, models, pre_tokenizers
         >>> from transformers import PreTrainedTokenizerFast
-        >>> words = Tokenizer(WordLevel({"<eos>": 0, "to": 1, "be": 2, "or": 3, "not": 4}))
-        >>> words.pre_tokenizer = WhitespaceSplit()
+        >>> words = Tokenizer(models.WordLevel({"<eos>": 0, "to": 1, "be": 2, "or": 3, "not": 4}))
+        >>> words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
         >>> tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", pad_token="<eos>")
         >>> sizes = {"hidden_size": 16, "head_dim": 8, "state_size": 4, "num_hidden_layers": 1}
         >>> model = ImplicitMamba2ForCausalLM(ImplicitMamba2Config(vocab_size=5, **sizes))
@@ -115,37 +102,29 @@ class SolvedLM(HFLM):
         (True, 1.0)
     """
 
+    @checked
     def __init__(
         self,
         model: nn.Module,
         tokenizer: PreTrainedTokenizerBase,
         solve: SolveConfig | Mapping[str, Any] | None = None,
         *,
-        batch_size: int | Literal["auto"] = 16,
+        batch_size: int | str = 16,
         max_length: int | None = None,
     ) -> None:
-        check_type("model", model, nn.Module, 'AutoModelForCausalLM.from_pretrained("gpt2")')
         if solve:
             implicit = [part for part in model.modules() if isinstance(part, ImplicitCausalLM)]
             if not implicit:
                 raise ValueError(f"leave out solve: {type(model).__name__} is no implicit model of deqseq")
             implicit[0].model.solve_config(solve)  # an explicit model and a misspelt field are errors here, too
-        super().__init__(
-            pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=batch_size, max_length=max_length
-        )
-        self.solve, self.tally, self.bare = solve, Tally(), False
+        super().__init__(model, "causal", tokenizer=tokenizer, batch_size=batch_size, max_length=max_length)
+        self.options, self.tally, self.bare = {"solve": solve} if solve else {}, Tally(), False
 
-    def tok_encode(
-        self,
-        string: str,
-        add_special_tokens: bool | None = None,
-        left_truncate_len: int | None = None,
-        **kwargs: Any,
-    ) -> list[int]:
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, *args: Any, **kwargs: Any) -> list[int]:
         """As in lm-eval, and also for a tokenizer with neither BOS nor EOS token."""
         if add_special_tokens is None and (self.bare or self.prefix_token_id is None):
             add_special_tokens = not self.bare
-        return super().tok_encode(string, add_special_tokens, left_truncate_len, **kwargs)
+        return super().tok_encode(string, add_special_tokens, *args, **kwargs)
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """As in lm-eval, without the tokenizer's own first token: lm-eval adds one, and the other would be scored."""
@@ -160,7 +139,7 @@ class SolvedLM(HFLM):
     ) -> list[tuple[float, bool]]:
         by_length: dict[int, list[int]] = defaultdict(list)
         for place, (_, context, continuation) in enumerate(requests):
-            check_request(context, continuation, self.max_length)
+            _check_request(context, continuation, self.max_length)
             by_length[min(len(context) + len(continuation), self.max_length + 1)].append(place)
         answers = {}
         with tqdm(total=len(requests), disable=None, leave=False, desc="texts") as bar:
@@ -170,18 +149,16 @@ class SolvedLM(HFLM):
                 bar.update(len(places))
         return [answers[place] for place in range(len(requests))]
 
-    def _model_call(
-        self, inps: torch.Tensor, attn_mask: torch.Tensor | None = None, labels: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def _model_call(self, inps: torch.Tensor, attn_mask: object = None, labels: object = None) -> torch.Tensor:
         with torch.no_grad():
-            output = self.model(inps, use_cache=False, **self._options())
+            output = self.model(inps, use_cache=False, **self.options)
         logits = output.logits
         if isinstance(output, ImplicitCausalLMOutput):
             self.tally.add(output.stats, output.status)
         return logits
 
     def _model_generate(self, context: torch.Tensor, max_length: int, stop: list[str], **kwargs: Any) -> torch.Tensor:
-        kwargs |= {"return_dict_in_generate": True, **self._options()}
+        kwargs |= {"return_dict_in_generate": True, **self.options}
         output: Any = super()._model_generate(context, max_length, stop, **kwargs)
         if isinstance(output.cache, ImplicitCache):
             ends, mask = self._ends(output.sequences[:, context.shape[1] :], stop), kwargs["attention_mask"].bool()
@@ -210,11 +187,8 @@ class SolvedLM(HFLM):
         finally:
             self.tally = kept
 
-    def _options(self) -> dict[str, Any]:
-        return {"solve": self.solve} if self.solve else {}
 
-
-def check_request(context: Sequence[int | None], continuation: Sequence[int], longest: int) -> None:
+def _check_request(context: Sequence[int | None], continuation: Sequence[int], longest: int) -> None:
     """Refuse a request without a first token, or with a continuation that has no tokens or too many."""
     if None in context:
         raise ValueError(

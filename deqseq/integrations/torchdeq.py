@@ -3,14 +3,14 @@
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 
-from deqseq.check import check_choice, check_flag, check_integer, check_known, check_number, check_type
+from deqseq.check import AtLeast, Within, check_known, check_type, checked
 from deqseq.config import SolveConfig
 from deqseq.gradients import Gradient, Implicit, Phantom
-from deqseq.integrations.reference_fields import Fields
+from deqseq.integrations.fields import Fields, Only
 from deqseq.solution import ConvergenceWarning
 from deqseq.solvers import Anderson, Broyden, ExternalSolver, Naive, Relaxed, Solver
 from deqseq.stop import Stop
@@ -53,6 +53,7 @@ CONFIG_GROUPS: dict[str, dict[str, Any]] = {
 CONFIG_DEFAULTS = {key: default for group in CONFIG_GROUPS.values() for key, default in group.items()}
 
 
+@checked
 @dataclass(frozen=True)
 class TorchDEQ(ExternalSolver):
     r"""One of TorchDEQ's solvers, in TorchDEQ's own loop.
@@ -90,19 +91,14 @@ class TorchDEQ(ExternalSolver):
     returns_point = True
 
     name: SolverName
-    tau: float | None = None
-    m: int | None = None
-    lam: float | None = None
-    LBFGS_thres: int | None = None
+    tau: Annotated[float, Within("(0, inf)")] | None = None
+    m: Annotated[int, AtLeast(2)] | None = None
+    lam: Annotated[float, Within("[0, inf)")] | None = None
+    LBFGS_thres: Annotated[int, AtLeast(1)] | None = None
 
     def __post_init__(self) -> None:
-        check_choice("TorchDEQ.name", self.name, SOLVER_OPTIONS)
-        for option, value in self.options.items():
+        for option in self.options:
             check_known(f"TorchDEQ({self.name!r}): option", option, SOLVER_OPTIONS[self.name])
-            if option in ("m", "LBFGS_thres"):
-                check_integer(f"TorchDEQ.{option}", value, 2 if option == "m" else 1)
-            else:
-                check_number(f"TorchDEQ.{option}", value, "[0, inf)" if option == "lam" else "(0, inf)")
 
     @property
     def options(self) -> dict[str, Any]:
@@ -148,6 +144,7 @@ class TorchDEQ(ExternalSolver):
         return z
 
 
+@checked
 def from_torchdeq_config(
     config: Mapping[str, Any], *, solver_kwargs: Mapping[str, Any] | None = None, native: bool = True
 ) -> tuple[SolveConfig, SolveConfig]:
@@ -184,15 +181,12 @@ def from_torchdeq_config(
         >>> solve.stop.max_steps, evaluation.stop.max_steps
         (40, 80)
     """
-    check_type("config", config, Mapping, "vars(args)")
-    check_type("solver_kwargs", solver_kwargs, (Mapping, type(None)), '{"tau": 0.8}')
-    check_flag("native", native)
     fields = Fields(CONFIG_DEFAULTS | _flatten(config), "torchdeq key ")
     _refuse_without_equivalent(fields)
-    budget, factor = fields.integer("f_max_iter"), fields.number("eval_factor")
-    given = fields.integer("eval_f_max_iter", least=0)
+    budget, factor = fields.read("f_max_iter", int), fields.read("eval_factor", float)
+    given = fields.read("eval_f_max_iter", int, low=0)
     if not given and not 1 <= budget * factor <= 1e9:
-        fields.refuse("eval_factor", factor, "the budget in evaluation must be from 1 to 10**9")
+        fields.refuse("eval_factor", f"such that the budget in evaluation is from 1 to 10**9, got {factor}")
     eval_budget = given or int(budget * factor)
     forward = _external(fields.get("f_solver"), solver_kwargs or {})
     solve = SolveConfig(
@@ -220,17 +214,22 @@ def _flatten(config: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
+_ONLY: Only = {
+    "n_states": (1, 0),
+    "sup_gap": (-1, 0),
+    "indexing": ((), [], None),
+    "sup_loc": ((), [], None),
+    "norm_type": (None, "none", "weight_norm"),
+}
+
+
 def _refuse_without_equivalent(fields: Fields) -> None:
     fields.choice("core", ("sliced", "indexing"))
-    nothing = ((), [], None)
-    for name, allowed in {"n_states": (1, 0), "sup_gap": (-1, 0), "indexing": nothing, "sup_loc": nothing}.items():
-        fields.only(name, allowed, "deqseq returns the fixed point alone")
-    for name in ("jac_loss_weight", "jac_incremental"):
-        fields.only(name, (0,), "it is a part of the loss: add deqseq.training.jacobian_regularisation to it")
-    fields.only("norm_type", (None, "none", "weight_norm"), "only 'weight_norm' and 'none'")
+    fields.only(_ONLY)
+    penalty = "it is part of the loss: add deqseq.training.jacobian_regularisation to it"
+    fields.only({"jac_loss_weight": (0,), "jac_incremental": (0,)}, penalty)
     if fields.get("norm_type") != "none":
-        fields.only("norm_no_scale", (False,), "deqseq learns the scale of a weight")
-        fields.only("norm_clip", (False,), "deqseq does not bound the scale of a weight")
+        fields.only({"norm_no_scale": (False,), "norm_clip": (False,)})
 
 
 def _external(name: str, options: Mapping[str, Any]) -> TorchDEQ:
@@ -260,7 +259,7 @@ def _native(external: TorchDEQ, budget: int) -> Solver:
 
 def _stop(fields: Fields, side: Literal["f", "b"], max_steps: int, external: TorchDEQ) -> Stop:
     """TorchDEQ's test: one norm over each row, and all rows must pass."""
-    tolerance = fields.number(f"{side}_tol", least=0.0) / external.measured
+    tolerance = fields.read(f"{side}_tol", float, interval="[0, inf)") / external.measured
     relative = fields.choice(f"{side}_stop_mode", ("abs", "rel")) == "rel"
     if external.name == "simple_fixed_point_iter":
         return Stop.exactly(max_steps)
@@ -269,15 +268,13 @@ def _stop(fields: Fields, side: Literal["f", "b"], max_steps: int, external: Tor
 
 
 def _gradient(fields: Fields, native: bool) -> Gradient:
-    steps, budget, tau = fields.integer("grad"), fields.integer("b_max_iter"), fields.number("tau")
+    steps, budget = fields.read("grad", int), fields.read("b_max_iter", int)
     adjoint = _external(fields.get("b_solver"), {})
     stop = _stop(fields, "b", budget, adjoint)
-    exact = [fields.flag(name) for name in ("ift", "hook_ift")]
-    if not any(exact):
-        if not 0 < tau <= 1:
-            fields.refuse("tau", tau, "the damping of the phantom gradient must lie in (0, 1]")
-        return Phantom(steps=steps, damping=tau)
+    if not any([fields.read("ift", bool), fields.read("hook_ift", bool)]):
+        return Phantom(steps=steps, damping=fields.read("tau", float, interval="(0, 1]"))
     if adjoint.name == "simple_fixed_point_iter":
-        reason = "TorchDEQ fails on it, because it passes a damping to the adjoint map: use 'fixed_point_iter'"
-        fields.refuse("b_solver", adjoint.name, reason)
+        fields.refuse(
+            "b_solver", f"'fixed_point_iter', 'anderson' or 'broyden', got {adjoint.name!r}"
+        )  # TorchDEQ fails
     return Implicit(solver=_native(adjoint, budget) if native else adjoint, stop=stop)

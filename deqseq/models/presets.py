@@ -64,7 +64,7 @@ def preset(name: str) -> LanguageModelSpec:
 
     Implicit ones are solved by the relaxed iteration, damping 0.8, to a relative difference of 0.05 of each token,
     with 4 times the budget in evaluation. The reference code trains undamped and measures a sequence by one norm;
-    :func:`deqseq.integrations.reference_config.from_reference_config` gives that. As there, the Mamba2 models pad
+    :func:`deqseq.integrations.foreign.from_reference_config` gives that. As there, the Mamba2 models pad
     their vocabulary of 50277 tokens to 50288 rows of the embedding, but for ``mamba2-130m-explicit``; Llamas do not.
 
     Args:

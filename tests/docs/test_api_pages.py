@@ -27,8 +27,7 @@ EXCEPTIONS = {  # faults that are none, as patterns, and why
     r"\.(distances|passes|limit|begin|attach_to): ": "the library calls these methods of Stop, solvers and gradients",
     r"\.testing\.\w+\.\w+Contract\.": "its methods are the tests themselves",
 }
-SHARED = r"\.(reference_fields|weight_files)\.|\.(assembled|check_request|expected|renamed|rotary|source_of)$"
-SHARED += r"|\.(mamba2_layer|without_tied_head)$"
+SHARED = r"\.integrations\.fields\."
 
 
 def target(path: str) -> griffe.Object:

@@ -131,7 +131,7 @@ def test_the_batch_decides_nothing_and_only_texts_are_counted(kind, sweep):
     for lm in (one, many):
         numbers = lm.tally.numbers()
         assert numbers["self_iterations"] == pytest.approx(steps.mean().item())
-        assert (numbers["converged"], lm.tally.counted["rows"]) == (1, len(rows))
+        assert (numbers["converged"], lm.tally.counted["converged of"]) == (1, len(rows))
         assert lm.tally.counted["updates of"] == steps.numel()  # and no padding
     assert many.tally.numbers()["evaluations"] < one.tally.numbers()["evaluations"] == sum(s.evaluations for s in stats)
 
@@ -163,7 +163,7 @@ def test_generation_is_solved_as_told_and_padding_is_not_counted():
     continued(lm)
     prompted = sum(len(tokenizer().encode(prompt)) for prompt in PROMPTS)
     assert lm.tally.counted["steps of"] == prompted + 3 * 4  # the last of five tokens needs no solve
-    assert lm.tally.counted["rows"] == 3 * 5
+    assert lm.tally.counted["converged of"] == 3 * 5
     assert (lm.tally.numbers()["converged"], lm.tally.numbers()["converged_tokens"]) == (0, 0)
 
 

@@ -12,8 +12,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import transformers
 
 import deqseq as dq
-from deqseq.integrations.pretrained import FROM_INPUT, from_pretrained_model
-from deqseq.integrations.pretrained_config import pretrained_spec
+from deqseq.integrations.foreign import FROM_INPUT, from_pretrained_model, pretrained_spec
 from deqseq.layers import RotaryScaling, with_weights
 
 IDS = torch.randint(0, 50, (3, 21), generator=torch.Generator().manual_seed(0))
@@ -131,13 +130,10 @@ class TestImplicit:
         assert ours.model.backbone.config.weight_norm == weight_norm
         assert with_weights(ours).model.backbone.injection.weight.abs().max() == 0
         expected = theirs(IDS).logits
-        for sweep in SWEEPS:
-            # everything passes at its first evaluation; a window that is refilled takes the tokens that come in
-            for stop in (ONCE, dq.Stop(rtol=1e6, max_steps=4)):
-                output = ours(IDS, sweep=sweep, stop=stop)
-                if stop.has_tolerance or not isinstance(sweep, dq.Sliding):
-                    assert (output.stats.iterations == 1).all()
-                    close(output.logits, expected)
+        for sweep in SWEEPS[:-1]:  # not Sliding, whose later tokens are iterated while the first one is committed
+            output = ours(IDS, sweep=sweep, stop=ONCE)
+            assert (output.stats.iterations == 1).all()
+            close(output.logits, expected)
 
     @BOTH
     @torch.no_grad()
@@ -278,22 +274,12 @@ BIASED["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(48)
 @pytest.mark.parametrize(
     ("model", "arguments", "error", "message"),
     [
-        (llama(), {"implicit": "no"}, TypeError, "^implicit must be True or False"),
-        (llama(), {"solve": {"start": "input"}}, TypeError, r"^solve must be .*start='input'"),
-        (llama(), {"eval_solve": {}}, TypeError, r"^eval_solve must be .*start='input'"),
-        (llama(), {"weight_norm": "no"}, TypeError, "^weight_norm must be True or False"),
         (llama(), {"implicit": False, "eval_solve": FROM_INPUT}, ValueError, "^leave out eval_solve, or give implicit"),
         (llama(), {"implicit": False, "solve": FROM_INPUT, "weight_norm": True}, ValueError, "out solve, weight_norm"),
         (llama(), {"solve": dq.SolveConfig()}, ValueError, r"^solve\.start must be 'input'"),
         (llama(), {"eval_solve": dq.SolveConfig()}, ValueError, r"^eval_solve\.start must be 'input'"),
         (torch.nn.Linear(1, 1), {}, TypeError, "must be a transformers model, or a configuration with its state dict"),
         (llama().config, {}, TypeError, "model must be a transformers model"),
-        (
-            llama().config,
-            {"state": "file"},
-            TypeError,
-            r"^state must be a Mapping .*model\.state_dict\(\), got 'file'$",
-        ),
         (
             llama().config,
             {"state": BIASED, "solve": FROM_INPUT},
@@ -308,41 +294,31 @@ def test_arguments_that_cannot_be_honoured_are_named(model, arguments, error, me
 
 
 LLAMA, MAMBA2, SSM = {"model_type": "llama"}, {"model_type": "mamba2"}, {"layer": "Mamba2"}
-BIAS, ACTIVATION = "deqseq's projections have no bias", "deqseq's layers use SiLU"
-ROTATION = "deqseq has plain rotary frequencies ('default') and those of Llama 3.x ('llama3')"
 
 
 def nested(kind: str, **content) -> dict:
     return {"model_type": "llama", kind: content}
 
 
-REFUSED = [  # what is read, the field, and the reason
-    (LLAMA | {"attention_bias": True}, "'attention_bias' cannot be True here: " + BIAS),
-    (LLAMA | {"hidden_act": "gelu"}, "'hidden_act' cannot be 'gelu' here: " + ACTIVATION),
-    (LLAMA | {"attention_dropout": 0.1}, "'attention_dropout' cannot be 0.1 here: deqseq does not drop attention"),
-    (LLAMA | {"sliding_window": 4096}, "'sliding_window' cannot be 4096 here: deqseq's attention sees all tokens"),
-    (LLAMA | {"residual_multiplier": 0.2}, "'residual_multiplier' cannot be 0.2 here: deqseq does not scale its"),
-    (LLAMA | {"quantization_config": {"bits": 4}}, "'quantization_config' cannot be {'bits': 4} here: deqseq has no"),
-    (LLAMA | {"hidden_size": "wide"}, "'hidden_size' cannot be 'wide' here: it must be an integer >= 1"),
-    (nested("rope_scaling", type="linear"), "rope_scaling: 'type' cannot be 'linear' here: " + ROTATION),
+REFUSED = [
+    (LLAMA | {"attention_bias": True}, "'attention_bias' must be False, got True: deqseq computes nothing else"),
+    (LLAMA | {"hidden_act": "gelu"}, "'hidden_act' must be 'silu' or 'swish', got 'gelu'"),
+    (LLAMA | {"attention_dropout": 0.1}, "'attention_dropout' must be 0 or None, got 0.1"),
+    (LLAMA | {"quantization_config": {"bits": 4}}, "'quantization_config' must be None, got {'bits': 4}"),
+    (LLAMA | {"hidden_size": "wide"}, "transformers configuration: 'hidden_size' must be an integer >= 1, got 'wide'"),
+    (nested("rope_scaling", type="linear"), "rope_scaling: 'type' must be one of ('default', 'llama3'), got 'linear'"),
     (nested("rope_parameters", rope_type="llama3", factor=8.0), "rope_parameters: 'low_freq_factor' is missing"),
-    (
-        nested("rope_parameters", partial_rotary_factor=0.5),
-        "'partial_rotary_factor' cannot be 0.5 here: deqseq rotates",
-    ),
-    (MAMBA2 | {"use_bias": True}, "'use_bias' cannot be True here: " + BIAS),
-    (MAMBA2 | {"use_conv_bias": False}, "'use_conv_bias' cannot be False here: deqseq's convolution has a bias"),
-    (MAMBA2 | {"num_heads": 64}, "'num_heads' cannot be 64 here: times head_dim 64 it must be expand * hidden_size"),
-    ({"ssm_cfg": {}}, "'layer' cannot be 'Mamba1' here: deqseq's layers are Mamba2 (it is missing: the default)"),
-    ({"ssm_cfg": SSM | {"d_ssm": 64}}, "'d_ssm' cannot be 64 here: deqseq scans all of the inner channels"),
+    (nested("rope_parameters", partial_rotary_factor=0.5), "'partial_rotary_factor' must be 1 or None, got 0.5"),
+    (MAMBA2 | {"use_bias": True}, "'use_bias' must be False, got True"),
+    (MAMBA2 | {"use_conv_bias": False}, "'use_conv_bias' must be True, got False"),
+    (MAMBA2 | {"num_heads": 64}, "'num_heads' must be 128, got 64: it is expand * hidden_size / head_dim"),
+    ({"ssm_cfg": {}}, "'layer' must be 'Mamba2', got 'Mamba1' (the default)"),
+    ({"ssm_cfg": SSM | {"d_ssm": 64}}, "'d_ssm' must be None or 5120, got 64"),
     ({"ssm_cfg": SSM | {"ngroup": 2}}, "ssm_cfg: 'ngroup' is unknown; did you mean 'ngroups'"),
-    ({"ssm_cfg": SSM, "attn_layer_idx": [3]}, "'attn_layer_idx' cannot be [3] here: deqseq's Mamba2 has no attention"),
-    ({"ssm_cfg": SSM, "d_intermediate": 8}, "'d_intermediate' cannot be 8 here: deqseq has no feed-forward layer"),
+    ({"ssm_cfg": SSM, "attn_layer_idx": [3]}, "'attn_layer_idx' must be [] or (), got [3]"),
+    ({"ssm_cfg": SSM, "d_intermediate": 8}, "'d_intermediate' must be 0, got 8"),
     ({"ssm_cfg": SSM, "n_layers": 4}, "'n_layers' is unknown; did you mean 'n_layer'"),
-    (
-        {"model_type": "mistral"},
-        "'model_type' cannot be 'mistral' here: it must be 'llama' or 'mamba2', or an 'ssm_cfg'",
-    ),
+    ({"model_type": "mistral"}, "'model_type' must be one of ('llama', 'mamba2'), got 'mistral'"),
     ("config.json", "config must be a Mapping, such as json.loads"),
 ]
 

@@ -10,6 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from deqseq.backbones import Llama, LlamaConfig, Mamba2
 from deqseq.check import check_type
+from deqseq.integrations.foreign import from_reference
+from deqseq.integrations.foreign.files import add_tensors, config_in, tensors_in
 from deqseq.integrations.huggingface.blocks import config_of
 from deqseq.integrations.huggingface.configuration import joined_fields
 from deqseq.integrations.huggingface.llama import ImplicitLlamaConfig
@@ -17,8 +19,6 @@ from deqseq.integrations.huggingface.mamba2 import ImplicitMamba2Config
 from deqseq.integrations.huggingface.modeling_causal_lm import ImplicitCausalLM
 from deqseq.integrations.huggingface.parts import parts_of
 from deqseq.integrations.huggingface.recurrent_depth import RecurrentDepthConfig
-from deqseq.integrations.reference_weights import from_reference
-from deqseq.integrations.weight_files import add_tensors, config_in, tensors_in
 from deqseq.models import CausalLM, ImplicitModel, LanguageModelSpec, RecurrentDepth, preset
 
 _NUMBERS = ("embedding_dropout", "embedding_scale", "logit_softcap")
@@ -59,7 +59,7 @@ def from_causal_lm(lm: CausalLM, **fields: Any) -> ImplicitCausalLM:
 
     Args:
         lm: with a Mamba2 or a Llama as its backbone; a :class:`deqseq.RecurrentDepth` of these, such as a released one
-            from :func:`deqseq.integrations.recurrent_depth.from_pretrained`; or from :func:`retrofit`.
+            from :func:`deqseq.integrations.foreign.from_pretrained`; or from :func:`retrofit`.
         **fields: fields of the configuration that ``lm`` does not decide, such as ``eos_token_id``.
 
     Returns:
@@ -79,7 +79,7 @@ def from_causal_lm(lm: CausalLM, **fields: Any) -> ImplicitCausalLM:
         >>> model.config.hidden_size, model.config.eos_token_id
         (16, 0)
     """
-    check_type("lm", lm, CausalLM, "deqseq.integrations.pretrained.from_pretrained_model(model, implicit=True)")
+    check_type("lm", lm, CausalLM, "deqseq.integrations.foreign.from_pretrained_model(model, implicit=True)")
     config = _config_of(lm, **fields)
     with torch.device("meta"):  # its own weights would be drawn for nothing
         model: ImplicitCausalLM = AutoModelForCausalLM.from_config(config)

@@ -10,10 +10,10 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_callback import ExportableState
 
 from deqseq.check import check_type
+from deqseq.integrations.fields import Fields
 from deqseq.integrations.huggingface.blocks import checkpointed
 from deqseq.integrations.huggingface.objects import Json, from_json, to_json
 from deqseq.integrations.huggingface.pretrained_model import ImplicitPreTrainedModel
-from deqseq.integrations.reference_fields import Fields
 from deqseq.models import ImplicitModel
 from deqseq.training import Curriculum, Phase, PoissonLogNormal
 

@@ -5,12 +5,12 @@ from typing import Any, ClassVar, no_type_check
 from huggingface_hub.dataclasses import strict
 
 from deqseq.backbones import LlamaConfig, Mamba2Config
+from deqseq.integrations.fields import Fields
+from deqseq.integrations.foreign.pretrained import LLAMA_SIZES, ROTARY_SCALING, rotary
 from deqseq.integrations.huggingface.modeling import ImplicitBaseModel, ImplicitClassifier
 from deqseq.integrations.huggingface.modeling_causal_lm import ImplicitCausalLM
 from deqseq.integrations.huggingface.objects import Json
 from deqseq.integrations.huggingface.one_backbone import OneBackboneConfig
-from deqseq.integrations.pretrained_config import LLAMA_SIZES, ROTARY_SCALING, rotary
-from deqseq.integrations.reference_fields import Fields
 
 
 @no_type_check  # strict checks the fields; a check of the signature would refuse what transformers passes
@@ -93,7 +93,7 @@ class ImplicitLlamaConfig(OneBackboneConfig):
         scaling = backbone.rope_scaling
         if scaling is None:
             return given | {"rope_parameters": rope}
-        rope |= {"rope_type": "llama3"} | {name: getattr(scaling, core) for core, name in ROTARY_SCALING.items()}
+        rope |= {"rope_type": "llama3"} | {name: getattr(scaling, core) for core, (name, _) in ROTARY_SCALING.items()}
         longest = int(scaling.factor * scaling.original_length)
         return given | {"rope_parameters": rope, "max_position_embeddings": longest}
 

@@ -5,10 +5,10 @@ from typing import ClassVar, no_type_check
 from huggingface_hub.dataclasses import strict
 
 from deqseq.backbones import Mamba2Config
+from deqseq.integrations.foreign.pretrained import MAMBA2_SIZES
 from deqseq.integrations.huggingface.modeling import ImplicitBaseModel, ImplicitClassifier
 from deqseq.integrations.huggingface.modeling_causal_lm import ImplicitCausalLM
 from deqseq.integrations.huggingface.one_backbone import OneBackboneConfig
-from deqseq.integrations.pretrained_config import MAMBA2_SIZES
 from deqseq.ops.backend import Backend
 
 

@@ -8,10 +8,10 @@ from torch import nn
 
 from deqseq.backbones import LlamaConfig, Mamba2Config
 from deqseq.check import check_type
+from deqseq.integrations.foreign import from_reference_config
 from deqseq.integrations.huggingface.blocks import is_normalised
 from deqseq.integrations.huggingface.configuration import ImplicitConfig, joined_fields
 from deqseq.integrations.huggingface.objects import Json
-from deqseq.integrations.reference_config import from_reference_config
 from deqseq.models import ExplicitModel, ImplicitModel, LanguageModelSpec
 
 C = TypeVar("C", bound="OneBackboneConfig")

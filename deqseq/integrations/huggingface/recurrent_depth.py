@@ -225,7 +225,7 @@ class RecurrentDepthForCausalLM(ImplicitCausalLM):
     """A recurrent-depth model with the head of a language model.
 
     :func:`from_causal_lm` makes one of a model from :func:`retrofit`, of a released one from
-    :func:`deqseq.integrations.recurrent_depth.from_pretrained`, or of your own.
+    :func:`deqseq.integrations.foreign.from_pretrained`, or of your own.
 
     Args:
         config: a :class:`RecurrentDepthConfig`.

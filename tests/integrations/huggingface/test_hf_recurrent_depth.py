@@ -15,9 +15,9 @@ from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM
 
 import deqseq as dq
+from deqseq.integrations.foreign import from_state
 from deqseq.integrations.huggingface import RecurrentDepthConfig, from_causal_lm, retrofit, to_causal_lm
 from deqseq.integrations.huggingface.retrofit import EVAL, TRAIN
-from deqseq.integrations.recurrent_depth import from_state
 
 DATA = Path(__file__).parents[1] / "data"
 PARTS = {"prelude": 1, "core": 2, "coda": 1}

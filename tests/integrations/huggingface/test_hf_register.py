@@ -26,8 +26,8 @@ from transformers import (
 
 import deqseq as dq
 from deqseq.integrations import huggingface
+from deqseq.integrations.foreign import from_reference_config
 from deqseq.integrations.huggingface import from_reference_folder, preset_config
-from deqseq.integrations.reference_config import from_reference_config
 
 DATA = Path(__file__).parents[1] / "data"
 HEADS = {"Model": AutoModel, "ForCausalLM": AutoModelForCausalLM}

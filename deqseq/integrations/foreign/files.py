@@ -14,9 +14,7 @@ from torch import Tensor
 def folder_of(folder_or_name: str | PathLike[str], revision: str | None) -> Path:
     """A folder as it is, or that of the model which is downloaded under a name.
 
-    Raises:
-        FileNotFoundError: there is no such folder, and it cannot be a name on the hub.
-        ImportError: huggingface_hub is missing.
+    FileNotFoundError if it is neither; ImportError without huggingface_hub.
     """
     folder, name = Path(folder_or_name), str(folder_or_name)
     if folder.is_dir():
@@ -32,34 +30,27 @@ def folder_of(folder_or_name: str | PathLike[str], revision: str | None) -> Path
 
 
 def config_in(folder: Path) -> dict[str, Any]:
-    """The content of ``config.json``.
-
-    Raises:
-        FileNotFoundError: there is none.
-        ValueError: it is no JSON, or no mapping.
-    """
+    """The content of ``config.json``; FileNotFoundError without it, ValueError if it is not a mapping."""
     path = folder / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{folder} has no config.json")
-    content = _json(path)
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} must be a mapping, got {type(content).__name__}")
-    return content
+    return _mapping(path)
 
 
 def tensors_in(folder: Path) -> dict[str, Tensor]:
     """All tensors of a folder: of ``model.safetensors``, else of the files that an index names, else of every file.
 
-    Raises:
-        FileNotFoundError: a file that the index names.
-        ValueError: a file that is cut short, two files with tensors of one name, or an index that does not map tensors
-            to files.
+    FileNotFoundError for a file that the index names; ValueError for a file that cannot be read, or two files with
+    tensors of one name.
     """
     whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if whole.is_file():
         files = [whole]
     elif index.is_file():
-        files = [folder / name for name in sorted(_named(index))]
+        names = _mapping(index).get("weight_map")
+        if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+            raise ValueError(f"{index} must have a weight_map from tensors to files, such as {{'a': 'a.safetensors'}}")
+        files = [folder / name for name in sorted(set(names.values()))]
     else:
         files = sorted(folder.glob("*.safetensors"))
     tensors: dict[str, Tensor] = {}
@@ -78,19 +69,11 @@ def add_tensors(tensors: dict[str, Tensor], more: Mapping[str, Tensor], file: Pa
     tensors.update(more)
 
 
-def _named(index: Path) -> set[str]:
-    """The files that an index names."""
-    content = _json(index)
-    names = content.get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
-        raise ValueError(
-            f"{index} must have a weight_map from tensors to files, such as {{'embedding': 'a.safetensors'}}"
-        )
-    return set(names.values())
-
-
-def _json(path: Path) -> Any:
+def _mapping(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text())
+        content = json.loads(path.read_text())
     except ValueError as error:
-        raise ValueError(f"{path} is no JSON: {error}. Copy it again") from error
+        raise ValueError(f"{path} cannot be read as JSON: {error}. Copy it again") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must be a mapping, got {type(content).__name__}")
+    return content

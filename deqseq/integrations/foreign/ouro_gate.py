@@ -1,10 +1,12 @@
 """How Ouro ends the loops of a token early: a choice among the states of all loops."""
 
+from typing import Annotated
+
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from deqseq.check import check_number, check_type
+from deqseq.check import Within, checked
 
 
 class OuroGate(nn.Module):
@@ -19,10 +21,7 @@ class OuroGate(nn.Module):
     Args:
         linear: maps states ``(..., d_model)`` to a number before the sigmoid, ``(..., 1)``. Its weights are frozen: no
             gradient reaches them through a choice, for which DDP would wait.
-        threshold: in [0, 1]; an attribute that can be changed. At 1 every token takes the last loop.
-
-    Raises:
-        TypeError, ValueError: names the argument, what it got and what it wants.
+        threshold: an attribute that can be changed. At 1 every token takes the last loop.
 
     References:
         Zhu et al., Scaling Latent Reasoning via Looped Language Models, 2025, arXiv 2510.25741.
@@ -34,10 +33,9 @@ class OuroGate(nn.Module):
         (torch.Size([2, 5, 8]), torch.Size([2, 5]))
     """
 
-    def __init__(self, linear: nn.Module, threshold: float = 1.0) -> None:
+    @checked
+    def __init__(self, linear: nn.Module, threshold: Annotated[float, Within("[0, 1]")] = 1.0) -> None:
         super().__init__()
-        check_type("OuroGate.linear", linear, nn.Module, "torch.nn.Linear(64, 1)")
-        check_number("OuroGate.threshold", threshold, "[0, 1]")
         self.linear, self.threshold = linear.requires_grad_(False), threshold
 
     def forward(self, states: Float[Tensor, "loops batch length d_model"]) -> Float[Tensor, "batch length d_model"]:
