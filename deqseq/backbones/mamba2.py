@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast, get_args
 
 from jaxtyping import Int64
@@ -10,7 +10,16 @@ from torch import Tensor, nn
 
 from deqseq.backbones.base import Backbone, Cache, Inputs, check_cache, check_sequence
 from deqseq.check import check_bounds, check_choice, check_flag, check_integer, check_number, check_type
-from deqseq.layers import Mamba2Block, Mamba2Mixer, MixerAux, MixerState, RMSNorm, apply_weight_norm, dropout_mask
+from deqseq.layers import (
+    Mamba2Block,
+    Mamba2Mixer,
+    MixerAux,
+    MixerState,
+    RMSNorm,
+    apply_weight_norm,
+    dropout_mask,
+    has_weight_norm,
+)
 from deqseq.ops import Backend
 from deqseq.ops.backend import resolved
 from deqseq.types import Mask, Sequence
@@ -172,6 +181,9 @@ class Mamba2(Backbone[Mamba2Cache]):
         parts = zip(self.blocks, before, aux, strict=True)
         return Mamba2Cache(tuple(block.mixer.state_after(own, state, tokens, counts) for block, state, own in parts))
 
+    def sizes(self) -> Mamba2Config:
+        return replace(self.config, weight_norm=has_weight_norm(self))
+
     def _stack(
         self,
         z: Tensor,
@@ -185,7 +197,7 @@ class Mamba2(Backbone[Mamba2Cache]):
         kept: list[MixerAux] = []
         for i, block in enumerate(self.blocks):
             state, mask = states[i] if states else None, dropout[i] if dropout else None
-            z, aux = block(z, injected, state, mask, need_aux, backend)
+            z, aux = self.run_block(block, z, injected, state, mask, need_aux, backend)
             if aux is not None:
                 kept.append(aux)
         return self.norm_f(z), tuple(kept)

@@ -77,6 +77,31 @@ def fold_weight_norm(module: nn.Module) -> None:
         layer.weight = nn.Parameter(norm().detach(), requires_grad=any(p.requires_grad for p in norm.parameters()))
 
 
+def has_weight_norm(module: nn.Module) -> bool:
+    """Whether the linear maps and causal convolutions inside have weight normalisation now.
+
+    Args:
+        module: a backbone, say.
+
+    Raises:
+        ValueError: some have it and others have not.
+
+    Example:
+        >>> layer = nn.Sequential(nn.Linear(2, 3))
+        >>> apply_weight_norm(layer)
+        >>> has_weight_norm(layer)
+        True
+    """
+    parts: Any = [(name, part) for name, part in module.named_modules() if isinstance(part, nn.Linear | CausalConv1d)]
+    bare = [name for name, part in parts if not is_parametrized(part, "weight")]
+    if 0 < len(bare) < len(parts):
+        raise ValueError(
+            f"weight normalisation must be on all layers of a backbone or on none, {bare[0]} has none: call "
+            "deqseq.layers.apply_weight_norm or fold_weight_norm of the whole backbone"
+        )
+    return len(bare) < len(parts)
+
+
 def _check_no_other(layer: Any) -> None:
     if others := set(getattr(layer, "parametrizations", ())) - {"weight"}:
         raise ValueError(f"module must have no parametrised tensor but weights, got {min(others)!r}: remove that first")

@@ -15,6 +15,7 @@ from deqseq.backbones.llama_cache import commit
 from deqseq.check import check_flag, check_type
 from deqseq.layers import KeyValues, Past
 from deqseq.models import CausalLM, ExplicitModel, RecurrentDepth
+from deqseq.models.specification import DecoderLayers
 from deqseq.types import Mask, Sequence
 
 _SAME = "arcee gemma gemma2 gemma3_text glm glm4 helium llama ministral mistral nemotron olmo olmo2 olmo3"
@@ -126,6 +127,9 @@ class DecoderBackbone(Backbone[LlamaCache]):
         counts: Int64[Tensor, " batch"] | None = None,
     ) -> LlamaCache:
         return commit(cache, aux, tokens, counts)
+
+    def sizes(self) -> DecoderLayers:
+        return DecoderLayers(self.d_model, self.part.start, self.part.stop, not isinstance(self.norm, nn.Identity))
 
     def _stack(
         self,

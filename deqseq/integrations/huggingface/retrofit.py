@@ -1,28 +1,20 @@
 """A pretrained decoder as a recurrent-depth model: its first layers, an iterated core, its last layers."""
 
-from collections.abc import Callable, Mapping
 from os import PathLike
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from deqseq.backbones import AddInjection, ConcatInjection, DecayInjection, Injected, Injection
+from deqseq.backbones import Injected, Injection
 from deqseq.check import check_choice, check_integer, check_type
 from deqseq.config import SolveConfig
 from deqseq.gradients import Unrolled
 from deqseq.integrations.huggingface.decoder import DecoderBackbone, with_head
 from deqseq.models import CausalLM, ExplicitModel, ImplicitModel, RecurrentDepth
+from deqseq.models.specification import INJECTIONS, Name
 from deqseq.solvers import Naive
 from deqseq.stop import Stop
-
-Name = Literal["concat", "add", "decay"]
-"""An injection of the model's width, as a file or a command line names it."""
-INJECTIONS: Mapping[str, Callable[[int], Injection]] = {
-    "concat": ConcatInjection,
-    "add": lambda d_model: AddInjection(),
-    "decay": DecayInjection,
-}
 
 TRAIN = SolveConfig(Naive(), Stop.exactly(8), Unrolled(last=4))
 """8 iterations from zero, of which the last 4 are differentiated: for the beginning of fine-tuning."""
@@ -91,17 +83,7 @@ def retrofit(
     if not isinstance(model, nn.Module):
         model = AutoModelForCausalLM.from_pretrained(model)
     assert isinstance(model, PreTrainedModel)
-    return with_head(model, split(model, (prelude, core, coda, dropped), injection, solve, eval_solve))
-
-
-def split(
-    model: PreTrainedModel,
-    sizes: tuple[int, int, int, int],
-    injection: str | Injection,
-    solve: SolveConfig,
-    eval_solve: SolveConfig | None,
-) -> RecurrentDepth:
-    """The layers of a decoder as a prelude, a core and a coda; ``sizes`` are theirs, and how many are dropped."""
+    sizes = (prelude, core, coda, dropped)
     whole = len(DecoderBackbone(model).layers)
     for name, size, least in zip(("prelude", "core", "coda", "dropped"), sizes, (1, 1, 1, 0), strict=True):
         check_integer(name, size, least)
@@ -110,7 +92,6 @@ def split(
             f"prelude, core, coda and dropped must add up to the model's {whole} layers, got "
             f"{' + '.join(map(str, sizes))} = {sum(sizes)}"
         )
-    prelude, core, coda, _ = sizes
     first, last = slice(prelude), slice(whole - coda, None)
     middle = DecoderBackbone(model, slice(whole - coda - core, whole - coda), final_norm=False)
     if not isinstance(injection, Injection):
@@ -118,8 +99,9 @@ def split(
         injection = INJECTIONS[injection](middle.d_model)
     embedding: Any = model.get_input_embeddings()
     device, dtype = next(middle.parameters()).device, embedding.weight.dtype
-    return RecurrentDepth(
+    parts = RecurrentDepth(
         ExplicitModel(DecoderBackbone(model, first, final_norm=False)),
         ImplicitModel(Injected(middle, injection.to(device, dtype)), solve, eval_solve),
         ExplicitModel(DecoderBackbone(model, last)),
     )
+    return with_head(model, parts)
