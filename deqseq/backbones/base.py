@@ -148,7 +148,7 @@ class Backbone(nn.Module, ABC, Generic[C]):
         )
 
     def run_block(self, block: nn.Module, *arguments: Any) -> Any:
-        """What a block gives for ``arguments``, with its activations kept or, in training, computed again."""
+        """What ``block`` gives for ``arguments``; its activations are kept or, in training, computed again."""
         if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
             return checkpoint(block, *arguments, use_reentrant=False)
         return block(*arguments)

@@ -92,6 +92,7 @@ class DecoderBackbone(Backbone[LlamaCache]):
         _check(self.config, self.layers)
 
     def prepare(self, x: Sequence, cache: LlamaCache | None = None, mask: Mask | None = None) -> Inputs:
+        """Prepare positions; ValueError for more tokens than the rotary frequencies of the model are made for."""
         check_sequence(x, self.d_model)
         heads = self.config.num_attention_heads
         kv_heads = getattr(self.config, "num_key_value_heads", None) or heads
