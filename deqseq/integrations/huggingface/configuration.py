@@ -17,7 +17,7 @@ from transformers.configuration_utils import SubConfigSpec
 from deqseq import __version__
 from deqseq.as_json import Json, Kind, from_json, to_json
 from deqseq.backbones import LlamaConfig, Mamba2Config
-from deqseq.check import check_known, check_type
+from deqseq.check import check_known, checked
 from deqseq.config import SolveConfig
 from deqseq.integrations.huggingface.decoder import DecoderBackbone
 from deqseq.models import ExplicitModel, ImplicitModel, LanguageModelSpec, RecurrentDepth
@@ -66,30 +66,18 @@ class DeqseqConfig(PreTrainedConfig):
         solve: how the fixed point is found and differentiated, a :class:`deqseq.SolveConfig`, as ``{"solver": {"name":
             "Relaxed", "damping": 0.5}, "stop": {"rtol": 1e-3}, "sweep": "Simultaneous"}``; None: an explicit model.
         eval_solve: the same in eval mode; what it leaves out is as in ``solve``. Default: ``solve``.
-        prelude: layers that run once before the backbone, as ``backbone``. Default: none.
-        coda: layers that run once after it.
-        injection: how the input enters each iteration: ``"concat"``, ``"add"`` or ``"decay"``. Default: by the
-            backbone's own ``injection``.
-        norm: ``"coda"`` applies the coda's last norm also to the states before the coda.
-        steps: how often an explicit model runs its backbone. Default: once.
-        loop_start: where these steps begin.
-        decoder_config: the configuration of the transformers decoder whose layers are used, of a family that
-            :class:`DecoderBackbone` runs. Default: none.
-        embedding_dropout: probability, in [0, 1), that a number of an embedded token is zero in training.
-        embedding_scale: multiplies the embedded tokens.
-        logit_softcap: bound of the logits, which become ``cap * tanh(logits / cap)``. Default: none.
+        prelude, coda: layers that run once before and after the backbone, as ``backbone``. Default: none.
+        injection, norm, steps, loop_start: as in :class:`deqseq.LanguageModelSpec`; so are the next three.
+        embedding_dropout, embedding_scale, logit_softcap: of the embedded tokens and the logits.
         initializer_range: standard deviation of the initial embedding, and of a head with weights of its own.
         tie_word_embeddings: whether the head is the embedding.
-        hidden_size: width; this and the next four follow from the backbones, and another value is an error.
-        num_hidden_layers: blocks of all backbones.
-        num_attention_heads: heads of the queries; None in a Mamba2.
-        num_key_value_heads: heads of keys and values; None in a Mamba2.
-        head_dim: channels per head.
+        decoder_config: the configuration of the transformers decoder whose layers are used, of a family that
+            :class:`DecoderBackbone` runs. Default: none.
+        hidden_size, num_hidden_layers, num_attention_heads, num_key_value_heads, head_dim: what tools read. They follow
+            from the backbones, and another value is an error; None where there is none, as heads in a Mamba2.
         max_position_embeddings: the length that the model was trained for; tools ask for it, the model does not.
         use_cache: whether a call in eval mode returns a cache.
-        pad_token_id: the padding token.
-        bos_token_id: the token that begins a sequence.
-        eos_token_id: the token, or tokens, that end one.
+        pad_token_id, bos_token_id, eos_token_id: the tokens that pad, begin and end a sequence.
         deqseq_version: the version that wrote the file; an older deqseq refuses to read it.
         auto_map: where transformers finds our classes with ``trust_remote_code=True``; always the same.
 
@@ -186,6 +174,7 @@ class DeqseqConfig(PreTrainedConfig):
         return LanguageModelSpec(**content)
 
     @classmethod
+    @checked
     def from_specification(cls: type[C], spec: LanguageModelSpec, **more: Any) -> C:
         """The configuration of a model that is described in this library's terms.
 
@@ -206,7 +195,6 @@ class DeqseqConfig(PreTrainedConfig):
             >>> DeqseqConfig.from_specification(spec, eos_token_id=0).specification() == spec
             True
         """
-        check_type("spec", spec, LanguageModelSpec)
         content = {RENAMED.get(field.name, field.name): getattr(spec, field.name) for field in fields(spec)}
         if decided := sorted((content.keys() | set(DERIVED)) & more.keys()):
             raise ValueError(f"leave out {', '.join(decided)}: the model has its own")

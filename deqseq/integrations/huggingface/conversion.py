@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deqseq.check import check_type
+from deqseq.check import checked
 from deqseq.integrations.huggingface.configuration import DeqseqConfig
 from deqseq.integrations.huggingface.decoder import DecoderBackbone
 from deqseq.integrations.huggingface.modeling_causal_lm import DeqseqForCausalLM
@@ -20,6 +20,7 @@ from deqseq.models.specification import specification_of
 _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
+@checked
 def from_causal_lm(lm: CausalLM, **fields: Any) -> DeqseqForCausalLM:
     """A model of transformers made of the parts of a :class:`deqseq.CausalLM`; weights are shared, not copied.
 
@@ -46,7 +47,6 @@ def from_causal_lm(lm: CausalLM, **fields: Any) -> DeqseqForCausalLM:
         >>> model.config.hidden_size, model.config.eos_token_id
         (16, 0)
     """
-    check_type("lm", lm, CausalLM, "deqseq.integrations.pretrained.from_pretrained_model(model, implicit=True)")
     decoders = [part.config for part in lm.model.modules() if isinstance(part, DecoderBackbone)]
     if any(config is not decoders[0] for config in decoders):
         raise ValueError("prelude, core and coda must be layers of one decoder, as those of retrofit(model, ...)")
@@ -73,6 +73,7 @@ def from_causal_lm(lm: CausalLM, **fields: Any) -> DeqseqForCausalLM:
     return model.train(lm.training)
 
 
+@checked
 def to_causal_lm(model: DeqseqForCausalLM) -> CausalLM:
     """The parts of a model of transformers as a :class:`deqseq.CausalLM`; weights are shared, not copied.
 
@@ -94,7 +95,6 @@ def to_causal_lm(model: DeqseqForCausalLM) -> CausalLM:
         >>> to_causal_lm(from_causal_lm(lm)).model is lm.model
         True
     """
-    check_type("model", model, DeqseqForCausalLM)
     config, tied = model.config, model.config.tie_word_embeddings
     numbers = {name: getattr(config, name) for name in ("embedding_dropout", "embedding_scale", "logit_softcap")}
     with torch.device("meta"):  # its own weights would be drawn for nothing

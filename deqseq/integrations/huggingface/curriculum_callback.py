@@ -10,7 +10,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_callback import ExportableState
 
 from deqseq.as_json import from_json, to_json
-from deqseq.check import check_type
+from deqseq.check import checked
 from deqseq.training import Curriculum, Phase
 
 log = logging.getLogger(__name__)
@@ -43,8 +43,8 @@ class CurriculumCallback(TrainerCallback, ExportableState):
         ``Trainer(model, arguments, train_dataset=..., callbacks=[callback])``
     """
 
+    @checked
     def __init__(self, curriculum: Curriculum | Mapping[str, Any]) -> None:
-        check_type("curriculum", curriculum, (Curriculum, Mapping), "Curriculum((bounded(), free()))")
         self.curriculum: Curriculum = from_json("curriculum", curriculum, "curriculum")
         self.saved = self.curriculum.record(0)
         self._json = to_json(self.curriculum)  # what no checkpoint can name is refused before training

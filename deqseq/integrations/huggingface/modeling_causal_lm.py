@@ -74,19 +74,18 @@ class DeqseqForCausalLM(DeqseqPreTrainedModel, GenerationMixin):
         """Predict a token at every position.
 
         Args:
-            input_ids: ``(batch, length)``.
-            attention_mask: 0 at padding, on either side of a row, ``(batch, committed + length)``, where committed
-                counts the tokens of the cache. Default: no padding.
-            position_ids: the model's own and no others, ``(batch, length)``.
+            input_ids: ``(batch, length)``; these and the next four as in :class:`DeqseqModel`.
+            attention_mask: ``(batch, committed + length)``.
+            position_ids: ``(batch, length)``.
             cache: an :class:`ImplicitCache`, which is advanced by these tokens.
-            inputs_embeds: embedded tokens ``(batch, length, hidden_size)``, instead of ``input_ids``.
+            inputs_embeds: ``(batch, length, hidden_size)``.
             labels: ``(batch, length)``; the one at ``t`` is the answer at ``t - 1``. Those that are -100 are left out
                 of the loss; padding is not, as in transformers, so its labels must be -100.
             use_cache: whether to advance a cache.
             logits_to_keep: how many of the last positions get logits, or which, ``(kept,)``; 0: all.
             num_items_in_batch: what the summed loss is divided by, ``()``. Default: the number of labels that are
                 scored.
-            solve: how this call is solved, as in :class:`DeqseqModel`.
+            solve: how this call is solved.
             **kwargs: as in :class:`DeqseqModel`, such as ``output_hidden_states`` and ``return_dict``; and
                 ``shift_labels``, ``(batch, length)``, labels of which the one at ``t`` is the answer at ``t``.
 

@@ -202,7 +202,7 @@ def unused_injection():
     [
         (lambda: DeqseqConfig.from_specification(MAMBA2), TypeError, "spec must be a LanguageModelSpec"),
         (lambda: type(made("mamba2"))(theirs().config), TypeError, "config must be a DeqseqConfig, got LlamaConfig"),
-        (lambda: from_causal_lm(theirs()), TypeError, r"lm must be a CausalLM, .*from_pretrained_model\(.*got Llama"),
+        (lambda: from_causal_lm(theirs()), TypeError, r"lm must be a CausalLM, .*got Llama"),
         (lambda: from_causal_lm(made("mamba2")), TypeError, r"lm must be a CausalLM, .*got DeqseqForCausalLM"),
         (lambda: to_causal_lm(theirs()), TypeError, r"model must be a DeqseqForCausalLM, got LlamaForCausalLM"),
         (lambda: from_causal_lm(unused_injection()), ValueError, r"other weights .*: backbone\.injection\."),
