@@ -41,9 +41,12 @@ EXAMPLES = {
     "CausalLM": "dq.CausalLM(vocab_size, dq.ImplicitModel(backbone))",
     "Evaluation": "model.evaluate(x)",
     "LanguageModelSpec": 'dq.preset("mamba2-130m-implicit")',
+    "PreTrainedModel": "AutoModelForCausalLM.from_pretrained(name)",
+    "Curriculum": "training.Curriculum((training.bounded(), training.free()))",
     "Phase": "training.free()",
     "PoissonLogNormal": "training.PoissonLogNormal(32)",
     "FiniteMonoid": "tasks.alternating(5)",
+    "slice": "slice(4, 12)",
     "Generator": "torch.Generator().manual_seed(0)",
     "dtype": "torch.bfloat16",
 }

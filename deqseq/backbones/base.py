@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from deqseq.check import check_type
 from deqseq.rows import take, tensors_of
@@ -83,6 +84,8 @@ class Backbone(nn.Module, ABC, Generic[C]):
 
     d_model: int
     """Width of the state."""
+    gradient_checkpointing: bool = False
+    """Whether the backward pass computes the activations of each block again instead of keeping them."""
     _stack: Any = None
     """The method that :meth:`run` calls: the part of :meth:`forward` from tensors to tensors."""
     _compiled: Callable[..., Any] | None = None
@@ -133,6 +136,19 @@ class Backbone(nn.Module, ABC, Generic[C]):
             f"{type(self).__name__} has no advance(cache, aux, tokens, counts), so it keeps no cache: only the "
             "Simultaneous sweep without return_cache works. Write advance() to sweep, cache or generate with it"
         )
+
+    def sizes(self) -> Any:
+        """What builds such a backbone again, for :class:`deqseq.LanguageModelSpec`; TypeError if nothing does."""
+        raise TypeError(
+            f"a specification cannot name a {type(self).__name__} (known: Mamba2, Llama, and DecoderBackbone, the "
+            "layers of a transformers decoder): save its state_dict()"
+        )
+
+    def run_block(self, block: nn.Module, *arguments: Any) -> Any:
+        """What ``block`` gives for ``arguments``; its activations are kept or, in training, computed again."""
+        if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
+            return checkpoint(block, *arguments, use_reentrant=False)
+        return block(*arguments)
 
     def compile(self, **options: Any) -> None:
         """Compile one iteration with ``torch.compile``, whose ``options`` override the defaults here.

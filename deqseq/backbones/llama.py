@@ -1,6 +1,6 @@
 """A stack of Llama blocks."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import torch
@@ -20,6 +20,7 @@ from deqseq.layers import (
     RotaryTables,
     apply_weight_norm,
     dropout_mask,
+    has_weight_norm,
     rotary_frequencies,
     rotary_tables,
 )
@@ -166,6 +167,9 @@ class Llama(Backbone[LlamaCache]):
     ) -> LlamaCache:
         return commit(cache, aux, tokens, counts)
 
+    def sizes(self) -> LlamaConfig:
+        return replace(self.config, weight_norm=has_weight_norm(self))
+
     def _stack(
         self,
         z: Tensor,
@@ -177,7 +181,8 @@ class Llama(Backbone[LlamaCache]):
         """All blocks and the final norm, from tensors to tensors."""
         kept = []
         for i, block in enumerate(self.layers):
-            z, own = block(z, injected, tables, past[i] if past else None, dropout[i] if dropout else None)
+            before, mask = past[i] if past else None, dropout[i] if dropout else None
+            z, own = self.run_block(block, z, injected, tables, before, mask)
             kept.append(own)
         return self.norm(z), tuple(kept)
 

@@ -1,14 +1,23 @@
 """A stack of Mamba2 blocks."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from torch import Tensor, nn
 
 from deqseq.backbones.base import Backbone, Cache, Counts, Inputs, check_cache, check_sequence
 from deqseq.check import AtLeast, Bounds, Within, checked
-from deqseq.layers import Mamba2Block, Mamba2Mixer, MixerAux, MixerState, RMSNorm, apply_weight_norm, dropout_mask
+from deqseq.layers import (
+    Mamba2Block,
+    Mamba2Mixer,
+    MixerAux,
+    MixerState,
+    RMSNorm,
+    apply_weight_norm,
+    dropout_mask,
+    has_weight_norm,
+)
 from deqseq.ops import Backend
 from deqseq.ops.backend import resolved
 from deqseq.types import Mask, Sequence
@@ -142,6 +151,9 @@ class Mamba2(Backbone[Mamba2Cache]):
         parts = zip(self.layers, before, aux, strict=True)
         return Mamba2Cache(tuple(block.mixer.state_after(own, state, tokens, counts) for block, state, own in parts))
 
+    def sizes(self) -> Mamba2Config:
+        return replace(self.config, weight_norm=has_weight_norm(self))
+
     def _stack(
         self,
         z: Tensor,
@@ -155,7 +167,7 @@ class Mamba2(Backbone[Mamba2Cache]):
         kept: list[MixerAux] = []
         for i, block in enumerate(self.layers):
             state, mask = states[i] if states else None, dropout[i] if dropout else None
-            z, aux = block(z, injected, state, mask, need_aux, backend)
+            z, aux = self.run_block(block, z, injected, state, mask, need_aux, backend)
             if aux is not None:
                 kept.append(aux)
         return self.norm_f(z), tuple(kept)

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from deqseq.check import checked
 from deqseq.config import SolveConfig
 from deqseq.integrations.huggingface import ImplicitCache
-from deqseq.integrations.huggingface.modeling_causal_lm import ImplicitCausalLM
+from deqseq.integrations.huggingface.modeling_causal_lm import DeqseqForCausalLM
 from deqseq.integrations.huggingface.outputs import ImplicitCausalLMOutput
 from deqseq.rows import take
 from deqseq.solution import SolveStats, Status
@@ -87,15 +87,15 @@ class SolvedLM(HFLM):
 
     Example:
         >>> import deqseq as dq
-        >>> from deqseq.integrations.huggingface import ImplicitMamba2Config, ImplicitMamba2ForCausalLM
+        >>> from deqseq.integrations.huggingface import DeqseqConfig, DeqseqForCausalLM
         >>> from lm_eval.api.instance import Instance
         >>> from tokenizers import Tokenizer, models, pre_tokenizers
         >>> from transformers import PreTrainedTokenizerFast
         >>> words = Tokenizer(models.WordLevel({"<eos>": 0, "to": 1, "be": 2, "or": 3, "not": 4}))
         >>> words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
         >>> tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", pad_token="<eos>")
-        >>> sizes = {"hidden_size": 16, "head_dim": 8, "state_size": 4, "num_hidden_layers": 1}
-        >>> model = ImplicitMamba2ForCausalLM(ImplicitMamba2Config(vocab_size=5, **sizes))
+        >>> sizes = dq.Mamba2Config(16, d_state=4, headdim=8)
+        >>> model = DeqseqForCausalLM(DeqseqConfig(vocab_size=5, backbone=sizes))
         >>> lm = SolvedLM(model, tokenizer, {"sweep": dq.Sliding(8)}, max_length=64)
         >>> ((nats, is_best),) = lm.loglikelihood([Instance("loglikelihood", {}, ("to be", " or not"), 0)])
         >>> nats < 0, lm.tally.numbers()["converged"]
@@ -113,7 +113,7 @@ class SolvedLM(HFLM):
         max_length: int | None = None,
     ) -> None:
         if solve:
-            implicit = [part for part in model.modules() if isinstance(part, ImplicitCausalLM)]
+            implicit = [part for part in model.modules() if isinstance(part, DeqseqForCausalLM)]
             if not implicit:
                 raise ValueError(f"leave out solve: {type(model).__name__} is no implicit model of deqseq")
             implicit[0].model.solve_config(solve)  # an explicit model and a misspelt field are errors here, too

@@ -7,7 +7,7 @@ from deqseq.layers.dropout import dropout_mask
 from deqseq.layers.mamba2_mixer import Mamba2Mixer, MixerAux, MixerState
 from deqseq.layers.rms_norm import GatedRMSNorm, RMSNorm
 from deqseq.layers.rotary import RotaryScaling, RotaryTables, rotary_frequencies, rotary_tables, rotate
-from deqseq.layers.weight_norm import apply_weight_norm, fold_weight_norm, with_weights
+from deqseq.layers.weight_norm import apply_weight_norm, fold_weight_norm, has_weight_norm, with_weights
 
 __all__ = [
     "Attention",
@@ -28,6 +28,7 @@ __all__ = [
     "apply_weight_norm",
     "dropout_mask",
     "fold_weight_norm",
+    "has_weight_norm",
     "rotary_frequencies",
     "rotary_tables",
     "rotate",

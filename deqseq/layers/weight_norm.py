@@ -124,6 +124,31 @@ def fold_weight_norm(module: nn.Module) -> None:
         layer.weight = nn.Parameter(norm().detach(), requires_grad=any(p.requires_grad for p in norm.parameters()))
 
 
+def has_weight_norm(module: nn.Module) -> bool:
+    """Whether the linear maps and causal convolutions inside have weight normalisation now.
+
+    Args:
+        module: a backbone, say.
+
+    Raises:
+        ValueError: some have it and others have not.
+
+    Example:
+        >>> layer = nn.Sequential(nn.Linear(2, 3))
+        >>> apply_weight_norm(layer)
+        >>> has_weight_norm(layer)
+        True
+    """
+    parts: Any = [(name, part) for name, part in module.named_modules() if isinstance(part, nn.Linear | CausalConv1d)]
+    bare = [name for name, part in parts if not is_parametrized(part, "weight")]
+    if 0 < len(bare) < len(parts):
+        raise ValueError(
+            f"weight normalisation must be on all layers of a backbone or on none, {bare[0]} has none: call "
+            "deqseq.layers.apply_weight_norm or fold_weight_norm of the whole backbone"
+        )
+    return len(bare) < len(parts)
+
+
 def with_weights(module: M) -> M:
     """The same module with its parametrised tensors computed now: what a solve iterates.
 

@@ -1,7 +1,7 @@
 """A backbone iterated to its fixed point."""
 
 import warnings
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any, Unpack
 
@@ -22,6 +22,19 @@ from deqseq.solution import ConvergenceWarning, Solution, Status
 from deqseq.sweeps import Simultaneous
 from deqseq.tokens import Counts, TokenArgs, check_commits, commit, token_map
 from deqseq.types import Mask, Sequence
+
+
+@dataclass
+class Solves:
+    """Where an :class:`ImplicitModel` reads, at each call, how it is solved.
+
+    Attributes:
+        solve: how the fixed point is found and differentiated.
+        eval_solve: the same in eval mode; None: as ``solve``.
+    """
+
+    solve: SolveConfig
+    eval_solve: SolveConfig | None
 
 
 class ImplicitModel(Model):
@@ -59,7 +72,7 @@ class ImplicitModel(Model):
         super().__init__()
         check_integer("backbone.d_model", getattr(backbone, "d_model", None), 1)
         self.backbone = backbone
-        self.solve, self.eval_solve = solve, eval_solve
+        self.solves: Any = Solves(solve, eval_solve)
         self._warned: list[bool] = []  # one list for all copies that with_weights makes
 
     @checked
@@ -165,6 +178,24 @@ class ImplicitModel(Model):
     @property
     def d_model(self) -> int:
         return self.backbone.d_model
+
+    @property
+    def solve(self) -> SolveConfig:
+        """How the fixed point is found and differentiated; can be set."""
+        return self.solves.solve
+
+    @solve.setter
+    def solve(self, solve: SolveConfig) -> None:
+        self.solves.solve = solve
+
+    @property
+    def eval_solve(self) -> SolveConfig | None:
+        """The same in eval mode; None: as :attr:`solve`. Can be set."""
+        return self.solves.eval_solve
+
+    @eval_solve.setter
+    def eval_solve(self, eval_solve: SolveConfig | None) -> None:
+        self.solves.eval_solve = eval_solve
 
     @property
     def solve_config(self) -> SolveConfig:

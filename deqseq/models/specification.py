@@ -1,14 +1,80 @@
 """A whole language model as data: presets, files and other libraries' configurations are translated to it."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated
+from functools import partial
+from typing import Annotated, Any, Literal
 
-from deqseq.backbones import Llama, LlamaConfig, Mamba2, Mamba2Config
+from torch import nn
+
+from deqseq.backbones import (
+    AddInjection,
+    Backbone,
+    ConcatInjection,
+    DecayInjection,
+    Injected,
+    Injection,
+    Llama,
+    LlamaConfig,
+    Looped,
+    Mamba2,
+    Mamba2Config,
+)
 from deqseq.check import AtLeast, Within, checked
 from deqseq.config import SolveConfig
 from deqseq.models.causal_lm import CausalLM
 from deqseq.models.explicit import ExplicitModel
 from deqseq.models.implicit import ImplicitModel
+from deqseq.models.recurrent_depth import RecurrentDepth
+from deqseq.start import Start
+
+Name = Literal["concat", "add", "decay"]
+"""An injection of the model's width, as a file or a command line names it."""
+INJECTIONS: Mapping[str, Callable[[int], Injection]] = {
+    "concat": ConcatInjection,
+    "add": lambda d_model: AddInjection(),
+    "decay": DecayInjection,
+}
+
+
+@checked
+@dataclass(frozen=True)
+class DecoderLayers:
+    """Some layers of a decoder of another library, which whoever builds the model has to give.
+
+    Args:
+        d_model: width.
+        first: number of the first layer, from 0.
+        end: number of the layer after the last one.
+        final_norm: whether the decoder's final norm follows.
+
+    Raises:
+        TypeError, ValueError: names the field, what it got and what it wants.
+
+    Example:
+        >>> DecoderLayers(64, 4, 12).n_layers
+        8
+    """
+
+    d_model: Annotated[int, AtLeast(1)]
+    first: Annotated[int, AtLeast(0)]
+    end: Annotated[int, AtLeast(1)]
+    final_norm: bool = False
+
+    def __post_init__(self) -> None:
+        if self.end <= self.first:
+            raise ValueError(f"DecoderLayers.end must be above first = {self.first}, got {self.end}")
+
+    @property
+    def n_layers(self) -> int:
+        """How many layers they are."""
+        return self.end - self.first
+
+
+Sizes = Mamba2Config | LlamaConfig | DecoderLayers
+"""What a backbone is made from."""
+Decoder = Callable[[DecoderLayers], Backbone[Any]]
+"""Makes a backbone of the layers of a decoder."""
 
 
 @checked
@@ -18,14 +84,24 @@ class LanguageModelSpec:
 
     Args:
         vocab_size: tokens.
-        backbone: sizes of the backbone; its ``injection`` is on for an implicit model, off for an explicit one.
-        solve: how the fixed point is found and differentiated; None: an explicit model, which runs the layers once.
+        backbone: sizes of the backbone, or of the core of a recurrent-depth model. Its own ``injection`` is used by an
+            implicit or looped model without an ``injection`` here.
+        solve: how the fixed point is found and differentiated; None: an explicit model, which runs the layers once, or
+            ``steps`` times.
         eval_solve: the same in eval mode. Default: ``solve``.
         tied: whether the head is the embedding.
         embedding_std: standard deviation of the initial embedding.
         embedding_dropout: probability that a number of an embedded token is zero in training.
         embedding_scale: multiplies the embedded tokens.
         logit_softcap: bound of the logits. Default: none.
+        prelude: sizes of the layers that run once before the backbone, as in :class:`deqseq.RecurrentDepth`. Default:
+            none.
+        coda: sizes of the layers that run once after it; given with ``prelude``.
+        injection: how the input enters each iteration, by :class:`deqseq.Injected`. Default: by the backbone's own
+            ``injection``, if at all.
+        norm: ``"coda"`` applies the coda's last norm also to the states before the coda, as in Huginn.
+        steps: how often the backbone of an explicit model runs, as in :class:`deqseq.Looped`. Default: once.
+        loop_start: where these steps begin.
 
     Raises:
         TypeError, ValueError: names the field, what it got and what it wants.
@@ -37,7 +113,7 @@ class LanguageModelSpec:
     """
 
     vocab_size: Annotated[int, AtLeast(1)]
-    backbone: Mamba2Config | LlamaConfig
+    backbone: Mamba2Config | LlamaConfig | DecoderLayers
     solve: SolveConfig | None = SolveConfig()
     eval_solve: SolveConfig | None = None
     tied: bool = True
@@ -45,30 +121,158 @@ class LanguageModelSpec:
     embedding_dropout: Annotated[float, Within("[0, 1)")] = 0.0
     embedding_scale: Annotated[float, Within("(0, inf)")] = 1.0
     logit_softcap: Annotated[float, Within("(0, inf)")] | None = None
+    prelude: Mamba2Config | LlamaConfig | DecoderLayers | None = None
+    coda: Mamba2Config | LlamaConfig | DecoderLayers | None = None
+    injection: Name | None = None
+    norm: Literal["coda"] | None = None
+    steps: Annotated[int, AtLeast(1)] | None = None
+    loop_start: Start = "input"
 
     def __post_init__(self) -> None:
+        owner = type(self).__name__
         if self.solve is None and self.eval_solve is not None:
-            owner = type(self).__name__
             raise ValueError(f"{owner}.eval_solve must be None if solve is, for an explicit model solves nothing")
+        if self.solve is not None and self.steps is not None:
+            raise ValueError(f"{owner}.steps must be None in an implicit model, got {self.steps}: or give solve=None")
+        if self.solve is None and self.steps is None and self.injection is not None:
+            raise ValueError(
+                f"{owner}.injection must be None in a model that runs its backbone once, got {self.injection!r}"
+            )
+        if (self.prelude is None) != (self.coda is None):
+            missing = "prelude" if self.prelude is None else "coda"
+            raise ValueError(f"{owner}.{missing} must be given, too: prelude and coda belong together")
+        widths = [part.d_model for part in self.parts.values()]
+        if len(set(widths)) > 1:
+            raise ValueError(f"{owner}: {', '.join(self.parts)} must have the same d_model, got {widths}")
+        if self.norm is not None and not (isinstance(self.coda, LlamaConfig) and self.coda.final_norm):
+            raise ValueError(f"{owner}.norm must be None where the coda is no Llama with final_norm=True, got 'coda'")
+
+    @property
+    def parts(self) -> dict[str, Sizes]:
+        """The sizes of all backbones, in the order in which they run."""
+        every = {"prelude": self.prelude, "backbone": self.backbone, "coda": self.coda}
+        return {name: sizes for name, sizes in every.items() if sizes is not None}
 
     def explicit(self) -> "LanguageModelSpec":
         """The baseline of the same layers: run once, without an injection."""
-        return replace(self, solve=None, eval_solve=None)
+        return replace(self, solve=None, eval_solve=None, injection=None)
 
-    def build_model(self) -> ImplicitModel | ExplicitModel:
-        """The model between embedding and head, freshly initialised."""
-        config = replace(self.backbone, injection=self.solve is not None)
-        backbone = Llama(config) if isinstance(config, LlamaConfig) else Mamba2(config)
-        return ExplicitModel(backbone) if self.solve is None else ImplicitModel(backbone, self.solve, self.eval_solve)
+    def build_model(self, decoder: Decoder | None = None) -> ImplicitModel | ExplicitModel | RecurrentDepth:
+        """The model between embedding and head, freshly initialised.
 
-    def build(self) -> CausalLM:
-        """The whole model, freshly initialised."""
+        Args:
+            decoder: makes backbones of :class:`DecoderLayers`. Default: there are none.
+
+        Raises:
+            TypeError: there are, and no ``decoder``.
+        """
+        make = partial(_backbone, decoder=decoder)
+        if self.prelude is None or self.coda is None:
+            return self._core(make)
+        prelude, core, coda = ExplicitModel(make(self.prelude, False)), self._core(make), make(self.coda, False)
+        return RecurrentDepth(
+            prelude, core, ExplicitModel(coda), coda.norm if isinstance(coda, Llama) and self.norm else None
+        )
+
+    def _core(self, make: Callable[[Sizes, bool], Backbone[Any]]) -> ImplicitModel | ExplicitModel:
+        iterated = self.solve is not None or self.steps is not None
+        backbone = make(self.backbone, iterated and self.injection is None)
+        if self.injection is not None:
+            backbone = Injected(backbone, INJECTIONS[self.injection](backbone.d_model))
+        if self.solve is not None:
+            return ImplicitModel(backbone, self.solve, self.eval_solve)
+        return ExplicitModel(backbone if self.steps is None else Looped(backbone, self.steps, start=self.loop_start))
+
+    def build(self, decoder: Decoder | None = None) -> CausalLM:
+        """The whole model, freshly initialised.
+
+        Args:
+            decoder: as in :meth:`build_model`.
+        """
         return CausalLM(
             self.vocab_size,
-            self.build_model(),
+            self.build_model(decoder),
             self.embedding_std,
             tied=self.tied,
             embedding_dropout=self.embedding_dropout,
             embedding_scale=self.embedding_scale,
             logit_softcap=self.logit_softcap,
         )
+
+
+def specification_of(lm: CausalLM, embedding_std: float = 0.02) -> LanguageModelSpec:
+    """What a language model is, as it is now: the inverse of :meth:`LanguageModelSpec.build`.
+
+    Args:
+        lm: of Mamba2 and Llama backbones, or of the layers of a transformers decoder.
+        embedding_std: which a model does not remember.
+
+    Raises:
+        TypeError: a part that a specification cannot name.
+        ValueError: parts that share weights, or weight normalisation on some layers of a backbone only.
+
+    Example:
+        >>> spec = LanguageModelSpec(10, Mamba2Config(d_model=16, d_state=4, headdim=8))
+        >>> specification_of(spec.build()) == spec
+        True
+    """
+    return LanguageModelSpec(
+        vocab_size=lm.embedding.num_embeddings,
+        tied=lm.head is None or lm.head.weight is lm.embedding.weight,
+        embedding_std=embedding_std,
+        embedding_dropout=lm.embedding_dropout,
+        embedding_scale=lm.embedding_scale,
+        logit_softcap=lm.logit_softcap,
+        **parts_of(lm.model),
+    )
+
+
+def parts_of(model: nn.Module) -> dict[str, Any]:
+    """The fields of a specification that describe the ``model`` between embedding and head."""
+    if not isinstance(model, RecurrentDepth):
+        return _fields_of_core(model)
+    coda: Any = model.coda.backbone
+    shared = isinstance(coda, Llama) and coda.config.final_norm and model.norm is coda.norm
+    if not shared and not isinstance(model.norm, nn.Identity):
+        raise ValueError(
+            "the norm of a RecurrentDepth must be None, or the last norm of its coda, a Llama, so that a specification "
+            f"can name it, got {model.norm}"
+        )
+    places, weights = (len(list(model.named_parameters(remove_duplicate=once))) for once in (False, True))
+    if places - weights > int(shared):
+        raise ValueError("prelude, core and coda must have weights of their own: only a norm can be shared")
+    outer = {"prelude": model.prelude.backbone.sizes(), "coda": coda.sizes(), "norm": "coda" if shared else None}
+    return outer | _fields_of_core(model.core)
+
+
+def _fields_of_core(model: Any) -> dict[str, Any]:
+    fields: dict[str, Any] = {"solve": None, "eval_solve": None}
+    if isinstance(model, ImplicitModel):
+        fields = {"solve": model.solve, "eval_solve": model.eval_solve}
+    backbone = model.backbone
+    if isinstance(backbone, Looped):
+        if backbone.choose is not None:
+            raise TypeError(f"a specification cannot name Looped.choose, got {type(backbone.choose).__name__}")
+        fields |= {"steps": backbone.steps, "loop_start": backbone.start}
+        backbone = backbone.backbone
+    if isinstance(backbone, Injected):
+        fields["injection"] = _name_of(backbone.injection)
+        backbone = backbone.backbone
+    return fields | {"backbone": backbone.sizes()}
+
+
+def _name_of(injection: Injection) -> str:
+    names = [name for name, make in INJECTIONS.items() if type(injection) is type(make(1))]
+    if not names:
+        raise TypeError(f"a specification cannot name {type(injection).__name__} (known: {', '.join(INJECTIONS)})")
+    return names[0]
+
+
+def _backbone(sizes: Sizes, injection: bool, decoder: Decoder | None) -> Backbone[Any]:
+    """A backbone, without its own ``injection`` where that is not used."""
+    if isinstance(sizes, DecoderLayers):
+        if decoder is None:
+            raise TypeError("decoder must be given to build a model of DecoderLayers, got None")
+        return decoder(sizes)
+    sizes = replace(sizes, injection=sizes.injection and injection)
+    return Llama(sizes) if isinstance(sizes, LlamaConfig) else Mamba2(sizes)

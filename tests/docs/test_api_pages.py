@@ -19,11 +19,9 @@ PAGES = [page.read_text() for page in sorted((ROOT / "docs" / "api").glob("*.md"
 LISTED = [name for page in PAGES for name in re.findall(r"^::: (\S+)$", page, flags=re.MULTILINE)]
 PACKAGE = griffe.load("deqseq", search_paths=[ROOT], docstring_parser="google")
 EXCEPTIONS = {  # faults that are none, as patterns, and why
-    r"\.Implicit(Mamba2|Llama)(Model|ForSequenceClassification): no example": "its configuration's class has one",
-    r"\.RecurrentDepth(Model|ForSequenceClassification): no example": "its configuration's class has one",
     r"\.(ImplicitCache|SolvedLM|CurriculumCallback)\.\w+: `": "another library calls these methods and documents them",
     r"\.prepare_inputs_for_generation: `": "transformers calls it and documents it",
-    r"\.(Implicit|RecurrentDepth)\w*(Model|LM): `unknown`": "collects misspelt names for the error",
+    r"\.DeqseqPreTrainedModel: `unknown`": "collects misspelt names for the error",
     r"\.(distances|passes|limit|begin|attach_to): ": "the library calls these methods of Stop, solvers and gradients",
     r"\.testing\.\w+\.\w+Contract\.": "its methods are the tests themselves",
 }

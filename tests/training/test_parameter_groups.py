@@ -52,14 +52,11 @@ def test_language_models(backbone, kind, weight_norm, tied):
         assert {"A_log", "D", "dt_bias", "bias"} <= ends
 
 
-@pytest.mark.parametrize(("kind", "tied"), [("Mamba2", True), ("Llama", False)])
+@pytest.mark.parametrize(("kind", "tied"), [("mamba2", True), ("llama", False)])
 def test_models_of_transformers(kind, tied):
     ours = pytest.importorskip("deqseq.integrations.huggingface")
-    more = {"state_size": 4, "head_dim": 4} if kind == "Mamba2" else {"num_attention_heads": 2, "intermediate_size": 12}
-    config = getattr(ours, f"Implicit{kind}Config")(
-        vocab_size=5, hidden_size=8, num_hidden_layers=2, tie_word_embeddings=tied, **more
-    )
-    check(getattr(ours, f"Implicit{kind}ForCausalLM")(config), tied)
+    sizes = BACKBONES[kind]().sizes()
+    check(ours.DeqseqForCausalLM(ours.DeqseqConfig(vocab_size=5, backbone=sizes, tie_word_embeddings=tied)), tied)
 
 
 def test_an_optimizer_decays_the_one_group_and_leaves_the_other():

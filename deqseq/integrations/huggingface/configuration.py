@@ -1,21 +1,27 @@
-"""What the configurations of all models share."""
+"""The configuration of all models: the fields of a specification, as JSON, and the flat ones that tools read."""
 
+import copy
 from collections.abc import Iterable
 from dataclasses import fields
 from os import PathLike
 from pathlib import Path
-from typing import Any, ClassVar, Literal, no_type_check
+from typing import Any, ClassVar, Literal, TypeVar, no_type_check
 
+import torch
 from huggingface_hub.dataclasses import strict
 from packaging.version import Version
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import AutoConfig, AutoModel, PreTrainedConfig
+from transformers.configuration_utils import SubConfigSpec
 
 from deqseq import __version__
-from deqseq.check import check_known
+from deqseq.as_json import Json, Kind, from_json, to_json
+from deqseq.backbones import LlamaConfig, Mamba2Config
+from deqseq.check import check_known, checked
 from deqseq.config import SolveConfig
-from deqseq.integrations.huggingface.objects import Json, from_json, to_json
-from deqseq.models import ExplicitModel, ImplicitModel, RecurrentDepth
+from deqseq.integrations.huggingface.decoder import DecoderBackbone
+from deqseq.models import ExplicitModel, ImplicitModel, LanguageModelSpec, RecurrentDepth
+from deqseq.models.specification import DecoderLayers
 
 FROM_TRANSFORMERS = (
     *("attn_implementation", "distributed_config", "experts_implementation", "fusion_config"),
@@ -25,64 +31,99 @@ FROM_TRANSFORMERS = (
 """What transformers writes into a configuration, or passes to one, without declaring it; also any name that begins with
 an underscore."""
 
-DEFAULTS = {"initializer_range", "max_position_embeddings"}
-"""Fields that may be given although the model has its own: they change nothing that it computes."""
-
 CODE = "deqseq_models"
 """The module beside a saved configuration from which transformers loads our classes."""
+
+PARTS = ("prelude", "backbone", "coda")
+SECTIONS: dict[str, Kind] = {
+    **dict.fromkeys(PARTS, "backbone"),
+    **dict.fromkeys(("solve", "eval_solve"), "solve"),
+    "loop_start": "start",
+}
+"""Fields that hold an object as JSON, and its kind."""
+RENAMED = {"tied": "tie_word_embeddings", "embedding_std": "initializer_range"}
+"""Fields of a specification with another name in transformers."""
+DERIVED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
+"""What tools read; it follows from the backbones."""
+C = TypeVar("C", bound="DeqseqConfig")
 
 
 @no_type_check  # strict checks the fields; a check of the signature would refuse what transformers passes
 @strict
-class ImplicitConfig(PreTrainedConfig):
-    """The fields that do not depend on the layers; the configurations of model types add the others.
+class DeqseqConfig(PreTrainedConfig):
+    """A :class:`deqseq.LanguageModelSpec` as a configuration of transformers.
 
-    All fields are keyword arguments, and an unknown one is an error. How the model is solved is one section, ``solve``,
-    given as a :class:`deqseq.SolveConfig` or as JSON, and kept as JSON. A mapping replaces the fields that it names,
-    and the others stay as they are: ``config.solve = {"stop": {"max_steps": 8}}`` keeps the tolerance.
-
-    A model reads its configuration when it is built. To change how a built model is solved, pass ``solve`` in the call,
-    or set ``model.base_model.solved.solve``, a :class:`deqseq.SolveConfig`; ``save_pretrained`` writes what is set
-    there.
+    All fields are keyword arguments, and an unknown one is an error. Backbones and solves are sections: each is given
+    as an object of this library or as its JSON, and kept as JSON. A mapping replaces the fields that it names, and the
+    others stay as they are: ``config.solve = {"stop": {"max_steps": 8}}`` keeps the tolerance. A model reads ``solve``
+    and ``eval_solve`` at each call, so that a change takes effect at once.
 
     Attributes:
         vocab_size: tokens.
-        hidden_size: width.
-        num_hidden_layers: blocks.
-        embedding_dropout: probability, in [0, 1), that a number of an embedded token is zero in training.
-        embedding_scale: multiplies the embedded tokens.
-        logit_softcap: bound of the logits, which become ``cap * tanh(logits / cap)``. Default: none.
+        backbone: a :class:`deqseq.Mamba2Config` or a :class:`deqseq.LlamaConfig`, as ``{"name": "LlamaConfig",
+            "d_model": 64}``; or some layers of the decoder, ``{"name": "DecoderLayers", "d_model": 64, "first": 4,
+            "end": 12}``.
+        solve: how the fixed point is found and differentiated, a :class:`deqseq.SolveConfig`, as ``{"solver": {"name":
+            "Relaxed", "damping": 0.5}, "stop": {"rtol": 1e-3}, "sweep": "Simultaneous"}``; None: an explicit model.
+        eval_solve: the same in eval mode; what it leaves out is as in ``solve``. Default: ``solve``.
+        prelude, coda: layers that run once before and after the backbone, as ``backbone``. Default: none.
+        injection, norm, steps, loop_start: as in :class:`deqseq.LanguageModelSpec`; so are the next three.
+        embedding_dropout, embedding_scale, logit_softcap: of the embedded tokens and the logits.
         initializer_range: standard deviation of the initial embedding, and of a head with weights of its own.
         tie_word_embeddings: whether the head is the embedding.
-        solve: how the fixed point is found and differentiated, as ``{"solver": {"name": "Relaxed", "damping": 0.5},
-            "stop": {"rtol": 1e-3, "max_steps": 64}, "gradient": {"name": "Phantom", "steps": 4}, "sweep":
-            "Simultaneous", "start": "zero"}``. What a new configuration leaves out has :class:`deqseq.SolveConfig`'s
-            defaults.
-        eval_solve: the same in eval mode; what it leaves out is as in ``solve``. Default: ``solve``.
+        decoder_config: the configuration of the transformers decoder whose layers are used, of a family that
+            :class:`DecoderBackbone` runs. Default: none.
+        hidden_size, num_hidden_layers, num_attention_heads, num_key_value_heads, head_dim: what tools read. They follow
+            from the backbones, and another value is an error; None where there is none, as heads in a Mamba2.
+        max_position_embeddings: the length that the model was trained for; tools ask for it, the model does not.
         use_cache: whether a call in eval mode returns a cache.
-        pad_token_id: the padding token.
-        bos_token_id: the token that begins a sequence.
-        eos_token_id: the token, or tokens, that end one.
+        pad_token_id, bos_token_id, eos_token_id: the tokens that pad, begin and end a sequence.
         deqseq_version: the version that wrote the file; an older deqseq refuses to read it.
         auto_map: where transformers finds our classes with ``trust_remote_code=True``; always the same.
 
     Raises:
-        ValueError: an unknown field or name, with the nearest known one; a file of a newer deqseq.
-        StrictDataclassError: a field of the wrong type, or numbers that do not fit together.
+        TypeError, ValueError: an unknown field or name, with the nearest known one; values that do not fit together; a
+            file of a newer deqseq.
+        StrictDataclassError: a field of the wrong type.
+
+    Example:
+        >>> sizes = {"name": "LlamaConfig", "d_model": 64, "n_heads": 4}
+        >>> config = DeqseqConfig(vocab_size=100, backbone=sizes, solve={"stop": {"rtol": 1e-4}})
+        >>> config.hidden_size, config.head_dim, config.specification().solve.stop.rtol
+        (64, 16, 0.0001)
+        >>> DeqseqConfig(vocab_sise=64)  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        ValueError: DeqseqConfig field 'vocab_sise' is unknown; did you mean 'vocab_size'... (known: ...)
     """
 
+    model_type: ClassVar[str] = "deqseq"
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["cache", "stats", "status"]
+    sub_configs_defaults: ClassVar[dict[str, SubConfigSpec]] = {
+        "decoder_config": SubConfigSpec(config_class=AutoConfig, model_type="llama", optional=True)
+    }
 
     vocab_size: int = 50277
-    hidden_size: int = 768
-    num_hidden_layers: int = 24
+    backbone: Any = Mamba2Config(768)
+    solve: Any = SolveConfig()
+    eval_solve: Any = None
+    prelude: Any = None
+    coda: Any = None
+    injection: str | None = None
+    norm: str | None = None
+    steps: int | None = None
+    loop_start: Any = "input"
+    decoder_config: Any = None
     embedding_dropout: float = 0.0
     embedding_scale: float = 1.0
     logit_softcap: float | None = None
     initializer_range: float = 0.02
     tie_word_embeddings: bool = True
-    solve: dict[str, Any] | SolveConfig = SolveConfig()
-    eval_solve: dict[str, Any] | SolveConfig | None = None
+    hidden_size: int | None = None
+    num_hidden_layers: int | None = None
+    num_attention_heads: int | None = None
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    max_position_embeddings: int = 2048
     use_cache: bool = True
     pad_token_id: int | None = None
     bos_token_id: int | None = None
@@ -103,27 +144,91 @@ class ImplicitConfig(PreTrainedConfig):
                 "it with transformers.AutoConfig"
             )
         self._check_names(kwargs)
-        name = type(self).__name__.removesuffix("Config")
         heads = {"": "Model", "ForCausalLM": "ForCausalLM", "ForSequenceClassification": "ForSequenceClassification"}
-        self.auto_map = {f"AutoModel{auto}": f"{CODE}.{name}{ours}" for auto, ours in heads.items()}
-        self.auto_map["AutoConfig"] = f"{CODE}.{name}Config"
+        self.auto_map = {f"AutoModel{auto}": f"{CODE}.Deqseq{ours}" for auto, ours in heads.items()}
+        self.auto_map["AutoConfig"] = f"{CODE}.DeqseqConfig"
         super().__post_init__(**kwargs)
+        self._derive()
 
     def __setattr__(self, key: str, value: Any) -> None:
-        if key in ("solve", "eval_solve") and value is not None:
-            value = to_json(from_json("solve", value, f"{type(self).__name__}.{key}", self.solve_config(key)))
+        made = self.__dict__.get("auto_map") is not None
+        if key in SECTIONS and value is not None:
+            kind, where = SECTIONS[key], f"{type(self).__name__}.{key}"
+            base = self.solve if key == "eval_solve" and self.eval_solve is None else getattr(self, key)
+            value = to_json(from_json(kind, value, where, None if base is None else from_json(kind, base, where)))
         super().__setattr__(key, value)
+        if made and key in PARTS:
+            for name in DERIVED:
+                super().__setattr__(name, None)
+        if made and key in (*PARTS, *DERIVED):
+            self._derive()
+
+    def specification(self) -> LanguageModelSpec:
+        """The model in this library's terms; TypeError or ValueError if the fields do not fit together."""
+        content = {
+            field.name: getattr(self, RENAMED.get(field.name, field.name)) for field in fields(LanguageModelSpec)
+        }
+        for name, kind in SECTIONS.items():
+            if content[name] is not None:
+                content[name] = from_json(kind, content[name], f"{type(self).__name__}.{name}")
+        return LanguageModelSpec(**content)
+
+    @classmethod
+    @checked
+    def from_specification(cls: type[C], spec: LanguageModelSpec, **more: Any) -> C:
+        """The configuration of a model that is described in this library's terms.
+
+        Args:
+            spec: the description, such as ``deqseq.preset("mamba2-130m-implicit")``.
+            **more: fields that ``spec`` does not decide, such as ``eos_token_id``.
+
+        Returns:
+            A configuration whose ``specification()`` equals ``spec``.
+
+        Raises:
+            ValueError: an unknown field, or one that ``spec`` decides.
+            TypeError: a solver, gradient or sweep that a configuration cannot name.
+
+        Example:
+            >>> import deqseq as dq
+            >>> spec = dq.preset("mamba2-130m-implicit")
+            >>> DeqseqConfig.from_specification(spec, eos_token_id=0).specification() == spec
+            True
+        """
+        content = {RENAMED.get(field.name, field.name): getattr(spec, field.name) for field in fields(spec)}
+        if decided := sorted((content.keys() | set(DERIVED)) & more.keys()):
+            raise ValueError(f"leave out {', '.join(decided)}: the model has its own")
+        return cls(**content | more)
 
     def build(self) -> tuple[ImplicitModel | ExplicitModel | RecurrentDepth, nn.Embedding]:
         """The model between embedding and head, and the embedding, freshly initialised."""
-        raise NotImplementedError
+        spec = self.specification()
+        if self.decoder_config is None:
+            return spec.build_model(), nn.Embedding(spec.vocab_size, spec.backbone.d_model)
+        config = copy.deepcopy(self.decoder_config)
+        config.vocab_size = self.vocab_size
+        decoder = AutoModel.from_config(config, dtype=torch.get_default_dtype())
 
-    def solve_config(self, key: Literal["solve", "eval_solve"]) -> SolveConfig:
+        def layers(part: DecoderLayers) -> DecoderBackbone:
+            return DecoderBackbone(decoder, slice(part.first, part.end), part.final_norm)
+
+        return spec.build_model(layers), decoder.get_input_embeddings()
+
+    def solve_config(self, key: Literal["solve", "eval_solve"]) -> SolveConfig | None:
         """``solve`` or ``eval_solve``, which is the ``key``, as an object."""
-        return from_json("solve", getattr(self, key) or self.solve, f"{type(self).__name__}.{key}")
+        value = getattr(self, key)
+        return None if value is None else from_json("solve", value, f"{type(self).__name__}.{key}")
 
-    def follow_weight_norm(self, core: nn.Module) -> None:
-        """Say which parts of ``core`` have weight normalisation now; the layers of a decoder never do."""
+    def validate_architecture(self) -> None:
+        """Check all fields; errors name the one that does not fit."""
+        self._derive()
+
+    def to_dict(self) -> Json:
+        """As in transformers; the dtype is that of the whole model."""
+        content = super().to_dict()
+        if self.decoder_config is not None:
+            content["decoder_config"].pop("dtype", None)
+        return content
 
     def save_pretrained(self, save_directory: str | PathLike[str], push_to_hub: bool = False, **kwargs: Any) -> None:
         """As in transformers, but what loading would refuse is refused, and a module is written for ``auto_map``.
@@ -175,16 +280,31 @@ class ImplicitConfig(PreTrainedConfig):
         config._check_names(name for name, value in unused.items() if value is not None)
         return config
 
+    def _derive(self) -> None:
+        """Fill in the fields that follow from the backbones; ValueError if one of them was given another value."""
+        owner, spec, decoder = type(self).__name__, self.specification(), self.decoder_config
+        layers = [part for part in spec.parts.values() if isinstance(part, DecoderLayers)]
+        if bool(layers) != (decoder is not None):
+            raise ValueError(f"{owner}.decoder_config must be given with DecoderLayers, and only with them")
+        for part in layers:
+            if part.d_model != decoder.hidden_size or part.end > decoder.num_hidden_layers:
+                whole = f"{decoder.num_hidden_layers} layers of width {decoder.hidden_size}"
+                raise ValueError(f"{owner}: DecoderLayers must be some of the decoder's {whole}, got {part}")
+        core = spec.backbone
+        heads = (None, None, getattr(core, "headdim", None))
+        if isinstance(core, LlamaConfig):
+            heads = (core.n_heads, core.kv_heads, core.head_width)
+        elif isinstance(core, DecoderLayers):
+            heads = tuple(getattr(decoder, name, None) for name in DERIVED[2:])
+        values = (core.d_model, sum(part.n_layers for part in spec.parts.values()), *heads)
+        for name, value in zip(DERIVED, values, strict=True):
+            if (given := getattr(self, name)) not in (None, value):
+                raise ValueError(f"{owner}.{name} must be {value}, which follows from the backbones, got {given}")
+            super().__setattr__(name, value)
+
     def _check_names(self, given: Iterable[str]) -> None:
         """Refuse unknown fields."""
         known = [field.name for field in fields(type(self))]
         for name in given:
             if name not in FROM_TRANSFORMERS and not name.startswith("_"):
                 check_known(f"{type(self).__name__} field", name, known)
-
-
-def joined_fields(own: Json, given: Json) -> Json:
-    """The fields that describe a model, and others; ValueError for a field that the model decides."""
-    if decided := sorted(own.keys() & given.keys() - DEFAULTS):
-        raise ValueError(f"leave out {', '.join(decided)}: the model has its own")
-    return own | given

@@ -12,9 +12,10 @@ from transformers import PreTrainedModel
 from deqseq.backbones import Backbone, Inputs, LlamaCache
 from deqseq.backbones.base import check_cache, check_sequence
 from deqseq.backbones.llama_cache import commit
-from deqseq.check import check_flag, check_type
+from deqseq.check import checked
 from deqseq.layers import KeyValues, Past
 from deqseq.models import CausalLM, ExplicitModel, RecurrentDepth
+from deqseq.models.specification import DecoderLayers
 from deqseq.types import Mask, Sequence
 
 _SAME = "arcee gemma gemma2 gemma3_text glm glm4 helium llama ministral mistral nemotron olmo olmo2 olmo3"
@@ -59,12 +60,9 @@ class DecoderBackbone(Backbone[LlamaCache]):
         (torch.Size([2, 5, 16]), True)
     """
 
-    def __init__(self, model: nn.Module, layers: slice | None = None, final_norm: bool = True) -> None:
+    @checked
+    def __init__(self, model: PreTrainedModel, layers: slice | None = None, final_norm: bool = True) -> None:
         super().__init__()
-        check_type("model", model, PreTrainedModel, "AutoModelForCausalLM.from_pretrained(name)")
-        check_type("layers", layers, (slice, type(None)), "slice(4, 12)")
-        check_flag("final_norm", final_norm)
-        assert isinstance(model, PreTrainedModel)
         decoder: Any = model.base_model
         self.config: Any = decoder.config
         if self.config.model_type not in FAMILIES:
@@ -133,6 +131,9 @@ class DecoderBackbone(Backbone[LlamaCache]):
     ) -> LlamaCache:
         return commit(cache, aux, tokens, counts)
 
+    def sizes(self) -> DecoderLayers:
+        return DecoderLayers(self.d_model, self.part.start, self.part.stop, not isinstance(self.norm, nn.Identity))
+
     def _stack(
         self,
         z: Tensor,
@@ -171,7 +172,8 @@ class DecoderBackbone(Backbone[LlamaCache]):
         return torch.zeros_like(visible, dtype=z.dtype).masked_fill(~visible, torch.finfo(z.dtype).min)
 
 
-def from_decoder(model: nn.Module) -> CausalLM:
+@checked
+def from_decoder(model: PreTrainedModel) -> CausalLM:
     """A transformers language model as an explicit :class:`deqseq.CausalLM`; modules are shared, not copied.
 
     Args:
@@ -195,9 +197,8 @@ def from_decoder(model: nn.Module) -> CausalLM:
     return with_head(model, ExplicitModel(DecoderBackbone(model)))
 
 
-def with_head(model: nn.Module, layers: ExplicitModel | RecurrentDepth) -> CausalLM:
+def with_head(model: PreTrainedModel, layers: ExplicitModel | RecurrentDepth) -> CausalLM:
     """A language model of ``layers`` and the embedding and the head of ``model``; ValueError if it has none."""
-    assert isinstance(model, PreTrainedModel)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if not isinstance(embedding, nn.Embedding) or not isinstance(head, nn.Linear):
         raise ValueError(f"model must have a language model's head, as a ...ForCausalLM, got {type(model).__name__}")

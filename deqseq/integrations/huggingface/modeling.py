@@ -1,18 +1,18 @@
-"""The models of this library as models of transformers; one implementation for all backbones."""
+"""The models of this library as models of transformers: tokens in, states or classes out."""
 
-import warnings
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from threading import get_ident
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int64, Shaped
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.utils.generic import can_return_tuple
 
-from deqseq.backbones import Llama, Mamba2
+from deqseq.as_json import from_json
 from deqseq.config import SolveConfig
 from deqseq.integrations.huggingface.arguments import (
     check_cache,
@@ -21,19 +21,11 @@ from deqseq.integrations.huggingface.arguments import (
     check_positions,
     joined_mask,
 )
-from deqseq.integrations.huggingface.blocks import (
-    blocks_are_checkpointed,
-    checkpoint_blocks,
-    checkpointed,
-    is_normalised,
-    recorded_states,
-)
 from deqseq.integrations.huggingface.cache import ImplicitCache
-from deqseq.integrations.huggingface.configuration import ImplicitConfig
-from deqseq.integrations.huggingface.objects import from_json
+from deqseq.integrations.huggingface.configuration import DeqseqConfig
 from deqseq.integrations.huggingface.outputs import ImplicitModelOutput
-from deqseq.integrations.huggingface.pretrained_model import ImplicitPreTrainedModel
-from deqseq.models import ExplicitModel, ImplicitModel, RecurrentDepth
+from deqseq.integrations.huggingface.pretrained_model import DeqseqPreTrainedModel
+from deqseq.models import ImplicitModel
 from deqseq.models.causal_lm import check_ids
 from deqseq.models.padding import Padding
 from deqseq.models.recurrent_depth import solved_part
@@ -44,30 +36,63 @@ SolveChange = SolveConfig | Mapping[str, Any]
 """How a call is solved: a whole configuration, or the fields to replace in the model's own, as objects or JSON."""
 
 
-class ImplicitBaseModel(ImplicitPreTrainedModel):
-    """An embedding and a model: tokens in, states out. Abstract: use the class of a model type, or ``AutoModel``.
+class ConfiguredSolves:
+    """How a core is solved, read from the configuration at each call, and written to it."""
+
+    def __init__(self, config: DeqseqConfig) -> None:
+        self.config = config
+
+    @property
+    def solve(self) -> SolveConfig:
+        """In training mode."""
+        solve = self.config.solve_config("solve")
+        if solve is None:
+            raise ValueError("config.solve must not be None, for this model was built as an implicit one")
+        return solve
+
+    @solve.setter
+    def solve(self, solve: SolveConfig) -> None:
+        self.config.solve = solve
+
+    @property
+    def eval_solve(self) -> SolveConfig | None:
+        """In eval mode; None: as in training mode."""
+        return self.config.solve_config("eval_solve")
+
+    @eval_solve.setter
+    def eval_solve(self, eval_solve: SolveConfig | None) -> None:
+        self.config.eval_solve = eval_solve
+
+
+class DeqseqModel(DeqseqPreTrainedModel):
+    """An embedding and a model: tokens in, states out.
 
     Args:
-        config: of a model type.
+        config: a :class:`DeqseqConfig`.
+        **unknown: refused, with the nearest known name.
 
     Attributes:
         core: the :class:`deqseq.ImplicitModel`, :class:`deqseq.ExplicitModel` or :class:`deqseq.RecurrentDepth`.
         embed_tokens: the embedding.
 
     Example:
-        >>> from deqseq.integrations.huggingface import ImplicitMamba2Config, ImplicitMamba2Model
-        >>> config = ImplicitMamba2Config(vocab_size=9, hidden_size=16, head_dim=8, num_hidden_layers=1)
-        >>> model = ImplicitMamba2Model(config).eval()
+        >>> from deqseq.integrations.huggingface import DeqseqConfig, DeqseqModel
+        >>> config = DeqseqConfig(vocab_size=9, backbone={"name": "LlamaConfig", "d_model": 16, "n_heads": 2})
+        >>> model = DeqseqModel(config).eval()
         >>> cache = model(torch.tensor([[1, 2]])).cache
         >>> model(torch.tensor([[3]]), cache=cache).last_hidden_state.shape, cache.length
         (torch.Size([1, 1, 16]), 3)
     """
 
+    _tied_weights_keys = {"core.norm.weight": "core.coda.backbone.norm.weight"}  # noqa: RUF012
     _keys_to_ignore_on_load_unexpected = [r"^lm_head\.", r"^score\."]  # noqa: RUF012
 
-    def __init__(self, config: ImplicitConfig, **unknown: Any) -> None:
+    def __init__(self, config: DeqseqConfig, **unknown: Any) -> None:
         super().__init__(config, **unknown)
         self.core, self.embed_tokens = config.build()
+        self.take_solves()
+        blocks = {part for part in self.core.modules() if isinstance(part, nn.ModuleList)}
+        self._no_split_modules = {type(block).__name__ for part in blocks for block in part}
         for part in self.core.modules():  # tells transformers to keep our own initialisation
             if not list(part.buffers(recurse=False)):  # which are in no checkpoint: it has to compute them again
                 part._is_hf_initialized = True  # pyright: ignore[reportArgumentType]
@@ -129,8 +154,7 @@ class ImplicitBaseModel(ImplicitPreTrainedModel):
         new = None if mask is None else mask[:, committed:]
         options: dict[str, Any] = {} if solve is None else {"solve": self.solve_config(solve)}
         want_states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
-        record = want_states and self.solved is None
-        with recorded_states(self.core.backbone) if record else nullcontext([]) as between:
+        with recorded_states(self.core if want_states and self.solved is None else None) as between:
             output = self.core(x, mask=new, cache=cache.value, return_cache=use_cache, **options)
         if use_cache:
             cache.commit(output, new)
@@ -148,7 +172,7 @@ class ImplicitBaseModel(ImplicitPreTrainedModel):
     def solve_config(self, change: SolveChange, base: SolveConfig | None = None) -> SolveConfig:
         """``base``, by default that of the mode, with ``change`` in it; ValueError for an explicit model."""
         if self.solved is None:
-            raise ValueError(f"leave out solve: this {type(self).__name__} is explicit (implicit=False)")
+            raise ValueError(f"leave out solve: this {type(self).__name__} is explicit (solve=None)")
         return from_json("solve", change, "solve", base or self.solved.solve_config)
 
     @property
@@ -156,26 +180,23 @@ class ImplicitBaseModel(ImplicitPreTrainedModel):
         """The part that is solved: ``core``, or that of a :class:`deqseq.RecurrentDepth`; None: an explicit model."""
         return solved_part(self.core)
 
-    @property
-    def gradient_checkpointing(self) -> bool:
-        """Whether activations are recomputed in the backward pass."""
+    def take_solves(self) -> None:
+        """Let the core read and write its solves in the configuration."""
         if self.solved is not None:
-            return self.solved.solve.gradient.checkpoint
-        return blocks_are_checkpointed(self.core.backbone)
+            self.solved.solves = ConfiguredSolves(self.config)
 
-    @gradient_checkpointing.setter
-    def gradient_checkpointing(self, enable: bool) -> None:
-        part = self.solved
-        if part is not None:
-            part.solve = checkpointed(part.solve, enable)
-            part.eval_solve = part.eval_solve and checkpointed(part.eval_solve, enable)
-        once = [one.backbone for one in self.core.modules() if isinstance(one, ExplicitModel)]
-        for backbone in once:  # the layers of a decoder are transformers' to recompute
-            if isinstance(backbone, Llama | Mamba2) and not is_normalised(backbone):
-                checkpoint_blocks(backbone, enable)
-        if enable and not self.gradient_checkpointing and not isinstance(self.core, RecurrentDepth):
-            kind = "weight normalisation" if part is None else f"the gradient {part.solve.gradient}"
-            warnings.warn(f"gradient checkpointing has no effect: with {kind} nothing is recomputed", stacklevel=2)
+    def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
+        """As in transformers, but a norm that two parts share is tied whether or not the head is the embedding.
+
+        Args:
+            all_submodels: of transformers.
+
+        Returns:
+            The name of the weight that each tied weight is.
+        """
+        if all_submodels:
+            return super().get_expanded_tied_weights_keys(all_submodels=True)
+        return {} if self.config.norm is None else dict(self._tied_weights_keys)
 
     def _embedded(self, ids: Tensor | None, embedded: Tensor | None) -> Tensor:
         if (ids is None) == (embedded is None):
@@ -189,13 +210,13 @@ class ImplicitBaseModel(ImplicitPreTrainedModel):
         return self.embed_tokens(ids)
 
 
-class ImplicitClassifier(GenericForSequenceClassification, ImplicitPreTrainedModel):  # pyright: ignore[reportIncompatibleMethodOverride]
+class DeqseqForSequenceClassification(GenericForSequenceClassification, DeqseqPreTrainedModel):  # pyright: ignore[reportIncompatibleMethodOverride]
     """A model of this library that classifies sequences by the state of their last token.
 
-    Abstract: use the class of a model type, or ``AutoModelForSequenceClassification``. Batches need ``pad_token_id``.
+    Batches need ``pad_token_id``.
 
     Args:
-        config: of a model type, with ``num_labels``.
+        config: a :class:`DeqseqConfig`, with ``num_labels``.
         **unknown: refused, with the nearest known name.
 
     Attributes:
@@ -204,9 +225,9 @@ class ImplicitClassifier(GenericForSequenceClassification, ImplicitPreTrainedMod
 
     Example:
         >>> from transformers import AutoModelForSequenceClassification
-        >>> from deqseq.integrations.huggingface import ImplicitMamba2Config
-        >>> sizes = {"vocab_size": 9, "hidden_size": 16, "head_dim": 8, "num_hidden_layers": 1}
-        >>> config = ImplicitMamba2Config(num_labels=2, pad_token_id=0, **sizes)
+        >>> from deqseq.integrations.huggingface import DeqseqConfig
+        >>> sizes = {"vocab_size": 9, "backbone": {"name": "LlamaConfig", "d_model": 16, "n_heads": 2}}
+        >>> config = DeqseqConfig(num_labels=2, pad_token_id=0, **sizes)
         >>> model = AutoModelForSequenceClassification.from_config(config)
         >>> model(torch.tensor([[1, 2, 3], [4, 0, 0]])).logits.shape
         torch.Size([2, 2])
@@ -215,6 +236,25 @@ class ImplicitClassifier(GenericForSequenceClassification, ImplicitPreTrainedMod
     accepts_loss_kwargs = False
     _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]  # noqa: RUF012
 
-    def __init__(self, config: ImplicitConfig, **unknown: Any) -> None:
+    def __init__(self, config: DeqseqConfig, **unknown: Any) -> None:
         self._refuse(config, unknown)  # which the class of transformers would not pass on
         super().__init__(config)
+
+
+@contextmanager
+def recorded_states(model: nn.Module | None) -> Iterator[list[Tensor]]:
+    """Within this context the state after each block of an explicit model is appended, in calls of the same thread."""
+    states: list[Tensor] = []
+    thread = get_ident()
+
+    def record(block: nn.Module, given: Any, returned: Any) -> None:
+        if get_ident() == thread:
+            states.append(returned[0] if isinstance(returned, tuple) else returned)
+
+    layers = [] if model is None else getattr(getattr(model, "backbone", None), "layers", [])
+    hooks = [block.register_forward_hook(record) for block in layers]
+    try:
+        yield states
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -14,33 +14,33 @@ from deqseq.check import check_known
 from deqseq.config import SolveConfig
 from deqseq.integrations.huggingface.arguments import check_cache, check_inputs, check_labels
 from deqseq.integrations.huggingface.cache import ImplicitCache
-from deqseq.integrations.huggingface.configuration import ImplicitConfig
-from deqseq.integrations.huggingface.modeling import ImplicitBaseModel, SolveChange
+from deqseq.integrations.huggingface.configuration import DeqseqConfig
+from deqseq.integrations.huggingface.modeling import DeqseqModel, SolveChange
 from deqseq.integrations.huggingface.outputs import ImplicitCausalLMOutput
-from deqseq.integrations.huggingface.pretrained_model import ImplicitPreTrainedModel
+from deqseq.integrations.huggingface.pretrained_model import DeqseqPreTrainedModel
 from deqseq.layers import with_weights
 from deqseq.models.generation import prompt_sweep
 from deqseq.models.scaling import capped
 from deqseq.sweeps import Simultaneous
 
 
-class ImplicitCausalLM(ImplicitPreTrainedModel, GenerationMixin):
+class DeqseqForCausalLM(DeqseqPreTrainedModel, GenerationMixin):
     """A model of this library and a head without bias: tokens in, predictions out.
 
-    Abstract: use the class of a model type, or ``AutoModelForCausalLM``.
-
     Args:
-        config: of a model type.
+        config: a :class:`DeqseqConfig`.
+        **unknown: refused, with the nearest known name.
 
     Attributes:
         model: embedding and backbone.
         lm_head: the head; its weight is that of the embedding if the configuration ties them.
 
     Example:
-        >>> from deqseq.integrations.huggingface import ImplicitMamba2Config, ImplicitMamba2ForCausalLM
-        >>> config = ImplicitMamba2Config(vocab_size=9, hidden_size=16, head_dim=8, num_hidden_layers=1)
+        >>> import deqseq as dq
+        >>> from deqseq.integrations.huggingface import DeqseqConfig, DeqseqForCausalLM
+        >>> config = DeqseqConfig(vocab_size=9, backbone=dq.Mamba2Config(16, headdim=8))
         >>> _ = torch.manual_seed(0)
-        >>> model, prompt = ImplicitMamba2ForCausalLM(config), torch.tensor([[1, 2, 3]])
+        >>> model, prompt = DeqseqForCausalLM(config), torch.tensor([[1, 2, 3]])
         >>> options = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True}
         >>> solve = {"sweep": "Sequential", "solver": {"name": "Relaxed", "damping": 0.5}, "stop": {"rtol": 0.1}}
         >>> output = model.generate(prompt, solve=solve, **options)
@@ -48,13 +48,12 @@ class ImplicitCausalLM(ImplicitPreTrainedModel, GenerationMixin):
         [torch.Size([1, 3]), torch.Size([1, 1])]
     """
 
-    base_class: type[ImplicitBaseModel]
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
 
-    def __init__(self, config: ImplicitConfig, **unknown: Any) -> None:
+    def __init__(self, config: DeqseqConfig, **unknown: Any) -> None:
         super().__init__(config, **unknown)
-        self.model = self.base_class(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.model = DeqseqModel(config)
+        self.lm_head = nn.Linear(self.model.core.d_model, config.vocab_size, bias=False)
         self.post_init()
 
     @can_return_tuple
@@ -75,27 +74,26 @@ class ImplicitCausalLM(ImplicitPreTrainedModel, GenerationMixin):
         """Predict a token at every position.
 
         Args:
-            input_ids: ``(batch, length)``.
-            attention_mask: 0 at padding, on either side of a row, ``(batch, committed + length)``, where committed
-                counts the tokens of the cache. Default: no padding.
-            position_ids: the model's own and no others, ``(batch, length)``.
+            input_ids: ``(batch, length)``; these and the next four as in :class:`DeqseqModel`.
+            attention_mask: ``(batch, committed + length)``.
+            position_ids: ``(batch, length)``.
             cache: an :class:`ImplicitCache`, which is advanced by these tokens.
-            inputs_embeds: embedded tokens ``(batch, length, hidden_size)``, instead of ``input_ids``.
+            inputs_embeds: ``(batch, length, hidden_size)``.
             labels: ``(batch, length)``; the one at ``t`` is the answer at ``t - 1``. Those that are -100 are left out
                 of the loss; padding is not, as in transformers, so its labels must be -100.
             use_cache: whether to advance a cache.
             logits_to_keep: how many of the last positions get logits, or which, ``(kept,)``; 0: all.
             num_items_in_batch: what the summed loss is divided by, ``()``. Default: the number of labels that are
                 scored.
-            solve: how this call is solved, as in :class:`ImplicitBaseModel`.
-            **kwargs: as in :class:`ImplicitBaseModel`, such as ``output_hidden_states`` and ``return_dict``; and
+            solve: how this call is solved.
+            **kwargs: as in :class:`DeqseqModel`, such as ``output_hidden_states`` and ``return_dict``; and
                 ``shift_labels``, ``(batch, length)``, labels of which the one at ``t`` is the answer at ``t``.
 
         Returns:
             Loss, logits, cache, and the numbers of the solve.
 
         Raises:
-            ValueError: what :class:`ImplicitBaseModel` refuses; labels of another shape, outside the vocabulary or
+            ValueError: what :class:`DeqseqModel` refuses; labels of another shape, outside the vocabulary or
                 none to score, or labels with ``logits_to_keep``.
             TypeError: no tensor, a cache of another library, or an unknown keyword.
         """
@@ -149,7 +147,7 @@ class ImplicitCausalLM(ImplicitPreTrainedModel, GenerationMixin):
                 explicit model.
         """
         with torch.no_grad():
-            theirs: Any = super(ImplicitCausalLM, with_weights(self))
+            theirs: Any = super(DeqseqForCausalLM, with_weights(self))
             return theirs.generate(inputs, generation_config, **kwargs)
 
     def prepare_inputs_for_generation(  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -6,24 +6,23 @@ from dataclasses import fields
 from os import PathLike
 from typing import Any
 
+import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AutoModel, PreTrainedModel
 from transformers import initialization as init
-from transformers.modeling_layers import GradientCheckpointingLayer
 
+from deqseq.as_json import to_json
 from deqseq.check import check_known, check_type
-from deqseq.integrations.huggingface.blocks import checkpointed
-from deqseq.integrations.huggingface.configuration import ImplicitConfig
-from deqseq.integrations.huggingface.objects import to_json
+from deqseq.integrations.huggingface.configuration import PARTS, DeqseqConfig
 from deqseq.layers import fold_weight_norm
-from deqseq.models.recurrent_depth import solved_part
+from deqseq.models.specification import parts_of
 
 
-class ImplicitPreTrainedModel(PreTrainedModel):
-    """Loading, saving and initialisation of all implicit models.
+class DeqseqPreTrainedModel(PreTrainedModel):
+    """Loading, saving and initialisation of all models of this library.
 
     Args:
-        config: of a model type.
+        config: a :class:`DeqseqConfig`.
 
     Raises:
         TypeError: a keyword that belongs into the configuration.
@@ -32,16 +31,16 @@ class ImplicitPreTrainedModel(PreTrainedModel):
     Example:
         >>> import tempfile
         >>> from transformers import AutoModelForCausalLM
-        >>> from deqseq.integrations.huggingface import ImplicitMamba2Config, ImplicitMamba2ForCausalLM
-        >>> config = ImplicitMamba2Config(vocab_size=9, hidden_size=16, head_dim=8, num_hidden_layers=1)
+        >>> from deqseq.integrations.huggingface import DeqseqConfig, DeqseqForCausalLM
+        >>> config = DeqseqConfig(vocab_size=9, backbone={"name": "LlamaConfig", "d_model": 16, "n_heads": 2})
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     ImplicitMamba2ForCausalLM(config).save_pretrained(folder)
+        ...     DeqseqForCausalLM(config).save_pretrained(folder)
         ...     type(AutoModelForCausalLM.from_pretrained(folder)).__name__
-        'ImplicitMamba2ForCausalLM'
+        'DeqseqForCausalLM'
     """
 
-    config_class = ImplicitConfig
-    config: ImplicitConfig
+    config_class = DeqseqConfig
+    config: DeqseqConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     accepts_loss_kwargs = True
@@ -50,13 +49,13 @@ class ImplicitPreTrainedModel(PreTrainedModel):
     _no_split_modules = ["LlamaBlock", "Mamba2Block"]  # noqa: RUF012
     _skip_keys_device_placement = ["cache"]  # noqa: RUF012
 
-    def __init__(self, config: ImplicitConfig, **unknown: Any) -> None:
+    def __init__(self, config: DeqseqConfig, **unknown: Any) -> None:
         self._refuse(config, unknown)
-        check_type("config", config, type(self).config_class or ImplicitConfig)
+        check_type("config", config, DeqseqConfig)
         super().__init__(config)
 
     @classmethod
-    def _refuse(cls, config: ImplicitConfig, unknown: Mapping[str, Any]) -> None:
+    def _refuse(cls, config: DeqseqConfig, unknown: Mapping[str, Any]) -> None:
         """Refuse keywords that ``from_pretrained`` has left."""
         for name in (name for name, value in unknown.items() if value is not None):
             check_known(f"{cls.__name__} keyword", name, [field.name for field in fields(config)])
@@ -93,7 +92,7 @@ class ImplicitPreTrainedModel(PreTrainedModel):
         return (model, report) if output_loading_info else model
 
     def save_pretrained(self, save_directory: str | PathLike[str], *args: Any, **kwargs: Any) -> None:
-        """As in transformers; ``solve``, ``eval_solve`` and ``weight_norm`` are saved as the core has them now.
+        """As in transformers; whether weights are normalised is saved as the core is now.
 
         Args:
             save_directory: made if missing.
@@ -109,14 +108,7 @@ class ImplicitPreTrainedModel(PreTrainedModel):
             generation["_from_model_config"] = False  # or ``solve`` would be dropped when the file is read
             if "solve" in generation:
                 generation["solve"] = json.loads(json.dumps(generation["solve"], default=to_json))
-        base: Any = self.base_model
-        part = solved_part(base.core)
-        if part is not None:
-            # whether activations are recomputed is a setting of the run: it stays as it was
-            recomputes = self.config.solve_config("solve").gradient.checkpoint
-            self.config.solve = checkpointed(part.solve, recomputes)
-            self.config.eval_solve = part.eval_solve and checkpointed(part.eval_solve, recomputes)
-        self.config.follow_weight_norm(base.core)
+        self._follow_core()
         super().save_pretrained(save_directory, *args, **kwargs)
 
     def fold_weight_norm(self) -> None:
@@ -127,7 +119,14 @@ class ImplicitPreTrainedModel(PreTrainedModel):
         """
         base: Any = self.base_model
         fold_weight_norm(base.core)
-        self.config.follow_weight_norm(base.core)
+        self._follow_core()
+
+    def _follow_core(self) -> None:
+        """Say in the configuration what the backbones are now: their weight normalisation may have changed."""
+        base: Any = self.base_model
+        for name, sizes in parts_of(base.core).items():
+            if name in PARTS:
+                setattr(self.config, name, sizes)
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
@@ -142,20 +141,16 @@ class ImplicitPreTrainedModel(PreTrainedModel):
         base: Any = self.base_model
         base.core.compile(**options)
 
-    def _set_gradient_checkpointing(self, *args: Any, **kwargs: Any) -> None:
-        """As in transformers, but where the solve recomputes whole iterations, their layers do not recompute again."""
-        theirs: Any = super()
-        theirs._set_gradient_checkpointing(*args, **kwargs)
-        base: Any = self.base_model
-        part = solved_part(base.core)
-        if part is not None and part.solve.gradient.checkpoint:
-            for layer in part.modules():
-                if isinstance(layer, GradientCheckpointingLayer):
-                    layer.gradient_checkpointing = False
-
     def _init_weights(self, module: nn.Module) -> None:
-        """Draw an embedding or a head; a backbone has initialised itself."""
-        if isinstance(module, nn.Embedding | nn.Linear):
+        """Draw an embedding or a head; a backbone has initialised itself, but for the layers of a decoder.
+
+        Their rotary frequencies, and Gemma's scale, are in no checkpoint.
+        """
+        if self.config.decoder_config is not None:
+            with torch.device("meta"):
+                family: Any = AutoModel.from_config(self.config.decoder_config)
+            family._init_weights(module)
+        elif isinstance(module, nn.Embedding | nn.Linear):
             init.normal_(module.weight, std=self.config.initializer_range)
 
 
@@ -165,11 +160,6 @@ def _check_weights(report: dict[str, Any], source: object, *, reported: bool) ->
     redrawn = ("embed_tokens.weight", "lm_head.weight", "score.weight")
     extra = report.get("unexpected_keys", ())
     drawn = redrawn if reported else "score.weight"  # the head of a new task
-    if "word_emb.emb.weight" in extra:
-        raise ValueError(
-            f"the weights in {source} have the names of the paper's reference code: load them with "
-            "deqseq.integrations.huggingface.from_reference_folder"
-        )
     found = {
         "missing": [key for key in report.get("missing_keys", ()) if not key.endswith(drawn)],
         "of another shape": [key for key, *_ in report.get("mismatched_keys", ()) if not key.endswith(redrawn)],

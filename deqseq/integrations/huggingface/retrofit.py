@@ -1,28 +1,19 @@
 """A pretrained decoder as a recurrent-depth model: its first layers, an iterated core, its last layers."""
 
-from collections.abc import Callable, Mapping
 from os import PathLike
-from typing import Any, Literal
+from typing import Annotated, Any
 
-from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from deqseq.backbones import AddInjection, ConcatInjection, DecayInjection, Injected, Injection
-from deqseq.check import check_choice, check_integer, check_type
+from deqseq.backbones import Injected, Injection
+from deqseq.check import AtLeast, checked
 from deqseq.config import SolveConfig
 from deqseq.gradients import Unrolled
 from deqseq.integrations.huggingface.decoder import DecoderBackbone, with_head
 from deqseq.models import CausalLM, ExplicitModel, ImplicitModel, RecurrentDepth
+from deqseq.models.specification import INJECTIONS, Name
 from deqseq.solvers import Naive
 from deqseq.stop import Stop
-
-Name = Literal["concat", "add", "decay"]
-"""An injection of the model's width, as a file or a command line names it."""
-INJECTIONS: Mapping[str, Callable[[int], Injection]] = {
-    "concat": ConcatInjection,
-    "add": lambda d_model: AddInjection(),
-    "decay": DecayInjection,
-}
 
 TRAIN = SolveConfig(Naive(), Stop.exactly(8), Unrolled(last=4))
 """8 iterations from zero, of which the last 4 are differentiated: for the beginning of fine-tuning."""
@@ -30,13 +21,14 @@ EVAL = SolveConfig(Naive(), Stop(rtol=1e-3, max_steps=32))
 """To a relative tolerance of 1e-3, within 32 iterations."""
 
 
+@checked
 def retrofit(
-    model: nn.Module | str | PathLike[str],
+    model: PreTrainedModel | str | PathLike[str],
     *,
-    prelude: int,
-    core: int,
-    coda: int,
-    dropped: int = 0,
+    prelude: Annotated[int, AtLeast(1)],
+    core: Annotated[int, AtLeast(1)],
+    coda: Annotated[int, AtLeast(1)],
+    dropped: Annotated[int, AtLeast(0)] = 0,
     injection: Name | Injection = "concat",
     solve: SolveConfig = TRAIN,
     eval_solve: SolveConfig | None = EVAL,
@@ -87,39 +79,23 @@ def retrofit(
         >>> torch.allclose(output.logits, theirs(ids).logits, atol=1e-5), output.stats.iterations
         (True, tensor([[2, 2, 2]]))
     """
-    check_type("model", model, (PreTrainedModel, str, PathLike), "AutoModelForCausalLM.from_pretrained(name)")
-    if not isinstance(model, nn.Module):
+    if not isinstance(model, PreTrainedModel):
         model = AutoModelForCausalLM.from_pretrained(model)
     assert isinstance(model, PreTrainedModel)
-    return with_head(model, split(model, (prelude, core, coda, dropped), injection, solve, eval_solve))
-
-
-def split(
-    model: PreTrainedModel,
-    sizes: tuple[int, int, int, int],
-    injection: str | Injection,
-    solve: SolveConfig,
-    eval_solve: SolveConfig | None,
-) -> RecurrentDepth:
-    """The layers of a decoder as a prelude, a core and a coda; ``sizes`` are theirs, and how many are dropped."""
-    whole = len(DecoderBackbone(model).layers)
-    for name, size, least in zip(("prelude", "core", "coda", "dropped"), sizes, (1, 1, 1, 0), strict=True):
-        check_integer(name, size, least)
+    sizes, whole = (prelude, core, coda, dropped), len(DecoderBackbone(model).layers)
     if sum(sizes) != whole:
         raise ValueError(
             f"prelude, core, coda and dropped must add up to the model's {whole} layers, got "
             f"{' + '.join(map(str, sizes))} = {sum(sizes)}"
         )
-    prelude, core, coda, _ = sizes
-    first, last = slice(prelude), slice(whole - coda, None)
     middle = DecoderBackbone(model, slice(whole - coda - core, whole - coda), final_norm=False)
-    if not isinstance(injection, Injection):
-        check_choice("injection", injection, INJECTIONS)
+    if isinstance(injection, str):
         injection = INJECTIONS[injection](middle.d_model)
     embedding: Any = model.get_input_embeddings()
     device, dtype = next(middle.parameters()).device, embedding.weight.dtype
-    return RecurrentDepth(
-        ExplicitModel(DecoderBackbone(model, first, final_norm=False)),
+    parts = RecurrentDepth(
+        ExplicitModel(DecoderBackbone(model, slice(prelude), final_norm=False)),
         ImplicitModel(Injected(middle, injection.to(device, dtype)), solve, eval_solve),
-        ExplicitModel(DecoderBackbone(model, last)),
+        ExplicitModel(DecoderBackbone(model, slice(whole - coda, None))),
     )
+    return with_head(model, parts)

@@ -1,5 +1,7 @@
 """Small models of transformers whose maps contract, in float64: one table, over which the suites run."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -7,26 +9,18 @@ from torch.nn.utils import parametrize
 from transformers import AutoConfig
 
 import deqseq as dq
-from deqseq.integrations.huggingface import (
-    ImplicitLlamaConfig,
-    ImplicitLlamaForCausalLM,
-    ImplicitMamba2Config,
-    ImplicitMamba2ForCausalLM,
-    RecurrentDepthConfig,
-    RecurrentDepthForCausalLM,
-    from_json,
-)
+from deqseq.as_json import from_json
+from deqseq.integrations.huggingface import DeqseqConfig, DeqseqForCausalLM
+from deqseq.models.specification import DecoderLayers
 
 PLAIN = dq.SolveConfig(dq.Naive(), dq.Stop(rtol=1e-9, max_steps=200))
-SHARED = {"vocab_size": 13, "hidden_size": 8, "initializer_range": 0.5, "solve": PLAIN}
-TWO = {"num_hidden_layers": 2}
-MAMBA2 = {"state_size": 4, "head_dim": 4, "chunk_size": 3}
-LLAMA = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 12}
-SPLIT = {"prelude": 1, "core": 2, "coda": 1}
+SHARED = {"vocab_size": 13, "initializer_range": 0.5, "solve": PLAIN}
 STABLELM = {
-    **LLAMA,
     "vocab_size": 13,
     "hidden_size": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 12,
     "initializer_range": 0.5,
     "num_hidden_layers": 4,
     "partial_rotary_factor": 1.0,
@@ -36,20 +30,24 @@ STABLELM = {
     "eos_token_id": None,
 }
 """A decoder whose norms are computed in the model's dtype."""
+MAMBA2 = dq.Mamba2Config(8, 2, 4, 4, chunk_size=3, weight_norm=False)
+LLAMA = dq.LlamaConfig(8, 2, 4, 2, mlp_width=12, weight_norm=False)
 ATTENTION = dq.LlamaConfig(8, n_heads=2, weight_norm=False, injection=False)
-MIXER = dq.Mamba2Config(8, 2, 4, 4, chunk_size=3, weight_norm=False, injection=False)
-PARTS = {"layers": {"prelude": ATTENTION, "core": MIXER, "coda": ATTENTION}, "norm": "coda"}
+LAYERS = {"prelude": DecoderLayers(8, 0, 1), "backbone": DecoderLayers(8, 1, 3), "coda": DecoderLayers(8, 3, 4, True)}
+PARTS = {"prelude": ATTENTION, "backbone": replace(MAMBA2, injection=False), "coda": ATTENTION, "norm": "coda"}
 
 FAMILIES = {
-    "mamba2": (ImplicitMamba2Config, ImplicitMamba2ForCausalLM, MAMBA2 | TWO),
-    "llama": (ImplicitLlamaConfig, ImplicitLlamaForCausalLM, LLAMA | TWO),
-    "explicit": (ImplicitLlamaConfig, ImplicitLlamaForCausalLM, LLAMA | TWO | {"implicit": False}),
-    "decoder": (RecurrentDepthConfig, RecurrentDepthForCausalLM, SPLIT),
-    "parts": (RecurrentDepthConfig, RecurrentDepthForCausalLM, PARTS),
+    "mamba2": {"backbone": MAMBA2},
+    "llama": {"backbone": LLAMA},
+    "explicit": {"backbone": LLAMA, "solve": None},
+    "looped": {"backbone": LLAMA, "solve": None, "steps": 2, "loop_start": "zero"},
+    "decoder": LAYERS | {"injection": "concat"},
+    "parts": PARTS | {"injection": "concat"},
 }
 """Models of one backbone, the explicit baseline, and recurrent depth of a decoder's layers and of our own."""
 EVERY = pytest.mark.parametrize("kind", FAMILIES)
-IMPLICIT = pytest.mark.parametrize("kind", [kind for kind in FAMILIES if kind != "explicit"])
+EXPLICIT = ("explicit", "looped")
+IMPLICIT = pytest.mark.parametrize("kind", [kind for kind in FAMILIES if kind not in EXPLICIT])
 BACKBONES = pytest.mark.parametrize("kind", ["mamba2", "llama"])
 
 IDS = torch.randint(1, 13, (3, 7), generator=torch.Generator().manual_seed(0))
@@ -61,18 +59,21 @@ LEFT = torch.arange(7).flip(0) < torch.tensor(COUNTS)[:, None]
 
 def configured(kind: str, **fields):
     """The configuration of a family, with some fields changed; ``solve`` changes the tight plain iteration."""
-    config_class, _, own = FAMILIES[kind]
+    own = SHARED | FAMILIES[kind]
     if kind == "decoder":
-        own = own | {"decoder_config": AutoConfig.for_model("stablelm", **STABLELM)}
-    if "solve" in fields:
-        fields["solve"] = from_json("solve", fields["solve"], "solve", PLAIN)
-    return config_class(**{**SHARED, **own, **fields})
+        own |= {"decoder_config": AutoConfig.for_model("stablelm", **STABLELM)}
+    if own["solve"] is None:
+        fields.pop("solve", None)
+    for name in ("solve", "backbone"):
+        if fields.get(name) is not None:
+            fields[name] = from_json(name, fields[name], name, own[name])
+    return DeqseqConfig(**own | fields)
 
 
 def made(kind: str, **fields):
     """In eval mode and float64; implicit ones converge in a few dozen iterations."""
     torch.manual_seed(0)
-    model = contract(FAMILIES[kind][1](configured(kind, **fields)).double()).eval()
+    model = contract(DeqseqForCausalLM(configured(kind, **fields)).double()).eval()
     if kind in ("decoder", "parts"):  # a state that matters
         nn.init.normal_(model.model.solved.backbone.injection.weight.data[:, :8], std=0.05)
     return model

@@ -1,10 +1,11 @@
 """Small models and a small task that the tests of the Trainer and the script under torchrun share."""
 
 import torch
-from hf_models import FAMILIES, configured, contract
+from hf_models import configured, contract
 from transformers import Trainer, TrainingArguments
 
 import deqseq as dq
+from deqseq.integrations.huggingface import DeqseqForCausalLM
 
 PAD, VOCABULARY = 0, 13
 SOLVE = dq.SolveConfig(dq.Naive(), dq.Stop(rtol=1e-6, max_steps=64), dq.Phantom(2))
@@ -13,11 +14,10 @@ NAMES = ("mamba2", "llama")
 
 def small(name: str, **fields):
     """A model of this family in float32 whose map contracts, the same one every time."""
-    config = configured(name, hidden_size=16, solve=SOLVE, pad_token_id=PAD)
-    for field, value in fields.items():
-        setattr(config, field, value)
+    backbone = {"d_model": 16} | fields.pop("backbone", {})
+    config = configured(name, **{"backbone": backbone, "solve": SOLVE, "pad_token_id": PAD, **fields})
     torch.manual_seed(0)
-    return contract(FAMILIES[name][1](config))
+    return contract(DeqseqForCausalLM(config))
 
 
 def rows(count: int, first: int = 0) -> list[dict]:

@@ -28,9 +28,9 @@ SHARED_OUT = {
 """Two ways in which two processes take four rows a step."""
 SHARDED = {
     "implicit": {},
-    "weight norm": {"weight_norm": True},
-    "explicit": {"implicit": False},
-    "recomputing": {"solve": {"gradient": {"checkpoint": True}}},
+    "weight norm": {"backbone": {"weight_norm": True}},
+    "explicit": {"solve": None},
+    "recomputing": {},
 }
 """Fields of the models that are sharded."""
 REFUSED = {
@@ -81,7 +81,10 @@ def spread(model) -> bool:
 
 def sharded_training(name: str, kind: str, folder: Path) -> dict:
     """Four steps, the whole weights in a folder, and what the sharded model then makes of other rows than its peer."""
-    rank, model = dist.get_rank(), sharded(small(name, **SHARDED[kind]).train())
+    rank, model = dist.get_rank(), small(name, **SHARDED[kind]).train()
+    if kind == "recomputing":
+        model.activation_checkpointing_enable()
+    model = sharded(model)
     shares, steps = by_hand(model, 4, rank, 2)
     assert spread(model)
     whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from hf_models import EVERY, IDS, LEFT, made
+from hf_models import EVERY, EXPLICIT, IDS, LEFT, made
 from transformers import DynamicCache
 
 import deqseq as dq
@@ -33,14 +33,14 @@ class TestNumbers:
             ({"attention_mask": LEFT.long()}, {"mask": LEFT}),
             ({"attention_mask": right}, {"mask": right}),
         ]
-        if kind != "explicit":
+        if kind not in EXPLICIT:
             calls += [({"solve": solve}, how) for solve in (how, dq.SolveConfig(**how), as_json)]
         for call, ours in calls:
             for one in (model, again):
                 output, wanted = one(IDS, **call), lm(IDS, **ours, return_cache=True)
                 assert torch.equal(output.logits, wanted.logits)
                 assert output.stats is wanted.stats or torch.equal(output.stats.iterations, wanted.stats.iterations)
-        assert (model(IDS).status is None) == (kind == "explicit")
+        assert (model(IDS).status is None) == (kind in EXPLICIT)
 
     def test_each_mode_has_its_own_solve(self):
         model = made("llama", eval_solve={"stop": dq.Stop.exactly(3), "sweep": {"name": "Chunked", "size": 4}})
@@ -81,7 +81,7 @@ class TestNumbers:
 
     @torch.no_grad()
     def test_hidden_states_of_padded_rows_of_an_explicit_model(self):
-        model, first = made("explicit"), made("explicit", num_hidden_layers=1)
+        model, first = made("explicit"), made("explicit", backbone={"n_layers": 1})
         first.load_state_dict(model.state_dict(), strict=False)
         between = model(IDS, attention_mask=LEFT.long(), output_hidden_states=True).hidden_states[1]
         norm = first.model.core.backbone.norm
@@ -109,7 +109,7 @@ class TestCaches:
         close(torch.cat(parts, dim=1), whole)
         assert cache.mask.tolist() == LEFT.tolist()
         assert (cache.get_seq_length(), cache.batch_size) == (7, 3)
-        assert len(cache.solves) == (0 if kind == "explicit" else 2)
+        assert len(cache.solves) == (0 if kind in EXPLICIT else 2)
 
     @torch.no_grad()
     def test_a_prompt_that_several_continuations_share(self):
@@ -210,5 +210,5 @@ class TestRefusals:
                 called(**call)
 
     def test_an_explicit_model_has_nothing_to_solve(self):
-        with pytest.raises(ValueError, match=r"^leave out solve: this .* is explicit \(implicit=False\)$"):
+        with pytest.raises(ValueError, match=r"^leave out solve: this .* is explicit \(solve=None\)$"):
             made("explicit")(IDS, solve={"sweep": dq.Chunked(3)})

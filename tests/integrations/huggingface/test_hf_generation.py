@@ -93,7 +93,7 @@ class TestSolves:
         model = made("explicit")
         assert model.generate(IDS, **SOLVES).cache.solves == ()
         for options in ({"solve": {"stop": {"max_steps": 3}}}, {"generation_config": GenerationConfig(solve={})}):
-            with pytest.raises(ValueError, match=r"^leave out solve.* is explicit \(implicit=False\)"):
+            with pytest.raises(ValueError, match=r"^leave out solve.* is explicit \(solve=None\)"):
                 model.generate(IDS, **options)
 
     def test_solves_that_do_not_converge_are_told_once(self):

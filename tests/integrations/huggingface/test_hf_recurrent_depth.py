@@ -2,12 +2,12 @@
 
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from hf_models import ATTENTION, IDS, MIXER, PLAIN, same_weights
-from huggingface_hub.errors import StrictDataclassError
+from hf_models import ATTENTION, IDS, MAMBA2, PLAIN, same_weights
 from safetensors.torch import load_file
 from test_hf_decoder import IDS as LONGER
 from test_hf_decoder import made, same
@@ -15,10 +15,10 @@ from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM
 
 import deqseq as dq
-from deqseq.integrations.foreign import from_state
-from deqseq.integrations.huggingface import RecurrentDepthConfig, from_causal_lm, retrofit, to_causal_lm
+from deqseq.integrations.huggingface import from_causal_lm, from_decoder, retrofit, to_causal_lm
 from deqseq.integrations.huggingface.retrofit import EVAL, TRAIN
 
+MIXER = replace(MAMBA2, injection=False)
 DATA = Path(__file__).parents[1] / "data"
 PARTS = {"prelude": 1, "core": 2, "coda": 1}
 NAMES = ("llama", "qwen3", "gemma", "gemma2", "gemma3_text", "gpt_neox", "smollm3")
@@ -42,6 +42,12 @@ def joined(core=MIXER, coda=ATTENTION, **options):
     model = dq.RecurrentDepth(*(dq.ExplicitModel(part) for part in parts))
     model.core = dq.ImplicitModel(parts[1] if core.injection else dq.Injected(parts[1], dq.AddInjection()), PLAIN)
     return dq.CausalLM(13, model, 0.5, **options).double().eval()
+
+
+def ouro():
+    """Three steps of the layers, without a gate."""
+    stack = dq.Llama(dq.LlamaConfig(8, 2, 2, norms="sandwich", weight_norm=False, injection=False))
+    return dq.CausalLM(13, dq.ExplicitModel(dq.Looped(stack, 3)), 0.5).double().eval()
 
 
 def huginn():
@@ -89,7 +95,7 @@ class TestRetrofit:
         theirs = made("llama")
         lm = retrofit(theirs, prelude=1, core=1, coda=1, dropped=1)
         model = from_causal_lm(lm)
-        assert (model.config.dropped, model.config.num_hidden_layers) == (1, 3)
+        assert (model.config.backbone["first"], model.config.num_hidden_layers) == (2, 3)
         model.save_pretrained(tmp_path)
         again = copy.deepcopy(AutoModelForCausalLM.from_pretrained(tmp_path))
         del theirs.model.layers[1]
@@ -186,51 +192,16 @@ class TestFiles:
             assert one.all_tied_weights_keys["model.core.norm.weight"] == norm  # what other tools ask
             assert one.config.norm == "coda"
 
-
-ONE = {"name": "LlamaConfig", "d_model": 16, "n_heads": 2}
-THREE = dict.fromkeys(("prelude", "core", "coda"), ONE)
-DECODER = PARTS | {"decoder_config": made("llama").config}
-
-
-class TestConfiguration:
-    def test_defaults_are_those_of_the_decoder_or_the_layers(self):
-        config = RecurrentDepthConfig(decoder_config=made("gemma2").config, **PARTS)
-        assert (config.pad_token_id, config.bos_token_id, config.eos_token_id) == (0, 1, 2)
-        assert (config.logit_softcap, config.vocab_size, config.hidden_size) == (0.5, 37, 32)
-        config = RecurrentDepthConfig()
-        assert (config.decoder_config.model_type, config.prelude, config.core, config.coda) == ("llama", 4, 24, 4)
-        config = RecurrentDepthConfig(layers={"prelude": ATTENTION, "core": MIXER, "coda": ATTENTION})
-        assert (config.hidden_size, config.num_hidden_layers, config.prelude, config.core) == (8, 4, 1, 2)
-        assert "GPTNeoXLayer" in from_causal_lm(retrofitted("gpt_neox"))._no_split_modules
-
-    @pytest.mark.parametrize(
-        ("fields", "message"),
-        [
-            (DECODER | {"core": 3}, "must add up to the decoder's 4 layers, got 5"),
-            (DECODER | {"prelude": 0}, r"RecurrentDepthConfig\.prelude must be an integer >= 1, got 0"),
-            (DECODER | {"injection": "conat"}, r"RecurrentDepthConfig\.injection must be .*did you mean 'concat'"),
-            (DECODER | {"injection": None}, "injection must be one of"),
-            (DECODER | {"hidden_size": 16}, r"RecurrentDepthConfig\.hidden_size must be 32, as its parts have, got 16"),
-            (DECODER | {"embedding_dropout": 1.0}, r"Config\.embedding_dropout must be a number in \[0, 1\)"),
-            (DECODER | {"logit_softcap": 0.0}, r"Config\.logit_softcap must be a number in \(0, inf\), got 0.0"),
-            (DECODER | {"num_hidden_layers": 3}, r"num_hidden_layers must be 4, as its parts have, got 3"),
-            (DECODER | {"norm": "coda"}, "norm must be None, as its parts have, got coda"),
-            (DECODER | {"solve": {"swep": "Sliding"}}, "field 'swep' .*did you mean 'sweep'"),
-            (DECODER | {"codda": 1}, "field 'codda' .*did you mean 'coda'"),
-            (DECODER | {"layers": THREE}, "give either decoder_config or layers, not both"),
-            ({"layers": {"prelude": ONE}}, "must have the keys prelude, core, coda, got prelude"),
-            ({"layers": THREE | {"core": ONE | {"d_model": 8}}}, r"the same d_model, got \[16, 8, 16\]"),
-            ({"layers": THREE | {"core": ONE | {"name": "LamaConfig"}}}, r"\['core'\]: .*did you mean 'LlamaConfig'"),
-            ({"layers": THREE | {"coda": ONE | {"n_layer": 2}}}, r"layers\['coda'\]: .*did you mean 'n_layers'"),
-            ({"layers": THREE, "core": 2}, "core must be 1, as its parts have, got 2"),
-            ({"layers": THREE, "dropped": 1}, "dropped must be 0, as its parts have, got 1"),
-            ({"layers": THREE, "norm": "core"}, r"norm must be one of \(None, 'coda'\), got 'core'"),
-            ({"layers": THREE | {"coda": ONE | {"final_norm": False}}, "norm": "coda"}, "norm must be None where"),
-        ],
-    )
-    def test_bad_fields_are_named(self, fields, message):
-        with pytest.raises((ValueError, StrictDataclassError), match=message):
-            RecurrentDepthConfig(**fields)
+    @pytest.mark.parametrize("make", [lambda: from_decoder(made("gemma2")), lambda: ouro()], ids=["decoder", "Ouro"])
+    @torch.no_grad()
+    def test_explicit_and_looped_models_come_back(self, make, tmp_path):
+        lm = make()
+        model, expected = from_causal_lm(lm), lm(IDS).logits
+        assert torch.equal(model(IDS, output_hidden_states=True).logits, expected)
+        model.save_pretrained(tmp_path)
+        again = copy.deepcopy(AutoModelForCausalLM.from_pretrained(tmp_path))
+        same(again(IDS).logits, expected, 1e-5)  # Gemma's scale was rounded to float32 before
+        assert again.config.to_json_string() == model.config.to_json_string()
 
 
 def changed(lm, **parts):
@@ -240,34 +211,15 @@ def changed(lm, **parts):
     return lm
 
 
-def uncapped():
-    """In a configuration None stands for the decoder's own cap."""
-    lm = retrofitted("gemma2")
-    lm.logit_softcap = None
-    return lm
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: retrofitted(injection=type("Half", (dq.AddInjection,), {})()), r"cannot name Half \(known: concat, "),
-        (
-            lambda: changed(retrofitted(), core=lambda model: dq.ImplicitModel(model.core.backbone.backbone)),
-            "DecoderBackbone, DecoderBackbone, DecoderBackbone without an injection",
-        ),
-        (lambda: changed(retrofitted(), norm=nn.LayerNorm(32)), "without a norm between, as those of retrofit"),
-        (
-            lambda: changed(retrofitted(), prelude=lambda model: model.coda, coda=retrofitted().model.prelude),
-            "in order.*got layers 3 to 3, 1 to 2, 0 to 0",
-        ),
+        (lambda: changed(retrofitted(), norm=nn.LayerNorm(32)), "the last norm of its coda, .*got LayerNorm"),
         (lambda: changed(retrofitted(), prelude=retrofitted().model.prelude), "of one decoder"),
-        (uncapped, r"lm\.logit_softcap must be the decoder's"),
         (lambda: changed(joined(), prelude=lambda model: model.coda), "weights of their own"),
-        (lambda: changed(joined(), norm=nn.LayerNorm(8)), "the last norm of its coda, .*got LayerNorm"),
-        (
-            lambda: changed(joined(), prelude=dq.ExplicitModel(dq.Affine(8))),
-            "must be Llama or Mamba2 backbones, .*got Affine, Mamba2, Llama",
-        ),
+        (lambda: changed(joined(), prelude=dq.ExplicitModel(dq.Affine(8))), r"cannot name a Affine .*state_dict\(\)"),
+        (lambda: dq.CausalLM(13, dq.ExplicitModel(dq.Looped(dq.Affine(8), 2, nn.Identity()))), "Looped.choose"),
     ],
 )
 def test_what_a_configuration_cannot_name_is_refused(make, message):

@@ -4,7 +4,6 @@ import json
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,24 +26,22 @@ from transformers import (
 import deqseq as dq
 from deqseq.integrations import huggingface
 from deqseq.integrations.foreign import from_reference_config
-from deqseq.integrations.huggingface import from_reference_folder, preset_config
+from deqseq.integrations.huggingface import from_reference_folder
 
 DATA = Path(__file__).parents[1] / "data"
 HEADS = {"Model": AutoModel, "ForCausalLM": AutoModelForCausalLM}
 HEADS["ForSequenceClassification"] = AutoModelForSequenceClassification
 
 
-@pytest.mark.parametrize("name", ["ImplicitMamba2", "ImplicitLlama", "RecurrentDepth"])
-def test_the_auto_classes_know_every_model_type_and_files_name_them(name, tmp_path):
-    config = getattr(huggingface, f"{name}Config")
-    assert AutoConfig.for_model(config.model_type).__class__ is config
+def test_the_auto_classes_know_the_model_type_and_files_name_it(tmp_path):
+    assert AutoConfig.for_model("deqseq").__class__ is huggingface.DeqseqConfig
     for head, auto in HEADS.items():
-        assert auto._model_mapping[config] is getattr(huggingface, name + head)
-    config().save_pretrained(tmp_path)
+        assert auto._model_mapping[huggingface.DeqseqConfig] is getattr(huggingface, f"Deqseq{head}")
+    huggingface.DeqseqConfig().save_pretrained(tmp_path)
     written = json.loads((tmp_path / "config.json").read_text())
-    assert (written["model_type"], written["deqseq_version"]) == (config.model_type, dq.__version__)
-    named = {auto.__name__: f"deqseq_models.{name}{head}" for head, auto in HEADS.items()}
-    assert written["auto_map"] == named | {"AutoConfig": f"deqseq_models.{name}Config"}
+    assert (written["model_type"], written["deqseq_version"]) == ("deqseq", dq.__version__)
+    named = {auto.__name__: f"deqseq_models.Deqseq{head}" for head, auto in HEADS.items()}
+    assert written["auto_map"] == named | {"AutoConfig": "deqseq_models.DeqseqConfig"}
 
 
 def run(script: str) -> str:
@@ -80,7 +77,7 @@ def test_a_saved_model_is_loaded_without_an_import(tmp_path):
     )
     assert run(script).splitlines() == [
         "True",
-        "deqseq.integrations.huggingface.llama deqseq_models.ImplicitLlamaForCausalLM",
+        "deqseq.integrations.huggingface.modeling_causal_lm deqseq_models.DeqseqForCausalLM",
         "['config.json', 'deqseq_models.py', 'generation_config.json', 'model.safetensors']",
     ]
 
@@ -103,41 +100,12 @@ def test_a_folder_with_a_tokenizer_is_a_pipeline(tmp_path):
         assert found["generated_text"].split() == [f"w{token}" for token in wanted.tolist()]
 
 
-def settled(spec: dq.LanguageModelSpec) -> dq.LanguageModelSpec:
-    """With the sizes that a Llama derives from others."""
-    sizes = spec.backbone
-    if isinstance(sizes, dq.LlamaConfig):
-        sizes = replace(sizes, n_kv_heads=sizes.n_heads, headdim=sizes.d_model // sizes.n_heads)
-    return replace(spec, backbone=sizes)
-
-
-class TestPresets:
-    @pytest.mark.parametrize("name", dq.PRESETS)
-    def test_they_are_configurations_that_the_auto_class_reads(self, name, tmp_path):
-        config = preset_config(name)
-        assert config.specification() == settled(dq.preset(name))
-        assert config.eos_token_id == (None if name == "mamba2-state-tracking" else 0)
-        config.save_pretrained(tmp_path)
-        assert AutoConfig.from_pretrained(tmp_path).to_dict() == config.to_dict() | {"_name_or_path": str(tmp_path)}
-
-    def test_one_builds_the_model_that_it_counts(self):
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(preset_config("llama3-1.3b-implicit"))
-        assert model.num_parameters() == dq.parameter_count(dq.preset("llama3-1.3b-implicit"))
-
-    def test_keywords_change_one_and_sizes_that_follow_from_others_follow(self):
-        config = preset_config("mamba2-130m-pretrain", num_hidden_layers=2, solve={"stop": {"rtol": 0.5}})
-        assert (config.num_hidden_layers, config.solve["stop"]["max_steps"], config.solve["stop"]["rtol"]) == (
-            2,
-            4,
-            0.5,
-        )
-        narrow = {"num_attention_heads": 4, "hidden_size": 64}
-        config = preset_config("llama3-1.3b-implicit", **narrow)
-        assert (config.num_key_value_heads, config.head_dim) == (4, 16)
-        assert preset_config("llama3-1.3b-implicit", head_dim=8, **narrow).head_dim == 8
-        with pytest.raises(ValueError, match=r"'num_layers' .*did you mean .*'num_hidden_layers'"):
-            preset_config("mamba2-130m-pretrain", num_layers=2)
+@pytest.mark.parametrize("name", dq.PRESETS)
+def test_presets_are_configurations_that_the_auto_class_reads(name, tmp_path):
+    config = huggingface.DeqseqConfig.from_specification(dq.preset(name), eos_token_id=0)
+    assert config.specification() == dq.preset(name)
+    config.save_pretrained(tmp_path)
+    assert AutoConfig.from_pretrained(tmp_path).to_dict() == config.to_dict() | {"_name_or_path": str(tmp_path)}
 
 
 def folder_of(kind: str, folder: Path) -> tuple[dict, dict[str, torch.Tensor]]:
@@ -153,9 +121,7 @@ class TestReferenceFolders:
     @pytest.mark.parametrize("kind", ["llama", "mamba2"])
     def test_configuration_and_checkpoint_reproduce_the_numbers(self, kind, tmp_path):
         theirs, known = folder_of(kind, tmp_path)
-        config = AutoConfig.from_pretrained(tmp_path, use_cache=False)
-        assert config.specification() == settled(from_reference_config(theirs))
-        assert (config.dtype, config.use_cache) == (torch.float64, False)
+        spec = from_reference_config(theirs)
         model, ids = from_reference_folder(tmp_path, eos_token_id=5), known["input_ids"].long()
         output = model(ids)
         assert (output.status == dq.Status.CONVERGED).all()
@@ -163,9 +129,7 @@ class TestReferenceFolders:
         model.save_pretrained(tmp_path / "ours")
         again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
         assert torch.equal(again(ids).logits, output.logits)
-        assert (again.config.specification(), again.config.eos_token_id) == (config.specification(), 5)
-        with pytest.raises(ValueError, match=r"load them with deqseq.integrations.huggingface.from_reference_folder$"):
-            AutoModelForCausalLM.from_pretrained(tmp_path)
+        assert (again.config.specification(), again.config.eos_token_id) == (spec, 5)
 
     def test_pickled_weights(self, tmp_path):
         _, known = folder_of("mamba2", tmp_path)

@@ -18,7 +18,7 @@ EVAL = rows(10, first=100)
 
 
 def one_block(kind: str, **fields):
-    return small(kind, **{"num_hidden_layers": 1, "solve": {"stop": dq.Stop(rtol=1e-5, max_steps=32)}, **fields})
+    return small(kind, **{"backbone": {"n_layers": 1}, "solve": {"stop": dq.Stop(rtol=1e-5, max_steps=32)}, **fields})
 
 
 @torch.no_grad()
@@ -84,7 +84,7 @@ def test_accumulated_gradients_and_recomputed_activations_change_nothing(kind, o
     whole, again = (trainer(one_block(kind), tmp_path, max_steps=3, **changes) for changes in ({}, options))
     for run in (whole, again):
         run.train()
-    assert again.model.model.gradient_checkpointing == ("activation_checkpointing" in options)
+    assert again.model.is_activation_checkpointing == ("activation_checkpointing" in options)
     assert max(abs(a - b) for a, b in zip(losses(whole), losses(again), strict=True)) < 2e-5
     for mine, theirs in zip(whole.model.parameters(), again.model.parameters(), strict=True):
         assert (mine - theirs).abs().max() < 1e-4
@@ -93,12 +93,12 @@ def test_accumulated_gradients_and_recomputed_activations_change_nothing(kind, o
 @KINDS
 def test_resuming_is_bitwise_going_on(kind, tmp_path):
     options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
-    whole = trainer(one_block(kind, dropout=0.1), tmp_path, **options)
+    whole = trainer(one_block(kind, backbone={"n_layers": 1, "dropout": 0.1}), tmp_path, **options)
     whole.train()
     stored = load_file(tmp_path / "checkpoint-4" / "model.safetensors")
     assert stored.keys() == whole.model.state_dict().keys() - {"lm_head.weight"}  # which is the embedding
     assert all(torch.equal(tensor, whole.model.state_dict()[key]) for key, tensor in stored.items())
-    resumed = trainer(one_block(kind, dropout=0.1), tmp_path, **options)
+    resumed = trainer(one_block(kind, backbone={"n_layers": 1, "dropout": 0.1}), tmp_path, **options)
     witness = Witness(resumed.model)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert len(witness.seen) == 8  # two steps, not four

@@ -4,11 +4,14 @@ import copy
 
 import pytest
 import torch
-from hf_models import EVERY, IDS, LEFT, made
+from hf_models import EVERY, FAMILIES, IDS, LEFT, made
+from torch import nn
 from torch.nn import functional as F
 
 import deqseq as dq
 from deqseq.integrations.huggingface import to_causal_lm
+
+NORMALISED = {"backbone": {"weight_norm": True}}
 
 
 def gradients(model, **options) -> dict:
@@ -70,45 +73,33 @@ class TestLoss:
         assert error[40] < 1e-3 < 0.1 < error[1], error
 
 
-class TestCheckpointing:
-    @EVERY
-    def test_every_activation_is_recomputed_once(self, kind):
-        model = made(kind).train()
-        plain, solved = gradients(model), model.model.solved
-        core = model.model.core if solved is None else solved
-        counted = {"core": getattr(core.backbone, "backbone", core.backbone).layers[0]}
-        if kind in ("decoder", "parts"):
-            counted |= {part: getattr(model.model.core, part).backbone.layers[0] for part in ("prelude", "coda")}
-        calls = dict.fromkeys(counted, 0)
-        for name, layer in counted.items():
-            projection = layer.mixer if hasattr(layer, "mixer") else layer.self_attn.q_proj
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        *((kind, {}) for kind in FAMILIES),
+        *((kind, {"backbone": {"weight_norm": True}}) for kind in ("mamba2", "explicit")),
+    ],
+)
+def test_every_activation_is_recomputed_once(kind, fields):
+    model = made(kind, **fields).train()
+    plain, calls = gradients(model), {}
+    for name, layer in model.model.core.named_modules():
+        if isinstance(layer, nn.Linear) and name.endswith(("mixer.in_proj", "q_proj")):
+            calls[name] = 0
             count = lambda *_, name=name: calls.update({name: calls[name] + torch.is_grad_enabled()})  # noqa: E731
-            projection.register_forward_hook(count)
-        model.activation_checkpointing_enable({"use_reentrant": False})
-        assert model.model.gradient_checkpointing
-        again = gradients(model)
-        # of a solve: the first evaluation, four phantom steps, and those again
-        assert calls == {name: 9 if name == "core" and solved else 2 for name in counted}
-        for name, gradient in plain.items():
-            assert (again[name] - gradient).abs().max() < 1e-10, name
-        model.activation_checkpointing_disable()
-        assert not model.model.gradient_checkpointing
-        assert solved is None or solved.solve.gradient == dq.Phantom(checkpoint=False)
-
-    @pytest.mark.parametrize(
-        ("kind", "fields", "found"),
-        [
-            ("llama", {"solve": {"gradient": "OneStep"}}, r"the gradient OneStep\(\)"),
-            ("explicit", {"weight_norm": True}, "weight normalisation"),
-        ],
-    )
-    def test_where_nothing_can_be_recomputed(self, kind, fields, found):
-        model = made(kind, **fields).train()
-        plain = gradients(model)
-        with pytest.warns(UserWarning, match=f"gradient checkpointing has no effect: with {found}"):
-            model.activation_checkpointing_enable()
-        again = gradients(model)
-        assert all(torch.equal(again[name], gradient) for name, gradient in plain.items())
+            layer.register_forward_hook(count)
+    gradients(model)
+    once = dict(calls)
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    again = gradients(model)
+    # of a solve, the first evaluation has no gradient to recompute for
+    assert once
+    assert all(calls[name] - once[name] == 2 * count - (count > 2) for name, count in once.items())
+    for name, gradient in plain.items():
+        assert (again[name] - gradient).abs().max() < 1e-10, name
+    model.activation_checkpointing_disable()
+    gradients(model)
+    assert all(calls[name] == 4 * count - (count > 2) for name, count in once.items())
 
 
 @EVERY
@@ -141,7 +132,11 @@ def test_resize_token_embeddings(kind, tied):
 )
 def test_an_adapter_begins_as_the_model_learns_generates_and_merges(kind, targets, options, tmp_path):
     peft = pytest.importorskip("peft")
-    fields = {"weight_norm": True} if kind in ("mamba2", "llama") else {"tie_word_embeddings": "lm_head" not in targets}
+    fields = (
+        {"backbone": {"weight_norm": True}}
+        if kind in ("mamba2", "llama")
+        else {"tie_word_embeddings": "lm_head" not in targets}
+    )
     model = made(kind, solve={"stop": {"rtol": 1e-6}}, **fields).float()
     model.fold_weight_norm()
     config = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=targets, **options)

@@ -2,14 +2,16 @@
 
 import inspect
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 
 import deqseq as dq
-from deqseq.integrations.huggingface import from_json, to_json
-from deqseq.integrations.huggingface.objects import CLASSES
+from deqseq.as_json import CLASSES, from_json, to_json
 from deqseq.layers import RotaryScaling
+from deqseq.models.specification import DecoderLayers
+from deqseq.training import Curriculum, Phase, PoissonLogNormal, bounded, free
 
 SOLVER = [dq.Naive(), dq.Relaxed(0.3), dq.Adaptive(), dq.Anderson(5, 0.5, 1e-7), dq.Broyden(3)]
 IMPLICIT = dq.Implicit(dq.Broyden(4), dq.Stop(rtol=1e-7), True)
@@ -22,10 +24,17 @@ OBJECTS = {
     "start": (dq.RandomStart, [dq.RandomStart(0.5, 3)]),
     "solve": (dq.SolveConfig, [dq.SolveConfig(dq.Anderson(), sweep=dq.Sliding(3), start=start) for start in STARTS]),
     "backbone": (
-        (dq.LlamaConfig, dq.Mamba2Config),
-        [dq.LlamaConfig(64, rope_scaling=RotaryScaling(4.0)), dq.Mamba2Config(64, dt_limit=(0.0, 0.1))],
+        (dq.LlamaConfig, dq.Mamba2Config, DecoderLayers),
+        [
+            dq.LlamaConfig(64, rope_scaling=RotaryScaling(4.0)),
+            dq.Mamba2Config(64, dt_limit=(0.0, 0.1)),
+            DecoderLayers(64, 2, 5, True),
+        ],
     ),
     "rope_scaling": (RotaryScaling, [RotaryScaling(2.0, original_length=64)]),
+    "depth": (PoissonLogNormal, [PoissonLogNormal(5, 0.2, "1-sqrt", 8, 3)]),
+    "phases": (Phase, [replace(free(), depth=PoissonLogNormal(8))]),
+    "curriculum": (Curriculum, [Curriculum((bounded(until=20), free()), "steps")]),
 }
 
 
@@ -41,7 +50,8 @@ def test_round_trip(kind, value):
 @pytest.mark.parametrize("kind", CLASSES)
 def test_every_class_of_the_library_is_in_the_table(kind):
     base, values = OBJECTS[kind]
-    public = [part for part in (RotaryScaling, *(getattr(dq, name) for name in dq.__all__)) if inspect.isclass(part)]
+    others = (RotaryScaling, DecoderLayers, PoissonLogNormal, Phase, Curriculum)
+    public = [part for part in (*others, *(getattr(dq, name) for name in dq.__all__)) if inspect.isclass(part)]
     concrete = {part for part in public if issubclass(part, base) and not inspect.isabstract(part)} - {dq.Sweep}
     assert set(CLASSES[kind]) == concrete == {type(value) for value in values}
 
@@ -101,3 +111,7 @@ def test_objects_of_ones_own_are_for_calls_alone():
             to_json(value)
     with pytest.raises(TypeError, match=r"cannot name <built-in function print>"):
         to_json(dq.Implicit(report=print))
+
+
+def test_numbers_of_numpy_are_plain_ones():
+    assert json.dumps(to_json((np.int64(4), np.float32(0.5)))) == "[4, 0.5]"

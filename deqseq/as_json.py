@@ -1,4 +1,4 @@
-"""Configurations of solves and backbones, and their parts, as JSON and back: the only table from names to classes."""
+"""Specifications, solves, curricula and their parts as JSON and back: the only table from names to classes."""
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
@@ -10,12 +10,26 @@ from deqseq.check import check_known, plain_number
 from deqseq.config import SolveConfig
 from deqseq.gradients import Gradient, Implicit, OneStep, Phantom, Unrolled
 from deqseq.layers import RotaryScaling
+from deqseq.models.specification import DecoderLayers
 from deqseq.solvers import Adaptive, Anderson, Broyden, Naive, Relaxed, Solver
 from deqseq.start import RandomStart
 from deqseq.stop import Stop
 from deqseq.sweeps import Chunked, Sequential, Simultaneous, Sliding, Sweep
+from deqseq.training import Curriculum, Phase, PoissonLogNormal
 
-Kind = Literal["solver", "gradient", "stop", "sweep", "start", "solve", "backbone", "rope_scaling"]
+Kind = Literal[
+    "solver",
+    "gradient",
+    "stop",
+    "sweep",
+    "start",
+    "solve",
+    "backbone",
+    "rope_scaling",
+    "depth",
+    "phases",
+    "curriculum",
+]
 Json = dict[str, Any]
 
 CLASSES: dict[Kind, tuple[type[Any], ...]] = {
@@ -25,26 +39,31 @@ CLASSES: dict[Kind, tuple[type[Any], ...]] = {
     "sweep": (Simultaneous, Chunked, Sliding, Sequential),
     "start": (RandomStart,),
     "solve": (SolveConfig,),
-    "backbone": (LlamaConfig, Mamba2Config),
+    "backbone": (LlamaConfig, Mamba2Config, DecoderLayers),
     "rope_scaling": (RotaryScaling,),
+    "depth": (PoissonLogNormal,),
+    "phases": (Phase,),
+    "curriculum": (Curriculum,),
 }
-"""What a configuration can name. A kind with one class needs no name."""
+"""What a configuration can name. A kind with one class needs no name; a field with the name of a kind holds one."""
 
 _BASES: dict[Kind, tuple[type[Any], ...]] = {
     **CLASSES,
     "solver": (Solver,),
     "gradient": (Gradient,),
     "sweep": (Sweep,),
-    "rope_scaling": (RotaryScaling, type(None)),
 }
+_OPTIONAL = ("rope_scaling", "eval_solve", "depth")
+"""Fields that may be None."""
+_FIELDS: dict[str, Kind] = {**{kind: kind for kind in CLASSES}, "eval_solve": "solve"}
 
 
 def to_json(value: object) -> Any:
     """An object as a configuration file holds it: the name of its class, and all of its fields.
 
     Args:
-        value: a solver, gradient, stopping rule, sweep, :class:`deqseq.SolveConfig` or configuration of a
-            backbone; numbers, strings and None stay as they are.
+        value: a solver, gradient, stopping rule, sweep, :class:`deqseq.SolveConfig`, curriculum, phase, or the sizes
+            of a backbone; numbers, strings and None stay as they are.
 
     Returns:
         What :func:`from_json` turns into an equal object.
@@ -102,25 +121,34 @@ def from_json(kind: Kind, data: object, where: str, base: Any = None) -> Any:
     if isinstance(data, _BASES[kind]) or (kind == "start" and data in ("zero", "input")):
         return data
     table = {part.__name__: part for part in CLASSES[kind]}
-    given: Any = {"name": data} if isinstance(data, str) else data
+    named = kind != "phases"  # a phase has a name of its own
+    given: Any = {"name": data} if isinstance(data, str) and named else data
     made = type(base) if type(base) in CLASSES[kind] else CLASSES[kind][0] if len(table) == 1 else None
     if not isinstance(given, Mapping) or not ("name" in given or made):
         example = "{...}" if len(table) == 1 else f'{{"name": "{next(iter(table))}", ...}}'
         raise TypeError(f"{where} must be a {kind} of deqseq or its JSON, {example}, got {data!r}")
-    if "name" in given:
+    if "name" in given and named:
         check_known(f"{where}: name", given["name"], table)
         made, base = table[given["name"]], None
+        given = {key: value for key, value in given.items() if key != "name"}
     assert made is not None
     base = base if type(base) is made else None
     defaults = {field.name: field.default if base is None else getattr(base, field.name) for field in fields(made)}
     changes = {}
     for key, value in given.items():
-        if key != "name":
-            check_known(f"{where}: {made.__name__} field", key, defaults)
-            value = tuple(value) if isinstance(value, list) else value
-            is_kind = key in CLASSES  # a field with the name of a kind holds one
-            changes[key] = from_json(key, value, f"{where}: {made.__name__}.{key}", defaults[key]) if is_kind else value
+        check_known(f"{where}: {made.__name__} field", key, defaults)
+        changes[key] = _value(key, value, f"{where}: {made.__name__}.{key}", defaults[key])
     try:
         return made(**changes) if base is None else replace(base, **changes)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{where}: {error}") from error
+
+
+def _value(key: str, value: object, where: str, default: object) -> Any:
+    """The value of a field."""
+    value = tuple(value) if isinstance(value, list) else value
+    if key not in _FIELDS or (value is None and key in _OPTIONAL):
+        return value
+    if isinstance(value, tuple):
+        return tuple(from_json(_FIELDS[key], one, f"{where}[{i}]") for i, one in enumerate(value))
+    return from_json(_FIELDS[key], value, where, default)
