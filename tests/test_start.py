@@ -43,21 +43,6 @@ def test_given_states_must_be_like_the_tokens():
             initial_state(states, x)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ((0.0,), "std"),
-        ((-1.0,), "std"),
-        (("a",), "std"),
-        ((1.0, -1), "seed"),
-        ((1.0, 0.5), "seed"),
-    ],
-)
-def test_bad_random_starts(arguments, words):
-    with pytest.raises((TypeError, ValueError), match=f"RandomStart.{words}"):
-        dq.RandomStart(*arguments)
-
-
 @pytest.mark.parametrize("mask", [None, torch.tensor([[False, False, True, True, True]])], ids=["whole", "padded"])
 @pytest.mark.parametrize("sweep", [dq.Simultaneous(), dq.Sliding(3), dq.Sequential()], ids=str)
 def test_a_call_can_begin_at_states_of_its_own(sweep, mask):
