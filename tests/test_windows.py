@@ -175,6 +175,14 @@ def test_statistics_worked_out_by_hand():
     assert not output.stats.forced.any()
 
 
+def test_a_window_that_has_spent_its_budget_moves_at_once():
+    """The first token passes at the third evaluation; windows move at every second one, but the budget is three."""
+    x = torch.tensor([[[0.5, 1.0, 0.0]] * 3], dtype=torch.float64)
+    solve = dq.SolveConfig(dq.Naive(), dq.Stop(rtol=0.2, max_steps=3), sweep=dq.Sliding(2))
+    with torch.no_grad():
+        assert dq.ImplicitModel(Elementwise(), solve)(x).stats.iterations[0, 0] == 3
+
+
 @pytest.mark.parametrize(("first", "steps"), [(1000.0, 6), (1.0, 4)])
 def test_the_limit_of_divergence_is_that_of_the_largest_scale_so_far(first, steps):
     """The second token grows from a residual of 240 on, twofold; its own limit is 1200, and that of the first 5000."""
