@@ -71,6 +71,7 @@ def cases() -> list[Case]:
     stop = {"rtol": 0.1, "atol": 0.1, "max_steps": 3, "norm": "row", "check_every": 2}
     sampled = {"temperature": 1.0, "top_k": 3, "top_p": 0.5, "seed": 0, "stop_tokens": (1,), "pad_token": 0}
     diagnosed = {"model": lm, "ids": IDS, "mask": MASK, "solve": SOLVE}
+    scaled = {"embedding_scale": 2.0, "logit_softcap": 3.0}
     part, evaluation = dq.ExplicitModel(dq.Affine(4)), model.evaluate(X)
     depth = dq.RecurrentDepth(part, dq.ImplicitModel(dq.Affine(4)), part)
     huginn = {"norms": "closed", "qk_norm": True, "qk_bias": True, "final_norm": False, "float32_rotary": False}
@@ -88,7 +89,7 @@ def cases() -> list[Case]:
         Case("recurrent cache", depth, {"x": X, "cache": depth(X, return_cache=True).cache}),
         Case("truncated", dq.Unrolled, {"checkpoint": False, "last": 2}),
         Case("PoissonLogNormal", training.PoissonLogNormal, {"mean": 4.0, "sigma": 0.5, "largest": 9, "seed": 1}),
-        Case("terminal_residual", training.terminal_residual, {"f": square, "z": X}),
+        Case("terminal_residual", training.terminal_residual, {"f": square, "z": X, "mask": MASK}),
         Case("Stop", dq.Stop, {**stop, "divergence": 10.0}),
         Case("Stop.exactly", dq.Stop.exactly, {"steps": 3}),
         Case("Relaxed", dq.Relaxed, {"damping": 0.5}),
@@ -114,12 +115,13 @@ def cases() -> list[Case]:
         Case("ImplicitModel", dq.ImplicitModel, {"backbone": dq.Affine(4), "solve": SOLVE, "eval_solve": SOLVE}),
         Case("ExplicitModel", dq.ExplicitModel, {"backbone": dq.Affine(4)}),
         Case("CausalLM", dq.CausalLM, {"vocab_size": 6, "model": model, "embedding_std": 0.1, "tied": True}),
-        Case("CausalLM dropout", dq.CausalLM, {"vocab_size": 6, "model": model, "embedding_dropout": 0.1}),
+        Case("CausalLM dropout", dq.CausalLM, {"vocab_size": 6, "model": model, "embedding_dropout": 0.1, **scaled}),
         Case("LanguageModelSpec", dq.LanguageModelSpec, spec),
         Case("preset", dq.preset, {"name": "mamba2-130m-implicit"}),
         Case("parameter_count", dq.parameter_count, {"spec": dq.LanguageModelSpec(**spec)}),
         Case("implicit model", model, {"x": X, "mask": MASK, "return_cache": False, **rest, **fields}),
         Case("evaluate", model.evaluate, {"x": X, "start": X, "iterations": 2}),
+        Case("recurrent evaluate", depth.evaluate, {"x": X, "start": X, "iterations": 2}),
         Case("commit", model.commit, {"cache": None, "evaluation": evaluation}),
         Case("implicit cache", model, {"x": X, "cache": model(X, return_cache=True).cache}),
         Case("explicit model", explicit, {"x": wide, "mask": MASK, "return_cache": False}),
@@ -157,6 +159,7 @@ def cases() -> list[Case]:
         Case("dropout_mask", layers.dropout_mask, {"like": X, "p": 0.5}),
         Case("token_effort", diagnostics.token_effort, diagnosed),
         Case("model_spectral_radius", diagnostics.model_spectral_radius, diagnosed),
+        Case("spectral_radius", diagnostics.spectral_radius, {"f": square, "z_star": X, "products": 3, "seed": 0}),
         Case("gradient_bias", diagnostics.gradient_bias, {**diagnosed, "estimators": [dq.OneStep()]}),
         Case("check_duality", diagnostics.check_duality, {**diagnosed, "sweeps": [dq.Simultaneous(), dq.Sequential()]}),
     ]
@@ -183,6 +186,8 @@ FINE: set[tuple[str, str, str]] = {  # what looks wrong, and is taken
     ("Stop", "divergence", "inf"),
     ("solve", "z0", "torch.float32 (3, 4)"),
     ("terminal_residual", "z", "torch.float32 (3, 4)"),
+    ("spectral_radius", "z_star", "torch.float32 (3, 4)"),
+    ("spectral_radius", "seed", "-1"),
     ("fixed_point", "z0", "torch.float32 (3, 4)"),
     ("generate", "stop_tokens", "3"),
     ("solve has_aux", "z0", "torch.float32 (3, 4)"),

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from fractions import Fraction
 from typing import Annotated, Any, Literal, TypedDict, Unpack
 
 import numpy as np
@@ -55,6 +56,7 @@ class Later:
         ("few", 10, "an integer in 0..9, got 10"),
         ("share", 1, "a number in [0, 1), got 1"),
         ("share", math.nan, "a number in [0, 1), got nan"),
+        ("share", Fraction(1, 2), "a number in [0, 1), got Fraction(1, 2)"),  # torch takes none
         ("share", "0.5", "a number in [0, 1), got '0.5'"),
         ("open_end", 0, "a number in (0, inf], got 0"),
         ("flag", 1, "True or False, got 1"),

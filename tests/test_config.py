@@ -24,22 +24,6 @@ def test_it_is_a_value():
         LOOSE.start = "input"
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "remedy"),
-    [
-        ("solver", "anderson", r"a Solver, such as dq\.Anderson\(\), got 'anderson': write Anderson"),
-        ("solver", dq.Anderson, r"a Solver, .*: write Anderson\(\.\.\.\)"),
-        ("stop", 1e-3, r"a Stop, such as dq\.Stop"),
-        ("gradient", None, r"a Gradient, such as dq\.Phantom"),
-        ("sweep", 8, r"a Sweep, such as dq\.Sliding"),
-        ("start", "random", r"one of \('zero', 'input'\) or a RandomStart"),
-    ],
-)
-def test_a_value_of_another_kind_is_named(name, value, remedy):
-    with pytest.raises((TypeError, ValueError), match=rf"^SolveConfig\.{name} must be {remedy}"):
-        dq.SolveConfig(**{name: value})
-
-
 @pytest.mark.parametrize(("name", "meant"), [("sweeps", "'sweep'"), ("solvr", "'solver'"), ("gradients", "'gradient'")])
 def test_an_unknown_argument_is_named_with_what_was_meant(name, meant):
     model = dq.ImplicitModel(dq.Affine(4))
@@ -47,15 +31,6 @@ def test_an_unknown_argument_is_named_with_what_was_meant(name, meant):
         model(torch.ones(1, 2, 4), **{name: dq.Sequential()})
     with pytest.raises(TypeError, match=r"unknown argument 'qqq' \(known: x, mask, .*, solver, stop"):
         model(torch.ones(1, 2, 4), qqq=1)
-
-
-@pytest.mark.parametrize("wrong", [dq.Anderson(), {"solver": dq.Anderson()}, "anderson"], ids=repr)
-def test_a_model_takes_a_record_and_no_other(wrong):
-    for name in ("solve", "eval_solve"):
-        with pytest.raises(TypeError, match=rf"^ImplicitModel.{name} must be a SolveConfig"):
-            dq.ImplicitModel(dq.Affine(4), **{name: wrong})
-    with pytest.raises(TypeError, match=r"^solve must be a SolveConfig"):
-        dq.ImplicitModel(dq.Affine(4))(torch.ones(1, 2, 4), solve=wrong)
 
 
 def test_call_fields_come_before_the_calls_record_before_eval_solve_before_solve():

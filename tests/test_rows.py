@@ -116,10 +116,6 @@ def test_map_tensors_reaches_every_tensor_once_and_keeps_the_structure():
         assert len(tensors_of(take(record, torch.tensor([1])))[0]) == 1
 
 
-def test_a_type_is_no_record():
-    assert take(Record, torch.tensor([0])) is Record
-
-
 def test_records_keep_what_their_constructor_does_not_take():
     @dataclass(frozen=True)
     class Doubled:

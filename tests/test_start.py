@@ -43,29 +43,17 @@ def test_given_states_must_be_like_the_tokens():
             initial_state(states, x)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ((0.0,), "std"),
-        ((-1.0,), "std"),
-        (("a",), "std"),
-        ((1.0, -1), "seed"),
-        ((1.0, 0.5), "seed"),
-    ],
-)
-def test_bad_random_starts(arguments, words):
-    with pytest.raises((TypeError, ValueError), match=f"RandomStart.{words}"):
-        dq.RandomStart(*arguments)
-
-
 @pytest.mark.parametrize("mask", [None, torch.tensor([[False, False, True, True, True]])], ids=["whole", "padded"])
 @pytest.mark.parametrize("sweep", [dq.Simultaneous(), dq.Sliding(3), dq.Sequential()], ids=str)
 def test_a_call_can_begin_at_states_of_its_own(sweep, mask):
     torch.manual_seed(0)
     model = dq.ImplicitModel(contractive_mamba2()).double().eval()
     x, stop = torch.randn(1, 5, model.backbone.d_model, dtype=torch.float64), dq.Stop(rtol=1e-9, max_steps=500)
-    found = model(x, mask=mask, stop=stop, sweep=sweep).value
-    again = model(x, mask=mask, stop=stop, sweep=sweep, start=found)
-    assert again.stats.iterations.max() == 1 and torch.allclose(again.value, found, rtol=1e-8)
+    found = model(x, mask=mask, stop=stop, sweep=sweep)
+    again = model(x, mask=mask, stop=stop, sweep=sweep, start=found.value)
+    # a window of several tokens moves after its second evaluation at the earliest
+    assert again.stats.iterations.max() <= 2 < found.stats.iterations.max() and torch.allclose(
+        again.value, found.value, rtol=1e-8
+    )
     with pytest.raises(ValueError, match="start must"):
-        model(x, start=found[..., :3])
+        model(x, start=found.value[..., :3])

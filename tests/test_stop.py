@@ -1,7 +1,6 @@
 """The stopping rule: what it refuses, when it checks, residuals worked out by hand, and a rule of one's own."""
 
 import math
-from fractions import Fraction
 
 import pytest
 import torch
@@ -9,27 +8,6 @@ import torch
 import deqseq as dq
 from deqseq import Stop
 from deqseq.stop import relative, token_norms
-
-
-@pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize(
-    ("name", "value", "error"),
-    [
-        ("rtol", -1e-3, ValueError),
-        ("rtol", math.nan, ValueError),
-        ("rtol", Fraction(1, 1000), TypeError),  # torch takes none
-        ("atol", math.inf, ValueError),
-        ("max_steps", 0, ValueError),
-        ("check_every", -4, ValueError),
-        ("divergence", 1.0, ValueError),
-        ("divergence", math.nan, ValueError),
-        ("norm", "l2", ValueError),
-        ("norm", lambda z, fz: fz - z, ValueError),
-    ],
-)
-def test_refuses_values_out_of_range(name, value, error):
-    with pytest.raises(error, match=rf"^Stop\.{name} must be .* got "):
-        Stop(**{name: value})
 
 
 @pytest.mark.parametrize(

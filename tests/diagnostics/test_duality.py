@@ -61,8 +61,6 @@ def test_bad_arguments(lm):
         check_duality(lm, IDS, sweeps=SWEEPS[:1])
     with pytest.raises(TypeError, match=r"give sweeps=\(...\)"):
         check_duality(lm, IDS, sweep=dq.Sequential())
-    with pytest.raises(TypeError, match="sweeps must be"):
-        check_duality(lm, IDS, sweeps=[dq.Simultaneous(), dq.Sliding])
 
 
 def test_what_is_not_a_number_is_not_hidden():

@@ -3,6 +3,7 @@
 import copy
 import math
 import pickle
+import re
 import warnings
 
 import pytest
@@ -40,7 +41,7 @@ def solve(f, z0=ONE, **options):
         (
             "no fixed point found",
             lambda z: torch.where(z > 2, z * 0 + 1, z * 0 + 3),
-            "does not fall",
+            "does not fall; the tolerance is 1.0e-06. Adaptive(), Relaxed(damping=0.2), Anderson(",
             "make the map contract",
         ),
         ("several fixed points", lambda z: torch.tanh(3 * z), "random start converges elsewhere", "start"),
@@ -75,7 +76,85 @@ def test_without_a_tolerance_nothing_converges(steps):
         )
     else:  # a residual of zero is within any tolerance, and what diverges does so anyway
         assert explanation.causes == ("converged", "converged", "divergence")
-        assert "stop=Stop(rtol=0.0001, max_steps=" in explanation.remedies["divergence"]
+        assert re.search(r"stop=Stop\(rtol=0\.0001, max_steps=\d+\)", explanation.remedies["divergence"])
+
+
+@pytest.mark.parametrize(("budget", "tried"), [(10, 64), (20, 80), (300, 1000), (1500, 1500)])
+def test_it_is_tried_with_four_times_the_budget_within_limits(budget, tried):
+    explanation = solve(lambda z: 0.998 * z + 1, rtol=1e-9, max_steps=budget).explain()
+    assert f"after {tried} iterations" in explanation.findings["slow convergence"]
+
+
+def test_iterations_are_counted_at_every_evaluation():
+    explanation = solve(lambda z: 0.6 * z + 1, check_every=7).explain()
+    assert "It converges in 26 iterations" in explanation.findings["budget"]
+
+
+def test_a_loose_tolerance_does_not_make_several_fixed_points_of_one():
+    """To 1e-4 both starts converge within 80 iterations, to 1e-5 they do not, and to 1e-2 they are 20 % apart."""
+    explanation = solve(lambda z: 0.9 * z + 1, rtol=0.1).explain()
+    assert set(explanation.causes) == {"converged"}
+    assert "from a random start, to the same value" in str(explanation)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size", "cause"),
+    [
+        *((torch.float32, size, cause) for size, cause in ((2e-6, "precision"), (1e-5, "no fixed point found"))),
+        *((torch.bfloat16, size, cause) for size, cause in ((2**-6, "precision"), (2**-4, "no fixed point found"))),
+    ],
+)
+def test_a_residual_near_the_last_bits_is_that_of_the_dtype(dtype, size, cause):
+    """The value jumps by 32 times the machine epsilon, or 4 times that of bfloat16, and by a little more or less."""
+    one = torch.ones(1, 2, dtype=dtype)
+    f = lambda z: torch.where(z == 1, 1 + size * one, one)  # noqa: E731
+    explanation = dq.solve(f, one, solver=dq.Naive(), stop=dq.Stop(rtol=1e-9)).explain()
+    assert explanation.causes == (cause,)
+    assert cause != "precision" or f"the precision of {dtype}" in explanation.findings[cause]
+
+
+def test_a_residual_that_falls_by_less_than_a_thousandth_does_not_fall():
+    assert set(solve(lambda z: 0.9995 * z + 1, 2010 * ONE, rtol=1e-9).explain().causes) == {"limit cycle"}
+
+
+def turning(z):
+    """Half a turn of an ellipse in 16 iterations: residuals swing with that period, and the last ones fall."""
+    cos, sin = math.cos(math.pi / 16), math.sin(math.pi / 16)
+    return torch.stack([cos * z[:, 0] - sin / 5 * z[:, 1], 5 * sin * z[:, 0] + cos * z[:, 1]], dim=1)
+
+
+def settling(z):
+    """The residual falls until about the 50th iteration, to that of a cycle."""
+    return torch.stack([0.85 * z[:, 0] + 0.15, 1e-3 - z[:, 1]], dim=1)
+
+
+@pytest.mark.parametrize(("f", "start"), [(turning, 1.0), (settling, 9.0)])
+def test_the_last_two_quarters_decide_whether_the_residual_falls(f, start):
+    """Of 80 iterations: of halves the one, and of eighths the other, would fall."""
+    explanation = solve(f, torch.tensor([[start, 0.0]], dtype=torch.float64)).explain()
+    assert "does not fall" in str(explanation)
+
+
+@pytest.mark.parametrize(
+    ("basin", "causes"), [(0.03, {"converged"}), (1e-5, {"several fixed points"})], ids=["wide", "narrow"]
+)
+def test_a_random_start_near_zero_is_of_the_size_of_a_thousandth(basin, causes):
+    explanation = solve(lambda z: torch.where(z.abs() > basin, 1 + 0 * z, 0.1 * z), 0 * ONE).explain()
+    assert set(explanation.causes) == causes
+
+
+@pytest.mark.parametrize(("gap", "causes"), [(0.02, {"converged"}), (0.1, {"several fixed points"})])
+def test_values_less_than_a_twentieth_apart_are_one(gap, causes):
+    explanation = solve(lambda z: torch.where(z < 1 - gap / 2, 1 - gap + 0 * z, 1 + 0 * z)).explain()
+    assert set(explanation.causes) == causes
+
+
+def test_eight_rows_are_named():
+    slopes = torch.tensor([0.1] * 10 + [-1.0] * 9, dtype=torch.float64)[:, None]
+    explanation = solve(lambda z: slopes * z + 1, torch.ones(19, 2, dtype=torch.float64))
+    assert "rows 10, 11, 12, 13, 14, 15, 16, 17 … of 19: limit cycle" in str(explanation.explain())
+    explanation = solve(lambda z: slopes[1:18] * z + 1, torch.ones(17, 2, dtype=torch.float64))
+    assert "rows 9, 10, 11, 12, 13, 14, 15, 16 of 17: limit cycle" in str(explanation.explain())
 
 
 def test_rows_of_several_causes_are_named_apart():
@@ -126,19 +205,6 @@ def test_explaining_a_solve_does_not_warn_and_leaves_the_warning_for_a_failure()
         lm(ids).explain()
     with pytest.warns(dq.ConvergenceWarning):
         lm(ids, stop=dq.Stop(rtol=1e-9, max_steps=2))
-
-
-def test_a_tolerance_finer_than_the_dtype_is_named():
-    """In float32 the last bit flips for ever: the residual stays at 1e-7."""
-    flip = torch.tensor([0.0, 1e-7])
-
-    def f(z):
-        return torch.where(z == 1, flip + 1, 1 - 0 * z)
-
-    solution = dq.solve(f, torch.ones(1, 2), solver=dq.Naive(), stop=dq.Stop(rtol=1e-9))
-    explanation = solution.explain()
-    assert explanation.causes == ("precision",)
-    assert "torch.float32" in explanation.findings["precision"]
 
 
 def test_dropout_does_not_make_a_model_look_as_if_it_had_several_fixed_points():

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 Map = Callable[[Tensor], Tensor]
 Adjoint = Callable[[Tensor, Tensor], Tensor]
@@ -75,32 +75,13 @@ def make(name: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> Case:
     return Case(leaves, mixing, kind == "tanh", z_star.to(dtype), (0.5 + uniform(3, *shape)).to(dtype))
 
 
-class Block(nn.Module):
-    """The same map with its weights as parameters."""
-
-    def __init__(self, case: Case) -> None:
-        super().__init__()
-        self.case = case
-        for key in ("W", "U", "b"):
-            self.register_parameter(key, nn.Parameter(case.leaves[key].detach().clone()))
-
-    def forward(self, z: Tensor, x: Tensor) -> Tensor:
-        """The map at ``z`` for the input ``x``."""
-        return self.case.f(x, dict(self.named_parameters()))(z)
-
-
-def dense_jacobian(f: Map, z: Tensor) -> Tensor:
-    """``df/dz`` with all rows and tokens flattened, ``(size, size)``."""
-    return torch.func.jacrev(f)(z).detach().reshape(z.numel(), z.numel())
-
-
 def dense_fixed_point(f: Map, z0: Tensor, adjoint: Adjoint) -> Tensor:
     """The fixed point by brute force, its backward pass by a hook that applies ``adjoint``."""
     with torch.no_grad():
         z = z0
         for _ in range(120):
             z = f(z)
-    value, jacobian = f(z), dense_jacobian(f, z)
+    value, jacobian = f(z), torch.func.jacrev(f)(z).detach().reshape(z.numel(), z.numel())
     value.register_hook(lambda grad: adjoint(jacobian, grad.flatten()).view_as(grad))
     return value
 

@@ -8,17 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from gradient_problems import (
-    PROBLEMS,
-    Block,
-    Case,
-    Map,
-    assert_close,
-    dense_fixed_point,
-    exact,
-    gradients,
-    make,
-)
+from gradient_problems import PROBLEMS, Case, Map, assert_close, dense_fixed_point, exact, gradients, make
 from torch import Tensor
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import weight_norm
@@ -43,14 +33,9 @@ class GraphContract:
     stop: ClassVar[Stop] = Stop(rtol=1e-12, max_steps=200)
 
     def adjoint(self, jacobian: Tensor, grad: Tensor) -> Tensor:
-        """What the backward pass makes of an incoming gradient. Default: the exact ``(I - J)^-T g``.
+        """What the backward pass makes of an incoming gradient: by default the exact ``(I - J)^-T g``.
 
-        Args:
-            jacobian: of the map at the fixed point, all rows and tokens flattened, ``(size, size)``.
-            grad: the incoming gradient, ``(size,)``.
-
-        Returns:
-            What is multiplied by the derivative of the map with respect to its parameters, ``(size,)``.
+        Rows and tokens are flattened: ``jacobian`` is ``(size, size)``, ``grad`` and the value ``(size,)``.
         """
         return exact(jacobian, grad)
 
@@ -110,13 +95,13 @@ class GraphContract:
     @two_problems
     def test_nothing_outlives_the_graph(self, problem: str) -> None:
         case, born = make(problem), []
-        block = Block(case)
 
         def run(backward: bool) -> None:
             x = case.injection()
+            plain = case.f(x)
 
             def f(z: Tensor) -> Tensor:
-                fz = block(z, x)
+                fz = plain(z)
                 born.append(weakref.ref(fz))
                 return fz
 

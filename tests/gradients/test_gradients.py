@@ -1,6 +1,5 @@
 """Every estimator passes the contract; then what each promises of its own."""
 
-import math
 import warnings
 from dataclasses import replace
 
@@ -12,8 +11,6 @@ from gradient_problems import (
     Case,
     Map,
     assert_close,
-    dense_fixed_point,
-    exact,
     gradients,
     make,
     neumann,
@@ -77,19 +74,6 @@ def solve_of(case: Case, gradient: dq.Gradient | None, **changes: object) -> dq.
     return dq.fixed_point(case.f(case.injection()), case.z0, **(options | changes))
 
 
-@problems
-def test_gradcheck(problem: str) -> None:
-    """Of one estimator; the contract compares all of them with a dense solve."""
-    case, gradient = make(problem), dq.Implicit(stop=TIGHT)
-
-    def value(*leaves: Tensor) -> Tensor:
-        p = dict(zip(case.leaves, leaves, strict=True))
-        f = case.f(p["gain"] * p["source"], p)
-        return dq.fixed_point(f, case.z0, solver=dq.Naive(), stop=TIGHT, gradient=gradient).value
-
-    assert torch.autograd.gradcheck(value, tuple(case.leaves.values()), atol=1e-7, rtol=1e-6, fast_mode=True)
-
-
 @pytest.mark.parametrize("checkpoint", [False, True])
 def test_unrolled_has_a_second_derivative(checkpoint: bool) -> None:
     case = make("tanh-rows")
@@ -99,40 +83,6 @@ def test_unrolled_has_a_second_derivative(checkpoint: bool) -> None:
         return dq.fixed_point(f, case.z0, solver=dq.Naive(), stop=TIGHT, gradient=gradient).value[0]
 
     assert torch.autograd.gradgradcheck(value, case.leaves["W"], atol=1e-6, rtol=1e-5, fast_mode=True)
-
-
-@problems
-@pytest.mark.parametrize(("steps", "damping"), [(1, 0.5), (4, 0.8), (7, 1.0)])
-def test_phantom_is_its_neumann_series(problem: str, steps: int, damping: float) -> None:
-    case = make(problem)
-    f, adjoint = case.f(case.injection()), neumann(steps, damping)
-    found = gradients(case.loss(solve_of(case, dq.Phantom(steps, damping)).value), case.leaves)
-    assert_close(found, gradients(case.loss(dense_fixed_point(f, case.z0, adjoint)), case.leaves))
-
-
-@pytest.mark.parametrize("damping", [0.5, 0.8, 1.0])
-def test_phantom_converges_at_the_predicted_rate(damping: float) -> None:
-    generator = torch.Generator().manual_seed(0)
-    basis = torch.linalg.qr(torch.randn(4, 4, generator=generator, dtype=torch.float64))[0]
-    A = basis @ torch.diag(torch.tensor([0.9, 0.5, -0.2, 0.1], dtype=torch.float64)) @ basis.T
-    x = torch.ones(1, 4, dtype=torch.float64, requires_grad=True)
-
-    def gradient(estimator: dq.Gradient) -> Tensor:
-        value = dq.fixed_point(lambda z: z @ A + x, torch.zeros_like(x), gradient=estimator).value
-        return torch.autograd.grad(value.square().sum(), x)[0]
-
-    exact = gradient(dq.Implicit(stop=dq.Stop(rtol=1e-13)))
-    errors = [(gradient(dq.Phantom(k, damping)) - exact).norm().item() for k in (20, 40)]
-    predicted = torch.linalg.matrix_norm((1 - damping) * torch.eye(4).double() + damping * A, 2).item()
-    assert math.log(errors[0] / errors[1]) / 20 == pytest.approx(-math.log(predicted), rel=0.03)
-
-
-@problems
-def test_one_step_is_phantom_of_one_step(problem: str) -> None:
-    case = make(problem)
-    one, phantom = (solve_of(case, gradient).value for gradient in (dq.OneStep(), dq.Phantom(1, 1.0)))
-    assert torch.equal(one, phantom)
-    assert_close(gradients(case.loss(one), case.leaves), gradients(case.loss(phantom), case.leaves), rtol=0.0)
 
 
 @problems
@@ -166,28 +116,6 @@ def test_a_start_that_requires_a_gradient_is_an_error(gradient: dq.Gradient | No
     name = "Implicit" if gradient is None else type(gradient).__name__
     with pytest.raises(ValueError, match=rf"z0 requires a gradient, but {name} .*detach\(\).*Unrolled\(\)"):
         dq.fixed_point(torch.cos, torch.zeros(2, 1, requires_grad=True), gradient=gradient)
-
-
-def test_phantom_refuses_settings_that_give_no_gradient() -> None:
-    for steps in (0, -1):
-        with pytest.raises(ValueError, match=r"Phantom\.steps must be"):
-            dq.Phantom(steps=steps)
-    for damping in (0.0, -0.5, 1.01, math.nan):
-        with pytest.raises(ValueError, match=r"Phantom\.damping must"):
-            dq.Phantom(damping=damping)
-
-
-@pytest.mark.parametrize("solver", SOLVERS, ids=str)
-@pytest.mark.parametrize("stop", [dq.Stop(rtol=1e-9), dq.Stop.exactly(60)])
-def test_unrolled_through_any_solver(solver: dq.Solver, stop: dq.Stop) -> None:
-    """Row 0 starts where it ends, and after sixty evaluations every residual is exactly zero."""
-    case = make("tanh-rows")
-    with torch.no_grad():
-        case.leaves["b"].zero_()
-        case.leaves["source"][0] = 0
-    value = solve_of(case, dq.Unrolled(), solver=solver, stop=stop, throw=False).value
-    expected = dense_fixed_point(case.f(case.injection()), case.z0, exact)
-    assert_close(gradients(case.loss(value), case.leaves), gradients(case.loss(expected), case.leaves), 1e-6)
 
 
 @pytest.mark.parametrize("gradient", EXACT, ids=str)

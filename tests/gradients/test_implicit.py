@@ -127,26 +127,3 @@ def test_parameters_that_a_graph_hides_are_not_taken_for_none():
         value = dq.fixed_point(f, torch.zeros(2, 3)).value
     with pytest.raises(RuntimeError, match="use_reentrant"):
         value.sum().backward()
-
-
-class Twice(torch.autograd.Function):
-    """An operation with a backward pass of its own, and no parameters."""
-
-    @staticmethod
-    def forward(ctx, z):
-        return 2 * z
-
-    @staticmethod
-    def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
-        return 2 * grad
-
-
-def test_an_operation_with_its_own_backward_pass_hides_no_parameters():
-    def f(z):
-        twice = Twice.apply(z)
-        assert isinstance(twice, Tensor)
-        return twice / 4 + 1
-
-    assert not dq.fixed_point(f, torch.zeros(2, 3)).value.requires_grad
-    with pytest.raises(ValueError, match="finds nothing to differentiate"):
-        dq.fixed_point(f, torch.zeros(2, 3), gradient=dq.Implicit())

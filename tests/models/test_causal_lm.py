@@ -1,7 +1,5 @@
 """Language models: what is scored, which calls are refused, and the same statistics as their model's."""
 
-import inspect
-
 import pytest
 import torch
 from small_models import affine, contractive_mamba2, embedded
@@ -70,9 +68,6 @@ def test_embedded_tokens_are_dropped_once_and_in_training_alone():
     assert (dropped == 0).any()
     lm.eval()
     assert torch.equal(lm(IDS).logits, lm.logits(lm.model(lm.embedding(IDS)).value))
-    for p in (1.0, -0.1, float("nan")):
-        with pytest.raises(ValueError, match=r"embedding_dropout must .*\[0, 1\)"):
-            dq.CausalLM(9, lm.model, embedding_dropout=p)
 
 
 def test_embedded_tokens_are_multiplied_by_the_rounded_scale():
@@ -82,9 +77,6 @@ def test_embedded_tokens_are_multiplied_by_the_rounded_scale():
         assert torch.equal(lm.embed(IDS), x)
         assert torch.equal(lm(IDS).logits, lm.logits(lm.model(x).value))
     assert not torch.equal(x, (lm.embedding(IDS).double() * 12**0.5).bfloat16())
-    for scale in (0.0, -1.0, float("nan")):
-        with pytest.raises(ValueError, match=r"embedding_scale must .*\(0, inf\)"):
-            dq.CausalLM(9, lm.model, embedding_scale=scale)
 
 
 def test_logits_are_capped_as_in_gemma_2():
@@ -93,8 +85,6 @@ def test_logits_are_capped_as_in_gemma_2():
     states = 20 * torch.randn(2, 4, 8, dtype=torch.float64)
     torch.testing.assert_close(capped.logits(states), 0.5 * torch.tanh(lm.logits(states) / 0.5), rtol=1e-12, atol=0)
     assert capped.logits(states).abs().max() <= 0.5 < lm.logits(states).abs().max()
-    with pytest.raises(ValueError, match=r"logit_softcap must .*\(0, inf\)"):
-        dq.CausalLM(9, lm.model, logit_softcap=0.0)
 
 
 def test_generation_scales_what_it_embeds():
@@ -141,31 +131,13 @@ def test_an_explicit_model_drops_out():
     ("arguments", "error", "message"),
     [
         ({"labels": IDS, "targets": IDS}, ValueError, "labels .* or targets .*, not both"),
-        ({"sweeep": dq.Sequential()}, TypeError, "'sweeep'; did you mean 'sweep'"),
-        ({"solver": None}, TypeError, "solver must be a Solver"),
-        ({"labels": IDS + 3}, ValueError, r"labels .*must lie in 0\.\.10"),
+        ({"input_ids": IDS[:, :1], "labels": IDS[:, :1]}, ValueError, "labels leave nothing to score"),
         ({"targets": torch.full_like(IDS, -100)}, ValueError, "targets leave nothing to score"),
         ({"labels": IDS.to(torch.uint8), "mask": IDS >= 0}, TypeError, "labels must be int64"),
-        ({"mask": (IDS >= 0).to("meta")}, ValueError, r"mask must be bool of shape .* on cpu.* got .* on meta"),
     ],
     ids=lambda part: "-".join(part) if isinstance(part, dict) else "",
 )
 @pytest.mark.usefixtures("unchecked")
 def test_bad_calls_are_named(arguments, error, message):
     with pytest.raises(error, match=message):
-        language_model()(IDS, **arguments)
-
-
-@pytest.mark.parametrize("ids", [torch.tensor([[11]]), torch.tensor([[3, -1]]), IDS[:0]], ids=str)
-def test_bad_ids_are_named(ids):
-    message = rf"input_ids must lie in 0\.\.10, got {ids.min()}\.\.{ids.max()}" if len(ids) else "input_ids .* none of"
-    with pytest.raises(ValueError, match=message):
-        language_model()(ids)
-
-
-def test_targets_of_another_shape_and_a_single_label_are_named():
-    forward = inspect.unwrap(dq.CausalLM.forward)  # the tests' own check would be first
-    with pytest.raises(ValueError, match=r"targets must have the shape of input_ids \(2, 4\), got \(2, 2\)"):
-        forward(language_model(), IDS, targets=IDS[:, :2])
-    with pytest.raises(ValueError, match="labels leave nothing to score"):
-        language_model()(IDS[:, :1], labels=IDS[:, :1])
+        language_model()(**{"input_ids": IDS} | arguments)

@@ -101,23 +101,6 @@ def test_counts_that_cannot_be_committed_are_refused(name, counts):
         model.commit(None, evaluation, torch.tensor(counts) if isinstance(counts, list) else counts)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "words"),
-    [
-        ({"start": torch.zeros(2, 8, 8, dtype=torch.float64)}, ValueError, "start must be like the embedded tokens"),
-        ({"start": torch.zeros(2, 7, 8)}, ValueError, "start must be like .*float64 .* got torch.float32"),
-        ({"start": embedded() * torch.nan}, ValueError, "start must be finite"),
-        ({"iterations": 0}, ValueError, "iterations must be an integer >= 1, got 0"),
-        ({"cache": embedded()}, TypeError, "cache must be a"),
-    ],
-    ids=["length", "dtype", "finite", "iterations", "cache"],
-)
-@pytest.mark.parametrize("name", ["Affine", "RecurrentDepth"])
-def test_bad_arguments_are_named(name, arguments, error, words):
-    with pytest.raises(error, match=words):
-        MODELS[name]().evaluate(embedded(), **arguments)
-
-
 def test_a_model_that_would_not_see_its_input_is_refused():
     model, x = dq.ImplicitModel(contractive_llama(injection=False)), embedded()
     with pytest.raises(ValueError, match="built without an injection"):

@@ -14,22 +14,6 @@ SWEEPS = pytest.mark.parametrize("sweep", [dq.Simultaneous(), dq.Sliding(3)], id
 
 @pytest.mark.usefixtures("unchecked")
 class TestSweeps:
-    @pytest.mark.parametrize("make", [contractive_mamba2, contractive_llama])
-    @pytest.mark.parametrize(
-        "gradient", [dq.Phantom(4, 0.8), dq.Implicit(stop=TIGHT.stop)], ids=lambda gradient: type(gradient).__name__
-    )
-    def test_they_give_the_same_gradient(self, make, gradient):
-        model = dq.ImplicitModel(make(), TIGHT)
-        gradients = []
-        towards = torch.randn(2, 7, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-        for sweep in (dq.Simultaneous(), dq.Sequential(), dq.Sliding(3)):
-            model.zero_grad()
-            (model(embedded(), sweep=sweep, gradient=gradient).value * towards).sum().backward()
-            gradients.append([p.grad.clone() for p in model.parameters()])
-        for first, *others in zip(*gradients, strict=True):
-            assert first.abs().max() > 0
-            assert all(torch.allclose(first, other, atol=1e-7) for other in others)
-
     @SWEEPS
     def test_numbers_of_padded_rows_are_put_back_in_their_places(self, sweep):
         mask = torch.tensor([[True] * 7, [False] * 3 + [True] * 4])
@@ -84,30 +68,6 @@ def test_a_random_start_leads_to_the_same_fixed_point_and_is_zero_at_padding():
     mask = torch.tensor([[False] * 3 + [True] * 4])
     padded = model(x[:1], mask=mask, start=start, throw=True).value
     assert torch.allclose(padded[:, 3:], model(x[:1, 3:]).value, atol=1e-8)
-
-
-class TestFailure:
-    def failing(self, **options):
-        x = embedded()
-        x[1] = 0  # its fixed point is zero, found at once
-        return dq.ImplicitModel(affine()).eval()(x, stop=dq.Stop(rtol=1e-11, max_steps=3), **options)
-
-    @SWEEPS
-    def test_it_is_data_unless_an_error_is_asked_for(self, sweep):
-        output = self.failing(sweep=sweep)
-        assert output.converged.tolist() == [False, True]
-        with pytest.raises(dq.ConvergenceError, match=r"1 of 2 rows.* Remedy: raise Stop\.max_steps") as raised:
-            output.raise_if_failed()
-        assert raised.value.rows == [0]
-        assert raised.value.residuals == [output.stats.residual[0].max().item()]
-        with pytest.raises(dq.ConvergenceError, match="1 of 2 rows"):
-            self.failing(sweep=sweep, throw=True)
-
-    def test_training_on_nothing_but_diverged_rows_warns(self):
-        model = dq.ImplicitModel(affine())
-        model.backbone.U.data.fill_(torch.nan)
-        with pytest.warns(dq.ConvergenceWarning, match="failed for 2 of 2 rows"):
-            model(embedded())
 
 
 class WithConv(dq.Affine):

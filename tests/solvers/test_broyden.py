@@ -75,8 +75,3 @@ class TestBroyden(SolverContract):
         f = type(f)(f.gain, f.offset * 300, f.ceiling)
         solution = solve(f, z0, solver=Broyden(), stop=Stop(rtol=5e-3, max_steps=10))
         assert solution.status.tolist() == [Status.CONVERGED]
-
-    @pytest.mark.parametrize("memory", [0, -2])
-    def test_refuses_a_memory_below_one(self, memory):
-        with pytest.raises(ValueError, match=r"Broyden\.memory must be .*>= 1"):
-            Broyden(memory)

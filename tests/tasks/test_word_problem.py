@@ -29,11 +29,7 @@ def seeded(seed=0):
 def test_worked_example_of_the_paper():
     tokens = [(5, 4, 1, 3, 2), (3, 4, 1, 2, 5), (5, 3, 1, 2, 4)]
     prefixes = prefix_products(S5, torch.tensor([[S5.index(token) for token in tokens]]))
-    assert [S5.elements[p] for p in prefixes[0].tolist()] == [
-        (5, 4, 1, 3, 2),
-        (1, 3, 5, 4, 2),
-        (2, 5, 1, 3, 4),
-    ]
+    assert [S5.elements[p] for p in prefixes[0].tolist()] == [tokens[0], (1, 3, 5, 4, 2), (2, 5, 1, 3, 4)]
 
 
 @given(name=st.sampled_from(["Z2", "S3", "M", "Z3xM"]), length=st.integers(1, 40), seed=st.integers(0, 99))
@@ -86,20 +82,6 @@ def test_probability_changes_only_which_tokens_are_easy():
     assert not torch.equal(plain, half)
 
 
-def test_the_same_seed_gives_the_same_data_whatever_the_global_state():
-    task = WordProblem(A5)
-    torch.manual_seed(0)
-    first, stream = task.fixed(8, 16, seed=5), task.batches(4, 16, seed=5)
-    drawn = [next(stream) for _ in range(3)]
-    torch.manual_seed(1)
-    before = torch.get_rng_state()
-    again, stream = task.fixed(8, 16, seed=5), task.batches(4, 16, seed=5)
-    assert torch.equal(first.inputs, again.inputs)
-    for batch in drawn:
-        assert torch.equal(batch.inputs, next(stream).inputs)
-    assert torch.equal(before, torch.get_rng_state())
-
-
 def test_training_and_evaluation_share_no_stream():
     # Even with one seed, and even if one of the two were shifted by some draws.
     training = next(WordProblem(A5).batches(1, 1000, seed=0)).inputs[0]
@@ -116,18 +98,12 @@ def test_a_single_length_and_several():
         assert 70 <= lengths.count(length) <= 130  # 100 expected, standard deviation 8
 
 
-TASK = WordProblem(cyclic(3))
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: TASK.batches(2, (4, 0), seed=0), "length must .* got 0"),
-        (lambda: TASK.batches(2, (), seed=0), "length must name at least one"),
         (lambda: WordProblem(aperiodic_monoid(), identity_probability=0.5), "must be 0 for M, which has no group"),
         (lambda: WordProblem(cyclic(3), inputs=()), "inputs must be one or more ids, none of them twice, got"),
         (lambda: WordProblem(cyclic(3), inputs=(0, 3)), r"inputs must .* 0\.\.2, got 3"),
-        (lambda: WordProblem(cyclic(3), inputs=(-1,)), r"inputs must .* 0\.\.2, got -1"),
         (lambda: WordProblem(cyclic(3), inputs=(1, 1)), r"inputs must .* none of them twice, got \(1, 1\)"),
     ],
 )

@@ -42,20 +42,15 @@ def test_the_phases_of_the_paper():
     assert unrolled(6, until=1).solve.stop == dq.Stop.exactly(6)
 
 
-def test_a_phase_has_a_name_and_an_end():
+def test_a_phase_has_a_name():
     with pytest.raises(ValueError, match=r"Phase.name must not be empty"):
         replace(BOUNDED, name="")
-    for until in (0, -1, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match=r"Phase.until must be a number"):
-            replace(BOUNDED, until=until)
 
 
 @pytest.mark.parametrize("make", [bounded, free, unrolled])
 def test_options_of_the_makers(make):
     phase = make(3, until=7, name="mine")
     assert (phase.name, phase.until, phase.solve.stop.max_steps) == ("mine", 7, 3)
-    with pytest.raises(ValueError, match="must be an integer >= 1, got 0"):
-        make(0, until=7)
 
 
 @pytest.mark.parametrize(
@@ -146,26 +141,22 @@ def test_the_record_is_json_and_is_accepted_again():
     assert curriculum.resumed(record) == curriculum.phases[1]
 
 
+ONE_STEP = replace(free(), solve=replace(free().solve, gradient=dq.OneStep()))
+
+
 @pytest.mark.parametrize(
-    ("other", "changes"),
+    ("phases", "unit", "changes"),
     [
-        (
-            Curriculum((bounded(), free(32))),
-            ["phase 2 solve.stop.max_steps: 24 -> 32", "phase 2 eval_solve.stop.max_steps"],
-        ),
-        (Curriculum((bounded(until=0.7), free())), ["phase 1 until: 0.8 -> 0.7"]),
-        (Curriculum((free(),)), ["phase 1 name: 'bounded' -> 'free'", "phase 2 name: 'free' -> nothing"]),
-        (Curriculum((bounded(until=3), free()), "steps"), ["unit: 'fraction' -> 'steps'"]),
-        (
-            Curriculum(
-                (bounded(), replace(free(), solve=dq.SolveConfig(stop=free().solve.stop, gradient=dq.OneStep())))
-            ),
-            ["phase 2 solve.gradient.class: 'Phantom' -> 'OneStep'", "phase 2 solve.gradient.steps: 4 -> nothing"],
-        ),
+        ((bounded(), free(32)), "fraction", ["solve.stop.max_steps: 24 -> 32", "phase 2 eval_solve.stop.max_steps"]),
+        ((bounded(until=0.7), free()), "fraction", ["phase 1 until: 0.8 -> 0.7"]),
+        ((free(),), "fraction", ["phase 1 name: 'bounded' -> 'free'", "phase 2 name: 'free' -> nothing"]),
+        ((bounded(until=3), free()), "steps", ["unit: 'fraction' -> 'steps'"]),
+        ((bounded(), ONE_STEP), "fraction", ["class: 'Phantom' -> 'OneStep'", "solve.gradient.steps: 4 -> nothing"]),
     ],
     ids=["budget", "end", "phases", "unit", "gradient"],
 )
-def test_another_curriculum_is_refused_and_the_difference_named(other, changes):
+def test_another_curriculum_is_refused_and_the_difference_named(phases, unit, changes):
+    other = Curriculum(phases, unit)
     with pytest.raises(ValueError, match=r"^the curriculum is not the one that the checkpoint was trained with") as got:
         other.resumed(PAPER.record(0.5))
     assert all(change in str(got.value) for change in changes)
