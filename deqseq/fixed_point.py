@@ -4,7 +4,8 @@ from typing import Any
 
 import torch
 
-from deqseq.check import check_type, checked
+from deqseq.annotations import checked
+from deqseq.check import check_type
 from deqseq.gradients.base import Gradient
 from deqseq.gradients.implicit import Implicit
 from deqseq.loop import Callback

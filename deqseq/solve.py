@@ -6,7 +6,8 @@ from typing import Any, Required, TypedDict
 
 import torch
 
-from deqseq.check import check_type, checked
+from deqseq.annotations import checked
+from deqseq.check import check_type
 from deqseq.evaluate import check_start, check_transforms
 from deqseq.loop import Callback, iterate
 from deqseq.moving import MovingWindows

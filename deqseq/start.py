@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor
 
-from deqseq.check import Between, Within, checked
+from deqseq.annotations import Between, Within, checked
 from deqseq.types import Sequence
 
 

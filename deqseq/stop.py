@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from deqseq.check import AtLeast, Within, checked
+from deqseq.annotations import AtLeast, Within, checked
 from deqseq.types import State
 
 Norm = Literal["token", "row"]

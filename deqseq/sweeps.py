@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from deqseq.check import AtLeast, check_integer, checked
+from deqseq.annotations import AtLeast, checked
+from deqseq.check import check_integer
 
 
 class Sweep:

@@ -7,8 +7,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from deqseq.annotations import AtLeast, Within, checked
 from deqseq.backbones.base import Backbone, Cache, Counts, Inputs, check_cache, check_sequence
-from deqseq.check import AtLeast, Within, checked
 from deqseq.types import Mask, Sequence
 
 

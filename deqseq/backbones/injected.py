@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from deqseq.annotations import AtLeast, Within, checked
 from deqseq.backbones.base import Backbone, Cache, Counts, check_sequence
-from deqseq.check import AtLeast, Within, check_type, checked
+from deqseq.check import check_type
 from deqseq.types import Mask, Sequence
 
 

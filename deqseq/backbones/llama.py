@@ -6,9 +6,9 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor, nn
 
+from deqseq.annotations import AtLeast, Within, checked
 from deqseq.backbones.base import Backbone, Counts, Inputs, check_cache, check_sequence
 from deqseq.backbones.llama_cache import LlamaCache, commit
-from deqseq.check import AtLeast, Within, checked
 from deqseq.layers import (
     Attention,
     KeyValues,

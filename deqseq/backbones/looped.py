@@ -9,8 +9,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from deqseq.annotations import AtLeast, checked
 from deqseq.backbones.base import Backbone, Cache, Counts, Inputs
-from deqseq.check import AtLeast, check_type, checked
+from deqseq.check import check_type
 from deqseq.evaluate import evaluate
 from deqseq.start import Start, initial_state
 from deqseq.types import Mask, Sequence

@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 from torch import Tensor, nn
 
+from deqseq.annotations import AtLeast, Bounds, Within, checked
 from deqseq.backbones.base import Backbone, Cache, Counts, Inputs, check_cache, check_sequence
-from deqseq.check import AtLeast, Bounds, Within, checked
 from deqseq.layers import (
     Mamba2Block,
     Mamba2Mixer,

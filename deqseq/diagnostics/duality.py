@@ -7,7 +7,8 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from deqseq.check import check_integer, check_type, checked
+from deqseq.annotations import checked
+from deqseq.check import check_integer, check_type
 from deqseq.config import SolveConfig, SolveFields
 from deqseq.diagnostics.arguments import check_call
 from deqseq.diagnostics.shown import text_table

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Unpack
 import torch
 from jaxtyping import Int64
 
-from deqseq.check import checked
+from deqseq.annotations import checked
 from deqseq.config import SolveConfig, SolveFields
 from deqseq.diagnostics.arguments import check_call
 from deqseq.diagnostics.shown import SHOWN, new_figure, remaining, text_table

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from deqseq.check import checked
+from deqseq.annotations import checked
 from deqseq.loop import Progress
 from deqseq.solution import Outcome, SolveStats, Status, worst_token
 from deqseq.solvers import Adaptive, Anderson, Broyden, Relaxed

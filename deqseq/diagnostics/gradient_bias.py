@@ -10,8 +10,9 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
+from deqseq.annotations import checked
 from deqseq.backbones import Backbone
-from deqseq.check import check_integer, check_type, checked
+from deqseq.check import check_integer, check_type
 from deqseq.config import SolveConfig, SolveFields
 from deqseq.diagnostics.arguments import check_call
 from deqseq.diagnostics.shown import text_table

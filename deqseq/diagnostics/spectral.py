@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Complex, Float
 from torch import Tensor
 
-from deqseq.check import AtLeast, Between, Within, checked
+from deqseq.annotations import AtLeast, Between, Within, checked
 from deqseq.config import SolveConfig, SolveFields
 from deqseq.diagnostics.arguments import check_call
 from deqseq.diagnostics.arnoldi import Ritz, ritz_values

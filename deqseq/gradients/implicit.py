@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deqseq.check import checked
+from deqseq.annotations import checked
 from deqseq.evaluate import check_transforms
 from deqseq.gradients.base import AttachedGradient
 from deqseq.solution import ConvergenceWarning, Solution

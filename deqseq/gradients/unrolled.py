@@ -6,7 +6,7 @@ from typing import Annotated, Any, Unpack
 
 import torch
 
-from deqseq.check import AtLeast, checked
+from deqseq.annotations import AtLeast, checked
 from deqseq.gradients.base import Gradient, checkpointed, primed
 from deqseq.solution import Solution
 from deqseq.solve import SolveCall, solve

@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal
 
 import torch
 
-from deqseq.check import AtLeast, Within, check_known, check_type, checked
+from deqseq.annotations import AtLeast, Within, checked
+from deqseq.check import check_known, check_type
 from deqseq.config import SolveConfig
 from deqseq.gradients import Gradient, Implicit, Phantom
 from deqseq.integrations.fields import Fields, Only

@@ -7,7 +7,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from deqseq.check import AtLeast, checked
+from deqseq.annotations import AtLeast, checked
 from deqseq.ops.backend import Backend
 from deqseq.ops.causal_conv import convolved
 

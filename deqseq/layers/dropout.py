@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from deqseq.check import Within, checked
+from deqseq.annotations import Within, checked
 
 
 @checked

@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 import torch
 
+from deqseq.annotations import AtLeast, checked
 from deqseq.backbones.base import Backbone, Cache, Inputs
-from deqseq.check import AtLeast, checked
 from deqseq.models.base import Model, check_input
 from deqseq.models.output import Evaluation, ModelOutput
 from deqseq.models.padding import Padding

@@ -8,9 +8,10 @@ from typing import Annotated, Any, Unpack
 import torch
 from torch import Tensor
 
+from deqseq.annotations import AtLeast, checked
 from deqseq.backbones.base import Backbone, Cache, Inputs
 from deqseq.backbones.looped import LoopedInputs
-from deqseq.check import AtLeast, check_integer, check_type, checked
+from deqseq.check import check_integer, check_type
 from deqseq.config import SolveConfig, SolveFields, resolve
 from deqseq.loop import Callback
 from deqseq.models.base import Model, check_input

@@ -7,8 +7,9 @@ from typing import Literal, get_args
 
 import torch
 
+from deqseq.annotations import checked
 from deqseq.backbones import LlamaConfig, Mamba2Config
-from deqseq.check import checked, suggestion
+from deqseq.check import suggestion
 from deqseq.config import SolveConfig
 from deqseq.gradients import Phantom
 from deqseq.models.specification import LanguageModelSpec

@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from deqseq.annotations import checked
 from deqseq.backbones.base import Cache
-from deqseq.check import check_type, checked
+from deqseq.check import check_type
 from deqseq.models.base import Model
 from deqseq.models.explicit import ExplicitModel, check_nothing_to_solve
 from deqseq.models.implicit import ImplicitModel

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from deqseq.check import Between
+from deqseq.annotations import Between
 
 Logits = Float[Tensor, "rows vocab"]
 

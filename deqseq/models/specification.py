@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from torch import nn
 
+from deqseq.annotations import AtLeast, Within, checked
 from deqseq.backbones import (
     AddInjection,
     Backbone,
@@ -20,7 +21,6 @@ from deqseq.backbones import (
     Mamba2,
     Mamba2Config,
 )
-from deqseq.check import AtLeast, Within, checked
 from deqseq.config import SolveConfig
 from deqseq.models.causal_lm import CausalLM
 from deqseq.models.explicit import ExplicitModel

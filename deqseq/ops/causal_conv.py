@@ -5,7 +5,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from deqseq.check import checked
+from deqseq.annotations import checked
 from deqseq.ops import fused
 from deqseq.ops.backend import Backend, resolved
 

@@ -5,7 +5,7 @@ from typing import Annotated, NamedTuple
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from deqseq.check import AtLeast, Bounds, checked
+from deqseq.annotations import AtLeast, Bounds, checked
 from deqseq.ops import fused, reference
 from deqseq.ops.backend import Backend, resolved
 from deqseq.ops.reference import UNLIMITED, StepSizes

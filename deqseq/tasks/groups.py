@@ -7,7 +7,8 @@ from typing import Annotated
 
 import torch
 
-from deqseq.check import Between, checked, suggestion
+from deqseq.annotations import Between, checked
+from deqseq.check import suggestion
 from deqseq.tasks.monoid import MAX_ORDER, FiniteMonoid, direct_product
 
 LARGEST = {"Z": MAX_ORDER, "D": MAX_ORDER // 2, "S": 6, "A": 6}  # the table of S7 would take 200 MB

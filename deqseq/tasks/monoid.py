@@ -10,7 +10,8 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from deqseq.check import AtLeast, check_integer, check_type, checked
+from deqseq.annotations import AtLeast, checked
+from deqseq.check import check_integer, check_type
 
 Label = int | str | tuple
 MAX_ORDER = 1024  # S6 has 720 elements; the table of S7 alone would take 200 MB

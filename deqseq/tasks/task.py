@@ -9,7 +9,8 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from deqseq.check import AtLeast, check_ids, check_integer, check_type, checked
+from deqseq.annotations import AtLeast, checked
+from deqseq.check import check_ids, check_integer, check_type
 
 
 class WordBatch(NamedTuple):

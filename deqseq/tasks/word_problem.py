@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from deqseq.check import Within, checked
+from deqseq.annotations import Within, checked
 from deqseq.tasks.monoid import FiniteMonoid, check_elements
 from deqseq.tasks.task import Task, WordBatch
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass, fields, is_dataclass
 from numbers import Integral, Real
 from typing import Any, Literal
 
-from deqseq.check import check_type, checked, plain_number
+from deqseq.annotations import checked
+from deqseq.check import check_type, plain_number
 from deqseq.training.phase import Phase
 
 Unit = Literal["fraction", "steps", "tokens"]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Annotated, Literal
 
-from deqseq.check import AtLeast, Within, checked
+from deqseq.annotations import AtLeast, Within, checked
 
 Rise = Literal["linear", "1-sqrt"]
 """How a mean rises over a phase."""

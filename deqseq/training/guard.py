@@ -7,7 +7,8 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from deqseq.check import AtLeast, check_type, checked
+from deqseq.annotations import AtLeast, checked
+from deqseq.check import check_type
 
 
 class NonFiniteLoss(FloatingPointError):

@@ -8,7 +8,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from deqseq.check import AtLeast, checked
+from deqseq.annotations import AtLeast, checked
 from deqseq.evaluate import check_start, evaluate
 from deqseq.stop import token_norms
 from deqseq.types import FixedPointMap, State

@@ -5,7 +5,8 @@ from typing import Annotated
 
 from torch import nn
 
-from deqseq.check import AtLeast, Within, check_integer, checked
+from deqseq.annotations import AtLeast, Within, checked
+from deqseq.check import check_integer
 from deqseq.config import SolveConfig
 from deqseq.gradients import Gradient, Phantom, Unrolled
 from deqseq.models.explicit import ExplicitModel

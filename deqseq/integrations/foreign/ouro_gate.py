@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from deqseq.check import Within, checked
+from deqseq.annotations import Within, checked
 
 
 class OuroGate(nn.Module):

@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from deqseq.annotations import checked
 from deqseq.backbones import LlamaConfig, Mamba2Config
-from deqseq.check import check_type, checked
+from deqseq.check import check_type
 from deqseq.config import SolveConfig
 from deqseq.gradients import Phantom
 from deqseq.integrations.fields import Fields, Only, Sizes

@@ -10,8 +10,8 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
+from deqseq.annotations import AtLeast, checked
 from deqseq.backbones import ConcatInjection, Injected, Llama, LlamaConfig, Looped
-from deqseq.check import AtLeast, checked
 from deqseq.config import SolveConfig
 from deqseq.gradients import Unrolled
 from deqseq.integrations.fields import Fields, Only

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
+from deqseq.annotations import checked
 from deqseq.backbones import LlamaConfig, Mamba2Config
-from deqseq.check import checked
 from deqseq.config import SolveConfig
 from deqseq.integrations.fields import Fields, Only
 from deqseq.integrations.foreign.pretrained import mamba_ssm_layer, padded

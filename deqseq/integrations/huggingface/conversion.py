@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deqseq.check import checked
+from deqseq.annotations import checked
 from deqseq.integrations.foreign import from_reference
 from deqseq.integrations.foreign.files import add_tensors, config_in, tensors_in
 from deqseq.integrations.huggingface.configuration import DeqseqConfig

@@ -9,8 +9,8 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
+from deqseq.annotations import checked
 from deqseq.as_json import from_json, to_json
-from deqseq.check import checked
 from deqseq.training import Curriculum, Phase
 
 log = logging.getLogger(__name__)

@@ -9,10 +9,10 @@ from jaxtyping import Bool, Int64, Shaped
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from deqseq.annotations import checked
 from deqseq.backbones import Backbone, Inputs, LlamaCache
 from deqseq.backbones.base import check_cache, check_sequence
 from deqseq.backbones.llama_cache import commit
-from deqseq.check import checked
 from deqseq.layers import KeyValues, Past
 from deqseq.models import CausalLM, ExplicitModel, RecurrentDepth
 from deqseq.models.specification import DecoderLayers

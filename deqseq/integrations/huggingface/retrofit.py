@@ -5,8 +5,8 @@ from typing import Annotated, Any
 
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from deqseq.annotations import AtLeast, checked
 from deqseq.backbones import Injected, Injection
-from deqseq.check import AtLeast, checked
 from deqseq.config import SolveConfig
 from deqseq.gradients import Unrolled
 from deqseq.integrations.huggingface.decoder import DecoderBackbone, with_head

@@ -15,6 +15,7 @@ from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM
 
 import deqseq as dq
+from deqseq.integrations.foreign import from_state
 from deqseq.integrations.huggingface import from_causal_lm, from_decoder, retrofit, to_causal_lm
 from deqseq.integrations.huggingface.retrofit import EVAL, TRAIN
 
