@@ -1,18 +1,19 @@
-"""What an argument may be stands in its annotation: a decorator reads it there, and refuses anything else."""
+"""Annotations say which values an argument takes, and a decorator refuses all others with an error."""
 
 import functools
 import inspect
 import types
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from itertools import chain, repeat
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, Unpack, get_args, get_origin, get_type_hints
 
 import torch
 from jaxtyping import AbstractArray
 from torch import Tensor
 
 from deqseq.check import (
+    EXAMPLES,
     check_bounds,
     check_callable,
     check_choice,
@@ -21,11 +22,12 @@ from deqseq.check import (
     check_number,
     check_type,
     suggestion,
+    wrong_type,
 )
 
 T = TypeVar("T")
 Check = Callable[[str, Any], None]
-"""Raises an error that names the argument, its first, unless the second is what it may be."""
+"""``check(name, value)`` raises an error that names the argument if it does not take the value."""
 
 ELSEWHERE = {
     "attention_mask": "mask",
@@ -44,15 +46,10 @@ ELSEWHERE = {
     "f_max_iter": "max_steps",
     "tol": "rtol",
     "f_tol": "rtol",
+    "tolerance": "rtol",
     "tau": "damping",
 }
 """Names of arguments in other libraries, and ours."""
-
-RECORDS = {
-    "stop": ("dq.Stop", ("rtol", "atol", "max_steps", "check_every", "divergence", "norm")),
-    "solve": ("dq.SolveConfig", ("solver", "stop", "gradient", "sweep", "start")),
-}
-"""Arguments that are records of ours, and their fields, which are looked for beside them."""
 
 
 @dataclass(frozen=True)
@@ -85,9 +82,9 @@ class Bounds:
 def checked(target: T) -> T:
     """Check the arguments of a function, or of a dataclass's constructor, against their annotations.
 
-    Read are ranges (:class:`AtLeast`, :class:`Between`, :class:`Within`, :class:`Bounds`), ``bool``, ``Literal``,
-    functions, classes, and unions of them; of a tensor or a container only its class. Defaults are not checked, and
-    neither is anything inside ``torch.compile``.
+    It reads ranges (:class:`AtLeast`, :class:`Between`, :class:`Within`, :class:`Bounds`), ``bool``, ``Literal``,
+    functions, classes, and unions of them; of a tensor or a container only the class. Defaults are not checked, and
+    neither is anything inside ``torch.compile``. A dataclass that inherits from a checked one is decorated too.
 
     Args:
         target: a function, an ``__init__`` or a dataclass.
@@ -107,6 +104,8 @@ def checked(target: T) -> T:
         Traceback (most recent call last):
         ValueError: times must be an integer >= 1, got 0
     """
+    if isinstance(target, classmethod | staticmethod | property):
+        raise TypeError(f"write @checked below @{type(target).__name__}")
     if isinstance(target, type):
         target.__init__ = _checking(target.__init__, f"{target.__name__}.")
         return target
@@ -115,28 +114,55 @@ def checked(target: T) -> T:
     return _checking(function, f"{owner}." if name == "__init__" else "")
 
 
+class _Parameters(NamedTuple):
+    """The arguments of a function, each with its check."""
+
+    by_place: list[tuple[str, Check | None]]
+    further: tuple[str, Check | None]
+    by_name: dict[str, Check | None]
+    other_names: Check | None
+    takes_other_names: bool
+    records: dict[str, Any]
+    """Dataclasses that an argument takes: their fields are looked for beside them."""
+
+
+def _parameters(function: Any) -> _Parameters:
+    named, by_place, further, others = {}, [], ("", None), None
+    every = inspect.signature(function).parameters.values()
+    for one in every:
+        annotation = _evaluated(one.annotation, function)
+        if one.kind is one.VAR_KEYWORD and get_origin(annotation) is Unpack:
+            named |= get_type_hints(get_args(annotation)[0], include_extras=True)
+        elif one.kind is one.VAR_KEYWORD:
+            others = annotation
+        elif one.kind is one.VAR_POSITIONAL:
+            further = one.name, _check_of(annotation)
+        else:
+            if one.kind is not one.KEYWORD_ONLY:
+                by_place.append((one.name, _check_of(annotation)))
+            if one.kind is not one.POSITIONAL_ONLY and one.name not in ("self", "cls"):
+                named[one.name] = annotation
+    records = {name: kind for name, given in named.items() for kind in _classes_in(given) if is_dataclass(kind)}
+    checks = {name: _check_of(annotation) for name, annotation in named.items()}
+    return _Parameters(by_place, further, checks, _check_of(others), others is not None, records)
+
+
 def _checking(function: Any, prefix: str) -> Any:
     @functools.cache  # at the first call, when every class that an annotation names is there
-    def parameters() -> tuple[list[str], str, dict[str, Check | None], bool]:
-        known = inspect.signature(function).parameters.values()
-        ordered = [one.name for one in known if one.kind <= one.POSITIONAL_OR_KEYWORD]
-        rest = "".join(one.name for one in known if one.kind is one.VAR_POSITIONAL)
-        checks = {one.name: _evaluated(one.annotation, function) for one in known}
-        fields = [checks.pop(one.name) for one in known if one.kind is one.VAR_KEYWORD]
-        record = get_args(fields[0])[:1] if fields else ()  # of Unpack, a TypedDict
-        for one in record:
-            checks |= get_type_hints(one, include_extras=True)
-        is_complete = len(record) == len(fields)
-        return ordered, rest, {name: _check_of(annotation) for name, annotation in checks.items()}, is_complete
+    def parameters() -> _Parameters:
+        return _parameters(function)
 
     @functools.wraps(function)
     def with_checks(*args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
-            ordered, rest, checks, is_complete = parameters()
-            if is_complete and not kwargs.keys() <= checks.keys():
-                raise _unknown(next(name for name in kwargs if name not in checks), [*checks])
-            for name, value in chain(zip(chain(ordered, repeat(rest)), args, strict=False), kwargs.items()):
-                check = checks.get(name)
+            known = parameters()
+            for (name, check), value in zip(chain(known.by_place, repeat(known.further)), args, strict=False):
+                if check is not None:
+                    check(prefix + name, value)
+            for name, value in kwargs.items():
+                if name not in known.by_name and not known.takes_other_names:
+                    raise _unknown(name, known, function.__qualname__.removesuffix(".__init__"))
+                check = known.by_name.get(name, known.other_names)
                 if check is not None:
                     check(prefix + name, value)
         return function(*args, **kwargs)
@@ -144,21 +170,26 @@ def _checking(function: Any, prefix: str) -> Any:
     return with_checks
 
 
-def _unknown(name: str, known: list[str]) -> TypeError:
-    """An error for an argument that is none, with what may be meant."""
+def _unknown(name: str, known: _Parameters, function: str) -> TypeError:
+    """An error for a keyword that a function does not take, with what may be meant."""
     ours = ELSEWHERE.get(name, name)
-    records = {argument: kind for argument, (kind, fields) in RECORDS.items() if argument in known and ours in fields}
-    if ours in known:
+    inside = [argument for argument, kind in known.records.items() if ours in [field.name for field in fields(kind)]]
+    if ours in known.by_name:
         hint = f"; did you mean {ours!r}?"
-    elif records:
-        hint = "".join(f": write {argument}={kind}({ours}=...)" for argument, kind in records.items())
+    elif inside:
+        kind: str = known.records[inside[0]].__name__
+        hint = f": write {inside[0]}={EXAMPLES.get(kind, kind).partition('(')[0]}({ours}=...)"
     else:
-        hint = suggestion(name, known)
-    return TypeError(f"unknown argument {name!r}{hint} (known: {', '.join(one for one in known if one != 'self')})")
+        hint = suggestion(name, known.by_name)
+    return TypeError(f"unknown argument {name!r}{hint} ({function} takes: {', '.join(known.by_name)})")
 
 
 def _evaluated(annotation: Any, function: Any) -> Any:
-    return eval(annotation, inspect.unwrap(function).__globals__) if isinstance(annotation, str) else annotation
+    """An annotation that may be written as a string; one that names a local class is not checked."""
+    try:
+        return eval(annotation, inspect.unwrap(function).__globals__) if isinstance(annotation, str) else annotation
+    except NameError:
+        return Any
 
 
 def _check_of(annotation: Any) -> Check | None:
@@ -187,21 +218,47 @@ def _check_of_range(note: object) -> Check | None:
 
 
 def _check_of_union(parts: tuple[Any, ...]) -> Check | None:
-    optional, others = type(None) in parts, [part for part in parts if part is not type(None)]
-    literals = tuple(choice for part in others if get_origin(part) is Literal for choice in get_args(part))
-    classes = [_class_of(part) for part in others if get_origin(part) is not Literal]
-    kinds = tuple(kind for kind in classes if kind is not None)
-    if len(others) == 1 and (literals or not kinds or kinds[0] in PLAIN):
-        check = _check_of(others[0])
-    elif len(kinds) < len(classes):  # for example a function or an object: nothing simple to say
+    """Take what one of the parts takes."""
+    others = [part for part in parts if part is not type(None)]
+    found = [_check_of(part) for part in others]
+    checks = [check for check in found if check is not None]
+    if len(checks) < len(others):  # one of them takes anything
         return None
-    elif literals:
-        check = functools.partial(check_choice, choices=literals, kinds=kinds)
-    else:
-        check = functools.partial(check_type, wanted=(*kinds, type(None)) if optional else kinds)
-    if check is None or not optional:
-        return check
-    return lambda name, value: None if value is None else check(name, value)
+    choices = tuple(choice for part in others if get_origin(part) is Literal for choice in get_args(part))
+    named = tuple(kind for kind in map(_plain_class, others) if kind is not None)
+    kinds = (*named, type(None)) if len(others) < len(parts) else named
+    classes = tuple(kind for kind in kinds if kind not in PLAIN)  # of these, an object is enough
+
+    def check(name: str, value: Any) -> None:
+        if isinstance(value, classes):
+            return None
+        if len(checks) == 1 and (choices or classes == (type(None),)):
+            checks[0](name, value)
+            return None
+        for one in checks:
+            try:
+                return one(name, value)
+            except TypeError:  # of another kind
+                continue
+            except ValueError:  # of this kind, and out of range; or none of the choices
+                if not choices:
+                    raise
+        if choices:
+            check_choice(name, value, choices, named)
+        raise wrong_type(name, value, kinds)
+
+    return check
+
+
+def _plain_class(annotation: Any) -> type | None:
+    """The class of the objects that an annotation takes, also of numbers with a range."""
+    return _class_of(get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation)
+
+
+def _classes_in(annotation: Any) -> list[Any]:
+    """The classes that an annotation names, alone or in a union."""
+    is_union = get_origin(annotation) in (Union, types.UnionType)
+    return [_class_of(part) for part in (get_args(annotation) if is_union else (annotation,))]
 
 
 def _class_of(annotation: Any) -> type | None:
@@ -209,7 +266,13 @@ def _class_of(annotation: Any) -> type | None:
     kind = get_origin(annotation) or annotation
     if not isinstance(kind, type) or kind in (Any, Annotated, Callable, object, inspect.Parameter.empty):
         return None
-    return Tensor if issubclass(kind, AbstractArray) else kind
+    if issubclass(kind, AbstractArray):
+        return Tensor
+    try:
+        isinstance(None, kind)
+    except TypeError:  # a TypedDict or a Protocol
+        return None
+    return kind
 
 
 PLAIN: dict[Any, Check] = {

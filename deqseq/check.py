@@ -1,22 +1,20 @@
-"""Arguments are checked where they are given: an error names the argument, what it got and what it wants.
+"""Checks of arguments: an error names the argument, what it got and what it wants.
 
-What an argument may be stands in its annotation, and :func:`checked` reads it there.
+Most are called by :func:`deqseq.annotations.checked`, which reads what an argument takes from its annotation.
 """
 
 import difflib
+import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator
 from fractions import Fraction
 from numbers import Integral, Real
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 Kind = type | tuple[type, ...]
-T = TypeVar("T")
-Check = Callable[[str, Any], None]
-"""Raises an error that names the argument, its first, unless the second is what it may be."""
 
 EXAMPLES = {
     "Solver": "dq.Anderson()",
@@ -48,14 +46,17 @@ EXAMPLES = {
 
 
 def check_type(name: str, value: object, wanted: Kind, example: str = "") -> None:
-    """Refuse an argument that is no object of a class."""
-    if isinstance(value, wanted):
-        return
-    kinds = wanted if isinstance(wanted, tuple) else (wanted,)
+    """Refuse an argument that is not an object of a class, or of one of several."""
+    if not isinstance(value, wanted):
+        raise wrong_type(name, value, wanted if isinstance(wanted, tuple) else (wanted,), example)
+
+
+def wrong_type(name: str, value: object, kinds: tuple[type, ...], example: str = "") -> TypeError:
+    """The error for an argument that is not an object of one of these classes."""
     names = " or ".join(_called(kind) for kind in kinds)
     example = example or EXAMPLES.get(kinds[0].__name__, "")
     such = f", such as {example}" if example else ""
-    raise TypeError(f"{name} must be {names}{such}, got {_shown(value)}{_remedy(value, kinds)}")
+    return TypeError(f"{name} must be {names}{such}, got {_shown(value)}{_remedy(value, kinds)}")
 
 
 def check_integer(name: str, value: object, low: int, high: int | float = math.inf) -> None:
@@ -66,11 +67,7 @@ def check_integer(name: str, value: object, low: int, high: int | float = math.i
 
 def check_number(name: str, value: object, interval: str) -> None:
     """Refuse anything but a number in an interval, written as in ``"[0, inf)"``; NaN is in none."""
-    low, high = (float(end) for end in interval[1:-1].split(","))
-
-    above = (lambda x: low <= x) if interval[0] == "[" else (lambda x: low < x)
-    below = (lambda x: x <= high) if interval[-1] == "]" else (lambda x: x < high)
-    _check_number(name, value, Real, f"a number in {interval}", lambda x: above(x) and below(x))
+    _check_number(name, value, Real, f"a number in {interval}", _inside(interval))
 
 
 def check_bounds(name: str, value: Any) -> None:
@@ -91,7 +88,7 @@ def check_flag(name: str, value: object) -> None:
 def check_choice(name: str, value: object, choices: Iterable[object], kinds: tuple[type, ...] = ()) -> None:
     """Refuse anything but one of the ``choices``, or an object of one of the ``kinds``, with a ValueError."""
     known = tuple(choices)
-    if isinstance(value, kinds) or any(type(value) is type(one) and value == one for one in known):
+    if isinstance(value, kinds) or any(isinstance(value, type(one)) and value == one for one in known):
         return
     hint = suggestion(value, [one for one in known if isinstance(one, str)]) if isinstance(value, str) else ""
     others = "".join(f" or {_called(kind)}" for kind in kinds)
@@ -126,13 +123,22 @@ def check_ids(name: str, ids: Tensor, vocab_size: int) -> None:
 
 def suggestion(name: str, known: Iterable[str]) -> str:
     """``"; did you mean 'a' or 'b'?"``, or an empty string if no known name is close."""
-    near = difflib.get_close_matches(name, list(known), n=3, cutoff=0.5)
+    near = difflib.get_close_matches(name, list(known), n=3)
     return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 
 def plain_number(value: Real) -> int | float:
     """A number as JSON knows it, from one of NumPy's, say."""
     return int(value) if isinstance(value, Integral) else float(value)
+
+
+@functools.cache
+def _inside(interval: str) -> Callable[[Any], bool]:
+    """Whether a number is in an interval."""
+    low, high = (float(end) for end in interval[1:-1].split(","))
+    above = (lambda x: low <= x) if interval[0] == "[" else (lambda x: low < x)
+    below = (lambda x: x <= high) if interval[-1] == "]" else (lambda x: x < high)
+    return lambda x: above(x) and below(x)
 
 
 def _check_number(name: str, value: Any, kind: type, wanted: str, inside: Any) -> None:
@@ -151,9 +157,8 @@ def _shown(value: object) -> str:
 
 
 def _called(kind: type) -> str:
-    if kind is type(None):
-        return "None"
-    return f"a{'n' if kind.__name__[0] in 'AEIOU' else ''} {kind.__name__}"
+    plain = {type(None): "None", bool: "True or False", int: "an integer", float: "a number", str: "a string"}
+    return plain.get(kind) or f"a{'n' if kind.__name__[0] in 'AEIOUaeiou' else ''} {kind.__name__}"
 
 
 def _remedy(value: object, kinds: tuple[type, ...]) -> str:

@@ -66,4 +66,5 @@ def resolve(config: SolveConfig, solve: SolveConfig | None, changes: Mapping[str
     """The configuration of a call: ``solve`` instead of the model's own ``config``, with ``changes``."""
     check_type("model.solve or eval_solve", config, SolveConfig)  # attributes, which anything can be assigned to
     check_type("solve", solve, (SolveConfig, type(None)))
-    return replace(solve or config, **changes) if changes else solve or config
+    chosen = solve or config
+    return replace(chosen, **changes) if changes else chosen

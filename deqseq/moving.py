@@ -27,7 +27,7 @@ class MovingWindows(Windows):
     """Each row iterates a window of blocks, from its first block that is not committed.
 
     Leading blocks that pass are stored and committed, and the window moves on; tokens that stay keep their state. A
-    row that has ended stays in the batch if its cache is needed: then its window is behind its end, and nothing leaves.
+    row that has ended stays in the batch if its cache is needed: its window then lies past its last token.
     """
 
     def __init__(self, z0: State, args: TokenArgs, stop: Stop, budget: int, returns_point: bool, sweep: Sweep) -> None:
@@ -38,9 +38,10 @@ class MovingWindows(Windows):
         # of the rows that are still in the batch
         self._first, self._end = np.zeros_like(lengths), lengths  # first token of the window, end of the row
         self._since = np.zeros_like(lengths)  # evaluations when the window moved last
-        self._fresh = self._first_checks = self._open  # not checked since then; checked for the first time
+        self._fresh, self._first_checks = self._open, self._open  # not checked since then; checked for the first time
         self._entered = np.zeros((batch, self.width), dtype=np.int64)  # evaluations when each token in it entered
-        self._leaving = self._spent = self._diverged = np.zeros_like(lengths)  # tokens and rows of the last check
+        # of the last check: tokens that leave, rows that have spent their budget, rows that have diverged
+        self._leaving, self._spent, self._diverged = np.zeros_like(lengths), ~self._open, ~self._open
         # of the whole batch, on the host
         self._lengths, self._work = lengths, np.zeros_like(lengths)  # tokens, and evaluations of tokens
         self._status = np.full(batch, int(Status.CONVERGED))
@@ -76,7 +77,8 @@ class MovingWindows(Windows):
         # The whole window of a row that diverged is committed. Its cache then shows that it is not finite: a solve that
         # goes on from there diverges too, instead of converging as if these tokens did not exist.
         self._leaving = np.where(self._diverged, window, leaving)
-        self.done = bool((self._diverged | (self._leaving == left)).all())
+        self._open = ~self._diverged & (self._leaving < left)
+        self.done = not self._open.any()
         return True
 
     def _limit_for(self, difference: Tensor, scale: Tensor) -> Tensor:
@@ -158,7 +160,6 @@ class MovingWindows(Windows):
         moved = self._leaving > 0
         self._since, self._fresh = np.where(moved, self.evaluations, self._since), self._fresh | moved
         self._first = np.where(self._diverged, self._end, self._first + self._leaving)
-        self._open = self._first < self._end
 
     def _remove(self) -> RowIndex | None:
         """Remove the rows that have ended from the batch; those that stay (None: all)."""

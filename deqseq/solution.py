@@ -1,8 +1,11 @@
 """What a solve returns: failure is data, and can be raised."""
 
+import sys
+import warnings
 from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -54,6 +57,18 @@ class ConvergenceError(RuntimeError):
 
 class ConvergenceWarning(UserWarning):
     """A solve whose status is not returned to the caller, such as the adjoint solve of a backward pass, failed."""
+
+
+LIBRARIES = str(Path(__file__).parent), str(Path(torch.__file__).parents[1])
+"""Folders of this library and of what is installed beside torch."""
+
+
+def warn_caller(message: str) -> None:
+    """Give a :class:`ConvergenceWarning` at the caller's line: the first frame that is not of a library."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(LIBRARIES):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, ConvergenceWarning, stacklevel=level)
 
 
 @dataclass(frozen=True)

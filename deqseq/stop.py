@@ -72,7 +72,7 @@ class Stop:
     Args:
         rtol: relative tolerance.
         atol: absolute tolerance, in the units of the state.
-        max_steps: the budget: how many times the map may be evaluated, at least 1; in a window, without a commit.
+        max_steps: the budget: how many times the map may be evaluated; in a window, since its last commit.
         check_every: evaluations between two checks of the residual, at least 1. A check copies one flag per row to
             the host, which on CUDA synchronises; between checks nothing is measured, ended or recorded.
         divergence: a row has diverged when its :math:`d` exceeds this multiple of the scale it started from (the
@@ -126,7 +126,7 @@ class Stop:
 
     def distances(self, z: State, fz: State, block: int) -> tuple[PerBlock, PerBlock]:
         """:math:`d` and :math:`s` of each token, or of each block of so many tokens."""
-        if self.norm not in ("token", "row"):
+        if isinstance(self.norm, Rule):
             return self._own(self.norm, z, fz)
         difference, scale = token_norms(fz - z), token_norms(fz)
         if self.norm == "row" and block > 1:
@@ -140,7 +140,9 @@ class Stop:
     def limit(self, difference: PerBlock, scale: PerBlock) -> Float[Tensor, " rows"]:
         """The :math:`d` above which a row has diverged, given those of its first evaluation."""
         reference = torch.maximum(difference, scale).amax(dim=1).clamp_min(1)
-        limit = (self.divergence * reference).clamp(max=torch.finfo(reference.dtype).max)  # infinity has diverged
+        limit = (self.divergence * reference).clamp(
+            max=torch.finfo(reference.dtype).max
+        )  # finite, so that infinity has diverged
         return torch.where(reference.isinf(), -1, limit)  # a norm that overflows: nothing can be said of the residual
 
     @staticmethod
@@ -151,6 +153,8 @@ class Stop:
                 f"{residual.dtype} {tuple(residual.shape)}" if isinstance(residual, Tensor) else type(residual).__name__
             )
             raise TypeError(f"{type(rule).__name__}.residual must return floating-point {tuple(shape)}, got {got}")
+        # a token that the map does not move at all has converged: at padding a relative residual would be 0 / 0
+        residual = residual.to(torch.promote_types(fz.dtype, torch.float32)).masked_fill(token_norms(fz - z) == 0, 0)
         return residual, torch.ones_like(residual)
 
 

@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Int64
 from torch import Tensor
 
 from deqseq.backbones.base import Backbone, Cache
@@ -13,9 +12,7 @@ from deqseq.check import check_type
 from deqseq.layers import with_weights
 from deqseq.rows import map_tensors, tensors_of
 from deqseq.solution import Solution, SolveStats, Status
-from deqseq.types import Mask, Sequence
-
-Counts = Int64[Tensor, " batch"]
+from deqseq.types import Counts, Mask, Sequence
 
 
 class TokenArgs(NamedTuple):

@@ -21,6 +21,9 @@ RowIndex = Int64[Tensor, " rows"]
 RowMask = Bool[Tensor, " batch"]
 """A choice of rows."""
 
+Counts = Int64[Tensor, " batch"]
+"""How many tokens of each row are meant."""
+
 Sequence = Float[Tensor, "batch length d_model"]
 """A batch of sequences: embedded tokens, or the state of an iteration."""
 

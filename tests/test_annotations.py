@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Annotated, Any, Literal, TypedDict, Unpack
 
@@ -13,7 +13,7 @@ from torch import nn
 
 import deqseq as dq
 from deqseq import tasks, training
-from deqseq.annotations import RECORDS, AtLeast, Between, Within, checked
+from deqseq.annotations import AtLeast, Between, Within, checked
 from deqseq.check import EXAMPLES
 from deqseq.types import Sequence
 
@@ -37,6 +37,7 @@ def call(
     later: "Later | None" = None,
     anything: Any = None,
     number: int | float = 0,
+    mixed: Annotated[int, AtLeast(1)] | tuple[int, ...] = 1,
     *rest: Annotated[int, AtLeast(0)],
     keyword: bool = True,
 ) -> str:
@@ -66,11 +67,16 @@ class Later:
         ("solver", "anderson", "a Solver, such as dq.Anderson(), got 'anderson': write Anderson(...)"),
         ("solver", dq.Broyden, "a Solver, such as dq.Anderson(), got <class 'deqseq.solvers.broyden.Broyden'>: write "),
         ("stop", 1e-3, "a Stop or None, such as dq.Stop(rtol=1e-3), got 0.001"),
-        ("model", 3, "a Module or a str, got 3"),
+        ("model", 3, "a Module or a string, got 3"),
         ("x", [1.0], "a Tensor or None, got [1.0]"),
         ("function", "relu", "a function, got 'relu'"),
         ("function", nn.Linear, "a function, got <class"),
         ("later", 3, "a Later or None, got 3"),
+        ("number", "3", "an integer or a number, got '3'"),
+        ("number", True, "an integer or a number, got True"),
+        ("number", math.nan, "a number in (-inf, inf), got nan"),
+        ("mixed", 0, "an integer >= 1, got 0"),
+        ("mixed", "3", "an integer or a tuple, got '3'"),
         ("keyword", "no", "True or False, got 'no'"),
     ],
 )
@@ -87,10 +93,11 @@ def test_values_of_the_kind_are_taken():
         call(stop=dq.Stop(), model=nn.Identity(), x=torch.ones(1, 1, 1), function=torch.cos, later=Later()) == "called"
     )
     assert call(few=None, stop=None, x=None, function=None, anything=object(), number=1.5) == "called"
+    assert call(norm=np.str_("row"), number=np.int64(1), mixed=np.int64(2)) == call(mixed=(0, 0)) == "called"
 
 
 def test_further_arguments_are_checked_one_by_one():
-    defaults = (1, None, 0.0, 1.0, False, "token", "zero", dq.Naive(), None, "name", None, None, None, None, 0)
+    defaults = (1, None, 0.0, 1.0, False, "token", "zero", dq.Naive(), None, "name", None, None, None, None, 0, 1)
     assert call(*defaults, 1, 2) == "called"
     with pytest.raises(ValueError, match=r"^rest must be an integer >= 0, got -1"):
         call(*defaults, 1, -1)
@@ -119,23 +126,25 @@ class Fields(TypedDict, total=False):
 
 
 @checked
-def with_fields(mask: Any = None, solve: Any = None, stop: Any = None, **fields: Unpack[Fields]) -> str:
+def with_fields(mask: Any = None, solve: dq.SolveConfig | None = None, **fields: Unpack[Fields]) -> str:
     return "called"
 
 
 @pytest.mark.parametrize(
     ("function", "name", "message"),
     [
-        (call, "counts", "unknown argument 'counts'; did you mean 'count'? (known: count, few, "),
-        (call, "tol", "unknown argument 'tol': write stop=dq.Stop(rtol=...) (known: "),
+        (call, "counts", "unknown argument 'counts'; did you mean 'count'? (call takes: count, few, "),
+        (call, "tol", "unknown argument 'tol': write stop=dq.Stop(rtol=...) (call takes: "),
         (with_fields, "attention_mask", "unknown argument 'attention_mask'; did you mean 'mask'? "),
         (with_fields, "solver", "unknown argument 'solver': write solve=dq.SolveConfig(solver=...)"),
         (
             with_fields,
             "windows",
-            "unknown argument 'windows'; did you mean 'window'? (known: mask, solve, stop, window)",
+            "unknown argument 'windows'; did you mean 'window'? (with_fields takes: mask, solve, window)",
         ),
-        (dq.Stop, "max_iter", "unknown argument 'max_iter'; did you mean 'max_steps'? (known: rtol, "),
+        (dq.Stop.exactly, "stepss", "unknown argument 'stepss'; did you mean 'steps'? (Stop.exactly takes: steps)"),
+        (dq.Mamba2, "d_model", "unknown argument 'd_model': write config=dq.Mamba2Config(d_model=...)"),
+        (dq.Stop, "max_iter", "unknown argument 'max_iter'; did you mean 'max_steps'? (Stop takes: rtol, "),
     ],
 )
 def test_an_unknown_argument_is_answered_with_what_may_be_meant(function, name, message):
@@ -150,9 +159,28 @@ def test_fields_of_a_record_are_checked_as_arguments_are():
         with_fields(window=0)
 
 
-def test_records_have_the_fields_that_are_looked_for():
-    for kind, names in RECORDS.values():
-        assert [field.name for field in fields(eval(kind, {"dq": dq}))] == list(names)
+@pytest.mark.parametrize("annotation", [int | None, list[int], Callable[..., Any]])
+def test_keywords_that_are_not_fields_of_a_record_are_taken_by_any_name(annotation):
+    @checked
+    def named(**options: annotation) -> int:
+        return len(options)
+
+    assert named(a=None if annotation == int | None else [1] if annotation == list[int] else len) == 1
+    with pytest.raises(TypeError, match=r"^b must be "):
+        named(b="text")
+
+
+def test_what_cannot_be_tested_is_not_checked_and_a_wrong_order_of_decorators_is_refused():
+    class Local:
+        pass
+
+    @checked
+    def taken(fields: Fields | None = None, own: "Local | None" = None) -> str:
+        return "called"
+
+    assert taken(fields={"window": 0}, own=3) == "called"
+    with pytest.raises(TypeError, match="write @checked below @classmethod"):
+        checked(classmethod(taken))
 
 
 def test_nothing_is_checked_inside_compiled_code():

@@ -134,3 +134,20 @@ def test_what_a_rule_returns_is_the_residual_and_nan_has_diverged():
     assert solution.status.tolist() == [dq.Status.CONVERGED, dq.Status.DIVERGED]
     assert solution.stats.iterations.tolist() == [5, 1]
     assert solution.stats.residual.tolist() == [1 / 16, math.inf]
+
+
+class Relative(dq.stop.Rule):
+    """What one would write first: 0 / 0 at padding, and in float64."""
+
+    def residual(self, z, fz):
+        return (fz - z).double().norm(dim=-1) / fz.double().norm(dim=-1)
+
+
+@pytest.mark.parametrize("sweep", [dq.Simultaneous(), dq.Chunked(4), dq.Sliding(4)], ids=str)
+def test_a_relative_rule_in_another_dtype_is_not_disturbed_by_padding(sweep):
+    model, x = dq.ImplicitModel(dq.Affine(4)).eval(), torch.randn(2, 6, 4)
+    mask = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0]]).bool()
+    own, ours = (model(x, mask=mask, sweep=sweep, stop=dq.Stop(1e-4, norm=norm)) for norm in (Relative(), "token"))
+    assert own.converged.all()
+    assert torch.equal(own.stats.iterations, ours.stats.iterations)
+    assert torch.equal(own.value, ours.value)

@@ -8,8 +8,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from deqseq.annotations import AtLeast, Within, checked
-from deqseq.backbones.base import Backbone, Cache, Counts, Inputs, check_cache, check_sequence
-from deqseq.types import Mask, Sequence
+from deqseq.backbones.base import Backbone, Cache, Inputs, check_cache, check_sequence
+from deqseq.types import Counts, Mask, Sequence
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Affine(Backbone[AffineCache]):
         out = out if inputs.injection is None else out + inputs.injection
         return out, states if need_aux else None
 
-    def advance(self, cache: AffineCache | None, aux: Any, tokens: int, counts: Counts = None) -> AffineCache:
+    def advance(self, cache: AffineCache | None, aux: Any, tokens: int, counts: Counts | None = None) -> AffineCache:
         # one more state than there are tokens: the first is that before them
         last = torch.full((len(aux),), tokens, device=aux.device) if counts is None else counts
         return AffineCache(aux.detach()[torch.arange(len(aux), device=aux.device), last])

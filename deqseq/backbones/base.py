@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from deqseq.check import check_type
 from deqseq.rows import take, tensors_of
-from deqseq.types import Mask, RowIndex, Sequence
+from deqseq.types import Counts, Mask, RowIndex, Sequence
 
 
 class Cache:
@@ -36,8 +36,6 @@ class Cache:
 
 
 C = TypeVar("C", bound=Cache)
-Counts = Int64[Tensor, " batch"] | None
-"""How many tokens of each row are real; None: all."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +118,7 @@ class Backbone(nn.Module, ABC, Generic[C]):
             needs of this evaluation: a record of tensors with a row dimension, or None if it is not needed.
         """
 
-    def advance(self, cache: C | None, aux: Any, tokens: int, counts: Counts = None) -> C:
+    def advance(self, cache: C | None, aux: Any, tokens: int, counts: Counts | None = None) -> C:
         """Commit the first tokens of an evaluation; the map is not evaluated again. Called without gradients.
 
         Args:
@@ -136,6 +134,10 @@ class Backbone(nn.Module, ABC, Generic[C]):
             f"{type(self).__name__} has no advance(cache, aux, tokens, counts), so it keeps no cache: only the "
             "Simultaneous sweep without return_cache works. Write advance() to sweep, cache or generate with it"
         )
+
+    def sees_input(self, inputs: Any) -> bool:
+        """Whether :meth:`forward` depends on the tokens that ``inputs`` were prepared from."""
+        return not isinstance(inputs, Inputs) or inputs.injection is not None
 
     def sizes(self) -> Any:
         """What builds such a backbone again, for :class:`deqseq.LanguageModelSpec`; TypeError if nothing does."""

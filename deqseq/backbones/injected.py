@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from deqseq.annotations import AtLeast, Within, checked
-from deqseq.backbones.base import Backbone, Cache, Counts, check_sequence
+from deqseq.backbones.base import Backbone, Cache, check_sequence
 from deqseq.check import check_type
-from deqseq.types import Mask, Sequence
+from deqseq.types import Counts, Mask, Sequence
 
 
 class Injection(nn.Module, ABC):
@@ -170,7 +170,7 @@ class Injected(Backbone[Any]):
     ) -> tuple[Sequence, Any]:
         return self.backbone(self.injection.enter(z, inputs.prepared), inputs.inner, cache, need_aux=need_aux)
 
-    def advance(self, cache: Cache | None, aux: Any, tokens: int, counts: Counts = None) -> Cache:
+    def advance(self, cache: Cache | None, aux: Any, tokens: int, counts: Counts | None = None) -> Cache:
         return self.backbone.advance(cache, aux, tokens, counts)
 
     def compile(self, **options: Any) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from deqseq.annotations import AtLeast, Within, checked
-from deqseq.backbones.base import Backbone, Counts, Inputs, check_cache, check_sequence
+from deqseq.backbones.base import Backbone, Inputs, check_cache, check_sequence
 from deqseq.backbones.llama_cache import LlamaCache, commit
 from deqseq.layers import (
     Attention,
@@ -24,7 +24,7 @@ from deqseq.layers import (
     rotary_frequencies,
     rotary_tables,
 )
-from deqseq.types import Mask, Sequence
+from deqseq.types import Counts, Mask, Sequence
 
 
 @checked
@@ -163,7 +163,7 @@ class Llama(Backbone[LlamaCache]):
         return z, kept if need_aux else None
 
     def advance(
-        self, cache: LlamaCache | None, aux: tuple[KeyValues, ...], tokens: int, counts: Counts = None
+        self, cache: LlamaCache | None, aux: tuple[KeyValues, ...], tokens: int, counts: Counts | None = None
     ) -> LlamaCache:
         return commit(cache, aux, tokens, counts)
 

@@ -10,11 +10,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from deqseq.annotations import AtLeast, checked
-from deqseq.backbones.base import Backbone, Cache, Counts, Inputs
+from deqseq.backbones.base import Backbone, Cache
 from deqseq.check import check_type
 from deqseq.evaluate import evaluate
 from deqseq.start import Start, initial_state
-from deqseq.types import Mask, Sequence
+from deqseq.types import Counts, Mask, Sequence
 
 Choose = Callable[[Float[Tensor, "steps batch length d_model"]], Sequence]
 """From the states of all steps to those of the result."""
@@ -117,13 +117,16 @@ class Looped(Backbone[LoopedCache]):
         given = isinstance(self.start, Tensor)
         if not given and self.start == "input":
             return LoopedInputs(inner, None)
-        if not given and isinstance(inner, Inputs) and inner.injection is None:
+        if not given and not self.backbone.sees_input(inner):
             raise ValueError(
                 f"Looped.start is {self.start}, and this {type(self.backbone).__name__} was built without an "
                 "injection, so nothing would depend on the input: build it with injection=True, wrap it as "
                 'dq.Injected(backbone, dq.AddInjection()), or take start="input"'
             )
         return LoopedInputs(inner, initial_state(self.start, x))
+
+    def sees_input(self, inputs: LoopedInputs) -> bool:
+        return inputs.start is not None or self.backbone.sees_input(inputs.inner)
 
     def forward(
         self, z: Sequence, inputs: LoopedInputs, cache: LoopedCache | None = None, *, need_aux: bool = False
@@ -141,7 +144,7 @@ class Looped(Backbone[LoopedCache]):
         return value, tuple(kept) if need_aux else None
 
     def advance(
-        self, cache: LoopedCache | None, aux: tuple[Any, ...], tokens: int, counts: Counts = None
+        self, cache: LoopedCache | None, aux: tuple[Any, ...], tokens: int, counts: Counts | None = None
     ) -> LoopedCache:
         before = (None,) * len(aux) if cache is None else cache.steps
         pairs = zip(before, aux, strict=True)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from torch import Tensor, nn
 
 from deqseq.annotations import AtLeast, Bounds, Within, checked
-from deqseq.backbones.base import Backbone, Cache, Counts, Inputs, check_cache, check_sequence
+from deqseq.backbones.base import Backbone, Cache, Inputs, check_cache, check_sequence
 from deqseq.layers import (
     Mamba2Block,
     Mamba2Mixer,
@@ -20,7 +20,7 @@ from deqseq.layers import (
 )
 from deqseq.ops import Backend
 from deqseq.ops.backend import resolved
-from deqseq.types import Mask, Sequence
+from deqseq.types import Counts, Mask, Sequence
 
 
 @checked
@@ -145,7 +145,7 @@ class Mamba2(Backbone[Mamba2Cache]):
         return z, aux if need_aux else None
 
     def advance(
-        self, cache: Mamba2Cache | None, aux: tuple[MixerAux, ...], tokens: int, counts: Counts = None
+        self, cache: Mamba2Cache | None, aux: tuple[MixerAux, ...], tokens: int, counts: Counts | None = None
     ) -> Mamba2Cache:
         before = [None] * len(aux) if cache is None else cache.layers
         parts = zip(self.layers, before, aux, strict=True)

@@ -1,6 +1,5 @@
 """What a gradient estimator is: a way to give a fixed point a backward pass."""
 
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from deqseq.evaluate import evaluate
 from deqseq.rows import map_tensors, take
-from deqseq.solution import ConvergenceWarning, Solution, Status, describe_failure
+from deqseq.solution import Solution, Status, describe_failure, warn_caller
 from deqseq.solve import SolveCall, solve
 from deqseq.types import FixedPointMap, State
 
@@ -131,12 +130,11 @@ class AttachedGradient(Gradient):
         finite = bool(value[diverged].isfinite().all())
         if bool(diverged.all()):
             if value.requires_grad:
-                what = describe_failure(solution, "a solve to be differentiated")
-                warnings.warn(what, ConvergenceWarning, stacklevel=2)
+                warn_caller(describe_failure(solution, "a solve to be differentiated"))
             if not finite:
                 return solution.value  # a backward pass would make NaN of zero times infinity
         elif not finite and value.requires_grad:
-            warnings.warn(NOT_LEFT_OUT, ConvergenceWarning, stacklevel=2)
+            warn_caller(NOT_LEFT_OUT)
         return torch.where(replaced, solution.value, value)
 
 

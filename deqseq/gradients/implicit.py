@@ -1,6 +1,5 @@
 """The exact gradient of a fixed point, by the implicit function theorem."""
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,7 +10,7 @@ from torch import Tensor
 from deqseq.annotations import checked
 from deqseq.evaluate import check_transforms
 from deqseq.gradients.base import AttachedGradient
-from deqseq.solution import ConvergenceWarning, Solution
+from deqseq.solution import Solution, warn_caller
 from deqseq.solve import solve
 from deqseq.solvers.anderson import Anderson
 from deqseq.solvers.base import Solver
@@ -124,7 +123,7 @@ class _Adjoint(torch.autograd.Function):
         if implicit.throw:
             solution.raise_if_failed(ADJOINT)
         elif not bool(solution.converged.all()):
-            warnings.warn(FAILED, ConvergenceWarning, stacklevel=2)
+            warn_caller(FAILED)
         return torch.where(finite, solution.value * size, grad), None, None
 
 

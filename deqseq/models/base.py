@@ -8,8 +8,7 @@ from torch import nn
 
 from deqseq.backbones.base import Backbone, Cache, check_sequence
 from deqseq.models.output import Evaluation
-from deqseq.tokens import Counts
-from deqseq.types import Sequence
+from deqseq.types import Counts, Sequence
 
 
 class Model(nn.Module, ABC):

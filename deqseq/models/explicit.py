@@ -11,8 +11,8 @@ from deqseq.backbones.base import Backbone, Cache, Inputs
 from deqseq.models.base import Model, check_input
 from deqseq.models.output import Evaluation, ModelOutput
 from deqseq.models.padding import Padding
-from deqseq.tokens import Counts, TokenArgs, commit, token_map
-from deqseq.types import Mask, Sequence
+from deqseq.tokens import TokenArgs, commit, token_map
+from deqseq.types import Counts, Mask, Sequence
 
 
 class ExplicitModel(Model):

@@ -1,6 +1,5 @@
 """A backbone iterated to its fixed point."""
 
-import warnings
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any, Unpack
@@ -9,8 +8,7 @@ import torch
 from torch import Tensor
 
 from deqseq.annotations import AtLeast, checked
-from deqseq.backbones.base import Backbone, Cache, Inputs
-from deqseq.backbones.looped import LoopedInputs
+from deqseq.backbones.base import Backbone, Cache
 from deqseq.check import check_integer, check_type
 from deqseq.config import SolveConfig, SolveFields, resolve
 from deqseq.loop import Callback
@@ -19,14 +17,14 @@ from deqseq.models.eval_mode import eval_mode
 from deqseq.models.output import Evaluation, ModelOutput
 from deqseq.models.padding import Padding
 from deqseq.models.start import check_states, start_states
-from deqseq.solution import ConvergenceWarning, Solution, Status
+from deqseq.solution import Solution, Status, warn_caller
 from deqseq.sweeps import Simultaneous
-from deqseq.tokens import Counts, TokenArgs, check_commits, commit, token_map
-from deqseq.types import Mask, Sequence
+from deqseq.tokens import TokenArgs, check_commits, commit, token_map
+from deqseq.types import Counts, Mask, Sequence
 
 
 @dataclass
-class Solves:
+class SolveSettings:
     """Where an :class:`ImplicitModel` reads, at each call, how it is solved.
 
     Attributes:
@@ -73,7 +71,7 @@ class ImplicitModel(Model):
         super().__init__()
         check_integer("backbone.d_model", getattr(backbone, "d_model", None), 1)
         self.backbone = backbone
-        self.solves: Any = Solves(solve, eval_solve)
+        self.solves: Any = SolveSettings(solve, eval_solve)
         self._warned: list[bool] = []  # one list for all copies that with_weights makes
 
     @checked
@@ -233,7 +231,7 @@ class ImplicitModel(Model):
         try:
             # dropout would make every solve one of another map, and so would other random starts
             with eval_mode(self), torch.random.fork_rng(devices=()):
-                torch.manual_seed(0)
+                torch.default_generator.manual_seed(0)  # torch.manual_seed would seed other devices, too
                 solve = replace(solve, sweep=Simultaneous(), **changes)
                 return self(x, mask=mask, cache=cache, callback=callback, solve=solve, **fields)
         finally:
@@ -247,12 +245,10 @@ class ImplicitModel(Model):
         spent, diverged = (int((output.status == one).sum()) for one in (Status.MAX_STEPS_REACHED, Status.DIVERGED))
         if 2 * (spent + diverged) > len(output.status):
             self._warned.append(True)
-            warnings.warn(
+            warn_caller(
                 f"{spent + diverged} of {len(output.status)} rows did not converge ({spent} spent the budget of "
                 f"{config.stop.max_steps} iterations, {diverged} diverged), so their values are not fixed points. "
-                "print(output.explain()) says why and what to do. (Later calls of this model do not warn.)",
-                ConvergenceWarning,
-                stacklevel=6,  # the caller of the model, above its checks and two functions of nn.Module
+                "print(output.explain()) says why and what to do. (Later calls of this model do not warn.)"
             )
 
     def _requires_gradient(self, *tensors: Tensor | None) -> bool:
@@ -261,10 +257,7 @@ class ImplicitModel(Model):
 
 
 def _check_injection(args: TokenArgs, config: SolveConfig) -> None:
-    inputs = args.inputs
-    while isinstance(inputs, LoopedInputs) and inputs.start is None:
-        inputs = inputs.inner
-    if config.start != "input" and isinstance(inputs, Inputs) and inputs.injection is None:
+    if config.start != "input" and not args.backbone.sees_input(args.inputs):
         raise ValueError(
             f"this {type(args.backbone).__name__} was built without an injection, so from zero or a random start its "
             "fixed point does not depend on the input: build it with injection=True, wrap it as "

@@ -13,8 +13,7 @@ from deqseq.models.base import Model
 from deqseq.models.explicit import ExplicitModel, check_nothing_to_solve
 from deqseq.models.implicit import ImplicitModel
 from deqseq.models.output import Evaluation, ModelOutput
-from deqseq.tokens import Counts
-from deqseq.types import Mask, Sequence
+from deqseq.types import Counts, Mask, Sequence
 
 
 @dataclass(frozen=True)

@@ -296,3 +296,11 @@ def test_values_that_are_not_finite_at_once_are_no_expansion():
             dq.fixed_point(lambda z, bad=bad: z + bad, torch.zeros(2, 3), throw=True)
     with pytest.raises(dq.ConvergenceError, match="the map expands here"):
         dq.fixed_point(lambda z: 3 * z - 2, torch.zeros(2, 3), solver=dq.Naive(), throw=True)
+
+
+def test_no_random_numbers_of_the_caller_are_changed(monkeypatch):
+    output = dq.ImplicitModel(dq.Affine(4), dq.SolveConfig(stop=dq.Stop(max_steps=1)))(torch.ones(1, 2, 4))
+    monkeypatch.setattr(torch, "manual_seed", lambda _: pytest.fail("seeds every device"))
+    before = torch.get_rng_state()
+    output.explain()
+    assert torch.equal(torch.get_rng_state(), before)

@@ -36,7 +36,7 @@ SolveChange = SolveConfig | Mapping[str, Any]
 """How a call is solved: a whole configuration, or the fields to replace in the model's own, as objects or JSON."""
 
 
-class ConfiguredSolves:
+class ConfigSettings:
     """How a core is solved, read from the configuration at each call, and written to it."""
 
     def __init__(self, config: DeqseqConfig) -> None:
@@ -183,7 +183,7 @@ class DeqseqModel(DeqseqPreTrainedModel):
     def take_solves(self) -> None:
         """Let the core read and write its solves in the configuration."""
         if self.solved is not None:
-            self.solved.solves = ConfiguredSolves(self.config)
+            self.solved.solves = ConfigSettings(self.config)
 
     def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
         """As in transformers, but a norm that two parts share is tied whether or not the head is the embedding.
