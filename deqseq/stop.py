@@ -140,9 +140,8 @@ class Stop:
     def limit(self, difference: PerBlock, scale: PerBlock) -> Float[Tensor, " rows"]:
         """The :math:`d` above which a row has diverged, given those of its first evaluation."""
         reference = torch.maximum(difference, scale).amax(dim=1).clamp_min(1)
-        limit = (self.divergence * reference).clamp(
-            max=torch.finfo(reference.dtype).max
-        )  # finite, so that infinity has diverged
+        largest = torch.finfo(reference.dtype).max  # so that a difference of infinity has diverged
+        limit = (self.divergence * reference).clamp(max=largest)
         return torch.where(reference.isinf(), -1, limit)  # a norm that overflows: nothing can be said of the residual
 
     @staticmethod
