@@ -98,8 +98,7 @@ class MovingWindows(Windows):
         self._commit(aux)
         self._advance()
         kept = self._remove()
-        # rows that have ended count as restarted, so that the solver can begin as in a new solve
-        self.restarted = on_device(np.flatnonzero((self._since == self.evaluations) | ~self._open), self.device)
+        self.restarted = on_device(np.flatnonzero(self._since == self.evaluations), self.device)
         self._update_indices()
         return self.states(), kept
 
@@ -127,8 +126,6 @@ class MovingWindows(Windows):
         at_point = self._diverged | ~self._spent if self._returns_point else self._diverged
         value = self._value(z, fz, at_point, self._diverged, self.states() if self._diverged.any() else z)
         value = torch.where(on_device(inside, self.device)[..., None], value, proposal)
-        if self._mask is not None:
-            value = value.masked_fill(~self._mask[..., None], 0)
         index = self._value_index.flatten()
         self._values.flatten(0, 1)[index] = value.flatten(0, 1)
         self._residuals.flatten()[index] = self._residual().flatten()
