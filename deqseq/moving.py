@@ -177,10 +177,10 @@ class MovingWindows(Windows):
         index = np.stack([row * self._values.shape[1] + token, inside, row * self._length + inside])
         self._value_index, shared, own = on_device(index, self.device)
         real = token < self._end[:, None]
-        self._mask = None if real.all() else on_device(real, self.device)
+        mask = None if real.all() else on_device(real, self.device)
 
         def gathered(x: Tensor) -> Tensor:
             """From ``(batch or 1, length, ...)`` to ``(rows, width, ...)``."""
             return x[0][shared] if len(x) == 1 else x.flatten(0, 1)[own]
 
-        self.part = self._args.window(gathered, self._cache, self._mask, self.width)
+        self.part = self._args.window(gathered, self._cache, mask, self.width)

@@ -7,11 +7,10 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar, no_type_check
 
-import torch
 from huggingface_hub.dataclasses import strict
 from packaging.version import Version
 from torch import nn
-from transformers import AutoConfig, AutoModel, PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 from transformers.configuration_utils import SubConfigSpec
 
 from deqseq import __version__
@@ -20,7 +19,7 @@ from deqseq.as_json import Json, Kind, from_json, to_json
 from deqseq.backbones import LlamaConfig, Mamba2Config
 from deqseq.check import check_known
 from deqseq.config import SolveConfig
-from deqseq.integrations.huggingface.decoder import DecoderBackbone
+from deqseq.integrations.huggingface.decoder import built_decoder
 from deqseq.models import ExplicitModel, ImplicitModel, LanguageModelSpec, RecurrentDepth
 from deqseq.models.specification import DecoderLayers
 
@@ -140,10 +139,7 @@ class DeqseqConfig(PreTrainedConfig):
             )
         self.deqseq_version = __version__
         if (given := kwargs.get("model_type")) not in (None, self.model_type):
-            raise ValueError(
-                f"this is the configuration of a {given!r}, but {type(self).__name__} is for {self.model_type!r}: load "
-                "it with transformers.AutoConfig"
-            )
+            raise ValueError(f"model_type must be {self.model_type!r}, got {given!r}: load it with AutoConfig")
         self._check_names(kwargs)
         heads = {"": "Model", "ForCausalLM": "ForCausalLM", "ForSequenceClassification": "ForSequenceClassification"}
         self.auto_map = {f"AutoModel{auto}": f"{CODE}.Deqseq{ours}" for auto, ours in heads.items()}
@@ -166,9 +162,7 @@ class DeqseqConfig(PreTrainedConfig):
 
     def specification(self) -> LanguageModelSpec:
         """The model in this library's terms; TypeError or ValueError if the fields do not fit together."""
-        content = {
-            field.name: getattr(self, RENAMED.get(field.name, field.name)) for field in fields(LanguageModelSpec)
-        }
+        content = {one.name: getattr(self, RENAMED.get(one.name, one.name)) for one in fields(LanguageModelSpec)}
         for name, kind in SECTIONS.items():
             if content[name] is not None:
                 content[name] = from_json(kind, content[name], f"{type(self).__name__}.{name}")
@@ -208,12 +202,8 @@ class DeqseqConfig(PreTrainedConfig):
             return spec.build_model(), nn.Embedding(spec.vocab_size, spec.backbone.d_model)
         config = copy.deepcopy(self.decoder_config)
         config.vocab_size = self.vocab_size
-        decoder = AutoModel.from_config(config, dtype=torch.get_default_dtype())
-
-        def layers(part: DecoderLayers) -> DecoderBackbone:
-            return DecoderBackbone(decoder, slice(part.first, part.end), part.final_norm)
-
-        return spec.build_model(layers), decoder.get_input_embeddings()
+        layers, embedding = built_decoder(config)
+        return spec.build_model(layers), embedding
 
     def solve_config(self, key: Literal["solve", "eval_solve"]) -> SolveConfig | None:
         """``solve`` or ``eval_solve``, which is the ``key``, as an object."""
@@ -270,10 +260,9 @@ class DeqseqConfig(PreTrainedConfig):
             The configuration; with ``return_unused_kwargs=True`` also the unknown keywords.
         """
         returned = kwargs.pop("return_unused_kwargs", False)
-        ours = dict(config_dict)
-        if kwargs.get("solve") is not None and ours.get("eval_solve") is not None:
+        if kwargs.get("solve") is not None and config_dict.get("eval_solve") is not None:
             kwargs.setdefault("eval_solve", kwargs["solve"])  # a loaded model is in eval mode
-        loaded: Any = super().from_dict(ours, return_unused_kwargs=True, **kwargs)
+        loaded: Any = super().from_dict(dict(config_dict), return_unused_kwargs=True, **kwargs)
         config, unused = loaded
         config.validate()  # keywords have replaced fields
         if returned:

@@ -1,13 +1,14 @@
 """The decoder layers of a transformers model as a backbone: modules are shared, and their code is not copied."""
 
 import inspect
+from collections.abc import Callable
 from collections.abc import Sequence as Several
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Int64, Shaped
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoModel, PreTrainedModel
 
 from deqseq.annotations import checked
 from deqseq.backbones import Backbone, Inputs, LlamaCache
@@ -207,6 +208,17 @@ def with_head(model: PreTrainedModel, layers: ExplicitModel | RecurrentDepth) ->
         lm = CausalLM(embedding.num_embeddings, layers, tied=tied, logit_softcap=cap)
     lm.embedding, lm.head = embedding, None if tied else head  # Gemma's embedding scales by itself
     return lm.train(model.training)
+
+
+def built_decoder(config: Any) -> tuple[Callable[[DecoderLayers], DecoderBackbone], nn.Embedding]:
+    """What takes layers of a new decoder, and its embedding."""
+    decoder = AutoModel.from_config(config, dtype=torch.get_default_dtype())
+
+    def layers(part: DecoderLayers) -> DecoderBackbone:
+        return DecoderBackbone(decoder, slice(part.first, part.end), part.final_norm)
+
+    embedding: Any = decoder.get_input_embeddings()
+    return layers, embedding
 
 
 class _LayerCache:
