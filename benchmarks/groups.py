@@ -26,6 +26,7 @@ GROUPS = ("Z2", "Z5", "Z60", "S3", "S4", "S5", "D4", "D5", "Q8", "A4", "A5")
 UNSEEN = ("Z7", "D7", "S3xZ2")
 TWO_GENERATORS = ("A5", "S5")
 QUICK = ("--quick", "--steps", "10")
+FULL = ("--steps", "8000", "--eval-lengths", "16", "32", "64", "128", "256", "512")
 
 
 Run = tuple[str, str, int]  # part, group, seed
@@ -39,7 +40,7 @@ def record(run: Run, folder: Path, quick: bool) -> dict[str, Any]:
     output, generators = folder / f"{group}_{seed}", 2 if group in TWO_GENERATORS else 0
     if not (output / "results.json").exists():
         command = [sys.executable, str(SCRIPT), "--group", group, "--seed", str(seed), "--output", str(output)]
-        command += ["--generators", str(generators), *(QUICK if quick else ())]
+        command += ["--generators", str(generators), *(QUICK if quick else FULL)]
         one = os.environ | {"OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, capture_output=True, text=True, env=one)
         if done.returncode:

@@ -10,19 +10,20 @@ a stream, carrying their state over the cuts. An interrupted run continues when 
 """
 
 import itertools
-import json
 import random
 import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from run_folder import claimed_folder, read_options, write_rows
 from state_tracking import Rows, table
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from training_loop import Course, check_options, claim, parse, train
+from training_loop import RunOptions, TrainingBatches, check_options, one_process, train
 
 import deqseq as dq
 from deqseq.training import Curriculum, Phase
@@ -42,7 +43,7 @@ CURRICULUM = Curriculum((Phase("unrolled", 0.85, UNROLLED, TESTED), Phase("free"
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(RunOptions):
     """CatbAbI: implicit and explicit models of several sizes learn to answer questions in a stream of stories."""
 
     train_stories: int = 4000  # generated training stories per task
@@ -50,10 +51,6 @@ class Options:
     blocks: tuple[int, ...] = (1, 2)  # sizes of the models
     steps: int = 900  # training steps of the implicit models
     explicit_steps: int = 4500  # training steps of the explicit models
-    seed: int = 0  # seed of weights and data
-    device: str = "cpu"  # cpu, or the accelerator of this machine, such as cuda
-    output: str | None = None  # folder of the results; default: a name in runs/
-    quick: bool = False  # a tiny setting: under a minute; nothing is learned
 
     def __post_init__(self) -> None:
         check_options(self, may_be_zero=("seed",))
@@ -138,23 +135,18 @@ def stream(stories: Sequence[Tensor], batch: int, length: int, seed: int, device
         rows = [row[:, length:] for row in rows]
 
 
-class Stream(Course):
+class Stream(TrainingBatches):
     """The training batches of a model."""
 
     def __init__(self, stories: Sequence[Tensor], steps: int, peak: float, options: Options) -> None:
-        super().__init__()
-        self.steps, self.peak = steps, peak
+        super().__init__(steps)
+        self.peak = peak
         self.batches = stream(stories, 16, 96, options.seed, options.device)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there: the batches that are past are drawn again."""
         super().load_state_dict(state)
         self.batches = itertools.islice(self.batches, self.step, None)
-
-    @property
-    def progress(self) -> float:
-        """The share of the steps."""
-        return self.step / self.steps
 
     @property
     def lr(self) -> float:
@@ -165,7 +157,7 @@ class Stream(Course):
         self.step += 1
         return next(self.batches)
 
-    def observe(self, output: dq.CausalLMOutput, batch: Batch) -> dict[str, Any]:
+    def record(self, output: dq.CausalLMOutput, batch: Batch) -> dict[str, Any]:
         """The share of right answers, to be shown."""
         return {"accuracy": right_answers(output.logits.argmax(-1), batch)[0].float().mean().item()}
 
@@ -224,10 +216,8 @@ def make_tests(options: Options, vocabulary: dict[str, int]) -> dict[str, list[B
     return {test: [Batch.of(row, options.device)] for test, row in rows.items()} | {"stream": [*windows]}
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Train and test the models, print the table, write the numbers."""
-    options = parse(Options, arguments, QUICK)
-    folder = claim("catbabi", options, f"runs/catbabi_{options.seed}{'_quick' * options.quick}")
+def compare(options: Options, folder: Path) -> Rows:
+    """Train and test the models."""
     generated = generate(options.train_stories, 2 * options.seed, 1)
     words = ("<eos>", "<unk>", *sorted({word for _, story in generated for word, _ in story}))
     vocabulary = {word: number for number, word in enumerate(words)}
@@ -238,11 +228,21 @@ def main(arguments: Sequence[str]) -> None:
     for (kind, (steps, lr)), blocks in itertools.product(kinds.items(), options.blocks):
         name = f"{kind} {blocks} block{'s' * (blocks > 1)}"
         lm = make_model(options.seed, len(words), blocks, kind == "implicit").to(options.device)
-        train(name, lm, course := Stream(stories, steps, lr, options), CURRICULUM, folder, options)
-        about = {"model": name, "seed": options.seed, "steps": course.step, "cpu_seconds": round(course.cpu_seconds, 1)}
+        train(name, lm, run := Stream(stories, steps, lr, options), CURRICULUM, folder, options)
+        about = {"model": name, "seed": options.seed, "steps": run.step, "cpu_seconds": round(run.cpu_seconds, 1)}
         found = {test: score(lm.eval(), batches, carry=test == "stream") for test, batches in tests.items()}
         rows += [about | {"test": test} | row for test in tests for row in found[test]]
-    (folder / "results.json").write_text(json.dumps(rows, indent=1))
+    return rows
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Train and test the models, print the table, write the numbers."""
+    one_process("catbabi.py")
+    options = read_options(Options, arguments, QUICK)
+    folder = Path(options.output or f"runs/catbabi_{options.seed}{'_quick' * options.quick}")
+    with claimed_folder("catbabi.py", options, folder):
+        rows = compare(options, folder)
+        write_rows(folder, rows)
     print(f"\n{table(rows, ('model', 'task'), 'test')}\n\nnumbers: {folder}/results.json")
 
 

@@ -15,14 +15,17 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from formal_tasks import TASKS
 from recipe import Recipe, with_start
+from run_folder import claimed_folder
+from run_folder import read_options as parse
 from state_tracking import RTOL, Rows, compare, draw, report, solve_numbers
 from torch import Tensor
-from training_loop import claim, parse
+from training_loop import one_process
 
 import deqseq as dq
 
@@ -89,19 +92,20 @@ def most_frequent(options: Options) -> Rows:
 
 def main(arguments: Sequence[str]) -> None:
     """Train, evaluate, and write the numbers and the figure."""
+    one_process("formal_languages.py")
     options = read_options(arguments)
     task = TASKS[options.task]
-    folder = claim(
-        "formal_languages", options, f"runs/formal_languages_{options.task}_{options.seed}{'_quick' * options.quick}"
-    )
+    name = f"formal_languages_{options.task}_{options.seed}{'_quick' * options.quick}"
+    folder = Path(options.output or f"runs/{name}")
 
     def accuracy(output: dq.CausalLMOutput, batch: Any) -> float:
         return scaled_accuracy(output.logits, batch.targets, task.chance)
 
-    rows, _ = compare(options, [task], accuracy, evaluate, folder)
-    rows += most_frequent(options)
-    draw(folder / "formal_languages.png", rows)
-    report(folder, rows)
+    with claimed_folder("formal_languages.py", options, folder):
+        rows, _ = compare(options, [task], accuracy, evaluate, folder)
+        rows += most_frequent(options)
+        draw(folder / "formal_languages.png", rows)
+        report(folder, rows)
 
 
 if __name__ == "__main__":

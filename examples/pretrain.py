@@ -18,23 +18,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+from bits_per_byte import cell, excerpts, load_model, score
 from matplotlib.figure import Figure
-from text import (
-    TextOptions,
-    cell,
-    check_folder,
-    claimed_folder,
-    end_of_training,
-    excerpts,
-    load_model,
-    markdown,
-    naming,
-    prepare,
-    read_options,
-    score,
-    train,
-    write_whole,
-)
+from run_folder import check_folder, claimed_folder, markdown, naming, read_options, write_rows, write_whole
+from text_training import TextOptions, end_of_training, prepare, train
 
 import deqseq as dq
 from deqseq.check import check_choice
@@ -203,19 +190,19 @@ def main(arguments: list[str]) -> None:
     """Train, evaluate, and write models, table, figure and numbers."""
     options = read_options(Options, arguments, QUICK)
     folder = Path(options.output)
-    check_folder("pretrain.py", options)
+    check_folder("pretrain.py", options, folder)
     tokenizer, rows, documents = prepare(options, options.tokenizer)
     lengths = [options.length * n for n in (1, *options.extrapolation)]
-    with naming("--held-out, --length, --extrapolation"):
+    with naming("--held-out, --length, --extrapolation", SystemExit):
         held_out = excerpts(documents, tokenizer, lengths, options.eval_tokens)
-    with claimed_folder("pretrain.py", options):
+    with claimed_folder("pretrain.py", options, folder):
         for name in options.models:
             train_model(name, options, tokenizer, rows)
         if not end_of_training():
             return
         scored = [row for name in options.models for row in evaluate(name, options, held_out)]
         text = table(scored) + "\n\nA --quick run: too few updates to compare the models." * options.quick
-        write_whole(folder / "results.json", json.dumps(scored, indent=1))
+        write_rows(folder, scored)
         write_whole(folder / "table.md", f"{text}\n")
         draw(folder, scored, options.length)
     print(f"\nheld-out bits per byte (mean iterations); {options.steps} updates; results in {folder}/\n\n{text}")

@@ -10,11 +10,12 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
+from run_folder import flag
 from torch.nn import functional as F
-from training_loop import Course, check_options, flag
+from training_loop import RunOptions, TrainingBatches, check_options
 
 import deqseq as dq
 from deqseq.tasks import Task, WordBatch
@@ -30,7 +31,7 @@ SHARES = ("dropout", "learned", "identity_probability", "eval_identity_probabili
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Recipe(RunOptions):
     """Models and training: one recipe for all synthetic tasks."""
 
     backbone: Literal["mamba2", "llama"] = "mamba2"  # blocks of all models
@@ -48,10 +49,8 @@ class Recipe:
     start: float = 0.5  # standard deviation of the states at which solves begin, at the fixed point
     baselines: tuple[int, ...] = (4,)  # blocks of the explicit models
     eval_lengths: tuple[int, ...] = (16, 32, 64, 128, 256)  # evaluation lengths
-    seed: int = 0  # seed of weights and data
-    device: str = "cpu"  # cpu, or the accelerator of this machine, such as cuda
-    output: str | None = None  # folder of the results; default: a name in runs/
-    quick: bool = False  # a small setting
+
+    FREE: ClassVar = (*RunOptions.FREE, "baselines", "eval_lengths", "eval_identity_probability")
 
     def __post_init__(self) -> None:
         check_options(self, may_be_zero=("seed", "generators", *SHARES), shares=SHARES)
@@ -62,7 +61,7 @@ class Recipe:
             make_model(self, 2, None)
 
 
-class Lessons(Course):
+class LengthSchedule(TrainingBatches):
     """Batches in lessons: one for each length, which ends when the length is learned.
 
     Half of the batches have the lesson's length, the others one drawn up to it. When all lengths are learned, or the
@@ -75,12 +74,12 @@ class Lessons(Course):
         plan: the ``plan`` of a run that has ended, to be repeated. Default: the accuracy decides.
     """
 
-    saved = (*Course.saved, "ends", "decay", "recent", "full")
+    saved = (*TrainingBatches.saved, "ends", "decay", "recent", "full")
 
     def __init__(
         self, tasks: Sequence[Task], options: Recipe, accuracy: Accuracy, plan: dict[str, Any] | None = None
     ) -> None:
-        super().__init__()
+        super().__init__(options.steps)
         self.tasks, self.options, self.accuracy, self.given = tasks, options, accuracy, plan
         self.lengths = (*options.lengths, *options.free_lengths)
         self.ends: list[int] = []  # steps after which a lesson was over
@@ -105,7 +104,7 @@ class Lessons(Course):
 
     @property
     def progress(self) -> float:
-        """Lessons that are over, and a last one for the time in which the learning rate falls."""
+        """LengthSchedule that are over, and a last one for the time in which the learning rate falls."""
         left = len(self.lengths) + 1 - len(self.ends)
         falling = 0.0 if self.decay is None else (self.step - self.decay) / max(1, self.last - self.decay)
         return 1.0 if self.step >= self.last else (len(self.ends) + falling * left) / (len(self.lengths) + 1)
@@ -132,7 +131,7 @@ class Lessons(Course):
         stream = task.batches(self.options.batch, length, seed=seed, device=self.options.device)
         return with_start(next(stream), task, self.options)
 
-    def observe(self, output: dq.CausalLMOutput, batch: WordBatch) -> dict[str, Any]:
+    def record(self, output: dq.CausalLMOutput, batch: WordBatch) -> dict[str, Any]:
         """Learn the accuracy of the last batch, which may end the lesson."""
         numbers = {"length": self.length, "accuracy": self.accuracy(output, batch)}
         if self.given is not None:

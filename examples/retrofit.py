@@ -10,7 +10,6 @@ checkpoint when the script is started again.
     python examples/retrofit.py --model Qwen/Qwen3-0.6B --prelude 8 --core 12 --coda 8 --bfloat16 --device cuda
 """
 
-import json
 import math
 import sys
 from dataclasses import dataclass
@@ -19,23 +18,10 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
+from bits_per_byte import cell, excerpts, load_model, score
 from matplotlib.figure import Figure
-from text import (
-    TextOptions,
-    cell,
-    check_folder,
-    claimed_folder,
-    end_of_training,
-    excerpts,
-    load_model,
-    markdown,
-    naming,
-    prepare,
-    read_options,
-    score,
-    train,
-    write_whole,
-)
+from run_folder import check_folder, claimed_folder, markdown, naming, read_options, write_rows, write_whole
+from text_training import TextOptions, end_of_training, prepare, train
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -180,20 +166,21 @@ def main(arguments: list[str]) -> None:
     """Train both, score both, and write the table, the figure and the numbers."""
     options = read_options(Options, arguments, QUICK)
     folder = Path(options.output)
-    check_folder("retrofit.py", options)
+    check_folder("retrofit.py", options, folder)
     if options.model is not None:
-        with naming(f"--model {options.model}"), torch.device("meta"):  # whether it can be split, without its weights
+        # whether it can be split, without its weights
+        with naming(f"--model {options.model}", SystemExit), torch.device("meta"):
             split(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(options.model)), options)
     tokenizer, rows, documents = prepare(options, options.model)
-    with naming("--held-out, --length"):
+    with naming("--held-out, --length", SystemExit):
         held_out = excerpts(documents, tokenizer, [options.length], options.eval_tokens)
-    with claimed_folder("retrofit.py", options):
+    with claimed_folder("retrofit.py", options, folder):
         source = train_models(options, tokenizer, rows)
         if not end_of_training():
             return
         scored = evaluate(options, source, held_out)
         text = table(scored, options.rtol) + "\n\nA --quick run: too short to compare the models." * options.quick
-        write_whole(folder / "results.json", json.dumps(scored, indent=1))
+        write_rows(folder, scored)
         write_whole(folder / "table.md", f"{text}\n")
         draw(folder / "retrofit.png", scored, options.depth + 1)
     print(f"\n{text}\n\nresults in {folder}/, models in {folder}/*/model")

@@ -14,7 +14,6 @@ Interrupt it and run it again: it goes on from its last checkpoint. parity.py is
 """
 
 import itertools
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,8 +23,10 @@ from typing import Any
 
 import torch
 from matplotlib.figure import Figure
-from recipe import WINDOW, Accuracy, Lessons, Recipe, make_curriculum, make_model, with_start
-from training_loop import claim, naming, parse, train
+from recipe import WINDOW, Accuracy, LengthSchedule, Recipe, make_curriculum, make_model, with_start
+from run_folder import claimed_folder, markdown, naming, write_rows
+from run_folder import read_options as parse
+from training_loop import one_process, train
 
 import deqseq as dq
 from deqseq.tasks import Task, WordBatch, WordProblem, generators, parse_group
@@ -129,15 +130,15 @@ def compare(
     for blocks in (None, *options.baselines):
         label = "implicit" if blocks is None else f"explicit {blocks} block{'s' * (blocks > 1)}"
         lm = make_model(options, tasks[0].vocab_size, blocks).to(options.device)
-        course = Lessons(tasks, options, accuracy, plan)
-        train(label, lm, course, make_curriculum(options), folder, options)
-        about = {"model": label, "backbone": options.backbone, "seed": options.seed, "steps": course.step}
-        about |= {"trained_to": course.reached, "cpu_minutes": round(course.cpu_seconds / 60, 2)}
+        batches = LengthSchedule(tasks, options, accuracy, plan)
+        train(label, lm, batches, make_curriculum(options), folder, options)
+        about = {"model": label, "backbone": options.backbone, "seed": options.seed, "steps": batches.step}
+        about |= {"trained_to": batches.reached, "cpu_minutes": round(batches.cpu_seconds / 60, 2)}
         with torch.no_grad():
             for row in evaluate(lm.eval(), options):
                 print(f"{label}, {row['sweep']}, length {row['length']}: {row['accuracy']:.3f}", flush=True)
                 rows.append(about | row)
-        plan = course.plan
+        plan = batches.plan
         models.append(lm)
     return rows, models[0]
 
@@ -150,9 +151,7 @@ def table(rows: Rows, labels: Sequence[str] = ("model", "sweep"), column: str = 
         doubt = "" if row["converged"] in (None, 1.0) else f", {row['converged']:.1%} converged"
         cells = lines.setdefault(tuple(row[label] for label in labels), dict.fromkeys(columns, ""))
         cells[row[column]] = f"{row['accuracy']:.3f}{solves}{doubt}"
-    shown = [[*labels, *columns], ["---"] * (len(labels) + len(columns))]
-    shown += [[*key, *cells.values()] for key, cells in lines.items()]
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in shown)
+    return markdown([*labels, *map(str, columns)], [[*key, *cells.values()] for key, cells in lines.items()])
 
 
 STYLES: dict[str, dict[str, Any]] = {
@@ -186,7 +185,7 @@ def draw(path: Path, rows: Rows, budgets: Curves | None = None) -> None:
 
 def report(folder: Path, rows: Rows) -> None:
     """Write the numbers and print the table."""
-    (folder / "results.json").write_text(json.dumps(rows, indent=1))
+    write_rows(folder, rows)
     print(f"\naccuracy (mean iterations); {rows[0]['steps']} steps at lengths up to {rows[0]['trained_to']}:\n")
     print(table(rows))
     fewer = {row["length"]: row["sequences"] for row in rows if row["sequences"] < 256}
@@ -196,12 +195,14 @@ def report(folder: Path, rows: Rows) -> None:
 
 def main(arguments: Sequence[str]) -> None:
     """Train, evaluate, and write the numbers and the figure."""
+    one_process("state_tracking.py")
     options = read_options(arguments)
     suffix = "_llama" * (options.backbone == "llama") + "_quick" * options.quick
-    folder = claim("state_tracking", options, f"runs/state_tracking_{options.group}_{options.seed}{suffix}")
-    rows, lm = compare(options, make_tasks(options)[0], last_token_accuracy, evaluate, folder)
-    draw(folder / "state_tracking.png", rows, accuracy_by_budget(lm, options))
-    report(folder, rows)
+    folder = Path(options.output or f"runs/state_tracking_{options.group}_{options.seed}{suffix}")
+    with claimed_folder("state_tracking.py", options, folder):
+        rows, lm = compare(options, make_tasks(options)[0], last_token_accuracy, evaluate, folder)
+        draw(folder / "state_tracking.png", rows, accuracy_by_budget(lm, options))
+        report(folder, rows)
 
 
 if __name__ == "__main__":

@@ -11,11 +11,12 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import corpus
 import datasets
 import pretrain
 import pytest
 import retrofit
-import text
+import text_training
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
@@ -102,12 +103,12 @@ def test_a_run_of_several_epochs_goes_on_with_the_rows_that_are_left(tmp_path, m
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     (data := tmp_path / "data").mkdir()
     for split in ("train", "validation"):
-        lines = [json.dumps({"text": words}) + "\n" for words in text.babble(60)]
+        lines = [json.dumps({"text": words}) + "\n" for words in corpus.babble(60)]
         (data / f"{split}.jsonl").write_text("".join(lines))
-    corpus = f"hub:{data}" if stream else str(data / "train.jsonl")
-    given = {"corpus": corpus, "batch": 16, "steps": 12, "warmup": 2, "checkpoint_every": 5, "vocab_size": 290}
+    source = f"hub:{data}" if stream else str(data / "train.jsonl")
+    given = {"corpus": source, "batch": 16, "steps": 12, "warmup": 2, "checkpoint_every": 5, "vocab_size": 290}
     options = pretrain.Options(**pretrain.QUICK | given | {"output": str(tmp_path / "run")})
-    tokenizer, rows, _ = text.prepare(options, None)
+    tokenizer, rows, _ = text_training.prepare(options, None)
     weights = []
     for _ in range(2):
         folder = pretrain.train_model("explicit-llama", options, tokenizer, rows)
