@@ -105,4 +105,4 @@ def solve(
 def _again(f: FixedPointMap, z0: State, *, start: State | None = None, **call: Any) -> Solution:
     """The same solve in another way, without gradients, for :meth:`Solution.explain`."""
     with torch.no_grad():  # as a decorator, inside torch.compile, it would stay switched on for good
-        return solve(f, z0.detach() if start is None else start, **call)
+        return solve(f, z0 if start is None else start, **call)

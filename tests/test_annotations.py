@@ -38,6 +38,7 @@ def call(
     anything: Any = None,
     number: int | float = 0,
     mixed: Annotated[int, AtLeast(1)] | tuple[int, ...] = 1,
+    one_or_two: Literal[1, 2] = 1,
     *rest: Annotated[int, AtLeast(0)],
     keyword: bool = True,
 ) -> str:
@@ -77,6 +78,7 @@ class Later:
         ("number", math.nan, "a number in (-inf, inf), got nan"),
         ("mixed", 0, "an integer >= 1, got 0"),
         ("mixed", "3", "an integer or a tuple, got '3'"),
+        ("one_or_two", 1.0, "one of (1, 2), got 1.0"),
         ("keyword", "no", "True or False, got 'no'"),
     ],
 )
@@ -97,7 +99,7 @@ def test_values_of_the_kind_are_taken():
 
 
 def test_further_arguments_are_checked_one_by_one():
-    defaults = (1, None, 0.0, 1.0, False, "token", "zero", dq.Naive(), None, "name", None, None, None, None, 0, 1)
+    defaults = (1, None, 0.0, 1.0, False, "token", "zero", dq.Naive(), None, "name", None, None, None, None, 0, 1, 2)
     assert call(*defaults, 1, 2) == "called"
     with pytest.raises(ValueError, match=r"^rest must be an integer >= 0, got -1"):
         call(*defaults, 1, -1)

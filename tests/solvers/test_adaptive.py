@@ -94,11 +94,21 @@ class TestAdaptive(SolverContract):
     def test_a_residual_below_the_precision_is_no_progress(self):
         """Of two tokens one has settled: whether its residual is the last bit or zero says nothing of the row."""
         state, limits = Adaptive().init(torch.zeros(1, 2, 1))._replace(limit=torch.tensor([[0.5]])), []
-        for last in (2.0**-24, 0.0):
+        for last in (*[2.0**-24] * 5, 0.0):  # the row is looked at first and last
             z = torch.tensor([[[0.5], [1 - last]]])
             state = Adaptive().step(z, torch.ones(1, 2, 1), state)[1]
             limits.append(state.limit.item())
-        assert limits[0] == limits[1]
+        assert limits[-1] == limits[0]
+
+    def test_a_row_that_begins_afresh_has_the_memory_of_a_new_solve(self):
+        z, rows = torch.randn(3, 4, 2), torch.tensor([2, 0])
+        state = Adaptive().init(z)
+        for _ in range(7):
+            state = Adaptive().step(z, torch.tanh(z), state)[1]
+        again = Adaptive().restart(state, z, rows)
+        for name, first in Adaptive().init(z)._asdict().items():
+            assert torch.equal(getattr(again, name)[rows], first[rows])
+            assert torch.equal(getattr(again, name)[1], getattr(state, name)[1])
 
     def test_a_row_makes_progress_while_some_of_its_tokens_settle(self):
         """The residual of later tokens grows until the earlier ones are exact; damping would only delay them."""

@@ -177,7 +177,7 @@ CODA = {"prelude": ATTENTION, "coda": replace(ATTENTION, final_norm=False)}
         (DECODER | {"injection": "add", "hidden_size": 16}, r"Config\.hidden_size must be 8, .*got 16"),
         (DECODER | {"decoder_config": None}, "decoder_config must be given with DecoderLayers"),
         (DECODER | {"coda": {"name": "DecoderLayers", "d_model": 8, "first": 3, "end": 5}}, "decoder's 4 layers of"),
-        ({"model_type": "llama"}, r"a 'llama', but DeqseqConfig is for 'deqseq': .*AutoConfig"),
+        ({"model_type": "llama"}, r"model_type must be 'deqseq', got 'llama': .*AutoConfig"),
         ({"vocab_size": "64"}, "Field 'vocab_size' expected int, got str"),
         ({"embedding_dropout": -0.1}, r"embedding_dropout must .*\[0, 1\), got -0.1"),
         ({"logit_softcap": -1.0}, "logit_softcap must be a number"),
