@@ -125,7 +125,11 @@ class TestRetrofit:
             ({"core": 2.0}, TypeError, "core must be an integer >= 1, got 2.0"),
             ({"dropped": -1}, ValueError, "dropped must be an integer >= 0, got -1"),
             ({"injection": "concatenated"}, ValueError, r"injection must be one of \('concat', .*did you mean"),
-            ({"model": nn.Linear(2, 2)}, TypeError, "model must be a PreTrainedModel or a string or a PathLike, such as"),
+            (
+                {"model": nn.Linear(2, 2)},
+                TypeError,
+                "model must be a PreTrainedModel or a string or a PathLike, such as",
+            ),
             ({"model": AutoModel.from_config(made("llama").config)}, ValueError, "ForCausalLM, got LlamaModel"),
             ({"model": made("gpt_neox", attention_dropout=0.1)}, ValueError, "no dropout"),
             ({"solve": dq.Stop()}, TypeError, "solve must be a SolveConfig"),
