@@ -104,7 +104,7 @@ class LengthSchedule(TrainingBatches):
 
     @property
     def progress(self) -> float:
-        """LengthSchedule that are over, and a last one for the time in which the learning rate falls."""
+        """The share of the lessons that are over, with one more for the steps in which the learning rate falls."""
         left = len(self.lengths) + 1 - len(self.ends)
         falling = 0.0 if self.decay is None else (self.step - self.decay) / max(1, self.last - self.decay)
         return 1.0 if self.step >= self.last else (len(self.ends) + falling * left) / (len(self.lengths) + 1)
