@@ -26,7 +26,7 @@ GROUPS = ("Z2", "Z5", "Z60", "S3", "S4", "S5", "D4", "D5", "Q8", "A4", "A5")
 UNSEEN = ("Z7", "D7", "S3xZ2")
 TWO_GENERATORS = ("A5", "S5")
 QUICK = ("--quick", "--steps", "10")
-FULL = ("--steps", "8000", "--eval-lengths", "16", "32", "64", "128", "256", "512")
+FULL = ("--eval-lengths", "16", "32", "64", "128", "256", "512")
 
 
 Run = tuple[str, str, int]  # part, group, seed

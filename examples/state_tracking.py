@@ -49,11 +49,8 @@ class Options(Recipe):
     # probability that a token's group element is the identity, in training; of several, one is drawn for each batch
     identity_probability: tuple[float, ...] = (0.0,)
     eval_identity_probability: float | None = None  # the same at evaluation; default: the last one of training
-    steps: int = 0  # training steps at most; 0: 700 for Z2 with mamba2, which learns it in 300, else 8000
 
     def __post_init__(self) -> None:
-        if self.steps == 0:
-            object.__setattr__(self, "steps", 700 if (self.group, self.backbone) == ("Z2", "mamba2") else 8000)
         super().__post_init__()
         make_tasks(self)
 
