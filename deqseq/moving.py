@@ -38,7 +38,7 @@ class MovingWindows(Windows):
         # of the rows that are still in the batch
         self._first, self._end = np.zeros_like(lengths), lengths  # first token of the window, end of the row
         self._since = np.zeros_like(lengths)  # evaluations when the window moved last
-        self._fresh, self._first_checks = self._open, self._open  # not checked since then; checked for the first time
+        self._moved = self._measured = self._open  # their window has moved since the last measurement; measured now
         self._entered = np.zeros((batch, self.width), dtype=np.int64)  # evaluations when each token in it entered
         # of the last check: tokens that leave, rows that have spent their budget, rows that have diverged
         self._leaving, self._spent, self._diverged = np.zeros_like(lengths), ~self._open, ~self._open
@@ -51,6 +51,7 @@ class MovingWindows(Windows):
         self._values = F.pad(z0, (0, 0, 0, self.width))  # final ones, and the states in the windows
         kind = torch.promote_types(z0.dtype, torch.float32)
         self._residuals = self._values.new_full(self._values.shape[:2], torch.inf, dtype=kind)
+        self._bounds = torch.full_like(self._residuals, torch.nan)  # of differences that pass; NaN: not measured yet
         self._update_indices()
 
     def states(self) -> State:
@@ -62,9 +63,12 @@ class MovingWindows(Windows):
         self._leaving = np.zeros_like(self._first)
         if every > 1:
             due = due & ((age % every == 0) | late)
+            self._measured = due | self._moved
             if not due.any():
+                if self._moved.any():
+                    with torch.no_grad():
+                        self._distances(z, fz)
                 return False
-        self._first_checks, self._fresh = self._fresh & due, self._fresh & ~due
         sound, passed = self._measure(z, fz)
         left = self._end - self._first
         window = np.minimum(left, self.width)
@@ -81,14 +85,21 @@ class MovingWindows(Windows):
         self.done = not self._open.any()
         return True
 
-    def _limit_for(self, difference: Tensor, scale: Tensor) -> Tensor:
-        """Raised in rows whose window has just moved: new tokens may be of another scale."""
-        first, limit, moved = self._limit is None, super()._limit_for(difference, scale), self._first_checks
-        if not first and moved.any():
-            higher = torch.maximum(limit, self.stop.limit(difference, scale)[:, None])
-            rows = on_device(moved, self.device)[:, None]
-            limit = self._limit = higher if moved.all() else torch.where(rows, higher, limit)
-        return limit
+    def _distances(self, z: State, fz: State) -> tuple[Tensor, Tensor]:
+        """The limit of divergence is raised in rows whose window has just moved: new tokens may be of another scale."""
+        limit, bound = self._limit, self._bound
+        difference, scale = super()._distances(z, fz)
+        if limit is not None and bound is not None and self._bound is not None:
+            if not self._measured.all():
+                self._bound = torch.where(on_device(self._measured, self.device)[:, None], self._bound, bound)
+            if self._moved.any():
+                higher = torch.maximum(limit, self.stop.limit(difference, scale)[:, None])
+                rows = on_device(self._moved, self.device)[:, None]
+                self._limit = higher if self._moved.all() else torch.where(rows, higher, limit)
+                fresh = rows & self._bound.isnan()
+                self._bound = torch.where(fresh, self.stop.bound(difference, scale, None), self._bound)
+        self._moved = np.zeros_like(self._moved)
+        return difference, scale
 
     def move(self, z: State, fz: State, aux: Any, proposal: State) -> tuple[Tensor, RowIndex | None]:
         self.restarted = None
@@ -100,6 +111,8 @@ class MovingWindows(Windows):
         kept = self._remove()
         self.restarted = on_device(np.flatnonzero(self._since == self.evaluations), self.device)
         self._update_indices()
+        assert self._bound is not None
+        self._bound = self._bounds.flatten()[self._value_index][:, :: self.width // self._bound.shape[1]]
         return self.states(), kept
 
     def residuals(self) -> Residual:
@@ -129,6 +142,8 @@ class MovingWindows(Windows):
         index = self._value_index.flatten()
         self._values.flatten(0, 1)[index] = value.flatten(0, 1)
         self._residuals.flatten()[index] = self._residual().flatten()
+        assert self._bound is not None
+        self._bounds.flatten()[index] = self._per_token(self._bound).flatten()
         row, offset = inside.nonzero()
         tokens, failed = (self._rows[row], self._first[row] + offset), self._spent | self._diverged
         self._iterations[tokens] = self.evaluations - self._entered[row, offset]
@@ -154,8 +169,8 @@ class MovingWindows(Windows):
         source = np.arange(self.width) + self._leaving[:, None]
         stayed = np.take_along_axis(self._entered, np.minimum(source, self.width - 1), axis=1)
         self._entered = np.where(source < self.width, stayed, self.evaluations)
-        moved = self._leaving > 0
-        self._since, self._fresh = np.where(moved, self.evaluations, self._since), self._fresh | moved
+        self._moved = self._leaving > 0
+        self._since = np.where(self._moved, self.evaluations, self._since)
         self._first = np.where(self._diverged, self._end, self._first + self._leaving)
 
     def _remove(self) -> RowIndex | None:
@@ -166,7 +181,8 @@ class MovingWindows(Windows):
         (stay,) = self._open.nonzero()
         self._rows, self._open, self._since = self._rows[stay], self._open[stay], self._since[stay]
         self._first, self._end, self._entered = self._first[stay], self._end[stay], self._entered[stay]
-        self._fresh, kept = self._fresh[stay], on_device(stay, self.device)
+        self._moved, self._measured = self._moved[stay], np.ones_like(self._open)
+        kept = on_device(stay, self.device)
         self._limit, self._cache = take((self._limit, self._cache), kept)
         return kept
 

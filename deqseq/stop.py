@@ -69,9 +69,14 @@ class Stop:
     all of them pass in one evaluation. The paper divides by the norm of the previous iterate; ours is defined for a
     start at zero too.
 
+    A state that runs away, as that of ``z + 1`` does, would pass once :math:`s` is large. So a token passes only if
+    its :math:`d` has fallen to half of the largest so far, or is within ``rtol`` times its first :math:`s`. On the way
+    to a large fixed point the first holds; a token that drifts spends its budget.
+
     Args:
         rtol: relative tolerance.
-        atol: absolute tolerance, in the units of the state.
+        atol: absolute tolerance, in the units of the state. A fixed point of zero needs one: near it, :math:`d / s`
+            does not fall.
         max_steps: the budget: how many times the map may be evaluated; in a window, since its last commit.
         check_every: evaluations between two checks of the residual, at least 1. A check copies one flag per row to
             the host, which on CUDA synchronises; between checks nothing is measured, ended or recorded.
@@ -133,9 +138,17 @@ class Stop:
             difference, scale = (x.unflatten(1, (-1, block)).norm(dim=-1) for x in (difference, scale))
         return difference, scale
 
-    def passes(self, difference: PerBlock, scale: PerBlock) -> Tensor:
-        """Which of them are within the tolerance; NaN is not."""
-        return difference <= (self.rtol * scale if self.atol == 0 else torch.add(self.atol, scale, alpha=self.rtol))
+    def passes(self, difference: PerBlock, scale: PerBlock, bound: PerBlock) -> Tensor:
+        """Which of them are within the tolerance, of which ``rtol`` allows at most ``bound``; NaN is not."""
+        allowed = torch.minimum(self.rtol * scale, bound)
+        return difference <= (allowed + self.atol if self.atol else allowed)
+
+    def bound(self, difference: PerBlock, scale: PerBlock, before: PerBlock | None) -> PerBlock:
+        """The largest :math:`d` that may pass: ``rtol`` times the first :math:`s`, or half of the largest d so far.
+
+        ``before`` is the bound of the measurement before; None at the first.
+        """
+        return torch.maximum(self.rtol * scale if before is None else before, difference * 0.5)
 
     def limit(self, difference: PerBlock, scale: PerBlock) -> Float[Tensor, " rows"]:
         """The :math:`d` above which a row has diverged, given those of its first evaluation."""

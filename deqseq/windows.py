@@ -41,6 +41,7 @@ class Windows(ABC):
         self._rows = np.arange(len(z0))  # their positions in the whole batch
         self._open = np.ones(len(z0), dtype=bool)  # not ended
         self._limit: Tensor | None = None  # the difference above which a row has diverged, (rows, 1)
+        self._bound: Tensor | None = None  # the largest difference that may pass, (rows, parts)
         self._latest: tuple[Tensor, Tensor] | None = None  # difference and scale at the last check
 
     @property
@@ -71,8 +72,9 @@ class Windows(ABC):
     def _measure(self, z: State, fz: State) -> tuple[np.ndarray, np.ndarray]:
         """Which rows have not diverged, ``(rows,)``, and which of their blocks pass, ``(rows, blocks)``."""
         with torch.no_grad():
-            difference, scale = self._latest = self.stop.distances(z, fz, self._block)
-            sound, passed = difference <= self._limit_for(difference, scale), self.stop.passes(difference, scale)
+            difference, scale = self._distances(z, fz)
+            assert self._limit is not None and self._bound is not None
+            sound, passed = difference <= self._limit, self.stop.passes(difference, scale, self._bound)
             if sound.shape[1] > 1:
                 sound = sound.all(dim=1, keepdim=True)
             if self._block > 1 and passed.shape[1] == self.width:
@@ -80,17 +82,22 @@ class Windows(ABC):
             flags = on_host(torch.cat([sound, passed], dim=1))
         return flags[:, 0], flags[:, 1:]
 
-    def _limit_for(self, difference: Tensor, scale: Tensor) -> Tensor:
-        """The difference above which each row has diverged, ``(rows, 1)``: set by the first measurement."""
+    def _distances(self, z: State, fz: State) -> tuple[Tensor, Tensor]:
+        """Difference and scale. The first ones of a row decide when it has diverged, and all of them what may pass."""
+        difference, scale = self._latest = self.stop.distances(z, fz, self._block)
         if self._limit is None:
             self._limit = self.stop.limit(difference, scale)[:, None]
-        return self._limit
+        self._bound = self.stop.bound(difference, scale, self._bound)
+        return difference, scale
 
     def _residual(self) -> Residual:
-        """Of each token at the last check, ``(rows, width)``; a norm over a block counts for all of its tokens."""
+        """Of each token at the last check, ``(rows, width)``."""
         assert self._latest is not None
-        residual = relative(*self._latest)
-        return residual.repeat_interleave(self.width // residual.shape[1], dim=1)
+        return self._per_token(relative(*self._latest))
+
+    def _per_token(self, x: Tensor) -> Tensor:
+        """From ``(rows, parts)`` to ``(rows, width)``; what is measured of a block holds for all of its tokens."""
+        return x.repeat_interleave(self.width // x.shape[1], dim=1)
 
     def _value(self, z: State, fz: State, at_point: np.ndarray, diverged: np.ndarray, start: State) -> State:
         """What rows return: ``fz``, or in some rows ``z``; where a row diverged and ``z`` is not finite, the start."""
@@ -133,6 +140,9 @@ class AllTokens(Windows):
     def check(self, z: State, fz: State) -> bool:
         late = self.evaluations >= self._budget
         if not late and self.evaluations % self.stop.check_every:
+            if self._limit is None and self.stop.has_tolerance:
+                with torch.no_grad():
+                    self._distances(z, fz)
             return False
         sound, passed = self._measure(z, fz)
         if late or passed.any() or not sound.all():
@@ -150,7 +160,8 @@ class AllTokens(Windows):
         self._rows, self._open, self._frozen = self._rows[stay], self._open[stay], None
         self._at_point, self._diverged = self._at_point[stay], self._diverged[stay]
         kept = on_device(stay, self.device)
-        self.part, self._limit, self._latest = take((self.part, self._limit, self._latest), kept)
+        kept_too = self.part, self._limit, self._bound, self._latest
+        self.part, self._limit, self._bound, self._latest = take(kept_too, kept)
         return after[kept], kept
 
     def residuals(self) -> Residual:

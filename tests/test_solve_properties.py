@@ -48,18 +48,20 @@ SOLVERS = st.sampled_from([Naive(), Relaxed(0.8), Relaxed(0.5), Relaxed(1.3)])
 
 def one_row(f: RowAffine, start: Tensor, damping: float, stop: Stop) -> tuple[Tensor, Status, int, Tensor]:
     """One row by the documented rules alone: its value, status, iterations and residual."""
-    z, limit = start, math.nan
+    z, limit, bound = start, math.nan, None
     for step in range(1, stop.max_steps + 1):
         fz = f(z)
-        if step % stop.check_every == 0 or step == stop.max_steps:
+        checked = step % stop.check_every == 0 or step == stop.max_steps
+        if checked or (step == 1 and stop.has_tolerance):
             d, s = (x.abs() if x.ndim == 1 else torch.linalg.vector_norm(x, dim=-1).flatten() for x in (fz - z, fz))
             if stop.norm == "row" and len(d) > 1:
                 d, s = d.norm()[None], s.norm()[None]
             limit = stop.divergence * max(1.0, d.max().item(), s.max().item()) if math.isnan(limit) else limit
+            bound = torch.maximum(stop.rtol * s if bound is None else bound, d / 2)
             residual = (d / s.clamp_min(torch.finfo(s.dtype).tiny)).nan_to_num(nan=math.inf).max()
-            if not d.max().item() <= limit:
+            if checked and not d.max().item() <= limit:
                 return z if z.isfinite().all() else start, Status.DIVERGED, step, residual
-            if bool((d <= stop.atol + stop.rtol * s).all()):
+            if checked and bool((d <= stop.atol + torch.minimum(stop.rtol * s, bound)).all()):
                 return fz, Status.CONVERGED, step, residual
         z = torch.lerp(z, fz, damping)
     return fz, Status.MAX_STEPS_REACHED, stop.max_steps, residual

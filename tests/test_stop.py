@@ -63,7 +63,7 @@ def test_half_precision_accumulates_in_float32(dtype, shape):
 def test_residuals_and_verdicts(stop, block, residual, passed):
     seen = stop.distances(Z.clone().requires_grad_(), FZ, block)
     torch.testing.assert_close(relative(*seen).detach(), torch.tensor(residual))
-    assert stop.passes(*seen).tolist() == passed
+    assert stop.passes(*seen, stop.bound(*seen, None)).tolist() == passed
 
 
 def test_a_norm_over_the_row_passes_while_a_small_token_still_moves():
@@ -77,8 +77,9 @@ def test_a_norm_over_the_row_passes_while_a_small_token_still_moves():
 
 @pytest.mark.parametrize(("z", "fz", "passes"), [(0.0, 0.0, True), (1.0, 0.0, False), (0.0, math.nan, False)])
 def test_zero_and_nan(z, fz, passes):
-    seen = Stop(rtol=0.0).distances(torch.full((1, 3, 2), z), torch.full((1, 3, 2), fz), 3)
-    assert Stop(rtol=0.0).passes(*seen).tolist() == [[passes] * 3]
+    stop = Stop(rtol=0.0)
+    seen = stop.distances(torch.full((1, 3, 2), z), torch.full((1, 3, 2), fz), 3)
+    assert stop.passes(*seen, stop.bound(*seen, None)).tolist() == [[passes] * 3]
     assert relative(*seen)[0, 0].item() == 0 if passes else not relative(*seen)[0, 0].item() < 1e30
 
 
@@ -151,3 +152,38 @@ def test_a_relative_rule_in_another_dtype_is_not_disturbed_by_padding(sweep):
     assert own.converged.all()
     assert torch.equal(own.stats.iterations, ours.stats.iterations)
     assert torch.equal(own.value, ours.value)
+
+
+# drift
+
+
+@pytest.mark.parametrize("solver", [dq.Naive(), dq.Adaptive(), dq.Relaxed(0.5)])
+@pytest.mark.parametrize("rtol", [1e-3, 0.03])
+@pytest.mark.parametrize("check_every", [1, 100])
+@pytest.mark.parametrize("start", [0.0, 1.0, 30.0])
+def test_a_state_that_runs_away_has_not_converged(solver, rtol, check_every, start):
+    """The difference stays 1 while the norm grows, until their ratio is within any tolerance."""
+    z0, stop = torch.full((2, 3), start), Stop(rtol=rtol, max_steps=2048, check_every=check_every)
+    solution = dq.solve(lambda z: z + 1, z0, solver=solver, stop=stop)
+    assert solution.status.tolist() == [dq.Status.MAX_STEPS_REACHED] * 2
+    assert solution.stats.residual.max() < rtol
+    with pytest.raises(dq.ConvergenceError):
+        dq.fixed_point(lambda z: z + 1, torch.zeros(2, 3), solver=solver, stop=Stop(rtol=rtol), throw=True)
+
+
+@pytest.mark.parametrize(
+    ("f", "start"),
+    [
+        (lambda z: 0.9 * z + 1e5, torch.zeros(2, 3)),  # the fixed point is a million
+        (lambda z: 0.9 * z + 1e-5, torch.zeros(2, 3)),
+        (lambda z: 0.9 * z + 1e-5, torch.full((2, 3), 1e4)),
+        (lambda z: 0.9 * z + 1e5, torch.full((2, 3), 1e6)),  # a start at the fixed point
+    ],
+)
+def test_large_and_small_fixed_points_are_no_drift(f, start):
+    solution = dq.solve(f, start, solver=dq.Naive(), stop=Stop(rtol=1e-3, max_steps=400))
+    assert bool(solution.converged.all())
+
+
+def test_an_absolute_tolerance_does_not_ask_for_a_fall():
+    assert bool(dq.solve(lambda z: z + 1, torch.zeros(2, 1), solver=dq.Naive(), stop=Stop(atol=1.0)).converged.all())

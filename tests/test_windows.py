@@ -65,6 +65,7 @@ def one_row(x, block, window, stop, solver):
     value, status, cache, limit = z.clone(), dq.Status.CONVERGED, None, 0.0
     steps, entered, forced = torch.zeros(3, length, dtype=torch.int64)
     residual, forced = torch.full((length,), math.inf).double(), forced.bool()
+    bound = torch.full((length,), math.nan).double()
     first = since = count = 0  # the first token of the window, the evaluation at which it came there, and evaluations
     while first < length:
         end, count = min(first + block * window, length), count + 1
@@ -72,14 +73,17 @@ def one_row(x, block, window, stop, solver):
         fz = f(z[None, here], f.prepare(x[None, here]), cache)[0][0]
         going = torch.cat([z[:first], solver.step(z[here], fz, None)[0], z[end:]])
         late = age >= stop.max_steps
-        if age % every == 0 or late:
+        due = age % every == 0 or late
+        if due or age == 1:
             d, s = (torch.linalg.vector_norm(y, dim=-1) for y in (fz - z[here], fz))
             if stop.norm == "row":  # one number for each token of a block
                 d, s = (torch.cat([y.norm().expand(len(y)) for y in x.split(block)]) for x in (d, s))
-            if age <= every:
+            if age == 1:
                 scale = torch.cat([d, s]).max().clamp_min(1)
                 limit = max(limit, -1.0 if scale.isinf() else stop.divergence * scale.item())
-            passed = [bool(one.all()) for one in (d <= stop.rtol * s).split(block)]
+            bound[here] = torch.where(bound[here].isnan(), stop.rtol * s, bound[here]).maximum(d / 2)
+        if due:
+            passed = [bool(one.all()) for one in (d <= torch.minimum(stop.rtol * s, bound[here])).split(block)]
             leaving = min(block * [*passed, False].index(False), end - first)
             lost = not bool((d <= limit).all())
             spent = late and leaving == 0 and not lost

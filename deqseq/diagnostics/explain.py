@@ -11,7 +11,7 @@ from torch import Tensor
 from deqseq.annotations import checked
 from deqseq.loop import Progress
 from deqseq.solution import Outcome, SolveStats, Status, worst_token
-from deqseq.solvers import Adaptive, Anderson, Broyden, Relaxed
+from deqseq.solvers import Adaptive, Anderson, Broyden, Naive, Relaxed
 from deqseq.stop import Stop
 
 Cause = Literal[
@@ -22,6 +22,10 @@ Cause = Literal[
     "slow convergence",
     "limit cycle",
     "divergence",
+    "drift",
+    "fixed point zero",
+    "random map",
+    "map not finite",
     "precision",
     "no fixed point found",
 ]
@@ -34,6 +38,10 @@ ADVICE: dict[Cause, str] = {
     "slow convergence": "give more iterations, or take a solver that uses several past iterates, or train first",
     "limit cycle": "damp the iteration",
     "divergence": "the map expands: damp the iteration, or make the map contractive",
+    "drift": "the map has no fixed point near: normalise its output, or make it contract",
+    "fixed point zero": "give an absolute tolerance, such as stop=Stop(atol=1e-6)",
+    "random map": "draw noise and dropout once, before the solve, or call eval()",
+    "map not finite": "look for NaN in the inputs and the weights",
     "precision": "loosen the tolerance, or compute in a wider dtype",
     "no fixed point found": "make the map contract, for example by scaling its weights to a spectral norm below 1, or "
     "train the model at its fixed point (deqseq.training.free); an untrained map, one trained through unrolled "
@@ -71,7 +79,8 @@ class Explanation:
 def explain(outcome: Outcome) -> Explanation:
     """Why each row of a solve converged or not, and what to do about it.
 
-    The same problem is solved again, all tokens together, with four times the budget (at least 64 and at most 1,000
+    If rows failed, the map is evaluated twice at the start: a map that draws random numbers has no fixed point. Then
+    the same problem is solved again, all tokens together, with four times the budget (at least 64 and at most 1,000
     iterations). If rows still fail, Adaptive, Relaxed(0.2), Anderson and Broyden are tried until one converges; only
     the last two if the solve is merely slow. Rows that converged are solved from a random start too.
 
@@ -117,9 +126,17 @@ def explain(outcome: Outcome) -> Explanation:
 def _failed(again: partial[Any], given: Stop, longer: Stop, rows: list[int]) -> tuple[Found, dict[Cause, str]]:
     """Why these rows failed, and advice that names settings with which they converge."""
     records: list[Progress] = []
+    first, second = (again(solver=Naive(), stop=Stop.exactly(1)).value.double() for _ in range(2))
     solved = again(stop=longer, callback=records.append)
     trace = torch.stack([worst_token(one.residual) for one in records]).cpu().double()
     found = {row: _cause(solved, row, trace[:, row], given.max_steps, longer) for row in rows}
+    noisy = (first - second).abs().flatten(1).amax(dim=1) > 1e-4 * first.abs().flatten(1).amax(dim=1)
+    if bool(noisy.any()):
+        random = "random map", "Two evaluations at the same point differ."
+        return found | {row: random for row in rows if noisy[row]}, dict(ADVICE)
+    for row in rows:
+        if found[row][0] in ("limit cycle", "budget") and solved.value[row].double().norm() < 1e-3 * first[row].norm():
+            found[row] = "fixed point zero", f"The state tends to zero; {found[row][1]}"
     of: dict[Cause, list[int]] = {cause: [row for row in rows if found[row][0] == cause] for cause in ADVICE}
     moving, advice = of["limit cycle"] + of["divergence"], dict(ADVICE)
     hard = moving + of["slow convergence"]
@@ -143,6 +160,8 @@ def _failed(again: partial[Any], given: Stop, longer: Stop, rows: list[int]) -> 
 def _cause(solved: Any, row: int, trace: Tensor, budget: int, stop: Stop) -> tuple[Cause, str]:
     """Why a row failed, from the residuals of a solve with a larger budget."""
     iterations, status = int(worst_token(solved.stats.iterations)[row]), int(solved.status[row])
+    if status == Status.DIVERGED and iterations <= 1:
+        return "map not finite", "The first value of the map is not finite."
     if status == Status.DIVERGED:
         return "divergence", f"The residual grows without bound in {iterations} iterations."
     if status == Status.CONVERGED:
@@ -151,6 +170,8 @@ def _cause(solved: Any, row: int, trace: Tensor, budget: int, stop: Stop) -> tup
     dtype, quarter = solved.value.dtype, max(1, len(trace) // 4)
     last = float(trace[-quarter:].min())
     level, tolerance = f"The residual is {last:.1e} after {iterations} iterations", f"the tolerance is {stop.rtol:.1e}."
+    if 0 < last <= stop.rtol:
+        return "drift", f"{level}, because the state grows: the difference does not fall."
     if last < (32 if dtype.itemsize > 2 else 4) * torch.finfo(dtype).eps:
         return "precision", f"{level}, which is the precision of {dtype}; {tolerance}"
     if len(trace) == 1:  # of a solver of another library
@@ -174,7 +195,7 @@ def _converged(stats: SolveStats, again: partial[Any], stop: Stop, rows: list[in
     start = (noise.to(value.device) * scale).clamp(-limit, limit).to(dtype).reshape(usual.value.shape)
     other = again(stop=stop, start=start)
     settled = usual.converged & other.converged
-    apart = (other.value.double().reshape(value.shape) - value).norm(dim=1) > 0.05 * value.norm(dim=1)
+    apart = (other.value.double().reshape(value.shape) - value).norm(dim=1) > 0.05 * value.norm(dim=1) + 100 * stop.atol
     several = (settled & apart).tolist()
     single = [row for row in rows if not several[row]]
     same = "; from a random start, to the same value" * bool(settled[single].all())

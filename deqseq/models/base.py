@@ -7,8 +7,12 @@ import torch
 from torch import nn
 
 from deqseq.backbones.base import Backbone, Cache, check_sequence
+from deqseq.config import SolveFields
 from deqseq.models.output import Evaluation
 from deqseq.types import Counts, Sequence
+
+SETTINGS = frozenset({"solve", "eval_solve", *SolveFields.__annotations__})
+"""Attributes that users expect where there is a solve."""
 
 
 class Model(nn.Module, ABC):
@@ -26,6 +30,10 @@ class Model(nn.Module, ABC):
         True
         >>> cache = model.commit(None, evaluation, torch.tensor([1, 3]))       # tokens of each row
     """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        refuse_setting(self, name)
+        super().__setattr__(name, value)
 
     @property
     @abstractmethod
@@ -75,6 +83,15 @@ class Model(nn.Module, ABC):
         Args:
             **options: those of ``torch.compile``.
         """
+
+
+def refuse_setting(module: nn.Module, name: str) -> None:
+    """Refuse an attribute that looks like a setting of the solve and that nothing would read."""
+    if name in SETTINGS and not hasattr(type(module), name):
+        raise AttributeError(
+            f"{type(module).__name__}.{name} would be read by nothing: set the solve of the part that is iterated, as "
+            "in implicit_model.solve = SolveConfig(...), or name it in the call"
+        )
 
 
 def check_input(x: Sequence, backbone: Backbone[Any]) -> None:

@@ -14,7 +14,7 @@ from deqseq.backbones.base import Cache
 from deqseq.check import check_ids, check_integer, check_type
 from deqseq.config import SolveConfig, SolveFields
 from deqseq.loop import Callback
-from deqseq.models.base import Model
+from deqseq.models.base import Model, refuse_setting
 from deqseq.models.eval_mode import eval_mode
 from deqseq.models.explicit import check_nothing_to_solve
 from deqseq.models.generation import Generation, NewTokens, generate
@@ -78,6 +78,10 @@ class CausalLM(nn.Module):
         self.head = None if tied else nn.Linear(model.d_model, vocab_size, bias=False)
         if self.head is not None:
             nn.init.normal_(self.head.weight, std=embedding_std)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        refuse_setting(self, name)
+        super().__setattr__(name, value)
 
     @checked
     def forward(

@@ -72,7 +72,7 @@ class ImplicitModel(Model):
         check_integer("backbone.d_model", getattr(backbone, "d_model", None), 1)
         self.backbone = backbone
         self.solves: Any = SolveSettings(solve, eval_solve)
-        self._warned: list[bool] = []  # one list for all copies that with_weights makes
+        self._warned: list[bool] = []  # modes in which it has; one list for all copies that with_weights makes
 
     @checked
     def forward(
@@ -108,7 +108,8 @@ class ImplicitModel(Model):
             estimator's, after its phantom steps, say. Otherwise it is that of the solve.
 
         Warns:
-            ConvergenceWarning: in eval mode, once per model: most rows spent their budget or diverged.
+            ConvergenceWarning: once per model, most rows spent their budget or diverged in eval mode; once, all rows
+                did in training mode, unless ``stop`` is checked at its last iteration only.
 
         Raises:
             ConvergenceError: with ``throw``, names the rows that failed, their residuals and a remedy.
@@ -184,7 +185,8 @@ class ImplicitModel(Model):
         return self.solves.solve
 
     @solve.setter
-    def solve(self, solve: SolveConfig) -> None:
+    def solve(self, solve: Any) -> None:
+        check_type("solve", solve, SolveConfig)
         self.solves.solve = solve
 
     @property
@@ -193,7 +195,9 @@ class ImplicitModel(Model):
         return self.solves.eval_solve
 
     @eval_solve.setter
-    def eval_solve(self, eval_solve: SolveConfig | None) -> None:
+    def eval_solve(self, eval_solve: Any) -> None:
+        if eval_solve is not None:
+            check_type("eval_solve", eval_solve, SolveConfig)
         self.solves.eval_solve = eval_solve
 
     @property
@@ -227,7 +231,7 @@ class ImplicitModel(Model):
         """The same call in another way, all tokens together, for :meth:`ModelOutput.explain`."""
         start = given if start is None else start
         fields: SolveFields = {} if start is None else {"start": start}
-        warned, self._warned = self._warned, [True]  # what is tried out is no failure of the caller's
+        warned, self._warned = self._warned, [True, False]  # what is tried out is no failure of the caller's
         try:
             # dropout would make every solve one of another map, and so would other random starts
             with eval_mode(self), torch.random.fork_rng(devices=()):
@@ -238,17 +242,21 @@ class ImplicitModel(Model):
             self._warned = warned
 
     def _warn_once(self, output: ModelOutput, config: SolveConfig) -> None:
-        """Tell of the first solve in eval mode in which most rows fail, unless no row could converge."""
-        if self.training or self._warned or torch.compiler.is_compiling() or not config.stop.has_tolerance:
+        """Tell of the first solve in which most rows fail, in training all rows, unless no row could converge."""
+        stop, training = config.stop, self.training
+        if training in self._warned or torch.compiler.is_compiling() or not stop.has_tolerance:
+            return
+        if training and stop.runs_to_the_end:  # a phase of a fixed number of iterations, whose residual is reported
             return
         assert output.status is not None
         spent, diverged = (int((output.status == one).sum()) for one in (Status.MAX_STEPS_REACHED, Status.DIVERGED))
-        if 2 * (spent + diverged) > len(output.status):
-            self._warned.append(True)
+        failed, rows = spent + diverged, len(output.status)
+        if failed == rows or (2 * failed > rows and not training):
+            self._warned.append(training)
             warn_caller(
-                f"{spent + diverged} of {len(output.status)} rows did not converge ({spent} spent the budget of "
-                f"{config.stop.max_steps} iterations, {diverged} diverged), so their values are not fixed points. "
-                "print(output.explain()) says why and what to do. (Later calls of this model do not warn.)"
+                f"{failed} of {rows} rows did not converge ({spent} spent the budget of "
+                f"{stop.max_steps} iterations, {diverged} diverged), so their values are not fixed points. "
+                "print(output.explain()) says why and what to do. (Later calls of this model in this mode do not warn.)"
             )
 
     def _requires_gradient(self, *tensors: Tensor | None) -> bool:

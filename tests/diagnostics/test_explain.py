@@ -44,6 +44,9 @@ def solve(f, z0=ONE, **options):
             "does not fall; the tolerance is 1.0e-06. Adaptive(), Relaxed(damping=0.2), Anderson(",
             "make the map contract",
         ),
+        ("fixed point zero", lambda z: z / 2, "The state tends to zero", "atol=1e-6"),
+        ("random map", lambda z: 0.5 * z + torch.rand_like(z), "at the same point differ", "before the solve"),
+        ("map not finite", lambda z: z * math.nan, "first value of the map is not finite", "the weights"),
         ("several fixed points", lambda z: torch.tanh(3 * z), "random start converges elsewhere", "start"),
     ],
 )
@@ -189,12 +192,13 @@ def test_a_model_warns_once_and_only_where_rows_could_converge():
         warnings.simplefilter("error")
         lm(ids, stop=dq.Stop.exactly(2))
         lm(ids, stop=dq.Stop(rtol=0.0, max_steps=2))
-        lm.train()(ids, stop=short)
-    with pytest.warns(dq.ConvergenceWarning, match=r"explain\(\)"):
-        lm.eval()(ids, stop=short)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        lm(ids, stop=short)
+        lm.train()(ids, stop=dq.Stop(rtol=1e-9, max_steps=2, check_every=2))
+    for mode in (False, True):
+        with pytest.warns(dq.ConvergenceWarning, match=r"explain\(\)"):
+            lm.train(mode)(ids, stop=short)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            lm(ids, stop=short)
 
 
 def test_explaining_a_solve_does_not_warn_and_leaves_the_warning_for_a_failure():
@@ -288,6 +292,20 @@ def test_states_that_need_care_are_explained(f, start):
         explanation = dq.solve(f, start, solver=dq.Naive(), stop=dq.Stop(rtol=1e-3)).explain()
     assert set(explanation.causes) == {"converged"}
     assert "to the same value" in str(explanation)
+
+
+def test_a_state_that_grows_for_ever_drifts():
+    explanation = solve(lambda z: z + 1, rtol=0.03, max_steps=100).explain()
+    assert explanation.causes == ("drift",) * 3
+    assert "the state grows: the difference does not fall" in str(explanation)
+    assert "normalise its output" in str(explanation)
+
+
+def test_starts_near_a_fixed_point_of_zero_do_not_make_several():
+    stop = dq.Stop(atol=1e-6)
+    weight = torch.tensor([[0.5, 0.2], [0.1, 0.4]])
+    solution = dq.solve(lambda z: torch.tanh(z @ weight), torch.ones(1, 2), solver=dq.Naive(), stop=stop)
+    assert solution.explain().causes == ("converged",)
 
 
 def test_values_that_are_not_finite_at_once_are_no_expansion():

@@ -136,3 +136,25 @@ class TestGradients:
         assert ((half - full).norm() / full.norm()).item() < 0.05
         for name, gradient in full_gradients.items():
             assert ((half_gradients[name] - gradient).norm() / gradient.norm()).item() < 0.1, name
+
+
+@pytest.mark.parametrize("name", ["solver", "stop", "gradient", "sweep", "start"])
+def test_attributes_that_nothing_reads_are_refused(name):
+    model = dq.ImplicitModel(dq.Affine(4))
+    with pytest.raises(AttributeError, match=rf"ImplicitModel\.{name} .*implicit_model\.solve = SolveConfig"):
+        setattr(model, name, dq.Naive())
+    lm = dq.CausalLM(7, model)
+    for one in (name, "solve", "eval_solve"):
+        with pytest.raises(AttributeError, match=rf"CausalLM\.{one} "):
+            setattr(lm, one, dq.SolveConfig())
+    for value in (None, "Anderson"):
+        with pytest.raises(TypeError, match="solve must be a SolveConfig"):
+            model.solve = value
+    with pytest.raises(TypeError, match="eval_solve must be a SolveConfig"):
+        model.eval_solve = dq.Stop()
+
+
+def test_a_model_names_the_transform_that_it_cannot_run_under():
+    lm = dq.CausalLM(7, dq.ImplicitModel(dq.Affine(4)))
+    with pytest.raises(TypeError, match=r"cannot be solved inside torch\.func's vmap"):
+        torch.func.vmap(lambda row: lm(row[None]).logits[0])(torch.ones(2, 3, dtype=torch.int64))
