@@ -9,7 +9,7 @@ from deqseq.check import check_type
 from deqseq.gradients.base import Gradient
 from deqseq.gradients.implicit import Implicit
 from deqseq.loop import Callback
-from deqseq.solution import Solution, Status
+from deqseq.solution import Solution, Status, warn_failed
 from deqseq.solvers.anderson import Anderson
 from deqseq.solvers.base import Solver
 from deqseq.stop import Stop
@@ -47,6 +47,9 @@ def fixed_point(
     Returns:
         The solution: value, status and statistics, per row.
 
+    Warns:
+        ConvergenceWarning: most rows spent their budget or diverged.
+
     Raises:
         TypeError: an argument of the wrong type.
         ConvergenceError: with ``throw``, names the rows that did not converge, their residuals and a remedy.
@@ -65,6 +68,7 @@ def fixed_point(
     check_type(f"what {type(chosen).__name__}.apply returns", solution, Solution)
     if throw:
         solution.raise_if_failed()
+    warn_failed(solution.status, stop)
     graphless = torch.is_grad_enabled() and not solution.value.requires_grad
     if gradient is not None and graphless and not bool((solution.status == Status.DIVERGED).all()):
         raise ValueError(

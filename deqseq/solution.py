@@ -13,10 +13,11 @@ from jaxtyping import Bool, Float, Int64, Shaped
 from torch import Tensor
 
 from deqseq.rows import take
+from deqseq.stop import Stop
 from deqseq.types import Iterations, RowIndex, RowMask, State
 
 if TYPE_CHECKING:
-    from deqseq.diagnostics.explain import Explanation
+    from deqseq.diagnostics.explanation import Explanation
 
 
 class Status(IntEnum):
@@ -69,6 +70,22 @@ def warn_caller(message: str) -> None:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(LIBRARIES):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, ConvergenceWarning, stacklevel=level)
+
+
+def warn_failed(status: Int64[Tensor, " batch"], stop: Stop, share: float = 0.5, later: str = "") -> bool:
+    """Warn if more than this share of the rows failed, or all did, although they could converge; whether it did."""
+    if not stop.has_tolerance or torch.compiler.is_compiling():
+        return False
+    spent, diverged = (int((status == one).sum()) for one in (Status.MAX_STEPS_REACHED, Status.DIVERGED))
+    failed, rows = spent + diverged, len(status)
+    if failed < rows and failed <= share * rows:
+        return False
+    warn_caller(
+        f"{failed} of {rows} rows did not converge ({spent} spent the budget of {stop.max_steps} iterations, "
+        f"{diverged} diverged), so their values are not fixed points. print(result.explain()) says why and what to do."
+        + later
+    )
+    return True
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from deqseq.evaluate import check_start, check_transforms
 from deqseq.loop import Callback, iterate
 from deqseq.moving import MovingWindows
 from deqseq.rows import check_rows
-from deqseq.solution import Solution, worst_token
+from deqseq.solution import Solution, warn_failed, worst_token
 from deqseq.solvers.base import Solver
 from deqseq.stop import Stop
 from deqseq.sweeps import Sweep
@@ -66,6 +66,9 @@ def solve(
     Returns:
         A :class:`Solution`. Failed rows raise nothing: see ``status``, or call ``raise_if_failed()``.
 
+    Warns:
+        ConvergenceWarning: most rows spent their budget or diverged.
+
     Raises:
         TypeError: an argument or the value of ``f`` is of the wrong type.
         ValueError: ``z0``, ``args`` or the value of ``f`` has a wrong shape, dtype or device, ``z0`` is not finite, or
@@ -81,6 +84,24 @@ def solve(
         >>> solve(lambda z, x: (z + x) / 2, x * 0, args=x, solver=Anderson(), stop=Stop()).stats.iterations
         tensor([1, 3])
     """
+    call: SolveCall = {"solver": solver, "stop": stop, "args": args, "has_aux": has_aux, "callback": callback}
+    solution = run_solve(f, z0, sweep=sweep, **call)
+    warn_failed(solution.status, stop)
+    return solution
+
+
+def run_solve(
+    f: FixedPointMap,
+    z0: State,
+    *,
+    solver: Solver[Any],
+    stop: Stop,
+    args: Any = None,
+    has_aux: bool = False,
+    sweep: Sweep | None = None,
+    callback: Callback | None = None,
+) -> Solution:
+    """:func:`solve` without its warning: for callers that report failures themselves."""
     check_transforms()
     check_start("z0", z0)
     check_rows("args", args, len(z0))
@@ -105,4 +126,4 @@ def solve(
 def _again(f: FixedPointMap, z0: State, *, start: State | None = None, **call: Any) -> Solution:
     """The same solve in another way, without gradients, for :meth:`Solution.explain`."""
     with torch.no_grad():  # as a decorator, inside torch.compile, it would stay switched on for good
-        return solve(f, z0 if start is None else start, **call)
+        return run_solve(f, z0 if start is None else start, **call)

@@ -19,7 +19,7 @@ class TokenArgs(NamedTuple):
     """What the map of some tokens needs besides their state: the second argument of :func:`token_map`.
 
     ``mask`` is True at real tokens, which come first; ``need_aux`` says whether the map returns what commits them, and
-    of a whole sequence whether its cache is wanted.
+    of a whole sequence whether its cache is wanted; ``x`` is what the inputs were prepared from, of a whole sequence.
     """
 
     backbone: Backbone[Any]
@@ -27,6 +27,7 @@ class TokenArgs(NamedTuple):
     cache: Cache | None = None
     mask: Mask | None = None
     need_aux: bool = False
+    x: Sequence | None = None
 
     @classmethod
     def prepared(
@@ -35,7 +36,11 @@ class TokenArgs(NamedTuple):
         """The inputs of all tokens ``x``, ``(batch, length, d_model)``, room in the cache, and computed weights."""
         backbone = with_weights(backbone)
         inputs = backbone.prepare(x, cache, mask)
-        return cls(backbone, inputs, None if cache is None else cache.reserve(x.shape[1]), mask, need_aux)
+        return cls(backbone, inputs, None if cache is None else cache.reserve(x.shape[1]), mask, need_aux, x)
+
+    def prepared_again(self) -> "TokenArgs":
+        """The same with inputs of these rows alone: a row that is gone, and was not finite, is not in their graph."""
+        return self if self.x is None else self._replace(inputs=self.backbone.prepare(self.x, self.cache, self.mask))
 
     def window(
         self, gathered: Callable[[Tensor], Tensor], cache: Cache | None, mask: Mask | None, width: int

@@ -2,7 +2,8 @@
 
 from deqseq.diagnostics.duality import DualityReport, SweepReport, check_duality
 from deqseq.diagnostics.effort import TokenEffort, token_effort
-from deqseq.diagnostics.explain import Explanation, explain
+from deqseq.diagnostics.explain import explain
+from deqseq.diagnostics.explanation import Explanation
 from deqseq.diagnostics.gradient_bias import EstimatorBias, GradientBias, gradient_bias
 from deqseq.diagnostics.spectral import SpectralRadius, model_spectral_radius, spectral_radius
 

@@ -1,91 +1,49 @@
 """Why a solve ended as it did, and what to do about it: found by solving the same problem in other ways."""
 
 import math
-from dataclasses import dataclass, fields, replace
+from contextlib import suppress
+from dataclasses import fields, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from deqseq.annotations import checked
+from deqseq.diagnostics.explanation import ADVICE, Cause, Explanation
 from deqseq.loop import Progress
 from deqseq.solution import Outcome, SolveStats, Status, worst_token
-from deqseq.solvers import Adaptive, Anderson, Broyden, Naive, Relaxed
-from deqseq.stop import Stop
+from deqseq.solvers import Adaptive, Anderson, Broyden, Relaxed, Solver
+from deqseq.stop import Stop, token_norms
+from deqseq.sweeps import Simultaneous, Sliding
 
-Cause = Literal[
-    "converged",
-    "several fixed points",
-    "budget",
-    "no tolerance",
-    "slow convergence",
-    "limit cycle",
-    "divergence",
-    "drift",
-    "fixed point zero",
-    "random map",
-    "map not finite",
-    "precision",
-    "no fixed point found",
-]
-"""Why the solve of a row ended as it did."""
 Found = dict[int, tuple[Cause, str]]  # of each row the cause, and what was observed
 DAMPED, SEVERAL = (Adaptive(), Relaxed(0.2)), (Anderson(), Broyden())  # the latter combine several past iterates
-ADVICE: dict[Cause, str] = {
-    "budget": "give more iterations",
-    "no tolerance": "without a tolerance no row can converge: give stop=Stop(rtol=1e-3)",
-    "slow convergence": "give more iterations, or take a solver that uses several past iterates, or train first",
-    "limit cycle": "damp the iteration",
-    "divergence": "the map expands: damp the iteration, or make the map contractive",
-    "drift": "the map has no fixed point near: normalise its output, or make it contract",
-    "fixed point zero": "give an absolute tolerance, such as stop=Stop(atol=1e-6)",
-    "random map": "draw noise and dropout once, before the solve, or call eval()",
-    "map not finite": "look for NaN in the inputs and the weights",
-    "precision": "loosen the tolerance, or compute in a wider dtype",
-    "no fixed point found": "make the map contract, for example by scaling its weights to a spectral norm below 1, or "
-    "train the model at its fixed point (deqseq.training.free); an untrained map, one trained through unrolled "
-    "iterations alone, or inputs unlike those of training need not have a fixed point that a solver reaches",
-    "several fixed points": "the start decides which one is found: solve from the start that training used, and "
-    "train with every sweep that will be used",
-}
 
 
-@dataclass(frozen=True)
-class Explanation:
-    """Why rows converged or not, and what to do; prints as text.
+class _Stay(Solver[None]):
+    """Evaluates the map at one point, again and again."""
 
-    Attributes:
-        causes: one per row.
-        findings: what was observed of the rows of each cause.
-        remedies: what to do about each; a setting that was tried and converged is named.
-    """
+    def init(self, z0: Tensor) -> None:
+        return None
 
-    causes: tuple[Cause, ...]
-    findings: dict[Cause, str]
-    remedies: dict[Cause, str]
-
-    def __str__(self) -> str:
-        lines = []
-        for cause, finding in self.findings.items():
-            rows = [row for row, each in enumerate(self.causes) if each == cause]
-            lines.append(f"{_named(rows, len(self.causes))}: {cause}. {finding}")
-            if cause in self.remedies:
-                lines.append(f"  Remedy: {self.remedies[cause]}.")
-        return "\n".join(lines)
+    def step(self, z: Tensor, fz: Tensor, state: None) -> tuple[Tensor, None]:
+        return z, None
 
 
 @checked
 def explain(outcome: Outcome) -> Explanation:
     """Why each row of a solve converged or not, and what to do about it.
 
-    If rows failed, the map is evaluated twice at the start: a map that draws random numbers has no fixed point. Then
-    the same problem is solved again, all tokens together, with four times the budget (at least 64 and at most 1,000
-    iterations). If rows still fail, Adaptive, Relaxed(0.2), Anderson and Broyden are tried until one converges; only
-    the last two if the solve is merely slow. Rows that converged are solved from a random start too.
+    The map is solved again in the mode in which it was. It is evaluated twice at the start: one that draws random
+    numbers has no fixed point. If rows failed, they are solved with four times the budget (at least 64 and at most
+    1,000 iterations), then with Adaptive, Relaxed(0.2), Anderson and Broyden until one converges; only the last two if
+    the solve is merely slow. Rows that converged are solved again as they were, with another sweep and from a random
+    start, and in training mode the residual of the estimator's value is measured.
 
     Args:
-        outcome: what a solve or a model returned. A model is examined with the weights that it has now.
+        outcome: what a solve or a model returned. A model is examined with the weights that it has now, in the
+            dtype of then.
 
     Raises:
         ValueError: an explicit model's output, a copy of an outcome, or some rows of one.
@@ -100,15 +58,20 @@ def explain(outcome: Outcome) -> Explanation:
         raise ValueError("explain() needs a solve: an explicit model runs its layers once")
     if outcome.again is None:
         raise ValueError("explain() needs the outcome of a whole solve as it was returned, got rows of one, or a copy")
-    again, stop, statuses = outcome.again, outcome.again.keywords["stop"], outcome.status.tolist()
+    asked, stop, statuses = outcome.again, outcome.again.keywords["stop"], outcome.status.tolist()
+    again = partial(asked, sweep=Simultaneous()) if "sweep" in asked.keywords else asked
     given = stop if stop.has_tolerance else replace(stop, rtol=1e-4, check_every=1)
     longer = replace(given, check_every=1, max_steps=max(stop.max_steps, min(max(4 * stop.max_steps, 64), 1000)))
     converged, spent, diverged = ([row for row, one in enumerate(statuses) if one == kind] for kind in Status)
     failed, found, advice = diverged + spent * stop.has_tolerance, {}, dict(ADVICE)
+    first, second = (again(solver=_Stay(), stop=Stop.exactly(times)).value.double() for times in (1, 2))
     if failed:
-        found, advice = _failed(again, given, longer, failed)
+        found, advice = _failed(again, given, longer, failed, first)
     if converged:
-        found.update(_converged(outcome.stats, again, replace(longer, rtol=min(longer.rtol, 1e-4)), converged))
+        found |= _converged(outcome, asked, again, longer, converged)
+    size = first.abs().reshape(len(first), -1).amax(dim=1)
+    noisy = (first - second).abs().reshape(len(first), -1).amax(dim=1) > 1e-4 * size
+    found |= {row: ("random map", "Two evaluations at the same point differ.") for row in found if noisy[row]}
     if spent and not stop.has_tolerance:
         worst = float(worst_token(outcome.stats.residual.detach())[spent].max())
         text = f"{stop.max_steps} iterations, whatever the residual: it is {worst:.1e} or less."
@@ -123,19 +86,16 @@ def explain(outcome: Outcome) -> Explanation:
     return Explanation(causes, findings, remedies)
 
 
-def _failed(again: partial[Any], given: Stop, longer: Stop, rows: list[int]) -> tuple[Found, dict[Cause, str]]:
+def _failed(
+    again: partial[Any], given: Stop, longer: Stop, rows: list[int], first: Tensor
+) -> tuple[Found, dict[Cause, str]]:
     """Why these rows failed, and advice that names settings with which they converge."""
     records: list[Progress] = []
-    first, second = (again(solver=Naive(), stop=Stop.exactly(1)).value.double() for _ in range(2))
     solved = again(stop=longer, callback=records.append)
     trace = torch.stack([worst_token(one.residual) for one in records]).cpu().double()
     found = {row: _cause(solved, row, trace[:, row], given.max_steps, longer) for row in rows}
-    noisy = (first - second).abs().flatten(1).amax(dim=1) > 1e-4 * first.abs().flatten(1).amax(dim=1)
-    if bool(noisy.any()):
-        random = "random map", "Two evaluations at the same point differ."
-        return found | {row: random for row in rows if noisy[row]}, dict(ADVICE)
     for row in rows:
-        if found[row][0] in ("limit cycle", "budget") and solved.value[row].double().norm() < 1e-3 * first[row].norm():
+        if found[row][0] in ("limit cycle", "budget") and solved.value[row].norm() < 1e-3 * first[row].norm():
             found[row] = "fixed point zero", f"The state tends to zero; {found[row][1]}"
     of: dict[Cause, list[int]] = {cause: [row for row in rows if found[row][0] == cause] for cause in ADVICE}
     moving, advice = of["limit cycle"] + of["divergence"], dict(ADVICE)
@@ -186,22 +146,57 @@ def _cause(solved: Any, row: int, trace: Tensor, budget: int, stop: Stop) -> tup
     return "slow convergence", f"{level} and {falls}: {needed} iterations are needed."
 
 
-def _converged(stats: SolveStats, again: partial[Any], stop: Stop, rows: list[int]) -> Found:
-    """Whether these rows converge to another value from a random start of the scale of theirs."""
-    usual = again(stop=stop)
-    value, dtype = usual.value.double().reshape(len(usual.value), -1), usual.value.dtype
-    noise = torch.randn(value.shape, generator=torch.Generator("cpu").manual_seed(0), device="cpu", dtype=value.dtype)
-    scale, limit = value.square().mean(dim=1, keepdim=True).sqrt().clamp_min(1e-3), torch.finfo(dtype).max
-    start = (noise.to(value.device) * scale).clamp(-limit, limit).to(dtype).reshape(usual.value.shape)
-    other = again(stop=stop, start=start)
-    settled = usual.converged & other.converged
-    apart = (other.value.double().reshape(value.shape) - value).norm(dim=1) > 0.05 * value.norm(dim=1) + 100 * stop.atol
-    several = (settled & apart).tolist()
-    single = [row for row in rows if not several[row]]
-    same = "; from a random start, to the same value" * bool(settled[single].all())
-    elsewhere = "several fixed points", "A solve from a random start converges elsewhere."
-    here = "converged", f"In {_range(stats, single or rows)} iterations{same}."
-    return {row: elsewhere if several[row] else here for row in rows}
+def _converged(outcome: Outcome, asked: partial[Any], again: partial[Any], longer: Stop, rows: list[int]) -> Found:
+    """Whether these rows are found once more: from another start, by another sweep, as they were; and what returned."""
+    known, tight, found = asked.keywords, replace(longer, rtol=min(longer.rtol, 1e-4)), Found()
+    usual, same = again(stop=tight), asked()
+    noise = torch.randn(usual.value.shape, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
+    size = usual.value.double().reshape(len(noise), -1).square().mean(dim=1).sqrt().clamp_min(1e-3)
+    limit, start = torch.finfo(usual.value.dtype).max, noise.to(size) * size.reshape(-1, *[1] * (noise.ndim - 1))
+    other = again(stop=tight, start=start.clamp(-limit, limit).to(usual.value.dtype))
+    for row in _apart(usual, other, tight.atol):
+        found[row] = "several fixed points", "A solve from a random start converges elsewhere."
+    if "sweep" in known:
+        with suppress(NotImplementedError):  # a backbone without advance() has one sweep
+            found |= _sweeps(asked, longer)
+    returned = getattr(outcome, "value", None)
+    if known.get("training", False) or (returned is not None and returned.requires_grad and "value" not in known):
+        # the value is the estimator's, which may have left the tolerance where the map expands
+        value = asked(with_graph=True).value.detach() if "value" in known else returned.detach()
+        at = again(solver=_Stay(), stop=replace(known["stop"], max_steps=1, check_every=1), start=value)
+        worst = worst_token(at.stats.residual)
+        for row in (~at.converged).nonzero()[:, 0].tolist():
+            found[row] = "estimator", f"The estimator's steps led the value to a residual of {float(worst[row]):.1e}."
+    else:
+        for row in _apart(same, replace(same, value=known.get("value", returned)), longer.atol):
+            found[row] = "changed since", "The same solve now gives another value."
+    single = [row for row in rows if row not in found]
+    agree = "; from a random start, to the same value" * bool((usual.converged & other.converged)[single].all())
+    here: tuple[Cause, str] = "converged", f"In {_range(usual.stats, single or rows)} iterations{agree}."
+    return {row: found.get(row, here) for row in rows}
+
+
+def _sweeps(asked: partial[Any], longer: Stop) -> Found:
+    """Rows in which the sweep that was used and another one converge to different values."""
+    used, found = asked.keywords["sweep"], Found()
+    rival = Simultaneous() if used.block is not None else Sliding(8)
+    if asked.keywords["solver"].owns_loop:
+        return found
+    closer = max(longer.rtol / 100, 8 * torch.finfo(asked.keywords["value"].dtype).eps)
+    for rtol, cause in ((longer.rtol, "loose tolerance"), (closer, "several fixed points")):
+        one, two = (asked(sweep=sweep, stop=replace(longer, rtol=rtol)) for sweep in (used, rival))
+        text = f"At a tolerance of {rtol:.0e}, {used} and {rival} converge to different values."
+        disagree = _apart(one, two, longer.atol)
+        found |= dict.fromkeys(disagree, (cause, text))
+        if not disagree:
+            break
+    return found
+
+
+def _apart(one: Any, two: Any, atol: float = 0.0, share: float = 0.05) -> list[int]:
+    """Rows that converged in both, and whose values differ in a token by this share of a token's mean size."""
+    apart = token_norms(one.value - two.value).amax(dim=1) > share * token_norms(one.value).mean(dim=1) + 100 * atol
+    return (apart & one.converged & two.converged).nonzero()[:, 0].tolist()
 
 
 def _written(stop: Stop, stats: SolveStats, rows: list[int]) -> str:
@@ -214,10 +209,3 @@ def _written(stop: Stop, stats: SolveStats, rows: list[int]) -> str:
 def _range(stats: SolveStats, rows: list[int]) -> str:
     low, high = (int(one) for one in torch.aminmax(worst_token(stats.iterations)[rows]))
     return f"{low}" if low == high else f"{low} to {high}"
-
-
-def _named(rows: list[int], batch: int) -> str:
-    if len(rows) == batch:
-        return f"all {batch} rows" if batch > 1 else "row 0"
-    shown = ", ".join(map(str, rows[:8]))
-    return f"row{'s' * (len(rows) > 1)} {shown}{' …' * (len(rows) > 8)} of {batch}"

@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from deqseq.evaluate import evaluate
 from deqseq.rows import map_tensors, take
 from deqseq.solution import Solution, Status, describe_failure, warn_caller
-from deqseq.solve import SolveCall, solve
+from deqseq.solve import SolveCall, run_solve
+from deqseq.tokens import TokenArgs
 from deqseq.types import FixedPointMap, State
 
 NOT_LEFT_OUT = (
@@ -96,14 +97,14 @@ class AttachedGradient(Gradient):
 
     def apply(self, f: FixedPointMap, z0: State, *, keep_value: bool = False, **call: Unpack[SolveCall]) -> Solution:
         if not torch.is_grad_enabled():
-            return solve(f, z0, **call)
+            return run_solve(f, z0, **call)
         if isinstance(z0, Tensor) and z0.requires_grad:
             raise ValueError(
                 f"z0 requires a gradient, but {type(self).__name__} treats the fixed point as independent of its "
                 "start: pass z0.detach(), or differentiate the iteration itself with Unrolled()"
             )
         with torch.no_grad():
-            solution = solve(primed(f), z0, **call)
+            solution = run_solve(primed(f), z0, **call)
         value = self.attach_to(f, call.get("args"), z0, solution, has_aux=call.get("has_aux", False))
         return replace(solution, value=solution.value + (value - value.detach()) if keep_value else value)
 
@@ -122,7 +123,9 @@ class AttachedGradient(Gradient):
             return self.attach(_bound(f, args, has_aux), solution.value)
         if args is not None and not bool(diverged.all()):
             rows = (~diverged).nonzero()[:, 0]
-            value = self.attach(_bound(f, take(args, rows), has_aux), solution.value[rows])
+            left = take(args, rows)
+            left = left.prepared_again() if isinstance(left, TokenArgs) else left
+            value = self.attach(_bound(f, left, has_aux), solution.value[rows])
             return solution.value.index_copy(0, rows, value)
         bound = _bound(f, args, has_aux)
         replaced = diverged.reshape(-1, *[1] * (z0.ndim - 1))  # these rows are evaluated where they began

@@ -11,7 +11,7 @@ from deqseq.annotations import checked
 from deqseq.evaluate import check_transforms
 from deqseq.gradients.base import AttachedGradient
 from deqseq.solution import Solution, warn_caller
-from deqseq.solve import solve
+from deqseq.solve import run_solve
 from deqseq.solvers.anderson import Anderson
 from deqseq.solvers.base import Solver
 from deqseq.stop import Stop
@@ -117,7 +117,7 @@ class _Adjoint(torch.autograd.Function):
             (pulled,) = torch.autograd.grad(fz, z, y, retain_graph=True, allow_unused=True)
             return source if pulled is None else pulled + source
 
-        solution = solve(adjoint, source, solver=implicit.solver, stop=implicit.stop)
+        solution = run_solve(adjoint, source, solver=implicit.solver, stop=implicit.stop)
         if implicit.report is not None:
             implicit.report(solution)
         if implicit.throw:

@@ -9,7 +9,7 @@ import torch
 from deqseq.annotations import AtLeast, checked
 from deqseq.gradients.base import Gradient, checkpointed, primed
 from deqseq.solution import Solution
-from deqseq.solve import SolveCall, solve
+from deqseq.solve import SolveCall, run_solve
 from deqseq.types import FixedPointMap, State
 
 
@@ -65,7 +65,7 @@ class Unrolled(Gradient):
                 raise ValueError(f"Unrolled.last counts from the end: stop must be Stop.exactly(n), got {stop}")
             if stop.max_steps > self.last:
                 g, z0 = _first_without_graph(stop.max_steps - self.last, f, g), z0.detach()
-        return solve(g, z0, **call)
+        return run_solve(g, z0, **call)
 
 
 def _first_without_graph(evaluations: int, f: FixedPointMap, then: FixedPointMap) -> FixedPointMap:

@@ -13,12 +13,12 @@ from deqseq.check import check_integer, check_type
 from deqseq.config import SolveConfig, SolveFields, resolve
 from deqseq.loop import Callback
 from deqseq.models.base import Model, check_input
-from deqseq.models.eval_mode import eval_mode
+from deqseq.models.eval_mode import in_mode, same_randomness
 from deqseq.models.output import Evaluation, ModelOutput
 from deqseq.models.padding import Padding
 from deqseq.models.start import check_states, start_states
-from deqseq.solution import Solution, Status, warn_caller
-from deqseq.sweeps import Simultaneous
+from deqseq.solution import Solution, warn_failed
+from deqseq.stop import Stop
 from deqseq.tokens import TokenArgs, check_commits, commit, token_map
 from deqseq.types import Counts, Mask, Sequence
 
@@ -143,12 +143,13 @@ class ImplicitModel(Model):
             )
             check_type(f"what {type(config.gradient).__name__}.apply returns", solution, Solution)
             solution = padding.restored(args.per_token(solution))
-        call = {"solve": config, "solver": config.solver, "stop": config.stop}  # explain() replaces the last two
-        again = partial(self._again, x.detach(), mask=mask, cache=cache, given=given, **call)
+        call = {"solver": config.solver, "stop": config.stop, "sweep": config.sweep}  # explain() replaces these
+        known = {"value": solution.value.detach(), "given": given, "solve": config, "training": self.training}
+        again = partial(self._again, x.detach(), mask=mask, cache=cache, **known, **call)
         output = ModelOutput(solution.value, solution.aux, solution.stats, solution.status, again)
         if throw:
             return output.raise_if_failed()
-        self._warn_once(output, config)
+        self._warn_once(solution.status, config.stop)
         return output
 
     @checked
@@ -215,49 +216,44 @@ class ImplicitModel(Model):
         if commits:
             check_commits(self.backbone)
 
-    @torch.no_grad()
     def _again(
         self,
         x: Sequence,
         *,
         mask: Mask | None,
         cache: Cache | None,
-        solve: SolveConfig,
+        value: Sequence,
         given: Sequence | None,
+        solve: SolveConfig,
+        training: bool,
         start: Sequence | None = None,
         callback: Callback | None = None,
+        with_graph: bool = False,
         **changes: Any,
     ) -> ModelOutput:
-        """The same call in another way, all tokens together, for :meth:`ModelOutput.explain`."""
+        """The call that returned ``value``, with changes, for :meth:`ModelOutput.explain`."""
+        dtype = next((one.dtype for one in self.parameters()), x.dtype)
+        if dtype != x.dtype:
+            raise ValueError(f"explain() solves again with the model as it is now: {dtype}; the solve was in {x.dtype}")
         start = given if start is None else start
         fields: SolveFields = {} if start is None else {"start": start}
         warned, self._warned = self._warned, [True, False]  # what is tried out is no failure of the caller's
         try:
-            # dropout would make every solve one of another map, and so would other random starts
-            with eval_mode(self), torch.random.fork_rng(devices=()):
-                torch.default_generator.manual_seed(0)  # torch.manual_seed would seed other devices, too
-                solve = replace(solve, sweep=Simultaneous(), **changes)
+            # each solve draws the same dropout masks and random starts, or they would be solves of different maps
+            with in_mode(self, training=training), same_randomness(x.device), torch.set_grad_enabled(with_graph):
+                solve = replace(solve, **changes)
                 return self(x, mask=mask, cache=cache, callback=callback, solve=solve, **fields)
         finally:
             self._warned = warned
 
-    def _warn_once(self, output: ModelOutput, config: SolveConfig) -> None:
+    def _warn_once(self, status: Tensor, stop: Stop) -> None:
         """Tell of the first solve in which most rows fail, in training all rows, unless no row could converge."""
-        stop, training = config.stop, self.training
-        if training in self._warned or torch.compiler.is_compiling() or not stop.has_tolerance:
-            return
-        if training and stop.runs_to_the_end:  # a phase of a fixed number of iterations, whose residual is reported
-            return
-        assert output.status is not None
-        spent, diverged = (int((output.status == one).sum()) for one in (Status.MAX_STEPS_REACHED, Status.DIVERGED))
-        failed, rows = spent + diverged, len(output.status)
-        if failed == rows or (2 * failed > rows and not training):
-            self._warned.append(training)
-            warn_caller(
-                f"{failed} of {rows} rows did not converge ({spent} spent the budget of "
-                f"{stop.max_steps} iterations, {diverged} diverged), so their values are not fixed points. "
-                "print(output.explain()) says why and what to do. (Later calls of this model in this mode do not warn.)"
-            )
+        training = self.training
+        # a phase of a fixed number of iterations reports its residual, and need not converge
+        if training not in self._warned and not (training and stop.runs_to_the_end):
+            later = " (Later calls of this model in this mode do not warn.)"
+            if warn_failed(status, stop, share=1.0 if training else 0.5, later=later):
+                self._warned.append(training)
 
     def _requires_gradient(self, *tensors: Tensor | None) -> bool:
         given = any(x is not None and x.requires_grad for x in tensors)
