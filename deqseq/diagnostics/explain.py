@@ -35,7 +35,7 @@ class _Stay(Solver[None]):
 def explain(outcome: Outcome) -> Explanation:
     """Why each row of a solve converged or not, and what to do about it.
 
-    The map is solved again in the mode in which it was. It is evaluated twice at the start: one that draws random
+    The map is solved again in the mode in which it was. It is evaluated twice at one point: one that draws random
     numbers has no fixed point. If rows failed, they are solved with four times the budget (at least 64 and at most
     1,000 iterations), then with Adaptive, Relaxed(0.2), Anderson and Broyden until one converges; only the last two if
     the solve is merely slow. Rows that converged are solved again as they were, with another sweep and from a random
@@ -64,7 +64,9 @@ def explain(outcome: Outcome) -> Explanation:
     longer = replace(given, check_every=1, max_steps=max(stop.max_steps, min(max(4 * stop.max_steps, 64), 1000)))
     converged, spent, diverged = ([row for row, one in enumerate(statuses) if one == kind] for kind in Status)
     failed, found, advice = diverged + spent * stop.has_tolerance, {}, dict(ADVICE)
-    first, second = (again(solver=_Stay(), stop=Stop.exactly(times)).value.double() for times in (1, 2))
+    evaluated = partial(again, solver=_Stay())
+    point = evaluated(stop=Stop.exactly(1)).value.nan_to_num(0, 0, 0)
+    first, second = (evaluated(stop=Stop.exactly(times), start=point).value.double() for times in (1, 2))
     if failed:
         found, advice = _failed(again, given, longer, failed, first)
     if converged:

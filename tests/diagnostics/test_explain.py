@@ -322,3 +322,69 @@ def test_no_random_numbers_of_the_caller_are_changed(monkeypatch):
     before = torch.get_rng_state()
     output.explain()
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_model_is_explained_in_the_mode_of_its_solve():
+    """Dropout within the map: a random map in training mode, and the caller's mode and random numbers are kept."""
+    torch.manual_seed(0)
+    model = dq.ImplicitModel(Scalar(torch.tensor(-0.3), dropout=0.3)).train()
+    x = torch.ones(2, 4, 1)
+    solved = model(x)
+    assert model.eval()(x).explain().causes == ("converged",) * 2
+    assert solved.explain().causes == ("random map",) * 2
+    assert not any(part.training for part in model.modules())
+
+
+def test_weights_that_changed_since_are_told():
+    model = dq.ImplicitModel(dq.Affine(4)).eval()
+    outputs = [model(torch.ones(2, 3, 4)) for _ in range(2)]
+    with torch.no_grad():
+        model.backbone.U.mul_(2)
+    explanation = outputs[0].explain()
+    assert explanation.causes == ("changed since",) * 2
+    assert "The same solve now gives another value" in str(explanation)
+    model.double()
+    with pytest.raises(ValueError, match=r"as it is now: torch\.float64; the solve was in torch\.float32"):
+        outputs[1].explain()
+
+
+@pytest.mark.parametrize("entry", ["function", "model"])
+def test_phantom_steps_that_leave_the_tolerance_are_told(entry):
+    """f(z) = 4 - 3 z expands: Anderson finds 1, and each damped step of the estimator triples the error and more."""
+    rate = torch.nn.Parameter(torch.tensor(-3.0))
+    phantom, stop = dq.Phantom(steps=12, damping=1.0), dq.Stop(rtol=1e-3)
+    if entry == "function":
+        solved = dq.fixed_point(lambda z: rate * z + 4 + z.sin() / 50, torch.zeros(1, 1), stop=stop, gradient=phantom)
+    else:
+        config = dq.SolveConfig(solver=dq.Anderson(), stop=stop, gradient=phantom)
+        solved = dq.ImplicitModel(Scalar(rate), config).train()(torch.ones(1, 1, 1))
+    assert solved.status.tolist() == [dq.Status.CONVERGED]
+    explanation = solved.explain()
+    assert explanation.causes == ("estimator",)
+    assert "The estimator's steps led the value to a residual of" in str(explanation)
+
+
+class Scalar(dq.Backbone):
+    d_model = 1
+
+    def __init__(self, rate, dropout=0.0):
+        super().__init__()
+        self.rate, self.dropout = rate, torch.nn.Dropout(dropout)
+
+    def prepare(self, x, cache=None, mask=None):
+        return x
+
+    def forward(self, z, inputs, cache=None, *, need_aux=False):
+        return self.dropout(self.rate * z) + 4 * inputs + z.sin() / 50, None
+
+
+@pytest.mark.parametrize("function", [dq.solve, dq.fixed_point])
+def test_functions_warn_like_models(function):
+    z0, solver = torch.zeros(2, 1), dq.Naive()
+    with pytest.warns(dq.ConvergenceWarning, match=r"2 of 2 rows did not converge .*explain\(\)"):
+        function(lambda z: z + 1, z0, solver=solver, stop=dq.Stop(max_steps=3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        function(lambda z: z / 2 + 1, z0, solver=solver, stop=dq.Stop())
+        function(lambda z: z + 1, z0, solver=solver, stop=dq.Stop.exactly(3))
+        function(lambda z: z + 1, z0, solver=solver, stop=dq.Stop(rtol=0.0, atol=1.0))

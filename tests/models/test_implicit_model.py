@@ -158,3 +158,21 @@ def test_a_model_names_the_transform_that_it_cannot_run_under():
     lm = dq.CausalLM(7, dq.ImplicitModel(dq.Affine(4)))
     with pytest.raises(TypeError, match=r"cannot be solved inside torch\.func's vmap"):
         torch.func.vmap(lambda row: lm(row[None]).logits[0])(torch.ones(2, 3, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("sweep", [dq.Simultaneous(), dq.Sliding(3)], ids=str)
+@pytest.mark.parametrize("estimator", [dq.Phantom(), dq.Implicit(), dq.OneStep()], ids=str)
+def test_a_row_that_is_not_finite_gives_no_gradient_through_what_was_prepared(sweep, estimator):
+    """0 x NaN would be NaN: the row must not be in the graph of the injection and its norm either."""
+    model = dq.ImplicitModel(contractive_llama(), dq.SolveConfig(gradient=estimator, sweep=sweep)).train()
+    x = embedded(3)
+    x[1, 2, 0] = torch.nan
+    gradients = []
+    for rows in (x, x[[0, 2]]):
+        model.zero_grad()
+        output = model(rows)
+        output.value[output.converged].square().sum().backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    assert gradients[0].keys() == gradients[1].keys()
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradient, gradients[1][name], msg=name)
