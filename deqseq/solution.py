@@ -224,7 +224,8 @@ class Solution(Outcome):
             (:class:`Anderson`, :class:`Broyden`), ``(batch, *event)``.
         status: a :class:`Status` per row, ``(batch,)``.
         stats: the numbers of the solve.
-        aux: with ``has_aux=True``, what the map returned beside ``f(z)`` at that evaluation.
+        aux: with ``has_aux=True``, what the map returned beside ``f(z)`` at that evaluation. After an estimator that
+            solves without a graph (every one but :class:`Unrolled`) it carries no gradient.
         again: the call of :func:`solve`, for :meth:`explain`; not saved with the object.
     """
 

@@ -104,6 +104,12 @@ class _Adjoint(torch.autograd.Function):
             raise RuntimeError(
                 "Implicit has no second derivative (create_graph=True): differentiate Unrolled() for that"
             )
+        functorch: Any = torch._C._functorch
+        if functorch.is_batchedtensor(grad) or functorch.is_legacy_batchedtensor(grad):
+            raise RuntimeError(
+                "Implicit cannot solve for many gradients at once (is_grads_batched=True, jacobian(vectorize=True)): ask "
+                "for them one by one, or take Phantom or Unrolled"
+            )
         fz, z = ctx.saved_tensors
         implicit: Implicit = ctx.implicit
         # The adjoint is linear, so each row is scaled to unit size and small gradients do not underflow. Rows with

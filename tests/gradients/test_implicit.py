@@ -127,3 +127,19 @@ def test_parameters_that_a_graph_hides_are_not_taken_for_none():
         value = dq.fixed_point(f, torch.zeros(2, 3)).value
     with pytest.raises(RuntimeError, match="use_reentrant"):
         value.sum().backward()
+
+
+def test_many_gradients_at_once_are_refused_by_name():
+    x = torch.ones(2, 3, requires_grad=True)
+    value = dq.fixed_point(lambda z: z / 2 + x, torch.zeros(2, 3), gradient=dq.Implicit()).value
+    with pytest.raises(RuntimeError, match="Implicit cannot solve for many gradients at once"):
+        torch.autograd.grad(value, x, torch.eye(6).reshape(6, 2, 3), is_grads_batched=True)
+
+
+@pytest.mark.parametrize("gradient", [dq.Implicit(), dq.Phantom(), dq.OneStep(), dq.Unrolled()], ids=str)
+def test_aux_carries_a_graph_only_where_the_iteration_does(gradient):
+    a = torch.tensor(0.5, requires_grad=True)
+    call = {"solver": dq.Naive(), "stop": dq.Stop(), "has_aux": True}
+    solution = gradient.apply(lambda z: (a * z + 1, 2 * a * z), torch.zeros(2, 3), **call)
+    assert solution.value.requires_grad
+    assert solution.aux.requires_grad == isinstance(gradient, dq.Unrolled)
