@@ -12,11 +12,12 @@ from deqseq.check import check_integer, check_type
 from deqseq.config import SolveConfig, SolveFields
 from deqseq.diagnostics.arguments import check_call
 from deqseq.diagnostics.shown import text_table
+from deqseq.models.base import Model
 from deqseq.models.causal_lm import CausalLM, Tokens
 from deqseq.models.eval_mode import eval_mode
 from deqseq.models.output import ModelOutput
 from deqseq.sweeps import Chunked, Sequential, Simultaneous, Sliding, Sweep
-from deqseq.types import Mask
+from deqseq.types import Mask, Sequence
 
 SWEEPS: tuple[Sweep, ...] = (Simultaneous(), Chunked(8), Sliding(8), Sequential())
 
@@ -94,7 +95,8 @@ def check_duality(
         **fields: fields of :class:`~deqseq.SolveConfig` to replace, except ``sweep``; ``gradient`` has no effect.
 
     Raises:
-        TypeError, ValueError: an explicit model, ``ids`` outside the vocabulary, or another argument that does not fit.
+        TypeError, ValueError: an explicit model, ``ids`` outside the vocabulary, a map that is not causal, or
+            another argument that does not fit.
 
     Example:
         >>> import deqseq as dq
@@ -113,11 +115,23 @@ def check_duality(
     first = None
     with eval_mode(model):
         x = model.embed(ids)
+        _check_causal(model.model, x)
         for sweep in sweeps:
             output = model.model(x, mask=mask, solve=replace(config, sweep=sweep), return_cache=True)
             first = first or output
             reports.append(_compared(model, sweep, output, first, real))
     return DualityReport(tuple(reports))
+
+
+def _check_causal(model: Model, x: Sequence) -> None:
+    """Refuse a map in which a token depends on later ones: no two sweeps would have to agree."""
+    z, half = model.evaluate(x).states, x.shape[1] // 2
+    noise = torch.randn(x.shape, generator=torch.Generator("cpu").manual_seed(0), device="cpu").to(x)
+    later = (torch.arange(x.shape[1], device=x.device) >= half)[:, None]
+    changed = model.evaluate(torch.where(later, noise, x), start=torch.where(later, noise, z))
+    before, after = model.evaluate(x, start=z).value[:, :half], changed.value[:, :half]
+    if half and bool(_distance(after, before) > torch.finfo(x.dtype).eps ** 0.5):
+        raise ValueError("model is not causal: its states depend on later tokens, so each sweep solves another problem")
 
 
 def _compared(model: CausalLM, sweep: Sweep, output: ModelOutput, first: ModelOutput, real: Mask) -> SweepReport:

@@ -107,8 +107,8 @@ class _Adjoint(torch.autograd.Function):
         functorch: Any = torch._C._functorch
         if functorch.is_batchedtensor(grad) or functorch.is_legacy_batchedtensor(grad):
             raise RuntimeError(
-                "Implicit cannot solve for many gradients at once (is_grads_batched=True, jacobian(vectorize=True)): ask "
-                "for them one by one, or take Phantom or Unrolled"
+                "Implicit cannot solve for many gradients at once (is_grads_batched=True, jacobian(vectorize=True)): "
+                "ask for them one by one, or take Phantom or Unrolled"
             )
         fz, z = ctx.saved_tensors
         implicit: Implicit = ctx.implicit

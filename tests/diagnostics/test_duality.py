@@ -68,3 +68,14 @@ def test_what_is_not_a_number_is_not_hidden():
     lm.embedding.weight.data[3] = torch.nan
     report = check_duality(lm, torch.tensor([[1, 2], [4, 3]]), sweeps=[dq.Simultaneous(), dq.Chunked(8)])
     assert torch.tensor(report.worst).isnan()
+
+
+class LooksAhead(dq.Affine):
+    def forward(self, z, inputs, cache=None, *, need_aux=False):
+        value, aux = super().forward(z, inputs, cache, need_aux=need_aux)
+        return value + 0.01 * z.mean(dim=1, keepdim=True), aux
+
+
+def test_a_backbone_that_is_not_causal_is_named():
+    with pytest.raises(ValueError, match="model is not causal"):
+        check_duality(dq.CausalLM(11, dq.ImplicitModel(LooksAhead(4))), IDS)
