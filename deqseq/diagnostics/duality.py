@@ -125,7 +125,7 @@ def check_duality(
 
 def _check_causal(model: Model, x: Sequence) -> None:
     """Refuse a map in which a token depends on later ones: no two sweeps would have to agree."""
-    z, half = model.evaluate(x).states, x.shape[1] // 2
+    z, half = model.evaluate(x).states.nan_to_num(0, 0, 0), x.shape[1] // 2
     noise = torch.randn(x.shape, generator=torch.Generator("cpu").manual_seed(0), device="cpu").to(x)
     later = (torch.arange(x.shape[1], device=x.device) >= half)[:, None]
     changed = model.evaluate(torch.where(later, noise, x), start=torch.where(later, noise, z))
