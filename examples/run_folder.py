@@ -88,6 +88,8 @@ def claimed_folder(script: str, options: Any, folder: Path) -> Iterator[None]:
     try:
         write_whole(folder / RECORD, json.dumps(record, indent=1))
         yield
+    except KeyboardInterrupt:
+        raise SystemExit("\nstopped: run the same command again to go on from the last checkpoint") from None
     finally:
         lock.release()
 

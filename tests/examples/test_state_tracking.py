@@ -95,6 +95,15 @@ def test_a_run_goes_on_from_its_last_whole_checkpoint(tmp_path, monkeypatch, cap
         assert [untimed(row) for row in again] == [untimed(row) for row in rows]
 
 
+def test_an_interrupted_run_says_how_to_go_on(tmp_path, monkeypatch):
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", interrupt)
+    with pytest.raises(SystemExit, match="run the same command again to go on"):
+        run(tmp_path, "--steps", "12", "--baselines")
+
+
 def untimed(row: dict) -> dict:
     return {name: value for name, value in row.items() if name not in ("seconds", "cpu_minutes")}
 
