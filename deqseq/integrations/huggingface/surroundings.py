@@ -17,13 +17,15 @@ from deqseq.models.recurrent_depth import solved_part
 from deqseq.training import parameter_groups
 
 
-@torch.compiler.disable
-def refuse_compiling() -> NoReturn:
-    """Called in traced code, where an error would only end the tracing: this runs, and raises, when the code does."""
+def _refuse_compiling() -> NoReturn:
     raise RuntimeError(
         "torch.compile(model), and torch_compile=True in TrainingArguments, would trace the loop of the solve: leave "
         "them out and call model.compile(), which compiles the blocks"
     )
+
+
+# in traced code an error would only end the tracing; a disabled call is made when the code runs, and raises then
+refuse_compiling: Any = torch.compiler.disable(_refuse_compiling)
 
 
 def watch(core: Model) -> None:
@@ -47,7 +49,7 @@ def _check(core: Model, *_: Any) -> None:
 def _check_dropout(backbone: nn.Module) -> None:
     drops: dict[str, float] = {}
     for name, part in backbone.named_modules():
-        found: dict[str, Any] = {"": part.p} if isinstance(part, nn.Dropout) else {}
+        found: dict[str, Any] = {"": part.p} if "Dropout" in type(part).__name__ else {}  # PEFT has its own, in OFT
         for kind in ("rank_dropout", "module_dropout"):  # PEFT's LoHa and LoKr draw without a module
             found |= {f".{kind}.{adapter}": p for adapter, p in getattr(part, kind, {}).items()}
         drops |= {name + place: p for place, p in found.items() if p and part.training}

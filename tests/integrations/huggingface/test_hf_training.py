@@ -162,8 +162,12 @@ def test_an_adapter_begins_as_the_model_learns_generates_and_merges(kind, target
 def test_an_adapter_with_dropout_is_refused_in_training(kind, core):
     peft = pytest.importorskip("peft")
     targets = ["in_proj"] if kind == "mamba2" else ["q_proj"]
-    options = {"target_modules": targets, "r": 2}
-    for config in (peft.LoraConfig(lora_dropout=0.1, **options), peft.LoKrConfig(rank_dropout=0.1, **options)):
+    options = {"target_modules": targets}
+    for config in (
+        peft.LoraConfig(lora_dropout=0.1, **options),
+        peft.LoKrConfig(rank_dropout=0.1, **options),
+        peft.OFTConfig(module_dropout=0.1, oft_block_size=4, **options),
+    ):
         model = made(kind, solve={"stop": {"rtol": 1e-4}}).float()
         adapted = peft.get_peft_model(to_causal_lm(model) if core else model, config)
         with pytest.raises(ValueError, match="must have no dropout"):
