@@ -49,7 +49,8 @@ def _check(core: Model, *_: Any) -> None:
 def _check_dropout(backbone: nn.Module) -> None:
     drops: dict[str, float] = {}
     for name, part in backbone.named_modules():
-        found: dict[str, Any] = {"": part.p} if "Dropout" in type(part).__name__ else {}  # PEFT has its own, in OFT
+        # by name, because PEFT has a class of its own, in OFT
+        found: dict[str, Any] = {"": getattr(part, "p", 0)} if "Dropout" in type(part).__name__ else {}
         for kind in ("rank_dropout", "module_dropout"):  # PEFT's LoHa and LoKr draw without a module
             found |= {f".{kind}.{adapter}": p for adapter, p in getattr(part, kind, {}).items()}
         drops |= {name + place: p for place, p in found.items() if p and part.training}
