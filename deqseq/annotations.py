@@ -181,7 +181,9 @@ def _unknown(name: str, known: _Parameters, function: str) -> TypeError:
         hint = f": write {inside[0]}={EXAMPLES.get(kind, kind).partition('(')[0]}({ours}=...)"
     else:
         hint = suggestion(name, known.by_name)
-    return TypeError(f"unknown argument {name!r}{hint} ({function} takes: {', '.join(known.by_name)})")
+    trainer = name in ("attention_mask", "num_items_in_batch")  # what it passes first to a CausalLM
+    note = "; transformers' Trainer takes deqseq.integrations.huggingface.from_causal_lm(model)" if trainer else ""
+    return TypeError(f"unknown argument {name!r}{hint} ({function} takes: {', '.join(known.by_name)}){note}")
 
 
 def _evaluated(annotation: Any, function: Any) -> Any:

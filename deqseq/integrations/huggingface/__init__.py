@@ -12,6 +12,7 @@ if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 24):  # which 
     )
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from deqseq.integrations.huggingface.cache import ImplicitCache, Solve
 from deqseq.integrations.huggingface.configuration import DeqseqConfig
@@ -28,6 +29,8 @@ AutoConfig.register(DeqseqConfig.model_type, DeqseqConfig, exist_ok=True)
 AutoModel.register(DeqseqConfig, DeqseqModel, exist_ok=True)
 AutoModelForCausalLM.register(DeqseqConfig, DeqseqForCausalLM, exist_ok=True)
 AutoModelForSequenceClassification.register(DeqseqConfig, DeqseqForSequenceClassification, exist_ok=True)
+# by these names the Trainer shifts labels that it smooths, and `transformers serve` knows a language model
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[DeqseqConfig.model_type] = DeqseqForCausalLM.__name__
 
 __all__ = [
     "CurriculumCallback",

@@ -21,7 +21,7 @@ _ATTENTION = "no attention weights are computed"
 _PACKED = "packed sequences are not supported: pad the rows instead (TRL: packing=False, padding_free=False)"
 _REFUSED = {
     "output_attentions": _ATTENTION,
-    "past_key_values": "transformers 5.24 and this library call it cache",
+    "past_key_values": "transformers 5.24 and this library call it cache, and PEFT's prefix tuning does not work",
     **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"), _PACKED),
 }
 _IDS = ("batch", "length")

@@ -25,6 +25,7 @@ from deqseq.integrations.huggingface.cache import ImplicitCache
 from deqseq.integrations.huggingface.configuration import DeqseqConfig
 from deqseq.integrations.huggingface.outputs import ImplicitModelOutput
 from deqseq.integrations.huggingface.pretrained_model import DeqseqPreTrainedModel
+from deqseq.integrations.huggingface.surroundings import refuse_compiling, watch
 from deqseq.models import ImplicitModel
 from deqseq.models.causal_lm import check_ids
 from deqseq.models.padding import Padding
@@ -139,6 +140,8 @@ class DeqseqModel(DeqseqPreTrainedModel):
                 model's own, packed sequences, attention weights, or ``solve`` for an explicit model.
             TypeError: no tensor, a cache of another library, or an unknown keyword.
         """
+        if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+            refuse_compiling()
         gather_once(self.core)  # the Trainer and accelerate shard a model after it was built
         check_keywords({"output_attentions": self.config.output_attentions or None} | kwargs)
         check_inputs(input_ids, inputs_embeds, attention_mask=attention_mask, position_ids=position_ids)
@@ -182,6 +185,7 @@ class DeqseqModel(DeqseqPreTrainedModel):
 
     def take_solves(self) -> None:
         """Let the core read and write its solves in the configuration."""
+        watch(self.core)
         if self.solved is not None:
             self.solved.solves = ConfigSettings(self.config)
 

@@ -1,12 +1,15 @@
 """A language model of transformers: our model, a head, a loss, and generation."""
 
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor, nn
-from transformers import GenerationConfig
+from transformers import GenerationConfig, LogitsProcessorList
+from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
 from transformers.generation.utils import GenerationMixin
 from transformers.utils.generic import can_return_tuple
 
@@ -18,7 +21,9 @@ from deqseq.integrations.huggingface.configuration import DeqseqConfig
 from deqseq.integrations.huggingface.modeling import DeqseqModel, SolveChange
 from deqseq.integrations.huggingface.outputs import ImplicitCausalLMOutput
 from deqseq.integrations.huggingface.pretrained_model import DeqseqPreTrainedModel
+from deqseq.integrations.huggingface.surroundings import warn_of_decay
 from deqseq.layers import with_weights
+from deqseq.models.eval_mode import eval_mode
 from deqseq.models.generation import prompt_sweep
 from deqseq.models.scaling import capped
 from deqseq.sweeps import Simultaneous
@@ -54,6 +59,7 @@ class DeqseqForCausalLM(DeqseqPreTrainedModel, GenerationMixin):
         super().__init__(config, **unknown)
         self.model = DeqseqModel(config)
         self.lm_head = nn.Linear(self.model.core.d_model, config.vocab_size, bias=False)
+        self._watched = False
         self.post_init()
 
     @can_return_tuple
@@ -97,6 +103,9 @@ class DeqseqForCausalLM(DeqseqPreTrainedModel, GenerationMixin):
                 none to score, or labels with ``logits_to_keep``.
             TypeError: no tensor, a cache of another library, or an unknown keyword.
         """
+        if self.training and num_items_in_batch is not None and not self._watched:  # called by the Trainer
+            self._watched = True
+            warn_of_decay(self)
         shift_labels = kwargs.pop("shift_labels", None)  # in the signature the Trainer would require it
         tokens, vocab_size = input_ids if inputs_embeds is None else inputs_embeds, self.config.vocab_size
         check_inputs(input_ids, inputs_embeds, labels=labels, shift_labels=shift_labels)
@@ -117,6 +126,10 @@ class DeqseqForCausalLM(DeqseqPreTrainedModel, GenerationMixin):
         predicted.again = output.again
         return predicted
 
+    def _get_name(self) -> str:
+        """The Trainer shifts smoothed labels by this name, and FSDP2 puts the model into a class of its own."""
+        return DeqseqForCausalLM.__name__
+
     def _logits(self, states: Tensor) -> Tensor:
         return capped(self.lm_head(states), self.config.logit_softcap)
 
@@ -126,7 +139,7 @@ class DeqseqForCausalLM(DeqseqPreTrainedModel, GenerationMixin):
         generation_config: GenerationConfig | None = None,
         **kwargs: Any,
     ) -> Any:
-        """As in transformers, with ``solve``: how prompts and new tokens are solved.
+        """As in transformers, in eval mode and with ``solve``: how prompts and new tokens are solved.
 
         ``solve`` is a :class:`deqseq.SolveConfig`, or a mapping of the fields to replace, as objects or JSON. It can
         also be a field of the generation configuration, and is then saved with it; fields of the keyword come first,
@@ -146,7 +159,7 @@ class DeqseqForCausalLM(DeqseqPreTrainedModel, GenerationMixin):
             ValueError: an unknown field, name or number; padding on the right; a cache of other rows; ``solve`` for an
                 explicit model.
         """
-        with torch.no_grad():
+        with torch.no_grad(), eval_mode(self):  # the Trainer leaves a model in training mode
             theirs: Any = super(DeqseqForCausalLM, with_weights(self))
             return theirs.generate(inputs, generation_config, **kwargs)
 
@@ -191,6 +204,17 @@ class DeqseqForCausalLM(DeqseqPreTrainedModel, GenerationMixin):
             chosen = any(isinstance(change, SolveConfig) or "sweep" in change for change in changes)
             model_kwargs["solve"] = solve if chosen else replace(solve, sweep=prompt_sweep(solve))
         return config, model_kwargs
+
+    def _get_logits_processor(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, *args: Any, model_kwargs: Mapping[str, Any] | None = None, **kwargs: Any
+    ) -> LogitsProcessorList:
+        """Guidance calls the model by itself, for the prompt without the condition: it is solved in the same way."""
+        theirs: Any = super()
+        processors = theirs._get_logits_processor(*args, model_kwargs=model_kwargs, **kwargs)
+        for processor in processors:
+            if isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor):
+                processor.model = partial(self, solve=(model_kwargs or {}).get("solve"))
+        return processors
 
     def _prepare_cache_for_generation(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,

@@ -10,6 +10,7 @@ from deqseq.backbones import Injected, Injection
 from deqseq.config import SolveConfig
 from deqseq.gradients import Unrolled
 from deqseq.integrations.huggingface.decoder import DecoderBackbone, with_head
+from deqseq.integrations.huggingface.surroundings import watch
 from deqseq.models import CausalLM, ExplicitModel, ImplicitModel, RecurrentDepth
 from deqseq.models.specification import INJECTIONS, Name
 from deqseq.solvers import Naive
@@ -98,4 +99,5 @@ def retrofit(
         ImplicitModel(Injected(middle, injection.to(device, dtype)), solve, eval_solve),
         ExplicitModel(DecoderBackbone(model, slice(whole - coda, None))),
     )
+    watch(parts)
     return with_head(model, parts)

@@ -127,6 +127,16 @@ class TestSolves:
         assert max(solve.stats.residual.max() for solve in longer.cache.solves) < 1e-9  # the model's own rtol
         assert longer.cache.solves[0].stats.evaluations > 7 * 3  # the configuration's own sweep
 
+    @pytest.mark.parametrize("use_cache", [True, False])
+    def test_guidance_is_solved_as_the_rest(self, use_cache):
+        """Its scores are differences of two solves: with the negative prompt that is the prompt there are none."""
+        model, solve = made("llama"), {"solver": "Anderson", "stop": {"max_steps": 2}}
+        options = SOLVES | {"use_cache": use_cache, "output_scores": True, "solve": solve, "max_new_tokens": 2}
+        plain = model.generate(IDS, **options).scores
+        guided = model.generate(IDS, guidance_scale=3.0, negative_prompt_ids=IDS, **options).scores
+        for one, other in zip(plain, guided, strict=True):
+            assert (one.log_softmax(-1) - other).abs().max() < 1e-5
+
     def test_prompts_are_solved_by_the_models_own_sweep(self):
         model = made("mamba2", eval_solve={"sweep": {"name": "Chunked", "size": 2}})
         model.generation_config.solve = {"solver": dq.Relaxed(0.9)}

@@ -58,6 +58,15 @@ def huginn():
 
 
 class TestRetrofit:
+    @pytest.mark.filterwarnings("ignore::UserWarning:peft")
+    def test_offloaded_layers_and_adapters_with_dropout_are_refused(self):
+        accelerate, peft = pytest.importorskip("accelerate"), pytest.importorskip("peft")
+        adapted = peft.get_peft_model(retrofitted(), peft.LoraConfig(target_modules=["q_proj"], lora_dropout=0.1))
+        with pytest.raises(ValueError, match="must have no dropout"):
+            adapted.train()(LONGER)
+        with pytest.raises(ValueError, match="offloaded"):
+            accelerate.cpu_offload(retrofitted(), execution_device="cpu")(LONGER)
+
     @FAMILIES
     @torch.no_grad()
     def test_before_training_any_number_of_iterations_is_the_model(self, family):

@@ -235,3 +235,16 @@ class TestMisfits:
         assert {name.split(".")[4] for name in report["unexpected_keys"]} == {"1"}
         other = LOAD(tmp_path, vocab_size=500, ignore_mismatched_sizes=True)  # another vocabulary is drawn anew
         assert abs(other.lm_head.weight.std().item() / 0.5 - 1) < 0.05
+
+
+@EVERY
+@torch.no_grad()
+def test_offloaded_layers_are_refused_and_an_offloaded_head_is_exact(kind):
+    accelerate = pytest.importorskip("accelerate")
+    model = made(kind, tie_word_embeddings=False)
+    wanted = model(IDS).logits
+    with pytest.raises(ValueError, match=r"offloaded .*load the whole model onto one device"):
+        accelerate.cpu_offload(copy.deepcopy(model), execution_device="cpu")(IDS)
+    accelerate.cpu_offload(model.lm_head, execution_device="cpu")
+    assert model.lm_head.weight.is_meta
+    assert torch.equal(model(IDS).logits, wanted)

@@ -4,12 +4,12 @@ import copy
 
 import pytest
 import torch
-from hf_models import EVERY, FAMILIES, IDS, LEFT, made
+from hf_models import EVERY, FAMILIES, IDS, LEFT, configured, made
 from torch import nn
 from torch.nn import functional as F
 
 import deqseq as dq
-from deqseq.integrations.huggingface import to_causal_lm
+from deqseq.integrations.huggingface import DeqseqForCausalLM, to_causal_lm
 
 NORMALISED = {"backbone": {"weight_norm": True}}
 
@@ -155,3 +155,43 @@ def test_an_adapter_begins_as_the_model_learns_generates_and_merges(kind, target
     merged.save_pretrained(tmp_path)
     again = copy.deepcopy(type(model).from_pretrained(tmp_path))
     assert (again(IDS).logits - wanted).abs().max() < 1e-4
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:peft", "ignore:`is_gradient_checkpointing`:FutureWarning")
+@pytest.mark.parametrize(("kind", "core"), [("mamba2", False), ("llama", False), ("decoder", False), ("decoder", True)])
+def test_an_adapter_with_dropout_is_refused_in_training(kind, core):
+    peft = pytest.importorskip("peft")
+    targets = ["in_proj"] if kind == "mamba2" else ["q_proj"]
+    options = {"target_modules": targets}
+    for config in (
+        peft.LoraConfig(lora_dropout=0.1, **options),
+        peft.LoKrConfig(rank_dropout=0.1, **options),
+        peft.OFTConfig(module_dropout=0.1, oft_block_size=4, **options),
+    ):
+        model = made(kind, solve={"stop": {"rtol": 1e-4}}).float()
+        adapted = peft.get_peft_model(to_causal_lm(model) if core else model, config)
+        with pytest.raises(ValueError, match="must have no dropout"):
+            adapted.train()(IDS, labels=IDS)
+        assert adapted.eval()(IDS).converged.all()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:peft", "ignore:`is_gradient_checkpointing`:FutureWarning")
+def test_a_fresh_injection_that_an_adapter_leaves_frozen_is_told(tmp_path):
+    peft = pytest.importorskip("peft")
+
+    def adapted(**options):
+        model = DeqseqForCausalLM(configured("decoder", solve={"stop": dq.Stop.exactly(3)}))
+        config = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules="all-linear", **options)
+        return peft.get_peft_model(model, config).train()
+
+    with pytest.warns(UserWarning, match=r'modules_to_save=\["injection"\]'):
+        adapted()(input_ids=IDS, labels=IDS)
+    model = adapted(modules_to_save=["injection"])
+    model(input_ids=IDS, labels=IDS).loss.backward()  # warnings are errors
+    torch.optim.SGD([weight for weight in model.parameters() if weight.requires_grad], lr=0.05).step()
+    once, wanted = (model.eval()(IDS, solve={"stop": dq.Stop.exactly(n)}).logits for n in (1, 3))
+    assert (once - wanted).abs().max() > 1e-4
+    model.save_pretrained(tmp_path)
+    base = model.unload()
+    again = peft.PeftModel.from_pretrained(base, tmp_path)
+    assert torch.equal(again.eval()(IDS).logits, wanted)
