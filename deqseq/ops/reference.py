@@ -137,16 +137,16 @@ def _chunk(x: Tensor, dt: Tensor, rates: Tensor, B: Tensor, C: Tensor, state: Te
 
 def _chunk_gradients(before, dafter, x, dt, rates, B, C, dy):
     """Gradients of the inputs and the state before, from those of y and the state after."""
-    u, dy_by_head = x * dt[..., None], dy.contiguous()
+    u, dy = (x * dt[..., None]).contiguous(), dy.contiguous()
     start, decay = _decays(rates)
-    mixing, dmixing = _mixing(decay, B, C), dy_by_head @ u.contiguous().mT
+    mixing, dmixing = _mixing(decay, B, C), dy @ u.mT
     # For a token's rate counts what passes it, as a difference of sums of what starts and what ends. Those are in
     # float64: what they have in common must cancel, for a step size's gradient is multiplied by large A.
     passing = (dmixing * mixing).double()
     dtotal, end = passing.sum(3) - passing.sum(2), 0
     dscores = (dmixing * decay).unflatten(1, (B.shape[1], -1)).sum(2).tril_()
     dB, dC = dscores.mT @ C, dscores @ B
-    du = mixing.mT @ dy_by_head
+    du = mixing.mT @ dy
     dbefore = None
     if before is not None:
         dread = dy * start[..., None]
@@ -171,12 +171,12 @@ def _chunk_gradients(before, dafter, x, dt, rates, B, C, dy):
 def _decays(rates: Float[Tensor, "batch heads size"]) -> tuple[Tensor, Float[Tensor, "batch heads size size"]]:
     """What is left at each token of the state before the chunk, and at token t of what token s <= t adds."""
     total = rates.double().cumsum(2) * LOG2_E  # float64: differences of large sums can be small
-    return _decay(total, rates.dtype), _decay(total[..., :, None] - total[..., None, :], rates.dtype)
+    return _decay(total.clone(), rates.dtype), _decay(total[..., :, None] - total[..., None, :], rates.dtype)
 
 
 def _decay(log: Tensor, dtype: torch.dtype) -> Tensor:
     """Two to the power of ``log``, which is at most 0 for what is used; what is not could overflow."""
-    return log.to(dtype).clamp(FORGOTTEN, 0).exp2_()
+    return log.to(dtype).clamp_(FORGOTTEN, 0).exp2_()
 
 
 def _mixing(decay: Tensor, B: Tensor, C: Tensor) -> Float[Tensor, "batch heads size size"]:
