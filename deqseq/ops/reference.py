@@ -11,7 +11,7 @@ from torch.nn import functional as F
 CHUNK = 64  # what suits a CPU's caches
 UNLIMITED = (0.0, float("inf"))
 LOG2_E = 1 / math.log(2)  # decays are powers of two, which PyTorch computes faster than those of e
-FORGOTTEN = -58.0  # as a power of two makes no difference; what underflows, or is subnormal, is many times slower
+FORGOTTEN = -58.0  # the exponent of a decay that makes no difference; numbers that underflow are many times slower
 
 
 class StepSizes(NamedTuple):
@@ -140,8 +140,8 @@ def _chunk_gradients(before, dafter, x, dt, rates, B, C, dy):
     u, dy = (x * dt[..., None]).contiguous(), dy.contiguous()
     start, decay = _decays(rates)
     mixing, dmixing = _mixing(decay, B, C), dy @ u.mT
-    # For a token's rate counts what passes it, as a difference of sums of what starts and what ends. Those are in
-    # float64: what they have in common must cancel, for a step size's gradient is multiplied by large A.
+    # The gradient of a token's rate is a sum over pairs of tokens before it and from it on. It is found as a difference
+    # of sums over all pairs, in float64 so that the other pairs cancel: what is left of them would be multiplied by A.
     passing = (dmixing * mixing).double()
     dtotal, end = passing.sum(3) - passing.sum(2), 0
     dscores = (dmixing * decay).unflatten(1, (B.shape[1], -1)).sum(2).tril_()
