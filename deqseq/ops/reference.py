@@ -160,7 +160,7 @@ def _chunk_gradients(before, dafter, x, dt, rates, B, C, dy):
         dB = dB + _per_group(u * until, dafter, B)
         gained = ((u * read).sum(-1) * until[..., 0]).double()
         dtotal, end = dtotal - gained, gained.sum(2, keepdim=True)
-        if before is not None:
+        if dbefore is not None:
             left = start[:, :, -1:, None]
             dbefore = torch.addcmul(dbefore, dafter, left)
             end = end + ((dafter * before).sum((2, 3)) * left[..., 0, 0])[..., None]
