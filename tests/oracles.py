@@ -5,25 +5,20 @@ from torch import Tensor
 
 
 def ssd_recurrence(x, dt, A, B, C, D=None, dt_bias=None, dt_limit=None, state=None, softplus=True):
-    """The state-space recurrence, one token and one head at a time."""
+    """The state-space recurrence, one token at a time; it is differentiable."""
     x, dt, A, B, C = (t.double() for t in (x, dt, A, B, C))
-    batch, length, heads, headdim = x.shape
-    per_group = heads // B.shape[2]
-    h = torch.zeros(batch, heads, headdim, B.shape[3], dtype=torch.float64) if state is None else state.double()
-    h = h.clone()
-    out = torch.zeros_like(x)
-    for t in range(length):
-        for i in range(heads):
-            step = dt[:, t, i] if dt_bias is None else dt[:, t, i] + dt_bias[i].double()
-            step = torch.log1p(torch.exp(step)) if softplus else step
-            step = step if dt_limit is None else step.clamp(*dt_limit)
-            g = i // per_group
-            fed = torch.einsum("b,bp,bn->bpn", step, x[:, t, i], B[:, t, g])
-            h[:, i] = torch.exp(step * A[i])[:, None, None] * h[:, i] + fed
-            out[:, t, i] = torch.einsum("bpn,bn->bp", h[:, i], C[:, t, g])
-            if D is not None:
-                out[:, t, i] += D[i].double() * x[:, t, i]
-    return out, h
+    B, C = (t.repeat_interleave(x.shape[2] // t.shape[2], dim=2) for t in (B, C))
+    step = dt if dt_bias is None else dt + dt_bias.double()
+    step = torch.log1p(torch.exp(step)) if softplus else step
+    step = step if dt_limit is None else step.clamp(*dt_limit)
+    h = torch.zeros_like(x[:, 0, ..., None] * B[:, 0, :, None]) if state is None else state.double()
+    out = []
+    for t in range(x.shape[1]):
+        fed = torch.einsum("bh,bhp,bhn->bhpn", step[:, t], x[:, t], B[:, t])
+        h = torch.exp(step[:, t] * A)[..., None, None] * h + fed
+        y = torch.einsum("bhpn,bhn->bhp", h, C[:, t])
+        out.append(y if D is None else y + D.double()[:, None] * x[:, t])
+    return torch.stack(out, dim=1), h
 
 
 def relative_error(ours: Tensor, theirs: Tensor) -> float:

@@ -1,6 +1,6 @@
 """The state-space-dual scan in pure PyTorch: the CPU path, and the oracle of faster kernels."""
 
-from itertools import pairwise
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 CHUNK = 64  # what suits a CPU's caches
 UNLIMITED = (0.0, float("inf"))
-# the log of a decay that makes no difference; what underflows, or is subnormal, is computed many times slower
-FORGOTTEN = -40.0
+LOG2_E = 1 / math.log(2)  # decays are powers of two, which PyTorch computes faster than those of e
+FORGOTTEN = -58.0  # the exponent of a decay that makes no difference; numbers that underflow are many times slower
 
 
 class StepSizes(NamedTuple):
@@ -62,14 +62,14 @@ def state_after(
             beyond = torch.arange(x.shape[1], device=x.device) >= counts[:, None]
             step = step.masked_fill(beyond[..., None], 0)
         step = step.transpose(1, 2)
-        rates = step * A.to(dtype)[:, None]
+        rates = (step * A.to(dtype)[:, None]).double() * LOG2_E
         # summed from the end: what matters most, the decay of the latest tokens, is a sum of few small numbers
         left = rates.flip(2).cumsum(2).flip(2) - rates
         x, B = (m.to(dtype).transpose(1, 2) for m in (x, B))
-        gained = _gained(x * (step * left.clamp(FORGOTTEN).exp())[..., None], B)
+        gained = _gained(x * (step * _decay(left, dtype))[..., None], B)
         if before is None:
             return gained
-        return torch.addcmul(gained, before.to(dtype), rates.sum(2).clamp(FORGOTTEN).exp()[..., None, None])
+        return torch.addcmul(gained, before.to(dtype), _decay(rates.sum(2), dtype)[..., None, None])
 
 
 def _one_token(x: Tensor, dt: Tensor, rates: Tensor, B: Tensor, C: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -91,23 +91,23 @@ class _Chunks(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        """Keep the inputs, the output and the states between chunks."""
-        ctx.save_for_backward(*inputs[:6], *output)
+        """Keep the inputs and the states between chunks."""
+        ctx.save_for_backward(*inputs[:6], *output[1:-1])
         ctx.size = inputs[7]
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx, *gradients):
         """From the last chunk to the first; states before the last have gradients only in a second derivative."""
-        x, dt, rates, B, C, state, y, *states = ctx.saved_tensors
+        x, dt, rates, B, C, *states = ctx.saved_tensors
         dy, *dstates = gradients
-        whole = (x, dt, rates, B, C, y, torch.zeros_like(y) if dy is None else dy)
+        whole = (x, dt, rates, B, C, torch.zeros_like(x) if dy is None else dy)
         dx, dstate, others = torch.empty_like(x), None, []
-        for index, (before, after) in reversed(list(enumerate(pairwise([state, *states])))):
+        for index, before in reversed(list(enumerate(states))):
             span = slice(index * ctx.size, (index + 1) * ctx.size)
             if dstates[index] is not None:
                 dstate = dstates[index] if dstate is None else dstate + dstates[index]
-            dx[:, :, span], *rest, dstate = _chunk_gradients(before, after, dstate, *(t[:, :, span] for t in whole))
+            dx[:, :, span], *rest, dstate = _chunk_gradients(before, dstate, *(t[:, :, span] for t in whole))
             others.insert(0, rest)
         return dx, *(torch.cat(t, dim=2) for t in zip(*others, strict=True)), dstate, None, None, None
 
@@ -125,46 +125,58 @@ def _chunks_in_turn(x, dt, rates, B, C, state, want_state: bool, size: int, keep
 def _chunk(x: Tensor, dt: Tensor, rates: Tensor, B: Tensor, C: Tensor, state: Tensor | None, want_state: bool):
     """The dual form: one masked matrix product for what the chunk's tokens take from each other."""
     u = x * dt[..., None]
-    total, decay = _decays(rates)
+    start, decay = _decays(rates)
     y = _mixing(decay, B, C) @ u
     if state is not None:
-        y = torch.addcmul(y, _read(C, state), total.exp()[..., None])
+        y = torch.addcmul(y, _read(C, state), start[..., None])
     if not want_state:
         return y, None
     gained = _gained(u * decay[:, :, -1, :, None], B)
-    return y, gained if state is None else torch.addcmul(gained, state, total[:, :, -1:, None].exp())
+    return y, gained if state is None else torch.addcmul(gained, state, start[:, :, -1:, None])
 
 
-def _chunk_gradients(before, after, dafter, x, dt, rates, B, C, y, dy):
+def _chunk_gradients(before, dafter, x, dt, rates, B, C, dy):
     """Gradients of the inputs and the state before, from those of y and the state after."""
-    u, dy_by_head = x * dt[..., None], dy.contiguous()
-    total, decay = _decays(rates)
-    dscores = (dy_by_head @ u.contiguous().mT).mul_(decay).unflatten(1, (B.shape[1], -1)).sum(2).tril_()
+    u, dy = (x * dt[..., None]).contiguous(), dy.contiguous()
+    start, decay = _decays(rates)
+    mixing, dmixing = _mixing(decay, B, C), dy @ u.mT
+    # The gradient of a token's rate is a sum over pairs of tokens before it and from it on. It is found as a difference
+    # of sums over all pairs, in float64 so that the other pairs cancel: what is left of them would be multiplied by A.
+    passing = (dmixing * mixing).double()
+    dtotal, end = passing.sum(3) - passing.sum(2), 0
+    dscores = (dmixing * decay).unflatten(1, (B.shape[1], -1)).sum(2).tril_()
     dB, dC = dscores.mT @ C, dscores @ B
-    du = _mixing(decay, B, C).mT @ dy_by_head
-    dbefore, end = None, 0
+    du = mixing.mT @ dy
+    dbefore = None
     if before is not None:
-        dread = dy * total.exp()[..., None]
-        dC, dbefore = dC + _per_group(dread, before, B), _gained(dread, C)
+        dread = dy * start[..., None]
+        by_head = (dread @ before).unflatten(1, (B.shape[1], -1))
+        dtotal = dtotal + (by_head * C[:, :, None]).sum(-1).flatten(1, 2)
+        dC, dbefore = dC + by_head.sum(2), _gained(dread, C)
     if dafter is not None:
         until = decay[:, :, -1, :, None]
-        du = torch.addcmul(du, _read(B, dafter), until)
+        read = _read(B, dafter)
+        du = torch.addcmul(du, read, until)
         dB = dB + _per_group(u * until, dafter, B)
-        end = (dafter * after).sum((2, 3))[..., None]
+        gained = ((u * read).sum(-1) * until[..., 0]).double()
+        dtotal, end = dtotal - gained, gained.sum(2, keepdim=True)
         if dbefore is not None:
-            dbefore = torch.addcmul(dbefore, dafter, total[:, :, -1:, None].exp())
-    ddt = (du * x).sum(-1)
-    # the decay since the chunk's start is a factor of a token's output, and a divisor of its input
-    dtotal = (dy * y).sum(-1) - ddt * dt
-    drates = dtotal.flip(2).cumsum(2).flip(2) + end
-    return du * dt[..., None], ddt, drates, dB, dC, dbefore
+            left = start[:, :, -1:, None]
+            dbefore = torch.addcmul(dbefore, dafter, left)
+            end = end + ((dafter * before).sum((2, 3)) * left[..., 0, 0])[..., None]
+    drates = (dtotal.flip(2).cumsum(2).flip(2) + end).to(rates.dtype)
+    return du * dt[..., None], (du * x).sum(-1), drates, dB, dC, dbefore
 
 
 def _decays(rates: Float[Tensor, "batch heads size"]) -> tuple[Tensor, Float[Tensor, "batch heads size size"]]:
-    """The log of the decay since the chunk's start, and how much of token s is left at token t >= s."""
-    total = rates.cumsum(2)
-    between = (total[..., :, None] - total[..., None, :]).clamp_(FORGOTTEN, 0)  # for s > t it could overflow
-    return total.clamp(min=FORGOTTEN), between.exp_()
+    """What is left at each token of the state before the chunk, and at token t of what token s <= t adds."""
+    total = rates.double().cumsum(2) * LOG2_E  # float64: differences of large sums can be small
+    return _decay(total.clone(), rates.dtype), _decay(total[..., :, None] - total[..., None, :], rates.dtype)
+
+
+def _decay(log: Tensor, dtype: torch.dtype) -> Tensor:
+    """Two to the power of ``log``, which is at most 0 for what is used; what is not could overflow."""
+    return log.to(dtype).clamp_(FORGOTTEN, 0).exp2_()
 
 
 def _mixing(decay: Tensor, B: Tensor, C: Tensor) -> Float[Tensor, "batch heads size size"]:

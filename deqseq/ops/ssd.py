@@ -59,7 +59,8 @@ def ssd(
         dt_limit: lower and upper bound of the step sizes.
         initial_state: the state before the first token, ``(batch, heads, headdim, d_state)``; None is zero.
         return_state: whether the state after the last token is wanted.
-        chunk_size: tokens per chunk. Affects speed, and rounding: decays are differences of sums over a chunk.
+        chunk_size: tokens per chunk. Affects speed, and the rounding of the kernels: their decays are differences of
+            float32 sums over a chunk, with few digits under strong decay. The reference takes differences in float64.
             Default: 64 in the reference, 256 in the kernels.
         backend: a :data:`deqseq.ops.Backend`; compiled functions take ``"auto"`` for the reference.
 
