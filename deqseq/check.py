@@ -115,7 +115,8 @@ def check_ids(name: str, ids: Tensor, vocab_size: int) -> None:
             f"{name} must be int64 of shape (batch, length), none of them 0, got {ids.dtype} {tuple(ids.shape)}"
         )
     # an exported model takes what it is given; under vmap there are no values to look at, and the solve refuses it
-    if torch.compiler.is_compiling() or torch._C._functorch.is_batchedtensor(ids):
+    torch_c: Any = torch._C
+    if torch.compiler.is_compiling() or torch_c._functorch.is_batchedtensor(ids):
         return
     low, high = torch.stack(torch.aminmax(ids)).tolist()  # one transfer
     if low < 0 or high >= vocab_size:

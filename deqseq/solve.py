@@ -84,8 +84,7 @@ def solve(
         >>> solve(lambda z, x: (z + x) / 2, x * 0, args=x, solver=Anderson(), stop=Stop()).stats.iterations
         tensor([1, 3])
     """
-    call: SolveCall = {"solver": solver, "stop": stop, "args": args, "has_aux": has_aux, "callback": callback}
-    solution = run_solve(f, z0, sweep=sweep, **call)
+    solution = run_solve(f, z0, solver=solver, stop=stop, args=args, has_aux=has_aux, sweep=sweep, callback=callback)
     warn_failed(solution.status, stop)
     return solution
 

@@ -161,16 +161,16 @@ def _converged(outcome: Outcome, asked: partial[Any], again: partial[Any], longe
     if "sweep" in known:
         with suppress(NotImplementedError):  # a backbone without advance() has one sweep
             found |= _sweeps(asked, longer)
-    returned = getattr(outcome, "value", None)
-    if known.get("training", False) or (returned is not None and returned.requires_grad and "value" not in known):
+    returned: Any = known.get("value", getattr(outcome, "value", None))
+    if known.get("training", returned.requires_grad):
         # the value is the estimator's, which may have left the tolerance where the map expands
-        value = asked(with_graph=True).value.detach() if "value" in known else returned.detach()
-        at = again(solver=_Stay(), stop=replace(known["stop"], max_steps=1, check_every=1), start=value)
+        value = asked(with_graph=True).value if "training" in known else returned
+        at = again(solver=_Stay(), stop=replace(known["stop"], max_steps=1, check_every=1), start=value.detach())
         worst = worst_token(at.stats.residual)
         for row in (~at.converged).nonzero()[:, 0].tolist():
             found[row] = "estimator", f"The estimator's steps led the value to a residual of {float(worst[row]):.1e}."
     else:
-        for row in _apart(same, replace(same, value=known.get("value", returned)), longer.atol):
+        for row in _apart(same, replace(same, value=returned), longer.atol):
             found[row] = "changed since", "The same solve now gives another value."
     single = [row for row in rows if row not in found]
     agree = "; from a random start, to the same value" * bool((usual.converged & other.converged)[single].all())
@@ -185,7 +185,8 @@ def _sweeps(asked: partial[Any], longer: Stop) -> Found:
     if asked.keywords["solver"].owns_loop:
         return found
     closer = max(longer.rtol / 100, 8 * torch.finfo(asked.keywords["value"].dtype).eps)
-    for rtol, cause in ((longer.rtol, "loose tolerance"), (closer, "several fixed points")):
+    steps: tuple[tuple[float, Cause], ...] = (longer.rtol, "loose tolerance"), (closer, "several fixed points")
+    for rtol, cause in steps:
         one, two = (asked(sweep=sweep, stop=replace(longer, rtol=rtol)) for sweep in (used, rival))
         text = f"At a tolerance of {rtol:.0e}, {used} and {rival} converge to different values."
         disagree = _apart(one, two, longer.atol)
@@ -195,9 +196,9 @@ def _sweeps(asked: partial[Any], longer: Stop) -> Found:
     return found
 
 
-def _apart(one: Any, two: Any, atol: float = 0.0, share: float = 0.05) -> list[int]:
-    """Rows that converged in both, and whose values differ in a token by this share of a token's mean size."""
-    apart = token_norms(one.value - two.value).amax(dim=1) > share * token_norms(one.value).mean(dim=1) + 100 * atol
+def _apart(one: Any, two: Any, atol: float) -> list[int]:
+    """Rows that converged in both, and whose values differ in a token by a twentieth of a token's mean size."""
+    apart = token_norms(one.value - two.value).amax(dim=1) > 0.05 * token_norms(one.value).mean(dim=1) + 100 * atol
     return (apart & one.converged & two.converged).nonzero()[:, 0].tolist()
 
 

@@ -104,7 +104,8 @@ class _Adjoint(torch.autograd.Function):
             raise RuntimeError(
                 "Implicit has no second derivative (create_graph=True): differentiate Unrolled() for that"
             )
-        functorch: Any = torch._C._functorch
+        torch_c: Any = torch._C
+        functorch = torch_c._functorch
         if functorch.is_batchedtensor(grad) or functorch.is_legacy_batchedtensor(grad):
             raise RuntimeError(
                 "Implicit cannot solve for many gradients at once (is_grads_batched=True, jacobian(vectorize=True)): "
