@@ -128,11 +128,11 @@ def test_rows_that_have_ended_are_removed(lm, free, shapes):
         assert (ended.tokens[row, len(expected) :] == 12).all()
         assert (ended.iterations[row, len(expected) :] == 0).all()
         assert ended.converged[row, len(expected) :].all()
-    assert [event.step for event in seen] == list(range(len(seen)))
+    assert [int(event.positions.max()) for event in seen] == sorted(int(event.positions.max()) for event in seen)
     assert len(seen[-1].rows) < 3
     assert shapes[-1][0] < 3
     for event in seen:
-        assert torch.equal(ended.tokens[event.rows, event.step], event.tokens)
+        assert torch.equal(ended.tokens[event.rows, event.positions], event.tokens)
 
 
 def test_evaluations_after_the_prompt_are_counted(lm, shapes):
@@ -163,8 +163,8 @@ def test_seeds_reproduce_and_a_rows_draws_do_not_depend_on_who_has_ended(lm):
 class TestSampler:
     def draws(self, logits, **options):
         grid = (torch.arange(10000, dtype=torch.float64) + 0.5) / 10000  # every quantile once
-        chosen = Sampler(**options).choose(logits.expand(10000, -1), grid)
-        return torch.bincount(chosen, minlength=logits.shape[-1]) / 10000
+        chosen = Sampler(**options).choose(logits.expand(10000, 1, -1), grid[:, None])
+        return torch.bincount(chosen[:, 0], minlength=logits.shape[-1]) / 10000
 
     logits = torch.tensor([0.1, 2.0, -1.0, 1.0, 0.5], dtype=torch.float64)
 
@@ -185,8 +185,8 @@ class TestSampler:
         assert self.draws(self.logits).tolist() == [0, 1, 0, 0, 0]
 
     def test_the_largest_number_does_not_reach_what_was_left_out(self):
-        almost_one = torch.tensor([1 - 2**-24])
-        assert Sampler(temperature=1.0, top_k=2).choose(self.logits[None].float(), almost_one).item() == 3
+        almost_one = torch.tensor([[1 - 2**-24]])
+        assert Sampler(temperature=1.0, top_k=2).choose(self.logits[None, None].float(), almost_one).item() == 3
 
     def test_a_choice_among_tokens_needs_a_temperature(self):
         with pytest.raises(ValueError, match="top_k and top_p need a temperature above 0"):
@@ -223,8 +223,8 @@ def test_the_models_own_sweep_solves_the_prompt(lm, shapes):
     "options", [*({"temperature": t} for t in (1e-40, 1e-46)), {"temperature": 1.0, "top_p": 1e-60}]
 )
 def test_small_numbers_take_the_best(options):
-    logits = torch.tensor([[-1e30, 1e30, 0.0], [3.0, 2.0, 1.0]])
-    assert Sampler(**options).choose(logits, torch.tensor([0.3, 0.9])).tolist() == [1, 0]
+    logits = torch.tensor([[[-1e30, 1e30, 0.0], [3.0, 2.0, 1.0]]])
+    assert Sampler(**options).choose(logits, torch.tensor([[0.3, 0.9]])).tolist() == [[1, 0]]
 
 
 @pytest.mark.usefixtures("unchecked")

@@ -154,7 +154,7 @@ def test_two_threads_generate_with_one_model():
     ids, inside, done, modes = torch.tensor([[1, 2]]), threading.Event(), threading.Event(), []
 
     def wait(new):
-        if new.step == 0:
+        if new.positions[0] == 0:
             inside.set()
             assert done.wait(60)
         modes.append(lm.model.backbone.training)
