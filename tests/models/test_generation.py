@@ -73,7 +73,7 @@ OPTIONS = [{}, {"solve": TIGHT}, *({"sweep": sweep} for sweep in (dq.Chunked(2),
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: str(options.get("sweep", [*options])))
 def test_the_prompt_is_solved_as_asked(lm, free, shapes, options):
-    assert torch.equal(lm.generate(PROMPT, max_new_tokens=2, **options).tokens, free.tokens[:, :2])
+    assert torch.equal(lm.generate(PROMPT, max_new_tokens=2, window=1, **options).tokens, free.tokens[:, :2])
     asked = options.get("sweep", dq.Simultaneous())  # as TIGHT says; a window takes all six
     assert max(tokens for _, tokens in shapes) == asked.width(6)
 
@@ -95,9 +95,11 @@ def test_prompts_of_text_need_fewer_evaluations_than_with_a_window_of_8():
 
 def test_solve_replaces_the_configuration_of_every_token_and_failures_are_reported(lm):
     solve = dq.SolveConfig(stop=dq.Stop(rtol=1e-11, max_steps=2), sweep=dq.Sequential())
-    generated = lm.generate(PROMPT, max_new_tokens=3, solve=solve)
-    assert (generated.iterations == 2).all()
-    assert not generated.converged.any()
+    for window in (1, 4):
+        generated = lm.generate(PROMPT, max_new_tokens=3, solve=solve, window=window)
+        assert (generated.iterations[:, :2] == 2).all()  # of a later token in a window, since its input was known
+        assert not generated.converged.any()
+        assert generated.evaluations == 2 * 2
     assert (lm.generate(PROMPT, max_new_tokens=3, solve=solve, stop=dq.Stop.exactly(3)).iterations == 3).all()
 
 
@@ -128,18 +130,23 @@ def test_rows_that_have_ended_are_removed(lm, free, shapes):
         assert (ended.tokens[row, len(expected) :] == 12).all()
         assert (ended.iterations[row, len(expected) :] == 0).all()
         assert ended.converged[row, len(expected) :].all()
-    assert [int(event.positions.max()) for event in seen] == sorted(int(event.positions.max()) for event in seen)
-    assert len(seen[-1].rows) < 3
     assert shapes[-1][0] < 3
-    for event in seen:
-        assert torch.equal(ended.tokens[event.rows, event.positions], event.tokens)
+    told = torch.full_like(ended.tokens, 12)
+    for event in seen:  # every token once, in the order of its row
+        assert (told[event.rows, event.positions] == 12).all()
+        assert torch.equal(event.rows, event.rows.sort().values)
+        told[event.rows, event.positions] = event.tokens
+    assert torch.equal(told, ended.tokens)
+    assert sum(len(event.rows) for event in seen) == ended.lengths.sum()
 
 
 def test_evaluations_after_the_prompt_are_counted(lm, shapes):
     lm.generate(PROMPT, max_new_tokens=1)
     prompt = len(shapes)
-    generated = lm.generate(PROMPT, max_new_tokens=8)
+    generated = lm.generate(PROMPT, max_new_tokens=8, window=1)
     assert generated.evaluations == len(shapes) - 2 * prompt == generated.iterations[:, 1:].amax(0).sum()
+    assert torch.equal(generated.updates, generated.iterations[:, 1:].sum(1))
+    assert not generated.guessed.any()
 
 
 def test_generation_ends_when_every_row_has(lm):

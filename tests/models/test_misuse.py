@@ -159,7 +159,7 @@ def test_two_threads_generate_with_one_model():
             assert done.wait(60)
         modes.append(lm.model.backbone.training)
 
-    thread = threading.Thread(target=lambda: lm.generate(ids, max_new_tokens=3, callback=wait))
+    thread = threading.Thread(target=lambda: lm.generate(ids, max_new_tokens=3, window=1, callback=wait))
     thread.start()
     assert inside.wait(60)
     lm.generate(ids, max_new_tokens=1)
