@@ -75,7 +75,9 @@ class OneByOne(Decoder):
         if stats is None:
             return states, torch.ones(len(x), 3, dtype=torch.int64, device=x.device)
         self.evaluations += stats.evaluations
-        return states, torch.stack([output.converged.long(), stats.iterations.amax(dim=1), stats.updates.sum(dim=1)], dim=1)
+        return states, torch.stack(
+            [output.converged.long(), stats.iterations.amax(dim=1), stats.updates.sum(dim=1)], dim=1
+        )
 
     def judge(self, marks: np.ndarray, right: np.ndarray) -> Verdict:
         converged, iterations, updates = marks.T
@@ -116,7 +118,7 @@ class InWindow(Decoder):
         return now.value.masked_fill(~sound[..., None], 0), torch.cat([passed, sound], dim=1)
 
     def judge(self, marks: np.ndarray, right: np.ndarray) -> Verdict:
-        passed, self._sound = np.split(marks > 0, 2, axis=1)
+        passed, self._sound = marks[:, : self.width] > 0, marks[:, self.width :] > 0
         counts = np.logical_and.accumulate(passed & right, axis=1).sum(axis=1)
         late = self.evaluations - self._since + self._each > self._stop.max_steps
         failed = (counts == 0) & (late | ~self._sound[:, 0])

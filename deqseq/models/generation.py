@@ -153,7 +153,8 @@ def generate(
         positions = record.lengths[rows, None] + np.arange(decoder.width)
         uniform = None if noise is None else on_device(noise.at(rows, positions), device)
         tokens = sampler.choose(head(states), uniform)
-        tokens, marks = np.split(on_host(torch.cat([tokens, marks], dim=1)), [decoder.width], axis=1)
+        known = on_host(torch.cat([tokens, marks], dim=1))
+        tokens, marks = known[:, : decoder.width], known[:, decoder.width :]
         _check_finite(tokens, rows)
         right = np.concatenate([np.ones_like(rows, dtype=bool)[:, None], inputs[:, 1:] == tokens[:, :-1]], axis=1)
         found = decoder.judge(marks, right)
@@ -168,9 +169,7 @@ def generate(
         rows, inputs = rows[stay], inputs[stay]
         if not step:
             after = decoder.cache
-            decoder = (
-                OneByOne(model, after, single) if width == 1 else InWindow(model, config, after, len(rows), width)
-            )
+            decoder = OneByOne(model, after, single) if width == 1 else InWindow(model, config, after, len(rows), width)
         x = embed(on_device(inputs, device))
     raise AssertionError
 
@@ -186,7 +185,9 @@ def _moved(inputs: np.ndarray, tokens: np.ndarray, counts: np.ndarray, width: in
 
 def _check_finite(tokens: np.ndarray, rows: np.ndarray) -> None:
     if (tokens < 0).any():
-        raise ValueError(f"the logits of rows {rows[(tokens < 0).any(axis=1)].tolist()} are not finite: are the weights?")
+        raise ValueError(
+            f"the logits of rows {rows[(tokens < 0).any(axis=1)].tolist()} are not finite: are the weights?"
+        )
 
 
 def _width(window: int | None, config: SolveConfig | None) -> int:

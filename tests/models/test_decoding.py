@@ -95,7 +95,9 @@ def test_prompts_go_on_from_a_cache(lm):
     whole = lm.generate(PROMPT, max_new_tokens=8)
     cache = lm(PROMPT[:, :4], return_cache=True).cache
     for window in (1, 4):
-        assert torch.equal(lm.generate(PROMPT[:, 4:], cache=cache, max_new_tokens=8, window=window).tokens, whole.tokens)
+        assert torch.equal(
+            lm.generate(PROMPT[:, 4:], cache=cache, max_new_tokens=8, window=window).tokens, whole.tokens
+        )
 
 
 def test_a_row_that_spends_its_budget_commits_a_token_and_is_flagged(mamba):
@@ -115,14 +117,30 @@ def test_two_iterations_between_choices(mamba):
 
 
 class Fragile(dq.Affine):
-    """An affine map that is infinite at tokens of one embedding."""
+    """An affine map that is not finite at tokens with one embedding; says whether it met one."""
+
+    met = False
 
     def forward(self, z, inputs, cache=None, *, need_aux=False):
         fz, aux = super().forward(z, inputs, cache, need_aux=need_aux)
-        return fz.masked_fill(self.bad(inputs)[..., None], torch.inf), aux
+        bad = inputs.injection.norm(dim=-1) > 100
+        self.met = self.met or bool(bad.any())
+        return fz.masked_fill(bad[..., None], torch.nan), aux
 
-    def bad(self, inputs):
-        return (inputs.injection if hasattr(inputs, "injection") else inputs)[..., 0] > 1e3
+
+@pytest.mark.parametrize(("seed", "only_guessed"), [(8, False), (11, True)])
+def test_a_wrong_guess_that_diverges_does_no_harm_and_a_token_that_diverges_is_flagged(seed, only_guessed):
+    torch.manual_seed(seed)
+    lm = dq.CausalLM(13, dq.ImplicitModel(Fragile(8), TIGHT), embedding_std=1.0, tied=False).double().eval()
+    lm.head.weight.data.normal_()
+    lm.embedding.weight.data[12] *= 1e4
+    one = lm.generate(PROMPT.clamp(max=11), max_new_tokens=16, window=1)
+    assert lm.model.backbone.met != only_guessed
+    some = lm.generate(PROMPT.clamp(max=11), max_new_tokens=16, window=6)
+    assert lm.model.backbone.met
+    assert torch.equal(one.tokens, some.tokens)
+    assert torch.equal(one.converged, some.converged)
+    assert one.converged.all() == only_guessed
 
 
 @pytest.mark.parametrize("window", [2, 8])
@@ -161,7 +179,9 @@ def test_a_window_has_a_token(mamba):
         mamba.generate(PROMPT, max_new_tokens=2, window=0)
 
 
-@pytest.mark.parametrize("context", [torch.autocast("cpu", torch.bfloat16), torch.inference_mode()], ids=["half", "inference"])
+@pytest.mark.parametrize(
+    "context", [torch.autocast("cpu", torch.bfloat16), torch.inference_mode()], ids=["half", "inference"]
+)
 def test_a_window_works_inside(context):
     lm = dq.load_example("text")
     prompt = torch.tensor([list(b"ROMEO: "), list(b"KING H:")])
