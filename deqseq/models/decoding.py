@@ -17,7 +17,6 @@ from deqseq.rows import take
 from deqseq.types import Mask, Sequence
 from deqseq.windows import on_device
 
-
 States = Float[Tensor, "rows width d_model"]
 
 

@@ -179,15 +179,17 @@ def test_a_window_has_a_token(mamba):
         mamba.generate(PROMPT, max_new_tokens=2, window=0)
 
 
-@pytest.mark.parametrize(
-    "context", [torch.autocast("cpu", torch.bfloat16), torch.inference_mode()], ids=["half", "inference"]
-)
+INSIDE = {"autocast": lambda: torch.autocast("cpu", torch.bfloat16), "inference": torch.inference_mode}
+
+
+@pytest.mark.parametrize("context", INSIDE)
 def test_a_window_works_inside(context):
     lm = dq.load_example("text")
     prompt = torch.tensor([list(b"ROMEO: "), list(b"KING H:")])
-    with context:
+    with INSIDE[context]():
         found = lm.generate(prompt, max_new_tokens=10, window=4, stop=dq.Stop(rtol=2e-2))
-    assert found.tokens.shape == (2, 10)
+    assert found.converged.all()
+    assert found.guessed.all()
 
 
 def test_half_precision():
