@@ -85,7 +85,7 @@ class OneByOne(Decoder):
     def move(self, counts: np.ndarray, changed: np.ndarray, stay: np.ndarray) -> None:
         if not stay.all():
             assert self.cache is not None
-            self.cache = take(self.cache, on_device(stay.nonzero()[0], self.cache.tensors()[0].device))
+            self.cache = take(self.cache, on_device(np.flatnonzero(stay), self.cache.tensors()[0].device))
 
 
 class InWindow(Decoder):
@@ -137,10 +137,10 @@ class InWindow(Decoder):
         self._since = np.where(counts > 0, self.evaluations, self._since)
         self._begun = np.where(changed, self.evaluations, np.take_along_axis(self._begun, source, axis=1))
         if not stay.all():
-            kept = on_device(stay.nonzero()[0], device)
+            kept = on_device(np.flatnonzero(stay), device)
             z, limit, self._memory, self.cache = take((z, limit, self._memory, self.cache), kept)
             self._since, self._begun, changed = self._since[stay], self._begun[stay], changed[stay]
-        rows = changed.any(axis=1).nonzero()[0]
+        rows = np.flatnonzero(changed.any(axis=1))
         if len(rows) == len(z):
             self._memory = self._solver.init(z)
         elif len(rows):

@@ -169,7 +169,10 @@ def generate(
         rows, inputs = rows[stay], inputs[stay]
         if not step:
             after = decoder.cache
-            decoder = OneByOne(model, after, single) if width == 1 else InWindow(model, config, after, len(rows), width)
+            if config is None or after is None or width == 1:
+                decoder = OneByOne(model, after, single)
+            else:
+                decoder = InWindow(model, config, after, len(rows), width)
         x = embed(on_device(inputs, device))
     raise AssertionError
 
