@@ -59,18 +59,25 @@ class Sampler:
         scaled = logits.to(torch.promote_types(logits.dtype, torch.float32))
         scaled = scaled - scaled.amax(dim=-1, keepdim=True)  # the largest is 0: nothing overflows
         scaled = scaled / max(self.temperature, torch.finfo(scaled.dtype).tiny)
-        probability, token = scaled.softmax(dim=-1).sort(dim=-1, descending=True, stable=True)
-        if self.top_k is not None:
-            probability[..., self.top_k :] = 0
-        if self.top_p is not None:  # a token stays if those before it do not reach top_p yet
-            before = probability.cumsum(dim=-1) - probability
-            probability = probability.masked_fill(before >= self.top_p * probability.sum(-1, keepdim=True), 0)
+        probability = scaled.softmax(dim=-1)
+        if self.top_k is not None or self.top_p is not None:
+            probability = self._kept(probability)
+        # in the order of the vocabulary: in that of their probabilities, two that are nearly equal could change places
         total = probability.cumsum(dim=-1)
-        below = uniform.to(total)[..., None] * total[..., -1:]
-        place = (total <= below).sum(dim=-1, keepdim=True)
-        # rounding must select neither what top_k or top_p excluded, nor nothing
-        last = ((probability > 0).sum(dim=-1, keepdim=True) - 1).clamp_min(0)
-        return token.gather(-1, torch.minimum(place, last))[..., 0].where(finite, -1)
+        whole = total[..., -1:]
+        chosen = (total <= uniform.to(total)[..., None] * whole).sum(dim=-1)
+        # rounding must not select what comes after the last token that can be chosen
+        return chosen.minimum((total < whole).sum(dim=-1)).where(finite, -1)
+
+    def _kept(self, probability: Logits) -> Logits:
+        """The probabilities, with 0 for tokens that are left out."""
+        ordered, token = probability.sort(dim=-1, descending=True, stable=True)
+        if self.top_k is not None:
+            ordered[..., self.top_k :] = 0
+        if self.top_p is not None:  # a token stays if those before it do not reach top_p yet
+            before = ordered.cumsum(dim=-1) - ordered
+            ordered = ordered.masked_fill(before >= self.top_p * ordered.sum(-1, keepdim=True), 0)
+        return torch.zeros_like(probability).scatter(-1, token, ordered)
 
 
 class Noise:
