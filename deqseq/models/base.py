@@ -97,6 +97,9 @@ def refuse_setting(module: nn.Module, name: str) -> None:
 def check_input(x: Sequence, backbone: Backbone[Any]) -> None:
     """Refuse embedded tokens of another width, dtype or device than a backbone can compute with."""
     check_sequence(x, backbone.d_model)
+    first = next(backbone.parameters(), x)
+    if first.dtype == x.dtype and first.device == x.device:  # all others are not looked at in every iteration
+        return
     known = {(parameter.dtype, parameter.device) for parameter in backbone.parameters()}
     dtypes, devices = ({pair[place] for pair in known} for place in (0, 1))
     if known and x.dtype not in dtypes and not torch.is_autocast_enabled(x.device.type):

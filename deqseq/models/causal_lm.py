@@ -142,7 +142,9 @@ class CausalLM(nn.Module):
         input_ids: Tokens,
         *,
         max_new_tokens: Annotated[int, AtLeast(1)],
+        window: Annotated[int, AtLeast(1)] | None = None,
         mask: Mask | None = None,
+        cache: Cache | None = None,
         temperature: Annotated[float, Within("[0, inf)")] = 0.0,
         top_k: Annotated[int, AtLeast(1)] | None = None,
         top_p: Annotated[float, Within("(0, 1]")] | None = None,
@@ -153,23 +155,33 @@ class CausalLM(nn.Module):
         solve: SolveConfig | None = None,
         **fields: Unpack[SolveFields],
     ) -> Generation:
-        """Continue a batch of prompts, token by token, each solved against the cache of those before.
+        """Continue a batch of prompts, in windows of tokens that are solved against the cache of those before.
 
-        Rows that have ended are removed from the batch. The model is in eval mode meanwhile. Where every solve
-        converges, greedy generation equals the argmax of a full forward pass.
+        The states of a window are iterated together. In every iteration each token's state predicts the token after it,
+        and that is the next input there. The first tokens of the window are committed when they have converged on
+        inputs that do not change any more, so the result is that of one token after another, as far as the tolerance
+        allows, in fewer evaluations one after another but more of single tokens. Each row moves on its own, and is
+        removed from the batch when it has ended. The model is in eval mode meanwhile. Where every solve converges,
+        greedy generation equals the argmax of a full forward pass.
 
         Args:
             input_ids: prompts, ``(batch, length)``.
             max_new_tokens: how many tokens each row gets at most.
+            window: how many tokens are iterated together; 1: each token is solved before the next is chosen. Default: 8
+                for an implicit model, but 1 where a window is an error: with an explicit model, a solver of another
+                library, a ``stop`` without a tolerance, or ``start="input"``. ``stop.check_every`` is the number of
+                iterations between two choices.
             mask: bool, True at real tokens of the prompts, ``(batch, length)``, for prompts of unequal length; padding
                 may be on either side. Default: no padding.
+            cache: of the tokens before the prompts, as a call of the model returned it. Default: there are none.
             temperature: logits are divided by it; at 0 the most probable token is taken.
             top_k: draw among this many of the most probable tokens. Default: all.
             top_p: draw among the most probable tokens that together have this probability. Default: all.
-            seed: of the draws; a row's draws do not depend on when the others end. Default: torch's global generator.
+            seed: of the draws; those of a row depend on it and on the row's place in the batch, not on the window or
+                the other rows. Default: torch's global generator.
             stop_tokens: a row ends with the first of these.
             pad_token: fills the rows that have ended.
-            callback: called with :class:`NewTokens` at every step.
+            callback: called with :class:`NewTokens` when tokens are committed.
             solve: replaces the model's :class:`SolveConfig`.
             **fields: fields of :class:`SolveConfig` to replace. ``sweep`` is that of the prompts. Default: the model's,
                 but ``Sliding(16)`` instead of ``Simultaneous()``. An explicit model takes neither.
@@ -199,7 +211,9 @@ class CausalLM(nn.Module):
                 self.logits,
                 input_ids,
                 mask,
+                cache,
                 Sampler(temperature, top_k, top_p, seed),
+                window=window,
                 max_new_tokens=max_new_tokens,
                 stop_tokens=stops,
                 pad_token=pad_token,

@@ -1,40 +1,46 @@
-"""Token-by-token generation, as fast as the cache allows."""
+"""Generation: tokens are chosen, committed and told to the caller until every row has ended."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
+from deqseq.backbones.base import Cache
 from deqseq.config import SolveConfig, SolveFields, resolve
 from deqseq.layers import with_weights
 from deqseq.models.base import Model
+from deqseq.models.decoding import Decoder, InWindow, OneByOne, Verdict
 from deqseq.models.explicit import check_nothing_to_solve
-from deqseq.models.implicit import ImplicitModel
-from deqseq.models.output import ModelOutput
 from deqseq.models.recurrent_depth import solved_part
-from deqseq.models.sampler import Sampler
-from deqseq.rows import take
-from deqseq.solution import worst_token
+from deqseq.models.sampler import Noise, Sampler
 from deqseq.sweeps import Simultaneous, Sliding, Sweep
 from deqseq.types import Mask, Sequence
+from deqseq.windows import on_device, on_host
+
+WINDOW = 8
+"""Tokens that are decoded together unless the caller says."""
 
 
 @dataclass(frozen=True)
 class NewTokens:
-    """What a streaming callback receives at each step.
+    """What a streaming callback receives when tokens are committed; they will not change any more.
+
+    A row gets one token at a time without a window, and none or several with one.
 
     Attributes:
-        step: how many tokens were generated before these.
-        rows: which rows of the batch are still being continued, ``(rows,)``.
-        tokens: the new token of each of them, ``(rows,)``.
+        rows: the row of the batch that each token belongs to, in ascending order, ``(new,)``.
+        positions: how many tokens were generated before it in its row, ``(new,)``.
+        tokens: ``(new,)``.
     """
 
-    step: int
-    rows: Int64[Tensor, " rows"]
-    tokens: Int64[Tensor, " rows"]
+    rows: Int64[Tensor, " new"]
+    positions: Int64[Tensor, " new"]
+    tokens: Int64[Tensor, " new"]
 
 
 @dataclass(frozen=True)
@@ -44,11 +50,17 @@ class Generation:
     Attributes:
         tokens: ``(batch, new)``; after a row's end, the padding token.
         lengths: tokens of each row, its stop token included, ``(batch,)``.
-        iterations: of the solve that each token was chosen from, ``(batch, new)``; 0 after a row's end; None for an
-            explicit model. The first token's solve is the prompt's, of which the largest number counts.
-        converged: whether that solve converged, ``(batch, new)``; True after a row's end; None for an explicit model.
+        iterations: evaluations that the state of each token's input took, in a window since the input was known,
+            ``(batch, new)``; 0 after a row's end; None for an explicit model. The first token's solve is the prompt's,
+            of which the largest number counts.
+        converged: whether the solve that each token was chosen from converged, ``(batch, new)``; True after a row's
+            end; None for an explicit model.
         evaluations: how many evaluations of the map followed each other after the prompt's solve; None for an explicit
             model. The rows of a batch share them.
+        updates: how many evaluations of one token each row took after the prompt's solve, ``(batch,)``; None for an
+            explicit model.
+        guessed: of how many tokens the input was guessed before the one before was committed, ``(batch,)``; 0 without a
+            window.
     """
 
     tokens: Int64[Tensor, "batch new"]
@@ -56,6 +68,8 @@ class Generation:
     iterations: Int64[Tensor, "batch new"] | None = None
     converged: Bool[Tensor, "batch new"] | None = None
     evaluations: int | None = None
+    updates: Int64[Tensor, " batch"] | None = None
+    guessed: Int64[Tensor, " batch"] | None = None
 
     def rows(self) -> list[list[int]]:
         """The tokens of each row, without padding."""
@@ -64,26 +78,40 @@ class Generation:
 
 
 class _Record:
-    """What has been generated so far, a column per step; rows that have ended keep their padding."""
+    """What has been generated so far, on the host."""
 
-    def __init__(self, batch: int, pad: int, device: torch.device) -> None:
-        self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
-        self.evaluations, self._columns = 0, []
-        self._ended = torch.full((batch,), pad, device=device), self.lengths, torch.ones_like(self.lengths).bool()
+    def __init__(self, batch: int, most: int, stops: tuple[int, ...], callback: Any, device: torch.device) -> None:
+        self._most, self._stops, self._callback, self._device = most, stops, callback, device
+        self._added: list[tuple[np.ndarray, ...]] = []
+        self.lengths, self.updates, self.guessed = (np.zeros(batch, dtype=np.int64) for _ in range(3))
 
-    def add(self, rows: Tensor, tokens: Tensor, output: ModelOutput) -> None:
-        """The tokens of one step, and the solve that they were chosen from."""
-        found = (tokens,) if output.stats is None else (tokens, worst_token(output.stats.iterations), output.converged)
-        self._columns.append([all_.index_copy(0, rows, own) for all_, own in zip(self._ended, found, strict=False)])
-        self.lengths = self.lengths.index_add(0, rows, torch.ones_like(rows))
+    def add(self, rows: np.ndarray, tokens: np.ndarray, found: Verdict) -> tuple[np.ndarray, np.ndarray]:
+        """Add the tokens that may be committed, up to a row's end: how many of each row, and which rows go on."""
+        place = np.arange(tokens.shape[1])
+        counts = np.minimum(found.counts, self._most - self.lengths[rows])
+        ends = np.isin(tokens, self._stops) & (place < counts[:, None])
+        stopped = ends.any(axis=1)
+        counts = np.where(stopped, ends.argmax(axis=1) + 1, counts)
+        row, offset = (place < counts[:, None]).nonzero()
+        new = rows[row], self.lengths[rows[row]] + offset, tokens[row, offset]
+        self._added.append((*new, found.iterations[row, offset], found.converged[row, offset]))
+        self.lengths[rows] += counts
+        if self._callback is not None and len(row):
+            self._callback(NewTokens(*(on_device(x, self._device) for x in new)))
+        return counts, ~stopped & (self.lengths[rows] < self._most)
 
-    def generation(self) -> Generation:
-        """The record as tensors."""
-        columns = [torch.stack(column, dim=1) for column in zip(*self._columns, strict=True)]
-        if len(columns) == 1:
-            return Generation(columns[0], self.lengths)
-        tokens, iterations, converged = columns
-        return Generation(tokens, self.lengths, iterations, converged, self.evaluations)
+    def generation(self, pad_token: int, evaluations: int | None) -> Generation:
+        """The record as tensors; without ``evaluations``, nothing was solved."""
+        rows, positions, *columns = (np.concatenate(column) for column in zip(*self._added, strict=True))
+        shape, found = (len(self.lengths), int(self.lengths.max())), []
+        for column, fill in zip(columns, (pad_token, 0, True), strict=True):
+            whole = np.full(shape, fill, dtype=column.dtype)
+            whole[rows, positions] = column
+            found.append(on_device(whole, self._device))
+        lengths, updates, guessed = (on_device(x, self._device) for x in (self.lengths, self.updates, self.guessed))
+        if evaluations is None:
+            return Generation(found[0], lengths)
+        return Generation(found[0], lengths, found[1], found[2], evaluations, updates, guessed)
 
 
 def generate(
@@ -92,8 +120,10 @@ def generate(
     head: Callable[[Float[Tensor, "rows d_model"]], Float[Tensor, "rows vocab"]],
     prompt: Int64[Tensor, "batch length"],
     mask: Mask | None,
+    cache: Cache | None,
     sampler: Sampler,
     *,
+    window: int | None,
     max_new_tokens: int,
     stop_tokens: tuple[int, ...],
     pad_token: int,
@@ -101,53 +131,83 @@ def generate(
     solve: SolveConfig | None,
     fields: SolveFields,
 ) -> Generation:
-    """Continue a batch of prompts: the loop of :meth:`deqseq.CausalLM.generate`, in eval mode and without gradients."""
-    whole, single = _calls(solved_part(model), solve, fields)
-    batch, device = prompt.shape[0], prompt.device
-    rows, record = torch.arange(batch, device=device), _Record(batch, pad_token, device)
-    enders = torch.tensor(stop_tokens, dtype=torch.int64, device=device)
-    random = None if sampler.seed is None else torch.Generator().manual_seed(int(sampler.seed))
-    model = with_weights(model)
-    output = model(embed(prompt), mask=mask, **whole)
-    states = _last_states(output.value, mask)
-    for step in range(max_new_tokens):
-        logits = head(states)
-        _check_finite(logits, rows)
-        # numbers for all rows, so that those of a row do not depend on when the others end
-        uniform = torch.rand(batch, generator=random).to(device)[rows] if sampler.temperature else None
-        tokens = sampler.choose(logits, uniform)
-        record.add(rows, tokens, output)
-        if callback is not None:
-            callback(NewTokens(step, rows, tokens))
-        going = (~torch.isin(tokens, enders)).nonzero()[:, 0]
-        if step + 1 == max_new_tokens or not len(going):
-            break
-        cache = output.cache
-        if len(going) < len(rows):  # rows that have ended are not computed any more
-            rows, tokens, cache = take((rows, tokens, cache), going)
-        output = model(embed(tokens[:, None]), cache=cache, **single)
-        record.evaluations += 0 if output.stats is None else output.stats.evaluations
-        states = output.value[:, -1]
-    return record.generation()
+    """Continue a batch of prompts: the loop of :meth:`deqseq.CausalLM.generate`, in eval mode and without gradients.
 
-
-def _check_finite(logits: Tensor, rows: Tensor) -> None:
-    if not bool(logits.isfinite().all()):
-        bad = rows[~logits.isfinite().all(dim=-1)].tolist()
-        raise ValueError(f"the logits of rows {bad} are not finite: are the weights?")
-
-
-def _calls(
-    core: ImplicitModel | None, solve: SolveConfig | None, fields: SolveFields
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The model's keyword arguments for the prompt, and for each new token."""
-    given: dict[str, Any] = {**fields, **({} if solve is None else {"solve": solve})}
+    Everything that is decided is decided on the host, after one transfer per evaluation.
+    """
+    core, given = solved_part(model), {**fields, **({} if solve is None else {"solve": solve})}
+    config, whole, single = None, {}, {}
     if core is None:
         check_nothing_to_solve(given)
-        return {"return_cache": True}, {"return_cache": True}
-    given["return_cache"] = True
-    sweep = fields.get("sweep", prompt_sweep(resolve(core.solve_config, solve, fields)))
-    return given | {"sweep": sweep}, given | {"sweep": Simultaneous()}
+    else:
+        config = resolve(core.solve_config, solve, fields)
+        whole = {"sweep": prompt_sweep(config), **given}
+        single = {**given, "sweep": Simultaneous()}
+    width, model, device = _width(window, config), with_weights(model), prompt.device
+    record = _Record(len(prompt), max_new_tokens, stop_tokens, callback, device)
+    rows, inputs, x = np.arange(len(prompt)), np.zeros((len(prompt), 1), dtype=np.int64), embed(prompt)
+    decoder: Decoder = OneByOne(model, cache, {**whole, "mask": mask})
+    noise = Noise(sampler.seed, len(prompt)) if sampler.temperature else None
+    for step in count():
+        states, marks = decoder.evaluate(x)
+        positions = record.lengths[rows, None] + np.arange(decoder.width)
+        uniform = None if noise is None else on_device(noise.at(rows, positions), device)
+        tokens = sampler.choose(head(states), uniform)
+        known = on_host(torch.cat([tokens, marks], dim=1))
+        tokens, marks = known[:, : decoder.width], known[:, decoder.width :]
+        _check_finite(tokens, rows)
+        right = np.concatenate([np.ones_like(rows, dtype=bool)[:, None], inputs[:, 1:] == tokens[:, :-1]], axis=1)
+        found = decoder.judge(marks, right)
+        if step:  # after the prompt
+            record.updates[rows] += found.updates
+        counts, stay = record.add(rows, tokens, found)
+        record.guessed[rows] += (right & (np.arange(decoder.width) < (counts + stay)[:, None]))[:, 1:].sum(axis=1)
+        if not stay.any():
+            return record.generation(pad_token, None if config is None else decoder.evaluations * bool(step))
+        inputs, changed = _moved(inputs, tokens, counts, width)
+        decoder.move(counts, changed, stay)
+        rows, inputs = rows[stay], inputs[stay]
+        if not step:
+            after = decoder.cache
+            if config is None or after is None or width == 1:
+                decoder = OneByOne(model, after, single)
+            else:
+                decoder = InWindow(model, config, after, len(rows), width)
+        x = embed(on_device(inputs, device))
+    raise AssertionError
+
+
+def _moved(inputs: np.ndarray, tokens: np.ndarray, counts: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """The inputs of a window after a move, which guess that a token follows itself, and which of them are new."""
+    known = np.concatenate([inputs[:, :1], tokens], axis=1)
+    source = np.minimum(counts[:, None] + np.arange(width), inputs.shape[1])
+    before = np.concatenate([inputs, np.full_like(inputs[:, :1], -1)], axis=1)
+    after = np.take_along_axis(known, source, axis=1)
+    return after, after != np.take_along_axis(before, source, axis=1)
+
+
+def _check_finite(tokens: np.ndarray, rows: np.ndarray) -> None:
+    if (tokens < 0).any():
+        raise ValueError(
+            f"the logits of rows {rows[(tokens < 0).any(axis=1)].tolist()} are not finite: are the weights?"
+        )
+
+
+def _width(window: int | None, config: SolveConfig | None) -> int:
+    """How many tokens are decoded together; an error where they cannot be."""
+    if config is None:
+        reason = "an explicit model has nothing to iterate"
+    elif config.solver.owns_loop:
+        reason = f"{type(config.solver).__name__} solves each token on its own"
+    elif not config.stop.has_tolerance:
+        reason = "without a tolerance no token converges"
+    elif config.start == "input":
+        reason = 'with start="input" the result may depend on the start, and a token in a window keeps its state'
+    else:
+        return WINDOW if window is None else window
+    if window is not None and window > 1:
+        raise ValueError(f"window must be 1, got {window}: {reason}")
+    return 1
 
 
 def prompt_sweep(config: SolveConfig) -> Sweep:
@@ -157,11 +217,3 @@ def prompt_sweep(config: SolveConfig) -> Sweep:
     token.
     """
     return config.sweep if config.sweep.block is not None or config.solver.owns_loop else Sliding(16)
-
-
-def _last_states(value: Sequence, mask: Mask | None) -> Float[Tensor, "batch d_model"]:
-    """The state of each row's last real token."""
-    if mask is None:
-        return value[:, -1]
-    last = (mask * torch.arange(mask.shape[1], device=mask.device)).argmax(dim=1)
-    return value[torch.arange(len(value), device=value.device), last]

@@ -11,6 +11,7 @@ from deqseq.annotations import AtLeast, checked
 from deqseq.backbones.base import Backbone, Cache
 from deqseq.check import check_integer, check_type
 from deqseq.config import SolveConfig, SolveFields, resolve
+from deqseq.evaluate import evaluate
 from deqseq.loop import Callback
 from deqseq.models.base import Model, check_input
 from deqseq.models.eval_mode import in_mode, same_randomness
@@ -169,7 +170,7 @@ class ImplicitModel(Model):
         point, aux = z, None
         for _ in range(iterations):
             point = z
-            z, aux = token_map(z, args)
+            z, aux = evaluate(token_map, z, args, has_aux=True)
         return Evaluation(point, z, z, aux)
 
     @checked

@@ -34,6 +34,10 @@ class RecurrentDepthCache(Cache):
         """Everything that is kept; rows first."""
         return tuple(tensor for part in (self.prelude, self.core, self.coda) for tensor in part.tensors())
 
+    def reserve(self, tokens: int) -> "RecurrentDepthCache":
+        """The same cache, each part prepared for a solve of the next ``tokens``."""
+        return RecurrentDepthCache(*(part.reserve(tokens) for part in (self.prelude, self.core, self.coda)))
+
 
 class RecurrentDepth(Model):
     r"""An explicit prelude, a core that is iterated on its output, an explicit coda.

@@ -20,6 +20,8 @@ def check_states(start: Tensor, x: Tensor) -> None:
 
 def start_states(tokens: Sequence, given: Tensor | None, padding: Padding, start: Start) -> Sequence:
     """Where the iteration begins, real tokens first: at ``given`` states, then where the model does."""
+    if given is not None and given.shape == tokens.shape and padding.order is None:
+        return given
     states = initial_state(start, tokens)
     if given is not None:
         rest = padding.back(states)[:, given.shape[1] :]

@@ -73,7 +73,7 @@ OPTIONS = [{}, {"solve": TIGHT}, *({"sweep": sweep} for sweep in (dq.Chunked(2),
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: str(options.get("sweep", [*options])))
 def test_the_prompt_is_solved_as_asked(lm, free, shapes, options):
-    assert torch.equal(lm.generate(PROMPT, max_new_tokens=2, **options).tokens, free.tokens[:, :2])
+    assert torch.equal(lm.generate(PROMPT, max_new_tokens=2, window=1, **options).tokens, free.tokens[:, :2])
     asked = options.get("sweep", dq.Simultaneous())  # as TIGHT says; a window takes all six
     assert max(tokens for _, tokens in shapes) == asked.width(6)
 
@@ -95,9 +95,11 @@ def test_prompts_of_text_need_fewer_evaluations_than_with_a_window_of_8():
 
 def test_solve_replaces_the_configuration_of_every_token_and_failures_are_reported(lm):
     solve = dq.SolveConfig(stop=dq.Stop(rtol=1e-11, max_steps=2), sweep=dq.Sequential())
-    generated = lm.generate(PROMPT, max_new_tokens=3, solve=solve)
-    assert (generated.iterations == 2).all()
-    assert not generated.converged.any()
+    for window in (1, 4):
+        generated = lm.generate(PROMPT, max_new_tokens=3, solve=solve, window=window)
+        assert (generated.iterations[:, :2] == 2).all()  # of a later token in a window, since its input was known
+        assert not generated.converged.any()
+        assert generated.evaluations == 2 * 2
     assert (lm.generate(PROMPT, max_new_tokens=3, solve=solve, stop=dq.Stop.exactly(3)).iterations == 3).all()
 
 
@@ -128,18 +130,23 @@ def test_rows_that_have_ended_are_removed(lm, free, shapes):
         assert (ended.tokens[row, len(expected) :] == 12).all()
         assert (ended.iterations[row, len(expected) :] == 0).all()
         assert ended.converged[row, len(expected) :].all()
-    assert [event.step for event in seen] == list(range(len(seen)))
-    assert len(seen[-1].rows) < 3
     assert shapes[-1][0] < 3
-    for event in seen:
-        assert torch.equal(ended.tokens[event.rows, event.step], event.tokens)
+    told = torch.full_like(ended.tokens, 12)
+    for event in seen:  # every token once, in the order of its row
+        assert (told[event.rows, event.positions] == 12).all()
+        assert torch.equal(event.rows, event.rows.sort().values)
+        told[event.rows, event.positions] = event.tokens
+    assert torch.equal(told, ended.tokens)
+    assert sum(len(event.rows) for event in seen) == ended.lengths.sum()
 
 
 def test_evaluations_after_the_prompt_are_counted(lm, shapes):
     lm.generate(PROMPT, max_new_tokens=1)
     prompt = len(shapes)
-    generated = lm.generate(PROMPT, max_new_tokens=8)
+    generated = lm.generate(PROMPT, max_new_tokens=8, window=1)
     assert generated.evaluations == len(shapes) - 2 * prompt == generated.iterations[:, 1:].amax(0).sum()
+    assert torch.equal(generated.updates, generated.iterations[:, 1:].sum(1))
+    assert not generated.guessed.any()
 
 
 def test_generation_ends_when_every_row_has(lm):
@@ -163,8 +170,8 @@ def test_seeds_reproduce_and_a_rows_draws_do_not_depend_on_who_has_ended(lm):
 class TestSampler:
     def draws(self, logits, **options):
         grid = (torch.arange(10000, dtype=torch.float64) + 0.5) / 10000  # every quantile once
-        chosen = Sampler(**options).choose(logits.expand(10000, -1), grid)
-        return torch.bincount(chosen, minlength=logits.shape[-1]) / 10000
+        chosen = Sampler(**options).choose(logits.expand(10000, 1, -1), grid[:, None])
+        return torch.bincount(chosen[:, 0], minlength=logits.shape[-1]) / 10000
 
     logits = torch.tensor([0.1, 2.0, -1.0, 1.0, 0.5], dtype=torch.float64)
 
@@ -185,8 +192,8 @@ class TestSampler:
         assert self.draws(self.logits).tolist() == [0, 1, 0, 0, 0]
 
     def test_the_largest_number_does_not_reach_what_was_left_out(self):
-        almost_one = torch.tensor([1 - 2**-24])
-        assert Sampler(temperature=1.0, top_k=2).choose(self.logits[None].float(), almost_one).item() == 3
+        almost_one = torch.tensor([[1 - 2**-24]])
+        assert Sampler(temperature=1.0, top_k=2).choose(self.logits[None, None].float(), almost_one).item() == 3
 
     def test_a_choice_among_tokens_needs_a_temperature(self):
         with pytest.raises(ValueError, match="top_k and top_p need a temperature above 0"):
@@ -223,8 +230,8 @@ def test_the_models_own_sweep_solves_the_prompt(lm, shapes):
     "options", [*({"temperature": t} for t in (1e-40, 1e-46)), {"temperature": 1.0, "top_p": 1e-60}]
 )
 def test_small_numbers_take_the_best(options):
-    logits = torch.tensor([[-1e30, 1e30, 0.0], [3.0, 2.0, 1.0]])
-    assert Sampler(**options).choose(logits, torch.tensor([0.3, 0.9])).tolist() == [1, 0]
+    logits = torch.tensor([[[-1e30, 1e30, 0.0], [3.0, 2.0, 1.0]]])
+    assert Sampler(**options).choose(logits, torch.tensor([[0.3, 0.9]])).tolist() == [[1, 0]]
 
 
 @pytest.mark.usefixtures("unchecked")

@@ -154,12 +154,12 @@ def test_two_threads_generate_with_one_model():
     ids, inside, done, modes = torch.tensor([[1, 2]]), threading.Event(), threading.Event(), []
 
     def wait(new):
-        if new.step == 0:
+        if new.positions[0] == 0:
             inside.set()
             assert done.wait(60)
         modes.append(lm.model.backbone.training)
 
-    thread = threading.Thread(target=lambda: lm.generate(ids, max_new_tokens=3, callback=wait))
+    thread = threading.Thread(target=lambda: lm.generate(ids, max_new_tokens=3, window=1, callback=wait))
     thread.start()
     assert inside.wait(60)
     lm.generate(ids, max_new_tokens=1)
