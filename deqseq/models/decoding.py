@@ -104,6 +104,7 @@ class InWindow(Decoder):
         self._begun = np.zeros((rows, width), dtype=np.int64)  # evaluations when the input of each token changed last
         self._start: Tensor | None = None  # states to evaluate next; None: where the model begins
         self._limit: Tensor | None = None  # the difference above which a token has diverged; 0: not measured yet
+        self._bound: Tensor | None = None  # the largest difference that may pass; NaN: not measured yet
         self._memory: Any = None
 
     def evaluate(self, x: Sequence) -> tuple[States, Tensor]:
@@ -112,8 +113,11 @@ class InWindow(Decoder):
         difference, scale = self._stop.distances(now.point, now.states, 1)
         limit = self._stop.limit(difference.reshape(-1, 1), scale.reshape(-1, 1)).view_as(difference)
         self._limit = limit if self._limit is None else torch.where(self._limit == 0, limit, self._limit)
+        first = self._stop.bound(difference, scale, None)
+        later = first if self._bound is None else self._stop.bound(difference, scale, self._bound)
+        self._bound = torch.where(later.isnan(), first, later)
         sound = difference <= self._limit
-        passed = self._stop.passes(difference, scale) & sound
+        passed = self._stop.passes(difference, scale, self._bound) & sound
         return now.value.masked_fill(~sound[..., None], 0), torch.cat([passed, sound], dim=1)
 
     def judge(self, marks: np.ndarray, right: np.ndarray) -> Verdict:
@@ -132,20 +136,21 @@ class InWindow(Decoder):
             self.cache = self._model.commit(self.cache, now, on_device(counts, device)).reserve(self.width)
         places, restarted = on_device(source, device), on_device(changed, device)
         z = self._next(now, device).gather(1, places[..., None].expand_as(now.states))
-        assert self._limit is not None
+        assert self._limit is not None and self._bound is not None
         limit = self._limit.gather(1, places).masked_fill(restarted, 0)
+        bound = self._bound.gather(1, places).masked_fill(restarted, torch.nan)
         self._since = np.where(counts > 0, self.evaluations, self._since)
         self._begun = np.where(changed, self.evaluations, np.take_along_axis(self._begun, source, axis=1))
         if not stay.all():
             kept = on_device(np.flatnonzero(stay), device)
-            z, limit, self._memory, self.cache = take((z, limit, self._memory, self.cache), kept)
+            z, limit, bound, self._memory, self.cache = take((z, limit, bound, self._memory, self.cache), kept)
             self._since, self._begun, changed = self._since[stay], self._begun[stay], changed[stay]
         rows = np.flatnonzero(changed.any(axis=1))
         if len(rows) == len(z):
             self._memory = self._solver.init(z)
         elif len(rows):
             self._memory = self._solver.restart(self._memory, z, on_device(rows, device))
-        self._start, self._limit = z, limit
+        self._start, self._limit, self._bound = z, limit, bound
 
     def _next(self, now: Evaluation, device: torch.device) -> Sequence:
         """The solver's next point; a token that has diverged, on a wrong guess, say, begins again at zero."""
