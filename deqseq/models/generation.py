@@ -1,7 +1,7 @@
 """Generation: tokens are chosen, committed and told to the caller until every row has ended."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
@@ -17,7 +17,7 @@ from deqseq.models.base import Model
 from deqseq.models.decoding import Decoder, InWindow, OneByOne, Verdict
 from deqseq.models.explicit import check_nothing_to_solve
 from deqseq.models.recurrent_depth import solved_part
-from deqseq.models.sampler import Noise, Sampler
+from deqseq.models.sampler import Sampler
 from deqseq.sweeps import Simultaneous, Sliding, Sweep
 from deqseq.types import Mask, Sequence
 from deqseq.windows import on_device, on_host
@@ -147,12 +147,12 @@ def generate(
     record = _Record(len(prompt), max_new_tokens, stop_tokens, callback, device)
     rows, inputs, x = np.arange(len(prompt)), np.zeros((len(prompt), 1), dtype=np.int64), embed(prompt)
     decoder: Decoder = OneByOne(model, cache, {**whole, "mask": mask})
-    noise = Noise(sampler.seed, len(prompt)) if sampler.temperature else None
+    if sampler.temperature and sampler.seed is None:
+        sampler = replace(sampler, seed=int(torch.randint(2**62, (), device="cpu")))
     for step in count():
         states, marks = decoder.evaluate(x)
         positions = record.lengths[rows, None] + np.arange(decoder.width)
-        uniform = None if noise is None else on_device(noise.at(rows, positions), device)
-        tokens = sampler.choose(head(states), uniform)
+        tokens = sampler.choose(head(states), rows, positions)
         known = on_host(torch.cat([tokens, marks], dim=1))
         tokens, marks = known[:, : decoder.width], known[:, decoder.width :]
         _check_finite(tokens, rows)

@@ -43,57 +43,55 @@ class Sampler:
         if self.temperature == 0 and (self.top_k is not None or self.top_p is not None):
             raise ValueError("top_k and top_p need a temperature above 0; a temperature of 0 takes the best token")
 
-    def choose(self, logits: Logits, uniform: Float[Tensor, "rows tokens"] | None) -> Int64[Tensor, "rows tokens"]:
+    def choose(self, logits: Logits, rows: np.ndarray, positions: np.ndarray) -> Int64[Tensor, "rows tokens"]:
         """A token from each vector of logits.
+
+        A token is drawn as the largest of its logits, over the temperature, and noise that depends on the seed, the row
+        and the position alone. Logits that differ little, as those of two windows, then seldom give different tokens.
 
         Args:
             logits: ``(rows, tokens, vocab)``.
-            uniform: a random number in [0, 1) for each, ``(rows, tokens)``; None takes the most probable token.
+            rows: their rows in the batch, ``(rows,)``.
+            positions: how many tokens were generated before each, ``(rows, tokens)``.
 
         Returns:
             The tokens, ``(rows, tokens)``; -1 where the logits are not finite.
         """
         finite = logits.isfinite().all(dim=-1)
-        if self.temperature == 0 or uniform is None:
-            return logits.argmax(dim=-1).where(finite, -1)
-        scaled = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        scaled = scaled - scaled.amax(dim=-1, keepdim=True)  # the largest is 0: nothing overflows
-        scaled = scaled / max(self.temperature, torch.finfo(scaled.dtype).tiny)
-        probability = scaled.softmax(dim=-1)
-        if self.top_k is not None or self.top_p is not None:
-            probability = self._kept(probability)
-        # in the order of the vocabulary: in that of their probabilities, two that are nearly equal could change places
-        total = probability.cumsum(dim=-1)
-        whole = total[..., -1:]
-        chosen = (total <= uniform.to(total)[..., None] * whole).sum(dim=-1)
-        # rounding must not select what comes after the last token that can be chosen
-        return chosen.minimum((total < whole).sum(dim=-1)).where(finite, -1)
+        if self.temperature:
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            logits = logits - logits.amax(dim=-1, keepdim=True)  # the largest is 0: nothing overflows
+            logits = self._kept(logits / max(self.temperature, torch.finfo(logits.dtype).tiny))
+            logits = logits + gumbel(int(self.seed or 0), rows, positions, logits)
+        return logits.argmax(dim=-1).where(finite, -1)
 
-    def _kept(self, probability: Logits) -> Logits:
-        """The probabilities, with 0 for tokens that are left out."""
-        ordered, token = probability.sort(dim=-1, descending=True, stable=True)
+    def _kept(self, logits: Logits) -> Logits:
+        """The logits, without the tokens that are left out."""
+        if self.top_k is None and self.top_p is None:
+            return logits
+        probability, token = logits.softmax(dim=-1).sort(dim=-1, descending=True, stable=True)
         if self.top_k is not None:
-            ordered[..., self.top_k :] = 0
-        if self.top_p is not None:  # a token stays if those before it do not reach top_p yet
-            before = ordered.cumsum(dim=-1) - ordered
-            ordered = ordered.masked_fill(before >= self.top_p * ordered.sum(-1, keepdim=True), 0)
-        return torch.zeros_like(probability).scatter(-1, token, ordered)
+            probability[..., self.top_k :] = 0
+        before = probability.cumsum(dim=-1) - probability
+        # a token stays if those before it do not reach top_p yet
+        left_out = (probability == 0) | (before >= (self.top_p or 1) * probability.sum(dim=-1, keepdim=True))
+        left_out[..., 0] = False
+        return logits.masked_fill(torch.zeros_like(left_out).scatter(-1, token, left_out), -torch.inf)
 
 
-class Noise:
-    """Random numbers in [0, 1) for each row and position; with a seed, always the same.
+def gumbel(seed: int, rows: np.ndarray, positions: np.ndarray, like: Logits) -> Logits:
+    """Noise of the Gumbel distribution: the same numbers for the same seed, row, position and token, on any device."""
+    step, vocabulary = 0x9E3779B97F4A7C15 - 2**64, torch.arange(like.shape[-1], device=like.device)
+    row, position = (torch.from_numpy(x).to(like.device) for x in (rows, positions))
+    key = torch.full_like(row, (seed + 2**63) % 2**64 - 2**63)
+    key = _mixed(_mixed(key + row * step)[:, None] + position * step)
+    bits = _mixed(key[..., None] + vocabulary * step) >> 41 & 2**23 - 1
+    uniform = (bits.float() + 0.5) * 2**-23  # never 0 or 1
+    return -(-uniform.log()).log().to(like.dtype)
 
-    Those of a row depend on the seed and the row's place in the batch, not on how many rows or positions there are.
-    """
 
-    def __init__(self, seed: int | None, batch: int) -> None:
-        key = int(torch.randint(2**62, (), device="cpu") if seed is None else seed) % 2**64
-        keys = [np.array([key, row], dtype=np.uint64) for row in range(batch)]
-        self._streams = [np.random.Generator(np.random.Philox(key=key)) for key in keys]
-        self._drawn = np.zeros((batch, 0))
-
-    def at(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """Those of some ``rows``, ``(rows,)``, at ``positions``, ``(rows, tokens)``."""
-        while positions.max() >= self._drawn.shape[1]:
-            self._drawn = np.concatenate([self._drawn, [stream.random(256) for stream in self._streams]], axis=1)
-        return self._drawn[rows[:, None], positions]
+def _mixed(x: Int64[Tensor, "*shape"]) -> Int64[Tensor, "*shape"]:
+    """A hash of each number: the last steps of SplitMix64 (Steele et al., OOPSLA 2014)."""
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        x = (x ^ (x >> shift & 2 ** (64 - shift) - 1)) * (factor - 2**64)
+    return x ^ (x >> 31 & 2**33 - 1)

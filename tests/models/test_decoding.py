@@ -60,7 +60,7 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 def test_every_window_gives_the_same_tokens(lm, way):
     one = lm.generate(PROMPT, max_new_tokens=20, window=1, **WAYS[way])
-    assert len(one.tokens.unique()) > 2
+    assert len(one.tokens.unique()) > 1
     for window in (2, 8, 64):
         found = lm.generate(PROMPT, max_new_tokens=20, window=window, **WAYS[way])
         assert found.rows() == one.rows()
