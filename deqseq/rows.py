@@ -68,12 +68,12 @@ def tensors_of(tree: Any) -> tuple[Tensor, ...]:
     return tuple(tensor for part in _parts(tree) for tensor in tensors_of(part))
 
 
-def check_rows(name: str, tree: Any, rows: int) -> None:
+def check_rows(name: str, tree: Any, rows: int, of: str = "z0") -> None:
     """Refuse a record unless every tensor in it has this many rows, and :func:`take` finds them all."""
     if isinstance(tree, Tensor):
         if tree.ndim == 0 or len(tree) != rows:
             raise ValueError(
-                f"{name} must have one row per row of z0, {rows}, got a tensor of shape {tuple(tree.shape)}"
+                f"{name} must have one row per row of {of}, {rows}, got a tensor of shape {tuple(tree.shape)}"
             )
     elif _take_rows(tree) is None:
         parts = _parts(tree)
@@ -84,7 +84,15 @@ def check_rows(name: str, tree: Any, rows: int) -> None:
                 f"{type(tree).__name__}{' of numbers, one per row' * numbers}: make it a tensor, or use it inside f"
             )
         for part in parts:
-            check_rows(name, part, rows)
+            check_rows(name, part, rows, of)
+
+
+def check_record(name: str, tree: Any, rows: int) -> None:
+    """Refuse what is not a record of tensors with a row for each row of ``x``; None and numbers are none."""
+    if not isinstance(tree, Tensor) and not _is_record(tree) and _take_rows(tree) is None:
+        got = "None" if tree is None else f"a {type(tree).__name__}"
+        raise TypeError(f"{name} must be tensors, in dataclasses, tuples, lists and dicts, got {got}")
+    check_rows(name, tree, rows, "x")
 
 
 def _take_rows(tree: Any) -> Callable[[RowIndex], Any] | None:

@@ -109,8 +109,8 @@ class SolvedLM(HFLM):
         tokenizer: PreTrainedTokenizerBase,
         solve: SolveConfig | Mapping[str, Any] | None = None,
         *,
-        batch_size: int | str = 16,
-        max_length: int | None = None,
+        batch_size: Annotated[int, AtLeast(1)] | str = 16,
+        max_length: Annotated[int, AtLeast(1)] | None = None,
     ) -> None:
         if solve:
             implicit = [part for part in model.modules() if isinstance(part, DeqseqForCausalLM)]

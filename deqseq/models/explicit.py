@@ -63,11 +63,8 @@ class ExplicitModel(Model):
         tokens = padding.compact(x)
         args = self._args(tokens, cache, padding.mask, return_cache)
         value, aux = token_map(tokens, args)
-        if value.shape != tokens.shape:
-            name, wanted = type(self.backbone).__name__, tuple(tokens.shape)
-            raise ValueError(f"{name}.forward must keep the shape of z, {wanted}, got {tuple(value.shape)}")
         counts = None if padding.mask is None else padding.mask.sum(dim=1)
-        after = args.advance(aux, x.shape[1], counts) if return_cache else None
+        after = args.advance(aux, *x.shape[:2], counts) if return_cache else None
         return ModelOutput(padding.back(value), after)
 
     @checked
