@@ -133,7 +133,7 @@ def check_like(name: str, value: object, like: Tensor, what: str) -> None:
 
 
 def returned_by(name: str, call: Callable[..., Any], *inputs: Tensor, like: Tensor, what: str) -> Tensor:
-    """What an object of the user returns for ``inputs``, a tensor as ``like`` is; an error of torch names the object."""
+    """What a user's object returns for ``inputs``: a tensor as ``like`` is; an error of torch names the object."""
     try:
         value = call(*inputs)
     except torch.OutOfMemoryError:
