@@ -42,6 +42,9 @@ def take(tree: T, rows: RowIndex) -> T:
         tensor([3])
     """
     if isinstance(tree, Tensor):
+        if not isinstance(rows, Tensor) or rows.dtype != torch.int64:
+            got = rows.dtype if isinstance(rows, Tensor) else type(rows).__name__
+            raise TypeError(f"rows must be positions in an int64 tensor, got {got}")
         return cast(T, tree.index_select(0, rows))
     own = _take_rows(tree)
     return own(rows) if own is not None else _mapped(lambda part: take(part, rows), tree)
