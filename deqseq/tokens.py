@@ -67,7 +67,7 @@ class TokenArgs(NamedTuple):
             steps, forced = steps * self.mask, forced & self.mask
         stats = SolveStats(steps, residual, stats.evaluations, updates, forced)
         counts = None if self.mask is None else self.mask.sum(dim=1)
-        cache = self.advance(solution.aux, *shape, counts) if self.need_aux else None
+        cache = self.advance(solution.aux, shape[0], shape[1], counts) if self.need_aux else None
         return replace(solution, stats=stats, aux=cache)
 
     def check_tokens(self, length: int) -> None:

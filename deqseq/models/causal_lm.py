@@ -81,7 +81,7 @@ class CausalLM(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         refuse_setting(self, name)
-        if name in ("embedding", "head") and value is not None:
+        if name in ("embedding", "head") and isinstance(value, nn.Module):
             check_type(f"the weight of CausalLM.{name}", getattr(value, "weight", None), Tensor)
         if name == "embedding":
             check_integer("CausalLM.embedding.num_embeddings", getattr(value, "num_embeddings", None), 1)

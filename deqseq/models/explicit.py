@@ -64,7 +64,7 @@ class ExplicitModel(Model):
         args = self._args(tokens, cache, padding.mask, return_cache)
         value, aux = token_map(tokens, args)
         counts = None if padding.mask is None else padding.mask.sum(dim=1)
-        after = args.advance(aux, *x.shape[:2], counts) if return_cache else None
+        after = args.advance(aux, len(x), x.shape[1], counts) if return_cache else None
         return ModelOutput(padding.back(value), after)
 
     @checked
