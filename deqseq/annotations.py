@@ -203,8 +203,10 @@ def _check_of(annotation: Any) -> Check | None:
         return functools.partial(check_choice, choices=parts)
     if origin is Union or origin is types.UnionType:
         return _check_of_union(parts)
-    if origin is Callable or annotation in PLAIN:
-        return PLAIN.get(annotation, check_callable)
+    if origin is Callable:
+        return functools.partial(check_callable, arguments=len(parts[0]) if isinstance(parts[0], list) else None)
+    if annotation in PLAIN:
+        return PLAIN[annotation]
     kind = _class_of(annotation)
     return None if kind is None else functools.partial(check_type, wanted=kind)
 

@@ -5,6 +5,7 @@ Most are called by :func:`deqseq.annotations.checked`, which reads what an argum
 
 import difflib
 import functools
+import inspect
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator
 from fractions import Fraction
@@ -101,19 +102,57 @@ def check_known(what: str, name: object, known: Collection[str]) -> None:
         raise ValueError(f"{what} {name!r} is unknown{suggestion(str(name), known)} (known: {', '.join(known)})")
 
 
-def check_callable(name: str, value: object) -> None:
-    """Refuse anything that cannot be called with a TypeError."""
+def check_callable(name: str, value: object, arguments: int | None = None) -> None:
+    """Refuse anything that cannot be called, or not with so many ``arguments`` by place, with a TypeError."""
     if not callable(value) or isinstance(value, type):
         raise TypeError(f"{name} must be a function, got {_shown(value)}")
+    if arguments is None or getattr(getattr(value, "__code__", None), "co_argcount", None) == arguments:
+        return  # a plain function: a signature takes 20 microseconds
+    try:
+        signature = inspect.signature(value)
+    except ValueError:  # some built-in functions have none
+        return
+    try:
+        signature.bind(*range(arguments))
+    except TypeError as error:
+        raise TypeError(f"{name} must be a function of {arguments} argument(s), got one of {signature}") from error
+
+
+def check_like(name: str, value: object, like: Tensor, what: str) -> None:
+    """Refuse what an object of the user returned unless it is a tensor as ``like`` is; ``what`` says what that is.
+
+    Broadcasting would hide another shape. Under autocast the dtype may differ.
+    """
+    if not isinstance(value, Tensor):
+        raise TypeError(f"what {name} returns must be a Tensor like {what}, got {_shown(value)}")
+    if value.shape != like.shape or value.device != like.device:
+        wanted, got = (f"{tuple(one.shape)} on {one.device}" for one in (like, value))
+        raise ValueError(f"{name} must keep the shape and device of {what}, {wanted}, got {got}")
+    if value.dtype != like.dtype and not torch.is_autocast_enabled(like.device.type):
+        raise TypeError(f"{name} must keep the dtype of {what}, {like.dtype}, got {value.dtype}")
+
+
+def returned_by(name: str, call: Callable[..., Any], *inputs: Tensor, like: Tensor, what: str) -> Tensor:
+    """What a user's object returns for ``inputs``: a tensor as ``like`` is; an error of torch names the object."""
+    try:
+        value = call(*inputs)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise ValueError(f"{name} cannot take {' and '.join(map(_shown, inputs))}: {error}") from error
+    check_like(name, value, like, what)
+    return value
 
 
 def check_ids(name: str, ids: Tensor, vocab_size: int) -> None:
     """Raise an error unless ``ids`` are a batch of tokens of a vocabulary."""
     check_type(name, ids, Tensor)
-    if ids.ndim != 2 or 0 in ids.shape or ids.dtype != torch.int64:
-        raise ValueError(
-            f"{name} must be int64 of shape (batch, length), none of them 0, got {ids.dtype} {tuple(ids.shape)}"
-        )
+    if ids.dtype != torch.int64:
+        raise TypeError(f"{name} must be int64, got {ids.dtype}: write {name}.long()")
+    if ids.ndim != 2:
+        raise ValueError(f"{name} must have shape (batch, length), got {tuple(ids.shape)}")
+    if 0 in ids.shape:
+        raise ValueError(f"{name} must have at least one row and one token, got shape {tuple(ids.shape)}")
     # an exported model takes what it is given; under vmap there are no values to look at, and the solve refuses it
     torch_c: Any = torch._C
     if torch.compiler.is_compiling() or torch_c._functorch.is_batchedtensor(ids):
@@ -154,7 +193,9 @@ def _shown(value: object) -> str:
     """A value in an error, without the numbers of a tensor or the layers of a model."""
     if isinstance(value, Tensor):
         return f"a tensor of {value.dtype} {tuple(value.shape)}"
-    text = f"{type(value).__name__}(...)" if isinstance(value, nn.Module) else repr(value)
+    text = repr(value)
+    if isinstance(value, nn.Module) or "\n" in text:
+        return f"{type(value).__name__}(...)"
     return text if len(text) <= 120 else f"{text[:117]}..."
 
 
@@ -164,7 +205,9 @@ def _called(kind: type) -> str:
 
 
 def _remedy(value: object, kinds: tuple[type, ...]) -> str:
-    """What to write instead of a class or of its name."""
+    """What to write instead of a class, of its name, or of a model of transformers."""
+    if type(value).__module__.startswith("transformers.") and isinstance(value, nn.Module):
+        return ": deqseq.integrations.huggingface.retrofit(model, ...) makes an implicit one of it"
     own = [kind for kind in kinds if kind.__module__.startswith("deqseq")]  # there are many kinds of Mapping
     known = {one.__name__: one for kind in own for one in _below(kind)}
     if isinstance(value, type) and value in known.values():

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from deqseq.annotations import checked
-from deqseq.check import check_type
+from deqseq.check import check_callable, check_type
 from deqseq.gradients.base import Gradient
 from deqseq.gradients.implicit import Implicit
 from deqseq.loop import Callback
@@ -63,6 +63,7 @@ def fixed_point(
         >>> solution.value[0, 0]
         tensor(0.8952)
     """
+    check_callable("f", f, 1 if args is None else 2)
     chosen = Implicit() if gradient is None else gradient
     solution = chosen.apply(f, z0, args=args, solver=solver, stop=stop, callback=callback)
     check_type(f"what {type(chosen).__name__}.apply returns", solution, Solution)

@@ -72,7 +72,12 @@ def iterate(
         if windows.restarted is not None and len(windows.restarted) == len(z):
             z, state = solver.begin(evaluated, z, windows.stop)
         elif windows.restarted is not None:
-            state = solver.restart(state, z, windows.restarted)
+            restarted = solver.restart(state, z, windows.restarted)
+            if type(restarted) is not type(state):
+                kinds = type(state).__name__, type(restarted).__name__
+                raise TypeError(f"{type(solver).__name__}.restart must return a state like {kinds[0]}, got {kinds[1]}")
+            check_rows(f"what {type(solver).__name__}.restart returns", restarted, len(z))
+            state = restarted
         first = False
 
 

@@ -162,7 +162,7 @@ class MovingWindows(Windows):
     def _commit(self, aux: Any) -> None:
         low, high = int(self._leaving.min()), int(self._leaving.max())
         counts = None if low == high else on_device(self._leaving, self.device)
-        self._cache = self.part.advance(aux, high, counts)
+        self._cache = self.part.advance(aux, len(self._rows), high, counts)
 
     def _advance(self) -> None:
         """Move the windows past what has left."""

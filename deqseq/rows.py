@@ -42,6 +42,9 @@ def take(tree: T, rows: RowIndex) -> T:
         tensor([3])
     """
     if isinstance(tree, Tensor):
+        if not isinstance(rows, Tensor) or rows.dtype != torch.int64:
+            got = rows.dtype if isinstance(rows, Tensor) else type(rows).__name__
+            raise TypeError(f"rows must be positions in an int64 tensor, got {got}")
         return cast(T, tree.index_select(0, rows))
     own = _take_rows(tree)
     return own(rows) if own is not None else _mapped(lambda part: take(part, rows), tree)
@@ -68,12 +71,12 @@ def tensors_of(tree: Any) -> tuple[Tensor, ...]:
     return tuple(tensor for part in _parts(tree) for tensor in tensors_of(part))
 
 
-def check_rows(name: str, tree: Any, rows: int) -> None:
+def check_rows(name: str, tree: Any, rows: int, of: str = "z0") -> None:
     """Refuse a record unless every tensor in it has this many rows, and :func:`take` finds them all."""
     if isinstance(tree, Tensor):
         if tree.ndim == 0 or len(tree) != rows:
             raise ValueError(
-                f"{name} must have one row per row of z0, {rows}, got a tensor of shape {tuple(tree.shape)}"
+                f"{name} must have one row per row of {of}, {rows}, got a tensor of shape {tuple(tree.shape)}"
             )
     elif _take_rows(tree) is None:
         parts = _parts(tree)
@@ -84,7 +87,15 @@ def check_rows(name: str, tree: Any, rows: int) -> None:
                 f"{type(tree).__name__}{' of numbers, one per row' * numbers}: make it a tensor, or use it inside f"
             )
         for part in parts:
-            check_rows(name, part, rows)
+            check_rows(name, part, rows, of)
+
+
+def check_record(name: str, tree: Any, rows: int) -> None:
+    """Refuse what is not a record of tensors with a row for each row of ``x``; None and numbers are none."""
+    if not isinstance(tree, Tensor) and not _is_record(tree) and _take_rows(tree) is None:
+        got = "None" if tree is None else f"a {type(tree).__name__}"
+        raise TypeError(f"{name} must be tensors, in dataclasses, tuples, lists and dicts, got {got}")
+    check_rows(name, tree, rows, "x")
 
 
 def _take_rows(tree: Any) -> Callable[[RowIndex], Any] | None:

@@ -7,7 +7,7 @@ from typing import Any, Required, TypedDict
 import torch
 
 from deqseq.annotations import checked
-from deqseq.check import check_type
+from deqseq.check import check_callable, check_type
 from deqseq.evaluate import check_start, check_transforms
 from deqseq.loop import Callback, iterate
 from deqseq.moving import MovingWindows
@@ -84,6 +84,7 @@ def solve(
         >>> solve(lambda z, x: (z + x) / 2, x * 0, args=x, solver=Anderson(), stop=Stop()).stats.iterations
         tensor([1, 3])
     """
+    check_callable("f", f, 1 if args is None else 2)
     solution = run_solve(f, z0, solver=solver, stop=stop, args=args, has_aux=has_aux, sweep=sweep, callback=callback)
     warn_failed(solution.status, stop)
     return solution

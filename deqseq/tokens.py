@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from deqseq.backbones.base import Backbone, Cache
-from deqseq.check import check_type
+from deqseq.check import check_like, check_type
 from deqseq.layers import with_weights
-from deqseq.rows import map_tensors, tensors_of
+from deqseq.rows import check_record, check_rows, map_tensors, tensors_of
 from deqseq.solution import Solution, SolveStats, Status
 from deqseq.types import Counts, Mask, Sequence
 
@@ -36,6 +36,7 @@ class TokenArgs(NamedTuple):
         """The inputs of all tokens ``x``, ``(batch, length, d_model)``, room in the cache, and computed weights."""
         backbone = with_weights(backbone)
         inputs = backbone.prepare(x, cache, mask)
+        check_record(f"what {type(backbone).__name__}.prepare returns", inputs, len(x))
         return cls(backbone, inputs, None if cache is None else cache.reserve(x.shape[1]), mask, need_aux, x)
 
     def prepared_again(self) -> "TokenArgs":
@@ -49,12 +50,9 @@ class TokenArgs(NamedTuple):
         cache = None if cache is None else cache.reserve(width)
         return TokenArgs(self.backbone, map_tensors(gathered, self.inputs), cache, mask, True)
 
-    def advance(self, aux: Any, tokens: int, counts: Counts | None = None) -> Cache:
-        """The cache after the first ``tokens``: ``counts`` of them in each row, by default all."""
-        with torch.no_grad():
-            cache = self.backbone.advance(self.cache, aux, tokens, counts)
-        check_type(f"what {type(self.backbone).__name__}.advance returns", cache, Cache)
-        return cache
+    def advance(self, aux: Any, rows: int, tokens: int, counts: Counts | None = None) -> Cache:
+        """The cache of these ``rows`` after the first ``tokens``: ``counts`` of them in each row, by default all."""
+        return _advanced(self.backbone, self.cache, aux, rows, tokens, counts)
 
     def per_token(self, solution: Solution) -> Solution:
         """A solution of these tokens with its statistics per token, and the cache after them as its ``aux``."""
@@ -69,7 +67,7 @@ class TokenArgs(NamedTuple):
             steps, forced = steps * self.mask, forced & self.mask
         stats = SolveStats(steps, residual, stats.evaluations, updates, forced)
         counts = None if self.mask is None else self.mask.sum(dim=1)
-        cache = self.advance(solution.aux, shape[1], counts) if self.need_aux else None
+        cache = self.advance(solution.aux, shape[0], shape[1], counts) if self.need_aux else None
         return replace(solution, stats=stats, aux=cache)
 
     def check_tokens(self, length: int) -> None:
@@ -89,6 +87,7 @@ def token_map(z: Sequence, args: TokenArgs) -> tuple[Sequence, Any]:
     if not isinstance(pair, tuple) or len(pair) != 2:
         name = type(args.backbone).__name__
         raise TypeError(f"{name}.forward must return a pair (new state, aux), got {type(pair).__name__}")
+    check_like(f"{type(args.backbone).__name__}.forward", pair[0], z, "z")
     if args.mask is None:
         return pair
     value, aux = pair
@@ -115,5 +114,15 @@ def commit(backbone: Backbone[Any], cache: Cache | None, aux: Any, states: Seque
         low, high = torch.stack(torch.aminmax(counts)).tolist()  # one transfer
         if low < 0 or high < 1 or high > length:
             raise ValueError(f"counts must be 0 to {length} tokens of each row, and not all 0, got {counts.tolist()}")
+    return _advanced(backbone, cache, aux, rows, high, None if low == high else counts)
+
+
+def _advanced(
+    backbone: Backbone[Any], cache: Cache | None, aux: Any, rows: int, tokens: int, counts: Counts | None
+) -> Cache:
     with torch.no_grad():
-        return backbone.advance(cache, aux, high, None if low == high else counts)
+        after = backbone.advance(cache, aux, tokens, counts)
+    name = f"what {type(backbone).__name__}.advance returns"
+    check_type(name, after, Cache)
+    check_rows(name, after, rows, "z")
+    return after

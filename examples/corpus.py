@@ -98,6 +98,12 @@ def local_documents(path: str | Path) -> Dataset:
     kinds = sorted({Path(file).suffix.lower() for file in known})
     if len(kinds) != 1:
         raise ValueError(f"{path} must have files of one of the kinds {', '.join(READERS)}, got {kinds or 'none'}")
+    if kinds == [".jsonl"]:  # pyarrow crashes at null
+        for file in known:
+            with open(file, encoding="utf-8-sig", errors="replace") as lines:
+                strange = [line.strip()[:40] for line in lines if line.strip() and not line.lstrip().startswith("{")]
+            if strange:
+                raise ValueError(f'{file} must have an object in each line, {{"text": ...}}, got {strange[0]}')
     reader, options = READERS[kinds[0]]
     try:
         documents = load_dataset(reader, data_files=known, split="train", **options)
@@ -110,6 +116,8 @@ def _text_column(documents: Any, source: object) -> Any:
     first = next(iter(documents), {})
     if "text" not in first:
         raise ValueError(f"{source} must have a field 'text', got {', '.join(map(repr, first)) or 'no documents'}")
+    if not isinstance(first["text"], str):
+        raise ValueError(f"{source}: the field 'text' must hold strings, got {first['text']!r} in the first record")
     return documents.select_columns(["text"])
 
 

@@ -34,6 +34,7 @@ def call(
     model: nn.Module | str = "name",
     x: Sequence | None = None,
     function: Callable[..., Any] | None = None,
+    callback: Callable[[int], None] | None = None,
     later: "Later | None" = None,
     anything: Any = None,
     number: int | float = 0,
@@ -72,6 +73,9 @@ class Later:
         ("x", [1.0], "a Tensor or None, got [1.0]"),
         ("function", "relu", "a function, got 'relu'"),
         ("function", nn.Linear, "a function, got <class"),
+        ("callback", "print", "a function, got 'print'"),
+        ("callback", lambda: None, "a function of 1 argument(s), got one of ()"),
+        ("callback", lambda a, b: None, "a function of 1 argument(s), got one of (a, b)"),
         ("later", 3, "a Later or None, got 3"),
         ("number", "3", "an integer or a number, got '3'"),
         ("number", True, "an integer or a number, got True"),
@@ -99,7 +103,26 @@ def test_values_of_the_kind_are_taken():
 
 
 def test_further_arguments_are_checked_one_by_one():
-    defaults = (1, None, 0.0, 1.0, False, "token", "zero", dq.Naive(), None, "name", None, None, None, None, 0, 1, 2)
+    defaults = (
+        1,
+        None,
+        0.0,
+        1.0,
+        False,
+        "token",
+        "zero",
+        dq.Naive(),
+        None,
+        "name",
+        None,
+        None,
+        None,
+        None,
+        None,
+        0,
+        1,
+        2,
+    )
     assert call(*defaults, 1, 2) == "called"
     with pytest.raises(ValueError, match=r"^rest must be an integer >= 0, got -1"):
         call(*defaults, 1, -1)

@@ -1,4 +1,4 @@
-"""Every argument of every public call is named by an error, given a value of a wrong type, shape, dtype or range.
+"""Every argument of every public call with tensors is named by an error, given a value of a wrong type, shape or dtype.
 
 The inputs are generated from calls that work. ``python tests/test_bad_inputs.py`` lists the errors that are not clear.
 """
@@ -18,8 +18,6 @@ from torch import Tensor, nn
 
 import deqseq as dq
 from deqseq import diagnostics, layers, tasks, training
-from deqseq.integrations.torchdeq import TorchDEQ
-from deqseq.layers import RotaryScaling
 
 X = torch.ones(2, 3, 4)
 IDS = torch.tensor([[1, 2, 3], [3, 2, 1]])
@@ -60,65 +58,29 @@ def cases() -> list[Case]:
     solver: dict[str, Any] = {"solver": dq.Anderson(), "stop": dq.Stop()}
     fields = {**solver, "gradient": dq.Phantom(2), "sweep": dq.Simultaneous(), "start": "zero"}
     rest = {"callback": told, "throw": False, "solve": SOLVE}
-    phase = {"until": 0.5, "name": "first", "base": SOLVE, "eval_base": SOLVE}
     sizes = {"d_model": 16, "n_layers": 1, "dropout": 0.1, "norm_eps": 1e-5, "weight_norm": True, "injection": True}
     mamba = {"d_state": 4, "headdim": 8, "expand": 2, "n_groups": 1, "d_conv": 4, "mlp_width": 8, "chunk_size": 8}
     mamba |= {"dt_limit": (0.0, 0.1), "backend": "reference"}
-    llama = {"n_heads": 2, "n_kv_heads": 2, "headdim": 8, "mlp_width": 8, "rope_theta": 1e4}
     spec = {"vocab_size": 6, "backbone": dq.Mamba2Config(d_model=16, d_state=4, headdim=8)}
     spec |= {"solve": SOLVE, "eval_solve": SOLVE, "tied": True, "embedding_std": 0.02, "embedding_dropout": 0.1}
-    rope = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_length": 64}
-    stop = {"rtol": 0.1, "atol": 0.1, "max_steps": 3, "norm": "row", "check_every": 2}
     sampled = {"temperature": 1.0, "top_k": 3, "top_p": 0.5, "seed": 0, "stop_tokens": (1,), "pad_token": 0}
     diagnosed = {"model": lm, "ids": IDS, "mask": MASK, "solve": SOLVE}
-    scaled = {"embedding_scale": 2.0, "logit_softcap": 3.0}
     part, evaluation = dq.ExplicitModel(dq.Affine(4)), model.evaluate(X)
     depth = dq.RecurrentDepth(part, dq.ImplicitModel(dq.Affine(4)), part)
-    huginn = {"norms": "closed", "qk_norm": True, "qk_bias": True, "final_norm": False, "float32_rotary": False}
     return [
-        Case("RandomStart", dq.RandomStart, {"std": 0.5, "seed": 1}),
         Case("Looped", dq.Looped, {"backbone": dq.Affine(4), "steps": 2, "choose": told, "start": "zero"}),
         Case("AddInjection", dq.Injected, {"backbone": dq.Affine(4), "injection": dq.AddInjection()}),
-        Case("ConcatInjection", dq.ConcatInjection, {"d_model": 4}),
-        Case("DecayInjection", dq.DecayInjection, {"d_model": 4, "decay": 0.5}),
-        Case("LlamaConfig norms", dq.LlamaConfig, {"d_model": 16, **huginn}),
         Case(
             "RecurrentDepth", dq.RecurrentDepth, {"prelude": part, "core": dq.ImplicitModel(dq.Affine(4)), "coda": part}
         ),
         Case("recurrent model", depth, {"x": X, "mask": MASK, "return_cache": False, **rest, **fields}),
         Case("recurrent cache", depth, {"x": X, "cache": depth(X, return_cache=True).cache}),
-        Case("truncated", dq.Unrolled, {"checkpoint": False, "last": 2}),
-        Case("PoissonLogNormal", training.PoissonLogNormal, {"mean": 4.0, "sigma": 0.5, "largest": 9, "seed": 1}),
         Case("terminal_residual", training.terminal_residual, {"f": square, "z": X, "mask": MASK}),
-        Case("Stop", dq.Stop, {**stop, "divergence": 10.0}),
-        Case("Stop.exactly", dq.Stop.exactly, {"steps": 3}),
-        Case("Relaxed", dq.Relaxed, {"damping": 0.5}),
-        Case("Anderson", dq.Anderson, {"memory": 3, "mixing": 0.5, "ridge": 0.1}),
-        Case("Broyden", dq.Broyden, {"memory": 3}),
-        Case("TorchDEQ", TorchDEQ, {"name": "anderson"}),
-        Case("Phantom", dq.Phantom, {"steps": 2, "damping": 0.5, "checkpoint": False}),
-        Case("Unrolled", dq.Unrolled, {"checkpoint": False}),
-        Case("Implicit", dq.Implicit, {**solver, "throw": False, "report": told}),
-        Case("Chunked", dq.Chunked, {"size": 2}),
-        Case("Sliding", dq.Sliding, {"window": 2}),
-        Case("SolveConfig", dq.SolveConfig, fields),
         Case("solve", dq.solve, {"f": square, "z0": X, **solver, "callback": told}),
         Case("solve has_aux", dq.solve, {"f": lambda z: (square(z), z), "z0": X, **solver, "has_aux": True}),
         Case("fixed_point", dq.fixed_point, {"f": square, "z0": X, **solver, "throw": False}),
         Case("fixed_point gradient", dq.fixed_point, {"f": linear, "z0": X, "gradient": dq.OneStep()}),
-        Case("Affine", dq.Affine, {"d_model": 4, "contraction": 0.4}),
         Case("Mamba2Config", dq.Mamba2Config, sizes | mamba),
-        Case("LlamaConfig", dq.LlamaConfig, {**sizes, **llama, "rope_scaling": RotaryScaling()}),
-        Case("Mamba2", dq.Mamba2, {"config": dq.Mamba2Config(d_model=16, d_state=4, headdim=8)}),
-        Case("Llama", dq.Llama, {"config": dq.LlamaConfig(d_model=16, n_heads=2)}),
-        Case("RotaryScaling", RotaryScaling, rope),
-        Case("ImplicitModel", dq.ImplicitModel, {"backbone": dq.Affine(4), "solve": SOLVE, "eval_solve": SOLVE}),
-        Case("ExplicitModel", dq.ExplicitModel, {"backbone": dq.Affine(4)}),
-        Case("CausalLM", dq.CausalLM, {"vocab_size": 6, "model": model, "embedding_std": 0.1, "tied": True}),
-        Case("CausalLM dropout", dq.CausalLM, {"vocab_size": 6, "model": model, "embedding_dropout": 0.1, **scaled}),
-        Case("LanguageModelSpec", dq.LanguageModelSpec, spec),
-        Case("preset", dq.preset, {"name": "mamba2-130m-implicit"}),
-        Case("parameter_count", dq.parameter_count, {"spec": dq.LanguageModelSpec(**spec)}),
         Case("implicit model", model, {"x": X, "mask": MASK, "return_cache": False, **rest, **fields}),
         Case("evaluate", model.evaluate, {"x": X, "start": X, "iterations": 2}),
         Case("recurrent evaluate", depth.evaluate, {"x": X, "start": X, "iterations": 2}),
@@ -132,13 +94,8 @@ def cases() -> list[Case]:
             "generate", lm.generate, {"input_ids": IDS, "max_new_tokens": 2, "mask": MASK, **sampled, "callback": told}
         ),
         Case("generate solve", lm.generate, {"input_ids": IDS, "max_new_tokens": 2, "solve": SOLVE, **fields}),
-        Case("Phase", training.Phase, {"name": "first", "until": 0.5, "solve": SOLVE, "eval_solve": SOLVE}),
         Case("Phase.apply", training.free().apply, {"model": lm}),
-        Case("bounded", training.bounded, {"steps": 2, "phantom": 2, **phase}),
-        Case("free", training.free, {"budget": 2, "rtol": 0.1, "phantom": 2, **phase}),
-        Case("unrolled", training.unrolled, {"steps": 2, "last": 1, **phase}),
         Case("Curriculum", training.Curriculum, {"phases": (training.free(),), "unit": "fraction"}),
-        Case("Curriculum.at", training.Curriculum((training.free(),)).at, {"progress": 0.5}),
         Case("parameter_groups", training.parameter_groups, {"model": lm, "weight_decay": 0.1}),
         Case("check_finite", training.check_finite, {"value": 1.0, "step": 3, "phase": "free"}),
         Case("jacobian_regularisation", training.jacobian_regularisation, {"f": square, "z_star": X}),
@@ -152,10 +109,7 @@ def cases() -> list[Case]:
         Case("sample", problem.sample, {**counted, "generator": drawn}),
         Case("batches", problem.batches, {**counted, "seed": 0}),
         Case("fixed", problem.fixed, {"size": 2, "length": 3, "seed": 0}),
-        Case("CausalConv1d", layers.CausalConv1d, {"channels": 2, "kernel_size": 2}),
-        Case("apply_weight_norm", layers.apply_weight_norm, {"module": nn.Linear(2, 2)}),
         Case("with_weights", layers.with_weights, {"module": nn.Linear(2, 2)}),
-        Case("fold_weight_norm", layers.fold_weight_norm, {"module": nn.Linear(2, 2)}),
         Case("dropout_mask", layers.dropout_mask, {"like": X, "p": 0.5}),
         Case("token_effort", diagnostics.token_effort, diagnosed),
         Case("model_spectral_radius", diagnostics.model_spectral_radius, diagnosed),
@@ -175,15 +129,10 @@ FINE: set[tuple[str, str, str]] = {  # what looks wrong, and is taken
     ("commit", "cache", "None"),
     ("generate", "seed", "-1"),
     ("generate", "pad_token", "-1"),
-    ("Phase", "name", "'misspelt'"),
-    ("bounded", "name", "'misspelt'"),
-    ("free", "name", "'misspelt'"),
-    ("unrolled", "name", "'misspelt'"),
     ("check_finite", "phase", "'misspelt'"),
     ("check_finite", "value", "-1.0"),
     ("check_finite", "value", "nan"),
     ("check_finite", "value", "inf"),
-    ("Stop", "divergence", "inf"),
     ("solve", "z0", "torch.float32 (3, 4)"),
     ("terminal_residual", "z", "torch.float32 (3, 4)"),
     ("spectral_radius", "z_star", "torch.float32 (3, 4)"),
@@ -281,9 +230,9 @@ def test_bad_inputs_are_named():
     found = list(everything())
     count = Counter(one.verdict for one in found)
     unclear = "\n".join(map(str, (one for one in found if one.verdict != "clear")))
-    assert len(found) >= 500
+    assert len(found) >= 1400
     assert count["silent"] == 0, unclear
-    assert count["clear"] >= 0.97 * len(found), unclear
+    assert count["clear"] >= 0.98 * len(found), unclear
 
 
 if __name__ == "__main__":

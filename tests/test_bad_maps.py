@@ -3,6 +3,7 @@
 from collections import UserDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,6 +48,13 @@ def test_a_start_that_cannot_be_computed_with(start, error):
 def test_a_map_that_breaks_its_contract(f, kind, text):
     with pytest.raises(kind, match=text):
         solve(f, torch.zeros(2, 3), solver=Naive(), stop=Stop())
+
+
+@pytest.mark.parametrize(("f", "args"), [(lambda z, x: z, None), (lambda z: z, torch.zeros(2)), (lambda: 3, None)])
+@pytest.mark.parametrize("call", [dq.fixed_point, partial(solve, solver=Naive(), stop=Stop())])
+def test_a_map_of_other_arguments(call, f, args):
+    with pytest.raises(TypeError, match=rf"f must be a function of {1 if args is None else 2} argument"):
+        call(f, torch.zeros(2, 3), args=args)
 
 
 @pytest.mark.parametrize("f", [lambda z: z, lambda z: (z, z, z)])

@@ -73,6 +73,13 @@ def test_what_has_no_tensor_stays_as_it_is(alone):
     assert tensors_of(alone) == ()
 
 
+@pytest.mark.parametrize("rows", [3, [0, 1], torch.tensor([0.5]), torch.ones(4, dtype=torch.bool)], ids=str)
+@pytest.mark.usefixtures("unchecked")
+def test_rows_that_are_not_positions_are_named(rows):
+    with pytest.raises(TypeError, match="rows must be positions in an int64 tensor"):
+        take(numbers(), rows)
+
+
 def test_a_record_may_take_its_rows_by_itself():
     shared = Shared(numbers(), torch.ones(7, 2))
     taken = take((Record(shared), shared), torch.tensor([3, 1]))

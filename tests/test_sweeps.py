@@ -218,6 +218,26 @@ def test_a_solver_that_cannot_begin_afresh_in_some_rows_is_told_what_to_write():
         solve(model, x, dq.Sliding(3))
 
 
+@pytest.mark.parametrize("restart", [lambda state, z, rows: None, lambda state, z, rows: (z[rows],)])
+def test_what_restart_returns_is_checked(restart):
+    class Remembering(dq.Naive):
+        def init(self, z0):
+            return (z0,)
+
+        def step(self, z, fz, state):
+            return fz, state
+
+        def restart(self, state, z, rows):
+            return restart(state, z, rows)
+
+    model, x = dq.ImplicitModel(affine(), dq.SolveConfig(solver=Remembering(), stop=TIGHT)), embedded(2, 9)
+    x[1] *= 1e-3 * torch.arange(9)[:, None]
+    with pytest.raises(
+        (TypeError, ValueError), match=r"Remembering\.restart (must return a state like|returns must have)"
+    ):
+        solve(model, x, dq.Sliding(3))
+
+
 # gradients
 
 

@@ -5,12 +5,12 @@ from abc import ABC, abstractmethod
 from typing import Annotated, Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 from deqseq.annotations import AtLeast, Within, checked
 from deqseq.backbones.base import Backbone, Cache, check_sequence
-from deqseq.check import check_type
+from deqseq.check import returned_by
 from deqseq.types import Counts, Mask, Sequence
 
 
@@ -163,24 +163,18 @@ class Injected(Backbone[Any]):
 
     def prepare(self, x: Sequence, cache: Cache | None = None, mask: Mask | None = None) -> InjectedInputs:
         check_sequence(x, self.d_model)
-        return InjectedInputs(_prepared(self.injection, x), self.backbone.prepare(x, cache, mask))
+        prepared = returned_by(f"{type(self.injection).__name__}.prepare", self.injection.prepare, x, like=x, what="x")
+        return InjectedInputs(prepared, self.backbone.prepare(x, cache, mask))
 
     def forward(
         self, z: Sequence, inputs: InjectedInputs, cache: Cache | None = None, *, need_aux: bool = False
     ) -> tuple[Sequence, Any]:
-        return self.backbone(self.injection.enter(z, inputs.prepared), inputs.inner, cache, need_aux=need_aux)
+        name = f"{type(self.injection).__name__}.enter"
+        entered = returned_by(name, self.injection.enter, z, inputs.prepared, like=z, what="z")
+        return self.backbone(entered, inputs.inner, cache, need_aux=need_aux)
 
     def advance(self, cache: Cache | None, aux: Any, tokens: int, counts: Counts | None = None) -> Cache:
         return self.backbone.advance(cache, aux, tokens, counts)
 
     def compile(self, **options: Any) -> None:
         self.backbone.compile(**options)
-
-
-def _prepared(injection: Injection, x: Sequence) -> Sequence:
-    """What the injection makes of the input; another shape would broadcast silently."""
-    prepared, name = injection.prepare(x), f"{type(injection).__name__}.prepare"
-    check_type(f"the value of {name}", prepared, Tensor)
-    if prepared.shape != x.shape:
-        raise ValueError(f"{name} must keep the shape of x, {tuple(x.shape)}, got {tuple(prepared.shape)}")
-    return prepared

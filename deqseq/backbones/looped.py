@@ -11,7 +11,7 @@ from torch import Tensor
 
 from deqseq.annotations import AtLeast, checked
 from deqseq.backbones.base import Backbone, Cache
-from deqseq.check import check_type
+from deqseq.check import check_type, returned_by
 from deqseq.evaluate import evaluate
 from deqseq.start import Start, initial_state
 from deqseq.types import Counts, Mask, Sequence
@@ -140,7 +140,7 @@ class Looped(Backbone[LoopedCache]):
             kept.append(aux)
             if self.choose is not None:  # without a choice, earlier states need not be kept
                 states.append(z)
-        value = z if self.choose is None else _chosen(self.choose, torch.stack(states))
+        value = z if self.choose is None else self._chosen(torch.stack(states))
         return value, tuple(kept) if need_aux else None
 
     def advance(
@@ -153,16 +153,8 @@ class Looped(Backbone[LoopedCache]):
     def compile(self, **options: Any) -> None:
         self.backbone.compile(**options)
 
-
-def _chosen(choose: Choose, states: Float[Tensor, "steps batch length d_model"]) -> Sequence:
-    """What ``choose`` makes of the states; another shape would be an error far from here."""
-    value = choose(states)
-    check_type("the value of Looped.choose", value, Tensor)
-    if value.shape != states.shape[1:]:
-        raise ValueError(
-            f"Looped.choose must return states of shape {tuple(states.shape[1:])}, got {tuple(value.shape)}; "
-            "states[-1] are those of the last step"
-        )
-    if value.dtype != states.dtype and not torch.is_autocast_enabled(states.device.type):
-        raise TypeError(f"Looped.choose must keep the dtype of the states, {states.dtype}, got {value.dtype}")
-    return value.to(states.dtype)
+    def _chosen(self, states: Float[Tensor, "steps batch length d_model"]) -> Sequence:
+        """What ``choose`` makes of the states."""
+        assert self.choose is not None
+        value = returned_by("Looped.choose", self.choose, states, like=states[-1], what="the states of one step")
+        return value.to(states.dtype)

@@ -171,7 +171,7 @@ def model_spectral_radius(
             block, _, aux = _eigenvalues(token_map, z[:, t : t + 1], products, generator, one, has_aux=True)
             found.append(block)
             if t + 1 < z.shape[1]:
-                cache = one.advance(aux, 1, None if one.mask is None else one.mask.sum(dim=1))
+                cache = one.advance(aux, len(z), 1, None if one.mask is None else one.mask.sum(dim=1))
         residual = _residual(z, evaluate(token_map, z, args, has_aux=True)[0])
     values, error = (torch.stack(part, dim=1) for part in zip(*found, strict=True))
     real = real.cpu()

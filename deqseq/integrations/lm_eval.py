@@ -4,14 +4,14 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from importlib import import_module
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import nn
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from deqseq.annotations import checked
+from deqseq.annotations import AtLeast, checked
 from deqseq.config import SolveConfig
 from deqseq.integrations.huggingface import ImplicitCache
 from deqseq.integrations.huggingface.modeling_causal_lm import DeqseqForCausalLM
@@ -109,8 +109,8 @@ class SolvedLM(HFLM):
         tokenizer: PreTrainedTokenizerBase,
         solve: SolveConfig | Mapping[str, Any] | None = None,
         *,
-        batch_size: int | str = 16,
-        max_length: int | None = None,
+        batch_size: Annotated[int, AtLeast(1)] | str = 16,
+        max_length: Annotated[int, AtLeast(1)] | None = None,
     ) -> None:
         if solve:
             implicit = [part for part in model.modules() if isinstance(part, DeqseqForCausalLM)]

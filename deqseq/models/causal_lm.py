@@ -81,6 +81,10 @@ class CausalLM(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         refuse_setting(self, name)
+        if name in ("embedding", "head") and isinstance(value, nn.Module):
+            check_type(f"the weight of CausalLM.{name}", getattr(value, "weight", None), Tensor)
+        if name == "embedding":
+            check_integer("CausalLM.embedding.num_embeddings", getattr(value, "num_embeddings", None), 1)
         super().__setattr__(name, value)
 
     @checked
@@ -241,7 +245,13 @@ class CausalLM(nn.Module):
 
     def logits(self, states: Float[Tensor, "*rows d_model"]) -> Float[Tensor, "*rows vocab"]:
         """The head alone: final ``states``, ``(..., d_model)``, to logits, ``(..., vocab_size)``."""
-        logits = F.linear(states, self.embedding.weight if self.head is None else self.head.weight)
+        weight = self.embedding.weight if self.head is None else self.head.weight
+        if weight.shape != self.embedding.weight.shape:
+            wanted, got = tuple(self.embedding.weight.shape), tuple(weight.shape)
+            raise ValueError(f"head.weight must have the shape of the embedding's weight, {wanted}, got {got}")
+        if weight.dtype != states.dtype and not torch.is_autocast_enabled(states.device.type):
+            raise TypeError(f"head.weight must have the dtype of the states, {states.dtype}, got {weight.dtype}")
+        logits = F.linear(states, weight)
         return capped(logits, self.logit_softcap)
 
     def _answers(

@@ -59,15 +59,13 @@ class ExplicitModel(Model):
             TypeError: an argument of the wrong type.
             ValueError: a bad shape.
         """
+        check_input(x, self.backbone)
         padding = Padding.of(x, mask)
         tokens = padding.compact(x)
         args = self._args(tokens, cache, padding.mask, return_cache)
         value, aux = token_map(tokens, args)
-        if value.shape != tokens.shape:
-            name, wanted = type(self.backbone).__name__, tuple(tokens.shape)
-            raise ValueError(f"{name}.forward must keep the shape of z, {wanted}, got {tuple(value.shape)}")
         counts = None if padding.mask is None else padding.mask.sum(dim=1)
-        after = args.advance(aux, x.shape[1], counts) if return_cache else None
+        after = args.advance(aux, len(x), x.shape[1], counts) if return_cache else None
         return ModelOutput(padding.back(value), after)
 
     @checked
@@ -79,6 +77,7 @@ class ExplicitModel(Model):
         start: Sequence | None = None,
         iterations: Annotated[int, AtLeast(1)] = 1,
     ) -> Evaluation:
+        check_input(x, self.backbone)
         value, aux = token_map(x, self._args(x, cache, None, True))
         return Evaluation(value, value, value, aux)
 
@@ -87,7 +86,6 @@ class ExplicitModel(Model):
         return commit(self.backbone, cache, evaluation.aux, evaluation.states, counts)
 
     def _args(self, x: Sequence, cache: Cache | None, mask: Mask | None, need_aux: bool) -> TokenArgs:
-        check_input(x, self.backbone)
         args = TokenArgs.prepared(self.backbone, x, cache, mask, need_aux)
         if isinstance(args.inputs, Inputs):
             args = args._replace(inputs=replace(args.inputs, injection=None))

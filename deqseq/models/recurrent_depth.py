@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from deqseq.annotations import checked
 from deqseq.backbones.base import Cache
-from deqseq.check import check_type
+from deqseq.check import check_type, returned_by
 from deqseq.models.base import Model
 from deqseq.models.explicit import ExplicitModel, check_nothing_to_solve
 from deqseq.models.implicit import ImplicitModel
@@ -127,7 +127,7 @@ class RecurrentDepth(Model):
             options = {}
         first = self.prelude(x, cache=prelude, **every)
         solved = self.core(first.value, cache=core, **every, **options)
-        last = self.coda(self.norm(solved.value), cache=coda, **every)
+        last = self.coda(self._normed(solved.value), cache=coda, **every)
         after = RecurrentDepthCache(first.cache, solved.cache, last.cache) if return_cache else None
         return ModelOutput(last.value, after, solved.stats, solved.status, solved.again)
 
@@ -138,7 +138,7 @@ class RecurrentDepth(Model):
         prelude, core, coda = _parts_of(cache)
         first = self.prelude.evaluate(x, prelude)
         solved = self.core.evaluate(first.value, core, start, iterations)
-        last = self.coda.evaluate(self.norm(solved.value), coda)
+        last = self.coda.evaluate(self._normed(solved.value), coda)
         return Evaluation(solved.point, solved.states, last.value, (first, solved, last))
 
     @checked
@@ -150,6 +150,9 @@ class RecurrentDepth(Model):
     @property
     def d_model(self) -> int:
         return self.core.d_model
+
+    def _normed(self, states: Sequence) -> Sequence:
+        return returned_by("RecurrentDepth.norm", self.norm, states, like=states, what="the core's states")
 
     def compile(self, **options: Any) -> None:
         for part in (self.prelude, self.core, self.coda):

@@ -123,7 +123,7 @@ def test_an_injection_that_does_not_fit_is_named(make):
         def prepare(self, x):
             return x[..., :1]
 
-    with pytest.raises(ValueError, match=r"Narrow\.prepare must keep the shape of x"):
+    with pytest.raises(ValueError, match=r"Narrow\.prepare must keep the shape and device of x"):
         dq.Injected(make(injection=False), Narrow()).prepare(randn(2, 5, 8).float())
 
 

@@ -67,6 +67,8 @@ def test_a_folder_is_read_with_the_folders_in_it(tmp_path):
         ("a.txt", b"ab\nc\xe9d", "a.txt cannot be read: UnicodeDecodeError"),
         ("a.jsonl", b'{"text": "ab"}\n{"text": \n', "a.jsonl cannot be read: .*JSON"),
         ("a.jsonl", b"", "a.jsonl cannot be read"),
+        ("a.jsonl", b'{"text": "ab"}\nnull\n', "a.jsonl must have an object in each line.*got null"),
+        ("a.jsonl", b'{"text": null}\n', "a.jsonl: the field 'text' must hold strings, got None"),
         ("a.jsonl", b'{"body": "x", "n": 1}\n', "must have a field 'text', got 'body', 'n'"),
         ("a.parquet", b"no parquet at all", "a.parquet cannot be read: .*not a parquet file"),
         ("a.csv", b"x", "one of the kinds .txt, .jsonl, .parquet, got none"),

@@ -269,6 +269,7 @@ class TestConfigurations:
 STATE = llama().state_dict()
 BIASED = {name: tensor for name, tensor in STATE.items() if name != "lm_head.weight"}
 BIASED["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(48)
+SPOILED = STATE | {"lm_head.weight": STATE["lm_head.weight"] * torch.nan}
 
 
 @pytest.mark.parametrize(
@@ -286,11 +287,24 @@ BIASED["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(48)
             ValueError,
             r"1 missing: lm_head\.weight; 1 unexpected: model\.layers\.0\.self_attn\.q_proj\.bias",
         ),
+        (llama().config, {"state": SPOILED}, ValueError, r"1 with NaN or infinity: lm_head\.weight$"),
+        (
+            llama().config,
+            {"state": STATE | {"model.norm.weight": 3}},
+            TypeError,
+            r"model\.norm\.weight must be a Tensor",
+        ),
     ],
 )
 def test_arguments_that_cannot_be_honoured_are_named(model, arguments, error, message):
     with pytest.raises(error, match=message):
         from_pretrained_model(model, **{"implicit": True, **arguments})
+
+
+def test_a_backbone_of_transformers_is_answered_with_what_makes_one():
+    for model in (dq.ImplicitModel, dq.ExplicitModel):
+        with pytest.raises(TypeError, match=r"backbone must be a Backbone.* got LlamaForCausalLM.*retrofit\(model"):
+            model(llama())
 
 
 LLAMA, MAMBA2, SSM = {"model_type": "llama"}, {"model_type": "mamba2"}, {"layer": "Mamba2"}

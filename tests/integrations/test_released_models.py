@@ -224,6 +224,9 @@ class TestOuro:
                 OuroGate(gate.linear, bad)
         with pytest.raises(TypeError, match=r"OuroGate\.linear must be a Module"):
             OuroGate(torch.relu)
+        for linear in (torch.nn.Linear(4, 1), torch.nn.Linear(24, 3), torch.nn.Linear(24, 1)):
+            with pytest.raises(ValueError, match=r"OuroGate\.linear (cannot take|must keep the shape)"):
+                OuroGate(linear if linear.out_features == 1 else linear.double(), 0.5)(states)
 
     @torch.no_grad()
     def test_without_a_gate(self):

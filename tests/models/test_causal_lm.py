@@ -134,6 +134,9 @@ def test_an_explicit_model_drops_out():
         ({"input_ids": IDS[:, :1], "labels": IDS[:, :1]}, ValueError, "labels leave nothing to score"),
         ({"targets": torch.full_like(IDS, -100)}, ValueError, "targets leave nothing to score"),
         ({"labels": IDS.to(torch.uint8), "mask": IDS >= 0}, TypeError, "labels must be int64"),
+        ({"input_ids": IDS.int()}, TypeError, r"input_ids must be int64, got torch\.int32: write input_ids\.long\(\)"),
+        ({"input_ids": IDS[0]}, ValueError, r"input_ids must have shape \(batch, length\), got \("),
+        ({"input_ids": IDS[:0]}, ValueError, "input_ids must have at least one row and one token"),
     ],
     ids=lambda part: "-".join(part) if isinstance(part, dict) else "",
 )
@@ -141,3 +144,13 @@ def test_an_explicit_model_drops_out():
 def test_bad_calls_are_named(arguments, error, message):
     with pytest.raises(error, match=message):
         language_model()(**{"input_ids": IDS} | arguments)
+
+
+@pytest.mark.parametrize("head", [nn.Linear(8, 9), nn.Linear(4, 11), nn.Linear(8, 11).half(), nn.Identity()], ids=str)
+def test_a_head_that_does_not_fit_is_named(head):
+    lm = dq.CausalLM(11, dq.ImplicitModel(dq.Affine(8)), tied=False)
+    with pytest.raises((TypeError, ValueError), match=r"head.* must (be a Tensor|have the (shape|dtype))"):
+        lm.head = head
+        lm(torch.tensor([[1, 2, 3]]))
+    with pytest.raises(TypeError, match=r"CausalLM\.embedding.* must be"):
+        lm.embedding = head

@@ -135,6 +135,14 @@ def test_diagnostics_take_the_core(lm):
     assert lm(ids).explain().causes == ("converged", "converged")
 
 
+@pytest.mark.parametrize("norm", [torch.nn.LayerNorm(4), torch.nn.LayerNorm(8), torch.nn.Linear(8, 1).double()])
+def test_a_norm_that_does_not_fit_is_named(norm):
+    model = recurrent()
+    model.norm = norm  # of another width, dtype or result
+    with pytest.raises(ValueError, match=r"RecurrentDepth\.norm (cannot take|must keep the shape)"):
+        model(randn(2, 5, 8))
+
+
 def test_phases_and_compile_reach_the_core():
     model = recurrent()
     bounded(3, 1, until=None).apply(model)

@@ -7,6 +7,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from deqseq.annotations import Within, checked
+from deqseq.check import returned_by
 
 
 class OuroGate(nn.Module):
@@ -47,6 +48,8 @@ class OuroGate(nn.Module):
         """The loop whose state each token takes, from 1, by ``states``, ``(loops, batch, length, d_model)``."""
         if self.threshold == 1:  # a probability can underflow
             return torch.full(states.shape[1:3], len(states), device=states.device)
-        logits = self.linear(states[:-1])[..., 0]
+        earlier = states[:-1]
+        name, what = "OuroGate.linear", "one number of each state"
+        logits = returned_by(name, self.linear, earlier, like=earlier[..., :1], what=what)[..., 0]
         stays = torch.sigmoid(-logits.to(torch.promote_types(logits.dtype, torch.float32))).cumprod(dim=0)
         return 1 + (stays > 1 - self.threshold).long().cumprod(dim=0).sum(dim=0)

@@ -7,6 +7,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from deqseq.check import check_type
+
 M = TypeVar("M", bound=nn.Module)
 R = TypeVar("R")
 Rule = tuple[str, str] | tuple[str, str, Callable[[Tensor], Tensor]]
@@ -36,18 +38,22 @@ def from_foreign(state: Mapping[str, Tensor], model: nn.Module, rules: Sequence[
             "the configuration"
         )
     found: dict[str, Tensor] = {}
-    missing, misshapen = set[str](), list[str]()
+    missing, misshapen, not_finite = set[str](), list[str](), set[str]()
     for name, shape in shapes.items():
         theirs, part = _foreign(name, rules)
         used.add(theirs)
         if theirs not in state:
             missing.add(theirs)
             continue
+        check_type(f"the state dict's {theirs}", state[theirs], Tensor)
         found[name] = part(state[theirs])
+        if not (state[theirs].is_meta or bool(torch.isfinite(found[name]).all())):
+            not_finite.add(theirs)
         if found[name].shape != shape:
             misshapen.append(f"{theirs} as {name} {tuple(found[name].shape)} instead of {tuple(shape)}")
     unexpected = sorted(name for name in state if name not in used and not _COMPUTED.search(name))
     faults = {"missing": sorted(missing), "unexpected": unexpected, "of another shape": misshapen}
+    faults["with NaN or infinity"] = sorted(not_finite)
     listed = "; ".join(f"{len(which)} {what}: {', '.join(which)}" for what, which in faults.items() if which)
     if listed:
         raise ValueError(f"the state dict does not fit the configuration: {listed}")
