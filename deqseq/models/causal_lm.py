@@ -251,8 +251,7 @@ class CausalLM(nn.Module):
             raise ValueError(f"head.weight must have the shape of the embedding's weight, {wanted}, got {got}")
         if weight.dtype != states.dtype and not torch.is_autocast_enabled(states.device.type):
             raise TypeError(f"head.weight must have the dtype of the states, {states.dtype}, got {weight.dtype}")
-        logits = F.linear(states, weight)
-        return capped(logits, self.logit_softcap)
+        return capped(F.linear(states, weight), self.logit_softcap)
 
     def _answers(
         self, ids: Tensor, labels: Tensor | None, targets: Tensor | None, mask: Tensor | None
