@@ -28,6 +28,9 @@ def take(tree: T, rows: RowIndex) -> T:
     Returns:
         A record of the same type.
 
+    Raises:
+        TypeError: ``rows`` are not positions.
+
     Example:
         >>> import torch
         >>> take((torch.tensor([1.0, 2.0, 3.0]), {"step": 7}), torch.tensor([2, 0]))

@@ -146,7 +146,10 @@ class Stop:
     def bound(self, difference: PerBlock, scale: PerBlock, before: PerBlock | None) -> PerBlock:
         """The largest :math:`d` that may pass: ``rtol`` times the first :math:`s`, or half of the largest d so far.
 
-        ``before`` is the bound of the measurement before; None at the first.
+        Args:
+            difference: the :math:`d` measured now, ``(rows, parts)``.
+            scale: the :math:`s` measured now, ``(rows, parts)``.
+            before: the bound after the measurement before, ``(rows, parts)``; None at the first.
         """
         return torch.maximum(self.rtol * scale if before is None else before, difference * 0.5)
 

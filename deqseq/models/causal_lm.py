@@ -244,7 +244,7 @@ class CausalLM(nn.Module):
         return scaled(self.embedding(input_ids), self.embedding_scale)
 
     def logits(self, states: Float[Tensor, "*rows d_model"]) -> Float[Tensor, "*rows vocab"]:
-        """The head alone: final ``states``, ``(..., d_model)``, to logits, ``(..., vocab_size)``."""
+        """Final ``states``, ``(..., d_model)``, to logits; TypeError or ValueError if the head does not fit."""
         weight = self.embedding.weight if self.head is None else self.head.weight
         if weight.shape != self.embedding.weight.shape:
             wanted, got = tuple(self.embedding.weight.shape), tuple(weight.shape)

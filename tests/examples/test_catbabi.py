@@ -50,7 +50,7 @@ def test_an_interrupted_run_ends_as_if_it_had_not_been(tmp_path, monkeypatch, ca
 
     with monkeypatch.context() as patch:
         patch.setattr(catbabi, "right_answers", interrupted)
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(SystemExit, match="run the same command again"):
             run(tmp_path / "cut")
     capsys.readouterr()
     assert run(tmp_path / "cut") == whole
