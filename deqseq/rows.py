@@ -53,6 +53,15 @@ def take(tree: T, rows: RowIndex) -> T:
     return own(rows) if own is not None else _mapped(lambda part: take(part, rows), tree)
 
 
+def take_apart(tree: T, rows: RowIndex) -> T:
+    """:func:`take`, of which no gradient reaches the other rows: not even as 0 times NaN.
+
+    A record that was computed from all rows together has a method ``prepared_again()``, which computes it from its own.
+    """
+    taken: Any = take(tree, rows)
+    return taken.prepared_again() if hasattr(taken, "prepared_again") else taken
+
+
 def put(tree: T, rows: RowIndex, other: T) -> T:
     """``tree`` with the given rows replaced by ``other``, which has the same structure and only these rows."""
     if isinstance(tree, Tensor):

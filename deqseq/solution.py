@@ -76,8 +76,9 @@ def warn_failed(status: Int64[Tensor, " batch"], stop: Stop, share: float = 0.5,
     """Warn if more than this share of the rows failed, or all did, although they could converge; whether it did."""
     if not stop.has_tolerance or torch.compiler.is_compiling():
         return False
-    spent, diverged = (int((status == one).sum()) for one in (Status.MAX_STEPS_REACHED, Status.DIVERGED))
-    failed, rows = spent + diverged, len(status)
+    ends = status.tolist()  # one transfer
+    spent, diverged = ends.count(Status.MAX_STEPS_REACHED), ends.count(Status.DIVERGED)
+    failed, rows = spent + diverged, len(ends)
     if failed < rows and failed <= share * rows:
         return False
     warn_caller(

@@ -150,6 +150,7 @@ def _cause(solved: Any, row: int, trace: Tensor, budget: int, stop: Stop) -> tup
 
 def _converged(outcome: Outcome, asked: partial[Any], again: partial[Any], longer: Stop, rows: list[int]) -> Found:
     """Whether these rows are found once more: from another start, by another sweep, as they were; and what returned."""
+    assert outcome.stats is not None
     known, tight, found = asked.keywords, replace(longer, rtol=min(longer.rtol, 1e-4)), Found()
     usual, same = again(stop=tight), asked()
     noise = torch.randn(usual.value.shape, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
@@ -174,7 +175,7 @@ def _converged(outcome: Outcome, asked: partial[Any], again: partial[Any], longe
             found[row] = "changed since", "The same solve now gives another value."
     single = [row for row in rows if row not in found]
     agree = "; from a random start, to the same value" * bool((usual.converged & other.converged)[single].all())
-    here: tuple[Cause, str] = "converged", f"In {_range(usual.stats, single or rows)} iterations{agree}."
+    here: tuple[Cause, str] = "converged", f"In {_range(outcome.stats, single or rows)} iterations{agree}."
     return {row: found.get(row, here) for row in rows}
 
 

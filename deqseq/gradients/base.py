@@ -11,10 +11,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from deqseq.evaluate import evaluate
-from deqseq.rows import map_tensors, take
+from deqseq.rows import map_tensors, take_apart
 from deqseq.solution import Solution, Status, describe_failure, warn_caller
 from deqseq.solve import SolveCall, run_solve
-from deqseq.tokens import TokenArgs
 from deqseq.types import FixedPointMap, State
 
 NOT_LEFT_OUT = (
@@ -123,9 +122,7 @@ class AttachedGradient(Gradient):
             return self.attach(_bound(f, args, has_aux), solution.value)
         if args is not None and not bool(diverged.all()):
             rows = (~diverged).nonzero()[:, 0]
-            left = take(args, rows)
-            left = left.prepared_again() if isinstance(left, TokenArgs) else left
-            value = self.attach(_bound(f, left, has_aux), solution.value[rows])
+            value = self.attach(_bound(f, take_apart(args, rows), has_aux), solution.value[rows])
             return solution.value.index_copy(0, rows, value)
         bound = _bound(f, args, has_aux)
         replaced = diverged.reshape(-1, *[1] * (z0.ndim - 1))  # these rows are evaluated where they began
