@@ -72,7 +72,10 @@ def warn_caller(message: str) -> None:
     warnings.warn(message, ConvergenceWarning, stacklevel=level)
 
 
-def warn_failed(status: Int64[Tensor, " batch"], stop: Stop, share: float = 0.5, later: str = "") -> bool:
+EXPLAINED = "print(result.explain()) says why and what to do."
+
+
+def warn_failed(status: Int64[Tensor, " batch"], stop: Stop, share: float = 0.5, advice: str = EXPLAINED) -> bool:
     """Warn if more than this share of the rows failed, or all did, although they could converge; whether it did."""
     if not stop.has_tolerance or torch.compiler.is_compiling():
         return False
@@ -83,8 +86,7 @@ def warn_failed(status: Int64[Tensor, " batch"], stop: Stop, share: float = 0.5,
         return False
     warn_caller(
         f"{failed} of {rows} rows did not converge ({spent} spent the budget of {stop.max_steps} iterations, "
-        f"{diverged} diverged), so their values are not fixed points. print(result.explain()) says why and what to do."
-        + later
+        f"{diverged} diverged), so their values are not fixed points. {advice}"
     )
     return True
 

@@ -1,6 +1,7 @@
 """Language models: tokens in, predictions out."""
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Annotated, Any, Unpack
 
 import torch
@@ -17,7 +18,7 @@ from deqseq.loop import Callback
 from deqseq.models.base import Model, refuse_setting
 from deqseq.models.eval_mode import eval_mode
 from deqseq.models.explicit import check_nothing_to_solve
-from deqseq.models.generation import Generation, NewTokens, generate
+from deqseq.models.generation import Generation, NewTokens, generate, up_to_stop
 from deqseq.models.implicit import ImplicitModel
 from deqseq.models.output import CausalLMOutput
 from deqseq.models.padding import check_mask
@@ -213,13 +214,13 @@ class CausalLM(nn.Module):
                 self.model,
                 self.embed,
                 self.logits,
-                input_ids,
+                self.embed(input_ids),
                 mask,
                 cache,
                 Sampler(temperature, top_k, top_p, seed),
+                partial(up_to_stop, stops),
                 window=window,
                 max_new_tokens=max_new_tokens,
-                stop_tokens=stops,
                 pad_token=pad_token,
                 callback=callback,
                 solve=solve,

@@ -14,6 +14,7 @@ from deqseq.loop import next_point
 from deqseq.models.base import Model
 from deqseq.models.output import Evaluation
 from deqseq.rows import take
+from deqseq.solution import Status
 from deqseq.types import Mask, Sequence
 from deqseq.windows import on_device
 
@@ -23,13 +24,14 @@ States = Float[Tensor, "rows width d_model"]
 class Verdict(NamedTuple):
     """What is decided after an evaluation; arrays of the host.
 
-    ``counts`` says how many leading tokens each row may commit, ``(rows,)``; ``iterations`` and ``converged`` are those
-    of each token, ``(rows, width)``; ``updates``, how many evaluations of one token it took, ``(rows,)``.
+    ``counts`` says how many leading tokens each row may commit, and ``status`` how the solve of these ended, both
+    ``(rows,)``; ``iterations`` are those of each token, ``(rows, width)``; ``updates``, how many evaluations of one
+    token a row took, ``(rows,)``.
     """
 
     counts: np.ndarray
+    status: np.ndarray
     iterations: np.ndarray
-    converged: np.ndarray
     updates: np.ndarray
 
 
@@ -72,15 +74,13 @@ class OneByOne(Decoder):
         self.cache, stats = output.cache, output.stats
         states = _last(output.value, self._options.get("mask"))
         if stats is None:
-            return states, torch.ones(len(x), 3, dtype=torch.int64, device=x.device)
+            return states, torch.zeros(len(x), 3, dtype=torch.int64, device=x.device)
         self.evaluations += stats.evaluations
-        return states, torch.stack(
-            [output.converged.long(), stats.iterations.amax(dim=1), stats.updates.sum(dim=1)], dim=1
-        )
+        return states, torch.stack([output.status, stats.iterations.amax(dim=1), stats.updates.sum(dim=1)], dim=1)
 
     def judge(self, marks: np.ndarray, right: np.ndarray) -> Verdict:
-        converged, iterations, updates = marks.T
-        return Verdict(np.ones_like(updates), iterations[:, None], converged[:, None] > 0, updates)
+        status, iterations, updates = marks.T
+        return Verdict(np.ones_like(updates), status, iterations[:, None], updates)
 
     def move(self, counts: np.ndarray, changed: np.ndarray, stay: np.ndarray) -> None:
         if not stay.all():
@@ -124,10 +124,10 @@ class InWindow(Decoder):
         passed, self._sound = marks[:, : self.width] > 0, marks[:, self.width :] > 0
         counts = np.logical_and.accumulate(passed & right, axis=1).sum(axis=1)
         late = self.evaluations - self._since + self._each > self._stop.max_steps
-        failed = (counts == 0) & (late | ~self._sound[:, 0])
-        converged = np.repeat(~failed[:, None], self.width, axis=1)
+        diverged = (counts == 0) & ~self._sound[:, 0]
+        status = np.where(diverged, Status.DIVERGED, Status.MAX_STEPS_REACHED * (late & (counts == 0)))
         updates = np.full_like(counts, self.width * self._each)
-        return Verdict(counts + failed, self.evaluations - self._begun, converged, updates)
+        return Verdict(counts + (status != Status.CONVERGED), status, self.evaluations - self._begun, updates)
 
     def move(self, counts: np.ndarray, changed: np.ndarray, stay: np.ndarray) -> None:
         now, device = self._latest, self._latest.states.device

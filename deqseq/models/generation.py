@@ -2,8 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import count
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,10 +15,14 @@ from deqseq.models.base import Model
 from deqseq.models.decoding import Decoder, InWindow, OneByOne, Verdict
 from deqseq.models.explicit import check_nothing_to_solve
 from deqseq.models.recurrent_depth import solved_part
-from deqseq.models.sampler import Sampler
+from deqseq.models.sampler import Logits, Sampler
+from deqseq.solution import Status
 from deqseq.sweeps import Simultaneous, Sliding, Sweep
 from deqseq.types import Mask, Sequence
 from deqseq.windows import on_device, on_host
+
+Settle = Callable[[Logits, np.ndarray, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
+"""From logits, rows, tokens and counts to counts and which rows go on, as :func:`up_to_stop`."""
 
 WINDOW = 8
 """Tokens that are decoded together unless the caller says."""
@@ -80,52 +82,53 @@ class Generation:
 class _Record:
     """What has been generated so far, on the host."""
 
-    def __init__(self, batch: int, most: int, stops: tuple[int, ...], callback: Any, device: torch.device) -> None:
-        self._most, self._stops, self._callback, self._device = most, stops, callback, device
+    def __init__(self, batch: int, callback: Callable[[NewTokens], None] | None, device: torch.device) -> None:
+        self._callback, self._device = callback, device
         self._added: list[tuple[np.ndarray, ...]] = []
         self.lengths, self.updates, self.guessed = (np.zeros(batch, dtype=np.int64) for _ in range(3))
 
-    def add(self, rows: np.ndarray, tokens: np.ndarray, found: Verdict) -> tuple[np.ndarray, np.ndarray]:
-        """Add the tokens that may be committed, up to a row's end: how many of each row, and which rows go on."""
-        place = np.arange(tokens.shape[1])
-        counts = np.minimum(found.counts, self._most - self.lengths[rows])
-        ends = np.isin(tokens, self._stops) & (place < counts[:, None])
-        stopped = ends.any(axis=1)
-        counts = np.where(stopped, ends.argmax(axis=1) + 1, counts)
-        row, offset = (place < counts[:, None]).nonzero()
+    def add(self, rows: np.ndarray, tokens: np.ndarray, counts: np.ndarray, found: Verdict) -> None:
+        """Add the first ``counts`` tokens of each row."""
+        row, offset = (np.arange(tokens.shape[1]) < counts[:, None]).nonzero()
         new = rows[row], self.lengths[rows[row]] + offset, tokens[row, offset]
-        self._added.append((*new, found.iterations[row, offset], found.converged[row, offset]))
+        self._added.append((*new, found.iterations[row, offset], found.status[row]))
         self.lengths[rows] += counts
         if self._callback is not None and len(row):
             self._callback(NewTokens(*(on_device(x, self._device) for x in new)))
-        return counts, ~stopped & (self.lengths[rows] < self._most)
+
+    def status(self) -> Int64[Tensor, " batch"]:
+        """The worst of each row's tokens."""
+        rows, _, _, _, status = (np.concatenate(column) for column in zip(*self._added, strict=True))
+        worst = np.full(len(self.lengths), Status.CONVERGED)
+        np.maximum.at(worst, rows, status)
+        return torch.from_numpy(worst)
 
     def generation(self, pad_token: int, evaluations: int | None) -> Generation:
         """The record as tensors; without ``evaluations``, nothing was solved."""
         rows, positions, *columns = (np.concatenate(column) for column in zip(*self._added, strict=True))
         shape, found = (len(self.lengths), int(self.lengths.max())), []
-        for column, fill in zip(columns, (pad_token, 0, True), strict=True):
+        for column, fill in zip(columns, (pad_token, 0, Status.CONVERGED), strict=True):
             whole = np.full(shape, fill, dtype=column.dtype)
             whole[rows, positions] = column
             found.append(on_device(whole, self._device))
         lengths, updates, guessed = (on_device(x, self._device) for x in (self.lengths, self.updates, self.guessed))
         if evaluations is None:
             return Generation(found[0], lengths)
-        return Generation(found[0], lengths, found[1], found[2], evaluations, updates, guessed)
+        return Generation(found[0], lengths, found[1], found[2] == Status.CONVERGED, evaluations, updates, guessed)
 
 
 def generate(
     model: Model,
     embed: Callable[[Int64[Tensor, "batch length"]], Sequence],
     head: Callable[[Float[Tensor, "rows d_model"]], Float[Tensor, "rows vocab"]],
-    prompt: Int64[Tensor, "batch length"],
+    x: Sequence,
     mask: Mask | None,
     cache: Cache | None,
     sampler: Sampler,
+    settle: Settle,
     *,
     window: int | None,
     max_new_tokens: int,
-    stop_tokens: tuple[int, ...],
     pad_token: int,
     callback: Callable[[NewTokens], None] | None,
     solve: SolveConfig | None,
@@ -133,7 +136,8 @@ def generate(
 ) -> Generation:
     """Continue a batch of prompts: the loop of :meth:`deqseq.CausalLM.generate`, in eval mode and without gradients.
 
-    Everything that is decided is decided on the host, after one transfer per evaluation.
+    ``settle`` says which of the tokens that may be committed are: :func:`up_to_stop`, or what is called like it and may
+    also put other tokens in their place. Everything is decided on the host, after one transfer per evaluation.
     """
     core, given = solved_part(model), {**fields, **({} if solve is None else {"solve": solve})}
     config, whole, single = None, {}, {}
@@ -143,38 +147,63 @@ def generate(
         config = resolve(core.solve_config, solve, fields)
         whole = {"sweep": prompt_sweep(config), **given}
         single = {**given, "sweep": Simultaneous()}
-    width, model, device = _width(window, config), with_weights(model), prompt.device
-    record = _Record(len(prompt), max_new_tokens, stop_tokens, callback, device)
-    rows, inputs, x = np.arange(len(prompt)), np.zeros((len(prompt), 1), dtype=np.int64), embed(prompt)
+    width, model, device = _width(window, config), with_weights(model), x.device
+    record = _Record(len(x), callback, device)
+    rows, inputs = np.arange(len(x)), np.zeros((len(x), 1), dtype=np.int64)
     decoder: Decoder = OneByOne(model, cache, {**whole, "mask": mask})
     if sampler.temperature and sampler.seed is None:
         sampler = replace(sampler, seed=int(torch.randint(2**62, (), device="cpu")))
-    for step in count():
+    step = 0
+    while True:
         states, marks = decoder.evaluate(x)
-        positions = record.lengths[rows, None] + np.arange(decoder.width)
-        tokens = sampler.choose(head(states), rows, positions)
-        known = on_host(torch.cat([tokens, marks], dim=1))
+        logits, positions = head(states), record.lengths[rows, None] + np.arange(decoder.width)
+        known = on_host(torch.cat([sampler.choose(logits, rows, positions), marks], dim=1))
         tokens, marks = known[:, : decoder.width], known[:, decoder.width :]
         _check_finite(tokens, rows)
         right = np.concatenate([np.ones_like(rows, dtype=bool)[:, None], inputs[:, 1:] == tokens[:, :-1]], axis=1)
         found = decoder.judge(marks, right)
+        counts = np.minimum(found.counts, max_new_tokens - record.lengths[rows])
+        counts, stay = settle(logits, rows, tokens, counts)
+        record.add(rows, tokens, counts, found)
+        stay &= record.lengths[rows] < max_new_tokens
         if step:  # after the prompt
             record.updates[rows] += found.updates
-        counts, stay = record.add(rows, tokens, found)
-        record.guessed[rows] += (right & (np.arange(decoder.width) < (counts + stay)[:, None]))[:, 1:].sum(axis=1)
+            record.guessed[rows] += (right & (np.arange(decoder.width) < (counts + stay)[:, None]))[:, 1:].sum(axis=1)
         if not stay.any():
-            return record.generation(pad_token, None if config is None else decoder.evaluations * bool(step))
+            break
         inputs, changed = _moved(inputs, tokens, counts, width)
         decoder.move(counts, changed, stay)
         rows, inputs = rows[stay], inputs[stay]
         if not step:
             after = decoder.cache
-            if config is None or after is None or width == 1:
+            if core is None or config is None or after is None or width == 1:
                 decoder = OneByOne(model, after, single)
             else:
                 decoder = InWindow(model, config, after, len(rows), width)
-        x = embed(on_device(inputs, device))
-    raise AssertionError
+        x, step = embed(on_device(inputs, device)), step + 1
+    if core is not None and config is not None and width > 1:  # one by one, the model tells
+        core.warn_once(record.status(), config.stop, "print(model(input_ids).explain()) says why and what to do.")
+    return record.generation(pad_token, None if config is None else decoder.evaluations * bool(step))
+
+
+def up_to_stop(
+    stops: tuple[int, ...], logits: Logits, rows: np.ndarray, tokens: np.ndarray, counts: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Of the tokens that may be committed, those up to a row's stop token.
+
+    Args:
+        stops: a row ends with the first of these.
+        logits: that the tokens were chosen from, ``(rows, tokens, vocab)``.
+        rows: their rows in the batch, ``(rows,)``.
+        tokens: on the host, ``(rows, tokens)``.
+        counts: how many of each row may be committed, ``(rows,)``.
+
+    Returns:
+        How many are, and whether each row goes on, both ``(rows,)``.
+    """
+    ends = np.isin(tokens, stops) & (np.arange(tokens.shape[1]) < counts[:, None])
+    stopped = ends.any(axis=1)
+    return np.where(stopped, ends.argmax(axis=1) + 1, counts), ~stopped
 
 
 def _moved(inputs: np.ndarray, tokens: np.ndarray, counts: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:

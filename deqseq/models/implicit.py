@@ -18,7 +18,7 @@ from deqseq.models.eval_mode import in_mode, same_randomness
 from deqseq.models.output import Evaluation, ModelOutput
 from deqseq.models.padding import Padding
 from deqseq.models.start import check_states, start_states
-from deqseq.solution import Solution, warn_failed
+from deqseq.solution import EXPLAINED, Solution, warn_failed
 from deqseq.stop import Stop
 from deqseq.tokens import TokenArgs, check_commits, commit, token_map
 from deqseq.types import Counts, Mask, Sequence
@@ -150,7 +150,7 @@ class ImplicitModel(Model):
         output = ModelOutput(solution.value, solution.aux, solution.stats, solution.status, again)
         if throw:
             return output.raise_if_failed()
-        self._warn_once(solution.status, config.stop)
+        self.warn_once(solution.status, config.stop)
         return output
 
     @checked
@@ -247,13 +247,13 @@ class ImplicitModel(Model):
         finally:
             self._warned = warned
 
-    def _warn_once(self, status: Tensor, stop: Stop) -> None:
+    def warn_once(self, status: Tensor, stop: Stop, advice: str = EXPLAINED) -> None:
         """Tell of the first solve in which most rows fail, in training all rows, unless no row could converge."""
         training = self.training
         # a phase of a fixed number of iterations reports its residual, and need not converge
         if training not in self._warned and not (training and stop.runs_to_the_end):
-            later = " (Later calls of this model in this mode do not warn.)"
-            if warn_failed(status, stop, share=1.0 if training else 0.5, later=later):
+            advice += " (Later calls of this model in this mode do not warn.)"
+            if warn_failed(status, stop, share=1.0 if training else 0.5, advice=advice):
                 self._warned.append(training)
 
     def _requires_gradient(self, *tensors: Tensor | None) -> bool:

@@ -21,7 +21,7 @@ from deqseq.integrations.huggingface.curriculum_callback import CurriculumCallba
 from deqseq.integrations.huggingface.decoder import DecoderBackbone, from_decoder
 from deqseq.integrations.huggingface.modeling import DeqseqForSequenceClassification, DeqseqModel
 from deqseq.integrations.huggingface.modeling_causal_lm import DeqseqForCausalLM
-from deqseq.integrations.huggingface.outputs import ImplicitCausalLMOutput, ImplicitModelOutput
+from deqseq.integrations.huggingface.outputs import ImplicitCausalLMOutput, ImplicitModelOutput, WindowedOutput
 from deqseq.integrations.huggingface.retrofit import retrofit
 
 # without these transformers needs trust_remote_code=True, and the module that a saved configuration names
@@ -43,6 +43,7 @@ __all__ = [
     "ImplicitCausalLMOutput",
     "ImplicitModelOutput",
     "Solve",
+    "WindowedOutput",
     "from_causal_lm",
     "from_decoder",
     "from_reference_folder",

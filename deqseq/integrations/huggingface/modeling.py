@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from threading import get_ident
-from typing import Any
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float, Int64, Shaped
@@ -32,6 +32,7 @@ from deqseq.models.padding import Padding
 from deqseq.models.recurrent_depth import solved_part
 from deqseq.models.scaling import scaled
 from deqseq.training import gather_once
+from deqseq.types import Mask, Sequence
 
 SolveChange = SolveConfig | Mapping[str, Any]
 """How a call is solved: a whole configuration, or the fields to replace in the model's own, as objects or JSON."""
@@ -144,17 +145,11 @@ class DeqseqModel(DeqseqPreTrainedModel):
             refuse_compiling()
         gather_once(self.core)  # the Trainer and accelerate shard a model after it was built
         check_keywords({"output_attentions": self.config.output_attentions or None} | kwargs)
-        check_inputs(input_ids, inputs_embeds, attention_mask=attention_mask, position_ids=position_ids)
-        x = scaled(self._embedded(input_ids, inputs_embeds), self.config.embedding_scale)
-        x = F.dropout(x, self.config.embedding_dropout, self.training)
-        batch, length = x.shape[:2]
         if use_cache is None:
             use_cache = cache is not None or (self.config.use_cache and not self.training)
         cache = ImplicitCache() if cache is None else cache
-        check_cache(cache, batch)
-        mask, committed = joined_mask(attention_mask, batch, length, cache), cache.length
-        check_positions(position_ids, mask, committed, (batch, length))
-        new = None if mask is None else mask[:, committed:]
+        x, new = self.embedded(input_ids, attention_mask, position_ids, cache, inputs_embeds)
+        x = F.dropout(x, self.config.embedding_dropout, self.training)
         options: dict[str, Any] = {} if solve is None else {"solve": self.solve_config(solve)}
         want_states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         with recorded_states(self.core if want_states and self.solved is None else None) as between:
@@ -202,16 +197,39 @@ class DeqseqModel(DeqseqPreTrainedModel):
             return super().get_expanded_tied_weights_keys(all_submodels=True)
         return {} if self.config.norm is None else dict(self._tied_weights_keys)
 
-    def _embedded(self, ids: Tensor | None, embedded: Tensor | None) -> Tensor:
-        if (ids is None) == (embedded is None):
+    def embedded(
+        self,
+        input_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        cache: ImplicitCache,
+        inputs_embeds: Tensor | None,
+    ) -> tuple[Sequence, Mask | None]:
+        """What the core is given for the arguments of a call, which are checked; without dropout.
+
+        Args:
+            input_ids: ``(batch, length)``.
+            attention_mask: ``(batch, committed + length)``.
+            position_ids: ``(batch, length)``.
+            cache: of the committed tokens.
+            inputs_embeds: ``(batch, length, hidden_size)``.
+
+        Returns:
+            Embedded tokens, ``(batch, length, hidden_size)``, and their mask, ``(batch, length)``.
+        """
+        check_inputs(input_ids, inputs_embeds, attention_mask=attention_mask, position_ids=position_ids)
+        if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
-        if embedded is not None:
-            return embedded
-        assert ids is not None
-        ids = ids.to(torch.int64) if ids.dtype == torch.int32 else ids
-        if not torch.compiler.is_compiling():  # a graph cannot depend on the ids
-            check_ids("input_ids", ids, self.config.vocab_size)
-        return self.embed_tokens(ids)
+        if input_ids is not None:
+            ids = input_ids.to(torch.int64) if input_ids.dtype == torch.int32 else input_ids
+            if not torch.compiler.is_compiling():  # a graph cannot depend on the ids
+                check_ids("input_ids", ids, self.config.vocab_size)
+            inputs_embeds = self.embed_tokens(ids)
+        x = cast("Sequence", inputs_embeds)
+        check_cache(cache, len(x))
+        mask = joined_mask(attention_mask, len(x), x.shape[1], cache)
+        check_positions(position_ids, mask, cache.length, (len(x), x.shape[1]))
+        return scaled(x, self.config.embedding_scale), None if mask is None else mask[:, cache.length :]
 
 
 class DeqseqForSequenceClassification(GenericForSequenceClassification, DeqseqPreTrainedModel):  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor, nn
-from transformers import GenerationConfig, LogitsProcessorList
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
 from transformers.generation.utils import GenerationMixin
 from transformers.utils.generic import can_return_tuple
@@ -22,10 +22,11 @@ from deqseq.integrations.huggingface.modeling import DeqseqModel, SolveChange
 from deqseq.integrations.huggingface.outputs import ImplicitCausalLMOutput
 from deqseq.integrations.huggingface.pretrained_model import DeqseqPreTrainedModel
 from deqseq.integrations.huggingface.surroundings import warn_of_decay
+from deqseq.integrations.huggingface.windows import in_windows, tokens_to_solve, warn_of_window, window_of
 from deqseq.layers import with_weights
 from deqseq.models.eval_mode import eval_mode
-from deqseq.models.generation import prompt_sweep
-from deqseq.models.scaling import capped
+from deqseq.models.generation import generate, prompt_sweep
+from deqseq.models.scaling import capped, scaled
 from deqseq.sweeps import Simultaneous
 
 
@@ -130,6 +131,9 @@ class DeqseqForCausalLM(DeqseqPreTrainedModel, GenerationMixin):
         """The Trainer shifts smoothed labels by this name, and FSDP2 puts the model into a class of its own."""
         return DeqseqForCausalLM.__name__
 
+    def _embedded(self, ids: Tensor) -> Tensor:
+        return scaled(self.model.embed_tokens(ids), self.config.embedding_scale)
+
     def _logits(self, states: Tensor) -> Tensor:
         return capped(self.lm_head(states), self.config.logit_softcap)
 
@@ -147,17 +151,23 @@ class DeqseqForCausalLM(DeqseqPreTrainedModel, GenerationMixin):
         they are solved by the model's own, but ``Sliding(16)`` instead of ``Simultaneous()``. How each solve went is in
         ``cache.solves`` of ``return_dict_in_generate=True``.
 
+        ``window``, a keyword or a field of the generation configuration, decodes that many tokens of a row at once, as
+        :meth:`deqseq.CausalLM.generate` does: the same tokens in fewer evaluations one after another. Processors,
+        stopping criteria and streamers are called for committed tokens, in order. A cache that is given is not changed
+        then, and none is returned; the numbers are in ``generation`` of the output. Beams, guidance,
+        ``use_cache=False``, ``prefill_chunk_size`` and returned hidden states decode one by one, with a warning.
+
         Args:
             inputs: prompts, ``(batch, length)``, padded on the left.
             generation_config: of transformers.
-            **kwargs: of transformers, of the model's call, and ``solve``.
+            **kwargs: of transformers, of the model's call, ``solve`` and ``window``.
 
         Returns:
             What transformers returns: ``(batch, length + new)``, or an output object.
 
         Raises:
             ValueError: an unknown field, name or number; padding on the right; a cache of other rows; ``solve`` for an
-                explicit model.
+                explicit model; a window where tokens cannot be iterated together.
         """
         with torch.no_grad(), eval_mode(self):  # the Trainer leaves a model in training mode
             theirs: Any = super(DeqseqForCausalLM, with_weights(self))
@@ -188,13 +198,14 @@ class DeqseqForCausalLM(DeqseqPreTrainedModel, GenerationMixin):
     def _prepare_generation_config(
         self, generation_config: GenerationConfig | None, **kwargs: Any
     ) -> tuple[GenerationConfig, dict[str, Any]]:
-        """``solve`` of the configuration and of the call become one argument of the model's call."""
-        keyword = kwargs.pop("solve", None)
+        """``solve`` becomes one argument of the model's calls, and ``window`` a field of the configuration."""
+        keyword, window = kwargs.pop("solve", None), kwargs.pop("window", None)
         theirs: Any = super()
         config, model_kwargs = theirs._prepare_generation_config(generation_config, **kwargs)
         for name in vars(config):  # transformers keeps what it does not know
-            if name.startswith("solv"):
-                check_known("generation configuration: field", name, ("solve",))
+            if name.startswith(("solv", "wind")):
+                check_known("generation configuration: field", name, ("solve", "window"))
+        config.window = window_of(config, window)
         changes = [change for change in (vars(config).get("solve"), keyword) if change is not None]
         solve = None
         for change in changes:
@@ -204,6 +215,33 @@ class DeqseqForCausalLM(DeqseqPreTrainedModel, GenerationMixin):
             chosen = any(isinstance(change, SolveConfig) or "sweep" in change for change in changes)
             model_kwargs["solve"] = solve if chosen else replace(solve, sweep=prompt_sweep(solve))
         return config, model_kwargs
+
+    def _sample(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        """The loop of transformers, or decoding in windows."""
+        theirs: Any = super()
+        if vars(generation_config)["window"] is None or synced_gpus:
+            if vars(generation_config)["window"] is not None:
+                warn_of_window("processes that share weights must call the model equally often")
+            options: Any = {"synced_gpus": synced_gpus, "streamer": streamer, **model_kwargs}
+            return theirs._sample(input_ids, logits_processor, stopping_criteria, generation_config, **options)
+        new = tokens_to_solve(input_ids, generation_config, model_kwargs)
+        model_kwargs |= {"next_sequence_length": new, "is_first_iteration": True}
+        given: dict[str, Any] = self.prepare_inputs_for_generation(input_ids, **model_kwargs)
+        names: Any = ("input_ids", "attention_mask", "position_ids", "cache", "inputs_embeds")
+        x, mask = self.model.embedded(*(given.get(name) for name in names))  # pyright: ignore[reportArgumentType]
+        run = partial(generate, self.model.core, self._embedded, self._logits, x, mask, given["cache"].value)
+        solve: SolveConfig | None = given.get("solve")
+        run = partial(run, callback=None, solve=solve, fields={} if solve is None else {"sweep": solve.sweep})
+        return in_windows(run, input_ids, logits_processor, stopping_criteria, generation_config, streamer)
 
     def _get_logits_processor(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, *args: Any, model_kwargs: Mapping[str, Any] | None = None, **kwargs: Any

@@ -5,8 +5,10 @@ from typing import no_type_check
 
 from jaxtyping import Int64
 from torch import Tensor
+from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
+from deqseq.models import Generation
 from deqseq.solution import Outcome, SolveStats
 
 
@@ -40,3 +42,15 @@ class ImplicitCausalLMOutput(CausalLMOutputWithPast, Outcome):  # pyright: ignor
 
     stats: SolveStats | None = None
     status: Int64[Tensor, " batch"] | None = None
+
+
+@no_type_check
+@dataclass
+class WindowedOutput(GenerateDecoderOnlyOutput):
+    """``sequences`` and, if asked for, ``scores`` and ``logits`` of ``generate(..., return_dict_in_generate=True)``.
+
+    Attributes:
+        generation: the new tokens, and the iterations, updates and guesses that they took.
+    """
+
+    generation: Generation | None = None
