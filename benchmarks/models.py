@@ -1,5 +1,8 @@
 """Models that several benchmarks share, and loops over their blocks as a careful user writes them by hand."""
 
+import sys
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -8,6 +11,9 @@ from torch import Tensor
 import deqseq as dq
 from deqseq.layers import with_weights
 from deqseq.tasks import WordProblem, alternating, cyclic, generators
+from deqseq.training import Curriculum, bounded, free, parameter_groups
+
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
 VOCABULARY = 1000
 KINDS = ("Mamba2", "Llama")
@@ -49,6 +55,53 @@ def random_ids(batch: int, length: int, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, VOCABULARY, (batch, length), generator=generator, device="cpu")
     return ids.to(torch.get_default_device())
+
+
+def character_models(quick: bool) -> tuple[dict[str, dq.CausalLM], Tensor]:
+    """Three models of Shakespeare's plays, a character per token, and held-out text, ``(8, 128)``.
+
+    They are the library's ``text``, and two that are trained here by the paper's curriculum, 600 updates of 16 rows
+    of 128 characters; a few of the rows of ``text`` itself if ``quick``.
+    """
+    text = dq.load_example("text")
+    if quick:
+        start = torch.full((8, 1), ord("\n"))
+        train = held_out = text.generate(start, max_new_tokens=128, temperature=1.0, seed=0).tokens
+    else:
+        from corpus import download_plays, read_plays  # needs datasets and tokenizers
+
+        plays = read_plays(download_plays())
+        known = [str(record["text"]) for record in plays.train]  # pyright: ignore[reportArgumentType, reportCallIssue]
+        train, held_out = (
+            torch.tensor(list("".join(works).encode())).unfold(0, 128, 128) for works in (known, plays.held_out)
+        )
+        held_out = held_out[:: len(held_out) // 8][:8]
+    attention = dq.LlamaConfig(d_model=96, n_heads=3, mlp_width=256, weight_norm=False, injection=False)
+    llama = dq.LanguageModelSpec(128, dq.LlamaConfig(d_model=96, n_layers=2, n_heads=3, mlp_width=256))
+    parts = replace(llama, backbone=attention, injection="add", prelude=attention, coda=attention)
+    models = {"llama": llama.build(), "recurrent depth": parts.build()}
+    return {"text": text} | {name: _trained(lm, train, 2 if quick else 600) for name, lm in models.items()}, held_out
+
+
+def _trained(lm: dq.CausalLM, rows: Tensor, steps: int) -> dq.CausalLM:
+    base, generator = dq.SolveConfig(dq.Relaxed(0.8)), torch.Generator().manual_seed(0)
+    curriculum = Curriculum((bounded(4, 1, until=0.7, base=base), free(32, 4, base=base)))
+    optimizer = torch.optim.AdamW(parameter_groups(lm, 0.1), lr=1e-3, betas=(0.9, 0.95))
+    for step in range(steps):
+        curriculum.at(step / steps).apply(lm.train())
+        optimizer.param_groups[0]["lr"] = optimizer.param_groups[1]["lr"] = 2e-3 * min(
+            1, step / 50, 3 * (1 - step / steps)
+        )
+        ids = rows[torch.randint(len(rows), (16,), generator=generator)]
+        loss = lm(ids, labels=ids).loss
+        assert loss is not None
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(lm.parameters(), 1.0)
+        optimizer.step()
+    assert lm.core is not None
+    lm.core.solve = dq.SolveConfig()
+    return lm.eval()
 
 
 def block_of(lm: dq.CausalLM) -> dq.Backbone[Any]:

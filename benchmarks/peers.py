@@ -129,17 +129,18 @@ class Arm:
         torch.nn.utils.clip_grad_norm_(self.lm.parameters(), 1.0)
         self.optimizer.step()
 
-    @torch.no_grad()
-    def nats(self, ids: Tensor) -> float:
-        """The loss, without dropout."""
-        return self.way.loss(self.lm.eval(), ids).item()
+
+@torch.no_grad()
+def nats(way: Way, lm: dq.CausalLM, ids: Tensor) -> float:
+    """The loss of a model that is solved in one way."""
+    return way.loss(lm.eval(), ids).item()
 
 
-def cheapest(make: Callable[[Any], Way], settings: tuple[float, ...], ids: Tensor) -> float:
+def cheapest(make: Callable[[Any], Way], settings: tuple[float, ...], ids: Tensor, lm: dq.CausalLM) -> float:
     """The first setting that gives the loss of the solved model, to :data:`SLACK`."""
-    limit = Arm(DeqSeq(SOLVED)).nats(ids) + SLACK
+    limit = nats(DeqSeq(SOLVED), lm, ids) + SLACK
     for setting in settings:
-        if Arm(make(setting)).nats(ids) <= limit:
+        if nats(make(setting), lm, ids) <= limit:
             return setting
     raise RuntimeError(f"none of {settings} gives the loss of the solved model, {limit - SLACK:.4f}, to {SLACK}")
 
@@ -166,7 +167,7 @@ def training(case: str, ways: Mapping[str, Way], train: Tensor, held_out: Tensor
         for name, times in take_turns(works, 1, warm_up=False).items():
             seconds[name] += times
     yield from compared(case, "ms a step", seconds, peaks)
-    ours, *others = ((name, arm.nats(held_out)) for name, arm in arms.items())
+    ours, *others = ((name, nats(arm.way, arm.lm, held_out)) for name, arm in arms.items())
     for peer, theirs in others:
         yield value_row(case, "nats, held out", ours[1], peer, theirs, goal=f"ours <= {theirs + SLACK:.4f}")
 
@@ -183,10 +184,11 @@ def rows(quick: bool) -> Iterator[Row]:
     """Choose the settings, and measure training and decoding."""
     size, length, steps, new, turns = (2, 16, 2, 4, 2) if quick else (24, 128, 40, 128, 7)
     start = torch.full((4 * size, 1), ord("\n"))
-    written = dq.load_example("text").generate(start, max_new_tokens=length, temperature=1.0, seed=0).tokens
+    lm = dq.load_example("text")
+    written = lm.generate(start, max_new_tokens=length, temperature=1.0, seed=0).tokens
     tuning, held_out, train = written[:size], written[size : 2 * size], written[2 * size :]
-    mine, theirs = cheapest(DeqSeq, TOLERANCES, tuning), cheapest(torchdeq, TOLERANCES, tuning)
-    fixed = int(cheapest(by_hand, ITERATIONS, tuning))
+    mine, theirs = cheapest(DeqSeq, TOLERANCES, tuning, lm), cheapest(torchdeq, TOLERANCES, tuning, lm)
+    fixed = int(cheapest(by_hand, ITERATIONS, tuning, lm))
     ways: dict[str, Way] = {"deqseq": DeqSeq(mine), f"torchdeq, rtol {theirs:g}": torchdeq(theirs)}
     ways[f"loop by hand, {fixed}"] = by_hand(fixed)
     part = f"equal loss, rtol {mine:g}"

@@ -33,7 +33,7 @@ class SavedLM(SolvedLM):
         tokenizer: the same of its tokenizer. Default: the model's own.
         solve: fields of the model's :class:`deqseq.SolveConfig` to replace. Default: as the model has them.
         device: where to run. lm-eval's default is cuda; without a GPU it is the CPU, as in lm-eval.
-        **options: ``batch_size`` and ``max_length`` of :class:`deqseq.integrations.lm_eval.SolvedLM`.
+        **options: ``window``, ``batch_size`` and ``max_length`` of :class:`deqseq.integrations.lm_eval.SolvedLM`.
     """
 
     def __init__(

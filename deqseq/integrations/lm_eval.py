@@ -15,7 +15,9 @@ from deqseq.annotations import AtLeast, checked
 from deqseq.config import SolveConfig
 from deqseq.integrations.huggingface import ImplicitCache
 from deqseq.integrations.huggingface.modeling_causal_lm import DeqseqForCausalLM
-from deqseq.integrations.huggingface.outputs import ImplicitCausalLMOutput
+from deqseq.integrations.huggingface.outputs import ImplicitCausalLMOutput, WindowedOutput
+from deqseq.models import Generation
+from deqseq.models.generation import width_of
 from deqseq.rows import take
 from deqseq.solution import SolveStats, Status
 
@@ -52,8 +54,23 @@ class Tally:
                 self.counted[f"{name} of"] += each.numel()
         self.counted["evaluations"] += stats.evaluations
 
+    def add_generation(self, found: Generation, lengths: list[int]) -> None:
+        """Count what was decoded in windows, of each row as many tokens as ``lengths`` says."""
+        assert found.iterations is not None
+        assert found.converged is not None
+        assert found.updates is not None
+        real = torch.arange(found.tokens.shape[1]) < torch.tensor(lengths)[:, None]
+        parts = {"steps": found.iterations.cpu()[real], "converged": found.converged.cpu()[real]}
+        for name, each in {**parts, "updates": found.updates}.items():
+            self.counted[name] += each.sum().item()
+            self.counted[f"{name} of"] += int(real.sum())
+        self.counted["evaluations"] += found.evaluations or 0
+
     def numbers(self) -> dict[str, float | None]:
-        """Mean iterations and updates per token, shares of rows and tokens, calls of the map; None without a solve."""
+        """Mean iterations and updates per token, shares of rows and tokens, calls of the map; None without a solve.
+
+        Of what is decoded in windows every token is a solve of its own, and updates go on until all rows have ended.
+        """
         names = ("steps", "updates", "forced", "converged", "diverged")
         of = {name: self.counted[name] / whole if (whole := self.counted[f"{name} of"]) else None for name in names}
         return {
@@ -76,6 +93,7 @@ class SolvedLM(HFLM):
         model: a causal language model of transformers, possibly with PEFT's adapters.
         tokenizer: its tokenizer.
         solve: a :class:`deqseq.SolveConfig`, or a mapping of the fields to replace. Default: the model's own.
+        window: how many tokens of a text are generated together. Default: as :meth:`deqseq.CausalLM.generate` chooses.
         batch_size: texts that are solved together, at most; ``"auto"``: as many as fit into memory.
         max_length: tokens of a text, without the last. Default: that of the model or the tokenizer, or 2048.
 
@@ -83,7 +101,8 @@ class SolvedLM(HFLM):
         tally: statistics of the solves so far, without those of rows that have ended.
 
     Raises:
-        ValueError: ``solve`` for a model that is not implicit, or an unknown name or field in it.
+        ValueError: ``solve`` or ``window`` for a model that is not implicit; an unknown name or field in ``solve``; a
+            ``window`` that it excludes.
 
     Example:
         >>> import deqseq as dq
@@ -109,16 +128,19 @@ class SolvedLM(HFLM):
         tokenizer: PreTrainedTokenizerBase,
         solve: SolveConfig | Mapping[str, Any] | None = None,
         *,
+        window: Annotated[int, AtLeast(1)] | None = None,
         batch_size: Annotated[int, AtLeast(1)] | str = 16,
         max_length: Annotated[int, AtLeast(1)] | None = None,
     ) -> None:
-        if solve:
-            implicit = [part for part in model.modules() if isinstance(part, DeqseqForCausalLM)]
-            if not implicit:
-                raise ValueError(f"leave out solve: {type(model).__name__} is no implicit model of deqseq")
-            implicit[0].model.solve_config(solve)  # an explicit model and a misspelt field are errors here, too
+        own = [part.model for part in model.modules() if isinstance(part, DeqseqForCausalLM)]
+        if (solve or (window or 1) > 1) and not own:
+            name = "solve" if solve else "window"
+            raise ValueError(f"leave out {name}: {type(model).__name__} is no implicit model of deqseq")
+        config = own[0].solve_config(solve or {}) if own and (solve or own[0].solved) else None
+        width = width_of(window, config)
         super().__init__(model, "causal", tokenizer=tokenizer, batch_size=batch_size, max_length=max_length)
         self.options, self.tally, self.bare = {"solve": solve} if solve else {}, Tally(), False
+        self.windows = {"window": width} if width > 1 else {}
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, *args: Any, **kwargs: Any) -> list[int]:
         """As in lm-eval, and also for a tokenizer with neither BOS nor EOS token."""
@@ -158,9 +180,11 @@ class SolvedLM(HFLM):
         return logits
 
     def _model_generate(self, context: torch.Tensor, max_length: int, stop: list[str], **kwargs: Any) -> torch.Tensor:
-        kwargs |= {"return_dict_in_generate": True, **self.options}
+        kwargs |= {"return_dict_in_generate": True, **self.options, **self.windows}
         output: Any = super()._model_generate(context, max_length, stop, **kwargs)
-        if isinstance(output.cache, ImplicitCache):
+        if isinstance(output, WindowedOutput) and output.generation is not None:
+            self.tally.add_generation(output.generation, self._ends(output.generation.tokens, stop))
+        elif isinstance(output.cache, ImplicitCache):
             ends, mask = self._ends(output.sequences[:, context.shape[1] :], stop), kwargs["attention_mask"].bool()
             for known, solve in enumerate(output.cache.solves):
                 if len(solve.status) != len(ends):  # beams, which end together

@@ -147,7 +147,7 @@ def generate(
         config = resolve(core.solve_config, solve, fields)
         whole = {"sweep": prompt_sweep(config), **given}
         single = {**given, "sweep": Simultaneous()}
-    width, model, device = _width(window, config), with_weights(model), x.device
+    width, model, device = width_of(window, config), with_weights(model), x.device
     record = _Record(len(x), callback, device)
     rows, inputs = np.arange(len(x)), np.zeros((len(x), 1), dtype=np.int64)
     decoder: Decoder = OneByOne(model, cache, {**whole, "mask": mask})
@@ -222,8 +222,8 @@ def _check_finite(tokens: np.ndarray, rows: np.ndarray) -> None:
         )
 
 
-def _width(window: int | None, config: SolveConfig | None) -> int:
-    """How many tokens are decoded together; an error where they cannot be."""
+def width_of(window: int | None, config: SolveConfig | None) -> int:
+    """How many tokens are decoded together: ``window``, or what suits the solve; ValueError where they cannot be."""
     if config is None:
         reason = "an explicit model has nothing to iterate"
     elif config.solver.owns_loop:

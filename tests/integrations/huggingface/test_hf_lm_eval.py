@@ -26,13 +26,13 @@ def words():
     return PreTrainedTokenizerFast(tokenizer_object=table, eos_token="w0", pad_token="w0")
 
 
-def continued(batch_size):
+def continued(batch_size, window=1):
     """lm-eval's continuations of three prompts, up to a word, and what the solves were counted as."""
     from lm_eval.api.instance import Instance
 
     from deqseq.integrations.lm_eval import SolvedLM
 
-    lm = SolvedLM(made("mamba2"), words(), batch_size=batch_size, max_length=64)
+    lm = SolvedLM(made("mamba2"), words(), window=window, batch_size=batch_size, max_length=64)
     how = {"until": ["w5 "], "max_gen_toks": 12}
     prompts = ("w1 w2 w3", "w7 w4 w9", "w5 w5 w2")
     return lm.generate_until([Instance("generate_until", {}, (p, how), 0) for p in prompts]), lm.tally.counted
@@ -45,6 +45,13 @@ def test_rows_that_have_ended_are_not_counted():
     for name in ("converged of", "steps of", "converged"):
         assert together[name] == alone[name]
     assert together["evaluations"] < alone["evaluations"]
+
+
+def test_texts_are_generated_in_windows():
+    (texts, alone), (same, together) = continued(4), continued(4, window=None)
+    assert texts == same
+    assert together["evaluations"] < alone["evaluations"] / 2
+    assert together["converged"] == together["converged of"] == together["steps of"] == alone["converged of"]
 
 
 def test_the_trials_of_a_batch_size_are_not_counted():
@@ -101,3 +108,19 @@ def test_a_solve_that_cannot_be_honoured_is_an_error(make, solve, message):
     with pytest.raises(ValueError, match=r"SolvedLM\.batch_size must be an integer >= 1, got 0"):
         SolvedLM(model, words(), batch_size=0)
     assert SolvedLM(model, words()).options == {}
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (plain, r"^leave out window: LlamaForCausalLM is no implicit model"),
+        (lambda: made("explicit"), r"^window must be 1, got 8: an explicit model"),
+    ],
+    ids=["another library's model", "an explicit model"],
+)
+def test_a_window_that_cannot_be_is_an_error(make, message):
+    from deqseq.integrations.lm_eval import SolvedLM
+
+    with pytest.raises(ValueError, match=message):
+        SolvedLM(make(), words(), window=8)
+    assert SolvedLM(make(), words()).windows == {}
