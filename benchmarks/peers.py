@@ -14,7 +14,7 @@ solve, and differentiate the last 4 iterations.
 Both peers decode as ``generate`` does: the block on one token with the cache that the tokens before it left. They solve
 the prompt, which counts in time and memory, all tokens together; ours takes a window of 16.
 
-Each of the three has the cheapest setting that a user finds by trying: the largest of four tolerances, or the least
+Each of the three has the cheapest setting that a user finds by trying: the largest of six tolerances, or the least
 power of two of iterations, with which the loss is that of the solved model, to 0.005 nats. The losses after training
 are compared on other text.
 """
@@ -35,7 +35,7 @@ import deqseq as dq
 from deqseq.layers import with_weights
 
 DAMPING, DIFFERENTIATED, BUDGET = 0.8, 4, 256
-TOLERANCES, ITERATIONS = (0.3, 0.1, 0.03, 0.01), (8, 16, 32, 64, 128)
+TOLERANCES, ITERATIONS = (0.3, 0.1, 0.03, 0.01, 0.003, 0.001), (8, 16, 32, 64, 128, 256)
 SOLVED = 1e-3  # the tolerance of the solved model
 SLACK = 0.005  # nats by which losses may differ and count as equal
 Map = Callable[[Tensor], Tensor]

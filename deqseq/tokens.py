@@ -9,7 +9,6 @@ from torch import Tensor
 
 from deqseq.backbones.base import Backbone, Cache
 from deqseq.check import check_like, check_type
-from deqseq.layers import with_weights
 from deqseq.rows import check_record, check_rows, map_tensors, tensors_of
 from deqseq.solution import Solution, SolveStats, Status
 from deqseq.types import Counts, Mask, Sequence
@@ -33,8 +32,10 @@ class TokenArgs(NamedTuple):
     def prepared(
         cls, backbone: Backbone[Any], x: Sequence, cache: Cache | None, mask: Mask | None, need_aux: bool
     ) -> "TokenArgs":
-        """The inputs of all tokens ``x``, ``(batch, length, d_model)``, room in the cache, and computed weights."""
-        backbone = with_weights(backbone)
+        """The inputs of all tokens ``x``, ``(batch, length, d_model)``, and room in the cache.
+
+        A backbone that is evaluated more than once comes from :func:`deqseq.layers.with_weights`.
+        """
         inputs = backbone.prepare(x, cache, mask)
         check_record(f"what {type(backbone).__name__}.prepare returns", inputs, len(x))
         return cls(backbone, inputs, None if cache is None else cache.reserve(x.shape[1]), mask, need_aux, x)

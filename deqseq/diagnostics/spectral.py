@@ -13,6 +13,7 @@ from deqseq.diagnostics.arguments import check_call
 from deqseq.diagnostics.arnoldi import Ritz, ritz_values
 from deqseq.diagnostics.shown import COLOURS, SHOWN, new_figure, remaining, text_table
 from deqseq.evaluate import check_start, evaluate
+from deqseq.layers import with_weights
 from deqseq.models.causal_lm import CausalLM, Tokens
 from deqseq.models.eval_mode import eval_mode
 from deqseq.models.padding import Padding
@@ -165,7 +166,7 @@ def model_spectral_radius(
             x = model.model.prelude(x, mask=real).value
         padding = Padding.of(x, real)
         z = padding.compact(core(x, mask=real, solve=config).value)
-        args = TokenArgs.prepared(core.backbone, padding.compact(x), None, padding.mask, need_aux=False)
+        args = TokenArgs.prepared(with_weights(core.backbone), padding.compact(x), None, padding.mask, need_aux=False)
         for t in range(z.shape[1]):  # each token's map alone, against the cache of those before it
             one = map_tensors(lambda x, t=t: x[:, t : t + 1], args)._replace(cache=cache, need_aux=True)
             block, _, aux = _eigenvalues(token_map, z[:, t : t + 1], products, generator, one, has_aux=True)

@@ -103,22 +103,27 @@ class InWindow(Decoder):
         self._since = np.zeros(rows, dtype=np.int64)  # evaluations at the last commit
         self._begun = np.zeros((rows, width), dtype=np.int64)  # evaluations when the input of each token changed last
         self._start: Tensor | None = None  # states to evaluate next; None: where the model begins
-        self._limit: Tensor | None = None  # the difference above which a token has diverged; 0: not measured yet
-        self._bound: Tensor | None = None  # the largest difference that may pass; NaN: not measured yet
+        self._fresh: Tensor | None = None  # tokens with an input that has not been evaluated; None: no token, or all
+        self._limit: Tensor | None = None  # the difference above which a token has diverged
+        self._bound: Tensor | None = None  # the largest difference that may pass
         self._memory: Any = None
 
     def evaluate(self, x: Sequence) -> tuple[States, Tensor]:
         self.evaluations += self._each
         self._latest = now = self._model.evaluate(x, self.cache, self._start, self._each)
         difference, scale = self._stop.distances(now.point, now.states, 1)
-        limit = self._stop.limit(difference.reshape(-1, 1), scale.reshape(-1, 1)).view_as(difference)
-        self._limit = limit if self._limit is None else torch.where(self._limit == 0, limit, self._limit)
-        first = self._stop.bound(difference, scale, None)
-        later = first if self._bound is None else self._stop.bound(difference, scale, self._bound)
-        self._bound = torch.where(later.isnan(), first, later)
-        sound = difference <= self._limit
-        passed = self._stop.passes(difference, scale, self._bound) & sound
+        bound = self._stop.bound(difference, scale, self._bound)
+        if self._bound is None or self._limit is None:
+            self._limit = self._limits(difference, scale)
+        elif self._fresh is not None:
+            bound = torch.where(self._fresh, self._stop.bound(difference, scale, None), bound)
+            self._limit = torch.where(self._fresh, self._limits(difference, scale), self._limit)
+        self._bound, sound = bound, difference <= self._limit
+        passed = self._stop.passes(difference, scale, bound) & sound
         return now.value.masked_fill(~sound[..., None], 0), torch.cat([passed, sound], dim=1)
+
+    def _limits(self, difference: Tensor, scale: Tensor) -> Tensor:
+        return self._stop.limit(difference.reshape(-1, 1), scale.reshape(-1, 1)).view_as(difference)
 
     def judge(self, marks: np.ndarray, right: np.ndarray) -> Verdict:
         passed, self._sound = marks[:, : self.width] > 0, marks[:, self.width :] > 0
@@ -131,16 +136,21 @@ class InWindow(Decoder):
 
     def move(self, counts: np.ndarray, changed: np.ndarray, stay: np.ndarray) -> None:
         now, device = self._latest, self._latest.states.device
-        source = np.minimum(counts[:, None] + np.arange(self.width), self.width - 1)
+        z, limit, bound = self._next(now, device), self._limit, self._bound
+        assert limit is not None
+        assert bound is not None
         if counts.any():
             self.cache = self._model.commit(self.cache, now, on_device(counts, device)).reserve(self.width)
-        places, restarted = on_device(source, device), on_device(changed, device)
-        z = self._next(now, device).gather(1, places[..., None].expand_as(now.states))
-        assert self._limit is not None and self._bound is not None
-        limit = self._limit.gather(1, places).masked_fill(restarted, 0)
-        bound = self._bound.gather(1, places).masked_fill(restarted, torch.nan)
+            source = np.minimum(counts[:, None] + np.arange(self.width), self.width - 1)
+            self._begun = np.take_along_axis(self._begun, source, axis=1)
+            places = on_device(source, device)
+            z, limit, bound = (
+                z.gather(1, places[..., None].expand_as(z)),
+                limit.gather(1, places),
+                bound.gather(1, places),
+            )
         self._since = np.where(counts > 0, self.evaluations, self._since)
-        self._begun = np.where(changed, self.evaluations, np.take_along_axis(self._begun, source, axis=1))
+        self._begun = np.where(changed, self.evaluations, self._begun)
         if not stay.all():
             kept = on_device(np.flatnonzero(stay), device)
             z, limit, bound, self._memory, self.cache = take((z, limit, bound, self._memory, self.cache), kept)
@@ -150,6 +160,7 @@ class InWindow(Decoder):
             self._memory = self._solver.init(z)
         elif len(rows):
             self._memory = self._solver.restart(self._memory, z, on_device(rows, device))
+        self._fresh = on_device(changed, device) if len(rows) else None
         self._start, self._limit, self._bound = z, limit, bound
 
     def _next(self, now: Evaluation, device: torch.device) -> Sequence:

@@ -8,6 +8,7 @@ import torch
 
 from deqseq.annotations import AtLeast, checked
 from deqseq.backbones.base import Backbone, Cache, Inputs
+from deqseq.layers import with_weights
 from deqseq.models.base import Model, check_input
 from deqseq.models.output import Evaluation, ModelOutput
 from deqseq.models.padding import Padding
@@ -86,7 +87,7 @@ class ExplicitModel(Model):
         return commit(self.backbone, cache, evaluation.aux, evaluation.states, counts)
 
     def _args(self, x: Sequence, cache: Cache | None, mask: Mask | None, need_aux: bool) -> TokenArgs:
-        args = TokenArgs.prepared(self.backbone, x, cache, mask, need_aux)
+        args = TokenArgs.prepared(with_weights(self.backbone), x, cache, mask, need_aux)
         if isinstance(args.inputs, Inputs):
             args = args._replace(inputs=replace(args.inputs, injection=None))
         return args

@@ -12,6 +12,7 @@ from deqseq.backbones.base import Backbone, Cache
 from deqseq.check import check_integer, check_type
 from deqseq.config import SolveConfig, SolveFields, resolve
 from deqseq.evaluate import evaluate
+from deqseq.layers import with_weights
 from deqseq.loop import Callback
 from deqseq.models.base import Model, check_input
 from deqseq.models.eval_mode import in_mode, same_randomness
@@ -127,7 +128,7 @@ class ImplicitModel(Model):
         padding, needs_grad = Padding.of(x, mask), self._requires_gradient(x, given)
         with torch.set_grad_enabled(needs_grad):
             tokens = padding.compact(x)
-            args = TokenArgs.prepared(self.backbone, tokens, cache, padding.mask, return_cache)
+            args = TokenArgs.prepared(with_weights(self.backbone), tokens, cache, padding.mask, return_cache)
             if given is None:
                 _check_injection(args, config)
             z0 = start_states(tokens, given, padding, config.start)
@@ -163,7 +164,8 @@ class ImplicitModel(Model):
         iterations: Annotated[int, AtLeast(1)] = 1,
     ) -> Evaluation:
         self._check(x, start, commits=True)
-        args = TokenArgs.prepared(self.backbone, x, cache, None, True)
+        backbone = with_weights(self.backbone) if iterations > 1 else self.backbone
+        args = TokenArgs.prepared(backbone, x, cache, None, True)
         if start is None:
             _check_injection(args, self.solve_config)
         z = start_states(x, start, Padding(), self.solve_config.start)
