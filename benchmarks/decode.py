@@ -2,8 +2,8 @@
 
 Three models of one character per token, trained on Shakespeare's plays: the library's ``text``, one Mamba2 block; an
 implicit Llama of two layers; and a recurrent-depth model, a Llama layer before and after a core of one. The last two
-are trained here, for a few minutes. They continue 1, 8 and 32 prompts of 18 characters by 64, greedily, from the cache of
-a prompt but for its last character.
+are trained here, for a few minutes. They continue 1, 8 and 32 prompts of 18 characters by 64, greedily. The prompts are
+solved before, but for their last characters.
 
 - Each window is compared with decoding one by one (``window=1``) at the same tolerance: evaluations and updates
   (evaluations of one token) of a row for each new character, the rows whose characters are the same, and time. ``text``
