@@ -15,19 +15,18 @@ from deqseq.types import Mask
 _UNUSED = (
     *("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids", "cache_position"),
     *("num_items_in_batch", "output_router_logits", "tokenizer", "assistant_tokenizer"),
+    *("cu_seq_lens_k", "max_length_q", "max_length_k"),
 )
 """What transformers passes to every model, and these models do not need."""
 _ATTENTION = "no attention weights are computed"
-_PACKED = "packed sequences are not supported: pad the rows instead (TRL: packing=False, padding_free=False)"
 _REFUSED = {
     "output_attentions": _ATTENTION,
     "past_key_values": "transformers 5.24 and this library call it cache, and PEFT's prefix tuning does not work",
-    **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"), _PACKED),
 }
 _IDS = ("batch", "length")
 _EMBEDDED = (*_IDS, "hidden_size")
 _TAKEN = ("input_ids", "attention_mask", "position_ids", "cache", "inputs_embeds", "labels", "use_cache")
-_TAKEN += ("shift_labels", "logits_to_keep", "output_hidden_states", "return_dict", "solve")
+_TAKEN += ("shift_labels", "logits_to_keep", "output_hidden_states", "return_dict", "solve", "cu_seq_lens_q", "seq_idx")
 
 
 def check_keywords(given: Mapping[str, Any]) -> None:
@@ -120,6 +119,6 @@ def check_positions(
         fits = (position_ids == (mask.cumsum(dim=1) - 1)[:, committed:]) | ~mask[:, committed:]
     if not bool(fits.all()):
         raise ValueError(
-            "position_ids must count the real tokens of a row from 0, those of the cache included, as the model does "
-            "itself: leave them out (packed sequences and shifted positions are not supported)"
+            "position_ids must count the real tokens of a row, or of each sequence in it, from 0, those of the cache "
+            "included, as the model does itself: leave them out (shifted positions are not supported)"
         )

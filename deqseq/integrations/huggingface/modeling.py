@@ -24,6 +24,7 @@ from deqseq.integrations.huggingface.arguments import (
 from deqseq.integrations.huggingface.cache import ImplicitCache
 from deqseq.integrations.huggingface.configuration import DeqseqConfig
 from deqseq.integrations.huggingface.outputs import ImplicitModelOutput
+from deqseq.integrations.huggingface.packing import Packing
 from deqseq.integrations.huggingface.pretrained_model import DeqseqPreTrainedModel
 from deqseq.integrations.huggingface.surroundings import refuse_compiling, watch
 from deqseq.models import ImplicitModel
@@ -119,7 +120,10 @@ class DeqseqModel(DeqseqPreTrainedModel):
             input_ids: ``(batch, length)``.
             attention_mask: 0 at padding, on either side of a row, ``(batch, committed + length)``, where committed
                 counts the tokens of the cache. Default: no padding.
-            position_ids: the model's own and no others, ``(batch, length)``: real tokens counted from 0.
+            position_ids: the model's own and no others, ``(batch, length)``: real tokens counted from 0. Where they
+                begin again a sequence begins, which is solved on its own. Packed sequences can also be told by
+                ``cu_seq_lens_q`` or ``seq_idx``, as transformers' collator does; they have no cache, and no
+                ``explain()``.
             cache: an :class:`ImplicitCache`, which is advanced by these tokens. Default: there were no tokens
                 before.
             inputs_embeds: embedded tokens ``(batch, length, hidden_size)``, as ``embed_tokens`` gives them, instead of
@@ -138,18 +142,29 @@ class DeqseqModel(DeqseqPreTrainedModel):
 
         Raises:
             ValueError: a bad shape, ids outside the vocabulary, a cache of other rows, positions other than the
-                model's own, packed sequences, attention weights, or ``solve`` for an explicit model.
+                model's own, packed sequences with a cache, attention weights, or ``solve`` for an explicit model.
             TypeError: no tensor, a cache of another library, or an unknown keyword.
         """
         if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
             refuse_compiling()
         gather_once(self.core)  # the Trainer and accelerate shard a model after it was built
+        ends, numbers = kwargs.pop("cu_seq_lens_q", None), kwargs.pop("seq_idx", None)
         check_keywords({"output_attentions": self.config.output_attentions or None} | kwargs)
-        if use_cache is None:
-            use_cache = cache is not None or (self.config.use_cache and not self.training)
-        cache = ImplicitCache() if cache is None else cache
-        x, new = self.embedded(input_ids, attention_mask, position_ids, cache, inputs_embeds)
-        x = F.dropout(x, self.config.embedding_dropout, self.training)
+        check_inputs(input_ids, inputs_embeds, position_ids=position_ids)
+        given, cache = cache is not None, ImplicitCache() if cache is None else cache
+        embedded, mask = self.embedded(input_ids, attention_mask, cache, inputs_embeds)
+        new = None if mask is None else mask[:, cache.length :]
+        shape = (len(embedded), embedded.shape[1])
+        packing = Packing.of(position_ids, ends, numbers, new, shape)
+        if packing is None:
+            check_positions(position_ids, mask, cache.length, shape)
+        elif given:
+            raise ValueError("cache must be left out where sequences are packed into a row")
+        if use_cache is None or packing is not None:
+            use_cache = given or (self.config.use_cache and not self.training and packing is None)
+        x = F.dropout(embedded, self.config.embedding_dropout, self.training)
+        if packing is not None:
+            x, new = packing.apart(x), packing.mask
         options: dict[str, Any] = {} if solve is None else {"solve": self.solve_config(solve)}
         want_states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         with recorded_states(self.core if want_states and self.solved is None else None) as between:
@@ -157,10 +172,12 @@ class DeqseqModel(DeqseqPreTrainedModel):
         if use_cache:
             cache.commit(output, new)
         inner = [Padding.of(x, new).back(state) for state in between[:-1]]  # the final norm follows the last one
+        if packing is not None:
+            inner, output = [packing.together(state) for state in inner], packing.output(output)
         solved = ImplicitModelOutput(
             last_hidden_state=output.value,
             cache=cache if use_cache else None,
-            hidden_states=(x, *inner, output.value) if want_states else None,
+            hidden_states=(embedded, *inner, output.value) if want_states else None,
             stats=output.stats,
             status=output.status,
         )
@@ -201,7 +218,6 @@ class DeqseqModel(DeqseqPreTrainedModel):
         self,
         input_ids: Tensor | None,
         attention_mask: Tensor | None,
-        position_ids: Tensor | None,
         cache: ImplicitCache,
         inputs_embeds: Tensor | None,
     ) -> tuple[Sequence, Mask | None]:
@@ -210,14 +226,14 @@ class DeqseqModel(DeqseqPreTrainedModel):
         Args:
             input_ids: ``(batch, length)``.
             attention_mask: ``(batch, committed + length)``.
-            position_ids: ``(batch, length)``.
             cache: of the committed tokens.
             inputs_embeds: ``(batch, length, hidden_size)``.
 
         Returns:
-            Embedded tokens, ``(batch, length, hidden_size)``, and their mask, ``(batch, length)``.
+            Embedded tokens, ``(batch, length, hidden_size)``, and the mask of all tokens, ``(batch, committed +
+            length)``.
         """
-        check_inputs(input_ids, inputs_embeds, attention_mask=attention_mask, position_ids=position_ids)
+        check_inputs(input_ids, inputs_embeds, attention_mask=attention_mask)
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         if input_ids is not None:
@@ -228,8 +244,7 @@ class DeqseqModel(DeqseqPreTrainedModel):
         x = cast("Sequence", inputs_embeds)
         check_cache(cache, len(x))
         mask = joined_mask(attention_mask, len(x), x.shape[1], cache)
-        check_positions(position_ids, mask, cache.length, (len(x), x.shape[1]))
-        return scaled(x, self.config.embedding_scale), None if mask is None else mask[:, cache.length :]
+        return scaled(x, self.config.embedding_scale), mask
 
 
 class DeqseqForSequenceClassification(GenericForSequenceClassification, DeqseqPreTrainedModel):  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -15,7 +15,7 @@ from transformers.utils.generic import can_return_tuple
 
 from deqseq.check import check_known
 from deqseq.config import SolveConfig
-from deqseq.integrations.huggingface.arguments import check_cache, check_inputs, check_labels
+from deqseq.integrations.huggingface.arguments import check_cache, check_inputs, check_labels, check_positions
 from deqseq.integrations.huggingface.cache import ImplicitCache
 from deqseq.integrations.huggingface.configuration import DeqseqConfig
 from deqseq.integrations.huggingface.modeling import DeqseqModel, SolveChange
@@ -236,9 +236,12 @@ class DeqseqForCausalLM(DeqseqPreTrainedModel, GenerationMixin):
         new = tokens_to_solve(input_ids, generation_config, model_kwargs)
         model_kwargs |= {"next_sequence_length": new, "is_first_iteration": True}
         given: dict[str, Any] = self.prepare_inputs_for_generation(input_ids, **model_kwargs)
-        names: Any = ("input_ids", "attention_mask", "position_ids", "cache", "inputs_embeds")
-        x, mask = self.model.embedded(*(given.get(name) for name in names))  # pyright: ignore[reportArgumentType]
-        run = partial(generate, self.model.core, self._embedded, self._logits, x, mask, given["cache"].value)
+        cache: ImplicitCache = given["cache"]
+        ids, mask, embeds = (given.get(name) for name in ("input_ids", "attention_mask", "inputs_embeds"))
+        x, mask = self.model.embedded(ids, mask, cache, embeds)
+        check_positions(given.get("position_ids"), mask, cache.length, (len(x), x.shape[1]))
+        mask = None if mask is None else mask[:, cache.length :]
+        run = partial(generate, self.model.core, self._embedded, self._logits, x, mask, cache.value)
         solve: SolveConfig | None = given.get("solve")
         run = partial(run, callback=None, solve=solve, fields={} if solve is None else {"sweep": solve.sweep})
         return in_windows(run, input_ids, logits_processor, stopping_criteria, generation_config, streamer)
