@@ -41,9 +41,20 @@ def affine() -> dq.Affine:
     return dq.Affine(8).double()
 
 
+def randn(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Random numbers of a seed."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
 def embedded(batch: int = 2, length: int = 7, dim: int = 8) -> torch.Tensor:
     """Random inputs."""
-    return torch.randn(batch, length, dim, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return randn(batch, length, dim)
+
+
+def language_model(backbone: dq.Backbone, vocab_size: int = 11, **fields) -> dq.CausalLM:
+    """Embeddings of the size of the states, so that predictions differ; solved as the fields say."""
+    torch.manual_seed(1)
+    return dq.CausalLM(vocab_size, dq.ImplicitModel(backbone, dq.SolveConfig(**fields)), embedding_std=1.0).double()
 
 
 class Logits(torch.nn.Module):

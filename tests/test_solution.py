@@ -57,6 +57,12 @@ def test_the_remedy_is_not_the_solver_that_failed(solver):
     assert f"{type(solver).__name__}()" not in named
 
 
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_values_that_are_not_finite_at_once_are_no_expansion(bad):
+    with pytest.raises(ConvergenceError, match="f returned NaN, infinity or numbers too large at its first"):
+        dq.fixed_point(lambda z: z + bad, torch.zeros(2, 3), throw=True)
+
+
 def test_an_error_survives_pickling():
     with pytest.raises(ConvergenceError) as caught:
         solution([Status.MAX_STEPS_REACHED, Status.CONVERGED], [0.5, 0.0]).raise_if_failed()

@@ -135,21 +135,6 @@ def test_autocast_keeps_the_dtype_of_the_states():
 
 
 @pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize(
-    ("choose", "error", "words"),
-    [
-        (lambda states: states, ValueError, r"Looped\.choose .* \(2, 7, 8\) on cpu, got \(3, 2, 7, 8\)"),
-        (lambda states: states[-1, :, :, :4], ValueError, r"got \(2, 7, 4\)"),
-        (lambda states: states[-1].float(), TypeError, r"Looped\.choose must keep the dtype.*float64, got.*float32"),
-        (lambda states: 3, TypeError, r"what Looped\.choose returns must be a Tensor .* got 3"),
-    ],
-)
-def test_a_bad_choice(choose, error, words):
-    with pytest.raises(error, match=words):
-        dq.ExplicitModel(dq.Looped(affine(), 3, choose))(embedded())
-
-
-@pytest.mark.usefixtures("unchecked")
 def test_a_cache_of_other_steps_or_another_model():
     x, looped = embedded(), dq.Looped(affine(), 3)
     cache = dq.ExplicitModel(looped)(x, return_cache=True).cache

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from small_models import randn
 
 from deqseq.layers import (
     Attention,
@@ -13,10 +14,6 @@ from deqseq.layers import (
     rotary_tables,
     rotate,
 )
-
-
-def randn(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def rotated_by_hand(x, theta, scale=1.0):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from small_models import randn
 from torch import nn
 from torch.nn import functional as F
 
@@ -15,10 +16,6 @@ from deqseq.layers import (
     dropout_mask,
 )
 from deqseq.ops.causal_conv import silu_causal_conv
-
-
-def randn(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def test_rms_norm_formula():

@@ -133,10 +133,7 @@ def test_an_explicit_model_drops_out():
         ({"labels": IDS, "targets": IDS}, ValueError, "labels .* or targets .*, not both"),
         ({"input_ids": IDS[:, :1], "labels": IDS[:, :1]}, ValueError, "labels leave nothing to score"),
         ({"targets": torch.full_like(IDS, -100)}, ValueError, "targets leave nothing to score"),
-        ({"labels": IDS.to(torch.uint8), "mask": IDS >= 0}, TypeError, "labels must be int64"),
         ({"input_ids": IDS.int()}, TypeError, r"input_ids must be int64, got torch\.int32: write input_ids\.long\(\)"),
-        ({"input_ids": IDS[0]}, ValueError, r"input_ids must have shape \(batch, length\), got \("),
-        ({"input_ids": IDS[:0]}, ValueError, "input_ids must have at least one row and one token"),
     ],
     ids=lambda part: "-".join(part) if isinstance(part, dict) else "",
 )

@@ -243,28 +243,6 @@ def test_mistakes_in_a_backbone_of_ones_own_are_named(mistake, words):
         dq.ImplicitModel(Own(mistake))(torch.ones(2, 4, 3), sweep=dq.Sequential())
 
 
-@pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize("model", [dq.ImplicitModel, dq.ExplicitModel])
-def test_tokens_of_another_dtype_or_device_are_named(model):
-    model, x = model(affine()), embedded()
-    with pytest.raises(TypeError, match=r"x must have the dtype of the model, torch\.float64, got torch\.float32"):
-        model(x.float())
-    with pytest.raises(ValueError, match="x must be on the device of the model, cpu, got meta"):
-        model(x.to("meta"))
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_what_a_gradient_of_ones_own_returns_is_checked():
-    class Bare(dq.Gradient):
-        def apply(self, f, z0, *, keep_value=False, **call):
-            return z0
-
-    with pytest.raises(TypeError, match=r"what Bare\.apply returns must be a Solution"):
-        dq.fixed_point(torch.cos, torch.zeros(1), gradient=Bare())
-    with pytest.raises(TypeError, match=r"what Bare\.apply returns must be a Solution"):
-        dq.ImplicitModel(affine())(embedded(), gradient=Bare())
-
-
 @pytest.mark.parametrize("start", ["zero", "input"])
 def test_a_loop_that_would_never_see_its_input_is_refused(start):
     loop = dq.Looped(contractive_llama(injection=False), 2)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from small_models import contractive_llama, contractive_mamba2
+from small_models import contractive_llama, contractive_mamba2, randn
 
 import deqseq as dq
 from deqseq.diagnostics import check_duality, gradient_bias, model_spectral_radius, token_effort
@@ -41,10 +41,6 @@ def model(request):
 def lm(model):
     torch.manual_seed(1)
     return dq.CausalLM(13, model, embedding_std=1.0).double().eval()
-
-
-def randn(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def near(found, wanted, atol=1e-8):
@@ -135,14 +131,6 @@ def test_diagnostics_take_the_core(lm):
     assert lm(ids).explain().causes == ("converged", "converged")
 
 
-@pytest.mark.parametrize("norm", [torch.nn.LayerNorm(4), torch.nn.LayerNorm(8), torch.nn.Linear(8, 1).double()])
-def test_a_norm_that_does_not_fit_is_named(norm):
-    model = recurrent()
-    model.norm = norm  # of another width, dtype or result
-    with pytest.raises(ValueError, match=r"RecurrentDepth\.norm (cannot take|must keep the shape)"):
-        model(randn(2, 5, 8))
-
-
 def test_phases_and_compile_reach_the_core():
     model = recurrent()
     bounded(3, 1, until=None).apply(model)
@@ -174,6 +162,9 @@ def test_parts_that_do_not_fit_are_refused():
         dq.RecurrentDepth(dq.Affine(8), core, part)
     with pytest.raises(ValueError, match=r"same d_model.*\[8, 8, 4\]"):
         dq.RecurrentDepth(part, core, dq.ExplicitModel(dq.Affine(4)))
+    model = dq.RecurrentDepth(part, core, part, torch.nn.LayerNorm(4))
+    with pytest.raises(ValueError, match=r"RecurrentDepth\.norm cannot take"):
+        model(torch.ones(1, 2, 8))
     model = dq.RecurrentDepth(part, core, part)
     with pytest.raises(TypeError, match="cache must be a RecurrentDepthCache"):
         model(torch.ones(1, 2, 8), cache=core(torch.ones(1, 2, 8), return_cache=True).cache)

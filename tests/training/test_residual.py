@@ -2,22 +2,17 @@
 
 import pytest
 import torch
-from small_models import affine, contractive_llama, contractive_mamba2, embedded
+from small_models import affine, contractive_llama, contractive_mamba2, embedded, randn
 
 import deqseq as dq
-from deqseq.testing.problems import seeded
 from deqseq.training import terminal_residual
 
 MASK = torch.tensor([[True] * 7, [True] * 5 + [False] * 2])
 
 
-def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=seeded(seed), dtype=torch.float64)
-
-
 @pytest.mark.parametrize("mask", [None, MASK], ids=["all", "padded"])
 def test_is_the_mean_over_real_tokens(mask):
-    W, z = drawn(4, 4, seed=1), drawn(2, 7, 4, seed=2)
+    W, z = randn(4, 4, seed=1), randn(2, 7, 4, seed=2)
     terms = []
     for row in range(2):
         for token in range(7):
@@ -30,7 +25,7 @@ def test_is_the_mean_over_real_tokens(mask):
 
 @pytest.mark.parametrize("mask", [None, MASK], ids=["all", "padded"])
 def test_gradients_by_finite_differences(mask):
-    W, z = drawn(3, 3, seed=1).requires_grad_(), drawn(2, 7, 3, seed=2).requires_grad_()
+    W, z = randn(3, 3, seed=1).requires_grad_(), randn(2, 7, 3, seed=2).requires_grad_()
 
     def loss(W, z):
         return terminal_residual(lambda z: torch.tanh(z @ W), z, mask=mask)
