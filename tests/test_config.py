@@ -41,12 +41,3 @@ def test_every_field_can_be_replaced_alone(field):
     changed = resolve(LOOSE, None, {field.name: getattr(other, field.name)})
     assert changed == replace(LOOSE, **{field.name: getattr(other, field.name)}) != LOOSE
     assert resolve(LOOSE, other, {}) is other
-
-
-def test_the_language_model_hands_them_on():
-    torch.manual_seed(0)
-    model = dq.CausalLM(5, dq.ImplicitModel(dq.Affine(4), LOOSE, MIDDLE)).eval()
-    ids = torch.tensor([[1, 2, 3]])
-    for call, expected in (({}, 3), ({"solve": TIGHT}, 5), ({"solve": TIGHT, "stop": dq.Stop.exactly(7)}, 7)):
-        assert int(model(ids, **call).stats.iterations.max()) == expected
-    assert model(ids, sweep=dq.Sequential()).stats.iterations.shape == (1, 3)

@@ -154,12 +154,6 @@ def test_attributes_that_nothing_reads_are_refused(name):
         model.eval_solve = dq.Stop()
 
 
-def test_a_model_names_the_transform_that_it_cannot_run_under():
-    lm = dq.CausalLM(7, dq.ImplicitModel(dq.Affine(4)))
-    with pytest.raises(TypeError, match=r"cannot be solved inside torch\.func's vmap"):
-        torch.func.vmap(lambda row: lm(row[None]).logits[0])(torch.ones(2, 3, dtype=torch.int64))
-
-
 @pytest.mark.parametrize("sweep", [dq.Simultaneous(), dq.Sliding(3)], ids=str)
 @pytest.mark.parametrize("estimator", [dq.Phantom(), dq.Implicit(), dq.OneStep()], ids=str)
 def test_a_row_that_is_not_finite_gives_no_gradient_through_what_was_prepared(sweep, estimator):

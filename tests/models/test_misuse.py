@@ -97,12 +97,6 @@ class TestCaches:
         assert torch.equal(in_place.stats.iterations, with_graph.stats.iterations)
         assert torch.allclose(in_place.value, with_graph.value, atol=1e-5)
 
-    def test_a_scan_state_made_under_autocast_is_float32(self):
-        model = dq.ImplicitModel(contractive_mamba2().float(), dq.SolveConfig(stop=dq.Stop.exactly(4))).eval()
-        with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
-            cache = model(embedded(length=3).float(), return_cache=True).cache
-        assert [state.ssm.dtype for state in cache.layers] == [torch.float32] * 2
-
     def test_one_keeps_nothing_but_itself(self):
         model = dq.ImplicitModel(contractive_mamba2(), dq.SolveConfig(stop=dq.Stop.exactly(1))).eval()
         for tensor in model(embedded(length=50), return_cache=True).cache.tensors():
@@ -241,14 +235,3 @@ class Own(dq.Affine):
 def test_mistakes_in_a_backbone_of_ones_own_are_named(mistake, words):
     with pytest.raises(TypeError, match=words):
         dq.ImplicitModel(Own(mistake))(torch.ones(2, 4, 3), sweep=dq.Sequential())
-
-
-@pytest.mark.parametrize("start", ["zero", "input"])
-def test_a_loop_that_would_never_see_its_input_is_refused(start):
-    loop = dq.Looped(contractive_llama(injection=False), 2)
-    model, x = dq.ImplicitModel(loop, dq.SolveConfig(start=start)), embedded()
-    if start == "zero":
-        with pytest.raises(ValueError, match="this Looped was built without an injection"):
-            model(x)
-    else:
-        assert model(x).value.shape == x.shape

@@ -29,6 +29,7 @@ def ids(*rows) -> torch.Tensor:
         (WordBatch(ids([0, 1]), ids([-1, -100])), ValueError, "the targets of draw must lie in 0..1, got -1..0"),
         (WordBatch(ids([0, 1], [0, 1]), ids([0, 1], [0, 1])), ValueError, "draw must return 1 rows, got 2"),
         (WordBatch(torch.zeros(1, 2), ids([0, 1])), ValueError, "draw must return ids and answers, int64"),
+        ([0, 1], TypeError, "the value of draw must be a WordBatch"),
     ],
 )
 @pytest.mark.usefixtures("unchecked")
