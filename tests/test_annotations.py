@@ -1,5 +1,6 @@
 """What annotations say of arguments, read by ``checked``: the refusals, and what is taken."""
 
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -103,26 +104,8 @@ def test_values_of_the_kind_are_taken():
 
 
 def test_further_arguments_are_checked_one_by_one():
-    defaults = (
-        1,
-        None,
-        0.0,
-        1.0,
-        False,
-        "token",
-        "zero",
-        dq.Naive(),
-        None,
-        "name",
-        None,
-        None,
-        None,
-        None,
-        None,
-        0,
-        1,
-        2,
-    )
+    parameters = inspect.signature(call).parameters.values()
+    defaults = [one.default for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
     assert call(*defaults, 1, 2) == "called"
     with pytest.raises(ValueError, match=r"^rest must be an integer >= 0, got -1"):
         call(*defaults, 1, -1)

@@ -87,13 +87,6 @@ def test_logits_are_capped_as_in_gemma_2():
     assert capped.logits(states).abs().max() <= 0.5 < lm.logits(states).abs().max()
 
 
-def test_generation_scales_what_it_embeds():
-    lm = dq.CausalLM(9, dq.ExplicitModel(dq.Affine(8)), embedding_std=1.0, embedding_scale=3.0).double()
-    tokens = lm.generate(IDS, max_new_tokens=5).tokens
-    whole = lm(torch.cat([IDS, tokens], dim=1)).logits
-    assert torch.equal(whole[:, 3:-1].argmax(dim=-1), tokens)
-
-
 def test_fields_of_a_call_reach_the_solve_and_its_numbers_come_back():
     lm = language_model().eval()
     output = lm(IDS, sweep=dq.Sequential(), stop=dq.Stop(rtol=1e-11, max_steps=2))
