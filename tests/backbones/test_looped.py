@@ -9,7 +9,6 @@ import torch
 from small_models import Logits, affine, contractive_llama, contractive_mamba2, embedded
 
 import deqseq as dq
-from deqseq.backbones import LoopedCache
 from deqseq.testing import BackboneContract
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "compiled_models.py"
@@ -76,25 +75,6 @@ def test_gradients_are_those_of_the_loop_written_out():
         (value * weights).sum().backward()
         found.append([value, x.grad, *(p.grad for p in backbone.parameters())])
     assert all((ours - expected).abs().max() <= 1e-12 for ours, expected in zip(*found, strict=True))
-
-
-@every_backbone
-@pytest.mark.parametrize("steps", [1, 2, 7])
-@torch.no_grad()
-def test_decoding_is_the_whole_pass_at_any_number_of_steps(make, steps):
-    """Each step sees the same step of the tokens before; with one cache for all, few steps would differ."""
-    x = embedded(2, 9)
-    for start in ("input", "zero"):
-        model = dq.ExplicitModel(dq.Looped(make(), steps, choose=lambda states: states.sum(dim=0), start=start))
-        whole, output = model(x, return_cache=True), model(x[:, :4], return_cache=True)
-        values = [output.value]
-        for t in range(4, 9):
-            output = model(x[:, t : t + 1], cache=output.cache, return_cache=True)
-            values.append(output.value)
-        assert (torch.cat(values, dim=1) - whole.value).abs().max() <= 1e-12
-        assert isinstance(output.cache, LoopedCache) and len(output.cache.steps) == steps
-        pairs = zip(output.cache.tensors(), whole.cache.tensors(), strict=True)
-        assert all((ours - expected).abs().max() <= 1e-12 for ours, expected in pairs)
 
 
 def test_a_module_that_chooses_is_trained_and_saved():

@@ -6,15 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from gradient_contract import GradientContract
-from gradient_problems import (
-    PROBLEMS,
-    Case,
-    Map,
-    assert_close,
-    gradients,
-    make,
-    neumann,
-)
+from gradient_problems import PROBLEMS, Case, Map, assert_close, gradients, make, neumann
 from torch import Tensor
 
 import deqseq as dq

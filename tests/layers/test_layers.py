@@ -6,15 +6,7 @@ from small_models import randn
 from torch import nn
 from torch.nn import functional as F
 
-from deqseq.layers import (
-    CausalConv1d,
-    GatedRMSNorm,
-    Mamba2Block,
-    Mamba2Mixer,
-    RMSNorm,
-    SwiGLU,
-    dropout_mask,
-)
+from deqseq.layers import CausalConv1d, GatedRMSNorm, Mamba2Block, Mamba2Mixer, RMSNorm, SwiGLU, dropout_mask
 from deqseq.ops.causal_conv import silu_causal_conv
 
 

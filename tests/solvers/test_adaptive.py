@@ -100,6 +100,16 @@ class TestAdaptive(SolverContract):
             limits.append(state.limit.item())
         assert limits[-1] == limits[0]
 
+    def test_a_row_that_begins_afresh_has_the_memory_of_a_new_solve(self):
+        z, rows = torch.randn(3, 4, 2), torch.tensor([2, 0])
+        state = Adaptive().init(z)
+        for _ in range(7):
+            state = Adaptive().step(z, torch.tanh(z), state)[1]
+        again = Adaptive().restart(state, z, rows)
+        for name, first in Adaptive().init(z)._asdict().items():
+            assert torch.equal(getattr(again, name)[rows], first[rows])
+            assert torch.equal(getattr(again, name)[1], getattr(state, name)[1])
+
     def test_a_row_makes_progress_while_some_of_its_tokens_settle(self):
         """The residual of later tokens grows until the earlier ones are exact; damping would only delay them."""
         f = CausalChain(1 + torch.rand(2, 24, 3, dtype=torch.float64), coupling=1.3)

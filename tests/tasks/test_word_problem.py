@@ -7,19 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deqseq.tasks import (
-    WordProblem,
-    alternating,
-    aperiodic_monoid,
-    cyclic,
-    generators,
-    parse_group,
-    prefix_products,
-    symmetric,
-)
+from deqseq import tasks
+from deqseq.tasks import WordProblem, aperiodic_monoid, cyclic, generators, parse_group, prefix_products
 
-S5 = symmetric(5)
-A5 = alternating(5)
+S5 = tasks.symmetric(5)
+A5 = tasks.alternating(5)
 
 
 def seeded(seed=0):
