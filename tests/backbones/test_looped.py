@@ -115,18 +115,6 @@ def test_autocast_keeps_the_dtype_of_the_states():
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_a_cache_of_other_steps_or_another_model():
-    x, looped = embedded(), dq.Looped(affine(), 3)
-    cache = dq.ExplicitModel(looped)(x, return_cache=True).cache
-    with pytest.raises(ValueError, match=r"cache was made by 3 steps, and Looped\.steps is 2"):
-        dq.ExplicitModel(dq.Looped(affine(), 2))(x, cache=cache)
-    with pytest.raises(TypeError, match="cache must be a LoopedCache or None, got AffineCache"):
-        dq.ExplicitModel(looped)(x, cache=cache.steps[0])
-    with pytest.raises(ValueError, match="cache must be of this model"):
-        dq.ExplicitModel(looped)(x[:1], cache=cache)
-
-
-@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("start", ["zero", dq.RandomStart()], ids=["zero", "random"])
 def test_a_loop_that_would_not_see_its_input(start):
     looped = dq.Looped(llama(injection=False), 2, start=start)

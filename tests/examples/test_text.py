@@ -281,8 +281,6 @@ def test_a_folder_belongs_to_one_script_its_options_and_one_process(tmp_path):
     run_folder.check_folder("pretrain.py", Options(output=run.output, checkpoint_every=7), folder)
     with pytest.raises(SystemExit, match=r"run with other options \(lr: 0.003 -> 0.1\): give another folder"):
         run_folder.check_folder("pretrain.py", Options(output=run.output, lr=0.1), folder)
-    with pytest.raises(SystemExit, match=r"holds files, but no run of retrofit\.py: give another folder"):
-        run_folder.check_folder("retrofit.py", run, folder)
 
 
 @pytest.mark.parametrize("record", [None, "years of work", "[]", '{"script": "other.py", "options": {}}'])

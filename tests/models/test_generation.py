@@ -89,16 +89,6 @@ def test_without_a_sweep_prompts_slide(lm, shapes):
     assert max(tokens for _, tokens in shapes) == 16 < 3 * PROMPT.shape[1]
 
 
-def test_prompts_of_text_need_fewer_evaluations_than_with_a_window_of_8():
-    text, prompt = (
-        dq.load_example("text"),
-        b"Shall I compare thee to a summer's day? Thou art more lovely and more temperate",
-    )
-    narrow, wider = (text(torch.tensor([list(prompt)]), sweep=dq.Sliding(size)).stats for size in (8, 16))
-    assert wider.evaluations < 0.75 * narrow.evaluations
-    assert wider.updates.float().mean() < 1.4 * narrow.updates.float().mean()
-
-
 def test_solve_replaces_the_configuration_of_every_token_and_failures_are_reported(lm):
     solve = dq.SolveConfig(stop=dq.Stop(rtol=1e-11, max_steps=2), sweep=dq.Sequential())
     for window in (1, 4):
