@@ -35,6 +35,17 @@ def contractive_llama(**changes) -> dq.Llama:
     return backbone
 
 
+def injected_llama() -> dq.Injected:
+    """Layers without an injection of their own."""
+    return dq.Injected(contractive_llama(n_layers=1, injection=False), dq.AddInjection()).double()
+
+
+def recurrent_depth(core: dq.ImplicitModel | dq.ExplicitModel, norm=None) -> dq.RecurrentDepth:
+    """A core between two Llamas of one layer."""
+    first, last = (dq.ExplicitModel(contractive_llama(n_layers=1, injection=False)) for _ in range(2))
+    return dq.RecurrentDepth(first, core, last, norm).double()
+
+
 def affine() -> dq.Affine:
     """The toy with a known answer."""
     torch.manual_seed(0)

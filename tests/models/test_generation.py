@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from small_models import contractive_llama, contractive_mamba2
+from small_models import contractive_llama, contractive_mamba2, injected_llama, recurrent_depth
 
 import deqseq as dq
 from deqseq.models.sampler import Sampler, gumbel
@@ -11,22 +11,11 @@ from deqseq.models.sampler import Sampler, gumbel
 TIGHT = dq.SolveConfig(stop=dq.Stop(rtol=1e-9, max_steps=500))
 PROMPT = torch.randint(0, 13, (3, 6), generator=torch.Generator().manual_seed(0))
 LAYERS = {"Mamba2": contractive_mamba2, "Llama": contractive_llama}
-
-
-def recurrent(core: dq.ImplicitModel | dq.ExplicitModel) -> dq.RecurrentDepth:
-    first, last = (dq.ExplicitModel(contractive_llama(n_layers=1, injection=False)) for _ in range(2))
-    return dq.RecurrentDepth(first, core, last)
-
-
-def injected() -> dq.Backbone:
-    return dq.Injected(contractive_llama(n_layers=1, injection=False), dq.AddInjection())
-
-
 MODELS = {
     **{name: lambda make=make: dq.ImplicitModel(make(), TIGHT) for name, make in LAYERS.items()},
     **{f"explicit {name}": lambda make=make: dq.ExplicitModel(make(injection=False)) for name, make in LAYERS.items()},
-    "RecurrentDepth": lambda: recurrent(dq.ImplicitModel(injected(), TIGHT)),
-    "fixed depth": lambda: recurrent(dq.ExplicitModel(dq.Looped(injected(), 3, start="zero"))),
+    "RecurrentDepth": lambda: recurrent_depth(dq.ImplicitModel(injected_llama(), TIGHT)),
+    "fixed depth": lambda: recurrent_depth(dq.ExplicitModel(dq.Looped(injected_llama(), 3, start="zero"))),
 }
 
 

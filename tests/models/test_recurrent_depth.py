@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from small_models import contractive_llama, contractive_mamba2, randn
+from small_models import contractive_llama, contractive_mamba2, injected_llama, randn, recurrent_depth
 
 import deqseq as dq
 from deqseq.diagnostics import check_duality, gradient_bias, model_spectral_radius, token_effort
@@ -13,7 +13,6 @@ from deqseq.training import bounded
 pytestmark = pytest.mark.usefixtures("unchecked")  # the docstrings' examples run with the checks of shapes
 
 TIGHT = dq.SolveConfig(stop=dq.Stop(rtol=1e-11, max_steps=500))
-SWEEPS = (dq.Chunked(3), dq.Sequential(), dq.Sliding(3))
 
 
 def recurrent(kind="llama", injection="concat", norm=None) -> dq.RecurrentDepth:
@@ -60,26 +59,6 @@ def test_it_is_its_parts_one_after_the_other():
         z, _ = backbone(z, backbone.prepare(first))
     assert near(output.value, model.coda(norm(z)).value)
     assert output.stats.iterations.shape == (2, 6)
-
-
-@pytest.mark.parametrize("sweep", SWEEPS, ids=str)
-@torch.no_grad()
-def test_sweeps_agree(model, sweep):
-    x = randn(2, 7, 8)
-    whole, swept = model(x, return_cache=True), model(x, sweep=sweep, return_cache=True, throw=True)
-    assert near(swept.value, whole.value)
-    for ours, theirs in zip(swept.cache.tensors(), whole.cache.tensors(), strict=True):
-        assert near(ours, theirs)
-
-
-@torch.no_grad()
-def test_a_cache_goes_on(model):
-    x = randn(2, 7, 8)
-    whole, first = model(x), model(x[:, :4], return_cache=True)
-    rest = model(x[:, 4:], cache=first.cache, return_cache=True)
-    assert near(torch.cat([first.value, rest.value], dim=1), whole.value)
-    row = model(x[1:, 4:], cache=dq.take(first.cache, torch.tensor([1])))
-    assert near(row.value, whole.value[1:, 4:])
 
 
 @pytest.mark.parametrize("left", [True, False])
@@ -133,9 +112,7 @@ def test_phases_and_compile_reach_the_core():
 
 
 def test_a_core_of_fixed_depth_takes_nothing_for_a_solve():
-    first, inner, last = (contractive_llama(n_layers=1, injection=False) for _ in range(3))
-    core = dq.ExplicitModel(dq.Looped(dq.Injected(inner, dq.AddInjection()), 3, start="zero"))
-    model = dq.RecurrentDepth(dq.ExplicitModel(first), core, dq.ExplicitModel(last)).double()
+    model = recurrent_depth(dq.ExplicitModel(dq.Looped(injected_llama(), 3, start="zero")))
     for option in ({"throw": True}, {"stop": dq.Stop()}):
         with pytest.raises(TypeError, match=f"nothing to solve: it takes no {next(iter(option))}"):
             model(randn(1, 2, 8), **option)

@@ -47,12 +47,6 @@ def test_a_phase_has_a_name():
         replace(BOUNDED, name="")
 
 
-@pytest.mark.parametrize("make", [bounded, free, unrolled])
-def test_options_of_the_makers(make):
-    phase = make(3, until=7, name="mine")
-    assert (phase.name, phase.until, phase.solve.stop.max_steps) == ("mine", 7, 3)
-
-
 def test_a_phase_replaces_how_a_model_solves():
     model = dq.ImplicitModel(dq.Affine(4), dq.SolveConfig(dq.Naive()), dq.SolveConfig(dq.Anderson()))
     FREE.apply(model)
