@@ -35,6 +35,13 @@ def contractive_llama(**changes) -> dq.Llama:
     return backbone
 
 
+def llama(**changes) -> dq.Llama:
+    """A random Llama: at few iterations it is far from its fixed point."""
+    torch.manual_seed(0)
+    sizes = {"d_model": 8, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "mlp_width": 6}
+    return dq.Llama(dq.LlamaConfig(**{**sizes, **changes})).double()
+
+
 def injected_llama() -> dq.Injected:
     """Layers without an injection of their own."""
     return dq.Injected(contractive_llama(n_layers=1, injection=False), dq.AddInjection()).double()

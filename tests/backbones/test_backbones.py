@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import affine, contractive_llama, contractive_mamba2, randn
+from small_models import affine, contractive_llama, contractive_mamba2, llama, randn
 
 import deqseq as dq
 from deqseq.testing import BackboneContract
@@ -17,12 +17,6 @@ def mamba2(**changes):
     torch.manual_seed(0)
     sizes = {"d_model": 8, "n_layers": 2, "d_state": 4, "headdim": 4, "n_groups": 2, "mlp_width": 6, "chunk_size": 3}
     return dq.Mamba2(dq.Mamba2Config(**{**sizes, **changes})).double()
-
-
-def llama(**changes):
-    torch.manual_seed(0)
-    sizes = {"d_model": 8, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "mlp_width": 6}
-    return dq.Llama(dq.LlamaConfig(**{**sizes, **changes})).double()
 
 
 class Pointwise(dq.Backbone[Any]):

@@ -6,19 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_models import Logits, affine, contractive_llama, contractive_mamba2, embedded
+from small_models import Logits, affine, contractive_llama, contractive_mamba2, embedded, llama
 
 import deqseq as dq
 from deqseq.testing import BackboneContract
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "compiled_models.py"
-
-
-def llama(**changes):
-    """A random Llama: at few iterations it is far from its fixed point."""
-    torch.manual_seed(0)
-    sizes = {"d_model": 8, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "mlp_width": 6}
-    return dq.Llama(dq.LlamaConfig(**{**sizes, **changes})).double()
 
 
 def injected():

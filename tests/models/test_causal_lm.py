@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from small_models import affine, contractive_mamba2, embedded
+from small_models import affine, contractive_mamba2
 from torch import nn
 
 import deqseq as dq
@@ -92,10 +92,7 @@ def test_fields_of_a_call_reach_the_solve_and_its_numbers_come_back():
     output = lm(IDS, sweep=dq.Sequential(), stop=dq.Stop(rtol=1e-11, max_steps=2))
     assert output.stats.iterations.tolist() == [[2] * 4] * 2
     assert not output.converged.any()
-    with pytest.raises(dq.ConvergenceError, match="2 of 2 rows"):
-        output.raise_if_failed()
-    with pytest.raises(dq.ConvergenceError, match="2 of 2 rows"):
-        lm(IDS, solve=dq.SolveConfig(stop=dq.Stop(rtol=1e-11, max_steps=2)), throw=True)
+    assert lm(IDS, solve=dq.SolveConfig(stop=dq.Stop.exactly(2))).stats.evaluations == 2
     residuals = []
     assert lm(IDS, throw=True, callback=lambda now: residuals.append(now.residual)).stats.evaluations == len(residuals)
     assert residuals[-1].max() <= 1e-11 < residuals[-2].max()
@@ -111,13 +108,6 @@ def test_an_explicit_model_solves_nothing():
     for option in ({"sweep": dq.Sequential()}, {"throw": True}, {"solve": TIGHT}, {"misspelt": None}):
         with pytest.raises(TypeError, match=next(iter(option))):
             lm(IDS, **option)
-
-
-def test_an_explicit_model_drops_out():
-    model = dq.ExplicitModel(contractive_mamba2(dropout=0.5, injection=False)).train()
-    assert not torch.allclose(model(embedded()).value, model(embedded()).value)
-    model.eval()
-    assert torch.equal(model(embedded()).value, model(embedded()).value)
 
 
 @pytest.mark.parametrize(
