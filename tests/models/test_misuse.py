@@ -130,22 +130,6 @@ class TestCaches:
             dq.ImplicitModel(make())(embedded(), cache=cache)
 
 
-class TestPadding:
-    @MAKE
-    @pytest.mark.parametrize("sweep", [dq.Simultaneous(), dq.Sliding(3), dq.Sequential()], ids=str)
-    def test_it_may_hold_anything(self, make, sweep):
-        model, x = dq.ImplicitModel(make()).eval(), embedded()
-        mask = torch.ones(2, 7, dtype=torch.bool)
-        mask[0, 4:] = False
-        spoiled = x.clone()
-        spoiled[0, 4:] = torch.nan
-        with torch.no_grad():
-            clean, other = (model(y, mask=mask, sweep=sweep, return_cache=True) for y in (x, spoiled))
-            assert torch.equal(clean.value, other.value)
-            later = [model(x, cache=output.cache).value for output in (clean, other)]
-        assert torch.equal(*later)
-
-
 def test_two_threads_generate_with_one_model():
     """The one that ends first must not put the model back into training mode while the other goes on."""
     lm = dq.CausalLM(11, dq.ImplicitModel(contractive_mamba2(dropout=0.5))).double().train()

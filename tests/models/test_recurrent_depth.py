@@ -61,20 +61,6 @@ def test_it_is_its_parts_one_after_the_other():
     assert output.stats.iterations.shape == (2, 6)
 
 
-@pytest.mark.parametrize("left", [True, False])
-@torch.no_grad()
-def test_padding_leaves_a_row_as_it_is_alone(model, left):
-    x, mask = randn(2, 6, 8), torch.ones(2, 6, dtype=torch.bool)
-    real = slice(2, None) if left else slice(None, 4)
-    mask[1] = False
-    mask[1, real] = True
-    output, alone = model(x, mask=mask, return_cache=True), model(x[1:, real], return_cache=True)
-    assert near(output.value[1:, real], alone.value)
-    assert near(output.value[~mask], torch.zeros(2, 8, dtype=torch.float64))
-    more = randn(2, 2, 8, seed=1)
-    assert near(model(more, cache=output.cache).value[1:], model(more[1:], cache=alone.cache).value)
-
-
 @pytest.mark.parametrize(
     ("gradient", "exact"), [(dq.Implicit(stop=dq.Stop(rtol=1e-12, max_steps=500)), True), (dq.OneStep(), False)]
 )
