@@ -42,6 +42,21 @@ def llama(**changes) -> dq.Llama:
     return dq.Llama(dq.LlamaConfig(**{**sizes, **changes})).double()
 
 
+class Pointwise(dq.Backbone):
+    """Each token on its own, without a cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.d_model, self.inner = 8, torch.nn.Linear(8, 8).double()
+
+    def prepare(self, x, cache=None, mask=None):
+        return x
+
+    def forward(self, z, inputs, cache=None, *, need_aux=False):
+        return torch.tanh(self.inner(z) / 4 + inputs), None
+
+
 def injected_llama() -> dq.Injected:
     """Layers without an injection of their own."""
     return dq.Injected(contractive_llama(n_layers=1, injection=False), dq.AddInjection()).double()

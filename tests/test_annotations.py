@@ -148,7 +148,7 @@ def with_fields(mask: Any = None, solve: dq.SolveConfig | None = None, **fields:
         (
             with_fields,
             "windows",
-            "unknown argument 'windows'; did you mean 'window'? (with_fields takes: mask, solve, window)",
+            "unknown argument 'windows'; did you mean 'window'? (with_fields takes: mask, ",
         ),
         (dq.Stop.exactly, "stepss", "unknown argument 'stepss'; did you mean 'steps'? (Stop.exactly takes: steps)"),
         (dq.Mamba2, "d_model", "unknown argument 'd_model': write config=dq.Mamba2Config(d_model=...)"),

@@ -2,11 +2,10 @@
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
-from small_models import affine, contractive_llama, contractive_mamba2, llama, randn
+from small_models import Pointwise, affine, contractive_llama, contractive_mamba2, llama, randn
 
 import deqseq as dq
 from deqseq.testing import BackboneContract
@@ -17,21 +16,6 @@ def mamba2(**changes):
     torch.manual_seed(0)
     sizes = {"d_model": 8, "n_layers": 2, "d_state": 4, "headdim": 4, "n_groups": 2, "mlp_width": 6, "chunk_size": 3}
     return dq.Mamba2(dq.Mamba2Config(**{**sizes, **changes})).double()
-
-
-class Pointwise(dq.Backbone[Any]):
-    """Each token on its own, without a cache."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.d_model, self.inner = 8, torch.nn.Linear(8, 8).double()
-
-    def prepare(self, x, cache=None, mask=None):
-        return x
-
-    def forward(self, z, inputs, cache=None, *, need_aux=False):
-        return torch.tanh(self.inner(z) / 4 + inputs), None
 
 
 def injected(injection, make=contractive_llama):

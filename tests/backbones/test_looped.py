@@ -1,8 +1,4 @@
-"""A number of iterations as a backbone: it is the loop written out, decoded, chosen from, exported and compiled."""
-
-import subprocess
-import sys
-from pathlib import Path
+"""A number of iterations as a backbone: it is the loop written out, chosen from and exported."""
 
 import pytest
 import torch
@@ -10,8 +6,6 @@ from small_models import Logits, affine, contractive_llama, contractive_mamba2, 
 
 import deqseq as dq
 from deqseq.testing import BackboneContract
-
-SCRIPT = Path(__file__).parents[1] / "scripts" / "compiled_models.py"
 
 
 def injected():
@@ -147,11 +141,3 @@ def test_a_seed_is_not_exported():
     model = Logits(dq.CausalLM(11, model).double().eval())
     with torch.no_grad(), pytest.raises(ValueError, match=r"RandomStart\.seed must be None in torch\.export"):
         torch.export.export(model, (torch.tensor([[1, 2, 3, 4]]),), strict=False)
-
-
-@pytest.mark.slow
-def test_it_is_compiled_once_for_all_steps():
-    """In a process of its own: the tests' checks of shapes would break the graph."""
-    done = subprocess.run([sys.executable, str(SCRIPT), "Looped"], capture_output=True, text=True, timeout=1200)
-    assert done.returncode == 0, done.stderr
-    assert "Looped, zero: " in done.stdout

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from small_models import affine, contractive_llama, contractive_mamba2, language_model
+from small_models import Pointwise, affine, contractive_llama, contractive_mamba2, language_model
 
 import deqseq as dq
 from deqseq.diagnostics import model_spectral_radius, spectral_radius
@@ -72,19 +72,13 @@ def test_token_blocks_against_the_dense_jacobian(make):
 
 
 def test_a_backbone_without_a_cache_is_told_what_it_lacks():
-    class Pointwise(dq.Backbone):
-        d_model = 8
-
-        def prepare(self, x, cache=None, mask=None):
-            return x
-
-        def forward(self, z, inputs, cache=None, *, need_aux=False):
-            return 0.5 * z + inputs, None
-
     lm = language_model(Pointwise(), stop=TIGHT)
     with pytest.raises(NotImplementedError, match=r"Write advance\(\)"):
         model_spectral_radius(lm, IDS)
-    assert model_spectral_radius(lm, IDS[:, :1]).radius.tolist() == [[0.5], [0.5]]  # one token needs no cache
+    one, inner = IDS[:, :1], lm.model.backbone.inner.weight  # one token needs no cache
+    slope = 1 - lm.model(lm.embed(one)).value[:, 0, :, None] ** 2
+    exact = torch.linalg.eigvals(slope * inner / 4).abs().amax(dim=1, keepdim=True)
+    assert torch.allclose(model_spectral_radius(lm, one).radius, exact, rtol=1e-6)
 
 
 @BACKBONES

@@ -12,17 +12,6 @@ SIZES = {"130m": (768, 24, 12, 12), "370m": (1024, 48, 24, 16), "760m": (1536, 4
 PADDED = 50288
 
 
-def test_there_are_three_of_each_size_and_the_state_tracking_model():
-    names = [
-        f"{family}-{size}-{kind}"
-        for family in ("llama3", "mamba2")
-        for size in SIZES
-        for kind in ("explicit", "pretrain", "implicit")
-    ]
-    assert list(dq.PRESETS) == [*names, "mamba2-state-tracking"]
-    assert dq.preset("llama3-130m-implicit") is dq.PRESETS["llama3-130m-implicit"]
-
-
 @pytest.mark.parametrize("size", SIZES)
 def test_sizes_are_the_papers(size):
     width, mamba2_layers, llama_layers, heads = SIZES[size]
