@@ -7,8 +7,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference_loop import PROPERTY, one_row
 from small_models import affine, embedded
+from test_solve_properties import PROPERTY
 
 import deqseq as dq
 
@@ -45,12 +45,6 @@ class Elementwise(dq.Backbone):
         return Last(aux[torch.arange(len(aux)), last])
 
 
-def map_of(x):
-    """The map of one row, after a committed point."""
-    f = Elementwise()
-    return lambda z, here, last: f(z[None], f.prepare(x[None, here]), None if last is None else Last(last[None]))[0][0]
-
-
 @dataclass(frozen=True)
 class Points(dq.Solver[None]):
     """Half of the way; rows that converge return the point that was tested."""
@@ -62,6 +56,56 @@ class Points(dq.Solver[None]):
 
     def step(self, z, fz, state):
         return torch.lerp(z, fz, 0.5), None
+
+
+def one_row(x, block, window, stop, solver):
+    """One row by the documented rules: values, statistics of each token, status, and the last committed point."""
+    length, f, every, tiny = len(x), Elementwise(), stop.check_every, torch.finfo(x.dtype).tiny
+    z = begun = torch.zeros_like(x)
+    value, status, cache, limit = z.clone(), dq.Status.CONVERGED, None, 0.0
+    steps, entered, forced = torch.zeros(3, length, dtype=torch.int64)
+    residual, forced = torch.full((length,), math.inf).double(), forced.bool()
+    bound = torch.full((length,), math.nan).double()
+    first = since = count = 0  # the first token of the window, the evaluation at which it came there, and evaluations
+    while first < length:
+        end, count = min(first + block * window, length), count + 1
+        here, age = slice(first, end), count - since
+        fz = f(z[None, here], f.prepare(x[None, here]), cache)[0][0]
+        going = torch.cat([z[:first], solver.step(z[here], fz, None)[0], z[end:]])
+        late = age >= stop.max_steps
+        due = age % every == 0 or late
+        if due or age == 1:
+            d, s = (torch.linalg.vector_norm(y, dim=-1) for y in (fz - z[here], fz))
+            if stop.norm == "row":  # one number for each token of a block
+                d, s = (torch.cat([y.norm().expand(len(y)) for y in x.split(block)]) for x in (d, s))
+            if age == 1:
+                scale = torch.cat([d, s]).max().clamp_min(1)
+                limit = max(limit, -1.0 if scale.isinf() else stop.divergence * scale.item())
+            bound[here] = torch.where(bound[here].isnan(), stop.rtol * s, bound[here]).maximum(d / 2)
+        if due:
+            passed = [bool(one.all()) for one in (d <= torch.minimum(stop.rtol * s, bound[here])).split(block)]
+            leaving = min(block * [*passed, False].index(False), end - first)
+            lost = not bool((d <= limit).all())
+            spent = late and leaving == 0 and not lost
+            whole = first + leaving == end and (age == 1 or end == length)
+            if every == 1 and block * window > 1 and count % 2 and not late and not whole:
+                leaving = 0  # windows of several tokens move after every second evaluation
+            leaving = end - first if lost else min(block, end - first) if spent else leaving
+            out = slice(first, first + leaving)
+            value[out] = z[out] if solver.returns_point and not spent else fz[:leaving]
+            value[out] = value[out] if not lost else (z if z[here].isfinite().all() else begun)[out]
+            residual[out] = (d / s.clamp_min(tiny)).nan_to_num(nan=torch.inf)[:leaving]
+            steps[out], forced[out] = count - entered[out], spent or lost
+            if lost:
+                forced[first:] = True
+                return value, steps, residual, forced, dq.Status.DIVERGED, None
+            if leaving:
+                status = max(status, dq.Status.MAX_STEPS_REACHED) if spent else status
+                cache, begun = Last(z[None, first + leaving - 1]), going
+                entered[end : end + leaving] = since = count
+                first += leaving
+        z = going
+    return value, steps, residual, forced, status, cache.previous[0]
 
 
 @st.composite
@@ -108,10 +152,10 @@ def test_every_row_of_a_batch_is_the_loop_over_it_alone(batch, block, window, ru
         output = model(x, mask=mask, return_cache=keep)
     stats = output.stats
     assert (stats.evaluations, stats.updates.sum()) == (len(seen), sum(seen))
-    pace = (block, window) if block else (mask.shape[1], 1)
     for row, real in enumerate(mask):
-        own = x[row, real]
-        value, steps, residual, forced, status, last = one_row(map_of(own), torch.zeros_like(own), *pace, stop, solver)
+        value, steps, residual, forced, status, last = one_row(
+            x[row, real], block or mask.shape[1], window if block else 1, stop, solver
+        )
         assert output.status[row] == status
         assert torch.equal(output.value[row, real], value)
         for name, expected in (("iterations", steps), ("forced", forced)):
