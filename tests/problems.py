@@ -63,6 +63,17 @@ class Tanh:
     def __call__(self, z: Tensor) -> Tensor:
         return torch.tanh(self.inner(z))
 
+    def fixed_point(self) -> Tensor:
+        """Newton's method with the dense Jacobian, in float64."""
+        weight, bias = self.inner.weight.double(), self.inner.bias.double()
+        double = Tanh(Affine(weight, bias.reshape(len(bias), -1)))
+        z = torch.zeros_like(double.inner.bias)
+        for _ in range(20):
+            fz = double(z)
+            jacobian = (1 - fz**2)[:, :, None] * weight
+            z = z - torch.linalg.solve(torch.eye(len(weight), dtype=torch.float64) - jacobian, z - fz)
+        return z.reshape(bias.shape)
+
 
 def tanh_contraction(*, batch: int = 3, event: Sequence[int] = (4,)) -> Tanh:
     """Contracts by at most 0.9."""

@@ -63,7 +63,7 @@ class TestAdaptive(SolverContract):
         assert not bool(solve(f, z0, solver=Relaxed(0.8), stop=replace(stop, max_steps=100)).converged.any())
         solution = solve(f, z0, solver=Adaptive(), stop=stop)
         assert bool(solution.converged.all())
-        torch.testing.assert_close(f(solution.value), solution.value, rtol=0, atol=1e-5)
+        torch.testing.assert_close(solution.value, f.fixed_point(), rtol=0, atol=1e-5)
 
     def test_the_limit_of_a_row_falls_to_the_damping_of_the_shortest_residual_and_recovers(self):
         """Maps that turn by 90 degrees times a gain: 1 / (1 + gain^2) is the best damping, and no residual points back.
