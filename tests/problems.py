@@ -53,13 +53,6 @@ class CausalChain:
         before = torch.cat([torch.zeros_like(z[:, :1]), z[:, :-1]], dim=1)
         return self.x + self.coupling * before + self.own * z
 
-    def fixed_point(self) -> Tensor:
-        """The closed form, in float64."""
-        tokens = [self.x[:, 0] / (1 - self.own)]
-        for token in self.x.unbind(dim=1)[1:]:
-            tokens.append((token + self.coupling * tokens[-1]) / (1 - self.own))
-        return torch.stack(tokens, dim=1)
-
 
 @dataclass(frozen=True)
 class Tanh:
@@ -99,10 +92,6 @@ class RowAffine:
         shape = (-1, *[1] * (z.ndim - 1))
         fz = self.gain.reshape(shape) * z + self.offset
         return torch.where(z.abs() > self.ceiling.reshape(shape), torch.nan, fz)
-
-    def fixed_point(self) -> Tensor:
-        """The closed form, in float64."""
-        return self.offset / (1 - self.gain).reshape(-1, *[1] * (self.offset.ndim - 1))
 
 
 def row_affine(

@@ -35,15 +35,59 @@ def contractive_llama(**changes) -> dq.Llama:
     return backbone
 
 
+def llama(**changes) -> dq.Llama:
+    """A random Llama: at few iterations it is far from its fixed point."""
+    torch.manual_seed(0)
+    sizes = {"d_model": 8, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "mlp_width": 6}
+    return dq.Llama(dq.LlamaConfig(**{**sizes, **changes})).double()
+
+
+class Pointwise(dq.Backbone):
+    """Each token on its own, without a cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.d_model, self.inner = 8, torch.nn.Linear(8, 8).double()
+
+    def prepare(self, x, cache=None, mask=None):
+        return x
+
+    def forward(self, z, inputs, cache=None, *, need_aux=False):
+        return torch.tanh(self.inner(z) / 4 + inputs), None
+
+
+def injected_llama() -> dq.Injected:
+    """Layers without an injection of their own."""
+    return dq.Injected(contractive_llama(n_layers=1, injection=False), dq.AddInjection()).double()
+
+
+def recurrent_depth(core: dq.ImplicitModel | dq.ExplicitModel, norm=None) -> dq.RecurrentDepth:
+    """A core between two Llamas of one layer."""
+    first, last = (dq.ExplicitModel(contractive_llama(n_layers=1, injection=False)) for _ in range(2))
+    return dq.RecurrentDepth(first, core, last, norm).double()
+
+
 def affine() -> dq.Affine:
     """The toy with a known answer."""
     torch.manual_seed(0)
     return dq.Affine(8).double()
 
 
+def randn(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Random numbers of a seed."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
 def embedded(batch: int = 2, length: int = 7, dim: int = 8) -> torch.Tensor:
     """Random inputs."""
-    return torch.randn(batch, length, dim, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return randn(batch, length, dim)
+
+
+def language_model(backbone: dq.Backbone, vocab_size: int = 11, **fields) -> dq.CausalLM:
+    """Embeddings of the size of the states, so that predictions differ; solved as the fields say."""
+    torch.manual_seed(1)
+    return dq.CausalLM(vocab_size, dq.ImplicitModel(backbone, dq.SolveConfig(**fields)), embedding_std=1.0).double()
 
 
 class Logits(torch.nn.Module):

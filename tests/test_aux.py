@@ -46,14 +46,17 @@ def test_estimators_hand_aux_on(gradient):
     weight = torch.ones((), dtype=torch.float64, requires_grad=True)
 
     def f(z: Tensor, problem) -> tuple[Tensor, Tensor]:
-        return weight * problem(z), 10 * z
+        return weight * problem(z), 10 * weight * z
 
-    call = {"args": problem, "has_aux": True, "solver": dq.Naive(), "stop": dq.Stop(rtol=1e-9, max_steps=60)}
+    told, stop = [], dq.Stop(rtol=1e-9, max_steps=60)
+    call = {"args": problem, "has_aux": True, "solver": dq.Naive(), "stop": stop, "callback": told.append}
     start = torch.zeros(3, 3, dtype=torch.float64)
     solution = gradient.apply(f, start, **call)
+    assert len(told) == solution.stats.evaluations
     with torch.no_grad():
         plain = dq.solve(f, start, **call)
     assert torch.equal(solution.aux.detach(), plain.aux)
+    assert solution.aux.requires_grad == isinstance(gradient, dq.Unrolled)  # where the iteration has a graph
     assert solution.status.tolist() == plain.status.tolist() == [0, 2, 0]
     assert torch.autograd.grad(solution.value[[0, 2]].sum(), weight)[0].abs() > 0
 

@@ -19,12 +19,11 @@ from deqseq.testing.problems import limit_cycle
 @pytest.mark.parametrize(
     ("start", "error"),
     [
-        *((torch.zeros(shape), ValueError) for shape in ((0, 3), (2, 0, 3), ())),
-        *((torch.zeros(2, 3, dtype=dtype), TypeError) for dtype in (torch.int64, torch.bool, torch.complex64)),
+        (torch.zeros(()), ValueError),
+        (torch.zeros(2, 3, dtype=torch.bool), TypeError),
         *((torch.tensor([[0.0], [bad]]), ValueError) for bad in (torch.nan, torch.inf)),
         (torch.zeros(2, 3).to_sparse(), TypeError),
         (torch.zeros(2, 3, dtype=torch.float8_e4m3fn), TypeError),
-        (torch.zeros(2, 3, device="meta"), ValueError),
     ],
     ids=str,
 )
@@ -32,22 +31,6 @@ from deqseq.testing.problems import limit_cycle
 def test_a_start_that_cannot_be_computed_with(start, error):
     with pytest.raises(error, match=r"^z0 must (be|have)"):
         solve(limit_cycle, start, solver=Naive(), stop=Stop())
-
-
-@pytest.mark.parametrize(
-    ("f", "kind", "text"),
-    [
-        (lambda z: (z, None), TypeError, "must be a tensor of the shape of z, got tuple"),
-        (lambda z: None, TypeError, "must be a tensor of the shape of z, got NoneType"),
-        (lambda z: z.half(), TypeError, "keep the dtype of z outside autocast: got torch.float16"),
-        (lambda z: z[:1], ValueError, r"keep the shape and device of z: got \(1, 3\)"),
-        (lambda z: z[:, :1], ValueError, r"keep the shape and device of z: got \(2, 1\)"),
-        (lambda z: z.to("meta"), ValueError, r"keep the shape and device of z: got \(2, 3\) on meta"),
-    ],
-)
-def test_a_map_that_breaks_its_contract(f, kind, text):
-    with pytest.raises(kind, match=text):
-        solve(f, torch.zeros(2, 3), solver=Naive(), stop=Stop())
 
 
 @pytest.mark.parametrize(("f", "args"), [(lambda z, x: z, None), (lambda z: z, torch.zeros(2)), (lambda: 3, None)])
@@ -121,9 +104,6 @@ class Step(dq.Solver):
     ("step", "error", "words"),
     [
         (lambda z, fz: fz, TypeError, r"Step.step must return a pair \(next point, state\), got Tensor"),
-        (lambda z, fz: (None, None), TypeError, "must return a pair"),
-        (lambda z, fz: (fz.float(), None), TypeError, "keep the dtype of z, torch.float64, got torch.float32"),
-        (lambda z, fz: (fz[:, :1], None), ValueError, r"\(2, 3\) on cpu, got \(2, 1\) on cpu"),
         (lambda z, fz: (z.lerp_(fz, 0.5), None), ValueError, "must not change z or fz in place"),
         (lambda z, fz: (fz.sub_(z), None), ValueError, "must not change z or fz in place"),
         (lambda z, fz: (fz, torch.zeros(())), ValueError, "the state of Step must have one row per row of z0, 2"),

@@ -24,15 +24,6 @@ def test_it_is_a_value():
         LOOSE.start = "input"
 
 
-@pytest.mark.parametrize(("name", "meant"), [("sweeps", "'sweep'"), ("solvr", "'solver'"), ("gradients", "'gradient'")])
-def test_an_unknown_argument_is_named_with_what_was_meant(name, meant):
-    model = dq.ImplicitModel(dq.Affine(4))
-    with pytest.raises(TypeError, match=rf"unknown argument '{name}'; did you mean {meant}"):
-        model(torch.ones(1, 2, 4), **{name: dq.Sequential()})
-    with pytest.raises(TypeError, match=r"'qqq' \(ImplicitModel\.forward takes: x, mask, .*, solver, stop"):
-        model(torch.ones(1, 2, 4), qqq=1)
-
-
 def test_call_fields_come_before_the_calls_record_before_eval_solve_before_solve():
     model, stop = dq.ImplicitModel(dq.Affine(4), LOOSE, MIDDLE), dq.Stop.exactly(7)
     for training, own in ((True, 2), (False, 3)):
@@ -50,25 +41,3 @@ def test_every_field_can_be_replaced_alone(field):
     changed = resolve(LOOSE, None, {field.name: getattr(other, field.name)})
     assert changed == replace(LOOSE, **{field.name: getattr(other, field.name)}) != LOOSE
     assert resolve(LOOSE, other, {}) is other
-
-
-def test_the_language_model_hands_them_on():
-    torch.manual_seed(0)
-    model = dq.CausalLM(5, dq.ImplicitModel(dq.Affine(4), LOOSE, MIDDLE)).eval()
-    ids = torch.tensor([[1, 2, 3]])
-    for call, expected in (({}, 3), ({"solve": TIGHT}, 5), ({"solve": TIGHT, "stop": dq.Stop.exactly(7)}, 7)):
-        assert int(model(ids, **call).stats.iterations.max()) == expected
-    assert model(ids, sweep=dq.Sequential()).stats.iterations.shape == (1, 3)
-
-
-@pytest.mark.parametrize(
-    ("name", "meant"),
-    [
-        ("rtol", r": write stop=dq.Stop\(rtol=...\)"),
-        ("attention_mask", "; did you mean 'mask'"),
-        ("sweeps", "; did you"),
-    ],
-)
-def test_names_from_elsewhere_are_answered_with_ours(name, meant):
-    with pytest.raises(TypeError, match=f"unknown argument '{name}'{meant}"):
-        dq.ImplicitModel(dq.Affine(4))(torch.ones(1, 2, 4), **{name: 1})

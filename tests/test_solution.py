@@ -6,17 +6,7 @@ import pytest
 import torch
 
 import deqseq as dq
-from deqseq import (
-    Adaptive,
-    Anderson,
-    Broyden,
-    ConvergenceError,
-    Solution,
-    SolveStats,
-    Status,
-    Stop,
-    solve,
-)
+from deqseq import ConvergenceError, Solution, SolveStats, Status, Stop, solve
 
 BUDGET = r"Remedy: raise Stop\.max_steps, loosen Stop\.rtol"
 EXPANDS = r"Remedy: the map expands here: try "
@@ -48,13 +38,19 @@ def test_an_error_names_rows_residuals_and_a_remedy(status, residual, rows, says
     assert caught.value.residuals == worst[rows].tolist()
 
 
-@pytest.mark.parametrize("solver", [Adaptive(), Anderson(), Broyden()], ids=str)
+@pytest.mark.parametrize("solver", [dq.Adaptive(), dq.Anderson(), dq.Broyden()], ids=str)
 def test_the_remedy_is_not_the_solver_that_failed(solver):
     with pytest.raises(ConvergenceError) as caught:
         solve(lambda z: 3 * z + 1, torch.zeros(1, 1), solver=solver, stop=Stop(max_steps=2)).raise_if_failed()
     named = [name for name in ("Adaptive()", "Anderson()", "Broyden()") if name in str(caught.value)]
     assert len(named) == 2
     assert f"{type(solver).__name__}()" not in named
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_values_that_are_not_finite_at_once_are_no_expansion(bad):
+    with pytest.raises(ConvergenceError, match="f returned NaN, infinity or numbers too large at its first"):
+        dq.fixed_point(lambda z: z + bad, torch.zeros(2, 3), throw=True)
 
 
 def test_an_error_survives_pickling():
@@ -84,10 +80,3 @@ def test_model_outputs_fail_as_solutions_do(sweep):
             with pytest.raises(ConvergenceError, match=rf"2 of 2 rows.*{BUDGET}") as caught:
                 fail()
             assert (caught.value.rows, len(caught.value.residuals)) == ([0, 1], 2)
-
-
-def test_an_explicit_model_has_nothing_to_raise_and_nothing_that_converged():
-    output = dq.ExplicitModel(dq.Affine(4))(torch.ones(1, 2, 4))
-    assert output.raise_if_failed() is output
-    with pytest.raises(ValueError, match="explicit model"):
-        output.converged  # noqa: B018

@@ -2,14 +2,10 @@
 
 import pytest
 import torch
-from small_models import contractive_mamba2
+from small_models import contractive_mamba2, randn
 
 import deqseq as dq
 from deqseq.start import initial_state
-
-
-def randn(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def test_zeros_take_no_memory_and_the_input_is_not_copied():
@@ -30,17 +26,6 @@ def test_random_states_are_drawn_anew_or_by_their_seed():
     assert not torch.equal(dq.RandomStart(0.5).draw(x), dq.RandomStart(0.5).draw(x))
     assert drawn.abs().max() <= 1.5
     assert drawn.std().item() == pytest.approx(0.5, rel=0.05)
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_given_states_must_be_like_the_tokens():
-    x = randn(2, 3, 4)
-    assert initial_state(y := randn(2, 3, 4, seed=1), x) is y
-    for states in (x[:1], x.float()):
-        with pytest.raises(
-            ValueError, match=r"start must be like the embedded tokens, torch\.float64 \(2, 3, 4\) on cpu"
-        ):
-            initial_state(states, x)
 
 
 @pytest.mark.parametrize("mask", [None, torch.tensor([[False, False, True, True, True]])], ids=["whole", "padded"])

@@ -10,36 +10,15 @@ from deqseq import Stop
 from deqseq.stop import relative, token_norms
 
 
-@pytest.mark.parametrize(
-    ("check_every", "max_steps", "checks"),
-    [(1, 4, [1, 2, 3, 4]), (3, 9, [3, 6, 9]), (4, 10, [4, 8, 10]), (9, 5, [5]), (5, 5, [5])],
-)
-def test_checks_every_so_many_evaluations_and_at_the_last(check_every, max_steps, checks):
-    told, stop = [], Stop(rtol=0.0, check_every=check_every, max_steps=max_steps)
-    dq.solve(lambda z: z / 2 + 1, torch.zeros(2, 1), solver=dq.Naive(), stop=stop, callback=told.append)
-    assert [one.iteration for one in told] == checks
-
-
 @pytest.mark.parametrize("steps", [1, 7])
 def test_exactly_checks_once_at_the_end(steps):
     assert Stop.exactly(steps) == Stop(rtol=0.0, atol=0.0, max_steps=steps, check_every=steps)
-    with pytest.raises(ValueError, match="steps must be"):
-        Stop.exactly(0)
 
 
 # residuals
 
 Z = torch.tensor([[[0.0, 0.0], [0.0, 0.5]], [[6.0, 7.0], [0.0, 0.0]]])
 FZ = torch.tensor([[[3.0, 4.0], [0.0, 1.0]], [[6.0, 8.0], [0.0, 0.0]]])
-
-
-@pytest.mark.parametrize(
-    ("shape", "tokens"), [((6,), 1), ((6, 5), 1), ((6, 4, 5), 4), ((6, 2, 3, 5), 6), ((6, 1, 1), 1)]
-)
-def test_tokens_are_all_but_the_last_dimension(shape, tokens):
-    x = torch.arange(1, 1 + torch.Size(shape).numel(), dtype=torch.float64).reshape(shape)
-    expected = x.abs().reshape(6, 1) if len(shape) == 1 else x.square().sum(-1).sqrt().reshape(6, tokens)
-    torch.testing.assert_close(token_norms(x), expected, rtol=1e-14, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -64,15 +43,6 @@ def test_residuals_and_verdicts(stop, block, residual, passed):
     seen = stop.distances(Z.clone().requires_grad_(), FZ, block)
     torch.testing.assert_close(relative(*seen).detach(), torch.tensor(residual))
     assert stop.passes(*seen, stop.bound(*seen, None)).tolist() == passed
-
-
-def test_a_norm_over_the_row_passes_while_a_small_token_still_moves():
-    z, fz = torch.tensor([[[100.0], [0.0]]]), torch.tensor([[[100.0], [1.0]]])
-    for norm, passed, residual in (("token", 1, 1.0), ("row", 0, 1e4**-0.5)):
-        stop = Stop(rtol=0.1, max_steps=1, norm=norm)
-        solution = dq.solve(lambda _: fz, z, solver=dq.Naive(), stop=stop)
-        assert solution.status.tolist() == [passed]
-        assert solution.stats.residual.item() == pytest.approx(residual, rel=1e-4)
 
 
 @pytest.mark.parametrize(("z", "fz", "passes"), [(0.0, 0.0, True), (1.0, 0.0, False), (0.0, math.nan, False)])
@@ -183,7 +153,3 @@ def test_a_state_that_runs_away_has_not_converged(solver, rtol, check_every, sta
 def test_large_and_small_fixed_points_are_no_drift(f, start):
     solution = dq.solve(f, start, solver=dq.Naive(), stop=Stop(rtol=1e-3, max_steps=400))
     assert bool(solution.converged.all())
-
-
-def test_an_absolute_tolerance_does_not_ask_for_a_fall():
-    assert bool(dq.solve(lambda z: z + 1, torch.zeros(2, 1), solver=dq.Naive(), stop=Stop(atol=1.0)).converged.all())

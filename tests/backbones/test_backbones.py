@@ -2,11 +2,10 @@
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
-from small_models import affine, contractive_llama, contractive_mamba2
+from small_models import Pointwise, affine, contractive_llama, contractive_mamba2, llama, randn
 
 import deqseq as dq
 from deqseq.testing import BackboneContract
@@ -19,37 +18,12 @@ def mamba2(**changes):
     return dq.Mamba2(dq.Mamba2Config(**{**sizes, **changes})).double()
 
 
-def llama(**changes):
-    torch.manual_seed(0)
-    sizes = {"d_model": 8, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "mlp_width": 6}
-    return dq.Llama(dq.LlamaConfig(**{**sizes, **changes})).double()
-
-
-class Pointwise(dq.Backbone[Any]):
-    """Each token on its own, without a cache."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.d_model, self.inner = 8, torch.nn.Linear(8, 8).double()
-
-    def prepare(self, x, cache=None, mask=None):
-        return x
-
-    def forward(self, z, inputs, cache=None, *, need_aux=False):
-        return torch.tanh(self.inner(z) / 4 + inputs), None
-
-
 def injected(injection, make=contractive_llama):
     """Layers whose input enters by a part; the state counts little in them, so that they contract."""
     torch.manual_seed(1)
     if isinstance(injection, dq.ConcatInjection):
         injection.weight.data[:, :8].normal_(std=0.05)
     return dq.Injected(make(injection=False, n_layers=1), injection).double()
-
-
-def randn(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -118,13 +92,6 @@ def test_an_injection_that_does_not_fit_is_named(make):
     for injection in (dq.ConcatInjection(16), dq.DecayInjection(1)):
         with pytest.raises(ValueError, match=r"Injected\.injection must have the backbone's d_model, 8, got"):
             dq.Injected(make(injection=False), injection)
-
-    class Narrow(dq.AddInjection):
-        def prepare(self, x):
-            return x[..., :1]
-
-    with pytest.raises(ValueError, match=r"Narrow\.prepare must keep the shape and device of x"):
-        dq.Injected(make(injection=False), Narrow()).prepare(randn(2, 5, 8).float())
 
 
 @pytest.mark.parametrize("make", [mamba2, llama])

@@ -1,25 +1,11 @@
-"""A number of iterations as a backbone: it is the loop written out, decoded, chosen from, exported and compiled."""
-
-import subprocess
-import sys
-from pathlib import Path
+"""A number of iterations as a backbone: it is the loop written out, chosen from and exported."""
 
 import pytest
 import torch
-from small_models import Logits, affine, contractive_llama, contractive_mamba2, embedded
+from small_models import Logits, affine, contractive_llama, contractive_mamba2, embedded, llama
 
 import deqseq as dq
-from deqseq.backbones import LoopedCache
 from deqseq.testing import BackboneContract
-
-SCRIPT = Path(__file__).parents[1] / "scripts" / "compiled_models.py"
-
-
-def llama(**changes):
-    """A random Llama: at few iterations it is far from its fixed point."""
-    torch.manual_seed(0)
-    sizes = {"d_model": 8, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "mlp_width": 6}
-    return dq.Llama(dq.LlamaConfig(**{**sizes, **changes})).double()
 
 
 def injected():
@@ -78,25 +64,6 @@ def test_gradients_are_those_of_the_loop_written_out():
     assert all((ours - expected).abs().max() <= 1e-12 for ours, expected in zip(*found, strict=True))
 
 
-@every_backbone
-@pytest.mark.parametrize("steps", [1, 2, 7])
-@torch.no_grad()
-def test_decoding_is_the_whole_pass_at_any_number_of_steps(make, steps):
-    """Each step sees the same step of the tokens before; with one cache for all, few steps would differ."""
-    x = embedded(2, 9)
-    for start in ("input", "zero"):
-        model = dq.ExplicitModel(dq.Looped(make(), steps, choose=lambda states: states.sum(dim=0), start=start))
-        whole, output = model(x, return_cache=True), model(x[:, :4], return_cache=True)
-        values = [output.value]
-        for t in range(4, 9):
-            output = model(x[:, t : t + 1], cache=output.cache, return_cache=True)
-            values.append(output.value)
-        assert (torch.cat(values, dim=1) - whole.value).abs().max() <= 1e-12
-        assert isinstance(output.cache, LoopedCache) and len(output.cache.steps) == steps
-        pairs = zip(output.cache.tensors(), whole.cache.tensors(), strict=True)
-        assert all((ours - expected).abs().max() <= 1e-12 for ours, expected in pairs)
-
-
 def test_a_module_that_chooses_is_trained_and_saved():
     class Mixed(torch.nn.Module):
         def __init__(self):
@@ -132,33 +99,6 @@ def test_autocast_keeps_the_dtype_of_the_states():
     with torch.autocast("cpu", torch.bfloat16):
         value = dq.ExplicitModel(dq.Looped(backbone, 2, last))(x).value
     assert (value.dtype, dtypes) == (torch.float32, [torch.float32])
-
-
-@pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize(
-    ("choose", "error", "words"),
-    [
-        (lambda states: states, ValueError, r"Looped\.choose .* \(2, 7, 8\) on cpu, got \(3, 2, 7, 8\)"),
-        (lambda states: states[-1, :, :, :4], ValueError, r"got \(2, 7, 4\)"),
-        (lambda states: states[-1].float(), TypeError, r"Looped\.choose must keep the dtype.*float64, got.*float32"),
-        (lambda states: 3, TypeError, r"what Looped\.choose returns must be a Tensor .* got 3"),
-    ],
-)
-def test_a_bad_choice(choose, error, words):
-    with pytest.raises(error, match=words):
-        dq.ExplicitModel(dq.Looped(affine(), 3, choose))(embedded())
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_a_cache_of_other_steps_or_another_model():
-    x, looped = embedded(), dq.Looped(affine(), 3)
-    cache = dq.ExplicitModel(looped)(x, return_cache=True).cache
-    with pytest.raises(ValueError, match=r"cache was made by 3 steps, and Looped\.steps is 2"):
-        dq.ExplicitModel(dq.Looped(affine(), 2))(x, cache=cache)
-    with pytest.raises(TypeError, match="cache must be a LoopedCache or None, got AffineCache"):
-        dq.ExplicitModel(looped)(x, cache=cache.steps[0])
-    with pytest.raises(ValueError, match="cache must be of this model"):
-        dq.ExplicitModel(looped)(x[:1], cache=cache)
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -201,11 +141,3 @@ def test_a_seed_is_not_exported():
     model = Logits(dq.CausalLM(11, model).double().eval())
     with torch.no_grad(), pytest.raises(ValueError, match=r"RandomStart\.seed must be None in torch\.export"):
         torch.export.export(model, (torch.tensor([[1, 2, 3, 4]]),), strict=False)
-
-
-@pytest.mark.slow
-def test_it_is_compiled_once_for_all_steps():
-    """In a process of its own: the tests' checks of shapes would break the graph."""
-    done = subprocess.run([sys.executable, str(SCRIPT), "Looped"], capture_output=True, text=True, timeout=1200)
-    assert done.returncode == 0, done.stderr
-    assert "Looped, zero: " in done.stdout

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from small_models import contractive_llama, contractive_mamba2
+from small_models import contractive_llama, contractive_mamba2, language_model
 
 import deqseq as dq
 from deqseq.diagnostics import check_duality
@@ -15,8 +15,7 @@ MASK = torch.arange(6) < torch.tensor([6, 3, 4])[:, None]
 
 @pytest.fixture(params=[contractive_mamba2, contractive_llama], ids=["Mamba2", "Llama"])
 def lm(request):
-    torch.manual_seed(1)
-    return dq.CausalLM(11, dq.ImplicitModel(request.param(), dq.SolveConfig(stop=TIGHT)), embedding_std=1.0).double()
+    return language_model(request.param(), stop=TIGHT)
 
 
 @pytest.mark.usefixtures("unchecked")

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from small_models import contractive_llama, contractive_mamba2
+from small_models import contractive_llama, contractive_mamba2, language_model
 
 import deqseq as dq
 from deqseq.diagnostics import token_effort
@@ -16,12 +16,7 @@ def shift_model() -> dq.CausalLM:
     backbone = dq.Affine(4)
     backbone.A.data.zero_()
     backbone.R.data = torch.eye(4)
-    return dq.CausalLM(11, dq.ImplicitModel(backbone, dq.SolveConfig(solver=dq.Naive())), embedding_std=1.0).double()
-
-
-def random_model(backbone) -> dq.CausalLM:
-    torch.manual_seed(1)
-    return dq.CausalLM(11, dq.ImplicitModel(backbone), embedding_std=1.0).double()
+    return language_model(backbone, solver=dq.Naive())
 
 
 @pytest.mark.parametrize(
@@ -52,7 +47,7 @@ def test_tokens_are_solved_one_by_one_unless_a_sweep_says_otherwise():
 @pytest.mark.parametrize("make", [contractive_mamba2, contractive_llama])
 def test_iterations_are_those_of_each_token_after_the_ones_before(make):
     """Against plain iteration of one token at a time, on the fixed point of those before it."""
-    lm = random_model(make())
+    lm = language_model(make())
     report = token_effort(lm, IDS, solver=dq.Naive(), stop=dq.Stop(rtol=1e-4))
     core, z = lm.eval().model, torch.zeros(2, 6, 8, dtype=torch.float64)
     x = lm.embed(IDS).detach()
@@ -70,12 +65,12 @@ def test_iterations_are_those_of_each_token_after_the_ones_before(make):
 def test_padding_is_left_out():
     mask = torch.tensor([[False, False, True, True, True, True], [True] * 6])
     for sweep in (dq.Simultaneous(), dq.Sliding(3)):
-        report = token_effort(random_model(contractive_mamba2()), IDS, mask=mask, sweep=sweep)
+        report = token_effort(language_model(contractive_mamba2()), IDS, mask=mask, sweep=sweep)
         assert torch.equal(report.mask, mask)
         real = [report.iterations[0, t].item() for t in range(2, 6)] + report.iterations[1].tolist()
         assert report.mean == pytest.approx(sum(real) / 10)
-    alone = token_effort(random_model(contractive_mamba2()), IDS[:1, 2:])
-    both = token_effort(random_model(contractive_mamba2()), IDS, mask=mask)
+    alone = token_effort(language_model(contractive_mamba2()), IDS[:1, 2:])
+    both = token_effort(language_model(contractive_mamba2()), IDS, mask=mask)
     assert both.iterations[0, 2:].tolist() == alone.iterations[0].tolist()
 
 

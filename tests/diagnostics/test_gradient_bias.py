@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from small_models import contractive_llama, contractive_mamba2
+from small_models import contractive_llama, contractive_mamba2, language_model
 from torch.nn import functional as F
 
 import deqseq as dq
@@ -13,11 +13,6 @@ IDS = torch.randint(0, 11, (3, 6), generator=torch.Generator().manual_seed(0))
 TARGETS = torch.randint(0, 11, (3, 6), generator=torch.Generator().manual_seed(1))
 MASK = torch.arange(6) < torch.tensor([6, 4, 2])[:, None]
 TIGHT = dq.Stop(rtol=1e-12, max_steps=500)
-
-
-def language_model(backbone, **options):
-    torch.manual_seed(1)
-    return dq.CausalLM(11, dq.ImplicitModel(backbone, dq.SolveConfig(**options)), embedding_std=1.0).double()
 
 
 def affine_model(**options):

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from small_models import affine, contractive_llama, contractive_mamba2
+from small_models import affine, contractive_llama, contractive_mamba2, language_model
 
 import deqseq as dq
 from deqseq.diagnostics import check_duality, gradient_bias, model_spectral_radius, token_effort
@@ -17,11 +17,6 @@ MASK = torch.arange(6) < torch.tensor([6, 4, 2])[:, None]
 every_diagnostic = pytest.mark.parametrize(
     "diagnose", [check_duality, gradient_bias, model_spectral_radius, token_effort], ids=lambda f: f.__name__
 )
-
-
-def language_model(backbone, **options):
-    torch.manual_seed(1)
-    return dq.CausalLM(11, dq.ImplicitModel(backbone, dq.SolveConfig(**options)), embedding_std=1.0).double()
 
 
 @every_diagnostic

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from small_models import affine, contractive_llama, contractive_mamba2
+from small_models import Pointwise, affine, contractive_llama, contractive_mamba2, language_model
 
 import deqseq as dq
 from deqseq.diagnostics import model_spectral_radius, spectral_radius
@@ -13,13 +13,6 @@ BACKBONES = pytest.mark.parametrize(
     "make", [contractive_mamba2, contractive_llama, affine], ids=["Mamba2", "Llama", "Affine"]
 )
 IDS = torch.randint(0, 11, (2, 5), generator=seeded(0))
-
-
-def language_model(backbone, **options):
-    torch.manual_seed(1)
-    return dq.CausalLM(
-        11, dq.ImplicitModel(backbone, dq.SolveConfig(stop=TIGHT, **options)), embedding_std=1.0
-    ).double()
 
 
 def rotation(angle, size):
@@ -62,7 +55,7 @@ def test_too_few_products_show_in_the_error():
 
 @BACKBONES
 def test_token_blocks_against_the_dense_jacobian(make):
-    lm = language_model(make())
+    lm = language_model(make(), stop=TIGHT)
     backbone, x = lm.model.backbone, lm.embedding(IDS).detach()
     with torch.no_grad():
         z = lm.model(x).value
@@ -79,24 +72,18 @@ def test_token_blocks_against_the_dense_jacobian(make):
 
 
 def test_a_backbone_without_a_cache_is_told_what_it_lacks():
-    class Pointwise(dq.Backbone):
-        d_model = 8
-
-        def prepare(self, x, cache=None, mask=None):
-            return x
-
-        def forward(self, z, inputs, cache=None, *, need_aux=False):
-            return 0.5 * z + inputs, None
-
-    lm = language_model(Pointwise())
+    lm = language_model(Pointwise(), stop=TIGHT)
     with pytest.raises(NotImplementedError, match=r"Write advance\(\)"):
         model_spectral_radius(lm, IDS)
-    assert model_spectral_radius(lm, IDS[:, :1]).radius.tolist() == [[0.5], [0.5]]  # one token needs no cache
+    one, inner = IDS[:, :1], lm.model.backbone.inner.weight  # one token needs no cache
+    slope = 1 - lm.model(lm.embed(one)).value[:, 0, :, None] ** 2
+    exact = torch.linalg.eigvals(slope * inner / 4).abs().amax(dim=1, keepdim=True)
+    assert torch.allclose(model_spectral_radius(lm, one).radius, exact, rtol=1e-6)
 
 
 @BACKBONES
 def test_a_model_padded_on_either_side(make):
-    lm = language_model(make())
+    lm = language_model(make(), stop=TIGHT)
     alone = model_spectral_radius(lm, IDS[:, :3])
     mask = torch.tensor([[False, False, True, True, True]] * 2)
     left = model_spectral_radius(lm, IDS[:, :3][:, [0, 0, 0, 1, 2]], mask=mask)
@@ -109,7 +96,7 @@ def test_a_model_padded_on_either_side(make):
 
 
 def test_a_point_that_is_no_fixed_point_is_labelled():
-    lm = language_model(contractive_mamba2())
+    lm = language_model(contractive_mamba2(), stop=TIGHT)
     solved, early = (model_spectral_radius(lm, IDS, stop=dq.Stop(rtol=1e-9, max_steps=n)) for n in (300, 1))
     assert solved.at_fixed_point.all() and str(solved).count("yes") == 2
     assert not early.at_fixed_point.any() and str(early).count("no\n") + str(early).endswith("no") == 2

@@ -118,6 +118,16 @@ def test_a_run_of_several_epochs_goes_on_with_the_rows_that_are_left(tmp_path, m
     assert all(torch.equal(weights[1][name], tensor) for name, tensor in weights[0].items())
 
 
+def test_half_checkpoints_and_the_last_one_are_not_resumed(tmp_path):
+    for step, state in ((4, "{}"), (8, "{}"), (12, '{"half'), (16, "{}")):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text(state)
+    (tmp_path / "checkpoint-10").mkdir()
+    (tmp_path / "checkpoint-best").mkdir()
+    assert text_training.newest_checkpoint(tmp_path, 16).name == "checkpoint-8"
+    assert text_training.newest_checkpoint(tmp_path, 4) is None
+
+
 @pytest.mark.slow
 def test_two_processes_give_the_numbers_of_one(whole, tmp_path):
     run("pretrain", tmp_path, processes=2)

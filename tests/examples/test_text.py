@@ -281,8 +281,6 @@ def test_a_folder_belongs_to_one_script_its_options_and_one_process(tmp_path):
     run_folder.check_folder("pretrain.py", Options(output=run.output, checkpoint_every=7), folder)
     with pytest.raises(SystemExit, match=r"run with other options \(lr: 0.003 -> 0.1\): give another folder"):
         run_folder.check_folder("pretrain.py", Options(output=run.output, lr=0.1), folder)
-    with pytest.raises(SystemExit, match=r"holds files, but no run of retrofit\.py: give another folder"):
-        run_folder.check_folder("retrofit.py", run, folder)
 
 
 @pytest.mark.parametrize("record", [None, "years of work", "[]", '{"script": "other.py", "options": {}}'])
@@ -295,13 +293,3 @@ def test_a_folder_of_others_is_not_touched(tmp_path, record):
     with pytest.raises(SystemExit, match="holds files, but no run"), claim:
         pass
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == before
-
-
-def test_half_checkpoints_and_the_last_one_are_not_resumed(tmp_path):
-    for step, state in ((4, "{}"), (8, "{}"), (12, '{"half'), (16, "{}")):
-        (tmp_path / f"checkpoint-{step}").mkdir()
-        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text(state)
-    (tmp_path / "checkpoint-10").mkdir()
-    (tmp_path / "checkpoint-best").mkdir()
-    assert text_training.newest_checkpoint(tmp_path, 16).name == "checkpoint-8"
-    assert text_training.newest_checkpoint(tmp_path, 4) is None

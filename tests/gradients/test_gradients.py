@@ -6,15 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from gradient_contract import GradientContract
-from gradient_problems import (
-    PROBLEMS,
-    Case,
-    Map,
-    assert_close,
-    gradients,
-    make,
-    neumann,
-)
+from gradient_problems import PROBLEMS, Case, Map, assert_close, gradients, make, neumann
 from torch import Tensor
 
 import deqseq as dq
@@ -74,17 +66,6 @@ def solve_of(case: Case, gradient: dq.Gradient | None, **changes: object) -> dq.
     return dq.fixed_point(case.f(case.injection()), case.z0, **(options | changes))
 
 
-@pytest.mark.parametrize("checkpoint", [False, True])
-def test_unrolled_has_a_second_derivative(checkpoint: bool) -> None:
-    case = make("tanh-rows")
-
-    def value(W: Tensor) -> Tensor:
-        f, gradient = case.f(case.injection().detach(), {**case.leaves, "W": W}), dq.Unrolled(checkpoint)
-        return dq.fixed_point(f, case.z0, solver=dq.Naive(), stop=TIGHT, gradient=gradient).value[0]
-
-    assert torch.autograd.gradgradcheck(value, case.leaves["W"], atol=1e-6, rtol=1e-5, fast_mode=True)
-
-
 @problems
 @pytest.mark.parametrize("gradient", [dq.Unrolled(), dq.Phantom(steps=5)], ids=str)
 def test_checkpointing_changes_nothing_but_the_evaluations(gradient: dq.Gradient, problem: str) -> None:
@@ -101,14 +82,6 @@ def test_checkpointing_changes_nothing_but_the_evaluations(gradient: dq.Gradient
         if problem.startswith("tanh"):  # an affine map saves too little for every call to be repeated
             assert f.calls == solution.stats.evaluations + with_graph + recomputed
     assert_close(found[1], found[0], rtol=0.0)
-
-
-@pytest.mark.parametrize("checkpoint", [False, True])
-def test_unrolled_differentiates_its_start(checkpoint: bool) -> None:
-    z0 = torch.tensor([[1.0], [5.0]], dtype=torch.float64, requires_grad=True)
-    options = {"solver": dq.Naive(), "stop": dq.Stop.exactly(6), "gradient": dq.Unrolled(checkpoint)}
-    value = dq.fixed_point(lambda z: z / 2 + 1, z0, **options).value
-    assert torch.autograd.grad(value.sum(), z0)[0].tolist() == [[2.0**-6], [2.0**-6]]
 
 
 @pytest.mark.parametrize("gradient", [None, *ATTACHED], ids=str)

@@ -26,21 +26,6 @@ def packed_tensors() -> Iterator[list[int]]:
         yield sizes
 
 
-@pytest.mark.parametrize("square", [False, True])
-def test_implicit_refuses_a_second_derivative(square: bool) -> None:
-    """Of a plain sum the incoming gradient is a constant: a second derivative must not be silently wrong."""
-    case = make("tanh-rows")
-    value = solve_of(case, dq.Implicit(stop=TIGHT)).value
-
-    def penalty() -> None:
-        loss = value.square().sum() if square else value.sum()
-        grad = torch.autograd.grad(loss, case.leaves["source"], create_graph=True)[0]
-        grad.square().sum().backward()
-
-    with pytest.raises(RuntimeError, match=r"once_differentiable|second derivative"):
-        penalty()
-
-
 @problems
 def test_implicit_evaluates_once_and_saves_one_evaluation(problem: str) -> None:
     case, sizes = make(problem), {}
@@ -134,12 +119,3 @@ def test_many_gradients_at_once_are_refused_by_name():
     value = dq.fixed_point(lambda z: z / 2 + x, torch.zeros(2, 3), gradient=dq.Implicit()).value
     with pytest.raises(RuntimeError, match="Implicit cannot solve for many gradients at once"):
         torch.autograd.grad(value, x, torch.eye(6).reshape(6, 2, 3), is_grads_batched=True)
-
-
-@pytest.mark.parametrize("gradient", [dq.Implicit(), dq.Phantom(), dq.OneStep(), dq.Unrolled()], ids=str)
-def test_aux_carries_a_graph_only_where_the_iteration_does(gradient):
-    a = torch.tensor(0.5, requires_grad=True)
-    call = {"solver": dq.Naive(), "stop": dq.Stop(), "has_aux": True}
-    solution = gradient.apply(lambda z: (a * z + 1, 2 * a * z), torch.zeros(2, 3), **call)
-    assert solution.value.requires_grad
-    assert solution.aux.requires_grad == isinstance(gradient, dq.Unrolled)

@@ -102,10 +102,7 @@ def test_the_start_gets_a_gradient_only_if_all_is_differentiated():
         assert (None if z0.grad is None else z0.grad.item()) == wanted
 
 
-def test_bad_arguments():
-    for bad, error in ((0, ValueError), ("3", TypeError), (True, TypeError)):
-        with pytest.raises(error, match=r"Unrolled.last must be an integer >= 1"):
-            dq.Unrolled(last=bad)
+def test_a_tolerance_cannot_be_counted_from_the_end():
     a = torch.tensor(0.5, requires_grad=True)
     call = {"f": lambda z: a * z + 1, "z0": torch.zeros(1, 1), "gradient": dq.Unrolled(last=2)}
     with pytest.raises(ValueError, match=r"Unrolled.last counts from the end: stop must be Stop.exactly\(n\)"):

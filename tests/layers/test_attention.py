@@ -2,21 +2,10 @@
 
 import pytest
 import torch
+from small_models import randn
 
-from deqseq.layers import (
-    Attention,
-    KeyValues,
-    LlamaBlock,
-    Past,
-    RotaryScaling,
-    rotary_frequencies,
-    rotary_tables,
-    rotate,
-)
-
-
-def randn(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+from deqseq import layers
+from deqseq.layers import Attention, KeyValues, RotaryScaling, rotary_frequencies, rotary_tables, rotate
 
 
 def rotated_by_hand(x, theta, scale=1.0):
@@ -87,7 +76,7 @@ def test_attention_after_committed_tokens(attention, graph):
     visible = torch.ones(2, 5, dtype=torch.bool).tril(cut)[None, None]
     with torch.set_grad_enabled(graph):
         later = type(cosines)(*(table[:, cut:] for table in cosines))
-        y, new = attention(x[:, cut:], None, later, Past(buffer, cut, visible))
+        y, new = attention(x[:, cut:], None, later, layers.Past(buffer, cut, visible))
     assert torch.allclose(y, whole[:, cut:])
     assert torch.allclose(new.keys, own.keys[:, :, cut:])
     for now, before, mine in zip(buffer, kept, new, strict=True):
@@ -104,7 +93,7 @@ def test_attention_names_heads_that_do_not_fit():
 
 
 def test_llama_block_has_residual_paths_and_masked_branches(attention):
-    block, z = LlamaBlock(attention, 8, 6).double(), randn(2, 5, 8)
+    block, z = layers.LlamaBlock(attention, 8, 6).double(), randn(2, 5, 8)
     angles = tables(5, 6, 500.0)
     assert torch.equal(block(z, None, angles, None, torch.zeros_like(z))[0], z)
     mixed = z + attention(block.input_layernorm(z), None, angles)[0]

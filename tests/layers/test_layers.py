@@ -2,23 +2,12 @@
 
 import pytest
 import torch
+from small_models import randn
 from torch import nn
 from torch.nn import functional as F
 
-from deqseq.layers import (
-    CausalConv1d,
-    GatedRMSNorm,
-    Mamba2Block,
-    Mamba2Mixer,
-    RMSNorm,
-    SwiGLU,
-    dropout_mask,
-)
+from deqseq.layers import CausalConv1d, GatedRMSNorm, Mamba2Block, Mamba2Mixer, RMSNorm, SwiGLU, dropout_mask
 from deqseq.ops.causal_conv import silu_causal_conv
-
-
-def randn(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def test_rms_norm_formula():

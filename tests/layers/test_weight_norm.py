@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import Logits, contractive_llama, contractive_mamba2
+from small_models import contractive_llama, contractive_mamba2
 from torch import Tensor, nn
 
 import deqseq as dq
@@ -211,15 +211,6 @@ def test_on_meta():
     with torch.device("meta"):
         one = layer()
     assert one(torch.ones(4, 3, device="meta")).shape == (4, 2)
-
-
-@MAKE
-@pytest.mark.usefixtures("unchecked")
-@pytest.mark.filterwarnings("ignore")
-def test_explicit_models_are_exported(make):
-    one, ids = Logits(dq.CausalLM(11, dq.ExplicitModel(make())).double().eval()), torch.tensor([[1, 2, 3, 4]])
-    with torch.no_grad():
-        assert torch.allclose(torch.export.export(one, (ids,)).module()(ids), one(ids), atol=1e-12)
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from small_models import affine, contractive_mamba2, embedded
+from small_models import affine, contractive_mamba2
 from torch import nn
 
 import deqseq as dq
@@ -87,22 +87,12 @@ def test_logits_are_capped_as_in_gemma_2():
     assert capped.logits(states).abs().max() <= 0.5 < lm.logits(states).abs().max()
 
 
-def test_generation_scales_what_it_embeds():
-    lm = dq.CausalLM(9, dq.ExplicitModel(dq.Affine(8)), embedding_std=1.0, embedding_scale=3.0).double()
-    tokens = lm.generate(IDS, max_new_tokens=5).tokens
-    whole = lm(torch.cat([IDS, tokens], dim=1)).logits
-    assert torch.equal(whole[:, 3:-1].argmax(dim=-1), tokens)
-
-
 def test_fields_of_a_call_reach_the_solve_and_its_numbers_come_back():
     lm = language_model().eval()
     output = lm(IDS, sweep=dq.Sequential(), stop=dq.Stop(rtol=1e-11, max_steps=2))
     assert output.stats.iterations.tolist() == [[2] * 4] * 2
     assert not output.converged.any()
-    with pytest.raises(dq.ConvergenceError, match="2 of 2 rows"):
-        output.raise_if_failed()
-    with pytest.raises(dq.ConvergenceError, match="2 of 2 rows"):
-        lm(IDS, solve=dq.SolveConfig(stop=dq.Stop(rtol=1e-11, max_steps=2)), throw=True)
+    assert lm(IDS, solve=dq.SolveConfig(stop=dq.Stop.exactly(2))).stats.evaluations == 2
     residuals = []
     assert lm(IDS, throw=True, callback=lambda now: residuals.append(now.residual)).stats.evaluations == len(residuals)
     assert residuals[-1].max() <= 1e-11 < residuals[-2].max()
@@ -120,23 +110,13 @@ def test_an_explicit_model_solves_nothing():
             lm(IDS, **option)
 
 
-def test_an_explicit_model_drops_out():
-    model = dq.ExplicitModel(contractive_mamba2(dropout=0.5, injection=False)).train()
-    assert not torch.allclose(model(embedded()).value, model(embedded()).value)
-    model.eval()
-    assert torch.equal(model(embedded()).value, model(embedded()).value)
-
-
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
         ({"labels": IDS, "targets": IDS}, ValueError, "labels .* or targets .*, not both"),
         ({"input_ids": IDS[:, :1], "labels": IDS[:, :1]}, ValueError, "labels leave nothing to score"),
         ({"targets": torch.full_like(IDS, -100)}, ValueError, "targets leave nothing to score"),
-        ({"labels": IDS.to(torch.uint8), "mask": IDS >= 0}, TypeError, "labels must be int64"),
         ({"input_ids": IDS.int()}, TypeError, r"input_ids must be int64, got torch\.int32: write input_ids\.long\(\)"),
-        ({"input_ids": IDS[0]}, ValueError, r"input_ids must have shape \(batch, length\), got \("),
-        ({"input_ids": IDS[:0]}, ValueError, "input_ids must have at least one row and one token"),
     ],
     ids=lambda part: "-".join(part) if isinstance(part, dict) else "",
 )

@@ -2,29 +2,19 @@
 
 import pytest
 import torch
-from small_models import affine, contractive_llama, contractive_mamba2, embedded
+from small_models import affine, contractive_llama, contractive_mamba2, embedded, injected_llama, recurrent_depth
 
 import deqseq as dq
 
 pytestmark = pytest.mark.usefixtures("unchecked")  # the docstrings' examples run with the checks of shapes
 
 NAIVE = dq.SolveConfig(dq.Naive())
-
-
-def recurrent_depth() -> dq.RecurrentDepth:
-    def layers() -> dq.Backbone:
-        return contractive_llama(n_layers=1, injection=False)
-
-    core, norm = dq.ImplicitModel(dq.Injected(layers(), dq.AddInjection()), NAIVE), dq.layers.RMSNorm(8)
-    return dq.RecurrentDepth(dq.ExplicitModel(layers()), core, dq.ExplicitModel(layers()), norm).double()
-
-
 MODELS = {
     "Affine": lambda: dq.ImplicitModel(affine(), NAIVE),
     "Mamba2": lambda: dq.ImplicitModel(contractive_mamba2(), NAIVE),
     "Llama": lambda: dq.ImplicitModel(contractive_llama(), NAIVE),
     "Looped": lambda: dq.ExplicitModel(dq.Looped(contractive_llama(injection=False), 2)),
-    "RecurrentDepth": recurrent_depth,
+    "RecurrentDepth": lambda: recurrent_depth(dq.ImplicitModel(injected_llama(), NAIVE), dq.layers.RMSNorm(8)),
 }
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from small_models import contractive_llama, contractive_mamba2
+from small_models import contractive_llama, contractive_mamba2, injected_llama, randn, recurrent_depth
 
 import deqseq as dq
 from deqseq.diagnostics import check_duality, gradient_bias, model_spectral_radius, token_effort
@@ -13,7 +13,6 @@ from deqseq.training import bounded
 pytestmark = pytest.mark.usefixtures("unchecked")  # the docstrings' examples run with the checks of shapes
 
 TIGHT = dq.SolveConfig(stop=dq.Stop(rtol=1e-11, max_steps=500))
-SWEEPS = (dq.Chunked(3), dq.Sequential(), dq.Sliding(3))
 
 
 def recurrent(kind="llama", injection="concat", norm=None) -> dq.RecurrentDepth:
@@ -43,10 +42,6 @@ def lm(model):
     return dq.CausalLM(13, model, embedding_std=1.0).double().eval()
 
 
-def randn(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
 def near(found, wanted, atol=1e-8):
     return torch.allclose(found, wanted, rtol=0, atol=atol)
 
@@ -64,50 +59,6 @@ def test_it_is_its_parts_one_after_the_other():
         z, _ = backbone(z, backbone.prepare(first))
     assert near(output.value, model.coda(norm(z)).value)
     assert output.stats.iterations.shape == (2, 6)
-
-
-@pytest.mark.parametrize("sweep", SWEEPS, ids=str)
-@torch.no_grad()
-def test_sweeps_agree(model, sweep):
-    x = randn(2, 7, 8)
-    whole, swept = model(x, return_cache=True), model(x, sweep=sweep, return_cache=True, throw=True)
-    assert near(swept.value, whole.value)
-    for ours, theirs in zip(swept.cache.tensors(), whole.cache.tensors(), strict=True):
-        assert near(ours, theirs)
-
-
-@torch.no_grad()
-def test_a_cache_goes_on(model):
-    x = randn(2, 7, 8)
-    whole, first = model(x), model(x[:, :4], return_cache=True)
-    rest = model(x[:, 4:], cache=first.cache, return_cache=True)
-    assert near(torch.cat([first.value, rest.value], dim=1), whole.value)
-    row = model(x[1:, 4:], cache=dq.take(first.cache, torch.tensor([1])))
-    assert near(row.value, whole.value[1:, 4:])
-
-
-@pytest.mark.parametrize("left", [True, False])
-@torch.no_grad()
-def test_padding_leaves_a_row_as_it_is_alone(model, left):
-    x, mask = randn(2, 6, 8), torch.ones(2, 6, dtype=torch.bool)
-    real = slice(2, None) if left else slice(None, 4)
-    mask[1] = False
-    mask[1, real] = True
-    output, alone = model(x, mask=mask, return_cache=True), model(x[1:, real], return_cache=True)
-    assert near(output.value[1:, real], alone.value)
-    assert near(output.value[~mask], torch.zeros(2, 8, dtype=torch.float64))
-    more = randn(2, 2, 8, seed=1)
-    assert near(model(more, cache=output.cache).value[1:], model(more[1:], cache=alone.cache).value)
-
-
-def test_greedy_generation_is_the_argmax_of_the_full_forward(lm):
-    prompt = torch.randint(0, 13, (2, 5), generator=torch.Generator().manual_seed(0))
-    generated = lm.generate(prompt, max_new_tokens=6)
-    whole = torch.cat([prompt, generated.tokens], dim=1)
-    with torch.no_grad():
-        assert torch.equal(lm(whole[:, :-1]).logits[:, 4:].argmax(-1), generated.tokens)
-    assert generated.converged.all()
-    assert generated.iterations.shape == (2, 6)
 
 
 @pytest.mark.parametrize(
@@ -135,14 +86,6 @@ def test_diagnostics_take_the_core(lm):
     assert lm(ids).explain().causes == ("converged", "converged")
 
 
-@pytest.mark.parametrize("norm", [torch.nn.LayerNorm(4), torch.nn.LayerNorm(8), torch.nn.Linear(8, 1).double()])
-def test_a_norm_that_does_not_fit_is_named(norm):
-    model = recurrent()
-    model.norm = norm  # of another width, dtype or result
-    with pytest.raises(ValueError, match=r"RecurrentDepth\.norm (cannot take|must keep the shape)"):
-        model(randn(2, 5, 8))
-
-
 def test_phases_and_compile_reach_the_core():
     model = recurrent()
     bounded(3, 1, until=None).apply(model)
@@ -154,18 +97,11 @@ def test_phases_and_compile_reach_the_core():
         assert near(model(x).value, before, 1e-12)
 
 
-def test_a_core_of_fixed_depth_is_run_and_takes_nothing_for_a_solve():
-    first, inner, last = (contractive_llama(n_layers=1, injection=False) for _ in range(3))
-    core = dq.ExplicitModel(dq.Looped(dq.Injected(inner, dq.AddInjection()), 3, start="zero"))
-    lm = dq.CausalLM(13, dq.RecurrentDepth(dq.ExplicitModel(first), core, dq.ExplicitModel(last))).double()
-    prompt = torch.randint(0, 13, (2, 5), generator=torch.Generator().manual_seed(0))
-    generated = lm.generate(prompt, max_new_tokens=4)
-    logits = lm(torch.cat([prompt, generated.tokens[:, :-1]], dim=1)).logits
-    assert torch.equal(logits[:, 4:].argmax(-1), generated.tokens)
-    assert lm.core is generated.iterations is None
+def test_a_core_of_fixed_depth_takes_nothing_for_a_solve():
+    model = recurrent_depth(dq.ExplicitModel(dq.Looped(injected_llama(), 3, start="zero")))
     for option in ({"throw": True}, {"stop": dq.Stop()}):
         with pytest.raises(TypeError, match=f"nothing to solve: it takes no {next(iter(option))}"):
-            lm.model(randn(1, 2, 8), **option)
+            model(randn(1, 2, 8), **option)
 
 
 def test_parts_that_do_not_fit_are_refused():
@@ -174,6 +110,9 @@ def test_parts_that_do_not_fit_are_refused():
         dq.RecurrentDepth(dq.Affine(8), core, part)
     with pytest.raises(ValueError, match=r"same d_model.*\[8, 8, 4\]"):
         dq.RecurrentDepth(part, core, dq.ExplicitModel(dq.Affine(4)))
+    model = dq.RecurrentDepth(part, core, part, torch.nn.LayerNorm(4))
+    with pytest.raises(ValueError, match=r"RecurrentDepth\.norm cannot take"):
+        model(torch.ones(1, 2, 8))
     model = dq.RecurrentDepth(part, core, part)
     with pytest.raises(TypeError, match="cache must be a RecurrentDepthCache"):
         model(torch.ones(1, 2, 8), cache=core(torch.ones(1, 2, 8), return_cache=True).cache)

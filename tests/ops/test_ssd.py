@@ -140,7 +140,7 @@ def test_strong_decay_costs_no_digits(rate, strong, given_state, chunk_size):
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_counts_bounds_and_integers_are_refused():
+def test_counts_bounds_and_sizes_that_do_not_fit_are_refused():
     (x, dt, A, B, C), _, _ = inputs()
     with pytest.raises(ValueError, match=r"counts must have shape \(2,\), got \(1,\)"):
         ssd_state(x, dt, A, B, counts=torch.tensor([2]))
@@ -148,11 +148,6 @@ def test_counts_bounds_and_integers_are_refused():
         ssd(x.long(), dt, A, B, C)
     with pytest.raises(ValueError, match=r"dt_limit\[1\] must be a number in \[2.0, inf\], got 1.0"):
         ssd(x, dt, A, B, C, dt_limit=(2.0, 1.0))
-    with pytest.raises(TypeError, match="dt_limit must be a"):
-        ssd(x, dt, A, B, C, dt_limit=1.0)
-    for error, size in ((TypeError, 2.5), (ValueError, 0)):
-        with pytest.raises(error, match="chunk_size must be an integer"):
-            ssd(x, dt, A, B, C, chunk_size=size)
     for change, message in (({"length": 0}, "at least one token"), ({"groups": 3}, "got 3 groups and 4 heads")):
         with pytest.raises(ValueError, match=message):
             ssd(*inputs(**change)[0])

@@ -43,22 +43,12 @@ class TestExternalSolver:
         assert torch.equal(solution.aux, 10 * z)
         assert torch.equal(solution.stats.residual, ((fz - z) / fz).abs()[:, 0])
 
-    @pytest.mark.parametrize(
-        ("bad", "error", "words"),
-        [
-            (lambda z: None, TypeError, r"Bad\.run returns must be a Tensor, got None"),
-            (lambda z: z[:1], ValueError, r"Bad\.run must return a point like z0.*\(2, 3\).*got.*\(1, 3\)"),
-            (lambda z: z.half(), ValueError, "torch.float32.*got torch.float16"),
-            (lambda z: z.to("meta"), ValueError, "on cpu, got .* on meta"),
-            (lambda z: z.add_(1), ValueError, r"Bad\.run must not change z0 in place"),
-        ],
-    )
-    def test_a_result_that_is_no_point_is_refused(self, bad, error, words):
+    def test_a_start_that_is_changed_in_place_is_refused(self):
         class Bad(ExternalSolver):
             def run(self, f, z0, stop):
-                return bad(z0)
+                return z0.add_(1)
 
-        with pytest.raises(error, match=words):
+        with pytest.raises(ValueError, match=r"Bad\.run must not change z0 in place"):
             solve(torch.cos, torch.zeros(2, 3), solver=Bad(), stop=Stop())
 
     @pytest.mark.parametrize("sweep", [Simultaneous(), Chunked(3), Sequential()], ids=str)

@@ -9,18 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deqseq.tasks import (
-    FiniteMonoid,
-    alternating,
-    aperiodic_monoid,
-    cyclic,
-    dihedral,
-    direct_product,
-    generators,
-    parse_group,
-    quaternion,
-    symmetric,
-)
+from deqseq import tasks
+from deqseq.tasks import FiniteMonoid, aperiodic_monoid, cyclic, direct_product, generators, parse_group, symmetric
 
 ORDERS = {"Z1": 1, "Z2": 2, "Z7": 7, "S1": 1, "S2": 2, "S3": 6, "S4": 24, "S5": 120, "A1": 1, "A2": 1}
 ORDERS |= {"A3": 3, "A4": 12, "A5": 60, "A6": 360, "Z2xZ3": 6, "S3xZ2": 12, "Z60": 60}
@@ -45,7 +35,7 @@ def test_every_name_makes_a_group_of_the_known_order(name, order):
     assert torch.equal(group.table.sort(dim=1).values, every)
 
 
-@pytest.mark.parametrize("group", [symmetric(4), alternating(5)], ids=lambda group: group.name)
+@pytest.mark.parametrize("group", [symmetric(4), tasks.alternating(5)], ids=lambda group: group.name)
 def test_permutations_compose_right_to_left(group):
     assert group.elements[group.identity] == tuple(range(1, len(group.elements[0]) + 1))
     for a, b in itertools.product(group.elements, repeat=2):
@@ -140,7 +130,7 @@ def turned(label, n):
 
 @pytest.mark.parametrize("n", [3, 4, 5, 7])
 def test_dihedral_group_moves_the_corners_of_a_polygon(n):
-    group = dihedral(n)
+    group = tasks.dihedral(n)
     moves = {label: turned(label, n) for label in group.elements}
     assert len(set(moves.values())) == group.order == 2 * n
     for a, b in itertools.product(group.elements, repeat=2):
@@ -152,7 +142,7 @@ def test_quaternions_multiply_as_their_matrices():
     j = torch.tensor([[0j, 1], [-1, 0]])
     units = {"1": one, "i": i, "j": j, "k": i @ j}
     matrices = units | {f"-{name}": -matrix for name, matrix in units.items()}
-    group = quaternion()
+    group = tasks.quaternion()
     assert set(group.elements) == matrices.keys()
     for a, b in itertools.product(group.elements, repeat=2):
         assert torch.equal(matrices[product_of(group, a, b)], matrices[a] @ matrices[b])
@@ -166,7 +156,7 @@ def test_quaternions_multiply_as_their_matrices():
         (lambda: cyclic(1025), r"n must .* 1\.\.1024, got 1025"),
         (lambda: parse_group("A5xA5"), r"order of A5xA5 must .* 1\.\.1024, got 3600"),
         (lambda: direct_product(), "at least one factor"),
-        (lambda: dihedral(0), r"n must .* 1\.\.512, got 0"),
+        (lambda: tasks.dihedral(0), r"n must .* 1\.\.512, got 0"),
         (lambda: parse_group("Q8xZ0"), r"n must .* 1\.\.1024, got 0"),
         (lambda: parse_group("Z007"), "name must be .* got 'Z007'"),
         (lambda: cyclic(3).index(7), "Z3 has no element 7"),

@@ -45,22 +45,11 @@ class KeepsItsRows(dq.Solver[Any]):
         return z + 0.9 * (fz - z) + 0.1 * (z - previous), lambda: z
 
 
-class NotFrozen(dq.Relaxed):
-    """No dataclass of its own: its configuration can be changed."""
-
-    def __init__(self, damping: float = 0.8) -> None:
-        self.__dict__["damping"] = damping
-
-    def __setattr__(self, name, value):
-        self.__dict__[name] = value
-
-
 @pytest.mark.parametrize(
     ("solver", "expected"),
     [
         (MixesRows(), "test_rows_do_not_depend_on_the_rest_of_the_batch"),
         (KeepsItsRows(), "test_removing_finished_rows_changes_nothing"),
-        (NotFrozen(), "test_it_is_its_configuration"),
     ],
     ids=lambda x: type(x).__name__,
 )

@@ -47,30 +47,6 @@ def test_a_phase_has_a_name():
         replace(BOUNDED, name="")
 
 
-@pytest.mark.parametrize("make", [bounded, free, unrolled])
-def test_options_of_the_makers(make):
-    phase = make(3, until=7, name="mine")
-    assert (phase.name, phase.until, phase.solve.stop.max_steps) == ("mine", 7, 3)
-
-
-@pytest.mark.parametrize(
-    ("phase", "without", "within"), [(bounded(4, 1), 4, 1), (free(5, 2, rtol=0.0), 5, 2), (unrolled(6, until=1), 0, 6)]
-)
-def test_evaluations_with_and_without_a_graph(phase, without, within):
-    model = dq.ImplicitModel(dq.Affine(4))
-    phase.apply(model)
-    graphs = []
-    model.backbone.register_forward_hook(lambda part, inputs, output: graphs.append(output[0].requires_grad))
-    model(torch.ones(2, 3, 4)).value.sum().backward()
-    assert len(graphs) == without + within
-    assert not any(graphs[1:without])  # the first has a graph in any case, which says whether there is one to attach
-    assert all(graphs[without:])
-    graphs.clear()
-    model.eval()(torch.ones(2, 3, 4))
-    assert phase.eval_solve is not None
-    assert len(graphs) <= phase.eval_solve.stop.max_steps + within
-
-
 def test_a_phase_replaces_how_a_model_solves():
     model = dq.ImplicitModel(dq.Affine(4), dq.SolveConfig(dq.Naive()), dq.SolveConfig(dq.Anderson()))
     FREE.apply(model)

@@ -59,18 +59,6 @@ def test_models_of_transformers(kind, tied):
     check(ours.DeqseqForCausalLM(ours.DeqseqConfig(vocab_size=5, backbone=sizes, tie_word_embeddings=tied)), tied)
 
 
-def test_an_optimizer_decays_the_one_group_and_leaves_the_other():
-    lm = dq.CausalLM(5, dq.ImplicitModel(BACKBONES["mamba2"]()))
-    optimizer = torch.optim.AdamW(parameter_groups(lm, 0.25), lr=0.1)
-    before = {name: parameter.detach().clone() for name, parameter in lm.named_parameters()}
-    for parameter in lm.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    for name, parameter in lm.named_parameters():
-        factor = 1 - 0.1 * 0.25 if DECAYED.fullmatch(name) else 1.0
-        assert torch.allclose(parameter, before[name] * factor, rtol=1e-6, atol=0), name
-
-
 def test_frozen_and_shared_parameters():
     model = nn.ModuleDict({"one": nn.Linear(2, 2), "two": nn.Linear(2, 2), "norm": nn.LayerNorm((2, 3))})
     model["two"].weight = model["one"].weight

@@ -1,0 +1,38 @@
+"""Solves "converge" and differ with the sweep, and explain() says whether a tighter tolerance helps."""
+
+import torch
+
+import deqseq as dq
+
+
+def test_a_slow_map_disagrees_at_a_loose_tolerance():
+    backbone = dq.Affine(4)
+    with torch.no_grad():
+        backbone.A.copy_(0.97 * torch.eye(4))
+        backbone.R.copy_(0.02 * torch.eye(4))
+    stop = dq.Stop(rtol=1e-2, max_steps=2000)
+    output = dq.ImplicitModel(backbone, dq.SolveConfig(dq.Naive(), stop)).eval()(torch.randn(2, 12, 4))
+    assert output.converged.all()
+    explanation = output.explain()
+    assert explanation.causes == ("loose tolerance",) * 2
+    assert "Simultaneous() and Sliding(window=8) converge to different values" in str(explanation)
+
+
+class Bistable(dq.Affine):
+    """f(z)_t = tanh(3 z_t + z_{t-1} - x_t) after z_{-1} = 1: what is found depends on which token moves first."""
+
+    def forward(self, z, inputs, cache=None, *, need_aux=False):
+        first = torch.ones_like(z[:, :1]) if cache is None else cache.previous[:, None]
+        states = torch.cat([first, z], dim=1)
+        return torch.tanh(3 * z + states[:, :-1] - inputs.injection), states
+
+
+def test_sweeps_that_find_other_fixed_points():
+    x = torch.full((2, 12, 1), -1.5)  # goes to 1 from any start near zero
+    x[0, 8:] = 0.5  # goes where its predecessor is at first
+    model = dq.ImplicitModel(Bistable(1), dq.SolveConfig(solver=dq.Naive())).eval()
+    model.backbone.U.data.fill_(1)
+    for used, other in ((dq.Simultaneous(), dq.Sliding(8)), (dq.Sequential(), dq.Simultaneous())):
+        explanation = model(x, sweep=used).explain()
+        assert explanation.causes == ("several fixed points", "converged")
+        assert f"At a tolerance of 1e-05, {used} and {other} converge to different values" in str(explanation)
