@@ -17,8 +17,13 @@ import torch
 from safetensors.torch import load_file
 
 import deqseq as dq
-from deqseq.integrations.foreign import from_reference, from_reference_config, from_reference_state, to_reference_state
-from deqseq.integrations.foreign.reference import BACKBONE_NO_EFFECT, NO_EFFECT
+from deqseq.integrations.foreign import (
+    from_reference,
+    from_reference_config,
+    from_reference_state,
+    reference,
+    to_reference_state,
+)
 
 DATA = Path(__file__).parent / "data"
 BOTH = pytest.mark.parametrize("name", ["mamba2", "llama"])
@@ -275,8 +280,8 @@ class TestFields:
     @BOTH
     def test_fields_without_effect_have_none(self, name):
         whole, spec = config(name), from_reference_config(config(name))
-        whole |= dict.fromkeys(NO_EFFECT, "anything")
-        whole["backbone_config"] |= dict.fromkeys(BACKBONE_NO_EFFECT, "anything")
+        for fields, table in ((whole, reference.WHOLE), (whole["backbone_config"], reference.BLOCK)):
+            fields |= {field: "anything" for field, entry in table.items() if entry is None}
         assert from_reference_config(whole) == spec
 
     def test_missing_fields_have_the_references_defaults(self):

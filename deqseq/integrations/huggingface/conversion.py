@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from deqseq.annotations import checked
 from deqseq.integrations.foreign import from_reference
-from deqseq.integrations.foreign.files import add_tensors, config_in, tensors_in
+from deqseq.integrations.foreign.files import config_in, tensors_in
 from deqseq.integrations.huggingface.configuration import DeqseqConfig
 from deqseq.integrations.huggingface.decoder import DecoderBackbone
 from deqseq.integrations.huggingface.modeling_causal_lm import DeqseqForCausalLM
@@ -130,15 +129,4 @@ def from_reference_folder(folder: str | PathLike[str], **fields: Any) -> DeqseqF
     """
     config = config_in(path := Path(folder))
     tokens = {name: config[name] for name in _TOKENS if name in config}
-    return from_causal_lm(from_reference(config, _weights(path)), **tokens | fields).eval()
-
-
-def _weights(path: Path) -> dict[str, Tensor]:
-    """All tensors of a folder, by the names in its files."""
-    tensors, whole = tensors_in(path), path / "pytorch_model.bin"
-    files = [whole] if whole.is_file() else sorted(path.glob("pytorch_model*.bin"))
-    for file in () if tensors else files:
-        add_tensors(tensors, torch.load(file, map_location="cpu", weights_only=True), file)
-    if not tensors:
-        raise FileNotFoundError(f"there are no weights in {path}: neither *.safetensors nor pytorch_model*.bin")
-    return tensors
+    return from_causal_lm(from_reference(config, tensors_in(path)), **tokens | fields).eval()
