@@ -11,7 +11,7 @@ from deqseq.annotations import checked
 from deqseq.integrations.foreign import from_reference
 from deqseq.integrations.foreign.files import config_in, tensors_in
 from deqseq.integrations.huggingface.configuration import DeqseqConfig
-from deqseq.integrations.huggingface.decoder import DecoderBackbone
+from deqseq.integrations.huggingface.decoder import DecoderBackbone, language_model
 from deqseq.integrations.huggingface.modeling_causal_lm import DeqseqForCausalLM
 from deqseq.models import CausalLM
 from deqseq.models.specification import specification_of
@@ -94,12 +94,9 @@ def to_causal_lm(model: DeqseqForCausalLM) -> CausalLM:
         >>> to_causal_lm(from_causal_lm(lm)).model is lm.model
         True
     """
-    config, tied = model.config, model.config.tie_word_embeddings
+    config, head = model.config, None if model.config.tie_word_embeddings else model.lm_head
     numbers = {name: getattr(config, name) for name in ("embedding_dropout", "embedding_scale", "logit_softcap")}
-    with torch.device("meta"):  # its own weights would be drawn for nothing
-        lm = CausalLM(config.vocab_size, model.model.core, tied=tied, **numbers)
-    lm.embedding, lm.head = model.model.embed_tokens, None if tied else model.lm_head
-    return lm.train(model.training)
+    return language_model(model.model.core, model.model.embed_tokens, head, **numbers).train(model.training)
 
 
 def from_reference_folder(folder: str | PathLike[str], **fields: Any) -> DeqseqForCausalLM:
