@@ -1,19 +1,17 @@
 """Released recurrent-depth models give the numbers of their authors' code: iterated, converged, trained, decoded."""
 
-import json
-from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from integrations.golden import DATA, config, numbers, tensors
+from safetensors.torch import save_file
 from small_models import Logits
 from torch.nn import functional as F
 
 import deqseq as dq
 from deqseq.integrations.foreign import OuroGate, from_pretrained, from_state
 
-DATA = Path(__file__).parent / "data"
 NAMES = ("huginn", "retrofit_llama", "retrofit_olmo")
 RAVENS = pytest.mark.parametrize("name", NAMES)
 SWEEPS = (dq.Simultaneous(), dq.Chunked(5), dq.Sequential(), dq.Sliding(4))
@@ -21,22 +19,8 @@ TIGHT = dq.Stop(rtol=1e-13, max_steps=500)
 NAIVE = dq.Naive()
 
 
-@cache
-def numbers(name):
-    """What the authors' code gives for a tiny model."""
-    return load_file(DATA / f"{name}.safetensors")
-
-
-def config(name):
-    return json.loads((DATA / f"{name}.json").read_text())
-
-
-def weights(name, part="weight"):
-    return {key.removeprefix(f"{part}/"): x for key, x in numbers(name).items() if key.startswith(f"{part}/")}
-
-
 def loaded(name, steps=None, **changes):
-    return from_state(config(name) | changes, weights(name), steps)
+    return from_state(config(name) | changes, tensors(name), steps)
 
 
 def assert_near(found, wanted, atol=1e-9):
@@ -118,7 +102,7 @@ class TestRavens:
         output.loss.backward()
         assert_near(output.logits, golden["train_logits"])
         assert_near(output.loss[None], golden["train_loss"])
-        expected = from_state(config(name), weights(name, "grad"))  # gradients move to our names as weights do
+        expected = from_state(config(name), tensors(name, "grad"))  # gradients move to our names as weights do
         wanted = dict(expected.named_parameters())
         for key, parameter in lm.named_parameters():
             assert_near(parameter.grad, wanted[key])
@@ -230,7 +214,7 @@ class TestOuro:
 
     @torch.no_grad()
     def test_without_a_gate(self):
-        state = {name: tensor for name, tensor in weights("ouro").items() if "early_exit_gate" not in name}
+        state = {name: tensor for name, tensor in tensors("ouro").items() if "early_exit_gate" not in name}
         lm = from_state(OURO, state)
         assert lm.model.backbone.choose is None
         assert_near(lm(numbers("ouro")["input_ids"]).logits, numbers("ouro")["eval_logits"])
@@ -253,7 +237,7 @@ def test_a_fixed_depth_is_exported(name):
 
 @pytest.mark.parametrize("name", [*NAMES, "ouro"])
 def test_a_folder_is_loaded(tmp_path, name):
-    state = [(key, x.float()) for key, x in weights(name).items()]
+    state = [(key, x.float()) for key, x in tensors(name).items()]
     save_file(dict(state[:7]), tmp_path / "model-a.safetensors")
     save_file(dict(state[7:]), tmp_path / "model-b.safetensors")
     (tmp_path / "config.json").write_text((DATA / f"{name}.json").read_text())
@@ -310,7 +294,7 @@ def test_missing_files_and_bad_arguments_are_named(content, arguments, error, me
 
 
 def test_a_state_that_does_not_fit():
-    state = weights("huginn")
+    state = tensors("huginn")
     del state["transformer.ln_f.weight"]  # of two norms
     state["transformer.prelude.0.attn.qk_bias"] = torch.zeros(3, 1, 4, 6)
     wanted = r"1 missing: transformer\.ln_f\.weight; 1 of another shape: .*qk_bias as .* \(48,\) instead of \(24,\)"

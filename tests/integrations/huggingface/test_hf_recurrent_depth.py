@@ -1,14 +1,13 @@
 """Retrofitted decoders, and recurrent depth of this library's layers, as models of transformers."""
 
 import copy
-import json
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 from hf_models import ATTENTION, MAMBA2, PLAIN, same_weights
+from integrations.golden import config, tensors
 from safetensors.torch import load_file
 from test_hf_decoder import IDS as LONGER
 from test_hf_decoder import made, same
@@ -21,7 +20,6 @@ from deqseq.integrations.huggingface import from_causal_lm, from_decoder, retrof
 from deqseq.integrations.huggingface.retrofit import EVAL, TRAIN
 from deqseq.models.specification import specification_of
 
-DATA = Path(__file__).parents[1] / "data"
 PARTS = {"prelude": 1, "core": 2, "coda": 1}
 NAMES = ("llama", "qwen3", "gemma", "gemma2", "gemma3_text", "gpt_neox", "smollm3")
 FAMILIES = pytest.mark.parametrize("family", NAMES)
@@ -52,9 +50,7 @@ def ouro():
 
 
 def huginn():
-    tensors = load_file(DATA / "huginn.safetensors")
-    state = {name.removeprefix("weight/"): x for name, x in tensors.items() if name.startswith("weight/")}
-    return from_state(json.loads((DATA / "huginn.json").read_text()), state)
+    return from_state(config("huginn"), tensors("huginn"))
 
 
 class TestRetrofit:
