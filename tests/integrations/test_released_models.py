@@ -203,14 +203,9 @@ class TestOuro:
         certain = OuroGate(torch.nn.Linear(24, 1).double())
         certain.linear.bias.fill_(1e4)
         assert torch.equal(certain(states), states[-1])  # although its probabilities are 1
-        for bad in (-0.1, 1.1, "half"):
-            with pytest.raises((TypeError, ValueError), match=r"OuroGate\.threshold"):
-                OuroGate(gate.linear, bad)
-        with pytest.raises(TypeError, match=r"OuroGate\.linear must be a Module"):
-            OuroGate(torch.relu)
-        for linear in (torch.nn.Linear(4, 1), torch.nn.Linear(24, 3), torch.nn.Linear(24, 1)):
-            with pytest.raises(ValueError, match=r"OuroGate\.linear (cannot take|must keep the shape)"):
-                OuroGate(linear if linear.out_features == 1 else linear.double(), 0.5)(states)
+        for linear in (torch.nn.Linear(4, 1).double(), torch.nn.Linear(24, 1)):
+            with pytest.raises(ValueError, match=r"OuroGate\.linear cannot take"):
+                OuroGate(linear, 0.5)(states)
 
     @torch.no_grad()
     def test_without_a_gate(self):
