@@ -120,8 +120,12 @@ class TestRavens:
         sizes = [sum(x.numel() for x in cache.core.tensors()) for cache in caches]
         assert sizes[1] == 8 * sizes[0]
 
-    def test_the_norm_that_huginn_uses_twice_is_one_parameter(self):
-        lm = loaded("huginn")
+    def test_how_a_core_is_solved_by_default_and_the_norm_that_huginn_uses_twice(self):
+        fields = config("huginn") | {"mean_recurrence": 12}
+        assert loaded("huginn").core.solve.gradient == dq.Unrolled(last=fields.pop("mean_backprop_depth"))
+        lm = from_state(fields, tensors("huginn"))
+        assert (lm.core.solve.stop, lm.core.solve.gradient) == (dq.Stop.exactly(12), dq.Unrolled(last=8))
+        assert lm.core.eval_solve == dq.SolveConfig(stop=dq.Stop(max_steps=48))
         assert lm.model.norm is lm.model.coda.backbone.norm
         assert lm.head is None
 

@@ -23,7 +23,6 @@ FROM_INPUT = SolveConfig(stop=Stop(rtol=0.05, max_steps=4), gradient=Phantom(ste
 """At most 4 iterations, from the embedded tokens, then 1 phantom step: for the beginning of fine-tuning."""
 
 _SHARED: Table = {"hidden_act": Only("silu", "swish"), "quantization_config": Only(None)}
-_WHOLE_HEADS: Table = {"partial_rotary_factor": Only(1, None)}
 _LLAMA: Table = {
     **_SHARED,
     "vocab_size": ("vocab_size", 32000),
@@ -37,7 +36,7 @@ _LLAMA: Table = {
     "rms_norm_eps": ("norm_eps", 1e-6),
     **only(attention_bias=False, mlp_bias=False),
     "attention_dropout": Only(0, None),
-    **_WHOLE_HEADS,
+    "partial_rotary_factor": Only(1, None),
 }
 _MAMBA2: Table = {
     **_SHARED,
@@ -76,7 +75,7 @@ _MAMBA_SSM_LAYER: Table = {
 }
 _ROPE: Table = {
     **unused("type", "attention_factor", "original_max_position_embeddings"),
-    **_WHOLE_HEADS,
+    "partial_rotary_factor": Only(1, None),
 }
 _ROPE_SCALING: Table = {
     "factor": ("factor", float),
