@@ -138,9 +138,6 @@ def looped(lm, ids, start):
     return output.logits
 
 
-OURO = config("ouro")
-
-
 def reached(threshold):
     """The loop whose state each token takes, from 1; the last loop ends in any case."""
     return 1 + (numbers("ouro")["exit_pdf"].cumsum(dim=2)[..., :3] < threshold).cumprod(dim=2).sum(dim=2)
@@ -214,11 +211,11 @@ class TestOuro:
     @torch.no_grad()
     def test_without_a_gate(self):
         state = {name: tensor for name, tensor in tensors("ouro").items() if "early_exit_gate" not in name}
-        lm = from_state(OURO, state)
+        lm = from_state(config("ouro"), state)
         assert lm.model.backbone.choose is None
         assert_near(lm(numbers("ouro")["input_ids"]).logits, numbers("ouro")["eval_logits"])
         with pytest.raises(ValueError, match=r"missing.*model\.early_exit_gate\.bias"):
-            from_state(OURO | {"early_exit_threshold": 0.5}, state)
+            from_state(config("ouro") | {"early_exit_threshold": 0.5}, state)
 
 
 @pytest.mark.filterwarnings("ignore")
