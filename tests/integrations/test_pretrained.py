@@ -146,25 +146,16 @@ class TestImplicit:
         assert torch.equal(tokens, explicit.generate(IDS, **options).tokens)
 
     @BOTH
-    @pytest.mark.parametrize("alone", [True, False])
-    def test_the_injection_learns_alone_and_with_the_whole_model(self, make, alone):
-        """In the default setting: at most four iterations, then a phantom step."""
-        lm = from_pretrained_model(make(), implicit=True)
+    def test_the_injection_learns_in_the_default_setting(self, make):
+        lm, losses = from_pretrained_model(make(), implicit=True), []
         assert (lm.model.solve.stop, lm.model.solve.gradient) == (dq.Stop(rtol=0.05, max_steps=4), dq.Phantom(steps=1))
-        for name, parameter in lm.named_parameters():
-            parameter.requires_grad_(not alone or "injection" in name)
-        before = {name: parameter.detach().clone() for name, parameter in lm.named_parameters()}
-        optimizer = torch.optim.AdamW([p for p in lm.parameters() if p.requires_grad], lr=0.01 if alone else 3e-3)
-        losses = []
-        for _ in range(20 if alone else 10):
+        optimizer = torch.optim.AdamW(lm.model.backbone.injection.parameters(), lr=0.01)
+        for _ in range(20):
             losses.append(lm(IDS, labels=IDS).loss)
             optimizer.zero_grad()
             losses[-1].backward()
             optimizer.step()
-        assert losses[-1] < losses[0] - (0.1 if alone else 0.9)
-        assert with_weights(lm).model.backbone.injection.weight.norm() > 0.01
-        for name, parameter in lm.named_parameters():
-            assert torch.equal(before[name], parameter) != parameter.requires_grad, name
+        assert losses[-1] < losses[0] - 0.1
 
     @pytest.mark.parametrize("make", [contractive_llama, contractive_mamba2])
     @pytest.mark.parametrize("sweep", [dq.Simultaneous(), dq.Chunked(4), dq.Sliding(5)], ids=str)

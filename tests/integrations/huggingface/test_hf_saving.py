@@ -129,7 +129,7 @@ class TestWeightNorm:
             for one in (model, again):
                 assert torch.equal(one(IDS).logits, before)
             model.fold_weight_norm()
-        assert model.config.backbone["weight_norm"] is False
+            assert model.config.backbone["weight_norm"] is False
 
     def test_that_of_some_layers_alone_is_refused_before_anything_is_written(self, tmp_path):
         model = made("llama", backbone={"weight_norm": True})
