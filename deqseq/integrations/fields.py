@@ -11,12 +11,9 @@ NOTHING_ELSE = "deqseq computes nothing else"
 
 
 class Only:
-    """The values of a field that deqseq computes; other values are refused.
+    """The values of a field that deqseq computes; others are refused, and the error tells what to do ``instead``.
 
-    Args:
-        *values: these.
-        default: that of a missing field, or a type if it must be there. Default: the first value.
-        instead: a reason or a remedy.
+    A missing field has the first value unless there is a ``default``; a type in its place: the field must be there.
     """
 
     def __init__(self, *values: Any, default: Any = ..., instead: str = NOTHING_ELSE) -> None:
