@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from numbers import Real
-from typing import Any, Literal
+from typing import Any
 
 from deqseq.backbones import LlamaConfig, Mamba2Config
 from deqseq.check import check_known, plain_number
@@ -17,22 +17,9 @@ from deqseq.stop import Stop
 from deqseq.sweeps import Chunked, Sequential, Simultaneous, Sliding, Sweep
 from deqseq.training import Curriculum, Phase, PoissonLogNormal
 
-Kind = Literal[
-    "solver",
-    "gradient",
-    "stop",
-    "sweep",
-    "start",
-    "solve",
-    "backbone",
-    "rope_scaling",
-    "depth",
-    "phases",
-    "curriculum",
-]
 Json = dict[str, Any]
 
-CLASSES: dict[Kind, tuple[type[Any], ...]] = {
+CLASSES: dict[str, tuple[type[Any], ...]] = {
     "solver": (Naive, Relaxed, Adaptive, Anderson, Broyden),
     "gradient": (Unrolled, OneStep, Phantom, Implicit),
     "stop": (Stop,),
@@ -47,15 +34,11 @@ CLASSES: dict[Kind, tuple[type[Any], ...]] = {
 }
 """What a configuration can name. A kind with one class needs no name; a field with the name of a kind holds one."""
 
-_BASES: dict[Kind, tuple[type[Any], ...]] = {
-    **CLASSES,
-    "solver": (Solver,),
-    "gradient": (Gradient,),
-    "sweep": (Sweep,),
-}
+_BASES = CLASSES | {"solver": (Solver,), "gradient": (Gradient,), "sweep": (Sweep,)}
+"""What each kind of object is an instance of: the user's own, too."""
 _OPTIONAL = ("rope_scaling", "eval_solve", "depth")
 """Fields that may be None."""
-_FIELDS: dict[str, Kind] = {**{kind: kind for kind in CLASSES}, "eval_solve": "solve"}
+_FIELDS = {**{kind: kind for kind in CLASSES}, "eval_solve": "solve"}
 
 
 def to_json(value: object) -> Any:
@@ -90,11 +73,11 @@ def to_json(value: object) -> Any:
     return name | {field.name: to_json(getattr(value, field.name)) for field in fields(value)}  # pyright: ignore[reportArgumentType]
 
 
-def from_json(kind: Kind, data: object, where: str, base: Any = None) -> Any:
+def from_json(kind: str, data: object, where: str, base: Any = None) -> Any:
     """The object that JSON describes.
 
     Args:
-        kind: what it must be.
+        kind: what it must be, such as "solver".
         data: a mapping as :func:`to_json` returns it, whose values may also be objects; a name alone; or such an
             object itself, which is returned.
         where: how errors begin.

@@ -1,4 +1,4 @@
-"""Another library's configuration, read so that no field is overlooked."""
+"""Another library's configuration, read by tables, so that no field is overlooked."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -7,10 +7,34 @@ from typing import Any
 
 from deqseq.check import check_bounds, check_choice, check_flag, check_integer, check_known, check_number, check_type
 
-Only = dict[str, tuple[Any, ...]]
-"""Fields, and the values that deqseq computes; the first one is that of a missing field."""
-Sizes = Mapping[str, tuple[str, Any]]
-"""Our names of fields; their names, and their defaults or types as :meth:`Fields.read` takes them."""
+NOTHING_ELSE = "deqseq computes nothing else"
+
+
+class Only:
+    """The values of a field that deqseq computes; others are refused, and the error tells what to do ``instead``.
+
+    A missing field has the first value unless there is a ``default``; a type in its place: the field must be there.
+    """
+
+    def __init__(self, *values: Any, default: Any = ..., instead: str = NOTHING_ELSE) -> None:
+        self.values, self.instead = values, instead
+        self.default = values[0] if default is ... else default
+
+
+Table = Mapping[str, tuple[str, Any] | Only | None]
+"""Their fields: our name, and their default or a type as :meth:`Fields.read` takes it; or the values that deqseq
+computes; or None for a field that does not change what the model computes."""
+
+
+def only(instead: str = NOTHING_ELSE, **values: Any) -> dict[str, Only]:
+    """Fields of which deqseq computes one value, which is also that of a missing field."""
+    return {name: Only(value, instead=instead) for name, value in values.items()}
+
+
+def unused(*names: str) -> dict[str, None]:
+    """Fields that do not change what the model computes."""
+    return dict.fromkeys(names)
+
 
 _CHECKS = {
     bool: check_flag,
@@ -32,18 +56,29 @@ class Fields:
 
     Example:
         >>> fields = Fields({"width": 4, "hieght": 2}, "toy configuration: ")
-        >>> fields.read("width", int), fields.read("height", 1)
-        (4, 1)
+        >>> fields.take({"width": ("d_model", int), "height": ("n_layers", 1), **only(bias=False), **unused("author")})
+        {'d_model': 4, 'n_layers': 1}
         >>> fields.close()
         Traceback (most recent call last):
         ...
-        ValueError: toy configuration: 'hieght' is unknown; did you mean 'height'? (known: height, width)
+        ValueError: toy configuration: 'hieght' is unknown; did you mean 'height'? (known: author, bias, height, width)
     """
 
     def __init__(self, content: Mapping[str, Any], where: str) -> None:
         check_type(where.removesuffix(": "), content, Mapping)
         self.content, self._where = content, where
         self._known: set[str] = set()
+
+    def take(self, table: Table) -> dict[str, Any]:
+        """The fields of a table that have a name of ours, under that name."""
+        taken: dict[str, Any] = {}
+        for name, entry in table.items():
+            self._known.add(name)
+            if isinstance(entry, Only):
+                self._check_value(name, entry)
+            elif entry is not None:
+                taken[entry[0]] = self.read(name, entry[1])
+        return taken
 
     def get(self, name: str, default: Any = object) -> Any:
         """A field's value, unchecked."""
@@ -61,10 +96,6 @@ class Fields:
         _CHECKS[kind](self._called(name), value, **limits)
         return float(value) if kind is float else value
 
-    def sizes(self, table: Sizes) -> dict[str, Any]:
-        """The fields of a table, under our names."""
-        return {ours: self.read(theirs, default) for ours, (theirs, default) in table.items()}
-
     def choice(self, name: str, choices: tuple[str, ...], default: Any = str) -> str:
         """One of a few names."""
         value = self.get(name, default)
@@ -75,18 +106,6 @@ class Fields:
         """The fields of a field that is a mapping."""
         return Fields(self.get(name, default), f"{self._where}{name}: ")
 
-    def only(self, table: Only, instead: str = "deqseq computes nothing else", **defaults: Any) -> None:
-        """Refuse other values than those of a table, with a reason or a remedy; ``defaults`` overrule its own."""
-        for name, allowed in table.items():
-            value = self.get(name, defaults.get(name, allowed[0]))
-            if value not in allowed:
-                note = "" if name in self.content else " (the default)"
-                self.refuse(name, f"{' or '.join(map(repr, allowed))}, got {value!r}{note}: {instead}")
-
-    def unused(self, *names: str) -> None:
-        """Fields that may have any value: they do not change what the model computes."""
-        self._known.update(names)
-
     def refuse(self, name: str, wanted: str) -> None:
         """Raise an error for a field's value."""
         raise ValueError(f"{self._called(name)} must be {wanted}")
@@ -95,6 +114,12 @@ class Fields:
         """Refuse fields that have not been read."""
         for name in self.content:
             check_known(self._where.rstrip(), name, sorted(self._known))
+
+    def _check_value(self, name: str, only: Only) -> None:
+        value = self.get(name, only.default)
+        if value not in only.values:
+            note = "" if name in self.content else " (the default)"
+            self.refuse(name, f"{' or '.join(map(repr, only.values))}, got {value!r}{note}: {only.instead}")
 
     def _called(self, name: str) -> str:
         return f"{self._where}{name!r}"

@@ -11,7 +11,7 @@ from deqseq.annotations import AtLeast, Within, checked
 from deqseq.check import check_known, check_type
 from deqseq.config import SolveConfig
 from deqseq.gradients import Gradient, Implicit, Phantom
-from deqseq.integrations.fields import Fields, Only
+from deqseq.integrations.fields import Fields, Only, Table, only
 from deqseq.solution import ConvergenceWarning
 from deqseq.solvers import Anderson, Broyden, ExternalSolver, Naive, Relaxed, Solver
 from deqseq.stop import Stop
@@ -215,22 +215,21 @@ def _flatten(config: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-_ONLY: Only = {
-    "n_states": (1, 0),
-    "sup_gap": (-1, 0),
-    "indexing": ((), [], None),
-    "sup_loc": ((), [], None),
-    "norm_type": (None, "none", "weight_norm"),
+_PENALTY_REMEDY = "it is part of the loss: add deqseq.training.jacobian_regularisation to it"
+_ONLY: Table = {
+    **dict.fromkeys(("indexing", "sup_loc"), Only((), [], None)),
+    "n_states": Only(1, 0),
+    "sup_gap": Only(-1, 0),
+    "norm_type": Only(None, "none", "weight_norm"),
+    **only(_PENALTY_REMEDY, jac_loss_weight=0, jac_incremental=0),
 }
 
 
 def _refuse_without_equivalent(fields: Fields) -> None:
     fields.choice("core", ("sliced", "indexing"))
-    fields.only(_ONLY)
-    penalty = "it is part of the loss: add deqseq.training.jacobian_regularisation to it"
-    fields.only({"jac_loss_weight": (0,), "jac_incremental": (0,)}, penalty)
+    fields.take(_ONLY)
     if fields.get("norm_type") != "none":
-        fields.only({"norm_no_scale": (False,), "norm_clip": (False,)})
+        fields.take(only(norm_no_scale=False, norm_clip=False))
 
 
 def _external(name: str, options: Mapping[str, Any]) -> TorchDEQ:

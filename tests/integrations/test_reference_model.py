@@ -4,42 +4,21 @@
 and the gradients of the loss through four phantom steps.
 """
 
-import json
 import math
 import re
 from dataclasses import replace
-from functools import cache
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from integrations.golden import config, numbers, tensors
 
 import deqseq as dq
 from deqseq.integrations.foreign import from_reference, from_reference_config, from_reference_state, to_reference_state
-from deqseq.integrations.foreign.reference import BACKBONE_NO_EFFECT, NO_EFFECT
+from deqseq.integrations.foreign.reference import BLOCK as BLOCK_FIELDS
+from deqseq.integrations.foreign.reference import WHOLE
 
-DATA = Path(__file__).parent / "data"
 BOTH = pytest.mark.parametrize("name", ["mamba2", "llama"])
 SIZES = {"130m": (768, 24, 12, 12), "370m": (1024, 48, 24, 16), "760m": (1536, 48, 24, 16), "1.3b": (2048, 48, 24, 32)}
-
-
-def config(name: str) -> dict[str, Any]:
-    """One model's configuration, in the reference's own format."""
-    return json.loads((DATA / f"{name}.json").read_text())
-
-
-@cache
-def numbers(name: str) -> dict[str, torch.Tensor]:
-    """Every tensor of one model's file."""
-    return load_file(DATA / f"{name}.safetensors")
-
-
-def under(name: str, prefix: str) -> dict[str, torch.Tensor]:
-    """The tensors whose names begin with ``prefix``, without it."""
-    found = {key: tensor for key, tensor in numbers(name).items() if key.startswith(prefix)}
-    return {key.removeprefix(prefix): tensor for key, tensor in found.items()}
 
 
 class TestNumbers:
@@ -47,7 +26,7 @@ class TestNumbers:
     @pytest.mark.parametrize("solver", [dq.Relaxed(0.8), dq.Naive(), dq.Anderson()], ids=str)
     @torch.no_grad()
     def test_logits_at_the_fixed_point(self, name, solver):
-        lm, known = from_reference(config(name), under(name, "weight/")), numbers(name)
+        lm, known = from_reference(config(name), tensors(name)), numbers(name)
         assert (lm.model.solve.solver, lm.model.eval_solve.solver) == (dq.Naive(), dq.Relaxed(0.8))
         output = lm(known["input_ids"], solver=solver, stop=dq.Stop(rtol=1e-13, max_steps=600))
         assert (output.status == dq.Status.CONVERGED).all()
@@ -62,7 +41,7 @@ class TestNumbers:
         ids=str,
     )
     def test_phantom_gradient_of_every_parameter(self, name, sweep):
-        lm, known = from_reference(config(name), under(name, "weight/")), numbers(name)
+        lm, known = from_reference(config(name), tensors(name)), numbers(name)
         assert lm.model.solve.gradient == dq.Phantom(steps=4, damping=0.8)
         stop = dq.Stop(rtol=1e-12, max_steps=600)
         output = lm(known["input_ids"], labels=known["input_ids"], sweep=sweep, stop=stop)
@@ -70,7 +49,7 @@ class TestNumbers:
         assert output.loss.item() == pytest.approx(known["train_loss"].item(), rel=1e-6)
         assert (output.logits - known["train_logits"]).abs().max() < 1e-9
         output.loss.backward()
-        expected = from_reference_state(under(name, "grad/"), from_reference_config(config(name)))
+        expected = from_reference_state(tensors(name, "grad"), from_reference_config(config(name)))
         gradients = {key: parameter.grad for key, parameter in lm.named_parameters()}
         assert gradients.keys() == expected.keys()
         for key, gradient in gradients.items():
@@ -88,7 +67,7 @@ MIXER |= {f"mixer.{part}.weight" for part in ("in_proj", "norm", "out_proj")}
 class TestWeights:
     @BOTH
     def test_a_state_there_and_back(self, name):
-        spec, theirs = from_reference_config(config(name)), under(name, "weight/")
+        spec, theirs = from_reference_config(config(name)), tensors(name)
         ours = from_reference_state(theirs, spec)
         assert ours.keys() == spec.build().state_dict().keys()
         back = to_reference_state(ours, spec)
@@ -114,7 +93,7 @@ class TestWeights:
         assert all(torch.equal(back[key], ours[key]) for key in ours)
 
     def test_missing_extra_and_misshapen_tensors_are_listed(self):
-        spec, state = from_reference_config(config("llama")), under("llama", "weight/")
+        spec, state = from_reference_config(config("llama")), tensors("llama")
         del state["backbone.layers.1.mixer.wk.weight_g"], state["backbone.norm_f.weight"]
         state |= {"backbone.layers.2.norm.weight": torch.ones(32), "backbone.injection.bias": torch.zeros(95)}
         listed = (
@@ -125,10 +104,10 @@ class TestWeights:
         with pytest.raises(ValueError, match=listed):
             from_reference_state(state, spec)
         with pytest.raises(ValueError, match=r"38 missing: .*; 39 unexpected"):
-            to_reference_state(under("llama", "weight/"), spec)
+            to_reference_state(tensors("llama"), spec)
 
     def test_a_head_that_is_said_to_be_tied_and_is_not(self):
-        state = under("llama", "weight/")
+        state = tensors("llama")
         state["criterion.decoder.weight"] = state["criterion.decoder.weight"] + 1
         with pytest.raises(
             ValueError, match=r"'criterion\.decoder\.weight' differs from 'word_emb\.emb\.weight': unti"
@@ -192,14 +171,14 @@ class TestPublished:
         assert spec.solve == preset.solve
 
 
-def changed(name: str, *path: str, **value: object) -> dict:
+def changed(name: str, *path: str, value: object = ...) -> dict:
     """A configuration with one field set to ``value``, or without it."""
     whole = inner = config(name)
     for step in path[:-1]:
         inner = inner[step]
     inner.pop(path[-1], None)
-    if value:
-        inner[path[-1]] = value["value"]
+    if value is not ...:
+        inner[path[-1]] = value
     return whole
 
 
@@ -250,20 +229,18 @@ REFUSED = [  # what the error says that the field must be
     ("mamba2", (*LAYER, "A_init_range"), [1, 8], "(1, 16) or [1, 16]"),
     ("mamba2", (*LAYER, "dt_limit"), "wide", "a tuple or a list, such as (0.0, 0.1)"),
 ]
-UNKNOWN = [
-    (("tie_embedding",), "'tie_embedding' is unknown; did you mean 'tie_embeddings'"),
-    ((*BACKBONE, "n_layers"), "backbone_config: 'n_layers' is unknown; did you mean 'n_layer'"),
-    ((*LAYER, "headim"), "backbone_config: block_cfg: 'headim' is unknown; did you mean 'headdim'"),
-    (("deq_params", "solvers"), "deq_params: 'solvers' is unknown; did you mean 'solver'"),
-    ((*SOLVER, "f_toll"), "torchdeq key 'f_toll' is unknown; did you mean 'f_tol'"),
-]
-MISSING = [
-    (("d_embed",), "'d_embed' is missing"),
-    (("model_type",), "'model_type' is missing"),
-    ((*BACKBONE, "n_layer"), "'n_layer' is missing"),
-    ((*BACKBONE, "pre_norm"), "'pre_norm' is missing"),
-    (NORM, "reference configuration: deq_params: 'norm' is missing"),
-    ((*BACKBONE, "mlp_type"), "'mlp_type' must be 'llama_mlp', got 'gated_mlp' (the default)"),
+UNKNOWN = [  # and what is missing, or has a default that is refused
+    ("mamba2", ("tie_embedding",), 1, "'tie_embedding' is unknown; did you mean 'tie_embeddings'"),
+    ("mamba2", (*BACKBONE, "n_layers"), 1, "backbone_config: 'n_layers' is unknown; did you mean 'n_layer'"),
+    ("mamba2", (*LAYER, "headim"), 1, "backbone_config: block_cfg: 'headim' is unknown; did you mean 'headdim'"),
+    ("mamba2", ("deq_params", "solvers"), 1, "deq_params: 'solvers' is unknown; did you mean 'solver'"),
+    ("mamba2", (*SOLVER, "f_toll"), 1, "torchdeq key 'f_toll' is unknown; did you mean 'f_tol'"),
+    ("llama", ("d_embed",), ..., "'d_embed' is missing"),
+    ("llama", ("model_type",), ..., "'model_type' is missing"),
+    ("llama", (*BACKBONE, "n_layer"), ..., "'n_layer' is missing"),
+    ("llama", (*BACKBONE, "pre_norm"), ..., "'pre_norm' is missing"),
+    ("llama", NORM, ..., "reference configuration: deq_params: 'norm' is missing"),
+    ("llama", (*BACKBONE, "mlp_type"), ..., "'mlp_type' must be 'llama_mlp', got 'gated_mlp' (the default)"),
 ]
 
 
@@ -275,8 +252,8 @@ class TestFields:
     @BOTH
     def test_fields_without_effect_have_none(self, name):
         whole, spec = config(name), from_reference_config(config(name))
-        whole |= dict.fromkeys(NO_EFFECT, "anything")
-        whole["backbone_config"] |= dict.fromkeys(BACKBONE_NO_EFFECT, "anything")
+        for fields, table in ((whole, WHOLE), (whole["backbone_config"], BLOCK_FIELDS)):
+            fields |= {field: "anything" for field, entry in table.items() if entry is None}
         assert from_reference_config(whole) == spec
 
     def test_missing_fields_have_the_references_defaults(self):
@@ -298,12 +275,7 @@ class TestFields:
         with pytest.raises((TypeError, ValueError), match=re.escape(message)):
             from_reference_config(changed(name, *path, value=value))
 
-    @pytest.mark.parametrize(("path", "message"), UNKNOWN)
-    def test_unknown_fields_are_refused(self, path, message):
+    @pytest.mark.parametrize(("name", "path", "value", "message"), UNKNOWN)
+    def test_unknown_and_missing_fields_are_refused(self, name, path, value, message):
         with pytest.raises(ValueError, match=re.escape(message)):
-            from_reference_config(changed("mamba2", *path, value=1))
-
-    @pytest.mark.parametrize(("path", "message"), MISSING)
-    def test_what_has_no_default_must_be_there(self, path, message):
-        with pytest.raises(ValueError, match=re.escape(message)):
-            from_reference_config(changed("llama", *path))
+            from_reference_config(changed(name, *path, value=value))

@@ -1,8 +1,7 @@
 """Models of other libraries, from their configurations and weights: tables, and one engine that runs them."""
 
-from deqseq.integrations.foreign.ouro_gate import OuroGate
 from deqseq.integrations.foreign.pretrained import FROM_INPUT, from_pretrained_model, pretrained_spec
-from deqseq.integrations.foreign.recurrent_depth import from_pretrained, from_state
+from deqseq.integrations.foreign.recurrent_depth import OuroGate, from_pretrained, from_state
 from deqseq.integrations.foreign.reference import (
     from_reference,
     from_reference_config,

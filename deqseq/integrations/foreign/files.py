@@ -1,11 +1,11 @@
-"""The configuration and the tensors in a folder of JSON and safetensors; nothing else is read."""
+"""The configuration and the tensors in a folder."""
 
 import json
-from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -38,35 +38,43 @@ def config_in(folder: Path) -> dict[str, Any]:
 
 
 def tensors_in(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a folder: of ``model.safetensors``, else of the files that an index names, else of every file.
+    """All tensors of a folder.
 
-    FileNotFoundError for a file that the index names; ValueError for a file that cannot be read, or two files with
-    tensors of one name.
+    They are those of ``model.safetensors``, else of the files that an index names, else of every ``*.safetensors``,
+    else of ``pytorch_model*.bin``. FileNotFoundError if there are none, or for a file that the index names; ValueError
+    for a file that cannot be read, or two files with tensors of one name.
     """
-    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if whole.is_file():
-        files = [whole]
-    elif index.is_file():
-        names = _mapping(index).get("weight_map")
-        if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
-            raise ValueError(f"{index} must have a weight_map from tensors to files, such as {{'a': 'a.safetensors'}}")
-        files = [folder / name for name in sorted(set(names.values()))]
-    else:
-        files = sorted(folder.glob("*.safetensors"))
+    index = folder / "model.safetensors.index.json"
+    if index.is_file() and not (folder / "model.safetensors").is_file():
+        return _joined(_files_of(index))
+    patterns = ("model.safetensors", "*.safetensors", "pytorch_model.bin", "pytorch_model*.bin")
+    files = next((found for one in patterns if (found := sorted(folder.glob(one)))), [])
+    if not files:
+        raise FileNotFoundError(f"there are no weights in {folder}: neither *.safetensors nor pytorch_model*.bin")
+    return _joined(files)
+
+
+def _files_of(index: Path) -> list[Path]:
+    names = _mapping(index).get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+        raise ValueError(f"{index} must have a weight_map from tensors to files, such as {{'a': 'a.safetensors'}}")
+    return [index.parent / name for name in sorted(set(names.values()))]
+
+
+def _joined(files: list[Path]) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for file in files:
         try:
-            add_tensors(tensors, load_file(file), file)
+            pickled = file.suffix == ".bin"
+            more = torch.load(file, map_location="cpu", weights_only=True) if pickled else load_file(file)
         except SafetensorError as error:
             raise ValueError(f"{file} cannot be read: {error}. Copy it again") from error
+        if twice := sorted(tensors.keys() & more.keys()):
+            raise ValueError(
+                f"{file} has {twice[0]}, and so has another file: leave the files of one model in the folder"
+            )
+        tensors.update(more)
     return tensors
-
-
-def add_tensors(tensors: dict[str, Tensor], more: Mapping[str, Tensor], file: Path) -> None:
-    """Add those of a file; ValueError if one of them has been read from another file."""
-    if twice := sorted(tensors.keys() & more.keys()):
-        raise ValueError(f"{file} has {twice[0]}, and so has another file: leave the files of one model in the folder")
-    tensors.update(more)
 
 
 def _mapping(path: Path) -> dict[str, Any]:

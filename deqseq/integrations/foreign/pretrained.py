@@ -12,7 +12,7 @@ from deqseq.backbones import LlamaConfig, Mamba2Config
 from deqseq.check import check_type
 from deqseq.config import SolveConfig
 from deqseq.gradients import Phantom
-from deqseq.integrations.fields import Fields, Only, Sizes
+from deqseq.integrations.fields import Fields, Only, Table, only, unused
 from deqseq.integrations.foreign.weights import Rule, assembled, from_foreign, on_meta
 from deqseq.layers import RotaryScaling, apply_weight_norm
 from deqseq.models.causal_lm import CausalLM
@@ -22,63 +22,67 @@ from deqseq.stop import Stop
 FROM_INPUT = SolveConfig(stop=Stop(rtol=0.05, max_steps=4), gradient=Phantom(steps=1), start="input")
 """At most 4 iterations, from the embedded tokens, then 1 phantom step: for the beginning of fine-tuning."""
 
-LLAMA_SIZES: Sizes = {
-    "d_model": ("hidden_size", 4096),
-    "n_layers": ("num_hidden_layers", 32),
-    "n_heads": ("num_attention_heads", 32),
-    "n_kv_heads": ("num_key_value_heads", None),
-    "headdim": ("head_dim", None),
-    "mlp_width": ("intermediate_size", 11008),
-    "norm_eps": ("rms_norm_eps", 1e-6),
+_SHARED: Table = {"hidden_act": Only("silu", "swish"), "quantization_config": Only(None)}
+_LLAMA: Table = {
+    **_SHARED,
+    "vocab_size": ("vocab_size", 32000),
+    "tie_word_embeddings": ("tied", False),
+    "hidden_size": ("d_model", 4096),
+    "num_hidden_layers": ("n_layers", 32),
+    "num_attention_heads": ("n_heads", 32),
+    "num_key_value_heads": ("n_kv_heads", None),
+    "head_dim": ("headdim", None),
+    "intermediate_size": ("mlp_width", 11008),
+    "rms_norm_eps": ("norm_eps", 1e-6),
+    **only(attention_bias=False, mlp_bias=False),
+    "attention_dropout": Only(0, None),
+    "partial_rotary_factor": Only(1, None),
 }
-MAMBA2_SIZES: Sizes = {
-    "d_model": ("hidden_size", 4096),
-    "n_layers": ("num_hidden_layers", 64),
-    "d_state": ("state_size", 128),
-    "headdim": ("head_dim", 64),
+_MAMBA2: Table = {
+    **_SHARED,
+    "vocab_size": ("vocab_size", 32768),
+    "tie_word_embeddings": ("tied", False),
+    "hidden_size": ("d_model", 4096),
+    "num_hidden_layers": ("n_layers", 64),
+    "state_size": ("d_state", 128),
+    "head_dim": ("headdim", 64),
     "expand": ("expand", 2),
     "n_groups": ("n_groups", 8),
-    "d_conv": ("conv_kernel", 4),
-    "norm_eps": ("layer_norm_epsilon", 1e-5),
-    "dt_limit": ("time_step_limit", (0.0, math.inf)),
+    "conv_kernel": ("d_conv", 4),
+    "layer_norm_epsilon": ("norm_eps", 1e-5),
+    "time_step_limit": ("dt_limit", (0.0, math.inf)),
+    **only(use_bias=False, use_conv_bias=True),
 }
-_MAMBA_SSM_SIZES: Sizes = {
+_MAMBA_SSM: Table = {
+    **unused("_name_or_path", "architectures", "dtype", "model_type", "torch_dtype", "transformers_version"),
+    **unused("fused_add_norm", "residual_in_fp32"),  # the same numbers in float32
+    **unused("attn_cfg"),  # of attention layers, which are refused
+    "tie_embeddings": ("tied", True),
+    "d_model": ("d_model", 2560),
+    "n_layer": ("n_layers", 64),
+    "attn_layer_idx": Only([], ()),
+    **only(d_intermediate=0, rms_norm=True),
+}
+_MAMBA_SSM_LAYER: Table = {
+    **unused("use_mem_eff_path", "sequence_parallel"),  # other ways to the same numbers
     "expand": ("expand", 2),
     "d_state": ("d_state", 128),
     "headdim": ("headdim", 64),
-    "n_groups": ("ngroups", 1),
+    "ngroups": ("n_groups", 1),
     "d_conv": ("d_conv", 4),
     "dt_limit": ("dt_limit", (0.0, math.inf)),
+    **only(D_has_hdim=False, rmsnorm=True, norm_before_gate=False, bias=False, conv_bias=True, process_group=None),
 }
-ROTARY_SCALING: Sizes = {
+_ROPE: Table = {
+    **unused("type", "attention_factor", "original_max_position_embeddings"),
+    "partial_rotary_factor": Only(1, None),
+}
+_ROPE_SCALING: Table = {
     "factor": ("factor", float),
     "low_freq_factor": ("low_freq_factor", float),
     "high_freq_factor": ("high_freq_factor", float),
-    "original_length": ("original_max_position_embeddings", int),
+    "original_max_position_embeddings": ("original_length", int),
 }
-
-_SHARED: Only = {"hidden_act": ("silu", "swish"), "quantization_config": (None,)}
-_LLAMA: Only = {
-    "attention_bias": (False,),
-    "mlp_bias": (False,),
-    "attention_dropout": (0, None),
-    "partial_rotary_factor": (1, None),
-}
-_MAMBA2: Only = {"use_bias": (False,), "use_conv_bias": (True,)}
-_MAMBA_SSM: Only = {"attn_layer_idx": ([], ()), "d_intermediate": (0,), "rms_norm": (True,)}
-_MAMBA_SSM_LAYER: Only = {
-    "D_has_hdim": (False,),
-    "rmsnorm": (True,),
-    "norm_before_gate": (False,),
-    "bias": (False,),
-    "conv_bias": (True,),
-    "process_group": (None,),
-}
-_MAMBA_SSM_NO_EFFECT = (
-    *("_name_or_path", "architectures", "dtype", "model_type", "torch_dtype", "transformers_version"),
-    "attn_cfg",  # of attention layers, which are refused
-    *("fused_add_norm", "residual_in_fp32"),  # the same numbers in float32
-)
 
 
 @checked
@@ -150,20 +154,19 @@ def from_pretrained_model(
             )
         state = model.state_dict()
     spec, rules = _read(config)
+    if implicit:
+        backbone = replace(spec.backbone, injection=True)
+        spec = replace(spec, backbone=backbone, solve=solve or FROM_INPUT, eval_solve=eval_solve)
     lm = on_meta(spec.build)
-    weights = from_foreign(state, lm, rules)
-    if not implicit:
-        return assembled(lm, weights)
-    backbone = replace(spec.backbone, injection=True)
-    lm = on_meta(replace(spec, backbone=backbone, solve=solve or FROM_INPUT, eval_solve=eval_solve).build)
+    weights = from_foreign(state, lm, rules, new="injection")
     like = weights["embedding.weight"]
     for name, tensor in lm.state_dict().items():
         if name not in weights:  # an injection that adds nothing: its norm is the identity, weights and bias are zero
             weights[name] = (like.new_ones if "norm" in name else like.new_zeros)(tensor.shape)
     layers: Any = assembled(lm, weights).model.backbone
-    if weight_norm is not False:
+    if implicit and weight_norm is not False:
         apply_weight_norm(layers)
-        layers.config = replace(backbone, weight_norm=True)
+        layers.config = replace(layers.config, weight_norm=True)
     return lm
 
 
@@ -203,61 +206,56 @@ def _read(config: object) -> tuple[LanguageModelSpec, tuple[Rule, ...]]:
         kind = Fields(content, where).choice("model_type", ("llama", "mamba2"), None)
     reader, embedding, prefix = _KINDS[kind]
     rules: tuple[Rule, ...] = ((r"^embedding\.", embedding), (r"^model\.backbone\.", prefix), (r"^head\.", "lm_head."))
-    tokens, tied, backbone = reader(Fields(content, where))
-    return LanguageModelSpec(tokens, replace(backbone, injection=False), solve=None, tied=tied), rules
+    return reader(Fields(content, where)), rules
 
 
-def _llama(fields: Fields) -> tuple[int, bool, LlamaConfig]:
-    fields.only(_SHARED | _LLAMA)
-    theta, scaling = rotary(fields, 10000.0)
-    config = LlamaConfig(**fields.sizes(LLAMA_SIZES), rope_theta=theta, rope_scaling=scaling, weight_norm=False)
-    return fields.read("vocab_size", 32000), fields.read("tie_word_embeddings", False), config
+def explicit_spec(layers: type[LlamaConfig | Mamba2Config], values: dict[str, Any]) -> LanguageModelSpec:
+    """A model that solves nothing, from fields of its layers and of the specification, all by name."""
+    whole = {name: values.pop(name) for name in ("vocab_size", "tied", "steps") if name in values}
+    return LanguageModelSpec(backbone=layers(**values, weight_norm=False, injection=False), solve=None, **whole)
 
 
-def rotary(fields: Fields, theta: float) -> tuple[float, RotaryScaling | None]:
-    """Base, by default ``theta``, and scaling: in ``rope_parameters`` since transformers 5, in two fields before."""
-    theta = fields.read("rope_theta", theta)
+def _llama(fields: Fields) -> LanguageModelSpec:
+    return explicit_spec(LlamaConfig, fields.take(_LLAMA) | rotary(fields))
+
+
+def rotary(fields: Fields) -> dict[str, Any]:
+    """Base and scaling: in ``rope_parameters`` since transformers 5, in two fields before."""
+    theta, scaling = fields.read("rope_theta", 10000.0), None
     name = "rope_parameters" if fields.get("rope_parameters", None) is not None else "rope_scaling"
-    if fields.get(name, None) is None:
-        return theta, None
-    rope = fields.inner(name)
-    theta = rope.read("rope_theta", theta)
-    rope.only({"partial_rotary_factor": (1, None)})
-    rope.unused("type", "attention_factor", "original_max_position_embeddings")
-    key = "type" if "rope_type" not in rope.content else "rope_type"  # its name in old files
-    scaled = rope.choice(key, ("default", "llama3"), "default") == "llama3"
-    scaling = RotaryScaling(**rope.sizes(ROTARY_SCALING)) if scaled else None
-    rope.close()
-    return theta, scaling
+    if fields.get(name, None) is not None:
+        rope = fields.inner(name)
+        theta = rope.read("rope_theta", theta)
+        rope.take(_ROPE)
+        key = "type" if "rope_type" not in rope.content else "rope_type"  # its name in old files
+        if rope.choice(key, ("default", "llama3"), "default") == "llama3":
+            scaling = RotaryScaling(**rope.take(_ROPE_SCALING))
+        rope.close()
+    return {"rope_theta": theta, "rope_scaling": scaling}
 
 
-def _mamba2(fields: Fields) -> tuple[int, bool, Mamba2Config]:
-    fields.only(_SHARED | _MAMBA2)
-    config = Mamba2Config(**fields.sizes(MAMBA2_SIZES), weight_norm=False)
-    heads = config.expand * config.d_model // config.headdim
-    fields.only({"num_heads": (heads,)}, "it is expand * hidden_size / head_dim", num_heads=128)
-    return fields.read("vocab_size", 32768), fields.read("tie_word_embeddings", False), config
+def _mamba2(fields: Fields) -> LanguageModelSpec:
+    values = fields.take(_MAMBA2)
+    heads = values["expand"] * values["d_model"] // values["headdim"]
+    fields.take({"num_heads": Only(heads, default=128, instead="it is expand * hidden_size / head_dim")})
+    return explicit_spec(Mamba2Config, values)
 
 
-def _mamba_ssm(fields: Fields) -> tuple[int, bool, Mamba2Config]:
-    fields.unused(*_MAMBA_SSM_NO_EFFECT)
-    fields.only(_MAMBA_SSM)
-    layer, sizes = fields.inner("ssm_cfg"), fields.sizes({"d_model": ("d_model", 2560), "n_layers": ("n_layer", 64)})
-    layer.only({"layer": ("Mamba2",)}, layer="Mamba1")
-    layer.unused("conv_init", "A_init_range", "dt_min", "dt_max", "dt_init_floor", "chunk_size")  # weights are given
-    config = Mamba2Config(**sizes, **mamba_ssm_layer(layer, sizes["d_model"]), weight_norm=False)
-    tokens = padded(fields.read("vocab_size", 50277), fields.read("pad_vocab_size_multiple", 8))
-    tied = fields.read("tie_embeddings", True)
+def _mamba_ssm(fields: Fields) -> LanguageModelSpec:
+    values, layer = fields.take(_MAMBA_SSM), fields.inner("ssm_cfg")
+    layer.take({"layer": Only("Mamba2", default="Mamba1")})
+    layer.take(unused("conv_init", "A_init_range", "dt_min", "dt_max", "dt_init_floor", "chunk_size"))
+    values |= mamba_ssm_layer(layer, values["d_model"])
+    values["vocab_size"] = padded(fields.read("vocab_size", 50277), fields.read("pad_vocab_size_multiple", 8))
     layer.close()
     fields.close()
-    return tokens, tied, config
+    return explicit_spec(Mamba2Config, values)
 
 
 def mamba_ssm_layer(layer: Fields, width: int) -> dict[str, Any]:
     """Sizes of mamba_ssm's Mamba2 layer, under the names of our configuration."""
-    sizes = layer.sizes(_MAMBA_SSM_SIZES)
-    layer.only({**_MAMBA_SSM_LAYER, "d_ssm": (None, sizes["expand"] * width)})
-    layer.unused("use_mem_eff_path", "sequence_parallel")  # other ways to the same numbers
+    sizes = layer.take(_MAMBA_SSM_LAYER)
+    layer.take({"d_ssm": Only(None, sizes["expand"] * width)})
     return sizes
 
 

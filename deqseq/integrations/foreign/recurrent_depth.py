@@ -4,22 +4,23 @@ import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from os import PathLike
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import torch
 from einops import rearrange
+from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from deqseq.annotations import AtLeast, checked
-from deqseq.backbones import ConcatInjection, Injected, Llama, LlamaConfig, Looped
+from deqseq.annotations import AtLeast, Within, checked
+from deqseq.backbones import LlamaConfig, Looped
+from deqseq.check import returned_by
 from deqseq.config import SolveConfig
 from deqseq.gradients import Unrolled
-from deqseq.integrations.fields import Fields, Only
+from deqseq.integrations.fields import Fields, Only, Table, only
 from deqseq.integrations.foreign.files import config_in, folder_of, tensors_in
-from deqseq.integrations.foreign.ouro_gate import OuroGate
-from deqseq.integrations.foreign.pretrained import rotary
+from deqseq.integrations.foreign.pretrained import explicit_spec, rotary
 from deqseq.integrations.foreign.weights import Rule, assembled, from_foreign, on_meta
-from deqseq.models import CausalLM, ExplicitModel, ImplicitModel, RecurrentDepth
+from deqseq.models import CausalLM, LanguageModelSpec
 from deqseq.solvers import Naive
 from deqseq.start import RandomStart
 from deqseq.stop import Stop
@@ -33,7 +34,7 @@ def from_pretrained(
     revision: str | None = None,
     steps: Annotated[int, AtLeast(1)] | None = None,
 ) -> CausalLM:
-    r"""A released recurrent-depth model, from its ``config.json`` and safetensors; none of its own code runs.
+    r"""A released recurrent-depth model, from its ``config.json`` and weights; none of its own code runs.
 
     - Huginn-0125 and the retrofitted Llama and OLMo 2 models become a :class:`deqseq.RecurrentDepth`. By default its
       core is solved to a relative tolerance of 1e-3, within 4 times its mean depth, from zero. With ``steps`` it runs
@@ -70,9 +71,7 @@ def from_pretrained(
     folder = folder_of(folder_or_name, revision)
     config = config_in(folder)
     _kind(config)  # before gigabytes are read
-    if not (state := tensors_in(folder)):
-        raise FileNotFoundError(f"{folder} has no *.safetensors: convert pickled weights to safetensors")
-    lm = from_state(config, state, steps)
+    lm = from_state(config, tensors_in(folder), steps)
     return lm if dtype is None else lm.to(dtype)
 
 
@@ -111,19 +110,17 @@ def _kind(config: Mapping[str, Any]) -> str:
     return Fields(config, "configuration: ").choice("model_type", tuple(_MODELS))
 
 
-def _sizes(fields: Fields, width: str, heads: str, eps: str) -> dict[str, Any]:
-    """Sizes of the layers that both formats name alike, and width, heads and epsilon, which they do not."""
-    table = {"d_model": (width, int), "n_heads": (heads, int), "n_kv_heads": ("num_key_value_heads", None)}
-    table |= {"headdim": ("head_dim", None), "mlp_width": ("intermediate_size", int), "norm_eps": (eps, float)}
-    return fields.sizes(table) | {"injection": False, "weight_norm": False, "float32_rotary": False}
-
-
-_RAVEN: Only = {
-    "bias": (False,),
-    "injection_type": ("linear",),
-    "nonlin_name": ("SiLU",),
-    "mlp_class_name": ("GatedMLP",),
-    "test_time_noise": (0, None),
+_RAVEN: Table = {
+    "n_embd": ("d_model", int),
+    "n_heads": ("n_heads", int),
+    "num_key_value_heads": ("n_kv_heads", None),
+    "head_dim": ("headdim", None),
+    "intermediate_size": ("mlp_width", int),
+    "norm_eps": ("norm_eps", float),
+    "qk_bias": ("qk_bias", False),
+    **only(bias=False, injection_type="linear", nonlin_name="SiLU", mlp_class_name="GatedMLP"),
+    "test_time_noise": Only(0, None),
+    "initial_state_mode": Only("random", instead="start='input' in the call is what 'embed-init' means"),
 }
 
 
@@ -131,34 +128,38 @@ def _raven(fields: Fields, state: Mapping[str, Tensor], steps: int | None) -> tu
     """Huginn and the retrofitted models: all say ``huginn_raven``, the names of their tensors tell them apart."""
     first = "transformer.prelude.0."
     huginn, olmo = f"{first}norm_3.weight" in state, f"{first}attn.q_norm.weight" in state
-    fields.only(_RAVEN)
-    fields.only({"initial_state_mode": ("random",)}, "start='input' in the call is what 'embed-init' means")
-    sizes = _sizes(fields, "n_embd", "n_heads", "norm_eps")
-    sizes |= {"norms": "closed" if huginn else "post" if olmo else "pre", "qk_norm": olmo}
-    sizes["qk_bias"], width = fields.read("qk_bias", False), sizes["d_model"]
-    if huginn:
-        sizes["rope_theta"] = fields.read("rope_base", float)
-    else:  # the retrofitted models have a ``rope_base`` too, which their code does not use
-        sizes["rope_theta"], sizes["rope_scaling"] = rotary(fields, 10000.0)
+    layers: dict[str, Any] = fields.take(_RAVEN) | {"injection": False, "weight_norm": False, "float32_rotary": False}
+    layers |= {"norms": "closed" if huginn else "post" if olmo else "pre", "qk_norm": olmo}
+    # the retrofitted models have a ``rope_base`` too, which their code does not use
+    layers |= {"rope_theta": fields.read("rope_base", float)} if huginn else rotary(fields)
     prelude, core, coda = (
-        Llama(LlamaConfig(**sizes, n_layers=fields.read(f"n_layers_in_{part}", int), final_norm=part == "coda"))
+        LlamaConfig(**layers, n_layers=fields.read(f"n_layers_in_{part}", int), final_norm=part == "coda")
         for part in ("prelude", "recurrent_block", "coda")
     )
     # Huginn's scale follows from its width, whatever its configuration says
-    scale = math.sqrt(width) if huginn else fields.inner("init_values", {}).read("embed_scale", 1.0)
-    start = RandomStart(math.sqrt(2 / (5 * width)) * scale)
+    scale = math.sqrt(core.d_model) if huginn else fields.inner("init_values", {}).read("embed_scale", 1.0)
+    spec = LanguageModelSpec(
+        fields.read("padded_vocab_size", fields.read("vocab_size", int)),
+        core,
+        **_solved(fields, steps, RandomStart(math.sqrt(2 / (5 * core.d_model)) * scale)),
+        tied=fields.read("tie_embeddings", huginn),
+        embedding_scale=scale,
+        prelude=prelude,
+        coda=coda,
+        injection="concat",
+        norm="coda" if huginn else None,
+    )
+    return spec.build(), _raven_rules(coda, pairs=huginn)
+
+
+def _solved(fields: Fields, steps: int | None, start: RandomStart) -> dict[str, Any]:
+    """How a core is solved, or how often it runs."""
     mean = fields.read("mean_recurrence", int)
     gradient = Unrolled(last=fields.read("mean_backprop_depth", min(8, mean)))
-    injected = Injected(core, ConcatInjection(width))
-    if steps is None:
-        solve = SolveConfig(Naive(), Stop.exactly(mean), gradient, start=start)
-        middle = ImplicitModel(injected, solve, SolveConfig(stop=Stop(max_steps=4 * mean)))
-    else:
-        middle = ExplicitModel(Looped(injected, steps, start=start))
-    model = RecurrentDepth(ExplicitModel(prelude), middle, ExplicitModel(coda), coda.norm if huginn else None)
-    tied, vocabulary = fields.read("tie_embeddings", huginn), fields.read("vocab_size", int)
-    lm = CausalLM(fields.read("padded_vocab_size", vocabulary), model, tied=tied, embedding_scale=scale)
-    return lm, _raven_rules(coda.config, pairs=huginn)
+    if steps is not None:
+        return {"solve": None, "steps": steps, "loop_start": start}
+    solve = SolveConfig(Naive(), Stop.exactly(mean), gradient, start=start)
+    return {"solve": solve, "eval_solve": SolveConfig(stop=Stop(max_steps=4 * mean))}
 
 
 def _raven_rules(config: LlamaConfig, pairs: bool) -> tuple[Rule, ...]:
@@ -199,7 +200,65 @@ def _halves(rows: Tensor, width: int) -> Tensor:
     return rearrange(rows, "(h i pair) ... -> (h pair i) ...", pair=2, i=width // 2) if fits else rows
 
 
-_OURO: Only = {"hidden_act": ("silu",), "use_sliding_window": (False, None)}
+class OuroGate(nn.Module):
+    r"""Ouro's choice among the states of its loops, the ``choose`` of a :class:`deqseq.Looped`.
+
+    .. math:: \lambda_s = \sigma(\mathrm{linear}(z_s)), \qquad
+              1 - \prod_{j \le s} (1 - \lambda_j) \ge \mathrm{threshold}
+
+    Each token takes the first loop at which the probability of having exited reaches the threshold, or else the last.
+    All loops run in any case, as in the authors' code, because later tokens attend to every loop.
+
+    Args:
+        linear: maps states ``(..., d_model)`` to a number before the sigmoid, ``(..., 1)``. Its weights are frozen: no
+            gradient reaches them through a choice, for which DDP would wait.
+        threshold: an attribute that can be changed. At 1 every token takes the last loop.
+
+    References:
+        Zhu et al., Scaling Latent Reasoning via Looped Language Models, 2025, arXiv 2510.25741.
+
+    Example:
+        >>> gate = OuroGate(nn.Linear(8, 1), threshold=0.8)
+        >>> states = torch.randn(4, 2, 5, 8)        # of four loops
+        >>> gate(states).shape, gate.loops(states).shape
+        (torch.Size([2, 5, 8]), torch.Size([2, 5]))
+    """
+
+    @checked
+    def __init__(self, linear: nn.Module, threshold: Annotated[float, Within("[0, 1]")] = 1.0) -> None:
+        super().__init__()
+        self.linear, self.threshold = linear.requires_grad_(False), threshold
+
+    def forward(self, states: Float[Tensor, "loops batch length d_model"]) -> Float[Tensor, "batch length d_model"]:
+        """The state that each token takes, of ``states``, ``(loops, batch, length, d_model)``."""
+        place = self.loops(states)[None, ..., None] - 1
+        return states.gather(0, place.expand(1, *states.shape[1:]))[0]
+
+    def loops(self, states: Float[Tensor, "loops batch length d_model"]) -> Int64[Tensor, "batch length"]:
+        """The loop whose state each token takes, from 1, by ``states``, ``(loops, batch, length, d_model)``."""
+        if self.threshold == 1:  # a probability can underflow
+            return torch.full(states.shape[1:3], len(states), device=states.device)
+        earlier = states[:-1]
+        name, what = "OuroGate.linear", "one number of each state"
+        logits = returned_by(name, self.linear, earlier, like=earlier[..., :1], what=what)[..., 0]
+        stays = torch.sigmoid(-logits.to(torch.promote_types(logits.dtype, torch.float32))).cumprod(dim=0)
+        return 1 + (stays > 1 - self.threshold).long().cumprod(dim=0).sum(dim=0)
+
+
+_OURO: Table = {
+    "vocab_size": ("vocab_size", int),
+    "tie_word_embeddings": ("tied", False),
+    "total_ut_steps": ("steps", int),
+    "hidden_size": ("d_model", int),
+    "num_hidden_layers": ("n_layers", int),
+    "num_attention_heads": ("n_heads", int),
+    "num_key_value_heads": ("n_kv_heads", None),
+    "head_dim": ("headdim", None),
+    "intermediate_size": ("mlp_width", int),
+    "rms_norm_eps": ("norm_eps", float),
+    **only(hidden_act="silu"),
+    "use_sliding_window": Only(False, None),
+}
 _OURO_RULES: tuple[Rule, ...] = (
     (r"^embedding\.", "model.embed_tokens."),
     (r"^head\.", "lm_head."),
@@ -210,16 +269,12 @@ _OURO_RULES: tuple[Rule, ...] = (
 
 def _ouro(fields: Fields, state: Mapping[str, Tensor], steps: int | None) -> tuple[CausalLM, tuple[Rule, ...]]:
     """A stack and its norm, iterated from the embedding."""
-    fields.only(_OURO)
-    sizes = _sizes(fields, "hidden_size", "num_attention_heads", "rms_norm_eps")
-    sizes["n_layers"], (theta, scaling) = fields.read("num_hidden_layers", int), rotary(fields, 10000.0)
-    stack = Llama(LlamaConfig(**sizes, norms="sandwich", rope_theta=theta, rope_scaling=scaling))
-    loops, threshold = fields.read("total_ut_steps", int), fields.read("early_exit_threshold", 1.0, interval="[0, inf)")
-    gated = threshold < 1 or "model.early_exit_gate.weight" in state
-    gate = OuroGate(nn.Linear(stack.d_model, 1), min(threshold, 1.0)) if gated else None
-    model = ExplicitModel(Looped(stack, steps or loops, gate))
-    tied = fields.read("tie_word_embeddings", False)
-    return CausalLM(fields.read("vocab_size", int), model, tied=tied), _OURO_RULES
+    values = fields.take(_OURO) | rotary(fields) | {"norms": "sandwich", "float32_rotary": False}
+    lm = explicit_spec(LlamaConfig, values | ({} if steps is None else {"steps": steps})).build()
+    threshold, looped = fields.read("early_exit_threshold", 1.0, interval="[0, inf)"), cast(Looped, lm.model.backbone)
+    if threshold < 1 or "model.early_exit_gate.weight" in state:
+        looped.choose = OuroGate(nn.Linear(looped.d_model, 1), min(threshold, 1.0))
+    return lm, _OURO_RULES
 
 
 _MODELS: Mapping[str, Callable[..., tuple[CausalLM, tuple[Rule, ...]]]] = {"huginn_raven": _raven, "ouro": _ouro}

@@ -9,7 +9,7 @@ from torch import Tensor
 from deqseq.annotations import checked
 from deqseq.backbones import LlamaConfig, Mamba2Config
 from deqseq.config import SolveConfig
-from deqseq.integrations.fields import Fields, Only
+from deqseq.integrations.fields import Fields, Only, Table, only, unused
 from deqseq.integrations.foreign.pretrained import mamba_ssm_layer, padded
 from deqseq.integrations.foreign.weights import Rule, assembled, from_foreign, on_meta, to_foreign
 from deqseq.integrations.torchdeq import CONFIG_DEFAULTS, CONFIG_GROUPS, from_torchdeq_config
@@ -18,35 +18,48 @@ from deqseq.models.specification import LanguageModelSpec
 from deqseq.solvers import Naive, Relaxed
 from deqseq.stop import Stop
 
-NO_EFFECT: tuple[str, ...] = (
+WHOLE: Table = {
     # files and libraries
-    *("_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "use_cache"),
+    **unused("_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version"),
+    **unused("use_cache", "load_from_pretrained_shell", "save_output_ids"),
     # text and data
-    *("bos_token_id", "eos_token_id", "pad_token_id", "data_info", "dataset_name", "tokenizer"),
+    **unused("bos_token_id", "eos_token_id", "pad_token_id", "data_info", "dataset_name", "tokenizer"),
     # training and evaluation around the model
-    *("average_eval", "keep_sequence_dim", "load_from_pretrained_shell", "masked_training", "save_output_ids"),
-    "weight_decay",
+    **unused("average_eval", "keep_sequence_dim", "masked_training", "weight_decay"),
     # stored by the reference, but it draws embeddings with a standard deviation of 0.02, which is ours too
-    "emb_init_std",
-)
-"""Fields of the whole model that change nothing of what it computes."""
+    **unused("emb_init_std"),
+    "tie_embeddings": ("tied", True),
+    "dropout": ("embedding_dropout", 0.05),
+    **only(head_bias=False),
+}
+"""Fields of the whole model."""
 
-BACKBONE_NO_EFFECT: tuple[str, ...] = (
-    "init_gain",  # stored by the reference, and never read
-    "pretrain_iter",  # read only where pretrain_steps is not 0, which is refused
-    "residual_in_fp32",  # our residual path has the dtype of the weights; in float32 that is the same
-)
-"""Fields of ``backbone_config`` that change nothing of what it computes."""
+BLOCK: Table = {
+    **unused("init_gain"),  # stored by the reference, and never read
+    **unused("pretrain_iter"),  # read only where pretrain_steps is not 0, which is refused
+    **unused("residual_in_fp32"),  # our residual path has the dtype of the weights; in float32 that is the same
+    "d_model": ("d_model", int),
+    "n_layer": ("n_layers", int),
+    "pre_norm": Only(True, default=bool),
+    **only(rms_norm=True),
+    "initializer_cfg": Only(None, {}),
+}
+"""Fields of ``backbone_config``."""
 
-_BLOCK: Only = {"pre_norm": (True,), "rms_norm": (True,), "initializer_cfg": (None, {})}
-_IMPLICIT: Only = {"pretrain_steps": (0,), "ema_alpha": (None, 0), "init_z_mode": (None, "input")}
-_ATTENTION: Only = {"bias": (False,), "apply_rotary": (True,)}
-_DRAWN: Only = {  # how the reference draws initial weights
-    "conv_init": (None,),
-    "A_init_range": ((1, 16), [1, 16]),
-    "dt_min": (0.001,),
-    "dt_max": (0.1,),
-    "dt_init_floor": (0.0001,),
+_IMPLICIT: Table = {"pretrain_steps": Only(0), "ema_alpha": Only(None, 0), "init_z_mode": Only(None, "input")}
+_ATTENTION: Table = {
+    "n_head": ("n_heads", int),
+    "rope_theta": ("rope_theta", 500000.0),
+    **unused("max_seq_len"),  # a plain rotary embedding does not depend on it
+    **only(bias=False, apply_rotary=True),
+}
+_DRAWN = "initial weights are drawn in another way here: initialise the model yourself"
+_MIXER: Table = {
+    "chunk_size": ("chunk_size", None),
+    **unused("use_materializing_scan"),  # another way to the same numbers
+    **only(allow_negative_A_EV=False),
+    **only(instead=_DRAWN, conv_init=None, dt_min=0.001, dt_max=0.1, dt_init_floor=0.0001),
+    "A_init_range": Only((1, 16), [1, 16], instead=_DRAWN),
 }
 
 _RULES: tuple[Rule, ...] = (
@@ -92,17 +105,16 @@ def from_reference_config(config: Mapping[str, Any]) -> LanguageModelSpec:
         (170, None)
     """
     fields = Fields(config, "reference configuration: ")
-    fields.unused(*NO_EFFECT)
+    whole = fields.take(WHOLE)
     implicit = fields.choice("backbone_type", ("implicit", "explicit"), "implicit") == "implicit"
     block = fields.inner("backbone_config")
     weight_norm, solves = _solves(fields, block) if implicit else (False, (None, None))
     if not implicit:
-        fields.unused("deq_params")
-        block.unused("do_weight_norm", *_IMPLICIT)
+        fields.take(unused("deq_params"))
+        block.take(unused("do_weight_norm", *_IMPLICIT))
     backbone = _backbone(block, {"weight_norm": weight_norm, "injection": implicit})
-    tied, dropout = fields.read("tie_embeddings", True), fields.read("dropout", 0.05)
-    spec = LanguageModelSpec(_vocabulary(fields), backbone, *solves, tied=tied, embedding_dropout=dropout)
-    fields.only({"head_bias": (False,), "d_embed": (backbone.d_model,)}, d_embed=int)  # no projection to the layers
+    spec = LanguageModelSpec(_vocabulary(fields), backbone, *solves, **whole)
+    fields.take({"d_embed": Only(backbone.d_model, default=int)})  # no projection to the layers
     fields.close()
     return spec
 
@@ -112,7 +124,7 @@ def _vocabulary(fields: Fields) -> int:
     mamba2 = fields.choice("model_type", ("implicit_llama3", "implicit_mamba2")) == "implicit_mamba2"
     tokens = fields.read("n_tokens" if mamba2 else "vocab_size", 50277)
     if mamba2:
-        fields.only({"vocab_size": (tokens,)}, "the reference goes by n_tokens")
+        fields.take({"vocab_size": Only(tokens, instead="the reference goes by n_tokens")})
     multiple = fields.read("pad_vocab_size_multiple", 8)
     return padded(tokens, multiple) if fields.read("pad_vocab", False) else tokens
 
@@ -124,7 +136,7 @@ def _solves(fields: Fields, block: Fields) -> tuple[bool, tuple[SolveConfig, Sol
     groups.close()
     solve, evaluation = from_torchdeq_config(nested)
     keys = CONFIG_DEFAULTS | {key: value for group in nested.values() for key, value in group.items()}
-    block.only(_IMPLICIT)
+    block.take(_IMPLICIT)
     start = "zero" if block.get("init_z_mode", None) is None else "input"
     solver = Naive() if keys["tau"] == 1 else Relaxed(keys["tau"])
     stop = Stop(rtol=keys["f_tol"], max_steps=evaluation.stop.max_steps)
@@ -134,14 +146,10 @@ def _solves(fields: Fields, block: Fields) -> tuple[bool, tuple[SolveConfig, Sol
 
 
 def _backbone(block: Fields, switches: dict[str, Any]) -> LlamaConfig | Mamba2Config:
-    block.unused(*BACKBONE_NO_EFFECT)
     llama = block.choice("block_type", ("mamba2", "transformer"), "mamba2") == "transformer"
-    block.only(_BLOCK, pre_norm=bool)
+    shared = switches | block.take(BLOCK)
     inner = block.read("d_inner", int, low=1 if llama else 0)
-    if inner:
-        block.only({"mlp_type": ("llama_mlp",)}, mlp_type="gated_mlp")
-    block.unused("mlp_type")
-    shared = switches | block.sizes({"d_model": ("d_model", int), "n_layers": ("n_layer", int)})
+    block.take({"mlp_type": Only("llama_mlp", default="gated_mlp")} if inner else unused("mlp_type"))
     shared["mlp_width"] = int(2 * inner / 3)  # as the reference rounds it
     layer = block.inner("block_cfg", {})
     config = _llama(block, layer, shared) if llama else _mamba2(block, layer, shared)
@@ -151,22 +159,16 @@ def _backbone(block: Fields, switches: dict[str, Any]) -> LlamaConfig | Mamba2Co
 
 
 def _llama(block: Fields, layer: Fields, shared: dict[str, Any]) -> LlamaConfig:
-    block.only({"dropout": (0,)})  # of attention weights, drawn anew at each iteration
+    block.take({"dropout": Only(0)})  # of attention weights, drawn anew at each iteration
     eps = block.read("norm_epsilon", 1e-5)
     if shared["injection"]:  # whose norm keeps 1e-5 in the reference; here one epsilon serves all norms
-        block.only({"norm_epsilon": (1e-5,)})
-    layer.only(_ATTENTION)
-    layer.unused("max_seq_len")  # a plain rotary embedding does not depend on it
-    sizes = layer.sizes({"n_heads": ("n_head", int), "rope_theta": ("rope_theta", 500000.0)})
-    return LlamaConfig(norm_eps=eps, **sizes, **shared)
+        block.take({"norm_epsilon": Only(1e-5)})
+    return LlamaConfig(norm_eps=eps, **layer.take(_ATTENTION), **shared)
 
 
 def _mamba2(block: Fields, layer: Fields, shared: dict[str, Any]) -> Mamba2Config:
-    block.only({"norm_epsilon": (1e-5,)})  # the reference's gated norm keeps it; here one epsilon serves all norms
-    layer.only(_DRAWN, "initial weights are drawn in another way here: initialise the model yourself")
-    layer.only({"allow_negative_A_EV": (False,)})
-    layer.unused("use_materializing_scan")  # another way to the same numbers
-    sizes = mamba_ssm_layer(layer, shared["d_model"]) | layer.sizes({"chunk_size": ("chunk_size", None)})
+    block.take({"norm_epsilon": Only(1e-5)})  # the reference's gated norm keeps it; here one epsilon serves all norms
+    sizes = mamba_ssm_layer(layer, shared["d_model"]) | layer.take(_MIXER)
     return Mamba2Config(dropout=block.read("dropout", 0.0), **sizes, **shared)
 
 

@@ -24,12 +24,15 @@ def on_meta(build: Callable[..., R], *args: Any) -> R:
         return build(*args)
 
 
-def from_foreign(state: Mapping[str, Tensor], model: nn.Module, rules: Sequence[Rule]) -> dict[str, Tensor]:
+def from_foreign(
+    state: Mapping[str, Tensor], model: nn.Module, rules: Sequence[Rule], new: str | None = None
+) -> dict[str, Tensor]:
     """The tensors of another library under the names of ``model``; ValueError lists all that do not fit.
 
-    A tied head, which ``model`` does not have, must be equal to the embedding.
+    A tied head, which ``model`` does not have, must be equal to the embedding. What has ``new`` in its name is left
+    out.
     """
-    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    shapes = {name: x.shape for name, x in model.state_dict().items() if new is None or new not in name}
     head, embedding = (_foreign(name, rules)[0] for name in ("head.weight", "embedding.weight"))
     used = {head} if "head.weight" not in shapes and embedding in state else set[str]()
     if used and not torch.equal(state.get(head, state[embedding]), state[embedding]):

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import fields
 from os import PathLike
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar, no_type_check
+from typing import Any, ClassVar, TypeVar, no_type_check
 
 from huggingface_hub.dataclasses import strict
 from packaging.version import Version
@@ -15,7 +15,7 @@ from transformers.configuration_utils import SubConfigSpec
 
 from deqseq import __version__
 from deqseq.annotations import checked
-from deqseq.as_json import Json, Kind, from_json, to_json
+from deqseq.as_json import Json, from_json, to_json
 from deqseq.backbones import LlamaConfig, Mamba2Config
 from deqseq.check import check_known
 from deqseq.config import SolveConfig
@@ -35,7 +35,7 @@ CODE = "deqseq_models"
 """The module beside a saved configuration from which transformers loads our classes."""
 
 PARTS = ("prelude", "backbone", "coda")
-SECTIONS: dict[str, Kind] = {
+SECTIONS = {
     **dict.fromkeys(PARTS, "backbone"),
     **dict.fromkeys(("solve", "eval_solve"), "solve"),
     "loop_start": "start",
@@ -150,9 +150,8 @@ class DeqseqConfig(PreTrainedConfig):
     def __setattr__(self, key: str, value: Any) -> None:
         made = self.__dict__.get("auto_map") is not None
         if key in SECTIONS and value is not None:
-            kind, where = SECTIONS[key], f"{type(self).__name__}.{key}"
-            base = self.solve if key == "eval_solve" and self.eval_solve is None else getattr(self, key)
-            value = to_json(from_json(kind, value, where, None if base is None else from_json(kind, base, where)))
+            base = self.section("solve" if key == "eval_solve" and self.eval_solve is None else key)
+            value = to_json(from_json(SECTIONS[key], value, f"{type(self).__name__}.{key}", base))
         super().__setattr__(key, value)
         if made and key in PARTS:
             for name in DERIVED:
@@ -162,11 +161,15 @@ class DeqseqConfig(PreTrainedConfig):
 
     def specification(self) -> LanguageModelSpec:
         """The model in this library's terms; TypeError or ValueError if the fields do not fit together."""
-        content = {one.name: getattr(self, RENAMED.get(one.name, one.name)) for one in fields(LanguageModelSpec)}
-        for name, kind in SECTIONS.items():
-            if content[name] is not None:
-                content[name] = from_json(kind, content[name], f"{type(self).__name__}.{name}")
-        return LanguageModelSpec(**content)
+        own = {one.name: RENAMED.get(one.name, one.name) for one in fields(LanguageModelSpec)}
+        return LanguageModelSpec(**{field: self.section(name) for field, name in own.items()})
+
+    def section(self, name: str) -> Any:
+        """The value of the field ``name``, of a section as an object."""
+        value = getattr(self, name)
+        if name not in SECTIONS or value is None:
+            return value
+        return from_json(SECTIONS[name], value, f"{type(self).__name__}.{name}")
 
     @classmethod
     @checked
@@ -204,11 +207,6 @@ class DeqseqConfig(PreTrainedConfig):
         config.vocab_size = self.vocab_size
         layers, embedding = built_decoder(config)
         return spec.build_model(layers), embedding
-
-    def solve_config(self, key: Literal["solve", "eval_solve"]) -> SolveConfig | None:
-        """``solve`` or ``eval_solve``, which is the ``key``, as an object."""
-        value = getattr(self, key)
-        return None if value is None else from_json("solve", value, f"{type(self).__name__}.{key}")
 
     def validate_architecture(self) -> None:
         """Check all fields; errors name the one that does not fit."""

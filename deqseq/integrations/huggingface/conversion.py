@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from deqseq.annotations import checked
 from deqseq.integrations.foreign import from_reference
-from deqseq.integrations.foreign.files import add_tensors, config_in, tensors_in
+from deqseq.integrations.foreign.files import config_in, tensors_in
 from deqseq.integrations.huggingface.configuration import DeqseqConfig
-from deqseq.integrations.huggingface.decoder import DecoderBackbone
+from deqseq.integrations.huggingface.decoder import DecoderBackbone, language_model
 from deqseq.integrations.huggingface.modeling_causal_lm import DeqseqForCausalLM
 from deqseq.models import CausalLM
 from deqseq.models.specification import specification_of
@@ -95,12 +94,9 @@ def to_causal_lm(model: DeqseqForCausalLM) -> CausalLM:
         >>> to_causal_lm(from_causal_lm(lm)).model is lm.model
         True
     """
-    config, tied = model.config, model.config.tie_word_embeddings
+    config, head = model.config, None if model.config.tie_word_embeddings else model.lm_head
     numbers = {name: getattr(config, name) for name in ("embedding_dropout", "embedding_scale", "logit_softcap")}
-    with torch.device("meta"):  # its own weights would be drawn for nothing
-        lm = CausalLM(config.vocab_size, model.model.core, tied=tied, **numbers)
-    lm.embedding, lm.head = model.model.embed_tokens, None if tied else model.lm_head
-    return lm.train(model.training)
+    return language_model(model.model.core, model.model.embed_tokens, head, **numbers).train(model.training)
 
 
 def from_reference_folder(folder: str | PathLike[str], **fields: Any) -> DeqseqForCausalLM:
@@ -130,15 +126,4 @@ def from_reference_folder(folder: str | PathLike[str], **fields: Any) -> DeqseqF
     """
     config = config_in(path := Path(folder))
     tokens = {name: config[name] for name in _TOKENS if name in config}
-    return from_causal_lm(from_reference(config, _weights(path)), **tokens | fields).eval()
-
-
-def _weights(path: Path) -> dict[str, Tensor]:
-    """All tensors of a folder, by the names in its files."""
-    tensors, whole = tensors_in(path), path / "pytorch_model.bin"
-    files = [whole] if whole.is_file() else sorted(path.glob("pytorch_model*.bin"))
-    for file in () if tensors else files:
-        add_tensors(tensors, torch.load(file, map_location="cpu", weights_only=True), file)
-    if not tensors:
-        raise FileNotFoundError(f"there are no weights in {path}: neither *.safetensors nor pytorch_model*.bin")
-    return tensors
+    return from_causal_lm(from_reference(config, tensors_in(path)), **tokens | fields).eval()

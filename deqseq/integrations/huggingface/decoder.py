@@ -203,11 +203,19 @@ def with_head(model: PreTrainedModel, layers: ExplicitModel | RecurrentDepth) ->
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if not isinstance(embedding, nn.Embedding) or not isinstance(head, nn.Linear):
         raise ValueError(f"model must have a language model's head, as a ...ForCausalLM, got {type(model).__name__}")
-    tied, cap = head.weight is embedding.weight, getattr(model.config, "final_logit_softcapping", None)
-    with torch.device("meta"):  # its own weights would be drawn for nothing
-        lm = CausalLM(embedding.num_embeddings, layers, tied=tied, logit_softcap=cap)
-    lm.embedding, lm.head = embedding, None if tied else head  # Gemma's embedding scales by itself
+    own_head = None if head.weight is embedding.weight else head
+    lm = language_model(
+        layers, embedding, own_head, logit_softcap=getattr(model.config, "final_logit_softcapping", None)
+    )
     return lm.train(model.training)
+
+
+def language_model(layers: Any, embedding: nn.Embedding, head: nn.Linear | None, **numbers: Any) -> CausalLM:
+    """A language model made of these modules; without a head it is the embedding, which may scale by itself."""
+    with torch.device("meta"):  # its own weights would be drawn for nothing
+        lm = CausalLM(embedding.num_embeddings, layers, tied=head is None, **numbers)
+    lm.embedding, lm.head = embedding, head
+    return lm
 
 
 def built_decoder(config: Any) -> tuple[Callable[[DecoderLayers], DecoderBackbone], nn.Embedding]:

@@ -48,7 +48,7 @@ class ConfigSettings:
     @property
     def solve(self) -> SolveConfig:
         """In training mode."""
-        solve = self.config.solve_config("solve")
+        solve = self.config.section("solve")
         if solve is None:
             raise ValueError("config.solve must not be None, for this model was built as an implicit one")
         return solve
@@ -60,7 +60,7 @@ class ConfigSettings:
     @property
     def eval_solve(self) -> SolveConfig | None:
         """In eval mode; None: as in training mode."""
-        return self.config.solve_config("eval_solve")
+        return self.config.section("eval_solve")
 
     @eval_solve.setter
     def eval_solve(self, eval_solve: SolveConfig | None) -> None:

@@ -53,16 +53,6 @@ class TestSpecifications:
             config.backbone = {"n_layers": 5}
             assert config.num_hidden_layers == derived[1] + 3
 
-    @torch.no_grad()
-    def test_scale_and_cap_are_carried(self):
-        options = {"embedding_scale": 3.0, "logit_softcap": 0.7}
-        lm = dq.CausalLM(13, dq.ImplicitModel(dq.Llama(dq.LlamaConfig(16, n_heads=2))), 0.5, **options).eval()
-        model, ids = from_causal_lm(lm), torch.tensor([[1, 2, 3]])
-        for same in (model, to_causal_lm(model)):
-            assert torch.equal(same(ids).logits, lm(ids).logits)
-        built = model.config.specification().build()
-        assert (built.embedding_scale, built.logit_softcap) == (3.0, 0.7)
-
     def test_fields_that_the_model_decides_are_refused_and_others_taken(self):
         lm = to_causal_lm(made("llama"))
         config = from_causal_lm(lm, initializer_range=0.5, max_position_embeddings=77).config

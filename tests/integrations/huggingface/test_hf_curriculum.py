@@ -5,14 +5,13 @@ import logging
 
 import hf_runs
 import pytest
-import torch
 from hf_models import made, same_weights
 from hf_runs import losses, small
-from transformers import AutoModelForCausalLM, Trainer, get_wsd_schedule
+from transformers import AutoModelForCausalLM, Trainer
 
 import deqseq as dq
 from deqseq.integrations.huggingface.curriculum_callback import CurriculumCallback
-from deqseq.training import Curriculum, Phase, PoissonLogNormal, bounded, free, parameter_groups, unrolled
+from deqseq.training import Curriculum, Phase, PoissonLogNormal, bounded, free, unrolled
 
 STEPS, BATCH, LENGTH = 12, 2, 5
 FIRST, SECOND = bounded(2, 1, until=0.5), free(6, 2)
@@ -178,17 +177,6 @@ def test_an_explicit_model_is_left_as_it_is(tmp_path):
     assert losses(runs[0]) == losses(runs[1])
 
 
-def test_with_the_papers_schedule_and_groups(tmp_path):
-    lm = model("llama")
-    optimizer = torch.optim.AdamW(parameter_groups(lm), lr=1e-3, betas=(0.9, 0.95))
-    schedule = get_wsd_schedule(optimizer, 2, 4, num_training_steps=STEPS, decay_type="1-sqrt", min_lr_ratio=1e-2)
-    run = trainer(tmp_path, PAPER, lm, optimizers=(optimizer, schedule))
-    run.train()
-    rates = [entry["learning_rate"] for entry in run.state.log_history if "learning_rate" in entry]
-    assert rates[:3] == pytest.approx([1e-5, 5.05e-4, 1e-3])
-    assert rates[10] == pytest.approx(1e-5 + (1e-3 - 1e-5) * (1 - 0.5**0.5))
-
-
 def test_tokens_must_be_counted(tmp_path):
     with pytest.raises(ValueError, match=r'needs TrainingArguments\(include_num_input_tokens_seen="all"\)'):
         trainer(tmp_path, BY_TOKENS).train()
@@ -198,20 +186,12 @@ class Mine(dq.OneStep):
     pass
 
 
-PHASE = {"name": "a", "until": None, "solve": {}, "eval_solve": None, "depth": None}
-
-
 @pytest.mark.parametrize(
     ("data", "error", "message"),
     [
         (Curriculum((Phase("mine", None, dq.SolveConfig(gradient=Mine())),)), TypeError, "cannot name .*Mine"),
         ({}, TypeError, "^curriculum: .*missing .*'phases'"),
-        ({"phases": 3, "unit": "steps"}, TypeError, r"^curriculum: Curriculum\.phases must be a phases"),
-        ({"phases": ["a"]}, TypeError, r"^curriculum: Curriculum\.phases\[0\] must be a phases"),
-        ({"phases": [PHASE, {"name": "b"}]}, TypeError, r"phases\[1\]: .*missing .*'until'"),
-        ({"phases": [PHASE | {"depht": 3}]}, ValueError, r"phases\[0\]: .*'depht' .*did you mean 'depth'"),
-        ({"phases": [PHASE | {"depth": {"mean": 3, "sigma": 9}}]}, ValueError, r"phases\[0\]: .*sigma must be"),
-        ({"phases": [PHASE | {"solve": {"solver": "Andersen"}}]}, ValueError, "'Andersen' .*did you mean 'Anderson'"),
+        ({"phases": [{"depht": 3}]}, ValueError, r"^curriculum: Curriculum\.phases\[0\]: .*did you mean 'depth'"),
     ],
 )
 def test_what_is_no_curriculum_or_cannot_be_saved_is_named(data, error, message):

@@ -30,24 +30,17 @@ HEADS = {"head_dim": 8}
 GEMMA = HEADS | MIXED | {"query_pre_attn_scalar": 8}
 SHORT = {"num_hidden_layers": 2, "layer_types": MIXED["layer_types"][:2]}
 OWN = {  # what a family needs besides
-    "gemma": HEADS,
+    **dict.fromkeys(("gemma", "glm", "glm4", "helium", "nemotron", "qwen3"), HEADS),
+    **dict.fromkeys(("mistral", "phi3", "starcoder2"), WINDOW),
     "gemma2": GEMMA | {"final_logit_softcapping": 0.5, "attn_logit_softcapping": 0.5},
     "gemma3_text": GEMMA,
-    "glm": HEADS,
-    "glm4": HEADS,
     "gpt_neox": {"num_key_value_heads": None},
-    "helium": HEADS,
     "llama": {"tie_word_embeddings": True},
     "ministral": HEADS | MIXED,
-    "mistral": WINDOW,
-    "nemotron": HEADS,
     "olmo3": MIXED,
-    "phi3": WINDOW,
     "qwen2": {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 2},
-    "qwen3": HEADS,
     "seed_oss": HEADS | {"attention_dropout": 0.0, "residual_dropout": 0.0},
     "smollm3": {"no_rope_layers": [1, 0, 1, 0]},
-    "starcoder2": WINDOW,
 }
 IDS = torch.randint(3, 37, (3, 11), generator=torch.Generator().manual_seed(0))
 LENGTHS = torch.tensor([11, 6, 1])
@@ -169,12 +162,11 @@ class TestLayers:
     @pytest.mark.slow
     @torch.no_grad()
     def test_compiled(self):
-        backbone = DecoderBackbone(made("gemma3_text", **SHORT))
-        model, x = dq.ExplicitModel(backbone), torch.randn(2, 7, 32, dtype=torch.float64)
+        model, x = dq.ExplicitModel(DecoderBackbone(made("gemma3_text", **SHORT))), torch.randn(2, 7, 32).double()
         expected = model(x).value
-        backbone.compile(backend="eager")
-        first = model(x[:, :4], return_cache=True)
+        model.compile(backend="eager")
         same(model(x).value, expected)
+        first = model(x[:, :4], return_cache=True)
         same(model(x[:, 4:], cache=first.cache).value, expected[:, 4:], 1e-6)
 
     @SOME
@@ -273,10 +265,9 @@ class TestRefusals:
         with pytest.raises(TypeError, match="model must be a PreTrainedModel, such as AutoModelForCausalLM"):
             DecoderBackbone(model)
 
-    @pytest.mark.parametrize("part", [slice(2, 2), slice(0, 5), slice(0, 4, 2), slice(3, 1), slice(-5, None), 3])
+    @pytest.mark.parametrize("part", [slice(2, 2), slice(0, 5), slice(0, 4, 2), slice(3, 1), slice(-5, None)])
     def test_a_slice_that_is_no_part_of_the_layers(self, part):
-        message = "layers must be a (contiguous part of the model's 4 layers|slice.*such as slice\\(4, 12\\))"
-        with pytest.raises((ValueError, TypeError), match=message):
+        with pytest.raises(ValueError, match="layers must be a contiguous part of the model's 4 layers"):
             DecoderBackbone(made("llama"), part)
 
     def test_a_model_without_a_head(self):
@@ -285,18 +276,11 @@ class TestRefusals:
             with pytest.raises(ValueError, match="ForCausalLM"):
                 from_decoder(one)
 
-    @pytest.mark.parametrize(
-        ("family", "rope", "sizes"),
-        [
-            ("llama", {"rope_type": "dynamic"}, {"max_position_embeddings": 11}),
-            (
-                "phi3",
-                {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4},
-                {"max_position_embeddings": 22, "original_max_position_embeddings": 11},
-            ),
-        ],
-    )
-    def test_frequencies_that_change_with_the_length(self, family, rope, sizes):
+    @pytest.mark.parametrize("family", ["llama", "phi3"])
+    def test_frequencies_that_change_with_the_length(self, family):
+        dynamic, factors = family == "llama", {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+        rope = {"rope_type": "dynamic"} if dynamic else {"rope_type": "longrope", **factors}
+        sizes = {"max_position_embeddings": 11 if dynamic else 22, "original_max_position_embeddings": 11}
         theirs = made(family, rope_parameters={"rope_theta": 1e4, "factor": 2.0, **rope}, **sizes)
         lm = from_decoder(theirs)
         first = lm(IDS, return_cache=True)

@@ -42,12 +42,6 @@ class TestNumbers:
                 assert output.stats is wanted.stats or torch.equal(output.stats.iterations, wanted.stats.iterations)
         assert (model(IDS).status is None) == (kind in EXPLICIT)
 
-    def test_each_mode_has_its_own_solve(self):
-        model = made("llama", eval_solve={"stop": dq.Stop.exactly(3), "sweep": {"name": "Chunked", "size": 4}})
-        assert model(IDS).stats.iterations.tolist() == [[3] * 7] * 3
-        assert model(IDS, solve={"sweep": "Simultaneous"}).stats.iterations.tolist() == [[3] * 7] * 3
-        assert model.train()(IDS).stats.residual.max() < 1e-9
-
     @torch.no_grad()
     def test_failures_are_told(self):
         spent = made("mamba2")(IDS, solve={"stop": {"max_steps": 2}})

@@ -1,13 +1,13 @@
 """Retrofitted decoders, and recurrent depth of this library's layers, as models of transformers."""
 
 import copy
-import json
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 
 import pytest
 import torch
-from hf_models import ATTENTION, IDS, MAMBA2, PLAIN, same_weights
+from hf_models import ATTENTION, MAMBA2, PLAIN, same_weights
+from integrations.golden import config, tensors
 from safetensors.torch import load_file
 from test_hf_decoder import IDS as LONGER
 from test_hf_decoder import made, same
@@ -18,9 +18,8 @@ import deqseq as dq
 from deqseq.integrations.foreign import from_state
 from deqseq.integrations.huggingface import from_causal_lm, from_decoder, retrofit, to_causal_lm
 from deqseq.integrations.huggingface.retrofit import EVAL, TRAIN
+from deqseq.models.specification import specification_of
 
-MIXER = replace(MAMBA2, injection=False)
-DATA = Path(__file__).parents[1] / "data"
 PARTS = {"prelude": 1, "core": 2, "coda": 1}
 NAMES = ("llama", "qwen3", "gemma", "gemma2", "gemma3_text", "gpt_neox", "smollm3")
 FAMILIES = pytest.mark.parametrize("family", NAMES)
@@ -36,25 +35,22 @@ def retrofitted(family="llama", **changes):
     return lm
 
 
-def joined(core=MIXER, coda=ATTENTION, **options):
-    """A prelude, a core and a coda of our own layers, the core with an injection of its own unless told."""
+def joined(mlp_width=0, injection="add", **fields):
+    """A prelude, a core and a coda of our own layers; without ``injection`` the core has its own."""
+    parts = {"prelude": ATTENTION, "coda": ATTENTION, "injection": injection}
+    core = replace(MAMBA2, mlp_width=mlp_width, injection=injection is None)
     torch.manual_seed(0)
-    parts = [dq.Llama(one) if isinstance(one, dq.LlamaConfig) else dq.Mamba2(one) for one in (ATTENTION, core, coda)]
-    model = dq.RecurrentDepth(*(dq.ExplicitModel(part) for part in parts))
-    model.core = dq.ImplicitModel(parts[1] if core.injection else dq.Injected(parts[1], dq.AddInjection()), PLAIN)
-    return dq.CausalLM(13, model, 0.5, **options).double().eval()
+    return dq.LanguageModelSpec(37, core, PLAIN, embedding_std=0.5, **parts, **fields).build().double().eval()
 
 
 def ouro():
     """Three steps of the layers, without a gate."""
     stack = dq.Llama(dq.LlamaConfig(8, 2, 2, norms="sandwich", weight_norm=False, injection=False))
-    return dq.CausalLM(13, dq.ExplicitModel(dq.Looped(stack, 3)), 0.5).double().eval()
+    return dq.CausalLM(37, dq.ExplicitModel(dq.Looped(stack, 3)), 0.5).double().eval()
 
 
 def huginn():
-    tensors = load_file(DATA / "huginn.safetensors")
-    state = {name.removeprefix("weight/"): x for name, x in tensors.items() if name.startswith("weight/")}
-    return from_state(json.loads((DATA / "huginn.json").read_text()), state)
+    return from_state(config("huginn"), tensors("huginn"))
 
 
 class TestRetrofit:
@@ -149,48 +145,33 @@ class TestRetrofit:
             retrofit(**{"model": made("llama"), **PARTS, **changed})
 
 
-class TestFiles:
-    @pytest.mark.parametrize(
-        ("family", "injection"), [*((family, "concat") for family in NAMES), ("llama", "decay"), ("llama", "add")]
-    )
-    @torch.no_grad()
-    def test_a_saved_retrofit_computes_the_same(self, family, injection, tmp_path):
-        lm = retrofitted(family, injection=injection)
-        model, expected = from_causal_lm(lm), lm(LONGER, **FOUR).logits
-        assert torch.equal(model(LONGER, solve=FOUR).logits, expected)
-        written = json.loads(model.config.to_json_string(use_diff=False))
-        assert (written["decoder_config"]["model_type"], written["injection"]) == (family, injection)
-        model.save_pretrained(tmp_path)
-        again = AutoModelForCausalLM.from_pretrained(tmp_path)
-        assert same_weights(again, model)
-        assert again.config.to_json_string() == model.config.to_json_string()
-        same(again(LONGER, solve=FOUR).logits, expected, 1e-5)  # Gemma's scale was rounded to float32 before
-        same(to_causal_lm(again)(LONGER, **FOUR).logits, expected, 1e-5)
-        half = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
-        assert half(LONGER, solve=FOUR).logits.isfinite().all()
+SAVED = {
+    **{family: partial(retrofitted, family) for family in NAMES},
+    **{injection: partial(retrofitted, injection=injection) for injection in ("decay", "add")},
+    "decoder": lambda: from_decoder(made("gemma2")),
+    "Ouro": ouro,
+    "Huginn": huginn,
+    "the core's own injection": partial(joined, 12, None, tied=False, embedding_scale=3.0, logit_softcap=2.0),
+}
 
-    @pytest.mark.parametrize(
-        "make",
-        [
-            lambda: joined(ATTENTION, MIXER, tied=False, logit_softcap=2.0),
-            lambda: joined(dq.Mamba2Config(8, 1, 4, 4, mlp_width=12), embedding_scale=3.0),  # an injection of its own
-            huginn,
-        ],
-        ids=["attention between", "the core's own injection", "Huginn"],
-    )
+
+class TestFiles:
+    @pytest.mark.parametrize("make", SAVED.values(), ids=SAVED)
     @torch.no_grad()
-    def test_our_own_layers_come_back_as_they_were(self, make, tmp_path):
+    def test_a_saved_model_computes_the_same(self, make, tmp_path):
         lm = make()
-        expected, model = lm(IDS, **FOUR).logits, from_causal_lm(lm)
+        solve = None if lm.core is None else FOUR
+        model, expected = from_causal_lm(lm), lm(LONGER, **solve or {}).logits
+        assert torch.equal(model(LONGER, solve=solve).logits, expected)
         model.save_pretrained(tmp_path)
         again = copy.deepcopy(AutoModelForCausalLM.from_pretrained(tmp_path))
         assert same_weights(again, model)
-        back = to_causal_lm(again)
-        for found in (model(IDS, solve=FOUR), again(IDS, solve=FOUR), back(IDS, **FOUR)):
-            assert torch.equal(found.logits, expected)
-        assert (back.core.solve, back.core.eval_solve) == (lm.core.solve, lm.core.eval_solve)
-        for name in ("prelude", "coda"):
-            assert getattr(back.model, name).backbone.config == getattr(lm.model, name).backbone.config
+        assert again.config.to_json_string() == model.config.to_json_string()
+        same(again(LONGER, solve=solve).logits, expected, 1e-5)  # Gemma's scale was rounded to float32 before
+        same(to_causal_lm(again)(LONGER, **solve or {}).logits, expected, 1e-5)
+        assert specification_of(to_causal_lm(again)) == specification_of(lm)
+        half = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+        assert half(LONGER, solve=solve).logits.isfinite().all()
 
     @pytest.mark.parametrize("tied", [True, False])
     def test_the_norm_that_huginn_uses_twice_is_stored_once(self, tied, tmp_path):
@@ -205,17 +186,6 @@ class TestFiles:
             assert one.model.core.norm.weight is one.model.core.coda.backbone.norm.weight
             assert one.all_tied_weights_keys["model.core.norm.weight"] == norm  # what other tools ask
             assert one.config.norm == "coda"
-
-    @pytest.mark.parametrize("make", [lambda: from_decoder(made("gemma2")), lambda: ouro()], ids=["decoder", "Ouro"])
-    @torch.no_grad()
-    def test_explicit_and_looped_models_come_back(self, make, tmp_path):
-        lm = make()
-        model, expected = from_causal_lm(lm), lm(IDS).logits
-        assert torch.equal(model(IDS, output_hidden_states=True).logits, expected)
-        model.save_pretrained(tmp_path)
-        again = copy.deepcopy(AutoModelForCausalLM.from_pretrained(tmp_path))
-        same(again(IDS).logits, expected, 1e-5)  # Gemma's scale was rounded to float32 before
-        assert again.config.to_json_string() == model.config.to_json_string()
 
 
 def changed(lm, **parts):

@@ -1,16 +1,15 @@
 """Who imports what, what transformers then knows, and the paper's presets and files through its Auto classes."""
 
 import json
-import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 import transformers
 from hf_models import made
-from safetensors.torch import load_file, save_file
+from integrations.golden import config, numbers, tensors
+from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -28,7 +27,6 @@ from deqseq.integrations import huggingface
 from deqseq.integrations.foreign import from_reference_config
 from deqseq.integrations.huggingface import from_reference_folder
 
-DATA = Path(__file__).parents[1] / "data"
 HEADS = {"Model": AutoModel, "ForCausalLM": AutoModelForCausalLM}
 HEADS["ForSequenceClassification"] = AutoModelForSequenceClassification
 
@@ -108,20 +106,12 @@ def test_presets_are_configurations_that_the_auto_class_reads(name, tmp_path):
     assert AutoConfig.from_pretrained(tmp_path).to_dict() == config.to_dict() | {"_name_or_path": str(tmp_path)}
 
 
-def folder_of(kind: str, folder: Path) -> tuple[dict, dict[str, torch.Tensor]]:
-    """A folder as the reference code saves it: its configuration, and what the file knows about the model."""
-    known = load_file(DATA / f"{kind}.safetensors")
-    shutil.copy(DATA / f"{kind}.json", folder / "config.json")
-    weights = {name.removeprefix("weight/"): t for name, t in known.items() if name.startswith("weight/")}
-    save_file(weights, folder / "model.safetensors")
-    return json.loads((folder / "config.json").read_text()), known
-
-
 class TestReferenceFolders:
     @pytest.mark.parametrize("kind", ["llama", "mamba2"])
     def test_configuration_and_checkpoint_reproduce_the_numbers(self, kind, tmp_path):
-        theirs, known = folder_of(kind, tmp_path)
-        spec = from_reference_config(theirs)
+        known, spec = numbers(kind), from_reference_config(config(kind))
+        (tmp_path / "config.json").write_text(json.dumps(config(kind)))
+        save_file(tensors(kind), tmp_path / "model.safetensors")
         model, ids = from_reference_folder(tmp_path, eos_token_id=5), known["input_ids"].long()
         output = model(ids)
         assert (output.status == dq.Status.CONVERGED).all()
@@ -132,9 +122,9 @@ class TestReferenceFolders:
         assert (again.config.specification(), again.config.eos_token_id) == (spec, 5)
 
     def test_pickled_weights(self, tmp_path):
-        _, known = folder_of("mamba2", tmp_path)
-        torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
-        (tmp_path / "model.safetensors").unlink()
+        known = numbers("mamba2")
+        (tmp_path / "config.json").write_text(json.dumps(config("mamba2")))
+        torch.save(tensors("mamba2"), tmp_path / "pytorch_model.bin")
         ids = known["input_ids"].long()
         assert (from_reference_folder(tmp_path)(ids).logits - known["eval_logits"]).abs().max() < 1e-5
         (tmp_path / "pytorch_model.bin").unlink()

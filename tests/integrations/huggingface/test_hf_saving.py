@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hf_models import BACKBONES, EVERY, IDS, IMPLICIT, STABLELM, configured, made, same_weights
+from hf_models import EVERY, IDS, STABLELM, configured, made, same_weights
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -21,7 +21,6 @@ from transformers import (
 import deqseq as dq
 from deqseq.integrations.huggingface import from_causal_lm, to_causal_lm
 from deqseq.layers import apply_weight_norm, fold_weight_norm
-from deqseq.training import free
 
 LOAD, CLASSIFIER = AutoModelForCausalLM.from_pretrained, AutoModelForSequenceClassification.from_pretrained
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -92,15 +91,6 @@ class TestRoundTrip:
         model.save_pretrained(tmp_path)
         assert torch.equal(loaded(tmp_path)(IDS).logits, model(IDS).logits)
 
-    @IMPLICIT
-    def test_what_a_phase_has_set_is_saved(self, kind, tmp_path):
-        model, phase = made(kind), free(7, rtol=0.125)
-        phase.apply(model)
-        assert model.config.solve["stop"]["max_steps"] == 7
-        model.save_pretrained(tmp_path)
-        core = LOAD(tmp_path).base_model.solved
-        assert (core.solve, core.eval_solve) == (phase.solve, phase.eval_solve)
-
     def test_solve_given_at_loading_governs_both_modes(self, tmp_path):
         model = made("llama", eval_solve={"stop": dq.Stop(1e-5, max_steps=90)})
         model.save_pretrained(tmp_path)
@@ -125,33 +115,21 @@ class TestRoundTrip:
 
 
 class TestWeightNorm:
-    @BACKBONES
-    @pytest.mark.parametrize("normalised", [True, False])
-    @torch.no_grad()
-    def test_it_is_saved_as_it_is_now(self, kind, normalised, tmp_path):
-        model = made(kind, backbone={"weight_norm": normalised})
-        before = model(IDS).logits
-        model.save_pretrained(tmp_path / "first")
-        assert torch.equal(loaded(tmp_path / "first")(IDS).logits, before)
-        (fold_weight_norm if normalised else apply_weight_norm)(model.model.core)
-        model.save_pretrained(tmp_path / "second")
-        assert torch.equal(loaded(tmp_path / "second")(IDS).logits, model(IDS).logits)
-        for folder, normed in (("first", normalised), ("second", not normalised)):
-            parts = {name.rpartition(".")[2] for name in stored(tmp_path / folder) if ".parametrizations." in name}
-            assert parts == ({"original0", "original1"} if normed else set())
-
     @pytest.mark.parametrize("kind", ["mamba2", "llama", "parts"])
     @torch.no_grad()
-    def test_folded_weights_are_the_same_to_the_last_bit(self, kind, tmp_path):
+    def test_it_is_saved_as_it_is_now_and_folded_weights_are_the_same_to_the_last_bit(self, kind, tmp_path):
         model = made(kind)
         apply_weight_norm(model.model.core)
-        before = model(IDS).logits
-        model.fold_weight_norm()
-        assert torch.equal(model(IDS).logits, before)
-        model.save_pretrained(tmp_path)
-        again = loaded(tmp_path)
-        assert not any(".parametrizations." in name for name in again.state_dict())
-        assert torch.equal(again(IDS).logits, before)
+        before, tensors = model(IDS).logits, {"original0", "original1"}
+        for folder, expected in (("normalised", tensors), ("folded", set())):
+            model.save_pretrained(tmp_path / folder)
+            assert {name.split(".")[-1] for name in stored(tmp_path / folder) if ".parametri" in name} == expected
+            again = loaded(tmp_path / folder)
+            assert same_weights(again, model)
+            for one in (model, again):
+                assert torch.equal(one(IDS).logits, before)
+            model.fold_weight_norm()
+            assert model.config.backbone["weight_norm"] is False
 
     def test_that_of_some_layers_alone_is_refused_before_anything_is_written(self, tmp_path):
         model = made("llama", backbone={"weight_norm": True})

@@ -4,9 +4,7 @@ import math
 
 import pytest
 import torch
-from hf_models import same_weights
 from hf_runs import VOCABULARY, Witness, collate, losses, rows, small, trainer
-from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional as F
 
@@ -73,39 +71,18 @@ def test_evaluate_is_what_each_row_costs_alone(kind, side, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        ("mamba2", {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}),
-        ("mamba2", {"activation_checkpointing": True}),
-        ("llama", {"activation_checkpointing": True}),
-        ("explicit", {"activation_checkpointing": True}),
-    ],
+    "options",
+    [{"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}, {"activation_checkpointing": True}],
 )
-def test_accumulated_gradients_and_recomputed_activations_change_nothing(kind, options, tmp_path):
+def test_accumulated_gradients_and_recomputed_activations_change_nothing(options, tmp_path):
     """Rows are of unequal lengths, so means of halves would not do."""
-    whole, again = (trainer(one_block(kind), tmp_path, max_steps=3, **changes) for changes in ({}, options))
+    whole, again = (trainer(one_block("mamba2"), tmp_path, max_steps=3, **changes) for changes in ({}, options))
     for run in (whole, again):
         run.train()
     assert again.model.is_activation_checkpointing == ("activation_checkpointing" in options)
     assert max(abs(a - b) for a, b in zip(losses(whole), losses(again), strict=True)) < 2e-5
     for mine, theirs in zip(whole.model.parameters(), again.model.parameters(), strict=True):
         assert (mine - theirs).abs().max() < 1e-4
-
-
-@KINDS
-def test_resuming_is_bitwise_going_on(kind, tmp_path):
-    options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
-    whole = trainer(one_block(kind, backbone={"n_layers": 1, "dropout": 0.1}), tmp_path, **options)
-    whole.train()
-    stored = load_file(tmp_path / "checkpoint-4" / "model.safetensors")
-    assert stored.keys() == whole.model.state_dict().keys() - {"lm_head.weight"}  # which is the embedding
-    assert all(torch.equal(tensor, whole.model.state_dict()[key]) for key, tensor in stored.items())
-    resumed = trainer(one_block(kind, backbone={"n_layers": 1, "dropout": 0.1}), tmp_path, **options)
-    witness = Witness(resumed.model)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert len(witness.seen) == 8  # two steps, not four
-    assert same_weights(whole.model, resumed.model)
-    assert losses(resumed) == losses(whole)
 
 
 @KINDS
@@ -120,12 +97,6 @@ def test_bfloat16(kind, tmp_path):
     assert {parameter.dtype for parameter in run.model.parameters()} == {torch.float32}
     assert falls(losses(run))
     assert math.isfinite(run.evaluate()["eval_loss"])
-
-
-def test_a_row_of_padding_alone_is_named(tmp_path):
-    run = trainer(one_block("mamba2"), tmp_path, train_dataset=[{"input_ids": [1, 2, 3]}, {"input_ids": []}] * 4)
-    with pytest.raises(ValueError, match="mask must mark one run of real tokens per row"):
-        run.train()
 
 
 @pytest.mark.parametrize("renamed", [False, True])
