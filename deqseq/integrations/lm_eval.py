@@ -55,7 +55,12 @@ class Tally:
         self.counted["evaluations"] += stats.evaluations
 
     def add_generation(self, found: Generation, lengths: list[int]) -> None:
-        """Count what was decoded in windows, of each row as many tokens as ``lengths`` says."""
+        """Count what was decoded in windows.
+
+        Args:
+            found: the rows and how their tokens were found.
+            lengths: how many tokens of each row count.
+        """
         assert found.iterations is not None
         assert found.converged is not None
         assert found.updates is not None

@@ -92,20 +92,20 @@ class InWindow(Decoder):
     """A window of tokens is iterated, whose inputs are guesses until the tokens before them are committed.
 
     A token keeps its state when its input changes, and the solver begins afresh in that row. A new token begins at the
-    state of the one before. A row that has committed nothing in ``stop.max_steps`` evaluations, or whose first token
-    diverges, commits that token as it is.
+    state of the one before. A row that has committed nothing in ``stop.max_steps`` evaluations commits its first token
+    as it is; one whose first token diverges commits it too, and the token after it is chosen from a state of zeros.
     """
 
     def __init__(self, model: Model, config: SolveConfig, cache: Cache, rows: int, width: int) -> None:
         self.width, self.cache = width, cache.reserve(width)
         self._model, self._solver, self._stop = model, config.solver, config.stop
         self._each = min(config.stop.check_every, config.stop.max_steps)  # evaluations between two choices
-        self._since = np.zeros(rows, dtype=np.int64)  # evaluations at the last commit
-        self._begun = np.zeros((rows, width), dtype=np.int64)  # evaluations when the input of each token changed last
+        self._last_commit = np.zeros(rows, dtype=np.int64)  # evaluations at the last commit
+        self._input_since = np.zeros((rows, width), dtype=np.int64)  # evaluations when each input changed last
         self._start: Tensor | None = None  # states to evaluate next; None: where the model begins
-        self._fresh: Tensor | None = None  # tokens with an input that has not been evaluated; None: no token, or all
-        self._limit: Tensor | None = None  # the difference above which a token has diverged
-        self._bound: Tensor | None = None  # the largest difference that may pass
+        self._fresh: Tensor | None = None  # tokens whose input is new since the last evaluation; None: no token
+        self._limit: Tensor | None = None  # divergence: the difference above which a token has diverged
+        self._bound: Tensor | None = None  # drift: the largest difference that may pass, as Stop.bound says
         self._memory: Any = None
 
     def evaluate(self, x: Sequence) -> tuple[States, Tensor]:
@@ -128,11 +128,11 @@ class InWindow(Decoder):
     def judge(self, marks: np.ndarray, right: np.ndarray) -> Verdict:
         passed, self._sound = marks[:, : self.width] > 0, marks[:, self.width :] > 0
         counts = np.logical_and.accumulate(passed & right, axis=1).sum(axis=1)
-        late = self.evaluations - self._since + self._each > self._stop.max_steps
+        late = self.evaluations - self._last_commit + self._each > self._stop.max_steps
         diverged = (counts == 0) & ~self._sound[:, 0]
         status = np.where(diverged, Status.DIVERGED, Status.MAX_STEPS_REACHED * (late & (counts == 0)))
         updates = np.full_like(counts, self.width * self._each)
-        return Verdict(counts + (status != Status.CONVERGED), status, self.evaluations - self._begun, updates)
+        return Verdict(counts + (status != Status.CONVERGED), status, self.evaluations - self._input_since, updates)
 
     def move(self, counts: np.ndarray, changed: np.ndarray, stay: np.ndarray) -> None:
         now, device = self._latest, self._latest.states.device
@@ -142,19 +142,23 @@ class InWindow(Decoder):
         if counts.any():
             self.cache = self._model.commit(self.cache, now, on_device(counts, device)).reserve(self.width)
             source = np.minimum(counts[:, None] + np.arange(self.width), self.width - 1)
-            self._begun = np.take_along_axis(self._begun, source, axis=1)
+            self._input_since = np.take_along_axis(self._input_since, source, axis=1)
             places = on_device(source, device)
             z, limit, bound = (
                 z.gather(1, places[..., None].expand_as(z)),
                 limit.gather(1, places),
                 bound.gather(1, places),
             )
-        self._since = np.where(counts > 0, self.evaluations, self._since)
-        self._begun = np.where(changed, self.evaluations, self._begun)
+        self._last_commit = np.where(counts > 0, self.evaluations, self._last_commit)
+        self._input_since = np.where(changed, self.evaluations, self._input_since)
         if not stay.all():
             kept = on_device(np.flatnonzero(stay), device)
             z, limit, bound, self._memory, self.cache = take((z, limit, bound, self._memory, self.cache), kept)
-            self._since, self._begun, changed = self._since[stay], self._begun[stay], changed[stay]
+            self._last_commit, self._input_since, changed = (
+                self._last_commit[stay],
+                self._input_since[stay],
+                changed[stay],
+            )
         rows = np.flatnonzero(changed.any(axis=1))
         if len(rows) == len(z):
             self._memory = self._solver.init(z)

@@ -21,8 +21,8 @@ from deqseq.sweeps import Simultaneous, Sliding, Sweep
 from deqseq.types import Mask, Sequence
 from deqseq.windows import on_device, on_host
 
-Settle = Callable[[Logits, np.ndarray, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
-"""From logits, rows, tokens and counts to counts and which rows go on, as :func:`up_to_stop`."""
+Settle = Callable[[Logits, np.ndarray, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray, np.ndarray]]
+"""From logits, rows, tokens and counts to tokens, counts and which rows go on, as :func:`up_to_stop`."""
 
 WINDOW = 8
 """Tokens that are decoded together unless the caller says."""
@@ -137,7 +137,7 @@ def generate(
     """Continue a batch of prompts: the loop of :meth:`deqseq.CausalLM.generate`, in eval mode and without gradients.
 
     ``settle`` says which of the tokens that may be committed are: :func:`up_to_stop`, or what is called like it and may
-    also put other tokens in their place. Everything is decided on the host, after one transfer per evaluation.
+    choose other tokens. Everything is decided on the host, after one transfer per evaluation.
     """
     core, given = solved_part(model), {**fields, **({} if solve is None else {"solve": solve})}
     config, whole, single = None, {}, {}
@@ -159,16 +159,16 @@ def generate(
         logits, positions = head(states), record.lengths[rows, None] + np.arange(decoder.width)
         known = on_host(torch.cat([sampler.choose(logits, rows, positions), marks], dim=1))
         tokens, marks = known[:, : decoder.width], known[:, decoder.width :]
-        _check_finite(tokens, rows)
-        right = np.concatenate([np.ones_like(rows, dtype=bool)[:, None], inputs[:, 1:] == tokens[:, :-1]], axis=1)
-        found = decoder.judge(marks, right)
+        found = decoder.judge(marks, _right(inputs, tokens))
         counts = np.minimum(found.counts, max_new_tokens - record.lengths[rows])
-        counts, stay = settle(logits, rows, tokens, counts)
+        _check_finite(tokens, counts, rows)
+        tokens, counts, stay = settle(logits, rows, np.maximum(tokens, 0), counts)
         record.add(rows, tokens, counts, found)
         stay &= record.lengths[rows] < max_new_tokens
         if step:  # after the prompt
             record.updates[rows] += found.updates
-            record.guessed[rows] += (right & (np.arange(decoder.width) < (counts + stay)[:, None]))[:, 1:].sum(axis=1)
+            known = np.arange(decoder.width) < (counts + stay)[:, None]  # inputs that are final now
+            record.guessed[rows] += (_right(inputs, tokens) & known)[:, 1:].sum(axis=1)
         if not stay.any():
             break
         inputs, changed = _moved(inputs, tokens, counts, width)
@@ -188,7 +188,7 @@ def generate(
 
 def up_to_stop(
     stops: tuple[int, ...], logits: Logits, rows: np.ndarray, tokens: np.ndarray, counts: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Of the tokens that may be committed, those up to a row's stop token.
 
     Args:
@@ -199,15 +199,19 @@ def up_to_stop(
         counts: how many of each row may be committed, ``(rows,)``.
 
     Returns:
-        How many are, and whether each row goes on, both ``(rows,)``.
+        The tokens; how many are committed, and whether each row goes on, both ``(rows,)``.
     """
     ends = np.isin(tokens, stops) & (np.arange(tokens.shape[1]) < counts[:, None])
     stopped = ends.any(axis=1)
-    return np.where(stopped, ends.argmax(axis=1) + 1, counts), ~stopped
+    return tokens, np.where(stopped, ends.argmax(axis=1) + 1, counts), ~stopped
 
 
 def _moved(inputs: np.ndarray, tokens: np.ndarray, counts: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """The inputs of a window after a move, which guess that a token follows itself, and which of them are new."""
+    """The inputs of a window after a move, and which of them are new.
+
+    Inputs a, b, c, d with chosen tokens b, x, y, z (b was guessed right) and two commits give x, y, z, z: where nothing
+    has been chosen yet, the token before is guessed to follow itself, and is always new.
+    """
     known = np.concatenate([inputs[:, :1], tokens], axis=1)
     source = np.minimum(counts[:, None] + np.arange(width), inputs.shape[1])
     before = np.concatenate([inputs, np.full_like(inputs[:, :1], -1)], axis=1)
@@ -215,11 +219,16 @@ def _moved(inputs: np.ndarray, tokens: np.ndarray, counts: np.ndarray, width: in
     return after, after != np.take_along_axis(before, source, axis=1)
 
 
-def _check_finite(tokens: np.ndarray, rows: np.ndarray) -> None:
-    if (tokens < 0).any():
-        raise ValueError(
-            f"the logits of rows {rows[(tokens < 0).any(axis=1)].tolist()} are not finite: are the weights?"
-        )
+def _right(inputs: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """Which inputs of a window are the tokens that were chosen before them; the first is committed already."""
+    return np.concatenate([np.ones_like(inputs[:, :1], dtype=bool), inputs[:, 1:] == tokens[:, :-1]], axis=1)
+
+
+def _check_finite(tokens: np.ndarray, counts: np.ndarray, rows: np.ndarray) -> None:
+    """Refuse a token without finite logits among those that may be committed; a wrong guess may have some."""
+    bad = ((tokens < 0) & (np.arange(tokens.shape[1]) < counts[:, None])).any(axis=1)
+    if bad.any():
+        raise ValueError(f"the logits of rows {rows[bad].tolist()} are not finite: are the weights?")
 
 
 def width_of(window: int | None, config: SolveConfig | None) -> int:

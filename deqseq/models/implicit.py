@@ -250,7 +250,13 @@ class ImplicitModel(Model):
             self._warned = warned
 
     def warn_once(self, status: Tensor, stop: Stop, advice: str = EXPLAINED) -> None:
-        """Tell of the first solve in which most rows fail, in training all rows, unless no row could converge."""
+        """Tell of the first solve in which most rows fail, in training all rows, unless no row could converge.
+
+        Args:
+            status: how each row ended, int8, ``(batch,)``.
+            stop: its tolerance and most evaluations.
+            advice: the end of the warning: what to do.
+        """
         training = self.training
         # a phase of a fixed number of iterations reports its residual, and need not converge
         if training not in self._warned and not (training and stop.runs_to_the_end):

@@ -73,8 +73,9 @@ class Sampler:
         if self.top_k is not None:
             probability[..., self.top_k :] = 0
         before = probability.cumsum(dim=-1) - probability
+        share = 1 if self.top_p is None else self.top_p
         # a token stays if those before it do not reach top_p yet
-        left_out = (probability == 0) | (before >= (self.top_p or 1) * probability.sum(dim=-1, keepdim=True))
+        left_out = (probability == 0) | (before >= share * probability.sum(dim=-1, keepdim=True))
         left_out[..., 0] = False
         return logits.masked_fill(torch.zeros_like(left_out).scatter(-1, token, left_out), -torch.inf)
 

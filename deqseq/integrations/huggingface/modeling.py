@@ -232,6 +232,9 @@ class DeqseqModel(DeqseqPreTrainedModel):
         Returns:
             Embedded tokens, ``(batch, length, hidden_size)``, and the mask of all tokens, ``(batch, committed +
             length)``.
+
+        Raises:
+            ValueError: the arguments do not fit each other or the model.
         """
         check_inputs(input_ids, inputs_embeds, attention_mask=attention_mask)
         if (input_ids is None) == (inputs_embeds is None):

@@ -243,6 +243,7 @@ class DeqseqForCausalLM(DeqseqPreTrainedModel, GenerationMixin):
         mask = None if mask is None else mask[:, cache.length :]
         run = partial(generate, self.model.core, self._embedded, self._logits, x, mask, cache.value)
         solve: SolveConfig | None = given.get("solve")
+        # the solve's sweep is the one of the prompts, which a solve alone would not say
         run = partial(run, callback=None, solve=solve, fields={} if solve is None else {"sweep": solve.sweep})
         return in_windows(run, input_ids, logits_processor, stopping_criteria, generation_config, streamer)
 

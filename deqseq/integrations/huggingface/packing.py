@@ -65,9 +65,9 @@ class Packing:
         for name, other in told.items():
             if not torch.equal(other & real, begins & real):
                 raise ValueError(f"{name} and {first} must begin sequences at the same tokens")
-        after = torch.cat([torch.ones_like(real[:, :1]), ~real[:, :-1]], dim=1)  # padding or nothing
-        begins = real & (begins | after)
-        if not bool((begins & ~after).any()):
+        at_edge = torch.cat([torch.ones_like(real[:, :1]), ~real[:, :-1]], dim=1)  # behind padding, or the first
+        begins = real & (begins | at_edge)
+        if int(begins.sum(dim=1).max()) < 2:
             return None
         place = torch.arange(real.numel(), device=real.device)
         begin = place[begins.flatten()]

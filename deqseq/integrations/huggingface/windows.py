@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import chain
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,7 @@ def window_of(config: GenerationConfig, keyword: int | None) -> int | None:
     check_integer("window", window, 1)
     reason = None
     if config.get_generation_mode() not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-        reason = "beams are chosen anew after every token"
+        reason = "beams and assistants choose tokens in a way of their own"
     elif config.guidance_scale not in (None, 1):
         reason = "guidance calls the model for every token"
     elif config.use_cache is False:
@@ -82,7 +83,8 @@ def in_windows(
     if _are_usual(config, processors, criteria) and not keep and streamer is None:
         ends = [each.eos_token_id.tolist() for each in criteria if isinstance(each, EosTokenCriteria)]
         settle = partial(up_to_stop, tuple(chain.from_iterable(ends)))
-    most = int(config.max_length or 0) - ids.shape[1]
+    longest = min(each.max_length for each in criteria if isinstance(each, MaxLengthCriteria))
+    most = longest - ids.shape[1]
     found = run(sampler, settle, window=vars(config)["window"], max_new_tokens=most, pad_token=pad_token)
     sequences: Any = torch.cat([ids, found.tokens], dim=1)
     if streamer is not None:
@@ -111,7 +113,12 @@ def _are_usual(config: GenerationConfig, processors: LogitsProcessorList, criter
     """Whether processors and criteria are among those that need not be called."""
     chosen = [type(each) for each in processors]
     warpers = [each for each in _WARPERS if config.do_sample and each in chosen]
-    return chosen == warpers and {type(each) for each in criteria} <= {MaxLengthCriteria, EosTokenCriteria}
+    others = {(vars(each).get("min_tokens_to_keep", 1), vars(each).get("filter_value", -inf)) for each in processors}
+    return (
+        chosen == warpers
+        and others <= {(1, -inf)}
+        and {type(each) for each in criteria} <= {MaxLengthCriteria, EosTokenCriteria}
+    )
 
 
 class InStep:
@@ -154,9 +161,9 @@ class InStep:
 
     def settle(
         self, logits: Logits, rows: np.ndarray, tokens: np.ndarray, counts: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """As :func:`deqseq.models.generation.up_to_stop`, but with the choices of the processors in ``tokens``."""
-        taken, goes_on = 0, np.ones(len(rows), dtype=bool)
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """As :func:`deqseq.models.generation.up_to_stop`, with the choices of the processors as tokens."""
+        tokens, taken, goes_on = tokens.copy(), 0, np.ones(len(rows), dtype=bool)
         while taken < counts.min():
             chosen, goes_on = self._step(rows, logits[:, taken])
             guessed = (chosen == tokens[:, taken]).all()
@@ -164,7 +171,7 @@ class InStep:
             taken += 1
             if not (guessed and goes_on.all()):
                 break
-        return np.full_like(counts, taken), goes_on
+        return tokens, np.full_like(counts, taken), goes_on
 
     def _step(self, rows: np.ndarray, logits: Float[Tensor, "rows vocab"]) -> tuple[np.ndarray, np.ndarray]:
         """The next token of each row, and which rows go on."""
@@ -183,7 +190,7 @@ class InStep:
         so_far: Any = self.scores or None
         self._over = self._over | self._criteria(self._ids, so_far)  # pyright: ignore[reportArgumentType]
         over = self._over
-        if not any(isinstance(each, EosTokenCriteria) for each in self._criteria):
+        if not any(hasattr(each, "eos_token_id") for each in self._criteria):  # as in transformers
             over = over.all().expand(batch)
         known = on_host(torch.stack([new[:, 0], over.long(), best.isfinite().long()])[:, places])
         if not known[2].all():

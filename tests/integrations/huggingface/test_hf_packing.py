@@ -90,6 +90,16 @@ def test_padding_between_and_behind_sequences_is_left_out(way):
     assert (packed.stats.iterations[~MASK] == 0).all()
 
 
+@pytest.mark.parametrize("way", ["position_ids", "seq_idx"])
+@torch.no_grad()
+def test_sequences_with_padding_before_each(way):
+    model, mask = made("llama"), torch.tensor([[1, 1, 0, 1, 1, 1, 0]])
+    told = {"position_ids": torch.tensor([[0, 1, 0, 0, 1, 2, 0]]), "seq_idx": torch.tensor([[0, 0, 0, 1, 1, 1, 1]])}
+    packed = model(IDS[:1], attention_mask=mask, **{way: told[way]})
+    parts = [model(IDS[:1, place]) for place in (slice(2), slice(3, 6))]
+    assert (packed.logits[mask > 0] - torch.cat([part.logits[0] for part in parts])).abs().max() < 1e-12
+
+
 @torch.no_grad()
 def test_a_row_has_the_worst_status_of_its_sequences():
     model = made("mamba2")

@@ -6,6 +6,8 @@ import pytest
 import torch
 from hf_models import EXPLICIT, IDS, IMPLICIT, LEFT, made
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, set_seed
+from transformers.generation.logits_process import TopPLogitsWarper
+from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 import deqseq as dq
 from deqseq.integrations.huggingface import ImplicitCache, WindowedOutput
@@ -136,6 +138,43 @@ def test_sampling_depends_on_the_seed_and_not_on_the_window():
             assert torch.equal(tokens, drawn.setdefault(str(extra), tokens))
     assert not torch.equal(drawn["{}"], drawn["{'repetition_penalty': 1.3}"])
     assert len(drawn["{}"].unique(dim=0)) > 3
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"do_sample": True, "top_p": 0.0, "top_k": 0},
+        {"do_sample": True, "top_k": 0, "logits_processor": [TopPLogitsWarper(1e-9)]},
+        {"stopping_criteria": [MaxLengthCriteria(12)]},
+        {"stopping_criteria": [MaxLengthCriteria(22)]},
+    ],
+    ids=["a top-p of 0", "a warper of the caller's", "a shorter length", "a longer one"],
+)
+def test_what_the_caller_gives_counts_as_without_a_window(options):
+    model = made("llama")
+    alone = model.generate(PADDED, **GREEDY | options)
+    assert torch.equal(model.generate(PADDED, window=4, **GREEDY | options), alone)
+
+
+def test_a_warper_that_keeps_more_tokens_is_called():
+    model, drawn = made("llama"), []
+    for least in (1, 13):
+        set_seed(0)
+        warper = TopPLogitsWarper(1e-9, min_tokens_to_keep=least)
+        options = {"do_sample": True, "top_k": 0, "logits_processor": [warper], "num_return_sequences": 20}
+        drawn.append(model.generate(IDS[:1], window=4, max_new_tokens=2, **options).unique(dim=0))
+    assert len(drawn[0]) == 1
+    assert len(drawn[1]) > 10
+
+
+def test_guesses_that_a_processor_overrules_were_wrong():
+    def other(ids, scores):
+        return scores.roll(1, 1)
+
+    model, options = made("llama"), GREEDY | {"return_dict_in_generate": True}
+    found = model.generate(PADDED, window=4, logits_processor=[other], **options).generation
+    usual = model.generate(PADDED, window=4, **options).generation
+    assert (found.guessed < usual.guessed).all()
 
 
 def test_what_a_processor_leaves_is_drawn_with_its_probability():
