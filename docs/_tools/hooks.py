@@ -20,6 +20,7 @@ DOWNLOAD = '</h1>\n<p class="notebook"><a href="{name}" download>Download this p
 def on_config(config: Any) -> None:
     """Let the pages' code import the files of this folder; mkdocs undoes changes of sys.path made on import."""
     sys.path.insert(0, str(Path(__file__).parent))
+    import show  # noqa: F401  # the style of all figures, before the first page draws one
 
 
 def on_page_content(content: str, page: Any, **more: Any) -> str:

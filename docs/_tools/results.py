@@ -10,10 +10,9 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
-from show import svg, table
+from show import COLOURS, svg, table
 
 SCRIPTS = Path(__file__).parents[2] / "benchmarks"
-COLOURS = ("#31688e", "#d1495b", "#66a182", "#edae49", "#7b5ea7")
 Row = dict[str, Any]
 Rows = Sequence[Row]
 
@@ -93,20 +92,21 @@ def section(name: str, rows: Rows) -> str:
 
 
 def ratios(rows: Rows, label: Callable[[Row], str] = lambda row: displayed(f"{row['case']}; {row['peer']}")) -> Figure:
-    """Ratios with their quartiles on a logarithmic axis, one line per row; missed goals are red."""
-    figure, axis = plt.subplots(figsize=(7, 0.9 + 0.24 * len(rows)))
+    """Ratios with their quartiles on a logarithmic axis, one below its label for each row; missed goals are red."""
+    figure, axis = plt.subplots(figsize=(5.2, 0.9 + 0.34 * len(rows)))
     for at, row in enumerate(rows):
         low, high = row["spread"] or (row["ratio"],) * 2
         axis.plot([low, high], [-at, -at], color="grey", lw=1)
         axis.plot(row["ratio"], -at, "o", ms=5, color=COLOURS[row["holds"] is False])
-    axis.set_yticks([-at for at in range(len(rows))], [label(row) for row in rows], fontsize=8)
-    axis.set(xscale="log", xlabel="ours / theirs, logarithmic; bars: quartiles", ylim=(-len(rows) + 0.4, 0.6))
-    limits, ticks = axis.get_xlim(), (0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 3, 5, 10, 20)
+        axis.text(0.01, -at + 0.3, label(row), transform=axis.get_yaxis_transform(), fontsize=9)
+    axis.set(xscale="log", xlabel="ours / theirs, logarithmic; bars: quartiles", ylim=(-len(rows) + 0.4, 0.9))
+    axis.set_yticks([])
+    limits, ticks = axis.get_xlim(), (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20)
     axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axis.set_xlim(limits)
     axis.minorticks_off()
     axis.axvline(1, color="grey", lw=1)
-    axis.grid(alpha=0.25)
+    axis.grid(alpha=0.25, axis="x")
     return figure
 
 
@@ -128,7 +128,7 @@ def curves(rows: Iterable[Row], pattern: str, labels: Sequence[str] = ()) -> Cur
 
 def lines(panels: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]], x: str, y: str, **axes: Any) -> Figure:
     """Curves side by side: a panel for each name, a curve for each label, points as (x, y); ``axes`` sets the axes."""
-    figure, all_axes = plt.subplots(1, len(panels), figsize=(7, 3.2), sharey=True, squeeze=False)
+    figure, all_axes = plt.subplots(1, len(panels), figsize=(6.2, 3.2), sharey=True, squeeze=False)
     for axis, (title, curves) in zip(all_axes[0], panels.items(), strict=True):
         for (label, points), colour, mark in zip(curves.items(), COLOURS, "osD^v", strict=False):
             axis.plot(*zip(*points, strict=True), marker=mark, ms=5, color=colour, label=label)
