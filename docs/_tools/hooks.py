@@ -3,6 +3,7 @@
 import html
 import re
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,11 @@ DOWNLOAD = '</h1>\n<p class="notebook"><a href="{name}" download>Download this p
 
 
 def on_config(config: Any) -> None:
-    """Let the pages' code import the files of this folder; mkdocs undoes changes of sys.path made on import."""
+    """Let the pages' code import the files of this folder (mkdocs undoes changes of sys.path made on import)."""
     sys.path.insert(0, str(Path(__file__).parent))
     import show  # noqa: F401  # the style of all figures, before the first page draws one
+
+    config.copyright = f"deqseq {version('deqseq')}, MIT licence, © the deqseq authors"
 
 
 def on_page_content(content: str, page: Any, **more: Any) -> str:
