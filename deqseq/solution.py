@@ -259,7 +259,8 @@ def describe_failure(outcome: Outcome, what: str) -> str:
     elif "stop" in known and not known["stop"].has_tolerance:
         advice = "without a tolerance no row can converge: give stop=Stop(rtol=1e-3)"
     else:
-        advice = f"raise Stop.max_steps, loosen Stop.rtol, or try {others}"
+        first = "first try sweep=dq.Sliding(8); " if "sweep" in known and known["sweep"].block is None else ""
+        advice = f"{first}raise Stop.max_steps, loosen Stop.rtol, or try {others}"
     count, evaluations = int((status != Status.CONVERGED).sum()), outcome.stats.evaluations
     return (
         f"{what} failed for {count} of {len(status)} rows after {evaluations} evaluations ({'; '.join(parts)}). "

@@ -19,6 +19,7 @@ from deqseq.sweeps import Simultaneous, Sliding
 
 Found = dict[int, tuple[Cause, str]]  # of each row the cause, and what was observed
 DAMPED, SEVERAL = (Adaptive(), Relaxed(0.2)), (Anderson(), Broyden())  # the latter combine several past iterates
+WINDOW = Sliding(8)
 
 
 class _Stay(Solver[None]):
@@ -68,7 +69,7 @@ def explain(outcome: Outcome) -> Explanation:
     point = evaluated(stop=Stop.exactly(1)).value.nan_to_num(0, 0, 0)
     first, second = (evaluated(stop=Stop.exactly(times), start=point).value.double() for times in (1, 2))
     if failed:
-        found, advice = _failed(again, given, longer, failed, first)
+        found, advice = _failed(again, asked, given, longer, failed, first)
     if converged:
         found |= _converged(outcome, asked, again, longer, converged)
     size = first.abs().reshape(len(first), -1).amax(dim=1)
@@ -89,7 +90,7 @@ def explain(outcome: Outcome) -> Explanation:
 
 
 def _failed(
-    again: partial[Any], given: Stop, longer: Stop, rows: list[int], first: Tensor
+    again: partial[Any], asked: partial[Any], given: Stop, longer: Stop, rows: list[int], first: Tensor
 ) -> tuple[Found, dict[Cause, str]]:
     """Why these rows failed, and advice that names settings with which they converge."""
     records: list[Progress] = []
@@ -99,11 +100,17 @@ def _failed(
     for row in rows:
         if found[row][0] in ("limit cycle", "budget") and solved.value[row].norm() < 1e-3 * first[row].norm():
             found[row] = "fixed point zero", f"The state tends to zero; {found[row][1]}"
+    advice = dict(ADVICE)
+    stuck = [row for row in rows if found[row][0] in ("limit cycle", "slow convergence")]
+    late = _in_order(asked, given, solved, stuck)
+    found |= late
     of: dict[Cause, list[int]] = {cause: [row for row in rows if found[row][0] == cause] for cause in ADVICE}
-    moving, advice = of["limit cycle"] + of["divergence"], dict(ADVICE)
+    moving = of["limit cycle"] + of["divergence"]
     hard = moving + of["slow convergence"]
-    if of["budget"]:
-        advice["budget"] += f": stop={_written(given, solved.stats, of['budget'])}"
+    if soon := [row for row in of["budget"] if row not in late]:
+        advice["budget"] += f": stop={_written(given, solved.stats, soon)}"
+    elif late:
+        advice["budget"] = f"sweep={WINDOW} converges; all tokens together need a max_steps that grows with the length"
     # damping does not help a solve that is only slow
     trials = [one for one in DAMPED * bool(moving) + SEVERAL if hard and one != again.keywords["solver"]]
     for solver in trials:
@@ -117,6 +124,20 @@ def _failed(
     for row in moving:
         found[row] = "no fixed point found", f"{found[row][1]} {', '.join(map(str, trials))} did not converge either."
     return found, advice
+
+
+def _in_order(asked: partial[Any], given: Stop, solved: Any, rows: list[int]) -> Found:
+    """Rows whose tokens converge one after another, and had not all done so when the solve ended: a window shows it."""
+    known = asked.keywords
+    found = Found()
+    if not rows or "sweep" not in known or known["sweep"].block is not None or known["solver"].owns_loop:
+        return found
+    with suppress(NotImplementedError):  # a backbone without advance() has one sweep
+        done = asked(sweep=WINDOW, stop=given).converged
+        passed = (solved.stats.residual <= given.rtol).cumprod(dim=1).sum(dim=1).tolist()
+        text = f"of {solved.stats.residual.shape[1]} tokens have converged after {solved.stats.evaluations} iterations"
+        found |= {row: ("budget", f"From left to right, {passed[row]} {text}.") for row in rows if done[row]}
+    return found
 
 
 def _cause(solved: Any, row: int, trace: Tensor, budget: int, stop: Stop) -> tuple[Cause, str]:
@@ -182,7 +203,7 @@ def _converged(outcome: Outcome, asked: partial[Any], again: partial[Any], longe
 def _sweeps(asked: partial[Any], longer: Stop) -> Found:
     """Rows in which the sweep that was used and another one converge to different values."""
     used, found = asked.keywords["sweep"], Found()
-    rival = Simultaneous() if used.block is not None else Sliding(8)
+    rival = Simultaneous() if used.block is not None else WINDOW
     if asked.keywords["solver"].owns_loop:
         return found
     closer = max(longer.rtol / 100, 8 * torch.finfo(asked.keywords["value"].dtype).eps)

@@ -1,4 +1,6 @@
-"""Solves "converge" and differ with the sweep, and explain() says whether a tighter tolerance helps."""
+"""Sweeps differ in what they find, or in how soon: explain() says which, and names the remedy."""
+
+import re
 
 import torch
 
@@ -36,3 +38,19 @@ def test_sweeps_that_find_other_fixed_points():
         explanation = model(x, sweep=used).explain()
         assert explanation.causes == ("several fixed points", "converged")
         assert f"At a tolerance of 1e-05, {used} and {other} converge to different values" in str(explanation)
+
+
+def test_tokens_that_converge_one_after_another_are_not_called_stuck():
+    lm = dq.load_example("parity")
+    bits = torch.randint(0, 2, (2, 400), generator=torch.Generator().manual_seed(0))
+    stop = dq.Stop(rtol=1e-2, max_steps=64)
+    output = lm(bits, stop=stop)
+    explanation = output.explain()
+    assert explanation.causes == ("budget", "budget")
+    finding = explanation.findings["budget"]
+    assert (told := re.match(r"From left to right, (\d+) of 400 tokens have converged after 256 iterations", finding))
+    longer = lm(bits, stop=dq.Stop(rtol=1e-2, max_steps=256))
+    passed = longer.stats.residual[0] <= 1e-2
+    assert int(told[1]) == passed.tolist().index(False) < 400
+    assert "sweep=Sliding(window=8) converges" in explanation.remedies["budget"]
+    assert lm(bits, stop=stop, sweep=dq.Sliding(8)).converged.all()
