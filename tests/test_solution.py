@@ -8,6 +8,7 @@ import torch
 import deqseq as dq
 from deqseq import ConvergenceError, Solution, SolveStats, Status, Stop, solve
 
+WINDOW = r"first try sweep=dq\.Sliding\(8\); "
 BUDGET = r"Remedy: raise Stop\.max_steps, loosen Stop\.rtol"
 EXPANDS = r"Remedy: the map expands here: try "
 
@@ -70,7 +71,7 @@ def language_model(**fields) -> dq.CausalLM:
 def test_model_outputs_fail_as_solutions_do(sweep):
     short, long = dq.Stop(rtol=1e-7, max_steps=2), dq.Stop(rtol=1e-4, max_steps=200)
     model, ids = language_model(sweep=sweep, stop=short), torch.tensor([[1, 2, 3], [4, 0, 1]])
-    remedy = BUDGET.replace("raise", r"first try sweep=dq\.Sliding\(8\); raise") if sweep == dq.Simultaneous() else BUDGET
+    remedy = BUDGET.replace("raise", WINDOW + "raise" if sweep == dq.Simultaneous() else "raise")
     states = model.model, model.embedding(ids).detach()
     for one, x in ((model, ids), states):
         with torch.no_grad():
