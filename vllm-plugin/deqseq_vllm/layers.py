@@ -1,0 +1,179 @@
+"""Transformer layers made of vLLM's parts, and how the input of a solve enters them."""
+
+from itertools import count
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.linear import QKVParallelLinear, ReplicatedLinear, RowParallelLinear
+from vllm.model_executor.layers.rotary_embedding import get_rope
+from vllm.model_executor.models.llama import LlamaMLP
+
+from deqseq_vllm.plan import Layers
+
+
+class Stack(nn.Module):
+    """Layers, the norm after them, and an injection before or inside them.
+
+    Args:
+        layers: their shape.
+        config: of the engine.
+        numbers: of the layers of the whole model; vLLM's cache asks for one per slot.
+        steps: key-value slots of a token in each layer.
+        injection: how the input enters before the first layer, a key of ``INJECTIONS``. Default: it does not.
+    """
+
+    def __init__(
+        self, layers: Layers, config: VllmConfig, numbers: count, steps: int = 1, injection: str | None = None
+    ) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(layers, config, numbers, steps) for _ in range(layers.count))
+        self.norm = RMSNorm(layers.width, layers.eps) if layers.final_norm else nn.Identity()
+        self.inside = layers.injection
+        if self.inside:
+            self.injection_norm = RMSNorm(layers.width, layers.eps)
+            self.injection = projection(layers, config, bias=True)
+        elif injection is not None:
+            self.injection = INJECTIONS[injection](layers.width)
+
+    def prepare(self, x: Tensor) -> Tensor | None:
+        """What each iteration needs of the input, ``(tokens, width)``."""
+        if self.inside:
+            return self.injection(self.injection_norm(x))[0]
+        return self.injection.prepare(x) if hasattr(self, "injection") else None
+
+    def forward(self, positions: Tensor, z: Tensor, prepared: Tensor | None = None, step: int = 0) -> Tensor:
+        """The layers once; keys and values are written to the slot of this step."""
+        injected = prepared if self.inside else None
+        if prepared is not None and not self.inside:
+            z = self.injection.enter(z, prepared)
+        for layer in self.layers:
+            z = layer(positions, z, injected, step)
+        return self.norm(z)
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward layer, each with up to two norms."""
+
+    def __init__(self, layers: Layers, config: VllmConfig, numbers: count, steps: int) -> None:
+        super().__init__()
+        norms = {"pre": (True, False), "post": (False, True), "sandwich": (True, True), "closed": (True, True)}
+        made = [RMSNorm(layers.width, layers.eps) if used else nn.Identity() for used in norms[layers.norms] * 2]
+        self.input_layernorm, self.input_layernorm_2 = made[:2]
+        self.post_attention_layernorm, self.post_attention_layernorm_2 = made[2:]
+        self.closed = layers.norms == "closed"
+        self.self_attn = SelfAttention(layers, config, numbers, steps)
+        self.mlp = LlamaMLP(layers.width, layers.mlp_width, "silu", config.quant_config)
+
+    def forward(self, positions: Tensor, z: Tensor, injected: Tensor | None, step: int) -> Tensor:
+        """The new states."""
+        mixed = self.self_attn(positions, self.input_layernorm(z), injected, step)
+        z = self._added(z, mixed, self.input_layernorm_2)
+        return self._added(z, self.mlp(self.post_attention_layernorm(z)), self.post_attention_layernorm_2)
+
+    def _added(self, z: Tensor, mixed: Tensor, norm: nn.Module) -> Tensor:
+        return norm(z + mixed) if self.closed else z + norm(mixed)
+
+
+class SelfAttention(nn.Module):
+    """Causal attention to the paged cache: one slot per token, or one for each step."""
+
+    def __init__(self, layers: Layers, config: VllmConfig, numbers: count, steps: int) -> None:
+        super().__init__()
+        heads, width, quantization = layers.heads, layers.head_width, config.quant_config
+        self.qkv_proj = projection(layers, config, layers.qkv_bias)
+        self.o_proj = RowParallelLinear(heads * width, layers.width, bias=layers.o_bias, quant_config=quantization)
+        q_heads, kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
+        self.parts = (q_heads * width, kv_heads * width, kv_heads * width)
+        normed = {None: (0, 0), "head": (width, width), "all": self.parts[:2]}[layers.qk_norm]
+        self.q_norm, self.k_norm = (RMSNorm(size, layers.eps) if size else None for size in normed)
+        self.rotary_emb = get_rope(width, config.model_config.max_model_len, rope_parameters=dict(layers.rope))
+        self.attn = nn.ModuleList(
+            Attention(
+                q_heads,
+                width,
+                width**-0.5,
+                num_kv_heads=kv_heads,
+                cache_config=config.cache_config,
+                quant_config=quantization,
+                prefix=f"model.layers.{next(numbers)}.self_attn.attn",
+            )
+            for _ in range(steps)
+        )
+
+    def forward(self, positions: Tensor, x: Tensor, injected: Tensor | None, step: int) -> Tensor:
+        """What is added to the states."""
+        qkv, _ = self.qkv_proj(x)
+        q, k, v = (qkv if injected is None else qkv + injected).split(self.parts, dim=-1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = _normed(self.q_norm, q), _normed(self.k_norm, k)
+        q, k = self.rotary_emb(positions, q, k)
+        return self.o_proj(self.attn[step](q, k, v))[0]
+
+
+def projection(layers: Layers, config: VllmConfig, bias: bool) -> QKVParallelLinear:
+    """To queries, keys and values; a bias that is not in the checkpoint is zero."""
+    heads = (layers.head_width, layers.heads, layers.kv_heads)
+    made = QKVParallelLinear(layers.width, *heads, bias=bias, quant_config=config.quant_config)
+    if bias:
+        nn.init.zeros_(made.bias)
+    return made
+
+
+def _normed(norm: RMSNorm, x: Tensor) -> Tensor:
+    """Each head by itself, or all of them together, as wide as the norm is."""
+    return norm(x.unflatten(-1, (-1, len(norm.weight))).contiguous()).flatten(-2)
+
+
+class AddInjection(nn.Module):
+    """The input is added to the state."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+
+    def prepare(self, x: Tensor) -> Tensor:
+        """The input itself."""
+        return x
+
+    def enter(self, z: Tensor, prepared: Tensor) -> Tensor:
+        """The first layer's input."""
+        return z + prepared
+
+
+class ConcatInjection(nn.Module):
+    """State and input are concatenated and projected."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width, 2 * width))
+
+    def prepare(self, x: Tensor) -> Tensor:
+        """The part of the input, which is the same in every iteration."""
+        return F.linear(x, self.weight[:, x.shape[-1] :])
+
+    def enter(self, z: Tensor, prepared: Tensor) -> Tensor:
+        """The first layer's input."""
+        return F.linear(z, self.weight[:, : z.shape[-1]]) + prepared
+
+
+class DecayInjection(nn.Module):
+    """The state decays, and the projected input is added."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.log_rate, self.step = (nn.Parameter(torch.empty(width)) for _ in range(2))
+        self.projection = ReplicatedLinear(width, width, bias=False)
+
+    def prepare(self, x: Tensor) -> Tensor:
+        """The part of the input, which is the same in every iteration."""
+        return F.softplus(self.step) * self.projection(x)[0]
+
+    def enter(self, z: Tensor, prepared: Tensor) -> Tensor:
+        """The first layer's input."""
+        return torch.exp(-F.softplus(self.step) * self.log_rate.exp()) * z + prepared
+
+
+INJECTIONS = {"add": AddInjection, "concat": ConcatInjection, "decay": DecayInjection}

@@ -1,0 +1,178 @@
+"""The model that vLLM runs: prelude, core to its fixed point, coda; and how saved weights are loaded."""
+
+import re
+from collections.abc import Iterable, Iterator
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.config import VllmConfig
+from vllm.distributed import get_tensor_model_parallel_world_size
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.models.llama import LlamaModel
+from vllm.model_executor.models.utils import AutoWeightsLoader
+from vllm.platforms import current_platform
+
+from deqseq_vllm.layers import Stack
+from deqseq_vllm.plan import Plan, Solve, plan
+from deqseq_vllm.report import Report
+
+
+class DeqseqForCausalLM(nn.Module):
+    """A language model that deqseq has saved.
+
+    Args:
+        vllm_config: of the engine; its ``hf_config`` is what ``save_pretrained`` wrote.
+        prefix: of vLLM; not used.
+
+    Raises:
+        ValueError: a model, or a way to solve or run it, that is not served.
+    """
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__()
+        config: Any = vllm_config.model_config.hf_config
+        self.model = Model(plan(config.to_dict()), config, vllm_config)
+        self.lm_head = self.model.embed_tokens
+        if not config.tie_word_embeddings:
+            self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size)
+        self.logits_processor = LogitsProcessor(config.vocab_size, soft_cap=config.logit_softcap)
+
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        """Embedded tokens, as vLLM asks for them."""
+        return self.model.embed_tokens(input_ids)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        intermediate_tensors: Any = None,
+        inputs_embeds: Tensor | None = None,
+    ) -> Tensor:
+        """The states of all scheduled tokens."""
+        return self.model(positions, self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds)
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
+        """Logits of the states that tokens are chosen from."""
+        return self.logits_processor(self.lm_head, hidden_states)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Load what ``save_pretrained`` wrote."""
+        placed = ((self.model.place(name), weight) for name, weight in folded(weights))
+        return AutoWeightsLoader(self).load_weights(placed, mapper=LlamaModel.hf_to_vllm_mapper)
+
+
+class Model(nn.Module):
+    """Embedding, prelude, core, coda."""
+
+    def __init__(self, parts: Plan, config: Any, engine: VllmConfig) -> None:
+        super().__init__()
+        check(parts, engine)
+        self.parts, self.scale, numbers = parts, config.embedding_scale, count()
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
+        self.prelude = None if parts.prelude is None else Stack(parts.prelude, engine, numbers)
+        self.core = Stack(parts.core, engine, numbers, parts.steps, parts.injection)
+        self.coda = None if parts.coda is None else Stack(parts.coda, engine, numbers)
+        self.report = Report()
+
+    def forward(self, positions: Tensor, x: Tensor) -> Tensor:
+        """From embedded tokens to states, ``(tokens, width)``."""
+        x = x * self.scale
+        if self.prelude is not None:
+            x = self.prelude(positions, x)
+        z, prepared = x if self.parts.start == "input" else torch.zeros_like(x), self.core.prepare(x)
+        if self.parts.solve is None:
+            for step in range(self.parts.steps):
+                z = self.core(positions, z, prepared, step)
+        else:
+            z = self.solve(self.parts.solve, positions, z, prepared)
+        if self.coda is None:
+            return z
+        return self.coda(positions, self.coda.norm(z) if self.parts.norm_before_coda else z)
+
+    def solve(self, solve: Solve, positions: Tensor, z: Tensor, prepared: Tensor | None) -> Tensor:
+        """Iterate the core until each request has converged; a request that has is frozen.
+
+        A token passes as :class:`deqseq.Stop` says: its change is within the tolerance, and has fallen to half of its
+        largest so far or is within the tolerance of its first state. A request converges when all of its scheduled
+        tokens pass in one iteration. Each iteration writes keys and values to the same slots, so that those of the
+        fixed point remain.
+        """
+        starts = self.request_starts()
+        if starts is None or not solve.has_tolerance:
+            for _ in range(1 if starts is None else solve.max_steps):
+                value = self.core(positions, z, prepared)
+                z = torch.lerp(z, value, solve.damping)
+            return value
+        request = torch.searchsorted(starts[1:], torch.arange(len(z), device=z.device), right=True, out_int32=True)
+        done = torch.zeros(len(starts), dtype=torch.bool, device=z.device)  # the last one is of padding
+        done[-1] = True
+        iterations, bound = torch.zeros_like(done, dtype=torch.int64), None
+        for step in range(1, solve.max_steps + 1):
+            value = self.core(positions, z, prepared)
+            change, size = ((x.float()).norm(dim=-1) for x in (value - z, value))
+            bound = torch.maximum(solve.rtol * size if bound is None else bound, change / 2)
+            iterations += ~done
+            if step % solve.check_every == 0 or step == solve.max_steps:
+                passes = change <= solve.atol + torch.minimum(solve.rtol * size, bound)
+                failing = torch.zeros_like(iterations).index_add_(0, request, (~passes).long())
+                done |= failing == 0
+                if bool(done.all()):
+                    break
+            z = torch.where(done[request, None], z, torch.lerp(z, value, solve.damping))
+        self.report.add(starts, iterations, done)
+        return value
+
+    def request_starts(self) -> Tensor | None:
+        """Where the tokens of each request begin, and the end; None while vLLM measures its memory."""
+        metadata = get_forward_context().attn_metadata
+        return None if metadata is None else metadata[self.core.layers[0].self_attn.attn[0].layer_name].query_start_loc
+
+    def place(self, name: str) -> str:
+        """The name here of a saved weight."""
+        found = re.fullmatch(r"model\.core\.(?:(prelude|core|coda)\.)?(?:backbone\.)+(.+)", name)
+        if found is None:
+            return name
+        part, rest = found[1] or "core", found[2]
+        if getattr(self.parts, part).norms == "post":  # OLMo 2 gives its norms names of its own
+            rest = rest.replace("post_attention_layernorm.", "input_layernorm_2.")
+            rest = rest.replace("post_feedforward_layernorm.", "post_attention_layernorm_2.")
+        return f"model.{part}.{rest}"
+
+
+def check(parts: Plan, engine: VllmConfig) -> None:
+    """Refuse ways to run a model that are not served."""
+    dtype, eager = engine.model_config.dtype, engine.model_config.enforce_eager
+    if parts.core.qk_norm == "all" and get_tensor_model_parallel_world_size() > 1:
+        raise ValueError("tensor_parallel_size must be 1, for queries and keys are normalised over all heads")
+    if parts.solve is None or not parts.solve.has_tolerance:
+        return
+    if 0 < parts.solve.rtol < torch.finfo(dtype).eps:
+        raise ValueError(
+            f"dtype must be float32 for a tolerance of {parts.solve.rtol:g}, which the states of {dtype} do not reach: "
+            "pass --dtype float32, or a fixed number of iterations, --hf-overrides "
+            '\'{"eval_solve": {"stop": {"rtol": 0, "max_steps": 8}}}\''
+        )
+    if not eager and not current_platform.is_cpu():
+        raise ValueError(
+            "enforce_eager must be True, for a number of iterations that depends on the tokens is not one graph: pass "
+            "--enforce-eager"
+        )
+
+
+def folded(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Plain weights: where the saved ones are normalised, a magnitude times a direction."""
+    waiting: dict[str, dict[str, Tensor]] = {}
+    for name, weight in weights:
+        layer, normalised, part = name.partition(".parametrizations.weight.")
+        if not normalised:
+            yield name, weight
+            continue
+        pair = waiting.setdefault(layer, {})
+        pair[part] = weight
+        if len(pair) == 2:
+            magnitude, direction = pair["original0"], waiting.pop(layer)["original1"]
+            yield f"{layer}.weight", direction * (magnitude / direction.norm(dim=1, keepdim=True))

@@ -1,0 +1,192 @@
+"""What a saved configuration asks for, as plain data. What is not served is refused here, by name."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+Json = Mapping[str, Any]
+
+FAMILIES = ("llama", "mistral", "olmo2", "qwen2", "qwen3")
+ROTATIONS = ("default", "llama3")
+"""Rotary frequencies that do not depend on the length of the text."""
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Transformer layers of one shape.
+
+    ``norms`` is where they stand: "pre", "post", "sandwich" or "closed". ``qk_norm`` normalises queries and keys each
+    "head" by itself, or "all" together. ``injection`` enters queries, keys and values.
+    """
+
+    count: int
+    width: int
+    heads: int
+    kv_heads: int
+    head_width: int
+    mlp_width: int
+    eps: float
+    norms: str
+    final_norm: bool
+    qk_norm: str | None
+    qkv_bias: bool
+    o_bias: bool
+    rope: Json
+    injection: bool = False
+
+
+@dataclass(frozen=True)
+class Solve:
+    """A relaxed iteration, its tolerances and its budget; plain iteration has a damping of 1."""
+
+    damping: float
+    rtol: float
+    atol: float
+    max_steps: int
+    check_every: int
+
+    @property
+    def has_tolerance(self) -> bool:
+        """Whether the number of iterations depends on the tokens."""
+        return self.rtol > 0 or self.atol > 0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A whole model between embedding and head.
+
+    ``solve`` is None where the core runs a fixed number of ``steps``, each with key-value slots of its own. ``start``
+    is "zero" or "input"; ``injection``, "concat", "add" or "decay", enters the core before its first layer.
+    """
+
+    prelude: Layers | None
+    core: Layers
+    coda: Layers | None
+    injection: str | None
+    norm_before_coda: bool
+    start: str
+    steps: int
+    solve: Solve | None
+
+
+def plan(config: Json) -> Plan:
+    """Read the configuration of a saved model.
+
+    Args:
+        config: the content of ``config.json``, with what overrides it.
+
+    Returns:
+        What has to be built and run.
+
+    Raises:
+        ValueError: something that is not served: names the field, what it is, and what is served.
+    """
+    prelude, core, coda = (_layers(name, config) for name in ("prelude", "backbone", "coda"))
+    assert core is not None
+    heads = {(part.kv_heads, part.head_width) for part in (prelude, core, coda) if part is not None}
+    if len(heads) > 1:
+        _refuse("backbone", "a core with the key-value heads of prelude and coda", sorted(heads))
+    solve = None if config["solve"] is None else merged(config["solve"], config["eval_solve"] or {})
+    start = config["loop_start"] if solve is None else solve["start"]
+    if start not in ("zero", "input"):
+        _refuse("loop_start" if solve is None else "solve.start", '"zero" or "input"', start)
+    return Plan(
+        prelude,
+        core,
+        coda,
+        config["injection"],
+        config["norm"] == "coda",
+        start,
+        config["steps"] or 1,
+        None if solve is None else _solve(solve),
+    )
+
+
+def merged(base: Any, change: Any) -> Any:
+    """``base`` with the fields that ``change`` names; an object with a name of its own is replaced as a whole."""
+    if not isinstance(base, Mapping) or not isinstance(change, Mapping) or "name" in change:
+        return change
+    return {**base, **{key: merged(base.get(key), value) for key, value in change.items()}}
+
+
+def _solve(solve: Json) -> Solve:
+    solver, stop = _named(solve["solver"]), solve["stop"]
+    sweep = _named(solve["sweep"])["name"]
+    if solver["name"] not in ("Naive", "Relaxed"):
+        _refuse("solve.solver", "Naive or Relaxed", solver["name"])
+    if sweep != "Simultaneous":
+        _refuse("solve.sweep", "Simultaneous, of all tokens that the engine schedules", sweep)
+    if stop["norm"] != "token":
+        _refuse("solve.stop.norm", '"token"', stop["norm"])
+    damping = 1.0 if solver["name"] == "Naive" else solver.get("damping", 0.8)
+    return Solve(damping, stop["rtol"], stop["atol"], stop["max_steps"], stop["check_every"])
+
+
+def _named(given: Any) -> Json:
+    """An object in a configuration, which may be its name alone."""
+    return {"name": given} if isinstance(given, str) else given
+
+
+def _layers(name: str, config: Json) -> Layers | None:
+    part = config[name]
+    if part is None:
+        return None
+    if part["name"] == "DecoderLayers":
+        return _of_decoder(part, config["decoder_config"])
+    if part["name"] != "LlamaConfig":
+        _refuse(name, "a LlamaConfig or DecoderLayers", part["name"])
+    iterated = name == "backbone" and (config["solve"] is not None or config["steps"] is not None)
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": part["rope_theta"]}
+    if scaling := part["rope_scaling"]:
+        bounds = {key: scaling[key] for key in ("factor", "low_freq_factor", "high_freq_factor")}
+        rope |= {"rope_type": "llama3", "original_max_position_embeddings": scaling["original_length"], **bounds}
+    return Layers(
+        count=part["n_layers"],
+        width=part["d_model"],
+        heads=part["n_heads"],
+        kv_heads=part["n_kv_heads"] or part["n_heads"],
+        head_width=part["headdim"] or part["d_model"] // part["n_heads"],
+        mlp_width=part["mlp_width"] or int(8 * part["d_model"] / 3),
+        eps=part["norm_eps"],
+        norms=part["norms"],
+        final_norm=part["final_norm"],
+        qk_norm="all" if part["qk_norm"] else None,
+        qkv_bias=part["qk_bias"],
+        o_bias=False,
+        rope=rope,
+        injection=part["injection"] and iterated and config["injection"] is None,
+    )
+
+
+def _of_decoder(part: Json, decoder: Json) -> Layers:
+    family, rope = decoder["model_type"], decoder["rope_parameters"]
+    if family not in FAMILIES:
+        _refuse("decoder_config.model_type", f"one of {', '.join(FAMILIES)}", family)
+    if rope["rope_type"] not in ROTATIONS:
+        _refuse("decoder_config.rope_parameters", f"of one of the types {', '.join(ROTATIONS)}", rope["rope_type"])
+    for field, served in {"sliding_window": None, "hidden_act": "silu", "mlp_bias": False}.items():
+        if decoder.get(field, served) != served:
+            _refuse(f"decoder_config.{field}", served, decoder[field])
+    bias = decoder.get("attention_bias", False)
+    return Layers(
+        count=part["end"] - part["first"],
+        width=decoder["hidden_size"],
+        heads=decoder["num_attention_heads"],
+        kv_heads=decoder["num_key_value_heads"] or decoder["num_attention_heads"],
+        head_width=decoder.get("head_dim") or decoder["hidden_size"] // decoder["num_attention_heads"],
+        mlp_width=decoder["intermediate_size"],
+        eps=decoder["rms_norm_eps"],
+        norms="post" if family == "olmo2" else "pre",
+        final_norm=part["final_norm"],
+        qk_norm={"olmo2": "all", "qwen3": "head"}.get(family),
+        qkv_bias=bias or family == "qwen2",
+        o_bias=bias,
+        rope=rope,
+    )
+
+
+def _refuse(field: str, served: object, got: object) -> NoReturn:
+    raise ValueError(
+        f"{field} must be {served} to be served, got {got}: change it before save_pretrained; what belongs to the "
+        'solve can also be changed for the server, as in --hf-overrides \'{"eval_solve": {"solver": "Naive"}}\''
+    )

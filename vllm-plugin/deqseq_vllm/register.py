@@ -1,0 +1,30 @@
+"""What vLLM calls in each of its processes: tells it of the configuration and of the model."""
+
+from typing import Any
+
+from transformers import AutoConfig, PreTrainedConfig
+from vllm import ModelRegistry
+
+from deqseq_vllm.plan import merged
+
+
+class DeqseqConfig(PreTrainedConfig):
+    """A saved configuration, as plain data.
+
+    ``eval_solve`` can be changed for the server, as in ``--hf-overrides '{"eval_solve": {"stop": {"rtol": 1e-2}}}'``:
+    what a mapping leaves out stays as it is.
+    """
+
+    model_type = "deqseq"
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        known = vars(self)
+        if name == "eval_solve" and value is not None:
+            value = merged(known.get("eval_solve") or known.get("solve"), value)
+        super().__setattr__(name, value)
+
+
+def register() -> None:
+    """Tell vLLM and transformers of this library's models."""
+    AutoConfig.register(DeqseqConfig.model_type, DeqseqConfig, exist_ok=True)
+    ModelRegistry.register_model("DeqseqForCausalLM", "deqseq_vllm.model:DeqseqForCausalLM")

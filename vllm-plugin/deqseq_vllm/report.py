@@ -1,0 +1,54 @@
+"""How many iterations each request took: a line in the log of the server, and counters for Prometheus."""
+
+from functools import wraps
+from typing import Any
+
+from prometheus_client import Counter
+from torch import Tensor
+from vllm.logger import init_logger
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+logger = init_logger("vllm.deqseq")
+TOKENS = Counter("deqseq_tokens", "Tokens that were solved for.")
+ITERATIONS = Counter("deqseq_iterations", "Iterations of these tokens.")
+FAILED = Counter("deqseq_tokens_not_converged", "Tokens whose request spent its budget.")
+
+
+class Report:
+    """The numbers of the requests that are running.
+
+    vLLM does not tell a model the names of its requests, so they are read from the runner that calls it.
+    """
+
+    def __init__(self) -> None:
+        self.requests: dict[str, list[int]] = {}
+        self.runner: Any = None
+        execute_model = GPUModelRunner.execute_model
+
+        @wraps(execute_model)
+        def watched(runner: Any, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+            self.runner = runner
+            for name in scheduled.finished_req_ids:
+                self.finish(name)
+            return execute_model(runner, scheduled, *args, **kwargs)
+
+        GPUModelRunner.execute_model = watched
+
+    def add(self, starts: Tensor, iterations: Tensor, done: Tensor) -> None:
+        """Add a solve: where the tokens of each request begin, its iterations, and whether it converged."""
+        names = self.runner.input_batch.req_ids
+        for name, tokens, steps, converged in zip(
+            names, starts.diff().tolist(), iterations.tolist(), done.tolist(), strict=False
+        ):
+            numbers = (tokens, tokens * steps, 0 if converged else tokens)
+            for counter, number in zip((TOKENS, ITERATIONS, FAILED), numbers, strict=True):
+                counter.inc(number)
+            known = self.requests.setdefault(name, [0, 0, 0])
+            self.requests[name] = [before + number for before, number in zip(known, numbers, strict=True)]
+
+    def finish(self, name: str) -> None:
+        """Log a request that has ended."""
+        tokens, iterations, failed = self.requests.pop(name, (0, 0, 0))
+        if tokens:
+            mean = iterations / tokens
+            logger.info("request %s: %d tokens, %.1f iterations each, %d not converged", name, tokens, mean, failed)
