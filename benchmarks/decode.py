@@ -145,7 +145,7 @@ def rows(quick: bool) -> Iterator[Row]:
             yield from beside_loops(name, lm, held_out, new, runs)
 
 
-main = benchmark(__doc__, rows)
+main = benchmark(__doc__, rows, device=True)
 
 if __name__ == "__main__":
     main()

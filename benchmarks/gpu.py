@@ -8,7 +8,7 @@ goals are the same.
 from collections.abc import Iterator
 
 import torch
-from harness import Row, command_line, report
+from harness import Row, benchmark
 from models import KINDS
 from solver_overhead import SHAPES, bookkeeping, decoding
 from training_step import language_models
@@ -27,16 +27,7 @@ def rows(quick: bool) -> Iterator[Row]:
                     yield from decoding(kind, batch, width, *((8, 4) if quick else (256, 128)), runs=runs)
 
 
-def main() -> None:
-    """Choose the device, run and report."""
-    parser = command_line(__doc__)
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: to see that the script works")
-    options = parser.parse_args()
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("no CUDA device: --device cpu --quick runs the same code at toy size")
-    torch.set_default_device(options.device)
-    report(rows(options.quick), options)
-
+main = benchmark(__doc__, rows, device=True)
 
 if __name__ == "__main__":
     main()

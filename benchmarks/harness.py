@@ -186,6 +186,15 @@ def command_line(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
+def _device(name: str) -> torch.device:
+    if name not in ("cpu", "cuda"):
+        raise argparse.ArgumentTypeError(f"must be cpu or cuda, got {name!r}")
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise argparse.ArgumentTypeError("there is no CUDA device")
+    return device
+
+
 def _writable(path: str) -> Path:
     nearest = next(folder for folder in Path(path).parents or [Path()] if folder.exists())
     if not path or Path(path).is_dir() or not nearest.is_dir() or not os.access(nearest, os.W_OK):
@@ -193,11 +202,21 @@ def _writable(path: str) -> Path:
     return Path(path)
 
 
-def benchmark(description: str | None, rows: Callable[[bool], Iterable[Row]]) -> Callable[[], None]:
-    """The main function of a benchmark without further options; ``rows`` is told whether the run is quick."""
+def benchmark(
+    description: str | None, rows: Callable[[bool], Iterable[Row]], *, device: bool = False
+) -> Callable[[], None]:
+    """The main function of a benchmark; ``rows`` is told whether the run is quick.
+
+    With ``device`` there is an option for it, and new tensors are made there.
+    """
 
     def main() -> None:
-        options = command_line(description).parse_args()
+        parser = command_line(description)
+        parser.set_defaults(device="cpu")
+        if device:
+            parser.add_argument("--device", type=_device, metavar="DEVICE", help="cpu or cuda; default: cpu")
+        options = parser.parse_args()
+        torch.set_default_device(options.device)
         report(rows(options.quick), options)
 
     return main

@@ -50,10 +50,10 @@ def language_model(kind: str, width: int = 256, solve: dq.SolveConfig | None = N
     return dq.CausalLM(VOCABULARY, dq.ImplicitModel(backbone, solve or dq.SolveConfig())).eval()
 
 
-def random_ids(batch: int, length: int, seed: int = 0) -> Tensor:
+def random_ids(batch: int, length: int, seed: int = 0, vocabulary: int = VOCABULARY) -> Tensor:
     """Tokens without any meaning, the same on every device."""
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(0, VOCABULARY, (batch, length), generator=generator, device="cpu")
+    ids = torch.randint(0, vocabulary, (batch, length), generator=generator, device="cpu")
     return ids.to(torch.get_default_device())
 
 
@@ -92,7 +92,8 @@ def _trained(lm: dq.CausalLM, rows: Tensor, steps: int) -> dq.CausalLM:
         optimizer.param_groups[0]["lr"] = optimizer.param_groups[1]["lr"] = 2e-3 * min(
             1, step / 50, 3 * (1 - step / steps)
         )
-        ids = rows[torch.randint(len(rows), (16,), generator=generator)]
+        drawn = torch.randint(len(rows), (16,), generator=generator, device="cpu")
+        ids = rows[drawn.to(rows.device)]
         loss = lm(ids, labels=ids).loss
         assert loss is not None
         optimizer.zero_grad()

@@ -162,7 +162,8 @@ def training(case: str, ways: Mapping[str, Way], train: Tensor, held_out: Tensor
     peaks = {name: peak_memory(partial(copy.deepcopy(arm).step, train[:size])) for name, arm in arms.items()}
     seconds: dict[str, list[float]] = {name: [] for name in arms}
     for step in range(steps):
-        batch = train[torch.randperm(len(train), generator=torch.Generator().manual_seed(step))[:size]]
+        drawn = torch.randperm(len(train), generator=torch.Generator().manual_seed(step), device="cpu")[:size]
+        batch = train[drawn.to(train.device)]
         works = {name: partial(arm.step, batch) for name, arm in arms.items()}
         for name, times in take_turns(works, 1, warm_up=False).items():
             seconds[name] += times

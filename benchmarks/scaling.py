@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from harness import MEBIBYTE, Row, Work, benchmark, paired_row, peak_memory, take_turns, value_row
-from models import KINDS, iterated, one_by_one
+from models import KINDS, iterated, one_by_one, random_ids
 from torch import Tensor
 
 import deqseq as dq
@@ -68,7 +68,7 @@ class Case:
         solve = dq.SolveConfig(dq.Naive(), dq.Stop.exactly(ITERATIONS), dq.Phantom(PHANTOM))
         self.model = dq.ImplicitModel(self.backbone, solve)
         self.lm = dq.CausalLM(VOCABULARY, self.model)
-        self.ids = torch.randint(0, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(1))
+        self.ids = random_ids(batch, length, seed=1, vocabulary=VOCABULARY)
         self.x = self.lm.embedding(self.ids).detach()
         self.stop = dq.Stop(rtol=1e-3, max_steps=64)
 
@@ -183,7 +183,7 @@ def rows(quick: bool) -> Iterator[Row]:
             yield from along(kind, base, axis, values, turns)
 
 
-main = benchmark(__doc__, rows)
+main = benchmark(__doc__, rows, device=True)
 
 if __name__ == "__main__":
     main()

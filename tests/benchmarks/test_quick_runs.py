@@ -10,7 +10,6 @@ import pytest
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 KEYS = ["case", "metric", "ours", "peer", "theirs", "ratio", "runs", "spread", "goal", "holds", "machine"]
-OPTIONS = {"gpu": ["--device", "cpu"]}
 FAST = ("ssd", "training_sweeps", "sweeps")  # seconds; the others take up to a minute
 SCRIPTS = [
     path.stem if path.stem in FAST else pytest.param(path.stem, marks=pytest.mark.slow)
@@ -22,7 +21,7 @@ SCRIPTS = [
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_quick_run_writes_its_rows(name, tmp_path):
     target = tmp_path / "rows.json"
-    command = [sys.executable, FOLDER / f"{name}.py", "--quick", "--json", target, *OPTIONS.get(name, [])]
+    command = [sys.executable, FOLDER / f"{name}.py", "--quick", "--json", target]
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(FOLDER.parent), os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stderr[-3000:]
