@@ -33,7 +33,7 @@ def in_decoder(family, **options):
 def test_an_implicit_llama():
     found = plan(saved(layers(2, rope_scaling=dq.layers.RotaryScaling())))
     assert (found.prelude, found.coda, found.steps, found.start) == (None, None, 1, "zero")
-    assert found.core.injection and found.core.count == 2 and (found.core.kv_heads, found.core.head_width) == (2, 4)
+    assert found.core.injection and found.core.n_layers == 2 and (found.core.n_kv_heads, found.core.headdim) == (2, 4)
     assert found.core.mlp_width == 42 and found.core.rope["rope_type"] == "llama3"
     assert found.solve is not None
     assert (found.solve.damping, found.solve.rtol, found.solve.max_steps) == (1.0, 1e-4, 30)
@@ -51,7 +51,7 @@ def test_an_implicit_llama():
 def test_the_layers_of_a_decoder(family, norms, qk_norm, biases):
     found = plan(in_decoder(family))
     assert found.prelude is not None and found.coda is not None
-    assert (found.prelude.count, found.core.count, found.coda.count) == (1, 2, 1)
+    assert (found.prelude.n_layers, found.core.n_layers, found.coda.n_layers) == (1, 2, 1)
     assert (found.core.final_norm, found.coda.final_norm) == (False, True)
     assert (found.core.norms, found.core.qk_norm) == (norms, qk_norm)
     assert (found.core.qkv_bias, found.core.o_bias) == biases and not found.core.injection

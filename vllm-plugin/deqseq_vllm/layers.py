@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.layernorm import RMSNorm
-from vllm.model_executor.layers.linear import QKVParallelLinear, ReplicatedLinear, RowParallelLinear
+from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.models.llama import LlamaMLP
 
@@ -30,14 +30,14 @@ class Stack(nn.Module):
         self, layers: Layers, config: VllmConfig, numbers: count, steps: int = 1, injection: str | None = None
     ) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Block(layers, config, numbers, steps) for _ in range(layers.count))
-        self.norm = RMSNorm(layers.width, layers.eps) if layers.final_norm else nn.Identity()
+        self.layers = nn.ModuleList(Block(layers, config, numbers, steps) for _ in range(layers.n_layers))
+        self.norm = RMSNorm(layers.d_model, layers.norm_eps) if layers.final_norm else nn.Identity()
         self.inside = layers.injection
         if self.inside:
-            self.injection_norm = RMSNorm(layers.width, layers.eps)
+            self.injection_norm = RMSNorm(layers.d_model, layers.norm_eps)
             self.injection = projection(layers, config, bias=True)
         elif injection is not None:
-            self.injection = INJECTIONS[injection](layers.width)
+            self.injection = INJECTIONS[injection](layers.d_model)
 
     def prepare(self, x: Tensor) -> Tensor | None:
         """What each iteration needs of the input, ``(tokens, width)``."""
@@ -61,15 +61,14 @@ class Block(nn.Module):
     def __init__(self, layers: Layers, config: VllmConfig, numbers: count, steps: int) -> None:
         super().__init__()
         norms = {"pre": (True, False), "post": (False, True), "sandwich": (True, True), "closed": (True, True)}
-        made = [RMSNorm(layers.width, layers.eps) if used else nn.Identity() for used in norms[layers.norms] * 2]
+        made = [RMSNorm(layers.d_model, layers.norm_eps) if used else nn.Identity() for used in norms[layers.norms] * 2]
         self.input_layernorm, self.input_layernorm_2 = made[:2]
         self.post_attention_layernorm, self.post_attention_layernorm_2 = made[2:]
         self.closed = layers.norms == "closed"
         self.self_attn = SelfAttention(layers, config, numbers, steps)
-        self.mlp = LlamaMLP(layers.width, layers.mlp_width, "silu", config.quant_config)
+        self.mlp = LlamaMLP(layers.d_model, layers.mlp_width, "silu", config.quant_config)
 
     def forward(self, positions: Tensor, z: Tensor, injected: Tensor | None, step: int) -> Tensor:
-        """The new states."""
         mixed = self.self_attn(positions, self.input_layernorm(z), injected, step)
         z = self._added(z, mixed, self.input_layernorm_2)
         return self._added(z, self.mlp(self.post_attention_layernorm(z)), self.post_attention_layernorm_2)
@@ -83,13 +82,13 @@ class SelfAttention(nn.Module):
 
     def __init__(self, layers: Layers, config: VllmConfig, numbers: count, steps: int) -> None:
         super().__init__()
-        heads, width, quantization = layers.heads, layers.head_width, config.quant_config
+        heads, width, quantization = layers.n_heads, layers.headdim, config.quant_config
         self.qkv_proj = projection(layers, config, layers.qkv_bias)
-        self.o_proj = RowParallelLinear(heads * width, layers.width, bias=layers.o_bias, quant_config=quantization)
+        self.o_proj = RowParallelLinear(heads * width, layers.d_model, bias=layers.o_bias, quant_config=quantization)
         q_heads, kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
         self.parts = (q_heads * width, kv_heads * width, kv_heads * width)
         normed = {None: (0, 0), "head": (width, width), "all": self.parts[:2]}[layers.qk_norm]
-        self.q_norm, self.k_norm = (RMSNorm(size, layers.eps) if size else None for size in normed)
+        self.q_norm, self.k_norm = (RMSNorm(size, layers.norm_eps) if size else None for size in normed)
         self.rotary_emb = get_rope(width, config.model_config.max_model_len, rope_parameters=dict(layers.rope))
         self.attn = nn.ModuleList(
             Attention(
@@ -105,7 +104,6 @@ class SelfAttention(nn.Module):
         )
 
     def forward(self, positions: Tensor, x: Tensor, injected: Tensor | None, step: int) -> Tensor:
-        """What is added to the states."""
         qkv, _ = self.qkv_proj(x)
         q, k, v = (qkv if injected is None else qkv + injected).split(self.parts, dim=-1)
         if self.q_norm is not None and self.k_norm is not None:
@@ -116,8 +114,8 @@ class SelfAttention(nn.Module):
 
 def projection(layers: Layers, config: VllmConfig, bias: bool) -> QKVParallelLinear:
     """To queries, keys and values; a bias that is not in the checkpoint is zero."""
-    heads = (layers.head_width, layers.heads, layers.kv_heads)
-    made = QKVParallelLinear(layers.width, *heads, bias=bias, quant_config=config.quant_config)
+    heads = (layers.headdim, layers.n_heads, layers.n_kv_heads)
+    made = QKVParallelLinear(layers.d_model, *heads, bias=bias, quant_config=config.quant_config)
     if bias:
         nn.init.zeros_(made.bias)
     return made
@@ -135,27 +133,23 @@ class AddInjection(nn.Module):
         super().__init__()
 
     def prepare(self, x: Tensor) -> Tensor:
-        """The input itself."""
         return x
 
     def enter(self, z: Tensor, prepared: Tensor) -> Tensor:
-        """The first layer's input."""
         return z + prepared
 
 
 class ConcatInjection(nn.Module):
-    """State and input are concatenated and projected."""
+    """State and input are concatenated and projected; the part of the input is the same in every iteration."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(width, 2 * width))
 
     def prepare(self, x: Tensor) -> Tensor:
-        """The part of the input, which is the same in every iteration."""
         return F.linear(x, self.weight[:, x.shape[-1] :])
 
     def enter(self, z: Tensor, prepared: Tensor) -> Tensor:
-        """The first layer's input."""
         return F.linear(z, self.weight[:, : z.shape[-1]]) + prepared
 
 
@@ -165,14 +159,12 @@ class DecayInjection(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.log_rate, self.step = (nn.Parameter(torch.empty(width)) for _ in range(2))
-        self.projection = ReplicatedLinear(width, width, bias=False)
+        self.projection = nn.Linear(width, width, bias=False)
 
     def prepare(self, x: Tensor) -> Tensor:
-        """The part of the input, which is the same in every iteration."""
-        return F.softplus(self.step) * self.projection(x)[0]
+        return F.softplus(self.step) * self.projection(x)
 
     def enter(self, z: Tensor, prepared: Tensor) -> Tensor:
-        """The first layer's input."""
         return torch.exp(-F.softplus(self.step) * self.log_rate.exp()) * z + prepared
 
 

@@ -42,7 +42,6 @@ class DeqseqForCausalLM(nn.Module):
         self.logits_processor = LogitsProcessor(config.vocab_size, soft_cap=config.logit_softcap)
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
-        """Embedded tokens, as vLLM asks for them."""
         return self.model.embed_tokens(input_ids)
 
     def forward(
@@ -52,11 +51,9 @@ class DeqseqForCausalLM(nn.Module):
         intermediate_tensors: Any = None,
         inputs_embeds: Tensor | None = None,
     ) -> Tensor:
-        """The states of all scheduled tokens."""
         return self.model(positions, self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
-        """Logits of the states that tokens are chosen from."""
         return self.logits_processor(self.lm_head, hidden_states)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:

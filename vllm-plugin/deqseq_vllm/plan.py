@@ -13,19 +13,19 @@ ROTATIONS = ("default", "llama3")
 
 @dataclass(frozen=True)
 class Layers:
-    """Transformer layers of one shape.
+    """Transformer layers of one shape, in the terms of deqseq's LlamaConfig.
 
-    ``norms`` is where they stand: "pre", "post", "sandwich" or "closed". ``qk_norm`` normalises queries and keys each
-    "head" by itself, or "all" together. ``injection`` enters queries, keys and values.
+    ``qk_norm`` normalises queries and keys each "head" by itself, or "all" together; ``injection`` enters queries, keys
+    and values; ``rope`` is as vLLM takes it.
     """
 
-    count: int
-    width: int
-    heads: int
-    kv_heads: int
-    head_width: int
+    n_layers: int
+    d_model: int
+    n_heads: int
+    n_kv_heads: int
+    headdim: int
     mlp_width: int
-    eps: float
+    norm_eps: float
     norms: str
     final_norm: bool
     qk_norm: str | None
@@ -83,7 +83,7 @@ def plan(config: Json) -> Plan:
     """
     prelude, core, coda = (_layers(name, config) for name in ("prelude", "backbone", "coda"))
     assert core is not None
-    heads = {(part.kv_heads, part.head_width) for part in (prelude, core, coda) if part is not None}
+    heads = {(part.n_kv_heads, part.headdim) for part in (prelude, core, coda) if part is not None}
     if len(heads) > 1:
         _refuse("backbone", "a core with the key-value heads of prelude and coda", sorted(heads))
     solve = None if config["solve"] is None else merged(config["solve"], config["eval_solve"] or {})
@@ -109,6 +109,12 @@ def merged(base: Any, change: Any) -> Any:
     return {**base, **{key: merged(base.get(key), value) for key, value in change.items()}}
 
 
+def check_backbone(name: str, part: Json) -> None:
+    """Refuse layers without keys and values, for which vLLM asks before it builds a model."""
+    if part["name"] not in ("LlamaConfig", "DecoderLayers"):
+        _refuse(name, "a LlamaConfig or DecoderLayers", part["name"])
+
+
 def _solve(solve: Json) -> Solve:
     solver, stop = _named(solve["solver"]), solve["stop"]
     sweep = _named(solve["sweep"])["name"]
@@ -131,25 +137,20 @@ def _layers(name: str, config: Json) -> Layers | None:
     part = config[name]
     if part is None:
         return None
+    check_backbone(name, part)
     if part["name"] == "DecoderLayers":
         return _of_decoder(part, config["decoder_config"])
-    if part["name"] != "LlamaConfig":
-        _refuse(name, "a LlamaConfig or DecoderLayers", part["name"])
     iterated = name == "backbone" and (config["solve"] is not None or config["steps"] is not None)
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": part["rope_theta"]}
     if scaling := part["rope_scaling"]:
         bounds = {key: scaling[key] for key in ("factor", "low_freq_factor", "high_freq_factor")}
-        rope |= {"rope_type": "llama3", "original_max_position_embeddings": scaling["original_length"], **bounds}
+        rope = {**rope, **bounds, "rope_type": "llama3"}
+        rope["original_max_position_embeddings"] = scaling["original_length"]
     return Layers(
-        count=part["n_layers"],
-        width=part["d_model"],
-        heads=part["n_heads"],
-        kv_heads=part["n_kv_heads"] or part["n_heads"],
-        head_width=part["headdim"] or part["d_model"] // part["n_heads"],
+        **{key: part[key] for key in ("n_layers", "d_model", "n_heads", "norm_eps", "norms", "final_norm")},
+        n_kv_heads=part["n_kv_heads"] or part["n_heads"],
+        headdim=part["headdim"] or part["d_model"] // part["n_heads"],
         mlp_width=part["mlp_width"] or int(8 * part["d_model"] / 3),
-        eps=part["norm_eps"],
-        norms=part["norms"],
-        final_norm=part["final_norm"],
         qk_norm="all" if part["qk_norm"] else None,
         qkv_bias=part["qk_bias"],
         o_bias=False,
@@ -160,22 +161,21 @@ def _layers(name: str, config: Json) -> Layers | None:
 
 def _of_decoder(part: Json, decoder: Json) -> Layers:
     family, rope = decoder["model_type"], decoder["rope_parameters"]
-    if family not in FAMILIES:
-        _refuse("decoder_config.model_type", f"one of {', '.join(FAMILIES)}", family)
+    served = {"model_type": FAMILIES, "sliding_window": (None,), "hidden_act": ("silu",), "mlp_bias": (False,)}
+    for field, values in served.items():
+        if (value := decoder.get(field, values[0])) not in values:
+            _refuse(f"decoder_config.{field}", " or ".join(map(str, values)), value)
     if rope["rope_type"] not in ROTATIONS:
-        _refuse("decoder_config.rope_parameters", f"of one of the types {', '.join(ROTATIONS)}", rope["rope_type"])
-    for field, served in {"sliding_window": None, "hidden_act": "silu", "mlp_bias": False}.items():
-        if decoder.get(field, served) != served:
-            _refuse(f"decoder_config.{field}", served, decoder[field])
-    bias = decoder.get("attention_bias", False)
+        _refuse("decoder_config.rope_parameters", f"of the type {' or '.join(ROTATIONS)}", rope["rope_type"])
+    heads, width, bias = decoder["num_attention_heads"], decoder["hidden_size"], decoder.get("attention_bias", False)
     return Layers(
-        count=part["end"] - part["first"],
-        width=decoder["hidden_size"],
-        heads=decoder["num_attention_heads"],
-        kv_heads=decoder["num_key_value_heads"] or decoder["num_attention_heads"],
-        head_width=decoder.get("head_dim") or decoder["hidden_size"] // decoder["num_attention_heads"],
+        n_layers=part["end"] - part["first"],
+        d_model=width,
+        n_heads=heads,
+        n_kv_heads=decoder["num_key_value_heads"] or heads,
+        headdim=decoder.get("head_dim") or width // heads,
         mlp_width=decoder["intermediate_size"],
-        eps=decoder["rms_norm_eps"],
+        norm_eps=decoder["rms_norm_eps"],
         norms="post" if family == "olmo2" else "pre",
         final_norm=part["final_norm"],
         qk_norm={"olmo2": "all", "qwen3": "head"}.get(family),

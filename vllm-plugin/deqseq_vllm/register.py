@@ -5,7 +5,7 @@ from typing import Any
 from transformers import AutoConfig, PreTrainedConfig
 from vllm import ModelRegistry
 
-from deqseq_vllm.plan import merged
+from deqseq_vllm.plan import check_backbone, merged
 
 
 class DeqseqConfig(PreTrainedConfig):
@@ -19,6 +19,8 @@ class DeqseqConfig(PreTrainedConfig):
 
     def __setattr__(self, name: str, value: Any) -> None:
         known = vars(self)
+        if name in ("prelude", "backbone", "coda") and value is not None:
+            check_backbone(name, value)
         if name == "eval_solve" and value is not None:
             value = merged(known.get("eval_solve") or known.get("solve"), value)
         super().__setattr__(name, value)

@@ -3,6 +3,7 @@
 from functools import wraps
 from typing import Any
 
+import torch
 from prometheus_client import Counter
 from torch import Tensor
 from vllm.logger import init_logger
@@ -17,7 +18,8 @@ FAILED = Counter("deqseq_tokens_not_converged", "Tokens whose request spent its 
 class Report:
     """The numbers of the requests that are running.
 
-    vLLM does not tell a model the names of its requests, so they are read from the runner that calls it.
+    vLLM does not tell a model the names of its requests. They are read from its V1 model runner; the V2 runner is not
+    watched, and has the counters only.
     """
 
     def __init__(self) -> None:
@@ -36,15 +38,13 @@ class Report:
 
     def add(self, starts: Tensor, iterations: Tensor, done: Tensor) -> None:
         """Add a solve: where the tokens of each request begin, its iterations, and whether it converged."""
-        names = self.runner.input_batch.req_ids
-        for name, tokens, steps, converged in zip(
-            names, starts.diff().tolist(), iterations.tolist(), done.tolist(), strict=False
-        ):
-            numbers = (tokens, tokens * steps, 0 if converged else tokens)
-            for counter, number in zip((TOKENS, ITERATIONS, FAILED), numbers, strict=True):
-                counter.inc(number)
-            known = self.requests.setdefault(name, [0, 0, 0])
-            self.requests[name] = [before + number for before, number in zip(known, numbers, strict=True)]
+        tokens = starts.diff()
+        numbers = torch.stack([tokens, tokens * iterations[:-1], tokens * ~done[:-1]], dim=1)
+        for counter, number in zip((TOKENS, ITERATIONS, FAILED), numbers.sum(dim=0).tolist(), strict=True):
+            counter.inc(number)
+        names = [] if self.runner is None else self.runner.input_batch.req_ids
+        for name, new in zip(names, numbers.tolist(), strict=False):  # rows of padding may follow
+            self.requests[name] = [a + b for a, b in zip(self.requests.get(name, (0, 0, 0)), new, strict=True)]
 
     def finish(self, name: str) -> None:
         """Log a request that has ended."""

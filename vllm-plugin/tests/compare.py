@@ -3,8 +3,8 @@
 A difference is allowed where two tokens are equally probable to 1e-3; anything else fails.
 """
 
+import gc
 import json
-import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,13 +13,23 @@ from typing import Any
 from vllm import LLM, SamplingParams
 
 Rows = Sequence[dict[str, Any]]
-BATCH = 60
+EXACTLY = {"eval_solve": {"stop": {"rtol": 0, "max_steps": 8}}}
+WHOLE = {"max_num_batched_tokens": 8192, "enable_prefix_caching": False}
+SMALL_CACHE = {"num_gpu_blocks_override": 24, "block_size": 32, "disable_log_stats": False}
+CLOSELY = ("implicit", "llama-concat", "llama-looped")
+"""Models that are compared in all ways."""
+REFUSED = {
+    "refused-mamba2": ("backbone must be", {}),
+    "refused-solver": ("solve.solver must be", {}),
+    "implicit": ("dtype must be float32", {"dtype": "bfloat16"}),
+}
 
 
 def engine(folder: Path, **options: Any) -> LLM:
     """A small engine in this process."""
-    options = {"max_model_len": 256, "dtype": "float32", "enforce_eager": True, "skip_tokenizer_init": True} | options
-    return LLM(model=str(folder), **options)
+    gc.collect()  # the one before
+    usual = {"max_model_len": 256, "dtype": "float32", "enforce_eager": True, "skip_tokenizer_init": True}
+    return LLM(model=str(folder), kv_cache_memory_bytes=2**28, **usual | options)
 
 
 def generated(llm: LLM, rows: Rows) -> list[Any]:
@@ -37,11 +47,40 @@ def compare(name: str, outputs: list[Any], rows: Rows) -> int:
         if list(made.token_ids) != row["tokens"]:
             different += row["gap"] > 1e-3
             print(f"  {name}: prompt of {len(row['prompt'])} tokens differs, smallest gap {row['gap']:.1e}")
-            continue
-        ours = [next(iter(one.values())).logprob for one in made.logprobs]
-        largest = max(largest, *(abs(a - b) for a, b in zip(ours, row["logprobs"], strict=True)))
+        elif row["logprobs"] is not None:
+            ours = [next(iter(one.values())).logprob for one in made.logprobs]
+            largest = max(largest, *(abs(a - b) for a, b in zip(ours, row["logprobs"], strict=True)))
     print(f"{name}: {len(rows) - different} of {len(rows)} equal, log probabilities to {largest:.1e}", flush=True)
     return different
+
+
+def in_all_ways(folder: Path, rows: Rows) -> int:
+    """How many prompts differ with prefill in chunks, with cached prefixes, and with a cache that is too small."""
+    name, different = folder.name, 0
+    llm = engine(folder, max_num_batched_tokens=16, max_num_seqs=16, enable_prefix_caching=False)
+    different += compare(f"{name}, prefill in chunks of 16", generated(llm, rows), rows)
+    del llm
+    llm = engine(folder, enable_prefix_caching=True, block_size=32)
+    generated(llm, rows)
+    outputs = generated(llm, rows)
+    cached = sum(output.num_cached_tokens for output in outputs)
+    different += compare(f"{name}, {cached} tokens from the cache", outputs, rows) + (cached == 0)
+    del llm
+    llm = engine(folder, enable_prefix_caching=False, **SMALL_CACHE)
+    outputs = generated(llm, rows)
+    preempted = sum(one.value for one in llm.get_metrics() if one.name == "vllm:num_preemptions")
+    different += compare(f"{name}, {preempted} preemptions", outputs, rows) + (preempted == 0)
+    return different
+
+
+def is_refused(folder: Path, words: str, options: dict[str, Any]) -> bool:
+    """Whether a model is refused when it is loaded, with these words."""
+    try:
+        engine(folder, **options)
+    except Exception as error:
+        print(f"{folder.name} is refused: {error}")
+        return words in str(error)
+    return False
 
 
 def main(folder: Path, names: Sequence[str]) -> int:
@@ -49,13 +88,21 @@ def main(folder: Path, names: Sequence[str]) -> int:
     different = 0
     for name in names or sorted(path.parent.name for path in folder.glob("*/reference.json")):
         rows = json.loads((folder / name / "reference.json").read_text())
-        llm = engine(folder / name)
+        llm = engine(folder / name, **WHOLE)
         different += compare(f"{name}, batched", generated(llm, rows), rows)
-        alone = [generated(llm, [row])[0] for row in rows[:BATCH]]
-        different += compare(f"{name}, alone", alone, rows[:BATCH])
+        different += compare(f"{name}, alone", [generated(llm, [row])[0] for row in rows], rows)
+        del llm
+        if name in CLOSELY:
+            different += in_all_ways(folder / name, rows)
+        if (exactly := folder / name / "exactly.json").exists():
+            rows = json.loads(exactly.read_text())
+            llm = engine(folder / name, hf_overrides=EXACTLY, **WHOLE)
+            different += compare(f"{name}, exactly 8 iterations", generated(llm, rows), rows)
+            del llm
+    for name, (words, options) in ({} if names else REFUSED).items():
+        different += not is_refused(folder / name, words, options)
     return different
 
 
 if __name__ == "__main__":
-    logging.basicConfig(level=logging.WARNING)
     sys.exit(main(Path(sys.argv[1]), sys.argv[2:]) > 0)

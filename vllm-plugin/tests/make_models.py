@@ -5,17 +5,20 @@ Runs where deqseq is installed. ``compare.py`` reads the folder where vLLM is.
 
 import json
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import deqseq as dq
 from deqseq.integrations.huggingface import from_causal_lm, retrofit
 
 VOCABULARY, WIDTH, NEW = 320, 64, 16
 STOP = dq.Stop(rtol=1e-5, max_steps=500)
+NAIVE = dq.SolveConfig(dq.Naive(), STOP)
 LENGTHS = (1, 2, 3, 5, 8, 13, 17, 31, 32, 33, 50, 64, 90, 128, 200)
 
 
@@ -32,6 +35,8 @@ def contracting(lm: dq.CausalLM) -> dq.CausalLM:
                 weight.normal_(0, 0.06)
             if name.endswith("bias"):
                 weight.normal_(0, 0.3)
+            if "post_" in name:  # norms, in OLMo 2 of what is added to the state
+                weight.fill_(0.3)
             if name.endswith("original0"):  # magnitudes of normalised weights
                 weight.mul_(3 if "injection" in name else 0.5)
         lm.embedding.weight.normal_(0, 0.3)
@@ -39,64 +44,122 @@ def contracting(lm: dq.CausalLM) -> dq.CausalLM:
             lm.head.weight.normal_(0, 0.3)
         for part in lm.modules():
             if isinstance(part, dq.ConcatInjection):
-                half = torch.randn(WIDTH, WIDTH) / WIDTH**0.5
-                part.weight.copy_(torch.cat([0.3 * half, torch.eye(WIDTH)], dim=1))
+                width = part.d_model
+                state = 0.3 * torch.randn(width, width) / width**0.5
+                part.weight.copy_(torch.cat([state, torch.eye(width)], dim=1))
             if isinstance(part, dq.DecayInjection):
                 part.projection.weight.copy_(torch.eye(WIDTH))
     return lm.eval()
 
 
-def implicit(solver: Any = dq.Relaxed(0.8), **options: Any) -> dq.CausalLM:
-    """Implicit layers, with the injection into queries, keys and values."""
-    spec = dq.LanguageModelSpec(VOCABULARY, llama(**options), dq.SolveConfig(solver, STOP))
-    return contracting(spec.build())
+def implicit(solve: dq.SolveConfig | None = dq.SolveConfig(dq.Relaxed(0.8), STOP), **fields: Any) -> dq.CausalLM:
+    """Layers of this library: implicit, or without ``solve`` run once or several times."""
+    backbone = fields.pop("backbone", llama())
+    return contracting(dq.LanguageModelSpec(VOCABULARY, backbone, solve, **fields).build())
 
 
-def looped(family: str, injection: str = "concat", **options: Any) -> dq.CausalLM:
+def retrofitted(family: str, injection: str = "concat", **options: Any) -> dq.CausalLM:
     """The middle of a transformers decoder, iterated."""
     sizes = {"hidden_size": WIDTH, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
     tokens = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
     config = AutoConfig.for_model(family, vocab_size=VOCABULARY, num_hidden_layers=4, **sizes, **tokens, **options)
-    solve = dq.SolveConfig(dq.Naive(), STOP)
-    made = retrofit(
-        AutoModelForCausalLM.from_config(config), prelude=1, core=2, coda=1, injection=injection, eval_solve=solve
-    )
-    return contracting(made)
+    model = AutoModelForCausalLM.from_config(config)
+    return contracting(retrofit(model, prelude=1, core=2, coda=1, injection=injection, eval_solve=NAIVE))
+
+
+def slot_per_step(lm: dq.CausalLM, steps: int) -> dq.CausalLM:
+    """The same weights, looped a fixed number of times."""
+    model: Any = lm.model
+    core = dq.ExplicitModel(dq.Looped(model.core.backbone, steps, start="zero"))
+    vocabulary = lm.embedding.num_embeddings
+    looped = dq.CausalLM(vocabulary, dq.RecurrentDepth(model.prelude, core, model.coda), tied=lm.head is None)
+    looped.embedding, looped.head = lm.embedding, lm.head
+    return looped.eval()
 
 
 def models() -> dict[str, dq.CausalLM]:
     """All models, by name."""
+    bare, closed = {"injection": False, "weight_norm": False}, {"norms": "closed", "qk_bias": True}
+    outer = llama(**bare, **closed, final_norm=True)
+    inner = llama(2, **bare, **closed, final_norm=False)
+    concat = retrofitted("llama")
     return {
         "implicit": implicit(),
-        "llama-concat": looped("llama"),
+        "implicit-add": implicit(replace(NAIVE, start="input"), backbone=llama(2, **bare), injection="add", tied=False),
+        "explicit": implicit(None, backbone=llama(2), tied=False),
+        "llama-concat": concat,
+        "llama-decay": retrofitted("llama", "decay"),
+        "llama-looped": slot_per_step(concat, 8),
+        "mistral-concat": retrofitted("mistral", sliding_window=None),
+        "qwen2-concat": retrofitted("qwen2"),
+        "qwen3-decay": retrofitted("qwen3", "decay", head_dim=32),
+        "olmo2-concat": retrofitted("olmo2"),
+        "huginn": implicit(
+            NAIVE,
+            backbone=inner,
+            prelude=replace(outer, final_norm=False),
+            coda=outer,
+            norm="coda",
+            injection="concat",
+            embedding_scale=8.0,
+            tied=False,
+            logit_softcap=20.0,
+        ),
+        "ouro": implicit(None, backbone=llama(2, **bare, norms="sandwich", qk_norm=True), steps=4, tied=False),
     }
+
+
+def reference(lm: dq.CausalLM, batches: Sequence[torch.Tensor], **solve: Any) -> list[dict[str, Any]]:
+    """What deqseq generates, one token after another."""
+    rows = []
+    for prompts in batches:
+        made = lm.generate(prompts, max_new_tokens=NEW, window=1, **solve)
+        if not solve and made.converged is not None and not made.converged.all():
+            raise RuntimeError("a model of the tests must converge")
+        logits = lm(torch.cat([prompts, made.tokens], dim=1)).logits[:, prompts.shape[1] - 1 : -1]
+        top = logits.topk(2, dim=-1).values
+        gaps, logprobs = (top[..., 0] - top[..., 1]).amin(dim=1), logits.log_softmax(-1).amax(-1)
+        for row, prompt in enumerate(prompts):
+            compared = None if solve else logprobs[row].tolist()  # a fixed number of iterations was of other tokens
+            numbers = {"prompt": prompt, "tokens": made.tokens[row], "gap": gaps[row]}
+            rows.append({name: value.tolist() for name, value in numbers.items()} | {"logprobs": compared})
+    return rows
+
+
+def save_for_throughput(folder: Path) -> None:
+    """A larger Llama: with its middle layers iterated, unlooped, and with a slot for each of as many loops."""
+    sizes = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 1536}
+    theirs = LlamaForCausalLM(LlamaConfig(vocab_size=4096, num_hidden_layers=12, head_dim=64, **sizes)).eval()
+    solve = dq.SolveConfig(dq.Naive(), dq.Stop(rtol=1e-3))
+    lm = contracting(retrofit(theirs, prelude=4, core=4, coda=4, eval_solve=solve))
+    theirs.save_pretrained(folder / "speed-once")  # the same layers
+    from_causal_lm(lm, eos_token_id=1).save_pretrained(folder / "speed-fixed")
+    prompts = torch.randint(2, 4096, (32, 32))
+    (folder / "speed-fixed" / "prompts.json").write_text(json.dumps(prompts.tolist()))
+    made = lm.generate(prompts[:4], max_new_tokens=16, window=1)
+    assert made.iterations is not None
+    loops = round(made.iterations.float().mean().item())
+    from_causal_lm(slot_per_step(lm, loops), eos_token_id=1).save_pretrained(folder / "speed-loops")
 
 
 def main(folder: Path) -> None:
     """Save every model, and its tokens."""
     torch.set_num_threads(1)
+    torch.manual_seed(0)
     draws = torch.Generator().manual_seed(1)
-    prompts = [torch.randint(2, VOCABULARY, (1, n), generator=draws) for n in LENGTHS * 4]
+    prompts = [torch.randint(2, VOCABULARY, (4, length), generator=draws) for length in LENGTHS]
     for name, lm in models().items():
         from_causal_lm(lm, bos_token_id=0, eos_token_id=1).save_pretrained(folder / name)
-        rows = []
-        for prompt in prompts:
-            made = lm.generate(prompt, max_new_tokens=NEW, window=1)
-            whole = torch.cat([prompt, made.tokens], dim=1)
-            logits = lm(whole).logits[0, prompt.shape[1] - 1 : -1]
-            top = logits.topk(2, dim=-1).values
-            rows.append(
-                {
-                    "prompt": prompt[0].tolist(),
-                    "tokens": made.tokens[0].tolist(),
-                    "logprobs": logits.log_softmax(-1).amax(-1).tolist(),
-                    "gap": (top[:, 0] - top[:, 1]).min().item(),
-                    "iterations": None if made.iterations is None else made.iterations[0].tolist(),
-                    "converged": made.converged is None or bool(made.converged.all()),
-                }
-            )
-        (folder / name / "reference.json").write_text(json.dumps(rows))
-        print(f"{name}: up to {max(max(row['iterations'] or [0]) for row in rows)} iterations", flush=True)
+        (folder / name / "reference.json").write_text(json.dumps(reference(lm, prompts)))
+        if name == "llama-concat":
+            rows = reference(lm, prompts, stop=dq.Stop.exactly(8), sweep=dq.Simultaneous())
+            (folder / name / "exactly.json").write_text(json.dumps(rows))
+        print(name, flush=True)
+    refused = dq.LanguageModelSpec(VOCABULARY, dq.Mamba2Config(WIDTH, headdim=32))
+    from_causal_lm(refused.build()).save_pretrained(folder / "refused-mamba2")
+    refused = dq.LanguageModelSpec(VOCABULARY, llama(), replace(NAIVE, solver=dq.Anderson()))
+    from_causal_lm(refused.build()).save_pretrained(folder / "refused-solver")
+    save_for_throughput(folder)
 
 
 if __name__ == "__main__":
