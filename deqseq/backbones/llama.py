@@ -158,8 +158,10 @@ class Llama(Backbone[LlamaCache]):
         past: tuple[Past, ...] = ()
         if cache is not None:
             cache = cache.reserve(z.shape[1])  # does nothing if the solve has reserved already
-            past = tuple(Past(layer, cache.length, cache.visible) for layer in cache.layers)
-        z, kept = self.run(z, inputs.injection, RotaryTables(*inputs.rotary), past, inputs.dropout)
+            past = tuple(Past(layer, cache.length) for layer in cache.layers)
+        first: Any = self.layers[0]
+        mask = first.self_attn.attend.mask(z, cache)
+        z, kept = self.run(z, inputs.injection, RotaryTables(*inputs.rotary), past, inputs.dropout, mask)
         return z, kept if need_aux else None
 
     def advance(
@@ -177,12 +179,13 @@ class Llama(Backbone[LlamaCache]):
         tables: RotaryTables,
         past: tuple[Past, ...],
         dropout: tuple[Tensor, ...],
+        attention_mask: Any,
     ) -> tuple[Tensor, tuple[KeyValues, ...]]:
         """All blocks and the final norm, from tensors to tensors."""
         kept = []
         for i, block in enumerate(self.layers):
             before, mask = past[i] if past else None, dropout[i] if dropout else None
-            z, own = self.run_block(block, z, injected, tables, before, mask)
+            z, own = self.run_block(block, z, injected, tables, before, mask, attention_mask)
             kept.append(own)
         return self.norm(z), tuple(kept)
 

@@ -1,9 +1,9 @@
 """Causal attention with rotary positions, grouped heads and an injection."""
 
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -32,13 +32,10 @@ class Past(NamedTuple):
     Attributes:
         buffer: room for the committed tokens and for those of the call, ``(batch, kv_heads, capacity, headdim)``.
         length: how many tokens are committed.
-        visible: which tokens of the buffer each new token attends to, ``(batch or 1, 1, new, length + new)``; None:
-            all.
     """
 
     buffer: KeyValues
     length: int
-    visible: Bool[Tensor, "batch 1 new all"] | None
 
     def joined(self, own: KeyValues) -> KeyValues:
         """All keys and values, with ``own`` of the new tokens last, each ``(batch, kv_heads, length + new, headdim)``.
@@ -53,6 +50,51 @@ class Past(NamedTuple):
         for kept, new in zip(self.buffer, own, strict=True):
             kept[:, :, length:total] = new
         return KeyValues(*(kept[:, :, :total] for kept in self.buffer))
+
+
+class DotProduct:
+    r"""Mixes values by torch's :math:`\mathrm{softmax}(q k^\top / \sqrt d)\, v`.
+
+    An object with the same two methods takes its place as ``Attention.attend``.
+
+    Example:
+        >>> q = torch.randn(1, 2, 3, 4)
+        >>> DotProduct()(Attention(8, n_heads=2, n_kv_heads=2, headdim=4), q, q, q, None, causal=True).shape
+        torch.Size([1, 3, 2, 4])
+    """
+
+    def mask(self, z: Float[Tensor, "batch new d_model"], cache: Any) -> Any:
+        """Which tokens the new ones attend to, as a call takes it, made once for all layers of an iteration.
+
+        Args:
+            z: the state of the new tokens, ``(batch, new, d_model)``.
+            cache: the :class:`~deqseq.backbones.LlamaCache` of the tokens before; None: there are none.
+        """
+        return None if cache is None else cache.visible
+
+    def __call__(
+        self,
+        layer: "Attention",
+        q: Float[Tensor, "batch heads new headdim"],
+        k: Float[Tensor, "batch kv_heads all headdim"],
+        v: Float[Tensor, "batch kv_heads all headdim"],
+        mask: Any,
+        *,
+        causal: bool,
+    ) -> Float[Tensor, "batch new heads headdim"]:
+        """Mixed values, ``(batch, new, heads, headdim)``.
+
+        Args:
+            layer: what asks.
+            q: queries of the new tokens, ``(batch, heads, new, headdim)``.
+            k: keys of all tokens, ``(batch, kv_heads, all, headdim)``.
+            v: values of all tokens, ``(batch, kv_heads, all, headdim)``.
+            mask: what :meth:`mask` returned.
+            causal: whether there are no tokens before the new ones.
+        """
+        grouped = layer.groups > 1
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
+        return mixed.transpose(1, 2)
 
 
 class Attention(nn.Module):
@@ -75,6 +117,9 @@ class Attention(nn.Module):
     Raises:
         ValueError: heads that the key-value heads do not divide, or an odd ``headdim``.
 
+    Attributes:
+        attend: what mixes the values, a :class:`DotProduct` or another object with its two methods.
+
     Example:
         >>> from deqseq.layers.rotary import rotary_frequencies, rotary_tables
         >>> attention = Attention(d_model=8, n_heads=2, n_kv_heads=1, headdim=4)
@@ -83,6 +128,8 @@ class Attention(nn.Module):
         >>> y.shape, kept.keys.shape
         (torch.Size([2, 5, 8]), torch.Size([2, 1, 5, 4]))
     """
+
+    attend: Any = DotProduct()
 
     @checked
     def __init__(
@@ -102,7 +149,7 @@ class Attention(nn.Module):
                 "Attention needs n_kv_heads that divide n_heads and an even headdim, got "
                 f"n_heads {n_heads}, n_kv_heads {n_kv_heads}, headdim {headdim}"
             )
-        self.headdim = headdim
+        self.headdim, self.groups = headdim, n_heads // n_kv_heads
         self.parts = (n_heads * headdim, n_kv_heads * headdim, n_kv_heads * headdim)
         biases = (qk_bias, qk_bias, False)
         self.q_proj, self.k_proj, self.v_proj = (
@@ -122,6 +169,7 @@ class Attention(nn.Module):
         injection: Float[Tensor, "batch length injected"] | None,
         tables: RotaryTables,
         past: Past | None = None,
+        mask: Any = None,
     ) -> tuple[Float[Tensor, "batch length d_model"], KeyValues]:
         """Outputs of the shape of ``x``, and the keys and values of its tokens.
 
@@ -130,6 +178,7 @@ class Attention(nn.Module):
             injection: added to queries, keys and values, ``(batch, length, injected_width)``; None adds nothing.
             tables: rotary tables of these tokens.
             past: the tokens before; without a graph, new keys and values are written into its buffer. Default: none.
+            mask: what ``attend.mask`` returned. Default: each token attends to itself and those before it.
         """
         parts = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
         if injection is not None:
@@ -138,13 +187,7 @@ class Attention(nn.Module):
             parts = (self.q_norm(parts[0]), self.k_norm(parts[1]), parts[2])
         q, k, v = (part.unflatten(2, (-1, self.headdim)) for part in parts)
         own = KeyValues(rotate(k, tables).transpose(1, 2), v.transpose(1, 2))
-        seen, mask = (own, None) if past is None else (past.joined(own), past.visible)
-        mixed = F.scaled_dot_product_attention(
-            rotate(q, tables).transpose(1, 2),
-            seen.keys.to(q.dtype),
-            seen.values.to(q.dtype),
-            attn_mask=mask,
-            is_causal=past is None,
-            enable_gqa=self.parts[0] != self.parts[1],
-        )
-        return self.o_proj(mixed.transpose(1, 2).flatten(2)), own
+        seen = own if past is None else past.joined(own)
+        q, keys, values = rotate(q, tables).transpose(1, 2), seen.keys.to(q.dtype), seen.values.to(q.dtype)
+        mixed = self.attend(self, q, keys, values, mask, causal=past is None)
+        return self.o_proj(mixed.flatten(2)), own

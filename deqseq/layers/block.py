@@ -1,6 +1,6 @@
 """The feed-forward layer, and residual blocks of it and the Mamba2 mixer or attention."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -145,14 +145,15 @@ class LlamaBlock(nn.Module):
         tables: RotaryTables,
         past: Past | None = None,
         mask: Float[Tensor, "batch length d_model"] | None = None,
+        attention_mask: Any = None,
     ) -> tuple[Float[Tensor, "batch length d_model"], KeyValues]:
         """The new ``z``, ``(batch, length, d_model)``, and the keys and values of its tokens.
 
-        ``mask`` is the dropout mask of both layers' outputs, of the shape of ``z``; ``injection``, ``tables`` and
-        ``past`` are for the attention.
+        ``mask`` is the dropout mask of both layers' outputs, of the shape of ``z``; ``injection``, ``tables``,
+        ``past`` and ``attention_mask`` are for the attention.
         """
         mixed = z if self.input_layernorm is None else self.input_layernorm(z)
-        mixed, own = self.self_attn(mixed, injection, tables, past)
+        mixed, own = self.self_attn(mixed, injection, tables, past, attention_mask)
         z = self._added(z, mixed, self.input_layernorm_2, mask)
         mixed = self.mlp(z if self.post_attention_layernorm is None else self.post_attention_layernorm(z))
         return self._added(z, mixed, self.post_attention_layernorm_2, mask), own

@@ -76,7 +76,7 @@ def test_attention_after_committed_tokens(attention, graph):
     visible = torch.ones(2, 5, dtype=torch.bool).tril(cut)[None, None]
     with torch.set_grad_enabled(graph):
         later = type(cosines)(*(table[:, cut:] for table in cosines))
-        y, new = attention(x[:, cut:], None, later, layers.Past(buffer, cut, visible))
+        y, new = attention(x[:, cut:], None, later, layers.Past(buffer, cut), visible)
     assert torch.allclose(y, whole[:, cut:])
     assert torch.allclose(new.keys, own.keys[:, :, cut:])
     for now, before, mine in zip(buffer, kept, new, strict=True):

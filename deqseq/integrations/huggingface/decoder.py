@@ -6,7 +6,7 @@ from collections.abc import Sequence as Several
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Int64, Shaped
+from jaxtyping import Int64
 from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedModel
 
@@ -14,6 +14,7 @@ from deqseq.annotations import checked
 from deqseq.backbones import Backbone, Inputs, LlamaCache
 from deqseq.backbones.base import check_cache, check_sequence
 from deqseq.backbones.llama_cache import commit
+from deqseq.integrations.huggingface.attention import attention_mask
 from deqseq.layers import KeyValues, Past
 from deqseq.models import CausalLM, ExplicitModel, RecurrentDepth
 from deqseq.models.specification import DecoderLayers
@@ -42,7 +43,7 @@ class DecoderBackbone(Backbone[LlamaCache]):
     ``deqseq.Injected(DecoderBackbone(model), injection)``.
 
     Args:
-        model: with its attention implementation ``"sdpa"`` or ``"eager"``, and without dropout.
+        model: without dropout. Its attention implementation is read at each call.
         layers: which of its layers to run, a contiguous part. Default: all.
         final_norm: whether the model's final norm follows.
 
@@ -83,9 +84,9 @@ class DecoderBackbone(Backbone[LlamaCache]):
         self.rotary = decoder.rotary_emb
         per_kind = "layer_type" in inspect.signature(self.rotary.forward).parameters
         self.rotations = tuple(sorted(set(self.kinds))) if per_kind else (None,)
-        # by position: their gradient checkpointing takes a cache away that comes by name
-        arguments = inspect.signature(self.layers[0].forward).parameters.values()
-        self._arguments = tuple(one.name for one in arguments if one.kind is one.POSITIONAL_OR_KEYWORD)[1:]
+        self._takes = inspect.signature(self.layers[0].forward).parameters.keys() & {"cache", "layer_past"}
+        for layer in self.layers:  # the cache of a call is not changed when it is computed again
+            layer._can_checkpoint_with_cache = True  # pyright: ignore[reportArgumentType]
         self._context = _context(self.config)
         _check(self.config, self.layers)
 
@@ -118,8 +119,11 @@ class DecoderBackbone(Backbone[LlamaCache]):
         past: tuple[Past, ...] = ()
         if cache is not None:
             cache = cache.reserve(z.shape[1])  # does nothing if the solve has reserved already
-            past = tuple(Past(layer, cache.length, None) for layer in cache.layers)
-        masks = {kind: self._mask(kind, z, cache) for kind in set(self.kinds)}
+            past = tuple(Past(layer, cache.length) for layer in cache.layers)
+        windows: Any = {
+            kind: self.config.sliding_window if kind == "sliding_attention" else None for kind in self.kinds
+        }
+        masks = {kind: attention_mask(self.config, z, cache, window) for kind, window in windows.items()}
         tables = dict(zip(self.rotations, zip(inputs.rotary[::2], inputs.rotary[1::2], strict=True), strict=True))
         return self.run(z, tables, masks, past, need_aux)
 
@@ -139,7 +143,7 @@ class DecoderBackbone(Backbone[LlamaCache]):
         self,
         z: Tensor,
         tables: dict[str | None, tuple[Tensor, Tensor]],
-        masks: dict[str, Tensor | None],
+        masks: dict[Any, Any],
         past: tuple[Past, ...],
         need_aux: bool,
     ) -> tuple[Tensor, tuple[KeyValues, ...] | None]:
@@ -147,30 +151,12 @@ class DecoderBackbone(Backbone[LlamaCache]):
         kept = []
         for i, (layer, kind) in enumerate(zip(self.layers, self.kinds, strict=True)):
             cache = _LayerCache(past[i] if past else None) if past or need_aux else None
-            given = {
-                "attention_mask": masks[kind],
-                "position_embeddings": tables[kind if kind in tables else None],
-                "cache": cache,
-                "layer_past": cache,
-            }
-            z = layer(z, *(given.get(name) for name in self._arguments))
+            given: dict[str, Any] = dict.fromkeys(self._takes, cache)
+            given["position_embeddings"] = tables[kind if kind in tables else None]
+            z = layer(z, attention_mask=masks[kind], **given)
             if need_aux and cache is not None:
                 kept.append(cache.own)
         return self.norm(z), tuple(kept) if need_aux else None
-
-    def _mask(self, kind: str, z: Tensor, cache: LlamaCache | None) -> Shaped[Tensor, "rows 1 new all"] | None:
-        """What each token attends to, as the attention takes it; None: everything before it."""
-        new, length = z.shape[1], 0 if cache is None else cache.length
-        visible = None if cache is None else cache.visible
-        eager = self.config._attn_implementation == "eager"
-        window = self.config.sliding_window if kind == "sliding_attention" else length + new
-        if visible is None and ((eager and new > 1) or length + new > window):
-            visible = torch.ones(1, 1, new, length + new, dtype=torch.bool, device=z.device).tril(length)
-        if visible is not None and length + new > window:
-            visible = visible & _near(new, window, z, cache)
-        if visible is None or not eager:
-            return visible
-        return torch.zeros_like(visible, dtype=z.dtype).masked_fill(~visible, torch.finfo(z.dtype).min)
 
 
 @checked
@@ -243,16 +229,6 @@ class _LayerCache:
         return self.own if self.past is None else self.past.joined(self.own)
 
 
-def _near(new: int, window: int, z: Tensor, cache: LlamaCache | None) -> Bool[Tensor, "rows 1 new all"]:
-    """Which tokens a window reaches; padding in the cache takes none of its room."""
-    positions = own = torch.arange(new, device=z.device)[None]
-    if cache is not None:
-        own = cache.positions(new)
-        committed = torch.arange(cache.length, device=z.device).expand(len(own), -1)
-        positions = torch.cat([committed, own], dim=1)
-    return (own[:, :, None] - positions[:, None, :] < window)[:, None]
-
-
 def _part(count: int, layers: slice | None) -> range:
     """The numbers of the chosen layers."""
     layers = slice(None) if layers is None else layers
@@ -290,11 +266,6 @@ def _check(config: Any, layers: nn.ModuleList) -> None:
         raise ValueError(
             f"model must have no dropout, which would be drawn anew in every iteration, got {drops}: load it with "
             "these set to 0, as from_pretrained(name, attention_dropout=0.0)"
-        )
-    if config._attn_implementation not in ("sdpa", "eager"):
-        raise ValueError(
-            f'model must have the attention implementation "sdpa" or "eager", got "{config._attn_implementation}": '
-            'call model.set_attn_implementation("sdpa")'
         )
     if getattr(config, "use_bidirectional_attention", None):
         raise ValueError("model must be causal, got use_bidirectional_attention=True")

@@ -21,6 +21,7 @@ from deqseq.integrations.huggingface.arguments import (
     check_positions,
     joined_mask,
 )
+from deqseq.integrations.huggingface.attention import choose_attention
 from deqseq.integrations.huggingface.cache import ImplicitCache
 from deqseq.integrations.huggingface.configuration import DeqseqConfig
 from deqseq.integrations.huggingface.outputs import ImplicitModelOutput
@@ -196,8 +197,9 @@ class DeqseqModel(DeqseqPreTrainedModel):
         return solved_part(self.core)
 
     def take_solves(self) -> None:
-        """Let the core read and write its solves in the configuration."""
+        """Let the core read and write its solves in the configuration, which also names its attention."""
         watch(self.core)
+        choose_attention(self.core, self.config)
         if self.solved is not None:
             self.solved.solves = ConfigSettings(self.config)
 

@@ -14,6 +14,7 @@ from transformers import initialization as init
 from deqseq.as_json import to_json
 from deqseq.check import check_known, check_type
 from deqseq.integrations.huggingface.configuration import PARTS, DeqseqConfig
+from deqseq.integrations.huggingface.decoder import DecoderBackbone
 from deqseq.layers import fold_weight_norm
 from deqseq.models.specification import parts_of
 
@@ -45,6 +46,9 @@ class DeqseqPreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     accepts_loss_kwargs = True
     _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
     _is_stateful = True  # a cache cannot be cropped, so there is no assisted decoding
     _no_split_modules = ["LlamaBlock", "Mamba2Block"]  # noqa: RUF012
     _skip_keys_device_placement = ["cache"]  # noqa: RUF012
@@ -127,6 +131,26 @@ class DeqseqPreTrainedModel(PreTrainedModel):
         for name, sizes in parts_of(base.core).items():
             if name in PARTS:
                 setattr(self.config, name, sizes)
+
+    def set_attn_implementation(self, attn_implementation: str, allow_all_kernels: bool = False) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Choose the function that computes attention, also in the layers of a decoder.
+
+        Args:
+            attn_implementation: ``"sdpa"``, ``"eager"``, ``"flash_attention_2"``, ``"flex_attention"``, or what
+                ``transformers.AttentionInterface`` has registered.
+            allow_all_kernels: of transformers.
+
+        Raises:
+            ValueError, ImportError: an unknown name, or one that does not run here or with this decoder.
+        """
+        check_type("attn_implementation", attn_implementation, str)
+        family: Any = self
+        if self.config.decoder_config is not None:  # not every family supports every function
+            with torch.device("meta"):
+                family = AutoModel.from_config(self.config.decoder_config)
+        chosen = family._check_and_adjust_attn_implementation(attn_implementation, allow_all_kernels=allow_all_kernels)
+        for config in (self.config, *(part.config for part in self.modules() if isinstance(part, DecoderBackbone))):
+            config._attn_implementation = chosen
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
