@@ -135,6 +135,7 @@ def lines(panels: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]], x: 
         axis.set_title(title, fontsize=10)
         axis.set(xlabel=x, **axes)
         ticks = sorted({point[0] for points in curves.values() for point in points})
+        ticks = ticks[-1 :: -1 if len(ticks) < 6 else -2]  # more would overlap
         axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks], fontsize=8)
         axis.minorticks_off()
         axis.grid(alpha=0.25)
