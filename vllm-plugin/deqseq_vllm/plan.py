@@ -186,7 +186,7 @@ def _of_decoder(part: Json, decoder: Json) -> Layers:
 
 
 def _refuse(field: str, served: object, got: object) -> NoReturn:
-    raise ValueError(
-        f"{field} must be {served} to be served, got {got}: change it before save_pretrained; what belongs to the "
-        'solve can also be changed for the server, as in --hf-overrides \'{"eval_solve": {"solver": "Naive"}}\''
-    )
+    remedy = "change it before save_pretrained"
+    if field.startswith("solve."):
+        remedy += ', or for the server, as in --hf-overrides \'{"eval_solve": {"solver": "Naive"}}\''
+    raise ValueError(f"{field} must be {served} to be served, got {got}: {remedy}")

@@ -82,13 +82,18 @@ def models() -> dict[str, dq.CausalLM]:
     bare, closed = {"injection": False, "weight_norm": False}, {"norms": "closed", "qk_bias": True}
     outer = llama(**bare, **closed, final_norm=True)
     inner = llama(2, **bare, **closed, final_norm=False)
-    concat = retrofitted("llama")
+    concat, stretched = retrofitted("llama"), dq.layers.RotaryScaling(original_length=64)
     return {
         "implicit": implicit(),
-        "implicit-add": implicit(replace(NAIVE, start="input"), backbone=llama(2, **bare), injection="add", tied=False),
+        "implicit-add": implicit(
+            replace(NAIVE, start="input"),
+            backbone=llama(2, **bare, rope_scaling=stretched),
+            injection="add",
+            tied=False,
+        ),
         "explicit": implicit(None, backbone=llama(2), tied=False),
         "llama-concat": concat,
-        "llama-decay": retrofitted("llama", "decay"),
+        "llama-decay": retrofitted("llama", "decay", attention_bias=True),
         "llama-looped": slot_per_step(concat, 8),
         "mistral-concat": retrofitted("mistral", sliding_window=None),
         "qwen2-concat": retrofitted("qwen2"),
