@@ -32,7 +32,7 @@ class Stack(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(Block(layers, config, numbers, steps) for _ in range(layers.n_layers))
         self.norm = RMSNorm(layers.d_model, layers.norm_eps) if layers.final_norm else nn.Identity()
-        self.inside = layers.injection
+        self.inside, self.injection = layers.injection, None
         if self.inside:
             self.injection_norm = RMSNorm(layers.d_model, layers.norm_eps)
             self.injection = projection(layers, config, bias=True)
@@ -41,9 +41,9 @@ class Stack(nn.Module):
 
     def prepare(self, x: Tensor) -> Tensor | None:
         """What each iteration needs of the input, ``(tokens, width)``."""
-        if self.inside:
-            return self.injection(self.injection_norm(x))[0]
-        return self.injection.prepare(x) if hasattr(self, "injection") else None
+        if self.injection is None:
+            return None
+        return self.injection(self.injection_norm(x))[0] if self.inside else self.injection.prepare(x)
 
     def forward(self, positions: Tensor, z: Tensor, prepared: Tensor | None = None, step: int = 0) -> Tensor:
         """The layers once; keys and values are written to the slot of this step."""

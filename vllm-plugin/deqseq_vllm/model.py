@@ -35,14 +35,24 @@ class DeqseqForCausalLM(nn.Module):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
         config: Any = vllm_config.model_config.hf_config
-        self.model = Model(plan(config.to_dict()), config, vllm_config)
-        self.lm_head = self.model.embed_tokens
+        self.plan, self.scale, numbers = plan(config.to_dict()), config.embedding_scale, count()
+        check(self.plan, vllm_config)
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
+        self.prelude, self.coda = (
+            None if part is None else Stack(part, vllm_config, numbers) for part in (self.plan.prelude, self.plan.coda)
+        )
+        self.core = Stack(self.plan.core, vllm_config, numbers, self.plan.steps, self.plan.injection)
+        self.lm_head = self.embed_tokens
         if not config.tie_word_embeddings:
             self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size)
         self.logits_processor = LogitsProcessor(config.vocab_size, soft_cap=config.logit_softcap)
+        self.report = Report()
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
-        return self.model.embed_tokens(input_ids)
+        return self.embed_tokens(input_ids)
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
+        return self.logits_processor(self.lm_head, hidden_states)
 
     def forward(
         self,
@@ -51,44 +61,22 @@ class DeqseqForCausalLM(nn.Module):
         intermediate_tensors: Any = None,
         inputs_embeds: Tensor | None = None,
     ) -> Tensor:
-        return self.model(positions, self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds)
-
-    def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
-        return self.logits_processor(self.lm_head, hidden_states)
-
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Load what ``save_pretrained`` wrote."""
-        placed = ((self.model.place(name), weight) for name, weight in folded(weights))
-        return AutoWeightsLoader(self).load_weights(placed, mapper=LlamaModel.hf_to_vllm_mapper)
-
-
-class Model(nn.Module):
-    """Embedding, prelude, core, coda."""
-
-    def __init__(self, parts: Plan, config: Any, engine: VllmConfig) -> None:
-        super().__init__()
-        check(parts, engine)
-        self.parts, self.scale, numbers = parts, config.embedding_scale, count()
-        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
-        self.prelude = None if parts.prelude is None else Stack(parts.prelude, engine, numbers)
-        self.core = Stack(parts.core, engine, numbers, parts.steps, parts.injection)
-        self.coda = None if parts.coda is None else Stack(parts.coda, engine, numbers)
-        self.report = Report()
-
-    def forward(self, positions: Tensor, x: Tensor) -> Tensor:
-        """From embedded tokens to states, ``(tokens, width)``."""
-        x = x * self.scale
+        x = self.scale * (self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds)
         if self.prelude is not None:
             x = self.prelude(positions, x)
-        z, prepared = x if self.parts.start == "input" else torch.zeros_like(x), self.core.prepare(x)
-        if self.parts.solve is None:
-            for step in range(self.parts.steps):
+        z, prepared = x if self.plan.start == "input" else torch.zeros_like(x), self.core.prepare(x)
+        if self.plan.solve is None:
+            for step in range(self.plan.steps):
                 z = self.core(positions, z, prepared, step)
         else:
-            z = self.solve(self.parts.solve, positions, z, prepared)
+            z = self.solve(self.plan.solve, positions, z, prepared)
         if self.coda is None:
             return z
-        return self.coda(positions, self.coda.norm(z) if self.parts.norm_before_coda else z)
+        return self.coda(positions, self.coda.norm(z) if self.plan.norm_before_coda else z)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        placed = ((self.place(name), weight) for name, weight in folded(weights))
+        return AutoWeightsLoader(self).load_weights(placed, mapper=LlamaModel.hf_to_vllm_mapper)
 
     def solve(self, solve: Solve, positions: Tensor, z: Tensor, prepared: Tensor | None) -> Tensor:
         """Iterate the core until each request has converged; a request that has is frozen.
@@ -110,7 +98,7 @@ class Model(nn.Module):
         iterations, bound = torch.zeros_like(done, dtype=torch.int64), None
         for step in range(1, solve.max_steps + 1):
             value = self.core(positions, z, prepared)
-            change, size = ((x.float()).norm(dim=-1) for x in (value - z, value))
+            change, size = (part.float().norm(dim=-1) for part in (value - z, value))
             bound = torch.maximum(solve.rtol * size if bound is None else bound, change / 2)
             iterations += ~done
             if step % solve.check_every == 0 or step == solve.max_steps:
@@ -132,12 +120,12 @@ class Model(nn.Module):
         """The name here of a saved weight."""
         found = re.fullmatch(r"model\.core\.(?:(prelude|core|coda)\.)?(?:backbone\.)+(.+)", name)
         if found is None:
-            return name
+            return name.removeprefix("model.")
         part, rest = found[1] or "core", found[2]
-        if getattr(self.parts, part).norms == "post":  # OLMo 2 gives its norms names of its own
+        if getattr(self.plan, part).norms == "post":  # OLMo 2 gives its norms names of its own
             rest = rest.replace("post_attention_layernorm.", "input_layernorm_2.")
             rest = rest.replace("post_feedforward_layernorm.", "post_attention_layernorm_2.")
-        return f"model.{part}.{rest}"
+        return f"{part}.{rest}"
 
 
 def check(parts: Plan, engine: VllmConfig) -> None:
