@@ -66,7 +66,8 @@ def to_json(value: object) -> Any:
         return [to_json(part) for part in value]
     classes = next((classes for classes in CLASSES.values() if type(value) in classes), None)
     if classes is None:
-        known = ", ".join(part.__name__ for classes in CLASSES.values() for part in classes)
+        kinds = [kind for kind, base in _BASES.items() if isinstance(value, base)] or CLASSES
+        known = ", ".join(part.__name__ for kind in kinds for part in CLASSES[kind])
         remedy = "pass your own objects in the call, as solve={...}"
         raise TypeError(f"a configuration cannot name {value!r} (known: {known}): {remedy}")
     name = {} if len(classes) == 1 else {"name": type(value).__name__}

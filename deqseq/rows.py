@@ -88,7 +88,8 @@ def check_rows(name: str, tree: Any, rows: int, of: str = "z0") -> None:
     if isinstance(tree, Tensor):
         if tree.ndim == 0 or len(tree) != rows:
             raise ValueError(
-                f"{name} must have one row per row of {of}, {rows}, got a tensor of shape {tuple(tree.shape)}"
+                f"{name} must have one row per row of {of}, {rows}, got a tensor of shape {tuple(tree.shape)}: "
+                "what all rows share stays outside, or in a record with take_rows(rows)"
             )
     elif _take_rows(tree) is None:
         parts = _parts(tree)

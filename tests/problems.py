@@ -7,7 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+import deqseq as dq
 from deqseq.testing.problems import Affine, affine, seeded, symmetric
+
+SOLVERS = (dq.Naive(), dq.Relaxed(), dq.Adaptive(), dq.Anderson(), dq.Broyden())
+"""Every solver of the library."""
 
 
 def expansive(dim: int) -> Affine:

@@ -1,6 +1,7 @@
 """How the package hangs together: no circles, no imports inside functions, no tests for the type of our own parts."""
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
@@ -51,6 +52,21 @@ def loaded_with(module: str) -> set[str]:
 
 def test_no_module_needs_itself():
     TopologicalSorter({module: loaded_with(module) for module in TREES}).prepare()  # names a circle
+
+
+def test_a_module_imports_of_its_own_row_of_the_contributing_page_and_of_those_below():
+    page = (PACKAGE.parent / "CONTRIBUTING.md").read_text()
+    cells = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    rows = {name: at for at, cell in enumerate(cells) for name in re.findall(r"`(\w+)(?:\.py|/)`", cell)}
+    parts = {module: module.split(".")[1] for module in TREES if "." in module}
+    assert set(parts.values()) == rows.keys()
+    above = {
+        (module, other)
+        for module in parts
+        for other in loaded_with(module) & parts.keys()
+        if rows[parts[other]] < rows[parts[module]]
+    }
+    assert above == set()
 
 
 def test_imports_stand_at_the_top_but_for_extras():

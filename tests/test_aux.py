@@ -4,7 +4,7 @@ import weakref
 
 import pytest
 import torch
-from problems import row_affine
+from problems import SOLVERS, row_affine
 from torch import Tensor
 
 import deqseq as dq
@@ -21,7 +21,7 @@ def with_aux(z: Tensor, args: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, 
     return torch.where(z.abs() > ceiling, torch.nan, gain * z + 1), {"kept": (1 * z, None)}
 
 
-@pytest.mark.parametrize("solver", [dq.Naive(), dq.Adaptive(), dq.Anderson(), dq.Broyden()], ids=str)
+@pytest.mark.parametrize("solver", SOLVERS, ids=str)
 @pytest.mark.parametrize("check_every", [1, 5])
 @pytest.mark.parametrize("remove", [True, False])
 def test_the_aux_of_every_row_is_that_of_its_last_evaluation(solver, check_every, remove):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from problems import SOLVERS
 from torch import Tensor
 
 import deqseq as dq
@@ -62,7 +63,7 @@ def test_a_map_that_changes_z_in_place_is_refused(gradient):
         dq.solve(torch.nn.ReLU(inplace=True), z0, solver=dq.Naive(), stop=dq.Stop())
 
 
-@pytest.mark.parametrize("solver", [dq.Naive(), dq.Adaptive(), dq.Anderson(), dq.Broyden()], ids=str)
+@pytest.mark.parametrize("solver", SOLVERS, ids=str)
 def test_in_inference_mode_a_map_that_changes_z_in_place_has_its_own_copy(solver):
     """There torch does not count changes."""
     with torch.inference_mode():

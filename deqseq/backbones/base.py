@@ -43,7 +43,8 @@ class Inputs:
     """What stays the same during a solve: prepared once, outside the loop.
 
     Attributes:
-        injection: what is added inside the layers, ``(batch, length, width)``; None if the backbone was built without.
+        injection: what is added inside the layers, ``(batch, length, width)``; None if the backbone was built without,
+            and in an :class:`deqseq.ExplicitModel`.
         dropout: dropout masks, one per layer, ``(batch, length, d_model)``; empty outside training.
         rotary: cosines and sines of the positions, as the blocks use them, each ``(batch or 1, length, headdim)``
             or ``(batch or 1, length, 1, headdim)``; empty if there are none.
@@ -125,7 +126,8 @@ class Backbone(nn.Module, ABC, Generic[C]):
             cache: the cache of that evaluation; None: there were no tokens before.
             aux: what :meth:`forward` returned.
             tokens: how many tokens to commit, at least 1.
-            counts: how many of them are real, per row, ``(batch,)``. Default: all.
+            counts: how many of them each row commits, ``(batch,)``: fewer in a padded row, and 0 where a row commits
+                none, whose cache stays as it was. Default: all.
 
         Returns:
             The cache after these tokens, without a graph.

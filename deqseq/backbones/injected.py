@@ -154,7 +154,10 @@ class Injected(Backbone[Any]):
     def __init__(self, backbone: Backbone[Any], injection: Injection) -> None:
         super().__init__()
         if getattr(backbone, "injection", None) is not None:
-            raise ValueError("Injected.backbone must have no injection of its own: build it with injection=False")
+            raise ValueError(
+                "Injected.backbone must have no injection of its own: build it with injection=False, or give "
+                "an attribute that is something else another name than `injection`"
+            )
         width = getattr(injection, "d_model", backbone.d_model)
         if width != backbone.d_model:
             raise ValueError(f"Injected.injection must have the backbone's d_model, {backbone.d_model}, got {width}")

@@ -86,8 +86,8 @@ class Solver(ABC, Generic[S]):
         new = self.init(z[rows])
         if [x.shape[1:] for x in tensors_of(state)] != [x.shape[1:] for x in tensors_of(new)]:
             raise NotImplementedError(
-                f"the memory of {self} has another shape than before its first step, so some rows alone cannot begin "
-                "afresh, as in a sliding window: write restart(state, z, rows)"
+                f"the memory of {type(self).__name__} has another shape than before its first step, so some rows "
+                "cannot begin afresh, as in a sliding window: write restart(state, z, rows)"
             )
         return put(state, rows, new)
 

@@ -195,6 +195,18 @@ class BackboneContract:
                 own = self.advance(backbone, None, aux, count)
                 assert_same(backbone(later_z[one], backbone.prepare(later_x[one], own), own)[0], later[one])
 
+    def test_a_row_that_commits_nothing_keeps_its_cache(self) -> None:
+        """Windows of a batch move apart: one row commits its first tokens, the other none."""
+        backbone, counts, cache = self.made(), torch.tensor([3, 0]), None
+        x, z = self.randn(2, 9), self.randn(2, 9, seed=1)
+        for start in (0, 3):  # without tokens before, and after some
+            now = slice(start, start + 3)
+            _, aux = backbone(z[:, now], backbone.prepare(x[:, now], cache), cache, need_aux=True)
+            after = self.advance(backbone, cache, aux, 3, counts)
+            later, alone = (backbone(z[:, 6:], backbone.prepare(x[:, 6:], one), one)[0] for one in (after, cache))
+            assert_same(later[1], alone[1])
+            cache = self.advance(backbone, cache, aux, 3)
+
     def test_two_continuations_of_one_cache_do_not_disturb_each_other(self) -> None:
         backbone, x, z = self.made(), self.randn(2, 9), self.randn(2, 9, seed=1)
         inputs = backbone.prepare(x)
@@ -218,12 +230,12 @@ class BackboneContract:
         whole = self.solved(x, return_cache=True)
         for sweep in SWEEPS:
             output = self.solved(x, sweep, return_cache=True)
-            assert_same(output.value, whole.value, 1e-7)
+            assert_same(output.value, whole.value, 1e-7, str(sweep))
             assert output.cache is not None and whole.cache is not None
             assert_same_cache(output.cache, whole.cache, 1e-7)
             first = self.solved(x[:, :4], sweep, return_cache=True)
             rest = self.solved(x[:, 4:], sweep, cache=first.cache)
-            assert_same(torch.cat([first.value, rest.value], dim=1), whole.value, 1e-7)
+            assert_same(torch.cat([first.value, rest.value], dim=1), whole.value, 1e-7, f"{sweep}, in two parts")
 
     def test_a_padded_row_is_the_row_alone(self) -> None:
         x, mask = self.randn(3, 6), torch.arange(6) < torch.tensor([6, 1, 4])[:, None]
@@ -232,7 +244,7 @@ class BackboneContract:
             together = self.solved(x, sweep, mask=mask).value
             assert together[~mask].abs().max() == 0
             for row, real in enumerate(mask):
-                assert_same(together[row, real], alone[row], 1e-7)
+                assert_same(together[row, real], alone[row], 1e-7, f"{sweep}, row {row}")
 
 
 def part(inputs: Any, start: int, stop: int) -> Any:
@@ -240,9 +252,12 @@ def part(inputs: Any, start: int, stop: int) -> Any:
     return map_tensors(lambda x: x[:, start:stop], inputs)
 
 
-def assert_same(ours: Tensor, expected: Tensor, tolerance: float = 1e-9) -> None:
-    """Equal but for rounding, of its own element or of the largest."""
-    torch.testing.assert_close(ours, expected, rtol=tolerance, atol=tolerance * (1 + expected.abs().max().item()))
+def assert_same(ours: Tensor, expected: Tensor, tolerance: float = 1e-9, where: str = "") -> None:
+    """Equal but for rounding, of its own element or of the largest; ``where`` begins the error."""
+    largest = 1 + expected.abs().max().item()
+    torch.testing.assert_close(
+        ours, expected, rtol=tolerance, atol=tolerance * largest, msg=lambda text: f"{where}: {text}" if where else text
+    )
 
 
 def assert_same_cache(ours: Cache, expected: Cache, tolerance: float = 1e-9) -> None:

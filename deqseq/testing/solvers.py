@@ -204,4 +204,5 @@ class SolverContract:
         solution = self.solve(lambda z: gain * z + offset, z0, Stop(rtol=1e-9, max_steps=100))
         assert solution.stats.residual[0].item() == 0
         (gradient,) = torch.autograd.grad(solution.value[1].sum(), gain)
+        assert bool(gradient.isfinite()), "guard divisions by the residual before they are made, not after"
         torch.testing.assert_close(gradient.item(), 4 / (1 - 0.5) ** 2, rtol=1e-6, atol=0)

@@ -13,7 +13,6 @@ import deqseq as dq
 
 TIGHT = dq.Stop(rtol=1e-12, max_steps=200)
 COARSE = dq.Stop(rtol=1e-2, norm="row")
-SOLVERS = [dq.Naive(), dq.Relaxed(), dq.Anderson(), dq.Broyden()]
 EXACT = [dq.Unrolled(), dq.Unrolled(checkpoint=True), dq.Implicit(stop=TIGHT)]
 ATTACHED = [dq.OneStep(), dq.Phantom(), dq.Phantom(checkpoint=True), dq.Implicit(stop=TIGHT)]
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from problems import SOLVERS
 from small_models import affine, contractive_llama, contractive_mamba2
 
 import deqseq as dq
@@ -84,7 +85,7 @@ def test_a_row_alone_equals_the_row_in_its_batch(lm, window, way):
         assert [lm.generate(PROMPT[row : row + 1], **options).rows()[0] for row in range(4)] == together
 
 
-@pytest.mark.parametrize("solver", [dq.Naive(), dq.Adaptive(), dq.Anderson(), dq.Broyden()], ids=str)
+@pytest.mark.parametrize("solver", SOLVERS, ids=str)
 def test_every_solver_takes_a_window(mamba, solver):
     one, some = (mamba.generate(PROMPT, max_new_tokens=12, window=w, solver=solver) for w in (1, 5))
     assert torch.equal(one.tokens, some.tokens)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from problems import SOLVERS
 from small_models import contractive_llama, contractive_mamba2
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -31,7 +32,7 @@ class Watch(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
-@pytest.mark.parametrize("solver", [dq.Naive(), dq.Relaxed(), dq.Adaptive(), dq.Anderson(), dq.Broyden()], ids=str)
+@pytest.mark.parametrize("solver", SOLVERS, ids=str)
 def test_a_solver_reads_nothing(solver):
     with FakeTensorMode(), torch.no_grad():  # in which a tensor has no content: reading it is an error
         z = torch.empty(3, 6, 8, device="lazy")  # any that is not the CPU

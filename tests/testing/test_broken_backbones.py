@@ -16,6 +16,11 @@ def advanced(backbone, cache, aux, tokens, counts=None, late=0):
     return dq.Affine.advance(backbone, cache, aux, tokens - late, None if counts is None else counts - late)
 
 
+def commits_one_too_many(backbone, cache, aux, tokens, counts=None):
+    """In rows that commit none."""
+    return dq.Affine.advance(backbone, cache, aux, tokens, None if counts is None else counts.clamp_min(1))
+
+
 def spoils_its_cache(backbone, cache, *parts):
     after = dq.Affine.advance(backbone, cache, *parts)
     if cache is not None:
@@ -56,6 +61,7 @@ DRAWS = adding(lambda backbone, z: torch.dropout(torch.ones_like(z), 0.2, backbo
         ("test_a_sequence_cut_in_two_is_the_sequence", "advance", lambda *parts: advanced(*parts, late=1)),
         ("test_every_sweep_comes_to_the_same", "advance", lambda *parts: advanced(*parts, late=1)),
         ("test_padding_leaves_what_the_row_alone_leaves", "advance", lambda *parts: advanced(*parts[:4])),
+        ("test_a_row_that_commits_nothing_keeps_its_cache", "advance", commits_one_too_many),
         ("test_pure", "advance", spoils_its_cache),
         ("test_rows_are_independent", "forward", MIXES_ROWS),
         ("test_a_sequence_cut_in_two_is_the_sequence", "advance", keeps_a_graph),

@@ -246,7 +246,7 @@ def _misfit(decoder: Any) -> str:
         return "its layers are mixtures of experts, and a map that switches between experts is not continuous"
     if not isinstance(getattr(decoder, "layers", None), nn.ModuleList) or not hasattr(decoder, "rotary_emb"):
         return "its layers are not the attention layers with rotary positions that are run here"
-    return "it has not been checked against transformers"
+    return "it has not been checked against transformers: to add a family, see CONTRIBUTING.md"
 
 
 def _context(config: Any) -> int | None:

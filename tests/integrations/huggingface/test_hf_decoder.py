@@ -51,6 +51,8 @@ SOME = pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3_text", "mis
 def made(family, attention=None, **fields):
     """A small model of transformers with random weights, norms and biases too, in float64."""
     config = AutoConfig.for_model(family, **SIZES | OWN.get(family, {}) | fields)
+    untouched = [key for key, one in config.to_dict().items() if type(one) is float and one == 1 and "rope" not in key]
+    assert not untouched, "at 1 these multiply nothing, and the tests would not see them: set them in OWN"
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     for parameter in model.parameters():
