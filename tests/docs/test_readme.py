@@ -65,12 +65,20 @@ def test_the_main_result_is_that_of_the_committed_file():
         assert cells == [cell.replace("100.0%", "100%") for cell in wanted]
 
 
-@pytest.mark.parametrize("name", ["idea", "parity"])
+@pytest.mark.parametrize("name", ["idea", "headline"])
 def test_a_drawing_differs_between_light_and_dark_pages_only_in_its_colours(name):
     light, dark = ((IMAGES / f"{name}{kind}.svg").read_text() for kind in ("", "-dark"))
     assert light != dark
     assert re.sub("#[0-9a-f]{6}", "", light) == re.sub("#[0-9a-f]{6}", "", dark)
     assert f'srcset="docs/images/{name}-dark.svg"' in README and f'src="docs/images/{name}.svg"' in README
+
+
+def test_its_figure_is_drawn_from_the_committed_rows(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs" / "_tools")
+    import headline
+
+    for name, colours in headline.SCHEMES.items():
+        assert (IMAGES / name).read_text() == headline.headline(*colours)
 
 
 def test_it_is_finished_short_and_narrow():

@@ -1,0 +1,103 @@
+"""Draws the README's figure from committed results: ``python docs/_tools/headline.py``."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from results import Row, chosen, load, number
+
+IMAGES = Path(__file__).parents[1] / "images"
+SCHEMES = {  # text, less important text, ours, others
+    "headline.svg": ("#1f2328", "#59636e", "#1a7f5a", "#8c959f"),
+    "headline-dark.svg": ("#f0f6fc", "#9198a1", "#4ac28e", "#6e7681"),
+}
+COLUMN, TOP, BOTTOM = 190, 132, 252  # pixels: narrow, so that a phone need not shrink them much
+TITLE = "Right answers at many times the trained length; evaluations per generated token; cache entries per token."
+
+
+def main() -> None:
+    """Write the figure for light and dark pages."""
+    for name, colours in SCHEMES.items():
+        (IMAGES / name).write_text(headline(*colours), encoding="utf-8")
+
+
+def headline(text: str, note: str, ours: str, others: str) -> str:
+    """The figure: three numbers, with a small drawing below each."""
+    style = (
+        f'text {{ font: 15px system-ui, -apple-system, "Segoe UI", Roboto, Arial, sans-serif; fill: {note}; '
+        f"text-anchor: middle }} .big {{ font-size: 36px; font-weight: 700; fill: {ours} }} .name {{ fill: {text} }} "
+        f".axis {{ font-size: 13.5px }} .end {{ text-anchor: end }} "
+        f".ours {{ fill: {ours} }} .others {{ fill: {others} }} "
+        ".curve { fill: none; stroke-width: 3 }"
+    )
+    columns = (tracking(ours, others), decoding(), cache())
+    drawn = "".join(f'<g transform="translate({COLUMN * at} 0)">{column}</g>\n' for at, column in enumerate(columns))
+    size = f'viewBox="0 0 {3 * COLUMN} 284" width="{3 * COLUMN}" height="284"'
+    opening = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">'
+    return f"{opening}\n<title>{TITLE}</title>\n<style>{style}</style>\n{drawn}</svg>\n"
+
+
+def tracking(ours: str, others: str) -> str:
+    """Accuracy on S5 against the length, beside explicit blocks."""
+    rows = chosen(load("state_tracking"), group="S5")
+    implicit, explicit = chosen(rows, model="implicit", sweep="sliding"), chosen(rows, sweep="single pass")
+    (right,) = (row["accuracy"] for row in implicit if row["length"] == 128)
+    parts = [words(f"{right:.0%}", "right at 128 tokens,", "trained up to 32")]
+    for rows, colour in ((explicit, others), (implicit, ours)):
+        parts.append(f'<path class="curve" stroke="{colour}" d="M{"L".join(curve(rows))}"/>')
+    middle = (TOP + BOTTOM) / 2
+    parts.append(f'<text class="axis ours" x="122" y="{TOP + 20}">1 block, iterated</text>')
+    parts.append(f'<text class="axis" x="134" y="{middle + 30:.0f}">4 blocks, once</text>')
+    for share, y in (("100%", TOP), ("0%", BOTTOM)):
+        parts.append(f'<text class="axis end" x="40" y="{y + 5}">{share}</text>')
+    for at, row in list(enumerate(implicit))[1::2]:
+        parts.append(f'<text class="axis" x="{place(at, len(implicit)):.0f}" y="{BOTTOM + 24}">{row["length"]}</text>')
+    return "".join(parts)
+
+
+def curve(rows: Sequence[Row]) -> list[str]:
+    """Points of a curve of accuracies."""
+    height = BOTTOM - TOP
+    return [f"{place(at, len(rows)):.1f} {BOTTOM - height * row['accuracy']:.1f}" for at, row in enumerate(rows)]
+
+
+def place(at: int, count: int) -> float:
+    """Where one of ``count`` points stands, from left to right."""
+    return 46 + at * (COLUMN - 64) / (count - 1)
+
+
+def decoding() -> str:
+    """Evaluations per generated token, with a window and one by one."""
+    case = "text, batch 1, rtol 0.001, window 8"
+    (row,) = chosen(load("decode"), case=case, metric="evaluations / token")
+    said = words(f"{row['ours']:.1f}", "evaluations per token,", "the same text")
+    return said + bars({"one by one": row["theirs"], "window 8": row["ours"]})
+
+
+def cache() -> str:
+    """Cache entries per token and layer, beside a slot for every loop."""
+    (row,) = chosen(load("vllm"), metric="cache entries / token and layer")
+    said = words(number(row["ours"]), "cache entry per token", "and layer, in vLLM")
+    return said + bars({row["peer"]: row["theirs"], "fixed point": row["ours"]})
+
+
+def words(big: str, *notes: str) -> str:
+    """The number, and what it is."""
+    lines = "".join(f'<text x="{COLUMN / 2:.0f}" y="{70 + 20 * at}">{note}</text>' for at, note in enumerate(notes))
+    return f'<text class="big" x="{COLUMN / 2:.0f}" y="40">{big}</text>{lines}'
+
+
+def bars(values: dict[str, float]) -> str:
+    """One bar per value, the last is ours."""
+    most, parts = max(values.values()), []
+    for at, (name, value) in enumerate(values.items()):
+        x, high = 20 + 86 * at, (BOTTOM - TOP - 22) * value / most
+        kind = "ours" if at == len(values) - 1 else "others"
+        parts.append(f'<rect class="{kind}" x="{x}" y="{BOTTOM - high:.1f}" width="64" height="{high:.1f}" rx="3"/>')
+        parts.append(f'<text class="name" x="{x + 32}" y="{BOTTOM - high - 6:.1f}">{number(round(value, 1))}</text>')
+        parts.append(f'<text class="axis" x="{x + 32}" y="{BOTTOM + 24}">{name}</text>')
+    return "".join(parts)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
