@@ -34,6 +34,13 @@ class Cache:
         """The same cache, prepared for a solve of the next ``tokens``."""
         return self
 
+    def crop(self, tokens: int, /) -> "Cache":
+        """The same cache without the last ``tokens`` of each row; ValueError if it cannot do without them."""
+        raise ValueError(
+            f"a {type(self).__name__} cannot be cropped: the state of a recurrent backbone does not contain earlier "
+            "states. Keep the cache of the point to come back to"
+        )
+
 
 C = TypeVar("C", bound=Cache)
 

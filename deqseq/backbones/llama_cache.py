@@ -80,6 +80,17 @@ class LlamaCache(Cache):
             return replace(self, layers=layers, claim=Claim(), age=0, ahead=tokens, visible=self._visible(tokens))
         return replace(self, ahead=tokens, visible=self._visible(tokens))
 
+    def crop(self, tokens: int, /) -> "LlamaCache":
+        """The same cache without the last ``tokens`` of each row; the next solve copies its buffers."""
+        shortest = self.length if self.counts is None else int(self.counts.min())
+        if not 0 <= tokens <= shortest:
+            raise ValueError(f"tokens must be 0 to {shortest}, those of the shortest row, got {tokens}")
+        if tokens == 0:
+            return self
+        length = self.length - tokens
+        layers = map_tensors(lambda kept: kept[:, :, :length], self.layers)  # without a claim to what lies behind
+        return LlamaCache(layers, length, None if self.counts is None else self.counts - tokens)
+
     @property
     def _writable(self) -> bool:
         """Whether no newer cache uses the buffers."""

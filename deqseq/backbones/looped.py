@@ -38,6 +38,10 @@ class LoopedCache(Cache):
         """The same cache, prepared for the next ``tokens``."""
         return LoopedCache(tuple(step.reserve(tokens) for step in self.steps))
 
+    def crop(self, tokens: int, /) -> "LoopedCache":
+        """The same cache without the last ``tokens`` of each row."""
+        return LoopedCache(tuple(step.crop(tokens) for step in self.steps))
+
 
 class LoopedInputs(NamedTuple):
     """The inputs of a :class:`Looped` backbone.

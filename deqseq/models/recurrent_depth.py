@@ -38,6 +38,10 @@ class RecurrentDepthCache(Cache):
         """The same cache, each part prepared for a solve of the next ``tokens``."""
         return RecurrentDepthCache(*(part.reserve(tokens) for part in (self.prelude, self.core, self.coda)))
 
+    def crop(self, tokens: int, /) -> "RecurrentDepthCache":
+        """The same cache without the last ``tokens`` of each row."""
+        return RecurrentDepthCache(*(part.crop(tokens) for part in (self.prelude, self.core, self.coda)))
+
 
 class RecurrentDepth(Model):
     r"""An explicit prelude, a core that is iterated on its output, an explicit coda.

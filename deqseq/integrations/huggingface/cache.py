@@ -80,8 +80,11 @@ class ImplicitCache(TransformersCache):
 
     @property
     def is_croppable(self) -> bool:
-        """False: the state of a recurrent backbone does not contain earlier states."""
-        return False
+        """Whether tokens can be removed: False where a part of the model is recurrent."""
+        try:
+            return self.value is None or self.value.crop(0) is not None
+        except ValueError:
+            return False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Continue with these rows; some may be repeated (beam search)."""
@@ -106,12 +109,23 @@ class ImplicitCache(TransformersCache):
         self._rows, self._device = -1, torch.device("cpu")
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Removing no tokens does nothing; ValueError for any other number."""
-        if tokens_to_remove != 0:
-            raise ValueError(
-                "an ImplicitCache cannot be cropped: the state of a recurrent backbone does not contain earlier "
-                "states. Keep a copy.copy(cache) of the point to come back to"
-            )
+        """Remove as many of the last tokens, a number that is negative, as in transformers.
+
+        Raises:
+            ValueError: a cache of a recurrent backbone, more tokens than there are, or more of one row than of another.
+        """
+        if tokens_to_remove == 0 or self.value is None:
+            return
+        removed = -tokens_to_remove
+        if not 0 <= removed <= self.length:
+            raise ValueError(f"tokens_to_remove must be {-self.length} to 0, got {tokens_to_remove}")
+        left = self.length - removed
+        if self.mask is not None:
+            real = set(self.mask[:, left:].sum(dim=1).tolist())
+            if len(real) > 1:
+                raise ValueError(f"tokens_to_remove must take equally many from all rows, {tokens_to_remove} does not")
+            self.mask, removed = self.mask[:, :left], real.pop()
+        self.value, self.length = self.value.crop(removed), left
 
     def update(self, *args: Any, **kwargs: Any) -> NoReturn:
         """TypeError: layers do not write here, the model commits all of them at once."""

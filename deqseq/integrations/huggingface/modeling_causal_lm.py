@@ -9,15 +9,17 @@ import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
 from transformers.generation.utils import GenerationMixin
 from transformers.utils.generic import can_return_tuple
 
+from deqseq.backbones import Mamba2Config
 from deqseq.check import check_known
 from deqseq.config import SolveConfig
 from deqseq.integrations.huggingface.arguments import check_cache, check_inputs, check_labels, check_positions
 from deqseq.integrations.huggingface.cache import ImplicitCache
-from deqseq.integrations.huggingface.configuration import DeqseqConfig
+from deqseq.integrations.huggingface.configuration import PARTS, DeqseqConfig
 from deqseq.integrations.huggingface.modeling import DeqseqModel, SolveChange
 from deqseq.integrations.huggingface.outputs import ImplicitCausalLMOutput
 from deqseq.integrations.huggingface.pretrained_model import DeqseqPreTrainedModel
@@ -247,6 +249,12 @@ class DeqseqForCausalLM(DeqseqPreTrainedModel, GenerationMixin):
         run = partial(run, callback=None, solve=solve, fields={} if solve is None else {"sweep": solve.sweep})
         return in_windows(run, input_ids, logits_processor, stopping_criteria, generation_config, streamer)
 
+    def _get_candidate_generator(self, *args: Any, model_kwargs: dict[str, Any], **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """An assistant is solved in its own way."""
+        theirs: Any = super()
+        own = {name: value for name, value in model_kwargs.items() if name != "solve"}
+        return theirs._get_candidate_generator(*args, model_kwargs=own, **kwargs)
+
     def _get_logits_processor(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, *args: Any, model_kwargs: Mapping[str, Any] | None = None, **kwargs: Any
     ) -> LogitsProcessorList:
@@ -270,6 +278,13 @@ class DeqseqForCausalLM(DeqseqPreTrainedModel, GenerationMixin):
         if generation_config.cache_implementation not in (None, "dynamic"):
             raise ValueError(
                 f"cache_implementation {generation_config.cache_implementation!r} is not available: leave it out"
+            )
+        drafts = generation_mode == GenerationMode.ASSISTED_GENERATION or vars(generation_config).get("is_assistant")
+        recurrent = [name for name in PARTS if isinstance(self.config.section(name), Mamba2Config)]
+        if drafts and recurrent:
+            raise ValueError(
+                f"assisted decoding takes tokens back, which the state of a Mamba2 ({', '.join(recurrent)}) cannot: "
+                "leave out assistant_model and prompt_lookup_num_tokens"
             )
         cache, mask = model_kwargs.get("cache"), model_kwargs.get("attention_mask")
         if generation_config.prefill_chunk_size is not None and mask is not None:

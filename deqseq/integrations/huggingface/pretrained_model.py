@@ -49,7 +49,6 @@ class DeqseqPreTrainedModel(PreTrainedModel):
     _supports_flash_attn = True
     _supports_flex_attn = True
     _supports_attention_backend = True
-    _is_stateful = True  # a cache cannot be cropped, so there is no assisted decoding
     _no_split_modules = ["LlamaBlock", "Mamba2Block"]  # noqa: RUF012
     _skip_keys_device_placement = ["cache"]  # noqa: RUF012
 

@@ -70,6 +70,17 @@ def test_the_same_states_by_every_function(kind, implementation):
     assert set(CALLS) == (set(range(layers)) if implementation == "unpadded" else set())
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, for what transformers asks of it
+@torch.no_grad()
+def test_flex_attention():
+    """In float32 and without a cache, which is what torch's C++ compiles on a CPU."""
+    model = made("llama", solve={"stop": {"rtol": 1e-5}}).float()
+    expected = model(IDS, use_cache=False).logits
+    model.set_attn_implementation("flex_attention")
+    assert (model(IDS, use_cache=False).logits - expected).abs().max() < 1e-4
+
+
 def test_gradients_pass_through():
     model, gradients = made("llama", solve={"gradient": {"name": "Phantom", "steps": 3}}).train(), []
     for implementation in ("sdpa", "eager", "unpadded"):

@@ -138,10 +138,6 @@ class TestCaches:
         assert model.train()(IDS).cache is None
         cache = model.eval()(IDS[:, :4]).cache
         assert model(IDS[:, 4:], cache=cache, use_cache=False).cache is None
-        cache.crop(0)
-        assert cache.get_seq_length() == 4
-        with pytest.raises(ValueError, match=r"cannot be cropped: .*copy\.copy\(cache\)"):
-            cache.crop(-2)
         cache.reset()
         assert repr(cache) == "ImplicitCache(batch_size=-1, length=0)"
 

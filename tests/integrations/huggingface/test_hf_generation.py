@@ -158,7 +158,6 @@ def generation_config(**fields):
         ({"solv": {"sweep": "Sliding"}}, r"not used by the model: \['solv'\]"),
         ({"attention_mask": LEFT.flip(1).long()}, "prompts must be padded on the left"),
         ({"cache_implementation": "static"}, "cache_implementation 'static' is not available"),
-        ({"inputs": IDS[:1], "prompt_lookup_num_tokens": 2}, "assisted generation is not supported"),
     ],
 )
 def test_a_call_that_cannot_be_honoured_is_refused(options, message):
