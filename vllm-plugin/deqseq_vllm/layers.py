@@ -1,6 +1,7 @@
 """Transformer layers made of vLLM's parts, and how the input of a solve enters them."""
 
 from itertools import count
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,9 +33,10 @@ class Stack(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(Block(layers, config, numbers, steps) for _ in range(layers.n_layers))
         self.norm = RMSNorm(layers.d_model, layers.norm_eps) if layers.final_norm else nn.Identity()
-        self.inside, self.injection = layers.injection, None
+        self.inside: bool = layers.injection
+        self.injection: Any = None
         if self.inside:
-            self.injection_norm = RMSNorm(layers.d_model, layers.norm_eps)
+            self.injection_norm: Any = RMSNorm(layers.d_model, layers.norm_eps)
             self.injection = projection(layers, config, bias=True)
         elif injection is not None:
             self.injection = INJECTIONS[injection](layers.d_model)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig
-from vllm.distributed import get_tensor_model_parallel_world_size
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
@@ -86,7 +86,7 @@ class DeqseqForCausalLM(nn.Module):
         tokens pass in one iteration. Each iteration writes keys and values to the same slots, so that those of the
         fixed point remain.
         """
-        starts = self.request_starts()
+        starts, value = self.request_starts(), z
         if starts is None or not solve.has_tolerance:
             for _ in range(1 if starts is None else solve.max_steps):
                 value = self.core(positions, z, prepared)
@@ -108,13 +108,15 @@ class DeqseqForCausalLM(nn.Module):
                 if bool(done.all()):
                     break
             z = torch.where(done[request, None], z, torch.lerp(z, value, solve.damping))
-        self.report.add(starts, iterations, done)
+        if get_tensor_model_parallel_rank() == 0:
+            self.report.add(starts, iterations, done)
         return value
 
     def request_starts(self) -> Tensor | None:
         """Where the tokens of each request begin, and the end; None while vLLM measures its memory."""
-        metadata = get_forward_context().attn_metadata
-        return None if metadata is None else metadata[self.core.layers[0].self_attn.attn[0].layer_name].query_start_loc
+        metadata: Any = get_forward_context().attn_metadata
+        first: Any = self.core.layers[0]
+        return None if metadata is None else metadata[first.self_attn.attn[0].layer_name].query_start_loc
 
     def place(self, name: str) -> str:
         """The name here of a saved weight."""

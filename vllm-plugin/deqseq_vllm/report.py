@@ -25,7 +25,8 @@ class Report:
     def __init__(self) -> None:
         self.requests: dict[str, list[int]] = {}
         self.runner: Any = None
-        execute_model = GPUModelRunner.execute_model
+        runners: Any = GPUModelRunner
+        execute_model = runners.execute_model
 
         @wraps(execute_model)
         def watched(runner: Any, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
@@ -34,7 +35,7 @@ class Report:
                 self.finish(name)
             return execute_model(runner, scheduled, *args, **kwargs)
 
-        GPUModelRunner.execute_model = watched
+        runners.execute_model = watched
 
     def add(self, starts: Tensor, iterations: Tensor, done: Tensor) -> None:
         """Add a solve: where the tokens of each request begin, its iterations, and whether it converged."""

@@ -5,6 +5,7 @@ A difference is allowed where two tokens are equally probable to 1e-3; anything 
 
 import gc
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -55,7 +56,7 @@ def compare(name: str, outputs: list[Any], rows: Rows) -> int:
 
 
 def in_all_ways(folder: Path, rows: Rows) -> int:
-    """How many prompts differ with prefill in chunks, with cached prefixes, and with a cache that is too small."""
+    """How many prompts differ with prefill in chunks, cached prefixes, a cache that is too small, and two processes."""
     name, different = folder.name, 0
     llm = engine(folder, max_num_batched_tokens=16, max_num_seqs=16, enable_prefix_caching=False)
     different += compare(f"{name}, prefill in chunks of 16", generated(llm, rows), rows)
@@ -70,6 +71,11 @@ def in_all_ways(folder: Path, rows: Rows) -> int:
     outputs = generated(llm, rows)
     preempted = sum(one.value for one in llm.get_metrics() if one.name == "vllm:num_preemptions")
     different += compare(f"{name}, {preempted} preemptions", outputs, rows) + (preempted == 0)
+    del llm
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"  # a core for each process
+    llm = engine(folder, tensor_parallel_size=2, **WHOLE)
+    different += compare(f"{name}, in two processes", generated(llm, rows), rows)
+    del os.environ["VLLM_CPU_OMP_THREADS_BIND"]
     return different
 
 
