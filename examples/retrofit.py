@@ -8,11 +8,12 @@ checkpoint when the script is started again.
     python examples/retrofit.py --quick                              # a tiny Llama, made here; seconds
     python examples/retrofit.py --model meta-llama/Llama-3.2-1B --prelude 4 --core 8 --coda 4 --lora 16
     python examples/retrofit.py --model Qwen/Qwen3-0.6B --prelude 8 --core 12 --coda 8 --bfloat16 --device cuda
-    python examples/retrofit.py --model smollm2 --prelude 12 --core 4 --coda 6 --dropped 8 --distil --gate 0.3
+    python examples/retrofit.py --model smollm2 --prelude 12 --core 2 --coda 6 --dropped 10 --distil --gate 0.15
 """
 
 import math
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -29,7 +30,7 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import deqseq as dq
-from deqseq.integrations.huggingface import from_causal_lm, retrofit
+from deqseq.integrations.huggingface import from_causal_lm, retrofit, to_causal_lm
 from deqseq.training import Curriculum, PoissonLogNormal, unrolled
 
 BUDGETS = (1, 2, 4, 8, 16, 32)
@@ -45,8 +46,8 @@ class Options(TextOptions):
     coda: int = 1  # last layers, which run once
     dropped: int = 0  # layers between prelude and core that are left out
     injection: Literal["concat", "add", "decay"] = "concat"  # how the prelude's output enters each iteration
-    gate: float = 0.0  # of concat: share of the state in what the core gets, before training; the rest is the prelude's
-    distil: bool = False  # train the core only, to predict as the pretrained model does; unlooped: without the dropped
+    gate: float = 0.0  # of concat: share of the state in the core's input, before training; the rest is the prelude's
+    distil: bool = False  # train only the core, to predict as the pretrained model does; unlooped: the core runs once
     depth: int = 7  # mean of the drawn number of iterations, less one
     last: int = 4  # iterations that are differentiated
     lora: int = 0  # rank of LoRA adapters of all linear maps; 0: all weights are trained
@@ -141,21 +142,18 @@ def train_models(options: Options, tokenizer: Any, rows: Any) -> str | Path:
     schedule["warmup_steps"] = math.ceil(options.steps / 10)
     if options.lora:
         schedule["finish"] = lambda model: model.merge_and_unload()
-
     if options.distil:
         schedule["loss"] = divergence(source, options)
 
-    def unlooped() -> Any:
-        model = load_model(source, options.device)
-        if options.distil:  # the core, once
-            lm = split(model, options)
-            core: Any = lm.model.core  # pyright: ignore[reportAttributeAccessIssue]
-            core.solve = core.eval_solve = replace(core.solve, stop=dq.Stop.exactly(1), gradient=dq.Unrolled())
-            return from_causal_lm(lm)
-        return adapted(model, options.lora)
-
     def looped() -> Any:
         return adapted(from_causal_lm(split(load_model(source, options.device), options)), options.lora)
+
+    def unlooped() -> Any:
+        if not options.distil:
+            return adapted(load_model(source, options.device), options.lora)
+        core = (model := looped()).model.core.core
+        core.solve = core.eval_solve = replace(core.solve, stop=dq.Stop.exactly(1), gradient=dq.Unrolled())
+        return model
 
     train(options, "unlooped", unlooped, rows, tokenizer, **schedule)
     drawn = PoissonLogNormal(options.depth, seed=options.seed)
@@ -176,13 +174,30 @@ def evaluate(options: Options, source: str | Path, held_out: Any) -> list[dict[s
     for name, budget, how in cases:
         found = score(models[name], held_out, options.length, options.batch, **how)
         rows.append({"model": name, "budget": budget, "seed": options.seed} | found)
+    return [*rows, *decode(models["looped"], held_out.inputs[:1, : options.length // 2], options)]
+
+
+@torch.no_grad()
+def decode(model: Any, prompt: torch.Tensor, options: Options) -> list[dict[str, Any]]:
+    """Evaluations of the core and CPU seconds for each token of a greedy continuation, one by one and in a window."""
+    lm, rows, first, count = to_causal_lm(model), [], None, 32
+    how: dict[str, Any] = {"start": "zero", "stop": dq.Stop(rtol=options.rtol, max_steps=4 * BUDGETS[-1])}
+    prompt = prompt.to(options.device)
+    cache = lm(prompt[:, :-1], return_cache=True, **how).cache
+    for window in (1, 8):
+        begun = time.process_time()
+        made = lm.generate(prompt[:, -1:], cache=cache, max_new_tokens=count, window=window, **how)
+        row = {"model": "looped", "window": window, "evaluations": (made.evaluations or 0) / count}
+        row |= {"cpu_seconds": (time.process_time() - begun) / count, "converged": made.converged.all().item()}
+        first = made.tokens if first is None else first
+        rows.append(row | {"equal": made.tokens.equal(first)})
     return rows
 
 
 def table(rows: list[dict[str, Any]], rtol: float) -> str:
     """Bits per byte of held-out text, as Markdown."""
     lines = []
-    for row in rows:
+    for row in (row for row in rows if "bits_per_byte" in row):
         solved = row["model"] == "looped" and not row["budget"]
         way = f"iterations: {row['budget']}" if row["budget"] else f"solved to {rtol:g}" if solved else "one pass"
         shown = row if solved else row | {"self_iterations": None, "converged": None}

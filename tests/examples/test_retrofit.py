@@ -42,6 +42,9 @@ def test_a_core_learns_to_predict_as_the_pretrained_model_and_the_rest_stays(tmp
         assert all(ours.equal(theirs) for ours, theirs in pairs) == (part is not parts.core.backbone)
     rows = json.loads((tmp_path / "results.json").read_text())
     assert [row["self_iterations"] for row in rows[:2]] == [None, 1.0]
+    one_by_one, windowed = rows[-2:]
+    assert windowed["evaluations"] < one_by_one["evaluations"]
+    assert windowed["equal"] and windowed["converged"]
 
 
 @pytest.mark.parametrize("gate", [0.0, 0.3, 1.0])
