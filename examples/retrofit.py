@@ -187,7 +187,8 @@ def decode(model: Any, prompt: torch.Tensor, options: Options) -> list[dict[str,
     for window in (1, 8):
         begun = time.process_time()
         made = lm.generate(prompt[:, -1:], cache=cache, max_new_tokens=count, window=window, **how)
-        row = {"model": "looped", "window": window, "evaluations": (made.evaluations or 0) / count}
+        assert made.evaluations is not None and made.converged is not None
+        row = {"model": "looped", "window": window, "evaluations": made.evaluations / count}
         row |= {"cpu_seconds": (time.process_time() - begun) / count, "converged": made.converged.all().item()}
         first = made.tokens if first is None else first
         rows.append(row | {"equal": made.tokens.equal(first)})
