@@ -94,6 +94,10 @@ def test_models_that_are_not_served():
         plan(in_decoder("gemma", head_dim=4))
     with pytest.raises(ValueError, match=r"decoder_config\.sliding_window must be None"):
         plan(in_decoder("mistral", sliding_window=8))
+    later = saved(layers())
+    later["backbone"]["sinks"] = True
+    with pytest.raises(ValueError, match=r"backbone must be .* got the fields sinks"):
+        plan(later)
     with pytest.raises(ValueError, match="key-value heads"):
         other = dq.LlamaConfig(16, n_heads=2, injection=False)
         plan(saved(layers(), prelude=other, coda=other))

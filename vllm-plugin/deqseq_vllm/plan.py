@@ -6,6 +6,9 @@ from typing import Any, NoReturn
 
 Json = Mapping[str, Any]
 
+LLAMA = "name d_model n_layers n_heads n_kv_heads headdim mlp_width rope_theta rope_scaling norm_eps norms qk_norm"
+LLAMA += " qk_bias final_norm float32_rotary dropout weight_norm injection"
+"""Fields of a LlamaConfig that are read here or make no difference; another one comes from a later deqseq."""
 FAMILIES = ("llama", "mistral", "olmo2", "qwen2", "qwen3")
 ROTATIONS = ("default", "llama3")
 """Rotary frequencies that do not depend on the length of the text."""
@@ -140,6 +143,8 @@ def _layers(name: str, config: Json) -> Layers | None:
     check_backbone(name, part)
     if part["name"] == "DecoderLayers":
         return _of_decoder(part, config["decoder_config"])
+    if unknown := sorted(part.keys() - set(LLAMA.split())):
+        _refuse(name, "a LlamaConfig of a deqseq that this plugin knows", f"the fields {', '.join(unknown)}")
     iterated = name == "backbone" and (config["solve"] is not None or config["steps"] is not None)
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": part["rope_theta"]}
     if scaling := part["rope_scaling"]:
