@@ -22,6 +22,7 @@ from deqseq.integrations.huggingface.cache import ImplicitCache
 from deqseq.integrations.huggingface.configuration import PARTS, DeqseqConfig
 from deqseq.integrations.huggingface.modeling import DeqseqModel, SolveChange
 from deqseq.integrations.huggingface.outputs import ImplicitCausalLMOutput
+from deqseq.integrations.huggingface.pages import batching_config, layers_of
 from deqseq.integrations.huggingface.pretrained_model import DeqseqPreTrainedModel
 from deqseq.integrations.huggingface.surroundings import warn_of_decay
 from deqseq.integrations.huggingface.windows import in_windows, tokens_to_solve, warn_of_window, window_of
@@ -174,6 +175,28 @@ class DeqseqForCausalLM(DeqseqPreTrainedModel, GenerationMixin):
         with torch.no_grad(), eval_mode(self):  # the Trainer leaves a model in training mode
             theirs: Any = super(DeqseqForCausalLM, with_weights(self))
             return theirs.generate(inputs, generation_config, **kwargs)
+
+    def init_continuous_batching(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, generation_config: GenerationConfig | None = None, continuous_batching_config: Any = None, **kwargs: Any
+    ) -> Any:
+        """As in transformers, without CUDA graphs.
+
+        Args:
+            generation_config: of transformers.
+            continuous_batching_config: of transformers.
+            **kwargs: of transformers.
+
+        Returns:
+            The manager.
+
+        Raises:
+            ValueError: a model whose tokens do not fit into pages, ``solve`` or ``window`` in the generation
+                configuration, or CUDA graphs, compiled passes and block tables.
+        """
+        layers_of(self.config)
+        settings = batching_config(continuous_batching_config, generation_config or self.generation_config)
+        theirs: Any = super()
+        return theirs.init_continuous_batching(generation_config, settings, **kwargs)
 
     def prepare_inputs_for_generation(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
