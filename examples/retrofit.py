@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -68,11 +69,8 @@ class Options(TextOptions):
             raise ValueError(f"--gate needs --injection concat, got {self.injection}")
         if self.lora and self.distil:
             raise ValueError(f"--distil trains the weights of the core: leave out --lora, got {self.lora}")
-        if self.lora:
-            try:
-                import_module("peft")
-            except ImportError as error:
-                raise ValueError("--lora needs PEFT: pip install peft") from error
+        if self.lora and find_spec("peft") is None:
+            raise ValueError("--lora needs PEFT: pip install peft")
 
 
 QUICK: dict[str, Any] = {

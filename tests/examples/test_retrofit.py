@@ -75,8 +75,15 @@ def test_smollm2_is_converted_with_its_tokenizer_and_looped(tmp_path, monkeypatc
     wanted = model.generate(ids, max_new_tokens=9, do_sample=False)
     assert tokenizer.decode(wanted[0, ids.shape[1] :], skip_special_tokens=True) == "The capital of France is Paris."
     assert again.generate(ids, max_new_tokens=9, do_sample=False).equal(wanted)
+    tokenizer.padding_side = "left"
+    padded = tokenizer(["The capital of France", "In the beginning God created"], return_tensors="pt", padding=True)
+    assert again.generate(**padded, max_new_tokens=5, do_sample=False).equal(
+        model.generate(**padded, max_new_tokens=5, do_sample=False)
+    )
+    long = ids.repeat(1, 2048 // ids.shape[1] + 1)[:, :2048]
     with torch.no_grad():
-        torch.testing.assert_close(again(ids).logits, model(ids).logits)
+        for dtype, tokens in ((torch.float32, long), (torch.bfloat16, long[:, :512])):
+            torch.testing.assert_close(again.to(dtype)(tokens).logits, model.to(dtype)(tokens).logits)
 
 
 @pytest.mark.parametrize(
