@@ -145,6 +145,8 @@ def generate(
         check_nothing_to_solve(given)
     else:
         config = resolve(core.solve_config, solve, fields)
+        if core is not model:  # the layers around it run for every choice, and cost more than a choice gains
+            config = replace(config, stop=replace(config.stop, check_every=max(2, config.stop.check_every)))
         whole = {"sweep": prompt_sweep(config), **given}
         single = {**given, "sweep": Simultaneous()}
     width, model, device = width_of(window, config), with_weights(model), x.device
