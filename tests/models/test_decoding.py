@@ -117,6 +117,16 @@ def test_two_iterations_between_choices(mamba):
     assert two.evaluations % 2 == 0
 
 
+def test_layers_around_the_core_run_at_every_second_iteration_at_most():
+    lm = language_model("RecurrentDepth")
+    usual = lm.generate(PROMPT, max_new_tokens=12, window=4)
+    two = lm.generate(PROMPT, max_new_tokens=12, window=4, stop=dq.Stop(rtol=1e-6, max_steps=500, check_every=2))
+    three = lm.generate(PROMPT, max_new_tokens=12, window=4, stop=dq.Stop(rtol=1e-6, max_steps=500, check_every=3))
+    assert usual.evaluations == two.evaluations
+    assert usual.evaluations % 2 == three.evaluations % 3 == 0
+    assert torch.equal(usual.tokens, three.tokens)
+
+
 class Fragile(dq.Affine):
     """An affine map that is not finite at tokens with one embedding; says whether it met one."""
 
