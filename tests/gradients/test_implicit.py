@@ -7,7 +7,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 from gradient_problems import make
-from test_gradients import SOLVERS, TIGHT, Counted, problems, solve_of
+from problems import SOLVERS
+from test_gradients import TIGHT, Counted, problems, solve_of
 from torch import Tensor
 
 import deqseq as dq
