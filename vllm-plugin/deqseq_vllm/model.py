@@ -46,6 +46,8 @@ class DeqseqForCausalLM(nn.Module):
         if not config.tie_word_embeddings:
             self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size)
         self.logits_processor = LogitsProcessor(config.vocab_size, soft_cap=config.logit_softcap)
+        if self.plan.solve is not None and not vllm_config.model_config.enforce_eager:  # one iteration; not the loop
+            self.core.compile(dynamic=True)
         self.report = Report()
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:

@@ -102,9 +102,10 @@ def main(folder: Path, names: Sequence[str]) -> int:
             different += in_all_ways(folder / name, rows)
         if (exactly := folder / name / "exactly.json").exists():
             rows = json.loads(exactly.read_text())
-            llm = engine(folder / name, hf_overrides=EXACTLY, **WHOLE)
-            different += compare(f"{name}, exactly 8 iterations", generated(llm, rows), rows)
-            del llm
+            for way in ("eager", "compiled"):
+                llm = engine(folder / name, hf_overrides=EXACTLY, enforce_eager=way == "eager", **WHOLE)
+                different += compare(f"{name}, exactly 8 iterations, {way}", generated(llm, rows), rows)
+                del llm
     for name, (words, options) in ({} if names else REFUSED).items():
         different += not is_refused(folder / name, words, options)
     return different
