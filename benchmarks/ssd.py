@@ -62,7 +62,8 @@ def both(scan: Scan, inputs: tuple[Tensor, ...], dy: Tensor) -> tuple[Tensor, ..
 
 def rows(quick: bool) -> Iterator[Row]:
     """Agreement, times and peak memory."""
-    runs, peers = 2 if quick else 25, {"transformers, torch path": (theirs, "ratio <= 0.667")}
+    runs = 2 if quick else 25
+    peers: dict[str, tuple[Scan, str | None]] = {"transformers, torch path": (theirs, "ratio <= 0.667")}
     if on_gpu() and find_spec("mamba_ssm"):
         peers["mamba_ssm's kernel"] = (kernel, None)
     sizes = list(SIZES.items())[: 1 if quick else None]
