@@ -69,6 +69,11 @@ def test_a_module_imports_of_its_own_row_of_the_contributing_page_and_of_those_b
     assert above == set()
 
 
+def test_no_file_is_longer_than_the_contributing_page_says():
+    lengths = {path.name: len(path.read_text().splitlines()) for path in PACKAGE.rglob("*.py")}
+    assert max(lengths.values()) <= 300, lengths
+
+
 def test_imports_stand_at_the_top_but_for_extras():
     inside = {
         (module, name)

@@ -172,10 +172,9 @@ class CausalLM(nn.Module):
         Args:
             input_ids: prompts, ``(batch, length)``.
             max_new_tokens: how many tokens each row gets at most.
-            window: how many tokens are iterated together; 1: each token is solved before the next is chosen. Default: 8
-                for an implicit model, but 1 where a window is an error: with an explicit model, a solver of another
-                library, a ``stop`` without a tolerance, or ``start="input"``. ``stop.check_every`` is the number of
-                iterations between two choices, at least 2 where layers run around the core.
+            window: how many tokens are iterated together; 1: each is solved before the next is chosen. Default: 8, but
+                1 where a window is an error: an explicit model, a solver of another library, no tolerance, or
+                ``start="input"``. A choice is made every ``stop.check_every`` iterations, with outer layers 2 at least.
             mask: bool, True at real tokens of the prompts, ``(batch, length)``, for prompts of unequal length; padding
                 may be on either side. Default: no padding.
             cache: of the tokens before the prompts, as a call of the model returned it. Default: there are none.

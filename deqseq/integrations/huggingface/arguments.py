@@ -6,9 +6,13 @@ from typing import Any
 import torch
 from jaxtyping import Int64, Shaped
 from torch import Tensor
+from transformers import GenerationConfig
+from transformers.generation.configuration_utils import GenerationMode
 
+from deqseq.backbones import Mamba2Config
 from deqseq.check import check_type, suggestion
 from deqseq.integrations.huggingface.cache import ImplicitCache
+from deqseq.integrations.huggingface.configuration import PARTS, DeqseqConfig
 from deqseq.models.causal_lm import IGNORED, check_ids
 from deqseq.types import Mask
 
@@ -122,3 +126,31 @@ def check_positions(
             "position_ids must count the real tokens of a row, or of each sequence in it, from 0, those of the cache "
             "included, as the model does itself: leave them out (shifted positions are not supported)"
         )
+
+
+def prepare_cache(
+    config: DeqseqConfig, generation: GenerationConfig, model_kwargs: dict[str, Any], mode: Any, batch_size: int
+) -> None:
+    """Put an :class:`ImplicitCache` among the arguments of a model, unless one is there; refuse what cannot have it."""
+    if generation.cache_implementation not in (None, "dynamic"):
+        raise ValueError(f"cache_implementation {generation.cache_implementation!r} is not available: leave it out")
+    drafts = mode == GenerationMode.ASSISTED_GENERATION or vars(generation).get("is_assistant")
+    if drafts and (recurrent := recurrent_parts(config)):
+        raise ValueError(
+            f"assisted decoding takes tokens back, which the state of a Mamba2 ({recurrent}) cannot: leave out "
+            "assistant_model and prompt_lookup_num_tokens"
+        )
+    cache, mask = model_kwargs.get("cache"), model_kwargs.get("attention_mask")
+    if generation.prefill_chunk_size is not None and mask is not None:
+        longest = int((mask == 0).sum(dim=1).max())  # of each row the first chunk needs a token
+        generation.prefill_chunk_size = max(generation.prefill_chunk_size, longest + 1)
+    if cache is not None:
+        check_cache(cache, batch_size * max(generation.num_beams or 1, generation.num_return_sequences or 1))
+        cache._is_user_defined = True  # transformers then does not take it for its own
+    elif generation.use_cache is not False:
+        model_kwargs["cache"] = ImplicitCache()
+
+
+def recurrent_parts(config: DeqseqConfig) -> str:
+    """The parts of a model that keep a state instead of keys and values, by name."""
+    return ", ".join(name for name in PARTS if isinstance(config.section(name), Mamba2Config))

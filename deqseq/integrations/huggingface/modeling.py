@@ -1,8 +1,6 @@
 """The models of this library as models of transformers: tokens in, states or classes out."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from threading import get_ident
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -25,7 +23,7 @@ from deqseq.integrations.huggingface.arguments import (
 from deqseq.integrations.huggingface.attention import choose_attention
 from deqseq.integrations.huggingface.cache import ImplicitCache
 from deqseq.integrations.huggingface.configuration import DeqseqConfig
-from deqseq.integrations.huggingface.outputs import ImplicitModelOutput
+from deqseq.integrations.huggingface.outputs import ImplicitModelOutput, recorded_states
 from deqseq.integrations.huggingface.packing import Packing
 from deqseq.integrations.huggingface.pages import solved_in_pages
 from deqseq.integrations.huggingface.pretrained_model import DeqseqPreTrainedModel
@@ -287,22 +285,3 @@ class DeqseqForSequenceClassification(GenericForSequenceClassification, DeqseqPr
     def __init__(self, config: DeqseqConfig, **unknown: Any) -> None:
         self._refuse(config, unknown)  # which the class of transformers would not pass on
         super().__init__(config)
-
-
-@contextmanager
-def recorded_states(model: nn.Module | None) -> Iterator[list[Tensor]]:
-    """Within this context the state after each block of an explicit model is appended, in calls of the same thread."""
-    states: list[Tensor] = []
-    thread = get_ident()
-
-    def record(block: nn.Module, given: Any, returned: Any) -> None:
-        if get_ident() == thread:
-            states.append(returned[0] if isinstance(returned, tuple) else returned)
-
-    layers = [] if model is None else getattr(getattr(model, "backbone", None), "layers", [])
-    hooks = [block.register_forward_hook(record) for block in layers]
-    try:
-        yield states
-    finally:
-        for hook in hooks:
-            hook.remove()

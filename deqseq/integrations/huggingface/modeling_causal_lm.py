@@ -9,17 +9,15 @@ import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
-from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
 from transformers.generation.utils import GenerationMixin
 from transformers.utils.generic import can_return_tuple
 
-from deqseq.backbones import Mamba2Config
 from deqseq.check import check_known
 from deqseq.config import SolveConfig
-from deqseq.integrations.huggingface.arguments import check_cache, check_inputs, check_labels, check_positions
+from deqseq.integrations.huggingface.arguments import check_inputs, check_labels, check_positions, prepare_cache
 from deqseq.integrations.huggingface.cache import ImplicitCache
-from deqseq.integrations.huggingface.configuration import PARTS, DeqseqConfig
+from deqseq.integrations.huggingface.configuration import DeqseqConfig
 from deqseq.integrations.huggingface.modeling import DeqseqModel, SolveChange
 from deqseq.integrations.huggingface.outputs import ImplicitCausalLMOutput
 from deqseq.integrations.huggingface.pages import batching_config, layers_of
@@ -298,25 +296,4 @@ class DeqseqForCausalLM(DeqseqPreTrainedModel, GenerationMixin):
         *_: Any,
     ) -> None:
         """An :class:`ImplicitCache`, instead of the cache of transformers."""
-        if generation_config.cache_implementation not in (None, "dynamic"):
-            raise ValueError(
-                f"cache_implementation {generation_config.cache_implementation!r} is not available: leave it out"
-            )
-        drafts = generation_mode == GenerationMode.ASSISTED_GENERATION or vars(generation_config).get("is_assistant")
-        recurrent = [name for name in PARTS if isinstance(self.config.section(name), Mamba2Config)]
-        if drafts and recurrent:
-            raise ValueError(
-                f"assisted decoding takes tokens back, which the state of a Mamba2 ({', '.join(recurrent)}) cannot: "
-                "leave out assistant_model and prompt_lookup_num_tokens"
-            )
-        cache, mask = model_kwargs.get("cache"), model_kwargs.get("attention_mask")
-        if generation_config.prefill_chunk_size is not None and mask is not None:
-            longest = int((mask == 0).sum(dim=1).max())  # of each row the first chunk needs a token
-            generation_config.prefill_chunk_size = max(generation_config.prefill_chunk_size, longest + 1)
-        if cache is not None:
-            check_cache(
-                cache, batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
-            )
-            cache._is_user_defined = True  # transformers then does not take it for its own
-        elif generation_config.use_cache is not False:
-            model_kwargs["cache"] = ImplicitCache()
+        prepare_cache(self.config, generation_config, model_kwargs, generation_mode, batch_size)

@@ -9,7 +9,8 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 from transformers import ContinuousBatchingConfig
 
-from deqseq.backbones import LlamaCache, LlamaConfig, Mamba2Config
+from deqseq.backbones import LlamaCache, LlamaConfig
+from deqseq.integrations.huggingface.arguments import recurrent_parts
 from deqseq.integrations.huggingface.configuration import PARTS, DeqseqConfig
 from deqseq.integrations.huggingface.packing import Packing
 from deqseq.layers import KeyValues
@@ -20,9 +21,9 @@ from deqseq.models.recurrent_depth import RecurrentDepthCache
 
 def layers_of(config: DeqseqConfig) -> tuple[int, ...]:
     """How many layers of pages each part has; ValueError for a model whose tokens do not fit into pages."""
+    if recurrent := recurrent_parts(config):
+        raise ValueError(f"continuous batching keeps keys and values, and a Mamba2 ({recurrent}) has none")
     parts = {name: part for name in PARTS if (part := config.section(name)) is not None}
-    if recurrent := [name for name, part in parts.items() if isinstance(part, Mamba2Config)]:
-        raise ValueError(f"continuous batching keeps keys and values, and a Mamba2 ({', '.join(recurrent)}) has none")
     if config.steps is not None:
         raise ValueError(f"continuous batching keeps one entry per layer, a loop has {config.steps}")
     heads = {(part.kv_heads, part.head_width) for part in parts.values() if isinstance(part, LlamaConfig)}
