@@ -87,8 +87,14 @@ def last_token_accuracy(output: dq.CausalLMOutput, batch: WordBatch) -> float:
     return (output.logits[:, -1].argmax(-1) == batch.targets[:, -1]).float().mean().item()
 
 
+def whole_sequence_accuracy(output: dq.CausalLMOutput, batch: WordBatch) -> float:
+    """Share of the sequences in which the product of every prefix is right."""
+    right = (output.logits.argmax(-1) == batch.targets) | (batch.targets == -100)
+    return right.all(-1).float().mean().item()
+
+
 def evaluate(lm: dq.CausalLM, options: Options) -> Iterator[dict[str, Any]]:
-    """Last-token accuracy at each length, with each sweep if the model is implicit, and what the solves took."""
+    """Accuracies at each length, with each sweep if the model is implicit, and what the solves took."""
     sweeps: dict[str, dq.Sweep | None] = {"single pass": None}
     if isinstance(lm.model, dq.ImplicitModel):
         sweeps = {"simultaneous": dq.Simultaneous(), "sequential": dq.Sequential(), "sliding": dq.Sliding(WINDOW)}
@@ -104,6 +110,7 @@ def evaluate(lm: dq.CausalLM, options: Options) -> Iterator[dict[str, Any]]:
         begun = time.perf_counter()
         output = lm(batch.inputs, **how)
         row = {"group": options.group, "length": length, "sweep": name, "accuracy": last_token_accuracy(output, batch)}
+        row |= {"whole": whole_sequence_accuracy(output, batch)}
         row |= solve_numbers(output) | {"sequences": count, "seconds": round(time.perf_counter() - begun, 3)}
         yield row | {"identity_probability": task.identity_probability}
 

@@ -7,12 +7,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import state_tracking
 import torch
 import training_loop
 from safetensors.torch import load_file
+from torch.nn import functional as F
+
+from deqseq.tasks import WordBatch
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "state_tracking.py"
 TINY = "--d-model 16 --batch 8 --lengths 2 3 --free-lengths 3 5 --eval-lengths 4 8 --baselines 1 --learned 0"
@@ -54,8 +58,8 @@ def test_it_writes_numbers_and_a_figure_and_prints_a_table(whole, capsys):
     assert [(row["model"], row["sweep"], row["length"]) for row in rows] == solved(4, 8)
     keys = {"model", "backbone", "group", "length", "sweep", "accuracy", "seed", "sequences", "seconds"}
     counts = {"self_iterations", "converged", "token_updates", "evaluations"}
-    keys |= counts | {"steps", "trained_to", "cpu_minutes", "identity_probability"}
-    assert all(row.keys() == keys and 0 <= row["accuracy"] <= 1 for row in rows)
+    keys |= counts | {"whole", "steps", "trained_to", "cpu_minutes", "identity_probability"}
+    assert all(row.keys() == keys and 0 <= row["whole"] <= row["accuracy"] <= 1 for row in rows)
     assert all(row["evaluations"] >= row["token_updates"] >= 1 <= row["self_iterations"] for row in rows[:6])
     assert all(row[count] is None for row in rows[6:] for count in counts)
     assert {(row["steps"], row["trained_to"]) for row in rows} == {(40, 3)}
@@ -71,6 +75,14 @@ def test_a_finished_run_is_evaluated_in_another_way_without_being_trained(whole,
     assert {row["identity_probability"] for row in rows} == {0.5}
     assert before == {path: path.stat().st_mtime_ns for path in whole.rglob("*.safetensors")}
     assert "| implicit | sliding |" in capsys.readouterr().out
+
+
+def test_a_sequence_is_right_if_every_prefix_is():
+    targets = torch.tensor([[-100, 1, 0], [-100, 1, 1], [-100, 0, 1]])  # a start token is not scored
+    output = SimpleNamespace(logits=F.one_hot(torch.tensor([[0, 1, 0], [1, 1, 1], [0, 1, 1]])).float())
+    batch = WordBatch(targets.clamp(min=0), targets)
+    assert state_tracking.whole_sequence_accuracy(output, batch) == pytest.approx(2 / 3)
+    assert state_tracking.last_token_accuracy(output, batch) == 1
 
 
 def test_a_llama_has_a_start_token(tmp_path):
