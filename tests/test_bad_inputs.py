@@ -98,7 +98,6 @@ FINE: dict[str, set[str]] = {  # what looks wrong, and is taken
     **{name: {"torch.float32 (3, 4)", "torch.float64 (2, 3, 4)"} for name in ("z0", "z", "z_star")},  # by a map
     "like": {f"torch.float32 {shape}" for shape in ((2, 3, 4), (3, 4), (2, 0, 4), (0, 3, 4))}
     | {"torch.float64 (2, 3, 4)"},
-    "tokens": {"torch.int64 (2, 3)"},
     "stop_tokens": {"3"},
 }
 

@@ -104,9 +104,7 @@ def aperiodic_monoid() -> FiniteMonoid:
     """The aperiodic monoid {E, A, B, X} of the paper's harder word problem, with the table of its code.
 
     E is the identity, and X absorbs everything. A ∘ A = A ∘ B = X: no letter may follow an A. B ∘ A = A and
-    B ∘ B = B: a B before a letter is forgotten. Powers never cycle (A² = A³ = X, B² = B), hence the name. The paper's
-    code calls it the semigroup of the strings over a, b without "aa"; with A for a and B for b its table is stricter:
-    the strings that avoid X are b*(a|ε).
+    B ∘ B = B: a B before a letter is forgotten. The strings that avoid X are b*(a|ε).
 
     References:
         Schöne et al., Implicit Language Models are RNNs, ICML 2025, arXiv 2502.07827.

@@ -55,45 +55,10 @@ class Task(ABC):
 
     @abstractmethod
     def draw(self, batch: int, length: int, generator: torch.Generator) -> WordBatch:
-        """Draw ``batch`` sequences of a ``length``, on the CPU, and answer them; :meth:`sample` checks all of it.
+        """Draw ``batch`` sequences of a ``length``, on the CPU, and answer them; what it returns is checked.
 
         The ``generator``, on the CPU, is the source of all randomness.
         """
-
-    @checked
-    def sample(
-        self,
-        batch: Annotated[int, AtLeast(1)],
-        length: int,
-        *,
-        generator: torch.Generator,
-        device: torch.device | str | None = None,
-    ) -> WordBatch:
-        """Draw sequences and answer them.
-
-        Args:
-            batch: number of sequences.
-            length: length of the string.
-            generator: source of all randomness, on the CPU, so that data do not depend on the device.
-            device: device of the result. Default: the CPU.
-
-        Raises:
-            TypeError, ValueError: an argument that does not fit, or :meth:`draw` returned something else than a batch.
-        """
-        check_integer("length", length, self.shortest)
-        if generator.device.type != "cpu":
-            raise ValueError(f"generator must be on the CPU (move the result by device=), got {generator.device}.")
-        drawn = self.draw(int(batch), int(length), generator)
-        check_type("the value of draw", drawn, WordBatch, "WordBatch(inputs, targets)")
-        inputs, targets = drawn
-        if inputs.shape != targets.shape or any(part.ndim != 2 or part.dtype != torch.int64 for part in drawn):
-            got = ", ".join(f"{part.dtype} {tuple(part.shape)}" for part in drawn)
-            raise ValueError(f"draw must return ids and answers, int64 and of one shape (batch, length), got {got}")
-        if len(inputs) != batch:
-            raise ValueError(f"draw must return {batch} rows, got {len(inputs)}")
-        check_ids("the inputs of draw", inputs, self.vocab_size)
-        check_ids("the targets of draw", targets.where(targets != -100, 0), self.vocab_size)
-        return WordBatch(inputs.to(device), targets.to(device))
 
     def batches(
         self, batch: int, length: int | Iterable[int], *, seed: int, device: torch.device | str | None = None
@@ -109,7 +74,6 @@ class Task(ABC):
         Raises:
             ValueError: a number is out of its range, or there are no lengths.
         """
-        length = length.tolist() if isinstance(length, Tensor) else length
         lengths = tuple(length) if isinstance(length, Iterable) else (length,)
         if not lengths:
             raise ValueError("length must name at least one length, got none.")
@@ -117,13 +81,9 @@ class Task(ABC):
             check_integer("length", candidate, self.shortest)
         check_integer("batch", batch, 1)
         generator = _seeded(seed, stream=0)
-
-        def draw() -> WordBatch:
-            chosen = lengths[int(torch.randint(len(lengths), (), generator=generator))]
-            return self.sample(batch, chosen, generator=generator, device=device)
-
         # The checks above run at the call, as they would not in a generator function.
-        return (draw() for _ in itertools.repeat(None))
+        chosen = (lengths[int(torch.randint(len(lengths), (), generator=generator))] for _ in itertools.repeat(None))
+        return (self._drawn(batch, one, generator, device) for one in chosen)
 
     @checked
     def fixed(
@@ -133,7 +93,23 @@ class Task(ABC):
 
         The same ``seed``, 0 to 2**31 - 1, gives the same data, which are independent of those of :meth:`batches`.
         """
-        return self.sample(size, length, generator=_seeded(seed, stream=1), device=device)
+        return self._drawn(size, length, _seeded(seed, stream=1), device)
+
+    def _drawn(
+        self, batch: int, length: int, generator: torch.Generator, device: torch.device | str | None
+    ) -> WordBatch:
+        check_integer("length", length, self.shortest)
+        drawn = self.draw(int(batch), int(length), generator)
+        check_type("the value of draw", drawn, WordBatch, "WordBatch(inputs, targets)")
+        inputs, targets = drawn
+        if inputs.shape != targets.shape or any(part.ndim != 2 or part.dtype != torch.int64 for part in drawn):
+            got = ", ".join(f"{part.dtype} {tuple(part.shape)}" for part in drawn)
+            raise ValueError(f"draw must return ids and answers, int64 and of one shape (batch, length), got {got}")
+        if len(inputs) != batch:
+            raise ValueError(f"draw must return {batch} rows, got {len(inputs)}")
+        check_ids("the inputs of draw", inputs, self.vocab_size)
+        check_ids("the targets of draw", targets.where(targets != -100, 0), self.vocab_size)
+        return WordBatch(inputs.to(device), targets.to(device))
 
 
 def _seeded(seed: int, *, stream: int) -> torch.Generator:

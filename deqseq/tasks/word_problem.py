@@ -9,7 +9,8 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from deqseq.annotations import Within, checked
-from deqseq.tasks.monoid import FiniteMonoid, check_elements
+from deqseq.check import check_ids, check_integer
+from deqseq.tasks.monoid import FiniteMonoid, reached
 from deqseq.tasks.task import Task, WordBatch
 
 
@@ -42,7 +43,7 @@ class WordProblem(Task):
     Example:
         >>> from deqseq.tasks import alternating, generators
         >>> task = WordProblem(alternating(5), inputs=generators(alternating(5), 2))
-        >>> batch = task.sample(2, 8, generator=torch.Generator().manual_seed(0))
+        >>> batch = task.fixed(2, 8, seed=0)
         >>> batch.inputs.shape, bool((batch.inputs[:, 0] == batch.targets[:, 0]).all())
         (torch.Size([2, 8]), True)
     """
@@ -53,12 +54,14 @@ class WordProblem(Task):
 
     def __post_init__(self):
         if self.inputs is not None:
-            inputs = check_elements("WordProblem.inputs", self.inputs, self.monoid)
+            inputs = tuple(self.inputs)
+            for element in inputs:
+                check_integer("WordProblem.inputs", element, 0, self.monoid.order - 1)
             if not inputs or len(set(inputs)) != len(inputs):
                 raise ValueError(f"WordProblem.inputs must be one or more ids, none of them twice, got {inputs}.")
-            object.__setattr__(self, "inputs", inputs)  # hashable and immutable
+            object.__setattr__(self, "inputs", inputs)  # an iterator may have been given
         p = self.identity_probability
-        if p > 0.0 and not any(factor.is_group for factor in _factors(self.monoid)):
+        if p > 0.0 and not any(factor.is_group for factor in self.monoid.factors or (self.monoid,)):
             name = self.monoid.name
             raise ValueError(f"identity_probability must be 0 for {name}, which has no group factor, got {p}.")
 
@@ -76,7 +79,8 @@ class WordProblem(Task):
     def chance(self) -> float:
         """One over the number of products that one or more inputs can have."""
         inputs = list(self.input_ids)
-        return 1 / len(self.monoid.table[list(self.monoid.closure(inputs))][:, inputs].unique())
+        products = reached(self.monoid.table, self.monoid.identity, inputs)
+        return 1 / len(self.monoid.table[products][:, inputs].unique())
 
     def draw(self, batch: int, length: int, generator: torch.Generator) -> WordBatch:
         """Draw sequences and their prefix products.
@@ -87,7 +91,13 @@ class WordProblem(Task):
         ids = torch.tensor(self.input_ids)
         inputs = ids[torch.randint(len(ids), (batch, length), generator=generator)]
         easy = torch.rand(batch, length, generator=generator, dtype=torch.float64) < self.identity_probability
-        inputs = torch.where(easy, _without_group_part(self.monoid)[inputs], inputs)
+        without_group = torch.zeros(
+            1, dtype=torch.int64
+        )  # of each element, with the identity in factors that are groups
+        for factor in self.monoid.factors or (self.monoid,):
+            part = torch.full((factor.order,), factor.identity) if factor.is_group else torch.arange(factor.order)
+            without_group = (without_group[:, None] * factor.order + part).flatten()
+        inputs = torch.where(easy, without_group[inputs], inputs)
         return WordBatch(inputs, prefix_products(self.monoid, inputs))
 
 
@@ -102,40 +112,15 @@ def prefix_products(monoid: FiniteMonoid, tokens: Int64[Tensor, "batch length"])
         tokens: ids of the elements, `(batch, length)`, int64; those of the products are on the same device.
 
     Raises:
-        ValueError: the tokens have another shape or dtype, or are no ids of the monoid.
+        TypeError, ValueError: the tokens have another shape or dtype, or are no ids of the monoid.
 
     Example:
         >>> from deqseq.tasks import cyclic, prefix_products
         >>> prefix_products(cyclic(5), torch.tensor([[3, 4, 1]]))
         tensor([[3, 2, 3]])
     """
-    if tokens.ndim != 2 or tokens.numel() == 0 or tokens.dtype != torch.int64:
-        raise ValueError(f"tokens must be int64 (batch, length), got {tokens.dtype} {tuple(tokens.shape)}")
-    if tokens.device.type != "meta" and not 0 <= int(tokens.min()) <= int(tokens.max()) < monoid.order:
-        raise ValueError(f"tokens must lie in 0..{monoid.order - 1}, got {int(tokens.min())}..{int(tokens.max())}")
-    return _scan(monoid.table.to(tokens.device), tokens)
-
-
-def _scan(table: Tensor, tokens: Tensor) -> Tensor:
-    # Multiply adjacent pairs, scan the half as long sequence, fill in: 2 x length products, O(log length) steps.
-    length = tokens.shape[1]
-    if length < 2:
-        return tokens.clone()
-    odd = _scan(table, table[tokens[:, : length - 1 : 2], tokens[:, 1::2]])
-    prefix = tokens.clone()
-    prefix[:, 1::2] = odd
-    prefix[:, 2::2] = table[odd[:, : (length - 1) // 2], tokens[:, 2::2]]
-    return prefix
-
-
-def _factors(monoid: FiniteMonoid) -> tuple[FiniteMonoid, ...]:
-    return monoid.factors or (monoid,)
-
-
-def _without_group_part(monoid: FiniteMonoid) -> Int64[Tensor, "order"]:
-    """For each element, the one whose components in factors that are groups are the identity."""
-    changed = torch.zeros(1, dtype=torch.int64)
-    for factor in _factors(monoid):
-        part = torch.full((factor.order,), factor.identity) if factor.is_group else torch.arange(factor.order)
-        changed = (changed[:, None] * factor.order + part).flatten()
-    return changed
+    check_ids("tokens", tokens, monoid.order)
+    table, products = monoid.table.to(tokens.device), [tokens[:, 0]]
+    for token in tokens[:, 1:].unbind(dim=1):
+        products.append(table[products[-1], token])
+    return torch.stack(products, dim=1)

@@ -54,10 +54,10 @@ def test_direct_product_multiplies_factor_by_factor():
 def test_direct_products_are_flat():
     z2, z3, m = cyclic(2), cyclic(3), aperiodic_monoid()
     left, right = direct_product(direct_product(z2, z3), m), direct_product(z2, direct_product(z3, m))
-    assert left == right == parse_group("Z2xZ3xM")
-    assert left.elements[1 * 12 + 2 * 4 + 3] == (1, 2, "X")
+    for product in (left, right, parse_group("Z2xZ3xM")):
+        assert [factor.name for factor in product.factors] == ["Z2", "Z3", "M"]
+        assert product.elements[1 * 12 + 2 * 4 + 3] == (1, 2, "X")
     assert direct_product(z3) is z3
-    assert parse_group("Z2xZ3").elements[5] == (1, 2)
 
 
 def test_aperiodic_monoid():
@@ -65,15 +65,6 @@ def test_aperiodic_monoid():
     table = ["".join(product_of(m, a, b) for b in "EABX") for a in "EABX"]
     assert table == ["EABX", "AXXX", "BABX", "XXXX"]
     assert not m.is_group
-
-
-def test_closure():
-    s3 = symmetric(3)
-    rotation, swap = s3.index((2, 3, 1)), s3.index((2, 1, 3))
-    assert [s3.elements[a] for a in s3.closure([rotation])] == [(1, 2, 3), (2, 3, 1), (3, 1, 2)]
-    assert s3.closure([rotation, swap]) == tuple(range(6))
-    assert s3.closure([]) == (s3.identity,)
-    assert cyclic(12).closure([8]) == (0, 4, 8)
 
 
 @pytest.mark.parametrize(
@@ -92,11 +83,9 @@ def test_closure():
         ("S3", 3, [(1, 3, 2), (2, 1, 3), (2, 3, 1)]),
     ],
 )
-def test_generators_are_canonical_and_generate(name, count, expected):
+def test_generators_are_canonical(name, count, expected):
     monoid = parse_group(name)
-    found = generators(monoid, count)
-    assert [monoid.elements[g] for g in found] == expected
-    assert monoid.closure(found) == tuple(range(monoid.order))
+    assert [monoid.elements[g] for g in generators(monoid, count)] == expected
 
 
 @pytest.mark.parametrize(("name", "count"), [("S3", 1), ("A5", 1), ("M", 1), ("Z3", 3)])
@@ -169,25 +158,23 @@ def test_bad_arguments_are_named(build, message):
 
 XOR = [[0, 1], [1, 0]]
 LOOP = [[0, 1, 2], [1, 2, 0], [2, 1, 0]]
-Z4 = [[0, 1, 2, 3], [1, 2, 3, 0], [2, 3, 0, 1], [3, 0, 1, 2]]
 
 
 @pytest.mark.parametrize(
-    ("labels", "table", "identity", "factors", "message"),
+    ("labels", "table", "identity", "message"),
     [
-        ("aa", XOR, 0, (), "elements must be distinct and at least one"),
-        ("abc", XOR, 0, (), r"table must be torch.int64 \(3, 3\), got torch.int64 \(2, 2\)"),
-        ("ab", [[0, 1], [1, 2]], 0, (), "table must hold ids 0 to 1, got 0 to 2"),
-        ("ab", [[0, 1], [1, -1]], 0, (), "table must hold ids 0 to 1, got -1 to 1"),
-        ("ab", [[0, 0], [1, 1]], 0, (), "the element with id 0 is not the identity"),
-        ("ab", XOR, 2, (), "the element with id 2 is not the identity"),
-        ("eab", LOOP, 0, (), r"not associative: \(a ∘ a\) ∘ a != a ∘ \(a ∘ a\)"),
-        ("abcd", Z4, 0, (cyclic(2),) * 2, "table is not that of the direct product of its factors"),
+        ("aa", XOR, 0, "elements must be distinct and at least one"),
+        ("abc", XOR, 0, r"table must be torch.int64 \(3, 3\), got torch.int64 \(2, 2\)"),
+        ("ab", [[0, 1], [1, 2]], 0, "table must hold ids 0 to 1, got 0 to 2"),
+        ("ab", [[0, 1], [1, -1]], 0, "table must hold ids 0 to 1, got -1 to 1"),
+        ("ab", [[0, 0], [1, 1]], 0, "the element with id 0 is not the identity"),
+        ("ab", XOR, 2, "the element with id 2 is not the identity"),
+        ("eab", LOOP, 0, r"not associative: \(a ∘ a\) ∘ a != a ∘ \(a ∘ a\)"),
     ],
 )
-def test_a_table_that_is_no_monoid_is_refused(labels, table, identity, factors, message):
+def test_a_table_that_is_no_monoid_is_refused(labels, table, identity, message):
     with pytest.raises(ValueError, match=message):
-        FiniteMonoid("bad", tuple(labels), torch.tensor(table), identity, factors)
+        FiniteMonoid("bad", tuple(labels), torch.tensor(table), identity)
 
 
 @given(data=st.data())
@@ -203,11 +190,7 @@ def test_associativity_check_agrees_with_brute_force(data):
         FiniteMonoid("random", tuple(range(n)), torch.tensor(rows), identity=0)
 
 
-def test_equality_looks_at_the_table():
-    table = torch.tensor([[0, 1], [1, 0]])
-    xor, maximum = (FiniteMonoid("two", (0, 1), t, 0) for t in (table, torch.tensor([[0, 1], [1, 1]])))
-    assert xor == FiniteMonoid("two", (0, 1), table, 0)
-    assert hash(xor) == hash(FiniteMonoid("two", (0, 1), table, 0))
-    assert xor != maximum
-    table[1, 1] = 1  # the monoid holds its own copy
+def test_the_table_is_a_copy():
+    xor = FiniteMonoid("two", (0, 1), table := torch.tensor(XOR), identity=0)
+    table[1, 1] = 1
     assert xor.table[1, 1] == 0
