@@ -36,9 +36,6 @@ CLASSES: dict[str, tuple[type[Any], ...]] = {
 
 _BASES = CLASSES | {"solver": (Solver,), "gradient": (Gradient,), "sweep": (Sweep,)}
 """What each kind of object is an instance of: the user's own, too."""
-_OPTIONAL = ("rope_scaling", "eval_solve", "depth")
-"""Fields that may be None."""
-_FIELDS = {**{kind: kind for kind in CLASSES}, "eval_solve": "solve"}
 
 
 def to_json(value: object) -> Any:
@@ -82,11 +79,7 @@ def from_json(kind: str, data: object, where: str, base: Any = None) -> Any:
         data: a mapping as :func:`to_json` returns it, whose values may also be objects; a name alone; or such an
             object itself, which is returned.
         where: how errors begin.
-        base: the object that a mapping without a name changes: fields that it leaves out keep their values. Default:
-            they have their defaults.
-
-    Returns:
-        The object.
+        base: the object that has the fields that a mapping without a name leaves out. Default: their defaults.
 
     Raises:
         TypeError: a value of the wrong type.
@@ -97,25 +90,19 @@ def from_json(kind: str, data: object, where: str, base: Any = None) -> Any:
         (Sliding(window=4), Naive())
         >>> from_json("solve", {"stop": {"max_steps": 8}}, "my solve", SolveConfig(stop=Stop(rtol=1e-4))).stop.rtol
         0.0001
-        >>> from_json("sweep", "Slidng", "mine")
-        Traceback (most recent call last):
-        ValueError: mine: name 'Slidng' is unknown; did you mean 'Sliding'?
-        (known: Simultaneous, Chunked, Sliding, Sequential)
     """
     if isinstance(data, _BASES[kind]) or (kind == "start" and data in ("zero", "input")):
         return data
-    table = {part.__name__: part for part in CLASSES[kind]}
-    named = kind != "phases"  # a phase has a name of its own
-    given: Any = {"name": data} if isinstance(data, str) and named else data
-    made = type(base) if type(base) in CLASSES[kind] else CLASSES[kind][0] if len(table) == 1 else None
-    if not isinstance(given, Mapping) or not ("name" in given or made):
-        example = "{...}" if len(table) == 1 else f'{{"name": "{next(iter(table))}", ...}}'
-        raise TypeError(f"{where} must be a {kind} of deqseq or its JSON, {example}, got {data!r}")
-    if "name" in given and named:
-        check_known(f"{where}: name", given["name"], table)
-        made, base = table[given["name"]], None
+    classes: dict[Any, Any] = {one.__name__: one for one in CLASSES[kind]}
+    given: Any = {"name": data} if isinstance(data, str) else data
+    made: Any = type(base) if len(classes) > 1 else CLASSES[kind][0]
+    if len(classes) > 1 and isinstance(given, Mapping) and "name" in given:
+        check_known(f"{where}: name", given["name"], classes)
+        made, base = classes[given["name"]], None
         given = {key: value for key, value in given.items() if key != "name"}
-    assert made is not None
+    if not isinstance(given, Mapping) or made not in CLASSES[kind]:
+        example = "{...}" if len(classes) == 1 else f'{{"name": "{next(iter(classes))}", ...}}'
+        raise TypeError(f"{where} must be a {kind} of deqseq or its JSON, {example}, got {data!r}")
     base = base if type(base) is made else None
     defaults = {field.name: field.default if base is None else getattr(base, field.name) for field in fields(made)}
     changes = {}
@@ -130,9 +117,7 @@ def from_json(kind: str, data: object, where: str, base: Any = None) -> Any:
 
 def _value(key: str, value: object, where: str, default: object) -> Any:
     """The value of a field."""
-    value = tuple(value) if isinstance(value, list) else value
-    if key not in _FIELDS or (value is None and key in _OPTIONAL):
-        return value
-    if isinstance(value, tuple):
-        return tuple(from_json(_FIELDS[key], one, f"{where}[{i}]") for i, one in enumerate(value))
-    return from_json(_FIELDS[key], value, where, default)
+    kind = "solve" if key == "eval_solve" else key
+    if isinstance(value, list | tuple):
+        return tuple(from_json(kind, one, f"{where}[{i}]") if kind in CLASSES else one for i, one in enumerate(value))
+    return value if value is None or kind not in CLASSES else from_json(kind, value, where, default)

@@ -85,7 +85,7 @@ def test_what_is_left_out_is_that_of_the_base_or_the_default(kind, data, base, w
         ("solver", {"name": "Relaxed", "damping": "0.8"}, TypeError, r"Relaxed\.damping must be a number"),
         ("gradient", {"name": "Unrolled", "checkpoint": 1}, TypeError, r"Unrolled\.checkpoint must be True or False"),
         ("stop", {"divergence": 0.5}, ValueError, r"here: Stop\.divergence must be"),
-        ("stop", {"name": "Halt"}, ValueError, r"name 'Halt' is unknown \(known: Stop\)"),
+        ("stop", {"name": "Halt"}, ValueError, r"Stop field 'name' is unknown"),
         ("solver", {"damping": 1}, TypeError, 'must be a solver of deqseq or its JSON, {"name": "Naive"'),
         ("solver", dq.Sliding(2), TypeError, "must be a solver of deqseq or its JSON"),
         ("solve", {"solver": dq.Sliding(2)}, TypeError, r"here: SolveConfig\.solver must be a solver"),

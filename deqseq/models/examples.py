@@ -15,17 +15,20 @@ from deqseq.models.specification import LanguageModelSpec
 from deqseq.stop import Stop
 
 WEIGHTS = Path(__file__).parent / "weights"
-PARITY = LanguageModelSpec(
-    2, Mamba2Config(d_model=32, d_state=16, headdim=32), SolveConfig(stop=Stop(rtol=1e-2, max_steps=1000))
-)
-A5 = LanguageModelSpec(
-    60, Mamba2Config(d_model=64, d_state=16, headdim=32), SolveConfig(stop=Stop(rtol=1e-2, max_steps=2000))
-)
-TEXT = LanguageModelSpec(
-    128, Mamba2Config(d_model=96, d_state=16, headdim=32), SolveConfig(stop=Stop(rtol=1e-2, max_steps=256))
-)
 EXAMPLES: Mapping[str, LanguageModelSpec] = MappingProxyType(
-    {"parity": PARITY, "parity-unrolled": PARITY, "a5": A5, "text": TEXT}
+    {
+        name: LanguageModelSpec(
+            tokens,
+            Mamba2Config(d_model=width, d_state=16, headdim=32),
+            SolveConfig(stop=Stop(rtol=1e-2, max_steps=max_steps)),
+        )
+        for name, tokens, width, max_steps in (
+            ("parity", 2, 32, 1000),
+            ("parity-unrolled", 2, 32, 1000),
+            ("a5", 60, 64, 2000),
+            ("text", 128, 96, 256),
+        )
+    }
 )
 """The trained models by name; the metadata of each file says how it was made."""
 

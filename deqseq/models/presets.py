@@ -1,9 +1,8 @@
 """The paper's models, by name."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
-from typing import Literal, get_args
 
 import torch
 
@@ -16,41 +15,13 @@ from deqseq.models.specification import LanguageModelSpec
 from deqseq.solvers import Relaxed
 from deqseq.stop import Stop
 
-Family = Literal["llama3", "mamba2"]
-Kind = Literal["explicit", "pretrain", "implicit"]
-
-VOCABULARY = 50277  # tokens of the GPT-NeoX tokenizer
-PADDED_VOCABULARY = 50288  # the next multiple of 16
-
-
-@dataclass(frozen=True)
-class Size:
-    """One of the paper's four sizes.
-
-    Attributes:
-        d_model: width, of both families.
-        mamba2_layers: blocks of the Mamba2.
-        llama_layers: blocks of the Llama.
-        llama_heads: its heads.
-        llama_budget: iterations that it is allowed in the free phase.
-    """
-
-    d_model: int
-    mamba2_layers: int
-    llama_layers: int
-    llama_heads: int
-    llama_budget: int = 32
-
-
-SIZES: Mapping[str, Size] = MappingProxyType(
-    {
-        "130m": Size(768, 24, 12, 12),
-        "370m": Size(1024, 48, 24, 16, llama_budget=24),
-        "760m": Size(1536, 48, 24, 16),
-        "1.3b": Size(2048, 48, 24, 32),
-    }
-)
-"""The paper's sizes, by name."""
+SIZES = {
+    "130m": (768, 24, 12, 12, 32),
+    "370m": (1024, 48, 24, 16, 24),
+    "760m": (1536, 48, 24, 16, 32),
+    "1.3b": (2048, 48, 24, 32, 32),
+}
+"""Width; layers of the Mamba2; layers and heads of the Llama, and its iterations in the free phase."""
 
 
 @checked
@@ -91,21 +62,15 @@ def preset(name: str) -> LanguageModelSpec:
     return PRESETS[name]
 
 
-def _language_model(family: Family, size: str, kind: Kind) -> LanguageModelSpec:
-    sizes = SIZES[size]
+def _language_model(family: str, size: str, kind: str) -> LanguageModelSpec:
+    width, mamba2_layers, llama_layers, heads, budget = SIZES[size]
+    vocabulary = 50277  # tokens of the GPT-NeoX tokenizer
     if family == "llama3":
-        backbone = LlamaConfig(
-            d_model=sizes.d_model,
-            n_layers=sizes.llama_layers,
-            n_heads=sizes.llama_heads,
-            mlp_width=8 * sizes.d_model // 3,
-        )
-        vocabulary, budget = VOCABULARY, sizes.llama_budget
+        backbone = LlamaConfig(d_model=width, n_layers=llama_layers, n_heads=heads, mlp_width=8 * width // 3)
     else:
-        backbone = Mamba2Config(d_model=sizes.d_model, n_layers=sizes.mamba2_layers)
-        # the reference's file of this one model does not pad
-        vocabulary = VOCABULARY if (size, kind) == ("130m", "explicit") else PADDED_VOCABULARY
-        budget = 24
+        backbone, budget = Mamba2Config(d_model=width, n_layers=mamba2_layers), 24
+        if (size, kind) != ("130m", "explicit"):  # the reference's file of this one model does not pad
+            vocabulary = 50288
     if kind == "explicit":
         return LanguageModelSpec(vocabulary, replace(backbone, weight_norm=False, injection=False), solve=None)
     return LanguageModelSpec(vocabulary, backbone, *(_solves(4, 1) if kind == "pretrain" else _solves(budget, 4)))
@@ -118,20 +83,19 @@ def _solves(budget: int, phantom_steps: int, eval_budget: int | None = None) -> 
     return solve, replace(solve, stop=replace(stop, max_steps=eval_budget or 4 * budget))
 
 
-def _state_tracking() -> LanguageModelSpec:
-    """A5 times a monoid of four elements: 240 tokens."""
-    backbone = Mamba2Config(d_model=256, n_layers=1, d_state=128, expand=4, headdim=64, dropout=0.05)
-    return LanguageModelSpec(240, backbone, *_solves(32, 4, eval_budget=2048))
-
-
+_STATE_TRACKING = LanguageModelSpec(  # A5 times a monoid of four elements: 240 tokens
+    240,
+    Mamba2Config(d_model=256, n_layers=1, d_state=128, expand=4, headdim=64, dropout=0.05),
+    *_solves(32, 4, eval_budget=2048),
+)
 PRESETS: Mapping[str, LanguageModelSpec] = MappingProxyType(
     {
         f"{family}-{size}-{kind}": _language_model(family, size, kind)
-        for family in get_args(Family)
+        for family in ("llama3", "mamba2")
         for size in SIZES
-        for kind in get_args(Kind)
+        for kind in ("explicit", "pretrain", "implicit")
     }
-    | {"mamba2-state-tracking": _state_tracking()}
+    | {"mamba2-state-tracking": _STATE_TRACKING}
 )
 """All presets, by name."""
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Annotated, Any, Literal
 
 from torch import nn
@@ -40,7 +39,7 @@ INJECTIONS: Mapping[str, Callable[[int], Injection]] = {
 @checked
 @dataclass(frozen=True)
 class DecoderLayers:
-    """Some layers of a decoder of another library, which whoever builds the model has to give.
+    """Some layers of a decoder of another library, which has to be there when the model is built.
 
     Args:
         d_model: width.
@@ -49,7 +48,7 @@ class DecoderLayers:
         final_norm: whether the decoder's final norm follows.
 
     Raises:
-        TypeError, ValueError: names the field, what it got and what it wants.
+        ValueError: no layers.
 
     Example:
         >>> DecoderLayers(64, 4, 12).n_layers
@@ -72,9 +71,7 @@ class DecoderLayers:
 
 
 Sizes = Mamba2Config | LlamaConfig | DecoderLayers
-"""What a backbone is made from."""
 Decoder = Callable[[DecoderLayers], Backbone[Any]]
-"""Makes a backbone of the layers of a decoder."""
 
 
 @checked
@@ -104,7 +101,7 @@ class LanguageModelSpec:
         loop_start: where these steps begin.
 
     Raises:
-        TypeError, ValueError: names the field, what it got and what it wants.
+        ValueError: fields that do not go together.
 
     Example:
         >>> spec = LanguageModelSpec(10, Mamba2Config(d_model=16, d_state=4, headdim=8))
@@ -113,7 +110,7 @@ class LanguageModelSpec:
     """
 
     vocab_size: Annotated[int, AtLeast(1)]
-    backbone: Mamba2Config | LlamaConfig | DecoderLayers
+    backbone: Sizes
     solve: SolveConfig | None = SolveConfig()
     eval_solve: SolveConfig | None = None
     tied: bool = True
@@ -121,8 +118,8 @@ class LanguageModelSpec:
     embedding_dropout: Annotated[float, Within("[0, 1)")] = 0.0
     embedding_scale: Annotated[float, Within("(0, inf)")] = 1.0
     logit_softcap: Annotated[float, Within("(0, inf)")] | None = None
-    prelude: Mamba2Config | LlamaConfig | DecoderLayers | None = None
-    coda: Mamba2Config | LlamaConfig | DecoderLayers | None = None
+    prelude: Sizes | None = None
+    coda: Sizes | None = None
     injection: Name | None = None
     norm: Literal["coda"] | None = None
     steps: Annotated[int, AtLeast(1)] | None = None
@@ -135,9 +132,7 @@ class LanguageModelSpec:
         if self.solve is not None and self.steps is not None:
             raise ValueError(f"{owner}.steps must be None in an implicit model, got {self.steps}: or give solve=None")
         if self.solve is None and self.steps is None and self.injection is not None:
-            raise ValueError(
-                f"{owner}.injection must be None in a model that runs its backbone once, got {self.injection!r}"
-            )
+            raise ValueError(f"{owner}.injection must be None if the backbone runs once, got {self.injection!r}")
         if (self.prelude is None) != (self.coda is None):
             missing = "prelude" if self.prelude is None else "coda"
             raise ValueError(f"{owner}.{missing} must be given, too: prelude and coda belong together")
@@ -166,32 +161,25 @@ class LanguageModelSpec:
         Raises:
             TypeError: there are, and no ``decoder``.
         """
-        make = partial(_backbone, decoder=decoder)
-        if self.prelude is None or self.coda is None:
-            return self._core(make)
-        prelude, core, coda = ExplicitModel(make(self.prelude, False)), self._core(make), make(self.coda, False)
-        return RecurrentDepth(
-            prelude, core, ExplicitModel(coda), coda.norm if isinstance(coda, Llama) and self.norm else None
-        )
-
-    def _core(self, make: Callable[[Sizes, bool], Backbone[Any]]) -> ImplicitModel | ExplicitModel:
         iterated = self.solve is not None or self.steps is not None
-        backbone = make(self.backbone, iterated and self.injection is None)
+        prelude = None if self.prelude is None else ExplicitModel(_backbone(self.prelude, False, decoder))
+        backbone = _backbone(self.backbone, iterated and self.injection is None, decoder)
         if self.injection is not None:
             backbone = Injected(backbone, INJECTIONS[self.injection](backbone.d_model))
-        if self.solve is not None:
-            return ImplicitModel(backbone, self.solve, self.eval_solve)
-        return ExplicitModel(backbone if self.steps is None else Looped(backbone, self.steps, start=self.loop_start))
+        if self.steps is not None:
+            backbone = Looped(backbone, self.steps, start=self.loop_start)
+        core = ExplicitModel(backbone) if self.solve is None else ImplicitModel(backbone, self.solve, self.eval_solve)
+        if prelude is None or self.coda is None:
+            return core
+        coda = _backbone(self.coda, False, decoder)
+        norm = coda.norm if isinstance(coda, Llama) and self.norm else None
+        return RecurrentDepth(prelude, core, ExplicitModel(coda), norm)
 
-    def build(self, decoder: Decoder | None = None) -> CausalLM:
-        """The whole model, freshly initialised.
-
-        Args:
-            decoder: as in :meth:`build_model`.
-        """
+    def build(self) -> CausalLM:
+        """The whole model, freshly initialised."""
         return CausalLM(
             self.vocab_size,
-            self.build_model(decoder),
+            self.build_model(),
             self.embedding_std,
             tied=self.tied,
             embedding_dropout=self.embedding_dropout,
@@ -230,7 +218,7 @@ def specification_of(lm: CausalLM, embedding_std: float = 0.02) -> LanguageModel
 def parts_of(model: nn.Module) -> dict[str, Any]:
     """The fields of a specification that describe the ``model`` between embedding and head."""
     if not isinstance(model, RecurrentDepth):
-        return _fields_of_core(model)
+        return _core_of(model)
     coda: Any = model.coda.backbone
     shared = isinstance(coda, Llama) and coda.config.final_norm and model.norm is coda.norm
     if not shared and not isinstance(model.norm, nn.Identity):
@@ -242,13 +230,11 @@ def parts_of(model: nn.Module) -> dict[str, Any]:
     if places - weights > int(shared):
         raise ValueError("prelude, core and coda must have weights of their own: only a norm can be shared")
     outer = {"prelude": model.prelude.backbone.sizes(), "coda": coda.sizes(), "norm": "coda" if shared else None}
-    return outer | _fields_of_core(model.core)
+    return outer | _core_of(model.core)
 
 
-def _fields_of_core(model: Any) -> dict[str, Any]:
-    fields: dict[str, Any] = {"solve": None, "eval_solve": None}
-    if isinstance(model, ImplicitModel):
-        fields = {"solve": model.solve, "eval_solve": model.eval_solve}
+def _core_of(model: Any) -> dict[str, Any]:
+    fields: dict[str, Any] = {name: getattr(model, name, None) for name in ("solve", "eval_solve")}
     backbone = model.backbone
     if isinstance(backbone, Looped):
         if backbone.choose is not None:
@@ -256,16 +242,13 @@ def _fields_of_core(model: Any) -> dict[str, Any]:
         fields |= {"steps": backbone.steps, "loop_start": backbone.start}
         backbone = backbone.backbone
     if isinstance(backbone, Injected):
-        fields["injection"] = _name_of(backbone.injection)
+        names = {type(make(1)): name for name, make in INJECTIONS.items()}
+        if type(backbone.injection) not in names:
+            kind = type(backbone.injection).__name__
+            raise TypeError(f"a specification cannot name {kind} (known: {', '.join(INJECTIONS)})")
+        fields["injection"] = names[type(backbone.injection)]
         backbone = backbone.backbone
     return fields | {"backbone": backbone.sizes()}
-
-
-def _name_of(injection: Injection) -> str:
-    names = [name for name, make in INJECTIONS.items() if type(injection) is type(make(1))]
-    if not names:
-        raise TypeError(f"a specification cannot name {type(injection).__name__} (known: {', '.join(INJECTIONS)})")
-    return names[0]
 
 
 def _backbone(sizes: Sizes, injection: bool, decoder: Decoder | None) -> Backbone[Any]:
