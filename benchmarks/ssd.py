@@ -30,12 +30,12 @@ SIZES = {  # batch, length, heads, headdim, d_state
 
 def ours(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, bias: Tensor, D: Tensor) -> Tensor:
     """Our scan."""
-    return ssd(x, dt, A, B, C, dt_bias=bias, D=D, chunk_size=CHUNK, backend="reference").y
+    return ssd(x, dt, A, B, C, dt_bias=bias, D=D, chunk_size=CHUNK, backend="reference")[0]
 
 
 def kernel(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, bias: Tensor, D: Tensor) -> Tensor:
     """mamba_ssm's kernel, with chunks of its own size."""
-    return ssd(x, dt, A, B, C, dt_bias=bias, D=D, backend="mamba_ssm").y
+    return ssd(x, dt, A, B, C, dt_bias=bias, D=D, backend="mamba_ssm")[0]
 
 
 def theirs(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, bias: Tensor, D: Tensor) -> Tensor:

@@ -11,19 +11,17 @@ from deqseq.backbones.base import Backbone, Inputs, check_cache, check_sequence
 from deqseq.backbones.llama_cache import LlamaCache, commit
 from deqseq.layers import (
     Attention,
-    KeyValues,
     LlamaBlock,
     Norms,
-    Past,
     RMSNorm,
     RotaryScaling,
-    RotaryTables,
     apply_weight_norm,
     dropout_mask,
-    has_weight_norm,
     rotary_frequencies,
     rotary_tables,
 )
+from deqseq.layers.attention import KeyValues, Past
+from deqseq.layers.weight_norm import has_weight_norm
 from deqseq.types import Counts, Mask, Sequence
 
 
@@ -161,7 +159,7 @@ class Llama(Backbone[LlamaCache]):
             past = tuple(Past(layer, cache.length) for layer in cache.layers)
         first: Any = self.layers[0]
         mask = first.self_attn.attend.mask(z, cache)
-        z, kept = self.run(z, inputs.injection, RotaryTables(*inputs.rotary), past, inputs.dropout, mask)
+        z, kept = self.run(z, inputs.injection, inputs.rotary, past, inputs.dropout, mask)
         return z, kept if need_aux else None
 
     def advance(
@@ -176,7 +174,7 @@ class Llama(Backbone[LlamaCache]):
         self,
         z: Tensor,
         injected: Tensor | None,
-        tables: RotaryTables,
+        tables: tuple[Tensor, ...],
         past: tuple[Past, ...],
         dropout: tuple[Tensor, ...],
         attention_mask: Any,

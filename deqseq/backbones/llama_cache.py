@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from deqseq.backbones.base import Cache
-from deqseq.layers import KeyValues
+from deqseq.layers.attention import KeyValues
 from deqseq.rows import map_tensors, take
 from deqseq.types import RowIndex
 

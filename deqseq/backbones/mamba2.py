@@ -11,13 +11,12 @@ from deqseq.backbones.base import Backbone, Cache, Inputs, check_cache, check_se
 from deqseq.layers import (
     Mamba2Block,
     Mamba2Mixer,
-    MixerAux,
-    MixerState,
     RMSNorm,
     apply_weight_norm,
     dropout_mask,
-    has_weight_norm,
 )
+from deqseq.layers.mamba2_mixer import MixerAux, MixerState
+from deqseq.layers.weight_norm import has_weight_norm
 from deqseq.ops import Backend
 from deqseq.ops.backend import resolved
 from deqseq.types import Counts, Mask, Sequence
@@ -86,7 +85,8 @@ class Mamba2Cache(Cache):
     """Convolution and scan states after the committed tokens.
 
     Attributes:
-        layers: one :class:`~deqseq.layers.MixerState` per block.
+        layers: of each block, the last inputs of its convolution, ``(batch, d_conv - 1, channels)``, and the state of
+            its scan, ``(batch, heads, headdim, d_state)``.
     """
 
     layers: tuple[MixerState, ...]
@@ -129,9 +129,7 @@ class Mamba2(Backbone[Mamba2Cache]):
 
     def prepare(self, x: Sequence, cache: Mamba2Cache | None = None, mask: Mask | None = None) -> Inputs:
         check_sequence(x, self.d_model)
-        if cache is not None:
-            state = self.layers[0].mixer.init_state(0)
-            check_cache(cache, Mamba2Cache, x, [tuple(part.shape[1:]) for part in state] * len(self.layers))
+        check_cache(cache, Mamba2Cache, x, self.layers[0].mixer.state_shapes * len(self.layers))
         injection = None if self.injection is None else self.injection(self.injection_norm(x))
         drops = self.training and self.config.dropout > 0
         return Inputs(injection, tuple(dropout_mask(x, self.config.dropout) for _ in self.layers if drops))

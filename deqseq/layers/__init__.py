@@ -1,37 +1,30 @@
 """The layers that backbones are made of; parameters are named as in their public counterparts."""
 
-from deqseq.layers.attention import Attention, DotProduct, KeyValues, Past
+from deqseq.layers.attention import Attention, DotProduct
 from deqseq.layers.block import LlamaBlock, Mamba2Block, Norms, SwiGLU
 from deqseq.layers.causal_conv import CausalConv1d
 from deqseq.layers.dropout import dropout_mask
-from deqseq.layers.mamba2_mixer import Mamba2Mixer, MixerAux, MixerState
+from deqseq.layers.mamba2_mixer import Mamba2Mixer
 from deqseq.layers.rms_norm import GatedRMSNorm, RMSNorm
-from deqseq.layers.rotary import RotaryScaling, RotaryTables, rotary_frequencies, rotary_tables, rotate
-from deqseq.layers.weight_norm import apply_weight_norm, fold_weight_norm, has_weight_norm, with_weights
+from deqseq.layers.rotary import RotaryScaling, rotary_frequencies, rotary_tables
+from deqseq.layers.weight_norm import apply_weight_norm, fold_weight_norm, with_weights
 
 __all__ = [
     "Attention",
     "CausalConv1d",
     "DotProduct",
     "GatedRMSNorm",
-    "KeyValues",
     "LlamaBlock",
     "Mamba2Block",
     "Mamba2Mixer",
-    "MixerAux",
-    "MixerState",
     "Norms",
-    "Past",
     "RMSNorm",
     "RotaryScaling",
-    "RotaryTables",
     "SwiGLU",
     "apply_weight_norm",
     "dropout_mask",
     "fold_weight_norm",
-    "has_weight_norm",
     "rotary_frequencies",
     "rotary_tables",
-    "rotate",
     "with_weights",
 ]

@@ -15,30 +15,20 @@ HeadTokens = Float[Tensor, "batch kv_heads length headdim"]
 
 
 class KeyValues(NamedTuple):
-    """Keys, already turned to their positions, and values, each ``(batch, kv_heads, length, headdim)``.
-
-    Attributes:
-        keys: ``(batch, kv_heads, length, headdim)``.
-        values: ``(batch, kv_heads, length, headdim)``.
-    """
+    """Keys, already turned to their positions, and values."""
 
     keys: HeadTokens
     values: HeadTokens
 
 
 class Past(NamedTuple):
-    """Keys and values of the committed tokens.
-
-    Attributes:
-        buffer: room for the committed tokens and for those of the call, ``(batch, kv_heads, capacity, headdim)``.
-        length: how many tokens are committed.
-    """
+    """Keys and values of ``length`` committed tokens, in a buffer with room for those of the call."""
 
     buffer: KeyValues
     length: int
 
     def joined(self, own: KeyValues) -> KeyValues:
-        """All keys and values, with ``own`` of the new tokens last, each ``(batch, kv_heads, length + new, headdim)``.
+        """All keys and values, with ``own`` of the new tokens last.
 
         They are written into the buffer, unless a graph is being built, or the buffer's dtype would round them.
         """
@@ -121,7 +111,7 @@ class Attention(nn.Module):
         attend: what mixes the values, a :class:`DotProduct` or another object with its two methods.
 
     Example:
-        >>> from deqseq.layers.rotary import rotary_frequencies, rotary_tables
+        >>> from deqseq.layers import rotary_frequencies, rotary_tables
         >>> attention = Attention(d_model=8, n_heads=2, n_kv_heads=1, headdim=4)
         >>> tables = rotary_tables(torch.arange(5)[None], rotary_frequencies(4, 10000.0), torch.float32)
         >>> y, kept = attention(torch.zeros(2, 5, 8), None, tables)

@@ -119,7 +119,7 @@ class LlamaBlock(nn.Module):
     Example:
         >>> import torch
         >>> block = LlamaBlock(Attention(8, n_heads=2, n_kv_heads=2, headdim=4), 8, 16)
-        >>> tables = RotaryTables(torch.ones(1, 5, 1, 4), torch.zeros(1, 5, 1, 4))
+        >>> tables = torch.ones(1, 5, 1, 4), torch.zeros(1, 5, 1, 4)
         >>> block(torch.zeros(2, 5, 8), None, tables)[0].shape
         torch.Size([2, 5, 8])
     """

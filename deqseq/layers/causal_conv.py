@@ -8,14 +8,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from deqseq.annotations import AtLeast, checked
-from deqseq.ops.backend import Backend
-from deqseq.ops.causal_conv import convolved
+from deqseq.ops import Backend, fused
+from deqseq.ops.backend import resolved
 
 
 class CausalConv1d(nn.Module):
-    r"""The parameters of :func:`~deqseq.ops.causal_conv.silu_causal_conv`, :math:`\mathrm{silu}(\mathrm{conv}(x))`.
+    r"""Each channel is convolved with its own filter over the tokens up to the current one, then passes a SiLU.
 
-    They have the names and shapes of ``nn.Conv1d(channels, channels, k, groups=channels)``.
+    .. math:: y_t = \mathrm{silu}\Bigl(b + \sum_{j=0}^{k-1} w_j \odot x_{t-k+1+j}\Bigr)
+
+    Parameters have the names and shapes of ``nn.Conv1d(channels, channels, k, groups=channels)``.
 
     Args:
         channels: number of channels.
@@ -37,10 +39,6 @@ class CausalConv1d(nn.Module):
         self.weight = nn.Parameter(torch.empty(channels, 1, kernel_size).uniform_(-bound, bound))
         self.bias = nn.Parameter(torch.empty(channels).uniform_(-bound, bound))
 
-    def init_state(self, batch: int) -> Float[Tensor, "batch past channels"]:
-        """The inputs of ``batch`` rows before the first token: zeros."""
-        return self.bias.new_zeros(batch, self.past, len(self.bias))
-
     def forward(
         self,
         x: Float[Tensor, "batch length channels"],
@@ -49,9 +47,19 @@ class CausalConv1d(nn.Module):
     ) -> Float[Tensor, "batch length channels"]:
         """Convolve and activate ``x``, ``(batch, length, channels)``, carrying on from ``state``; nothing is checked.
 
-        ``state`` are the inputs before, ``(batch, kernel_size - 1, channels)``, by default zeros; ``backend`` computes.
+        ``state`` are the inputs before, ``(batch, kernel_size - 1, channels)``, by default zeros; ``backend`` is a
+        :data:`deqseq.ops.Backend`, whose kernels take filters of 2 to 4 and channels in eights.
         """
-        return convolved(x, self.weight, self.bias, state, backend)
+        weight, bias = self.weight, self.bias
+        if resolved(backend, x) == "mamba_ssm" and fused.convolves(len(weight), self.past + 1):
+            return fused.convolved(x, weight, bias, state)
+        # shifted multiply-adds: on a CPU faster than a grouped convolution
+        length, padded = x.shape[1], self._padded(x, state)
+        taps = weight[:, 0].to(x.dtype).unbind(dim=1)
+        y = torch.addcmul(bias.to(x.dtype), taps[0], padded[:, :length])
+        for offset, tap in enumerate(taps[1:], start=1):
+            y = y.addcmul_(tap, padded[:, offset : offset + length])
+        return F.silu(y)
 
     def state_after(
         self,
@@ -64,11 +72,11 @@ class CausalConv1d(nn.Module):
         ``x`` and ``state`` are as in :meth:`forward`; ``counts``, ``(batch,)``, says how many inputs of each row are
         real, by default all.
         """
-        past = self.past
         if counts is None:
-            x = x[:, max(0, x.shape[1] - past) :]
-        padded = F.pad(x, (0, 0, past, 0)) if state is None else torch.cat([state.to(x.dtype), x], dim=1)
-        if counts is None:
-            return padded[:, padded.shape[1] - past :].clone()  # a view would keep all of it
-        places = counts[:, None] + torch.arange(past, device=x.device)
-        return padded.gather(1, places[..., None].expand(-1, -1, x.shape[2]))
+            padded = self._padded(x[:, max(0, x.shape[1] - self.past) :], state)
+            return padded[:, padded.shape[1] - self.past :].clone()  # a view would keep all of it
+        places = counts[:, None] + torch.arange(self.past, device=x.device)
+        return self._padded(x, state).gather(1, places[..., None].expand(-1, -1, x.shape[2]))
+
+    def _padded(self, x: Tensor, state: Tensor | None) -> Tensor:
+        return F.pad(x, (0, 0, self.past, 0)) if state is None else torch.cat([state.to(x.dtype), x], dim=1)

@@ -17,26 +17,14 @@ from deqseq.ops.reference import StepSizes
 
 
 class MixerState(NamedTuple):
-    """What a mixer remembers of the tokens so far: the convolution's last inputs and the scan's state.
-
-    Attributes:
-        conv: ``(batch, d_conv - 1, channels)``; the channels are those of x, B and C together.
-        ssm: ``(batch, heads, headdim, d_state)``, in float32 at least.
-    """
+    """What a mixer remembers: the convolution's last inputs, and the scan's state, in float32 at least."""
 
     conv: Float[Tensor, "batch past channels"]
     ssm: Float[Tensor, "batch heads headdim d_state"]
 
 
 class MixerAux(NamedTuple):
-    """The tensors of one call of a mixer from which the state after any of its tokens follows.
-
-    Attributes:
-        xBC: inputs of the convolution, ``(batch, length, channels)``.
-        x: inputs of the scan, ``(batch, length, heads, headdim)``.
-        dt: step sizes before bias and softplus, ``(batch, length, heads)``.
-        B: input maps of the scan, ``(batch, length, groups, d_state)``.
-    """
+    """Inputs of the convolution and the scan in one call, from which the state after any of its tokens follows."""
 
     xBC: Float[Tensor, "batch length channels"]
     x: Float[Tensor, "batch length heads headdim"]
@@ -116,11 +104,10 @@ class Mamba2Mixer(nn.Module):
         """Width of the injection, equal to that of ``in_proj``'s output."""
         return sum(self.parts)
 
-    def init_state(self, batch: int) -> MixerState:
-        """The state of ``batch`` rows before the first token: zeros."""
-        dtype = torch.promote_types(self.D.dtype, torch.float32)
-        ssm = self.D.new_zeros(batch, self.parts[2], self.headdim, self.maps[1], dtype=dtype)
-        return MixerState(self.conv1d.init_state(batch), ssm)
+    @property
+    def state_shapes(self) -> list[tuple[int, ...]]:
+        """The shapes of a row's :class:`MixerState`."""
+        return [(self.conv1d.past, self.filters[0]), (self.parts[2], self.headdim, self.maps[1])]
 
     def forward(
         self,

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import torch
 from jaxtyping import Float, Int64
@@ -46,16 +46,8 @@ class RotaryScaling:
             )
 
 
-class RotaryTables(NamedTuple):
-    """Cosines and signed sines of the tokens' angles, made once a solve; they are the same for all heads.
-
-    Attributes:
-        cos: ``(batch, length, 1, headdim)``; a batch of one serves all rows.
-        sin: of the same shape, ``(batch, length, 1, headdim)``, negative in the first half of the channels.
-    """
-
-    cos: Float[Tensor, "batch length 1 headdim"]
-    sin: Float[Tensor, "batch length 1 headdim"]
+RotaryTables = tuple[Float[Tensor, "rows length 1 headdim"], Float[Tensor, "rows length 1 headdim"]]
+"""Cosines and sines of the angles, one row or one per row; sines are negative in the first half of the channels."""
 
 
 def rotary_frequencies(
@@ -65,10 +57,10 @@ def rotary_frequencies(
     device: torch.device | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Float[Tensor, " half"]:
-    r"""Radians per position, :math:`\theta^{-2i/d}`, scaled if ``scaling`` is given; ``(headdim / 2,)``.
+    r"""Radians per position, :math:`\theta^{-2i/d}`, stretched if ``scaling`` is given; ``(headdim / 2,)``.
 
     Args:
-        headdim: channels a head, even.
+        headdim: channels per head, even.
         theta: the base.
         scaling: stretches low frequencies. Default: none.
         device: where to put them.
@@ -93,7 +85,7 @@ def rotary_frequencies(
 def rotary_tables(
     positions: Int64[Tensor, "batch length"], frequencies: Float[Tensor, " half"], dtype: torch.dtype
 ) -> RotaryTables:
-    """Cosines and sines for these positions, ``(batch, length, 1, headdim)``.
+    """Cosines and signed sines for these positions, the same for all heads, each ``(batch, length, 1, headdim)``.
 
     Angles have the dtype of ``frequencies``. In the public Llama code they are float32 in models of any dtype: weights
     trained with that rounding meet it again.
@@ -104,25 +96,15 @@ def rotary_tables(
         dtype: of the result.
 
     Example:
-        >>> rotary_tables(torch.tensor([[0, 1]]), torch.tensor([0.5]), torch.float32).cos[0, 1]
+        >>> rotary_tables(torch.tensor([[0, 1]]), torch.tensor([0.5]), torch.float32)[0][0, 1]
         tensor([[0.8776, 0.8776]])
     """
     angles = positions[..., None, None].to(frequencies.dtype) * frequencies
     cos, sin = angles.cos(), angles.sin()
-    return RotaryTables(torch.cat([cos, cos], dim=-1).to(dtype), torch.cat([-sin, sin], dim=-1).to(dtype))
+    return torch.cat([cos, cos], dim=-1).to(dtype), torch.cat([-sin, sin], dim=-1).to(dtype)
 
 
 def rotate(x: Float[Tensor, "batch length heads headdim"], tables: RotaryTables) -> Tensor:
-    r"""Turn each pair of channels :math:`(i, i + d/2)` by its token's angle, in the dtype of ``x``.
-
-    Args:
-        x: queries or keys, ``(batch, length, heads, headdim)``.
-        tables: of the same tokens.
-
-    Example:
-        >>> quarter = RotaryTables(torch.zeros(1, 1, 1, 2), torch.tensor([[[[-1.0, 1.0]]]]))
-        >>> rotate(torch.tensor([[[[1.0, 0.0]]]]), quarter).flatten()
-        tensor([0., 1.])
-    """
-    cos, sin = tables.cos.to(x.dtype), tables.sin.to(x.dtype)
+    """Turn each pair of channels ``(i, i + d/2)`` by its token's angle, in the dtype of ``x``."""
+    cos, sin = (table.to(x.dtype) for table in tables)
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)

@@ -126,20 +126,7 @@ def fold_weight_norm(module: nn.Module) -> None:
 
 
 def has_weight_norm(module: nn.Module) -> bool:
-    """Whether the linear maps and causal convolutions inside have weight normalisation now.
-
-    Args:
-        module: a backbone, say.
-
-    Raises:
-        ValueError: some have it and others have not.
-
-    Example:
-        >>> layer = nn.Sequential(nn.Linear(2, 3))
-        >>> apply_weight_norm(layer)
-        >>> has_weight_norm(layer)
-        True
-    """
+    """Whether the layers inside have weight normalisation now; ValueError if some have it and others have not."""
     parts: Any = [(name, part) for name, part in module.named_modules() if isinstance(part, nn.Linear | CausalConv1d)]
     bare = [name for name, part in parts if not is_parametrized(part, "weight")]
     if 0 < len(bare) < len(parts):

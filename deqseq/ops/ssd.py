@@ -1,26 +1,14 @@
 """The state-space-dual scan of Mamba2, with checks; the layers call the implementations directly."""
 
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
-from jaxtyping import Float, Int64
+from jaxtyping import Float
 from torch import Tensor
 
 from deqseq.annotations import AtLeast, Bounds, checked
 from deqseq.ops import fused, reference
 from deqseq.ops.backend import Backend, resolved
 from deqseq.ops.reference import UNLIMITED, StepSizes
-
-
-class SSDOutput(NamedTuple):
-    """What a scan gives.
-
-    Attributes:
-        y: outputs, ``(batch, length, heads, headdim)``.
-        state: that after the last token, ``(batch, heads, headdim, d_state)``; None without ``return_state``.
-    """
-
-    y: Float[Tensor, "batch length heads headdim"]
-    state: Float[Tensor, "batch heads headdim d_state"] | None
 
 
 @checked
@@ -39,7 +27,7 @@ def ssd(
     return_state: bool = False,
     chunk_size: Annotated[int, AtLeast(1)] | None = None,
     backend: Backend = "auto",
-) -> SSDOutput:
+) -> tuple[Float[Tensor, "batch length heads headdim"], Float[Tensor, "batch heads headdim d_state"] | None]:
     r"""Selective state-space scan, chunk by chunk in matrix products.
 
     .. math:: h_t = e^{\Delta_t A} h_{t-1} + \Delta_t x_t B_t^\top, \qquad y_t = h_t C_t + D x_t, \qquad
@@ -65,8 +53,9 @@ def ssd(
         backend: a :data:`deqseq.ops.Backend`; compiled functions take ``"auto"`` for the reference.
 
     Returns:
-        ``y`` in the dtype of ``x``; the final state in float32 (float64 for float64 inputs). The reference computes in
-        float32 at least; the kernels multiply in the dtype of ``x``, sum in float32, and have no second derivatives.
+        ``y``, of the shape and dtype of ``x``; the state after the last token, of the shape of ``initial_state``, in
+        float32 (float64 for float64 inputs), None without ``return_state``. The reference computes in float32 at least;
+        the kernels multiply in the dtype of ``x``, sum in float32, and have no second derivatives.
 
     Raises:
         TypeError, ValueError: names the argument, what it got and what it wants.
@@ -79,56 +68,14 @@ def ssd(
         >>> import torch
         >>> x, dt = torch.ones(1, 3, 1, 1), torch.ones(1, 3, 1)
         >>> B = C = torch.ones(1, 3, 1, 1)
-        >>> ssd(x, dt, torch.zeros(1), B, C, dt_softplus=False).y.flatten()    # no decay: a running sum
+        >>> ssd(x, dt, torch.zeros(1), B, C, dt_softplus=False)[0].flatten()    # no decay: a running sum
         tensor([1., 2., 3.])
     """
     _check_shapes(x, B, dt=dt, A=A, C=C, D=D, dt_bias=dt_bias, initial_state=initial_state)
     steps = StepSizes(dt_bias, dt_softplus, (dt_limit[0], dt_limit[1]))
     scan = fused.scan if resolved(backend, x) == "mamba_ssm" else reference.scan
     y, state = scan(x, dt, A, B, C, D, steps, initial_state, return_state, chunk_size)
-    return SSDOutput(y, state if return_state else None)
-
-
-@checked
-def ssd_state(
-    x: Float[Tensor, "batch length heads headdim"],
-    dt: Float[Tensor, "batch length heads"],
-    A: Float[Tensor, " heads"],
-    B: Float[Tensor, "batch length groups d_state"],
-    *,
-    dt_bias: Float[Tensor, " heads"] | None = None,
-    dt_softplus: bool = True,
-    dt_limit: Annotated[tuple[float, float], Bounds()] = UNLIMITED,
-    initial_state: Float[Tensor, "batch heads headdim d_state"] | None = None,
-    counts: Int64[Tensor, " batch"] | None = None,
-) -> Float[Tensor, "batch heads headdim d_state"]:
-    r"""The state of :func:`ssd` after its last token, in the same dtype, by one matrix product.
-
-    .. math:: h_T = e^{\sum_s \Delta_s A} h_0 + \sum_t e^{\sum_{s > t} \Delta_s A} \Delta_t x_t B_t^\top
-
-    Args:
-        x: inputs, ``(batch, length, heads, headdim)``.
-        dt: step sizes before bias and softplus, ``(batch, length, heads)``.
-        A: decay rates, at most 0 (not checked), ``(heads,)``.
-        B: input maps, ``(batch, length, groups, d_state)``.
-        dt_bias: ``(heads,)``.
-        dt_softplus: as in :func:`ssd`.
-        dt_limit: as in :func:`ssd`.
-        initial_state: the state before the first token, ``(batch, heads, headdim, d_state)``; None is zero.
-        counts: real tokens of each row, ``(batch,)``; the state is that after those. Default: all.
-
-    Raises:
-        TypeError, ValueError: as for :func:`ssd`.
-
-    Example:
-        >>> import torch
-        >>> one = torch.ones(1, 3, 1, 1)
-        >>> ssd_state(one, one[..., 0], torch.zeros(1), one, dt_softplus=False, counts=torch.tensor([2])).item()
-        2.0
-    """
-    _check_shapes(x, B, dt=dt, A=A, dt_bias=dt_bias, initial_state=initial_state, counts=counts)
-    steps = StepSizes(dt_bias, dt_softplus, (dt_limit[0], dt_limit[1]))
-    return reference.state_after(x, dt, A, B, steps, initial_state, counts)
+    return y, state if return_state else None
 
 
 def _check_shapes(x: Tensor, B: Tensor, **others: Tensor | None) -> None:
@@ -144,7 +91,6 @@ def _check_shapes(x: Tensor, B: Tensor, **others: Tensor | None) -> None:
     groups, d_state = B.shape[2:]
     wanted = {"dt": (rows, length, heads), "A": (heads,), "C": tuple(B.shape), "D": (heads,), "dt_bias": (heads,)}
     wanted |= {"B": (rows, length, groups, d_state), "initial_state": (rows, heads, headdim, d_state)}
-    wanted["counts"] = (rows,)
     for name, tensor in {"B": B, **others}.items():
         if tensor is not None and tensor.shape != wanted[name]:
             raise ValueError(f"{name} must have shape {wanted[name]}, got {tuple(tensor.shape)}")

@@ -5,7 +5,9 @@ import torch
 from small_models import randn
 
 from deqseq import layers
-from deqseq.layers import Attention, KeyValues, RotaryScaling, rotary_frequencies, rotary_tables, rotate
+from deqseq.layers import Attention, RotaryScaling, rotary_frequencies, rotary_tables
+from deqseq.layers.attention import KeyValues, Past
+from deqseq.layers.rotary import rotate
 
 
 def rotated_by_hand(x, theta, scale=1.0):
@@ -75,8 +77,8 @@ def test_attention_after_committed_tokens(attention, graph):
     kept = [part.clone() for part in buffer]
     visible = torch.ones(2, 5, dtype=torch.bool).tril(cut)[None, None]
     with torch.set_grad_enabled(graph):
-        later = type(cosines)(*(table[:, cut:] for table in cosines))
-        y, new = attention(x[:, cut:], None, later, layers.Past(buffer, cut), visible)
+        later = tuple(table[:, cut:] for table in cosines)
+        y, new = attention(x[:, cut:], None, later, Past(buffer, cut), visible)
     assert torch.allclose(y, whole[:, cut:])
     assert torch.allclose(new.keys, own.keys[:, :, cut:])
     for now, before, mine in zip(buffer, kept, new, strict=True):

@@ -8,7 +8,6 @@ import torch
 
 import deqseq as dq
 from deqseq.ops import BackendError, backend, fused, reference
-from deqseq.ops.causal_conv import silu_causal_conv
 from deqseq.ops.reference import StepSizes
 from deqseq.ops.ssd import ssd
 
@@ -58,7 +57,7 @@ def kernels_in_torch(monkeypatch) -> list[str]:
 
 def test_on_a_cpu_the_reference_is_taken_and_the_reason_logged_once(caplog):
     with caplog.at_level(logging.INFO, logger="deqseq"):
-        outputs = [ssd(*tensors(), backend=name).y for name in ("auto", "auto", "reference")]
+        outputs = [ssd(*tensors(), backend=name)[0] for name in ("auto", "auto", "reference")]
     assert torch.equal(outputs[0], outputs[2])
     assert caplog.messages == [
         "scans of torch.float32 tensors on cpu are computed by PyTorch: only CUDA tensors have kernels"
@@ -103,8 +102,8 @@ def test_the_scan_goes_to_the_kernels_with_all_it_needs(monkeypatch):
     calls, state = kernels_in_torch(monkeypatch), torch.randn(2, 2, 4, 3)
     options = {"D": torch.randn(2), "dt_bias": torch.randn(2), "initial_state": state, "return_state": True}
     ours, theirs = (ssd(*tensors(), **options, backend=name) for name in ("mamba_ssm", "reference"))
-    assert torch.equal(ours.y, theirs.y) and torch.equal(ours.state, theirs.state)
-    assert ssd(*tensors(), backend="mamba_ssm").state is None
+    assert all(map(torch.equal, ours, theirs))
+    assert ssd(*tensors(), backend="mamba_ssm")[1] is None
     assert calls == ["scan in torch.float32, chunks of 256"] * 2
 
 
@@ -116,7 +115,7 @@ def test_one_token_is_a_step_unless_a_graph_is_built(monkeypatch):
             ssd(*tensors(length=1), **options, initial_state=state, return_state=True, backend=name)
             for name in ("mamba_ssm", "reference")
         )
-        assert torch.allclose(ours.y, theirs.y, atol=1e-6) and torch.allclose(ours.state, theirs.state, atol=1e-6)
+        assert all(torch.allclose(*pair, atol=1e-6) for pair in zip(ours, theirs, strict=True))
     assert calls == ["step"] * 4 and torch.equal(state, kept)
     ssd(*tensors(length=1), initial_state=state.requires_grad_(), backend="mamba_ssm")
     assert calls[4:] == ["scan in torch.float32, chunks of 256"]
@@ -135,7 +134,7 @@ def test_half_precision_inputs_stay_half_and_the_state_is_single(monkeypatch):
 def test_a_second_derivative_of_the_kernels_is_refused(monkeypatch):
     kernels_in_torch(monkeypatch)
     x, *others = tensors()
-    y = ssd(x.requires_grad_(), *others, backend="mamba_ssm").y
+    y, _ = ssd(x.requires_grad_(), *others, backend="mamba_ssm")
     torch.autograd.grad(y.sum(), x, retain_graph=True)
     with pytest.raises(RuntimeError, match="no second derivatives: take backend='reference'"):
         torch.autograd.grad(y.sum(), x, create_graph=True)
@@ -144,8 +143,8 @@ def test_a_second_derivative_of_the_kernels_is_refused(monkeypatch):
 def test_a_filter_that_the_kernels_cannot_take_is_convolved_by_the_reference(monkeypatch):
     kernels_in_torch(monkeypatch)
     monkeypatch.setattr(fused, "_conv_kernels", lambda: (None, None))
-    x, weight, bias = torch.randn(1, 6, 8), torch.randn(8, 1, 5), torch.randn(8)
-    ours, theirs = (silu_causal_conv(x, weight, bias, backend=name) for name in ("mamba_ssm", "reference"))
+    conv, x = dq.layers.CausalConv1d(8, 5), torch.randn(1, 6, 8)
+    ours, theirs = (conv(x, backend=name) for name in ("mamba_ssm", "reference"))
     assert torch.equal(ours, theirs)
 
 

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import relative_error, ssd_recurrence
 
-from deqseq.ops.ssd import ssd, ssd_state
+from deqseq.ops.reference import UNLIMITED, StepSizes, state_after
+from deqseq.ops.ssd import ssd
 
 
 def inputs(batch=2, length=13, heads=4, headdim=3, groups=2, d_state=5, dtype=torch.float64, seed=0):
@@ -22,9 +23,9 @@ def inputs(batch=2, length=13, heads=4, headdim=3, groups=2, d_state=5, dtype=to
     return arguments, extras, randn(batch, heads, headdim, d_state)
 
 
-def state_options(arguments, extras, state):
-    """What ``ssd_state`` takes, of what ``ssd`` takes."""
-    return arguments[:4], {"dt_bias": extras["dt_bias"], "initial_state": state}
+def state_alone(x, dt, A, B, state=None, dt_bias=None, dt_softplus=True, dt_limit=UNLIMITED, counts=None):
+    """The state after the scan, with the names of ``ssd``."""
+    return state_after(x, dt, A, B, StepSizes(dt_bias, dt_softplus, dt_limit), state, counts)
 
 
 @settings(max_examples=60, deadline=None)
@@ -47,8 +48,8 @@ def test_any_shape_chunk_and_cut(batch, length, heads_per_group, groups, headdim
     for piece in (slice(0, cut), slice(cut, length)):
         if x[:, piece].shape[1]:
             part = (x[:, piece], dt[:, piece], A, B[:, piece], C[:, piece])
-            out = ssd(*part, **extras, initial_state=carried, return_state=True, chunk_size=chunk_size)
-            outputs, carried = [*outputs, out.y], out.state
+            y_part, carried = ssd(*part, **extras, initial_state=carried, return_state=True, chunk_size=chunk_size)
+            outputs.append(y_part)
     assert relative_error(torch.cat(outputs, dim=1), y) < 1e-12
     assert relative_error(carried, h) < 1e-12
     assert torch.equal(state, before)
@@ -58,11 +59,11 @@ def test_any_shape_chunk_and_cut(batch, length, heads_per_group, groups, headdim
 def test_step_size_limits(options):
     arguments, extras, _ = inputs()
     y, _ = ssd_recurrence(*arguments, **extras, **options)
-    assert relative_error(ssd(*arguments, **extras).y, y) > 1e-2
+    assert relative_error(ssd(*arguments, **extras)[0], y) > 1e-2
     ours = {"dt_limit": options["dt_limit"], "dt_softplus": options.get("softplus", True)}
-    assert relative_error(ssd(*arguments, **extras, **ours).y, y) < 1e-13
-    alone = ssd_state(*arguments[:4], dt_bias=extras["dt_bias"], **ours)
-    assert relative_error(alone, ssd(*arguments, **extras, **ours, return_state=True).state) < 1e-12
+    found, state = ssd(*arguments, **extras, **ours, return_state=True)
+    assert relative_error(found, y) < 1e-13
+    assert relative_error(state_alone(*arguments[:4], dt_bias=extras["dt_bias"], **ours), state) < 1e-12
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -70,14 +71,13 @@ def test_step_size_limits(options):
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 4e-3)])
 def test_lower_precision_and_autocast_accumulate_in_float32(dtype, bound, length, autocast):
     arguments, extras, state = inputs(length=length, dtype=dtype)
-    given, options = state_options(arguments, extras, state.float())
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-        ours = ssd(*arguments, **extras, initial_state=state.float(), return_state=True, chunk_size=16)
-        alone = ssd_state(*given, **options)
+        found, after = ssd(*arguments, **extras, initial_state=state.float(), return_state=True, chunk_size=16)
+        alone = state_alone(*arguments[:4], state.float(), extras["dt_bias"])
     y, h = ssd_recurrence(*arguments, **extras, state=state)
-    assert (ours.y.dtype, ours.state.dtype, alone.dtype) == (dtype, torch.float32, torch.float32)
-    assert relative_error(ours.y, y) < bound  # bfloat16: the rounding of the output alone
-    assert max(relative_error(ours.state, h), relative_error(alone, h)) < 1e-6
+    assert (found.dtype, after.dtype, alone.dtype) == (dtype, torch.float32, torch.float32)
+    assert relative_error(found, y) < bound  # bfloat16: the rounding of the output alone
+    assert max(relative_error(after, h), relative_error(alone, h)) < 1e-6
 
 
 def scan_and_tensors(groups, given_state):
@@ -86,8 +86,7 @@ def scan_and_tensors(groups, given_state):
     tensors = [*arguments, extras["D"], extras["dt_bias"], *([state] if given_state else [])]
 
     def scan(x, dt, A, B, C, D, bias, initial=None):
-        out = ssd(x, dt, A, B, C, D=D, dt_bias=bias, initial_state=initial, return_state=True, chunk_size=2)
-        return out.y, out.state
+        return ssd(x, dt, A, B, C, D=D, dt_bias=bias, initial_state=initial, return_state=True, chunk_size=2)
 
     return scan, [t.requires_grad_() for t in tensors]
 
@@ -124,9 +123,9 @@ def test_strong_decay_costs_no_digits(rate, strong, given_state, chunk_size):
         return [*outputs, *torch.autograd.grad(outputs, tensors, [w.to(outputs[0].dtype) for w in weights])]
 
     def ours(x, dt, A, B, C, D, state=None):
-        options = {"dt_softplus": False, "initial_state": state}
-        alone = ssd_state(x, dt, A, B, **options)
-        y, together = ssd(x, dt, A, B, C, D=D, **options, return_state=True, chunk_size=chunk_size)
+        alone = state_alone(x, dt, A, B, state, dt_softplus=False)
+        options = {"dt_softplus": False, "return_state": True, "chunk_size": chunk_size}
+        y, together = ssd(x, dt, A, B, C, D=D, initial_state=state, **options)
         assert relative_error(alone.detach(), together.detach()) < 1e-6
         return y, together
 
@@ -140,10 +139,8 @@ def test_strong_decay_costs_no_digits(rate, strong, given_state, chunk_size):
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_counts_bounds_and_sizes_that_do_not_fit_are_refused():
+def test_bounds_and_sizes_that_do_not_fit_are_refused():
     (x, dt, A, B, C), _, _ = inputs()
-    with pytest.raises(ValueError, match=r"counts must have shape \(2,\), got \(1,\)"):
-        ssd_state(x, dt, A, B, counts=torch.tensor([2]))
     with pytest.raises(TypeError, match=r"x must be a floating-point tensor, got torch\.int64"):
         ssd(x.long(), dt, A, B, C)
     with pytest.raises(ValueError, match=r"dt_limit\[1\] must be a number in \[2.0, inf\], got 1.0"):
@@ -161,10 +158,6 @@ def test_shapes_that_would_broadcast_are_refused(name):
     given[name] = given[name].mean(dim=0, keepdim=True) if given[name].ndim == 1 else given[name][:, :1]
     with pytest.raises(ValueError, match=f"{name} must have shape"):
         ssd(**given)
-    if name not in ("C", "D"):
-        with pytest.raises(ValueError, match=f"{name} must have shape"):
-            taken = {key: x for key, x in given.items() if key not in ("C", "D")}
-            ssd_state(**taken)
 
 
 @pytest.mark.parametrize("groups", [1, 2])
@@ -173,8 +166,8 @@ def test_shapes_that_would_broadcast_are_refused(name):
 def test_state_after_the_tokens_that_count(groups, given_state, dt_limit):
     counts = torch.tensor([13, 1, 0, 7])
     arguments, extras, state = inputs(batch=4, groups=groups)
-    given, options = state_options(arguments, extras, state if given_state else None)
-    together = ssd_state(*given, **options, dt_limit=dt_limit, counts=counts)
+    options = {"dt_bias": extras["dt_bias"], "dt_limit": dt_limit}
+    together = state_alone(*arguments[:4], state if given_state else None, **options, counts=counts)
     start = state if given_state else torch.zeros_like(state)
     assert torch.equal(together[2], start[2])
     for row, count in enumerate(counts.tolist()):
@@ -182,5 +175,5 @@ def test_state_after_the_tokens_that_count(groups, given_state, dt_limit):
             one = slice(row, row + 1)
             x, dt, A, B, C = arguments
             cut = (x[one, :count], dt[one, :count], A, B[one, :count], C[one, :count])
-            alone = ssd(*cut, dt_bias=extras["dt_bias"], initial_state=start[one], dt_limit=dt_limit, return_state=True)
-            assert relative_error(together[one], alone.state) < 1e-12
+            _, alone = ssd(*cut, **options, initial_state=start[one], return_state=True)
+            assert relative_error(together[one], alone) < 1e-12

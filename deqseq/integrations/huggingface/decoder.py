@@ -15,7 +15,7 @@ from deqseq.backbones import Backbone, Inputs, LlamaCache
 from deqseq.backbones.base import check_cache, check_sequence
 from deqseq.backbones.llama_cache import commit
 from deqseq.integrations.huggingface.attention import attention_mask
-from deqseq.layers import KeyValues, Past
+from deqseq.layers.attention import KeyValues, Past
 from deqseq.models import CausalLM, ExplicitModel, RecurrentDepth
 from deqseq.models.specification import DecoderLayers
 from deqseq.types import Mask, Sequence

@@ -13,7 +13,7 @@ from deqseq.backbones import LlamaCache, LlamaConfig
 from deqseq.integrations.huggingface.arguments import recurrent_parts
 from deqseq.integrations.huggingface.configuration import PARTS, DeqseqConfig
 from deqseq.integrations.huggingface.packing import Packing
-from deqseq.layers import KeyValues
+from deqseq.layers.attention import KeyValues
 from deqseq.models.base import Model
 from deqseq.models.output import ModelOutput
 from deqseq.models.recurrent_depth import RecurrentDepthCache
