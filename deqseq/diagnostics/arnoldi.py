@@ -1,7 +1,6 @@
 """The outer eigenvalues of a matrix that is known by its products alone."""
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from jaxtyping import Complex, Float
@@ -10,22 +9,16 @@ from torch import Tensor
 from deqseq.types import State
 
 
-class Ritz(NamedTuple):
-    """Approximate eigenvalues of each row's matrix.
-
-    Zeros pad rows whose Krylov space closed early; rows with non-finite products are NaN. ``error``: the norm of the
-    smallest change of the matrix that makes the largest value exact.
-    """
-
-    values: Complex[Tensor, "batch products"]
-    error: Float[Tensor, " batch"]
-
-
-def ritz_values(multiply: Callable[[State], State], start: State, products: int) -> Ritz:
+def ritz_values(
+    multiply: Callable[[State], State], start: State, products: int
+) -> tuple[Complex[Tensor, "batch products"], Float[Tensor, " batch"]]:
     r"""Arnoldi's method: eigenvalues of each row's matrix as seen in the space of :math:`v, Av, A^2 v, \ldots`.
 
     Unlike the power method it finds complex pairs and several eigenvalues of one size, and it is exact with as many
-    products as dimensions. Saad, Numerical Methods for Large Eigenvalue Problems, SIAM 2011, chapter 6.
+    products as dimensions. Zeros pad rows whose Krylov space closed early; rows with non-finite products are NaN.
+
+    Returns:
+        The eigenvalues, and the norm of the smallest change of the matrix that makes the largest one exact.
     """
     batch, size = len(start), start[0].numel()
     products = min(products, size)
@@ -45,15 +38,10 @@ def ritz_values(multiply: Callable[[State], State], start: State, products: int)
         length = torch.where(length <= negligible, 0, length)  # the space is closed: zeros from here on
         hessenberg[:, k + 1, k] = length
         basis[:, k + 1] = w / torch.where(length > 0, length, torch.inf)[:, None]
-    return _eigenvalues(hessenberg.cpu())
-
-
-def _eigenvalues(hessenberg: Tensor) -> Ritz:
-    """Eigenvalues of the small matrices, and how far the largest may be off."""
-    finite = hessenberg.isfinite().flatten(1).all(dim=1)
-    square = torch.where(finite[:, None, None], hessenberg, 0)
-    values, vectors = torch.linalg.eig(square[:, :-1])
+    small = hessenberg.cpu()
+    finite = small.isfinite().flatten(1).all(dim=1)
+    small = torch.where(finite[:, None, None], small, 0)
+    values, vectors = torch.linalg.eig(small[:, :-1])
     largest = values.abs().argmax(dim=1, keepdim=True)
-    last = vectors[:, -1].gather(1, largest)[:, 0].abs()
-    error = torch.where(finite, square[:, -1, -1] * last, torch.nan)
-    return Ritz(torch.where(finite[:, None], values, torch.nan), error)
+    error = small[:, -1, -1] * vectors[:, -1].gather(1, largest)[:, 0].abs()
+    return torch.where(finite[:, None], values, torch.nan), torch.where(finite, error, torch.nan)

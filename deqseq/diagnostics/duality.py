@@ -10,8 +10,7 @@ from torch import Tensor
 from deqseq.annotations import checked
 from deqseq.check import check_integer, check_type
 from deqseq.config import SolveConfig, SolveFields
-from deqseq.diagnostics.arguments import check_call
-from deqseq.diagnostics.shown import text_table
+from deqseq.diagnostics.reports import check_call, text_table
 from deqseq.models.base import Model
 from deqseq.models.causal_lm import CausalLM, Tokens
 from deqseq.models.eval_mode import eval_mode

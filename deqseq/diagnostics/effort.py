@@ -8,8 +8,7 @@ from jaxtyping import Int64
 
 from deqseq.annotations import checked
 from deqseq.config import SolveConfig, SolveFields
-from deqseq.diagnostics.arguments import check_call
-from deqseq.diagnostics.shown import SHOWN, new_figure, remaining, text_table
+from deqseq.diagnostics.reports import SHOWN, check_call, new_figure, remaining, text_table
 from deqseq.models.causal_lm import CausalLM, Tokens
 from deqseq.models.eval_mode import eval_mode
 from deqseq.sweeps import Sequential, Sweep

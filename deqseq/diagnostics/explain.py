@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from deqseq.annotations import checked
-from deqseq.diagnostics.explanation import ADVICE, Cause, Explanation
+from deqseq.diagnostics.explanation import ADVICE, Explanation
 from deqseq.loop import Progress
 from deqseq.solution import Outcome, SolveStats, Status, worst_token
 from deqseq.solvers import Adaptive, Anderson, Broyden, Relaxed, Solver
 from deqseq.stop import Stop, token_norms
 from deqseq.sweeps import Simultaneous, Sliding
 
-Found = dict[int, tuple[Cause, str]]  # of each row the cause, and what was observed
+Found = dict[int, tuple[str, str]]  # of each row the cause, and what was observed
 DAMPED, SEVERAL = (Adaptive(), Relaxed(0.2)), (Anderson(), Broyden())  # the latter combine several past iterates
 WINDOW = Sliding(8)
 
@@ -80,45 +80,46 @@ def explain(outcome: Outcome) -> Explanation:
         text = f"{stop.max_steps} iterations, whatever the residual: it is {worst:.1e} or less."
         found.update(dict.fromkeys(spent, ("no tolerance", text)))
     rows = [found[row] for row in range(len(statuses))]
-    causes: tuple[Cause, ...] = tuple(cause for cause, _ in rows)
-    findings: dict[Cause, str] = {}
+    causes, findings = tuple(cause for cause, _ in rows), {}
     for cause in causes:
-        first, *others = dict.fromkeys(text for one, text in rows if one == cause)
-        findings[cause] = first + " Other rows are alike." * bool(others)
-    remedies: dict[Cause, str] = {cause: advice[cause] for cause in findings if cause in advice}
-    return Explanation(causes, findings, remedies)
+        text, *others = dict.fromkeys(text for one, text in rows if one == cause)
+        findings[cause] = text + " Other rows are alike." * bool(others)
+    return Explanation(causes, findings, {cause: advice[cause] for cause in findings if cause in advice})
 
 
 def _failed(
     again: partial[Any], asked: partial[Any], given: Stop, longer: Stop, rows: list[int], first: Tensor
-) -> tuple[Found, dict[Cause, str]]:
+) -> tuple[Found, dict[str, str]]:
     """Why these rows failed, and advice that names settings with which they converge."""
     records: list[Progress] = []
     solved = again(stop=longer, callback=records.append)
     trace = torch.stack([worst_token(one.residual) for one in records]).cpu().double()
-    found = {row: _cause(solved, row, trace[:, row], given.max_steps, longer) for row in rows}
+    found, needed, advice = Found(), dict[int, int](), dict(ADVICE)
     for row in rows:
-        if found[row][0] in ("limit cycle", "budget") and solved.value[row].norm() < 1e-3 * first[row].norm():
-            found[row] = "fixed point zero", f"The state tends to zero; {found[row][1]}"
-    advice = dict(ADVICE)
+        cause, text, needed[row] = _cause(solved, row, trace[:, row], given.max_steps, longer)
+        if cause in ("limit cycle", "budget") and solved.value[row].norm() < 1e-3 * first[row].norm():
+            cause, text = "fixed point zero", f"The state tends to zero; {text}"
+        found[row] = cause, text
     stuck = [row for row in rows if found[row][0] in ("limit cycle", "slow convergence")]
     late = _in_order(asked, given, solved, stuck)
     found |= late
-    of: dict[Cause, list[int]] = {cause: [row for row in rows if found[row][0] == cause] for cause in ADVICE}
+    of = {cause: [row for row in rows if found[row][0] == cause] for cause in ADVICE}
     moving = of["limit cycle"] + of["divergence"]
     hard = moving + of["slow convergence"]
-    if soon := [row for row in of["budget"] if row not in late]:
-        advice["budget"] += f": stop={_written(given, solved.stats, soon)}"
-    elif late:
-        advice["budget"] = f"sweep={WINDOW} converges; all tokens together need a max_steps that grows with the length"
+    for cause in ("budget", "slow convergence"):
+        counts = [needed[row] for row in of[cause] if row not in late]
+        if counts and min(counts) > 0:
+            advice[cause] = f"give more iterations: stop={_written(given, max(counts))}"
+        elif late and cause == "budget":
+            advice[cause] = f"sweep={WINDOW} converges; all tokens together need a max_steps that grows with the length"
     # damping does not help a solve that is only slow
     trials = [one for one in DAMPED * bool(moving) + SEVERAL if hard and one != again.keywords["solver"]]
     for solver in trials:
         solved = again(solver=solver, stop=longer)
         if bool(solved.converged[hard].all()):
-            stop, numbers = _written(given, solved.stats, hard), _range(solved.stats, hard)
-            tried = f"solver={solver}, stop={stop} converges in {numbers} iterations"
-            advice["slow convergence"] = tried
+            stop = _written(given, int(worst_token(solved.stats.iterations)[hard].max()))
+            tried = f"solver={solver}, stop={stop} converges in {_range(solved.stats, hard)} iterations"
+            advice["slow convergence"] = f"{tried}, or {advice['slow convergence']}"
             advice["limit cycle"] = advice["divergence"] = f"{tried}; to train, make the map contract"
             return found, advice
     for row in moving:
@@ -140,33 +141,33 @@ def _in_order(asked: partial[Any], given: Stop, solved: Any, rows: list[int]) ->
     return found
 
 
-def _cause(solved: Any, row: int, trace: Tensor, budget: int, stop: Stop) -> tuple[Cause, str]:
-    """Why a row failed, from the residuals of a solve with a larger budget."""
+def _cause(solved: Any, row: int, trace: Tensor, budget: int, stop: Stop) -> tuple[str, str, int]:
+    """Why a row failed, from the residuals of a longer solve, and how many iterations are enough, 0 if unknown."""
     iterations, status = int(worst_token(solved.stats.iterations)[row]), int(solved.status[row])
     if status == Status.DIVERGED and iterations <= 1:
-        return "map not finite", "The first value of the map is not finite."
+        return "map not finite", "The first value of the map is not finite.", 0
     if status == Status.DIVERGED:
-        return "divergence", f"The residual grows without bound in {iterations} iterations."
+        return "divergence", f"The residual grows without bound in {iterations} iterations.", 0
     if status == Status.CONVERGED:
-        return "budget", f"It converges in {iterations} iterations; the budget was {budget}."
+        return "budget", f"It converges in {iterations} iterations; the budget was {budget}.", iterations
     # smallest residuals of the last two quarters: an oscillation falls by nothing
     dtype, quarter = solved.value.dtype, max(1, len(trace) // 4)
     last = float(trace[-quarter:].min())
     level, tolerance = f"The residual is {last:.1e} after {iterations} iterations", f"the tolerance is {stop.rtol:.1e}."
     if 0 < last <= stop.rtol:
-        return "drift", f"{level}, because the state grows: the difference does not fall."
+        return "drift", f"{level}, because the state grows: the difference does not fall.", 0
     if last < (32 if dtype.itemsize > 2 else 4) * torch.finfo(dtype).eps:
-        return "precision", f"{level}, which is the precision of {dtype}; {tolerance}"
+        return "precision", f"{level}, which is the precision of {dtype}; {tolerance}", 0
     if len(trace) == 1:  # of a solver of another library
-        return "slow convergence", f"{level}; {tolerance}"
+        return "slow convergence", f"{level}; {tolerance}", 0
     before = float(trace[-2 * quarter : -quarter].min())
     rate = (last / before) ** (1 / quarter) if before > 0 else 1.0
     if rate >= 0.999:
-        return "limit cycle", f"{level} and does not fall; {tolerance}"
-    falls, needed = f"falls by a factor of {rate:.3f} per iteration", "more"
+        return "limit cycle", f"{level} and does not fall; {tolerance}", 0
+    text, needed = f"{level} and falls by a factor of {rate:.3f} per iteration", 0
     if stop.rtol and not stop.atol:
-        needed = f"at least {iterations + int(math.log(stop.rtol / last) / math.log(rate))}"
-    return "slow convergence", f"{level} and {falls}: {needed} iterations are needed."
+        needed = iterations + int(math.log(stop.rtol / last) / math.log(rate))
+    return "slow convergence", f"{text}: {f'at least {needed}' if needed else 'more'} iterations are needed.", needed
 
 
 def _converged(outcome: Outcome, asked: partial[Any], again: partial[Any], longer: Stop, rows: list[int]) -> Found:
@@ -196,7 +197,7 @@ def _converged(outcome: Outcome, asked: partial[Any], again: partial[Any], longe
             found[row] = "changed since", "The same solve now gives another value."
     single = [row for row in rows if row not in found]
     agree = "; from a random start, to the same value" * bool((usual.converged & other.converged)[single].all())
-    here: tuple[Cause, str] = "converged", f"In {_range(outcome.stats, single or rows)} iterations{agree}."
+    here = "converged", f"In {_range(outcome.stats, single or rows)} iterations{agree}."
     return {row: found.get(row, here) for row in rows}
 
 
@@ -207,7 +208,7 @@ def _sweeps(asked: partial[Any], longer: Stop) -> Found:
     if asked.keywords["solver"].owns_loop:
         return found
     closer = max(longer.rtol / 100, 8 * torch.finfo(asked.keywords["value"].dtype).eps)
-    steps: tuple[tuple[float, Cause], ...] = (longer.rtol, "loose tolerance"), (closer, "several fixed points")
+    steps: tuple[tuple[float, str], ...] = (longer.rtol, "loose tolerance"), (closer, "several fixed points")
     for rtol, cause in steps:
         one, two = (asked(sweep=sweep, stop=replace(longer, rtol=rtol)) for sweep in (used, rival))
         text = f"At a tolerance of {rtol:.0e}, {used} and {rival} converge to different values."
@@ -224,11 +225,11 @@ def _apart(one: Any, two: Any, atol: float) -> list[int]:
     return (apart & one.converged & two.converged).nonzero()[:, 0].tolist()
 
 
-def _written(stop: Stop, stats: SolveStats, rows: list[int]) -> str:
-    """The stopping rule as a user writes it, with a budget that is enough for these rows: a power of two."""
-    budget = 2 ** int(worst_token(stats.iterations)[rows].max()).bit_length()
+def _written(stop: Stop, iterations: int) -> str:
+    """The stopping rule as a user writes it, with a budget that is enough: a power of two."""
     given = {one.name: getattr(stop, one.name) for one in fields(stop) if getattr(stop, one.name) != one.default}
-    return f"Stop({', '.join(f'{name}={value!r}' for name, value in (given | {'max_steps': budget}).items())})"
+    given["max_steps"] = 2 ** iterations.bit_length()
+    return f"Stop({', '.join(f'{name}={value!r}' for name, value in given.items())})"
 
 
 def _range(stats: SolveStats, rows: list[int]) -> str:

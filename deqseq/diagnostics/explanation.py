@@ -1,28 +1,8 @@
 """What :func:`deqseq.diagnostics.explain` finds: causes, what to do about each, and how they print."""
 
 from dataclasses import dataclass
-from typing import Literal
 
-Cause = Literal[
-    "converged",
-    "several fixed points",
-    "loose tolerance",
-    "estimator",
-    "changed since",
-    "budget",
-    "no tolerance",
-    "slow convergence",
-    "limit cycle",
-    "divergence",
-    "drift",
-    "fixed point zero",
-    "random map",
-    "map not finite",
-    "precision",
-    "no fixed point found",
-]
-"""Why the solve of a row ended as it did."""
-ADVICE: dict[Cause, str] = {
+ADVICE = {
     "budget": "give more iterations",
     "no tolerance": "without a tolerance no row can converge: give stop=Stop(rtol=1e-3)",
     "slow convergence": "give more iterations, or take a solver that uses several past iterates, or train first",
@@ -43,6 +23,7 @@ ADVICE: dict[Cause, str] = {
     "several fixed points": "the start decides which one is found: solve from the start that training used, and "
     "train with every sweep that will be used",
 }
+"""What to do about each cause; a row that converged has the cause "converged"."""
 
 
 @dataclass(frozen=True)
@@ -50,27 +31,23 @@ class Explanation:
     """Why rows converged or not, and what to do; prints as text.
 
     Attributes:
-        causes: one per row.
+        causes: one per row, such as "converged" or "budget".
         findings: what was observed of the rows of each cause.
         remedies: what to do about each; a setting that was tried and converged is named.
     """
 
-    causes: tuple[Cause, ...]
-    findings: dict[Cause, str]
-    remedies: dict[Cause, str]
+    causes: tuple[str, ...]
+    findings: dict[str, str]
+    remedies: dict[str, str]
 
     def __str__(self) -> str:
         lines = []
         for cause, finding in self.findings.items():
-            rows = [row for row, each in enumerate(self.causes) if each == cause]
-            lines.append(f"{_named(rows, len(self.causes))}: {cause}. {finding}")
+            rows, batch = [row for row, each in enumerate(self.causes) if each == cause], len(self.causes)
+            shown = f"row{'s' * (len(rows) > 1)} {', '.join(map(str, rows[:8]))}{' …' * (len(rows) > 8)} of {batch}"
+            if len(rows) == batch:
+                shown = f"all {batch} rows" if batch > 1 else "row 0"
+            lines.append(f"{shown}: {cause}. {finding}")
             if cause in self.remedies:
                 lines.append(f"  Remedy: {self.remedies[cause]}.")
         return "\n".join(lines)
-
-
-def _named(rows: list[int], batch: int) -> str:
-    if len(rows) == batch:
-        return f"all {batch} rows" if batch > 1 else "row 0"
-    shown = ", ".join(map(str, rows[:8]))
-    return f"row{'s' * (len(rows) > 1)} {shown}{' …' * (len(rows) > 8)} of {batch}"

@@ -4,21 +4,19 @@ import warnings
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
 
 from deqseq.annotations import checked
-from deqseq.backbones import Backbone
 from deqseq.check import check_integer, check_type
 from deqseq.config import SolveConfig, SolveFields
-from deqseq.diagnostics.arguments import check_call
-from deqseq.diagnostics.shown import text_table
+from deqseq.diagnostics.reports import check_call, text_table
 from deqseq.gradients import Gradient, Implicit, OneStep, Phantom, Unrolled
 from deqseq.models.causal_lm import CausalLM, Tokens
 from deqseq.models.eval_mode import eval_mode
+from deqseq.models.implicit import ImplicitModel
 from deqseq.solution import ConvergenceWarning, Solution
 from deqseq.stop import Stop
 from deqseq.sweeps import Simultaneous
@@ -34,7 +32,7 @@ class EstimatorBias:
     Attributes:
         estimator: the estimator.
         cosine: of the angle between the two, over ``"all"`` parameters and each part of the model; NaN if one is zero.
-        norm_ratio: the norm of the estimate over that of the exact gradient, likewise; NaN if that is zero.
+        norm_ratio: the norm of the estimate over that of the exact gradient, likewise; infinite or NaN if that is zero.
         evaluations: calls of the map for one loss and its backward pass, the solve included.
     """
 
@@ -67,21 +65,21 @@ class GradientBias:
         return all(bool(converged.all()) for converged in solves)
 
     def __str__(self) -> str:
-        stats = None if self.adjoint is None else self.adjoint.stats
+        adjoint = None if self.adjoint is None else self.adjoint.stats
         numbers = [str(i + 1) for i in range(len(self.estimators))]
         costs = []
         for name, one in zip((*numbers, "exact"), (*self.estimators, self.exact), strict=True):
-            named = name if one is self.exact else f"{name}  {one.estimator}"
-            calls = f"{one.evaluations} + {stats.evaluations}" if one is self.exact and stats else str(one.evaluations)
+            named, calls = f"{name}  {one.estimator}", str(one.evaluations)
+            if one is self.exact:
+                named, calls = name, f"{calls} + {adjoint.evaluations}" if adjoint else calls
             costs.append((named, f"{one.cosine['all']:.4f}", f"{one.norm_ratio['all']:.4f}", calls))
-        lines = [text_table(("estimator", "cosine", "norm ratio", "evaluations"), costs), ""]
-        parts = [part for part in self.exact.cosine if part != "all"]
-        cosines = [(part, *(f"{one.cosine[part]:.4f}" for one in self.estimators)) for part in parts]
-        lines.append(text_table(("cosine of", *numbers), cosines))
-        if not self.is_exact:
-            residual = f"; adjoint residual {stats.residual.max():.1e}" if stats else ""
-            lines.append(f"\nNot exact: {self.converged.double().mean():.0%} of rows converged{residual}.")
-        return "\n".join(lines)
+        cosines = [(part, *(f"{one.cosine[part]:.4f}" for one in self.estimators)) for part in self.exact.cosine]
+        costs_table = text_table(("estimator", "cosine", "norm ratio", "evaluations"), costs)
+        text = f"{costs_table}\n\n{text_table(('cosine of', *numbers), cosines[1:])}"  # the first is that of all
+        if self.is_exact:
+            return text
+        residual = f"; adjoint residual {adjoint.residual.max():.1e}" if adjoint else ""
+        return f"{text}\n\nNot exact: {self.converged.double().mean():.0%} of rows converged{residual}."
 
 
 def part_of(name: str) -> str:
@@ -140,12 +138,8 @@ def gradient_bias(
     check_integer("len(estimators)", len(estimators), 1)
     for estimator in estimators:
         check_type("estimators", estimator, Gradient, "dq.Phantom()")
-    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    if not names:
+    if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError("model must have at least one parameter that requires a gradient, got none")
-    parts = {"all": list(range(len(names)))}
-    for place, name in enumerate(names):
-        parts.setdefault(part_of(name), []).append(place)
     adjoint: list[Solution] = []
     exactly = Implicit(stop=replace(config.stop, norm="row"), report=adjoint.append)
     given = {"input_ids": ids, "mask": mask, "targets": targets, "labels": ids if targets is None else None}
@@ -153,36 +147,35 @@ def gradient_bias(
         warnings.simplefilter("ignore", ConvergenceWarning)  # the report says so
         # copies: tensors made in inference mode would forbid any graph
         batch = {name: tensor.clone() for name, tensor in given.items() if tensor is not None}
-        measure = partial(_measure, model, core.backbone, batch, parts)
-        exact, gradients, converged = measure(replace(config, gradient=exactly))
-        others = [measure(replace(config, gradient=one), gradients)[0] for one in estimators]
-    return GradientBias(exact, tuple(others), converged.cpu(), next(iter(adjoint), None))
+        exact = _gradient(model, core, batch, replace(config, gradient=exactly))
+        others = [_compared(_gradient(model, core, batch, replace(config, gradient=one)), exact) for one in estimators]
+    return GradientBias(_compared(exact, exact), tuple(others), exact.converged.cpu(), next(iter(adjoint), None))
 
 
-def _measure(
-    model: CausalLM,
-    backbone: Backbone[Any],
-    batch: Mapping[str, Any],
-    parts: Mapping[str, list[int]],
-    config: SolveConfig,
-    exact: list[Tensor] | None = None,
-) -> tuple[EstimatorBias, list[Tensor], RowMask]:
-    """An estimator's numbers, its gradient of each parameter, and which rows converged."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+class _Estimate(NamedTuple):
+    estimator: Gradient
+    parts: dict[str, Tensor]  # the gradient over all parameters and over each part, each as one vector
+    evaluations: int
+    converged: RowMask
+
+
+def _gradient(model: CausalLM, core: ImplicitModel, batch: Mapping[str, Any], config: SolveConfig) -> _Estimate:
+    named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     calls: list[None] = []
-    with backbone.register_forward_pre_hook(lambda *_: calls.append(None)):
+    with core.backbone.register_forward_pre_hook(lambda *_: calls.append(None)):
         output = model(**batch, solve=config)
-        found = torch.autograd.grad(output.loss, parameters, allow_unused=True)
-    gradients = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)]
-    agreements = {name: _agreement(gradients, exact or gradients, places) for name, places in parts.items()}
-    cosine, ratio = ({name: pair[i] for name, pair in agreements.items()} for i in (0, 1))
-    return EstimatorBias(config.gradient, cosine, ratio, len(calls)), gradients, output.converged
+        found = torch.autograd.grad(output.loss, [*named.values()], materialize_grads=True)
+    vectors: dict[str, list[Tensor]] = {}
+    for name, gradient in zip(named, found, strict=True):
+        for part in ("all", part_of(name)):
+            vectors.setdefault(part, []).append(gradient.double().flatten())
+    return _Estimate(
+        config.gradient, {part: torch.cat(each) for part, each in vectors.items()}, len(calls), output.converged
+    )
 
 
-def _agreement(ours: list[Tensor], exact: list[Tensor], places: list[int]) -> tuple[float, float]:
-    """Cosine and norm ratio of the gradients at some places, seen as one vector."""
-    a, b = (torch.cat([every[place].double().flatten() for place in places]) for every in (ours, exact))
-    product, ours_squared, exact_squared = torch.stack([a @ b, a @ a, b @ b]).tolist()
-    norms = (ours_squared * exact_squared) ** 0.5
-    cosine = product / norms if norms > 0 else torch.nan
-    return cosine, (ours_squared / exact_squared) ** 0.5 if exact_squared > 0 else torch.nan
+def _compared(ours: _Estimate, exact: _Estimate) -> EstimatorBias:
+    pairs = {part: (ours.parts[part], vector) for part, vector in exact.parts.items()}
+    cosine = {part: (a @ b / (a.norm() * b.norm())).item() for part, (a, b) in pairs.items()}
+    norm_ratio = {part: (a.norm() / b.norm()).item() for part, (a, b) in pairs.items()}
+    return EstimatorBias(ours.estimator, cosine, norm_ratio, ours.evaluations)

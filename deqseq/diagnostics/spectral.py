@@ -9,9 +9,8 @@ from torch import Tensor
 
 from deqseq.annotations import AtLeast, Between, Within, checked
 from deqseq.config import SolveConfig, SolveFields
-from deqseq.diagnostics.arguments import check_call
-from deqseq.diagnostics.arnoldi import Ritz, ritz_values
-from deqseq.diagnostics.shown import COLOURS, SHOWN, new_figure, remaining, text_table
+from deqseq.diagnostics.arnoldi import ritz_values
+from deqseq.diagnostics.reports import COLOURS, SHOWN, check_call, new_figure, remaining, text_table
 from deqseq.evaluate import check_start, evaluate
 from deqseq.layers import with_weights
 from deqseq.models.causal_lm import CausalLM, Tokens
@@ -119,7 +118,7 @@ def spectral_radius(f: FixedPointMap, z_star: State, *, products: Products = 32,
     """
     check_start("z_star", z_star)
     found, fz, _ = _eigenvalues(f, z_star, products, torch.Generator().manual_seed(int(seed)))
-    return SpectralRadius(found.values, found.error, _residual(z_star, fz))
+    return SpectralRadius(*found, _residual(z_star, fz))
 
 
 @checked
@@ -189,7 +188,7 @@ def _eigenvalues(
     args: Any = None,
     *,
     has_aux: bool = False,
-) -> tuple[Ritz, State, Any]:
+) -> tuple[tuple[Tensor, Tensor], State, Any]:
     r"""Outer eigenvalues of the Jacobian :math:`J` at a point, row by row; the value of the map and its ``aux``.
 
     They are those of :math:`J^\top`: reverse mode works for every map that can be trained. The map is evaluated once.
