@@ -6,7 +6,7 @@ import types
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from itertools import chain, repeat
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, Unpack, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, Union, Unpack, get_args, get_origin, get_type_hints
 
 import torch
 from jaxtyping import AbstractArray
@@ -14,7 +14,6 @@ from torch import Tensor
 
 from deqseq.check import (
     EXAMPLES,
-    check_bounds,
     check_callable,
     check_choice,
     check_flag,
@@ -28,6 +27,10 @@ from deqseq.check import (
 T = TypeVar("T")
 Check = Callable[[str, Any], None]
 """``check(name, value)`` raises an error that names the argument if it does not take the value."""
+
+OTHERS = "**"
+"""Stands for the keywords that a function takes by any name."""
+PLACES = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 ELSEWHERE = {
     "attention_mask": "mask",
@@ -58,6 +61,9 @@ class AtLeast:
 
     low: int
 
+    def __call__(self, name: str, value: Any) -> None:
+        check_integer(name, value, self.low)
+
 
 @dataclass(frozen=True)
 class Between:
@@ -66,6 +72,9 @@ class Between:
     low: int
     high: int
 
+    def __call__(self, name: str, value: Any) -> None:
+        check_integer(name, value, self.low, self.high)
+
 
 @dataclass(frozen=True)
 class Within:
@@ -73,16 +82,14 @@ class Within:
 
     interval: str
 
-
-@dataclass(frozen=True)
-class Bounds:
-    """In ``Annotated[tuple[float, float], Bounds()]``: two ordered numbers, the first from 0 on."""
+    def __call__(self, name: str, value: Any) -> None:
+        check_number(name, value, self.interval)
 
 
 def checked(target: T) -> T:
     """Check the arguments of a function, or of a dataclass's constructor, against their annotations.
 
-    It reads ranges (:class:`AtLeast`, :class:`Between`, :class:`Within`, :class:`Bounds`), ``bool``, ``Literal``,
+    It reads checks in ``Annotated`` (:class:`AtLeast`, :class:`Between`, :class:`Within`), ``bool``, ``Literal``,
     functions, classes, and unions of them; of a tensor or a container only the class. Defaults are not checked, and
     neither is anything inside ``torch.compile``. A dataclass that inherits from a checked one is decorated too.
 
@@ -114,55 +121,24 @@ def checked(target: T) -> T:
     return _checking(function, f"{owner}." if name == "__init__" else "")
 
 
-class _Parameters(NamedTuple):
-    """The arguments of a function, each with its check."""
-
-    by_place: list[tuple[str, Check | None]]
-    further: tuple[str, Check | None]
-    by_name: dict[str, Check | None]
-    other_names: Check | None
-    takes_other_names: bool
-    records: dict[str, Any]
-    """Dataclasses that an argument takes: their fields are looked for beside them."""
-
-
-def _parameters(function: Any) -> _Parameters:
-    named, by_place, further, others = {}, [], ("", None), None
-    every = inspect.signature(function).parameters.values()
-    for one in every:
-        annotation = _evaluated(one.annotation, function)
-        if one.kind is one.VAR_KEYWORD and get_origin(annotation) is Unpack:
-            named |= get_type_hints(get_args(annotation)[0], include_extras=True)
-        elif one.kind is one.VAR_KEYWORD:
-            others = annotation
-        elif one.kind is one.VAR_POSITIONAL:
-            further = one.name, _check_of(annotation)
-        else:
-            if one.kind is not one.KEYWORD_ONLY:
-                by_place.append((one.name, _check_of(annotation)))
-            if one.kind is not one.POSITIONAL_ONLY and one.name not in ("self", "cls"):
-                named[one.name] = annotation
-    records = {name: kind for name, given in named.items() for kind in _classes_in(given) if is_dataclass(kind)}
-    checks = {name: _check_of(annotation) for name, annotation in named.items()}
-    return _Parameters(by_place, further, checks, _check_of(others), others is not None, records)
-
-
 def _checking(function: Any, prefix: str) -> Any:
     @functools.cache  # at the first call, when every class that an annotation names is there
-    def parameters() -> _Parameters:
-        return _parameters(function)
+    def parameters() -> tuple[list[str], dict[str, Check | None], Check | None]:
+        """The names of arguments by place, the last one of all further ones; checks; that of other keywords."""
+        named = _annotations(function)
+        kinds = {one.name: one.kind for one in inspect.signature(function).parameters.values()}
+        places = [name for name, kind in kinds.items() if kind in PLACES]
+        further = [name for name, kind in kinds.items() if kind is inspect.Parameter.VAR_POSITIONAL]
+        others = _check_of(named[OTHERS]) if OTHERS in named else functools.partial(_refuse, function)
+        return [*places, *(further or [""])], {"": None} | {name: _check_of(a) for name, a in named.items()}, others
 
     @functools.wraps(function)
     def with_checks(*args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
-            known = parameters()
-            for (name, check), value in zip(chain(known.by_place, repeat(known.further)), args, strict=False):
-                if check is not None:
-                    check(prefix + name, value)
-            for name, value in kwargs.items():
-                if name not in known.by_name and not known.takes_other_names:
-                    raise _unknown(name, known, function.__qualname__.removesuffix(".__init__"))
-                check = known.by_name.get(name, known.other_names)
+            places, checks, others = parameters()
+            by_place = zip(chain(places, repeat(places[-1])), args, strict=False)
+            for name, value in chain(by_place, kwargs.items()):
+                check = checks.get(name, others)
                 if check is not None:
                     check(prefix + name, value)
         return function(*args, **kwargs)
@@ -170,20 +146,36 @@ def _checking(function: Any, prefix: str) -> Any:
     return with_checks
 
 
-def _unknown(name: str, known: _Parameters, function: str) -> TypeError:
-    """An error for a keyword that a function does not take, with what may be meant."""
+def _annotations(function: Any) -> dict[str, Any]:
+    """Of the arguments; of a TypedDict's fields, which are arguments; of all other keywords, if they are taken."""
+    named = {}
+    for one in inspect.signature(function).parameters.values():
+        annotation = _evaluated(one.annotation, function)
+        if one.kind is one.VAR_KEYWORD and get_origin(annotation) is Unpack:
+            named |= get_type_hints(get_args(annotation)[0], include_extras=True)
+        else:
+            named[OTHERS if one.kind is one.VAR_KEYWORD else one.name] = annotation
+    return named
+
+
+def _refuse(function: Any, name: str, value: object) -> None:
+    """Raise an error for a keyword that a function does not take, with what may be meant."""
+    name = name.rpartition(".")[2]
     ours = ELSEWHERE.get(name, name)
-    inside = [argument for argument, kind in known.records.items() if ours in [field.name for field in fields(kind)]]
-    if ours in known.by_name:
+    taken = {one: annotation for one, annotation in _annotations(function).items() if one not in ("self", "cls")}
+    records = {one: kind for one, annotation in taken.items() for kind in _classes_in(annotation) if is_dataclass(kind)}
+    inside = [one for one, kind in records.items() if ours in [field.name for field in fields(kind)]]
+    if ours in taken:
         hint = f"; did you mean {ours!r}?"
     elif inside:
-        kind: str = known.records[inside[0]].__name__
+        kind: str = records[inside[0]].__name__
         hint = f": write {inside[0]}={EXAMPLES.get(kind, kind).partition('(')[0]}({ours}=...)"
     else:
-        hint = suggestion(name, known.by_name)
+        hint = suggestion(name, taken)
     trainer = name in ("attention_mask", "num_items_in_batch")  # what it passes first to a CausalLM
     note = "; transformers' Trainer takes deqseq.integrations.huggingface.from_causal_lm(model)" if trainer else ""
-    return TypeError(f"unknown argument {name!r}{hint} ({function} takes: {', '.join(known.by_name)}){note}")
+    called = function.__qualname__.removesuffix(".__init__")
+    raise TypeError(f"unknown argument {name!r}{hint} ({called} takes: {', '.join(taken)}){note}")
 
 
 def _evaluated(annotation: Any, function: Any) -> Any:
@@ -198,11 +190,12 @@ def _check_of(annotation: Any) -> Check | None:
     """What an annotation asks for; None where it does not say."""
     origin, parts = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        return next((found for found in map(_check_of_range, parts[1:]) if found), _check_of(parts[0]))
+        found: list[Any] = [note for note in parts[1:] if callable(note)]
+        return found[0] if found else _check_of(parts[0])
     if origin is Literal:
         return functools.partial(check_choice, choices=parts)
     if origin is Union or origin is types.UnionType:
-        return _check_of_union(parts)
+        return _check_of_union(annotation)
     if origin is Callable:
         return functools.partial(check_callable, arguments=len(parts[0]) if isinstance(parts[0], list) else None)
     if annotation in PLAIN:
@@ -211,34 +204,21 @@ def _check_of(annotation: Any) -> Check | None:
     return None if kind is None else functools.partial(check_type, wanted=kind)
 
 
-def _check_of_range(note: object) -> Check | None:
-    if isinstance(note, AtLeast):
-        return functools.partial(check_integer, low=note.low)
-    if isinstance(note, Between):
-        return functools.partial(check_integer, low=note.low, high=note.high)
-    if isinstance(note, Bounds):
-        return check_bounds
-    return functools.partial(check_number, interval=note.interval) if isinstance(note, Within) else None
-
-
-def _check_of_union(parts: tuple[Any, ...]) -> Check | None:
+def _check_of_union(annotation: Any) -> Check | None:
     """Take what one of the parts takes."""
-    others = [part for part in parts if part is not type(None)]
-    found = [_check_of(part) for part in others]
-    checks = [check for check in found if check is not None]
-    if len(checks) < len(others):  # one of them takes anything
+    parts = [part for part in get_args(annotation) if part is not type(None)]
+    checks = [check for check in map(_check_of, parts) if check is not None]
+    if len(checks) < len(parts):  # one of them takes anything
         return None
-    choices = tuple(choice for part in others if get_origin(part) is Literal for choice in get_args(part))
-    named = tuple(kind for kind in map(_plain_class, others) if kind is not None)
-    kinds = (*named, type(None)) if len(others) < len(parts) else named
+    choices = tuple(choice for part in parts if get_origin(part) is Literal for choice in get_args(part))
+    kinds = tuple(_classes_in(annotation))
     classes = tuple(kind for kind in kinds if kind not in PLAIN)  # of these, an object is enough
 
     def check(name: str, value: Any) -> None:
         if isinstance(value, classes):
             return None
         if len(checks) == 1 and (choices or classes == (type(None),)):
-            checks[0](name, value)
-            return None
+            return checks[0](name, value)
         for one in checks:
             try:
                 return one(name, value)
@@ -248,21 +228,19 @@ def _check_of_union(parts: tuple[Any, ...]) -> Check | None:
                 if not choices:
                     raise
         if choices:
-            check_choice(name, value, choices, named)
+            check_choice(name, value, choices, tuple(kind for kind in kinds if kind is not type(None)))
         raise wrong_type(name, value, kinds)
 
     return check
 
 
-def _plain_class(annotation: Any) -> type | None:
-    """The class of the objects that an annotation takes, also of numbers with a range."""
-    return _class_of(get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation)
-
-
-def _classes_in(annotation: Any) -> list[Any]:
-    """The classes that an annotation names, alone or in a union."""
-    is_union = get_origin(annotation) in (Union, types.UnionType)
-    return [_class_of(part) for part in (get_args(annotation) if is_union else (annotation,))]
+def _classes_in(annotation: Any) -> list[type]:
+    """The classes that an annotation names: alone, in a union, or with a range."""
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if origin is Union or origin is types.UnionType:
+        return [kind for part in parts for kind in _classes_in(part)]
+    kind = _class_of(parts[0] if origin is Annotated else annotation)
+    return [] if kind is None else [kind]
 
 
 def _class_of(annotation: Any) -> type | None:

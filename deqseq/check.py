@@ -119,10 +119,7 @@ def check_callable(name: str, value: object, arguments: int | None = None) -> No
 
 
 def check_like(name: str, value: object, like: Tensor, what: str) -> None:
-    """Refuse what an object of the user returned unless it is a tensor as ``like`` is; ``what`` says what that is.
-
-    Broadcasting would hide another shape. Under autocast the dtype may differ.
-    """
+    """Refuse what ``name`` returned unless it is a tensor as ``like`` is; under autocast its dtype may differ."""
     if not isinstance(value, Tensor):
         raise TypeError(f"what {name} returns must be a Tensor like {what}, got {_shown(value)}")
     if value.shape != like.shape or value.device != like.device:
@@ -208,6 +205,8 @@ def _remedy(value: object, kinds: tuple[type, ...]) -> str:
     """What to write instead of a class, of its name, or of a model of transformers."""
     if type(value).__module__.startswith("transformers.") and isinstance(value, nn.Module):
         return ": deqseq.integrations.huggingface.retrofit(model, ...) makes an implicit one of it"
+    if isinstance(value, tuple | list) and Tensor in kinds and all(isinstance(part, Tensor) for part in value):
+        return ": join them as one tensor (torch.cat along the last dimension), and split it inside f"
     own = [kind for kind in kinds if kind.__module__.startswith("deqseq")]  # there are many kinds of Mapping
     known = {one.__name__: one for kind in own for one in _below(kind)}
     if isinstance(value, type) and value in known.values():

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deqseq.check import check_like
 from deqseq.types import FixedPointMap, State
 
 
@@ -61,15 +62,5 @@ def evaluate(f: FixedPointMap, z: State, args: Any = None, *, has_aux: bool = Fa
         if not isinstance(fz, tuple) or len(fz) != 2:
             raise TypeError(f"with has_aux=True, f must return a pair (f(z), aux), got {type(fz).__name__}")
         fz, aux = fz
-    if not isinstance(fz, Tensor):
-        raise TypeError(f"f(z) must be a tensor of the shape of z, got {type(fz).__name__}")
-    if fz.shape != z.shape or fz.device != z.device:
-        raise ValueError(
-            f"f must keep the shape and device of z: got {tuple(fz.shape)} on {fz.device} "
-            f"for {tuple(z.shape)} on {z.device}"
-        )
-    if fz.dtype != z.dtype:
-        if not torch.is_autocast_enabled(z.device.type):
-            raise TypeError(f"f must keep the dtype of z outside autocast: got {fz.dtype} for {z.dtype}")
-        fz = fz.to(z.dtype)
-    return fz, aux
+    check_like("f", fz, z, "z")
+    return (fz if fz.dtype == z.dtype else fz.to(z.dtype)), aux

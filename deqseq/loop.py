@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from deqseq.check import check_like
 from deqseq.evaluate import evaluate
 from deqseq.rows import check_rows, take
 from deqseq.solution import Solution
@@ -88,13 +88,9 @@ def next_point(solver: Solver[Any], z: State, fz: State, state: Any) -> tuple[St
     with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
         pair = solver.step(z, fz, state)
     name = f"{type(solver).__name__}.step"
-    if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], Tensor):
+    if not isinstance(pair, tuple) or len(pair) != 2:
         raise TypeError(f"{name} must return a pair (next point, state), got {type(pair).__name__}")
-    if pair[0].dtype != z.dtype:
-        raise TypeError(f"{name} must keep the dtype of z, {z.dtype}, got {pair[0].dtype}")
-    if pair[0].shape != z.shape or pair[0].device != z.device:
-        got = f"{tuple(pair[0].shape)} on {pair[0].device}"
-        raise ValueError(f"{name} must keep the shape and device of z, {tuple(z.shape)} on {z.device}, got {got}")
+    check_like(name, pair[0], z, "z")
     if [x._version for x in counted] != before:
         raise ValueError(f"{name} must not change z or fz in place: they are values of the solve. Return a new tensor")
     return pair

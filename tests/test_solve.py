@@ -142,3 +142,8 @@ class TestChecks:
             solution = solve(token_map, torch.zeros_like(x), solver=Relaxed(0.9), stop=Stop(), **call)
         assert solution.converged.all()
         assert len(told) < OnDevice.waits <= len(told) + 2
+
+
+def test_a_state_of_several_tensors_is_told_how_to_become_one():
+    with pytest.raises(TypeError, match=r"z0 must be a Tensor, got .*: join them as one tensor"):
+        dq.fixed_point(lambda z: z, (torch.zeros(2, 3), torch.zeros(2, 4)))

@@ -6,8 +6,9 @@ from typing import Annotated, Any
 
 from torch import Tensor, nn
 
-from deqseq.annotations import AtLeast, Bounds, Within, checked
+from deqseq.annotations import AtLeast, Within, checked
 from deqseq.backbones.base import Backbone, Cache, Inputs, check_cache, check_sequence
+from deqseq.check import check_bounds
 from deqseq.layers import (
     Mamba2Block,
     Mamba2Mixer,
@@ -63,7 +64,7 @@ class Mamba2Config:
     mlp_width: Annotated[int, AtLeast(0)] = 0
     chunk_size: Annotated[int, AtLeast(1)] | None = None
     norm_eps: Annotated[float, Within("(0, inf)")] = 1e-5
-    dt_limit: Annotated[tuple[float, float], Bounds()] = (0.0, math.inf)
+    dt_limit: Annotated[tuple[float, float], check_bounds] = (0.0, math.inf)
     dropout: Annotated[float, Within("[0, 1)")] = 0.0
     weight_norm: bool = True
     injection: bool = True

@@ -7,7 +7,8 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from deqseq.annotations import AtLeast, Bounds, Within, checked
+from deqseq.annotations import AtLeast, Within, checked
+from deqseq.check import check_bounds
 from deqseq.layers.causal_conv import CausalConv1d
 from deqseq.layers.rms_norm import GatedRMSNorm
 from deqseq.layers.weight_norm import with_weights
@@ -75,7 +76,7 @@ class Mamba2Mixer(nn.Module):
         d_conv: Annotated[int, AtLeast(1)] = 4,
         chunk_size: Annotated[int, AtLeast(1)] | None = None,
         norm_eps: Annotated[float, Within("(0, inf)")] = 1e-5,
-        dt_limit: Annotated[tuple[float, float], Bounds()] = (0.0, math.inf),
+        dt_limit: Annotated[tuple[float, float], check_bounds] = (0.0, math.inf),
     ) -> None:
         super().__init__()
         d_inner = expand * d_model

@@ -5,7 +5,8 @@ from typing import Annotated
 from jaxtyping import Float
 from torch import Tensor
 
-from deqseq.annotations import AtLeast, Bounds, checked
+from deqseq.annotations import AtLeast, checked
+from deqseq.check import check_bounds
 from deqseq.ops import fused, reference
 from deqseq.ops.backend import Backend, resolved
 from deqseq.ops.reference import UNLIMITED, StepSizes
@@ -22,7 +23,7 @@ def ssd(
     D: Float[Tensor, " heads"] | None = None,
     dt_bias: Float[Tensor, " heads"] | None = None,
     dt_softplus: bool = True,
-    dt_limit: Annotated[tuple[float, float], Bounds()] = UNLIMITED,
+    dt_limit: Annotated[tuple[float, float], check_bounds] = UNLIMITED,
     initial_state: Float[Tensor, "batch heads headdim d_state"] | None = None,
     return_state: bool = False,
     chunk_size: Annotated[int, AtLeast(1)] | None = None,

@@ -4,9 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar, Generic, TypeVar
 
-from torch import Tensor
-
-from deqseq.check import check_type
+from deqseq.check import check_like
 from deqseq.rows import put, tensors_of
 from deqseq.stop import Stop
 from deqseq.types import RowIndex, State
@@ -141,10 +139,7 @@ class ExternalSolver(Solver[None]):
     def begin(self, f: Callable[[State], tuple[State, Any]], z0: State, stop: Stop) -> tuple[State, None]:
         before = None if z0.is_inference() else z0._version
         z, name = self.run(lambda z: f(z)[0], z0, stop), f"{type(self).__name__}.run"
-        check_type(f"what {name} returns", z, Tensor)
-        if z.shape != z0.shape or z.dtype != z0.dtype or z.device != z0.device:
-            wanted, got = (f"{x.dtype} {tuple(x.shape)} on {x.device}" for x in (z0, z))
-            raise ValueError(f"{name} must return a point like z0, {wanted}, got {got}")
+        check_like(name, z, z0, "z0")
         if before is not None and z0._version != before:
             raise ValueError(f"{name} must not change z0 in place: it may be the caller's")
         return z, None
