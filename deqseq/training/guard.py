@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from deqseq.annotations import AtLeast, checked
-from deqseq.check import check_type
 
 
 class NonFiniteLoss(FloatingPointError):
@@ -49,11 +48,9 @@ def check_finite(
         deqseq.training.guard.NonFiniteLoss: the loss is nan after step 3 in phase 'free': stopped before the weights
         are updated
     """
-    if value is None:
-        raise TypeError(f"value must be the {quantity}, got None: a model returns its loss if it is given targets")
-    check_type("value", value, (Tensor, Real))
-    if isinstance(value, bool):
-        raise TypeError(f"value must be the {quantity}, one number, got {value}")
+    if not isinstance(value, Tensor | Real) or isinstance(value, bool):
+        hint = ": a model returns its loss if it is given targets" if value is None else ""
+        raise TypeError(f"value must be the {quantity}, one number, got {value!r}{hint}")
     if isinstance(value, Tensor) and (value.numel() != 1 or value.is_complex() or value.dtype == torch.bool):
         raise ValueError(f"value must be the {quantity}, one number, got {value.dtype} {tuple(value.shape)}")
     number = float(value.detach() if isinstance(value, Tensor) else value)

@@ -53,12 +53,7 @@ class Phase:
             raise ValueError("Phase.name must not be empty, got ''")
 
     def drawn(self, progress: float | int, done: float | int = 1.0) -> "Phase":
-        """The phase with the budget of one update, and without ``depth``; :meth:`Curriculum.at` returns it.
-
-        Args:
-            progress: of the run before the update.
-            done: the share of the phase that is done, in [0, 1].
-        """
+        """The phase with the budget of one update at some ``progress``, and a share of the phase ``done``."""
         if self.depth is None:
             return self
         stop, budget = self.solve.stop, self.depth.draw(progress, done)
@@ -166,7 +161,7 @@ def free(
 
 @checked
 def unrolled(
-    steps: int | PoissonLogNormal = 8,
+    steps: Steps | PoissonLogNormal = 8,
     *,
     until: End,
     last: Steps | None = None,
@@ -205,8 +200,7 @@ def unrolled(
         [25, 65, 55, 45]
     """
     depth = steps if isinstance(steps, PoissonLogNormal) else None
-    budget = steps if not isinstance(steps, PoissonLogNormal) else max(1, round(steps.mean))
-    check_integer("steps", budget, 1)
+    budget = max(1, round(steps.mean)) if isinstance(steps, PoissonLogNormal) else steps
     if depth is None and last is not None:
         check_integer("last", last, 1, budget)
     phase = _phase(name, until, base, eval_base, _exactly(base, budget), Unrolled())
