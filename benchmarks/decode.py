@@ -21,7 +21,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from harness import Row, benchmark, time_row, value_row
+from harness import Row, benchmark, memory_row, time_row, value_row
 from models import character_models
 from peers import ITERATIONS, SOLVED, TOLERANCES, DeqSeq, by_hand, cheapest, nats, torchdeq
 from torch import Tensor
@@ -116,7 +116,7 @@ def exact_choices(name: str, lm: dq.CausalLM, case: Case, new: int) -> Row:
 
 
 def beside_loops(name: str, lm: dq.CausalLM, text: Tensor, new: int, runs: int) -> Iterator[Row]:
-    """Time beside the loops of others, at equal loss."""
+    """Time and memory beside the loops of others, at equal loss."""
     mine, theirs = (cheapest(way, TOLERANCES, text, lm) for way in (DeqSeq, torchdeq))
     fixed, loss = int(cheapest(by_hand, ITERATIONS, text, lm)), nats(DeqSeq(SOLVED), lm, text)
     ways = {f"torchdeq, rtol {theirs:g}": torchdeq(theirs), f"loop by hand, {fixed}": by_hand(fixed)}
@@ -124,8 +124,9 @@ def beside_loops(name: str, lm: dq.CausalLM, text: Tensor, new: int, runs: int) 
         prompt = prompts(case.batch)
         ours = partial(lm.generate, prompt, max_new_tokens=new, window=case.window, stop=case.stop)
         for peer, way in ways.items():
-            label = f"{name}, {case}, loss {loss:.3f}"
-            yield time_row(label, ours, peer, partial(way.decode, lm, prompt, new), runs=runs, goal="ratio <= 1.0")
+            label, loop = f"{name}, {case}, loss {loss:.3f}", partial(way.decode, lm, prompt, new)
+            yield time_row(label, ours, peer, loop, runs=runs, goal="ratio <= 1.0")
+            yield memory_row(label, ours, peer, loop, goal="ratio <= 1.0")
 
 
 def rows(quick: bool) -> Iterator[Row]:

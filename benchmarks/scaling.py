@@ -18,17 +18,16 @@ solved one by one, or in a window, have their memory measured up to 2,048 tokens
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from harness import MEBIBYTE, Row, Work, benchmark, paired_row, peak_memory, take_turns, value_row
 from models import KINDS, iterated, one_by_one, random_ids
-from torch import Tensor
 
 import deqseq as dq
 from deqseq.layers import apply_weight_norm
+from deqseq.rows import tensors_of
 
 ITERATIONS, PHANTOM, NEW, VOCABULARY = 8, 4, 16, 64
 SWEEPS = {"Simultaneous": dq.Simultaneous(), "Sliding": dq.Sliding(8), "Sequential": dq.Sequential()}
@@ -91,8 +90,9 @@ class Case:
 
     def solver_memory(self, sweep: dq.Sweep) -> float:
         """MiB of a solve at its peak, without what it returns and the projected inputs."""
-        kept = held(self.solve(sweep)) + held(self.backbone.prepare(self.x))
-        return peak_memory(partial(self.solve, sweep)) - kept / MEBIBYTE
+        output, inputs = self.solve(sweep), self.backbone.prepare(self.x)
+        kept = tensors_of((output.value, output.status, output.stats, inputs))
+        return peak_memory(partial(self.solve, sweep)) - sum(tensor.nbytes for tensor in kept) / MEBIBYTE
 
     @torch.no_grad()
     def decode(self, cache: Any) -> None:
@@ -112,15 +112,6 @@ class Case:
             **solves,
             "decoding": (partial(self.decode, cache), tokens),
         }
-
-
-def held(output: Any) -> int:
-    """Bytes of the tensors in nested records."""
-    if isinstance(output, Tensor):
-        return output.nbytes
-    if is_dataclass(output):
-        return sum(held(getattr(output, field.name)) for field in fields(output) if field.name != "again")
-    return sum(map(held, output)) if isinstance(output, list | tuple) else 0
 
 
 def along(kind: str, base: Mapping[str, int], axis: str, values: Sequence[int], turns: int) -> Iterator[Row]:
