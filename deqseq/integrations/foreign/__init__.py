@@ -1,23 +1,16 @@
 """Models of other libraries, from their configurations and weights: tables, and one engine that runs them."""
 
-from deqseq.integrations.foreign.pretrained import FROM_INPUT, from_pretrained_model, pretrained_spec
-from deqseq.integrations.foreign.recurrent_depth import OuroGate, from_pretrained, from_state
-from deqseq.integrations.foreign.reference import (
-    from_reference,
-    from_reference_config,
-    from_reference_state,
-    to_reference_state,
-)
+from deqseq.integrations.foreign.files import from_pretrained, from_state
+from deqseq.integrations.foreign.pretrained import FROM_INPUT, from_pretrained_model
+from deqseq.integrations.foreign.recurrent_depth import OuroGate
+from deqseq.integrations.foreign.reference import from_reference_config, to_reference_state
 
 __all__ = [
     "FROM_INPUT",
     "OuroGate",
     "from_pretrained",
     "from_pretrained_model",
-    "from_reference",
     "from_reference_config",
-    "from_reference_state",
     "from_state",
-    "pretrained_spec",
     "to_reference_state",
 ]

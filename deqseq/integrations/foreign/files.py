@@ -1,25 +1,106 @@
-"""The configuration and the tensors in a folder."""
+"""Models of other libraries from their files, or from a configuration and a state dict; none of their own code runs."""
 
 import json
+import re
+from collections.abc import Mapping
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from deqseq.annotations import AtLeast, checked
+from deqseq.integrations.foreign.pretrained import PRETRAINED
+from deqseq.integrations.foreign.recurrent_depth import RECURRENT
+from deqseq.integrations.foreign.reference import REFERENCE
+from deqseq.integrations.foreign.weights import described, loaded
+from deqseq.models import CausalLM
+
+
+@checked
+def from_pretrained(
+    folder_or_name: str | PathLike[str],
+    dtype: torch.dtype | None = None,
+    *,
+    revision: str | None = None,
+    steps: Annotated[int, AtLeast(1)] | None = None,
+) -> CausalLM:
+    """A model of another library, from its ``config.json`` and weights; none of its own code runs.
+
+    - Huginn-0125 and the retrofitted Llama and OLMo 2 models become a :class:`deqseq.RecurrentDepth`. By default its
+      core is solved to a relative tolerance of 1e-3, within 4 times its mean depth, from zero. With ``steps`` it runs
+      as its authors do: that many times, from random states, with a cache for each step.
+    - Ouro becomes an :class:`deqseq.ExplicitModel` of a :class:`deqseq.Looped` stack, for it has no fixed point. Its
+      gate, an :class:`OuroGate`, is ``lm.model.backbone.choose``.
+    - Models of the paper's reference code are solved as there, see :func:`from_reference_config`; Llama and Mamba2,
+      transformers' or mamba_ssm's, are explicit, see :func:`from_pretrained_model`.
+
+    Args:
+        folder_or_name: a folder, or a name on the hub, such as ``"tomg-group-umd/huginn-0125"``.
+        dtype: of the weights. Default: as they are stored.
+        revision: a branch, tag or commit on the hub.
+        steps: how often the core or the layers run, at least 1. Default: the core is solved, and Ouro makes the
+            ``total_ut_steps`` of its configuration.
+
+    Returns:
+        The model in eval mode.
+
+    Raises:
+        FileNotFoundError: no such folder, or one without these files.
+        ValueError: a configuration that is not computed here; a file that is cut short; tensors that are missing,
+            unexpected or of another shape.
+
+    References:
+        Geiping et al., 2025, arXiv 2502.05171 (Huginn); McLeish et al., 2025, arXiv 2511.07384 (retrofitted models);
+        Zhu et al., 2025, arXiv 2510.25741 (Ouro); Schöne et al., 2025, arXiv 2502.07827 (the paper).
+
+    Example:
+        >>> lm = from_pretrained("tomg-group-umd/huginn-0125", torch.bfloat16)      # doctest: +SKIP
+    """
+    folder = folder_of(folder_or_name, revision)
+    lm = from_state(content_of(folder / "config.json"), tensors_in(folder), steps)
+    return lm if dtype is None else lm.to(dtype)
+
+
+@checked
+def from_state(
+    config: Mapping[str, Any], state: Mapping[str, Tensor], steps: Annotated[int, AtLeast(1)] | None = None
+) -> CausalLM:
+    """The same from a parsed ``config.json`` and a state dict.
+
+    Args:
+        config: the configuration, as its own library writes it.
+        state: the tensors, under its own names; they are copied.
+        steps: as in :func:`from_pretrained`.
+
+    Returns:
+        The model in eval mode, its weights in their own dtypes.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}
+        >>> theirs = LlamaForCausalLM(LlamaConfig(vocab_size=10, **sizes))
+        >>> lm = from_state(theirs.config.to_dict(), theirs.state_dict())
+        >>> lm(torch.tensor([[1, 2, 3]])).logits.shape
+        torch.Size([1, 3, 10])
+    """
+    spec, rules, choose = described(config, state, PRETRAINED | RECURRENT | REFERENCE)
+    if steps is not None:
+        start = spec.loop_start if spec.solve is None else spec.solve.start
+        spec = replace(spec, solve=None, eval_solve=None, steps=steps, loop_start=start)
+    return loaded(spec, state, rules, choose).eval()
+
 
 def folder_of(folder_or_name: str | PathLike[str], revision: str | None) -> Path:
-    """A folder as it is, or that of the model which is downloaded under a name.
-
-    FileNotFoundError if it is neither; ImportError without huggingface_hub.
-    """
+    """A folder as it is, or that of the model which is downloaded under a name."""
     folder, name = Path(folder_or_name), str(folder_or_name)
     if folder.is_dir():
         return folder
-    if folder.is_absolute() or not isinstance(folder_or_name, str) or name[:1] in (".", "~") or name.count("/") > 1:
+    if not re.fullmatch(r"\w[\w.-]*/[\w.-]+", name):
         raise FileNotFoundError(f"folder_or_name: there is no folder {folder}; a name on the hub is 'owner/model'")
     try:
         from huggingface_hub import snapshot_download
@@ -29,59 +110,36 @@ def folder_of(folder_or_name: str | PathLike[str], revision: str | None) -> Path
     return Path(snapshot_download(name, revision=revision, allow_patterns=files))
 
 
-def config_in(folder: Path) -> dict[str, Any]:
-    """The content of ``config.json``; FileNotFoundError without it, ValueError if it is not a mapping."""
-    path = folder / "config.json"
-    if not path.is_file():
-        raise FileNotFoundError(f"{folder} has no config.json")
-    return _mapping(path)
+def content_of(file: Path) -> dict[str, Any]:
+    """The mapping in a file of JSON or tensors; FileNotFoundError without it, ValueError if it cannot be read."""
+    try:
+        if file.suffix == ".safetensors":
+            return load_file(file)
+        if file.suffix == ".bin":
+            return torch.load(file, map_location="cpu", weights_only=True)
+        content = json.loads(file.read_text())
+    except (SafetensorError, ValueError) as error:
+        raise ValueError(f"{file} cannot be read: {error}. Copy it again") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} must be a mapping, got {type(content).__name__}")
+    return content
 
 
 def tensors_in(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a folder.
-
-    They are those of ``model.safetensors``, else of the files that an index names, else of every ``*.safetensors``,
-    else of ``pytorch_model*.bin``. FileNotFoundError if there are none, or for a file that the index names; ValueError
-    for a file that cannot be read, or two files with tensors of one name.
-    """
-    index = folder / "model.safetensors.index.json"
-    if index.is_file() and not (folder / "model.safetensors").is_file():
-        return _joined(_files_of(index))
-    patterns = ("model.safetensors", "*.safetensors", "pytorch_model.bin", "pytorch_model*.bin")
-    files = next((found for one in patterns if (found := sorted(folder.glob(one)))), [])
+    """All tensors of ``model.safetensors``, else of the files in an index, else of each other file of weights."""
+    index, patterns = folder / "model.safetensors.index.json", ("*.safetensors", "pytorch_model*.bin")
+    if (folder / "model.safetensors").is_file():
+        files = [folder / "model.safetensors"]
+    elif index.is_file():
+        files = sorted({folder / name for name in (content_of(index).get("weight_map") or {}).values()})
+    else:
+        files = next((found for pattern in patterns if (found := sorted(folder.glob(pattern)))), [])
     if not files:
         raise FileNotFoundError(f"there are no weights in {folder}: neither *.safetensors nor pytorch_model*.bin")
-    return _joined(files)
-
-
-def _files_of(index: Path) -> list[Path]:
-    names = _mapping(index).get("weight_map")
-    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
-        raise ValueError(f"{index} must have a weight_map from tensors to files, such as {{'a': 'a.safetensors'}}")
-    return [index.parent / name for name in sorted(set(names.values()))]
-
-
-def _joined(files: list[Path]) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for file in files:
-        try:
-            pickled = file.suffix == ".bin"
-            more = torch.load(file, map_location="cpu", weights_only=True) if pickled else load_file(file)
-        except SafetensorError as error:
-            raise ValueError(f"{file} cannot be read: {error}. Copy it again") from error
+        more = content_of(file)
         if twice := sorted(tensors.keys() & more.keys()):
-            raise ValueError(
-                f"{file} has {twice[0]}, and so has another file: leave the files of one model in the folder"
-            )
-        tensors.update(more)
+            raise ValueError(f"{file} has {twice[0]}, and so has another file: leave only those of one model there")
+        tensors |= more
     return tensors
-
-
-def _mapping(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} cannot be read as JSON: {error}. Copy it again") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} must be a mapping, got {type(content).__name__}")
-    return content

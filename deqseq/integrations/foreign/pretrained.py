@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import is_dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from deqseq.annotations import checked
@@ -13,10 +14,9 @@ from deqseq.check import check_type
 from deqseq.config import SolveConfig
 from deqseq.gradients import Phantom
 from deqseq.integrations.fields import Fields, Only, Table, only, unused
-from deqseq.integrations.foreign.weights import Rule, assembled, from_foreign, on_meta
+from deqseq.integrations.foreign.weights import Foreign, Reader, Rule, described, loaded
 from deqseq.layers import RotaryScaling, apply_weight_norm
-from deqseq.models.causal_lm import CausalLM
-from deqseq.models.specification import LanguageModelSpec
+from deqseq.models import CausalLM, LanguageModelSpec
 from deqseq.stop import Stop
 
 FROM_INPUT = SolveConfig(stop=Stop(rtol=0.05, max_steps=4), gradient=Phantom(steps=1), start="input")
@@ -107,8 +107,8 @@ def from_pretrained_model(
     injection is zero the tokens enter only by the start. So train the model before you use it.
 
     Args:
-        model: a ``LlamaForCausalLM``, ``Mamba2ForCausalLM`` or ``MambaLMHeadModel``; or the configuration of one, as
-            :func:`pretrained_spec` takes it.
+        model: a ``LlamaForCausalLM`` (grouped heads, Llama 3.x frequencies, tied head or not), ``Mamba2ForCausalLM`` or
+            mamba_ssm's ``MambaLMHeadModel``; or the configuration of one, as an object or a parsed ``config.json``.
         state: the state dict that belongs to a configuration, with the head unless the configuration ties it. Default:
             that of the model.
         implicit: whether to make an implicit model; the arguments that follow are for this one alone.
@@ -122,7 +122,7 @@ def from_pretrained_model(
     Raises:
         TypeError: neither a model with a configuration, nor a configuration with its ``state``.
         ValueError: a configuration that deqseq does not compute; missing or unexpected tensors, or some of another
-            shape, all of them named; a start at zero; or how to solve an explicit model.
+            shape; a start at zero; or how to solve an explicit model.
 
     Example:
         >>> import torch
@@ -153,60 +153,29 @@ def from_pretrained_model(
                 "load it first, as AutoModelForCausalLM.from_pretrained(name)"
             )
         state = model.state_dict()
-    spec, rules = _read(config)
-    if implicit:
-        backbone = replace(spec.backbone, injection=True)
-        spec = replace(spec, backbone=backbone, solve=solve or FROM_INPUT, eval_solve=eval_solve)
-    lm = on_meta(spec.build)
-    weights = from_foreign(state, lm, rules, new="injection")
-    like = weights["embedding.weight"]
-    for name, tensor in lm.state_dict().items():
-        if name not in weights:  # an injection that adds nothing: its norm is the identity, weights and bias are zero
-            weights[name] = (like.new_ones if "norm" in name else like.new_zeros)(tensor.shape)
-    layers: Any = assembled(lm, weights).model.backbone
-    if implicit and weight_norm is not False:
-        apply_weight_norm(layers)
-        layers.config = replace(layers.config, weight_norm=True)
-    return lm
-
-
-def pretrained_spec(config: object) -> LanguageModelSpec:
-    """The specification of the explicit model that a pretrained one is.
-
-    It reads configurations of transformers' Llama (grouped heads, Llama 3.x frequencies, tied head or not) and Mamba2,
-    and of mamba_ssm's Mamba2. Fields that transformers' own classes would ignore are ignored.
-
-    Args:
-        config: a parsed ``config.json``, or the configuration object of a model.
-
-    Returns:
-        The specification.
-
-    Raises:
-        TypeError, ValueError: another kind of model, or a value that deqseq does not compute; names the field.
-
-    Example:
-        >>> spec = pretrained_spec({"d_model": 64, "n_layer": 2, "vocab_size": 50, "ssm_cfg": {"layer": "Mamba2"}})
-        >>> spec.vocab_size, spec.backbone.d_state, spec.solve     # padded to a multiple of 8, mamba_ssm's default
-        (56, 128, None)
-    """
-    return _read(config)[0]
-
-
-def _read(config: object) -> tuple[LanguageModelSpec, tuple[Rule, ...]]:
-    """What a configuration describes, and the rules of its weights."""
     if (to_dict := getattr(config, "to_dict", None)) is not None:  # an object of transformers
         config = to_dict()
     content: Any = vars(config) if is_dataclass(config) else config  # of mamba_ssm
     check_type("config", content, Mapping, "json.loads(Path('config.json').read_text())")
-    if "ssm_cfg" in content:
-        kind, where = "mamba_ssm", "mamba_ssm configuration: "
-    else:
-        where = "transformers configuration: "
-        kind = Fields(content, where).choice("model_type", ("llama", "mamba2"), None)
-    reader, embedding, prefix = _KINDS[kind]
-    rules: tuple[Rule, ...] = ((r"^embedding\.", embedding), (r"^model\.backbone\.", prefix), (r"^head\.", "lm_head."))
-    return reader(Fields(content, where)), rules
+    spec, rules, _ = described(content, state, PRETRAINED)
+    lm = loaded(spec, state, rules)
+    if not implicit:
+        return lm
+    spec = replace(
+        spec, backbone=replace(spec.backbone, injection=True), solve=solve or FROM_INPUT, eval_solve=eval_solve
+    )
+    weights, like = lm.state_dict(), lm.embedding.weight
+    with torch.device("meta"):
+        lm = spec.build()
+    for name, tensor in lm.state_dict().items():
+        if name not in weights:  # an injection that adds nothing: its norm is the identity, weights and bias are zero
+            weights[name] = (like.new_ones if "norm" in name else like.new_zeros)(tensor.shape)
+    lm.load_state_dict(weights, assign=True)
+    if weight_norm is not False:
+        layers: Any = lm.model.backbone
+        apply_weight_norm(layers)
+        layers.config = replace(layers.config, weight_norm=True)
+    return lm
 
 
 def explicit_spec(layers: type[LlamaConfig | Mamba2Config], values: dict[str, Any]) -> LanguageModelSpec:
@@ -215,33 +184,39 @@ def explicit_spec(layers: type[LlamaConfig | Mamba2Config], values: dict[str, An
     return LanguageModelSpec(backbone=layers(**values, weight_norm=False, injection=False), solve=None, **whole)
 
 
-def _llama(fields: Fields) -> LanguageModelSpec:
-    return explicit_spec(LlamaConfig, fields.take(_LLAMA) | rotary(fields))
+def renamed(embedding: str, layers: str) -> tuple[Rule, ...]:
+    """The rules of models whose layers have our names."""
+    return (r"^embedding\.", embedding), (r"^model\.(backbone\.)+", layers), (r"^head\.", "lm_head.")
+
+
+def _llama(fields: Fields, state: Mapping[str, Tensor]) -> Foreign:
+    values = fields.take(_LLAMA) | rotary(fields)
+    return explicit_spec(LlamaConfig, values), renamed("model.embed_tokens.", "model."), None
 
 
 def rotary(fields: Fields) -> dict[str, Any]:
     """Base and scaling: in ``rope_parameters`` since transformers 5, in two fields before."""
     theta, scaling = fields.read("rope_theta", 10000.0), None
-    name = "rope_parameters" if fields.get("rope_parameters", None) is not None else "rope_scaling"
-    if fields.get(name, None) is not None:
+    name = "rope_scaling" if fields.content.get("rope_parameters") is None else "rope_parameters"
+    if fields.content.get(name) is not None:
         rope = fields.inner(name)
         theta = rope.read("rope_theta", theta)
         rope.take(_ROPE)
-        key = "type" if "rope_type" not in rope.content else "rope_type"  # its name in old files
-        if rope.choice(key, ("default", "llama3"), "default") == "llama3":
+        key = "rope_type" if "rope_type" in rope.content else "type"  # its name in old files
+        if rope.read(key, Only("default", "llama3")) == "llama3":
             scaling = RotaryScaling(**rope.take(_ROPE_SCALING))
         rope.close()
     return {"rope_theta": theta, "rope_scaling": scaling}
 
 
-def _mamba2(fields: Fields) -> LanguageModelSpec:
+def _mamba2(fields: Fields, state: Mapping[str, Tensor]) -> Foreign:
     values = fields.take(_MAMBA2)
     heads = values["expand"] * values["d_model"] // values["headdim"]
-    fields.take({"num_heads": Only(heads, default=128, instead="it is expand * hidden_size / head_dim")})
-    return explicit_spec(Mamba2Config, values)
+    fields.take({"num_heads": Only(heads, default=128)})
+    return explicit_spec(Mamba2Config, values), renamed("backbone.embeddings.", "backbone."), None
 
 
-def _mamba_ssm(fields: Fields) -> LanguageModelSpec:
+def _mamba_ssm(fields: Fields, state: Mapping[str, Tensor]) -> Foreign:
     values, layer = fields.take(_MAMBA_SSM), fields.inner("ssm_cfg")
     layer.take({"layer": Only("Mamba2", default="Mamba1")})
     layer.take(unused("conv_init", "A_init_range", "dt_min", "dt_max", "dt_init_floor", "chunk_size"))
@@ -249,7 +224,7 @@ def _mamba_ssm(fields: Fields) -> LanguageModelSpec:
     values["vocab_size"] = padded(fields.read("vocab_size", 50277), fields.read("pad_vocab_size_multiple", 8))
     layer.close()
     fields.close()
-    return explicit_spec(Mamba2Config, values)
+    return explicit_spec(Mamba2Config, values), renamed("backbone.embedding.", "backbone."), None
 
 
 def mamba_ssm_layer(layer: Fields, width: int) -> dict[str, Any]:
@@ -264,8 +239,4 @@ def padded(tokens: int, multiple: int) -> int:
     return -(-tokens // multiple) * multiple
 
 
-_KINDS: Mapping[str, tuple[Any, str, str]] = {  # the reader, and where embedding and layers stand
-    "llama": (_llama, "model.embed_tokens.", "model."),
-    "mamba2": (_mamba2, "backbone.embeddings.", "backbone."),
-    "mamba_ssm": (_mamba_ssm, "backbone.embedding.", "backbone."),
-}
+PRETRAINED: dict[str, Reader] = {"llama": _llama, "mamba2": _mamba2, "mamba_ssm": _mamba_ssm}

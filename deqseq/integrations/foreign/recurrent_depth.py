@@ -1,114 +1,27 @@
-"""Released recurrent-depth models: Huginn, the retrofitted Llama and OLMo models, and Ouro, from their own files."""
+"""Released recurrent-depth models: Huginn, the retrofitted Llama and OLMo models, and Ouro."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
-from os import PathLike
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import torch
 from einops import rearrange
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from deqseq.annotations import AtLeast, Within, checked
-from deqseq.backbones import LlamaConfig, Looped
+from deqseq.annotations import Within, checked
+from deqseq.backbones import LlamaConfig
 from deqseq.check import returned_by
 from deqseq.config import SolveConfig
 from deqseq.gradients import Unrolled
 from deqseq.integrations.fields import Fields, Only, Table, only
-from deqseq.integrations.foreign.files import config_in, folder_of, tensors_in
-from deqseq.integrations.foreign.pretrained import explicit_spec, rotary
-from deqseq.integrations.foreign.weights import Rule, assembled, from_foreign, on_meta
-from deqseq.models import CausalLM, LanguageModelSpec
+from deqseq.integrations.foreign.pretrained import explicit_spec, renamed, rotary
+from deqseq.integrations.foreign.weights import Foreign, Reader, Rule
+from deqseq.models import LanguageModelSpec
 from deqseq.solvers import Naive
 from deqseq.start import RandomStart
 from deqseq.stop import Stop
-
-
-@checked
-def from_pretrained(
-    folder_or_name: str | PathLike[str],
-    dtype: torch.dtype | None = None,
-    *,
-    revision: str | None = None,
-    steps: Annotated[int, AtLeast(1)] | None = None,
-) -> CausalLM:
-    r"""A released recurrent-depth model, from its ``config.json`` and weights; none of its own code runs.
-
-    - Huginn-0125 and the retrofitted Llama and OLMo 2 models become a :class:`deqseq.RecurrentDepth`. By default its
-      core is solved to a relative tolerance of 1e-3, within 4 times its mean depth, from zero. With ``steps`` it runs
-      as its authors do: that many times, from random states, with a cache for each step.
-    - Ouro becomes an :class:`deqseq.ExplicitModel` of a :class:`deqseq.Looped` stack, for it has no fixed point. Its
-      gate, an :class:`OuroGate`, is ``lm.model.backbone.choose``.
-
-    Args:
-        folder_or_name: a folder, or a name on the hub, such as ``"tomg-group-umd/huginn-0125"``.
-        dtype: of the weights. Default: as they are stored.
-        revision: a branch, tag or commit on the hub.
-        steps: how often the core runs, or how many loops Ouro makes, at least 1. Default: the core is solved, and Ouro
-            makes the ``total_ut_steps`` of its configuration.
-
-    Returns:
-        The model in eval mode.
-
-    Raises:
-        FileNotFoundError: no such folder, or one without these files.
-        ValueError: a configuration that is not computed here; a file that is cut short; tensors that are missing,
-            unexpected or of another shape.
-
-    References:
-        Geiping et al., Scaling up Test-Time Compute with Latent Reasoning, 2025, arXiv 2502.05171; McLeish et al.,
-        Teaching Pretrained Language Models to Think Deeper with Retrofitted Recurrence, 2025, arXiv 2511.07384; Zhu et
-        al., Scaling Latent Reasoning via Looped Language Models, 2025, arXiv 2510.25741.
-
-    Example:
-        >>> from deqseq.integrations.foreign import from_pretrained
-        >>> lm = from_pretrained("tomg-group-umd/huginn-0125", torch.bfloat16)      # doctest: +SKIP
-    """
-    if dtype is not None and not dtype.is_floating_point:
-        raise ValueError(f"dtype must be a floating-point type, got {dtype}")
-    folder = folder_of(folder_or_name, revision)
-    config = config_in(folder)
-    _kind(config)  # before gigabytes are read
-    lm = from_state(config, tensors_in(folder), steps)
-    return lm if dtype is None else lm.to(dtype)
-
-
-@checked
-def from_state(
-    config: Mapping[str, Any], state: Mapping[str, Tensor], steps: Annotated[int, AtLeast(1)] | None = None
-) -> CausalLM:
-    """The same from a parsed ``config.json`` and a state dict.
-
-    Args:
-        config: of a Huginn, a retrofitted model or an Ouro.
-        state: its tensors, under its own names; they are copied.
-        steps: as in :func:`from_pretrained`.
-
-    Returns:
-        The model in eval mode, its weights in their own dtypes.
-
-    Example:
-        >>> import deqseq as dq
-        >>> sizes = {"d_model": 8, "n_heads": 2, "mlp_width": 12, "injection": False, "weight_norm": False}
-        >>> stack = dq.Llama(dq.LlamaConfig(norms="sandwich", **sizes))
-        >>> state = {f"model.{name}": tensor for name, tensor in stack.state_dict().items()}
-        >>> state |= {"model.embed_tokens.weight": torch.randn(5, 8), "lm_head.weight": torch.randn(5, 8)}
-        >>> config = {"model_type": "ouro", "hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1}
-        >>> config |= {"intermediate_size": 12, "rms_norm_eps": 1e-5, "vocab_size": 5, "total_ut_steps": 4}
-        >>> lm = from_state(config, state)
-        >>> lm.model.backbone.steps, lm(torch.tensor([[1, 2, 3]])).logits.shape
-        (4, torch.Size([1, 3, 5]))
-    """
-    kind = _kind(config)
-    lm, rules = on_meta(_MODELS[kind], Fields(config, f"{kind} configuration: "), state, steps)
-    return assembled(lm, from_foreign(state, lm, rules)).eval()
-
-
-def _kind(config: Mapping[str, Any]) -> str:
-    return Fields(config, "configuration: ").choice("model_type", tuple(_MODELS))
-
 
 _RAVEN: Table = {
     "n_embd": ("d_model", int),
@@ -120,11 +33,11 @@ _RAVEN: Table = {
     "qk_bias": ("qk_bias", False),
     **only(bias=False, injection_type="linear", nonlin_name="SiLU", mlp_class_name="GatedMLP"),
     "test_time_noise": Only(0, None),
-    "initial_state_mode": Only("random", instead="start='input' in the call is what 'embed-init' means"),
+    "initial_state_mode": Only("random"),  # pass start="input" in the call for "embed-init",
 }
 
 
-def _raven(fields: Fields, state: Mapping[str, Tensor], steps: int | None) -> tuple[CausalLM, tuple[Rule, ...]]:
+def _raven(fields: Fields, state: Mapping[str, Tensor]) -> Foreign:
     """Huginn and the retrofitted models: all say ``huginn_raven``, the names of their tensors tell them apart."""
     first = "transformer.prelude.0."
     huginn, olmo = f"{first}norm_3.weight" in state, f"{first}attn.q_norm.weight" in state
@@ -138,10 +51,13 @@ def _raven(fields: Fields, state: Mapping[str, Tensor], steps: int | None) -> tu
     )
     # Huginn's scale follows from its width, whatever its configuration says
     scale = math.sqrt(core.d_model) if huginn else fields.inner("init_values", {}).read("embed_scale", 1.0)
+    mean, start = fields.read("mean_recurrence", int), RandomStart(math.sqrt(2 / (5 * core.d_model)) * scale)
+    gradient = Unrolled(last=fields.read("mean_backprop_depth", min(8, mean)))
     spec = LanguageModelSpec(
         fields.read("padded_vocab_size", fields.read("vocab_size", int)),
         core,
-        **_solved(fields, steps, RandomStart(math.sqrt(2 / (5 * core.d_model)) * scale)),
+        SolveConfig(Naive(), Stop.exactly(mean), gradient, start=start),
+        SolveConfig(stop=Stop(max_steps=4 * mean)),
         tied=fields.read("tie_embeddings", huginn),
         embedding_scale=scale,
         prelude=prelude,
@@ -149,17 +65,7 @@ def _raven(fields: Fields, state: Mapping[str, Tensor], steps: int | None) -> tu
         injection="concat",
         norm="coda" if huginn else None,
     )
-    return spec.build(), _raven_rules(coda, pairs=huginn)
-
-
-def _solved(fields: Fields, steps: int | None, start: RandomStart) -> dict[str, Any]:
-    """How a core is solved, or how often it runs."""
-    mean = fields.read("mean_recurrence", int)
-    gradient = Unrolled(last=fields.read("mean_backprop_depth", min(8, mean)))
-    if steps is not None:
-        return {"solve": None, "steps": steps, "loop_start": start}
-    solve = SolveConfig(Naive(), Stop.exactly(mean), gradient, start=start)
-    return {"solve": solve, "eval_solve": SolveConfig(stop=Stop(max_steps=4 * mean))}
+    return spec, _raven_rules(coda, pairs=huginn), None
 
 
 def _raven_rules(config: LlamaConfig, pairs: bool) -> tuple[Rule, ...]:
@@ -259,22 +165,16 @@ _OURO: Table = {
     **only(hidden_act="silu"),
     "use_sliding_window": Only(False, None),
 }
-_OURO_RULES: tuple[Rule, ...] = (
-    (r"^embedding\.", "model.embed_tokens."),
-    (r"^head\.", "lm_head."),
-    (r"^model\.backbone\.choose\.linear\.", "model.early_exit_gate."),
-    (r"^model\.backbone\.backbone\.", "model."),
-)
 
 
-def _ouro(fields: Fields, state: Mapping[str, Tensor], steps: int | None) -> tuple[CausalLM, tuple[Rule, ...]]:
+def _ouro(fields: Fields, state: Mapping[str, Tensor]) -> Foreign:
     """A stack and its norm, iterated from the embedding."""
     values = fields.take(_OURO) | rotary(fields) | {"norms": "sandwich", "float32_rotary": False}
-    lm = explicit_spec(LlamaConfig, values | ({} if steps is None else {"steps": steps})).build()
-    threshold, looped = fields.read("early_exit_threshold", 1.0, interval="[0, inf)"), cast(Looped, lm.model.backbone)
+    threshold, gate = fields.read("early_exit_threshold", 1.0), None
     if threshold < 1 or "model.early_exit_gate.weight" in state:
-        looped.choose = OuroGate(nn.Linear(looped.d_model, 1), min(threshold, 1.0))
-    return lm, _OURO_RULES
+        gate = OuroGate(nn.Linear(values["d_model"], 1, device="meta"), min(threshold, 1.0))
+    rules = renamed("model.embed_tokens.", "model.")
+    return explicit_spec(LlamaConfig, values), (*rules, (r"^model\.choose\.linear\.", "model.early_exit_gate.")), gate
 
 
-_MODELS: Mapping[str, Callable[..., tuple[CausalLM, tuple[Rule, ...]]]] = {"huginn_raven": _raven, "ouro": _ouro}
+RECURRENT: dict[str, Reader] = {"huginn_raven": _raven, "ouro": _ouro}

@@ -9,13 +9,12 @@ from torch import Tensor
 from deqseq.annotations import checked
 from deqseq.backbones import LlamaConfig, Mamba2Config
 from deqseq.config import SolveConfig
+from deqseq.gradients import Phantom
 from deqseq.integrations.fields import Fields, Only, Table, only, unused
 from deqseq.integrations.foreign.pretrained import mamba_ssm_layer, padded
-from deqseq.integrations.foreign.weights import Rule, assembled, from_foreign, on_meta, to_foreign
-from deqseq.integrations.torchdeq import CONFIG_DEFAULTS, CONFIG_GROUPS, from_torchdeq_config
-from deqseq.models.causal_lm import CausalLM
-from deqseq.models.specification import LanguageModelSpec
-from deqseq.solvers import Naive, Relaxed
+from deqseq.integrations.foreign.weights import Foreign, Reader, Rule, foreign_name, loaded
+from deqseq.models import LanguageModelSpec
+from deqseq.solvers import Anderson, Broyden, Naive, Relaxed
 from deqseq.stop import Stop
 
 WHOLE: Table = {
@@ -41,32 +40,57 @@ BLOCK: Table = {
     "d_model": ("d_model", int),
     "n_layer": ("n_layers", int),
     "pre_norm": Only(True, default=bool),
+    "norm_epsilon": Only(1e-5),  # some norms keep it whatever this says; here one epsilon serves all norms
     **only(rms_norm=True),
     "initializer_cfg": Only(None, {}),
 }
 """Fields of ``backbone_config``."""
 
-_IMPLICIT: Table = {"pretrain_steps": Only(0), "ema_alpha": Only(None, 0), "init_z_mode": Only(None, "input")}
+_IMPLICIT: Table = {
+    "do_weight_norm": ("weight_norm", True),
+    "init_z_mode": ("start", Only(None, "input")),
+    "pretrain_steps": Only(0),
+    "ema_alpha": Only(None, 0),
+}
+_GROUPS = ("solver", "training", "norm", "regularization")
+_DEQ: Table = {  # TorchDEQ's, in these groups
+    "f_solver": ("solver", Only("fixed_point_iter", "anderson", "broyden")),
+    "f_stop_mode": ("mode", Only("abs", "rel")),
+    "f_tol": ("tolerance", 1e-3),
+    "f_max_iter": ("budget", 40),
+    "eval_factor": ("eval_factor", 1.0),
+    "eval_f_max_iter": ("eval_budget", 0),
+    "grad": ("phantom_steps", 1),
+    "tau": ("damping", 1.0),
+    "norm_type": ("norm", Only(None, "none", "weight_norm")),
+    "core": Only("sliced", "indexing"),
+    "n_states": Only(1, 0),
+    "sup_gap": Only(-1, 0),
+    **dict.fromkeys(("indexing", "sup_loc"), Only((), [], None)),
+    **only(ift=False, hook_ift=False, norm_no_scale=False, norm_clip=False),
+    **only(jac_loss_weight=0, jac_incremental=0),  # of the loss: deqseq.training.jacobian_regularisation
+    **unused("b_max_iter", "b_solver", "b_stop_mode", "b_tol", "no_stat", "gamma", "jac_loss_freq", "sradius_mode"),
+    **unused("norm_clip_val", "norm_clip_value", "norm_target_norm", "sn_n_power_iters"),
+}
 _ATTENTION: Table = {
     "n_head": ("n_heads", int),
     "rope_theta": ("rope_theta", 500000.0),
     **unused("max_seq_len"),  # a plain rotary embedding does not depend on it
     **only(bias=False, apply_rotary=True),
 }
-_DRAWN = "initial weights are drawn in another way here: initialise the model yourself"
 _MIXER: Table = {
     "chunk_size": ("chunk_size", None),
     **unused("use_materializing_scan"),  # another way to the same numbers
     **only(allow_negative_A_EV=False),
-    **only(instead=_DRAWN, conv_init=None, dt_min=0.001, dt_max=0.1, dt_init_floor=0.0001),
-    "A_init_range": Only((1, 16), [1, 16], instead=_DRAWN),
+    **only(conv_init=None, dt_min=0.001, dt_max=0.1, dt_init_floor=0.0001),  # how initial weights are drawn
+    "A_init_range": Only((1, 16), [1, 16]),
 }
 
 _RULES: tuple[Rule, ...] = (
     (r"^embedding\.", "word_emb.emb."),
     (r"^head\.", "criterion.decoder."),
-    (r"^model\.backbone\.norm\.", "backbone.norm_f."),
-    (r"^model\.backbone\.", "backbone."),
+    (r"^model\.(backbone\.)+norm\.", "backbone.norm_f."),
+    (r"^model\.(backbone\.)+", "backbone."),
     (r"parametrizations\.weight\.original0$", "weight_g"),
     (r"parametrizations\.weight\.original1$", "weight_v"),
     (r"\.self_attn\.([qkv])_proj\.", r".mixer.w\1."),
@@ -91,7 +115,7 @@ def from_reference_config(config: Mapping[str, Any]) -> LanguageModelSpec:
         config: the parsed ``config.json``, with ``backbone_config`` and, for an implicit model, ``deq_params`` in it.
 
     Returns:
-        The specification of the model; :func:`from_reference_state` translates its weights.
+        The specification of the model; :func:`from_state` makes it with its weights.
 
     Raises:
         TypeError, ValueError: an unknown or missing field, or a value that deqseq does not compute; names the field.
@@ -105,95 +129,78 @@ def from_reference_config(config: Mapping[str, Any]) -> LanguageModelSpec:
         (170, None)
     """
     fields = Fields(config, "reference configuration: ")
-    whole = fields.take(WHOLE)
-    implicit = fields.choice("backbone_type", ("implicit", "explicit"), "implicit") == "implicit"
-    block = fields.inner("backbone_config")
-    weight_norm, solves = _solves(fields, block) if implicit else (False, (None, None))
-    if not implicit:
+    whole: dict[str, Any] = fields.take(WHOLE) | {"vocab_size": _vocabulary(fields)}
+    block, switches = fields.inner("backbone_config"), {"weight_norm": False, "injection": False}
+    if fields.read("backbone_type", Only("implicit", "explicit")) == "implicit":
+        keys = block.take(_IMPLICIT) | _keys_of(fields.inner("deq_params"))
+        switches = {"weight_norm": keys["weight_norm"] and keys["norm"] != "none", "injection": True}
+        whole |= _solves(keys)
+    else:
         fields.take(unused("deq_params"))
-        block.take(unused("do_weight_norm", *_IMPLICIT))
-    backbone = _backbone(block, {"weight_norm": weight_norm, "injection": implicit})
-    spec = LanguageModelSpec(_vocabulary(fields), backbone, *solves, **whole)
+        block.take(unused(*_IMPLICIT))
+        whole["solve"] = None
+    backbone = _backbone(block, switches)
     fields.take({"d_embed": Only(backbone.d_model, default=int)})  # no projection to the layers
     fields.close()
-    return spec
+    return LanguageModelSpec(backbone=backbone, **whole)
 
 
 def _vocabulary(fields: Fields) -> int:
     """Rows of the embedding; the Mamba2 class has a field of its own for them, and ignores ``vocab_size``."""
-    mamba2 = fields.choice("model_type", ("implicit_llama3", "implicit_mamba2")) == "implicit_mamba2"
+    mamba2 = fields.read("model_type", Only("implicit_llama3", "implicit_mamba2", default=str)) == "implicit_mamba2"
     tokens = fields.read("n_tokens" if mamba2 else "vocab_size", 50277)
     if mamba2:
-        fields.take({"vocab_size": Only(tokens, instead="the reference goes by n_tokens")})
+        fields.take({"vocab_size": Only(tokens)})
     multiple = fields.read("pad_vocab_size_multiple", 8)
     return padded(tokens, multiple) if fields.read("pad_vocab", False) else tokens
 
 
-def _solves(fields: Fields, block: Fields) -> tuple[bool, tuple[SolveConfig, SolveConfig]]:
-    """Whether weights are normalised, and how an implicit model is solved in training and in evaluation."""
-    groups = fields.inner("deq_params")
-    nested = {name: groups.inner(name).content for name in CONFIG_GROUPS}
+def _keys_of(groups: Fields) -> dict[str, Any]:
+    """What TorchDEQ is told."""
+    flat = Fields({key: value for name in _GROUPS for key, value in groups.inner(name).content.items()}, groups.where)
+    keys = flat.take(_DEQ)
+    flat.close()
     groups.close()
-    solve, evaluation = from_torchdeq_config(nested)
-    keys = CONFIG_DEFAULTS | {key: value for group in nested.values() for key, value in group.items()}
-    block.take(_IMPLICIT)
-    start = "zero" if block.get("init_z_mode", None) is None else "input"
-    solver = Naive() if keys["tau"] == 1 else Relaxed(keys["tau"])
-    stop = Stop(rtol=keys["f_tol"], max_steps=evaluation.stop.max_steps)
-    solve = replace(solve, start=start)
-    weight_norm = block.read("do_weight_norm", True) and keys["norm_type"] in (None, "weight_norm")
-    return weight_norm, (solve, replace(solve, solver=solver, stop=stop))
+    return keys
 
 
-def _backbone(block: Fields, switches: dict[str, Any]) -> LlamaConfig | Mamba2Config:
-    llama = block.choice("block_type", ("mamba2", "transformer"), "mamba2") == "transformer"
-    shared = switches | block.take(BLOCK)
-    inner = block.read("d_inner", int, low=1 if llama else 0)
+def _solves(keys: dict[str, Any]) -> dict[str, SolveConfig]:
+    """How a model is solved in training, by TorchDEQ, and in evaluation, by a loop of the reference."""
+    budget, tolerance, damping = keys["budget"], keys["tolerance"], keys["damping"]
+    rtol, atol = (tolerance, 0.0) if keys["mode"] == "rel" else (0.0, tolerance)
+    solve = SolveConfig(
+        {"anderson": Anderson(memory=6), "broyden": Broyden(memory=budget)}.get(keys["solver"], Naive()),
+        Stop(rtol=rtol, atol=atol, max_steps=budget, norm="row"),
+        Phantom(keys["phantom_steps"], damping),
+        start=keys["start"] or "zero",
+    )
+    stop = Stop(rtol=tolerance, max_steps=keys["eval_budget"] or int(budget * keys["eval_factor"]))
+    solver = Naive() if damping == 1 else Relaxed(damping)
+    return {"solve": solve, "eval_solve": replace(solve, solver=solver, stop=stop)}
+
+
+def _backbone(block: Fields, switches: dict[str, bool]) -> LlamaConfig | Mamba2Config:
+    llama = block.read("block_type", Only("mamba2", "transformer")) == "transformer"
+    sizes: dict[str, Any] = switches | block.take(BLOCK)
+    inner = block.read("d_inner", int if llama else 0)
     block.take({"mlp_type": Only("llama_mlp", default="gated_mlp")} if inner else unused("mlp_type"))
-    shared["mlp_width"] = int(2 * inner / 3)  # as the reference rounds it
+    sizes["mlp_width"] = int(2 * inner / 3)  # as the reference rounds it
     layer = block.inner("block_cfg", {})
-    config = _llama(block, layer, shared) if llama else _mamba2(block, layer, shared)
+    if llama:
+        block.take({"dropout": Only(0)})  # of attention weights, drawn anew at each iteration
+        sizes |= layer.take(_ATTENTION)
+    else:
+        sizes |= {"dropout": block.read("dropout", 0.0)} | layer.take(_MIXER) | mamba_ssm_layer(layer, sizes["d_model"])
     layer.close()
     block.close()
-    return config
+    return LlamaConfig(**sizes) if llama else Mamba2Config(**sizes)
 
 
-def _llama(block: Fields, layer: Fields, shared: dict[str, Any]) -> LlamaConfig:
-    block.take({"dropout": Only(0)})  # of attention weights, drawn anew at each iteration
-    eps = block.read("norm_epsilon", 1e-5)
-    if shared["injection"]:  # whose norm keeps 1e-5 in the reference; here one epsilon serves all norms
-        block.take({"norm_epsilon": Only(1e-5)})
-    return LlamaConfig(norm_eps=eps, **layer.take(_ATTENTION), **shared)
+def _reference(fields: Fields, state: Mapping[str, Tensor]) -> Foreign:
+    return from_reference_config(fields.content), _RULES, None
 
 
-def _mamba2(block: Fields, layer: Fields, shared: dict[str, Any]) -> Mamba2Config:
-    block.take({"norm_epsilon": Only(1e-5)})  # the reference's gated norm keeps it; here one epsilon serves all norms
-    sizes = mamba_ssm_layer(layer, shared["d_model"]) | layer.take(_MIXER)
-    return Mamba2Config(dropout=block.read("dropout", 0.0), **sizes, **shared)
-
-
-@checked
-def from_reference_state(state: Mapping[str, Tensor], spec: LanguageModelSpec) -> dict[str, Tensor]:
-    """A state dict of the reference code under our names.
-
-    Args:
-        state: of its Mamba2 or Llama, explicit or implicit.
-        spec: the model that the weights are for; :func:`from_reference_config` makes it.
-
-    Returns:
-        What ``spec.build().load_state_dict`` takes; the tensors are the same ones.
-
-    Raises:
-        ValueError: tensors that are missing, unexpected or of another shape; or a tied head unlike the embedding.
-
-    Example:
-        >>> import deqseq as dq
-        >>> spec = dq.LanguageModelSpec(10, dq.Mamba2Config(d_model=16, d_state=4, headdim=8))
-        >>> theirs = to_reference_state(spec.build().state_dict(), spec)
-        >>> spec.build().load_state_dict(from_reference_state(theirs, spec))
-        <All keys matched successfully>
-    """
-    return from_foreign(state, on_meta(spec.build), _RULES)
+REFERENCE: dict[str, Reader] = dict.fromkeys(("implicit_llama3", "implicit_mamba2"), _reference)
 
 
 @checked
@@ -217,31 +224,6 @@ def to_reference_state(state: Mapping[str, Tensor], spec: LanguageModelSpec) -> 
         >>> sorted(name for name in to_reference_state(spec.build().state_dict(), spec) if "layers" not in name)[:3]
         ['backbone.injection.bias', 'backbone.injection.weight_g', 'backbone.injection.weight_v']
     """
-    return to_foreign(state, on_meta(spec.build), _RULES)
-
-
-def from_reference(config: Mapping[str, Any], state: Mapping[str, Tensor]) -> CausalLM:
-    """A model of the reference code, from its configuration and its weights.
-
-    Args:
-        config: the parsed ``config.json``.
-        state: its state dict; it is copied.
-
-    Returns:
-        The model, its weights in their own dtypes.
-
-    Raises:
-        TypeError, ValueError: as :func:`from_reference_config` and :func:`from_reference_state`.
-
-    Example:
-        >>> block = {"block_type": "mamba2", "block_cfg": {"d_state": 4, "headdim": 8}, "d_model": 16, "n_layer": 1}
-        >>> block |= {"pre_norm": True, "d_inner": 0}
-        >>> config = {"model_type": "implicit_mamba2", "backbone_type": "explicit", "backbone_config": block}
-        >>> config |= {"n_tokens": 10, "vocab_size": 10, "d_embed": 16}
-        >>> spec = from_reference_config(config)
-        >>> lm = from_reference(config, to_reference_state(spec.build().state_dict(), spec))
-        >>> type(lm.model).__name__
-        'ExplicitModel'
-    """
-    spec = from_reference_config(config)
-    return assembled(on_meta(spec.build), from_reference_state(state, spec))
+    loaded(spec, state)
+    tied = {"head.weight": state["embedding.weight"]}
+    return {foreign_name(name, _RULES)[0]: tensor for name, tensor in {**tied, **state}.items()}

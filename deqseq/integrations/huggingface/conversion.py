@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from deqseq.annotations import checked
-from deqseq.integrations.foreign import from_reference
-from deqseq.integrations.foreign.files import config_in, tensors_in
+from deqseq.integrations.foreign import from_pretrained
+from deqseq.integrations.foreign.files import content_of
 from deqseq.integrations.huggingface.configuration import DeqseqConfig
 from deqseq.integrations.huggingface.decoder import DecoderBackbone, language_model
 from deqseq.integrations.huggingface.modeling_causal_lm import DeqseqForCausalLM
@@ -122,8 +122,7 @@ def from_reference_folder(folder: str | PathLike[str], **fields: Any) -> DeqseqF
     Example:
         >>> from_reference_folder("nowhere")
         Traceback (most recent call last):
-        FileNotFoundError: nowhere has no config.json
+        FileNotFoundError: folder_or_name: there is no folder nowhere; a name on the hub is 'owner/model'
     """
-    config = config_in(path := Path(folder))
-    tokens = {name: config[name] for name in _TOKENS if name in config}
-    return from_causal_lm(from_reference(config, tensors_in(path)), **tokens | fields).eval()
+    lm, config = from_pretrained(folder), content_of(Path(folder) / "config.json")
+    return from_causal_lm(lm, **{name: config[name] for name in _TOKENS if name in config} | fields)
