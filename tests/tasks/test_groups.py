@@ -2,12 +2,9 @@
 
 import itertools
 import re
-from contextlib import nullcontext
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from deqseq import tasks
 from deqseq.tasks import FiniteMonoid, aperiodic_monoid, cyclic, direct_product, generators, parse_group, symmetric
@@ -23,7 +20,7 @@ def compose(a, b):
 
 
 def product_of(monoid, a, b):
-    return monoid.elements[int(monoid.table[monoid.index(a), monoid.index(b)])]
+    return monoid.elements[int(monoid.table[monoid.elements.index(a), monoid.elements.index(b)])]
 
 
 @pytest.mark.parametrize(("name", "order"), list(ORDERS.items()))
@@ -148,7 +145,6 @@ def test_quaternions_multiply_as_their_matrices():
         (lambda: tasks.dihedral(0), r"n must .* 1\.\.512, got 0"),
         (lambda: parse_group("Q8xZ0"), r"n must .* 1\.\.1024, got 0"),
         (lambda: parse_group("Z007"), "name must be .* got 'Z007'"),
-        (lambda: cyclic(3).index(7), "Z3 has no element 7"),
     ],
 )
 def test_bad_arguments_are_named(build, message):
@@ -157,7 +153,6 @@ def test_bad_arguments_are_named(build, message):
 
 
 XOR = [[0, 1], [1, 0]]
-LOOP = [[0, 1, 2], [1, 2, 0], [2, 1, 0]]
 
 
 @pytest.mark.parametrize(
@@ -169,25 +164,11 @@ LOOP = [[0, 1, 2], [1, 2, 0], [2, 1, 0]]
         ("ab", [[0, 1], [1, -1]], 0, "table must hold ids 0 to 1, got -1 to 1"),
         ("ab", [[0, 0], [1, 1]], 0, "the element with id 0 is not the identity"),
         ("ab", XOR, 2, "the element with id 2 is not the identity"),
-        ("eab", LOOP, 0, r"not associative: \(a ∘ a\) ∘ a != a ∘ \(a ∘ a\)"),
     ],
 )
 def test_a_table_that_is_no_monoid_is_refused(labels, table, identity, message):
     with pytest.raises(ValueError, match=message):
         FiniteMonoid("bad", tuple(labels), torch.tensor(table), identity)
-
-
-@given(data=st.data())
-@settings(max_examples=200, deadline=None)
-def test_associativity_check_agrees_with_brute_force(data):
-    n = data.draw(st.integers(2, 4))
-    cells = st.lists(st.integers(0, n - 1), min_size=n - 1, max_size=n - 1)
-    inner = data.draw(st.lists(cells, min_size=n - 1, max_size=n - 1))
-    rows = [list(range(n)), *([a, *row] for a, row in enumerate(inner, start=1))]
-    triples = itertools.product(range(n), repeat=3)
-    associative = all(rows[rows[a][b]][c] == rows[a][rows[b][c]] for a, b, c in triples)
-    with nullcontext() if associative else pytest.raises(ValueError, match="is not associative"):
-        FiniteMonoid("random", tuple(range(n)), torch.tensor(rows), identity=0)
 
 
 def test_the_table_is_a_copy():

@@ -70,4 +70,9 @@ def test_the_chance_of_a_word_problem_counts_the_products():
     a5 = parse_group("A5")
     assert WordProblem(a5, inputs=generators(a5, 2)).chance == 1 / 60
     letters = parse_group("M")  # the empty product is no answer, and only in a group do others give it too
-    assert [WordProblem(letters, inputs=(letters.index(letter),)).chance for letter in "EABX"] == [1, 1 / 2, 1, 1]
+    assert [WordProblem(letters, inputs=(letters.elements.index(letter),)).chance for letter in "EABX"] == [
+        1,
+        1 / 2,
+        1,
+        1,
+    ]

@@ -20,7 +20,7 @@ def seeded(seed=0):
 
 def test_worked_example_of_the_paper():
     tokens = [(5, 4, 1, 3, 2), (3, 4, 1, 2, 5), (5, 3, 1, 2, 4)]
-    prefixes = prefix_products(S5, torch.tensor([[S5.index(token) for token in tokens]]))
+    prefixes = prefix_products(S5, torch.tensor([[S5.elements.index(token) for token in tokens]]))
     assert [S5.elements[p] for p in prefixes[0].tolist()] == [tokens[0], (1, 3, 5, 4, 2), (2, 5, 1, 3, 4)]
 
 
