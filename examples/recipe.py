@@ -66,12 +66,7 @@ class LengthSchedule(TrainingBatches):
 
     Half of the batches have the lesson's length, the others one drawn up to it. When all lengths are learned, or the
     steps are nearly over, the learning rate falls: over 2/5 of the steps done so far, at least 600, at most 2/7 of all.
-
-    Args:
-        tasks: one of these is drawn from at every step.
-        options: lengths, sizes, learning rate.
-        accuracy: of an output; decides whether a length is learned.
-        plan: the ``plan`` of a run that has ended, to be repeated. Default: the accuracy decides.
+    One of the ``tasks`` is drawn from at every step; the ``plan`` of a run that has ended is repeated, if given.
     """
 
     saved = (*TrainingBatches.saved, "ends", "decay", "recent", "full")

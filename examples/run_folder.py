@@ -42,13 +42,9 @@ def is_main() -> bool:
 
 
 def check_folder(script: str, options: Any, folder: Path) -> dict[str, Any]:
-    """Refuse a folder that holds anything but a run of this script with these options; writes nothing.
+    """The record of a run, for a folder that holds nothing but a run of this script with these options; writes nothing.
 
-    Returns:
-        The record of the run. ``options.FREE`` names the options that may change when a run is continued.
-
-    Raises:
-        SystemExit: says what the folder holds.
+    ``options.FREE`` names the options that may change when a run is continued.
     """
     record = json.loads(json.dumps({"script": script, "options": asdict(options)}))
     try:

@@ -50,16 +50,8 @@ def server(python: str, model: Path, log: Path) -> Iterator[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    command = [
-        python,
-        "-m",
-        "vllm.entrypoints.openai.api_server",
-        "--model",
-        str(model),
-        "--served-model-name",
-        "looped",
-    ]
-    command += ["--host", "127.0.0.1", "--port", port, "--dtype", "float32", "--enforce-eager"]
+    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--enforce-eager"]
+    command += ["--served-model-name", "looped", "--host", "127.0.0.1", "--port", port, "--dtype", "float32"]
     settings = {"PROMETHEUS_MULTIPROC_DIR": str(log.parent), "VLLM_CPU_KVCACHE_SPACE": "1"}
     with log.open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, env=os.environ | settings)
@@ -95,13 +87,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ours: Any = AutoModelForCausalLM.from_pretrained(model)
         with server(options.python, model, log) as address:
             for prompt in PROMPTS:
-                asked = {
-                    "model": "looped",
-                    "prompt": prompt,
-                    "max_tokens": 24,
-                    "temperature": 0,
-                    "return_token_ids": True,
-                }
+                asked = {"model": "looped", "prompt": prompt, "max_tokens": 24, "temperature": 0}
+                asked["return_token_ids"] = True
                 header = {"Content-Type": "application/json"}
                 with urlopen(Request(f"{address}/v1/completions", json.dumps(asked).encode(), header)) as answer:
                     (choice,) = json.load(answer)["choices"]

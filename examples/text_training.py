@@ -80,11 +80,7 @@ class TextOptions:
 
 
 def prepare(options: TextOptions, tokenizer: str | None) -> tuple[PreTrainedTokenizerBase, Any, list[str]]:
-    """What a run reads: the tokenizer (None: a BPE of the corpus), rows to train on, and held-out documents.
-
-    Raises:
-        SystemExit: names the option that cannot be read.
-    """
+    """What a run reads: the tokenizer (None: a BPE of the corpus), rows to train on, and held-out documents."""
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
         transformers.utils.logging.disable_progress_bar()
@@ -126,19 +122,8 @@ def train(
 ) -> Path:
     """Train a model, or go on from its newest checkpoint, or leave a finished one as it is.
 
-    Args:
-        options: of the run.
-        name: folder of the model in the output folder.
-        build: makes the model of transformers, from the seed.
-        rows: of :func:`training_rows`.
-        tokenizer: saved with the model.
-        curriculum: of an implicit model.
-        loss: of outputs, labels and the number of labels. Default: the model's own.
-        finish: makes what is saved of the trained model, as by merging adapters.
-        **arguments: other ``TrainingArguments`` than those that follow from the options.
-
-    Returns:
-        The folder of the saved model.
+    ``loss`` replaces the model's own, ``finish`` makes what is saved of the trained model, as by merging adapters, and
+    the further ``arguments`` are ``TrainingArguments``. Returns the folder of the saved model.
     """
     folder = Path(options.output) / name
     if (folder / "model").exists():
