@@ -20,8 +20,9 @@ LISTED = [name for page in PAGES for name in re.findall(r"^::: (\S+)$", page, fl
 PACKAGE = griffe.load("deqseq", search_paths=[ROOT], docstring_parser="google")
 EXCEPTIONS = {  # faults that are none, as patterns, and why
     r"\.(ImplicitCache|SolvedLM|CurriculumCallback)\.\w+: `": "another library calls these methods and documents them",
-    r"\.prepare_inputs_for_generation: `": "transformers calls it and documents it",
-    r"\.DeqseqPreTrainedModel: `unknown`": "collects misspelt names for the error",
+    r"\.Deqseq\w+\.(\w+_pretrained|from_dict|register_for_auto_class|set_attn_implementation): `": "see transformers",
+    r"\.Deqseq\w+\.(get_expanded_tied_weights_keys|init_continuous_batching|prepare_inputs_\w+): `": "see transformers",
+    r"\.Deqseq\w+: `unknown`": "collects misspelt names for the error",
     r"\.(distances|passes|limit|begin|attach_to): ": "the library calls these methods of Stop, solvers and gradients",
     r"\.testing\.\w+\.\w+Contract\.": "its methods are the tests themselves",
 }

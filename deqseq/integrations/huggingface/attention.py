@@ -18,20 +18,7 @@ from deqseq.layers import Attention
 
 
 class ChosenAttention:
-    """What ``config._attn_implementation`` names now, in place of :class:`deqseq.layers.DotProduct`.
-
-    Args:
-        config: of the model.
-
-    Example:
-        >>> from deqseq.integrations.huggingface import DeqseqConfig, DeqseqModel
-        >>> config = DeqseqConfig(vocab_size=9, backbone={"name": "LlamaConfig", "d_model": 16, "n_heads": 2})
-        >>> model, ids = DeqseqModel(config).eval(), torch.tensor([[1, 2, 3]])
-        >>> by_sdpa = model(ids).last_hidden_state
-        >>> model.set_attn_implementation("eager")
-        >>> torch.allclose(model(ids).last_hidden_state, by_sdpa, atol=1e-5)
-        True
-    """
+    """What ``config._attn_implementation`` names at each call, in place of :class:`deqseq.layers.DotProduct`."""
 
     def __init__(self, config: Any) -> None:
         self.config = config
@@ -41,7 +28,7 @@ class ChosenAttention:
         return attention_mask(self.config, z, cache)
 
     def __call__(self, layer: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **_: Any) -> Tensor:
-        """Mixed values, ``(batch, new, heads, headdim)``, by transformers' function."""
+        """Mixed values, ``(batch, new, heads, headdim)``."""
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(_name(self.config), eager)
         return attend(layer, q, k, v, mask, dropout=0.0, scaling=layer.headdim**-0.5)[0]
 
@@ -55,16 +42,9 @@ def choose_attention(core: nn.Module, config: Any) -> None:
 
 
 def attention_mask(config: Any, z: Tensor, cache: LlamaCache | None, window: int | None = None) -> Any:
-    """What the attention that ``config`` names takes as its mask, made by transformers.
+    """The mask for new tokens ``(batch, new, d_model)`` that see the last ``window``, as ``config``'s attention has it.
 
-    Args:
-        config: of the model or of its decoder.
-        z: the state of the new tokens, ``(batch, new, d_model)``.
-        cache: of the tokens before; None: there are none.
-        window: how many of the last tokens are seen. Default: all.
-
-    Raises:
-        ValueError: rows of unequal length, for a function whose masks transformers cannot make.
+    Transformers makes it. ValueError: rows of unequal length, for a function whose masks it cannot make.
     """
     name, (rows, new), length = _name(config), z.shape[:2], 0 if cache is None else cache.length
     if window is not None and length + new <= window:

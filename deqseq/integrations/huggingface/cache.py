@@ -70,7 +70,7 @@ class ImplicitCache(TransformersCache):
         return self._rows
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Number of committed tokens, padding included; the same in all layers."""
+        """As ``length``."""
         return self.length
 
     @property
@@ -112,7 +112,7 @@ class ImplicitCache(TransformersCache):
         """Remove as many of the last tokens, a number that is negative, as in transformers.
 
         Raises:
-            ValueError: a cache of a recurrent backbone, more tokens than there are, or more of one row than of another.
+            ValueError: a recurrent backbone, more tokens than there are, or more of one row than of another.
         """
         if tokens_to_remove == 0 or self.value is None:
             return

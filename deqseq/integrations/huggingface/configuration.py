@@ -208,10 +208,6 @@ class DeqseqConfig(PreTrainedConfig):
         layers, embedding = built_decoder(config)
         return spec.build_model(layers), embedding
 
-    def validate_architecture(self) -> None:
-        """Check all fields; errors name the one that does not fit."""
-        self._derive()
-
     def to_dict(self) -> Json:
         """As in transformers; the dtype is that of the whole model."""
         content = super().to_dict()
@@ -220,17 +216,7 @@ class DeqseqConfig(PreTrainedConfig):
         return content
 
     def save_pretrained(self, save_directory: str | PathLike[str], push_to_hub: bool = False, **kwargs: Any) -> None:
-        """As in transformers, but what loading would refuse is refused, and a module is written for ``auto_map``.
-
-        Args:
-            save_directory: made if missing.
-            push_to_hub: as in transformers.
-            **kwargs: of transformers.
-
-        Raises:
-            ValueError: an unknown field, such as a misspelt one that was set on the object.
-            StrictDataclassError: a field of the wrong type, or numbers that do not fit together.
-        """
+        """As in transformers, but what loading would refuse is refused, and a module is written for ``auto_map``."""
         type(self).from_dict(self.to_dict())
         folder = Path(save_directory)
         folder.mkdir(parents=True, exist_ok=True)
@@ -242,27 +228,20 @@ class DeqseqConfig(PreTrainedConfig):
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
-        """Nothing to do for ``auto_class``: ``auto_map`` is always written, and names installed classes."""
+        """Nothing to do: ``auto_map`` is always written, and names installed classes."""
 
     @classmethod
     def from_dict(cls, config_dict: Json, **kwargs: Any) -> Any:
         """As in transformers, but an unknown keyword that is not None is an error, unless unused ones are asked for.
 
         ``solve`` given here changes the stored ``eval_solve``, too, unless that is given as well.
-
-        Args:
-            config_dict: the fields.
-            **kwargs: fields that replace them, and arguments of transformers.
-
-        Returns:
-            The configuration; with ``return_unused_kwargs=True`` also the unknown keywords.
         """
         returned = kwargs.pop("return_unused_kwargs", False)
         if kwargs.get("solve") is not None and config_dict.get("eval_solve") is not None:
             kwargs.setdefault("eval_solve", kwargs["solve"])  # a loaded model is in eval mode
         loaded: Any = super().from_dict(dict(config_dict), return_unused_kwargs=True, **kwargs)
         config, unused = loaded
-        config.validate()  # keywords have replaced fields
+        config._derive()  # keywords have replaced fields
         if returned:
             return config, unused
         config._check_names(name for name, value in unused.items() if value is not None)

@@ -15,9 +15,9 @@ from deqseq.as_json import from_json
 from deqseq.config import SolveConfig
 from deqseq.integrations.huggingface.arguments import (
     check_cache,
-    check_inputs,
     check_keywords,
     check_positions,
+    check_tensors,
     joined_mask,
 )
 from deqseq.integrations.huggingface.attention import choose_attention
@@ -41,14 +41,13 @@ SolveChange = SolveConfig | Mapping[str, Any]
 
 
 class ConfigSettings:
-    """How a core is solved, read from the configuration at each call, and written to it."""
+    """How a core is solved: read from the configuration at each call, and written to it."""
 
     def __init__(self, config: DeqseqConfig) -> None:
         self.config = config
 
     @property
     def solve(self) -> SolveConfig:
-        """In training mode."""
         solve = self.config.section("solve")
         if solve is None:
             raise ValueError("config.solve must not be None, for this model was built as an implicit one")
@@ -60,7 +59,6 @@ class ConfigSettings:
 
     @property
     def eval_solve(self) -> SolveConfig | None:
-        """In eval mode; None: as in training mode."""
         return self.config.section("eval_solve")
 
     @eval_solve.setter
@@ -73,7 +71,6 @@ class DeqseqModel(DeqseqPreTrainedModel):
 
     Args:
         config: a :class:`DeqseqConfig`.
-        **unknown: refused, with the nearest known name.
 
     Attributes:
         core: the :class:`deqseq.ImplicitModel`, :class:`deqseq.ExplicitModel` or :class:`deqseq.RecurrentDepth`.
@@ -121,14 +118,11 @@ class DeqseqModel(DeqseqPreTrainedModel):
             input_ids: ``(batch, length)``.
             attention_mask: 0 at padding, on either side of a row, ``(batch, committed + length)``, where committed
                 counts the tokens of the cache. Default: no padding.
-            position_ids: the model's own and no others, ``(batch, length)``: real tokens counted from 0. Where they
-                begin again a sequence begins, which is solved on its own. Packed sequences can also be told by
-                ``cu_seq_lens_q`` or ``seq_idx``, as transformers' collator does; they have no cache, and no
-                ``explain()``.
-            cache: an :class:`ImplicitCache`, which is advanced by these tokens. Default: there were no tokens
-                before.
-            inputs_embeds: embedded tokens ``(batch, length, hidden_size)``, as ``embed_tokens`` gives them, instead of
-                ``input_ids``.
+            position_ids: the model's own, ``(batch, length)``: real tokens counted from 0. Where they begin again a
+                sequence begins, which is solved on its own. Packed sequences can also be told by ``cu_seq_lens_q`` or
+                ``seq_idx``; they have no cache, and no ``explain()``.
+            cache: an :class:`ImplicitCache`, which is advanced by these tokens. Default: no tokens before.
+            inputs_embeds: what ``embed_tokens`` gives, ``(batch, length, hidden_size)``, instead of ``input_ids``.
             use_cache: whether to advance ``cache``, or a new cache. Default: as in the configuration, but in
                 training only if a cache is given.
             output_hidden_states: whether ``hidden_states`` are returned: the embedded tokens and the fixed point; of an
@@ -156,7 +150,7 @@ class DeqseqModel(DeqseqPreTrainedModel):
             return ImplicitModelOutput(last_hidden_state=output.value, stats=output.stats, status=output.status)
         ends, numbers = kwargs.pop("cu_seq_lens_q", None), kwargs.pop("seq_idx", None)
         check_keywords({"output_attentions": self.config.output_attentions or None} | kwargs)
-        check_inputs(input_ids, inputs_embeds, position_ids=position_ids)
+        check_tensors(position_ids=position_ids)
         given, cache = cache is not None, ImplicitCache() if cache is None else cache
         embedded, mask = self.embedded(input_ids, attention_mask, cache, inputs_embeds)
         new = None if mask is None else mask[:, cache.length :]
@@ -208,14 +202,7 @@ class DeqseqModel(DeqseqPreTrainedModel):
             self.solved.solves = ConfigSettings(self.config)
 
     def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
-        """As in transformers, but a norm that two parts share is tied whether or not the head is the embedding.
-
-        Args:
-            all_submodels: of transformers.
-
-        Returns:
-            The name of the weight that each tied weight is.
-        """
+        """As in transformers, but a norm that two parts share is tied whether or not the head is the embedding."""
         if all_submodels:
             return super().get_expanded_tied_weights_keys(all_submodels=True)
         return {} if self.config.norm is None else dict(self._tied_weights_keys)
@@ -227,30 +214,24 @@ class DeqseqModel(DeqseqPreTrainedModel):
         cache: ImplicitCache,
         inputs_embeds: Tensor | None,
     ) -> tuple[Sequence, Mask | None]:
-        """What the core is given for the arguments of a call, which are checked; without dropout.
+        """Embedded tokens without dropout, and the mask of all tokens, those of ``cache`` included; as in a call.
 
-        Args:
-            input_ids: ``(batch, length)``.
-            attention_mask: ``(batch, committed + length)``.
-            cache: of the committed tokens.
-            inputs_embeds: ``(batch, length, hidden_size)``.
-
-        Returns:
-            Embedded tokens, ``(batch, length, hidden_size)``, and the mask of all tokens, ``(batch, committed +
-            length)``.
-
-        Raises:
-            ValueError: the arguments do not fit each other or the model.
+        ValueError: ``input_ids`` ``(batch, length)``, or ``inputs_embeds`` ``(batch, length, hidden_size)``, and
+        ``attention_mask`` ``(batch, committed + length)`` do not fit.
         """
-        check_inputs(input_ids, inputs_embeds, attention_mask=attention_mask)
+        check_tensors(input_ids=input_ids, inputs_embeds=inputs_embeds, attention_mask=attention_mask)
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         if input_ids is not None:
+            if input_ids.ndim != 2:
+                raise ValueError(f"input_ids must have shape (batch, length), got {tuple(input_ids.shape)}")
             ids = input_ids.to(torch.int64) if input_ids.dtype == torch.int32 else input_ids
             if not torch.compiler.is_compiling():  # a graph cannot depend on the ids
                 check_ids("input_ids", ids, self.config.vocab_size)
             inputs_embeds = self.embed_tokens(ids)
         x = cast("Sequence", inputs_embeds)
+        if x.ndim != 3:
+            raise ValueError(f"inputs_embeds must have shape (batch, length, hidden_size), got {tuple(x.shape)}")
         check_cache(cache, len(x))
         mask = joined_mask(attention_mask, len(x), x.shape[1], cache)
         return scaled(x, self.config.embedding_scale), mask
@@ -263,7 +244,6 @@ class DeqseqForSequenceClassification(GenericForSequenceClassification, DeqseqPr
 
     Args:
         config: a :class:`DeqseqConfig`, with ``num_labels``.
-        **unknown: refused, with the nearest known name.
 
     Attributes:
         model: embedding and backbone.

@@ -9,21 +9,22 @@ import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
 from transformers.generation.utils import GenerationMixin
 from transformers.utils.generic import can_return_tuple
 
 from deqseq.check import check_known
 from deqseq.config import SolveConfig
-from deqseq.integrations.huggingface.arguments import check_inputs, check_labels, check_positions, prepare_cache
+from deqseq.integrations.huggingface.arguments import check_cache, check_labels, check_positions
 from deqseq.integrations.huggingface.cache import ImplicitCache
 from deqseq.integrations.huggingface.configuration import DeqseqConfig
 from deqseq.integrations.huggingface.modeling import DeqseqModel, SolveChange
 from deqseq.integrations.huggingface.outputs import ImplicitCausalLMOutput
-from deqseq.integrations.huggingface.pages import batching_config, layers_of
+from deqseq.integrations.huggingface.pages import batching_config, layers_of, recurrent_parts
 from deqseq.integrations.huggingface.pretrained_model import DeqseqPreTrainedModel
 from deqseq.integrations.huggingface.surroundings import warn_of_decay
-from deqseq.integrations.huggingface.windows import in_windows, tokens_to_solve, warn_of_window, window_of
+from deqseq.integrations.huggingface.windows import in_windows, warn_of_window, window_of
 from deqseq.layers import with_weights
 from deqseq.models.eval_mode import eval_mode
 from deqseq.models.generation import generate, prompt_sweep
@@ -36,7 +37,6 @@ class DeqseqForCausalLM(DeqseqPreTrainedModel, GenerationMixin):
 
     Args:
         config: a :class:`DeqseqConfig`.
-        **unknown: refused, with the nearest known name.
 
     Attributes:
         model: embedding and backbone.
@@ -46,11 +46,9 @@ class DeqseqForCausalLM(DeqseqPreTrainedModel, GenerationMixin):
         >>> import deqseq as dq
         >>> from deqseq.integrations.huggingface import DeqseqConfig, DeqseqForCausalLM
         >>> config = DeqseqConfig(vocab_size=9, backbone=dq.Mamba2Config(16, headdim=8))
-        >>> _ = torch.manual_seed(0)
         >>> model, prompt = DeqseqForCausalLM(config), torch.tensor([[1, 2, 3]])
         >>> options = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True}
-        >>> solve = {"sweep": "Sequential", "solver": {"name": "Relaxed", "damping": 0.5}, "stop": {"rtol": 0.1}}
-        >>> output = model.generate(prompt, solve=solve, **options)
+        >>> output = model.generate(prompt, solve={"sweep": "Sequential", "stop": {"rtol": 0.1}}, **options)
         >>> [solve.stats.iterations.shape for solve in output.cache.solves][:2]     # prompt, then each token
         [torch.Size([1, 3]), torch.Size([1, 1])]
     """
@@ -91,11 +89,10 @@ class DeqseqForCausalLM(DeqseqPreTrainedModel, GenerationMixin):
                 of the loss; padding is not, as in transformers, so its labels must be -100.
             use_cache: whether to advance a cache.
             logits_to_keep: how many of the last positions get logits, or which, ``(kept,)``; 0: all.
-            num_items_in_batch: what the summed loss is divided by, ``()``. Default: the number of labels that are
-                scored.
+            num_items_in_batch: what the summed loss is divided by, ``()``. Default: the number of scored labels.
             solve: how this call is solved.
-            **kwargs: as in :class:`DeqseqModel`, such as ``output_hidden_states`` and ``return_dict``; and
-                ``shift_labels``, ``(batch, length)``, labels of which the one at ``t`` is the answer at ``t``.
+            **kwargs: as in :class:`DeqseqModel`; and ``shift_labels``, ``(batch, length)``, of which the one at ``t``
+                is the answer at ``t``.
 
         Returns:
             Loss, logits, cache, and the numbers of the solve.
@@ -110,8 +107,7 @@ class DeqseqForCausalLM(DeqseqPreTrainedModel, GenerationMixin):
             warn_of_decay(self)
         shift_labels = kwargs.pop("shift_labels", None)  # in the signature the Trainer would require it
         tokens, vocab_size = input_ids if inputs_embeds is None else inputs_embeds, self.config.vocab_size
-        check_inputs(input_ids, inputs_embeds, labels=labels, shift_labels=shift_labels)
-        check_labels(tokens, labels, shift_labels, vocab_size, num_items_in_batch)
+        check_labels(tokens, vocab_size, num_items_in_batch, labels=labels, shift_labels=shift_labels)
         scored = labels is not None or shift_labels is not None
         if scored and not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
             raise ValueError("labels need the logits of all positions: leave out logits_to_keep")
@@ -144,24 +140,22 @@ class DeqseqForCausalLM(DeqseqPreTrainedModel, GenerationMixin):
         generation_config: GenerationConfig | None = None,
         **kwargs: Any,
     ) -> Any:
-        """As in transformers, in eval mode and with ``solve``: how prompts and new tokens are solved.
-
-        ``solve`` is a :class:`deqseq.SolveConfig`, or a mapping of the fields to replace, as objects or JSON. It can
-        also be a field of the generation configuration, and is then saved with it; fields of the keyword come first,
-        then those of the generation configuration, then the model's own. ``sweep`` is that of the prompts; without it,
-        they are solved by the model's own, but ``Sliding(16)`` instead of ``Simultaneous()``. How each solve went is in
-        ``cache.solves`` of ``return_dict_in_generate=True``.
-
-        ``window``, a keyword or a field of the generation configuration, decodes that many tokens of a row at once, as
-        :meth:`deqseq.CausalLM.generate` does: the same tokens in fewer evaluations one after another. Processors,
-        stopping criteria and streamers are called for committed tokens, in order. A cache that is given is not changed
-        then, and none is returned; the numbers are in ``generation`` of the output. Beams, guidance,
-        ``use_cache=False``, ``prefill_chunk_size`` and returned hidden states decode one by one, with a warning.
+        """As in transformers, in eval mode, with two more keywords, which can also be in the generation configuration.
 
         Args:
             inputs: prompts, ``(batch, length)``, padded on the left.
             generation_config: of transformers.
-            **kwargs: of transformers, of the model's call, ``solve`` and ``window``.
+            **kwargs: of transformers, and ``solve`` and ``window``.
+
+                ``solve``: how prompts and new tokens are solved, as in a call; fields of the keyword come first, then
+                those of the generation configuration, then the model's own. ``sweep`` is that of the prompts. Default:
+                the model's, but ``Sliding(16)`` instead of ``Simultaneous()``. How each solve went is in
+                ``cache.solves`` of ``return_dict_in_generate=True``.
+
+                ``window``: how many tokens of a row are decoded at once, as by :meth:`deqseq.CausalLM.generate`.
+                Processors, stopping criteria and streamers are called for committed tokens, in order. A cache that is
+                given is not changed, and none is returned; the numbers are in ``generation`` of the output. Beams,
+                guidance, no cache, ``prefill_chunk_size`` and returned hidden states decode one by one, with a warning.
 
         Returns:
             What transformers returns: ``(batch, length + new)``, or an output object.
@@ -177,20 +171,7 @@ class DeqseqForCausalLM(DeqseqPreTrainedModel, GenerationMixin):
     def init_continuous_batching(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, generation_config: GenerationConfig | None = None, continuous_batching_config: Any = None, **kwargs: Any
     ) -> Any:
-        """As in transformers, without CUDA graphs.
-
-        Args:
-            generation_config: of transformers.
-            continuous_batching_config: of transformers.
-            **kwargs: of transformers.
-
-        Returns:
-            The manager.
-
-        Raises:
-            ValueError: a model whose tokens do not fit into pages, ``solve`` or ``window`` in the generation
-                configuration, or CUDA graphs, compiled passes and block tables.
-        """
+        """As in transformers, but ValueError for what pages or a loop that ends by itself do not allow."""
         layers_of(self.config)
         settings = batching_config(continuous_batching_config, generation_config or self.generation_config)
         theirs: Any = super()
@@ -256,10 +237,13 @@ class DeqseqForCausalLM(DeqseqPreTrainedModel, GenerationMixin):
                 warn_of_window("processes that share weights must call the model equally often")
             options: Any = {"synced_gpus": synced_gpus, "streamer": streamer, **model_kwargs}
             return theirs._sample(input_ids, logits_processor, stopping_criteria, generation_config, **options)
-        new = tokens_to_solve(input_ids, generation_config, model_kwargs)
-        model_kwargs |= {"next_sequence_length": new, "is_first_iteration": True}
-        given: dict[str, Any] = self.prepare_inputs_for_generation(input_ids, **model_kwargs)
-        cache: ImplicitCache = given["cache"]
+        cache, mask, prompt = model_kwargs["cache"], model_kwargs.get("attention_mask"), input_ids
+        if model_kwargs.get("inputs_embeds") is not None:
+            prompt = model_kwargs["inputs_embeds"]
+        total = vars(generation_config)["_mask_length"] if mask is None else mask.shape[1]
+        # a prompt is whole, or what is not in the cache yet
+        model_kwargs["next_sequence_length"] = prompt.shape[1] - cache.length if prompt.shape[1] == total else None
+        given = self.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **model_kwargs)
         ids, mask, embeds = (given.get(name) for name in ("input_ids", "attention_mask", "inputs_embeds"))
         x, mask = self.model.embedded(ids, mask, cache, embeds)
         check_positions(given.get("position_ids"), mask, cache.length, (len(x), x.shape[1]))
@@ -296,4 +280,20 @@ class DeqseqForCausalLM(DeqseqPreTrainedModel, GenerationMixin):
         *_: Any,
     ) -> None:
         """An :class:`ImplicitCache`, instead of the cache of transformers."""
-        prepare_cache(self.config, generation_config, model_kwargs, generation_mode, batch_size)
+        config, cache, mask = generation_config, model_kwargs.get("cache"), model_kwargs.get("attention_mask")
+        if config.cache_implementation not in (None, "dynamic"):
+            raise ValueError(f"cache_implementation {config.cache_implementation!r} is not available: leave it out")
+        drafts = generation_mode == GenerationMode.ASSISTED_GENERATION or vars(config).get("is_assistant")
+        if drafts and (recurrent := recurrent_parts(self.config)):
+            raise ValueError(
+                f"assisted decoding takes tokens back, which the state of a Mamba2 ({recurrent}) cannot: leave out "
+                "assistant_model and prompt_lookup_num_tokens"
+            )
+        if config.prefill_chunk_size is not None and mask is not None:
+            longest = int((mask == 0).sum(dim=1).max())  # of each row the first chunk needs a token
+            config.prefill_chunk_size = max(config.prefill_chunk_size, longest + 1)
+        if cache is not None:
+            check_cache(cache, batch_size * max(config.num_beams or 1, config.num_return_sequences or 1))
+            cache._is_user_defined = True  # transformers then does not take it for its own
+        elif config.use_cache is not False:
+            model_kwargs["cache"] = ImplicitCache()

@@ -18,9 +18,7 @@ from deqseq.solution import Outcome, SolveStats
 @no_type_check  # accelerate rebuilds an output from a mapping in place of the first field
 @dataclass
 class ImplicitModelOutput(BaseModelOutputWithPast, Outcome):  # pyright: ignore[reportIncompatibleMethodOverride]
-    """``last_hidden_state``, the fixed point of an implicit model, and the other fields of transformers' output.
-
-    It has ``converged``, ``raise_if_failed()`` and ``explain()``, as every outcome of a solve.
+    """An outcome of a solve with transformers' fields; ``last_hidden_state`` is the fixed point of an implicit model.
 
     Attributes:
         stats: numbers of the solve, per token; None for an explicit model.
@@ -34,9 +32,7 @@ class ImplicitModelOutput(BaseModelOutputWithPast, Outcome):  # pyright: ignore[
 @no_type_check
 @dataclass
 class ImplicitCausalLMOutput(CausalLMOutputWithPast, Outcome):  # pyright: ignore[reportIncompatibleMethodOverride]
-    """``loss``, ``logits`` and the other fields of transformers' output.
-
-    It has ``converged``, ``raise_if_failed()`` and ``explain()``, as every outcome of a solve.
+    """An outcome of a solve with transformers' ``loss``, ``logits`` and other fields.
 
     Attributes:
         stats: numbers of the solve, per token; None for an explicit model.

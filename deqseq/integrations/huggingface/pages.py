@@ -5,13 +5,12 @@ from itertools import islice
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float
 from torch import Tensor
 from transformers import ContinuousBatchingConfig
 
-from deqseq.backbones import LlamaCache, LlamaConfig
-from deqseq.integrations.huggingface.arguments import recurrent_parts
-from deqseq.integrations.huggingface.configuration import PARTS, DeqseqConfig
+from deqseq.backbones import LlamaCache, LlamaConfig, Mamba2Config
+from deqseq.integrations.huggingface.configuration import DeqseqConfig
 from deqseq.integrations.huggingface.packing import Packing
 from deqseq.layers.attention import KeyValues
 from deqseq.models.base import Model
@@ -19,17 +18,22 @@ from deqseq.models.output import ModelOutput
 from deqseq.models.recurrent_depth import RecurrentDepthCache
 
 
-def layers_of(config: DeqseqConfig) -> tuple[int, ...]:
+def recurrent_parts(config: DeqseqConfig) -> str:
+    """The parts of a model that keep a state instead of keys and values, by name."""
+    return ", ".join(name for name, part in config.specification().parts.items() if isinstance(part, Mamba2Config))
+
+
+def layers_of(config: DeqseqConfig) -> list[int]:
     """How many layers of pages each part has; ValueError for a model whose tokens do not fit into pages."""
     if recurrent := recurrent_parts(config):
         raise ValueError(f"continuous batching keeps keys and values, and a Mamba2 ({recurrent}) has none")
-    parts = {name: part for name in PARTS if (part := config.section(name)) is not None}
     if config.steps is not None:
         raise ValueError(f"continuous batching keeps one entry per layer, a loop has {config.steps}")
+    parts = config.specification().parts
     heads = {(part.kv_heads, part.head_width) for part in parts.values() if isinstance(part, LlamaConfig)}
     if len(heads) > 1:
         raise ValueError(f"continuous batching needs the same heads in all parts, got {sorted(heads)} (heads, width)")
-    return tuple(part.n_layers for part in parts.values())
+    return [part.n_layers for part in parts.values()]
 
 
 def batching_config(config: ContinuousBatchingConfig | None, generation: object) -> ContinuousBatchingConfig:
@@ -68,36 +72,25 @@ def solved_in_pages(
     offset = torch.arange(int(new.max()), device=device)
     real = offset < new[:, None]
     packing = Packing((1, x.shape[1]), (ends[:-1, None] + offset) * real, real)
-    kinds, longest = layers_of(config), int(past.max())
 
     def update(layer: int, new: KeyValues) -> KeyValues:  # writes these, and reads (1, kv_heads, all, headdim)
         return KeyValues(*pages.update(*new, layer, {name: given[name] for name in names}))
 
-    before = None
+    before, longest = None, int(past.max())
     if longest:
-        committed = (total[:-1, None] + torch.arange(longest, device=device)).clamp(max=int(total[-1]) - 1)
-        first = pages.layer_to_allocator[0]
+        places = (total[:-1, None] + torch.arange(longest, device=device)).clamp(max=int(total[-1]) - 1)
+        first, counts = pages.layer_to_allocator[0], layers_of(config)
         blank = x.new_zeros(1, first.num_key_value_heads, x.shape[1], first.head_dim, dtype=pages.dtype)
-        read = [update(layer, KeyValues(blank, blank)) for layer in range(sum(kinds))]  # the solve fills the blanks
-        layers = iter(_rows(seen, committed, x.dtype) for seen in read)
-        counts = None if bool((past == longest).all()) else past
-        parts = [LlamaCache(tuple(islice(layers, count)), longest, counts) for count in kinds]
+        read = [update(layer, KeyValues(blank, blank)) for layer in range(sum(counts))]  # the solve fills the blanks
+        rows = iter(KeyValues(*(kept[0][:, places].transpose(0, 1).to(x.dtype) for kept in pair)) for pair in read)
+        lengths = None if bool((past == longest).all()) else past
+        parts = [LlamaCache(tuple(islice(rows, count)), longest, lengths) for count in counts]
         before = parts[0] if len(parts) == 1 else RecurrentDepthCache(*parts)
     output = core(packing.apart(x), mask=None if bool(real.all()) else real, cache=before, return_cache=True, **options)
-    places = past[:, None] + offset
+    row, place = torch.arange(len(new), device=device)[:, None], (past[:, None] + offset) * real
     after: Any = output.cache
-    ours: Any = (after.prelude, after.core, after.coda) if isinstance(after, RecurrentDepthCache) else (after,)
-    for layer, kept in enumerate(pair for part in ours for pair in part.layers):
-        found = (_taken(tensor, places * real) for tensor in kept)
-        update(layer, KeyValues(*(packing.together(one).transpose(1, 2).to(pages.dtype) for one in found)))
+    found = [packing.together(kept.transpose(1, 2)[row, place]) for kept in after.tensors()]
+    written = [kept.transpose(1, 2).to(pages.dtype) for kept in found]
+    for layer, pair in enumerate(zip(written[::2], written[1::2], strict=True)):
+        update(layer, KeyValues(*pair))
     return packing.output(output)
-
-
-def _rows(seen: KeyValues, places: Int64[Tensor, "rows length"], dtype: torch.dtype) -> KeyValues:
-    """Keys and values of each request, ``(rows, kv_heads, length, headdim)``."""
-    return KeyValues(*(kept[0][:, places].transpose(0, 1).to(dtype) for kept in seen))
-
-
-def _taken(kept: Tensor, places: Int64[Tensor, "rows new"]) -> Float[Tensor, "rows new heads headdim"]:
-    """The tokens at these places of each row."""
-    return kept.transpose(1, 2)[torch.arange(len(kept), device=kept.device)[:, None], places]

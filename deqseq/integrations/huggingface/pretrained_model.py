@@ -72,20 +72,10 @@ class DeqseqPreTrainedModel(PreTrainedModel):
         output_loading_info: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """As in transformers, but a checkpoint that does not fit is an error.
+        """As in transformers, but ValueError for weights that are missing, unexpected or of another shape.
 
-        Args:
-            pretrained_model_name_or_path: a folder, or a name on the hub.
-            *model_args: of transformers.
-            output_loading_info: whether to return the report too. A missing embedding or head is then drawn, and
-                unexpected weights are dropped, without an error.
-            **kwargs: of transformers.
-
-        Returns:
-            The model in eval mode, and the report if it was asked for.
-
-        Raises:
-            ValueError: missing or unexpected weights, or some of another shape.
+        With ``output_loading_info=True``, which also returns the report, a missing embedding or head is drawn, and
+        unexpected weights are dropped.
         """
         loaded: Any = super().from_pretrained(
             pretrained_model_name_or_path, *model_args, output_loading_info=True, **kwargs
@@ -97,14 +87,8 @@ class DeqseqPreTrainedModel(PreTrainedModel):
     def save_pretrained(self, save_directory: str | PathLike[str], *args: Any, **kwargs: Any) -> None:
         """As in transformers; whether weights are normalised is saved as the core is now.
 
-        Args:
-            save_directory: made if missing.
-            *args: of transformers.
-            **kwargs: of transformers.
-
-        Raises:
-            TypeError: an object in ``generation_config.solve`` that JSON cannot name.
-            ValueError: weight normalisation on some layers of a backbone only, which a configuration cannot say.
+        TypeError: ``generation_config.solve`` has an object that JSON cannot name. ValueError: only some layers of a
+        backbone have weight normalisation.
         """
         if self.can_generate():
             generation = vars(self.generation_config)
@@ -117,8 +101,7 @@ class DeqseqPreTrainedModel(PreTrainedModel):
     def fold_weight_norm(self) -> None:
         """Replace weight-normalised weights by plain ones of the same value, here and in the configuration.
 
-        Do this before tools that write weights: merging LoRA, quantisation. Checkpoints then have plain weights, too.
-        An optimizer made before does not know the new parameters.
+        Do this before tools that write weights (merging LoRA, quantisation), and before an optimizer is made.
         """
         base: Any = self.base_model
         fold_weight_norm(base.core)
@@ -132,28 +115,16 @@ class DeqseqPreTrainedModel(PreTrainedModel):
                 setattr(self.config, name, sizes)
 
     def set_attn_implementation(self, attn_implementation: str, allow_all_kernels: bool = False) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Choose the function that computes attention, also in the layers of a decoder.
-
-        Args:
-            attn_implementation: ``"sdpa"``, ``"eager"``, ``"flash_attention_2"``, ``"flex_attention"``, or what
-                ``transformers.AttentionInterface`` has registered.
-            allow_all_kernels: of transformers.
-
-        Raises:
-            ValueError, ImportError: an unknown name, or one that does not run here or with this decoder.
-        """
+        """As in transformers, also in the layers of a decoder, whose family must support the function."""
         check_type("attn_implementation", attn_implementation, str)
-        family: Any = self
-        if self.config.decoder_config is not None:  # not every family supports every function
-            with torch.device("meta"):
-                family = AutoModel.from_config(self.config.decoder_config)
+        family: Any = self if self.config.decoder_config is None else self._decoder()
         chosen = family._check_and_adjust_attn_implementation(attn_implementation, allow_all_kernels=allow_all_kernels)
         for config in (self.config, *(part.config for part in self.modules() if isinstance(part, DecoderBackbone))):
             config._attn_implementation = chosen
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
-        """Nothing to do for ``auto_class``: ``auto_map`` of a saved configuration names installed classes."""
+        """Nothing to do: ``auto_map`` of a saved configuration names installed classes."""
 
     def compile(self, **options: Any) -> None:
         """Compile the blocks with ``torch.compile``; the code around them stays as it is.
@@ -170,11 +141,14 @@ class DeqseqPreTrainedModel(PreTrainedModel):
         Their rotary frequencies, and Gemma's scale, are in no checkpoint.
         """
         if self.config.decoder_config is not None:
-            with torch.device("meta"):
-                family: Any = AutoModel.from_config(self.config.decoder_config)
-            family._init_weights(module)
+            self._decoder()._init_weights(module)
         elif isinstance(module, nn.Embedding | nn.Linear):
             init.normal_(module.weight, std=self.config.initializer_range)
+
+    def _decoder(self) -> Any:
+        """A model of the decoder's family, without weights."""
+        with torch.device("meta"):
+            return AutoModel.from_config(self.config.decoder_config)
 
 
 def _check_weights(report: dict[str, Any], source: object, *, reported: bool) -> None:

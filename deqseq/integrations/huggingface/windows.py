@@ -1,7 +1,7 @@
 """Decoding in windows for ``generate`` of transformers, with its processors, criteria and streamers."""
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from itertools import chain
 from math import inf
@@ -24,6 +24,7 @@ from deqseq.windows import on_device, on_host
 
 _WARPERS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper)
 """What a sampler of this library does as well, in this order."""
+_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
 
 def window_of(config: GenerationConfig, keyword: int | None) -> int | None:
@@ -32,21 +33,19 @@ def window_of(config: GenerationConfig, keyword: int | None) -> int | None:
     if window is None:
         return None
     check_integer("window", window, 1)
-    reason = None
-    if config.get_generation_mode() not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-        reason = "beams and assistants choose tokens in a way of their own"
-    elif config.guidance_scale not in (None, 1):
-        reason = "guidance calls the model for every token"
-    elif config.use_cache is False:
-        reason = "use_cache=False leaves nothing to commit tokens to"
-    elif config.prefill_chunk_size is not None:
-        reason = "prefill_chunk_size is an option of transformers' own loop"
-    elif config.return_dict_in_generate and (config.output_hidden_states or config.output_attentions):
-        reason = "hidden states are those of single calls"
-    if reason is None:
-        return window
-    warn_of_window(reason)
-    return None
+    reasons = {
+        "beams and assistants choose tokens in a way of their own": config.get_generation_mode() not in _MODES,
+        "guidance calls the model for every token": config.guidance_scale not in (None, 1),
+        "use_cache=False leaves nothing to commit tokens to": config.use_cache is False,
+        "prefill_chunk_size is an option of transformers' own loop": config.prefill_chunk_size is not None,
+        "hidden states are those of single calls": config.return_dict_in_generate
+        and (config.output_hidden_states or config.output_attentions),
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            warn_of_window(reason)
+            return None
+    return window
 
 
 def warn_of_window(reason: str) -> None:
@@ -62,25 +61,17 @@ def in_windows(
     config: GenerationConfig,
     streamer: Any,
 ) -> Int64[Tensor, "batch longer"] | WindowedOutput:
-    """Generate by :func:`deqseq.models.generation.generate`, as transformers' loop would.
+    """Generate by ``run``, which is :func:`deqseq.models.generation.generate`, as transformers' loop would.
 
     What is only greedy, or a temperature, top-k and top-p, and ends at a length or a token, is done by this library,
     and each row moves on its own. Anything else of transformers is called as without a window, by :class:`InStep`.
-
-    Args:
-        run: ``generate``, without what is given here.
-        ids: the tokens before the new ones.
-        processors: of transformers.
-        criteria: of transformers.
-        config: of the call.
-        streamer: of transformers, or None.
     """
     sampler = _sampler(config, processors)
     pad_token = 0 if config._pad_token_tensor is None else int(config._pad_token_tensor)
-    keep = bool(config.return_dict_in_generate and (config.output_scores or config.output_logits))
-    step = InStep(processors, criteria, ids, sampler, pad_token=pad_token, streamer=streamer, keep=keep)
+    kept = [name for name in ("scores", "logits") if config.return_dict_in_generate and vars(config)[f"output_{name}"]]
+    step = InStep(processors, criteria, ids, sampler, pad_token=pad_token, streamer=streamer, keep=bool(kept))
     settle = step.settle
-    if _are_usual(config, processors, criteria) and not keep and streamer is None:
+    if _are_usual(config, processors, criteria) and not kept and streamer is None:
         ends = [each.eos_token_id.tolist() for each in criteria if isinstance(each, EosTokenCriteria)]
         settle = partial(up_to_stop, tuple(chain.from_iterable(ends)))
     longest = min(each.max_length for each in criteria if isinstance(each, MaxLengthCriteria))
@@ -91,8 +82,7 @@ def in_windows(
         streamer.end()
     if not config.return_dict_in_generate:
         return sequences
-    kept: Any = {name: getattr(step, name) for name in ("scores", "logits") if vars(config)[f"output_{name}"]}
-    return WindowedOutput(sequences, generation=found, **kept)
+    return WindowedOutput(sequences, generation=found, **{name: getattr(step, name) for name in kept})
 
 
 def _sampler(config: GenerationConfig, processors: LogitsProcessorList) -> Sampler:
@@ -125,20 +115,9 @@ class InStep:
     """Tokens are chosen by processors of transformers and rows end by its criteria, called as without a window.
 
     They may remember what they have seen, so they are called once for each position, with all rows: the rows commit
-    equally many tokens. What the sampler of a window chooses is a guess of what the processors will.
-
-    Args:
-        processors: of transformers.
-        criteria: of transformers; without a token that ends a row, all rows go on until all have ended.
-        ids: the tokens before, as transformers' loop has them, ``(batch, length)``.
-        sampler: of the guesses, whose noise is that of the choices.
-        pad_token: fills rows that have ended.
-        streamer: of transformers, or None.
-        keep: whether logits and scores are kept.
-
-    Attributes:
-        logits: of each new position, ``(batch, vocab)``; 0 in rows that have ended.
-        scores: what the processors made of them.
+    equally many tokens. What the ``sampler`` of a window chooses is a guess of what the processors will, and its noise
+    is theirs. Rows that have ended are filled with ``pad_token``; without a token that ends a row, all rows go on until
+    all have ended. With ``keep``, ``logits`` and ``scores`` of each new position are kept, 0 in rows that have ended.
     """
 
     def __init__(
@@ -198,14 +177,3 @@ class InStep:
         if self._streamer is not None:
             self._streamer.put(new[:, 0].cpu())
         return known[0], known[1] == 0
-
-
-def tokens_to_solve(ids: Tensor, config: GenerationConfig, model_kwargs: Mapping[str, Any]) -> int | None:
-    """How many of the prompt's tokens are not in the cache yet, as transformers counts them; None: all."""
-    cache, embedded, mask = (model_kwargs.get(name) for name in ("cache", "inputs_embeds", "attention_mask"))
-    if cache is None:
-        return None
-    if embedded is not None:
-        return embedded.shape[1] - cache.length
-    whole = getattr(config, "_mask_length", -1) if mask is None else mask.shape[1]
-    return ids.shape[1] - cache.length if whole == ids.shape[1] else None
