@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,16 +51,6 @@ def affine(
     return Affine(symmetric(eigenvalues).to(dtype), bias.to(dtype))
 
 
-def limit_cycle(z: Tensor) -> Tensor:
-    """Plain iteration alternates for ever; the fixed point is 1/2."""
-    return 1 - z
-
-
-def logistic(z: Tensor) -> Tensor:
-    """Chaotic: the residual goes up and down without a pattern."""
-    return 3.9 * z * (1 - z)
-
-
 @dataclass(frozen=True)
 class RowTanh:
     """f(z) = gain tanh(z) + offset, each element on its own: a row comes out the same to the last bit in any batch."""
@@ -90,24 +80,17 @@ def mapped(z: Tensor, problem: Callable[[Tensor], Tensor]) -> Tensor:
     return problem(z)
 
 
-class Call(NamedTuple):
-    """One evaluation: copies of what went in and of what came out."""
-
-    z: Tensor
-    fz: Tensor
-
-
 @dataclass(frozen=True)
 class Recorded:
-    """A map, with or without ``args``, that keeps every evaluation."""
+    """A map, with or without ``args``, that keeps copies of what went into every evaluation and of what came out."""
 
     f: Callable[..., Any]
-    calls: list[Call] = field(default_factory=list)
+    calls: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def __call__(self, z: Tensor, *args: Any) -> Any:
         given, result = z.detach().clone(), self.f(z, *args)
         fz = result[0] if isinstance(result, tuple) else result
-        self.calls.append(Call(given, fz.detach().clone()))
+        self.calls.append((given, fz.detach().clone()))
         return result
 
     @property
@@ -118,4 +101,4 @@ class Recorded:
     @property
     def rows(self) -> list[int]:
         """How many rows each evaluation was made for."""
-        return [len(call.z) for call in self.calls]
+        return [len(z) for z, _ in self.calls]

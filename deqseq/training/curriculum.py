@@ -3,11 +3,11 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any, Literal
 
 from deqseq.annotations import checked
-from deqseq.check import check_type, plain_number
+from deqseq.check import check_integer, check_number, check_type, plain_number
 from deqseq.training.phase import Phase
 
 Unit = Literal["fraction", "steps", "tokens"]
@@ -27,8 +27,8 @@ class Curriculum:
         unit: what the ends are counted in: ``"fraction"`` of the run, optimizer ``"steps"``, or ``"tokens"``.
 
     Raises:
-        ValueError: no phases, a name twice, ends that do not rise or do not fit the unit, or a depth that rises over a
-            phase without an end.
+        TypeError, ValueError: no phases, a name twice, ends that do not rise or do not fit the unit, or a depth that
+            rises over a phase without an end.
 
     References:
         Schöne et al., Implicit Language Models are RNNs, ICML 2025, arXiv 2502.07827, section 4: (4+1)-, (24+4)-
@@ -65,10 +65,9 @@ class Curriculum:
                 of steps or tokens.
 
         Raises:
-            ValueError: not an amount of the unit.
+            TypeError, ValueError: not an amount of the unit.
         """
-        if not self._is_amount(progress):
-            raise ValueError(f"progress must be {self._amount} (Curriculum.unit is {self.unit!r}), got {progress!r}")
+        self._check_amount("progress", progress)
         ends = self._ends
         place = next((i for i, end in enumerate(ends[:-1]) if progress < end), len(ends) - 1)
         begin = ends[place - 1] if place else 0
@@ -134,14 +133,11 @@ class Curriculum:
         whole = 1 if self.unit == "fraction" else math.inf
         return [whole if phase.until is None else phase.until for phase in self.phases]
 
-    @property
-    def _amount(self) -> str:
-        return "a fraction in [0, 1]" if self.unit == "fraction" else f"a whole number of {self.unit}"
-
-    def _is_amount(self, value: float | int) -> bool:
-        if isinstance(value, bool) or not isinstance(value, Real):
-            return False
-        return 0 <= value <= 1 if self.unit == "fraction" else isinstance(value, Integral) and value >= 0
+    def _check_amount(self, name: str, value: object) -> None:
+        if self.unit == "fraction":
+            check_number(f"{name} as a fraction", value, "[0, 1]")
+        else:
+            check_integer(f"{name} in {self.unit}", value, 0)
 
     def _check_ends(self, ends: list[float | int | None]) -> None:
         risen = self._ends
@@ -150,8 +146,8 @@ class Curriculum:
             rise = "rise to 1" if self.unit == "fraction" else "rise"
             raise ValueError(f"Curriculum.phases must have ends that {rise}, the last may be None, got {ends}")
         for end in ends:
-            if end is not None and not self._is_amount(end):
-                raise ValueError(f"Phase.until must be {self._amount} (Curriculum.unit is {self.unit!r}), got {end!r}")
+            if end is not None:
+                self._check_amount("Phase.until", end)
         if self._ends[-1] == math.inf and (depth := self.phases[-1].depth) and depth.rise:
             raise ValueError(f"Phase.until must be given for a depth that rises until then, got None with {depth}")
 

@@ -18,12 +18,10 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     r"""The parameters of a model in two groups for an optimizer: with weight decay, and without.
 
-    Without are embeddings, and a head that is tied to one (rows of rare tokens would fade); the scales of norms;
-    biases, ``dt_bias``, ``D`` and ``A_log`` (few numbers, which set offsets, gains and rates); magnitudes of
-    weight-normalised maps, :math:`g` in :math:`w = g\, v / \lVert v \rVert`, which play the part of a norm's scale.
-    All else is decayed: weights of linear maps and convolutions, a head with weights of its own, and the directions
-    :math:`v`. What a map computes does not depend on the length of :math:`v`, but a gradient is orthogonal to
-    :math:`v`, so steps lengthen it; decay keeps that length, hence the rate at which a row turns, from drifting.
+    Without are embeddings, and a head that is tied to one; the scales of norms; biases, ``dt_bias``, ``D`` and
+    ``A_log``; magnitudes of weight-normalised maps, :math:`g` in :math:`w = g\, v / \lVert v \rVert`. All else is
+    decayed, the directions :math:`v` too: steps lengthen them, as a gradient is orthogonal to :math:`v`, and decay
+    keeps the rate at which they turn from drifting.
 
     Args:
         model: any module; of this library or a model of transformers.

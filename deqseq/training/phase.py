@@ -190,14 +190,8 @@ def unrolled(
     Example:
         >>> unrolled(8, until=0.4).solve.gradient
         Unrolled(checkpoint=False, last=None)
-
-        As Huginn was trained:
-
-        >>> import deqseq as dq
-        >>> from deqseq.training import Curriculum
-        >>> phase = unrolled(PoissonLogNormal(32), last=8, until=None, base=dq.SolveConfig(dq.Naive()))
-        >>> [Curriculum((phase,)).at(update / 1000).solve.stop.max_steps for update in range(4)]
-        [25, 65, 55, 45]
+        >>> unrolled(PoissonLogNormal(32), last=8, until=None).solve.gradient
+        Unrolled(checkpoint=False, last=8)
     """
     depth = steps if isinstance(steps, PoissonLogNormal) else None
     budget = max(1, round(steps.mean)) if isinstance(steps, PoissonLogNormal) else steps

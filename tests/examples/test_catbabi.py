@@ -41,10 +41,8 @@ def test_an_interrupted_run_ends_as_if_it_had_not_been(tmp_path, monkeypatch, ca
     calls, right_answers = [], catbabi.right_answers
 
     def interrupted(*arguments):
-        calls.append(1)
-        if (
-            len(calls) == 11 + 12 + 11 + 5
-        ):  # the baseline, the explicit model and its tests, the implicit one's fifth step
+        calls.append(1)  # by the baseline, the explicit model and its tests, then the implicit one
+        if len(calls) == 11 + 12 + 11 + 5:
             raise KeyboardInterrupt
         return right_answers(*arguments)
 

@@ -1,11 +1,6 @@
 """State tracking runs as it is, goes on after an interruption, and refuses to mix runs."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +13,6 @@ from torch.nn import functional as F
 
 from deqseq.tasks import WordBatch
 
-SCRIPT = Path(__file__).parents[2] / "examples" / "state_tracking.py"
 TINY = "--d-model 16 --batch 8 --lengths 2 3 --free-lengths 3 5 --eval-lengths 4 8 --baselines 1 --learned 0"
 MAMBA2 = "--d-state 4 --headdim 8"
 SWEEPS = ("simultaneous", "sequential", "sliding")
@@ -111,28 +105,6 @@ def untimed(row: dict) -> dict:
     return {name: value for name, value in row.items() if name not in ("seconds", "cpu_minutes")}
 
 
-@pytest.mark.slow
-def test_a_killed_run_ends_as_if_it_had_not_been(tmp_path):
-    options = [*TINY.split(), *MAMBA2.split(), "--steps", "300", "--baselines", "--output"]
-    command = [sys.executable, str(SCRIPT), *options, str(tmp_path / "killed")]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 120
-    while not (tmp_path / "killed/implicit/checkpoints/checkpoint_50").exists() and time.monotonic() < deadline:
-        time.sleep(0.001)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert process.returncode == -signal.SIGKILL, "the run ended before it could be killed"
-    for folder in ("killed", "whole"):
-        again = subprocess.run(
-            [sys.executable, str(SCRIPT), *options, str(tmp_path / folder)],
-            env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=600,
-        )  # fmt: skip
-        assert again.returncode == 0, again.stderr
-    steps = [json.loads((tmp_path / name / "results.json").read_text())[0]["steps"] for name in ("killed", "whole")]
-    assert steps[0] == steps[1]
-    assert same(weights(tmp_path / "killed", steps[0]), weights(tmp_path / "whole", steps[0]))
-
-
 def test_other_options_are_refused_and_leave_the_folder_alone(whole):
     before = (whole / "options.json").read_text()
     with pytest.raises(SystemExit, match=r"holds a run with other options \(steps: 40 -> 4\): give another folder"):
@@ -151,12 +123,6 @@ def test_identity_probabilities_of_training_and_evaluation():
         [0.0, 0.5],
         0.9,
     )
-
-
-def test_defaults_of_quick():
-    quick = state_tracking.read_options(["--quick"])
-    assert (quick.baselines, quick.eval_lengths, quick.steps) == ((), (16, 32, 64), 600)
-    assert state_tracking.read_options(["--quick", "--eval-lengths", "8"]).eval_lengths == (8,)
 
 
 @pytest.mark.slow
