@@ -35,7 +35,7 @@ def test_the_aux_of_every_row_is_that_of_its_last_evaluation(solver, check_every
     assert solution.stats.evaluations == plain.stats.evaluations == f.evaluations
     assert solution.aux["kept"][1] is None
     for row, last in enumerate(plain.stats.iterations.tolist()):
-        expected = f.calls[last - 1].z[row]
+        expected = f.calls[last - 1][0][row]
         torch.testing.assert_close(solution.aux["kept"][0][row], expected, rtol=1e-12, atol=1e-12, equal_nan=True)
 
 

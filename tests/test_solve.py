@@ -46,8 +46,8 @@ class TestFreezingAndRemoving:
         solve(f, zeros(3, 1), solver=Relaxed(0.75), stop=Stop(rtol=0.0, atol=0.3, max_steps=50))
         assert f.rows == [3] * f.evaluations
         for row in range(3):
-            visited = [call.z[row].item() for call in f.calls]
-            values = [call.fz[row].item() for call in f.calls]
+            visited = [z[row].item() for z, _ in f.calls]
+            values = [fz[row].item() for _, fz in f.calls]
             passed = [fz - z <= 0.3 for z, fz in zip(visited, values, strict=True)]
             ended = passed.index(True)
             assert visited[ended:] == [visited[ended]] * (len(visited) - ended)
