@@ -32,74 +32,50 @@ class MovingWindows(Windows):
 
     def __init__(self, z0: State, args: TokenArgs, stop: Stop, budget: int, returns_point: bool, sweep: Sweep) -> None:
         batch, self._length = z0.shape[:2]
-        super().__init__(z0, stop, budget, sweep.block or 1, sweep.width(self._length), returns_point)
-        lengths = np.full(batch, self._length) if args.mask is None else on_host(args.mask.sum(dim=1))
+        width = sweep.width(self._length)
+        room = self._length + width  # windows may reach beyond the end
+        super().__init__(z0, stop, budget, sweep.block or 1, width, room, returns_point)
         self._args, self._cache, self._returns_cache = args, args.cache, args.need_aux
-        # of the rows that are still in the batch
-        self._first, self._end = np.zeros_like(lengths), lengths  # first token of the window, end of the row
-        self._since = np.zeros_like(lengths)  # evaluations when the window moved last
-        self._moved = self._measured = self._open  # their window has moved since the last measurement; measured now
-        self._entered = np.zeros((batch, self.width), dtype=np.int64)  # evaluations when each token in it entered
-        # of the last check: tokens that leave, rows that have spent their budget, rows that have diverged
-        self._leaving, self._spent, self._diverged = np.zeros_like(lengths), ~self._open, ~self._open
-        # of the whole batch, on the host
-        self._lengths, self._work = lengths, np.zeros_like(lengths)  # tokens, and evaluations of tokens
+        # of rows: tokens, the first one of the window, evaluations when it came there, and of how many tokens in all
+        self._lengths = np.full(batch, self._length) if args.mask is None else on_host(args.mask.sum(dim=1))
+        self._first, self._since, self._work = (np.zeros(batch, dtype=np.int64) for _ in range(3))
         self._status = np.full(batch, int(Status.CONVERGED))
+        # of tokens: evaluations when they came into a window, and until they left it; and whether they had to
+        self._entered = np.full((batch, room), np.iinfo(np.int64).max)
         self._iterations = np.zeros((batch, self._length), dtype=np.int64)
         self._forced = np.zeros((batch, self._length), dtype=bool)
-        # of the whole batch, on the device, with room for windows that reach beyond the end
-        self._values = F.pad(z0, (0, 0, 0, self.width))  # final ones, and the states in the windows
-        kind = torch.promote_types(z0.dtype, torch.float32)
-        self._residuals = self._values.new_full(self._values.shape[:2], torch.inf, dtype=kind)
-        self._bounds = torch.full_like(self._residuals, torch.nan)  # of differences that pass; NaN: not measured yet
+        self._values = F.pad(z0, (0, 0, 0, width))  # final ones, and the states in the windows
         self._update_indices()
 
     def states(self) -> State:
         return self._values.flatten(0, 1)[self._value_index]
 
     def check(self, z: State, fz: State) -> bool:
-        age, every = self.evaluations - self._since, self.stop.check_every
-        due, late = self._open, age >= self._budget
-        self._leaving = np.zeros_like(self._first)
-        if every > 1:
-            due = due & ((age % every == 0) | late)
-            self._measured = due | self._moved
-            if not due.any():
-                if self._moved.any():
-                    with torch.no_grad():
-                        self._distances(z, fz)
-                return False
-        sound, passed = self._measure(z, fz)
-        left = self._end - self._first
+        rows, every = self._rows, self.stop.check_every
+        left, age = self._lengths[rows] - self._first[rows], self.evaluations - self._since[rows]
+        late, new = age >= self._budget, age == 1
+        due = (left > 0) & (late | (age % every == 0))
+        self._leaving = np.zeros_like(left)
+        if not (due | new).any():
+            return False
+        measured = None if every == 1 else due | new
+        sound, passed = self._measure(z, fz, self._at, new if new.any() else None, measured)
+        if not due.any():
+            return False
         window = np.minimum(left, self.width)
-        passing = np.minimum(np.logical_and.accumulate(passed, axis=1).sum(axis=1) * self._block, left)
+        blocks = passed.reshape(len(rows), -1, self._block).all(axis=2)
+        passing = np.minimum(np.logical_and.accumulate(blocks, axis=1).sum(axis=1) * self._block, left)
         moves = due & sound
         self._diverged, self._spent = due & ~sound, moves & late & (passing == 0)
         if every == 1 and self.width > 1 and self.evaluations % MOVES_EVERY:
-            moves = moves & (late | ((passing == window) & ((age == 1) | (window == left))))
+            moves = moves & (late | ((passing == window) & (new | (window == left))))
         leaving = np.where(self._spent, np.minimum(left, self._block), passing * moves)
         # The whole window of a row that diverged is committed. Its cache then shows that it is not finite: a solve that
         # goes on from there diverges too, instead of converging as if these tokens did not exist.
         self._leaving = np.where(self._diverged, window, leaving)
-        self._open = ~self._diverged & (self._leaving < left)
+        self._open[rows] = ~self._diverged & (self._leaving < left)
         self.done = not self._open.any()
         return True
-
-    def _distances(self, z: State, fz: State) -> tuple[Tensor, Tensor]:
-        """The limit of divergence is raised in rows whose window has just moved: new tokens may be of another scale."""
-        limit, bound = self._limit, self._bound
-        difference, scale = super()._distances(z, fz)
-        if limit is not None and bound is not None and self._bound is not None:
-            if not self._measured.all():
-                self._bound = torch.where(on_device(self._measured, self.device)[:, None], self._bound, bound)
-            if self._moved.any():
-                higher = torch.maximum(limit, self.stop.limit(difference, scale)[:, None])
-                rows = on_device(self._moved, self.device)[:, None]
-                self._limit = higher if self._moved.all() else torch.where(rows, higher, limit)
-                fresh = rows & self._bound.isnan()
-                self._bound = torch.where(fresh, self.stop.bound(difference, scale, None), self._bound)
-        self._moved = np.zeros_like(self._moved)
-        return difference, scale
 
     def move(self, z: State, fz: State, aux: Any, proposal: State) -> tuple[Tensor, RowIndex | None]:
         self.restarted = None
@@ -107,17 +83,19 @@ class MovingWindows(Windows):
             return proposal, None
         self._store(z, fz, proposal)
         self._commit(aux)
-        self._advance()
-        kept = self._remove()
-        self.restarted = on_device(np.flatnonzero(self._since == self.evaluations), self.device)
+        rows = self._rows
+        self._first[rows] = np.where(self._diverged, self._lengths[rows], self._first[rows] + self._leaving)
+        self._since[rows[self._leaving > 0]] = self.evaluations
+        self._work[rows] = self.evaluations * self.width
+        kept = None if self._returns_cache else self._remove()
+        if kept is not None:
+            self._cache = take(self._cache, kept)
+        self.restarted = on_device(np.flatnonzero(self._since[self._rows] == self.evaluations), self.device)
         self._update_indices()
-        assert self._bound is not None
-        self._bound = self._bounds.flatten()[self._value_index][:, :: self.width // self._bound.shape[1]]
         return self.states(), kept
 
     def residuals(self) -> Residual:
-        known = self._residuals.flatten().index_copy(0, self._value_index.flatten(), self._residual().flatten())
-        return known.reshape(self._residuals.shape)[:, : self._length]
+        return super().residuals()[:, : self._length]
 
     def solution(self, z: State, fz: State, aux: Any) -> Solution:
         self._store(z, fz, fz)
@@ -126,10 +104,10 @@ class MovingWindows(Windows):
         self._work[self._rows] = self.evaluations * self.width
         updates = self._iterations.copy()  # work beyond the end of a row is counted at its last token
         updates[np.arange(len(updates)), self._lengths - 1] += self._work - updates.sum(axis=1)
-        arrays = self._status, self._iterations, updates, self._forced, np.arange(self._length) < self._lengths[:, None]
-        status, steps, updates, forced, real = (on_device(x, self.device) for x in arrays)
-        residual = self._residuals[:, : self._length].masked_fill(~real, 0)
-        stats = SolveStats(steps, residual, self.evaluations, updates, forced)
+        self._latest[0, np.arange(self._latest.shape[2]) >= self._lengths[:, None]] = 0  # padding has none
+        arrays = self._status, self._iterations, updates, self._forced
+        status, steps, updates, forced = (on_device(x, self.device) for x in arrays)
+        stats = SolveStats(steps, self.residuals().contiguous(), self.evaluations, updates, forced)
         cache = self._cache if self._returns_cache else None
         return Solution(self._values[:, : self._length].contiguous(), status, stats, cache)
 
@@ -139,60 +117,31 @@ class MovingWindows(Windows):
         at_point = self._diverged | ~self._spent if self._returns_point else self._diverged
         value = self._value(z, fz, at_point, self._diverged, self.states() if self._diverged.any() else z)
         value = torch.where(on_device(inside, self.device)[..., None], value, proposal)
-        index = self._value_index.flatten()
-        self._values.flatten(0, 1)[index] = value.flatten(0, 1)
-        self._residuals.flatten()[index] = self._residual().flatten()
-        assert self._bound is not None
-        self._bounds.flatten()[index] = self._per_token(self._bound).flatten()
+        self._values.flatten(0, 1)[self._value_index.flatten()] = value.flatten(0, 1)
         row, offset = inside.nonzero()
-        tokens, failed = (self._rows[row], self._first[row] + offset), self._spent | self._diverged
-        self._iterations[tokens] = self.evaluations - self._entered[row, offset]
-        if failed.any():
-            self._forced[tokens] = failed[row]
-            self._store_failures()
-
-    def _store_failures(self) -> None:
-        """Statuses, and the tokens that a row which diverged does not reach."""
-        token, lost, spent = np.arange(self._length), self._rows[self._diverged], self._rows[self._spent]
-        rest = (token >= self._first[self._diverged, None]) & (token < self._end[self._diverged, None])
-        self._forced[lost] = self._forced[lost] | rest
-        self._status[spent] = int(Status.MAX_STEPS_REACHED)
-        self._status[lost] = int(Status.DIVERGED)
+        tokens = self._rows[row], self._at[1][row, offset]
+        self._iterations[tokens] = self.evaluations - self._entered[tokens]
+        self._forced[tokens] = (self._spent | self._diverged)[row]
+        self._status[self._rows[self._spent]] = Status.MAX_STEPS_REACHED
+        for lost in self._rows[self._diverged]:  # it does not reach the tokens that are left
+            self._status[lost] = Status.DIVERGED
+            self._forced[lost, self._first[lost] : self._lengths[lost]] = True
 
     def _commit(self, aux: Any) -> None:
         low, high = int(self._leaving.min()), int(self._leaving.max())
         counts = None if low == high else on_device(self._leaving, self.device)
         self._cache = self.part.advance(aux, len(self._rows), high, counts)
 
-    def _advance(self) -> None:
-        """Move the windows past what has left."""
-        source = np.arange(self.width) + self._leaving[:, None]
-        stayed = np.take_along_axis(self._entered, np.minimum(source, self.width - 1), axis=1)
-        self._entered = np.where(source < self.width, stayed, self.evaluations)
-        self._moved = self._leaving > 0
-        self._since = np.where(self._moved, self.evaluations, self._since)
-        self._first = np.where(self._diverged, self._end, self._first + self._leaving)
-
-    def _remove(self) -> RowIndex | None:
-        """Remove the rows that have ended from the batch; those that stay (None: all)."""
-        if self._returns_cache or not self._enough_ended():
-            return None
-        self._work[self._rows] = self.evaluations * self.width
-        (stay,) = self._open.nonzero()
-        self._rows, self._open, self._since = self._rows[stay], self._open[stay], self._since[stay]
-        self._first, self._end, self._entered = self._first[stay], self._end[stay], self._entered[stay]
-        self._moved, self._measured = self._moved[stay], np.ones_like(self._open)
-        kept = on_device(stay, self.device)
-        self._limit, self._cache = take((self._limit, self._cache), kept)
-        return kept
-
     def _update_indices(self) -> None:
         """Where the windows are now, and what the map needs of their tokens."""
-        row, token = self._rows[:, None], self._first[:, None] + np.arange(self.width)
+        row = self._rows[:, None]
+        token = self._first[row] + np.arange(self.width)
+        self._at = row, token
+        self._entered[self._at] = np.minimum(self._entered[self._at], self.evaluations)
         inside = np.minimum(token, self._length - 1)
         index = np.stack([row * self._values.shape[1] + token, inside, row * self._length + inside])
         self._value_index, shared, own = on_device(index, self.device)
-        real = token < self._end[:, None]
+        real = token < self._lengths[row]
         mask = None if real.all() else on_device(real, self.device)
 
         def gathered(x: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
 """When a solve ends: tolerances, budget, and how far a point is from the map's value there."""
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from jaxtyping import Float
@@ -12,8 +13,10 @@ from deqseq.annotations import AtLeast, Within, checked
 from deqseq.types import State
 
 Norm = Literal["token", "row"]
-PerBlock = Float[Tensor, "rows parts"]
-"""One number per token, or per block of tokens."""
+PerToken = Float[Tensor, "rows tokens"]
+LARGEST = torch.finfo(torch.float32).max
+Numbers = Any
+"""One number per token, ``(rows, tokens)``: tensors, or arrays of NumPy."""
 
 
 def token_norms(x: State) -> Float[Tensor, "batch tokens"]:
@@ -78,8 +81,8 @@ class Stop:
         atol: absolute tolerance, in the units of the state. A fixed point of zero needs one: near it, :math:`d / s`
             does not fall.
         max_steps: the budget: how many times the map may be evaluated; in a window, since its last commit.
-        check_every: evaluations between two checks of the residual, at least 1. A check copies one flag per row to
-            the host, which on CUDA synchronises; between checks nothing is measured, ended or recorded.
+        check_every: evaluations between two checks of the residual, at least 1. A check copies two numbers per
+            token to the host, which on CUDA synchronises; between checks nothing is measured, ended or recorded.
         divergence: a row has diverged when its :math:`d` exceeds this multiple of the scale it started from (the
             larger of 1 and the first :math:`d` and :math:`s`), or is not finite.
         norm: ``"token"``: norms over the last dimension, one per token; ``"row"``: one norm over all tokens of a
@@ -129,39 +132,38 @@ class Stop:
         """Whether every solve takes ``max_steps`` evaluations."""
         return self.check_every >= self.max_steps
 
-    def distances(self, z: State, fz: State, block: int) -> tuple[PerBlock, PerBlock]:
-        """:math:`d` and :math:`s` of each token, or of each block of so many tokens."""
+    def distances(self, z: State, fz: State, block: int) -> tuple[PerToken, PerToken]:
+        """:math:`d` and :math:`s` of each token; with the norm of a row, those of its block of so many tokens."""
         if isinstance(self.norm, Rule):
             return self._own(self.norm, z, fz)
         difference, scale = token_norms(fz - z), token_norms(fz)
         if self.norm == "row" and block > 1:
-            difference, scale = (x.unflatten(1, (-1, block)).norm(dim=-1) for x in (difference, scale))
+            blocks = (x.unflatten(1, (-1, block)).norm(dim=-1, keepdim=True) for x in (difference, scale))
+            difference, scale = (x.expand(-1, -1, block).flatten(1) for x in blocks)
         return difference, scale
 
-    def passes(self, difference: PerBlock, scale: PerBlock, bound: PerBlock) -> Tensor:
-        """Which of them are within the tolerance, of which ``rtol`` allows at most ``bound``; NaN is not."""
-        allowed = torch.minimum(self.rtol * scale, bound)
+    def passes(self, difference: Numbers, scale: Numbers, bound: Numbers) -> Numbers:
+        """Which tokens are within the tolerance, of which ``rtol`` allows at most ``bound``; NaN is not."""
+        allowed = (self.rtol * scale).clip(max=bound)
         return difference <= (allowed + self.atol if self.atol else allowed)
 
-    def bound(self, difference: PerBlock, scale: PerBlock, before: PerBlock | None) -> PerBlock:
+    def bound(self, difference: Numbers, scale: Numbers, before: Numbers) -> Numbers:
         """The largest :math:`d` that may pass: ``rtol`` times the first :math:`s`, or half of the largest d so far.
 
-        Args:
-            difference: the :math:`d` measured now, ``(rows, parts)``.
-            scale: the :math:`s` measured now, ``(rows, parts)``.
-            before: the bound after the measurement before, ``(rows, parts)``; None at the first.
+        ``before`` is the bound after the measurement before; None at the first.
         """
-        return torch.maximum(self.rtol * scale if before is None else before, difference * 0.5)
+        return (difference * 0.5).clip(min=self.rtol * scale if before is None else before)
 
-    def limit(self, difference: PerBlock, scale: PerBlock) -> Float[Tensor, " rows"]:
-        """The :math:`d` above which a row has diverged, given those of its first evaluation."""
-        reference = torch.maximum(difference, scale).amax(dim=1).clamp_min(1)
-        largest = torch.finfo(reference.dtype).max  # so that a difference of infinity has diverged
-        limit = (self.divergence * reference).clamp(max=largest)
-        return torch.where(reference.isinf(), -1, limit)  # a norm that overflows: nothing can be said of the residual
+    def limit(self, difference: Numbers, scale: Numbers) -> Numbers:
+        """The :math:`d` above which a token has diverged, given those of its first evaluation."""
+        return (self.divergence * difference.clip(min=scale).clip(min=1)).clip(max=LARGEST)
+
+    def sound(self, difference: Numbers, scale: Numbers, limit: Numbers) -> Numbers:
+        """Which tokens have not diverged; if a norm overflows, nothing can be said of the residual."""
+        return (difference <= limit) & (scale < math.inf)
 
     @staticmethod
-    def _own(rule: Rule, z: State, fz: State) -> tuple[PerBlock, PerBlock]:
+    def _own(rule: Rule, z: State, fz: State) -> tuple[PerToken, PerToken]:
         residual, shape = rule.residual(z, fz), token_norms(fz).shape
         if not isinstance(residual, Tensor) or residual.shape != shape or not residual.is_floating_point():
             got = (
@@ -173,7 +175,8 @@ class Stop:
         return residual, torch.ones_like(residual)
 
 
-def relative(difference: PerBlock, scale: PerBlock) -> PerBlock:
+def relative(difference: Numbers, scale: Numbers) -> Numbers:
     """Residuals; infinite where they are not numbers."""
-    residual = difference / scale.clamp_min(torch.finfo(scale.dtype).tiny)
-    return torch.where(residual.isnan(), torch.inf, residual)
+    residual = difference / scale.clip(min=torch.finfo(torch.float32).tiny)
+    residual[residual != residual] = math.inf
+    return residual

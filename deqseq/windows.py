@@ -1,7 +1,7 @@
 """Which rows and tokens of a solve are still iterated, what ends, and what was found.
 
-Decisions are made on the host in NumPy arrays, because their small operations take a third of torch's time there. They
-cost one transfer per check. States and residuals stay on the device.
+States stay on the device. What decides, the size of each token's step and of its state, is copied to the host in one
+transfer per check: small operations take NumPy a third of torch's time. Arrays of the host are of the whole batch.
 """
 
 import math
@@ -17,12 +17,14 @@ from deqseq.solution import Solution, SolveStats, Status
 from deqseq.stop import Stop, relative
 from deqseq.types import Residual, RowIndex, State
 
+Verdict = tuple[np.ndarray, np.ndarray]
+
 
 class Windows(ABC):
     """The rows that are still in the batch, and the tokens of each that are iterated.
 
     ``budget`` is ``stop.max_steps``, or 1 after a solver that owns its loop; ``width``, the tokens of a row in one
-    evaluation.
+    evaluation, of ``tokens`` in all.
     """
 
     part: Any
@@ -34,15 +36,18 @@ class Windows(ABC):
     evaluations = 0
     """Calls of the map so far."""
 
-    def __init__(self, z0: State, stop: Stop, budget: int, block: int, width: int, returns_point: bool) -> None:
+    def __init__(
+        self, z0: State, stop: Stop, budget: int, block: int, width: int, tokens: int, returns_point: bool
+    ) -> None:
         self.stop, self.width, self.device = stop, width, z0.device
         self._budget, self._block, self._returns_point = budget, block, returns_point
-        # of the rows that are still in the batch
-        self._rows = np.arange(len(z0))  # their positions in the whole batch
-        self._open = np.ones(len(z0), dtype=bool)  # not ended
-        self._limit: Tensor | None = None  # the difference above which a row has diverged, (rows, 1)
-        self._bound: Tensor | None = None  # the largest difference that may pass, (rows, parts)
-        self._latest: tuple[Tensor, Tensor] | None = None  # difference and scale at the last check
+        self._rows = np.arange(len(z0))  # positions of the rows that are still in the batch
+        self._open = np.ones(len(z0), dtype=bool)  # rows that have not ended
+        self._limit = np.zeros(len(z0))  # the difference above which a row has diverged
+        kind = f"f{torch.promote_types(z0.dtype, torch.float32).itemsize}"
+        self._latest = np.ones((2, len(z0), tokens), kind)  # of each token the difference, and the size of its state
+        self._latest[0] = np.inf
+        self._bound = np.full((len(z0), tokens), np.nan, kind)  # of differences that pass; NaN: not measured yet
 
     @property
     def active_rows(self) -> int:
@@ -61,43 +66,34 @@ class Windows(ABC):
     def move(self, z: State, fz: State, aux: Any, proposal: State) -> tuple[Tensor, RowIndex | None]:
         """Store what ends, and go on: the next point, and the rows that stay in the batch (None: all)."""
 
-    @abstractmethod
     def residuals(self) -> Residual:
         """The latest residuals of the whole batch, ``(batch, tokens)``; ``inf`` where there is none yet."""
+        with np.errstate(all="ignore"):
+            return on_device(relative(*self._latest), self.device)
 
     @abstractmethod
     def solution(self, z: State, fz: State, aux: Any) -> Solution:
         """Store the end of the last rows, and return everything that was found."""
 
-    def _measure(self, z: State, fz: State) -> tuple[np.ndarray, np.ndarray]:
-        """Which rows have not diverged, ``(rows,)``, and which of their blocks pass, ``(rows, blocks)``."""
+    def _measure(self, z: State, fz: State, at: Any, new: np.ndarray | None, measured: np.ndarray | None) -> Verdict:
+        """Which rows have not diverged, ``(rows,)``, and which of their tokens pass, ``(rows, width)``.
+
+        ``at`` is where these tokens stand in the arrays. Rows that are ``new`` have tokens of which nothing is known;
+        only those that are ``measured`` (None: all) take anything in, so that no row depends on another one.
+        """
         with torch.no_grad():
-            difference, scale = self._distances(z, fz)
-            assert self._limit is not None and self._bound is not None
-            sound, passed = difference <= self._limit, self.stop.passes(difference, scale, self._bound)
-            if sound.shape[1] > 1:
-                sound = sound.all(dim=1, keepdim=True)
-            if self._block > 1 and passed.shape[1] == self.width:
-                passed = passed.unflatten(1, (-1, self._block)).all(dim=2)
-            flags = on_host(torch.cat([sound, passed], dim=1))
-        return flags[:, 0], flags[:, 1:]
-
-    def _distances(self, z: State, fz: State) -> tuple[Tensor, Tensor]:
-        """Difference and scale. The first ones of a row decide when it has diverged, and all of them what may pass."""
-        difference, scale = self._latest = self.stop.distances(z, fz, self._block)
-        if self._limit is None:
-            self._limit = self.stop.limit(difference, scale)[:, None]
-        self._bound = self.stop.bound(difference, scale, self._bound)
-        return difference, scale
-
-    def _residual(self) -> Residual:
-        """Of each token at the last check, ``(rows, width)``."""
-        assert self._latest is not None
-        return self._per_token(relative(*self._latest))
-
-    def _per_token(self, x: Tensor) -> Tensor:
-        """From ``(rows, parts)`` to ``(rows, width)``; what is measured of a block holds for all of its tokens."""
-        return x.repeat_interleave(self.width // x.shape[1], dim=1)
+            numbers = on_host(torch.stack(self.stop.distances(z, fz, self._block)))
+        self._latest[:, *at] = numbers
+        (difference, scale), before = numbers, self._bound[at]
+        with np.errstate(all="ignore"):
+            if new is not None:
+                limit = self.stop.limit(difference, scale).max(axis=1)  # new tokens may be of another scale
+                self._limit[self._rows[new]] = np.maximum(self._limit[self._rows], limit)[new]
+                before = np.where(np.isnan(before), self.stop.rtol * scale, before)
+            bound = self.stop.bound(difference, scale, before)
+            self._bound[at] = bound if measured is None else np.where(measured[:, None], bound, before)
+            sound = self.stop.sound(difference, scale, self._limit[self._rows][:, None])
+            return sound.all(axis=1), self.stop.passes(difference, scale, bound)
 
     def _value(self, z: State, fz: State, at_point: np.ndarray, diverged: np.ndarray, start: State) -> State:
         """What rows return: ``fz``, or in some rows ``z``; where a row diverged and ``z`` is not finite, the start."""
@@ -109,27 +105,29 @@ class Windows(ABC):
             point = torch.where(per_row(finite, z), z, start)
         return torch.where(per_row(on_device(at_point, self.device), z), point, fz)
 
-    def _enough_ended(self) -> bool:
-        """Whether rows that have ended leave the batch: once they are a quarter of it."""
-        return 4 * (len(self._open) - self.active_rows) >= len(self._open)
+    def _remove(self) -> RowIndex | None:
+        """Remove rows that have ended from the batch, once they are a quarter of it; those that stay (None: all)."""
+        (stay,) = self._open[self._rows].nonzero()
+        if 4 * (len(self._rows) - len(stay)) < len(self._rows):
+            return None
+        self._rows = self._rows[stay]
+        return on_device(stay, self.device)
 
 
 class AllTokens(Windows):
     """All tokens of a row end together. Nothing is indexed by token, so the iteration can be differentiated.
 
     The point of a row that has ended is no longer changed. The row is removed from the batch later, if the map has
-    ``args`` of which rows can be taken; its value, residual and ``aux`` are stored then.
+    ``args`` of which rows can be taken; its value and ``aux`` are stored then.
     """
 
     def __init__(self, z0: State, args: Any, stop: Stop, budget: int, returns_point: bool) -> None:
         tokens = math.prod(z0.shape[1:-1])
-        super().__init__(z0, stop, budget, tokens, tokens, returns_point)
+        super().__init__(z0, stop, budget, tokens, tokens, tokens, returns_point)
         self.part, self._z0 = args, z0
+        self._at: Any = (slice(None),)  # rows that are in the batch
         self._frozen: Tensor | None = None  # rows that have ended, shaped to broadcast over the state
-        self._at_point = np.zeros(len(z0), dtype=bool)  # rows whose value is the point, not the map's value there
-        self._diverged = np.zeros(len(z0), dtype=bool)
-        # of the whole batch
-        self._stored: Any = None  # values, residuals and aux
+        self._stored: Any = None  # values and aux of the whole batch
         self._status = np.full(len(z0), int(Status.MAX_STEPS_REACHED))
         self._iterations = np.zeros(len(z0), dtype=np.int64)
         self._updates = np.zeros(len(z0), dtype=np.int64)
@@ -138,64 +136,52 @@ class AllTokens(Windows):
         return self._z0.contiguous()  # with other strides, as of expanded zeros, the map would be compiled twice
 
     def check(self, z: State, fz: State) -> bool:
-        late = self.evaluations >= self._budget
-        if not late and self.evaluations % self.stop.check_every:
-            if self._limit is None and self.stop.has_tolerance:
-                with torch.no_grad():
-                    self._distances(z, fz)
+        late, first = self.evaluations >= self._budget, self._limit[0] == 0
+        due = late or self.evaluations % self.stop.check_every == 0
+        if not due and not (first and self.stop.has_tolerance):
             return False
-        sound, passed = self._measure(z, fz)
-        if late or passed.any() or not sound.all():
-            self._end_rows(self._open & sound & passed[:, 0], self._open & ~sound, late)
-        return True
+        rows = self._rows
+        sound, passed = self._measure(z, fz, self._at, np.ones_like(self._open) if first else None, None)
+        passed = passed.all(axis=1)
+        if due and (late or passed.any() or not sound.all()):
+            self._end_rows(rows[self._open[rows] & sound & passed], rows[self._open[rows] & ~sound], late)
+        return due
 
     def move(self, z: State, fz: State, aux: Any, proposal: State) -> tuple[Tensor, RowIndex | None]:
         if self._frozen is None:
             return proposal, None
-        after = torch.where(self._frozen, z, proposal)
-        if self.part is None or not self._enough_ended():
+        after, rows = torch.where(self._frozen, z, proposal), self._rows
+        kept = None if self.part is None else self._remove()
+        if kept is None:
             return after, None
-        self._store(z, fz, aux)
-        (stay,) = self._open.nonzero()
-        self._rows, self._open, self._frozen = self._rows[stay], self._open[stay], None
-        self._at_point, self._diverged = self._at_point[stay], self._diverged[stay]
-        kept = on_device(stay, self.device)
-        kept_too = self.part, self._limit, self._bound, self._latest
-        self.part, self._limit, self._bound, self._latest = take(kept_too, kept)
+        self._store(rows, z, fz, aux)
+        self._frozen, self.part, self._at = None, take(self.part, kept), (self._rows,)
         return after[kept], kept
 
-    def residuals(self) -> Residual:
-        now = self._residual()
-        return now if self._stored is None else put(self._stored[1], on_device(self._rows, self.device), now)
-
     def solution(self, z: State, fz: State, aux: Any) -> Solution:
-        self._store(z, fz, aux)
-        value, residual, aux = self._stored
-        status, steps, updates = (on_device(x, self.device) for x in (self._status, self._iterations, self._updates))
-        return Solution(value, status, SolveStats(steps, residual, self.evaluations, updates), aux)
+        self._store(self._rows, z, fz, aux)
+        value, aux = self._stored
+        status, *numbers = (on_device(x, self.device) for x in (self._status, self._iterations, self._updates))
+        return Solution(value, status, SolveStats(numbers[0], self.residuals(), self.evaluations, numbers[1]), aux)
 
     def _end_rows(self, converged: np.ndarray, diverged: np.ndarray, late: bool) -> None:
-        ended = self._open if late else converged | diverged
-        if not ended.any():
-            return
-        self._status[self._rows[converged]] = int(Status.CONVERGED)
-        self._status[self._rows[diverged]] = int(Status.DIVERGED)
-        self._iterations[self._rows[ended]] = self.evaluations
-        self._open, self._diverged = self._open & ~ended, self._diverged | diverged
-        self._at_point = self._at_point | diverged | (converged & self._returns_point)
-        self._frozen = per_row(on_device(~self._open, self.device), self._z0)
-        self.done = not self._open.any()
+        self._status[converged], self._status[diverged] = Status.CONVERGED, Status.DIVERGED
+        ended = self._rows[self._open[self._rows]] if late else np.concatenate([converged, diverged])
+        if len(ended):
+            self._iterations[ended], self._open[ended] = self.evaluations, False
+            self._frozen = per_row(on_device(~self._open[self._rows], self.device), self._z0)
+            self.done = not self._open.any()
 
-    def _store(self, z: State, fz: State, aux: Any) -> None:
-        """All rows that are in the batch; those that go on will be stored again."""
-        rows = on_device(self._rows, self.device)
-        start = self._z0[rows] if self._diverged.any() else z
-        value = self._value(z, fz, self._at_point, self._diverged, start)
+    def _store(self, rows: np.ndarray, z: State, fz: State, aux: Any) -> None:
+        """These rows, which are in the batch; those that go on will be stored again."""
+        places, status = on_device(rows, self.device), self._status[rows]
+        diverged = status == Status.DIVERGED
+        start = self._z0[places] if diverged.any() else z
+        value = self._value(z, fz, diverged | (status == Status.CONVERGED) & self._returns_point, diverged, start)
         if self._stored is None and not self.done:
             value = value.clone()  # a map may fill the same buffer again
-        now = value, self._residual(), aux
-        self._stored = now if self._stored is None else put(self._stored, rows, now)
-        self._updates[self._rows] = self.evaluations
+        self._stored = (value, aux) if self._stored is None else put(self._stored, places, (value, aux))
+        self._updates[rows] = self.evaluations
 
 
 def on_host(x: Tensor) -> np.ndarray:

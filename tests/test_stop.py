@@ -34,7 +34,7 @@ def test_half_precision_accumulates_in_float32(dtype, shape):
     [
         (Stop(rtol=0.1), 2, [[1.0, 0.5], [0.1, 0.0]], [[False, False], [True, True]]),
         (Stop(rtol=0.1, atol=0.4), 2, [[1.0, 0.5], [0.1, 0.0]], [[False, True], [True, True]]),
-        (Stop(rtol=0.1, norm="row"), 2, [[(25.25 / 26) ** 0.5], [0.1]], [[False], [True]]),
+        (Stop(rtol=0.1, norm="row"), 2, [[(25.25 / 26) ** 0.5] * 2, [0.1] * 2], [[False] * 2, [True] * 2]),
         (Stop(rtol=0.1, norm="row"), 1, [[1.0, 0.5], [0.1, 0.0]], [[False, False], [True, True]]),
     ],
     ids=["token", "atol", "row", "row of one"],

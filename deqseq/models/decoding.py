@@ -113,17 +113,13 @@ class InWindow(Decoder):
         self._latest = now = self._model.evaluate(x, self.cache, self._start, self._each)
         difference, scale = self._stop.distances(now.point, now.states, 1)
         bound = self._stop.bound(difference, scale, self._bound)
-        if self._bound is None or self._limit is None:
-            self._limit = self._limits(difference, scale)
-        elif self._fresh is not None:
+        limit = self._stop.limit(difference, scale) if self._limit is None else self._limit
+        if self._fresh is not None:
             bound = torch.where(self._fresh, self._stop.bound(difference, scale, None), bound)
-            self._limit = torch.where(self._fresh, self._limits(difference, scale), self._limit)
-        self._bound, sound = bound, difference <= self._limit
+            limit = torch.where(self._fresh, self._stop.limit(difference, scale), limit)
+        self._bound, self._limit, sound = bound, limit, self._stop.sound(difference, scale, limit)
         passed = self._stop.passes(difference, scale, bound) & sound
         return now.value.masked_fill(~sound[..., None], 0), torch.cat([passed, sound], dim=1)
-
-    def _limits(self, difference: Tensor, scale: Tensor) -> Tensor:
-        return self._stop.limit(difference.reshape(-1, 1), scale.reshape(-1, 1)).view_as(difference)
 
     def judge(self, marks: np.ndarray, right: np.ndarray) -> Verdict:
         passed, self._sound = marks[:, : self.width] > 0, marks[:, self.width :] > 0
