@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from deqseq.rows import take
+from deqseq.rows import map_tensors, take
 from deqseq.solution import Solution, SolveStats, Status
 from deqseq.stop import Stop
 from deqseq.sweeps import Sweep
@@ -148,4 +148,6 @@ class MovingWindows(Windows):
             """From ``(batch or 1, length, ...)`` to ``(rows, width, ...)``."""
             return x[0][shared] if len(x) == 1 else x.flatten(0, 1)[own]
 
-        self.part = self._args.window(gathered, self._cache, mask, self.width)
+        inputs, cache = map_tensors(gathered, self._args.inputs), self._cache
+        cache = None if cache is None else cache.reserve(self.width)
+        self.part = TokenArgs(self._args.backbone, inputs, cache, mask, need_aux=True)

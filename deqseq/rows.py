@@ -64,16 +64,14 @@ def take_apart(tree: T, rows: RowIndex) -> T:
 
 def put(tree: T, rows: RowIndex, other: T) -> T:
     """``tree`` with the given rows replaced by ``other``, which has the same structure and only these rows."""
-    if isinstance(tree, Tensor):
-        return cast(T, tree.index_copy(0, rows, cast(Tensor, other)))
-    return _mapped(lambda part, new: put(part, rows, new), tree, other)
+    return map_tensors(lambda x, new: x.index_copy(0, rows, new), tree, other)
 
 
-def map_tensors(function: Callable[[Tensor], Tensor], tree: T) -> T:
-    """``function`` of every tensor in a record."""
+def map_tensors(function: Callable[..., Tensor], tree: T, *others: T) -> T:
+    """``function`` of every tensor in a record (and of the same one in others)."""
     if isinstance(tree, Tensor):
-        return function(tree)
-    return _mapped(lambda part: map_tensors(function, part), tree)
+        return cast(T, function(tree, *others))
+    return _mapped(lambda *parts: map_tensors(function, *parts), tree, *others)
 
 
 def tensors_of(tree: Any) -> tuple[Tensor, ...]:

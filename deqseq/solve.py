@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
-from typing import Any, Required, TypedDict, Unpack
+from typing import Any, Required, TypedDict
 
 import torch
 
@@ -90,11 +90,18 @@ def solve(
     return solution
 
 
-def run_solve(f: FixedPointMap, z0: State, **call: Unpack[SolveCall]) -> Solution:
+def run_solve(
+    f: FixedPointMap,
+    z0: State,
+    *,
+    solver: Solver[Any],
+    stop: Stop,
+    args: Any = None,
+    has_aux: bool = False,
+    sweep: Sweep | None = None,
+    callback: Callback | None = None,
+) -> Solution:
     """:func:`solve` without its warning: for callers that report failures themselves."""
-    solver, stop, sweep = call["solver"], call["stop"], call.pop("sweep", None)
-    args: Any = call.get("args")
-    has_aux, callback = call.get("has_aux", False), call.pop("callback", None)
     check_transforms()
     check_start("z0", z0)
     check_rows("args", args, len(z0))
@@ -113,7 +120,7 @@ def run_solve(f: FixedPointMap, z0: State, **call: Unpack[SolveCall]) -> Solutio
     solution = iterate(f, solver, windows, has_aux=has_aux, callback=callback)
     if sweep is None:
         solution = replace(solution, stats=replace(solution.stats, residual=worst_token(solution.stats.residual)))
-    return replace(solution, again=partial(_again, f, z0, **call))
+    return replace(solution, again=partial(_again, f, z0, solver=solver, stop=stop, args=args, has_aux=has_aux))
 
 
 def _again(f: FixedPointMap, z0: State, *, start: State | None = None, **call: Any) -> Solution:

@@ -10,10 +10,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from deqseq.annotations import AtLeast, Within, checked
-from deqseq.types import State
+from deqseq.types import Residual, State
 
 Norm = Literal["token", "row"]
-PerToken = Float[Tensor, "rows tokens"]
 LARGEST = torch.finfo(torch.float32).max
 Numbers = Any
 """One number per token, ``(rows, tokens)``: tensors, or arrays of NumPy."""
@@ -132,7 +131,7 @@ class Stop:
         """Whether every solve takes ``max_steps`` evaluations."""
         return self.check_every >= self.max_steps
 
-    def distances(self, z: State, fz: State, block: int) -> tuple[PerToken, PerToken]:
+    def distances(self, z: State, fz: State, block: int) -> tuple[Residual, Residual]:
         """:math:`d` and :math:`s` of each token; with the norm of a row, those of its block of so many tokens."""
         if isinstance(self.norm, Rule):
             return self._own(self.norm, z, fz)
@@ -163,7 +162,7 @@ class Stop:
         return (difference <= limit) & (scale < math.inf)
 
     @staticmethod
-    def _own(rule: Rule, z: State, fz: State) -> tuple[PerToken, PerToken]:
+    def _own(rule: Rule, z: State, fz: State) -> tuple[Residual, Residual]:
         residual, shape = rule.residual(z, fz), token_norms(fz).shape
         if not isinstance(residual, Tensor) or residual.shape != shape or not residual.is_floating_point():
             got = (

@@ -1,6 +1,5 @@
 """The map of some tokens of a backbone, and how they are committed."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -9,7 +8,7 @@ from torch import Tensor
 
 from deqseq.backbones.base import Backbone, Cache
 from deqseq.check import check_like, check_type
-from deqseq.rows import check_record, check_rows, map_tensors, tensors_of
+from deqseq.rows import check_record, check_rows, tensors_of
 from deqseq.solution import Solution, SolveStats, Status
 from deqseq.types import Counts, Mask, Sequence
 
@@ -44,16 +43,14 @@ class TokenArgs(NamedTuple):
         """The same with inputs of these rows alone: a row that is gone, and was not finite, is not in their graph."""
         return self if self.x is None else self._replace(inputs=self.backbone.prepare(self.x, self.cache, self.mask))
 
-    def window(
-        self, gathered: Callable[[Tensor], Tensor], cache: Cache | None, mask: Mask | None, width: int
-    ) -> "TokenArgs":
-        """Of the tokens in windows of this ``width``, whose inputs are ``gathered``; they will be committed."""
-        cache = None if cache is None else cache.reserve(width)
-        return TokenArgs(self.backbone, map_tensors(gathered, self.inputs), cache, mask, True)
-
     def advance(self, aux: Any, rows: int, tokens: int, counts: Counts | None = None) -> Cache:
         """The cache of these ``rows`` after the first ``tokens``: ``counts`` of them in each row, by default all."""
-        return _advanced(self.backbone, self.cache, aux, rows, tokens, counts)
+        with torch.no_grad():
+            after = self.backbone.advance(self.cache, aux, tokens, counts)
+        name = f"what {type(self.backbone).__name__}.advance returns"
+        check_type(name, after, Cache)
+        check_rows(name, after, rows, "z")
+        return after
 
     def per_token(self, solution: Solution) -> Solution:
         """A solution of these tokens with its statistics per token, and the cache after them as its ``aux``."""
@@ -115,15 +112,4 @@ def commit(backbone: Backbone[Any], cache: Cache | None, aux: Any, states: Seque
         low, high = torch.stack(torch.aminmax(counts)).tolist()  # one transfer
         if low < 0 or high < 1 or high > length:
             raise ValueError(f"counts must be 0 to {length} tokens of each row, and not all 0, got {counts.tolist()}")
-    return _advanced(backbone, cache, aux, rows, high, None if low == high else counts)
-
-
-def _advanced(
-    backbone: Backbone[Any], cache: Cache | None, aux: Any, rows: int, tokens: int, counts: Counts | None
-) -> Cache:
-    with torch.no_grad():
-        after = backbone.advance(cache, aux, tokens, counts)
-    name = f"what {type(backbone).__name__}.advance returns"
-    check_type(name, after, Cache)
-    check_rows(name, after, rows, "z")
-    return after
+    return TokenArgs(backbone, None, cache).advance(aux, rows, high, None if low == high else counts)

@@ -143,8 +143,13 @@ class AllTokens(Windows):
         rows = self._rows
         sound, passed = self._measure(z, fz, self._at, np.ones_like(self._open) if first else None, None)
         passed = passed.all(axis=1)
-        if due and (late or passed.any() or not sound.all()):
-            self._end_rows(rows[self._open[rows] & sound & passed], rows[self._open[rows] & ~sound], late)
+        ended = self._open[rows] & (late | passed | ~sound)
+        if due and ended.any():
+            status = np.where(passed, Status.CONVERGED, Status.MAX_STEPS_REACHED)
+            self._status[rows[ended]] = np.where(sound, status, Status.DIVERGED)[ended]
+            self._iterations[rows[ended]], self._open[rows[ended]] = self.evaluations, False
+            self._frozen = per_row(on_device(~self._open[rows], self.device), z)
+            self.done = not self._open.any()
         return due
 
     def move(self, z: State, fz: State, aux: Any, proposal: State) -> tuple[Tensor, RowIndex | None]:
@@ -163,14 +168,6 @@ class AllTokens(Windows):
         value, aux = self._stored
         status, *numbers = (on_device(x, self.device) for x in (self._status, self._iterations, self._updates))
         return Solution(value, status, SolveStats(numbers[0], self.residuals(), self.evaluations, numbers[1]), aux)
-
-    def _end_rows(self, converged: np.ndarray, diverged: np.ndarray, late: bool) -> None:
-        self._status[converged], self._status[diverged] = Status.CONVERGED, Status.DIVERGED
-        ended = self._rows[self._open[self._rows]] if late else np.concatenate([converged, diverged])
-        if len(ended):
-            self._iterations[ended], self._open[ended] = self.evaluations, False
-            self._frozen = per_row(on_device(~self._open[self._rows], self.device), self._z0)
-            self.done = not self._open.any()
 
     def _store(self, rows: np.ndarray, z: State, fz: State, aux: Any) -> None:
         """These rows, which are in the batch; those that go on will be stored again."""

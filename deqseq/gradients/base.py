@@ -39,8 +39,6 @@ class Gradient(ABC):
         False
     """
 
-    checkpoint: bool = False
-    """Whether the backward pass evaluates the map again instead of keeping activations."""
     reaches_start: ClassVar[bool] = True
     """Whether the start of the iteration gets a gradient."""
 

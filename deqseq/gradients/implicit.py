@@ -33,10 +33,10 @@ class Implicit(AttachedGradient):
 
     .. math:: y = J^\top y + g, \qquad \frac{dL}{d\theta} = y^\top \frac{\partial f}{\partial \theta}.
 
-    Memory is that of one evaluation, whatever the number of iterations. Each adjoint step costs one backward
-    pass through the map. A second derivative is not offered (differentiate :class:`Unrolled` for that). A map that is
-    compiled with ``torch.compile`` needs ``torch._functorch.config.donated_buffer = False``, because its graph is
-    walked more than once. Under autocast the tolerance is no finer than the precision of the lower dtype.
+    Memory is that of one evaluation; each adjoint step costs one backward pass through the map. There is no second
+    derivative (differentiate :class:`Unrolled` for that). A map that is compiled with ``torch.compile`` needs
+    ``torch._functorch.config.donated_buffer = False``, because its graph is walked more than once. Under autocast the
+    tolerance is no finer than the precision of the lower dtype.
 
     Args:
         solver: the algorithm of the adjoint solve.

@@ -50,11 +50,9 @@ class Adaptive(Solver[AdaptiveMemory]):
     .. math:: \tau_t\, \frac{\langle r_t^-,\; r_t^- - r_t \rangle}{\lVert r_t^- - r_t \rVert^2},
 
     where that is lower. It stays in [0.05, 1]. The residual of a row and that damping are geometric means over the
-    tokens: in a causal model tokens settle from left to right, and the row makes progress while some of them do. The
-    least progress is 1 % of the residual of one token.
+    tokens: in a causal model tokens settle from left to right, and the row makes progress while some of them do.
 
-    A token is the last dimension of the state, as for :class:`deqseq.Stop`. The memory is one state. The sliding window
-    starts it afresh after each commit; one iteration is enough to find the step again.
+    A token is the last dimension of the state, as for :class:`deqseq.Stop`. The memory is one state.
 
     References:
         Barzilai and Borwein, Two-Point Step Size Gradient Methods, IMA Journal of Numerical Analysis 1988. Movahedi et

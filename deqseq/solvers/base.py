@@ -16,22 +16,17 @@ class Solver(ABC, Generic[S]):
     """One step of a fixed-point algorithm. A solver object is its configuration: a frozen dataclass.
 
     The loop in :func:`deqseq.solve` evaluates the map, measures, freezes and stops; a solver only proposes the next
-    point. It never calls the map, so that evaluation counts are exact, and treats
-    every row on its own, so that a row's answer does not depend on the rest of its batch.
-
-    To write your own, subclass it (see :class:`deqseq.Anderson` for one with a memory):
+    point. It never calls the map, so that evaluation counts are exact, and treats every row on its own.
 
     Example:
-        >>> from dataclasses import dataclass
-        >>> @dataclass(frozen=True)
-        ... class Halfway(Solver[None]):
+        A solver of your own; :class:`deqseq.Anderson` is one with a memory.
+
+        >>> import torch, deqseq as dq
+        >>> class Halfway(Solver[None]):
         ...     def init(self, z0): return None
         ...     def step(self, z, fz, state): return (z + fz) / 2, None
-        >>> import torch
-        >>> from deqseq.solve import solve
-        >>> from deqseq.stop import Stop
         >>> f = lambda z: 1 - z     # a limit cycle of two steps for plain iteration
-        >>> solve(f, torch.zeros(1, 1), solver=Halfway(), stop=Stop()).value
+        >>> dq.solve(f, torch.zeros(1, 1), solver=Halfway(), stop=dq.Stop()).value
         tensor([[0.5000]])
     """
 
@@ -39,8 +34,7 @@ class Solver(ABC, Generic[S]):
     """Whether the value of a row that has converged is the point ``z`` that was tested, instead of ``f(z)``.
 
     Where the map contracts, ``f(z)`` is closer to the fixed point. Solvers that combine past points also converge where
-    the map expands; they return ``z``, because ``f(z)`` can be far outside the tolerance there. Damped solvers return
-    ``f(z)``: where the Jacobian has an eigenvalue below -1, it is further from the fixed point than ``z``.
+    the map expands, and there ``f(z)`` can be far outside the tolerance.
     """
 
     owns_loop: ClassVar[bool] = False
