@@ -45,47 +45,36 @@ class Tally:
         """Count a solve, if there was one: ``stats``, ``status`` of ``(batch,)``; ``mask``, ``(batch, length)``."""
         if stats is None or status is None:
             return
-        converged, diverged = status == Status.CONVERGED, status == Status.DIVERGED
-        parts = {"steps": stats.iterations, "updates": stats.updates, "forced": stats.forced}
-        for name, each in {**parts, "converged": converged, "diverged": diverged}.items():
+        parts = {"self_iterations": stats.iterations, "token_updates": stats.updates}
+        parts |= {"converged_tokens": None if stats.forced is None else ~stats.forced}
+        parts |= {"converged": status == Status.CONVERGED, "diverged": status == Status.DIVERGED}
+        for name, each in parts.items():
             if each is not None:
                 each = each if mask is None or mask.shape != each.shape else each[mask]
-                self.counted[name] += each.sum().item()
-                self.counted[f"{name} of"] += each.numel()
+                self._count(name, each, each.numel())
         self.counted["evaluations"] += stats.evaluations
 
     def add_generation(self, found: Generation, lengths: list[int]) -> None:
-        """Count what was decoded in windows.
-
-        Args:
-            found: the rows and how their tokens were found.
-            lengths: how many tokens of each row count.
-        """
-        assert found.iterations is not None
-        assert found.converged is not None
-        assert found.updates is not None
+        """Count what was decoded in windows: of each row of ``found`` the first tokens, as many as ``lengths`` says."""
         real = torch.arange(found.tokens.shape[1]) < torch.tensor(lengths)[:, None]
-        parts = {"steps": found.iterations.cpu()[real], "converged": found.converged.cpu()[real]}
-        for name, each in {**parts, "updates": found.updates}.items():
-            self.counted[name] += each.sum().item()
-            self.counted[f"{name} of"] += int(real.sum())
-        self.counted["evaluations"] += found.evaluations or 0
+        real, tokens, parts = real.to(found.tokens.device), int(real.sum()), dict[str, Any](vars(found))
+        self._count("self_iterations", parts["iterations"][real], tokens)
+        self._count("converged", parts["converged"][real], tokens)
+        self._count("token_updates", parts["updates"], tokens)
+        self.counted["evaluations"] += parts["evaluations"]
+
+    def _count(self, name: str, each: torch.Tensor, of: int) -> None:
+        self.counted[name] += each.sum().item()
+        self.counted[f"{name} of"] += of
 
     def numbers(self) -> dict[str, float | None]:
         """Mean iterations and updates per token, shares of rows and tokens, calls of the map; None without a solve.
 
         Of what is decoded in windows every token is a solve of its own, and updates go on until all rows have ended.
         """
-        names = ("steps", "updates", "forced", "converged", "diverged")
+        names = ("self_iterations", "token_updates", "converged", "converged_tokens", "diverged")
         of = {name: self.counted[name] / whole if (whole := self.counted[f"{name} of"]) else None for name in names}
-        return {
-            "self_iterations": of["steps"],
-            "token_updates": of["updates"],
-            "converged": of["converged"],
-            "converged_tokens": None if of["forced"] is None else 1 - of["forced"],
-            "diverged": of["diverged"],
-            "evaluations": self.counted["evaluations"] or None,
-        }
+        return of | {"evaluations": self.counted["evaluations"] or None}
 
 
 class SolvedLM(HFLM):
@@ -110,20 +99,9 @@ class SolvedLM(HFLM):
             ``window`` that it excludes.
 
     Example:
-        >>> import deqseq as dq
-        >>> from deqseq.integrations.huggingface import DeqseqConfig, DeqseqForCausalLM
-        >>> from lm_eval.api.instance import Instance
-        >>> from tokenizers import Tokenizer, models, pre_tokenizers
-        >>> from transformers import PreTrainedTokenizerFast
-        >>> words = Tokenizer(models.WordLevel({"<eos>": 0, "to": 1, "be": 2, "or": 3, "not": 4}))
-        >>> words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-        >>> tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", pad_token="<eos>")
-        >>> sizes = dq.Mamba2Config(16, d_state=4, headdim=8)
-        >>> model = DeqseqForCausalLM(DeqseqConfig(vocab_size=5, backbone=sizes))
-        >>> lm = SolvedLM(model, tokenizer, {"sweep": dq.Sliding(8)}, max_length=64)
-        >>> ((nats, is_best),) = lm.loglikelihood([Instance("loglikelihood", {}, ("to be", " or not"), 0)])
-        >>> nats < 0, lm.tally.numbers()["converged"]
-        (True, 1.0)
+        >>> lm = SolvedLM(model, tokenizer, {"sweep": dq.Sliding(8)})           # doctest: +SKIP
+        >>> results = lm_eval.simple_evaluate(model=lm, tasks=["piqa"])         # doctest: +SKIP
+        >>> lm.tally.numbers()["converged"]                                     # doctest: +SKIP
     """
 
     @checked
@@ -166,7 +144,12 @@ class SolvedLM(HFLM):
     ) -> list[tuple[float, bool]]:
         by_length: dict[int, list[int]] = defaultdict(list)
         for place, (_, context, continuation) in enumerate(requests):
-            _check_request(context, continuation, self.max_length)
+            if None in context:
+                raise ValueError(
+                    "an empty context needs a token to begin with, and the tokenizer has neither BOS nor EOS token"
+                )
+            if (tokens := len(continuation)) > self.max_length:
+                raise ValueError(f"a continuation of {tokens} tokens is longer than the --max-length {self.max_length}")
             by_length[min(len(context) + len(continuation), self.max_length + 1)].append(place)
         answers = {}
         with tqdm(total=len(requests), disable=None, leave=False, desc="texts") as bar:
@@ -190,13 +173,11 @@ class SolvedLM(HFLM):
         if isinstance(output, WindowedOutput) and output.generation is not None:
             self.tally.add_generation(output.generation, self._ends(output.generation.tokens, stop))
         elif isinstance(output.cache, ImplicitCache):
-            ends, mask = self._ends(output.sequences[:, context.shape[1] :], stop), kwargs["attention_mask"].bool()
+            ends = torch.tensor(self._ends(output.sequences[:, context.shape[1] :], stop), device=context.device)
             for known, solve in enumerate(output.cache.solves):
-                if len(solve.status) != len(ends):  # beams, which end together
-                    self.tally.add(solve.stats, solve.status)
-                    continue
-                going = torch.tensor(ends, device=context.device) > known
-                self.tally.add(*take((solve.stats, solve.status, mask), going.nonzero()[:, 0]))
+                counted: Any = (solve.stats, solve.status, kwargs["attention_mask"].bool())
+                beams = len(solve.status) != len(ends)  # which end together
+                self.tally.add(*(counted[:2] if beams else take(counted, (ends > known).nonzero()[:, 0])))
         return output.sequences
 
     def _ends(self, tokens: torch.Tensor, stop: list[str]) -> list[int]:
@@ -215,15 +196,3 @@ class SolvedLM(HFLM):
             return super()._detect_batch_size(*args, **kwargs)
         finally:
             self.tally = kept
-
-
-def _check_request(context: Sequence[int | None], continuation: Sequence[int], longest: int) -> None:
-    """Refuse a request without a first token, or with a continuation that has no tokens or too many."""
-    if None in context:
-        raise ValueError(
-            "an empty context needs a token to begin with, and the tokenizer has neither BOS nor EOS token"
-        )
-    if not continuation:
-        raise ValueError("a continuation has no tokens of its own: the tokenizer joins it to the end of its context")
-    if len(continuation) > longest:
-        raise ValueError(f"a continuation of {len(continuation)} tokens is longer than the --max-length {longest}")

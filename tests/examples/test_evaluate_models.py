@@ -132,7 +132,7 @@ def test_the_batch_decides_nothing_and_only_texts_are_counted(kind, sweep):
         numbers = lm.tally.numbers()
         assert numbers["self_iterations"] == pytest.approx(steps.mean().item())
         assert (numbers["converged"], lm.tally.counted["converged of"]) == (1, len(rows))
-        assert lm.tally.counted["updates of"] == steps.numel()  # and no padding
+        assert lm.tally.counted["token_updates of"] == steps.numel()  # and no padding
     assert many.tally.numbers()["evaluations"] < one.tally.numbers()["evaluations"] == sum(s.evaluations for s in stats)
 
 
@@ -162,7 +162,7 @@ def test_generation_is_solved_as_told_and_padding_is_not_counted():
     lm = evaluated("implicit mamba2", solve=solve, batch_size=3)
     continued(lm)
     prompted = sum(len(tokenizer().encode(prompt)) for prompt in PROMPTS)
-    assert lm.tally.counted["steps of"] == prompted + 3 * 4  # the last of five tokens needs no solve
+    assert lm.tally.counted["self_iterations of"] == prompted + 3 * 4  # the last of five tokens needs no solve
     assert lm.tally.counted["converged of"] == 3 * 5
     assert (lm.tally.numbers()["converged"], lm.tally.numbers()["converged_tokens"]) == (0, 0)
 

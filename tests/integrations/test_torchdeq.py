@@ -61,14 +61,6 @@ class TestSolver:
         assert solution.converged.all()
         assert torch.equal(solution.value, theirs)
 
-    def test_solves_one_chunk_of_a_sequence_after_another(self):
-        model = dq.ImplicitModel(dq.Affine(4), dq.SolveConfig(stop=dq.Stop(rtol=1e-6), solver=TorchDEQ("broyden")))
-        x = torch.randn(2, 6, 4)
-        for sweep in (dq.Simultaneous(), dq.Chunked(4), dq.Sequential()):
-            torch.testing.assert_close(model(x, sweep=sweep).value, model.backbone.solution(x), rtol=0, atol=1e-4)
-        with pytest.raises(ValueError, match="Chunked"):
-            model(x, sweep=dq.Sliding(2))
-
     @pytest.mark.parametrize("name", NAMES)
     def test_a_row_that_becomes_nan_is_reported_and_the_others_converge(self, name):
         def f(z: Tensor) -> Tensor:

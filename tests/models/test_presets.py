@@ -1,6 +1,5 @@
 """The paper's models by name: sizes, budgets, and how many parameters they have."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,39 +7,6 @@ import pytest
 import deqseq as dq
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "guides" / "presets.md"
-SIZES = {"130m": (768, 24, 12, 12), "370m": (1024, 48, 24, 16), "760m": (1536, 48, 24, 16), "1.3b": (2048, 48, 24, 32)}
-PADDED = 50288
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_sizes_are_the_papers(size):
-    width, mamba2_layers, llama_layers, heads = SIZES[size]
-    llama, mamba2 = (dq.preset(f"{family}-{size}-implicit") for family in ("llama3", "mamba2"))
-    assert llama.backbone == dq.LlamaConfig(
-        d_model=width, n_layers=llama_layers, n_heads=heads, mlp_width=int(2 / 3 * 4 * width), rope_theta=500000.0
-    )
-    assert mamba2.backbone == dq.Mamba2Config(d_model=width, n_layers=mamba2_layers, d_state=128, headdim=64, expand=2)
-    for spec, rows in ((llama, 50277), (mamba2, PADDED)):
-        assert (spec.vocab_size, spec.tied) == (rows, True)
-        assert spec.backbone.weight_norm
-        assert spec.backbone.injection
-
-
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("family", ["llama3", "mamba2"])
-def test_kinds_differ_in_how_they_are_solved(family, size):
-    explicit, pretrain, implicit = (
-        dq.preset(f"{family}-{size}-{kind}") for kind in ("explicit", "pretrain", "implicit")
-    )
-    assert (explicit.solve, explicit.eval_solve) == (None, None)
-    assert explicit.backbone == replace(implicit.backbone, weight_norm=False, injection=False)
-    assert explicit.vocab_size == (50277 if (family, size) == ("mamba2", "130m") else implicit.vocab_size)
-    assert pretrain.backbone == implicit.backbone
-    budget = 32 if family == "llama3" and size != "370m" else 24
-    for spec, steps, phantom in ((pretrain, 4, 1), (implicit, budget, 4)):
-        stops = (dq.Stop(rtol=0.05, max_steps=budget) for budget in (steps, 4 * steps))
-        solves = [dq.SolveConfig(dq.Relaxed(0.8), stop, dq.Phantom(phantom, damping=0.8)) for stop in stops]
-        assert [spec.solve, spec.eval_solve] == solves
 
 
 def test_state_tracking():

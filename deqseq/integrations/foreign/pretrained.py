@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import is_dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,20 +10,20 @@ from torch import Tensor, nn
 
 from deqseq.annotations import checked
 from deqseq.backbones import LlamaConfig, Mamba2Config
-from deqseq.check import check_type
 from deqseq.config import SolveConfig
 from deqseq.gradients import Phantom
 from deqseq.integrations.fields import Fields, Only, Table, only, unused
 from deqseq.integrations.foreign.weights import Foreign, Reader, Rule, described, loaded
 from deqseq.layers import RotaryScaling, apply_weight_norm
 from deqseq.models import CausalLM, LanguageModelSpec
+from deqseq.models.specification import specification_of
 from deqseq.stop import Stop
 
 FROM_INPUT = SolveConfig(stop=Stop(rtol=0.05, max_steps=4), gradient=Phantom(steps=1), start="input")
 """At most 4 iterations, from the embedded tokens, then 1 phantom step: for the beginning of fine-tuning."""
 
 _SHARED: Table = {"hidden_act": Only("silu", "swish"), "quantization_config": Only(None)}
-_LLAMA: Table = {
+LLAMA: Table = {
     **_SHARED,
     "vocab_size": ("vocab_size", 32000),
     "tie_word_embeddings": ("tied", False),
@@ -86,20 +86,12 @@ _ROPE_SCALING: Table = {
 
 
 @checked
-def from_pretrained_model(
-    model: object,
-    state: Mapping[str, Tensor] | None = None,
-    *,
-    implicit: bool,
-    solve: SolveConfig | None = None,
-    eval_solve: SolveConfig | None = None,
-    weight_norm: bool | None = None,
-) -> CausalLM:
+def from_pretrained_model(model: nn.Module, *, implicit: bool, solve: SolveConfig | None = None) -> CausalLM:
     r"""A language model with the weights of a pretrained one.
 
-    An explicit one computes what the pretrained one does. An implicit one has the same layers, and an injection whose
-    weights are zero; its iteration starts at the embedded tokens :math:`e`, so that the first iteration is the
-    pretrained model,
+    An explicit one computes what the pretrained one does. An implicit one has the same layers, with the same weights,
+    normalised as in the paper, and an injection whose weights are zero; its iteration starts at the embedded tokens
+    :math:`e`, so that the first iteration is the pretrained model,
 
     .. math:: z^{(1)} = f(e, u) = f(e, 0), \qquad u = W\, \mathrm{RMSNorm}(e) + b, \quad W = 0,\ b = 0.
 
@@ -108,24 +100,19 @@ def from_pretrained_model(
 
     Args:
         model: a ``LlamaForCausalLM`` (grouped heads, Llama 3.x frequencies, tied head or not), ``Mamba2ForCausalLM`` or
-            mamba_ssm's ``MambaLMHeadModel``; or the configuration of one, as an object or a parsed ``config.json``.
-        state: the state dict that belongs to a configuration, with the head unless the configuration ties it. Default:
-            that of the model.
-        implicit: whether to make an implicit model; the arguments that follow are for this one alone.
-        solve: how it is solved; its ``start`` must be ``"input"``. Default: :data:`FROM_INPUT`.
-        eval_solve: the same in eval mode. Default: ``solve``.
-        weight_norm: whether its weights are normalised, with the same values. Default: they are, as in the paper.
+            mamba_ssm's ``MambaLMHeadModel``; or the explicit model that :func:`from_pretrained` makes of their files.
+        implicit: whether to make an implicit model.
+        solve: how an implicit model is solved; its ``start`` must be ``"input"``. Default: :data:`FROM_INPUT`.
 
     Returns:
         The model, with copies of the weights in their own dtypes; a new injection has the dtype of the embedding.
 
     Raises:
-        TypeError: neither a model with a configuration, nor a configuration with its ``state``.
+        TypeError: not a pretrained model.
         ValueError: a configuration that deqseq does not compute; missing or unexpected tensors, or some of another
             shape; a start at zero; or how to solve an explicit model.
 
     Example:
-        >>> import torch
         >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}
         >>> theirs = LlamaForCausalLM(LlamaConfig(vocab_size=10, **sizes))
@@ -134,47 +121,37 @@ def from_pretrained_model(
         ...     torch.allclose(ours(ids, stop=Stop.exactly(1)).logits, theirs(ids).logits, atol=1e-5)
         True
     """
-    solves = {"solve": solve, "eval_solve": eval_solve}
-    given = [name for name, value in {**solves, "weight_norm": weight_norm}.items() if value]
-    if given and not implicit:
-        raise ValueError(f"leave out {', '.join(given)}, or give implicit=True: an explicit model runs as it is")
-    for name, one in solves.items():
-        if one is not None and one.start != "input":
-            raise ValueError(
-                f"{name}.start must be 'input', got {one.start!r}: the new injection is zero, and from zero the "
-                "output would not depend on the tokens"
-            )
-    config = model
-    if state is None:
-        config = getattr(model, "config", None)
-        if config is None or not isinstance(model, nn.Module):
+    if solve is not None and not implicit:
+        raise ValueError("leave out solve, or give implicit=True: an explicit model runs as it is")
+    if solve is not None and solve.start != "input":
+        raise ValueError(
+            f"solve.start must be 'input', got {solve.start!r}: the new injection is zero, and from zero the output "
+            "would not depend on the tokens"
+        )
+    lm = model
+    if not isinstance(lm, CausalLM):
+        config: Any = getattr(model, "config", None)
+        if config is None:
             raise TypeError(
-                f"model must be a transformers model, or a configuration with its state dict, got {model!r:.60}: "
+                f"model must be a transformers model, got {type(model).__name__}: "
                 "load it first, as AutoModelForCausalLM.from_pretrained(name)"
             )
-        state = model.state_dict()
-    if (to_dict := getattr(config, "to_dict", None)) is not None:  # an object of transformers
-        config = to_dict()
-    content: Any = vars(config) if is_dataclass(config) else config  # of mamba_ssm
-    check_type("config", content, Mapping, "json.loads(Path('config.json').read_text())")
-    spec, rules, _ = described(content, state, PRETRAINED)
-    lm = loaded(spec, state, rules)
-    if not implicit:
-        return lm
-    spec = replace(
-        spec, backbone=replace(spec.backbone, injection=True), solve=solve or FROM_INPUT, eval_solve=eval_solve
-    )
-    weights, like = lm.state_dict(), lm.embedding.weight
+        content, state = vars(config) if "ssm_cfg" in vars(config) else config.to_dict(), model.state_dict()
+        spec, rules, _ = described(content, state, PRETRAINED)
+        lm = loaded(spec, state, rules)
+    return _implicit(lm, solve or FROM_INPUT) if implicit else lm
+
+
+def _implicit(explicit: CausalLM, solve: SolveConfig) -> CausalLM:
+    """The same layers with an injection that adds nothing: its norm is the identity, weights and bias are zero."""
+    spec, like = specification_of(explicit), explicit.embedding.weight
     with torch.device("meta"):
-        lm = spec.build()
-    for name, tensor in lm.state_dict().items():
-        if name not in weights:  # an injection that adds nothing: its norm is the identity, weights and bias are zero
-            weights[name] = (like.new_ones if "norm" in name else like.new_zeros)(tensor.shape)
-    lm.load_state_dict(weights, assign=True)
-    if weight_norm is not False:
-        layers: Any = lm.model.backbone
-        apply_weight_norm(layers)
-        layers.config = replace(layers.config, weight_norm=True)
+        lm = replace(spec, backbone=replace(spec.backbone, injection=True), solve=solve).build()
+    new = {name: (like.new_ones if "norm" in name else like.new_zeros)(x.shape) for name, x in lm.state_dict().items()}
+    lm.load_state_dict(new | {name: x.clone() for name, x in explicit.state_dict().items()}, assign=True)
+    layers: Any = lm.model.backbone
+    apply_weight_norm(layers)
+    layers.config = replace(layers.config, weight_norm=True)
     return lm
 
 
@@ -190,7 +167,7 @@ def renamed(embedding: str, layers: str) -> tuple[Rule, ...]:
 
 
 def _llama(fields: Fields, state: Mapping[str, Tensor]) -> Foreign:
-    values = fields.take(_LLAMA) | rotary(fields)
+    values = fields.take(LLAMA) | rotary(fields)
     return explicit_spec(LlamaConfig, values), renamed("model.embed_tokens.", "model."), None
 
 

@@ -16,7 +16,7 @@ from deqseq.check import returned_by
 from deqseq.config import SolveConfig
 from deqseq.gradients import Unrolled
 from deqseq.integrations.fields import Fields, Only, Table, only
-from deqseq.integrations.foreign.pretrained import explicit_spec, renamed, rotary
+from deqseq.integrations.foreign.pretrained import LLAMA, explicit_spec, renamed, rotary
 from deqseq.integrations.foreign.weights import Foreign, Reader, Rule
 from deqseq.models import LanguageModelSpec
 from deqseq.solvers import Naive
@@ -152,17 +152,10 @@ class OuroGate(nn.Module):
 
 
 _OURO: Table = {
-    "vocab_size": ("vocab_size", int),
-    "tie_word_embeddings": ("tied", False),
+    **LLAMA,
     "total_ut_steps": ("steps", int),
-    "hidden_size": ("d_model", int),
-    "num_hidden_layers": ("n_layers", int),
     "num_attention_heads": ("n_heads", int),
-    "num_key_value_heads": ("n_kv_heads", None),
-    "head_dim": ("headdim", None),
-    "intermediate_size": ("mlp_width", int),
     "rms_norm_eps": ("norm_eps", float),
-    **only(hidden_act="silu"),
     "use_sliding_window": Only(False, None),
 }
 

@@ -42,7 +42,7 @@ def test_rows_that_have_ended_are_not_counted():
     (texts, alone), (same, together) = continued(1), continued(4)
     assert texts == same
     assert len({len(text.split()) for text in texts}) > 1
-    for name in ("converged of", "steps of", "converged"):
+    for name in ("converged of", "self_iterations of", "converged"):
         assert together[name] == alone[name]
     assert together["evaluations"] < alone["evaluations"]
 
@@ -51,7 +51,7 @@ def test_texts_are_generated_in_windows():
     (texts, alone), (same, together) = continued(4), continued(4, window=None)
     assert texts == same
     assert together["evaluations"] < alone["evaluations"] / 2
-    assert together["converged"] == together["converged of"] == together["steps of"] == alone["converged of"]
+    assert together["converged"] == together["converged of"] == together["self_iterations of"] == alone["converged of"]
 
 
 def test_the_trials_of_a_batch_size_are_not_counted():
