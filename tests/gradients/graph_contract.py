@@ -154,7 +154,8 @@ class GraphContract:
         for cached in (False, True):
             linear.zero_grad()
             with parametrize.cached() if cached else torch.enable_grad():
-                if getattr(self.gradient, "checkpoint", False):  # what is cached inside a checkpoint cannot be recomputed
+                # what is cached inside a checkpoint cannot be recomputed
+                if getattr(self.gradient, "checkpoint", False):
                     assert linear.weight.requires_grad
                 self.ours(lambda z: torch.tanh(linear(z) + x), torch.zeros_like(x)).square().sum().backward()
             found.append({name: p.grad for name, p in linear.named_parameters() if p.grad is not None})
