@@ -142,15 +142,12 @@ class Stop:
         return difference, scale
 
     def passes(self, difference: Numbers, scale: Numbers, bound: Numbers) -> Numbers:
-        """Which tokens are within the tolerance, of which ``rtol`` allows at most ``bound``; NaN is not."""
+        """Whether each ``difference`` is within the tolerance at its ``scale``, and at most ``bound``; NaN is not."""
         allowed = (self.rtol * scale).clip(max=bound)
         return difference <= (allowed + self.atol if self.atol else allowed)
 
     def bound(self, difference: Numbers, scale: Numbers, before: Numbers) -> Numbers:
-        """The largest :math:`d` that may pass: ``rtol`` times the first :math:`s`, or half of the largest d so far.
-
-        ``before`` is the bound after the measurement before; None at the first.
-        """
+        """The largest :math:`d` that may pass; ``before`` is that of the measurement before, None at the first."""
         return (difference * 0.5).clip(min=self.rtol * scale if before is None else before)
 
     def limit(self, difference: Numbers, scale: Numbers) -> Numbers:
@@ -158,7 +155,7 @@ class Stop:
         return (self.divergence * difference.clip(min=scale).clip(min=1)).clip(max=LARGEST)
 
     def sound(self, difference: Numbers, scale: Numbers, limit: Numbers) -> Numbers:
-        """Which tokens have not diverged; if a norm overflows, nothing can be said of the residual."""
+        """Whether each ``difference`` is within its ``limit``, and its ``scale`` has not overflowed."""
         return (difference <= limit) & (scale < math.inf)
 
     @staticmethod

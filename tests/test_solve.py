@@ -1,7 +1,5 @@
 """The iteration loop: freezing and removing rows, divergence, checks."""
 
-from itertools import pairwise
-
 import pytest
 import torch
 from problems import row_affine, staircase
@@ -40,18 +38,6 @@ class TestFreezingAndRemoving:
         assert solution.value[:, 0].tolist() == targets
         assert solution.converged.all()
         assert solution.stats.residual.tolist() == [0.0] * len(targets)
-
-    def test_without_args_all_rows_stay_and_ended_ones_stand_still(self):
-        f = Recorded(staircase([2, 5, 1]))
-        solve(f, zeros(3, 1), solver=Relaxed(0.75), stop=Stop(rtol=0.0, atol=0.3, max_steps=50))
-        assert f.rows == [3] * f.evaluations
-        for row in range(3):
-            visited = [z[row].item() for z, _ in f.calls]
-            values = [fz[row].item() for _, fz in f.calls]
-            passed = [fz - z <= 0.3 for z, fz in zip(visited, values, strict=True)]
-            ended = passed.index(True)
-            assert visited[ended:] == [visited[ended]] * (len(visited) - ended)
-            assert all(later > earlier for earlier, later in pairwise(visited[: ended + 1]))
 
 
 class TestDivergence:

@@ -23,7 +23,7 @@ EXCEPTIONS = {  # faults that are none, as patterns, and why
     r"\.Deqseq\w+\.(\w+_pretrained|from_dict|register_for_auto_class|set_attn_implementation): `": "see transformers",
     r"\.Deqseq\w+\.(get_expanded_tied_weights_keys|init_continuous_batching|prepare_inputs_\w+): `": "see transformers",
     r"\.Deqseq\w+: `unknown`": "collects misspelt names for the error",
-    r"\.(distances|passes|limit|begin|attach_to): ": "the library calls these methods of Stop, solvers and gradients",
+    r"\.(distances|passes|bound|limit|sound|begin|attach_to): ": "methods of Stop, solvers, gradients, called by the library",
     r"\.testing\.\w+\.\w+Contract\.": "its methods are the tests themselves",
 }
 SHARED = r"\.integrations\.fields\."
