@@ -125,7 +125,7 @@ def bounded(
         >>> bounded(4, 1).solve.stop.max_steps, bounded(4, 1).eval_solve.stop.max_steps
         (4, 16)
     """
-    return _phase(name, until, base, eval_base, _exactly(base, steps), Phantom(phantom))
+    return _phase(name, until, base, eval_base or base, _exactly(base, steps), Phantom(phantom))
 
 
 @checked
@@ -156,7 +156,9 @@ def free(
         >>> free(32).solve.stop.max_steps, free(32).eval_solve.stop.max_steps, free(32).solve.gradient.steps
         (32, 128, 4)
     """
-    return _phase(name, until, base, eval_base, replace(base.stop, rtol=rtol, max_steps=budget), Phantom(phantom), rtol)
+    return _phase(
+        name, until, base, eval_base or base, replace(base.stop, rtol=rtol, max_steps=budget), Phantom(phantom), rtol
+    )
 
 
 @checked
@@ -197,7 +199,7 @@ def unrolled(
     budget = max(1, round(steps.mean)) if isinstance(steps, PoissonLogNormal) else steps
     if depth is None and last is not None:
         check_integer("last", last, 1, budget)
-    phase = _phase(name, until, base, eval_base, _exactly(base, budget), Unrolled())
+    phase = _phase(name, until, base, eval_base or base, _exactly(base, budget), Unrolled())
     return replace(phase, solve=replace(phase.solve, gradient=Unrolled(last=last)), depth=depth)
 
 
@@ -210,13 +212,12 @@ def _phase(
     name: str,
     until: End,
     base: SolveConfig,
-    eval_base: SolveConfig | None,
+    at_eval: SolveConfig,
     stop: Stop,
     gradient: Gradient,
-    eval_rtol: float | int = 0.05,
+    eval_rtol: float = 0.05,
 ) -> Phase:
     """A phase whose budget in eval mode is four times that of training, as in the paper."""
-    solve = replace(base, stop=stop, gradient=gradient)
-    at_eval = eval_base or base
     eval_stop = replace(at_eval.stop, rtol=eval_rtol, max_steps=4 * int(stop.max_steps))
-    return Phase(name, until, solve, replace(at_eval, stop=eval_stop, gradient=gradient))
+    eval_solve = replace(at_eval, stop=eval_stop, gradient=gradient)
+    return Phase(name, until, replace(base, stop=stop, gradient=gradient), eval_solve)

@@ -9,10 +9,9 @@ from torch import Tensor, nn
 
 from deqseq.annotations import checked
 from deqseq.config import SolveConfig, resolve
-from deqseq.gradients import Gradient, Implicit, Unrolled
+from deqseq.gradients import Implicit, Unrolled
 from deqseq.layers.weight_norm import sharded_parts
 from deqseq.models import ExplicitModel, ImplicitModel
-from deqseq.stop import Stop
 
 
 @checked
@@ -52,8 +51,7 @@ def _gather(model: Any, inputs: tuple[Any, ...], keywords: Mapping[str, Any]) ->
     """Before a call."""
     parts = _gathered_parts(model, keywords)
     if parts and isinstance(model, ImplicitModel) and torch.is_grad_enabled():
-        config = resolve(model.solve_config, keywords.get("solve"), _changes(keywords))
-        _check_backward(config.gradient, config.stop)
+        _check_backward(model, keywords)
     for part in parts:
         part.set_reshard_after_forward(False, recurse=False)  # which acts at the end of every iteration
         part.unshard()
@@ -71,16 +69,16 @@ def _gathered_parts(model: Any, keywords: Mapping[str, Any]) -> tuple[Any, ...]:
     return () if once else sharded_parts(model.backbone)
 
 
-def _changes(keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of :class:`SolveConfig` in a call's keywords; states to begin from are none."""
-    given = {field.name: keywords[field.name] for field in fields(SolveConfig) if field.name in keywords}
-    return {name: value for name, value in given.items() if not isinstance(value, Tensor)}
-
-
-def _check_backward(gradient: Gradient, stop: Stop) -> None:
+def _check_backward(model: ImplicitModel, keywords: Mapping[str, Any]) -> None:
     """Raise an error if processes can take different numbers of backward steps, each of which gathers the weights."""
+    given = {field.name: keywords[field.name] for field in fields(SolveConfig) if field.name in keywords}
+    changes: Any = {
+        name: value for name, value in given.items() if not isinstance(value, Tensor)
+    }  # states to begin from
+    config = resolve(model.solve_config, keywords.get("solve"), changes)
+    gradient = config.gradient
     own = gradient.stop if isinstance(gradient, Implicit) else None
-    deciding = stop if isinstance(gradient, Unrolled) else own
+    deciding = config.stop if isinstance(gradient, Unrolled) else own
     if deciding is not None and not deciding.runs_to_the_end:
         raise ValueError(
             f"{type(gradient).__name__} with {deciding} can take a different number of backward steps in each process, "
