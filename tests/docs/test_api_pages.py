@@ -23,7 +23,7 @@ EXCEPTIONS = {  # faults that are none, as patterns, and why
     r"\.Deqseq\w+\.(\w+_pretrained|from_dict|register_for_auto_class|set_attn_implementation): `": "see transformers",
     r"\.Deqseq\w+\.(get_expanded_tied_weights_keys|init_continuous_batching|prepare_inputs_\w+): `": "see transformers",
     r"\.Deqseq\w+: `unknown`": "collects misspelt names for the error",
-    r"\.(distances|passes|bound|limit|sound|begin|attach_to): ": "methods of Stop, solvers, gradients, called by the library",
+    r"\.(distances|passes|bound|limit|sound|begin|attach_to): ": "called by the library alone",
     r"\.testing\.\w+\.\w+Contract\.": "its methods are the tests themselves",
 }
 SHARED = r"\.integrations\.fields\."
