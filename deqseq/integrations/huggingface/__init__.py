@@ -16,13 +16,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from deqseq.integrations.huggingface.cache import ImplicitCache, Solve
 from deqseq.integrations.huggingface.configuration import DeqseqConfig
-from deqseq.integrations.huggingface.conversion import from_causal_lm, from_reference_folder, to_causal_lm
+from deqseq.integrations.huggingface.conversion import from_causal_lm, retrofit, to_causal_lm
 from deqseq.integrations.huggingface.curriculum_callback import CurriculumCallback
 from deqseq.integrations.huggingface.decoder import DecoderBackbone, from_decoder
 from deqseq.integrations.huggingface.modeling import DeqseqForSequenceClassification, DeqseqModel
 from deqseq.integrations.huggingface.modeling_causal_lm import DeqseqForCausalLM
 from deqseq.integrations.huggingface.outputs import ImplicitCausalLMOutput, ImplicitModelOutput, WindowedOutput
-from deqseq.integrations.huggingface.retrofit import retrofit
 
 # without these transformers needs trust_remote_code=True, and the module that a saved configuration names
 AutoConfig.register(DeqseqConfig.model_type, DeqseqConfig, exist_ok=True)
@@ -46,7 +45,6 @@ __all__ = [
     "WindowedOutput",
     "from_causal_lm",
     "from_decoder",
-    "from_reference_folder",
     "retrofit",
     "to_causal_lm",
 ]

@@ -32,15 +32,14 @@ class Solve(Outcome):
 class ImplicitCache(TransformersCache):
     """The committed tokens, under the interface of transformers' caches.
 
-    A model reads the value once, solves, and replaces it once; the value itself never changes. So a copy of this object
-    (``copy.copy``) is a prompt that several continuations can share.
+    A model replaces the value, which itself never changes. So a copy of this object (``copy.copy``) is a prompt that
+    several continuations can share.
 
     Attributes:
         value: the cache of the backbone; None before the first token.
         mask: bool, True at real tokens among the committed ones, ``(batch, length)``; None: no padding.
         length: number of committed tokens, padding included.
-        solves: how the tokens of each call were solved, in order; rows are those of that call. Empty for an explicit
-            model.
+        solves: how the tokens of each call were solved, in order; empty for an explicit model.
 
     Example:
         >>> cache = ImplicitCache()

@@ -5,12 +5,13 @@ from collections.abc import Iterable
 from dataclasses import fields
 from os import PathLike
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar, no_type_check
+from typing import Any, ClassVar, no_type_check
 
+import torch
 from huggingface_hub.dataclasses import strict
 from packaging.version import Version
 from torch import nn
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig, AutoModel, PreTrainedConfig
 from transformers.configuration_utils import SubConfigSpec
 
 from deqseq import __version__
@@ -19,7 +20,7 @@ from deqseq.as_json import Json, from_json, to_json
 from deqseq.backbones import LlamaConfig, Mamba2Config
 from deqseq.check import check_known
 from deqseq.config import SolveConfig
-from deqseq.integrations.huggingface.decoder import built_decoder
+from deqseq.integrations.huggingface.decoder import DecoderBackbone
 from deqseq.models import ExplicitModel, ImplicitModel, LanguageModelSpec, RecurrentDepth
 from deqseq.models.specification import DecoderLayers
 
@@ -45,7 +46,6 @@ RENAMED = {"tied": "tie_word_embeddings", "embedding_std": "initializer_range"}
 """Fields of a specification with another name in transformers."""
 DERIVED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
 """What tools read; it follows from the backbones."""
-C = TypeVar("C", bound="DeqseqConfig")
 
 
 @no_type_check  # strict checks the fields; a check of the signature would refuse what transformers passes
@@ -54,9 +54,9 @@ class DeqseqConfig(PreTrainedConfig):
     """A :class:`deqseq.LanguageModelSpec` as a configuration of transformers.
 
     All fields are keyword arguments, and an unknown one is an error. Backbones and solves are sections: each is given
-    as an object of this library or as its JSON, and kept as JSON. A mapping replaces the fields that it names, and the
-    others stay as they are: ``config.solve = {"stop": {"max_steps": 8}}`` keeps the tolerance. A model reads ``solve``
-    and ``eval_solve`` at each call, so that a change takes effect at once.
+    as an object of this library or as its JSON, and kept as JSON. A mapping replaces only the fields that it names:
+    ``config.solve = {"stop": {"max_steps": 8}}`` keeps the tolerance. A model reads ``solve`` and ``eval_solve`` at
+    each call.
 
     Attributes:
         vocab_size: tokens.
@@ -173,15 +173,12 @@ class DeqseqConfig(PreTrainedConfig):
 
     @classmethod
     @checked
-    def from_specification(cls: type[C], spec: LanguageModelSpec, **more: Any) -> C:
-        """The configuration of a model that is described in this library's terms.
+    def from_specification(cls, spec: LanguageModelSpec, **more: Any) -> "DeqseqConfig":
+        """The configuration whose ``specification()`` equals ``spec``.
 
         Args:
-            spec: the description, such as ``deqseq.preset("mamba2-130m-implicit")``.
+            spec: a model in this library's terms.
             **more: fields that ``spec`` does not decide, such as ``eos_token_id``.
-
-        Returns:
-            A configuration whose ``specification()`` equals ``spec``.
 
         Raises:
             ValueError: an unknown field, or one that ``spec`` decides.
@@ -205,8 +202,9 @@ class DeqseqConfig(PreTrainedConfig):
             return spec.build_model(), nn.Embedding(spec.vocab_size, spec.backbone.d_model)
         config = copy.deepcopy(self.decoder_config)
         config.vocab_size = self.vocab_size
-        layers, embedding = built_decoder(config)
-        return spec.build_model(layers), embedding
+        decoder = AutoModel.from_config(config, dtype=torch.get_default_dtype())
+        layers = lambda part: DecoderBackbone(decoder, slice(part.first, part.end), part.final_norm)  # noqa: E731
+        return spec.build_model(layers), decoder.get_input_embeddings()
 
     def to_dict(self) -> Json:
         """As in transformers; the dtype is that of the whole model."""

@@ -1,41 +1,44 @@
-"""From this library's language models and the paper's checkpoints to models of transformers; and back."""
+"""Between this library's language models and those of transformers: as they are, and with an iterated core."""
 
 import copy
 from os import PathLike
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from deqseq.annotations import checked
-from deqseq.integrations.foreign import from_pretrained
-from deqseq.integrations.foreign.files import content_of
+from deqseq.annotations import AtLeast, checked
+from deqseq.backbones import Injected, Injection
+from deqseq.config import SolveConfig
+from deqseq.gradients import Unrolled
 from deqseq.integrations.huggingface.configuration import DeqseqConfig
-from deqseq.integrations.huggingface.decoder import DecoderBackbone, language_model
+from deqseq.integrations.huggingface.decoder import DecoderBackbone, language_model, with_head
 from deqseq.integrations.huggingface.modeling_causal_lm import DeqseqForCausalLM
-from deqseq.models import CausalLM
-from deqseq.models.specification import specification_of
+from deqseq.integrations.huggingface.surroundings import watch
+from deqseq.models import CausalLM, ExplicitModel, ImplicitModel, RecurrentDepth
+from deqseq.models.specification import INJECTIONS, Name, specification_of
+from deqseq.solvers import Naive
+from deqseq.stop import Stop
 
+TRAIN = SolveConfig(Naive(), Stop.exactly(8), Unrolled(last=4))
+"""8 iterations from zero, of which the last 4 are differentiated: for the beginning of fine-tuning."""
+EVAL = SolveConfig(Naive(), Stop(rtol=1e-3, max_steps=32))
+"""To a relative tolerance of 1e-3, within 32 iterations."""
 _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
 @checked
 def from_causal_lm(lm: CausalLM, **fields: Any) -> DeqseqForCausalLM:
-    """A model of transformers made of the parts of a :class:`deqseq.CausalLM`; weights are shared, not copied.
+    """A model of transformers that computes the same; weights are shared, not copied.
 
     ``config.solve`` of the result is also how ``lm`` is solved from now on.
 
     Args:
-        lm: of Mamba2 and Llama backbones, or of the layers of a transformers decoder: implicit, explicit, looped, or a
-            :class:`deqseq.RecurrentDepth`, such as one from :func:`retrofit`.
+        lm: of Mamba2 and Llama backbones, or of the layers of a transformers decoder, as from :func:`retrofit`.
         **fields: fields of the configuration that ``lm`` does not decide, such as ``eos_token_id``.
 
-    Returns:
-        A model that computes the same, and can be saved.
-
     Raises:
-        TypeError: a model of transformers; or a backbone, injection, solver, gradient or sweep that a configuration
-            cannot name.
+        TypeError: another model, or a part that a configuration cannot name.
         ValueError: parts that share weights; a norm other than the coda's; a field that ``lm`` decides; weights that
             follow from no configuration.
 
@@ -74,23 +77,17 @@ def from_causal_lm(lm: CausalLM, **fields: Any) -> DeqseqForCausalLM:
 
 @checked
 def to_causal_lm(model: DeqseqForCausalLM) -> CausalLM:
-    """The parts of a model of transformers as a :class:`deqseq.CausalLM`; weights are shared, not copied.
-
-    Its ``core.solve`` stays that of ``model.config``.
+    """The inverse of :func:`from_causal_lm`; ``core.solve`` stays that of ``model.config``.
 
     Args:
-        model: of this package.
-
-    Returns:
-        A language model that computes the same.
+        model: of this library.
 
     Raises:
         TypeError: another model.
 
     Example:
         >>> import deqseq as dq
-        >>> spec = dq.LanguageModelSpec(10, dq.LlamaConfig(d_model=16, n_heads=2))
-        >>> lm = spec.build()
+        >>> lm = dq.LanguageModelSpec(10, dq.LlamaConfig(d_model=16, n_heads=2)).build()
         >>> to_causal_lm(from_causal_lm(lm)).model is lm.model
         True
     """
@@ -99,30 +96,79 @@ def to_causal_lm(model: DeqseqForCausalLM) -> CausalLM:
     return language_model(model.model.core, model.model.embed_tokens, head, **numbers).train(model.training)
 
 
-def from_reference_folder(folder: str | PathLike[str], **fields: Any) -> DeqseqForCausalLM:
-    """A model that the paper's reference code has saved.
+@checked
+def retrofit(
+    model: PreTrainedModel | str | PathLike[str],
+    *,
+    prelude: Annotated[int, AtLeast(1)],
+    core: Annotated[int, AtLeast(1)],
+    coda: Annotated[int, AtLeast(1)],
+    dropped: Annotated[int, AtLeast(0)] = 0,
+    injection: Name | Injection = "concat",
+    solve: SolveConfig = TRAIN,
+    eval_solve: SolveConfig | None = EVAL,
+) -> CausalLM:
+    r"""A pretrained decoder whose middle layers are iterated; modules are shared, not copied.
 
-    ``save_pretrained`` of the result writes a checkpoint that ``AutoModelForCausalLM`` loads.
+    .. math:: e = \mathrm{prelude}(x), \qquad z^* = \mathrm{core}(\mathrm{enter}(z^*, e)), \qquad
+              y = \mathrm{head}(\mathrm{coda}(z^*))
+
+    Before any training, one iteration from zero is the pretrained model. With ``"concat"``, whose initial projection
+    ignores the state, any number of iterations is; with the others further iterations feed the core with its own
+    output, for which it was never trained. Fine-tune the result: as it is, with few iterations, or with a number that
+    is drawn for every update, :func:`deqseq.training.unrolled`.
 
     Args:
-        folder: with ``config.json`` and weights: ``*.safetensors``, or else ``pytorch_model*.bin``, read with
-            ``weights_only=True``.
-        **fields: fields of our configuration that the reference does not have.
+        model: a language model of a family that :class:`DecoderBackbone` runs; or a folder or a name on the hub.
+        prelude: how many of the first layers run once, before the core.
+        core: how many layers are iterated.
+        coda: how many of the last layers run once, after the core.
+        dropped: how many layers between prelude and core are left out, as in the published retrofits, which makes a
+            different model, that has to be healed by training.
+        injection: how the prelude's output enters each iteration: ``"concat"`` (:class:`deqseq.ConcatInjection`),
+            ``"add"`` (:class:`deqseq.AddInjection`), ``"decay"`` (:class:`deqseq.DecayInjection`), or an object.
+        solve: how the core is solved and differentiated. Default: 8 iterations, the last 4 of which are differentiated.
+        eval_solve: the same in eval mode. Default: to a relative tolerance of 1e-3, within 32 iterations.
 
     Returns:
-        The model in eval mode, its weights in their own dtypes.
+        The model, whose ``model`` is a :class:`deqseq.RecurrentDepth`.
 
     Raises:
-        FileNotFoundError: no configuration, or no weights.
-        ValueError: fields without an equivalent here, or weights that do not fit; names all of them.
+        TypeError: an argument of the wrong type.
+        ValueError: layers that do not add up; a family or a model that does not fit, and why; a model without a head.
 
     References:
-        Schöne et al., Implicit Language Models are RNNs, ICML 2025, arXiv 2502.07827, and its public code.
+        McLeish et al., Teaching Pretrained Language Models to Think Deeper with Retrofitted Recurrence, 2025, arXiv
+        2511.07384.
 
     Example:
-        >>> from_reference_folder("nowhere")
-        Traceback (most recent call last):
-        FileNotFoundError: folder_or_name: there is no folder nowhere; a name on the hub is 'owner/model'
+        >>> import torch, deqseq as dq
+        >>> from transformers import Qwen3Config, Qwen3ForCausalLM
+        >>> sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+        >>> theirs = Qwen3ForCausalLM(Qwen3Config(vocab_size=10, num_hidden_layers=4, head_dim=8, **sizes)).eval()
+        >>> lm, ids = retrofit(theirs, prelude=1, core=2, coda=1), torch.tensor([[1, 2, 3]])
+        >>> output = lm(ids)
+        >>> torch.allclose(output.logits, theirs(ids).logits, atol=1e-5), output.stats.iterations
+        (True, tensor([[2, 2, 2]]))
     """
-    lm, config = from_pretrained(folder), content_of(Path(folder) / "config.json")
-    return from_causal_lm(lm, **{name: config[name] for name in _TOKENS if name in config} | fields)
+    if not isinstance(model, PreTrainedModel):
+        model = AutoModelForCausalLM.from_pretrained(model)
+    assert isinstance(model, PreTrainedModel)
+    sizes, whole = (prelude, core, coda, dropped), len(DecoderBackbone(model).layers)
+    if sum(sizes) != whole:
+        raise ValueError(
+            f"prelude, core, coda and dropped must add up to the model's {whole} layers, got "
+            f"{' + '.join(map(str, sizes))} = {sum(sizes)}"
+        )
+    middle = DecoderBackbone(model, slice(whole - coda - core, whole - coda), final_norm=False)
+    if isinstance(injection, str):
+        injection = INJECTIONS[injection](middle.d_model)
+    embedding: Any = model.get_input_embeddings()
+    device, dtype = next(middle.parameters()).device, embedding.weight.dtype
+    parts = RecurrentDepth(
+        ExplicitModel(DecoderBackbone(model, slice(prelude), final_norm=False)),
+        ImplicitModel(Injected(middle, injection.to(device, dtype)), solve, eval_solve),
+        ExplicitModel(DecoderBackbone(model, slice(whole - coda, None))),
+    )
+    watch(parts)
+    return with_head(model, parts)

@@ -17,22 +17,19 @@ log = logging.getLogger(__name__)
 
 
 class CurriculumCallback(TrainerCallback, ExportableState):
-    """Trains the models of a Trainer by the phases of a curriculum.
+    """Trains the model of a Trainer by the phases of a curriculum; an explicit model is left as it is.
 
-    The phase is chosen, and its budget drawn if it has a ``depth``, before every step, from the steps, the fraction of
-    ``max_steps``, or the tokens that the Trainer has counted. The Trainer's checkpoints contain it: a resumed run
-    continues in its phase with the same draws, and resuming with another curriculum is an error. The configuration of
-    the model says how it is solved, without draws between steps, so that a checkpoint is loaded as the model that was
-    trained. An explicit model is left as it is.
+    The phase is chosen, and its budget drawn if it has a ``depth``, before every step. The Trainer's checkpoints
+    contain it: a resumed run continues in its phase with the same draws, and resuming with another curriculum is an
+    error. The configuration says how the model is solved, without draws between steps, so that a checkpoint is loaded
+    as the model that was trained.
 
     Args:
         curriculum: the phases; or their JSON, as the Trainer finds it in a checkpoint with
             ``restore_callback_states_from_checkpoint=True``. The checkpoint's curriculum then replaces the given one.
 
     Raises:
-        TypeError: a solver, gradient or sweep that a configuration cannot name; JSON with a missing field or one of
-            another type.
-        ValueError: JSON with an unknown name or a number out of its range.
+        TypeError, ValueError: what a configuration cannot name; JSON that does not fit.
 
     Example:
         >>> from deqseq.training import bounded, free

@@ -1,14 +1,12 @@
 """The decoder layers of a transformers model as a backbone: modules are shared, and their code is not copied."""
 
 import inspect
-from collections.abc import Callable
-from collections.abc import Sequence as Several
 from typing import Any
 
 import torch
 from jaxtyping import Int64
 from torch import Tensor, nn
-from transformers import AutoModel, PreTrainedModel
+from transformers import PreTrainedModel
 
 from deqseq.annotations import checked
 from deqseq.backbones import Backbone, Inputs, LlamaCache
@@ -31,13 +29,10 @@ class DecoderBackbone(Backbone[LlamaCache]):
 
     .. math:: f(z) = \mathrm{norm}(\mathrm{layer}_n(\ldots \mathrm{layer}_1(z)))
 
-    Modules are shared with the model, not copied, and so is what a family does differently: grouped queries, sliding
-    windows, norms of queries and keys, biases, parallel residuals, layers without rotation. These families are checked
-    against transformers, and others are refused: Arcee, Gemma 1 to 3 (text), GLM, GLM-4, GPT-NeoX, Helium, Llama,
-    Ministral, Mistral, Nemotron, OLMo 1 to 3, Phi-3, Qwen2, Qwen3, Seed-OSS, SmolLM3, StableLM and Starcoder2.
-
-    Models whose rotary frequencies change with the length of the text (``"longrope"``, ``"dynamic"``) take sequences of
-    their original context, and refuse longer ones.
+    Modules are shared with the model, not copied. These families are checked against transformers, and others are
+    refused: Arcee, Gemma 1 to 3 (text), GLM, GLM-4, GPT-NeoX, Helium, Llama, Ministral, Mistral, Nemotron, OLMo 1 to 3,
+    Phi-3, Qwen2, Qwen3, Seed-OSS, SmolLM3, StableLM and Starcoder2. Models whose rotary frequencies change with the
+    length of the text (``"longrope"``, ``"dynamic"``) refuse sequences longer than their original context.
 
     The input of a solve does not enter the layers. So an implicit model needs ``start="input"``, or an injection:
     ``deqseq.Injected(DecoderBackbone(model), injection)``.
@@ -91,12 +86,7 @@ class DecoderBackbone(Backbone[LlamaCache]):
         _check(self.config, self.layers)
 
     def prepare(self, x: Sequence, cache: LlamaCache | None = None, mask: Mask | None = None) -> Inputs:
-        """Prepare the rotary tables of the tokens ``x``, ``(batch, length, d_model)``.
-
-        Raises:
-            TypeError: a cache of another model.
-            ValueError: a cache of other rows; more tokens than the rotary frequencies are for.
-        """
+        """The rotary tables; ValueError for more tokens than the frequencies are for."""
         check_sequence(x, self.d_model)
         heads = self.config.num_attention_heads
         kv_heads = getattr(self.config, "num_key_value_heads", None) or heads
@@ -120,10 +110,10 @@ class DecoderBackbone(Backbone[LlamaCache]):
         if cache is not None:
             cache = cache.reserve(z.shape[1])  # does nothing if the solve has reserved already
             past = tuple(Past(layer, cache.length) for layer in cache.layers)
-        windows: Any = {
-            kind: self.config.sliding_window if kind == "sliding_attention" else None for kind in self.kinds
-        }
-        masks = {kind: attention_mask(self.config, z, cache, window) for kind, window in windows.items()}
+        masks = {}
+        for kind in set(self.kinds):
+            window = self.config.sliding_window if kind == "sliding_attention" else None
+            masks[kind] = attention_mask(self.config, z, cache, window)
         tables = dict(zip(self.rotations, zip(inputs.rotary[::2], inputs.rotary[1::2], strict=True), strict=True))
         return self.run(z, tables, masks, past, need_aux)
 
@@ -166,9 +156,6 @@ def from_decoder(model: PreTrainedModel) -> CausalLM:
     Args:
         model: of a family that :class:`DecoderBackbone` runs, with its head.
 
-    Returns:
-        A model with the same logits.
-
     Raises:
         TypeError: not a transformers model.
         ValueError: a family or a model that does not fit, and why; or a model without a head.
@@ -202,17 +189,6 @@ def language_model(layers: Any, embedding: nn.Embedding, head: nn.Linear | None,
         lm = CausalLM(embedding.num_embeddings, layers, tied=head is None, **numbers)
     lm.embedding, lm.head = embedding, head
     return lm
-
-
-def built_decoder(config: Any) -> tuple[Callable[[DecoderLayers], DecoderBackbone], nn.Embedding]:
-    """What takes layers of a new decoder, and its embedding."""
-    decoder = AutoModel.from_config(config, dtype=torch.get_default_dtype())
-
-    def layers(part: DecoderLayers) -> DecoderBackbone:
-        return DecoderBackbone(decoder, slice(part.first, part.end), part.final_norm)
-
-    embedding: Any = decoder.get_input_embeddings()
-    return layers, embedding
 
 
 class _LayerCache:
@@ -252,7 +228,7 @@ def _misfit(decoder: Any) -> str:
 def _context(config: Any) -> int | None:
     """The longest sequence whose rotary frequencies do not depend on its length; None: any."""
     given = config.rope_parameters
-    scalings: Several[Any] = [given] if "rope_type" in given else list(given.values())
+    scalings: list[Any] = [given] if "rope_type" in given else list(given.values())
     changing = [one for one in scalings if one and one["rope_type"] in ("dynamic", "longrope")]
     longest = [one.get("original_max_position_embeddings") or config.max_position_embeddings for one in changing]
     return min(longest, default=None)

@@ -20,12 +20,6 @@ class Packing:
         shape: of the packed rows, ``(batch, length)``.
         places: of each token of each sequence among the ``batch * length`` packed ones, ``(sequences, longest)``.
         mask: True at real tokens, which come first, ``(sequences, longest)``.
-
-    Example:
-        >>> packing = Packing.of(torch.tensor([[0, 1, 2, 0, 1]]), None, None, None, (1, 5))
-        >>> packing.apart(torch.tensor([[5, 6, 7, 8, 9]]))
-        tensor([[5, 6, 7],
-                [8, 9, 0]])
     """
 
     shape: tuple[int, int]
@@ -41,21 +35,10 @@ class Packing:
         mask: Mask | None,
         shape: tuple[int, int],
     ) -> "Packing | None":
-        """From whatever tells where sequences begin.
+        """From whatever tells where sequences begin in tokens of this ``shape``; None if each row is one sequence.
 
-        Args:
-            position_ids: 0 where a sequence begins, ``(batch, length)`` or ``(1, length)``.
-            cu_seq_lens_q: where sequences begin in all rows together, and the end, ``(sequences + 1,)``.
-            seq_idx: a number of each token's sequence, ``(batch, length)``.
-            mask: True at real tokens, ``(batch, length)``; padding is between sequences, or outside of them.
-            shape: of the tokens, ``(batch, length)``.
-
-        Returns:
-            The packing; None if each row is one sequence.
-
-        Raises:
-            ValueError: a bad shape, ends that do not fit the tokens, arguments that disagree, or positions that do not
-                count the tokens of each sequence from 0.
+        A sequence begins at a position of 0, at an entry of ``cu_seq_lens_q``, which counts through all rows, at
+        another number in ``seq_idx``, and after padding. ValueError: they disagree, or do not fit the tokens.
         """
         told = _beginnings(position_ids, cu_seq_lens_q, seq_idx, shape)
         if not told:
@@ -94,10 +77,7 @@ class Packing:
         return packed.index_put((self.places[self.mask],), x[self.mask]).unflatten(0, self.shape)
 
     def output(self, output: ModelOutput) -> ModelOutput:
-        """The output for the packed rows: statistics of each token, and the worst status in each row.
-
-        It has no ``explain()``, whose rows would be the sequences.
-        """
+        """The output for the packed rows, without ``explain()``, whose rows would be the sequences."""
         stats, status = output.stats, output.status
         if stats is not None:
             names = ("iterations", "residual", "updates", "forced")

@@ -1,7 +1,7 @@
 """What all models have in common: loading, saving, initial weights, folding weight normalisation."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 from os import PathLike
 from typing import Any
@@ -155,22 +155,16 @@ def _check_weights(report: dict[str, Any], source: object, *, reported: bool) ->
     """Refuse weights that do not fit: those of a core are never drawn, and other fixed points would be found."""
     # of a vocabulary, or a number of labels, of another size
     redrawn = ("embed_tokens.weight", "lm_head.weight", "score.weight")
-    extra = report.get("unexpected_keys", ())
     drawn = redrawn if reported else "score.weight"  # the head of a new task
     found = {
         "missing": [key for key in report.get("missing_keys", ()) if not key.endswith(drawn)],
         "of another shape": [key for key, *_ in report.get("mismatched_keys", ()) if not key.endswith(redrawn)],
-        "unexpected": () if reported else extra,
+        "unexpected": () if reported else report.get("unexpected_keys", ()),
     }
-    faults = "; ".join(f"{fault} {_listed(names)}" for fault, names in found.items() if names)
+    faults = "; ".join(f"{fault} {', '.join(sorted(names)[:8])}" for fault, names in found.items() if names)
     if faults:
         raise ValueError(
             f"the weights in {source} do not fit: {faults}. Does its config.json describe them? With "
             "output_loading_info=True a missing embedding or head is drawn, unexpected weights are dropped, and both "
             "are reported"
         )
-
-
-def _listed(keys: Iterable[str]) -> str:
-    known = sorted(keys)
-    return ", ".join(known[:8]) + f" and {len(known) - 8} more" * (len(known) > 8)

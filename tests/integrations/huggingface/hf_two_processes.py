@@ -19,8 +19,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
-import deqseq as dq
-
 SHARED_OUT = {
     "plain": {"per_device_train_batch_size": 2},
     "accumulated": {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2},
@@ -33,12 +31,6 @@ SHARDED = {
     "recomputing": {},
 }
 """Fields of the models that are sharded."""
-REFUSED = {
-    "Implicit": (dq.Implicit(), dq.Stop.exactly(3)),
-    "Unrolled": (dq.Unrolled(), dq.Stop()),
-    "Unrolled exactly": (dq.Unrolled(), dq.Stop.exactly(3)),
-}
-"""Gradients of which the first two would make processes wait for each other."""
 
 
 def trained(name: str, setting: str, folder: Path) -> dict:
@@ -99,16 +91,6 @@ def sharded_training(name: str, kind: str, folder: Path) -> dict:
     return {"shares": shares, "steps": steps, "logits": logits.tolist(), "tokens": tokens.tolist()}
 
 
-def refused(gradient: dq.Gradient, stop: dq.Stop) -> str:
-    """What is said of a gradient."""
-    model = small("mamba2", solve={"gradient": gradient, "stop": stop}).train()
-    try:
-        by_hand(sharded(model), 1, dist.get_rank(), 2)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
 if __name__ == "__main__":
     faulthandler.dump_traceback_later(200, exit=True)
     dist.init_process_group("gloo")
@@ -116,6 +98,5 @@ if __name__ == "__main__":
     check, kinds = (trained, SHARED_OUT) if ddp else (sharded_training, SHARDED)
     results = {name: {kind: check(name, kind, folder) for kind in kinds} for name in NAMES}
     results |= {"world size": dist.get_world_size()}
-    results |= {} if ddp else {name: refused(*how) for name, how in REFUSED.items()}
     (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(results))
     dist.destroy_process_group()

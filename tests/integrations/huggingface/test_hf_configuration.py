@@ -149,11 +149,7 @@ CODA = {"prelude": ATTENTION, "coda": replace(ATTENTION, final_norm=False)}
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"backbone": {"name": "LamaConfig"}}, r"Config\.backbone: .*'LamaConfig' .*did you mean 'LlamaConfig'"),
         ({"backbone": {"n_layer": 2}}, r"Config\.backbone: .*'n_layer' .*did you mean .*'n_layers'"),
-        ({"backbone": {"d_model": 0}}, r"Config\.backbone: .*d_model must be an integer >= 1, got 0"),
-        ({"solve": {"solver": "Andersen"}}, r"Config\.solve: .*'Andersen' .*did you mean 'Anderson'"),
-        ({"solve": {"solver": 3}}, r"Config\.solve: SolveConfig\.solver must be a solver"),
         ({"solve": 3}, r"Config\.solve must be a solve of deqseq or its JSON"),
         ({"eval_solve": {"stop": {"rtoll": 1}}}, r"Config\.eval_solve: .*'rtoll' .*did you mean 'rtol'"),
         ({"solve": None, "eval_solve": {}}, "eval_solve must be None if solve is"),
@@ -163,14 +159,12 @@ CODA = {"prelude": ATTENTION, "coda": replace(ATTENTION, final_norm=False)}
         (CODA | {"backbone": NARROW}, r"the same d_model, got \[8, 16, 8\]"),
         (CODA | {"backbone": MAMBA2, "norm": "coda"}, "norm must be None where"),
         ({"norm": "core"}, r"norm must be one of \('coda',\), got 'core'"),
-        ({"injection": "conat"}, r"injection must be one of .*did you mean 'concat'"),
         (DECODER | {"injection": "add", "hidden_size": 16}, r"Config\.hidden_size must be 8, .*got 16"),
         (DECODER | {"decoder_config": None}, "decoder_config must be given with DecoderLayers"),
         (DECODER | {"coda": {"name": "DecoderLayers", "d_model": 8, "first": 3, "end": 5}}, "decoder's 4 layers of"),
         ({"model_type": "llama"}, r"model_type must be 'deqseq', got 'llama': .*AutoConfig"),
         ({"vocab_size": "64"}, "Field 'vocab_size' expected int, got str"),
         ({"embedding_dropout": -0.1}, r"embedding_dropout must .*\[0, 1\), got -0.1"),
-        ({"logit_softcap": -1.0}, "logit_softcap must be a number"),
     ],
     ids=lambda part: "+".join(part) if isinstance(part, dict) else "",
 )

@@ -24,8 +24,8 @@ from transformers import (
 
 import deqseq as dq
 from deqseq.integrations import huggingface
-from deqseq.integrations.foreign import from_reference_config
-from deqseq.integrations.huggingface import from_reference_folder
+from deqseq.integrations.foreign import from_pretrained, from_reference_config
+from deqseq.integrations.huggingface import from_causal_lm
 
 HEADS = {"Model": AutoModel, "ForCausalLM": AutoModelForCausalLM}
 HEADS["ForSequenceClassification"] = AutoModelForSequenceClassification
@@ -98,21 +98,13 @@ def test_a_folder_with_a_tokenizer_is_a_pipeline(tmp_path):
         assert found["generated_text"].split() == [f"w{token}" for token in wanted.tolist()]
 
 
-@pytest.mark.parametrize("name", dq.PRESETS)
-def test_presets_are_configurations_that_the_auto_class_reads(name, tmp_path):
-    config = huggingface.DeqseqConfig.from_specification(dq.preset(name), eos_token_id=0)
-    assert config.specification() == dq.preset(name)
-    config.save_pretrained(tmp_path)
-    assert AutoConfig.from_pretrained(tmp_path).to_dict() == config.to_dict() | {"_name_or_path": str(tmp_path)}
-
-
 class TestReferenceFolders:
     @pytest.mark.parametrize("kind", ["llama", "mamba2"])
     def test_configuration_and_checkpoint_reproduce_the_numbers(self, kind, tmp_path):
         known, spec = numbers(kind), from_reference_config(config(kind))
         (tmp_path / "config.json").write_text(json.dumps(config(kind)))
         save_file(tensors(kind), tmp_path / "model.safetensors")
-        model, ids = from_reference_folder(tmp_path, eos_token_id=5), known["input_ids"].long()
+        model, ids = from_causal_lm(from_pretrained(tmp_path), eos_token_id=5), known["input_ids"].long()
         output = model(ids)
         assert (output.status == dq.Status.CONVERGED).all()
         assert (output.logits - known["eval_logits"]).abs().max() < 1e-5
@@ -126,7 +118,7 @@ class TestReferenceFolders:
         (tmp_path / "config.json").write_text(json.dumps(config("mamba2")))
         torch.save(tensors("mamba2"), tmp_path / "pytorch_model.bin")
         ids = known["input_ids"].long()
-        assert (from_reference_folder(tmp_path)(ids).logits - known["eval_logits"]).abs().max() < 1e-5
+        assert (from_pretrained(tmp_path)(ids).logits - known["eval_logits"]).abs().max() < 1e-5
         (tmp_path / "pytorch_model.bin").unlink()
         with pytest.raises(FileNotFoundError, match="there are no weights in"):
-            from_reference_folder(tmp_path)
+            from_pretrained(tmp_path)
