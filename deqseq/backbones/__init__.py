@@ -1,11 +1,11 @@
 """Backbones: the maps that are iterated."""
 
 from deqseq.backbones.affine import Affine, AffineCache
-from deqseq.backbones.base import Backbone, Cache, Inputs
+from deqseq.backbones.base import Backbone, Cache, Inputs, JointCache
 from deqseq.backbones.injected import AddInjection, ConcatInjection, DecayInjection, Injected, Injection
 from deqseq.backbones.llama import Llama, LlamaConfig
 from deqseq.backbones.llama_cache import LlamaCache
-from deqseq.backbones.looped import Looped, LoopedCache
+from deqseq.backbones.looped import Looped
 from deqseq.backbones.mamba2 import Mamba2, Mamba2Cache, Mamba2Config
 
 __all__ = [
@@ -19,11 +19,11 @@ __all__ = [
     "Injected",
     "Injection",
     "Inputs",
+    "JointCache",
     "Llama",
     "LlamaCache",
     "LlamaConfig",
     "Looped",
-    "LoopedCache",
     "Mamba2",
     "Mamba2Cache",
     "Mamba2Config",

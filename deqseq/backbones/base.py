@@ -42,6 +42,39 @@ class Cache:
         )
 
 
+@dataclass(frozen=True)
+class JointCache(Cache):
+    """What several parts keep: the steps of a :class:`deqseq.Looped`, or those of a :class:`deqseq.RecurrentDepth`.
+
+    Attributes:
+        parts: the cache of the first part that runs, of the second, and so on.
+    """
+
+    parts: tuple[Cache, ...]
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Everything that is kept, part by part; rows first."""
+        return tuple(tensor for part in self.parts for tensor in part.tensors())
+
+    def reserve(self, tokens: int, /) -> "JointCache":
+        """The same cache, prepared for the next ``tokens``."""
+        return JointCache(tuple(part.reserve(tokens) for part in self.parts))
+
+    def crop(self, tokens: int, /) -> "JointCache":
+        """The same cache without the last ``tokens`` of each row."""
+        return JointCache(tuple(part.crop(tokens) for part in self.parts))
+
+
+def parts_of(cache: Cache | None, number: int, parts: str) -> tuple[Cache | None, ...]:
+    """The caches of so many parts; TypeError or ValueError for a cache of another model."""
+    check_type("cache", cache, (JointCache, type(None)))
+    if not isinstance(cache, JointCache):
+        return (None,) * number
+    if len(cache.parts) != number:
+        raise ValueError(f"cache must be of this model, of {number} {parts}, got one of {len(cache.parts)}")
+    return cache.parts
+
+
 C = TypeVar("C", bound=Cache)
 
 
@@ -147,6 +180,10 @@ class Backbone(nn.Module, ABC, Generic[C]):
     def sees_input(self, inputs: Any) -> bool:
         """Whether :meth:`forward` depends on the tokens that ``inputs`` were prepared from."""
         return not isinstance(inputs, Inputs) or inputs.injection is not None
+
+    def without_injection(self, inputs: Any) -> Any:
+        """The inputs of a :class:`deqseq.ExplicitModel`, whose state is the input already."""
+        return replace(inputs, injection=None) if isinstance(inputs, Inputs) else inputs
 
     def sizes(self) -> Any:
         """What builds such a backbone again, for :class:`deqseq.LanguageModelSpec`; TypeError if nothing does."""

@@ -1,7 +1,6 @@
 """A fixed number of iterations as a backbone of its own."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, NamedTuple
 
@@ -10,8 +9,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from deqseq.annotations import AtLeast, checked
-from deqseq.backbones.base import Backbone, Cache
-from deqseq.check import check_type, returned_by
+from deqseq.backbones.base import Backbone, JointCache, parts_of
+from deqseq.check import returned_by
 from deqseq.evaluate import evaluate
 from deqseq.start import Start, initial_state
 from deqseq.types import Counts, Mask, Sequence
@@ -20,43 +19,14 @@ Choose = Callable[[Float[Tensor, "steps batch length d_model"]], Sequence]
 """From the states of all steps to those of the result."""
 
 
-@dataclass(frozen=True)
-class LoopedCache(Cache):
-    """What each step keeps of the committed tokens.
-
-    Attributes:
-        steps: the inner backbone's cache of the first step, of the second, and so on.
-    """
-
-    steps: tuple[Cache, ...]
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        """Everything that is kept, step by step; rows first."""
-        return tuple(tensor for step in self.steps for tensor in step.tensors())
-
-    def reserve(self, tokens: int) -> "LoopedCache":
-        """The same cache, prepared for the next ``tokens``."""
-        return LoopedCache(tuple(step.reserve(tokens) for step in self.steps))
-
-    def crop(self, tokens: int, /) -> "LoopedCache":
-        """The same cache without the last ``tokens`` of each row."""
-        return LoopedCache(tuple(step.crop(tokens) for step in self.steps))
-
-
 class LoopedInputs(NamedTuple):
-    """The inputs of a :class:`Looped` backbone.
-
-    Attributes:
-        inner: of the backbone that is run. An explicit model takes the injection out of its backbone's inputs, and
-            leaves the one in here as it is.
-        start: the states that the loop begins from, ``(batch, length, d_model)``; None: the state that it is given.
-    """
+    """The inputs of the inner backbone, and the states that the loop begins from; None: the state that it is given."""
 
     inner: Any
     start: Sequence | None
 
 
-class Looped(Backbone[LoopedCache]):
+class Looped(Backbone[JointCache]):
     r"""A backbone that runs another one a fixed number of times, with a cache for each step.
 
     .. math:: z_s = f_\theta(z_{s-1}, x), \quad s = 1, \ldots, S, \qquad
@@ -105,19 +75,13 @@ class Looped(Backbone[LoopedCache]):
         self.backbone, self.steps, self.choose = backbone, steps, choose
         self.start: Start | Tensor = start
 
-    def prepare(self, x: Sequence, cache: LoopedCache | None = None, mask: Mask | None = None) -> LoopedInputs:
+    def prepare(self, x: Sequence, cache: JointCache | None = None, mask: Mask | None = None) -> LoopedInputs:
         """Prepare the inputs of the inner backbone, once for all steps, and the states that the loop begins from.
 
         Raises ValueError for a cache of other steps, states of another shape, and a loop that never sees its input.
         """
-        check_type("cache", cache, (LoopedCache, type(None)))
-        if cache is not None and len(cache.steps) != self.steps:
-            raise ValueError(
-                f"cache was made by {len(cache.steps)} steps, and Looped.steps is {self.steps}: go on with the number "
-                "that made it"
-            )
         # where the tokens stand is the same in every step, so any step's cache will do
-        inner = self.backbone.prepare(x, None if cache is None else cache.steps[0], mask)
+        inner = self.backbone.prepare(x, parts_of(cache, self.steps, "steps")[0], mask)
         given = isinstance(self.start, Tensor)
         if not given and self.start == "input":
             return LoopedInputs(inner, None)
@@ -133,12 +97,12 @@ class Looped(Backbone[LoopedCache]):
         return inputs.start is not None or self.backbone.sees_input(inputs.inner)
 
     def forward(
-        self, z: Sequence, inputs: LoopedInputs, cache: LoopedCache | None = None, *, need_aux: bool = False
+        self, z: Sequence, inputs: LoopedInputs, cache: JointCache | None = None, *, need_aux: bool = False
     ) -> tuple[Sequence, tuple[Any, ...] | None]:
         z = z if inputs.start is None else inputs.start.contiguous()  # other strides would be compiled again
         states: list[Tensor] = []
         kept: list[Any] = []
-        for before in (None,) * self.steps if cache is None else cache.steps:
+        for before in parts_of(cache, self.steps, "steps"):
             f = partial(self.backbone, inputs=inputs.inner, cache=before, need_aux=need_aux)
             z, aux = evaluate(f, z, has_aux=True)
             kept.append(aux)
@@ -148,11 +112,10 @@ class Looped(Backbone[LoopedCache]):
         return value, tuple(kept) if need_aux else None
 
     def advance(
-        self, cache: LoopedCache | None, aux: tuple[Any, ...], tokens: int, counts: Counts | None = None
-    ) -> LoopedCache:
-        before = (None,) * len(aux) if cache is None else cache.steps
-        pairs = zip(before, aux, strict=True)
-        return LoopedCache(tuple(self.backbone.advance(step, own, tokens, counts) for step, own in pairs))
+        self, cache: JointCache | None, aux: tuple[Any, ...], tokens: int, counts: Counts | None = None
+    ) -> JointCache:
+        pairs = zip(parts_of(cache, len(aux), "steps"), aux, strict=True)
+        return JointCache(tuple(self.backbone.advance(before, own, tokens, counts) for before, own in pairs))
 
     def compile(self, **options: Any) -> None:
         self.backbone.compile(**options)

@@ -8,7 +8,7 @@ from deqseq.models.generation import Generation, NewTokens
 from deqseq.models.implicit import ImplicitModel
 from deqseq.models.output import CausalLMOutput, Evaluation, ModelOutput
 from deqseq.models.presets import PRESETS, parameter_count, preset
-from deqseq.models.recurrent_depth import RecurrentDepth, RecurrentDepthCache
+from deqseq.models.recurrent_depth import RecurrentDepth
 from deqseq.models.specification import LanguageModelSpec
 
 __all__ = [
@@ -25,7 +25,6 @@ __all__ = [
     "ModelOutput",
     "NewTokens",
     "RecurrentDepth",
-    "RecurrentDepthCache",
     "load_example",
     "parameter_count",
     "preset",

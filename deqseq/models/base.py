@@ -6,9 +6,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from deqseq.annotations import checked
 from deqseq.backbones.base import Backbone, Cache, check_sequence
+from deqseq.check import check_integer
 from deqseq.config import SolveFields
 from deqseq.models.output import Evaluation
+from deqseq.tokens import commit
 from deqseq.types import Counts, Sequence
 
 SETTINGS = frozenset({"solve", "eval_solve", *SolveFields.__annotations__})
@@ -35,10 +38,8 @@ class Model(nn.Module, ABC):
         refuse_setting(self, name)
         super().__setattr__(name, value)
 
-    @property
-    @abstractmethod
-    def d_model(self) -> int:
-        """Width of the states."""
+    d_model: int
+    """Width of the states."""
 
     @abstractmethod
     def evaluate(
@@ -83,6 +84,22 @@ class Model(nn.Module, ABC):
         Args:
             **options: those of ``torch.compile``.
         """
+
+
+class BackboneModel(Model):
+    """A model of one backbone."""
+
+    def __init__(self, backbone: Backbone[Any]) -> None:
+        super().__init__()
+        check_integer("backbone.d_model", getattr(backbone, "d_model", None), 1)
+        self.backbone, self.d_model = backbone, backbone.d_model
+
+    @checked
+    def commit(self, cache: Cache | None, evaluation: Evaluation, counts: Counts | None = None) -> Cache:
+        return commit(self.backbone, cache, evaluation.aux, evaluation.states, counts)
+
+    def compile(self, **options: Any) -> None:
+        self.backbone.compile(**options)
 
 
 def refuse_setting(module: nn.Module, name: str) -> None:

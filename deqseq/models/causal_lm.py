@@ -17,7 +17,6 @@ from deqseq.config import SolveConfig, SolveFields
 from deqseq.loop import Callback
 from deqseq.models.base import Model, refuse_setting
 from deqseq.models.eval_mode import eval_mode
-from deqseq.models.explicit import check_nothing_to_solve
 from deqseq.models.generation import Generation, NewTokens, generate, up_to_stop
 from deqseq.models.implicit import ImplicitModel
 from deqseq.models.output import CausalLMOutput
@@ -132,9 +131,6 @@ class CausalLM(nn.Module):
         answers = self._answers(input_ids, labels, targets, mask)
         x = F.dropout(self.embed(input_ids), self.embedding_dropout, self.training)
         options: dict[str, Any] = {"callback": callback, "throw": throw, "solve": solve, **fields}
-        if self.core is None:
-            check_nothing_to_solve(options)
-            options = {}
         output = self.model(x, mask=mask, cache=cache, return_cache=return_cache, **options)
         logits = self.logits(output.value)
         loss = None if answers is None else _cross_entropy(logits, answers, shift=labels is not None)

@@ -1,22 +1,23 @@
 """The same backbone without iteration: the baseline."""
 
-from collections.abc import Mapping
-from dataclasses import replace
 from typing import Annotated, Any
 
 import torch
 
 from deqseq.annotations import AtLeast, checked
-from deqseq.backbones.base import Backbone, Cache, Inputs
+from deqseq.backbones.base import Backbone, Cache
 from deqseq.layers import with_weights
-from deqseq.models.base import Model, check_input
+from deqseq.models.base import BackboneModel, check_input
 from deqseq.models.output import Evaluation, ModelOutput
 from deqseq.models.padding import Padding
-from deqseq.tokens import TokenArgs, commit, token_map
-from deqseq.types import Counts, Mask, Sequence
+from deqseq.tokens import TokenArgs, token_map
+from deqseq.types import Mask, Sequence
+
+UNSET = {"callback": None, "throw": False, "solve": None}
+"""Options of a solve that ask for nothing."""
 
 
-class ExplicitModel(Model):
+class ExplicitModel(BackboneModel):
     r"""One pass of a backbone over the embedded tokens, :math:`z = f_\theta(x)`: an ordinary sequence model.
 
     Args:
@@ -32,8 +33,7 @@ class ExplicitModel(Model):
 
     @checked
     def __init__(self, backbone: Backbone[Any]) -> None:
-        super().__init__()
-        self.backbone = backbone
+        super().__init__(backbone)
 
     @checked
     def forward(
@@ -43,6 +43,7 @@ class ExplicitModel(Model):
         mask: Mask | None = None,
         cache: Cache | None = None,
         return_cache: bool = False,
+        **options: Any,
     ) -> ModelOutput:
         """Run the layers once.
 
@@ -52,14 +53,17 @@ class ExplicitModel(Model):
                 row as it is alone. Default: no padding.
             cache: the ``cache`` of the :class:`ModelOutput` for the tokens before. Default: there are none.
             return_cache: whether to return the cache after these tokens.
+            **options: those of an :class:`ImplicitModel`, which are refused unless they ask for nothing.
 
         Returns:
             The states; no statistics.
 
         Raises:
-            TypeError: an argument of the wrong type.
+            TypeError: an argument of the wrong type, or an option of a solve.
             ValueError: a bad shape.
         """
+        if given := [name for name, value in options.items() if name not in UNSET or value is not UNSET[name]]:
+            raise TypeError(f"an explicit model has nothing to solve: it takes no {', '.join(given)}")
         check_input(x, self.backbone)
         padding = Padding.of(x, mask)
         tokens = padding.compact(x)
@@ -82,26 +86,6 @@ class ExplicitModel(Model):
         value, aux = token_map(x, self._args(x, cache, None, True))
         return Evaluation(value, value, value, aux)
 
-    @checked
-    def commit(self, cache: Cache | None, evaluation: Evaluation, counts: Counts | None = None) -> Cache:
-        return commit(self.backbone, cache, evaluation.aux, evaluation.states, counts)
-
     def _args(self, x: Sequence, cache: Cache | None, mask: Mask | None, need_aux: bool) -> TokenArgs:
         args = TokenArgs.prepared(with_weights(self.backbone), x, cache, mask, need_aux)
-        if isinstance(args.inputs, Inputs):
-            args = args._replace(inputs=replace(args.inputs, injection=None))
-        return args
-
-    @property
-    def d_model(self) -> int:
-        return self.backbone.d_model
-
-    def compile(self, **options: Any) -> None:
-        self.backbone.compile(**options)
-
-
-def check_nothing_to_solve(options: Mapping[str, Any]) -> None:
-    """Refuse options of a solve that are given, with a TypeError."""
-    unset: Mapping[str, Any] = {"callback": None, "throw": False, "solve": None}
-    if given := [name for name, value in options.items() if name not in unset or value is not unset[name]]:
-        raise TypeError(f"an explicit model has nothing to solve: it takes no {', '.join(given)}")
+        return args._replace(inputs=self.backbone.without_injection(args.inputs))

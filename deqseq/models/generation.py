@@ -13,7 +13,6 @@ from deqseq.config import SolveConfig, SolveFields, resolve
 from deqseq.layers import with_weights
 from deqseq.models.base import Model
 from deqseq.models.decoding import Decoder, InWindow, OneByOne, Verdict
-from deqseq.models.explicit import check_nothing_to_solve
 from deqseq.models.recurrent_depth import solved_part
 from deqseq.models.sampler import Logits, Sampler
 from deqseq.solution import Status
@@ -140,10 +139,8 @@ def generate(
     choose other tokens. Everything is decided on the host, after one transfer per evaluation.
     """
     core, given = solved_part(model), {**fields, **({} if solve is None else {"solve": solve})}
-    config, whole, single = None, {}, {}
-    if core is None:
-        check_nothing_to_solve(given)
-    else:
+    config, whole, single = None, given, given
+    if core is not None:
         config = resolve(core.solve_config, solve, fields)
         if core is not model:  # the layers around it run for every choice, and cost more than a choice gains
             config = replace(config, stop=replace(config.stop, check_every=max(2, config.stop.check_every)))

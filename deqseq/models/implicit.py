@@ -9,20 +9,20 @@ from torch import Tensor
 
 from deqseq.annotations import AtLeast, checked
 from deqseq.backbones.base import Backbone, Cache
-from deqseq.check import check_integer, check_type
+from deqseq.check import check_type
 from deqseq.config import SolveConfig, SolveFields, resolve
 from deqseq.evaluate import evaluate
 from deqseq.layers import with_weights
 from deqseq.loop import Callback
-from deqseq.models.base import Model, check_input
+from deqseq.models.base import BackboneModel, check_input
 from deqseq.models.eval_mode import in_mode, same_randomness
 from deqseq.models.output import Evaluation, ModelOutput
 from deqseq.models.padding import Padding
 from deqseq.models.start import check_states, start_states
 from deqseq.solution import EXPLAINED, Solution, warn_failed
 from deqseq.stop import Stop
-from deqseq.tokens import TokenArgs, check_commits, commit, token_map
-from deqseq.types import Counts, Mask, Sequence
+from deqseq.tokens import TokenArgs, check_commits, token_map
+from deqseq.types import Mask, Sequence
 
 
 @dataclass
@@ -38,7 +38,7 @@ class SolveSettings:
     eval_solve: SolveConfig | None
 
 
-class ImplicitModel(Model):
+class ImplicitModel(BackboneModel):
     r"""The fixed point of a backbone as a function of its input, :math:`z^* = f_\theta(z^*, x)`.
 
     Training and evaluation run the same code. Where the solve converges to the only fixed point, solver, sweep and
@@ -70,9 +70,7 @@ class ImplicitModel(Model):
     def __init__(
         self, backbone: Backbone[Any], solve: SolveConfig = SolveConfig(), eval_solve: SolveConfig | None = None
     ) -> None:
-        super().__init__()
-        check_integer("backbone.d_model", getattr(backbone, "d_model", None), 1)
-        self.backbone = backbone
+        super().__init__(backbone)
         self.solves: Any = SolveSettings(solve, eval_solve)
         self._warned: list[bool] = []  # modes in which it has; one list for all copies that with_weights makes
 
@@ -175,14 +173,6 @@ class ImplicitModel(Model):
             z, aux = evaluate(token_map, z, args, has_aux=True)
         return Evaluation(point, z, z, aux)
 
-    @checked
-    def commit(self, cache: Cache | None, evaluation: Evaluation, counts: Counts | None = None) -> Cache:
-        return commit(self.backbone, cache, evaluation.aux, evaluation.states, counts)
-
-    @property
-    def d_model(self) -> int:
-        return self.backbone.d_model
-
     @property
     def solve(self) -> SolveConfig:
         """How the fixed point is found and differentiated; can be set."""
@@ -208,9 +198,6 @@ class ImplicitModel(Model):
     def solve_config(self) -> SolveConfig:
         """The configuration in the current mode: ``eval_solve`` in eval mode if there is one, else ``solve``."""
         return self.solve if self.training or self.eval_solve is None else self.eval_solve
-
-    def compile(self, **options: Any) -> None:
-        self.backbone.compile(**options)
 
     def _check(self, x: Sequence, start: Tensor | None, commits: bool) -> None:
         check_input(x, self.backbone)

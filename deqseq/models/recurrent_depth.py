@@ -1,46 +1,18 @@
 """Recurrent depth: layers that run once, a core that is iterated on their output, layers that run once."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from deqseq.annotations import checked
-from deqseq.backbones.base import Cache
-from deqseq.check import check_type, returned_by
+from deqseq.backbones.base import Cache, JointCache, parts_of
+from deqseq.check import returned_by
 from deqseq.models.base import Model
-from deqseq.models.explicit import ExplicitModel, check_nothing_to_solve
+from deqseq.models.explicit import ExplicitModel
 from deqseq.models.implicit import ImplicitModel
 from deqseq.models.output import Evaluation, ModelOutput
 from deqseq.types import Counts, Mask, Sequence
-
-
-@dataclass(frozen=True)
-class RecurrentDepthCache(Cache):
-    """What the three parts keep of the committed tokens.
-
-    Attributes:
-        prelude: the cache of the layers before.
-        core: that of the core.
-        coda: that of the layers after.
-    """
-
-    prelude: Cache
-    core: Cache
-    coda: Cache
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        """Everything that is kept; rows first."""
-        return tuple(tensor for part in (self.prelude, self.core, self.coda) for tensor in part.tensors())
-
-    def reserve(self, tokens: int) -> "RecurrentDepthCache":
-        """The same cache, each part prepared for a solve of the next ``tokens``."""
-        return RecurrentDepthCache(*(part.reserve(tokens) for part in (self.prelude, self.core, self.coda)))
-
-    def crop(self, tokens: int, /) -> "RecurrentDepthCache":
-        """The same cache without the last ``tokens`` of each row."""
-        return RecurrentDepthCache(*(part.crop(tokens) for part in (self.prelude, self.core, self.coda)))
 
 
 class RecurrentDepth(Model):
@@ -94,6 +66,7 @@ class RecurrentDepth(Model):
         widths = [part.backbone.d_model for part in (prelude, core, coda)]
         if len(set(widths)) > 1:
             raise ValueError(f"prelude, core and coda must have the same d_model, got {widths}")
+        self.d_model = widths[0]
         self.prelude, self.core, self.coda = prelude, core, coda
         self.norm = nn.Identity() if norm is None else norm
 
@@ -124,22 +97,20 @@ class RecurrentDepth(Model):
             ConvergenceError: with ``throw``, as in :meth:`ImplicitModel.forward`.
             TypeError, ValueError: as in :meth:`ImplicitModel.forward`, or a cache of another model.
         """
-        prelude, core, coda = _parts_of(cache)
-        every = {"mask": mask, "return_cache": return_cache}
-        if solved_part(self) is None:
-            check_nothing_to_solve(options)
-            options = {}
+        prelude, core, coda = parts_of(cache, 3, "parts")
+        every: Any = {"mask": mask, "return_cache": return_cache}
         first = self.prelude(x, cache=prelude, **every)
         solved = self.core(first.value, cache=core, **every, **options)
         last = self.coda(self._normed(solved.value), cache=coda, **every)
-        after = RecurrentDepthCache(first.cache, solved.cache, last.cache) if return_cache else None
+        caches: Any = first.cache, solved.cache, last.cache
+        after = JointCache(caches) if return_cache else None
         return ModelOutput(last.value, after, solved.stats, solved.status, solved.again)
 
     @torch.no_grad()
     def evaluate(
         self, x: Sequence, cache: Cache | None = None, start: Sequence | None = None, iterations: int = 1
     ) -> Evaluation:
-        prelude, core, coda = _parts_of(cache)
+        prelude, core, coda = parts_of(cache, 3, "parts")
         first = self.prelude.evaluate(x, prelude)
         solved = self.core.evaluate(first.value, core, start, iterations)
         last = self.coda.evaluate(self._normed(solved.value), coda)
@@ -148,12 +119,8 @@ class RecurrentDepth(Model):
     @checked
     def commit(self, cache: Cache | None, evaluation: Evaluation, counts: Counts | None = None) -> Cache:
         models = self.prelude, self.core, self.coda
-        parts = zip(models, _parts_of(cache), evaluation.aux, strict=True)
-        return RecurrentDepthCache(*(model.commit(before, own, counts) for model, before, own in parts))
-
-    @property
-    def d_model(self) -> int:
-        return self.core.d_model
+        parts = zip(models, parts_of(cache, 3, "parts"), evaluation.aux, strict=True)
+        return JointCache(tuple(model.commit(before, own, counts) for model, before, own in parts))
 
     def _normed(self, states: Sequence) -> Sequence:
         return returned_by("RecurrentDepth.norm", self.norm, states, like=states, what="the core's states")
@@ -161,12 +128,6 @@ class RecurrentDepth(Model):
     def compile(self, **options: Any) -> None:
         for part in (self.prelude, self.core, self.coda):
             part.compile(**options)
-
-
-def _parts_of(cache: Cache | None) -> tuple[Cache | None, Cache | None, Cache | None]:
-    """The caches of prelude, core and coda."""
-    check_type("cache", cache, (RecurrentDepthCache, type(None)))
-    return (cache.prelude, cache.core, cache.coda) if isinstance(cache, RecurrentDepthCache) else (None, None, None)
 
 
 def solved_part(model: nn.Module) -> ImplicitModel | None:

@@ -119,9 +119,9 @@ class TestCaches:
             (contractive_mamba2, contractive_mamba2, 3, ValueError, r"rows of its input.* got .*\(3, "),
             (affine, contractive_mamba2, 2, TypeError, "be an AffineCache .*got Mamba2Cache"),
             (affine, affine, 3, ValueError, r"\(2, 8\).* got .*\(3, 8\)"),
-            (looped, affine, 2, TypeError, "be a LoopedCache or None, got AffineCache"),
+            (looped, affine, 2, TypeError, "be a JointCache or None, got AffineCache"),
             (looped, looped, 1, ValueError, "be of this model"),
-            (looped, partial(looped, 2), 2, ValueError, "made by 2 steps, and Looped.steps is 3"),
+            (looped, partial(looped, 2), 2, ValueError, "of 3 steps, got one of 2"),
         ],
     )
     def test_one_of_another_model_or_batch_is_named(self, make, other, rows, error, message):

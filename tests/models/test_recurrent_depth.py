@@ -114,7 +114,7 @@ def test_parts_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match=r"RecurrentDepth\.norm cannot take"):
         model(torch.ones(1, 2, 8))
     model = dq.RecurrentDepth(part, core, part)
-    with pytest.raises(TypeError, match="cache must be a RecurrentDepthCache"):
+    with pytest.raises(TypeError, match="cache must be a JointCache"):
         model(torch.ones(1, 2, 8), cache=core(torch.ones(1, 2, 8), return_cache=True).cache)
     with pytest.raises(dq.ConvergenceError):
         model(torch.ones(1, 2, 8), stop=dq.Stop.exactly(1), throw=True)

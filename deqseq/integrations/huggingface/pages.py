@@ -9,13 +9,12 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import ContinuousBatchingConfig
 
-from deqseq.backbones import LlamaCache, LlamaConfig, Mamba2Config
+from deqseq.backbones import JointCache, LlamaCache, LlamaConfig, Mamba2Config
 from deqseq.integrations.huggingface.configuration import DeqseqConfig
 from deqseq.integrations.huggingface.packing import Packing
 from deqseq.layers.attention import KeyValues
 from deqseq.models.base import Model
 from deqseq.models.output import ModelOutput
-from deqseq.models.recurrent_depth import RecurrentDepthCache
 
 
 def recurrent_parts(config: DeqseqConfig) -> str:
@@ -85,7 +84,7 @@ def solved_in_pages(
         rows = iter(KeyValues(*(kept[0][:, places].transpose(0, 1).to(x.dtype) for kept in pair)) for pair in read)
         lengths = None if bool((past == longest).all()) else past
         parts = [LlamaCache(tuple(islice(rows, count)), longest, lengths) for count in counts]
-        before = parts[0] if len(parts) == 1 else RecurrentDepthCache(*parts)
+        before = parts[0] if len(parts) == 1 else JointCache(tuple(parts))
     output = core(packing.apart(x), mask=None if bool(real.all()) else real, cache=before, return_cache=True, **options)
     row, place = torch.arange(len(new), device=device)[:, None], (past[:, None] + offset) * real
     after: Any = output.cache
