@@ -57,7 +57,15 @@ def cases() -> list[Case]:
     fields = {**solver, "gradient": dq.Phantom(2), "sweep": dq.Simultaneous(), "start": "zero"}
     rest = {"callback": told, "throw": False, "solve": SOLVE, **fields}
     prompt = {"input_ids": IDS, "max_new_tokens": 2}
-    sampled = {"temperature": 1.0, "top_k": 3, "top_p": 0.5, "seed": 0, "stop_tokens": (1,), "pad_token": 0}
+    sampled = {
+        "window": 2,
+        "temperature": 1.0,
+        "top_k": 3,
+        "top_p": 0.5,
+        "seed": 0,
+        "stop_tokens": (1,),
+        "pad_token": 0,
+    }
     diagnosed = {"model": lm, "ids": IDS, "mask": MASK, "solve": SOLVE}
     return [
         Case("solve", dq.solve, {"f": square, "z0": X, **solver, "callback": told}),

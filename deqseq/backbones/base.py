@@ -182,7 +182,7 @@ class Backbone(nn.Module, ABC, Generic[C]):
         return not isinstance(inputs, Inputs) or inputs.injection is not None
 
     def without_injection(self, inputs: Any) -> Any:
-        """The inputs of a :class:`deqseq.ExplicitModel`, whose state is the input already."""
+        """The ``inputs`` as an :class:`deqseq.ExplicitModel` needs them, whose state is the input already."""
         return replace(inputs, injection=None) if isinstance(inputs, Inputs) else inputs
 
     def sizes(self) -> Any:

@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import torch
 from torch import nn
@@ -122,13 +122,6 @@ class DecayInjection(Injection):
         return torch.exp(-F.softplus(self.step) * self.log_rate.exp()) * z + prepared
 
 
-class InjectedInputs(NamedTuple):
-    """The inputs of an :class:`Injected` backbone: of the injection, and of the backbone inside."""
-
-    prepared: Sequence
-    inner: Any
-
-
 class Injected(Backbone[Any]):
     r"""A backbone whose input enters by an :class:`Injection`, :math:`f(z, x) = g(\mathrm{enter}(z, x))`.
 
@@ -164,17 +157,17 @@ class Injected(Backbone[Any]):
         self.d_model = backbone.d_model
         self.backbone, self.injection = backbone, injection
 
-    def prepare(self, x: Sequence, cache: Cache | None = None, mask: Mask | None = None) -> InjectedInputs:
+    def prepare(self, x: Sequence, cache: Cache | None = None, mask: Mask | None = None) -> tuple[Sequence, Any]:
         check_sequence(x, self.d_model)
         prepared = returned_by(f"{type(self.injection).__name__}.prepare", self.injection.prepare, x, like=x, what="x")
-        return InjectedInputs(prepared, self.backbone.prepare(x, cache, mask))
+        return prepared, self.backbone.prepare(x, cache, mask)
 
     def forward(
-        self, z: Sequence, inputs: InjectedInputs, cache: Cache | None = None, *, need_aux: bool = False
+        self, z: Sequence, inputs: tuple[Sequence, Any], cache: Cache | None = None, *, need_aux: bool = False
     ) -> tuple[Sequence, Any]:
-        name = f"{type(self.injection).__name__}.enter"
-        entered = returned_by(name, self.injection.enter, z, inputs.prepared, like=z, what="z")
-        return self.backbone(entered, inputs.inner, cache, need_aux=need_aux)
+        name, (prepared, inner) = f"{type(self.injection).__name__}.enter", inputs
+        entered = returned_by(name, self.injection.enter, z, prepared, like=z, what="z")
+        return self.backbone(entered, inner, cache, need_aux=need_aux)
 
     def advance(self, cache: Cache | None, aux: Any, tokens: int, counts: Counts | None = None) -> Cache:
         return self.backbone.advance(cache, aux, tokens, counts)

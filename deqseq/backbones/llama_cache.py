@@ -68,17 +68,16 @@ class LlamaCache(Cache):
 
     def reserve(self, tokens: int) -> "LlamaCache":
         """The same cache with room for ``tokens`` more that no other cache uses, and their attention mask."""
-        free = self._writable
+        free = self.writable
         if self.ahead == tokens and free:
             return self
-        layers = self.layers
-        capacity = layers[0].keys.shape[2]
+        capacity, changes = self.layers[0].keys.shape[2], {}
         if not free or self.length + tokens > capacity:
             capacity = max(self.length + tokens, min(2 * capacity, capacity + 4096))
             room = capacity - self.length
-            layers = map_tensors(lambda kept: F.pad(kept[:, :, : self.length], (0, 0, 0, room)), layers)
-            return replace(self, layers=layers, claim=Claim(), age=0, ahead=tokens, visible=self._visible(tokens))
-        return replace(self, ahead=tokens, visible=self._visible(tokens))
+            layers = map_tensors(lambda kept: F.pad(kept[:, :, : self.length], (0, 0, 0, room)), self.layers)
+            changes = {"layers": layers, "claim": Claim(), "age": 0}
+        return replace(self, ahead=tokens, visible=self._visible(tokens), **changes)
 
     def crop(self, tokens: int, /) -> "LlamaCache":
         """The same cache without the last ``tokens`` of each row; the next solve copies its buffers."""
@@ -92,28 +91,10 @@ class LlamaCache(Cache):
         return LlamaCache(layers, length, None if self.counts is None else self.counts - tokens)
 
     @property
-    def _writable(self) -> bool:
+    def writable(self) -> bool:
         """Whether no newer cache uses the buffers."""
         frozen = self.layers[0].keys.is_inference() and not torch.is_inference_mode_enabled()
         return self.claim.newest == self.age and self.claim.owner == get_ident() and not frozen
-
-    def _extend(self, new: tuple[KeyValues, ...], counts: Int64[Tensor, " batch"] | None) -> "LlamaCache":
-        """The cache after ``new`` tokens, ``counts`` of each row, in the same buffers if no newer cache uses them."""
-        tokens = new[0].keys.shape[2]
-        room = self if self.ahead >= tokens and self._writable else self.reserve(tokens)
-        pairs = [pair for layer, own in zip(room.layers, new, strict=True) for pair in zip(layer, own, strict=True)]
-        room.claim.newest += 1
-        whole = LlamaCache(room.layers, self.length + tokens, None, room.claim, room.claim.newest)
-        if counts is None and self.counts is None:
-            for kept, own in pairs:
-                kept[:, :, self.length : whole.length] = own
-            return whole
-        places = self.positions(tokens).expand(len(pairs[0][0]), -1)
-        for kept, own in pairs:  # what lies after the end of a row will be overwritten
-            kept.scatter_(2, places[:, None, :, None].expand_as(own), own.to(kept.dtype))
-        after = places[:, 0] + (tokens if counts is None else counts)
-        shortest, longest = torch.stack(torch.aminmax(after)).tolist()  # one transfer
-        return replace(whole, length=longest, counts=None if shortest == longest else after)
 
     def _real(self) -> Bool[Tensor, "batch length"] | None:
         """Which columns of the buffers are tokens; None: all."""
@@ -138,4 +119,18 @@ def commit(
     new = map_tensors(lambda kept: kept.detach()[:, :, :tokens], new)
     if cache is None:
         cache = LlamaCache(map_tensors(lambda kept: kept[:, :, :0].contiguous(), new))
-    return cache._extend(new, counts)
+    if cache.ahead < tokens or not cache.writable:
+        cache = cache.reserve(tokens)
+    pairs = [pair for layer, own in zip(cache.layers, new, strict=True) for pair in zip(layer, own, strict=True)]
+    cache.claim.newest += 1
+    whole = LlamaCache(cache.layers, cache.length + tokens, None, cache.claim, cache.claim.newest)
+    if counts is None and cache.counts is None:
+        for kept, own in pairs:
+            kept[:, :, cache.length : whole.length] = own
+        return whole
+    places = cache.positions(tokens).expand(len(pairs[0][0]), -1)
+    for kept, own in pairs:  # what lies after the end of a row will be overwritten
+        kept.scatter_(2, places[:, None, :, None].expand_as(own), own.to(kept.dtype))
+    after = places[:, 0] + (tokens if counts is None else counts)
+    shortest, longest = torch.stack(torch.aminmax(after)).tolist()  # one transfer
+    return replace(whole, length=longest, counts=None if shortest == longest else after)

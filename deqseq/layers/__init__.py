@@ -1,6 +1,6 @@
 """The layers that backbones are made of; parameters are named as in their public counterparts."""
 
-from deqseq.layers.attention import Attention, DotProduct
+from deqseq.layers.attention import Attention
 from deqseq.layers.block import LlamaBlock, Mamba2Block, Norms, SwiGLU
 from deqseq.layers.causal_conv import CausalConv1d
 from deqseq.layers.dropout import dropout_mask
@@ -12,7 +12,6 @@ from deqseq.layers.weight_norm import apply_weight_norm, fold_weight_norm, with_
 __all__ = [
     "Attention",
     "CausalConv1d",
-    "DotProduct",
     "GatedRMSNorm",
     "LlamaBlock",
     "Mamba2Block",

@@ -43,23 +43,10 @@ class Past(NamedTuple):
 
 
 class DotProduct:
-    r"""Mixes values by torch's :math:`\mathrm{softmax}(q k^\top / \sqrt d)\, v`.
-
-    An object with the same two methods takes its place as ``Attention.attend``.
-
-    Example:
-        >>> q = torch.randn(1, 2, 3, 4)
-        >>> DotProduct()(Attention(8, n_heads=2, n_kv_heads=2, headdim=4), q, q, q, None, causal=True).shape
-        torch.Size([1, 3, 2, 4])
-    """
+    """Mixes values by torch's attention; ``Attention.attend`` may be another object with these two methods."""
 
     def mask(self, z: Float[Tensor, "batch new d_model"], cache: Any) -> Any:
-        """Which tokens the new ones attend to, as a call takes it, made once for all layers of an iteration.
-
-        Args:
-            z: the state of the new tokens, ``(batch, new, d_model)``.
-            cache: the :class:`~deqseq.backbones.LlamaCache` of the tokens before; None: there are none.
-        """
+        """Which tokens of the ``cache`` and of ``z`` the new ones attend to, once for all layers of an iteration."""
         return None if cache is None else cache.visible
 
     def __call__(
@@ -72,16 +59,7 @@ class DotProduct:
         *,
         causal: bool,
     ) -> Float[Tensor, "batch new heads headdim"]:
-        """Mixed values, ``(batch, new, heads, headdim)``.
-
-        Args:
-            layer: what asks.
-            q: queries of the new tokens, ``(batch, heads, new, headdim)``.
-            k: keys of all tokens, ``(batch, kv_heads, all, headdim)``.
-            v: values of all tokens, ``(batch, kv_heads, all, headdim)``.
-            mask: what :meth:`mask` returned.
-            causal: whether there are no tokens before the new ones.
-        """
+        """Mixed values; ``mask`` is what :meth:`mask` returned, ``causal``: there are no tokens before the new ones."""
         grouped = layer.groups > 1
         mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
         return mixed.transpose(1, 2)
@@ -108,7 +86,7 @@ class Attention(nn.Module):
         ValueError: heads that the key-value heads do not divide, or an odd ``headdim``.
 
     Attributes:
-        attend: what mixes the values, a :class:`DotProduct` or another object with its two methods.
+        attend: what mixes the values, by default torch's attention, and makes the mask for it.
 
     Example:
         >>> from deqseq.layers import rotary_frequencies, rotary_tables

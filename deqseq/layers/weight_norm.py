@@ -65,9 +65,8 @@ def apply_weight_norm(module: nn.Module) -> None:
     r"""Reparametrise every linear map and causal convolution inside, :math:`w = g\, v / \lVert v \rVert` per row.
 
     A solve computes the weights once, other calls of a layer each time. The layers have no attribute ``weight``, as a
-    write to it would be lost: :func:`~deqseq.layers.with_weights` is for reading it, :func:`fold_weight_norm` makes it
-    a parameter again. A row of zeros gets a random direction :math:`v`, along which it can grow. Layers of a subclass
-    keep its ``forward``; its other methods are only on what :func:`~deqseq.layers.with_weights` returns.
+    write to it would be lost: :func:`with_weights` is for reading it, :func:`fold_weight_norm` makes it a parameter
+    again. A row of zeros gets a random direction :math:`v`, along which it can grow.
 
     Args:
         module: changed in place; the initial weights stay what they are.
@@ -140,17 +139,16 @@ def has_weight_norm(module: nn.Module) -> bool:
 def with_weights(module: M) -> M:
     """The same module with its parametrised tensors computed now: what a solve iterates.
 
-    These are the weights of :func:`~deqseq.layers.apply_weight_norm`, and whatever ``torch.nn.utils.parametrize``
-    computes. They have a graph if gradients are enabled now. Parametrised layers, and modules that contain them, are
-    copied; parameters, buffers, hooks and all other modules are shared.
+    These are the weights of :func:`apply_weight_norm`, and whatever ``torch.nn.utils.parametrize`` computes; with a
+    graph, if gradients are enabled. Parametrised layers, and modules that contain them, are copied; parameters,
+    buffers, hooks and all other modules are shared.
 
     Args:
         module: stays as it is.
 
     Returns:
-        The copy. The module itself if nothing inside is parametrised; if ``fully_shard`` has sharded parts of it, which
-        hand their gradients on when their own backward pass ends; or in ``torch.export``, which knows no copies.
-        Weights are then computed at each use.
+        The copy; the module itself if nothing inside is parametrised, in ``torch.export``, and if ``fully_shard`` has
+        sharded parts of it, which hand their gradients on when their own backward pass ends.
 
     Example:
         >>> layer = nn.Linear(2, 3)

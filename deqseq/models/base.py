@@ -34,12 +34,12 @@ class Model(nn.Module, ABC):
         >>> cache = model.commit(None, evaluation, torch.tensor([1, 3]))       # tokens of each row
     """
 
+    d_model: int
+    """Width of the states."""
+
     def __setattr__(self, name: str, value: Any) -> None:
         refuse_setting(self, name)
         super().__setattr__(name, value)
-
-    d_model: int
-    """Width of the states."""
 
     @abstractmethod
     def evaluate(
@@ -63,15 +63,12 @@ class Model(nn.Module, ABC):
 
     @abstractmethod
     def commit(self, cache: Cache | None, evaluation: Evaluation, counts: Counts | None = None) -> Cache:
-        """The cache after some tokens of an evaluation; nothing is evaluated again.
+        """The cache after some tokens of an evaluation, without a graph; nothing is evaluated again.
 
         Args:
             cache: that of the evaluation.
             evaluation: what :meth:`evaluate` returned.
             counts: how many of its tokens each row commits, int64, ``(batch,)``, not all 0. Default: all.
-
-        Returns:
-            The cache, without a graph.
 
         Raises:
             ValueError: ``counts`` of another shape, dtype or device, or out of range.
@@ -79,11 +76,7 @@ class Model(nn.Module, ABC):
 
     @abstractmethod
     def compile(self, **options: Any) -> None:
-        """Compile the layers with ``torch.compile``; the code around them stays as it is.
-
-        Args:
-            **options: those of ``torch.compile``.
-        """
+        """Compile the layers with ``torch.compile``, which takes the ``options``; the code around them stays."""
 
 
 class BackboneModel(Model):

@@ -87,6 +87,12 @@ class CausalLM(nn.Module):
             check_integer("CausalLM.embedding.num_embeddings", getattr(value, "num_embeddings", None), 1)
         super().__setattr__(name, value)
 
+    def __getattr__(self, name: str) -> Tensor | nn.Module:
+        if name == "save_pretrained":
+            how = "deqseq.integrations.huggingface.from_causal_lm(lm), or save lm.state_dict()"
+            raise AttributeError(f"a CausalLM has no save_pretrained: take that of {how}")
+        return super().__getattr__(name)
+
     @checked
     def forward(
         self,
@@ -158,12 +164,11 @@ class CausalLM(nn.Module):
     ) -> Generation:
         """Continue a batch of prompts, in windows of tokens that are solved against the cache of those before.
 
-        The states of a window are iterated together. In every iteration each token's state predicts the token after it,
-        and that is the next input there. The first tokens of the window are committed when they have converged on
-        inputs that do not change any more, so the result is that of one token after another, as far as the tolerance
-        allows, in fewer evaluations one after another but more of single tokens. Each row moves on its own, and is
-        removed from the batch when it has ended. The model is in eval mode meanwhile. Where every solve converges,
-        greedy generation equals the argmax of a full forward pass.
+        In every iteration each token's state predicts the token after it, and that is the next input there. The first
+        tokens of the window are committed when they have converged on inputs that do not change any more. So the result
+        is that of one token after another, as far as the tolerance allows, in fewer evaluations one after another but
+        more of single tokens. Greedy generation equals the argmax of a full forward pass. Each row moves on its own.
+        The model is in eval mode meanwhile.
 
         Args:
             input_ids: prompts, ``(batch, length)``.
@@ -228,11 +233,7 @@ class CausalLM(nn.Module):
         return solved_part(self.model)
 
     def compile(self, **options: Any) -> None:
-        """Compile the blocks of the model with ``torch.compile``; the code around them stays as it is.
-
-        Args:
-            **options: those of ``torch.compile``.
-        """
+        """Compile the blocks of the model with ``torch.compile``, which takes the ``options``."""
         self.model.compile(**options)
 
     def embed(self, input_ids: Tokens) -> Sequence:
@@ -258,11 +259,9 @@ class CausalLM(nn.Module):
         answers, name = (targets, "targets") if labels is None else (labels, "labels")
         if answers is None:
             return None
-        check_type(name, answers, Tensor)
-        if answers.device != ids.device:
-            raise ValueError(f"{name} must be on the device of input_ids, {ids.device}, got {answers.device}")
-        if answers.shape != ids.shape:
-            raise ValueError(f"{name} must have the shape of input_ids {tuple(ids.shape)}, got {tuple(answers.shape)}")
+        if answers.shape != ids.shape or answers.device != ids.device:
+            wanted, got = (f"{tuple(x.shape)} on {x.device}" for x in (ids, answers))
+            raise ValueError(f"{name} must have the shape and device of input_ids, {wanted}, got {got}")
         if answers.dtype != torch.int64:
             raise TypeError(f"{name} must be int64, got {answers.dtype}")
         if mask is not None:
@@ -280,7 +279,6 @@ class CausalLM(nn.Module):
 
 def check_tokens(name: str, ids: Tensor, embedding: nn.Embedding) -> None:
     """Refuse ``ids`` of another type or device than the ``embedding`` takes, or outside its vocabulary."""
-    check_type(name, ids, Tensor)
     device = embedding.weight.device
     if ids.device != device and device.type != "meta":  # an offloaded weight is moved by its hooks
         raise ValueError(f"{name} must be on the model's device, {device}, got {ids.device}")

@@ -1,7 +1,11 @@
-"""Two ways to find the states that new tokens are chosen from: a solve per token, or a window of tokens at once."""
+"""Two ways to find the states that new tokens are chosen from: a solve per token, or a window of tokens at once.
 
-from abc import ABC, abstractmethod
-from typing import Any, NamedTuple
+Both have three methods, called in turn. ``evaluate`` gives states for the head, ``(rows, width, d_model)``, and marks
+that ``judge`` needs on the host. ``judge`` says which tokens may be committed, if those with a wrong input may not.
+``move`` commits ``counts`` tokens of the rows that ``stay``, and removes the others; ``changed`` marks new inputs.
+"""
+
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,54 +24,20 @@ from deqseq.windows import on_device
 
 States = Float[Tensor, "rows width d_model"]
 
-
-class Verdict(NamedTuple):
-    """What is decided after an evaluation; arrays of the host.
-
-    ``counts`` says how many leading tokens each row may commit, and ``status`` how the solve of these ended, both
-    ``(rows,)``; ``iterations`` are those of each token, ``(rows, width)``; ``updates``, how many evaluations of one
-    token a row took, ``(rows,)``.
-    """
-
-    counts: np.ndarray
-    status: np.ndarray
-    iterations: np.ndarray
-    updates: np.ndarray
+Verdict = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+"""How many leading tokens each row may commit and how their solve ended, ``(rows,)``; the iterations of each token,
+``(rows, width)``; how many evaluations of one token each row took, ``(rows,)``."""
 
 
-class Decoder(ABC):
-    """The tokens of each row that are evaluated together, after those that are committed."""
-
-    width: int
-    """Tokens of a row in one evaluation."""
-    cache: Cache | None
-    """Of the committed tokens."""
-    evaluations = 0
-    """Evaluations of the map one after another."""
-
-    @abstractmethod
-    def evaluate(self, x: Sequence) -> tuple[States, Tensor]:
-        """States for the head, ``(rows, width, d_model)``, and what :meth:`judge` needs on the host, ``(rows, n)``."""
-
-    @abstractmethod
-    def judge(self, marks: np.ndarray, right: np.ndarray) -> Verdict:
-        """Which tokens may be committed, if those with a wrong input, ``(rows, width)``, may not."""
-
-    @abstractmethod
-    def move(self, counts: np.ndarray, changed: np.ndarray, stay: np.ndarray) -> None:
-        """Commit ``counts`` tokens, ``(rows,)``, of the rows that ``stay``, ``(rows,)``, and remove the others.
-
-        ``changed`` marks tokens that have another input than before, ``(rows, width)``.
-        """
-
-
-class OneByOne(Decoder):
+class OneByOne:
     """Each token is solved before the next one is chosen, by a call of the model; an explicit model is run."""
 
     width = 1
 
     def __init__(self, model: Model, cache: Cache | None, options: dict[str, Any]) -> None:
-        self.cache, self._model, self._options = cache, model, options
+        self.cache: Any = cache
+        self.evaluations = 0
+        self._model, self._options = model, options
 
     def evaluate(self, x: Sequence) -> tuple[States, Tensor]:
         output = self._model(x, cache=self.cache, return_cache=True, **self._options)
@@ -80,15 +50,14 @@ class OneByOne(Decoder):
 
     def judge(self, marks: np.ndarray, right: np.ndarray) -> Verdict:
         status, iterations, updates = marks.T
-        return Verdict(np.ones_like(updates), status, iterations[:, None], updates)
+        return np.ones_like(updates), status, iterations[:, None], updates
 
     def move(self, counts: np.ndarray, changed: np.ndarray, stay: np.ndarray) -> None:
         if not stay.all():
-            assert self.cache is not None
             self.cache = take(self.cache, on_device(np.flatnonzero(stay), self.cache.tensors()[0].device))
 
 
-class InWindow(Decoder):
+class InWindow:
     """A window of tokens is iterated, whose inputs are guesses until the tokens before them are committed.
 
     A token keeps its state when its input changes, and the solver begins afresh in that row. A new token begins at the
@@ -97,27 +66,29 @@ class InWindow(Decoder):
     """
 
     def __init__(self, model: Model, config: SolveConfig, cache: Cache, rows: int, width: int) -> None:
-        self.width, self.cache = width, cache.reserve(width)
+        self.width, self.cache, self.evaluations = width, cache.reserve(width), 0
         self._model, self._solver, self._stop = model, config.solver, config.stop
         self._each = min(config.stop.check_every, config.stop.max_steps)  # evaluations between two choices
         self._last_commit = np.zeros(rows, dtype=np.int64)  # evaluations at the last commit
         self._input_since = np.zeros((rows, width), dtype=np.int64)  # evaluations when each input changed last
         self._start: Tensor | None = None  # states to evaluate next; None: where the model begins
-        self._fresh: Tensor | None = None  # tokens whose input is new since the last evaluation; None: no token
-        self._limit: Tensor | None = None  # divergence: the difference above which a token has diverged
-        self._bound: Tensor | None = None  # drift: the largest difference that may pass, as Stop.bound says
+        self._limit: Any = None  # the difference above which a token has diverged
+        self._bound: Any = None  # the largest difference that may pass, as Stop.bound says
         self._memory: Any = None
+        device = cache.tensors()[0].device
+        # tokens whose input is new since the last evaluation; None: no token
+        self._fresh: Tensor | None = torch.ones(rows, width, dtype=torch.bool, device=device)
 
     def evaluate(self, x: Sequence) -> tuple[States, Tensor]:
         self.evaluations += self._each
         self._latest = now = self._model.evaluate(x, self.cache, self._start, self._each)
         difference, scale = self._stop.distances(now.point, now.states, 1)
         bound = self._stop.bound(difference, scale, self._bound)
-        limit = self._stop.limit(difference, scale) if self._limit is None else self._limit
-        if self._fresh is not None:
+        if self._fresh is not None:  # the first evaluation on an input decides
+            limit = self._stop.limit(difference, scale)
+            self._limit = limit if self._limit is None else torch.where(self._fresh, limit, self._limit)
             bound = torch.where(self._fresh, self._stop.bound(difference, scale, None), bound)
-            limit = torch.where(self._fresh, self._stop.limit(difference, scale), limit)
-        self._bound, self._limit, sound = bound, limit, self._stop.sound(difference, scale, limit)
+        self._bound, sound = bound, self._stop.sound(difference, scale, self._limit)
         passed = self._stop.passes(difference, scale, bound) & sound
         return now.value.masked_fill(~sound[..., None], 0), torch.cat([passed, sound], dim=1)
 
@@ -128,33 +99,25 @@ class InWindow(Decoder):
         diverged = (counts == 0) & ~self._sound[:, 0]
         status = np.where(diverged, Status.DIVERGED, Status.MAX_STEPS_REACHED * (late & (counts == 0)))
         updates = np.full_like(counts, self.width * self._each)
-        return Verdict(counts + (status != Status.CONVERGED), status, self.evaluations - self._input_since, updates)
+        return counts + (status != Status.CONVERGED), status, self.evaluations - self._input_since, updates
 
     def move(self, counts: np.ndarray, changed: np.ndarray, stay: np.ndarray) -> None:
         now, device = self._latest, self._latest.states.device
         z, limit, bound = self._next(now, device), self._limit, self._bound
-        assert limit is not None
-        assert bound is not None
         if counts.any():
             self.cache = self._model.commit(self.cache, now, on_device(counts, device)).reserve(self.width)
             source = np.minimum(counts[:, None] + np.arange(self.width), self.width - 1)
             self._input_since = np.take_along_axis(self._input_since, source, axis=1)
             places = on_device(source, device)
-            z, limit, bound = (
-                z.gather(1, places[..., None].expand_as(z)),
-                limit.gather(1, places),
-                bound.gather(1, places),
-            )
-        self._last_commit = np.where(counts > 0, self.evaluations, self._last_commit)
-        self._input_since = np.where(changed, self.evaluations, self._input_since)
+            z = z.gather(1, places[..., None].expand_as(z))
+            limit, bound = limit.gather(1, places), bound.gather(1, places)
+        self._last_commit[counts > 0] = self.evaluations
+        self._input_since[changed] = self.evaluations
         if not stay.all():
             kept = on_device(np.flatnonzero(stay), device)
             z, limit, bound, self._memory, self.cache = take((z, limit, bound, self._memory, self.cache), kept)
-            self._last_commit, self._input_since, changed = (
-                self._last_commit[stay],
-                self._input_since[stay],
-                changed[stay],
-            )
+            self._last_commit, self._input_since = self._last_commit[stay], self._input_since[stay]
+            changed = changed[stay]
         rows = np.flatnonzero(changed.any(axis=1))
         if len(rows) == len(z):
             self._memory = self._solver.init(z)

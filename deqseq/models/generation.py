@@ -12,7 +12,7 @@ from deqseq.backbones.base import Cache
 from deqseq.config import SolveConfig, SolveFields, resolve
 from deqseq.layers import with_weights
 from deqseq.models.base import Model
-from deqseq.models.decoding import Decoder, InWindow, OneByOne, Verdict
+from deqseq.models.decoding import InWindow, OneByOne
 from deqseq.models.recurrent_depth import solved_part
 from deqseq.models.sampler import Logits, Sampler
 from deqseq.solution import Status
@@ -21,7 +21,8 @@ from deqseq.types import Mask, Sequence
 from deqseq.windows import on_device, on_host
 
 Settle = Callable[[Logits, np.ndarray, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray, np.ndarray]]
-"""From logits, rows, tokens and counts to tokens, counts and which rows go on, as :func:`up_to_stop`."""
+"""Which of the tokens that may be committed are: from logits, ``(rows, tokens, vocab)``, the rows' places in the batch,
+tokens, ``(rows, tokens)``, and how many of each row may be, to tokens, how many are, and which rows go on."""
 
 WINDOW = 8
 """Tokens that are decoded together unless the caller says."""
@@ -29,9 +30,7 @@ WINDOW = 8
 
 @dataclass(frozen=True)
 class NewTokens:
-    """What a streaming callback receives when tokens are committed; they will not change any more.
-
-    A row gets one token at a time without a window, and none or several with one.
+    """What a callback receives when tokens are committed: of each row one, or with a window none or several.
 
     Attributes:
         rows: the row of the batch that each token belongs to, in ascending order, ``(new,)``.
@@ -84,36 +83,32 @@ class _Record:
     def __init__(self, batch: int, callback: Callable[[NewTokens], None] | None, device: torch.device) -> None:
         self._callback, self._device = callback, device
         self._added: list[tuple[np.ndarray, ...]] = []
-        self.lengths, self.updates, self.guessed = (np.zeros(batch, dtype=np.int64) for _ in range(3))
+        # of each row; the status is the worst of its tokens
+        self.lengths, self.status, self.updates, self.guessed = np.zeros((4, batch), dtype=np.int64)
 
-    def add(self, rows: np.ndarray, tokens: np.ndarray, counts: np.ndarray, found: Verdict) -> None:
+    def add(
+        self, rows: np.ndarray, tokens: np.ndarray, counts: np.ndarray, status: np.ndarray, iterations: np.ndarray
+    ) -> None:
         """Add the first ``counts`` tokens of each row."""
         row, offset = (np.arange(tokens.shape[1]) < counts[:, None]).nonzero()
         new = rows[row], self.lengths[rows[row]] + offset, tokens[row, offset]
-        self._added.append((*new, found.iterations[row, offset], found.status[row]))
+        self._added.append((*new, iterations[row, offset], status[row]))
         self.lengths[rows] += counts
+        np.maximum.at(self.status, rows[row], status[row])
         if self._callback is not None and len(row):
             self._callback(NewTokens(*(on_device(x, self._device) for x in new)))
-
-    def status(self) -> Int64[Tensor, " batch"]:
-        """The worst of each row's tokens."""
-        rows, _, _, _, status = (np.concatenate(column) for column in zip(*self._added, strict=True))
-        worst = np.full(len(self.lengths), Status.CONVERGED)
-        np.maximum.at(worst, rows, status)
-        return torch.from_numpy(worst)
 
     def generation(self, pad_token: int, evaluations: int | None) -> Generation:
         """The record as tensors; without ``evaluations``, nothing was solved."""
         rows, positions, *columns = (np.concatenate(column) for column in zip(*self._added, strict=True))
-        shape, found = (len(self.lengths), int(self.lengths.max())), []
+        found = [self.lengths, self.updates, self.guessed]
         for column, fill in zip(columns, (pad_token, 0, Status.CONVERGED), strict=True):
-            whole = np.full(shape, fill, dtype=column.dtype)
-            whole[rows, positions] = column
-            found.append(on_device(whole, self._device))
-        lengths, updates, guessed = (on_device(x, self._device) for x in (self.lengths, self.updates, self.guessed))
+            found.append(np.full((len(self.lengths), self.lengths.max()), fill, dtype=column.dtype))
+            found[-1][rows, positions] = column
+        lengths, updates, guessed, tokens, iterations, status = (on_device(x, self._device) for x in found)
         if evaluations is None:
-            return Generation(found[0], lengths)
-        return Generation(found[0], lengths, found[1], found[2] == Status.CONVERGED, evaluations, updates, guessed)
+            return Generation(tokens, lengths)
+        return Generation(tokens, lengths, iterations, status == Status.CONVERGED, evaluations, updates, guessed)
 
 
 def generate(
@@ -135,8 +130,7 @@ def generate(
 ) -> Generation:
     """Continue a batch of prompts: the loop of :meth:`deqseq.CausalLM.generate`, in eval mode and without gradients.
 
-    ``settle`` says which of the tokens that may be committed are: :func:`up_to_stop`, or what is called like it and may
-    choose other tokens. Everything is decided on the host, after one transfer per evaluation.
+    Everything is decided on the host, after one transfer per evaluation.
     """
     core, given = solved_part(model), {**fields, **({} if solve is None else {"solve": solve})}
     config, whole, single = None, given, given
@@ -144,62 +138,50 @@ def generate(
         config = resolve(core.solve_config, solve, fields)
         if core is not model:  # the layers around it run for every choice, and cost more than a choice gains
             config = replace(config, stop=replace(config.stop, check_every=max(2, config.stop.check_every)))
-        whole = {"sweep": prompt_sweep(config), **given}
-        single = {**given, "sweep": Simultaneous()}
+        whole, single = {"sweep": prompt_sweep(config), **given}, {**given, "sweep": Simultaneous()}
     width, model, device = width_of(window, config), with_weights(model), x.device
     record = _Record(len(x), callback, device)
     rows, inputs = np.arange(len(x)), np.zeros((len(x), 1), dtype=np.int64)
-    decoder: Decoder = OneByOne(model, cache, {**whole, "mask": mask})
+    decoder = prompt = OneByOne(model, cache, {**whole, "mask": mask})
     if sampler.temperature and sampler.seed is None:
         sampler = replace(sampler, seed=int(torch.randint(2**62, (), device="cpu")))
-    step = 0
     while True:
         states, marks = decoder.evaluate(x)
         logits, positions = head(states), record.lengths[rows, None] + np.arange(decoder.width)
         known = on_host(torch.cat([sampler.choose(logits, rows, positions), marks], dim=1))
         tokens, marks = known[:, : decoder.width], known[:, decoder.width :]
-        found = decoder.judge(marks, _right(inputs, tokens))
-        counts = np.minimum(found.counts, max_new_tokens - record.lengths[rows])
+        counts, status, iterations, updates = decoder.judge(marks, _right(inputs, tokens))
+        counts = np.minimum(counts, max_new_tokens - record.lengths[rows])
         _check_finite(tokens, counts, rows)
         tokens, counts, stay = settle(logits, rows, np.maximum(tokens, 0), counts)
-        record.add(rows, tokens, counts, found)
+        record.add(rows, tokens, counts, status, iterations)
         stay &= record.lengths[rows] < max_new_tokens
-        if step:  # after the prompt
-            record.updates[rows] += found.updates
-            known = np.arange(decoder.width) < (counts + stay)[:, None]  # inputs that are final now
-            record.guessed[rows] += (_right(inputs, tokens) & known)[:, 1:].sum(axis=1)
+        if decoder is not prompt:
+            record.updates[rows] += updates
+            final = np.arange(decoder.width) < (counts + stay)[:, None]
+            record.guessed[rows] += (_right(inputs, tokens) & final)[:, 1:].sum(axis=1)
         if not stay.any():
             break
         inputs, changed = _moved(inputs, tokens, counts, width)
         decoder.move(counts, changed, stay)
         rows, inputs = rows[stay], inputs[stay]
-        if not step:
-            after = decoder.cache
-            if core is None or config is None or after is None or width == 1:
-                decoder = OneByOne(model, after, single)
-            else:
-                decoder = InWindow(model, config, after, len(rows), width)
-        x, step = embed(on_device(inputs, device)), step + 1
-    if core is not None and config is not None and width > 1:  # one by one, the model tells
-        core.warn_once(record.status(), config.stop, "print(model(input_ids).explain()) says why and what to do.")
-    return record.generation(pad_token, None if config is None else decoder.evaluations * bool(step))
+        if decoder is prompt:
+            decoder = OneByOne(model, prompt.cache, single)
+            if config is not None and width > 1:
+                decoder = InWindow(model, config, prompt.cache, len(rows), width)
+        x = embed(on_device(inputs, device))
+    if core is None or config is None:
+        return record.generation(pad_token, None)
+    if width > 1:  # one by one, the model tells
+        advice = "print(model(input_ids).explain()) says why and what to do."
+        core.warn_once(torch.from_numpy(record.status), config.stop, advice)
+    return record.generation(pad_token, 0 if decoder is prompt else decoder.evaluations)
 
 
 def up_to_stop(
     stops: tuple[int, ...], logits: Logits, rows: np.ndarray, tokens: np.ndarray, counts: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of the tokens that may be committed, those up to a row's stop token.
-
-    Args:
-        stops: a row ends with the first of these.
-        logits: that the tokens were chosen from, ``(rows, tokens, vocab)``.
-        rows: their rows in the batch, ``(rows,)``.
-        tokens: on the host, ``(rows, tokens)``.
-        counts: how many of each row may be committed, ``(rows,)``.
-
-    Returns:
-        The tokens; how many are committed, and whether each row goes on, both ``(rows,)``.
-    """
+    """A :data:`Settle` for given ``stops``: those up to a row's first stop token."""
     ends = np.isin(tokens, stops) & (np.arange(tokens.shape[1]) < counts[:, None])
     stopped = ends.any(axis=1)
     return tokens, np.where(stopped, ends.argmax(axis=1) + 1, counts), ~stopped

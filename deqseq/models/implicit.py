@@ -27,12 +27,7 @@ from deqseq.types import Mask, Sequence
 
 @dataclass
 class SolveSettings:
-    """Where an :class:`ImplicitModel` reads, at each call, how it is solved.
-
-    Attributes:
-        solve: how the fixed point is found and differentiated.
-        eval_solve: the same in eval mode; None: as ``solve``.
-    """
+    """Where an :class:`ImplicitModel` reads how it is solved; models of transformers put their configuration here."""
 
     solve: SolveConfig
     eval_solve: SolveConfig | None
@@ -190,8 +185,7 @@ class ImplicitModel(BackboneModel):
 
     @eval_solve.setter
     def eval_solve(self, eval_solve: Any) -> None:
-        if eval_solve is not None:
-            check_type("eval_solve", eval_solve, SolveConfig)
+        check_type("eval_solve", eval_solve, (SolveConfig, type(None)))
         self.solves.eval_solve = eval_solve
 
     @property
@@ -237,12 +231,9 @@ class ImplicitModel(BackboneModel):
             self._warned = warned
 
     def warn_once(self, status: Tensor, stop: Stop, advice: str = EXPLAINED) -> None:
-        """Tell of the first solve in which most rows fail, in training all rows, unless no row could converge.
+        """Warn, with ``advice``, of the first solve that ends with such ``status``, ``(batch,)``, under ``stop``.
 
-        Args:
-            status: how each row ended, int8, ``(batch,)``.
-            stop: its tolerance and most evaluations.
-            advice: the end of the warning: what to do.
+        These are failures of most rows, in training of all, unless no row could converge.
         """
         training = self.training
         # a phase of a fixed number of iterations reports its residual, and need not converge

@@ -13,35 +13,21 @@ from deqseq.types import Mask, Sequence
 
 @dataclass(frozen=True)
 class Padding:
-    """Where the real tokens of each row are, and where they are moved.
+    """Where the real tokens of each row are moved; without padding, nowhere.
 
     A causal model computes a row as if it were alone when its padding comes last; so left padding is moved there, and
     the result is moved back. A window shared by all rows then begins at the first real token of each.
-
-    Attributes:
-        order: for each position the token that moves there, real ones first, ``(batch, length)``; None: no padding.
-        mask: True at real tokens after the move, ``(batch, length)``; None: no padding.
-
-    Example:
-        >>> padding = Padding.of(torch.zeros(1, 3, 1), torch.tensor([[False, True, True]]))
-        >>> padding.order, padding.mask
-        (tensor([[1, 2, 0]]), tensor([[ True,  True, False]]))
     """
 
-    order: Int64[Tensor, "batch length"] | None = None
-    mask: Mask | None = None
+    order: Int64[Tensor, "batch length"] | None = None  # for each position the token that moves there, real ones first
+    mask: Mask | None = None  # True at real tokens after the move
 
     @classmethod
     def of(cls, x: Shaped[Tensor, "batch length ..."], mask: Mask | None) -> "Padding":
-        """From a mask of the real tokens.
-
-        Raises:
-            ValueError: a mask of another shape or dtype, a row without a real token, or padding between real tokens.
-        """
-        if mask is None:
-            return cls()
-        check_mask(mask, x)
-        if bool(mask.all()):
+        """From a mask of the real tokens, which is checked."""
+        if mask is not None:
+            check_mask(mask, x)
+        if mask is None or bool(mask.all()):
             return cls()
         order = mask.logical_not().to(torch.uint8).argsort(dim=1, stable=True)
         return cls(order, mask.gather(1, order))

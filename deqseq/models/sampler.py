@@ -18,21 +18,7 @@ Seed = Annotated[int, Between(-(2**63), 2**64 - 1)]
 
 @dataclass(frozen=True)
 class Sampler:
-    """How a token is chosen from its logits.
-
-    Args:
-        temperature: logits are divided by it; 0: the most probable token is taken.
-        top_k: how many of the most probable tokens to draw from, at least 1. Default: all.
-        top_p: probability, in (0, 1], of the most probable tokens to draw from. Default: 1, all.
-        seed: of the random numbers. Default: drawn from torch's global generator.
-
-    Raises:
-        ValueError: a number out of its range, or a choice among tokens that a temperature of 0 does not make.
-
-    Example:
-        >>> Sampler(temperature=0.8, top_p=0.95, seed=0).top_k is None
-        True
-    """
+    """How a token is chosen from its logits, as the arguments of :meth:`deqseq.CausalLM.generate` say."""
 
     temperature: float = 0.0
     top_k: int | None = None
@@ -44,18 +30,10 @@ class Sampler:
             raise ValueError("top_k and top_p need a temperature above 0; a temperature of 0 takes the best token")
 
     def choose(self, logits: Logits, rows: np.ndarray, positions: np.ndarray) -> Int64[Tensor, "rows tokens"]:
-        """A token from each vector of logits.
+        """A token from each vector of logits of these rows and positions; -1 where the logits are not finite.
 
         A token is drawn as the largest of its logits, over the temperature, and noise that depends on the seed, the row
         and the position alone. Logits that differ little, as those of two windows, then seldom give different tokens.
-
-        Args:
-            logits: ``(rows, tokens, vocab)``.
-            rows: their rows in the batch, ``(rows,)``.
-            positions: how many tokens were generated before each, ``(rows, tokens)``.
-
-        Returns:
-            The tokens, ``(rows, tokens)``; -1 where the logits are not finite.
         """
         finite = logits.isfinite().all(dim=-1)
         if self.temperature:

@@ -108,6 +108,9 @@ def test_an_explicit_model_solves_nothing():
     for option in ({"sweep": dq.Sequential()}, {"throw": True}, {"solve": TIGHT}, {"misspelt": None}):
         with pytest.raises(TypeError, match=next(iter(option))):
             lm(IDS, **option)
+    for option in ({"sweep": dq.Sequential()}, {"solve": TIGHT}):
+        with pytest.raises(TypeError, match=next(iter(option))):
+            lm.generate(IDS, max_new_tokens=2, **option)
 
 
 @pytest.mark.parametrize(
@@ -134,3 +137,8 @@ def test_a_head_that_does_not_fit_is_named(head):
         lm(torch.tensor([[1, 2, 3]]))
     with pytest.raises(TypeError, match=r"CausalLM\.embedding.* must be"):
         lm.embedding = head
+
+
+def test_a_method_of_transformers_is_named():
+    with pytest.raises(AttributeError, match=r"no save_pretrained: .*from_causal_lm\(lm\)"):
+        language_model().save_pretrained("folder")

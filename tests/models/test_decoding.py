@@ -1,9 +1,11 @@
 """Decoding in windows: the tokens of decoding one by one, in fewer evaluations one after another."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from problems import SOLVERS
-from small_models import affine, contractive_llama, contractive_mamba2
+from small_models import affine, contractive_llama, contractive_mamba2, injected_llama, recurrent_depth
 
 import deqseq as dq
 
@@ -11,23 +13,12 @@ TIGHT = dq.SolveConfig(dq.Relaxed(0.9), stop=dq.Stop(rtol=1e-6, max_steps=500))
 PROMPT = torch.randint(0, 13, (4, 6), generator=torch.Generator().manual_seed(0))
 
 
-def injected_llama() -> dq.Backbone:
-    return dq.Injected(contractive_llama(injection=False, n_layers=1), dq.AddInjection())
-
-
-def recurrent_depth() -> dq.RecurrentDepth:
-    def layers() -> dq.ExplicitModel:
-        return dq.ExplicitModel(contractive_llama(n_layers=1, injection=False))
-
-    return dq.RecurrentDepth(layers(), dq.ImplicitModel(injected_llama(), TIGHT), layers(), dq.layers.RMSNorm(8))
-
-
 MODELS = {
     "Affine": lambda: dq.ImplicitModel(affine(), TIGHT),
     "Mamba2": lambda: dq.ImplicitModel(contractive_mamba2(), TIGHT),
     "Llama": lambda: dq.ImplicitModel(contractive_llama(), TIGHT),
     "Injected": lambda: dq.ImplicitModel(injected_llama(), TIGHT),
-    "RecurrentDepth": recurrent_depth,
+    "RecurrentDepth": lambda: recurrent_depth(dq.ImplicitModel(injected_llama(), TIGHT), dq.layers.RMSNorm(8)),
 }
 
 
@@ -110,21 +101,16 @@ def test_a_row_that_spends_its_budget_commits_a_token_and_is_flagged(mamba):
     assert checked.evaluations == 4 * 4  # a check after 8 would be too late
 
 
-def test_two_iterations_between_choices(mamba):
-    one = mamba.generate(PROMPT, max_new_tokens=12, window=4)
-    two = mamba.generate(PROMPT, max_new_tokens=12, window=4, stop=dq.Stop(rtol=1e-6, max_steps=500, check_every=2))
-    assert torch.equal(one.tokens, two.tokens)
-    assert two.evaluations % 2 == 0
-
-
-def test_layers_around_the_core_run_at_every_second_iteration_at_most():
-    lm = language_model("RecurrentDepth")
-    usual = lm.generate(PROMPT, max_new_tokens=12, window=4)
-    two = lm.generate(PROMPT, max_new_tokens=12, window=4, stop=dq.Stop(rtol=1e-6, max_steps=500, check_every=2))
-    three = lm.generate(PROMPT, max_new_tokens=12, window=4, stop=dq.Stop(rtol=1e-6, max_steps=500, check_every=3))
-    assert usual.evaluations == two.evaluations
-    assert usual.evaluations % 2 == three.evaluations % 3 == 0
-    assert torch.equal(usual.tokens, three.tokens)
+@pytest.mark.parametrize(("name", "least"), [("Mamba2", 1), ("RecurrentDepth", 2)])
+def test_a_choice_is_made_every_so_many_iterations(name, least):
+    """With layers around the core, which run for every choice, every second one at least."""
+    lm, tokens = language_model(name), []
+    for every in (1, 2, 3):
+        stop = dq.Stop(rtol=1e-6, max_steps=500, check_every=every)
+        found = lm.generate(PROMPT, max_new_tokens=12, window=4, stop=stop)
+        assert found.evaluations % max(every, least) == 0
+        tokens.append(found.tokens)
+    assert torch.equal(tokens[0], tokens[1]) and torch.equal(tokens[0], tokens[2])
 
 
 class Fragile(dq.Affine):
@@ -185,25 +171,18 @@ def test_where_a_window_cannot_be_the_default_is_none(case):
     assert torch.equal(default.tokens, one.tokens)
 
 
-def test_a_window_has_a_token(mamba):
-    with pytest.raises(ValueError, match="window must be an integer >= 1, got 0"):
-        mamba.generate(PROMPT, max_new_tokens=2, window=0)
-
-
-INSIDE = {"autocast": lambda: torch.autocast("cpu", torch.bfloat16), "inference": torch.inference_mode}
+INSIDE = {
+    "autocast": lambda lm: torch.autocast("cpu", torch.bfloat16),
+    "inference": lambda lm: torch.inference_mode(),
+    "bfloat16": lambda lm: nullcontext(lm.bfloat16()),
+}
 
 
 @pytest.mark.parametrize("context", INSIDE)
 def test_a_window_works_inside(context):
     lm = dq.load_example("text")
     prompt = torch.tensor([list(b"ROMEO: "), list(b"KING H:")])
-    with INSIDE[context]():
+    with INSIDE[context](lm):
         found = lm.generate(prompt, max_new_tokens=10, window=4, stop=dq.Stop(rtol=2e-2))
     assert found.converged.all()
     assert found.guessed.all()
-
-
-def test_half_precision():
-    lm = dq.load_example("text").bfloat16()
-    found = lm.generate(torch.tensor([list(b"ROMEO: ")]), max_new_tokens=10, window=4, stop=dq.Stop(rtol=2e-2))
-    assert found.converged.all()

@@ -183,12 +183,6 @@ def test_stop_tokens_are_in_the_vocabulary():
         language_model("Mamba2").generate(PROMPT, max_new_tokens=2, stop_tokens=[13])
 
 
-@pytest.mark.parametrize("option", [{"sweep": dq.Sequential()}, {"solve": TIGHT}], ids=str)
-def test_an_explicit_model_solves_nothing(option):
-    with pytest.raises(TypeError, match=next(iter(option))):
-        language_model("explicit Mamba2").generate(PROMPT, max_new_tokens=2, **option)
-
-
 @pytest.mark.parametrize("make", [dq.ImplicitModel, dq.ExplicitModel])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_logits_that_are_not_finite_are_an_error(make, temperature):

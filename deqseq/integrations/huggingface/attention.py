@@ -18,7 +18,7 @@ from deqseq.layers import Attention
 
 
 class ChosenAttention:
-    """What ``config._attn_implementation`` names at each call, in place of :class:`deqseq.layers.DotProduct`."""
+    """What ``config._attn_implementation`` names at each call, in place of torch's own attention."""
 
     def __init__(self, config: Any) -> None:
         self.config = config
