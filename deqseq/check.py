@@ -129,6 +129,11 @@ def check_like(name: str, value: object, like: Tensor, what: str) -> None:
         raise TypeError(f"{name} must keep the dtype of {what}, {like.dtype}, got {value.dtype}")
 
 
+def versions(*tensors: Tensor) -> list[int]:
+    """How often each was changed in place; in inference mode torch does not count."""
+    return [x._version for x in tensors if not x.is_inference()]
+
+
 def returned_by(name: str, call: Callable[..., Any], *inputs: Tensor, like: Tensor, what: str) -> Tensor:
     """What a user's object returns for ``inputs``: a tensor as ``like`` is; an error of torch names the object."""
     try:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deqseq.check import check_like
+from deqseq.check import check_like, versions
 from deqseq.types import FixedPointMap, State
 
 
@@ -49,10 +49,9 @@ def evaluate(f: FixedPointMap, z: State, args: Any = None, *, has_aux: bool = Fa
     Under autocast a map computes in half precision; its value is brought back to the state's dtype, so that the
     iteration does not lose precision from one step to the next.
     """
-    uncounted = z.is_inference()
-    given, before = (z.clone(), 0) if uncounted else (z, z._version)
+    given, before = z.clone() if z.is_inference() else z, versions(z)
     fz = f(given) if args is None else f(given, args)
-    if not uncounted and z._version != before:
+    if versions(z) != before:
         raise ValueError(
             "f must not change z in place (z.add_(), relu(z, inplace=True), z[...] = ...): the residual is measured "
             "against z. Write the result to a new tensor, or begin with z = z.clone()"

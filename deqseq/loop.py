@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from deqseq.check import check_like
+from deqseq.check import check_like, versions
 from deqseq.evaluate import evaluate
 from deqseq.rows import check_rows, take
 from deqseq.solution import Solution
@@ -83,14 +83,13 @@ def iterate(
 
 def next_point(solver: Solver[Any], z: State, fz: State, state: Any) -> tuple[State, Any]:
     """One checked step of the solver, in full precision: under autocast only the map is in half precision."""
-    kind, counted = z.device.type, [x for x in (z, fz) if not x.is_inference()]
-    before = [x._version for x in counted]
+    kind, before = z.device.type, versions(z, fz)
     with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
         pair = solver.step(z, fz, state)
     name = f"{type(solver).__name__}.step"
     if not isinstance(pair, tuple) or len(pair) != 2:
         raise TypeError(f"{name} must return a pair (next point, state), got {type(pair).__name__}")
     check_like(name, pair[0], z, "z")
-    if [x._version for x in counted] != before:
+    if versions(z, fz) != before:
         raise ValueError(f"{name} must not change z or fz in place: they are values of the solve. Return a new tensor")
     return pair

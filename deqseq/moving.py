@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from deqseq.rows import map_tensors, take
 from deqseq.solution import Solution, SolveStats, Status
+from deqseq.solvers.base import Solver
 from deqseq.stop import Stop
 from deqseq.sweeps import Sweep
 from deqseq.tokens import TokenArgs
@@ -30,11 +31,11 @@ class MovingWindows(Windows):
     row that has ended stays in the batch if its cache is needed: its window then lies past its last token.
     """
 
-    def __init__(self, z0: State, args: TokenArgs, stop: Stop, budget: int, returns_point: bool, sweep: Sweep) -> None:
+    def __init__(self, z0: State, args: TokenArgs, stop: Stop, solver: Solver[Any], sweep: Sweep) -> None:
         batch, self._length = z0.shape[:2]
         width = sweep.width(self._length)
         room = self._length + width  # windows may reach beyond the end
-        super().__init__(z0, stop, budget, sweep.block or 1, width, room, returns_point)
+        super().__init__(z0, stop, solver, sweep.block or 1, width, room)
         self._args, self._cache, self._returns_cache = args, args.cache, args.need_aux
         # of rows: tokens, the first one of the window, evaluations when it came there, and of how many tokens in all
         self._lengths = np.full(batch, self._length) if args.mask is None else on_host(args.mask.sum(dim=1))

@@ -105,9 +105,8 @@ def run_solve(
     check_transforms()
     check_start("z0", z0)
     check_rows("args", args, len(z0))
-    budget = 1 if solver.owns_loop else stop.max_steps
     if sweep is None or sweep.block is None:
-        windows = AllTokens(z0, args, stop, budget, solver.returns_point)
+        windows = AllTokens(z0, args, stop, solver)
     else:
         check_type("args", args, TokenArgs)
         if solver.owns_loop and sweep.window > 1:
@@ -116,7 +115,7 @@ def run_solve(
                 "take Simultaneous(), Chunked(size) or Sequential()"
             )
         args.check_tokens(z0.shape[1])
-        windows = MovingWindows(z0, args, stop, budget, solver.returns_point, sweep)
+        windows = MovingWindows(z0, args, stop, solver, sweep)
     solution = iterate(f, solver, windows, has_aux=has_aux, callback=callback)
     if sweep is None:
         solution = replace(solution, stats=replace(solution.stats, residual=worst_token(solution.stats.residual)))

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from deqseq.rows import put, take
 from deqseq.solution import Solution, SolveStats, Status
+from deqseq.solvers.base import Solver
 from deqseq.stop import Stop, relative
 from deqseq.types import Residual, RowIndex, State
 
@@ -23,8 +24,7 @@ Verdict = tuple[np.ndarray, np.ndarray]
 class Windows(ABC):
     """The rows that are still in the batch, and the tokens of each that are iterated.
 
-    ``budget`` is ``stop.max_steps``, or 1 after a solver that owns its loop; ``width``, the tokens of a row in one
-    evaluation, of ``tokens`` in all.
+    ``width`` is the tokens of a row in one evaluation, of ``tokens`` in all.
     """
 
     part: Any
@@ -36,11 +36,9 @@ class Windows(ABC):
     evaluations = 0
     """Calls of the map so far."""
 
-    def __init__(
-        self, z0: State, stop: Stop, budget: int, block: int, width: int, tokens: int, returns_point: bool
-    ) -> None:
-        self.stop, self.width, self.device = stop, width, z0.device
-        self._budget, self._block, self._returns_point = budget, block, returns_point
+    def __init__(self, z0: State, stop: Stop, solver: Solver[Any], block: int, width: int, tokens: int) -> None:
+        self.stop, self.width, self.device, self._block = stop, width, z0.device, block
+        self._budget, self._returns_point = 1 if solver.owns_loop else stop.max_steps, solver.returns_point
         self._rows = np.arange(len(z0))  # positions of the rows that are still in the batch
         self._open = np.ones(len(z0), dtype=bool)  # rows that have not ended
         self._limit = np.zeros(len(z0))  # the difference above which a row has diverged
@@ -121,9 +119,9 @@ class AllTokens(Windows):
     ``args`` of which rows can be taken; its value and ``aux`` are stored then.
     """
 
-    def __init__(self, z0: State, args: Any, stop: Stop, budget: int, returns_point: bool) -> None:
+    def __init__(self, z0: State, args: Any, stop: Stop, solver: Solver[Any]) -> None:
         tokens = math.prod(z0.shape[1:-1])
-        super().__init__(z0, stop, budget, tokens, tokens, tokens, returns_point)
+        super().__init__(z0, stop, solver, tokens, tokens, tokens)
         self.part, self._z0 = args, z0
         self._at: Any = (slice(None),)  # rows that are in the batch
         self._frozen: Tensor | None = None  # rows that have ended, shaped to broadcast over the state

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar, Generic, TypeVar
 
-from deqseq.check import check_like
+from deqseq.check import check_like, versions
 from deqseq.rows import put, tensors_of
 from deqseq.stop import Stop
 from deqseq.types import RowIndex, State
@@ -131,9 +131,9 @@ class ExternalSolver(Solver[None]):
         return fz, None
 
     def begin(self, f: Callable[[State], tuple[State, Any]], z0: State, stop: Stop) -> tuple[State, None]:
-        before = None if z0.is_inference() else z0._version
+        before = versions(z0)
         z, name = self.run(lambda z: f(z)[0], z0, stop), f"{type(self).__name__}.run"
         check_like(name, z, z0, "z0")
-        if before is not None and z0._version != before:
+        if versions(z0) != before:
             raise ValueError(f"{name} must not change z0 in place: it may be the caller's")
         return z, None
