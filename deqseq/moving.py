@@ -54,7 +54,7 @@ class MovingWindows(Windows):
     def check(self, z: State, fz: State) -> bool:
         rows, every = self._rows, self.stop.check_every
         left, age = self._lengths[rows] - self._first[rows], self.evaluations - self._since[rows]
-        late, new = age >= self._budget, age == 1
+        late, new = age >= self._budget, np.isnan(self._bound[rows, self._at[1][:, -1]])
         due = (left > 0) & (late | (age % every == 0))
         self._leaving = np.zeros_like(left)
         if not (due | new).any():
