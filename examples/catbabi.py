@@ -53,7 +53,7 @@ class Options(RunOptions):
     explicit_steps: int = 4500  # training steps of the explicit models
 
     def __post_init__(self) -> None:
-        check_options(self, may_be_zero=("seed",))
+        check_options(self)
 
 
 QUICK: dict[str, Any] = {"train_stories": 30, "test_stories": 2, "blocks": (1,), "steps": 6, "explicit_steps": 12}

@@ -50,10 +50,12 @@ class Recipe(RunOptions):
     baselines: tuple[int, ...] = (4,)  # blocks of the explicit models
     eval_lengths: tuple[int, ...] = (16, 32, 64, 128, 256)  # evaluation lengths
 
+    LEAST: ClassVar = {**RunOptions.LEAST, "generators": 0}
+    INTERVALS: ClassVar = dict.fromkeys(SHARES, "[0, 1]")
     FREE: ClassVar = (*RunOptions.FREE, "baselines", "eval_lengths", "eval_identity_probability")
 
     def __post_init__(self) -> None:
-        check_options(self, may_be_zero=("seed", "generators", *SHARES), shares=SHARES)
+        check_options(self)
         for name in ("lengths", "free_lengths", "eval_lengths"):
             if list(value := getattr(self, name)) != sorted(value):
                 raise ValueError(f"{flag(name)} must ascend, got {value}")

@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 import tyro
 from filelock import FileLock, Timeout
 
+from deqseq.check import check_integer, check_number
+
 T = TypeVar("T")
 RECORD, LOCK = "options.json", ".lock"
 
@@ -18,6 +20,16 @@ RECORD, LOCK = "options.json", ".lock"
 def flag(name: str) -> str:
     """An option as the command line has it."""
     return f"--{name.replace('_', '-')}"
+
+
+def check_numbers(options: Any) -> None:
+    """Refuse numbers out of range: integers below ``options.LEAST``, else 1, others outside ``options.INTERVALS``."""
+    for name, value in vars(options).items():
+        for number in value if isinstance(value, tuple) else (value,):
+            if isinstance(number, int) and not isinstance(number, bool):
+                check_integer(flag(name), number, options.LEAST.get(name, 1), 10**9)
+            if isinstance(number, float):
+                check_number(flag(name), number, options.INTERVALS.get(name, "(0, inf)"))
 
 
 def read_options(kind: type[T], arguments: Sequence[str], quick: Mapping[str, Any]) -> T:

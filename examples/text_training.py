@@ -4,7 +4,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,11 +15,11 @@ import transformers
 from accelerate import PartialState
 from corpus import check_texts, load_corpus, load_tokenizer, train_tokenizer, training_rows
 from datasets import IterableDataset
-from run_folder import flag, is_main, naming
+from run_folder import check_numbers, flag, is_main, naming
 from torch import nn
 from transformers import PreTrainedTokenizerBase, Trainer, TrainingArguments, default_data_collator
 
-from deqseq.check import check_choice, check_integer, check_number, suggestion
+from deqseq.check import check_choice, suggestion
 from deqseq.integrations.huggingface import CurriculumCallback
 from deqseq.training import Curriculum, parameter_groups
 
@@ -50,10 +50,9 @@ class TextOptions:
     """Options that may change when a run is continued."""
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            for one in value if isinstance(value, tuple) else (value,):
-                self._check(field.name, one)
+        check_numbers(self)
+        if empty := [flag(name) for name, value in vars(self).items() if value == ""]:
+            raise ValueError(f"{empty[0]} must not be empty")
         special = ("shakespeare", "babble")
         if not self.corpus.startswith("hub:") and self.corpus not in special and not Path(self.corpus).exists():
             wanted = "shakespeare, babble, hub:NAME, or a file or folder"
@@ -69,14 +68,6 @@ class TextOptions:
         nearest = next(path for path in (Path(self.output), *Path(self.output).absolute().parents) if path.exists())
         if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
             raise ValueError(f"--output must be a folder that can be written, got {self.output!r}: see {nearest}")
-
-    def _check(self, name: str, value: object) -> None:
-        if value == "":
-            raise ValueError(f"{flag(name)} must not be empty")
-        if isinstance(value, int) and not isinstance(value, bool):
-            check_integer(flag(name), value, self.LEAST.get(name, 1), 10**9)
-        if isinstance(value, float):
-            check_number(flag(name), value, self.INTERVALS.get(name, "(0, inf)"))
 
 
 def prepare(options: TextOptions, tokenizer: str | None) -> tuple[PreTrainedTokenizerBase, Any, list[str]]:

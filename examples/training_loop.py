@@ -6,7 +6,6 @@ import shutil
 import time
 import zipfile
 from abc import ABC, abstractmethod
-from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration
-from run_folder import flag
+from run_folder import check_numbers, flag
 
 import deqseq as dq
 from deqseq.training import Curriculum, check_finite
@@ -32,6 +31,8 @@ class RunOptions:
     output: str | None = None  # folder of the results; default: a name in runs/
     quick: bool = False  # a small setting, to see that everything runs
 
+    LEAST: ClassVar[dict[str, int]] = {"seed": 0}  # other integers: 1
+    INTERVALS: ClassVar[dict[str, str]] = {}  # other numbers: above 0
     FREE: ClassVar[tuple[str, ...]] = ("output", "device", "quick")
     """Options that may change when a run is continued."""
 
@@ -42,21 +43,14 @@ def one_process(script: str) -> None:
         raise SystemExit(f"{script} runs in one process: start it with python examples/{script}")
 
 
-def check_options(options: Any, may_be_zero: Collection[str] = (), shares: Collection[str] = ()) -> None:
+def check_options(options: RunOptions) -> None:
     """Refuse numbers out of range, no values where one is needed, values given twice, a device that is not here."""
+    check_numbers(options)
     for name, value in vars(options).items():
-        values = value if isinstance(value, tuple) else (value,)
-        if not values and name != "baselines":
+        if value == () and name != "baselines":
             raise ValueError(f"{flag(name)} must have at least one value, got none")
-        if len(set(values)) < len(values):
+        if isinstance(value, tuple) and len(set(value)) < len(value):
             raise ValueError(f"{flag(name)} must have every value once, got {value}")
-        for number in values:
-            if isinstance(number, bool) or not isinstance(number, int | float):
-                continue
-            most = 1 if name in shares else 10**9
-            if not (0 < number <= most or (number == 0 and name in may_be_zero)):  # NaN is neither
-                interval = f"{'[' if name in may_be_zero else '('}0, {most}]"
-                raise ValueError(f"{flag(name)} must be a number in {interval}, got {number}")
     found = torch.accelerator.current_accelerator(check_available=True)
     if options.device not in (known := ["cpu", *([found.type] if found else [])]):
         raise ValueError(f"--device must be one of {known}, got {options.device!r}")

@@ -10,9 +10,6 @@ from deqseq.annotations import checked
 from deqseq.check import check_integer, check_number, check_type, plain_number
 from deqseq.training.phase import Phase
 
-Unit = Literal["fraction", "steps", "tokens"]
-"""What ends of phases and progress are counted in."""
-
 
 @checked
 @dataclass(frozen=True)
@@ -43,7 +40,7 @@ class Curriculum:
     """
 
     phases: Sequence[Phase]
-    unit: Unit = "fraction"
+    unit: Literal["fraction", "steps", "tokens"] = "fraction"
 
     def __post_init__(self) -> None:
         for phase in self.phases:

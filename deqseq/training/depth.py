@@ -7,9 +7,6 @@ from typing import Annotated, Literal
 
 from deqseq.annotations import AtLeast, Within, checked
 
-Rise = Literal["linear", "1-sqrt"]
-"""How a mean rises over a phase."""
-
 
 @checked
 @dataclass(frozen=True)
@@ -43,7 +40,7 @@ class PoissonLogNormal:
 
     mean: Annotated[float | int, Within("(0, 1e6]")]
     sigma: Annotated[float | int, Within("[0, 2]")] = 0.5
-    rise: Rise | None = None
+    rise: Literal["linear", "1-sqrt"] | None = None
     largest: Annotated[int, AtLeast(1)] | None = None
     seed: Annotated[int, AtLeast(0)] = 0
 

@@ -39,7 +39,7 @@ def test_numbers_out_of_range(script, option, value, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("script", "line", "message"),
     [
-        ("state_tracking", "--steps -5", "--steps must be a number in (0, 1000000000], got -5"),
+        ("state_tracking", "--steps -5", "--steps must be an integer in 1..1000000000, got -5"),
         ("state_tracking", "--learned 1.5", "--learned must be a number in [0, 1], got 1.5"),
         ("state_tracking", "--device gpu7", "--device must be one of ['cpu'"),
         ("state_tracking", "--eval-lengths", "--eval-lengths must have at least one value"),
