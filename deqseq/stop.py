@@ -12,7 +12,6 @@ from torch import Tensor
 from deqseq.annotations import AtLeast, Within, checked
 from deqseq.types import Residual, State
 
-Norm = Literal["token", "row"]
 LARGEST = torch.finfo(torch.float32).max
 Numbers = Any
 """One number per token, ``(rows, tokens)``: tensors, or arrays of NumPy."""
@@ -104,7 +103,7 @@ class Stop:
     max_steps: Annotated[int, AtLeast(1)] = 64
     check_every: Annotated[int, AtLeast(1)] = 1
     divergence: Annotated[float, Within("(1, inf]")] = 1e4
-    norm: Norm | Rule = "token"
+    norm: Literal["token", "row"] | Rule = "token"
 
     @classmethod
     @checked

@@ -16,8 +16,8 @@ from deqseq.types import Counts, Mask, Sequence
 class TokenArgs(NamedTuple):
     """What the map of some tokens needs besides their state: the second argument of :func:`token_map`.
 
-    ``mask`` is True at real tokens, which come first; ``need_aux`` says whether the map returns what commits them, and
-    of a whole sequence whether its cache is wanted; ``x`` is what the inputs were prepared from, of a whole sequence.
+    ``need_aux`` says whether the map returns what commits them, and of a whole sequence whether its cache is wanted;
+    ``x`` is what the inputs of a whole sequence were prepared from.
     """
 
     backbone: Backbone[Any]

@@ -18,7 +18,7 @@ from deqseq.solvers.base import Solver
 from deqseq.stop import Stop, relative
 from deqseq.types import Residual, RowIndex, State
 
-Verdict = tuple[np.ndarray, np.ndarray]
+Flags = tuple[np.ndarray, np.ndarray]
 
 
 class Windows(ABC):
@@ -73,7 +73,7 @@ class Windows(ABC):
     def solution(self, z: State, fz: State, aux: Any) -> Solution:
         """Store the end of the last rows, and return everything that was found."""
 
-    def _measure(self, z: State, fz: State, at: Any, new: np.ndarray | None, measured: np.ndarray | None) -> Verdict:
+    def _measure(self, z: State, fz: State, at: Any, new: np.ndarray | None, measured: np.ndarray | None) -> Flags:
         """Which rows have not diverged, ``(rows,)``, and which of their tokens pass, ``(rows, width)``.
 
         ``at`` is where these tokens stand in the arrays. Rows that are ``new`` have tokens of which nothing is known;

@@ -80,9 +80,6 @@ def test_objects_that_hide_tensors_are_refused():
     for aux in (torch.zeros(7), torch.tensor(1.0)):
         with pytest.raises(ValueError, match="aux must have one row per row of z0, 2"):
             dq.solve(lambda z, aux=aux: (z, aux), torch.ones(2, 1), has_aux=True, solver=dq.Naive(), stop=dq.Stop())
-
-
-def test_rows_of_args_are_counted():
     with pytest.raises(ValueError, match=r"args must have .*z0.* got .* \(3, 1\)"):
         dq.solve(lambda z, x: x, torch.zeros(2, 1), args=torch.ones(3, 1), solver=dq.Naive(), stop=dq.Stop())
 
