@@ -108,8 +108,10 @@ class Looped(Backbone[JointCache]):
             kept.append(aux)
             if self.choose is not None:  # without a choice, earlier states need not be kept
                 states.append(z)
-        value = z if self.choose is None else self._chosen(torch.stack(states))
-        return value, tuple(kept) if need_aux else None
+        if self.choose is not None:
+            what = "the states of one step"
+            z = returned_by("Looped.choose", self.choose, torch.stack(states), like=z, what=what).to(z.dtype)
+        return z, tuple(kept) if need_aux else None
 
     def advance(
         self, cache: JointCache | None, aux: tuple[Any, ...], tokens: int, counts: Counts | None = None
@@ -119,9 +121,3 @@ class Looped(Backbone[JointCache]):
 
     def compile(self, **options: Any) -> None:
         self.backbone.compile(**options)
-
-    def _chosen(self, states: Float[Tensor, "steps batch length d_model"]) -> Sequence:
-        """What ``choose`` makes of the states."""
-        assert self.choose is not None
-        value = returned_by("Looped.choose", self.choose, states, like=states[-1], what="the states of one step")
-        return value.to(states.dtype)

@@ -34,7 +34,7 @@ class _Kernels(NamedTuple):
 
 def why_not(device: str, dtype: torch.dtype) -> str | None:
     """Why the kernels cannot run on such tensors; None if they can."""
-    if device != "cuda" and not _interpreted():
+    if device != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return f"the kernels need CUDA tensors (or TRITON_INTERPRET=1, to check them), got one on {device}"
     if dtype not in HALF_OR_SINGLE:
         return f"the kernels compute in float32, float16 or bfloat16, got {dtype}"
@@ -178,10 +178,6 @@ def _aligned(x: Tensor) -> Tensor:
     if x.stride(2) == 1 and not any(stride % 8 for stride in strides):
         return x
     return x.clone(memory_format=torch.contiguous_format)  # contiguous() would leave a single token as it is
-
-
-def _interpreted() -> bool:
-    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @cache
