@@ -53,7 +53,7 @@ class SavedLM(SolvedLM):
 
     def get_model_info(self) -> dict[str, Any]:
         """What lm-eval writes about a model at the end, with the numbers of its solves."""
-        solves = self.tally.numbers()
+        solves = self.tally()
         print("solves:", json.dumps(solves))
         return super().get_model_info() | {"solves": solves}
 

@@ -27,56 +27,6 @@ except ImportError as error:
     raise ImportError('deqseq.integrations.lm_eval needs lm-eval: pip install "deqseq[eval]"') from error
 
 
-class Tally:
-    """Sums over all solves of an evaluation.
-
-    Example:
-        >>> import deqseq as dq
-        >>> output, tally = dq.ImplicitModel(dq.Affine(4))(torch.ones(2, 3, 4)), Tally()
-        >>> tally.add(output.stats, output.status)
-        >>> tally.numbers()["converged"]
-        1.0
-    """
-
-    def __init__(self) -> None:
-        self.counted: dict[str, float] = defaultdict(float)
-
-    def add(self, stats: SolveStats | None, status: torch.Tensor | None, mask: torch.Tensor | None = None) -> None:
-        """Count a solve, if there was one: ``stats``, ``status`` of ``(batch,)``; ``mask``, ``(batch, length)``."""
-        if stats is None or status is None:
-            return
-        parts = {"self_iterations": stats.iterations, "token_updates": stats.updates}
-        parts |= {"converged_tokens": None if stats.forced is None else ~stats.forced}
-        parts |= {"converged": status == Status.CONVERGED, "diverged": status == Status.DIVERGED}
-        for name, each in parts.items():
-            if each is not None:
-                each = each if mask is None or mask.shape != each.shape else each[mask]
-                self._count(name, each, each.numel())
-        self.counted["evaluations"] += stats.evaluations
-
-    def add_generation(self, found: Generation, lengths: list[int]) -> None:
-        """Count what was decoded in windows: of each row of ``found`` the first tokens, as many as ``lengths`` says."""
-        real = torch.arange(found.tokens.shape[1]) < torch.tensor(lengths)[:, None]
-        real, tokens, parts = real.to(found.tokens.device), int(real.sum()), dict[str, Any](vars(found))
-        self._count("self_iterations", parts["iterations"][real], tokens)
-        self._count("converged", parts["converged"][real], tokens)
-        self._count("token_updates", parts["updates"], tokens)
-        self.counted["evaluations"] += parts["evaluations"]
-
-    def _count(self, name: str, each: torch.Tensor, of: int) -> None:
-        self.counted[name] += each.sum().item()
-        self.counted[f"{name} of"] += of
-
-    def numbers(self) -> dict[str, float | None]:
-        """Mean iterations and updates per token, shares of rows and tokens, calls of the map; None without a solve.
-
-        Of what is decoded in windows every token is a solve of its own, and updates go on until all rows have ended.
-        """
-        names = ("self_iterations", "token_updates", "converged", "converged_tokens", "diverged")
-        of = {name: self.counted[name] / whole if (whole := self.counted[f"{name} of"]) else None for name in names}
-        return of | {"evaluations": self.counted["evaluations"] or None}
-
-
 class SolvedLM(HFLM):
     """lm-eval's model of transformers, with a choice of how each pass is solved, and a count of the solves.
 
@@ -91,9 +41,6 @@ class SolvedLM(HFLM):
         batch_size: texts that are solved together, at most; ``"auto"``: as many as fit into memory.
         max_length: tokens of a text, without the last. Default: that of the model or the tokenizer, or 2048.
 
-    Attributes:
-        tally: statistics of the solves so far, without those of rows that have ended.
-
     Raises:
         ValueError: ``solve`` or ``window`` for a model that is not implicit; an unknown name or field in ``solve``; a
             ``window`` that it excludes.
@@ -101,7 +48,7 @@ class SolvedLM(HFLM):
     Example:
         >>> lm = SolvedLM(model, tokenizer, {"sweep": dq.Sliding(8)})           # doctest: +SKIP
         >>> results = lm_eval.simple_evaluate(model=lm, tasks=["piqa"])         # doctest: +SKIP
-        >>> lm.tally.numbers()["converged"]                                     # doctest: +SKIP
+        >>> lm.tally()["converged"]                                             # doctest: +SKIP
     """
 
     @checked
@@ -122,8 +69,43 @@ class SolvedLM(HFLM):
         config = own[0].solve_config(solve or {}) if own and (solve or own[0].solved) else None
         width = width_of(window, config)
         super().__init__(model, "causal", tokenizer=tokenizer, batch_size=batch_size, max_length=max_length)
-        self.options, self.tally, self.bare = {"solve": solve} if solve else {}, Tally(), False
-        self.windows = {"window": width} if width > 1 else {}
+        self.options, self.windows = {"solve": solve} if solve else {}, {"window": width} if width > 1 else {}
+        self.bare, self.counted = False, defaultdict[str, float](float)
+
+    def tally(self) -> dict[str, float | None]:
+        """Mean iterations and updates per token, shares of rows and tokens, calls of the map; None without a solve.
+
+        Of what is decoded in windows every token is a solve of its own, and updates go on until all rows have ended.
+        """
+        names = ("self_iterations", "token_updates", "converged", "converged_tokens", "diverged")
+        of = {name: self.counted[name] / whole if (whole := self.counted[f"{name} of"]) else None for name in names}
+        return of | {"evaluations": self.counted["evaluations"] or None}
+
+    def _count(self, stats: SolveStats | None, status: torch.Tensor | None, mask: torch.Tensor | None = None) -> None:
+        """Count a solve, if there was one, of the real tokens."""
+        if stats is None or status is None:
+            return
+        parts = {"self_iterations": stats.iterations, "token_updates": stats.updates}
+        parts |= {"converged_tokens": None if stats.forced is None else ~stats.forced}
+        parts |= {"converged": status == Status.CONVERGED, "diverged": status == Status.DIVERGED}
+        for name, each in parts.items():
+            if each is not None:
+                each = each if mask is None or mask.shape != each.shape else each[mask]
+                self._add(name, each, each.numel())
+        self.counted["evaluations"] += stats.evaluations
+
+    def _count_generation(self, found: Generation, lengths: list[int]) -> None:
+        """Count what was decoded in windows, of each row the tokens before its end."""
+        real = torch.arange(found.tokens.shape[1]) < torch.tensor(lengths)[:, None]
+        real, tokens, parts = real.to(found.tokens.device), int(real.sum()), dict[str, Any](vars(found))
+        self._add("self_iterations", parts["iterations"][real], tokens)
+        self._add("converged", parts["converged"][real], tokens)
+        self._add("token_updates", parts["updates"], tokens)
+        self.counted["evaluations"] += parts["evaluations"]
+
+    def _add(self, name: str, each: torch.Tensor, of: int) -> None:
+        self.counted[name] += each.sum().item()
+        self.counted[f"{name} of"] += of
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, *args: Any, **kwargs: Any) -> list[int]:
         """As in lm-eval, and also for a tokenizer with neither BOS nor EOS token."""
@@ -164,20 +146,20 @@ class SolvedLM(HFLM):
             output = self.model(inps, use_cache=False, **self.options)
         logits = output.logits
         if isinstance(output, ImplicitCausalLMOutput):
-            self.tally.add(output.stats, output.status)
+            self._count(output.stats, output.status)
         return logits
 
     def _model_generate(self, context: torch.Tensor, max_length: int, stop: list[str], **kwargs: Any) -> torch.Tensor:
         kwargs |= {"return_dict_in_generate": True, **self.options, **self.windows}
         output: Any = super()._model_generate(context, max_length, stop, **kwargs)
         if isinstance(output, WindowedOutput) and output.generation is not None:
-            self.tally.add_generation(output.generation, self._ends(output.generation.tokens, stop))
+            self._count_generation(output.generation, self._ends(output.generation.tokens, stop))
         elif isinstance(output.cache, ImplicitCache):
             ends = torch.tensor(self._ends(output.sequences[:, context.shape[1] :], stop), device=context.device)
             for known, solve in enumerate(output.cache.solves):
                 counted: Any = (solve.stats, solve.status, kwargs["attention_mask"].bool())
                 beams = len(solve.status) != len(ends)  # which end together
-                self.tally.add(*(counted[:2] if beams else take(counted, (ends > known).nonzero()[:, 0])))
+                self._count(*(counted[:2] if beams else take(counted, (ends > known).nonzero()[:, 0])))
         return output.sequences
 
     def _ends(self, tokens: torch.Tensor, stop: list[str]) -> list[int]:
@@ -191,8 +173,8 @@ class SolvedLM(HFLM):
 
     def _detect_batch_size(self, *args: Any, **kwargs: Any) -> int:
         """As in lm-eval, for ``batch_size="auto"``; its trials are not counted."""
-        kept, self.tally = self.tally, Tally()
+        kept = self.counted.copy()
         try:
             return super()._detect_batch_size(*args, **kwargs)
         finally:
-            self.tally = kept
+            self.counted = kept

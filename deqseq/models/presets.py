@@ -28,16 +28,11 @@ SIZES = {
 def preset(name: str) -> LanguageModelSpec:
     """One of the paper's models: ``FAMILY-SIZE-KIND``, or the state-tracking model.
 
-    Families are ``llama3`` and ``mamba2``, sizes ``130m``, ``370m``, ``760m`` and ``1.3b``. Kinds:
-
-    - ``explicit``: one pass, no injection, no weight normalisation.
-    - ``pretrain``: bounded, at most 4 iterations, then 1 phantom step: the (4+1)-model.
-    - ``implicit``: free, at most 24 iterations (Llama: 32, its 370m: 24), then 4 phantom steps.
-
-    Implicit ones are solved by the relaxed iteration, damping 0.8, to a relative difference of 0.05 of each token,
-    with 4 times the budget in evaluation. The reference code trains undamped and measures a sequence by one norm;
-    :func:`deqseq.integrations.foreign.from_reference_config` gives that. As there, the Mamba2 models pad
-    their vocabulary of 50277 tokens to 50288 rows of the embedding, but for ``mamba2-130m-explicit``; Llamas do not.
+    Families are ``llama3`` and ``mamba2``, sizes ``130m``, ``370m``, ``760m`` and ``1.3b``. Kinds are ``explicit``,
+    ``pretrain`` (bounded: at most 4 iterations, then 1 phantom step) and ``implicit`` (free: at most 24 iterations, for
+    Llama 32, for its 370m 24, then 4 phantom steps). Solves are damped by 0.8 and end at a relative difference of 0.05
+    of each token, with 4 times the budget in evaluation. The reference code trains undamped and measures a sequence by
+    one norm; :func:`deqseq.integrations.foreign.from_reference_config` gives that.
 
     Args:
         name: a key of :data:`PRESETS`.

@@ -129,11 +129,11 @@ def test_the_batch_decides_nothing_and_only_texts_are_counted(kind, sweep):
         stats = [one.model(row, solve=solve).stats for row in rows]
     steps = torch.cat([each.iterations.flatten() for each in stats]).double()
     for lm in (one, many):
-        numbers = lm.tally.numbers()
+        numbers = lm.tally()
         assert numbers["self_iterations"] == pytest.approx(steps.mean().item())
-        assert (numbers["converged"], lm.tally.counted["converged of"]) == (1, len(rows))
-        assert lm.tally.counted["token_updates of"] == steps.numel()  # and no padding
-    assert many.tally.numbers()["evaluations"] < one.tally.numbers()["evaluations"] == sum(s.evaluations for s in stats)
+        assert (numbers["converged"], lm.counted["converged of"]) == (1, len(rows))
+        assert lm.counted["token_updates of"] == steps.numel()  # and no padding
+    assert many.tally()["evaluations"] < one.tally()["evaluations"] == sum(s.evaluations for s in stats)
 
 
 PROMPTS = ("Ann", "Bo has a red", "Christopher met Ann. Then")
@@ -153,7 +153,7 @@ def test_prompts_of_unequal_length_are_continued_as_alone(kind):
                 ids.append(lm.model(torch.tensor([ids])).logits[0, -1].argmax().item())
         text = words.decode(ids).removeprefix(prompt)
         assert found == text.partition("<|endoftext|>")[0].partition("\n\n")[0]
-    assert lm.tally.numbers()["converged"] == (1 if kind.startswith("implicit") else None)
+    assert lm.tally()["converged"] == (1 if kind.startswith("implicit") else None)
 
 
 @pytest.mark.filterwarnings("ignore::deqseq.solution.ConvergenceWarning")
@@ -162,9 +162,9 @@ def test_generation_is_solved_as_told_and_padding_is_not_counted():
     lm = evaluated("implicit mamba2", solve=solve, batch_size=3)
     continued(lm)
     prompted = sum(len(tokenizer().encode(prompt)) for prompt in PROMPTS)
-    assert lm.tally.counted["self_iterations of"] == prompted + 3 * 4  # the last of five tokens needs no solve
-    assert lm.tally.counted["converged of"] == 3 * 5
-    assert (lm.tally.numbers()["converged"], lm.tally.numbers()["converged_tokens"]) == (0, 0)
+    assert lm.counted["self_iterations of"] == prompted + 3 * 4  # the last of five tokens needs no solve
+    assert lm.counted["converged of"] == 3 * 5
+    assert (lm.tally()["converged"], lm.tally()["converged_tokens"]) == (0, 0)
 
 
 def test_what_cannot_be_scored_is_refused():

@@ -13,8 +13,8 @@ import transformers
 
 import deqseq as dq
 from deqseq.integrations.foreign import FROM_INPUT, from_pretrained_model, from_state
+from deqseq.integrations.foreign.engine import described
 from deqseq.integrations.foreign.pretrained import PRETRAINED
-from deqseq.integrations.foreign.weights import described
 from deqseq.layers import RotaryScaling, fold_weight_norm, with_weights
 
 IDS = torch.randint(0, 50, (3, 21), generator=torch.Generator().manual_seed(0))

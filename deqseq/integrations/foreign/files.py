@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from deqseq.annotations import AtLeast, checked
+from deqseq.integrations.foreign.engine import described, loaded
 from deqseq.integrations.foreign.pretrained import PRETRAINED
 from deqseq.integrations.foreign.recurrent_depth import RECURRENT
 from deqseq.integrations.foreign.reference import REFERENCE
-from deqseq.integrations.foreign.weights import described, loaded
 from deqseq.models import CausalLM
 
 

@@ -12,8 +12,7 @@ from deqseq.annotations import checked
 from deqseq.backbones import LlamaConfig, Mamba2Config
 from deqseq.config import SolveConfig
 from deqseq.gradients import Phantom
-from deqseq.integrations.fields import Fields, Only, Table, only, unused
-from deqseq.integrations.foreign.weights import Foreign, Reader, Rule, described, loaded
+from deqseq.integrations.foreign.engine import Fields, Foreign, Only, Rule, Table, described, loaded, only, unused
 from deqseq.layers import RotaryScaling, apply_weight_norm
 from deqseq.models import CausalLM, LanguageModelSpec
 from deqseq.models.specification import specification_of
@@ -216,4 +215,4 @@ def padded(tokens: int, multiple: int) -> int:
     return -(-tokens // multiple) * multiple
 
 
-PRETRAINED: dict[str, Reader] = {"llama": _llama, "mamba2": _mamba2, "mamba_ssm": _mamba_ssm}
+PRETRAINED = {"llama": _llama, "mamba2": _mamba2, "mamba_ssm": _mamba_ssm}

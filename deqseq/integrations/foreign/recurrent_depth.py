@@ -15,9 +15,8 @@ from deqseq.backbones import LlamaConfig
 from deqseq.check import returned_by
 from deqseq.config import SolveConfig
 from deqseq.gradients import Unrolled
-from deqseq.integrations.fields import Fields, Only, Table, only
+from deqseq.integrations.foreign.engine import Fields, Foreign, Only, Rule, Table, only
 from deqseq.integrations.foreign.pretrained import LLAMA, explicit_spec, renamed, rotary
-from deqseq.integrations.foreign.weights import Foreign, Reader, Rule
 from deqseq.models import LanguageModelSpec
 from deqseq.solvers import Naive
 from deqseq.start import RandomStart
@@ -170,4 +169,4 @@ def _ouro(fields: Fields, state: Mapping[str, Tensor]) -> Foreign:
     return explicit_spec(LlamaConfig, values), (*rules, (r"^model\.choose\.linear\.", "model.early_exit_gate.")), gate
 
 
-RECURRENT: dict[str, Reader] = {"huginn_raven": _raven, "ouro": _ouro}
+RECURRENT = {"huginn_raven": _raven, "ouro": _ouro}

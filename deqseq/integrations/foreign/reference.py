@@ -10,9 +10,8 @@ from deqseq.annotations import checked
 from deqseq.backbones import LlamaConfig, Mamba2Config
 from deqseq.config import SolveConfig
 from deqseq.gradients import Phantom
-from deqseq.integrations.fields import Fields, Only, Table, only, unused
+from deqseq.integrations.foreign.engine import Fields, Foreign, Only, Rule, Table, foreign_name, loaded, only, unused
 from deqseq.integrations.foreign.pretrained import mamba_ssm_layer, padded
-from deqseq.integrations.foreign.weights import Foreign, Reader, Rule, foreign_name, loaded
 from deqseq.models import LanguageModelSpec
 from deqseq.solvers import Anderson, Broyden, Naive, Relaxed
 from deqseq.stop import Stop
@@ -200,7 +199,7 @@ def _reference(fields: Fields, state: Mapping[str, Tensor]) -> Foreign:
     return from_reference_config(fields.content), _RULES, None
 
 
-REFERENCE: dict[str, Reader] = dict.fromkeys(("implicit_llama3", "implicit_mamba2"), _reference)
+REFERENCE = dict.fromkeys(("implicit_llama3", "implicit_mamba2"), _reference)
 
 
 @checked

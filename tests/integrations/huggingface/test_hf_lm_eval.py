@@ -35,7 +35,7 @@ def continued(batch_size, window=1):
     lm = SolvedLM(made("mamba2"), words(), window=window, batch_size=batch_size, max_length=64)
     how = {"until": ["w5 "], "max_gen_toks": 12}
     prompts = ("w1 w2 w3", "w7 w4 w9", "w5 w5 w2")
-    return lm.generate_until([Instance("generate_until", {}, (p, how), 0) for p in prompts]), lm.tally.counted
+    return lm.generate_until([Instance("generate_until", {}, (p, how), 0) for p in prompts]), lm.counted
 
 
 def test_rows_that_have_ended_are_not_counted():
@@ -69,7 +69,7 @@ def test_the_solves_of_a_model_with_adapters_are_counted():
     model = get_peft_model(made("mamba2"), LoraConfig(target_modules=["in_proj"]))
     lm = SolvedLM(model, words())
     lm.loglikelihood([Instance("loglikelihood", {}, ("w1 w2 w3", " w4 w5"), 0)])
-    assert lm.tally.numbers()["converged"] == 1
+    assert lm.tally()["converged"] == 1
 
 
 @torch.no_grad()
