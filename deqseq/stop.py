@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -172,6 +173,7 @@ class Stop:
 
 def relative(difference: Numbers, scale: Numbers) -> Numbers:
     """Residuals; infinite where they are not numbers."""
-    residual = difference / scale.clip(min=torch.finfo(torch.float32).tiny)
+    kind = str(scale.dtype).removeprefix("torch.")  # of a tensor or of an array
+    residual = difference / scale.clip(min=float(np.finfo(kind).tiny))
     residual[residual != residual] = math.inf
     return residual

@@ -256,9 +256,17 @@ def test_arguments_that_cannot_be_honoured_are_named(model, arguments, message):
         from_pretrained_model(model, **{"implicit": True, **arguments})
 
 
-@pytest.mark.parametrize(("state", "message"), [(BIASED, UNLIKE), (SPOILED, r"NaN or infinity in head\.weight$")])
+UNTYPED = STATE | {"lm_head.weight": 1.0}
+BAD_STATES = [
+    (BIASED, UNLIKE),
+    (SPOILED, r"NaN or infinity in head\.weight$"),
+    (UNTYPED, r"^state\['lm_head\.weight'\] must be a Tensor, got 1"),
+]
+
+
+@pytest.mark.parametrize(("state", "message"), BAD_STATES)
 def test_a_state_that_does_not_fit_is_refused(state, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         from_state(CONFIG.to_dict(), state)
 
 

@@ -121,6 +121,8 @@ _COMPUTED = re.compile(r"(^freqs_cis|\.rotary_emb\.inv_freq)$")
 
 def described(config: Mapping[str, Any], state: Mapping[str, Tensor], readers: Mapping[str, Reader]) -> Foreign:
     """What a configuration and a state dict describe, read by the reader for their kind."""
+    for name, tensor in state.items():
+        check_type(f"state[{name!r}]", tensor, Tensor)
     kinds = Only(*readers, default=str)
     kind = "mamba_ssm" if "ssm_cfg" in config else Fields(config, "configuration: ").read("model_type", kinds)
     return readers[kind](Fields(config, f"{kind} configuration: "), state)
