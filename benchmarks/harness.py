@@ -187,9 +187,9 @@ def command_line(description: str | None) -> argparse.ArgumentParser:
 
 
 def _writable(path: str) -> Path:
-    """A path that can be written, which is tried now and not after an hour."""
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).open("a").close()
+    nearest = next(folder for folder in Path(path).parents or [Path()] if folder.exists())
+    if not path or Path(path).is_dir() or not nearest.is_dir() or not os.access(nearest, os.W_OK):
+        raise argparse.ArgumentTypeError(f"must be a file that can be written, got {path!r}")
     return Path(path)
 
 
@@ -224,6 +224,7 @@ def report(rows: Iterable[Row], options: argparse.Namespace) -> None:
     finally:
         if options.json is not None and found:
             here = machine()
+            options.json.parent.mkdir(parents=True, exist_ok=True)
             options.json.write_text(json.dumps([{**asdict(row), "machine": here} for row in found], indent=1) + "\n")
     if options.quick:
         print("\nA --quick run: too few runs to compare; goals are judged in full runs.")
