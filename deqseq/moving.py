@@ -63,6 +63,7 @@ class MovingWindows(Windows):
         sound, passed = self._measure(z, fz, self._at, new if new.any() else None, measured)
         if not due.any():
             return False
+        sound = sound.all(axis=1)
         window = np.minimum(left, self.width)
         blocks = passed.reshape(len(rows), -1, self._block).all(axis=2)
         passing = np.minimum(np.logical_and.accumulate(blocks, axis=1).sum(axis=1) * self._block, left)

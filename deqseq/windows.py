@@ -41,8 +41,8 @@ class Windows(ABC):
         self._budget, self._returns_point = 1 if solver.owns_loop else stop.max_steps, solver.returns_point
         self._rows = np.arange(len(z0))  # positions of the rows that are still in the batch
         self._open = np.ones(len(z0), dtype=bool)  # rows that have not ended
-        self._limit = np.zeros(len(z0))  # the difference above which a row has diverged
         kind = f"f{torch.promote_types(z0.dtype, torch.float32).itemsize}"
+        self._limit = np.zeros(len(z0), kind)  # the difference above which a row has diverged
         self._latest = np.ones((2, len(z0), tokens), kind)  # of each token the difference, and the size of its state
         self._latest[0] = np.inf
         self._bound = np.full((len(z0), tokens), np.nan, kind)  # of differences that pass; NaN: not measured yet
@@ -74,7 +74,7 @@ class Windows(ABC):
         """Store the end of the last rows, and return everything that was found."""
 
     def _measure(self, z: State, fz: State, at: Any, new: np.ndarray | None, measured: np.ndarray | None) -> Flags:
-        """Which rows have not diverged, ``(rows,)``, and which of their tokens pass, ``(rows, width)``.
+        """Which tokens have not diverged, and which of them pass, each ``(rows, width)``.
 
         ``at`` is where these tokens stand in the arrays. Rows that are ``new`` have tokens of which nothing is known;
         only those that are ``measured`` (None: all) take anything in, so that no row depends on another one.
@@ -90,8 +90,8 @@ class Windows(ABC):
                 before = np.where(np.isnan(before), self.stop.rtol * scale, before)
             bound = self.stop.bound(difference, scale, before)
             self._bound[at] = bound if measured is None else np.where(measured[:, None], bound, before)
-            sound = self.stop.sound(difference, scale, self._limit[self._rows][:, None])
-            return sound.all(axis=1), self.stop.passes(difference, scale, bound)
+            sound = self.stop.sound(difference, scale, self._limit[at[0]].reshape(-1, 1))
+            return sound, self.stop.passes(difference, scale, bound)
 
     def _value(self, z: State, fz: State, at_point: np.ndarray, diverged: np.ndarray, start: State) -> State:
         """What rows return: ``fz``, or in some rows ``z``; where a row diverged and ``z`` is not finite, the start."""
@@ -140,15 +140,17 @@ class AllTokens(Windows):
             return False
         rows = self._rows
         sound, passed = self._measure(z, fz, self._at, np.ones_like(self._open) if first else None, None)
-        passed = passed.all(axis=1)
+        if not due or not (late or passed.any() or not sound.all()):
+            return due
+        sound, passed = sound.all(axis=1), passed.all(axis=1)
         ended = self._open[rows] & (late | passed | ~sound)
-        if due and ended.any():
+        if ended.any():
             status = np.where(passed, Status.CONVERGED, Status.MAX_STEPS_REACHED)
             self._status[rows[ended]] = np.where(sound, status, Status.DIVERGED)[ended]
             self._iterations[rows[ended]], self._open[rows[ended]] = self.evaluations, False
             self._frozen = per_row(on_device(~self._open[rows], self.device), z)
             self.done = not self._open.any()
-        return due
+        return True
 
     def move(self, z: State, fz: State, aux: Any, proposal: State) -> tuple[Tensor, RowIndex | None]:
         if self._frozen is None:

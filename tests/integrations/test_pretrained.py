@@ -260,6 +260,8 @@ UNTYPED = STATE | {"lm_head.weight": 1.0}
 BAD_STATES = [
     (BIASED, UNLIKE),
     (SPOILED, r"NaN or infinity in head\.weight$"),
+    (STATE | {"lm_head.weight": STATE["lm_head.weight"].to("meta")}, r"^state\['lm_head\.weight'\] .*meta device"),
+    ({1: torch.ones(2)}, "^a name in state must be a str"),
     (UNTYPED, r"^state\['lm_head\.weight'\] must be a Tensor, got 1"),
 ]
 

@@ -51,6 +51,8 @@ def test_a_file_that_cannot_be_read_is_named(folder):
     [
         ("{}", FileNotFoundError, "there are no weights in"),
         ("[]", ValueError, r"model\.safetensors\.index\.json must be a mapping"),
+        ('{"weight_map": ["a"]}', TypeError, r"'weight_map' of .*index\.json must be a Mapping, got \['a'\]"),
+        ('{"weight_map": {"a": 3}}', FileNotFoundError, "3"),
         ('{"weight_map": {"a"', ValueError, r"model\.safetensors\.index\.json cannot be read"),
     ],
 )

@@ -122,7 +122,10 @@ _COMPUTED = re.compile(r"(^freqs_cis|\.rotary_emb\.inv_freq)$")
 def described(config: Mapping[str, Any], state: Mapping[str, Tensor], readers: Mapping[str, Reader]) -> Foreign:
     """What a configuration and a state dict describe, read by the reader for their kind."""
     for name, tensor in state.items():
+        check_type("a name in state", name, str)
         check_type(f"state[{name!r}]", tensor, Tensor)
+        if tensor.is_meta:
+            raise ValueError(f"state[{name!r}] has no values, because it is on the meta device: load the weights first")
     kinds = Only(*readers, default=str)
     kind = "mamba_ssm" if "ssm_cfg" in config else Fields(config, "configuration: ").read("model_type", kinds)
     return readers[kind](Fields(config, f"{kind} configuration: "), state)

@@ -14,11 +14,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from deqseq.annotations import AtLeast, checked
+from deqseq.check import check_type
 from deqseq.integrations.foreign.engine import described, loaded
 from deqseq.integrations.foreign.pretrained import PRETRAINED
 from deqseq.integrations.foreign.recurrent_depth import RECURRENT
 from deqseq.integrations.foreign.reference import REFERENCE
 from deqseq.models import CausalLM
+
+PATTERNS = ("*.safetensors", "pytorch_model*.bin")
+"""Files of weights."""
 
 
 @checked
@@ -51,8 +55,8 @@ def from_pretrained(
 
     Raises:
         FileNotFoundError: no such folder, or one without these files.
-        ValueError: a configuration that is not computed here; a file that is cut short; tensors that are missing,
-            unexpected or of another shape.
+        ValueError: a ``dtype`` of integers; a configuration that is not computed here; a file that is cut short;
+            tensors that are missing, unexpected or of another shape.
 
     References:
         Geiping et al., 2025, arXiv 2502.05171 (Huginn); McLeish et al., 2025, arXiv 2511.07384 (retrofitted models);
@@ -61,6 +65,8 @@ def from_pretrained(
     Example:
         >>> lm = from_pretrained("tomg-group-umd/huginn-0125", torch.bfloat16)      # doctest: +SKIP
     """
+    if dtype is not None and not dtype.is_floating_point:
+        raise ValueError(f"dtype must be a floating-point type, got {dtype}")
     folder = folder_of(folder_or_name, revision)
     lm = from_state(content_of(folder / "config.json"), tensors_in(folder), steps)
     return lm if dtype is None else lm.to(dtype)
@@ -106,7 +112,7 @@ def folder_of(folder_or_name: str | PathLike[str], revision: str | None) -> Path
         from huggingface_hub import snapshot_download
     except ImportError as error:
         raise ImportError('loading from the hub needs huggingface_hub: pip install "deqseq[hf]"') from error
-    files = ["config.json", "*.safetensors", "*.index.json"]
+    files = ["config.json", "*.index.json", *PATTERNS]
     return Path(snapshot_download(name, revision=revision, allow_patterns=files))
 
 
@@ -127,15 +133,17 @@ def content_of(file: Path) -> dict[str, Any]:
 
 def tensors_in(folder: Path) -> dict[str, Tensor]:
     """All tensors of ``model.safetensors``, else of the files in an index, else of each other file of weights."""
-    index, patterns = folder / "model.safetensors.index.json", ("*.safetensors", "pytorch_model*.bin")
+    index = folder / "model.safetensors.index.json"
     if (folder / "model.safetensors").is_file():
         files = [folder / "model.safetensors"]
     elif index.is_file():
-        files = sorted({folder / name for name in (content_of(index).get("weight_map") or {}).values()})
+        shards = content_of(index).get("weight_map") or {}
+        check_type(f"'weight_map' of {index}", shards, Mapping)
+        files = sorted({folder / str(name) for name in shards.values()})
     else:
-        files = next((found for pattern in patterns if (found := sorted(folder.glob(pattern)))), [])
+        files = next((found for pattern in PATTERNS if (found := sorted(folder.glob(pattern)))), [])
     if not files:
-        raise FileNotFoundError(f"there are no weights in {folder}: neither *.safetensors nor pytorch_model*.bin")
+        raise FileNotFoundError(f"there are no weights in {folder}: neither {' nor '.join(PATTERNS)}")
     tensors: dict[str, Tensor] = {}
     for file in files:
         more = content_of(file)

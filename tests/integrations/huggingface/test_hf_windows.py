@@ -1,5 +1,7 @@
 """``generate(window=)``: the tokens of decoding one by one, with all that transformers calls for each token."""
 
+import warnings
+
 import pytest
 import torch
 from hf_models import EXPLICIT, IDS, IMPLICIT, LEFT, made
@@ -7,6 +9,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 from transformers.generation.logits_process import TopPLogitsWarper
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 
+import deqseq as dq
 from deqseq.integrations.huggingface import ImplicitCache, WindowedOutput
 
 PADDED = IDS.masked_fill(~LEFT, 0)
@@ -248,3 +251,12 @@ def test_processors_that_leave_no_token_are_refused():
 
     with pytest.raises(ValueError, match=r"the logits processors leave no token to choose in rows \[1\]"):
         made("llama").generate(PADDED, window=4, logits_processor=LogitsProcessorList([none]), **GREEDY)
+
+
+def test_tokens_that_do_not_converge_are_told():
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        made("mamba2").generate(IDS[:, :1], window=4, max_new_tokens=6, solve={"stop": {"max_steps": 2}})
+    messages = [str(each.message) for each in told if each.category is dq.ConvergenceWarning]
+    assert len(messages) == 1
+    assert "rows did not converge" in messages[0]
