@@ -238,7 +238,7 @@ def assert_clear(found: list[Met], least: int) -> None:
 
 
 @pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize(("source", "least"), [(from_annotations, 1450), (returned, 540)])
+@pytest.mark.parametrize(("source", "least"), [(from_annotations, 1400), (returned, 540)])
 def test_bad_values_are_named(source, least):
     assert_clear(list(source()), least)
 

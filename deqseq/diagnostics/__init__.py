@@ -1,23 +1,19 @@
-"""Reports on a model: why solves fail, how far the map contracts, and how good gradients are."""
+"""Reports on a model: why solves fail, how far the map contracts, and whether all sweeps agree."""
 
 from deqseq.diagnostics.duality import DualityReport, SweepReport, check_duality
 from deqseq.diagnostics.effort import TokenEffort, token_effort
 from deqseq.diagnostics.explain import explain
 from deqseq.diagnostics.explanation import Explanation
-from deqseq.diagnostics.gradient_bias import EstimatorBias, GradientBias, gradient_bias
 from deqseq.diagnostics.spectral import SpectralRadius, model_spectral_radius, spectral_radius
 
 __all__ = [
     "DualityReport",
-    "EstimatorBias",
     "Explanation",
-    "GradientBias",
     "SpectralRadius",
     "SweepReport",
     "TokenEffort",
     "check_duality",
     "explain",
-    "gradient_bias",
     "model_spectral_radius",
     "spectral_radius",
     "token_effort",

@@ -9,13 +9,13 @@ import torch
 from small_models import affine, contractive_llama, contractive_mamba2, language_model
 
 import deqseq as dq
-from deqseq.diagnostics import check_duality, gradient_bias, model_spectral_radius, token_effort
+from deqseq.diagnostics import check_duality, model_spectral_radius, token_effort
 
 IDS = torch.randint(0, 11, (3, 6), generator=torch.Generator().manual_seed(0))
 MASK = torch.arange(6) < torch.tensor([6, 4, 2])[:, None]
 
 every_diagnostic = pytest.mark.parametrize(
-    "diagnose", [check_duality, gradient_bias, model_spectral_radius, token_effort], ids=lambda f: f.__name__
+    "diagnose", [check_duality, model_spectral_radius, token_effort], ids=lambda f: f.__name__
 )
 
 
