@@ -29,7 +29,7 @@ class ChosenAttention:
 
     def __call__(self, layer: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **_: Any) -> Tensor:
         """Mixed values, ``(batch, new, heads, headdim)``."""
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(_name(self.config), eager)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
         return attend(layer, q, k, v, mask, dropout=0.0, scaling=layer.headdim**-0.5)[0]
 
 
@@ -46,7 +46,7 @@ def attention_mask(config: Any, z: Tensor, cache: LlamaCache | None, window: int
 
     Transformers makes it. ValueError: rows of unequal length, for a function whose masks it cannot make.
     """
-    name, (rows, new), length = _name(config), z.shape[:2], 0 if cache is None else cache.length
+    name, (rows, new), length = config._attn_implementation, z.shape[:2], 0 if cache is None else cache.length
     if window is not None and length + new <= window:
         window = None
     if name == "sdpa" and window is None:
@@ -80,11 +80,6 @@ def attention_mask(config: Any, z: Tensor, cache: LlamaCache | None, window: int
         device=z.device,
         config=config,
     )
-
-
-def _name(config: Any) -> str:
-    """The name of the function; continuous batching calls eager attention by another one."""
-    return config._attn_implementation.removeprefix("paged|")
 
 
 def _near(window: int, place: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers.generation.continuous_batching import PagedAttentionCache
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.utils.generic import can_return_tuple
 
@@ -25,7 +24,6 @@ from deqseq.integrations.huggingface.cache import ImplicitCache
 from deqseq.integrations.huggingface.configuration import DeqseqConfig
 from deqseq.integrations.huggingface.outputs import ImplicitModelOutput, recorded_states
 from deqseq.integrations.huggingface.packing import Packing
-from deqseq.integrations.huggingface.pages import solved_in_pages
 from deqseq.integrations.huggingface.pretrained_model import DeqseqPreTrainedModel
 from deqseq.integrations.huggingface.surroundings import refuse_compiling, watch
 from deqseq.models import ImplicitModel
@@ -144,10 +142,6 @@ class DeqseqModel(DeqseqPreTrainedModel):
             refuse_compiling()
         gather_once(self.core)  # the Trainer and accelerate shard a model after it was built
         options: dict[str, Any] = {} if solve is None else {"solve": self.solve_config(solve)}
-        if isinstance(cache, PagedAttentionCache):
-            x, _ = self.embedded(input_ids, None, ImplicitCache(), inputs_embeds)
-            output = solved_in_pages(self.config, self.core, x, cache, kwargs, **options)
-            return ImplicitModelOutput(last_hidden_state=output.value, stats=output.stats, status=output.status)
         ends, numbers = kwargs.pop("cu_seq_lens_q", None), kwargs.pop("seq_idx", None)
         check_keywords({"output_attentions": self.config.output_attentions or None} | kwargs)
         check_tensors(position_ids=position_ids)

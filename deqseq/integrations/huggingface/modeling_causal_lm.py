@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from jaxtyping import Float, Int64, Shaped
@@ -14,6 +14,7 @@ from transformers.generation.logits_process import UnbatchedClassifierFreeGuidan
 from transformers.generation.utils import GenerationMixin
 from transformers.utils.generic import can_return_tuple
 
+from deqseq.backbones import Mamba2Config
 from deqseq.check import check_known
 from deqseq.config import SolveConfig
 from deqseq.integrations.huggingface.arguments import check_cache, check_labels, check_positions
@@ -21,7 +22,6 @@ from deqseq.integrations.huggingface.cache import ImplicitCache
 from deqseq.integrations.huggingface.configuration import DeqseqConfig
 from deqseq.integrations.huggingface.modeling import DeqseqModel, SolveChange
 from deqseq.integrations.huggingface.outputs import ImplicitCausalLMOutput
-from deqseq.integrations.huggingface.pages import batching_config, layers_of, recurrent_parts
 from deqseq.integrations.huggingface.pretrained_model import DeqseqPreTrainedModel
 from deqseq.integrations.huggingface.surroundings import warn_of_decay
 from deqseq.integrations.huggingface.windows import in_windows, warn_of_window, window_of
@@ -168,14 +168,9 @@ class DeqseqForCausalLM(DeqseqPreTrainedModel, GenerationMixin):
             theirs: Any = super(DeqseqForCausalLM, with_weights(self))
             return theirs.generate(inputs, generation_config, **kwargs)
 
-    def init_continuous_batching(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, generation_config: GenerationConfig | None = None, continuous_batching_config: Any = None, **kwargs: Any
-    ) -> Any:
-        """As in transformers, but ValueError for what pages or a loop that ends by itself do not allow."""
-        layers_of(self.config)
-        settings = batching_config(continuous_batching_config, generation_config or self.generation_config)
-        theirs: Any = super()
-        return theirs.init_continuous_batching(generation_config, settings, **kwargs)
+    def init_continuous_batching(self, *_: Any, **unused: Any) -> NoReturn:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Not supported."""
+        raise NotImplementedError("continuous batching is not supported: call generate, or serve the model with vLLM")
 
     def prepare_inputs_for_generation(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -284,7 +279,8 @@ class DeqseqForCausalLM(DeqseqPreTrainedModel, GenerationMixin):
         if config.cache_implementation not in (None, "dynamic"):
             raise ValueError(f"cache_implementation {config.cache_implementation!r} is not available: leave it out")
         drafts = generation_mode == GenerationMode.ASSISTED_GENERATION or vars(config).get("is_assistant")
-        if drafts and (recurrent := recurrent_parts(self.config)):
+        parts = self.config.specification().parts
+        if drafts and (recurrent := ", ".join(name for name in parts if isinstance(parts[name], Mamba2Config))):
             raise ValueError(
                 f"assisted decoding takes tokens back, which the state of a Mamba2 ({recurrent}) cannot: leave out "
                 "assistant_model and prompt_lookup_num_tokens"

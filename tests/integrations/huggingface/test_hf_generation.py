@@ -175,3 +175,8 @@ def test_a_cache_of_other_rows_is_refused():
     cache.batch_repeat_interleave(4)
     beams = model.generate(IDS[:1], cache=cache, num_beams=4, **GREEDY)
     assert torch.equal(beams, model.generate(IDS[:1], num_beams=4, **GREEDY))
+
+
+def test_continuous_batching_is_refused():
+    with pytest.raises(NotImplementedError, match="continuous batching is not supported: call generate"):
+        made("llama").generate_batch(IDS.tolist())
