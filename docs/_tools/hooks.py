@@ -1,4 +1,4 @@
-"""Hooks of the site's build: equations as MathML, folded code of figures, notebooks, an import path for the code."""
+"""Hooks of the site's build: equations as MathML, folded code of figures, an import path for the code."""
 
 import html
 import re
@@ -15,7 +15,6 @@ PLOT = re.compile(
     flags=re.DOTALL,
 )
 FOLDED = r'\2\n<details class="plotting"><summary>Code of this figure</summary>\1</details>'
-DOWNLOAD = '</h1>\n<p class="notebook"><a href="{name}" download>Download this page as a notebook</a></p>'
 
 
 def on_config(config: Any) -> None:
@@ -26,23 +25,11 @@ def on_config(config: Any) -> None:
     config.copyright = f"deqseq {version('deqseq')}, MIT licence, © the deqseq authors"
 
 
-def on_page_content(content: str, page: Any, **more: Any) -> str:
-    """Write equations as MathML, which needs no scripts or fonts; fold code; write the notebook of a tutorial."""
-    if page.file.src_uri.startswith("tutorials/") and not page.is_index:
-        content = with_notebook(content, page)
+def on_page_content(content: str, **more: Any) -> str:
+    """Write equations as MathML, which needs no scripts or fonts; fold code."""
     source = '<details class="mkdocstrings-source"'  # not for the search
     content = EQUATION.sub(set_equation, content).replace(source, f"{source} data-search-exclude")
     return PLOT.sub(FOLDED, content)
-
-
-def with_notebook(content: str, page: Any) -> str:
-    """The page with a link to its notebook, which is written beside it."""
-    from notebooks import notebook  # once the import path is set
-
-    path = Path(page.file.abs_dest_path).with_name(f"{Path(page.file.src_uri).stem}.ipynb")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(notebook(page.markdown, content), encoding="utf-8")
-    return content.replace("</h1>", DOWNLOAD.format(name=path.name), 1)
 
 
 def set_equation(found: re.Match[str]) -> str:
