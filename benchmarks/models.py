@@ -10,14 +10,17 @@ from torch import Tensor
 
 import deqseq as dq
 from deqseq.layers import with_weights
-from deqseq.tasks import WordProblem, alternating, cyclic, generators
+from deqseq.tasks import WordProblem, generators, parse_group
 from deqseq.training import Curriculum, bounded, free, parameter_groups
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
 VOCABULARY = 1000
 KINDS = ("Mamba2", "Llama")
-TASKS = {"parity": WordProblem(cyclic(2)), "A5": WordProblem(alternating(5), generators(alternating(5), 2))}
+TASKS = {
+    "parity": WordProblem(parse_group("Z2")),
+    "A5": WordProblem(parse_group("A5"), generators(parse_group("A5"), 2)),
+}
 RTOL = 1e-2  # of every token that a trained model solves
 
 

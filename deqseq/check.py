@@ -38,7 +38,7 @@ EXAMPLES = {
     "Curriculum": "training.Curriculum((training.bounded(), training.free()))",
     "Phase": "training.free()",
     "PoissonLogNormal": "training.PoissonLogNormal(32)",
-    "FiniteMonoid": "tasks.alternating(5)",
+    "FiniteMonoid": 'tasks.parse_group("A5")',
     "slice": "slice(4, 12)",
     "Generator": "torch.Generator().manual_seed(0)",
     "dtype": "torch.bfloat16",

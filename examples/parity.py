@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 import deqseq as dq
-from deqseq.tasks import WordProblem, cyclic
+from deqseq.tasks import WordProblem, parse_group
 from deqseq.training import Curriculum, check_finite, free, unrolled
 
 
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     steps = parser.parse_args(arguments).steps
     if steps < 1:
         parser.error(f"--steps must be 1 or more, got {steps}")
-    task, lm = WordProblem(cyclic(2)), build()
+    task, lm = WordProblem(parse_group("Z2")), build()
     train(lm, task, steps)
     print("length  accuracy  iterations  converged")
     shares = []

@@ -88,8 +88,8 @@ def direct_product(*factors: FiniteMonoid) -> FiniteMonoid:
         ValueError: there is no factor, or the product is too large.
 
     Example:
-        >>> from deqseq.tasks import cyclic
-        >>> direct_product(cyclic(2), cyclic(2)).elements
+        >>> from deqseq.tasks import parse_group
+        >>> direct_product(parse_group("Z2"), parse_group("Z2")).elements
         ((0, 0), (0, 1), (1, 0), (1, 1))
     """
     flat = tuple(part for factor in factors for part in (factor.factors or (factor,)))
@@ -124,8 +124,8 @@ def generators(monoid: FiniteMonoid, count: Annotated[int, AtLeast(1)]) -> tuple
         ValueError: none of the first 10,000 subsets of that size generates the monoid.
 
     Example:
-        >>> from deqseq.tasks import alternating
-        >>> a5 = alternating(5)
+        >>> from deqseq.tasks import parse_group
+        >>> a5 = parse_group("A5")
         >>> [a5.elements[g] for g in generators(a5, 2)]
         [(2, 3, 4, 5, 1), (2, 3, 1, 4, 5)]
     """

@@ -41,8 +41,8 @@ class WordProblem(Task):
         Schöne et al., Implicit Language Models are RNNs, ICML 2025, arXiv 2502.07827.
 
     Example:
-        >>> from deqseq.tasks import alternating, generators
-        >>> task = WordProblem(alternating(5), inputs=generators(alternating(5), 2))
+        >>> from deqseq.tasks import generators, parse_group
+        >>> task = WordProblem(parse_group("A5"), inputs=generators(parse_group("A5"), 2))
         >>> batch = task.fixed(2, 8, seed=0)
         >>> batch.inputs.shape, bool((batch.inputs[:, 0] == batch.targets[:, 0]).all())
         (torch.Size([2, 8]), True)
@@ -115,8 +115,8 @@ def prefix_products(monoid: FiniteMonoid, tokens: Int64[Tensor, "batch length"])
         TypeError, ValueError: the tokens have another shape or dtype, or are no ids of the monoid.
 
     Example:
-        >>> from deqseq.tasks import cyclic, prefix_products
-        >>> prefix_products(cyclic(5), torch.tensor([[3, 4, 1]]))
+        >>> from deqseq.tasks import parse_group, prefix_products
+        >>> prefix_products(parse_group("Z5"), torch.tensor([[3, 4, 1]]))
         tensor([[3, 2, 3]])
     """
     check_ids("tokens", tokens, monoid.order)

@@ -15,7 +15,7 @@ from tqdm import trange
 
 import deqseq as dq
 from deqseq.models.examples import EXAMPLES, WEIGHTS
-from deqseq.tasks import WordProblem, cyclic
+from deqseq.tasks import WordProblem, parse_group
 from deqseq.training import Curriculum, bounded, check_finite, free, unrolled
 
 PLAIN, DAMPED = dq.SolveConfig(dq.Naive()), dq.SolveConfig(dq.Relaxed(0.8))
@@ -44,7 +44,7 @@ def main(name: str, *file: str) -> None:
             (2400, 3e-3, 100, 3, 0.02, 0.1, 1.0),
         )
     else:
-        words = WordProblem(cyclic(2)).batches(32, 16, seed=0)
+        words = WordProblem(parse_group("Z2")).batches(32, 16, seed=0)
         batches = ({"input_ids": batch.inputs, "targets": batch.targets} for batch in words)
         steps, lr, warm_up, fall, last, decay, clip = 400, 1e-3, 50, 5, 0.0, 0.0, 0.25
     optimizer = torch.optim.AdamW(lm.parameters(), betas=(0.9, 0.95), weight_decay=decay)

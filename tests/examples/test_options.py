@@ -45,7 +45,7 @@ def test_numbers_out_of_range(script, option, value, tmp_path, capsys):
         ("state_tracking", "--eval-lengths", "--eval-lengths must have at least one value"),
         ("state_tracking", "--lengths 3 2", "--lengths must ascend, got (3, 2)"),
         ("state_tracking", "--baselines 2 2", "--baselines must have every value once"),
-        ("state_tracking", "--group Q9", "did you mean 'Z9' or 'Q8'"),
+        ("state_tracking", "--group Q9", "name must be Zn, Sn, An or Dn"),
         ("state_tracking", "--group M --generators 1", "--generators: count must be one for which M is generated"),
         ("state_tracking", "--group M --identity-probability 0.5", "--identity-probability: identity_probability must"),
         ("state_tracking", "--group M --eval-identity-probability 0.5", "--eval-identity-probability: identity"),

@@ -9,14 +9,14 @@ import pytest
 import torch
 from recipe import LengthSchedule, Recipe, make_curriculum
 
-from deqseq.tasks import WordProblem, cyclic
+from deqseq.tasks import WordProblem, parse_group
 
 OPTIONS = Recipe(lengths=(2, 3), free_lengths=(3, 5), batch=2, steps=700, d_model=32, lr=1.0)
 
 
 def schedule(options=OPTIONS, plan=None) -> LengthSchedule:
     """Batches in which an output is its accuracy."""
-    return LengthSchedule([WordProblem(cyclic(2))], options, lambda output, batch: output.accuracy, plan)
+    return LengthSchedule([WordProblem(parse_group("Z2"))], options, lambda output, batch: output.accuracy, plan)
 
 
 def step(batches: LengthSchedule, accuracy: float) -> int:

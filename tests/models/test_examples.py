@@ -8,13 +8,13 @@ from safetensors import safe_open
 
 import deqseq as dq
 from deqseq.models.examples import WEIGHTS
-from deqseq.tasks import WordProblem, cyclic, generators, parse_group
+from deqseq.tasks import WordProblem, generators, parse_group
 
 
 @torch.no_grad()
 def share_right(lm: dq.CausalLM, length: int, **fields) -> tuple[float, bool]:
     """The share of right answers at the last token of 32 sequences, and whether all converged."""
-    batch = WordProblem(cyclic(2)).fixed(32, length, seed=7)
+    batch = WordProblem(parse_group("Z2")).fixed(32, length, seed=7)
     output = lm(batch.inputs, **fields)
     right = output.logits[:, -1].argmax(-1) == batch.targets[:, -1]
     return right.float().mean().item(), bool(output.converged.all())

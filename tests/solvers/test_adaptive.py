@@ -8,7 +8,7 @@ import torch
 from problems import CausalChain, Tanh, row_affine, tanh_contraction
 
 from deqseq import Adaptive, Naive, Relaxed, Simultaneous, Sliding, Stop, load_example, solve
-from deqseq.tasks import WordProblem, alternating, generators
+from deqseq.tasks import WordProblem, generators, parse_group
 from deqseq.testing import SolverContract
 from deqseq.testing.problems import Affine, Recorded, affine, symmetric
 from deqseq.testing.solvers import assert_same_rows
@@ -129,7 +129,7 @@ class TestAdaptive(SolverContract):
 
     @pytest.mark.parametrize(("sweep", "best"), [(Simultaneous(), 0.9), (Sliding(8), 0.8)], ids=str)
     def test_needs_fewer_updates_than_the_best_constant_damping_on_a_trained_model(self, sweep, best):
-        a5 = alternating(5)
+        a5 = parse_group("A5")
         inputs = WordProblem(a5, generators(a5, 2)).fixed(8, 64, seed=0).inputs
         lm, stop, updates = load_example("a5"), Stop(rtol=1e-2, max_steps=256), {}
         for solver in (Adaptive(), Relaxed(best)):

@@ -6,8 +6,7 @@ import re
 import pytest
 import torch
 
-from deqseq import tasks
-from deqseq.tasks import FiniteMonoid, aperiodic_monoid, cyclic, direct_product, generators, parse_group, symmetric
+from deqseq.tasks import FiniteMonoid, direct_product, generators, parse_group
 
 ORDERS = {"Z1": 1, "Z2": 2, "Z7": 7, "S1": 1, "S2": 2, "S3": 6, "S4": 24, "S5": 120, "A1": 1, "A2": 1}
 ORDERS |= {"A3": 3, "A4": 12, "A5": 60, "A6": 360, "Z2xZ3": 6, "S3xZ2": 12, "Z60": 60}
@@ -32,7 +31,7 @@ def test_every_name_makes_a_group_of_the_known_order(name, order):
     assert torch.equal(group.table.sort(dim=1).values, every)
 
 
-@pytest.mark.parametrize("group", [symmetric(4), tasks.alternating(5)], ids=lambda group: group.name)
+@pytest.mark.parametrize("group", [parse_group("S4"), parse_group("A5")], ids=lambda group: group.name)
 def test_permutations_compose_right_to_left(group):
     assert group.elements[group.identity] == tuple(range(1, len(group.elements[0]) + 1))
     for a, b in itertools.product(group.elements, repeat=2):
@@ -40,7 +39,7 @@ def test_permutations_compose_right_to_left(group):
 
 
 def test_direct_product_multiplies_factor_by_factor():
-    s3, m = symmetric(3), aperiodic_monoid()
+    s3, m = parse_group("S3"), parse_group("M")
     product = direct_product(s3, m)
     assert product.factors == (s3, m)
     assert product.elements[product.identity] == ((1, 2, 3), "E")
@@ -49,7 +48,7 @@ def test_direct_product_multiplies_factor_by_factor():
 
 
 def test_direct_products_are_flat():
-    z2, z3, m = cyclic(2), cyclic(3), aperiodic_monoid()
+    z2, z3, m = parse_group("Z2"), parse_group("Z3"), parse_group("M")
     left, right = direct_product(direct_product(z2, z3), m), direct_product(z2, direct_product(z3, m))
     for product in (left, right, parse_group("Z2xZ3xM")):
         assert [factor.name for factor in product.factors] == ["Z2", "Z3", "M"]
@@ -58,7 +57,7 @@ def test_direct_products_are_flat():
 
 
 def test_aperiodic_monoid():
-    m = aperiodic_monoid()
+    m = parse_group("M")
     table = ["".join(product_of(m, a, b) for b in "EABX") for a in "EABX"]
     assert table == ["EABX", "AXXX", "BABX", "XXXX"]
     assert not m.is_group
@@ -91,20 +90,10 @@ def test_generators_that_do_not_exist(name, count):
         generators(parse_group(name), count)
 
 
-@pytest.mark.parametrize(
-    ("name", "meant"),
-    [
-        *(("", None), ("xZ2", "Z2"), ("5", "Z5"), ("M2", "M"), ("C7", "Z7"), ("Q9", "Q8"), ("Z", "Z5")),
-        *(("Q16", "D16"), ("z2", "Z2"), ("Z2 x Z3", "Z2xZ3"), ("S-3", "S3"), ("A5XM", "A5xM"), ("q8", "Q8")),
-    ],
-)
-def test_an_unknown_name_lists_the_names_and_suggests_one(name, meant):
-    with pytest.raises(ValueError, match=r"name must be Zn, Sn, An or Dn .*Q8, M.*A5xM.*got ") as caught:
+@pytest.mark.parametrize("name", ["", "xZ2", "5", "M2", "C7", "Z", "z2", "Z2 x Z3", "Z007"])
+def test_an_unknown_name_lists_the_names(name):
+    with pytest.raises(ValueError, match=rf"name must be Zn, Sn, An or Dn .*Q8, M.*A5xM.*got '{name}'"):
         parse_group(name)
-    if meant is None:
-        assert "did you mean" not in str(caught.value)
-    else:
-        assert f"'{meant}'" in str(caught.value).partition("did you mean")[2]
 
 
 def turned(label, n):
@@ -116,7 +105,7 @@ def turned(label, n):
 
 @pytest.mark.parametrize("n", [3, 4, 5, 7])
 def test_dihedral_group_moves_the_corners_of_a_polygon(n):
-    group = tasks.dihedral(n)
+    group = parse_group(f"D{n}")
     moves = {label: turned(label, n) for label in group.elements}
     assert len(set(moves.values())) == group.order == 2 * n
     for a, b in itertools.product(group.elements, repeat=2):
@@ -128,7 +117,7 @@ def test_quaternions_multiply_as_their_matrices():
     j = torch.tensor([[0j, 1], [-1, 0]])
     units = {"1": one, "i": i, "j": j, "k": i @ j}
     matrices = units | {f"-{name}": -matrix for name, matrix in units.items()}
-    group = tasks.quaternion()
+    group = parse_group("Q8")
     assert set(group.elements) == matrices.keys()
     for a, b in itertools.product(group.elements, repeat=2):
         assert torch.equal(matrices[product_of(group, a, b)], matrices[a] @ matrices[b])
@@ -137,14 +126,13 @@ def test_quaternions_multiply_as_their_matrices():
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: symmetric(8), r"n must .* 1\.\.6, got 8"),
+        (lambda: parse_group("S8"), r"n must .* 1\.\.6, got 8"),
         (lambda: parse_group("Z2xA7"), r"A7: n must .* 1\.\.6, got 7"),
-        (lambda: cyclic(1025), r"n must .* 1\.\.1024, got 1025"),
+        (lambda: parse_group("Z1025"), r"n must .* 1\.\.1024, got 1025"),
         (lambda: parse_group("A5xA5"), r"order of A5xA5 must .* 1\.\.1024, got 3600"),
         (lambda: direct_product(), "at least one factor"),
-        (lambda: tasks.dihedral(0), r"n must .* 1\.\.512, got 0"),
+        (lambda: parse_group("D0"), r"n must .* 1\.\.512, got 0"),
         (lambda: parse_group("Q8xZ0"), r"n must .* 1\.\.1024, got 0"),
-        (lambda: parse_group("Z007"), "name must be .* got 'Z007'"),
     ],
 )
 def test_bad_arguments_are_named(build, message):
