@@ -13,6 +13,7 @@ depends on the range: at small sizes every cost is flat. So ours is compared wit
 part of a solve may grow faster than the block. The memory of a solve is its peak without what it returns and the
 projected inputs. A Llama is measured up to 4,096 tokens: attention grows with the square, in the block itself. Tokens
 solved one by one, or in a window, have their memory measured up to 2,048 tokens: the profiler keeps every allocation.
+On a GPU the length alone is varied, up to 131,072 tokens (Llama 32,768), and all tokens are solved together.
 """
 
 import math
@@ -22,7 +23,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from harness import MEBIBYTE, Row, Work, benchmark, paired_row, peak_memory, take_turns, value_row
+from harness import MEBIBYTE, Row, Work, benchmark, on_gpu, paired_row, peak_memory, take_turns, value_row
 from models import KINDS, iterated, one_by_one, random_ids
 
 import deqseq as dq
@@ -39,6 +40,7 @@ AXES = {
 }
 BASE = {"length": 512, "batch": 1, "width": 64, "blocks": 1}
 LONGEST_LLAMA, PROFILED = 4096, 2048  # tokens
+ON_A_GPU = (2048, 8192, 32768, 131072)  # tokens, the last for Mamba2 alone
 SCALES = {"in_proj": 0.1, "out_proj": 4.0, "q_proj": 0.2, "k_proj": 0.2, "v_proj": 0.2, "o_proj": 4.0, "gate_proj": 0.2}
 BY_HAND = "the block by hand"
 
@@ -106,7 +108,8 @@ class Case:
         cache = self.lm.eval()(self.ids, stop=self.stop, return_cache=True).cache
         evaluations = torch.no_grad()(partial(iterated, self.backbone, self.x, ITERATIONS))
         tokens = partial(one_by_one, self.backbone, self.x[:, :1], cache, NEW, ITERATIONS)
-        solves = {name: (partial(self.solve, sweep), evaluations) for name, sweep in SWEEPS.items()}
+        sweeps = {"Simultaneous": SWEEPS["Simultaneous"]} if on_gpu() else SWEEPS
+        solves = {name: (partial(self.solve, sweep), evaluations) for name, sweep in sweeps.items()}
         return {
             "training step": (self.step, self.step_by_hand),
             **solves,
@@ -167,10 +170,12 @@ def exponents(kind: str, work: str, axis: str, values: Sequence[int], costs: Map
 def rows(quick: bool) -> Iterator[Row]:
     """Both backbones along every axis."""
     base, turns = ({**BASE, "length": 8, "width": 32}, 2) if quick else (BASE, 3)
+    axes = {"length": (8, 16)} if quick else {"length": ON_A_GPU} if on_gpu() else AXES
+    longest = ON_A_GPU[-2] if on_gpu() else LONGEST_LLAMA
     for kind in KINDS:
-        for axis, values in ({"length": (8, 16)} if quick else AXES).items():
+        for axis, values in axes.items():
             if kind == "Llama" and axis == "length":
-                values = tuple(value for value in values if value <= LONGEST_LLAMA)
+                values = tuple(value for value in values if value <= longest)
             yield from along(kind, base, axis, values, turns)
 
 

@@ -15,6 +15,11 @@ SIZES = {"d_model": 16, "n_layers": 2, "d_state": 16, "headdim": 16, "chunk_size
 SWEEPS = (dq.Simultaneous(), dq.Sliding(4), dq.Sequential())
 
 
+def random_ids(length: int) -> torch.Tensor:
+    torch.manual_seed(0)
+    return torch.randint(0, 11, (2, length))
+
+
 def twins(**changes) -> dict[str, dq.CausalLM]:
     """The same language model on both backends; its map contracts."""
     models = {}
@@ -46,7 +51,7 @@ def test_mixer_and_its_gradients(groups, d_conv):
 
 @pytest.mark.parametrize("sweep", SWEEPS, ids=str)
 def test_a_solve_without_a_gradient(sweep):
-    ids = torch.randint(0, 11, (2, 7), generator=torch.Generator().manual_seed(0))
+    ids = random_ids(7)
     with torch.no_grad():
         ours, theirs = (twins()[backend](ids, sweep=sweep) for backend in ("mamba_ssm", "reference"))
     assert ours.converged.all() and theirs.converged.all()
@@ -54,7 +59,7 @@ def test_a_solve_without_a_gradient(sweep):
 
 
 def test_training_step():
-    ids = torch.randint(0, 11, (2, 11), generator=torch.Generator().manual_seed(0))
+    ids = random_ids(11)
     gradients = {}
     for backend, lm in twins().items():
         lm(ids, labels=ids).loss.backward()
@@ -65,7 +70,7 @@ def test_training_step():
 
 
 def test_generation():
-    prompt = torch.randint(0, 11, (2, 5), generator=torch.Generator().manual_seed(0))
+    prompt = random_ids(5)
     mask = torch.tensor([[False, False, True, True, True], [True] * 5])
     ours, theirs = (twins()[b].generate(prompt, mask=mask, max_new_tokens=3) for b in ("mamba_ssm", "reference"))
     assert torch.equal(ours.tokens, theirs.tokens) and ours.converged.all()

@@ -1,0 +1,157 @@
+"""Everything that moves to a GPU computes there what it computes on a CPU; `.ci/gpu` runs this.
+
+``DEVICE=cpu`` compares the CPU with itself, which shows that the tests run.
+"""
+
+import copy
+import os
+
+import pytest
+import torch
+from small_models import contractive_llama, contractive_mamba2, embedded, language_model, recurrent_depth
+from transformers import AutoModelForCausalLM
+
+import deqseq as dq
+from deqseq.diagnostics import spectral_radius
+from deqseq.integrations.huggingface import from_causal_lm
+from deqseq.training import Curriculum, bounded, free, parameter_groups
+
+pytestmark = pytest.mark.cuda
+DEVICE = os.environ.get("DEVICE", "cuda")
+TIGHT = dq.Stop(rtol=1e-10, max_steps=500)
+SWEEPS = (dq.Simultaneous(), dq.Chunked(3), dq.Sequential(), dq.Sliding(3))
+SOLVERS = (dq.Naive(), dq.Relaxed(0.8), dq.Adaptive(), dq.Anderson(), dq.Broyden())
+GRADIENTS = (dq.OneStep(), dq.Phantom(3), dq.Implicit(stop=TIGHT), dq.Unrolled())
+MASK = torch.tensor([[False, False, True, True, True, True, True], [True] * 7])
+each_backbone = pytest.mark.parametrize("backbone", [contractive_mamba2, contractive_llama])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def device():
+    """An error where there is no GPU, never a silent pass."""
+    assert DEVICE == "cpu" or torch.cuda.is_available(), "there is no CUDA device"
+
+
+def moved(module):
+    return copy.deepcopy(module).to(DEVICE)
+
+
+def same(theirs, ours, rtol=1e-7, atol=1e-9):
+    assert ours.device.type == DEVICE
+    torch.testing.assert_close(ours.cpu(), theirs, rtol=rtol, atol=atol)
+
+
+@each_backbone
+@pytest.mark.parametrize("sweep", SWEEPS, ids=str)
+@pytest.mark.parametrize("solver", SOLVERS, ids=str)
+def test_a_solve_of_padded_rows(backbone, sweep, solver):
+    model = dq.ImplicitModel(backbone(), dq.SolveConfig(solver, TIGHT, sweep=sweep)).eval()
+    with torch.no_grad():
+        theirs = model(embedded(), mask=MASK, return_cache=True)
+        ours = moved(model)(embedded().to(DEVICE), mask=MASK.to(DEVICE), return_cache=True)
+        further = embedded()[:, :2]
+        going_on = model(further, cache=theirs.cache), moved(model)(further.to(DEVICE), cache=ours.cache)
+    assert bool(theirs.converged.all())
+    same(theirs.value, ours.value)
+    same(going_on[0].value, going_on[1].value)
+    same(theirs.status, ours.status)
+    assert (ours.stats.updates.cpu() - theirs.stats.updates).abs().max() <= 1  # the last digit may decide
+    assert "converged" in str(ours.explain())
+
+
+@each_backbone
+@pytest.mark.parametrize("sweep", SWEEPS, ids=str)
+@pytest.mark.parametrize("gradient", GRADIENTS, ids=str)
+def test_gradients(backbone, sweep, gradient):
+    config = dq.SolveConfig(dq.Relaxed(0.8), dq.Stop(rtol=1e-10, max_steps=60), gradient, sweep)
+    if isinstance(gradient, dq.Unrolled):
+        config = dq.SolveConfig(dq.Relaxed(0.8), dq.Stop.exactly(6), gradient)
+    results = []
+    for model in (lambda one: (one, moved(one)))(dq.ImplicitModel(backbone(), config).train()):
+        x = embedded().to(next(model.parameters()).device).requires_grad_()
+        loss = model(x, mask=MASK.to(x.device)).value.square().sum()
+        results.append(torch.autograd.grad(loss, [x, *model.parameters()]))
+    for theirs, ours in zip(*results, strict=True):
+        same(theirs, ours, atol=1e-8)
+
+
+@each_backbone
+@pytest.mark.parametrize("window", [1, 4])
+def test_generation(backbone, window):
+    lm = language_model(backbone(), stop=TIGHT).eval()
+    prompt, how = torch.arange(14).view(2, 7) % 11, {"max_new_tokens": 9, "window": window}
+    theirs = lm.generate(prompt, mask=MASK, **how)
+    ours = moved(lm).generate(prompt.to(DEVICE), mask=MASK.to(DEVICE), **how)
+    same(theirs.tokens, ours.tokens)
+    assert bool(ours.converged.all())
+    sampled = moved(lm).generate(prompt.to(DEVICE), temperature=1.0, seed=3, **how)
+    same(moved(lm).generate(prompt.to(DEVICE), temperature=1.0, seed=3, **how).tokens.cpu(), sampled.tokens)
+
+
+@each_backbone
+def test_training_by_a_curriculum(backbone):
+    curriculum, losses = Curriculum((bounded(4, 1, until=0.5), free(16, 2))), []
+    for lm in (lambda one: (one, moved(one)))(language_model(backbone()).train()):
+        optimizer, ids = torch.optim.AdamW(parameter_groups(lm, 0.1), lr=1e-3), torch.arange(14).view(2, 7) % 11
+        ids, mine = ids.to(next(lm.parameters()).device), []
+        for step in range(6):
+            curriculum.at(step / 6).apply(lm)
+            loss = lm(ids, labels=ids).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            mine.append(loss.item())
+        losses.append(mine)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+
+
+@each_backbone
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(backbone, dtype):
+    lm = language_model(backbone(), stop=dq.Stop(rtol=2e-2, max_steps=64)).float().eval()
+    ids = torch.arange(14).view(2, 7) % 11
+    with torch.no_grad():
+        theirs, whole = lm(ids), moved(lm).to(dtype)(ids.to(DEVICE))
+        with torch.autocast(DEVICE, dtype=dtype):
+            mixed = moved(lm)(ids.to(DEVICE))
+    for ours in (whole, mixed):
+        assert bool(ours.converged.all()), str(ours.explain())
+        assert (ours.logits.cpu().float() - theirs.logits).abs().max() < 0.1 * theirs.logits.abs().max()
+
+
+@each_backbone
+def test_transformers_models(backbone, tmp_path):
+    lm = language_model(backbone(), stop=TIGHT)
+    from_causal_lm(lm, eos_token_id=0, bos_token_id=0).eval().save_pretrained(tmp_path)
+    theirs, ours = (AutoModelForCausalLM.from_pretrained(tmp_path, device_map=where) for where in ("cpu", DEVICE))
+    ids, how = torch.arange(1, 13).view(2, 6) % 11, {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    same(theirs.generate(ids, **how), ours.generate(ids.to(DEVICE), **how))
+    same(theirs.generate(ids, num_beams=2, **how), ours.generate(ids.to(DEVICE), num_beams=2, **how))
+    ours(ids.to(DEVICE), labels=ids.to(DEVICE)).loss.backward()
+
+
+def test_two_parts_around_a_core():
+    model = recurrent_depth(dq.ImplicitModel(contractive_llama(n_layers=1), dq.SolveConfig(stop=TIGHT))).eval()
+    with torch.no_grad():
+        same(model(embedded()).value, moved(model)(embedded().to(DEVICE)).value)
+
+
+def test_a_map_of_ones_own_and_its_stability():
+    x = embedded()
+    solution = dq.fixed_point(lambda z: torch.tanh(z / 2 + 1), x.to(DEVICE))
+    assert solution.value.device.type == DEVICE and bool(solution.converged.all())
+    radius = spectral_radius(lambda z: torch.tanh(z / 2 + 1), solution.value)
+    assert radius.per_row.device.type == DEVICE and bool((radius.per_row < 0.5).all())
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="about waiting for a GPU")
+def test_waits_for_the_gpu_once_a_check():
+    model = moved(dq.ImplicitModel(contractive_llama(), dq.SolveConfig(dq.Adaptive(), TIGHT))).eval()
+    x = embedded().to(DEVICE)
+    with torch.no_grad(), pytest.warns(UserWarning, match="called a synchronizing CUDA operation") as waits:
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            steps = model(x).stats.evaluations
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert len(waits) <= steps + 4, [str(wait.message) + wait.filename + str(wait.lineno) for wait in waits]
