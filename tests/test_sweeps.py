@@ -239,3 +239,23 @@ def test_gradients_under_autocast_reach_every_parameter(sweep):
         value = model(embedded().float(), sweep=sweep).value
     (value * torch.linspace(-1, 1, 8)).sum().backward()
     assert all(p.grad is not None and p.grad.abs().max() > 0 for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("sweep", "steps"),
+    [
+        (dq.Simultaneous(), [7, 7, 7, 7, 7, 7]),
+        (dq.Sequential(), [2, 2, 2, 2, 2, 2]),
+        (dq.Chunked(3), [4, 4, 4, 4, 4, 4]),
+        (dq.Sliding(3), [2, 4, 4, 4, 2, 3]),  # it moves after evaluations 2, 4 and 6, and ends at 7
+    ],
+    ids=str,
+)
+def test_a_token_is_done_one_iteration_after_the_one_before(sweep, steps):
+    """z_t = z_{t-1} + x_t: a token is exact once the one before is, and passes at the evaluation after that."""
+    model = model_of(solver=dq.Naive())
+    with torch.no_grad():
+        model.backbone.A.zero_()
+        model.backbone.R.copy_(torch.eye(len(model.backbone.R)))
+    output = solve(model, embedded(2, 6), sweep)
+    assert output.stats.iterations.tolist() == [steps, steps] and bool(output.converged.all())

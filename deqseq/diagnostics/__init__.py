@@ -1,7 +1,6 @@
 """Reports on a model: why solves fail, how far the map contracts, and whether all sweeps agree."""
 
 from deqseq.diagnostics.duality import DualityReport, SweepReport, check_duality
-from deqseq.diagnostics.effort import TokenEffort, token_effort
 from deqseq.diagnostics.explain import explain
 from deqseq.diagnostics.explanation import Explanation
 from deqseq.diagnostics.spectral import SpectralRadius, model_spectral_radius, spectral_radius
@@ -11,10 +10,8 @@ __all__ = [
     "Explanation",
     "SpectralRadius",
     "SweepReport",
-    "TokenEffort",
     "check_duality",
     "explain",
     "model_spectral_radius",
     "spectral_radius",
-    "token_effort",
 ]

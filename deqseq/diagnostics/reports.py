@@ -1,9 +1,9 @@
-"""What reports on a model share: their arguments, and how they print and draw themselves."""
+"""What reports on a model share: their arguments, and how they print."""
 
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -15,14 +15,8 @@ from deqseq.models.padding import check_mask
 from deqseq.start import RandomStart
 from deqseq.types import Mask
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
 SHOWN = 8
 """How many rows of a batch a report prints."""
-COLOURS = ("#31688e", "#d1495b", "#66a182", "#edae49", "#7b5ea7")
-"""Distinguishable by colour-blind readers too."""
 
 
 def check_call(
@@ -57,17 +51,3 @@ def text_table(header: SequenceOf[str], lines: Iterable[SequenceOf[str]]) -> str
 def remaining(rows: int) -> str:
     """What is printed instead of further rows."""
     return f"\n... and {rows - SHOWN} more rows" if rows > SHOWN else ""
-
-
-def new_figure(x: str, y: str) -> "tuple[Figure, Axes]":
-    """A new figure with an empty axis, 7 by 3.2 inches, that is not shown in a window."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError('plots of reports need matplotlib: pip install "deqseq[examples]"') from error
-    figure = Figure(figsize=(7.0, 3.2), layout="constrained")
-    axis = figure.add_subplot()
-    axis.set(xlabel=x, ylabel=y)
-    axis.grid(alpha=0.25)
-    axis.set_axisbelow(True)
-    return figure, axis

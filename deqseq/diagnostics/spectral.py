@@ -1,7 +1,7 @@
 """How far a map expands around its fixed point: the spectral radius of its Jacobian."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Unpack
+from typing import Annotated, Any, Unpack
 
 import torch
 from jaxtyping import Complex, Float
@@ -10,7 +10,7 @@ from torch import Tensor
 from deqseq.annotations import AtLeast, Between, Within, checked
 from deqseq.config import SolveConfig, SolveFields
 from deqseq.diagnostics.arnoldi import ritz_values
-from deqseq.diagnostics.reports import COLOURS, SHOWN, check_call, new_figure, remaining, text_table
+from deqseq.diagnostics.reports import SHOWN, check_call, remaining, text_table
 from deqseq.evaluate import check_start, evaluate
 from deqseq.layers import with_weights
 from deqseq.models.causal_lm import CausalLM, Tokens
@@ -21,9 +21,6 @@ from deqseq.rows import map_tensors
 from deqseq.stop import Stop, relative
 from deqseq.tokens import TokenArgs, token_map
 from deqseq.types import FixedPointMap, Mask, RowMask, State
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 Products = Annotated[int, AtLeast(1)]
 Seed = Annotated[int, Between(-(2**63), 2**64 - 1)]
@@ -77,17 +74,6 @@ class SpectralRadius:
         lines = [(f"{i}", f"{r:.3f}", f"{e:.0e}", f"{s:.1e}", "yes" if ok else "no") for i, (r, e, s, ok) in rows]
         header = ("row", "spectral radius", "backward error", "residual", "fixed point")
         return text_table(header, lines[:SHOWN]) + remaining(len(lines))
-
-    def plot(self) -> "Figure":
-        """Draw each row's eigenvalues and the unit circle; hollow if the row is unsolved. Needs matplotlib."""
-        figure, axis = new_figure("eigenvalues, real part", "imaginary part")
-        for row, values in enumerate(self.eigenvalues.flatten(1)):
-            colour, fill = COLOURS[row % len(COLOURS)], "full" if self.at_fixed_point[row] else "none"
-            axis.plot(values.real.tolist(), values.imag.tolist(), "o", markersize=3, color=colour, fillstyle=fill)
-        circle = torch.linspace(0, 2 * torch.pi, 200)
-        axis.plot(circle.cos().tolist(), circle.sin().tolist(), "--", color="#777777", linewidth=1)
-        axis.set_aspect("equal", adjustable="datalim")
-        return figure
 
 
 @checked

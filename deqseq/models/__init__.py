@@ -7,7 +7,7 @@ from deqseq.models.explicit import ExplicitModel
 from deqseq.models.generation import Generation, NewTokens
 from deqseq.models.implicit import ImplicitModel
 from deqseq.models.output import CausalLMOutput, Evaluation, ModelOutput
-from deqseq.models.presets import PRESETS, parameter_count, preset
+from deqseq.models.presets import PRESETS, preset
 from deqseq.models.recurrent_depth import RecurrentDepth
 from deqseq.models.specification import LanguageModelSpec
 
@@ -26,6 +26,5 @@ __all__ = [
     "NewTokens",
     "RecurrentDepth",
     "load_example",
-    "parameter_count",
     "preset",
 ]

@@ -4,8 +4,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
-import torch
-
 from deqseq.annotations import checked
 from deqseq.backbones import LlamaConfig, Mamba2Config
 from deqseq.check import suggestion
@@ -93,22 +91,3 @@ PRESETS: Mapping[str, LanguageModelSpec] = MappingProxyType(
     | {"mamba2-state-tracking": _STATE_TRACKING}
 )
 """All presets, by name."""
-
-
-@checked
-def parameter_count(spec: LanguageModelSpec) -> int:
-    """Count the parameters of a model by building it without memory, on the meta device.
-
-    Args:
-        spec: the model.
-
-    Returns:
-        Everything that is trained, each parameter once.
-
-    Example:
-        >>> f"{parameter_count(preset('llama3-130m-explicit')):,}"
-        '123,566,592'
-    """
-    with torch.device("meta"):
-        model = spec.build()
-    return sum(parameter.numel() for parameter in model.parameters())

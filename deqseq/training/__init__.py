@@ -3,7 +3,7 @@
 from deqseq.training.curriculum import Curriculum
 from deqseq.training.depth import PoissonLogNormal
 from deqseq.training.guard import NonFiniteLoss, check_finite
-from deqseq.training.losses import jacobian_regularisation, terminal_residual
+from deqseq.training.losses import jacobian_regularisation
 from deqseq.training.parameter_groups import parameter_groups
 from deqseq.training.phase import Phase, bounded, free, unrolled
 from deqseq.training.sharding import gather_once
@@ -19,6 +19,5 @@ __all__ = [
     "gather_once",
     "jacobian_regularisation",
     "parameter_groups",
-    "terminal_residual",
     "unrolled",
 ]

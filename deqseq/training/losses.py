@@ -1,16 +1,15 @@
-"""Terms of a training loss: the size of a map's Jacobian, and how far a state is from a fixed point."""
+"""A term of a training loss: the size of a map's Jacobian."""
 
 from contextlib import nullcontext
 from typing import Annotated
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from deqseq.annotations import AtLeast, checked
 from deqseq.evaluate import check_start, evaluate
-from deqseq.stop import token_norms
 from deqseq.types import FixedPointMap, State
 
 
@@ -72,39 +71,3 @@ def jacobian_regularisation(
             sizes.append(pulled.to(torch.promote_types(z.dtype, torch.float32)).square().mean())
         value = torch.stack(sizes).mean()
     return value if differentiable else value.detach()
-
-
-@checked
-def terminal_residual(
-    f: FixedPointMap, z: State, *, mask: Bool[Tensor, "batch tokens"] | None = None
-) -> Float[Tensor, ""]:
-    r"""The relative residual of a state, as a term of a training loss that makes iterations end at a fixed point.
-
-    .. math:: \frac{1}{|T|} \sum_{t \in T} \frac{\lVert f(z)_t - z_t \rVert}{\lVert f(z)_t \rVert}
-
-    with norms over the last dimension and :math:`T` the real tokens of all rows. The gradient reaches whatever ``f``
-    closes over, and what the state was computed from; ``z.detach()`` leaves the latter out.
-
-    Args:
-        f: the map.
-        z: the state in which the iteration ended, ``(batch, *event)``, such as a model's ``value``.
-        mask: bool, True at real tokens, ``(batch, tokens)``. Default: no padding.
-
-    Raises:
-        ValueError: ``z`` is empty or not finite, or ``mask`` has another shape or dtype or no real token.
-
-    Example:
-        >>> z = torch.tensor([[[1.0], [2.0], [5.0]]])
-        >>> mask = torch.tensor([[True, True, False]])
-        >>> terminal_residual(lambda z: 0.5 * z + 1, z, mask=mask)     # |1.5 - 1| / 1.5, and 2 is the fixed point
-        tensor(0.1667)
-    """
-    check_start("z", z)
-    fz, _ = evaluate(f, z)
-    distance, scale = token_norms(fz - z), token_norms(fz)
-    if mask is not None:
-        if mask.dtype != torch.bool or mask.shape != scale.shape or not bool(mask.any()):
-            got = f"{mask.dtype} {tuple(mask.shape)} with {int(mask.sum())} of them"
-            raise ValueError(f"mask must be bool {tuple(scale.shape)}, True at real tokens, got {got}")
-        distance, scale = distance[mask], scale[mask]
-    return (distance / scale.clamp_min(torch.finfo(scale.dtype).tiny)).mean()
