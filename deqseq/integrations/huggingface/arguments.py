@@ -9,7 +9,9 @@ from torch import Tensor
 from deqseq.check import check_type, suggestion
 from deqseq.config import SolveFields
 from deqseq.integrations.huggingface.cache import ImplicitCache
+from deqseq.models.base import Model
 from deqseq.models.causal_lm import IGNORED, check_ids
+from deqseq.models.recurrent_depth import solved_part
 from deqseq.types import Mask
 
 _UNUSED = (
@@ -24,6 +26,33 @@ _REFUSED = {
 }
 _TAKEN = ("input_ids", "attention_mask", "position_ids", "cache", "inputs_embeds", "labels", "use_cache")
 _TAKEN += ("shift_labels", "logits_to_keep", "output_hidden_states", "return_dict", "solve", "cu_seq_lens_q", "seq_idx")
+
+
+def watch(core: Model) -> None:
+    """Refuse, from now on and at each call, offloaded layers and adapters with dropout: values would be wrong."""
+    if _check_layers not in core._forward_pre_hooks.values():
+        core.register_forward_pre_hook(_check_layers)
+
+
+def _check_layers(core: Model, *_: Any) -> None:
+    if any(weight.is_meta for weight in core.parameters()):  # accelerate loads them for their own module's forward
+        raise ValueError(
+            "the layers of this model are offloaded (cpu_offload, disk_offload or device_map), but every iteration of "
+            "a solve needs all of them: load the whole model onto one device, as device_map={'': 0} does"
+        )
+    solved = solved_part(core)
+    drops: dict[str, float] = {}
+    for name, part in () if solved is None else solved.backbone.named_modules():
+        # by name, because PEFT has a class of its own, in OFT; its LoHa and LoKr draw without a module
+        found: dict[str, Any] = {"": getattr(part, "p", 0)} if "Dropout" in type(part).__name__ else {}
+        for kind in ("rank_dropout", "module_dropout"):
+            found |= {f".{kind}.{adapter}": p for adapter, p in getattr(part, kind, {}).items()}
+        drops |= {name + place: p for place, p in found.items() if p and part.training}
+    if drops:
+        raise ValueError(
+            f"a map that is solved must have no dropout, which would be drawn anew in every iteration, got {drops}: "
+            "set it to 0, as LoraConfig(lora_dropout=0.0)"
+        )
 
 
 def check_keywords(given: Mapping[str, Any]) -> None:

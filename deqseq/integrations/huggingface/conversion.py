@@ -11,10 +11,10 @@ from deqseq.annotations import AtLeast, checked
 from deqseq.backbones import Injected, Injection
 from deqseq.config import SolveConfig
 from deqseq.gradients import Unrolled
+from deqseq.integrations.huggingface.arguments import watch
 from deqseq.integrations.huggingface.configuration import DeqseqConfig
 from deqseq.integrations.huggingface.decoder import DecoderBackbone, language_model, with_head
 from deqseq.integrations.huggingface.modeling_causal_lm import DeqseqForCausalLM
-from deqseq.integrations.huggingface.surroundings import watch
 from deqseq.models import CausalLM, ExplicitModel, ImplicitModel, RecurrentDepth
 from deqseq.models.specification import INJECTIONS, Name, specification_of
 from deqseq.solvers import Naive

@@ -18,6 +18,7 @@ from deqseq.integrations.huggingface.arguments import (
     check_positions,
     check_tensors,
     joined_mask,
+    watch,
 )
 from deqseq.integrations.huggingface.attention import choose_attention
 from deqseq.integrations.huggingface.cache import ImplicitCache
@@ -25,7 +26,6 @@ from deqseq.integrations.huggingface.configuration import DeqseqConfig
 from deqseq.integrations.huggingface.outputs import ImplicitModelOutput, recorded_states
 from deqseq.integrations.huggingface.packing import Packing
 from deqseq.integrations.huggingface.pretrained_model import DeqseqPreTrainedModel
-from deqseq.integrations.huggingface.surroundings import refuse_compiling, watch
 from deqseq.models import ImplicitModel
 from deqseq.models.causal_lm import check_ids
 from deqseq.models.padding import Padding
@@ -138,8 +138,6 @@ class DeqseqModel(DeqseqPreTrainedModel):
                 model's own, packed sequences with a cache, attention weights, or ``solve`` for an explicit model.
             TypeError: no tensor, a cache of another library, or an unknown keyword.
         """
-        if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
-            refuse_compiling()
         gather_once(self.core)  # the Trainer and accelerate shard a model after it was built
         options: dict[str, Any] = {} if solve is None else {"solve": self.solve_config(solve)}
         ends, numbers = kwargs.pop("cu_seq_lens_q", None), kwargs.pop("seq_idx", None)

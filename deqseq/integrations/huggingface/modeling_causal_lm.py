@@ -23,7 +23,6 @@ from deqseq.integrations.huggingface.configuration import DeqseqConfig
 from deqseq.integrations.huggingface.modeling import DeqseqModel, SolveChange
 from deqseq.integrations.huggingface.outputs import ImplicitCausalLMOutput
 from deqseq.integrations.huggingface.pretrained_model import DeqseqPreTrainedModel
-from deqseq.integrations.huggingface.surroundings import warn_of_decay
 from deqseq.integrations.huggingface.windows import in_windows, warn_of_window, window_of
 from deqseq.layers import with_weights
 from deqseq.models.eval_mode import eval_mode
@@ -59,7 +58,6 @@ class DeqseqForCausalLM(DeqseqPreTrainedModel, GenerationMixin):
         super().__init__(config, **unknown)
         self.model = DeqseqModel(config)
         self.lm_head = nn.Linear(self.model.core.d_model, config.vocab_size, bias=False)
-        self._watched = False
         self.post_init()
 
     @can_return_tuple
@@ -102,9 +100,6 @@ class DeqseqForCausalLM(DeqseqPreTrainedModel, GenerationMixin):
                 none to score, or labels with ``logits_to_keep``.
             TypeError: no tensor, a cache of another library, or an unknown keyword.
         """
-        if self.training and num_items_in_batch is not None and not self._watched:  # called by the Trainer
-            self._watched = True
-            warn_of_decay(self)
         shift_labels = kwargs.pop("shift_labels", None)  # in the signature the Trainer would require it
         tokens, vocab_size = input_ids if inputs_embeds is None else inputs_embeds, self.config.vocab_size
         check_labels(tokens, vocab_size, num_items_in_batch, labels=labels, shift_labels=shift_labels)

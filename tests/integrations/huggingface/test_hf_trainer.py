@@ -10,7 +10,6 @@ from torch.nn import functional as F
 
 import deqseq as dq
 from deqseq.integrations.huggingface import to_causal_lm
-from deqseq.training import parameter_groups
 
 KINDS = pytest.mark.parametrize("kind", ["mamba2", "llama", "explicit"])
 
@@ -93,20 +92,6 @@ def test_smoothed_labels_are_shifted(renamed, tmp_path):
     assert abs(found.item() - wanted.item()) < 1e-6
 
 
-@pytest.mark.parametrize("kind", ["mamba2", "explicit"])
-def test_decay_of_what_should_keep_its_size_is_told(kind, tmp_path):
-    protecting = one_block(kind)
-    groups = torch.optim.AdamW(parameter_groups(protecting, 0.1))
-    for model, options in ((one_block(kind), {}), (protecting, {"optimizers": (groups, None), "weight_decay": 0.1})):
-        trainer(model, tmp_path, max_steps=2, **options).train()  # warnings are errors
-    model = one_block(kind)
-    with pytest.warns(
-        UserWarning, match=r"weight decay shrinks .*embed_tokens.*parameter_groups\(model, 0.1\)"
-    ) as told:
-        trainer(model, tmp_path, max_steps=2, weight_decay=0.1).train()
-    assert len([each for each in told if "weight decay" in str(each.message)]) == 1
-
-
 def test_generation_after_training_is_in_eval_mode(tmp_path):
     model = one_block("llama", eval_solve={"stop": {"max_steps": 7, "rtol": 0.0}})
     trainer(model, tmp_path, max_steps=1).train()
@@ -114,16 +99,6 @@ def test_generation_after_training_is_in_eval_mode(tmp_path):
     output = model.generate(torch.tensor([[1, 2]]), max_new_tokens=3, do_sample=False, return_dict_in_generate=True)
     assert [solve.stats.iterations.unique().tolist() for solve in output.cache.solves[1:]] == [[7], [7]]
     assert model.training
-
-
-@pytest.mark.parametrize("kind", ["llama", "explicit"])
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_compiling_the_whole_model_is_refused(kind, tmp_path):
-    model = one_block(kind)
-    with pytest.raises(RuntimeError, match=r"call model\.compile\(\)"):
-        torch.compile(model, backend="eager")(**collate(rows(4)))
-    with pytest.raises(RuntimeError, match=r"call model\.compile\(\)"):
-        trainer(model, tmp_path, max_steps=1, torch_compile=True, torch_compile_backend="eager").train()
 
 
 def test_a_model_of_another_class_is_told_how_to_become_one_of_transformers(tmp_path):

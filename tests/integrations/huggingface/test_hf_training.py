@@ -168,18 +168,12 @@ def test_an_adapter_with_dropout_is_refused_in_training(kind, core):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:peft", "ignore:`is_gradient_checkpointing`:FutureWarning")
-def test_a_fresh_injection_that_an_adapter_leaves_frozen_is_told(tmp_path):
+def test_an_injection_is_trained_with_an_adapter(tmp_path):
     peft = pytest.importorskip("peft")
-
-    def adapted(**options):
-        model = DeqseqForCausalLM(configured("decoder", solve={"stop": dq.Stop.exactly(3)}))
-        config = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules="all-linear", **options)
-        return peft.get_peft_model(model, config).train()
-
-    with pytest.warns(UserWarning, match=r'modules_to_save=\["injection"\]'):
-        adapted()(input_ids=IDS, labels=IDS)
-    model = adapted(modules_to_save=["injection"])
-    model(input_ids=IDS, labels=IDS).loss.backward()  # warnings are errors
+    fresh = DeqseqForCausalLM(configured("decoder", solve={"stop": dq.Stop.exactly(3)}))
+    options = {"target_modules": "all-linear", "modules_to_save": ["injection"]}
+    model = peft.get_peft_model(fresh, peft.LoraConfig(task_type="CAUSAL_LM", r=2, **options)).train()
+    model(input_ids=IDS, labels=IDS).loss.backward()
     torch.optim.SGD([weight for weight in model.parameters() if weight.requires_grad], lr=0.05).step()
     once, wanted = (model.eval()(IDS, solve={"stop": dq.Stop.exactly(n)}).logits for n in (1, 3))
     assert (once - wanted).abs().max() > 1e-4
