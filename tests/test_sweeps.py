@@ -53,18 +53,6 @@ def test_gradients_of_a_padded_batch_are_those_of_its_rows(make, sweep, gradient
         torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-7)
 
 
-@each_sweep
-@pytest.mark.parametrize("first", [1, 4, 10])
-def test_a_sequence_continued_from_its_cache_is_the_sequence(sweep, first):
-    model, x = model_of(), embedded(3, 11)
-    whole = solve(model, x, dq.Simultaneous(), return_cache=True)
-    left = solve(model, x[:, :first], sweep, return_cache=True)
-    right = solve(model, x[:, first:], sweep, cache=left.cache, return_cache=True)
-    torch.testing.assert_close(torch.cat([left.value, right.value], dim=1), whole.value, rtol=0, atol=1e-8)
-    for ours, expected in zip(right.cache.tensors(), whole.cache.tensors(), strict=True):
-        torch.testing.assert_close(ours, expected, rtol=0, atol=1e-8)
-
-
 PADDED = {
     "Affine": lambda: dq.ImplicitModel(affine(), CONFIG),
     "Mamba2": lambda: dq.ImplicitModel(contractive_mamba2(), CONFIG),

@@ -87,12 +87,6 @@ class CausalLM(nn.Module):
             check_integer("CausalLM.embedding.num_embeddings", getattr(value, "num_embeddings", None), 1)
         super().__setattr__(name, value)
 
-    def __getattr__(self, name: str) -> Tensor | nn.Module:
-        if name == "save_pretrained":
-            how = "deqseq.integrations.huggingface.from_causal_lm(lm), or save lm.state_dict()"
-            raise AttributeError(f"a CausalLM has no save_pretrained: take that of {how}")
-        return super().__getattr__(name)
-
     @checked
     def forward(
         self,
@@ -204,7 +198,6 @@ class CausalLM(nn.Module):
             >>> lm.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=5, temperature=1.0, seed=0).tokens.shape
             torch.Size([1, 5])
         """
-        stop_tokens = stop_tokens.flatten().tolist() if isinstance(stop_tokens, Tensor) else stop_tokens
         stops = tuple(stop_tokens) if isinstance(stop_tokens, Iterable) else (stop_tokens,)
         check_tokens("input_ids", input_ids, self.embedding)
         for token in stops:

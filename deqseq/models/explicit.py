@@ -45,18 +45,10 @@ class ExplicitModel(BackboneModel):
         return_cache: bool = False,
         **options: Any,
     ) -> ModelOutput:
-        """Run the layers once.
+        """Run the layers once; the value has no statistics.
 
-        Args:
-            x: embedded tokens, ``(batch, length, d_model)``.
-            mask: bool, True at real tokens, ``(batch, length)``. Padding may be on either side of a row, and leaves the
-                row as it is alone. Default: no padding.
-            cache: the ``cache`` of the :class:`ModelOutput` for the tokens before. Default: there are none.
-            return_cache: whether to return the cache after these tokens.
-            **options: those of an :class:`ImplicitModel`, which are refused unless they ask for nothing.
-
-        Returns:
-            The states; no statistics.
+        ``x``, ``mask``, ``cache`` and ``return_cache`` are those of :meth:`ImplicitModel.forward`, ``(batch, length,
+        d_model)`` and ``(batch, length)``. Its other ``options`` are refused unless they ask for nothing.
 
         Raises:
             TypeError: an argument of the wrong type, or an option of a solve.

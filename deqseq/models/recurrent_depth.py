@@ -79,23 +79,14 @@ class RecurrentDepth(Model):
         return_cache: bool = False,
         **options: Any,
     ) -> ModelOutput:
-        """Run the prelude, solve for the core's fixed point, run the coda.
+        """Run the prelude, solve for the core's fixed point, run the coda; the statistics are the core's.
 
-        Args:
-            x: embedded tokens, ``(batch, length, d_model)``.
-            mask: bool, True at real tokens, ``(batch, length)``; padding may be on either side of a row. Default: no
-                padding.
-            cache: the ``cache`` of the :class:`ModelOutput` for the tokens before. Default: there are none.
-            return_cache: whether to return the cache after these tokens.
-            **options: keywords of the core: ``callback``, ``throw``, ``solve`` and the fields of :class:`SolveConfig`,
-                as in :meth:`ImplicitModel.forward`. An explicit core takes none.
-
-        Returns:
-            The coda's states, with the numbers of the core's solve.
+        All arguments are those of :meth:`ImplicitModel.forward`: ``x``, ``(batch, length, d_model)``, ``mask``,
+        ``(batch, length)``, ``cache``, ``return_cache``, and ``options`` of the core, of which an explicit one takes
+        none.
 
         Raises:
-            ConvergenceError: with ``throw``, as in :meth:`ImplicitModel.forward`.
-            TypeError, ValueError: as in :meth:`ImplicitModel.forward`, or a cache of another model.
+            ConvergenceError, TypeError, ValueError: as there, or a cache of another model.
         """
         prelude, core, coda = parts_of(cache, 3, "parts")
         every: Any = {"mask": mask, "return_cache": return_cache}

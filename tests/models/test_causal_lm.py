@@ -137,8 +137,3 @@ def test_a_head_that_does_not_fit_is_named(head):
         lm(torch.tensor([[1, 2, 3]]))
     with pytest.raises(TypeError, match=r"CausalLM\.embedding.* must be"):
         lm.embedding = head
-
-
-def test_a_method_of_transformers_is_named():
-    with pytest.raises(AttributeError, match=r"no save_pretrained: .*from_causal_lm\(lm\)"):
-        language_model().save_pretrained("folder")

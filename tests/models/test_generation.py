@@ -192,22 +192,9 @@ def test_logits_that_are_not_finite_are_an_error(make, temperature):
         lm.generate(torch.tensor([[1], [2]]), max_new_tokens=2, temperature=temperature)
 
 
-def test_the_models_own_sweep_solves_the_prompt(lm, shapes):
-    lm.model.solve = dq.SolveConfig(sweep=dq.Sequential())
-    lm.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=1)
-    assert {shape[1] for shape in shapes} == {1}
-
-
 @pytest.mark.parametrize(
     "options", [*({"temperature": t} for t in (1e-40, 1e-46)), {"temperature": 1.0, "top_p": 1e-60}]
 )
 def test_small_numbers_take_the_best(options):
     logits = torch.tensor([[[-1e30, 1e30, 0.0], [3.0, 2.0, 1.0]]])
     assert Sampler(seed=0, **options).choose(logits, np.arange(1), np.arange(2)[None]).tolist() == [[1, 0]]
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_seeds_of_numpy_and_stop_tokens_in_a_tensor_are_taken(lm):
-    options = {"max_new_tokens": 4, "temperature": 1.0}
-    known = lm.generate(PROMPT, seed=3, stop_tokens=(1, 2), **options).tokens
-    assert torch.equal(lm.generate(PROMPT, seed=np.int64(3), stop_tokens=torch.tensor([1, 2]), **options).tokens, known)
