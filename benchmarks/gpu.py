@@ -31,7 +31,7 @@ def training(kind: str, width: int, batch: int, length: int, turns: int) -> Iter
 
 def rows(quick: bool) -> Iterator[Row]:
     """The cases of other benchmarks at a GPU's sizes, on the default device."""
-    turns = 2 if quick else 7
+    turns = 2 if quick else 5
     with torch.no_grad():
         yield from bookkeeping((2, 4, 8) if quick else SHAPES[1], 5 * turns)
     with torch.autocast(torch.get_default_device().type, dtype=torch.bfloat16):
@@ -39,7 +39,7 @@ def rows(quick: bool) -> Iterator[Row]:
             for width in (64,) if quick else (768, 2048):
                 yield from training(kind, width, *((2, 8) if quick else (4, 2048)), turns=turns)
             for batch in (1,) if quick else (1, 32):
-                width, prompt, new = (64, 8, 4) if quick else (2048, 256, 32)
+                width, prompt, new = (64, 8, 4) if quick else (2048, 256, 16)
                 yield from decoding(kind, batch, width, prompt, new, runs=turns)
 
 

@@ -102,7 +102,8 @@ def parse_group(name: str) -> FiniteMonoid:
             f'name must be Zn, Sn, An or Dn with a number for n, Q8, M, or several joined by "x", such as "S3", "D5" '
             f'or "A5xM", got {name!r}'
         )
-    return direct_product(*map(_made, name.split("x")))
+    with torch.device("cpu"):  # where tables are, whatever the default device
+        return direct_product(*map(_made, name.split("x")))
 
 
 def _made(part: str) -> FiniteMonoid:

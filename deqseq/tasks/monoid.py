@@ -60,7 +60,7 @@ class FiniteMonoid:
         if table.min() < 0 or table.max() >= order:
             raise ValueError(f"{self.name}: table must hold ids 0 to {order - 1}, got {table.min()} to {table.max()}.")
         both_sides = torch.stack([table[self.identity % order], table[:, self.identity % order]])
-        if self.identity >= order or not (both_sides == torch.arange(order)).all():
+        if self.identity >= order or not (both_sides == torch.arange(order, device="cpu")).all():
             raise ValueError(f"{self.name}: the element with id {self.identity} is not the identity.")
 
     @property
@@ -101,7 +101,7 @@ def direct_product(*factors: FiniteMonoid) -> FiniteMonoid:
     check_integer(f"the order of {name}", math.prod(factor.order for factor in flat), 1, MAX_ORDER)
     elements = tuple(itertools.product(*(factor.elements for factor in flat)))
     identity = elements.index(tuple(factor.elements[factor.identity] for factor in flat))
-    table = torch.zeros(1, 1, dtype=torch.int64)
+    table = torch.zeros(1, 1, dtype=torch.int64, device="cpu")
     for factor in flat:  # the id of (a, b) is a * order + b
         table = torch.kron(table * factor.order, torch.ones_like(factor.table)) + factor.table.repeat(table.shape)
     product = FiniteMonoid(name, elements, table, identity)
@@ -154,8 +154,8 @@ def _family_generators(monoid: FiniteMonoid) -> list[tuple[int, ...]]:
 
 def reached(table: Tensor, identity: int, subset: Iterable[int]) -> Tensor:
     """Mask of the elements that the products ((a ∘ b) ∘ c) ∘ ... of elements of `subset` reach, the empty one too."""
-    mask = torch.zeros(len(table), dtype=torch.bool)
-    steps, frontier = table[:, list(subset)], torch.tensor([identity])
+    mask = torch.zeros_like(table[0], dtype=torch.bool)
+    steps, frontier = table[:, list(subset)], table.new_tensor([identity])
     while len(frontier):
         mask[frontier] = True
         following = steps[frontier].flatten()

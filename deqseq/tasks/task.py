@@ -82,7 +82,10 @@ class Task(ABC):
         check_integer("batch", batch, 1)
         generator = _seeded(seed, stream=0)
         # The checks above run at the call, as they would not in a generator function.
-        chosen = (lengths[int(torch.randint(len(lengths), (), generator=generator))] for _ in itertools.repeat(None))
+        chosen = (
+            lengths[int(torch.randint(len(lengths), (), generator=generator, device="cpu"))]
+            for _ in itertools.repeat(None)
+        )
         return (self._drawn(batch, one, generator, device) for one in chosen)
 
     @checked

@@ -88,14 +88,14 @@ class WordProblem(Task):
         From one state of the generator, problems that differ only in ``identity_probability`` draw the same tokens
         before some become easy, and a token that is easy at p is easy at every larger p.
         """
-        ids = torch.tensor(self.input_ids)
-        inputs = ids[torch.randint(len(ids), (batch, length), generator=generator)]
-        easy = torch.rand(batch, length, generator=generator, dtype=torch.float64) < self.identity_probability
-        without_group = torch.zeros(
-            1, dtype=torch.int64
-        )  # of each element, with the identity in factors that are groups
+        table, device = self.monoid.table, generator.device
+        ids = table.new_tensor(self.input_ids)
+        drawn = torch.randint(len(ids), (batch, length), generator=generator, device=device)
+        easy = torch.rand(batch, length, generator=generator, dtype=torch.float64, device=device)
+        easy, inputs = easy < self.identity_probability, ids[drawn]
+        without_group = table.new_zeros(1)  # of each element, with the identity in factors that are groups
         for factor in self.monoid.factors or (self.monoid,):
-            part = torch.full((factor.order,), factor.identity) if factor.is_group else torch.arange(factor.order)
+            part = table.new_tensor([factor.identity if factor.is_group else n for n in range(factor.order)])
             without_group = (without_group[:, None] * factor.order + part).flatten()
         inputs = torch.where(easy, without_group[inputs], inputs)
         return WordBatch(inputs, prefix_products(self.monoid, inputs))

@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from deqseq.tasks import FiniteMonoid, direct_product, generators, parse_group
+from deqseq.tasks import FiniteMonoid, WordProblem, direct_product, generators, parse_group
 
 ORDERS = {"Z1": 1, "Z2": 2, "Z7": 7, "S1": 1, "S2": 2, "S3": 6, "S4": 24, "S5": 120, "A1": 1, "A2": 1}
 ORDERS |= {"A3": 3, "A4": 12, "A5": 60, "A6": 360, "Z2xZ3": 6, "S3xZ2": 12, "Z60": 60}
@@ -163,3 +163,10 @@ def test_the_table_is_a_copy():
     xor = FiniteMonoid("two", (0, 1), table := torch.tensor(XOR), identity=0)
     table[1, 1] = 1
     assert xor.table[1, 1] == 0
+
+
+def test_everything_is_on_the_cpu_whatever_the_default_device():
+    expected = next(WordProblem(parse_group("A5xM"), (1, 2)).batches(3, (5, 9), seed=0))
+    with torch.device("meta"):
+        found = next(WordProblem(parse_group("A5xM"), (1, 2)).batches(3, (5, 9), seed=0))
+    assert torch.equal(found.inputs, expected.inputs) and torch.equal(found.targets, expected.targets)
