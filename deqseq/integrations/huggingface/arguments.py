@@ -17,7 +17,7 @@ from deqseq.types import Mask
 _UNUSED = (
     *("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids", "cache_position"),
     *("num_items_in_batch", "output_router_logits", "tokenizer", "assistant_tokenizer"),
-    *("cu_seq_lens_k", "max_length_q", "max_length_k"),
+    *("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"),
 )
 """What transformers passes to every model, and these models do not need."""
 _REFUSED = {
@@ -25,7 +25,7 @@ _REFUSED = {
     "past_key_values": "transformers 5.24 and this library call it cache, and PEFT's prefix tuning does not work",
 }
 _TAKEN = ("input_ids", "attention_mask", "position_ids", "cache", "inputs_embeds", "labels", "use_cache")
-_TAKEN += ("shift_labels", "logits_to_keep", "output_hidden_states", "return_dict", "solve", "cu_seq_lens_q", "seq_idx")
+_TAKEN += ("shift_labels", "logits_to_keep", "output_hidden_states", "return_dict", "solve")
 
 
 def watch(core: Model) -> None:
@@ -57,6 +57,8 @@ def _check_layers(core: Model, *_: Any) -> None:
 
 def check_keywords(given: Mapping[str, Any]) -> None:
     """Refuse keywords that would change the result of a call, and unknown ones; None and False ask for nothing."""
+    if given.get("position_ids") is None and any(given.get(name) is not None for name in ("cu_seq_lens_q", "seq_idx")):
+        raise ValueError("position_ids must be given too: where they begin again a packed sequence begins")
     for name, value in given.items():
         if name == "is_causal" and value is False:
             raise ValueError("is_causal=False is not available: these models are causal")

@@ -23,12 +23,11 @@ from deqseq.integrations.huggingface.arguments import (
 from deqseq.integrations.huggingface.attention import choose_attention
 from deqseq.integrations.huggingface.cache import ImplicitCache
 from deqseq.integrations.huggingface.configuration import DeqseqConfig
-from deqseq.integrations.huggingface.outputs import ImplicitModelOutput, recorded_states
+from deqseq.integrations.huggingface.outputs import ImplicitModelOutput
 from deqseq.integrations.huggingface.packing import Packing
 from deqseq.integrations.huggingface.pretrained_model import DeqseqPreTrainedModel
 from deqseq.models import ImplicitModel
 from deqseq.models.causal_lm import check_ids
-from deqseq.models.padding import Padding
 from deqseq.models.recurrent_depth import solved_part
 from deqseq.models.scaling import scaled
 from deqseq.training import gather_once
@@ -86,8 +85,8 @@ class DeqseqModel(DeqseqPreTrainedModel):
     _tied_weights_keys = {"core.norm.weight": "core.coda.backbone.norm.weight"}  # noqa: RUF012
     _keys_to_ignore_on_load_unexpected = [r"^lm_head\.", r"^score\."]  # noqa: RUF012
 
-    def __init__(self, config: DeqseqConfig, **unknown: Any) -> None:
-        super().__init__(config, **unknown)
+    def __init__(self, config: DeqseqConfig) -> None:
+        super().__init__(config)
         self.core, self.embed_tokens = config.build()
         self.take_solves()
         blocks = {part for part in self.core.modules() if isinstance(part, nn.ModuleList)}
@@ -117,14 +116,12 @@ class DeqseqModel(DeqseqPreTrainedModel):
             attention_mask: 0 at padding, on either side of a row, ``(batch, committed + length)``, where committed
                 counts the tokens of the cache. Default: no padding.
             position_ids: the model's own, ``(batch, length)``: real tokens counted from 0. Where they begin again a
-                sequence begins, which is solved on its own. Packed sequences can also be told by ``cu_seq_lens_q`` or
-                ``seq_idx``; they have no cache, and no ``explain()``.
+                sequence begins, which is solved on its own, without a cache and ``explain()``.
             cache: an :class:`ImplicitCache`, which is advanced by these tokens. Default: no tokens before.
             inputs_embeds: what ``embed_tokens`` gives, ``(batch, length, hidden_size)``, instead of ``input_ids``.
             use_cache: whether to advance ``cache``, or a new cache. Default: as in the configuration, but in
                 training only if a cache is given.
-            output_hidden_states: whether ``hidden_states`` are returned: the embedded tokens and the fixed point; of an
-                explicit model the embedded tokens and the state after each block.
+            output_hidden_states: whether ``hidden_states`` are returned: the embedded tokens and ``last_hidden_state``.
             solve: how this call is solved: a :class:`deqseq.SolveConfig`, or a mapping of the fields to replace, as
                 ``{"sweep": deqseq.Sliding(8), "stop": {"max_steps": 8}}``.
             **kwargs: ``return_dict=False`` returns a tuple. What transformers passes to all models and does not matter
@@ -140,14 +137,14 @@ class DeqseqModel(DeqseqPreTrainedModel):
         """
         gather_once(self.core)  # the Trainer and accelerate shard a model after it was built
         options: dict[str, Any] = {} if solve is None else {"solve": self.solve_config(solve)}
-        ends, numbers = kwargs.pop("cu_seq_lens_q", None), kwargs.pop("seq_idx", None)
-        check_keywords({"output_attentions": self.config.output_attentions or None} | kwargs)
+        told = {"position_ids": position_ids, "output_attentions": self.config.output_attentions or None}
+        check_keywords(told | kwargs)
         check_tensors(position_ids=position_ids)
         given, cache = cache is not None, ImplicitCache() if cache is None else cache
         embedded, mask = self.embedded(input_ids, attention_mask, cache, inputs_embeds)
         new = None if mask is None else mask[:, cache.length :]
         shape = (len(embedded), embedded.shape[1])
-        packing = Packing.of(position_ids, ends, numbers, new, shape)
+        packing = Packing.of(position_ids, new, shape)
         if packing is None:
             check_positions(position_ids, mask, cache.length, shape)
         elif given:
@@ -158,17 +155,15 @@ class DeqseqModel(DeqseqPreTrainedModel):
         if packing is not None:
             x, new = packing.apart(x), packing.mask
         want_states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
-        with recorded_states(self.core if want_states and self.solved is None else None) as between:
-            output = self.core(x, mask=new, cache=cache.value, return_cache=use_cache, **options)
+        output = self.core(x, mask=new, cache=cache.value, return_cache=use_cache, **options)
         if use_cache:
             cache.commit(output, new)
-        inner = [Padding.of(x, new).back(state) for state in between[:-1]]  # the final norm follows the last one
         if packing is not None:
-            inner, output = [packing.together(state) for state in inner], packing.output(output)
+            output = packing.output(output)
         solved = ImplicitModelOutput(
             last_hidden_state=output.value,
             cache=cache if use_cache else None,
-            hidden_states=(embedded, *inner, output.value) if want_states else None,
+            hidden_states=(embedded, output.value) if want_states else None,
             stats=output.stats,
             status=output.status,
         )
@@ -253,7 +248,3 @@ class DeqseqForSequenceClassification(GenericForSequenceClassification, DeqseqPr
 
     accepts_loss_kwargs = False
     _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]  # noqa: RUF012
-
-    def __init__(self, config: DeqseqConfig, **unknown: Any) -> None:
-        self._refuse(config, unknown)  # which the class of transformers would not pass on
-        super().__init__(config)

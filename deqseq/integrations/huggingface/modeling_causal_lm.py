@@ -54,8 +54,8 @@ class DeqseqForCausalLM(DeqseqPreTrainedModel, GenerationMixin):
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
 
-    def __init__(self, config: DeqseqConfig, **unknown: Any) -> None:
-        super().__init__(config, **unknown)
+    def __init__(self, config: DeqseqConfig) -> None:
+        super().__init__(config)
         self.model = DeqseqModel(config)
         self.lm_head = nn.Linear(self.model.core.d_model, config.vocab_size, bias=False)
         self.post_init()

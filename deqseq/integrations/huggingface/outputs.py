@@ -1,13 +1,10 @@
 """What the models return: the outputs of transformers, with the numbers of the solve."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from threading import get_ident
-from typing import Any, no_type_check
+from typing import no_type_check
 
 from jaxtyping import Int64
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
@@ -53,22 +50,3 @@ class WindowedOutput(GenerateDecoderOnlyOutput):
     """
 
     generation: Generation | None = None
-
-
-@contextmanager
-def recorded_states(model: nn.Module | None) -> Iterator[list[Tensor]]:
-    """Within this context the state after each block of an explicit model is appended, in calls of the same thread."""
-    states: list[Tensor] = []
-    thread = get_ident()
-
-    def record(block: nn.Module, given: Any, returned: Any) -> None:
-        if get_ident() == thread:
-            states.append(returned[0] if isinstance(returned, tuple) else returned)
-
-    layers = [] if model is None else getattr(getattr(model, "backbone", None), "layers", [])
-    hooks = [block.register_forward_hook(record) for block in layers]
-    try:
-        yield states
-    finally:
-        for hook in hooks:
-            hook.remove()

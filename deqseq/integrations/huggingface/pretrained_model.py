@@ -1,8 +1,6 @@
 """What all models have in common: loading, saving, initial weights, folding weight normalisation."""
 
 import json
-from collections.abc import Mapping
-from dataclasses import fields
 from os import PathLike
 from typing import Any
 
@@ -12,7 +10,7 @@ from transformers import AutoModel, PreTrainedModel
 from transformers import initialization as init
 
 from deqseq.as_json import to_json
-from deqseq.check import check_known, check_type
+from deqseq.check import check_type
 from deqseq.integrations.huggingface.configuration import PARTS, DeqseqConfig
 from deqseq.integrations.huggingface.decoder import DecoderBackbone
 from deqseq.layers import fold_weight_norm
@@ -24,10 +22,6 @@ class DeqseqPreTrainedModel(PreTrainedModel):
 
     Args:
         config: a :class:`DeqseqConfig`.
-
-    Raises:
-        TypeError: a keyword that belongs into the configuration.
-        ValueError: an unknown keyword.
 
     Example:
         >>> import tempfile
@@ -52,17 +46,9 @@ class DeqseqPreTrainedModel(PreTrainedModel):
     _no_split_modules = ["LlamaBlock", "Mamba2Block"]  # noqa: RUF012
     _skip_keys_device_placement = ["cache"]  # noqa: RUF012
 
-    def __init__(self, config: DeqseqConfig, **unknown: Any) -> None:
-        self._refuse(config, unknown)
+    def __init__(self, config: DeqseqConfig) -> None:
         check_type("config", config, DeqseqConfig)
         super().__init__(config)
-
-    @classmethod
-    def _refuse(cls, config: DeqseqConfig, unknown: Mapping[str, Any]) -> None:
-        """Refuse keywords that ``from_pretrained`` has left."""
-        for name in (name for name, value in unknown.items() if value is not None):
-            check_known(f"{cls.__name__} keyword", name, [field.name for field in fields(config)])
-            raise TypeError(f"{name} belongs to the configuration, which was given too: set it there")
 
     @classmethod
     def from_pretrained(

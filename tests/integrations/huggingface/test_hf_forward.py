@@ -69,17 +69,9 @@ class TestNumbers:
         close(model(IDS, logits_to_keep=2).logits, whole.logits[:, -2:])
         close(model(IDS, logits_to_keep=torch.tensor([5, 0])).logits, whole.logits[:, [5, 0]])
         states = model(IDS, output_hidden_states=True).hidden_states
-        assert len(states) == (3 if kind == "explicit" else 2)
+        assert len(states) == 2
         assert torch.equal(states[0], embedded)
         assert torch.equal(model.lm_head(states[-1]), whole.logits)
-
-    @torch.no_grad()
-    def test_hidden_states_of_padded_rows_of_an_explicit_model(self):
-        model, first = made("explicit"), made("explicit", backbone={"n_layers": 1})
-        first.load_state_dict(model.state_dict(), strict=False)
-        between = model(IDS, attention_mask=LEFT.long(), output_hidden_states=True).hidden_states[1]
-        norm = first.model.core.backbone.norm
-        close(norm(between)[LEFT], first.model(IDS, attention_mask=LEFT.long()).last_hidden_state[LEFT])
 
     @torch.no_grad()
     def test_an_explicit_model_is_exported(self):

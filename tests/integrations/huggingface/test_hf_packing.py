@@ -13,21 +13,7 @@ MASK = torch.arange(7) < torch.tensor([3, 6, 7])[:, None]
 """Of a second packing: sequences of 3, of 2 and 4, and of 7 tokens."""
 
 
-def numbers(lengths, counted=True):
-    """Positions of each sequence's tokens, or the number of the sequence."""
-    return torch.tensor([[t if counted else n for n, one in enumerate(row) for t in range(one)] for row in lengths])
-
-
-def ends(lengths):
-    return torch.tensor([0, *(one for row in lengths for one in row)]).cumsum(0).int()
-
-
-WAYS = {
-    "position_ids": {"position_ids": numbers(LENGTHS)},
-    "cu_seq_lens_q": {"cu_seq_lens_q": ends(LENGTHS), "cu_seq_lens_k": ends(LENGTHS), "max_length_q": 7},
-    "seq_idx": {"seq_idx": numbers(LENGTHS, counted=False).int()},
-}
-WAYS["all"] = {name: value for way in WAYS.values() for name, value in way.items()}
+POSITIONS = {"position_ids": torch.tensor([[t for one in row for t in range(one)] for row in LENGTHS])}
 
 
 def alone(model, ids, lengths, **options):
@@ -39,13 +25,12 @@ def alone(model, ids, lengths, **options):
 
 
 @EVERY
-@pytest.mark.parametrize("way", WAYS)
 @torch.no_grad()
-def test_values_and_statistics_are_those_of_separate_rows(kind, way):
+def test_values_and_statistics_are_those_of_separate_rows(kind):
     model = made(kind)
     sweeps = ({},) if kind in EXPLICIT else ({"solve": {"sweep": s}} for s in (dq.Simultaneous(), dq.Sliding(3)))
     for options in sweeps:
-        packed = model(IDS, **WAYS[way], **options)
+        packed = model(IDS, **POSITIONS, **options)
         parts = alone(model, IDS, LENGTHS, **options)
         together = torch.cat([part.logits[0] for part in parts]).view(3, 7, -1)
         assert (packed.logits - together).abs().max() < 1e-12
@@ -61,7 +46,9 @@ def test_values_and_statistics_are_those_of_separate_rows(kind, way):
 def test_losses_and_gradients_are_those_of_separate_rows(kind):
     model, (batch,) = made(kind).train(), [LENGTHS]
     rows = [part for row, of in zip(IDS, batch, strict=True) for part in row.split(list(of))]
-    collated = DataCollatorWithFlattening(return_position_ids=True)([{"input_ids": row.tolist()} for row in rows])
+    collated = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)(
+        [{"input_ids": row.tolist()} for row in rows]
+    )
     gradients = []
     for losses in (
         lambda: model(**collated, num_items_in_batch=torch.tensor(16)).loss,
@@ -75,27 +62,21 @@ def test_losses_and_gradients_are_those_of_separate_rows(kind):
         torch.testing.assert_close(one, other, rtol=1e-7, atol=1e-9)
 
 
-@pytest.mark.parametrize("way", ["position_ids", "seq_idx"])
 @torch.no_grad()
-def test_padding_between_and_behind_sequences_is_left_out(way):
+def test_padding_between_and_behind_sequences_is_left_out():
     model, lengths = made("parts"), ((3,), (2, 4), (7,))
-    told = {
-        "position_ids": torch.tensor([[0, 1, 2, 0, 0, 0, 0], [0, 1, 0, 1, 2, 3, 9], [0, 1, 2, 3, 4, 5, 6]]),
-        "seq_idx": torch.tensor([[4, 4, 4, 0, 0, 0, 0], [0, 0, 1, 1, 1, 1, 2], [3, 3, 3, 3, 3, 3, 3]]),
-    }
-    packed = model(IDS, attention_mask=MASK.long(), output_hidden_states=True, **{way: told[way]})
+    positions = torch.tensor([[0, 1, 2, 0, 0, 0, 0], [0, 1, 0, 1, 2, 3, 9], [0, 1, 2, 3, 4, 5, 6]])
+    packed = model(IDS, attention_mask=MASK.long(), output_hidden_states=True, position_ids=positions)
     parts = alone(model, IDS, lengths)
     assert (packed.logits[MASK] - torch.cat([part.logits[0] for part in parts])).abs().max() < 1e-12
     assert (packed.hidden_states[-1][~MASK] == 0).all()
     assert (packed.stats.iterations[~MASK] == 0).all()
 
 
-@pytest.mark.parametrize("way", ["position_ids", "seq_idx"])
 @torch.no_grad()
-def test_sequences_with_padding_before_each(way):
+def test_sequences_with_padding_before_each():
     model, mask = made("llama"), torch.tensor([[1, 1, 0, 1, 1, 1, 0]])
-    told = {"position_ids": torch.tensor([[0, 1, 0, 0, 1, 2, 0]]), "seq_idx": torch.tensor([[0, 0, 0, 1, 1, 1, 1]])}
-    packed = model(IDS[:1], attention_mask=mask, **{way: told[way]})
+    packed = model(IDS[:1], attention_mask=mask, position_ids=torch.tensor([[0, 1, 0, 0, 1, 2, 0]]))
     parts = [model(IDS[:1, place]) for place in (slice(2), slice(3, 6))]
     assert (packed.logits[mask > 0] - torch.cat([part.logits[0] for part in parts])).abs().max() < 1e-12
 
@@ -103,25 +84,20 @@ def test_sequences_with_padding_before_each(way):
 @torch.no_grad()
 def test_a_row_has_the_worst_status_of_its_sequences():
     model = made("mamba2")
-    output = model(IDS, solve={"stop": {"max_steps": 2}}, **WAYS["position_ids"])
+    output = model(IDS, solve={"stop": {"max_steps": 2}}, **POSITIONS)
     assert output.status.tolist() == [dq.Status.MAX_STEPS_REACHED] * 3
     with pytest.raises(ValueError, match=r"explain\(\) needs the outcome of a whole solve"):
         output.explain()
-    states = model.model(IDS, output_hidden_states=True, **WAYS["position_ids"]).hidden_states
-    assert all(state.shape == (3, 7, 8) for state in states)
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        ({"cu_seq_lens_q": torch.tensor([0, 3, 7])}, r"cu_seq_lens_q must rise from 0 to 21.*got \[0, 3, 7\]"),
-        ({"cu_seq_lens_q": torch.tensor([0, 9, 9, 21])}, "cu_seq_lens_q must rise from 0 to 21"),
-        ({"cu_seq_lens_q": [0, 21]}, "cu_seq_lens_q must be a Tensor"),
-        ({"seq_idx": torch.zeros(3, 6)}, r"seq_idx must have shape \(3, 7\), got \(3, 6\)"),
+        ({"cu_seq_lens_q": torch.tensor([0, 3, 21])}, "position_ids must be given too"),
+        ({"seq_idx": torch.zeros(3, 7)}, "position_ids must be given too"),
         ({"position_ids": torch.tensor([[0, 1, 2, 0, 1, 3, 4]])}, "position_ids must count .* packed sequence from 0"),
         ({"position_ids": torch.tensor([[0, 1, 2, 4, 1, 3, 4]])}, "position_ids must count the real tokens"),
-        (WAYS["seq_idx"] | {"position_ids": torch.arange(7)[None]}, "position_ids and seq_idx must begin"),
-        (WAYS["position_ids"] | {"cache": ImplicitCache()}, "cache must be left out where sequences are packed"),
+        (POSITIONS | {"cache": ImplicitCache()}, "cache must be left out where sequences are packed"),
     ],
 )
 def test_what_does_not_fit_is_named(call, message):
