@@ -16,21 +16,15 @@ class Markdown(Extension):
 
     def on_object(self, *, obj: Object, **more: Any) -> None:
         """Translate the docstring of one object."""
-        if obj.docstring is not None:
-            obj.docstring.value = as_markdown(obj.docstring)
-
-
-def as_markdown(docstring: Docstring) -> str:
-    """The text of a docstring in Markdown."""
-    text = EQUATION.sub(display, docstring.value)
-    text = ROLE.sub(lambda found: role(found, docstring), text)
-    return EXAMPLE.sub(r"\1Examples:", text)  # the plural is a section of code, the singular one of prose
+        if (docstring := obj.docstring) is not None:
+            text = EQUATION.sub(display, docstring.value)
+            text = ROLE.sub(lambda found: role(found, docstring), text)
+            docstring.value = EXAMPLE.sub(r"\1Examples:", text)  # the plural is a section of code, else one of prose
 
 
 def display(found: re.Match[str]) -> str:
     """A displayed equation."""
-    space, latex = found[1], textwrap.dedent(found[2]).strip()
-    return textwrap.indent(f"$$\n{latex}\n$$", space)
+    return textwrap.indent(f"$$\n{textwrap.dedent(found[2]).strip()}\n$$", found[1])
 
 
 def role(found: re.Match[str], docstring: Docstring) -> str:

@@ -1,10 +1,8 @@
 """Draws the README's figure from committed results: ``python docs/_tools/headline.py``."""
 
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 
-from results import Row, chosen, load, number
+from results import chosen, load, number
 
 IMAGES = Path(__file__).parents[1] / "images"
 SCHEMES = {  # text, less important text, ours, others
@@ -13,12 +11,6 @@ SCHEMES = {  # text, less important text, ours, others
 }
 COLUMN, TOP, BOTTOM = 190, 132, 252  # pixels: narrow, so that a phone need not shrink them much
 TITLE = "Right answers at many times the trained length; evaluations per generated token; cache entries per token."
-
-
-def main() -> None:
-    """Write the figure for light and dark pages."""
-    for name, colours in SCHEMES.items():
-        (IMAGES / name).write_text(headline(*colours), encoding="utf-8")
 
 
 def headline(text: str, note: str, ours: str, others: str) -> str:
@@ -43,27 +35,20 @@ def tracking(ours: str, others: str) -> str:
     implicit, explicit = chosen(rows, model="implicit", sweep="sliding"), chosen(rows, sweep="single pass")
     (right,) = (row["accuracy"] for row in implicit if row["length"] == 128)
     parts = [words(f"{right:.0%}", "right at 128 tokens,", "trained up to 32")]
+    places = [46 + at * (COLUMN - 64) / (len(implicit) - 1) for at in range(len(implicit))]
     for rows, colour in ((explicit, others), (implicit, ours)):
-        parts.append(f'<path class="curve" stroke="{colour}" d="M{"L".join(curve(rows))}"/>')
+        points = (
+            f"{x:.1f} {BOTTOM - (BOTTOM - TOP) * row['accuracy']:.1f}" for x, row in zip(places, rows, strict=True)
+        )
+        parts.append(f'<path class="curve" stroke="{colour}" d="M{"L".join(points)}"/>')
     middle = (TOP + BOTTOM) / 2
     parts.append(f'<text class="axis ours" x="122" y="{TOP + 20}">1 block, iterated</text>')
     parts.append(f'<text class="axis" x="134" y="{middle + 30:.0f}">4 blocks, once</text>')
     for share, y in (("100%", TOP), ("0%", BOTTOM)):
         parts.append(f'<text class="axis end" x="40" y="{y + 5}">{share}</text>')
-    for at, row in list(enumerate(implicit))[1::2]:
-        parts.append(f'<text class="axis" x="{place(at, len(implicit)):.0f}" y="{BOTTOM + 24}">{row["length"]}</text>')
+    for x, row in list(zip(places, implicit, strict=True))[1::2]:
+        parts.append(f'<text class="axis" x="{x:.0f}" y="{BOTTOM + 24}">{row["length"]}</text>')
     return "".join(parts)
-
-
-def curve(rows: Sequence[Row]) -> list[str]:
-    """Points of a curve of accuracies."""
-    height = BOTTOM - TOP
-    return [f"{place(at, len(rows)):.1f} {BOTTOM - height * row['accuracy']:.1f}" for at, row in enumerate(rows)]
-
-
-def place(at: int, count: int) -> float:
-    """Where one of ``count`` points stands, from left to right."""
-    return 46 + at * (COLUMN - 64) / (count - 1)
 
 
 def decoding() -> str:
@@ -100,4 +85,5 @@ def bars(values: dict[str, float]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    for name, colours in SCHEMES.items():
+        (IMAGES / name).write_text(headline(*colours), encoding="utf-8")

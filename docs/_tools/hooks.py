@@ -20,7 +20,7 @@ FOLDED = r'\2\n<details class="plotting"><summary>Code of this figure</summary>\
 def on_config(config: Any) -> None:
     """Let the pages' code import the files of this folder (mkdocs undoes changes of sys.path made on import)."""
     sys.path.insert(0, str(Path(__file__).parent))
-    import show  # noqa: F401  # the style of all figures, before the first page draws one
+    import results  # noqa: F401  # the style of all figures, before the first page draws one
 
     config.copyright = f"deqseq {version('deqseq')}, MIT licence, © the deqseq authors"
 

@@ -1,20 +1,46 @@
-"""Committed results as Markdown and figures."""
+"""Figures and tables for the pages, and committed results in them."""
 
 import ast
+import io
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import matplotlib
+
+matplotlib.use("svg")
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
-from show import COLOURS, svg, table
 
+COLOURS = ("#31688e", "#d1495b", "#66a182", "#edae49", "#7b5ea7")
+INK = "#010203"  # stands for the colour of the page's text
+INKED = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
+plt.rcParams.update({"figure.constrained_layout.use": True, "svg.fonttype": "none", "font.family": "sans-serif"})
+plt.rcParams.update({"savefig.transparent": True} | dict.fromkeys(INKED, INK))
 SCRIPTS = Path(__file__).parents[2] / "benchmarks"
 Row = dict[str, Any]
 Rows = Sequence[Row]
+Panels = dict[str, dict[str, list[tuple[float, float]]]]
+
+
+def svg(figure: Figure, alt: str) -> str:
+    """A figure as inline SVG, in the colours of the page: those of a scheme are in ``assets/site.css``."""
+    target = io.StringIO()
+    figure.savefig(target, format="svg", metadata={"Date": None})
+    plt.close(figure)
+    drawing = target.getvalue().replace(INK, "currentColor")
+    for number, colour in enumerate(COLOURS, 1):
+        drawing = drawing.replace(colour, f"var(--plot-{number}, {colour})")
+    return f'<figure class="plot" role="img" aria-label="{alt}">{drawing[drawing.index("<svg") :]}</figure>'
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
 def load(name: str) -> list[Row]:
@@ -99,8 +125,8 @@ def ratios(rows: Rows, label: Callable[[Row], str] = lambda row: displayed(f"{ro
         axis.plot([low, high], [-at, -at], color="grey", lw=1)
         axis.plot(row["ratio"], -at, "o", ms=5, color=COLOURS[row["holds"] is False])
         axis.text(0.01, -at + 0.3, label(row), transform=axis.get_yaxis_transform(), fontsize=9)
-    axis.set(xscale="log", xlabel="ours / theirs, logarithmic; bars: quartiles", ylim=(-len(rows) + 0.4, 0.9))
-    axis.set_yticks([])
+    label_x, limits_y = "ours / theirs, logarithmic; bars: quartiles", (-len(rows) + 0.4, 0.9)
+    axis.set(xscale="log", xlabel=label_x, ylim=limits_y, yticks=[])
     limits, ticks = axis.get_xlim(), (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20)
     axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axis.set_xlim(limits)
@@ -110,23 +136,18 @@ def ratios(rows: Rows, label: Callable[[Row], str] = lambda row: displayed(f"{ro
     return figure
 
 
-Curves = dict[str, dict[str, list[tuple[int, float]]]]
-
-
-def curves(rows: Iterable[Row], pattern: str, labels: Sequence[str] = ()) -> Curves:
+def curves(rows: Iterable[Row], pattern: str, labels: Sequence[str] = ()) -> Panels:
     """Our numbers as :func:`lines` takes them: a pattern of the case has the groups ``panel``, ``label`` and ``x``."""
-    panels: Curves = {}
+    panels: Panels = {}
     for row in rows:
         found = re.fullmatch(pattern, displayed(row["case"]))
         if found and (not labels or found["label"] in labels):
             points = panels.setdefault(found["panel"], {}).setdefault(found["label"], [])
             points.append((int(found["x"]), row["ours"]))
-    return {
-        panel: {label: sorted(dict(points).items()) for label, points in of.items()} for panel, of in panels.items()
-    }
+    return {panel: {label: sorted(dict(one).items()) for label, one in of.items()} for panel, of in panels.items()}
 
 
-def lines(panels: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]], x: str, y: str, **axes: Any) -> Figure:
+def lines(panels: Panels, x: str, y: str, **axes: Any) -> Figure:
     """Curves side by side: a panel for each name, a curve for each label, points as (x, y); ``axes`` sets the axes."""
     figure, all_axes = plt.subplots(1, len(panels), figsize=(6.2, 3.2), sharey=True, squeeze=False)
     for axis, (title, curves) in zip(all_axes[0], panels.items(), strict=True):

@@ -1,8 +1,7 @@
 """Makes the models of deqseq.load_example: ``python docs/_tools/weights.py parity|parity-unrolled|text [FILE]``.
 
-The models of parity are trained as in tutorials/parity.md, the one of text on a file of text; the one that comes with
-the library saw 34 plays of Shakespeare's. That of A5 is kept from an earlier recipe of ``examples/state_tracking.py``,
-which left some rows unsettled at damping 0.8: pages show what to do about them.
+The models of parity are trained as in tutorials/parity.md, the one of text on a file, in the library 34 plays of
+Shakespeare's. A5 is kept from an earlier recipe: some of its rows do not settle at damping 0.8, which pages use.
 """
 
 import sys
@@ -39,10 +38,8 @@ def main(name: str, *file: str) -> None:
     torch.manual_seed(0)
     lm, curriculum = EXAMPLES[name].build(), Curriculum(PHASES[name])
     if name == "text":
-        batches, (steps, lr, warm_up, fall, last, decay, clip) = (
-            text_batches(*file),
-            (2400, 3e-3, 100, 3, 0.02, 0.1, 1.0),
-        )
+        batches = text_batches(*file)
+        steps, lr, warm_up, fall, last, decay, clip = 2400, 3e-3, 100, 3, 0.02, 0.1, 1.0
     else:
         words = WordProblem(parse_group("Z2")).batches(32, 16, seed=0)
         batches = ({"input_ids": batch.inputs, "targets": batch.targets} for batch in words)
