@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Complex, Float
 from torch import Tensor
 
-from deqseq.annotations import AtLeast, Between, Within, checked
+from deqseq.annotations import AtLeast, Within, checked
 from deqseq.config import SolveConfig, SolveFields
 from deqseq.diagnostics.arnoldi import ritz_values
 from deqseq.diagnostics.reports import SHOWN, check_call, remaining, text_table
@@ -23,7 +23,6 @@ from deqseq.tokens import TokenArgs, token_map
 from deqseq.types import FixedPointMap, Mask, RowMask, State
 
 Products = Annotated[int, AtLeast(1)]
-Seed = Annotated[int, Between(-(2**63), 2**64 - 1)]
 TOLERANCE = 1e-2
 """The relative residual up to which a point counts as a fixed point."""
 
@@ -77,7 +76,7 @@ class SpectralRadius:
 
 
 @checked
-def spectral_radius(f: FixedPointMap, z_star: State, *, products: Products = 32, seed: Seed = 0) -> SpectralRadius:
+def spectral_radius(f: FixedPointMap, z_star: State, *, products: Products = 32) -> SpectralRadius:
     r"""The largest absolute eigenvalue of a map's Jacobian at a point, per row, by Arnoldi's method.
 
     Below 1, plain iteration converges near the point, in the long run by this factor per iteration. For a model take
@@ -88,7 +87,6 @@ def spectral_radius(f: FixedPointMap, z_star: State, *, products: Products = 32,
         f: the map.
         z_star: the point, ``(batch, *event)``.
         products: products with the Jacobian per row, at least 1; exact with as many as dimensions.
-        seed: of the random vectors that the method starts from.
 
     Raises:
         TypeError, ValueError: ``z_star`` is not a floating-point tensor, or it is empty or not finite.
@@ -103,7 +101,7 @@ def spectral_radius(f: FixedPointMap, z_star: State, *, products: Products = 32,
         (tensor([0.9000]), tensor([0.6727]))
     """
     check_start("z_star", z_star)
-    found, fz, _ = _eigenvalues(f, z_star, products, torch.Generator().manual_seed(int(seed)))
+    found, fz, _ = _eigenvalues(f, z_star, products, torch.Generator().manual_seed(0))
     return SpectralRadius(*found, _residual(z_star, fz))
 
 
@@ -114,7 +112,6 @@ def model_spectral_radius(
     *,
     mask: Mask | None = None,
     products: Products = 32,
-    seed: Seed = 0,
     solve: SolveConfig | None = None,
     **fields: Unpack[SolveFields],
 ) -> SpectralRadius:
@@ -128,7 +125,6 @@ def model_spectral_radius(
         ids: tokens, ``(batch, length)``.
         mask: bool, True at real tokens, ``(batch, length)``. Default: no padding.
         products: products with the Jacobian per token, at least 1; exact with as many as the state is wide.
-        seed: of the random vectors that the method starts from.
         solve: replaces the model's :class:`~deqseq.SolveConfig`.
         **fields: fields of :class:`~deqseq.SolveConfig` to replace; ``gradient`` has no effect.
 
@@ -144,7 +140,7 @@ def model_spectral_radius(
         (torch.Size([2, 3]), True)
     """
     core, real, config = check_call(model, ids, mask, solve, fields)
-    generator, cache, found = torch.Generator().manual_seed(int(seed)), None, []
+    generator, cache, found = torch.Generator().manual_seed(0), None, []
     with torch.inference_mode(False), torch.no_grad(), eval_mode(model):
         real, x = real.clone(), model.embed(ids.clone())  # tensors made in inference mode would forbid any graph
         if isinstance(model.model, RecurrentDepth):

@@ -50,8 +50,7 @@ class Model(nn.Module, ABC):
         Args:
             x: embedded tokens, ``(batch, length, d_model)``.
             cache: of the tokens before. Default: there are none.
-            start: states of that part to begin from, ``(batch, length, d_model)``, or those of the first tokens alone:
-                the others then begin where the model does. Default: all do.
+            start: states of that part to begin from, ``(batch, length, d_model)``. Default: where the model does.
             iterations: evaluations of its map, at least 1. An explicit model runs its layers once, from ``x``.
 
         Returns:

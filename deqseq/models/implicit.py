@@ -95,8 +95,7 @@ class ImplicitModel(BackboneModel):
             throw: whether rows that spent their budget or diverged raise an error.
             solve: replaces the model's configuration for this call.
             **fields: fields of :class:`SolveConfig` to replace for this call: ``solver``, ``stop``, ``gradient``,
-                ``sweep``, ``start``; the latter may also be the states to begin from, ``(batch, length, d_model)``, or
-                those of the first tokens alone: the others then begin where the model does.
+                ``sweep``, ``start``; the latter may also be the states to begin from, ``(batch, length, d_model)``.
 
         Returns:
             The states, with the numbers of their solve. In training mode, where gradients are wanted, the value is the

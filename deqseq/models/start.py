@@ -1,6 +1,5 @@
 """The states that a model's solve begins from."""
 
-import torch
 from torch import Tensor
 
 from deqseq.evaluate import check_start
@@ -10,23 +9,19 @@ from deqseq.types import Sequence
 
 
 def check_states(start: Tensor, x: Tensor) -> None:
-    """Refuse states that do not fit the embedded tokens, or the first of them."""
+    """Refuse states that do not fit the embedded tokens."""
     check_start("start", start)
-    some = x[:, : start.shape[1]] if start.ndim == 3 else x
-    if start.shape != some.shape or start.dtype != x.dtype or start.device != x.device:
+    if start.shape != x.shape or start.dtype != x.dtype or start.device != x.device:
         wanted, got = (f"{t.dtype} {tuple(t.shape)} on {t.device}" for t in (x, start))
-        raise ValueError(f"start must be like the embedded tokens, or the first of them, {wanted}, got {got}")
+        raise ValueError(f"start must be like the embedded tokens, {wanted}, got {got}")
 
 
 def start_states(tokens: Sequence, given: Tensor | None, padding: Padding, start: Start) -> Sequence:
-    """Where the iteration begins, real tokens first: at ``given`` states, then where the model does."""
-    if given is not None and given.shape == tokens.shape and padding.order is None:
-        return given
-    states = initial_state(start, tokens)
+    """Where the iteration begins, real tokens first: at ``given`` states, or where the model does."""
     if given is not None:
-        rest = padding.back(states)[:, given.shape[1] :]
-        states = padding.compact(torch.cat([given, rest], dim=1))
-    elif start == "zero":
+        return padding.compact(given)
+    states = initial_state(start, tokens)
+    if start == "zero":
         return states
     if padding.mask is not None:
         states = states.masked_fill(~padding.mask[..., None], 0)

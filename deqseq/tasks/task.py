@@ -40,9 +40,6 @@ class Task(ABC):
         4
     """
 
-    shortest: int = 1
-    """The least length."""
-
     @property
     @abstractmethod
     def vocab_size(self) -> int:
@@ -78,7 +75,7 @@ class Task(ABC):
         if not lengths:
             raise ValueError("length must name at least one length, got none.")
         for candidate in lengths:
-            check_integer("length", candidate, self.shortest)
+            check_integer("length", candidate, 1)
         check_integer("batch", batch, 1)
         generator = _seeded(seed, stream=0)
         # The checks above run at the call, as they would not in a generator function.
@@ -101,7 +98,7 @@ class Task(ABC):
     def _drawn(
         self, batch: int, length: int, generator: torch.Generator, device: torch.device | str | None
     ) -> WordBatch:
-        check_integer("length", length, self.shortest)
+        check_integer("length", length, 1)
         drawn = self.draw(int(batch), int(length), generator)
         check_type("the value of draw", drawn, WordBatch, "WordBatch(inputs, targets)")
         inputs, targets = drawn

@@ -9,7 +9,7 @@ from deqseq.tasks import Task, WordBatch, WordProblem, generators, parse_group
 class Mine(Task):
     """Whatever it is told."""
 
-    vocab_size, chance, shortest = 2, 0.5, 2
+    vocab_size, chance = 2, 0.5
 
     def __init__(self, drawn):
         self.drawn = drawn
@@ -41,8 +41,8 @@ def test_what_a_task_draws_is_checked(drawn, error, message):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda task: task.fixed(2, 1, seed=0), "length must be an integer >= 2, got 1"),
-        (lambda task: task.batches(2, (8, 1), seed=0), "length must be an integer >= 2, got 1"),  # at the call
+        (lambda task: task.fixed(2, 0, seed=0), "length must be an integer >= 1, got 0"),
+        (lambda task: task.batches(2, (8, 0), seed=0), "length must be an integer >= 1, got 0"),  # at the call
         (lambda task: task.batches(2, (), seed=0), "length must name at least one length"),
         (lambda task: task.fixed(2, 4, seed=2**31), r"seed must be an integer in 0\.\.2147483647"),
     ],
