@@ -8,7 +8,6 @@ The numbers of the solves are printed, and stand in lm-eval's results under ``co
 """
 
 import json
-import os
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -19,6 +18,7 @@ if __name__ == "__main__":
 import torch
 from lm_eval.__main__ import cli_evaluate  # pyright: ignore[reportMissingImports]
 from lm_eval.api.registry import register_model  # pyright: ignore[reportMissingImports]
+from training_loop import one_process
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from deqseq.integrations.lm_eval import SolvedLM
@@ -47,9 +47,8 @@ class SavedLM(SolvedLM):
         place = device if device and torch.cuda.is_available() else "cpu"
         model: Any = AutoModelForCausalLM.from_pretrained(pretrained)
         options.pop("max_batch_size", None)  # of lm-eval's command line, for batch_size=auto
-        super().__init__(
-            model.to(place).eval(), AutoTokenizer.from_pretrained(tokenizer or pretrained), solve, **options
-        )
+        model = model.to(place).eval()
+        super().__init__(model, AutoTokenizer.from_pretrained(tokenizer or pretrained), solve, **options)
 
     def get_model_info(self) -> dict[str, Any]:
         """What lm-eval writes about a model at the end, with the numbers of its solves."""
@@ -59,6 +58,5 @@ class SavedLM(SolvedLM):
 
 
 if __name__ == "__main__":
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise SystemExit("evaluate.py runs in one process: start it with python examples/evaluate.py, without torchrun")
+    one_process("evaluate.py")
     cli_evaluate()
