@@ -238,7 +238,7 @@ def assert_clear(found: list[Met], least: int) -> None:
 
 
 @pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize(("source", "least"), [(from_annotations, 1300), (returned, 520)])
+@pytest.mark.parametrize(("source", "least"), [(from_annotations, 1330), (returned, 525)])
 def test_bad_values_are_named(source, least):
     assert_clear(list(source()), least)
 
