@@ -42,7 +42,7 @@ def _check_layers(core: Model, *_: Any) -> None:
         )
     solved = solved_part(core)
     drops: dict[str, float] = {}
-    for name, part in () if solved is None else solved.backbone.named_modules():
+    for name, part in solved.backbone.named_modules() if solved is not None and solved.training else ():
         # by name, because PEFT has a class of its own, in OFT; its LoHa and LoKr draw without a module
         found: dict[str, Any] = {"": getattr(part, "p", 0)} if "Dropout" in type(part).__name__ else {}
         for kind in ("rank_dropout", "module_dropout"):
