@@ -2,7 +2,7 @@
 
 Both backbones with d_model 256 and 2 blocks: a simultaneous solve of 8 sequences of 256 tokens, a sliding solve of the
 same, a training step through 4 phantom steps, and generation of 16 tokens at batch 1. Solves run 8 iterations (the
-sliding one 8 a commit). The seconds of the first call, which compiles, are reported beside each.
+sliding one 8 a commit, and not on a GPU). The seconds of the first call, which compiles, are reported beside each.
 """
 
 from collections.abc import Iterator
@@ -45,7 +45,7 @@ def rows(quick: bool) -> Iterator[Row]:
         compiled.compile()
         theirs, ours = works_of(eager), works_of(compiled)
         for name, work in list(ours.items())[: 1 if quick else None]:
-            if on_gpu() and "Sliding" in name:  # compiling takes minutes
+            if on_gpu() and "Sliding" in name:
                 continue
             case = f"{kind}, {name}"
             yield value_row(case, "s, first call", seconds(work))
