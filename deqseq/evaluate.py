@@ -1,6 +1,5 @@
 """One evaluation of a fixed-point map, with its contract checked."""
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -28,19 +27,20 @@ def check_start(name: str, z0: Tensor) -> None:
         raise ValueError(f"{name} must be finite, got NaN or infinity")
 
 
-def check_transforms(unsupported: Iterable[str] = ("vmap", "jvp")) -> None:
-    """Refuse the transforms of ``torch.func``, and forward-mode differentiation, that a solve cannot run under."""
+def check_transforms() -> None:
+    """Refuse the transforms of ``torch.func``, and forward-mode differentiation, which a solve cannot run under."""
     torch_c: Any = torch._C
     running = [level.key().name.lower() for level in torch_c._functorch.get_interpreter_stack() or ()]
     if torch.autograd.forward_ad._current_level >= 0:
         running.append("jvp")
-    for name in set(unsupported).intersection(running):
-        remedy = {
-            "vmap": "rows of a batch are solved on their own already: pass them as rows of z0",
-            "jvp": "there is no forward-mode derivative: use backward(), or torch.func.grad with Phantom or Unrolled",
-            "grad": "Implicit iterates in the backward pass: use backward(), or Phantom or Unrolled",
-        }
-        raise TypeError(f"a fixed point cannot be solved inside torch.func's {name}; {remedy[name]}")
+    remedy = {
+        "vmap": "rows of a batch are solved on their own already: pass them as rows of z0",
+        "jvp": "there is no forward-mode derivative: use backward() or torch.autograd.grad",
+        "grad": "use backward() or torch.autograd.grad",
+    }
+    for name, advice in remedy.items():
+        if name in running:
+            raise TypeError(f"a fixed point cannot be solved inside torch.func's {name}; {advice}")
 
 
 def evaluate(f: FixedPointMap, z: State, args: Any = None, *, has_aux: bool = False) -> tuple[State, Any]:

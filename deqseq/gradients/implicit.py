@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from deqseq.annotations import checked
-from deqseq.evaluate import check_transforms
 from deqseq.gradients.base import AttachedGradient
 from deqseq.solution import Solution, warn_caller
 from deqseq.solve import run_solve
@@ -66,7 +65,6 @@ class Implicit(AttachedGradient):
     report: Callable[[Solution], None] | None = None
 
     def attach(self, f: Callable[[State], State], z_star: State) -> State:
-        check_transforms(("grad",))
         z = z_star.detach().requires_grad_(torch.is_grad_enabled())
         fz = f(z)
         if not fz.requires_grad or not _reaches_another_leaf(fz, z):

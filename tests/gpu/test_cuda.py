@@ -16,7 +16,7 @@ from deqseq.diagnostics import spectral_radius
 from deqseq.integrations.huggingface import from_causal_lm
 from deqseq.training import Curriculum, bounded, free, parameter_groups
 
-pytestmark = pytest.mark.cuda
+pytestmark = [pytest.mark.cuda, pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")]  # once a process
 DEVICE = os.environ.get("DEVICE", "cuda")
 TIGHT = dq.Stop(rtol=1e-10, max_steps=500)
 SWEEPS = (dq.Simultaneous(), dq.Chunked(3), dq.Sequential(), dq.Sliding(3))
