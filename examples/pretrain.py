@@ -137,13 +137,17 @@ def train_model(name: str, options: Options, tokenizer: Any, rows: Any) -> Path:
 
 
 def evaluate(name: str, options: Options, held_out: Any) -> list[dict[str, Any]]:
-    """Held-out scores at the trained length, with each sweep, and at several times that."""
+    """Held-out scores at the trained length, with each sweep, and at several times that, all tokens at once."""
     model = load_model(Path(options.output, name, "model"), options.device)
     lengths = [options.length * n for n in (1, *options.extrapolation)]
     cases: list[tuple[int, str, dict[str, Any]]] = [(length, "one pass", {}) for length in lengths]
     if "explicit" not in name:
         cases = [(length, "simultaneous", {"solve": {"sweep": dq.Simultaneous()}}) for length in lengths]
         cases.insert(1, (options.length, "sequential", {"solve": {"sweep": dq.Sequential()}}))
+        trained = curriculum_of(name, options).phases[-1].solve
+        if not trained.stop.has_tolerance:  # bounded to the end: also as deep as in training
+            depth = trained.stop.max_steps + getattr(trained.gradient, "steps", 0)
+            cases.insert(2, (options.length, f"{depth} iterations", {"solve": {"stop": dq.Stop.exactly(depth)}}))
     shared = {"model": name, "seed": options.seed, "parameters": sum(part.numel() for part in model.parameters())}
     rows = []
     for length, sweep, how in cases:
@@ -169,7 +173,7 @@ def draw(folder: Path, rows: list[dict[str, Any]], length: int) -> None:
     training, by_position = figure.subplots(1, 2)
     longest = max(row["length"] for row in rows)
     for row in rows:
-        if row["length"] != longest or row["sweep"] == "sequential":
+        if row["length"] != longest or row["sweep"] not in ("one pass", "simultaneous"):
             continue
         style: dict[str, Any] = {"color": COLOURS["llama" if "llama" in row["model"] else "mamba2"]}
         style |= {"linestyle": ":" if "explicit" in row["model"] else "-", "label": row["model"]}

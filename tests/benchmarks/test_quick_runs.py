@@ -29,6 +29,13 @@ def test_a_quick_run_writes_its_rows(name, tmp_path):
     if name == "groups":
         assert [(row["group"], row["seed"], row["part"]) for row in rows] == [("Z2", 0, "tuning")]
         assert set(rows[0]["accuracy"]) == {"simultaneous", "sequential", "sliding"}
+    elif name == "text":
+        assert list(dict.fromkeys((row["text"], row["change"]) for row in rows)) == [
+            ("bible", ""),
+            ("bible", "no damping"),
+            ("plays", ""),
+        ]
+        assert [row["self_iterations"] for row in rows if row["sweep"] == "5 iterations"] == [5, 5, 5]
     else:
         assert all(list(row) == KEYS for row in rows)
         assert len({(row["case"], row["metric"], row["peer"]) for row in rows}) == len(rows) > 0
