@@ -33,9 +33,10 @@ def test_a_quick_run_writes_its_rows(name, tmp_path):
         assert list(dict.fromkeys((row["text"], row["change"]) for row in rows)) == [
             ("bible", ""),
             ("bible", "no damping"),
+            ("plays", "no damping"),
             ("plays", ""),
         ]
-        assert [row["self_iterations"] for row in rows if row["sweep"] == "5 iterations"] == [5, 5, 5]
+        assert [row["self_iterations"] for row in rows if row["sweep"] == "5 iterations"] == [5, 5, 5, 5]
     else:
         assert all(list(row) == KEYS for row in rows)
         assert len({(row["case"], row["metric"], row["peer"]) for row in rows}) == len(rows) > 0
