@@ -48,8 +48,9 @@ class TestTorchFunc:
         with torch.autograd.forward_ad.dual_level(), pytest.raises(TypeError, match="jvp"):
             self.value(torch.autograd.forward_ad.make_dual(a, torch.ones_like(a)))
 
-    def test_reverse_mode(self):
+    @pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev])
+    def test_reverse_mode(self, transform):
         with pytest.raises(TypeError, match=r"torch\.func's grad; use backward"):
-            torch.func.grad(self.value)(torch.tensor(0.5, dtype=torch.float64))
+            transform(self.value)(torch.tensor(0.5, dtype=torch.float64))
         with pytest.raises(TypeError, match=r"torch\.func's grad; use backward"):
-            torch.func.grad(lambda x: dq.ImplicitModel(dq.Affine(4))(x).value.sum())(torch.ones(2, 3, 4))
+            transform(lambda x: dq.ImplicitModel(dq.Affine(4))(x).value.sum())(torch.ones(2, 3, 4))
