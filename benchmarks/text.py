@@ -139,8 +139,9 @@ def main() -> None:
         tried = done([Run(*model, "bible", 0, 600, rate) for model in models for rate in rates])
         best = {model: min(rates, key=lambda rate: tried[Run(*model, "bible", 0, 600, rate)]) for model in models}
         runs = [Run(*model, "plays", seed, 4000, best[model]) for seed in seeds for model in models]
-        as_long = [("mamba2", "free", 1300), ("llama", "free", 1300), ("mamba2", "explicit", 16000)]
-        runs += [Run(*model, "plays", s, n, best[model]) for *model, n in as_long for s in seeds if model in models]
+        as_long = {("mamba2", "free"): 1300, ("llama", "free"): 1300, ("mamba2", "explicit"): 16000}
+        longer = [(model, steps) for model, steps in as_long.items() if model in models]
+        runs += [Run(*model, "plays", seed, steps, best[model]) for model, steps in longer for seed in seeds]
         changed = done(changes)
         better = min(changed, key=lambda run: changed[run])
         done([better._replace(text="plays", seed=seed, steps=4000) for seed in seeds] + runs)
