@@ -35,16 +35,16 @@ SIZES = {  # of explicit and implicit models, 199,000 to 200,600 parameters
     "llama": ("--d-model 88 --heads 4 --mlp-width 216", "--d-model 80 --heads 4 --mlp-width 220"),
 }
 DAMPED, PLAIN = dq.SolveConfig(dq.Relaxed(0.8)), dq.SolveConfig(dq.Naive())
-FOUR = bounded(4, 4, until=None, base=DAMPED)
-CHANGES: dict[str, tuple[Phase, ...]] = {  # a curriculum in place of the usual one
-    "no damping": (bounded(4, 1, until=None, base=PLAIN),),
-    "start at the input": (bounded(4, 1, until=None, base=replace(DAMPED, start="input")),),
-    "4 phantom steps": (FOUR,),
-    "8 iterations": (bounded(8, 1, until=None, base=DAMPED),),
-    "5 unrolled": (unrolled(5, until=None, base=DAMPED),),
-    "no weight norm": (bounded(4, 1, until=None, base=DAMPED),),
-    "4 phantom steps, no weight norm": (FOUR,),
-    "5 unrolled, no weight norm": (unrolled(5, until=None, base=DAMPED),),
+FOUR, UNROLLED = bounded(4, 4, until=None, base=DAMPED), unrolled(5, until=None, base=DAMPED)
+CHANGES: dict[str, Phase] = {  # what the (4+1)-model has in place of bounded(4, 1, base=DAMPED)
+    "no damping": bounded(4, 1, until=None, base=PLAIN),
+    "start at the input": bounded(4, 1, until=None, base=replace(DAMPED, start="input")),
+    "4 phantom steps": FOUR,
+    "8 iterations": bounded(8, 1, until=None, base=DAMPED),
+    "5 unrolled": UNROLLED,
+    "no weight norm": bounded(4, 1, until=None, base=DAMPED),
+    "4 phantom steps, no weight norm": FOUR,
+    "5 unrolled, no weight norm": UNROLLED,
 }
 
 
@@ -84,7 +84,7 @@ def record(run: Run, folder: Path, bible: str, quick: bool) -> Rows:
         return replace(spec, backbone=replace(spec.backbone, weight_norm=False)) if "norm" in run.change else spec
 
     def curriculum_of(*given: Any) -> Curriculum:
-        return Curriculum(CHANGES[run.change]) if run.change else usual[1](*given)
+        return Curriculum((CHANGES[run.change],)) if run.change else usual[1](*given)
 
     if not (output / "minutes").exists():
         begun = time.process_time()
