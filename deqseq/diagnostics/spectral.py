@@ -29,7 +29,7 @@ TOLERANCE = 1e-2
 
 @dataclass(frozen=True)
 class SpectralRadius:
-    """Outer eigenvalues of each row or token; prints as a table.
+    """Outer eigenvalues of each row or token, on the CPU; prints as a table.
 
     Attributes:
         eigenvalues: approximations of the outer eigenvalues, ``(batch, count)`` or ``(batch, length, count)``; NaN at
