@@ -43,6 +43,16 @@ def check_transforms() -> None:
             raise TypeError(f"a fixed point cannot be solved inside torch.func's {name}; {advice}")
 
 
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The dtype in which autocast computes on a device now; None where it is switched off."""
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+
+
+def in_autocast(device: torch.device, dtype: torch.dtype | None) -> torch.autocast:
+    """Autocast as it was when :func:`autocast_dtype` returned this."""
+    return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
+
+
 def evaluate(f: FixedPointMap, z: State, args: Any = None, *, has_aux: bool = False) -> tuple[State, Any]:
     """``f(z)``, or ``f(z, args)``, in the dtype of ``z``, and its auxiliary output (None without).
 

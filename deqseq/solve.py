@@ -8,7 +8,7 @@ import torch
 
 from deqseq.annotations import checked
 from deqseq.check import check_callable, check_type
-from deqseq.evaluate import check_start, check_transforms
+from deqseq.evaluate import autocast_dtype, check_start, check_transforms, in_autocast
 from deqseq.loop import Callback, iterate
 from deqseq.moving import MovingWindows
 from deqseq.rows import check_rows
@@ -119,10 +119,14 @@ def run_solve(
     solution = iterate(f, solver, windows, has_aux=has_aux, callback=callback)
     if sweep is None:
         solution = replace(solution, stats=replace(solution.stats, residual=worst_token(solution.stats.residual)))
-    return replace(solution, again=partial(_again, f, z0, solver=solver, stop=stop, args=args, has_aux=has_aux))
+    call = {"args": args, "has_aux": has_aux, "autocast": autocast_dtype(z0.device)}
+    return replace(solution, again=partial(_again, f, z0, solver=solver, stop=stop, **call))
 
 
-def _again(f: FixedPointMap, z0: State, *, start: State | None = None, **call: Any) -> Solution:
+def _again(
+    f: FixedPointMap, z0: State, *, autocast: torch.dtype | None, start: State | None = None, **call: Any
+) -> Solution:
     """The same solve in another way, without gradients, for :meth:`Solution.explain`."""
-    with torch.no_grad():  # as a decorator, inside torch.compile, it would stay switched on for good
+    # as a decorator, inside torch.compile, no_grad would stay switched on for good
+    with torch.no_grad(), in_autocast(z0.device, autocast):
         return run_solve(f, z0 if start is None else start, **call)

@@ -69,7 +69,7 @@ def explain(outcome: Outcome) -> Explanation:
     point = evaluated(stop=Stop.exactly(1)).value.nan_to_num(0, 0, 0)
     first, second = (evaluated(stop=Stop.exactly(times), start=point).value.double() for times in (1, 2))
     if failed:
-        found, advice = _failed(again, asked, given, longer, failed, first)
+        found, advice = _failed(again, asked, given, longer, failed, point)
     if converged:
         found |= _converged(outcome, asked, again, longer, converged)
     size = first.abs().reshape(len(first), -1).amax(dim=1)
@@ -88,30 +88,37 @@ def explain(outcome: Outcome) -> Explanation:
 
 
 def _failed(
-    again: partial[Any], asked: partial[Any], given: Stop, longer: Stop, rows: list[int], first: Tensor
+    again: partial[Any], asked: partial[Any], given: Stop, longer: Stop, rows: list[int], begun: Tensor
 ) -> tuple[Found, dict[str, str]]:
     """Why these rows failed, and advice that names settings with which they converge."""
     records: list[Progress] = []
     solved = again(stop=longer, callback=records.append)
     trace = torch.stack([worst_token(one.residual) for one in records]).cpu().double()
     found, needed, advice = Found(), dict[int, int](), dict(ADVICE)
+    sizes = (x.double().reshape(len(x), -1).norm(dim=1) for x in (solved.value, begun))
+    growth = torch.div(*sizes).tolist()
     for row in rows:
-        cause, text, needed[row] = _cause(solved, row, trace[:, row], given.max_steps, longer)
-        if cause in ("limit cycle", "budget") and solved.value[row].norm() < 1e-3 * first[row].norm():
+        size, traced = growth[row], trace[:, row]
+        cause, text, needed[row] = _cause(solved, row, traced, size, given.max_steps, longer, _precision(asked))
+        if cause in ("limit cycle", "budget") and size < 1e-3:
             cause, text = "fixed point zero", f"The state tends to zero; {text}"
         found[row] = cause, text
-    stuck = [row for row in rows if found[row][0] in ("limit cycle", "slow convergence")]
-    late = _in_order(asked, given, solved, stuck)
-    found |= late
+    stuck = [row for row in rows if found[row][0] in ("limit cycle", "slow convergence", "drift")]
+    windowed = _windowed(asked, given) if stuck else []
+    late = [row for row in stuck if windowed[row : row + 1] == [True]]
+    if late:  # from left to right their tokens converge one after another
+        passed = (solved.stats.residual <= given.rtol).cumprod(dim=1).sum(dim=1).tolist()
+        text = f"of {solved.stats.residual.shape[1]} tokens have converged after {solved.stats.evaluations} iterations"
+        found |= {row: ("budget", f"From left to right, {passed[row]} {text}.") for row in late}
     of = {cause: [row for row in rows if found[row][0] == cause] for cause in ADVICE}
     moving = of["limit cycle"] + of["divergence"]
     hard = moving + of["slow convergence"]
     for cause in ("budget", "slow convergence"):
         counts = [needed[row] for row in of[cause] if row not in late]
-        if counts and min(counts) > 0:
-            advice[cause] = f"give more iterations: stop={_written(given, max(counts))}"
-        elif late and cause == "budget":
+        if late and cause == "budget" and all(windowed[row] for row in of[cause]):
             advice[cause] = f"sweep={WINDOW} converges; all tokens together need a max_steps that grows with the length"
+        elif counts and min(counts) > 0:
+            advice[cause] = f"give more iterations: stop={_written(given, max(counts))}"
     # damping does not help a solve that is only slow
     trials = [one for one in DAMPED * bool(moving) + SEVERAL if hard and one != again.keywords["solver"]]
     for solver in trials:
@@ -127,22 +134,28 @@ def _failed(
     return found, advice
 
 
-def _in_order(asked: partial[Any], given: Stop, solved: Any, rows: list[int]) -> Found:
-    """Rows whose tokens converge one after another, and had not all done so when the solve ended: a window shows it."""
+def _windowed(asked: partial[Any], given: Stop) -> list[bool]:
+    """Which rows converge in a window; nothing if there is none."""
     known = asked.keywords
-    found = Found()
-    if not rows or "sweep" not in known or known["sweep"].block is not None or known["solver"].owns_loop:
-        return found
-    with suppress(NotImplementedError):  # a backbone without advance() has one sweep
-        done = asked(sweep=WINDOW, stop=given).converged
-        passed = (solved.stats.residual <= given.rtol).cumprod(dim=1).sum(dim=1).tolist()
-        text = f"of {solved.stats.residual.shape[1]} tokens have converged after {solved.stats.evaluations} iterations"
-        found |= {row: ("budget", f"From left to right, {passed[row]} {text}.") for row in rows if done[row]}
-    return found
+    if "sweep" in known and known["sweep"].block is None and not known["solver"].owns_loop:
+        with suppress(NotImplementedError):  # a backbone without advance() has one sweep
+            return asked(sweep=WINDOW, stop=given).converged.tolist()
+    return []
 
 
-def _cause(solved: Any, row: int, trace: Tensor, budget: int, stop: Stop) -> tuple[str, str, int]:
-    """Why a row failed, from the residuals of a longer solve, and how many iterations are enough, 0 if unknown."""
+def _precision(asked: partial[Any]) -> torch.dtype:
+    """The dtype in which the map was evaluated."""
+    known = asked.keywords
+    return known["autocast"] or (known["value"] if "value" in known else asked.args[1]).dtype
+
+
+def _cause(
+    solved: Any, row: int, trace: Tensor, growth: float, budget: int, stop: Stop, dtype: torch.dtype
+) -> tuple[str, str, int]:
+    """Why a row failed, from the residuals of a longer solve, and how many iterations are enough, 0 if unknown.
+
+    The difference has fallen as the residual has, times the ``growth`` of the state.
+    """
     iterations, status = int(worst_token(solved.stats.iterations)[row]), int(solved.status[row])
     if status == Status.DIVERGED and iterations <= 1:
         return "map not finite", "The first value of the map is not finite.", 0
@@ -151,11 +164,12 @@ def _cause(solved: Any, row: int, trace: Tensor, budget: int, stop: Stop) -> tup
     if status == Status.CONVERGED:
         return "budget", f"It converges in {iterations} iterations; the budget was {budget}.", iterations
     # smallest residuals of the last two quarters: an oscillation falls by nothing
-    dtype, quarter = solved.value.dtype, max(1, len(trace) // 4)
+    quarter = max(1, len(trace) // 4)
     last = float(trace[-quarter:].min())
     level, tolerance = f"The residual is {last:.1e} after {iterations} iterations", f"the tolerance is {stop.rtol:.1e}."
+    drift = "drift", f"{level}, because the state grows: the difference does not fall.", 0
     if 0 < last <= stop.rtol:
-        return "drift", f"{level}, because the state grows: the difference does not fall.", 0
+        return drift
     if last < (32 if dtype.itemsize > 2 else 4) * torch.finfo(dtype).eps:
         return "precision", f"{level}, which is the precision of {dtype}; {tolerance}", 0
     if len(trace) == 1:  # of a solver of another library
@@ -164,6 +178,8 @@ def _cause(solved: Any, row: int, trace: Tensor, budget: int, stop: Stop) -> tup
     rate = (last / before) ** (1 / quarter) if before > 0 else 1.0
     if rate >= 0.999:
         return "limit cycle", f"{level} and does not fall; {tolerance}", 0
+    if growth * last > 0.9 * float(trace[0]):
+        return drift
     text, needed = f"{level} and falls by a factor of {rate:.3f} per iteration", 0
     if stop.rtol and not stop.atol:
         needed = iterations + int(math.log(stop.rtol / last) / math.log(rate))
@@ -207,7 +223,7 @@ def _sweeps(asked: partial[Any], longer: Stop) -> Found:
     rival = Simultaneous() if used.block is not None else WINDOW
     if asked.keywords["solver"].owns_loop:
         return found
-    closer = max(longer.rtol / 100, 8 * torch.finfo(asked.keywords["value"].dtype).eps)
+    closer = max(longer.rtol / 100, 8 * torch.finfo(_precision(asked)).eps)
     steps: tuple[tuple[float, str], ...] = (longer.rtol, "loose tolerance"), (closer, "several fixed points")
     for rtol, cause in steps:
         one, two = (asked(sweep=sweep, stop=replace(longer, rtol=rtol)) for sweep in (used, rival))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from deqseq.annotations import checked
+from deqseq.evaluate import autocast_dtype
 from deqseq.gradients.base import AttachedGradient
 from deqseq.solution import Solution, warn_caller
 from deqseq.solve import run_solve
@@ -76,8 +77,7 @@ class Implicit(AttachedGradient):
 
 def _within_reach(implicit: Implicit, z: State) -> Implicit:
     """The same with a tolerance that the precision in which the map was evaluated can meet."""
-    autocast = torch.is_autocast_enabled(z.device.type)
-    precision = torch.finfo(torch.get_autocast_dtype(z.device.type) if autocast else z.dtype).eps
+    precision = torch.finfo(autocast_dtype(z.device) or z.dtype).eps
     if implicit.stop.rtol >= precision:
         return implicit
     return replace(implicit, stop=replace(implicit.stop, rtol=precision))

@@ -11,7 +11,7 @@ from deqseq.annotations import AtLeast, checked
 from deqseq.backbones.base import Backbone, Cache
 from deqseq.check import check_type
 from deqseq.config import SolveConfig, SolveFields, resolve
-from deqseq.evaluate import evaluate
+from deqseq.evaluate import autocast_dtype, evaluate, in_autocast
 from deqseq.layers import with_weights
 from deqseq.loop import Callback
 from deqseq.models.base import BackboneModel, check_input
@@ -139,6 +139,7 @@ class ImplicitModel(BackboneModel):
             solution = padding.restored(args.per_token(solution))
         call = {"solver": config.solver, "stop": config.stop, "sweep": config.sweep}  # explain() replaces these
         known = {"value": solution.value.detach(), "given": given, "solve": config, "training": self.training}
+        known["autocast"] = autocast_dtype(x.device)
         again = partial(self._again, x.detach(), mask=mask, cache=cache, **known, **call)
         output = ModelOutput(solution.value, solution.aux, solution.stats, solution.status, again)
         if throw:
@@ -209,6 +210,7 @@ class ImplicitModel(BackboneModel):
         given: Sequence | None,
         solve: SolveConfig,
         training: bool,
+        autocast: torch.dtype | None,
         start: Sequence | None = None,
         callback: Callback | None = None,
         with_graph: bool = False,
@@ -223,7 +225,12 @@ class ImplicitModel(BackboneModel):
         warned, self._warned = self._warned, [True, False]  # what is tried out is no failure of the caller's
         try:
             # each solve draws the same dropout masks and random starts, or they would be solves of different maps
-            with in_mode(self, training=training), same_randomness(x.device), torch.set_grad_enabled(with_graph):
+            with (
+                in_mode(self, training=training),
+                same_randomness(x.device),
+                torch.set_grad_enabled(with_graph),
+                in_autocast(x.device, autocast),
+            ):
                 solve = replace(solve, **changes)
                 return self(x, mask=mask, cache=cache, callback=callback, solve=solve, **fields)
         finally:

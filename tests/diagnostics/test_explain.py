@@ -297,3 +297,37 @@ def test_phantom_steps_that_leave_the_tolerance_are_told(entry):
     explanation = solved.explain()
     assert explanation.causes == ("estimator",)
     assert "The estimator's steps led the value to a residual of" in str(explanation)
+
+
+@pytest.mark.parametrize("outside", [False, True])
+@pytest.mark.parametrize("entry", ["solve", "model"])
+def test_half_precision_is_the_cause_wherever_the_question_is_asked(entry, outside):
+    """The map is evaluated again in the precision of its solve, not in that of the moment."""
+    x, stop = torch.linspace(-1, 1, 40).view(2, 5, 4), dq.Stop(rtol=1e-4, max_steps=40)
+    weight = 0.9 * torch.linalg.qr(torch.randn(4, 4, generator=torch.Generator().manual_seed(0))).Q
+    with torch.autocast("cpu", dtype=BFLOAT):
+        if entry == "solve":
+            outcome = dq.solve(lambda z: torch.tanh(z @ weight + x), x, solver=dq.Naive(), stop=stop)
+        else:
+            ids = torch.randint(64, (3, 18), generator=torch.Generator().manual_seed(0))
+            outcome = dq.load_example("text")(ids, stop=dq.Stop(rtol=1e-3, max_steps=40))
+        inside = str(outcome.explain())
+    assert not outcome.converged.any()
+    assert "precision of torch.bfloat16" in (str(outcome.explain()) if outside else inside)
+
+
+def test_a_solve_in_full_precision_is_explained_in_it_under_autocast():
+    x = torch.linspace(-1, 1, 8).view(2, 4)
+    outcome = dq.solve(
+        lambda z: torch.tanh(z @ (0.5 * torch.eye(4)) + x), x, solver=dq.Naive(), stop=dq.Stop(rtol=1e-6)
+    )
+    with torch.autocast("cpu", dtype=BFLOAT):
+        assert outcome.explain().causes == ("converged", "converged")
+
+
+@pytest.mark.parametrize("solver", [dq.Naive(), dq.Adaptive(), dq.Anderson(), dq.Broyden()], ids=str)
+def test_a_residual_that_falls_because_the_state_grows_is_drift(solver):
+    """Of z + 1 the difference is 1 for ever; of a slow contraction it falls, as slowly as the residual."""
+    assert dq.solve(lambda z: z + 1, torch.zeros(1, 1), solver=solver, stop=dq.Stop()).explain().causes == ("drift",)
+    slow = dq.solve(lambda z: 0.998 * z + 1, torch.zeros(1, 1), solver=dq.Naive(), stop=dq.Stop())
+    assert slow.explain().causes == ("slow convergence",)

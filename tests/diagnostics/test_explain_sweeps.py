@@ -54,3 +54,12 @@ def test_tokens_that_converge_one_after_another_are_not_called_stuck():
     assert int(told[1]) == passed.tolist().index(False) < 400
     assert "sweep=Sliding(window=8) converges" in explanation.remedies["budget"]
     assert lm(bits, stop=stop, sweep=dq.Sliding(8)).converged.all()
+
+
+def test_the_remedy_holds_for_rows_that_converge_within_the_longer_budget_and_for_the_others():
+    """The longer solve ends with the first rows; the iterations that they took would not be enough for the others."""
+    lm, bits = dq.load_example("parity"), torch.randint(2, (16, 96), generator=torch.Generator().manual_seed(0))
+    output = lm(bits, stop=dq.Stop(rtol=0.03, max_steps=32))
+    longer = lm(bits, stop=dq.Stop(rtol=0.03, max_steps=128)).converged
+    assert longer.any() and not longer.all()
+    assert output.explain().remedies["budget"].startswith("sweep=Sliding(window=8) converges")
