@@ -81,6 +81,11 @@ def tensors_of(tree: Any) -> tuple[Tensor, ...]:
     return tuple(tensor for part in _parts(tree) for tensor in tensors_of(part))
 
 
+def has_numbers(tree: Any) -> bool:
+    """Whether a record has numbers that are no tensors."""
+    return isinstance(tree, Number) or any(has_numbers(part) for part in _parts(tree))
+
+
 def check_rows(name: str, tree: Any, rows: int, of: str = "z0") -> None:
     """Refuse a record unless every tensor in it has this many rows, and :func:`take` finds them all."""
     if isinstance(tree, Tensor):

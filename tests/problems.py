@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-import deqseq as dq
+from deqseq.as_json import CLASSES
 from deqseq.testing.problems import Affine, affine, seeded, symmetric
 
-SOLVERS = (dq.Naive(), dq.Relaxed(), dq.Adaptive(), dq.Anderson(), dq.Broyden())
+SOLVERS = tuple(kind() for kind in CLASSES["solver"])
 """Every solver of the library."""
 
 

@@ -241,6 +241,8 @@ class CausalLM(nn.Module):
             raise ValueError(f"head.weight must have the shape of the embedding's weight, {wanted}, got {got}")
         if weight.dtype != states.dtype and not torch.is_autocast_enabled(states.device.type):
             raise TypeError(f"head.weight must have the dtype of the states, {states.dtype}, got {weight.dtype}")
+        if self.head is not None and self.head.bias is not None:
+            raise ValueError("head must have no bias, which is not added, got one: make it with bias=False")
         return capped(F.linear(states, weight), self.logit_softcap)
 
     def _answers(

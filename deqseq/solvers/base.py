@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar, Generic, TypeVar
 
 from deqseq.check import check_like, versions
-from deqseq.rows import put, tensors_of
+from deqseq.rows import has_numbers, put, tensors_of
 from deqseq.stop import Stop
 from deqseq.types import RowIndex, State
 
@@ -33,8 +33,9 @@ class Solver(ABC, Generic[S]):
     returns_point: ClassVar[bool] = False
     """Whether the value of a row that has converged is the point ``z`` that was tested, instead of ``f(z)``.
 
-    Where the map contracts, ``f(z)`` is closer to the fixed point. Solvers that combine past points also converge where
-    the map expands, and there ``f(z)`` can be far outside the tolerance.
+    Where the map contracts, ``f(z)`` is closer to the fixed point. Where it expands, ``f(z)`` can miss the tolerance
+    that ``z`` met, by the factor by which it expands. Solvers that combine past points converge where maps expand
+    much, and set it; damped ones converge only where they expand little.
     """
 
     owns_loop: ClassVar[bool] = False
@@ -74,7 +75,13 @@ class Solver(ABC, Generic[S]):
 
         Raises:
             NotImplementedError: the memory has another shape than before the first step.
+            TypeError: it has numbers, of which no row can begin afresh.
         """
+        if has_numbers(state):
+            raise TypeError(
+                f"the memory of {type(self).__name__} must be tensors with a row for each row of z, got a number: some "
+                "rows begin afresh, as in a sliding window"
+            )
         new = self.init(z[rows])
         if [x.shape[1:] for x in tensors_of(state)] != [x.shape[1:] for x in tensors_of(new)]:
             raise NotImplementedError(

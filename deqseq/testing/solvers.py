@@ -129,8 +129,8 @@ class SolverContract:
             removing = self.solve(f, z0, stop, args=problem)
             assert_same_rows(self.solve(problem, z0, stop), slice(None), removing)
             ends = removing.stats.iterations
-            if ends.max() - ends.min() > check_every:  # rows that end at one check leave none to be removed for
-                assert f.rows[-1] < len(GAINS)
+            if 4 * int((ends + check_every < ends.max()).sum()) >= len(GAINS):  # fewer are not removed
+                assert f.rows[-1] < len(GAINS), "rows that had ended were not removed from the batch"
             assert f.rows == sorted(f.rows, reverse=True)
 
     def test_a_row_that_begins_afresh_is_a_new_solve(self) -> None:

@@ -9,6 +9,7 @@ import os
 
 import pytest
 import torch
+from problems import SOLVERS
 from small_models import contractive_llama, contractive_mamba2, embedded, language_model, recurrent_depth
 from transformers import AutoModelForCausalLM
 
@@ -21,7 +22,6 @@ pytestmark = [pytest.mark.cuda, pytest.mark.filterwarnings("ignore:Attempting to
 DEVICE = os.environ.get("DEVICE", "cuda")
 TIGHT = dq.Stop(rtol=1e-10, max_steps=500)
 SWEEPS = (dq.Simultaneous(), dq.Chunked(3), dq.Sequential(), dq.Sliding(3))
-SOLVERS = (dq.Naive(), dq.Relaxed(0.8), dq.Adaptive(), dq.Anderson(), dq.Broyden())
 GRADIENTS = (dq.OneStep(), dq.Phantom(3), dq.Implicit(stop=TIGHT), dq.Unrolled())
 MASK = torch.tensor([[False, False, True, True, True, True, True], [True] * 7])
 each_backbone = pytest.mark.parametrize("backbone", [contractive_mamba2, contractive_llama])

@@ -45,6 +45,41 @@ class KeepsItsRows(dq.Solver[Any]):
         return z + 0.9 * (fz - z) + 0.1 * (z - previous), lambda: z
 
 
+@dataclass(frozen=True)
+class Momentum(dq.Solver[Any]):
+    """Seven of eight rows end long after the first."""
+
+    def init(self, z0):
+        return z0, torch.ones_like(z0[..., :1])
+
+    def step(self, z, fz, state):
+        before, weight = state
+        weight = 1 / (1 - 0.9**2 * weight / 4)
+        return weight * fz + (1 - weight) * before, (z, weight)
+
+
+class Counting(Momentum):
+    """Counts its steps for the whole batch."""
+
+    def init(self, z0):
+        return z0, 1.0
+
+    def step(self, z, fz, state):
+        return (z + fz) / 2, (z, state[1] + 1)
+
+
+def test_one_row_that_ends_early_need_not_be_removed():
+    SolverContract.test_removing_finished_rows_changes_nothing(
+        type("Suite", (SolverContract,), {"solver": Momentum()})()
+    )
+
+
+def test_a_number_in_the_memory_is_refused_where_rows_begin_afresh():
+    bits = torch.randint(2, (4, 24), generator=torch.Generator().manual_seed(0))
+    with pytest.raises(TypeError, match=r"the memory of Counting must be tensors with a row .*, got a number"):
+        dq.load_example("parity")(bits, solver=Counting(), sweep=dq.Sliding(4))
+
+
 @pytest.mark.parametrize(
     ("solver", "expected"),
     [

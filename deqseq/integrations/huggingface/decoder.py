@@ -172,10 +172,12 @@ def from_decoder(model: PreTrainedModel) -> CausalLM:
 
 
 def with_head(model: PreTrainedModel, layers: ExplicitModel | RecurrentDepth) -> CausalLM:
-    """A language model of ``layers`` and the embedding and the head of ``model``; ValueError if it has none."""
+    """A language model of ``layers`` and the embedding and the head of ``model``; ValueError if none fits."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if not isinstance(embedding, nn.Embedding) or not isinstance(head, nn.Linear):
         raise ValueError(f"model must have a language model's head, as a ...ForCausalLM, got {type(model).__name__}")
+    if head.bias is not None:
+        raise ValueError("model's head must have no bias, which a CausalLM would not add, got one")
     own_head = None if head.weight is embedding.weight else head
     lm = language_model(
         layers, embedding, own_head, logit_softcap=getattr(model.config, "final_logit_softcapping", None)

@@ -53,6 +53,7 @@ def made(family, attention=None, **fields):
     config = AutoConfig.for_model(family, **SIZES | OWN.get(family, {}) | fields)
     untouched = [key for key, one in config.to_dict().items() if type(one) is float and one == 1 and "rope" not in key]
     assert not untouched, "at 1 these multiply nothing, and the tests would not see them: set them in OWN"
+    assert (getattr(config, "sliding_window", None) or 0) < 11, "the tests have 11 tokens: set a shorter window in OWN"
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     for parameter in model.parameters():

@@ -35,6 +35,13 @@ def retrofitted(family="llama", **changes):
     return lm
 
 
+def biased(model):
+    """With a bias in its head."""
+    head = model.get_output_embeddings()
+    head.bias = nn.Parameter(torch.zeros(len(head.weight)))
+    return model
+
+
 def joined(mlp_width=0, injection="add", **fields):
     """A prelude, a core and a coda of our own layers; without ``injection`` the core has its own."""
     parts = {"prelude": ATTENTION, "coda": ATTENTION, "injection": injection}
@@ -118,6 +125,7 @@ class TestRetrofit:
                 "model must be a PreTrainedModel or a string or a PathLike, such as",
             ),
             ({"model": AutoModel.from_config(made("llama").config)}, ValueError, "ForCausalLM, got LlamaModel"),
+            ({"model": biased(made("llama", tie_word_embeddings=False))}, ValueError, "head must have no bias"),
             ({"model": made("gpt_neox", attention_dropout=0.1)}, ValueError, "no dropout"),
         ],
     )
