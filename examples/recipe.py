@@ -41,6 +41,7 @@ class Recipe(RunOptions):
     layers: int = 1  # blocks of the implicit model
     dropout: float = 0.2  # of the blocks, one mask per solve: keeps small errors from adding up over the tokens
     batch: int = 128  # sequences per training step
+    batch_tokens: int = 0  # tokens per step at most: in lessons of longer sequences there are fewer; 0: any
     lengths: tuple[int, ...] = (2, 3, 4, 5, 6, 7, 8)  # lengths of the first phase, through unrolled iterations
     free_lengths: tuple[int, ...] = (8, 10, 12, 14, 16, 20, 24, 28, 32)  # lengths of the second, at the fixed point
     learned: float = 0.95  # accuracy at which the next length follows
@@ -50,7 +51,7 @@ class Recipe(RunOptions):
     baselines: tuple[int, ...] = (4,)  # blocks of the explicit models
     eval_lengths: tuple[int, ...] = (16, 32, 64, 128, 256)  # evaluation lengths
 
-    LEAST: ClassVar = {**RunOptions.LEAST, "generators": 0}
+    LEAST: ClassVar = {**RunOptions.LEAST, "generators": 0, "batch_tokens": 0}
     INTERVALS: ClassVar = dict.fromkeys(SHARES, "[0, 1]")
     FREE: ClassVar = (*RunOptions.FREE, "baselines", "eval_lengths", "eval_identity_probability")
 
@@ -125,7 +126,9 @@ class LengthSchedule(TrainingBatches):
         length = self.length if drawn.random() < 0.5 else drawn.randint(1, self.length)
         task, seed = drawn.choice(self.tasks), drawn.getrandbits(61) % 2**31
         self.step, self.full = self.step + 1, length == self.length
-        stream = task.batches(self.options.batch, length, seed=seed, device=self.options.device)
+        rows, most = self.options.batch, self.options.batch_tokens
+        rows = min(rows, max(1, most // self.length)) if most else rows
+        stream = task.batches(rows, length, seed=seed, device=self.options.device)
         return with_start(next(stream), task, self.options)
 
     def record(self, output: dq.CausalLMOutput, batch: WordBatch) -> dict[str, Any]:

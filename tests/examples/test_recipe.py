@@ -97,3 +97,13 @@ def test_another_model_repeats_the_lessons_whatever_its_accuracy():
     second = schedule(plan=first.plan)
     assert [step(second, 0.0) for _ in shapes] == shapes
     assert second.progress == first.progress
+
+
+def test_long_lessons_have_fewer_sequences():
+    options = Recipe(lengths=(2,), free_lengths=(8, 64), batch=16, batch_tokens=64, output="unused")
+    batches = schedule(options)
+    sizes = []
+    for _ in options.lengths + options.free_lengths:
+        sizes.append(len(next(batches).inputs))
+        batches.ends.append(batches.step)
+    assert sizes == [16, 8, 1]
