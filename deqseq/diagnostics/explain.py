@@ -105,7 +105,7 @@ def _failed(
         found[row] = cause, text
     stuck = [row for row in rows if found[row][0] in ("limit cycle", "slow convergence", "drift")]
     windowed = _windowed(asked, given) if stuck else []
-    late = [row for row in stuck if windowed[row : row + 1] == [True]]
+    late = [row for row in stuck if windowed and windowed[row]]
     if late:  # from left to right their tokens converge one after another
         passed = (solved.stats.residual <= given.rtol).cumprod(dim=1).sum(dim=1).tolist()
         text = f"of {solved.stats.residual.shape[1]} tokens have converged after {solved.stats.evaluations} iterations"
@@ -115,8 +115,10 @@ def _failed(
     hard = moving + of["slow convergence"]
     for cause in ("budget", "slow convergence"):
         counts = [needed[row] for row in of[cause] if row not in late]
-        if late and cause == "budget" and all(windowed[row] for row in of[cause]):
-            advice[cause] = f"sweep={WINDOW} converges; all tokens together need a max_steps that grows with the length"
+        if late and cause == "budget":  # the iterations that are enough for the others are not for these
+            if all(windowed[row] for row in of[cause]):
+                tokens = "all tokens together need a max_steps that grows with the length"
+                advice[cause] = f"sweep={WINDOW} converges; {tokens}"
         elif counts and min(counts) > 0:
             advice[cause] = f"give more iterations: stop={_written(given, max(counts))}"
     # damping does not help a solve that is only slow

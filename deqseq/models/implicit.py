@@ -139,8 +139,9 @@ class ImplicitModel(BackboneModel):
             solution = padding.restored(args.per_token(solution))
         call = {"solver": config.solver, "stop": config.stop, "sweep": config.sweep}  # explain() replaces these
         known = {"value": solution.value.detach(), "given": given, "solve": config, "training": self.training}
-        known["autocast"] = autocast_dtype(x.device)
-        again = partial(self._again, x.detach(), mask=mask, cache=cache, **known, **call)
+        again = partial(
+            self._again, x.detach(), mask=mask, cache=cache, autocast=autocast_dtype(x.device), **known, **call
+        )
         output = ModelOutput(solution.value, solution.aux, solution.stats, solution.status, again)
         if throw:
             return output.raise_if_failed()

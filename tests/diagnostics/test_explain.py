@@ -317,12 +317,11 @@ def test_half_precision_is_the_cause_wherever_the_question_is_asked(entry, outsi
 
 
 def test_a_solve_in_full_precision_is_explained_in_it_under_autocast():
-    x = torch.linspace(-1, 1, 8).view(2, 4)
-    outcome = dq.solve(
-        lambda z: torch.tanh(z @ (0.5 * torch.eye(4)) + x), x, solver=dq.Naive(), stop=dq.Stop(rtol=1e-6)
-    )
+    x, stop = torch.linspace(-1, 1, 8).view(2, 4), dq.Stop(rtol=1e-6, max_steps=8)
+    outcome = dq.solve(lambda z: torch.tanh(z @ (0.9 * torch.eye(4)) + x), x, solver=dq.Naive(), stop=stop)
     with torch.autocast("cpu", dtype=BFLOAT):
-        assert outcome.explain().causes == ("converged", "converged")
+        inside = str(outcome.explain())
+    assert inside == str(outcome.explain()) and "budget" in inside
 
 
 @pytest.mark.parametrize("solver", [dq.Naive(), dq.Adaptive(), dq.Anderson(), dq.Broyden()], ids=str)

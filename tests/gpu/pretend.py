@@ -101,9 +101,7 @@ def copy_from(source: torch.Tensor, target: Any, non_blocking: bool = False) -> 
 _setup_privateuseone_for_python_backend(NAME, Module())
 torch.__future__.set_swap_module_params_on_conversion(True)  # parameters that are moved are new objects
 LIBRARIES = [torch.library.Library("aten", "IMPL"), torch.library.Library("_", "IMPL")]  # they last as long as these do
-for name in ("empty.memory_format", "empty_strided"):  # torch calls them without the mode, as in other threads
-    op = getattr(aten, name.split(".")[0])
-    op = getattr(op, name.partition(".")[2] or "default")
-    LIBRARIES[0].impl(name, lambda *args, op=op, **kwargs: run(op, args, kwargs), "PrivateUse1")
+for op in (aten.empty.memory_format, aten.empty_strided.default):  # torch calls them without the mode, too
+    LIBRARIES[0].impl(op, lambda *args, op=op, **kwargs: run(op, args, kwargs), "PrivateUse1")
 LIBRARIES[0].impl("_copy_from", copy_from, "PrivateUse1")
 LIBRARIES[1].fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")

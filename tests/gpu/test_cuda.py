@@ -47,6 +47,15 @@ def same(theirs, ours, rtol=1e-7, atol=1e-9):
     torch.testing.assert_close(ours.cpu(), theirs, rtol=rtol, atol=atol)
 
 
+def test_tensors_of_two_places_are_refused():
+    """Otherwise the tests below would show less than they seem to."""
+    there = torch.ones(2, device=DEVICE)
+    with pytest.raises(RuntimeError, match="same device"):
+        there + torch.ones(2)
+    with pytest.raises(TypeError, match="can't convert"):
+        there.numpy()
+
+
 @each_backbone
 @pytest.mark.parametrize("sweep", SWEEPS, ids=str)
 @pytest.mark.parametrize("solver", SOLVERS, ids=str)
