@@ -1,4 +1,6 @@
-"""For all tests: one thread a process where several share the cores; modules whose extra is missing are left out."""
+"""For all tests: one thread a process where several share the cores; modules whose extra is missing
+are left out.
+"""
 
 import os
 from collections.abc import Iterator
@@ -17,8 +19,17 @@ collect_ignore = ["tests/gpu/pretend.py"]  # it changes torch where it is import
 collect_ignore += [] if find_spec("lm_eval") else ["deqseq/integrations/lm_eval.py"]
 
 
-UNCHECKED = {"benchmarks", "diagnostics", "docs", "examples", "huggingface", "integrations", "testing"}
-"""Folders whose tests run without the checks of shapes: the core's tests call the same with them."""
+UNCHECKED = {
+    "benchmarks",
+    "diagnostics",
+    "docs",
+    "examples",
+    "huggingface",
+    "integrations",
+    "testing",
+}
+"""Folders whose tests run without the checks of shapes: the core's tests call the same with them.
+"""
 
 
 _checked: set[str] = set()  # tests of which a case has run
@@ -35,7 +46,9 @@ def without_checks(wanted: bool = True) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def checks(request: pytest.FixtureRequest) -> Iterator[None]:
-    """The checks of shapes make small models three times slower: of each test its first case alone runs with them."""
+    """The checks of shapes make small models three times slower: of each test its first case alone
+    runs with them.
+    """
     name = request.node.nodeid.partition("[")[0]
     core = "tests" not in request.path.parts or request.path.parent.name not in UNCHECKED
     with without_checks(not core or name in _checked):
@@ -51,6 +64,8 @@ def seed() -> None:
 
 @pytest.fixture
 def unchecked() -> Iterator[None]:
-    """A test without the checks of shapes: it gives what they would refuse first, or runs for long."""
+    """A test without the checks of shapes: it gives what they would refuse first, or
+    runs for long.
+    """
     with without_checks():
         yield

@@ -1,17 +1,20 @@
-"""What a chooser asks of trained models: solvers, damping, tolerances, sweeps, budgets, gradient estimators.
+"""What a chooser asks of trained models: solvers, damping, tolerances, sweeps, budgets, gradient
+estimators.
 
-The models come with the library (parity, and A5 from two generators, trained at lengths up to 16) and are solved at
-lengths 32 (32 sequences) and 128 (16). Nothing is timed, so a busy machine may run it: evaluations of the map, updates
-per token, the peak memory of a step, and what came of it, the share of the rows that converged and accuracy.
+The models come with the library (parity, and A5 from two generators, trained at lengths up to 16)
+and are solved at lengths 32 (32 sequences) and 128 (16). Nothing is timed, so a busy machine may
+run it: evaluations of the map, updates per token, the peak memory of a step, and what came of it,
+the share of the rows that converged and accuracy.
 
-Every question changes one part, and its peer has the others' defaults: ``Adaptive()``, the simultaneous sweep, each
-token to a relative residual of 1e-2, a budget of four iterations for each token of a sequence. Solvers and dampings are
-also compared in the sequential sweep and in a sliding window of 8, where a token has 64.
+Every question changes one part, and its peer has the others' defaults: ``Adaptive()``, the
+simultaneous sweep, each token to a relative residual of 1e-2, a budget of four iterations for each
+token of a sequence. Solvers and dampings are also compared in the sequential sweep and in a sliding
+window of 8, where a token has 64.
 
-Gradients are those of a training loss, in float64, cosine and norm beside the exact ones (the adjoint solved to 1e-10
-at a fixed point solved to 1e-10): once at that fixed point, so that the estimator's own bias is left, and once where
-training would stop. The work of a step is that of the second. A trained model has nothing left to learn, so the
-targets are drawn at random.
+Gradients are those of a training loss, in float64, cosine and norm beside the exact ones (the
+adjoint solved to 1e-10 at a fixed point solved to 1e-10): once at that fixed point, so that the
+estimator's own bias is left, and once where training would stop. The work of a step is that of the
+second. A trained model has nothing left to learn, so the targets are drawn at random.
 """
 
 import copy
@@ -38,7 +41,14 @@ SOLVERS: dict[str, dq.Solver[Any]] = {
 }
 DAMPINGS = (0.3, 0.5, 0.7, 0.8, 0.9, 1.0, 1.2)
 TOLERANCES = (0.3, 0.1, 0.05, 1e-2, 1e-3, 1e-4)
-SWEEPS = (dq.Simultaneous(), dq.Chunked(8), dq.Sliding(4), dq.Sliding(8), dq.Sliding(16), dq.Sequential())
+SWEEPS = (
+    dq.Simultaneous(),
+    dq.Chunked(8),
+    dq.Sliding(4),
+    dq.Sliding(8),
+    dq.Sliding(16),
+    dq.Sequential(),
+)
 BUDGETS = (4, 8, 16, 32, 64, 128, 256, 512)
 TIGHT, TRAINING = dq.Stop(rtol=1e-10, max_steps=4000), dq.Stop(rtol=0.03, max_steps=32)
 EXACT = dq.Implicit(solver=dq.Relaxed(0.8), stop=replace(TIGHT, norm="row"))
@@ -56,11 +66,18 @@ ESTIMATORS: dict[str, dq.Gradient] = {
 
 
 def settings() -> Iterator[tuple[str, str, str, dict[str, Any]]]:
-    """Each question with what was set, the setting that it is compared with, and what that changes of a solve."""
+    """Each question with what was set, the setting that it is compared with, and what that changes
+    of a solve.
+    """
     for sweep in (dq.Simultaneous(), dq.Sequential(), dq.Sliding(8)):
         after = "" if sweep == dq.Simultaneous() else f", {sweep}"
         for name, solver in SOLVERS.items():
-            yield "solver", f"{name}{after}", f"Adaptive(){after}", {"solver": solver, "sweep": sweep}
+            yield (
+                "solver",
+                f"{name}{after}",
+                f"Adaptive(){after}",
+                {"solver": solver, "sweep": sweep},
+            )
     for sweep in (dq.Simultaneous(), dq.Sliding(8)):
         for damping in DAMPINGS:
             how = {"solver": dq.Relaxed(damping), "sweep": sweep}
@@ -75,10 +92,17 @@ def settings() -> Iterator[tuple[str, str, str, dict[str, Any]]]:
 
 
 @torch.no_grad()
-def solved(model: Trained, sequences: int, length: int, changed: dict[str, Any]) -> dict[str, float]:
+def solved(
+    model: Trained, sequences: int, length: int, changed: dict[str, Any]
+) -> dict[str, float]:
     """The numbers of one solve, by metric."""
     batch = model.task.fixed(sequences, length, seed=1000 + length)
-    how = {"solver": dq.Adaptive(), "sweep": dq.Simultaneous(), "rtol": RTOL, "norm": "token"} | changed
+    how = {
+        "solver": dq.Adaptive(),
+        "sweep": dq.Simultaneous(),
+        "rtol": RTOL,
+        "norm": "token",
+    } | changed
     budget = max(64, 4 * length) if how["sweep"] == dq.Simultaneous() else 64
     stop = dq.Stop(rtol=how["rtol"], norm=how["norm"], max_steps=how.get("max_steps", budget))
     output = model.lm.eval()(batch.inputs, solver=how["solver"], sweep=how["sweep"], stop=stop)
@@ -96,7 +120,10 @@ def solved(model: Trained, sequences: int, length: int, changed: dict[str, Any])
 
 def answers(model: Trained, sequences: int, length: int) -> Iterator[Row]:
     """A row for each number of each setting, beside the question's peer."""
-    found = {(question, name): solved(model, sequences, length, how) for question, name, _, how in settings()}
+    found = {
+        (question, name): solved(model, sequences, length, how)
+        for question, name, _, how in settings()
+    }
     for question, name, peer, _ in settings():
         for metric, number in found[question, name].items():
             case = f"{question}, {model.name}, {length}, {name}"
@@ -106,7 +133,9 @@ def answers(model: Trained, sequences: int, length: int) -> Iterator[Row]:
 class Step:
     """The gradient of one training step, and how often the blocks were evaluated for it."""
 
-    def __init__(self, lm: dq.CausalLM, inputs: Tensor, targets: Tensor, gradient: dq.Gradient, stop: dq.Stop) -> None:
+    def __init__(
+        self, lm: dq.CausalLM, inputs: Tensor, targets: Tensor, gradient: dq.Gradient, stop: dq.Stop
+    ) -> None:
         evaluated, came_back = [], []  # a checkpointed evaluation begins again and need not end
         backbone = block_of(lm.train())
 
@@ -116,7 +145,9 @@ class Step:
 
         begins = backbone.register_forward_pre_hook(lambda *_: evaluated.append(None))
         with begins, backbone.register_forward_hook(ends):
-            loss = lm(inputs, targets=targets, solver=dq.Adaptive(), stop=stop, gradient=gradient).loss
+            loss = lm(
+                inputs, targets=targets, solver=dq.Adaptive(), stop=stop, gradient=gradient
+            ).loss
             assert loss is not None
             forward = len(evaluated)
             loss.backward()
@@ -135,16 +166,23 @@ class Step:
 def estimators(model: Trained, sequences: int, length: int) -> Iterator[Row]:
     """Every estimator beside the exact gradient, and what a step takes where training stops."""
     inputs = model.task.fixed(sequences, length, seed=1000 + length).inputs
-    targets = torch.randint(model.task.vocab_size, inputs.shape, generator=torch.Generator().manual_seed(0))
+    targets = torch.randint(
+        model.task.vocab_size, inputs.shape, generator=torch.Generator().manual_seed(0)
+    )
     step = partial(Step, copy.deepcopy(model.lm).double(), inputs, targets)
     exact = step(EXACT, TIGHT).flat
     for name, estimator in ESTIMATORS.items():
         case = f"gradient, {model.name}, {length}, {name}"
         at_training = step(estimator, TRAINING)
-        for where, flat in (("fixed point", step(estimator, TIGHT).flat), ("training's stop", at_training.flat)):
+        for where, flat in (
+            ("fixed point", step(estimator, TIGHT).flat),
+            ("training's stop", at_training.flat),
+        ):
             cosine = F.cosine_similarity(flat, exact, dim=0).item()
             yield value_row(case, f"cosine, {where}", cosine, "exact", 1.0)
-            yield value_row(case, f"norm, {where}", flat.norm().item(), "exact", exact.norm().item())
+            yield value_row(
+                case, f"norm, {where}", flat.norm().item(), "exact", exact.norm().item()
+            )
         for metric, number in at_training.work.items():
             yield value_row(case, metric, number)
         yield value_row(case, "peak MiB", peak_memory(partial(step, estimator, TRAINING)))

@@ -1,8 +1,9 @@
 """What ``model.compile()`` gains: the same model eager and compiled, in turns.
 
-Both backbones with d_model 256 and 2 blocks: a simultaneous solve of 8 sequences of 256 tokens, a sliding solve of the
-same, a training step through 4 phantom steps, and generation of 16 tokens at batch 1. Solves run 8 iterations (the
-sliding one 8 a commit, and not on a GPU). The seconds of the first call, which compiles, are reported beside each.
+Both backbones with d_model 256 and 2 blocks: a simultaneous solve of 8 sequences of 256 tokens, a
+sliding solve of the same, a training step through 4 phantom steps, and generation of 16 tokens at
+batch 1. Solves run 8 iterations (the sliding one 8 a commit, and not on a GPU). The seconds of the
+first call, which compiles, are reported beside each.
 """
 
 from collections.abc import Iterator

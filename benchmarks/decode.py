@@ -1,20 +1,23 @@
 """What a window gains in generation: the same tokens, in fewer evaluations one after another.
 
-Three models of one character per token, trained on Shakespeare's plays: the library's ``text``, one Mamba2 block; an
-implicit Llama of two layers; and a recurrent-depth model, a Llama layer before and after a core of one. The last two
-are trained here, for a few minutes. They continue 1, 8 and 32 prompts of 18 characters by 64, greedily. The prompts are
-solved before, but for their last characters.
+Three models of one character per token, trained on Shakespeare's plays: the library's ``text``, one
+Mamba2 block; an implicit Llama of two layers; and a recurrent-depth model, a Llama layer before and
+after a core of one. The last two are trained here, for a few minutes. They continue 1, 8 and 32
+prompts of 18 characters by 64, greedily. The prompts are solved before, but for their last
+characters.
 
-- Each window is compared with decoding one by one (``window=1``) at the same tolerance: evaluations and updates
-  (evaluations of one token) of a row for each new character, the rows whose characters are the same, and time. ``text``
-  is measured at three tolerances and with three windows, the others at a tolerance of 1e-3 with a window of 8, and the
-  recurrent-depth model with 1, 2 and 4 iterations of the core to each run of the layers around it.
-- On a GPU, where minutes count, that is all, for ``text`` with a tolerance of 1e-3 and a window of 8.
-- The exact choice: the share of the characters of a window that are also chosen where the text before is solved to a
-  tolerance of 1e-6, token by token.
-- Other people's loops, as in ``peers.py``: TorchDEQ, and a fixed number of iterations by hand. Each has the cheapest
-  setting with the loss of the solved model to 0.005 nats; deqseq has a window of 8, and a tolerance of 1e-3 or the
-  largest with that loss.
+- Each window is compared with decoding one by one (``window=1``) at the same tolerance: evaluations
+  and updates (evaluations of one token) of a row for each new character, the rows whose characters
+  are the same, and time. ``text`` is measured at three tolerances and with three windows, the
+  others at a tolerance of 1e-3 with a window of 8, and the recurrent-depth model with 1, 2 and 4
+  iterations of the core to each run of the layers around it.
+- On a GPU, where minutes count, that is all, for ``text`` with a tolerance of 1e-3 and a window of
+  8.
+- The exact choice: the share of the characters of a window that are also chosen where the text
+  before is solved to a tolerance of 1e-6, token by token.
+- Other people's loops, as in ``peers.py``: TorchDEQ, and a fixed number of iterations by hand. Each
+  has the cheapest setting with the loss of the solved model to 0.005 nats; deqseq has a window of
+  8, and a tolerance of 1e-3 or the largest with that loss.
 """
 
 from collections.abc import Callable, Iterator
@@ -95,7 +98,12 @@ def compared(name: str, lm: dq.CausalLM, case: Case, new: int, runs: int) -> Ite
     for metric, mine, other in zip(("evaluations", "updates"), *counts, strict=True):
         yield value_row(label, f"{metric} / token", mine, peer, other, goal=goals.get(metric))
     same = (some.tokens == one.tokens).all(dim=1).sum().item()
-    yield value_row(label, "rows that are equal", same, goal=f"ours == {case.batch}" if case.rtol <= 1e-3 else None)
+    yield value_row(
+        label,
+        "rows that are equal",
+        same,
+        goal=f"ours == {case.batch}" if case.rtol <= 1e-3 else None,
+    )
     yield time_row(label, ours, peer, theirs, runs=runs, goal=goals.get("time"))
 
 
@@ -113,14 +121,22 @@ def exact_choices(name: str, lm: dq.CausalLM, case: Case, new: int) -> Row:
     output = lm(torch.cat([prompt, tokens], dim=1), stop=EXACT, sweep=dq.Sliding(16))
     choices = output.logits[:, prompt.shape[1] - 1 : -1].argmax(dim=-1)
     share = (choices == tokens).double().mean().item()
-    return value_row(f"{name}, {case}", "exact choices", share, goal="ours >= 0.995" if case.rtol <= 1e-3 else None)
+    return value_row(
+        f"{name}, {case}",
+        "exact choices",
+        share,
+        goal="ours >= 0.995" if case.rtol <= 1e-3 else None,
+    )
 
 
 def beside_loops(name: str, lm: dq.CausalLM, text: Tensor, new: int, runs: int) -> Iterator[Row]:
     """Time and memory beside the loops of others, at equal loss."""
     mine, theirs = (cheapest(way, TOLERANCES, text, lm) for way in (DeqSeq, torchdeq))
     fixed, loss = int(cheapest(by_hand, ITERATIONS, text, lm)), nats(DeqSeq(SOLVED), lm, text)
-    ways = {f"torchdeq, rtol {theirs:g}": torchdeq(theirs), f"loop by hand, {fixed}": by_hand(fixed)}
+    ways = {
+        f"torchdeq, rtol {theirs:g}": torchdeq(theirs),
+        f"loop by hand, {fixed}": by_hand(fixed),
+    }
     for case in (Case(batch, rtol) for batch in (1, 8) for rtol in sorted({SOLVED, mine})):
         prompt = prompts(case.batch)
         ours = partial(lm.generate, prompt, max_new_tokens=new, window=case.window, stop=case.stop)
@@ -141,11 +157,22 @@ def rows(quick: bool) -> Iterator[Row]:
     for name, lm in models.items():
         cases = [Case(batch) for batch in (1, 8, 32)]
         if name == "text":
-            cases = [Case(n, rtol, w) for n in (1, 8, 32) for rtol in (1e-2, 1e-3, 1e-4) for w in (4, 8, 16)]
-        cases += [Case(batch, every=every) for batch in (1, 8, 32) for every in ((2,) if name == "text" else (2, 4))]
+            cases = [
+                Case(n, rtol, w)
+                for n in (1, 8, 32)
+                for rtol in (1e-2, 1e-3, 1e-4)
+                for w in (4, 8, 16)
+            ]
+        cases += [
+            Case(batch, every=every)
+            for batch in (1, 8, 32)
+            for every in ((2,) if name == "text" else (2, 4))
+        ]
         for case in [Case(2)] if quick else cases:
             yield from compared(name, lm, case, new, runs)
-        for case in [Case(2)] if quick else [Case(32, rtol, w) for rtol in (1e-2, 1e-3) for w in (1, 8, 16)]:
+        for case in (
+            [Case(2)] if quick else [Case(32, rtol, w) for rtol in (1e-2, 1e-3) for w in (1, 8, 16)]
+        ):
             yield exact_choices(name, lm, case, new)
         if isinstance(lm.model, dq.ImplicitModel):
             yield from beside_loops(name, lm, held_out, new, runs)

@@ -1,4 +1,6 @@
-"""What the benchmarks share: runs in turns, peak memory, rows with goals, the command line, a table and a file."""
+"""What the benchmarks share: runs in turns, peak memory, rows with goals, the command line, a table
+and a file.
+"""
 
 import argparse
 import gc
@@ -16,7 +18,10 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-os.environ |= {"KINETO_LOG_LEVEL": "99", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # the profiler reports every start on stderr
+os.environ |= {
+    "KINETO_LOG_LEVEL": "99",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+}  # the profiler reports every start on stderr
 import torch
 from torch.profiler import ProfilerActivity, profile
 
@@ -62,7 +67,13 @@ class Row:
 
 
 def value_row(
-    case: str, metric: str, ours: float, peer: str = "", theirs: float | None = None, *, goal: str | None = None
+    case: str,
+    metric: str,
+    ours: float,
+    peer: str = "",
+    theirs: float | None = None,
+    *,
+    goal: str | None = None,
 ) -> Row:
     """A row of one or two numbers that do not vary from run to run."""
     ratio = ours / theirs if theirs else None
@@ -89,12 +100,21 @@ def paired_row(
 
 
 def time_row(
-    case: str, ours: Work, peer: str, theirs: Work, *, runs: int, per: int = 1, goal: str | None = None
+    case: str,
+    ours: Work,
+    peer: str,
+    theirs: Work,
+    *,
+    runs: int,
+    per: int = 1,
+    goal: str | None = None,
 ) -> Row:
     """A row of milliseconds, each divided by ``per`` (the evaluations of a run)."""
     times = take_turns({"ours": ours, "theirs": theirs}, runs)
     metric = "ms per iteration" if per > 1 else "ms"
-    return paired_row(case, times["ours"], peer, times["theirs"], metric=metric, scale=1e3 / per, goal=goal)
+    return paired_row(
+        case, times["ours"], peer, times["theirs"], metric=metric, scale=1e3 / per, goal=goal
+    )
 
 
 def memory_row(case: str, ours: Work, peer: str, theirs: Work, *, goal: str | None = None) -> Row:
@@ -103,17 +123,26 @@ def memory_row(case: str, ours: Work, peer: str, theirs: Work, *, goal: str | No
 
 
 def judge(goal: str | None, ours: float, ratio: float | None) -> bool | None:
-    """Whether ``"ratio <= 1.03"``, ``"ours <= 1e-11"`` or ``"ours == 20"`` holds; None without a goal."""
+    """Whether ``"ratio <= 1.03"``, ``"ours <= 1e-11"`` or ``"ours == 20"`` holds; None without a
+    goal.
+    """
     if goal is None:
         return None
     subject, comparison, limit = goal.split()
     value = {"ours": ours, "ratio": ratio}[subject]
-    assert value is not None, f"goal {goal!r}: there is no ratio, since the peer's number is missing or zero"
-    return bool({"<=": operator.le, "==": operator.eq, ">=": operator.ge}[comparison](value, float(limit)))
+    assert value is not None, (
+        f"goal {goal!r}: there is no ratio, since the peer's number is missing or zero"
+    )
+    return bool(
+        {"<=": operator.le, "==": operator.eq, ">=": operator.ge}[comparison](value, float(limit))
+    )
 
 
-def take_turns(works: Mapping[str, Work], turns: int, *, warm_up: bool = True) -> dict[str, list[float]]:
-    """Seconds of several functions, each run once a turn, so that whatever slows the machine down slows all.
+def take_turns(
+    works: Mapping[str, Work], turns: int, *, warm_up: bool = True
+) -> dict[str, list[float]]:
+    """Seconds of several functions, each run once a turn, so that whatever slows the machine down
+    slows all.
 
     Args:
         works: the functions by name, in the order of a turn.
@@ -161,8 +190,12 @@ def peak_memory(work: Work) -> float:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         work()
     assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
-    events: list[Any] = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    held = accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
+    events: list[Any] = [
+        event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"
+    ]
+    held = accumulate(
+        event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())
+    )
     return max(held, default=0) / MEBIBYTE
 
 
@@ -170,18 +203,28 @@ def machine() -> str:
     """The processor, threads, load and versions that the numbers belong to."""
     model, cpuinfo = platform.processor() or platform.machine(), Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), model)
+    model = next(
+        (line.split(":")[1].strip() for line in lines if line.startswith("model name")), model
+    )
     model = f"{torch.cuda.get_device_name()}, {model}" if on_gpu() else model
     torchdeq = f", torchdeq {version('torchdeq')}" if find_spec("torchdeq") else ""
-    cores = f"{os.cpu_count()} cores, {torch.get_num_threads()} threads, load {os.getloadavg()[0]:.1f}"
-    return f"{model}, {cores}, torch {torch.__version__}{torchdeq}, Python {platform.python_version()}"
+    cores = (
+        f"{os.cpu_count()} cores, {torch.get_num_threads()} threads, load {os.getloadavg()[0]:.1f}"
+    )
+    return (
+        f"{model}, {cores}, torch {torch.__version__}{torchdeq}, Python {platform.python_version()}"
+    )
 
 
 def command_line(description: str | None) -> argparse.ArgumentParser:
     """The command line of every benchmark: ``--quick`` and ``--json PATH``."""
     form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=description, formatter_class=form, allow_abbrev=False)
-    parser.add_argument("--quick", action="store_true", help="smaller sizes and fewer runs: shows that it works")
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=form, allow_abbrev=False
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="smaller sizes and fewer runs: shows that it works"
+    )
     parser.add_argument("--json", type=_writable, metavar="PATH", help="where to write the rows")
     return parser
 
@@ -214,7 +257,9 @@ def benchmark(
 
 
 def report(rows: Iterable[Row], options: argparse.Namespace) -> None:
-    """Print rows as they come; at the end, or when interrupted, write them with the machine to ``--json``, if given."""
+    """Print rows as they come; at the end, or when interrupted, write them with the machine to
+    ``--json``, if given.
+    """
     print(f"{machine()}\n")
     found: list[Row] = []
     try:
@@ -225,6 +270,8 @@ def report(rows: Iterable[Row], options: argparse.Namespace) -> None:
         if options.json is not None and found:
             here = machine()
             options.json.parent.mkdir(parents=True, exist_ok=True)
-            options.json.write_text(json.dumps([{**asdict(row), "machine": here} for row in found], indent=1) + "\n")
+            options.json.write_text(
+                json.dumps([{**asdict(row), "machine": here} for row in found], indent=1) + "\n"
+            )
     if options.quick:
         print("\nA --quick run: too few runs to compare; goals are judged in full runs.")

@@ -1,4 +1,6 @@
-"""Models that several benchmarks share, and loops over their blocks as a careful user writes them by hand."""
+"""Models that several benchmarks share, and loops over their blocks as a careful user writes them
+by hand.
+"""
 
 import sys
 from dataclasses import replace
@@ -38,7 +40,9 @@ def trained(name: str) -> Trained:
 
 
 def stop_for(sweep: dq.Sweep, length: int) -> dq.Stop:
-    """The same tolerance for all; the budget is that of the whole sequence, of a chunk, or of a token."""
+    """The same tolerance for all; the budget is that of the whole sequence, of a chunk, or of a
+    token.
+    """
     budget = max(64, 8 * length) if isinstance(sweep, dq.Simultaneous) else 64
     return dq.Stop(rtol=RTOL, max_steps=budget)
 
@@ -63,8 +67,8 @@ def random_ids(batch: int, length: int, seed: int = 0, vocabulary: int = VOCABUL
 def character_models(quick: bool) -> tuple[dict[str, dq.CausalLM], Tensor]:
     """Three models of Shakespeare's plays, a character per token, and held-out text, ``(8, 128)``.
 
-    They are the library's ``text``, and two that are trained here by the paper's curriculum, 600 updates of 16 rows
-    of 128 characters; a few of the rows of ``text`` itself if ``quick``.
+    They are the library's ``text``, and two that are trained here by the paper's curriculum, 600
+    updates of 16 rows of 128 characters; a few of the rows of ``text`` itself if ``quick``.
     """
     text = dq.load_example("text")
     if quick:
@@ -76,14 +80,21 @@ def character_models(quick: bool) -> tuple[dict[str, dq.CausalLM], Tensor]:
         plays = read_plays(download_plays())
         known = [str(record["text"]) for record in plays.train]  # pyright: ignore[reportArgumentType, reportCallIssue]
         train, held_out = (
-            torch.tensor(list("".join(works).encode())).unfold(0, 128, 128) for works in (known, plays.held_out)
+            torch.tensor(list("".join(works).encode())).unfold(0, 128, 128)
+            for works in (known, plays.held_out)
         )
         held_out = held_out[:: len(held_out) // 8][:8]
-    attention = dq.LlamaConfig(d_model=96, n_heads=3, mlp_width=256, weight_norm=False, injection=False)
-    llama = dq.LanguageModelSpec(128, dq.LlamaConfig(d_model=96, n_layers=2, n_heads=3, mlp_width=256))
+    attention = dq.LlamaConfig(
+        d_model=96, n_heads=3, mlp_width=256, weight_norm=False, injection=False
+    )
+    llama = dq.LanguageModelSpec(
+        128, dq.LlamaConfig(d_model=96, n_layers=2, n_heads=3, mlp_width=256)
+    )
     parts = replace(llama, backbone=attention, injection="add", prelude=attention, coda=attention)
     models = {"llama": llama.build(), "recurrent depth": parts.build()}
-    return {"text": text} | {name: _trained(lm, train, 2 if quick else 600) for name, lm in models.items()}, held_out
+    return {"text": text} | {
+        name: _trained(lm, train, 2 if quick else 600) for name, lm in models.items()
+    }, held_out
 
 
 def _trained(lm: dq.CausalLM, rows: Tensor, steps: int) -> dq.CausalLM:
@@ -127,8 +138,12 @@ def iterated(backbone: dq.Backbone[Any], x: Tensor, plain: int, differentiated: 
 
 
 @torch.no_grad()
-def one_by_one(backbone: dq.Backbone[Any], x: Tensor, cache: Any, tokens: int, iterations: int) -> None:
-    """So many evaluations for each of so many tokens, the cache growing as in generation; every token is ``x``."""
+def one_by_one(
+    backbone: dq.Backbone[Any], x: Tensor, cache: Any, tokens: int, iterations: int
+) -> None:
+    """So many evaluations for each of so many tokens, the cache growing as in generation; every
+    token is ``x``.
+    """
     backbone = with_weights(backbone)
     for _ in range(tokens):
         cache, z, aux = cache.reserve(1), torch.zeros_like(x), None

@@ -1,19 +1,20 @@
-"""A small looped language model, trained in deqseq, in TorchDEQ, and by the loop that people write by hand.
+"""A small looped language model, trained in deqseq, in TorchDEQ, and by the loop that people write
+by hand.
 
-The model is the library's ``text``: one Mamba2 block whose fixed point predicts the next character. The text is what it
-writes itself, sampled. It goes on training from the same weights on the same batches of 24 x 128 characters. All three
-iterate the same block, with its weights computed once a solve, and differentiate the last 4 iterations; ``decode.py``
-compares the same three in generation.
+The model is the library's ``text``: one Mamba2 block whose fixed point predicts the next character.
+The text is what it writes itself, sampled. It goes on training from the same weights on the same
+batches of 24 x 128 characters. All three iterate the same block, with its weights computed once a
+solve, and differentiate the last 4 iterations; ``decode.py`` compares the same three in generation.
 
 - **deqseq**: the model as it comes. A solve ends when every token has passed.
-- **TorchDEQ**: ``get_deq`` around the block, with its fixed-point iteration damped by 0.8. A solve ends when every row
-  has passed.
-- **loop by hand**: a fixed number of damped iterations and no test, as in the code of Huginn and of retrofitted models
-  (arXiv 2502.05171, 2511.07384).
+- **TorchDEQ**: ``get_deq`` around the block, with its fixed-point iteration damped by 0.8. A solve
+  ends when every row has passed.
+- **loop by hand**: a fixed number of damped iterations and no test, as in the code of Huginn and of
+  retrofitted models (arXiv 2502.05171, 2511.07384).
 
-Each of the three has the cheapest setting that a user finds by trying: the largest of six tolerances, or the least
-power of two of iterations, with which the loss is that of the solved model, to 0.005 nats. The losses after training
-are compared on other text.
+Each of the three has the cheapest setting that a user finds by trying: the largest of six
+tolerances, or the least power of two of iterations, with which the loss is that of the solved
+model, to 0.005 nats. The losses after training are compared on other text.
 """
 
 import copy
@@ -46,13 +47,17 @@ class DeqSeq:
 
     def loss(self, lm: dq.CausalLM, ids: Tensor) -> Tensor:
         """Mean loss of the next characters, in nats."""
-        loss = lm(ids, labels=ids, stop=self.stop, gradient=dq.Phantom(DIFFERENTIATED, DAMPING)).loss
+        loss = lm(
+            ids, labels=ids, stop=self.stop, gradient=dq.Phantom(DIFFERENTIATED, DAMPING)
+        ).loss
         assert loss is not None
         return loss
 
 
 class Peer:
-    """A loop around the block of a model: ``point(f, z)`` iterates ``f`` from ``z``, in training or in evaluation."""
+    """A loop around the block of a model: ``point(f, z)`` iterates ``f`` from ``z``, in training or
+    in evaluation.
+    """
 
     def __init__(self, point: Callable[[Map, Tensor], Tensor]) -> None:
         self.point = point
@@ -80,7 +85,9 @@ class Peer:
 
 
 def by_hand(iterations: int) -> Peer:
-    """So many damped iterations, the last 4 differentiated; in evaluation the last is the one that is committed."""
+    """So many damped iterations, the last 4 differentiated; in evaluation the last is the one that
+    is committed.
+    """
 
     def point(f: Map, z: Tensor) -> Tensor:
         training = torch.is_grad_enabled()
@@ -129,22 +136,33 @@ def nats(way: Way, lm: dq.CausalLM, ids: Tensor) -> float:
     return way.loss(lm.eval(), ids).item()
 
 
-def cheapest(make: Callable[[Any], Way], settings: tuple[float, ...], ids: Tensor, lm: dq.CausalLM) -> float:
+def cheapest(
+    make: Callable[[Any], Way], settings: tuple[float, ...], ids: Tensor, lm: dq.CausalLM
+) -> float:
     """The first setting that gives the loss of the solved model, to :data:`SLACK`."""
     limit = nats(DeqSeq(SOLVED), lm, ids) + SLACK
     for setting in settings:
         if nats(make(setting), lm, ids) <= limit:
             return setting
-    raise RuntimeError(f"none of {settings} gives the loss of the solved model, {limit - SLACK:.4f}, to {SLACK}")
+    raise RuntimeError(
+        f"none of {settings} gives the loss of the solved model, {limit - SLACK:.4f}, to {SLACK}"
+    )
 
 
-def training(case: str, ways: Mapping[str, Way], train: Tensor, held_out: Tensor, steps: int) -> Iterator[Row]:
+def training(
+    case: str, ways: Mapping[str, Way], train: Tensor, held_out: Tensor, steps: int
+) -> Iterator[Row]:
     """Steps in turns on the same batches: seconds and memory of a step, and the loss afterwards."""
     arms, size = {name: Arm(way) for name, way in ways.items()}, len(held_out)
-    peaks = {name: peak_memory(partial(copy.deepcopy(arm).step, train[:size])) for name, arm in arms.items()}
+    peaks = {
+        name: peak_memory(partial(copy.deepcopy(arm).step, train[:size]))
+        for name, arm in arms.items()
+    }
     seconds: dict[str, list[float]] = {name: [] for name in arms}
     for step in range(steps):
-        drawn = torch.randperm(len(train), generator=torch.Generator().manual_seed(step), device="cpu")[:size]
+        drawn = torch.randperm(
+            len(train), generator=torch.Generator().manual_seed(step), device="cpu"
+        )[:size]
         batch = train[drawn.to(train.device)]
         works = {name: partial(arm.step, batch) for name, arm in arms.items()}
         for name, times in take_turns(works, 1, warm_up=False).items():
@@ -152,7 +170,9 @@ def training(case: str, ways: Mapping[str, Way], train: Tensor, held_out: Tensor
     losses = {name: nats(arm.way, arm.lm, held_out) for name, arm in arms.items()}
     mine, *peers = arms
     for peer in peers:
-        yield paired_row(case, seconds[mine], peer, seconds[peer], metric="ms a step", goal="ratio <= 1.0")
+        yield paired_row(
+            case, seconds[mine], peer, seconds[peer], metric="ms a step", goal="ratio <= 1.0"
+        )
         yield value_row(case, "peak MiB", peaks[mine], peer, peaks[peer], goal="ratio <= 1.0")
         goal = f"ours <= {losses[peer] + SLACK:.4f}"
         yield value_row(case, "nats, held out", losses[mine], peer, losses[peer], goal=goal)
@@ -165,7 +185,10 @@ def rows(quick: bool) -> Iterator[Row]:
     lm = dq.load_example("text")
     written = lm.generate(start, max_new_tokens=length, temperature=1.0, seed=0).tokens
     tuning, held_out, train = written[:size], written[size : 2 * size], written[2 * size :]
-    mine, theirs = cheapest(DeqSeq, TOLERANCES, tuning, lm), cheapest(torchdeq, TOLERANCES, tuning, lm)
+    mine, theirs = (
+        cheapest(DeqSeq, TOLERANCES, tuning, lm),
+        cheapest(torchdeq, TOLERANCES, tuning, lm),
+    )
     fixed = int(cheapest(by_hand, ITERATIONS, tuning, lm))
     ways: dict[str, Way] = {"deqseq": DeqSeq(mine), f"torchdeq, rtol {theirs:g}": torchdeq(theirs)}
     ways[f"loop by hand, {fixed}"] = by_hand(fixed)

@@ -1,19 +1,21 @@
 """How cost grows with the length, the batch, the width and the number of blocks.
 
-From 512 tokens of one sequence, width 64 and one block, one size is changed at a time. The blocks have random weights
-with which the iteration contracts. What is measured:
+From 512 tokens of one sequence, width 64 and one block, one size is changed at a time. The blocks
+have random weights with which the iteration contracts. What is measured:
 
-- a training step: 8 iterations of all tokens together and 4 phantom steps, with the backward pass; beside it the same
-  evaluations by hand;
-- a solve of all tokens with each sweep to a relative tolerance of 1e-3, and 8 evaluations of the block by hand;
+- a training step: 8 iterations of all tokens together and 4 phantom steps, with the backward pass;
+  beside it the same evaluations by hand;
+- a solve of all tokens with each sweep to a relative tolerance of 1e-3, and 8 evaluations of the
+  block by hand;
 - 16 new tokens after a prompt of that length, and as many evaluations of one token by hand.
 
-The exponent is the slope of log(cost) against log(size), fitted to all sizes, the median of the turns. It
-depends on the range: at small sizes every cost is flat. So ours is compared with the exponent of the block by hand: no
-part of a solve may grow faster than the block. The memory of a solve is its peak without what it returns and the
-projected inputs. A Llama is measured up to 4,096 tokens: attention grows with the square, in the block itself. Tokens
-solved one by one, or in a window, have their memory measured up to 2,048 tokens: the profiler keeps every allocation.
-On a GPU the length alone is varied, up to 131,072 tokens (Llama 32,768), and all tokens are solved together.
+The exponent is the slope of log(cost) against log(size), fitted to all sizes, the median of the
+turns. It depends on the range: at small sizes every cost is flat. So ours is compared with the
+exponent of the block by hand: no part of a solve may grow faster than the block. The memory of a
+solve is its peak without what it returns and the projected inputs. A Llama is measured up to 4,096
+tokens: attention grows with the square, in the block itself. Tokens solved one by one, or in a
+window, have their memory measured up to 2,048 tokens: the profiler keeps every allocation. On a GPU
+the length alone is varied, up to 131,072 tokens (Llama 32,768), and all tokens are solved together.
 """
 
 import math
@@ -23,7 +25,17 @@ from functools import partial
 from typing import Any
 
 import torch
-from harness import MEBIBYTE, Row, Work, benchmark, on_gpu, paired_row, peak_memory, take_turns, value_row
+from harness import (
+    MEBIBYTE,
+    Row,
+    Work,
+    benchmark,
+    on_gpu,
+    paired_row,
+    peak_memory,
+    take_turns,
+    value_row,
+)
 from models import KINDS, iterated, one_by_one, random_ids
 
 import deqseq as dq
@@ -31,7 +43,11 @@ from deqseq.layers import apply_weight_norm
 from deqseq.rows import tensors_of
 
 ITERATIONS, PHANTOM, NEW, VOCABULARY = 8, 4, 16, 64
-SWEEPS = {"Simultaneous": dq.Simultaneous(), "Sliding": dq.Sliding(8), "Sequential": dq.Sequential()}
+SWEEPS = {
+    "Simultaneous": dq.Simultaneous(),
+    "Sliding": dq.Sliding(8),
+    "Sequential": dq.Sequential(),
+}
 AXES = {
     "length": (128, 512, 2048, 4096, 8192, 16384),
     "batch": (1, 4, 16, 64, 256),
@@ -41,7 +57,15 @@ AXES = {
 BASE = {"length": 512, "batch": 1, "width": 64, "blocks": 1}
 LONGEST_LLAMA, PROFILED = 4096, 2048  # tokens
 ON_A_GPU = (2048, 8192, 32768, 131072)  # tokens, the last for Mamba2 alone
-SCALES = {"in_proj": 0.1, "out_proj": 4.0, "q_proj": 0.2, "k_proj": 0.2, "v_proj": 0.2, "o_proj": 4.0, "gate_proj": 0.2}
+SCALES = {
+    "in_proj": 0.1,
+    "out_proj": 4.0,
+    "q_proj": 0.2,
+    "k_proj": 0.2,
+    "v_proj": 0.2,
+    "o_proj": 4.0,
+    "gate_proj": 0.2,
+}
 BY_HAND = "the block by hand"
 
 
@@ -94,7 +118,10 @@ class Case:
         """MiB of a solve at its peak, without what it returns and the projected inputs."""
         output, inputs = self.solve(sweep), self.backbone.prepare(self.x)
         kept = tensors_of((output.value, output.status, output.stats, inputs))
-        return peak_memory(partial(self.solve, sweep)) - sum(tensor.nbytes for tensor in kept) / MEBIBYTE
+        return (
+            peak_memory(partial(self.solve, sweep))
+            - sum(tensor.nbytes for tensor in kept) / MEBIBYTE
+        )
 
     @torch.no_grad()
     def decode(self, cache: Any) -> None:
@@ -117,13 +144,20 @@ class Case:
         }
 
 
-def along(kind: str, base: Mapping[str, int], axis: str, values: Sequence[int], turns: int) -> Iterator[Row]:
+def along(
+    kind: str, base: Mapping[str, int], axis: str, values: Sequence[int], turns: int
+) -> Iterator[Row]:
     """Time, updates and memory at every size, then their exponents."""
-    costs: dict[tuple[str, str], list[Any]] = {}  # by work and metric: a number, or the seconds of each turn, per size
+    costs: dict[
+        tuple[str, str], list[Any]
+    ] = {}  # by work and metric: a number, or the seconds of each turn, per size
     for value in values:
         case = Case(kind, **{**base, axis: value})
         for work, (ours, theirs) in case.works().items():
-            name, times = f"{kind}, {work}, {axis} {value}", take_turns({"ours": ours, BY_HAND: theirs}, turns)
+            name, times = (
+                f"{kind}, {work}, {axis} {value}",
+                take_turns({"ours": ours, BY_HAND: theirs}, turns),
+            )
             yield paired_row(name, times["ours"], BY_HAND, times[BY_HAND], metric="s", scale=1)
             measured: dict[str, Any] = dict(times)
             if work in SWEEPS:
@@ -149,10 +183,14 @@ def slope(sizes: Sequence[int], costs: Sequence[float]) -> float:
     return statistics.linear_regression(x, y).slope
 
 
-def exponents(kind: str, work: str, axis: str, values: Sequence[int], costs: Mapping[str, list[Any]]) -> Iterator[Row]:
+def exponents(
+    kind: str, work: str, axis: str, values: Sequence[int], costs: Mapping[str, list[Any]]
+) -> Iterator[Row]:
     """How fast the costs of a work grow, and the time of the block."""
     case = f"{kind}, {work}, {axis}"
-    mine, other = ([slope(values, turn) for turn in zip(*costs[who], strict=True)] for who in ("ours", BY_HAND))
+    mine, other = (
+        [slope(values, turn) for turn in zip(*costs[who], strict=True)] for who in ("ours", BY_HAND)
+    )
     ours, theirs = statistics.median(mine), statistics.median(other)
     linear = axis == "length" and work in ("Sliding", "Sequential") and kind == "Mamba2"
     goal = "ours <= 1.05" if linear else None
@@ -164,7 +202,9 @@ def exponents(kind: str, work: str, axis: str, values: Sequence[int], costs: Map
         if len(numbers) > 1:
             flat = axis == "length" and work != "Simultaneous" and (linear or metric != "peak MiB")
             growth = slope(values[: len(numbers)], numbers)
-            yield value_row(case, f"exponent of {metric}", growth, goal="ours <= 0.1" if flat else None)
+            yield value_row(
+                case, f"exponent of {metric}", growth, goal="ours <= 0.1" if flat else None
+            )
 
 
 def rows(quick: bool) -> Iterator[Row]:

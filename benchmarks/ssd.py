@@ -1,9 +1,11 @@
-"""The SSD scan in plain PyTorch beside transformers' torch path, and on a GPU beside mamba_ssm's kernel.
+"""The SSD scan in plain PyTorch beside transformers' torch path, and on a GPU beside mamba_ssm's
+kernel.
 
-``mamba2_chunk_scan`` is what transformers' Mamba2 layer calls between convolution and norm. Both sides get the same
-inputs in float32, with one group of B and C and chunks of 64 tokens: dt before bias and softplus, the bias, and D. Each
-comparison first checks that outputs and gradients agree. Forward runs without gradients; the backward pass yields the
-gradient of every input for a random gradient of y.
+``mamba2_chunk_scan`` is what transformers' Mamba2 layer calls between convolution and norm. Both
+sides get the same inputs in float32, with one group of B and C and chunks of 64 tokens: dt before
+bias and softplus, the bias, and D. Each comparison first checks that outputs and gradients agree.
+Forward runs without gradients; the backward pass yields the gradient of every input for a random
+gradient of y.
 """
 
 import inspect
@@ -33,12 +35,16 @@ def ours(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, bias: Tensor, D
     return ssd(x, dt, A, B, C, dt_bias=bias, D=D, chunk_size=CHUNK, backend="reference")[0]
 
 
-def kernel(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, bias: Tensor, D: Tensor) -> Tensor:
+def kernel(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, bias: Tensor, D: Tensor
+) -> Tensor:
     """mamba_ssm's kernel, with chunks of its own size."""
     return ssd(x, dt, A, B, C, dt_bias=bias, D=D, backend="mamba_ssm")[0]
 
 
-def theirs(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, bias: Tensor, D: Tensor) -> Tensor:
+def theirs(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, bias: Tensor, D: Tensor
+) -> Tensor:
     """The torch function under transformers' dispatch to kernels."""
     scan = inspect.unwrap(mamba2_chunk_scan)
     return scan(x, dt, A, B, C, chunk_size=CHUNK, D=D, dt_bias=bias, dt_softplus=True)
@@ -49,9 +55,14 @@ def problem(batch: int, length: int, heads: int, headdim: int, d_state: int) -> 
     randn = partial(torch.randn, generator=torch.Generator().manual_seed(0), device="cpu")
     x, dt = randn(batch, length, heads, headdim), randn(batch, length, heads)
     B, C = randn(2, batch, length, 1, d_state)
-    A, bias = -torch.linspace(1, 16, heads), torch.linspace(-6.9, -2.3, heads)  # softplus of the bias: 0.001 to 0.1
+    A, bias = (
+        -torch.linspace(1, 16, heads),
+        torch.linspace(-6.9, -2.3, heads),
+    )  # softplus of the bias: 0.001 to 0.1
     device = torch.get_default_device()
-    return tuple(t.to(device).clone().requires_grad_() for t in (x, dt, A, B, C, bias, randn(heads)))
+    return tuple(
+        t.to(device).clone().requires_grad_() for t in (x, dt, A, B, C, bias, randn(heads))
+    )
 
 
 def both(scan: Scan, inputs: tuple[Tensor, ...], dy: Tensor) -> tuple[Tensor, ...]:
@@ -63,7 +74,9 @@ def both(scan: Scan, inputs: tuple[Tensor, ...], dy: Tensor) -> tuple[Tensor, ..
 def rows(quick: bool) -> Iterator[Row]:
     """Agreement, times and peak memory."""
     runs = 2 if quick else 25
-    peers: dict[str, tuple[Scan, str | None]] = {"transformers, torch path": (theirs, "ratio <= 0.667")}
+    peers: dict[str, tuple[Scan, str | None]] = {
+        "transformers, torch path": (theirs, "ratio <= 0.667")
+    }
     if on_gpu() and find_spec("mamba_ssm"):
         peers["mamba_ssm's kernel"] = (kernel, None)
     sizes = list(SIZES.items())[: 1 if quick else None]

@@ -1,9 +1,11 @@
-"""What each sweep costs on trained models: accuracy, updates, evaluations and time, at equal per-token tolerance.
+"""What each sweep costs on trained models: accuracy, updates, evaluations and time, at equal
+per-token tolerance.
 
-The models come with the library (parity, and A5 from two generators), were trained at lengths up to 16, and are solved
-at 64, 128 and 512, for a batch of 64 and a single sequence. A token has converged at a relative residual of 1e-2, and
-every solver is ``Adaptive()``. All sweeps of a case take turns, three of them; one at length 512 and batch 64, where
-the simultaneous sweep takes minutes. Accuracy is that of the timed sequences.
+The models come with the library (parity, and A5 from two generators), were trained at lengths up to
+16, and are solved at 64, 128 and 512, for a batch of 64 and a single sequence. A token has
+converged at a relative residual of 1e-2, and every solver is ``Adaptive()``. All sweeps of a case
+take turns, three of them; one at length 512 and batch 64, where the simultaneous sweep takes
+minutes. Accuracy is that of the timed sequences.
 """
 
 from collections.abc import Iterator
@@ -21,11 +23,15 @@ SWEEPS: tuple[dq.Sweep, ...] = (
     *(dq.Sliding(window) for window in (4, 8, 16, 32)),
 )
 GOALS = {("Simultaneous()", 128): "ratio <= 0.1", ("Simultaneous()", 512): "ratio <= 0.025"}
-GOALS |= {("Sequential()", length): "ratio <= 0.5" for length in (64, 128, 512)}  # of the default window, at batch 64
+GOALS |= {
+    ("Sequential()", length): "ratio <= 0.5" for length in (64, 128, 512)
+}  # of the default window, at batch 64
 
 
 def measured(model: Trained, length: int, batch: int, turns: int) -> Iterator[Row]:
-    """The sweeps of one case: numbers of each, and its time beside the simultaneous and the sequential one."""
+    """The sweeps of one case: numbers of each, and its time beside the simultaneous and the
+    sequential one.
+    """
     data = model.task.fixed(batch, length, seed=1000 + length)
     outputs: dict[str, dq.CausalLMOutput] = {}
 
@@ -53,7 +59,9 @@ def measured(model: Trained, length: int, batch: int, turns: int) -> Iterator[Ro
         for peer in ("Simultaneous()", "Sequential()"):
             if peer != name:
                 goal = GOALS.get((peer, length)) if judged else None
-                yield paired_row(case, times[name], peer, times[peer], metric="s", scale=1, goal=goal)
+                yield paired_row(
+                    case, times[name], peer, times[peer], metric="s", scale=1, goal=goal
+                )
 
 
 def rows(quick: bool) -> Iterator[Row]:

@@ -1,13 +1,16 @@
-"""Language models on bytes, 41 tokens per parameter: explicit, (4+1) and free ones of 200,000 parameters, three seeds.
+"""Language models on bytes, 41 tokens per parameter: explicit, (4+1) and free ones of 200,000
+parameters, three seeds.
 
-Each kind has the best of three learning rates on one text (`--bible FILE`; Debian's package bible-kjv prints the King
-James Bible with `bible -f ge1:1-re22:21`), 600 updates of 8 x 256 bytes, seed 0. It is then run once with the seeds 1
-to 3 on Shakespeare's plays, 4,000 updates, and scored on three other plays. What holds Mamba2's (4+1)-model back is
-looked for on the first text; the best change is run on the plays, too. At equal time: free models also make 1,300
-updates, and the explicit Mamba2 makes 16,000, as long as the best change takes.
+Each kind has the best of three learning rates on one text (`--bible FILE`; Debian's package
+bible-kjv prints the King James Bible with `bible -f ge1:1-re22:21`), 600 updates of 8 x 256 bytes,
+seed 0. It is then run once with the seeds 1 to 3 on Shakespeare's plays, 4,000 updates, and scored
+on three other plays. What holds Mamba2's (4+1)-model back is looked for on the first text; the best
+change is run on the plays, too. At equal time: free models also make 1,300 updates, and the
+explicit Mamba2 makes 16,000, as long as the best change takes.
 
-Each run is a process of one thread, ``--jobs`` at a time, and a call of `examples/pretrain.py`. The same command goes
-on after an interruption. The file of ``--json`` gets the rows of all runs, after each of them.
+Each run is a process of one thread, ``--jobs`` at a time, and a call of `examples/pretrain.py`. The
+same command goes on after an interruption. The file of ``--json`` gets the rows of all runs, after
+each of them.
 """
 
 import contextlib
@@ -76,12 +79,20 @@ def record(run: Run, folder: Path, bible: str, quick: bool) -> Rows:
         command += ["--quick", "--steps", "10", "--warmup", "1"]
     else:
         command += [*BYTES.split(), *SIZES[run.family][run.kind != "explicit"].split()]
-        command += ["--steps", str(run.steps), *(["--corpus", bible] if run.text == "bible" else [])]
+        command += [
+            "--steps",
+            str(run.steps),
+            *(["--corpus", bible] if run.text == "bible" else []),
+        ]
     usual = pretrain.spec_of, pretrain.curriculum_of
 
     def spec_of(*given: Any) -> dq.LanguageModelSpec:
         spec = usual[0](*given)
-        return replace(spec, backbone=replace(spec.backbone, weight_norm=False)) if "norm" in run.change else spec
+        return (
+            replace(spec, backbone=replace(spec.backbone, weight_norm=False))
+            if "norm" in run.change
+            else spec
+        )
 
     def curriculum_of(*given: Any) -> Curriculum:
         return Curriculum((CHANGES[run.change],)) if run.change else usual[1](*given)
@@ -92,9 +103,17 @@ def record(run: Run, folder: Path, bible: str, quick: bool) -> Rows:
         with changed, contextlib.redirect_stdout(sys.stderr):
             pretrain.main(command)
         (output / "minutes").write_text(f"{(time.process_time() - begun) / 60:.1f}")
-    rows, minutes = json.loads((output / "results.json").read_text()), float((output / "minutes").read_text())
-    shown = {name: value for name, value in run._asdict().items() if name != "seed"} | {"cpu_minutes": minutes}
-    return [shown | {name: value for name, value in row.items() if name != "by_position"} for row in rows]
+    rows, minutes = (
+        json.loads((output / "results.json").read_text()),
+        float((output / "minutes").read_text()),
+    )
+    shown = {name: value for name, value in run._asdict().items() if name != "seed"} | {
+        "cpu_minutes": minutes
+    }
+    return [
+        shown | {name: value for name, value in row.items() if name != "by_position"}
+        for row in rows
+    ]
 
 
 def bits(rows: Rows) -> float:
@@ -105,10 +124,14 @@ def bits(rows: Rows) -> float:
 def main() -> None:
     """Run what is not there yet, print a line for each run, and write the rows."""
     parser = command_line(__doc__)
-    parser.add_argument("--bible", metavar="FILE", help="the text on which learning rates are chosen")
+    parser.add_argument(
+        "--bible", metavar="FILE", help="the text on which learning rates are chosen"
+    )
     jobs = {"type": int, "choices": range(1, 257), "metavar": "N", "default": os.cpu_count() or 1}
     parser.add_argument("--jobs", **jobs, help="processes of one thread each")
-    parser.add_argument("--folder", type=Path, help="finished runs; default: runs/text, or runs/text_quick")
+    parser.add_argument(
+        "--folder", type=Path, help="finished runs; default: runs/text, or runs/text_quick"
+    )
     options = parser.parse_args()
     if not options.quick and not (options.bible and Path(options.bible).is_file()):
         parser.error(f"--bible must be a text file, got {options.bible!r}")
@@ -128,7 +151,10 @@ def main() -> None:
             scores = {}
             for run, rows in zip(runs, pool.map(call, runs), strict=True):
                 scores[run] = bits(rows)
-                print(f"{', '.join(str(part) for part in run if part != '')}: {scores[run]:.3f}", flush=True)
+                print(
+                    f"{', '.join(str(part) for part in run if part != '')}: {scores[run]:.3f}",
+                    flush=True,
+                )
                 found.extend(row | {"machine": machine()} for row in rows)
                 if options.json is not None:
                     options.json.parent.mkdir(parents=True, exist_ok=True)
@@ -137,11 +163,18 @@ def main() -> None:
 
         print("bits per byte of held-out text at the trained length, all tokens at once")
         tried = done([Run(*model, "bible", 0, 600, rate) for model in models for rate in rates])
-        best = {model: min(rates, key=lambda rate: tried[Run(*model, "bible", 0, 600, rate)]) for model in models}
+        best = {
+            model: min(rates, key=lambda rate: tried[Run(*model, "bible", 0, 600, rate)])
+            for model in models
+        }
         runs = [Run(*model, "plays", seed, 4000, best[model]) for seed in seeds for model in models]
         as_long = {("mamba2", "free"): 1300, ("llama", "free"): 1300, ("mamba2", "explicit"): 16000}
         longer = [(model, steps) for model, steps in as_long.items() if model in models]
-        runs += [Run(*model, "plays", seed, steps, best[model]) for model, steps in longer for seed in seeds]
+        runs += [
+            Run(*model, "plays", seed, steps, best[model])
+            for model, steps in longer
+            for seed in seeds
+        ]
         changed = done(changes)
         better = min(changed, key=lambda run: changed[run])
         done([better._replace(text="plays", seed=seed, steps=4000) for seed in seeds] + runs)

@@ -1,17 +1,18 @@
 """What a training step costs beside the block evaluations that it is made of.
 
-A step is the loss and its gradients, without the optimizer's part. It makes N iterations without a graph and k
-phantom steps with one: 4 and 1 when bounded, 24 and 4 when free. Each takes turns with
+A step is the loss and its gradients, without the optimizer's part. It makes N iterations without a
+graph and k phantom steps with one: 4 and 1 when bounded, 24 and 4 when free. Each takes turns with
 
 - a loop written by hand: N evaluations without a graph and k differentiated;
 - the same blocks unrolled: N + k evaluations by hand, all of them differentiated.
 
-Embedding, head and loss are on both sides. N is counted in updates per token: rows that have converged are dropped, and
-a sliding window updates only its own tokens. The peers evaluate the whole sequence at once, as no window does.
+Embedding, head and loss are on both sides. N is counted in updates per token: rows that have
+converged are dropped, and a sliding window updates only its own tokens. The peers evaluate the
+whole sequence at once, as no window does.
 
-With random weights N is fixed: nothing is measured before the last iteration, and a sliding window then commits all its
-tokens whatever their residual. The parity model that comes with the library has a free step to its own tolerance
-instead.
+With random weights N is fixed: nothing is measured before the last iteration, and a sliding window
+then commits all its tokens whatever their residual. The parity model that comes with the library
+has a free step to its own tolerance instead.
 """
 
 from collections.abc import Iterator, Mapping
@@ -40,7 +41,9 @@ def fixed(steps: int, phantom: int) -> Iterator[dq.SolveConfig]:
 def converging(length: int) -> Iterator[dq.SolveConfig]:
     """As many iterations as it takes, with each sweep."""
     for sweep, budget in zip(SWEEPS, (4 * length, 32), strict=True):
-        yield dq.SolveConfig(stop=dq.Stop(rtol=0.03, max_steps=budget), gradient=dq.Phantom(4), sweep=sweep)
+        yield dq.SolveConfig(
+            stop=dq.Stop(rtol=0.03, max_steps=budget), gradient=dq.Phantom(4), sweep=sweep
+        )
 
 
 def step(lm: dq.CausalLM, batch: WordBatch, solve: dq.SolveConfig) -> dq.CausalLMOutput:
@@ -60,7 +63,11 @@ def by_hand(lm: dq.CausalLM, batch: WordBatch, plain: int, differentiated: int) 
 
 
 def compared(
-    name: str, lm: dq.CausalLM, batch: WordBatch, phases: Mapping[str, Iterator[dq.SolveConfig]], turns: int
+    name: str,
+    lm: dq.CausalLM,
+    batch: WordBatch,
+    phases: Mapping[str, Iterator[dq.SolveConfig]],
+    turns: int,
 ) -> Iterator[Row]:
     """Each phase with each sweep beside its peers: work, time and peak memory."""
     for phase, solve in ((phase, solve) for phase, solves in phases.items() for solve in solves):
@@ -94,7 +101,9 @@ def rows(quick: bool) -> Iterator[Row]:
     size, length, turns = (2, 16, 2) if quick else (64, 64, 3)
     model = trained("parity")
     phases = {"bounded (4+1)": fixed(4, 1), "free (to 0.03, +4)": converging(length)}
-    yield from compared("parity, Mamba2 64", model.lm, model.task.fixed(size, length, seed=78), phases, turns)
+    yield from compared(
+        "parity, Mamba2 64", model.lm, model.task.fixed(size, length, seed=78), phases, turns
+    )
     yield from language_models(*((64, 2, 16) if quick else (256, 8, 256)), turns=turns)
 
 

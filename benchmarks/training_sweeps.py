@@ -1,9 +1,10 @@
-"""What it saves to find the fixed point with a sliding window while training, and whether the loss stays the same.
+"""What it saves to find the fixed point with a sliding window while training, and whether the loss
+stays the same.
 
-The trained parity model goes on training at its fixed point (4 phantom steps over the whole sequence) at length 64,
-solved by one sweep or another: copies of one model, the same batches, steps in turns. The simultaneous sweep needs a
-budget that grows with the length; with 32 iterations, enough at length 16, its fixed points are not reached, which
-the held-out loss shows.
+The trained parity model goes on training at its fixed point (4 phantom steps over the whole
+sequence) at length 64, solved by one sweep or another: copies of one model, the same batches, steps
+in turns. The simultaneous sweep needs a budget that grows with the length; with 32 iterations,
+enough at length 16, its fixed points are not reached, which the held-out loss shows.
 """
 
 import statistics
@@ -27,7 +28,9 @@ class Arm:
         _, self.lm, self.task = trained("parity")
         assert isinstance(self.lm.model, dq.ImplicitModel)
         self.lm.model.solve = dq.SolveConfig(stop=dq.Stop(rtol=0.03, max_steps=max_steps))
-        self.optimizer = torch.optim.AdamW(self.lm.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.0)
+        self.optimizer = torch.optim.AdamW(
+            self.lm.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.0
+        )
 
     def step(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
         """One training step."""
@@ -43,9 +46,13 @@ class Arm:
     def held_out(self, sweep: dq.Sweep, sequences: int, length: int) -> tuple[float, float]:
         """Last-token accuracy, and the loss over all positions."""
         data = self.task.fixed(sequences, length, seed=5)
-        output = self.lm.eval()(data.inputs, targets=data.targets, sweep=sweep, stop=stop_for(sweep, length))
+        output = self.lm.eval()(
+            data.inputs, targets=data.targets, sweep=sweep, stop=stop_for(sweep, length)
+        )
         assert output.loss is not None
-        return (output.logits[:, -1].argmax(-1) == data.targets[:, -1]).float().mean().item(), output.loss.item()
+        return (
+            output.logits[:, -1].argmax(-1) == data.targets[:, -1]
+        ).float().mean().item(), output.loss.item()
 
 
 def rows(quick: bool) -> Iterator[Row]:
@@ -63,7 +70,9 @@ def rows(quick: bool) -> Iterator[Row]:
     for arm in arms:
         judged = arm.sweep == dq.Sliding()
         goal, kept = ("ratio <= 0.5", "ours >= 0.99") if judged else (None, None)
-        yield paired_row(arm.name, times[arm.name], peer, times[peer], metric="ms per training step", goal=goal)
+        yield paired_row(
+            arm.name, times[arm.name], peer, times[peer], metric="ms per training step", goal=goal
+        )
         yield value_row(arm.name, "updates per token", statistics.mean(arm.updates))
         for sweep in (dq.Simultaneous(), dq.Sequential(), dq.Sliding()):
             accuracy, loss = arm.held_out(sweep, sequences, length)

@@ -1,4 +1,6 @@
-"""Implicit (deep equilibrium) sequence models: solve and differentiate fixed points of sequence blocks."""
+"""Implicit (deep equilibrium) sequence models: solve and differentiate fixed points of sequence
+blocks.
+"""
 
 from deqseq import backbones, gradients, models, solvers
 from deqseq.backbones import *
@@ -18,8 +20,27 @@ from deqseq.types import FixedPointMap, Residual, State
 
 __version__ = "0.1.0"
 
-__all__ = ["FixedPointMap", "Progress", "RandomStart", "Residual", "Rule", "SolveConfig", "Start", "State", "Status"]
-__all__ += ["ConvergenceError", "ConvergenceWarning", "Solution", "SolveStats", "Stop", "fixed_point", "solve", "take"]
+__all__ = [
+    "FixedPointMap",
+    "Progress",
+    "RandomStart",
+    "Residual",
+    "Rule",
+    "SolveConfig",
+    "Start",
+    "State",
+    "Status",
+]
+__all__ += [
+    "ConvergenceError",
+    "ConvergenceWarning",
+    "Solution",
+    "SolveStats",
+    "Stop",
+    "fixed_point",
+    "solve",
+    "take",
+]
 __all__ += ["Chunked", "Sequential", "Simultaneous", "Sliding", "Sweep"]
 __all__ += backbones.__all__
 __all__ += gradients.__all__

@@ -1,4 +1,6 @@
-"""Annotations say which values an argument takes, and a decorator refuses all others with an error."""
+"""Annotations say which values an argument takes, and a decorator refuses all others
+with an error.
+"""
 
 import functools
 import inspect
@@ -6,7 +8,17 @@ import types
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from itertools import chain, repeat
-from typing import Annotated, Any, Literal, TypeVar, Union, Unpack, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    TypeVar,
+    Union,
+    Unpack,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import torch
 from jaxtyping import AbstractArray
@@ -87,11 +99,13 @@ class Within:
 
 
 def checked(target: T) -> T:
-    """Check the arguments of a function, or of a dataclass's constructor, against their annotations.
+    """Check the arguments of a function, or of a dataclass's constructor, against their
+    annotations.
 
-    It reads checks in ``Annotated`` (:class:`AtLeast`, :class:`Between`, :class:`Within`), ``bool``, ``Literal``,
-    functions, classes, and unions of them; of a tensor or a container only the class. Defaults are not checked, and
-    neither is anything inside ``torch.compile``. A dataclass that inherits from a checked one is decorated too.
+    It reads checks in ``Annotated`` (:class:`AtLeast`, :class:`Between`, :class:`Within`),
+    ``bool``, ``Literal``, functions, classes, and unions of them; of a tensor or a container only
+    the class. Defaults are not checked, and neither is anything inside ``torch.compile``. A
+    dataclass that inherits from a checked one is decorated too.
 
     Args:
         target: a function, an ``__init__`` or a dataclass.
@@ -124,13 +138,21 @@ def checked(target: T) -> T:
 def _checking(function: Any, prefix: str) -> Any:
     @functools.cache  # at the first call, when every class that an annotation names is there
     def parameters() -> tuple[list[str], dict[str, Check | None], Check | None]:
-        """The names of arguments by place, the last one of all further ones; checks; that of other keywords."""
+        """The names of arguments by place, the last one of all further ones; checks; that of other
+        keywords.
+        """
         named = _annotations(function)
         kinds = {one.name: one.kind for one in inspect.signature(function).parameters.values()}
         places = [name for name, kind in kinds.items() if kind in PLACES]
         further = [name for name, kind in kinds.items() if kind is inspect.Parameter.VAR_POSITIONAL]
-        others = _check_of(named[OTHERS]) if OTHERS in named else functools.partial(_refuse, function)
-        return [*places, *(further or [""])], {"": None} | {name: _check_of(a) for name, a in named.items()}, others
+        others = (
+            _check_of(named[OTHERS]) if OTHERS in named else functools.partial(_refuse, function)
+        )
+        return (
+            [*places, *(further or [""])],
+            {"": None} | {name: _check_of(a) for name, a in named.items()},
+            others,
+        )
 
     @functools.wraps(function)
     def with_checks(*args: Any, **kwargs: Any) -> Any:
@@ -147,7 +169,9 @@ def _checking(function: Any, prefix: str) -> Any:
 
 
 def _annotations(function: Any) -> dict[str, Any]:
-    """Of the arguments; of a TypedDict's fields, which are arguments; of all other keywords, if they are taken."""
+    """Of the arguments; of a TypedDict's fields, which are arguments; of all other keywords, if
+    they are taken.
+    """
     named = {}
     for one in inspect.signature(function).parameters.values():
         annotation = _evaluated(one.annotation, function)
@@ -162,9 +186,20 @@ def _refuse(function: Any, name: str, value: object) -> None:
     """Raise an error for a keyword that a function does not take, with what may be meant."""
     name = name.rpartition(".")[2]
     ours = ELSEWHERE.get(name, name)
-    taken = {one: annotation for one, annotation in _annotations(function).items() if one not in ("self", "cls")}
-    records = {one: kind for one, annotation in taken.items() for kind in _classes_in(annotation) if is_dataclass(kind)}
-    inside = [one for one, kind in records.items() if ours in [field.name for field in fields(kind)]]
+    taken = {
+        one: annotation
+        for one, annotation in _annotations(function).items()
+        if one not in ("self", "cls")
+    }
+    records = {
+        one: kind
+        for one, annotation in taken.items()
+        for kind in _classes_in(annotation)
+        if is_dataclass(kind)
+    }
+    inside = [
+        one for one, kind in records.items() if ours in [field.name for field in fields(kind)]
+    ]
     if ours in taken:
         hint = f"; did you mean {ours!r}?"
     elif inside:
@@ -173,15 +208,25 @@ def _refuse(function: Any, name: str, value: object) -> None:
     else:
         hint = suggestion(name, taken)
     trainer = name in ("attention_mask", "num_items_in_batch")  # what it passes first to a CausalLM
-    note = "; transformers' Trainer takes deqseq.integrations.huggingface.from_causal_lm(model)" if trainer else ""
+    note = (
+        "; transformers' Trainer takes deqseq.integrations.huggingface.from_causal_lm(model)"
+        if trainer
+        else ""
+    )
     called = function.__qualname__.removesuffix(".__init__")
     raise TypeError(f"unknown argument {name!r}{hint} ({called} takes: {', '.join(taken)}){note}")
 
 
 def _evaluated(annotation: Any, function: Any) -> Any:
-    """An annotation that may be written as a string; one that names a local class is not checked."""
+    """An annotation that may be written as a string; one that names a local class is
+    not checked.
+    """
     try:
-        return eval(annotation, inspect.unwrap(function).__globals__) if isinstance(annotation, str) else annotation
+        return (
+            eval(annotation, inspect.unwrap(function).__globals__)
+            if isinstance(annotation, str)
+            else annotation
+        )
     except NameError:
         return Any
 
@@ -197,7 +242,9 @@ def _check_of(annotation: Any) -> Check | None:
     if origin is Union or origin is types.UnionType:
         return _check_of_union(annotation)
     if origin is Callable:
-        return functools.partial(check_callable, arguments=len(parts[0]) if isinstance(parts[0], list) else None)
+        return functools.partial(
+            check_callable, arguments=len(parts[0]) if isinstance(parts[0], list) else None
+        )
     if annotation in PLAIN:
         return PLAIN[annotation]
     kind = _class_of(annotation)
@@ -210,7 +257,9 @@ def _check_of_union(annotation: Any) -> Check | None:
     checks = [check for check in map(_check_of, parts) if check is not None]
     if len(checks) < len(parts):  # one of them takes anything
         return None
-    choices = tuple(choice for part in parts if get_origin(part) is Literal for choice in get_args(part))
+    choices = tuple(
+        choice for part in parts if get_origin(part) is Literal for choice in get_args(part)
+    )
     kinds = tuple(_classes_in(annotation))
     classes = tuple(kind for kind in kinds if kind not in PLAIN)  # of these, an object is enough
 
@@ -228,7 +277,9 @@ def _check_of_union(annotation: Any) -> Check | None:
                 if not choices:
                     raise
         if choices:
-            check_choice(name, value, choices, tuple(kind for kind in kinds if kind is not type(None)))
+            check_choice(
+                name, value, choices, tuple(kind for kind in kinds if kind is not type(None))
+            )
         raise wrong_type(name, value, kinds)
 
     return check
@@ -244,9 +295,17 @@ def _classes_in(annotation: Any) -> list[type]:
 
 
 def _class_of(annotation: Any) -> type | None:
-    """The class of the objects that an annotation takes: ``Solver`` of ``Solver[Any]``, ``Tensor`` of shapes."""
+    """The class of the objects that an annotation takes: ``Solver`` of ``Solver[Any]``, ``Tensor``
+    of shapes.
+    """
     kind = get_origin(annotation) or annotation
-    if not isinstance(kind, type) or kind in (Any, Annotated, Callable, object, inspect.Parameter.empty):
+    if not isinstance(kind, type) or kind in (
+        Any,
+        Annotated,
+        Callable,
+        object,
+        inspect.Parameter.empty,
+    ):
         return None
     if issubclass(kind, AbstractArray):
         return Tensor

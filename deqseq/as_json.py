@@ -1,4 +1,6 @@
-"""Specifications, solves, curricula and their parts as JSON and back: the only table from names to classes."""
+"""Specifications, solves, curricula and their parts as JSON and back: the only table from names to
+classes.
+"""
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
@@ -32,7 +34,9 @@ CLASSES: dict[str, tuple[type[Any], ...]] = {
     "phases": (Phase,),
     "curriculum": (Curriculum,),
 }
-"""What a configuration can name. A kind with one class needs no name; a field with the name of a kind holds one."""
+"""What a configuration can name. A kind with one class needs no name; a field with the name of a
+kind holds one.
+"""
 
 _BASES = CLASSES | {"solver": (Solver,), "gradient": (Gradient,), "sweep": (Sweep,)}
 """What each kind of object is an instance of: the user's own, too."""
@@ -42,8 +46,8 @@ def to_json(value: object) -> Any:
     """An object as a configuration file holds it: the name of its class, and all of its fields.
 
     Args:
-        value: a solver, gradient, stopping rule, sweep, :class:`deqseq.SolveConfig`, curriculum, phase, or the sizes
-            of a backbone; numbers, strings and None stay as they are.
+        value: a solver, gradient, stopping rule, sweep, :class:`deqseq.SolveConfig`, curriculum,
+            phase, or the sizes of a backbone; numbers, strings and None stay as they are.
 
     Returns:
         What :func:`from_json` turns into an equal object.
@@ -76,19 +80,25 @@ def from_json(kind: str, data: object, where: str, base: Any = None) -> Any:
 
     Args:
         kind: what it must be, such as "solver".
-        data: a mapping as :func:`to_json` returns it, whose values may also be objects; a name alone; or such an
-            object itself, which is returned.
+        data: a mapping as :func:`to_json` returns it, whose values may also be objects; a name
+            alone; or such an object itself, which is returned.
         where: how errors begin.
-        base: the object that has the fields that a mapping without a name leaves out. Default: their defaults.
+        base: the object that has the fields that a mapping without a name leaves out. Default:
+            their defaults.
 
     Raises:
         TypeError: a value of the wrong type.
         ValueError: an unknown name or field, or a number out of its range.
 
     Example:
-        >>> from_json("sweep", {"name": "Sliding", "window": 4}, "my sweep"), from_json("solver", "Naive", "my solver")
+        >>> (
+        ...     from_json("sweep", {"name": "Sliding", "window": 4}, "my sweep"),
+        ...     from_json("solver", "Naive", "my solver"),
+        ... )
         (Sliding(window=4), Naive())
-        >>> from_json("solve", {"stop": {"max_steps": 8}}, "my solve", SolveConfig(stop=Stop(rtol=1e-4))).stop.rtol
+        >>> from_json(
+        ...     "solve", {"stop": {"max_steps": 8}}, "my solve", SolveConfig(stop=Stop(rtol=1e-4))
+        ... ).stop.rtol
         0.0001
     """
     if isinstance(data, _BASES[kind]) or (kind == "start" and data in ("zero", "input")):
@@ -104,7 +114,10 @@ def from_json(kind: str, data: object, where: str, base: Any = None) -> Any:
         example = "{...}" if len(classes) == 1 else f'{{"name": "{next(iter(classes))}", ...}}'
         raise TypeError(f"{where} must be a {kind} of deqseq or its JSON, {example}, got {data!r}")
     base = base if type(base) is made else None
-    defaults = {field.name: field.default if base is None else getattr(base, field.name) for field in fields(made)}
+    defaults = {
+        field.name: field.default if base is None else getattr(base, field.name)
+        for field in fields(made)
+    }
     changes = {}
     for key, value in given.items():
         check_known(f"{where}: {made.__name__} field", key, defaults)
@@ -119,5 +132,8 @@ def _value(key: str, value: object, where: str, default: object) -> Any:
     """The value of a field."""
     kind = "solve" if key == "eval_solve" else key
     if isinstance(value, list | tuple):
-        return tuple(from_json(kind, one, f"{where}[{i}]") if kind in CLASSES else one for i, one in enumerate(value))
+        return tuple(
+            from_json(kind, one, f"{where}[{i}]") if kind in CLASSES else one
+            for i, one in enumerate(value)
+        )
     return value if value is None or kind not in CLASSES else from_json(kind, value, where, default)

@@ -1,6 +1,7 @@
 """Checks of arguments: an error names the argument, what it got and what it wants.
 
-Most are called by :func:`deqseq.annotations.checked`, which reads what an argument takes from its annotation.
+Most are called by :func:`deqseq.annotations.checked`, which reads what an argument takes from its
+annotation.
 """
 
 import difflib
@@ -61,7 +62,9 @@ def wrong_type(name: str, value: object, kinds: tuple[type, ...], example: str =
 
 
 def check_integer(name: str, value: object, low: int, high: int | float = math.inf) -> None:
-    """Refuse anything but an integer in ``low..high``; Python's and NumPy's are taken, booleans are not."""
+    """Refuse anything but an integer in ``low..high``; Python's and NumPy's are taken, booleans are
+    not.
+    """
     wanted = f"an integer >= {low}" if high == math.inf else f"an integer in {low}..{high}"
     _check_number(name, value, Integral, wanted, lambda x: low <= x <= high)
 
@@ -72,7 +75,9 @@ def check_number(name: str, value: object, interval: str) -> None:
 
 
 def check_bounds(name: str, value: Any) -> None:
-    """Refuse anything but two ordered bounds, the lower from 0 on, with a TypeError or a ValueError."""
+    """Refuse anything but two ordered bounds, the lower from 0 on, with a TypeError or a
+    ValueError.
+    """
     check_type(name, value, (tuple, list), "(0.0, 0.1)")
     if len(value) != 2:
         raise ValueError(f"{name} must be two bounds, got {value!r}")
@@ -86,27 +91,46 @@ def check_flag(name: str, value: object) -> None:
         raise TypeError(f"{name} must be True or False, got {_shown(value)}")
 
 
-def check_choice(name: str, value: object, choices: Iterable[object], kinds: tuple[type, ...] = ()) -> None:
-    """Refuse anything but one of the ``choices``, or an object of one of the ``kinds``, with a ValueError."""
+def check_choice(
+    name: str, value: object, choices: Iterable[object], kinds: tuple[type, ...] = ()
+) -> None:
+    """Refuse anything but one of the ``choices``, or an object of one of the ``kinds``, with a
+    ValueError.
+    """
     known = tuple(choices)
-    if isinstance(value, kinds) or any(isinstance(value, type(one)) and value == one for one in known):
+    if isinstance(value, kinds) or any(
+        isinstance(value, type(one)) and value == one for one in known
+    ):
         return
-    hint = suggestion(value, [one for one in known if isinstance(one, str)]) if isinstance(value, str) else ""
+    hint = (
+        suggestion(value, [one for one in known if isinstance(one, str)])
+        if isinstance(value, str)
+        else ""
+    )
     others = "".join(f" or {_called(kind)}" for kind in kinds)
-    raise ValueError(f"{name} must be one of {known}{others}, got {_shown(value)}{hint or _remedy(value, kinds)}")
+    raise ValueError(
+        f"{name} must be one of {known}{others}, got {_shown(value)}{hint or _remedy(value, kinds)}"
+    )
 
 
 def check_known(what: str, name: object, known: Collection[str]) -> None:
     """Refuse a name, such as that of an option, that is not known, with a ValueError."""
     if name not in list(known):
-        raise ValueError(f"{what} {name!r} is unknown{suggestion(str(name), known)} (known: {', '.join(known)})")
+        raise ValueError(
+            f"{what} {name!r} is unknown{suggestion(str(name), known)} (known: {', '.join(known)})"
+        )
 
 
 def check_callable(name: str, value: object, arguments: int | None = None) -> None:
-    """Refuse anything that cannot be called, or not with so many ``arguments`` by place, with a TypeError."""
+    """Refuse anything that cannot be called, or not with so many ``arguments`` by place, with a
+    TypeError.
+    """
     if not callable(value) or isinstance(value, type):
         raise TypeError(f"{name} must be a function, got {_shown(value)}")
-    if arguments is None or getattr(getattr(value, "__code__", None), "co_argcount", None) == arguments:
+    if (
+        arguments is None
+        or getattr(getattr(value, "__code__", None), "co_argcount", None) == arguments
+    ):
         return  # a plain function: a signature takes 20 microseconds
     try:
         signature = inspect.signature(value)
@@ -115,11 +139,15 @@ def check_callable(name: str, value: object, arguments: int | None = None) -> No
     try:
         signature.bind(*range(arguments))
     except TypeError as error:
-        raise TypeError(f"{name} must be a function of {arguments} argument(s), got one of {signature}") from error
+        raise TypeError(
+            f"{name} must be a function of {arguments} argument(s), got one of {signature}"
+        ) from error
 
 
 def check_like(name: str, value: object, like: Tensor, what: str) -> None:
-    """Refuse what ``name`` returned unless it is a tensor as ``like`` is; under autocast its dtype may differ."""
+    """Refuse what ``name`` returned unless it is a tensor as ``like`` is; under autocast its dtype
+    may differ.
+    """
     if not isinstance(value, Tensor):
         raise TypeError(f"what {name} returns must be a Tensor like {what}, got {_shown(value)}")
     if value.shape != like.shape or value.device != like.device:
@@ -134,14 +162,20 @@ def versions(*tensors: Tensor) -> list[int]:
     return [x._version for x in tensors if not x.is_inference()]
 
 
-def returned_by(name: str, call: Callable[..., Any], *inputs: Tensor, like: Tensor, what: str) -> Tensor:
-    """What a user's object returns for ``inputs``: a tensor as ``like`` is; an error of torch names the object."""
+def returned_by(
+    name: str, call: Callable[..., Any], *inputs: Tensor, like: Tensor, what: str
+) -> Tensor:
+    """What a user's object returns for ``inputs``: a tensor as ``like`` is; an error of torch names
+    the object.
+    """
     try:
         value = call(*inputs)
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        raise ValueError(f"{name} cannot take {' and '.join(map(_shown, inputs))}: {error}") from error
+        raise ValueError(
+            f"{name} cannot take {' and '.join(map(_shown, inputs))}: {error}"
+        ) from error
     check_like(name, value, like, what)
     return value
 
@@ -154,8 +188,11 @@ def check_ids(name: str, ids: Tensor, vocab_size: int) -> None:
     if ids.ndim != 2:
         raise ValueError(f"{name} must have shape (batch, length), got {tuple(ids.shape)}")
     if 0 in ids.shape:
-        raise ValueError(f"{name} must have at least one row and one token, got shape {tuple(ids.shape)}")
-    # an exported model takes what it is given; under vmap there are no values to look at, and the solve refuses it
+        raise ValueError(
+            f"{name} must have at least one row and one token, got shape {tuple(ids.shape)}"
+        )
+    # an exported model takes what it is given; under vmap there are no values to look at, and the
+    # solve refuses it
     torch_c: Any = torch._C
     if torch.compiler.is_compiling() or torch_c._functorch.is_batchedtensor(ids):
         return
@@ -185,7 +222,9 @@ def _inside(interval: str) -> Callable[[Any], bool]:
 
 
 def _check_number(name: str, value: Any, kind: type, wanted: str, inside: Any) -> None:
-    if isinstance(value, bool | Fraction) or not isinstance(value, kind):  # torch takes no fractions
+    if isinstance(value, bool | Fraction) or not isinstance(
+        value, kind
+    ):  # torch takes no fractions
         raise TypeError(f"{name} must be {wanted}, got {_shown(value)}")
     if not inside(value):
         raise ValueError(f"{name} must be {wanted}, got {_shown(value)}")
@@ -202,7 +241,13 @@ def _shown(value: object) -> str:
 
 
 def _called(kind: type) -> str:
-    plain = {type(None): "None", bool: "True or False", int: "an integer", float: "a number", str: "a string"}
+    plain = {
+        type(None): "None",
+        bool: "True or False",
+        int: "an integer",
+        float: "a number",
+        str: "a string",
+    }
     return plain.get(kind) or f"a{'n' if kind.__name__[0] in 'AEIOUaeiou' else ''} {kind.__name__}"
 
 
@@ -210,15 +255,25 @@ def _remedy(value: object, kinds: tuple[type, ...]) -> str:
     """What to write instead of a class, of its name, or of a model of transformers."""
     if type(value).__module__.startswith("transformers.") and isinstance(value, nn.Module):
         return ": deqseq.integrations.huggingface.retrofit(model, ...) makes an implicit one of it"
-    if isinstance(value, tuple | list) and Tensor in kinds and all(isinstance(part, Tensor) for part in value):
-        return ": join them as one tensor (torch.cat along the last dimension), and split it inside f"
-    own = [kind for kind in kinds if kind.__module__.startswith("deqseq")]  # there are many kinds of Mapping
+    if (
+        isinstance(value, tuple | list)
+        and Tensor in kinds
+        and all(isinstance(part, Tensor) for part in value)
+    ):
+        return (
+            ": join them as one tensor (torch.cat along the last dimension), and split it inside f"
+        )
+    own = [
+        kind for kind in kinds if kind.__module__.startswith("deqseq")
+    ]  # there are many kinds of Mapping
     known = {one.__name__: one for kind in own for one in _below(kind)}
     if isinstance(value, type) and value in known.values():
         return f": write {value.__name__}(...)"
     if isinstance(value, str):
         folded = {name.lower(): name for name in known}
-        near = difflib.get_close_matches(value.lower().replace("_", ""), list(folded), n=1, cutoff=0.5)
+        near = difflib.get_close_matches(
+            value.lower().replace("_", ""), list(folded), n=1, cutoff=0.5
+        )
         return f": write {folded[near[0]]}(...)" if near else ""
     return ""
 

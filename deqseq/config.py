@@ -1,4 +1,6 @@
-"""How an implicit model is solved and differentiated: one record, and one place where it is resolved."""
+"""How an implicit model is solved and differentiated: one record, and one place where it is
+resolved.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -20,17 +22,18 @@ from deqseq.sweeps import Simultaneous, Sweep
 class SolveConfig:
     """How a fixed point is found and differentiated: five choices.
 
-    They are independent, but for a few pairs that raise an error: see :class:`Unrolled` and :class:`ExternalSolver`.
+    They are independent, but for a few pairs that raise an error: see :class:`Unrolled` and
+    :class:`ExternalSolver`.
 
     Args:
         solver: the algorithm.
         stop: tolerances and budget.
-        gradient: the estimator. The sweep finds the fixed point; any estimator but :class:`Unrolled` is applied after
-            that, to the whole sequence at once.
+        gradient: the estimator. The sweep finds the fixed point; any estimator but
+            :class:`Unrolled` is applied after that, to the whole sequence at once.
         sweep: which tokens are solved together.
-        start: where the iteration begins: ``"zero"`` (the paper); ``"input"``, the embedded tokens: the first
-            iteration is then the pass of an explicit model of the same layers, plus the injection; or a
-            :class:`RandomStart`.
+        start: where the iteration begins: ``"zero"`` (the paper); ``"input"``, the embedded tokens:
+            the first iteration is then the pass of an explicit model of the same layers, plus the
+            injection; or a :class:`RandomStart`.
 
     Raises:
         TypeError: an argument of the wrong type.
@@ -52,7 +55,9 @@ class SolveConfig:
 
 
 class SolveFields(TypedDict, total=False):
-    """The fields of :class:`SolveConfig` as keyword arguments: those given replace the model's own for one call."""
+    """The fields of :class:`SolveConfig` as keyword arguments: those given replace the model's own
+    for one call.
+    """
 
     solver: Solver[Any]
     stop: Stop
@@ -62,9 +67,15 @@ class SolveFields(TypedDict, total=False):
     """For one call, also the states to begin from, ``(batch, length, d_model)``."""
 
 
-def resolve(config: SolveConfig, solve: SolveConfig | None, changes: Mapping[str, Any]) -> SolveConfig:
-    """The configuration of a call: ``solve`` instead of the model's own ``config``, with ``changes``."""
-    check_type("model.solve or eval_solve", config, SolveConfig)  # attributes, which anything can be assigned to
+def resolve(
+    config: SolveConfig, solve: SolveConfig | None, changes: Mapping[str, Any]
+) -> SolveConfig:
+    """The configuration of a call: ``solve`` instead of the model's own ``config``, with
+    ``changes``.
+    """
+    check_type(
+        "model.solve or eval_solve", config, SolveConfig
+    )  # attributes, which anything can be assigned to
     check_type("solve", solve, (SolveConfig, type(None)))
     chosen = solve or config
     return replace(chosen, **changes) if changes else chosen

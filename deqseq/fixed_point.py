@@ -31,16 +31,17 @@ def fixed_point(
     r"""A fixed point :math:`z^* = f(z^*)` that can be differentiated.
 
     Args:
-        f: the map, ``(batch, *event) -> (batch, *event)``. All tensors that it closes over, and ``args``, receive
-            gradients.
+        f: the map, ``(batch, *event) -> (batch, *event)``. All tensors that it closes over, and
+            ``args``, receive gradients.
         z0: the start, ``(batch, *event)``.
-        args: what the map needs of each row, as in :func:`solve`; the map is called as ``f(z, args)``. Default: it
-            takes ``z`` alone.
+        args: what the map needs of each row, as in :func:`solve`; the map is called as ``f(z,
+            args)``. Default: it takes ``z`` alone.
         solver: the algorithm.
-        stop: tolerances and budget. By default norms are over the last dimension, and every token has to pass; for
-            images and other states that are not sequences take ``Stop(norm="row")``, one norm per row.
-        gradient: the estimator. Default: the exact one, :class:`Implicit`, where anything in ``f`` requires a
-            gradient. An estimator that is named must find something to differentiate.
+        stop: tolerances and budget. By default norms are over the last dimension, and every token
+            has to pass; for images and other states that are not sequences take
+            ``Stop(norm="row")``, one norm per row.
+        gradient: the estimator. Default: the exact one, :class:`Implicit`, where anything in ``f``
+            requires a gradient. An estimator that is named must find something to differentiate.
         throw: whether rows that did not converge raise an error.
         callback: called with a :class:`Progress` at every check.
 
@@ -52,14 +53,17 @@ def fixed_point(
 
     Raises:
         TypeError: an argument of the wrong type.
-        ConvergenceError: with ``throw``, names the rows that did not converge, their residuals and a remedy.
-        ValueError: ``gradient`` was named, gradients are enabled, and yet nothing in ``f`` requires one; or ``z0``
-            requires one and the estimator would drop it.
+        ConvergenceError: with ``throw``, names the rows that did not converge, their residuals and
+            a remedy.
+        ValueError: ``gradient`` was named, gradients are enabled, and yet nothing in ``f`` requires
+            one; or ``z0`` requires one and the estimator would drop it.
 
     Example:
         >>> import torch, deqseq as dq
         >>> W = torch.eye(3) / 2
-        >>> solution = dq.fixed_point(lambda z: torch.tanh(z @ W + 1), torch.zeros(2, 3), throw=True)
+        >>> solution = dq.fixed_point(
+        ...     lambda z: torch.tanh(z @ W + 1), torch.zeros(2, 3), throw=True
+        ... )
         >>> solution.value[0, 0]
         tensor(0.8952)
     """
@@ -73,8 +77,10 @@ def fixed_point(
     graphless = torch.is_grad_enabled() and not solution.value.requires_grad
     if gradient is not None and graphless and not bool((solution.status == Status.DIVERGED).all()):
         raise ValueError(
-            f"gradient={gradient} finds nothing to differentiate: the value has no graph. f(z) must depend on a tensor "
-            "that requires a gradient (frozen parameters? a no_grad or detach inside f?). Leave gradient out, or solve "
+            f"gradient={gradient} finds nothing to differentiate: the value has no graph. f(z) "
+            "must depend on a tensor "
+            "that requires a gradient (frozen parameters? a no_grad or detach inside f?). Leave "
+            "gradient out, or solve "
             "under torch.no_grad()"
         )
     return solution

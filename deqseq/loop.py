@@ -24,8 +24,8 @@ class Progress:
         iteration: evaluations so far.
         max_steps: the budget; of a window, counted from its last move.
         active_rows: rows that have not ended.
-        residual: the latest residual of each token, ``(batch, tokens)``, on the device of the state; ``inf`` where
-            there is none yet. Padding has no meaning.
+        residual: the latest residual of each token, ``(batch, tokens)``, on the device of the
+            state; ``inf`` where there is none yet. Padding has no meaning.
     """
 
     iteration: int
@@ -39,11 +39,17 @@ Callback = Callable[[Progress], None]
 
 
 def iterate(
-    f: FixedPointMap, solver: Solver[Any], windows: Windows, *, has_aux: bool, callback: Callback | None
+    f: FixedPointMap,
+    solver: Solver[Any],
+    windows: Windows,
+    *,
+    has_aux: bool,
+    callback: Callback | None,
 ) -> Solution:
     """Iterate until every row has ended, in the caller's gradient mode.
 
-    ``f`` is called as ``f(z, windows.part)``, or as ``f(z)`` if that is None; ``windows`` decides what ends.
+    ``f`` is called as ``f(z, windows.part)``, or as ``f(z)`` if that is None; ``windows`` decides
+    what ends.
     """
 
     def evaluated(z: State) -> tuple[State, Any]:
@@ -75,14 +81,19 @@ def iterate(
             restarted = solver.restart(state, z, windows.restarted)
             if type(restarted) is not type(state):
                 kinds = type(state).__name__, type(restarted).__name__
-                raise TypeError(f"{type(solver).__name__}.restart must return a state like {kinds[0]}, got {kinds[1]}")
+                raise TypeError(
+                    f"{type(solver).__name__}.restart must return a state like {kinds[0]}, got "
+                    f"{kinds[1]}"
+                )
             check_rows(f"what {type(solver).__name__}.restart returns", restarted, len(z))
             state = restarted
         first = False
 
 
 def next_point(solver: Solver[Any], z: State, fz: State, state: Any) -> tuple[State, Any]:
-    """One checked step of the solver, in full precision: under autocast only the map is in half precision."""
+    """One checked step of the solver, in full precision: under autocast only the map is in half
+    precision.
+    """
     kind, before = z.device.type, versions(z, fz)
     with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
         pair = solver.step(z, fz, state)
@@ -91,5 +102,8 @@ def next_point(solver: Solver[Any], z: State, fz: State, state: Any) -> tuple[St
         raise TypeError(f"{name} must return a pair (next point, state), got {type(pair).__name__}")
     check_like(name, pair[0], z, "z")
     if versions(z, fz) != before:
-        raise ValueError(f"{name} must not change z or fz in place: they are values of the solve. Return a new tensor")
+        raise ValueError(
+            f"{name} must not change z or fz in place: they are values of the solve. Return a new "
+            "tensor"
+        )
     return pair

@@ -19,29 +19,36 @@ from deqseq.windows import Windows, on_device, on_host
 MOVES_EVERY = 2
 """Windows move at every second evaluation, because a move costs half an evaluation.
 
-These move at once: a window of one token; one that passes entirely at its first evaluation, or at the end of its row;
-one that has spent its budget; and every one if ``check_every`` is above 1.
+These move at once: a window of one token; one that passes entirely at its first evaluation, or at
+the end of its row; one that has spent its budget; and every one if ``check_every`` is above 1.
 """
 
 
 class MovingWindows(Windows):
     """Each row iterates a window of blocks, from its first block that is not committed.
 
-    Leading blocks that pass are stored and committed, and the window moves on; tokens that stay keep their state. A
-    row that has ended stays in the batch if its cache is needed: its window then lies past its last token.
+    Leading blocks that pass are stored and committed, and the window moves on; tokens that stay
+    keep their state. A row that has ended stays in the batch if its cache is needed: its window
+    then lies past its last token.
     """
 
-    def __init__(self, z0: State, args: TokenArgs, stop: Stop, solver: Solver[Any], sweep: Sweep) -> None:
+    def __init__(
+        self, z0: State, args: TokenArgs, stop: Stop, solver: Solver[Any], sweep: Sweep
+    ) -> None:
         batch, self._length = z0.shape[:2]
         width = sweep.width(self._length)
         room = self._length + width  # windows may reach beyond the end
         super().__init__(z0, stop, solver, sweep.block or 1, width, room)
         self._args, self._cache, self._returns_cache = args, args.cache, args.need_aux
-        # of rows: tokens, the first one of the window, evaluations when it came there, and of how many tokens in all
-        self._lengths = np.full(batch, self._length) if args.mask is None else on_host(args.mask.sum(dim=1))
+        # of rows: tokens, the first one of the window, evaluations when it came there, and of how
+        # many tokens in all
+        self._lengths = (
+            np.full(batch, self._length) if args.mask is None else on_host(args.mask.sum(dim=1))
+        )
         self._first, self._since, self._work = (np.zeros(batch, dtype=np.int64) for _ in range(3))
         self._status = np.full(batch, int(Status.CONVERGED))
-        # of tokens: evaluations when they came into a window, and until they left it; and whether they had to
+        # of tokens: evaluations when they came into a window, and until they left it; and whether
+        # they had to
         self._entered = np.full((batch, room), np.iinfo(np.int64).max)
         self._iterations = np.zeros((batch, self._length), dtype=np.int64)
         self._forced = np.zeros((batch, self._length), dtype=bool)
@@ -66,33 +73,42 @@ class MovingWindows(Windows):
         sound = sound.all(axis=1)
         window = np.minimum(left, self.width)
         blocks = passed.reshape(len(rows), -1, self._block).all(axis=2)
-        passing = np.minimum(np.logical_and.accumulate(blocks, axis=1).sum(axis=1) * self._block, left)
+        passing = np.minimum(
+            np.logical_and.accumulate(blocks, axis=1).sum(axis=1) * self._block, left
+        )
         moves = due & sound
         self._diverged, self._spent = due & ~sound, moves & late & (passing == 0)
         if every == 1 and self.width > 1 and self.evaluations % MOVES_EVERY:
             moves = moves & (late | ((passing == window) & (new | (window == left))))
         leaving = np.where(self._spent, np.minimum(left, self._block), passing * moves)
-        # The whole window of a row that diverged is committed. Its cache then shows that it is not finite: a solve that
-        # goes on from there diverges too, instead of converging as if these tokens did not exist.
+        # The whole window of a row that diverged is committed. Its cache then shows that it is not
+        # finite: a solve that goes on from there diverges too, instead of converging as if these
+        # tokens did not exist.
         self._leaving = np.where(self._diverged, window, leaving)
         self._open[rows] = ~self._diverged & (self._leaving < left)
         self.done = not self._open.any()
         return True
 
-    def move(self, z: State, fz: State, aux: Any, proposal: State) -> tuple[Tensor, RowIndex | None]:
+    def move(
+        self, z: State, fz: State, aux: Any, proposal: State
+    ) -> tuple[Tensor, RowIndex | None]:
         self.restarted = None
         if not self._leaving.any():
             return proposal, None
         self._store(z, fz, proposal)
         self._commit(aux)
         rows = self._rows
-        self._first[rows] = np.where(self._diverged, self._lengths[rows], self._first[rows] + self._leaving)
+        self._first[rows] = np.where(
+            self._diverged, self._lengths[rows], self._first[rows] + self._leaving
+        )
         self._since[rows[self._leaving > 0]] = self.evaluations
         self._work[rows] = self.evaluations * self.width
         kept = None if self._returns_cache else self._remove()
         if kept is not None:
             self._cache = take(self._cache, kept)
-        self.restarted = on_device(np.flatnonzero(self._since[self._rows] == self.evaluations), self.device)
+        self.restarted = on_device(
+            np.flatnonzero(self._since[self._rows] == self.evaluations), self.device
+        )
         self._update_indices()
         return self.states(), kept
 
@@ -104,9 +120,13 @@ class MovingWindows(Windows):
         if self._returns_cache:
             self._commit(aux)
         self._work[self._rows] = self.evaluations * self.width
-        updates = self._iterations.copy()  # work beyond the end of a row is counted at its last token
+        updates = (
+            self._iterations.copy()
+        )  # work beyond the end of a row is counted at its last token
         updates[np.arange(len(updates)), self._lengths - 1] += self._work - updates.sum(axis=1)
-        self._latest[0, np.arange(self._latest.shape[2]) >= self._lengths[:, None]] = 0  # padding has none
+        self._latest[0, np.arange(self._latest.shape[2]) >= self._lengths[:, None]] = (
+            0  # padding has none
+        )
         arrays = self._status, self._iterations, updates, self._forced
         status, steps, updates, forced = (on_device(x, self.device) for x in arrays)
         stats = SolveStats(steps, self.residuals().contiguous(), self.evaluations, updates, forced)
@@ -114,10 +134,14 @@ class MovingWindows(Windows):
         return Solution(self._values[:, : self._length].contiguous(), status, stats, cache)
 
     def _store(self, z: State, fz: State, proposal: State) -> None:
-        """Write the windows back: final values of tokens that leave, the next states of tokens that stay."""
+        """Write the windows back: final values of tokens that leave, the next states of tokens that
+        stay.
+        """
         inside = np.arange(self.width) < self._leaving[:, None]
         at_point = self._diverged | ~self._spent if self._returns_point else self._diverged
-        value = self._value(z, fz, at_point, self._diverged, self.states() if self._diverged.any() else z)
+        value = self._value(
+            z, fz, at_point, self._diverged, self.states() if self._diverged.any() else z
+        )
         value = torch.where(on_device(inside, self.device)[..., None], value, proposal)
         self._values.flatten(0, 1)[self._value_index.flatten()] = value.flatten(0, 1)
         row, offset = inside.nonzero()

@@ -20,9 +20,9 @@ def take(tree: T, rows: RowIndex) -> T:
     """The given rows of every tensor in a record.
 
     Args:
-        tree: a tensor ``(batch, ...)``, or dataclasses, named tuples, tuples, lists and dicts of them, nested; anything
-            else (None, numbers) is returned as it is. A record that has tensors without a row dimension has a method
-            ``take_rows(rows)`` of its own.
+        tree: a tensor ``(batch, ...)``, or dataclasses, named tuples, tuples, lists and dicts of
+            them, nested; anything else (None, numbers) is returned as it is. A record that has
+            tensors without a row dimension has a method ``take_rows(rows)`` of its own.
         rows: positions, int64 of shape ``(rows,)``; in any order, and repeated ones are repeated.
 
     Returns:
@@ -39,8 +39,10 @@ def take(tree: T, rows: RowIndex) -> T:
         >>> @dataclass(frozen=True)
         ... class Biased:
         ...     x: torch.Tensor
-        ...     bias: torch.Tensor                # shared by all rows
-        ...     def take_rows(self, rows): return Biased(self.x[rows], self.bias)
+        ...     bias: torch.Tensor  # shared by all rows
+        ...
+        ...     def take_rows(self, rows):
+        ...         return Biased(self.x[rows], self.bias)
         >>> take(Biased(torch.arange(4), torch.ones(2)), torch.tensor([3])).x
         tensor([3])
     """
@@ -56,14 +58,17 @@ def take(tree: T, rows: RowIndex) -> T:
 def take_apart(tree: T, rows: RowIndex) -> T:
     """:func:`take`, of which no gradient reaches the other rows: not even as 0 times NaN.
 
-    A record that was computed from all rows together has a method ``prepared_again()``, which computes it from its own.
+    A record that was computed from all rows together has a method ``prepared_again()``, which
+    computes it from its own.
     """
     taken: Any = take(tree, rows)
     return taken.prepared_again() if hasattr(taken, "prepared_again") else taken
 
 
 def put(tree: T, rows: RowIndex, other: T) -> T:
-    """``tree`` with the given rows replaced by ``other``, which has the same structure and only these rows."""
+    """``tree`` with the given rows replaced by ``other``, which has the same structure and only
+    these rows.
+    """
     return map_tensors(lambda x, new: x.index_copy(0, rows, new), tree, other)
 
 
@@ -87,30 +92,43 @@ def has_numbers(tree: Any) -> bool:
 
 
 def check_rows(name: str, tree: Any, rows: int, of: str = "z0") -> None:
-    """Refuse a record unless every tensor in it has this many rows, and :func:`take` finds them all."""
+    """Refuse a record unless every tensor in it has this many rows, and :func:`take` finds them
+    all.
+    """
     if isinstance(tree, Tensor):
         if tree.ndim == 0 or len(tree) != rows:
             raise ValueError(
-                f"{name} must have one row per row of {of}, {rows}, got a tensor of shape {tuple(tree.shape)}: "
+                f"{name} must have one row per row of {of}, {rows}, got a tensor of shape "
+                f"{tuple(tree.shape)}: "
                 "what all rows share stays outside, or in a record with take_rows(rows)"
             )
     elif _take_rows(tree) is None:
         parts = _parts(tree)
-        numbers = isinstance(tree, list) and len(tree) == rows and all(isinstance(part, Number) for part in tree)
+        numbers = (
+            isinstance(tree, list)
+            and len(tree) == rows
+            and all(isinstance(part, Number) for part in tree)
+        )
         if numbers or not (_is_record(tree) or isinstance(tree, ROWLESS) or _is_function(tree)):
             raise TypeError(
-                f"{name} must be tensors, in dataclasses, tuples, lists and dicts, or have take_rows(rows), got a "
-                f"{type(tree).__name__}{' of numbers, one per row' * numbers}: make it a tensor, or use it inside f"
+                f"{name} must be tensors, in dataclasses, tuples, lists and dicts, or have "
+                "take_rows(rows), got a "
+                f"{type(tree).__name__}{' of numbers, one per row' * numbers}: make it a tensor, "
+                "or use it inside f"
             )
         for part in parts:
             check_rows(name, part, rows, of)
 
 
 def check_record(name: str, tree: Any, rows: int) -> None:
-    """Refuse what is not a record of tensors with a row for each row of ``x``; None and numbers are none."""
+    """Refuse what is not a record of tensors with a row for each row of ``x``; None and numbers are
+    none.
+    """
     if not isinstance(tree, Tensor) and not _is_record(tree) and _take_rows(tree) is None:
         got = "None" if tree is None else f"a {type(tree).__name__}"
-        raise TypeError(f"{name} must be tensors, in dataclasses, tuples, lists and dicts, got {got}")
+        raise TypeError(
+            f"{name} must be tensors, in dataclasses, tuples, lists and dicts, got {got}"
+        )
     check_rows(name, tree, rows, "x")
 
 
@@ -120,12 +138,16 @@ def _take_rows(tree: Any) -> Callable[[RowIndex], Any] | None:
 
 
 def _is_record(tree: Any) -> bool:
-    return isinstance(tree, tuple | list | dict) or (is_dataclass(tree) and not isinstance(tree, type))
+    return isinstance(tree, tuple | list | dict) or (
+        is_dataclass(tree) and not isinstance(tree, type)
+    )
 
 
 def _is_function(tree: Any) -> bool:
     """Whether it can be called, and has no tensors that would have to be cut."""
-    return callable(tree) and not any(isinstance(part, Tensor) for part in getattr(tree, "__dict__", {}).values())
+    return callable(tree) and not any(
+        isinstance(part, Tensor) for part in getattr(tree, "__dict__", {}).values()
+    )
 
 
 def _parts(tree: Any) -> Iterable[Any]:
@@ -134,17 +156,26 @@ def _parts(tree: Any) -> Iterable[Any]:
         return ()
     if isinstance(tree, dict):
         return tree.values()
-    return tree if isinstance(tree, tuple | list) else [getattr(tree, field.name) for field in fields(tree)]
+    return (
+        tree
+        if isinstance(tree, tuple | list)
+        else [getattr(tree, field.name) for field in fields(tree)]
+    )
 
 
 def _mapped(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
-    """The record of what ``function`` gives for each part of a record (and for the same part of others)."""
+    """The record of what ``function`` gives for each part of a record (and for the same part of
+    others).
+    """
     kind: Any = type(tree)
     if isinstance(tree, tuple | list):
         parts = [function(*part) for part in zip(tree, *others, strict=True)]
         return kind(*parts) if hasattr(kind, "_fields") else kind(parts)
     if is_dataclass(tree) and not isinstance(tree, type):
-        new = {one.name: function(*(getattr(each, one.name) for each in (tree, *others))) for one in fields(tree)}
+        new = {
+            one.name: function(*(getattr(each, one.name) for each in (tree, *others)))
+            for one in fields(tree)
+        }
         made = replace(tree, **{one.name: new[one.name] for one in fields(tree) if one.init})
         for one in fields(tree):
             if not one.init:

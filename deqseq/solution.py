@@ -25,7 +25,9 @@ class Status(IntEnum):
 
     Example:
         >>> import torch, deqseq as dq
-        >>> solution = dq.solve(lambda z: 3 * z - 2, torch.zeros(1, 1), solver=dq.Naive(), stop=dq.Stop())
+        >>> solution = dq.solve(
+        ...     lambda z: 3 * z - 2, torch.zeros(1, 1), solver=dq.Naive(), stop=dq.Stop()
+        ... )
         >>> dq.Status(int(solution.status[0])).name
         'DIVERGED'
     """
@@ -35,8 +37,8 @@ class Status(IntEnum):
     MAX_STEPS_REACHED = 1
     """The budget is spent; the value is that of the last evaluation."""
     DIVERGED = 2
-    """The residual grew without bound or became non-finite; the value is the point before that evaluation, or the start
-    if that is not finite either."""
+    """The residual grew without bound or became non-finite; the value is the point before that
+    evaluation, or the start if that is not finite either."""
 
 
 class ConvergenceError(RuntimeError):
@@ -57,7 +59,9 @@ class ConvergenceError(RuntimeError):
 
 
 class ConvergenceWarning(UserWarning):
-    """A solve whose status is not returned to the caller, such as the adjoint solve of a backward pass, failed."""
+    """A solve whose status is not returned to the caller, such as the adjoint solve of a backward
+    pass, failed.
+    """
 
 
 LIBRARIES = str(Path(__file__).parent), str(Path(torch.__file__).parents[1])
@@ -65,7 +69,9 @@ LIBRARIES = str(Path(__file__).parent), str(Path(torch.__file__).parents[1])
 
 
 def warn_caller(message: str) -> None:
-    """Give a :class:`ConvergenceWarning` at the caller's line: the first frame that is not of a library."""
+    """Give a :class:`ConvergenceWarning` at the caller's line: the first frame that is not of a
+    library.
+    """
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_code.co_filename.startswith(LIBRARIES):
         frame, level = frame.f_back, level + 1
@@ -75,8 +81,12 @@ def warn_caller(message: str) -> None:
 EXPLAINED = "print(result.explain()) says why and what to do."
 
 
-def warn_failed(status: Int64[Tensor, " batch"], stop: Stop, share: float = 0.5, advice: str = EXPLAINED) -> bool:
-    """Warn if more than this share of the rows failed, or all did, although they could converge; whether it did."""
+def warn_failed(
+    status: Int64[Tensor, " batch"], stop: Stop, share: float = 0.5, advice: str = EXPLAINED
+) -> bool:
+    """Warn if more than this share of the rows failed, or all did, although they could converge;
+    whether it did.
+    """
     if not stop.has_tolerance or torch.compiler.is_compiling():
         return False
     ends = status.tolist()  # one transfer
@@ -85,7 +95,8 @@ def warn_failed(status: Int64[Tensor, " batch"], stop: Stop, share: float = 0.5,
     if failed < rows and failed <= share * rows:
         return False
     warn_caller(
-        f"{failed} of {rows} rows did not converge ({spent} spent the budget of {stop.max_steps} iterations, "
+        f"{failed} of {rows} rows did not converge ({spent} spent the budget of {stop.max_steps} "
+        "iterations, "
         f"{diverged} diverged), so their values are not fixed points. {advice}"
     )
     return True
@@ -96,16 +107,18 @@ class SolveStats:
     """The numbers of a solve: one per row; of a model's solve one per token, whatever the sweep.
 
     Attributes:
-        iterations: evaluations of the map from the row's start, or from the token's entry into a window, until it
-            ended, ``(batch,)`` or ``(batch, length)``; 0 at padding, and at tokens that a diverged row did not reach.
-        residual: relative residual ``|f(z) - z| / |f(z)|`` at the evaluation whose value was returned; ``inf`` where it
-            was not finite. That of a row is the largest over its tokens. ``(batch,)`` or ``(batch, length)``.
+        iterations: evaluations of the map from the row's start, or from the token's entry into a
+            window, until it ended, ``(batch,)`` or ``(batch, length)``; 0 at padding, and at tokens
+            that a diverged row did not reach.
+        residual: relative residual ``|f(z) - z| / |f(z)|`` at the evaluation whose value was
+            returned; ``inf`` where it was not finite. That of a row is the largest over its tokens.
+            ``(batch,)`` or ``(batch, length)``.
         evaluations: calls of the map, for the whole batch.
-        updates: in how many of those calls a row, or a token, took part before it was removed from the batch,
-            ``(batch,)`` or ``(batch, length)``. What a window computes beyond the end of a row is counted at its last
-            token, so that the work of a solve is ``updates.sum()``.
-        forced: of a model's solve, real tokens that were committed or returned although they had not passed,
-            ``(batch, length)``. Default: None.
+        updates: in how many of those calls a row, or a token, took part before it was removed from
+            the batch, ``(batch,)`` or ``(batch, length)``. What a window computes beyond the end of
+            a row is counted at its last token, so that the work of a solve is ``updates.sum()``.
+        forced: of a model's solve, real tokens that were committed or returned although they had
+            not passed, ``(batch, length)``. Default: None.
     """
 
     iterations: Iterations
@@ -125,7 +138,8 @@ SOLVE = "the fixed-point solve"
 
 
 class Outcome:
-    """What solutions and model outputs have in common: a status per row, and the numbers of the solve.
+    """What solutions and model outputs have in common: a status per row, and the numbers of the
+    solve.
 
     Example:
         >>> import torch, deqseq as dq
@@ -139,8 +153,8 @@ class Outcome:
     stats: SolveStats | None
     """Numbers of the solve; None for an explicit model."""
     again: "partial[Any] | None" = None
-    """The call that gave this outcome, to be made again with other keywords: ``solver``, ``stop``, ``start``,
-    ``callback``. It is not saved with the object."""
+    """The call that gave this outcome, to be made again with other keywords: ``solver``, ``stop``,
+    ``start``, ``callback``. It is not saved with the object."""
 
     @property
     def converged(self) -> RowMask:
@@ -172,30 +186,39 @@ class Outcome:
         residuals = worst_token(self.stats.residual.detach())[rows]
         message = describe_failure(self, what)
         if self.again is not None and what == SOLVE:
-            message += " Solved without throw, explain() of the result names the cause, and tries remedies."
+            message += (
+                " Solved without throw, explain() of the result names the "
+                "cause, and tries remedies."
+            )
         raise ConvergenceError(message, rows.tolist(), residuals.tolist())
 
     def explain(self) -> "Explanation":
         """Why each row converged or not, and what to do about it; print it.
 
-        The same problem is solved again with a larger budget, with other solvers and from another start: see
-        :func:`deqseq.diagnostics.explain`.
+        The same problem is solved again with a larger budget, with other solvers and from another
+        start: see :func:`deqseq.diagnostics.explain`.
 
         Returns:
-            An :class:`~deqseq.diagnostics.Explanation`: a cause per row, and a remedy for each cause.
+            An :class:`~deqseq.diagnostics.Explanation`: a cause per row, and a remedy for each
+            cause.
 
         Raises:
-            ValueError: an explicit model's output, an outcome that was copied or pickled, or some rows of one.
+            ValueError: an explicit model's output, an outcome that was copied or pickled, or some
+                rows of one.
 
         Example:
             >>> import torch, deqseq as dq
             >>> x = torch.ones(1, 2)
-            >>> solution = dq.solve(lambda z: 2 - z / 2, x, solver=dq.Naive(), stop=dq.Stop(max_steps=8))
+            >>> solution = dq.solve(
+            ...     lambda z: 2 - z / 2, x, solver=dq.Naive(), stop=dq.Stop(max_steps=8)
+            ... )
             >>> print(solution.explain())
             row 0: budget. It converges in 10 iterations; the budget was 8.
               Remedy: give more iterations: stop=Stop(max_steps=16).
         """
-        from deqseq.diagnostics.explain import explain  # stands above the core, and is needed when asked for
+        from deqseq.diagnostics.explain import (
+            explain,
+        )  # stands above the core, and is needed when asked for
 
         return explain(self)
 
@@ -223,12 +246,13 @@ class Solution(Outcome):
     """A fixed point, or where its solve ended, with the numbers of the solve.
 
     Attributes:
-        value: ``f(z)`` at the row's last evaluation, or ``z`` itself where it passed and the solver returns its points
-            (:class:`Anderson`, :class:`Broyden`), ``(batch, *event)``.
+        value: ``f(z)`` at the row's last evaluation, or ``z`` itself where it passed and the solver
+            returns its points (:class:`Anderson`, :class:`Broyden`), ``(batch, *event)``.
         status: a :class:`Status` per row, ``(batch,)``.
         stats: the numbers of the solve.
-        aux: with ``has_aux=True``, what the map returned beside ``f(z)`` at that evaluation. After an estimator that
-            solves without a graph (every one but :class:`Unrolled`) it carries no gradient.
+        aux: with ``has_aux=True``, what the map returned beside ``f(z)`` at that evaluation. After
+            an estimator that solves without a graph (every one but :class:`Unrolled`) it carries no
+            gradient.
         again: the call of :func:`solve`, for :meth:`explain`; not saved with the object.
     """
 
@@ -242,8 +266,15 @@ class Solution(Outcome):
 def describe_failure(outcome: Outcome, what: str) -> str:
     """One paragraph: which rows failed, how, and what to try."""
     assert outcome.status is not None and outcome.stats is not None
-    status, parts, known = outcome.status.cpu(), [], {} if outcome.again is None else outcome.again.keywords
-    residual, steps = (worst_token(one.detach()).cpu() for one in (outcome.stats.residual, outcome.stats.iterations))
+    status, parts, known = (
+        outcome.status.cpu(),
+        [],
+        {} if outcome.again is None else outcome.again.keywords,
+    )
+    residual, steps = (
+        worst_token(one.detach()).cpu()
+        for one in (outcome.stats.residual, outcome.stats.iterations)
+    )
     for kind in (Status.MAX_STEPS_REACHED, Status.DIVERGED):
         rows = (status == kind).nonzero()[:, 0].tolist()
         if rows:
@@ -251,18 +282,28 @@ def describe_failure(outcome: Outcome, what: str) -> str:
             more = f" and {len(rows) - 8} more" if len(rows) > 8 else ""
             parts.append(f"{kind.name.lower().replace('_', ' ')}: rows {shown}{more}")
     failed, diverged = type(known.get("solver")).__name__, status == Status.DIVERGED
-    others = " or ".join(f"{name}()" for name in ("Adaptive", "Anderson", "Broyden") if name != failed)
+    others = " or ".join(
+        f"{name}()" for name in ("Adaptive", "Anderson", "Broyden") if name != failed
+    )
     if bool((diverged & (residual == torch.inf) & (steps == 1)).any()):
-        advice = "f returned NaN, infinity or numbers too large at its first evaluation: check its inputs and weights"
+        advice = (
+            "f returned NaN, infinity or numbers too large at its first "
+            "evaluation: check its inputs and weights"
+        )
     elif bool(diverged.any()):
         advice = f"the map expands here: try {others}, or make it contractive"
     elif "stop" in known and not known["stop"].has_tolerance:
         advice = "without a tolerance no row can converge: give stop=Stop(rtol=1e-3)"
     else:
-        first = "first try sweep=dq.Sliding(8); " if "sweep" in known and known["sweep"].block is None else ""
+        first = (
+            "first try sweep=dq.Sliding(8); "
+            if "sweep" in known and known["sweep"].block is None
+            else ""
+        )
         advice = f"{first}raise Stop.max_steps, loosen Stop.rtol, or try {others}"
     count, evaluations = int((status != Status.CONVERGED).sum()), outcome.stats.evaluations
     return (
-        f"{what} failed for {count} of {len(status)} rows after {evaluations} evaluations ({'; '.join(parts)}). "
+        f"{what} failed for {count} of {len(status)} rows after {evaluations} evaluations "
+        f"({'; '.join(parts)}). "
         f"Remedy: {advice}."
     )

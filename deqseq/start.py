@@ -17,8 +17,8 @@ class RandomStart:
     """Begin at random states: normal numbers, none beyond three standard deviations.
 
     Args:
-        std: standard deviation. Huginn's is about 0.63, that of its state; the retrofitted models have
-            sqrt(2 / (5 d_model)).
+        std: standard deviation. Huginn's is about 0.63, that of its state; the retrofitted models
+            have sqrt(2 / (5 d_model)).
         seed: of the draws of each call. Default: torch's global generator.
 
     Raises:
@@ -29,29 +29,40 @@ class RandomStart:
 
     Example:
         >>> import torch, deqseq as dq
-        >>> model = dq.ImplicitModel(dq.Affine(4), dq.SolveConfig(stop=dq.Stop(rtol=1e-6), start=dq.RandomStart(1.0)))
+        >>> model = dq.ImplicitModel(
+        ...     dq.Affine(4), dq.SolveConfig(stop=dq.Stop(rtol=1e-6), start=dq.RandomStart(1.0))
+        ... )
         >>> x = torch.ones(2, 3, 4)
         >>> torch.allclose(model(x).value, model.backbone.solution(x), atol=1e-4)
         True
     """
 
     std: Annotated[float, Within("(0, inf)")] = 1.0
-    seed: Annotated[int, Between(0, 2**32 - 1)] | None = None  # torch's generator on the CPU takes 32 bits
+    seed: Annotated[int, Between(0, 2**32 - 1)] | None = (
+        None  # torch's generator on the CPU takes 32 bits
+    )
 
     def draw(self, like: Tensor) -> Tensor:
         """States of the shape, dtype and device of ``like``, ``(batch, length, d_model)``.
 
-        They are drawn on the CPU, and so are the same on every device; by inverting the normal distribution, without
-        rejections, so that ``torch.export`` takes it.
+        They are drawn on the CPU, and so are the same on every device; by inverting the normal
+        distribution, without rejections, so that ``torch.export`` takes it.
 
         Raises:
             ValueError: ``torch.export`` with a seed, which the exported model would not set anew.
         """
         if self.seed is not None and torch.compiler.is_exporting():
-            raise ValueError(f"RandomStart.seed must be None in torch.export, which sets no seeds, got {self.seed}")
+            raise ValueError(
+                "RandomStart.seed must be None in torch.export, which sets no seeds, got "
+                f"{self.seed}"
+            )
         random = None if self.seed is None else torch.Generator("cpu").manual_seed(int(self.seed))
-        numbers = torch.empty(like.shape, dtype=torch.promote_types(like.dtype, torch.float32), device="cpu")
-        share = math.erf(3 / math.sqrt(2))  # of a normal distribution, within three standard deviations
+        numbers = torch.empty(
+            like.shape, dtype=torch.promote_types(like.dtype, torch.float32), device="cpu"
+        )
+        share = math.erf(
+            3 / math.sqrt(2)
+        )  # of a normal distribution, within three standard deviations
         normal = numbers.uniform_(-share, share, generator=random).erfinv() * math.sqrt(2)
         return (normal.clamp(-3, 3) * self.std).to(like)
 
@@ -61,9 +72,11 @@ Start = Literal["zero", "input"] | RandomStart
 
 
 def initial_state(start: Start | Tensor, like: Sequence) -> Sequence:
-    """The states that an iteration begins from: as ``start`` says for embedded tokens ``like``, or ``start`` itself.
+    """The states that an iteration begins from: as ``start`` says for embedded tokens ``like``, or
+    ``start`` itself.
 
-    Zeros are one number, expanded: they take no memory. Raises ValueError for states unlike the tokens.
+    Zeros are one number, expanded: they take no memory. Raises ValueError for states unlike the
+    tokens.
     """
     if isinstance(start, Tensor):
         if start.shape != like.shape or start.dtype != like.dtype or start.device != like.device:

@@ -21,8 +21,8 @@ Numbers = Any
 def token_norms(x: State) -> Float[Tensor, "batch tokens"]:
     """Euclidean norm over the last dimension of the event, one number per token.
 
-    Half-precision states are accumulated in float32. A state without a token dimension, ``(batch,)`` or
-    ``(batch, dim)``, has one token per row.
+    Half-precision states are accumulated in float32. A state without a token dimension,
+    ``(batch,)`` or ``(batch, dim)``, has one token per row.
 
     Example:
         >>> token_norms(torch.tensor([[[3.0, 4.0], [0.0, 1.0]]]))
@@ -39,23 +39,30 @@ class Rule(ABC):
     """A residual of one's own, for ``Stop(norm=...)``: a token passes where it is at most ``rtol``.
 
     Example:
-        Converged when the predictions stop changing: the KL divergence of the logits of ``z`` from those of ``f(z)``.
+        Converged when the predictions stop changing: the KL divergence of the logits of ``z`` from
+        those of ``f(z)``.
 
         >>> import torch, deqseq as dq
         >>> class LogitKL(Rule):
-        ...     def __init__(self, head): self.head = head
+        ...     def __init__(self, head):
+        ...         self.head = head
+        ...
         ...     def residual(self, z, fz):
         ...         old, new = self.head(z).log_softmax(-1), self.head(fz).log_softmax(-1)
         ...         return (new.exp() * (new - old)).sum(-1)
         >>> lm = dq.load_example("parity")
-        >>> output = lm(torch.tensor([[1, 0, 1, 1]]), stop=dq.Stop(rtol=1e-3, norm=LogitKL(lm.logits)))
+        >>> output = lm(
+        ...     torch.tensor([[1, 0, 1, 1]]), stop=dq.Stop(rtol=1e-3, norm=LogitKL(lm.logits))
+        ... )
         >>> output.logits.argmax(-1), output.converged
         (tensor([[1, 1, 0, 1]]), tensor([True]))
     """
 
     @abstractmethod
     def residual(self, z: State, fz: State) -> Float[Tensor, "rows tokens"]:
-        """How far each token is from its end, at the point ``z`` with the value ``fz``, ``(rows, tokens, ...)``."""
+        """How far each token is from its end, at the point ``z`` with the value ``fz``, ``(rows,
+        tokens, ...)``.
+        """
 
 
 @checked
@@ -63,30 +70,34 @@ class Rule(ABC):
 class Stop:
     r"""The stopping rule of a solve.
 
-    With :math:`d = \lVert f(z) - z \rVert` and :math:`s = \lVert f(z) \rVert`, a token has converged when
+    With :math:`d = \lVert f(z) - z \rVert` and :math:`s = \lVert f(z) \rVert`, a token has
+    converged when
 
     .. math:: d \le \mathrm{atol} + \mathrm{rtol} \cdot s,
 
-    and its residual is :math:`d / s`. The tokens of a block (of a row, if all tokens are solved together) converge when
-    all of them pass in one evaluation. The paper divides by the norm of the previous iterate; ours is defined for a
-    start at zero too.
+    and its residual is :math:`d / s`. The tokens of a block (of a row, if all tokens are solved
+    together) converge when all of them pass in one evaluation. The paper divides by the norm of the
+    previous iterate; ours is defined for a start at zero too.
 
-    A state that runs away, as that of ``z + 1`` does, would pass once :math:`s` is large. So a token passes only if
-    its :math:`d` has fallen to half of the largest so far, or is within ``rtol`` times its first :math:`s`. On the way
-    to a large fixed point the first holds; a token that drifts spends its budget.
+    A state that runs away, as that of ``z + 1`` does, would pass once :math:`s` is large. So a
+    token passes only if its :math:`d` has fallen to half of the largest so far, or is within
+    ``rtol`` times its first :math:`s`. On the way to a large fixed point the first holds; a token
+    that drifts spends its budget.
 
     Args:
         rtol: relative tolerance.
-        atol: absolute tolerance, in the units of the state. A fixed point of zero needs one: near it, :math:`d / s`
-            does not fall.
-        max_steps: the budget: how many times the map may be evaluated; in a window, since its last commit.
-        check_every: evaluations between two checks of the residual, at least 1. A check copies two numbers per
-            token to the host, which on CUDA synchronises; between checks nothing is measured, ended or recorded.
-        divergence: a row has diverged when its :math:`d` exceeds this multiple of the scale it started from (the
-            larger of 1 and the first :math:`d` and :math:`s`), or is not finite.
-        norm: ``"token"``: norms over the last dimension, one per token; ``"row"``: one norm over all tokens of a
-            block. A norm over a long sequence stops too early, because the few tokens that still move weigh little. A
-            :class:`Rule` measures in a way of your own.
+        atol: absolute tolerance, in the units of the state. A fixed point of zero needs one: near
+            it, :math:`d / s` does not fall.
+        max_steps: the budget: how many times the map may be evaluated; in a window, since its last
+            commit.
+        check_every: evaluations between two checks of the residual, at least 1. A check copies two
+            numbers per token to the host, which on CUDA synchronises; between checks nothing is
+            measured, ended or recorded.
+        divergence: a row has diverged when its :math:`d` exceeds this multiple of the scale it
+            started from (the larger of 1 and the first :math:`d` and :math:`s`), or is not finite.
+        norm: ``"token"``: norms over the last dimension, one per token; ``"row"``: one norm over
+            all tokens of a block. A norm over a long sequence stops too early, because the few
+            tokens that still move weigh little. A :class:`Rule` measures in a way of your own.
 
     Raises:
         TypeError: an argument of the wrong type.
@@ -109,7 +120,8 @@ class Stop:
     @classmethod
     @checked
     def exactly(cls, steps: Annotated[int, AtLeast(1)]) -> "Stop":
-        """Run ``steps`` evaluations whatever the residual, check it once at the end, and return the last value.
+        """Run ``steps`` evaluations whatever the residual, check it once at the end, and return the
+        last value.
 
         Rows have the status ``MAX_STEPS_REACHED``, unless their residual is exactly 0.
 
@@ -132,22 +144,30 @@ class Stop:
         return self.check_every >= self.max_steps
 
     def distances(self, z: State, fz: State, block: int) -> tuple[Residual, Residual]:
-        """:math:`d` and :math:`s` of each token; with the norm of a row, those of its block of so many tokens."""
+        """:math:`d` and :math:`s` of each token; with the norm of a row, those of its block of so
+        many tokens.
+        """
         if isinstance(self.norm, Rule):
             return self._own(self.norm, z, fz)
         difference, scale = token_norms(fz - z), token_norms(fz)
         if self.norm == "row" and block > 1:
-            blocks = (x.unflatten(1, (-1, block)).norm(dim=-1, keepdim=True) for x in (difference, scale))
+            blocks = (
+                x.unflatten(1, (-1, block)).norm(dim=-1, keepdim=True) for x in (difference, scale)
+            )
             difference, scale = (x.expand(-1, -1, block).flatten(1) for x in blocks)
         return difference, scale
 
     def passes(self, difference: Numbers, scale: Numbers, bound: Numbers) -> Numbers:
-        """Whether each ``difference`` is within the tolerance at its ``scale``, and at most ``bound``; NaN is not."""
+        """Whether each ``difference`` is within the tolerance at its ``scale``, and at most
+        ``bound``; NaN is not.
+        """
         allowed = (self.rtol * scale).clip(max=bound)
         return difference <= (allowed + self.atol if self.atol else allowed)
 
     def bound(self, difference: Numbers, scale: Numbers, before: Numbers) -> Numbers:
-        """The largest :math:`d` that may pass; ``before`` is that of the measurement before, None at the first."""
+        """The largest :math:`d` that may pass; ``before`` is that of the measurement before, None
+        at the first.
+        """
         return (difference * 0.5).clip(min=self.rtol * scale if before is None else before)
 
     def limit(self, difference: Numbers, scale: Numbers) -> Numbers:
@@ -155,19 +175,33 @@ class Stop:
         return (self.divergence * difference.clip(min=scale).clip(min=1)).clip(max=LARGEST)
 
     def sound(self, difference: Numbers, scale: Numbers, limit: Numbers) -> Numbers:
-        """Whether each ``difference`` is within its ``limit``, and its ``scale`` has not overflowed."""
+        """Whether each ``difference`` is within its ``limit``, and its ``scale`` has not
+        overflowed.
+        """
         return (difference <= limit) & (scale < math.inf)
 
     @staticmethod
     def _own(rule: Rule, z: State, fz: State) -> tuple[Residual, Residual]:
         residual, shape = rule.residual(z, fz), token_norms(fz).shape
-        if not isinstance(residual, Tensor) or residual.shape != shape or not residual.is_floating_point():
+        if (
+            not isinstance(residual, Tensor)
+            or residual.shape != shape
+            or not residual.is_floating_point()
+        ):
             got = (
-                f"{residual.dtype} {tuple(residual.shape)}" if isinstance(residual, Tensor) else type(residual).__name__
+                f"{residual.dtype} {tuple(residual.shape)}"
+                if isinstance(residual, Tensor)
+                else type(residual).__name__
             )
-            raise TypeError(f"{type(rule).__name__}.residual must return floating-point {tuple(shape)}, got {got}")
-        # a token that the map does not move at all has converged: at padding a relative residual would be 0 / 0
-        residual = residual.to(torch.promote_types(fz.dtype, torch.float32)).masked_fill(token_norms(fz - z) == 0, 0)
+            raise TypeError(
+                f"{type(rule).__name__}.residual must return floating-point {tuple(shape)}, got "
+                f"{got}"
+            )
+        # a token that the map does not move at all has converged: at padding a relative residual
+        # would be 0 / 0
+        residual = residual.to(torch.promote_types(fz.dtype, torch.float32)).masked_fill(
+            token_norms(fz - z) == 0, 0
+        )
         return residual, torch.ones_like(residual)
 
 

@@ -10,12 +10,13 @@ from deqseq.check import check_integer
 class Sweep:
     """Which tokens of a sequence are solved together: two numbers.
 
-    A row iterates ``window`` blocks of ``block`` tokens, from its first block that is not committed. The tokens of a
-    block end together. When the first blocks of the window pass, they are committed and the window moves on; when
-    ``stop.max_steps`` evaluations have committed nothing, its first block is committed as it is. Each row moves and
-    ends on its own. All sweeps of a causal map find the same fixed point, as far as the tolerance allows and the map
-    has only one; they differ in how much work it takes and how much of it is parallel. A sweep is its configuration: a
-    frozen dataclass.
+    A row iterates ``window`` blocks of ``block`` tokens, from its first block that is not
+    committed. The tokens of a block end together. When the first blocks of the window pass, they
+    are committed and the window moves on; when ``stop.max_steps`` evaluations have committed
+    nothing, its first block is committed as it is. Each row moves and ends on its own. All sweeps
+    of a causal map find the same fixed point, as far as the tolerance allows and the map has only
+    one; they differ in how much work it takes and how much of it is parallel. A sweep is its
+    configuration: a frozen dataclass.
 
     Example:
         A sweep of your own: windows of two blocks of four tokens.
@@ -25,7 +26,10 @@ class Sweep:
         ... class Pairs(Sweep):
         ...     block = 4
         ...     window = 2
-        >>> model, x = dq.ImplicitModel(dq.Affine(4), dq.SolveConfig(stop=dq.Stop(rtol=1e-6))), torch.ones(2, 9, 4)
+        >>> model, x = (
+        ...     dq.ImplicitModel(dq.Affine(4), dq.SolveConfig(stop=dq.Stop(rtol=1e-6))),
+        ...     torch.ones(2, 9, 4),
+        ... )
         >>> torch.allclose(model(x, sweep=Pairs()).value, model(x).value, atol=1e-4)
         True
     """
@@ -36,7 +40,9 @@ class Sweep:
     """Blocks that are iterated at once."""
 
     def width(self, length: int) -> int:
-        """How many of ``length`` tokens are iterated at once; an error for numbers that are not at least 1."""
+        """How many of ``length`` tokens are iterated at once; an error for numbers that are not at
+        least 1.
+        """
         if self.block is None:
             return length
         check_integer(f"{type(self).__name__}.block", self.block, 1)
@@ -52,7 +58,9 @@ class Simultaneous(Sweep):
 
     Example:
         >>> import torch, deqseq as dq
-        >>> dq.ImplicitModel(dq.Affine(4))(torch.ones(2, 3, 4), sweep=dq.Simultaneous()).stats.iterations.shape
+        >>> dq.ImplicitModel(dq.Affine(4))(
+        ...     torch.ones(2, 3, 4), sweep=dq.Simultaneous()
+        ... ).stats.iterations.shape
         torch.Size([2, 3])
     """
 
@@ -89,7 +97,11 @@ class Sequential(Sweep):
 
     Example:
         >>> import torch, deqseq as dq
-        >>> bool(dq.ImplicitModel(dq.Affine(4))(torch.ones(2, 3, 4), sweep=dq.Sequential()).converged.all())
+        >>> bool(
+        ...     dq.ImplicitModel(dq.Affine(4))(
+        ...         torch.ones(2, 3, 4), sweep=dq.Sequential()
+        ...     ).converged.all()
+        ... )
         True
     """
 
@@ -99,12 +111,13 @@ class Sequential(Sweep):
 @checked
 @dataclass(frozen=True)
 class Sliding(Sweep):
-    """A window over the first tokens that have not converged: the least work where convergence moves left to right.
+    """A window over the first tokens that have not converged: the least work where convergence
+    moves left to right.
 
-    In a trained model about one token converges per iteration. Only the window is iterated; when its first tokens have
-    converged, they are committed from an evaluation at which they pass, and the window moves on: tokens that stay keep
-    their state, new ones start where the model starts. ``stats.forced`` marks tokens that were committed without
-    passing, because the budget was spent.
+    In a trained model about one token converges per iteration. Only the window is iterated; when
+    its first tokens have converged, they are committed from an evaluation at which they pass, and
+    the window moves on: tokens that stay keep their state, new ones start where the model starts.
+    ``stats.forced`` marks tokens that were committed without passing, because the budget was spent.
 
     Args:
         window: tokens that are iterated together.

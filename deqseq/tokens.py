@@ -14,10 +14,11 @@ from deqseq.types import Counts, Mask, Sequence
 
 
 class TokenArgs(NamedTuple):
-    """What the map of some tokens needs besides their state: the second argument of :func:`token_map`.
+    """What the map of some tokens needs besides their state: the second argument of
+    :func:`token_map`.
 
-    ``need_aux`` says whether the map returns what commits them, and of a whole sequence whether its cache is wanted;
-    ``x`` is what the inputs of a whole sequence were prepared from.
+    ``need_aux`` says whether the map returns what commits them, and of a whole sequence whether its
+    cache is wanted; ``x`` is what the inputs of a whole sequence were prepared from.
     """
 
     backbone: Backbone[Any]
@@ -29,7 +30,12 @@ class TokenArgs(NamedTuple):
 
     @classmethod
     def prepared(
-        cls, backbone: Backbone[Any], x: Sequence, cache: Cache | None, mask: Mask | None, need_aux: bool
+        cls,
+        backbone: Backbone[Any],
+        x: Sequence,
+        cache: Cache | None,
+        mask: Mask | None,
+        need_aux: bool,
     ) -> "TokenArgs":
         """The inputs of all tokens ``x``, ``(batch, length, d_model)``, and room in the cache.
 
@@ -37,14 +43,29 @@ class TokenArgs(NamedTuple):
         """
         inputs = backbone.prepare(x, cache, mask)
         check_record(f"what {type(backbone).__name__}.prepare returns", inputs, len(x))
-        return cls(backbone, inputs, None if cache is None else cache.reserve(x.shape[1]), mask, need_aux, x)
+        return cls(
+            backbone,
+            inputs,
+            None if cache is None else cache.reserve(x.shape[1]),
+            mask,
+            need_aux,
+            x,
+        )
 
     def prepared_again(self) -> "TokenArgs":
-        """The same with inputs of these rows alone: a row that is gone, and was not finite, is not in their graph."""
-        return self if self.x is None else self._replace(inputs=self.backbone.prepare(self.x, self.cache, self.mask))
+        """The same with inputs of these rows alone: a row that is gone, and was not finite, is not
+        in their graph.
+        """
+        return (
+            self
+            if self.x is None
+            else self._replace(inputs=self.backbone.prepare(self.x, self.cache, self.mask))
+        )
 
     def advance(self, aux: Any, rows: int, tokens: int, counts: Counts | None = None) -> Cache:
-        """The cache of these ``rows`` after the first ``tokens``: ``counts`` of them in each row, by default all."""
+        """The cache of these ``rows`` after the first ``tokens``: ``counts`` of them in each row,
+        by default all.
+        """
         with torch.no_grad():
             after = self.backbone.advance(self.cache, aux, tokens, counts)
         name = f"what {type(self.backbone).__name__}.advance returns"
@@ -53,13 +74,16 @@ class TokenArgs(NamedTuple):
         return after
 
     def per_token(self, solution: Solution) -> Solution:
-        """A solution of these tokens with its statistics per token, and the cache after them as its ``aux``."""
+        """A solution of these tokens with its statistics per token, and the cache after them as its
+        ``aux``.
+        """
         stats, shape = solution.stats, solution.value.shape[:2]
         if stats.iterations.ndim == 2:
             return solution
         forced = (solution.status != Status.CONVERGED)[:, None].expand(shape)
         steps, residual, updates = (
-            x.reshape(len(x), -1).expand(shape) for x in (stats.iterations, stats.residual, stats.updates)
+            x.reshape(len(x), -1).expand(shape)
+            for x in (stats.iterations, stats.residual, stats.updates)
         )
         if self.mask is not None:
             steps, forced = steps * self.mask, forced & self.mask
@@ -69,12 +93,16 @@ class TokenArgs(NamedTuple):
         return replace(solution, stats=stats, aux=cache)
 
     def check_tokens(self, length: int) -> None:
-        """Refuse inputs that cannot be divided into tokens, and a backbone that cannot commit them."""
+        """Refuse inputs that cannot be divided into tokens, and a backbone that cannot
+        commit them.
+        """
         for x in tensors_of(self.inputs):
             if x.ndim < 2 or x.shape[1] != length:
                 raise ValueError(
-                    f"Backbone.prepare must return tensors (batch, {length} tokens, ...), which a sweep can divide, "
-                    f"got one of shape {tuple(x.shape)}: expand it, or keep it as an attribute of the backbone"
+                    f"Backbone.prepare must return tensors (batch, {length} tokens, ...), which a "
+                    "sweep can divide, "
+                    f"got one of shape {tuple(x.shape)}: expand it, or keep it as an attribute of "
+                    "the backbone"
                 )
         check_commits(self.backbone)
 
@@ -84,7 +112,9 @@ def token_map(z: Sequence, args: TokenArgs) -> tuple[Sequence, Any]:
     pair = args.backbone(z, args.inputs, args.cache, need_aux=args.need_aux)
     if not isinstance(pair, tuple) or len(pair) != 2:
         name = type(args.backbone).__name__
-        raise TypeError(f"{name}.forward must return a pair (new state, aux), got {type(pair).__name__}")
+        raise TypeError(
+            f"{name}.forward must return a pair (new state, aux), got {type(pair).__name__}"
+        )
     check_like(f"{type(args.backbone).__name__}.forward", pair[0], z, "z")
     if args.mask is None:
         return pair
@@ -98,8 +128,12 @@ def check_commits(backbone: Backbone[Any]) -> None:
         backbone.advance(None, None, 1)
 
 
-def commit(backbone: Backbone[Any], cache: Cache | None, aux: Any, states: Sequence, counts: Counts | None) -> Cache:
-    """The cache after the first ``counts`` tokens of each row of an evaluation that gave these states."""
+def commit(
+    backbone: Backbone[Any], cache: Cache | None, aux: Any, states: Sequence, counts: Counts | None
+) -> Cache:
+    """The cache after the first ``counts`` tokens of each row of an evaluation that gave these
+    states.
+    """
     check_type("cache", cache, (Cache, type(None)))
     (rows, length), device = states.shape[:2], states.device
     if counts is None:
@@ -111,5 +145,10 @@ def commit(backbone: Backbone[Any], cache: Cache | None, aux: Any, states: Seque
             raise ValueError(f"counts must be int64 of shape ({rows},) on {device}, got {got}")
         low, high = torch.stack(torch.aminmax(counts)).tolist()  # one transfer
         if low < 0 or high < 1 or high > length:
-            raise ValueError(f"counts must be 0 to {length} tokens of each row, and not all 0, got {counts.tolist()}")
-    return TokenArgs(backbone, None, cache).advance(aux, rows, high, None if low == high else counts)
+            raise ValueError(
+                f"counts must be 0 to {length} tokens of each row, and not all 0, got "
+                f"{counts.tolist()}"
+            )
+    return TokenArgs(backbone, None, cache).advance(
+        aux, rows, high, None if low == high else counts
+    )

@@ -7,7 +7,8 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 State = Float[Tensor, "batch *event"]
-"""A batch of points; for sequences the event is ``(length, dim)`` and every position is a *token*."""
+"""A batch of points; for sequences the event is ``(length, dim)`` and every position is a *token*.
+"""
 
 Residual = Float[Tensor, "batch *tokens"]
 """One number per row, or per token."""
@@ -31,4 +32,6 @@ Mask = Bool[Tensor, "batch length"]
 """True at real tokens, False at padding."""
 
 FixedPointMap = Callable[..., Any]
-"""A map ``z -> f(z)``, or ``(z, args) -> f(z, args)``, that keeps the shape; its fixed point is ``z* = f(z*)``."""
+"""A map ``z -> f(z)``, or ``(z, args) -> f(z, args)``, that keeps the shape; its fixed point is
+``z* = f(z*)``.
+"""

@@ -1,7 +1,8 @@
 """Which rows and tokens of a solve are still iterated, what ends, and what was found.
 
-States stay on the device. What decides, the size of each token's step and of its state, is copied to the host in one
-transfer per check: small operations take NumPy a third of torch's time. Arrays of the host are of the whole batch.
+States stay on the device. What decides, the size of each token's step and of its state, is copied
+to the host in one transfer per check: small operations take NumPy a third of torch's time. Arrays
+of the host are of the whole batch.
 """
 
 import math
@@ -30,22 +31,33 @@ class Windows(ABC):
     part: Any
     """The map's second argument for these rows and tokens."""
     restarted: RowIndex | None = None
-    """Rows in which the solver begins afresh, because their window has just moved to other tokens; None: in none."""
+    """Rows in which the solver begins afresh, because their window has just moved to other tokens;
+    None: in none.
+    """
     done = False
     """Whether every row has ended."""
     evaluations = 0
     """Calls of the map so far."""
 
-    def __init__(self, z0: State, stop: Stop, solver: Solver[Any], block: int, width: int, tokens: int) -> None:
+    def __init__(
+        self, z0: State, stop: Stop, solver: Solver[Any], block: int, width: int, tokens: int
+    ) -> None:
         self.stop, self.width, self.device, self._block = stop, width, z0.device, block
-        self._budget, self._returns_point = 1 if solver.owns_loop else stop.max_steps, solver.returns_point
+        self._budget, self._returns_point = (
+            1 if solver.owns_loop else stop.max_steps,
+            solver.returns_point,
+        )
         self._rows = np.arange(len(z0))  # positions of the rows that are still in the batch
         self._open = np.ones(len(z0), dtype=bool)  # rows that have not ended
         kind = f"f{torch.promote_types(z0.dtype, torch.float32).itemsize}"
         self._limit = np.zeros(len(z0), kind)  # the difference above which a row has diverged
-        self._latest = np.ones((2, len(z0), tokens), kind)  # of each token the difference, and the size of its state
+        self._latest = np.ones(
+            (2, len(z0), tokens), kind
+        )  # of each token the difference, and the size of its state
         self._latest[0] = np.inf
-        self._bound = np.full((len(z0), tokens), np.nan, kind)  # of differences that pass; NaN: not measured yet
+        self._bound = np.full(
+            (len(z0), tokens), np.nan, kind
+        )  # of differences that pass; NaN: not measured yet
 
     @property
     def active_rows(self) -> int:
@@ -58,14 +70,22 @@ class Windows(ABC):
 
     @abstractmethod
     def check(self, z: State, fz: State) -> bool:
-        """Decide which blocks and rows end with the evaluation ``fz`` of ``z``; whether its residual was measured."""
+        """Decide which blocks and rows end with the evaluation ``fz`` of ``z``; whether its
+        residual was measured.
+        """
 
     @abstractmethod
-    def move(self, z: State, fz: State, aux: Any, proposal: State) -> tuple[Tensor, RowIndex | None]:
-        """Store what ends, and go on: the next point, and the rows that stay in the batch (None: all)."""
+    def move(
+        self, z: State, fz: State, aux: Any, proposal: State
+    ) -> tuple[Tensor, RowIndex | None]:
+        """Store what ends, and go on: the next point, and the rows that stay in the batch (None:
+        all).
+        """
 
     def residuals(self) -> Residual:
-        """The latest residuals of the whole batch, ``(batch, tokens)``; ``inf`` where there is none yet."""
+        """The latest residuals of the whole batch, ``(batch, tokens)``; ``inf`` where there is none
+        yet.
+        """
         with np.errstate(all="ignore"):
             return on_device(relative(*self._latest), self.device)
 
@@ -73,11 +93,14 @@ class Windows(ABC):
     def solution(self, z: State, fz: State, aux: Any) -> Solution:
         """Store the end of the last rows, and return everything that was found."""
 
-    def _measure(self, z: State, fz: State, at: Any, new: np.ndarray | None, measured: np.ndarray | None) -> Flags:
+    def _measure(
+        self, z: State, fz: State, at: Any, new: np.ndarray | None, measured: np.ndarray | None
+    ) -> Flags:
         """Which tokens have not diverged, and which of them pass, each ``(rows, width)``.
 
-        ``at`` is where these tokens stand in the arrays. Rows that are ``new`` have tokens of which nothing is known;
-        only those that are ``measured`` (None: all) take anything in, so that no row depends on another one.
+        ``at`` is where these tokens stand in the arrays. Rows that are ``new`` have tokens of which
+        nothing is known; only those that are ``measured`` (None: all) take anything in, so that no
+        row depends on another one.
         """
         with torch.no_grad():
             numbers = on_host(torch.stack(self.stop.distances(z, fz, self._block)))
@@ -85,16 +108,24 @@ class Windows(ABC):
         (difference, scale), before = numbers, self._bound[at]
         with np.errstate(all="ignore"):
             if new is not None:
-                limit = self.stop.limit(difference, scale).max(axis=1)  # new tokens may be of another scale
+                limit = self.stop.limit(difference, scale).max(
+                    axis=1
+                )  # new tokens may be of another scale
                 self._limit[self._rows[new]] = np.maximum(self._limit[self._rows], limit)[new]
                 before = np.where(np.isnan(before), self.stop.rtol * scale, before)
             bound = self.stop.bound(difference, scale, before)
-            self._bound[at] = bound if measured is None else np.where(measured[:, None], bound, before)
+            self._bound[at] = (
+                bound if measured is None else np.where(measured[:, None], bound, before)
+            )
             sound = self.stop.sound(difference, scale, self._limit[at[0]].reshape(-1, 1))
             return sound, self.stop.passes(difference, scale, bound)
 
-    def _value(self, z: State, fz: State, at_point: np.ndarray, diverged: np.ndarray, start: State) -> State:
-        """What rows return: ``fz``, or in some rows ``z``; where a row diverged and ``z`` is not finite, the start."""
+    def _value(
+        self, z: State, fz: State, at_point: np.ndarray, diverged: np.ndarray, start: State
+    ) -> State:
+        """What rows return: ``fz``, or in some rows ``z``; where a row diverged and ``z`` is not
+        finite, the start.
+        """
         if not at_point.any():
             return fz
         point = z
@@ -104,7 +135,9 @@ class Windows(ABC):
         return torch.where(per_row(on_device(at_point, self.device), z), point, fz)
 
     def _remove(self) -> RowIndex | None:
-        """Remove rows that have ended from the batch, once they are a quarter of it; those that stay (None: all)."""
+        """Remove rows that have ended from the batch, once they are a quarter of it; those that
+        stay (None: all).
+        """
         (stay,) = self._open[self._rows].nonzero()
         if 4 * (len(self._rows) - len(stay)) < len(self._rows):
             return None
@@ -113,10 +146,11 @@ class Windows(ABC):
 
 
 class AllTokens(Windows):
-    """All tokens of a row end together. Nothing is indexed by token, so the iteration can be differentiated.
+    """All tokens of a row end together. Nothing is indexed by token, so the iteration can be
+    differentiated.
 
-    The point of a row that has ended is no longer changed. The row is removed from the batch later, if the map has
-    ``args`` of which rows can be taken; its value and ``aux`` are stored then.
+    The point of a row that has ended is no longer changed. The row is removed from the batch later,
+    if the map has ``args`` of which rows can be taken; its value and ``aux`` are stored then.
     """
 
     def __init__(self, z0: State, args: Any, stop: Stop, solver: Solver[Any]) -> None:
@@ -124,14 +158,18 @@ class AllTokens(Windows):
         super().__init__(z0, stop, solver, tokens, tokens, tokens)
         self.part, self._z0 = args, z0
         self._at: Any = (slice(None),)  # rows that are in the batch
-        self._frozen: Tensor | None = None  # rows that have ended, shaped to broadcast over the state
+        self._frozen: Tensor | None = (
+            None  # rows that have ended, shaped to broadcast over the state
+        )
         self._stored: Any = None  # values and aux of the whole batch
         self._status = np.full(len(z0), int(Status.MAX_STEPS_REACHED))
         self._iterations = np.zeros(len(z0), dtype=np.int64)
         self._updates = np.zeros(len(z0), dtype=np.int64)
 
     def states(self) -> State:
-        return self._z0.contiguous()  # with other strides, as of expanded zeros, the map would be compiled twice
+        return (
+            self._z0.contiguous()
+        )  # with other strides, as of expanded zeros, the map would be compiled twice
 
     def check(self, z: State, fz: State) -> bool:
         late, first = self.evaluations >= self._budget, self._limit[0] == 0
@@ -139,7 +177,9 @@ class AllTokens(Windows):
         if not due and not (first and self.stop.has_tolerance):
             return False
         rows = self._rows
-        sound, passed = self._measure(z, fz, self._at, np.ones_like(self._open) if first else None, None)
+        sound, passed = self._measure(
+            z, fz, self._at, np.ones_like(self._open) if first else None, None
+        )
         if not due or not (late or passed.any() or not sound.all()):
             return due
         sound, passed = sound.all(axis=1), passed.all(axis=1)
@@ -152,7 +192,9 @@ class AllTokens(Windows):
             self.done = not self._open.any()
         return True
 
-    def move(self, z: State, fz: State, aux: Any, proposal: State) -> tuple[Tensor, RowIndex | None]:
+    def move(
+        self, z: State, fz: State, aux: Any, proposal: State
+    ) -> tuple[Tensor, RowIndex | None]:
         if self._frozen is None:
             return proposal, None
         after, rows = torch.where(self._frozen, z, proposal), self._rows
@@ -166,18 +208,29 @@ class AllTokens(Windows):
     def solution(self, z: State, fz: State, aux: Any) -> Solution:
         self._store(self._rows, z, fz, aux)
         value, aux = self._stored
-        status, *numbers = (on_device(x, self.device) for x in (self._status, self._iterations, self._updates))
-        return Solution(value, status, SolveStats(numbers[0], self.residuals(), self.evaluations, numbers[1]), aux)
+        status, *numbers = (
+            on_device(x, self.device) for x in (self._status, self._iterations, self._updates)
+        )
+        return Solution(
+            value,
+            status,
+            SolveStats(numbers[0], self.residuals(), self.evaluations, numbers[1]),
+            aux,
+        )
 
     def _store(self, rows: np.ndarray, z: State, fz: State, aux: Any) -> None:
         """These rows, which are in the batch; those that go on will be stored again."""
         places, status = on_device(rows, self.device), self._status[rows]
         diverged = status == Status.DIVERGED
         start = self._z0[places] if diverged.any() else z
-        value = self._value(z, fz, diverged | (status == Status.CONVERGED) & self._returns_point, diverged, start)
+        value = self._value(
+            z, fz, diverged | (status == Status.CONVERGED) & self._returns_point, diverged, start
+        )
         if self._stored is None and not self.done:
             value = value.clone()  # a map may fill the same buffer again
-        self._stored = (value, aux) if self._stored is None else put(self._stored, places, (value, aux))
+        self._stored = (
+            (value, aux) if self._stored is None else put(self._stored, places, (value, aux))
+        )
         self._updates[rows] = self.evaluations
 
 
@@ -187,7 +240,9 @@ def on_host(x: Tensor) -> np.ndarray:
 
 
 def on_device(x: np.ndarray, device: torch.device) -> Tensor:
-    """An array of the host as a tensor. On a CPU they share their memory, so the array must not be changed later."""
+    """An array of the host as a tensor. On a CPU they share their memory, so the array must not be
+    changed later.
+    """
     return torch.from_numpy(x).to(device)
 
 

@@ -21,25 +21,32 @@ def load_model(source: str | Path, device: str) -> Any:
 
 
 class HeldOut(NamedTuple):
-    """Excerpts of a text, end-of-text tokens included, and how many bytes (UTF-8) of text the targets stand for."""
+    """Excerpts of a text, end-of-text tokens included, and how many bytes (UTF-8) of text the
+    targets stand for.
+    """
 
     inputs: Int64[Tensor, "rows length"]
     targets: Int64[Tensor, "rows length"]
     text_bytes: int
 
 
-def token_stream(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> tuple[np.ndarray, np.ndarray]:
-    """Documents as one stream of tokens with ends of text around them, and how many bytes of text each stands for.
+def token_stream(
+    documents: Iterable[str], tokenizer: PreTrainedTokenizerBase
+) -> tuple[np.ndarray, np.ndarray]:
+    """Documents as one stream of tokens with ends of text around them, and how many bytes of text
+    each stands for.
 
-    Where a character is split into several tokens, its bytes count with the first of them; what the tokenizer drops
-    counts with the next token, or with the end of text.
+    Where a character is split into several tokens, its bytes count with the first of them; what the
+    tokenizer drops counts with the next token, or with the end of text.
     """
     ids: list[Any] = [[tokenizer.eos_token_id]]
     byte_counts = [np.zeros(1, int)]
     for text in documents:
         found = tokenized([text], tokenizer, return_offsets_mapping=True)
         content = np.frombuffer(text.encode(), np.uint8)
-        starts = np.append(np.flatnonzero(content & 0xC0 != 0x80), len(content))  # of characters, in bytes
+        starts = np.append(
+            np.flatnonzero(content & 0xC0 != 0x80), len(content)
+        )  # of characters, in bytes
         ends = starts[[*(end for _, end in found["offset_mapping"][0]), -1]]
         ids.append([*found["input_ids"][0], tokenizer.eos_token_id])
         byte_counts.append(np.diff(np.maximum.accumulate(ends), prepend=0))
@@ -47,16 +54,24 @@ def token_stream(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase) -
 
 
 def excerpts(
-    documents: Iterable[str], tokenizer: PreTrainedTokenizerBase, lengths: Sequence[int], tokens: int
+    documents: Iterable[str],
+    tokenizer: PreTrainedTokenizerBase,
+    lengths: Sequence[int],
+    tokens: int,
 ) -> HeldOut:
-    """Excerpts of held-out documents, spread evenly over them, with about so many ``tokens``; 0: all.
+    """Excerpts of held-out documents, spread evenly over them, with about so many ``tokens``; 0:
+    all.
 
-    An excerpt has as many tokens as the least common multiple of the ``lengths`` of the rows that will be scored.
+    An excerpt has as many tokens as the least common multiple of the ``lengths`` of the rows that
+    will be scored.
     """
     (ids, byte_counts), span = token_stream(documents, tokenizer), math.lcm(*lengths)
     whole = (len(ids) - 1) // span
     if not whole:
-        raise ValueError(f"the held-out text has {len(ids)} tokens, fewer than an excerpt of {span}: give more text")
+        raise ValueError(
+            f"the held-out text has {len(ids)} tokens, fewer than an excerpt of {span}: give more "
+            "text"
+        )
     count = min(whole, max(1, tokens // span)) if tokens else whole
     starts = [n * whole // count * span for n in range(count)]
     cut = torch.from_numpy(np.stack([ids[start : start + span + 1] for start in starts]))
@@ -66,12 +81,15 @@ def excerpts(
 
 @torch.no_grad()
 def score(model: nn.Module, text: HeldOut, length: int, batch: int, **how: Any) -> dict[str, Any]:
-    r"""How well a model predicts a text that is cut into rows, each predicted from its own beginning.
+    r"""How well a model predicts a text that is cut into rows, each predicted from its own
+    beginning.
 
-    .. math:: \mathrm{bits\ per\ byte} = \frac{-\sum \ln p(\mathrm{target})}{\ln 2 \cdot \mathrm{bytes\ of\ text}}
+    .. math:: \mathrm{bits\ per\ byte} = \frac{-\sum \ln p(\mathrm{target})}{\ln 2 \cdot
+    \mathrm{bytes\ of\ text}}
 
-    ``by_position`` is the mean loss in nats at each position of a row; ``self_iterations`` and ``converged`` are means
-    over rows, None for an explicit model. The options ``how`` are those of the model's call.
+    ``by_position`` is the mean loss in nats at each position of a row; ``self_iterations`` and
+    ``converged`` are means over rows, None for an explicit model. The options ``how`` are those of
+    the model's call.
     """
     device, losses, solves = next(model.parameters()).device, [], []
     rows, answers = (part.reshape(-1, length).split(batch) for part in (text.inputs, text.targets))
@@ -80,9 +98,15 @@ def score(model: nn.Module, text: HeldOut, length: int, batch: int, **how: Any) 
         logits = output.logits.transpose(1, 2).float()
         losses.append(F.cross_entropy(logits, targets.to(device), reduction="none").double().cpu())
         if output.get("stats") is not None:
-            solves.append(torch.stack([output.stats.iterations.double().mean(dim=1), output.converged.double()]).cpu())
+            solves.append(
+                torch.stack(
+                    [output.stats.iterations.double().mean(dim=1), output.converged.double()]
+                ).cpu()
+            )
     loss = torch.cat(losses)
-    iterations, converged = torch.cat(solves, dim=1).mean(dim=1).tolist() if solves else (None, None)
+    iterations, converged = (
+        torch.cat(solves, dim=1).mean(dim=1).tolist() if solves else (None, None)
+    )
     return {
         "length": length,
         "bits_per_byte": loss.sum().item() / math.log(2) / text.text_bytes,
@@ -95,7 +119,9 @@ def score(model: nn.Module, text: HeldOut, length: int, batch: int, **how: Any) 
 
 
 def cell(row: Mapping[str, Any]) -> str:
-    """A score with the mean iterations of its solves, and the share that converged where that is not all."""
+    """A score with the mean iterations of its solves, and the share that converged where that is
+    not all.
+    """
     solves = "" if row["self_iterations"] is None else f" ({row['self_iterations']:.1f})"
     doubt = "" if row["converged"] in (None, 1.0) else f", {row['converged']:.1%} converged"
     return f"{row['bits_per_byte']:.3f}{solves}{doubt}"

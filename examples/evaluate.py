@@ -2,9 +2,10 @@
 
 The numbers of the solves are printed, and stand in lm-eval's results under ``config``, ``solves``.
 
-    python examples/evaluate.py run --model deqseq --model_args pretrained=MODEL --tasks piqa,lambada_openai
-    python examples/evaluate.py run --model deqseq --tasks piqa
-        --model_args '{"pretrained": "MODEL", "solve": {"sweep": "Sequential", "stop": {"max_steps": 8}}}'
+    python examples/evaluate.py run --model deqseq --model_args pretrained=MODEL --tasks
+    piqa,lambada_openai python examples/evaluate.py run --model deqseq --tasks piqa
+        --model_args '{"pretrained": "MODEL", "solve": {"sweep": "Sequential", "stop": {"max_steps":
+        8}}}'
 """
 
 import json
@@ -13,7 +14,9 @@ from collections.abc import Mapping
 from typing import Any
 
 if __name__ == "__main__":
-    sys.path.append(sys.path.pop(0))  # this folder comes last: lm-eval imports a package that is also called evaluate
+    sys.path.append(
+        sys.path.pop(0)
+    )  # this folder comes last: lm-eval imports a package that is also called evaluate
 
 import torch
 from lm_eval.__main__ import cli_evaluate  # pyright: ignore[reportMissingImports]
@@ -31,9 +34,11 @@ class SavedLM(SolvedLM):
     Args:
         pretrained: a folder written by ``save_pretrained``, or a name on the hub.
         tokenizer: the same of its tokenizer. Default: the model's own.
-        solve: fields of the model's :class:`deqseq.SolveConfig` to replace. Default: as the model has them.
+        solve: fields of the model's :class:`deqseq.SolveConfig` to replace. Default: as the model
+            has them.
         device: where to run. lm-eval's default is cuda; without a GPU it is the CPU, as in lm-eval.
-        **options: ``window``, ``batch_size`` and ``max_length`` of :class:`deqseq.integrations.lm_eval.SolvedLM`.
+        **options: ``window``, ``batch_size`` and ``max_length`` of
+            :class:`deqseq.integrations.lm_eval.SolvedLM`.
     """
 
     def __init__(
@@ -48,7 +53,9 @@ class SavedLM(SolvedLM):
         model: Any = AutoModelForCausalLM.from_pretrained(pretrained)
         options.pop("max_batch_size", None)  # of lm-eval's command line, for batch_size=auto
         model = model.to(place).eval()
-        super().__init__(model, AutoTokenizer.from_pretrained(tokenizer or pretrained), solve, **options)
+        super().__init__(
+            model, AutoTokenizer.from_pretrained(tokenizer or pretrained), solve, **options
+        )
 
     def get_model_info(self) -> dict[str, Any]:
         """What lm-eval writes about a model at the end, with the numbers of its solves."""

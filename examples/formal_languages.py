@@ -1,9 +1,11 @@
-"""Formal languages: an implicit model learns a task of the Chomsky hierarchy, next to an explicit model of more blocks.
+"""Formal languages: an implicit model learns a task of the Chomsky hierarchy, next to an explicit
+model of more blocks.
 
-A string comes in, then a blank for each symbol of the answer. One Mamba2 block is trained on strings of up to 40
-symbols, which get longer as it learns them: first through a few unrolled iterations, then at its fixed point. It is
-tested on strings of 40 to 256. The explicit model sees the same batches, in as many steps. Accuracy is that of the
-answer's symbols, scaled so that chance is 0. Interrupt it and run it again: it goes on from its last checkpoint.
+A string comes in, then a blank for each symbol of the answer. One Mamba2 block is trained on
+strings of up to 40 symbols, which get longer as it learns them: first through a few unrolled
+iterations, then at its fixed point. It is tested on strings of 40 to 256. The explicit model sees
+the same batches, in as many steps. Accuracy is that of the answer's symbols, scaled so that chance
+is 0. Interrupt it and run it again: it goes on from its last checkpoint.
 
     python examples/formal_languages.py                                      # parity check
     python examples/formal_languages.py --quick                              # seconds: does it run?
@@ -39,7 +41,19 @@ class Options(Recipe):
     """An implicit model learns a formal language, next to explicit models of the same blocks."""
 
     task: str = "parity_check"  # one of TASKS in formal_tasks.py
-    free_lengths: tuple[int, ...] = (8, 10, 12, 14, 16, 20, 24, 28, 32, 36, 40)  # trained at the fixed point
+    free_lengths: tuple[int, ...] = (
+        8,
+        10,
+        12,
+        14,
+        16,
+        20,
+        24,
+        28,
+        32,
+        36,
+        40,
+    )  # trained at the fixed point
     eval_lengths: tuple[int, ...] = (40, 64, 96, 128, 192, 256)  # test lengths
 
     def __post_init__(self) -> None:
@@ -54,7 +68,8 @@ def read_options(arguments: Sequence[str]) -> Options:
 
 
 def scaled_accuracy(logits: Tensor, targets: Tensor, chance: float) -> float:
-    r"""Share of right answers, scaled so that chance is 0 and all right is 1; worse than chance is negative.
+    r"""Share of right answers, scaled so that chance is 0 and all right is 1; worse than chance is
+    negative.
 
     .. math:: (\text{accuracy} - \text{chance}) / (1 - \text{chance})
     """
@@ -72,20 +87,37 @@ def evaluate(lm: dq.CausalLM, options: Options) -> Iterator[dict[str, Any]]:
         batch, begun = with_start(batch, task, options), time.perf_counter()
         stop = dq.Stop(rtol=RTOL, max_steps=max(64, 4 * batch.inputs.shape[1]))
         output = lm(batch.inputs, **({"stop": stop} if implicit else {}))
-        row = {"task": options.task, "length": length, "sweep": "simultaneous" if implicit else "single pass"}
-        row |= {"accuracy": scaled_accuracy(output.logits, batch.targets, task.chance)} | solve_numbers(output)
+        row = {
+            "task": options.task,
+            "length": length,
+            "sweep": "simultaneous" if implicit else "single pass",
+        }
+        row |= {
+            "accuracy": scaled_accuracy(output.logits, batch.targets, task.chance)
+        } | solve_numbers(output)
         yield row | {"sequences": STRINGS, "seconds": round(time.perf_counter() - begun, 3)}
 
 
 def most_frequent(options: Options) -> Rows:
-    """The scores of a model that always gives the most frequent answer: what is learned lies above them."""
+    """The scores of a model that always gives the most frequent answer: what is learned lies above
+    them.
+    """
     task, rows = TASKS[options.task], []
     for length in options.eval_lengths:
         targets = task.fixed(STRINGS, length, seed=1000 + length).targets
         logits = torch.zeros(*targets.shape, task.vocab_size)
         logits[:, :, targets[targets >= 0].mode().values] = 1.0
-        row = {"task": options.task, "model": "most frequent answer", "length": length, "sweep": "single pass"}
-        row |= {"accuracy": scaled_accuracy(logits, targets, task.chance), "sequences": STRINGS, "seed": options.seed}
+        row = {
+            "task": options.task,
+            "model": "most frequent answer",
+            "length": length,
+            "sweep": "single pass",
+        }
+        row |= {
+            "accuracy": scaled_accuracy(logits, targets, task.chance),
+            "sequences": STRINGS,
+            "seed": options.seed,
+        }
         rows.append(row | dict.fromkeys(("self_iterations", "converged")))
     return rows
 

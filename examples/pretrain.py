@@ -1,14 +1,17 @@
 """Pretraining on text: implicit language models by the paper's curriculum, and explicit ones.
 
-Each model sees the same rows of text, in transformers' Trainer. Held-out text is then scored in bits per byte, solved
-at once and token by token, and at several times the trained length. Models are saved for ``AutoModelForCausalLM``. An
-interrupted run continues from its last checkpoint when the script is started again.
+Each model sees the same rows of text, in transformers' Trainer. Held-out text is then scored in
+bits per byte, solved at once and token by token, and at several times the trained length. Models
+are saved for ``AutoModelForCausalLM``. An interrupted run continues from its last checkpoint when
+the script is started again.
 
-    python examples/pretrain.py                                              # Shakespeare's plays, four small models
-    python examples/pretrain.py --quick                                      # a minute, no download
-    python examples/pretrain.py --corpus texts/ --models implicit-llama --d-model 512 --heads 8 --steps 50000
-    torchrun --nproc_per_node 8 examples/pretrain.py --models llama3-130m-implicit --corpus hub:allenai/c4:en
-        --tokenizer EleutherAI/gpt-neox-20b --fsdp --device cuda --bfloat16 --length 2048 --batch 256 --steps 20000
+    python examples/pretrain.py                                              # Shakespeare's plays,
+    four small models python examples/pretrain.py --quick                                      # a
+    minute, no download python examples/pretrain.py --corpus texts/ --models implicit-llama
+    --d-model 512 --heads 8 --steps 50000 torchrun --nproc_per_node 8 examples/pretrain.py --models
+    llama3-130m-implicit --corpus hub:allenai/c4:en
+        --tokenizer EleutherAI/gpt-neox-20b --fsdp --device cuda --bfloat16 --length 2048 --batch
+        256 --steps 20000
 """
 
 import json
@@ -20,7 +23,15 @@ from typing import Any, ClassVar
 
 from bits_per_byte import cell, excerpts, load_model, score
 from matplotlib.figure import Figure
-from run_folder import check_folder, claimed_folder, markdown, naming, read_options, write_rows, write_whole
+from run_folder import (
+    check_folder,
+    claimed_folder,
+    markdown,
+    naming,
+    read_options,
+    write_rows,
+    write_whole,
+)
 from text_training import TextOptions, end_of_training, prepare, train
 
 import deqseq as dq
@@ -38,7 +49,9 @@ class Options(TextOptions):
     """Language models are trained on text: implicit and explicit ones."""
 
     models: tuple[str, ...] = SMALL  # {implicit, explicit}-{llama, mamba2}, or names of presets
-    tokenizer: str | None = None  # a folder, or a name on the hub. Default: a BPE is trained on the corpus
+    tokenizer: str | None = (
+        None  # a folder, or a name on the hub. Default: a BPE is trained on the corpus
+    )
     d_model: int = 160  # width of the small models
     layers: int = 2  # their blocks
     heads: int = 5  # llama: attention heads
@@ -47,7 +60,9 @@ class Options(TextOptions):
     headdim: int = 32  # mamba2: channels of a head
     bounded_steps: int = 4  # iterations of the bounded phase
     bounded_share: float = 0.8  # share of the run that is bounded; 1: all of it
-    budget: int = 0  # iterations of the free phase at most; 0: the paper's, 32 for Llama, 24 for Mamba2
+    budget: int = (
+        0  # iterations of the free phase at most; 0: the paper's, 32 for Llama, 24 for Mamba2
+    )
     phantom: int = 4  # phantom steps of the free phase; the bounded one has 1
     rtol: float = 0.05  # relative tolerance of each token
     warmup: int = 50  # updates until the peak of the learning rate
@@ -64,17 +79,24 @@ class Options(TextOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.warmup + math.ceil(self.decay * self.steps) > self.steps:
-            raise ValueError(f"--warmup {self.warmup} and --decay {self.decay} must fit into {self.steps} updates")
+            raise ValueError(
+                f"--warmup {self.warmup} and --decay {self.decay} must fit into {self.steps} "
+                "updates"
+            )
         if self.fsdp and self.device == "cpu":
             raise ValueError("--fsdp needs --device cuda: on CPUs accelerate has DDP only")
         if not self.models or len(set(self.models)) < len(self.models):
-            raise ValueError(f"--models must be one or more different names, got {' '.join(self.models) or 'none'}")
+            raise ValueError(
+                "--models must be one or more different names, got "
+                f"{' '.join(self.models) or 'none'}"
+            )
         for name in self.models:
             check_choice("--models", name, (*SMALL, *PRESETS))
             with_free = curriculum_of(name, self).phases[-1].name == "free"
             if with_free and self.bounded_share * self.steps > self.steps - 1:
                 raise ValueError(
-                    f"--bounded-share {self.bounded_share} leaves no update of {self.steps} for the free phase: give "
+                    f"--bounded-share {self.bounded_share} leaves no update of {self.steps} for "
+                    "the free phase: give "
                     "more --steps, a smaller share, or 1"
                 )
             try:
@@ -84,8 +106,10 @@ class Options(TextOptions):
 
 
 QUICK: dict[str, Any] = {
-    "corpus": "babble", "vocab_size": 290, "d_model": 32, "mlp_width": 64, "heads": 2, "d_state": 8, "headdim": 16,
-    "length": 32, "steps": 60, "warmup": 5, "eval_tokens": 1024, "extrapolation": (2,), "checkpoint_every": 20,
+    "corpus": "babble", "vocab_size": 290, "d_model": 32, "mlp_width": 64,
+    "heads": 2, "d_state": 8, "headdim": 16,
+    "length": 32, "steps": 60, "warmup": 5, "eval_tokens": 1024, "extrapolation": (2,),
+    "checkpoint_every": 20,
     "output": "runs/pretrain_quick",
 }  # fmt: skip
 
@@ -102,12 +126,19 @@ def spec_of(name: str, options: Options, vocab_size: int) -> dq.LanguageModelSpe
     implicit = dq.LanguageModelSpec(vocab_size, backbone)
     if name.startswith("implicit"):
         return implicit
-    return replace(implicit.explicit(), backbone=replace(backbone, weight_norm=False, injection=False))
+    return replace(
+        implicit.explicit(), backbone=replace(backbone, weight_norm=False, injection=False)
+    )
 
 
 def curriculum_of(name: str, options: Options) -> Curriculum:
-    """The paper's: bounded, then free, both damped; a preset for pretraining is bounded throughout."""
-    base, budget = dq.SolveConfig(dq.Relaxed(0.8)), options.budget or (32 if "llama" in name else 24)
+    """The paper's: bounded, then free, both damped; a preset for pretraining is bounded
+    throughout.
+    """
+    base, budget = (
+        dq.SolveConfig(dq.Relaxed(0.8)),
+        options.budget or (32 if "llama" in name else 24),
+    )
     if options.bounded_share == 1 or name.endswith("-pretrain") or "explicit" in name:
         return Curriculum((bounded(options.bounded_steps, 1, until=None, base=base),))
     first = bounded(options.bounded_steps, 1, until=options.bounded_share, base=base)
@@ -118,8 +149,13 @@ def train_model(name: str, options: Options, tokenizer: Any, rows: Any) -> Path:
     """Train a model, or go on; its folder."""
     spec, end = spec_of(name, options, len(tokenizer)), tokenizer.eos_token_id
     fsdp: dict[str, Any] = {}
-    if options.fsdp:  # one group: iterations use every weight again and again, so they are gathered once a step
-        fsdp = {"fsdp": True, "fsdp_config": {"auto_wrap_policy": "NO_WRAP", "reshard_after_forward": False}}
+    if (
+        options.fsdp
+    ):  # one group: iterations use every weight again and again, so they are gathered once a step
+        fsdp = {
+            "fsdp": True,
+            "fsdp_config": {"auto_wrap_policy": "NO_WRAP", "reshard_after_forward": False},
+        }
     decay = {"num_decay_steps": math.ceil(options.decay * options.steps), "decay_type": "1-sqrt"}
     return train(
         options,
@@ -137,18 +173,33 @@ def train_model(name: str, options: Options, tokenizer: Any, rows: Any) -> Path:
 
 
 def evaluate(name: str, options: Options, held_out: Any) -> list[dict[str, Any]]:
-    """Held-out scores at the trained length, with each sweep, and at several times that, all tokens at once."""
+    """Held-out scores at the trained length, with each sweep, and at several times that, all tokens
+    at once.
+    """
     model = load_model(Path(options.output, name, "model"), options.device)
     lengths = [options.length * n for n in (1, *options.extrapolation)]
     cases: list[tuple[int, str, dict[str, Any]]] = [(length, "one pass", {}) for length in lengths]
     if "explicit" not in name:
-        cases = [(length, "simultaneous", {"solve": {"sweep": dq.Simultaneous()}}) for length in lengths]
+        cases = [
+            (length, "simultaneous", {"solve": {"sweep": dq.Simultaneous()}}) for length in lengths
+        ]
         cases.insert(1, (options.length, "sequential", {"solve": {"sweep": dq.Sequential()}}))
         trained = curriculum_of(name, options).phases[-1].solve
         if not trained.stop.has_tolerance:  # bounded to the end: also as deep as in training
             depth = trained.stop.max_steps + getattr(trained.gradient, "steps", 0)
-            cases.insert(2, (options.length, f"{depth} iterations", {"solve": {"stop": dq.Stop.exactly(depth)}}))
-    shared = {"model": name, "seed": options.seed, "parameters": sum(part.numel() for part in model.parameters())}
+            cases.insert(
+                2,
+                (
+                    options.length,
+                    f"{depth} iterations",
+                    {"solve": {"stop": dq.Stop.exactly(depth)}},
+                ),
+            )
+    shared = {
+        "model": name,
+        "seed": options.seed,
+        "parameters": sum(part.numel() for part in model.parameters()),
+    }
     rows = []
     for length, sweep, how in cases:
         batch = max(1, options.batch * options.length // length)
@@ -158,17 +209,23 @@ def evaluate(name: str, options: Options, held_out: Any) -> list[dict[str, Any]]
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Bits per byte, models down, lengths across, with the mean iterations in brackets, as Markdown."""
+    """Bits per byte, models down, lengths across, with the mean iterations in brackets, as
+    Markdown.
+    """
     lengths, lines = sorted({row["length"] for row in rows}), []
     for model, sweep in dict.fromkeys((row["model"], row["sweep"]) for row in rows):
-        scored = {row["length"]: row for row in rows if (row["model"], row["sweep"]) == (model, sweep)}
+        scored = {
+            row["length"]: row for row in rows if (row["model"], row["sweep"]) == (model, sweep)
+        }
         cells = [cell(scored[length]) if length in scored else "" for length in lengths]
         lines.append([model, f"{next(iter(scored.values()))['parameters']:,}", sweep, *cells])
     return markdown(["model", "parameters", "solved", *map(str, lengths)], lines)
 
 
 def draw(folder: Path, rows: list[dict[str, Any]], length: int) -> None:
-    """Write ``pretrain.png``: training loss, and held-out loss by position at the greatest length."""
+    """Write ``pretrain.png``: training loss, and held-out loss by position at the
+    greatest length.
+    """
     figure = Figure(figsize=(10, 4), layout="constrained")
     training, by_position = figure.subplots(1, 2)
     longest = max(row["length"] for row in rows)
@@ -177,15 +234,23 @@ def draw(folder: Path, rows: list[dict[str, Any]], length: int) -> None:
             continue
         style: dict[str, Any] = {"color": COLOURS["llama" if "llama" in row["model"] else "mamba2"]}
         style |= {"linestyle": ":" if "explicit" in row["model"] else "-", "label": row["model"]}
-        history = json.loads((folder / row["model"] / "trainer_state.json").read_text())["log_history"]
+        history = json.loads((folder / row["model"] / "trainer_state.json").read_text())[
+            "log_history"
+        ]
         steps = [entry for entry in history if "loss" in entry]
-        training.plot([entry["step"] for entry in steps], [entry["loss"] for entry in steps], **style)
+        training.plot(
+            [entry["step"] for entry in steps], [entry["loss"] for entry in steps], **style
+        )
         window = max(1, longest // 24)
-        means = [sum(row["by_position"][n : n + window]) / window for n in range(longest - window + 1)]
+        means = [
+            sum(row["by_position"][n : n + window]) / window for n in range(longest - window + 1)
+        ]
         by_position.plot(range(window, longest + 1), means, **style)
     by_position.axvspan(1, length, color="#f2efe6", zorder=0)
     training.set(xlabel="update", ylabel="training loss (nats per token)")
-    by_position.set(xlabel="position in the sequence; shaded: trained", ylabel="held-out loss (nats per token)")
+    by_position.set(
+        xlabel="position in the sequence; shaded: trained", ylabel="held-out loss (nats per token)"
+    )
     training.legend(fontsize=8)
     figure.savefig(folder / "pretrain.png", dpi=150)
 
@@ -205,11 +270,17 @@ def main(arguments: list[str]) -> None:
         if not end_of_training():
             return
         scored = [row for name in options.models for row in evaluate(name, options, held_out)]
-        text = table(scored) + "\n\nA --quick run: too few updates to compare the models." * options.quick
+        text = (
+            table(scored)
+            + "\n\nA --quick run: too few updates to compare the models." * options.quick
+        )
         write_rows(folder, scored)
         write_whole(folder / "table.md", f"{text}\n")
         draw(folder, scored, options.length)
-    print(f"\nheld-out bits per byte (mean iterations); {options.steps} updates; results in {folder}/\n\n{text}")
+    print(
+        f"\nheld-out bits per byte (mean iterations); {options.steps} updates; results in "
+        f"{folder}/\n\n{text}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """One recipe for all synthetic tasks: lengths that grow as the accuracy does.
 
-An implicit model starts on strings of 2 tokens, through a few unrolled iterations, all differentiated. When nearly all
-answers are right, the next length follows; from ``--lengths`` it goes on to ``--free-lengths``, where the fixed point
-itself is trained, solved with a sliding window from random states. When the last length is learned, the learning rate
-falls to the end. An explicit model sees the same batches at the same steps.
+An implicit model starts on strings of 2 tokens, through a few unrolled iterations, all
+differentiated. When nearly all answers are right, the next length follows; from ``--lengths`` it
+goes on to ``--free-lengths``, where the fixed point itself is trained, solved with a sliding window
+from random states. When the last length is learned, the learning rate falls to the end. An explicit
+model sees the same batches at the same steps.
 """
 
 import math
@@ -39,11 +40,33 @@ class Recipe(RunOptions):
     d_state: int = 32  # mamba2: state size of each channel
     headdim: int = 32  # mamba2: channels per head
     layers: int = 1  # blocks of the implicit model
-    dropout: float = 0.2  # of the blocks, one mask per solve: keeps small errors from adding up over the tokens
+    dropout: float = (
+        0.2  # of the blocks, one mask per solve: keeps small errors from adding up over the tokens
+    )
     batch: int = 128  # sequences per training step
-    batch_tokens: int = 0  # tokens per step at most: in lessons of longer sequences there are fewer; 0: any
-    lengths: tuple[int, ...] = (2, 3, 4, 5, 6, 7, 8)  # lengths of the first phase, through unrolled iterations
-    free_lengths: tuple[int, ...] = (8, 10, 12, 14, 16, 20, 24, 28, 32)  # lengths of the second, at the fixed point
+    batch_tokens: int = (
+        0  # tokens per step at most: in lessons of longer sequences there are fewer; 0: any
+    )
+    lengths: tuple[int, ...] = (
+        2,
+        3,
+        4,
+        5,
+        6,
+        7,
+        8,
+    )  # lengths of the first phase, through unrolled iterations
+    free_lengths: tuple[int, ...] = (
+        8,
+        10,
+        12,
+        14,
+        16,
+        20,
+        24,
+        28,
+        32,
+    )  # lengths of the second, at the fixed point
     learned: float = 0.95  # accuracy at which the next length follows
     steps: int = 8000  # training steps at most
     lr: float = 3e-3  # peak learning rate
@@ -67,15 +90,20 @@ class Recipe(RunOptions):
 class LengthSchedule(TrainingBatches):
     """Batches in lessons: one for each length, which ends when the length is learned.
 
-    Half of the batches have the lesson's length, the others one drawn up to it. When all lengths are learned, or the
-    steps are nearly over, the learning rate falls: over 2/5 of the steps done so far, at least 600, at most 2/7 of all.
-    One of the ``tasks`` is drawn from at every step; the ``plan`` of a run that has ended is repeated, if given.
+    Half of the batches have the lesson's length, the others one drawn up to it. When all lengths
+    are learned, or the steps are nearly over, the learning rate falls: over 2/5 of the steps done
+    so far, at least 600, at most 2/7 of all. One of the ``tasks`` is drawn from at every step; the
+    ``plan`` of a run that has ended is repeated, if given.
     """
 
     saved = (*TrainingBatches.saved, "ends", "decay", "recent", "full")
 
     def __init__(
-        self, tasks: Sequence[Task], options: Recipe, accuracy: Accuracy, plan: dict[str, Any] | None = None
+        self,
+        tasks: Sequence[Task],
+        options: Recipe,
+        accuracy: Accuracy,
+        plan: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(options.steps)
         self.tasks, self.options, self.accuracy, self.given = tasks, options, accuracy, plan
@@ -102,10 +130,18 @@ class LengthSchedule(TrainingBatches):
 
     @property
     def progress(self) -> float:
-        """The share of the lessons that are over, with one more for the steps in which the learning rate falls."""
+        """The share of the lessons that are over, with one more for the steps in which the learning
+        rate falls.
+        """
         left = len(self.lengths) + 1 - len(self.ends)
-        falling = 0.0 if self.decay is None else (self.step - self.decay) / max(1, self.last - self.decay)
-        return 1.0 if self.step >= self.last else (len(self.ends) + falling * left) / (len(self.lengths) + 1)
+        falling = (
+            0.0 if self.decay is None else (self.step - self.decay) / max(1, self.last - self.decay)
+        )
+        return (
+            1.0
+            if self.step >= self.last
+            else (len(self.ends) + falling * left) / (len(self.lengths) + 1)
+        )
 
     @property
     def lr(self) -> float:
@@ -122,7 +158,9 @@ class LengthSchedule(TrainingBatches):
         return {"ends": self.ends, "decay": self.decay}
 
     def __next__(self) -> WordBatch:
-        drawn = random.Random(f"data {self.options.seed} {self.step}")  # a run that goes on draws the same
+        drawn = random.Random(
+            f"data {self.options.seed} {self.step}"
+        )  # a run that goes on draws the same
         length = self.length if drawn.random() < 0.5 else drawn.randint(1, self.length)
         task, seed = drawn.choice(self.tasks), drawn.getrandbits(61) % 2**31
         self.step, self.full = self.step + 1, length == self.length
@@ -136,7 +174,9 @@ class LengthSchedule(TrainingBatches):
         numbers = {"length": self.length, "accuracy": self.accuracy(output, batch)}
         if self.given is not None:
             self.ends = [end for end in self.given["ends"] if end <= self.step]
-            self.decay = self.given["decay"] if (self.given["decay"] or math.inf) <= self.step else None
+            self.decay = (
+                self.given["decay"] if (self.given["decay"] or math.inf) <= self.step else None
+            )
             return numbers
         if self.full and self.decay is None:
             self.recent = [*self.recent[1 - RECENT :], numbers["accuracy"]]
@@ -150,20 +190,31 @@ class LengthSchedule(TrainingBatches):
 
     def _last(self, decay: int) -> int:
         """The step at which the run ends if the learning rate falls after ``decay`` of them."""
-        return min(self.options.steps, decay + min(max(FALLING, 2 * decay // 5), 2 * self.options.steps // 7))
+        return min(
+            self.options.steps,
+            decay + min(max(FALLING, 2 * decay // 5), 2 * self.options.steps // 7),
+        )
 
 
 def with_start(batch: WordBatch, task: Task, options: Recipe) -> WordBatch:
-    """The batch; for a Llama behind a start token, not scored: attention cannot count equal tokens without one."""
+    """The batch; for a Llama behind a start token, not scored: attention cannot count equal tokens
+    without one.
+    """
     if options.backbone != "llama":
         return batch
-    return WordBatch(F.pad(batch.inputs, (1, 0), value=task.vocab_size), F.pad(batch.targets, (1, 0), value=-100))
+    return WordBatch(
+        F.pad(batch.inputs, (1, 0), value=task.vocab_size), F.pad(batch.targets, (1, 0), value=-100)
+    )
 
 
 def make_curriculum(options: Recipe) -> Curriculum:
-    """Unrolled iterations first, then the fixed point itself; a lesson of each phase is a length."""
+    """Unrolled iterations first, then the fixed point itself; a lesson of each phase is
+    a length.
+    """
     adaptive = dq.SolveConfig(dq.Adaptive())
-    windowed = dq.SolveConfig(dq.Adaptive(), sweep=dq.Sliding(WINDOW), start=dq.RandomStart(options.start))
+    windowed = dq.SolveConfig(
+        dq.Adaptive(), sweep=dq.Sliding(WINDOW), start=dq.RandomStart(options.start)
+    )
     until = len(options.lengths) / (len(options.lengths) + len(options.free_lengths) + 1)
     first = unrolled(8, until=until, base=dq.SolveConfig(dq.Relaxed(0.8)), eval_base=adaptive)
     return Curriculum((first, free(16, 4, rtol=0.03, base=windowed, eval_base=adaptive)))
@@ -178,5 +229,9 @@ def make_model(options: Recipe, vocab_size: int, blocks: int | None) -> dq.Causa
         vocab_size += 1  # the start token
         backbone = dq.Llama(dq.LlamaConfig(n_heads=4, mlp_width=2 * options.d_model, **sizes))
     else:
-        backbone = dq.Mamba2(dq.Mamba2Config(d_state=options.d_state, headdim=options.headdim, **sizes))
-    return dq.CausalLM(vocab_size, dq.ImplicitModel(backbone) if blocks is None else dq.ExplicitModel(backbone))
+        backbone = dq.Mamba2(
+            dq.Mamba2Config(d_state=options.d_state, headdim=options.headdim, **sizes)
+        )
+    return dq.CausalLM(
+        vocab_size, dq.ImplicitModel(backbone) if blocks is None else dq.ExplicitModel(backbone)
+    )

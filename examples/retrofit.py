@@ -1,14 +1,16 @@
 """A pretrained decoder whose middle layers are iterated, fine-tuned beside the unlooped original.
 
-Both see the same rows of a text, with the same updates, in transformers' Trainer. The looped model's number of
-iterations is drawn for every update. Held-out text is then scored in bits per byte at budgets from 1 to 32 iterations,
-and solved to a tolerance. Models are saved for ``AutoModelForCausalLM``. An interrupted run continues from its last
-checkpoint when the script is started again.
+Both see the same rows of a text, with the same updates, in transformers' Trainer. The looped
+model's number of iterations is drawn for every update. Held-out text is then scored in bits per
+byte at budgets from 1 to 32 iterations, and solved to a tolerance. Models are saved for
+``AutoModelForCausalLM``. An interrupted run continues from its last checkpoint when the script is
+started again.
 
-    python examples/retrofit.py --quick                              # a tiny Llama, made here; seconds
-    python examples/retrofit.py --model meta-llama/Llama-3.2-1B --prelude 4 --core 8 --coda 4 --lora 16
-    python examples/retrofit.py --model Qwen/Qwen3-0.6B --prelude 8 --core 12 --coda 8 --bfloat16 --device cuda
-    python examples/retrofit.py --model smollm2 --prelude 12 --core 2 --coda 6 --dropped 10 --distil --gate 0.15
+    python examples/retrofit.py --quick                              # a tiny Llama, made here;
+    seconds python examples/retrofit.py --model meta-llama/Llama-3.2-1B --prelude 4 --core 8 --coda
+    4 --lora 16 python examples/retrofit.py --model Qwen/Qwen3-0.6B --prelude 8 --core 12 --coda 8
+    --bfloat16 --device cuda python examples/retrofit.py --model smollm2 --prelude 12 --core 2
+    --coda 6 --dropped 10 --distil --gate 0.15
 """
 
 import math
@@ -24,7 +26,15 @@ from typing import Any, ClassVar, Literal
 import torch
 from bits_per_byte import cell, excerpts, load_model, score
 from gguf_model import smollm2
-from run_folder import check_folder, claimed_folder, markdown, naming, read_options, write_rows, write_whole
+from run_folder import (
+    check_folder,
+    claimed_folder,
+    markdown,
+    naming,
+    read_options,
+    write_rows,
+    write_whole,
+)
 from text_training import TextOptions, end_of_training, prepare, train
 from torch import nn
 from torch.nn import functional as F
@@ -41,14 +51,20 @@ BUDGETS = (1, 2, 4, 8, 16, 32)
 class Options(TextOptions):
     """A pretrained decoder is looped and fine-tuned, beside the unlooped original."""
 
-    model: str | None = None  # a folder, a name on the hub, or smollm2. Default: a tiny Llama is trained here first
+    model: str | None = (
+        None  # a folder, a name on the hub, or smollm2. Default: a tiny Llama is trained here first
+    )
     prelude: int = 1  # first layers, which run once
     core: int = 2  # layers that are iterated
     coda: int = 1  # last layers, which run once
     dropped: int = 0  # layers between prelude and core that are left out
-    injection: Literal["concat", "add", "decay"] = "concat"  # how the prelude's output enters each iteration
-    gate: float = 0.0  # of concat: share of the state in the core's input, before training; the rest is the prelude's
-    distil: bool = False  # train only the core, to predict as the pretrained model does; unlooped: the core runs once
+    injection: Literal["concat", "add", "decay"] = (
+        "concat"  # how the prelude's output enters each iteration
+    )
+    # of concat: share of the state in the core's input, before training; the rest is the prelude's
+    gate: float = 0.0
+    # train only the core, to predict as the pretrained model does; unlooped: the core runs once
+    distil: bool = False
     depth: int = 7  # mean of the drawn number of iterations, less one
     last: int = 4  # iterations that are differentiated
     lora: int = 0  # rank of LoRA adapters of all linear maps; 0: all weights are trained
@@ -68,13 +84,16 @@ class Options(TextOptions):
         if self.gate and self.injection != "concat":
             raise ValueError(f"--gate needs --injection concat, got {self.injection}")
         if self.lora and self.distil:
-            raise ValueError(f"--distil trains the weights of the core: leave out --lora, got {self.lora}")
+            raise ValueError(
+                f"--distil trains the weights of the core: leave out --lora, got {self.lora}"
+            )
         if self.lora and find_spec("peft") is None:
             raise ValueError("--lora needs PEFT: pip install peft")
 
 
 QUICK: dict[str, Any] = {
-    "corpus": "babble", "vocab_size": 290, "steps": 60, "length": 32, "tiny_steps": 150, "eval_tokens": 1024,
+    "corpus": "babble", "vocab_size": 290, "steps": 60, "length": 32, "tiny_steps": 150,
+    "eval_tokens": 1024,
     "lr": 2e-3, "checkpoint_every": 20, "output": "runs/retrofit_quick",
 }  # fmt: skip
 
@@ -84,11 +103,17 @@ def split(model: Any, options: Options) -> dq.CausalLM:
     sizes: Any = {name: getattr(options, name) for name in ("prelude", "core", "coda", "dropped")}
     lm = retrofit(model, **sizes, injection=options.injection)
     core: Any = lm.model.core  # pyright: ignore[reportAttributeAccessIssue]
-    if options.gate:  # solves begin at the prelude's output, of which one iteration is then the core's pass
+    if (
+        options.gate
+    ):  # solves begin at the prelude's output, of which one iteration is then the core's pass
         with torch.no_grad():
             same = torch.eye(core.d_model)
-            core.backbone.injection.weight.copy_(torch.cat([options.gate * same, (1 - options.gate) * same], dim=1))
-        core.solve, core.eval_solve = (replace(way, start="input") for way in (core.solve, core.eval_solve))
+            core.backbone.injection.weight.copy_(
+                torch.cat([options.gate * same, (1 - options.gate) * same], dim=1)
+            )
+        core.solve, core.eval_solve = (
+            replace(way, start="input") for way in (core.solve, core.eval_solve)
+        )
     if options.distil:
         lm.requires_grad_(False)
         core.requires_grad_(True)
@@ -103,19 +128,35 @@ def tiny(options: Options, vocab_size: int) -> LlamaForCausalLM:
 
 
 def adapted(model: nn.Module, rank: int) -> Any:
-    """The model with LoRA adapters of its linear maps, if a rank is given; a new injection is trained whole."""
+    """The model with LoRA adapters of its linear maps, if a rank is given; a new injection is
+    trained whole.
+    """
     if not rank:
         return model
     peft: Any = import_module("peft")
-    names = sorted({name.rpartition(".")[2] for name, part in model.named_modules() if isinstance(part, nn.Linear)})
-    whole = ["injection"] if any(name.endswith("injection") for name, _ in model.named_modules()) else None
+    names = sorted(
+        {
+            name.rpartition(".")[2]
+            for name, part in model.named_modules()
+            if isinstance(part, nn.Linear)
+        }
+    )
+    whole = (
+        ["injection"]
+        if any(name.endswith("injection") for name, _ in model.named_modules())
+        else None
+    )
     targets = [name for name in names if name not in ("lm_head", "embed_out")]
-    config = peft.LoraConfig(task_type="CAUSAL_LM", r=rank, target_modules=targets, modules_to_save=whole)
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM", r=rank, target_modules=targets, modules_to_save=whole
+    )
     return peft.get_peft_model(model, config)
 
 
 def divergence(source: str | Path, options: Options) -> Callable[..., torch.Tensor]:
-    """How far predictions are from the pretrained model's, as a loss of the Trainer; a row's labels are its tokens."""
+    """How far predictions are from the pretrained model's, as a loss of the Trainer; a row's labels
+    are its tokens.
+    """
     teacher = load_model(source, options.device)
     teacher = teacher.bfloat16() if options.bfloat16 else teacher
 
@@ -130,13 +171,21 @@ def divergence(source: str | Path, options: Options) -> Callable[..., torch.Tens
 
 
 def train_models(options: Options, tokenizer: Any, rows: Any) -> str | Path:
-    """Train the unlooped and the looped model, and before them the tiny one if none is given; where theirs is."""
+    """Train the unlooped and the looped model, and before them the tiny one if none is given; where
+    theirs is.
+    """
     source: str | Path | None = options.model
     schedule: dict[str, Any] = {"lr_scheduler_type": "cosine"}
     if source is None:
         warmup = math.ceil(options.tiny_steps / 10)
-        first = schedule | {"max_steps": options.tiny_steps, "warmup_steps": warmup, "learning_rate": 4e-3}
-        source = train(options, "tiny", lambda: tiny(options, len(tokenizer)), rows, tokenizer, **first)
+        first = schedule | {
+            "max_steps": options.tiny_steps,
+            "warmup_steps": warmup,
+            "learning_rate": 4e-3,
+        }
+        source = train(
+            options, "tiny", lambda: tiny(options, len(tokenizer)), rows, tokenizer, **first
+        )
     schedule["warmup_steps"] = math.ceil(options.steps / 10)
     if options.lora:
         schedule["finish"] = lambda model: model.merge_and_unload()
@@ -144,13 +193,17 @@ def train_models(options: Options, tokenizer: Any, rows: Any) -> str | Path:
         schedule["loss"] = divergence(source, options)
 
     def looped() -> Any:
-        return adapted(from_causal_lm(split(load_model(source, options.device), options)), options.lora)
+        return adapted(
+            from_causal_lm(split(load_model(source, options.device), options)), options.lora
+        )
 
     def unlooped() -> Any:
         if not options.distil:
             return adapted(load_model(source, options.device), options.lora)
         core = (model := looped()).model.core.core
-        core.solve = core.eval_solve = replace(core.solve, stop=dq.Stop.exactly(1), gradient=dq.Unrolled())
+        core.solve = core.eval_solve = replace(
+            core.solve, stop=dq.Stop.exactly(1), gradient=dq.Unrolled()
+        )
         return model
 
     train(options, "unlooped", unlooped, rows, tokenizer, **schedule)
@@ -162,11 +215,23 @@ def train_models(options: Options, tokenizer: Any, rows: Any) -> str | Path:
 
 
 def evaluate(options: Options, source: str | Path, held_out: Any) -> list[dict[str, Any]]:
-    """Held-out scores of the original and the unlooped model, and of the looped one at each budget and solved."""
-    cases: list[tuple[str, int | None, dict[str, Any]]] = [("pretrained", None, {}), ("unlooped", None, {})]
-    cases += [("looped", n, {"solve": {"stop": dq.Stop.exactly(n), "solver": dq.Naive()}}) for n in BUDGETS]
-    cases.append(("looped", None, {"solve": {"stop": dq.Stop(rtol=options.rtol, max_steps=4 * BUDGETS[-1])}}))
-    folders = {name: Path(options.output, name, "model") for name in ("unlooped", "looped")} | {"pretrained": source}
+    """Held-out scores of the original and the unlooped model, and of the looped one at each budget
+    and solved.
+    """
+    cases: list[tuple[str, int | None, dict[str, Any]]] = [
+        ("pretrained", None, {}),
+        ("unlooped", None, {}),
+    ]
+    cases += [
+        ("looped", n, {"solve": {"stop": dq.Stop.exactly(n), "solver": dq.Naive()}})
+        for n in BUDGETS
+    ]
+    cases.append(
+        ("looped", None, {"solve": {"stop": dq.Stop(rtol=options.rtol, max_steps=4 * BUDGETS[-1])}})
+    )
+    folders = {name: Path(options.output, name, "model") for name in ("unlooped", "looped")} | {
+        "pretrained": source
+    }
     models = {name: load_model(path, options.device) for name, path in folders.items()}
     rows = []
     for name, budget, how in cases:
@@ -177,9 +242,14 @@ def evaluate(options: Options, source: str | Path, held_out: Any) -> list[dict[s
 
 @torch.no_grad()
 def decode(model: Any, prompt: torch.Tensor, options: Options) -> list[dict[str, Any]]:
-    """Evaluations of the core and CPU seconds for each token of a greedy continuation, one by one and in a window."""
+    """Evaluations of the core and CPU seconds for each token of a greedy continuation, one by one
+    and in a window.
+    """
     lm, rows, first, count = to_causal_lm(model), [], None, 32
-    how: dict[str, Any] = {"start": "zero", "stop": dq.Stop(rtol=options.rtol, max_steps=4 * BUDGETS[-1])}
+    how: dict[str, Any] = {
+        "start": "zero",
+        "stop": dq.Stop(rtol=options.rtol, max_steps=4 * BUDGETS[-1]),
+    }
     prompt = prompt.to(options.device)
     cache = lm(prompt[:, :-1], return_cache=True, **how).cache
     for window in (1, 8):
@@ -187,7 +257,10 @@ def decode(model: Any, prompt: torch.Tensor, options: Options) -> list[dict[str,
         made = lm.generate(prompt[:, -1:], cache=cache, max_new_tokens=count, window=window, **how)
         assert made.evaluations is not None and made.converged is not None
         row = {"model": "looped", "window": window, "evaluations": made.evaluations / count}
-        row |= {"cpu_seconds": (time.process_time() - begun) / count, "converged": made.converged.all().item()}
+        row |= {
+            "cpu_seconds": (time.process_time() - begun) / count,
+            "converged": made.converged.all().item(),
+        }
         first = made.tokens if first is None else first
         rows.append(row | {"equal": made.tokens.equal(first)})
     return rows
@@ -198,7 +271,13 @@ def table(rows: list[dict[str, Any]], rtol: float) -> str:
     lines = []
     for row in (row for row in rows if "bits_per_byte" in row):
         solved = row["model"] == "looped" and not row["budget"]
-        way = f"iterations: {row['budget']}" if row["budget"] else f"solved to {rtol:g}" if solved else "one pass"
+        way = (
+            f"iterations: {row['budget']}"
+            if row["budget"]
+            else f"solved to {rtol:g}"
+            if solved
+            else "one pass"
+        )
         shown = row if solved else row | {"self_iterations": None, "converged": None}
         lines.append((row["model"], way, cell(shown)))
     return markdown(["model", "run", "bits per byte"], lines)
@@ -215,7 +294,9 @@ def main(arguments: list[str]) -> None:
     if options.model is not None:
         # whether it can be split, without its weights
         with naming(f"--model {options.model}", SystemExit), torch.device("meta"):
-            split(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(options.model)), options)
+            split(
+                AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(options.model)), options
+            )
     tokenizer, rows, documents = prepare(options, options.model)
     with naming("--held-out, --length", SystemExit):
         held_out = excerpts(documents, tokenizer, [options.length], options.eval_tokens)
@@ -224,7 +305,10 @@ def main(arguments: list[str]) -> None:
         if not end_of_training():
             return
         scored = evaluate(options, source, held_out)
-        text = table(scored, options.rtol) + "\n\nA --quick run: too short to compare the models." * options.quick
+        text = (
+            table(scored, options.rtol)
+            + "\n\nA --quick run: too short to compare the models." * options.quick
+        )
         write_rows(folder, scored)
         write_whole(folder / "table.md", f"{text}\n")
     print(f"\n{text}\n\nresults in {folder}/, models in {folder}/*/model")

@@ -1,4 +1,6 @@
-"""What scripts share: reading a command line, the folder of a run, files that are written whole, tables."""
+"""What scripts share: reading a command line, the folder of a run, files that are written whole,
+tables.
+"""
 
 import json
 import os
@@ -23,7 +25,9 @@ def flag(name: str) -> str:
 
 
 def check_numbers(options: Any) -> None:
-    """Refuse numbers out of range: integers below ``options.LEAST``, else 1, others outside ``options.INTERVALS``."""
+    """Refuse numbers out of range: integers below ``options.LEAST``, else 1, others outside
+    ``options.INTERVALS``.
+    """
     for name, value in vars(options).items():
         for number in value if isinstance(value, tuple) else (value,):
             if isinstance(number, int) and not isinstance(number, bool):
@@ -33,9 +37,13 @@ def check_numbers(options: Any) -> None:
 
 
 def read_options(kind: type[T], arguments: Sequence[str], quick: Mapping[str, Any]) -> T:
-    """Read a command line into a dataclass; ``--quick`` changes the defaults. A bad option ends the script."""
+    """Read a command line into a dataclass; ``--quick`` changes the defaults. A bad option ends the
+    script.
+    """
     default = kind(**quick) if "--quick" in arguments else None
-    options: Any = tyro.cli(kind, args=arguments, default=default, config=(tyro.conf.FlagCreatePairsOff,))
+    options: Any = tyro.cli(
+        kind, args=arguments, default=default, config=(tyro.conf.FlagCreatePairsOff,)
+    )
     return options
 
 
@@ -54,27 +62,38 @@ def is_main() -> bool:
 
 
 def check_folder(script: str, options: Any, folder: Path) -> dict[str, Any]:
-    """The record of a run, for a folder that holds nothing but a run of this script with these options; writes nothing.
+    """The record of a run, for a folder that holds nothing but a run of this script with these
+    options; writes nothing.
 
     ``options.FREE`` names the options that may change when a run is continued.
     """
     record = json.loads(json.dumps({"script": script, "options": asdict(options)}))
     try:
-        if not is_main() or not folder.exists() or not {path.name for path in folder.iterdir()} - {LOCK}:
+        if (
+            not is_main()
+            or not folder.exists()
+            or not {path.name for path in folder.iterdir()} - {LOCK}
+        ):
             return record
         theirs = json.loads((folder / RECORD).read_text())
         owner, before = theirs["script"], dict(theirs["options"])
     except NotADirectoryError as error:
-        raise SystemExit(f"--output {folder} cannot be used ({error}): give another folder") from error
+        raise SystemExit(
+            f"--output {folder} cannot be used ({error}): give another folder"
+        ) from error
     except (OSError, ValueError, KeyError, TypeError):
         owner, before = None, {}
     if owner != script:
-        raise SystemExit(f"--output {folder} holds files, but no run of {script}: give another folder")
+        raise SystemExit(
+            f"--output {folder} holds files, but no run of {script}: give another folder"
+        )
     mine = record["options"]
     changed = [name for name in mine if name not in options.FREE and before.get(name) != mine[name]]
     if changed:
         changes = ", ".join(f"{name}: {before.get(name)!r} -> {mine[name]!r}" for name in changed)
-        raise SystemExit(f"--output {folder} holds a run with other options ({changes}): give another folder")
+        raise SystemExit(
+            f"--output {folder} holds a run with other options ({changes}): give another folder"
+        )
     return record
 
 
@@ -90,14 +109,20 @@ def claimed_folder(script: str, options: Any, folder: Path) -> Iterator[None]:
         lock = FileLock(folder / LOCK)
         lock.acquire(blocking=False)
     except Timeout:
-        raise SystemExit(f"another process is running in --output {folder}: wait for it, or give another") from None
+        raise SystemExit(
+            f"another process is running in --output {folder}: wait for it, or give another"
+        ) from None
     except OSError as error:
-        raise SystemExit(f"--output {folder} cannot be used ({error}): give another folder") from error
+        raise SystemExit(
+            f"--output {folder} cannot be used ({error}): give another folder"
+        ) from error
     try:
         write_whole(folder / RECORD, json.dumps(record, indent=1))
         yield
     except KeyboardInterrupt:
-        raise SystemExit("\nstopped: run the same command again to go on from the last checkpoint") from None
+        raise SystemExit(
+            "\nstopped: run the same command again to go on from the last checkpoint"
+        ) from None
     finally:
         lock.release()
 

@@ -1,7 +1,8 @@
-"""A looped model in vLLM: saves it, starts a server on this machine, asks it, and compares with ``generate``.
+"""A looped model in vLLM: saves it, starts a server on this machine, asks it, and compares with
+``generate``.
 
-vLLM needs an environment of its own, with the plugin in ``vllm-plugin``; ``--python`` is its interpreter. Without
-``--model`` a tiny Llama with random weights is looped.
+vLLM needs an environment of its own, with the plugin in ``vllm-plugin``; ``--python`` is its
+interpreter. Without ``--model`` a tiny Llama with random weights is looped.
 
     python examples/serve.py --python ~/vllm/bin/python --model runs/retrofit/looped/model
 """
@@ -34,10 +35,19 @@ def save_tiny(folder: Path) -> None:
     torch.manual_seed(0)
     tokenizer = train_tokenizer(babble(50), vocab_size=290)
     tokenizer.save_pretrained(folder)
-    sizes: Any = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_hidden_layers": 4}
-    config = LlamaConfig(vocab_size=len(tokenizer), initializer_range=0.1, eos_token_id=0, bos_token_id=0, **sizes)
+    sizes: Any = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 4,
+    }
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), initializer_range=0.1, eos_token_id=0, bos_token_id=0, **sizes
+    )
     theirs: Any = LlamaForCausalLM(config)
-    lm = retrofit(theirs, prelude=1, core=2, coda=1, eval_solve=dq.SolveConfig(dq.Naive(), dq.Stop(rtol=1e-4)))
+    lm = retrofit(
+        theirs, prelude=1, core=2, coda=1, eval_solve=dq.SolveConfig(dq.Naive(), dq.Stop(rtol=1e-4))
+    )
     injection: Any = next(part for part in lm.modules() if isinstance(part, dq.ConcatInjection))
     with torch.no_grad():
         injection.weight[:, :64].normal_(std=0.03)  # a new injection ignores the state
@@ -50,8 +60,24 @@ def server(python: str, model: Path, log: Path) -> Iterator[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--enforce-eager"]
-    command += ["--served-model-name", "looped", "--host", "127.0.0.1", "--port", port, "--dtype", "float32"]
+    command = [
+        python,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        str(model),
+        "--enforce-eager",
+    ]
+    command += [
+        "--served-model-name",
+        "looped",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        port,
+        "--dtype",
+        "float32",
+    ]
     settings = {"PROMETHEUS_MULTIPROC_DIR": str(log.parent), "VLLM_CPU_KVCACHE_SPACE": "1"}
     with log.open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, env=os.environ | settings)
@@ -76,9 +102,15 @@ def answers(address: str) -> bool:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Serve, ask, compare; an error if a text differs."""
-    parser = argparse.ArgumentParser(description="A looped model is served by vLLM and compared with generate.")
-    parser.add_argument("--python", required=True, help="the interpreter of the environment that has vLLM")
-    parser.add_argument("--model", type=Path, help="a folder that save_pretrained wrote. Default: a tiny model")
+    parser = argparse.ArgumentParser(
+        description="A looped model is served by vLLM and compared with generate."
+    )
+    parser.add_argument(
+        "--python", required=True, help="the interpreter of the environment that has vLLM"
+    )
+    parser.add_argument(
+        "--model", type=Path, help="a folder that save_pretrained wrote. Default: a tiny model"
+    )
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as scratch:
         model, log, same = options.model or Path(scratch, "model"), Path(scratch, "log"), 0
@@ -90,10 +122,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 asked = {"model": "looped", "prompt": prompt, "max_tokens": 24, "temperature": 0}
                 asked["return_token_ids"] = True
                 header = {"Content-Type": "application/json"}
-                with urlopen(Request(f"{address}/v1/completions", json.dumps(asked).encode(), header)) as answer:
+                with urlopen(
+                    Request(f"{address}/v1/completions", json.dumps(asked).encode(), header)
+                ) as answer:
                     (choice,) = json.load(answer)["choices"]
                 ids = torch.tensor([choice["prompt_token_ids"]])
-                made = ours.generate(ids, max_new_tokens=24, do_sample=False)[0, ids.shape[1] :].tolist()
+                made = ours.generate(ids, max_new_tokens=24, do_sample=False)[
+                    0, ids.shape[1] :
+                ].tolist()
                 same += made == choice["token_ids"]
                 print(f"{prompt!r} -> {choice['text']!r}")
             counters = urlopen(f"{address}/metrics").read().decode().splitlines()
@@ -101,7 +137,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if "iterations each" in line or line.startswith("deqseq_"):
                 print(line.rpartition("] ")[2])
     if same < len(PROMPTS):
-        raise SystemExit(f"generate makes another text after {len(PROMPTS) - same} of {len(PROMPTS)} prompts")
+        raise SystemExit(
+            f"generate makes another text after {len(PROMPTS) - same} of {len(PROMPTS)} prompts"
+        )
     print(f"{same} of {len(PROMPTS)} texts are those of generate")
 
 

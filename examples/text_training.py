@@ -29,8 +29,11 @@ class TextOptions:
     """Options of a training run on text; a script adds its own."""
 
     quick: bool = False  # tiny models on made-up sentences, without a download
-    corpus: str = "shakespeare"  # or babble; a .txt, .jsonl or .parquet file, or a folder of them; hub:NAME[:SUBSET]
-    held_out: str | None = None  # text to score. Default: three plays, the hub's validation split, or the last 20th
+    # or babble; a .txt, .jsonl or .parquet file, or a folder of them; hub:NAME[:SUBSET]
+    corpus: str = "shakespeare"
+    held_out: str | None = (
+        None  # text to score. Default: three plays, the hub's validation split, or the last 20th
+    )
     vocab_size: int = 2048  # tokens of a byte-level BPE that is trained on the corpus
     length: int = 256  # tokens of a training row
     batch: int = 8  # rows of an update, of all processes together
@@ -44,7 +47,12 @@ class TextOptions:
     device: str = "cpu"  # where to run: cpu or cuda
     output: str = "runs/text"  # folder of the results
 
-    LEAST: ClassVar = {"vocab_size": 257, "length": 2, "eval_tokens": 0, "seed": 0}  # other integers: 1
+    LEAST: ClassVar = {
+        "vocab_size": 257,
+        "length": 2,
+        "eval_tokens": 0,
+        "seed": 0,
+    }  # other integers: 1
     INTERVALS: ClassVar = {}  # other numbers: above 0
     FREE: ClassVar = ("quick", "accumulate", "checkpoint_every", "eval_tokens", "device", "output")
     """Options that may change when a run is continued."""
@@ -54,24 +62,46 @@ class TextOptions:
         if empty := [flag(name) for name, value in vars(self).items() if value == ""]:
             raise ValueError(f"{empty[0]} must not be empty")
         special = ("shakespeare", "babble")
-        if not self.corpus.startswith("hub:") and self.corpus not in special and not Path(self.corpus).exists():
+        if (
+            not self.corpus.startswith("hub:")
+            and self.corpus not in special
+            and not Path(self.corpus).exists()
+        ):
             wanted = "shakespeare, babble, hub:NAME, or a file or folder"
-            raise ValueError(f"--corpus must be {wanted}, got {self.corpus!r}{suggestion(self.corpus, special)}")
+            raise ValueError(
+                f"--corpus must be {wanted}, got {self.corpus!r}{suggestion(self.corpus, special)}"
+            )
         if self.held_out is not None and not Path(self.held_out).exists():
             raise ValueError(f"--held-out must be a file or folder, there is no {self.held_out!r}")
         check_choice("--device", self.device, ["cpu", *["cuda"] * torch.cuda.is_available()])
         processes = int(os.environ.get("WORLD_SIZE", 1))
         if self.batch % (parts := processes * self.accumulate):
-            raise ValueError(f"--batch must be a multiple of processes * --accumulate, {parts}, got {self.batch}")
-        if self.device == "cuda" and processes == 1 and torch.cuda.device_count() > 1:  # which would be DataParallel
-            raise ValueError("--device cuda: with several GPUs use torchrun, or set CUDA_VISIBLE_DEVICES=0")
-        nearest = next(path for path in (Path(self.output), *Path(self.output).absolute().parents) if path.exists())
+            raise ValueError(
+                f"--batch must be a multiple of processes * --accumulate, {parts}, got {self.batch}"
+            )
+        if (
+            self.device == "cuda" and processes == 1 and torch.cuda.device_count() > 1
+        ):  # which would be DataParallel
+            raise ValueError(
+                "--device cuda: with several GPUs use torchrun, or set CUDA_VISIBLE_DEVICES=0"
+            )
+        nearest = next(
+            path
+            for path in (Path(self.output), *Path(self.output).absolute().parents)
+            if path.exists()
+        )
         if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
-            raise ValueError(f"--output must be a folder that can be written, got {self.output!r}: see {nearest}")
+            raise ValueError(
+                f"--output must be a folder that can be written, got {self.output!r}: see {nearest}"
+            )
 
 
-def prepare(options: TextOptions, tokenizer: str | None) -> tuple[PreTrainedTokenizerBase, Any, list[str]]:
-    """What a run reads: the tokenizer (None: a BPE of the corpus), rows to train on, and held-out documents."""
+def prepare(
+    options: TextOptions, tokenizer: str | None
+) -> tuple[PreTrainedTokenizerBase, Any, list[str]]:
+    """What a run reads: the tokenizer (None: a BPE of the corpus), rows to train on, and held-out
+    documents.
+    """
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
         transformers.utils.logging.disable_progress_bar()
@@ -85,13 +115,17 @@ def prepare(options: TextOptions, tokenizer: str | None) -> tuple[PreTrainedToke
             some = [record["text"] for record in islice(corpus.train, 20_000)]
             made = train_tokenizer(check_texts(some), options.vocab_size)
         rows = training_rows(corpus.train, made, options.length)
-        if isinstance(rows, IterableDataset):  # without end: the Trainer resumes within one epoch of a stream
+        if isinstance(
+            rows, IterableDataset
+        ):  # without end: the Trainer resumes within one epoch of a stream
             rows = rows.shuffle(options.seed, buffer_size=1000).repeat(None)
     return made, rows, corpus.held_out
 
 
 class TextTrainer(Trainer):
-    """transformers' Trainer with weight decay as :func:`deqseq.training.parameter_groups` has it."""
+    """transformers' Trainer with weight decay as
+    :func:`deqseq.training.parameter_groups` has it.
+    """
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Names of the parameters that are decayed."""
@@ -113,14 +147,18 @@ def train(
 ) -> Path:
     """Train a model, or go on from its newest checkpoint, or leave a finished one as it is.
 
-    ``loss`` replaces the model's own, ``finish`` makes what is saved of the trained model, as by merging adapters, and
-    the further ``arguments`` are ``TrainingArguments``. Returns the folder of the saved model.
+    ``loss`` replaces the model's own, ``finish`` makes what is saved of the trained model, as by
+    merging adapters, and the further ``arguments`` are ``TrainingArguments``. Returns the folder of
+    the saved model.
     """
     folder = Path(options.output) / name
     if (folder / "model").exists():
         return folder / "model"
     torch.manual_seed(options.seed)
-    model, share = build(), options.batch // int(os.environ.get("WORLD_SIZE", 1)) // options.accumulate
+    model, share = (
+        build(),
+        options.batch // int(os.environ.get("WORLD_SIZE", 1)) // options.accumulate,
+    )
     common: dict[str, Any] = {
         "output_dir": str(folder),
         "max_steps": options.steps,
@@ -163,8 +201,8 @@ def train(
 def newest_checkpoint(folder: Path, steps: int) -> Path | None:
     """The Trainer's newest whole checkpoint before the end of a run.
 
-    It writes ``trainer_state.json`` last, which a kill may leave out. Of a checkpoint of the last update it would make
-    one update more, so the one before is used.
+    It writes ``trainer_state.json`` last, which a kill may leave out. Of a checkpoint of the last
+    update it would make one update more, so the one before is used.
     """
     numbered = {path.name.removeprefix("checkpoint-"): path for path in folder.glob("checkpoint-*")}
     found = {int(number): path for number, path in numbered.items() if number.isdigit()}

@@ -44,7 +44,9 @@ def one_process(script: str) -> None:
 
 
 def check_options(options: RunOptions) -> None:
-    """Refuse numbers out of range, no values where one is needed, values given twice, a device that is not here."""
+    """Refuse numbers out of range, no values where one is needed, values given twice, a device that
+    is not here.
+    """
     check_numbers(options)
     for name, value in vars(options).items():
         if value == () and name != "baselines":
@@ -92,14 +94,25 @@ class TrainingBatches(ABC):
 
 
 def train(
-    name: str, lm: dq.CausalLM, batches: TrainingBatches, curriculum: Curriculum, folder: Path, options: Any
+    name: str,
+    lm: dq.CausalLM,
+    batches: TrainingBatches,
+    curriculum: Curriculum,
+    folder: Path,
+    options: Any,
 ) -> None:
-    """Train to the end of the run, from the newest checkpoint in ``folder/NAME`` if there is one."""
-    logging.getLogger("accelerate").setLevel(logging.ERROR)  # it warns of every checkpoint that it removes
+    """Train to the end of the run, from the newest checkpoint in ``folder/NAME`` if
+    there is one.
+    """
+    logging.getLogger("accelerate").setLevel(
+        logging.ERROR
+    )  # it warns of every checkpoint that it removes
     folder = folder / name.replace(" ", "-")
     config = ProjectConfiguration(str(folder), automatic_checkpoint_naming=True, total_limit=2)
     accelerator = Accelerator(cpu=options.device == "cpu", project_config=config)
-    optimizer = torch.optim.AdamW(lm.parameters(), lr=batches.lr, betas=(0.9, 0.95), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        lm.parameters(), lr=batches.lr, betas=(0.9, 0.95), weight_decay=0.0
+    )
     model, optimizer = accelerator.prepare(lm.train(), optimizer)
     accelerator.register_for_checkpointing(batches)
     resume(name, accelerator, batches, folder)
@@ -111,9 +124,14 @@ def train(
         phase = curriculum.at(batches.progress)
         phase.apply(model)
         batch = next(batches)
-        torch.manual_seed(options.seed * 2**20 + batches.step - 1)  # dropout depends on seed and step only
+        torch.manual_seed(
+            options.seed * 2**20 + batches.step - 1
+        )  # dropout depends on seed and step only
         output = model(batch.inputs, targets=batch.targets)
-        numbers = {"step": batches.step, "loss": check_finite(output.loss, step=batches.step, phase=phase.name)}
+        numbers = {
+            "step": batches.step,
+            "loss": check_finite(output.loss, step=batches.step, phase=phase.name),
+        }
         numbers |= batches.record(output, batch)
         optimizer.zero_grad()
         accelerator.backward(output.loss)
@@ -130,7 +148,9 @@ def train(
 
 
 def resume(name: str, accelerator: Accelerator, batches: TrainingBatches, folder: Path) -> None:
-    """Load the newest checkpoint. One that a kill has cut off is removed: it lacks the end of what is written last."""
+    """Load the newest checkpoint. One that a kill has cut off is removed: it lacks the end of what
+    is written last.
+    """
     found = [*(folder / "checkpoints").glob("checkpoint_[0-9]*")]
     for path in [*found]:
         if not zipfile.is_zipfile(path / "custom_checkpoint_0.pkl"):

@@ -15,7 +15,9 @@ SOLVERS = tuple(kind() for kind in CLASSES["solver"])
 
 
 def expansive(dim: int) -> Affine:
-    """Every direction expands by 1.3 to 1.9, half of them with a change of sign: no damping helps."""
+    """Every direction expands by 1.3 to 1.9, half of them with a change of sign: no
+    damping helps.
+    """
     sizes = torch.linspace(1.3, 1.9, dim, dtype=torch.float64)
     signs = torch.where(torch.arange(dim) % 2 == 0, 1.0, -1.0)
     bias = torch.randn(3, dim, generator=seeded(2), dtype=torch.float64)
@@ -29,7 +31,9 @@ def diverging(z: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Staircase:
-    """f(z) = min(z + 1, target): from zero a row passes, exactly, at evaluation number target + 1."""
+    """f(z) = min(z + 1, target): from zero a row passes, exactly, at evaluation number
+    target + 1.
+    """
 
     target: Tensor
 
@@ -75,7 +79,9 @@ class Tanh:
         for _ in range(20):
             fz = double(z)
             jacobian = (1 - fz**2)[:, :, None] * weight
-            z = z - torch.linalg.solve(torch.eye(len(weight), dtype=torch.float64) - jacobian, z - fz)
+            z = z - torch.linalg.solve(
+                torch.eye(len(weight), dtype=torch.float64) - jacobian, z - fz
+            )
         return z.reshape(bias.shape)
 
 
@@ -108,4 +114,6 @@ def row_affine(
     """One gain per row, offsets between 1 and 2."""
     offset = 1 + torch.rand(len(gains), *event, generator=seeded(3), dtype=torch.float64)
     limits = [math.inf] * len(gains) if ceilings is None else ceilings
-    return RowAffine(torch.tensor(gains, dtype=dtype), offset.to(dtype), torch.tensor(limits, dtype=dtype))
+    return RowAffine(
+        torch.tensor(gains, dtype=dtype), offset.to(dtype), torch.tensor(limits, dtype=dtype)
+    )

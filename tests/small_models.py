@@ -6,9 +6,18 @@ import deqseq as dq
 
 
 def contractive_mamba2(**changes) -> dq.Mamba2:
-    """A random Mamba2 in which the injection outweighs the state, so that plain iteration converges fast."""
+    """A random Mamba2 in which the injection outweighs the state, so that plain iteration converges
+    fast.
+    """
     torch.manual_seed(0)
-    sizes = {"d_model": 8, "n_layers": 2, "d_state": 4, "headdim": 4, "chunk_size": 3, "weight_norm": False}
+    sizes = {
+        "d_model": 8,
+        "n_layers": 2,
+        "d_state": 4,
+        "headdim": 4,
+        "chunk_size": 3,
+        "weight_norm": False,
+    }
     weight_norm = changes.pop("weight_norm", True)
     backbone = dq.Mamba2(dq.Mamba2Config(**{**sizes, **changes})).double()
     for block in backbone.layers:
@@ -22,7 +31,14 @@ def contractive_mamba2(**changes) -> dq.Mamba2:
 def contractive_llama(**changes) -> dq.Llama:
     """A random Llama, likewise; key-value heads are shared by two."""
     torch.manual_seed(0)
-    sizes = {"d_model": 8, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "mlp_width": 12, "weight_norm": False}
+    sizes = {
+        "d_model": 8,
+        "n_layers": 2,
+        "n_heads": 4,
+        "n_kv_heads": 2,
+        "mlp_width": 12,
+        "weight_norm": False,
+    }
     weight_norm = changes.pop("weight_norm", True)
     backbone = dq.Llama(dq.LlamaConfig(**{**sizes, **changes})).double()
     for block in backbone.layers:
@@ -64,7 +80,9 @@ def injected_llama() -> dq.Injected:
 
 def recurrent_depth(core: dq.ImplicitModel | dq.ExplicitModel, norm=None) -> dq.RecurrentDepth:
     """A core between two Llamas of one layer."""
-    first, last = (dq.ExplicitModel(contractive_llama(n_layers=1, injection=False)) for _ in range(2))
+    first, last = (
+        dq.ExplicitModel(contractive_llama(n_layers=1, injection=False)) for _ in range(2)
+    )
     return dq.RecurrentDepth(first, core, last, norm).double()
 
 
@@ -85,9 +103,13 @@ def embedded(batch: int = 2, length: int = 7, dim: int = 8) -> torch.Tensor:
 
 
 def language_model(backbone: dq.Backbone, vocab_size: int = 11, **fields) -> dq.CausalLM:
-    """Embeddings of the size of the states, so that predictions differ; solved as the fields say."""
+    """Embeddings of the size of the states, so that predictions differ; solved as the
+    fields say.
+    """
     torch.manual_seed(1)
-    return dq.CausalLM(vocab_size, dq.ImplicitModel(backbone, dq.SolveConfig(**fields)), embedding_std=1.0).double()
+    return dq.CausalLM(
+        vocab_size, dq.ImplicitModel(backbone, dq.SolveConfig(**fields)), embedding_std=1.0
+    ).double()
 
 
 class Logits(torch.nn.Module):

@@ -66,9 +66,21 @@ class Later:
         ("open_end", 0, "a number in (0, inf], got 0"),
         ("flag", 1, "True or False, got 1"),
         ("norm", "tokens", "one of ('token', 'row'), got 'tokens'; did you mean 'token'?"),
-        ("start", "random", "one of ('zero',) or a RandomStart, got 'random': write RandomStart(...)"),
-        ("solver", "anderson", "a Solver, such as dq.Anderson(), got 'anderson': write Anderson(...)"),
-        ("solver", dq.Broyden, "a Solver, such as dq.Anderson(), got <class 'deqseq.solvers.broyden.Broyden'>: write "),
+        (
+            "start",
+            "random",
+            "one of ('zero',) or a RandomStart, got 'random': write RandomStart(...)",
+        ),
+        (
+            "solver",
+            "anderson",
+            "a Solver, such as dq.Anderson(), got 'anderson': write Anderson(...)",
+        ),
+        (
+            "solver",
+            dq.Broyden,
+            "a Solver, such as dq.Anderson(), got <class 'deqseq.solvers.broyden.Broyden'>: write ",
+        ),
         ("stop", 1e-3, "a Stop or None, such as dq.Stop(rtol=1e-3), got 0.001"),
         ("model", 3, "a Module or a string, got 3"),
         ("x", [1.0], "a Tensor or None, got [1.0]"),
@@ -95,12 +107,30 @@ def test_a_bad_value_is_named_with_what_is_wanted(name, value, message):
 
 def test_values_of_the_kind_are_taken():
     assert call() == "called"
-    assert call(np.int64(3), 9, np.float32(0.5), math.inf, True, "row", dq.RandomStart(0.5), dq.Naive()) == "called"
     assert (
-        call(stop=dq.Stop(), model=nn.Identity(), x=torch.ones(1, 1, 1), function=torch.cos, later=Later()) == "called"
+        call(
+            np.int64(3), 9, np.float32(0.5), math.inf, True, "row", dq.RandomStart(0.5), dq.Naive()
+        )
+        == "called"
     )
-    assert call(few=None, stop=None, x=None, function=None, anything=object(), number=1.5) == "called"
-    assert call(norm=np.str_("row"), number=np.int64(1), mixed=np.int64(2)) == call(mixed=(0, 0)) == "called"
+    assert (
+        call(
+            stop=dq.Stop(),
+            model=nn.Identity(),
+            x=torch.ones(1, 1, 1),
+            function=torch.cos,
+            later=Later(),
+        )
+        == "called"
+    )
+    assert (
+        call(few=None, stop=None, x=None, function=None, anything=object(), number=1.5) == "called"
+    )
+    assert (
+        call(norm=np.str_("row"), number=np.int64(1), mixed=np.int64(2))
+        == call(mixed=(0, 0))
+        == "called"
+    )
 
 
 def test_further_arguments_are_checked_one_by_one():
@@ -127,25 +157,47 @@ class Fields(TypedDict, total=False):
 
 
 @checked
-def with_fields(mask: Any = None, solve: dq.SolveConfig | None = None, **fields: Unpack[Fields]) -> str:
+def with_fields(
+    mask: Any = None, solve: dq.SolveConfig | None = None, **fields: Unpack[Fields]
+) -> str:
     return "called"
 
 
 @pytest.mark.parametrize(
     ("function", "name", "message"),
     [
-        (call, "counts", "unknown argument 'counts'; did you mean 'count'? (call takes: count, few, "),
+        (
+            call,
+            "counts",
+            "unknown argument 'counts'; did you mean 'count'? (call takes: count, few, ",
+        ),
         (call, "tol", "unknown argument 'tol': write stop=dq.Stop(rtol=...) (call takes: "),
         (with_fields, "attention_mask", "unknown argument 'attention_mask'; did you mean 'mask'? "),
-        (with_fields, "solver", "unknown argument 'solver': write solve=dq.SolveConfig(solver=...)"),
+        (
+            with_fields,
+            "solver",
+            "unknown argument 'solver': write solve=dq.SolveConfig(solver=...)",
+        ),
         (
             with_fields,
             "windows",
             "unknown argument 'windows'; did you mean 'window'? (with_fields takes: mask, ",
         ),
-        (dq.Stop.exactly, "stepss", "unknown argument 'stepss'; did you mean 'steps'? (Stop.exactly takes: steps)"),
-        (dq.Mamba2, "d_model", "unknown argument 'd_model': write config=dq.Mamba2Config(d_model=...)"),
-        (dq.Stop, "max_iter", "unknown argument 'max_iter'; did you mean 'max_steps'? (Stop takes: rtol, "),
+        (
+            dq.Stop.exactly,
+            "stepss",
+            "unknown argument 'stepss'; did you mean 'steps'? (Stop.exactly takes: steps)",
+        ),
+        (
+            dq.Mamba2,
+            "d_model",
+            "unknown argument 'd_model': write config=dq.Mamba2Config(d_model=...)",
+        ),
+        (
+            dq.Stop,
+            "max_iter",
+            "unknown argument 'max_iter'; did you mean 'max_steps'? (Stop takes: rtol, ",
+        ),
     ],
 )
 def test_an_unknown_argument_is_answered_with_what_may_be_meant(function, name, message):
@@ -166,7 +218,9 @@ def test_keywords_that_are_not_fields_of_a_record_are_taken_by_any_name(annotati
     def named(**options: annotation) -> int:
         return len(options)
 
-    assert named(a=None if annotation == int | None else [1] if annotation == list[int] else len) == 1
+    assert (
+        named(a=None if annotation == int | None else [1] if annotation == list[int] else len) == 1
+    )
     with pytest.raises(TypeError, match=r"^b must be "):
         named(b="text")
 
@@ -198,8 +252,21 @@ def test_nothing_is_checked_inside_compiled_code():
 def test_what_a_message_tells_to_write_is_of_that_class():
     torch.manual_seed(0)
     backbone = dq.Mamba2(dq.Mamba2Config(d_model=64))
-    names = {"dq": dq, "tasks": tasks, "training": training, "torch": torch, "backbone": backbone, "vocab_size": 8}
-    names |= {"model": dq.ImplicitModel(backbone), "x": torch.ones(1, 2, 64), "RotaryScaling": dq.layers.RotaryScaling}
-    for kind, text in EXAMPLES.items() - {("PreTrainedModel", EXAMPLES["PreTrainedModel"])}:  # which needs a name
+    names = {
+        "dq": dq,
+        "tasks": tasks,
+        "training": training,
+        "torch": torch,
+        "backbone": backbone,
+        "vocab_size": 8,
+    }
+    names |= {
+        "model": dq.ImplicitModel(backbone),
+        "x": torch.ones(1, 2, 64),
+        "RotaryScaling": dq.layers.RotaryScaling,
+    }
+    for kind, text in EXAMPLES.items() - {
+        ("PreTrainedModel", EXAMPLES["PreTrainedModel"])
+    }:  # which needs a name
         made = eval(text, names)
         assert kind in [base.__name__ for base in type(made).__mro__], text

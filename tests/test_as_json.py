@@ -1,4 +1,6 @@
-"""Solvers, gradients, stopping rules and sweeps become JSON and come back equal; what is misspelt is named."""
+"""Solvers, gradients, stopping rules and sweeps become JSON and come back equal; what is misspelt
+is named.
+"""
 
 import inspect
 import json
@@ -18,11 +20,17 @@ IMPLICIT = dq.Implicit(dq.Broyden(4), dq.Stop(rtol=1e-7), True)
 STARTS = ("input", dq.RandomStart(0.5))
 OBJECTS = {
     "solver": (dq.Solver, SOLVER),
-    "gradient": (dq.Gradient, [dq.Unrolled(True), dq.OneStep(), dq.Phantom(2, 0.5, True), IMPLICIT]),
+    "gradient": (
+        dq.Gradient,
+        [dq.Unrolled(True), dq.OneStep(), dq.Phantom(2, 0.5, True), IMPLICIT],
+    ),
     "stop": (dq.Stop, [dq.Stop(1e-4, 1e-6, 7, 2, 50.0, "row"), dq.Stop(divergence=float("inf"))]),
     "sweep": (dq.Sweep, [dq.Simultaneous(), dq.Chunked(3), dq.Sliding(5), dq.Sequential()]),
     "start": (dq.RandomStart, [dq.RandomStart(0.5, 3)]),
-    "solve": (dq.SolveConfig, [dq.SolveConfig(dq.Anderson(), sweep=dq.Sliding(3), start=start) for start in STARTS]),
+    "solve": (
+        dq.SolveConfig,
+        [dq.SolveConfig(dq.Anderson(), sweep=dq.Sliding(3), start=start) for start in STARTS],
+    ),
     "backbone": (
         (dq.LlamaConfig, dq.Mamba2Config, DecoderLayers),
         [
@@ -51,8 +59,14 @@ def test_round_trip(kind, value):
 def test_every_class_of_the_library_is_in_the_table(kind):
     base, values = OBJECTS[kind]
     others = (RotaryScaling, DecoderLayers, PoissonLogNormal, Phase, Curriculum)
-    public = [part for part in (*others, *(getattr(dq, name) for name in dq.__all__)) if inspect.isclass(part)]
-    concrete = {part for part in public if issubclass(part, base) and not inspect.isabstract(part)} - {dq.Sweep}
+    public = [
+        part
+        for part in (*others, *(getattr(dq, name) for name in dq.__all__))
+        if inspect.isclass(part)
+    ]
+    concrete = {
+        part for part in public if issubclass(part, base) and not inspect.isabstract(part)
+    } - {dq.Sweep}
     assert set(CLASSES[kind]) == concrete == {type(value) for value in values}
 
 
@@ -66,7 +80,12 @@ SHORTER = dq.SolveConfig(dq.Relaxed(0.5), dq.Stop(rtol=1e-6, max_steps=7), sweep
         ("gradient", {"name": "Phantom", "steps": 2}, None, dq.Phantom(2)),
         ("stop", {}, None, dq.Stop()),
         ("gradient", {"name": "Implicit", "solver": "Naive"}, None, dq.Implicit(dq.Naive())),
-        ("solve", {"solver": {"damping": 0.5}, "stop": {"max_steps": 7}, "sweep": "Sequential"}, BASE, SHORTER),
+        (
+            "solve",
+            {"solver": {"damping": 0.5}, "stop": {"max_steps": 7}, "sweep": "Sequential"},
+            BASE,
+            SHORTER,
+        ),
         ("solve", {"stop": dq.Stop()}, BASE, dq.SolveConfig(dq.Relaxed(0.3), sweep=dq.Sliding(3))),
         ("solver", {"name": "Anderson"}, dq.Anderson(5), dq.Anderson()),  # a name begins anew
     ],
@@ -80,15 +99,45 @@ def test_what_is_left_out_is_that_of_the_base_or_the_default(kind, data, base, w
     [
         ("sweep", "Slide", ValueError, "here: name 'Slide' is unknown; did you mean 'Sliding'"),
         ("sweep", "Chunked", TypeError, "^here: .*size"),
-        ("solver", {"name": "Relaxed", "dampng": 1}, ValueError, "Relaxed field 'dampng' .*did you mean 'damping'"),
-        ("gradient", {"name": "Implicit", "stop": {"rtl": 1}}, ValueError, r"Implicit\.stop: .*'rtl' .*'rtol'"),
-        ("solver", {"name": "Relaxed", "damping": "0.8"}, TypeError, r"Relaxed\.damping must be a number"),
-        ("gradient", {"name": "Unrolled", "checkpoint": 1}, TypeError, r"Unrolled\.checkpoint must be True or False"),
+        (
+            "solver",
+            {"name": "Relaxed", "dampng": 1},
+            ValueError,
+            "Relaxed field 'dampng' .*did you mean 'damping'",
+        ),
+        (
+            "gradient",
+            {"name": "Implicit", "stop": {"rtl": 1}},
+            ValueError,
+            r"Implicit\.stop: .*'rtl' .*'rtol'",
+        ),
+        (
+            "solver",
+            {"name": "Relaxed", "damping": "0.8"},
+            TypeError,
+            r"Relaxed\.damping must be a number",
+        ),
+        (
+            "gradient",
+            {"name": "Unrolled", "checkpoint": 1},
+            TypeError,
+            r"Unrolled\.checkpoint must be True or False",
+        ),
         ("stop", {"divergence": 0.5}, ValueError, r"here: Stop\.divergence must be"),
         ("stop", {"name": "Halt"}, ValueError, r"Stop field 'name' is unknown"),
-        ("solver", {"damping": 1}, TypeError, 'must be a solver of deqseq or its JSON, {"name": "Naive"'),
+        (
+            "solver",
+            {"damping": 1},
+            TypeError,
+            'must be a solver of deqseq or its JSON, {"name": "Naive"',
+        ),
         ("solver", dq.Sliding(2), TypeError, "must be a solver of deqseq or its JSON"),
-        ("solve", {"solver": dq.Sliding(2)}, TypeError, r"here: SolveConfig\.solver must be a solver"),
+        (
+            "solve",
+            {"solver": dq.Sliding(2)},
+            TypeError,
+            r"here: SolveConfig\.solver must be a solver",
+        ),
     ],
 )
 def test_what_cannot_be_read_is_named(kind, data, error, message):

@@ -1,6 +1,8 @@
-"""Every argument of every public call with tensors is named by an error, given a value of a wrong type, shape or dtype.
+"""Every argument of every public call with tensors is named by an error, given a value of a wrong
+type, shape or dtype.
 
-The inputs are generated from calls that work. ``python tests/test_bad_inputs.py`` lists the errors that are not clear.
+The inputs are generated from calls that work. ``python tests/test_bad_inputs.py`` lists the errors
+that are not clear.
 """
 
 import inspect
@@ -46,10 +48,14 @@ class Case(NamedTuple):
 
 
 def cases() -> list[Case]:
-    """Calls with tensors, and those without the decorator; of the others ``test_bad_values.py`` has the annotations."""
+    """Calls with tensors, and those without the decorator; of the others ``test_bad_values.py`` has
+    the annotations.
+    """
     torch.manual_seed(0)
     model = dq.ImplicitModel(dq.Affine(4), SOLVE)
-    explicit = dq.ExplicitModel(dq.Mamba2(dq.Mamba2Config(d_model=16, d_state=4, headdim=8, injection=False)))
+    explicit = dq.ExplicitModel(
+        dq.Mamba2(dq.Mamba2Config(d_model=16, d_state=4, headdim=8, injection=False))
+    )
     lm, part = dq.CausalLM(6, model), dq.ExplicitModel(dq.Affine(4))
     depth = dq.RecurrentDepth(part, dq.ImplicitModel(dq.Affine(4)), part)
     wide, evaluation = torch.ones(2, 3, 16), model.evaluate(X)
@@ -69,9 +75,15 @@ def cases() -> list[Case]:
     diagnosed = {"model": lm, "ids": IDS, "mask": MASK, "solve": SOLVE}
     return [
         Case("solve", dq.solve, {"f": square, "z0": X, **solver, "callback": told}),
-        Case("solve has_aux", dq.solve, {"f": lambda z: (square(z), z), "z0": X, **solver, "has_aux": True}),
+        Case(
+            "solve has_aux",
+            dq.solve,
+            {"f": lambda z: (square(z), z), "z0": X, **solver, "has_aux": True},
+        ),
         Case("fixed_point", dq.fixed_point, {"f": square, "z0": X, **solver, "throw": False}),
-        Case("fixed_point gradient", dq.fixed_point, {"f": linear, "z0": X, "gradient": dq.OneStep()}),
+        Case(
+            "fixed_point gradient", dq.fixed_point, {"f": linear, "z0": X, "gradient": dq.OneStep()}
+        ),
         Case("implicit model", model, {"x": X, "mask": MASK, "return_cache": False, **rest}),
         Case("implicit start", model, {"x": X, "start": X}),
         Case("implicit cache", model, {"x": X, "cache": model(X, return_cache=True).cache}),
@@ -81,26 +93,54 @@ def cases() -> list[Case]:
         Case("recurrent cache", depth, {"x": X, "cache": depth(X, return_cache=True).cache}),
         Case("recurrent evaluate", depth.evaluate, {"x": X, "start": X, "iterations": 2}),
         Case("explicit model", explicit, {"x": wide, "mask": MASK, "return_cache": False}),
-        Case("explicit cache", explicit, {"x": wide, "cache": explicit(wide, return_cache=True).cache}),
-        Case("lm", lm, {"input_ids": IDS, "labels": IDS, "mask": MASK, "return_cache": False, **rest}),
+        Case(
+            "explicit cache",
+            explicit,
+            {"x": wide, "cache": explicit(wide, return_cache=True).cache},
+        ),
+        Case(
+            "lm", lm, {"input_ids": IDS, "labels": IDS, "mask": MASK, "return_cache": False, **rest}
+        ),
         Case("lm targets", lm, {"input_ids": IDS, "targets": IDS}),
         Case("generate", lm.generate, {**prompt, "mask": MASK, **sampled, "callback": told}),
         Case("generate solve", lm.generate, {**prompt, "solve": SOLVE, **fields}),
         Case("Curriculum", training.Curriculum, {"phases": (training.free(),), "unit": "fraction"}),
-        Case("jacobian_regularisation", training.jacobian_regularisation, {"f": square, "z_star": X}),
-        Case("prefix_products", tasks.prefix_products, {"monoid": tasks.parse_group("Z4"), "tokens": IDS}),
-        Case("WordProblem", tasks.WordProblem, {"monoid": tasks.parse_group("Z3"), "inputs": (1, 2)}),
-        Case("batches", tasks.WordProblem(tasks.parse_group("Z3")).batches, {"batch": 2, "length": 3, "seed": 0}),
+        Case(
+            "jacobian_regularisation", training.jacobian_regularisation, {"f": square, "z_star": X}
+        ),
+        Case(
+            "prefix_products",
+            tasks.prefix_products,
+            {"monoid": tasks.parse_group("Z4"), "tokens": IDS},
+        ),
+        Case(
+            "WordProblem", tasks.WordProblem, {"monoid": tasks.parse_group("Z3"), "inputs": (1, 2)}
+        ),
+        Case(
+            "batches",
+            tasks.WordProblem(tasks.parse_group("Z3")).batches,
+            {"batch": 2, "length": 3, "seed": 0},
+        ),
         Case("with_weights", layers.with_weights, {"module": nn.Linear(2, 2)}),
         Case("dropout_mask", layers.dropout_mask, {"like": X, "p": 0.5}),
         Case("model_spectral_radius", diagnostics.model_spectral_radius, diagnosed),
-        Case("spectral_radius", diagnostics.spectral_radius, {"f": square, "z_star": X, "products": 3}),
-        Case("check_duality", diagnostics.check_duality, {**diagnosed, "sweeps": [dq.Simultaneous(), dq.Sequential()]}),
+        Case(
+            "spectral_radius",
+            diagnostics.spectral_radius,
+            {"f": square, "z_star": X, "products": 3},
+        ),
+        Case(
+            "check_duality",
+            diagnostics.check_duality,
+            {**diagnosed, "sweeps": [dq.Simultaneous(), dq.Sequential()]},
+        ),
     ]
 
 
 FINE: dict[str, set[str]] = {  # what looks wrong, and is taken
-    **{name: {"torch.float32 (3, 4)", "torch.float64 (2, 3, 4)"} for name in ("z0", "z", "z_star")},  # by a map
+    **{
+        name: {"torch.float32 (3, 4)", "torch.float64 (2, 3, 4)"} for name in ("z0", "z", "z_star")
+    },  # by a map
     "like": {f"torch.float32 {shape}" for shape in ((2, 3, 4), (3, 4), (2, 0, 4), (0, 3, 4))}
     | {"torch.float64 (2, 3, 4)"},
     "stop_tokens": {"3"},
@@ -110,7 +150,16 @@ FINE: dict[str, set[str]] = {  # what looks wrong, and is taken
 def wrong(value: Any, annotation: Any) -> Iterator[Any]:
     """Values that are none of the kind of one that works, and of its annotation."""
     if isinstance(value, Tensor):
-        yield from ("text", 3.0, value.tolist(), value[0], value[:, :0], value[:0], value.to(torch.complex64), NEITHER)
+        yield from (
+            "text",
+            3.0,
+            value.tolist(),
+            value[0],
+            value[:, :0],
+            value[:0],
+            value.to(torch.complex64),
+            NEITHER,
+        )
         if value.dtype == torch.bool:
             yield from (value.long(), ~value & value, value[:, :1])
         elif value.dtype == torch.int64:
@@ -131,7 +180,12 @@ def everything() -> Iterator[Met]:
             known = signature.parameters.get(argument)
             for bad in wrong(value, hints.get(argument, Any)):
                 if shown(bad) not in FINE.get(argument, ()):
-                    yield met(case.name, argument, bad, partial(case.call, **{**case.arguments, argument: bad}))
+                    yield met(
+                        case.name,
+                        argument,
+                        bad,
+                        partial(case.call, **{**case.arguments, argument: bad}),
+                    )
             if known is not None and known.default is known.empty:
                 others = {name: one for name, one in case.arguments.items() if name != argument}
                 yield met(case.name, argument, "missing", partial(case.call, **others))

@@ -33,10 +33,14 @@ def test_a_start_that_cannot_be_computed_with(start, error):
         solve(lambda z: 1 - z, start, solver=Naive(), stop=Stop())
 
 
-@pytest.mark.parametrize(("f", "args"), [(lambda z, x: z, None), (lambda z: z, torch.zeros(2)), (lambda: 3, None)])
+@pytest.mark.parametrize(
+    ("f", "args"), [(lambda z, x: z, None), (lambda z: z, torch.zeros(2)), (lambda: 3, None)]
+)
 @pytest.mark.parametrize("call", [dq.fixed_point, partial(solve, solver=Naive(), stop=Stop())])
 def test_a_map_of_other_arguments(call, f, args):
-    with pytest.raises(TypeError, match=rf"f must be a function of {1 if args is None else 2} argument"):
+    with pytest.raises(
+        TypeError, match=rf"f must be a function of {1 if args is None else 2} argument"
+    ):
         call(f, torch.zeros(2, 3), args=args)
 
 
@@ -73,15 +77,37 @@ def test_in_inference_mode_a_map_that_changes_z_in_place_has_its_own_copy(solver
 
 def test_objects_that_hide_tensors_are_refused():
     slope = torch.tensor([0.1, 0.9])
-    hidden = SimpleNamespace(slope=slope), UserDict(slope=slope), {1, 2}, slope.numpy(), SimpleNamespace(slope=[slope])
+    hidden = (
+        SimpleNamespace(slope=slope),
+        UserDict(slope=slope),
+        {1, 2},
+        slope.numpy(),
+        SimpleNamespace(slope=[slope]),
+    )
     for args in (*hidden, [0.1, 0.9]):
-        with pytest.raises(TypeError, match=rf"args must be tensors, in .* got a {type(args).__name__}"):
-            dq.solve(lambda z, a: z / 2, torch.ones(2, 1), args=args, solver=dq.Naive(), stop=dq.Stop())
+        with pytest.raises(
+            TypeError, match=rf"args must be tensors, in .* got a {type(args).__name__}"
+        ):
+            dq.solve(
+                lambda z, a: z / 2, torch.ones(2, 1), args=args, solver=dq.Naive(), stop=dq.Stop()
+            )
     for aux in (torch.zeros(7), torch.tensor(1.0)):
         with pytest.raises(ValueError, match="aux must have one row per row of z0, 2"):
-            dq.solve(lambda z, aux=aux: (z, aux), torch.ones(2, 1), has_aux=True, solver=dq.Naive(), stop=dq.Stop())
+            dq.solve(
+                lambda z, aux=aux: (z, aux),
+                torch.ones(2, 1),
+                has_aux=True,
+                solver=dq.Naive(),
+                stop=dq.Stop(),
+            )
     with pytest.raises(ValueError, match=r"args must have .*z0.* got .* \(3, 1\)"):
-        dq.solve(lambda z, x: x, torch.zeros(2, 1), args=torch.ones(3, 1), solver=dq.Naive(), stop=dq.Stop())
+        dq.solve(
+            lambda z, x: x,
+            torch.zeros(2, 1),
+            args=torch.ones(3, 1),
+            solver=dq.Naive(),
+            stop=dq.Stop(),
+        )
 
 
 @dataclass(frozen=True)
@@ -100,10 +126,18 @@ class Step(dq.Solver):
 @pytest.mark.parametrize(
     ("step", "error", "words"),
     [
-        (lambda z, fz: fz, TypeError, r"Step.step must return a pair \(next point, state\), got Tensor"),
+        (
+            lambda z, fz: fz,
+            TypeError,
+            r"Step.step must return a pair \(next point, state\), got Tensor",
+        ),
         (lambda z, fz: (z.lerp_(fz, 0.5), None), ValueError, "must not change z or fz in place"),
         (lambda z, fz: (fz.sub_(z), None), ValueError, "must not change z or fz in place"),
-        (lambda z, fz: (fz, torch.zeros(())), ValueError, "the state of Step must have one row per row of z0, 2"),
+        (
+            lambda z, fz: (fz, torch.zeros(())),
+            ValueError,
+            "the state of Step must have one row per row of z0, 2",
+        ),
     ],
 )
 def test_a_solver_that_breaks_its_contract(step, error, words):
@@ -113,13 +147,17 @@ def test_a_solver_that_breaks_its_contract(step, error, words):
 
 
 def test_a_map_may_fill_one_buffer_again():
-    """Plain iteration would take the buffer for its next point; other values that are kept have been copied."""
+    """Plain iteration would take the buffer for its next point; other values that are kept have
+    been copied.
+    """
     buffer, rate = torch.empty(4, 1), torch.tensor([[0.0], [0.5], [0.5], [0.9]])
 
     def f(z, rate):
         return torch.add(rate * z, 1, out=buffer[: len(z)])
 
-    solution = solve(f, torch.zeros(4, 1), args=rate, solver=Relaxed(0.9), stop=Stop(1e-6, max_steps=300))
+    solution = solve(
+        f, torch.zeros(4, 1), args=rate, solver=Relaxed(0.9), stop=Stop(1e-6, max_steps=300)
+    )
     torch.testing.assert_close(solution.value, 1 / (1 - rate), rtol=1e-4, atol=0)
     with pytest.raises(ValueError, match="f must not change z in place"):
         solve(f, torch.zeros(4, 1), args=rate, solver=Naive(), stop=Stop())

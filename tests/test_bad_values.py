@@ -1,4 +1,5 @@
-"""Bad values, generated from the annotations of every public name, and returned by parts that users write.
+"""Bad values, generated from the annotations of every public name, and returned by parts that users
+write.
 
 An error is clear if it is a TypeError or ValueError that names the argument or the part. ``python
 tests/test_bad_values.py`` lists the others.
@@ -14,7 +15,17 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain
-from typing import Annotated, Any, Literal, NamedTuple, Union, Unpack, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NamedTuple,
+    Union,
+    Unpack,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import pytest
 import torch
@@ -79,10 +90,16 @@ def outside(note: Any) -> list[Any]:
 def functions() -> Iterator[Callable[..., Any]]:
     """Every public function, constructor and method that checks its arguments."""
     public = [getattr(module, name) for module in MODULES for name in module.__all__]
-    for owner in dict.fromkeys(one for one in [*public, TorchDEQ] if inspect.isroutine(one) or isinstance(one, type)):
+    for owner in dict.fromkeys(
+        one for one in [*public, TorchDEQ] if inspect.isroutine(one) or isinstance(one, type)
+    ):
         members = vars(owner).values() if isinstance(owner, type) else [owner]
         for one in (getattr(member, "__func__", member) for member in members):
-            if inspect.isfunction(one) and one.__module__.startswith("deqseq") and is_checked(owner, one):
+            if (
+                inspect.isfunction(one)
+                and one.__module__.startswith("deqseq")
+                and is_checked(owner, one)
+            ):
                 yield one
 
 
@@ -102,7 +119,10 @@ def arguments(function: Callable[..., Any]) -> dict[str, Any]:
         hint = hints.get(one.name, Any)
         if one.kind is one.VAR_KEYWORD and get_origin(hint) is Unpack:
             found |= get_type_hints(get_args(hint)[0], include_extras=True)
-        elif one.kind in (one.KEYWORD_ONLY, one.POSITIONAL_OR_KEYWORD) and one.name not in ("self", "cls"):
+        elif one.kind in (one.KEYWORD_ONLY, one.POSITIONAL_OR_KEYWORD) and one.name not in (
+            "self",
+            "cls",
+        ):
             found[one.name] = hint
     return found
 
@@ -129,7 +149,13 @@ def met(where: str, name: str, value: object, call: Callable[[], Any]) -> Met:
             call()
     except Exception as error:
         clear = isinstance(error, TypeError | ValueError) and re.search(rf"\b{name}\b", str(error))
-        return Met(where, name, shown(value), "clear" if clear else "obscure", f"{type(error).__name__}: {error}")
+        return Met(
+            where,
+            name,
+            shown(value),
+            "clear" if clear else "obscure",
+            f"{type(error).__name__}: {error}",
+        )
     return Met(where, name, shown(value), "silent", "")
 
 
@@ -137,7 +163,9 @@ def from_annotations() -> Iterator[Met]:
     """One bad argument, or one that does not exist, and no others: they are checked first."""
     for function in functions():
         first = [None] * ("self" in inspect.signature(function).parameters)
-        each = [(name, bad) for name, hint in arguments(function).items() for bad in bad_values(hint)]
+        each = [
+            (name, bad) for name, hint in arguments(function).items() for bad in bad_values(hint)
+        ]
         for name, bad in (*each, ("misspelt", 1)):
             yield met(function.__qualname__, name, bad, partial(function, *first, **{name: bad}))
 
@@ -187,10 +215,18 @@ def swept(change: Callable[[Any], Any], sweep: dq.Sweep) -> Iterator[tuple[str, 
         yield f"AddInjection.{method}", solved(injected, dq.Naive())
     yield (
         "Affine.forward",
-        solved(spoiled(dq.Affine(8), "forward", lambda pair: (change(pair[0]), pair[1])), dq.Naive()),
+        solved(
+            spoiled(dq.Affine(8), "forward", lambda pair: (change(pair[0]), pair[1])), dq.Naive()
+        ),
     )
-    yield "Affine.advance", solved(spoiled(dq.Affine(8), "advance", lambda c: change(c.previous)), dq.Naive())
-    yield "Naive.step", solved(dq.Affine(8), spoiled(dq.Naive(), "step", lambda pair: (change(pair[0]), pair[1])))
+    yield (
+        "Affine.advance",
+        solved(spoiled(dq.Affine(8), "advance", lambda c: change(c.previous)), dq.Naive()),
+    )
+    yield (
+        "Naive.step",
+        solved(dq.Affine(8), spoiled(dq.Naive(), "step", lambda pair: (change(pair[0]), pair[1]))),
+    )
     if sweep != dq.Sliding(2):
         yield "TheirLoop.run", solved(dq.Affine(8), spoiled(TheirLoop(), "run", change))
 
@@ -201,14 +237,22 @@ def called(change: Callable[[Any], Any]) -> Iterator[tuple[str, Callable[[], Any
     backbone = spoiled(dq.Affine(8), "forward", lambda pair: (change(pair[0]), pair[1]))
     yield "Affine.forward", lambda: dq.ExplicitModel(backbone)(X)
     yield "Affine.forward", lambda: dq.ImplicitModel(backbone).evaluate(X)
-    gate, norm = spoiled(nn.Linear(8, 1), "forward", change), spoiled(nn.Identity(), "forward", change)
-    for name, choose in (("OuroGate.linear", OuroGate(gate, 0.5)), ("Looped.choose", lambda x: change(x[-1]))):
+    gate, norm = (
+        spoiled(nn.Linear(8, 1), "forward", change),
+        spoiled(nn.Identity(), "forward", change),
+    )
+    for name, choose in (
+        ("OuroGate.linear", OuroGate(gate, 0.5)),
+        ("Looped.choose", lambda x: change(x[-1])),
+    ):
         yield name, partial(dq.ExplicitModel(dq.Looped(dq.Affine(8), 3, choose)), X)
     yield "RecurrentDepth.norm", partial(dq.RecurrentDepth(explicit, implicit, explicit, norm), X)
     estimator = spoiled(dq.Phantom(), "apply", lambda one: change(one.value))
     yield "Phantom.apply", partial(implicit, X, gradient=estimator)
     yield "Phantom.apply", partial(dq.fixed_point, nn.Linear(8, 8), X, gradient=estimator)
-    task = spoiled(tasks.WordProblem(tasks.parse_group("Z3")), "draw", lambda batch: change(batch.inputs))
+    task = spoiled(
+        tasks.WordProblem(tasks.parse_group("Z3")), "draw", lambda batch: change(batch.inputs)
+    )
     yield "draw", partial(task.fixed, 2, 6, seed=0)
     f, stop = spoiled(nn.Linear(8, 8), "forward", lambda z: change(z / 4)), dq.Stop(max_steps=8)
     yield "f", partial(dq.solve, f, X, solver=dq.Anderson(), stop=stop)
@@ -221,7 +265,9 @@ def called(change: Callable[[Any], Any]) -> Iterator[tuple[str, Callable[[], Any
 
 def returned() -> Iterator[Met]:
     for label, change in SPOILED.items():
-        solves = [swept(change, sweep) for sweep in (dq.Simultaneous(), dq.Sliding(2), dq.Sequential())]
+        solves = [
+            swept(change, sweep) for sweep in (dq.Simultaneous(), dq.Sliding(2), dq.Sequential())
+        ]
         for name, call in chain(called(change), *solves):
             yield met(name, name, label, call)
 

@@ -18,7 +18,9 @@ def iterations(model, **call) -> int:
 
 
 def test_it_is_a_value():
-    assert dq.SolveConfig() == dq.SolveConfig(dq.Adaptive(), dq.Stop(), dq.Phantom(4), dq.Simultaneous(), "zero")
+    assert dq.SolveConfig() == dq.SolveConfig(
+        dq.Adaptive(), dq.Stop(), dq.Phantom(4), dq.Simultaneous(), "zero"
+    )
     assert {LOOSE: 1}[pickle.loads(pickle.dumps(LOOSE))] == 1
     with pytest.raises(FrozenInstanceError):
         LOOSE.start = "input"
@@ -37,7 +39,9 @@ def test_call_fields_come_before_the_calls_record_before_eval_solve_before_solve
 
 @pytest.mark.parametrize("field", fields(dq.SolveConfig), ids=lambda field: field.name)
 def test_every_field_can_be_replaced_alone(field):
-    other = dq.SolveConfig(dq.Anderson(), dq.Stop.exactly(4), dq.OneStep(), dq.Sequential(), "input")
+    other = dq.SolveConfig(
+        dq.Anderson(), dq.Stop.exactly(4), dq.OneStep(), dq.Sequential(), "input"
+    )
     changed = resolve(LOOSE, None, {field.name: getattr(other, field.name)})
     assert changed == replace(LOOSE, **{field.name: getattr(other, field.name)}) != LOOSE
     assert resolve(LOOSE, other, {}) is other

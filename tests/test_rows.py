@@ -47,7 +47,10 @@ def numbers(start: int = 0, width: int = 2) -> Tensor:
 def nested(start: int = 0) -> Record:
     """Every kind of record inside another."""
     a, b, c, d = (numbers(start + 100 * i) for i in range(4))
-    return Record(Pair(a, (None, [b, 7])), {"c": Record(c, "text"), "none": None, "more": [(), {}, Pair(d, 0.5)]})
+    return Record(
+        Pair(a, (None, [b, 7])),
+        {"c": Record(c, "text"), "none": None, "more": [(), {}, Pair(d, 0.5)]},
+    )
 
 
 @pytest.mark.parametrize("rows", [[2], [3, 0], [1, 1, 0, 3, 2], []], ids=str)
@@ -58,9 +61,17 @@ def test_takes_rows_of_every_tensor_in_any_order(rows):
     assert type(taken) is Record and taken.steps == 3
     assert type(taken.x) is Pair and torch.equal(taken.x.left, a)
     assert type(taken.x.right) is tuple and taken.x.right[0] is None
-    assert type(taken.x.right[1]) is list and torch.equal(taken.x.right[1][0], b) and taken.x.right[1][1] == 7
+    assert (
+        type(taken.x.right[1]) is list
+        and torch.equal(taken.x.right[1][0], b)
+        and taken.x.right[1][1] == 7
+    )
     assert list(taken.rest) == ["c", "none", "more"] and taken.rest["none"] is None
-    assert type(taken.rest["c"]) is Record and torch.equal(taken.rest["c"].x, c) and taken.rest["c"].rest == "text"
+    assert (
+        type(taken.rest["c"]) is Record
+        and torch.equal(taken.rest["c"].x, c)
+        and taken.rest["c"].rest == "text"
+    )
     assert taken.rest["more"][:2] == [(), {}]
     assert torch.equal(taken.rest["more"][2].left, d) and taken.rest["more"][2].right == 0.5
 
@@ -73,7 +84,9 @@ def test_what_has_no_tensor_stays_as_it_is(alone):
     assert tensors_of(alone) == ()
 
 
-@pytest.mark.parametrize("rows", [3, [0, 1], torch.tensor([0.5]), torch.ones(4, dtype=torch.bool)], ids=str)
+@pytest.mark.parametrize(
+    "rows", [3, [0, 1], torch.tensor([0.5]), torch.ones(4, dtype=torch.bool)], ids=str
+)
 @pytest.mark.usefixtures("unchecked")
 def test_rows_that_are_not_positions_are_named(rows):
     with pytest.raises(TypeError, match="rows must be positions in an int64 tensor"):
@@ -92,11 +105,15 @@ def test_a_record_may_take_its_rows_by_itself():
 def test_put_replaces_rows_and_changes_nothing_in_place():
     rows, whole, other = torch.tensor([3, 1]), nested(), take(nested(1000), torch.tensor([0, 2]))
     result = put(whole, rows, other)
-    for old, original, new, part in zip(*map(tensors_of, (whole, nested(), result, other)), strict=True):
+    for old, original, new, part in zip(
+        *map(tensors_of, (whole, nested(), result, other)), strict=True
+    ):
         assert torch.equal(old, original)
         assert torch.equal(new[rows], part)
         assert torch.equal(new[[0, 2]], original[[0, 2]])
-    assert type(result.x) is Pair and result.rest["c"].rest == "text" and result.rest["none"] is None
+    assert (
+        type(result.x) is Pair and result.rest["c"].rest == "text" and result.rest["none"] is None
+    )
 
 
 def test_put_undoes_take_and_carries_gradients():
@@ -115,11 +132,15 @@ def test_put_refuses_another_structure():
 def test_map_tensors_reaches_every_tensor_once_and_keeps_the_structure():
     whole = nested()
     doubled = map_tensors(lambda x: 2 * x, whole)
-    assert [x.tolist() for x in tensors_of(doubled)] == [(2 * x).tolist() for x in tensors_of(whole)]
+    assert [x.tolist() for x in tensors_of(doubled)] == [
+        (2 * x).tolist() for x in tensors_of(whole)
+    ]
     assert len(tensors_of(whole)) == 4
     assert type(doubled.x) is Pair and doubled.rest["more"][2].right == 0.5
     for record in (OrderedDict(b=numbers(), a=None), Stack([numbers(), None])):
-        assert map_tensors(lambda x: x, record) == record and type(map_tensors(torch.neg, record)) is type(record)
+        assert map_tensors(lambda x: x, record) == record and type(
+            map_tensors(torch.neg, record)
+        ) is type(record)
         assert len(tensors_of(take(record, torch.tensor([1])))[0]) == 1
 
 

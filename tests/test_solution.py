@@ -13,19 +13,43 @@ BUDGET = r"Remedy: raise Stop\.max_steps, loosen Stop\.rtol"
 EXPANDS = r"Remedy: the map expands here: try "
 
 
-def solution(status: list[Status], residual: list[float] | list[list[float]], evaluations: int = 12) -> Solution:
+def solution(
+    status: list[Status], residual: list[float] | list[list[float]], evaluations: int = 12
+) -> Solution:
     residuals = torch.tensor(residual)
-    stats = SolveStats(steps := torch.full(residuals.shape, evaluations), residuals, evaluations, steps)
+    stats = SolveStats(
+        steps := torch.full(residuals.shape, evaluations), residuals, evaluations, steps
+    )
     return Solution(torch.zeros(len(status), 2), torch.tensor(status), stats)
 
 
 @pytest.mark.parametrize(
     ("status", "residual", "rows", "says"),
     [
-        ([0, 1, 1], [0.0, 0.5, 0.012345], [1, 2], rf"2 of 3 rows after 12 .* 2 \(residual 1\.23e-02\).*{BUDGET}"),
-        ([1, 2], [0.25, torch.inf], [0, 1], rf"max steps reached: rows 0 .*diverged: rows 1 \(residual inf.*{EXPANDS}"),
-        ([1] * 11, [0.5] * 11, list(range(11)), rf"11 of 11 rows.*, 7 \(residual 5\.00e-01\) and 3 more\)\. {BUDGET}"),
-        ([1, 0], [[0.1, 0.5], [0.0, 0.0]], [0], r"rows 0 \(residual 5\.00e-01\)"),  # the worst token
+        (
+            [0, 1, 1],
+            [0.0, 0.5, 0.012345],
+            [1, 2],
+            rf"2 of 3 rows after 12 .* 2 \(residual 1\.23e-02\).*{BUDGET}",
+        ),
+        (
+            [1, 2],
+            [0.25, torch.inf],
+            [0, 1],
+            rf"max steps reached: rows 0 .*diverged: rows 1 \(residual inf.*{EXPANDS}",
+        ),
+        (
+            [1] * 11,
+            [0.5] * 11,
+            list(range(11)),
+            rf"11 of 11 rows.*, 7 \(residual 5\.00e-01\) and 3 more\)\. {BUDGET}",
+        ),
+        (
+            [1, 0],
+            [[0.1, 0.5], [0.0, 0.0]],
+            [0],
+            r"rows 0 \(residual 5\.00e-01\)",
+        ),  # the worst token
     ],
     ids=["budget", "diverged", "many", "tokens"],
 )
@@ -42,15 +66,21 @@ def test_an_error_names_rows_residuals_and_a_remedy(status, residual, rows, says
 @pytest.mark.parametrize("solver", [dq.Adaptive(), dq.Anderson(), dq.Broyden()], ids=str)
 def test_the_remedy_is_not_the_solver_that_failed(solver):
     with pytest.raises(ConvergenceError) as caught:
-        solve(lambda z: 3 * z + 1, torch.zeros(1, 1), solver=solver, stop=Stop(max_steps=2)).raise_if_failed()
-    named = [name for name in ("Adaptive()", "Anderson()", "Broyden()") if name in str(caught.value)]
+        solve(
+            lambda z: 3 * z + 1, torch.zeros(1, 1), solver=solver, stop=Stop(max_steps=2)
+        ).raise_if_failed()
+    named = [
+        name for name in ("Adaptive()", "Anderson()", "Broyden()") if name in str(caught.value)
+    ]
     assert len(named) == 2
     assert f"{type(solver).__name__}()" not in named
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_values_that_are_not_finite_at_once_are_no_expansion(bad):
-    with pytest.raises(ConvergenceError, match="f returned NaN, infinity or numbers too large at its first"):
+    with pytest.raises(
+        ConvergenceError, match="f returned NaN, infinity or numbers too large at its first"
+    ):
         dq.fixed_point(lambda z: z + bad, torch.zeros(2, 3), throw=True)
 
 

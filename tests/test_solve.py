@@ -29,7 +29,9 @@ class TestFreezingAndRemoving:
     )
     def test_rows_are_removed_when_a_quarter_has_ended(self, targets, check_every, rows):
         f, stop = Recorded(mapped), Stop(rtol=0.0, max_steps=50, check_every=check_every)
-        solution = solve(f, zeros(len(targets), 1), solver=Naive(), stop=stop, args=staircase(targets))
+        solution = solve(
+            f, zeros(len(targets), 1), solver=Naive(), stop=stop, args=staircase(targets)
+        )
         assert f.rows == rows
         checked = [-(-(target + 1) // check_every) * check_every for target in targets]
         assert solution.stats.iterations.tolist() == checked
@@ -53,7 +55,9 @@ class TestDivergence:
 
     @pytest.mark.parametrize(("start", "divergence"), [(1e35, 1e4), (1.0, torch.inf)])
     def test_overflow_is_no_convergence(self, start, divergence):
-        """The limit overflows too, or is infinite: infinity compared with infinity must not pass."""
+        """The limit overflows too, or is infinite: infinity compared with infinity must
+        not pass.
+        """
         z0 = torch.full((2, 1), start)
         stop = Stop(max_steps=200, divergence=divergence)
         solution = solve(lambda z: 3 * z, z0, solver=Naive(), stop=stop)
@@ -102,7 +106,14 @@ class TestChecks:
     def test_the_callback_is_told_how_far_the_solve_is(self):
         told: list[Progress] = []
         stop = Stop(rtol=0.0, max_steps=7, check_every=2)
-        solve(mapped, zeros(3, 1), solver=Naive(), stop=stop, args=staircase([1, 2, 9]), callback=told.append)
+        solve(
+            mapped,
+            zeros(3, 1),
+            solver=Naive(),
+            stop=stop,
+            args=staircase([1, 2, 9]),
+            callback=told.append,
+        )
         seen = [(p.iteration, p.max_steps, p.active_rows) for p in told]
         assert seen == [(2, 7, 2), (4, 7, 1), (6, 7, 1), (7, 7, 0)]
 
@@ -114,7 +125,9 @@ class TestChecks:
         z0 = zeros(4, 3).as_subclass(OnDevice)
         solution = solve(mapped, z0, solver=Relaxed(0.9), stop=stop, args=f, callback=told.append)
         assert (len(told), told[-1].iteration, solution.stats.evaluations) == (checks, 20, 20)
-        assert OnDevice.waits == 1 + checks + (check_every > 1)  # the first evaluation is measured, too
+        assert OnDevice.waits == 1 + checks + (
+            check_every > 1
+        )  # the first evaluation is measured, too
 
     @pytest.mark.parametrize("sweep", [dq.Simultaneous(), dq.Chunked(3), dq.Sliding(3)], ids=str)
     def test_the_host_is_waited_for_once_a_check_where_windows_move(self, sweep):
@@ -125,7 +138,9 @@ class TestChecks:
         args = TokenArgs.prepared(backbone, x, None, mask, False)
         call = {"args": args, "has_aux": True, "sweep": sweep, "callback": told.append}
         with torch.no_grad():
-            solution = solve(token_map, torch.zeros_like(x), solver=Relaxed(0.9), stop=Stop(), **call)
+            solution = solve(
+                token_map, torch.zeros_like(x), solver=Relaxed(0.9), stop=Stop(), **call
+            )
         assert solution.converged.all()
         assert len(told) < OnDevice.waits <= len(told) + 2
 

@@ -28,12 +28,17 @@ def test_random_states_are_drawn_anew_or_by_their_seed():
     assert drawn.std().item() == pytest.approx(0.5, rel=0.05)
 
 
-@pytest.mark.parametrize("mask", [None, torch.tensor([[False, False, True, True, True]])], ids=["whole", "padded"])
+@pytest.mark.parametrize(
+    "mask", [None, torch.tensor([[False, False, True, True, True]])], ids=["whole", "padded"]
+)
 @pytest.mark.parametrize("sweep", [dq.Simultaneous(), dq.Sliding(3), dq.Sequential()], ids=str)
 def test_a_call_can_begin_at_states_of_its_own(sweep, mask):
     torch.manual_seed(0)
     model = dq.ImplicitModel(contractive_mamba2()).double().eval()
-    x, stop = torch.randn(1, 5, model.backbone.d_model, dtype=torch.float64), dq.Stop(rtol=1e-9, max_steps=500)
+    x, stop = (
+        torch.randn(1, 5, model.backbone.d_model, dtype=torch.float64),
+        dq.Stop(rtol=1e-9, max_steps=500),
+    )
     found = model(x, mask=mask, stop=stop, sweep=sweep)
     again = model(x, mask=mask, stop=stop, sweep=sweep, start=found.value)
     assert again.stats.iterations.max() == 1 < found.stats.iterations.max()

@@ -1,4 +1,6 @@
-"""The stopping rule: what it refuses, when it checks, residuals worked out by hand, and a rule of one's own."""
+"""The stopping rule: what it refuses, when it checks, residuals worked out by hand, and a rule of
+one's own.
+"""
 
 import math
 
@@ -26,7 +28,9 @@ FZ = torch.tensor([[[3.0, 4.0], [0.0, 1.0]], [[6.0, 8.0], [0.0, 0.0]]])
 def test_half_precision_accumulates_in_float32(dtype, shape):
     """Squares of 300 overflow float16, and a thousand of them lose digits in bfloat16."""
     expected = torch.full((3, 1), 300.0 * (1 if len(shape) == 1 else 1000**0.5))
-    torch.testing.assert_close(token_norms(torch.full(shape, 300.0, dtype=dtype)), expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        token_norms(torch.full(shape, 300.0, dtype=dtype)), expected, rtol=1e-6, atol=0
+    )
 
 
 @pytest.mark.parametrize(
@@ -34,7 +38,12 @@ def test_half_precision_accumulates_in_float32(dtype, shape):
     [
         (Stop(rtol=0.1), 2, [[1.0, 0.5], [0.1, 0.0]], [[False, False], [True, True]]),
         (Stop(rtol=0.1, atol=0.4), 2, [[1.0, 0.5], [0.1, 0.0]], [[False, True], [True, True]]),
-        (Stop(rtol=0.1, norm="row"), 2, [[(25.25 / 26) ** 0.5] * 2, [0.1] * 2], [[False] * 2, [True] * 2]),
+        (
+            Stop(rtol=0.1, norm="row"),
+            2,
+            [[(25.25 / 26) ** 0.5] * 2, [0.1] * 2],
+            [[False] * 2, [True] * 2],
+        ),
         (Stop(rtol=0.1, norm="row"), 1, [[1.0, 0.5], [0.1, 0.0]], [[False, False], [True, True]]),
     ],
     ids=["token", "atol", "row", "row of one"],
@@ -45,7 +54,9 @@ def test_residuals_and_verdicts(stop, block, residual, passed):
     assert stop.passes(*seen, stop.bound(*seen, None)).tolist() == passed
 
 
-@pytest.mark.parametrize(("z", "fz", "passes"), [(0.0, 0.0, True), (1.0, 0.0, False), (0.0, math.nan, False)])
+@pytest.mark.parametrize(
+    ("z", "fz", "passes"), [(0.0, 0.0, True), (1.0, 0.0, False), (0.0, math.nan, False)]
+)
 def test_zero_and_nan(z, fz, passes):
     stop = Stop(rtol=0.0)
     seen = stop.distances(torch.full((1, 3, 2), z), torch.full((1, 3, 2), fz), 3)
@@ -65,10 +76,15 @@ class LogitKL(dq.Rule):
         return (new.exp() * (new - old)).sum(-1)
 
 
-@pytest.mark.parametrize("sweep", [dq.Simultaneous(), dq.Chunked(3), dq.Sliding(4), dq.Sequential()], ids=str)
+@pytest.mark.parametrize(
+    "sweep", [dq.Simultaneous(), dq.Chunked(3), dq.Sliding(4), dq.Sequential()], ids=str
+)
 def test_a_rule_of_ones_own_ends_the_solve(sweep):
     """The predictions of the parity example are right long before its states have settled."""
-    lm, ids = dq.load_example("parity"), torch.tensor([[1, 0, 1, 1, 0, 1, 1], [0, 0, 1, 0, 0, 1, 0]])
+    lm, ids = (
+        dq.load_example("parity"),
+        torch.tensor([[1, 0, 1, 1, 0, 1, 1], [0, 0, 1, 0, 0, 1, 0]]),
+    )
     stop, called = Stop(rtol=1e-3, norm=LogitKL(lm.logits)), []
     with torch.no_grad():
         output = lm(ids, stop=stop, sweep=sweep, callback=called.append)
@@ -83,7 +99,13 @@ def test_a_rule_of_ones_own_ends_the_solve(sweep):
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     "bad",
-    [lambda z: z.norm(dim=(1, 2)), lambda z: z, lambda z: z.norm(dim=-1) < 1, lambda z: 0.0, lambda z: None],
+    [
+        lambda z: z.norm(dim=(1, 2)),
+        lambda z: z,
+        lambda z: z.norm(dim=-1) < 1,
+        lambda z: 0.0,
+        lambda z: None,
+    ],
     ids=["rows", "states", "bool", "number", "None"],
 )
 def test_a_rule_that_returns_no_number_per_token_is_refused(bad):
@@ -118,7 +140,10 @@ class Relative(dq.stop.Rule):
 def test_a_relative_rule_in_another_dtype_is_not_disturbed_by_padding(sweep):
     model, x = dq.ImplicitModel(dq.Affine(4)).eval(), torch.randn(2, 6, 4)
     mask = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0]]).bool()
-    own, ours = (model(x, mask=mask, sweep=sweep, stop=dq.Stop(1e-4, norm=norm)) for norm in (Relative(), "token"))
+    own, ours = (
+        model(x, mask=mask, sweep=sweep, stop=dq.Stop(1e-4, norm=norm))
+        for norm in (Relative(), "token")
+    )
     assert own.converged.all()
     assert torch.equal(own.stats.iterations, ours.stats.iterations)
     assert torch.equal(own.value, ours.value)
@@ -138,7 +163,9 @@ def test_a_state_that_runs_away_has_not_converged(solver, rtol, check_every, sta
     assert solution.status.tolist() == [dq.Status.MAX_STEPS_REACHED] * 2
     assert solution.stats.residual.max() < rtol
     with pytest.raises(dq.ConvergenceError):
-        dq.fixed_point(lambda z: z + 1, torch.zeros(2, 3), solver=solver, stop=Stop(rtol=rtol), throw=True)
+        dq.fixed_point(
+            lambda z: z + 1, torch.zeros(2, 3), solver=solver, stop=Stop(rtol=rtol), throw=True
+        )
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,9 @@ def test_a_compiled_solve_leaves_gradients_enabled():
     weight = torch.nn.Parameter(torch.eye(3) / 2)
 
     def layer(x):
-        return solve(lambda z: torch.tanh(z @ weight + x), torch.zeros(2, 3), solver=Naive(), stop=Stop()).value
+        return solve(
+            lambda z: torch.tanh(z @ weight + x), torch.zeros(2, 3), solver=Naive(), stop=Stop()
+        ).value
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -30,7 +32,9 @@ class TestTorchFunc:
     def value(self, a, gradient=None):
         z0 = torch.zeros(2, 1, dtype=torch.float64)
         stop = dq.Stop(rtol=1e-10)
-        return dq.fixed_point(lambda z: a * torch.tanh(z) + 1, z0, stop=stop, gradient=gradient).value.sum()
+        return dq.fixed_point(
+            lambda z: a * torch.tanh(z) + 1, z0, stop=stop, gradient=gradient
+        ).value.sum()
 
     def test_vmap(self):
         with pytest.raises(TypeError, match=r"torch\.func's vmap.*rows of z0"):

@@ -1,4 +1,6 @@
-"""Windows: each row of a batch walks at its own pace, as in a plain loop over that row alone, to the last bit."""
+"""Windows: each row of a batch walks at its own pace, as in a plain loop over that row alone, to
+the last bit.
+"""
 
 import math
 from dataclasses import dataclass
@@ -27,7 +29,9 @@ class Last(dq.Cache):
 
 
 class Elementwise(dq.Backbone):
-    """f(z)_t = rate_t z_t + z_{t-1} / 4 + x_t with rate_t the first number of x_t: the same bits in any batch."""
+    """f(z)_t = rate_t z_t + z_{t-1} / 4 + x_t with rate_t the first number of x_t: the same bits in
+    any batch.
+    """
 
     d_model = 3
 
@@ -59,14 +63,18 @@ class Points(dq.Solver[None]):
 
 
 def one_row(x, block, window, stop, solver):
-    """One row by the documented rules: values, statistics of each token, status, and the last committed point."""
+    """One row by the documented rules: values, statistics of each token, status, and the last
+    committed point.
+    """
     length, f, every, tiny = len(x), Elementwise(), stop.check_every, torch.finfo(x.dtype).tiny
     z = begun = torch.zeros_like(x)
     value, status, cache, limit = z.clone(), dq.Status.CONVERGED, None, 0.0
     steps, entered, forced = torch.zeros(3, length, dtype=torch.int64)
     residual, forced = torch.full((length,), math.inf).double(), forced.bool()
     bound = torch.full((length,), math.nan).double()
-    first = since = count = 0  # the first token of the window, the evaluation at which it came there, and evaluations
+    first = since = count = (
+        0  # the first token of the window, the evaluation at which it came there, and evaluations
+    )
     while first < length:
         end, count = min(first + block * window, length), count + 1
         here, age = slice(first, end), count - since
@@ -77,13 +85,20 @@ def one_row(x, block, window, stop, solver):
         if due or age == 1:
             d, s = (torch.linalg.vector_norm(y, dim=-1) for y in (fz - z[here], fz))
             if stop.norm == "row":  # one number for each token of a block
-                d, s = (torch.cat([y.norm().expand(len(y)) for y in x.split(block)]) for x in (d, s))
+                d, s = (
+                    torch.cat([y.norm().expand(len(y)) for y in x.split(block)]) for x in (d, s)
+                )
             if age == 1:
                 scale = torch.cat([d, s]).max().clamp_min(1)
                 limit = max(limit, -1.0 if scale.isinf() else stop.divergence * scale.item())
-            bound[here] = torch.where(bound[here].isnan(), stop.rtol * s, bound[here]).maximum(d / 2)
+            bound[here] = torch.where(bound[here].isnan(), stop.rtol * s, bound[here]).maximum(
+                d / 2
+            )
         if due:
-            passed = [bool(one.all()) for one in (d <= torch.minimum(stop.rtol * s, bound[here])).split(block)]
+            passed = [
+                bool(one.all())
+                for one in (d <= torch.minimum(stop.rtol * s, bound[here])).split(block)
+            ]
             leaving = min(block * [*passed, False].index(False), end - first)
             lost = not bool((d <= limit).all())
             spent = late and leaving == 0 and not lost
@@ -110,13 +125,16 @@ def one_row(x, block, window, stop, solver):
 
 @st.composite
 def batches(draw):
-    """Rows of unequal length, whose tokens converge at once, slowly, from side to side, or not at all."""
+    """Rows of unequal length, whose tokens converge at once, slowly, from side to side, or not at
+    all.
+    """
     lengths = draw(st.lists(st.integers(1, 7), min_size=1, max_size=5))
     rates = st.sampled_from([0.0, 0.0, 0.3, 0.3, -0.6, 0.9, 1.0, 40.0])
     numbers = st.sampled_from([0.0, 0.5, -1.0, 3.0, 1e3, 1e-3])
     shape = (len(lengths), max(lengths))
     made = [
-        draw(st.lists(each, min_size=math.prod(shape), max_size=math.prod(shape))) for each in (rates, *[numbers] * 2)
+        draw(st.lists(each, min_size=math.prod(shape), max_size=math.prod(shape)))
+        for each in (rates, *[numbers] * 2)
     ]
     x = torch.tensor(made, dtype=torch.float64).reshape(3, *shape).permute(1, 2, 0).contiguous()
     if draw(st.integers(0, 3)) == 0:
@@ -124,14 +142,16 @@ def batches(draw):
     return x, torch.arange(shape[1]) < torch.tensor(lengths)[:, None]
 
 
-STOPS = st.fixed_dictionaries(  # made into a Stop by the test: the checks of types draw random numbers
-    {
-        "rtol": st.sampled_from([1e-1, 1e-3, 1e-9]),
-        "max_steps": st.integers(1, 25),
-        "check_every": st.sampled_from([1, 1, 2, 3]),
-        "norm": st.sampled_from(["token", "row"]),
-        "divergence": st.sampled_from([1.5, 30.0, 1e4]),
-    }
+STOPS = (
+    st.fixed_dictionaries(  # made into a Stop by the test: the checks of types draw random numbers
+        {
+            "rtol": st.sampled_from([1e-1, 1e-3, 1e-9]),
+            "max_steps": st.integers(1, 25),
+            "check_every": st.sampled_from([1, 1, 2, 3]),
+            "norm": st.sampled_from(["token", "row"]),
+            "divergence": st.sampled_from([1.5, 30.0, 1e4]),
+        }
+    )
 )
 
 
@@ -146,8 +166,12 @@ STOPS = st.fixed_dictionaries(  # made into a Stop by the test: the checks of ty
 )
 def test_every_row_of_a_batch_is_the_loop_over_it_alone(batch, block, window, rule, solver, keep):
     (x, mask), stop, seen = batch, dq.Stop(**rule), []
-    model = dq.ImplicitModel(Elementwise(), dq.SolveConfig(solver, stop, sweep=Blocks(block, window)))
-    model.backbone.register_forward_hook(lambda _, inputs, __: seen.append(inputs[0].shape[:2].numel()))
+    model = dq.ImplicitModel(
+        Elementwise(), dq.SolveConfig(solver, stop, sweep=Blocks(block, window))
+    )
+    model.backbone.register_forward_hook(
+        lambda _, inputs, __: seen.append(inputs[0].shape[:2].numel())
+    )
     with torch.no_grad():
         output = model(x, mask=mask, return_cache=keep)
     stats = output.stats
@@ -168,20 +192,31 @@ def test_every_row_of_a_batch_is_the_loop_over_it_alone(batch, block, window, ru
 
 
 def test_statistics_worked_out_by_hand():
-    """With rate 0 and no tolerance token t passes one evaluation after token t - 1; the second row has one token."""
-    x = torch.tensor([[[0.0, 1.0, 0.0]] * 3, [[0.0, 1.0, 0.0], [0.0] * 3, [0.0] * 3]], dtype=torch.float64)
-    model = dq.ImplicitModel(Elementwise(), dq.SolveConfig(dq.Naive(), dq.Stop(rtol=0.0), sweep=dq.Sliding(2)))
+    """With rate 0 and no tolerance token t passes one evaluation after token t - 1; the second row
+    has one token.
+    """
+    x = torch.tensor(
+        [[[0.0, 1.0, 0.0]] * 3, [[0.0, 1.0, 0.0], [0.0] * 3, [0.0] * 3]], dtype=torch.float64
+    )
+    model = dq.ImplicitModel(
+        Elementwise(), dq.SolveConfig(dq.Naive(), dq.Stop(rtol=0.0), sweep=dq.Sliding(2))
+    )
     with torch.no_grad():
         output = model(x, mask=torch.tensor([[True] * 3, [True, False, False]]))
     assert output.value[..., 1].tolist() == [[1, 1.25, 1.3125], [1, 0, 0]]
     assert output.stats.iterations.tolist() == [[2, 4, 2], [2, 0, 0]]
-    assert output.stats.updates.tolist() == [[2, 4, 2], [4, 0, 0]]  # work beyond its end is that of its last token
+    assert output.stats.updates.tolist() == [
+        [2, 4, 2],
+        [4, 0, 0],
+    ]  # work beyond its end is that of its last token
     assert output.stats.evaluations == 4
     assert not output.stats.forced.any()
 
 
 def test_a_window_that_has_spent_its_budget_moves_at_once():
-    """The first token passes at the third evaluation; windows move at every second one, but the budget is three."""
+    """The first token passes at the third evaluation; windows move at every second one, but the
+    budget is three.
+    """
     x = torch.tensor([[[0.5, 1.0, 0.0]] * 3], dtype=torch.float64)
     solve = dq.SolveConfig(dq.Naive(), dq.Stop(rtol=0.2, max_steps=3), sweep=dq.Sliding(2))
     with torch.no_grad():
@@ -190,7 +225,9 @@ def test_a_window_that_has_spent_its_budget_moves_at_once():
 
 @pytest.mark.parametrize(("first", "steps"), [(1000.0, 6), (1.0, 4)])
 def test_the_limit_of_divergence_is_that_of_the_largest_scale_so_far(first, steps):
-    """The second token grows from a residual of 240 on, twofold; its own limit is 1200, and that of the first 5000."""
+    """The second token grows from a residual of 240 on, twofold; its own limit is 1200, and that of
+    the first 5000.
+    """
     x = torch.tensor([[[0.0, first, 0.0], [2.0, 240 - first / 4, 0.0]]], dtype=torch.float64)
     solve = dq.SolveConfig(dq.Naive(), dq.Stop(divergence=5.0), sweep=dq.Sequential())
     with torch.no_grad():

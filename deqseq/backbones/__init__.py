@@ -2,7 +2,13 @@
 
 from deqseq.backbones.affine import Affine, AffineCache
 from deqseq.backbones.base import Backbone, Cache, Inputs, JointCache
-from deqseq.backbones.injected import AddInjection, ConcatInjection, DecayInjection, Injected, Injection
+from deqseq.backbones.injected import (
+    AddInjection,
+    ConcatInjection,
+    DecayInjection,
+    Injected,
+    Injection,
+)
 from deqseq.backbones.llama import Llama, LlamaConfig
 from deqseq.backbones.llama_cache import LlamaCache
 from deqseq.backbones.looped import Looped

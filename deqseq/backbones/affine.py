@@ -28,7 +28,8 @@ class Affine(Backbone[AffineCache]):
 
     .. math:: f(z)_t = A z_t + R z_{t-1} + U x_t, \qquad z^*_t = (I - A)^{-1} (R z^*_{t-1} + U x_t)
 
-    For tests and tutorials: every solver, sweep and gradient can be checked against :meth:`solution`.
+    For tests and tutorials: every solver, sweep and gradient can be checked against
+    :meth:`solution`.
 
     Args:
         d_model: width.
@@ -44,7 +45,9 @@ class Affine(Backbone[AffineCache]):
 
     @checked
     def __init__(
-        self, d_model: Annotated[int, AtLeast(1)], contraction: Annotated[float, Within("(0, 1)")] = 0.4
+        self,
+        d_model: Annotated[int, AtLeast(1)],
+        contraction: Annotated[float, Within("(0, 1)")] = 0.4,
     ) -> None:
         super().__init__()
         self.d_model = d_model
@@ -52,13 +55,20 @@ class Affine(Backbone[AffineCache]):
         self.R = nn.Parameter(_of_norm(d_model, contraction))
         self.U = nn.Parameter(_of_norm(d_model, 1.0))
 
-    def prepare(self, x: Sequence, cache: AffineCache | None = None, mask: Mask | None = None) -> Inputs:
+    def prepare(
+        self, x: Sequence, cache: AffineCache | None = None, mask: Mask | None = None
+    ) -> Inputs:
         check_sequence(x, self.d_model)
         check_cache(cache, AffineCache, x, [(self.d_model,)])
         return Inputs(x @ self.U.T)
 
     def forward(
-        self, z: Sequence, inputs: Inputs, cache: AffineCache | None = None, *, need_aux: bool = False
+        self,
+        z: Sequence,
+        inputs: Inputs,
+        cache: AffineCache | None = None,
+        *,
+        need_aux: bool = False,
     ) -> tuple[Sequence, Float[Tensor, "batch known d_model"] | None]:
         previous = z.new_zeros(z.shape[0], self.d_model) if cache is None else cache.previous
         states = torch.cat([previous[:, None], z], dim=1)
@@ -66,13 +76,17 @@ class Affine(Backbone[AffineCache]):
         out = out if inputs.injection is None else out + inputs.injection
         return out, states if need_aux else None
 
-    def advance(self, cache: AffineCache | None, aux: Any, tokens: int, counts: Counts | None = None) -> AffineCache:
+    def advance(
+        self, cache: AffineCache | None, aux: Any, tokens: int, counts: Counts | None = None
+    ) -> AffineCache:
         # one more state than there are tokens: the first is that before them
         last = torch.full((len(aux),), tokens, device=aux.device) if counts is None else counts
         return AffineCache(aux.detach()[torch.arange(len(aux), device=aux.device), last])
 
     def solution(self, x: Sequence) -> Sequence:
-        """The fixed point of embedded tokens ``x``, ``(batch, length, d_model)``, in closed form, token by token."""
+        """The fixed point of embedded tokens ``x``, ``(batch, length, d_model)``, in closed form,
+        token by token.
+        """
         inverse = torch.linalg.inv(torch.eye(self.d_model, dtype=x.dtype, device=x.device) - self.A)
         previous, tokens = x.new_zeros(x.shape[0], self.d_model), []
         for u in (x @ self.U.T).unbind(dim=1):

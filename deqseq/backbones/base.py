@@ -17,12 +17,16 @@ from deqseq.types import Counts, Mask, RowIndex, Sequence
 
 
 class Cache:
-    """What a backbone keeps of the committed tokens: a frozen dataclass of tensors, never changed in place.
+    """What a backbone keeps of the committed tokens: a frozen dataclass of tensors, never changed
+    in place.
 
     Example:
         >>> import deqseq as dq
         >>> cache = dq.ImplicitModel(dq.Affine(4))(torch.ones(2, 6, 4), return_cache=True).cache
-        >>> isinstance(cache, Cache), [tensor.shape for tensor in dq.take(cache, torch.tensor([1])).tensors()]
+        >>> (
+        ...     isinstance(cache, Cache),
+        ...     [tensor.shape for tensor in dq.take(cache, torch.tensor([1])).tensors()],
+        ... )
         (True, [torch.Size([1, 4])])
     """
 
@@ -35,16 +39,20 @@ class Cache:
         return self
 
     def crop(self, tokens: int, /) -> "Cache":
-        """The same cache without the last ``tokens`` of each row; ValueError if it cannot do without them."""
+        """The same cache without the last ``tokens`` of each row; ValueError if it cannot do
+        without them.
+        """
         raise ValueError(
-            f"a {type(self).__name__} cannot be cropped: the state of a recurrent backbone does not contain earlier "
+            f"a {type(self).__name__} cannot be cropped: the state of a recurrent backbone does "
+            "not contain earlier "
             "states. Keep the cache of the point to come back to"
         )
 
 
 @dataclass(frozen=True)
 class JointCache(Cache):
-    """What several parts keep: the steps of a :class:`deqseq.Looped`, or those of a :class:`deqseq.RecurrentDepth`.
+    """What several parts keep: the steps of a :class:`deqseq.Looped`, or those of a
+    :class:`deqseq.RecurrentDepth`.
 
     Attributes:
         parts: the cache of the first part that runs, of the second, and so on.
@@ -71,7 +79,9 @@ def parts_of(cache: Cache | None, number: int, parts: str) -> tuple[Cache | None
     if not isinstance(cache, JointCache):
         return (None,) * number
     if len(cache.parts) != number:
-        raise ValueError(f"cache must be of this model, of {number} {parts}, got one of {len(cache.parts)}")
+        raise ValueError(
+            f"cache must be of this model, of {number} {parts}, got one of {len(cache.parts)}"
+        )
     return cache.parts
 
 
@@ -83,11 +93,11 @@ class Inputs:
     """What stays the same during a solve: prepared once, outside the loop.
 
     Attributes:
-        injection: what is added inside the layers, ``(batch, length, width)``; None if the backbone was built without,
-            and in an :class:`deqseq.ExplicitModel`.
+        injection: what is added inside the layers, ``(batch, length, width)``; None if the backbone
+            was built without, and in an :class:`deqseq.ExplicitModel`.
         dropout: dropout masks, one per layer, ``(batch, length, d_model)``; empty outside training.
-        rotary: cosines and sines of the positions, as the blocks use them, each ``(batch or 1, length, headdim)``
-            or ``(batch or 1, length, 1, headdim)``; empty if there are none.
+        rotary: cosines and sines of the positions, as the blocks use them, each ``(batch or 1,
+            length, headdim)`` or ``(batch or 1, length, 1, headdim)``; empty if there are none.
     """
 
     injection: Float[Tensor, "batch length width"] | None = None
@@ -97,23 +107,31 @@ class Inputs:
     def take_rows(self, rows: RowIndex) -> "Inputs":
         """The given ``rows`` alone, ``(rows,)``; tables that all rows share stay as they are."""
         rotary = tuple(table if len(table) == 1 else table[rows] for table in self.rotary)
-        return replace(self, injection=take(self.injection, rows), dropout=take(self.dropout, rows), rotary=rotary)
+        return replace(
+            self,
+            injection=take(self.injection, rows),
+            dropout=take(self.dropout, rows),
+            rotary=rotary,
+        )
 
 
 class Backbone(nn.Module, ABC, Generic[C]):
     r"""A stack of sequence layers seen as a map on sequences, :math:`z \mapsto f_\theta(z, x)`.
 
-    It must be causal (a token depends on tokens up to it), and pure (neither the cache that it is given nor any state
-    of its own changes). Your own needs ``d_model``, :meth:`prepare` and :meth:`forward`; with :meth:`advance` it
-    can also be swept, cached and decoded. :class:`deqseq.Affine` is the smallest one that has everything.
+    It must be causal (a token depends on tokens up to it), and pure (neither the cache that it is
+    given nor any state of its own changes). Your own needs ``d_model``, :meth:`prepare` and
+    :meth:`forward`; with :meth:`advance` it can also be swept, cached and decoded.
+    :class:`deqseq.Affine` is the smallest one that has everything.
 
     Example:
-        >>> class Pointwise(Backbone[Any]):     # each token on its own
+        >>> class Pointwise(Backbone[Any]):  # each token on its own
         ...     def __init__(self, d_model):
         ...         super().__init__()
         ...         self.d_model, self.inner = d_model, nn.Linear(d_model, d_model)
+        ...
         ...     def prepare(self, x, cache=None, mask=None):
         ...         return x
+        ...
         ...     def forward(self, z, inputs, cache=None, *, need_aux=False):
         ...         return torch.tanh(self.inner(z) / 4 + inputs), None
         >>> import deqseq as dq
@@ -124,7 +142,9 @@ class Backbone(nn.Module, ABC, Generic[C]):
     d_model: int
     """Width of the state."""
     gradient_checkpointing: bool = False
-    """Whether the backward pass computes the activations of each block again instead of keeping them."""
+    """Whether the backward pass computes the activations of each block again instead of keeping
+    them.
+    """
     _stack: Any = None
     """The method that :meth:`run` calls: the part of :meth:`forward` from tensors to tensors."""
     _compiled: Callable[..., Any] | None = None
@@ -136,10 +156,12 @@ class Backbone(nn.Module, ABC, Generic[C]):
         Args:
             x: embedded tokens, ``(batch, length, d_model)``; zero at padding.
             cache: what :meth:`advance` returned for the tokens before. Default: there are none.
-            mask: True at real tokens, which come first in each row, ``(batch, length)``. Default: no padding.
+            mask: True at real tokens, which come first in each row, ``(batch, length)``. Default:
+                no padding.
 
         Returns:
-            Inputs of :meth:`forward`: :class:`Inputs`, or any record of tensors ``(batch, length, ...)``.
+            Inputs of :meth:`forward`: :class:`Inputs`, or any record of tensors ``(batch, length,
+            ...)``.
         """
 
     @abstractmethod
@@ -155,26 +177,30 @@ class Backbone(nn.Module, ABC, Generic[C]):
             need_aux: whether :meth:`advance` will be called.
 
         Returns:
-            The new state, ``(batch, length, d_model)`` (its values at padding are ignored), and what :meth:`advance`
-            needs of this evaluation: a record of tensors with a row dimension, or None if it is not needed.
+            The new state, ``(batch, length, d_model)`` (its values at padding are ignored), and
+            what :meth:`advance` needs of this evaluation: a record of tensors with a row dimension,
+            or None if it is not needed.
         """
 
     def advance(self, cache: C | None, aux: Any, tokens: int, counts: Counts | None = None) -> C:
-        """Commit the first tokens of an evaluation; the map is not evaluated again. Called without gradients.
+        """Commit the first tokens of an evaluation; the map is not evaluated again. Called without
+        gradients.
 
         Args:
             cache: the cache of that evaluation; None: there were no tokens before.
             aux: what :meth:`forward` returned.
             tokens: how many tokens to commit, at least 1.
-            counts: how many of them each row commits, ``(batch,)``: fewer in a padded row, and 0 where a row commits
-                none, whose cache stays as it was. Default: all.
+            counts: how many of them each row commits, ``(batch,)``: fewer in a padded row, and 0
+                where a row commits none, whose cache stays as it was. Default: all.
 
         Returns:
             The cache after these tokens, without a graph.
         """
         raise NotImplementedError(
-            f"{type(self).__name__} has no advance(cache, aux, tokens, counts), so it keeps no cache: only the "
-            "Simultaneous sweep without return_cache works. Write advance() to sweep, cache or generate with it"
+            f"{type(self).__name__} has no advance(cache, aux, tokens, counts), so it keeps no "
+            "cache: only the "
+            "Simultaneous sweep without return_cache works. Write advance() to sweep, cache or "
+            "generate with it"
         )
 
     def sees_input(self, inputs: Any) -> bool:
@@ -182,33 +208,44 @@ class Backbone(nn.Module, ABC, Generic[C]):
         return not isinstance(inputs, Inputs) or inputs.injection is not None
 
     def without_injection(self, inputs: Any) -> Any:
-        """The ``inputs`` as an :class:`deqseq.ExplicitModel` needs them, whose state is the input already."""
+        """The ``inputs`` as an :class:`deqseq.ExplicitModel` needs them, whose state is the input
+        already.
+        """
         return replace(inputs, injection=None) if isinstance(inputs, Inputs) else inputs
 
     def sizes(self) -> Any:
-        """What builds such a backbone again, for :class:`deqseq.LanguageModelSpec`; TypeError if nothing does."""
+        """What builds such a backbone again, for :class:`deqseq.LanguageModelSpec`; TypeError if
+        nothing does.
+        """
         raise TypeError(
-            f"a specification cannot name a {type(self).__name__} (known: Mamba2, Llama, and DecoderBackbone, the "
+            f"a specification cannot name a {type(self).__name__} (known: Mamba2, Llama, and "
+            "DecoderBackbone, the "
             "layers of a transformers decoder): save its state_dict()"
         )
 
     def run_block(self, block: nn.Module, *arguments: Any) -> Any:
-        """What ``block`` gives for ``arguments``; its activations are kept or, in training, computed again."""
+        """What ``block`` gives for ``arguments``; its activations are kept or, in training,
+        computed again.
+        """
         if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
             return checkpoint(block, *arguments, use_reentrant=False)
         return block(*arguments)
 
     def compile(self, **options: Any) -> None:
-        """Compile one iteration with ``torch.compile``, whose ``options`` override the defaults here.
+        """Compile one iteration with ``torch.compile``, whose ``options`` override the defaults
+        here.
 
-        Shapes are dynamic, so a new length or batch does not recompile. One row, one token, a cache, gradients and
-        ``need_aux`` each compile once; that can exceed torch's default limit of eight.
+        Shapes are dynamic, so a new length or batch does not recompile. One row, one token, a
+        cache, gradients and ``need_aux`` each compile once; that can exceed torch's default limit
+        of eight.
         """
         if self._stack is None:
             super().compile(**options)
             return
         known = inspect.signature(torch.compile).parameters
-        defaults: dict[str, Any] = {"dynamic": True} | ({"recompile_limit": 64} if "recompile_limit" in known else {})
+        defaults: dict[str, Any] = {"dynamic": True} | (
+            {"recompile_limit": 64} if "recompile_limit" in known else {}
+        )
         self._compiled = torch.compile(type(self)._stack, **(defaults | options))
 
     def run(self, *arguments: Any) -> Any:
@@ -216,12 +253,17 @@ class Backbone(nn.Module, ABC, Generic[C]):
         return (self._compiled or type(self)._stack)(self, *arguments)
 
     def __getstate__(self) -> dict[str, Any]:
-        # compiled code is no part of a copy or a pickle: it would go on with the weights of the original
+        # compiled code is no part of a copy or a pickle: it would go on with the weights of the
+        # original
         return {**self.__dict__, "_compiled": None, "_compiled_call_impl": None}
 
 
-def check_cache(cache: Cache | None, kind: type[Cache], x: Sequence, shapes: Iterable[tuple[int | None, ...]]) -> None:
-    """Refuse a cache of another model, or of other rows or devices; ``shapes`` are of one row, None for any size."""
+def check_cache(
+    cache: Cache | None, kind: type[Cache], x: Sequence, shapes: Iterable[tuple[int | None, ...]]
+) -> None:
+    """Refuse a cache of another model, or of other rows or devices; ``shapes`` are of one row, None
+    for any size.
+    """
     check_type("cache", cache, (kind, type(None)))
     if cache is None:
         return
@@ -230,13 +272,16 @@ def check_cache(cache: Cache | None, kind: type[Cache], x: Sequence, shapes: Ite
     fit = len(got) == len(wanted) and all(map(_fits, got, wanted))
     if not fit or any(one.device != x.device for one in tensors):
         raise ValueError(
-            f"cache must be of this model and of the rows of its input: tensors {wanted} on {x.device}, got {got} on "
+            f"cache must be of this model and of the rows of its input: tensors {wanted} on "
+            f"{x.device}, got {got} on "
             f"{tensors[0].device if tensors else None}"
         )
 
 
 def _fits(shape: tuple[int, ...], wanted: tuple[int | None, ...]) -> bool:
-    return len(shape) == len(wanted) and all(n in (None, m) for m, n in zip(shape, wanted, strict=True))
+    return len(shape) == len(wanted) and all(
+        n in (None, m) for m, n in zip(shape, wanted, strict=True)
+    )
 
 
 def check_sequence(x: Tensor, d_model: int) -> None:
@@ -245,4 +290,6 @@ def check_sequence(x: Tensor, d_model: int) -> None:
     if not x.is_floating_point():
         raise TypeError(f"x must be embedded tokens, of a floating-point dtype, got {x.dtype}")
     if x.ndim != 3 or x.shape[2] != d_model or 0 in x.shape:
-        raise ValueError(f"x must have shape (batch, length, {d_model}), none of them 0, got {tuple(x.shape)}")
+        raise ValueError(
+            f"x must have shape (batch, length, {d_model}), none of them 0, got {tuple(x.shape)}"
+        )

@@ -17,26 +17,35 @@ from deqseq.types import Counts, Mask, Sequence
 class Injection(nn.Module, ABC):
     """How the input of a solve enters each iteration, before the first layer.
 
-    Your own needs the two methods; what does not depend on the state belongs into :meth:`prepare`, which runs once per
-    solve. Give it to a backbone by :class:`Injected`.
+    Your own needs the two methods; what does not depend on the state belongs into :meth:`prepare`,
+    which runs once per solve. Give it to a backbone by :class:`Injected`.
 
     Example:
         >>> import deqseq as dq
         >>> class Gated(Injection):
-        ...     def prepare(self, x): return torch.sigmoid(x)
-        ...     def enter(self, z, prepared): return z * prepared
-        >>> backbone = Injected(dq.Llama(dq.LlamaConfig(d_model=8, n_heads=2, injection=False)), Gated())
+        ...     def prepare(self, x):
+        ...         return torch.sigmoid(x)
+        ...
+        ...     def enter(self, z, prepared):
+        ...         return z * prepared
+        >>> backbone = Injected(
+        ...     dq.Llama(dq.LlamaConfig(d_model=8, n_heads=2, injection=False)), Gated()
+        ... )
         >>> dq.ImplicitModel(backbone)(torch.ones(1, 3, 8)).value.shape
         torch.Size([1, 3, 8])
     """
 
     @abstractmethod
     def prepare(self, x: Sequence) -> Sequence:
-        """What each iteration needs of the input ``x``, ``(batch, length, d_model)``: a tensor of the same shape."""
+        """What each iteration needs of the input ``x``, ``(batch, length, d_model)``: a tensor of
+        the same shape.
+        """
 
     @abstractmethod
     def enter(self, z: Sequence, prepared: Sequence) -> Sequence:
-        """The first layer's input: the state ``z``, ``(batch, length, d_model)``, with ``prepared``, of that shape."""
+        """The first layer's input: the state ``z``, ``(batch, length, d_model)``, with
+        ``prepared``, of that shape.
+        """
 
 
 class AddInjection(Injection):
@@ -57,15 +66,15 @@ class AddInjection(Injection):
 class ConcatInjection(Injection):
     r"""State and input are concatenated and projected, :math:`z \leftarrow W [z; x]`.
 
-    The part of the input is computed once per solve. Initially :math:`W = [0 \mid I]`: the layers get the input, and
-    one iteration is a pass of the layers.
+    The part of the input is computed once per solve. Initially :math:`W = [0 \mid I]`: the layers
+    get the input, and one iteration is a pass of the layers.
 
     Args:
         d_model: width.
 
     References:
-        The adapter of Huginn: Geiping et al., Scaling up Test-Time Compute with Latent Reasoning, 2025, arXiv
-        2502.05171.
+        The adapter of Huginn: Geiping et al., Scaling up Test-Time Compute with Latent Reasoning,
+        2025, arXiv 2502.05171.
 
     Example:
         >>> injection, x = ConcatInjection(2), torch.ones(1, 1, 2)
@@ -77,7 +86,9 @@ class ConcatInjection(Injection):
     def __init__(self, d_model: Annotated[int, AtLeast(1)]) -> None:
         super().__init__()
         self.d_model = d_model
-        self.weight = nn.Parameter(torch.cat([torch.zeros(d_model, d_model), torch.eye(d_model)], dim=1))
+        self.weight = nn.Parameter(
+            torch.cat([torch.zeros(d_model, d_model), torch.eye(d_model)], dim=1)
+        )
 
     def prepare(self, x: Sequence) -> Sequence:
         return x @ self.weight[:, x.shape[-1] :].T
@@ -87,9 +98,11 @@ class ConcatInjection(Injection):
 
 
 class DecayInjection(Injection):
-    r"""The state decays, and the projected input is added: a linear part that contracts for any weights.
+    r"""The state decays, and the projected input is added: a linear part that contracts for any
+    weights.
 
-    .. math:: z \leftarrow \exp(-\Delta\, e^{a}) \odot z + \Delta \odot W x, \qquad \Delta = \mathrm{softplus}(d)
+    .. math:: z \leftarrow \exp(-\Delta\, e^{a}) \odot z + \Delta \odot W x, \qquad \Delta =
+    \mathrm{softplus}(d)
 
     Here :math:`a` and :math:`d` are learned per channel. The layers that follow may still expand.
 
@@ -107,7 +120,9 @@ class DecayInjection(Injection):
     """
 
     @checked
-    def __init__(self, d_model: Annotated[int, AtLeast(1)], decay: Annotated[float, Within("(0, 1)")] = 0.5) -> None:
+    def __init__(
+        self, d_model: Annotated[int, AtLeast(1)], decay: Annotated[float, Within("(0, 1)")] = 0.5
+    ) -> None:
         super().__init__()
         self.d_model = d_model
         self.log_rate = nn.Parameter(torch.full((d_model,), math.log(-math.log(decay))))
@@ -123,17 +138,19 @@ class DecayInjection(Injection):
 
 
 class Injected(Backbone[Any]):
-    r"""A backbone whose input enters by an :class:`Injection`, :math:`f(z, x) = g(\mathrm{enter}(z, x))`.
+    r"""A backbone whose input enters by an :class:`Injection`, :math:`f(z, x) = g(\mathrm{enter}(z,
+    x))`.
 
-    The paper's own injection, into the projections of every layer, is part of :class:`deqseq.Mamba2` and
-    :class:`deqseq.Llama`; here they are built with ``injection=False``.
+    The paper's own injection, into the projections of every layer, is part of
+    :class:`deqseq.Mamba2` and :class:`deqseq.Llama`; here they are built with ``injection=False``.
 
     Args:
         backbone: the layers :math:`g`.
         injection: how the input enters.
 
     Raises:
-        ValueError: the backbone was built with an ``injection`` of its own, or the injection has another ``d_model``.
+        ValueError: the backbone was built with an ``injection`` of its own, or the injection has
+            another ``d_model``.
 
     Example:
         >>> import deqseq as dq
@@ -148,28 +165,43 @@ class Injected(Backbone[Any]):
         super().__init__()
         if getattr(backbone, "injection", None) is not None:
             raise ValueError(
-                "Injected.backbone must have no injection of its own: build it with injection=False, or give "
+                "Injected.backbone must have no injection of its own: build it with "
+                "injection=False, or give "
                 "an attribute that is something else another name than `injection`"
             )
         width = getattr(injection, "d_model", backbone.d_model)
         if width != backbone.d_model:
-            raise ValueError(f"Injected.injection must have the backbone's d_model, {backbone.d_model}, got {width}")
+            raise ValueError(
+                f"Injected.injection must have the backbone's d_model, {backbone.d_model}, got "
+                f"{width}"
+            )
         self.d_model = backbone.d_model
         self.backbone, self.injection = backbone, injection
 
-    def prepare(self, x: Sequence, cache: Cache | None = None, mask: Mask | None = None) -> tuple[Sequence, Any]:
+    def prepare(
+        self, x: Sequence, cache: Cache | None = None, mask: Mask | None = None
+    ) -> tuple[Sequence, Any]:
         check_sequence(x, self.d_model)
-        prepared = returned_by(f"{type(self.injection).__name__}.prepare", self.injection.prepare, x, like=x, what="x")
+        prepared = returned_by(
+            f"{type(self.injection).__name__}.prepare", self.injection.prepare, x, like=x, what="x"
+        )
         return prepared, self.backbone.prepare(x, cache, mask)
 
     def forward(
-        self, z: Sequence, inputs: tuple[Sequence, Any], cache: Cache | None = None, *, need_aux: bool = False
+        self,
+        z: Sequence,
+        inputs: tuple[Sequence, Any],
+        cache: Cache | None = None,
+        *,
+        need_aux: bool = False,
     ) -> tuple[Sequence, Any]:
         name, (prepared, inner) = f"{type(self.injection).__name__}.enter", inputs
         entered = returned_by(name, self.injection.enter, z, prepared, like=z, what="z")
         return self.backbone(entered, inner, cache, need_aux=need_aux)
 
-    def advance(self, cache: Cache | None, aux: Any, tokens: int, counts: Counts | None = None) -> Cache:
+    def advance(
+        self, cache: Cache | None, aux: Any, tokens: int, counts: Counts | None = None
+    ) -> Cache:
         return self.backbone.advance(cache, aux, tokens, counts)
 
     def compile(self, **options: Any) -> None:

@@ -20,7 +20,9 @@ Choose = Callable[[Float[Tensor, "steps batch length d_model"]], Sequence]
 
 
 class LoopedInputs(NamedTuple):
-    """The inputs of the inner backbone, and the states that the loop begins from; None: the state that it is given."""
+    """The inputs of the inner backbone, and the states that the loop begins from; None: the state
+    that it is given.
+    """
 
     inner: Any
     start: Sequence | None
@@ -32,25 +34,30 @@ class Looped(Backbone[JointCache]):
     .. math:: z_s = f_\theta(z_{s-1}, x), \quad s = 1, \ldots, S, \qquad
               F(z, x) = \mathrm{choose}(z_1, \ldots, z_S)
 
-    Step :math:`s` of a token sees step :math:`s` of the tokens before it, so decoding with the cache equals the forward
-    pass of the whole sequence, and the cache is :math:`S` times larger. The gradient is that of all steps.
-    ``ExplicitModel(Looped(backbone, steps))`` is a looped transformer. ``steps`` and ``start`` can be changed later.
+    Step :math:`s` of a token sees step :math:`s` of the tokens before it, so decoding with the
+    cache equals the forward pass of the whole sequence, and the cache is :math:`S` times larger.
+    The gradient is that of all steps. ``ExplicitModel(Looped(backbone, steps))`` is a looped
+    transformer. ``steps`` and ``start`` can be changed later.
 
     Args:
-        backbone: the map :math:`f_\theta`. Its input enters every step, and its dropout masks are those of all steps.
+        backbone: the map :math:`f_\theta`. Its input enters every step, and its dropout masks are
+            those of all steps.
         steps: how often it runs, :math:`S \ge 1`.
         choose: makes the result of the states of all steps: a function or module
-            ``(steps, batch, length, d_model) -> (batch, length, d_model)``. Default: those of the last step.
-        start: where the loop begins, :math:`z_0`. ``"input"``: the state :math:`z` that it is given, which an
-            :class:`~deqseq.ExplicitModel` sets to the embedded tokens; ``"zero"``; or a :class:`~deqseq.RandomStart`.
-            The attribute may also be the states themselves, ``(batch, length, d_model)``.
+            ``(steps, batch, length, d_model) -> (batch, length, d_model)``. Default: those of the
+            last step.
+        start: where the loop begins, :math:`z_0`. ``"input"``: the state :math:`z` that it is
+            given, which an :class:`~deqseq.ExplicitModel` sets to the embedded tokens; ``"zero"``;
+            or a :class:`~deqseq.RandomStart`. The attribute may also be the states themselves,
+            ``(batch, length, d_model)``.
 
     Raises:
         TypeError, ValueError: names the argument, what it got and what it wants.
 
     References:
-        Dehghani et al., Universal Transformers, ICLR 2019, arXiv 1807.03819. Zhu et al., Scaling Latent Reasoning via
-        Looped Language Models, 2025, arXiv 2510.25741, whose exit gate is a ``choose``.
+        Dehghani et al., Universal Transformers, ICLR 2019, arXiv 1807.03819. Zhu et al., Scaling
+        Latent Reasoning via Looped Language Models, 2025, arXiv 2510.25741, whose exit gate is a
+        ``choose``.
 
     Example:
         >>> import torch, deqseq as dq
@@ -75,10 +82,14 @@ class Looped(Backbone[JointCache]):
         self.backbone, self.steps, self.choose = backbone, steps, choose
         self.start: Start | Tensor = start
 
-    def prepare(self, x: Sequence, cache: JointCache | None = None, mask: Mask | None = None) -> LoopedInputs:
-        """Prepare the inputs of the inner backbone, once for all steps, and the states that the loop begins from.
+    def prepare(
+        self, x: Sequence, cache: JointCache | None = None, mask: Mask | None = None
+    ) -> LoopedInputs:
+        """Prepare the inputs of the inner backbone, once for all steps, and the states that the
+        loop begins from.
 
-        Raises ValueError for a cache of other steps, states of another shape, and a loop that never sees its input.
+        Raises ValueError for a cache of other steps, states of another shape, and a loop that never
+        sees its input.
         """
         # where the tokens stand is the same in every step, so any step's cache will do
         inner = self.backbone.prepare(x, parts_of(cache, self.steps, "steps")[0], mask)
@@ -87,8 +98,10 @@ class Looped(Backbone[JointCache]):
             return LoopedInputs(inner, None)
         if not given and not self.backbone.sees_input(inner):
             raise ValueError(
-                f"Looped.start is {self.start}, and this {type(self.backbone).__name__} was built without an "
-                "injection, so nothing would depend on the input: build it with injection=True, wrap it as "
+                f"Looped.start is {self.start}, and this {type(self.backbone).__name__} was built "
+                "without an "
+                "injection, so nothing would depend on the input: build it with injection=True, "
+                "wrap it as "
                 'dq.Injected(backbone, dq.AddInjection()), or take start="input"'
             )
         return LoopedInputs(inner, initial_state(self.start, x))
@@ -97,9 +110,16 @@ class Looped(Backbone[JointCache]):
         return inputs.start is not None or self.backbone.sees_input(inputs.inner)
 
     def forward(
-        self, z: Sequence, inputs: LoopedInputs, cache: JointCache | None = None, *, need_aux: bool = False
+        self,
+        z: Sequence,
+        inputs: LoopedInputs,
+        cache: JointCache | None = None,
+        *,
+        need_aux: bool = False,
     ) -> tuple[Sequence, tuple[Any, ...] | None]:
-        z = z if inputs.start is None else inputs.start.contiguous()  # other strides would be compiled again
+        z = (
+            z if inputs.start is None else inputs.start.contiguous()
+        )  # other strides would be compiled again
         states: list[Tensor] = []
         kept: list[Any] = []
         for before in parts_of(cache, self.steps, "steps"):
@@ -110,14 +130,22 @@ class Looped(Backbone[JointCache]):
                 states.append(z)
         if self.choose is not None:
             what = "the states of one step"
-            z = returned_by("Looped.choose", self.choose, torch.stack(states), like=z, what=what).to(z.dtype)
+            z = returned_by(
+                "Looped.choose", self.choose, torch.stack(states), like=z, what=what
+            ).to(z.dtype)
         return z, tuple(kept) if need_aux else None
 
     def advance(
-        self, cache: JointCache | None, aux: tuple[Any, ...], tokens: int, counts: Counts | None = None
+        self,
+        cache: JointCache | None,
+        aux: tuple[Any, ...],
+        tokens: int,
+        counts: Counts | None = None,
     ) -> JointCache:
         pairs = zip(parts_of(cache, len(aux), "steps"), aux, strict=True)
-        return JointCache(tuple(self.backbone.advance(before, own, tokens, counts) for before, own in pairs))
+        return JointCache(
+            tuple(self.backbone.advance(before, own, tokens, counts) for before, own in pairs)
+        )
 
     def compile(self, **options: Any) -> None:
         self.backbone.compile(**options)

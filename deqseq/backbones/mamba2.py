@@ -34,7 +34,8 @@ class Mamba2Config:
         d_state: state size of each channel.
         headdim: channels per head; divides ``expand * d_model``.
         expand: inner width over ``d_model``.
-        n_groups: groups of heads that share B and C, and are normalised together; divides the number of heads.
+        n_groups: groups of heads that share B and C, and are normalised together; divides the
+            number of heads.
         d_conv: filter length of the causal convolution.
         mlp_width: hidden width of a feed-forward layer after each mixer. Default: 0, no such layer.
         chunk_size: tokens per chunk of the scan. Default: 64 in plain PyTorch, 256 in kernels.
@@ -42,8 +43,8 @@ class Mamba2Config:
         dt_limit: bounds of the scan's step sizes.
         dropout: probability, in [0, 1); one mask per solve.
         weight_norm: whether linear maps and convolutions are weight-normalised, as in the paper.
-        injection: whether the input enters every layer; without, it serves explicit models, ``start="input"``, and
-            :class:`Injected`, which adds the input to the state.
+        injection: whether the input enters every layer; without, it serves explicit models,
+            ``start="input"``, and :class:`Injected`, which adds the input to the state.
         backend: implementation of convolutions and scans, a :data:`deqseq.ops.Backend`.
 
     Raises:
@@ -71,14 +72,19 @@ class Mamba2Config:
     backend: Backend = "auto"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "dt_limit", tuple(self.dt_limit))  # hashable, where JSON had a list
+        object.__setattr__(
+            self, "dt_limit", tuple(self.dt_limit)
+        )  # hashable, where JSON had a list
         heads, rest = divmod(self.expand * self.d_model, self.headdim)
         if rest:
             raise ValueError(
-                f"Mamba2Config.headdim must divide expand * d_model = {self.expand * self.d_model}, got {self.headdim}"
+                "Mamba2Config.headdim must divide expand * d_model = "
+                f"{self.expand * self.d_model}, got {self.headdim}"
             )
         if heads % self.n_groups:
-            raise ValueError(f"Mamba2Config.n_groups must divide the {heads} heads, got {self.n_groups}")
+            raise ValueError(
+                f"Mamba2Config.n_groups must divide the {heads} heads, got {self.n_groups}"
+            )
 
 
 @dataclass(frozen=True)
@@ -86,8 +92,8 @@ class Mamba2Cache(Cache):
     """Convolution and scan states after the committed tokens.
 
     Attributes:
-        layers: of each block, the last inputs of its convolution, ``(batch, d_conv - 1, channels)``, and the state of
-            its scan, ``(batch, heads, headdim, d_state)``.
+        layers: of each block, the last inputs of its convolution, ``(batch, d_conv - 1,
+            channels)``, and the state of its scan, ``(batch, heads, headdim, d_state)``.
     """
 
     layers: tuple[MixerState, ...]
@@ -103,8 +109,8 @@ class Mamba2(Backbone[Mamba2Cache]):
         config: sizes and switches.
 
     References:
-        Dao and Gu, Transformers are SSMs, ICML 2024, arXiv 2405.21060. Schöne et al., Implicit Language Models are
-        RNNs, ICML 2025, arXiv 2502.07827, section 3.
+        Dao and Gu, Transformers are SSMs, ICML 2024, arXiv 2405.21060. Schöne et al., Implicit
+        Language Models are RNNs, ICML 2025, arXiv 2502.07827, section 3.
 
     Example:
         >>> import torch
@@ -128,27 +134,46 @@ class Mamba2(Backbone[Mamba2Cache]):
         if config.weight_norm:
             apply_weight_norm(self)
 
-    def prepare(self, x: Sequence, cache: Mamba2Cache | None = None, mask: Mask | None = None) -> Inputs:
+    def prepare(
+        self, x: Sequence, cache: Mamba2Cache | None = None, mask: Mask | None = None
+    ) -> Inputs:
         check_sequence(x, self.d_model)
         check_cache(cache, Mamba2Cache, x, self.layers[0].mixer.state_shapes * len(self.layers))
         injection = None if self.injection is None else self.injection(self.injection_norm(x))
         drops = self.training and self.config.dropout > 0
-        return Inputs(injection, tuple(dropout_mask(x, self.config.dropout) for _ in self.layers if drops))
+        return Inputs(
+            injection, tuple(dropout_mask(x, self.config.dropout) for _ in self.layers if drops)
+        )
 
     def forward(
-        self, z: Sequence, inputs: Inputs, cache: Mamba2Cache | None = None, *, need_aux: bool = False
+        self,
+        z: Sequence,
+        inputs: Inputs,
+        cache: Mamba2Cache | None = None,
+        *,
+        need_aux: bool = False,
     ) -> tuple[Sequence, tuple[MixerAux, ...] | None]:
         states = None if cache is None else cache.layers
-        backend = resolved(self.config.backend, z)  # chosen here: compiled code cannot look for kernels or log
+        backend = resolved(
+            self.config.backend, z
+        )  # chosen here: compiled code cannot look for kernels or log
         z, aux = self.run(z, inputs.injection, states, inputs.dropout, need_aux, backend)
         return z, aux if need_aux else None
 
     def advance(
-        self, cache: Mamba2Cache | None, aux: tuple[MixerAux, ...], tokens: int, counts: Counts | None = None
+        self,
+        cache: Mamba2Cache | None,
+        aux: tuple[MixerAux, ...],
+        tokens: int,
+        counts: Counts | None = None,
     ) -> Mamba2Cache:
         before = [None] * len(aux) if cache is None else cache.layers
         parts = zip(self.layers, before, aux, strict=True)
-        return Mamba2Cache(tuple(block.mixer.state_after(own, state, tokens, counts) for block, state, own in parts))
+        return Mamba2Cache(
+            tuple(
+                block.mixer.state_after(own, state, tokens, counts) for block, state, own in parts
+            )
+        )
 
     def sizes(self) -> Mamba2Config:
         return replace(self.config, weight_norm=has_weight_norm(self))
@@ -173,6 +198,13 @@ class Mamba2(Backbone[Mamba2Cache]):
 
 
 def _block(config: Mamba2Config) -> Mamba2Block:
-    sizes = (config.d_model, config.d_state, config.headdim, config.expand, config.n_groups, config.d_conv)
+    sizes = (
+        config.d_model,
+        config.d_state,
+        config.headdim,
+        config.expand,
+        config.n_groups,
+        config.d_conv,
+    )
     mixer = Mamba2Mixer(*sizes, config.chunk_size, config.norm_eps, config.dt_limit)
     return Mamba2Block(mixer, config.d_model, config.mlp_width, config.norm_eps)

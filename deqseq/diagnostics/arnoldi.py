@@ -12,13 +12,16 @@ from deqseq.types import State
 def ritz_values(
     multiply: Callable[[State], State], start: State, products: int
 ) -> tuple[Complex[Tensor, "batch products"], Float[Tensor, " batch"]]:
-    r"""Arnoldi's method: eigenvalues of each row's matrix as seen in the space of :math:`v, Av, A^2 v, \ldots`.
+    r"""Arnoldi's method: eigenvalues of each row's matrix as seen in the space of :math:`v, Av, A^2
+    v, \ldots`.
 
-    Unlike the power method it finds complex pairs and several eigenvalues of one size, and it is exact with as many
-    products as dimensions. Zeros pad rows whose Krylov space closed early; rows with non-finite products are NaN.
+    Unlike the power method it finds complex pairs and several eigenvalues of one size, and it is
+    exact with as many products as dimensions. Zeros pad rows whose Krylov space closed early; rows
+    with non-finite products are NaN.
 
     Returns:
-        The eigenvalues, and the norm of the smallest change of the matrix that makes the largest one exact.
+        The eigenvalues, and the norm of the smallest change of the matrix that makes the largest
+        one exact.
     """
     batch, size = len(start), start[0].numel()
     products = min(products, size)
@@ -35,7 +38,9 @@ def ritz_values(
             w = w - torch.einsum("bkn,bk->bn", basis[:, : k + 1], along)
             hessenberg[:, : k + 1, k] += along
         length = w.norm(dim=1)
-        length = torch.where(length <= negligible, 0, length)  # the space is closed: zeros from here on
+        length = torch.where(
+            length <= negligible, 0, length
+        )  # the space is closed: zeros from here on
         hessenberg[:, k + 1, k] = length
         basis[:, k + 1] = w / torch.where(length > 0, length, torch.inf)[:, None]
     small = hessenberg.cpu()

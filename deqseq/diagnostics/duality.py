@@ -30,8 +30,10 @@ class SweepReport:
         converged: share of the rows that converged.
         evaluations: calls of the map.
         updates: evaluations times tokens, over the whole batch.
-        state_difference: largest Euclidean distance between the states of a token, relative to the larger norm.
-        cache_difference: largest distance between two tensors of the caches, relative to the larger norm.
+        state_difference: largest Euclidean distance between the states of a token, relative to the
+            larger norm.
+        cache_difference: largest distance between two tensors of the caches, relative to the larger
+            norm.
         agreement: share of the tokens at which both predict the same.
     """
 
@@ -56,16 +58,33 @@ class DualityReport:
 
     @property
     def worst(self) -> float:
-        """The largest difference of states or caches from those of the first sweep; NaN if one of them is."""
+        """The largest difference of states or caches from those of the first sweep; NaN if one of
+        them is.
+        """
         found = [(one.state_difference, one.cache_difference) for one in self.sweeps]
         return torch.tensor(found, dtype=torch.float64).max().item()
 
     def __str__(self) -> str:
-        header = ("sweep", "converged", "evaluations", "updates", "states differ", "caches differ", "agreement")
+        header = (
+            "sweep",
+            "converged",
+            "evaluations",
+            "updates",
+            "states differ",
+            "caches differ",
+            "agreement",
+        )
         lines = []
         for one in self.sweeps:
             costs = (str(one.sweep), f"{one.converged:.1%}", str(one.evaluations), str(one.updates))
-            lines.append((*costs, f"{one.state_difference:.1e}", f"{one.cache_difference:.1e}", f"{one.agreement:.2%}"))
+            lines.append(
+                (
+                    *costs,
+                    f"{one.state_difference:.1e}",
+                    f"{one.cache_difference:.1e}",
+                    f"{one.agreement:.2%}",
+                )
+            )
         return text_table(header, lines)
 
 
@@ -80,10 +99,12 @@ def check_duality(
     solve: SolveConfig | None = None,
     **fields: Unpack[SolveFields],
 ) -> DualityReport:
-    """Solve the same tokens with several sweeps in eval mode; compare states, predictions and caches with the first.
+    """Solve the same tokens with several sweeps in eval mode; compare states, predictions and
+    caches with the first.
 
-    Where all sweeps converge and the map has one fixed point, they agree as far as the tolerance allows: check
-    ``converged`` and tighten it before you conclude that a model has several fixed points.
+    Where all sweeps converge and the map has one fixed point, they agree as far as the tolerance
+    allows: check ``converged`` and tighten it before you conclude that a model has several fixed
+    points.
 
     Args:
         model: a language model around an :class:`~deqseq.ImplicitModel`.
@@ -91,21 +112,27 @@ def check_duality(
         mask: bool, True at real tokens, ``(batch, length)``. Default: no padding.
         sweeps: at least two.
         solve: replaces the model's :class:`~deqseq.SolveConfig`; its sweep is not used.
-        **fields: fields of :class:`~deqseq.SolveConfig` to replace, except ``sweep``; ``gradient`` has no effect.
+        **fields: fields of :class:`~deqseq.SolveConfig` to replace, except ``sweep``; ``gradient``
+            has no effect.
 
     Raises:
-        TypeError, ValueError: an explicit model, ``ids`` outside the vocabulary, a map that is not causal, or
-            another argument that does not fit.
+        TypeError, ValueError: an explicit model, ``ids`` outside the vocabulary, a map that is not
+            causal, or another argument that does not fit.
 
     Example:
         >>> import deqseq as dq
         >>> lm = dq.CausalLM(10, dq.ImplicitModel(dq.Affine(16))).double()
-        >>> report = check_duality(lm, torch.arange(10)[None], stop=dq.Stop(rtol=1e-10, max_steps=200))
+        >>> report = check_duality(
+        ...     lm, torch.arange(10)[None], stop=dq.Stop(rtol=1e-10, max_steps=200)
+        ... )
         >>> report.worst < 1e-7, report.sweeps[-1].agreement
         (True, 1.0)
     """
     if "sweep" in fields:
-        raise TypeError("check_duality compares several sweeps: give sweeps=(...), at least two, instead of sweep")
+        raise TypeError(
+            "check_duality compares several sweeps: give sweeps=(...), at least two, instead of "
+            "sweep"
+        )
     _, real, config = check_call(model, ids, mask, solve, fields)
     check_integer("len(sweeps)", len(sweeps), 2)
     for sweep in sweeps:
@@ -116,7 +143,9 @@ def check_duality(
         x = model.embed(ids)
         _check_causal(model.model, x)
         for sweep in sweeps:
-            output = model.model(x, mask=mask, solve=replace(config, sweep=sweep), return_cache=True)
+            output = model.model(
+                x, mask=mask, solve=replace(config, sweep=sweep), return_cache=True
+            )
             first = first or output
             reports.append(_compared(model, sweep, output, first, real))
     return DualityReport(tuple(reports))
@@ -125,15 +154,22 @@ def check_duality(
 def _check_causal(model: Model, x: Sequence) -> None:
     """Refuse a map in which a token depends on later ones: no two sweeps would have to agree."""
     z, half = model.evaluate(x).states.nan_to_num(0, 0, 0), x.shape[1] // 2
-    noise = torch.randn(x.shape, generator=torch.Generator("cpu").manual_seed(0), device="cpu").to(x)
+    noise = torch.randn(x.shape, generator=torch.Generator("cpu").manual_seed(0), device="cpu").to(
+        x
+    )
     later = (torch.arange(x.shape[1], device=x.device) >= half)[:, None]
     changed = model.evaluate(torch.where(later, noise, x), start=torch.where(later, noise, z))
     before, after = model.evaluate(x, start=z).value[:, :half], changed.value[:, :half]
     if half and bool(_distance(after, before) > torch.finfo(x.dtype).eps ** 0.5):
-        raise ValueError("model is not causal: its states depend on later tokens, so each sweep solves another problem")
+        raise ValueError(
+            "model is not causal: its states depend on later tokens, so each sweep solves another "
+            "problem"
+        )
 
 
-def _compared(model: CausalLM, sweep: Sweep, output: ModelOutput, first: ModelOutput, real: Mask) -> SweepReport:
+def _compared(
+    model: CausalLM, sweep: Sweep, output: ModelOutput, first: ModelOutput, real: Mask
+) -> SweepReport:
     assert output.stats is not None and output.cache is not None and first.cache is not None
     states = output.value[real], first.value[real]
     predictions, known = (model.logits(each).argmax(dim=-1) for each in states)

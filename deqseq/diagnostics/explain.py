@@ -1,4 +1,6 @@
-"""Why a solve ended as it did, and what to do about it: found by solving the same problem in other ways."""
+"""Why a solve ended as it did, and what to do about it: found by solving the same problem in other
+ways.
+"""
 
 import math
 from contextlib import suppress
@@ -18,7 +20,10 @@ from deqseq.stop import Stop, token_norms
 from deqseq.sweeps import Simultaneous, Sliding
 
 Found = dict[int, tuple[str, str]]  # of each row the cause, and what was observed
-DAMPED, SEVERAL = (Adaptive(), Relaxed(0.2)), (Anderson(), Broyden())  # the latter combine several past iterates
+DAMPED, SEVERAL = (
+    (Adaptive(), Relaxed(0.2)),
+    (Anderson(), Broyden()),
+)  # the latter combine several past iterates
 WINDOW = Sliding(8)
 
 
@@ -36,45 +41,61 @@ class _Stay(Solver[None]):
 def explain(outcome: Outcome) -> Explanation:
     """Why each row of a solve converged or not, and what to do about it.
 
-    The map is solved again in the mode in which it was. It is evaluated twice at one point: one that draws random
-    numbers has no fixed point. If rows failed, they are solved with four times the budget (at least 64 and at most
-    1,000 iterations), then with Adaptive, Relaxed(0.2), Anderson and Broyden until one converges; only the last two if
-    the solve is merely slow. Rows that converged are solved again as they were, with another sweep and from a random
-    start, and in training mode the residual of the estimator's value is measured.
+    The map is solved again in the mode in which it was. It is evaluated twice at one point: one
+    that draws random numbers has no fixed point. If rows failed, they are solved with four times
+    the budget (at least 64 and at most 1,000 iterations), then with Adaptive, Relaxed(0.2),
+    Anderson and Broyden until one converges; only the last two if the solve is merely slow. Rows
+    that converged are solved again as they were, with another sweep and from a random start, and in
+    training mode the residual of the estimator's value is measured.
 
     Args:
-        outcome: what a solve or a model returned. A model is examined with the weights that it has now, in the
-            dtype of then.
+        outcome: what a solve or a model returned. A model is examined with the weights that it has
+            now, in the dtype of then.
 
     Raises:
         ValueError: an explicit model's output, a copy of an outcome, or some rows of one.
 
     Example:
         >>> import torch, deqseq as dq
-        >>> solution = dq.solve(lambda z: 3 - z, torch.ones(2, 1), solver=dq.Naive(), stop=dq.Stop(rtol=1e-6))
+        >>> solution = dq.solve(
+        ...     lambda z: 3 - z, torch.ones(2, 1), solver=dq.Naive(), stop=dq.Stop(rtol=1e-6)
+        ... )
         >>> explain(solution).causes
         ('limit cycle', 'limit cycle')
     """
     if outcome.status is None or outcome.stats is None:
         raise ValueError("explain() needs a solve: an explicit model runs its layers once")
     if outcome.again is None:
-        raise ValueError("explain() needs the outcome of a whole solve as it was returned, got rows of one, or a copy")
+        raise ValueError(
+            "explain() needs the outcome of a whole solve as it was returned, got rows of one, or "
+            "a copy"
+        )
     asked, stop, statuses = outcome.again, outcome.again.keywords["stop"], outcome.status.tolist()
     again = partial(asked, sweep=Simultaneous()) if "sweep" in asked.keywords else asked
     given = stop if stop.has_tolerance else replace(stop, rtol=1e-4, check_every=1)
-    longer = replace(given, check_every=1, max_steps=max(stop.max_steps, min(max(4 * stop.max_steps, 64), 1000)))
-    converged, spent, diverged = ([row for row, one in enumerate(statuses) if one == kind] for kind in Status)
+    longer = replace(
+        given, check_every=1, max_steps=max(stop.max_steps, min(max(4 * stop.max_steps, 64), 1000))
+    )
+    converged, spent, diverged = (
+        [row for row, one in enumerate(statuses) if one == kind] for kind in Status
+    )
     failed, found, advice = diverged + spent * stop.has_tolerance, {}, dict(ADVICE)
     evaluated = partial(again, solver=_Stay())
     point = evaluated(stop=Stop.exactly(1)).value.nan_to_num(0, 0, 0)
-    first, second = (evaluated(stop=Stop.exactly(times), start=point).value.double() for times in (1, 2))
+    first, second = (
+        evaluated(stop=Stop.exactly(times), start=point).value.double() for times in (1, 2)
+    )
     if failed:
         found, advice = _failed(again, asked, given, longer, failed, point)
     if converged:
         found |= _converged(outcome, asked, again, longer, converged)
     size = first.abs().reshape(len(first), -1).amax(dim=1)
     noisy = (first - second).abs().reshape(len(first), -1).amax(dim=1) > 1e-4 * size
-    found |= {row: ("random map", "Two evaluations at the same point differ.") for row in found if noisy[row]}
+    found |= {
+        row: ("random map", "Two evaluations at the same point differ.")
+        for row in found
+        if noisy[row]
+    }
     if spent and not stop.has_tolerance:
         worst = float(worst_token(outcome.stats.residual.detach())[spent].max())
         text = f"{stop.max_steps} iterations, whatever the residual: it is {worst:.1e} or less."
@@ -84,11 +105,18 @@ def explain(outcome: Outcome) -> Explanation:
     for cause in causes:
         text, *others = dict.fromkeys(text for one, text in rows if one == cause)
         findings[cause] = text + " Other rows are alike." * bool(others)
-    return Explanation(causes, findings, {cause: advice[cause] for cause in findings if cause in advice})
+    return Explanation(
+        causes, findings, {cause: advice[cause] for cause in findings if cause in advice}
+    )
 
 
 def _failed(
-    again: partial[Any], asked: partial[Any], given: Stop, longer: Stop, rows: list[int], begun: Tensor
+    again: partial[Any],
+    asked: partial[Any],
+    given: Stop,
+    longer: Stop,
+    rows: list[int],
+    begun: Tensor,
 ) -> tuple[Found, dict[str, str]]:
     """Why these rows failed, and advice that names settings with which they converge."""
     records: list[Progress] = []
@@ -99,7 +127,9 @@ def _failed(
     growth = torch.div(*sizes).tolist()
     for row in rows:
         size, traced = growth[row], trace[:, row]
-        cause, text, needed[row] = _cause(solved, row, traced, size, given.max_steps, longer, _precision(asked))
+        cause, text, needed[row] = _cause(
+            solved, row, traced, size, given.max_steps, longer, _precision(asked)
+        )
         if cause in ("limit cycle", "budget") and size < 1e-3:
             cause, text = "fixed point zero", f"The state tends to zero; {text}"
         found[row] = cause, text
@@ -108,31 +138,45 @@ def _failed(
     late = [row for row in stuck if windowed and windowed[row]]
     if late:  # from left to right their tokens converge one after another
         passed = (solved.stats.residual <= given.rtol).cumprod(dim=1).sum(dim=1).tolist()
-        text = f"of {solved.stats.residual.shape[1]} tokens have converged after {solved.stats.evaluations} iterations"
+        text = (
+            f"of {solved.stats.residual.shape[1]} tokens have converged after "
+            f"{solved.stats.evaluations} iterations"
+        )
         found |= {row: ("budget", f"From left to right, {passed[row]} {text}.") for row in late}
     of = {cause: [row for row in rows if found[row][0] == cause] for cause in ADVICE}
     moving = of["limit cycle"] + of["divergence"]
     hard = moving + of["slow convergence"]
     for cause in ("budget", "slow convergence"):
         counts = [needed[row] for row in of[cause] if row not in late]
-        if late and cause == "budget":  # the iterations that are enough for the others are not for these
+        if (
+            late and cause == "budget"
+        ):  # the iterations that are enough for the others are not for these
             if all(windowed[row] for row in of[cause]):
                 tokens = "all tokens together need a max_steps that grows with the length"
                 advice[cause] = f"sweep={WINDOW} converges; {tokens}"
         elif counts and min(counts) > 0:
             advice[cause] = f"give more iterations: stop={_written(given, max(counts))}"
     # damping does not help a solve that is only slow
-    trials = [one for one in DAMPED * bool(moving) + SEVERAL if hard and one != again.keywords["solver"]]
+    trials = [
+        one for one in DAMPED * bool(moving) + SEVERAL if hard and one != again.keywords["solver"]
+    ]
     for solver in trials:
         solved = again(solver=solver, stop=longer)
         if bool(solved.converged[hard].all()):
             stop = _written(given, int(worst_token(solved.stats.iterations)[hard].max()))
-            tried = f"solver={solver}, stop={stop} converges in {_range(solved.stats, hard)} iterations"
+            tried = (
+                f"solver={solver}, stop={stop} converges in {_range(solved.stats, hard)} iterations"
+            )
             advice["slow convergence"] = f"{tried}, or {advice['slow convergence']}"
-            advice["limit cycle"] = advice["divergence"] = f"{tried}; to train, make the map contract"
+            advice["limit cycle"] = advice["divergence"] = (
+                f"{tried}; to train, make the map contract"
+            )
             return found, advice
     for row in moving:
-        found[row] = "no fixed point found", f"{found[row][1]} {', '.join(map(str, trials))} did not converge either."
+        found[row] = (
+            "no fixed point found",
+            f"{found[row][1]} {', '.join(map(str, trials))} did not converge either.",
+        )
     return found, advice
 
 
@@ -154,7 +198,8 @@ def _precision(asked: partial[Any]) -> torch.dtype:
 def _cause(
     solved: Any, row: int, trace: Tensor, growth: float, budget: int, stop: Stop, dtype: torch.dtype
 ) -> tuple[str, str, int]:
-    """Why a row failed, from the residuals of a longer solve, and how many iterations are enough, 0 if unknown.
+    """Why a row failed, from the residuals of a longer solve, and how many iterations are enough, 0
+    if unknown.
 
     The difference has fallen as the residual has, times the ``growth`` of the state.
     """
@@ -164,11 +209,18 @@ def _cause(
     if status == Status.DIVERGED:
         return "divergence", f"The residual grows without bound in {iterations} iterations.", 0
     if status == Status.CONVERGED:
-        return "budget", f"It converges in {iterations} iterations; the budget was {budget}.", iterations
+        return (
+            "budget",
+            f"It converges in {iterations} iterations; the budget was {budget}.",
+            iterations,
+        )
     # smallest residuals of the last two quarters: an oscillation falls by nothing
     quarter = max(1, len(trace) // 4)
     last = float(trace[-quarter:].min())
-    level, tolerance = f"The residual is {last:.1e} after {iterations} iterations", f"the tolerance is {stop.rtol:.1e}."
+    level, tolerance = (
+        f"The residual is {last:.1e} after {iterations} iterations",
+        f"the tolerance is {stop.rtol:.1e}.",
+    )
     drift = "drift", f"{level}, because the state grows: the difference does not fall.", 0
     if 0 < last <= stop.rtol:
         return drift
@@ -185,17 +237,30 @@ def _cause(
     text, needed = f"{level} and falls by a factor of {rate:.3f} per iteration", 0
     if stop.rtol and not stop.atol:
         needed = iterations + int(math.log(stop.rtol / last) / math.log(rate))
-    return "slow convergence", f"{text}: {f'at least {needed}' if needed else 'more'} iterations are needed.", needed
+    return (
+        "slow convergence",
+        f"{text}: {f'at least {needed}' if needed else 'more'} iterations are needed.",
+        needed,
+    )
 
 
-def _converged(outcome: Outcome, asked: partial[Any], again: partial[Any], longer: Stop, rows: list[int]) -> Found:
-    """Whether these rows are found once more: from another start, by another sweep, as they were; and what returned."""
+def _converged(
+    outcome: Outcome, asked: partial[Any], again: partial[Any], longer: Stop, rows: list[int]
+) -> Found:
+    """Whether these rows are found once more: from another start, by another sweep, as they were;
+    and what returned.
+    """
     assert outcome.stats is not None
     known, tight, found = asked.keywords, replace(longer, rtol=min(longer.rtol, 1e-4)), Found()
     usual, same = again(stop=tight), asked()
-    noise = torch.randn(usual.value.shape, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
+    noise = torch.randn(
+        usual.value.shape, generator=torch.Generator("cpu").manual_seed(0), device="cpu"
+    )
     size = usual.value.double().reshape(len(noise), -1).square().mean(dim=1).sqrt().clamp_min(1e-3)
-    limit, start = torch.finfo(usual.value.dtype).max, noise.to(size) * size.reshape(-1, *[1] * (noise.ndim - 1))
+    limit, start = (
+        torch.finfo(usual.value.dtype).max,
+        noise.to(size) * size.reshape(-1, *[1] * (noise.ndim - 1)),
+    )
     other = again(stop=tight, start=start.clamp(-limit, limit).to(usual.value.dtype))
     for row in _apart(usual, other, tight.atol):
         found[row] = "several fixed points", "A solve from a random start converges elsewhere."
@@ -206,15 +271,24 @@ def _converged(outcome: Outcome, asked: partial[Any], again: partial[Any], longe
     if known.get("training", returned.requires_grad):
         # the value is the estimator's, which may have left the tolerance where the map expands
         value = asked(with_graph=True).value if "training" in known else returned
-        at = again(solver=_Stay(), stop=replace(known["stop"], max_steps=1, check_every=1), start=value.detach())
+        at = again(
+            solver=_Stay(),
+            stop=replace(known["stop"], max_steps=1, check_every=1),
+            start=value.detach(),
+        )
         worst = worst_token(at.stats.residual)
         for row in (~at.converged).nonzero()[:, 0].tolist():
-            found[row] = "estimator", f"The estimator's steps led the value to a residual of {float(worst[row]):.1e}."
+            found[row] = (
+                "estimator",
+                f"The estimator's steps led the value to a residual of {float(worst[row]):.1e}.",
+            )
     else:
         for row in _apart(same, replace(same, value=returned), longer.atol):
             found[row] = "changed since", "The same solve now gives another value."
     single = [row for row in rows if row not in found]
-    agree = "; from a random start, to the same value" * bool((usual.converged & other.converged)[single].all())
+    agree = "; from a random start, to the same value" * bool(
+        (usual.converged & other.converged)[single].all()
+    )
     here = "converged", f"In {_range(outcome.stats, single or rows)} iterations{agree}."
     return {row: found.get(row, here) for row in rows}
 
@@ -226,7 +300,10 @@ def _sweeps(asked: partial[Any], longer: Stop) -> Found:
     if asked.keywords["solver"].owns_loop:
         return found
     closer = max(longer.rtol / 100, 8 * torch.finfo(_precision(asked)).eps)
-    steps: tuple[tuple[float, str], ...] = (longer.rtol, "loose tolerance"), (closer, "several fixed points")
+    steps: tuple[tuple[float, str], ...] = (
+        (longer.rtol, "loose tolerance"),
+        (closer, "several fixed points"),
+    )
     for rtol, cause in steps:
         one, two = (asked(sweep=sweep, stop=replace(longer, rtol=rtol)) for sweep in (used, rival))
         text = f"At a tolerance of {rtol:.0e}, {used} and {rival} converge to different values."
@@ -238,14 +315,23 @@ def _sweeps(asked: partial[Any], longer: Stop) -> Found:
 
 
 def _apart(one: Any, two: Any, atol: float) -> list[int]:
-    """Rows that converged in both, and whose values differ in a token by a twentieth of a token's mean size."""
-    apart = token_norms(one.value - two.value).amax(dim=1) > 0.05 * token_norms(one.value).mean(dim=1) + 100 * atol
+    """Rows that converged in both, and whose values differ in a token by a twentieth of a token's
+    mean size.
+    """
+    apart = (
+        token_norms(one.value - two.value).amax(dim=1)
+        > 0.05 * token_norms(one.value).mean(dim=1) + 100 * atol
+    )
     return (apart & one.converged & two.converged).nonzero()[:, 0].tolist()
 
 
 def _written(stop: Stop, iterations: int) -> str:
     """The stopping rule as a user writes it, with a budget that is enough: a power of two."""
-    given = {one.name: getattr(stop, one.name) for one in fields(stop) if getattr(stop, one.name) != one.default}
+    given = {
+        one.name: getattr(stop, one.name)
+        for one in fields(stop)
+        if getattr(stop, one.name) != one.default
+    }
     given["max_steps"] = 2 ** iterations.bit_length()
     return f"Stop({', '.join(f'{name}={value!r}' for name, value in given.items())})"
 

@@ -20,7 +20,11 @@ SHOWN = 8
 
 
 def check_call(
-    model: CausalLM, ids: Tokens, mask: Mask | None, solve: SolveConfig | None, fields: Mapping[str, Any]
+    model: CausalLM,
+    ids: Tokens,
+    mask: Mask | None,
+    solve: SolveConfig | None,
+    fields: Mapping[str, Any],
 ) -> tuple[ImplicitModel, Mask, SolveConfig]:
     """Check the arguments; the part that is solved, the real tokens, and how to solve in eval mode.
 

@@ -19,8 +19,10 @@ from deqseq.types import State
 
 ADJOINT = "the adjoint solve of Implicit"
 FAILED = (  # always the same words, so that Python shows them once in a training run
-    f"{ADJOINT} failed for some rows, whose gradients are those of its last iterate. Remedy: raise Stop.max_steps of "
-    "Implicit(stop=...), make the map contractive, or take Phantom(); report= receives each adjoint solution"
+    f"{ADJOINT} failed for some rows, whose gradients are those of its last iterate. Remedy: "
+    "raise Stop.max_steps of "
+    "Implicit(stop=...), make the map contractive, or take Phantom(); report= receives each "
+    "adjoint solution"
 )
 
 
@@ -31,16 +33,19 @@ class Implicit(AttachedGradient):
 
     With :math:`J = \partial f / \partial z` at the fixed point and an incoming gradient :math:`g`,
 
-    .. math:: y = J^\top y + g, \qquad \frac{dL}{d\theta} = y^\top \frac{\partial f}{\partial \theta}.
+    .. math:: y = J^\top y + g, \qquad \frac{dL}{d\theta} = y^\top \frac{\partial f}{\partial
+    \theta}.
 
-    Memory is that of one evaluation; each adjoint step costs one backward pass through the map. There is no second
-    derivative (differentiate :class:`Unrolled` for that). A map that is compiled with ``torch.compile`` needs
-    ``torch._functorch.config.donated_buffer = False``, because its graph is walked more than once. Under autocast the
-    tolerance is no finer than the precision of the lower dtype.
+    Memory is that of one evaluation; each adjoint step costs one backward pass through the map.
+    There is no second derivative (differentiate :class:`Unrolled` for that). A map that is compiled
+    with ``torch.compile`` needs ``torch._functorch.config.donated_buffer = False``, because its
+    graph is walked more than once. Under autocast the tolerance is no finer than the precision of
+    the lower dtype.
 
     Args:
         solver: the algorithm of the adjoint solve.
-        stop: its tolerances and budget; ``atol`` is relative to the largest number of each row's incoming gradient.
+        stop: its tolerances and budget; ``atol`` is relative to the largest number of each row's
+            incoming gradient.
         throw: whether an adjoint solve that does not converge raises an error; otherwise it warns.
         report: called with the adjoint's :class:`~deqseq.Solution` in each backward pass.
 
@@ -54,9 +59,11 @@ class Implicit(AttachedGradient):
     Example:
         >>> import torch, deqseq as dq
         >>> a = torch.tensor(0.5, requires_grad=True)
-        >>> solution = dq.fixed_point(lambda z: a * z + 1, torch.zeros(1, 1), gradient=dq.Implicit())
+        >>> solution = dq.fixed_point(
+        ...     lambda z: a * z + 1, torch.zeros(1, 1), gradient=dq.Implicit()
+        ... )
         >>> solution.value.sum().backward()
-        >>> round(a.grad.item(), 3)     # d/da 1 / (1 - a)
+        >>> round(a.grad.item(), 3)  # d/da 1 / (1 - a)
         4.0
     """
 
@@ -84,9 +91,11 @@ def _within_reach(implicit: Implicit, z: State) -> Implicit:
 
 
 class _Adjoint(torch.autograd.Function):
-    """Identity on ``f(z*)`` whose backward pass turns the incoming gradient into the adjoint solution.
+    """Identity on ``f(z*)`` whose backward pass turns the incoming gradient into the adjoint
+    solution.
 
-    The graph of ``f(z*)`` then carries that solution on to the parameters, so the map is evaluated once.
+    The graph of ``f(z*)`` then carries that solution on to the parameters, so the map is evaluated
+    once.
     """
 
     @staticmethod
@@ -100,19 +109,22 @@ class _Adjoint(torch.autograd.Function):
         (grad,) = grads
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "Implicit has no second derivative (create_graph=True): differentiate Unrolled() for that"
+                "Implicit has no second derivative (create_graph=True): differentiate Unrolled() "
+                "for that"
             )
         torch_c: Any = torch._C
         functorch = torch_c._functorch
         if functorch.is_batchedtensor(grad) or functorch.is_legacy_batchedtensor(grad):
             raise RuntimeError(
-                "Implicit cannot solve for many gradients at once (is_grads_batched=True, jacobian(vectorize=True)): "
+                "Implicit cannot solve for many gradients at once (is_grads_batched=True, "
+                "jacobian(vectorize=True)): "
                 "ask for them one by one, or take Phantom or Unrolled"
             )
         fz, z = ctx.saved_tensors
         implicit: Implicit = ctx.implicit
-        # The adjoint is linear, so each row is scaled to unit size and small gradients do not underflow. Rows with
-        # infinities skip the solve and are returned unchanged, because GradScaler looks for them.
+        # The adjoint is linear, so each row is scaled to unit size and small gradients do not
+        # underflow. Rows with infinities skip the solve and are returned unchanged, because
+        # GradScaler looks for them.
         size = grad.reshape(len(grad), -1).abs().amax(dim=1).reshape(-1, *[1] * (grad.ndim - 1))
         finite = torch.isfinite(size)
         size = torch.where(finite & (size > 0), size, 1)
@@ -143,10 +155,14 @@ def _reaches_another_leaf(output: Tensor, leaf: Tensor) -> bool:
         if node is None or node in seen:
             continue
         seen.add(node)
-        variable = getattr(node, "variable", None)  # only the nodes that accumulate a leaf's gradient have one
+        variable = getattr(
+            node, "variable", None
+        )  # only the nodes that accumulate a leaf's gradient have one
         if variable is not None and variable is not leaf:
             return True
         if type(node).__name__ == "CheckpointFunctionBackward":
-            return True  # use_reentrant=True hides the parameters; torch's error in the backward pass says what to do
+            # use_reentrant=True hides the parameters; torch's error in the backward pass says what
+            # to do
+            return True
         todo.extend(parent for parent, _ in node.next_functions)
     return False

@@ -16,14 +16,16 @@ from deqseq.types import State
 class Phantom(AttachedGradient):
     r"""Detach the fixed point, then take a few damped steps with a graph: the paper's estimator.
 
-    .. math:: z \leftarrow (1 - \lambda)\, z + \lambda f(z) \quad \text{for } k \text{ steps from } z^*
+    .. math:: z \leftarrow (1 - \lambda)\, z + \lambda f(z) \quad \text{for } k \text{ steps from }
+    z^*
 
-    The gradient is a truncated Neumann series of the implicit one; with :math:`J` the map's Jacobian at the fixed
-    point its error shrinks as :math:`\lVert (1-\lambda) I + \lambda J \rVert^k`. Memory grows with the steps, never
-    with the number of iterations of the solve.
+    The gradient is a truncated Neumann series of the implicit one; with :math:`J` the map's
+    Jacobian at the fixed point its error shrinks as :math:`\lVert (1-\lambda) I + \lambda J
+    \rVert^k`. Memory grows with the steps, never with the number of iterations of the solve.
 
-    The value is that of the last step, and under ``torch.no_grad()`` that of the solve. So wrap a model in activation
-    checkpointing with ``use_reentrant=False`` only: the reentrant kind runs the forward pass under ``no_grad``.
+    The value is that of the last step, and under ``torch.no_grad()`` that of the solve. So wrap a
+    model in activation checkpointing with ``use_reentrant=False`` only: the reentrant kind runs the
+    forward pass under ``no_grad``.
 
     Args:
         steps: :math:`k`.
@@ -39,10 +41,14 @@ class Phantom(AttachedGradient):
     Example:
         >>> import torch, deqseq as dq
         >>> a = torch.tensor(0.5, requires_grad=True)
-        >>> solution = dq.fixed_point(lambda z: a * z + 1, torch.zeros(1, 1), stop=dq.Stop(rtol=1e-6),
-        ...                           gradient=dq.Phantom(steps=4, damping=0.8))
+        >>> solution = dq.fixed_point(
+        ...     lambda z: a * z + 1,
+        ...     torch.zeros(1, 1),
+        ...     stop=dq.Stop(rtol=1e-6),
+        ...     gradient=dq.Phantom(steps=4, damping=0.8),
+        ... )
         >>> solution.value.sum().backward()
-        >>> round(a.grad.item(), 2)     # exact: 4
+        >>> round(a.grad.item(), 2)  # exact: 4
         3.48
     """
 

@@ -16,53 +16,65 @@ from deqseq.types import FixedPointMap, State
 @checked
 @dataclass(frozen=True)
 class Unrolled(Gradient):
-    r"""Differentiate the solve itself: exact for the iterate that is returned, and for the start ``z0``.
+    r"""Differentiate the solve itself: exact for the iterate that is returned, and for the start
+    ``z0``.
 
     .. math:: \frac{d z^{(s)}}{d\theta} = \frac{\partial f}{\partial z} \frac{d z^{(s-1)}}{d\theta}
               + \frac{\partial f}{\partial \theta}
 
     Memory grows with the number of iterations; with ``checkpoint`` by one state each instead of all
-    activations, for one more evaluation each in the backward pass. To train a fixed number of unrolled steps, give it
-    ``Stop.exactly(steps)``.
+    activations, for one more evaluation each in the backward pass. To train a fixed number of
+    unrolled steps, give it ``Stop.exactly(steps)``.
 
-    With ``last``, backpropagation is truncated: the iterations before run without a graph, the start gets no gradient,
-    and memory does not grow with their number.
+    With ``last``, backpropagation is truncated: the iterations before run without a graph, the
+    start gets no gradient, and memory does not grow with their number.
 
-    A row that diverges stays in the graph: its derivatives, huge or infinite, are part of the gradients of shared
-    parameters. The other estimators leave such rows out.
+    A row that diverges stays in the graph: its derivatives, huge or infinite, are part of the
+    gradients of shared parameters. The other estimators leave such rows out.
 
     Args:
         checkpoint: whether to recompute activations in the backward pass.
-        last: how many of the last iterations are differentiated; needs ``Stop.exactly(steps)``. Default:
-            all.
+        last: how many of the last iterations are differentiated; needs ``Stop.exactly(steps)``.
+            Default: all.
 
     Raises:
-        ValueError: ``last`` is below 1; in a call, ``last`` with a stopping rule that can end early.
+        ValueError: ``last`` is below 1; in a call, ``last`` with a stopping rule that can end
+            early.
 
     Example:
         >>> import torch, deqseq as dq
         >>> a = torch.tensor(0.5, requires_grad=True)
-        >>> solution = dq.fixed_point(lambda z: a * z + 1, torch.zeros(1, 1), solver=dq.Naive(),
-        ...                           stop=dq.Stop(rtol=1e-6), gradient=dq.Unrolled())
+        >>> solution = dq.fixed_point(
+        ...     lambda z: a * z + 1,
+        ...     torch.zeros(1, 1),
+        ...     solver=dq.Naive(),
+        ...     stop=dq.Stop(rtol=1e-6),
+        ...     gradient=dq.Unrolled(),
+        ... )
         >>> solution.value.sum().backward()
-        >>> round(a.grad.item(), 3)     # d/da 1 / (1 - a)
+        >>> round(a.grad.item(), 3)  # d/da 1 / (1 - a)
         4.0
     """
 
     checkpoint: bool = False
     last: Annotated[int, AtLeast(1)] | None = None
 
-    def apply(self, f: FixedPointMap, z0: State, *, keep_value: bool = False, **call: Unpack[SolveCall]) -> Solution:
+    def apply(
+        self, f: FixedPointMap, z0: State, *, keep_value: bool = False, **call: Unpack[SolveCall]
+    ) -> Solution:
         sweep = call.get("sweep")
         if torch.is_grad_enabled() and sweep is not None and sweep.block is not None:
             raise ValueError(
-                f"Unrolled differentiates the iteration itself and needs the Simultaneous sweep, got {sweep}: take "
+                "Unrolled differentiates the iteration itself and needs the Simultaneous sweep, "
+                f"got {sweep}: take "
                 "Phantom, OneStep or Implicit, which need the fixed point alone"
             )
         g, stop = checkpointed(f) if self.checkpoint else f, call["stop"]
         if self.last is not None and torch.is_grad_enabled():
             if not stop.runs_to_the_end:
-                raise ValueError(f"Unrolled.last counts from the end: stop must be Stop.exactly(n), got {stop}")
+                raise ValueError(
+                    f"Unrolled.last counts from the end: stop must be Stop.exactly(n), got {stop}"
+                )
             if stop.max_steps > self.last:
                 g, z0 = _first_without_graph(stop.max_steps - self.last, f, g), z0.detach()
         return run_solve(g, z0, **call)

@@ -21,7 +21,9 @@ _OPTIONS = {
     "broyden": ("LBFGS_thres",),
 }
 _UNCOUNTED = {"anderson": (3, 0), "broyden": (1, 1)}
-"""The smallest ``max_iter`` with which a solver takes a step, and how many evaluations it makes beyond ``max_iter``."""
+"""The smallest ``max_iter`` with which a solver takes a step, and how many evaluations it makes
+beyond ``max_iter``.
+"""
 
 
 @checked
@@ -29,32 +31,37 @@ _UNCOUNTED = {"anderson": (3, 0), "broyden": (1, 1)}
 class TorchDEQ(ExternalSolver):
     r"""One of TorchDEQ's solvers, in TorchDEQ's own loop.
 
-    It stops by its own test, with the relative tolerance of our stopping rule, or the absolute one if the relative one
-    is zero. Its norms are over whole rows, whatever ``stop.norm`` is, and all rows of the batch go on until the last
-    one has passed. :func:`deqseq.solve` then evaluates the map once at the result, and tests that by our rule; take
-    ``Stop(norm="row")`` for the same norms. With ``Stop.exactly(n)``, ``n - 1`` evaluations are TorchDEQ's.
+    It stops by its own test, with the relative tolerance of our stopping rule, or the absolute one
+    if the relative one is zero. Its norms are over whole rows, whatever ``stop.norm`` is, and all
+    rows of the batch go on until the last one has passed. :func:`deqseq.solve` then evaluates the
+    map once at the result, and tests that by our rule; take ``Stop(norm="row")`` for the same
+    norms. With ``Stop.exactly(n)``, ``n - 1`` evaluations are TorchDEQ's.
 
     Args:
-        name: ``"fixed_point_iter"``, ``"simple_fixed_point_iter"`` (which has no tolerance and spends its budget),
-            ``"anderson"`` or ``"broyden"``.
-        tau: damping of the fixed-point iterations, or mixing of ``"anderson"``. Default: TorchDEQ's, 1.
+        name: ``"fixed_point_iter"``, ``"simple_fixed_point_iter"`` (which has no tolerance and
+            spends its budget), ``"anderson"`` or ``"broyden"``.
+        tau: damping of the fixed-point iterations, or mixing of ``"anderson"``. Default:
+            TorchDEQ's, 1.
         m: evaluations that ``"anderson"`` combines, at least 2. Default: 6.
         lam: absolute ridge of ``"anderson"``. Default: 1e-4.
         LBFGS_thres: memory of ``"broyden"``, allocated at once. Default: the whole budget.
 
     Raises:
-        ValueError: an option of another solver; during a solve, a gradient through a solver that TorchDEQ cuts off from
-            the graph: all but ``"simple_fixed_point_iter"``.
+        ValueError: an option of another solver; during a solve, a gradient through a solver that
+            TorchDEQ cuts off from the graph: all but ``"simple_fixed_point_iter"``.
 
     Warns:
-        ConvergenceWarning: the linear system of ``"anderson"`` is singular, which ends the run for all rows.
+        ConvergenceWarning: the linear system of ``"anderson"`` is singular, which ends the run for
+            all rows.
 
     References:
         Geng and Kolter, TorchDEQ: A Library for Deep Equilibrium Models, 2023, arXiv 2310.18605.
 
     Example:
         >>> import torch, deqseq as dq
-        >>> dq.solve(torch.cos, torch.zeros(1, 1), solver=TorchDEQ("broyden"), stop=dq.Stop(rtol=1e-6)).value
+        >>> dq.solve(
+        ...     torch.cos, torch.zeros(1, 1), solver=TorchDEQ("broyden"), stop=dq.Stop(rtol=1e-6)
+        ... ).value
         tensor([[0.7391]])
     """
 
@@ -71,11 +78,19 @@ class TorchDEQ(ExternalSolver):
             check_known(f"TorchDEQ({self.name!r}): option", option, _OPTIONS[self.name])
 
     def _options(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "name" and value is not None}
+        return {
+            name: value
+            for name, value in vars(self).items()
+            if name != "name" and value is not None
+        }
 
     def run(self, f: Callable[[State], State], z0: State, stop: Stop) -> State:
-        """TorchDEQ's result; ``z0`` where the budget does not suffice for a step; ValueError for a gradient."""
-        with warnings.catch_warnings():  # its docstrings have invalid escapes, which warn when first compiled
+        """TorchDEQ's result; ``z0`` where the budget does not suffice for a step; ValueError for a
+        gradient.
+        """
+        with (
+            warnings.catch_warnings()
+        ):  # its docstrings have invalid escapes, which warn when first compiled
             warnings.simplefilter("ignore")
             from torchdeq.solver import get_solver
 
@@ -86,10 +101,14 @@ class TorchDEQ(ExternalSolver):
             latest = fz = f(z)
             if fz.requires_grad and self.name != "simple_fixed_point_iter":
                 raise ValueError(
-                    f"TorchDEQ's {self.name} detaches what it returns, so it cannot be differentiated: solve under "
-                    'torch.no_grad(), use Phantom() or Implicit(), or take "simple_fixed_point_iter"'
+                    f"TorchDEQ's {self.name} detaches what it returns, so it cannot be "
+                    "differentiated: solve under "
+                    "torch.no_grad(), use Phantom() or Implicit(), or take "
+                    '"simple_fixed_point_iter"'
                 )
-            return fz if tau == 1 else torch.lerp(z, fz, tau)  # simple_fixed_point_iter has the map damp
+            return (
+                fz if tau == 1 else torch.lerp(z, fz, tau)
+            )  # simple_fixed_point_iter has the map damp
 
         least, more = _UNCOUNTED.get(self.name, (1, 0))
         max_iter = stop.max_steps - 1 - more
@@ -100,8 +119,13 @@ class TorchDEQ(ExternalSolver):
             tolerance *= self.tau or 1.0
         test = {"stop_mode": mode, "tol": tolerance, "return_final": not stop.has_tolerance}
         try:
-            return get_solver(self.name)(called, z0, max_iter=max_iter, **test, **self._options())[0]
+            return get_solver(self.name)(called, z0, max_iter=max_iter, **test, **self._options())[
+                0
+            ]
         except torch.linalg.LinAlgError as error:  # pyright: ignore[reportPrivateImportUsage]
-            message = f"TorchDEQ's {self.name} stopped at a singular linear system: raise lam, or use Anderson()"
+            message = (
+                f"TorchDEQ's {self.name} stopped at a singular linear system: "
+                "raise lam, or use Anderson()"
+            )
             warnings.warn(f"{message} ({error})", ConvergenceWarning, stacklevel=2)
             return latest

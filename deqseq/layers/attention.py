@@ -22,7 +22,9 @@ class KeyValues(NamedTuple):
 
 
 class Past(NamedTuple):
-    """Keys and values of ``length`` committed tokens, in a buffer with room for those of the call."""
+    """Keys and values of ``length`` committed tokens, in a buffer with room for those
+    of the call.
+    """
 
     buffer: KeyValues
     length: int
@@ -30,12 +32,16 @@ class Past(NamedTuple):
     def joined(self, own: KeyValues) -> KeyValues:
         """All keys and values, with ``own`` of the new tokens last.
 
-        They are written into the buffer, unless a graph is being built, or the buffer's dtype would round them.
+        They are written into the buffer, unless a graph is being built, or the buffer's dtype would
+        round them.
         """
         length, total = self.length, self.length + own.keys.shape[2]
         # autograd needs the keys of every iteration unchanged
         if torch.is_grad_enabled() or self.buffer.keys.dtype != own.keys.dtype:
-            committed = ((kept[:, :, :length].to(new.dtype), new) for kept, new in zip(self.buffer, own, strict=True))
+            committed = (
+                (kept[:, :, :length].to(new.dtype), new)
+                for kept, new in zip(self.buffer, own, strict=True)
+            )
             return KeyValues(*(torch.cat(pair, dim=2) for pair in committed))
         for kept, new in zip(self.buffer, own, strict=True):
             kept[:, :, length:total] = new
@@ -43,10 +49,14 @@ class Past(NamedTuple):
 
 
 class DotProduct:
-    """Mixes values by torch's attention; ``Attention.attend`` may be another object with these two methods."""
+    """Mixes values by torch's attention; ``Attention.attend`` may be another object with these two
+    methods.
+    """
 
     def mask(self, z: Float[Tensor, "batch new d_model"], cache: Any) -> Any:
-        """Which tokens of the ``cache`` and of ``z`` the new ones attend to, once for all layers of an iteration."""
+        """Which tokens of the ``cache`` and of ``z`` the new ones attend to, once for all layers of
+        an iteration.
+        """
         return None if cache is None else cache.visible
 
     def __call__(
@@ -59,9 +69,13 @@ class DotProduct:
         *,
         causal: bool,
     ) -> Float[Tensor, "batch new heads headdim"]:
-        """Mixed values; ``mask`` is what :meth:`mask` returned, ``causal``: there are no tokens before the new ones."""
+        """Mixed values; ``mask`` is what :meth:`mask` returned, ``causal``: there are no tokens
+        before the new ones.
+        """
         grouped = layer.groups > 1
-        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
+        mixed = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped
+        )
         return mixed.transpose(1, 2)
 
 
@@ -69,7 +83,8 @@ class Attention(nn.Module):
     r"""Multi-head causal attention; parameters are named as in the public Llama models.
 
     .. math:: [q, k, v] = [W_q, W_k, W_v]\, x + \text{injection}, \qquad
-              y = W_o\, \mathrm{softmax}\Bigl(\tfrac{R q\, (R k)^\top}{\sqrt d} + \text{causal}\Bigr)\, v
+              y = W_o\, \mathrm{softmax}\Bigl(\tfrac{R q\, (R k)^\top}{\sqrt d} +
+              \text{causal}\Bigr)\, v
 
     The injection enters before the rotation :math:`R`.
 
@@ -91,7 +106,9 @@ class Attention(nn.Module):
     Example:
         >>> from deqseq.layers import rotary_frequencies, rotary_tables
         >>> attention = Attention(d_model=8, n_heads=2, n_kv_heads=1, headdim=4)
-        >>> tables = rotary_tables(torch.arange(5)[None], rotary_frequencies(4, 10000.0), torch.float32)
+        >>> tables = rotary_tables(
+        ...     torch.arange(5)[None], rotary_frequencies(4, 10000.0), torch.float32
+        ... )
         >>> y, kept = attention(torch.zeros(2, 5, 8), None, tables)
         >>> y.shape, kept.keys.shape
         (torch.Size([2, 5, 8]), torch.Size([2, 1, 5, 4]))
@@ -121,9 +138,12 @@ class Attention(nn.Module):
         self.parts = (n_heads * headdim, n_kv_heads * headdim, n_kv_heads * headdim)
         biases = (qk_bias, qk_bias, False)
         self.q_proj, self.k_proj, self.v_proj = (
-            nn.Linear(d_model, part, bias=bias) for part, bias in zip(self.parts, biases, strict=True)
+            nn.Linear(d_model, part, bias=bias)
+            for part, bias in zip(self.parts, biases, strict=True)
         )
-        self.q_norm, self.k_norm = (RMSNorm(part, norm_eps) if qk_norm else None for part in self.parts[:2])
+        self.q_norm, self.k_norm = (
+            RMSNorm(part, norm_eps) if qk_norm else None for part in self.parts[:2]
+        )
         self.o_proj = nn.Linear(self.parts[0], d_model, bias=False)
 
     @property
@@ -143,19 +163,29 @@ class Attention(nn.Module):
 
         Args:
             x: inputs, ``(batch, length, d_model)``.
-            injection: added to queries, keys and values, ``(batch, length, injected_width)``; None adds nothing.
+            injection: added to queries, keys and values, ``(batch, length, injected_width)``; None
+                adds nothing.
             tables: rotary tables of these tokens.
-            past: the tokens before; without a graph, new keys and values are written into its buffer. Default: none.
-            mask: what ``attend.mask`` returned. Default: each token attends to itself and those before it.
+            past: the tokens before; without a graph, new keys and values are written into its
+                buffer. Default: none.
+            mask: what ``attend.mask`` returned. Default: each token attends to itself and those
+                before it.
         """
         parts = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
         if injection is not None:
-            parts = tuple(part + more for part, more in zip(parts, injection.split(self.parts, dim=-1), strict=True))
+            parts = tuple(
+                part + more
+                for part, more in zip(parts, injection.split(self.parts, dim=-1), strict=True)
+            )
         if self.q_norm is not None and self.k_norm is not None:
             parts = (self.q_norm(parts[0]), self.k_norm(parts[1]), parts[2])
         q, k, v = (part.unflatten(2, (-1, self.headdim)) for part in parts)
         own = KeyValues(rotate(k, tables).transpose(1, 2), v.transpose(1, 2))
         seen = own if past is None else past.joined(own)
-        q, keys, values = rotate(q, tables).transpose(1, 2), seen.keys.to(q.dtype), seen.values.to(q.dtype)
+        q, keys, values = (
+            rotate(q, tables).transpose(1, 2),
+            seen.keys.to(q.dtype),
+            seen.values.to(q.dtype),
+        )
         mixed = self.attend(self, q, keys, values, mask, causal=past is None)
         return self.o_proj(mixed.flatten(2)), own

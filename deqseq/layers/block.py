@@ -15,7 +15,8 @@ from deqseq.ops import Backend
 
 
 class SwiGLU(nn.Module):
-    r"""Gated feed-forward layer, :math:`W_\mathrm{down} (\mathrm{silu}(W_\mathrm{gate} x) \odot W_\mathrm{up} x)`.
+    r"""Gated feed-forward layer, :math:`W_\mathrm{down} (\mathrm{silu}(W_\mathrm{gate} x) \odot
+    W_\mathrm{up} x)`.
 
     Args:
         dim: size of the input and output.
@@ -63,7 +64,11 @@ class Mamba2Block(nn.Module):
 
     @checked
     def __init__(
-        self, mixer: Mamba2Mixer, d_model: int, mlp_width: Annotated[int, AtLeast(0)] = 0, norm_eps: float = 1e-5
+        self,
+        mixer: Mamba2Mixer,
+        d_model: int,
+        mlp_width: Annotated[int, AtLeast(0)] = 0,
+        norm_eps: float = 1e-5,
     ) -> None:
         super().__init__()
         self.norm = RMSNorm(d_model, norm_eps)
@@ -82,8 +87,8 @@ class Mamba2Block(nn.Module):
     ) -> tuple[Float[Tensor, "batch length d_model"], MixerAux | None]:
         """The new ``z``, ``(batch, length, d_model)``, and what the mixer's ``state_after`` needs.
 
-        ``mask`` is the dropout mask of the mixer's output, of the shape of ``z``; ``injection``, ``state``,
-        ``need_aux`` and ``backend`` are for the mixer.
+        ``mask`` is the dropout mask of the mixer's output, of the shape of ``z``; ``injection``,
+        ``state``, ``need_aux`` and ``backend`` are for the mixer.
         """
         mixed, aux = self.mixer(self.norm(z), injection, state, need_aux, backend)
         z = z + (mixed if mask is None else mixed * mask)
@@ -107,7 +112,8 @@ class LlamaBlock(nn.Module):
         \text{sandwich (Ouro):}\quad   & z \leftarrow z + m \odot n_2(g(n(z))) \\
         \text{closed (Huginn):}\quad   & z \leftarrow n_2(z + m \odot g(n(z)))
 
-    The last one keeps the state bounded. Parameters are named as in the public Llama and Ouro models.
+    The last one keeps the state bounded. Parameters are named as in the public Llama and Ouro
+    models.
 
     Args:
         attention: the sequence mixer.
@@ -126,7 +132,12 @@ class LlamaBlock(nn.Module):
 
     @checked
     def __init__(
-        self, attention: Attention, d_model: int, mlp_width: int, norm_eps: float = 1e-5, norms: Norms = "pre"
+        self,
+        attention: Attention,
+        d_model: int,
+        mlp_width: int,
+        norm_eps: float = 1e-5,
+        norms: Norms = "pre",
     ) -> None:
         super().__init__()
         first, second = norms != "post", norms != "pre"
@@ -149,13 +160,15 @@ class LlamaBlock(nn.Module):
     ) -> tuple[Float[Tensor, "batch length d_model"], KeyValues]:
         """The new ``z``, ``(batch, length, d_model)``, and the keys and values of its tokens.
 
-        ``mask`` is the dropout mask of both layers' outputs, of the shape of ``z``; ``injection``, ``tables``,
-        ``past`` and ``attention_mask`` are for the attention.
+        ``mask`` is the dropout mask of both layers' outputs, of the shape of ``z``; ``injection``,
+        ``tables``, ``past`` and ``attention_mask`` are for the attention.
         """
         mixed = z if self.input_layernorm is None else self.input_layernorm(z)
         mixed, own = self.self_attn(mixed, injection, tables, past, attention_mask)
         z = self._added(z, mixed, self.input_layernorm_2, mask)
-        mixed = self.mlp(z if self.post_attention_layernorm is None else self.post_attention_layernorm(z))
+        mixed = self.mlp(
+            z if self.post_attention_layernorm is None else self.post_attention_layernorm(z)
+        )
         return self._added(z, mixed, self.post_attention_layernorm_2, mask), own
 
     def _added(self, z: Tensor, mixed: Tensor, norm: RMSNorm | None, mask: Tensor | None) -> Tensor:

@@ -13,7 +13,8 @@ from deqseq.ops.backend import resolved
 
 
 class CausalConv1d(nn.Module):
-    r"""Each channel is convolved with its own filter over the tokens up to the current one, then passes a SiLU.
+    r"""Each channel is convolved with its own filter over the tokens up to the current one, then
+    passes a SiLU.
 
     .. math:: y_t = \mathrm{silu}\Bigl(b + \sum_{j=0}^{k-1} w_j \odot x_{t-k+1+j}\Bigr)
 
@@ -32,7 +33,9 @@ class CausalConv1d(nn.Module):
     """
 
     @checked
-    def __init__(self, channels: Annotated[int, AtLeast(1)], kernel_size: Annotated[int, AtLeast(1)]) -> None:
+    def __init__(
+        self, channels: Annotated[int, AtLeast(1)], kernel_size: Annotated[int, AtLeast(1)]
+    ) -> None:
         super().__init__()
         self.past = kernel_size - 1
         bound = kernel_size**-0.5
@@ -45,10 +48,12 @@ class CausalConv1d(nn.Module):
         state: Float[Tensor, "batch past channels"] | None = None,
         backend: Backend = "auto",
     ) -> Float[Tensor, "batch length channels"]:
-        """Convolve and activate ``x``, ``(batch, length, channels)``, carrying on from ``state``; nothing is checked.
+        """Convolve and activate ``x``, ``(batch, length, channels)``, carrying on from ``state``;
+        nothing is checked.
 
-        ``state`` are the inputs before, ``(batch, kernel_size - 1, channels)``, by default zeros; ``backend`` is a
-        :data:`deqseq.ops.Backend`, whose kernels take filters of 2 to 4 and channels in eights.
+        ``state`` are the inputs before, ``(batch, kernel_size - 1, channels)``, by default zeros;
+        ``backend`` is a :data:`deqseq.ops.Backend`, whose kernels take filters of 2 to 4 and
+        channels in eights.
         """
         weight, bias = self.weight, self.bias
         if resolved(backend, x) == "mamba_ssm" and fused.convolves(len(weight), self.past + 1):
@@ -67,10 +72,11 @@ class CausalConv1d(nn.Module):
         state: Float[Tensor, "batch past channels"] | None = None,
         counts: Int64[Tensor, " batch"] | None = None,
     ) -> Float[Tensor, "batch past channels"]:
-        """The last ``kernel_size - 1`` inputs, which the tokens after ``x`` will still see, in memory of their own.
+        """The last ``kernel_size - 1`` inputs, which the tokens after ``x`` will still see, in
+        memory of their own.
 
-        ``x`` and ``state`` are as in :meth:`forward`; ``counts``, ``(batch,)``, says how many inputs of each row are
-        real, by default all.
+        ``x`` and ``state`` are as in :meth:`forward`; ``counts``, ``(batch,)``, says how many
+        inputs of each row are real, by default all.
         """
         if counts is None:
             padded = self._padded(x[:, max(0, x.shape[1] - self.past) :], state)
@@ -79,4 +85,8 @@ class CausalConv1d(nn.Module):
         return self._padded(x, state).gather(1, places[..., None].expand(-1, -1, x.shape[2]))
 
     def _padded(self, x: Tensor, state: Tensor | None) -> Tensor:
-        return F.pad(x, (0, 0, self.past, 0)) if state is None else torch.cat([state.to(x.dtype), x], dim=1)
+        return (
+            F.pad(x, (0, 0, self.past, 0))
+            if state is None
+            else torch.cat([state.to(x.dtype), x], dim=1)
+        )

@@ -25,8 +25,8 @@ def dropout_mask(
         TypeError: ``like`` is not of a floating-point dtype.
 
     References:
-        Gal and Ghahramani, A Theoretically Grounded Application of Dropout in Recurrent Neural Networks, NeurIPS
-        2016, arXiv 1512.05287.
+        Gal and Ghahramani, A Theoretically Grounded Application of Dropout in Recurrent Neural
+        Networks, NeurIPS 2016, arXiv 1512.05287.
 
     Example:
         >>> sorted(set(dropout_mask(torch.zeros(1, 50, 4), 0.5).flatten().tolist()))

@@ -18,14 +18,18 @@ from deqseq.ops.reference import StepSizes
 
 
 class MixerState(NamedTuple):
-    """What a mixer remembers: the convolution's last inputs, and the scan's state, in float32 at least."""
+    """What a mixer remembers: the convolution's last inputs, and the scan's state, in float32 at
+    least.
+    """
 
     conv: Float[Tensor, "batch past channels"]
     ssm: Float[Tensor, "batch heads headdim d_state"]
 
 
 class MixerAux(NamedTuple):
-    """Inputs of the convolution and the scan in one call, from which the state after any of its tokens follows."""
+    """Inputs of the convolution and the scan in one call, from which the state after any of its
+    tokens follows.
+    """
 
     xBC: Float[Tensor, "batch length channels"]
     x: Float[Tensor, "batch length heads headdim"]
@@ -34,11 +38,12 @@ class MixerAux(NamedTuple):
 
 
 class Mamba2Mixer(nn.Module):
-    r"""Project, convolve, scan, gate, project; parameters are named as in Mamba2's public implementations.
+    r"""Project, convolve, scan, gate, project; parameters are named as in Mamba2's public
+    implementations.
 
     .. math:: [g, x, B, C, \Delta] = W_\mathrm{in} u + \text{injection}, \qquad
-              y = W_\mathrm{out}\, \mathrm{RMSNorm}(\mathrm{SSD}(\mathrm{silu}(\mathrm{conv}(x, B, C)), \Delta)
-              \odot \mathrm{silu}(g))
+              y = W_\mathrm{out}\, \mathrm{RMSNorm}(\mathrm{SSD}(\mathrm{silu}(\mathrm{conv}(x, B,
+              C)), \Delta) \odot \mathrm{silu}(g))
 
     Args:
         d_model: width of the input and output.
@@ -55,8 +60,8 @@ class Mamba2Mixer(nn.Module):
         ValueError: heads or groups of unequal size, or bounds that are not ordered.
 
     References:
-        Dao and Gu, Transformers are SSMs, ICML 2024, arXiv 2405.21060. Injection: Schöne et al., 2025, arXiv
-        2502.07827.
+        Dao and Gu, Transformers are SSMs, ICML 2024, arXiv 2405.21060. Injection: Schöne et al.,
+        2025, arXiv 2502.07827.
 
     Example:
         >>> mixer = Mamba2Mixer(d_model=8, d_state=4, headdim=4)
@@ -83,10 +88,15 @@ class Mamba2Mixer(nn.Module):
         heads, rest = divmod(d_inner, headdim)
         if rest or heads % n_groups:
             raise ValueError(
-                f"Mamba2Mixer needs heads of equal size in groups of equal size, got expand * d_model = {d_inner}, "
+                "Mamba2Mixer needs heads of equal size in groups of equal size, got expand * "
+                f"d_model = {d_inner}, "
                 f"headdim {headdim}, n_groups {n_groups}"
             )
-        self.headdim, self.chunk_size, self.dt_limit = headdim, chunk_size, (dt_limit[0], dt_limit[1])
+        self.headdim, self.chunk_size, self.dt_limit = (
+            headdim,
+            chunk_size,
+            (dt_limit[0], dt_limit[1]),
+        )
         self.maps = (n_groups, d_state)
         self.convolved = (d_inner, n_groups * d_state, n_groups * d_state)  # widths of x, B and C
         self.filters = (sum(self.convolved), d_conv)
@@ -94,7 +104,9 @@ class Mamba2Mixer(nn.Module):
         self.in_proj = nn.Linear(d_model, sum(self.parts), bias=False)
         self.conv1d = CausalConv1d(*self.filters)
         step = torch.empty(heads).uniform_(math.log(1e-3), math.log(1e-1)).exp()
-        self.dt_bias = nn.Parameter(step + torch.log(-torch.expm1(-step)))  # whose softplus is the step
+        self.dt_bias = nn.Parameter(
+            step + torch.log(-torch.expm1(-step))
+        )  # whose softplus is the step
         self.A_log = nn.Parameter(torch.empty(heads).uniform_(1, 16).log())
         self.D = nn.Parameter(torch.ones(heads))
         self.norm = GatedRMSNorm(d_inner, norm_eps, n_groups)
@@ -118,14 +130,18 @@ class Mamba2Mixer(nn.Module):
         need_aux: bool = False,
         backend: Backend = "auto",
     ) -> tuple[Float[Tensor, "batch length d_model"], MixerAux | None]:
-        """Outputs of the shape of ``u``, and what :meth:`state_after` needs (None without ``need_aux``).
+        """Outputs of the shape of ``u``, and what :meth:`state_after` needs (None without
+        ``need_aux``).
 
         Args:
             u: inputs, ``(batch, length, d_model)``.
-            injection: added to ``in_proj``'s output, ``(batch, length, injected_width)``. Default: nothing.
-            state: the state after the tokens before, whose shapes are not checked. Default: there are none.
+            injection: added to ``in_proj``'s output, ``(batch, length, injected_width)``. Default:
+                nothing.
+            state: the state after the tokens before, whose shapes are not checked. Default: there
+                are none.
             need_aux: whether :meth:`state_after` will be called.
-            backend: implementation of the convolution and the scan, as in :func:`deqseq.ops.ssd.ssd`.
+            backend: implementation of the convolution and the scan, as in
+                :func:`deqseq.ops.ssd.ssd`.
         """
         projected = self.in_proj(u)
         if injection is not None:
@@ -133,8 +149,15 @@ class Mamba2Mixer(nn.Module):
         backend = resolved(backend, projected)
         rates, steps = self._dynamics()
         needs_parts = state is not None or need_aux
-        if backend == "mamba_ssm" and not needs_parts and fused.joins_everything(u.shape[1], *self.filters):
-            conv, norm = (with_weights(self.conv1d).weight, self.conv1d.bias), (self.norm.weight, self.norm.eps)
+        if (
+            backend == "mamba_ssm"
+            and not needs_parts
+            and fused.joins_everything(u.shape[1], *self.filters)
+        ):
+            conv, norm = (
+                (with_weights(self.conv1d).weight, self.conv1d.bias),
+                (self.norm.weight, self.norm.eps),
+            )
             sizes = (self.headdim, self.maps[0], self.chunk_size)
             y = fused.convolved_and_scanned(projected, conv, rates, self.D, steps, norm, *sizes)
             return self.out_proj(y), None
@@ -145,12 +168,19 @@ class Mamba2Mixer(nn.Module):
         B, C = B.unflatten(2, (self.maps[0], -1)), C.unflatten(2, (self.maps[0], -1))
         scan = fused.scan if backend == "mamba_ssm" else reference.scan
         y, _ = scan(x, dt, rates, B, C, self.D, steps, before, False, self.chunk_size)
-        return self.out_proj(self.norm(y.flatten(2), gate)), MixerAux(xBC, x, dt, B) if need_aux else None
+        return self.out_proj(self.norm(y.flatten(2), gate)), MixerAux(
+            xBC, x, dt, B
+        ) if need_aux else None
 
     def state_after(
-        self, aux: MixerAux, before: MixerState | None, tokens: int, counts: Int64[Tensor, " batch"] | None = None
+        self,
+        aux: MixerAux,
+        before: MixerState | None,
+        tokens: int,
+        counts: Int64[Tensor, " batch"] | None = None,
     ) -> MixerState:
-        """The state after the first tokens of a call, without a graph; nothing is projected or convolved again.
+        """The state after the first tokens of a call, without a graph; nothing is projected or
+        convolved again.
 
         Args:
             aux: what the call returned.
@@ -166,6 +196,8 @@ class Mamba2Mixer(nn.Module):
             return MixerState(self.conv1d.state_after(xBC, conv, counts), ssm)
 
     def _dynamics(self) -> tuple[Float[Tensor, " heads"], StepSizes]:
-        """The decay rates, in float32 at least, and how step sizes follow from what is projected."""
+        """The decay rates, in float32 at least, and how step sizes follow from what is
+        projected.
+        """
         A_log = self.A_log.to(torch.promote_types(self.A_log.dtype, torch.float32))
         return -torch.exp(A_log), StepSizes(self.dt_bias, limit=self.dt_limit)

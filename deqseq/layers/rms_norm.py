@@ -28,7 +28,9 @@ class RMSNorm(nn.Module):
     """
 
     @checked
-    def __init__(self, dim: Annotated[int, AtLeast(1)], eps: Annotated[float, Within("[0, inf)")] = 1e-5) -> None:
+    def __init__(
+        self, dim: Annotated[int, AtLeast(1)], eps: Annotated[float, Within("[0, inf)")] = 1e-5
+    ) -> None:
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(dim))
@@ -39,12 +41,14 @@ class RMSNorm(nn.Module):
 
 
 class GatedRMSNorm(nn.Module):
-    r"""Mamba2's output norm: gate first, then normalise each group, :math:`\mathrm{RMSNorm}(x \odot \mathrm{silu}(z))`.
+    r"""Mamba2's output norm: gate first, then normalise each group, :math:`\mathrm{RMSNorm}(x \odot
+    \mathrm{silu}(z))`.
 
     Args:
         dim: size of the last dimension.
         eps: the norm's epsilon.
-        groups: parts that are normalised on their own, as in the public Mamba2 code; divides ``dim``.
+        groups: parts that are normalised on their own, as in the public Mamba2 code; divides
+            ``dim``.
 
     Raises:
         ValueError: groups that do not divide ``dim``.
@@ -67,7 +71,9 @@ class GatedRMSNorm(nn.Module):
         self.eps, self.groups = eps, groups
         self.weight = nn.Parameter(torch.ones(dim))
 
-    def forward(self, x: Float[Tensor, "*batch dim"], gate: Float[Tensor, "*batch dim"]) -> Float[Tensor, "*batch dim"]:
+    def forward(
+        self, x: Float[Tensor, "*batch dim"], gate: Float[Tensor, "*batch dim"]
+    ) -> Float[Tensor, "*batch dim"]:
         """Normalise ``x`` gated by ``gate``, both ``(*batch, dim)``."""
         gated, weight = x * F.silu(gate), self.weight.to(x.dtype)
         if self.groups == 1:

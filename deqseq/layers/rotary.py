@@ -18,8 +18,10 @@ class RotaryScaling:
 
     Args:
         factor: low frequencies are divided by this, at least 1.
-        low_freq_factor: wavelengths above ``original_length / low_freq_factor`` are low frequencies.
-        high_freq_factor: wavelengths below ``original_length / high_freq_factor`` stay; between, it is interpolated.
+        low_freq_factor: wavelengths above ``original_length / low_freq_factor`` are low
+            frequencies.
+        high_freq_factor: wavelengths below ``original_length / high_freq_factor`` stay; between, it
+            is interpolated.
         original_length: the context that the frequencies were first trained for, in tokens.
 
     Raises:
@@ -41,13 +43,16 @@ class RotaryScaling:
     def __post_init__(self) -> None:
         if self.high_freq_factor <= self.low_freq_factor:
             raise ValueError(
-                f"RotaryScaling.high_freq_factor must be above low_freq_factor = {self.low_freq_factor}, "
+                "RotaryScaling.high_freq_factor must be above low_freq_factor = "
+                f"{self.low_freq_factor}, "
                 f"got {self.high_freq_factor}"
             )
 
 
 RotaryTables = tuple[Float[Tensor, "rows length 1 headdim"], Float[Tensor, "rows length 1 headdim"]]
-"""Cosines and sines of the angles, one row or one per row; sines are negative in the first half of the channels."""
+"""Cosines and sines of the angles, one row or one per row; sines are negative in the first half of
+the channels.
+"""
 
 
 def rotary_frequencies(
@@ -57,7 +62,8 @@ def rotary_frequencies(
     device: torch.device | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Float[Tensor, " half"]:
-    r"""Radians per position, :math:`\theta^{-2i/d}`, stretched if ``scaling`` is given; ``(headdim / 2,)``.
+    r"""Radians per position, :math:`\theta^{-2i/d}`, stretched if ``scaling`` is given; ``(headdim
+    / 2,)``.
 
     Args:
         headdim: channels per head, even.
@@ -83,12 +89,15 @@ def rotary_frequencies(
 
 
 def rotary_tables(
-    positions: Int64[Tensor, "batch length"], frequencies: Float[Tensor, " half"], dtype: torch.dtype
+    positions: Int64[Tensor, "batch length"],
+    frequencies: Float[Tensor, " half"],
+    dtype: torch.dtype,
 ) -> RotaryTables:
-    """Cosines and signed sines for these positions, the same for all heads, each ``(batch, length, 1, headdim)``.
+    """Cosines and signed sines for these positions, the same for all heads, each ``(batch, length,
+    1, headdim)``.
 
-    Angles have the dtype of ``frequencies``. In the public Llama code they are float32 in models of any dtype: weights
-    trained with that rounding meet it again.
+    Angles have the dtype of ``frequencies``. In the public Llama code they are float32 in models of
+    any dtype: weights trained with that rounding meet it again.
 
     Args:
         positions: ``(batch, length)``; a batch of one serves all rows.

@@ -1,4 +1,6 @@
-"""Weight normalisation of linear maps and causal convolutions, and weights that are computed once."""
+"""Weight normalisation of linear maps and causal convolutions, and weights that are
+computed once.
+"""
 
 import math
 import sys
@@ -25,7 +27,9 @@ class WeightNorm(nn.Module):
         magnitude = torch.norm_except_dim(direction, 2, 0)
         if not magnitude.is_meta and bool((magnitude == 0).any()):
             bound = 1 / math.sqrt(direction[0].numel())
-            direction = torch.where(magnitude == 0, torch.empty_like(direction).uniform_(-bound, bound), direction)
+            direction = torch.where(
+                magnitude == 0, torch.empty_like(direction).uniform_(-bound, bound), direction
+            )
         self.original0 = nn.Parameter(magnitude, requires_grad=layer.weight.requires_grad)
         self.original1 = nn.Parameter(direction, requires_grad=layer.weight.requires_grad)
 
@@ -48,7 +52,8 @@ class Normalised(nn.Module):
         _refuse(name) if name == "weight" else super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
-        # torch's parametrize begins with this, and goes on to change the class, which many layers share
+        # torch's parametrize begins with this, and goes on to change the class, which many layers
+        # share
         _refuse(name) if name in self._parameters else super().__delattr__(name)
 
 
@@ -62,17 +67,20 @@ class NormalisedConv1d(Normalised, CausalConv1d):
 
 @checked
 def apply_weight_norm(module: nn.Module) -> None:
-    r"""Reparametrise every linear map and causal convolution inside, :math:`w = g\, v / \lVert v \rVert` per row.
+    r"""Reparametrise every linear map and causal convolution inside, :math:`w = g\, v / \lVert v
+    \rVert` per row.
 
-    A solve computes the weights once, other calls of a layer each time. The layers have no attribute ``weight``, as a
-    write to it would be lost: :func:`with_weights` is for reading it, :func:`fold_weight_norm` makes it a parameter
-    again. A row of zeros gets a random direction :math:`v`, along which it can grow.
+    A solve computes the weights once, other calls of a layer each time. The layers have no
+    attribute ``weight``, as a write to it would be lost: :func:`with_weights` is for reading it,
+    :func:`fold_weight_norm` makes it a parameter again. A row of zeros gets a random direction
+    :math:`v`, along which it can grow.
 
     Args:
         module: changed in place; the initial weights stay what they are.
 
     Raises:
-        ValueError: two parts share a weight, which would become two; or a part has another parametrised tensor.
+        ValueError: two parts share a weight, which would become two; or a part has another
+            parametrised tensor.
 
     References:
         Salimans and Kingma, Weight Normalization, NeurIPS 2016, arXiv 1602.07868.
@@ -83,15 +91,27 @@ def apply_weight_norm(module: nn.Module) -> None:
         >>> [name for name, _ in layer.named_parameters()]
         ['0.bias', '0.parametrizations.weight.original0', '0.parametrizations.weight.original1']
     """
-    parts: Any = [(name, part) for name, part in module.named_modules() if isinstance(part, nn.Linear | CausalConv1d)]
-    layers: dict[str, Any] = {name: part for name, part in parts if not is_parametrized(part, "weight")}
+    parts: Any = [
+        (name, part)
+        for name, part in module.named_modules()
+        if isinstance(part, nn.Linear | CausalConv1d)
+    ]
+    layers: dict[str, Any] = {
+        name: part for name, part in parts if not is_parametrized(part, "weight")
+    }
     owners: dict[nn.Parameter, str] = {}
     for name, layer in layers.items():
         if is_parametrized(layer):
             other = min(layer.parametrizations)
-            raise ValueError(f"module must have no parametrised tensor but weights, got {other!r}: remove that first")
+            raise ValueError(
+                f"module must have no parametrised tensor but weights, got {other!r}: remove that "
+                "first"
+            )
         if (owner := owners.setdefault(layer.weight, name)) != name:
-            raise ValueError(f"module must have no tied weights, got {owner}.weight and {name}.weight: one parameter")
+            raise ValueError(
+                f"module must have no tied weights, got {owner}.weight and {name}.weight: one "
+                "parameter"
+            )
     for layer in layers.values():
         norm = WeightNorm(layer)
         del layer.weight
@@ -102,7 +122,8 @@ def apply_weight_norm(module: nn.Module) -> None:
 
 @checked
 def fold_weight_norm(module: nn.Module) -> None:
-    """Make the weights plain parameters again, equal to what the normalisation gave to the last bit.
+    """Make the weights plain parameters again, equal to what the normalisation gave to the last
+    bit.
 
     Do this before tools that read and write ``weight`` run: merging LoRA, quantisation.
 
@@ -121,16 +142,25 @@ def fold_weight_norm(module: nn.Module) -> None:
         norm = layer.parametrizations["weight"]
         layer.__class__ = norm.layer_class
         del layer.parametrizations
-        layer.weight = nn.Parameter(norm().detach(), requires_grad=any(p.requires_grad for p in norm.parameters()))
+        layer.weight = nn.Parameter(
+            norm().detach(), requires_grad=any(p.requires_grad for p in norm.parameters())
+        )
 
 
 def has_weight_norm(module: nn.Module) -> bool:
-    """Whether the layers inside have weight normalisation now; ValueError if some have it and others have not."""
-    parts: Any = [(name, part) for name, part in module.named_modules() if isinstance(part, nn.Linear | CausalConv1d)]
+    """Whether the layers inside have weight normalisation now; ValueError if some have it and
+    others have not.
+    """
+    parts: Any = [
+        (name, part)
+        for name, part in module.named_modules()
+        if isinstance(part, nn.Linear | CausalConv1d)
+    ]
     bare = [name for name, part in parts if not is_parametrized(part, "weight")]
     if 0 < len(bare) < len(parts):
         raise ValueError(
-            f"weight normalisation must be on all layers of a backbone or on none, {bare[0]} has none: call "
+            f"weight normalisation must be on all layers of a backbone or on none, {bare[0]} has "
+            "none: call "
             "deqseq.layers.apply_weight_norm or fold_weight_norm of the whole backbone"
         )
     return len(bare) < len(parts)
@@ -139,16 +169,17 @@ def has_weight_norm(module: nn.Module) -> bool:
 def with_weights(module: M) -> M:
     """The same module with its parametrised tensors computed now: what a solve iterates.
 
-    These are the weights of :func:`apply_weight_norm`, and whatever ``torch.nn.utils.parametrize`` computes; with a
-    graph, if gradients are enabled. Parametrised layers, and modules that contain them, are copied; parameters,
-    buffers, hooks and all other modules are shared.
+    These are the weights of :func:`apply_weight_norm`, and whatever ``torch.nn.utils.parametrize``
+    computes; with a graph, if gradients are enabled. Parametrised layers, and modules that contain
+    them, are copied; parameters, buffers, hooks and all other modules are shared.
 
     Args:
         module: stays as it is.
 
     Returns:
-        The copy; the module itself if nothing inside is parametrised, in ``torch.export``, and if ``fully_shard`` has
-        sharded parts of it, which hand their gradients on when their own backward pass ends.
+        The copy; the module itself if nothing inside is parametrised, in ``torch.export``, and if
+        ``fully_shard`` has sharded parts of it, which hand their gradients on when their own
+        backward pass ends.
 
     Example:
         >>> layer = nn.Linear(2, 3)
@@ -162,9 +193,17 @@ def with_weights(module: M) -> M:
 
 
 def sharded_parts(module: nn.Module) -> tuple[Any, ...]:
-    """The modules inside, or itself, that ``torch.distributed.fsdp.fully_shard`` has been called on."""
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # where it has not been imported, nothing is sharded
-    return () if fsdp is None else tuple(part for part in module.modules() if isinstance(part, fsdp.FSDPModule))
+    """The modules inside, or itself, that ``torch.distributed.fsdp.fully_shard`` has been called
+    on.
+    """
+    fsdp: Any = sys.modules.get(
+        "torch.distributed.fsdp"
+    )  # where it has not been imported, nothing is sharded
+    return (
+        ()
+        if fsdp is None
+        else tuple(part for part in module.modules() if isinstance(part, fsdp.FSDPModule))
+    )
 
 
 def _computed(module: Any, copies: dict[int, Any]) -> Any:
@@ -174,9 +213,15 @@ def _computed(module: Any, copies: dict[int, Any]) -> Any:
         if is_parametrized(module):
             tensors = parts.pop("parametrizations")
             # torch makes a class of its own for each module that it parametrises
-            kind = tensors["weight"].layer_class if isinstance(module, Normalised) else kind.__bases__[0]
+            kind = (
+                tensors["weight"].layer_class
+                if isinstance(module, Normalised)
+                else kind.__bases__[0]
+            )
             changes = {name: compute() for name, compute in tensors.items()}
-        parts = {name: None if part is None else _computed(part, copies) for name, part in parts.items()}
+        parts = {
+            name: None if part is None else _computed(part, copies) for name, part in parts.items()
+        }
         if changes or any(part is not module._modules[name] for name, part in parts.items()):
             copies[id(module)] = copy = object.__new__(kind)
             copy.__dict__.update(module.__dict__, _modules=parts, **changes)
@@ -186,5 +231,10 @@ def _computed(module: Any, copies: dict[int, Any]) -> Any:
 
 
 def _refuse(name: str) -> NoReturn:
-    how = "read with_weights(layer).weight, and call fold_weight_norm(model) before tools that write to it"
-    raise AttributeError(f"{name} is of a layer with weight normalisation: {how} (both of deqseq.layers)")
+    how = (
+        "read with_weights(layer).weight, and call fold_weight_norm(model) before "
+        "tools that write to it"
+    )
+    raise AttributeError(
+        f"{name} is of a layer with weight normalisation: {how} (both of deqseq.layers)"
+    )

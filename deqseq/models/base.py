@@ -19,10 +19,12 @@ SETTINGS = frozenset({"solve", "eval_solve", *SolveFields.__annotations__})
 
 
 class Model(nn.Module, ABC):
-    """Embedded tokens in, states out: :class:`ImplicitModel`, :class:`ExplicitModel`, :class:`RecurrentDepth`.
+    """Embedded tokens in, states out: :class:`ImplicitModel`, :class:`ExplicitModel`,
+    :class:`RecurrentDepth`.
 
-    Besides the call, a model has the two methods that a backbone has: one evaluates some tokens, the other commits any
-    number of them. Nothing is solved or decided, so that decoding can be built on them.
+    Besides the call, a model has the two methods that a backbone has: one evaluates some tokens,
+    the other commits any number of them. Nothing is solved or decided, so that decoding can be
+    built on them.
 
     Example:
         >>> import torch, deqseq as dq
@@ -31,7 +33,7 @@ class Model(nn.Module, ABC):
         >>> exactly = model(x, solver=dq.Naive(), stop=dq.Stop.exactly(5))
         >>> torch.allclose(evaluation.states, exactly.value)
         True
-        >>> cache = model.commit(None, evaluation, torch.tensor([1, 3]))       # tokens of each row
+        >>> cache = model.commit(None, evaluation, torch.tensor([1, 3]))  # tokens of each row
     """
 
     d_model: int
@@ -43,15 +45,22 @@ class Model(nn.Module, ABC):
 
     @abstractmethod
     def evaluate(
-        self, x: Sequence, cache: Cache | None = None, start: Sequence | None = None, iterations: int = 1
+        self,
+        x: Sequence,
+        cache: Cache | None = None,
+        start: Sequence | None = None,
+        iterations: int = 1,
     ) -> Evaluation:
-        """Iterate the part that is iterated a fixed number of times; nothing is decided or committed.
+        """Iterate the part that is iterated a fixed number of times; nothing is decided or
+        committed.
 
         Args:
             x: embedded tokens, ``(batch, length, d_model)``.
             cache: of the tokens before. Default: there are none.
-            start: states of that part to begin from, ``(batch, length, d_model)``. Default: where the model does.
-            iterations: evaluations of its map, at least 1. An explicit model runs its layers once, from ``x``.
+            start: states of that part to begin from, ``(batch, length, d_model)``. Default: where
+                the model does.
+            iterations: evaluations of its map, at least 1. An explicit model runs its layers once,
+                from ``x``.
 
         Returns:
             States, and what :meth:`commit` needs; no graph.
@@ -61,13 +70,17 @@ class Model(nn.Module, ABC):
         """
 
     @abstractmethod
-    def commit(self, cache: Cache | None, evaluation: Evaluation, counts: Counts | None = None) -> Cache:
-        """The cache after some tokens of an evaluation, without a graph; nothing is evaluated again.
+    def commit(
+        self, cache: Cache | None, evaluation: Evaluation, counts: Counts | None = None
+    ) -> Cache:
+        """The cache after some tokens of an evaluation, without a graph; nothing is evaluated
+        again.
 
         Args:
             cache: that of the evaluation.
             evaluation: what :meth:`evaluate` returned.
-            counts: how many of its tokens each row commits, int64, ``(batch,)``, not all 0. Default: all.
+            counts: how many of its tokens each row commits, int64, ``(batch,)``, not all 0.
+                Default: all.
 
         Raises:
             ValueError: ``counts`` of another shape, dtype or device, or out of range.
@@ -75,7 +88,9 @@ class Model(nn.Module, ABC):
 
     @abstractmethod
     def compile(self, **options: Any) -> None:
-        """Compile the layers with ``torch.compile``, which takes the ``options``; the code around them stays."""
+        """Compile the layers with ``torch.compile``, which takes the ``options``; the code around
+        them stays.
+        """
 
 
 class BackboneModel(Model):
@@ -87,7 +102,9 @@ class BackboneModel(Model):
         self.backbone, self.d_model = backbone, backbone.d_model
 
     @checked
-    def commit(self, cache: Cache | None, evaluation: Evaluation, counts: Counts | None = None) -> Cache:
+    def commit(
+        self, cache: Cache | None, evaluation: Evaluation, counts: Counts | None = None
+    ) -> Cache:
         return commit(self.backbone, cache, evaluation.aux, evaluation.states, counts)
 
     def compile(self, **options: Any) -> None:
@@ -98,7 +115,8 @@ def refuse_setting(module: nn.Module, name: str) -> None:
     """Refuse an attribute that looks like a setting of the solve and that nothing would read."""
     if name in SETTINGS and not hasattr(type(module), name):
         raise AttributeError(
-            f"{type(module).__name__}.{name} would be read by nothing: set the solve of the part that is iterated, as "
+            f"{type(module).__name__}.{name} would be read by nothing: set the solve of the part "
+            "that is iterated, as "
             "in implicit_model.solve = SolveConfig(...), or name it in the call"
         )
 
@@ -107,11 +125,15 @@ def check_input(x: Sequence, backbone: Backbone[Any]) -> None:
     """Refuse embedded tokens of another width, dtype or device than a backbone can compute with."""
     check_sequence(x, backbone.d_model)
     first = next(backbone.parameters(), x)
-    if first.dtype == x.dtype and first.device == x.device:  # all others are not looked at in every iteration
+    if (
+        first.dtype == x.dtype and first.device == x.device
+    ):  # all others are not looked at in every iteration
         return
     known = {(parameter.dtype, parameter.device) for parameter in backbone.parameters()}
     dtypes, devices = ({pair[place] for pair in known} for place in (0, 1))
     if known and x.dtype not in dtypes and not torch.is_autocast_enabled(x.device.type):
         raise TypeError(f"x must have the dtype of the model, {known.pop()[0]}, got {x.dtype}")
-    if known and x.device not in devices and torch.device("meta") not in devices:  # an offloaded model is moved
+    if (
+        known and x.device not in devices and torch.device("meta") not in devices
+    ):  # an offloaded model is moved
         raise ValueError(f"x must be on the device of the model, {known.pop()[1]}, got {x.device}")

@@ -40,10 +40,11 @@ class CausalLM(nn.Module):
         model: an :class:`ImplicitModel`, :class:`ExplicitModel` or :class:`RecurrentDepth`.
         embedding_std: standard deviation of the initial embedding.
         tied: whether the head is the embedding, as in the paper, or has weights of its own.
-        embedding_dropout: probability that a number of an embedded token is zero in training; drawn once,
-            before the solve.
+        embedding_dropout: probability that a number of an embedded token is zero in training; drawn
+            once, before the solve.
         embedding_scale: multiplies the embedded tokens, rounded to their dtype first, as in Gemma.
-        logit_softcap: bound of the logits, which become ``cap * tanh(logits / cap)``, as in Gemma 2. Default: none.
+        logit_softcap: bound of the logits, which become ``cap * tanh(logits / cap)``, as in Gemma
+            2. Default: none.
 
     Raises:
         TypeError, ValueError: names the argument, what it got and what it wants.
@@ -84,7 +85,9 @@ class CausalLM(nn.Module):
         if name in ("embedding", "head") and isinstance(value, nn.Module):
             check_type(f"the weight of CausalLM.{name}", getattr(value, "weight", None), Tensor)
         if name == "embedding":
-            check_integer("CausalLM.embedding.num_embeddings", getattr(value, "num_embeddings", None), 1)
+            check_integer(
+                "CausalLM.embedding.num_embeddings", getattr(value, "num_embeddings", None), 1
+            )
         super().__setattr__(name, value)
 
     @checked
@@ -106,25 +109,28 @@ class CausalLM(nn.Module):
 
         Args:
             input_ids: ``(batch, length)``.
-            labels: token ids, usually ``input_ids``, ``(batch, length)``: the logits at ``t - 1`` are scored against
-                the label at ``t``.
-            targets: token ids, as in state tracking, ``(batch, length)``: the logits at ``t`` are scored against the
-                target at ``t``. In both, -100 and padding are left out of the loss.
-            mask: bool, True at real tokens, ``(batch, length)``; padding may be on either side of a row. Default: no
-                padding.
-            cache: the ``cache`` of the :class:`CausalLMOutput` for the tokens before. Default: there are none.
+            labels: token ids, usually ``input_ids``, ``(batch, length)``: the logits at ``t - 1``
+                are scored against the label at ``t``.
+            targets: token ids, as in state tracking, ``(batch, length)``: the logits at ``t`` are
+                scored against the target at ``t``. In both, -100 and padding are left out of the
+                loss.
+            mask: bool, True at real tokens, ``(batch, length)``; padding may be on either side of a
+                row. Default: no padding.
+            cache: the ``cache`` of the :class:`CausalLMOutput` for the tokens before. Default:
+                there are none.
             return_cache: whether to return the cache after these tokens.
             callback: called at every check of the residual, as in :meth:`ImplicitModel.forward`.
             throw: whether rows that spent their budget or diverged raise an error.
             solve: replaces the model's :class:`SolveConfig` for this call.
-            **fields: fields of :class:`SolveConfig` to replace for this call. An explicit model takes neither these nor
-                ``callback``, ``throw`` and ``solve``.
+            **fields: fields of :class:`SolveConfig` to replace for this call. An explicit model
+                takes neither these nor ``callback``, ``throw`` and ``solve``.
 
         Returns:
             Logits, the loss if labels or targets were given, cache and statistics.
 
         Raises:
-            ValueError: a bad shape, ids outside the vocabulary, both labels and targets, or none to score.
+            ValueError: a bad shape, ids outside the vocabulary, both labels and targets, or none to
+                score.
             TypeError: an option that the model does not take.
         """
         check_tokens("input_ids", input_ids, self.embedding)
@@ -133,7 +139,9 @@ class CausalLM(nn.Module):
         options: dict[str, Any] = {"callback": callback, "throw": throw, "solve": solve, **fields}
         output = self.model(x, mask=mask, cache=cache, return_cache=return_cache, **options)
         logits = self.logits(output.value)
-        loss = None if answers is None else _cross_entropy(logits, answers, shift=labels is not None)
+        loss = (
+            None if answers is None else _cross_entropy(logits, answers, shift=labels is not None)
+        )
         return CausalLMOutput(logits, loss, output.cache, output.stats, output.status, output.again)
 
     @checked
@@ -156,37 +164,44 @@ class CausalLM(nn.Module):
         solve: SolveConfig | None = None,
         **fields: Unpack[SolveFields],
     ) -> Generation:
-        """Continue a batch of prompts, in windows of tokens that are solved against the cache of those before.
+        """Continue a batch of prompts, in windows of tokens that are solved against the cache of
+        those before.
 
-        In every iteration each token's state predicts the token after it, and that is the next input there. The first
-        tokens of the window are committed when they have converged on inputs that do not change any more. So the result
-        is that of one token after another, as far as the tolerance allows, in fewer evaluations one after another but
-        more of single tokens. Greedy generation equals the argmax of a full forward pass. Each row moves on its own.
-        The model is in eval mode meanwhile.
+        In every iteration each token's state predicts the token after it, and that is the next
+        input there. The first tokens of the window are committed when they have converged on inputs
+        that do not change any more. So the result is that of one token after another, as far as the
+        tolerance allows, in fewer evaluations one after another but more of single tokens. Greedy
+        generation equals the argmax of a full forward pass. Each row moves on its own. The model is
+        in eval mode meanwhile.
 
         Args:
             input_ids: prompts, ``(batch, length)``.
             max_new_tokens: how many tokens each row gets at most.
-            window: how many tokens are iterated together; 1: each is solved before the next is chosen. Default: 8, but
-                1 where a window is an error: an explicit model, a solver of another library, no tolerance, or
-                ``start="input"``. A choice is made every ``stop.check_every`` iterations, with outer layers 2 at least.
-            mask: bool, True at real tokens of the prompts, ``(batch, length)``, for prompts of unequal length; padding
-                may be on either side. Default: no padding.
-            cache: of the tokens before the prompts, as a call of the model returned it. Default: there are none.
+            window: how many tokens are iterated together; 1: each is solved before the next is
+                chosen. Default: 8, but 1 where a window is an error: an explicit model, a solver of
+                another library, no tolerance, or ``start="input"``. A choice is made every
+                ``stop.check_every`` iterations, with outer layers 2 at least.
+            mask: bool, True at real tokens of the prompts, ``(batch, length)``, for prompts of
+                unequal length; padding may be on either side. Default: no padding.
+            cache: of the tokens before the prompts, as a call of the model returned it. Default:
+                there are none.
             temperature: logits are divided by it; at 0 the most probable token is taken.
             top_k: draw among this many of the most probable tokens. Default: all.
-            top_p: draw among the most probable tokens that together have this probability. Default: all.
-            seed: of the draws; those of a row depend on it and on the row's place in the batch, not on the window or
-                the other rows. Default: torch's global generator.
+            top_p: draw among the most probable tokens that together have this probability. Default:
+                all.
+            seed: of the draws; those of a row depend on it and on the row's place in the batch, not
+                on the window or the other rows. Default: torch's global generator.
             stop_tokens: a row ends with the first of these.
             pad_token: fills the rows that have ended.
             callback: called with :class:`NewTokens` when tokens are committed.
             solve: replaces the model's :class:`SolveConfig`.
-            **fields: fields of :class:`SolveConfig` to replace. ``sweep`` is that of the prompts. Default: the model's,
-                but ``Sliding(16)`` instead of ``Simultaneous()``. An explicit model takes neither.
+            **fields: fields of :class:`SolveConfig` to replace. ``sweep`` is that of the prompts.
+                Default: the model's, but ``Sliding(16)`` instead of ``Simultaneous()``. An explicit
+                model takes neither.
 
         Returns:
-            Tokens, and for an implicit model the iterations of each and whether its solve converged.
+            Tokens, and for an implicit model the iterations of each and whether its solve
+            converged.
 
         Raises:
             ValueError: a bad shape, ids outside the vocabulary, or a number out of its range.
@@ -195,7 +210,9 @@ class CausalLM(nn.Module):
         Example:
             >>> import deqseq as dq
             >>> lm = dq.CausalLM(10, dq.ImplicitModel(dq.Affine(16)))
-            >>> lm.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=5, temperature=1.0, seed=0).tokens.shape
+            >>> lm.generate(
+            ...     torch.tensor([[1, 2, 3]]), max_new_tokens=5, temperature=1.0, seed=0
+            ... ).tokens.shape
             torch.Size([1, 5])
         """
         stops = tuple(stop_tokens) if isinstance(stop_tokens, Iterable) else (stop_tokens,)
@@ -222,7 +239,9 @@ class CausalLM(nn.Module):
 
     @property
     def core(self) -> ImplicitModel | None:
-        """The part that is solved: the model itself, or that of a :class:`RecurrentDepth`; None: an explicit model."""
+        """The part that is solved: the model itself, or that of a :class:`RecurrentDepth`; None: an
+        explicit model.
+        """
         return solved_part(self.model)
 
     def compile(self, **options: Any) -> None:
@@ -230,19 +249,29 @@ class CausalLM(nn.Module):
         self.model.compile(**options)
 
     def embed(self, input_ids: Tokens) -> Sequence:
-        """What the model is given: ``input_ids``, ``(batch, length)``, embedded and scaled; without dropout."""
+        """What the model is given: ``input_ids``, ``(batch, length)``, embedded and scaled; without
+        dropout.
+        """
         return scaled(self.embedding(input_ids), self.embedding_scale)
 
     def logits(self, states: Float[Tensor, "*rows d_model"]) -> Float[Tensor, "*rows vocab"]:
-        """Final ``states``, ``(..., d_model)``, to logits; TypeError or ValueError if the head does not fit."""
+        """Final ``states``, ``(..., d_model)``, to logits; TypeError or ValueError if the head does
+        not fit.
+        """
         weight = self.embedding.weight if self.head is None else self.head.weight
         if weight.shape != self.embedding.weight.shape:
             wanted, got = tuple(self.embedding.weight.shape), tuple(weight.shape)
-            raise ValueError(f"head.weight must have the shape of the embedding's weight, {wanted}, got {got}")
+            raise ValueError(
+                f"head.weight must have the shape of the embedding's weight, {wanted}, got {got}"
+            )
         if weight.dtype != states.dtype and not torch.is_autocast_enabled(states.device.type):
-            raise TypeError(f"head.weight must have the dtype of the states, {states.dtype}, got {weight.dtype}")
+            raise TypeError(
+                f"head.weight must have the dtype of the states, {states.dtype}, got {weight.dtype}"
+            )
         if self.head is not None and self.head.bias is not None:
-            raise ValueError("head must have no bias, which is not added, got one: make it with bias=False")
+            raise ValueError(
+                "head must have no bias, which is not added, got one: make it with bias=False"
+            )
         return capped(F.linear(states, weight), self.logit_softcap)
 
     def _answers(
@@ -250,13 +279,17 @@ class CausalLM(nn.Module):
     ) -> Tensor | None:
         """The labels or targets to score, checked before anything is solved."""
         if labels is not None and targets is not None:
-            raise ValueError("give labels (shifted by one inside) or targets (not shifted), not both")
+            raise ValueError(
+                "give labels (shifted by one inside) or targets (not shifted), not both"
+            )
         answers, name = (targets, "targets") if labels is None else (labels, "labels")
         if answers is None:
             return None
         if answers.shape != ids.shape or answers.device != ids.device:
             wanted, got = (f"{tuple(x.shape)} on {x.device}" for x in (ids, answers))
-            raise ValueError(f"{name} must have the shape and device of input_ids, {wanted}, got {got}")
+            raise ValueError(
+                f"{name} must have the shape and device of input_ids, {wanted}, got {got}"
+            )
         if answers.dtype != torch.int64:
             raise TypeError(f"{name} must be int64, got {answers.dtype}")
         if mask is not None:
@@ -267,13 +300,22 @@ class CausalLM(nn.Module):
         scored = answers[:, 1:] if labels is not None else answers
         scored = scored[scored != IGNORED]
         if scored.numel() == 0:
-            raise ValueError(f"{name} leave nothing to score: all of them are {IGNORED}, or there is no next token")
-        check_ids(f"{name} (but for {IGNORED}, which is ignored)", scored[None], self.embedding.num_embeddings)
+            raise ValueError(
+                f"{name} leave nothing to score: all of them are {IGNORED}, or there is no next "
+                "token"
+            )
+        check_ids(
+            f"{name} (but for {IGNORED}, which is ignored)",
+            scored[None],
+            self.embedding.num_embeddings,
+        )
         return answers
 
 
 def check_tokens(name: str, ids: Tensor, embedding: nn.Embedding) -> None:
-    """Refuse ``ids`` of another type or device than the ``embedding`` takes, or outside its vocabulary."""
+    """Refuse ``ids`` of another type or device than the ``embedding`` takes, or outside its
+    vocabulary.
+    """
     device = embedding.weight.device
     if ids.device != device and device.type != "meta":  # an offloaded weight is moved by its hooks
         raise ValueError(f"{name} must be on the model's device, {device}, got {ids.device}")
@@ -281,9 +323,13 @@ def check_tokens(name: str, ids: Tensor, embedding: nn.Embedding) -> None:
 
 
 def _cross_entropy(logits: Tensor, answers: Tokens, *, shift: bool) -> Float[Tensor, ""]:
-    """Mean cross entropy in nats, in float32 at least; shifted, a position is scored by the token after it."""
+    """Mean cross entropy in nats, in float32 at least; shifted, a position is scored by the token
+    after it.
+    """
     if shift:
         logits, answers = logits[:, :-1], answers[:, 1:]
     wide = rearrange(logits, "batch length vocab -> (batch length) vocab")
     wide = wide.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(wide, rearrange(answers, "batch length -> (batch length)"), ignore_index=IGNORED)
+    return F.cross_entropy(
+        wide, rearrange(answers, "batch length -> (batch length)"), ignore_index=IGNORED
+    )

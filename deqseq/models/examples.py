@@ -36,15 +36,16 @@ EXAMPLES: Mapping[str, LanguageModelSpec] = MappingProxyType(
 def load_example(name: str) -> CausalLM:
     """A small trained model, for first steps, tests and tutorials.
 
-    - ``"parity"``: one Mamba2 block, trained on sequences of 16 bits; says at each bit whether the number of ones so
-      far is odd. Right at every length up to 512, and converges there.
-    - ``"parity-unrolled"``: the same, trained through 4 unrolled iterations alone: what it learned is no fixed point.
-    - ``"a5"``: one Mamba2 block, trained on products of up to 16 factors, each one of two elements of A5, the smallest
-      group that is not solvable; says after each factor which of the 60 elements the product is. Right at every token
-      of 64, at 98 % of those of 256. Its inputs are those of ``WordProblem(group, generators(group, 2))`` in
-      :mod:`deqseq.tasks`.
-    - ``"text"``: one Mamba2 block that predicts the next character of Shakespeare's plays; 2.45 bits per character on
-      plays that it was not trained on. Its ids are the bytes of ASCII text.
+    - ``"parity"``: one Mamba2 block, trained on sequences of 16 bits; says at each bit whether the
+      number of ones so far is odd. Right at every length up to 512, and converges there.
+    - ``"parity-unrolled"``: the same, trained through 4 unrolled iterations alone: what it learned
+      is no fixed point.
+    - ``"a5"``: one Mamba2 block, trained on products of up to 16 factors, each one of two elements
+      of A5, the smallest group that is not solvable; says after each factor which of the 60
+      elements the product is. Right at every token of 64, at 98 % of those of 256. Its inputs are
+      those of ``WordProblem(group, generators(group, 2))`` in :mod:`deqseq.tasks`.
+    - ``"text"``: one Mamba2 block that predicts the next character of Shakespeare's plays; 2.45
+      bits per character on plays that it was not trained on. Its ids are the bytes of ASCII text.
 
     Args:
         name: of the model.
@@ -63,7 +64,7 @@ def load_example(name: str) -> CausalLM:
         (tensor([[1, 1, 0, 1, 0]]), tensor([True]))
         >>> prompt = torch.tensor([list(b"ROMEO:")])
         >>> made = load_example("text").generate(prompt, max_new_tokens=40, temperature=0.7, seed=0)
-        >>> text = bytes(made.tokens[0].tolist()).decode()      # what follows the prompt
+        >>> text = bytes(made.tokens[0].tolist()).decode()  # what follows the prompt
     """
     check_choice("name", name, EXAMPLES)
     with torch.random.fork_rng(devices=()):  # the weights that are drawn here are replaced

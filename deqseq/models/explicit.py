@@ -18,11 +18,12 @@ UNSET = {"callback": None, "throw": False, "solve": None}
 
 
 class ExplicitModel(BackboneModel):
-    r"""One pass of a backbone over the embedded tokens, :math:`z = f_\theta(x)`: an ordinary sequence model.
+    r"""One pass of a backbone over the embedded tokens, :math:`z = f_\theta(x)`: an ordinary
+    sequence model.
 
     Args:
-        backbone: the layers, best built without an injection, which is not used here; that of a backbone inside a
-            :class:`Looped` is.
+        backbone: the layers, best built without an injection, which is not used here; that of a
+            backbone inside a :class:`Looped` is.
 
     Example:
         >>> import torch, deqseq as dq
@@ -47,15 +48,20 @@ class ExplicitModel(BackboneModel):
     ) -> ModelOutput:
         """Run the layers once; the value has no statistics.
 
-        ``x``, ``mask``, ``cache`` and ``return_cache`` are those of :meth:`ImplicitModel.forward`, ``(batch, length,
-        d_model)`` and ``(batch, length)``. Its other ``options`` are refused unless they ask for nothing.
+        ``x``, ``mask``, ``cache`` and ``return_cache`` are those of :meth:`ImplicitModel.forward`,
+        ``(batch, length, d_model)`` and ``(batch, length)``. Its other ``options`` are refused
+        unless they ask for nothing.
 
         Raises:
             TypeError: an argument of the wrong type, or an option of a solve.
             ValueError: a bad shape.
         """
-        if given := [name for name, value in options.items() if name not in UNSET or value is not UNSET[name]]:
-            raise TypeError(f"an explicit model has nothing to solve: it takes no {', '.join(given)}")
+        if given := [
+            name for name, value in options.items() if name not in UNSET or value is not UNSET[name]
+        ]:
+            raise TypeError(
+                f"an explicit model has nothing to solve: it takes no {', '.join(given)}"
+            )
         check_input(x, self.backbone)
         padding = Padding.of(x, mask)
         tokens = padding.compact(x)
@@ -78,6 +84,8 @@ class ExplicitModel(BackboneModel):
         value, aux = token_map(x, self._args(x, cache, None, True))
         return Evaluation(value, value, value, aux)
 
-    def _args(self, x: Sequence, cache: Cache | None, mask: Mask | None, need_aux: bool) -> TokenArgs:
+    def _args(
+        self, x: Sequence, cache: Cache | None, mask: Mask | None, need_aux: bool
+    ) -> TokenArgs:
         args = TokenArgs.prepared(with_weights(self.backbone), x, cache, mask, need_aux)
         return args._replace(inputs=self.backbone.without_injection(args.inputs))

@@ -20,9 +20,12 @@ from deqseq.sweeps import Simultaneous, Sliding, Sweep
 from deqseq.types import Mask, Sequence
 from deqseq.windows import on_device, on_host
 
-Settle = Callable[[Logits, np.ndarray, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray, np.ndarray]]
-"""Which of the tokens that may be committed are: from logits, ``(rows, tokens, vocab)``, the rows' places in the batch,
-tokens, ``(rows, tokens)``, and how many of each row may be, to tokens, how many are, and which rows go on."""
+Settle = Callable[
+    [Logits, np.ndarray, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray, np.ndarray]
+]
+"""Which of the tokens that may be committed are: from logits, ``(rows, tokens, vocab)``, the rows'
+places in the batch, tokens, ``(rows, tokens)``, and how many of each row may be, to tokens, how
+many are, and which rows go on."""
 
 WINDOW = 8
 """Tokens that are decoded together unless the caller says."""
@@ -30,7 +33,8 @@ WINDOW = 8
 
 @dataclass(frozen=True)
 class NewTokens:
-    """What a callback receives when tokens are committed: of each row one, or with a window none or several.
+    """What a callback receives when tokens are committed: of each row one, or with a window none or
+    several.
 
     Attributes:
         rows: the row of the batch that each token belongs to, in ascending order, ``(new,)``.
@@ -50,17 +54,17 @@ class Generation:
     Attributes:
         tokens: ``(batch, new)``; after a row's end, the padding token.
         lengths: tokens of each row, its stop token included, ``(batch,)``.
-        iterations: evaluations that the state of each token's input took, in a window since the input was known,
-            ``(batch, new)``; 0 after a row's end; None for an explicit model. The first token's solve is the prompt's,
-            of which the largest number counts.
-        converged: whether the solve that each token was chosen from converged, ``(batch, new)``; True after a row's
-            end; None for an explicit model.
-        evaluations: how many evaluations of the map followed each other after the prompt's solve; None for an explicit
-            model. The rows of a batch share them.
-        updates: how many evaluations of one token each row took after the prompt's solve, ``(batch,)``; None for an
-            explicit model.
-        guessed: of how many tokens the input was guessed before the one before was committed, ``(batch,)``; 0 without a
-            window.
+        iterations: evaluations that the state of each token's input took, in a window since the
+            input was known, ``(batch, new)``; 0 after a row's end; None for an explicit model. The
+            first token's solve is the prompt's, of which the largest number counts.
+        converged: whether the solve that each token was chosen from converged, ``(batch, new)``;
+            True after a row's end; None for an explicit model.
+        evaluations: how many evaluations of the map followed each other after the prompt's solve;
+            None for an explicit model. The rows of a batch share them.
+        updates: how many evaluations of one token each row took after the prompt's solve,
+            ``(batch,)``; None for an explicit model.
+        guessed: of how many tokens the input was guessed before the one before was committed,
+            ``(batch,)``; 0 without a window.
     """
 
     tokens: Int64[Tensor, "batch new"]
@@ -80,14 +84,21 @@ class Generation:
 class _Record:
     """What has been generated so far, on the host."""
 
-    def __init__(self, batch: int, callback: Callable[[NewTokens], None] | None, device: torch.device) -> None:
+    def __init__(
+        self, batch: int, callback: Callable[[NewTokens], None] | None, device: torch.device
+    ) -> None:
         self._callback, self._device = callback, device
         self._added: list[tuple[np.ndarray, ...]] = []
         # of each row; the status is the worst of its tokens
         self.lengths, self.status, self.updates, self.guessed = np.zeros((4, batch), dtype=np.int64)
 
     def add(
-        self, rows: np.ndarray, tokens: np.ndarray, counts: np.ndarray, status: np.ndarray, iterations: np.ndarray
+        self,
+        rows: np.ndarray,
+        tokens: np.ndarray,
+        counts: np.ndarray,
+        status: np.ndarray,
+        iterations: np.ndarray,
     ) -> None:
         """Add the first ``counts`` tokens of each row."""
         row, offset = (np.arange(tokens.shape[1]) < counts[:, None]).nonzero()
@@ -100,15 +111,21 @@ class _Record:
 
     def generation(self, pad_token: int, evaluations: int | None) -> Generation:
         """The record as tensors; without ``evaluations``, nothing was solved."""
-        rows, positions, *columns = (np.concatenate(column) for column in zip(*self._added, strict=True))
+        rows, positions, *columns = (
+            np.concatenate(column) for column in zip(*self._added, strict=True)
+        )
         found = [self.lengths, self.updates, self.guessed]
         for column, fill in zip(columns, (pad_token, 0, Status.CONVERGED), strict=True):
             found.append(np.full((len(self.lengths), self.lengths.max()), fill, dtype=column.dtype))
             found[-1][rows, positions] = column
-        lengths, updates, guessed, tokens, iterations, status = (on_device(x, self._device) for x in found)
+        lengths, updates, guessed, tokens, iterations, status = (
+            on_device(x, self._device) for x in found
+        )
         if evaluations is None:
             return Generation(tokens, lengths)
-        return Generation(tokens, lengths, iterations, status == Status.CONVERGED, evaluations, updates, guessed)
+        return Generation(
+            tokens, lengths, iterations, status == Status.CONVERGED, evaluations, updates, guessed
+        )
 
 
 def generate(
@@ -128,7 +145,8 @@ def generate(
     solve: SolveConfig | None,
     fields: SolveFields,
 ) -> Generation:
-    """Continue a batch of prompts: the loop of :meth:`deqseq.CausalLM.generate`, in eval mode and without gradients.
+    """Continue a batch of prompts: the loop of :meth:`deqseq.CausalLM.generate`, in eval mode and
+    without gradients.
 
     Everything is decided on the host, after one transfer per evaluation.
     """
@@ -136,8 +154,12 @@ def generate(
     config, whole, single = None, given, given
     if core is not None:
         config = resolve(core.solve_config, solve, fields)
-        if core is not model:  # the layers around it run for every choice, and cost more than a choice gains
-            config = replace(config, stop=replace(config.stop, check_every=max(2, config.stop.check_every)))
+        if (
+            core is not model
+        ):  # the layers around it run for every choice, and cost more than a choice gains
+            config = replace(
+                config, stop=replace(config.stop, check_every=max(2, config.stop.check_every))
+            )
         whole, single = {"sweep": prompt_sweep(config), **given}, {**given, "sweep": Simultaneous()}
     width, model, device = width_of(window, config), with_weights(model), x.device
     record = _Record(len(x), callback, device)
@@ -187,11 +209,14 @@ def up_to_stop(
     return tokens, np.where(stopped, ends.argmax(axis=1) + 1, counts), ~stopped
 
 
-def _moved(inputs: np.ndarray, tokens: np.ndarray, counts: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
+def _moved(
+    inputs: np.ndarray, tokens: np.ndarray, counts: np.ndarray, width: int
+) -> tuple[np.ndarray, np.ndarray]:
     """The inputs of a window after a move, and which of them are new.
 
-    Inputs a, b, c, d with chosen tokens b, x, y, z (b was guessed right) and two commits give x, y, z, z: where nothing
-    has been chosen yet, the token before is guessed to follow itself, and is always new.
+    Inputs a, b, c, d with chosen tokens b, x, y, z (b was guessed right) and two commits give x, y,
+    z, z: where nothing has been chosen yet, the token before is guessed to follow itself, and is
+    always new.
     """
     known = np.concatenate([inputs[:, :1], tokens], axis=1)
     source = np.minimum(counts[:, None] + np.arange(width), inputs.shape[1])
@@ -201,19 +226,29 @@ def _moved(inputs: np.ndarray, tokens: np.ndarray, counts: np.ndarray, width: in
 
 
 def _right(inputs: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """Which inputs of a window are the tokens that were chosen before them; the first is committed already."""
-    return np.concatenate([np.ones_like(inputs[:, :1], dtype=bool), inputs[:, 1:] == tokens[:, :-1]], axis=1)
+    """Which inputs of a window are the tokens that were chosen before them; the first is committed
+    already.
+    """
+    return np.concatenate(
+        [np.ones_like(inputs[:, :1], dtype=bool), inputs[:, 1:] == tokens[:, :-1]], axis=1
+    )
 
 
 def _check_finite(tokens: np.ndarray, counts: np.ndarray, rows: np.ndarray) -> None:
-    """Refuse a token without finite logits among those that may be committed; a wrong guess may have some."""
+    """Refuse a token without finite logits among those that may be committed; a wrong guess may
+    have some.
+    """
     bad = ((tokens < 0) & (np.arange(tokens.shape[1]) < counts[:, None])).any(axis=1)
     if bad.any():
-        raise ValueError(f"the logits of rows {rows[bad].tolist()} are not finite: are the weights?")
+        raise ValueError(
+            f"the logits of rows {rows[bad].tolist()} are not finite: are the weights?"
+        )
 
 
 def width_of(window: int | None, config: SolveConfig | None) -> int:
-    """How many tokens are decoded together: ``window``, or what suits the solve; ValueError where they cannot be."""
+    """How many tokens are decoded together: ``window``, or what suits the solve; ValueError where
+    they cannot be.
+    """
     if config is None:
         reason = "an explicit model has nothing to iterate"
     elif config.solver.owns_loop:
@@ -221,7 +256,10 @@ def width_of(window: int | None, config: SolveConfig | None) -> int:
     elif not config.stop.has_tolerance:
         reason = "without a tolerance no token converges"
     elif config.start == "input":
-        reason = 'with start="input" the result may depend on the start, and a token in a window keeps its state'
+        reason = (
+            'with start="input" the result may depend on the start, and a token '
+            "in a window keeps its state"
+        )
     else:
         return WINDOW if window is None else window
     if window is not None and window > 1:
@@ -230,9 +268,12 @@ def width_of(window: int | None, config: SolveConfig | None) -> int:
 
 
 def prompt_sweep(config: SolveConfig) -> Sweep:
-    """How a prompt is solved unless the caller says: all tokens together would be more work than a window.
+    """How a prompt is solved unless the caller says: all tokens together would be more work than a
+    window.
 
-    On text a window of 16 needs about 2/3 of the evaluations of one of 8, for a sixth to a third more updates of each
-    token.
+    On text a window of 16 needs about 2/3 of the evaluations of one of 8, for a sixth to a third
+    more updates of each token.
     """
-    return config.sweep if config.sweep.block is not None or config.solver.owns_loop else Sliding(16)
+    return (
+        config.sweep if config.sweep.block is not None or config.solver.owns_loop else Sliding(16)
+    )

@@ -27,7 +27,9 @@ from deqseq.types import Mask, Sequence
 
 @dataclass
 class SolveSettings:
-    """Where an :class:`ImplicitModel` reads how it is solved; models of transformers put their configuration here."""
+    """Where an :class:`ImplicitModel` reads how it is solved; models of transformers put their
+    configuration here.
+    """
 
     solve: SolveConfig
     eval_solve: SolveConfig | None
@@ -36,38 +38,49 @@ class SolveSettings:
 class ImplicitModel(BackboneModel):
     r"""The fixed point of a backbone as a function of its input, :math:`z^* = f_\theta(z^*, x)`.
 
-    Training and evaluation run the same code. Where the solve converges to the only fixed point, solver, sweep and
-    start make no difference to the result; they do where there are several fixed points, or the budget is small.
+    Training and evaluation run the same code. Where the solve converges to the only fixed point,
+    solver, sweep and start make no difference to the result; they do where there are several fixed
+    points, or the budget is small.
 
     Args:
         backbone: the map.
-        solve: how its fixed point is found and differentiated. Default: :class:`SolveConfig`'s defaults.
+        solve: how its fixed point is found and differentiated. Default: :class:`SolveConfig`'s
+            defaults.
         eval_solve: the same in eval mode. Default: ``solve``.
 
     Raises:
         TypeError: an argument of the wrong type.
 
     References:
-        Schöne et al., Implicit Language Models are RNNs: Balancing Parallelization and Expressivity, ICML 2025,
-        arXiv 2502.07827, section 3.
+        Schöne et al., Implicit Language Models are RNNs: Balancing Parallelization and
+        Expressivity, ICML 2025, arXiv 2502.07827, section 3.
 
     Example:
         >>> import deqseq as dq
-        >>> model = dq.ImplicitModel(dq.Affine(4), dq.SolveConfig(solver=dq.Anderson(), stop=dq.Stop(rtol=1e-6)))
+        >>> model = dq.ImplicitModel(
+        ...     dq.Affine(4), dq.SolveConfig(solver=dq.Anderson(), stop=dq.Stop(rtol=1e-6))
+        ... )
         >>> x = torch.ones(2, 3, 4)
         >>> torch.allclose(model(x, throw=True).value, model.backbone.solution(x), atol=1e-5)
         True
-        >>> model(x, sweep=dq.Sequential()).stats.iterations.shape     # any field can be replaced for one call
+        >>> model(
+        ...     x, sweep=dq.Sequential()
+        ... ).stats.iterations.shape  # any field can be replaced for one call
         torch.Size([2, 3])
     """
 
     @checked
     def __init__(
-        self, backbone: Backbone[Any], solve: SolveConfig = SolveConfig(), eval_solve: SolveConfig | None = None
+        self,
+        backbone: Backbone[Any],
+        solve: SolveConfig = SolveConfig(),
+        eval_solve: SolveConfig | None = None,
     ) -> None:
         super().__init__(backbone)
         self.solves: Any = SolveSettings(solve, eval_solve)
-        self._warned: list[bool] = []  # modes in which it has; one list for all copies that with_weights makes
+        self._warned: list[
+            bool
+        ] = []  # modes in which it has; one list for all copies that with_weights makes
 
     @checked
     def forward(
@@ -86,30 +99,37 @@ class ImplicitModel(BackboneModel):
 
         Args:
             x: embedded tokens, ``(batch, length, d_model)``.
-            mask: bool, True at real tokens, ``(batch, length)``. Padding may be on either side of a row; it leaves the
-                row as it is alone, and is zero in the result. Default: no padding.
-            cache: the ``cache`` of the :class:`ModelOutput` for the tokens before. Default: there are none.
-            return_cache: whether to return the cache after these tokens, as the solve found it. It carries no gradient.
-            callback: called with a :class:`Progress` at every check of the residual. Residuals are of the real tokens
-                first, whatever the padding.
+            mask: bool, True at real tokens, ``(batch, length)``. Padding may be on either side of a
+                row; it leaves the row as it is alone, and is zero in the result. Default: no
+                padding.
+            cache: the ``cache`` of the :class:`ModelOutput` for the tokens before. Default: there
+                are none.
+            return_cache: whether to return the cache after these tokens, as the solve found it. It
+                carries no gradient.
+            callback: called with a :class:`Progress` at every check of the residual. Residuals are
+                of the real tokens first, whatever the padding.
             throw: whether rows that spent their budget or diverged raise an error.
             solve: replaces the model's configuration for this call.
-            **fields: fields of :class:`SolveConfig` to replace for this call: ``solver``, ``stop``, ``gradient``,
-                ``sweep``, ``start``; the latter may also be the states to begin from, ``(batch, length, d_model)``.
+            **fields: fields of :class:`SolveConfig` to replace for this call: ``solver``, ``stop``,
+                ``gradient``, ``sweep``, ``start``; the latter may also be the states to begin from,
+                ``(batch, length, d_model)``.
 
         Returns:
-            The states, with the numbers of their solve. In training mode, where gradients are wanted, the value is the
-            estimator's, after its phantom steps, say. Otherwise it is that of the solve.
+            The states, with the numbers of their solve. In training mode, where gradients are
+            wanted, the value is the estimator's, after its phantom steps, say. Otherwise it is that
+            of the solve.
 
         Warns:
-            ConvergenceWarning: once per model, most rows spent their budget or diverged in eval mode; once, all rows
-                did in training mode, unless ``stop`` is checked at its last iteration only.
+            ConvergenceWarning: once per model, most rows spent their budget or diverged in eval
+                mode; once, all rows did in training mode, unless ``stop`` is checked at its last
+                iteration only.
 
         Raises:
-            ConvergenceError: with ``throw``, names the rows that failed, their residuals and a remedy.
+            ConvergenceError: with ``throw``, names the rows that failed, their residuals and a
+                remedy.
             TypeError: an unknown keyword, or a value of the wrong type.
-            ValueError: a bad shape; :class:`Unrolled` with another sweep than :class:`Simultaneous`; a solver of
-                another library with a window.
+            ValueError: a bad shape; :class:`Unrolled` with another sweep than
+                :class:`Simultaneous`; a solver of another library with a window.
         """
         start = fields.get("start")
         given = start if isinstance(start, Tensor) else None
@@ -120,7 +140,9 @@ class ImplicitModel(BackboneModel):
         padding, needs_grad = Padding.of(x, mask), self._requires_gradient(x, given)
         with torch.set_grad_enabled(needs_grad):
             tokens = padding.compact(x)
-            args = TokenArgs.prepared(with_weights(self.backbone), tokens, cache, padding.mask, return_cache)
+            args = TokenArgs.prepared(
+                with_weights(self.backbone), tokens, cache, padding.mask, return_cache
+            )
             if given is None:
                 _check_injection(args, config)
             z0 = start_states(tokens, given, padding, config.start)
@@ -137,10 +159,25 @@ class ImplicitModel(BackboneModel):
             )
             check_type(f"what {type(config.gradient).__name__}.apply returns", solution, Solution)
             solution = padding.restored(args.per_token(solution))
-        call = {"solver": config.solver, "stop": config.stop, "sweep": config.sweep}  # explain() replaces these
-        known = {"value": solution.value.detach(), "given": given, "solve": config, "training": self.training}
+        call = {
+            "solver": config.solver,
+            "stop": config.stop,
+            "sweep": config.sweep,
+        }  # explain() replaces these
+        known = {
+            "value": solution.value.detach(),
+            "given": given,
+            "solve": config,
+            "training": self.training,
+        }
         again = partial(
-            self._again, x.detach(), mask=mask, cache=cache, autocast=autocast_dtype(x.device), **known, **call
+            self._again,
+            x.detach(),
+            mask=mask,
+            cache=cache,
+            autocast=autocast_dtype(x.device),
+            **known,
+            **call,
         )
         output = ModelOutput(solution.value, solution.aux, solution.stats, solution.status, again)
         if throw:
@@ -191,7 +228,9 @@ class ImplicitModel(BackboneModel):
 
     @property
     def solve_config(self) -> SolveConfig:
-        """The configuration in the current mode: ``eval_solve`` in eval mode if there is one, else ``solve``."""
+        """The configuration in the current mode: ``eval_solve`` in eval mode if there is one, else
+        ``solve``.
+        """
         return self.solve if self.training or self.eval_solve is None else self.eval_solve
 
     def _check(self, x: Sequence, start: Tensor | None, commits: bool) -> None:
@@ -220,12 +259,19 @@ class ImplicitModel(BackboneModel):
         """The call that returned ``value``, with changes, for :meth:`ModelOutput.explain`."""
         dtype = next((one.dtype for one in self.parameters()), x.dtype)
         if dtype != x.dtype:
-            raise ValueError(f"explain() solves again with the model as it is now: {dtype}; the solve was in {x.dtype}")
+            raise ValueError(
+                f"explain() solves again with the model as it is now: {dtype}; the solve was in "
+                f"{x.dtype}"
+            )
         start = given if start is None else start
         fields: SolveFields = {} if start is None else {"start": start}
-        warned, self._warned = self._warned, [True, False]  # what is tried out is no failure of the caller's
+        warned, self._warned = (
+            self._warned,
+            [True, False],
+        )  # what is tried out is no failure of the caller's
         try:
-            # each solve draws the same dropout masks and random starts, or they would be solves of different maps
+            # each solve draws the same dropout masks and random starts, or they would be solves of
+            # different maps
             with (
                 in_mode(self, training=training),
                 same_randomness(x.device),
@@ -238,7 +284,8 @@ class ImplicitModel(BackboneModel):
             self._warned = warned
 
     def warn_once(self, status: Tensor, stop: Stop, advice: str = EXPLAINED) -> None:
-        """Warn, with ``advice``, of the first solve that ends with such ``status``, ``(batch,)``, under ``stop``.
+        """Warn, with ``advice``, of the first solve that ends with such ``status``, ``(batch,)``,
+        under ``stop``.
 
         These are failures of most rows, in training of all, unless no row could converge.
         """
@@ -251,13 +298,16 @@ class ImplicitModel(BackboneModel):
 
     def _requires_gradient(self, *tensors: Tensor | None) -> bool:
         given = any(x is not None and x.requires_grad for x in tensors)
-        return torch.is_grad_enabled() and (given or any(p.requires_grad for p in self.parameters()))
+        return torch.is_grad_enabled() and (
+            given or any(p.requires_grad for p in self.parameters())
+        )
 
 
 def _check_injection(args: TokenArgs, config: SolveConfig) -> None:
     if config.start != "input" and not args.backbone.sees_input(args.inputs):
         raise ValueError(
-            f"this {type(args.backbone).__name__} was built without an injection, so from zero or a random start its "
+            f"this {type(args.backbone).__name__} was built without an injection, so from zero or "
+            "a random start its "
             "fixed point does not depend on the input: build it with injection=True, wrap it as "
             'dq.Injected(backbone, dq.AddInjection()), or take start="input" or an ExplicitModel'
         )

@@ -20,7 +20,8 @@ class ModelOutput(Outcome):
         value: final states, ``(batch, length, d_model)``; for an implicit model the fixed point.
         cache: the cache after these tokens, with ``return_cache=True``.
         stats: numbers of the solve, per token; None for an explicit model.
-        status: a :class:`~deqseq.Status` per row, the worst over its tokens, ``(batch,)``; None for an explicit model.
+        status: a :class:`~deqseq.Status` per row, the worst over its tokens, ``(batch,)``; None for
+            an explicit model.
         again: the call that was made, for :meth:`explain`; not saved with the object.
     """
 
@@ -37,7 +38,8 @@ class CausalLMOutput(Outcome):
 
     Attributes:
         logits: ``(batch, length, vocab_size)``.
-        loss: mean cross entropy in nats, ``()``, in float32 at least; None without labels or targets.
+        loss: mean cross entropy in nats, ``()``, in float32 at least; None without labels or
+            targets.
         cache: the cache after these tokens, with ``return_cache=True``.
         stats: numbers of the solve, per token; None for an explicit model.
         status: a :class:`~deqseq.Status` per row, ``(batch,)``; None for an explicit model.
@@ -54,12 +56,15 @@ class CausalLMOutput(Outcome):
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A few iterations of some tokens, which may still be committed: what a model's ``evaluate`` returns.
+    """A few iterations of some tokens, which may still be committed: what a model's ``evaluate``
+    returns.
 
     Attributes:
         point: the states before the last iteration, ``(batch, length, d_model)``.
-        states: those after it, ``(batch, length, d_model)``, from which a later evaluation can go on.
-        value: what the head is given, ``(batch, length, d_model)``; the states, unless layers follow the core.
+        states: those after it, ``(batch, length, d_model)``, from which a later evaluation can go
+            on.
+        value: what the head is given, ``(batch, length, d_model)``; the states, unless layers
+            follow the core.
         aux: what ``commit`` needs of this evaluation.
     """
 

@@ -1,4 +1,6 @@
-"""Rows of unequal length: padding on either side is moved behind the real tokens while a model runs."""
+"""Rows of unequal length: padding on either side is moved behind the real tokens while a model
+runs.
+"""
 
 from dataclasses import dataclass, replace
 
@@ -15,11 +17,14 @@ from deqseq.types import Mask, Sequence
 class Padding:
     """Where the real tokens of each row are moved; without padding, nowhere.
 
-    A causal model computes a row as if it were alone when its padding comes last; so left padding is moved there, and
-    the result is moved back. A window shared by all rows then begins at the first real token of each.
+    A causal model computes a row as if it were alone when its padding comes last; so left padding
+    is moved there, and the result is moved back. A window shared by all rows then begins at the
+    first real token of each.
     """
 
-    order: Int64[Tensor, "batch length"] | None = None  # for each position the token that moves there, real ones first
+    order: Int64[Tensor, "batch length"] | None = (
+        None  # for each position the token that moves there, real ones first
+    )
     mask: Mask | None = None  # True at real tokens after the move
 
     @classmethod
@@ -33,7 +38,9 @@ class Padding:
         return cls(order, mask.gather(1, order))
 
     def compact(self, x: Sequence) -> Sequence:
-        """``x`` with the real tokens of each row first, and zeros behind them, whatever the padding was."""
+        """``x`` with the real tokens of each row first, and zeros behind them, whatever the padding
+        was.
+        """
         if self.order is None or self.mask is None:
             return x
         return x.gather(1, self.order[..., None].expand_as(x)).masked_fill(~self.mask[..., None], 0)
@@ -60,13 +67,15 @@ def check_mask(mask: Tensor, tokens: Tensor) -> None:
     check_type("mask", mask, Tensor)
     if mask.dtype != torch.bool or mask.shape != tokens.shape[:2] or mask.device != tokens.device:
         raise ValueError(
-            f"mask must be bool of shape {tuple(tokens.shape[:2])} on {tokens.device}, True at real tokens, got "
+            f"mask must be bool of shape {tuple(tokens.shape[:2])} on {tokens.device}, True at "
+            "real tokens, got "
             f"{mask.dtype} {tuple(mask.shape)} on {mask.device}"
         )
     begins = mask[:, 0].long() + (mask[:, 1:] & ~mask[:, :-1]).sum(dim=1)  # runs of real tokens
     bad = (begins != 1).nonzero()[:, 0].tolist()
     if bad:
         raise ValueError(
-            "mask must mark one run of real tokens per row, with padding on the left or on the right, got "
+            "mask must mark one run of real tokens per row, with padding on the left or on the "
+            "right, got "
             f"{begins[bad[0]].item()} runs in row {bad[0]}"
         )

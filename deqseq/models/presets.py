@@ -19,18 +19,20 @@ SIZES = {
     "760m": (1536, 48, 24, 16, 32),
     "1.3b": (2048, 48, 24, 32, 32),
 }
-"""Width; layers of the Mamba2; layers and heads of the Llama, and its iterations in the free phase."""
+"""Width; layers of the Mamba2; layers and heads of the Llama, and its iterations in the free phase.
+"""
 
 
 @checked
 def preset(name: str) -> LanguageModelSpec:
     """One of the paper's models: ``FAMILY-SIZE-KIND``, or the state-tracking model.
 
-    Families are ``llama3`` and ``mamba2``, sizes ``130m``, ``370m``, ``760m`` and ``1.3b``. Kinds are ``explicit``,
-    ``pretrain`` (bounded: at most 4 iterations, then 1 phantom step) and ``implicit`` (free: at most 24 iterations, for
-    Llama 32, for its 370m 24, then 4 phantom steps). Solves are damped by 0.8 and end at a relative difference of 0.05
-    of each token, with 4 times the budget in evaluation. The reference code trains undamped and measures a sequence by
-    one norm; :func:`deqseq.integrations.foreign.from_reference_config` gives that.
+    Families are ``llama3`` and ``mamba2``, sizes ``130m``, ``370m``, ``760m`` and ``1.3b``. Kinds
+    are ``explicit``, ``pretrain`` (bounded: at most 4 iterations, then 1 phantom step) and
+    ``implicit`` (free: at most 24 iterations, for Llama 32, for its 370m 24, then 4 phantom steps).
+    Solves are damped by 0.8 and end at a relative difference of 0.05 of each token, with 4 times
+    the budget in evaluation. The reference code trains undamped and measures a sequence by one
+    norm; :func:`deqseq.integrations.foreign.from_reference_config` gives that.
 
     Args:
         name: a key of :data:`PRESETS`.
@@ -42,8 +44,8 @@ def preset(name: str) -> LanguageModelSpec:
         ValueError: an unknown name; the nearest ones are in the message.
 
     References:
-        Schöne et al., Implicit Language Models are RNNs, ICML 2025, arXiv 2502.07827, and the configuration files of
-        its public code.
+        Schöne et al., Implicit Language Models are RNNs, ICML 2025, arXiv 2502.07827, and the
+        configuration files of its public code.
 
     Example:
         >>> spec = preset("mamba2-1.3b-implicit")
@@ -51,7 +53,10 @@ def preset(name: str) -> LanguageModelSpec:
         (48, 24, 96)
     """
     if name not in PRESETS:
-        raise ValueError(f"unknown preset name {name!r}{suggestion(name, PRESETS)} (all names: list(deqseq.PRESETS))")
+        raise ValueError(
+            f"unknown preset name {name!r}{suggestion(name, PRESETS)} (all names: "
+            "list(deqseq.PRESETS))"
+        )
     return PRESETS[name]
 
 
@@ -59,17 +64,28 @@ def _language_model(family: str, size: str, kind: str) -> LanguageModelSpec:
     width, mamba2_layers, llama_layers, heads, budget = SIZES[size]
     vocabulary = 50277  # tokens of the GPT-NeoX tokenizer
     if family == "llama3":
-        backbone = LlamaConfig(d_model=width, n_layers=llama_layers, n_heads=heads, mlp_width=8 * width // 3)
+        backbone = LlamaConfig(
+            d_model=width, n_layers=llama_layers, n_heads=heads, mlp_width=8 * width // 3
+        )
     else:
         backbone, budget = Mamba2Config(d_model=width, n_layers=mamba2_layers), 24
-        if (size, kind) != ("130m", "explicit"):  # the reference's file of this one model does not pad
+        if (size, kind) != (
+            "130m",
+            "explicit",
+        ):  # the reference's file of this one model does not pad
             vocabulary = 50288
     if kind == "explicit":
-        return LanguageModelSpec(vocabulary, replace(backbone, weight_norm=False, injection=False), solve=None)
-    return LanguageModelSpec(vocabulary, backbone, *(_solves(4, 1) if kind == "pretrain" else _solves(budget, 4)))
+        return LanguageModelSpec(
+            vocabulary, replace(backbone, weight_norm=False, injection=False), solve=None
+        )
+    return LanguageModelSpec(
+        vocabulary, backbone, *(_solves(4, 1) if kind == "pretrain" else _solves(budget, 4))
+    )
 
 
-def _solves(budget: int, phantom_steps: int, eval_budget: int | None = None) -> tuple[SolveConfig, SolveConfig]:
+def _solves(
+    budget: int, phantom_steps: int, eval_budget: int | None = None
+) -> tuple[SolveConfig, SolveConfig]:
     """How the paper solves in training, and in evaluation."""
     stop = Stop(rtol=0.05, max_steps=budget)
     solve = SolveConfig(Relaxed(0.8), stop, Phantom(phantom_steps, damping=0.8))

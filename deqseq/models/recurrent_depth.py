@@ -1,4 +1,6 @@
-"""Recurrent depth: layers that run once, a core that is iterated on their output, layers that run once."""
+"""Recurrent depth: layers that run once, a core that is iterated on their output, layers that run
+once.
+"""
 
 from typing import Any
 
@@ -18,17 +20,19 @@ from deqseq.types import Counts, Mask, Sequence
 class RecurrentDepth(Model):
     r"""An explicit prelude, a core that is iterated on its output, an explicit coda.
 
-    .. math:: e = \mathrm{prelude}(x), \qquad z^* = \mathrm{core}(z^*, e), \qquad y = \mathrm{coda}(\mathrm{norm}(z^*))
+    .. math:: e = \mathrm{prelude}(x), \qquad z^* = \mathrm{core}(z^*, e), \qquad y =
+    \mathrm{coda}(\mathrm{norm}(z^*))
 
-    The core decides how the model is solved, and its sweeps, gradients, stopping rules and statistics are those of any
-    :class:`ImplicitModel`. Each part keeps a cache of its own; at the fixed point the core needs one entry per token,
-    however many iterations it took. With ``ExplicitModel(Looped(backbone, steps))`` as its core the model has a fixed
-    depth: nothing is solved, and there is a cache for each step.
+    The core decides how the model is solved, and its sweeps, gradients, stopping rules and
+    statistics are those of any :class:`ImplicitModel`. Each part keeps a cache of its own; at the
+    fixed point the core needs one entry per token, however many iterations it took. With
+    ``ExplicitModel(Looped(backbone, steps))`` as its core the model has a fixed depth: nothing is
+    solved, and there is a cache for each step.
 
     Args:
         prelude: runs once on the embedded tokens.
-        core: its input is the prelude's output. An :class:`ImplicitModel` is solved; an :class:`ExplicitModel`, usually
-            of a :class:`Looped` backbone, is run.
+        core: its input is the prelude's output. An :class:`ImplicitModel` is solved; an
+            :class:`ExplicitModel`, usually of a :class:`Looped` backbone, is run.
         coda: runs once on the core's states.
         norm: of the core's states before the coda, as in Huginn. Default: none.
 
@@ -37,16 +41,17 @@ class RecurrentDepth(Model):
         ValueError: parts of different widths.
 
     References:
-        Geiping et al., Scaling up Test-Time Compute with Latent Reasoning: A Recurrent Depth Approach, 2025, arXiv
-        2502.05171.
+        Geiping et al., Scaling up Test-Time Compute with Latent Reasoning: A Recurrent Depth
+        Approach, 2025, arXiv 2502.05171.
 
     Example:
         >>> import torch, deqseq as dq
-        >>> def layers(n): return dq.Llama(dq.LlamaConfig(d_model=16, n_heads=2, n_layers=n, injection=False))
+        >>> def layers(n):
+        ...     return dq.Llama(dq.LlamaConfig(d_model=16, n_heads=2, n_layers=n, injection=False))
         >>> backbone = dq.Injected(layers(2), dq.ConcatInjection(16))
         >>> core = dq.ImplicitModel(backbone, dq.SolveConfig(solver=dq.Naive()))
         >>> model = RecurrentDepth(dq.ExplicitModel(layers(1)), core, dq.ExplicitModel(layers(1)))
-        >>> output = model(torch.randn(2, 5, 16))       # a new ConcatInjection ignores the state
+        >>> output = model(torch.randn(2, 5, 16))  # a new ConcatInjection ignores the state
         >>> output.value.shape, output.stats.iterations.unique()
         (torch.Size([2, 5, 16]), tensor([2]))
         >>> lm = dq.CausalLM(50, model)
@@ -79,11 +84,12 @@ class RecurrentDepth(Model):
         return_cache: bool = False,
         **options: Any,
     ) -> ModelOutput:
-        """Run the prelude, solve for the core's fixed point, run the coda; the statistics are the core's.
+        """Run the prelude, solve for the core's fixed point, run the coda; the statistics are the
+        core's.
 
-        All arguments are those of :meth:`ImplicitModel.forward`: ``x``, ``(batch, length, d_model)``, ``mask``,
-        ``(batch, length)``, ``cache``, ``return_cache``, and ``options`` of the core, of which an explicit one takes
-        none.
+        All arguments are those of :meth:`ImplicitModel.forward`: ``x``, ``(batch, length,
+        d_model)``, ``mask``, ``(batch, length)``, ``cache``, ``return_cache``, and ``options`` of
+        the core, of which an explicit one takes none.
 
         Raises:
             ConvergenceError, TypeError, ValueError: as there, or a cache of another model.
@@ -99,7 +105,11 @@ class RecurrentDepth(Model):
 
     @torch.no_grad()
     def evaluate(
-        self, x: Sequence, cache: Cache | None = None, start: Sequence | None = None, iterations: int = 1
+        self,
+        x: Sequence,
+        cache: Cache | None = None,
+        start: Sequence | None = None,
+        iterations: int = 1,
     ) -> Evaluation:
         prelude, core, coda = parts_of(cache, 3, "parts")
         first = self.prelude.evaluate(x, prelude)
@@ -108,13 +118,17 @@ class RecurrentDepth(Model):
         return Evaluation(solved.point, solved.states, last.value, (first, solved, last))
 
     @checked
-    def commit(self, cache: Cache | None, evaluation: Evaluation, counts: Counts | None = None) -> Cache:
+    def commit(
+        self, cache: Cache | None, evaluation: Evaluation, counts: Counts | None = None
+    ) -> Cache:
         models = self.prelude, self.core, self.coda
         parts = zip(models, parts_of(cache, 3, "parts"), evaluation.aux, strict=True)
         return JointCache(tuple(model.commit(before, own, counts) for model, before, own in parts))
 
     def _normed(self, states: Sequence) -> Sequence:
-        return returned_by("RecurrentDepth.norm", self.norm, states, like=states, what="the core's states")
+        return returned_by(
+            "RecurrentDepth.norm", self.norm, states, like=states, what="the core's states"
+        )
 
     def compile(self, **options: Any) -> None:
         for part in (self.prelude, self.core, self.coda):
@@ -122,6 +136,8 @@ class RecurrentDepth(Model):
 
 
 def solved_part(model: nn.Module) -> ImplicitModel | None:
-    """The part of a model that is solved: itself, or the core of a :class:`RecurrentDepth`; None if it is explicit."""
+    """The part of a model that is solved: itself, or the core of a :class:`RecurrentDepth`; None if
+    it is explicit.
+    """
     part = model.core if isinstance(model, RecurrentDepth) else model
     return part if isinstance(part, ImplicitModel) else None

@@ -1,4 +1,6 @@
-"""A whole language model as data: presets, files and other libraries' configurations are translated to it."""
+"""A whole language model as data: presets, files and other libraries' configurations are translated
+to it.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -62,7 +64,9 @@ class DecoderLayers:
 
     def __post_init__(self) -> None:
         if self.end <= self.first:
-            raise ValueError(f"DecoderLayers.end must be above first = {self.first}, got {self.end}")
+            raise ValueError(
+                f"DecoderLayers.end must be above first = {self.first}, got {self.end}"
+            )
 
     @property
     def n_layers(self) -> int:
@@ -81,23 +85,25 @@ class LanguageModelSpec:
 
     Args:
         vocab_size: tokens.
-        backbone: sizes of the backbone, or of the core of a recurrent-depth model. Its own ``injection`` is used by an
-            implicit or looped model without an ``injection`` here.
-        solve: how the fixed point is found and differentiated; None: an explicit model, which runs the layers once, or
-            ``steps`` times.
+        backbone: sizes of the backbone, or of the core of a recurrent-depth model. Its own
+            ``injection`` is used by an implicit or looped model without an ``injection`` here.
+        solve: how the fixed point is found and differentiated; None: an explicit model, which runs
+            the layers once, or ``steps`` times.
         eval_solve: the same in eval mode. Default: ``solve``.
         tied: whether the head is the embedding.
         embedding_std: standard deviation of the initial embedding.
         embedding_dropout: probability that a number of an embedded token is zero in training.
         embedding_scale: multiplies the embedded tokens.
         logit_softcap: bound of the logits. Default: none.
-        prelude: sizes of the layers that run once before the backbone, as in :class:`deqseq.RecurrentDepth`. Default:
-            none.
+        prelude: sizes of the layers that run once before the backbone, as in
+            :class:`deqseq.RecurrentDepth`. Default: none.
         coda: sizes of the layers that run once after it; given with ``prelude``.
-        injection: how the input enters each iteration, by :class:`deqseq.Injected`. Default: by the backbone's own
-            ``injection``, if at all.
-        norm: ``"coda"`` applies the coda's last norm also to the states before the coda, as in Huginn.
-        steps: how often the backbone of an explicit model runs, as in :class:`deqseq.Looped`. Default: once.
+        injection: how the input enters each iteration, by :class:`deqseq.Injected`. Default: by the
+            backbone's own ``injection``, if at all.
+        norm: ``"coda"`` applies the coda's last norm also to the states before the coda, as in
+            Huginn.
+        steps: how often the backbone of an explicit model runs, as in :class:`deqseq.Looped`.
+            Default: once.
         loop_start: where these steps begin.
 
     Raises:
@@ -128,19 +134,35 @@ class LanguageModelSpec:
     def __post_init__(self) -> None:
         owner = type(self).__name__
         if self.solve is None and self.eval_solve is not None:
-            raise ValueError(f"{owner}.eval_solve must be None if solve is, for an explicit model solves nothing")
+            raise ValueError(
+                f"{owner}.eval_solve must be None if solve is, for an explicit model solves nothing"
+            )
         if self.solve is not None and self.steps is not None:
-            raise ValueError(f"{owner}.steps must be None in an implicit model, got {self.steps}: or give solve=None")
+            raise ValueError(
+                f"{owner}.steps must be None in an implicit model, got {self.steps}: or give "
+                "solve=None"
+            )
         if self.solve is None and self.steps is None and self.injection is not None:
-            raise ValueError(f"{owner}.injection must be None if the backbone runs once, got {self.injection!r}")
+            raise ValueError(
+                f"{owner}.injection must be None if the backbone runs once, got {self.injection!r}"
+            )
         if (self.prelude is None) != (self.coda is None):
             missing = "prelude" if self.prelude is None else "coda"
-            raise ValueError(f"{owner}.{missing} must be given, too: prelude and coda belong together")
+            raise ValueError(
+                f"{owner}.{missing} must be given, too: prelude and coda belong together"
+            )
         widths = [part.d_model for part in self.parts.values()]
         if len(set(widths)) > 1:
-            raise ValueError(f"{owner}: {', '.join(self.parts)} must have the same d_model, got {widths}")
-        if self.norm is not None and not (isinstance(self.coda, LlamaConfig) and self.coda.final_norm):
-            raise ValueError(f"{owner}.norm must be None where the coda is no Llama with final_norm=True, got 'coda'")
+            raise ValueError(
+                f"{owner}: {', '.join(self.parts)} must have the same d_model, got {widths}"
+            )
+        if self.norm is not None and not (
+            isinstance(self.coda, LlamaConfig) and self.coda.final_norm
+        ):
+            raise ValueError(
+                f"{owner}.norm must be None where the coda is no Llama with final_norm=True, got "
+                "'coda'"
+            )
 
     @property
     def parts(self) -> dict[str, Sizes]:
@@ -152,7 +174,9 @@ class LanguageModelSpec:
         """The baseline of the same layers: run once, without an injection."""
         return replace(self, solve=None, eval_solve=None, injection=None)
 
-    def build_model(self, decoder: Decoder | None = None) -> ImplicitModel | ExplicitModel | RecurrentDepth:
+    def build_model(
+        self, decoder: Decoder | None = None
+    ) -> ImplicitModel | ExplicitModel | RecurrentDepth:
         """The model between embedding and head, freshly initialised.
 
         Args:
@@ -162,13 +186,19 @@ class LanguageModelSpec:
             TypeError: there are, and no ``decoder``.
         """
         iterated = self.solve is not None or self.steps is not None
-        prelude = None if self.prelude is None else ExplicitModel(_backbone(self.prelude, False, decoder))
+        prelude = (
+            None if self.prelude is None else ExplicitModel(_backbone(self.prelude, False, decoder))
+        )
         backbone = _backbone(self.backbone, iterated and self.injection is None, decoder)
         if self.injection is not None:
             backbone = Injected(backbone, INJECTIONS[self.injection](backbone.d_model))
         if self.steps is not None:
             backbone = Looped(backbone, self.steps, start=self.loop_start)
-        core = ExplicitModel(backbone) if self.solve is None else ImplicitModel(backbone, self.solve, self.eval_solve)
+        core = (
+            ExplicitModel(backbone)
+            if self.solve is None
+            else ImplicitModel(backbone, self.solve, self.eval_solve)
+        )
         if prelude is None or self.coda is None:
             return core
         coda = _backbone(self.coda, False, decoder)
@@ -197,7 +227,8 @@ def specification_of(lm: CausalLM, embedding_std: float = 0.02) -> LanguageModel
 
     Raises:
         TypeError: a part that a specification cannot name.
-        ValueError: parts that share weights, or weight normalisation on some layers of a backbone only.
+        ValueError: parts that share weights, or weight normalisation on some layers of a backbone
+            only.
 
     Example:
         >>> spec = LanguageModelSpec(10, Mamba2Config(d_model=16, d_state=4, headdim=8))
@@ -223,13 +254,22 @@ def parts_of(model: nn.Module) -> dict[str, Any]:
     shared = isinstance(coda, Llama) and coda.config.final_norm and model.norm is coda.norm
     if not shared and not isinstance(model.norm, nn.Identity):
         raise ValueError(
-            "the norm of a RecurrentDepth must be None, or the last norm of its coda, a Llama, so that a specification "
+            "the norm of a RecurrentDepth must be None, or the last norm of its coda, a Llama, so "
+            "that a specification "
             f"can name it, got {model.norm}"
         )
-    places, weights = (len(list(model.named_parameters(remove_duplicate=once))) for once in (False, True))
+    places, weights = (
+        len(list(model.named_parameters(remove_duplicate=once))) for once in (False, True)
+    )
     if places - weights > int(shared):
-        raise ValueError("prelude, core and coda must have weights of their own: only a norm can be shared")
-    outer = {"prelude": model.prelude.backbone.sizes(), "coda": coda.sizes(), "norm": "coda" if shared else None}
+        raise ValueError(
+            "prelude, core and coda must have weights of their own: only a norm can be shared"
+        )
+    outer = {
+        "prelude": model.prelude.backbone.sizes(),
+        "coda": coda.sizes(),
+        "norm": "coda" if shared else None,
+    }
     return outer | _core_of(model.core)
 
 
@@ -238,7 +278,9 @@ def _core_of(model: Any) -> dict[str, Any]:
     backbone = model.backbone
     if isinstance(backbone, Looped):
         if backbone.choose is not None:
-            raise TypeError(f"a specification cannot name Looped.choose, got {type(backbone.choose).__name__}")
+            raise TypeError(
+                f"a specification cannot name Looped.choose, got {type(backbone.choose).__name__}"
+            )
         fields |= {"steps": backbone.steps, "loop_start": backbone.start}
         backbone = backbone.backbone
     if isinstance(backbone, Injected):

@@ -16,8 +16,12 @@ def check_states(start: Tensor, x: Tensor) -> None:
         raise ValueError(f"start must be like the embedded tokens, {wanted}, got {got}")
 
 
-def start_states(tokens: Sequence, given: Tensor | None, padding: Padding, start: Start) -> Sequence:
-    """Where the iteration begins, real tokens first: at ``given`` states, or where the model does."""
+def start_states(
+    tokens: Sequence, given: Tensor | None, padding: Padding, start: Start
+) -> Sequence:
+    """Where the iteration begins, real tokens first: at ``given`` states, or where the
+    model does.
+    """
     if given is not None:
         return padding.compact(given)
     states = initial_state(start, tokens)

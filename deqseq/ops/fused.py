@@ -1,7 +1,8 @@
-"""The fused kernels of mamba_ssm and causal_conv1d: the only file that knows them, and it imports them when they run.
+"""The fused kernels of mamba_ssm and causal_conv1d: the only file that knows them, and it imports
+them when they run.
 
-They compute what the references beside them compute. Their Triton part needs no CUDA build: where the package was
-installed without one, its files are imported one by one.
+They compute what the references beside them compute. Their Triton part needs no CUDA build: where
+the package was installed without one, its files are imported one by one.
 """
 
 import importlib
@@ -35,7 +36,10 @@ class _Kernels(NamedTuple):
 def why_not(device: str, dtype: torch.dtype) -> str | None:
     """Why the kernels cannot run on such tensors; None if they can."""
     if device != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        return f"the kernels need CUDA tensors (or TRITON_INTERPRET=1, to check them), got one on {device}"
+        return (
+            "the kernels need CUDA tensors (or TRITON_INTERPRET=1, to check them), "
+            f"got one on {device}"
+        )
     if dtype not in HALF_OR_SINGLE:
         return f"the kernels compute in float32, float16 or bfloat16, got {dtype}"
     return _why_not_imported()
@@ -46,15 +50,30 @@ def why_no_convolution() -> str | None:
     return f"causal_conv1d cannot be imported; {INSTALL}" if _conv_kernels() is None else None
 
 
-# A compiler would follow Triton's tuning into the kernels. torch.compiler.disable imports the compiler at once, which
-# takes longer than all of deqseq; this imports it at the first call.
+# A compiler would follow Triton's tuning into the kernels. torch.compiler.disable imports the
+# compiler at once, which takes longer than all of deqseq; this imports it at the first call.
 @_disable_dynamo
 def scan(
-    x, dt, A, B, C, D, steps: StepSizes, before: Tensor | None, want_state: bool, chunk_size: int | None
+    x,
+    dt,
+    A,
+    B,
+    C,
+    D,
+    steps: StepSizes,
+    before: Tensor | None,
+    want_state: bool,
+    chunk_size: int | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The scan by ``mamba_chunk_scan_combined``, or by ``selective_state_update`` for one token without a graph."""
+    """The scan by ``mamba_chunk_scan_combined``, or by ``selective_state_update`` for one token
+    without a graph.
+    """
     B, C = B.to(x.dtype), C.to(x.dtype)
-    if x.shape[1] == 1 and before is not None and not _needs_graph(x, dt, A, B, C, D, steps.bias, before):
+    if (
+        x.shape[1] == 1
+        and before is not None
+        and not _needs_graph(x, dt, A, B, C, D, steps.bias, before)
+    ):
         return _one_token(x, dt, A, B, C, D, steps, before, want_state)
     with torch.autocast(x.device.type, enabled=False):
         found = _kernels().scan(
@@ -94,7 +113,15 @@ def convolved(x: Tensor, weight: Tensor, bias: Tensor, state: Tensor | None) -> 
 
 @_disable_dynamo
 def convolved_and_scanned(
-    projected: Tensor, conv, A, D, steps: StepSizes, norm, headdim: int, groups: int, chunk_size: int | None
+    projected: Tensor,
+    conv,
+    A,
+    D,
+    steps: StepSizes,
+    norm,
+    headdim: int,
+    groups: int,
+    chunk_size: int | None,
 ) -> Tensor:
     """All that Mamba2 does between its two projections, by ``mamba_split_conv1d_scan_combined``."""
     weight, bias = conv
@@ -120,7 +147,9 @@ def convolved_and_scanned(
 
 @_disable_dynamo
 def joins_everything(tokens: int, channels: int, width: int) -> bool:
-    """Whether :func:`convolved_and_scanned` can run on a convolution of this size; it misreads a single token."""
+    """Whether :func:`convolved_and_scanned` can run on a convolution of this size; it misreads a
+    single token.
+    """
     return tokens > 1 and convolves(channels, width) and _kernels().convolves
 
 
@@ -131,7 +160,9 @@ def convolves(channels: int, width: int) -> bool:
 
 
 def _one_token(x, dt, A, B, C, D, steps: StepSizes, before: Tensor, want_state: bool):
-    """One step of the recurrence; the kernel insists on a bias and skip weights, and knows no limits."""
+    """One step of the recurrence; the kernel insists on a bias and skip weights, and knows no
+    limits.
+    """
     state, width, size = before.clone(), x.shape[3], before.shape[3]
     plain = steps.softplus and steps.limit == UNLIMITED
     dt = dt[:, 0] if plain else steps.of(dt[:, 0].float())
@@ -159,7 +190,9 @@ class _OnceDifferentiable(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *dy):
         if torch.is_grad_enabled():  # only in a second derivative
-            raise RuntimeError("mamba_ssm's kernels have no second derivatives: take backend='reference'")
+            raise RuntimeError(
+                "mamba_ssm's kernels have no second derivatives: take backend='reference'"
+            )
         return dy[0]
 
 
@@ -169,7 +202,9 @@ def _once_differentiable(y: Tensor) -> Tensor:
 
 
 def _needs_graph(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    return torch.is_grad_enabled() and any(
+        tensor is not None and tensor.requires_grad for tensor in tensors
+    )
 
 
 def _aligned(x: Tensor) -> Tensor:
@@ -177,7 +212,9 @@ def _aligned(x: Tensor) -> Tensor:
     strides = (*x.stride()[:2], x.storage_offset())
     if x.stride(2) == 1 and not any(stride % 8 for stride in strides):
         return x
-    return x.clone(memory_format=torch.contiguous_format)  # contiguous() would leave a single token as it is
+    return x.clone(
+        memory_format=torch.contiguous_format
+    )  # contiguous() would leave a single token as it is
 
 
 @cache
@@ -213,7 +250,9 @@ def _conv_kernels() -> tuple[Callable[..., Tensor], Callable[..., Tensor]] | Non
 
 @contextmanager
 def _importable() -> Iterator[None]:
-    """Let mamba_ssm's files be imported though its own ``__init__`` fails, as it does without its CUDA extension."""
+    """Let mamba_ssm's files be imported though its own ``__init__`` fails, as it does without its
+    CUDA extension.
+    """
     try:
         importlib.import_module("mamba_ssm")
     except ImportError:

@@ -1,4 +1,6 @@
-"""The state-space-dual scan of Mamba2, with checks; the layers call the implementations directly."""
+"""The state-space-dual scan of Mamba2, with checks; the layers call the implementations
+directly.
+"""
 
 from typing import Annotated
 
@@ -28,13 +30,17 @@ def ssd(
     return_state: bool = False,
     chunk_size: Annotated[int, AtLeast(1)] | None = None,
     backend: Backend = "auto",
-) -> tuple[Float[Tensor, "batch length heads headdim"], Float[Tensor, "batch heads headdim d_state"] | None]:
+) -> tuple[
+    Float[Tensor, "batch length heads headdim"], Float[Tensor, "batch heads headdim d_state"] | None
+]:
     r"""Selective state-space scan, chunk by chunk in matrix products.
 
-    .. math:: h_t = e^{\Delta_t A} h_{t-1} + \Delta_t x_t B_t^\top, \qquad y_t = h_t C_t + D x_t, \qquad
+    .. math:: h_t = e^{\Delta_t A} h_{t-1} + \Delta_t x_t B_t^\top, \qquad y_t = h_t C_t + D x_t,
+    \qquad
               \Delta_t = \mathrm{clamp}(\mathrm{softplus}(dt_t + dt_\mathrm{bias}))
 
-    Within a chunk the recurrence is one masked matrix product (its dual form); between chunks the state is carried.
+    Within a chunk the recurrence is one masked matrix product (its dual form); between chunks the
+    state is carried.
 
     Args:
         x: inputs, ``(batch, length, heads, headdim)``, any length from 1.
@@ -46,17 +52,20 @@ def ssd(
         dt_bias: ``(heads,)``.
         dt_softplus: whether step sizes pass a softplus.
         dt_limit: lower and upper bound of the step sizes.
-        initial_state: the state before the first token, ``(batch, heads, headdim, d_state)``; None is zero.
+        initial_state: the state before the first token, ``(batch, heads, headdim, d_state)``; None
+            is zero.
         return_state: whether the state after the last token is wanted.
-        chunk_size: tokens per chunk. Affects speed, and the rounding of the kernels: their decays are differences of
-            float32 sums over a chunk, with few digits under strong decay. The reference takes differences in float64.
-            Default: 64 in the reference, 256 in the kernels.
+        chunk_size: tokens per chunk. Affects speed, and the rounding of the kernels: their decays
+            are differences of float32 sums over a chunk, with few digits under strong decay. The
+            reference takes differences in float64. Default: 64 in the reference, 256 in the
+            kernels.
         backend: a :data:`deqseq.ops.Backend`; compiled functions take ``"auto"`` for the reference.
 
     Returns:
-        ``y``, of the shape and dtype of ``x``; the state after the last token, of the shape of ``initial_state``, in
-        float32 (float64 for float64 inputs), None without ``return_state``. The reference computes in float32 at least;
-        the kernels multiply in the dtype of ``x``, sum in float32, and have no second derivatives.
+        ``y``, of the shape and dtype of ``x``; the state after the last token, of the shape of
+        ``initial_state``, in float32 (float64 for float64 inputs), None without ``return_state``.
+        The reference computes in float32 at least; the kernels multiply in the dtype of ``x``, sum
+        in float32, and have no second derivatives.
 
     Raises:
         TypeError, ValueError: names the argument, what it got and what it wants.
@@ -69,7 +78,9 @@ def ssd(
         >>> import torch
         >>> x, dt = torch.ones(1, 3, 1, 1), torch.ones(1, 3, 1)
         >>> B = C = torch.ones(1, 3, 1, 1)
-        >>> ssd(x, dt, torch.zeros(1), B, C, dt_softplus=False)[0].flatten()    # no decay: a running sum
+        >>> ssd(x, dt, torch.zeros(1), B, C, dt_softplus=False)[
+        ...     0
+        ... ].flatten()  # no decay: a running sum
         tensor([1., 2., 3.])
     """
     _check_shapes(x, B, dt=dt, A=A, C=C, D=D, dt_bias=dt_bias, initial_state=initial_state)
@@ -85,15 +96,29 @@ def _check_shapes(x: Tensor, B: Tensor, **others: Tensor | None) -> None:
         raise TypeError(f"x must be a floating-point tensor, got {x.dtype}")
     if x.ndim != 4 or B.ndim != 4:
         got = f"x {tuple(x.shape)} and B {tuple(B.shape)}"
-        raise ValueError(f"x must be (batch, length, heads, headdim), B (batch, length, groups, d_state), got {got}")
+        raise ValueError(
+            "x must be (batch, length, heads, headdim), B (batch, length, groups, d_state), got "
+            f"{got}"
+        )
     rows, length, heads, headdim = x.shape
     if length == 0:
         raise ValueError(f"x must have at least one token, got shape {tuple(x.shape)}")
     groups, d_state = B.shape[2:]
-    wanted = {"dt": (rows, length, heads), "A": (heads,), "C": tuple(B.shape), "D": (heads,), "dt_bias": (heads,)}
-    wanted |= {"B": (rows, length, groups, d_state), "initial_state": (rows, heads, headdim, d_state)}
+    wanted = {
+        "dt": (rows, length, heads),
+        "A": (heads,),
+        "C": tuple(B.shape),
+        "D": (heads,),
+        "dt_bias": (heads,),
+    }
+    wanted |= {
+        "B": (rows, length, groups, d_state),
+        "initial_state": (rows, heads, headdim, d_state),
+    }
     for name, tensor in {"B": B, **others}.items():
         if tensor is not None and tensor.shape != wanted[name]:
             raise ValueError(f"{name} must have shape {wanted[name]}, got {tuple(tensor.shape)}")
     if heads % groups:
-        raise ValueError(f"B must have groups that divide the heads, got {groups} groups and {heads} heads")
+        raise ValueError(
+            f"B must have groups that divide the heads, got {groups} groups and {heads} heads"
+        )

@@ -11,16 +11,21 @@ from deqseq.solvers.base import Solver
 from deqseq.stop import token_norms
 from deqseq.types import RowIndex, State
 
-FLAT = 1e-6  # the least change of a residual along itself, in its squared norm, that a step is taken from
+# the least change of a residual along itself, in its squared norm, that a step is taken from
+FLAT = 1e-6
 RISE, LEAST = 1.15, 0.05  # of the limit of a row
-PATIENCE, PROGRESS = 5, 0.01  # iterations between two looks at a row, and what one token's residual must lose (1 %)
+PATIENCE, PROGRESS = (
+    5,
+    0.01,
+)  # iterations between two looks at a row, and what one token's residual must lose (1 %)
 
 
 class AdaptiveMemory(NamedTuple):
-    """The last residual, its squared norm, and the damping that led away from it; numbers are in float32 at least.
+    """The last residual, its squared norm, and the damping that led away from it; numbers are in
+    float32 at least.
 
-    ``level`` is the mean logarithm of the relative residuals of a row's tokens when it was looked at last, ``age``
-    iterations ago.
+    ``level`` is the mean logarithm of the relative residuals of a row's tokens when it was looked
+    at last, ``age`` iterations ago.
     """
 
     residual: State
@@ -39,29 +44,33 @@ class Adaptive(Solver[AdaptiveMemory]):
               \tau_t \leftarrow \min\left(\ell,\;
               \tau_t\, \frac{\lVert r_t^- \rVert^2}{\langle r_t^-,\; r_t^- - r_t \rangle}\right)
 
-    for token :math:`t`, with its residual :math:`r^-` of the iteration before. :math:`\tau` times the fraction is the
-    step of Barzilai and Borwein: where the residual reverses, as in a limit cycle, it becomes shorter at once. Where
-    the residual has grown along the last one, or there was none, the step is :math:`\ell`.
+    for token :math:`t`, with its residual :math:`r^-` of the iteration before. :math:`\tau` times
+    the fraction is the step of Barzilai and Borwein: where the residual reverses, as in a limit
+    cycle, it becomes shorter at once. Where the residual has grown along the last one, or there was
+    none, the step is :math:`\ell`.
 
-    The limit :math:`\ell` of a row starts at 1. At every fifth iteration it grows by 15 % if the row's residual is
-    lower than it was five iterations before. If not, as in a map that rotates and expands, it falls to the damping that
-    would have made the last residual shortest,
+    The limit :math:`\ell` of a row starts at 1. At every fifth iteration it grows by 15 % if the
+    row's residual is lower than it was five iterations before. If not, as in a map that rotates and
+    expands, it falls to the damping that would have made the last residual shortest,
 
     .. math:: \tau_t\, \frac{\langle r_t^-,\; r_t^- - r_t \rangle}{\lVert r_t^- - r_t \rVert^2},
 
-    where that is lower. It stays in [0.05, 1]. The residual of a row and that damping are geometric means over the
-    tokens: in a causal model tokens settle from left to right, and the row makes progress while some of them do.
+    where that is lower. It stays in [0.05, 1]. The residual of a row and that damping are geometric
+    means over the tokens: in a causal model tokens settle from left to right, and the row makes
+    progress while some of them do.
 
-    A token is the last dimension of the state, as for :class:`deqseq.Stop`. The memory is one state.
+    A token is the last dimension of the state, as for :class:`deqseq.Stop`. The memory is one
+    state.
 
     References:
-        Barzilai and Borwein, Two-Point Step Size Gradient Methods, IMA Journal of Numerical Analysis 1988. Movahedi et
-        al., Fixed-Point RNNs: Interpolating from Diagonal to Dense, 2025, arXiv 2503.10799 (appendix D.3), lower the
-        damping of a row where its largest residual does not improve, and do not raise it again.
+        Barzilai and Borwein, Two-Point Step Size Gradient Methods, IMA Journal of Numerical
+        Analysis 1988. Movahedi et al., Fixed-Point RNNs: Interpolating from Diagonal to Dense,
+        2025, arXiv 2503.10799 (appendix D.3), lower the damping of a row where its largest residual
+        does not improve, and do not raise it again.
 
     Example:
         >>> import torch, deqseq as dq
-        >>> f = lambda z: 1 - z             # plain iteration alternates for ever
+        >>> f = lambda z: 1 - z  # plain iteration alternates for ever
         >>> solution = dq.solve(f, torch.zeros(1, 1), solver=dq.Adaptive(), stop=dq.Stop(rtol=1e-6))
         >>> solution.value, solution.stats.iterations
         (tensor([[0.5000]]), tensor([3]))
@@ -70,11 +79,15 @@ class Adaptive(Solver[AdaptiveMemory]):
     def init(self, z0: State) -> AdaptiveMemory:
         ones = torch.ones_like(token_norms(z0.detach()))
         level = torch.full_like(ones[:, :1], torch.inf)
-        return AdaptiveMemory(torch.zeros_like(z0), ones, ones, ones[:, :1], level, torch.full_like(level, PATIENCE))
+        return AdaptiveMemory(
+            torch.zeros_like(z0), ones, ones, ones[:, :1], level, torch.full_like(level, PATIENCE)
+        )
 
     def restart(self, state: AdaptiveMemory, z: State, rows: RowIndex) -> AdaptiveMemory:
         first = (0, 1, 1, 1, torch.inf, PATIENCE)  # of `init`
-        return AdaptiveMemory(*(x.index_fill(0, rows, value) for x, value in zip(state, first, strict=True)))
+        return AdaptiveMemory(
+            *(x.index_fill(0, rows, value) for x, value in zip(state, first, strict=True))
+        )
 
     def step(self, z: State, fz: State, state: AdaptiveMemory) -> tuple[State, AdaptiveMemory]:
         residual = fz - z
@@ -88,13 +101,17 @@ class Adaptive(Solver[AdaptiveMemory]):
             shortest = torch.where(shrunk > 0, state.damping * turned / changed, 1)
             fallen = shortest.clamp(FLAT, 1).log().mean(dim=1, keepdim=True).exp().minimum(limit)
             found = _level(square.detach(), fz.detach())
-            moved = torch.where(found < level - PROGRESS / square.shape[1], limit * RISE, fallen).clamp(LEAST, 1)
+            moved = torch.where(
+                found < level - PROGRESS / square.shape[1], limit * RISE, fallen
+            ).clamp(LEAST, 1)
             limit, level = torch.where(due, moved, limit), torch.where(due, found, level)
             age = torch.where(due, 1, age)
         damping = (state.damping * state.square / turned).minimum(limit)
         weight = damping.to(z.dtype).reshape(z.shape if z.ndim == 1 else (*z.shape[:-1], 1))
         tiny = torch.finfo(square.dtype).tiny
-        return torch.lerp(z, fz, weight), AdaptiveMemory(residual, square.clamp_min(tiny), damping, limit, level, age)
+        return torch.lerp(z, fz, weight), AdaptiveMemory(
+            residual, square.clamp_min(tiny), damping, limit, level, age
+        )
 
 
 def _products(x: State, y: State) -> Float[Tensor, "batch tokens"]:
@@ -108,6 +125,8 @@ def _products(x: State, y: State) -> Float[Tensor, "batch tokens"]:
 
 
 def _level(square: Tensor, fz: State) -> Float[Tensor, "batch 1"]:
-    """Mean logarithm of the relative residuals; those below the precision of the state count as that."""
+    """Mean logarithm of the relative residuals; those below the precision of the state count as
+    that.
+    """
     relative = square / _products(fz, fz).clamp_min(torch.finfo(square.dtype).tiny)
     return relative.clamp_min(torch.finfo(fz.dtype).eps ** 2).log().mean(dim=1, keepdim=True) / 2

@@ -32,15 +32,17 @@ class Anderson(Solver[AndersonMemory]):
     .. math:: z \leftarrow \sum_i w_i \bigl(f(z_i) - (1 - \beta)\, r_i\bigr), \qquad
               w = \underset{\sum w = 1}{\mathrm{arg\,min}} \left\lVert \sum_i w_i r_i \right\rVert^2
 
-    The normal equations are solved in float64, one small system per row. Their ridge is relative to the size of each
-    residual, so that the iteration does not stall once they are small; an absolute one stalls.
+    The normal equations are solved in float64, one small system per row. Their ridge is relative to
+    the size of each residual, so that the iteration does not stall once they are small; an absolute
+    one stalls.
 
     Args:
-        memory: evaluations that are combined. Each costs two states; on maps that contract slowly more of
-            them save evaluations (error after 20 on an affine map of radius 0.5: 3e-9 with 4, 3e-10 with 6).
+        memory: evaluations that are combined. Each costs two states; on maps that contract slowly
+            more of them save evaluations (error after 20 on an affine map of radius 0.5: 3e-9 with
+            4, 3e-10 with 6).
         mixing: :math:`\beta`: how far to trust the map's values over the points.
-        ridge: Tikhonov term, relative to the diagonal of the Gram matrix; None takes ten times the state's machine
-            epsilon.
+        ridge: Tikhonov term, relative to the diagonal of the Gram matrix; None takes ten times the
+            state's machine epsilon.
 
     Raises:
         ValueError: a memory below 2, a mixing outside (0, 1], a ridge that is not above 0.
@@ -50,7 +52,7 @@ class Anderson(Solver[AndersonMemory]):
 
     Example:
         >>> import torch, deqseq as dq
-        >>> f = lambda z: 1 - 0.9 * z       # plain iteration gains a factor 0.9 a step
+        >>> f = lambda z: 1 - 0.9 * z  # plain iteration gains a factor 0.9 a step
         >>> solution = dq.solve(f, torch.zeros(1, 1), solver=dq.Anderson(), stop=dq.Stop(rtol=1e-6))
         >>> solution.stats.iterations
         tensor([3])
@@ -75,22 +77,33 @@ class Anderson(Solver[AndersonMemory]):
 
     def restart(self, state: AndersonMemory, z: State, rows: RowIndex) -> AndersonMemory:
         """The residuals so far count as so large that they have no weight."""
-        huge = 1e300 * torch.eye(state.gram.shape[1], dtype=state.gram.dtype, device=state.gram.device)
+        huge = 1e300 * torch.eye(
+            state.gram.shape[1], dtype=state.gram.dtype, device=state.gram.device
+        )
         return state._replace(gram=put(state.gram, rows, huge.expand(len(rows), -1, -1)))
 
     def _weights(self, gram: Tensor, dtype: torch.dtype) -> Float[Tensor, "batch kept"]:
-        """Solve the constrained least squares of each row; a singular one takes the newest value alone."""
+        """Solve the constrained least squares of each row; a singular one takes the newest value
+        alone.
+        """
         ridge = 10 * torch.finfo(dtype).eps if self.ridge is None else self.ridge
         eye = torch.eye(gram.shape[1], dtype=gram.dtype, device=gram.device)
-        if torch.is_grad_enabled():  # a residual of zero has no direction: its gradient would not be a number
+        if (
+            torch.is_grad_enabled()
+        ):  # a residual of zero has no direction: its gradient would not be a number
             usable = (gram.diagonal(dim1=1, dim2=2) > torch.finfo(gram.dtype).tiny).all(dim=1)
-            gram = torch.where(usable[:, None, None], gram, eye[-1:] * eye + 1e300 * (eye - eye[-1:] * eye))
-        # solve_ex, because solve checks for errors on the host, which waits for the device at every step
+            gram = torch.where(
+                usable[:, None, None], gram, eye[-1:] * eye + 1e300 * (eye - eye[-1:] * eye)
+            )
+        # solve_ex, because solve checks for errors on the host, which waits for the device at every
+        # step
         solved, _ = torch.linalg.solve_ex(gram * (1 + ridge * eye), torch.ones_like(gram[:, :, :1]))
         weights = solved[:, :, 0] / solved.sum(dim=1)
         return torch.where(weights.isfinite().all(dim=1, keepdim=True), weights, eye[-1])
 
-    def _combine(self, weights: Tensor, values: tuple[State, ...], residuals: tuple[State, ...]) -> State:
+    def _combine(
+        self, weights: Tensor, values: tuple[State, ...], residuals: tuple[State, ...]
+    ) -> State:
         columns = weights.reshape(*weights.shape, *[1] * (values[0].ndim - 1)).unbind(dim=1)
         total = columns[0] * values[0]
         for weight, value in zip(columns[1:], values[1:], strict=True):
@@ -102,13 +115,17 @@ class Anderson(Solver[AndersonMemory]):
 
 
 def _row_products(x: State, others: tuple[State, ...]) -> Float[Tensor, "batch kept"]:
-    """Inner products of each row with the same row of others, accumulated in at least float32, in float64."""
+    """Inner products of each row with the same row of others, accumulated in at least float32, in
+    float64.
+    """
     accumulate = torch.promote_types(x.dtype, torch.float32)
     flat = [(one[:, None] if one.ndim == 1 else one.flatten(1)).to(accumulate) for one in others]
     return torch.stack([torch.linalg.vecdot(flat[-1], one) for one in flat], dim=1).double()
 
 
-def _bordered(gram: Tensor, products: Float[Tensor, "batch kept"]) -> Float[Tensor, "batch kept kept"]:
+def _bordered(
+    gram: Tensor, products: Float[Tensor, "batch kept"]
+) -> Float[Tensor, "batch kept kept"]:
     """The symmetric matrix with one more row and column, whose last entries are ``products``."""
     above = torch.cat([gram, products[:, :-1, None]], dim=2)
     return torch.cat([above, products[:, None, :]], dim=1)

@@ -13,33 +13,42 @@ S = TypeVar("S")
 
 
 class Solver(ABC, Generic[S]):
-    """One step of a fixed-point algorithm. A solver object is its configuration: a frozen dataclass.
+    """One step of a fixed-point algorithm. A solver object is its configuration: a frozen
+    dataclass.
 
-    The loop in :func:`deqseq.solve` evaluates the map, measures, freezes and stops; a solver only proposes the next
-    point. It never calls the map, so that evaluation counts are exact, and treats every row on its own.
+    The loop in :func:`deqseq.solve` evaluates the map, measures, freezes and stops; a solver only
+    proposes the next point. It never calls the map, so that evaluation counts are exact, and treats
+    every row on its own.
 
     Example:
         A solver of your own; :class:`deqseq.Anderson` is one with a memory.
 
         >>> import torch, deqseq as dq
         >>> class Halfway(Solver[None]):
-        ...     def init(self, z0): return None
-        ...     def step(self, z, fz, state): return (z + fz) / 2, None
-        >>> f = lambda z: 1 - z     # a limit cycle of two steps for plain iteration
+        ...     def init(self, z0):
+        ...         return None
+        ...
+        ...     def step(self, z, fz, state):
+        ...         return (z + fz) / 2, None
+        >>> f = lambda z: 1 - z  # a limit cycle of two steps for plain iteration
         >>> dq.solve(f, torch.zeros(1, 1), solver=Halfway(), stop=dq.Stop()).value
         tensor([[0.5000]])
     """
 
     returns_point: ClassVar[bool] = False
-    """Whether the value of a row that has converged is the point ``z`` that was tested, instead of ``f(z)``.
+    """Whether the value of a row that has converged is the point ``z`` that was tested, instead of
+    ``f(z)``.
 
-    Where the map contracts, ``f(z)`` is closer to the fixed point. Where it expands, ``f(z)`` can miss the tolerance
-    that ``z`` met, by the factor by which it expands. Solvers that combine past points converge where maps expand
-    much, and set it; damped ones converge only where they expand little.
+    Where the map contracts, ``f(z)`` is closer to the fixed point. Where it expands, ``f(z)`` can
+    miss the tolerance that ``z`` met, by the factor by which it expands. Solvers that combine past
+    points converge where maps expand much, and set it; damped ones converge only where they expand
+    little.
     """
 
     owns_loop: ClassVar[bool] = False
-    """Whether :meth:`begin` solves to the end, so that one evaluation follows; such a solver has no window."""
+    """Whether :meth:`begin` solves to the end, so that one evaluation follows; such a solver has no
+    window.
+    """
 
     @abstractmethod
     def init(self, z0: State) -> S:
@@ -49,8 +58,8 @@ class Solver(ABC, Generic[S]):
             z0: where the solve starts, ``(batch, *event)``.
 
         Returns:
-            None, or a tuple, named tuple or dataclass of tensors with a row for each row of ``z0``; the loop removes
-            rows of it by :func:`deqseq.take`.
+            None, or a tuple, named tuple or dataclass of tensors with a row for each row of ``z0``;
+            the loop removes rows of it by :func:`deqseq.take`.
         """
 
     @abstractmethod
@@ -58,8 +67,8 @@ class Solver(ABC, Generic[S]):
         """The next point, and the memory that goes with it.
 
         Args:
-            z: the point that was evaluated, ``(batch, *event)``; not always the one proposed last, because the
-                loop freezes rows that have ended.
+            z: the point that was evaluated, ``(batch, *event)``; not always the one proposed last,
+                because the loop freezes rows that have ended.
             fz: the map at ``z``, ``(batch, *event)``.
             state: the memory so far.
 
@@ -68,10 +77,11 @@ class Solver(ABC, Generic[S]):
         """
 
     def restart(self, state: S, z: State, rows: RowIndex) -> S:
-        """The memory ``state``, in which some ``rows``, ``(rows,)``, begin afresh: those whose window has moved.
+        """The memory ``state``, in which some ``rows``, ``(rows,)``, begin afresh: those whose
+        window has moved.
 
-        Write your own if the first step changes shapes or numbers in the memory; ``z`` is the next point to evaluate,
-        ``(batch, *event)``.
+        Write your own if the first step changes shapes or numbers in the memory; ``z`` is the next
+        point to evaluate, ``(batch, *event)``.
 
         Raises:
             NotImplementedError: the memory has another shape than before the first step.
@@ -79,18 +89,22 @@ class Solver(ABC, Generic[S]):
         """
         if has_numbers(state):
             raise TypeError(
-                f"the memory of {type(self).__name__} must be tensors with a row for each row of z, got a number: some "
+                f"the memory of {type(self).__name__} must be tensors with a row for each row of "
+                "z, got a number: some "
                 "rows begin afresh, as in a sliding window"
             )
         new = self.init(z[rows])
         if [x.shape[1:] for x in tensors_of(state)] != [x.shape[1:] for x in tensors_of(new)]:
             raise NotImplementedError(
-                f"the memory of {type(self).__name__} has another shape than before its first step, so some rows "
+                f"the memory of {type(self).__name__} has another shape than before its first "
+                "step, so some rows "
                 "cannot begin afresh, as in a sliding window: write restart(state, z, rows)"
             )
         return put(state, rows, new)
 
-    def begin(self, f: Callable[[State], tuple[State, Any]], z0: State, stop: Stop) -> tuple[State, S]:
+    def begin(
+        self, f: Callable[[State], tuple[State, Any]], z0: State, stop: Stop
+    ) -> tuple[State, S]:
         """Where the loop begins, and the memory there: ``z0`` itself, and :meth:`init` of it.
 
         ``f`` is the map and its ``aux``, for solvers that own their loop.
@@ -101,8 +115,8 @@ class Solver(ABC, Generic[S]):
 class ExternalSolver(Solver[None]):
     """A solver of another library, which owns its loop.
 
-    It solves alone, a block of tokens after another. One evaluation of ours at its result then gives value, residual,
-    status and ``aux``. Its evaluations are counted.
+    It solves alone, a block of tokens after another. One evaluation of ours at its result then
+    gives value, residual, status and ``aux``. Its evaluations are counted.
 
     Example:
         >>> import torch, deqseq as dq
@@ -137,7 +151,9 @@ class ExternalSolver(Solver[None]):
     def step(self, z: State, fz: State, state: None) -> tuple[State, None]:
         return fz, None
 
-    def begin(self, f: Callable[[State], tuple[State, Any]], z0: State, stop: Stop) -> tuple[State, None]:
+    def begin(
+        self, f: Callable[[State], tuple[State, Any]], z0: State, stop: Stop
+    ) -> tuple[State, None]:
         before = versions(z0)
         z, name = self.run(lambda z: f(z)[0], z0, stop), f"{type(self).__name__}.run"
         check_like(name, z, z0, "z0")

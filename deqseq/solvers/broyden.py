@@ -16,10 +16,12 @@ Vectors = Float[Tensor, "batch size"]
 
 
 class BroydenMemory(NamedTuple):
-    """The last evaluation, and the low-rank part of the inverse Jacobian, ``scale_i left_i right_i^T`` per past step.
+    """The last evaluation, and the low-rank part of the inverse Jacobian, ``scale_i left_i
+    right_i^T`` per past step.
 
-    Rows are flattened, in float32 at least. Of the room for pairs the first ``pairs`` are filled. Once some rows have
-    begun afresh without the others, ``ages`` counts the pairs of each row; new ones replace the oldest in turn.
+    Rows are flattened, in float32 at least. Of the room for pairs the first ``pairs`` are filled.
+    Once some rows have begun afresh without the others, ``ages`` counts the pairs of each row; new
+    ones replace the oldest in turn.
     """
 
     point: Vectors
@@ -40,8 +42,9 @@ class Broyden(Solver[BroydenMemory | None]):
     .. math:: z \leftarrow z - H g(z), \qquad H = -I + \sum_i u_i v_i^\top, \qquad
               v = H^\top s, \quad u = \frac{s - H y}{v^\top y}
 
-    with the last step :math:`s` and the change :math:`y` of :math:`g` along it. It finds fixed points at which
-    plain iteration diverges. When the memory is full the low-rank part is dropped and the method starts afresh.
+    with the last step :math:`s` and the change :math:`y` of :math:`g` along it. It finds fixed
+    points at which plain iteration diverges. When the memory is full the low-rank part is dropped
+    and the method starts afresh.
 
     Args:
         memory: pairs :math:`(u_i, v_i)` that are kept, at least 1; each costs two states.
@@ -50,11 +53,12 @@ class Broyden(Solver[BroydenMemory | None]):
         ValueError: a memory below 1.
 
     References:
-        Bai, Kolter and Koltun, Deep Equilibrium Models, NeurIPS 2019, arXiv 1909.01377 (appendix B).
+        Bai, Kolter and Koltun, Deep Equilibrium Models, NeurIPS 2019, arXiv 1909.01377 (appendix
+        B).
 
     Example:
         >>> import torch, deqseq as dq
-        >>> f = lambda z: 3 * z - 2         # plain iteration leaves the fixed point 1
+        >>> f = lambda z: 3 * z - 2  # plain iteration leaves the fixed point 1
         >>> dq.solve(f, torch.zeros(1, 1), solver=dq.Broyden(), stop=dq.Stop(rtol=1e-6)).value
         tensor([[1.]])
     """
@@ -72,36 +76,54 @@ class Broyden(Solver[BroydenMemory | None]):
         if state is None:
             room = point.new_empty(point.shape[0], self.memory, point.shape[1])
             scale = point.new_empty(point.shape[0], 0)
-            state = BroydenMemory(point, residual, -residual, room, torch.empty_like(room), scale, 0)
+            state = BroydenMemory(
+                point, residual, -residual, room, torch.empty_like(room), scale, 0
+            )
             direction = state.direction
         else:
             direction, state = self._update(point, residual, state)
         proposal = (point - direction).to(z.dtype).reshape(z.shape)
         return proposal, state._replace(point=point, residual=residual, direction=direction)
 
-    def restart(self, state: BroydenMemory | None, z: State, rows: RowIndex) -> BroydenMemory | None:
+    def restart(
+        self, state: BroydenMemory | None, z: State, rows: RowIndex
+    ) -> BroydenMemory | None:
         """Pairs of scale 0 do nothing, and a step of length 0 gives no new one."""
         if state is None:
             return None
         here = z[rows].reshape(len(rows), state.point.shape[1]).to(state.point.dtype)
-        ages = torch.full_like(state.point[:, 0], state.pairs, dtype=torch.int64) if state.ages is None else state.ages
+        ages = (
+            torch.full_like(state.point[:, 0], state.pairs, dtype=torch.int64)
+            if state.ages is None
+            else state.ages
+        )
         scale, ages = state.scale.index_fill(0, rows, 0), ages.index_fill(0, rows, -1)
         return state._replace(point=put(state.point, rows, here), scale=scale, ages=ages)
 
-    def _update(self, point: Vectors, residual: Vectors, state: BroydenMemory) -> tuple[Vectors, BroydenMemory]:
+    def _update(
+        self, point: Vectors, residual: Vectors, state: BroydenMemory
+    ) -> tuple[Vectors, BroydenMemory]:
         """Take in the last step, and return the new direction ``H g``."""
         if state.ages is not None:
             state = self._without_full(state, state.ages)
         elif state.pairs == self.memory:
             state = state._replace(pairs=0, scale=state.scale[:, :0], direction=-state.residual)
-        left, right, scale, pairs = state.left, state.right, state.scale, min(state.pairs, self.memory)
+        left, right, scale, pairs = (
+            state.left,
+            state.right,
+            state.scale,
+            min(state.pairs, self.memory),
+        )
         moved = point - state.point
         direction = _apply(left, right, scale, pairs, residual)
         covector = _apply(right, left, scale, pairs, moved)
         # H y = H g - H g_before, of which both are known: s - H y needs no product of its own
         update = torch.sub(moved, direction).add_(state.direction)
         now, before = _products(covector, residual), _products(covector, state.residual)
-        size = covector.norm(dim=1, keepdim=True) * (residual.norm(dim=1) + state.residual.norm(dim=1))[:, None]
+        size = (
+            covector.norm(dim=1, keepdim=True)
+            * (residual.norm(dim=1) + state.residual.norm(dim=1))[:, None]
+        )
         factor = _safe_reciprocal(now - before, size)
         direction = torch.addcmul(direction, update, factor * now)
         place = state.pairs % self.memory
@@ -118,7 +140,9 @@ class Broyden(Solver[BroydenMemory | None]):
 
 
 def _apply(left: Tensor, right: Tensor, scale: Tensor, pairs: int, x: Vectors) -> Vectors:
-    """The operator ``-I + sum_i scale_i left_i right_i^T`` on each row; with the sides swapped, its transpose."""
+    """The operator ``-I + sum_i scale_i left_i right_i^T`` on each row; with the sides swapped, its
+    transpose.
+    """
     if pairs == 0:
         return -x
     weights = torch.bmm(x[:, None], right[:, :pairs].transpose(1, 2)) * scale[:, None]
@@ -126,7 +150,9 @@ def _apply(left: Tensor, right: Tensor, scale: Tensor, pairs: int, x: Vectors) -
 
 
 def _with(stack: Tensor, place: int, pairs: int, x: Vectors) -> Tensor:
-    """``stack``, of which ``pairs`` are used, with ``x`` at a place: written in place where there is no graph."""
+    """``stack``, of which ``pairs`` are used, with ``x`` at a place: written in place where there
+    is no graph.
+    """
     if torch.is_grad_enabled():
         return torch.cat([stack[:, :place], x[:, None], stack[:, place + 1 : pairs]], dim=1)
     stack[:, place] = x
@@ -139,7 +165,9 @@ def _products(x: Vectors, y: Vectors) -> Float[Tensor, "batch 1"]:
 
 
 def _safe_reciprocal(products: Tensor, size: Tensor) -> Float[Tensor, "batch 1"]:
-    """``1 / products``, or zero (no update) where they are lost in the rounding of vectors of that size, or zero."""
+    """``1 / products``, or zero (no update) where they are lost in the rounding of vectors of that
+    size, or zero.
+    """
     limits = torch.finfo(products.dtype)  # the reciprocal of what is below tiny is infinite
     usable = products.abs() > (limits.eps * size).clamp_min(limits.tiny)
     return torch.where(usable, products, torch.ones_like(products)).reciprocal() * usable

@@ -17,8 +17,8 @@ class Relaxed(Solver[None]):
 
     .. math:: z \leftarrow (1 - \tau)\, z + \tau f(z)
 
-    Damping below one turns the limit cycles that plain iteration leaves on trained models into fixed points, at
-    little cost elsewhere.
+    Damping below one turns the limit cycles that plain iteration leaves on trained models into
+    fixed points, at little cost elsewhere.
 
     Args:
         damping: :math:`\tau`; 1 is plain iteration.
@@ -27,8 +27,8 @@ class Relaxed(Solver[None]):
         ValueError: a damping outside (0, 2).
 
     References:
-        Schöne et al., Implicit Language Models are RNNs: Balancing Parallelization and Expressivity, ICML 2025,
-        arXiv 2502.07827.
+        Schöne et al., Implicit Language Models are RNNs: Balancing Parallelization and
+        Expressivity, ICML 2025, arXiv 2502.07827.
 
     Example:
         >>> import torch, deqseq as dq

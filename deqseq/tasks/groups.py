@@ -24,7 +24,9 @@ def _cyclic(n: int) -> Elements:
 def _dihedral(n: int) -> Elements:
     rotations = ("1", "r", *(f"r{k}" for k in range(2, n)))[:n]
     flip, turn = torch.arange(2 * n) // n, torch.arange(2 * n) % n
-    turned = (turn[:, None] + (1 - 2 * flip[:, None]) * turn) % n  # a reflection turns the next rotation round
+    turned = (
+        turn[:, None] + (1 - 2 * flip[:, None]) * turn
+    ) % n  # a reflection turns the next rotation round
     reflections = ("s", *(f"{rotation}s" for rotation in rotations[1:]))
     return rotations + reflections, turned + n * (flip[:, None] ^ flip)
 
@@ -40,7 +42,8 @@ def _alternating(n: int) -> Elements:
 
 
 def _permutations(points: Int64[Tensor, "order n"]) -> Elements:
-    # Read as a number in base n, a permutation is its own sorted key: products are found by binary search.
+    # Read as a number in base n, a permutation is its own sorted key: products are found by binary
+    # search.
     n = points.shape[1]
     place = n ** torch.arange(n).flip(0)
     composed = points[:, points]  # [a, b, i] = a(b(i))
@@ -50,13 +53,17 @@ def _permutations(points: Int64[Tensor, "order n"]) -> Elements:
 
 def _quaternion() -> Elements:
     sign, unit = torch.arange(8) % 2, torch.arange(8) // 2
-    negative = torch.tensor([[0, 0, 0, 0], [0, 1, 0, 1], [0, 1, 1, 0], [0, 0, 1, 1]])  # of the product of two units
+    negative = torch.tensor(
+        [[0, 0, 0, 0], [0, 1, 0, 1], [0, 1, 1, 0], [0, 0, 1, 1]]
+    )  # of the product of two units
     signs = sign[:, None] ^ sign ^ negative[unit[:, None], unit]
     return ("1", "-1", "i", "-i", "j", "-j", "k", "-k"), 2 * (unit[:, None] ^ unit) + signs
 
 
 def _aperiodic() -> Elements:
-    return ("E", "A", "B", "X"), torch.tensor([[0, 1, 2, 3], [1, 3, 3, 3], [2, 1, 2, 3], [3, 3, 3, 3]])
+    return ("E", "A", "B", "X"), torch.tensor(
+        [[0, 1, 2, 3], [1, 3, 3, 3], [2, 1, 2, 3], [3, 3, 3, 3]]
+    )
 
 
 FAMILIES: dict[str, tuple[Callable[[int], Elements], int]] = {  # and the largest n
@@ -74,13 +81,16 @@ def parse_group(name: str) -> FiniteMonoid:
     r"""The group or monoid that a name stands for, as on a command line.
 
     - ``Zn``: 0..n-1 under addition modulo n, n up to 1024. Z2 is parity.
-    - ``Sn``: permutations of 1..n in lexicographic one-line notation, n up to 6; (a ∘ b)(i) = a(b(i)).
+    - ``Sn``: permutations of 1..n in lexicographic one-line notation, n up to 6; (a ∘ b)(i) =
+      a(b(i)).
     - ``An``: the even permutations of Sn. A5 is the smallest group that is not solvable.
-    - ``Dn``: rotations 1, r, r2, ... and reflections s, rs, r2s, ... of a regular n-gon, n up to 512: order 2n, with
-      :math:`r^n = s^2 = 1` and :math:`s \circ r = r^{-1} \circ s`. Some authors name it after its order.
-    - ``Q8``: the quaternions 1, -1, i, -i, ..., with :math:`i^2 = j^2 = k^2 = i \circ j \circ k = -1`.
-    - ``M``: the aperiodic monoid {E, A, B, X} of the paper's harder word problem. E is the identity, X absorbs
-      everything; A ∘ A = A ∘ B = X, B ∘ A = A, B ∘ B = B.
+    - ``Dn``: rotations 1, r, r2, ... and reflections s, rs, r2s, ... of a regular n-gon, n up to
+      512: order 2n, with :math:`r^n = s^2 = 1` and :math:`s \circ r = r^{-1} \circ s`. Some authors
+      name it after its order.
+    - ``Q8``: the quaternions 1, -1, i, -i, ..., with :math:`i^2 = j^2 = k^2 = i \circ j \circ k =
+      -1`.
+    - ``M``: the aperiodic monoid {E, A, B, X} of the paper's harder word problem. E is the
+      identity, X absorbs everything; A ∘ A = A ∘ B = X, B ∘ A = A, B ∘ B = B.
 
     Args:
         name: one of these with a number for n, or several of them joined by "x".
@@ -99,7 +109,8 @@ def parse_group(name: str) -> FiniteMonoid:
     """
     if not re.fullmatch(rf"{PART}(x{PART})*", name):
         raise ValueError(
-            f'name must be Zn, Sn, An or Dn with a number for n, Q8, M, or several joined by "x", such as "S3", "D5" '
+            "name must be Zn, Sn, An or Dn with a number for n, Q8, M, or several "
+            'joined by "x", such as "S3", "D5" '
             f'or "A5xM", got {name!r}'
         )
     with torch.device("cpu"):  # where tables are, whatever the default device

@@ -23,7 +23,8 @@ MAX_SUBSETS = 10_000  # that `generators` tries before it gives up: a second or 
 class FiniteMonoid:
     r"""A finite monoid as a multiplication table; a group if every element has an inverse.
 
-    .. math:: table[a, b] = a \circ b, \quad (a \circ b) \circ c = a \circ (b \circ c), \quad e \circ a = a = a \circ e
+    .. math:: table[a, b] = a \circ b, \quad (a \circ b) \circ c = a \circ (b \circ c), \quad e
+    \circ a = a = a \circ e
 
     Args:
         name: short name, as :func:`parse_group` reads it where it can.
@@ -35,10 +36,13 @@ class FiniteMonoid:
         factors: the factors of a :func:`direct_product`; empty for other monoids.
 
     Raises:
-        ValueError: a label twice, a table of another shape or with ids of no element, or an ``identity`` that is none.
+        ValueError: a label twice, a table of another shape or with ids of no element, or an
+            ``identity`` that is none.
 
     Example:
-        >>> minimum = FiniteMonoid("min", ("low", "high"), torch.tensor([[0, 0], [0, 1]]), identity=1)
+        >>> minimum = FiniteMonoid(
+        ...     "min", ("low", "high"), torch.tensor([[0, 0], [0, 1]]), identity=1
+        ... )
         >>> minimum.order, minimum.is_group
         (2, False)
     """
@@ -50,18 +54,28 @@ class FiniteMonoid:
     factors: "tuple[FiniteMonoid, ...]" = field(default=(), init=False, repr=False)
 
     def __post_init__(self):
-        order, table = len(self.elements), self.table.detach().cpu().clone()  # which cannot change after the check
+        order, table = (
+            len(self.elements),
+            self.table.detach().cpu().clone(),
+        )  # which cannot change after the check
         object.__setattr__(self, "table", table)
         if order == 0 or len(set(self.elements)) != order:
-            raise ValueError(f"{self.name}: elements must be distinct and at least one, got {self.elements!r}.")
+            raise ValueError(
+                f"{self.name}: elements must be distinct and at least one, got {self.elements!r}."
+            )
         if table.shape != (order, order) or table.dtype != torch.int64:
             got = f"{table.dtype} {tuple(table.shape)}"
             raise ValueError(f"{self.name}: table must be torch.int64 {(order, order)}, got {got}.")
         if table.min() < 0 or table.max() >= order:
-            raise ValueError(f"{self.name}: table must hold ids 0 to {order - 1}, got {table.min()} to {table.max()}.")
+            raise ValueError(
+                f"{self.name}: table must hold ids 0 to {order - 1}, got {table.min()} to "
+                f"{table.max()}."
+            )
         both_sides = torch.stack([table[self.identity % order], table[:, self.identity % order]])
         if self.identity >= order or not (both_sides == torch.arange(order, device="cpu")).all():
-            raise ValueError(f"{self.name}: the element with id {self.identity} is not the identity.")
+            raise ValueError(
+                f"{self.name}: the element with id {self.identity} is not the identity."
+            )
 
     @property
     def order(self) -> int:
@@ -81,8 +95,8 @@ def direct_product(*factors: FiniteMonoid) -> FiniteMonoid:
     .. math:: (a, b, \dots) \circ (a', b', \dots) = (a \circ a', b \circ b', \dots)
 
     Args:
-        *factors: one or more monoids; the product of their orders is at most 1024. A product among them is replaced
-            by its factors, so that labels stay flat.
+        *factors: one or more monoids; the product of their orders is at most 1024. A product among
+            them is replaced by its factors, so that labels stay flat.
 
     Raises:
         ValueError: there is no factor, or the product is too large.
@@ -103,7 +117,9 @@ def direct_product(*factors: FiniteMonoid) -> FiniteMonoid:
     identity = elements.index(tuple(factor.elements[factor.identity] for factor in flat))
     table = torch.zeros(1, 1, dtype=torch.int64, device="cpu")
     for factor in flat:  # the id of (a, b) is a * order + b
-        table = torch.kron(table * factor.order, torch.ones_like(factor.table)) + factor.table.repeat(table.shape)
+        table = torch.kron(
+            table * factor.order, torch.ones_like(factor.table)
+        ) + factor.table.repeat(table.shape)
     product = FiniteMonoid(name, elements, table, identity)
     object.__setattr__(product, "factors", flat)
     return product
@@ -113,8 +129,9 @@ def direct_product(*factors: FiniteMonoid) -> FiniteMonoid:
 def generators(monoid: FiniteMonoid, count: Annotated[int, AtLeast(1)]) -> tuple[int, ...]:
     """The canonical generating subset of a given size, as ids.
 
-    S_n: (2, 1, 3, ...) and the n-cycle (2, ..., n, 1). A_n: the cycle of all points (n odd) or all but 1, and
-    (2, 3, 1, 4, ...). Otherwise the first subset that generates, ids in lexicographic order, no identity.
+    S_n: (2, 1, 3, ...) and the n-cycle (2, ..., n, 1). A_n: the cycle of all points (n odd) or all
+    but 1, and (2, 3, 1, 4, ...). Otherwise the first subset that generates, ids in lexicographic
+    order, no identity.
 
     Args:
         monoid: what to generate.
@@ -135,7 +152,8 @@ def generators(monoid: FiniteMonoid, count: Annotated[int, AtLeast(1)]) -> tuple
         if len(subset) == count and reached(monoid.table, monoid.identity, subset).all():
             return subset
     raise ValueError(
-        f"count must be one for which {monoid.name} is generated within {MAX_SUBSETS} subsets, got {count}"
+        f"count must be one for which {monoid.name} is generated within {MAX_SUBSETS} subsets, "
+        f"got {count}"
     )
 
 
@@ -153,7 +171,9 @@ def _family_generators(monoid: FiniteMonoid) -> list[tuple[int, ...]]:
 
 
 def reached(table: Tensor, identity: int, subset: Iterable[int]) -> Tensor:
-    """Mask of the elements that the products ((a ∘ b) ∘ c) ∘ ... of elements of `subset` reach, the empty one too."""
+    """Mask of the elements that the products ((a ∘ b) ∘ c) ∘ ... of elements of `subset` reach, the
+    empty one too.
+    """
     mask = torch.zeros_like(table[0], dtype=torch.bool)
     steps, frontier = table[:, list(subset)], table.new_tensor([identity])
     while len(frontier):

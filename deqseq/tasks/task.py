@@ -28,11 +28,13 @@ class WordBatch(NamedTuple):
 class Task(ABC):
     """A sequence task with exact answers: what a training script needs to know of it.
 
-    A task of your own defines ``vocab_size``, ``chance`` and ``draw``, and is then sampled as all others are.
+    A task of your own defines ``vocab_size``, ``chance`` and ``draw``, and is then sampled as all
+    others are.
 
     Example:
         >>> class Copy(Task):
         ...     vocab_size, chance = 8, 1 / 8
+        ...
         ...     def draw(self, batch, length, generator):
         ...         tokens = torch.randint(8, (batch, length), generator=generator)
         ...         return WordBatch(tokens, tokens)
@@ -52,20 +54,29 @@ class Task(ABC):
 
     @abstractmethod
     def draw(self, batch: int, length: int, generator: torch.Generator) -> WordBatch:
-        """Draw ``batch`` sequences of a ``length``, on the CPU, and answer them; what it returns is checked.
+        """Draw ``batch`` sequences of a ``length``, on the CPU, and answer them; what it returns is
+        checked.
 
         The ``generator``, on the CPU, is the source of all randomness.
         """
 
     def batches(
-        self, batch: int, length: int | Iterable[int], *, seed: int, device: torch.device | str | None = None
+        self,
+        batch: int,
+        length: int | Iterable[int],
+        *,
+        seed: int,
+        device: torch.device | str | None = None,
     ) -> Iterator[WordBatch]:
-        """Endless training data. The same seed gives the same batches, whatever the global random state.
+        """Endless training data. The same seed gives the same batches, whatever the global random
+        state.
 
         Args:
             batch: sequences per batch.
-            length: length of the strings, or several lengths, of which each batch draws one uniformly.
-            seed: 0 to 2**31 - 1. The data are independent of those of :meth:`fixed`, for any seed there.
+            length: length of the strings, or several lengths, of which each batch draws one
+                uniformly.
+            seed: 0 to 2**31 - 1. The data are independent of those of :meth:`fixed`, for any seed
+                there.
             device: device of the batches. Default: the CPU.
 
         Raises:
@@ -87,11 +98,18 @@ class Task(ABC):
 
     @checked
     def fixed(
-        self, size: Annotated[int, AtLeast(1)], length: int, *, seed: int, device: torch.device | str | None = None
+        self,
+        size: Annotated[int, AtLeast(1)],
+        length: int,
+        *,
+        seed: int,
+        device: torch.device | str | None = None,
     ) -> WordBatch:
-        """A fixed data set of a ``size``, for evaluation, of strings of a ``length``, on a ``device``.
+        """A fixed data set of a ``size``, for evaluation, of strings of a ``length``, on a
+        ``device``.
 
-        The same ``seed``, 0 to 2**31 - 1, gives the same data, which are independent of those of :meth:`batches`.
+        The same ``seed``, 0 to 2**31 - 1, gives the same data, which are independent of those of
+        :meth:`batches`.
         """
         return self._drawn(size, length, _seeded(seed, stream=1), device)
 
@@ -102,9 +120,14 @@ class Task(ABC):
         drawn = self.draw(int(batch), int(length), generator)
         check_type("the value of draw", drawn, WordBatch, "WordBatch(inputs, targets)")
         inputs, targets = drawn
-        if inputs.shape != targets.shape or any(part.ndim != 2 or part.dtype != torch.int64 for part in drawn):
+        if inputs.shape != targets.shape or any(
+            part.ndim != 2 or part.dtype != torch.int64 for part in drawn
+        ):
             got = ", ".join(f"{part.dtype} {tuple(part.shape)}" for part in drawn)
-            raise ValueError(f"draw must return ids and answers, int64 and of one shape (batch, length), got {got}")
+            raise ValueError(
+                "draw must return ids and answers, int64 and of one shape (batch, length), got "
+                f"{got}"
+            )
         if len(inputs) != batch:
             raise ValueError(f"draw must return {batch} rows, got {len(inputs)}")
         check_ids("the inputs of draw", inputs, self.vocab_size)
@@ -114,5 +137,6 @@ class Task(ABC):
 
 def _seeded(seed: int, *, stream: int) -> torch.Generator:
     check_integer("seed", seed, 0, 2**31 - 1)  # torch's generator on the CPU takes 32 bits of it
-    # Even seeds for training, odd ones for evaluation: the same seed must not give the same data for both.
+    # Even seeds for training, odd ones for evaluation: the same seed must not give the same data
+    # for both.
     return torch.Generator().manual_seed(2 * int(seed) + stream)

@@ -21,11 +21,12 @@ class WordProblem(Task):
 
     .. math:: p_1 = g_1, \qquad p_t = p_{t-1} \circ g_t
 
-    Token ids are element ids, so inputs and targets share one vocabulary, and every position is scored. Tokens
-    :math:`g_t` are independent and uniform over ``inputs``. Then each token becomes *easy* with probability
-    ``identity_probability``: it is replaced by the identity, which need not be one of ``inputs``. In a direct product,
-    all factors that are groups are replaced together; the other factors stay random. (The paper's harder problem is
-    ``parse_group("A5xM")`` with all elements as inputs.)
+    Token ids are element ids, so inputs and targets share one vocabulary, and every position is
+    scored. Tokens :math:`g_t` are independent and uniform over ``inputs``. Then each token becomes
+    *easy* with probability ``identity_probability``: it is replaced by the identity, which need not
+    be one of ``inputs``. In a direct product, all factors that are groups are replaced together;
+    the other factors stay random. (The paper's harder problem is ``parse_group("A5xM")`` with all
+    elements as inputs.)
 
     Args:
         monoid: where the tokens live.
@@ -33,8 +34,8 @@ class WordProblem(Task):
         identity_probability: probability that a token is made easy, in [0, 1].
 
     Raises:
-        ValueError: ``inputs`` is empty, repeats an id or contains an invalid one, the probability is out of its range,
-            or it is positive and no factor is a group.
+        ValueError: ``inputs`` is empty, repeats an id or contains an invalid one, the probability
+            is out of its range, or it is positive and no factor is a group.
 
     References:
         Merrill et al., The Illusion of State in State-Space Models, 2024, arXiv 2404.08819.
@@ -58,12 +59,16 @@ class WordProblem(Task):
             for element in inputs:
                 check_integer("WordProblem.inputs", element, 0, self.monoid.order - 1)
             if not inputs or len(set(inputs)) != len(inputs):
-                raise ValueError(f"WordProblem.inputs must be one or more ids, none of them twice, got {inputs}.")
+                raise ValueError(
+                    f"WordProblem.inputs must be one or more ids, none of them twice, got {inputs}."
+                )
             object.__setattr__(self, "inputs", inputs)  # an iterator may have been given
         p = self.identity_probability
         if p > 0.0 and not any(factor.is_group for factor in self.monoid.factors or (self.monoid,)):
             name = self.monoid.name
-            raise ValueError(f"identity_probability must be 0 for {name}, which has no group factor, got {p}.")
+            raise ValueError(
+                f"identity_probability must be 0 for {name}, which has no group factor, got {p}."
+            )
 
     @property
     def vocab_size(self) -> int:
@@ -85,31 +90,39 @@ class WordProblem(Task):
     def draw(self, batch: int, length: int, generator: torch.Generator) -> WordBatch:
         """Draw sequences and their prefix products.
 
-        From one state of the generator, problems that differ only in ``identity_probability`` draw the same tokens
-        before some become easy, and a token that is easy at p is easy at every larger p.
+        From one state of the generator, problems that differ only in ``identity_probability`` draw
+        the same tokens before some become easy, and a token that is easy at p is easy at every
+        larger p.
         """
         table, device = self.monoid.table, generator.device
         ids = table.new_tensor(self.input_ids)
         drawn = torch.randint(len(ids), (batch, length), generator=generator, device=device)
         easy = torch.rand(batch, length, generator=generator, dtype=torch.float64, device=device)
         easy, inputs = easy < self.identity_probability, ids[drawn]
-        without_group = table.new_zeros(1)  # of each element, with the identity in factors that are groups
+        without_group = table.new_zeros(
+            1
+        )  # of each element, with the identity in factors that are groups
         for factor in self.monoid.factors or (self.monoid,):
-            part = table.new_tensor([factor.identity if factor.is_group else n for n in range(factor.order)])
+            part = table.new_tensor(
+                [factor.identity if factor.is_group else n for n in range(factor.order)]
+            )
             without_group = (without_group[:, None] * factor.order + part).flatten()
         inputs = torch.where(easy, without_group[inputs], inputs)
         return WordBatch(inputs, prefix_products(self.monoid, inputs))
 
 
 @checked
-def prefix_products(monoid: FiniteMonoid, tokens: Int64[Tensor, "batch length"]) -> Int64[Tensor, "batch length"]:
+def prefix_products(
+    monoid: FiniteMonoid, tokens: Int64[Tensor, "batch length"]
+) -> Int64[Tensor, "batch length"]:
     r"""The products of all prefixes.
 
     .. math:: p_t = g_1 \circ g_2 \circ \dots \circ g_t
 
     Args:
         monoid: where the product is taken.
-        tokens: ids of the elements, `(batch, length)`, int64; those of the products are on the same device.
+        tokens: ids of the elements, `(batch, length)`, int64; those of the products are on the same
+            device.
 
     Raises:
         TypeError, ValueError: the tokens have another shape or dtype, or are no ids of the monoid.

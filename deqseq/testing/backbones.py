@@ -1,4 +1,6 @@
-"""What every backbone must do: be causal and pure, and come to the same however its tokens are cut."""
+"""What every backbone must do: be causal and pure, and come to the same however its
+tokens are cut.
+"""
 
 import copy
 from typing import Any, ClassVar
@@ -21,9 +23,10 @@ SWEEPS: tuple[Sweep, ...] = (Simultaneous(), Chunked(3), Sequential(), Sliding(3
 class BackboneContract:
     """The suite for a backbone: subclass it as ``TestName``, and set ``backbone``.
 
-    It checks single evaluations first, at any state, with their gradients, and then whole solves, for which the
-    backbone must contract, or ``config`` name a solver that finds its fixed point. All tests use a copy in float64, and
-    all but one eval mode. What needs ``advance`` is skipped for a backbone without.
+    It checks single evaluations first, at any state, with their gradients, and then whole solves,
+    for which the backbone must contract, or ``config`` name a solver that finds its fixed point.
+    All tests use a copy in float64, and all but one eval mode. What needs ``advance`` is skipped
+    for a backbone without.
 
     Attributes:
         backbone: the backbone, of any width.
@@ -44,10 +47,17 @@ class BackboneContract:
 
     def randn(self, batch: int, length: int, seed: int = 0) -> Tensor:
         """Random inputs or states."""
-        return torch.randn(batch, length, self.backbone.d_model, generator=seeded(seed), dtype=torch.float64)
+        return torch.randn(
+            batch, length, self.backbone.d_model, generator=seeded(seed), dtype=torch.float64
+        )
 
     def advance(
-        self, backbone: Backbone[Any], cache: Cache | None, aux: Any, tokens: int, counts: Tensor | None = None
+        self,
+        backbone: Backbone[Any],
+        cache: Cache | None,
+        aux: Any,
+        tokens: int,
+        counts: Tensor | None = None,
     ) -> Cache:
         """The cache after ``tokens``; skips the test of a backbone that keeps none."""
         if type(backbone).advance is Backbone.advance:
@@ -55,14 +65,20 @@ class BackboneContract:
         with torch.no_grad():
             return backbone.advance(cache, aux, tokens, counts)
 
-    def solved(self, x: Tensor, sweep: Sweep = Simultaneous(), backbone: Any = None, **options: Any) -> ModelOutput:
+    def solved(
+        self, x: Tensor, sweep: Sweep = Simultaneous(), backbone: Any = None, **options: Any
+    ) -> ModelOutput:
         """The fixed point, which must be found."""
         model = ImplicitModel(self.made() if backbone is None else backbone, self.config)
-        if type(model.backbone).advance is Backbone.advance and (options or sweep != Simultaneous()):
+        if type(model.backbone).advance is Backbone.advance and (
+            options or sweep != Simultaneous()
+        ):
             raise SkipTest("the backbone has no advance()")
         with torch.no_grad():
             output = model(x, sweep=sweep, **options)
-        assert bool(output.converged.all()), "set `backbone` to one that contracts, or `config` to what solves it"
+        assert bool(output.converged.all()), (
+            "set `backbone` to one that contracts, or `config` to what solves it"
+        )
         return output
 
     # one evaluation
@@ -77,7 +93,9 @@ class BackboneContract:
             assert (value.double() - expected).norm() <= rtol * expected.norm()
 
     def test_tensors_are_made_on_the_device_of_the_state(self) -> None:
-        """Whatever is made without a device is made on "meta" here, and cannot be used with the others."""
+        """Whatever is made without a device is made on "meta" here, and cannot be used with the
+        others.
+        """
         backbone, x, z = self.made(), self.randn(2, 5), self.randn(2, 5, seed=1)
         expected, aux = backbone(z, backbone.prepare(x), need_aux=True)
         with torch.device("meta"):
@@ -90,7 +108,9 @@ class BackboneContract:
         assert torch.equal(value, expected)
 
     def test_one_prepare_makes_one_map_in_training_mode_too(self) -> None:
-        """Random masks are drawn by ``prepare``, once per solve: a map that draws its own has no fixed point."""
+        """Random masks are drawn by ``prepare``, once per solve: a map that draws its own has no
+        fixed point.
+        """
         backbone, z, rows = self.made().train(), self.randn(3, 5, seed=1), torch.tensor([2, 0])
         inputs = backbone.prepare(self.randn(3, 5))
         value = backbone(z, inputs)[0]
@@ -99,21 +119,35 @@ class BackboneContract:
 
     def test_gradients_are_those_of_the_map(self) -> None:
         backbone, x, z = self.made(), self.randn(2, 4), self.randn(2, 4, seed=1)
-        leaves = [leaf.requires_grad_() for leaf in (x, z, *backbone.parameters())]  # perturbed in place
+        leaves = [
+            leaf.requires_grad_() for leaf in (x, z, *backbone.parameters())
+        ]  # perturbed in place
         map_of = lambda *_: backbone(z, backbone.prepare(x))[0]  # noqa: E731
         assert torch.autograd.gradcheck(map_of, leaves, fast_mode=True, atol=1e-6, rtol=1e-4)
 
     def test_causal(self) -> None:
         backbone, x, z = self.made(), self.randn(2, 7), self.randn(2, 7, seed=1)
         before, changed = backbone(z, backbone.prepare(x))[0], [x.clone(), z.clone()]
-        for sequence, changed_x, changed_z in ((changed[0], changed[0], z), (changed[1], x, changed[1])):
+        for sequence, changed_x, changed_z in (
+            (changed[0], changed[0], z),
+            (changed[1], x, changed[1]),
+        ):
             sequence[:, 4:] = self.randn(2, 3, seed=2)  # a constant is what a norm would remove
             after = backbone(changed_z, backbone.prepare(changed_x))[0]
-            assert torch.allclose(after[:, :4], before[:, :4], 1e-9, 1e-9), "a token must not depend on later ones"
-            assert not torch.allclose(after[:, 4:], before[:, 4:]), "a token must depend on its input and its state"
+            assert torch.allclose(after[:, :4], before[:, :4], 1e-9, 1e-9), (
+                "a token must not depend on later ones"
+            )
+            assert not torch.allclose(after[:, 4:], before[:, 4:]), (
+                "a token must depend on its input and its state"
+            )
 
     def test_rows_are_independent(self) -> None:
-        backbone, x, z, rows = self.made(), self.randn(3, 4), self.randn(3, 4, seed=1), torch.tensor([1, 1, 2, 0])
+        backbone, x, z, rows = (
+            self.made(),
+            self.randn(3, 4),
+            self.randn(3, 4, seed=1),
+            torch.tensor([1, 1, 2, 0]),
+        )
         mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 0, 0]]).bool()
         inputs = backbone.prepare(x, None, mask)
         whole, aux = backbone(z, inputs, need_aux=True)
@@ -122,7 +156,9 @@ class BackboneContract:
         cache = self.advance(backbone, None, aux, 4, mask.sum(dim=1))
         taken_cache = self.advance(backbone, None, take(aux, rows), 4, mask[rows].sum(dim=1))
         assert_same_cache(taken_cache, take(cache, rows))
-        assert_same_cache(self.advance(backbone, None, taken_aux, 4, mask[rows].sum(dim=1)), taken_cache)
+        assert_same_cache(
+            self.advance(backbone, None, taken_aux, 4, mask[rows].sum(dim=1)), taken_cache
+        )
         for prepared in (cache, cache.reserve(4)):
             later = backbone.prepare(x, prepared, mask)
             expected = backbone(z, later, prepared)[0][rows]
@@ -141,9 +177,13 @@ class BackboneContract:
             with torch.no_grad():
                 first, second = (backbone(z, inputs, cache, need_aux=True) for _ in range(2))
             assert torch.equal(first[0], second[0])
-            assert_same(backbone(z, inputs, cache)[0], first[0])  # with a graph, and nothing to be committed
+            assert_same(
+                backbone(z, inputs, cache)[0], first[0]
+            )  # with a graph, and nothing to be committed
             following = self.advance(backbone, cache, second[1], 3)
-            assert all(torch.equal(*pair) for pair in zip(copies, watched(cache, inputs), strict=True))
+            assert all(
+                torch.equal(*pair) for pair in zip(copies, watched(cache, inputs), strict=True)
+            )
             cache, inputs = following, backbone.prepare(x, following)
 
     # the cache
@@ -156,7 +196,9 @@ class BackboneContract:
             cache, values, start = None, [], 0
             for size in sizes:
                 end = start + size
-                value, aux = backbone(z[:, start:end], part(inputs, start, end), cache, need_aux=True)
+                value, aux = backbone(
+                    z[:, start:end], part(inputs, start, end), cache, need_aux=True
+                )
                 prepared = backbone.prepare(x[:, start:end], cache)
                 assert_same(backbone(z[:, start:end], prepared, cache)[0], value)
                 cache, start = self.advance(backbone, cache, aux, size), end
@@ -168,18 +210,28 @@ class BackboneContract:
 
     def test_padding_leaves_what_the_row_alone_leaves(self) -> None:
         backbone, x, z = self.made(), self.randn(3, 5), self.randn(3, 5, seed=1)
-        later_x, later_z, real = self.randn(3, 4, seed=2), self.randn(3, 4, seed=3), torch.tensor([2, 5, 1])
-        value, whole = backbone(z, backbone.prepare(x, None, torch.arange(5) < real[:, None]), need_aux=True)
+        later_x, later_z, real = (
+            self.randn(3, 4, seed=2),
+            self.randn(3, 4, seed=3),
+            torch.tensor([2, 5, 1]),
+        )
+        value, whole = backbone(
+            z, backbone.prepare(x, None, torch.arange(5) < real[:, None]), need_aux=True
+        )
         for committed in (3, 5):
             counts = real.clamp(max=committed)
             cache = self.advance(backbone, None, whole, committed, counts)
             later = backbone(later_z, backbone.prepare(later_x, cache), cache)[0]
             for row, count in enumerate(counts.tolist()):
                 one = slice(row, row + 1)
-                alone, aux = backbone(z[one, :count], backbone.prepare(x[one, :count]), need_aux=True)
+                alone, aux = backbone(
+                    z[one, :count], backbone.prepare(x[one, :count]), need_aux=True
+                )
                 assert_same(alone, value[one, :count])
                 own = self.advance(backbone, None, aux, count)
-                assert_same(backbone(later_z[one], backbone.prepare(later_x[one], own), own)[0], later[one])
+                assert_same(
+                    backbone(later_z[one], backbone.prepare(later_x[one], own), own)[0], later[one]
+                )
 
     def test_a_row_that_commits_nothing_keeps_its_cache(self) -> None:
         """Windows of a batch move apart: one row commits its first tokens, the other none."""
@@ -189,7 +241,10 @@ class BackboneContract:
             now = slice(start, start + 3)
             _, aux = backbone(z[:, now], backbone.prepare(x[:, now], cache), cache, need_aux=True)
             after = self.advance(backbone, cache, aux, 3, counts)
-            later, alone = (backbone(z[:, 6:], backbone.prepare(x[:, 6:], one), one)[0] for one in (after, cache))
+            later, alone = (
+                backbone(z[:, 6:], backbone.prepare(x[:, 6:], one), one)[0]
+                for one in (after, cache)
+            )
             assert_same(later[1], alone[1])
             cache = self.advance(backbone, cache, aux, 3)
 
@@ -206,8 +261,12 @@ class BackboneContract:
             _, aux = backbone(z[:, 5:7], part(inputs, 3, 5), prepared, need_aux=True)
             other = self.advance(backbone, prepared, aux, 2)
             backbone(z[:, 7:9], part(inputs, 3, 5), root)
-        assert all(torch.equal(*pair) for pair in zip(kept, (*root.tensors(), *one.tensors()), strict=True))
-        assert not all(torch.allclose(*pair) for pair in zip(one.tensors(), other.tensors(), strict=True))
+        assert all(
+            torch.equal(*pair) for pair in zip(kept, (*root.tensors(), *one.tensors()), strict=True)
+        )
+        assert not all(
+            torch.allclose(*pair) for pair in zip(one.tensors(), other.tensors(), strict=True)
+        )
 
     # whole solves
 
@@ -221,7 +280,12 @@ class BackboneContract:
             assert_same_cache(output.cache, whole.cache, 1e-7)
             first = self.solved(x[:, :4], sweep, return_cache=True)
             rest = self.solved(x[:, 4:], sweep, cache=first.cache)
-            assert_same(torch.cat([first.value, rest.value], dim=1), whole.value, 1e-7, f"{sweep}, in two parts")
+            assert_same(
+                torch.cat([first.value, rest.value], dim=1),
+                whole.value,
+                1e-7,
+                f"{sweep}, in two parts",
+            )
 
     def test_a_padded_row_is_the_row_alone(self) -> None:
         x, mask = self.randn(3, 6), torch.arange(6) < torch.tensor([6, 1, 4])[:, None]
@@ -242,7 +306,11 @@ def assert_same(ours: Tensor, expected: Tensor, tolerance: float = 1e-9, where: 
     """Equal but for rounding, of its own element or of the largest; ``where`` begins the error."""
     largest = 1 + expected.abs().max().item()
     torch.testing.assert_close(
-        ours, expected, rtol=tolerance, atol=tolerance * largest, msg=lambda text: f"{where}: {text}" if where else text
+        ours,
+        expected,
+        rtol=tolerance,
+        atol=tolerance * largest,
+        msg=lambda text: f"{where}: {text}" if where else text,
     )
 
 

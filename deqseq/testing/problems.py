@@ -1,4 +1,6 @@
-"""Maps whose fixed points are known without solving for them, and a wrapper that records their evaluations."""
+"""Maps whose fixed points are known without solving for them, and a wrapper that records their
+evaluations.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -23,7 +25,9 @@ def symmetric(eigenvalues: Tensor, seed: int = 0) -> Tensor:
 
 @dataclass(frozen=True)
 class Affine:
-    """f(z) = W z + b on the flattened event; b has a row for each row of the batch, W belongs to all."""
+    """f(z) = W z + b on the flattened event; b has a row for each row of the batch, W belongs to
+    all.
+    """
 
     weight: Tensor
     bias: Tensor
@@ -43,9 +47,15 @@ class Affine:
 
 
 def affine(
-    *, radius: float = 0.5, batch: int = 3, event: Sequence[int] = (4,), dtype: torch.dtype = torch.float64
+    *,
+    radius: float = 0.5,
+    batch: int = 3,
+    event: Sequence[int] = (4,),
+    dtype: torch.dtype = torch.float64,
 ) -> Affine:
-    """Contracts by exactly ``radius`` when that is below one; eigenvalues spread from -radius to radius."""
+    """Contracts by exactly ``radius`` when that is below one; eigenvalues spread from -radius to
+    radius.
+    """
     eigenvalues = torch.linspace(-radius, radius, math.prod(event), dtype=torch.float64)
     bias = torch.randn(batch, *event, generator=seeded(1), dtype=torch.float64)
     return Affine(symmetric(eigenvalues).to(dtype), bias.to(dtype))
@@ -53,7 +63,9 @@ def affine(
 
 @dataclass(frozen=True)
 class RowTanh:
-    """f(z) = gain tanh(z) + offset, each element on its own: a row comes out the same to the last bit in any batch."""
+    """f(z) = gain tanh(z) + offset, each element on its own: a row comes out the same to the last
+    bit in any batch.
+    """
 
     gain: Tensor
     offset: Tensor
@@ -67,7 +79,9 @@ class RowTanh:
         return self.known
 
 
-def row_tanh(gains: Sequence[float], *, event: Sequence[int] = (3,), dtype: torch.dtype = torch.float64) -> RowTanh:
+def row_tanh(
+    gains: Sequence[float], *, event: Sequence[int] = (3,), dtype: torch.dtype = torch.float64
+) -> RowTanh:
     """One gain per row, a contraction where it is below one; fixed points between 1/2 and 1."""
     gain = torch.tensor(gains, dtype=torch.float64)
     known = 0.5 + 0.5 * torch.rand(len(gains), *event, generator=seeded(5), dtype=torch.float64)
@@ -76,13 +90,17 @@ def row_tanh(gains: Sequence[float], *, event: Sequence[int] = (3,), dtype: torc
 
 
 def mapped(z: Tensor, problem: Callable[[Tensor], Tensor]) -> Tensor:
-    """The map of a problem that is given as ``args``, so that finished rows of it are removed from the batch."""
+    """The map of a problem that is given as ``args``, so that finished rows of it are removed from
+    the batch.
+    """
     return problem(z)
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """A map, with or without ``args``, that keeps copies of what went into every evaluation and of what came out."""
+    """A map, with or without ``args``, that keeps copies of what went into every evaluation and of
+    what came out.
+    """
 
     f: Callable[..., Any]
     calls: list[tuple[Tensor, Tensor]] = field(default_factory=list)

@@ -32,10 +32,10 @@ def assert_same_rows(got: Solution, rows: slice | Tensor, expected: Solution) ->
 class SolverContract:
     """The suite for a solver: subclass it as ``TestName``, and set ``solver``.
 
-    It checks that the solver finds fixed points that are known in closed form, in float64 and in half precision; that
-    the value it returns passes the tolerance; that rows are independent of each other, bit for bit, also of one that
-    becomes NaN, and when finished rows are removed from its state; that nothing is modified in place; and that the
-    iteration can be differentiated.
+    It checks that the solver finds fixed points that are known in closed form, in float64 and in
+    half precision; that the value it returns passes the tolerance; that rows are independent of
+    each other, bit for bit, also of one that becomes NaN, and when finished rows are removed from
+    its state; that nothing is modified in place; and that the iteration can be differentiated.
 
     Attributes:
         solver: the solver.
@@ -56,7 +56,10 @@ class SolverContract:
 
     def test_finds_the_fixed_point_in_float64(self) -> None:
         for event, batch in product(((), (5,), (3, 2), (2, 3, 2)), (1, 3)):
-            for f in (affine(batch=batch, event=event), row_tanh(GAINS[1 : 1 + batch], event=event)):
+            for f in (
+                affine(batch=batch, event=event),
+                row_tanh(GAINS[1 : 1 + batch], event=event),
+            ):
                 solution = self.solve(f, torch.zeros(batch, *event, dtype=torch.float64))
                 assert solution.status.tolist() == [Status.CONVERGED] * batch
                 assert solution.stats.iterations.shape == solution.stats.residual.shape == (batch,)
@@ -73,10 +76,17 @@ class SolverContract:
             torch.testing.assert_close(solution.value, f.fixed_point(), rtol=close, atol=0)
 
     def test_what_is_returned_passes(self) -> None:
-        """The residual of the value itself; a solver that returns its points promises it where the map expands too."""
-        maps = (row_tanh(GAINS[1:4]), *([row_tanh([-3.0, -2.5, -3.5])] if self.solver.returns_point else []))
+        """The residual of the value itself; a solver that returns its points promises it where the
+        map expands too.
+        """
+        maps = (
+            row_tanh(GAINS[1:4]),
+            *([row_tanh([-3.0, -2.5, -3.5])] if self.solver.returns_point else []),
+        )
         for f, rtol in product(maps, (1e-2, 1e-4, 1e-8)):
-            solution = self.solve(f, torch.zeros(3, 3, dtype=torch.float64), Stop(rtol, max_steps=500))
+            solution = self.solve(
+                f, torch.zeros(3, 3, dtype=torch.float64), Stop(rtol, max_steps=500)
+            )
             assert bool(solution.converged.all())
             fz = f(solution.value)
             assert bool(((fz - solution.value).norm(dim=1) <= rtol * fz.norm(dim=1)).all())
@@ -93,10 +103,14 @@ class SolverContract:
             for row, last in enumerate(solution.stats.iterations.tolist()):
                 z, fz = (x[row] for x in f.calls[last - 1])
                 status = solution.status[row]
-                at_point = status == Status.DIVERGED or (status == Status.CONVERGED and self.solver.returns_point)
+                at_point = status == Status.DIVERGED or (
+                    status == Status.CONVERGED and self.solver.returns_point
+                )
                 assert torch.equal(solution.value[row], z if at_point else fz)
                 residual = (fz - z).norm() / fz.norm().clamp_min(1e-300)
-                torch.testing.assert_close(solution.stats.residual[row], residual, rtol=1e-12, atol=0)
+                torch.testing.assert_close(
+                    solution.stats.residual[row], residual, rtol=1e-12, atol=0
+                )
 
     # rows
 
@@ -111,7 +125,11 @@ class SolverContract:
 
     def test_a_row_that_is_not_finite_leaves_the_others_alone(self) -> None:
         """Row 2 becomes NaN, and stays in the batch: without ``args`` no row is removed."""
-        problem, z0, bad = row_tanh(GAINS[1:5]), torch.zeros(4, 3, dtype=torch.float64), torch.arange(4)[:, None] == 2
+        problem, z0, bad = (
+            row_tanh(GAINS[1:5]),
+            torch.zeros(4, 3, dtype=torch.float64),
+            torch.arange(4)[:, None] == 2,
+        )
 
         def f(z: Tensor) -> Tensor:
             return torch.where(bad, torch.where(z > 0.3, torch.nan, z + 1), problem(z))
@@ -123,14 +141,21 @@ class SolverContract:
             assert_same_rows(together, one, self.solve(take(problem, one), z0[one]))
 
     def test_removing_finished_rows_changes_nothing(self) -> None:
-        problem, z0 = row_tanh(GAINS, event=(4, 3)), torch.zeros(len(GAINS), 4, 3, dtype=torch.float64)
+        problem, z0 = (
+            row_tanh(GAINS, event=(4, 3)),
+            torch.zeros(len(GAINS), 4, 3, dtype=torch.float64),
+        )
         for check_every in (1, 3):
             f, stop = Recorded(mapped), Stop(rtol=1e-11, max_steps=300, check_every=check_every)
             removing = self.solve(f, z0, stop, args=problem)
             assert_same_rows(self.solve(problem, z0, stop), slice(None), removing)
             ends = removing.stats.iterations
-            if 4 * int((ends + check_every < ends.max()).sum()) >= len(GAINS):  # fewer are not removed
-                assert f.rows[-1] < len(GAINS), "rows that had ended were not removed from the batch"
+            if 4 * int((ends + check_every < ends.max()).sum()) >= len(
+                GAINS
+            ):  # fewer are not removed
+                assert f.rows[-1] < len(GAINS), (
+                    "rows that had ended were not removed from the batch"
+                )
             assert f.rows == sorted(f.rows, reverse=True)
 
     def test_a_row_that_begins_afresh_is_a_new_solve(self) -> None:
@@ -138,7 +163,9 @@ class SolverContract:
         f, z0 = row_tanh(GAINS[1:5]), torch.full((4, 3), 0.1, dtype=torch.float64)
         row, elsewhere = torch.tensor([1]), 5 * z0[:1]
 
-        def points(problem: Any, z: Tensor, steps: int, restart_before: int | None = None) -> Tensor:
+        def points(
+            problem: Any, z: Tensor, steps: int, restart_before: int | None = None
+        ) -> Tensor:
             state, found = self.solver.init(z), list[Tensor]()
             for step in range(steps):
                 if step == restart_before:
@@ -150,9 +177,13 @@ class SolverContract:
 
         new, others = points(take(f, row), elsewhere, 9), [0, 2, 3]
         for before in (1, 2, 7):
-            together, undisturbed = (points(f, z0, before + 9, restart) for restart in (before, None))
+            together, undisturbed = (
+                points(f, z0, before + 9, restart) for restart in (before, None)
+            )
             torch.testing.assert_close(together[before:, row], new, rtol=1e-9, atol=1e-12)
-            torch.testing.assert_close(together[:, others], undisturbed[:, others], rtol=1e-9, atol=1e-12)
+            torch.testing.assert_close(
+                together[:, others], undisturbed[:, others], rtol=1e-9, atol=1e-12
+            )
 
     def test_it_is_its_configuration(self) -> None:
         name = next(iter(vars(self.solver)), "steps")
@@ -172,13 +203,18 @@ class SolverContract:
                 def f(z: Tensor) -> Tensor:
                     return torch.tanh(z @ weight.T + bias)
 
-                return fixed_point(f, z0, solver=self.solver, stop=Stop.exactly(steps), gradient=Unrolled()).value
+                return fixed_point(
+                    f, z0, solver=self.solver, stop=Stop.exactly(steps), gradient=Unrolled()
+                ).value
 
             assert torch.autograd.gradcheck(unrolled, inputs, fast_mode=True)
 
     def test_gradients_through_freezing_and_removing_are_those_of_each_row_alone(self) -> None:
         gains, event = torch.tensor(GAINS, dtype=torch.float64), (3,)
-        z0, stop = torch.full((len(GAINS), *event), 0.1, dtype=torch.float64), Stop(rtol=1e-6, max_steps=300)
+        z0, stop = (
+            torch.full((len(GAINS), *event), 0.1, dtype=torch.float64),
+            Stop(rtol=1e-6, max_steps=300),
+        )
 
         def gradient(rows: Tensor) -> Tensor:
             gain = gains[rows].clone().requires_grad_()
@@ -190,12 +226,16 @@ class SolverContract:
         torch.testing.assert_close(gradient(torch.arange(len(GAINS))), alone, rtol=1e-12, atol=0)
 
     def test_gradients_are_finite_where_a_residual_is_exactly_zero(self) -> None:
-        """Row 0 starts at its fixed point and is frozen while row 1 goes on; both share the parameter."""
+        """Row 0 starts at its fixed point and is frozen while row 1 goes on; both share the
+        parameter.
+        """
         gain = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
         offset = torch.tensor([[2.0, 0.0], [1.0, 3.0]], dtype=torch.float64)
         z0 = torch.tensor([[4.0, 0.0], [0.0, 0.0]], dtype=torch.float64)
         solution = self.solve(lambda z: gain * z + offset, z0, Stop(rtol=1e-9, max_steps=100))
         assert solution.stats.residual[0].item() == 0
         (gradient,) = torch.autograd.grad(solution.value[1].sum(), gain)
-        assert bool(gradient.isfinite()), "guard divisions by the residual before they are made, not after"
+        assert bool(gradient.isfinite()), (
+            "guard divisions by the residual before they are made, not after"
+        )
         torch.testing.assert_close(gradient.item(), 4 / (1 - 0.5) ** 2, rtol=1e-6, atol=0)

@@ -1,4 +1,6 @@
-"""What training a fixed point needs besides a loop: phases, parameter groups, penalties and a check of the loss."""
+"""What training a fixed point needs besides a loop: phases, parameter groups, penalties and a check
+of the loss.
+"""
 
 from deqseq.training.curriculum import Curriculum
 from deqseq.training.depth import PoissonLogNormal

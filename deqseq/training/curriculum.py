@@ -16,20 +16,22 @@ from deqseq.training.phase import Phase
 class Curriculum:
     """Phases in order, from cheap and bounded to free.
 
-    In a plain loop: ``curriculum.at(progress).apply(model)`` before a step. With the Trainer of transformers:
-    :class:`deqseq.integrations.huggingface.curriculum_callback.CurriculumCallback`.
+    In a plain loop: ``curriculum.at(progress).apply(model)`` before a step. With the Trainer of
+    transformers: :class:`deqseq.integrations.huggingface.curriculum_callback.CurriculumCallback`.
 
     Args:
-        phases: with names of their own, and ends that rise; the last end is None or, in fractions, 1.
-        unit: what the ends are counted in: ``"fraction"`` of the run, optimizer ``"steps"``, or ``"tokens"``.
+        phases: with names of their own, and ends that rise; the last end is None or, in fractions,
+            1.
+        unit: what the ends are counted in: ``"fraction"`` of the run, optimizer ``"steps"``, or
+            ``"tokens"``.
 
     Raises:
-        TypeError, ValueError: no phases, a name twice, ends that do not rise or do not fit the unit, or a depth that
-            rises over a phase without an end.
+        TypeError, ValueError: no phases, a name twice, ends that do not rise or do not fit the
+            unit, or a depth that rises over a phase without an end.
 
     References:
-        Schöne et al., Implicit Language Models are RNNs, ICML 2025, arXiv 2502.07827, section 4: (4+1)-, (24+4)-
-        and (32+4)-models.
+        Schöne et al., Implicit Language Models are RNNs, ICML 2025, arXiv 2502.07827, section 4:
+        (4+1)-, (24+4)- and (32+4)-models.
 
     Example:
         >>> from deqseq.training import bounded, free
@@ -54,12 +56,12 @@ class Curriculum:
     def at(self, progress: float | int) -> Phase:
         """The phase in force, with its budget drawn if it has a ``depth``.
 
-        A draw depends only on the progress: it is the same in all processes and whenever it is repeated. The last phase
-        stays in force after its end.
+        A draw depends only on the progress: it is the same in all processes and whenever it is
+        repeated. The last phase stays in force after its end.
 
         Args:
-            progress: how much of the run is done, in this curriculum's unit: a fraction in [0, 1], or a whole number
-                of steps or tokens.
+            progress: how much of the run is done, in this curriculum's unit: a fraction in [0, 1],
+                or a whole number of steps or tokens.
 
         Raises:
             TypeError, ValueError: not an amount of the unit.
@@ -68,16 +70,20 @@ class Curriculum:
         ends = self._ends
         place = next((i for i, end in enumerate(ends[:-1]) if progress < end), len(ends) - 1)
         begin = ends[place - 1] if place else 0
-        return self.phases[place].drawn(progress, min(1.0, (progress - begin) / (ends[place] - begin)))
+        return self.phases[place].drawn(
+            progress, min(1.0, (progress - begin) / (ends[place] - begin))
+        )
 
     def record(self, progress: float | int) -> dict[str, Any]:
-        """What a checkpoint is to hold for :meth:`resumed`, as JSON: the phase in force, and the whole curriculum.
+        """What a checkpoint is to hold for :meth:`resumed`, as JSON: the phase in force, and the
+        whole curriculum.
 
         Args:
             progress: how much of the run is done, as for :meth:`at`.
 
         Raises:
-            TypeError: a solver or gradient with a field that is not a plain value, dataclass or function.
+            TypeError: a solver or gradient with a field that is not a plain value, dataclass or
+                function.
 
         Example:
             >>> from deqseq.training import free
@@ -85,17 +91,23 @@ class Curriculum:
             24
         """
         number: Any = progress  # of numpy, perhaps
-        return {"phase": self.at(progress).name, "progress": plain_number(number), "curriculum": self._content}
+        return {
+            "phase": self.at(progress).name,
+            "progress": plain_number(number),
+            "curriculum": self._content,
+        }
 
     @checked
     def resumed(self, record: Mapping[str, Any] | None) -> Phase:
-        """The phase that a checkpoint was written in; the curriculum must be the one that it was trained with.
+        """The phase that a checkpoint was written in; the curriculum must be the one that it was
+        trained with.
 
         Args:
             record: what :meth:`record` gave.
 
         Raises:
-            ValueError: the checkpoint has no record, or was trained with another curriculum; says what differs.
+            ValueError: the checkpoint has no record, or was trained with another curriculum; says
+                what differs.
 
         Example:
             >>> from deqseq.training import bounded, free
@@ -103,17 +115,28 @@ class Curriculum:
             >>> Curriculum((bounded(), free(32))).resumed(record)
             Traceback (most recent call last):
             ValueError: the curriculum is not the one that the checkpoint was trained with (phase 2
-            solve.stop.max_steps: 24 -> 32; phase 2 eval_solve.stop.max_steps: 96 -> 128): resume with that one, or
-            begin a new run from these weights
+            solve.stop.max_steps: 24 -> 32; phase 2 eval_solve.stop.max_steps: 96 -> 128): resume
+            with that one, or begin a new run from these weights
         """
         if record is None or not {"progress", "curriculum"} <= record.keys():
-            raise ValueError("the checkpoint holds no phase: it was saved without phase=curriculum.record(progress)")
-        sides = [{name: repr(one) for name, one in side.items()} for side in (record["curriculum"], self._content)]
-        shown = {name: [side.get(name, "nothing") for side in sides] for name in sides[1] | sides[0]}
-        changes = [f"{name}: {before} -> {now}" for name, (before, now) in shown.items() if before != now]
+            raise ValueError(
+                "the checkpoint holds no phase: it was saved without "
+                "phase=curriculum.record(progress)"
+            )
+        sides = [
+            {name: repr(one) for name, one in side.items()}
+            for side in (record["curriculum"], self._content)
+        ]
+        shown = {
+            name: [side.get(name, "nothing") for side in sides] for name in sides[1] | sides[0]
+        }
+        changes = [
+            f"{name}: {before} -> {now}" for name, (before, now) in shown.items() if before != now
+        ]
         if changes:
             raise ValueError(
-                f"the curriculum is not the one that the checkpoint was trained with ({'; '.join(changes)}): resume "
+                "the curriculum is not the one that the checkpoint was trained with "
+                f"({'; '.join(changes)}): resume "
                 "with that one, or begin a new run from these weights"
             )
         return self.at(record["progress"])
@@ -141,12 +164,17 @@ class Curriculum:
         last = not risen or (self.unit == "fraction" and risen[-1] != 1) or None in ends[:-1]
         if last or risen != sorted(set(risen)):
             rise = "rise to 1" if self.unit == "fraction" else "rise"
-            raise ValueError(f"Curriculum.phases must have ends that {rise}, the last may be None, got {ends}")
+            raise ValueError(
+                f"Curriculum.phases must have ends that {rise}, the last may be None, got {ends}"
+            )
         for end in ends:
             if end is not None:
                 self._check_amount("Phase.until", end)
         if self._ends[-1] == math.inf and (depth := self.phases[-1].depth) and depth.rise:
-            raise ValueError(f"Phase.until must be given for a depth that rises until then, got None with {depth}")
+            raise ValueError(
+                "Phase.until must be given for a depth that rises until then, got None with "
+                f"{depth}"
+            )
 
 
 def _leaves(value: object, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -158,8 +186,13 @@ def _leaves(value: object, path: str = "") -> Iterator[tuple[str, Any]]:
     elif is_dataclass(value) and not isinstance(value, type):
         yield from [(f"{path}.class", type(value).__name__)] if path else []
         for field in fields(value):
-            yield from _leaves(getattr(value, field.name), f"{path}.{field.name}" if path else field.name)
+            yield from _leaves(
+                getattr(value, field.name), f"{path}.{field.name}" if path else field.name
+            )
     elif callable(value):  # an observer, as the report of an adjoint solve
         yield path, f"{type(value).__name__} {getattr(value, '__qualname__', '')}".strip()
     else:
-        raise TypeError(f"a checkpoint cannot hold {path} = {value!r}: it must be plain, a dataclass or a function")
+        raise TypeError(
+            f"a checkpoint cannot hold {path} = {value!r}: it must be plain, a dataclass or a "
+            "function"
+        )

@@ -11,25 +11,29 @@ from deqseq.annotations import AtLeast, Within, checked
 @checked
 @dataclass(frozen=True)
 class PoissonLogNormal:
-    r"""The log-normal Poisson distribution of iterations that recurrent-depth models are trained with.
+    r"""The log-normal Poisson distribution of iterations that recurrent-depth models are trained
+    with.
 
-    .. math:: n = 1 + \mathrm{Poisson}(\lambda), \qquad \ln \lambda \sim \mathcal{N}(\ln m - \sigma^2 / 2,\ \sigma^2)
+    .. math:: n = 1 + \mathrm{Poisson}(\lambda), \qquad \ln \lambda \sim \mathcal{N}(\ln m -
+    \sigma^2 / 2,\ \sigma^2)
 
-    The mean is :math:`m + 1`, the variance :math:`m + m^2 (e^{\sigma^2} - 1)`. A draw depends on the seed and on the
-    progress of the run alone: it is the same in all processes, and a resumed run needs no state to repeat it.
+    The mean is :math:`m + 1`, the variance :math:`m + m^2 (e^{\sigma^2} - 1)`. A draw depends on
+    the seed and on the progress of the run alone: it is the same in all processes, and a resumed
+    run needs no state to repeat it.
 
     Args:
         mean: :math:`m`, above 0 and at most a million; ``mean_recurrence`` of the published models.
         sigma: of the logarithm of the rate, 0 to 2.
-        rise: how :math:`m` rises from 1 to ``mean`` over its phase, of which a share :math:`t` is done: ``"linear"``,
-            as :math:`t`, or ``"1-sqrt"``, as :math:`1 - \sqrt{1 - t}`. Default: :math:`m` is constant.
+        rise: how :math:`m` rises from 1 to ``mean`` over its phase, of which a share :math:`t` is
+            done: ``"linear"``, as :math:`t`, or ``"1-sqrt"``, as :math:`1 - \sqrt{1 - t}`. Default:
+            :math:`m` is constant.
         largest: larger draws are replaced by it. Default: none is.
         seed: of the draws.
 
     References:
-        Geiping et al., Scaling up Test-Time Compute with Latent Reasoning: A Recurrent Depth Approach, NeurIPS 2025,
-        arXiv 2502.05171. McLeish et al., Teaching Pretrained Language Models to Think Deeper with Retrofitted
-        Recurrence, 2025, arXiv 2511.07384: the rise.
+        Geiping et al., Scaling up Test-Time Compute with Latent Reasoning: A Recurrent Depth
+        Approach, NeurIPS 2025, arXiv 2502.05171. McLeish et al., Teaching Pretrained Language
+        Models to Think Deeper with Retrofitted Recurrence, 2025, arXiv 2511.07384: the rise.
 
     Example:
         >>> [PoissonLogNormal(32).draw(step) for step in range(8)]
@@ -46,12 +50,15 @@ class PoissonLogNormal:
 
     @checked
     def draw(
-        self, progress: Annotated[float | int, Within("[0, inf)")], done: Annotated[float | int, Within("[0, 1]")] = 1.0
+        self,
+        progress: Annotated[float | int, Within("[0, inf)")],
+        done: Annotated[float | int, Within("[0, 1]")] = 1.0,
     ) -> int:
         """The number of iterations of an update, at least 1.
 
         Args:
-            progress: of the run before the update, in any unit; other progress gives an independent draw.
+            progress: of the run before the update, in any unit; other progress gives an independent
+                draw.
             done: the share of the phase that is done, in [0, 1]; a rising mean depends on it.
 
         """
@@ -60,6 +67,8 @@ class PoissonLogNormal:
         mean = self.mean if risen == 1 else self.mean * risen + 1 - risen
         rate = chance.lognormvariate(math.log(mean) - self.sigma**2 / 2, self.sigma)
         steps, arrival = 1, chance.expovariate(1)
-        while arrival < rate and steps != self.largest:  # counts the arrivals of a Poisson process until ``rate``
+        while (
+            arrival < rate and steps != self.largest
+        ):  # counts the arrivals of a Poisson process until ``rate``
             steps, arrival = steps + 1, arrival + chance.expovariate(1)
         return steps

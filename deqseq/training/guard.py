@@ -21,12 +21,17 @@ class NonFiniteLoss(FloatingPointError):
 
 @checked
 def check_finite(
-    value: Any, *, step: Annotated[int, AtLeast(0)], phase: str | None = None, quantity: str = "loss"
+    value: Any,
+    *,
+    step: Annotated[int, AtLeast(0)],
+    phase: str | None = None,
+    quantity: str = "loss",
 ) -> float:
     """Stop a run whose loss is NaN or infinite; a finite value is returned, for the log.
 
-    Call it with the loss before ``backward()``, and with the gradient norm before the optimizer's step. On a GPU this
-    waits for the value. With several processes, pass the mean over all of them, so that all stop together.
+    Call it with the loss before ``backward()``, and with the gradient norm before the optimizer's
+    step. On a GPU this waits for the value. With several processes, pass the mean over all of them,
+    so that all stop together.
 
     Args:
         value: one number, as a tensor ``()`` or ``(1,)``.
@@ -45,16 +50,22 @@ def check_finite(
         0.5
         >>> check_finite(float("nan"), step=3, phase="free")
         Traceback (most recent call last):
-        deqseq.training.guard.NonFiniteLoss: the loss is nan after step 3 in phase 'free': stopped before the weights
-        are updated
+        deqseq.training.guard.NonFiniteLoss: the loss is nan after step 3 in phase 'free': stopped
+        before the weights are updated
     """
     if not isinstance(value, Tensor | Real) or isinstance(value, bool):
         hint = ": a model returns its loss if it is given targets" if value is None else ""
         raise TypeError(f"value must be the {quantity}, one number, got {value!r}{hint}")
-    if isinstance(value, Tensor) and (value.numel() != 1 or value.is_complex() or value.dtype == torch.bool):
-        raise ValueError(f"value must be the {quantity}, one number, got {value.dtype} {tuple(value.shape)}")
+    if isinstance(value, Tensor) and (
+        value.numel() != 1 or value.is_complex() or value.dtype == torch.bool
+    ):
+        raise ValueError(
+            f"value must be the {quantity}, one number, got {value.dtype} {tuple(value.shape)}"
+        )
     number = float(value.detach() if isinstance(value, Tensor) else value)
     if not math.isfinite(number):
         where = f"after step {step}" + (f" in phase {phase!r}" if phase is not None else "")
-        raise NonFiniteLoss(f"the {quantity} is {number} {where}: stopped before the weights are updated")
+        raise NonFiniteLoss(
+            f"the {quantity} is {number} {where}: stopped before the weights are updated"
+        )
     return number

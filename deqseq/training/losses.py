@@ -21,15 +21,17 @@ def jacobian_regularisation(
     samples: Annotated[int, AtLeast(1)] = 1,
     generator: torch.Generator | None = None,
 ) -> Float[Tensor, ""]:
-    r"""The size of the Jacobian at a fixed point, as a term of a training loss that keeps solves short.
+    r"""The size of the Jacobian at a fixed point, as a term of a training loss that keeps solves
+    short.
 
     .. math:: \frac{1}{n} \lVert J \rVert_F^2 = \frac{1}{n}\, \mathbb{E}_{v \sim \mathcal{N}(0, I)}
               \lVert J^\top v \rVert^2, \qquad J = \frac{\partial f}{\partial z}(z^*),
 
-    where :math:`n` is the number of elements of a row's state; the mean over the rows is returned. A few draws estimate
-    it without bias (Hutchinson), and it bounds the squared spectral radius. The gradient reaches whatever ``f`` closes
-    over, by a second derivative of ``f``; the point itself gets none, as in the paper. Fused kernels of Mamba2 have no
-    second derivative: train with ``Mamba2Config(backend="reference")``.
+    where :math:`n` is the number of elements of a row's state; the mean over the rows is returned.
+    A few draws estimate it without bias (Hutchinson), and it bounds the squared spectral radius.
+    The gradient reaches whatever ``f`` closes over, by a second derivative of ``f``; the point
+    itself gets none, as in the paper. Fused kernels of Mamba2 have no second derivative: train with
+    ``Mamba2Config(backend="reference")``.
 
     Args:
         f: the map.
@@ -38,18 +40,19 @@ def jacobian_regularisation(
         generator: of the draws. Default: torch's global generator.
 
     Raises:
-        TypeError, ValueError: ``z_star`` is not a floating-point tensor, or it is empty or not finite.
+        TypeError, ValueError: ``z_star`` is not a floating-point tensor, or it is empty or not
+            finite.
 
     References:
-        Bai, Koltun and Kolter, Stabilizing Equilibrium Models by Jacobian Regularization, ICML 2021, arXiv
-        2106.14342, equation 5.
+        Bai, Koltun and Kolter, Stabilizing Equilibrium Models by Jacobian Regularization, ICML
+        2021, arXiv 2106.14342, equation 5.
 
     Example:
         >>> W = torch.diag(torch.tensor([0.5, 0.1]))
         >>> generator = torch.Generator().manual_seed(0)
         >>> f, z_star = lambda z: z @ W, torch.zeros(1, 2)
         >>> value = jacobian_regularisation(f, z_star, samples=4000, generator=generator)
-        >>> round(value.item(), 2)      # (0.25 + 0.01) / 2
+        >>> round(value.item(), 2)  # (0.25 + 0.01) / 2
         0.13
     """
     check_start("z_star", z_star)

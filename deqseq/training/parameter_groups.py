@@ -18,29 +18,33 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     r"""The parameters of a model in two groups for an optimizer: with weight decay, and without.
 
-    Without are embeddings, and a head that is tied to one; the scales of norms; biases, ``dt_bias``, ``D`` and
-    ``A_log``; magnitudes of weight-normalised maps, :math:`g` in :math:`w = g\, v / \lVert v \rVert`. All else is
-    decayed, the directions :math:`v` too: steps lengthen them, as a gradient is orthogonal to :math:`v`, and decay
-    keeps the rate at which they turn from drifting.
+    Without are embeddings, and a head that is tied to one; the scales of norms; biases,
+    ``dt_bias``, ``D`` and ``A_log``; magnitudes of weight-normalised maps, :math:`g` in :math:`w =
+    g\, v / \lVert v \rVert`. All else is decayed, the directions :math:`v` too: steps lengthen
+    them, as a gradient is orthogonal to :math:`v`, and decay keeps the rate at which they turn from
+    drifting.
 
     Args:
         model: any module; of this library or a model of transformers.
         weight_decay: of the first group, at least 0.
 
     Returns:
-        The two groups, in this order, each in the order of ``model.named_parameters()``. Tied parameters are there
-        once, frozen ones not at all; a group may be empty.
+        The two groups, in this order, each in the order of ``model.named_parameters()``. Tied
+        parameters are there once, frozen ones not at all; a group may be empty.
 
     Raises:
-        ValueError: a negative or not finite decay, or a model of which no parameter wants a gradient.
+        ValueError: a negative or not finite decay, or a model of which no parameter wants a
+            gradient.
 
     References:
-        Salimans and Kingma, Weight Normalization, NeurIPS 2016, arXiv 1602.07868. van Laarhoven, L2 Regularization
-        versus Batch and Weight Normalization, 2017, arXiv 1706.05350.
+        Salimans and Kingma, Weight Normalization, NeurIPS 2016, arXiv 1602.07868. van Laarhoven, L2
+        Regularization versus Batch and Weight Normalization, 2017, arXiv 1706.05350.
 
     Example:
         >>> import torch, deqseq as dq
-        >>> lm = dq.CausalLM(10, dq.ImplicitModel(dq.Llama(dq.LlamaConfig(d_model=16, n_heads=2, mlp_width=32))))
+        >>> lm = dq.CausalLM(
+        ...     10, dq.ImplicitModel(dq.Llama(dq.LlamaConfig(d_model=16, n_heads=2, mlp_width=32)))
+        ... )
         >>> optimizer = torch.optim.AdamW(parameter_groups(lm, 0.1), lr=1e-3, betas=(0.9, 0.95))
         >>> [(group["weight_decay"], len(group["params"])) for group in optimizer.param_groups]
         [(0.1, 8), (0.0, 14)]
@@ -57,7 +61,10 @@ def parameter_groups(
     for parameter, tied in names.items():
         is_decayed = parameter.ndim > 1 and all(_is_decayed(modules, name) for name in tied)
         (decayed if is_decayed else others).append(parameter)
-    return [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return [
+        {"params": decayed, "weight_decay": weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
 
 
 def _is_decayed(modules: dict[str, nn.Module], name: str) -> bool:

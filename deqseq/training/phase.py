@@ -1,4 +1,6 @@
-"""One phase of training as data: how the fixed point is solved and differentiated, and until when."""
+"""One phase of training as data: how the fixed point is solved and differentiated, and
+until when.
+"""
 
 from dataclasses import dataclass, replace
 from typing import Annotated
@@ -30,15 +32,19 @@ class Phase:
         until: where it ends, in the unit of its :class:`Curriculum`; None: with the run.
         solve: how the fixed point is found and differentiated in training.
         eval_solve: the same in eval mode. Default: ``solve``.
-        depth: draws the budget ``solve.stop.max_steps`` of every update, which :meth:`Curriculum.at` puts in its
-            place; eval mode is left as it is. Default: the budget is fixed.
+        depth: draws the budget ``solve.stop.max_steps`` of every update, which
+            :meth:`Curriculum.at` puts in its place; eval mode is left as it is. Default: the budget
+            is fixed.
 
     Raises:
-        TypeError, ValueError: an argument of the wrong type, an empty name, or an end that is not above 0.
+        TypeError, ValueError: an argument of the wrong type, an empty name, or an end that is not
+            above 0.
 
     Example:
         >>> import deqseq as dq
-        >>> Phase("exact", 0.9, dq.SolveConfig(stop=dq.Stop(rtol=1e-6), gradient=dq.Implicit())).until
+        >>> Phase(
+        ...     "exact", 0.9, dq.SolveConfig(stop=dq.Stop(rtol=1e-6), gradient=dq.Implicit())
+        ... ).until
         0.9
     """
 
@@ -53,7 +59,9 @@ class Phase:
             raise ValueError("Phase.name must not be empty, got ''")
 
     def drawn(self, progress: float | int, done: float | int = 1.0) -> "Phase":
-        """The phase with the budget of one update at some ``progress``, and a share of the phase ``done``."""
+        """The phase with the budget of one update at some ``progress``, and a share of the phase
+        ``done``.
+        """
         if self.depth is None:
             return self
         stop, budget = self.solve.stop, self.depth.draw(progress, done)
@@ -66,32 +74,41 @@ class Phase:
     def apply(self, model: nn.Module) -> None:
         """Make every implicit model inside train this way from now on.
 
-        An :class:`ExplicitModel` has nothing to solve and stays as it is, so that a baseline runs through the same
-        loop.
+        An :class:`ExplicitModel` has nothing to solve and stays as it is, so that a baseline runs
+        through the same loop.
 
         Args:
-            model: an :class:`ImplicitModel`, an :class:`ExplicitModel`, or a module that contains one.
+            model: an :class:`ImplicitModel`, an :class:`ExplicitModel`, or a module that contains
+                one.
 
         Raises:
             TypeError: there is neither inside.
-            ValueError: the phase has a ``depth`` that has not been drawn; or the model begins its solves at its input,
-                through which it may see its tokens, and the phase does not.
+            ValueError: the phase has a ``depth`` that has not been drawn; or the model begins its
+                solves at its input, through which it may see its tokens, and the phase does not.
         """
         if self.depth is not None:
-            raise ValueError(f"Phase.depth of {self.name!r} must be drawn: apply what Curriculum.at(progress) returns")
+            raise ValueError(
+                f"Phase.depth of {self.name!r} must be drawn: apply what Curriculum.at(progress) "
+                "returns"
+            )
         parts = list(model.modules())
         implicit = [part for part in parts if isinstance(part, ImplicitModel)]
         if not implicit and not any(isinstance(part, ExplicitModel) for part in parts):
             raise TypeError(
-                f"a phase applies to an ImplicitModel or a module with one inside (an ExplicitModel is left as it is), "
+                "a phase applies to an ImplicitModel or a module with one inside (an "
+                "ExplicitModel is left as it is), "
                 f"got {type(model).__name__} without either"
             )
         for part in implicit:
-            before, after = ({way.solve.start, (way.eval_solve or way.solve).start} for way in (part, self))
+            before, after = (
+                {way.solve.start, (way.eval_solve or way.solve).start} for way in (part, self)
+            )
             if before == {"input"} != after:
                 raise ValueError(
-                    f"phase {self.name!r} must begin its solves at the input, as the model does, got "
-                    f"start={self.solve.start!r}: a model whose injection is not trained yet would not see its tokens. "
+                    f"phase {self.name!r} must begin its solves at the input, as the model does, "
+                    "got "
+                    f"start={self.solve.start!r}: a model whose injection is not trained yet "
+                    "would not see its tokens. "
                     "Make the phase with base=model.solve, or give the model another start first"
                 )
         for part in implicit:
@@ -108,14 +125,16 @@ def bounded(
     base: SolveConfig = SolveConfig(),
     eval_base: SolveConfig | None = None,
 ) -> Phase:
-    """The paper's first phase: a few iterations without gradient, whatever the residual, then phantom steps.
+    """The paper's first phase: a few iterations without gradient, whatever the residual, then
+    phantom steps.
 
-    Training does not check the residual, so a step costs the same for every batch. At evaluation the budget is four
-    times that, to a relative tolerance of 0.05.
+    Training does not check the residual, so a step costs the same for every batch. At evaluation
+    the budget is four times that, to a relative tolerance of 0.05.
 
     Args:
         steps: iterations.
-        phantom: steps of :class:`deqseq.Phantom`; for another gradient make a :class:`Phase` of your own.
+        phantom: steps of :class:`deqseq.Phantom`; for another gradient make a :class:`Phase` of
+            your own.
         until: where the phase ends; the paper's 80 % of the tokens by default.
         name: for logs and checkpoints.
         base: everything else: solver, sweep, start, and how its ``stop`` measures.
@@ -145,7 +164,8 @@ def free(
 
     Args:
         budget: iterations at most; the paper's 24 for Mamba2 by default, its Llamas have 32.
-        phantom: steps of :class:`deqseq.Phantom`; for another gradient make a :class:`Phase` of your own.
+        phantom: steps of :class:`deqseq.Phantom`; for another gradient make a :class:`Phase` of
+            your own.
         rtol: relative tolerance.
         until: where the phase ends; None: with the run.
         name: for logs and checkpoints.
@@ -153,11 +173,21 @@ def free(
         eval_base: the same in eval mode. Default: ``base``.
 
     Example:
-        >>> free(32).solve.stop.max_steps, free(32).eval_solve.stop.max_steps, free(32).solve.gradient.steps
+        >>> (
+        ...     free(32).solve.stop.max_steps,
+        ...     free(32).eval_solve.stop.max_steps,
+        ...     free(32).solve.gradient.steps,
+        ... )
         (32, 128, 4)
     """
     return _phase(
-        name, until, base, eval_base or base, replace(base.stop, rtol=rtol, max_steps=budget), Phantom(phantom), rtol
+        name,
+        until,
+        base,
+        eval_base or base,
+        replace(base.stop, rtol=rtol, max_steps=budget),
+        Phantom(phantom),
+        rtol,
     )
 
 
@@ -173,13 +203,15 @@ def unrolled(
 ) -> Phase:
     """Differentiate a fixed or drawn number of iterations, all of them or the last ones.
 
-    As a first phase for state tracking it learns fast where a problem needs several iterations at once; what it has
-    learned is not a fixed point yet, so a :func:`free` phase has to follow. With drawn iterations, and the last 8 of
-    them differentiated, it is how recurrent-depth models are trained. At evaluation the budget is four times as large
-    (four times the mean), to a relative tolerance of 0.05; gradients there, if any, are of all iterations.
+    As a first phase for state tracking it learns fast where a problem needs several iterations at
+    once; what it has learned is not a fixed point yet, so a :func:`free` phase has to follow. With
+    drawn iterations, and the last 8 of them differentiated, it is how recurrent-depth models are
+    trained. At evaluation the budget is four times as large (four times the mean), to a relative
+    tolerance of 0.05; gradients there, if any, are of all iterations.
 
     Args:
-        steps: iterations, at least 1; or the distribution that they are drawn from for every update.
+        steps: iterations, at least 1; or the distribution that they are drawn from for every
+            update.
         until: where the phase ends; None: with the run.
         last: how many of the last iterations are differentiated. Default: all.
         name: for logs and checkpoints.

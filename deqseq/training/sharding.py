@@ -18,29 +18,36 @@ from deqseq.models import ExplicitModel, ImplicitModel
 def gather_once(model: nn.Module) -> None:
     """Gather the sharded layers of implicit models once per solve; call this after ``fully_shard``.
 
-    ``fully_shard`` gathers weights at every use, which is at every iteration, so processes that take unequal numbers
-    of iterations would wait for each other for ever. From now on every :class:`deqseq.ImplicitModel` inside gathers the
-    sharded parts of its backbone before its solve, and shards them again afterwards, until the backward pass. An
-    :class:`deqseq.ExplicitModel` does so where it is asked for a cache, which is computed after the layers have been
-    left. The models of :mod:`deqseq.integrations.huggingface` call it themselves.
+    ``fully_shard`` gathers weights at every use, which is at every iteration, so processes that
+    take unequal numbers of iterations would wait for each other for ever. From now on every
+    :class:`deqseq.ImplicitModel` inside gathers the sharded parts of its backbone before its solve,
+    and shards them again afterwards, until the backward pass. An :class:`deqseq.ExplicitModel` does
+    so where it is asked for a cache, which is computed after the layers have been left. The models
+    of :mod:`deqseq.integrations.huggingface` call it themselves.
 
     Args:
-        model: has such models inside, or is one; ``reshard_after_forward`` of their parts is switched off.
+        model: has such models inside, or is one; ``reshard_after_forward`` of their parts is
+            switched off.
 
     Raises:
-        ValueError: in a later call of the model, while gradients are enabled, if the backward pass can take more steps
-            in one process than in another: :class:`deqseq.Implicit`, :class:`deqseq.Unrolled` that can end early.
+        ValueError: in a later call of the model, while gradients are enabled, if the backward pass
+            can take more steps in one process than in another: :class:`deqseq.Implicit`,
+            :class:`deqseq.Unrolled` that can end early.
 
     References:
-        Zhao et al., PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel, VLDB 2023, arXiv 2304.11277.
+        Zhao et al., PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel, VLDB 2023,
+        arXiv 2304.11277.
 
     Example:
         >>> import deqseq as dq
         >>> lm = dq.CausalLM(10, dq.ImplicitModel(dq.Affine(16)))
-        >>> gather_once(lm)     # after fully_shard(block) for the blocks, and fully_shard(lm)
+        >>> gather_once(lm)  # after fully_shard(block) for the blocks, and fully_shard(lm)
     """
     for part in model.modules():
-        if not isinstance(part, ImplicitModel | ExplicitModel) or _gather in part._forward_pre_hooks.values():
+        if (
+            not isinstance(part, ImplicitModel | ExplicitModel)
+            or _gather in part._forward_pre_hooks.values()
+        ):
             continue
         if sharded_parts(part.backbone):
             part.register_forward_pre_hook(_gather, with_kwargs=True)
@@ -53,7 +60,9 @@ def _gather(model: Any, inputs: tuple[Any, ...], keywords: Mapping[str, Any]) ->
     if parts and isinstance(model, ImplicitModel) and torch.is_grad_enabled():
         _check_backward(model, keywords)
     for part in parts:
-        part.set_reshard_after_forward(False, recurse=False)  # which acts at the end of every iteration
+        part.set_reshard_after_forward(
+            False, recurse=False
+        )  # which acts at the end of every iteration
         part.unshard()
 
 
@@ -64,14 +73,20 @@ def _reshard(model: Any, inputs: tuple[Any, ...], keywords: Mapping[str, Any], o
 
 
 def _gathered_parts(model: Any, keywords: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The parts to gather for a call: of an explicit model without a cache none, as each layer is used once."""
+    """The parts to gather for a call: of an explicit model without a cache none, as each layer is
+    used once.
+    """
     once = isinstance(model, ExplicitModel) and not keywords.get("return_cache")
     return () if once else sharded_parts(model.backbone)
 
 
 def _check_backward(model: ImplicitModel, keywords: Mapping[str, Any]) -> None:
-    """Raise an error if processes can take different numbers of backward steps, each of which gathers the weights."""
-    given = {field.name: keywords[field.name] for field in fields(SolveConfig) if field.name in keywords}
+    """Raise an error if processes can take different numbers of backward steps, each of which
+    gathers the weights.
+    """
+    given = {
+        field.name: keywords[field.name] for field in fields(SolveConfig) if field.name in keywords
+    }
     changes: Any = {
         name: value for name, value in given.items() if not isinstance(value, Tensor)
     }  # states to begin from
@@ -81,6 +96,7 @@ def _check_backward(model: ImplicitModel, keywords: Mapping[str, Any]) -> None:
     deciding = config.stop if isinstance(gradient, Unrolled) else own
     if deciding is not None and not deciding.runs_to_the_end:
         raise ValueError(
-            f"{type(gradient).__name__} with {deciding} can take a different number of backward steps in each process, "
+            f"{type(gradient).__name__} with {deciding} can take a different number of backward "
+            "steps in each process, "
             "which deadlocks a sharded backbone: use Phantom, OneStep or Stop.exactly(n)"
         )

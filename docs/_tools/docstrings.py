@@ -6,7 +6,9 @@ from typing import Any
 
 from griffe import Docstring, Extension, Object
 
-EQUATION = re.compile(r"^( *)\.\. math::[ ]*(.*(?:\n(?:\1 +.*|[ ]*(?=\n\1 )))*)", flags=re.MULTILINE)
+EQUATION = re.compile(
+    r"^( *)\.\. math::[ ]*(.*(?:\n(?:\1 +.*|[ ]*(?=\n\1 )))*)", flags=re.MULTILINE
+)
 ROLE = re.compile(r":(math|class|func|meth|mod|attr|data|exc):`([^`]+)`")
 EXAMPLE = re.compile(r"^( *)Example:$", flags=re.MULTILINE)
 
@@ -19,7 +21,9 @@ class Markdown(Extension):
         if (docstring := obj.docstring) is not None:
             text = EQUATION.sub(display, docstring.value)
             text = ROLE.sub(lambda found: role(found, docstring), text)
-            docstring.value = EXAMPLE.sub(r"\1Examples:", text)  # the plural is a section of code, else one of prose
+            docstring.value = EXAMPLE.sub(
+                r"\1Examples:", text
+            )  # the plural is a section of code, else one of prose
 
 
 def display(found: re.Match[str]) -> str:

@@ -10,20 +10,28 @@ SCHEMES = {  # text, less important text, ours, others
     "headline-dark.svg": ("#f0f6fc", "#9198a1", "#4ac28e", "#6e7681"),
 }
 COLUMN, TOP, BOTTOM = 190, 132, 252  # pixels: narrow, so that a phone need not shrink them much
-TITLE = "Right answers at many times the trained length; evaluations per generated token; cache entries per token."
+TITLE = (
+    "Right answers at many times the trained length; evaluations per generated "
+    "token; cache entries per token."
+)
 
 
 def headline(text: str, note: str, ours: str, others: str) -> str:
     """The figure: three numbers, with a small drawing below each."""
     style = (
-        f'text {{ font: 15px system-ui, -apple-system, "Segoe UI", Roboto, Arial, sans-serif; fill: {note}; '
-        f"text-anchor: middle }} .big {{ font-size: 36px; font-weight: 700; fill: {ours} }} .name {{ fill: {text} }} "
+        f'text {{ font: 15px system-ui, -apple-system, "Segoe UI", Roboto, Arial, sans-serif; '
+        f"fill: {note}; "
+        f"text-anchor: middle }} .big {{ font-size: 36px; font-weight: 700; fill: {ours} "
+        f"}} .name {{ fill: {text} }} "
         f".axis {{ font-size: 13.5px }} .end {{ text-anchor: end }} "
         f".ours {{ fill: {ours} }} .others {{ fill: {others} }} "
         ".curve { fill: none; stroke-width: 3 }"
     )
     columns = (tracking(ours, others), decoding(), cache())
-    drawn = "".join(f'<g transform="translate({COLUMN * at} 0)">{column}</g>\n' for at, column in enumerate(columns))
+    drawn = "".join(
+        f'<g transform="translate({COLUMN * at} 0)">{column}</g>\n'
+        for at, column in enumerate(columns)
+    )
     size = f'viewBox="0 0 {3 * COLUMN} 284" width="{3 * COLUMN}" height="284"'
     opening = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">'
     return f"{opening}\n<title>{TITLE}</title>\n<style>{style}</style>\n{drawn}</svg>\n"
@@ -32,13 +40,17 @@ def headline(text: str, note: str, ours: str, others: str) -> str:
 def tracking(ours: str, others: str) -> str:
     """Accuracy on S5 against the length, beside explicit blocks."""
     rows = chosen(load("state_tracking"), group="S5")
-    implicit, explicit = chosen(rows, model="implicit", sweep="sliding"), chosen(rows, sweep="single pass")
+    implicit, explicit = (
+        chosen(rows, model="implicit", sweep="sliding"),
+        chosen(rows, sweep="single pass"),
+    )
     (right,) = (row["accuracy"] for row in implicit if row["length"] == 128)
     parts = [words(f"{right:.0%}", "right at 128 tokens,", "trained up to 32")]
     places = [46 + at * (COLUMN - 64) / (len(implicit) - 1) for at in range(len(implicit))]
     for rows, colour in ((explicit, others), (implicit, ours)):
         points = (
-            f"{x:.1f} {BOTTOM - (BOTTOM - TOP) * row['accuracy']:.1f}" for x, row in zip(places, rows, strict=True)
+            f"{x:.1f} {BOTTOM - (BOTTOM - TOP) * row['accuracy']:.1f}"
+            for x, row in zip(places, rows, strict=True)
         )
         parts.append(f'<path class="curve" stroke="{colour}" d="M{"L".join(points)}"/>')
     middle = (TOP + BOTTOM) / 2
@@ -68,7 +80,10 @@ def cache() -> str:
 
 def words(big: str, *notes: str) -> str:
     """The number, and what it is."""
-    lines = "".join(f'<text x="{COLUMN / 2:.0f}" y="{70 + 20 * at}">{note}</text>' for at, note in enumerate(notes))
+    lines = "".join(
+        f'<text x="{COLUMN / 2:.0f}" y="{70 + 20 * at}">{note}</text>'
+        for at, note in enumerate(notes)
+    )
     return f'<text class="big" x="{COLUMN / 2:.0f}" y="40">{big}</text>{lines}'
 
 
@@ -78,8 +93,14 @@ def bars(values: dict[str, float]) -> str:
     for at, (name, value) in enumerate(values.items()):
         x, high = 20 + 86 * at, (BOTTOM - TOP - 22) * value / most
         kind = "ours" if at == len(values) - 1 else "others"
-        parts.append(f'<rect class="{kind}" x="{x}" y="{BOTTOM - high:.1f}" width="64" height="{high:.1f}" rx="3"/>')
-        parts.append(f'<text class="name" x="{x + 32}" y="{BOTTOM - high - 6:.1f}">{number(round(value, 1))}</text>')
+        parts.append(
+            f'<rect class="{kind}" x="{x}" y="{BOTTOM - high:.1f}" width="64" '
+            f'height="{high:.1f}" rx="3"/>'
+        )
+        parts.append(
+            f'<text class="name" x="{x + 32}" '
+            f'y="{BOTTOM - high - 6:.1f}">{number(round(value, 1))}</text>'
+        )
         parts.append(f'<text class="axis" x="{x + 32}" y="{BOTTOM + 24}">{name}</text>')
     return "".join(parts)
 

@@ -1,4 +1,6 @@
-"""Hooks of the site's build: equations as MathML, folded code of figures, an import path for the code."""
+"""Hooks of the site's build: equations as MathML, folded code of figures, an import path for the
+code.
+"""
 
 import html
 import re
@@ -9,16 +11,23 @@ from typing import Any
 
 from latex2mathml.converter import convert
 
-EQUATION = re.compile(r'<(span|div) class="arithmatex">\s*\\([(\[])(.*?)\\[)\]]\s*</\1>', flags=re.DOTALL)
+EQUATION = re.compile(
+    r'<(span|div) class="arithmatex">\s*\\([(\[])(.*?)\\[)\]]\s*</\1>', flags=re.DOTALL
+)
 PLOT = re.compile(
-    r'(<div class="language-python highlight"><pre>(?:(?!</pre>).)*</pre></div>)\s*(<figure class="plot".*?</figure>)',
+    (
+        r'(<div class="language-python highlight"><pre>(?:(?!</pre>).)*</pre></div>)'
+        r'\s*(<figure class="plot".*?</figure>)'
+    ),
     flags=re.DOTALL,
 )
 FOLDED = r'\2\n<details class="plotting"><summary>Code of this figure</summary>\1</details>'
 
 
 def on_config(config: Any) -> None:
-    """Let the pages' code import the files of this folder (mkdocs undoes changes of sys.path made on import)."""
+    """Let the pages' code import the files of this folder (mkdocs undoes changes of sys.path made
+    on import).
+    """
     sys.path.insert(0, str(Path(__file__).parent))
     import results  # noqa: F401  # the style of all figures, before the first page draws one
 

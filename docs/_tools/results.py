@@ -18,7 +18,9 @@ from matplotlib.figure import Figure
 COLOURS = ("#31688e", "#d1495b", "#66a182", "#edae49", "#7b5ea7")
 INK = "#010203"  # stands for the colour of the page's text
 INKED = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
-plt.rcParams.update({"figure.constrained_layout.use": True, "svg.fonttype": "none", "font.family": "sans-serif"})
+plt.rcParams.update(
+    {"figure.constrained_layout.use": True, "svg.fonttype": "none", "font.family": "sans-serif"}
+)
 plt.rcParams.update({"savefig.transparent": True} | dict.fromkeys(INKED, INK))
 SCRIPTS = Path(__file__).parents[2] / "benchmarks"
 Row = dict[str, Any]
@@ -27,14 +29,19 @@ Panels = dict[str, dict[str, list[tuple[float, float]]]]
 
 
 def svg(figure: Figure, alt: str) -> str:
-    """A figure as inline SVG, in the colours of the page: those of a scheme are in ``assets/site.css``."""
+    """A figure as inline SVG, in the colours of the page: those of a scheme are in
+    ``assets/site.css``.
+    """
     target = io.StringIO()
     figure.savefig(target, format="svg", metadata={"Date": None})
     plt.close(figure)
     drawing = target.getvalue().replace(INK, "currentColor")
     for number, colour in enumerate(COLOURS, 1):
         drawing = drawing.replace(colour, f"var(--plot-{number}, {colour})")
-    return f'<figure class="plot" role="img" aria-label="{alt}">{drawing[drawing.index("<svg") :]}</figure>'
+    return (
+        '<figure class="plot" role="img" '
+        f'aria-label="{alt}">{drawing[drawing.index("<svg") :]}</figure>'
+    )
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -49,9 +56,18 @@ def load(name: str) -> list[Row]:
 
 
 def benchmarks() -> dict[str, list[Row]]:
-    """The committed result of every benchmark that compares numbers with goals; no rows if it has not been run."""
-    names = [path.stem for path in sorted(SCRIPTS.glob("*.py")) if "benchmark(__doc__" in path.read_text()]
-    return {name: load(name) if (SCRIPTS / "results" / f"{name}.json").exists() else [] for name in names}
+    """The committed result of every benchmark that compares numbers with goals; no rows if it has
+    not been run.
+    """
+    names = [
+        path.stem
+        for path in sorted(SCRIPTS.glob("*.py"))
+        if "benchmark(__doc__" in path.read_text()
+    ]
+    return {
+        name: load(name) if (SCRIPTS / "results" / f"{name}.json").exists() else []
+        for name in names
+    }
 
 
 def chosen(rows: Iterable[Row], **wanted: Any) -> list[Row]:
@@ -81,12 +97,17 @@ def pivot(
     cell: Callable[[Rows], str],
     heads: Sequence[str],
 ) -> str:
-    """A table: a line for each ``index``, a column for each ``column``; ``cell`` formats the rows of a cell."""
+    """A table: a line for each ``index``, a column for each ``column``; ``cell`` formats the rows
+    of a cell.
+    """
     cells: dict[tuple[object, ...], dict[object, list[Row]]] = {}
     for row in rows:
         cells.setdefault(tuple(index(row)), {}).setdefault(column(row), []).append(row)
     columns = list(dict.fromkeys(name for line in cells.values() for name in line))
-    lines = [[*key, *(cell(line[name]) if name in line else "" for name in columns)] for key, line in cells.items()]
+    lines = [
+        [*key, *(cell(line[name]) if name in line else "" for name in columns)]
+        for key, line in cells.items()
+    ]
     return table([*heads, *map(str, columns)], lines)
 
 
@@ -101,24 +122,36 @@ def goals(rows: Rows) -> str:
         span = " to ".join(dict.fromkeys(number(pick(values)) for pick in (min, max)))
         count = f"{met} of {len(found)}" if met == len(found) else f"**{met} of {len(found)}**"
         lines.append([metric, peer, goal.replace("<=", "≤").replace(">=", "≥"), count, span])
-    return table(["measured", "compared with", "goal", "met", "found"], lines) if lines else "It has no goals."
+    return (
+        table(["measured", "compared with", "goal", "met", "found"], lines)
+        if lines
+        else "It has no goals."
+    )
 
 
 def section(name: str, rows: Rows) -> str:
-    """The section of one benchmark: its docstring, the command, the goals, and the ratios of its times."""
+    """The section of one benchmark: its docstring, the command, the goals, and the ratios of its
+    times.
+    """
     described = ast.get_docstring(ast.parse((SCRIPTS / f"{name}.py").read_text())) or ""
     command = f"```bash\npython benchmarks/{name}.py --json benchmarks/results/{name}.json\n```"
     parts = [f"## {name}", described.replace("``", "`"), command]
     machines = "; ".join(dict.fromkeys(row["machine"] for row in rows))
-    parts += [goals(rows), f"Measured on: {machines}."] if rows else ["No full run is committed yet."]
+    parts += (
+        [goals(rows), f"Measured on: {machines}."] if rows else ["No full run is committed yet."]
+    )
     timed = [row for row in rows if row["spread"] and row["ratio"]]
     if 0 < len(timed) <= 40:
         parts.append(svg(ratios(timed), f"Ratios of {name} with their quartiles"))
     return "\n\n".join(parts) + "\n"
 
 
-def ratios(rows: Rows, label: Callable[[Row], str] = lambda row: displayed(f"{row['case']}; {row['peer']}")) -> Figure:
-    """Ratios with their quartiles on a logarithmic axis, one below its label for each row; missed goals are red."""
+def ratios(
+    rows: Rows, label: Callable[[Row], str] = lambda row: displayed(f"{row['case']}; {row['peer']}")
+) -> Figure:
+    """Ratios with their quartiles on a logarithmic axis, one below its label for each row; missed
+    goals are red.
+    """
     figure, axis = plt.subplots(figsize=(5.2, 0.9 + 0.34 * len(rows)))
     for at, row in enumerate(rows):
         low, high = row["spread"] or (row["ratio"],) * 2
@@ -137,18 +170,25 @@ def ratios(rows: Rows, label: Callable[[Row], str] = lambda row: displayed(f"{ro
 
 
 def curves(rows: Iterable[Row], pattern: str, labels: Sequence[str] = ()) -> Panels:
-    """Our numbers as :func:`lines` takes them: a pattern of the case has the groups ``panel``, ``label`` and ``x``."""
+    """Our numbers as :func:`lines` takes them: a pattern of the case has the groups ``panel``,
+    ``label`` and ``x``.
+    """
     panels: Panels = {}
     for row in rows:
         found = re.fullmatch(pattern, displayed(row["case"]))
         if found and (not labels or found["label"] in labels):
             points = panels.setdefault(found["panel"], {}).setdefault(found["label"], [])
             points.append((int(found["x"]), row["ours"]))
-    return {panel: {label: sorted(dict(one).items()) for label, one in of.items()} for panel, of in panels.items()}
+    return {
+        panel: {label: sorted(dict(one).items()) for label, one in of.items()}
+        for panel, of in panels.items()
+    }
 
 
 def lines(panels: Panels, x: str, y: str, **axes: Any) -> Figure:
-    """Curves side by side: a panel for each name, a curve for each label, points as (x, y); ``axes`` sets the axes."""
+    """Curves side by side: a panel for each name, a curve for each label, points as (x, y);
+    ``axes`` sets the axes.
+    """
     figure, all_axes = plt.subplots(1, len(panels), figsize=(6.2, 3.2), sharey=True, squeeze=False)
     for axis, (title, curves) in zip(all_axes[0], panels.items(), strict=True):
         for (label, points), colour, mark in zip(curves.items(), COLOURS, "osD^v", strict=False):

@@ -1,7 +1,9 @@
-"""Makes the models of deqseq.load_example: ``python docs/_tools/weights.py parity|parity-unrolled|text [FILE]``.
+"""Makes the models of deqseq.load_example: ``python docs/_tools/weights.py
+parity|parity-unrolled|text [FILE]``.
 
-The models of parity are trained as in tutorials/parity.md, the one of text on a file, in the library 34 plays of
-Shakespeare's. A5 is kept from an earlier recipe: some of its rows do not settle at damping 0.8, which pages use.
+The models of parity are trained as in tutorials/parity.md, the one of text on a file, in the
+library 34 plays of Shakespeare's. A5 is kept from an earlier recipe: some of its rows do not settle
+at damping 0.8, which pages use.
 """
 
 import sys
@@ -27,7 +29,10 @@ PHASES = {
 
 def text_batches(path: str) -> Iterator[dict[str, torch.Tensor]]:
     """Random rows of 128 characters."""
-    data, drawn = torch.tensor(list(Path(path).read_text().encode("ascii", "ignore"))), torch.Generator().manual_seed(0)
+    data, drawn = (
+        torch.tensor(list(Path(path).read_text().encode("ascii", "ignore"))),
+        torch.Generator().manual_seed(0),
+    )
     while True:
         ids = data[torch.randint(len(data) - 128, (24, 1), generator=drawn) + torch.arange(128)]
         yield {"input_ids": ids, "labels": ids}
@@ -48,7 +53,9 @@ def main(name: str, *file: str) -> None:
     for step in trange(steps, mininterval=5):
         progress = step / steps
         curriculum.at(progress).apply(lm.train())
-        optimizer.param_groups[0]["lr"] = lr * min(1.0, (step + 1) / warm_up, last + fall * (1 - progress))
+        optimizer.param_groups[0]["lr"] = lr * min(
+            1.0, (step + 1) / warm_up, last + fall * (1 - progress)
+        )
         loss = lm(**next(batches)).loss
         check_finite(loss, step=step)
         optimizer.zero_grad()

@@ -25,7 +25,9 @@ class TestLoopedLlama(BackboneContract):
 
 @pytest.mark.usefixtures("unchecked")
 class TestLoopedMamba2(BackboneContract):
-    backbone = dq.Looped(contractive_mamba2(n_layers=1), 3, choose=lambda states: states.mean(dim=0))
+    backbone = dq.Looped(
+        contractive_mamba2(n_layers=1), 3, choose=lambda states: states.mean(dim=0)
+    )
 
 
 def states_of(backbone, x, steps, start):
@@ -44,7 +46,9 @@ def test_it_is_the_loop_written_out(make, steps):
     random = dq.RandomStart(0.5, seed=3)
     for start, first in (("input", x), ("zero", torch.zeros_like(x)), (random, random.draw(x))):
         expected = states_of(backbone, x, steps, first)
-        assert torch.equal(dq.ExplicitModel(dq.Looped(backbone, steps, start=start))(x).value, expected[-1])
+        assert torch.equal(
+            dq.ExplicitModel(dq.Looped(backbone, steps, start=start))(x).value, expected[-1]
+        )
     looped, z = dq.Looped(backbone, steps), embedded().flip(2)
     assert torch.equal(looped(z, looped.prepare(x))[0], states_of(backbone, x, steps, z)[-1])
     looped.start = z  # states, which the given one does not replace
@@ -61,7 +65,9 @@ def test_gradients_are_those_of_the_loop_written_out():
         value = dq.ExplicitModel(one)(x).value if states is None else states[1] + states[2]
         (value * weights).sum().backward()
         found.append([value, x.grad, *(p.grad for p in backbone.parameters())])
-    assert all((ours - expected).abs().max() <= 1e-12 for ours, expected in zip(*found, strict=True))
+    assert all(
+        (ours - expected).abs().max() <= 1e-12 for ours, expected in zip(*found, strict=True)
+    )
 
 
 def test_a_module_that_chooses_is_trained_and_saved():
@@ -105,7 +111,9 @@ def test_autocast_keeps_the_dtype_of_the_states():
 @pytest.mark.parametrize("start", ["zero", dq.RandomStart()], ids=["zero", "random"])
 def test_a_loop_that_would_not_see_its_input(start):
     looped = dq.Looped(llama(injection=False), 2, start=start)
-    with pytest.raises(ValueError, match=r'Looped\.start.*without an injection.*injection=True.*start="input"'):
+    with pytest.raises(
+        ValueError, match=r'Looped\.start.*without an injection.*injection=True.*start="input"'
+    ):
         dq.ExplicitModel(looped)(embedded())
     looped.start = embedded()  # states can depend on anything
     assert dq.ExplicitModel(looped)(embedded()).value.shape == (2, 7, 8)
@@ -139,5 +147,8 @@ def test_a_seed_is_not_exported():
     """The exported generator would go on from one call to the next."""
     model = dq.ExplicitModel(dq.Looped(affine(), 2, start=dq.RandomStart(0.5, seed=1)))
     model = Logits(dq.CausalLM(11, model).double().eval())
-    with torch.no_grad(), pytest.raises(ValueError, match=r"RandomStart\.seed must be None in torch\.export"):
+    with (
+        torch.no_grad(),
+        pytest.raises(ValueError, match=r"RandomStart\.seed must be None in torch\.export"),
+    ):
         torch.export.export(model, (torch.tensor([[1, 2, 3, 4]]),), strict=False)

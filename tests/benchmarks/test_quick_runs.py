@@ -9,7 +9,19 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
-KEYS = ["case", "metric", "ours", "peer", "theirs", "ratio", "runs", "spread", "goal", "holds", "machine"]
+KEYS = [
+    "case",
+    "metric",
+    "ours",
+    "peer",
+    "theirs",
+    "ratio",
+    "runs",
+    "spread",
+    "goal",
+    "holds",
+    "machine",
+]
 FAST = ("ssd", "training_sweeps", "sweeps")  # seconds; the others take up to a minute
 SCRIPTS = [
     path.stem if path.stem in FAST else pytest.param(path.stem, marks=pytest.mark.slow)
@@ -22,7 +34,9 @@ SCRIPTS = [
 def test_a_quick_run_writes_its_rows(name, tmp_path):
     target = tmp_path / "rows.json"
     command = [sys.executable, FOLDER / f"{name}.py", "--quick", "--json", target]
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(FOLDER.parent), os.environ.get("PYTHONPATH", "")])}
+    env = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(FOLDER.parent), os.environ.get("PYTHONPATH", "")])
+    }
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stderr[-3000:]
     rows = json.loads(target.read_text())
@@ -36,7 +50,12 @@ def test_a_quick_run_writes_its_rows(name, tmp_path):
             ("plays", "no damping"),
             ("plays", ""),
         ]
-        assert [row["self_iterations"] for row in rows if row["sweep"] == "5 iterations"] == [5, 5, 5, 5]
+        assert [row["self_iterations"] for row in rows if row["sweep"] == "5 iterations"] == [
+            5,
+            5,
+            5,
+            5,
+        ]
     else:
         assert all(list(row) == KEYS for row in rows)
         assert len({(row["case"], row["metric"], row["peer"]) for row in rows}) == len(rows) > 0

@@ -35,9 +35,13 @@ def test_the_numbers_against_both_solves(lm):
     report = check_duality(lm, IDS, sweeps=[dq.Simultaneous(), dq.Chunked(4)], stop=early)
     with torch.no_grad():
         x = lm.eval().embedding(IDS)
-        a, b = (lm.model(x, sweep=one.sweep, stop=early, return_cache=True) for one in report.sweeps)
+        a, b = (
+            lm.model(x, sweep=one.sweep, stop=early, return_cache=True) for one in report.sweeps
+        )
     ours, norms = report.sweeps[1], torch.maximum(a.value.norm(dim=-1), b.value.norm(dim=-1))
-    assert ours.state_difference == pytest.approx(((a.value - b.value).norm(dim=-1) / norms).max().item())
+    assert ours.state_difference == pytest.approx(
+        ((a.value - b.value).norm(dim=-1) / norms).max().item()
+    )
     same = lm.logits(a.value).argmax(dim=-1) == lm.logits(b.value).argmax(dim=-1)
     assert ours.agreement == pytest.approx(same.double().mean().item())
     pairs = zip(a.cache.tensors(), b.cache.tensors(), strict=True)
@@ -51,7 +55,9 @@ def test_disagreement_is_reported(lm):
     report = check_duality(lm, IDS, sweeps=SWEEPS[:4], stop=dq.Stop(rtol=1e-10, max_steps=2))
     assert all(one.converged == 0 for one in report.sweeps)
     assert report.worst > 1e-4
-    assert [line.split()[0] for line in str(report).splitlines()[1:]] == [str(one.sweep) for one in report.sweeps]
+    assert [line.split()[0] for line in str(report).splitlines()[1:]] == [
+        str(one.sweep) for one in report.sweeps
+    ]
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -65,7 +71,9 @@ def test_bad_arguments(lm):
 def test_what_is_not_a_number_is_not_hidden():
     lm = dq.CausalLM(11, dq.ImplicitModel(contractive_mamba2())).double()
     lm.embedding.weight.data[3] = torch.nan
-    report = check_duality(lm, torch.tensor([[1, 2], [4, 3]]), sweeps=[dq.Simultaneous(), dq.Chunked(8)])
+    report = check_duality(
+        lm, torch.tensor([[1, 2], [4, 3]]), sweeps=[dq.Simultaneous(), dq.Chunked(8)]
+    )
     assert torch.tensor(report.worst).isnan()
 
 

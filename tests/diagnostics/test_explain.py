@@ -21,9 +21,13 @@ def solve(f, z0=ONE, solver=dq.Naive(), **options):
 
 
 def turning(z):
-    """Half a turn of an ellipse in 16 iterations: residuals swing with that period, and the last ones fall."""
+    """Half a turn of an ellipse in 16 iterations: residuals swing with that period, and the last
+    ones fall.
+    """
     cos, sin = math.cos(math.pi / 16), math.sin(math.pi / 16)
-    return torch.stack([cos * z[:, 0] - sin / 5 * z[:, 1], 5 * sin * z[:, 0] + cos * z[:, 1]], dim=1)
+    return torch.stack(
+        [cos * z[:, 0] - sin / 5 * z[:, 1], 5 * sin * z[:, 0] + cos * z[:, 1]], dim=1
+    )
 
 
 def settling(z):
@@ -58,43 +62,129 @@ TRIED = "does not fall; the tolerance is 1.0e-06. Adaptive(), Relaxed(damping=0.
 CASES = [
     # cause, map and start, options, finding, remedy
     ("converged", (lambda z: 0.1 * z + 1,), {}, SAME, None),
-    # to 1e-4 both starts converge within 80 iterations, to 1e-5 they do not, and to 1e-2 they are 20 % apart
+    # to 1e-4 both starts converge within 80 iterations, to 1e-5 they do not, and to 1e-2 they are
+    # 20 % apart
     ("converged", (lambda z: 0.9 * z + 1,), {"rtol": 0.1}, SAME, None),
     ("converged", (torch.cos, torch.zeros(3)), {"rtol": 1e-3}, SAME, None),
     # squares that overflow
-    ("converged", (lambda z: z / 2 + 200, torch.zeros(2, 3, dtype=torch.float16)), {"rtol": 1e-3}, SAME, None),
-    ("converged", (lambda z: torch.tanh(z @ WEIGHT),), {"rtol": 1e-3, "atol": 1e-6, "max_steps": 1000}, "", None),
-    # a random start near zero is of the size of a thousandth, and values less than a twentieth apart are one
+    (
+        "converged",
+        (lambda z: z / 2 + 200, torch.zeros(2, 3, dtype=torch.float16)),
+        {"rtol": 1e-3},
+        SAME,
+        None,
+    ),
+    (
+        "converged",
+        (lambda z: torch.tanh(z @ WEIGHT),),
+        {"rtol": 1e-3, "atol": 1e-6, "max_steps": 1000},
+        "",
+        None,
+    ),
+    # a random start near zero is of the size of a thousandth, and values less than a twentieth
+    # apart are one
     ("converged", (basin(0.03), 0 * ONE), {}, "", None),
     ("several fixed points", (basin(1e-5), 0 * ONE), {}, SEVERAL, "start"),
     ("converged", (two_values(0.02),), {}, "", None),
     ("several fixed points", (two_values(0.1),), {}, SEVERAL, "start"),
     ("several fixed points", (lambda z: torch.tanh(3 * z),), {}, SEVERAL, "start"),
-    ("budget", (lambda z: 0.6 * z + 1,), {}, "in 26 iterations; the budget was 20", "Stop(rtol=1e-06, max_steps=32)"),
-    ("budget", (lambda z: 0.6 * z + 1,), {"check_every": 7}, "It converges in 26 iterations", "max_steps=32"),
-    ("budget", (lambda z: 0.93 * z + 1,), {"rtol": 1e-3}, "", f"stop=Stop(max_steps={dq.Stop().max_steps})"),
+    (
+        "budget",
+        (lambda z: 0.6 * z + 1,),
+        {},
+        "in 26 iterations; the budget was 20",
+        "Stop(rtol=1e-06, max_steps=32)",
+    ),
+    (
+        "budget",
+        (lambda z: 0.6 * z + 1,),
+        {"check_every": 7},
+        "It converges in 26 iterations",
+        "max_steps=32",
+    ),
+    (
+        "budget",
+        (lambda z: 0.93 * z + 1,),
+        {"rtol": 1e-3},
+        "",
+        f"stop=Stop(max_steps={dq.Stop().max_steps})",
+    ),
     ("budget", (lambda z: 0.6 * z + 1,), {"norm": Halved()}, "", "Halved"),
-    ("slow convergence", (lambda z: 0.995 * z + 1,), {}, "falls by a factor of 0.9", "solver=Anderson"),
+    (
+        "slow convergence",
+        (lambda z: 0.995 * z + 1,),
+        {},
+        "falls by a factor of 0.9",
+        "solver=Anderson",
+    ),
     *(  # four times the budget is tried, within limits
-        ("slow convergence", (SLOW,), {"rtol": 1e-9, "max_steps": budget}, f"after {tried} iterations", "")
+        (
+            "slow convergence",
+            (SLOW,),
+            {"rtol": 1e-9, "max_steps": budget},
+            f"after {tried} iterations",
+            "",
+        )
         for budget, tried in ((10, 64), (20, 80), (300, 1000), (1500, 1500))
     ),
     ("limit cycle", (lambda z: 3 - z,), {}, "does not fall", SWITCH),
     # less than a thousandth is no fall
     ("limit cycle", (lambda z: 0.9995 * z + 1, 2010 * ONE), {"rtol": 1e-9}, "does not fall", ""),
     # the last two quarters decide: of halves the first, and of eighths the second, would fall
-    ("no fixed point found", (turning, torch.tensor([[1.0, 0.0]]).double()), {}, "does not fall", ""),
+    (
+        "no fixed point found",
+        (turning, torch.tensor([[1.0, 0.0]]).double()),
+        {},
+        "does not fall",
+        "",
+    ),
     ("limit cycle", (settling, torch.tensor([[9.0, 0.0]]).double()), {}, "does not fall", ""),
-    ("limit cycle", (lambda z: 10 - z, torch.tensor([[4.5]], dtype=BFLOAT)), {"rtol": 1e-2}, "", "Adaptive()"),
+    (
+        "limit cycle",
+        (lambda z: 10 - z, torch.tensor([[4.5]], dtype=BFLOAT)),
+        {"rtol": 1e-2},
+        "",
+        "Adaptive()",
+    ),
     ("divergence", (lambda z: 3 - 1.5 * z,), {}, "grows without bound", "solver=Adaptive()"),
-    ("drift", (lambda z: z + 1,), {"rtol": 0.03, "max_steps": 100}, "the state grows: the difference", "normalise its"),
+    (
+        "drift",
+        (lambda z: z + 1,),
+        {"rtol": 0.03, "max_steps": 100},
+        "the state grows: the difference",
+        "normalise its",
+    ),
     ("fixed point zero", (lambda z: z / 2,), {}, "The state tends to zero", "atol=1e-6"),
-    ("random map", (lambda z: 0.5 * z + torch.rand_like(z),), {}, "at the same point differ", "before the solve"),
-    ("map not finite", (lambda z: z * math.nan,), {}, "first value of the map is not finite", "the weights"),
+    (
+        "random map",
+        (lambda z: 0.5 * z + torch.rand_like(z),),
+        {},
+        "at the same point differ",
+        "before the solve",
+    ),
+    (
+        "map not finite",
+        (lambda z: z * math.nan,),
+        {},
+        "first value of the map is not finite",
+        "the weights",
+    ),
     ("no fixed point found", (JUMPS,), {}, TRIED, "make the map contract"),
     # 32 times the machine epsilon, or 4 times that of bfloat16, and a little more or less
-    ("precision", bits(torch.float32, 2e-6), {"rtol": 1e-9}, "the precision of torch.float32", "wider dtype"),
-    ("precision", bits(BFLOAT, 2**-6), {"rtol": 1e-9}, "the precision of torch.bfloat16", "wider dtype"),
+    (
+        "precision",
+        bits(torch.float32, 2e-6),
+        {"rtol": 1e-9},
+        "the precision of torch.float32",
+        "wider dtype",
+    ),
+    (
+        "precision",
+        bits(BFLOAT, 2**-6),
+        {"rtol": 1e-9},
+        "the precision of torch.bfloat16",
+        "wider dtype",
+    ),
     ("no fixed point found", bits(torch.float32, 1e-5), {"rtol": 1e-9}, "", ""),
     ("no fixed point found", bits(BFLOAT, 2**-4), {"rtol": 1e-9}, "", ""),
 ]
@@ -108,7 +198,11 @@ def test_the_cause_and_the_remedy_are_named(cause, problem, options, finding, re
     rows = len(solution.status)
     assert explanation.causes == (cause,) * rows
     assert finding in explanation.findings[cause]
-    assert cause not in explanation.remedies if remedy is None else remedy in explanation.remedies[cause]
+    assert (
+        cause not in explanation.remedies
+        if remedy is None
+        else remedy in explanation.remedies[cause]
+    )
     assert str(explanation).startswith(f"{f'all {rows} rows' if rows > 1 else 'row 0'}: {cause}. ")
 
 
@@ -116,7 +210,9 @@ def test_the_predicted_number_of_iterations_of_a_slow_contraction_is_right():
     slope, offset = torch.tensor([[0.97, 0.0], [0.3, 100.0]], dtype=torch.float64)
     explanation = solve(lambda z: slope * z + offset, rtol=1e-7).explain()
     predicted = int(explanation.findings["slow convergence"].split("at least ")[1].split()[0])
-    (budget,) = re.findall(r"or give more iterations: stop=Stop\(rtol=1e-07, max_steps=(\d+)\)", str(explanation))
+    (budget,) = re.findall(
+        r"or give more iterations: stop=Stop\(rtol=1e-07, max_steps=(\d+)\)", str(explanation)
+    )
     longer = solve(lambda z: slope * z + offset, rtol=1e-7, max_steps=int(budget))
     assert longer.converged.all()
     assert math.isclose(predicted, longer.stats.iterations[0].item(), rel_tol=0.02)
@@ -128,11 +224,18 @@ def test_without_a_tolerance_nothing_converges():
     explanation = few.explain()
     assert explanation.causes == ("no tolerance",) * 3
     assert "stop=Stop(rtol=1e-3)" in explanation.remedies["no tolerance"]
-    assert f"4 iterations, whatever the residual: it is {few.stats.residual.max():.1e} or less" in str(explanation)
+    assert (
+        f"4 iterations, whatever the residual: it is {few.stats.residual.max():.1e} or less"
+        in str(explanation)
+    )
     # a residual of zero is within any tolerance, and what diverges does so anyway
-    explanation = dq.solve(lambda z: 1 + f * z, ONE, solver=dq.Naive(), stop=dq.Stop.exactly(400)).explain()
+    explanation = dq.solve(
+        lambda z: 1 + f * z, ONE, solver=dq.Naive(), stop=dq.Stop.exactly(400)
+    ).explain()
     assert explanation.causes == ("converged", "converged", "divergence")
-    assert re.search(r"stop=Stop\(rtol=0\.0001, max_steps=\d+\)", explanation.remedies["divergence"])
+    assert re.search(
+        r"stop=Stop\(rtol=0\.0001, max_steps=\d+\)", explanation.remedies["divergence"]
+    )
 
 
 def test_rows_of_several_causes_are_named_apart_and_eight_of_each():
@@ -159,7 +262,10 @@ def test_outputs_of_models_explain_themselves_under_a_cache_and_padding(lm, swee
     stop = dq.Stop(rtol=1e-9, max_steps=3)
     with pytest.warns(dq.ConvergenceWarning, match="2 of 2 rows did not converge"):
         output = lm(ids, mask=mask, cache=start.cache, stop=stop, sweep=sweep)
-    assert output.explain().causes in (("budget", "budget"), ("slow convergence", "slow convergence"))
+    assert output.explain().causes in (
+        ("budget", "budget"),
+        ("slow convergence", "slow convergence"),
+    )
     fine = lm(ids, mask=mask, stop=dq.Stop(rtol=1e-6, max_steps=500), sweep=sweep)
     assert fine.explain().causes == ("converged",) * 2
 
@@ -201,7 +307,11 @@ def test_a_model_warns_once_where_rows_could_converge_and_explaining_does_not(lm
 
 def test_copies_some_rows_and_explicit_outputs_cannot_be_explained():
     solution = solve(torch.cos)
-    for other in (pickle.loads(pickle.dumps(solution)), copy.deepcopy(solution), dq.take(solution, torch.arange(3))):
+    for other in (
+        pickle.loads(pickle.dumps(solution)),
+        copy.deepcopy(solution),
+        dq.take(solution, torch.arange(3)),
+    ):
         assert torch.equal(other.value, solution.value)
         with pytest.raises(ValueError, match=r"whole solve.*rows of one, or a copy"):
             other.explain()
@@ -238,7 +348,9 @@ def test_rows_that_failed_are_told_why_and_not_that_there_are_other_fixed_points
 
 @pytest.mark.parametrize("budget", [1, 100])
 def test_no_random_numbers_of_the_caller_are_changed(monkeypatch, budget):
-    output = dq.ImplicitModel(dq.Affine(4), dq.SolveConfig(stop=dq.Stop(max_steps=budget)))(torch.ones(1, 2, 4))
+    output = dq.ImplicitModel(dq.Affine(4), dq.SolveConfig(stop=dq.Stop(max_steps=budget)))(
+        torch.ones(1, 2, 4)
+    )
     monkeypatch.setattr(torch, "manual_seed", lambda _: pytest.fail("seeds every device"))
     before = torch.get_rng_state()
     output.explain()
@@ -260,7 +372,9 @@ class Scalar(dq.Backbone):
 
 
 def test_a_model_is_explained_in_the_mode_of_its_solve():
-    """Dropout within the map: a random map in training mode, and the caller's mode and random numbers are kept."""
+    """Dropout within the map: a random map in training mode, and the caller's mode and random
+    numbers are kept.
+    """
     torch.manual_seed(0)
     model = dq.ImplicitModel(Scalar(torch.tensor(-0.3), dropout=0.3)).train()
     x = torch.ones(2, 4, 1)
@@ -279,17 +393,23 @@ def test_weights_that_changed_since_are_told():
     assert explanation.causes == ("changed since",) * 2
     assert "The same solve now gives another value" in str(explanation)
     model.double()
-    with pytest.raises(ValueError, match=r"as it is now: torch\.float64; the solve was in torch\.float32"):
+    with pytest.raises(
+        ValueError, match=r"as it is now: torch\.float64; the solve was in torch\.float32"
+    ):
         outputs[1].explain()
 
 
 @pytest.mark.parametrize("entry", ["function", "model"])
 def test_phantom_steps_that_leave_the_tolerance_are_told(entry):
-    """f(z) = 4 - 3 z expands: Anderson finds 1, and each damped step of the estimator triples the error and more."""
+    """f(z) = 4 - 3 z expands: Anderson finds 1, and each damped step of the estimator triples the
+    error and more.
+    """
     rate = torch.nn.Parameter(torch.tensor(-3.0))
     phantom, stop = dq.Phantom(steps=12, damping=1.0), dq.Stop(rtol=1e-3)
     if entry == "function":
-        solved = dq.fixed_point(lambda z: rate * z + 4 + z.sin() / 50, torch.zeros(1, 1), stop=stop, gradient=phantom)
+        solved = dq.fixed_point(
+            lambda z: rate * z + 4 + z.sin() / 50, torch.zeros(1, 1), stop=stop, gradient=phantom
+        )
     else:
         config = dq.SolveConfig(solver=dq.Anderson(), stop=stop, gradient=phantom)
         solved = dq.ImplicitModel(Scalar(rate), config).train()(torch.ones(1, 1, 1))
@@ -307,7 +427,9 @@ def test_half_precision_is_the_cause_wherever_the_question_is_asked(entry, outsi
     weight = 0.9 * torch.linalg.qr(torch.randn(4, 4, generator=torch.Generator().manual_seed(0))).Q
     with torch.autocast("cpu", dtype=BFLOAT):
         if entry == "solve":
-            outcome = dq.solve(lambda z: torch.tanh(z @ weight + x), x, solver=dq.Naive(), stop=stop)
+            outcome = dq.solve(
+                lambda z: torch.tanh(z @ weight + x), x, solver=dq.Naive(), stop=stop
+            )
         else:
             ids = torch.randint(64, (3, 18), generator=torch.Generator().manual_seed(0))
             outcome = dq.load_example("text")(ids, stop=dq.Stop(rtol=1e-3, max_steps=40))
@@ -318,15 +440,23 @@ def test_half_precision_is_the_cause_wherever_the_question_is_asked(entry, outsi
 
 def test_a_solve_in_full_precision_is_explained_in_it_under_autocast():
     x, stop = torch.linspace(-1, 1, 8).view(2, 4), dq.Stop(rtol=1e-6, max_steps=8)
-    outcome = dq.solve(lambda z: torch.tanh(z @ (0.9 * torch.eye(4)) + x), x, solver=dq.Naive(), stop=stop)
+    outcome = dq.solve(
+        lambda z: torch.tanh(z @ (0.9 * torch.eye(4)) + x), x, solver=dq.Naive(), stop=stop
+    )
     with torch.autocast("cpu", dtype=BFLOAT):
         inside = str(outcome.explain())
     assert inside == str(outcome.explain()) and "budget" in inside
 
 
-@pytest.mark.parametrize("solver", [dq.Naive(), dq.Adaptive(), dq.Anderson(), dq.Broyden()], ids=str)
+@pytest.mark.parametrize(
+    "solver", [dq.Naive(), dq.Adaptive(), dq.Anderson(), dq.Broyden()], ids=str
+)
 def test_a_residual_that_falls_because_the_state_grows_is_drift(solver):
-    """Of z + 1 the difference is 1 for ever; of a slow contraction it falls, as slowly as the residual."""
-    assert dq.solve(lambda z: z + 1, torch.zeros(1, 1), solver=solver, stop=dq.Stop()).explain().causes == ("drift",)
+    """Of z + 1 the difference is 1 for ever; of a slow contraction it falls, as slowly as the
+    residual.
+    """
+    assert dq.solve(
+        lambda z: z + 1, torch.zeros(1, 1), solver=solver, stop=dq.Stop()
+    ).explain().causes == ("drift",)
     slow = dq.solve(lambda z: 0.998 * z + 1, torch.zeros(1, 1), solver=dq.Naive(), stop=dq.Stop())
     assert slow.explain().causes == ("slow convergence",)

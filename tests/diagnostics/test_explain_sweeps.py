@@ -13,7 +13,9 @@ def test_a_slow_map_disagrees_at_a_loose_tolerance():
         backbone.A.copy_(0.97 * torch.eye(4))
         backbone.R.copy_(0.02 * torch.eye(4))
     stop = dq.Stop(rtol=1e-2, max_steps=2000)
-    output = dq.ImplicitModel(backbone, dq.SolveConfig(dq.Naive(), stop)).eval()(torch.randn(2, 12, 4))
+    output = dq.ImplicitModel(backbone, dq.SolveConfig(dq.Naive(), stop)).eval()(
+        torch.randn(2, 12, 4)
+    )
     assert output.converged.all()
     explanation = output.explain()
     assert explanation.causes == ("loose tolerance",) * 2
@@ -21,7 +23,9 @@ def test_a_slow_map_disagrees_at_a_loose_tolerance():
 
 
 class Bistable(dq.Affine):
-    """f(z)_t = tanh(3 z_t + z_{t-1} - x_t) after z_{-1} = 1: what is found depends on which token moves first."""
+    """f(z)_t = tanh(3 z_t + z_{t-1} - x_t) after z_{-1} = 1: what is found depends on which token
+    moves first.
+    """
 
     def forward(self, z, inputs, cache=None, *, need_aux=False):
         first = torch.ones_like(z[:, :1]) if cache is None else cache.previous[:, None]
@@ -37,7 +41,9 @@ def test_sweeps_that_find_other_fixed_points():
     for used, other in ((dq.Simultaneous(), dq.Sliding(8)), (dq.Sequential(), dq.Simultaneous())):
         explanation = model(x, sweep=used).explain()
         assert explanation.causes == ("several fixed points", "converged")
-        assert f"At a tolerance of 1e-05, {used} and {other} converge to different values" in str(explanation)
+        assert f"At a tolerance of 1e-05, {used} and {other} converge to different values" in str(
+            explanation
+        )
 
 
 def test_tokens_that_converge_one_after_another_are_not_called_stuck():
@@ -48,7 +54,11 @@ def test_tokens_that_converge_one_after_another_are_not_called_stuck():
     explanation = output.explain()
     assert explanation.causes == ("budget", "budget")
     finding = explanation.findings["budget"]
-    assert (told := re.match(r"From left to right, (\d+) of 400 tokens have converged after 256 iterations", finding))
+    assert (
+        told := re.match(
+            r"From left to right, (\d+) of 400 tokens have converged after 256 iterations", finding
+        )
+    )
     longer = lm(bits, stop=dq.Stop(rtol=1e-2, max_steps=256))
     passed = longer.stats.residual[0] <= 1e-2
     assert int(told[1]) == passed.tolist().index(False) < 400
@@ -57,8 +67,13 @@ def test_tokens_that_converge_one_after_another_are_not_called_stuck():
 
 
 def test_the_remedy_holds_for_rows_that_converge_within_the_longer_budget_and_for_the_others():
-    """The longer solve ends with the first rows; the iterations that they took would not be enough for the others."""
-    lm, bits = dq.load_example("parity"), torch.randint(2, (16, 96), generator=torch.Generator().manual_seed(0))
+    """The longer solve ends with the first rows; the iterations that they took would not be enough
+    for the others.
+    """
+    lm, bits = (
+        dq.load_example("parity"),
+        torch.randint(2, (16, 96), generator=torch.Generator().manual_seed(0)),
+    )
     output = lm(bits, stop=dq.Stop(rtol=0.03, max_steps=32))
     longer = lm(bits, stop=dq.Stop(rtol=0.03, max_steps=128)).converged
     assert longer.any() and not longer.all()

@@ -14,7 +14,9 @@ from deqseq.diagnostics import check_duality, model_spectral_radius
 IDS = torch.randint(0, 11, (3, 6), generator=torch.Generator().manual_seed(0))
 MASK = torch.arange(6) < torch.tensor([6, 4, 2])[:, None]
 
-every_diagnostic = pytest.mark.parametrize("diagnose", [check_duality, model_spectral_radius], ids=lambda f: f.__name__)
+every_diagnostic = pytest.mark.parametrize(
+    "diagnose", [check_duality, model_spectral_radius], ids=lambda f: f.__name__
+)
 
 
 @every_diagnostic
@@ -47,5 +49,11 @@ def test_inference_mode_makes_no_difference(diagnose):
 
 
 def test_the_core_alone_imports_it():
-    code = "import sys, deqseq.diagnostics; print([m for m in ('matplotlib', 'torchdeq') if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
+    code = (
+        "import sys, deqseq.diagnostics; print([m for m in ('matplotlib', "
+        "'torchdeq') if m in sys.modules])"
+    )
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip()
+        == "[]"
+    )

@@ -23,7 +23,9 @@ def rotation(angle, size):
 def test_dense_matrices_of_each_row():
     W = torch.randn(4, 12, 12, generator=seeded(1), dtype=torch.float64)
     z = torch.randn(4, 3, 4, generator=seeded(2), dtype=torch.float64)
-    report = spectral_radius(lambda z: torch.einsum("bij,bj->bi", W, z.flatten(1)).reshape(z.shape), z, products=50)
+    report = spectral_radius(
+        lambda z: torch.einsum("bij,bj->bi", W, z.flatten(1)).reshape(z.shape), z, products=50
+    )
     exact = torch.linalg.eigvals(W).abs().amax(dim=1)
     assert report.eigenvalues.shape == (4, 12)
     assert torch.allclose(report.radius, exact, rtol=1e-9)
@@ -34,9 +36,13 @@ def test_dense_matrices_of_each_row():
 def test_complex_pairs_among_many_smaller_eigenvalues(angle):
     others = torch.linspace(-0.6, 0.6, 58, dtype=torch.float64)
     matrix = torch.block_diag(rotation(angle, 0.9), symmetric(others))
-    report = spectral_radius(lambda z: z @ matrix.T, torch.zeros(3, 60, dtype=torch.float64), products=32)
+    report = spectral_radius(
+        lambda z: z @ matrix.T, torch.zeros(3, 60, dtype=torch.float64), products=32
+    )
     damped = abs(0.5 + 0.45 * torch.polar(torch.tensor(1.0), torch.tensor(angle)))
-    assert torch.allclose(report.damped(0.5).double(), damped.double().clamp_min(0.8).expand(3), rtol=1e-3)
+    assert torch.allclose(
+        report.damped(0.5).double(), damped.double().clamp_min(0.8).expand(3), rtol=1e-3
+    )
     assert torch.allclose(report.radius, torch.full((3,), 0.9, dtype=torch.float64), rtol=1e-5)
     assert (report.backward_error < 1e-3).all()
 
@@ -44,7 +50,9 @@ def test_complex_pairs_among_many_smaller_eigenvalues(angle):
 def test_too_few_products_show_in_the_error():
     matrix = symmetric(torch.linspace(-0.9, 0.9, 200, dtype=torch.float64))
     few, many = (
-        spectral_radius(lambda z: z @ matrix, torch.zeros(1, 200, dtype=torch.float64), products=products)
+        spectral_radius(
+            lambda z: z @ matrix, torch.zeros(1, 200, dtype=torch.float64), products=products
+        )
         for products in (3, 200)
     )
     assert 0.9 - few.radius.item() > 0.01
@@ -62,7 +70,9 @@ def test_token_blocks_against_the_dense_jacobian(make):
     by_cache = model_spectral_radius(lm, IDS)
     for row in range(2):
         inputs = backbone.prepare(x[row : row + 1])
-        dense = torch.autograd.functional.jacobian(lambda z, inputs=inputs: backbone(z, inputs)[0], z[row : row + 1])
+        dense = torch.autograd.functional.jacobian(
+            lambda z, inputs=inputs: backbone(z, inputs)[0], z[row : row + 1]
+        )
         dense = dense[0, :, :, 0].reshape(40, 40)
         blocks = torch.stack([dense[8 * t : 8 * t + 8, 8 * t : 8 * t + 8] for t in range(5)])
         exact = torch.linalg.eigvals(blocks).abs().amax(dim=1)
@@ -97,9 +107,13 @@ def test_a_model_padded_on_either_side(make):
 
 def test_a_point_that_is_no_fixed_point_is_labelled():
     lm = language_model(contractive_mamba2(), stop=TIGHT)
-    solved, early = (model_spectral_radius(lm, IDS, stop=dq.Stop(rtol=1e-9, max_steps=n)) for n in (300, 1))
+    solved, early = (
+        model_spectral_radius(lm, IDS, stop=dq.Stop(rtol=1e-9, max_steps=n)) for n in (300, 1)
+    )
     assert solved.at_fixed_point.all() and str(solved).count("yes") == 2
-    assert not early.at_fixed_point.any() and str(early).count("no\n") + str(early).endswith("no") == 2
+    assert (
+        not early.at_fixed_point.any() and str(early).count("no\n") + str(early).endswith("no") == 2
+    )
 
 
 def test_rows_that_are_not_finite_leave_others_alone():

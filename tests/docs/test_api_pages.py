@@ -1,8 +1,9 @@
 """Every public name stands on one page of the API, and its docstring says what no linter checks.
 
-Ruff (D415, D417) checks summaries and the ``Args`` of functions; the site's strict build, links and unknown names.
-Checked here, on the source as griffe reads it: parameters of classes and methods, fields of records, shapes of tensors,
-exceptions that a body raises by name, and an example that runs.
+Ruff (D415, D417) checks summaries and the ``Args`` of functions; the site's strict build, links and
+unknown names. Checked here, on the source as griffe reads it: parameters of classes and methods,
+fields of records, shapes of tensors, exceptions that a body raises by name, and an example that
+runs.
 """
 
 import ast
@@ -19,9 +20,12 @@ PAGES = [page.read_text() for page in sorted((ROOT / "docs" / "api").glob("*.md"
 LISTED = [name for page in PAGES for name in re.findall(r"^::: (\S+)$", page, flags=re.MULTILINE)]
 PACKAGE = griffe.load("deqseq", search_paths=[ROOT], docstring_parser="google")
 EXCEPTIONS = {  # faults that are none, as patterns, and why
-    r"\.(ImplicitCache|SolvedLM|CurriculumCallback)\.\w+: `": "another library calls these methods and documents them",
-    r"\.Deqseq\w+\.(\w+_pretrained|from_dict|register_for_auto_class|set_attn_implementation): `": "see transformers",
-    r"\.Deqseq\w+\.(get_expanded_tied_weights_keys|init_continuous_batching|prepare_inputs_\w+): `": "see transformers",
+    r"\.(ImplicitCache|SolvedLM|CurriculumCallback)\.\w+: `": (
+        "another library calls these methods and documents them"
+    ),
+    r"\.Deqseq\w+\.(\w+_pretrained|from_dict|register_for_auto_class): `": "see transformers",
+    r"\.Deqseq\w+\.(set_attn_implementation|init_continuous_batching): `": "see transformers",
+    r"\.Deqseq\w+\.(get_expanded_tied_weights_keys|prepare_inputs_\w+): `": "see transformers",
     r"\.Deqseq\w+: `unknown`": "collects misspelt names for the error",
     r"\.(distances|passes|bound|limit|sound|begin|attach_to): ": "called by the library alone",
     r"\.testing\.\w+\.\w+Contract\.": "its methods are the tests themselves",
@@ -51,8 +55,16 @@ TENSORS = {  # names of tensor types, such as State
 
 
 def raised(function: griffe.Object) -> set[str]:
-    calls = [node.exc for node in ast.walk(ast.parse(dedent(function.source))) if isinstance(node, ast.Raise)]
-    names = {call.func.id for call in calls if isinstance(call, ast.Call) and isinstance(call.func, ast.Name)}
+    calls = [
+        node.exc
+        for node in ast.walk(ast.parse(dedent(function.source)))
+        if isinstance(node, ast.Raise)
+    ]
+    names = {
+        call.func.id
+        for call in calls
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name)
+    }
     return {name for name in names - {"NotImplementedError", "AssertionError"} if name[0] != "_"}
 
 
@@ -63,37 +75,71 @@ def faults(entry: griffe.Object, inherited: tuple[griffe.Object, ...] = ()) -> I
         yield from [] if docs else [f"{entry.path}: no docstring"]
         return
     prose = "\n".join(doc.value for doc in docs)
-    lists = [part for doc in docs for part in doc.parsed if part.kind.value in ("parameters", "attributes")]
-    said = {name.strip(" *"): item.description for one in lists for item in one.value for name in item.name.split(",")}
-    is_error, is_method = entry.path.endswith(("Error", "Warning")), entry.is_function and entry.parent.is_class
+    lists = [
+        part
+        for doc in docs
+        for part in doc.parsed
+        if part.kind.value in ("parameters", "attributes")
+    ]
+    said = {
+        name.strip(" *"): item.description
+        for one in lists
+        for item in one.value
+        for name in item.name.split(",")
+    }
+    is_error, is_method = (
+        entry.path.endswith(("Error", "Warning")),
+        entry.is_function and entry.parent.is_class,
+    )
     for parameter in () if is_error else entry.parameters:
         name, kinds = parameter.name.strip("*"), str(parameter.annotation).split(" | ")
         text = said.get(name) or (prose if is_method and f"`{name}`" in prose else None)
         if text is None and name not in ("self", "cls") and name[0] != "_":
             yield f"{entry.path}: `{name}` is not described"
-        if text and any(re.match(TENSOR, kind) or kind in TENSORS for kind in kinds) and "`(" not in text:
+        if (
+            text
+            and any(re.match(TENSOR, kind) or kind in TENSORS for kind in kinds)
+            and "`(" not in text
+        ):
             yield f"{entry.path}: `{name}` has no shape"
-    methods = [one for one in entry.functions.values() if not one.is_alias] if entry.is_class else []
+    methods = (
+        [one for one in entry.functions.values() if not one.is_alias] if entry.is_class else []
+    )
     public, built = [one for one in methods if one.name[0] != "_"], ("__init__", "__post_init__")
     makers = [entry] if entry.is_function else [one for one in methods if one.name in built]
-    yield from (f"{entry.path}: {name} is not listed" for one in makers for name in raised(one) if name not in prose)
+    yield from (
+        f"{entry.path}: {name} is not listed"
+        for one in makers
+        for name in raised(one)
+        if name not in prose
+    )
     examples = [one for one in (entry, *public) if one.docstring and ">>> " in one.docstring.value]
     record = [one.kind.value for one in lists] == ["attributes"]  # made by the library alone
     yield from [] if is_method or is_error or record or examples else [f"{entry.path}: no example"]
     for one in public:
-        yield from faults(one, tuple(base[one.name] for base in entry.mro() if one.name in base.members))
+        yield from faults(
+            one, tuple(base[one.name] for base in entry.mro() if one.name in base.members)
+        )
 
 
 def test_every_public_name_is_on_one_page():
     assert sorted({name for name in LISTED if LISTED.count(name) > 1}) == []
-    exported = [target(f"{module.path}.{name}") for module in modules(PACKAGE) for name in module.exports or ()]
+    exported = [
+        target(f"{module.path}.{name}")
+        for module in modules(PACKAGE)
+        for name in module.exports or ()
+    ]
     files = [module for module in PACKAGE["integrations"].modules.values() if not module.exports]
     defined = [one for file in files for one in (*file.classes.values(), *file.functions.values())]
     exported += [one for one in defined if not one.is_alias and one.name[0] != "_"]
     listed = {target(name).path for name in LISTED}
-    assert sorted({one.path for one in exported if not one.is_module and one.path not in listed}) == []
+    assert (
+        sorted({one.path for one in exported if not one.is_module and one.path not in listed}) == []
+    )
 
 
 @pytest.mark.parametrize("name", LISTED)
 def test_the_docstring_says_all_it_must(name):
-    assert [one for one in faults(target(name)) if not any(re.search(each, one) for each in EXCEPTIONS)] == []
+    assert [
+        one for one in faults(target(name)) if not any(re.search(each, one) for each in EXCEPTIONS)
+    ] == []

@@ -1,4 +1,6 @@
-"""What a page shows runs when a reader copies it; links, named files, images and examples lead somewhere."""
+"""What a page shows runs when a reader copies it; links, named files, images and examples lead
+somewhere.
+"""
 
 import os
 import re
@@ -13,7 +15,9 @@ import yaml
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = [*sorted(DOCS.rglob("*.md")), *sorted(ROOT.glob("*.md"))]
-FENCE = re.compile(r"^(?P<indent> *)```python(?P<options>.*)\n(?P<code>(?:.*\n)*?)(?P=indent)```$", re.MULTILINE)
+FENCE = re.compile(
+    r"^(?P<indent> *)```python(?P<options>.*)\n(?P<code>(?:.*\n)*?)(?P=indent)```$", re.MULTILINE
+)
 HIDE = "# markdown-exec: hide"  # at the end of a line that the site runs and does not show
 FRAGMENT = 'title="needs a download"'  # in the options of a fence that does not run here
 FRAGMENTS = {"released_models.md": 3}  # by page; on all others there are none
@@ -22,7 +26,10 @@ FRAGMENTS = {"released_models.md": 3}  # by page; on all others there are none
 def fences(text: str) -> list[tuple[str, list[str]]]:
     """The Python fences of a page: options and lines, without their indentation."""
     found = FENCE.findall(text)
-    return [(options, [line.removeprefix(indent) for line in code.splitlines()]) for indent, options, code in found]
+    return [
+        (options, [line.removeprefix(indent) for line in code.splitlines()])
+        for indent, options, code in found
+    ]
 
 
 def is_hidden(options: str) -> bool:
@@ -32,28 +39,48 @@ def is_hidden(options: str) -> bool:
 
 def copied(page: Path) -> str:
     """What a reader copies from a page: the code of all fences that are shown, except fragments."""
-    shown = [lines for options, lines in fences(page.read_text()) if not is_hidden(options) and FRAGMENT not in options]
+    shown = [
+        lines
+        for options, lines in fences(page.read_text())
+        if not is_hidden(options) and FRAGMENT not in options
+    ]
     return "\n".join(line for lines in shown for line in [*lines, ""] if not line.endswith(HIDE))
 
 
 def only_shown(page: Path) -> bool:
-    """Whether a page has code that nobody runs: the site runs its own, and another test that of the README."""
-    shown = [options for options, _ in fences(page.read_text()) if "exec=" not in options and FRAGMENT not in options]
-    return bool(shown) and page.parent != ROOT and page.stem != "several_gpus"  # it has a test of its own
+    """Whether a page has code that nobody runs: the site runs its own, and another test that of the
+    README.
+    """
+    shown = [
+        options
+        for options, _ in fences(page.read_text())
+        if "exec=" not in options and FRAGMENT not in options
+    ]
+    return (
+        bool(shown) and page.parent != ROOT and page.stem != "several_gpus"
+    )  # it has a test of its own
 
 
 def run(page: Path, folder: Path, *launcher: str) -> str:
     """What the copied code prints, run in an empty folder."""
     (folder / "copied.py").write_text(copied(page))
-    outside = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"MPLBACKEND": "agg"}
+    outside = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {
+        "MPLBACKEND": "agg"
+    }
     done = subprocess.run(
-        [sys.executable, *launcher, "copied.py"], cwd=folder, env=outside, capture_output=True, text=True
+        [sys.executable, *launcher, "copied.py"],
+        cwd=folder,
+        env=outside,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if only_shown(page)], ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if only_shown(page)], ids=lambda page: page.stem
+)
 def test_what_a_reader_copies_runs(page, tmp_path):
     run(page, tmp_path)
 
@@ -61,26 +88,45 @@ def test_what_a_reader_copies_runs(page, tmp_path):
 @pytest.mark.slow
 def test_the_script_for_several_gpus_runs_in_two_processes(tmp_path):
     page = DOCS / "guides" / "several_gpus.md"
-    printed = run(page, tmp_path, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+    printed = run(
+        page, tmp_path, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"
+    )
     assert printed.count("step 120: loss 0.0") == 1  # only by the first process, of the mean
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if copied(page)], ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if copied(page)], ids=lambda page: page.stem
+)
 def test_what_a_reader_copies_defines_its_names(page):
-    check = [sys.executable, "-m", "ruff", "check", "--isolated", "--no-cache", "--select=E9,F821,F401", "-"]
+    check = [
+        sys.executable,
+        "-m",
+        "ruff",
+        "check",
+        "--isolated",
+        "--no-cache",
+        "--select=E9,F821,F401",
+        "-",
+    ]
     done = subprocess.run(check, input=copied(page), capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 
 
 def test_fragments_are_few():
-    counts = {page.name: sum(FRAGMENT in options for options, _ in fences(page.read_text())) for page in PAGES}
+    counts = {
+        page.name: sum(FRAGMENT in options for options, _ in fences(page.read_text()))
+        for page in PAGES
+    }
     assert {name: count for name, count in counts.items() if count} == FRAGMENTS
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_nothing_is_trained_in_hiding(page):
     hidden = [
-        line for options, lines in fences(page.read_text()) for line in lines if is_hidden(options) or HIDE in line
+        line
+        for options, lines in fences(page.read_text())
+        for line in lines
+        if is_hidden(options) or HIDE in line
     ]
     assert not re.search(r"backward\(|optim", "\n".join(hidden))
 
@@ -96,23 +142,31 @@ def test_links_lead_somewhere(page):
 
 def test_the_tests_that_a_page_names_exist():
     named = {name for page in PAGES for name in re.findall(r"`(test_\w+)`", page.read_text())}
-    assert named and {name for name in named if not [*(ROOT / "tests").rglob(f"{name}.py")]} == set()
+    assert (
+        named and {name for name in named if not [*(ROOT / "tests").rglob(f"{name}.py")]} == set()
+    )
 
 
 def pages_of(node: object) -> Iterator[str]:
     """The pages that a part of the navigation names."""
     parts = node if isinstance(node, list) else node.values() if isinstance(node, dict) else ()
-    yield from [node] if isinstance(node, str) else (page for part in parts for page in pages_of(part))
+    yield from (
+        [node] if isinstance(node, str) else (page for part in parts for page in pages_of(part))
+    )
 
 
 NAVIGATION = {*pages_of(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])}
-SCRIPTS = [path.stem for path in sorted((ROOT / "examples").glob("*.py")) if "__main__" in path.read_text()]
+SCRIPTS = [
+    path.stem for path in sorted((ROOT / "examples").glob("*.py")) if "__main__" in path.read_text()
+]
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_an_example_has_a_page_and_an_entry(name):
     assert any(f"python examples/{name}.py" in (DOCS / page).read_text() for page in NAVIGATION)
-    assert re.search(rf"examples/{name}\.py|\({name}\.md\)", (DOCS / "examples" / "index.md").read_text())
+    assert re.search(
+        rf"examples/{name}\.py|\({name}\.md\)", (DOCS / "examples" / "index.md").read_text()
+    )
 
 
 def test_no_page_is_about_an_example_that_is_gone():

@@ -1,4 +1,6 @@
-"""The README's code runs and prints what is below it; its commands, figures and numbers are true."""
+"""The README's code runs and prints what is below it; its commands, figures and numbers
+are true.
+"""
 
 import json
 import re
@@ -42,7 +44,9 @@ def test_the_code_runs_in_order(capsys, tmp_path, monkeypatch):
     assert all(p.grad is not None for p in names["looped"].model.parameters())
     one = names["dq"].Stop.exactly(1)
     theirs = names["pretrained"].eval()(bits).logits
-    torch.testing.assert_close(names["looped"].eval()(bits, stop=one).logits, theirs, atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        names["looped"].eval()(bits, stop=one).logits, theirs, atol=1e-4, rtol=0
+    )
 
 
 def test_there_are_two_set_up_commands():
@@ -55,7 +59,11 @@ def test_there_are_two_set_up_commands():
 
 def test_the_main_result_is_that_of_the_committed_file():
     rows = json.loads((ROOT / "benchmarks" / "results" / "state_tracking.json").read_text())
-    scores = {(row["model"], row["sweep"], row["length"]): row["accuracy"] for row in rows if row["group"] == "Z2"}
+    scores = {
+        (row["model"], row["sweep"], row["length"]): row["accuracy"]
+        for row in rows
+        if row["group"] == "Z2"
+    }
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in README.splitlines()]
     (lengths,) = (line[1:] for line in lines if line[:1] == ["tokens"])
     shown = {line[0]: line[1:] for line in lines if line and line[0] in MODELS}
@@ -70,7 +78,10 @@ def test_a_drawing_differs_between_light_and_dark_pages_only_in_its_colours(name
     light, dark = ((IMAGES / f"{name}{kind}.svg").read_text() for kind in ("", "-dark"))
     assert light != dark
     assert re.sub("#[0-9a-f]{6}", "", light) == re.sub("#[0-9a-f]{6}", "", dark)
-    assert f'srcset="docs/images/{name}-dark.svg"' in README and f'src="docs/images/{name}.svg"' in README
+    assert (
+        f'srcset="docs/images/{name}-dark.svg"' in README
+        and f'src="docs/images/{name}.svg"' in README
+    )
 
 
 def test_its_figure_is_drawn_from_the_committed_rows(monkeypatch):
@@ -84,4 +95,6 @@ def test_its_figure_is_drawn_from_the_committed_rows(monkeypatch):
 def test_it_is_finished_short_and_narrow():
     assert not re.findall(r"^[A-Z]{4,}$", README, flags=re.MULTILINE)
     assert len(README.splitlines()) < 205
-    assert [line for block in fences("python") for line in block.splitlines() if len(line) > 92] == []
+    assert [
+        line for block in fences("python") for line in block.splitlines() if len(line) > 92
+    ] == []

@@ -13,7 +13,10 @@ from catbabi import Batch, deduction_story, encode, generate, one_fact_story, ro
 TESTS = ("1x", "2x", "3x", "stream")
 MODELS = ("most frequent answer", "explicit 1 block", "implicit 1 block")
 VOCABULARY = {
-    word: n for n, word in enumerate(("<eos>", "<unk>", *sorted({w for _, s in generate(20, 0, 3) for w, _ in s})))
+    word: n
+    for n, word in enumerate(
+        ("<eos>", "<unk>", *sorted({w for _, s in generate(20, 0, 3) for w, _ in s}))
+    )
 }
 ROWS = [encode(*story, VOCABULARY) for story in generate(3, 0, 1)]
 pytestmark = pytest.mark.filterwarnings("ignore::deqseq.solution.ConvergenceWarning")
@@ -28,13 +31,22 @@ def run(folder, *options):
 def test_an_interrupted_run_ends_as_if_it_had_not_been(tmp_path, monkeypatch, capsys):
     whole = run(tmp_path / "whole")
     printed = capsys.readouterr().out
-    assert all(f"| {model} | {task} |" in printed for model in MODELS for task in ("1", "15", "all"))
+    assert all(
+        f"| {model} | {task} |" in printed for model in MODELS for task in ("1", "15", "all")
+    )
     kinds = itertools.product(MODELS, TESTS, ("1", "15", "all"))
     assert [(row["model"], row["test"], row["task"]) for row in whole] == list(kinds)
     for row in whole:
         assert 0 <= row["accuracy"] <= 1
-        assert row["questions"] == {"1": 10, "15": 8, "all": 18}[row["task"]] or row["test"] == "stream"
-        assert (row["self_iterations"] is None) == (row["converged"] is None) == (row["model"] != "implicit 1 block")
+        assert (
+            row["questions"] == {"1": 10, "15": 8, "all": 18}[row["task"]]
+            or row["test"] == "stream"
+        )
+        assert (
+            (row["self_iterations"] is None)
+            == (row["converged"] is None)
+            == (row["model"] != "implicit 1 block")
+        )
     assert {row["model"]: row["steps"] for row in whole[12:]} == {MODELS[1]: 12, MODELS[2]: 6}
 
     monkeypatch.setattr(training_loop, "SAVED_EVERY", 2)
@@ -88,13 +100,22 @@ def test_answers_follow_from_the_facts(scale):
 def test_stories_come_from_the_seed(make):
     task = {make: task for task, make in catbabi.GENERATORS.items()}[make]
     first, again, other = generate(4, 0, 1), generate(6, 0, 1), generate(4, 1, 1)
-    stories = [[words for number, words in part if number == task] for part in (first, again, other)]
+    stories = [
+        [words for number, words in part if number == task] for part in (first, again, other)
+    ]
     assert stories[0] == stories[1][:4]
     assert not any(story in stories[0] for story in stories[2])
 
 
 def test_a_story_is_encoded_with_its_answers_as_targets():
-    words = [("where", False), ("is", False), ("mary", False), ("?", False), ("garden", True), ("zebra", False)]
+    words = [
+        ("where", False),
+        ("is", False),
+        ("mary", False),
+        ("?", False),
+        ("garden", True),
+        ("zebra", False),
+    ]
     inputs, targets, tasks = encode(1, words, VOCABULARY).tolist()
     assert inputs == [0, *(VOCABULARY[word] for word in ("where", "is", "mary", "?", "garden")), 1]
     assert targets == [-100] * 4 + [VOCABULARY["garden"], -100, -100]
@@ -104,7 +125,9 @@ def test_a_story_is_encoded_with_its_answers_as_targets():
 def test_batches_are_padded_on_the_right():
     batch = Batch.of(ROWS, "cpu")
     assert batch.mask.sum(1).tolist() == [row.shape[1] for row in ROWS]
-    for row, inputs, targets, mask in zip(ROWS, batch.inputs, batch.targets, batch.mask, strict=True):
+    for row, inputs, targets, mask in zip(
+        ROWS, batch.inputs, batch.targets, batch.mask, strict=True
+    ):
         assert torch.equal(inputs[mask], row[0])
         assert (targets[~mask] == -100).all()
 

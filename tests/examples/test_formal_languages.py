@@ -9,7 +9,10 @@ import torch
 from formal_languages import most_frequent, read_options, scaled_accuracy
 from formal_tasks import TASKS
 
-TINY = "--d-model 16 --d-state 4 --headdim 8 --batch 8 --lengths 3 --free-lengths 6 --steps 20 --baselines 1"
+TINY = (
+    "--d-model 16 --d-state 4 --headdim 8 --batch 8 --lengths 3 --free-lengths 6 "
+    "--steps 20 --baselines 1"
+)
 TINY += " --eval-lengths 6 9"
 pytestmark = pytest.mark.filterwarnings("ignore::deqseq.solution.ConvergenceWarning")
 
@@ -18,11 +21,16 @@ def test_it_writes_numbers_and_a_figure_and_prints_a_table(tmp_path, capsys):
     formal_languages.main([*TINY.split(), "--task", "bucket_sort", "--output", str(tmp_path)])
     rows = json.loads((tmp_path / "results.json").read_text())
     models = ("implicit", "explicit 1 block", "most frequent answer")
-    assert [(row["model"], row["length"]) for row in rows] == [(model, n) for model in models for n in (6, 9)]
+    assert [(row["model"], row["length"]) for row in rows] == [
+        (model, n) for model in models for n in (6, 9)
+    ]
     assert all(-0.25 <= row["accuracy"] <= 1 for row in rows)
     assert all(row["self_iterations"] >= 1 and 0 <= row["converged"] <= 1 for row in rows[:2])
     assert all(row["self_iterations"] is None for row in rows[2:])
-    assert all(row["steps"] == 20 and row["trained_to"] in (3, 6) and row["cpu_minutes"] >= 0 for row in rows[:4])
+    assert all(
+        row["steps"] == 20 and row["trained_to"] in (3, 6) and row["cpu_minutes"] >= 0
+        for row in rows[:4]
+    )
     assert "| most frequent answer | single pass |" in capsys.readouterr().out
     assert (tmp_path / "formal_languages.png").stat().st_size > 10_000
 
@@ -31,7 +39,9 @@ def test_the_most_frequent_answer_is_a_baseline():
     options = read_options(["--task", "modular_arithmetic_brackets", "--eval-lengths", "12", "40"])
     for row, length in zip(most_frequent(options), (12, 40), strict=True):
         targets = TASKS[options.task].fixed(256, length, seed=1000 + length).targets[:, -1]
-        share = max(targets.tolist().count(answer) for answer in range(5)) / 256  # 0 is a frequent product
+        share = (
+            max(targets.tolist().count(answer) for answer in range(5)) / 256
+        )  # 0 is a frequent product
         assert row["length"] == length
         assert row["accuracy"] == pytest.approx((share - 0.2) / 0.8)
 
@@ -41,7 +51,11 @@ def test_scaled_accuracy():
     logits = torch.nn.functional.one_hot(targets.clamp(min=0), 4).double()
     assert scaled_accuracy(logits, targets, 0.25) == 1.0
     logits[0, 1] = torch.tensor([0, 0, 5, 0])  # three of four are right
-    assert [scaled_accuracy(logits, targets, chance) for chance in (0.0, 0.5, 0.75)] == [0.75, 0.5, 0.0]
+    assert [scaled_accuracy(logits, targets, chance) for chance in (0.0, 0.5, 0.75)] == [
+        0.75,
+        0.5,
+        0.0,
+    ]
     assert scaled_accuracy(-logits, targets, 0.5) == -1.0
 
 
@@ -93,7 +107,8 @@ def test_every_symbol_is_drawn_and_every_answer_occurs(name):
 
 def test_expressions_divide_their_length_uniformly():
     inputs, _ = TASKS["modular_arithmetic_brackets"].fixed(4000, 9, seed=0)
-    # (left operator right) with 6 symbols for the two parts: left has 1 to 5 of them, so the operator is at 2 to 6
+    # (left operator right) with 6 symbols for the two parts: left has 1 to 5 of them, so the
+    # operator is at 2 to 6
     places = torch.zeros(9)
     for row in inputs.tolist():
         depth = 0

@@ -1,4 +1,6 @@
-"""Bad command lines of the synthetic examples end with an error that names the option, and nothing is written."""
+"""Bad command lines of the synthetic examples end with an error that names the option, and nothing
+is written.
+"""
 
 from dataclasses import fields
 from typing import get_args, get_origin, get_type_hints
@@ -8,7 +10,11 @@ import formal_languages
 import pytest
 import state_tracking
 
-SCRIPTS = {"state_tracking": state_tracking, "formal_languages": formal_languages, "catbabi": catbabi}
+SCRIPTS = {
+    "state_tracking": state_tracking,
+    "formal_languages": formal_languages,
+    "catbabi": catbabi,
+}
 BAD = {int: ("1.5", "-1"), float: ("nan", "-1")}
 
 
@@ -19,7 +25,10 @@ def bad_numbers():
         for name in (field.name for field in fields(module.Options)):
             parts = get_args(hints[name])
             kind = parts[0] if get_origin(hints[name]) or parts else hints[name]
-            yield from (pytest.param(script, f"--{name.replace('_', '-')}", bad) for bad in BAD.get(kind, ()))
+            yield from (
+                pytest.param(script, f"--{name.replace('_', '-')}", bad)
+                for bad in BAD.get(kind, ())
+            )
 
 
 def refused(script, arguments, folder, capsys) -> str:
@@ -46,10 +55,26 @@ def test_numbers_out_of_range(script, option, value, tmp_path, capsys):
         ("state_tracking", "--lengths 3 2", "--lengths must ascend, got (3, 2)"),
         ("state_tracking", "--baselines 2 2", "--baselines must have every value once"),
         ("state_tracking", "--group Q9", "name must be Zn, Sn, An or Dn"),
-        ("state_tracking", "--group M --generators 1", "--generators: count must be one for which M is generated"),
-        ("state_tracking", "--group M --identity-probability 0.5", "--identity-probability: identity_probability must"),
-        ("state_tracking", "--group M --eval-identity-probability 0.5", "--eval-identity-probability: identity"),
-        ("state_tracking", "--identity-probability", "--identity-probability must have at least one value"),
+        (
+            "state_tracking",
+            "--group M --generators 1",
+            "--generators: count must be one for which M is generated",
+        ),
+        (
+            "state_tracking",
+            "--group M --identity-probability 0.5",
+            "--identity-probability: identity_probability must",
+        ),
+        (
+            "state_tracking",
+            "--group M --eval-identity-probability 0.5",
+            "--eval-identity-probability: identity",
+        ),
+        (
+            "state_tracking",
+            "--identity-probability",
+            "--identity-probability must have at least one value",
+        ),
         ("state_tracking", "--headdim 7", "headdim must divide"),
         ("state_tracking", "--backbone mamba", "--backbone"),
         ("state_tracking", "--stepz 5", "--steps"),
@@ -65,6 +90,8 @@ def test_the_error_names_the_option_and_the_remedy(script, line, message, tmp_pa
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_several_processes_are_refused(script, tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(SystemExit, match=rf"^{script}.py runs in one process: .* python examples/{script}.py"):
+    with pytest.raises(
+        SystemExit, match=rf"^{script}.py runs in one process: .* python examples/{script}.py"
+    ):
         SCRIPTS[script].main(["--quick", "--output", str(tmp_path / "out")])
     assert not list(tmp_path.iterdir())

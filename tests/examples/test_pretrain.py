@@ -1,4 +1,6 @@
-"""pretrain.py, and retrofit.py where it does the same: what is written, going on after a kill, bad options."""
+"""pretrain.py, and retrofit.py where it does the same: what is written, going on after a kill, bad
+options.
+"""
 
 import json
 import os
@@ -26,7 +28,16 @@ import deqseq as dq
 ROOT = Path(__file__).parents[2]
 SHORT = ("--quick", "--steps", "12", "--eval-tokens", "128", "--checkpoint-every", "4")
 TINY = {
-    "pretrain": (*SHORT, "--d-model", "16", "--warmup", "2", "--models", "implicit-mamba2", "explicit-llama"),
+    "pretrain": (
+        *SHORT,
+        "--d-model",
+        "16",
+        "--warmup",
+        "2",
+        "--models",
+        "implicit-mamba2",
+        "explicit-llama",
+    ),
     "retrofit": (*SHORT, "--tiny-steps", "12"),
 }
 SCRIPTS = {"pretrain": pretrain, "retrofit": retrofit}
@@ -34,14 +45,23 @@ MODELS = {"pretrain": ("implicit-mamba2", "explicit-llama"), "retrofit": ("unloo
 
 
 def command(name, output, *arguments, processes=0):
-    run = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)] if processes else []
+    run = (
+        ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+        if processes
+        else []
+    )
     script = str(ROOT / "examples" / f"{name}.py")
     return [sys.executable, *run, script, *TINY[name], "--output", str(output), *arguments]
 
 
 def run(name, output, *arguments, processes=0):
-    called, variables = command(name, output, *arguments, processes=processes), os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(called, capture_output=True, text=True, timeout=600, check=False, env=variables)
+    called, variables = (
+        command(name, output, *arguments, processes=processes),
+        os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    done = subprocess.run(
+        called, capture_output=True, text=True, timeout=600, check=False, env=variables
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -64,14 +84,28 @@ def test_a_run_writes_numbers_a_table_a_figure_and_models(whole, name):
         loaded = AutoModelForCausalLM.from_pretrained(folder / model / "model")
         tokenizer = AutoTokenizer.from_pretrained(folder / model / "model")
         ids = tokenizer("the", return_tensors="pt").input_ids
-        assert loaded.generate(ids, max_new_tokens=3, do_sample=False).shape == (1, ids.shape[1] + 3)
+        assert loaded.generate(ids, max_new_tokens=3, do_sample=False).shape == (
+            1,
+            ids.shape[1] + 3,
+        )
     if name == "retrofit":
-        ways = [("pretrained", None), ("unlooped", None), *(("looped", n) for n in retrofit.BUDGETS), ("looped", None)]
+        ways = [
+            ("pretrained", None),
+            ("unlooped", None),
+            *(("looped", n) for n in retrofit.BUDGETS),
+            ("looped", None),
+        ]
         assert [(row["model"], row["budget"]) for row in rows] == ways
         assert [row["self_iterations"] for row in rows[:-1]] == [None, None, *retrofit.BUDGETS]
     else:
         assert (folder / "pretrain.png").stat().st_size > 10_000
-        ways = [("simultaneous", 32), ("sequential", 32), ("simultaneous", 64), ("one pass", 32), ("one pass", 64)]
+        ways = [
+            ("simultaneous", 32),
+            ("sequential", 32),
+            ("simultaneous", 64),
+            ("one pass", 32),
+            ("one pass", 64),
+        ]
         assert [(row["sweep"], row["length"]) for row in rows] == ways
 
 
@@ -79,24 +113,40 @@ def test_a_run_writes_numbers_a_table_a_figure_and_models(whole, name):
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_killed_again_and_again_it_ends_as_if_it_had_not_been(whole, tmp_path, name):
     model = MODELS[name][-1]
-    for place in (f"{MODELS[name][0]}/checkpoint-8", f"{model}/checkpoint-4", f"{model}/checkpoint-12"):
-        process = subprocess.Popen(command(name, tmp_path), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    for place in (
+        f"{MODELS[name][0]}/checkpoint-8",
+        f"{model}/checkpoint-4",
+        f"{model}/checkpoint-12",
+    ):
+        process = subprocess.Popen(
+            command(name, tmp_path), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         deadline = time.monotonic() + 300
-        while process.poll() is None and not (tmp_path / place).exists() and time.monotonic() < deadline:
+        while (
+            process.poll() is None
+            and not (tmp_path / place).exists()
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.005)
         process.kill()
         assert process.wait() == -9, "the run ended before it could be killed"
     run(name, tmp_path)
     folder, _ = whole[name]
     ours, theirs = (json.loads((run / "results.json").read_text()) for run in (tmp_path, folder))
-    assert [row | {"cpu_seconds": 0} for row in ours] == [row | {"cpu_seconds": 0} for row in theirs]
+    assert [row | {"cpu_seconds": 0} for row in ours] == [
+        row | {"cpu_seconds": 0} for row in theirs
+    ]
     for model in MODELS[name]:
-        ours, theirs = (load_file(path / model / "model" / "model.safetensors") for path in (tmp_path, folder))
+        ours, theirs = (
+            load_file(path / model / "model" / "model.safetensors") for path in (tmp_path, folder)
+        )
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(ours[part], theirs[part]) for part in ours)
     finished = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("model.safetensors")}
     run(name, tmp_path)  # nothing is trained again
-    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("model.safetensors")} == finished
+    assert {
+        path: path.stat().st_mtime_ns for path in tmp_path.rglob("model.safetensors")
+    } == finished
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -107,7 +157,14 @@ def test_a_run_of_several_epochs_goes_on_with_the_rows_that_are_left(tmp_path, m
         lines = [json.dumps({"text": words}) + "\n" for words in corpus.babble(60)]
         (data / f"{split}.jsonl").write_text("".join(lines))
     source = f"hub:{data}" if stream else str(data / "train.jsonl")
-    given = {"corpus": source, "batch": 16, "steps": 12, "warmup": 2, "checkpoint_every": 5, "vocab_size": 290}
+    given = {
+        "corpus": source,
+        "batch": 16,
+        "steps": 12,
+        "warmup": 2,
+        "checkpoint_every": 5,
+        "vocab_size": 290,
+    }
     options = pretrain.Options(**pretrain.QUICK | given | {"output": str(tmp_path / "run")})
     tokenizer, rows, _ = text_training.prepare(options, None)
     weights = []
@@ -133,7 +190,8 @@ def test_half_checkpoints_and_the_last_one_are_not_resumed(tmp_path):
 def test_two_processes_give_the_numbers_of_one(whole, tmp_path):
     run("pretrain", tmp_path, processes=2)
     for one, two in zip(
-        *(json.loads((f / "results.json").read_text()) for f in (whole["pretrain"][0], tmp_path)), strict=True
+        *(json.loads((f / "results.json").read_text()) for f in (whole["pretrain"][0], tmp_path)),
+        strict=True,
     ):
         assert two["bits_per_byte"] == pytest.approx(one["bits_per_byte"], rel=1e-3)
 
@@ -149,8 +207,12 @@ def test_presets_have_the_papers_sizes_and_curricula():
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_the_commands_that_the_page_prints_are_accepted(name, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    lines = (ROOT / "docs" / "examples" / f"{name}.md").read_text().replace("\\\n", " ").splitlines()
-    commands = [line for line in lines if re.match(rf"(python|torchrun .*) examples/{name}.py", line)]
+    lines = (
+        (ROOT / "docs" / "examples" / f"{name}.md").read_text().replace("\\\n", " ").splitlines()
+    )
+    commands = [
+        line for line in lines if re.match(rf"(python|torchrun .*) examples/{name}.py", line)
+    ]
     assert commands
     for line in commands:
         arguments = shlex.split(line.partition(f"{name}.py")[2], comments=True)
@@ -160,17 +222,28 @@ def test_the_commands_that_the_page_prints_are_accepted(name, monkeypatch):
 
 BAD = {
     ("pretrain", "retrofit"): (
-        "steps 0, steps -1, length 1, length 1.5, checkpoint-every 99999999999, seed -1, vocab-size 256, batch 3, "
-        "lr 0, lr nan, lr inf, lr much, output , output {file}, output {file}/run, corpus , corpus shakespere, "
+        "steps 0, steps -1, length 1, length 1.5, checkpoint-every 99999999999, seed -1, "
+        "vocab-size 256, batch 3, "
+        "lr 0, lr nan, lr inf, lr much, output , output {file}, output {file}/run, corpus , "
+        "corpus shakespere, "
         "held-out , held-out nowhere/, device gpu7, stepz 5"
     ),
     ("pretrain",): (
-        "models , models implicit-lama, models mamba2-state-tracking, extrapolation 0, decay 0, decay 1, phantom 0, "
-        "bounded-share 0, bounded-share 0.99, weight-decay -1, warmup 60, budget -1, rtol 0, heads 3, headdim 7, fsdp"
+        "models , models implicit-lama, models mamba2-state-tracking, extrapolation 0, decay 0, "
+        "decay 1, phantom 0, "
+        "bounded-share 0, bounded-share 0.99, weight-decay -1, warmup 60, budget -1, rtol 0, "
+        "heads 3, headdim 7, fsdp"
     ),
-    ("retrofit",): "injection mul, depth 0, lora -1, core 0, model , model no/such/model, model {file}",
+    (
+        "retrofit",
+    ): "injection mul, depth 0, lora -1, core 0, model , model no/such/model, model {file}",
 }
-LINES = [(name, *line.split(" ")) for names, lines in BAD.items() for name in names for line in lines.split(", ")]
+LINES = [
+    (name, *line.split(" "))
+    for names, lines in BAD.items()
+    for name in names
+    for line in lines.split(", ")
+]
 
 
 @pytest.mark.parametrize("line", LINES, ids=" ".join)
@@ -197,7 +270,9 @@ def test_bad_options_are_named_and_nothing_is_written(tmp_path, monkeypatch, cap
         (["--tokenizer", "{model}"], "^tokenizer .*/model: .* neither a folder with a tokenizer"),
     ],
 )
-def test_what_cannot_be_read_is_named_and_nothing_is_written(tmp_path, monkeypatch, arguments, message):
+def test_what_cannot_be_read_is_named_and_nothing_is_written(
+    tmp_path, monkeypatch, arguments, message
+):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     for folder, words in (("corpus", "a b c d"), ("empty", "")):
@@ -206,7 +281,14 @@ def test_what_cannot_be_read_is_named_and_nothing_is_written(tmp_path, monkeypat
     LlamaConfig().save_pretrained(tmp_path / "model")
     paths = {folder: tmp_path / folder for folder in ("corpus", "empty", "model")}
     with pytest.raises(SystemExit, match=message):
-        pretrain.main(["--quick", "--output", str(tmp_path / "run"), *(part.format(**paths) for part in arguments)])
+        pretrain.main(
+            [
+                "--quick",
+                "--output",
+                str(tmp_path / "run"),
+                *(part.format(**paths) for part in arguments),
+            ]
+        )
     assert not (tmp_path / "run").exists()
 
 

@@ -1,4 +1,6 @@
-"""The lessons of the examples on synthetic tasks: what ends one, what follows, and that a run goes on where it was."""
+"""The lessons of the examples on synthetic tasks: what ends one, what follows, and that a run goes
+on where it was.
+"""
 
 import json
 from dataclasses import replace
@@ -16,7 +18,9 @@ OPTIONS = Recipe(lengths=(2, 3), free_lengths=(3, 5), batch=2, steps=700, d_mode
 
 def schedule(options=OPTIONS, plan=None) -> LengthSchedule:
     """Batches in which an output is its accuracy."""
-    return LengthSchedule([WordProblem(parse_group("Z2"))], options, lambda output, batch: output.accuracy, plan)
+    return LengthSchedule(
+        [WordProblem(parse_group("Z2"))], options, lambda output, batch: output.accuracy, plan
+    )
 
 
 def step(batches: LengthSchedule, accuracy: float) -> int:
@@ -47,7 +51,9 @@ def test_phases_follow_the_lessons_and_the_learning_rate_falls_after_the_last_on
     assert all(before <= after for (before, _), (after, _) in pairwise(seen))
     assert [name for _, name in seen].index("free") == batches.ends[1]
     assert len(batches.ends) == 4
-    assert batches.step == batches.last == batches.ends[3] + 200  # 2/7 of all steps, since 600 would be more
+    assert (
+        batches.step == batches.last == batches.ends[3] + 200
+    )  # 2/7 of all steps, since 600 would be more
     assert rates[:50] == pytest.approx([(n + 1) / 50 for n in range(50)])
     assert rates[50 : batches.ends[3]] == [1.0] * (batches.ends[3] - 50)
     assert all(before >= after for before, after in pairwise(rates[batches.ends[3] :]))

@@ -1,4 +1,6 @@
-"""retrofit.py's own: adapters, and models that cannot be looped. The rest is in test_pretrain.py."""
+"""retrofit.py's own: adapters, and models that cannot be looped. The rest is in
+test_pretrain.py.
+"""
 
 import dataclasses
 import json
@@ -20,8 +22,12 @@ def test_adapters_are_trained_and_merged(tmp_path):
     pytest.importorskip("peft")
     short = ["--quick", "--steps", "12", "--eval-tokens", "128", "--tiny-steps", "12"]
     retrofit.main([*short, "--lora", "2", "--output", str(tmp_path)])
-    tiny, unlooped = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("tiny", "unlooped"))
-    assert {name: weight.shape for name, weight in unlooped.items()} == {name: t.shape for name, t in tiny.items()}
+    tiny, unlooped = (
+        load_file(tmp_path / name / "model" / "model.safetensors") for name in ("tiny", "unlooped")
+    )
+    assert {name: weight.shape for name, weight in unlooped.items()} == {
+        name: t.shape for name, t in tiny.items()
+    }
     assert not all(weight.equal(tiny[name]) for name, weight in unlooped.items())
     looped = AutoModelForCausalLM.from_pretrained(tmp_path / "looped" / "model")
     assert not [name for name, _ in looped.named_parameters() if "lora" in name]
@@ -34,12 +40,19 @@ def test_a_core_learns_to_predict_as_the_pretrained_model_and_the_rest_stays(tmp
     layers = ["--prelude", "1", "--dropped", "1", "--core", "1", "--coda", "1"]
     short = ["--quick", "--steps", "40", "--eval-tokens", "512", *layers]
     retrofit.main([*short, "--distil", "--gate", "0.3", "--output", str(tmp_path)])
-    tiny, looped = (AutoModelForCausalLM.from_pretrained(tmp_path / name / "model") for name in ("tiny", "looped"))
+    tiny, looped = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / name / "model")
+        for name in ("tiny", "looped")
+    )
     parts = to_causal_lm(looped).model
     assert (parts.core.solve.start, parts.core.eval_solve.start) == ("input", "input")
     for part, layer in ((parts.prelude, 0), (parts.coda, 3), (parts.core.backbone, 2)):
-        pairs = zip(part.backbone.layers.parameters(), tiny.model.layers[layer].parameters(), strict=True)
-        assert all(ours.equal(theirs) for ours, theirs in pairs) == (part is not parts.core.backbone)
+        pairs = zip(
+            part.backbone.layers.parameters(), tiny.model.layers[layer].parameters(), strict=True
+        )
+        assert all(ours.equal(theirs) for ours, theirs in pairs) == (
+            part is not parts.core.backbone
+        )
     rows = json.loads((tmp_path / "results.json").read_text())
     assert [row["self_iterations"] for row in rows[:2]] == [None, 1.0]
     one_by_one, windowed = rows[-2:]
@@ -66,31 +79,46 @@ def test_smollm2_is_converted_with_its_tokenizer_and_looped(tmp_path, monkeypatc
         folder = gguf_model.smollm2()
     except OSError as error:
         pytest.skip(str(error))
-    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder).eval()
+    tokenizer, model = (
+        AutoTokenizer.from_pretrained(folder),
+        AutoModelForCausalLM.from_pretrained(folder).eval(),
+    )
     messages = [{"role": "user", "content": "What is the capital of France?"}]
-    ids = tokenizer.apply_chat_template(messages, return_tensors="pt", add_generation_prompt=True)["input_ids"]
+    ids = tokenizer.apply_chat_template(messages, return_tensors="pt", add_generation_prompt=True)[
+        "input_ids"
+    ]
     looped = from_causal_lm(retrofit.split(model, retrofit.Options(prelude=12, core=10, coda=8)))
     looped.save_pretrained(tmp_path / "looped")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "looped")
     wanted = model.generate(ids, max_new_tokens=9, do_sample=False)
-    assert tokenizer.decode(wanted[0, ids.shape[1] :], skip_special_tokens=True) == "The capital of France is Paris."
+    assert (
+        tokenizer.decode(wanted[0, ids.shape[1] :], skip_special_tokens=True)
+        == "The capital of France is Paris."
+    )
     assert again.generate(ids, max_new_tokens=9, do_sample=False).equal(wanted)
     tokenizer.padding_side = "left"
-    padded = tokenizer(["The capital of France", "In the beginning God created"], return_tensors="pt", padding=True)
+    padded = tokenizer(
+        ["The capital of France", "In the beginning God created"], return_tensors="pt", padding=True
+    )
     assert again.generate(**padded, max_new_tokens=5, do_sample=False).equal(
         model.generate(**padded, max_new_tokens=5, do_sample=False)
     )
     long = ids.repeat(1, 2048 // ids.shape[1] + 1)[:, :2048]
     with torch.no_grad():
         for dtype, tokens in ((torch.float32, long), (torch.bfloat16, long[:, :512])):
-            torch.testing.assert_close(again.to(dtype)(tokens).logits, model.to(dtype)(tokens).logits)
+            torch.testing.assert_close(
+                again.to(dtype)(tokens).logits, model.to(dtype)(tokens).logits
+            )
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"gate": 0.3, "injection": "add"}, "--gate needs --injection concat, got add"),
-        ({"lora": 2, "distil": True}, "--distil trains the weights of the core: leave out --lora, got 2"),
+        (
+            {"lora": 2, "distil": True},
+            "--distil trains the weights of the core: leave out --lora, got 2",
+        ),
         ({"gate": 1.5}, r"--gate must be a number in \[0, 1\], got 1.5"),
     ],
 )
@@ -102,12 +130,20 @@ def test_options_that_do_not_go_together(options, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--model", "{llama}"], r"^--model .*must add up to the model's 5 layers, got 1 \+ 2 \+ 1 \+ 0"),
+        (
+            ["--model", "{llama}"],
+            r"^--model .*must add up to the model's 5 layers, got 1 \+ 2 \+ 1 \+ 0",
+        ),
         (["--model", "{bloom}"], "^--model .*Bloom"),
-        (["--model", "{llama}", "--core", "3"], "^tokenizer .*/llama: .* neither a folder with a tokenizer"),
+        (
+            ["--model", "{llama}", "--core", "3"],
+            "^tokenizer .*/llama: .* neither a folder with a tokenizer",
+        ),
     ],
 )
-def test_models_that_cannot_be_looped_are_named_and_nothing_is_written(tmp_path, monkeypatch, arguments, message):
+def test_models_that_cannot_be_looped_are_named_and_nothing_is_written(
+    tmp_path, monkeypatch, arguments, message
+):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     LlamaConfig(num_hidden_layers=5).save_pretrained(tmp_path / "llama")
     BloomConfig().save_pretrained(tmp_path / "bloom")

@@ -13,7 +13,10 @@ from torch.nn import functional as F
 
 from deqseq.tasks import WordBatch
 
-TINY = "--d-model 16 --batch 8 --lengths 2 3 --free-lengths 3 5 --eval-lengths 4 8 --baselines 1 --learned 0"
+TINY = (
+    "--d-model 16 --batch 8 --lengths 2 3 --free-lengths 3 5 --eval-lengths 4 8 "
+    "--baselines 1 --learned 0"
+)
 MAMBA2 = "--d-state 4 --headdim 8"
 SWEEPS = ("simultaneous", "sequential", "sliding")
 pytestmark = pytest.mark.filterwarnings("ignore::deqseq.solution.ConvergenceWarning")
@@ -30,7 +33,9 @@ def weights(folder: Path, step: int, model: str = "implicit") -> dict[str, torch
 
 
 def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
-    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    return ours.keys() == theirs.keys() and all(
+        torch.equal(ours[name], theirs[name]) for name in ours
+    )
 
 
 def solved(*lengths: int) -> list[tuple[str, str, int]]:
@@ -50,11 +55,24 @@ def whole(tmp_path_factory) -> Path:
 def test_it_writes_numbers_and_a_figure_and_prints_a_table(whole, capsys):
     rows = json.loads((whole / "results.json").read_text())
     assert [(row["model"], row["sweep"], row["length"]) for row in rows] == solved(4, 8)
-    keys = {"model", "backbone", "group", "length", "sweep", "accuracy", "seed", "sequences", "seconds"}
+    keys = {
+        "model",
+        "backbone",
+        "group",
+        "length",
+        "sweep",
+        "accuracy",
+        "seed",
+        "sequences",
+        "seconds",
+    }
     counts = {"self_iterations", "converged", "token_updates", "evaluations"}
     keys |= counts | {"whole", "steps", "trained_to", "cpu_minutes", "identity_probability"}
     assert all(row.keys() == keys and 0 <= row["whole"] <= row["accuracy"] <= 1 for row in rows)
-    assert all(row["evaluations"] >= row["token_updates"] >= 1 <= row["self_iterations"] for row in rows[:6])
+    assert all(
+        row["evaluations"] >= row["token_updates"] >= 1 <= row["self_iterations"]
+        for row in rows[:6]
+    )
     assert all(row[count] is None for row in rows[6:] for count in counts)
     assert {(row["steps"], row["trained_to"]) for row in rows} == {(40, 3)}
     assert (whole / "state_tracking.png").stat().st_size > 10_000
@@ -72,15 +90,21 @@ def test_a_finished_run_is_evaluated_in_another_way_without_being_trained(whole,
 
 
 def test_a_sequence_is_right_if_every_prefix_is():
-    targets = torch.tensor([[-100, 1, 0], [-100, 1, 1], [-100, 0, 1]])  # a start token is not scored
-    output = SimpleNamespace(logits=F.one_hot(torch.tensor([[0, 1, 0], [1, 1, 1], [0, 1, 1]])).float())
+    targets = torch.tensor(
+        [[-100, 1, 0], [-100, 1, 1], [-100, 0, 1]]
+    )  # a start token is not scored
+    output = SimpleNamespace(
+        logits=F.one_hot(torch.tensor([[0, 1, 0], [1, 1, 1], [0, 1, 1]])).float()
+    )
     batch = WordBatch(targets.clamp(min=0), targets)
     assert state_tracking.whole_sequence_accuracy(output, batch) == pytest.approx(2 / 3)
     assert state_tracking.last_token_accuracy(output, batch) == 1
 
 
 def test_a_llama_has_a_start_token(tmp_path):
-    state_tracking.main([*TINY.split(), "--backbone", "llama", "--steps", "12", "--output", str(tmp_path)])
+    state_tracking.main(
+        [*TINY.split(), "--backbone", "llama", "--steps", "12", "--output", str(tmp_path)]
+    )
     rows = json.loads((tmp_path / "results.json").read_text())
     assert [(row["model"], row["sweep"], row["length"]) for row in rows] == solved(4, 8)
     for model in ("implicit", "explicit-1-block"):
@@ -89,8 +113,21 @@ def test_a_llama_has_a_start_token(tmp_path):
 
 def test_a_run_goes_on_from_its_last_whole_checkpoint(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(training_loop, "SAVED_EVERY", 5)
-    options = ["--steps", "12", "--baselines", "--group", "Z2xM", "--identity-probability", "0", "0.5"]
-    rows, first, checkpoints = run(tmp_path, *options), weights(tmp_path, 12), tmp_path / "implicit" / "checkpoints"
+    options = [
+        "--steps",
+        "12",
+        "--baselines",
+        "--group",
+        "Z2xM",
+        "--identity-probability",
+        "0",
+        "0.5",
+    ]
+    rows, first, checkpoints = (
+        run(tmp_path, *options),
+        weights(tmp_path, 12),
+        tmp_path / "implicit" / "checkpoints",
+    )
     assert sorted(path.name for path in checkpoints.iterdir()) == ["checkpoint_10", "checkpoint_12"]
     last = checkpoints / "checkpoint_12" / "custom_checkpoint_0.pkl"
     for content in (b"", last.read_bytes()[:-1]):  # killed while this was written
@@ -107,19 +144,25 @@ def untimed(row: dict) -> dict:
 
 def test_other_options_are_refused_and_leave_the_folder_alone(whole):
     before = (whole / "options.json").read_text()
-    with pytest.raises(SystemExit, match=r"holds a run with other options \(steps: 40 -> 4\): give another folder"):
+    with pytest.raises(
+        SystemExit, match=r"holds a run with other options \(steps: 40 -> 4\): give another folder"
+    ):
         run(whole, "--steps", "4", "--group", "S3", "--generators", "2")
     assert (whole / "options.json").read_text() == before
 
 
 def test_identity_probabilities_of_training_and_evaluation():
     def probabilities(*flags: str) -> tuple[list[float], float]:
-        training, evaluation = state_tracking.make_tasks(state_tracking.read_options([*TINY.split(), *flags]))
+        training, evaluation = state_tracking.make_tasks(
+            state_tracking.read_options([*TINY.split(), *flags])
+        )
         return [task.identity_probability for task in training], evaluation.identity_probability
 
     assert probabilities() == ([0.0], 0.0)
     assert probabilities("--identity-probability", "0", "0.5") == ([0.0, 0.5], 0.5)
-    assert probabilities("--identity-probability", "0", "0.5", "--eval-identity-probability", "0.9") == (
+    assert probabilities(
+        "--identity-probability", "0", "0.5", "--eval-identity-probability", "0.9"
+    ) == (
         [0.0, 0.5],
         0.9,
     )
@@ -127,7 +170,19 @@ def test_identity_probabilities_of_training_and_evaluation():
 
 @pytest.mark.slow
 def test_parity_is_learned_and_extrapolates(tmp_path):
-    shorter = ["--steps", "900", "--free-lengths", "10", "12", "--d-model", "32", "--headdim", "16", "--batch", "64"]
+    shorter = [
+        "--steps",
+        "900",
+        "--free-lengths",
+        "10",
+        "12",
+        "--d-model",
+        "32",
+        "--headdim",
+        "16",
+        "--batch",
+        "64",
+    ]
     state_tracking.main(["--quick", *shorter, "--output", str(tmp_path)])
     for row in json.loads((tmp_path / "results.json").read_text()):
         assert row["accuracy"] >= 0.99, row

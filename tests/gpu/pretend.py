@@ -1,7 +1,9 @@
-"""A device called ``pretend``: it computes on the CPU, and refuses what CUDA refuses of tensors in two places.
+"""A device called ``pretend``: it computes on the CPU, and refuses what CUDA refuses of tensors in
+two places.
 
-An operation on its tensors takes none of the CPU but single numbers, indices and what is copied, and ``numpy()`` needs
-``cpu()`` first. So code that leaves a tensor behind fails on a machine without a GPU, too.
+An operation on its tensors takes none of the CPU but single numbers, indices and what is copied,
+and ``numpy()`` needs ``cpu()`` first. So code that leaves a tensor behind fails on a machine
+without a GPU, too.
 """
 
 import contextlib
@@ -10,11 +12,19 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
+from torch.utils.backend_registration import (
+    _DummyBackendModule,
+    _setup_privateuseone_for_python_backend,
+)
 
 NAME, aten = "pretend", torch.ops.aten
 COPIES = {aten._to_copy.default, aten.copy_.default}
-INDEXED = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
+INDEXED = {
+    aten.index.Tensor,
+    aten.index_put.default,
+    aten.index_put_.default,
+    aten._index_put_impl_.default,
+}
 
 
 class Elsewhere(torch.Tensor):
@@ -24,8 +34,14 @@ class Elsewhere(torch.Tensor):
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> "Elsewhere":
-        layout = {"strides": inner.stride(), "storage_offset": inner.storage_offset(), "dtype": inner.dtype}
-        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, device=torch.device(NAME, 0), **layout)
+        layout = {
+            "strides": inner.stride(),
+            "storage_offset": inner.storage_offset(),
+            "dtype": inner.dtype,
+        }
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, inner.shape, device=torch.device(NAME, 0), **layout
+        )
         made.inner = inner
         return made
 
@@ -45,14 +61,19 @@ class Elsewhere(torch.Tensor):
 
 def run(op: Any, args: Any, kwargs: Any) -> Any:
     """One operation: checked, computed on the CPU, and its result moved to where it belongs."""
-    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    tensors = [
+        leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
+    ]
     ours = any(isinstance(one, Elsewhere) for one in tensors)
     if op in INDEXED:
         tensors = [args[0], *args[2:3]]  # indices may be of the CPU
     foreign = [one for one in tensors if not isinstance(one, Elsewhere) and one.ndim]
     if ours and foreign and op not in COPIES:
         shapes = [tuple(one.shape) for one in foreign]
-        raise RuntimeError(f"{op}: all tensors must be on the same device, got {NAME}, and shapes {shapes} on the CPU")
+        raise RuntimeError(
+            f"{op}: all tensors must be on the same device, got {NAME}, and shapes {shapes} on "
+            "the CPU"
+        )
     target = kwargs.get("device")
     if target is not None:
         ours = torch.device(target).type == NAME
@@ -64,7 +85,11 @@ def run(op: Any, args: Any, kwargs: Any) -> Any:
     written = [given[one.name] for one in arguments if one.is_write and one.name in given]
     if written and returns:  # in place, or into out=
         return written[0] if len(returns) == 1 else tuple(written)
-    return pytree.tree_map(lambda x: Elsewhere(x) if isinstance(x, torch.Tensor) else x, found) if ours else found
+    return (
+        pytree.tree_map(lambda x: Elsewhere(x) if isinstance(x, torch.Tensor) else x, found)
+        if ours
+        else found
+    )
 
 
 class Device(TorchDispatchMode):
@@ -75,7 +100,9 @@ class Device(TorchDispatchMode):
 
 
 class Module(_DummyBackendModule):
-    """What ``torch.get_device_module`` returns: there is one generator of random numbers, that of the CPU."""
+    """What ``torch.get_device_module`` returns: there is one generator of random numbers, that of
+    the CPU.
+    """
 
     def device(self, device: Any) -> Any:
         return contextlib.nullcontext()
@@ -90,7 +117,10 @@ class Module(_DummyBackendModule):
         torch.default_generator.set_state(state)
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        return [torch.bfloat16, torch.float16]  # there is no autocast on the device: nothing changes under it
+        return [
+            torch.bfloat16,
+            torch.float16,
+        ]  # there is no autocast on the device: nothing changes under it
 
 
 def copy_from(source: torch.Tensor, target: Any, non_blocking: bool = False) -> torch.Tensor:
@@ -99,9 +129,17 @@ def copy_from(source: torch.Tensor, target: Any, non_blocking: bool = False) -> 
 
 
 _setup_privateuseone_for_python_backend(NAME, Module())
-torch.__future__.set_swap_module_params_on_conversion(True)  # parameters that are moved are new objects
-LIBRARIES = [torch.library.Library("aten", "IMPL"), torch.library.Library("_", "IMPL")]  # they last as long as these do
-for op in (aten.empty.memory_format, aten.empty_strided.default):  # torch calls them without the mode, too
+torch.__future__.set_swap_module_params_on_conversion(
+    True
+)  # parameters that are moved are new objects
+LIBRARIES = [
+    torch.library.Library("aten", "IMPL"),
+    torch.library.Library("_", "IMPL"),
+]  # they last as long as these do
+for op in (
+    aten.empty.memory_format,
+    aten.empty_strided.default,
+):  # torch calls them without the mode, too
     LIBRARIES[0].impl(op, lambda *args, op=op, **kwargs: run(op, args, kwargs), "PrivateUse1")
 LIBRARIES[0].impl("_copy_from", copy_from, "PrivateUse1")
 LIBRARIES[1].fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")

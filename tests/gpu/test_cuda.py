@@ -1,6 +1,7 @@
 """Everything that moves to a GPU computes there what it computes on a CPU; `.ci/gpu` runs this.
 
-``DEVICE=pretend``, as in `.ci/run`, takes a device that computes on the CPU and refuses tensors of the CPU.
+``DEVICE=pretend``, as in `.ci/run`, takes a device that computes on the CPU and refuses tensors of
+the CPU.
 """
 
 import contextlib
@@ -10,7 +11,13 @@ import os
 import pytest
 import torch
 from problems import SOLVERS
-from small_models import contractive_llama, contractive_mamba2, embedded, language_model, recurrent_depth
+from small_models import (
+    contractive_llama,
+    contractive_mamba2,
+    embedded,
+    language_model,
+    recurrent_depth,
+)
 from transformers import AutoModelForCausalLM
 
 import deqseq as dq
@@ -18,7 +25,10 @@ from deqseq.diagnostics import check_duality, model_spectral_radius, spectral_ra
 from deqseq.integrations.huggingface import from_causal_lm
 from deqseq.training import Curriculum, bounded, free, parameter_groups
 
-pytestmark = [pytest.mark.cuda, pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")]  # once a process
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS"),
+]  # once a process
 DEVICE = os.environ.get("DEVICE", "cuda")
 TIGHT = dq.Stop(rtol=1e-10, max_steps=500)
 SWEEPS = (dq.Simultaneous(), dq.Chunked(3), dq.Sequential(), dq.Sliding(3))
@@ -65,12 +75,17 @@ def test_a_solve_of_padded_rows(backbone, sweep, solver):
         theirs = model(embedded(), mask=MASK, return_cache=True)
         ours = moved(model)(embedded().to(DEVICE), mask=MASK.to(DEVICE), return_cache=True)
         further = embedded()[:, :2]
-        going_on = model(further, cache=theirs.cache), moved(model)(further.to(DEVICE), cache=ours.cache)
+        going_on = (
+            model(further, cache=theirs.cache),
+            moved(model)(further.to(DEVICE), cache=ours.cache),
+        )
     assert bool(theirs.converged.all())
     same(theirs.value, ours.value)
     same(going_on[0].value, going_on[1].value)
     same(theirs.status, ours.status)
-    assert (ours.stats.updates.cpu() - theirs.stats.updates).abs().max() <= 1  # the last digit may decide
+    assert (
+        ours.stats.updates.cpu() - theirs.stats.updates
+    ).abs().max() <= 1  # the last digit may decide
 
 
 @each_backbone
@@ -78,7 +93,9 @@ def test_a_solve_of_padded_rows(backbone, sweep, solver):
 def test_the_explanation_of_a_solve(backbone, sweep):
     model = moved(dq.ImplicitModel(backbone(), dq.SolveConfig(stop=TIGHT, sweep=sweep))).eval()
     with torch.no_grad():
-        assert str(model(embedded().to(DEVICE), mask=MASK.to(DEVICE)).explain()).startswith("all 2 rows: converged")
+        assert str(model(embedded().to(DEVICE), mask=MASK.to(DEVICE)).explain()).startswith(
+            "all 2 rows: converged"
+        )
 
 
 @each_backbone
@@ -107,14 +124,20 @@ def test_generation(backbone, window):
     same(theirs.tokens, ours.tokens)
     assert bool(ours.converged.all())
     sampled = moved(lm).generate(prompt.to(DEVICE), temperature=1.0, seed=3, **how)
-    same(moved(lm).generate(prompt.to(DEVICE), temperature=1.0, seed=3, **how).tokens.cpu(), sampled.tokens)
+    same(
+        moved(lm).generate(prompt.to(DEVICE), temperature=1.0, seed=3, **how).tokens.cpu(),
+        sampled.tokens,
+    )
 
 
 @each_backbone
 def test_training_by_a_curriculum(backbone):
     curriculum, losses = Curriculum((bounded(4, 1, until=0.5), free(16, 2))), []
     for lm in (lambda one: (one, moved(one)))(language_model(backbone()).train()):
-        optimizer, ids = torch.optim.AdamW(parameter_groups(lm, 0.1), lr=1e-3), torch.arange(14).view(2, 7) % 11
+        optimizer, ids = (
+            torch.optim.AdamW(parameter_groups(lm, 0.1), lr=1e-3),
+            torch.arange(14).view(2, 7) % 11,
+        )
         ids, mine = ids.to(next(lm.parameters()).device), []
         for step in range(6):
             curriculum.at(step / 6).apply(lm)
@@ -138,22 +161,34 @@ def test_half_precision(backbone, dtype):
             mixed = moved(lm)(ids.to(DEVICE))
     for ours in (whole, mixed):
         assert bool(ours.converged.all()), str(ours.explain())
-        assert (ours.logits.cpu().float() - theirs.logits).abs().max() < 0.1 * theirs.logits.abs().max()
+        assert (
+            ours.logits.cpu().float() - theirs.logits
+        ).abs().max() < 0.1 * theirs.logits.abs().max()
 
 
 @each_backbone
 def test_transformers_models(backbone, tmp_path):
     lm = language_model(backbone(), stop=TIGHT)
     from_causal_lm(lm, eos_token_id=0, bos_token_id=0).eval().save_pretrained(tmp_path)
-    theirs, ours = (AutoModelForCausalLM.from_pretrained(tmp_path, device_map=where) for where in ("cpu", DEVICE))
-    ids, how = torch.arange(1, 13).view(2, 6) % 11, {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    theirs, ours = (
+        AutoModelForCausalLM.from_pretrained(tmp_path, device_map=where)
+        for where in ("cpu", DEVICE)
+    )
+    ids, how = (
+        torch.arange(1, 13).view(2, 6) % 11,
+        {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0},
+    )
     same(theirs.generate(ids, **how), ours.generate(ids.to(DEVICE), **how))
-    same(theirs.generate(ids, num_beams=2, **how), ours.generate(ids.to(DEVICE), num_beams=2, **how))
+    same(
+        theirs.generate(ids, num_beams=2, **how), ours.generate(ids.to(DEVICE), num_beams=2, **how)
+    )
     ours(ids.to(DEVICE), labels=ids.to(DEVICE)).loss.backward()
 
 
 def test_two_parts_around_a_core():
-    model = recurrent_depth(dq.ImplicitModel(contractive_llama(n_layers=1), dq.SolveConfig(stop=TIGHT))).eval()
+    model = recurrent_depth(
+        dq.ImplicitModel(contractive_llama(n_layers=1), dq.SolveConfig(stop=TIGHT))
+    ).eval()
     with torch.no_grad():
         same(model(embedded()).value, moved(model)(embedded().to(DEVICE)).value)
 
@@ -169,19 +204,29 @@ def test_a_map_of_ones_own_and_its_stability():
 @each_backbone
 def test_diagnostics_of_a_model(backbone):
     lm, ids = language_model(backbone(), stop=TIGHT).eval(), torch.arange(14).view(2, 7) % 11
-    theirs, ours = (model_spectral_radius(one, ids.to(where)) for one, where in ((lm, "cpu"), (moved(lm), DEVICE)))
+    theirs, ours = (
+        model_spectral_radius(one, ids.to(where))
+        for one, where in ((lm, "cpu"), (moved(lm), DEVICE))
+    )
     torch.testing.assert_close(ours.radius, theirs.radius, rtol=1e-6, atol=1e-8)
     assert check_duality(moved(lm), ids.to(DEVICE)).worst < 1e-7
 
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="about waiting for a GPU")
 def test_waits_for_the_gpu_once_a_check():
-    model = moved(dq.ImplicitModel(contractive_llama(), dq.SolveConfig(dq.Adaptive(), TIGHT))).eval()
+    model = moved(
+        dq.ImplicitModel(contractive_llama(), dq.SolveConfig(dq.Adaptive(), TIGHT))
+    ).eval()
     x = embedded().to(DEVICE)
-    with torch.no_grad(), pytest.warns(UserWarning, match="called a synchronizing CUDA operation") as waits:
+    with (
+        torch.no_grad(),
+        pytest.warns(UserWarning, match="called a synchronizing CUDA operation") as waits,
+    ):
         torch.cuda.set_sync_debug_mode("warn")
         try:
             steps = model(x).stats.evaluations
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    assert len(waits) <= steps + 4, [str(wait.message) + wait.filename + str(wait.lineno) for wait in waits]
+    assert len(waits) <= steps + 4, [
+        str(wait.message) + wait.filename + str(wait.lineno) for wait in waits
+    ]

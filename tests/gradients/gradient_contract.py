@@ -16,9 +16,9 @@ from deqseq.stop import Stop
 class GradientContract(GraphContract):
     """Gradients in float64 against dense ones that share no code with deqseq.
 
-    Subclass it as ``TestName``, and set ``gradient``, as precise as it can be; ``coarse``, its form for bfloat16 if it
-    has tolerances of its own; ``solver`` and ``stop`` of the forward pass. An estimator that is not exact says what it
-    is by ``adjoint``.
+    Subclass it as ``TestName``, and set ``gradient``, as precise as it can be; ``coarse``, its form
+    for bfloat16 if it has tolerances of its own; ``solver`` and ``stop`` of the forward pass. An
+    estimator that is not exact says what it is by ``adjoint``.
     """
 
     @problems
@@ -56,14 +56,18 @@ class GradientContract(GraphContract):
         a, step = torch.tensor(0.5, dtype=torch.float64, requires_grad=True), 1e-5
 
         def first(a: Tensor) -> Tensor:
-            value = self.ours(lambda z: torch.tanh(a * z) + 1, torch.zeros(2, 1, dtype=torch.float64))
+            value = self.ours(
+                lambda z: torch.tanh(a * z) + 1, torch.zeros(2, 1, dtype=torch.float64)
+            )
             return torch.autograd.grad(value.sum(), a, create_graph=True)[0]
 
         try:
             (second,) = torch.autograd.grad(first(a), a)
         except RuntimeError:
             return  # an error is fine: a wrong number is not
-        assert second.item() == pytest.approx(((first(a + step) - first(a - step)) / (2 * step)).item(), rel=1e-6)
+        assert second.item() == pytest.approx(
+            ((first(a + step) - first(a - step)) / (2 * step)).item(), rel=1e-6
+        )
 
     @two_problems
     def test_frozen_parameters(self, problem: str) -> None:
@@ -89,7 +93,9 @@ class GradientContract(GraphContract):
         if "tokens" in problem:  # the mixing is causal: token 3 comes after the one touched
             assert not bool(grad[1, 3].any())
 
-    def test_an_infinite_incoming_gradient_reaches_the_parameters_and_spares_other_rows(self) -> None:
+    def test_an_infinite_incoming_gradient_reaches_the_parameters_and_spares_other_rows(
+        self,
+    ) -> None:
         case = make("affine-rows")
         wanted = [case.leaves["source"], case.leaves["b"]]
         value = self.value(case)
@@ -104,18 +110,28 @@ class GradientContract(GraphContract):
     @pytest.mark.parametrize("exponent", [-90, 70])
     def test_gradients_scale_with_the_loss(self, exponent: int) -> None:
         case = make("affine-rows", torch.float32)
-        leaves, f, stop = {"source": case.leaves["source"]}, case.f(case.injection()), Stop(rtol=1e-5)
-        loss = case.loss(self.solved(f, case.z0, stop=stop, gradient=self.coarse or self.gradient).value)
+        leaves, f, stop = (
+            {"source": case.leaves["source"]},
+            case.f(case.injection()),
+            Stop(rtol=1e-5),
+        )
+        loss = case.loss(
+            self.solved(f, case.z0, stop=stop, gradient=self.coarse or self.gradient).value
+        )
         plain = gradients(loss, leaves, retain_graph=True)["source"]
         scaled = gradients(loss * 2.0**exponent, leaves)["source"].double() * 2.0**-exponent
         assert_close({"source": scaled}, {"source": plain.double()}, rtol=0.02)
 
     @pytest.mark.parametrize("rate", [-1.0, 3.0, 1e308], ids=["cycles", "diverges", "overflows"])
     @pytest.mark.parametrize("with_args", [False, True], ids=["closure", "args"])
-    def test_failed_rows_do_not_touch_the_gradients_of_the_others(self, rate: float, with_args: bool) -> None:
+    def test_failed_rows_do_not_touch_the_gradients_of_the_others(
+        self, rate: float, with_args: bool
+    ) -> None:
         good = [0, 2]
         rates = torch.tensor([[0.5], [rate], [-0.3]], dtype=torch.float64)
-        scale, x = (torch.ones(shape, dtype=torch.float64, requires_grad=True) for shape in ((), (3, 1)))
+        scale, x = (
+            torch.ones(shape, dtype=torch.float64, requires_grad=True) for shape in ((), (3, 1))
+        )
 
         def f(z: Tensor, args: tuple[Tensor, Tensor]) -> Tensor:
             rates, x = args
@@ -123,32 +139,42 @@ class GradientContract(GraphContract):
 
         options = {"args": (rates, x)} if with_args else {}
         closure = f if with_args else lambda z: f(z, (rates, x))
-        solution = self.solved(closure, torch.zeros(3, 1, dtype=torch.float64), throw=False, **options)
+        solution = self.solved(
+            closure, torch.zeros(3, 1, dtype=torch.float64), throw=False, **options
+        )
         failure = Status.MAX_STEPS_REACHED if rate == -1 else Status.DIVERGED
         assert solution.status.tolist() == [Status.CONVERGED, failure, Status.CONVERGED]
         found = torch.autograd.grad(solution.value[good].sum(), (scale, x))
-        alone = self.ours(lambda z: f(z, (rates[good], x[good])), torch.zeros(2, 1, dtype=torch.float64))
+        alone = self.ours(
+            lambda z: f(z, (rates[good], x[good])), torch.zeros(2, 1, dtype=torch.float64)
+        )
         expected = torch.autograd.grad(alone.sum(), (scale, x))
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
         if isinstance(self.gradient, AttachedGradient):
             assert bool(torch.isfinite(solution.value).all())
 
     @two_problems
-    def test_args_are_differentiated_where_their_finished_rows_are_removed(self, problem: str) -> None:
+    def test_args_are_differentiated_where_their_finished_rows_are_removed(
+        self, problem: str
+    ) -> None:
         case, rows = make(problem), list[int]()
 
         def f(z: Tensor, x: Tensor) -> Tensor:
             rows.append(len(z))
             return case.f(x)(z)
 
-        with torch.no_grad():  # row 0 has a fixed point of zero, and is removed while the others are solved
+        with (
+            torch.no_grad()
+        ):  # row 0 has a fixed point of zero, and is removed while the others are solved
             case.leaves["b"].zero_()
             case.leaves["source"][0] = 0
         value = self.solved(f, case.z0, args=case.injection()).value
         assert 2 in rows
         assert_close(gradients(case.loss(value), case.leaves), self.expected(case))
 
-    @pytest.mark.parametrize("rate", [3.0, 1e308, math.inf], ids=["diverges", "overflows", "is not finite"])
+    @pytest.mark.parametrize(
+        "rate", [3.0, 1e308, math.inf], ids=["diverges", "overflows", "is not finite"]
+    )
     def test_where_every_row_fails_gradients_are_zero_or_absent(self, rate: float) -> None:
         if not isinstance(self.gradient, AttachedGradient):
             pytest.skip("an estimator that differentiates the iteration itself")
@@ -165,7 +191,9 @@ class GradientContract(GraphContract):
     def test_nothing_to_differentiate_is_an_error(self) -> None:
         z0, a = torch.zeros(2, 1), torch.tensor(0.5, requires_grad=True)
         for f in (lambda z: z / 2 + 1, lambda z: a.detach() * z + 1):
-            with pytest.raises(ValueError, match=r"finds nothing to differentiate.*Leave gradient out"):
+            with pytest.raises(
+                ValueError, match=r"finds nothing to differentiate.*Leave gradient out"
+            ):
                 self.solved(f, z0)
             assert not self.solved(f, z0, gradient=None).value.requires_grad
 

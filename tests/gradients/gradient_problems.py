@@ -1,4 +1,6 @@
-"""Maps with known fixed points, and a dense oracle of the estimators that shares no code with deqseq."""
+"""Maps with known fixed points, and a dense oracle of the estimators that shares no code with
+deqseq.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,7 +20,8 @@ PROBLEMS = [f"{kind}-{event}" for kind in ("affine", "tanh") for event in EVENTS
 class Case:
     """A map ``z -> phi(z W^T + T z + x U^T + b)`` whose fixed point was chosen first.
 
-    ``T`` mixes each token with those before it. ``x = gain * source`` gives the injection a graph of its own.
+    ``T`` mixes each token with those before it. ``x = gain * source`` gives the injection a graph
+    of its own.
     """
 
     leaves: dict[str, Tensor]
@@ -72,7 +75,9 @@ def make(name: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> Case:
     named = {"W": W, "U": U, "b": b, "gain": gain, "source": source / gain}
     leaves = {key: value.to(dtype).requires_grad_() for key, value in named.items()}
     mixing = None if mixing is None else mixing.to(dtype)
-    return Case(leaves, mixing, kind == "tanh", z_star.to(dtype), (0.5 + uniform(3, *shape)).to(dtype))
+    return Case(
+        leaves, mixing, kind == "tanh", z_star.to(dtype), (0.5 + uniform(3, *shape)).to(dtype)
+    )
 
 
 def dense_fixed_point(f: Map, z0: Tensor, adjoint: Adjoint) -> Tensor:
@@ -92,7 +97,9 @@ def exact(jacobian: Tensor, grad: Tensor) -> Tensor:
 
 
 def neumann(steps: int, damping: float) -> Adjoint:
-    """``damping * sum_i ((1 - damping) I + damping J)^i`` transposed, times ``g``: ``steps`` terms."""
+    """``damping * sum_i ((1 - damping) I + damping J)^i`` transposed, times ``g``:
+    ``steps`` terms.
+    """
 
     def series(jacobian: Tensor, grad: Tensor) -> Tensor:
         factor = (1 - damping) * torch.eye(len(grad), dtype=grad.dtype) + damping * jacobian.T
@@ -102,14 +109,20 @@ def neumann(steps: int, damping: float) -> Adjoint:
     return series
 
 
-def gradients(loss: Tensor, leaves: Mapping[str, Tensor], retain_graph: bool = False) -> dict[str, Tensor]:
+def gradients(
+    loss: Tensor, leaves: Mapping[str, Tensor], retain_graph: bool = False
+) -> dict[str, Tensor]:
     """The gradient of every leaf, by its name."""
     found = torch.autograd.grad(loss, list(leaves.values()), retain_graph=retain_graph)
     return dict(zip(leaves, found, strict=True))
 
 
-def assert_close(ours: Mapping[str, Tensor | None], expected: Mapping[str, Tensor], rtol: float = 1e-8) -> None:
-    """Compare norms of differences with ``rtol``; an expected gradient of zero would test nothing, and fails."""
+def assert_close(
+    ours: Mapping[str, Tensor | None], expected: Mapping[str, Tensor], rtol: float = 1e-8
+) -> None:
+    """Compare norms of differences with ``rtol``; an expected gradient of zero would test nothing,
+    and fails.
+    """
     assert ours.keys() == expected.keys()
     for key, value in expected.items():
         assert value.abs().max() > 0, f"the oracle's gradient of {key} is zero: nothing is tested"

@@ -1,4 +1,6 @@
-"""What the graph of every gradient estimator must withstand: autocast, checkpointing, hooks, threads, repetition."""
+"""What the graph of every gradient estimator must withstand: autocast, checkpointing, hooks,
+threads, repetition.
+"""
 
 import gc
 import weakref
@@ -8,7 +10,16 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from gradient_problems import PROBLEMS, Case, Map, assert_close, dense_fixed_point, exact, gradients, make
+from gradient_problems import (
+    PROBLEMS,
+    Case,
+    Map,
+    assert_close,
+    dense_fixed_point,
+    exact,
+    gradients,
+    make,
+)
 from torch import Tensor
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import weight_norm
@@ -33,14 +44,21 @@ class GraphContract:
     stop: ClassVar[Stop] = Stop(rtol=1e-12, max_steps=200)
 
     def adjoint(self, jacobian: Tensor, grad: Tensor) -> Tensor:
-        """What the backward pass makes of an incoming gradient: by default the exact ``(I - J)^-T g``.
+        """What the backward pass makes of an incoming gradient: by default the exact ``(I - J)^-T
+        g``.
 
-        Rows and tokens are flattened: ``jacobian`` is ``(size, size)``, ``grad`` and the value ``(size,)``.
+        Rows and tokens are flattened: ``jacobian`` is ``(size, size)``, ``grad`` and the value
+        ``(size,)``.
         """
         return exact(jacobian, grad)
 
     def solved(self, f: Callable[..., Tensor], z0: Tensor, **changes: Any) -> Solution:
-        options: dict[str, Any] = {"solver": self.solver, "stop": self.stop, "gradient": self.gradient, "throw": True}
+        options: dict[str, Any] = {
+            "solver": self.solver,
+            "stop": self.stop,
+            "gradient": self.gradient,
+            "throw": True,
+        }
         return fixed_point(f, z0, **(options | changes))
 
     def ours(self, f: Map, z0: Tensor) -> Tensor:
@@ -75,7 +93,9 @@ class GraphContract:
         for enabled in (True, False):
             with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
                 f = case.f(case.injection())
-                value = self.solved(f, case.z0, stop=Stop(rtol=1e-2), gradient=self.coarse or self.gradient).value
+                value = self.solved(
+                    f, case.z0, stop=Stop(rtol=1e-2), gradient=self.coarse or self.gradient
+                ).value
             assert value.dtype == torch.float32
             found[enabled] = gradients(case.loss(value), leaves)
         assert {grad.dtype for grad in found[True].values()} == {torch.float32}
@@ -124,7 +144,9 @@ class GraphContract:
     @pytest.mark.parametrize("reentrant", [False, True])
     def test_inside_a_checkpoint(self, reentrant: bool) -> None:
         case = make("tanh-tokens")
-        value = checkpoint(lambda x: self.ours(case.f(x), case.z0), case.injection(), use_reentrant=reentrant)
+        value = checkpoint(
+            lambda x: self.ours(case.f(x), case.z0), case.injection(), use_reentrant=reentrant
+        )
         case.loss(value).backward()
         assert_close({key: leaf.grad for key, leaf in case.leaves.items()}, self.gradients(case))
 
@@ -140,12 +162,16 @@ class GraphContract:
         loss = case.loss(self.value(case))
         plain = self.gradients(case)
         with ThreadPoolExecutor(4) as pool:
-            found = list(pool.map(lambda _: gradients(loss, case.leaves, retain_graph=True), range(4)))
+            found = list(
+                pool.map(lambda _: gradients(loss, case.leaves, retain_graph=True), range(4))
+            )
         for grads in found:
             assert_close(grads, plain, rtol=0.0)
 
     def test_cached_parametrizations_keep_their_gradients(self) -> None:
-        """A map may cache what it computes from its parameters at the first call; weight norm does."""
+        """A map may cache what it computes from its parameters at the first call;
+        weight norm does.
+        """
         torch.manual_seed(0)
         x, found = torch.randn(2, 3, dtype=torch.float64), []
         linear: Any = weight_norm(torch.nn.Linear(3, 3, dtype=torch.float64))
@@ -157,8 +183,12 @@ class GraphContract:
                 # what is cached inside a checkpoint cannot be recomputed
                 if getattr(self.gradient, "checkpoint", False):
                     assert linear.weight.requires_grad
-                self.ours(lambda z: torch.tanh(linear(z) + x), torch.zeros_like(x)).square().sum().backward()
-            found.append({name: p.grad for name, p in linear.named_parameters() if p.grad is not None})
+                self.ours(
+                    lambda z: torch.tanh(linear(z) + x), torch.zeros_like(x)
+                ).square().sum().backward()
+            found.append(
+                {name: p.grad for name, p in linear.named_parameters() if p.grad is not None}
+            )
         assert_close(found[1], found[0], rtol=1e-12)
 
     def test_the_value_may_be_changed_in_place(self) -> None:

@@ -67,7 +67,9 @@ def solve_of(case: Case, gradient: dq.Gradient | None, **changes: object) -> dq.
 
 @problems
 @pytest.mark.parametrize("gradient", [dq.Unrolled(), dq.Phantom(steps=5)], ids=str)
-def test_checkpointing_changes_nothing_but_the_evaluations(gradient: dq.Gradient, problem: str) -> None:
+def test_checkpointing_changes_nothing_but_the_evaluations(
+    gradient: dq.Gradient, problem: str
+) -> None:
     case, found = make(problem), []
     for checkpoint in (False, True):
         f = Counted(case.f(case.injection()))
@@ -78,7 +80,9 @@ def test_checkpointing_changes_nothing_but_the_evaluations(gradient: dq.Gradient
         assert f.calls == solution.stats.evaluations + with_graph
         found.append(gradients(case.loss(solution.value), case.leaves))
         recomputed = (with_graph or solution.stats.evaluations) if checkpoint else 0
-        if problem.startswith("tanh"):  # an affine map saves too little for every call to be repeated
+        if problem.startswith(
+            "tanh"
+        ):  # an affine map saves too little for every call to be repeated
             assert f.calls == solution.stats.evaluations + with_graph + recomputed
     assert_close(found[1], found[0], rtol=0.0)
 
@@ -86,7 +90,9 @@ def test_checkpointing_changes_nothing_but_the_evaluations(gradient: dq.Gradient
 @pytest.mark.parametrize("gradient", [None, *ATTACHED], ids=str)
 def test_a_start_that_requires_a_gradient_is_an_error(gradient: dq.Gradient | None) -> None:
     name = "Implicit" if gradient is None else type(gradient).__name__
-    with pytest.raises(ValueError, match=rf"z0 requires a gradient, but {name} .*detach\(\).*Unrolled\(\)"):
+    with pytest.raises(
+        ValueError, match=rf"z0 requires a gradient, but {name} .*detach\(\).*Unrolled\(\)"
+    ):
         dq.fixed_point(torch.cos, torch.zeros(2, 1, requires_grad=True), gradient=gradient)
 
 
@@ -104,9 +110,13 @@ def test_a_solve_inside_a_solve(gradient: dq.Gradient) -> None:
         return z
 
     def ours(f, z: Tensor) -> Tensor:
-        return dq.fixed_point(f, z, solver=dq.Naive(), stop=dq.Stop(rtol=1e-9), gradient=gradient).value
+        return dq.fixed_point(
+            f, z, solver=dq.Naive(), stop=dq.Stop(rtol=1e-9), gradient=gradient
+        ).value
 
-    assert_close(gradients(loss(ours), inner.leaves), gradients(loss(plain), inner.leaves), rtol=1e-7)
+    assert_close(
+        gradients(loss(ours), inner.leaves), gradients(loss(plain), inner.leaves), rtol=1e-7
+    )
 
 
 def test_a_solve_without_a_finite_value_is_not_called_undifferentiable() -> None:
@@ -121,7 +131,9 @@ def test_unrolling_the_last_iterations_of_broyden():
     options = {"solver": dq.Broyden(), "stop": dq.Stop.exactly(12)}
     start = torch.zeros(2, 2, dtype=torch.float64)
     for last in (2, 5, 11):
-        value = dq.fixed_point(lambda z: torch.tanh(a * z + 1), start, gradient=dq.Unrolled(last=last), **options).value
+        value = dq.fixed_point(
+            lambda z: torch.tanh(a * z + 1), start, gradient=dq.Unrolled(last=last), **options
+        ).value
         (grad,) = torch.autograd.grad(value.sum(), a)
         z = value[0, 0].item()
         slope = 1 - z * z
@@ -134,10 +146,14 @@ def direction(z, x, weight):
 
 @pytest.mark.parametrize("gradient", ATTACHED, ids=str)
 def test_a_row_that_cannot_be_left_out_is_named(gradient):
-    """The map of one row is not finite anywhere: with args it is left out, without them a warning says so."""
+    """The map of one row is not finite anywhere: with args it is left out, without them a warning
+    says so.
+    """
     weight = torch.nn.Parameter(0.3 * torch.eye(3, dtype=torch.float64))
     x = torch.tensor([[1.0, 2.0, 3.0], [0.0, 0.0, 0.0]], dtype=torch.float64)
-    solution = dq.fixed_point(lambda z, x: direction(z, x, weight), torch.zeros_like(x), args=x, gradient=gradient)
+    solution = dq.fixed_point(
+        lambda z, x: direction(z, x, weight), torch.zeros_like(x), args=x, gradient=gradient
+    )
     assert solution.status.tolist() == [dq.Status.CONVERGED, dq.Status.DIVERGED]
     (grad,) = torch.autograd.grad(solution.value[0].sum(), weight)
     assert grad.isfinite().all()

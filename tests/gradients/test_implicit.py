@@ -35,14 +35,18 @@ def test_implicit_evaluates_once_and_saves_one_evaluation(problem: str) -> None:
             f = Counted(case.f(case.injection()))
             with packed_tensors() as packed:
                 stop = dq.Stop.exactly(max_steps)
-                value = dq.fixed_point(f, case.z0, solver=dq.Naive(), stop=stop, gradient=estimator).value
+                value = dq.fixed_point(
+                    f, case.z0, solver=dq.Naive(), stop=stop, gradient=estimator
+                ).value
             assert f.calls == max_steps + 1
             case.loss(value).backward()
             assert f.calls == max_steps + 1
             sizes[estimator, max_steps] = sum(packed)
     one_step, *rest = sizes.values()
     assert one_step == rest[0]
-    assert rest[1] == rest[2] <= one_step + 4 * case.z0.numel()  # the map needs z and its own weights too
+    assert (
+        rest[1] == rest[2] <= one_step + 4 * case.z0.numel()
+    )  # the map needs z and its own weights too
 
 
 def test_implicit_reports_its_adjoint() -> None:
@@ -63,15 +67,22 @@ def test_an_adjoint_that_fails_is_told(throw: bool) -> None:
     """Anderson finds the fixed point of an expansive row; the plain adjoint iteration does not."""
     rates, x = torch.tensor([[0.5], [3.0], [-0.3]]), torch.ones(3, 1, requires_grad=True)
     estimator = dq.Implicit(dq.Naive(), dq.Stop(rtol=1e-6, max_steps=40), throw=throw)
-    value = dq.fixed_point(lambda z: rates * z + x, torch.zeros(3, 1), gradient=estimator, throw=True).value
-    text = r"the adjoint solve of Implicit failed for 1 of 3 rows after \d+ evaluations \(diverged: rows 1 "
+    value = dq.fixed_point(
+        lambda z: rates * z + x, torch.zeros(3, 1), gradient=estimator, throw=True
+    ).value
+    text = (
+        r"the adjoint solve of Implicit failed for 1 of 3 rows after \d+ evaluations "
+        r"\(diverged: rows 1 "
+    )
     if throw:
         with pytest.raises(dq.ConvergenceError, match=text) as error:
             value.sum().backward()
         assert error.value.rows == [1]
         assert x.grad is None
     else:
-        with pytest.warns(dq.ConvergenceWarning, match="the adjoint solve of Implicit failed for some rows"):
+        with pytest.warns(
+            dq.ConvergenceWarning, match="the adjoint solve of Implicit failed for some rows"
+        ):
             value.sum().backward()
         assert x.grad[[0, 2], 0].tolist() == pytest.approx([2.0, 1 / 1.3], rel=1e-5)
         assert bool(torch.isfinite(x.grad).all())
@@ -83,7 +94,9 @@ def test_the_default_adjoint_converges_under_autocast() -> None:
     W = (0.7 * W / torch.linalg.matrix_norm(W, 2)).requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
         f, gradient = (lambda z: torch.tanh(z @ W + x)), dq.Implicit(report=reports.append)
-        value = dq.fixed_point(f, torch.zeros_like(x), stop=dq.Stop(rtol=1e-2), gradient=gradient).value
+        value = dq.fixed_point(
+            f, torch.zeros_like(x), stop=dq.Stop(rtol=1e-2), gradient=gradient
+        ).value
     value.square().sum().backward()
     assert reports[0].converged.all()
     assert reports[0].stats.evaluations < 30
@@ -93,7 +106,9 @@ def test_the_default_adjoint_converges_under_autocast() -> None:
 def test_autocast_does_not_reach_the_adjoint_solver(solver: dq.Solver) -> None:
     rates, found = torch.linspace(-0.5, 0.5, 16), []
     x = torch.linspace(1, 2, 32).reshape(2, 16).requires_grad_()
-    value = dq.fixed_point(lambda z: rates * z + x, torch.zeros(2, 16), gradient=dq.Implicit(solver)).value
+    value = dq.fixed_point(
+        lambda z: rates * z + x, torch.zeros(2, 16), gradient=dq.Implicit(solver)
+    ).value
     for enabled in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
             found.append(torch.autograd.grad(value.sum(), x, retain_graph=True)[0])
@@ -104,7 +119,9 @@ def test_parameters_that_a_graph_hides_are_not_taken_for_none():
     weight = torch.nn.Parameter(torch.eye(3) / 2)
 
     def f(z):
-        hidden = torch.utils.checkpoint.checkpoint(lambda z: torch.tanh(z @ weight + 1), z, use_reentrant=True)
+        hidden = torch.utils.checkpoint.checkpoint(
+            lambda z: torch.tanh(z @ weight + 1), z, use_reentrant=True
+        )
         assert isinstance(hidden, Tensor)
         return hidden
 

@@ -7,7 +7,9 @@ from small_models import contractive_llama, contractive_mamba2, embedded
 
 import deqseq as dq
 
-pytestmark = pytest.mark.usefixtures("unchecked")  # the docstrings' examples run with the checks of shapes
+pytestmark = pytest.mark.usefixtures(
+    "unchecked"
+)  # the docstrings' examples run with the checks of shapes
 
 problems = pytest.mark.parametrize("problem", PROBLEMS)
 
@@ -24,11 +26,17 @@ def looped(f, z, steps: int, last: int, damping: float = 1.0):
 @problems
 @pytest.mark.parametrize("checkpoint", [False, True])
 @pytest.mark.parametrize(("steps", "last"), [(9, 1), (9, 4), (9, 8), (9, 9), (3, 8), (1, 1)])
-@pytest.mark.parametrize(("solver", "damping"), [(dq.Naive(), 1.0), (dq.Relaxed(0.7), 0.7)], ids=str)
-def test_is_the_loop_without_and_then_with_a_graph(problem, checkpoint, steps, last, solver, damping):
+@pytest.mark.parametrize(
+    ("solver", "damping"), [(dq.Naive(), 1.0), (dq.Relaxed(0.7), 0.7)], ids=str
+)
+def test_is_the_loop_without_and_then_with_a_graph(
+    problem, checkpoint, steps, last, solver, damping
+):
     case = make(problem)
     stop, gradient = dq.Stop.exactly(steps), dq.Unrolled(checkpoint, last)
-    solution = dq.fixed_point(case.f(case.injection()), case.z0, solver=solver, stop=stop, gradient=gradient)
+    solution = dq.fixed_point(
+        case.f(case.injection()), case.z0, solver=solver, stop=stop, gradient=gradient
+    )
     wanted = looped(case.f(case.injection()), case.z0, steps, last, damping)
     torch.testing.assert_close(solution.value, wanted, rtol=1e-12, atol=1e-12)
     assert solution.stats.evaluations == steps
@@ -37,7 +45,9 @@ def test_is_the_loop_without_and_then_with_a_graph(problem, checkpoint, steps, l
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("make_backbone", [contractive_mamba2, contractive_llama], ids=["Mamba2", "Llama"])
+@pytest.mark.parametrize(
+    "make_backbone", [contractive_mamba2, contractive_llama], ids=["Mamba2", "Llama"]
+)
 @pytest.mark.parametrize("start", ["zero", "input"])
 @pytest.mark.parametrize(("steps", "last"), [(7, 3), (3, 3), (2, 3)])
 @pytest.mark.parametrize("padded", [False, True])
@@ -53,7 +63,9 @@ def test_a_models_gradients(make_backbone, start, steps, last, padded):
     theirs = looped(lambda z: backbone(z, inputs)[0] * real, begin, steps, last)
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
     leaves = [x, *backbone.parameters()]
-    ours, theirs = (torch.autograd.grad((value**3).sum(), leaves, allow_unused=True) for value in (ours, theirs))
+    ours, theirs = (
+        torch.autograd.grad((value**3).sum(), leaves, allow_unused=True) for value in (ours, theirs)
+    )
     for one, two in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, two, rtol=1e-10, atol=1e-10)
     assert all(gradient.abs().max() > 0 for gradient in ours)
@@ -65,7 +77,9 @@ def test_only_the_last_evaluations_keep_a_graph(checkpoint, steps, last):
     solve = dq.SolveConfig(dq.Naive(), dq.Stop.exactly(steps), dq.Unrolled(checkpoint, last))
     model, graphs, calls = dq.ImplicitModel(dq.Affine(4), solve), [], []
     model.backbone.register_forward_pre_hook(lambda *_: calls.append(1))
-    model.backbone.register_forward_hook(lambda part, inputs, output: graphs.append(output[0].requires_grad))
+    model.backbone.register_forward_hook(
+        lambda part, inputs, output: graphs.append(output[0].requires_grad)
+    )
     value = model(torch.ones(2, 3, 4)).value
     without = max(0, steps - last)
     assert len(graphs) == len(calls) == steps
@@ -84,7 +98,10 @@ def test_under_autocast_parameters_get_gradients():
     layer = torch.nn.Linear(3, 3)
     with torch.autocast("cpu", torch.bfloat16):
         solution = dq.fixed_point(
-            lambda z: torch.tanh(layer(z)), torch.zeros(2, 3), stop=dq.Stop.exactly(6), gradient=dq.Unrolled(last=2)
+            lambda z: torch.tanh(layer(z)),
+            torch.zeros(2, 3),
+            stop=dq.Stop.exactly(6),
+            gradient=dq.Unrolled(last=2),
         )
     solution.value.sum().backward()
     assert layer.weight.grad.abs().max() > 0
@@ -105,7 +122,9 @@ def test_the_start_gets_a_gradient_only_if_all_is_differentiated():
 def test_a_tolerance_cannot_be_counted_from_the_end():
     a = torch.tensor(0.5, requires_grad=True)
     call = {"f": lambda z: a * z + 1, "z0": torch.zeros(1, 1), "gradient": dq.Unrolled(last=2)}
-    with pytest.raises(ValueError, match=r"Unrolled.last counts from the end: stop must be Stop.exactly\(n\)"):
+    with pytest.raises(
+        ValueError, match=r"Unrolled.last counts from the end: stop must be Stop.exactly\(n\)"
+    ):
         dq.fixed_point(**call, stop=dq.Stop(max_steps=9))
     with torch.no_grad():
         assert bool(dq.fixed_point(**call, stop=dq.Stop(rtol=1e-3)).converged.all())

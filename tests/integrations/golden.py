@@ -1,4 +1,6 @@
-"""The small models of other libraries in ``data``: configurations, weights, and the numbers of their own code."""
+"""The small models of other libraries in ``data``: configurations, weights, and the numbers of
+their own code.
+"""
 
 import json
 from functools import cache
@@ -24,4 +26,8 @@ def numbers(name: str) -> dict[str, Tensor]:
 
 def tensors(name: str, part: str = "weight") -> dict[str, Tensor]:
     """Its weights, or their gradients (``"grad"``), by their own names."""
-    return {key.removeprefix(f"{part}/"): x for key, x in numbers(name).items() if key.startswith(f"{part}/")}
+    return {
+        key.removeprefix(f"{part}/"): x
+        for key, x in numbers(name).items()
+        if key.startswith(f"{part}/")
+    }

@@ -1,7 +1,8 @@
-"""The paper's reference code: its configurations, its weights, and the numbers that it computes from them.
+"""The paper's reference code: its configurations, its weights, and the numbers that it computes
+from them.
 
-``data`` has two small models of it (float64, solved to 1e-14): configurations and weights, logits at the fixed point,
-and the gradients of the loss through four phantom steps.
+``data`` has two small models of it (float64, solved to 1e-14): configurations and weights, logits
+at the fixed point, and the gradients of the loss through four phantom steps.
 """
 
 import math
@@ -18,7 +19,12 @@ from deqseq.integrations.foreign.reference import BLOCK as BLOCK_FIELDS
 from deqseq.integrations.foreign.reference import WHOLE
 
 BOTH = pytest.mark.parametrize("name", ["mamba2", "llama"])
-SIZES = {"130m": (768, 24, 12, 12), "370m": (1024, 48, 24, 16), "760m": (1536, 48, 24, 16), "1.3b": (2048, 48, 24, 32)}
+SIZES = {
+    "130m": (768, 24, 12, 12),
+    "370m": (1024, 48, 24, 16),
+    "760m": (1536, 48, 24, 16),
+    "1.3b": (2048, 48, 24, 32),
+}
 
 
 class TestNumbers:
@@ -35,7 +41,10 @@ class TestNumbers:
     @pytest.mark.parametrize(
         ("name", "sweep"),
         [
-            *(("mamba2", sweep) for sweep in (dq.Simultaneous(), dq.Chunked(7), dq.Sequential(), dq.Sliding(8))),
+            *(
+                ("mamba2", sweep)
+                for sweep in (dq.Simultaneous(), dq.Chunked(7), dq.Sequential(), dq.Sliding(8))
+            ),
             *(("llama", sweep) for sweep in (dq.Simultaneous(), dq.Chunked(7), dq.Sliding(8))),
         ],
         ids=str,
@@ -49,7 +58,9 @@ class TestNumbers:
         assert output.loss.item() == pytest.approx(known["train_loss"].item(), rel=1e-6)
         assert (output.logits - known["train_logits"]).abs().max() < 1e-9
         output.loss.backward()
-        expected = from_state(config(name), tensors(name, "grad")).state_dict()  # gradients move as weights do
+        expected = from_state(
+            config(name), tensors(name, "grad")
+        ).state_dict()  # gradients move as weights do
         gradients = {key: parameter.grad for key, parameter in lm.named_parameters()}
         assert gradients.keys() == expected.keys()
         for key, gradient in gradients.items():
@@ -77,7 +88,10 @@ class TestWeights:
         ("sizes", "mixer"),
         [
             (dq.LlamaConfig(d_model=16, n_heads=2, weight_norm=False), ATTENTION),
-            (dq.Mamba2Config(d_model=16, d_state=4, headdim=8, mlp_width=12, weight_norm=False), MIXER),
+            (
+                dq.Mamba2Config(d_model=16, d_state=4, headdim=8, mlp_width=12, weight_norm=False),
+                MIXER,
+            ),
         ],
         ids=["Llama", "Mamba2"],
     )
@@ -89,8 +103,13 @@ class TestWeights:
     def test_missing_extra_and_misshapen_tensors_are_listed(self):
         state = tensors("llama")
         del state["backbone.layers.1.mixer.wk.weight_g"], state["backbone.norm_f.weight"]
-        state |= {"backbone.layers.2.norm.weight": torch.ones(32), "backbone.injection.bias": torch.zeros(95)}
-        with pytest.raises(ValueError, match="the state dict does not fit the configuration") as caught:
+        state |= {
+            "backbone.layers.2.norm.weight": torch.ones(32),
+            "backbone.injection.bias": torch.zeros(95),
+        }
+        with pytest.raises(
+            ValueError, match="the state dict does not fit the configuration"
+        ) as caught:
             from_state(config("llama"), state)
         listed = (
             r"Missing key.*layers\.1\.self_attn\.k_proj\S+original0.*backbone\.norm\.weight",
@@ -105,7 +124,8 @@ class TestWeights:
         state = tensors("llama")
         state["criterion.decoder.weight"] = state["criterion.decoder.weight"] + 1
         with pytest.raises(
-            ValueError, match=r"'criterion\.decoder\.weight' differs from 'word_emb\.emb\.weight': unti"
+            ValueError,
+            match=r"'criterion\.decoder\.weight' differs from 'word_emb\.emb\.weight': unti",
         ):
             from_state(config("llama"), state)
         lm = from_state(config("llama") | {"tie_embeddings": False}, state)
@@ -148,7 +168,9 @@ class TestPublished:
             dq.SolveConfig(dq.Naive(), dq.Stop(rtol=1e-14, max_steps=600, norm="row"), gradient),
             dq.SolveConfig(dq.Relaxed(0.8), dq.Stop(rtol=1e-14, max_steps=1200), gradient),
         )
-        sizes = dq.Mamba2Config(d_model=32, n_layers=2, d_state=16, headdim=16, expand=2, chunk_size=64)
+        sizes = dq.Mamba2Config(
+            d_model=32, n_layers=2, d_state=16, headdim=16, expand=2, chunk_size=64
+        )
         assert mamba2 == dq.LanguageModelSpec(48, sizes, *solves)
         sizes = dq.LlamaConfig(d_model=32, n_layers=2, n_heads=4, mlp_width=64)
         assert llama == dq.LanguageModelSpec(48, sizes, *solves)
@@ -157,12 +179,21 @@ class TestPublished:
     @pytest.mark.parametrize("size", SIZES)
     @pytest.mark.parametrize("family", ["llama3", "mamba2"])
     def test_the_papers_files_are_the_presets(self, family, size, kind):
-        spec, preset = from_reference_config(published(family, size, kind)), dq.preset(f"{family}-{size}-{kind}")
-        assert (spec.vocab_size, spec.backbone, spec.tied) == (preset.vocab_size, preset.backbone, preset.tied)
+        spec, preset = (
+            from_reference_config(published(family, size, kind)),
+            dq.preset(f"{family}-{size}-{kind}"),
+        )
+        assert (spec.vocab_size, spec.backbone, spec.tied) == (
+            preset.vocab_size,
+            preset.backbone,
+            preset.tied,
+        )
         assert preset.eval_solve == spec.eval_solve
         if spec.solve is not None:  # the reference's own: undamped training under one norm
             stop = replace(spec.solve.stop, norm="token")
-            spec = replace(spec, solve=replace(spec.solve, solver=spec.eval_solve.solver, stop=stop))
+            spec = replace(
+                spec, solve=replace(spec.solve, solver=spec.eval_solve.solver, stop=stop)
+            )
         assert spec.solve == preset.solve
 
 
@@ -198,7 +229,12 @@ HONOURED = [
     ("mamba2", (*NORM, "norm_type"), "none", lambda s: not s.backbone.weight_norm),
     ("mamba2", (*TRAINING, "grad"), 2, lambda s: s.solve.gradient == dq.Phantom(2, damping=0.8)),
     ("mamba2", (*TRAINING, "tau"), 1.0, lambda s: s.eval_solve.solver == dq.Naive()),
-    ("mamba2", (*SOLVER, "f_solver"), "anderson", lambda s: s.solve.solver == dq.Anderson(memory=6)),
+    (
+        "mamba2",
+        (*SOLVER, "f_solver"),
+        "anderson",
+        lambda s: s.solve.solver == dq.Anderson(memory=6),
+    ),
     ("mamba2", (*SOLVER, "eval_f_max_iter"), 0, lambda s: s.eval_solve.stop.max_steps == 600),
 ]
 REFUSED = [  # what the error says that the field must be
@@ -225,21 +261,61 @@ REFUSED = [  # what the error says that the field must be
 ]
 UNKNOWN = [  # and what is missing, or has a default that is refused
     ("mamba2", ("tie_embedding",), 1, "'tie_embedding' is unknown; did you mean 'tie_embeddings'"),
-    ("mamba2", (*BACKBONE, "n_layers"), 1, "backbone_config: 'n_layers' is unknown; did you mean 'n_layer'"),
-    ("mamba2", (*LAYER, "headim"), 1, "backbone_config: block_cfg: 'headim' is unknown; did you mean 'headdim'"),
-    ("mamba2", ("deq_params", "solvers"), 1, "deq_params: 'solvers' is unknown; did you mean 'solver'"),
+    (
+        "mamba2",
+        (*BACKBONE, "n_layers"),
+        1,
+        "backbone_config: 'n_layers' is unknown; did you mean 'n_layer'",
+    ),
+    (
+        "mamba2",
+        (*LAYER, "headim"),
+        1,
+        "backbone_config: block_cfg: 'headim' is unknown; did you mean 'headdim'",
+    ),
+    (
+        "mamba2",
+        ("deq_params", "solvers"),
+        1,
+        "deq_params: 'solvers' is unknown; did you mean 'solver'",
+    ),
     ("mamba2", (*SOLVER, "f_toll"), 1, "deq_params: 'f_toll' is unknown; did you mean 'f_tol'"),
-    ("mamba2", (*SOLVER, "f_solver"), "naive", "'f_solver' must be 'fixed_point_iter' or 'anderson' or 'broyden', got"),
-    ("mamba2", (*TRAINING, "n_states"), 3, "'n_states' must be 1 or 0, got 3: deqseq computes nothing else"),
+    (
+        "mamba2",
+        (*SOLVER, "f_solver"),
+        "naive",
+        "'f_solver' must be 'fixed_point_iter' or 'anderson' or 'broyden', got",
+    ),
+    (
+        "mamba2",
+        (*TRAINING, "n_states"),
+        3,
+        "'n_states' must be 1 or 0, got 3: deqseq computes nothing else",
+    ),
     ("mamba2", (*TRAINING, "ift"), True, "'ift' must be False, got True"),
-    ("mamba2", (*NORM, "norm_type"), "spectral_norm", "'norm_type' must be None or 'none' or 'weight_norm', got 'sp"),
-    ("mamba2", ("deq_params", "regularization", "jac_loss_weight"), 0.5, "'jac_loss_weight' must be 0, got 0.5"),
+    (
+        "mamba2",
+        (*NORM, "norm_type"),
+        "spectral_norm",
+        "'norm_type' must be None or 'none' or 'weight_norm', got 'sp",
+    ),
+    (
+        "mamba2",
+        ("deq_params", "regularization", "jac_loss_weight"),
+        0.5,
+        "'jac_loss_weight' must be 0, got 0.5",
+    ),
     ("llama", ("d_embed",), ..., "'d_embed' is missing"),
     ("llama", ("model_type",), ..., "'model_type' is missing"),
     ("llama", (*BACKBONE, "n_layer"), ..., "'n_layer' is missing"),
     ("llama", (*BACKBONE, "pre_norm"), ..., "'pre_norm' is missing"),
     ("llama", NORM, ..., "reference configuration: deq_params: 'norm' is missing"),
-    ("llama", (*BACKBONE, "mlp_type"), ..., "'mlp_type' must be 'llama_mlp', got 'gated_mlp' (the default)"),
+    (
+        "llama",
+        (*BACKBONE, "mlp_type"),
+        ...,
+        "'mlp_type' must be 'llama_mlp', got 'gated_mlp' (the default)",
+    ),
 ]
 
 
@@ -257,9 +333,22 @@ class TestFields:
 
     def test_missing_fields_have_the_references_defaults(self):
         whole = config("llama")
-        for field in ("backbone_type", "tie_embeddings", "pad_vocab", "pad_vocab_size_multiple", "head_bias"):
+        for field in (
+            "backbone_type",
+            "tie_embeddings",
+            "pad_vocab",
+            "pad_vocab_size_multiple",
+            "head_bias",
+        ):
             del whole[field]
-        for field in ("rms_norm", "dropout", "residual_in_fp32", "pretrain_steps", "pretrain_iter", "init_gain"):
+        for field in (
+            "rms_norm",
+            "dropout",
+            "residual_in_fp32",
+            "pretrain_steps",
+            "pretrain_iter",
+            "init_gain",
+        ):
             del whole["backbone_config"][field]
         assert from_reference_config(whole) == from_reference_config(config("llama"))
         assert from_reference_config(changed("mamba2", "dropout")).embedding_dropout == 0.05
@@ -267,7 +356,9 @@ class TestFields:
         whole["backbone_config"] |= {"d_inner": 96, "mlp_type": "llama_mlp"}  # beside a mixer
         assert from_reference_config(whole).backbone.mlp_width == 64
 
-    @pytest.mark.parametrize(("name", "path", "value", "wanted"), REFUSED, ids=lambda part: str(part)[:40])
+    @pytest.mark.parametrize(
+        ("name", "path", "value", "wanted"), REFUSED, ids=lambda part: str(part)[:40]
+    )
     def test_what_is_not_computed_here_is_refused(self, name, path, value, wanted):
         where = "".join(f"{step}: " for step in path[:-1])
         message = f"reference configuration: {where}{path[-1]!r} must be {wanted}, got {value!r}"

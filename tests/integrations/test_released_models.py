@@ -1,4 +1,6 @@
-"""Released recurrent-depth models give the numbers of their authors' code: iterated, converged, trained, decoded."""
+"""Released recurrent-depth models give the numbers of their authors' code: iterated, converged,
+trained, decoded.
+"""
 
 from pathlib import Path
 
@@ -29,7 +31,9 @@ def assert_near(found, wanted, atol=1e-9):
 
 
 def decoded(lm, ids, states=None, **call):
-    """The logits of the last six tokens, one by one after a prompt of eleven; a loop may begin at given ``states``."""
+    """The logits of the last six tokens, one by one after a prompt of eleven; a loop may begin at
+    given ``states``.
+    """
     logits, cache = [], None
     for begin, end in [(0, 11), *((t, t + 1) for t in range(11, 17))]:
         if states is not None:
@@ -75,7 +79,9 @@ class TestRavens:
         lm, golden = loaded("retrofit_olmo"), numbers("retrofit_olmo")
         ids, layers = golden["input_ids"], lm.core.backbone.backbone
         first = lm.model.prelude(lm.embed(ids)).value
-        skipped, _ = layers(first, layers.prepare(first))  # the first iteration, without the adapter
+        skipped, _ = layers(
+            first, layers.prepare(first)
+        )  # the first iteration, without the adapter
         for name, start, steps in (("embed", "input", 3), ("skip", skipped, 2)):
             output = lm(ids, start=start, solver=NAIVE, stop=dq.Stop.exactly(steps))
             assert_near(output.logits, golden[f"{name}_logits_r3"])
@@ -85,7 +91,10 @@ class TestRavens:
         "call",
         [
             *({"sweep": sweep} for sweep in SWEEPS),
-            *({"solver": solver, "start": dq.RandomStart(0.5, 1)} for solver in (dq.Anderson(), dq.Broyden(), NAIVE)),
+            *(
+                {"solver": solver, "start": dq.RandomStart(0.5, 1)}
+                for solver in (dq.Anderson(), dq.Broyden(), NAIVE)
+            ),
         ],
         ids=lambda call: str(next(iter(call.values()))),
     )
@@ -98,11 +107,15 @@ class TestRavens:
     def test_truncated_training(self, name):
         lm, golden = loaded(name).train(), numbers(name)
         how = {"solver": NAIVE, "stop": dq.Stop.exactly(9), "gradient": dq.Unrolled(last=4)}
-        output = lm(golden["input_ids"], targets=golden["labels"], start=golden["initial_state"], **how)
+        output = lm(
+            golden["input_ids"], targets=golden["labels"], start=golden["initial_state"], **how
+        )
         output.loss.backward()
         assert_near(output.logits, golden["train_logits"])
         assert_near(output.loss[None], golden["train_loss"])
-        expected = from_state(config(name), tensors(name, "grad"))  # gradients move to our names as weights do
+        expected = from_state(
+            config(name), tensors(name, "grad")
+        )  # gradients move to our names as weights do
         wanted = dict(expected.named_parameters())
         for key, parameter in lm.named_parameters():
             assert_near(parameter.grad, wanted[key])
@@ -116,15 +129,22 @@ class TestRavens:
         found = decoded(loaded(name), golden["input_ids"], stop=TIGHT, throw=True)
         assert_near(found, golden["decode_logits_converged"])
         with torch.no_grad():
-            caches = [lm(golden["input_ids"], return_cache=True).cache for lm in (loaded(name), fixed)]
+            caches = [
+                lm(golden["input_ids"], return_cache=True).cache for lm in (loaded(name), fixed)
+            ]
         sizes = [sum(x.numel() for x in cache.parts[1].tensors()) for cache in caches]
         assert sizes[1] == 8 * sizes[0]
 
     def test_how_a_core_is_solved_by_default_and_the_norm_that_huginn_uses_twice(self):
         fields = config("huginn") | {"mean_recurrence": 12}
-        assert loaded("huginn").core.solve.gradient == dq.Unrolled(last=fields.pop("mean_backprop_depth"))
+        assert loaded("huginn").core.solve.gradient == dq.Unrolled(
+            last=fields.pop("mean_backprop_depth")
+        )
         lm = from_state(fields, tensors("huginn"))
-        assert (lm.core.solve.stop, lm.core.solve.gradient) == (dq.Stop.exactly(12), dq.Unrolled(last=8))
+        assert (lm.core.solve.stop, lm.core.solve.gradient) == (
+            dq.Stop.exactly(12),
+            dq.Unrolled(last=8),
+        )
         assert lm.core.eval_solve == dq.SolveConfig(stop=dq.Stop(max_steps=48))
         assert lm.model.norm is lm.model.coda.backbone.norm
         assert lm.head is None
@@ -140,7 +160,9 @@ def looped(lm, ids, start):
 
 def reached(threshold):
     """The loop whose state each token takes, from 1; the last loop ends in any case."""
-    return 1 + (numbers("ouro")["exit_pdf"].cumsum(dim=2)[..., :3] < threshold).cumprod(dim=2).sum(dim=2)
+    return 1 + (numbers("ouro")["exit_pdf"].cumsum(dim=2)[..., :3] < threshold).cumprod(dim=2).sum(
+        dim=2
+    )
 
 
 class TestOuro:
@@ -165,7 +187,9 @@ class TestOuro:
 
     @pytest.mark.parametrize("threshold", [1.0, 0.5])
     def test_training_through_all_loops(self, threshold):
-        """The published loss weighs the loops by the gate; the loss of the states that are chosen has this gradient."""
+        """The published loss weighs the loops by the gate; the loss of the states that are chosen
+        has this gradient.
+        """
         lm = loaded("ouro", early_exit_threshold=threshold).train()
         ids = numbers("ouro")["input_ids"]
         lm(ids, labels=ids).loss.backward()
@@ -189,7 +213,10 @@ class TestOuro:
     def test_the_gate_of_the_configuration_chooses(self, threshold):
         golden = numbers("ouro")
         lm = loaded("ouro", early_exit_threshold=threshold)
-        gate, name = lm.model.backbone.choose, "eval_logits" if threshold == 1 else f"threshold_{threshold}_logits"
+        gate, name = (
+            lm.model.backbone.choose,
+            "eval_logits" if threshold == 1 else f"threshold_{threshold}_logits",
+        )
         assert_near(lm(golden["input_ids"]).logits, golden[name])
         assert_near(gate.linear(golden["states"])[..., 0], golden["gate_logits"])
         assert torch.equal(gate.loops(golden["states"].movedim(2, 0)), reached(threshold))
@@ -210,7 +237,11 @@ class TestOuro:
 
     @torch.no_grad()
     def test_without_a_gate(self):
-        state = {name: tensor for name, tensor in tensors("ouro").items() if "early_exit_gate" not in name}
+        state = {
+            name: tensor
+            for name, tensor in tensors("ouro").items()
+            if "early_exit_gate" not in name
+        }
         lm = from_state(config("ouro"), state)
         assert lm.model.backbone.choose is None
         assert_near(lm(numbers("ouro")["input_ids"]).logits, numbers("ouro")["eval_logits"])
@@ -240,7 +271,9 @@ def test_a_folder_is_loaded(tmp_path, name):
     single, double = from_pretrained(tmp_path), from_pretrained(str(tmp_path), torch.float64)
     assert {p.dtype for p in single.parameters()} == {torch.float32}
     assert not single.training
-    for key, tensor in loaded(name).state_dict().items():  # the weights can be represented in float32
+    for key, tensor in (
+        loaded(name).state_dict().items()
+    ):  # the weights can be represented in float32
         assert torch.equal(double.state_dict()[key], tensor)
     assert from_pretrained(tmp_path, steps=2).core is None
 
@@ -251,9 +284,17 @@ def test_a_folder_is_loaded(tmp_path, name):
         ("huginn", {"model_type": "gpt2"}, ["model_type", "gpt2", "huginn_raven"]),
         ("huginn", {"injection_type": "add"}, ["injection_type", "add"]),
         ("huginn", {"n_layers_in_coda": 1}, ["Unexpected", "transformer.coda.1.attn.Wqkv.weight"]),
-        ("huginn", {"intermediate_size": 48}, ["size mismatch", "model.prelude.backbone.layers.0.mlp.up_proj"]),
+        (
+            "huginn",
+            {"intermediate_size": 48},
+            ["size mismatch", "model.prelude.backbone.layers.0.mlp.up_proj"],
+        ),
         ("huginn", {"test_time_noise": 0.1}, ["test_time_noise", "0.1"]),
-        ("retrofit_olmo", {"initial_state_mode": "embed-init"}, ["initial_state_mode", "embed-init"]),
+        (
+            "retrofit_olmo",
+            {"initial_state_mode": "embed-init"},
+            ["initial_state_mode", "embed-init"],
+        ),
         ("retrofit_llama", {"rope_scaling": {"rope_type": "yarn"}}, ["rope_type", "yarn"]),
         ("huginn", {"head_dim": 10}, ["size mismatch", "k_proj.weight", "[32, 24]", "[40, 24]"]),
         ("ouro", {"hidden_act": "gelu"}, ["hidden_act", "gelu"]),
@@ -275,7 +316,12 @@ def test_what_is_not_computed_here_is_refused(name, changes, words):
         ('{"model_type": "ouro"}', {}, FileNotFoundError, "safetensors"),
         (None, {"steps": 0}, ValueError, "steps must be an integer >= 1, got 0"),
         *(
-            (None, {"folder_or_name": name}, FileNotFoundError, "folder_or_name: there is no folder")
+            (
+                None,
+                {"folder_or_name": name},
+                FileNotFoundError,
+                "folder_or_name: there is no folder",
+            )
             for name in ("/no/such", Path("none"), "./none", "no/such/folder")
         ),
     ],
@@ -291,6 +337,9 @@ def test_a_state_that_does_not_fit():
     state = tensors("huginn")
     del state["transformer.ln_f.weight"]  # of two norms
     state["transformer.prelude.0.attn.qk_bias"] = torch.zeros(3, 1, 4, 6)
-    wanted = r"Missing key.*model\.norm\.weight(.|\n)*size mismatch for .*[qk]_proj\.bias: .*\[48\].*\[24\]"
+    wanted = (
+        r"Missing key.*model\.norm\.weight(.|\n)*size mismatch for "
+        r".*[qk]_proj\.bias: .*\[48\].*\[24\]"
+    )
     with pytest.raises(ValueError, match=wanted):
         from_state(config("huginn"), state)

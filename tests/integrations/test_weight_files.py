@@ -11,7 +11,9 @@ from deqseq.integrations.foreign.files import tensors_in
 
 @pytest.fixture
 def folder(tmp_path):
-    """Two shards, their index, and the same weights consolidated under other names, as some releases have them."""
+    """Two shards, their index, and the same weights consolidated under other names, as some
+    releases have them.
+    """
     for name in ("a", "b"):
         save_file({name: torch.ones(64)}, tmp_path / f"model-{name}.safetensors")
     save_file({"other": torch.zeros(64)}, tmp_path / "consolidated.safetensors")
@@ -51,7 +53,11 @@ def test_a_file_that_cannot_be_read_is_named(folder):
     [
         ("{}", FileNotFoundError, "there are no weights in"),
         ("[]", ValueError, r"model\.safetensors\.index\.json must be a mapping"),
-        ('{"weight_map": ["a"]}', TypeError, r"'weight_map' of .*index\.json must be a Mapping, got \['a'\]"),
+        (
+            '{"weight_map": ["a"]}',
+            TypeError,
+            r"'weight_map' of .*index\.json must be a Mapping, got \['a'\]",
+        ),
         ('{"weight_map": {"a": 3}}', FileNotFoundError, "3"),
         ('{"weight_map": {"a"', ValueError, r"model\.safetensors\.index\.json cannot be read"),
     ],

@@ -1,4 +1,6 @@
-"""A compiled Mamba2 on the kernels computes what an eager one does, and calls them. Run by test_kernel_models.py."""
+"""A compiled Mamba2 on the kernels computes what an eager one does, and calls them. Run by
+test_kernel_models.py.
+"""
 
 import os
 
@@ -16,7 +18,9 @@ def main() -> None:
     else:
         torch.set_default_device("cuda")
     torch.manual_seed(0)
-    config = dq.Mamba2Config(d_model=16, n_layers=2, d_state=16, headdim=16, chunk_size=16, backend="mamba_ssm")
+    config = dq.Mamba2Config(
+        d_model=16, n_layers=2, d_state=16, headdim=16, chunk_size=16, backend="mamba_ssm"
+    )
     model = dq.ImplicitModel(dq.Mamba2(config), dq.SolveConfig(stop=dq.Stop.exactly(3))).eval()
     kernel, calls = fused.convolved_and_scanned, []
 

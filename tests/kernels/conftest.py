@@ -1,4 +1,6 @@
-"""mamba_ssm's own Triton code: in Triton's interpreter, for which `.ci/kernels` makes the environment, or on a GPU."""
+"""mamba_ssm's own Triton code: in Triton's interpreter, for which `.ci/kernels` makes the
+environment, or on a GPU.
+"""
 
 import os
 import sys
@@ -13,14 +15,21 @@ from stand_ins import install
 
 @pytest.fixture(scope="session", autouse=True)
 def interpreter():
-    """The kernels, made to run here; without interpreter and GPU these tests are an error, never a silent pass."""
+    """The kernels, made to run here; without interpreter and GPU these tests are an error, never a
+    silent pass.
+    """
     with pytest.MonkeyPatch.context() as patch:
         if os.environ.get("TRITON_INTERPRET") == "1":
             install(patch)
             yield
         elif torch.cuda.is_available():
-            patch.setenv("TRITON_F32_DEFAULT", "ieee")  # products of float32 as on a CPU, without TF32
+            patch.setenv(
+                "TRITON_F32_DEFAULT", "ieee"
+            )  # products of float32 as on a CPU, without TF32
             with torch.device("cuda"):
                 yield
         else:
-            pytest.fail("the kernels' tests need TRITON_INTERPRET=1 and an environment of their own: run .ci/kernels")
+            pytest.fail(
+                "the kernels' tests need TRITON_INTERPRET=1 and an environment of their own: run "
+                ".ci/kernels"
+            )

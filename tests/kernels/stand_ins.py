@@ -1,7 +1,7 @@
 """What has no interpreter is replaced.
 
-The CUDA extension causal_conv1d by PyTorch that insists on the same memory layout, two questions to the CUDA driver by
-their answers.
+The CUDA extension causal_conv1d by PyTorch that insists on the same memory layout, two questions to
+the CUDA driver by their answers.
 """
 
 import sys
@@ -14,8 +14,14 @@ from torch.nn import functional as F
 
 
 def laid_out(x: torch.Tensor) -> bool:
-    """Channels next to each other, everything else on a multiple of eight, as the CUDA code demands."""
-    return x.stride(1) == 1 and not any(x.stride(dim) % 8 for dim in (0, 2)) and x.storage_offset() % 8 == 0
+    """Channels next to each other, everything else on a multiple of eight, as the CUDA code
+    demands.
+    """
+    return (
+        x.stride(1) == 1
+        and not any(x.stride(dim) % 8 for dim in (0, 2))
+        and x.storage_offset() % 8 == 0
+    )
 
 
 def convolution(x, weight, bias=None, seq_idx=None, initial_states=None, activation=None):
@@ -23,7 +29,9 @@ def convolution(x, weight, bias=None, seq_idx=None, initial_states=None, activat
     assert seq_idx is None and 2 <= weight.shape[1] <= 4 and x.shape[1] % 8 == 0
     if initial_states is not None:
         assert initial_states.stride(1) == 1 and initial_states.dtype == x.dtype
-    past = x.new_zeros(*x.shape[:2], weight.shape[1] - 1) if initial_states is None else initial_states
+    past = (
+        x.new_zeros(*x.shape[:2], weight.shape[1] - 1) if initial_states is None else initial_states
+    )
     y = F.conv1d(torch.cat([past, x], dim=2), weight[:, None], bias, groups=len(weight))
     return F.silu(y) if activation in ("silu", True) else y
 
@@ -39,7 +47,9 @@ def forward_function(x, weight, bias, seq_idx, initial_states, final_states_out,
     return convolution(x, weight, bias, seq_idx, initial_states, silu).mT.contiguous().mT
 
 
-def backward_function(x, weight, bias, dout, seq_idx, initial_states, dfinal_states, dx, want_dinitial, silu):
+def backward_function(
+    x, weight, bias, dout, seq_idx, initial_states, dfinal_states, dx, want_dinitial, silu
+):
     leaves = [t.detach().requires_grad_() for t in (x, weight, bias)]
     with torch.enable_grad():
         y = convolution(*leaves, seq_idx, initial_states, silu)
@@ -62,4 +72,6 @@ def install(patch: pytest.MonkeyPatch) -> None:
     for module in causal_conv1d():
         patch.setitem(sys.modules, module.__name__, module)
     patch.setattr(torch.cuda, "device", lambda index: nullcontext())
-    patch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=2))
+    patch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=2)
+    )

@@ -1,4 +1,6 @@
-"""Mamba2 on the kernels beside Mamba2 on plain PyTorch: layers, solves in every sweep, gradients, generation."""
+"""Mamba2 on the kernels beside Mamba2 on plain PyTorch: layers, solves in every sweep, gradients,
+generation.
+"""
 
 import subprocess
 import sys
@@ -11,7 +13,14 @@ import deqseq as dq
 from deqseq.layers import Mamba2Mixer
 
 pytestmark = [pytest.mark.kernels, pytest.mark.filterwarnings("ignore:Deterministic mode")]
-SIZES = {"d_model": 16, "n_layers": 2, "d_state": 16, "headdim": 16, "chunk_size": 16, "weight_norm": True}
+SIZES = {
+    "d_model": 16,
+    "n_layers": 2,
+    "d_state": 16,
+    "headdim": 16,
+    "chunk_size": 16,
+    "weight_norm": True,
+}
 SWEEPS = (dq.Simultaneous(), dq.Sliding(4), dq.Sequential())
 
 
@@ -34,14 +43,20 @@ def twins(**changes) -> dict[str, dq.CausalLM]:
 
 
 @pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize("d_conv", [4, 5], ids=["one kernel", "a filter that the kernels cannot take"])
+@pytest.mark.parametrize(
+    "d_conv", [4, 5], ids=["one kernel", "a filter that the kernels cannot take"]
+)
 def test_mixer_and_its_gradients(groups, d_conv):
     torch.manual_seed(0)
     mixer = Mamba2Mixer(16, d_state=16, headdim=16, n_groups=groups, d_conv=d_conv, chunk_size=16)
     u, injection = torch.randn(2, 19, 16), torch.randn(2, 19, mixer.injected_width)
     results = {}
     for backend in ("reference", "mamba_ssm"):
-        leaves = [u.clone().requires_grad_(), injection.clone().requires_grad_(), *mixer.parameters()]
+        leaves = [
+            u.clone().requires_grad_(),
+            injection.clone().requires_grad_(),
+            *mixer.parameters(),
+        ]
         y, _ = mixer(*leaves[:2], backend=backend)
         results[backend] = y, torch.autograd.grad(y.square().sum(), leaves)
     assert torch.allclose(results["mamba_ssm"][0], results["reference"][0], atol=1e-5)
@@ -53,7 +68,9 @@ def test_mixer_and_its_gradients(groups, d_conv):
 def test_a_solve_without_a_gradient(sweep):
     ids = random_ids(7)
     with torch.no_grad():
-        ours, theirs = (twins()[backend](ids, sweep=sweep) for backend in ("mamba_ssm", "reference"))
+        ours, theirs = (
+            twins()[backend](ids, sweep=sweep) for backend in ("mamba_ssm", "reference")
+        )
     assert ours.converged.all() and theirs.converged.all()
     assert torch.allclose(ours.logits, theirs.logits, atol=1e-4)
 
@@ -72,7 +89,9 @@ def test_training_step():
 def test_generation():
     prompt = random_ids(5)
     mask = torch.tensor([[False, False, True, True, True], [True] * 5])
-    ours, theirs = (twins()[b].generate(prompt, mask=mask, max_new_tokens=3) for b in ("mamba_ssm", "reference"))
+    ours, theirs = (
+        twins()[b].generate(prompt, mask=mask, max_new_tokens=3) for b in ("mamba_ssm", "reference")
+    )
     assert torch.equal(ours.tokens, theirs.tokens) and ours.converged.all()
 
 

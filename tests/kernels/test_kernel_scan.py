@@ -50,7 +50,9 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_scan_and_its_gradients(case):
     sizes, options, left_out = CASES[case]
-    tensors = {name: t.requires_grad_() for name, t in inputs(*sizes).items() if name not in left_out}
+    tensors = {
+        name: t.requires_grad_() for name, t in inputs(*sizes).items() if name not in left_out
+    }
     results = {}
     for backend in ("reference", "mamba_ssm"):
         y, state = ssd(**tensors, **options, return_state=True, chunk_size=16, backend=backend)
@@ -73,7 +75,9 @@ def test_one_token(left_out, options):
     theirs = ssd(**tensors, **options, return_state=True, backend="reference")
     for a, b in zip(ours, theirs, strict=True):
         close(a, b, 1e-5)
-    assert torch.equal(tensors["initial_state"], before)  # the kernel works in place; nobody else may notice
+    assert torch.equal(
+        tensors["initial_state"], before
+    )  # the kernel works in place; nobody else may notice
 
 
 @pytest.mark.skipif(find_spec("selective_scan_cuda") is not None, reason="nothing is missing")

@@ -27,12 +27,15 @@ def tables(length, headdim, theta, scaling=None):
 
 def test_rotation_by_complex_numbers():
     x = randn(2, 9, 3, 8)
-    assert (rotate(x, tables(9, 8, 500.0)) - rotated_by_hand(x, 500.0)).abs().max() < 1e-6  # angles are float32
+    assert (
+        rotate(x, tables(9, 8, 500.0)) - rotated_by_hand(x, 500.0)
+    ).abs().max() < 1e-6  # angles are float32
 
 
 def test_rotary_scaling_leaves_high_frequencies_and_divides_low_ones():
     plain, scaled = (
-        rotary_frequencies(64, 500000.0, scaling) for scaling in (None, RotaryScaling(8.0, 1.0, 4.0, 8192))
+        rotary_frequencies(64, 500000.0, scaling)
+        for scaling in (None, RotaryScaling(8.0, 1.0, 4.0, 8192))
     )
     wavelength = 2 * torch.pi / plain
     high, low = wavelength < 8192 / 4, wavelength > 8192
@@ -52,8 +55,14 @@ def attention():
 def attended_by_hand(attention, x, injection):
     """Softmax written out, head by head."""
     q, k, v = (linear(x) for linear in (attention.q_proj, attention.k_proj, attention.v_proj))
-    q, k, v = (part + more for part, more in zip((q, k, v), injection.split(attention.parts, dim=-1), strict=True))
-    turned = [rotate(part.unflatten(-1, (-1, 6)), tables(x.shape[1], 6, 500.0)).transpose(1, 2) for part in (q, k)]
+    q, k, v = (
+        part + more
+        for part, more in zip((q, k, v), injection.split(attention.parts, dim=-1), strict=True)
+    )
+    turned = [
+        rotate(part.unflatten(-1, (-1, 6)), tables(x.shape[1], 6, 500.0)).transpose(1, 2)
+        for part in (q, k)
+    ]
     v, out = v.unflatten(-1, (-1, 6)).transpose(1, 2), []
     for head in range(4):
         scores = turned[0][:, head] @ turned[1][:, head // 2].transpose(1, 2) / 6**0.5
@@ -73,7 +82,9 @@ def test_attention_after_committed_tokens(attention, graph):
     x, cut = randn(2, 5, 8), 3
     cosines = tables(5, 6, 500.0)
     whole, own = attention(x, None, cosines)
-    buffer = KeyValues(*(torch.cat([part[:, :, :cut], torch.full_like(part, torch.nan)], dim=2) for part in own))
+    buffer = KeyValues(
+        *(torch.cat([part[:, :, :cut], torch.full_like(part, torch.nan)], dim=2) for part in own)
+    )
     kept = [part.clone() for part in buffer]
     visible = torch.ones(2, 5, dtype=torch.bool).tril(cut)[None, None]
     with torch.set_grad_enabled(graph):
@@ -90,7 +101,9 @@ def test_attention_after_committed_tokens(attention, graph):
 
 def test_attention_names_heads_that_do_not_fit():
     for heads, kv_heads, headdim in ((4, 3, 6), (4, 2, 5)):
-        with pytest.raises(ValueError, match=f"got n_heads {heads}, n_kv_heads {kv_heads}, headdim {headdim}"):
+        with pytest.raises(
+            ValueError, match=f"got n_heads {heads}, n_kv_heads {kv_heads}, headdim {headdim}"
+        ):
             Attention(8, heads, kv_heads, headdim)
 
 
@@ -99,4 +112,6 @@ def test_llama_block_has_residual_paths_and_masked_branches(attention):
     angles = tables(5, 6, 500.0)
     assert torch.equal(block(z, None, angles, None, torch.zeros_like(z))[0], z)
     mixed = z + attention(block.input_layernorm(z), None, angles)[0]
-    assert torch.allclose(block(z, None, angles)[0], mixed + block.mlp(block.post_attention_layernorm(mixed)))
+    assert torch.allclose(
+        block(z, None, angles)[0], mixed + block.mlp(block.post_attention_layernorm(mixed))
+    )

@@ -6,14 +6,24 @@ from small_models import randn
 from torch import nn
 from torch.nn import functional as F
 
-from deqseq.layers import CausalConv1d, GatedRMSNorm, Mamba2Block, Mamba2Mixer, RMSNorm, SwiGLU, dropout_mask
+from deqseq.layers import (
+    CausalConv1d,
+    GatedRMSNorm,
+    Mamba2Block,
+    Mamba2Mixer,
+    RMSNorm,
+    SwiGLU,
+    dropout_mask,
+)
 
 
 def test_rms_norm_formula():
     norm = RMSNorm(5, eps=1e-3).double()
     norm.weight.data = randn(5)
     x = randn(2, 3, 5, seed=1)
-    assert torch.allclose(norm(x), x / (x.square().mean(-1, keepdim=True) + 1e-3).sqrt() * norm.weight)
+    assert torch.allclose(
+        norm(x), x / (x.square().mean(-1, keepdim=True) + 1e-3).sqrt() * norm.weight
+    )
 
 
 @pytest.mark.parametrize("groups", [1, 2, 3])

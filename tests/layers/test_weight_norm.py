@@ -1,4 +1,6 @@
-"""Weights are computed once per solve, belong to it, carry its gradient, and cannot be written to."""
+"""Weights are computed once per solve, belong to it, carry its gradient, and cannot be
+written to.
+"""
 
 import copy
 import pickle
@@ -19,7 +21,11 @@ MAKE = pytest.mark.parametrize("make", [contractive_mamba2, contractive_llama])
 
 def model(seed: int = 0, **fields) -> dq.ImplicitModel:
     torch.manual_seed(seed)
-    return dq.ImplicitModel(contractive_mamba2(), dq.SolveConfig(stop=dq.Stop(rtol=1e-6), **fields)).double().eval()
+    return (
+        dq.ImplicitModel(contractive_mamba2(), dq.SolveConfig(stop=dq.Stop(rtol=1e-6), **fields))
+        .double()
+        .eval()
+    )
 
 
 def scaled(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -33,7 +39,13 @@ def layer() -> Any:
 
 
 def gradients(one: nn.Module, value: Tensor) -> dict[str, Tensor]:
-    return dict(zip(dict(one.named_parameters()), torch.autograd.grad(value.sum(), one.parameters()), strict=True))
+    return dict(
+        zip(
+            dict(one.named_parameters()),
+            torch.autograd.grad(value.sum(), one.parameters()),
+            strict=True,
+        )
+    )
 
 
 @pytest.fixture
@@ -61,15 +73,29 @@ def test_it_keeps_initial_weights_and_is_the_formula():
 @MAKE
 @pytest.mark.parametrize(
     "gradient",
-    [dq.Phantom(2), dq.Phantom(2, checkpoint=True), dq.OneStep(), dq.Implicit(), dq.Unrolled(checkpoint=True)],
+    [
+        dq.Phantom(2),
+        dq.Phantom(2, checkpoint=True),
+        dq.OneStep(),
+        dq.Implicit(),
+        dq.Unrolled(checkpoint=True),
+    ],
     ids=str,
 )
-def test_a_solve_computes_every_weight_once_and_its_gradient_is_that_of_plain_weights(make, gradient, computed):
-    one = dq.ImplicitModel(make(), dq.SolveConfig(stop=dq.Stop(rtol=1e-9, max_steps=100), gradient=gradient))
+def test_a_solve_computes_every_weight_once_and_its_gradient_is_that_of_plain_weights(
+    make, gradient, computed
+):
+    one = dq.ImplicitModel(
+        make(), dq.SolveConfig(stop=dq.Stop(rtol=1e-9, max_steps=100), gradient=gradient)
+    )
     plain = copy.deepcopy(one)
     computed.clear()
     value = one(X).value
-    assert len(computed) == len(set(computed)) == sum(isinstance(part, WeightNorm) for part in one.modules())
+    assert (
+        len(computed)
+        == len(set(computed))
+        == sum(isinstance(part, WeightNorm) for part in one.modules())
+    )
     found = gradients(one, value)
     fold_weight_norm(plain)
     expected = gradients(plain, plain(X).value)
@@ -99,7 +125,11 @@ def test_a_generation_computes_every_weight_once_and_a_callback_can_train(comput
 @pytest.mark.parametrize("itself", [True, False])
 def test_weights_loaded_during_a_solve_are_used_by_the_next_call(itself):
     ours, other = model(0), model(1)
-    state, seen, one = scaled((ours if itself else other).state_dict()), [], ours if itself else other
+    state, seen, one = (
+        scaled((ours if itself else other).state_dict()),
+        [],
+        ours if itself else other,
+    )
 
     def reload(_: dq.Progress) -> None:
         if not seen:
@@ -174,14 +204,18 @@ def test_what_cannot_be_normalised_is_named():
     with pytest.raises(ValueError, match="no parametrised tensor but weights, got 'bias'"):
         apply_weight_norm(other)
     normalised = layer()
-    with pytest.raises(AttributeError, match="fold_weight_norm"):  # torch would change the class of all such layers
+    with pytest.raises(
+        AttributeError, match="fold_weight_norm"
+    ):  # torch would change the class of all such layers
         parametrise(normalised, "bias", nn.Identity())
     for one in (other, normalised, layer()):
         assert one.bias.shape == (2,) and one(torch.ones(1, 3)).shape == (1, 2)
 
 
 def test_what_torch_parametrises_is_computed_once_too():
-    """Spectral norm takes a step of its power iteration at each use in training: recomputed, the map would change."""
+    """Spectral norm takes a step of its power iteration at each use in training: recomputed, the
+    map would change.
+    """
     one: Any = nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3))
     once = with_weights(one)
     assert once.weight is once.weight and one.weight is not one.weight

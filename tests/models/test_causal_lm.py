@@ -1,4 +1,6 @@
-"""Language models: what is scored, which calls are refused, and the same statistics as their model's."""
+"""Language models: what is scored, which calls are refused, and the same statistics as their
+model's.
+"""
 
 import pytest
 import torch
@@ -52,7 +54,9 @@ def test_padding_is_left_out_of_the_loss(side, kind):
 
 def test_head_is_the_embedding():
     lm = language_model()
-    assert [name for name, _ in lm.named_parameters() if "embedding" in name] == ["embedding.weight"]
+    assert [name for name, _ in lm.named_parameters() if "embedding" in name] == [
+        "embedding.weight"
+    ]
     lm.embedding.weight.data[3] = 0
     assert lm(IDS).logits[..., 3].abs().max() == 0
 
@@ -80,10 +84,15 @@ def test_embedded_tokens_are_multiplied_by_the_rounded_scale():
 
 
 def test_logits_are_capped_as_in_gemma_2():
-    lm, capped = (dq.CausalLM(9, dq.ExplicitModel(dq.Affine(8)), logit_softcap=cap).double() for cap in (None, 0.5))
+    lm, capped = (
+        dq.CausalLM(9, dq.ExplicitModel(dq.Affine(8)), logit_softcap=cap).double()
+        for cap in (None, 0.5)
+    )
     capped.load_state_dict(lm.state_dict())
     states = 20 * torch.randn(2, 4, 8, dtype=torch.float64)
-    torch.testing.assert_close(capped.logits(states), 0.5 * torch.tanh(lm.logits(states) / 0.5), rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        capped.logits(states), 0.5 * torch.tanh(lm.logits(states) / 0.5), rtol=1e-12, atol=0
+    )
     assert capped.logits(states).abs().max() <= 0.5 < lm.logits(states).abs().max()
 
 
@@ -94,7 +103,9 @@ def test_fields_of_a_call_reach_the_solve_and_its_numbers_come_back():
     assert not output.converged.any()
     assert lm(IDS, solve=dq.SolveConfig(stop=dq.Stop.exactly(2))).stats.evaluations == 2
     residuals = []
-    assert lm(IDS, throw=True, callback=lambda now: residuals.append(now.residual)).stats.evaluations == len(residuals)
+    assert lm(
+        IDS, throw=True, callback=lambda now: residuals.append(now.residual)
+    ).stats.evaluations == len(residuals)
     assert residuals[-1].max() <= 1e-11 < residuals[-2].max()
 
 
@@ -105,7 +116,12 @@ def test_an_explicit_model_solves_nothing():
     assert output.raise_if_failed() is output
     with pytest.raises(ValueError, match="converged needs a solve"):
         _ = output.converged
-    for option in ({"sweep": dq.Sequential()}, {"throw": True}, {"solve": TIGHT}, {"misspelt": None}):
+    for option in (
+        {"sweep": dq.Sequential()},
+        {"throw": True},
+        {"solve": TIGHT},
+        {"misspelt": None},
+    ):
         with pytest.raises(TypeError, match=next(iter(option))):
             lm(IDS, **option)
     for option in ({"sweep": dq.Sequential()}, {"solve": TIGHT}):
@@ -117,9 +133,17 @@ def test_an_explicit_model_solves_nothing():
     ("arguments", "error", "message"),
     [
         ({"labels": IDS, "targets": IDS}, ValueError, "labels .* or targets .*, not both"),
-        ({"input_ids": IDS[:, :1], "labels": IDS[:, :1]}, ValueError, "labels leave nothing to score"),
+        (
+            {"input_ids": IDS[:, :1], "labels": IDS[:, :1]},
+            ValueError,
+            "labels leave nothing to score",
+        ),
         ({"targets": torch.full_like(IDS, -100)}, ValueError, "targets leave nothing to score"),
-        ({"input_ids": IDS.int()}, TypeError, r"input_ids must be int64, got torch\.int32: write input_ids\.long\(\)"),
+        (
+            {"input_ids": IDS.int()},
+            TypeError,
+            r"input_ids must be int64, got torch\.int32: write input_ids\.long\(\)",
+        ),
     ],
     ids=lambda part: "-".join(part) if isinstance(part, dict) else "",
 )
@@ -130,11 +154,15 @@ def test_bad_calls_are_named(arguments, error, message):
 
 
 @pytest.mark.parametrize(
-    "head", [nn.Linear(8, 9), nn.Linear(4, 11), nn.Linear(8, 11).half(), nn.Linear(8, 11), nn.Identity()], ids=str
+    "head",
+    [nn.Linear(8, 9), nn.Linear(4, 11), nn.Linear(8, 11).half(), nn.Linear(8, 11), nn.Identity()],
+    ids=str,
 )
 def test_a_head_that_does_not_fit_is_named(head):
     lm = dq.CausalLM(11, dq.ImplicitModel(dq.Affine(8)), tied=False)
-    with pytest.raises((TypeError, ValueError), match=r"head.* must (be a Tensor|have (no bias|the (shape|dtype)))"):
+    with pytest.raises(
+        (TypeError, ValueError), match=r"head.* must (be a Tensor|have (no bias|the (shape|dtype)))"
+    ):
         lm.head = head
         lm(torch.tensor([[1, 2, 3]]))
     with pytest.raises(TypeError, match=r"CausalLM\.embedding.* must be"):

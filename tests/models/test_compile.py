@@ -1,4 +1,6 @@
-"""``model.compile()``: in a process of its own, because the tests' checks of shapes would break the graph."""
+"""``model.compile()``: in a process of its own, because the tests' checks of shapes would break the
+graph.
+"""
 
 import subprocess
 import sys
@@ -12,6 +14,8 @@ SCRIPT = Path(__file__).parents[1] / "scripts" / "compiled_models.py"
 
 @pytest.mark.parametrize("name", ["Mamba2", "Llama", "Mamba2 in several chunks", "Looped"])
 def test_compiled_models_compute_the_same_and_compile_once_a_kind_of_call(name):
-    done = subprocess.run([sys.executable, str(SCRIPT), name], capture_output=True, text=True, timeout=1200)
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), name], capture_output=True, text=True, timeout=1200
+    )
     assert done.returncode == 0, done.stderr
     assert f"{name}" in done.stdout

@@ -1,11 +1,19 @@
-"""Decoding in windows: the tokens of decoding one by one, in fewer evaluations one after another."""
+"""Decoding in windows: the tokens of decoding one by one, in fewer evaluations one
+after another.
+"""
 
 from contextlib import nullcontext
 
 import pytest
 import torch
 from problems import SOLVERS
-from small_models import affine, contractive_llama, contractive_mamba2, injected_llama, recurrent_depth
+from small_models import (
+    affine,
+    contractive_llama,
+    contractive_mamba2,
+    injected_llama,
+    recurrent_depth,
+)
 
 import deqseq as dq
 
@@ -18,7 +26,9 @@ MODELS = {
     "Mamba2": lambda: dq.ImplicitModel(contractive_mamba2(), TIGHT),
     "Llama": lambda: dq.ImplicitModel(contractive_llama(), TIGHT),
     "Injected": lambda: dq.ImplicitModel(injected_llama(), TIGHT),
-    "RecurrentDepth": lambda: recurrent_depth(dq.ImplicitModel(injected_llama(), TIGHT), dq.layers.RMSNorm(8)),
+    "RecurrentDepth": lambda: recurrent_depth(
+        dq.ImplicitModel(injected_llama(), TIGHT), dq.layers.RMSNorm(8)
+    ),
 }
 
 
@@ -73,7 +83,9 @@ def test_a_row_alone_equals_the_row_in_its_batch(lm, window, way):
     together = lm.generate(PROMPT, **options).rows()
     assert lm.generate(PROMPT[:2], **options).rows() == together[:2]
     if way == "greedy":
-        assert [lm.generate(PROMPT[row : row + 1], **options).rows()[0] for row in range(4)] == together
+        assert [
+            lm.generate(PROMPT[row : row + 1], **options).rows()[0] for row in range(4)
+        ] == together
 
 
 @pytest.mark.parametrize("solver", SOLVERS, ids=str)
@@ -88,7 +100,8 @@ def test_prompts_go_on_from_a_cache(lm):
     cache = lm(PROMPT[:, :4], return_cache=True).cache
     for window in (1, 4):
         assert torch.equal(
-            lm.generate(PROMPT[:, 4:], cache=cache, max_new_tokens=8, window=window).tokens, whole.tokens
+            lm.generate(PROMPT[:, 4:], cache=cache, max_new_tokens=8, window=window).tokens,
+            whole.tokens,
         )
 
 
@@ -97,7 +110,9 @@ def test_a_row_that_spends_its_budget_commits_a_token_and_is_flagged(mamba):
     found = mamba.generate(PROMPT, max_new_tokens=5, window=4, stop=stop)
     assert not found.converged.any()
     assert found.evaluations == 4 * 6
-    checked = mamba.generate(PROMPT, max_new_tokens=5, window=4, stop=dq.Stop(rtol=1e-13, max_steps=6, check_every=4))
+    checked = mamba.generate(
+        PROMPT, max_new_tokens=5, window=4, stop=dq.Stop(rtol=1e-13, max_steps=6, check_every=4)
+    )
     assert checked.evaluations == 4 * 4  # a check after 8 would be too late
 
 
@@ -126,9 +141,15 @@ class Fragile(dq.Affine):
 
 
 @pytest.mark.parametrize(("seed", "only_guessed"), [(8, False), (11, True)])
-def test_a_wrong_guess_that_diverges_does_no_harm_and_a_token_that_diverges_is_flagged(seed, only_guessed):
+def test_a_wrong_guess_that_diverges_does_no_harm_and_a_token_that_diverges_is_flagged(
+    seed, only_guessed
+):
     torch.manual_seed(seed)
-    lm = dq.CausalLM(13, dq.ImplicitModel(Fragile(8), TIGHT), embedding_std=1.0, tied=False).double().eval()
+    lm = (
+        dq.CausalLM(13, dq.ImplicitModel(Fragile(8), TIGHT), embedding_std=1.0, tied=False)
+        .double()
+        .eval()
+    )
     lm.head.weight.data.normal_()
     lm.embedding.weight.data[12] *= 1e4
     one = lm.generate(PROMPT.clamp(max=11), max_new_tokens=16, window=1)
@@ -146,7 +167,9 @@ def test_callbacks_are_told_every_token_once_and_no_guess(mamba, window):
 
     def note(new: dq.NewTokens) -> None:
         assert len(new.rows)
-        for row, position, token in zip(*(x.tolist() for x in (new.rows, new.positions, new.tokens)), strict=True):
+        for row, position, token in zip(
+            *(x.tolist() for x in (new.rows, new.positions, new.tokens)), strict=True
+        ):
             assert position == len(told[row])
             told[row].append(token)
 
@@ -167,7 +190,9 @@ def test_where_a_window_cannot_be_the_default_is_none(case):
     lm = dq.CausalLM(13, make()).double().eval()
     with pytest.raises(ValueError, match=f"window must be 1, got 2: .*{reason}"):
         lm.generate(PROMPT, max_new_tokens=2, window=2, **options)
-    default, one = (lm.generate(PROMPT, max_new_tokens=3, **options, **more) for more in ({}, {"window": 1}))
+    default, one = (
+        lm.generate(PROMPT, max_new_tokens=3, **options, **more) for more in ({}, {"window": 1})
+    )
     assert torch.equal(default.tokens, one.tokens)
 
 

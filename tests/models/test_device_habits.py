@@ -1,4 +1,6 @@
-"""What a GPU would suffer from, shown without one: reads of the device in the loop, tensors made elsewhere, masks."""
+"""What a GPU would suffer from, shown without one: reads of the device in the loop, tensors made
+elsewhere, masks.
+"""
 
 import sys
 from pathlib import Path
@@ -34,7 +36,10 @@ class Watch(TorchFunctionMode):
 
 @pytest.mark.parametrize("solver", SOLVERS, ids=str)
 def test_a_solver_reads_nothing(solver):
-    with FakeTensorMode(), torch.no_grad():  # in which a tensor has no content: reading it is an error
+    with (
+        FakeTensorMode(),
+        torch.no_grad(),
+    ):  # in which a tensor has no content: reading it is an error
         z = torch.empty(3, 6, 8, device="lazy")  # any that is not the CPU
         state = solver.init(z)
         for _ in range(4):
@@ -43,9 +48,13 @@ def test_a_solver_reads_nothing(solver):
 
 
 @pytest.mark.parametrize("name", BACKBONES)
-@pytest.mark.parametrize("sweep", [dq.Simultaneous(), dq.Chunked(3), dq.Sliding(3), dq.Sequential()], ids=str)
+@pytest.mark.parametrize(
+    "sweep", [dq.Simultaneous(), dq.Chunked(3), dq.Sliding(3), dq.Sequential()], ids=str
+)
 def test_no_tensor_is_made_without_a_device(name, sweep):
-    lm = dq.CausalLM(11, dq.ImplicitModel(BACKBONES[name](), dq.SolveConfig(stop=dq.Stop(rtol=1e-2)))).double()
+    lm = dq.CausalLM(
+        11, dq.ImplicitModel(BACKBONES[name](), dq.SolveConfig(stop=dq.Stop(rtol=1e-2)))
+    ).double()
     ids = torch.randint(0, 11, (2, 7))
     mask = torch.tensor([[True] * 7, [False] * 3 + [True] * 4])
     with Watch() as watch:
@@ -55,27 +64,43 @@ def test_no_tensor_is_made_without_a_device(name, sweep):
 
 
 def test_attention_asks_for_what_flash_kernels_compute(monkeypatch):
-    """No mask, causality as a flag, heads that are not repeated; a single token with a past needs no flag either.
+    """No mask, causality as a flag, heads that are not repeated; a single token with a past needs
+    no flag either.
 
-    Several tokens with a past, as in a sliding window, do need a mask: memory-efficient kernels, not flash ones.
+    Several tokens with a past, as in a sliding window, do need a mask: memory-efficient kernels,
+    not flash ones.
     """
     asked, real = [], attention.F.scaled_dot_product_attention
 
     def noted(q, k, v, **options):
-        asked.append((q.shape[2], k.shape[1], options["attn_mask"], options["is_causal"], options["enable_gqa"]))
+        asked.append(
+            (
+                q.shape[2],
+                k.shape[1],
+                options["attn_mask"],
+                options["is_causal"],
+                options["enable_gqa"],
+            )
+        )
         return real(q, k, v, **options)
 
     monkeypatch.setattr(attention.F, "scaled_dot_product_attention", noted)
-    lm = dq.CausalLM(11, dq.ImplicitModel(contractive_llama(), dq.SolveConfig(stop=dq.Stop.exactly(1)))).double()
+    lm = dq.CausalLM(
+        11, dq.ImplicitModel(contractive_llama(), dq.SolveConfig(stop=dq.Stop.exactly(1)))
+    ).double()
     lm.generate(torch.randint(0, 11, (2, 5)), max_new_tokens=3, sweep=dq.Simultaneous())
     assert set(asked) == {(5, 2, None, True, True), (1, 2, None, False, True)}
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_llama_runs_on_the_flash_kernel():
-    backbone = dq.Llama(dq.LlamaConfig(d_model=256, n_layers=2, n_heads=4, n_kv_heads=2)).cuda().bfloat16()
+    backbone = (
+        dq.Llama(dq.LlamaConfig(d_model=256, n_layers=2, n_heads=4, n_kv_heads=2)).cuda().bfloat16()
+    )
     x = torch.randn(2, 128, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # an error where the kernel cannot take what it is given
+    with sdpa_kernel(
+        SDPBackend.FLASH_ATTENTION
+    ):  # an error where the kernel cannot take what it is given
         z, _ = backbone(torch.zeros_like(x), backbone.prepare(x))
         z.sum().backward()
     assert torch.isfinite(x.grad).all()

@@ -1,12 +1,23 @@
-"""``evaluate`` and ``commit``: a number of iterations without a solver, and the cache after some of its tokens."""
+"""``evaluate`` and ``commit``: a number of iterations without a solver, and the cache after some of
+its tokens.
+"""
 
 import pytest
 import torch
-from small_models import affine, contractive_llama, contractive_mamba2, embedded, injected_llama, recurrent_depth
+from small_models import (
+    affine,
+    contractive_llama,
+    contractive_mamba2,
+    embedded,
+    injected_llama,
+    recurrent_depth,
+)
 
 import deqseq as dq
 
-pytestmark = pytest.mark.usefixtures("unchecked")  # the docstrings' examples run with the checks of shapes
+pytestmark = pytest.mark.usefixtures(
+    "unchecked"
+)  # the docstrings' examples run with the checks of shapes
 
 NAIVE = dq.SolveConfig(dq.Naive())
 MODELS = {
@@ -14,7 +25,9 @@ MODELS = {
     "Mamba2": lambda: dq.ImplicitModel(contractive_mamba2(), NAIVE),
     "Llama": lambda: dq.ImplicitModel(contractive_llama(), NAIVE),
     "Looped": lambda: dq.ExplicitModel(dq.Looped(contractive_llama(injection=False), 2)),
-    "RecurrentDepth": lambda: recurrent_depth(dq.ImplicitModel(injected_llama(), NAIVE), dq.layers.RMSNorm(8)),
+    "RecurrentDepth": lambda: recurrent_depth(
+        dq.ImplicitModel(injected_llama(), NAIVE), dq.layers.RMSNorm(8)
+    ),
 }
 
 
@@ -61,11 +74,15 @@ def test_it_goes_on_from_its_states(model, past):
 
 @pytest.mark.parametrize("counts", [[3, 3], [2, 5], [0, 7]], ids=str)
 def test_each_row_commits_as_many_tokens_as_it_wants(model, past, counts):
-    """The cache goes on as that of the row's prefix; an evaluation after the first does not change what it commits."""
+    """The cache goes on as that of the row's prefix; an evaluation after the first does not change
+    what it commits.
+    """
     x, rest = embedded(2, 7), embedded(2, 2).flip(1)
     evaluation = model.evaluate(x, cache=past, iterations=3)
     model.evaluate(x.flip(1), cache=past)
-    after = model.evaluate(rest, cache=model.commit(past, evaluation, torch.tensor(counts)), iterations=3)
+    after = model.evaluate(
+        rest, cache=model.commit(past, evaluation, torch.tensor(counts)), iterations=3
+    )
     for row, count in enumerate(counts):
         index = torch.tensor([row])
         own = dq.take(past, index)
@@ -77,7 +94,16 @@ def test_each_row_commits_as_many_tokens_as_it_wants(model, past, counts):
 
 @pytest.mark.parametrize(
     "counts",
-    [[0, 0], [1, 8], [-1, 2], [1], [[1, 2]], [1.0, 2.0], 3, torch.zeros(2, dtype=torch.int64, device="meta")],
+    [
+        [0, 0],
+        [1, 8],
+        [-1, 2],
+        [1],
+        [[1, 2]],
+        [1.0, 2.0],
+        3,
+        torch.zeros(2, dtype=torch.int64, device="meta"),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("name", ["Affine", "RecurrentDepth"])

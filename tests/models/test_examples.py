@@ -66,5 +66,7 @@ def test_each_says_how_it_was_made_and_draws_nothing(name):
 
 
 def test_an_unknown_name_is_named():
-    with pytest.raises(ValueError, match=r"name must be one of .* got 'pairty'; did you mean 'parity'"):
+    with pytest.raises(
+        ValueError, match=r"name must be one of .* got 'pairty'; did you mean 'parity'"
+    ):
         dq.load_example("pairty")

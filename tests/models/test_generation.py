@@ -1,4 +1,6 @@
-"""Generation: the argmax of the full forward pass, rows of unequal length, rows that end, draws that reproduce."""
+"""Generation: the argmax of the full forward pass, rows of unequal length, rows that end, draws
+that reproduce.
+"""
 
 import numpy as np
 import pytest
@@ -13,9 +15,14 @@ PROMPT = torch.randint(0, 13, (3, 6), generator=torch.Generator().manual_seed(0)
 LAYERS = {"Mamba2": contractive_mamba2, "Llama": contractive_llama}
 MODELS = {
     **{name: lambda make=make: dq.ImplicitModel(make(), TIGHT) for name, make in LAYERS.items()},
-    **{f"explicit {name}": lambda make=make: dq.ExplicitModel(make(injection=False)) for name, make in LAYERS.items()},
+    **{
+        f"explicit {name}": lambda make=make: dq.ExplicitModel(make(injection=False))
+        for name, make in LAYERS.items()
+    },
     "RecurrentDepth": lambda: recurrent_depth(dq.ImplicitModel(injected_llama(), TIGHT)),
-    "fixed depth": lambda: recurrent_depth(dq.ExplicitModel(dq.Looped(injected_llama(), 3, start="zero"))),
+    "fixed depth": lambda: recurrent_depth(
+        dq.ExplicitModel(dq.Looped(injected_llama(), 3, start="zero"))
+    ),
 }
 
 
@@ -40,7 +47,9 @@ def free(lm):
 def shapes(lm):
     """Rows and tokens of every evaluation."""
     seen = []
-    hook = lm.model.backbone.register_forward_hook(lambda module, inputs, _: seen.append(tuple(inputs[0].shape[:2])))
+    hook = lm.model.backbone.register_forward_hook(
+        lambda module, inputs, _: seen.append(tuple(inputs[0].shape[:2]))
+    )
     yield seen
     hook.remove()
 
@@ -63,12 +72,20 @@ def test_greedy_tokens_are_the_argmax_of_the_full_forward(name):
         assert generated.iterations.min() >= 2
 
 
-OPTIONS = [{}, {"solve": TIGHT}, *({"sweep": sweep} for sweep in (dq.Chunked(2), dq.Sequential(), dq.Sliding(3)))]
+OPTIONS = [
+    {},
+    {"solve": TIGHT},
+    *({"sweep": sweep} for sweep in (dq.Chunked(2), dq.Sequential(), dq.Sliding(3))),
+]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: str(options.get("sweep", [*options])))
+@pytest.mark.parametrize(
+    "options", OPTIONS, ids=lambda options: str(options.get("sweep", [*options]))
+)
 def test_the_prompt_is_solved_as_asked(lm, free, shapes, options):
-    assert torch.equal(lm.generate(PROMPT, max_new_tokens=2, window=1, **options).tokens, free.tokens[:, :2])
+    assert torch.equal(
+        lm.generate(PROMPT, max_new_tokens=2, window=1, **options).tokens, free.tokens[:, :2]
+    )
     asked = options.get("sweep", dq.Simultaneous())  # as TIGHT says; a window takes all six
     assert max(tokens for _, tokens in shapes) == asked.width(6)
 
@@ -82,10 +99,14 @@ def test_solve_replaces_the_configuration_of_every_token_and_failures_are_report
     solve = dq.SolveConfig(stop=dq.Stop(rtol=1e-11, max_steps=2), sweep=dq.Sequential())
     for window in (1, 4):
         generated = lm.generate(PROMPT, max_new_tokens=3, solve=solve, window=window)
-        assert (generated.iterations[:, :2] == 2).all()  # of a later token in a window, since its input was known
+        assert (
+            generated.iterations[:, :2] == 2
+        ).all()  # of a later token in a window, since its input was known
         assert not generated.converged.any()
         assert generated.evaluations == 2 * 2
-    assert (lm.generate(PROMPT, max_new_tokens=3, solve=solve, stop=dq.Stop.exactly(3)).iterations == 3).all()
+    assert (
+        lm.generate(PROMPT, max_new_tokens=3, solve=solve, stop=dq.Stop.exactly(3)).iterations == 3
+    ).all()
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -118,7 +139,11 @@ def test_evaluations_after_the_prompt_are_counted(lm, shapes):
     lm.generate(PROMPT, max_new_tokens=1)
     prompt = len(shapes)
     generated = lm.generate(PROMPT, max_new_tokens=8, window=1)
-    assert generated.evaluations == len(shapes) - 2 * prompt == generated.iterations[:, 1:].amax(0).sum()
+    assert (
+        generated.evaluations
+        == len(shapes) - 2 * prompt
+        == generated.iterations[:, 1:].amax(0).sum()
+    )
     assert torch.equal(generated.updates, generated.iterations[:, 1:].sum(1))
     assert not generated.guessed.any()
 
@@ -144,7 +169,9 @@ def test_seeds_reproduce_and_a_rows_draws_do_not_depend_on_who_has_ended(lm):
 class TestSampler:
     def draws(self, logits, count=40000, **options):
         rows, positions = np.arange(4), np.tile(np.arange(count // 4), (4, 1))
-        chosen = Sampler(seed=1, **options).choose(logits.expand(4, count // 4, -1), rows, positions)
+        chosen = Sampler(seed=1, **options).choose(
+            logits.expand(4, count // 4, -1), rows, positions
+        )
         return torch.bincount(chosen.flatten(), minlength=logits.shape[-1]) / count
 
     logits = torch.tensor([0.1, 2.0, -1.0, 1.0, 0.5], dtype=torch.float64)
@@ -159,17 +186,27 @@ class TestSampler:
         """The probabilities at temperature 1 are .58, .21, .13, .09, .03 in order."""
         options = {"temperature": 1.0} | options
         left_out = self.logits.argsort(descending=True)[kept:]
-        expected = (self.logits / options["temperature"]).index_fill(0, left_out, -torch.inf).softmax(-1)
-        assert (self.draws(self.logits, **options) - expected).abs().max() < 0.01  # 4 standard deviations
+        expected = (
+            (self.logits / options["temperature"]).index_fill(0, left_out, -torch.inf).softmax(-1)
+        )
+        assert (
+            self.draws(self.logits, **options) - expected
+        ).abs().max() < 0.01  # 4 standard deviations
 
     def test_zero_takes_the_best(self):
         assert self.draws(self.logits).tolist() == [0, 1, 0, 0, 0]
 
     def test_noise_depends_on_seed_row_position_and_token(self):
-        like, rows, positions = torch.zeros(2, 3, 50), np.arange(2), np.array([[0, 1, 2], [7, 8, 9]])
+        like, rows, positions = (
+            torch.zeros(2, 3, 50),
+            np.arange(2),
+            np.array([[0, 1, 2], [7, 8, 9]]),
+        )
         noise = gumbel(3, rows, positions, like)
         assert len(noise.unique()) == noise.numel()
-        assert torch.equal(noise[1:, 1:, :20], gumbel(3, rows[1:], positions[1:, 1:], like[1:, 1:, :20]))
+        assert torch.equal(
+            noise[1:, 1:, :20], gumbel(3, rows[1:], positions[1:, 1:], like[1:, 1:, :20])
+        )
         seeds = [gumbel(seed, rows, positions, like) for seed in (3, 4, -(2**63), 2**64 - 1)]
         assert len(torch.stack(seeds).unique()) == 4 * noise.numel()
 
@@ -197,4 +234,6 @@ def test_logits_that_are_not_finite_are_an_error(make, temperature):
 )
 def test_small_numbers_take_the_best(options):
     logits = torch.tensor([[[-1e30, 1e30, 0.0], [3.0, 2.0, 1.0]]])
-    assert Sampler(seed=0, **options).choose(logits, np.arange(1), np.arange(2)[None]).tolist() == [[1, 0]]
+    assert Sampler(seed=0, **options).choose(logits, np.arange(1), np.arange(2)[None]).tolist() == [
+        [1, 0]
+    ]

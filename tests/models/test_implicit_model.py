@@ -1,4 +1,6 @@
-"""Implicit models: gradients of every sweep, numbers of padded rows, starts, and failure as data."""
+"""Implicit models: gradients of every sweep, numbers of padded rows, starts, and
+failure as data.
+"""
 
 import pytest
 import torch
@@ -19,7 +21,9 @@ class TestSweeps:
     def test_numbers_of_padded_rows_are_put_back_in_their_places(self, sweep):
         mask = torch.tensor([[True] * 7, [False] * 3 + [True] * 4])
         stop = dq.Stop(rtol=1e-11, max_steps=2)
-        stats = dq.ImplicitModel(affine()).eval()(embedded(), mask=mask, sweep=sweep, stop=stop).stats
+        stats = (
+            dq.ImplicitModel(affine()).eval()(embedded(), mask=mask, sweep=sweep, stop=stop).stats
+        )
         for numbers in (stats.iterations, stats.residual, stats.forced):
             assert torch.equal(numbers > 0, mask)
 
@@ -38,7 +42,10 @@ STARTS = pytest.mark.parametrize("start", ["zero", "input", dq.RandomStart(0.5, 
 @STARTS
 @pytest.mark.parametrize("length", [1, 5])
 def test_one_iteration_is_a_pass_of_the_layers_from_the_start(start, length):
-    model, x = dq.ImplicitModel(affine(), dq.SolveConfig(dq.Naive(), dq.Stop.exactly(1))), embedded(length=length)
+    model, x = (
+        dq.ImplicitModel(affine(), dq.SolveConfig(dq.Naive(), dq.Stop.exactly(1))),
+        embedded(length=length),
+    )
     expected, _ = model.backbone(initial_state(start, x), model.backbone.prepare(x))
     with torch.no_grad():
         assert torch.equal(model(x, start=start).value, expected)
@@ -72,11 +79,15 @@ class TestGradients:
     def test_implicit_gradient_of_a_mamba2_block_by_finite_differences(self):
         backbone = contractive_mamba2(n_layers=1, d_model=4, d_state=2, weight_norm=False)
         stop = dq.Stop(rtol=1e-14, max_steps=500)
-        model = dq.ImplicitModel(backbone, dq.SolveConfig(stop=stop, gradient=dq.Implicit(stop=stop)))
+        model = dq.ImplicitModel(
+            backbone, dq.SolveConfig(stop=stop, gradient=dq.Implicit(stop=stop))
+        )
         x = embedded(1, 3, 4).requires_grad_()
         names = ["layers.0.mixer.in_proj.weight", "layers.0.mixer.A_log", "norm_f.weight"]
         parameters = [dict(backbone.named_parameters())[name] for name in names]
-        assert torch.autograd.gradcheck(lambda *_: model(x).value, (x, *parameters), eps=1e-6, atol=1e-6)
+        assert torch.autograd.gradcheck(
+            lambda *_: model(x).value, (x, *parameters), eps=1e-6, atol=1e-6
+        )
 
     @SWEEPS
     def test_any_parametrisation_gets_its_own_after_every_sweep(self, sweep):
@@ -92,8 +103,12 @@ class TestGradients:
         assert x.grad.abs().max() > 0
 
     def test_bfloat16_autocast_trains_in_float32_states(self):
-        model = dq.ImplicitModel(contractive_mamba2().float(), dq.SolveConfig(stop=dq.Stop.exactly(8)))
-        towards = torch.randn(2, 7, 8, generator=torch.Generator().manual_seed(1))  # the final norm fixes the size of z
+        model = dq.ImplicitModel(
+            contractive_mamba2().float(), dq.SolveConfig(stop=dq.Stop.exactly(8))
+        )
+        towards = torch.randn(
+            2, 7, 8, generator=torch.Generator().manual_seed(1)
+        )  # the final norm fixes the size of z
 
         def gradients(autocast: bool) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             model.zero_grad()
@@ -112,7 +127,9 @@ class TestGradients:
 @pytest.mark.parametrize("name", ["solver", "stop", "gradient", "sweep", "start"])
 def test_attributes_that_nothing_reads_are_refused(name):
     model = dq.ImplicitModel(dq.Affine(4))
-    with pytest.raises(AttributeError, match=rf"ImplicitModel\.{name} .*implicit_model\.solve = SolveConfig"):
+    with pytest.raises(
+        AttributeError, match=rf"ImplicitModel\.{name} .*implicit_model\.solve = SolveConfig"
+    ):
         setattr(model, name, dq.Naive())
     lm = dq.CausalLM(7, model)
     for one in (name, "solve", "eval_solve"):
@@ -128,8 +145,12 @@ def test_attributes_that_nothing_reads_are_refused(name):
 @pytest.mark.parametrize("sweep", [dq.Simultaneous(), dq.Sliding(3)], ids=str)
 @pytest.mark.parametrize("estimator", [dq.Phantom(), dq.Implicit(), dq.OneStep()], ids=str)
 def test_a_row_that_is_not_finite_gives_no_gradient_through_what_was_prepared(sweep, estimator):
-    """0 x NaN would be NaN: the row must not be in the graph of the injection and its norm either."""
-    model = dq.ImplicitModel(contractive_llama(), dq.SolveConfig(gradient=estimator, sweep=sweep)).train()
+    """0 x NaN would be NaN: the row must not be in the graph of the injection and its
+    norm either.
+    """
+    model = dq.ImplicitModel(
+        contractive_llama(), dq.SolveConfig(gradient=estimator, sweep=sweep)
+    ).train()
     x = embedded(3)
     x[1, 2, 0] = torch.nan
     gradients = []
@@ -137,7 +158,9 @@ def test_a_row_that_is_not_finite_gives_no_gradient_through_what_was_prepared(sw
         model.zero_grad()
         output = model(rows)
         output.value[output.converged].square().sum().backward()
-        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+        gradients.append(
+            {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        )
     assert gradients[0].keys() == gradients[1].keys()
     for name, gradient in gradients[0].items():
         torch.testing.assert_close(gradient, gradients[1][name], msg=name)

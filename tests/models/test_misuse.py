@@ -1,4 +1,6 @@
-"""What could go wrong without a word: shared caches, copies, nested calls, padding that holds anything."""
+"""What could go wrong without a word: shared caches, copies, nested calls, padding that holds
+anything.
+"""
 
 import copy
 import pickle
@@ -54,7 +56,9 @@ def test_generation_leaves_modes_and_random_numbers_alone():
 
 class TestCaches:
     def test_one_is_continued_by_several_threads(self):
-        model = dq.ExplicitModel(dq.Llama(dq.LlamaConfig(d_model=32, n_layers=2, n_heads=4, injection=False))).eval()
+        model = dq.ExplicitModel(
+            dq.Llama(dq.LlamaConfig(d_model=32, n_layers=2, n_heads=4, injection=False))
+        ).eval()
         torch.manual_seed(0)
         x, tokens = torch.randn(1, 100, 32), [torch.randn(1, 32, 32) for _ in range(2)]
         wrong = []
@@ -68,7 +72,9 @@ class TestCaches:
                 for _ in range(40):
                     wrong.append(not torch.allclose(model(y, cache=cache).value, answer, atol=1e-4))
 
-        threads = [threading.Thread(target=work, args=pair) for pair in zip(tokens, expected, strict=True)]
+        threads = [
+            threading.Thread(target=work, args=pair) for pair in zip(tokens, expected, strict=True)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -83,7 +89,9 @@ class TestCaches:
             cache = model(x[:, :4], sweep=dq.Sequential(), return_cache=True).cache
             cache = model(x[:, 4:5], cache=cache, return_cache=True).cache
         with torch.no_grad():
-            assert torch.allclose(model(x[:, 5:], cache=cache).value, model(x).value[:, 5:], atol=1e-9)
+            assert torch.allclose(
+                model(x[:, 5:], cache=cache).value, model(x).value[:, 5:], atol=1e-9
+            )
 
     def test_half_precision_keys_do_not_round_the_tokens_after_them(self):
         config = dq.SolveConfig(stop=dq.Stop(rtol=1e-6, max_steps=200))
@@ -99,7 +107,9 @@ class TestCaches:
         assert torch.allclose(in_place.value, with_graph.value, atol=1e-5)
 
     def test_one_keeps_nothing_but_itself(self):
-        model = dq.ImplicitModel(contractive_mamba2(), dq.SolveConfig(stop=dq.Stop.exactly(1))).eval()
+        model = dq.ImplicitModel(
+            contractive_mamba2(), dq.SolveConfig(stop=dq.Stop.exactly(1))
+        ).eval()
         for tensor in model(embedded(length=50), return_cache=True).cache.tensors():
             assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
         output = dq.ImplicitModel(affine()).eval()(embedded(), return_cache=True)
@@ -112,11 +122,35 @@ class TestCaches:
         ("make", "other", "rows", "error", "message"),
         [
             (contractive_llama, one_head, 2, ValueError, r"\(2, 2, None, 2\).*got.*\(2, 1, "),
-            (contractive_llama, contractive_mamba2, 2, TypeError, "be a LlamaCache .*got Mamba2Cache"),
-            (contractive_llama, contractive_llama, 3, ValueError, r"rows of its input.* got .*\(3, "),
+            (
+                contractive_llama,
+                contractive_mamba2,
+                2,
+                TypeError,
+                "be a LlamaCache .*got Mamba2Cache",
+            ),
+            (
+                contractive_llama,
+                contractive_llama,
+                3,
+                ValueError,
+                r"rows of its input.* got .*\(3, ",
+            ),
             (contractive_mamba2, wider, 2, ValueError, r"\(2, 3, 24\).* got .*\(2, 3, 32\)"),
-            (contractive_mamba2, partial(contractive_mamba2, n_layers=1), 2, ValueError, "of this model"),
-            (contractive_mamba2, contractive_mamba2, 3, ValueError, r"rows of its input.* got .*\(3, "),
+            (
+                contractive_mamba2,
+                partial(contractive_mamba2, n_layers=1),
+                2,
+                ValueError,
+                "of this model",
+            ),
+            (
+                contractive_mamba2,
+                contractive_mamba2,
+                3,
+                ValueError,
+                r"rows of its input.* got .*\(3, ",
+            ),
             (affine, contractive_mamba2, 2, TypeError, "be an AffineCache .*got Mamba2Cache"),
             (affine, affine, 3, ValueError, r"\(2, 8\).* got .*\(3, 8\)"),
             (looped, affine, 2, TypeError, "be a JointCache or None, got AffineCache"),
@@ -131,7 +165,9 @@ class TestCaches:
 
 
 def test_two_threads_generate_with_one_model():
-    """The one that ends first must not put the model back into training mode while the other goes on."""
+    """The one that ends first must not put the model back into training mode while the other goes
+    on.
+    """
     lm = dq.CausalLM(11, dq.ImplicitModel(contractive_mamba2(dropout=0.5))).double().train()
     ids, inside, done, modes = torch.tensor([[1, 2]]), threading.Event(), threading.Event(), []
 
@@ -141,7 +177,9 @@ def test_two_threads_generate_with_one_model():
             assert done.wait(60)
         modes.append(lm.model.backbone.training)
 
-    thread = threading.Thread(target=lambda: lm.generate(ids, max_new_tokens=3, window=1, callback=wait))
+    thread = threading.Thread(
+        target=lambda: lm.generate(ids, max_new_tokens=3, window=1, callback=wait)
+    )
     thread.start()
     assert inside.wait(60)
     lm.generate(ids, max_new_tokens=1)
@@ -154,7 +192,9 @@ def test_two_threads_generate_with_one_model():
 
 @pytest.mark.parametrize("sweep", [dq.Simultaneous(), dq.Sliding(2)])
 def test_in_eval_mode_gradients_do_not_change_the_value(sweep):
-    model = dq.ImplicitModel(contractive_mamba2(), dq.SolveConfig(stop=dq.Stop(rtol=1e-2), sweep=sweep)).eval()
+    model = dq.ImplicitModel(
+        contractive_mamba2(), dq.SolveConfig(stop=dq.Stop(rtol=1e-2), sweep=sweep)
+    ).eval()
     output = model(embedded())
     with torch.no_grad():
         assert torch.equal(output.value, model(embedded()).value)
@@ -174,7 +214,9 @@ def test_a_row_that_is_not_finite_diverges_alone():
 
 def test_rows_that_diverge_in_eval_mode_are_told():
     model = dq.ImplicitModel(contractive_mamba2()).eval()
-    told = pytest.warns(dq.ConvergenceWarning, match=r"2 of 2 rows did not converge \(0 spent .*, 2 diverged\)")
+    told = pytest.warns(
+        dq.ConvergenceWarning, match=r"2 of 2 rows did not converge \(0 spent .*, 2 diverged\)"
+    )
     with torch.no_grad(), told:
         output = model(embedded() * torch.nan)
     assert output.status.tolist() == [dq.Status.DIVERGED] * 2
@@ -198,7 +240,9 @@ def test_inputs_that_a_sweep_cannot_divide_are_named():
 def test_a_backbone_without_a_width_or_that_returns_no_pair_is_named():
     backbone = dq.Affine(3)
     backbone.forward = lambda z, *rest, **options: z
-    with pytest.raises(TypeError, match=r"Affine.forward must return a pair \(new state, aux\), got Tensor"):
+    with pytest.raises(
+        TypeError, match=r"Affine.forward must return a pair \(new state, aux\), got Tensor"
+    ):
         dq.ImplicitModel(backbone)(torch.ones(2, 4, 3))
     backbone.d_model = None
     with pytest.raises(TypeError, match=r"backbone\.d_model must be an integer >= 1, got None"):

@@ -1,16 +1,26 @@
-"""Prelude, core, coda: its parts one after the other, however the tokens are cut, padded, cached or generated."""
+"""Prelude, core, coda: its parts one after the other, however the tokens are cut, padded, cached or
+generated.
+"""
 
 from dataclasses import replace
 
 import pytest
 import torch
-from small_models import contractive_llama, contractive_mamba2, injected_llama, randn, recurrent_depth
+from small_models import (
+    contractive_llama,
+    contractive_mamba2,
+    injected_llama,
+    randn,
+    recurrent_depth,
+)
 
 import deqseq as dq
 from deqseq.diagnostics import check_duality, model_spectral_radius
 from deqseq.training import bounded
 
-pytestmark = pytest.mark.usefixtures("unchecked")  # the docstrings' examples run with the checks of shapes
+pytestmark = pytest.mark.usefixtures(
+    "unchecked"
+)  # the docstrings' examples run with the checks of shapes
 
 TIGHT = dq.SolveConfig(stop=dq.Stop(rtol=1e-11, max_steps=500))
 
@@ -19,8 +29,14 @@ def recurrent(kind="llama", injection="concat", norm=None) -> dq.RecurrentDepth:
     """A core that contracts: its layers see the input much more than the state."""
     make = {"llama": contractive_llama, "mamba2": contractive_mamba2}[kind]
     torch.manual_seed(3)
-    parts = {"concat": dq.ConcatInjection(8), "add": dq.AddInjection(), "decay": dq.DecayInjection(8, decay=0.3)}
-    layers = make(n_layers=1, injection=injection == "projected", weight_norm=injection == "projected")
+    parts = {
+        "concat": dq.ConcatInjection(8),
+        "add": dq.AddInjection(),
+        "decay": dq.DecayInjection(8, decay=0.3),
+    }
+    layers = make(
+        n_layers=1, injection=injection == "projected", weight_norm=injection == "projected"
+    )
     core = layers if injection == "projected" else dq.Injected(layers, parts[injection])
     if injection == "concat":
         core.injection.weight.data[:, :8].normal_(std=0.05)
@@ -62,7 +78,8 @@ def test_it_is_its_parts_one_after_the_other():
 
 
 @pytest.mark.parametrize(
-    ("gradient", "exact"), [(dq.Implicit(stop=dq.Stop(rtol=1e-12, max_steps=500)), True), (dq.OneStep(), False)]
+    ("gradient", "exact"),
+    [(dq.Implicit(stop=dq.Stop(rtol=1e-12, max_steps=500)), True), (dq.OneStep(), False)],
 )
 def test_the_implicit_gradient_is_that_of_the_unrolled_solve(gradient, exact):
     found = []

@@ -36,17 +36,34 @@ def kernels_in_torch(monkeypatch) -> list[str]:
     """Stand-ins with the kernels' signatures; what was called is noted."""
     calls = []
 
-    def scan(x, dt, A, B, C, chunk_size, D, dt_bias, initial_states, dt_softplus, dt_limit, return_final_states):
+    def scan(
+        x,
+        dt,
+        A,
+        B,
+        C,
+        chunk_size,
+        D,
+        dt_bias,
+        initial_states,
+        dt_softplus,
+        dt_limit,
+        return_final_states,
+    ):
         calls.append(f"scan in {x.dtype}, chunks of {chunk_size}")
         steps = StepSizes(dt_bias, dt_softplus, dt_limit)
-        y, state = reference.scan(x, dt, A, B, C, D, steps, initial_states, return_final_states, chunk_size)
+        y, state = reference.scan(
+            x, dt, A, B, C, D, steps, initial_states, return_final_states, chunk_size
+        )
         return (y, state) if return_final_states else y
 
     def step(state, x, dt, A, B, C, D, dt_bias, dt_softplus):
         calls.append("step")
         steps = StepSizes(dt_bias[:, 0], dt_softplus)
         many = (t[:, None] for t in (x, dt[..., 0]))
-        y, after = reference.scan(*many, A[:, 0, 0], B[:, None], C[:, None], D[:, 0], steps, state, True, None)
+        y, after = reference.scan(
+            *many, A[:, 0, 0], B[:, None], C[:, None], D[:, 0], steps, state, True, None
+        )
         state.copy_(after)
         return y[:, 0]
 
@@ -60,19 +77,26 @@ def test_on_a_cpu_the_reference_is_taken_and_the_reason_logged_once(caplog):
         outputs = [ssd(*tensors(), backend=name)[0] for name in ("auto", "auto", "reference")]
     assert torch.equal(outputs[0], outputs[2])
     assert caplog.messages == [
-        "scans of torch.float32 tensors on cpu are computed by PyTorch: only CUDA tensors have kernels"
+        "scans of torch.float32 tensors on cpu are computed by PyTorch: only CUDA tensors have "
+        "kernels"
     ]
 
 
 def test_a_named_backend_that_cannot_run_is_an_error(monkeypatch):
-    with pytest.raises(BackendError, match=r"backend='mamba_ssm' cannot run: the kernels need CUDA tensors .* on cpu"):
+    with pytest.raises(
+        BackendError,
+        match=r"backend='mamba_ssm' cannot run: the kernels need CUDA tensors .* on cpu",
+    ):
         ssd(*tensors(), backend="mamba_ssm")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     with pytest.raises(BackendError, match=r"float32, float16 or bfloat16, got torch.float64"):
         ssd(*tensors(torch.float64), backend="mamba_ssm")
     monkeypatch.setattr(fused, "find_spec", lambda name: None)
     monkeypatch.setitem(sys.modules, "mamba_ssm", None)
-    wanted = r'kernels cannot be imported \(.*mamba_ssm.*\); pip install "deqseq\[cuda\]", or see docs/guides/cuda.md'
+    wanted = (
+        r"kernels cannot be imported \(.*mamba_ssm.*\); pip install "
+        r'"deqseq\[cuda\]", or see docs/guides/cuda.md'
+    )
     with pytest.raises(BackendError, match=wanted):
         ssd(*tensors(), backend="mamba_ssm")
 
@@ -100,7 +124,12 @@ def test_an_unknown_backend_is_named():
 
 def test_the_scan_goes_to_the_kernels_with_all_it_needs(monkeypatch):
     calls, state = kernels_in_torch(monkeypatch), torch.randn(2, 2, 4, 3)
-    options = {"D": torch.randn(2), "dt_bias": torch.randn(2), "initial_state": state, "return_state": True}
+    options = {
+        "D": torch.randn(2),
+        "dt_bias": torch.randn(2),
+        "initial_state": state,
+        "return_state": True,
+    }
     ours, theirs = (ssd(*tensors(), **options, backend=name) for name in ("mamba_ssm", "reference"))
     assert all(map(torch.equal, ours, theirs))
     assert ssd(*tensors(), backend="mamba_ssm")[1] is None
@@ -126,7 +155,9 @@ def test_half_precision_inputs_stay_half_and_the_state_is_single(monkeypatch):
     x, dt, A, B, C = tensors()
     many = (x.bfloat16(), dt.bfloat16(), A, B.bfloat16(), C)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        y, state = ssd(*many, initial_state=torch.randn(2, 2, 4, 3), return_state=True, backend="mamba_ssm")
+        y, state = ssd(
+            *many, initial_state=torch.randn(2, 2, 4, 3), return_state=True, backend="mamba_ssm"
+        )
     assert (y.dtype, state.dtype) == (torch.bfloat16, torch.float32)
     assert calls == ["scan in torch.bfloat16, chunks of 256"]
 
@@ -153,10 +184,15 @@ def test_a_model_asks_for_the_backend_of_its_configuration(monkeypatch):
     monkeypatch.setattr(fused, "_conv_kernels", lambda: None)
     torch.manual_seed(0)
     sizes = {"d_model": 8, "d_state": 4, "headdim": 4, "chunk_size": 3}
-    models = [dq.ImplicitModel(dq.Mamba2(dq.Mamba2Config(**sizes, backend=b))) for b in ("reference", "mamba_ssm")]
+    models = [
+        dq.ImplicitModel(dq.Mamba2(dq.Mamba2Config(**sizes, backend=b)))
+        for b in ("reference", "mamba_ssm")
+    ]
     models[1].load_state_dict(models[0].state_dict())
     x = torch.randn(2, 7, 8)
     with torch.no_grad():
-        theirs, ours = (model(x, sweep=dq.Sequential(), stop=dq.Stop.exactly(2)).value for model in models)
+        theirs, ours = (
+            model(x, sweep=dq.Sequential(), stop=dq.Stop.exactly(2)).value for model in models
+        )
     assert torch.allclose(ours, theirs, atol=1e-6)
     assert calls == ["scan in torch.float32, chunks of 3"] * 2 + ["step"] * 12

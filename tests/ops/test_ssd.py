@@ -10,7 +10,9 @@ from deqseq.ops.reference import UNLIMITED, StepSizes, state_after
 from deqseq.ops.ssd import ssd
 
 
-def inputs(batch=2, length=13, heads=4, headdim=3, groups=2, d_state=5, dtype=torch.float64, seed=0):
+def inputs(
+    batch=2, length=13, heads=4, headdim=3, groups=2, d_state=5, dtype=torch.float64, seed=0
+):
     generator = torch.Generator().manual_seed(seed)
 
     def randn(*shape):
@@ -23,7 +25,9 @@ def inputs(batch=2, length=13, heads=4, headdim=3, groups=2, d_state=5, dtype=to
     return arguments, extras, randn(batch, heads, headdim, d_state)
 
 
-def state_alone(x, dt, A, B, state=None, dt_bias=None, dt_softplus=True, dt_limit=UNLIMITED, counts=None):
+def state_alone(
+    x, dt, A, B, state=None, dt_bias=None, dt_softplus=True, dt_limit=UNLIMITED, counts=None
+):
     """The state after the scan, with the names of ``ssd``."""
     return state_after(x, dt, A, B, StepSizes(dt_bias, dt_softplus, dt_limit), state, counts)
 
@@ -39,7 +43,9 @@ def state_alone(x, dt, A, B, state=None, dt_bias=None, dt_softplus=True, dt_limi
     chunk_size=st.integers(1, 25),
     cut=st.integers(0, 19),
 )
-def test_any_shape_chunk_and_cut(batch, length, heads_per_group, groups, headdim, d_state, chunk_size, cut):
+def test_any_shape_chunk_and_cut(
+    batch, length, heads_per_group, groups, headdim, d_state, chunk_size, cut
+):
     heads = heads_per_group * groups
     arguments, extras, state = inputs(batch, length, heads, headdim, groups, d_state)
     y, h = ssd_recurrence(*arguments, **extras, state=state)
@@ -48,14 +54,18 @@ def test_any_shape_chunk_and_cut(batch, length, heads_per_group, groups, headdim
     for piece in (slice(0, cut), slice(cut, length)):
         if x[:, piece].shape[1]:
             part = (x[:, piece], dt[:, piece], A, B[:, piece], C[:, piece])
-            y_part, carried = ssd(*part, **extras, initial_state=carried, return_state=True, chunk_size=chunk_size)
+            y_part, carried = ssd(
+                *part, **extras, initial_state=carried, return_state=True, chunk_size=chunk_size
+            )
             outputs.append(y_part)
     assert relative_error(torch.cat(outputs, dim=1), y) < 1e-12
     assert relative_error(carried, h) < 1e-12
     assert torch.equal(state, before)
 
 
-@pytest.mark.parametrize("options", [{"dt_limit": (0.1, 0.4), "softplus": False}, {"dt_limit": (0.2, 0.5)}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"dt_limit": (0.1, 0.4), "softplus": False}, {"dt_limit": (0.2, 0.5)}], ids=str
+)
 def test_step_size_limits(options):
     arguments, extras, _ = inputs()
     y, _ = ssd_recurrence(*arguments, **extras, **options)
@@ -63,7 +73,10 @@ def test_step_size_limits(options):
     ours = {"dt_limit": options["dt_limit"], "dt_softplus": options.get("softplus", True)}
     found, state = ssd(*arguments, **extras, **ours, return_state=True)
     assert relative_error(found, y) < 1e-13
-    assert relative_error(state_alone(*arguments[:4], dt_bias=extras["dt_bias"], **ours), state) < 1e-12
+    assert (
+        relative_error(state_alone(*arguments[:4], dt_bias=extras["dt_bias"], **ours), state)
+        < 1e-12
+    )
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -72,7 +85,9 @@ def test_step_size_limits(options):
 def test_lower_precision_and_autocast_accumulate_in_float32(dtype, bound, length, autocast):
     arguments, extras, state = inputs(length=length, dtype=dtype)
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-        found, after = ssd(*arguments, **extras, initial_state=state.float(), return_state=True, chunk_size=16)
+        found, after = ssd(
+            *arguments, **extras, initial_state=state.float(), return_state=True, chunk_size=16
+        )
         alone = state_alone(*arguments[:4], state.float(), extras["dt_bias"])
     y, h = ssd_recurrence(*arguments, **extras, state=state)
     assert (found.dtype, after.dtype, alone.dtype) == (dtype, torch.float32, torch.float32)
@@ -82,11 +97,24 @@ def test_lower_precision_and_autocast_accumulate_in_float32(dtype, bound, length
 
 def scan_and_tensors(groups, given_state):
     """A scan of three chunks, the last of them cut short, as a function of all its tensors."""
-    arguments, extras, state = inputs(batch=1, length=5, heads=2, headdim=2, groups=groups, d_state=2)
+    arguments, extras, state = inputs(
+        batch=1, length=5, heads=2, headdim=2, groups=groups, d_state=2
+    )
     tensors = [*arguments, extras["D"], extras["dt_bias"], *([state] if given_state else [])]
 
     def scan(x, dt, A, B, C, D, bias, initial=None):
-        return ssd(x, dt, A, B, C, D=D, dt_bias=bias, initial_state=initial, return_state=True, chunk_size=2)
+        return ssd(
+            x,
+            dt,
+            A,
+            B,
+            C,
+            D=D,
+            dt_bias=bias,
+            initial_state=initial,
+            return_state=True,
+            chunk_size=2,
+        )
 
     return scan, [t.requires_grad_() for t in tensors]
 
@@ -120,7 +148,10 @@ def test_strong_decay_costs_no_digits(rate, strong, given_state, chunk_size):
     def found(scan, tensors):
         tensors = [t.clone().requires_grad_() for t in tensors]
         outputs = scan(*tensors)
-        return [*outputs, *torch.autograd.grad(outputs, tensors, [w.to(outputs[0].dtype) for w in weights])]
+        return [
+            *outputs,
+            *torch.autograd.grad(outputs, tensors, [w.to(outputs[0].dtype) for w in weights]),
+        ]
 
     def ours(x, dt, A, B, C, D, state=None):
         alone = state_alone(x, dt, A, B, state, dt_softplus=False)
@@ -132,8 +163,14 @@ def test_strong_decay_costs_no_digits(rate, strong, given_state, chunk_size):
     def theirs(x, dt, A, B, C, D, state=None):
         return ssd_recurrence(x, dt, A, B, C, D, state=state, softplus=False)
 
-    names = ["y", "state", *(f"gradient of {name}" for name in ("x", "dt", "A", "B", "C", "D", "state"))]
-    pairs = zip(names, found(ours, tensors), found(theirs, [t.double() for t in tensors]), strict=False)
+    names = [
+        "y",
+        "state",
+        *(f"gradient of {name}" for name in ("x", "dt", "A", "B", "C", "D", "state")),
+    ]
+    pairs = zip(
+        names, found(ours, tensors), found(theirs, [t.double() for t in tensors]), strict=False
+    )
     errors = {name: relative_error(one, other) for name, one, other in pairs}
     assert all(error < 1e-6 for error in errors.values()), errors  # float32 rounds by 6e-8
 
@@ -143,9 +180,14 @@ def test_bounds_and_sizes_that_do_not_fit_are_refused():
     (x, dt, A, B, C), _, _ = inputs()
     with pytest.raises(TypeError, match=r"x must be a floating-point tensor, got torch\.int64"):
         ssd(x.long(), dt, A, B, C)
-    with pytest.raises(ValueError, match=r"dt_limit\[1\] must be a number in \[2.0, inf\], got 1.0"):
+    with pytest.raises(
+        ValueError, match=r"dt_limit\[1\] must be a number in \[2.0, inf\], got 1.0"
+    ):
         ssd(x, dt, A, B, C, dt_limit=(2.0, 1.0))
-    for change, message in (({"length": 0}, "at least one token"), ({"groups": 3}, "got 3 groups and 4 heads")):
+    for change, message in (
+        ({"length": 0}, "at least one token"),
+        ({"groups": 3}, "got 3 groups and 4 heads"),
+    ):
         with pytest.raises(ValueError, match=message):
             ssd(*inputs(**change)[0])
 
@@ -155,7 +197,9 @@ def test_bounds_and_sizes_that_do_not_fit_are_refused():
 def test_shapes_that_would_broadcast_are_refused(name):
     (x, dt, A, B, C), extras, state = inputs()
     given = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "initial_state": state} | extras
-    given[name] = given[name].mean(dim=0, keepdim=True) if given[name].ndim == 1 else given[name][:, :1]
+    given[name] = (
+        given[name].mean(dim=0, keepdim=True) if given[name].ndim == 1 else given[name][:, :1]
+    )
     with pytest.raises(ValueError, match=f"{name} must have shape"):
         ssd(**given)
 

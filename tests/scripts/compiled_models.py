@@ -1,4 +1,5 @@
-"""Compiled models compute what eager ones do, and other sizes compile nothing again. Run by test_compile.py.
+"""Compiled models compute what eager ones do, and other sizes compile nothing again. Run by
+test_compile.py.
 
 In a process of its own: the tests' checks of shapes would break the compiled graph.
 """
@@ -49,11 +50,18 @@ def check(name: str) -> None:
         """Graphs that this call compiled."""
         before, ids = graphs(), torch.randint(0, 13, (batch, length))
         with torch.no_grad():
-            difference = (eager(ids, sweep=sweep).logits - compiled(ids, sweep=sweep).logits).abs().max().item()
+            difference = (
+                (eager(ids, sweep=sweep).logits - compiled(ids, sweep=sweep).logits)
+                .abs()
+                .max()
+                .item()
+            )
         assert difference < 1e-7, (name, sweep, difference)
         return graphs() - before
 
-    together = [same(batch, length, dq.Simultaneous()) for batch, length in ((1, 9), (1, 31), (1, 20))]
+    together = [
+        same(batch, length, dq.Simultaneous()) for batch, length in ((1, 9), (1, 31), (1, 20))
+    ]
     assert together == [1, 0, 0], together
     # a window that is full, one that is not, one of a single token; each with a past and without
     sliding = [same(1, length, dq.Sliding(4)) for length in (19, 31, 26, 37)]
@@ -62,7 +70,10 @@ def check(name: str) -> None:
     ids, made = torch.randint(0, 13, (1, 7)), []
     for prompt in (ids, ids[:, 2:], ids[:, 1:]):
         before = graphs()
-        tokens = [lm.generate(prompt, max_new_tokens=6, sweep=dq.Sliding(4)).tokens for lm in (eager, compiled)]
+        tokens = [
+            lm.generate(prompt, max_new_tokens=6, sweep=dq.Sliding(4)).tokens
+            for lm in (eager, compiled)
+        ]
         assert torch.equal(*tokens), (name, tokens)
         made.append(graphs() - before)
     assert sum(made) <= 6, made
@@ -84,13 +95,17 @@ def check_chunks(name: str) -> None:
 
 
 def check_loop(name: str) -> None:
-    """A loop compiles one step, however many it makes; another model of the same sizes compiles nothing."""
+    """A loop compiles one step, however many it makes; another model of the same sizes compiles
+    nothing.
+    """
     ids = torch.randint(0, 13, (2, 12))
     for start in ("input", "zero"):
         made = []
         for steps in (2, 5):
             torch.manual_seed(1)
-            eager = dq.CausalLM(13, dq.ExplicitModel(dq.Looped(contractive_llama(n_layers=1), steps, start=start)))
+            eager = dq.CausalLM(
+                13, dq.ExplicitModel(dq.Looped(contractive_llama(n_layers=1), steps, start=start))
+            )
             compiled = copy.deepcopy(eager.double().eval())
             compiled.compile(fullgraph=True, backend="aot_eager")
             before = graphs()

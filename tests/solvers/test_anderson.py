@@ -13,9 +13,13 @@ class TestAnderson(SolverContract):
     solver = Anderson()
 
     @pytest.mark.parametrize("dim", [2, 4, 6])
-    @pytest.mark.parametrize("make", [lambda dim: affine(event=(dim,)), lambda dim: expansive(dim=dim)])
+    @pytest.mark.parametrize(
+        "make", [lambda dim: affine(event=(dim,)), lambda dim: expansive(dim=dim)]
+    )
     def test_solves_an_affine_problem_of_dim_d_in_about_d_evaluations(self, make, dim):
-        """With memory for the whole space it is exact: d + 1 points, one that lands, one that checks."""
+        """With memory for the whole space it is exact: d + 1 points, one that lands, one that
+        checks.
+        """
         f, stop = make(dim), Stop(rtol=1e-8, max_steps=50)
         z0 = torch.zeros(3, dim, dtype=torch.float64)
         solution = solve(f, z0, solver=Anderson(memory=dim + 2, ridge=1e-15), stop=stop)
@@ -35,7 +39,11 @@ class TestAnderson(SolverContract):
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
     def test_the_default_ridge_is_ten_times_the_epsilon_of_the_state(self, dtype):
-        f, z0, stop = affine(radius=0.9, dtype=dtype), torch.zeros(3, 4, dtype=dtype), Stop.exactly(5)
+        f, z0, stop = (
+            affine(radius=0.9, dtype=dtype),
+            torch.zeros(3, 4, dtype=dtype),
+            Stop.exactly(5),
+        )
         named = Anderson(ridge=10 * torch.finfo(dtype).eps)
         default = solve(f, z0, solver=Anderson(), stop=stop).value
         assert torch.equal(default, solve(f, z0, solver=named, stop=stop).value)
@@ -59,11 +67,15 @@ class TestAnderson(SolverContract):
         torch.testing.assert_close(proposal, 0.75 * z + 0.25 * f(z), rtol=0, atol=1e-15)
 
     def test_a_row_without_information_takes_its_newest_value(self):
-        """Equal residuals and a ridge that is lost: the normal equations are singular, and the row falls back alone."""
+        """Equal residuals and a ridge that is lost: the normal equations are singular, and the row
+        falls back alone.
+        """
         solver = Anderson(ridge=1e-300)
         z = torch.zeros(2, 2, dtype=torch.float64)
         fz = torch.tensor([[0.0, 0.0], [1.0, 0.0]], dtype=torch.float64)
         _, state = solver.step(z, fz, solver.init(z))
         newer = torch.tensor([[3.0, 0.0], [0.0, 1.0]], dtype=torch.float64)
         proposal, _ = solver.step(z, newer, state)
-        torch.testing.assert_close(proposal, torch.tensor([[3.0, 0.0], [0.5, 0.5]], dtype=torch.float64))
+        torch.testing.assert_close(
+            proposal, torch.tensor([[3.0, 0.0], [0.5, 0.5]], dtype=torch.float64)
+        )

@@ -20,7 +20,9 @@ class TestBroyden(SolverContract):
         assert not bool(solve(f, z0, solver=Relaxed(0.5), stop=stop).converged.any())
         solution = solve(f, z0, solver=Broyden(), stop=stop)
         torch.testing.assert_close(solution.value, f.fixed_point(), rtol=0, atol=1e-10)
-        assert max(solution.stats.iterations.tolist()) <= 2 * dim + 2  # Gay 1979: 2 d steps on an affine problem
+        assert (
+            max(solution.stats.iterations.tolist()) <= 2 * dim + 2
+        )  # Gay 1979: 2 d steps on an affine problem
 
     def test_a_scalar_affine_map_takes_three_evaluations(self):
         solution = solve(diverging, torch.zeros(2, 1), solver=Broyden(), stop=Stop(rtol=1e-6))
@@ -70,7 +72,9 @@ class TestBroyden(SolverContract):
         torch.testing.assert_close(change @ H.T, moved, rtol=1e-10, atol=1e-12)
 
     def test_half_precision_uses_its_memory_at_any_scale(self):
-        """Squares of a few hundred overflow float16: inner products must be accumulated in float32."""
+        """Squares of a few hundred overflow float16: inner products must be accumulated
+        in float32.
+        """
         f, z0 = row_affine([-0.95], dtype=torch.float16), torch.zeros(1, 3, dtype=torch.float16)
         f = type(f)(f.gain, f.offset * 300, f.ceiling)
         solution = solve(f, z0, solver=Broyden(), stop=Stop(rtol=5e-3, max_steps=10))

@@ -1,4 +1,6 @@
-"""Plain and damped iteration; that each step is ``z + damping (f(z) - z)`` is held by ``test_solve_properties.py``."""
+"""Plain and damped iteration; that each step is ``z + damping (f(z) - z)`` is held by
+``test_solve_properties.py``.
+"""
 
 from deqseq import Naive, Relaxed
 from deqseq.testing import SolverContract

@@ -6,7 +6,17 @@ import pytest
 import torch
 
 from deqseq import Affine as Backbone
-from deqseq import Chunked, ExternalSolver, ImplicitModel, Sequential, Simultaneous, Sliding, Status, Stop, solve
+from deqseq import (
+    Chunked,
+    ExternalSolver,
+    ImplicitModel,
+    Sequential,
+    Simultaneous,
+    Sliding,
+    Status,
+    Stop,
+    solve,
+)
 from deqseq.testing.problems import Recorded
 
 
@@ -23,14 +33,21 @@ class Outside(ExternalSolver):
 
 
 class TestExternalSolver:
-    @pytest.mark.parametrize(("evaluations", "budget"), [(0, 9), (1, 9), (7, 9), (100, 9), (100, 40)])
+    @pytest.mark.parametrize(
+        ("evaluations", "budget"), [(0, 9), (1, 9), (7, 9), (100, 9), (100, 40)]
+    )
     @pytest.mark.parametrize("check_every", [1, 4])
-    def test_one_evaluation_of_ours_gives_value_residual_status_and_aux(self, evaluations, budget, check_every):
+    def test_one_evaluation_of_ours_gives_value_residual_status_and_aux(
+        self, evaluations, budget, check_every
+    ):
         """Row 0 converges slowly, row 1 swings, and row 2 grows."""
         rate = torch.tensor([[0.5], [-1.0], [3.0]], dtype=torch.float64)
         f = Recorded(lambda z, rate: (rate * z + 1, 10 * z))
         stop = Stop(rtol=1e-3, max_steps=budget, check_every=check_every)
-        z0, call = torch.full((3, 1), 0.25, dtype=torch.float64), {"args": rate, "has_aux": True, "stop": stop}
+        z0, call = (
+            torch.full((3, 1), 0.25, dtype=torch.float64),
+            {"args": rate, "has_aux": True, "stop": stop},
+        )
         solution = solve(f, z0, solver=Outside(evaluations), **call)
         made = min(evaluations, budget - 1) + 1
         assert f.evaluations == solution.stats.evaluations == made
@@ -38,7 +55,11 @@ class TestExternalSolver:
         z, fz = f.calls[-1]
         passed = bool((fz - z)[0].abs() <= 1e-3 * fz[0].abs())
         assert passed == (made == 40)
-        assert solution.status.tolist() == [1 - passed, Status.MAX_STEPS_REACHED, Status.MAX_STEPS_REACHED]
+        assert solution.status.tolist() == [
+            1 - passed,
+            Status.MAX_STEPS_REACHED,
+            Status.MAX_STEPS_REACHED,
+        ]
         assert torch.equal(solution.value, fz)
         assert torch.equal(solution.aux, 10 * z)
         assert torch.equal(solution.stats.residual, ((fz - z) / fz).abs()[:, 0])

@@ -8,7 +8,18 @@ import torch
 
 from deqseq.tasks import FiniteMonoid, WordProblem, direct_product, generators, parse_group
 
-ORDERS = {"Z1": 1, "Z2": 2, "Z7": 7, "S1": 1, "S2": 2, "S3": 6, "S4": 24, "S5": 120, "A1": 1, "A2": 1}
+ORDERS = {
+    "Z1": 1,
+    "Z2": 2,
+    "Z7": 7,
+    "S1": 1,
+    "S2": 2,
+    "S3": 6,
+    "S4": 24,
+    "S5": 120,
+    "A1": 1,
+    "A2": 1,
+}
 ORDERS |= {"A3": 3, "A4": 12, "A5": 60, "A6": 360, "Z2xZ3": 6, "S3xZ2": 12, "Z60": 60}
 ORDERS |= {"D1": 2, "D2": 4, "D4": 8, "D5": 10, "D512": 1024, "Q8": 8, "Q8xD5": 80}
 
@@ -26,12 +37,16 @@ def product_of(monoid, a, b):
 def test_every_name_makes_a_group_of_the_known_order(name, order):
     group = parse_group(name)
     assert (group.name, group.order, group.is_group) == (name, order, True)
-    every = torch.arange(order).expand(order, order)  # every row and column of a group's table is a permutation
+    every = torch.arange(order).expand(
+        order, order
+    )  # every row and column of a group's table is a permutation
     assert torch.equal(group.table.sort(dim=0).values.T, every)
     assert torch.equal(group.table.sort(dim=1).values, every)
 
 
-@pytest.mark.parametrize("group", [parse_group("S4"), parse_group("A5")], ids=lambda group: group.name)
+@pytest.mark.parametrize(
+    "group", [parse_group("S4"), parse_group("A5")], ids=lambda group: group.name
+)
 def test_permutations_compose_right_to_left(group):
     assert group.elements[group.identity] == tuple(range(1, len(group.elements[0]) + 1))
     for a, b in itertools.product(group.elements, repeat=2):
@@ -49,7 +64,10 @@ def test_direct_product_multiplies_factor_by_factor():
 
 def test_direct_products_are_flat():
     z2, z3, m = parse_group("Z2"), parse_group("Z3"), parse_group("M")
-    left, right = direct_product(direct_product(z2, z3), m), direct_product(z2, direct_product(z3, m))
+    left, right = (
+        direct_product(direct_product(z2, z3), m),
+        direct_product(z2, direct_product(z3, m)),
+    )
     for product in (left, right, parse_group("Z2xZ3xM")):
         assert [factor.name for factor in product.factors] == ["Z2", "Z3", "M"]
         assert product.elements[1 * 12 + 2 * 4 + 3] == (1, 2, "X")
@@ -92,12 +110,16 @@ def test_generators_that_do_not_exist(name, count):
 
 @pytest.mark.parametrize("name", ["", "xZ2", "5", "M2", "C7", "Z", "z2", "Z2 x Z3", "Z007"])
 def test_an_unknown_name_lists_the_names(name):
-    with pytest.raises(ValueError, match=rf"name must be Zn, Sn, An or Dn .*Q8, M.*A5xM.*got '{name}'"):
+    with pytest.raises(
+        ValueError, match=rf"name must be Zn, Sn, An or Dn .*Q8, M.*A5xM.*got '{name}'"
+    ):
         parse_group(name)
 
 
 def turned(label, n):
-    """A label of D_n as the permutation of the corners 0..n-1 that it stands for: r moves each on, s mirrors them."""
+    """A label of D_n as the permutation of the corners 0..n-1 that it stands for: r moves each on,
+    s mirrors them.
+    """
     power = re.fullmatch(r"(?:1|r?(\d*))(s?)", label)
     rotations = int(power[1] or 1) if "r" in label else 0
     return tuple((rotations + (-corner if "s" in label else corner)) % n for corner in range(n))
@@ -169,4 +191,6 @@ def test_everything_is_on_the_cpu_whatever_the_default_device():
     expected = next(WordProblem(parse_group("A5xM"), (1, 2)).batches(3, (5, 9), seed=0))
     with torch.device("meta"):
         found = next(WordProblem(parse_group("A5xM"), (1, 2)).batches(3, (5, 9), seed=0))
-    assert torch.equal(found.inputs, expected.inputs) and torch.equal(found.targets, expected.targets)
+    assert torch.equal(found.inputs, expected.inputs) and torch.equal(
+        found.targets, expected.targets
+    )

@@ -20,10 +20,18 @@ def seeded(seed=0):
 def test_worked_example_of_the_paper():
     tokens = [(5, 4, 1, 3, 2), (3, 4, 1, 2, 5), (5, 3, 1, 2, 4)]
     prefixes = prefix_products(S5, torch.tensor([[S5.elements.index(token) for token in tokens]]))
-    assert [S5.elements[p] for p in prefixes[0].tolist()] == [tokens[0], (1, 3, 5, 4, 2), (2, 5, 1, 3, 4)]
+    assert [S5.elements[p] for p in prefixes[0].tolist()] == [
+        tokens[0],
+        (1, 3, 5, 4, 2),
+        (2, 5, 1, 3, 4),
+    ]
 
 
-@given(name=st.sampled_from(["Z2", "S3", "M", "Z3xM"]), length=st.integers(1, 40), seed=st.integers(0, 99))
+@given(
+    name=st.sampled_from(["Z2", "S3", "M", "Z3xM"]),
+    length=st.integers(1, 40),
+    seed=st.integers(0, 99),
+)
 @settings(max_examples=50, deadline=None)
 def test_targets_agree_with_the_table(name, length, seed):
     monoid = parse_group(name)
@@ -52,7 +60,9 @@ def test_only_the_group_part_of_the_reference_task_becomes_easy(p):
     assert task.monoid.elements[inputs[0, 0]] == (A5.elements[group[0, 0]], "EABX"[letter[0, 0]])
     easy = group == A5.identity
     assert easy.double().mean().item() == pytest.approx(p + (1 - p) / 60, abs=0.01)
-    assert (letter.flatten().bincount(minlength=4) / letter.numel()).tolist() == pytest.approx([0.25] * 4, abs=0.01)
+    assert (letter.flatten().bincount(minlength=4) / letter.numel()).tolist() == pytest.approx(
+        [0.25] * 4, abs=0.01
+    )
     assert torch.equal(targets // 4, prefix_products(A5, group))
     assert torch.equal(targets % 4, prefix_products(parse_group("M"), letter))
 
@@ -63,11 +73,15 @@ def test_all_group_factors_become_easy_together():
     first, last = inputs // 44, inputs % 11
     both = ((first == 0) & (last == 0)).double().mean().item()
     assert both == pytest.approx(0.5 + 0.5 / 121, abs=0.02)
-    assert ((first == 0) != (last == 0)).double().mean().item() == pytest.approx(0.5 * 20 / 121, abs=0.02)
+    assert ((first == 0) != (last == 0)).double().mean().item() == pytest.approx(
+        0.5 * 20 / 121, abs=0.02
+    )
 
 
 def test_probability_changes_only_which_tokens_are_easy():
-    plain, half, most = (WordProblem(A5, None, p).fixed(50, 40, seed=3).inputs for p in (0.0, 0.5, 0.9))
+    plain, half, most = (
+        WordProblem(A5, None, p).fixed(50, 40, seed=3).inputs for p in (0.0, 0.5, 0.9)
+    )
     assert torch.equal(half[half != A5.identity], plain[half != A5.identity])
     assert ((most != A5.identity) <= (half != A5.identity)).all()
     assert not torch.equal(plain, half)
@@ -76,7 +90,10 @@ def test_probability_changes_only_which_tokens_are_easy():
 def test_a_single_length_and_several():
     task = WordProblem(parse_group("Z2"))
     assert next(task.batches(3, 7, seed=0)).inputs.shape == (3, 7)
-    lengths = [batch.inputs.shape[1] for batch in itertools.islice(task.batches(1, (4, 8, 16), seed=0), 300)]
+    lengths = [
+        batch.inputs.shape[1]
+        for batch in itertools.islice(task.batches(1, (4, 8, 16), seed=0), 300)
+    ]
     for length in (4, 8, 16):
         assert 70 <= lengths.count(length) <= 130  # 100 expected, standard deviation 8
 
@@ -84,10 +101,19 @@ def test_a_single_length_and_several():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: WordProblem(parse_group("M"), identity_probability=0.5), "must be 0 for M, which has no group"),
-        (lambda: WordProblem(parse_group("Z3"), inputs=()), "inputs must be one or more ids, none of them twice, got"),
+        (
+            lambda: WordProblem(parse_group("M"), identity_probability=0.5),
+            "must be 0 for M, which has no group",
+        ),
+        (
+            lambda: WordProblem(parse_group("Z3"), inputs=()),
+            "inputs must be one or more ids, none of them twice, got",
+        ),
         (lambda: WordProblem(parse_group("Z3"), inputs=(0, 3)), r"inputs must .* 0\.\.2, got 3"),
-        (lambda: WordProblem(parse_group("Z3"), inputs=(1, 1)), r"inputs must .* none of them twice, got \(1, 1\)"),
+        (
+            lambda: WordProblem(parse_group("Z3"), inputs=(1, 1)),
+            r"inputs must .* none of them twice, got \(1, 1\)",
+        ),
     ],
 )
 def test_bad_arguments_are_named(call, message):

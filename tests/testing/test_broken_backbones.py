@@ -13,12 +13,16 @@ from deqseq.testing import BackboneContract
 
 def advanced(backbone, cache, aux, tokens, counts=None, late=0):
     """As Affine does, after some tokens fewer."""
-    return dq.Affine.advance(backbone, cache, aux, tokens - late, None if counts is None else counts - late)
+    return dq.Affine.advance(
+        backbone, cache, aux, tokens - late, None if counts is None else counts - late
+    )
 
 
 def commits_one_too_many(backbone, cache, aux, tokens, counts=None):
     """In rows that commit none."""
-    return dq.Affine.advance(backbone, cache, aux, tokens, None if counts is None else counts.clamp_min(1))
+    return dq.Affine.advance(
+        backbone, cache, aux, tokens, None if counts is None else counts.clamp_min(1)
+    )
 
 
 def spoils_its_cache(backbone, cache, *parts):
@@ -58,9 +62,17 @@ DRAWS = adding(lambda backbone, z: torch.dropout(torch.ones_like(z), 0.2, backbo
     ("expected", "method", "broken"),
     [
         ("test_causal", "forward", LOOKS_AHEAD),
-        ("test_a_sequence_cut_anywhere_is_the_sequence", "advance", lambda *parts: advanced(*parts, late=1)),
+        (
+            "test_a_sequence_cut_anywhere_is_the_sequence",
+            "advance",
+            lambda *parts: advanced(*parts, late=1),
+        ),
         ("test_every_sweep_comes_to_the_same", "advance", lambda *parts: advanced(*parts, late=1)),
-        ("test_padding_leaves_what_the_row_alone_leaves", "advance", lambda *parts: advanced(*parts[:4])),
+        (
+            "test_padding_leaves_what_the_row_alone_leaves",
+            "advance",
+            lambda *parts: advanced(*parts[:4]),
+        ),
         ("test_a_row_that_commits_nothing_keeps_its_cache", "advance", commits_one_too_many),
         ("test_pure", "advance", spoils_its_cache),
         ("test_rows_are_independent", "forward", MIXES_ROWS),
@@ -72,5 +84,7 @@ DRAWS = adding(lambda backbone, z: torch.dropout(torch.ones_like(z), 0.2, backbo
 )
 def test_a_broken_backbone_fails(expected, method, broken):
     torch.manual_seed(0)
-    assert fails(BackboneContract, expected, backbone=type("Broken", (dq.Affine,), {method: broken})(4))
+    assert fails(
+        BackboneContract, expected, backbone=type("Broken", (dq.Affine,), {method: broken})(4)
+    )
     assert not fails(BackboneContract, expected, backbone=dq.Affine(4))

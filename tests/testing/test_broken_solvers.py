@@ -1,4 +1,6 @@
-"""The suite for solvers fails for each that breaks one promise; the suites come with the package and need no pytest."""
+"""The suite for solvers fails for each that breaks one promise; the suites come with the package
+and need no pytest.
+"""
 
 import subprocess
 import sys
@@ -64,7 +66,9 @@ def test_one_row_that_ends_early_need_not_be_removed(monkeypatch):
 
 def test_a_number_in_the_memory_is_refused_where_rows_begin_afresh():
     bits = torch.randint(2, (4, 24), generator=torch.Generator().manual_seed(0))
-    with pytest.raises(TypeError, match=r"the memory of Counting must be tensors with a row .*, got a number"):
+    with pytest.raises(
+        TypeError, match=r"the memory of Counting must be tensors with a row .*, got a number"
+    ):
         dq.load_example("parity")(bits, solver=Counting(), sweep=dq.Sliding(4))
 
 
@@ -92,5 +96,7 @@ class TestRelaxed(SolverContract, unittest.TestCase):
     solver = dq.Relaxed()
 unittest.main(argv=["-", "TestRelaxed.test_keeps_the_dtype"])
 """
-    result = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True)
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True
+    )
     assert result.returncode == 0, result.stderr

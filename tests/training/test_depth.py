@@ -30,7 +30,9 @@ def test_mean_variance_and_the_share_of_ones(mean, sigma):
 
 
 @pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize(("rise", "middle"), [("linear", 16.5), ("1-sqrt", 1 + 31 * (1 - math.sqrt(0.5)))])
+@pytest.mark.parametrize(
+    ("rise", "middle"), [("linear", 16.5), ("1-sqrt", 1 + 31 * (1 - math.sqrt(0.5)))]
+)
 def test_a_rising_mean(rise, middle):
     depth, constant = PoissonLogNormal(32, rise=rise), PoissonLogNormal(32)
     for done, mean in ((0.0, 1), (0.5, middle), (1.0, 32)):
@@ -43,7 +45,9 @@ def test_a_rising_mean(rise, middle):
 def test_larger_draws_are_replaced():
     draws = [PoissonLogNormal(8).draw(step) for step in range(500)]
     assert max(draws) > 12
-    assert [PoissonLogNormal(8, largest=12).draw(step) for step in range(500)] == [min(12, draw) for draw in draws]
+    assert [PoissonLogNormal(8, largest=12).draw(step) for step in range(500)] == [
+        min(12, draw) for draw in draws
+    ]
     assert {PoissonLogNormal(8, largest=1).draw(step) for step in range(9)} == {1}
     assert {PoissonLogNormal(1e-300, sigma=0).draw(step) for step in range(9)} == {1}
 
@@ -54,7 +58,16 @@ def test_a_draw_is_the_same_in_every_process_and_order():
         torch.manual_seed(step)
         random.seed(step)
         found[step] = PoissonLogNormal(32).draw(step)
-    assert [found[step] for step in range(8)] == [25, 21, 41, 27, 11, 23, 34, 40]  # in any process: hashes differ
+    assert [found[step] for step in range(8)] == [
+        25,
+        21,
+        41,
+        27,
+        11,
+        23,
+        34,
+        40,
+    ]  # in any process: hashes differ
     assert PoissonLogNormal(32).draw(1.0) == found[1]
 
 
@@ -62,7 +75,11 @@ def test_the_budget_of_each_update():
     rising = unrolled(PoissonLogNormal(32, rise="linear"), last=8, until=0.75, name="rising")
     curriculum = Curriculum((free(24, until=0.25), rising, HUGINN))
     assert curriculum.at(0.2) == curriculum.phases[0]
-    for progress, depth, done in ((0.25, rising.depth, 0), (0.5, rising.depth, 0.5), (0.75, HUGINN.depth, 1)):
+    for progress, depth, done in (
+        (0.25, rising.depth, 0),
+        (0.5, rising.depth, 0.5),
+        (0.75, HUGINN.depth, 1),
+    ):
         phase = curriculum.at(progress)
         assert phase.solve.stop == dq.Stop.exactly(depth.draw(progress, done))
         assert (phase.solve.gradient, phase.depth) == (dq.Unrolled(last=8), None)
@@ -82,11 +99,16 @@ def test_only_the_budget_is_drawn():
     assert replace(drawn, solve=phase.solve, depth=phase.depth) == phase
     assert phase.drawn(0.3) == phase.drawn(0.3, 1.0) == drawn.drawn(0.7)
     phantom = replace(bounded(8, 4), depth=PoissonLogNormal(32)).drawn(0.3)
-    assert (phantom.solve.stop, phantom.solve.gradient) == (dq.Stop.exactly(phase.depth.draw(0.3)), dq.Phantom(4))
+    assert (phantom.solve.stop, phantom.solve.gradient) == (
+        dq.Stop.exactly(phase.depth.draw(0.3)),
+        dq.Phantom(4),
+    )
 
 
 def test_a_phase_that_has_not_been_drawn_is_not_applied():
-    with pytest.raises(ValueError, match=r"Phase.depth of 'unrolled' must be drawn: .*Curriculum.at"):
+    with pytest.raises(
+        ValueError, match=r"Phase.depth of 'unrolled' must be drawn: .*Curriculum.at"
+    ):
         HUGINN.apply(dq.ImplicitModel(dq.Affine(4)))
 
 

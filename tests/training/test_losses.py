@@ -16,22 +16,31 @@ def test_the_size_of_a_jacobian_is_the_dense_formula_for_the_same_draws():
     W, z, draws = randn(6, 6, seed=1), randn(3, 6, seed=2), seeded(3)
     ours = jacobian_regularisation(lambda z: torch.tanh(z @ W.T), z, samples=5, generator=seeded(3))
     jacobians = (1 - torch.tanh(z @ W.T) ** 2)[:, :, None] * W
-    sizes = [torch.einsum("bij,bi->bj", jacobians, torch.randn(3, 6, generator=draws).double()) for _ in range(5)]
-    assert ours.item() == pytest.approx(torch.stack(sizes).square().sum(dim=2).mean().item() / 6, rel=1e-12)
+    sizes = [
+        torch.einsum("bij,bi->bj", jacobians, torch.randn(3, 6, generator=draws).double())
+        for _ in range(5)
+    ]
+    assert ours.item() == pytest.approx(
+        torch.stack(sizes).square().sum(dim=2).mean().item() / 6, rel=1e-12
+    )
 
 
 def test_gradients_by_finite_differences():
     W, z = randn(3, 3, seed=1).requires_grad_(), randn(2, 7, 3, seed=2)
 
     def loss(W):
-        return jacobian_regularisation(lambda z: torch.tanh(z @ W), z, samples=2, generator=seeded(0))
+        return jacobian_regularisation(
+            lambda z: torch.tanh(z @ W), z, samples=2, generator=seeded(0)
+        )
 
     assert torch.autograd.gradcheck(loss, W)
     with torch.no_grad():
         assert not loss(W).requires_grad
 
 
-@pytest.mark.parametrize("weight", [None, torch.ones(3, requires_grad=True)], ids=["constant", "parameter"])
+@pytest.mark.parametrize(
+    "weight", [None, torch.ones(3, requires_grad=True)], ids=["constant", "parameter"]
+)
 def test_a_map_that_ignores_its_state(weight):
     f = torch.ones_like if weight is None else lambda z: weight.expand_as(z)
     assert jacobian_regularisation(f, torch.ones(2, 3)).item() == 0

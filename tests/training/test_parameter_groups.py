@@ -11,8 +11,12 @@ from deqseq.training import parameter_groups
 
 SIZES = {"d_model": 8, "n_layers": 2}
 BACKBONES = {
-    "mamba2": lambda **options: dq.Mamba2(dq.Mamba2Config(**SIZES, d_state=4, headdim=4, **options)),
-    "llama": lambda **options: dq.Llama(dq.LlamaConfig(**SIZES, n_heads=2, mlp_width=12, **options)),
+    "mamba2": lambda **options: dq.Mamba2(
+        dq.Mamba2Config(**SIZES, d_state=4, headdim=4, **options)
+    ),
+    "llama": lambda **options: dq.Llama(
+        dq.LlamaConfig(**SIZES, n_heads=2, mlp_width=12, **options)
+    ),
 }
 MAPS = r"(in_proj|out_proj|conv1d|[qkvo]_proj|(gate|up|down)_proj|injection|head|lm_head)"
 DECAYED = re.compile(rf"(^|.*\.){MAPS}\.(weight|parametrizations\.weight\.original1)")
@@ -23,7 +27,9 @@ def names(model: nn.Module, weight_decay: float = 0.1) -> tuple[list[str], list[
     known = {id(parameter): name for name, parameter in model.named_parameters()}
     first, second = parameter_groups(model, weight_decay)
     assert (first["weight_decay"], second["weight_decay"]) == (weight_decay, 0.0)
-    return [known[id(part)] for part in first["params"]], [known[id(part)] for part in second["params"]]
+    return [known[id(part)] for part in first["params"]], [
+        known[id(part)] for part in second["params"]
+    ]
 
 
 def check(model: nn.Module, tied: bool) -> None:
@@ -56,11 +62,18 @@ def test_language_models(backbone, kind, weight_norm, tied):
 def test_models_of_transformers(kind, tied):
     ours = pytest.importorskip("deqseq.integrations.huggingface")
     sizes = BACKBONES[kind]().sizes()
-    check(ours.DeqseqForCausalLM(ours.DeqseqConfig(vocab_size=5, backbone=sizes, tie_word_embeddings=tied)), tied)
+    check(
+        ours.DeqseqForCausalLM(
+            ours.DeqseqConfig(vocab_size=5, backbone=sizes, tie_word_embeddings=tied)
+        ),
+        tied,
+    )
 
 
 def test_frozen_and_shared_parameters():
-    model = nn.ModuleDict({"one": nn.Linear(2, 2), "two": nn.Linear(2, 2), "norm": nn.LayerNorm((2, 3))})
+    model = nn.ModuleDict(
+        {"one": nn.Linear(2, 2), "two": nn.Linear(2, 2), "norm": nn.LayerNorm((2, 3))}
+    )
     model["two"].weight = model["one"].weight
     model["one"].bias.requires_grad_(False)
     assert names(model) == (["one.weight"], ["two.bias", "norm.weight", "norm.bias"])
@@ -74,7 +87,10 @@ def test_a_map_that_is_tied_to_an_embedding_is_not_decayed():
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_the_magnitude_of_torchs_older_weight_norm_is_not_decayed():
-    assert names(torch.nn.utils.weight_norm(nn.Linear(2, 3, bias=False))) == (["weight_v"], ["weight_g"])
+    assert names(torch.nn.utils.weight_norm(nn.Linear(2, 3, bias=False))) == (
+        ["weight_v"],
+        ["weight_g"],
+    )
 
 
 def test_nothing_to_train_is_an_error():

@@ -1,4 +1,6 @@
-"""gather_once in one process, whose parts are sharded all the same; two processes are in test_hf_processes.py."""
+"""gather_once in one process, whose parts are sharded all the same; two processes are in
+test_hf_processes.py.
+"""
 
 import pickle
 
@@ -25,7 +27,9 @@ def mesh():
 def language_model(mesh, implicit=True):
     torch.manual_seed(0)
     backbone = contractive_mamba2(injection=implicit)
-    lm = dq.CausalLM(9, dq.ImplicitModel(backbone) if implicit else dq.ExplicitModel(backbone)).double()
+    lm = dq.CausalLM(
+        9, dq.ImplicitModel(backbone) if implicit else dq.ExplicitModel(backbone)
+    ).double()
     for block in backbone.layers if mesh else ():
         fully_shard(block, mesh=mesh)
     if mesh:
@@ -65,7 +69,10 @@ def test_they_are_sharded_again_after_an_error(mesh, gathered):
 
 
 def test_an_explicit_model_gathers_for_a_cache_only(mesh, gathered):
-    lm, plain = language_model(mesh, implicit=False).eval(), language_model(None, implicit=False).eval()
+    lm, plain = (
+        language_model(mesh, implicit=False).eval(),
+        language_model(None, implicit=False).eval(),
+    )
     with torch.no_grad():
         lm(IDS)
         assert gathered == []
@@ -83,7 +90,11 @@ def test_a_backward_pass_of_unequal_length_is_refused(mesh):
         with torch.no_grad():
             lm(IDS, **call)
     lm(IDS, gradient=dq.Implicit(stop=exactly))
-    lm(IDS, solve=dq.SolveConfig(stop=exactly, gradient=dq.Unrolled()), start=lm.embed(IDS).detach() * 0)
+    lm(
+        IDS,
+        solve=dq.SolveConfig(stop=exactly, gradient=dq.Unrolled()),
+        start=lm.embed(IDS).detach() * 0,
+    )
 
 
 def test_what_is_registered_can_be_pickled(mesh):
@@ -91,5 +102,7 @@ def test_what_is_registered_can_be_pickled(mesh):
     fully_shard(model.backbone, mesh=mesh)
     gather_once(model)
     hooks = model._forward_pre_hooks, model._forward_hooks
-    assert [[*pickle.loads(pickle.dumps(each)).values()] for each in hooks] == [[*each.values()] for each in hooks]
+    assert [[*pickle.loads(pickle.dumps(each)).values()] for each in hooks] == [
+        [*each.values()] for each in hooks
+    ]
     assert len(hooks[0]) == len(hooks[1]) == 1

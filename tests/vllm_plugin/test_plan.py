@@ -24,7 +24,12 @@ def layers(count=1, **options):
 
 
 def in_decoder(family, **options):
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     decoder = AutoConfig.for_model(family, vocab_size=50, num_hidden_layers=4, **sizes, **options)
     parts = {"prelude": DecoderLayers(16, 0, 1), "coda": DecoderLayers(16, 3, 4, final_norm=True)}
     return saved(DecoderLayers(16, 1, 3), decoder=decoder, injection="concat", **parts)
@@ -33,7 +38,11 @@ def in_decoder(family, **options):
 def test_an_implicit_llama():
     found = plan(saved(layers(2, rope_scaling=dq.layers.RotaryScaling())))
     assert (found.prelude, found.coda, found.steps, found.start) == (None, None, 1, "zero")
-    assert found.core.injection and found.core.n_layers == 2 and (found.core.n_kv_heads, found.core.headdim) == (2, 4)
+    assert (
+        found.core.injection
+        and found.core.n_layers == 2
+        and (found.core.n_kv_heads, found.core.headdim) == (2, 4)
+    )
     assert found.core.mlp_width == 42 and found.core.rope["rope_type"] == "llama3"
     assert found.solve is not None
     assert (found.solve.damping, found.solve.rtol, found.solve.max_steps) == (1.0, 1e-4, 30)

@@ -1,1 +1,3 @@
-"""Models that deqseq has saved, served by vLLM; imported by vLLM through the entry point in pyproject.toml."""
+"""Models that deqseq has saved, served by vLLM; imported by vLLM through the entry point in
+pyproject.toml.
+"""

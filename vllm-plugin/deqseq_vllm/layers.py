@@ -24,14 +24,22 @@ class Stack(nn.Module):
         config: of the engine.
         numbers: of the layers of the whole model; vLLM's cache asks for one per slot.
         steps: key-value slots of a token in each layer.
-        injection: how the input enters before the first layer, a key of ``INJECTIONS``. Default: it does not.
+        injection: how the input enters before the first layer, a key of ``INJECTIONS``. Default: it
+            does not.
     """
 
     def __init__(
-        self, layers: Layers, config: VllmConfig, numbers: count, steps: int = 1, injection: str | None = None
+        self,
+        layers: Layers,
+        config: VllmConfig,
+        numbers: count,
+        steps: int = 1,
+        injection: str | None = None,
     ) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Block(layers, config, numbers, steps) for _ in range(layers.n_layers))
+        self.layers = nn.ModuleList(
+            Block(layers, config, numbers, steps) for _ in range(layers.n_layers)
+        )
         self.norm = RMSNorm(layers.d_model, layers.norm_eps) if layers.final_norm else nn.Identity()
         self.inside: bool = layers.injection
         self.injection: Any = None
@@ -45,9 +53,13 @@ class Stack(nn.Module):
         """What each iteration needs of the input, ``(tokens, width)``."""
         if self.injection is None:
             return None
-        return self.injection(self.injection_norm(x))[0] if self.inside else self.injection.prepare(x)
+        return (
+            self.injection(self.injection_norm(x))[0] if self.inside else self.injection.prepare(x)
+        )
 
-    def forward(self, positions: Tensor, z: Tensor, prepared: Tensor | None = None, step: int = 0) -> Tensor:
+    def forward(
+        self, positions: Tensor, z: Tensor, prepared: Tensor | None = None, step: int = 0
+    ) -> Tensor:
         """The layers once; keys and values are written to the slot of this step."""
         injected = prepared if self.inside else None
         if prepared is not None and not self.inside:
@@ -62,8 +74,16 @@ class Block(nn.Module):
 
     def __init__(self, layers: Layers, config: VllmConfig, numbers: count, steps: int) -> None:
         super().__init__()
-        norms = {"pre": (True, False), "post": (False, True), "sandwich": (True, True), "closed": (True, True)}
-        made = [RMSNorm(layers.d_model, layers.norm_eps) if used else nn.Identity() for used in norms[layers.norms] * 2]
+        norms = {
+            "pre": (True, False),
+            "post": (False, True),
+            "sandwich": (True, True),
+            "closed": (True, True),
+        }
+        made = [
+            RMSNorm(layers.d_model, layers.norm_eps) if used else nn.Identity()
+            for used in norms[layers.norms] * 2
+        ]
         self.input_layernorm, self.input_layernorm_2 = made[:2]
         self.post_attention_layernorm, self.post_attention_layernorm_2 = made[2:]
         self.closed = layers.norms == "closed"
@@ -73,7 +93,9 @@ class Block(nn.Module):
     def forward(self, positions: Tensor, z: Tensor, injected: Tensor | None, step: int) -> Tensor:
         mixed = self.self_attn(positions, self.input_layernorm(z), injected, step)
         z = self._added(z, mixed, self.input_layernorm_2)
-        return self._added(z, self.mlp(self.post_attention_layernorm(z)), self.post_attention_layernorm_2)
+        return self._added(
+            z, self.mlp(self.post_attention_layernorm(z)), self.post_attention_layernorm_2
+        )
 
     def _added(self, z: Tensor, mixed: Tensor, norm: nn.Module) -> Tensor:
         return norm(z + mixed) if self.closed else z + norm(mixed)
@@ -86,12 +108,18 @@ class SelfAttention(nn.Module):
         super().__init__()
         heads, width, quantization = layers.n_heads, layers.headdim, config.quant_config
         self.qkv_proj = projection(layers, config, layers.qkv_bias)
-        self.o_proj = RowParallelLinear(heads * width, layers.d_model, bias=layers.o_bias, quant_config=quantization)
+        self.o_proj = RowParallelLinear(
+            heads * width, layers.d_model, bias=layers.o_bias, quant_config=quantization
+        )
         q_heads, kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
         self.parts = (q_heads * width, kv_heads * width, kv_heads * width)
         normed = {None: (0, 0), "head": (width, width), "all": self.parts[:2]}[layers.qk_norm]
-        self.q_norm, self.k_norm = (RMSNorm(size, layers.norm_eps) if size else None for size in normed)
-        self.rotary_emb = get_rope(width, config.model_config.max_model_len, rope_parameters=dict(layers.rope))
+        self.q_norm, self.k_norm = (
+            RMSNorm(size, layers.norm_eps) if size else None for size in normed
+        )
+        self.rotary_emb = get_rope(
+            width, config.model_config.max_model_len, rope_parameters=dict(layers.rope)
+        )
         self.attn = nn.ModuleList(
             Attention(
                 q_heads,
@@ -142,7 +170,9 @@ class AddInjection(nn.Module):
 
 
 class ConcatInjection(nn.Module):
-    """State and input are concatenated and projected; the part of the input is the same in every iteration."""
+    """State and input are concatenated and projected; the part of the input is the same in every
+    iteration.
+    """
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -1,4 +1,6 @@
-"""The model that vLLM runs: prelude, core to its fixed point, coda; and how saved weights are loaded."""
+"""The model that vLLM runs: prelude, core to its fixed point, coda; and how saved weights are
+loaded.
+"""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -11,7 +13,10 @@ from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    VocabParallelEmbedding,
+)
 from vllm.model_executor.models.llama import LlamaModel
 from vllm.model_executor.models.utils import AutoWeightsLoader
 from vllm.platforms import current_platform
@@ -39,14 +44,19 @@ class DeqseqForCausalLM(nn.Module):
         check(self.plan, vllm_config)
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
         self.prelude, self.coda = (
-            None if part is None else Stack(part, vllm_config, numbers) for part in (self.plan.prelude, self.plan.coda)
+            None if part is None else Stack(part, vllm_config, numbers)
+            for part in (self.plan.prelude, self.plan.coda)
         )
-        self.core = Stack(self.plan.core, vllm_config, numbers, self.plan.steps, self.plan.injection)
+        self.core = Stack(
+            self.plan.core, vllm_config, numbers, self.plan.steps, self.plan.injection
+        )
         self.lm_head = self.embed_tokens
         if not config.tie_word_embeddings:
             self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size)
         self.logits_processor = LogitsProcessor(config.vocab_size, soft_cap=config.logit_softcap)
-        if self.plan.solve is not None and not vllm_config.model_config.enforce_eager:  # one iteration; not the loop
+        if (
+            self.plan.solve is not None and not vllm_config.model_config.enforce_eager
+        ):  # one iteration; not the loop
             self.core.compile(dynamic=True)
         self.report = Report()
 
@@ -83,10 +93,10 @@ class DeqseqForCausalLM(nn.Module):
     def solve(self, solve: Solve, positions: Tensor, z: Tensor, prepared: Tensor | None) -> Tensor:
         """Iterate the core until each request has converged; a request that has is frozen.
 
-        A token passes as :class:`deqseq.Stop` says: its change is within the tolerance, and has fallen to half of its
-        largest so far or is within the tolerance of its first state. A request converges when all of its scheduled
-        tokens pass in one iteration. Each iteration writes keys and values to the same slots, so that those of the
-        fixed point remain.
+        A token passes as :class:`deqseq.Stop` says: its change is within the tolerance, and has
+        fallen to half of its largest so far or is within the tolerance of its first state. A
+        request converges when all of its scheduled tokens pass in one iteration. Each iteration
+        writes keys and values to the same slots, so that those of the fixed point remain.
         """
         starts, value = self.request_starts(), z
         if starts is None or not solve.has_tolerance:
@@ -94,8 +104,12 @@ class DeqseqForCausalLM(nn.Module):
                 value = self.core(positions, z, prepared)
                 z = torch.lerp(z, value, solve.damping)
             return value
-        request = torch.searchsorted(starts[1:], torch.arange(len(z), device=z.device), right=True, out_int32=True)
-        done = torch.zeros(len(starts), dtype=torch.bool, device=z.device)  # the last one is of padding
+        request = torch.searchsorted(
+            starts[1:], torch.arange(len(z), device=z.device), right=True, out_int32=True
+        )
+        done = torch.zeros(
+            len(starts), dtype=torch.bool, device=z.device
+        )  # the last one is of padding
         done[-1] = True
         iterations, bound = torch.zeros_like(done, dtype=torch.int64), None
         for step in range(1, solve.max_steps + 1):
@@ -115,10 +129,16 @@ class DeqseqForCausalLM(nn.Module):
         return value
 
     def request_starts(self) -> Tensor | None:
-        """Where the tokens of each request begin, and the end; None while vLLM measures its memory."""
+        """Where the tokens of each request begin, and the end; None while vLLM measures
+        its memory.
+        """
         metadata: Any = get_forward_context().attn_metadata
         first: Any = self.core.layers[0]
-        return None if metadata is None else metadata[first.self_attn.attn[0].layer_name].query_start_loc
+        return (
+            None
+            if metadata is None
+            else metadata[first.self_attn.attn[0].layer_name].query_start_loc
+        )
 
     def place(self, name: str) -> str:
         """The name here of a saved weight."""
@@ -136,18 +156,22 @@ def check(parts: Plan, engine: VllmConfig) -> None:
     """Refuse ways to run a model that are not served."""
     dtype, eager = engine.model_config.dtype, engine.model_config.enforce_eager
     if parts.core.qk_norm == "all" and get_tensor_model_parallel_world_size() > 1:
-        raise ValueError("tensor_parallel_size must be 1, for queries and keys are normalised over all heads")
+        raise ValueError(
+            "tensor_parallel_size must be 1, for queries and keys are normalised over all heads"
+        )
     if parts.solve is None or not parts.solve.has_tolerance:
         return
     if 0 < parts.solve.rtol < torch.finfo(dtype).eps:
         raise ValueError(
-            f"dtype must be float32 for a tolerance of {parts.solve.rtol:g}, which the states of {dtype} do not reach: "
+            f"dtype must be float32 for a tolerance of {parts.solve.rtol:g}, which the states of "
+            f"{dtype} do not reach: "
             "pass --dtype float32, or a fixed number of iterations, --hf-overrides "
             '\'{"eval_solve": {"stop": {"rtol": 0, "max_steps": 8}}}\''
         )
     if not eager and not current_platform.is_cpu():
         raise ValueError(
-            "enforce_eager must be True, for a number of iterations that depends on the tokens is not one graph: pass "
+            "enforce_eager must be True, for a number of iterations that depends on the tokens is "
+            "not one graph: pass "
             "--enforce-eager"
         )
 

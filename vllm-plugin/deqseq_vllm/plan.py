@@ -1,4 +1,6 @@
-"""What a saved configuration asks for, as plain data. What is not served is refused here, by name."""
+"""What a saved configuration asks for, as plain data. What is not served is refused
+here, by name.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,9 +8,14 @@ from typing import Any, NoReturn
 
 Json = Mapping[str, Any]
 
-LLAMA = "name d_model n_layers n_heads n_kv_heads headdim mlp_width rope_theta rope_scaling norm_eps norms qk_norm"
+LLAMA = (
+    "name d_model n_layers n_heads n_kv_heads headdim mlp_width rope_theta "
+    "rope_scaling norm_eps norms qk_norm"
+)
 LLAMA += " qk_bias final_norm float32_rotary dropout weight_norm injection"
-"""Fields of a LlamaConfig that are read here or make no difference; another one comes from a later deqseq."""
+"""Fields of a LlamaConfig that are read here or make no difference; another one comes from a later
+deqseq.
+"""
 FAMILIES = ("llama", "mistral", "olmo2", "qwen2", "qwen3")
 ROTATIONS = ("default", "llama3")
 """Rotary frequencies that do not depend on the length of the text."""
@@ -18,8 +25,8 @@ ROTATIONS = ("default", "llama3")
 class Layers:
     """Transformer layers of one shape, in the terms of deqseq's LlamaConfig.
 
-    ``qk_norm`` normalises queries and keys each "head" by itself, or "all" together; ``injection`` enters queries, keys
-    and values; ``rope`` is as vLLM takes it.
+    ``qk_norm`` normalises queries and keys each "head" by itself, or "all" together; ``injection``
+    enters queries, keys and values; ``rope`` is as vLLM takes it.
     """
 
     n_layers: int
@@ -58,8 +65,9 @@ class Solve:
 class Plan:
     """A whole model between embedding and head.
 
-    ``solve`` is None where the core runs a fixed number of ``steps``, each with key-value slots of its own. ``start``
-    is "zero" or "input"; ``injection``, "concat", "add" or "decay", enters the core before its first layer.
+    ``solve`` is None where the core runs a fixed number of ``steps``, each with key-value slots of
+    its own. ``start`` is "zero" or "input"; ``injection``, "concat", "add" or "decay", enters the
+    core before its first layer.
     """
 
     prelude: Layers | None
@@ -106,7 +114,9 @@ def plan(config: Json) -> Plan:
 
 
 def merged(base: Any, change: Any) -> Any:
-    """``base`` with the fields that ``change`` names; an object with a name of its own is replaced as a whole."""
+    """``base`` with the fields that ``change`` names; an object with a name of its own is replaced
+    as a whole.
+    """
     if not isinstance(base, Mapping) or not isinstance(change, Mapping) or "name" in change:
         return change
     return {**base, **{key: merged(base.get(key), value) for key, value in change.items()}}
@@ -144,7 +154,11 @@ def _layers(name: str, config: Json) -> Layers | None:
     if part["name"] == "DecoderLayers":
         return _of_decoder(part, config["decoder_config"])
     if unknown := sorted(part.keys() - set(LLAMA.split())):
-        _refuse(name, "a LlamaConfig of a deqseq that this plugin knows", f"the fields {', '.join(unknown)}")
+        _refuse(
+            name,
+            "a LlamaConfig of a deqseq that this plugin knows",
+            f"the fields {', '.join(unknown)}",
+        )
     iterated = name == "backbone" and (config["solve"] is not None or config["steps"] is not None)
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": part["rope_theta"]}
     if scaling := part["rope_scaling"]:
@@ -152,7 +166,10 @@ def _layers(name: str, config: Json) -> Layers | None:
         rope = {**rope, **bounds, "rope_type": "llama3"}
         rope["original_max_position_embeddings"] = scaling["original_length"]
     return Layers(
-        **{key: part[key] for key in ("n_layers", "d_model", "n_heads", "norm_eps", "norms", "final_norm")},
+        **{
+            key: part[key]
+            for key in ("n_layers", "d_model", "n_heads", "norm_eps", "norms", "final_norm")
+        },
         n_kv_heads=part["n_kv_heads"] or part["n_heads"],
         headdim=part["headdim"] or part["d_model"] // part["n_heads"],
         mlp_width=part["mlp_width"] or int(8 * part["d_model"] / 3),
@@ -166,13 +183,26 @@ def _layers(name: str, config: Json) -> Layers | None:
 
 def _of_decoder(part: Json, decoder: Json) -> Layers:
     family, rope = decoder["model_type"], decoder["rope_parameters"]
-    served = {"model_type": FAMILIES, "sliding_window": (None,), "hidden_act": ("silu",), "mlp_bias": (False,)}
+    served = {
+        "model_type": FAMILIES,
+        "sliding_window": (None,),
+        "hidden_act": ("silu",),
+        "mlp_bias": (False,),
+    }
     for field, values in served.items():
         if (value := decoder.get(field, values[0])) not in values:
             _refuse(f"decoder_config.{field}", " or ".join(map(str, values)), value)
     if rope["rope_type"] not in ROTATIONS:
-        _refuse("decoder_config.rope_parameters", f"of the type {' or '.join(ROTATIONS)}", rope["rope_type"])
-    heads, width, bias = decoder["num_attention_heads"], decoder["hidden_size"], decoder.get("attention_bias", False)
+        _refuse(
+            "decoder_config.rope_parameters",
+            f"of the type {' or '.join(ROTATIONS)}",
+            rope["rope_type"],
+        )
+    heads, width, bias = (
+        decoder["num_attention_heads"],
+        decoder["hidden_size"],
+        decoder.get("attention_bias", False),
+    )
     return Layers(
         n_layers=part["end"] - part["first"],
         d_model=width,
@@ -193,5 +223,7 @@ def _of_decoder(part: Json, decoder: Json) -> Layers:
 def _refuse(field: str, served: object, got: object) -> NoReturn:
     remedy = "change it before save_pretrained"
     if field.startswith("solve."):
-        remedy += ', or for the server, as in --hf-overrides \'{"eval_solve": {"solver": "Naive"}}\''
+        remedy += (
+            ', or for the server, as in --hf-overrides \'{"eval_solve": {"solver": "Naive"}}\''
+        )
     raise ValueError(f"{field} must be {served} to be served, got {got}: {remedy}")

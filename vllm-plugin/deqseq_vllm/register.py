@@ -11,8 +11,8 @@ from deqseq_vllm.plan import check_backbone, merged
 class DeqseqConfig(PreTrainedConfig):
     """A saved configuration, as plain data.
 
-    ``eval_solve`` can be changed for the server, as in ``--hf-overrides '{"eval_solve": {"stop": {"rtol": 1e-2}}}'``:
-    what a mapping leaves out stays as it is.
+    ``eval_solve`` can be changed for the server, as in ``--hf-overrides '{"eval_solve": {"stop":
+    {"rtol": 1e-2}}}'``: what a mapping leaves out stays as it is.
     """
 
     model_type = "deqseq"

@@ -1,4 +1,6 @@
-"""How many iterations each request took: a line in the log of the server, and counters for Prometheus."""
+"""How many iterations each request took: a line in the log of the server, and counters for
+Prometheus.
+"""
 
 from functools import wraps
 from typing import Any
@@ -18,8 +20,8 @@ FAILED = Counter("deqseq_tokens_not_converged", "Tokens whose request spent its 
 class Report:
     """The numbers of the requests that are running.
 
-    vLLM does not tell a model the names of its requests. They are read from its V1 model runner; the V2 runner is not
-    watched, and has the counters only.
+    vLLM does not tell a model the names of its requests. They are read from its V1 model runner;
+    the V2 runner is not watched, and has the counters only.
     """
 
     def __init__(self) -> None:
@@ -38,18 +40,30 @@ class Report:
         runners.execute_model = watched
 
     def add(self, starts: Tensor, iterations: Tensor, done: Tensor) -> None:
-        """Add a solve: where the tokens of each request begin, its iterations, and whether it converged."""
+        """Add a solve: where the tokens of each request begin, its iterations, and whether it
+        converged.
+        """
         tokens = starts.diff()
         numbers = torch.stack([tokens, tokens * iterations[:-1], tokens * ~done[:-1]], dim=1)
-        for counter, number in zip((TOKENS, ITERATIONS, FAILED), numbers.sum(dim=0).tolist(), strict=True):
+        for counter, number in zip(
+            (TOKENS, ITERATIONS, FAILED), numbers.sum(dim=0).tolist(), strict=True
+        ):
             counter.inc(number)
         names = [] if self.runner is None else self.runner.input_batch.req_ids
         for name, new in zip(names, numbers.tolist(), strict=False):  # rows of padding may follow
-            self.requests[name] = [a + b for a, b in zip(self.requests.get(name, (0, 0, 0)), new, strict=True)]
+            self.requests[name] = [
+                a + b for a, b in zip(self.requests.get(name, (0, 0, 0)), new, strict=True)
+            ]
 
     def finish(self, name: str) -> None:
         """Log a request that has ended."""
         tokens, iterations, failed = self.requests.pop(name, (0, 0, 0))
         if tokens:
             mean = iterations / tokens
-            logger.info("request %s: %d tokens, %.1f iterations each, %d not converged", name, tokens, mean, failed)
+            logger.info(
+                "request %s: %d tokens, %.1f iterations each, %d not converged",
+                name,
+                tokens,
+                mean,
+                failed,
+            )

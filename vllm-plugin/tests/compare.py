@@ -1,4 +1,5 @@
-"""Tokens of vLLM beside those that deqseq generated: ``compare.py FOLDER``, the folder of ``make_models.py``.
+"""Tokens of vLLM beside those that deqseq generated: ``compare.py FOLDER``, the folder of
+``make_models.py``.
 
 A difference is allowed where two tokens are equally probable to 1e-3; anything else fails.
 """
@@ -29,15 +30,24 @@ REFUSED = {
 def engine(folder: Path, **options: Any) -> LLM:
     """A small engine in this process."""
     gc.collect()  # the one before
-    usual = {"max_model_len": 256, "dtype": "float32", "enforce_eager": True, "skip_tokenizer_init": True}
+    usual = {
+        "max_model_len": 256,
+        "dtype": "float32",
+        "enforce_eager": True,
+        "skip_tokenizer_init": True,
+    }
     return LLM(model=str(folder), kv_cache_memory_bytes=2**28, **usual | options)
 
 
 def generated(llm: LLM, rows: Rows) -> list[Any]:
     """What vLLM generates for all prompts at once."""
     new = len(rows[0]["tokens"])
-    params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, logprobs=1, detokenize=False)
-    return llm.generate([{"prompt_token_ids": row["prompt"]} for row in rows], params, use_tqdm=False)
+    params = SamplingParams(
+        temperature=0, max_tokens=new, ignore_eos=True, logprobs=1, detokenize=False
+    )
+    return llm.generate(
+        [{"prompt_token_ids": row["prompt"]} for row in rows], params, use_tqdm=False
+    )
 
 
 def compare(name: str, outputs: list[Any], rows: Rows) -> int:
@@ -47,16 +57,26 @@ def compare(name: str, outputs: list[Any], rows: Rows) -> int:
         made = output.outputs[0]
         if list(made.token_ids) != row["tokens"]:
             different += row["gap"] > 1e-3
-            print(f"  {name}: prompt of {len(row['prompt'])} tokens differs, smallest gap {row['gap']:.1e}")
+            print(
+                f"  {name}: prompt of {len(row['prompt'])} tokens differs, smallest gap "
+                f"{row['gap']:.1e}"
+            )
         elif row["logprobs"] is not None:
             ours = [next(iter(one.values())).logprob for one in made.logprobs]
-            largest = max(largest, *(abs(a - b) for a, b in zip(ours, row["logprobs"], strict=True)))
-    print(f"{name}: {len(rows) - different} of {len(rows)} equal, log probabilities to {largest:.1e}", flush=True)
+            largest = max(
+                largest, *(abs(a - b) for a, b in zip(ours, row["logprobs"], strict=True))
+            )
+    print(
+        f"{name}: {len(rows) - different} of {len(rows)} equal, log probabilities to {largest:.1e}",
+        flush=True,
+    )
     return different
 
 
 def in_all_ways(folder: Path, rows: Rows) -> int:
-    """How many prompts differ with prefill in chunks, cached prefixes, a cache that is too small, and two processes."""
+    """How many prompts differ with prefill in chunks, cached prefixes, a cache that is too small,
+    and two processes.
+    """
     name, different = folder.name, 0
     llm = engine(folder, max_num_batched_tokens=16, max_num_seqs=16, enable_prefix_caching=False)
     different += compare(f"{name}, prefill in chunks of 16", generated(llm, rows), rows)
@@ -103,8 +123,12 @@ def main(folder: Path, names: Sequence[str]) -> int:
         if (exactly := folder / name / "exactly.json").exists():
             rows = json.loads(exactly.read_text())
             for way in ("eager", "compiled"):
-                llm = engine(folder / name, hf_overrides=EXACTLY, enforce_eager=way == "eager", **WHOLE)
-                different += compare(f"{name}, exactly 8 iterations, {way}", generated(llm, rows), rows)
+                llm = engine(
+                    folder / name, hf_overrides=EXACTLY, enforce_eager=way == "eager", **WHOLE
+                )
+                different += compare(
+                    f"{name}, exactly 8 iterations, {way}", generated(llm, rows), rows
+                )
                 del llm
     for name, (words, options) in ({} if names else REFUSED).items():
         different += not is_refused(folder / name, words, options)

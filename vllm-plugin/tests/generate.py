@@ -1,4 +1,6 @@
-"""deqseq's own ``generate``, timed by ``throughput.py``: a line with a number of prompts comes in, one goes out."""
+"""deqseq's own ``generate``, timed by ``throughput.py``: a line with a number of prompts comes in,
+one goes out.
+"""
 
 import json
 import sys

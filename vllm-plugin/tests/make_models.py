@@ -1,4 +1,5 @@
-"""Small models with random weights, saved by deqseq, and the tokens that deqseq generates: ``make_models.py FOLDER``.
+"""Small models with random weights, saved by deqseq, and the tokens that deqseq generates:
+``make_models.py FOLDER``.
 
 Runs where deqseq is installed. ``compare.py`` reads the folder where vLLM is.
 """
@@ -28,7 +29,9 @@ def llama(layers: int = 1, **options: Any) -> dq.LlamaConfig:
 
 
 def contracting(lm: dq.CausalLM) -> dq.CausalLM:
-    """The model with random weights whose iteration has a fixed point, and whose predictions are far apart."""
+    """The model with random weights whose iteration has a fixed point, and whose predictions are
+    far apart.
+    """
     with torch.no_grad():
         for name, weight in lm.named_parameters():
             if weight.ndim == 2 and "original" not in name:
@@ -52,7 +55,9 @@ def contracting(lm: dq.CausalLM) -> dq.CausalLM:
     return lm.eval()
 
 
-def implicit(solve: dq.SolveConfig | None = dq.SolveConfig(dq.Relaxed(0.8), STOP), **fields: Any) -> dq.CausalLM:
+def implicit(
+    solve: dq.SolveConfig | None = dq.SolveConfig(dq.Relaxed(0.8), STOP), **fields: Any
+) -> dq.CausalLM:
     """Layers of this library: implicit, or without ``solve`` run once or several times."""
     backbone = fields.pop("backbone", llama())
     return contracting(dq.LanguageModelSpec(VOCABULARY, backbone, solve, **fields).build())
@@ -60,11 +65,20 @@ def implicit(solve: dq.SolveConfig | None = dq.SolveConfig(dq.Relaxed(0.8), STOP
 
 def retrofitted(family: str, injection: str = "concat", **options: Any) -> dq.CausalLM:
     """The middle of a transformers decoder, iterated."""
-    sizes = {"hidden_size": WIDTH, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
+    sizes = {
+        "hidden_size": WIDTH,
+        "intermediate_size": 128,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
     tokens = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
-    config = AutoConfig.for_model(family, vocab_size=VOCABULARY, num_hidden_layers=4, **sizes, **tokens, **options)
+    config = AutoConfig.for_model(
+        family, vocab_size=VOCABULARY, num_hidden_layers=4, **sizes, **tokens, **options
+    )
     model = AutoModelForCausalLM.from_config(config)
-    return contracting(retrofit(model, prelude=1, core=2, coda=1, injection=injection, eval_solve=NAIVE))
+    return contracting(
+        retrofit(model, prelude=1, core=2, coda=1, injection=injection, eval_solve=NAIVE)
+    )
 
 
 def slot_per_step(lm: dq.CausalLM, steps: int) -> dq.CausalLM:
@@ -72,7 +86,9 @@ def slot_per_step(lm: dq.CausalLM, steps: int) -> dq.CausalLM:
     model: Any = lm.model
     core = dq.ExplicitModel(dq.Looped(model.core.backbone, steps, start="zero"))
     vocabulary = lm.embedding.num_embeddings
-    looped = dq.CausalLM(vocabulary, dq.RecurrentDepth(model.prelude, core, model.coda), tied=lm.head is None)
+    looped = dq.CausalLM(
+        vocabulary, dq.RecurrentDepth(model.prelude, core, model.coda), tied=lm.head is None
+    )
     looped.embedding, looped.head = lm.embedding, lm.head
     return looped.eval()
 
@@ -110,11 +126,15 @@ def models() -> dict[str, dq.CausalLM]:
             tied=False,
             logit_softcap=20.0,
         ),
-        "ouro": implicit(None, backbone=llama(2, **bare, norms="sandwich", qk_norm=True), steps=4, tied=False),
+        "ouro": implicit(
+            None, backbone=llama(2, **bare, norms="sandwich", qk_norm=True), steps=4, tied=False
+        ),
     }
 
 
-def reference(lm: dq.CausalLM, batches: Sequence[torch.Tensor], **solve: Any) -> list[dict[str, Any]]:
+def reference(
+    lm: dq.CausalLM, batches: Sequence[torch.Tensor], **solve: Any
+) -> list[dict[str, Any]]:
     """What deqseq generates, one token after another."""
     rows = []
     for prompts in batches:
@@ -125,17 +145,30 @@ def reference(lm: dq.CausalLM, batches: Sequence[torch.Tensor], **solve: Any) ->
         top = logits.topk(2, dim=-1).values
         gaps, logprobs = (top[..., 0] - top[..., 1]).amin(dim=1), logits.log_softmax(-1).amax(-1)
         for row, prompt in enumerate(prompts):
-            compared = None if solve else logprobs[row].tolist()  # a fixed number of iterations was of other tokens
+            compared = (
+                None if solve else logprobs[row].tolist()
+            )  # a fixed number of iterations was of other tokens
             numbers = {"prompt": prompt, "tokens": made.tokens[row], "gap": gaps[row]}
-            rows.append({name: value.tolist() for name, value in numbers.items()} | {"logprobs": compared})
+            rows.append(
+                {name: value.tolist() for name, value in numbers.items()} | {"logprobs": compared}
+            )
     return rows
 
 
 def save_for_throughput(folder: Path) -> None:
-    """A larger Llama: with its middle layers iterated, unlooped, and with a slot for each of as many loops."""
+    """A larger Llama: with its middle layers iterated, unlooped, and with a slot for each of as
+    many loops.
+    """
     torch.manual_seed(0)
-    sizes = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 1536}
-    theirs = LlamaForCausalLM(LlamaConfig(vocab_size=4096, num_hidden_layers=12, head_dim=64, **sizes)).eval()
+    sizes = {
+        "hidden_size": 512,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "intermediate_size": 1536,
+    }
+    theirs = LlamaForCausalLM(
+        LlamaConfig(vocab_size=4096, num_hidden_layers=12, head_dim=64, **sizes)
+    ).eval()
     solve = dq.SolveConfig(dq.Naive(), dq.Stop(rtol=1e-3))
     lm = contracting(retrofit(theirs, prelude=4, core=4, coda=4, eval_solve=solve))
     theirs.save_pretrained(folder / "speed-once")  # the same layers

@@ -1,8 +1,10 @@
-"""Tokens per second and cache per token of a looped Llama in vLLM, beside what else can be done with its weights.
+"""Tokens per second and cache per token of a looped Llama in vLLM, beside what else can be done
+with its weights.
 
-``throughput.py FOLDER PYTHON --json PATH``: the folder of ``make_models.py``, and the Python where deqseq is installed.
-The fixed point (tolerance 1e-3) is compared with the same layers run once (vLLM's own Llama), with as many loops as the
-fixed point takes, each with a slot of its own, and with deqseq's ``generate``. All take turns, on the same prompts.
+``throughput.py FOLDER PYTHON --json PATH``: the folder of ``make_models.py``, and the Python where
+deqseq is installed. The fixed point (tolerance 1e-3) is compared with the same layers run once
+(vLLM's own Llama), with as many loops as the fixed point takes, each with a slot of its own, and
+with deqseq's ``generate``. All take turns, on the same prompts.
 """
 
 import json
@@ -24,23 +26,38 @@ PEERS = {"once": "unlooped", "loops": "slot per loop", "deqseq": "deqseq's gener
 def rows(folder: Path, python: str, quick: bool) -> Iterator[Row]:
     """All comparisons."""
     names = ("fixed", "once", "loops")
-    engines = {name: engine(folder / f"speed-{name}", max_model_len=512, max_num_seqs=32) for name in names}
+    engines = {
+        name: engine(folder / f"speed-{name}", max_model_len=512, max_num_seqs=32) for name in names
+    }
     case = f"Llama of {LAYERS} layers, {CORE} iterated; vLLM {vllm.__version__}"
     tokens = {name: tokens_per_gibibyte(llm) for name, llm in engines.items()}
-    slots = {name: (GIBIBYTE / number / ENTRY - (LAYERS - CORE)) / CORE for name, number in tokens.items()}
-    counts = round(slots["fixed"]), PEERS["loops"], round(slots["loops"])  # the cache is of whole blocks
+    slots = {
+        name: (GIBIBYTE / number / ENTRY - (LAYERS - CORE)) / CORE
+        for name, number in tokens.items()
+    }
+    counts = (
+        round(slots["fixed"]),
+        PEERS["loops"],
+        round(slots["loops"]),
+    )  # the cache is of whole blocks
     yield value_row(case, "cache entries / token and layer", *counts)
     yield value_row(case, "tokens / GiB of cache", tokens["fixed"], PEERS["loops"], tokens["loops"])
     prompts = json.loads((folder / "speed-fixed" / "prompts.json").read_text())
     command = [python, str(Path(__file__).with_name("generate.py")), str(folder / "speed-fixed")]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as generate:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as generate:
         for count in REQUESTS:
             works = {name: served(llm, prompts[:count]) for name, llm in engines.items()}
             times = take_turns(works | {"deqseq": generated(generate, count)}, 1 if quick else 5)
-            speeds = {name: [count * NEW / one for one in seconds] for name, seconds in times.items()}
+            speeds = {
+                name: [count * NEW / one for one in seconds] for name, seconds in times.items()
+            }
             for name, peer in PEERS.items():
                 label = f"{case}, {count} requests"
-                yield paired_row(label, speeds["fixed"], peer, speeds[name], metric="tokens / s", scale=1)
+                yield paired_row(
+                    label, speeds["fixed"], peer, speeds[name], metric="tokens / s", scale=1
+                )
 
 
 def served(llm: vllm.LLM, prompts: list[list[int]]) -> Callable[[], object]:

@@ -1,4 +1,6 @@
-"""Models of other libraries from their files, or from a configuration and a state dict; none of their own code runs."""
+"""Models of other libraries from their files, or from a configuration and a state dict; none of
+their own code runs.
+"""
 
 import json
 import re
@@ -35,35 +37,38 @@ def from_pretrained(
 ) -> CausalLM:
     """A model of another library, from its ``config.json`` and weights; none of its own code runs.
 
-    - Huginn-0125 and the retrofitted Llama and OLMo 2 models become a :class:`deqseq.RecurrentDepth`. By default its
-      core is solved to a relative tolerance of 1e-3, within 4 times its mean depth, from zero. With ``steps`` it runs
-      as its authors do: that many times, from random states, with a cache for each step.
-    - Ouro becomes an :class:`deqseq.ExplicitModel` of a :class:`deqseq.Looped` stack, for it has no fixed point. Its
-      gate, an :class:`OuroGate`, is ``lm.model.backbone.choose``.
-    - Models of the paper's reference code are solved as there, see :func:`from_reference_config`; Llama and Mamba2,
-      transformers' or mamba_ssm's, are explicit, see :func:`from_pretrained_model`.
+    - Huginn-0125 and the retrofitted Llama and OLMo 2 models become a
+      :class:`deqseq.RecurrentDepth`. By default its core is solved to a relative tolerance of 1e-3,
+      within 4 times its mean depth, from zero. With ``steps`` it runs as its authors do: that many
+      times, from random states, with a cache for each step.
+    - Ouro becomes an :class:`deqseq.ExplicitModel` of a :class:`deqseq.Looped` stack, for it has no
+      fixed point. Its gate, an :class:`OuroGate`, is ``lm.model.backbone.choose``.
+    - Models of the paper's reference code are solved as there, see :func:`from_reference_config`;
+      Llama and Mamba2, transformers' or mamba_ssm's, are explicit, see
+      :func:`from_pretrained_model`.
 
     Args:
         folder_or_name: a folder, or a name on the hub, such as ``"tomg-group-umd/huginn-0125"``.
         dtype: of the weights. Default: as they are stored.
         revision: a branch, tag or commit on the hub.
-        steps: how often the core or the layers run, at least 1. Default: the core is solved, and Ouro makes the
-            ``total_ut_steps`` of its configuration.
+        steps: how often the core or the layers run, at least 1. Default: the core is solved, and
+            Ouro makes the ``total_ut_steps`` of its configuration.
 
     Returns:
         The model in eval mode.
 
     Raises:
         FileNotFoundError: no such folder, or one without these files.
-        ValueError: a ``dtype`` of integers; a configuration that is not computed here; a file that is cut short;
-            tensors that are missing, unexpected or of another shape.
+        ValueError: a ``dtype`` of integers; a configuration that is not computed here; a file that
+            is cut short; tensors that are missing, unexpected or of another shape.
 
     References:
-        Geiping et al., 2025, arXiv 2502.05171 (Huginn); McLeish et al., 2025, arXiv 2511.07384 (retrofitted models);
-        Zhu et al., 2025, arXiv 2510.25741 (Ouro); Schöne et al., 2025, arXiv 2502.07827 (the paper).
+        Geiping et al., 2025, arXiv 2502.05171 (Huginn); McLeish et al., 2025, arXiv 2511.07384
+        (retrofitted models); Zhu et al., 2025, arXiv 2510.25741 (Ouro); Schöne et al., 2025, arXiv
+        2502.07827 (the paper).
 
     Example:
-        >>> lm = from_pretrained("tomg-group-umd/huginn-0125", torch.bfloat16)      # doctest: +SKIP
+        >>> lm = from_pretrained("tomg-group-umd/huginn-0125", torch.bfloat16)  # doctest: +SKIP
     """
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"dtype must be a floating-point type, got {dtype}")
@@ -74,7 +79,9 @@ def from_pretrained(
 
 @checked
 def from_state(
-    config: Mapping[str, Any], state: Mapping[str, Tensor], steps: Annotated[int, AtLeast(1)] | None = None
+    config: Mapping[str, Any],
+    state: Mapping[str, Tensor],
+    steps: Annotated[int, AtLeast(1)] | None = None,
 ) -> CausalLM:
     """The same from a parsed ``config.json`` and a state dict.
 
@@ -88,7 +95,12 @@ def from_state(
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
-        >>> sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}
+        >>> sizes = {
+        ...     "hidden_size": 16,
+        ...     "intermediate_size": 32,
+        ...     "num_attention_heads": 2,
+        ...     "num_hidden_layers": 1,
+        ... }
         >>> theirs = LlamaForCausalLM(LlamaConfig(vocab_size=10, **sizes))
         >>> lm = from_state(theirs.config.to_dict(), theirs.state_dict())
         >>> lm(torch.tensor([[1, 2, 3]])).logits.shape
@@ -107,17 +119,23 @@ def folder_of(folder_or_name: str | PathLike[str], revision: str | None) -> Path
     if folder.is_dir():
         return folder
     if not re.fullmatch(r"\w[\w.-]*/[\w.-]+", name):
-        raise FileNotFoundError(f"folder_or_name: there is no folder {folder}; a name on the hub is 'owner/model'")
+        raise FileNotFoundError(
+            f"folder_or_name: there is no folder {folder}; a name on the hub is 'owner/model'"
+        )
     try:
         from huggingface_hub import snapshot_download
     except ImportError as error:
-        raise ImportError('loading from the hub needs huggingface_hub: pip install "deqseq[hf]"') from error
+        raise ImportError(
+            'loading from the hub needs huggingface_hub: pip install "deqseq[hf]"'
+        ) from error
     files = ["config.json", "*.index.json", *PATTERNS]
     return Path(snapshot_download(name, revision=revision, allow_patterns=files))
 
 
 def content_of(file: Path) -> dict[str, Any]:
-    """The mapping in a file of JSON or tensors; FileNotFoundError without it, ValueError if it cannot be read."""
+    """The mapping in a file of JSON or tensors; FileNotFoundError without it, ValueError if it
+    cannot be read.
+    """
     try:
         if file.suffix == ".safetensors":
             return load_file(file)
@@ -132,7 +150,9 @@ def content_of(file: Path) -> dict[str, Any]:
 
 
 def tensors_in(folder: Path) -> dict[str, Tensor]:
-    """All tensors of ``model.safetensors``, else of the files in an index, else of each other file of weights."""
+    """All tensors of ``model.safetensors``, else of the files in an index, else of each other file
+    of weights.
+    """
     index = folder / "model.safetensors.index.json"
     if (folder / "model.safetensors").is_file():
         files = [folder / "model.safetensors"]
@@ -143,11 +163,16 @@ def tensors_in(folder: Path) -> dict[str, Tensor]:
     else:
         files = next((found for pattern in PATTERNS if (found := sorted(folder.glob(pattern)))), [])
     if not files:
-        raise FileNotFoundError(f"there are no weights in {folder}: neither {' nor '.join(PATTERNS)}")
+        raise FileNotFoundError(
+            f"there are no weights in {folder}: neither {' nor '.join(PATTERNS)}"
+        )
     tensors: dict[str, Tensor] = {}
     for file in files:
         more = content_of(file)
         if twice := sorted(tensors.keys() & more.keys()):
-            raise ValueError(f"{file} has {twice[0]}, and so has another file: leave only those of one model there")
+            raise ValueError(
+                f"{file} has {twice[0]}, and so has another file: leave only those of one model "
+                "there"
+            )
         tensors |= more
     return tensors

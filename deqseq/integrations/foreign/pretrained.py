@@ -1,4 +1,6 @@
-"""Pretrained Llama and Mamba2 weights in explicit models, and as the initial weights of implicit ones."""
+"""Pretrained Llama and Mamba2 weights in explicit models, and as the initial weights of implicit
+ones.
+"""
 
 import math
 from collections.abc import Mapping
@@ -12,14 +14,28 @@ from deqseq.annotations import checked
 from deqseq.backbones import LlamaConfig, Mamba2Config
 from deqseq.config import SolveConfig
 from deqseq.gradients import Phantom
-from deqseq.integrations.foreign.engine import Fields, Foreign, Only, Rule, Table, described, loaded, only, unused
+from deqseq.integrations.foreign.engine import (
+    Fields,
+    Foreign,
+    Only,
+    Rule,
+    Table,
+    described,
+    loaded,
+    only,
+    unused,
+)
 from deqseq.layers import RotaryScaling, apply_weight_norm
 from deqseq.models import CausalLM, LanguageModelSpec
 from deqseq.models.specification import specification_of
 from deqseq.stop import Stop
 
-FROM_INPUT = SolveConfig(stop=Stop(rtol=0.05, max_steps=4), gradient=Phantom(steps=1), start="input")
-"""At most 4 iterations, from the embedded tokens, then 1 phantom step: for the beginning of fine-tuning."""
+FROM_INPUT = SolveConfig(
+    stop=Stop(rtol=0.05, max_steps=4), gradient=Phantom(steps=1), start="input"
+)
+"""At most 4 iterations, from the embedded tokens, then 1 phantom step: for the beginning of
+fine-tuning.
+"""
 
 _SHARED: Table = {"hidden_act": Only("silu", "swish"), "quantization_config": Only(None)}
 LLAMA: Table = {
@@ -53,7 +69,14 @@ _MAMBA2: Table = {
     **only(use_bias=False, use_conv_bias=True),
 }
 _MAMBA_SSM: Table = {
-    **unused("_name_or_path", "architectures", "dtype", "model_type", "torch_dtype", "transformers_version"),
+    **unused(
+        "_name_or_path",
+        "architectures",
+        "dtype",
+        "model_type",
+        "torch_dtype",
+        "transformers_version",
+    ),
     **unused("fused_add_norm", "residual_in_fp32"),  # the same numbers in float32
     **unused("attn_cfg"),  # of attention layers, which are refused
     "tie_embeddings": ("tied", True),
@@ -70,7 +93,14 @@ _MAMBA_SSM_LAYER: Table = {
     "ngroups": ("n_groups", 1),
     "d_conv": ("d_conv", 4),
     "dt_limit": ("dt_limit", (0.0, math.inf)),
-    **only(D_has_hdim=False, rmsnorm=True, norm_before_gate=False, bias=False, conv_bias=True, process_group=None),
+    **only(
+        D_has_hdim=False,
+        rmsnorm=True,
+        norm_before_gate=False,
+        bias=False,
+        conv_bias=True,
+        process_group=None,
+    ),
 }
 _ROPE: Table = {
     **unused("type", "attention_factor", "original_max_position_embeddings"),
@@ -85,46 +115,65 @@ _ROPE_SCALING: Table = {
 
 
 @checked
-def from_pretrained_model(model: nn.Module, *, implicit: bool, solve: SolveConfig | None = None) -> CausalLM:
+def from_pretrained_model(
+    model: nn.Module, *, implicit: bool, solve: SolveConfig | None = None
+) -> CausalLM:
     r"""A language model with the weights of a pretrained one.
 
-    An explicit one computes what the pretrained one does. An implicit one has the same layers, with the same weights,
-    normalised as in the paper, and an injection whose weights are zero; its iteration starts at the embedded tokens
-    :math:`e`, so that the first iteration is the pretrained model,
+    An explicit one computes what the pretrained one does. An implicit one has the same layers, with
+    the same weights, normalised as in the paper, and an injection whose weights are zero; its
+    iteration starts at the embedded tokens :math:`e`, so that the first iteration is the pretrained
+    model,
 
-    .. math:: z^{(1)} = f(e, u) = f(e, 0), \qquad u = W\, \mathrm{RMSNorm}(e) + b, \quad W = 0,\ b = 0.
+    .. math:: z^{(1)} = f(e, u) = f(e, 0), \qquad u = W\, \mathrm{RMSNorm}(e) + b, \quad W = 0,\ b =
+    0.
 
-    Further iterations feed the layers with their own output, for which they were never trained, and as long as the
-    injection is zero the tokens enter only by the start. So train the model before you use it.
+    Further iterations feed the layers with their own output, for which they were never trained, and
+    as long as the injection is zero the tokens enter only by the start. So train the model before
+    you use it.
 
     Args:
-        model: a ``LlamaForCausalLM`` (grouped heads, Llama 3.x frequencies, tied head or not), ``Mamba2ForCausalLM`` or
-            mamba_ssm's ``MambaLMHeadModel``; or the explicit model that :func:`from_pretrained` makes of their files.
+        model: a ``LlamaForCausalLM`` (grouped heads, Llama 3.x frequencies, tied head or not),
+            ``Mamba2ForCausalLM`` or mamba_ssm's ``MambaLMHeadModel``; or the explicit model that
+            :func:`from_pretrained` makes of their files.
         implicit: whether to make an implicit model.
-        solve: how an implicit model is solved; its ``start`` must be ``"input"``. Default: :data:`FROM_INPUT`.
+        solve: how an implicit model is solved; its ``start`` must be ``"input"``. Default:
+            :data:`FROM_INPUT`.
 
     Returns:
-        The model, with copies of the weights in their own dtypes; a new injection has the dtype of the embedding.
+        The model, with copies of the weights in their own dtypes; a new injection has the dtype of
+        the embedding.
 
     Raises:
         TypeError: not a pretrained model.
-        ValueError: a configuration that deqseq does not compute; missing or unexpected tensors, or some of another
-            shape; a start at zero; or how to solve an explicit model.
+        ValueError: a configuration that deqseq does not compute; missing or unexpected tensors, or
+            some of another shape; a start at zero; or how to solve an explicit model.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
-        >>> sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}
+        >>> sizes = {
+        ...     "hidden_size": 16,
+        ...     "intermediate_size": 32,
+        ...     "num_attention_heads": 2,
+        ...     "num_hidden_layers": 1,
+        ... }
         >>> theirs = LlamaForCausalLM(LlamaConfig(vocab_size=10, **sizes))
-        >>> ours, ids = from_pretrained_model(theirs, implicit=True).eval(), torch.tensor([[1, 2, 3]])
+        >>> ours, ids = (
+        ...     from_pretrained_model(theirs, implicit=True).eval(),
+        ...     torch.tensor([[1, 2, 3]]),
+        ... )
         >>> with torch.no_grad():
-        ...     torch.allclose(ours(ids, stop=Stop.exactly(1)).logits, theirs(ids).logits, atol=1e-5)
+        ...     torch.allclose(
+        ...         ours(ids, stop=Stop.exactly(1)).logits, theirs(ids).logits, atol=1e-5
+        ...     )
         True
     """
     if solve is not None and not implicit:
         raise ValueError("leave out solve, or give implicit=True: an explicit model runs as it is")
     if solve is not None and solve.start != "input":
         raise ValueError(
-            f"solve.start must be 'input', got {solve.start!r}: the new injection is zero, and from zero the output "
+            f"solve.start must be 'input', got {solve.start!r}: the new injection is zero, and "
+            "from zero the output "
             "would not depend on the tokens"
         )
     lm = model
@@ -135,34 +184,54 @@ def from_pretrained_model(model: nn.Module, *, implicit: bool, solve: SolveConfi
                 f"model must be a transformers model, got {type(model).__name__}: "
                 "load it first, as AutoModelForCausalLM.from_pretrained(name)"
             )
-        content, state = vars(config) if "ssm_cfg" in vars(config) else config.to_dict(), model.state_dict()
+        content, state = (
+            vars(config) if "ssm_cfg" in vars(config) else config.to_dict(),
+            model.state_dict(),
+        )
         spec, rules, _ = described(content, state, PRETRAINED)
         lm = loaded(spec, state, rules)
     return _implicit(lm, solve or FROM_INPUT) if implicit else lm
 
 
 def _implicit(explicit: CausalLM, solve: SolveConfig) -> CausalLM:
-    """The same layers with an injection that adds nothing: its norm is the identity, weights and bias are zero."""
+    """The same layers with an injection that adds nothing: its norm is the identity, weights and
+    bias are zero.
+    """
     spec, like = specification_of(explicit), explicit.embedding.weight
     with torch.device("meta"):
         lm = replace(spec, backbone=replace(spec.backbone, injection=True), solve=solve).build()
-    new = {name: (like.new_ones if "norm" in name else like.new_zeros)(x.shape) for name, x in lm.state_dict().items()}
-    lm.load_state_dict(new | {name: x.clone() for name, x in explicit.state_dict().items()}, assign=True)
+    new = {
+        name: (like.new_ones if "norm" in name else like.new_zeros)(x.shape)
+        for name, x in lm.state_dict().items()
+    }
+    lm.load_state_dict(
+        new | {name: x.clone() for name, x in explicit.state_dict().items()}, assign=True
+    )
     layers: Any = lm.model.backbone
     apply_weight_norm(layers)
     layers.config = replace(layers.config, weight_norm=True)
     return lm
 
 
-def explicit_spec(layers: type[LlamaConfig | Mamba2Config], values: dict[str, Any]) -> LanguageModelSpec:
-    """A model that solves nothing, from fields of its layers and of the specification, all by name."""
+def explicit_spec(
+    layers: type[LlamaConfig | Mamba2Config], values: dict[str, Any]
+) -> LanguageModelSpec:
+    """A model that solves nothing, from fields of its layers and of the specification,
+    all by name.
+    """
     whole = {name: values.pop(name) for name in ("vocab_size", "tied", "steps") if name in values}
-    return LanguageModelSpec(backbone=layers(**values, weight_norm=False, injection=False), solve=None, **whole)
+    return LanguageModelSpec(
+        backbone=layers(**values, weight_norm=False, injection=False), solve=None, **whole
+    )
 
 
 def renamed(embedding: str, layers: str) -> tuple[Rule, ...]:
     """The rules of models whose layers have our names."""
-    return (r"^embedding\.", embedding), (r"^model\.(backbone\.)+", layers), (r"^head\.", "lm_head.")
+    return (
+        (r"^embedding\.", embedding),
+        (r"^model\.(backbone\.)+", layers),
+        (r"^head\.", "lm_head."),
+    )
 
 
 def _llama(fields: Fields, state: Mapping[str, Tensor]) -> Foreign:
@@ -195,9 +264,13 @@ def _mamba2(fields: Fields, state: Mapping[str, Tensor]) -> Foreign:
 def _mamba_ssm(fields: Fields, state: Mapping[str, Tensor]) -> Foreign:
     values, layer = fields.take(_MAMBA_SSM), fields.inner("ssm_cfg")
     layer.take({"layer": Only("Mamba2", default="Mamba1")})
-    layer.take(unused("conv_init", "A_init_range", "dt_min", "dt_max", "dt_init_floor", "chunk_size"))
+    layer.take(
+        unused("conv_init", "A_init_range", "dt_min", "dt_max", "dt_init_floor", "chunk_size")
+    )
     values |= mamba_ssm_layer(layer, values["d_model"])
-    values["vocab_size"] = padded(fields.read("vocab_size", 50277), fields.read("pad_vocab_size_multiple", 8))
+    values["vocab_size"] = padded(
+        fields.read("vocab_size", 50277), fields.read("pad_vocab_size_multiple", 8)
+    )
     layer.close()
     fields.close()
     return explicit_spec(Mamba2Config, values), renamed("backbone.embedding.", "backbone."), None

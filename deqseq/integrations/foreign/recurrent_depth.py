@@ -37,20 +37,35 @@ _RAVEN: Table = {
 
 
 def _raven(fields: Fields, state: Mapping[str, Tensor]) -> Foreign:
-    """Huginn and the retrofitted models: all say ``huginn_raven``, the names of their tensors tell them apart."""
+    """Huginn and the retrofitted models: all say ``huginn_raven``, the names of their tensors tell
+    them apart.
+    """
     first = "transformer.prelude.0."
     huginn, olmo = f"{first}norm_3.weight" in state, f"{first}attn.q_norm.weight" in state
-    layers: dict[str, Any] = fields.take(_RAVEN) | {"injection": False, "weight_norm": False, "float32_rotary": False}
+    layers: dict[str, Any] = fields.take(_RAVEN) | {
+        "injection": False,
+        "weight_norm": False,
+        "float32_rotary": False,
+    }
     layers |= {"norms": "closed" if huginn else "post" if olmo else "pre", "qk_norm": olmo}
     # the retrofitted models have a ``rope_base`` too, which their code does not use
     layers |= {"rope_theta": fields.read("rope_base", float)} if huginn else rotary(fields)
     prelude, core, coda = (
-        LlamaConfig(**layers, n_layers=fields.read(f"n_layers_in_{part}", int), final_norm=part == "coda")
+        LlamaConfig(
+            **layers, n_layers=fields.read(f"n_layers_in_{part}", int), final_norm=part == "coda"
+        )
         for part in ("prelude", "recurrent_block", "coda")
     )
     # Huginn's scale follows from its width, whatever its configuration says
-    scale = math.sqrt(core.d_model) if huginn else fields.inner("init_values", {}).read("embed_scale", 1.0)
-    mean, start = fields.read("mean_recurrence", int), RandomStart(math.sqrt(2 / (5 * core.d_model)) * scale)
+    scale = (
+        math.sqrt(core.d_model)
+        if huginn
+        else fields.inner("init_values", {}).read("embed_scale", 1.0)
+    )
+    mean, start = (
+        fields.read("mean_recurrence", int),
+        RandomStart(math.sqrt(2 / (5 * core.d_model)) * scale),
+    )
     gradient = Unrolled(last=fields.read("mean_backprop_depth", min(8, mean)))
     spec = LanguageModelSpec(
         fields.read("padded_vocab_size", fields.read("vocab_size", int)),
@@ -68,7 +83,9 @@ def _raven(fields: Fields, state: Mapping[str, Tensor]) -> Foreign:
 
 
 def _raven_rules(config: LlamaConfig, pairs: bool) -> tuple[Rule, ...]:
-    """Queries, keys and values are one matrix there, and so are gate and input of the feed-forward layer."""
+    """Queries, keys and values are one matrix there, and so are gate and input of the feed-forward
+    layer.
+    """
     q, k = config.n_heads * config.head_width, config.kv_heads * config.head_width
     halves = partial(_halves, width=config.head_width) if pairs else lambda rows: rows
     return (
@@ -95,14 +112,21 @@ def _raven_rules(config: LlamaConfig, pairs: bool) -> tuple[Rule, ...]:
 _RAVEN_NORMS = {  # norm_1, norm_2 and so on
     "pre": ("input_layernorm", "post_attention_layernorm"),
     "post": ("input_layernorm_2", "post_attention_layernorm_2"),
-    "closed": ("input_layernorm", "input_layernorm_2", "post_attention_layernorm", "post_attention_layernorm_2"),
+    "closed": (
+        "input_layernorm",
+        "input_layernorm_2",
+        "post_attention_layernorm",
+        "post_attention_layernorm_2",
+    ),
 }
 
 
 def _halves(rows: Tensor, width: int) -> Tensor:
     """Channels (2i, 2i + 1) of a head, which Huginn turns together, as (i, i + width / 2)."""
     fits = len(rows) % width == 0  # others are named as of another shape
-    return rearrange(rows, "(h i pair) ... -> (h pair i) ...", pair=2, i=width // 2) if fits else rows
+    return (
+        rearrange(rows, "(h i pair) ... -> (h pair i) ...", pair=2, i=width // 2) if fits else rows
+    )
 
 
 class OuroGate(nn.Module):
@@ -111,12 +135,13 @@ class OuroGate(nn.Module):
     .. math:: \lambda_s = \sigma(\mathrm{linear}(z_s)), \qquad
               1 - \prod_{j \le s} (1 - \lambda_j) \ge \mathrm{threshold}
 
-    Each token takes the first loop at which the probability of having exited reaches the threshold, or else the last.
-    All loops run in any case, as in the authors' code, because later tokens attend to every loop.
+    Each token takes the first loop at which the probability of having exited reaches the threshold,
+    or else the last. All loops run in any case, as in the authors' code, because later tokens
+    attend to every loop.
 
     Args:
-        linear: maps states ``(..., d_model)`` to a number before the sigmoid, ``(..., 1)``. Its weights are frozen: no
-            gradient reaches them through a choice, for which DDP would wait.
+        linear: maps states ``(..., d_model)`` to a number before the sigmoid, ``(..., 1)``. Its
+            weights are frozen: no gradient reaches them through a choice, for which DDP would wait.
         threshold: an attribute that can be changed. At 1 every token takes the last loop.
 
     References:
@@ -124,29 +149,39 @@ class OuroGate(nn.Module):
 
     Example:
         >>> gate = OuroGate(nn.Linear(8, 1), threshold=0.8)
-        >>> states = torch.randn(4, 2, 5, 8)        # of four loops
+        >>> states = torch.randn(4, 2, 5, 8)  # of four loops
         >>> gate(states).shape, gate.loops(states).shape
         (torch.Size([2, 5, 8]), torch.Size([2, 5]))
     """
 
     @checked
-    def __init__(self, linear: nn.Module, threshold: Annotated[float, Within("[0, 1]")] = 1.0) -> None:
+    def __init__(
+        self, linear: nn.Module, threshold: Annotated[float, Within("[0, 1]")] = 1.0
+    ) -> None:
         super().__init__()
         self.linear, self.threshold = linear.requires_grad_(False), threshold
 
-    def forward(self, states: Float[Tensor, "loops batch length d_model"]) -> Float[Tensor, "batch length d_model"]:
+    def forward(
+        self, states: Float[Tensor, "loops batch length d_model"]
+    ) -> Float[Tensor, "batch length d_model"]:
         """The state that each token takes, of ``states``, ``(loops, batch, length, d_model)``."""
         place = self.loops(states)[None, ..., None] - 1
         return states.gather(0, place.expand(1, *states.shape[1:]))[0]
 
-    def loops(self, states: Float[Tensor, "loops batch length d_model"]) -> Int64[Tensor, "batch length"]:
-        """The loop whose state each token takes, from 1, by ``states``, ``(loops, batch, length, d_model)``."""
+    def loops(
+        self, states: Float[Tensor, "loops batch length d_model"]
+    ) -> Int64[Tensor, "batch length"]:
+        """The loop whose state each token takes, from 1, by ``states``, ``(loops, batch, length,
+        d_model)``.
+        """
         if self.threshold == 1:  # a probability can underflow
             return torch.full(states.shape[1:3], len(states), device=states.device)
         earlier = states[:-1]
         name, what = "OuroGate.linear", "one number of each state"
         logits = returned_by(name, self.linear, earlier, like=earlier[..., :1], what=what)[..., 0]
-        stays = torch.sigmoid(-logits.to(torch.promote_types(logits.dtype, torch.float32))).cumprod(dim=0)
+        stays = torch.sigmoid(-logits.to(torch.promote_types(logits.dtype, torch.float32))).cumprod(
+            dim=0
+        )
         return 1 + (stays > 1 - self.threshold).long().cumprod(dim=0).sum(dim=0)
 
 
@@ -166,7 +201,11 @@ def _ouro(fields: Fields, state: Mapping[str, Tensor]) -> Foreign:
     if threshold < 1 or "model.early_exit_gate.weight" in state:
         gate = OuroGate(nn.Linear(values["d_model"], 1, device="meta"), min(threshold, 1.0))
     rules = renamed("model.embed_tokens.", "model.")
-    return explicit_spec(LlamaConfig, values), (*rules, (r"^model\.choose\.linear\.", "model.early_exit_gate.")), gate
+    return (
+        explicit_spec(LlamaConfig, values),
+        (*rules, (r"^model\.choose\.linear\.", "model.early_exit_gate.")),
+        gate,
+    )
 
 
 RECURRENT = {"huginn_raven": _raven, "ouro": _ouro}

@@ -10,7 +10,17 @@ from deqseq.annotations import checked
 from deqseq.backbones import LlamaConfig, Mamba2Config
 from deqseq.config import SolveConfig
 from deqseq.gradients import Phantom
-from deqseq.integrations.foreign.engine import Fields, Foreign, Only, Rule, Table, foreign_name, loaded, only, unused
+from deqseq.integrations.foreign.engine import (
+    Fields,
+    Foreign,
+    Only,
+    Rule,
+    Table,
+    foreign_name,
+    loaded,
+    only,
+    unused,
+)
 from deqseq.integrations.foreign.pretrained import mamba_ssm_layer, padded
 from deqseq.models import LanguageModelSpec
 from deqseq.solvers import Anderson, Broyden, Naive, Relaxed
@@ -18,13 +28,18 @@ from deqseq.stop import Stop
 
 WHOLE: Table = {
     # files and libraries
-    **unused("_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version"),
+    **unused(
+        "_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version"
+    ),
     **unused("use_cache", "load_from_pretrained_shell", "save_output_ids"),
     # text and data
-    **unused("bos_token_id", "eos_token_id", "pad_token_id", "data_info", "dataset_name", "tokenizer"),
+    **unused(
+        "bos_token_id", "eos_token_id", "pad_token_id", "data_info", "dataset_name", "tokenizer"
+    ),
     # training and evaluation around the model
     **unused("average_eval", "keep_sequence_dim", "masked_training", "weight_decay"),
-    # stored by the reference, but it draws embeddings with a standard deviation of 0.02, which is ours too
+    # stored by the reference, but it draws embeddings with a standard deviation of 0.02, which is
+    # ours too
     **unused("emb_init_std"),
     "tie_embeddings": ("tied", True),
     "dropout": ("embedding_dropout", 0.05),
@@ -35,11 +50,15 @@ WHOLE: Table = {
 BLOCK: Table = {
     **unused("init_gain"),  # stored by the reference, and never read
     **unused("pretrain_iter"),  # read only where pretrain_steps is not 0, which is refused
-    **unused("residual_in_fp32"),  # our residual path has the dtype of the weights; in float32 that is the same
+    **unused(
+        "residual_in_fp32"
+    ),  # our residual path has the dtype of the weights; in float32 that is the same
     "d_model": ("d_model", int),
     "n_layer": ("n_layers", int),
     "pre_norm": Only(True, default=bool),
-    "norm_epsilon": Only(1e-5),  # some norms keep it whatever this says; here one epsilon serves all norms
+    "norm_epsilon": Only(
+        1e-5
+    ),  # some norms keep it whatever this says; here one epsilon serves all norms
     **only(rms_norm=True),
     "initializer_cfg": Only(None, {}),
 }
@@ -67,8 +86,19 @@ _DEQ: Table = {  # TorchDEQ's, in these groups
     "sup_gap": Only(-1, 0),
     **dict.fromkeys(("indexing", "sup_loc"), Only((), [], None)),
     **only(ift=False, hook_ift=False, norm_no_scale=False, norm_clip=False),
-    **only(jac_loss_weight=0, jac_incremental=0),  # of the loss: deqseq.training.jacobian_regularisation
-    **unused("b_max_iter", "b_solver", "b_stop_mode", "b_tol", "no_stat", "gamma", "jac_loss_freq", "sradius_mode"),
+    **only(
+        jac_loss_weight=0, jac_incremental=0
+    ),  # of the loss: deqseq.training.jacobian_regularisation
+    **unused(
+        "b_max_iter",
+        "b_solver",
+        "b_stop_mode",
+        "b_tol",
+        "no_stat",
+        "gamma",
+        "jac_loss_freq",
+        "sradius_mode",
+    ),
     **unused("norm_clip_val", "norm_clip_value", "norm_target_norm", "sn_n_power_iters"),
 }
 _ATTENTION: Table = {
@@ -81,7 +111,9 @@ _MIXER: Table = {
     "chunk_size": ("chunk_size", None),
     **unused("use_materializing_scan"),  # another way to the same numbers
     **only(allow_negative_A_EV=False),
-    **only(conv_init=None, dt_min=0.001, dt_max=0.1, dt_init_floor=0.0001),  # how initial weights are drawn
+    **only(
+        conv_init=None, dt_min=0.001, dt_max=0.1, dt_init_floor=0.0001
+    ),  # how initial weights are drawn
     "A_init_range": Only((1, 16), [1, 16]),
 }
 
@@ -106,24 +138,38 @@ _RULES: tuple[Rule, ...] = (
 def from_reference_config(config: Mapping[str, Any]) -> LanguageModelSpec:
     """Turn a configuration of the paper's reference code into a specification.
 
-    The model is solved as in the reference: training iterates without damping and tests each row by one norm, so it
-    needs the simultaneous sweep; evaluation damps by ``tau`` and tests each token. One difference remains: our dropout
-    mask differs between the tokens of a row, the reference's does not.
+    The model is solved as in the reference: training iterates without damping and tests each row by
+    one norm, so it needs the simultaneous sweep; evaluation damps by ``tau`` and tests each token.
+    One difference remains: our dropout mask differs between the tokens of a row, the reference's
+    does not.
 
     Args:
-        config: the parsed ``config.json``, with ``backbone_config`` and, for an implicit model, ``deq_params`` in it.
+        config: the parsed ``config.json``, with ``backbone_config`` and, for an implicit model,
+            ``deq_params`` in it.
 
     Returns:
         The specification of the model; :func:`from_state` makes it with its weights.
 
     Raises:
-        TypeError, ValueError: an unknown or missing field, or a value that deqseq does not compute; names the field.
+        TypeError, ValueError: an unknown or missing field, or a value that deqseq does not compute;
+            names the field.
 
     Example:
-        >>> block = {"block_type": "transformer", "block_cfg": {"n_head": 4}, "d_model": 64, "n_layer": 2}
+        >>> block = {
+        ...     "block_type": "transformer",
+        ...     "block_cfg": {"n_head": 4},
+        ...     "d_model": 64,
+        ...     "n_layer": 2,
+        ... }
         >>> block |= {"d_inner": 256, "mlp_type": "llama_mlp", "pre_norm": True}
-        >>> config = {"model_type": "implicit_llama3", "backbone_type": "explicit", "backbone_config": block}
-        >>> spec = from_reference_config(config | {"vocab_size": 100, "d_embed": 64, "dropout": 0.0})
+        >>> config = {
+        ...     "model_type": "implicit_llama3",
+        ...     "backbone_type": "explicit",
+        ...     "backbone_config": block,
+        ... }
+        >>> spec = from_reference_config(
+        ...     config | {"vocab_size": 100, "d_embed": 64, "dropout": 0.0}
+        ... )
         >>> spec.backbone.mlp_width, spec.solve
         (170, None)
     """
@@ -132,7 +178,10 @@ def from_reference_config(config: Mapping[str, Any]) -> LanguageModelSpec:
     block, switches = fields.inner("backbone_config"), {"weight_norm": False, "injection": False}
     if fields.read("backbone_type", Only("implicit", "explicit")) == "implicit":
         keys = block.take(_IMPLICIT) | _keys_of(fields.inner("deq_params"))
-        switches = {"weight_norm": keys["weight_norm"] and keys["norm"] != "none", "injection": True}
+        switches = {
+            "weight_norm": keys["weight_norm"] and keys["norm"] != "none",
+            "injection": True,
+        }
         whole |= _solves(keys)
     else:
         fields.take(unused("deq_params"))
@@ -145,8 +194,13 @@ def from_reference_config(config: Mapping[str, Any]) -> LanguageModelSpec:
 
 
 def _vocabulary(fields: Fields) -> int:
-    """Rows of the embedding; the Mamba2 class has a field of its own for them, and ignores ``vocab_size``."""
-    mamba2 = fields.read("model_type", Only("implicit_llama3", "implicit_mamba2", default=str)) == "implicit_mamba2"
+    """Rows of the embedding; the Mamba2 class has a field of its own for them, and ignores
+    ``vocab_size``.
+    """
+    mamba2 = (
+        fields.read("model_type", Only("implicit_llama3", "implicit_mamba2", default=str))
+        == "implicit_mamba2"
+    )
     tokens = fields.read("n_tokens" if mamba2 else "vocab_size", 50277)
     if mamba2:
         fields.take({"vocab_size": Only(tokens)})
@@ -156,7 +210,10 @@ def _vocabulary(fields: Fields) -> int:
 
 def _keys_of(groups: Fields) -> dict[str, Any]:
     """What TorchDEQ is told."""
-    flat = Fields({key: value for name in _GROUPS for key, value in groups.inner(name).content.items()}, groups.where)
+    flat = Fields(
+        {key: value for name in _GROUPS for key, value in groups.inner(name).content.items()},
+        groups.where,
+    )
     keys = flat.take(_DEQ)
     flat.close()
     groups.close()
@@ -164,11 +221,15 @@ def _keys_of(groups: Fields) -> dict[str, Any]:
 
 
 def _solves(keys: dict[str, Any]) -> dict[str, SolveConfig]:
-    """How a model is solved in training, by TorchDEQ, and in evaluation, by a loop of the reference."""
+    """How a model is solved in training, by TorchDEQ, and in evaluation, by a loop of the
+    reference.
+    """
     budget, tolerance, damping = keys["budget"], keys["tolerance"], keys["damping"]
     rtol, atol = (tolerance, 0.0) if keys["mode"] == "rel" else (0.0, tolerance)
     solve = SolveConfig(
-        {"anderson": Anderson(memory=6), "broyden": Broyden(memory=budget)}.get(keys["solver"], Naive()),
+        {"anderson": Anderson(memory=6), "broyden": Broyden(memory=budget)}.get(
+            keys["solver"], Naive()
+        ),
         Stop(rtol=rtol, atol=atol, max_steps=budget, norm="row"),
         Phantom(keys["phantom_steps"], damping),
         start=keys["start"] or "zero",
@@ -182,14 +243,20 @@ def _backbone(block: Fields, switches: dict[str, bool]) -> LlamaConfig | Mamba2C
     llama = block.read("block_type", Only("mamba2", "transformer")) == "transformer"
     sizes: dict[str, Any] = switches | block.take(BLOCK)
     inner = block.read("d_inner", int if llama else 0)
-    block.take({"mlp_type": Only("llama_mlp", default="gated_mlp")} if inner else unused("mlp_type"))
+    block.take(
+        {"mlp_type": Only("llama_mlp", default="gated_mlp")} if inner else unused("mlp_type")
+    )
     sizes["mlp_width"] = int(2 * inner / 3)  # as the reference rounds it
     layer = block.inner("block_cfg", {})
     if llama:
         block.take({"dropout": Only(0)})  # of attention weights, drawn anew at each iteration
         sizes |= layer.take(_ATTENTION)
     else:
-        sizes |= {"dropout": block.read("dropout", 0.0)} | layer.take(_MIXER) | mamba_ssm_layer(layer, sizes["d_model"])
+        sizes |= (
+            {"dropout": block.read("dropout", 0.0)}
+            | layer.take(_MIXER)
+            | mamba_ssm_layer(layer, sizes["d_model"])
+        )
     layer.close()
     block.close()
     return LlamaConfig(**sizes) if llama else Mamba2Config(**sizes)
@@ -211,8 +278,8 @@ def to_reference_state(state: Mapping[str, Tensor], spec: LanguageModelSpec) -> 
         spec: the model.
 
     Returns:
-        What the reference code saves. The tensors are the same ones, and a tied head is one tensor under two names:
-        clone it to write safetensors.
+        What the reference code saves. The tensors are the same ones, and a tied head is one tensor
+        under two names: clone it to write safetensors.
 
     Raises:
         ValueError: tensors that are missing, unexpected or of another shape.
@@ -220,7 +287,11 @@ def to_reference_state(state: Mapping[str, Tensor], spec: LanguageModelSpec) -> 
     Example:
         >>> import deqseq as dq
         >>> spec = dq.LanguageModelSpec(10, dq.LlamaConfig(d_model=16, n_heads=2))
-        >>> sorted(name for name in to_reference_state(spec.build().state_dict(), spec) if "layers" not in name)[:3]
+        >>> sorted(
+        ...     name
+        ...     for name in to_reference_state(spec.build().state_dict(), spec)
+        ...     if "layers" not in name
+        ... )[:3]
         ['backbone.injection.bias', 'backbone.injection.weight_g', 'backbone.injection.weight_v']
     """
     loaded(spec, state)

@@ -3,15 +3,23 @@
 try:
     import transformers
 except ImportError as error:
-    raise ImportError('deqseq.integrations.huggingface needs transformers: pip install "deqseq[hf]"') from error
+    raise ImportError(
+        'deqseq.integrations.huggingface needs transformers: pip install "deqseq[hf]"'
+    ) from error
 
 if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 24):  # which named the cache anew
     raise ImportError(
-        f"deqseq.integrations.huggingface needs transformers 5.24 or newer, found {transformers.__version__}: "
+        "deqseq.integrations.huggingface needs transformers 5.24 or newer, found "
+        f"{transformers.__version__}: "
         'pip install --upgrade "deqseq[hf]"'
     )
 
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from deqseq.integrations.huggingface.cache import ImplicitCache, Solve
@@ -21,14 +29,22 @@ from deqseq.integrations.huggingface.curriculum_callback import CurriculumCallba
 from deqseq.integrations.huggingface.decoder import DecoderBackbone, from_decoder
 from deqseq.integrations.huggingface.modeling import DeqseqForSequenceClassification, DeqseqModel
 from deqseq.integrations.huggingface.modeling_causal_lm import DeqseqForCausalLM
-from deqseq.integrations.huggingface.outputs import ImplicitCausalLMOutput, ImplicitModelOutput, WindowedOutput
+from deqseq.integrations.huggingface.outputs import (
+    ImplicitCausalLMOutput,
+    ImplicitModelOutput,
+    WindowedOutput,
+)
 
-# without these transformers needs trust_remote_code=True, and the module that a saved configuration names
+# without these transformers needs trust_remote_code=True, and the module that a saved configuration
+# names
 AutoConfig.register(DeqseqConfig.model_type, DeqseqConfig, exist_ok=True)
 AutoModel.register(DeqseqConfig, DeqseqModel, exist_ok=True)
 AutoModelForCausalLM.register(DeqseqConfig, DeqseqForCausalLM, exist_ok=True)
-AutoModelForSequenceClassification.register(DeqseqConfig, DeqseqForSequenceClassification, exist_ok=True)
-# by these names the Trainer shifts labels that it smooths, and `transformers serve` knows a language model
+AutoModelForSequenceClassification.register(
+    DeqseqConfig, DeqseqForSequenceClassification, exist_ok=True
+)
+# by these names the Trainer shifts labels that it smooths, and `transformers serve` knows a
+# language model
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[DeqseqConfig.model_type] = DeqseqForCausalLM.__name__
 
 __all__ = [

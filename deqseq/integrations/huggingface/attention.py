@@ -1,4 +1,6 @@
-"""The attention functions and masks that transformers knows, for our layers and for those of a decoder."""
+"""The attention functions and masks that transformers knows, for our layers and for those of a
+decoder.
+"""
 
 from functools import partial
 from typing import Any
@@ -18,7 +20,9 @@ from deqseq.layers import Attention
 
 
 class ChosenAttention:
-    """What ``config._attn_implementation`` names at each call, in place of torch's own attention."""
+    """What ``config._attn_implementation`` names at each call, in place of torch's own
+    attention.
+    """
 
     def __init__(self, config: Any) -> None:
         self.config = config
@@ -34,31 +38,47 @@ class ChosenAttention:
 
 
 def choose_attention(core: nn.Module, config: Any) -> None:
-    """Let the attention layers inside ``core`` follow ``config``, and have what the functions ask of a layer."""
+    """Let the attention layers inside ``core`` follow ``config``, and have what the functions ask
+    of a layer.
+    """
     layers: Any = [part for part in core.modules() if isinstance(part, Attention)]
     for index, layer in enumerate(layers):
         layer.attend, layer.config, layer.layer_idx = ChosenAttention(config), config, index
         layer.is_causal, layer.num_key_value_groups = True, layer.groups
 
 
-def attention_mask(config: Any, z: Tensor, cache: LlamaCache | None, window: int | None = None) -> Any:
-    """The mask for new tokens ``(batch, new, d_model)`` that see the last ``window``, as ``config``'s attention has it.
+def attention_mask(
+    config: Any, z: Tensor, cache: LlamaCache | None, window: int | None = None
+) -> Any:
+    """The mask for new tokens ``(batch, new, d_model)`` that see the last ``window``, as
+    ``config``'s attention has it.
 
-    Transformers makes it. ValueError: rows of unequal length, for a function whose masks it cannot make.
+    Transformers makes it. ValueError: rows of unequal length, for a function whose masks it cannot
+    make.
     """
-    name, (rows, new), length = config._attn_implementation, z.shape[:2], 0 if cache is None else cache.length
+    name, (rows, new), length = (
+        config._attn_implementation,
+        z.shape[:2],
+        0 if cache is None else cache.length,
+    )
     if window is not None and length + new <= window:
         window = None
     if name == "sdpa" and window is None:
         return None if cache is None else cache.visible
     real = place = None
-    if cache is not None and cache.visible is not None and cache.counts is not None:  # gaps between rows and new tokens
-        real, own = cache.visible[:, 0, -1].expand(rows, -1), cache.positions(new)  # the last token sees all real ones
+    if (
+        cache is not None and cache.visible is not None and cache.counts is not None
+    ):  # gaps between rows and new tokens
+        real, own = (
+            cache.visible[:, 0, -1].expand(rows, -1),
+            cache.positions(new),
+        )  # the last token sees all real ones
         place = torch.cat([torch.arange(length, device=own.device).expand(rows, -1), own], dim=1)
     if name not in ALL_MASK_ATTENTION_FUNCTIONS:
         if real is not None:
             raise ValueError(
-                f'the attention implementation "{name}" has no masks, and rows of unequal length need one: call '
+                f'the attention implementation "{name}" has no masks, and rows of '
+                "unequal length need one: call "
                 f'transformers.AttentionMaskInterface.register("{name}", function)'
             )
         return None
@@ -82,7 +102,9 @@ def attention_mask(config: Any, z: Tensor, cache: LlamaCache | None, window: int
     )
 
 
-def _near(window: int, place: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+def _near(
+    window: int, place: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor
+) -> Tensor:
     """Whether a window reaches a token; a gap takes none of its room."""
     return place[row, query] - place[row, key] < window
 

@@ -1,4 +1,6 @@
-"""The configuration of all models: the fields of a specification, as JSON, and the flat ones that tools read."""
+"""The configuration of all models: the fields of a specification, as JSON, and the flat ones that
+tools read.
+"""
 
 import copy
 from collections.abc import Iterable
@@ -29,8 +31,8 @@ FROM_TRANSFORMERS = (
     *("gradient_checkpointing", "model_type", "name_or_path", "num_labels", "output_attentions"),
     *("quantization_config", "tokenizer_class", "torch_dtype", "transformers_weights"),
 )
-"""What transformers writes into a configuration, or passes to one, without declaring it; also any name that begins with
-an underscore."""
+"""What transformers writes into a configuration, or passes to one, without declaring it; also any
+name that begins with an underscore."""
 
 CODE = "deqseq_models"
 """The module beside a saved configuration from which transformers loads our classes."""
@@ -44,46 +46,61 @@ SECTIONS = {
 """Fields that hold an object as JSON, and its kind."""
 RENAMED = {"tied": "tie_word_embeddings", "embedding_std": "initializer_range"}
 """Fields of a specification with another name in transformers."""
-DERIVED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
+DERIVED = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+)
 """What tools read; it follows from the backbones."""
 
 
-@no_type_check  # strict checks the fields; a check of the signature would refuse what transformers passes
+# strict checks the fields; a check of the signature would refuse what transformers passes
+@no_type_check
 @strict
 class DeqseqConfig(PreTrainedConfig):
     """A :class:`deqseq.LanguageModelSpec` as a configuration of transformers.
 
-    All fields are keyword arguments, and an unknown one is an error. Backbones and solves are sections: each is given
-    as an object of this library or as its JSON, and kept as JSON. A mapping replaces only the fields that it names:
-    ``config.solve = {"stop": {"max_steps": 8}}`` keeps the tolerance. A model reads ``solve`` and ``eval_solve`` at
-    each call.
+    All fields are keyword arguments, and an unknown one is an error. Backbones and solves are
+    sections: each is given as an object of this library or as its JSON, and kept as JSON. A mapping
+    replaces only the fields that it names: ``config.solve = {"stop": {"max_steps": 8}}`` keeps the
+    tolerance. A model reads ``solve`` and ``eval_solve`` at each call.
 
     Attributes:
         vocab_size: tokens.
-        backbone: a :class:`deqseq.Mamba2Config` or a :class:`deqseq.LlamaConfig`, as ``{"name": "LlamaConfig",
-            "d_model": 64}``; or some layers of the decoder, ``{"name": "DecoderLayers", "d_model": 64, "first": 4,
-            "end": 12}``.
-        solve: how the fixed point is found and differentiated, a :class:`deqseq.SolveConfig`, as ``{"solver": {"name":
-            "Relaxed", "damping": 0.5}, "stop": {"rtol": 1e-3}, "sweep": "Simultaneous"}``; None: an explicit model.
-        eval_solve: the same in eval mode; what it leaves out is as in ``solve``. Default: ``solve``.
-        prelude, coda: layers that run once before and after the backbone, as ``backbone``. Default: none.
-        injection, norm, steps, loop_start: as in :class:`deqseq.LanguageModelSpec`; so are the next three.
+        backbone: a :class:`deqseq.Mamba2Config` or a :class:`deqseq.LlamaConfig`, as ``{"name":
+            "LlamaConfig", "d_model": 64}``; or some layers of the decoder, ``{"name":
+            "DecoderLayers", "d_model": 64, "first": 4, "end": 12}``.
+        solve: how the fixed point is found and differentiated, a :class:`deqseq.SolveConfig`, as
+            ``{"solver": {"name": "Relaxed", "damping": 0.5}, "stop": {"rtol": 1e-3}, "sweep":
+            "Simultaneous"}``; None: an explicit model.
+        eval_solve: the same in eval mode; what it leaves out is as in ``solve``. Default:
+            ``solve``.
+        prelude, coda: layers that run once before and after the backbone, as ``backbone``. Default:
+            none.
+        injection, norm, steps, loop_start: as in :class:`deqseq.LanguageModelSpec`; so are the next
+            three.
         embedding_dropout, embedding_scale, logit_softcap: of the embedded tokens and the logits.
-        initializer_range: standard deviation of the initial embedding, and of a head with weights of its own.
+        initializer_range: standard deviation of the initial embedding, and of a head with weights
+            of its own.
         tie_word_embeddings: whether the head is the embedding.
-        decoder_config: the configuration of the transformers decoder whose layers are used, of a family that
-            :class:`DecoderBackbone` runs. Default: none.
-        hidden_size, num_hidden_layers, num_attention_heads, num_key_value_heads, head_dim: what tools read. They follow
-            from the backbones, and another value is an error; None where there is none, as heads in a Mamba2.
-        max_position_embeddings: the length that the model was trained for; tools ask for it, the model does not.
+        decoder_config: the configuration of the transformers decoder whose layers are used, of a
+            family that :class:`DecoderBackbone` runs. Default: none.
+        hidden_size, num_hidden_layers, num_attention_heads, num_key_value_heads, head_dim: what
+            tools read. They follow from the backbones, and another value is an error; None where
+            there is none, as heads in a Mamba2.
+        max_position_embeddings: the length that the model was trained for; tools ask for it, the
+            model does not.
         use_cache: whether a call in eval mode returns a cache.
         pad_token_id, bos_token_id, eos_token_id: the tokens that pad, begin and end a sequence.
         deqseq_version: the version that wrote the file; an older deqseq refuses to read it.
-        auto_map: where transformers finds our classes with ``trust_remote_code=True``; always the same.
+        auto_map: where transformers finds our classes with ``trust_remote_code=True``; always the
+            same.
 
     Raises:
-        TypeError, ValueError: an unknown field or name, with the nearest known one; values that do not fit together; a
-            file of a newer deqseq.
+        TypeError, ValueError: an unknown field or name, with the nearest known one; values that do
+            not fit together; a file of a newer deqseq.
         StrictDataclassError: a field of the wrong type.
 
     Example:
@@ -93,7 +110,8 @@ class DeqseqConfig(PreTrainedConfig):
         (64, 16, 0.0001)
         >>> DeqseqConfig(vocab_sise=64)  # doctest: +ELLIPSIS
         Traceback (most recent call last):
-        ValueError: DeqseqConfig field 'vocab_sise' is unknown; did you mean 'vocab_size'... (known: ...)
+        ValueError: DeqseqConfig field 'vocab_sise' is unknown; did you mean 'vocab_size'... (known:
+        ...)
     """
 
     model_type: ClassVar[str] = "deqseq"
@@ -132,16 +150,25 @@ class DeqseqConfig(PreTrainedConfig):
     auto_map: dict[str, Any] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        if Version(self.deqseq_version).release[:2] > Version(__version__).release[:2]:  # newer patches can be read
+        if (
+            Version(self.deqseq_version).release[:2] > Version(__version__).release[:2]
+        ):  # newer patches can be read
             raise ValueError(
-                f"this configuration was written by deqseq {self.deqseq_version}, and this is deqseq {__version__}, "
+                f"this configuration was written by deqseq {self.deqseq_version}, and this is "
+                f"deqseq {__version__}, "
                 "which may not know all of its fields: pip install --upgrade deqseq"
             )
         self.deqseq_version = __version__
         if (given := kwargs.get("model_type")) not in (None, self.model_type):
-            raise ValueError(f"model_type must be {self.model_type!r}, got {given!r}: load it with AutoConfig")
+            raise ValueError(
+                f"model_type must be {self.model_type!r}, got {given!r}: load it with AutoConfig"
+            )
         self._check_names(kwargs)
-        heads = {"": "Model", "ForCausalLM": "ForCausalLM", "ForSequenceClassification": "ForSequenceClassification"}
+        heads = {
+            "": "Model",
+            "ForCausalLM": "ForCausalLM",
+            "ForSequenceClassification": "ForSequenceClassification",
+        }
         self.auto_map = {f"AutoModel{auto}": f"{CODE}.Deqseq{ours}" for auto, ours in heads.items()}
         self.auto_map["AutoConfig"] = f"{CODE}.DeqseqConfig"
         super().__post_init__(**kwargs)
@@ -160,7 +187,9 @@ class DeqseqConfig(PreTrainedConfig):
             self._derive()
 
     def specification(self) -> LanguageModelSpec:
-        """The model in this library's terms; TypeError or ValueError if the fields do not fit together."""
+        """The model in this library's terms; TypeError or ValueError if the fields do not fit
+        together.
+        """
         own = {one.name: RENAMED.get(one.name, one.name) for one in fields(LanguageModelSpec)}
         return LanguageModelSpec(**{field: self.section(name) for field, name in own.items()})
 
@@ -190,7 +219,9 @@ class DeqseqConfig(PreTrainedConfig):
             >>> DeqseqConfig.from_specification(spec, eos_token_id=0).specification() == spec
             True
         """
-        content = {RENAMED.get(field.name, field.name): getattr(spec, field.name) for field in fields(spec)}
+        content = {
+            RENAMED.get(field.name, field.name): getattr(spec, field.name) for field in fields(spec)
+        }
         if decided := sorted((content.keys() | set(DERIVED)) & more.keys()):
             raise ValueError(f"leave out {', '.join(decided)}: the model has its own")
         return cls(**content | more)
@@ -213,8 +244,12 @@ class DeqseqConfig(PreTrainedConfig):
             content["decoder_config"].pop("dtype", None)
         return content
 
-    def save_pretrained(self, save_directory: str | PathLike[str], push_to_hub: bool = False, **kwargs: Any) -> None:
-        """As in transformers, but what loading would refuse is refused, and a module is written for ``auto_map``."""
+    def save_pretrained(
+        self, save_directory: str | PathLike[str], push_to_hub: bool = False, **kwargs: Any
+    ) -> None:
+        """As in transformers, but what loading would refuse is refused, and a module is written for
+        ``auto_map``.
+        """
         type(self).from_dict(self.to_dict())
         folder = Path(save_directory)
         folder.mkdir(parents=True, exist_ok=True)
@@ -230,7 +265,8 @@ class DeqseqConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: Json, **kwargs: Any) -> Any:
-        """As in transformers, but an unknown keyword that is not None is an error, unless unused ones are asked for.
+        """As in transformers, but an unknown keyword that is not None is an error, unless unused
+        ones are asked for.
 
         ``solve`` given here changes the stored ``eval_solve``, too, unless that is given as well.
         """
@@ -246,15 +282,21 @@ class DeqseqConfig(PreTrainedConfig):
         return config
 
     def _derive(self) -> None:
-        """Fill in the fields that follow from the backbones; ValueError if one of them was given another value."""
+        """Fill in the fields that follow from the backbones; ValueError if one of them was given
+        another value.
+        """
         owner, spec, decoder = type(self).__name__, self.specification(), self.decoder_config
         layers = [part for part in spec.parts.values() if isinstance(part, DecoderLayers)]
         if bool(layers) != (decoder is not None):
-            raise ValueError(f"{owner}.decoder_config must be given with DecoderLayers, and only with them")
+            raise ValueError(
+                f"{owner}.decoder_config must be given with DecoderLayers, and only with them"
+            )
         for part in layers:
             if part.d_model != decoder.hidden_size or part.end > decoder.num_hidden_layers:
                 whole = f"{decoder.num_hidden_layers} layers of width {decoder.hidden_size}"
-                raise ValueError(f"{owner}: DecoderLayers must be some of the decoder's {whole}, got {part}")
+                raise ValueError(
+                    f"{owner}: DecoderLayers must be some of the decoder's {whole}, got {part}"
+                )
         core = spec.backbone
         heads = (None, None, getattr(core, "headdim", None))
         if isinstance(core, LlamaConfig):
@@ -264,7 +306,9 @@ class DeqseqConfig(PreTrainedConfig):
         values = (core.d_model, sum(part.n_layers for part in spec.parts.values()), *heads)
         for name, value in zip(DERIVED, values, strict=True):
             if (given := getattr(self, name)) not in (None, value):
-                raise ValueError(f"{owner}.{name} must be {value}, which follows from the backbones, got {given}")
+                raise ValueError(
+                    f"{owner}.{name} must be {value}, which follows from the backbones, got {given}"
+                )
             super().__setattr__(name, value)
 
     def _check_names(self, given: Iterable[str]) -> None:

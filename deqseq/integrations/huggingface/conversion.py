@@ -1,4 +1,6 @@
-"""Between this library's language models and those of transformers: as they are, and with an iterated core."""
+"""Between this library's language models and those of transformers: as they are, and with an
+iterated core.
+"""
 
 import copy
 from os import PathLike
@@ -21,7 +23,8 @@ from deqseq.solvers import Naive
 from deqseq.stop import Stop
 
 TRAIN = SolveConfig(Naive(), Stop.exactly(8), Unrolled(last=4))
-"""8 iterations from zero, of which the last 4 are differentiated: for the beginning of fine-tuning."""
+"""8 iterations from zero, of which the last 4 are differentiated: for the beginning of fine-tuning.
+"""
 EVAL = SolveConfig(Naive(), Stop(rtol=1e-3, max_steps=32))
 """To a relative tolerance of 1e-3, within 32 iterations."""
 _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
@@ -34,13 +37,14 @@ def from_causal_lm(lm: CausalLM, **fields: Any) -> DeqseqForCausalLM:
     ``config.solve`` of the result is also how ``lm`` is solved from now on.
 
     Args:
-        lm: of Mamba2 and Llama backbones, or of the layers of a transformers decoder, as from :func:`retrofit`.
+        lm: of Mamba2 and Llama backbones, or of the layers of a transformers decoder, as from
+            :func:`retrofit`.
         **fields: fields of the configuration that ``lm`` does not decide, such as ``eos_token_id``.
 
     Raises:
         TypeError: another model, or a part that a configuration cannot name.
-        ValueError: parts that share weights; a norm other than the coda's; a field that ``lm`` decides; weights that
-            follow from no configuration.
+        ValueError: parts that share weights; a norm other than the coda's; a field that ``lm``
+            decides; weights that follow from no configuration.
 
     Example:
         >>> import deqseq as dq
@@ -51,11 +55,15 @@ def from_causal_lm(lm: CausalLM, **fields: Any) -> DeqseqForCausalLM:
     """
     decoders = [part.config for part in lm.model.modules() if isinstance(part, DecoderBackbone)]
     if any(config is not decoders[0] for config in decoders):
-        raise ValueError("prelude, core and coda must be layers of one decoder, as those of retrofit(model, ...)")
+        raise ValueError(
+            "prelude, core and coda must be layers of one decoder, as those of retrofit(model, ...)"
+        )
     inherited: dict[str, Any] = {"initializer_range": 0.02}
     if decoders:
         names = ("initializer_range", *_TOKENS)
-        inherited |= {name: getattr(decoders[0], name) for name in names if hasattr(decoders[0], name)}
+        inherited |= {
+            name: getattr(decoders[0], name) for name in names if hasattr(decoders[0], name)
+        }
         inherited["decoder_config"] = copy.deepcopy(decoders[0])
     fields = inherited | fields
     spec = specification_of(lm, fields.pop("initializer_range"))
@@ -63,10 +71,15 @@ def from_causal_lm(lm: CausalLM, **fields: Any) -> DeqseqForCausalLM:
     with torch.device("meta"):  # its own weights would be drawn for nothing
         model = DeqseqForCausalLM(config)
     described, given = (
-        {name: tensor.shape for name, tensor in one.state_dict().items()} for one in (model.model.core, lm.model)
+        {name: tensor.shape for name, tensor in one.state_dict().items()}
+        for one in (model.model.core, lm.model)
     )
-    if wrong := sorted(name for name in described | given if described.get(name) != given.get(name)):
-        raise ValueError(f"lm has other weights than its configuration describes: {', '.join(wrong[:8])}")
+    if wrong := sorted(
+        name for name in described | given if described.get(name) != given.get(name)
+    ):
+        raise ValueError(
+            f"lm has other weights than its configuration describes: {', '.join(wrong[:8])}"
+        )
     model.model.core, model.model.embed_tokens = lm.model, lm.embedding  # pyright: ignore[reportAttributeAccessIssue]
     model.model.take_solves()
     if lm.head is not None:
@@ -92,8 +105,13 @@ def to_causal_lm(model: DeqseqForCausalLM) -> CausalLM:
         True
     """
     config, head = model.config, None if model.config.tie_word_embeddings else model.lm_head
-    numbers = {name: getattr(config, name) for name in ("embedding_dropout", "embedding_scale", "logit_softcap")}
-    return language_model(model.model.core, model.model.embed_tokens, head, **numbers).train(model.training)
+    numbers = {
+        name: getattr(config, name)
+        for name in ("embedding_dropout", "embedding_scale", "logit_softcap")
+    }
+    return language_model(model.model.core, model.model.embed_tokens, head, **numbers).train(
+        model.training
+    )
 
 
 @checked
@@ -113,39 +131,52 @@ def retrofit(
     .. math:: e = \mathrm{prelude}(x), \qquad z^* = \mathrm{core}(\mathrm{enter}(z^*, e)), \qquad
               y = \mathrm{head}(\mathrm{coda}(z^*))
 
-    Before any training, one iteration from zero is the pretrained model. With ``"concat"``, whose initial projection
-    ignores the state, any number of iterations is; with the others further iterations feed the core with its own
-    output, for which it was never trained. Fine-tune the result: as it is, with few iterations, or with a number that
-    is drawn for every update, :func:`deqseq.training.unrolled`.
+    Before any training, one iteration from zero is the pretrained model. With ``"concat"``, whose
+    initial projection ignores the state, any number of iterations is; with the others further
+    iterations feed the core with its own output, for which it was never trained. Fine-tune the
+    result: as it is, with few iterations, or with a number that is drawn for every update,
+    :func:`deqseq.training.unrolled`.
 
     Args:
-        model: a language model of a family that :class:`DecoderBackbone` runs; or a folder or a name on the hub.
+        model: a language model of a family that :class:`DecoderBackbone` runs; or a folder or a
+            name on the hub.
         prelude: how many of the first layers run once, before the core.
         core: how many layers are iterated.
         coda: how many of the last layers run once, after the core.
-        dropped: how many layers between prelude and core are left out, as in the published retrofits, which makes a
-            different model, that has to be healed by training.
-        injection: how the prelude's output enters each iteration: ``"concat"`` (:class:`deqseq.ConcatInjection`),
-            ``"add"`` (:class:`deqseq.AddInjection`), ``"decay"`` (:class:`deqseq.DecayInjection`), or an object.
-        solve: how the core is solved and differentiated. Default: 8 iterations, the last 4 of which are differentiated.
-        eval_solve: the same in eval mode. Default: to a relative tolerance of 1e-3, within 32 iterations.
+        dropped: how many layers between prelude and core are left out, as in the published
+            retrofits, which makes a different model, that has to be healed by training.
+        injection: how the prelude's output enters each iteration: ``"concat"``
+            (:class:`deqseq.ConcatInjection`), ``"add"`` (:class:`deqseq.AddInjection`), ``"decay"``
+            (:class:`deqseq.DecayInjection`), or an object.
+        solve: how the core is solved and differentiated. Default: 8 iterations, the last 4 of which
+            are differentiated.
+        eval_solve: the same in eval mode. Default: to a relative tolerance of 1e-3, within 32
+            iterations.
 
     Returns:
         The model, whose ``model`` is a :class:`deqseq.RecurrentDepth`.
 
     Raises:
         TypeError: an argument of the wrong type.
-        ValueError: layers that do not add up; a family or a model that does not fit, and why; a model without a head.
+        ValueError: layers that do not add up; a family or a model that does not fit, and why; a
+            model without a head.
 
     References:
-        McLeish et al., Teaching Pretrained Language Models to Think Deeper with Retrofitted Recurrence, 2025, arXiv
-        2511.07384.
+        McLeish et al., Teaching Pretrained Language Models to Think Deeper with Retrofitted
+        Recurrence, 2025, arXiv 2511.07384.
 
     Example:
         >>> import torch, deqseq as dq
         >>> from transformers import Qwen3Config, Qwen3ForCausalLM
-        >>> sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
-        >>> theirs = Qwen3ForCausalLM(Qwen3Config(vocab_size=10, num_hidden_layers=4, head_dim=8, **sizes)).eval()
+        >>> sizes = {
+        ...     "hidden_size": 16,
+        ...     "intermediate_size": 32,
+        ...     "num_attention_heads": 2,
+        ...     "num_key_value_heads": 1,
+        ... }
+        >>> theirs = Qwen3ForCausalLM(
+        ...     Qwen3Config(vocab_size=10, num_hidden_layers=4, head_dim=8, **sizes)
+        ... ).eval()
         >>> lm, ids = retrofit(theirs, prelude=1, core=2, coda=1), torch.tensor([[1, 2, 3]])
         >>> output = lm(ids)
         >>> torch.allclose(output.logits, theirs(ids).logits, atol=1e-5), output.stats.iterations

@@ -17,16 +17,18 @@ log = logging.getLogger(__name__)
 
 
 class CurriculumCallback(TrainerCallback, ExportableState):
-    """Trains the model of a Trainer by the phases of a curriculum; an explicit model is left as it is.
+    """Trains the model of a Trainer by the phases of a curriculum; an explicit model is left as it
+    is.
 
-    The phase is chosen, and its budget drawn if it has a ``depth``, before every step. The Trainer's checkpoints
-    contain it: a resumed run continues in its phase with the same draws, and resuming with another curriculum is an
-    error. The configuration says how the model is solved, without draws between steps, so that a checkpoint is loaded
-    as the model that was trained.
+    The phase is chosen, and its budget drawn if it has a ``depth``, before every step. The
+    Trainer's checkpoints contain it: a resumed run continues in its phase with the same draws, and
+    resuming with another curriculum is an error. The configuration says how the model is solved,
+    without draws between steps, so that a checkpoint is loaded as the model that was trained.
 
     Args:
         curriculum: the phases; or their JSON, as the Trainer finds it in a checkpoint with
-            ``restore_callback_states_from_checkpoint=True``. The checkpoint's curriculum then replaces the given one.
+            ``restore_callback_states_from_checkpoint=True``. The checkpoint's curriculum then
+            replaces the given one.
 
     Raises:
         TypeError, ValueError: what a configuration cannot name; JSON that does not fit.
@@ -44,7 +46,9 @@ class CurriculumCallback(TrainerCallback, ExportableState):
     def __init__(self, curriculum: Curriculum | Mapping[str, Any]) -> None:
         self.curriculum: Curriculum = from_json("curriculum", curriculum, "curriculum")
         self.saved = self.curriculum.record(0)
-        self._json = to_json(self.curriculum)  # what no checkpoint can name is refused before training
+        self._json = to_json(
+            self.curriculum
+        )  # what no checkpoint can name is refused before training
         self._phase: Phase | None = None
 
     def state(self) -> dict[str, Any]:
@@ -54,12 +58,20 @@ class CurriculumCallback(TrainerCallback, ExportableState):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Enter the phase; ValueError for another curriculum than the checkpoint's, or tokens that nothing counts."""
+        """Enter the phase; ValueError for another curriculum than the checkpoint's, or tokens that
+        nothing counts.
+        """
         if self.curriculum.unit == "tokens" and str(args.include_num_input_tokens_seen) == "no":
-            raise ValueError('a curriculum in tokens needs TrainingArguments(include_num_input_tokens_seen="all")')
-        # a run that began without this callback has no entry, and the Trainer only fills existing ones
+            raise ValueError(
+                "a curriculum in tokens needs "
+                'TrainingArguments(include_num_input_tokens_seen="all")'
+            )
+        # a run that began without this callback has no entry, and the Trainer only fills existing
+        # ones
         states: Any = state.stateful_callbacks
-        self.curriculum.resumed(states.setdefault(type(self).__name__, self.state())["attributes"]["saved"])
+        self.curriculum.resumed(
+            states.setdefault(type(self).__name__, self.state())["attributes"]["saved"]
+        )
         self._phase = None
         self._enter(kwargs["model"], state)
 
@@ -69,8 +81,12 @@ class CurriculumCallback(TrainerCallback, ExportableState):
         """Enter the phase that is due."""
         self._enter(kwargs["model"], state)
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Record the progress for a checkpoint after this step; a drawn budget ends with its step."""
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Record the progress for a checkpoint after this step; a drawn budget ends
+        with its step.
+        """
         self.saved = self.curriculum.record(self._progress(state))
         if self._phase is not None and self._phase.depth is not None:
             replace(self._phase, depth=None).apply(kwargs["model"])
@@ -82,7 +98,13 @@ class CurriculumCallback(TrainerCallback, ExportableState):
         if phase != self._phase or phase.depth is not None:
             drawn.apply(model)
         if phase != self._phase:
-            log.info("phase %r from step %d (%s: %s)", phase.name, state.global_step, self.curriculum.unit, progress)
+            log.info(
+                "phase %r from step %d (%s: %s)",
+                phase.name,
+                state.global_step,
+                self.curriculum.unit,
+                progress,
+            )
             self.saved, self._phase = self.curriculum.record(progress), phase
 
     def _progress(self, state: TrainerState) -> float | int:
@@ -90,4 +112,6 @@ class CurriculumCallback(TrainerCallback, ExportableState):
             return int(state.num_input_tokens_seen)
         if self.curriculum.unit == "steps":
             return state.global_step
-        return min(1.0, state.global_step / state.max_steps)  # the Trainer resumes a finished run with one more update
+        return min(
+            1.0, state.global_step / state.max_steps
+        )  # the Trainer resumes a finished run with one more update

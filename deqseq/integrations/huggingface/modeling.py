@@ -34,7 +34,9 @@ from deqseq.training import gather_once
 from deqseq.types import Mask, Sequence
 
 SolveChange = SolveConfig | Mapping[str, Any]
-"""How a call is solved: a whole configuration, or the fields to replace in the model's own, as objects or JSON."""
+"""How a call is solved: a whole configuration, or the fields to replace in the model's own, as
+objects or JSON.
+"""
 
 
 class ConfigSettings:
@@ -47,7 +49,9 @@ class ConfigSettings:
     def solve(self) -> SolveConfig:
         solve = self.config.section("solve")
         if solve is None:
-            raise ValueError("config.solve must not be None, for this model was built as an implicit one")
+            raise ValueError(
+                "config.solve must not be None, for this model was built as an implicit one"
+            )
         return solve
 
     @solve.setter
@@ -70,12 +74,15 @@ class DeqseqModel(DeqseqPreTrainedModel):
         config: a :class:`DeqseqConfig`.
 
     Attributes:
-        core: the :class:`deqseq.ImplicitModel`, :class:`deqseq.ExplicitModel` or :class:`deqseq.RecurrentDepth`.
+        core: the :class:`deqseq.ImplicitModel`, :class:`deqseq.ExplicitModel` or
+            :class:`deqseq.RecurrentDepth`.
         embed_tokens: the embedding.
 
     Example:
         >>> from deqseq.integrations.huggingface import DeqseqConfig, DeqseqModel
-        >>> config = DeqseqConfig(vocab_size=9, backbone={"name": "LlamaConfig", "d_model": 16, "n_heads": 2})
+        >>> config = DeqseqConfig(
+        ...     vocab_size=9, backbone={"name": "LlamaConfig", "d_model": 16, "n_heads": 2}
+        ... )
         >>> model = DeqseqModel(config).eval()
         >>> cache = model(torch.tensor([[1, 2]])).cache
         >>> model(torch.tensor([[3]]), cache=cache).last_hidden_state.shape, cache.length
@@ -92,7 +99,9 @@ class DeqseqModel(DeqseqPreTrainedModel):
         blocks = {part for part in self.core.modules() if isinstance(part, nn.ModuleList)}
         self._no_split_modules = {type(block).__name__ for part in blocks for block in part}
         for part in self.core.modules():  # tells transformers to keep our own initialisation
-            if not list(part.buffers(recurse=False)):  # which are in no checkpoint: it has to compute them again
+            if not list(
+                part.buffers(recurse=False)
+            ):  # which are in no checkpoint: it has to compute them again
                 part._is_hf_initialized = True  # pyright: ignore[reportArgumentType]
         self.post_init()
 
@@ -113,31 +122,39 @@ class DeqseqModel(DeqseqPreTrainedModel):
 
         Args:
             input_ids: ``(batch, length)``.
-            attention_mask: 0 at padding, on either side of a row, ``(batch, committed + length)``, where committed
-                counts the tokens of the cache. Default: no padding.
-            position_ids: the model's own, ``(batch, length)``: real tokens counted from 0. Where they begin again a
-                sequence begins, which is solved on its own, without a cache and ``explain()``.
-            cache: an :class:`ImplicitCache`, which is advanced by these tokens. Default: no tokens before.
-            inputs_embeds: what ``embed_tokens`` gives, ``(batch, length, hidden_size)``, instead of ``input_ids``.
-            use_cache: whether to advance ``cache``, or a new cache. Default: as in the configuration, but in
-                training only if a cache is given.
-            output_hidden_states: whether ``hidden_states`` are returned: the embedded tokens and ``last_hidden_state``.
-            solve: how this call is solved: a :class:`deqseq.SolveConfig`, or a mapping of the fields to replace, as
-                ``{"sweep": deqseq.Sliding(8), "stop": {"max_steps": 8}}``.
-            **kwargs: ``return_dict=False`` returns a tuple. What transformers passes to all models and does not matter
-                here, such as ``token_type_ids``, is ignored.
+            attention_mask: 0 at padding, on either side of a row, ``(batch, committed + length)``,
+                where committed counts the tokens of the cache. Default: no padding.
+            position_ids: the model's own, ``(batch, length)``: real tokens counted from 0. Where
+                they begin again a sequence begins, which is solved on its own, without a cache and
+                ``explain()``.
+            cache: an :class:`ImplicitCache`, which is advanced by these tokens. Default: no tokens
+                before.
+            inputs_embeds: what ``embed_tokens`` gives, ``(batch, length, hidden_size)``, instead of
+                ``input_ids``.
+            use_cache: whether to advance ``cache``, or a new cache. Default: as in the
+                configuration, but in training only if a cache is given.
+            output_hidden_states: whether ``hidden_states`` are returned: the embedded tokens and
+                ``last_hidden_state``.
+            solve: how this call is solved: a :class:`deqseq.SolveConfig`, or a mapping of the
+                fields to replace, as ``{"sweep": deqseq.Sliding(8), "stop": {"max_steps": 8}}``.
+            **kwargs: ``return_dict=False`` returns a tuple. What transformers passes to all models
+                and does not matter here, such as ``token_type_ids``, is ignored.
 
         Returns:
             States, cache, and the numbers of the solve.
 
         Raises:
-            ValueError: a bad shape, ids outside the vocabulary, a cache of other rows, positions other than the
-                model's own, packed sequences with a cache, attention weights, or ``solve`` for an explicit model.
+            ValueError: a bad shape, ids outside the vocabulary, a cache of other rows, positions
+                other than the model's own, packed sequences with a cache, attention weights, or
+                ``solve`` for an explicit model.
             TypeError: no tensor, a cache of another library, or an unknown keyword.
         """
         gather_once(self.core)  # the Trainer and accelerate shard a model after it was built
         options: dict[str, Any] = {} if solve is None else {"solve": self.solve_config(solve)}
-        told = {"position_ids": position_ids, "output_attentions": self.config.output_attentions or None}
+        told = {
+            "position_ids": position_ids,
+            "output_attentions": self.config.output_attentions or None,
+        }
         check_keywords(told | kwargs)
         check_tensors(position_ids=position_ids)
         given, cache = cache is not None, ImplicitCache() if cache is None else cache
@@ -154,7 +171,11 @@ class DeqseqModel(DeqseqPreTrainedModel):
         x = F.dropout(embedded, self.config.embedding_dropout, self.training)
         if packing is not None:
             x, new = packing.apart(x), packing.mask
-        want_states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        want_states = (
+            self.config.output_hidden_states
+            if output_hidden_states is None
+            else output_hidden_states
+        )
         output = self.core(x, mask=new, cache=cache.value, return_cache=use_cache, **options)
         if use_cache:
             cache.commit(output, new)
@@ -171,25 +192,35 @@ class DeqseqModel(DeqseqPreTrainedModel):
         return solved
 
     def solve_config(self, change: SolveChange, base: SolveConfig | None = None) -> SolveConfig:
-        """``base``, by default that of the mode, with ``change`` in it; ValueError for an explicit model."""
+        """``base``, by default that of the mode, with ``change`` in it; ValueError for an explicit
+        model.
+        """
         if self.solved is None:
-            raise ValueError(f"leave out solve: this {type(self).__name__} is explicit (solve=None)")
+            raise ValueError(
+                f"leave out solve: this {type(self).__name__} is explicit (solve=None)"
+            )
         return from_json("solve", change, "solve", base or self.solved.solve_config)
 
     @property
     def solved(self) -> ImplicitModel | None:
-        """The part that is solved: ``core``, or that of a :class:`deqseq.RecurrentDepth`; None: an explicit model."""
+        """The part that is solved: ``core``, or that of a :class:`deqseq.RecurrentDepth`; None: an
+        explicit model.
+        """
         return solved_part(self.core)
 
     def take_solves(self) -> None:
-        """Let the core read and write its solves in the configuration, which also names its attention."""
+        """Let the core read and write its solves in the configuration, which also names its
+        attention.
+        """
         watch(self.core)
         choose_attention(self.core, self.config)
         if self.solved is not None:
             self.solved.solves = ConfigSettings(self.config)
 
     def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
-        """As in transformers, but a norm that two parts share is tied whether or not the head is the embedding."""
+        """As in transformers, but a norm that two parts share is tied whether or not the head is
+        the embedding.
+        """
         if all_submodels:
             return super().get_expanded_tied_weights_keys(all_submodels=True)
         return {} if self.config.norm is None else dict(self._tied_weights_keys)
@@ -201,24 +232,31 @@ class DeqseqModel(DeqseqPreTrainedModel):
         cache: ImplicitCache,
         inputs_embeds: Tensor | None,
     ) -> tuple[Sequence, Mask | None]:
-        """Embedded tokens without dropout, and the mask of all tokens, those of ``cache`` included; as in a call.
+        """Embedded tokens without dropout, and the mask of all tokens, those of ``cache`` included;
+        as in a call.
 
-        ValueError: ``input_ids`` ``(batch, length)``, or ``inputs_embeds`` ``(batch, length, hidden_size)``, and
-        ``attention_mask`` ``(batch, committed + length)`` do not fit.
+        ValueError: ``input_ids`` ``(batch, length)``, or ``inputs_embeds`` ``(batch, length,
+        hidden_size)``, and ``attention_mask`` ``(batch, committed + length)`` do not fit.
         """
-        check_tensors(input_ids=input_ids, inputs_embeds=inputs_embeds, attention_mask=attention_mask)
+        check_tensors(
+            input_ids=input_ids, inputs_embeds=inputs_embeds, attention_mask=attention_mask
+        )
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         if input_ids is not None:
             if input_ids.ndim != 2:
-                raise ValueError(f"input_ids must have shape (batch, length), got {tuple(input_ids.shape)}")
+                raise ValueError(
+                    f"input_ids must have shape (batch, length), got {tuple(input_ids.shape)}"
+                )
             ids = input_ids.to(torch.int64) if input_ids.dtype == torch.int32 else input_ids
             if not torch.compiler.is_compiling():  # a graph cannot depend on the ids
                 check_ids("input_ids", ids, self.config.vocab_size)
             inputs_embeds = self.embed_tokens(ids)
         x = cast("Sequence", inputs_embeds)
         if x.ndim != 3:
-            raise ValueError(f"inputs_embeds must have shape (batch, length, hidden_size), got {tuple(x.shape)}")
+            raise ValueError(
+                f"inputs_embeds must have shape (batch, length, hidden_size), got {tuple(x.shape)}"
+            )
         check_cache(cache, len(x))
         mask = joined_mask(attention_mask, len(x), x.shape[1], cache)
         return scaled(x, self.config.embedding_scale), mask
@@ -239,7 +277,10 @@ class DeqseqForSequenceClassification(GenericForSequenceClassification, DeqseqPr
     Example:
         >>> from transformers import AutoModelForSequenceClassification
         >>> from deqseq.integrations.huggingface import DeqseqConfig
-        >>> sizes = {"vocab_size": 9, "backbone": {"name": "LlamaConfig", "d_model": 16, "n_heads": 2}}
+        >>> sizes = {
+        ...     "vocab_size": 9,
+        ...     "backbone": {"name": "LlamaConfig", "d_model": 16, "n_heads": 2},
+        ... }
         >>> config = DeqseqConfig(num_labels=2, pad_token_id=0, **sizes)
         >>> model = AutoModelForSequenceClassification.from_config(config)
         >>> model(torch.tensor([[1, 2, 3], [4, 0, 0]])).logits.shape

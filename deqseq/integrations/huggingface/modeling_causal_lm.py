@@ -47,8 +47,12 @@ class DeqseqForCausalLM(DeqseqPreTrainedModel, GenerationMixin):
         >>> config = DeqseqConfig(vocab_size=9, backbone=dq.Mamba2Config(16, headdim=8))
         >>> model, prompt = DeqseqForCausalLM(config), torch.tensor([[1, 2, 3]])
         >>> options = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True}
-        >>> output = model.generate(prompt, solve={"sweep": "Sequential", "stop": {"rtol": 0.1}}, **options)
-        >>> [solve.stats.iterations.shape for solve in output.cache.solves][:2]     # prompt, then each token
+        >>> output = model.generate(
+        ...     prompt, solve={"sweep": "Sequential", "stop": {"rtol": 0.1}}, **options
+        ... )
+        >>> [solve.stats.iterations.shape for solve in output.cache.solves][
+        ...     :2
+        ... ]  # prompt, then each token
         [torch.Size([1, 3]), torch.Size([1, 1])]
     """
 
@@ -83,44 +87,60 @@ class DeqseqForCausalLM(DeqseqPreTrainedModel, GenerationMixin):
             position_ids: ``(batch, length)``.
             cache: an :class:`ImplicitCache`, which is advanced by these tokens.
             inputs_embeds: ``(batch, length, hidden_size)``.
-            labels: ``(batch, length)``; the one at ``t`` is the answer at ``t - 1``. Those that are -100 are left out
-                of the loss; padding is not, as in transformers, so its labels must be -100.
+            labels: ``(batch, length)``; the one at ``t`` is the answer at ``t - 1``. Those that are
+                -100 are left out of the loss; padding is not, as in transformers, so its labels
+                must be -100.
             use_cache: whether to advance a cache.
-            logits_to_keep: how many of the last positions get logits, or which, ``(kept,)``; 0: all.
-            num_items_in_batch: what the summed loss is divided by, ``()``. Default: the number of scored labels.
+            logits_to_keep: how many of the last positions get logits, or which, ``(kept,)``; 0:
+                all.
+            num_items_in_batch: what the summed loss is divided by, ``()``. Default: the number of
+                scored labels.
             solve: how this call is solved.
-            **kwargs: as in :class:`DeqseqModel`; and ``shift_labels``, ``(batch, length)``, of which the one at ``t``
-                is the answer at ``t``.
+            **kwargs: as in :class:`DeqseqModel`; and ``shift_labels``, ``(batch, length)``, of
+                which the one at ``t`` is the answer at ``t``.
 
         Returns:
             Loss, logits, cache, and the numbers of the solve.
 
         Raises:
-            ValueError: what :class:`DeqseqModel` refuses; labels of another shape, outside the vocabulary or
-                none to score, or labels with ``logits_to_keep``.
+            ValueError: what :class:`DeqseqModel` refuses; labels of another shape, outside the
+                vocabulary or none to score, or labels with ``logits_to_keep``.
             TypeError: no tensor, a cache of another library, or an unknown keyword.
         """
-        shift_labels = kwargs.pop("shift_labels", None)  # in the signature the Trainer would require it
-        tokens, vocab_size = input_ids if inputs_embeds is None else inputs_embeds, self.config.vocab_size
-        check_labels(tokens, vocab_size, num_items_in_batch, labels=labels, shift_labels=shift_labels)
+        shift_labels = kwargs.pop(
+            "shift_labels", None
+        )  # in the signature the Trainer would require it
+        tokens, vocab_size = (
+            input_ids if inputs_embeds is None else inputs_embeds,
+            self.config.vocab_size,
+        )
+        check_labels(
+            tokens, vocab_size, num_items_in_batch, labels=labels, shift_labels=shift_labels
+        )
         scored = labels is not None or shift_labels is not None
         if scored and not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
             raise ValueError("labels need the logits of all positions: leave out logits_to_keep")
         if isinstance(logits_to_keep, int) and logits_to_keep < 0:
-            raise ValueError(f"logits_to_keep must be an integer >= 0 or positions, got {logits_to_keep}")
+            raise ValueError(
+                f"logits_to_keep must be an integer >= 0 or positions, got {logits_to_keep}"
+            )
         inputs = (input_ids, attention_mask, position_ids, cache, inputs_embeds, use_cache)
         output = self.model(*inputs, solve=solve, **kwargs | {"return_dict": True})
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits, loss = self._logits(output.last_hidden_state[:, kept]), None
         if scored:
-            loss = self.loss_function(logits, labels, vocab_size, num_items_in_batch, shift_labels=shift_labels)
+            loss = self.loss_function(
+                logits, labels, vocab_size, num_items_in_batch, shift_labels=shift_labels
+            )
         own = {name: value for name, value in output.items() if name != "last_hidden_state"}
         predicted = ImplicitCausalLMOutput(loss=loss, logits=logits, **own)
         predicted.again = output.again
         return predicted
 
     def _get_name(self) -> str:
-        """The Trainer shifts smoothed labels by this name, and FSDP2 puts the model into a class of its own."""
+        """The Trainer shifts smoothed labels by this name, and FSDP2 puts the model into a class of
+        its own.
+        """
         return DeqseqForCausalLM.__name__
 
     def _embedded(self, ids: Tensor) -> Tensor:
@@ -135,29 +155,34 @@ class DeqseqForCausalLM(DeqseqPreTrainedModel, GenerationMixin):
         generation_config: GenerationConfig | None = None,
         **kwargs: Any,
     ) -> Any:
-        """As in transformers, in eval mode, with two more keywords, which can also be in the generation configuration.
+        """As in transformers, in eval mode, with two more keywords, which can also be in the
+        generation configuration.
 
         Args:
             inputs: prompts, ``(batch, length)``, padded on the left.
             generation_config: of transformers.
             **kwargs: of transformers, and ``solve`` and ``window``.
 
-                ``solve``: how prompts and new tokens are solved, as in a call; fields of the keyword come first, then
-                those of the generation configuration, then the model's own. ``sweep`` is that of the prompts. Default:
-                the model's, but ``Sliding(16)`` instead of ``Simultaneous()``. How each solve went is in
-                ``cache.solves`` of ``return_dict_in_generate=True``.
+                ``solve``: how prompts and new tokens are solved, as in a call; fields of the
+                keyword come first, then those of the generation configuration, then the model's
+                own. ``sweep`` is that of the prompts. Default: the model's, but ``Sliding(16)``
+                instead of ``Simultaneous()``. How each solve went is in ``cache.solves`` of
+                ``return_dict_in_generate=True``.
 
-                ``window``: how many tokens of a row are decoded at once, as by :meth:`deqseq.CausalLM.generate`.
-                Processors, stopping criteria and streamers are called for committed tokens, in order. A cache that is
-                given is not changed, and none is returned; the numbers are in ``generation`` of the output. Beams,
-                guidance, no cache, ``prefill_chunk_size`` and returned hidden states decode one by one, with a warning.
+                ``window``: how many tokens of a row are decoded at once, as by
+                :meth:`deqseq.CausalLM.generate`. Processors, stopping criteria and streamers are
+                called for committed tokens, in order. A cache that is given is not changed, and
+                none is returned; the numbers are in ``generation`` of the output. Beams, guidance,
+                no cache, ``prefill_chunk_size`` and returned hidden states decode one by one, with
+                a warning.
 
         Returns:
             What transformers returns: ``(batch, length + new)``, or an output object.
 
         Raises:
-            ValueError: an unknown field, name or number; padding on the right; a cache of other rows; ``solve`` for an
-                explicit model; a window where tokens cannot be iterated together.
+            ValueError: an unknown field, name or number; padding on the right; a cache of other
+                rows; ``solve`` for an explicit model; a window where tokens cannot be iterated
+                together.
         """
         with torch.no_grad(), eval_mode(self):  # the Trainer leaves a model in training mode
             theirs: Any = super(DeqseqForCausalLM, with_weights(self))
@@ -165,34 +190,48 @@ class DeqseqForCausalLM(DeqseqPreTrainedModel, GenerationMixin):
 
     def init_continuous_batching(self, *_: Any, **unused: Any) -> NoReturn:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Not supported."""
-        raise NotImplementedError("continuous batching is not supported: call generate, or serve the model with vLLM")
+        raise NotImplementedError(
+            "continuous batching is not supported: call generate, or serve the model with vLLM"
+        )
 
     def prepare_inputs_for_generation(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         input_ids: Tensor,
         cache: Any = None,
         attention_mask: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,  # transformers looks for this name before it takes embedded prompts
+        inputs_embeds: Tensor
+        | None = None,  # transformers looks for this name before it takes embedded prompts
         is_first_iteration: bool = False,
         **kwargs: Any,
     ) -> dict[str, Any]:
         """The arguments of the next call; ValueError for prompts padded on the right."""
-        if is_first_iteration and attention_mask is not None and not bool(attention_mask[:, -1].all()):
+        if (
+            is_first_iteration
+            and attention_mask is not None
+            and not bool(attention_mask[:, -1].all())
+        ):
             raise ValueError(
-                "prompts must be padded on the left, but a row ends in padding, after which nothing can be predicted: "
+                "prompts must be padded on the left, but a row ends in padding, after which "
+                "nothing can be predicted: "
                 "set padding_side='left' in the tokenizer"
             )
         kwargs |= {"cache": cache, "attention_mask": attention_mask, "inputs_embeds": inputs_embeds}
         theirs: Any = super()
-        prepared = theirs.prepare_inputs_for_generation(input_ids, is_first_iteration=is_first_iteration, **kwargs)
+        prepared = theirs.prepare_inputs_for_generation(
+            input_ids, is_first_iteration=is_first_iteration, **kwargs
+        )
         if cache is not None and not is_first_iteration and "solve" in prepared:
-            prepared["solve"] = replace(prepared["solve"], sweep=Simultaneous())  # a token has nothing to sweep over
+            prepared["solve"] = replace(
+                prepared["solve"], sweep=Simultaneous()
+            )  # a token has nothing to sweep over
         return prepared
 
     def _prepare_generation_config(
         self, generation_config: GenerationConfig | None, **kwargs: Any
     ) -> tuple[GenerationConfig, dict[str, Any]]:
-        """``solve`` becomes one argument of the model's calls, and ``window`` a field of the configuration."""
+        """``solve`` becomes one argument of the model's calls, and ``window`` a field of the
+        configuration.
+        """
         keyword, window = kwargs.pop("solve", None), kwargs.pop("window", None)
         theirs: Any = super()
         config, model_kwargs = theirs._prepare_generation_config(generation_config, **kwargs)
@@ -226,25 +265,39 @@ class DeqseqForCausalLM(DeqseqPreTrainedModel, GenerationMixin):
             if vars(generation_config)["window"] is not None:
                 warn_of_window("processes that share weights must call the model equally often")
             options: Any = {"synced_gpus": synced_gpus, "streamer": streamer, **model_kwargs}
-            return theirs._sample(input_ids, logits_processor, stopping_criteria, generation_config, **options)
+            return theirs._sample(
+                input_ids, logits_processor, stopping_criteria, generation_config, **options
+            )
         cache, mask, prompt = model_kwargs["cache"], model_kwargs.get("attention_mask"), input_ids
         if model_kwargs.get("inputs_embeds") is not None:
             prompt = model_kwargs["inputs_embeds"]
         total = vars(generation_config)["_mask_length"] if mask is None else mask.shape[1]
         # a prompt is whole, or what is not in the cache yet
-        model_kwargs["next_sequence_length"] = prompt.shape[1] - cache.length if prompt.shape[1] == total else None
-        given = self.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **model_kwargs)
-        ids, mask, embeds = (given.get(name) for name in ("input_ids", "attention_mask", "inputs_embeds"))
+        model_kwargs["next_sequence_length"] = (
+            prompt.shape[1] - cache.length if prompt.shape[1] == total else None
+        )
+        given = self.prepare_inputs_for_generation(
+            input_ids, is_first_iteration=True, **model_kwargs
+        )
+        ids, mask, embeds = (
+            given.get(name) for name in ("input_ids", "attention_mask", "inputs_embeds")
+        )
         x, mask = self.model.embedded(ids, mask, cache, embeds)
         check_positions(given.get("position_ids"), mask, cache.length, (len(x), x.shape[1]))
         mask = None if mask is None else mask[:, cache.length :]
         run = partial(generate, self.model.core, self._embedded, self._logits, x, mask, cache.value)
         solve: SolveConfig | None = given.get("solve")
         # the solve's sweep is the one of the prompts, which a solve alone would not say
-        run = partial(run, callback=None, solve=solve, fields={} if solve is None else {"sweep": solve.sweep})
-        return in_windows(run, input_ids, logits_processor, stopping_criteria, generation_config, streamer)
+        run = partial(
+            run, callback=None, solve=solve, fields={} if solve is None else {"sweep": solve.sweep}
+        )
+        return in_windows(
+            run, input_ids, logits_processor, stopping_criteria, generation_config, streamer
+        )
 
-    def _get_candidate_generator(self, *args: Any, model_kwargs: dict[str, Any], **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def _get_candidate_generator(
+        self, *args: Any, model_kwargs: dict[str, Any], **kwargs: Any
+    ) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """An assistant is solved in its own way."""
         theirs: Any = super()
         own = {name: value for name, value in model_kwargs.items() if name != "solve"}
@@ -253,7 +306,9 @@ class DeqseqForCausalLM(DeqseqPreTrainedModel, GenerationMixin):
     def _get_logits_processor(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, *args: Any, model_kwargs: Mapping[str, Any] | None = None, **kwargs: Any
     ) -> LogitsProcessorList:
-        """Guidance calls the model by itself, for the prompt without the condition: it is solved in the same way."""
+        """Guidance calls the model by itself, for the prompt without the condition: it is solved in
+        the same way.
+        """
         theirs: Any = super()
         processors = theirs._get_logits_processor(*args, model_kwargs=model_kwargs, **kwargs)
         for processor in processors:
@@ -270,21 +325,35 @@ class DeqseqForCausalLM(DeqseqPreTrainedModel, GenerationMixin):
         *_: Any,
     ) -> None:
         """An :class:`ImplicitCache`, instead of the cache of transformers."""
-        config, cache, mask = generation_config, model_kwargs.get("cache"), model_kwargs.get("attention_mask")
+        config, cache, mask = (
+            generation_config,
+            model_kwargs.get("cache"),
+            model_kwargs.get("attention_mask"),
+        )
         if config.cache_implementation not in (None, "dynamic"):
-            raise ValueError(f"cache_implementation {config.cache_implementation!r} is not available: leave it out")
-        drafts = generation_mode == GenerationMode.ASSISTED_GENERATION or vars(config).get("is_assistant")
-        parts = self.config.specification().parts
-        if drafts and (recurrent := ", ".join(name for name in parts if isinstance(parts[name], Mamba2Config))):
             raise ValueError(
-                f"assisted decoding takes tokens back, which the state of a Mamba2 ({recurrent}) cannot: leave out "
+                f"cache_implementation {config.cache_implementation!r} is not available: leave it "
+                "out"
+            )
+        drafts = generation_mode == GenerationMode.ASSISTED_GENERATION or vars(config).get(
+            "is_assistant"
+        )
+        parts = self.config.specification().parts
+        if drafts and (
+            recurrent := ", ".join(name for name in parts if isinstance(parts[name], Mamba2Config))
+        ):
+            raise ValueError(
+                f"assisted decoding takes tokens back, which the state of a Mamba2 ({recurrent}) "
+                "cannot: leave out "
                 "assistant_model and prompt_lookup_num_tokens"
             )
         if config.prefill_chunk_size is not None and mask is not None:
             longest = int((mask == 0).sum(dim=1).max())  # of each row the first chunk needs a token
             config.prefill_chunk_size = max(config.prefill_chunk_size, longest + 1)
         if cache is not None:
-            check_cache(cache, batch_size * max(config.num_beams or 1, config.num_return_sequences or 1))
+            check_cache(
+                cache, batch_size * max(config.num_beams or 1, config.num_return_sequences or 1)
+            )
             cache._is_user_defined = True  # transformers then does not take it for its own
         elif config.use_cache is not False:
             model_kwargs["cache"] = ImplicitCache()

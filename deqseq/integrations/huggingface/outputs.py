@@ -15,7 +15,8 @@ from deqseq.solution import Outcome, SolveStats
 @no_type_check  # accelerate rebuilds an output from a mapping in place of the first field
 @dataclass
 class ImplicitModelOutput(BaseModelOutputWithPast, Outcome):  # pyright: ignore[reportIncompatibleMethodOverride]
-    """An outcome of a solve with transformers' fields; ``last_hidden_state`` is the fixed point of an implicit model.
+    """An outcome of a solve with transformers' fields; ``last_hidden_state`` is the fixed point of
+    an implicit model.
 
     Attributes:
         stats: numbers of the solve, per token; None for an explicit model.
@@ -43,7 +44,8 @@ class ImplicitCausalLMOutput(CausalLMOutputWithPast, Outcome):  # pyright: ignor
 @no_type_check
 @dataclass
 class WindowedOutput(GenerateDecoderOnlyOutput):
-    """``sequences`` and, if asked for, ``scores`` and ``logits`` of ``generate(..., return_dict_in_generate=True)``.
+    """``sequences`` and, if asked for, ``scores`` and ``logits`` of ``generate(...,
+    return_dict_in_generate=True)``.
 
     Attributes:
         generation: the new tokens, and the iterations, updates and guesses that they took.

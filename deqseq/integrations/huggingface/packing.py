@@ -16,7 +16,8 @@ class Packing:
 
     Attributes:
         shape: of the packed rows, ``(batch, length)``.
-        places: of each token of each sequence among the ``batch * length`` packed ones, ``(sequences, longest)``.
+        places: of each token of each sequence among the ``batch * length`` packed ones,
+            ``(sequences, longest)``.
         mask: True at real tokens, which come first, ``(sequences, longest)``.
     """
 
@@ -28,15 +29,19 @@ class Packing:
     def of(
         cls, position_ids: Int64[Tensor, "..."] | None, mask: Mask | None, shape: tuple[int, int]
     ) -> "Packing | None":
-        """From the positions of tokens of this ``shape``, and which are real; None if each row is one sequence.
+        """From the positions of tokens of this ``shape``, and which are real; None if each row is
+        one sequence.
 
-        A sequence begins at a position of 0 and after padding. ValueError: its positions do not count from 0.
+        A sequence begins at a position of 0 and after padding. ValueError: its positions do not
+        count from 0.
         """
         if position_ids is None or position_ids.shape not in (shape, (1, shape[1])):
             return None
         positions = position_ids.expand(shape)
         real = torch.ones_like(positions, dtype=torch.bool) if mask is None else mask
-        at_edge = torch.cat([torch.ones_like(real[:, :1]), ~real[:, :-1]], dim=1)  # behind padding, or the first
+        at_edge = torch.cat(
+            [torch.ones_like(real[:, :1]), ~real[:, :-1]], dim=1
+        )  # behind padding, or the first
         begins = real & ((positions == 0) | at_edge)
         if int(begins.sum(dim=1).max()) < 2:
             return None
@@ -54,18 +59,24 @@ class Packing:
         there[sequence[flat], number[flat]] = True
         return cls(shape, places, there)
 
-    def apart(self, x: Shaped[Tensor, "batch length ..."]) -> Shaped[Tensor, "sequences longest ..."]:
+    def apart(
+        self, x: Shaped[Tensor, "batch length ..."]
+    ) -> Shaped[Tensor, "sequences longest ..."]:
         """A row for each sequence, with zeros behind it."""
         rows = x.flatten(0, 1)[self.places]
         return rows.masked_fill(~self.mask.reshape(*self.mask.shape, *[1] * (x.ndim - 2)), 0)
 
-    def together(self, x: Shaped[Tensor, "sequences longest ..."]) -> Shaped[Tensor, "batch length ..."]:
+    def together(
+        self, x: Shaped[Tensor, "sequences longest ..."]
+    ) -> Shaped[Tensor, "batch length ..."]:
         """Packed again, with zeros at padding."""
         packed = x.new_zeros(self.shape[0] * self.shape[1], *x.shape[2:])
         return packed.index_put((self.places[self.mask],), x[self.mask]).unflatten(0, self.shape)
 
     def output(self, output: ModelOutput) -> ModelOutput:
-        """The output for the packed rows, without ``explain()``, whose rows would be the sequences."""
+        """The output for the packed rows, without ``explain()``, whose rows would be
+        the sequences.
+        """
         stats, status = output.stats, output.status
         if stats is not None:
             names = ("iterations", "residual", "updates", "forced")

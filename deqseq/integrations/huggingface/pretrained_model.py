@@ -1,4 +1,6 @@
-"""What all models have in common: loading, saving, initial weights, folding weight normalisation."""
+"""What all models have in common: loading, saving, initial weights, folding weight
+normalisation.
+"""
 
 import json
 from os import PathLike
@@ -27,7 +29,9 @@ class DeqseqPreTrainedModel(PreTrainedModel):
         >>> import tempfile
         >>> from transformers import AutoModelForCausalLM
         >>> from deqseq.integrations.huggingface import DeqseqConfig, DeqseqForCausalLM
-        >>> config = DeqseqConfig(vocab_size=9, backbone={"name": "LlamaConfig", "d_model": 16, "n_heads": 2})
+        >>> config = DeqseqConfig(
+        ...     vocab_size=9, backbone={"name": "LlamaConfig", "d_model": 16, "n_heads": 2}
+        ... )
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     DeqseqForCausalLM(config).save_pretrained(folder)
         ...     type(AutoModelForCausalLM.from_pretrained(folder)).__name__
@@ -58,54 +62,76 @@ class DeqseqPreTrainedModel(PreTrainedModel):
         output_loading_info: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """As in transformers, but ValueError for weights that are missing, unexpected or of another shape.
+        """As in transformers, but ValueError for weights that are missing, unexpected or of another
+        shape.
 
-        With ``output_loading_info=True``, which also returns the report, a missing embedding or head is drawn, and
-        unexpected weights are dropped.
+        With ``output_loading_info=True``, which also returns the report, a missing embedding or
+        head is drawn, and unexpected weights are dropped.
         """
         loaded: Any = super().from_pretrained(
             pretrained_model_name_or_path, *model_args, output_loading_info=True, **kwargs
         )
         model, report = loaded
-        _check_weights(report, pretrained_model_name_or_path or "the given state dict", reported=output_loading_info)
+        _check_weights(
+            report,
+            pretrained_model_name_or_path or "the given state dict",
+            reported=output_loading_info,
+        )
         return (model, report) if output_loading_info else model
 
-    def save_pretrained(self, save_directory: str | PathLike[str], *args: Any, **kwargs: Any) -> None:
+    def save_pretrained(
+        self, save_directory: str | PathLike[str], *args: Any, **kwargs: Any
+    ) -> None:
         """As in transformers; whether weights are normalised is saved as the core is now.
 
-        TypeError: ``generation_config.solve`` has an object that JSON cannot name. ValueError: only some layers of a
-        backbone have weight normalisation.
+        TypeError: ``generation_config.solve`` has an object that JSON cannot name. ValueError: only
+        some layers of a backbone have weight normalisation.
         """
         if self.can_generate():
             generation = vars(self.generation_config)
-            generation["_from_model_config"] = False  # or ``solve`` would be dropped when the file is read
+            generation["_from_model_config"] = (
+                False  # or ``solve`` would be dropped when the file is read
+            )
             if "solve" in generation:
                 generation["solve"] = json.loads(json.dumps(generation["solve"], default=to_json))
         self._follow_core()
         super().save_pretrained(save_directory, *args, **kwargs)
 
     def fold_weight_norm(self) -> None:
-        """Replace weight-normalised weights by plain ones of the same value, here and in the configuration.
+        """Replace weight-normalised weights by plain ones of the same value, here and in the
+        configuration.
 
-        Do this before tools that write weights (merging LoRA, quantisation), and before an optimizer is made.
+        Do this before tools that write weights (merging LoRA, quantisation), and before an
+        optimizer is made.
         """
         base: Any = self.base_model
         fold_weight_norm(base.core)
         self._follow_core()
 
     def _follow_core(self) -> None:
-        """Say in the configuration what the backbones are now: their weight normalisation may have changed."""
+        """Say in the configuration what the backbones are now: their weight normalisation may have
+        changed.
+        """
         base: Any = self.base_model
         for name, sizes in parts_of(base.core).items():
             if name in PARTS:
                 setattr(self.config, name, sizes)
 
-    def set_attn_implementation(self, attn_implementation: str, allow_all_kernels: bool = False) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """As in transformers, also in the layers of a decoder, whose family must support the function."""
+    def set_attn_implementation(
+        self, attn_implementation: str, allow_all_kernels: bool = False
+    ) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """As in transformers, also in the layers of a decoder, whose family must support the
+        function.
+        """
         check_type("attn_implementation", attn_implementation, str)
         family: Any = self if self.config.decoder_config is None else self._decoder()
-        chosen = family._check_and_adjust_attn_implementation(attn_implementation, allow_all_kernels=allow_all_kernels)
-        for config in (self.config, *(part.config for part in self.modules() if isinstance(part, DecoderBackbone))):
+        chosen = family._check_and_adjust_attn_implementation(
+            attn_implementation, allow_all_kernels=allow_all_kernels
+        )
+        for config in (
+            self.config,
+            *(part.config for part in self.modules() if isinstance(part, DecoderBackbone)),
+        ):
             config._attn_implementation = chosen
 
     @classmethod
@@ -122,7 +148,8 @@ class DeqseqPreTrainedModel(PreTrainedModel):
         base.core.compile(**options)
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Draw an embedding or a head; a backbone has initialised itself, but for the layers of a decoder.
+        """Draw an embedding or a head; a backbone has initialised itself, but for the layers of a
+        decoder.
 
         Their rotary frequencies, and Gemma's scale, are in no checkpoint.
         """
@@ -138,19 +165,27 @@ class DeqseqPreTrainedModel(PreTrainedModel):
 
 
 def _check_weights(report: dict[str, Any], source: object, *, reported: bool) -> None:
-    """Refuse weights that do not fit: those of a core are never drawn, and other fixed points would be found."""
+    """Refuse weights that do not fit: those of a core are never drawn, and other fixed points would
+    be found.
+    """
     # of a vocabulary, or a number of labels, of another size
     redrawn = ("embed_tokens.weight", "lm_head.weight", "score.weight")
     drawn = redrawn if reported else "score.weight"  # the head of a new task
     found = {
         "missing": [key for key in report.get("missing_keys", ()) if not key.endswith(drawn)],
-        "of another shape": [key for key, *_ in report.get("mismatched_keys", ()) if not key.endswith(redrawn)],
+        "of another shape": [
+            key for key, *_ in report.get("mismatched_keys", ()) if not key.endswith(redrawn)
+        ],
         "unexpected": () if reported else report.get("unexpected_keys", ()),
     }
-    faults = "; ".join(f"{fault} {', '.join(sorted(names)[:8])}" for fault, names in found.items() if names)
+    faults = "; ".join(
+        f"{fault} {', '.join(sorted(names)[:8])}" for fault, names in found.items() if names
+    )
     if faults:
         raise ValueError(
-            f"the weights in {source} do not fit: {faults}. Does its config.json describe them? With "
-            "output_loading_info=True a missing embedding or head is drawn, unexpected weights are dropped, and both "
+            f"the weights in {source} do not fit: {faults}. Does its config.json describe them? "
+            "With "
+            "output_loading_info=True a missing embedding or head is drawn, unexpected weights "
+            "are dropped, and both "
             "are reported"
         )

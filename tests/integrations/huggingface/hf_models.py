@@ -1,4 +1,6 @@
-"""Small models of transformers whose maps contract, in float64: one table, over which the suites run."""
+"""Small models of transformers whose maps contract, in float64: one table, over which the suites
+run.
+"""
 
 from dataclasses import replace
 
@@ -33,8 +35,17 @@ STABLELM = {
 MAMBA2 = dq.Mamba2Config(8, 2, 4, 4, chunk_size=3, weight_norm=False)
 LLAMA = dq.LlamaConfig(8, 2, 4, 2, mlp_width=12, weight_norm=False)
 ATTENTION = dq.LlamaConfig(8, n_heads=2, weight_norm=False, injection=False)
-LAYERS = {"prelude": DecoderLayers(8, 0, 1), "backbone": DecoderLayers(8, 1, 3), "coda": DecoderLayers(8, 3, 4, True)}
-PARTS = {"prelude": ATTENTION, "backbone": replace(MAMBA2, injection=False), "coda": ATTENTION, "norm": "coda"}
+LAYERS = {
+    "prelude": DecoderLayers(8, 0, 1),
+    "backbone": DecoderLayers(8, 1, 3),
+    "coda": DecoderLayers(8, 3, 4, True),
+}
+PARTS = {
+    "prelude": ATTENTION,
+    "backbone": replace(MAMBA2, injection=False),
+    "coda": ATTENTION,
+    "norm": "coda",
+}
 
 FAMILIES = {
     "mamba2": {"backbone": MAMBA2},
@@ -44,7 +55,9 @@ FAMILIES = {
     "decoder": LAYERS | {"injection": "concat"},
     "parts": PARTS | {"injection": "concat"},
 }
-"""Models of one backbone, the explicit baseline, and recurrent depth of a decoder's layers and of our own."""
+"""Models of one backbone, the explicit baseline, and recurrent depth of a decoder's layers and of
+our own.
+"""
 EVERY = pytest.mark.parametrize("kind", FAMILIES)
 EXPLICIT = ("explicit", "looped")
 IMPLICIT = pytest.mark.parametrize("kind", [kind for kind in FAMILIES if kind not in EXPLICIT])
@@ -58,7 +71,9 @@ LEFT = torch.arange(7).flip(0) < torch.tensor(COUNTS)[:, None]
 
 
 def configured(kind: str, **fields):
-    """The configuration of a family, with some fields changed; ``solve`` changes the tight plain iteration."""
+    """The configuration of a family, with some fields changed; ``solve`` changes the tight plain
+    iteration.
+    """
     own = SHARED | FAMILIES[kind]
     if kind == "decoder":
         own |= {"decoder_config": AutoConfig.for_model("stablelm", **STABLELM)}
@@ -80,11 +95,15 @@ def made(kind: str, **fields):
 
 
 def contract(model):
-    """Scale what the state passes through, so that the injection outweighs it and plain iteration converges."""
+    """Scale what the state passes through, so that the injection outweighs it and plain iteration
+    converges.
+    """
     factors = {"in_proj": 0.1, "out_proj": 4, "o_proj": 4}
     factors |= dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj"), 0.2)
     core = model.model.core
-    for name, part in core.named_modules() if isinstance(core, dq.ImplicitModel | dq.ExplicitModel) else ():
+    for name, part in (
+        core.named_modules() if isinstance(core, dq.ImplicitModel | dq.ExplicitModel) else ()
+    ):
         factor = factors.get(name.rpartition(".")[2])
         if factor is not None and isinstance(part, nn.Linear):
             normed = parametrize.is_parametrized(part, "weight")
@@ -95,4 +114,6 @@ def contract(model):
 def same_weights(one, other) -> bool:
     """Whether two models have the same weights, bit for bit and by name."""
     mine, theirs = one.state_dict(), other.state_dict()
-    return mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+    return mine.keys() == theirs.keys() and all(
+        torch.equal(mine[name], theirs[name]) for name in mine
+    )

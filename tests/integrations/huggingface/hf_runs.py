@@ -1,4 +1,6 @@
-"""Small models and a small task that the tests of the Trainer and the script under torchrun share."""
+"""Small models and a small task that the tests of the Trainer and the script under
+torchrun share.
+"""
 
 import torch
 from hf_models import configured, contract
@@ -15,7 +17,9 @@ NAMES = ("mamba2", "llama")
 def small(name: str, **fields):
     """A model of this family in float32 whose map contracts, the same one every time."""
     backbone = {"d_model": 16} | fields.pop("backbone", {})
-    config = configured(name, **{"backbone": backbone, "solve": SOLVE, "pad_token_id": PAD, **fields})
+    config = configured(
+        name, **{"backbone": backbone, "solve": SOLVE, "pad_token_id": PAD, **fields}
+    )
     torch.manual_seed(0)
     return contract(DeqseqForCausalLM(config))
 
@@ -23,13 +27,19 @@ def small(name: str, **fields):
 def rows(count: int, first: int = 0) -> list[dict]:
     """Arithmetic sequences modulo 12, of 4 to 9 tokens."""
     numbers = range(first, first + count)
-    return [{"input_ids": [1 + (i + (1 + i % 3) * t) % 12 for t in range(4 + i * 5 % 6)]} for i in numbers]
+    return [
+        {"input_ids": [1 + (i + (1 + i % 3) * t) % 12 for t in range(4 + i * 5 % 6)]}
+        for i in numbers
+    ]
 
 
 def collate(batch: list[dict], side: str = "right") -> dict:
     """Rows padded to the longest of them, with their labels; without a tokenizer."""
     longest = max(len(row["input_ids"]) for row in batch)
-    ids, real = torch.full((len(batch), longest), PAD), torch.zeros(len(batch), longest, dtype=torch.long)
+    ids, real = (
+        torch.full((len(batch), longest), PAD),
+        torch.zeros(len(batch), longest, dtype=torch.long),
+    )
     for i, row in enumerate(batch):
         tokens = torch.tensor(row["input_ids"])
         place = slice(0, len(tokens)) if side == "right" else slice(longest - len(tokens), longest)
@@ -38,7 +48,9 @@ def collate(batch: list[dict], side: str = "right") -> dict:
 
 
 def trainer(model, folder, **changes) -> Trainer:
-    """A Trainer of twelve steps of four rows on a CPU that logs every step; all of its arguments may be changed."""
+    """A Trainer of twelve steps of four rows on a CPU that logs every step; all of its arguments
+    may be changed.
+    """
     options = {
         "max_steps": 12,
         "per_device_train_batch_size": 4,
@@ -51,7 +63,11 @@ def trainer(model, folder, **changes) -> Trainer:
         "use_cpu": True,
         "disable_tqdm": True,
     }
-    data = {"data_collator": collate, "train_dataset": rows(48), "eval_dataset": rows(10, first=100)}
+    data = {
+        "data_collator": collate,
+        "train_dataset": rows(48),
+        "eval_dataset": rows(10, first=100),
+    }
     names = (*data, "processing_class", "compute_metrics", "optimizers")
     data |= {name: changes.pop(name) for name in names if name in changes}
     return Trainer(model, TrainingArguments(str(folder), **{**options, **changes}), **data)
@@ -77,14 +93,16 @@ class Witness:
 
 
 def by_hand(model, steps: int, rank: int = 0, ranks: int = 1) -> tuple[list[float], list[int]]:
-    """AdamW on four rows a step, of which each process takes its share: its losses, whose mean over processes is that
-    of the whole batch, and the iterations of its rows."""
+    """AdamW on four rows a step, of which each process takes its share: its losses, whose mean over
+    processes is that of the whole batch, and the iterations of its rows."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     shares, taken, share = [], [], 4 // ranks
     for step in range(steps):
         four = rows(4, first=4 * step)
         batch = collate(four[rank * share : (rank + 1) * share])
-        output = model(batch["input_ids"], labels=batch["labels"])  # padding is behind and has no label
+        output = model(
+            batch["input_ids"], labels=batch["labels"]
+        )  # padding is behind and has no label
         counting = [(part["labels"][:, 1:] != -100).sum() for part in (batch, collate(four))]
         loss = output.loss * counting[0] / (counting[1] / ranks)
         optimizer.zero_grad()

@@ -16,7 +16,9 @@ def small(**fields):
     """A model of transformers that drafts."""
     sizes = {"vocab_size": 13, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1}
     torch.manual_seed(1)
-    config = LlamaConfig(**sizes, num_attention_heads=2, bos_token_id=None, eos_token_id=None, **fields)
+    config = LlamaConfig(
+        **sizes, num_attention_heads=2, bos_token_id=None, eos_token_id=None, **fields
+    )
     return LlamaForCausalLM(config).double().eval()
 
 
@@ -36,11 +38,17 @@ def test_drafts_do_not_change_greedy_tokens(kind):
     model, ids, mask = made(kind), IDS[1:2].masked_fill(~LEFT[1:2], 0), LEFT[1:2].long()
     expected = model.generate(ids, attention_mask=mask, **GREEDY)
     assert len(expected[0, 7:].unique()) > 1 or kind == "explicit"
-    drafts = [{"assistant_model": copy.deepcopy(model)}, {"assistant_model": small()}, {"prompt_lookup_num_tokens": 3}]
+    drafts = [
+        {"assistant_model": copy.deepcopy(model)},
+        {"assistant_model": small()},
+        {"prompt_lookup_num_tokens": 3},
+    ]
     calls = []
     for options in drafts:
         spy = Spy(model)
-        found = model.generate(ids, attention_mask=mask, return_dict_in_generate=True, **options, **GREEDY)
+        found = model.generate(
+            ids, attention_mask=mask, return_dict_in_generate=True, **options, **GREEDY
+        )
         assert torch.equal(found.sequences, expected)
         assert found.cache.get_seq_length() in (13, 14)
         calls.append(len(spy.lengths))
@@ -62,13 +70,19 @@ def test_a_cropped_cache_goes_on_as_if_the_tokens_had_not_been(kind):
     cache = model(IDS[:, :6], attention_mask=mask[:, :6]).cache
     whole, longer = copy.copy(cache), copy.copy(cache)
     assert longer.is_croppable
-    model(IDS[:, :4], attention_mask=torch.cat([mask[:, :6], torch.ones(3, 4)], dim=1).long(), cache=longer)
+    model(
+        IDS[:, :4],
+        attention_mask=torch.cat([mask[:, :6], torch.ones(3, 4)], dim=1).long(),
+        cache=longer,
+    )
     longer.crop(-3)
     assert longer.get_seq_length() == 7
     longer.crop(-1)
     expected = model(IDS[:, 6:], attention_mask=mask, cache=copy.copy(cache)).logits
     for one in (longer, whole):  # the one that was cropped writes nothing into the other
-        assert (model(IDS[:, 6:], attention_mask=mask, cache=one).logits - expected).abs().max() < 1e-12
+        assert (
+            model(IDS[:, 6:], attention_mask=mask, cache=one).logits - expected
+        ).abs().max() < 1e-12
     with pytest.raises(ValueError, match="tokens_to_remove must be -7 to 0, got -8"):
         longer.crop(-8)
     with pytest.raises(ValueError, match="must take equally many from all rows, -6 does not"):
@@ -93,5 +107,9 @@ def test_a_recurrent_state_cannot_take_tokens_back(kind, role):
 
 @pytest.mark.parametrize("implementation", ["static", "quantized"])
 def test_other_caches_are_refused(implementation):
-    with pytest.raises(ValueError, match=f"cache_implementation '{implementation}' is not available"):
-        made("llama").generate(IDS[:1], prompt_lookup_num_tokens=2, cache_implementation=implementation, **GREEDY)
+    with pytest.raises(
+        ValueError, match=f"cache_implementation '{implementation}' is not available"
+    ):
+        made("llama").generate(
+            IDS[:1], prompt_lookup_num_tokens=2, cache_implementation=implementation, **GREEDY
+        )

@@ -1,4 +1,6 @@
-"""Every attention implementation of transformers, and registered ones: the same states, with and without a cache."""
+"""Every attention implementation of transformers, and registered ones: the same states, with and
+without a cache.
+"""
 
 import pytest
 import torch
@@ -13,18 +15,26 @@ CALLS = []
 """The numbers of the layers that the registered functions were called for."""
 
 
-def unpadded(module, query, key, value, attention_mask, dropout=0.0, scaling=None, sliding_window=None, **_):
+def unpadded(
+    module, query, key, value, attention_mask, dropout=0.0, scaling=None, sliding_window=None, **_
+):
     """What flash attention computes: rows without padding, the last query at the last key."""
     assert module.config._attn_implementation == "unpadded" and module.is_causal
     CALLS.append(module.layer_idx)
     groups, rows = module.num_key_value_groups, []
     for row in range(len(query)):
-        q, k, v = query[row], key[row].repeat_interleave(groups, 0), value[row].repeat_interleave(groups, 0)
+        q, k, v = (
+            query[row],
+            key[row].repeat_interleave(groups, 0),
+            value[row].repeat_interleave(groups, 0),
+        )
         if attention_mask is not None:
             real = attention_mask[row]
             assert real.shape == (k.shape[1],) and real[-q.shape[1] :].all()
             k, v = k[:, real], v[:, real]
-        distance = torch.arange(k.shape[1] - q.shape[1], k.shape[1])[:, None] - torch.arange(k.shape[1])
+        distance = torch.arange(k.shape[1] - q.shape[1], k.shape[1])[:, None] - torch.arange(
+            k.shape[1]
+        )
         unseen = (distance < 0) | (distance >= (sliding_window or len(distance[0])))
         rows.append((q @ k.mT * scaling).masked_fill(unseen, -torch.inf).softmax(-1) @ v)
     return torch.stack(rows).transpose(1, 2), None
@@ -47,13 +57,22 @@ def registered(monkeypatch):
 
 @torch.no_grad()
 def states(model):
-    """Of padded rows, of the tokens after them, whose cache has gaps, and of tokens that were generated in windows."""
+    """Of padded rows, of the tokens after them, whose cache has gaps, and of tokens that were
+    generated in windows.
+    """
     ids = IDS.masked_fill(~LEFT, 0)
     first = model(ids, attention_mask=LEFT.long(), use_cache=True)
     seen = torch.cat([LEFT, torch.ones(3, 2, dtype=torch.bool)], dim=1).long()
     after = model(IDS[:, :2], attention_mask=seen, cache=first.cache)
-    options = {"attention_mask": LEFT.long(), "do_sample": False, "pad_token_id": 0, "max_new_tokens": 4}
-    return torch.cat([first.logits[LEFT], after.logits.flatten(0, 1)]), model.generate(ids, **options)
+    options = {
+        "attention_mask": LEFT.long(),
+        "do_sample": False,
+        "pad_token_id": 0,
+        "max_new_tokens": 4,
+    }
+    return torch.cat([first.logits[LEFT], after.logits.flatten(0, 1)]), model.generate(
+        ids, **options
+    )
 
 
 @pytest.mark.parametrize("implementation", ["eager", "unpadded"])
@@ -63,7 +82,9 @@ def test_the_same_states_by_every_function(kind, implementation):
     expected, tokens = states(model)
     model.set_attn_implementation(implementation)
     found, same = states(model)
-    tolerance = 1e-5 if (kind, implementation) == ("decoder", "eager") else 1e-12  # which has a softmax in float32
+    tolerance = (
+        1e-5 if (kind, implementation) == ("decoder", "eager") else 1e-12
+    )  # which has a softmax in float32
     assert (found - expected).abs().max() < tolerance
     assert torch.equal(tokens, same)
     layers = {"llama": 2, "explicit": 2, "looped": 2, "parts": 2, "decoder": 4}[kind]
@@ -71,7 +92,9 @@ def test_the_same_states_by_every_function(kind, implementation):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, for what transformers asks of it
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning"
+)  # of torch, for what transformers asks of it
 @torch.no_grad()
 def test_flex_attention():
     """In float32 and without a cache, which is what torch's C++ compiles on a CPU."""
@@ -82,13 +105,21 @@ def test_flex_attention():
 
 
 def test_gradients_pass_through():
-    model, gradients = made("llama", solve={"gradient": {"name": "Phantom", "steps": 3}}).train(), []
+    model, gradients = (
+        made("llama", solve={"gradient": {"name": "Phantom", "steps": 3}}).train(),
+        [],
+    )
     for implementation in ("sdpa", "eager", "unpadded"):
         model.set_attn_implementation(implementation)
         loss = model(IDS, labels=IDS).loss
-        gradients.append(torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad]))
+        gradients.append(
+            torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad])
+        )
     for other in gradients[1:]:
-        assert max((one - two).abs().max() for one, two in zip(gradients[0], other, strict=True)) < 1e-9
+        assert (
+            max((one - two).abs().max() for one, two in zip(gradients[0], other, strict=True))
+            < 1e-9
+        )
     assert CALLS
 
 
@@ -121,7 +152,9 @@ def test_windows_of_a_decoder_count_real_tokens():
     """By flash attention, which gets them from the layers, and by masks."""
     from test_hf_decoder import made as decoder
 
-    model = from_causal_lm(retrofit(decoder("mistral", sliding_window=4), prelude=1, core=2, coda=1)).eval()
+    model = from_causal_lm(
+        retrofit(decoder("mistral", sliding_window=4), prelude=1, core=2, coda=1)
+    ).eval()
     expected, tokens = states(model)
     model.set_attn_implementation("unpadded")
     found, same = states(model)

@@ -14,11 +14,15 @@ import deqseq as dq
 from deqseq.integrations.huggingface import DeqseqConfig, from_causal_lm, to_causal_lm
 from deqseq.layers import RotaryScaling
 
-SOLVE = dq.SolveConfig(dq.Anderson(3), dq.Stop(0.05, max_steps=24), dq.Phantom(6, 0.5), dq.Chunked(8), "input")
+SOLVE = dq.SolveConfig(
+    dq.Anderson(3), dq.Stop(0.05, max_steps=24), dq.Phantom(6, 0.5), dq.Chunked(8), "input"
+)
 EVAL_SOLVE = replace(SOLVE, stop=dq.Stop(1e-3, max_steps=96), solver=dq.Naive())
 SIZES = {
     "mamba2": dq.Mamba2Config(32, 3, 16, 8, 4, 2, 3, 24, 5, 1e-6, (0.01, 0.5), 0.1, False),
-    "llama": dq.LlamaConfig(32, 3, 4, 2, 12, 48, 1e4, RotaryScaling(4.0, 1.0, 2.0, 64), 1e-6, dropout=0.1),
+    "llama": dq.LlamaConfig(
+        32, 3, 4, 2, 12, 48, 1e4, RotaryScaling(4.0, 1.0, 2.0, 64), 1e-6, dropout=0.1
+    ),
 }
 DECODER = LAYERS | {"decoder_config": AutoConfig.for_model("stablelm", **STABLELM)}
 
@@ -44,10 +48,18 @@ class TestSpecifications:
     )
     def test_what_tools_read_follows_from_the_backbones(self, kind, derived):
         config = configured(kind)
-        names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
+        names = (
+            "hidden_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+        )
         assert tuple(getattr(config, name) for name in names) == derived
         assert DeqseqConfig(**config.to_dict()).to_dict() == config.to_dict()
-        with pytest.raises(ValueError, match=r"DeqseqConfig\.num_hidden_layers must be \d, which follows .*got 7"):
+        with pytest.raises(
+            ValueError, match=r"DeqseqConfig\.num_hidden_layers must be \d, which follows .*got 7"
+        ):
             config.num_hidden_layers = 7
         if kind != "decoder":
             config.backbone = {"n_layers": 5}
@@ -75,10 +87,16 @@ class TestSolves:
         config = DeqseqConfig(solve={"stop": {"rtol": 1e-4}}, eval_solve=changes)
         solve = dq.SolveConfig(stop=dq.Stop(1e-4))
         evaluation = replace(solve, solver=dq.Naive(), stop=dq.Stop(1e-4, max_steps=7))
-        assert (config.specification().solve, config.specification().eval_solve) == (solve, evaluation)
+        assert (config.specification().solve, config.specification().eval_solve) == (
+            solve,
+            evaluation,
+        )
         config.solve = {"gradient": {"steps": 2}, "solver": {"name": "Relaxed", "damping": 0.5}}
         solve = replace(solve, gradient=dq.Phantom(2), solver=dq.Relaxed(0.5))
-        assert (config.specification().solve, config.specification().eval_solve) == (solve, evaluation)
+        assert (config.specification().solve, config.specification().eval_solve) == (
+            solve,
+            evaluation,
+        )
         config.eval_solve = None
         assert config.specification().eval_solve is None
 
@@ -110,11 +128,16 @@ class TestFiles:
         load = DeqseqConfig.from_pretrained
         config = load(tmp_path, eval_solve={"stop": {"max_steps": 5}}, backbone={"n_layers": 2})
         assert (config.eval_solve["stop"]["max_steps"], config.num_hidden_layers) == (5, 2)
-        assert load(tmp_path, solve={"stop": {"max_steps": 5}}).specification().solve.stop == dq.Stop(1e-4, max_steps=5)
+        assert load(
+            tmp_path, solve={"stop": {"max_steps": 5}}
+        ).specification().solve.stop == dq.Stop(1e-4, max_steps=5)
         for changes, message in (
             ({"vocab_sise": 2}, r"field 'vocab_sise' .*did you mean 'vocab_size'"),
             ({"another": 1}, "field 'another' is unknown"),
-            ({"hidden_size": 8}, r"hidden_size must be 768, which follows from the backbones, got 8"),
+            (
+                {"hidden_size": 8},
+                r"hidden_size must be 768, which follows from the backbones, got 8",
+            ),
         ):
             with pytest.raises(ValueError, match=message):
                 load(tmp_path, **changes)
@@ -123,16 +146,29 @@ class TestFiles:
         assert unused == {"another": 1}
 
     def test_what_transformers_adds_is_read_and_a_field_of_nobody_is_an_error(self, tmp_path):
-        added = {"tokenizer_class": "PreTrainedTokenizerFast", "auto_map": {}, "architectures": ["X"]}
-        config = AutoConfig.from_pretrained(written(tmp_path, dtype="float16", **added), attn_implementation="sdpa")
-        assert (config.tokenizer_class, str(config.dtype)) == ("PreTrainedTokenizerFast", "torch.float16")
+        added = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "auto_map": {},
+            "architectures": ["X"],
+        }
+        config = AutoConfig.from_pretrained(
+            written(tmp_path, dtype="float16", **added), attn_implementation="sdpa"
+        )
+        assert (config.tokenizer_class, str(config.dtype)) == (
+            "PreTrainedTokenizerFast",
+            "torch.float16",
+        )
         with pytest.raises(ValueError, match="field 'unheard_of' is unknown"):
             AutoConfig.from_pretrained(written(tmp_path, unheard_of=1))
 
     def test_a_newer_release_is_refused_and_a_newer_patch_is_read(self, tmp_path):
-        with pytest.raises(ValueError, match=r"written by deqseq 99\.1\.0, .*pip install --upgrade deqseq"):
+        with pytest.raises(
+            ValueError, match=r"written by deqseq 99\.1\.0, .*pip install --upgrade deqseq"
+        ):
             AutoConfig.from_pretrained(written(tmp_path, deqseq_version="99.1.0", unheard_of=1))
-        config = AutoConfig.from_pretrained(written(tmp_path, deqseq_version=dq.__version__ + ".post7"))
+        config = AutoConfig.from_pretrained(
+            written(tmp_path, deqseq_version=dq.__version__ + ".post7")
+        )
         assert config.deqseq_version == dq.__version__
 
     def test_saving_refuses_what_loading_would_refuse(self, tmp_path):
@@ -150,9 +186,15 @@ CODA = {"prelude": ATTENTION, "coda": replace(ATTENTION, final_norm=False)}
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"backbone": {"n_layer": 2}}, r"Config\.backbone: .*'n_layer' .*did you mean .*'n_layers'"),
+        (
+            {"backbone": {"n_layer": 2}},
+            r"Config\.backbone: .*'n_layer' .*did you mean .*'n_layers'",
+        ),
         ({"solve": 3}, r"Config\.solve must be a solve of deqseq or its JSON"),
-        ({"eval_solve": {"stop": {"rtoll": 1}}}, r"Config\.eval_solve: .*'rtoll' .*did you mean 'rtol'"),
+        (
+            {"eval_solve": {"stop": {"rtoll": 1}}},
+            r"Config\.eval_solve: .*'rtoll' .*did you mean 'rtol'",
+        ),
         ({"solve": None, "eval_solve": {}}, "eval_solve must be None if solve is"),
         ({"steps": 2}, "steps must be None in an implicit model, got 2"),
         ({"solve": None, "injection": "add"}, "injection must be None"),
@@ -160,9 +202,15 @@ CODA = {"prelude": ATTENTION, "coda": replace(ATTENTION, final_norm=False)}
         (CODA | {"backbone": NARROW}, r"the same d_model, got \[8, 16, 8\]"),
         (CODA | {"backbone": MAMBA2, "norm": "coda"}, "norm must be None where"),
         ({"norm": "core"}, r"norm must be one of \('coda',\), got 'core'"),
-        (DECODER | {"injection": "add", "hidden_size": 16}, r"Config\.hidden_size must be 8, .*got 16"),
+        (
+            DECODER | {"injection": "add", "hidden_size": 16},
+            r"Config\.hidden_size must be 8, .*got 16",
+        ),
         (DECODER | {"decoder_config": None}, "decoder_config must be given with DecoderLayers"),
-        (DECODER | {"coda": {"name": "DecoderLayers", "d_model": 8, "first": 3, "end": 5}}, "decoder's 4 layers of"),
+        (
+            DECODER | {"coda": {"name": "DecoderLayers", "d_model": 8, "first": 3, "end": 5}},
+            "decoder's 4 layers of",
+        ),
         ({"model_type": "llama"}, r"model_type must be 'deqseq', got 'llama': .*AutoConfig"),
         ({"vocab_size": "64"}, "Field 'vocab_size' expected int, got str"),
         ({"embedding_dropout": -0.1}, r"embedding_dropout must .*\[0, 1\), got -0.1"),
@@ -175,7 +223,9 @@ def test_bad_fields_are_named(fields, message):
 
 
 def theirs():
-    return LlamaForCausalLM(TheirLlamaConfig(vocab_size=13, hidden_size=8, num_hidden_layers=1, num_attention_heads=2))
+    return LlamaForCausalLM(
+        TheirLlamaConfig(vocab_size=13, hidden_size=8, num_hidden_layers=1, num_attention_heads=2)
+    )
 
 
 def unused_injection():
@@ -185,12 +235,32 @@ def unused_injection():
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: DeqseqConfig.from_specification(MAMBA2), TypeError, "spec must be a LanguageModelSpec"),
-        (lambda: type(made("mamba2"))(theirs().config), TypeError, "config must be a DeqseqConfig, got LlamaConfig"),
+        (
+            lambda: DeqseqConfig.from_specification(MAMBA2),
+            TypeError,
+            "spec must be a LanguageModelSpec",
+        ),
+        (
+            lambda: type(made("mamba2"))(theirs().config),
+            TypeError,
+            "config must be a DeqseqConfig, got LlamaConfig",
+        ),
         (lambda: from_causal_lm(theirs()), TypeError, r"lm must be a CausalLM, .*got Llama"),
-        (lambda: from_causal_lm(made("mamba2")), TypeError, r"lm must be a CausalLM, .*got DeqseqForCausalLM"),
-        (lambda: to_causal_lm(theirs()), TypeError, r"model must be a DeqseqForCausalLM, got LlamaForCausalLM"),
-        (lambda: from_causal_lm(unused_injection()), ValueError, r"other weights .*: backbone\.injection\."),
+        (
+            lambda: from_causal_lm(made("mamba2")),
+            TypeError,
+            r"lm must be a CausalLM, .*got DeqseqForCausalLM",
+        ),
+        (
+            lambda: to_causal_lm(theirs()),
+            TypeError,
+            r"model must be a DeqseqForCausalLM, got LlamaForCausalLM",
+        ),
+        (
+            lambda: from_causal_lm(unused_injection()),
+            ValueError,
+            r"other weights .*: backbone\.injection\.",
+        ),
     ],
 )
 def test_what_is_no_model_of_this_type_is_refused_with_a_remedy(call, error, message):

@@ -19,7 +19,10 @@ PAPER = Curriculum((FIRST, SECOND))
 RISING = unrolled(PoissonLogNormal(5, rise="linear"), last=2, until=0.5, name="rising")
 DRAWN = Curriculum((RISING, unrolled(PoissonLogNormal(5, largest=8), last=2, until=None)))
 ONE, TWO = dq.Phantom(1), dq.Phantom(2)
-ROWS = [{"input_ids": [1 + (i + (1 + i % 3) * t) % 12 for t in range(LENGTH)]} for i in range(2 * STEPS * BATCH)]
+ROWS = [
+    {"input_ids": [1 + (i + (1 + i % 3) * t) % 12 for t in range(LENGTH)]}
+    for i in range(2 * STEPS * BATCH)
+]
 OFTEN = {"eval_dataset": ROWS[:2], "eval_strategy": "steps"}
 
 
@@ -29,7 +32,11 @@ def model(kind="mamba2", **fields):
 
 def trainer(folder, curriculum, lm=None, **options) -> Trainer:
     """A Trainer of twelve steps of two rows."""
-    defaults = {"train_dataset": ROWS, "per_device_train_batch_size": BATCH, "lr_scheduler_type": "linear"}
+    defaults = {
+        "train_dataset": ROWS,
+        "per_device_train_batch_size": BATCH,
+        "lr_scheduler_type": "linear",
+    }
     run = hf_runs.trainer(lm or model(), folder, **{**defaults, **options})
     if curriculum is not None:
         run.add_callback(CurriculumCallback(curriculum))
@@ -39,7 +46,11 @@ def trainer(folder, curriculum, lm=None, **options) -> Trainer:
 def noted(run: Trainer, what, training: bool = True) -> list:
     """Something of the solve of each forward pass, noted from the model."""
     seen = []
-    note = lambda part, inputs: seen.append(what(part.solve_config)) if part.training == training else None  # noqa: E731
+
+    def note(part, inputs):
+        if part.training == training:
+            seen.append(what(part.solve_config))
+
     run.model.model.solved.register_forward_pre_hook(note)
     return seen
 
@@ -75,7 +86,11 @@ def test_the_phase_of_each_step(tmp_path, curriculum, options, in_first, caplog)
         run.train()
     assert seen == [ONE] * in_first + [TWO] * (12 - in_first)
     step = in_first // options.get("gradient_accumulation_steps", 1)
-    told = [record.getMessage().partition(" (")[0] for record in caplog.records if "callback" in record.name]
+    told = [
+        record.getMessage().partition(" (")[0]
+        for record in caplog.records
+        if "callback" in record.name
+    ]
     assert told == ["phase 'bounded' from step 0", f"phase 'free' from step {step}"]
     # evaluated at the start and after every third step; a phase is entered at a step's begin
     early = [at for at in range(0, run.args.max_steps + 1, 3) if at <= step]
@@ -98,8 +113,12 @@ def checkpoint(run: Trainer, step: int) -> str:
 
 class TestResuming:
     @pytest.mark.parametrize(("stopped", "restored"), [(4, False), (8, True), (STEPS, False)])
-    def test_a_resumed_run_goes_on_as_the_uninterrupted_one(self, tmp_path, whole, stopped, restored):
-        """From the end the Trainer makes one more update, at a learning rate of zero, before it sees the end."""
+    def test_a_resumed_run_goes_on_as_the_uninterrupted_one(
+        self, tmp_path, whole, stopped, restored
+    ):
+        """From the end the Trainer makes one more update, at a learning rate of zero, before it
+        sees the end.
+        """
         with open(f"{checkpoint(whole, stopped)}/trainer_state.json") as file:
             state = json.load(file)
         saved = state["stateful_callbacks"]["CurriculumCallback"]["attributes"]["saved"]
@@ -116,7 +135,9 @@ class TestResuming:
 
     def test_another_curriculum_is_refused_or_replaced(self, tmp_path, whole):
         other = Curriculum((FIRST, free(9, 2)))
-        with pytest.raises(ValueError, match=r"not the one .* \(phase 2 solve.stop.max_steps: 6 -> 9; "):
+        with pytest.raises(
+            ValueError, match=r"not the one .* \(phase 2 solve.stop.max_steps: 6 -> 9; "
+        ):
             trainer(tmp_path, other).train(resume_from_checkpoint=checkpoint(whole, 8))
         run = trainer(tmp_path, other, restore_callback_states_from_checkpoint=True)
         run.train(resume_from_checkpoint=checkpoint(whole, 8))
@@ -132,9 +153,19 @@ class TestResuming:
 
 class TestDrawnDepth:
     @pytest.mark.parametrize("kind", ["mamba2", "decoder"])
-    def test_the_budget_of_each_step_is_drawn_and_a_resumed_run_draws_the_same(self, kind, tmp_path, caplog):
+    def test_the_budget_of_each_step_is_drawn_and_a_resumed_run_draws_the_same(
+        self, kind, tmp_path, caplog
+    ):
         lm = made("decoder").float() if kind == "decoder" else model()
-        run = trainer(tmp_path / "whole", DRAWN, lm, save_strategy="steps", save_steps=4, eval_steps=6, **OFTEN)
+        run = trainer(
+            tmp_path / "whole",
+            DRAWN,
+            lm,
+            save_strategy="steps",
+            save_steps=4,
+            eval_steps=6,
+            **OFTEN,
+        )
         seen, evaluated = budgets(run), budgets(run, training=False)
         with caplog.at_level(logging.INFO, "deqseq"):
             run.train()
@@ -149,7 +180,12 @@ class TestDrawnDepth:
         assert (saved.solve, saved.eval_solve) == (RISING.solve, RISING.eval_solve)
         lm = made("decoder").float() if kind == "decoder" else model()
         again = trainer(
-            tmp_path / "again", DRAWN, lm, restore_callback_states_from_checkpoint=True, eval_steps=6, **OFTEN
+            tmp_path / "again",
+            DRAWN,
+            lm,
+            restore_callback_states_from_checkpoint=True,
+            eval_steps=6,
+            **OFTEN,
         )
         seen = budgets(again)
         again.train(resume_from_checkpoint=checkpoint(run, 4))
@@ -171,14 +207,19 @@ class TestDrawnDepth:
 
 
 def test_an_explicit_model_is_left_as_it_is(tmp_path):
-    runs = [trainer(tmp_path, curriculum, model("explicit", dropout=0.0)) for curriculum in (None, PAPER)]
+    runs = [
+        trainer(tmp_path, curriculum, model("explicit", dropout=0.0))
+        for curriculum in (None, PAPER)
+    ]
     for run in runs:
         run.train()
     assert losses(runs[0]) == losses(runs[1])
 
 
 def test_tokens_must_be_counted(tmp_path):
-    with pytest.raises(ValueError, match=r'needs TrainingArguments\(include_num_input_tokens_seen="all"\)'):
+    with pytest.raises(
+        ValueError, match=r'needs TrainingArguments\(include_num_input_tokens_seen="all"\)'
+    ):
         trainer(tmp_path, BY_TOKENS).train()
 
 
@@ -189,9 +230,17 @@ class Mine(dq.OneStep):
 @pytest.mark.parametrize(
     ("data", "error", "message"),
     [
-        (Curriculum((Phase("mine", None, dq.SolveConfig(gradient=Mine())),)), TypeError, "cannot name .*Mine"),
+        (
+            Curriculum((Phase("mine", None, dq.SolveConfig(gradient=Mine())),)),
+            TypeError,
+            "cannot name .*Mine",
+        ),
         ({}, TypeError, "^curriculum: .*missing .*'phases'"),
-        ({"phases": [{"depht": 3}]}, ValueError, r"^curriculum: Curriculum\.phases\[0\]: .*did you mean 'depth'"),
+        (
+            {"phases": [{"depht": 3}]},
+            ValueError,
+            r"^curriculum: Curriculum\.phases\[0\]: .*did you mean 'depth'",
+        ),
     ],
 )
 def test_what_is_no_curriculum_or_cannot_be_saved_is_named(data, error, message):

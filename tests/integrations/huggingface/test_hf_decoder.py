@@ -1,4 +1,6 @@
-"""Any transformers decoder as a backbone: over a table of families, the same numbers as transformers in every way."""
+"""Any transformers decoder as a backbone: over a table of families, the same numbers as
+transformers in every way.
+"""
 
 import copy
 
@@ -51,9 +53,17 @@ SOME = pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3_text", "mis
 def made(family, attention=None, **fields):
     """A small model of transformers with random weights, norms and biases too, in float64."""
     config = AutoConfig.for_model(family, **SIZES | OWN.get(family, {}) | fields)
-    untouched = [key for key, one in config.to_dict().items() if type(one) is float and one == 1 and "rope" not in key]
-    assert not untouched, "at 1 these multiply nothing, and the tests would not see them: set them in OWN"
-    assert (getattr(config, "sliding_window", None) or 0) < 11, "the tests have 11 tokens: set a shorter window in OWN"
+    untouched = [
+        key
+        for key, one in config.to_dict().items()
+        if type(one) is float and one == 1 and "rope" not in key
+    ]
+    assert not untouched, (
+        "at 1 these multiply nothing, and the tests would not see them: set them in OWN"
+    )
+    assert (getattr(config, "sliding_window", None) or 0) < 11, (
+        "the tests have 11 tokens: set a shorter window in OWN"
+    )
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     for parameter in model.parameters():
@@ -128,13 +138,20 @@ class TestLayers:
         assert torch.equal(lm(IDS).logits, theirs(IDS).logits)
         first = lm(IDS[:, :6], return_cache=True)
         assert first.cache.tensors()[0].dtype == torch.bfloat16
-        assert (lm(IDS[:, 6:], cache=first.cache).logits - theirs(IDS).logits[:, 6:]).abs().max() < 0.1
+        assert (
+            lm(IDS[:, 6:], cache=first.cache).logits - theirs(IDS).logits[:, 6:]
+        ).abs().max() < 0.1
 
-    @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
+    @pytest.mark.filterwarnings(
+        "ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning"
+    )
     @pytest.mark.parametrize(("family", "reentrant"), [("gemma3_text", False), ("gpt_neox", True)])
     def test_gradient_checkpointing_keeps_the_cache(self, family, reentrant):
         theirs = made(family).train()
-        model, x = dq.ExplicitModel(DecoderBackbone(theirs)), theirs.get_input_embeddings()(IDS).detach()
+        model, x = (
+            dq.ExplicitModel(DecoderBackbone(theirs)),
+            theirs.get_input_embeddings()(IDS).detach(),
+        )
 
         def outcome():
             x.requires_grad_().grad = None
@@ -151,7 +168,10 @@ class TestLayers:
     @pytest.mark.slow
     @torch.no_grad()
     def test_compiled(self):
-        model, x = dq.ExplicitModel(DecoderBackbone(made("gemma3_text", **SHORT))), torch.randn(2, 7, 32).double()
+        model, x = (
+            dq.ExplicitModel(DecoderBackbone(made("gemma3_text", **SHORT))),
+            torch.randn(2, 7, 32).double(),
+        )
         expected = model(x).value
         model.compile(backend="eager")
         same(model(x).value, expected)
@@ -162,16 +182,25 @@ class TestLayers:
     @torch.no_grad()
     def test_the_parts_of_a_model_are_the_model_and_so_is_one_iteration(self, family):
         theirs = made(family)
-        parts = [DecoderBackbone(theirs, slice(1), final_norm=False), DecoderBackbone(theirs, slice(1, -1), False)]
+        parts = [
+            DecoderBackbone(theirs, slice(1), final_norm=False),
+            DecoderBackbone(theirs, slice(1, -1), False),
+        ]
         parts.append(DecoderBackbone(theirs, slice(3, None)))
-        caches, x, expected = [None] * 3, theirs.get_input_embeddings()(IDS), theirs.base_model(IDS).last_hidden_state
+        caches, x, expected = (
+            [None] * 3,
+            theirs.get_input_embeddings()(IDS),
+            theirs.base_model(IDS).last_hidden_state,
+        )
         for z, value in zip(x.split(4, dim=1), expected.split(4, dim=1), strict=True):
             for i, part in enumerate(parts):
                 output = dq.ExplicitModel(part)(z, cache=caches[i], return_cache=True)
                 z, caches[i] = output.value, output.cache
             same(z, value, 1e-6)
         assert parts[1].layers[0] is theirs.base_model.layers[1]
-        once = dq.ImplicitModel(DecoderBackbone(theirs), dq.SolveConfig(stop=dq.Stop.exactly(1), start="input"))
+        once = dq.ImplicitModel(
+            DecoderBackbone(theirs), dq.SolveConfig(stop=dq.Stop.exactly(1), start="input")
+        )
         for sweep in (dq.Simultaneous(), dq.Chunked(4)):
             same(once(x, sweep=sweep).value, expected, 1e-6)
 
@@ -192,13 +221,17 @@ class Driven(dq.Backbone):
     def __init__(self, layers):
         super().__init__()
         self.d_model, self.layers = layers.d_model, layers
-        self.register_buffer("scale", torch.linspace(0.5, 1.5, self.d_model))  # norms take a shift of all away
+        self.register_buffer(
+            "scale", torch.linspace(0.5, 1.5, self.d_model)
+        )  # norms take a shift of all away
 
     def prepare(self, x, cache=None, mask=None):
         return x, self.layers.prepare(x, cache, mask)
 
     def forward(self, z, inputs, cache=None, *, need_aux=False):
-        value, aux = self.layers(self.scale * (inputs[0] + z / 8), inputs[1], cache, need_aux=need_aux)
+        value, aux = self.layers(
+            self.scale * (inputs[0] + z / 8), inputs[1], cache, need_aux=need_aux
+        )
         return value / 8, aux
 
     def advance(self, cache, aux, tokens, counts=None):
@@ -206,7 +239,9 @@ class Driven(dq.Backbone):
 
 
 def driven(family):
-    """Of a family whose norms are computed in the model's dtype: others round to float32, which hides errors."""
+    """Of a family whose norms are computed in the model's dtype: others round to float32, which
+    hides errors.
+    """
     return Driven(DecoderBackbone(made(family, num_hidden_layers=1)))
 
 
@@ -226,12 +261,24 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("family", "fields", "message"),
         [
-            ("mamba2", {"head_dim": 8, "num_heads": 8}, "Mamba2ForCausalLM: .*not the attention layers with rotary"),
+            (
+                "mamba2",
+                {"head_dim": 8, "num_heads": 8},
+                "Mamba2ForCausalLM: .*not the attention layers with rotary",
+            ),
             ("gpt2", {}, "GPT2LMHeadModel: .*not the attention layers with rotary positions"),
             ("mixtral", {}, "MixtralForCausalLM: .*mixtures of experts"),
             ("cohere", {}, "CohereForCausalLM: .*has not been checked"),
-            ("gpt_neox", {"attention_dropout": 0.1}, "no dropout.*'attention_dropout': 0.1.*from_pretrained"),
-            ("gpt_neox", {"hidden_dropout": 0.1}, "no dropout.*'hidden_dropout': 0.1.*from_pretrained"),
+            (
+                "gpt_neox",
+                {"attention_dropout": 0.1},
+                "no dropout.*'attention_dropout': 0.1.*from_pretrained",
+            ),
+            (
+                "gpt_neox",
+                {"hidden_dropout": 0.1},
+                "no dropout.*'hidden_dropout': 0.1.*from_pretrained",
+            ),
             ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ],
     )
@@ -241,14 +288,20 @@ class TestRefusals:
 
     def test_what_was_changed_after_loading(self):
         model = made("llama")
-        model.model.layers[2].self_attn.q_proj = nn.Sequential(model.model.layers[2].self_attn.q_proj, nn.Dropout(0.2))
+        model.model.layers[2].self_attn.q_proj = nn.Sequential(
+            model.model.layers[2].self_attn.q_proj, nn.Dropout(0.2)
+        )
         with pytest.raises(ValueError, match=r"'2\.self_attn\.q_proj\.1': 0\.2"):
             DecoderBackbone(model)
         assert len(DecoderBackbone(model, slice(2)).layers) == 2
 
-    @pytest.mark.parametrize("part", [slice(2, 2), slice(0, 5), slice(0, 4, 2), slice(3, 1), slice(-5, None)])
+    @pytest.mark.parametrize(
+        "part", [slice(2, 2), slice(0, 5), slice(0, 4, 2), slice(3, 1), slice(-5, None)]
+    )
     def test_a_slice_that_is_no_part_of_the_layers(self, part):
-        with pytest.raises(ValueError, match="layers must be a contiguous part of the model's 4 layers"):
+        with pytest.raises(
+            ValueError, match="layers must be a contiguous part of the model's 4 layers"
+        ):
             DecoderBackbone(made("llama"), part)
 
     def test_a_model_without_a_head(self):
@@ -261,7 +314,10 @@ class TestRefusals:
     def test_frequencies_that_change_with_the_length(self, family):
         dynamic, factors = family == "llama", {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
         rope = {"rope_type": "dynamic"} if dynamic else {"rope_type": "longrope", **factors}
-        sizes = {"max_position_embeddings": 11 if dynamic else 22, "original_max_position_embeddings": 11}
+        sizes = {
+            "max_position_embeddings": 11 if dynamic else 22,
+            "original_max_position_embeddings": 11,
+        }
         theirs = made(family, rope_parameters={"rope_theta": 1e4, "factor": 2.0, **rope}, **sizes)
         lm = from_decoder(theirs)
         first = lm(IDS, return_cache=True)

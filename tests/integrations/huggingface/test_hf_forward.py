@@ -39,7 +39,9 @@ class TestNumbers:
             for one in (model, again):
                 output, wanted = one(IDS, **call), lm(IDS, **ours, return_cache=True)
                 assert torch.equal(output.logits, wanted.logits)
-                assert output.stats is wanted.stats or torch.equal(output.stats.iterations, wanted.stats.iterations)
+                assert output.stats is wanted.stats or torch.equal(
+                    output.stats.iterations, wanted.stats.iterations
+                )
         assert (model(IDS).status is None) == (kind in EXPLICIT)
 
     @torch.no_grad()
@@ -57,7 +59,11 @@ class TestNumbers:
         model = made(kind)
         whole = model(IDS)
         embedded = model.get_input_embeddings()(IDS)
-        ignored = {"token_type_ids": torch.zeros_like(IDS), "output_router_logits": False, "is_causal": True}
+        ignored = {
+            "token_type_ids": torch.zeros_like(IDS),
+            "output_router_logits": False,
+            "is_causal": True,
+        }
         nothing = {"cu_seq_lens_q": None, "seq_idx": None, "output_attentions": False}
         for same in (
             model(inputs_embeds=embedded).logits,
@@ -85,10 +91,18 @@ class TestCaches:
     @torch.no_grad()
     def test_a_sequence_in_parts_is_the_sequence(self, kind):
         model, cache, mask = made(kind), ImplicitCache(), LEFT.long()
-        whole, positions, parts = model(IDS, attention_mask=mask).logits, (mask.cumsum(1) - 1).clamp(min=0), []
+        whole, positions, parts = (
+            model(IDS, attention_mask=mask).logits,
+            (mask.cumsum(1) - 1).clamp(min=0),
+            [],
+        )
         for start, stop in ((0, 6), (6, 7)):
             new = slice(start, stop)
-            options = {"attention_mask": mask[:, :stop], "position_ids": positions[:, new], "cache": cache}
+            options = {
+                "attention_mask": mask[:, :stop],
+                "position_ids": positions[:, new],
+                "cache": cache,
+            }
             output = model(IDS[:, new], **options)
             assert output.cache is cache
             parts.append(output.logits)
@@ -101,7 +115,11 @@ class TestCaches:
     def test_a_prompt_that_several_continuations_share(self):
         model = made("mamba2")
         prompt = model(IDS[:, :4]).cache
-        for copied, other in ((copy.copy, IDS), (copy.deepcopy, IDS.flip(0)), (copy.copy, IDS.flip(1))):
+        for copied, other in (
+            (copy.copy, IDS),
+            (copy.deepcopy, IDS.flip(0)),
+            (copy.copy, IDS.flip(1)),
+        ):
             got = model(other[:, 4:], cache=copied(prompt)).logits
             close(got, model(torch.cat([IDS[:, :4], other[:, 4:]], dim=1)).logits[:, 4:])
         assert prompt.get_seq_length() == 4
@@ -153,12 +171,20 @@ class TestRefusals:
             ({"input_ids": None}, ValueError, "either input_ids or inputs_embeds"),
             ({"inputs_embeds": torch.zeros(3, 7, 8)}, ValueError, "either input_ids or"),
             ({"input_ids": IDS[0]}, ValueError, r"input_ids must have shape \(batch, length\)"),
-            ({"input_ids": None, "inputs_embeds": torch.zeros(8)}, ValueError, r"inputs_embeds must .*hidden_size\)"),
+            (
+                {"input_ids": None, "inputs_embeds": torch.zeros(8)},
+                ValueError,
+                r"inputs_embeds must .*hidden_size\)",
+            ),
             ({"input_ids": IDS - 9}, ValueError, r"input_ids must lie in 0\.\.12"),
             ({"cache": DynamicCache()}, TypeError, "cache .* ImplicitCache"),
             ({"attention_mask": torch.ones(3, 6)}, ValueError, r"attention_mask .* shape \(3, 7\)"),
             ({"attention_mask": torch.ones(3, 1, 7, 7)}, ValueError, "masks between pairs"),
-            ({"position_ids": torch.tensor([[0, 1, 2, 5, 6, 7, 8]])}, ValueError, "position_ids .* leave them out"),
+            (
+                {"position_ids": torch.tensor([[0, 1, 2, 5, 6, 7, 8]])},
+                ValueError,
+                "position_ids .* leave them out",
+            ),
             ({"position_ids": torch.arange(7)}, ValueError, r"position_ids .* shape \(3, 7\)"),
             ({"position_ids": torch.arange(7).expand(2, 7)}, ValueError, r"shape \(3, 7\)"),
             ({"output_attentions": True}, ValueError, "output_attentions is not available"),
@@ -168,12 +194,20 @@ class TestRefusals:
             ({"labels": IDS - 9}, ValueError, r"labels must lie in 0\.\.12"),
             ({"shift_labels": IDS - 9}, ValueError, r"shift_labels must lie in 0\.\.12"),
             ({"labels": torch.full_like(IDS, -100)}, ValueError, "labels leave nothing to score"),
-            ({"input_ids": IDS[:, :1], "labels": IDS[:, :1]}, ValueError, "labels leave nothing to score"),
+            (
+                {"input_ids": IDS[:, :1], "labels": IDS[:, :1]},
+                ValueError,
+                "labels leave nothing to score",
+            ),
             ({"labels": IDS, "logits_to_keep": 1}, ValueError, "leave out logits_to_keep"),
             ({"logits_to_keep": -1}, ValueError, "logits_to_keep must be an integer >= 0"),
             ({"atention_mask": LEFT}, TypeError, "'atention_mask'; did you mean 'attention_mask'"),
             ({"stop": dq.Stop()}, TypeError, r"'stop': write solve=\{\"stop\": ...\}"),
-            ({"solve": {"swep": "Sequential"}}, ValueError, r"SolveConfig field 'swep' .*did you mean 'sweep'"),
+            (
+                {"solve": {"swep": "Sequential"}},
+                ValueError,
+                r"SolveConfig field 'swep' .*did you mean 'sweep'",
+            ),
         ],
         ids=lambda part: "+".join(part) if isinstance(part, dict) else "",
     )
@@ -182,15 +216,20 @@ class TestRefusals:
             made("mamba2")(**{"input_ids": IDS, **call})
 
     @pytest.mark.parametrize(
-        "name", ["input_ids", "attention_mask", "position_ids", "inputs_embeds", "labels", "shift_labels"]
+        "name",
+        ["input_ids", "attention_mask", "position_ids", "inputs_embeds", "labels", "shift_labels"],
     )
     def test_what_is_no_tensor_is_named(self, name):
         model = made("llama")
         call = ({} if name == "inputs_embeds" else {"input_ids": IDS}) | {name: [[1, 2]]}
         for called in (model,) if "labels" in name else (model, model.model):
-            with pytest.raises(TypeError, match=rf"^{name} must be a Tensor or None, such as torch\.tensor"):
+            with pytest.raises(
+                TypeError, match=rf"^{name} must be a Tensor or None, such as torch\.tensor"
+            ):
                 called(**call)
 
     def test_an_explicit_model_has_nothing_to_solve(self):
-        with pytest.raises(ValueError, match=r"^leave out solve: this .* is explicit \(solve=None\)$"):
+        with pytest.raises(
+            ValueError, match=r"^leave out solve: this .* is explicit \(solve=None\)$"
+        ):
             made("explicit")(IDS, solve={"sweep": dq.Chunked(3)})

@@ -15,7 +15,12 @@ SOLVE = {"stop": dq.Stop(rtol=1e-3)}
 
 
 def plain():
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1}
+    sizes = {
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 1,
+    }
     return LlamaForCausalLM(LlamaConfig(vocab_size=13, **sizes))
 
 
@@ -27,7 +32,9 @@ def words():
 
 
 def continued(batch_size, window=1):
-    """lm-eval's continuations of three prompts, up to a word, and what the solves were counted as."""
+    """lm-eval's continuations of three prompts, up to a word, and what the solves were
+    counted as.
+    """
     from lm_eval.api.instance import Instance
 
     from deqseq.integrations.lm_eval import SolvedLM
@@ -35,7 +42,9 @@ def continued(batch_size, window=1):
     lm = SolvedLM(made("mamba2"), words(), window=window, batch_size=batch_size, max_length=64)
     how = {"until": ["w5 "], "max_gen_toks": 12}
     prompts = ("w1 w2 w3", "w7 w4 w9", "w5 w5 w2")
-    return lm.generate_until([Instance("generate_until", {}, (p, how), 0) for p in prompts]), lm.counted
+    return lm.generate_until(
+        [Instance("generate_until", {}, (p, how), 0) for p in prompts]
+    ), lm.counted
 
 
 def test_rows_that_have_ended_are_not_counted():
@@ -51,7 +60,12 @@ def test_texts_are_generated_in_windows():
     (texts, alone), (same, together) = continued(4), continued(4, window=None)
     assert texts == same
     assert together["evaluations"] < alone["evaluations"] / 2
-    assert together["converged"] == together["converged of"] == together["self_iterations of"] == alone["converged of"]
+    assert (
+        together["converged"]
+        == together["converged of"]
+        == together["self_iterations of"]
+        == alone["converged of"]
+    )
 
 
 def test_the_trials_of_a_batch_size_are_not_counted():
@@ -85,7 +99,10 @@ def test_a_saved_retrofit_is_scored_by_lm_eval_itself(tmp_path):
     tokenizer.save_pretrained(tmp_path)
     told = model(torch.tensor([[1, 2, 3, 4]])).logits[0].log_softmax(-1)
     request = Instance("loglikelihood", {}, ("w1 w2 w3", " w4 w5"), 0)
-    for lm in (HFLM(pretrained=str(tmp_path), device="cpu", dtype="float32"), SolvedLM(model, tokenizer, SOLVE)):
+    for lm in (
+        HFLM(pretrained=str(tmp_path), device="cpu", dtype="float32"),
+        SolvedLM(model, tokenizer, SOLVE),
+    ):
         ((nats, _),) = lm.loglikelihood([request])
         assert abs(nats - (told[2, 4] + told[3, 5]).item()) < 0.05
 

@@ -1,8 +1,9 @@
 """Training in two processes: the Trainer under DDP, and models sharded by FSDP2.
 
-Everything is compared with one process on the same four rows a step. In float32 the two differ by the order in which
-rows are summed, a few units in the last place of a loss (measured: 1e-6), which AdamW carries into weights (1e-5).
-The solves stop at 1e-6, so a row that takes one iteration more or less changes nothing beyond that.
+Everything is compared with one process on the same four rows a step. In float32 the two differ by
+the order in which rows are summed, a few units in the last place of a loss (measured: 1e-6), which
+AdamW carries into weights (1e-5). The solves stop at 1e-6, so a row that takes one iteration more
+or less changes nothing beyond that.
 """
 
 import json
@@ -31,8 +32,21 @@ def processes(tmp_path_factory):
     def run(kind: str) -> tuple[Path, list[dict]]:
         folder = tmp_path_factory.mktemp(kind)
         script = Path(__file__).with_name("hf_two_processes.py")
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
-        options = {"capture_output": True, "text": True, "timeout": 900, "env": {**os.environ, "OMP_NUM_THREADS": "1"}}
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc_per_node",
+            "2",
+            str(script),
+        ]
+        options = {
+            "capture_output": True,
+            "text": True,
+            "timeout": 900,
+            "env": {**os.environ, "OMP_NUM_THREADS": "1"},
+        }
         done = subprocess.run([*command, kind, str(folder)], check=False, **options)
         assert done.returncode == 0, done.stderr[-4000:]
         found = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)]
@@ -49,7 +63,9 @@ def close(got, wanted, tolerance: float) -> None:
 
 
 def same_weights_nearly(got, wanted) -> None:
-    for (name, mine), (other, theirs) in zip(got.named_parameters(), wanted.named_parameters(), strict=True):
+    for (name, mine), (other, theirs) in zip(
+        got.named_parameters(), wanted.named_parameters(), strict=True
+    ):
         assert name == other
         close(mine.detach(), theirs.detach(), WEIGHT)
 
@@ -58,7 +74,10 @@ def same_weights_nearly(got, wanted) -> None:
 def test_a_step_of_two_processes_of_the_trainer_is_that_of_one(processes, tmp_path, name):
     folder, found = processes("ddp")
     model = small(name)
-    witness, run = Witness(model), trainer(model, tmp_path, max_steps=8, eval_dataset=rows(8, first=100))
+    witness, run = (
+        Witness(model),
+        trainer(model, tmp_path, max_steps=8, eval_dataset=rows(8, first=100)),
+    )
     run.train()
     evaluation = run.evaluate()["eval_loss"]
     assert losses(run)[-1] < 0.75 * losses(run)[0]
@@ -66,7 +85,9 @@ def test_a_step_of_two_processes_of_the_trainer_is_that_of_one(processes, tmp_pa
         for each in found:
             close(each[name][setting]["losses"], losses(run), LOSS)
             close(each[name][setting]["evaluation"], evaluation, LOSS)
-        same_weights_nearly(AutoModelForCausalLM.from_pretrained(folder / f"{name}-{setting}"), model)
+        same_weights_nearly(
+            AutoModelForCausalLM.from_pretrained(folder / f"{name}-{setting}"), model
+        )
         mine, theirs = (each[name][setting]["seen"] for each in found)
         for step in range(8):  # each process sees its own half
             halves = mine[2 * step : 2 * step + 2], theirs[2 * step : 2 * step + 2]
@@ -79,16 +100,23 @@ def test_a_step_of_two_processes_of_the_trainer_is_that_of_one(processes, tmp_pa
 def test_sharded_training_is_that_of_one_process(processes, name, kind):
     folder, found = processes("fsdp")
     model = small(name, **SHARDED[kind]).train()
-    shares = [sum(pair) / 2 for pair in zip(*(each[name][kind]["shares"] for each in found), strict=True)]
+    shares = [
+        sum(pair) / 2 for pair in zip(*(each[name][kind]["shares"] for each in found), strict=True)
+    ]
     close(shares, by_hand(model, 4)[0], LOSS)
     gathered = AutoModelForCausalLM.from_pretrained(folder / f"{name}-{kind}")
     same_weights_nearly(gathered, model)
     mine, theirs = (each[name][kind]["steps"] for each in found)
-    assert (mine != theirs) == (model.config.solve is not None)  # processes need not take equally many iterations
+    assert (mine != theirs) == (
+        model.config.solve is not None
+    )  # processes need not take equally many iterations
     for rank, each in enumerate(found):  # the gathered weights compute what the sharded model did
         right, left = (collate(rows(2, first=200 + 2 * rank), side) for side in ("right", "left"))
         with torch.no_grad():
             logits = gathered(right["input_ids"], attention_mask=right["attention_mask"]).logits
         close(each[name][kind]["logits"], logits, 1e-4)  # the solves stop at 1e-6 of the state
         del left["labels"]
-        assert each[name][kind]["tokens"] == gathered.generate(**left, max_new_tokens=5, do_sample=False).tolist()
+        assert (
+            each[name][kind]["tokens"]
+            == gathered.generate(**left, max_new_tokens=5, do_sample=False).tolist()
+        )

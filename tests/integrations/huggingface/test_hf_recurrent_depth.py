@@ -43,11 +43,18 @@ def biased(model):
 
 
 def joined(mlp_width=0, injection="add", **fields):
-    """A prelude, a core and a coda of our own layers; without ``injection`` the core has its own."""
+    """A prelude, a core and a coda of our own layers; without ``injection`` the core
+    has its own.
+    """
     parts = {"prelude": ATTENTION, "coda": ATTENTION, "injection": injection}
     core = replace(MAMBA2, mlp_width=mlp_width, injection=injection is None)
     torch.manual_seed(0)
-    return dq.LanguageModelSpec(37, core, PLAIN, embedding_std=0.5, **parts, **fields).build().double().eval()
+    return (
+        dq.LanguageModelSpec(37, core, PLAIN, embedding_std=0.5, **parts, **fields)
+        .build()
+        .double()
+        .eval()
+    )
 
 
 def ouro():
@@ -64,7 +71,9 @@ class TestRetrofit:
     @pytest.mark.filterwarnings("ignore::UserWarning:peft")
     def test_offloaded_layers_and_adapters_with_dropout_are_refused(self):
         accelerate, peft = pytest.importorskip("accelerate"), pytest.importorskip("peft")
-        adapted = peft.get_peft_model(retrofitted(), peft.LoraConfig(target_modules=["q_proj"], lora_dropout=0.1))
+        adapted = peft.get_peft_model(
+            retrofitted(), peft.LoraConfig(target_modules=["q_proj"], lora_dropout=0.1)
+        )
         with pytest.raises(ValueError, match="must have no dropout"):
             adapted.train()(LONGER)
         with pytest.raises(ValueError, match="offloaded"):
@@ -85,7 +94,11 @@ class TestRetrofit:
         same(lm(LONGER, **ONCE).logits, expected)  # the state is zero
         assert (lm(LONGER, stop=dq.Stop.exactly(2)).logits - expected).abs().max() > 1e-3
         for injection in ("add", "decay"):
-            same(retrofit(theirs, **PARTS, injection=injection)(LONGER, **ONCE).logits, expected, 1e-6)
+            same(
+                retrofit(theirs, **PARTS, injection=injection)(LONGER, **ONCE).logits,
+                expected,
+                1e-6,
+            )
 
     @torch.no_grad()
     def test_layers_can_be_dropped_and_stay_dropped(self, tmp_path):
@@ -112,7 +125,11 @@ class TestRetrofit:
         injection = dq.AddInjection()
         lm = retrofit(theirs.train(), **PARTS, injection=injection, eval_solve=None)
         assert {id(p) for p in lm.parameters()} == {id(p) for p in theirs.parameters()}
-        assert (lm.training, lm.core.backbone.injection, lm.core.eval_solve) == (True, injection, None)
+        assert (lm.training, lm.core.backbone.injection, lm.core.eval_solve) == (
+            True,
+            injection,
+            None,
+        )
 
     @pytest.mark.parametrize(
         ("changed", "error", "message"),
@@ -124,8 +141,16 @@ class TestRetrofit:
                 TypeError,
                 "model must be a PreTrainedModel or a string or a PathLike, such as",
             ),
-            ({"model": AutoModel.from_config(made("llama").config)}, ValueError, "ForCausalLM, got LlamaModel"),
-            ({"model": biased(made("llama", tie_word_embeddings=False))}, ValueError, "head must have no bias"),
+            (
+                {"model": AutoModel.from_config(made("llama").config)},
+                ValueError,
+                "ForCausalLM, got LlamaModel",
+            ),
+            (
+                {"model": biased(made("llama", tie_word_embeddings=False))},
+                ValueError,
+                "head must have no bias",
+            ),
             ({"model": made("gpt_neox", attention_dropout=0.1)}, ValueError, "no dropout"),
         ],
     )
@@ -140,7 +165,9 @@ SAVED = {
     "decoder": lambda: from_decoder(made("gemma2")),
     "Ouro": ouro,
     "Huginn": huginn,
-    "the core's own injection": partial(joined, 12, None, tied=False, embedding_scale=3.0, logit_softcap=2.0),
+    "the core's own injection": partial(
+        joined, 12, None, tied=False, embedding_scale=3.0, logit_softcap=2.0
+    ),
 }
 
 
@@ -156,7 +183,9 @@ class TestFiles:
         again = copy.deepcopy(AutoModelForCausalLM.from_pretrained(tmp_path))
         assert same_weights(again, model)
         assert again.config.to_json_string() == model.config.to_json_string()
-        same(again(LONGER, solve=solve).logits, expected, 1e-5)  # Gemma's scale was rounded to float32 before
+        same(
+            again(LONGER, solve=solve).logits, expected, 1e-5
+        )  # Gemma's scale was rounded to float32 before
         same(to_causal_lm(again)(LONGER, **solve or {}).logits, expected, 1e-5)
         assert specification_of(to_causal_lm(again)) == specification_of(lm)
         half = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
@@ -170,29 +199,49 @@ class TestFiles:
         model = from_causal_lm(lm)
         model.save_pretrained(tmp_path)
         norm = "model.core.coda.backbone.norm.weight"
-        assert {norm, "model.core.norm.weight"} & load_file(tmp_path / "model.safetensors").keys() == {norm}
+        assert {norm, "model.core.norm.weight"} & load_file(
+            tmp_path / "model.safetensors"
+        ).keys() == {norm}
         for one in (model, AutoModelForCausalLM.from_pretrained(tmp_path)):
             assert one.model.core.norm.weight is one.model.core.coda.backbone.norm.weight
-            assert one.all_tied_weights_keys["model.core.norm.weight"] == norm  # what other tools ask
+            assert (
+                one.all_tied_weights_keys["model.core.norm.weight"] == norm
+            )  # what other tools ask
             assert one.config.norm == "coda"
 
 
 def changed(lm, **parts):
     """With other parts, as a user may have set them."""
     for name, part in parts.items():
-        setattr(lm.model, name, part(lm.model) if callable(part) and not isinstance(part, nn.Module) else part)
+        setattr(
+            lm.model,
+            name,
+            part(lm.model) if callable(part) and not isinstance(part, nn.Module) else part,
+        )
     return lm
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: retrofitted(injection=type("Half", (dq.AddInjection,), {})()), r"cannot name Half \(known: concat, "),
-        (lambda: changed(retrofitted(), norm=nn.LayerNorm(32)), "the last norm of its coda, .*got LayerNorm"),
+        (
+            lambda: retrofitted(injection=type("Half", (dq.AddInjection,), {})()),
+            r"cannot name Half \(known: concat, ",
+        ),
+        (
+            lambda: changed(retrofitted(), norm=nn.LayerNorm(32)),
+            "the last norm of its coda, .*got LayerNorm",
+        ),
         (lambda: changed(retrofitted(), prelude=retrofitted().model.prelude), "of one decoder"),
         (lambda: changed(joined(), prelude=lambda model: model.coda), "weights of their own"),
-        (lambda: changed(joined(), prelude=dq.ExplicitModel(dq.Affine(8))), r"cannot name a Affine .*state_dict\(\)"),
-        (lambda: dq.CausalLM(13, dq.ExplicitModel(dq.Looped(dq.Affine(8), 2, nn.Identity()))), "Looped.choose"),
+        (
+            lambda: changed(joined(), prelude=dq.ExplicitModel(dq.Affine(8))),
+            r"cannot name a Affine .*state_dict\(\)",
+        ),
+        (
+            lambda: dq.CausalLM(13, dq.ExplicitModel(dq.Looped(dq.Affine(8), 2, nn.Identity()))),
+            "Looped.choose",
+        ),
     ],
 )
 def test_what_a_configuration_cannot_name_is_refused(make, message):

@@ -1,4 +1,6 @@
-"""Who imports what, what transformers then knows, and the paper's presets and files through its Auto classes."""
+"""Who imports what, what transformers then knows, and the paper's presets and files through its
+Auto classes.
+"""
 
 import json
 import subprocess
@@ -34,7 +36,9 @@ HEADS["ForSequenceClassification"] = AutoModelForSequenceClassification
 def test_the_auto_classes_know_the_model_type_and_files_name_it(tmp_path):
     assert AutoConfig.for_model("deqseq").__class__ is huggingface.DeqseqConfig
     for head, auto in HEADS.items():
-        assert auto._model_mapping[huggingface.DeqseqConfig] is getattr(huggingface, f"Deqseq{head}")
+        assert auto._model_mapping[huggingface.DeqseqConfig] is getattr(
+            huggingface, f"Deqseq{head}"
+        )
     huggingface.DeqseqConfig().save_pretrained(tmp_path)
     written = json.loads((tmp_path / "config.json").read_text())
     assert (written["model_type"], written["deqseq_version"]) == ("deqseq", dq.__version__)
@@ -44,7 +48,9 @@ def test_the_auto_classes_know_the_model_type_and_files_name_it(tmp_path):
 
 def run(script: str) -> str:
     """What a fresh interpreter prints, without this one's checks of shapes."""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -57,7 +63,10 @@ def test_nothing_optional_is_imported_and_without_transformers_the_extra_is_name
         "try: import deqseq.integrations.huggingface\n"
         "except ImportError as error: print(error)"
     )
-    assert run(script) == '[]\ndeqseq.integrations.huggingface needs transformers: pip install "deqseq[hf]"\n'
+    assert (
+        run(script)
+        == '[]\ndeqseq.integrations.huggingface needs transformers: pip install "deqseq[hf]"\n'
+    )
 
 
 def test_a_saved_model_is_loaded_without_an_import(tmp_path):
@@ -68,7 +77,8 @@ def test_a_saved_model_is_loaded_without_an_import(tmp_path):
         f"folder = {str(tmp_path)!r}\n"
         "try: AutoConfig.from_pretrained(folder, trust_remote_code=False)\n"
         "except ValueError as error: print('trust_remote_code=True' in str(error))\n"
-        "model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, gguf_file=None)\n"
+        "model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, "
+        "gguf_file=None)\n"
         "print(type(model).__module__, model.config.auto_map['AutoModelForCausalLM'])\n"
         "model.save_pretrained(folder + '/again')\n"
         "import os; print(sorted(os.listdir(folder + '/again')))"
@@ -84,7 +94,9 @@ def test_a_saved_model_is_loaded_without_an_import(tmp_path):
 def test_a_folder_with_a_tokenizer_is_a_pipeline(tmp_path):
     words = Tokenizer(WordLevel({f"w{i}": i for i in range(13)}, unk_token="w0"))
     words.pre_tokenizer = Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", padding_side="left").save_pretrained(tmp_path)
+    PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="w0", padding_side="left"
+    ).save_pretrained(tmp_path)
     model = made("llama")
     model.save_pretrained(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
@@ -94,7 +106,9 @@ def test_a_folder_with_a_tokenizer_is_a_pipeline(tmp_path):
     batched = pipe(prompts, max_new_tokens=3, do_sample=False, return_full_text=False)
     for prompt, (found,) in zip(prompts, batched, strict=True):
         ids = tokenizer(prompt, return_tensors="pt").input_ids
-        wanted = model.generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=0)[0, ids.shape[1] :]
+        wanted = model.generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=0)[
+            0, ids.shape[1] :
+        ]
         assert found["generated_text"].split() == [f"w{token}" for token in wanted.tolist()]
 
 
@@ -104,7 +118,10 @@ class TestReferenceFolders:
         known, spec = numbers(kind), from_reference_config(config(kind))
         (tmp_path / "config.json").write_text(json.dumps(config(kind)))
         save_file(tensors(kind), tmp_path / "model.safetensors")
-        model, ids = from_causal_lm(from_pretrained(tmp_path), eos_token_id=5), known["input_ids"].long()
+        model, ids = (
+            from_causal_lm(from_pretrained(tmp_path), eos_token_id=5),
+            known["input_ids"].long(),
+        )
         output = model(ids)
         assert (output.status == dq.Status.CONVERGED).all()
         assert (output.logits - known["eval_logits"]).abs().max() < 1e-5

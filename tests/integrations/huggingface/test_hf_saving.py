@@ -22,17 +22,26 @@ import deqseq as dq
 from deqseq.integrations.huggingface import from_causal_lm, to_causal_lm
 from deqseq.layers import apply_weight_norm, fold_weight_norm
 
-LOAD, CLASSIFIER = AutoModelForCausalLM.from_pretrained, AutoModelForSequenceClassification.from_pretrained
+LOAD, CLASSIFIER = (
+    AutoModelForCausalLM.from_pretrained,
+    AutoModelForSequenceClassification.from_pretrained,
+)
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 def stored(folder) -> dict:
     """All weights in a folder's safetensors."""
-    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    return {
+        name: tensor
+        for path in folder.glob("*.safetensors")
+        for name, tensor in load_file(path).items()
+    }
 
 
 def loaded(folder):
-    """A saved model in memory of its own: how a mapped file is aligned changes the last bit of a product."""
+    """A saved model in memory of its own: how a mapped file is aligned changes the last bit of a
+    product.
+    """
     return copy.deepcopy(LOAD(folder))
 
 
@@ -47,7 +56,9 @@ class TestRoundTrip:
         model.save_pretrained(tmp_path)
         names = ["config.json", "deqseq_models.py", "generation_config.json", "model.safetensors"]
         assert sorted(path.name for path in tmp_path.iterdir()) == names
-        assert {HEAD, EMBEDDING} & stored(tmp_path).keys() == ({EMBEDDING} if tied else {HEAD, EMBEDDING})
+        assert {HEAD, EMBEDDING} & stored(tmp_path).keys() == (
+            {EMBEDDING} if tied else {HEAD, EMBEDDING}
+        )
         again = loaded(tmp_path)
         assert (type(again), again.training, again.dtype) == (type(model), False, torch.float64)
         assert (again.lm_head.weight is again.model.embed_tokens.weight) == tied
@@ -104,7 +115,9 @@ class TestRoundTrip:
 
     def test_the_generation_configuration_keeps_solve(self, tmp_path):
         model = made("mamba2")
-        model.generation_config = GenerationConfig(solve={"sweep": dq.Sliding(4), "stop": {"max_steps": 5}})
+        model.generation_config = GenerationConfig(
+            solve={"sweep": dq.Sliding(4), "stop": {"max_steps": 5}}
+        )
         model.save_pretrained(tmp_path)
         saved = {"sweep": {"name": "Sliding", "window": 4}, "stop": {"max_steps": 5}}
         assert json.loads((tmp_path / "generation_config.json").read_text())["solve"] == saved
@@ -117,13 +130,17 @@ class TestRoundTrip:
 class TestWeightNorm:
     @pytest.mark.parametrize("kind", ["mamba2", "llama", "parts"])
     @torch.no_grad()
-    def test_it_is_saved_as_it_is_now_and_folded_weights_are_the_same_to_the_last_bit(self, kind, tmp_path):
+    def test_it_is_saved_as_it_is_now_and_folded_weights_are_the_same_to_the_last_bit(
+        self, kind, tmp_path
+    ):
         model = made(kind)
         apply_weight_norm(model.model.core)
         before, tensors = model(IDS).logits, {"original0", "original1"}
         for folder, expected in (("normalised", tensors), ("folded", set())):
             model.save_pretrained(tmp_path / folder)
-            assert {name.split(".")[-1] for name in stored(tmp_path / folder) if ".parametri" in name} == expected
+            assert {
+                name.split(".")[-1] for name in stored(tmp_path / folder) if ".parametri" in name
+            } == expected
             again = loaded(tmp_path / folder)
             assert same_weights(again, model)
             for one in (model, again):
@@ -133,9 +150,16 @@ class TestWeightNorm:
 
     def test_that_of_some_layers_alone_is_refused_before_anything_is_written(self, tmp_path):
         model = made("llama", backbone={"weight_norm": True})
-        fold_weight_norm(next(layer for layer in model.model.core.modules() if isinstance(layer, nn.Linear)))
-        for save in (lambda: model.save_pretrained(tmp_path), lambda: from_causal_lm(to_causal_lm(model))):
-            with pytest.raises(ValueError, match=r"weight normalisation must be on all layers .* or on none"):
+        fold_weight_norm(
+            next(layer for layer in model.model.core.modules() if isinstance(layer, nn.Linear))
+        )
+        for save in (
+            lambda: model.save_pretrained(tmp_path),
+            lambda: from_causal_lm(to_causal_lm(model)),
+        ):
+            with pytest.raises(
+                ValueError, match=r"weight normalisation must be on all layers .* or on none"
+            ):
                 save()
         assert not list(tmp_path.iterdir())
 
@@ -143,7 +167,9 @@ class TestWeightNorm:
 class TestInitialWeights:
     @pytest.mark.parametrize("kind", ["mamba2", "llama", "parts"])
     def test_those_of_our_layers_are_the_cores(self, kind):
-        config = configured(kind, vocab_size=4000, initializer_range=0.02, tie_word_embeddings=False)
+        config = configured(
+            kind, vocab_size=4000, initializer_range=0.02, tie_word_embeddings=False
+        )
         torch.manual_seed(3)
         core = config.build()[0]
         torch.manual_seed(3)
@@ -176,7 +202,11 @@ class TestMisfits:
         dropped = {name for name in load_file(path) if part in name}
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata()
-        save_file({name: tensor for name, tensor in load_file(path).items() if name not in dropped}, path, metadata)
+        save_file(
+            {name: tensor for name, tensor in load_file(path).items() if name not in dropped},
+            path,
+            metadata,
+        )
         with pytest.raises(ValueError, match=r"^the weights in .* do not fit: missing ") as error:
             LOAD(tmp_path)
         assert all(name in str(error.value) for name in sorted(dropped)[:8])
@@ -187,7 +217,9 @@ class TestMisfits:
     def test_a_checkpoint_without_a_head_is_loaded_if_its_report_is_asked_for(self, tmp_path):
         base = made("llama", tie_word_embeddings=False).model
         base.save_pretrained(tmp_path)
-        with pytest.raises(ValueError, match=r"do not fit: missing lm_head\.weight\. .*output_loading_info=True"):
+        with pytest.raises(
+            ValueError, match=r"do not fit: missing lm_head\.weight\. .*output_loading_info=True"
+        ):
             LOAD(tmp_path)
         model, report = LOAD(tmp_path, output_loading_info=True)
         assert set(report["missing_keys"]) == {HEAD}
@@ -199,8 +231,16 @@ class TestMisfits:
         for fields, error, message in (
             (one, ValueError, r"do not fit: unexpected model\.core\.backbone\.layers\.1\."),
             (wider, RuntimeError, "ignore_mismatched_sizes"),
-            (wider | {"ignore_mismatched_sizes": True}, ValueError, r"do not fit: of another shape model\.core\."),
-            ({"hidden_size": 16}, ValueError, r"DeqseqConfig\.hidden_size must be 8, which follows from the backbones"),
+            (
+                wider | {"ignore_mismatched_sizes": True},
+                ValueError,
+                r"do not fit: of another shape model\.core\.",
+            ),
+            (
+                {"hidden_size": 16},
+                ValueError,
+                r"DeqseqConfig\.hidden_size must be 8, which follows from the backbones",
+            ),
             ({"hiden_size": 8}, TypeError, "unexpected keyword argument 'hiden_size'"),
             ({"config": configured("llama"), "vocab_size": 8}, TypeError, "argument 'vocab_size'"),
         ):
@@ -209,7 +249,9 @@ class TestMisfits:
         model, report = LOAD(tmp_path, **one, output_loading_info=True)
         assert len(model.model.core.backbone.layers) == 1
         assert {name.split(".")[4] for name in report["unexpected_keys"]} == {"1"}
-        other = LOAD(tmp_path, vocab_size=500, ignore_mismatched_sizes=True)  # another vocabulary is drawn anew
+        other = LOAD(
+            tmp_path, vocab_size=500, ignore_mismatched_sizes=True
+        )  # another vocabulary is drawn anew
         assert abs(other.lm_head.weight.std().item() / 0.5 - 1) < 0.05
 
 

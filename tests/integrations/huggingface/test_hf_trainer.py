@@ -1,4 +1,6 @@
-"""transformers' Trainer with our models: losses and metrics by hand, interruptions, options, collators."""
+"""transformers' Trainer with our models: losses and metrics by hand, interruptions, options,
+collators.
+"""
 
 import math
 
@@ -15,7 +17,14 @@ KINDS = pytest.mark.parametrize("kind", ["mamba2", "llama", "explicit"])
 
 
 def one_block(kind: str, **fields):
-    return small(kind, **{"backbone": {"n_layers": 1}, "solve": {"stop": dq.Stop(rtol=1e-5, max_steps=32)}, **fields})
+    return small(
+        kind,
+        **{
+            "backbone": {"n_layers": 1},
+            "solve": {"stop": dq.Stop(rtol=1e-5, max_steps=32)},
+            **fields,
+        },
+    )
 
 
 @torch.no_grad()
@@ -34,7 +43,9 @@ def falls(curve: list[float]) -> bool:
 
 
 @KINDS
-def test_the_loss_begins_where_it_should_and_falls_and_metrics_are_of_logits_and_labels(kind, tmp_path):
+def test_the_loss_begins_where_it_should_and_falls_and_metrics_are_of_logits_and_labels(
+    kind, tmp_path
+):
     def accuracy(found) -> dict:
         right = found.predictions[:, :-1].argmax(-1) == found.label_ids[:, 1:]
         return {"accuracy": float(right[found.label_ids[:, 1:] != -100].mean())}
@@ -53,11 +64,16 @@ def test_the_loss_begins_where_it_should_and_falls_and_metrics_are_of_logits_and
 
 @pytest.mark.parametrize(
     "options",
-    [{"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}, {"activation_checkpointing": True}],
+    [
+        {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2},
+        {"activation_checkpointing": True},
+    ],
 )
 def test_accumulated_gradients_and_recomputed_activations_change_nothing(options, tmp_path):
     """Rows are of unequal lengths, so means of halves would not do."""
-    whole, again = (trainer(one_block("mamba2"), tmp_path, max_steps=3, **changes) for changes in ({}, options))
+    whole, again = (
+        trainer(one_block("mamba2"), tmp_path, max_steps=3, **changes) for changes in ({}, options)
+    )
     for run in (whole, again):
         run.train()
     assert again.model.is_activation_checkpointing == ("activation_checkpointing" in options)
@@ -68,7 +84,9 @@ def test_accumulated_gradients_and_recomputed_activations_change_nothing(options
 
 @KINDS
 def test_bfloat16(kind, tmp_path):
-    run = trainer(one_block(kind, solve={"stop": dq.Stop(rtol=0.02, max_steps=12)}), tmp_path, bf16=True)
+    run = trainer(
+        one_block(kind, solve={"stop": dq.Stop(rtol=0.02, max_steps=12)}), tmp_path, bf16=True
+    )
     computed = []
     for part in run.model.model.core.backbone.layers.modules():
         if isinstance(part, nn.Linear):
@@ -87,7 +105,11 @@ def test_smoothed_labels_are_shifted(renamed, tmp_path):
     if renamed:  # as FSDP2 does
         model.__class__ = type("FSDPDeqseqForCausalLM", (type(model),), {})
     found = run.compute_loss(model, dict(batch))
-    logits = model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1].flatten(0, 1)
+    logits = (
+        model(batch["input_ids"], attention_mask=batch["attention_mask"])
+        .logits[:, :-1]
+        .flatten(0, 1)
+    )
     wanted = F.cross_entropy(logits, batch["labels"][:, 1:].flatten(), label_smoothing=0.1)
     assert abs(found.item() - wanted.item()) < 1e-6
 
@@ -96,8 +118,13 @@ def test_generation_after_training_is_in_eval_mode(tmp_path):
     model = one_block("llama", eval_solve={"stop": {"max_steps": 7, "rtol": 0.0}})
     trainer(model, tmp_path, max_steps=1).train()
     assert model.training
-    output = model.generate(torch.tensor([[1, 2]]), max_new_tokens=3, do_sample=False, return_dict_in_generate=True)
-    assert [solve.stats.iterations.unique().tolist() for solve in output.cache.solves[1:]] == [[7], [7]]
+    output = model.generate(
+        torch.tensor([[1, 2]]), max_new_tokens=3, do_sample=False, return_dict_in_generate=True
+    )
+    assert [solve.stats.iterations.unique().tolist() for solve in output.cache.solves[1:]] == [
+        [7],
+        [7],
+    ]
     assert model.training
 
 

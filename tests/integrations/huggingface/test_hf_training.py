@@ -42,10 +42,14 @@ class TestLoss:
         model, labels = made("llama"), IDS.masked_fill(~LEFT, -100)
         labels[0, 3] = -100
         output = model(IDS, labels=labels, attention_mask=LEFT.long())
-        each = F.cross_entropy(output.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="none")
+        each = F.cross_entropy(
+            output.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="none"
+        )
         assert (labels[:, 1:] != -100).sum() == 11
         assert abs(output.loss.item() - each.sum().item() / 11) < 1e-5
-        parted = model(IDS, labels=labels, attention_mask=LEFT.long(), num_items_in_batch=torch.tensor(22)).loss
+        parted = model(
+            IDS, labels=labels, attention_mask=LEFT.long(), num_items_in_batch=torch.tensor(22)
+        ).loss
         assert abs(parted.item() - output.loss.item() / 2) < 1e-5
         shifted = F.pad(labels[:, 1:], (0, 1), value=-100)
         assert model(IDS, shift_labels=shifted, attention_mask=LEFT.long()).loss == output.loss
@@ -61,7 +65,9 @@ class TestLoss:
     def test_the_trainer_leaves_out_what_it_cannot_gather(self):
         model = made("mamba2")
         output = model(IDS, labels=IDS)
-        assert [name for name in output if name not in model.config.keys_to_ignore_at_inference] == ["loss", "logits"]
+        assert [
+            name for name in output if name not in model.config.keys_to_ignore_at_inference
+        ] == ["loss", "logits"]
         assert model.accepts_loss_kwargs
 
 
@@ -78,7 +84,10 @@ def test_every_activation_is_recomputed_once(kind, fields):
     for name, layer in model.model.core.named_modules():
         if isinstance(layer, nn.Linear) and name.endswith(("mixer.in_proj", "q_proj")):
             calls[name] = 0
-            count = lambda *_, name=name: calls.update({name: calls[name] + torch.is_grad_enabled()})  # noqa: E731
+
+            def count(*_, name=name):
+                calls[name] += torch.is_grad_enabled()
+
             layer.register_forward_hook(count)
     gradients(model)
     once = dict(calls)
@@ -103,7 +112,9 @@ def test_resize_token_embeddings(kind, tied):
     model.resize_token_embeddings(200, mean_resizing=False)
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
     assert (model.config.vocab_size, model(IDS).logits.shape) == (200, (3, 7, 200))
-    assert (model(IDS).logits[..., :13] - before).abs().max() < 1e-12  # a wider product rounds in another order
+    assert (
+        model(IDS).logits[..., :13] - before
+    ).abs().max() < 1e-12  # a wider product rounds in another order
     for weight in {model.lm_head.weight, model.model.embed_tokens.weight}:
         assert abs(weight[13:].std().item() / 0.5 - 1) < 0.1
     assert model(IDS + 150).logits.isfinite().all()
@@ -111,7 +122,9 @@ def test_resize_token_embeddings(kind, tied):
     assert torch.equal(model(IDS).logits, before)
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning", "ignore::UserWarning:peft")
+@pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing`:FutureWarning", "ignore::UserWarning:peft"
+)
 @pytest.mark.parametrize(
     ("kind", "targets", "options"),
     [
@@ -122,7 +135,9 @@ def test_resize_token_embeddings(kind, tied):
         ("parts", ["in_proj", "o_proj", "embed_tokens", "lm_head"], {}),
     ],
 )
-def test_an_adapter_begins_as_the_model_learns_generates_and_merges(kind, targets, options, tmp_path):
+def test_an_adapter_begins_as_the_model_learns_generates_and_merges(
+    kind, targets, options, tmp_path
+):
     peft = pytest.importorskip("peft")
     fields = (
         {"backbone": {"weight_norm": True}}
@@ -134,7 +149,9 @@ def test_an_adapter_begins_as_the_model_learns_generates_and_merges(kind, target
     config = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=targets, **options)
     lora, before = peft.get_peft_model(copy.deepcopy(model), config), model(IDS).logits
     assert (lora.eval()(IDS).logits - before).abs().max() < 1e-4
-    optimizer = torch.optim.SGD([weight for weight in lora.parameters() if weight.requires_grad], lr=0.05)
+    optimizer = torch.optim.SGD(
+        [weight for weight in lora.parameters() if weight.requires_grad], lr=0.05
+    )
     for _ in range(2):
         lora.train()(input_ids=IDS, labels=IDS).loss.backward()
         optimizer.step()
@@ -149,8 +166,12 @@ def test_an_adapter_begins_as_the_model_learns_generates_and_merges(kind, target
     assert (again(IDS).logits - wanted).abs().max() < 1e-4
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning:peft", "ignore:`is_gradient_checkpointing`:FutureWarning")
-@pytest.mark.parametrize(("kind", "core"), [("mamba2", False), ("llama", False), ("decoder", False), ("decoder", True)])
+@pytest.mark.filterwarnings(
+    "ignore::UserWarning:peft", "ignore:`is_gradient_checkpointing`:FutureWarning"
+)
+@pytest.mark.parametrize(
+    ("kind", "core"), [("mamba2", False), ("llama", False), ("decoder", False), ("decoder", True)]
+)
 def test_an_adapter_with_dropout_is_refused_in_training(kind, core):
     peft = pytest.importorskip("peft")
     targets = ["in_proj"] if kind == "mamba2" else ["q_proj"]
@@ -167,14 +188,20 @@ def test_an_adapter_with_dropout_is_refused_in_training(kind, core):
         assert adapted.eval()(IDS).converged.all()
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning:peft", "ignore:`is_gradient_checkpointing`:FutureWarning")
+@pytest.mark.filterwarnings(
+    "ignore::UserWarning:peft", "ignore:`is_gradient_checkpointing`:FutureWarning"
+)
 def test_an_injection_is_trained_with_an_adapter(tmp_path):
     peft = pytest.importorskip("peft")
     fresh = DeqseqForCausalLM(configured("decoder", solve={"stop": dq.Stop.exactly(3)}))
     options = {"target_modules": "all-linear", "modules_to_save": ["injection"]}
-    model = peft.get_peft_model(fresh, peft.LoraConfig(task_type="CAUSAL_LM", r=2, **options)).train()
+    model = peft.get_peft_model(
+        fresh, peft.LoraConfig(task_type="CAUSAL_LM", r=2, **options)
+    ).train()
     model(input_ids=IDS, labels=IDS).loss.backward()
-    torch.optim.SGD([weight for weight in model.parameters() if weight.requires_grad], lr=0.05).step()
+    torch.optim.SGD(
+        [weight for weight in model.parameters() if weight.requires_grad], lr=0.05
+    ).step()
     once, wanted = (model.eval()(IDS, solve={"stop": dq.Stop.exactly(n)}).logits for n in (1, 3))
     assert (once - wanted).abs().max() > 1e-4
     model.save_pretrained(tmp_path)

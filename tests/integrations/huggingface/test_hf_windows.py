@@ -1,11 +1,19 @@
-"""``generate(window=)``: the tokens of decoding one by one, with all that transformers calls for each token."""
+"""``generate(window=)``: the tokens of decoding one by one, with all that transformers calls for
+each token.
+"""
 
 import warnings
 
 import pytest
 import torch
 from hf_models import EXPLICIT, IDS, IMPLICIT, LEFT, made
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, set_seed
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    set_seed,
+)
 from transformers.generation.logits_process import TopPLogitsWarper
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 
@@ -17,7 +25,9 @@ GREEDY = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "attention
 
 
 class Remembers(LogitsProcessor):
-    """Forbids what it has seen chosen most often, by a memory that only calls in order keep right."""
+    """Forbids what it has seen chosen most often, by a memory that only calls in order
+    keep right.
+    """
 
     def __init__(self):
         self.lengths, self.counts = [], torch.zeros(3, 13, dtype=torch.float32)
@@ -26,7 +36,9 @@ class Remembers(LogitsProcessor):
         self.lengths.append(ids.shape[1])
         if len(self.lengths) > 1:
             self.counts += torch.nn.functional.one_hot(ids[:, -1], 13)
-        return scores.masked_fill(self.counts == self.counts.amax(dim=1, keepdim=True).clamp(min=1), -torch.inf)
+        return scores.masked_fill(
+            self.counts == self.counts.amax(dim=1, keepdim=True).clamp(min=1), -torch.inf
+        )
 
 
 class EndsOf(StoppingCriteria):
@@ -119,7 +131,9 @@ def test_processors_criteria_and_streamers_are_called_as_without_a_window(togeth
     assert lengths[0] == lengths[1] == [*range(7, one.sequences.shape[1])]
     assert torch.equal(streamers[0][0], streamers[1][0])
     assert streamers[0][1] == streamers[1][1] == 1
-    going = torch.stack([(row != 0) for row in one.sequences[:, 7:].T])  # padding is 0, and no row chooses it
+    going = torch.stack(
+        [(row != 0) for row in one.sequences[:, 7:].T]
+    )  # padding is 0, and no row chooses it
     for mine, theirs in ((other.scores, one.scores), (other.logits, one.logits)):
         assert len(mine) == len(theirs)
         for place, (a, b) in enumerate(zip(mine, theirs, strict=True)):
@@ -128,7 +142,13 @@ def test_processors_criteria_and_streamers_are_called_as_without_a_window(togeth
 
 def test_sampling_depends_on_the_seed_and_not_on_the_window():
     model = made("llama")
-    usual = {"do_sample": True, "temperature": 1.5, "top_k": 9, "top_p": 0.9, "num_return_sequences": 2}
+    usual = {
+        "do_sample": True,
+        "temperature": 1.5,
+        "top_k": 9,
+        "top_p": 0.9,
+        "num_return_sequences": 2,
+    }
     drawn = {}
     for extra in ({}, {"min_p": 0.01}, {"repetition_penalty": 1.3}):
         for window in (1, 3, 8):
@@ -161,7 +181,12 @@ def test_a_warper_that_keeps_more_tokens_is_called():
     for least in (1, 13):
         set_seed(0)
         warper = TopPLogitsWarper(1e-9, min_tokens_to_keep=least)
-        options = {"do_sample": True, "top_k": 0, "logits_processor": [warper], "num_return_sequences": 20}
+        options = {
+            "do_sample": True,
+            "top_k": 0,
+            "logits_processor": [warper],
+            "num_return_sequences": 20,
+        }
         drawn.append(model.generate(IDS[:1], window=4, max_new_tokens=2, **options).unique(dim=0))
     assert len(drawn[0]) == 1
     assert len(drawn[1]) > 10
@@ -183,7 +208,12 @@ def test_what_a_processor_leaves_is_drawn_with_its_probability():
     for window in (None, 4):
         set_seed(0)
         first = model.generate(
-            IDS[:1], window=window, do_sample=True, max_new_tokens=1, min_p=0.05, num_return_sequences=4000
+            IDS[:1],
+            window=window,
+            do_sample=True,
+            max_new_tokens=1,
+            min_p=0.05,
+            num_return_sequences=4000,
         )[:, -1]
         shares.append(first.bincount(minlength=13) / 4000)
     assert (shares[0] - shares[1]).abs().max() < 0.04
@@ -198,7 +228,9 @@ def test_the_numbers_of_a_generation():
     assert output.generation.converged.all()
     assert output.generation.evaluations < sum(
         solve.stats.evaluations
-        for solve in made("mamba2").generate(PADDED, **GREEDY | {"return_dict_in_generate": True}).cache.solves[1:]
+        for solve in made("mamba2")
+        .generate(PADDED, **GREEDY | {"return_dict_in_generate": True})
+        .cache.solves[1:]
     )
     assert (output.generation.guessed > 0).all()
     assert torch.equal(output.sequences[:, 7:], output.generation.tokens)
@@ -219,7 +251,9 @@ def test_the_numbers_of_a_generation():
 def test_what_decodes_one_by_one_says_so(options, reason, monkeypatch):
     monkeypatch.setattr("torch.distributed.all_reduce", lambda *_, **__: None)  # of one process
     model = made("llama")
-    with pytest.warns(UserWarning, match=f"window is not used, tokens are decoded one by one: .*{reason}"):
+    with pytest.warns(
+        UserWarning, match=f"window is not used, tokens are decoded one by one: .*{reason}"
+    ):
         windowed = model.generate(PADDED, window=4, **GREEDY | options)
     alone = model.generate(PADDED, **GREEDY | options)
     windowed, alone = (getattr(each, "sequences", each) for each in (windowed, alone))
@@ -231,7 +265,11 @@ def test_what_decodes_one_by_one_says_so(options, reason, monkeypatch):
     [
         ("llama", {"window": 0}, "window must be an integer >= 1, got 0"),
         ("llama", {"window": "8"}, "window must be an integer >= 1, got '8'"),
-        ("llama", {"generation_config": GenerationConfig(windw=8)}, "'windw' .*did you mean 'window'"),
+        (
+            "llama",
+            {"generation_config": GenerationConfig(windw=8)},
+            "'windw' .*did you mean 'window'",
+        ),
         (
             "llama",
             {"window": 4, "solve": {"stop": {"rtol": 0.0, "atol": 0.0}}},
@@ -249,14 +287,20 @@ def test_processors_that_leave_no_token_are_refused():
     def none(ids, scores):
         return torch.where(torch.tensor([False, True, False])[:, None], -torch.inf, scores)
 
-    with pytest.raises(ValueError, match=r"the logits processors leave no token to choose in rows \[1\]"):
-        made("llama").generate(PADDED, window=4, logits_processor=LogitsProcessorList([none]), **GREEDY)
+    with pytest.raises(
+        ValueError, match=r"the logits processors leave no token to choose in rows \[1\]"
+    ):
+        made("llama").generate(
+            PADDED, window=4, logits_processor=LogitsProcessorList([none]), **GREEDY
+        )
 
 
 def test_tokens_that_do_not_converge_are_told():
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        made("mamba2").generate(IDS[:, :1], window=4, max_new_tokens=6, solve={"stop": {"max_steps": 2}})
+        made("mamba2").generate(
+            IDS[:, :1], window=4, max_new_tokens=6, solve={"stop": {"max_steps": 2}}
+        )
     messages = [str(each.message) for each in told if each.category is dq.ConvergenceWarning]
     assert len(messages) == 1
     assert "rows did not converge" in messages[0]
