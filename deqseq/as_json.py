@@ -7,8 +7,8 @@ from dataclasses import fields, replace
 from numbers import Real
 from typing import Any
 
+from deqseq.arguments import check_known, plain_number
 from deqseq.backbones import LlamaConfig, Mamba2Config
-from deqseq.check import check_known, plain_number
 from deqseq.config import SolveConfig
 from deqseq.gradients import Gradient, Implicit, OneStep, Phantom, Unrolled
 from deqseq.layers import RotaryScaling

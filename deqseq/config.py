@@ -8,8 +8,7 @@ from typing import Any, TypedDict
 
 from torch import Tensor
 
-from deqseq.annotations import checked
-from deqseq.check import check_type
+from deqseq.arguments import check_type, checked
 from deqseq.gradients import Gradient, Phantom
 from deqseq.solvers import Adaptive, Solver
 from deqseq.start import Start

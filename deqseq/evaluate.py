@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deqseq.check import check_like, versions
+from deqseq.arguments import check_like, versions
 from deqseq.types import FixedPointMap, State
 
 

@@ -4,8 +4,7 @@ from typing import Any
 
 import torch
 
-from deqseq.annotations import checked
-from deqseq.check import check_callable, check_type
+from deqseq.arguments import check_callable, check_type, checked
 from deqseq.gradients.base import Gradient
 from deqseq.gradients.implicit import Implicit
 from deqseq.loop import Callback

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from deqseq.check import check_like, versions
+from deqseq.arguments import check_like, versions
 from deqseq.evaluate import evaluate
 from deqseq.rows import check_rows, take
 from deqseq.solution import Solution

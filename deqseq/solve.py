@@ -6,8 +6,7 @@ from typing import Any, Required, TypedDict
 
 import torch
 
-from deqseq.annotations import checked
-from deqseq.check import check_callable, check_type
+from deqseq.arguments import check_callable, check_type, checked
 from deqseq.evaluate import autocast_dtype, check_start, check_transforms, in_autocast
 from deqseq.loop import Callback, iterate
 from deqseq.moving import MovingWindows

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor
 
-from deqseq.annotations import Between, Within, checked
+from deqseq.arguments import Between, Within, checked
 from deqseq.types import Sequence
 
 

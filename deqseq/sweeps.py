@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from deqseq.annotations import AtLeast, checked
-from deqseq.check import check_integer
+from deqseq.arguments import AtLeast, check_integer, checked
 
 
 class Sweep:

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from deqseq.arguments import check_like, check_type
 from deqseq.backbones.base import Backbone, Cache
-from deqseq.check import check_like, check_type
 from deqseq.rows import check_record, check_rows, tensors_of
 from deqseq.solution import Solution, SolveStats, Status
 from deqseq.types import Counts, Mask, Sequence

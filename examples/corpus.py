@@ -23,7 +23,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from deqseq.check import check_integer
+from deqseq.arguments import check_integer
 
 READERS: dict[
     str, tuple[str, dict[str, Any]]

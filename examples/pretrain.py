@@ -35,7 +35,7 @@ from run_folder import (
 from text_training import TextOptions, end_of_training, prepare, train
 
 import deqseq as dq
-from deqseq.check import check_choice
+from deqseq.arguments import check_choice
 from deqseq.integrations.huggingface import from_causal_lm
 from deqseq.training import Curriculum, bounded, free
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import tyro
 from filelock import FileLock, Timeout
 
-from deqseq.check import check_integer, check_number
+from deqseq.arguments import check_integer, check_number
 
 T = TypeVar("T")
 RECORD, LOCK = "options.json", ".lock"

@@ -19,7 +19,7 @@ from run_folder import check_numbers, flag, is_main, naming
 from torch import nn
 from transformers import PreTrainedTokenizerBase, Trainer, TrainingArguments, default_data_collator
 
-from deqseq.check import check_choice, suggestion
+from deqseq.arguments import check_choice, suggestion
 from deqseq.integrations.huggingface import CurriculumCallback
 from deqseq.training import Curriculum, parameter_groups
 

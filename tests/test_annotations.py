@@ -14,8 +14,7 @@ from torch import nn
 
 import deqseq as dq
 from deqseq import tasks, training
-from deqseq.annotations import AtLeast, Between, Within, checked
-from deqseq.check import EXAMPLES
+from deqseq.arguments import EXAMPLES, AtLeast, Between, Within, checked
 from deqseq.types import Sequence
 
 pytestmark = pytest.mark.usefixtures("unchecked")

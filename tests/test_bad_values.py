@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 import deqseq as dq
 from deqseq import diagnostics, layers, ops, tasks, training
-from deqseq.annotations import AtLeast, Between, Within
+from deqseq.arguments import AtLeast, Between, Within
 from deqseq.integrations import foreign
 from deqseq.integrations.foreign import OuroGate
 from deqseq.integrations.torchdeq import TorchDEQ

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from deqseq.annotations import AtLeast, Within, checked
+from deqseq.arguments import AtLeast, Within, checked
 from deqseq.backbones.base import Backbone, Cache, Inputs, check_cache, check_sequence
 from deqseq.types import Counts, Mask, Sequence
 

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from deqseq.check import check_type
+from deqseq.arguments import check_type
 from deqseq.rows import take, tensors_of
 from deqseq.types import Counts, Mask, RowIndex, Sequence
 

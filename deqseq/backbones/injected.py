@@ -8,9 +8,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from deqseq.annotations import AtLeast, Within, checked
+from deqseq.arguments import AtLeast, Within, checked, returned_by
 from deqseq.backbones.base import Backbone, Cache, check_sequence
-from deqseq.check import returned_by
 from deqseq.types import Counts, Mask, Sequence
 
 

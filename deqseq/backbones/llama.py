@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor, nn
 
-from deqseq.annotations import AtLeast, Within, checked
+from deqseq.arguments import AtLeast, Within, checked
 from deqseq.backbones.base import Backbone, Inputs, check_cache, check_sequence
 from deqseq.backbones.llama_cache import LlamaCache, commit
 from deqseq.layers import (

@@ -8,9 +8,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from deqseq.annotations import AtLeast, checked
+from deqseq.arguments import AtLeast, checked, returned_by
 from deqseq.backbones.base import Backbone, JointCache, parts_of
-from deqseq.check import returned_by
 from deqseq.evaluate import evaluate
 from deqseq.start import Start, initial_state
 from deqseq.types import Counts, Mask, Sequence

@@ -6,9 +6,8 @@ from typing import Annotated, Any
 
 from torch import Tensor, nn
 
-from deqseq.annotations import AtLeast, Within, checked
+from deqseq.arguments import AtLeast, Within, check_bounds, checked
 from deqseq.backbones.base import Backbone, Cache, Inputs, check_cache, check_sequence
-from deqseq.check import check_bounds
 from deqseq.layers import (
     Mamba2Block,
     Mamba2Mixer,

@@ -7,8 +7,7 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from deqseq.annotations import checked
-from deqseq.check import check_integer, check_type
+from deqseq.arguments import check_integer, check_type, checked
 from deqseq.config import SolveConfig, SolveFields
 from deqseq.diagnostics.reports import check_call, text_table
 from deqseq.models.base import Model

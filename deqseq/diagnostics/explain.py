@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deqseq.annotations import checked
+from deqseq.arguments import checked
 from deqseq.diagnostics.explanation import ADVICE, Explanation
 from deqseq.loop import Progress
 from deqseq.solution import Outcome, SolveStats, Status, worst_token

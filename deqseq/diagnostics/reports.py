@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from deqseq.check import check_type
+from deqseq.arguments import check_type
 from deqseq.config import SolveConfig, resolve
 from deqseq.models.causal_lm import CausalLM, Tokens, check_tokens
 from deqseq.models.implicit import ImplicitModel

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Complex, Float
 from torch import Tensor
 
-from deqseq.annotations import AtLeast, Within, checked
+from deqseq.arguments import AtLeast, Within, checked
 from deqseq.config import SolveConfig, SolveFields
 from deqseq.diagnostics.arnoldi import ritz_values
 from deqseq.diagnostics.reports import SHOWN, check_call, remaining, text_table

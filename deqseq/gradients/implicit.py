@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deqseq.annotations import checked
+from deqseq.arguments import checked
 from deqseq.evaluate import autocast_dtype
 from deqseq.gradients.base import AttachedGradient
 from deqseq.solution import Solution, warn_caller

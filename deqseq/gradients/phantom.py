@@ -6,7 +6,7 @@ from typing import Annotated
 
 import torch
 
-from deqseq.annotations import AtLeast, Within, checked
+from deqseq.arguments import AtLeast, Within, checked
 from deqseq.gradients.base import AttachedGradient, checkpointed
 from deqseq.types import State
 

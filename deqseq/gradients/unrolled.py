@@ -6,7 +6,7 @@ from typing import Annotated, Any, Unpack
 
 import torch
 
-from deqseq.annotations import AtLeast, checked
+from deqseq.arguments import AtLeast, checked
 from deqseq.gradients.base import Gradient, checkpointed, primed
 from deqseq.solution import Solution
 from deqseq.solve import SolveCall, run_solve

@@ -13,7 +13,7 @@ from torch import nn
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from deqseq.annotations import AtLeast, checked
+from deqseq.arguments import AtLeast, checked
 from deqseq.config import SolveConfig
 from deqseq.integrations.huggingface import ImplicitCache
 from deqseq.integrations.huggingface.modeling_causal_lm import DeqseqForCausalLM

@@ -7,8 +7,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 
-from deqseq.annotations import AtLeast, Within, checked
-from deqseq.check import check_known
+from deqseq.arguments import AtLeast, Within, check_known, checked
 from deqseq.solution import ConvergenceWarning
 from deqseq.solvers import ExternalSolver
 from deqseq.stop import Stop

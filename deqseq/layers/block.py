@@ -6,7 +6,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from deqseq.annotations import AtLeast, checked
+from deqseq.arguments import AtLeast, checked
 from deqseq.layers.attention import Attention, KeyValues, Past
 from deqseq.layers.mamba2_mixer import Mamba2Mixer, MixerAux, MixerState
 from deqseq.layers.rms_norm import RMSNorm

@@ -7,7 +7,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from deqseq.annotations import AtLeast, checked
+from deqseq.arguments import AtLeast, checked
 from deqseq.ops import Backend, fused
 from deqseq.ops.backend import resolved
 

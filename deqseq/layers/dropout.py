@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from deqseq.annotations import Within, checked
+from deqseq.arguments import Within, checked
 
 
 @checked

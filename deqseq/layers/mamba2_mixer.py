@@ -7,8 +7,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from deqseq.annotations import AtLeast, Within, checked
-from deqseq.check import check_bounds
+from deqseq.arguments import AtLeast, Within, check_bounds, checked
 from deqseq.layers.causal_conv import CausalConv1d
 from deqseq.layers.rms_norm import GatedRMSNorm
 from deqseq.layers.weight_norm import with_weights

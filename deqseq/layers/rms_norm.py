@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from deqseq.annotations import AtLeast, Within, checked
+from deqseq.arguments import AtLeast, Within, checked
 
 
 class RMSNorm(nn.Module):

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from deqseq.annotations import AtLeast, Within, checked
+from deqseq.arguments import AtLeast, Within, checked
 
 
 @checked

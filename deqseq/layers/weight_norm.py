@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from deqseq.annotations import checked
-from deqseq.check import check_type
+from deqseq.arguments import check_type, checked
 from deqseq.layers.causal_conv import CausalConv1d
 
 M = TypeVar("M", bound=nn.Module)

@@ -6,9 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from deqseq.annotations import checked
+from deqseq.arguments import check_integer, checked
 from deqseq.backbones.base import Backbone, Cache, check_sequence
-from deqseq.check import check_integer
 from deqseq.config import SolveFields
 from deqseq.models.output import Evaluation
 from deqseq.tokens import commit

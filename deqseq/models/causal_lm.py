@@ -10,9 +10,8 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from deqseq.annotations import AtLeast, Between, Within, checked
+from deqseq.arguments import AtLeast, Between, Within, check_ids, check_integer, check_type, checked
 from deqseq.backbones.base import Cache
-from deqseq.check import check_ids, check_integer, check_type
 from deqseq.config import SolveConfig, SolveFields
 from deqseq.loop import Callback
 from deqseq.models.base import Model, refuse_setting

@@ -7,8 +7,8 @@ from types import MappingProxyType
 import torch
 from safetensors.torch import load_file
 
+from deqseq.arguments import check_choice
 from deqseq.backbones import Mamba2Config
-from deqseq.check import check_choice
 from deqseq.config import SolveConfig
 from deqseq.models.causal_lm import CausalLM
 from deqseq.models.specification import LanguageModelSpec

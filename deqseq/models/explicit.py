@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 import torch
 
-from deqseq.annotations import AtLeast, checked
+from deqseq.arguments import AtLeast, checked
 from deqseq.backbones.base import Backbone, Cache
 from deqseq.layers import with_weights
 from deqseq.models.base import BackboneModel, check_input

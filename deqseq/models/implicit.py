@@ -7,9 +7,8 @@ from typing import Annotated, Any, Unpack
 import torch
 from torch import Tensor
 
-from deqseq.annotations import AtLeast, checked
+from deqseq.arguments import AtLeast, check_type, checked
 from deqseq.backbones.base import Backbone, Cache
-from deqseq.check import check_type
 from deqseq.config import SolveConfig, SolveFields, resolve
 from deqseq.evaluate import autocast_dtype, evaluate, in_autocast
 from deqseq.layers import with_weights

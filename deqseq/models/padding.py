@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Int64, Shaped
 from torch import Tensor
 
-from deqseq.check import check_type
+from deqseq.arguments import check_type
 from deqseq.solution import Solution
 from deqseq.types import Mask, Sequence
 

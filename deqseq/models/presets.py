@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
-from deqseq.annotations import checked
+from deqseq.arguments import checked, suggestion
 from deqseq.backbones import LlamaConfig, Mamba2Config
-from deqseq.check import suggestion
 from deqseq.config import SolveConfig
 from deqseq.gradients import Phantom
 from deqseq.models.specification import LanguageModelSpec

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from deqseq.annotations import checked
+from deqseq.arguments import checked, returned_by
 from deqseq.backbones.base import Cache, JointCache, parts_of
-from deqseq.check import returned_by
 from deqseq.models.base import Model
 from deqseq.models.explicit import ExplicitModel
 from deqseq.models.implicit import ImplicitModel

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from deqseq.annotations import Between
+from deqseq.arguments import Between
 
 Logits = Float[Tensor, "rows tokens vocab"]
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from torch import nn
 
-from deqseq.annotations import AtLeast, Within, checked
+from deqseq.arguments import AtLeast, Within, checked
 from deqseq.backbones import (
     AddInjection,
     Backbone,

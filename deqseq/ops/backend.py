@@ -7,7 +7,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from deqseq.check import check_choice
+from deqseq.arguments import check_choice
 from deqseq.ops import fused
 
 Backend = Literal["auto", "reference", "mamba_ssm"]

@@ -7,8 +7,7 @@ from typing import Annotated
 from jaxtyping import Float
 from torch import Tensor
 
-from deqseq.annotations import AtLeast, checked
-from deqseq.check import check_bounds
+from deqseq.arguments import AtLeast, check_bounds, checked
 from deqseq.ops import fused, reference
 from deqseq.ops.backend import Backend, resolved
 from deqseq.ops.reference import UNLIMITED, StepSizes

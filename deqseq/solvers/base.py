@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar, Generic, TypeVar
 
-from deqseq.check import check_like, versions
+from deqseq.arguments import check_like, versions
 from deqseq.rows import has_numbers, put, tensors_of
 from deqseq.stop import Stop
 from deqseq.types import RowIndex, State

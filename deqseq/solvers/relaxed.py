@@ -5,7 +5,7 @@ from typing import Annotated
 
 import torch
 
-from deqseq.annotations import Within, checked
+from deqseq.arguments import Within, checked
 from deqseq.solvers.base import Solver
 from deqseq.types import State
 

@@ -8,8 +8,7 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from deqseq.annotations import checked
-from deqseq.check import check_integer
+from deqseq.arguments import check_integer, checked
 from deqseq.tasks.monoid import MAX_ORDER, FiniteMonoid, Label, direct_product
 
 Elements = tuple[tuple[Label, ...], Int64[Tensor, "order order"]]

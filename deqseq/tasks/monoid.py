@@ -10,8 +10,7 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from deqseq.annotations import AtLeast, checked
-from deqseq.check import check_integer
+from deqseq.arguments import AtLeast, check_integer, checked
 
 Label = int | str | tuple
 MAX_ORDER = 1024  # S6 has 720 elements; the table of S7 alone would take 200 MB

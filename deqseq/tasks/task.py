@@ -9,8 +9,7 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from deqseq.annotations import AtLeast, checked
-from deqseq.check import check_ids, check_integer, check_type
+from deqseq.arguments import AtLeast, check_ids, check_integer, check_type, checked
 
 
 class WordBatch(NamedTuple):

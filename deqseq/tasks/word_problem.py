@@ -8,8 +8,7 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from deqseq.annotations import Within, checked
-from deqseq.check import check_ids, check_integer
+from deqseq.arguments import Within, check_ids, check_integer, checked
 from deqseq.tasks.monoid import FiniteMonoid, reached
 from deqseq.tasks.task import Task, WordBatch
 

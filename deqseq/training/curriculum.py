@@ -6,8 +6,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from numbers import Real
 from typing import Any, Literal
 
-from deqseq.annotations import checked
-from deqseq.check import check_integer, check_number, check_type, plain_number
+from deqseq.arguments import check_integer, check_number, check_type, checked, plain_number
 from deqseq.training.phase import Phase
 
 

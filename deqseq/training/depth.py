@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Annotated, Literal
 
-from deqseq.annotations import AtLeast, Within, checked
+from deqseq.arguments import AtLeast, Within, checked
 
 
 @checked

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from deqseq.annotations import AtLeast, checked
+from deqseq.arguments import AtLeast, checked
 
 
 class NonFiniteLoss(FloatingPointError):

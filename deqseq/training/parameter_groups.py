@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 from torch import nn
 
-from deqseq.annotations import Within, checked
+from deqseq.arguments import Within, checked
 from deqseq.layers.rms_norm import GatedRMSNorm, RMSNorm
 
 NORMS = (RMSNorm, GatedRMSNorm, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)

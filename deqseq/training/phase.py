@@ -7,8 +7,7 @@ from typing import Annotated
 
 from torch import nn
 
-from deqseq.annotations import AtLeast, Within, checked
-from deqseq.check import check_integer
+from deqseq.arguments import AtLeast, Within, check_integer, checked
 from deqseq.config import SolveConfig
 from deqseq.gradients import Gradient, Phantom, Unrolled
 from deqseq.models.explicit import ExplicitModel

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deqseq.annotations import checked
+from deqseq.arguments import checked
 from deqseq.config import SolveConfig, resolve
 from deqseq.gradients import Implicit, Unrolled
 from deqseq.layers.weight_norm import sharded_parts

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deqseq.check import (
+from deqseq.arguments import (
     check_bounds,
     check_flag,
     check_integer,

@@ -15,8 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from deqseq.annotations import AtLeast, checked
-from deqseq.check import check_type
+from deqseq.arguments import AtLeast, check_type, checked
 from deqseq.integrations.foreign.engine import described, loaded
 from deqseq.integrations.foreign.pretrained import PRETRAINED
 from deqseq.integrations.foreign.recurrent_depth import RECURRENT

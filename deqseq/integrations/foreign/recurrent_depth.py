@@ -10,9 +10,8 @@ from einops import rearrange
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from deqseq.annotations import Within, checked
+from deqseq.arguments import Within, checked, returned_by
 from deqseq.backbones import LlamaConfig
-from deqseq.check import returned_by
 from deqseq.config import SolveConfig
 from deqseq.gradients import Unrolled
 from deqseq.integrations.foreign.engine import Fields, Foreign, Only, Rule, Table, only

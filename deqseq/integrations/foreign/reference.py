@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from deqseq.annotations import checked
+from deqseq.arguments import checked
 from deqseq.backbones import LlamaConfig, Mamba2Config
 from deqseq.config import SolveConfig
 from deqseq.gradients import Phantom

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deqseq.check import check_type, suggestion
+from deqseq.arguments import check_type, suggestion
 from deqseq.config import SolveFields
 from deqseq.integrations.huggingface.cache import ImplicitCache
 from deqseq.models.base import Model

@@ -17,10 +17,9 @@ from transformers import AutoConfig, AutoModel, PreTrainedConfig
 from transformers.configuration_utils import SubConfigSpec
 
 from deqseq import __version__
-from deqseq.annotations import checked
+from deqseq.arguments import check_known, checked
 from deqseq.as_json import Json, from_json, to_json
 from deqseq.backbones import LlamaConfig, Mamba2Config
-from deqseq.check import check_known
 from deqseq.config import SolveConfig
 from deqseq.integrations.huggingface.decoder import DecoderBackbone
 from deqseq.models import ExplicitModel, ImplicitModel, LanguageModelSpec, RecurrentDepth

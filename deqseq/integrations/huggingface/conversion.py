@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from deqseq.annotations import AtLeast, checked
+from deqseq.arguments import AtLeast, checked
 from deqseq.backbones import Injected, Injection
 from deqseq.config import SolveConfig
 from deqseq.gradients import Unrolled

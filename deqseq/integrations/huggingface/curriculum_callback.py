@@ -9,7 +9,7 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
-from deqseq.annotations import checked
+from deqseq.arguments import checked
 from deqseq.as_json import from_json, to_json
 from deqseq.training import Curriculum, Phase
 

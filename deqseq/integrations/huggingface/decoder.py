@@ -10,7 +10,7 @@ from jaxtyping import Int64
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from deqseq.annotations import checked
+from deqseq.arguments import checked
 from deqseq.backbones import Backbone, Inputs, LlamaCache
 from deqseq.backbones.base import check_cache, check_sequence
 from deqseq.backbones.llama_cache import commit

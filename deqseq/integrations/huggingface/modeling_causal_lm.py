@@ -14,8 +14,8 @@ from transformers.generation.logits_process import UnbatchedClassifierFreeGuidan
 from transformers.generation.utils import GenerationMixin
 from transformers.utils.generic import can_return_tuple
 
+from deqseq.arguments import check_known
 from deqseq.backbones import Mamba2Config
-from deqseq.check import check_known
 from deqseq.config import SolveConfig
 from deqseq.integrations.huggingface.arguments import check_cache, check_labels, check_positions
 from deqseq.integrations.huggingface.cache import ImplicitCache

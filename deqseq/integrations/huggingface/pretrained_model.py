@@ -11,8 +11,8 @@ from torch import nn
 from transformers import AutoModel, PreTrainedModel
 from transformers import initialization as init
 
+from deqseq.arguments import check_type
 from deqseq.as_json import to_json
-from deqseq.check import check_type
 from deqseq.integrations.huggingface.configuration import PARTS, DeqseqConfig
 from deqseq.integrations.huggingface.decoder import DecoderBackbone
 from deqseq.layers import fold_weight_norm

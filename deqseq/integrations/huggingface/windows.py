@@ -22,7 +22,7 @@ from transformers.generation.logits_process import (
 )
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
-from deqseq.check import check_integer
+from deqseq.arguments import check_integer
 from deqseq.integrations.huggingface.outputs import WindowedOutput
 from deqseq.models.generation import Generation, up_to_stop
 from deqseq.models.sampler import Logits, Sampler, gumbel
