@@ -7,13 +7,13 @@ from deqseq.backbones import *
 from deqseq.config import SolveConfig
 from deqseq.fixed_point import fixed_point
 from deqseq.gradients import *
-from deqseq.loop import Progress
 from deqseq.models import *
 from deqseq.rows import take
 from deqseq.solution import ConvergenceError, ConvergenceWarning, Solution, SolveStats, Status
-from deqseq.solve import solve
+from deqseq.solve import Problem, solve
 from deqseq.solvers import *
 from deqseq.start import RandomStart, Start
+from deqseq.step import Progress
 from deqseq.stop import Rule, Stop
 from deqseq.sweeps import Chunked, Sequential, Simultaneous, Sliding, Sweep
 from deqseq.types import FixedPointMap, Residual, State
@@ -22,6 +22,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "FixedPointMap",
+    "Problem",
     "Progress",
     "RandomStart",
     "Residual",

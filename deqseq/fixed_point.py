@@ -4,13 +4,14 @@ from typing import Any
 
 import torch
 
-from deqseq.arguments import check_callable, check_type, checked
+from deqseq.arguments import check_type, checked
 from deqseq.gradients.base import Gradient
 from deqseq.gradients.implicit import Implicit
-from deqseq.loop import Callback
 from deqseq.solution import Solution, Status, warn_failed
+from deqseq.solve import posed
 from deqseq.solvers.anderson import Anderson
 from deqseq.solvers.base import Solver
+from deqseq.step import Callback
 from deqseq.stop import Stop
 from deqseq.types import FixedPointMap, State
 
@@ -66,9 +67,9 @@ def fixed_point(
         >>> solution.value[0, 0]
         tensor(0.8952)
     """
-    check_callable("f", f, 1 if args is None else 2)
+    problem = posed(f=f, z0=z0, args=args, solver=solver, stop=stop, callback=callback)
     chosen = Implicit() if gradient is None else gradient
-    solution = chosen.apply(f, z0, args=args, solver=solver, stop=stop, callback=callback)
+    solution = chosen.apply(problem)
     check_type(f"what {type(chosen).__name__}.apply returns", solution, Solution)
     if throw:
         solution.raise_if_failed()

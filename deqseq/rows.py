@@ -7,6 +7,7 @@ from enum import Enum
 from numbers import Number
 from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -55,16 +56,6 @@ def take(tree: T, rows: RowIndex) -> T:
     return own(rows) if own is not None else _mapped(lambda part: take(part, rows), tree)
 
 
-def take_apart(tree: T, rows: RowIndex) -> T:
-    """:func:`take`, of which no gradient reaches the other rows: not even as 0 times NaN.
-
-    A record that was computed from all rows together has a method ``prepared_again()``, which
-    computes it from its own.
-    """
-    taken: Any = take(tree, rows)
-    return taken.prepared_again() if hasattr(taken, "prepared_again") else taken
-
-
 def put(tree: T, rows: RowIndex, other: T) -> T:
     """``tree`` with the given rows replaced by ``other``, which has the same structure and only
     these rows.
@@ -89,6 +80,24 @@ def tensors_of(tree: Any) -> tuple[Tensor, ...]:
 def has_numbers(tree: Any) -> bool:
     """Whether a record has numbers that are no tensors."""
     return isinstance(tree, Number) or any(has_numbers(part) for part in _parts(tree))
+
+
+def on_host(x: Tensor) -> np.ndarray:
+    """A tensor as an array of the host, in one transfer."""
+    return x.cpu().numpy()
+
+
+def on_device(x: np.ndarray, device: torch.device) -> Tensor:
+    """An array of the host as a tensor.
+
+    On a CPU they share their memory, so the array must not be changed later.
+    """
+    return torch.from_numpy(x).to(device)
+
+
+def per_row(flags: Tensor, z: Tensor) -> Tensor:
+    """One flag per row, shaped to broadcast over the state."""
+    return flags.reshape(-1, *[1] * (z.ndim - 1))
 
 
 def check_rows(name: str, tree: Any, rows: int, of: str = "z0") -> None:

@@ -2,9 +2,9 @@
 
 import sys
 import warnings
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,7 +17,9 @@ from deqseq.stop import Stop
 from deqseq.types import Iterations, RowIndex, RowMask, State
 
 if TYPE_CHECKING:
-    from deqseq.diagnostics.explanation import Explanation
+    from deqseq.diagnostics.explain import Explanation
+    from deqseq.solvers.base import Solver
+    from deqseq.sweeps import Sweep
 
 
 class Status(IntEnum):
@@ -152,9 +154,8 @@ class Outcome:
     """A :class:`Status` per row, ``(batch,)``; None for an explicit model."""
     stats: SolveStats | None
     """Numbers of the solve; None for an explicit model."""
-    again: "partial[Any] | None" = None
-    """The call that gave this outcome, to be made again with other keywords: ``solver``, ``stop``,
-    ``start``, ``callback``. It is not saved with the object."""
+    call: "Call | None" = None
+    """What was solved, and how, for :meth:`explain`; not saved with the object."""
 
     @property
     def converged(self) -> RowMask:
@@ -185,10 +186,10 @@ class Outcome:
         assert self.stats is not None
         residuals = worst_token(self.stats.residual.detach())[rows]
         message = describe_failure(self, what)
-        if self.again is not None and what == SOLVE:
+        if self.call is not None and what == SOLVE:
             message += (
-                " Solved without throw, explain() of the result names the "
-                "cause, and tries remedies."
+                " Solved without throw, explain() of the result names the cause, and tries "
+                "remedies."
             )
         raise ConvergenceError(message, rows.tolist(), residuals.tolist())
 
@@ -216,16 +217,16 @@ class Outcome:
             row 0: budget. It converges in 10 iterations; the budget was 8.
               Remedy: give more iterations: stop=Stop(max_steps=16).
         """
-        from deqseq.diagnostics.explain import (
-            explain,
-        )  # stands above the core, and is needed when asked for
+        # the diagnostics stand above the core, and are loaded when they are asked for
+        from deqseq.diagnostics.explain import explain
 
         return explain(self)
 
     def take_rows(self, rows: RowIndex) -> "Outcome":
         """The given ``rows`` alone, ``(rows,)``; the solve of some rows cannot be explained."""
-        parts = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "again"}  # pyright: ignore[reportArgumentType]
-        return replace(self, again=None, **take(parts, rows))  # pyright: ignore[reportArgumentType]
+        names = [field.name for field in fields(self) if field.name != "call"]  # pyright: ignore[reportArgumentType]
+        parts = {name: getattr(self, name) for name in names}
+        return replace(self, call=None, **take(parts, rows))  # pyright: ignore[reportArgumentType]
 
     def __repr__(self) -> str:
         """Numbers of the solve, without the tensors."""
@@ -238,7 +239,39 @@ class Outcome:
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the call, which holds functions."""
-        return {name: value for name, value in self.__dict__.items() if name != "again"}
+        return {name: value for name, value in self.__dict__.items() if name != "call"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call(ABC):
+    """What was solved, and how: it can be solved again with changes.
+
+    Attributes:
+        solver: the algorithm.
+        stop: tolerances and budget.
+        sweep: which tokens were solved together; None: the map has no tokens.
+    """
+
+    solver: "Solver[Any]"
+    stop: Stop
+    sweep: "Sweep | None" = None
+
+    @abstractmethod
+    def repeat(self, *, start: State | None = None, **changes: Any) -> "Any":
+        """Solve again, without a graph, from another start or with other fields of this object."""
+
+    @property
+    @abstractmethod
+    def dtype(self) -> torch.dtype:
+        """The precision in which the map was evaluated."""
+
+    @abstractmethod
+    def solved_value(self, outcome: Outcome) -> State:
+        """The value of the solve that gave an outcome, without a graph."""
+
+    @abstractmethod
+    def estimated_value(self, outcome: Outcome) -> State | None:
+        """That of the gradient estimator; None where none was used."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -253,57 +286,55 @@ class Solution(Outcome):
         aux: with ``has_aux=True``, what the map returned beside ``f(z)`` at that evaluation. After
             an estimator that solves without a graph (every one but :class:`Unrolled`) it carries no
             gradient.
-        again: the call of :func:`solve`, for :meth:`explain`; not saved with the object.
+        call: what was solved, and how, for :meth:`explain`; not saved with the object.
     """
 
     value: State
     status: Int64[Tensor, " batch"]  # pyright: ignore[reportIncompatibleVariableOverride]
     stats: SolveStats  # pyright: ignore[reportIncompatibleVariableOverride]
     aux: Any = None
-    again: "partial[Any] | None" = field(default=None, repr=False, compare=False)
+    call: Call | None = field(default=None, repr=False, compare=False)
 
 
 def describe_failure(outcome: Outcome, what: str) -> str:
     """One paragraph: which rows failed, how, and what to try."""
     assert outcome.status is not None and outcome.stats is not None
-    status, parts, known = (
-        outcome.status.cpu(),
-        [],
-        {} if outcome.again is None else outcome.again.keywords,
-    )
-    residual, steps = (
-        worst_token(one.detach()).cpu()
-        for one in (outcome.stats.residual, outcome.stats.iterations)
-    )
+    status, evaluations = outcome.status.cpu(), outcome.stats.evaluations
+    residual = worst_token(outcome.stats.residual.detach()).cpu()
+    parts = []
     for kind in (Status.MAX_STEPS_REACHED, Status.DIVERGED):
         rows = (status == kind).nonzero()[:, 0].tolist()
         if rows:
             shown = ", ".join(f"{row} (residual {residual[row]:.2e})" for row in rows[:8])
             more = f" and {len(rows) - 8} more" if len(rows) > 8 else ""
             parts.append(f"{kind.name.lower().replace('_', ' ')}: rows {shown}{more}")
-    failed, diverged = type(known.get("solver")).__name__, status == Status.DIVERGED
-    others = " or ".join(
-        f"{name}()" for name in ("Adaptive", "Anderson", "Broyden") if name != failed
-    )
-    if bool((diverged & (residual == torch.inf) & (steps == 1)).any()):
-        advice = (
-            "f returned NaN, infinity or numbers too large at its first "
-            "evaluation: check its inputs and weights"
-        )
-    elif bool(diverged.any()):
-        advice = f"the map expands here: try {others}, or make it contractive"
-    elif "stop" in known and not known["stop"].has_tolerance:
-        advice = "without a tolerance no row can converge: give stop=Stop(rtol=1e-3)"
-    else:
-        first = (
-            "first try sweep=dq.Sliding(8); "
-            if "sweep" in known and known["sweep"].block is None
-            else ""
-        )
-        advice = f"{first}raise Stop.max_steps, loosen Stop.rtol, or try {others}"
-    count, evaluations = int((status != Status.CONVERGED).sum()), outcome.stats.evaluations
+    count = int((status != Status.CONVERGED).sum())
     return (
         f"{what} failed for {count} of {len(status)} rows after {evaluations} evaluations "
-        f"({'; '.join(parts)}). "
-        f"Remedy: {advice}."
+        f"({'; '.join(parts)}). Remedy: {_advice(outcome, outcome.call)}."
     )
+
+
+def _advice(outcome: Outcome, call: Call | None) -> str:
+    """What to do about rows that failed."""
+    assert outcome.stats is not None
+    diverged = outcome.status == Status.DIVERGED
+    stats = outcome.stats
+    at_once = worst_token(stats.iterations) == 1
+    infinite = worst_token(stats.residual.detach()) == torch.inf
+    failed = None if call is None else type(call.solver).__name__
+    names = [name for name in ("Adaptive", "Anderson", "Broyden") if name != failed]
+    others = " or ".join(f"{name}()" for name in names)
+    if bool((diverged & infinite & at_once).any()):
+        return (
+            "f returned NaN, infinity or numbers too large at its first evaluation: check its "
+            "inputs and weights"
+        )
+    if bool(diverged.any()):
+        return f"the map expands here: try {others}, or make it contractive"
+    if call is not None and not call.stop.has_tolerance:
+        return "without a tolerance no row can converge: give stop=Stop(rtol=1e-3)"
+    advice = f"raise Stop.max_steps, loosen Stop.rtol, or try {others}"
+    if call is not None and call.sweep is not None and call.sweep.block is None:
+        return f"first try sweep=dq.Sliding(8); {advice}"
+    return advice

@@ -1,34 +1,136 @@
-"""Solving: the map, the solver and the stopping rule meet in the loop."""
+"""Solving: a problem, the loop of its iteration, and the function that users call."""
 
-from dataclasses import replace
-from functools import partial
-from typing import Any, Required, TypedDict
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, TypedDict, Unpack
 
+import numpy as np
 import torch
 
 from deqseq.arguments import check_callable, check_type, checked
-from deqseq.evaluate import autocast_dtype, check_start, check_transforms, in_autocast
-from deqseq.loop import Callback, iterate
-from deqseq.moving import MovingWindows
-from deqseq.rows import check_rows
-from deqseq.solution import Solution, warn_failed, worst_token
+from deqseq.rows import check_rows, on_device, on_host, per_row, put, take
+from deqseq.solution import Call, Outcome, Solution, SolveStats, Status, warn_failed, worst_token
 from deqseq.solvers.base import Solver
-from deqseq.stop import Stop
+from deqseq.step import (
+    Callback,
+    Progress,
+    autocast_dtype,
+    check_start,
+    check_transforms,
+    evaluate,
+    in_autocast,
+    next_point,
+    returned_value,
+)
+from deqseq.stop import Stop, relative
 from deqseq.sweeps import Sweep
 from deqseq.tokens import TokenArgs
-from deqseq.types import FixedPointMap, State
-from deqseq.windows import AllTokens
+from deqseq.types import FixedPointMap, RowIndex, State
+from deqseq.windows import iterate_windows
 
 
-class SolveCall(TypedDict, total=False):
-    """Keyword arguments of :func:`solve`, which gradient estimators hand on."""
+class Changes(TypedDict, total=False):
+    """Fields of a :class:`Problem` that an estimator may replace."""
 
-    solver: Required[Solver[Any]]
-    stop: Required[Stop]
-    args: Any
-    has_aux: bool
+    f: FixedPointMap
+    z0: State
+    solver: Solver[Any]
+    stop: Stop
     sweep: Sweep | None
     callback: Callback | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem(Call):
+    """A fixed-point problem, and how it is solved: what a :class:`deqseq.Gradient` is given.
+
+    Attributes:
+        f: the map, called as ``f(z)``, or as ``f(z, args)``.
+        z0: the start, ``(batch, *event)``.
+        args: what the map needs of each row. Default: it takes ``z`` only.
+        has_aux: whether the map returns a pair ``(f(z), aux)``.
+        solver: the algorithm.
+        stop: tolerances and budget.
+        sweep: which tokens are solved together. Default: the map has no tokens.
+        callback: called with a :class:`Progress` at every check.
+        renew: prepares ``args`` again from some rows of them, so that no graph reaches the others.
+            Default: rows of ``args`` are taken as they are.
+        autocast: the dtype in which autocast computed; None: it was switched off.
+
+    Example:
+        >>> import torch, deqseq as dq
+        >>> problem = Problem(
+        ...     f=torch.cos, z0=torch.zeros(3, 1), solver=dq.Anderson(), stop=dq.Stop(rtol=1e-6)
+        ... )
+        >>> problem.solve(solver=dq.Broyden()).value[:, 0]
+        tensor([0.7391, 0.7391, 0.7391])
+    """
+
+    f: FixedPointMap
+    z0: State
+    args: Any = None
+    has_aux: bool = False
+    callback: Callback | None = None
+    renew: Callable[[Any], Any] | None = None
+    autocast: torch.dtype | None = None
+
+    def solve(self, **changes: Unpack[Changes]) -> Solution:
+        """Solve in the caller's gradient mode, without a warning if it fails."""
+        problem = replace(self, **changes)
+        check_transforms()
+        if problem.sweep is None or problem.sweep.block is None:
+            solution = iterate_rows(problem)
+        else:
+            _check_sweep(problem)
+            solution = iterate_windows(problem)
+        stats = solution.stats
+        if problem.sweep is None:
+            stats = replace(stats, residual=worst_token(stats.residual))
+        # what an estimator wraps around the map is not part of the problem
+        autocast = autocast_dtype(self.z0.device)
+        call = replace(problem, f=self.f, z0=self.z0, callback=None, autocast=autocast)
+        return replace(solution, stats=stats, call=call)
+
+    def evaluate(self, z: State) -> State:
+        """The map at ``z``, checked, without its auxiliary output."""
+        return evaluate(self.f, z, self.args, has_aux=self.has_aux)[0]
+
+    def rows(self, rows: RowIndex) -> "Problem":
+        """The problem of some ``rows`` only: no gradient reaches the others, not even NaN."""
+        args = take(self.args, rows)
+        if self.renew is not None:
+            args = self.renew(args)
+        return replace(self, z0=self.z0[rows], args=args)
+
+    def repeat(self, *, start: State | None = None, **changes: Any) -> Solution:
+        # as a decorator, inside torch.compile, no_grad would stay switched on for good
+        with torch.no_grad(), in_autocast(self.z0.device, self.autocast):
+            return replace(self, z0=self.z0 if start is None else start).solve(**changes)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.autocast or self.z0.dtype
+
+    def solved_value(self, outcome: Outcome) -> State:
+        assert isinstance(outcome, Solution)
+        return outcome.value.detach()
+
+    def estimated_value(self, outcome: Outcome) -> State | None:
+        assert isinstance(outcome, Solution)
+        return outcome.value.detach() if outcome.value.requires_grad else None
+
+
+def _check_sweep(problem: Problem) -> None:
+    """Refuse a map without tokens, and a solver that cannot begin afresh in a window."""
+    check_type("args", problem.args, TokenArgs)
+    assert problem.sweep is not None
+    if problem.solver.owns_loop and problem.sweep.window > 1:
+        raise ValueError(
+            f"{problem.solver} solves a block on its own, and cannot begin afresh in a window of "
+            f"{problem.sweep.window} blocks: take Simultaneous(), Chunked(size) or Sequential()"
+        )
+    problem.args.check_sweep(problem.z0.shape[1])
 
 
 @checked
@@ -87,59 +189,112 @@ def solve(
         ... ).stats.iterations
         tensor([1, 3])
     """
-    check_callable("f", f, 1 if args is None else 2)
-    solution = run_solve(
-        f, z0, solver=solver, stop=stop, args=args, has_aux=has_aux, sweep=sweep, callback=callback
+    problem = posed(
+        f=f,
+        z0=z0,
+        args=args,
+        has_aux=has_aux,
+        solver=solver,
+        stop=stop,
+        sweep=sweep,
+        callback=callback,
     )
+    solution = problem.solve()
     warn_failed(solution.status, stop)
     return solution
 
 
-def run_solve(
-    f: FixedPointMap,
-    z0: State,
-    *,
-    solver: Solver[Any],
-    stop: Stop,
-    args: Any = None,
-    has_aux: bool = False,
-    sweep: Sweep | None = None,
-    callback: Callback | None = None,
-) -> Solution:
-    """:func:`solve` without its warning: for callers that report failures themselves."""
-    check_transforms()
-    check_start("z0", z0)
-    check_rows("args", args, len(z0))
-    if sweep is None or sweep.block is None:
-        windows = AllTokens(z0, args, stop, solver)
-    else:
-        check_type("args", args, TokenArgs)
-        if solver.owns_loop and sweep.window > 1:
-            raise ValueError(
-                f"{solver} solves a block on its own, and cannot begin afresh in a window of "
-                f"{sweep.window} blocks: "
-                "take Simultaneous(), Chunked(size) or Sequential()"
-            )
-        args.check_tokens(z0.shape[1])
-        windows = MovingWindows(z0, args, stop, solver, sweep)
-    solution = iterate(f, solver, windows, has_aux=has_aux, callback=callback)
-    if sweep is None:
-        solution = replace(
-            solution, stats=replace(solution.stats, residual=worst_token(solution.stats.residual))
-        )
-    call = {"args": args, "has_aux": has_aux, "autocast": autocast_dtype(z0.device)}
-    return replace(solution, again=partial(_again, f, z0, solver=solver, stop=stop, **call))
+def posed(**fields: Any) -> Problem:
+    """The problem of a caller, whose map, start and ``args`` are checked."""
+    problem = Problem(**fields)
+    check_callable("f", problem.f, 1 if problem.args is None else 2)
+    check_start("z0", problem.z0)
+    check_rows("args", problem.args, len(problem.z0))
+    return problem
 
 
-def _again(
-    f: FixedPointMap,
-    z0: State,
-    *,
-    autocast: torch.dtype | None,
-    start: State | None = None,
-    **call: Any,
-) -> Solution:
-    """The same solve in another way, without gradients, for :meth:`Solution.explain`."""
-    # as a decorator, inside torch.compile, no_grad would stay switched on for good
-    with torch.no_grad(), in_autocast(z0.device, autocast):
-        return run_solve(f, z0 if start is None else start, **call)
+def iterate_rows(problem: Problem) -> Solution:
+    """Iterate until every row has ended, all tokens of a row together.
+
+    Gradients pass where the caller has enabled them. The point of a row that has ended no longer
+    changes. With ``args``, of which rows can be taken, such rows are stored and removed once they
+    are a quarter of the batch.
+    """
+    f, args, solver, stop = problem.f, problem.args, problem.solver, problem.stop
+    z0, device = problem.z0, problem.z0.device
+    batch, tokens = len(z0), math.prod(z0.shape[1:-1])
+    budget = 1 if solver.owns_loop else stop.max_steps
+    evaluations = 0
+    rows = np.arange(batch)  # places in the batch of the rows that are still evaluated
+    running = np.ones(batch, dtype=bool)  # rows that have not ended
+    status = np.full(batch, int(Status.MAX_STEPS_REACHED))
+    iterations, updates = np.zeros((2, batch), dtype=np.int64)
+    numbers: np.ndarray | None = None  # difference and size of each token, (2, batch, tokens)
+    bound: Any = 0.0  # of Stop.judge, (rows, tokens)
+    limit: Any = 0.0  # likewise, (rows, 1)
+    stored: Any = None  # value and aux of the whole batch
+
+    def evaluated(z: State) -> tuple[State, Any]:
+        nonlocal evaluations
+        evaluations += 1
+        return evaluate(f, z, args, has_aux=problem.has_aux)
+
+    # with other strides, as of expanded zeros, the map would be compiled twice
+    z, memory = solver.begin(evaluated, z0.contiguous(), stop)
+    answers_checked = False
+    while True:
+        fz, aux = evaluated(z)
+        last = evaluations >= budget
+        due = last or evaluations % stop.check_every == 0
+        first = numbers is None
+        if due or (first and stop.has_tolerance):
+            measured = on_host(stop.distances(z, fz, tokens))
+            passed, sound, bound, limit = stop.judge(measured, bound, limit, first)
+            if numbers is None:
+                numbers, limit = measured, limit.max(axis=1, keepdims=True)
+            numbers[:, rows] = measured
+            if due:
+                passed, sound = passed.all(axis=1), sound.all(axis=1)
+                ended = running[rows] & (last | passed | ~sound)
+                status[rows[ended & passed]] = Status.CONVERGED
+                status[rows[ended & ~sound]] = Status.DIVERGED
+                iterations[rows[ended]] = evaluations
+                running[rows[ended]] = False
+            if due and problem.callback is not None:
+                residual = on_device(relative(numbers), device)
+                active = int(running.sum())
+                problem.callback(Progress(evaluations, stop.max_steps, active, residual))
+        if not answers_checked:
+            check_rows("aux", aux, len(z))
+        frozen, done = ~running[rows], not running.any()
+        remove = args is not None and frozen.any() and 4 * frozen.sum() >= len(rows)
+        if done or remove:  # values of rows that go on are stored, too, and again later
+            diverged = status[rows] == Status.DIVERGED
+            at_point = diverged
+            if solver.returns_point:
+                at_point = diverged | (status[rows] == Status.CONVERGED)
+            places = on_device(rows, device)
+            start = z0[places] if diverged.any() else z
+            value = returned_value(z, fz, at_point, diverged, start)
+            if stored is not None:
+                stored = put(stored, places, (value, aux))
+            else:  # a map may fill the same buffer again
+                stored = (value if done else value.clone(), aux)
+            updates[rows] = evaluations
+        if done:
+            arrays = status, iterations, relative(numbers), updates
+            ends, steps, residual, work = (on_device(x, device) for x in arrays)
+            stats = SolveStats(steps, residual, evaluations, work)
+            return Solution(stored[0], ends, stats, stored[1])
+        proposal, memory = next_point(solver, z, fz, memory)
+        if not answers_checked and args is not None:
+            check_rows(f"the state of {type(solver).__name__}", memory, len(z))
+        answers_checked = True
+        if frozen.any():
+            proposal = torch.where(per_row(on_device(frozen, device), z), z, proposal)
+        z = proposal
+        del fz, proposal, aux  # not held while the map is evaluated
+        if remove:
+            (stay,) = (~frozen).nonzero()
+            rows, bound, limit = rows[stay], bound[stay], limit[stay]
+            z, memory, args = take((z, memory, args), on_device(stay, device))

@@ -3,7 +3,7 @@
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -33,6 +33,15 @@ def token_norms(x: State) -> Float[Tensor, "batch tokens"]:
         return x.abs().to(accumulate)[:, None]
     norms = torch.linalg.vector_norm(x, dim=-1, keepdim=x.ndim == 2, dtype=accumulate)
     return norms if norms.ndim == 2 else norms.flatten(1)
+
+
+class Judgement(NamedTuple):
+    """What :meth:`Stop.judge` says of each token, ``(rows, tokens)``; arrays of NumPy."""
+
+    passed: Numbers
+    sound: Numbers
+    bound: Numbers
+    limit: Numbers
 
 
 class Rule(ABC):
@@ -143,71 +152,67 @@ class Stop:
         """Whether every solve takes ``max_steps`` evaluations."""
         return self.check_every >= self.max_steps
 
-    def distances(self, z: State, fz: State, block: int) -> tuple[Residual, Residual]:
-        """:math:`d` and :math:`s` of each token; with the norm of a row, those of its block of so
-        many tokens.
+    def distances(self, z: State, fz: State, block: int) -> Float[Tensor, "2 rows tokens"]:
+        """:math:`d` and :math:`s` of each token, without a graph.
+
+        With the norm of a row, those of its block of so many tokens.
         """
-        if isinstance(self.norm, Rule):
-            return self._own(self.norm, z, fz)
-        difference, scale = token_norms(fz - z), token_norms(fz)
-        if self.norm == "row" and block > 1:
-            blocks = (
-                x.unflatten(1, (-1, block)).norm(dim=-1, keepdim=True) for x in (difference, scale)
-            )
-            difference, scale = (x.expand(-1, -1, block).flatten(1) for x in blocks)
-        return difference, scale
+        with torch.no_grad():
+            if isinstance(self.norm, Rule):
+                return torch.stack(_measured(self.norm, z, fz))
+            numbers = torch.stack([token_norms(fz - z), token_norms(fz)])
+            if self.norm == "row" and block > 1:
+                blocks = numbers.unflatten(2, (-1, block)).norm(dim=-1, keepdim=True)
+                numbers = blocks.expand(-1, -1, -1, block).flatten(2)
+            return numbers
 
-    def passes(self, difference: Numbers, scale: Numbers, bound: Numbers) -> Numbers:
-        """Whether each ``difference`` is within the tolerance at its ``scale``, and at most
-        ``bound``; NaN is not.
+    def judge(self, numbers: Numbers, bound: Numbers, limit: Numbers, fresh: Any) -> Judgement:
+        """Which tokens pass, and which have not diverged.
+
+        Args:
+            numbers: :math:`d` and :math:`s` of each token.
+            bound: the largest :math:`d` that may pass.
+            limit: the :math:`d` above which a token has diverged.
+            fresh: True at tokens that are measured for the first time, whose bound and limit are
+                not known yet.
+
+        Returns:
+            Both, and the bound and the limit for the next measurement.
         """
-        allowed = (self.rtol * scale).clip(max=bound)
-        return difference <= (allowed + self.atol if self.atol else allowed)
-
-    def bound(self, difference: Numbers, scale: Numbers, before: Numbers) -> Numbers:
-        """The largest :math:`d` that may pass; ``before`` is that of the measurement before, None
-        at the first.
-        """
-        return (difference * 0.5).clip(min=self.rtol * scale if before is None else before)
-
-    def limit(self, difference: Numbers, scale: Numbers) -> Numbers:
-        """The :math:`d` above which a token has diverged, given those of its first evaluation."""
-        return (self.divergence * difference.clip(min=scale).clip(min=1)).clip(max=LARGEST)
-
-    def sound(self, difference: Numbers, scale: Numbers, limit: Numbers) -> Numbers:
-        """Whether each ``difference`` is within its ``limit``, and its ``scale`` has not
-        overflowed.
-        """
-        return (difference <= limit) & (scale < math.inf)
-
-    @staticmethod
-    def _own(rule: Rule, z: State, fz: State) -> tuple[Residual, Residual]:
-        residual, shape = rule.residual(z, fz), token_norms(fz).shape
-        if (
-            not isinstance(residual, Tensor)
-            or residual.shape != shape
-            or not residual.is_floating_point()
-        ):
-            got = (
-                f"{residual.dtype} {tuple(residual.shape)}"
-                if isinstance(residual, Tensor)
-                else type(residual).__name__
-            )
-            raise TypeError(
-                f"{type(rule).__name__}.residual must return floating-point {tuple(shape)}, got "
-                f"{got}"
-            )
-        # a token that the map does not move at all has converged: at padding a relative residual
-        # would be 0 / 0
-        residual = residual.to(torch.promote_types(fz.dtype, torch.float32)).masked_fill(
-            token_norms(fz - z) == 0, 0
-        )
-        return residual, torch.ones_like(residual)
+        difference, scale = numbers
+        with np.errstate(all="ignore"):
+            bound = (difference * 0.5).clip(min=np.where(fresh, self.rtol * scale, bound))
+            first_limit = self.divergence * difference.clip(min=scale).clip(min=1)
+            limit = np.where(fresh, first_limit.clip(max=LARGEST), limit)
+            sound = (difference <= limit) & (scale < math.inf)
+            allowed = (self.rtol * scale).clip(max=bound)
+            if self.atol:
+                allowed = allowed + self.atol
+            return Judgement((difference <= allowed) & sound, sound, bound, limit)
 
 
-def relative(difference: Numbers, scale: Numbers) -> Numbers:
-    """Residuals; infinite where they are not numbers."""
-    kind = str(scale.dtype).removeprefix("torch.")  # of a tensor or of an array
-    residual = difference / scale.clip(min=float(np.finfo(kind).tiny))
+def _measured(rule: Rule, z: State, fz: State) -> tuple[Residual, Residual]:
+    """The residuals of a rule, checked, with a scale of 1."""
+    residual, shape = rule.residual(z, fz), token_norms(fz).shape
+    if not isinstance(residual, Tensor):
+        got = type(residual).__name__
+    else:
+        got = f"{residual.dtype} {tuple(residual.shape)}"
+    is_tensor = isinstance(residual, Tensor) and residual.is_floating_point()
+    if not is_tensor or residual.shape != shape:
+        wanted = f"floating-point {tuple(shape)}"
+        raise TypeError(f"{type(rule).__name__}.residual must return {wanted}, got {got}")
+    # a token that the map does not move has converged: at padding, a relative residual is 0 / 0
+    residual = residual.to(torch.promote_types(fz.dtype, torch.float32))
+    residual = residual.masked_fill(token_norms(fz - z) == 0, 0)
+    return residual, torch.ones_like(residual)
+
+
+def relative(numbers: Numbers) -> Numbers:
+    """Residuals :math:`d / s`, from an array or a tensor of both; infinite where they are NaN."""
+    difference, scale = numbers
+    tiny = np.finfo(str(scale.dtype).removeprefix("torch.")).tiny
+    with np.errstate(all="ignore"):
+        residual = difference / scale.clip(min=float(tiny))
     residual[residual != residual] = math.inf
     return residual

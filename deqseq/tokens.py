@@ -8,7 +8,7 @@ from torch import Tensor
 
 from deqseq.arguments import check_like, check_type
 from deqseq.backbones.base import Backbone, Cache
-from deqseq.rows import check_record, check_rows, tensors_of
+from deqseq.rows import check_record, check_rows, map_tensors, tensors_of
 from deqseq.solution import Solution, SolveStats, Status
 from deqseq.types import Counts, Mask, Sequence
 
@@ -43,29 +43,34 @@ class TokenArgs(NamedTuple):
         """
         inputs = backbone.prepare(x, cache, mask)
         check_record(f"what {type(backbone).__name__}.prepare returns", inputs, len(x))
-        return cls(
-            backbone,
-            inputs,
-            None if cache is None else cache.reserve(x.shape[1]),
-            mask,
-            need_aux,
-            x,
-        )
+        reserved = None if cache is None else cache.reserve(x.shape[1])
+        return cls(backbone, inputs, reserved, mask, need_aux, x)
 
-    def prepared_again(self) -> "TokenArgs":
-        """The same with inputs of these rows alone: a row that is gone, and was not finite, is not
-        in their graph.
+    def renewed(self) -> "TokenArgs":
+        """The same with inputs prepared from these rows only, so that no graph reaches others."""
+        assert self.x is not None
+        return self._replace(inputs=self.backbone.prepare(self.x, self.cache, self.mask))
+
+    def at(
+        self, shared: Tensor, separate: Tensor, cache: Cache | None, mask: Mask | None
+    ) -> "TokenArgs":
+        """The tokens of a window, ``(rows, width)``, which may be committed.
+
+        Args:
+            shared: places in the sequence, for inputs that all rows share.
+            separate: places in all sequences, one after another, for inputs of each row.
+            cache: of the tokens before the window.
+            mask: True at real tokens. Default: all of them are.
         """
-        return (
-            self
-            if self.x is None
-            else self._replace(inputs=self.backbone.prepare(self.x, self.cache, self.mask))
-        )
+
+        def gathered(x: Tensor) -> Tensor:
+            return x[0][shared] if len(x) == 1 else x.flatten(0, 1)[separate]
+
+        inputs = map_tensors(gathered, self.inputs)
+        return TokenArgs(self.backbone, inputs, cache, mask, need_aux=True)
 
     def advance(self, aux: Any, rows: int, tokens: int, counts: Counts | None = None) -> Cache:
-        """The cache of these ``rows`` after the first ``tokens``: ``counts`` of them in each row,
-        by default all.
-        """
+        """The cache of these ``rows`` after the first ``tokens``, or ``counts`` of them."""
         with torch.no_grad():
             after = self.backbone.advance(self.cache, aux, tokens, counts)
         name = f"what {type(self.backbone).__name__}.advance returns"
@@ -74,52 +79,50 @@ class TokenArgs(NamedTuple):
         return after
 
     def per_token(self, solution: Solution) -> Solution:
-        """A solution of these tokens with its statistics per token, and the cache after them as its
-        ``aux``.
-        """
+        """A solution with statistics per token, and the cache after these tokens as its ``aux``."""
         stats, shape = solution.stats, solution.value.shape[:2]
         if stats.iterations.ndim == 2:
             return solution
-        forced = (solution.status != Status.CONVERGED)[:, None].expand(shape)
-        steps, residual, updates = (
-            x.reshape(len(x), -1).expand(shape)
-            for x in (stats.iterations, stats.residual, stats.updates)
-        )
+
+        def expanded(numbers: Tensor) -> Tensor:
+            return numbers.reshape(len(numbers), -1).expand(shape)
+
+        iterations = expanded(stats.iterations)
+        forced = expanded(solution.status != Status.CONVERGED)
+        counts = None
         if self.mask is not None:
-            steps, forced = steps * self.mask, forced & self.mask
-        stats = SolveStats(steps, residual, stats.evaluations, updates, forced)
-        counts = None if self.mask is None else self.mask.sum(dim=1)
-        cache = self.advance(solution.aux, shape[0], shape[1], counts) if self.need_aux else None
+            iterations, forced = iterations * self.mask, forced & self.mask
+            counts = self.mask.sum(dim=1)
+        residual, updates = expanded(stats.residual), expanded(stats.updates)
+        stats = SolveStats(iterations, residual, stats.evaluations, updates, forced)
+        cache = None
+        if self.need_aux:
+            cache = self.advance(solution.aux, len(solution.value), solution.value.shape[1], counts)
         return replace(solution, stats=stats, aux=cache)
 
-    def check_tokens(self, length: int) -> None:
-        """Refuse inputs that cannot be divided into tokens, and a backbone that cannot
-        commit them.
-        """
+    def check_sweep(self, length: int) -> None:
+        """Refuse inputs that cannot be divided into tokens, and a backbone that cannot commit."""
         for x in tensors_of(self.inputs):
             if x.ndim < 2 or x.shape[1] != length:
                 raise ValueError(
                     f"Backbone.prepare must return tensors (batch, {length} tokens, ...), which a "
-                    "sweep can divide, "
-                    f"got one of shape {tuple(x.shape)}: expand it, or keep it as an attribute of "
-                    "the backbone"
+                    f"sweep can divide, got one of shape {tuple(x.shape)}: expand it, or keep it "
+                    "as an attribute of the backbone"
                 )
         check_commits(self.backbone)
 
 
-def token_map(z: Sequence, args: TokenArgs) -> tuple[Sequence, Any]:
+def token_map(z: Sequence, tokens: TokenArgs) -> tuple[Sequence, Any]:
     """One iteration of some tokens, and what commits them; padding is zero in its value."""
-    pair = args.backbone(z, args.inputs, args.cache, need_aux=args.need_aux)
+    pair = tokens.backbone(z, tokens.inputs, tokens.cache, need_aux=tokens.need_aux)
+    name = f"{type(tokens.backbone).__name__}.forward"
     if not isinstance(pair, tuple) or len(pair) != 2:
-        name = type(args.backbone).__name__
-        raise TypeError(
-            f"{name}.forward must return a pair (new state, aux), got {type(pair).__name__}"
-        )
-    check_like(f"{type(args.backbone).__name__}.forward", pair[0], z, "z")
-    if args.mask is None:
+        raise TypeError(f"{name} must return a pair (new state, aux), got {type(pair).__name__}")
+    check_like(name, pair[0], z, "z")
+    if tokens.mask is None:
         return pair
     value, aux = pair
-    return value.masked_fill(~args.mask[..., None], 0), aux
+    return value.masked_fill(~tokens.mask[..., None], 0), aux
 
 
 def check_commits(backbone: Backbone[Any]) -> None:
@@ -131,9 +134,7 @@ def check_commits(backbone: Backbone[Any]) -> None:
 def commit(
     backbone: Backbone[Any], cache: Cache | None, aux: Any, states: Sequence, counts: Counts | None
 ) -> Cache:
-    """The cache after the first ``counts`` tokens of each row of an evaluation that gave these
-    states.
-    """
+    """The cache after the first ``counts`` tokens of each row of an evaluation of these states."""
     check_type("cache", cache, (Cache, type(None)))
     (rows, length), device = states.shape[:2], states.device
     if counts is None:
@@ -145,10 +146,7 @@ def commit(
             raise ValueError(f"counts must be int64 of shape ({rows},) on {device}, got {got}")
         low, high = torch.stack(torch.aminmax(counts)).tolist()  # one transfer
         if low < 0 or high < 1 or high > length:
-            raise ValueError(
-                f"counts must be 0 to {length} tokens of each row, and not all 0, got "
-                f"{counts.tolist()}"
-            )
-    return TokenArgs(backbone, None, cache).advance(
-        aux, rows, high, None if low == high else counts
-    )
+            wanted = f"0 to {length} tokens of each row, and not all 0"
+            raise ValueError(f"counts must be {wanted}, got {counts.tolist()}")
+    tokens = TokenArgs(backbone, None, cache)
+    return tokens.advance(aux, rows, high, None if low == high else counts)

@@ -1,251 +1,272 @@
-"""Which rows and tokens of a solve are still iterated, what ends, and what was found.
+"""Windows of tokens that move on as their first tokens converge, and the loop of a sweep."""
 
-States stay on the device. What decides, the size of each token's step and of its state, is copied
-to the host in one transfer per check: small operations take NumPy a third of torch's time. Arrays
-of the host are of the whole batch.
-"""
-
-import math
-from abc import ABC, abstractmethod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from deqseq.rows import put, take
+from deqseq.rows import check_rows, on_device, on_host, take
 from deqseq.solution import Solution, SolveStats, Status
-from deqseq.solvers.base import Solver
+from deqseq.step import Progress, evaluate, next_point, restarted, returned_value
 from deqseq.stop import Stop, relative
-from deqseq.types import Residual, RowIndex, State
+from deqseq.tokens import TokenArgs
+from deqseq.types import State
 
-Flags = tuple[np.ndarray, np.ndarray]
+if TYPE_CHECKING:
+    from deqseq.solve import Problem
+
+MOVES_EVERY = 2
+"""Windows move at every second evaluation, because a move costs half an evaluation.
+
+These move at once: a window of one token; one that passes entirely at its first evaluation, or at
+the end of its row; one that has spent its budget; and every one if ``check_every`` is above 1.
+"""
 
 
-class Windows(ABC):
-    """The rows that are still in the batch, and the tokens of each that are iterated.
+class Window:
+    """The tokens of each row that are iterated, and what the stopping rule knows of them.
 
-    ``width`` is the tokens of a row in one evaluation, of ``tokens`` in all.
+    A row iterates ``width`` tokens, from its first one that is not committed. Arrays are on the
+    host: ``(rows,)``, or ``(rows, width)`` with the first token of each window in the first column.
     """
 
-    part: Any
-    """The map's second argument for these rows and tokens."""
-    restarted: RowIndex | None = None
-    """Rows in which the solver begins afresh, because their window has just moved to other tokens;
-    None: in none.
-    """
-    done = False
-    """Whether every row has ended."""
-    evaluations = 0
-    """Calls of the map so far."""
+    def __init__(self, stop: Stop, rows: int, width: int) -> None:
+        self.stop, self.width = stop, width
+        self.rows = np.arange(rows)  # places in the batch of the rows that are still evaluated
+        self.moved_at = np.zeros(rows, dtype=np.int64)  # evaluations at the row's last move
+        # evaluations when a token came into the window, or its input changed
+        self.known_since = np.zeros((rows, width), dtype=np.int64)
+        self.fresh = np.ones((rows, width), dtype=bool)  # not measured since then
+        self.bound, self.limit = np.zeros((2, rows, width), dtype=np.float32)  # of Stop.judge
 
-    def __init__(
-        self, z0: State, stop: Stop, solver: Solver[Any], block: int, width: int, tokens: int
-    ) -> None:
-        self.stop, self.width, self.device, self._block = stop, width, z0.device, block
-        self._budget, self._returns_point = (
-            1 if solver.owns_loop else stop.max_steps,
-            solver.returns_point,
-        )
-        self._rows = np.arange(len(z0))  # positions of the rows that are still in the batch
-        self._open = np.ones(len(z0), dtype=bool)  # rows that have not ended
-        kind = f"f{torch.promote_types(z0.dtype, torch.float32).itemsize}"
-        self._limit = np.zeros(len(z0), kind)  # the difference above which a row has diverged
-        self._latest = np.ones(
-            (2, len(z0), tokens), kind
-        )  # of each token the difference, and the size of its state
-        self._latest[0] = np.inf
-        self._bound = np.full(
-            (len(z0), tokens), np.nan, kind
-        )  # of differences that pass; NaN: not measured yet
+    def judge(
+        self, numbers: np.ndarray, due: np.ndarray | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Which tokens pass, and which have not diverged, each ``(rows, width)``.
 
-    @property
-    def active_rows(self) -> int:
-        """How many rows have not ended."""
-        return int(self._open.sum())
-
-    @abstractmethod
-    def states(self) -> State:
-        """The states to evaluate next, after a start or a move."""
-
-    @abstractmethod
-    def check(self, z: State, fz: State) -> bool:
-        """Decide which blocks and rows end with the evaluation ``fz`` of ``z``; whether its
-        residual was measured.
+        Only rows that are ``due``, by default all, take anything in, so that no row depends on
+        another one.
         """
+        judged = self.stop.judge(numbers, self.bound, self.limit, self.fresh)
+        if due is None:
+            self.bound, self.limit = judged.bound, judged.limit
+            self.fresh = np.zeros_like(self.fresh)
+        else:
+            self.bound = np.where(due[:, None], judged.bound, self.bound)
+            self.limit = np.where(due[:, None], judged.limit, self.limit)
+            self.fresh = self.fresh & ~due[:, None]
+        return judged.passed, judged.sound
 
-    @abstractmethod
-    def move(
-        self, z: State, fz: State, aux: Any, proposal: State
-    ) -> tuple[Tensor, RowIndex | None]:
-        """Store what ends, and go on: the next point, and the rows that stay in the batch (None:
-        all).
+    def move(self, counts: np.ndarray, evaluations: int) -> np.ndarray:
+        """Leave the first ``counts`` tokens of each row; where each token of a window was before.
+
+        A token that enters has the place of the last one.
         """
+        places = counts[:, None] + np.arange(self.width)
+        source = np.minimum(places, self.width - 1)
+        self.bound = np.take_along_axis(self.bound, source, axis=1)
+        self.limit = np.take_along_axis(self.limit, source, axis=1)
+        self.fresh = np.take_along_axis(self.fresh, source, axis=1)
+        self.known_since = np.take_along_axis(self.known_since, source, axis=1)
+        self.change(places >= self.width, evaluations)
+        self.moved_at = np.where(counts > 0, evaluations, self.moved_at)
+        return source
 
-    def residuals(self) -> Residual:
-        """The latest residuals of the whole batch, ``(batch, tokens)``; ``inf`` where there is none
-        yet.
-        """
-        with np.errstate(all="ignore"):
-            return on_device(relative(*self._latest), self.device)
+    def change(self, tokens: np.ndarray, evaluations: int) -> None:
+        """Forget what is known of ``tokens``, ``(rows, width)``, whose input is new."""
+        self.fresh = self.fresh | tokens
+        self.known_since = np.where(tokens, evaluations, self.known_since)
 
-    @abstractmethod
-    def solution(self, z: State, fz: State, aux: Any) -> Solution:
-        """Store the end of the last rows, and return everything that was found."""
-
-    def _measure(
-        self, z: State, fz: State, at: Any, new: np.ndarray | None, measured: np.ndarray | None
-    ) -> Flags:
-        """Which tokens have not diverged, and which of them pass, each ``(rows, width)``.
-
-        ``at`` is where these tokens stand in the arrays. Rows that are ``new`` have tokens of which
-        nothing is known; only those that are ``measured`` (None: all) take anything in, so that no
-        row depends on another one.
-        """
-        with torch.no_grad():
-            numbers = on_host(torch.stack(self.stop.distances(z, fz, self._block)))
-        self._latest[:, *at] = numbers
-        (difference, scale), before = numbers, self._bound[at]
-        with np.errstate(all="ignore"):
-            if new is not None:
-                limit = self.stop.limit(difference, scale).max(
-                    axis=1
-                )  # new tokens may be of another scale
-                self._limit[self._rows[new]] = np.maximum(self._limit[self._rows], limit)[new]
-                before = np.where(np.isnan(before), self.stop.rtol * scale, before)
-            bound = self.stop.bound(difference, scale, before)
-            self._bound[at] = (
-                bound if measured is None else np.where(measured[:, None], bound, before)
-            )
-            sound = self.stop.sound(difference, scale, self._limit[at[0]].reshape(-1, 1))
-            return sound, self.stop.passes(difference, scale, bound)
-
-    def _value(
-        self, z: State, fz: State, at_point: np.ndarray, diverged: np.ndarray, start: State
-    ) -> State:
-        """What rows return: ``fz``, or in some rows ``z``; where a row diverged and ``z`` is not
-        finite, the start.
-        """
-        if not at_point.any():
-            return fz
-        point = z
-        if diverged.any():
-            finite = z.isfinite().reshape(len(z), -1).all(dim=1)
-            point = torch.where(per_row(finite, z), z, start)
-        return torch.where(per_row(on_device(at_point, self.device), z), point, fz)
-
-    def _remove(self) -> RowIndex | None:
-        """Remove rows that have ended from the batch, once they are a quarter of it; those that
-        stay (None: all).
-        """
-        (stay,) = self._open[self._rows].nonzero()
-        if 4 * (len(self._rows) - len(stay)) < len(self._rows):
-            return None
-        self._rows = self._rows[stay]
-        return on_device(stay, self.device)
+    def keep(self, stay: np.ndarray) -> None:
+        """Remove all rows but those that ``stay``, ``(rows,)``."""
+        self.rows, self.moved_at = self.rows[stay], self.moved_at[stay]
+        self.known_since, self.fresh = self.known_since[stay], self.fresh[stay]
+        self.bound, self.limit = self.bound[stay], self.limit[stay]
 
 
-class AllTokens(Windows):
-    """All tokens of a row end together. Nothing is indexed by token, so the iteration can be
-    differentiated.
+class Swept:
+    """What a sweep has found of the whole batch, and the tokens that are in the windows now.
 
-    The point of a row that has ended is no longer changed. The row is removed from the batch later,
-    if the map has ``args`` of which rows can be taken; its value and ``aux`` are stored then.
+    Leading blocks that pass are stored and committed, and the window moves on; tokens that stay
+    keep their state. A row that has ended stays in the batch if its cache is needed: its window
+    then lies behind its last token.
     """
 
-    def __init__(self, z0: State, args: Any, stop: Stop, solver: Solver[Any]) -> None:
-        tokens = math.prod(z0.shape[1:-1])
-        super().__init__(z0, stop, solver, tokens, tokens, tokens)
-        self.part, self._z0 = args, z0
-        self._at: Any = (slice(None),)  # rows that are in the batch
-        self._frozen: Tensor | None = (
-            None  # rows that have ended, shaped to broadcast over the state
-        )
-        self._stored: Any = None  # values and aux of the whole batch
-        self._status = np.full(len(z0), int(Status.MAX_STEPS_REACHED))
-        self._iterations = np.zeros(len(z0), dtype=np.int64)
-        self._updates = np.zeros(len(z0), dtype=np.int64)
+    def __init__(self, problem: "Problem") -> None:
+        z0, sweep, tokens = problem.z0, problem.sweep, problem.args
+        assert sweep is not None and sweep.block is not None
+        batch, self.length = z0.shape[:2]
+        self.stop, self.solver, self.all_tokens = problem.stop, problem.solver, tokens
+        self.budget = 1 if problem.solver.owns_loop else problem.stop.max_steps
+        self.block, self.device, self.evaluations = sweep.block, z0.device, 0
+        self.window = window = Window(problem.stop, batch, sweep.width(self.length))
+        self.cache, self.returns_cache = tokens.cache, tokens.need_aux
+        room = self.length + window.width  # windows may reach beyond the end
+        self.values = F.pad(z0, (0, 0, 0, window.width))  # final, or the states in the windows
+        kind = torch.promote_types(z0.dtype, torch.float32).itemsize
+        self.numbers = np.ones((2, batch, room), f"f{kind}")  # the latest of each token
+        self.numbers[0] = np.inf
+        self.lengths = np.full(batch, self.length)
+        if tokens.mask is not None:
+            self.lengths = on_host(tokens.mask.sum(dim=1))
+        self.first = np.zeros(batch, dtype=np.int64)  # where each row's window is
+        self.work = np.zeros(batch, dtype=np.int64)  # evaluations of one token
+        self.running = np.ones(batch, dtype=bool)
+        self.status = np.full(batch, int(Status.CONVERGED))
+        self.iterations = np.zeros((batch, self.length), dtype=np.int64)
+        self.forced = np.zeros((batch, self.length), dtype=bool)
+        self.place_windows()
 
     def states(self) -> State:
-        return (
-            self._z0.contiguous()
-        )  # with other strides, as of expanded zeros, the map would be compiled twice
+        """The states in the windows, ``(rows, width, d_model)``."""
+        return self.values.flatten(0, 1)[self.value_index]
 
-    def check(self, z: State, fz: State) -> bool:
-        late, first = self.evaluations >= self._budget, self._limit[0] == 0
-        due = late or self.evaluations % self.stop.check_every == 0
-        if not due and not (first and self.stop.has_tolerance):
+    def progress(self) -> Progress:
+        """What a callback is told."""
+        residual = on_device(relative(self.numbers)[:, : self.length], self.device)
+        return Progress(self.evaluations, self.stop.max_steps, int(self.running.sum()), residual)
+
+    def judge(self, z: State, fz: State) -> bool:
+        """Decide how many tokens leave each window; whether the residual was measured."""
+        window, rows, every = self.window, self.window.rows, self.stop.check_every
+        left, age = self.lengths[rows] - self.first[rows], self.evaluations - window.moved_at
+        late, new = age >= self.budget, window.fresh[:, -1]
+        due = (left > 0) & (late | (age % every == 0))
+        self.leaving = np.zeros_like(left)
+        if not (due | new).any():
             return False
-        rows = self._rows
-        sound, passed = self._measure(
-            z, fz, self._at, np.ones_like(self._open) if first else None, None
-        )
-        if not due or not (late or passed.any() or not sound.all()):
-            return due
-        sound, passed = sound.all(axis=1), passed.all(axis=1)
-        ended = self._open[rows] & (late | passed | ~sound)
-        if ended.any():
-            status = np.where(passed, Status.CONVERGED, Status.MAX_STEPS_REACHED)
-            self._status[rows[ended]] = np.where(sound, status, Status.DIVERGED)[ended]
-            self._iterations[rows[ended]], self._open[rows[ended]] = self.evaluations, False
-            self._frozen = per_row(on_device(~self._open[rows], self.device), z)
-            self.done = not self._open.any()
+        numbers = on_host(self.stop.distances(z, fz, self.block))
+        self.numbers[:, *self.at] = numbers
+        passed, sound = window.judge(numbers, due | new)
+        if not due.any():
+            return False
+        sound = sound.all(axis=1)
+        blocks = passed.reshape(len(rows), -1, self.block).all(axis=2)
+        passing = np.logical_and.accumulate(blocks, axis=1).sum(axis=1) * self.block
+        passing, inside = np.minimum(passing, left), np.minimum(left, window.width)
+        moves = due & sound
+        self.diverged, self.spent = due & ~sound, moves & late & (passing == 0)
+        if every == 1 and window.width > 1 and self.evaluations % MOVES_EVERY:
+            whole = (passing == inside) & (new | (inside == left))
+            moves = moves & (late | whole)
+        self.leaving = np.where(moves, passing, 0)
+        self.leaving = np.where(self.spent, np.minimum(left, self.block), self.leaving)
+        # The whole window of a row that diverged is committed. Its cache then shows that it is not
+        # finite: a solve that goes on from there diverges too, instead of converging as if these
+        # tokens did not exist.
+        self.leaving = np.where(self.diverged, inside, self.leaving)
+        self.running[rows] = ~self.diverged & (self.leaving < left)
         return True
 
-    def move(
-        self, z: State, fz: State, aux: Any, proposal: State
-    ) -> tuple[Tensor, RowIndex | None]:
-        if self._frozen is None:
-            return proposal, None
-        after, rows = torch.where(self._frozen, z, proposal), self._rows
-        kept = None if self.part is None else self._remove()
-        if kept is None:
-            return after, None
-        self._store(rows, z, fz, aux)
-        self._frozen, self.part, self._at = None, take(self.part, kept), (self._rows,)
-        return after[kept], kept
+    def move(self, z: State, fz: State, aux: Any, proposal: State) -> Tensor | None:
+        """Store and commit what leaves, and move on; which rows stay in the batch (None: all)."""
+        window, rows = self.window, self.window.rows
+        self.store(z, fz, proposal)
+        self.commit(aux)
+        after = np.where(self.diverged, self.lengths[rows], self.first[rows] + self.leaving)
+        self.first[rows] = after
+        self.work[rows] = self.evaluations * window.width
+        window.move(self.leaving, self.evaluations)
+        stay, staying = self.running[rows], None
+        if not self.returns_cache and 4 * (~stay).sum() >= len(rows):
+            window.keep(stay)
+            staying = on_device(np.flatnonzero(stay), self.device)
+            self.cache = take(self.cache, staying)
+        self.place_windows()
+        return staying
 
     def solution(self, z: State, fz: State, aux: Any) -> Solution:
-        self._store(self._rows, z, fz, aux)
-        value, aux = self._stored
-        status, *numbers = (
-            on_device(x, self.device) for x in (self._status, self._iterations, self._updates)
-        )
-        return Solution(
-            value,
-            status,
-            SolveStats(numbers[0], self.residuals(), self.evaluations, numbers[1]),
-            aux,
-        )
+        """Store the end of the last rows, and return everything that was found."""
+        self.store(z, fz, fz)
+        if self.returns_cache:
+            self.commit(aux)
+        self.work[self.window.rows] = self.evaluations * self.window.width
+        updates = self.iterations.copy()
+        # work beyond the end of a row is counted at its last token
+        updates[np.arange(len(updates)), self.lengths - 1] += self.work - updates.sum(axis=1)
+        self.numbers[0, np.arange(self.numbers.shape[2]) >= self.lengths[:, None]] = 0  # padding
+        residual = np.ascontiguousarray(relative(self.numbers)[:, : self.length])
+        arrays = self.status, self.iterations, residual, updates, self.forced
+        status, steps, residual, updates, forced = (on_device(x, self.device) for x in arrays)
+        stats = SolveStats(steps, residual, self.evaluations, updates, forced)
+        cache = self.cache if self.returns_cache else None
+        return Solution(self.values[:, : self.length].contiguous(), status, stats, cache)
 
-    def _store(self, rows: np.ndarray, z: State, fz: State, aux: Any) -> None:
-        """These rows, which are in the batch; those that go on will be stored again."""
-        places, status = on_device(rows, self.device), self._status[rows]
-        diverged = status == Status.DIVERGED
-        start = self._z0[places] if diverged.any() else z
-        value = self._value(
-            z, fz, diverged | (status == Status.CONVERGED) & self._returns_point, diverged, start
-        )
-        if self._stored is None and not self.done:
-            value = value.clone()  # a map may fill the same buffer again
-        self._stored = (
-            (value, aux) if self._stored is None else put(self._stored, places, (value, aux))
-        )
-        self._updates[rows] = self.evaluations
+    def store(self, z: State, fz: State, proposal: State) -> None:
+        """Write the windows back: final values of tokens that leave, next states of the others."""
+        at_point, start = self.diverged, z
+        if self.solver.returns_point:
+            at_point = self.diverged | ~self.spent
+        if self.diverged.any():
+            start = self.states()
+        value = returned_value(z, fz, at_point, self.diverged, start)
+        leaves = np.arange(self.window.width) < self.leaving[:, None]
+        value = torch.where(on_device(leaves, self.device)[..., None], value, proposal)
+        self.values.flatten(0, 1)[self.value_index.flatten()] = value.flatten(0, 1)
+        row, column = leaves.nonzero()
+        rows, tokens = self.window.rows[row], self.at[1][row, column]
+        self.iterations[rows, tokens] = self.evaluations - self.window.known_since[row, column]
+        self.forced[rows, tokens] = (self.spent | self.diverged)[row]
+        self.status[self.window.rows[self.spent]] = Status.MAX_STEPS_REACHED
+        for row in self.window.rows[self.diverged]:  # it does not reach the tokens that are left
+            self.status[row] = Status.DIVERGED
+            self.forced[row, self.first[row] : self.lengths[row]] = True
+
+    def commit(self, aux: Any) -> None:
+        """The cache after the tokens that leave."""
+        low, high = int(self.leaving.min()), int(self.leaving.max())
+        counts = None if low == high else on_device(self.leaving, self.device)
+        self.cache = self.tokens.advance(aux, len(self.window.rows), high, counts)
+
+    def place_windows(self) -> None:
+        """Where the windows are now, and what the map needs of their tokens."""
+        row = self.window.rows[:, None]
+        token = self.first[row] + np.arange(self.window.width)
+        self.at = row, token
+        inside = np.minimum(token, self.length - 1)
+        places = row * self.values.shape[1] + token, inside, row * self.length + inside
+        self.value_index, shared, separate = on_device(np.stack(places), self.device)
+        real = token < self.lengths[row]
+        mask = None if real.all() else on_device(real, self.device)
+        cache = None if self.cache is None else self.cache.reserve(self.window.width)
+        self.tokens: TokenArgs = self.all_tokens.at(shared, separate, cache, mask)
 
 
-def on_host(x: Tensor) -> np.ndarray:
-    """A tensor as an array of the host, in one transfer."""
-    return x.cpu().numpy()
+def iterate_windows(problem: "Problem") -> Solution:
+    """Iterate until every row has ended; each row has its own window, which moves on."""
+    solver, stop, swept = problem.solver, problem.stop, Swept(problem)
 
+    def evaluated(z: State) -> tuple[State, Any]:
+        swept.evaluations += 1
+        return evaluate(problem.f, z, swept.tokens, has_aux=problem.has_aux)
 
-def on_device(x: np.ndarray, device: torch.device) -> Tensor:
-    """An array of the host as a tensor. On a CPU they share their memory, so the array must not be
-    changed later.
-    """
-    return torch.from_numpy(x).to(device)
-
-
-def per_row(flags: Tensor, z: State) -> Tensor:
-    """One flag per row, shaped to broadcast over the state."""
-    return flags.reshape(-1, *[1] * (z.ndim - 1))
+    z, memory = solver.begin(evaluated, swept.states(), stop)
+    first = True
+    while True:
+        fz, aux = evaluated(z)
+        measured = swept.judge(z, fz)
+        if measured and problem.callback is not None:
+            problem.callback(swept.progress())
+        if first:
+            check_rows("aux", aux, len(z))
+        if not swept.running.any():
+            return swept.solution(z, fz, aux)
+        proposal, memory = next_point(solver, z, fz, memory)
+        if first:
+            check_rows(f"the state of {type(solver).__name__}", memory, len(z))
+        first = False
+        if not swept.leaving.any():
+            z = proposal
+            continue
+        staying = swept.move(z, fz, aux, proposal)
+        z = swept.states()
+        del fz, proposal, aux  # not held while the map is evaluated
+        if staying is not None:
+            memory = take(memory, staying)
+        moved = np.flatnonzero(swept.window.moved_at == swept.evaluations)
+        if len(moved) == len(z):
+            z, memory = solver.begin(evaluated, z, stop)
+        elif len(moved):
+            memory = restarted(solver, memory, z, on_device(moved, swept.device))

@@ -20,7 +20,7 @@ REQUIRED = {
     "numpy",
     "safetensors",
 } | sys.stdlib_module_names
-MIDDLE = ["loop.py", "windows.py", "moving.py", "tokens.py", "solve.py", "models/*.py"]
+MIDDLE = ["solve.py", "windows.py", "step.py", "tokens.py", "models/*.py"]
 """Files that must treat all sweeps, solvers and gradients alike."""
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)

@@ -71,7 +71,7 @@ def test_estimators_hand_aux_on(gradient):
         "callback": told.append,
     }
     start = torch.zeros(3, 3, dtype=torch.float64)
-    solution = gradient.apply(f, start, **call)
+    solution = gradient.apply(dq.Problem(f=f, z0=start, **call))
     assert len(told) == solution.stats.evaluations
     with torch.no_grad():
         plain = dq.solve(f, start, **call)

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from deqseq.arguments import AtLeast, checked, returned_by
 from deqseq.backbones.base import Backbone, JointCache, parts_of
-from deqseq.evaluate import evaluate
 from deqseq.start import Start, initial_state
+from deqseq.step import evaluate
 from deqseq.types import Counts, Mask, Sequence
 
 Choose = Callable[[Float[Tensor, "steps batch length d_model"]], Sequence]

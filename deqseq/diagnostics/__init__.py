@@ -1,8 +1,7 @@
 """Reports on a model: why solves fail, how far the map contracts, and whether all sweeps agree."""
 
 from deqseq.diagnostics.duality import DualityReport, SweepReport, check_duality
-from deqseq.diagnostics.explain import explain
-from deqseq.diagnostics.explanation import Explanation
+from deqseq.diagnostics.explain import Explanation, explain
 from deqseq.diagnostics.spectral import SpectralRadius, model_spectral_radius, spectral_radius
 
 __all__ = [

@@ -11,13 +11,13 @@ from deqseq.arguments import AtLeast, Within, checked
 from deqseq.config import SolveConfig, SolveFields
 from deqseq.diagnostics.arnoldi import ritz_values
 from deqseq.diagnostics.reports import SHOWN, check_call, remaining, text_table
-from deqseq.evaluate import check_start, evaluate
 from deqseq.layers import with_weights
 from deqseq.models.causal_lm import CausalLM, Tokens
 from deqseq.models.eval_mode import eval_mode
 from deqseq.models.padding import Padding
 from deqseq.models.recurrent_depth import RecurrentDepth
 from deqseq.rows import map_tensors
+from deqseq.step import check_start, evaluate
 from deqseq.stop import Stop, relative
 from deqseq.tokens import TokenArgs, token_map
 from deqseq.types import FixedPointMap, Mask, RowMask, State
@@ -223,7 +223,7 @@ def _eigenvalues(
 
 def _residual(z: State, fz: State) -> Float[Tensor, " batch"]:
     """The largest relative residual of each row's tokens."""
-    return relative(*Stop().distances(z, fz, 1)).amax(dim=1).cpu()
+    return relative(Stop().distances(z, fz, 1)).amax(dim=1).cpu()
 
 
 def _largest_token(numbers: Tensor) -> Tensor:

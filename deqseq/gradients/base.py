@@ -4,38 +4,35 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar, Unpack
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from deqseq.evaluate import evaluate
-from deqseq.rows import map_tensors, take_apart
+from deqseq.rows import map_tensors, per_row
 from deqseq.solution import Solution, Status, describe_failure, warn_caller
-from deqseq.solve import SolveCall, run_solve
+from deqseq.solve import Problem
 from deqseq.types import FixedPointMap, State
 
 NOT_LEFT_OUT = (
     "rows that diverged cannot be left out of the gradient, which becomes NaN: f is not finite at "
-    "their z0 and has no "
-    "args. Remedy: pass what f needs of each row as args"
+    "their z0 and has no args. Remedy: pass what f needs of each row as args"
 )
 
 
 class Gradient(ABC):
-    """How a fixed point is differentiated. An estimator object is its configuration: a frozen
-    dataclass.
+    """How a fixed point is differentiated. An estimator is its configuration: a frozen dataclass.
 
-    An estimator that needs the fixed point alone is an :class:`AttachedGradient`;
+    An estimator that needs the fixed point only is an :class:`AttachedGradient`;
     :class:`deqseq.Unrolled` needs the iteration too.
 
     Example:
         >>> import deqseq as dq
         >>> class Frozen(Gradient):  # no gradient at all
-        ...     def apply(self, f, z0, *, keep_value=False, **call):
+        ...     def apply(self, problem, *, keep_value=False):
         ...         with torch.no_grad():
-        ...             return dq.solve(f, z0, **call)
+        ...             return problem.solve()
         >>> model = dq.ImplicitModel(dq.Affine(4), dq.SolveConfig(gradient=Frozen()))
         >>> model(torch.ones(2, 3, 4)).value.requires_grad
         False
@@ -45,30 +42,25 @@ class Gradient(ABC):
     """Whether the start of the iteration gets a gradient."""
 
     @abstractmethod
-    def apply(
-        self, f: FixedPointMap, z0: State, *, keep_value: bool = False, **call: Unpack[SolveCall]
-    ) -> Solution:
-        """Solve, and return a solution whose value carries this estimator's graph where gradients
-        are enabled.
+    def apply(self, problem: Problem, *, keep_value: bool = False) -> Solution:
+        """Solve, and return a solution whose value carries this estimator's graph.
 
         Args:
-            f: the map; what it closes over, and its ``args``, receive gradients.
-            z0: the start, ``(batch, *event)``.
+            problem: what to solve, and how: ``problem.solve()`` does, in the caller's gradient
+                mode. What its map closes over, and its ``args``, receive gradients.
             keep_value: whether the value is that of the solve, and the estimator adds its graph
-                alone, as models want it in eval mode.
-            **call: the keyword arguments of :func:`deqseq.solve`.
+                only, as models want it in eval mode.
 
         Returns:
             The solution; status and statistics are those of the solve.
 
         Raises:
-            ValueError: ``z0`` requires a gradient that the estimator would drop.
+            ValueError: ``problem.z0`` requires a gradient that the estimator would drop.
         """
 
 
 class AttachedGradient(Gradient):
-    """An estimator that needs the fixed point alone: solve without a graph by any means, then
-    attach one.
+    """An estimator that needs the fixed point only: solve without a graph, then attach one.
 
     The fixed point does not depend on its start, so a start that requires a gradient is an error.
 
@@ -78,9 +70,9 @@ class AttachedGradient(Gradient):
         ...     def attach(self, f, z_star):
         ...         return f(f(z_star.detach()))
         >>> a = torch.tensor(0.5, requires_grad=True)
-        >>> solution = dq.fixed_point(
-        ...     lambda z: a * z + 1, torch.zeros(1, 1), gradient=TwoSteps(), stop=dq.Stop(rtol=1e-6)
-        ... )
+        >>> stop = dq.Stop(rtol=1e-6)
+        >>> f, z0 = lambda z: a * z + 1, torch.zeros(1, 1)
+        >>> solution = dq.fixed_point(f, z0, gradient=TwoSteps(), stop=stop)
         >>> solution.value.sum().backward()
         >>> round(a.grad.item(), 3)  # z* = 2; one step gives 2, the exact gradient is 4
         3.0
@@ -100,34 +92,28 @@ class AttachedGradient(Gradient):
             A tensor of the same shape: ``z_star`` up to the solve's tolerance.
         """
 
-    def apply(
-        self, f: FixedPointMap, z0: State, *, keep_value: bool = False, **call: Unpack[SolveCall]
-    ) -> Solution:
+    def apply(self, problem: Problem, *, keep_value: bool = False) -> Solution:
         if not torch.is_grad_enabled():
-            return run_solve(f, z0, **call)
-        if isinstance(z0, Tensor) and z0.requires_grad:
+            return problem.solve()
+        if problem.z0.requires_grad:
             raise ValueError(
                 f"z0 requires a gradient, but {type(self).__name__} treats the fixed point as "
-                "independent of its "
-                "start: pass z0.detach(), or differentiate the iteration itself with Unrolled()"
+                "independent of its start: pass z0.detach(), or differentiate the iteration "
+                "itself with Unrolled()"
             )
         with torch.no_grad():
-            solution = run_solve(primed(f), z0, **call)
-        value = self.attach_to(
-            f, call.get("args"), z0, solution, has_aux=call.get("has_aux", False)
-        )
-        return replace(
-            solution, value=solution.value + (value - value.detach()) if keep_value else value
-        )
+            solution = problem.solve(f=primed(problem.f))
+        value = self.attach_to(problem, solution)
+        if keep_value:
+            value = solution.value + (value - value.detach())
+        return replace(solution, value=value)
 
-    def attach_to(
-        self, f: FixedPointMap, args: Any, z0: State, solution: Solution, *, has_aux: bool = False
-    ) -> State:
-        """The value of a ``solution``, found by any means from ``z0``, with this estimator's graph.
+    def attach_to(self, problem: Problem, solution: Solution) -> State:
+        """The value of a ``solution``, found by any means, with this estimator's graph.
 
         Diverged rows are left out: their infinities would reach every parameter. Without ``args``
-        they are evaluated at ``z0`` instead. If all rows have diverged, gradients are zero, so that
-        DDP does not hang; if ``f(z0)`` is not finite either, there is no graph.
+        they are evaluated at ``z0`` instead. If all rows have diverged, gradients are zero rather
+        than None, so that DDP does not hang; if ``f(z0)`` is not finite either, there is no graph.
 
         Warns:
             ConvergenceWarning: every row has diverged, or one that cannot be left out: gradients
@@ -135,20 +121,20 @@ class AttachedGradient(Gradient):
         """
         diverged = solution.status == Status.DIVERGED
         if not bool(diverged.any()):
-            return self.attach(_bound(f, args, has_aux), solution.value)
-        if args is not None and not bool(diverged.all()):
+            return self.attach(problem.evaluate, solution.value)
+        all_diverged = bool(diverged.all())
+        if problem.args is not None and not all_diverged:
             rows = (~diverged).nonzero()[:, 0]
-            value = self.attach(_bound(f, take_apart(args, rows), has_aux), solution.value[rows])
+            value = self.attach(problem.rows(rows).evaluate, solution.value[rows])
             return solution.value.index_copy(0, rows, value)
-        bound = _bound(f, args, has_aux)
-        replaced = diverged.reshape(
-            -1, *[1] * (z0.ndim - 1)
-        )  # these rows are evaluated where they began
-        value = self.attach(
-            lambda z: bound(torch.where(replaced, z0, z)), torch.where(replaced, z0, solution.value)
-        )
+        z0, replaced = problem.z0, per_row(diverged, problem.z0)
+
+        def at_start(z: State) -> State:
+            return problem.evaluate(torch.where(replaced, z0, z))
+
+        value = self.attach(at_start, torch.where(replaced, z0, solution.value))
         finite = bool(value[diverged].isfinite().all())
-        if bool(diverged.all()):
+        if all_diverged:
             if value.requires_grad:
                 warn_caller(describe_failure(solution, "a solve to be differentiated"))
             if not finite:
@@ -158,15 +144,8 @@ class AttachedGradient(Gradient):
         return torch.where(replaced, solution.value, value)
 
 
-def _bound(f: FixedPointMap, args: Any, has_aux: bool) -> Callable[[State], State]:
-    """The map of ``z`` alone, checked, without its auxiliary output."""
-    return lambda z: evaluate(f, z, args, has_aux=has_aux)[0]
-
-
 def primed(f: FixedPointMap) -> FixedPointMap:
-    """``f`` whose first evaluation has gradients enabled, and is detached: what a map caches there
-    has a graph.
-    """
+    """``f`` whose first evaluation runs with gradients, so that what it caches has a graph."""
     fresh = True
 
     def evaluated(*arguments: Any) -> Any:

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from deqseq.arguments import checked
-from deqseq.evaluate import autocast_dtype
 from deqseq.gradients.base import AttachedGradient
 from deqseq.solution import Solution, warn_caller
-from deqseq.solve import run_solve
+from deqseq.solve import Problem
 from deqseq.solvers.anderson import Anderson
 from deqseq.solvers.base import Solver
+from deqseq.step import autocast_dtype
 from deqseq.stop import Stop
 from deqseq.types import State
 
@@ -134,7 +134,8 @@ class _Adjoint(torch.autograd.Function):
             (pulled,) = torch.autograd.grad(fz, z, y, retain_graph=True, allow_unused=True)
             return source if pulled is None else pulled + source
 
-        solution = run_solve(adjoint, source, solver=implicit.solver, stop=implicit.stop)
+        problem = Problem(f=adjoint, z0=source, solver=implicit.solver, stop=implicit.stop)
+        solution = problem.solve()
         if implicit.report is not None:
             implicit.report(solution)
         if implicit.throw:

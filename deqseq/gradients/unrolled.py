@@ -2,15 +2,15 @@
 
 from dataclasses import dataclass
 from itertools import count
-from typing import Annotated, Any, Unpack
+from typing import Annotated, Any
 
 import torch
 
 from deqseq.arguments import AtLeast, checked
 from deqseq.gradients.base import Gradient, checkpointed, primed
 from deqseq.solution import Solution
-from deqseq.solve import SolveCall, run_solve
-from deqseq.types import FixedPointMap, State
+from deqseq.solve import Problem
+from deqseq.types import FixedPointMap
 
 
 @checked
@@ -59,25 +59,24 @@ class Unrolled(Gradient):
     checkpoint: bool = False
     last: Annotated[int, AtLeast(1)] | None = None
 
-    def apply(
-        self, f: FixedPointMap, z0: State, *, keep_value: bool = False, **call: Unpack[SolveCall]
-    ) -> Solution:
-        sweep = call.get("sweep")
-        if torch.is_grad_enabled() and sweep is not None and sweep.block is not None:
+    def apply(self, problem: Problem, *, keep_value: bool = False) -> Solution:
+        if not torch.is_grad_enabled():
+            return problem.solve()
+        f, sweep, stop = problem.f, problem.sweep, problem.stop
+        if sweep is not None and sweep.block is not None:
             raise ValueError(
                 "Unrolled differentiates the iteration itself and needs the Simultaneous sweep, "
-                f"got {sweep}: take "
-                "Phantom, OneStep or Implicit, which need the fixed point alone"
+                f"got {sweep}: take Phantom, OneStep or Implicit, which need the fixed point only"
             )
-        g, stop = checkpointed(f) if self.checkpoint else f, call["stop"]
-        if self.last is not None and torch.is_grad_enabled():
+        g, z0 = checkpointed(f) if self.checkpoint else f, problem.z0
+        if self.last is not None:
             if not stop.runs_to_the_end:
                 raise ValueError(
                     f"Unrolled.last counts from the end: stop must be Stop.exactly(n), got {stop}"
                 )
             if stop.max_steps > self.last:
                 g, z0 = _first_without_graph(stop.max_steps - self.last, f, g), z0.detach()
-        return run_solve(g, z0, **call)
+        return problem.solve(f=g, z0=z0)
 
 
 def _first_without_graph(evaluations: int, f: FixedPointMap, then: FixedPointMap) -> FixedPointMap:

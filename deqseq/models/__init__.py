@@ -4,9 +4,8 @@ from deqseq.models.base import Model
 from deqseq.models.causal_lm import CausalLM
 from deqseq.models.examples import EXAMPLES, load_example
 from deqseq.models.explicit import ExplicitModel
-from deqseq.models.generation import Generation, NewTokens
 from deqseq.models.implicit import ImplicitModel
-from deqseq.models.output import CausalLMOutput, Evaluation, ModelOutput
+from deqseq.models.output import CausalLMOutput, Evaluation, Generation, ModelOutput, NewTokens
 from deqseq.models.presets import PRESETS, preset
 from deqseq.models.recurrent_depth import RecurrentDepth
 from deqseq.models.specification import LanguageModelSpec

@@ -115,8 +115,8 @@ def refuse_setting(module: nn.Module, name: str) -> None:
     if name in SETTINGS and not hasattr(type(module), name):
         raise AttributeError(
             f"{type(module).__name__}.{name} would be read by nothing: set the solve of the part "
-            "that is iterated, as "
-            "in implicit_model.solve = SolveConfig(...), or name it in the call"
+            "that is iterated, as in implicit_model.solve = SolveConfig(...), or name it in the "
+            "call"
         )
 
 
@@ -124,15 +124,13 @@ def check_input(x: Sequence, backbone: Backbone[Any]) -> None:
     """Refuse embedded tokens of another width, dtype or device than a backbone can compute with."""
     check_sequence(x, backbone.d_model)
     first = next(backbone.parameters(), x)
-    if (
-        first.dtype == x.dtype and first.device == x.device
-    ):  # all others are not looked at in every iteration
-        return
-    known = {(parameter.dtype, parameter.device) for parameter in backbone.parameters()}
-    dtypes, devices = ({pair[place] for pair in known} for place in (0, 1))
-    if known and x.dtype not in dtypes and not torch.is_autocast_enabled(x.device.type):
-        raise TypeError(f"x must have the dtype of the model, {known.pop()[0]}, got {x.dtype}")
-    if (
-        known and x.device not in devices and torch.device("meta") not in devices
-    ):  # an offloaded model is moved
-        raise ValueError(f"x must be on the device of the model, {known.pop()[1]}, got {x.device}")
+    if first.dtype == x.dtype and first.device == x.device:
+        return  # the others are not looked at in every iteration
+    parameters = list(backbone.parameters())
+    dtypes = {parameter.dtype for parameter in parameters}
+    devices = {parameter.device for parameter in parameters}
+    if x.dtype not in dtypes and not torch.is_autocast_enabled(x.device.type):
+        raise TypeError(f"x must have the dtype of the model, {first.dtype}, got {x.dtype}")
+    offloaded = torch.device("meta") in devices  # x is moved by its hooks
+    if x.device not in devices and not offloaded:
+        raise ValueError(f"x must be on the device of the model, {first.device}, got {x.device}")

@@ -13,16 +13,16 @@ from torch.nn import functional as F
 from deqseq.arguments import AtLeast, Between, Within, check_ids, check_integer, check_type, checked
 from deqseq.backbones.base import Cache
 from deqseq.config import SolveConfig, SolveFields
-from deqseq.loop import Callback
 from deqseq.models.base import Model, refuse_setting
 from deqseq.models.eval_mode import eval_mode
-from deqseq.models.generation import Generation, NewTokens, generate, up_to_stop
+from deqseq.models.generation import generate, up_to_stop
 from deqseq.models.implicit import ImplicitModel
-from deqseq.models.output import CausalLMOutput
+from deqseq.models.output import CausalLMOutput, Generation, NewTokens
 from deqseq.models.padding import check_mask
 from deqseq.models.recurrent_depth import solved_part
 from deqseq.models.sampler import Sampler, Seed
 from deqseq.models.scaling import capped, scaled
+from deqseq.step import Callback
 from deqseq.types import Mask, Sequence
 
 Tokens = Int64[Tensor, "batch length"]
@@ -141,7 +141,7 @@ class CausalLM(nn.Module):
         loss = (
             None if answers is None else _cross_entropy(logits, answers, shift=labels is not None)
         )
-        return CausalLMOutput(logits, loss, output.cache, output.stats, output.status, output.again)
+        return CausalLMOutput(logits, loss, output.cache, output.stats, output.status, output.call)
 
     @checked
     @torch.no_grad()

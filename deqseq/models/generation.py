@@ -1,24 +1,35 @@
-"""Generation: tokens are chosen, committed and told to the caller until every row has ended."""
+"""Generation: tokens are chosen, committed and told to the caller until every row has ended.
+
+The states that they are chosen from come from a decoder: a solve per token, or a window of tokens
+at once. Both have three methods, called in turn. ``evaluate`` gives states for the head, ``(rows,
+width, d_model)``, and marks that ``judge`` needs on the host. ``judge`` says which tokens may be
+committed. ``move`` commits ``counts`` tokens of the rows that ``stay``, and removes the others.
+"""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from deqseq.backbones.base import Cache
 from deqseq.config import SolveConfig, SolveFields, resolve
 from deqseq.layers import with_weights
 from deqseq.models.base import Model
-from deqseq.models.decoding import InWindow, OneByOne
+from deqseq.models.output import Evaluation, Generation, NewTokens
 from deqseq.models.recurrent_depth import solved_part
 from deqseq.models.sampler import Logits, Sampler
+from deqseq.rows import on_device, on_host, take
 from deqseq.solution import Status
+from deqseq.solvers.base import Solver
+from deqseq.step import next_point, restarted
+from deqseq.stop import Stop
 from deqseq.sweeps import Simultaneous, Sliding, Sweep
 from deqseq.types import Mask, Sequence
-from deqseq.windows import on_device, on_host
+from deqseq.windows import Window
 
 Settle = Callable[
     [Logits, np.ndarray, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray, np.ndarray]
@@ -30,55 +41,134 @@ many are, and which rows go on."""
 WINDOW = 8
 """Tokens that are decoded together unless the caller says."""
 
+States = Float[Tensor, "rows width d_model"]
 
-@dataclass(frozen=True)
-class NewTokens:
-    """What a callback receives when tokens are committed: of each row one, or with a window none or
-    several.
 
-    Attributes:
-        rows: the row of the batch that each token belongs to, in ascending order, ``(new,)``.
-        positions: how many tokens were generated before it in its row, ``(new,)``.
-        tokens: ``(new,)``.
+class Verdict(NamedTuple):
+    """What a decoder says of the tokens of an evaluation; arrays of the host."""
+
+    counts: np.ndarray
+    """How many leading tokens each row may commit, ``(rows,)``."""
+    status: np.ndarray
+    """How their solve ended, ``(rows,)``."""
+    iterations: np.ndarray
+    """Of each token, ``(rows, width)``."""
+    updates: np.ndarray
+    """How many evaluations of one token each row took, ``(rows,)``."""
+
+
+class OneByOne:
+    """Each token is solved before the next one is chosen; an explicit model is run."""
+
+    width = 1
+
+    def __init__(self, model: Model, cache: Cache | None, options: dict[str, Any]) -> None:
+        self.cache: Any = cache
+        self.evaluations = 0
+        self._model, self._options = model, options
+
+    def evaluate(self, x: Sequence) -> tuple[States, Tensor]:
+        output = self._model(x, cache=self.cache, return_cache=True, **self._options)
+        self.cache, stats = output.cache, output.stats
+        states = _last(output.value, self._options.get("mask"))
+        if stats is None:
+            return states, torch.zeros(len(x), 3, dtype=torch.int64, device=x.device)
+        self.evaluations += stats.evaluations
+        columns = output.status, stats.iterations.amax(dim=1), stats.updates.sum(dim=1)
+        return states, torch.stack(columns, dim=1)
+
+    def judge(self, marks: np.ndarray, inputs_are_right: np.ndarray) -> Verdict:
+        status, iterations, updates = marks.T
+        return Verdict(np.ones_like(updates), status, iterations[:, None], updates)
+
+    def move(self, counts: np.ndarray, changed: np.ndarray, stay: np.ndarray) -> None:
+        if not stay.all():
+            device = self.cache.tensors()[0].device
+            self.cache = take(self.cache, on_device(np.flatnonzero(stay), device))
+
+
+class InWindow:
+    """A window of tokens is iterated, whose inputs are guesses until those before are committed.
+
+    A token keeps its state when its input changes, and the solver begins afresh in that row. A new
+    token begins at the state of the one before. A row that has committed nothing in
+    ``stop.max_steps`` evaluations commits its first token as it is; one whose first token diverges
+    commits it too.
     """
 
-    rows: Int64[Tensor, " new"]
-    positions: Int64[Tensor, " new"]
-    tokens: Int64[Tensor, " new"]
+    def __init__(
+        self, model: Model, solver: Solver[Any], stop: Stop, cache: Cache, rows: int, width: int
+    ) -> None:
+        self.width, self.cache, self.evaluations = width, cache.reserve(width), 0
+        self._model, self._solver, self._stop = model, solver, stop
+        self._each = min(stop.check_every, stop.max_steps)  # evaluations between two choices
+        self._window = Window(stop, rows, width)
+        self._start: Tensor | None = None  # states to evaluate next; None: where the model begins
+        self._memory: Any = None  # of the solver
+
+    def evaluate(self, x: Sequence) -> tuple[States, Tensor]:
+        self.evaluations += self._each
+        self._latest = now = self._model.evaluate(x, self.cache, self._start, self._each)
+        numbers = self._stop.distances(now.point, now.states, 1)
+        self._kind = np.dtype(f"f{numbers.dtype.itemsize}")
+        # the head is not given states that are not finite; numbers travel to the host as integers
+        finite = now.value.isfinite().all(dim=2, keepdim=True)
+        whole = torch.int64 if numbers.dtype.itemsize == 8 else torch.int32
+        marks = numbers.view(whole).to(torch.int64).transpose(0, 1).flatten(1)
+        return now.value.masked_fill(~finite, 0), marks
+
+    def judge(self, marks: np.ndarray, inputs_are_right: np.ndarray) -> Verdict:
+        numbers = marks.astype(f"i{self._kind.itemsize}").view(self._kind)
+        difference_and_scale = numbers.reshape(len(marks), 2, self.width).swapaxes(0, 1)
+        passed, self._sound = self._window.judge(difference_and_scale)
+        counts = np.logical_and.accumulate(passed & inputs_are_right, axis=1).sum(axis=1)
+        age = self.evaluations - self._window.moved_at
+        late = (counts == 0) & (age + self._each > self._stop.max_steps)
+        diverged = (counts == 0) & ~self._sound[:, 0]
+        status = np.where(late, Status.MAX_STEPS_REACHED, Status.CONVERGED)
+        status = np.where(diverged, Status.DIVERGED, status)
+        iterations = self.evaluations - self._window.known_since
+        updates = np.full_like(counts, self.width * self._each)
+        return Verdict(np.where(late | diverged, 1, counts), status, iterations, updates)
+
+    def move(self, counts: np.ndarray, changed: np.ndarray, stay: np.ndarray) -> None:
+        now, window, device = self._latest, self._window, self._latest.states.device
+        z = self._next(now, device)
+        if counts.any():
+            after = self._model.commit(self.cache, now, on_device(counts, device))
+            self.cache = after.reserve(self.width)
+            source = on_device(window.move(counts, self.evaluations), device)
+            z = z.gather(1, source[..., None].expand_as(z))
+        window.change(changed, self.evaluations)
+        if not stay.all():
+            window.keep(stay)
+            staying = on_device(np.flatnonzero(stay), device)
+            z, self._memory, self.cache = take((z, self._memory, self.cache), staying)
+        rows = np.flatnonzero(changed[stay].any(axis=1))
+        if len(rows) == len(z):
+            self._memory = self._solver.init(z)
+        elif len(rows):
+            self._memory = restarted(self._solver, self._memory, z, on_device(rows, device))
+        self._start = z
+
+    def _next(self, now: Evaluation, device: torch.device) -> Sequence:
+        """The solver's next point; a token that diverged, on a wrong guess, begins at zero."""
+        memory = self._solver.init(now.point) if self._start is None else self._memory
+        if self._sound.all():
+            z, self._memory = next_point(self._solver, now.point, now.states, memory)
+            return z
+        sound = on_device(self._sound, device)[..., None]
+        states = torch.where(sound, now.states, now.point)
+        z, self._memory = next_point(self._solver, now.point, states, memory)
+        return z.masked_fill(~sound, 0)
 
 
-@dataclass(frozen=True)
-class Generation:
-    """Generated tokens, and the numbers of their solves.
-
-    Attributes:
-        tokens: ``(batch, new)``; after a row's end, the padding token.
-        lengths: tokens of each row, its stop token included, ``(batch,)``.
-        iterations: evaluations that the state of each token's input took, in a window since the
-            input was known, ``(batch, new)``; 0 after a row's end; None for an explicit model. The
-            first token's solve is the prompt's, of which the largest number counts.
-        converged: whether the solve that each token was chosen from converged, ``(batch, new)``;
-            True after a row's end; None for an explicit model.
-        evaluations: how many evaluations of the map followed each other after the prompt's solve;
-            None for an explicit model. The rows of a batch share them.
-        updates: how many evaluations of one token each row took after the prompt's solve,
-            ``(batch,)``; None for an explicit model.
-        guessed: of how many tokens the input was guessed before the one before was committed,
-            ``(batch,)``; 0 without a window.
-    """
-
-    tokens: Int64[Tensor, "batch new"]
-    lengths: Int64[Tensor, " batch"]
-    iterations: Int64[Tensor, "batch new"] | None = None
-    converged: Bool[Tensor, "batch new"] | None = None
-    evaluations: int | None = None
-    updates: Int64[Tensor, " batch"] | None = None
-    guessed: Int64[Tensor, " batch"] | None = None
-
-    def rows(self) -> list[list[int]]:
-        """The tokens of each row, without padding."""
-        pairs = zip(self.tokens.tolist(), self.lengths.tolist(), strict=True)
-        return [tokens[:length] for tokens, length in pairs]
+def _last(value: Sequence, mask: Mask | None) -> States:
+    """The state of each row's last real token, ``(batch, 1, d_model)``."""
+    if mask is None:
+        return value[:, -1:]
+    last = (mask * torch.arange(mask.shape[1], device=mask.device)).argmax(dim=1)
+    return value[torch.arange(len(value), device=value.device), last][:, None]
 
 
 class _Record:
@@ -93,39 +183,42 @@ class _Record:
         self.lengths, self.status, self.updates, self.guessed = np.zeros((4, batch), dtype=np.int64)
 
     def add(
-        self,
-        rows: np.ndarray,
-        tokens: np.ndarray,
-        counts: np.ndarray,
-        status: np.ndarray,
-        iterations: np.ndarray,
+        self, rows: np.ndarray, tokens: np.ndarray, counts: np.ndarray, verdict: Verdict
     ) -> None:
         """Add the first ``counts`` tokens of each row."""
-        row, offset = (np.arange(tokens.shape[1]) < counts[:, None]).nonzero()
-        new = rows[row], self.lengths[rows[row]] + offset, tokens[row, offset]
-        self._added.append((*new, iterations[row, offset], status[row]))
+        row, column = (np.arange(tokens.shape[1]) < counts[:, None]).nonzero()
+        new = rows[row], self.lengths[rows[row]] + column, tokens[row, column]
+        status = verdict.status[row]
+        self._added.append((*new, verdict.iterations[row, column], status))
         self.lengths[rows] += counts
-        np.maximum.at(self.status, rows[row], status[row])
+        np.maximum.at(self.status, rows[row], status)
         if self._callback is not None and len(row):
             self._callback(NewTokens(*(on_device(x, self._device) for x in new)))
 
+    def count(
+        self, rows: np.ndarray, updates: np.ndarray, right: np.ndarray, inputs: np.ndarray
+    ) -> None:
+        """Count the work of an evaluation, and which of the first ``inputs`` were guessed right."""
+        self.updates[rows] += updates
+        final = np.arange(right.shape[1]) < inputs[:, None]
+        self.guessed[rows] += (right & final)[:, 1:].sum(axis=1)
+
     def generation(self, pad_token: int, evaluations: int | None) -> Generation:
         """The record as tensors; without ``evaluations``, nothing was solved."""
-        rows, positions, *columns = (
-            np.concatenate(column) for column in zip(*self._added, strict=True)
-        )
-        found = [self.lengths, self.updates, self.guessed]
+        columns = [np.concatenate(column) for column in zip(*self._added, strict=True)]
+        rows, positions, *columns = columns
+        arrays = [self.lengths, self.updates, self.guessed]
         for column, fill in zip(columns, (pad_token, 0, Status.CONVERGED), strict=True):
-            found.append(np.full((len(self.lengths), self.lengths.max()), fill, dtype=column.dtype))
-            found[-1][rows, positions] = column
-        lengths, updates, guessed, tokens, iterations, status = (
-            on_device(x, self._device) for x in found
-        )
+            shape = len(self.lengths), self.lengths.max()
+            array = np.full(shape, fill, dtype=column.dtype)
+            array[rows, positions] = column
+            arrays.append(array)
+        tensors = [on_device(array, self._device) for array in arrays]
+        lengths, updates, guessed, tokens, iterations, status = tensors
         if evaluations is None:
             return Generation(tokens, lengths)
-        return Generation(
-            tokens, lengths, iterations, status == Status.CONVERGED, evaluations, updates, guessed
-        )
+        converged = status == Status.CONVERGED
+        return Generation(tokens, lengths, iterations, converged, evaluations, updates, guessed)
 
 
 def generate(
@@ -145,59 +238,66 @@ def generate(
     solve: SolveConfig | None,
     fields: SolveFields,
 ) -> Generation:
-    """Continue a batch of prompts: the loop of :meth:`deqseq.CausalLM.generate`, in eval mode and
-    without gradients.
+    """Continue a batch of prompts: the loop of :meth:`deqseq.CausalLM.generate`.
 
-    Everything is decided on the host, after one transfer per evaluation.
+    The model is in eval mode, without gradients. Everything is decided on the host, after one
+    transfer per evaluation.
     """
-    core, given = solved_part(model), {**fields, **({} if solve is None else {"solve": solve})}
-    config, whole, single = None, given, given
+    core, options = solved_part(model), dict[str, Any](fields)
+    if solve is not None:
+        options["solve"] = solve
+    config, for_prompt, for_token = None, options, options
     if core is not None:
         config = resolve(core.solve_config, solve, fields)
-        if (
-            core is not model
-        ):  # the layers around it run for every choice, and cost more than a choice gains
-            config = replace(
-                config, stop=replace(config.stop, check_every=max(2, config.stop.check_every))
-            )
-        whole, single = {"sweep": prompt_sweep(config), **given}, {**given, "sweep": Simultaneous()}
-    width, model, device = width_of(window, config), with_weights(model), x.device
+        for_prompt = {"sweep": prompt_sweep(config), **options}
+        for_token = {**options, "sweep": Simultaneous()}
+    width, device = width_of(window, config), x.device
+    weighted = with_weights(model)
     record = _Record(len(x), callback, device)
     rows, inputs = np.arange(len(x)), np.zeros((len(x), 1), dtype=np.int64)
-    decoder = prompt = OneByOne(model, cache, {**whole, "mask": mask})
+    decoder = prompt = OneByOne(weighted, cache, {**for_prompt, "mask": mask})
     if sampler.temperature and sampler.seed is None:
         sampler = replace(sampler, seed=int(torch.randint(2**62, (), device="cpu")))
     while True:
         states, marks = decoder.evaluate(x)
-        logits, positions = head(states), record.lengths[rows, None] + np.arange(decoder.width)
-        known = on_host(torch.cat([sampler.choose(logits, rows, positions), marks], dim=1))
-        tokens, marks = known[:, : decoder.width], known[:, decoder.width :]
-        counts, status, iterations, updates = decoder.judge(marks, _right(inputs, tokens))
-        counts = np.minimum(counts, max_new_tokens - record.lengths[rows])
+        logits = head(states)
+        positions = record.lengths[rows, None] + np.arange(decoder.width)
+        chosen = sampler.choose(logits, rows, positions)
+        transferred = on_host(torch.cat([chosen, marks], dim=1))
+        tokens, marks = transferred[:, : decoder.width], transferred[:, decoder.width :]
+        verdict = decoder.judge(marks, _right(inputs, tokens))
+        counts = np.minimum(verdict.counts, max_new_tokens - record.lengths[rows])
         _check_finite(tokens, counts, rows)
         tokens, counts, stay = settle(logits, rows, np.maximum(tokens, 0), counts)
-        record.add(rows, tokens, counts, status, iterations)
+        record.add(rows, tokens, counts, verdict)
         stay &= record.lengths[rows] < max_new_tokens
         if decoder is not prompt:
-            record.updates[rows] += updates
-            final = np.arange(decoder.width) < (counts + stay)[:, None]
-            record.guessed[rows] += (_right(inputs, tokens) & final)[:, 1:].sum(axis=1)
+            record.count(rows, verdict.updates, _right(inputs, tokens), counts + stay)
         if not stay.any():
             break
         inputs, changed = _moved(inputs, tokens, counts, width)
         decoder.move(counts, changed, stay)
         rows, inputs = rows[stay], inputs[stay]
         if decoder is prompt:
-            decoder = OneByOne(model, prompt.cache, single)
+            decoder = OneByOne(weighted, prompt.cache, for_token)
             if config is not None and width > 1:
-                decoder = InWindow(model, config, prompt.cache, len(rows), width)
+                stop = _window_stop(config.stop, outer_layers=core is not model)
+                decoder = InWindow(weighted, config.solver, stop, prompt.cache, len(rows), width)
         x = embed(on_device(inputs, device))
     if core is None or config is None:
         return record.generation(pad_token, None)
-    if width > 1:  # one by one, the model tells
+    if width > 1:  # one by one, the model warns
         advice = "print(model(input_ids).explain()) says why and what to do."
         core.warn_once(torch.from_numpy(record.status), config.stop, advice)
     return record.generation(pad_token, 0 if decoder is prompt else decoder.evaluations)
+
+
+def _window_stop(stop: Stop, *, outer_layers: bool) -> Stop:
+    """Choices are made at every second iteration at most where layers around the core run for each.
+
+    They cost more than a choice gains.
+    """
+    return replace(stop, check_every=max(2, stop.check_every)) if outer_layers else stop
 
 
 def up_to_stop(
@@ -235,14 +335,11 @@ def _right(inputs: np.ndarray, tokens: np.ndarray) -> np.ndarray:
 
 
 def _check_finite(tokens: np.ndarray, counts: np.ndarray, rows: np.ndarray) -> None:
-    """Refuse a token without finite logits among those that may be committed; a wrong guess may
-    have some.
-    """
+    """Refuse a token without finite logits that may be committed; a wrong guess may have some."""
     bad = ((tokens < 0) & (np.arange(tokens.shape[1]) < counts[:, None])).any(axis=1)
     if bad.any():
-        raise ValueError(
-            f"the logits of rows {rows[bad].tolist()} are not finite: are the weights?"
-        )
+        where = rows[bad].tolist()
+        raise ValueError(f"the logits of rows {where} are not finite: are the weights?")
 
 
 def width_of(window: int | None, config: SolveConfig | None) -> int:

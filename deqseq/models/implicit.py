@@ -1,7 +1,8 @@
 """A backbone iterated to its fixed point."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Annotated, Any, Unpack
 
 import torch
@@ -10,15 +11,15 @@ from torch import Tensor
 from deqseq.arguments import AtLeast, check_type, checked
 from deqseq.backbones.base import Backbone, Cache
 from deqseq.config import SolveConfig, SolveFields, resolve
-from deqseq.evaluate import autocast_dtype, evaluate, in_autocast
 from deqseq.layers import with_weights
-from deqseq.loop import Callback
 from deqseq.models.base import BackboneModel, check_input
 from deqseq.models.eval_mode import in_mode, same_randomness
 from deqseq.models.output import Evaluation, ModelOutput
 from deqseq.models.padding import Padding
-from deqseq.models.start import check_states, start_states
-from deqseq.solution import EXPLAINED, Solution, warn_failed
+from deqseq.solution import EXPLAINED, Call, Outcome, Solution, warn_failed
+from deqseq.solve import Problem
+from deqseq.start import Start, initial_state
+from deqseq.step import Callback, autocast_dtype, check_start, evaluate, in_autocast
 from deqseq.stop import Stop
 from deqseq.tokens import TokenArgs, check_commits, token_map
 from deqseq.types import Mask, Sequence
@@ -32,6 +33,63 @@ class SolveSettings:
 
     solve: SolveConfig
     eval_solve: SolveConfig | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelCall(Call):
+    """A call of an :class:`ImplicitModel`, which is made again with its weights of then.
+
+    It keeps the embedded tokens, not what was prepared from them, and no copies of weights.
+    """
+
+    model: "ImplicitModel"
+    x: Sequence
+    mask: Mask | None
+    cache: Cache | None
+    start: Sequence | None
+    solve: SolveConfig
+    value: Sequence
+    training: bool
+    autocast: torch.dtype | None
+
+    def repeat(
+        self,
+        *,
+        start: Sequence | None = None,
+        callback: Callback | None = None,
+        with_graph: bool = False,
+        **changes: Any,
+    ) -> ModelOutput:
+        model, x, start = self.model, self.x, self.start if start is None else start
+        dtype = next((parameter.dtype for parameter in model.parameters()), x.dtype)
+        if dtype != x.dtype:
+            raise ValueError(
+                f"explain() solves again with the model as it is now: {dtype}; the solve was in "
+                f"{x.dtype}"
+            )
+        fields: SolveFields = {} if start is None else {"start": start}
+        solve = replace(self.solve, **changes)
+        # each solve draws the same dropout masks and random starts, or the maps would differ
+        with (
+            model.without_warnings(),
+            in_mode(model, training=self.training),
+            same_randomness(x.device),
+            torch.set_grad_enabled(with_graph),
+            in_autocast(x.device, self.autocast),
+        ):
+            return model(
+                x, mask=self.mask, cache=self.cache, callback=callback, solve=solve, **fields
+            )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.autocast or self.value.dtype
+
+    def solved_value(self, outcome: Outcome) -> Sequence:
+        return self.value
+
+    def estimated_value(self, outcome: Outcome) -> Sequence | None:
+        return self.repeat(with_graph=True).value.detach() if self.training else None
 
 
 class ImplicitModel(BackboneModel):
@@ -77,9 +135,8 @@ class ImplicitModel(BackboneModel):
     ) -> None:
         super().__init__(backbone)
         self.solves: Any = SolveSettings(solve, eval_solve)
-        self._warned: list[
-            bool
-        ] = []  # modes in which it has; one list for all copies that with_weights makes
+        # modes in which it has warned; one list for all copies that with_weights makes
+        self._warned: list[bool] = []
 
     @checked
     def forward(
@@ -131,54 +188,47 @@ class ImplicitModel(BackboneModel):
                 :class:`Simultaneous`; a solver of another library with a window.
         """
         start = fields.get("start")
-        given = start if isinstance(start, Tensor) else None
-        if given is not None:
+        states = start if isinstance(start, Tensor) else None
+        if states is not None:
             del fields["start"]
         config = resolve(self.solve_config, solve, fields)
-        self._check(x, given, return_cache)
-        padding, needs_grad = Padding.of(x, mask), self._requires_gradient(x, given)
+        self._check(x, states, return_cache)
+        padding, needs_grad = Padding.of(x, mask), self._requires_gradient(x, states)
         with torch.set_grad_enabled(needs_grad):
-            tokens = padding.compact(x)
-            args = TokenArgs.prepared(
-                with_weights(self.backbone), tokens, cache, padding.mask, return_cache
-            )
-            if given is None:
-                _check_injection(args, config)
-            z0 = start_states(tokens, given, padding, config.start)
-            solution = config.gradient.apply(
-                token_map,
-                z0 if config.gradient.reaches_start else z0.detach(),
-                keep_value=not self.training,
-                args=args,
+            backbone, compact = with_weights(self.backbone), padding.compact(x)
+            tokens = TokenArgs.prepared(backbone, compact, cache, padding.mask, return_cache)
+            if states is None:
+                _check_injection(tokens, config)
+            z0 = start_states(compact, states, padding, config.start)
+            problem = Problem(
+                f=token_map,
+                z0=z0 if config.gradient.reaches_start else z0.detach(),
+                args=tokens,
                 has_aux=True,
                 solver=config.solver,
                 stop=config.stop,
                 sweep=config.sweep,
                 callback=callback,
+                renew=TokenArgs.renewed,
             )
+            solution = config.gradient.apply(problem, keep_value=not self.training)
             check_type(f"what {type(config.gradient).__name__}.apply returns", solution, Solution)
-            solution = padding.restored(args.per_token(solution))
-        call = {
-            "solver": config.solver,
-            "stop": config.stop,
-            "sweep": config.sweep,
-        }  # explain() replaces these
-        known = {
-            "value": solution.value.detach(),
-            "given": given,
-            "solve": config,
-            "training": self.training,
-        }
-        again = partial(
-            self._again,
-            x.detach(),
+            solution = padding.restored(tokens.per_token(solution))
+        call = ModelCall(
+            model=self,
+            x=x.detach(),
             mask=mask,
             cache=cache,
+            start=states,
+            solve=config,
+            solver=config.solver,
+            stop=config.stop,
+            sweep=config.sweep,
+            value=solution.value.detach(),
+            training=self.training,
             autocast=autocast_dtype(x.device),
-            **known,
-            **call,
         )
-        output = ModelOutput(solution.value, solution.aux, solution.stats, solution.status, again)
+        output = ModelOutput(solution.value, solution.aux, solution.stats, solution.status, call)
         if throw:
             return output.raise_if_failed()
         self.warn_once(solution.status, config.stop)
@@ -195,14 +245,14 @@ class ImplicitModel(BackboneModel):
     ) -> Evaluation:
         self._check(x, start, commits=True)
         backbone = with_weights(self.backbone) if iterations > 1 else self.backbone
-        args = TokenArgs.prepared(backbone, x, cache, None, True)
+        tokens = TokenArgs.prepared(backbone, x, cache, None, True)
         if start is None:
-            _check_injection(args, self.solve_config)
+            _check_injection(tokens, self.solve_config)
         z = start_states(x, start, Padding(), self.solve_config.start)
         point, aux = z, None
         for _ in range(iterations):
             point = z
-            z, aux = evaluate(token_map, z, args, has_aux=True)
+            z, aux = evaluate(token_map, z, tokens, has_aux=True)
         return Evaluation(point, z, z, aux)
 
     @property
@@ -239,54 +289,19 @@ class ImplicitModel(BackboneModel):
         if commits:
             check_commits(self.backbone)
 
-    def _again(
-        self,
-        x: Sequence,
-        *,
-        mask: Mask | None,
-        cache: Cache | None,
-        value: Sequence,
-        given: Sequence | None,
-        solve: SolveConfig,
-        training: bool,
-        autocast: torch.dtype | None,
-        start: Sequence | None = None,
-        callback: Callback | None = None,
-        with_graph: bool = False,
-        **changes: Any,
-    ) -> ModelOutput:
-        """The call that returned ``value``, with changes, for :meth:`ModelOutput.explain`."""
-        dtype = next((one.dtype for one in self.parameters()), x.dtype)
-        if dtype != x.dtype:
-            raise ValueError(
-                f"explain() solves again with the model as it is now: {dtype}; the solve was in "
-                f"{x.dtype}"
-            )
-        start = given if start is None else start
-        fields: SolveFields = {} if start is None else {"start": start}
-        warned, self._warned = (
-            self._warned,
-            [True, False],
-        )  # what is tried out is no failure of the caller's
+    @contextmanager
+    def without_warnings(self) -> Iterator[None]:
+        """Solves in this block do not warn, and are not counted as the first that failed."""
+        warned, self._warned = self._warned, [True, False]
         try:
-            # each solve draws the same dropout masks and random starts, or they would be solves of
-            # different maps
-            with (
-                in_mode(self, training=training),
-                same_randomness(x.device),
-                torch.set_grad_enabled(with_graph),
-                in_autocast(x.device, autocast),
-            ):
-                solve = replace(solve, **changes)
-                return self(x, mask=mask, cache=cache, callback=callback, solve=solve, **fields)
+            yield
         finally:
             self._warned = warned
 
     def warn_once(self, status: Tensor, stop: Stop, advice: str = EXPLAINED) -> None:
-        """Warn, with ``advice``, of the first solve that ends with such ``status``, ``(batch,)``,
-        under ``stop``.
+        """Warn, with ``advice``, of the first solve in this mode in which most rows failed.
 
-        These are failures of most rows, in training of all, unless no row could converge.
+        In training all rows must have failed, and no warning is given unless some could converge.
         """
         training = self.training
         # a phase of a fixed number of iterations reports its residual, and need not converge
@@ -296,17 +311,39 @@ class ImplicitModel(BackboneModel):
                 self._warned.append(training)
 
     def _requires_gradient(self, *tensors: Tensor | None) -> bool:
-        given = any(x is not None and x.requires_grad for x in tensors)
-        return torch.is_grad_enabled() and (
-            given or any(p.requires_grad for p in self.parameters())
-        )
+        if not torch.is_grad_enabled():
+            return False
+        inputs = [x for x in tensors if x is not None]
+        return any(x.requires_grad for x in (*inputs, *self.parameters()))
 
 
-def _check_injection(args: TokenArgs, config: SolveConfig) -> None:
-    if config.start != "input" and not args.backbone.sees_input(args.inputs):
+def check_states(start: Tensor, x: Tensor) -> None:
+    """Refuse states that do not fit the embedded tokens."""
+    check_start("start", start)
+    if start.shape != x.shape or start.dtype != x.dtype or start.device != x.device:
+        wanted, got = (f"{t.dtype} {tuple(t.shape)} on {t.device}" for t in (x, start))
+        raise ValueError(f"start must be like the embedded tokens, {wanted}, got {got}")
+
+
+def start_states(
+    tokens: Sequence, states: Tensor | None, padding: Padding, start: Start
+) -> Sequence:
+    """Where the iteration begins, real tokens first: at given ``states``, or at the ``start``."""
+    if states is not None:
+        return padding.compact(states)
+    states = initial_state(start, tokens)
+    if start == "zero":
+        return states
+    if padding.mask is not None:
+        states = states.masked_fill(~padding.mask[..., None], 0)
+    return states.nan_to_num(0.0, 0.0, 0.0)  # a row that is not finite diverges on its own
+
+
+def _check_injection(tokens: TokenArgs, config: SolveConfig) -> None:
+    if config.start != "input" and not tokens.backbone.sees_input(tokens.inputs):
         raise ValueError(
-            f"this {type(args.backbone).__name__} was built without an injection, so from zero or "
-            "a random start its "
-            "fixed point does not depend on the input: build it with injection=True, wrap it as "
-            'dq.Injected(backbone, dq.AddInjection()), or take start="input" or an ExplicitModel'
+            f"this {type(tokens.backbone).__name__} was built without an injection, so from zero "
+            "or a random start its fixed point does not depend on the input: build it with "
+            "injection=True, wrap it as dq.Injected(backbone, dq.AddInjection()), or take "
+            'start="input" or an ExplicitModel'
         )

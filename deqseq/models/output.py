@@ -1,14 +1,13 @@
-"""What models return."""
+"""What models return, and what generation returns and tells a callback."""
 
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
-from jaxtyping import Float, Int64
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from deqseq.backbones.base import Cache
-from deqseq.solution import Outcome, SolveStats
+from deqseq.solution import Call, Outcome, SolveStats
 from deqseq.types import Sequence
 
 
@@ -22,14 +21,14 @@ class ModelOutput(Outcome):
         stats: numbers of the solve, per token; None for an explicit model.
         status: a :class:`~deqseq.Status` per row, the worst over its tokens, ``(batch,)``; None for
             an explicit model.
-        again: the call that was made, for :meth:`explain`; not saved with the object.
+        call: what was solved, and how, for :meth:`explain`; not saved with the object.
     """
 
     value: Float[Tensor, "batch length d_model"]
     cache: Cache | None = None
     stats: SolveStats | None = None
     status: Int64[Tensor, " batch"] | None = None
-    again: "partial[Any] | None" = field(default=None, repr=False, compare=False)
+    call: Call | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True, repr=False)
@@ -43,7 +42,7 @@ class CausalLMOutput(Outcome):
         cache: the cache after these tokens, with ``return_cache=True``.
         stats: numbers of the solve, per token; None for an explicit model.
         status: a :class:`~deqseq.Status` per row, ``(batch,)``; None for an explicit model.
-        again: the call that was made, for :meth:`explain`; not saved with the object.
+        call: what was solved, and how, for :meth:`explain`; not saved with the object.
     """
 
     logits: Float[Tensor, "batch length vocab"]
@@ -51,7 +50,7 @@ class CausalLMOutput(Outcome):
     cache: Cache | None = None
     stats: SolveStats | None = None
     status: Int64[Tensor, " batch"] | None = None
-    again: "partial[Any] | None" = field(default=None, repr=False, compare=False)
+    call: Call | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -72,3 +71,53 @@ class Evaluation:
     states: Sequence
     value: Sequence
     aux: Any
+
+
+@dataclass(frozen=True)
+class NewTokens:
+    """What a callback receives when tokens are committed: of each row one, or with a window none or
+    several.
+
+    Attributes:
+        rows: the row of the batch that each token belongs to, in ascending order, ``(new,)``.
+        positions: how many tokens were generated before it in its row, ``(new,)``.
+        tokens: ``(new,)``.
+    """
+
+    rows: Int64[Tensor, " new"]
+    positions: Int64[Tensor, " new"]
+    tokens: Int64[Tensor, " new"]
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Generated tokens, and the numbers of their solves.
+
+    Attributes:
+        tokens: ``(batch, new)``; after a row's end, the padding token.
+        lengths: tokens of each row, its stop token included, ``(batch,)``.
+        iterations: evaluations that the state of each token's input took, in a window since the
+            input was known, ``(batch, new)``; 0 after a row's end; None for an explicit model. The
+            first token's solve is the prompt's, of which the largest number counts.
+        converged: whether the solve that each token was chosen from converged, ``(batch, new)``;
+            True after a row's end; None for an explicit model.
+        evaluations: how many evaluations of the map followed each other after the prompt's solve;
+            None for an explicit model. The rows of a batch share them.
+        updates: how many evaluations of one token each row took after the prompt's solve,
+            ``(batch,)``; None for an explicit model.
+        guessed: of how many tokens the input was guessed before the one before was committed,
+            ``(batch,)``; 0 without a window.
+    """
+
+    tokens: Int64[Tensor, "batch new"]
+    lengths: Int64[Tensor, " batch"]
+    iterations: Int64[Tensor, "batch new"] | None = None
+    converged: Bool[Tensor, "batch new"] | None = None
+    evaluations: int | None = None
+    updates: Int64[Tensor, " batch"] | None = None
+    guessed: Int64[Tensor, " batch"] | None = None
+
+    def rows(self) -> list[list[int]]:
+        """The tokens of each row, without padding."""
+        pairs = zip(self.tokens.tolist(), self.lengths.tolist(), strict=True)
+        return [tokens[:length] for tokens, length in pairs]

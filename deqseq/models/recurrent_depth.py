@@ -100,7 +100,7 @@ class RecurrentDepth(Model):
         last = self.coda(self._normed(solved.value), cache=coda, **every)
         caches: Any = first.cache, solved.cache, last.cache
         after = JointCache(caches) if return_cache else None
-        return ModelOutput(last.value, after, solved.stats, solved.status, solved.again)
+        return ModelOutput(last.value, after, solved.stats, solved.status, solved.call)
 
     @torch.no_grad()
     def evaluate(

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from deqseq.arguments import AtLeast, checked
-from deqseq.evaluate import check_start, evaluate
+from deqseq.step import check_start, evaluate
 from deqseq.types import FixedPointMap, State
 
 

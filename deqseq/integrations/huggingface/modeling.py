@@ -188,7 +188,7 @@ class DeqseqModel(DeqseqPreTrainedModel):
             stats=output.stats,
             status=output.status,
         )
-        solved.again = output.again
+        solved.call = output.call
         return solved
 
     def solve_config(self, change: SolveChange, base: SolveConfig | None = None) -> SolveConfig:

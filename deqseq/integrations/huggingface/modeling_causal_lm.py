@@ -134,7 +134,7 @@ class DeqseqForCausalLM(DeqseqPreTrainedModel, GenerationMixin):
             )
         own = {name: value for name, value in output.items() if name != "last_hidden_state"}
         predicted = ImplicitCausalLMOutput(loss=loss, logits=logits, **own)
-        predicted.again = output.again
+        predicted.call = output.call
         return predicted
 
     def _get_name(self) -> str:

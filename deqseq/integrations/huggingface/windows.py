@@ -24,9 +24,10 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 
 from deqseq.arguments import check_integer
 from deqseq.integrations.huggingface.outputs import WindowedOutput
-from deqseq.models.generation import Generation, up_to_stop
+from deqseq.models.generation import up_to_stop
+from deqseq.models.output import Generation
 from deqseq.models.sampler import Logits, Sampler, gumbel
-from deqseq.windows import on_device, on_host
+from deqseq.rows import on_device, on_host
 
 _WARPERS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper)
 """What a sampler of this library does as well, in this order."""

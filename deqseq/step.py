@@ -1,0 +1,158 @@
+"""One evaluation of a map and one step of a solver, and what both must hold."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from deqseq.arguments import check_like, versions
+from deqseq.rows import check_rows, on_device, per_row
+from deqseq.solvers.base import Solver
+from deqseq.types import FixedPointMap, Residual, RowIndex, State
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a callback receives at each check of the residual.
+
+    Attributes:
+        iteration: evaluations so far.
+        max_steps: the budget; of a window, counted from its last move.
+        active_rows: rows that have not ended.
+        residual: the latest residual of each token, ``(batch, tokens)``, on the device of the
+            state; ``inf`` where there is none yet. Padding has no meaning.
+    """
+
+    iteration: int
+    max_steps: int
+    active_rows: int
+    residual: Residual
+
+
+Callback = Callable[[Progress], None]
+"""Called with a :class:`Progress` at each check of the residual."""
+
+
+def check_start(name: str, z0: Tensor) -> None:
+    """Refuse a starting point that no solve can begin from; ``name`` is that of the argument."""
+    if not isinstance(z0, Tensor) or not z0.is_floating_point() or z0.dtype.itemsize < 2:
+        got = z0.dtype if isinstance(z0, Tensor) else type(z0).__name__
+        raise TypeError(f"{name} must be a floating-point tensor (batch, *event), got {got}")
+    if z0.layout != torch.strided or z0.is_nested:
+        got = "nested" if z0.is_nested else z0.layout
+        raise TypeError(f"{name} must be a dense tensor (batch, *event), got {got}")
+    if z0.ndim == 0 or z0.numel() == 0:
+        shape = tuple(z0.shape)
+        raise ValueError(f"{name} must have at least one row and one element, got shape {shape}")
+    if torch.compiler.is_compiling():
+        return
+    if z0.is_meta:
+        raise ValueError(f"{name} must be on a device that computes, got one on meta")
+    # the sum is cheap, and finite in all but odd cases; only then is every element looked at
+    if not bool(torch.isfinite(z0.sum())) and not bool(torch.isfinite(z0).all()):
+        raise ValueError(f"{name} must be finite, got NaN or infinity")
+
+
+def check_transforms() -> None:
+    """Refuse torch.func's transforms and forward-mode derivatives."""
+    torch_c: Any = torch._C
+    running = [
+        level.key().name.lower() for level in torch_c._functorch.get_interpreter_stack() or ()
+    ]
+    if torch.autograd.forward_ad._current_level >= 0:
+        running.append("jvp")
+    remedy = {
+        "vmap": "rows of a batch are solved on their own already: pass them as rows of z0",
+        "jvp": "there is no forward-mode derivative: use backward() or torch.autograd.grad",
+        "grad": "use backward() or torch.autograd.grad",
+    }
+    for name, advice in remedy.items():
+        if name in running:
+            raise TypeError(f"a fixed point cannot be solved inside torch.func's {name}; {advice}")
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The dtype in which autocast computes on a device now; None where it is switched off."""
+    enabled = torch.is_autocast_enabled(device.type)
+    return torch.get_autocast_dtype(device.type) if enabled else None
+
+
+def in_autocast(device: torch.device, dtype: torch.dtype | None) -> torch.autocast:
+    """Autocast as it was when :func:`autocast_dtype` returned this."""
+    return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
+
+
+def evaluate(
+    f: FixedPointMap, z: State, args: Any = None, *, has_aux: bool = False
+) -> tuple[State, Any]:
+    """``f(z)``, or ``f(z, args)``, in the dtype of ``z``, and its auxiliary output (None without).
+
+    Under autocast a map computes in half precision; its value is brought back to the state's dtype,
+    so that the iteration does not lose precision from one step to the next.
+    """
+    # inference mode counts no changes in place, so the map gets a copy there
+    point = z.clone() if z.is_inference() else z
+    version = versions(z)
+    fz = f(point) if args is None else f(point, args)
+    if versions(z) != version:
+        raise ValueError(
+            "f must not change z in place (z.add_(), relu(z, inplace=True), z[...] = ...): the "
+            "residual is measured against z. Write the result to a new tensor, or begin with "
+            "z = z.clone()"
+        )
+    aux = None
+    if has_aux:
+        if not isinstance(fz, tuple) or len(fz) != 2:
+            got = type(fz).__name__
+            raise TypeError(f"with has_aux=True, f must return a pair (f(z), aux), got {got}")
+        fz, aux = fz
+    check_like("f", fz, z, "z")
+    return (fz if fz.dtype == z.dtype else fz.to(z.dtype)), aux
+
+
+def next_point(solver: Solver[Any], z: State, fz: State, memory: Any) -> tuple[State, Any]:
+    """One checked step of the solver, in full precision: autocast is for the map only."""
+    kind, version = z.device.type, versions(z, fz)
+    with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
+        pair = solver.step(z, fz, memory)
+    name = f"{type(solver).__name__}.step"
+    if not isinstance(pair, tuple) or len(pair) != 2:
+        got = type(pair).__name__
+        raise TypeError(f"{name} must return a pair (next point, state), got {got}")
+    check_like(name, pair[0], z, "z")
+    if versions(z, fz) != version:
+        raise ValueError(
+            f"{name} must not change z or fz in place: they are values of the solve. Return a new "
+            "tensor"
+        )
+    return pair
+
+
+def restarted(solver: Solver[Any], memory: Any, z: State, rows: RowIndex) -> Any:
+    """The memory of a solver that begins afresh in some ``rows``, checked."""
+    name, new = f"{type(solver).__name__}.restart", solver.restart(memory, z, rows)
+    if type(new) is not type(memory):
+        wanted, got = type(memory).__name__, type(new).__name__
+        raise TypeError(f"{name} must return a state like {wanted}, got {got}")
+    check_rows(f"what {name} returns", new, len(z))
+    return new
+
+
+def returned_value(
+    z: State, fz: State, at_point: np.ndarray, diverged: np.ndarray, start: State
+) -> State:
+    """What rows return: ``fz``, or ``z`` in rows ``at_point``.
+
+    Where a row diverged and ``z`` is not finite, it returns the ``start``.
+    """
+    if not at_point.any():
+        return fz
+    point = z
+    if diverged.any():
+        finite = z.isfinite().reshape(len(z), -1).all(dim=1)
+        point = torch.where(per_row(finite, z), z, start)
+    return torch.where(per_row(on_device(at_point, z.device), z), point, fz)
