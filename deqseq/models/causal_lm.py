@@ -5,7 +5,6 @@ from functools import partial
 from typing import Annotated, Any, Unpack
 
 import torch
-from einops import rearrange
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -22,7 +21,6 @@ from deqseq.models.output import CausalLMOutput
 from deqseq.models.padding import check_mask
 from deqseq.models.recurrent_depth import solved_part
 from deqseq.models.sampler import Sampler, Seed
-from deqseq.models.scaling import capped, scaled
 from deqseq.types import Mask, Sequence
 
 Tokens = Int64[Tensor, "batch length"]
@@ -84,9 +82,8 @@ class CausalLM(nn.Module):
         if name in ("embedding", "head") and isinstance(value, nn.Module):
             check_type(f"the weight of CausalLM.{name}", getattr(value, "weight", None), Tensor)
         if name == "embedding":
-            check_integer(
-                "CausalLM.embedding.num_embeddings", getattr(value, "num_embeddings", None), 1
-            )
+            size = getattr(value, "num_embeddings", None)
+            check_integer("CausalLM.embedding.num_embeddings", size, 1)
         super().__setattr__(name, value)
 
     @checked
@@ -137,10 +134,9 @@ class CausalLM(nn.Module):
         x = F.dropout(self.embed(input_ids), self.embedding_dropout, self.training)
         options: dict[str, Any] = {"callback": callback, "throw": throw, "solve": solve, **fields}
         output = self.model(x, mask=mask, cache=cache, return_cache=return_cache, **options)
-        logits = self.logits(output.value)
-        loss = (
-            None if answers is None else _cross_entropy(logits, answers, shift=labels is not None)
-        )
+        logits, loss = self.logits(output.value), None
+        if answers is not None:
+            loss = _cross_entropy(logits, answers, shift=labels is not None)
         return CausalLMOutput(logits, loss, output.cache, output.stats, output.status, output.again)
 
     @checked
@@ -238,9 +234,7 @@ class CausalLM(nn.Module):
 
     @property
     def core(self) -> ImplicitModel | None:
-        """The part that is solved: the model itself, or that of a :class:`RecurrentDepth`; None: an
-        explicit model.
-        """
+        """The implicit part: the model itself, or that of a :class:`RecurrentDepth`; or None."""
         return solved_part(self.model)
 
     def compile(self, **options: Any) -> None:
@@ -248,20 +242,17 @@ class CausalLM(nn.Module):
         self.model.compile(**options)
 
     def embed(self, input_ids: Tokens) -> Sequence:
-        """What the model is given: ``input_ids``, ``(batch, length)``, embedded and scaled; without
-        dropout.
-        """
+        """The input of the model: ``input_ids``, ``(batch, length)``, embedded and scaled."""
         return scaled(self.embedding(input_ids), self.embedding_scale)
 
     def logits(self, states: Float[Tensor, "*rows d_model"]) -> Float[Tensor, "*rows vocab"]:
-        """Final ``states``, ``(..., d_model)``, to logits; TypeError or ValueError if the head does
-        not fit.
-        """
-        weight = self.embedding.weight if self.head is None else self.head.weight
-        if weight.shape != self.embedding.weight.shape:
-            wanted, got = tuple(self.embedding.weight.shape), tuple(weight.shape)
+        """The logits of final ``states``, ``(..., d_model)``; an error if the head does not fit."""
+        embedding = self.embedding.weight
+        weight = embedding if self.head is None else self.head.weight
+        if weight.shape != embedding.shape:
             raise ValueError(
-                f"head.weight must have the shape of the embedding's weight, {wanted}, got {got}"
+                "head.weight must have the shape of the embedding's weight, "
+                f"{tuple(embedding.shape)}, got {tuple(weight.shape)}"
             )
         if weight.dtype != states.dtype and not torch.is_autocast_enabled(states.device.type):
             raise TypeError(
@@ -281,7 +272,9 @@ class CausalLM(nn.Module):
             raise ValueError(
                 "give labels (shifted by one inside) or targets (not shifted), not both"
             )
-        answers, name = (targets, "targets") if labels is None else (labels, "labels")
+        name, answers = "labels", labels
+        if labels is None:
+            name, answers = "targets", targets
         if answers is None:
             return None
         if answers.shape != ids.shape or answers.device != ids.device:
@@ -293,28 +286,34 @@ class CausalLM(nn.Module):
             raise TypeError(f"{name} must be int64, got {answers.dtype}")
         if mask is not None:
             check_mask(mask, ids)
-            # a label is scored by the logits of the token before it, which must be real too
-            known = mask if labels is None else mask & F.pad(mask[:, :-1], (1, 0))
-            answers = answers.masked_fill(~known, IGNORED)
-        scored = answers[:, 1:] if labels is not None else answers
+            if labels is not None:
+                # a label is scored by the logits of the token before it, which must be real too
+                mask = mask & F.pad(mask[:, :-1], (1, 0))
+            answers = answers.masked_fill(~mask, IGNORED)
+        scored = answers if labels is None else answers[:, 1:]
         scored = scored[scored != IGNORED]
         if scored.numel() == 0:
             raise ValueError(
                 f"{name} leave nothing to score: all of them are {IGNORED}, or there is no next "
                 "token"
             )
-        check_ids(
-            f"{name} (but for {IGNORED}, which is ignored)",
-            scored[None],
-            self.embedding.num_embeddings,
-        )
+        shown = f"{name} (but for {IGNORED}, which is ignored)"
+        check_ids(shown, scored[None], self.embedding.num_embeddings)
         return answers
 
 
+def scaled(x: Sequence, scale: float) -> Sequence:
+    """Embedded tokens times ``scale``, which is rounded to their dtype first."""
+    return x if scale == 1 else x * x.new_full((), scale)
+
+
+def capped(logits: Float[Tensor, "*rows vocab"], cap: float | None) -> Float[Tensor, "*rows vocab"]:
+    """Logits within ``(-cap, cap)``, or unchanged if ``cap`` is None."""
+    return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
 def check_tokens(name: str, ids: Tensor, embedding: nn.Embedding) -> None:
-    """Refuse ``ids`` of another type or device than the ``embedding`` takes, or outside its
-    vocabulary.
-    """
+    """Refuse ``ids`` of a type, device or range that the ``embedding`` does not take."""
     device = embedding.weight.device
     if ids.device != device and device.type != "meta":  # an offloaded weight is moved by its hooks
         raise ValueError(f"{name} must be on the model's device, {device}, got {ids.device}")
@@ -322,13 +321,8 @@ def check_tokens(name: str, ids: Tensor, embedding: nn.Embedding) -> None:
 
 
 def _cross_entropy(logits: Tensor, answers: Tokens, *, shift: bool) -> Float[Tensor, ""]:
-    """Mean cross entropy in nats, in float32 at least; shifted, a position is scored by the token
-    after it.
-    """
+    """Mean cross entropy in nats, in at least float32; with ``shift``, against the next tokens."""
     if shift:
         logits, answers = logits[:, :-1], answers[:, 1:]
-    wide = rearrange(logits, "batch length vocab -> (batch length) vocab")
-    wide = wide.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(
-        wide, rearrange(answers, "batch length -> (batch length)"), ignore_index=IGNORED
-    )
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(logits.flatten(0, 1), answers.flatten(), ignore_index=IGNORED)
