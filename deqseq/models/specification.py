@@ -162,7 +162,7 @@ class LanguageModelSpec:
         has_norm = isinstance(self.coda, LlamaConfig) and self.coda.final_norm
         if self.norm is not None and not has_norm:
             raise ValueError(
-                f"{owner}.norm must be None unless the coda is a Llama with final_norm=True, "
+                f"{owner}.norm must be None where the coda is not a Llama with final_norm=True, "
                 "got 'coda'"
             )
 
