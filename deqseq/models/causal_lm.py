@@ -33,10 +33,10 @@ class CausalLM(nn.Module):
     """An embedding, a model, and a head without bias.
 
     Args:
-        vocab_size: tokens.
+        vocab_size: number of tokens.
         model: an :class:`ImplicitModel`, :class:`ExplicitModel` or :class:`RecurrentDepth`.
         embedding_std: standard deviation of the initial embedding.
-        tied: whether the head is the embedding, as in the paper, or has weights of its own.
+        tied: whether the head shares the embedding's weights, as in the paper.
         embedding_dropout: probability that a number of an embedded token is zero in training; drawn
             once, before the solve.
         embedding_scale: multiplies the embedded tokens, rounded to their dtype first, as in Gemma.
@@ -44,7 +44,7 @@ class CausalLM(nn.Module):
             2. Default: none.
 
     Raises:
-        TypeError, ValueError: names the argument, what it got and what it wants.
+        TypeError, ValueError: an argument of the wrong type or out of its range.
 
     Example:
         >>> import deqseq as dq
@@ -113,7 +113,7 @@ class CausalLM(nn.Module):
             mask: bool, True at real tokens, ``(batch, length)``; padding may be on either side of a
                 row. Default: no padding.
             cache: the ``cache`` of the :class:`CausalLMOutput` for the tokens before. Default:
-                there are none.
+                ``input_ids`` begin the sequence.
             return_cache: whether to return the cache after these tokens.
             callback: called at every check of the residual, as in :meth:`ImplicitModel.forward`.
             throw: whether rows that spent their budget or diverged raise an error.
@@ -125,8 +125,8 @@ class CausalLM(nn.Module):
             Logits, the loss if labels or targets were given, cache and statistics.
 
         Raises:
-            ValueError: a bad shape, ids outside the vocabulary, both labels and targets, or none to
-                score.
+            ValueError: a bad shape, ids outside the vocabulary, both labels and targets, or nothing
+                to score.
             TypeError: an option that the model does not take.
         """
         check_tokens("input_ids", input_ids, self.embedding)
@@ -159,27 +159,26 @@ class CausalLM(nn.Module):
         solve: SolveConfig | None = None,
         **fields: Unpack[SolveFields],
     ) -> Generation:
-        """Continue a batch of prompts, in windows of tokens that are solved against the cache of
-        those before.
+        """Continue a batch of prompts; the new tokens are solved in windows.
 
-        In every iteration each token's state predicts the token after it, and that is the next
-        input there. The first tokens of the window are committed when they have converged on inputs
-        that do not change any more. So the result is that of one token after another, as far as the
-        tolerance allows, in fewer evaluations one after another but more of single tokens. Greedy
-        generation equals the argmax of a full forward pass. Each row moves on its own. The model is
-        in eval mode meanwhile.
+        In every iteration each token's state predicts the next token, which becomes the input at
+        the next position. The first tokens of the window are committed when they have converged and
+        their inputs no longer change. So the result is that of generating one token after another,
+        up to the tolerance, in fewer sequential evaluations of more tokens. Greedy generation
+        equals the argmax of a full forward pass. Each row moves on independently. The model is in
+        eval mode during the call.
 
         Args:
             input_ids: prompts, ``(batch, length)``.
-            max_new_tokens: how many tokens each row gets at most.
-            window: how many tokens are iterated together; 1: each is solved before the next is
-                chosen. Default: 8, but 1 where a window is an error: an explicit model, a solver of
-                another library, no tolerance, or ``start="input"``. A choice is made every
-                ``stop.check_every`` iterations, with outer layers 2 at least.
+            max_new_tokens: the largest number of new tokens per row.
+            window: how many tokens are iterated together. With 1, each token is solved before the
+                next is chosen. Default: 8, but 1 where a window is an error: an explicit model, a
+                solver of another library, no tolerance, or ``start="input"``. A choice is made
+                every ``stop.check_every`` iterations, with outer layers at least every 2.
             mask: bool, True at real tokens of the prompts, ``(batch, length)``, for prompts of
                 unequal length; padding may be on either side. Default: no padding.
             cache: of the tokens before the prompts, as a call of the model returned it. Default:
-                there are none.
+                the prompts begin the sequence.
             temperature: logits are divided by it; at 0 the most probable token is taken.
             top_k: draw among this many of the most probable tokens. Default: all.
             top_p: draw among the most probable tokens that together have this probability. Default:
@@ -190,9 +189,9 @@ class CausalLM(nn.Module):
             pad_token: fills the rows that have ended.
             callback: called with :class:`NewTokens` when tokens are committed.
             solve: replaces the model's :class:`SolveConfig`.
-            **fields: fields of :class:`SolveConfig` to replace. ``sweep`` is that of the prompts.
+            **fields: fields of :class:`SolveConfig` to replace. ``sweep`` is used for the prompts.
                 Default: the model's, but ``Sliding(16)`` instead of ``Simultaneous()``. An explicit
-                model takes neither.
+                model takes neither these nor ``solve``.
 
         Returns:
             Tokens, and for an implicit model the iterations of each and whether its solve

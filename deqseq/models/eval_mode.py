@@ -8,10 +8,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-_inside: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
-"""How many blocks a model is in, over all threads."""
-_modes: WeakKeyDictionary[nn.Module, list[tuple[nn.Module, bool]]] = WeakKeyDictionary()
-"""The parts of these models, and whether each was in training mode."""
+Modes = list[tuple[nn.Module, bool]]
+_blocks: WeakKeyDictionary[nn.Module, list[Modes]] = WeakKeyDictionary()
+"""For each block that a model is in, over all threads: its parts, and the modes they were in."""
 _lock = Lock()
 
 
@@ -22,21 +21,20 @@ def eval_mode(model: nn.Module) -> AbstractContextManager[None]:
 
 @contextmanager
 def in_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
-    """As :func:`eval_mode`, for either mode; a model in training mode stays as it is for it."""
+    """As :func:`eval_mode` for any mode; ``training`` leaves a model in training mode as it is."""
     with _lock:
-        _inside[model] = _inside.get(model, 0) + 1
-        if _inside[model] == 1:
-            _modes[model] = [(part, part.training) for part in model.modules()]
-            # in training mode, parts that the caller put in eval mode stay there
-            if not (training and model.training):
-                model.train(training)
+        blocks = _blocks.setdefault(model, [])
+        blocks.append([(part, part.training) for part in model.modules()])
+        # in training mode, parts that the caller put in eval mode stay there
+        if len(blocks) == 1 and not (training and model.training):
+            model.train(training)
     try:
         yield
     finally:
         with _lock:
-            _inside[model] -= 1
-            if not _inside[model]:
-                for part, mode in _modes.pop(model):
+            modes = blocks.pop()
+            if not blocks:
+                for part, mode in modes:
                     part.training = mode
 
 

@@ -48,7 +48,7 @@ class DecoderLayers:
         final_norm: whether the decoder's final norm follows.
 
     Raises:
-        ValueError: no layers.
+        ValueError: ``end`` is not above ``first``.
 
     Example:
         >>> DecoderLayers(64, 4, 12).n_layers
@@ -87,7 +87,7 @@ class LanguageModelSpec:
     """Everything that decides a :class:`deqseq.CausalLM` except its weights.
 
     Args:
-        vocab_size: tokens.
+        vocab_size: number of tokens.
         backbone: sizes of the backbone, or of the core of a recurrent-depth model. Its own
             ``injection`` is used by an implicit or looped model without an ``injection`` here.
         solve: how the fixed point is found and differentiated; None: an explicit model, which runs
@@ -135,35 +135,37 @@ class LanguageModelSpec:
     loop_start: Start = "input"
 
     def __post_init__(self) -> None:
-        owner = type(self).__name__
         if self.solve is None and self.eval_solve is not None:
             raise ValueError(
-                f"{owner}.eval_solve must be None if solve is, for an explicit model solves nothing"
+                "LanguageModelSpec.eval_solve must be None if solve is, for an explicit model "
+                "solves nothing"
             )
         if self.solve is not None and self.steps is not None:
             raise ValueError(
-                f"{owner}.steps must be None in an implicit model, got {self.steps}: "
+                f"LanguageModelSpec.steps must be None in an implicit model, got {self.steps}: "
                 "or give solve=None"
             )
         if self.solve is None and self.steps is None and self.injection is not None:
             raise ValueError(
-                f"{owner}.injection must be None if the backbone runs once, got {self.injection!r}"
+                "LanguageModelSpec.injection must be None if the backbone runs once, "
+                f"got {self.injection!r}"
             )
         if (self.prelude is None) != (self.coda is None):
             missing = "prelude" if self.prelude is None else "coda"
             raise ValueError(
-                f"{owner}.{missing} must be given, too: prelude and coda belong together"
+                f"LanguageModelSpec.{missing} must be given, too: prelude and coda belong together"
             )
         widths = [part.d_model for part in self.parts.values()]
         if len(set(widths)) > 1:
             raise ValueError(
-                f"{owner}: {', '.join(self.parts)} must have the same d_model, got {widths}"
+                f"LanguageModelSpec: {', '.join(self.parts)} must have the same d_model, "
+                f"got {widths}"
             )
         has_norm = isinstance(self.coda, LlamaConfig) and self.coda.final_norm
         if self.norm is not None and not has_norm:
             raise ValueError(
-                f"{owner}.norm must be None where the coda is not a Llama with final_norm=True, "
-                "got 'coda'"
+                "LanguageModelSpec.norm must be None where the coda is not a Llama with "
+                "final_norm=True, got 'coda'"
             )
 
     @property

@@ -124,11 +124,11 @@ def generators(monoid: FiniteMonoid, count: Annotated[int, AtLeast(1)]) -> tuple
     """The canonical generating subset of a given size, as ids.
 
     S_n: (2, 1, 3, ...) and the n-cycle (2, ..., n, 1). A_n: the cycle of all points (n odd) or all
-    but 1, and (2, 3, 1, 4, ...). Otherwise the first subset that generates, ids in lexicographic
-    order, no identity.
+    but 1, and (2, 3, 1, 4, ...). Otherwise the first subset without the identity that generates, in
+    lexicographic order of the ids.
 
     Args:
-        monoid: what to generate.
+        monoid: the monoid to generate.
         count: size of the subset.
 
     Raises:

@@ -28,10 +28,10 @@ class WordBatch(NamedTuple):
 
 
 class Task(ABC):
-    """A sequence task with exact answers: what a training script needs to know of it.
+    """A sequence task with exact answers.
 
-    A task of your own defines ``vocab_size``, ``chance`` and ``draw``, and is then sampled as all
-    others are.
+    Your own task defines ``vocab_size``, ``chance`` and ``draw``, and is then sampled like the
+    others.
 
     Example:
         >>> class Copy(Task):
@@ -70,7 +70,7 @@ class Task(ABC):
         seed: Seed,
         device: torch.device | str | None = None,
     ) -> Iterator[WordBatch]:
-        """Endless training data; a seed gives the same batches whatever the global random state.
+        """Endless training data, which depend only on the seed.
 
         Args:
             batch: sequences per batch.

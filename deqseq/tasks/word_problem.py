@@ -34,7 +34,7 @@ class WordProblem(Task):
 
     Raises:
         ValueError: ``inputs`` is empty, repeats an id or contains an invalid one, the probability
-            is out of its range, or it is positive and no factor is a group.
+            is out of its range, or it is positive but none of the factors is a group.
 
     References:
         Merrill et al., The Illusion of State in State-Space Models, 2024, arXiv 2404.08819.

@@ -14,7 +14,7 @@ from deqseq.models import ImplicitModel, ModelOutput
 from deqseq.rows import map_tensors, take, tensors_of
 from deqseq.stop import Stop
 from deqseq.sweeps import Chunked, Sequential, Simultaneous, Sliding, Sweep
-from deqseq.testing.problems import seeded
+from deqseq.testing.problems import random
 
 SWEEPS: tuple[Sweep, ...] = (Simultaneous(), Chunked(3), Sequential(), Sliding(3))
 
@@ -46,8 +46,7 @@ class BackboneContract:
 
     def randn(self, batch: int, length: int, seed: int = 0) -> Tensor:
         """Random inputs or states, ``(batch, length, d_model)``."""
-        shape = (batch, length, self.backbone.d_model)
-        return torch.randn(shape, generator=seeded(seed), dtype=torch.float64)
+        return random(batch, length, self.backbone.d_model, seed=seed)
 
     def example(self, batch: int, length: int) -> tuple[Backbone[Any], Tensor, Tensor]:
         """A copy to test, its input x and a state z."""
@@ -129,7 +128,8 @@ class BackboneContract:
         backbone, x, z = self.example(2, 7)
         value, _ = evaluated(backbone, x, z)
         ending = self.randn(2, 3, seed=2)  # random, because a norm would remove a constant
-        other_x, other_z = (torch.cat([sequence[:, :4], ending], dim=1) for sequence in (x, z))
+        other_x = torch.cat([x[:, :4], ending], dim=1)
+        other_z = torch.cat([z[:, :4], ending], dim=1)
         for changed_x, changed_z in ((other_x, z), (x, other_z)):
             changed, _ = evaluated(backbone, changed_x, changed_z)
             assert torch.allclose(changed[:, :4], value[:, :4], 1e-9, 1e-9), (
@@ -232,20 +232,20 @@ class BackboneContract:
 
     def test_two_continuations_of_one_cache_do_not_disturb_each_other(self) -> None:
         backbone, x, z = self.example(2, 9)
-        states = z.split([3, 2, 2, 2], dim=1)
-        prompt, two_tokens = part(backbone.prepare(x), 0, 3), part(backbone.prepare(x), 3, 5)
+        states, inputs = z.split([3, 2, 2, 2], dim=1), backbone.prepare(x)
+        first_inputs, next_inputs = part(inputs, 0, 3), part(inputs, 3, 5)
 
         def continued(cache: Cache | None, z: Tensor, inputs: Any) -> Cache:
             _, aux = backbone(z, inputs, cache, need_aux=True)
             return self.advance(backbone, cache, aux, z.shape[1])
 
         with torch.no_grad():
-            root = continued(None, states[0], prompt)
+            root = continued(None, states[0], first_inputs)
             prepared = root.reserve(2)
-            first = continued(prepared, states[1], two_tokens)
+            first = continued(prepared, states[1], next_inputs)
             copies = [tensor.clone() for tensor in (*root.tensors(), *first.tensors())]
-            second = continued(prepared, states[2], two_tokens)
-            backbone(states[3], two_tokens, root)
+            second = continued(prepared, states[2], next_inputs)
+            backbone(states[3], next_inputs, root)
         assert_close([*root.tensors(), *first.tensors()], copies, rtol=0, atol=0)
         assert not all(map(torch.allclose, first.tensors(), second.tensors()))
 
@@ -265,8 +265,9 @@ class BackboneContract:
             assert_same(value, whole.value, 1e-7, f"{sweep}, in two calls")
 
     def test_a_padded_row_is_the_row_alone(self) -> None:
-        x, mask = self.randn(3, 6), torch.arange(6) < torch.tensor([6, 1, 4])[:, None]
-        alone = [self.solved(x[row : row + 1, real]).value[0] for row, real in enumerate(mask)]
+        x, lengths = self.randn(3, 6), torch.tensor([6, 1, 4])
+        mask = torch.arange(6) < lengths[:, None]
+        alone = [self.solved(row[None, real]).value[0] for row, real in zip(x, mask, strict=True)]
         self.require_advance()
         for sweep in SWEEPS:
             value = self.solved(x, sweep, mask=mask).value

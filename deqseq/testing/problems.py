@@ -19,11 +19,15 @@ def zeros(*shape: int) -> Tensor:
     return torch.zeros(shape, dtype=torch.float64)
 
 
-def symmetric(eigenvalues: Tensor, seed: int = 0) -> Tensor:
+def random(*shape: int, seed: int) -> Tensor:
+    """Normally distributed numbers in float64."""
+    return torch.randn(shape, generator=seeded(seed), dtype=torch.float64)
+
+
+def symmetric(eigenvalues: Tensor) -> Tensor:
     """A symmetric matrix with these eigenvalues, so that its norm is its spectral radius."""
     size = len(eigenvalues)
-    random = torch.randn(size, size, generator=seeded(seed), dtype=torch.float64)
-    basis = torch.linalg.qr(random).Q
+    basis = torch.linalg.qr(random(size, size, seed=0)).Q
     return basis * eigenvalues.double() @ basis.T
 
 
@@ -35,7 +39,8 @@ class Affine:
     bias: Tensor
 
     def __call__(self, z: Tensor) -> Tensor:
-        return (z.reshape(len(z), -1) @ self.weight.T).reshape(z.shape) + self.bias
+        products = z.reshape(len(z), -1) @ self.weight.T
+        return products.reshape(z.shape) + self.bias
 
     def take_rows(self, rows: Tensor) -> "Affine":
         """The map of some rows; the weight stays whole."""
@@ -44,8 +49,9 @@ class Affine:
     def fixed_point(self) -> Tensor:
         """The closed form, in float64."""
         weight, bias = self.weight.double(), self.bias.double()
-        system = torch.eye(len(weight), dtype=torch.float64) - weight
-        return torch.linalg.solve(system, bias.reshape(len(bias), -1).T).T.reshape(bias.shape)
+        system = torch.eye(len(weight)) - weight
+        rows = torch.linalg.solve(system, bias.reshape(len(bias), -1).T).T
+        return rows.reshape(bias.shape)
 
 
 def affine(
@@ -57,7 +63,7 @@ def affine(
 ) -> Affine:
     """A map with eigenvalues from -radius to radius: contracts by ``radius`` if that is below 1."""
     eigenvalues = torch.linspace(-radius, radius, math.prod(event), dtype=torch.float64)
-    bias = torch.randn(batch, *event, generator=seeded(1), dtype=torch.float64)
+    bias = random(batch, *event, seed=1)
     return Affine(symmetric(eigenvalues).to(dtype), bias.to(dtype))
 
 
@@ -82,8 +88,8 @@ def row_tanh(
 ) -> RowTanh:
     """One gain per row, which contracts if it is below 1; fixed points between 1/2 and 1."""
     gain = torch.tensor(gains, dtype=torch.float64).reshape(-1, *(1 for _ in event))
-    random = torch.rand(len(gains), *event, generator=seeded(5), dtype=torch.float64)
-    solution = 0.5 + 0.5 * random
+    uniform = torch.rand(len(gains), *event, generator=seeded(5), dtype=torch.float64)
+    solution = 0.5 + 0.5 * uniform
     offset = solution - gain * torch.tanh(solution)
     return RowTanh(gain.to(dtype), offset.to(dtype), solution.to(dtype))
 

@@ -88,9 +88,10 @@ class SolverContract:
     # Statistics
 
     def test_value_and_residual_are_those_of_the_last_evaluation(self) -> None:
-        z0 = torch.tensor([0.1, 0.3, 0.7], dtype=torch.float64)[:, None].repeat(1, 4)
+        z0 = zeros(3, 4) + torch.tensor([[0.1], [0.3], [0.7]])
         alternating, chaotic = (lambda z: 1 - z), (lambda z: 3.9 * z * (1 - z))
-        for plain, budget in product((affine(radius=0.8), alternating, chaotic), (1, 2, 11, 200)):
+        maps = affine(radius=0.8), alternating, chaotic
+        for plain, budget in product(maps, (1, 2, 11, 200)):
             f = Recorded(plain)
             solution = self.solve(f, z0, Stop(rtol=1e-9, max_steps=budget))
             assert f.evaluations == solution.stats.evaluations <= budget
@@ -150,8 +151,8 @@ class SolverContract:
 
     def test_a_restarted_row_is_a_new_solve(self) -> None:
         """Row 1 goes on from elsewhere; the others are not affected."""
-        f, z0 = row_tanh(GAINS[1:5]), torch.full((4, 3), 0.1, dtype=torch.float64)
-        row, others, elsewhere = torch.tensor([1]), [0, 2, 3], 5 * z0[:1]
+        f, z0, elsewhere = row_tanh(GAINS[1:5]), zeros(4, 3) + 0.1, zeros(1, 3) + 0.5
+        row, others = torch.tensor([1]), [0, 2, 3]
 
         def points(problem: Any, z: Tensor, steps: int, restart_at: int | None = None) -> Tensor:
             state = self.solver.init(z)
@@ -182,7 +183,7 @@ class SolverContract:
 
     def test_unrolled_steps_pass_gradcheck(self) -> None:
         inner = affine(radius=0.6, batch=2, event=(3,))
-        z0 = torch.full((2, 3), 0.1, dtype=torch.float64)
+        z0 = zeros(2, 3) + 0.1
         inputs = [x.clone().requires_grad_() for x in (inner.weight, inner.bias, z0)]
 
         def unrolled(stop: Stop, weight: Tensor, bias: Tensor, z0: Tensor) -> Tensor:
@@ -195,7 +196,7 @@ class SolverContract:
 
     def test_gradients_through_freezing_and_removing_are_those_of_each_row_alone(self) -> None:
         problem, stop = row_tanh(GAINS), Stop(rtol=1e-6, max_steps=300)
-        z0 = torch.full((len(GAINS), 3), 0.1, dtype=torch.float64)
+        z0 = zeros(len(GAINS), 3) + 0.1
 
         def gradient(rows: Tensor) -> Tensor:
             gain = problem.gain[rows].requires_grad_()
@@ -209,9 +210,10 @@ class SolverContract:
 
     def test_gradients_are_finite_where_a_residual_is_exactly_zero(self) -> None:
         """Row 0 starts at its fixed point and is frozen; row 1 goes on with the same parameter."""
-        gain = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
-        offset = torch.tensor([[2.0, 0.0], [1.0, 3.0]], dtype=torch.float64)
-        z0 = torch.tensor([[4.0, 0.0], [0.0, 0.0]], dtype=torch.float64)
+        gain = (zeros() + 0.5).requires_grad_()
+        offset = zeros(2, 2) + torch.tensor([[2.0, 0.0], [1.0, 3.0]])
+        z0 = zeros(2, 2)
+        z0[0, 0] = 4
         solution = self.solve(lambda z: gain * z + offset, z0, Stop(rtol=1e-9, max_steps=100))
         assert solution.stats.residual[0].item() == 0
         (gradient,) = torch.autograd.grad(solution.value[1].sum(), gain)
@@ -225,5 +227,6 @@ def assert_same_rows(actual: Solution, rows: slice | Tensor, expected: Solution)
     """Bit for bit: these rows of one solution are those of another."""
     assert_close(actual.value[rows], expected.value, rtol=0, atol=0, equal_nan=True)
     assert actual.status[rows].tolist() == expected.status.tolist()
-    for name in ("iterations", "residual"):
-        assert getattr(actual.stats, name)[rows].tolist() == getattr(expected.stats, name).tolist()
+    ours, theirs = actual.stats, expected.stats
+    assert ours.iterations[rows].tolist() == theirs.iterations.tolist()
+    assert ours.residual[rows].tolist() == theirs.residual.tolist()

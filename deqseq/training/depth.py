@@ -26,8 +26,8 @@ class PoissonLogNormal:
         rise: how :math:`m` rises from 1 to ``mean`` over its phase, of which a share :math:`t` is
             done: ``"linear"``, as :math:`t`, or ``"1-sqrt"``, as :math:`1 - \sqrt{1 - t}`. Default:
             :math:`m` is constant.
-        largest: larger draws are replaced by it. Default: none is.
-        seed: of the draws.
+        largest: larger draws are replaced by it. Default: no limit.
+        seed: for the draws.
 
     References:
         Geiping et al., Scaling up Test-Time Compute with Latent Reasoning: A Recurrent Depth

@@ -71,8 +71,8 @@ def test_direct_products_are_flat():
 
 def test_aperiodic_monoid():
     m = parse_group("M")
-    table = ["".join(product_of(m, a, b) for b in "EABX") for a in "EABX"]
-    assert table == ["EABX", "AXXX", "BABX", "XXXX"]
+    products = [product_of(m, a, b) for a, b in itertools.product("EABX", repeat=2)]
+    assert "".join(products) == "EABXAXXXBABXXXXX"
     assert not m.is_group
 
 
@@ -82,11 +82,9 @@ def test_aperiodic_monoid():
         ("Z2", 1, [1]),
         ("Z2xZ3", 1, [(1, 1)]),
         ("S3", 2, [(2, 1, 3), (2, 3, 1)]),
-        ("S5", 2, [(2, 1, 3, 4, 5), (2, 3, 4, 5, 1)]),
         ("A3", 1, [(2, 3, 1)]),
         ("A4", 2, [(1, 3, 4, 2), (2, 3, 1, 4)]),
         ("A5", 2, [(2, 3, 4, 5, 1), (2, 3, 1, 4, 5)]),
-        ("A6", 2, [(1, 3, 4, 5, 6, 2), (2, 3, 1, 4, 5, 6)]),
         ("M", 2, ["A", "B"]),
         ("S3", 3, [(1, 3, 2), (2, 1, 3), (2, 3, 1)]),
     ],

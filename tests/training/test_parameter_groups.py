@@ -49,9 +49,6 @@ def test_language_models(backbone, kind, weight_norm, tied):
     decayed, others = names(lm)
     assert any("original1" in name for name in decayed) == weight_norm
     assert any("original0" in name for name in others) == weight_norm
-    if backbone == "mamba2":
-        ends = {name.rpartition(".")[2] for name in others}
-        assert {"A_log", "D", "dt_bias", "bias"} <= ends
 
 
 @pytest.mark.parametrize(("kind", "tied"), [("mamba2", True), ("llama", False)])
