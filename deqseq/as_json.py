@@ -1,9 +1,8 @@
-"""Specifications, solves, curricula and their parts as JSON and back: the only table from names to
-classes.
-"""
+"""Specifications, solves, curricula and their parts as JSON and back."""
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
+from functools import partial
 from numbers import Real
 from typing import Any
 
@@ -34,15 +33,16 @@ CLASSES: dict[str, tuple[type[Any], ...]] = {
     "phases": (Phase,),
     "curriculum": (Curriculum,),
 }
-"""What a configuration can name. A kind with one class needs no name; a field with the name of a
-kind holds one.
+"""The classes that a configuration can name, by kind: the only such table.
+
+A kind with a single class needs no name. A field with the name of a kind has a value of that kind.
 """
 
 _BASES = CLASSES | {"solver": (Solver,), "gradient": (Gradient,), "sweep": (Sweep,)}
-"""What each kind of object is an instance of: the user's own, too."""
+"""The base classes of each kind: the user's own subclasses are accepted, too."""
 
 
-def to_json(value: object) -> Any:
+def to_json(value: Any) -> Any:
     """An object as a configuration file holds it: the name of its class, and all of its fields.
 
     Args:
@@ -68,11 +68,13 @@ def to_json(value: object) -> Any:
     classes = next((classes for classes in CLASSES.values() if type(value) in classes), None)
     if classes is None:
         kinds = [kind for kind, base in _BASES.items() if isinstance(value, base)] or CLASSES
-        known = ", ".join(part.__name__ for kind in kinds for part in CLASSES[kind])
-        remedy = "pass your own objects in the call, as solve={...}"
-        raise TypeError(f"a configuration cannot name {value!r} (known: {known}): {remedy}")
+        names = ", ".join(part.__name__ for kind in kinds for part in CLASSES[kind])
+        raise TypeError(
+            f"a configuration cannot name {value!r} (known: {names}): pass your own objects in the "
+            "call, as solve={...}"
+        )
     name = {} if len(classes) == 1 else {"name": type(value).__name__}
-    return name | {field.name: to_json(getattr(value, field.name)) for field in fields(value)}  # pyright: ignore[reportArgumentType]
+    return name | {field.name: to_json(getattr(value, field.name)) for field in fields(value)}
 
 
 def from_json(kind: str, data: object, where: str, base: Any = None) -> Any:
@@ -80,8 +82,8 @@ def from_json(kind: str, data: object, where: str, base: Any = None) -> Any:
 
     Args:
         kind: what it must be, such as "solver".
-        data: a mapping as :func:`to_json` returns it, whose values may also be objects; a name
-            alone; or such an object itself, which is returned.
+        data: a mapping as :func:`to_json` returns it, whose values may also be objects; only a
+            name; or such an object itself, which is returned.
         where: how errors begin.
         base: the object that has the fields that a mapping without a name leaves out. Default:
             their defaults.
@@ -104,26 +106,29 @@ def from_json(kind: str, data: object, where: str, base: Any = None) -> Any:
     if isinstance(data, _BASES[kind]) or (kind == "start" and data in ("zero", "input")):
         return data
     classes: dict[Any, Any] = {one.__name__: one for one in CLASSES[kind]}
-    given: Any = {"name": data} if isinstance(data, str) else data
-    made: Any = type(base) if len(classes) > 1 else CLASSES[kind][0]
-    if len(classes) > 1 and isinstance(given, Mapping) and "name" in given:
-        check_known(f"{where}: name", given["name"], classes)
-        made, base = classes[given["name"]], None
-        given = {key: value for key, value in given.items() if key != "name"}
-    if not isinstance(given, Mapping) or made not in CLASSES[kind]:
-        example = "{...}" if len(classes) == 1 else f'{{"name": "{next(iter(classes))}", ...}}'
+    values: Any = {"name": data} if isinstance(data, str) else data
+    made: Any = CLASSES[kind][0]
+    example = "{...}"
+    if len(classes) > 1:
+        example = f'{{"name": "{made.__name__}", ...}}'
+        made = type(base)
+        if isinstance(values, Mapping) and "name" in values:
+            values = dict(values)
+            name = values.pop("name")
+            check_known(f"{where}: name", name, classes)
+            made, base = classes[name], None
+    if not isinstance(values, Mapping) or made not in CLASSES[kind]:
         raise TypeError(f"{where} must be a {kind} of deqseq or its JSON, {example}, got {data!r}")
-    base = base if type(base) is made else None
-    defaults = {
-        field.name: field.default if base is None else getattr(base, field.name)
-        for field in fields(made)
-    }
+    make, defaults = made, {field.name: field.default for field in fields(made)}
+    if type(base) is made:
+        make = partial(replace, base)
+        defaults = {name: getattr(base, name) for name in defaults}
     changes = {}
-    for key, value in given.items():
+    for key, value in values.items():
         check_known(f"{where}: {made.__name__} field", key, defaults)
         changes[key] = _value(key, value, f"{where}: {made.__name__}.{key}", defaults[key])
     try:
-        return made(**changes) if base is None else replace(base, **changes)
+        return make(**changes)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{where}: {error}") from error
 
@@ -131,9 +136,8 @@ def from_json(kind: str, data: object, where: str, base: Any = None) -> Any:
 def _value(key: str, value: object, where: str, default: object) -> Any:
     """The value of a field."""
     kind = "solve" if key == "eval_solve" else key
+    if kind not in CLASSES or value is None:
+        return tuple(value) if isinstance(value, list) else value
     if isinstance(value, list | tuple):
-        return tuple(
-            from_json(kind, one, f"{where}[{i}]") if kind in CLASSES else one
-            for i, one in enumerate(value)
-        )
-    return value if value is None or kind not in CLASSES else from_json(kind, value, where, default)
+        return tuple(from_json(kind, one, f"{where}[{i}]") for i, one in enumerate(value))
+    return from_json(kind, value, where, default)

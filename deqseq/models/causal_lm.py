@@ -5,7 +5,6 @@ from functools import partial
 from typing import Annotated, Any, Unpack
 
 import torch
-from einops import rearrange
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -21,7 +20,6 @@ from deqseq.models.output import CausalLMOutput, Generation, NewTokens
 from deqseq.models.padding import check_mask
 from deqseq.models.recurrent_depth import solved_part
 from deqseq.models.sampler import Sampler, Seed
-from deqseq.models.scaling import capped, scaled
 from deqseq.step import Callback
 from deqseq.types import Mask, Sequence
 
@@ -35,10 +33,10 @@ class CausalLM(nn.Module):
     """An embedding, a model, and a head without bias.
 
     Args:
-        vocab_size: tokens.
+        vocab_size: number of tokens.
         model: an :class:`ImplicitModel`, :class:`ExplicitModel` or :class:`RecurrentDepth`.
         embedding_std: standard deviation of the initial embedding.
-        tied: whether the head is the embedding, as in the paper, or has weights of its own.
+        tied: whether the head shares the embedding's weights, as in the paper.
         embedding_dropout: probability that a number of an embedded token is zero in training; drawn
             once, before the solve.
         embedding_scale: multiplies the embedded tokens, rounded to their dtype first, as in Gemma.
@@ -46,7 +44,7 @@ class CausalLM(nn.Module):
             2. Default: none.
 
     Raises:
-        TypeError, ValueError: names the argument, what it got and what it wants.
+        TypeError, ValueError: an argument of the wrong type or out of its range.
 
     Example:
         >>> import deqseq as dq
@@ -84,9 +82,8 @@ class CausalLM(nn.Module):
         if name in ("embedding", "head") and isinstance(value, nn.Module):
             check_type(f"the weight of CausalLM.{name}", getattr(value, "weight", None), Tensor)
         if name == "embedding":
-            check_integer(
-                "CausalLM.embedding.num_embeddings", getattr(value, "num_embeddings", None), 1
-            )
+            size = getattr(value, "num_embeddings", None)
+            check_integer("CausalLM.embedding.num_embeddings", size, 1)
         super().__setattr__(name, value)
 
     @checked
@@ -116,7 +113,7 @@ class CausalLM(nn.Module):
             mask: bool, True at real tokens, ``(batch, length)``; padding may be on either side of a
                 row. Default: no padding.
             cache: the ``cache`` of the :class:`CausalLMOutput` for the tokens before. Default:
-                there are none.
+                ``input_ids`` begin the sequence.
             return_cache: whether to return the cache after these tokens.
             callback: called at every check of the residual, as in :meth:`ImplicitModel.forward`.
             throw: whether rows that spent their budget or diverged raise an error.
@@ -128,8 +125,8 @@ class CausalLM(nn.Module):
             Logits, the loss if labels or targets were given, cache and statistics.
 
         Raises:
-            ValueError: a bad shape, ids outside the vocabulary, both labels and targets, or none to
-                score.
+            ValueError: a bad shape, ids outside the vocabulary, both labels and targets, or nothing
+                to score.
             TypeError: an option that the model does not take.
         """
         check_tokens("input_ids", input_ids, self.embedding)
@@ -137,10 +134,9 @@ class CausalLM(nn.Module):
         x = F.dropout(self.embed(input_ids), self.embedding_dropout, self.training)
         options: dict[str, Any] = {"callback": callback, "throw": throw, "solve": solve, **fields}
         output = self.model(x, mask=mask, cache=cache, return_cache=return_cache, **options)
-        logits = self.logits(output.value)
-        loss = (
-            None if answers is None else _cross_entropy(logits, answers, shift=labels is not None)
-        )
+        logits, loss = self.logits(output.value), None
+        if answers is not None:
+            loss = _cross_entropy(logits, answers, shift=labels is not None)
         return CausalLMOutput(logits, loss, output.cache, output.stats, output.status, output.call)
 
     @checked
@@ -163,27 +159,26 @@ class CausalLM(nn.Module):
         solve: SolveConfig | None = None,
         **fields: Unpack[SolveFields],
     ) -> Generation:
-        """Continue a batch of prompts, in windows of tokens that are solved against the cache of
-        those before.
+        """Continue a batch of prompts; the new tokens are solved in windows.
 
-        In every iteration each token's state predicts the token after it, and that is the next
-        input there. The first tokens of the window are committed when they have converged on inputs
-        that do not change any more. So the result is that of one token after another, as far as the
-        tolerance allows, in fewer evaluations one after another but more of single tokens. Greedy
-        generation equals the argmax of a full forward pass. Each row moves on its own. The model is
-        in eval mode meanwhile.
+        In every iteration each token's state predicts the next token, which becomes the input at
+        the next position. The first tokens of the window are committed when they have converged and
+        their inputs no longer change. So the result is that of generating one token after another,
+        up to the tolerance, in fewer sequential evaluations of more tokens. Greedy generation
+        equals the argmax of a full forward pass. Each row moves on independently. The model is in
+        eval mode during the call.
 
         Args:
             input_ids: prompts, ``(batch, length)``.
-            max_new_tokens: how many tokens each row gets at most.
-            window: how many tokens are iterated together; 1: each is solved before the next is
-                chosen. Default: 8, but 1 where a window is an error: an explicit model, a solver of
-                another library, no tolerance, or ``start="input"``. A choice is made every
-                ``stop.check_every`` iterations, with outer layers 2 at least.
+            max_new_tokens: the largest number of new tokens per row.
+            window: how many tokens are iterated together. With 1, each token is solved before the
+                next is chosen. Default: 8, but 1 where a window is an error: an explicit model, a
+                solver of another library, no tolerance, or ``start="input"``. A choice is made
+                every ``stop.check_every`` iterations, with outer layers at least every 2.
             mask: bool, True at real tokens of the prompts, ``(batch, length)``, for prompts of
                 unequal length; padding may be on either side. Default: no padding.
             cache: of the tokens before the prompts, as a call of the model returned it. Default:
-                there are none.
+                the prompts begin the sequence.
             temperature: logits are divided by it; at 0 the most probable token is taken.
             top_k: draw among this many of the most probable tokens. Default: all.
             top_p: draw among the most probable tokens that together have this probability. Default:
@@ -194,9 +189,9 @@ class CausalLM(nn.Module):
             pad_token: fills the rows that have ended.
             callback: called with :class:`NewTokens` when tokens are committed.
             solve: replaces the model's :class:`SolveConfig`.
-            **fields: fields of :class:`SolveConfig` to replace. ``sweep`` is that of the prompts.
+            **fields: fields of :class:`SolveConfig` to replace. ``sweep`` is used for the prompts.
                 Default: the model's, but ``Sliding(16)`` instead of ``Simultaneous()``. An explicit
-                model takes neither.
+                model takes neither these nor ``solve``.
 
         Returns:
             Tokens, and for an implicit model the iterations of each and whether its solve
@@ -238,9 +233,7 @@ class CausalLM(nn.Module):
 
     @property
     def core(self) -> ImplicitModel | None:
-        """The part that is solved: the model itself, or that of a :class:`RecurrentDepth`; None: an
-        explicit model.
-        """
+        """The implicit part: the model itself, or that of a :class:`RecurrentDepth`; or None."""
         return solved_part(self.model)
 
     def compile(self, **options: Any) -> None:
@@ -248,20 +241,17 @@ class CausalLM(nn.Module):
         self.model.compile(**options)
 
     def embed(self, input_ids: Tokens) -> Sequence:
-        """What the model is given: ``input_ids``, ``(batch, length)``, embedded and scaled; without
-        dropout.
-        """
+        """The input of the model: ``input_ids``, ``(batch, length)``, embedded and scaled."""
         return scaled(self.embedding(input_ids), self.embedding_scale)
 
     def logits(self, states: Float[Tensor, "*rows d_model"]) -> Float[Tensor, "*rows vocab"]:
-        """Final ``states``, ``(..., d_model)``, to logits; TypeError or ValueError if the head does
-        not fit.
-        """
-        weight = self.embedding.weight if self.head is None else self.head.weight
-        if weight.shape != self.embedding.weight.shape:
-            wanted, got = tuple(self.embedding.weight.shape), tuple(weight.shape)
+        """The logits of final ``states``, ``(..., d_model)``; an error if the head does not fit."""
+        embedding = self.embedding.weight
+        weight = embedding if self.head is None else self.head.weight
+        if weight.shape != embedding.shape:
             raise ValueError(
-                f"head.weight must have the shape of the embedding's weight, {wanted}, got {got}"
+                "head.weight must have the shape of the embedding's weight, "
+                f"{tuple(embedding.shape)}, got {tuple(weight.shape)}"
             )
         if weight.dtype != states.dtype and not torch.is_autocast_enabled(states.device.type):
             raise TypeError(
@@ -281,7 +271,9 @@ class CausalLM(nn.Module):
             raise ValueError(
                 "give labels (shifted by one inside) or targets (not shifted), not both"
             )
-        answers, name = (targets, "targets") if labels is None else (labels, "labels")
+        name, answers = "labels", labels
+        if labels is None:
+            name, answers = "targets", targets
         if answers is None:
             return None
         if answers.shape != ids.shape or answers.device != ids.device:
@@ -293,28 +285,34 @@ class CausalLM(nn.Module):
             raise TypeError(f"{name} must be int64, got {answers.dtype}")
         if mask is not None:
             check_mask(mask, ids)
-            # a label is scored by the logits of the token before it, which must be real too
-            known = mask if labels is None else mask & F.pad(mask[:, :-1], (1, 0))
-            answers = answers.masked_fill(~known, IGNORED)
-        scored = answers[:, 1:] if labels is not None else answers
+            if labels is not None:
+                # a label is scored by the logits of the token before it, which must be real too
+                mask = mask & F.pad(mask[:, :-1], (1, 0))
+            answers = answers.masked_fill(~mask, IGNORED)
+        scored = answers if labels is None else answers[:, 1:]
         scored = scored[scored != IGNORED]
         if scored.numel() == 0:
             raise ValueError(
                 f"{name} leave nothing to score: all of them are {IGNORED}, or there is no next "
                 "token"
             )
-        check_ids(
-            f"{name} (but for {IGNORED}, which is ignored)",
-            scored[None],
-            self.embedding.num_embeddings,
-        )
+        shown = f"{name} (but for {IGNORED}, which is ignored)"
+        check_ids(shown, scored[None], self.embedding.num_embeddings)
         return answers
 
 
+def scaled(x: Sequence, scale: float) -> Sequence:
+    """Embedded tokens times ``scale``, which is rounded to their dtype first."""
+    return x if scale == 1 else x * x.new_full((), scale)
+
+
+def capped(logits: Float[Tensor, "*rows vocab"], cap: float | None) -> Float[Tensor, "*rows vocab"]:
+    """Logits within ``(-cap, cap)``, or unchanged if ``cap`` is None."""
+    return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
 def check_tokens(name: str, ids: Tensor, embedding: nn.Embedding) -> None:
-    """Refuse ``ids`` of another type or device than the ``embedding`` takes, or outside its
-    vocabulary.
-    """
+    """Refuse ``ids`` of a type, device or range that the ``embedding`` does not take."""
     device = embedding.weight.device
     if ids.device != device and device.type != "meta":  # an offloaded weight is moved by its hooks
         raise ValueError(f"{name} must be on the model's device, {device}, got {ids.device}")
@@ -322,13 +320,8 @@ def check_tokens(name: str, ids: Tensor, embedding: nn.Embedding) -> None:
 
 
 def _cross_entropy(logits: Tensor, answers: Tokens, *, shift: bool) -> Float[Tensor, ""]:
-    """Mean cross entropy in nats, in float32 at least; shifted, a position is scored by the token
-    after it.
-    """
+    """Mean cross entropy in nats, in at least float32; with ``shift``, against the next tokens."""
     if shift:
         logits, answers = logits[:, :-1], answers[:, 1:]
-    wide = rearrange(logits, "batch length vocab -> (batch length) vocab")
-    wide = wide.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(
-        wide, rearrange(answers, "batch length -> (batch length)"), ignore_index=IGNORED
-    )
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(logits.flatten(0, 1), answers.flatten(), ignore_index=IGNORED)

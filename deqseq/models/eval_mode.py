@@ -1,4 +1,4 @@
-"""Eval mode, or the mode and the random numbers of an earlier call, for the length of a block."""
+"""Eval mode, or the mode and the random numbers of an earlier call, inside a ``with`` block."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -8,54 +8,46 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-_inside: WeakKeyDictionary[nn.Module, int] = (
-    WeakKeyDictionary()
-)  # blocks that a model is in, over all threads
-_modes: WeakKeyDictionary[nn.Module, list[tuple[nn.Module, bool]]] = WeakKeyDictionary()
+Modes = list[tuple[nn.Module, bool]]
+_blocks: WeakKeyDictionary[nn.Module, list[Modes]] = WeakKeyDictionary()
+"""For each block that a model is in, over all threads: its parts, and the modes they were in."""
 _lock = Lock()
 
 
 def eval_mode(model: nn.Module) -> AbstractContextManager[None]:
-    """Put a model in eval mode; when the last thread leaves, every part is in the mode that it was
-    in.
-    """
+    """Put a model in eval mode; when the last thread leaves, every part returns to its mode."""
     return in_mode(model, training=False)
 
 
 @contextmanager
 def in_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
-    """Put a model in a mode, unless it is in training mode and is to be so; else as
-    :func:`eval_mode`.
-    """
+    """As :func:`eval_mode` for any mode; ``training`` leaves a model in training mode as it is."""
     with _lock:
-        _inside[model] = _inside.get(model, 0) + 1
-        if _inside[model] == 1:
-            _modes[model] = [(part, part.training) for part in model.modules()]
-            if not (
-                training and model.training
-            ):  # parts that the caller put in eval mode stay in it
-                model.train(training)
+        blocks = _blocks.setdefault(model, [])
+        blocks.append([(part, part.training) for part in model.modules()])
+        # in training mode, parts that the caller put in eval mode stay there
+        if len(blocks) == 1 and not (training and model.training):
+            model.train(training)
     try:
         yield
     finally:
         with _lock:
-            _inside[model] -= 1
-            if not _inside[model]:
-                for part, mode in _modes.pop(model):
+            modes = blocks.pop()
+            if not blocks:
+                for part, mode in modes:
                     part.training = mode
 
 
 @contextmanager
 def same_randomness(device: torch.device) -> Iterator[None]:
-    """Random numbers of a seed of 0, on the CPU and on ``device``; after it, those of
-    before go on.
-    """
-    accelerator = device.type not in ("cpu", "meta")
-    with torch.random.fork_rng(
-        [device] if accelerator else [], device_type=device.type if accelerator else "cuda"
-    ):
+    """Random numbers from seed 0, on the CPU and ``device``; later ones are not affected."""
+    devices, device_type = [device], device.type
+    if device_type in ("cpu", "meta"):
+        devices, device_type = [], "cuda"
+    with torch.random.fork_rng(devices, device_type=device_type):
         torch.default_generator.manual_seed(0)  # torch.manual_seed would seed other devices, too
-        if accelerator:
-            with torch.get_device_module(device).device(device):
-                torch.get_device_module(device).manual_seed(0)
+        if devices:
+            accelerator = torch.get_device_module(device)
+            with accelerator.device(device):
+                accelerator.manual_seed(0)
         yield

@@ -38,8 +38,8 @@ def load_example(name: str) -> CausalLM:
 
     - ``"parity"``: one Mamba2 block, trained on sequences of 16 bits; says at each bit whether the
       number of ones so far is odd. Right at every length up to 512, and converges there.
-    - ``"parity-unrolled"``: the same, trained through 4 unrolled iterations alone: what it learned
-      is no fixed point.
+    - ``"parity-unrolled"``: the same, trained only through 4 unrolled iterations: what it learned
+      is not a fixed point.
     - ``"a5"``: one Mamba2 block, trained on products of up to 16 factors, each one of two elements
       of A5, the smallest group that is not solvable; says after each factor which of the 60
       elements the product is. Right at every token of 64, at 98 % of those of 256. Its inputs are

@@ -1,6 +1,4 @@
-"""Rows of unequal length: padding on either side is moved behind the real tokens while a model
-runs.
-"""
+"""Rows of unequal length: padding on either side is moved behind the real tokens."""
 
 from dataclasses import dataclass, replace
 
@@ -22,10 +20,10 @@ class Padding:
     first real token of each.
     """
 
-    order: Int64[Tensor, "batch length"] | None = (
-        None  # for each position the token that moves there, real ones first
-    )
-    mask: Mask | None = None  # True at real tokens after the move
+    order: Int64[Tensor, "batch length"] | None = None
+    """For each position the token that moves there, real ones first."""
+    mask: Mask | None = None
+    """True at real tokens, after the move."""
 
     @classmethod
     def of(cls, x: Shaped[Tensor, "batch length ..."], mask: Mask | None) -> "Padding":
@@ -38,12 +36,10 @@ class Padding:
         return cls(order, mask.gather(1, order))
 
     def compact(self, x: Sequence) -> Sequence:
-        """``x`` with the real tokens of each row first, and zeros behind them, whatever the padding
-        was.
-        """
+        """``x`` with the real tokens of each row first, and zeros in place of the padding."""
         if self.order is None or self.mask is None:
             return x
-        return x.gather(1, self.order[..., None].expand_as(x)).masked_fill(~self.mask[..., None], 0)
+        return _moved(x, self.order).masked_fill(~self.mask[..., None], 0)
 
     def restored(self, solution: Solution) -> Solution:
         """The solution with all tokens moved back."""
@@ -58,8 +54,14 @@ class Padding:
         """``x`` with all tokens moved back."""
         if self.order is None:
             return x
-        places = self.order.argsort(dim=1)
-        return x.gather(1, places.reshape(*places.shape, *[1] * (x.ndim - 2)).expand_as(x))
+        return _moved(x, self.order.argsort(dim=1))
+
+
+def _moved(x: Tensor, order: Tensor) -> Tensor:
+    """``x`` with its tokens in another order, ``(batch, length)``."""
+    while order.ndim < x.ndim:
+        order = order[..., None]
+    return x.gather(1, order.expand_as(x))
 
 
 def check_mask(mask: Tensor, tokens: Tensor) -> None:
@@ -68,14 +70,13 @@ def check_mask(mask: Tensor, tokens: Tensor) -> None:
     if mask.dtype != torch.bool or mask.shape != tokens.shape[:2] or mask.device != tokens.device:
         raise ValueError(
             f"mask must be bool of shape {tuple(tokens.shape[:2])} on {tokens.device}, True at "
-            "real tokens, got "
-            f"{mask.dtype} {tuple(mask.shape)} on {mask.device}"
+            f"real tokens, got {mask.dtype} {tuple(mask.shape)} on {mask.device}"
         )
-    begins = mask[:, 0].long() + (mask[:, 1:] & ~mask[:, :-1]).sum(dim=1)  # runs of real tokens
-    bad = (begins != 1).nonzero()[:, 0].tolist()
-    if bad:
+    runs = mask[:, 0].long() + (mask[:, 1:] & ~mask[:, :-1]).sum(dim=1)
+    bad_rows = (runs != 1).nonzero()[:, 0].tolist()
+    if bad_rows:
+        row = bad_rows[0]
         raise ValueError(
             "mask must mark one run of real tokens per row, with padding on the left or on the "
-            "right, got "
-            f"{begins[bad[0]].item()} runs in row {bad[0]}"
+            f"right, got {runs[row].item()} runs in row {row}"
         )

@@ -18,8 +18,7 @@ SIZES = {
     "760m": (1536, 48, 24, 16, 32),
     "1.3b": (2048, 48, 24, 32, 32),
 }
-"""Width; layers of the Mamba2; layers and heads of the Llama, and its iterations in the free phase.
-"""
+"""Width; layers of the Mamba2; layers, heads, and iterations in the free phase of the Llama."""
 
 
 @checked
@@ -53,8 +52,8 @@ def preset(name: str) -> LanguageModelSpec:
     """
     if name not in PRESETS:
         raise ValueError(
-            f"unknown preset name {name!r}{suggestion(name, PRESETS)} (all names: "
-            "list(deqseq.PRESETS))"
+            f"unknown preset name {name!r}{suggestion(name, PRESETS)} "
+            "(all names: list(deqseq.PRESETS))"
         )
     return PRESETS[name]
 
@@ -63,38 +62,29 @@ def _language_model(family: str, size: str, kind: str) -> LanguageModelSpec:
     width, mamba2_layers, llama_layers, heads, budget = SIZES[size]
     vocabulary = 50277  # tokens of the GPT-NeoX tokenizer
     if family == "llama3":
-        backbone = LlamaConfig(
-            d_model=width, n_layers=llama_layers, n_heads=heads, mlp_width=8 * width // 3
-        )
+        backbone = LlamaConfig(width, llama_layers, heads, mlp_width=8 * width // 3)
     else:
-        backbone, budget = Mamba2Config(d_model=width, n_layers=mamba2_layers), 24
-        if (size, kind) != (
-            "130m",
-            "explicit",
-        ):  # the reference's file of this one model does not pad
+        backbone, budget = Mamba2Config(width, mamba2_layers), 24
+        if (size, kind) != ("130m", "explicit"):  # the reference pads all of them but this one
             vocabulary = 50288
     if kind == "explicit":
-        return LanguageModelSpec(
-            vocabulary, replace(backbone, weight_norm=False, injection=False), solve=None
-        )
-    return LanguageModelSpec(
-        vocabulary, backbone, *(_solves(4, 1) if kind == "pretrain" else _solves(budget, 4))
-    )
+        backbone = replace(backbone, weight_norm=False, injection=False)
+        return LanguageModelSpec(vocabulary, backbone, solve=None)
+    solves = _solves(4, 1, 16) if kind == "pretrain" else _solves(budget, 4, 4 * budget)
+    return LanguageModelSpec(vocabulary, backbone, *solves)
 
 
-def _solves(
-    budget: int, phantom_steps: int, eval_budget: int | None = None
-) -> tuple[SolveConfig, SolveConfig]:
+def _solves(budget: int, phantom_steps: int, eval_budget: int) -> tuple[SolveConfig, SolveConfig]:
     """How the paper solves in training, and in evaluation."""
     stop = Stop(rtol=0.05, max_steps=budget)
     solve = SolveConfig(Relaxed(0.8), stop, Phantom(phantom_steps, damping=0.8))
-    return solve, replace(solve, stop=replace(stop, max_steps=eval_budget or 4 * budget))
+    return solve, replace(solve, stop=replace(stop, max_steps=eval_budget))
 
 
-_STATE_TRACKING = LanguageModelSpec(  # A5 times a monoid of four elements: 240 tokens
-    240,
+_STATE_TRACKING = LanguageModelSpec(
+    240,  # A5 times a monoid of four elements
     Mamba2Config(d_model=256, n_layers=1, d_state=128, expand=4, headdim=64, dropout=0.05),
-    *_solves(32, 4, eval_budget=2048),
+    *_solves(32, 4, 2048),
 )
 PRESETS: Mapping[str, LanguageModelSpec] = MappingProxyType(
     {

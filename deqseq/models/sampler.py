@@ -18,9 +18,7 @@ Seed = Annotated[int, Between(-(2**63), 2**64 - 1)]
 
 @dataclass(frozen=True)
 class Sampler:
-    """How a token is chosen from its logits, as the arguments of :meth:`deqseq.CausalLM.generate`
-    say.
-    """
+    """How a token is chosen: these arguments of :meth:`deqseq.CausalLM.generate`."""
 
     temperature: float = 0.0
     top_k: int | None = None
@@ -30,56 +28,51 @@ class Sampler:
     def __post_init__(self) -> None:
         if self.temperature == 0 and (self.top_k is not None or self.top_p is not None):
             raise ValueError(
-                "top_k and top_p need a temperature above 0; a temperature of 0 takes the best "
-                "token"
+                "top_k and top_p need a temperature above 0; "
+                "a temperature of 0 takes the best token"
             )
 
     def choose(
         self, logits: Logits, rows: np.ndarray, positions: np.ndarray
     ) -> Int64[Tensor, "rows tokens"]:
-        """A token from each vector of logits of these rows and positions; -1 where the logits are
-        not finite.
+        """A token for each row and position; -1 where the logits are not finite.
 
-        A token is drawn as the largest of its logits, over the temperature, and noise that depends
-        on the seed, the row and the position alone. Logits that differ little, as those of two
+        A token is drawn as the largest of its logits, over the temperature, plus noise that depends
+        only on the seed, the row and the position. Logits that differ little, as those of two
         windows, then seldom give different tokens.
         """
         finite = logits.isfinite().all(dim=-1)
         if self.temperature:
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            logits = logits - logits.amax(
-                dim=-1, keepdim=True
-            )  # the largest is 0: nothing overflows
-            logits = self._kept(logits / max(self.temperature, torch.finfo(logits.dtype).tiny))
+            logits = logits - logits.amax(dim=-1, keepdim=True)  # so that no quotient overflows
+            logits = logits / max(self.temperature, torch.finfo(logits.dtype).tiny)
+            if self.top_k is not None or self.top_p is not None:
+                logits = self._without_improbable(logits)
             logits = logits + gumbel(int(self.seed or 0), rows, positions, logits)
         return logits.argmax(dim=-1).where(finite, -1)
 
-    def _kept(self, logits: Logits) -> Logits:
-        """The logits, without the tokens that are left out."""
-        if self.top_k is None and self.top_p is None:
-            return logits
+    def _without_improbable(self, logits: Logits) -> Logits:
         probability, token = logits.softmax(dim=-1).sort(dim=-1, descending=True, stable=True)
         if self.top_k is not None:
             probability[..., self.top_k :] = 0
-        before = probability.cumsum(dim=-1) - probability
+        left_out = probability == 0
+        # a token stays if the more probable ones do not reach top_p
         share = 1 if self.top_p is None else self.top_p
-        # a token stays if those before it do not reach top_p yet
-        left_out = (probability == 0) | (before >= share * probability.sum(dim=-1, keepdim=True))
+        more_probable = probability.cumsum(dim=-1) - probability
+        left_out |= more_probable >= share * probability.sum(dim=-1, keepdim=True)
         left_out[..., 0] = False
-        return logits.masked_fill(
-            torch.zeros_like(left_out).scatter(-1, token, left_out), -torch.inf
-        )
+        return logits.masked_fill(left_out.scatter(-1, token, left_out), -torch.inf)
 
 
 def gumbel(seed: int, rows: np.ndarray, positions: np.ndarray, like: Logits) -> Logits:
-    """Noise of the Gumbel distribution: the same numbers for the same seed, row, position and
-    token, on any device.
-    """
-    step, vocabulary = 0x9E3779B97F4A7C15 - 2**64, torch.arange(like.shape[-1], device=like.device)
+    """Gumbel noise: the same for the same seed, row, position and token, on any device."""
+    step = 0x9E3779B97F4A7C15 - 2**64
+    token = torch.arange(like.shape[-1], device=like.device)
     row, position = (torch.from_numpy(x).to(like.device) for x in (rows, positions))
     key = torch.full_like(row, (seed + 2**63) % 2**64 - 2**63)
-    key = _mixed(_mixed(key + row * step)[:, None] + position * step)
-    bits = _mixed(key[..., None] + vocabulary * step) >> 41 & 2**23 - 1
+    key = _mixed(key + row * step)
+    key = _mixed(key[:, None] + position * step)
+    bits = _mixed(key[..., None] + token * step) >> 41 & 2**23 - 1
     uniform = (bits.float() + 0.5) * 2**-23  # never 0 or 1
     return -(-uniform.log()).log().to(like.dtype)
 

@@ -1,6 +1,4 @@
-"""A whole language model as data: presets, files and other libraries' configurations are translated
-to it.
-"""
+"""A whole language model as data: what presets, files and other libraries translate to."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -41,7 +39,7 @@ INJECTIONS: Mapping[str, Callable[[int], Injection]] = {
 @checked
 @dataclass(frozen=True)
 class DecoderLayers:
-    """Some layers of a decoder of another library, which has to be there when the model is built.
+    """Some layers of another library's decoder, which is needed when the model is built.
 
     Args:
         d_model: width.
@@ -50,7 +48,7 @@ class DecoderLayers:
         final_norm: whether the decoder's final norm follows.
 
     Raises:
-        ValueError: no layers.
+        ValueError: ``end`` is not above ``first``.
 
     Example:
         >>> DecoderLayers(64, 4, 12).n_layers
@@ -74,6 +72,11 @@ class DecoderLayers:
         return self.end - self.first
 
 
+BACKBONES: Mapping[type, Callable[[Any], Backbone[Any]]] = {
+    Mamba2Config: Mamba2,
+    LlamaConfig: Llama,
+}
+"""The backbone of each class of sizes; :class:`DecoderLayers` take another library."""
 Sizes = Mamba2Config | LlamaConfig | DecoderLayers
 Decoder = Callable[[DecoderLayers], Backbone[Any]]
 
@@ -84,7 +87,7 @@ class LanguageModelSpec:
     """Everything that decides a :class:`deqseq.CausalLM` except its weights.
 
     Args:
-        vocab_size: tokens.
+        vocab_size: number of tokens.
         backbone: sizes of the backbone, or of the core of a recurrent-depth model. Its own
             ``injection`` is used by an implicit or looped model without an ``injection`` here.
         solve: how the fixed point is found and differentiated; None: an explicit model, which runs
@@ -132,36 +135,37 @@ class LanguageModelSpec:
     loop_start: Start = "input"
 
     def __post_init__(self) -> None:
-        owner = type(self).__name__
         if self.solve is None and self.eval_solve is not None:
             raise ValueError(
-                f"{owner}.eval_solve must be None if solve is, for an explicit model solves nothing"
+                "LanguageModelSpec.eval_solve must be None if solve is, for an explicit model "
+                "solves nothing"
             )
         if self.solve is not None and self.steps is not None:
             raise ValueError(
-                f"{owner}.steps must be None in an implicit model, got {self.steps}: or give "
-                "solve=None"
+                f"LanguageModelSpec.steps must be None in an implicit model, got {self.steps}: "
+                "or give solve=None"
             )
         if self.solve is None and self.steps is None and self.injection is not None:
             raise ValueError(
-                f"{owner}.injection must be None if the backbone runs once, got {self.injection!r}"
+                "LanguageModelSpec.injection must be None if the backbone runs once, "
+                f"got {self.injection!r}"
             )
         if (self.prelude is None) != (self.coda is None):
             missing = "prelude" if self.prelude is None else "coda"
             raise ValueError(
-                f"{owner}.{missing} must be given, too: prelude and coda belong together"
+                f"LanguageModelSpec.{missing} must be given, too: prelude and coda belong together"
             )
         widths = [part.d_model for part in self.parts.values()]
         if len(set(widths)) > 1:
             raise ValueError(
-                f"{owner}: {', '.join(self.parts)} must have the same d_model, got {widths}"
+                f"LanguageModelSpec: {', '.join(self.parts)} must have the same d_model, "
+                f"got {widths}"
             )
-        if self.norm is not None and not (
-            isinstance(self.coda, LlamaConfig) and self.coda.final_norm
-        ):
+        has_norm = isinstance(self.coda, LlamaConfig) and self.coda.final_norm
+        if self.norm is not None and not has_norm:
             raise ValueError(
-                f"{owner}.norm must be None where the coda is no Llama with final_norm=True, got "
-                "'coda'"
+                "LanguageModelSpec.norm must be None where the coda is not a Llama with "
+                "final_norm=True, got 'coda'"
             )
 
     @property
@@ -183,27 +187,28 @@ class LanguageModelSpec:
             decoder: makes backbones of :class:`DecoderLayers`. Default: there are none.
 
         Raises:
-            TypeError: there are, and no ``decoder``.
+            TypeError: there are such layers, but ``decoder`` is None.
         """
+        prelude = None
+        if self.prelude is not None:
+            prelude = ExplicitModel(_backbone(self.prelude, decoder))
+        core = self._core(decoder)
+        if prelude is None or self.coda is None:
+            return core
+        coda = _backbone(self.coda, decoder)
+        norm = coda.norm if isinstance(coda, Llama) and self.norm else None
+        return RecurrentDepth(prelude, core, ExplicitModel(coda), norm)
+
+    def _core(self, decoder: Decoder | None) -> ImplicitModel | ExplicitModel:
         iterated = self.solve is not None or self.steps is not None
-        prelude = (
-            None if self.prelude is None else ExplicitModel(_backbone(self.prelude, False, decoder))
-        )
-        backbone = _backbone(self.backbone, iterated and self.injection is None, decoder)
+        backbone = _backbone(self.backbone, decoder, iterated and self.injection is None)
         if self.injection is not None:
             backbone = Injected(backbone, INJECTIONS[self.injection](backbone.d_model))
         if self.steps is not None:
             backbone = Looped(backbone, self.steps, start=self.loop_start)
-        core = (
-            ExplicitModel(backbone)
-            if self.solve is None
-            else ImplicitModel(backbone, self.solve, self.eval_solve)
-        )
-        if prelude is None or self.coda is None:
-            return core
-        coda = _backbone(self.coda, False, decoder)
-        norm = coda.norm if isinstance(coda, Llama) and self.norm else None
-        return RecurrentDepth(prelude, core, ExplicitModel(coda), norm)
+        if self.solve is None:
+            return ExplicitModel(backbone)
+        return ImplicitModel(backbone, self.solve, self.eval_solve)
 
     def build(self) -> CausalLM:
         """The whole model, freshly initialised."""
@@ -223,7 +228,7 @@ def specification_of(lm: CausalLM, embedding_std: float = 0.02) -> LanguageModel
 
     Args:
         lm: of Mamba2 and Llama backbones, or of the layers of a transformers decoder.
-        embedding_std: which a model does not remember.
+        embedding_std: of the specification; a model does not remember it.
 
     Raises:
         TypeError: a part that a specification cannot name.
@@ -255,22 +260,17 @@ def parts_of(model: nn.Module) -> dict[str, Any]:
     if not shared and not isinstance(model.norm, nn.Identity):
         raise ValueError(
             "the norm of a RecurrentDepth must be None, or the last norm of its coda, a Llama, so "
-            "that a specification "
-            f"can name it, got {model.norm}"
+            f"that a specification can name it, got {model.norm}"
         )
-    places, weights = (
-        len(list(model.named_parameters(remove_duplicate=once))) for once in (False, True)
-    )
-    if places - weights > int(shared):
+    names = list(model.named_parameters(remove_duplicate=False))
+    shared_names = len(names) - len(list(model.parameters()))
+    if shared_names > int(shared):
         raise ValueError(
             "prelude, core and coda must have weights of their own: only a norm can be shared"
         )
-    outer = {
-        "prelude": model.prelude.backbone.sizes(),
-        "coda": coda.sizes(),
-        "norm": "coda" if shared else None,
-    }
-    return outer | _core_of(model.core)
+    norm = "coda" if shared else None
+    prelude: Any = model.prelude.backbone
+    return _core_of(model.core) | {"prelude": prelude.sizes(), "coda": coda.sizes(), "norm": norm}
 
 
 def _core_of(model: Any) -> dict[str, Any]:
@@ -284,20 +284,22 @@ def _core_of(model: Any) -> dict[str, Any]:
         fields |= {"steps": backbone.steps, "loop_start": backbone.start}
         backbone = backbone.backbone
     if isinstance(backbone, Injected):
+        kind = type(backbone.injection)
         names = {type(make(1)): name for name, make in INJECTIONS.items()}
-        if type(backbone.injection) not in names:
-            kind = type(backbone.injection).__name__
-            raise TypeError(f"a specification cannot name {kind} (known: {', '.join(INJECTIONS)})")
-        fields["injection"] = names[type(backbone.injection)]
+        if kind not in names:
+            raise TypeError(
+                f"a specification cannot name {kind.__name__} (known: {', '.join(INJECTIONS)})"
+            )
+        fields["injection"] = names[kind]
         backbone = backbone.backbone
     return fields | {"backbone": backbone.sizes()}
 
 
-def _backbone(sizes: Sizes, injection: bool, decoder: Decoder | None) -> Backbone[Any]:
-    """A backbone, without its own ``injection`` where that is not used."""
+def _backbone(sizes: Sizes, decoder: Decoder | None, injection: bool = False) -> Backbone[Any]:
+    """A backbone, without its own injection unless ``injection`` is True."""
     if isinstance(sizes, DecoderLayers):
         if decoder is None:
             raise TypeError("decoder must be given to build a model of DecoderLayers, got None")
         return decoder(sizes)
     sizes = replace(sizes, injection=sizes.injection and injection)
-    return Llama(sizes) if isinstance(sizes, LlamaConfig) else Mamba2(sizes)
+    return BACKBONES[type(sizes)](sizes)

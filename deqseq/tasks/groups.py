@@ -22,16 +22,16 @@ def _cyclic(n: int) -> Elements:
 
 def _dihedral(n: int) -> Elements:
     rotations = ("1", "r", *(f"r{k}" for k in range(2, n)))[:n]
-    flip, turn = torch.arange(2 * n) // n, torch.arange(2 * n) % n
-    turned = (
-        turn[:, None] + (1 - 2 * flip[:, None]) * turn
-    ) % n  # a reflection turns the next rotation round
     reflections = ("s", *(f"{rotation}s" for rotation in rotations[1:]))
-    return rotations + reflections, turned + n * (flip[:, None] ^ flip)
+    flip, turn = torch.arange(2 * n) // n, torch.arange(2 * n) % n
+    sign = 1 - 2 * flip[:, None]  # a reflection reverses the rotation that follows
+    turns = (turn[:, None] + sign * turn) % n
+    return rotations + reflections, turns + n * (flip[:, None] ^ flip)
 
 
 def _symmetric(n: int) -> Elements:
-    return _permutations(torch.tensor(list(itertools.permutations(range(n)))))
+    points = torch.tensor(list(itertools.permutations(range(n))))
+    return _permutations(points)
 
 
 def _alternating(n: int) -> Elements:
@@ -41,36 +41,36 @@ def _alternating(n: int) -> Elements:
 
 
 def _permutations(points: Int64[Tensor, "order n"]) -> Elements:
-    # Read as a number in base n, a permutation is its own sorted key: products are found by binary
-    # search.
     n = points.shape[1]
-    place = n ** torch.arange(n).flip(0)
     composed = points[:, points]  # [a, b, i] = a(b(i))
-    table = torch.searchsorted((points * place).sum(-1), (composed * place).sum(-1))
-    return tuple(map(tuple, (points + 1).tolist())), table
+    # The digits of a number in base n. The rows are sorted, so a binary search finds products.
+    places = n ** torch.arange(n).flip(0)
+    table = torch.searchsorted((points * places).sum(-1), (composed * places).sum(-1))
+    labels = (points + 1).tolist()
+    return tuple(map(tuple, labels)), table
 
 
 def _quaternion() -> Elements:
     sign, unit = torch.arange(8) % 2, torch.arange(8) // 2
-    negative = torch.tensor(
-        [[0, 0, 0, 0], [0, 1, 0, 1], [0, 1, 1, 0], [0, 0, 1, 1]]
-    )  # of the product of two units
+    # whether the product of two units of 1, i, j, k is negative
+    negative = torch.tensor([[0, 0, 0, 0], [0, 1, 0, 1], [0, 1, 1, 0], [0, 0, 1, 1]])
     signs = sign[:, None] ^ sign ^ negative[unit[:, None], unit]
-    return ("1", "-1", "i", "-i", "j", "-j", "k", "-k"), 2 * (unit[:, None] ^ unit) + signs
+    units = unit[:, None] ^ unit
+    return ("1", "-1", "i", "-i", "j", "-j", "k", "-k"), 2 * units + signs
 
 
 def _aperiodic() -> Elements:
-    return ("E", "A", "B", "X"), torch.tensor(
-        [[0, 1, 2, 3], [1, 3, 3, 3], [2, 1, 2, 3], [3, 3, 3, 3]]
-    )
+    table = torch.tensor([[0, 1, 2, 3], [1, 3, 3, 3], [2, 1, 2, 3], [3, 3, 3, 3]])
+    return ("E", "A", "B", "X"), table
 
 
-FAMILIES: dict[str, tuple[Callable[[int], Elements], int]] = {  # and the largest n
+FAMILIES: dict[str, tuple[Callable[[int], Elements], int]] = {
     "Z": (_cyclic, MAX_ORDER),
     "S": (_symmetric, 6),  # the table of S7 would take 200 MB
     "A": (_alternating, 6),
     "D": (_dihedral, MAX_ORDER // 2),
 }
+"""Groups with a number n in their name, and the largest n."""
 SINGLE: dict[str, Callable[[], Elements]] = {"Q8": _quaternion, "M": _aperiodic}
 PART = rf"([{''.join(FAMILIES)}](?:0|[1-9][0-9]*)|{'|'.join(SINGLE)})"
 
@@ -108,18 +108,19 @@ def parse_group(name: str) -> FiniteMonoid:
     """
     if not re.fullmatch(rf"{PART}(x{PART})*", name):
         raise ValueError(
-            "name must be Zn, Sn, An or Dn with a number for n, Q8, M, or several "
-            'joined by "x", such as "S3", "D5" '
-            f'or "A5xM", got {name!r}'
+            "name must be Zn, Sn, An or Dn with a number for n, Q8, M, or several joined by "
+            f'"x", such as "S3", "D5" or "A5xM", got {name!r}'
         )
-    with torch.device("cpu"):  # where tables are, whatever the default device
-        return direct_product(*map(_made, name.split("x")))
+    with torch.device("cpu"):  # whatever the default device is
+        return direct_product(*map(_factor, name.split("x")))
 
 
-def _made(part: str) -> FiniteMonoid:
-    if part in SINGLE:
-        return FiniteMonoid(part, *SINGLE[part](), identity=0)
-    make, largest = FAMILIES[part[0]]
-    n = int(part[1:])
-    check_integer(f"{part}: n", n, 1, largest)
-    return FiniteMonoid(part, *make(n), identity=0)
+def _factor(name: str) -> FiniteMonoid:
+    if name in SINGLE:
+        elements, table = SINGLE[name]()
+    else:
+        make, largest = FAMILIES[name[0]]
+        n = int(name[1:])
+        check_integer(f"{name}: n", n, 1, largest)
+        elements, table = make(n)
+    return FiniteMonoid(name, elements, table, identity=0)

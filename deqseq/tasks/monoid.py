@@ -14,7 +14,7 @@ from deqseq.arguments import AtLeast, check_integer, checked
 
 Label = int | str | tuple
 MAX_ORDER = 1024  # S6 has 720 elements; the table of S7 alone would take 200 MB
-MAX_SUBSETS = 10_000  # that `generators` tries before it gives up: a second or two at order 240
+MAX_SUBSETS = 10_000  # tried by `generators`: a second or two at order 240
 
 
 @checked
@@ -35,8 +35,8 @@ class FiniteMonoid:
         factors: the factors of a :func:`direct_product`; empty for other monoids.
 
     Raises:
-        ValueError: a label twice, a table of another shape or with ids of no element, or an
-            ``identity`` that is none.
+        ValueError: a label twice, a table of another shape or with ids out of range, or an
+            ``identity`` that is not one.
 
     Example:
         >>> minimum = FiniteMonoid(
@@ -53,10 +53,8 @@ class FiniteMonoid:
     factors: "tuple[FiniteMonoid, ...]" = field(default=(), init=False, repr=False)
 
     def __post_init__(self):
-        order, table = (
-            len(self.elements),
-            self.table.detach().cpu().clone(),
-        )  # which cannot change after the check
+        order = len(self.elements)
+        table = self.table.detach().cpu().clone()  # a copy cannot change after the checks
         object.__setattr__(self, "table", table)
         if order == 0 or len(set(self.elements)) != order:
             raise ValueError(
@@ -67,14 +65,12 @@ class FiniteMonoid:
             raise ValueError(f"{self.name}: table must be torch.int64 {(order, order)}, got {got}.")
         if table.min() < 0 or table.max() >= order:
             raise ValueError(
-                f"{self.name}: table must hold ids 0 to {order - 1}, got {table.min()} to "
-                f"{table.max()}."
+                f"{self.name}: table must hold ids 0 to {order - 1}, "
+                f"got {table.min()} to {table.max()}."
             )
-        both_sides = torch.stack([table[self.identity % order], table[:, self.identity % order]])
-        if self.identity >= order or not (both_sides == torch.arange(order, device="cpu")).all():
-            raise ValueError(
-                f"{self.name}: the element with id {self.identity} is not the identity."
-            )
+        one, ids = self.identity, torch.arange(order, device="cpu")
+        if one >= order or not (torch.equal(table[one], ids) and torch.equal(table[:, one], ids)):
+            raise ValueError(f"{self.name}: the element with id {one} is not the identity.")
 
     @property
     def order(self) -> int:
@@ -116,9 +112,8 @@ def direct_product(*factors: FiniteMonoid) -> FiniteMonoid:
     identity = elements.index(tuple(factor.elements[factor.identity] for factor in flat))
     table = torch.zeros(1, 1, dtype=torch.int64, device="cpu")
     for factor in flat:  # the id of (a, b) is a * order + b
-        table = torch.kron(
-            table * factor.order, torch.ones_like(factor.table)
-        ) + factor.table.repeat(table.shape)
+        products = table[:, None, :, None] * factor.order + factor.table[:, None]
+        table = products.flatten(2).flatten(0, 1)
     product = FiniteMonoid(name, elements, table, identity)
     object.__setattr__(product, "factors", flat)
     return product
@@ -129,11 +124,11 @@ def generators(monoid: FiniteMonoid, count: Annotated[int, AtLeast(1)]) -> tuple
     """The canonical generating subset of a given size, as ids.
 
     S_n: (2, 1, 3, ...) and the n-cycle (2, ..., n, 1). A_n: the cycle of all points (n odd) or all
-    but 1, and (2, 3, 1, 4, ...). Otherwise the first subset that generates, ids in lexicographic
-    order, no identity.
+    but 1, and (2, 3, 1, 4, ...). Otherwise the first subset without the identity that generates, in
+    lexicographic order of the ids.
 
     Args:
-        monoid: what to generate.
+        monoid: the monoid to generate.
         count: size of the subset.
 
     Raises:
@@ -157,26 +152,28 @@ def generators(monoid: FiniteMonoid, count: Annotated[int, AtLeast(1)]) -> tuple
 
 
 def _family_generators(monoid: FiniteMonoid) -> list[tuple[int, ...]]:
-    n = len(monoid.elements[0]) if isinstance(monoid.elements[0], tuple) else 0
+    """The two permutations that `generators` names, for S_n and A_n only."""
+    first = monoid.elements[0]
+    n = len(first) if isinstance(first, tuple) else 0
     points = tuple(range(1, n + 1))
     pair: tuple[Label, ...] = ()
     if monoid.name == f"S{n}" and n >= 3:
         pair = (2, 1, *points[2:]), (*points[1:], 1)
-    if monoid.name == f"A{n}" and n >= 4:
-        still = 1 - n % 2  # a cycle of even length is odd: for even n, leave the point 1 alone
-        pair = (*points[:still], *points[still + 1 :], points[still]), (2, 3, 1, *points[3:])
-    known = pair and set(pair) <= set(monoid.elements)  # another monoid may have the name
-    return [tuple(map(monoid.elements.index, pair))] if known else []
+    elif monoid.name == f"A{n}" and n >= 4:
+        # A cycle of even length is odd, so for an even n the point 1 stays where it is.
+        stays, cycle = points[: 1 - n % 2], points[1 - n % 2 :]
+        pair = (*stays, *cycle[1:], cycle[0]), (2, 3, 1, *points[3:])
+    if not pair or not set(pair) <= set(monoid.elements):  # another monoid may have the name
+        return []
+    return [tuple(map(monoid.elements.index, pair))]
 
 
 def reached(table: Tensor, identity: int, subset: Iterable[int]) -> Tensor:
-    """Mask of the elements that the products ((a ∘ b) ∘ c) ∘ ... of elements of `subset` reach, the
-    empty one too.
-    """
+    """Mask of the products ((a ∘ b) ∘ c) ∘ ... of elements of `subset`, with the empty product."""
     mask = torch.zeros_like(table[0], dtype=torch.bool)
     steps, frontier = table[:, list(subset)], table.new_tensor([identity])
     while len(frontier):
         mask[frontier] = True
-        following = steps[frontier].flatten()
-        frontier = following[~mask[following]].unique()  # or repeats multiply, round after round
+        products = steps[frontier].flatten()
+        frontier = products[~mask[products]].unique()  # the number of repeats would grow
     return mask

@@ -1,6 +1,5 @@
 """What all tasks share: batches and fixed data sets from a seed."""
 
-import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from typing import Annotated, NamedTuple
@@ -9,7 +8,11 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from deqseq.arguments import AtLeast, check_ids, check_integer, check_type, checked
+from deqseq.arguments import AtLeast, Between, check_ids, check_integer, check_type, checked
+
+Size = Annotated[int, AtLeast(1)]
+Seed = Annotated[int, Between(0, 2**31 - 1)]
+"""torch's generator on the CPU takes 32 bits, of which one separates training and evaluation."""
 
 
 class WordBatch(NamedTuple):
@@ -25,10 +28,10 @@ class WordBatch(NamedTuple):
 
 
 class Task(ABC):
-    """A sequence task with exact answers: what a training script needs to know of it.
+    """A sequence task with exact answers.
 
-    A task of your own defines ``vocab_size``, ``chance`` and ``draw``, and is then sampled as all
-    others are.
+    Your own task defines ``vocab_size``, ``chance`` and ``draw``, and is then sampled like the
+    others.
 
     Example:
         >>> class Copy(Task):
@@ -53,22 +56,21 @@ class Task(ABC):
 
     @abstractmethod
     def draw(self, batch: int, length: int, generator: torch.Generator) -> WordBatch:
-        """Draw ``batch`` sequences of a ``length``, on the CPU, and answer them; what it returns is
-        checked.
+        """Draw ``batch`` sequences of a ``length`` and their answers, on the CPU.
 
-        The ``generator``, on the CPU, is the source of all randomness.
+        The ``generator``, on the CPU, is the source of all randomness. The result is checked.
         """
 
+    @checked
     def batches(
         self,
-        batch: int,
+        batch: Size,
         length: int | Iterable[int],
         *,
-        seed: int,
+        seed: Seed,
         device: torch.device | str | None = None,
     ) -> Iterator[WordBatch]:
-        """Endless training data. The same seed gives the same batches, whatever the global random
-        state.
+        """Endless training data, which depend only on the seed.
 
         Args:
             batch: sequences per batch.
@@ -84,28 +86,27 @@ class Task(ABC):
         lengths = tuple(length) if isinstance(length, Iterable) else (length,)
         if not lengths:
             raise ValueError("length must name at least one length, got none.")
-        for candidate in lengths:
-            check_integer("length", candidate, 1)
-        check_integer("batch", batch, 1)
+        for one in lengths:
+            check_integer("length", one, 1)
         generator = _seeded(seed, stream=0)
-        # The checks above run at the call, as they would not in a generator function.
-        chosen = (
-            lengths[int(torch.randint(len(lengths), (), generator=generator, device="cpu"))]
-            for _ in itertools.repeat(None)
-        )
-        return (self._drawn(batch, one, generator, device) for one in chosen)
+
+        def endless() -> Iterator[WordBatch]:  # a function inside: the checks run at the call
+            while True:
+                place = torch.randint(len(lengths), (), generator=generator, device="cpu")
+                yield self._drawn(batch, lengths[int(place)], generator, device)
+
+        return endless()
 
     @checked
     def fixed(
         self,
-        size: Annotated[int, AtLeast(1)],
-        length: int,
+        size: Size,
+        length: Size,
         *,
-        seed: int,
+        seed: Seed,
         device: torch.device | str | None = None,
     ) -> WordBatch:
-        """A fixed data set of a ``size``, for evaluation, of strings of a ``length``, on a
-        ``device``.
+        """A fixed data set for evaluation: ``size`` strings of a ``length``, on a ``device``.
 
         The same ``seed``, 0 to 2**31 - 1, gives the same data, which are independent of those of
         :meth:`batches`.
@@ -115,17 +116,15 @@ class Task(ABC):
     def _drawn(
         self, batch: int, length: int, generator: torch.Generator, device: torch.device | str | None
     ) -> WordBatch:
-        check_integer("length", length, 1)
         drawn = self.draw(int(batch), int(length), generator)
         check_type("the value of draw", drawn, WordBatch, "WordBatch(inputs, targets)")
         inputs, targets = drawn
-        if inputs.shape != targets.shape or any(
-            part.ndim != 2 or part.dtype != torch.int64 for part in drawn
-        ):
+        kinds = {(part.dtype, part.ndim) for part in drawn}
+        if kinds != {(torch.int64, 2)} or inputs.shape != targets.shape:
             got = ", ".join(f"{part.dtype} {tuple(part.shape)}" for part in drawn)
             raise ValueError(
-                "draw must return ids and answers, int64 and of one shape (batch, length), got "
-                f"{got}"
+                "draw must return ids and answers, int64 and of one shape (batch, length), "
+                f"got {got}"
             )
         if len(inputs) != batch:
             raise ValueError(f"draw must return {batch} rows, got {len(inputs)}")
@@ -135,7 +134,5 @@ class Task(ABC):
 
 
 def _seeded(seed: int, *, stream: int) -> torch.Generator:
-    check_integer("seed", seed, 0, 2**31 - 1)  # torch's generator on the CPU takes 32 bits of it
-    # Even seeds for training, odd ones for evaluation: the same seed must not give the same data
-    # for both.
+    # Training takes even seeds, evaluation odd ones: their data differ for the same seed.
     return torch.Generator().manual_seed(2 * int(seed) + stream)

@@ -34,7 +34,7 @@ class WordProblem(Task):
 
     Raises:
         ValueError: ``inputs`` is empty, repeats an id or contains an invalid one, the probability
-            is out of its range, or it is positive and no factor is a group.
+            is out of its range, or it is positive but none of the factors is a group.
 
     References:
         Merrill et al., The Illusion of State in State-Space Models, 2024, arXiv 2404.08819.
@@ -61,12 +61,12 @@ class WordProblem(Task):
                 raise ValueError(
                     f"WordProblem.inputs must be one or more ids, none of them twice, got {inputs}."
                 )
-            object.__setattr__(self, "inputs", inputs)  # an iterator may have been given
-        p = self.identity_probability
-        if p > 0.0 and not any(factor.is_group for factor in self.monoid.factors or (self.monoid,)):
-            name = self.monoid.name
+            object.__setattr__(self, "inputs", inputs)  # an iterator could be read only once
+        p, factors = self.identity_probability, self.monoid.factors or (self.monoid,)
+        if p > 0.0 and not any(factor.is_group for factor in factors):
             raise ValueError(
-                f"identity_probability must be 0 for {name}, which has no group factor, got {p}."
+                f"identity_probability must be 0 for {self.monoid.name}, which has no group "
+                f"factor, got {p}."
             )
 
     @property
@@ -94,19 +94,17 @@ class WordProblem(Task):
         larger p.
         """
         table, device = self.monoid.table, generator.device
+        options = {"generator": generator, "device": device}
         ids = table.new_tensor(self.input_ids)
-        drawn = torch.randint(len(ids), (batch, length), generator=generator, device=device)
-        easy = torch.rand(batch, length, generator=generator, dtype=torch.float64, device=device)
-        easy, inputs = easy < self.identity_probability, ids[drawn]
-        without_group = table.new_zeros(
-            1
-        )  # of each element, with the identity in factors that are groups
+        drawn = ids[torch.randint(len(ids), (batch, length), **options)]
+        chance = torch.rand(batch, length, dtype=torch.float64, **options)
+        easy_ids = table.new_zeros(1)  # ids of elements with the identity in their group factors
         for factor in self.monoid.factors or (self.monoid,):
-            part = table.new_tensor(
-                [factor.identity if factor.is_group else n for n in range(factor.order)]
-            )
-            without_group = (without_group[:, None] * factor.order + part).flatten()
-        inputs = torch.where(easy, without_group[inputs], inputs)
+            part = torch.arange(factor.order, device=table.device)
+            if factor.is_group:
+                part = part.fill_(factor.identity)
+            easy_ids = (easy_ids[:, None] * factor.order + part).flatten()
+        inputs = torch.where(chance < self.identity_probability, easy_ids[drawn], drawn)
         return WordBatch(inputs, prefix_products(self.monoid, inputs))
 
 
@@ -124,7 +122,7 @@ def prefix_products(
             device.
 
     Raises:
-        TypeError, ValueError: the tokens have another shape or dtype, or are no ids of the monoid.
+        TypeError, ValueError: another shape or dtype, or ids that are not in the monoid.
 
     Example:
         >>> from deqseq.tasks import parse_group, prefix_products

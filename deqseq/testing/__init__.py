@@ -2,9 +2,7 @@
 
 from importlib.util import find_spec
 
-if find_spec(
-    "pytest"
-):  # its rewritten asserts show their values; any other runner takes the suites as they are
+if find_spec("pytest"):  # pytest shows the values of an assert only in modules that it rewrites
     import pytest
 
     pytest.register_assert_rewrite(f"{__name__}.backbones", f"{__name__}.solvers")

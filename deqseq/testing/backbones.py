@@ -1,6 +1,4 @@
-"""What every backbone must do: be causal and pure, and come to the same however its
-tokens are cut.
-"""
+"""What every backbone must do: be causal, keep rows independent, and change nothing in place."""
 
 import copy
 from typing import Any, ClassVar
@@ -8,6 +6,7 @@ from unittest import SkipTest
 
 import torch
 from torch import Tensor
+from torch.testing import assert_close
 
 from deqseq.backbones import Backbone, Cache
 from deqseq.config import SolveConfig
@@ -15,7 +14,7 @@ from deqseq.models import ImplicitModel, ModelOutput
 from deqseq.rows import map_tensors, take, tensors_of
 from deqseq.stop import Stop
 from deqseq.sweeps import Chunked, Sequential, Simultaneous, Sliding, Sweep
-from deqseq.testing.problems import seeded
+from deqseq.testing.problems import random
 
 SWEEPS: tuple[Sweep, ...] = (Simultaneous(), Chunked(3), Sequential(), Sliding(3))
 
@@ -25,12 +24,12 @@ class BackboneContract:
 
     It checks single evaluations first, at any state, with their gradients, and then whole solves,
     for which the backbone must contract, or ``config`` name a solver that finds its fixed point.
-    All tests use a copy in float64, and all but one eval mode. What needs ``advance`` is skipped
-    for a backbone without.
+    All tests use a copy in float64, and all but one use eval mode. Tests of the cache are skipped
+    for a backbone without ``advance``.
 
     Attributes:
         backbone: the backbone, of any width.
-        config: how its fixed point is found, tightly.
+        config: how its fixed point is found; the tolerance must be tight.
 
     Example:
         >>> import deqseq as dq
@@ -46,10 +45,12 @@ class BackboneContract:
         return copy.deepcopy(self.backbone).double().eval()
 
     def randn(self, batch: int, length: int, seed: int = 0) -> Tensor:
-        """Random inputs or states."""
-        return torch.randn(
-            batch, length, self.backbone.d_model, generator=seeded(seed), dtype=torch.float64
-        )
+        """Random inputs or states, ``(batch, length, d_model)``."""
+        return random(batch, length, self.backbone.d_model, seed=seed)
+
+    def example(self, batch: int, length: int) -> tuple[Backbone[Any], Tensor, Tensor]:
+        """A copy to test, its input x and a state z."""
+        return self.made(), self.randn(batch, length), self.randn(batch, length, seed=1)
 
     def advance(
         self,
@@ -59,242 +60,237 @@ class BackboneContract:
         tokens: int,
         counts: Tensor | None = None,
     ) -> Cache:
-        """The cache after ``tokens``; skips the test of a backbone that keeps none."""
-        if type(backbone).advance is Backbone.advance:
-            raise SkipTest("the backbone has no advance()")
+        """The cache after ``tokens``; skips the test if the backbone has no ``advance``."""
+        self.require_advance()
         with torch.no_grad():
             return backbone.advance(cache, aux, tokens, counts)
 
-    def solved(
-        self, x: Tensor, sweep: Sweep = Simultaneous(), backbone: Any = None, **options: Any
-    ) -> ModelOutput:
-        """The fixed point, which must be found."""
-        model = ImplicitModel(self.made() if backbone is None else backbone, self.config)
-        if type(model.backbone).advance is Backbone.advance and (
-            options or sweep != Simultaneous()
-        ):
+    def require_advance(self) -> None:
+        """Skip the test if the backbone has no ``advance``."""
+        if not has_advance(self.backbone):
             raise SkipTest("the backbone has no advance()")
+
+    def solved(self, x: Tensor, sweep: Sweep = Simultaneous(), **options: Any) -> ModelOutput:
+        """The fixed point, which must be found."""
+        model = ImplicitModel(self.made(), self.config)
         with torch.no_grad():
             output = model(x, sweep=sweep, **options)
         assert bool(output.converged.all()), (
-            "set `backbone` to one that contracts, or `config` to what solves it"
+            "the solve must converge: set `backbone` to one that contracts, or `config` to a "
+            "solver and a budget that find its fixed point"
         )
         return output
 
-    # one evaluation
+    # One evaluation
 
     def test_keeps_the_dtype(self) -> None:
-        x, z = self.randn(2, 5), self.randn(2, 5, seed=1)
-        expected = self.made()(z, self.made().prepare(x))[0]
+        backbone, x, z = self.example(2, 5)
+        expected, _ = evaluated(backbone, x, z)
         for dtype, rtol in ((torch.float64, 1e-12), (torch.float32, 1e-3), (torch.bfloat16, 0.2)):
-            backbone = self.made().to(dtype)
-            value = backbone(z.to(dtype), backbone.prepare(x.to(dtype)))[0]
-            assert (value.dtype, value.shape) == (dtype, z.shape)
+            value, _ = evaluated(self.made().to(dtype), x.to(dtype), z.to(dtype))
+            assert value.dtype == dtype
+            assert value.shape == z.shape
             assert (value.double() - expected).norm() <= rtol * expected.norm()
 
     def test_tensors_are_made_on_the_device_of_the_state(self) -> None:
-        """Whatever is made without a device is made on "meta" here, and cannot be used with the
-        others.
-        """
-        backbone, x, z = self.made(), self.randn(2, 5), self.randn(2, 5, seed=1)
-        expected, aux = backbone(z, backbone.prepare(x), need_aux=True)
+        """A tensor made without a device is on "meta" here, and cannot be used with the others."""
+        backbone, x, z = self.example(2, 5)
+        expected, _ = evaluated(backbone, x, z, need_aux=True)
         with torch.device("meta"):
             inputs = backbone.prepare(x)
             value, aux = backbone(z, inputs, need_aux=True)
-            everything = [value, *tensors_of((inputs, aux))]
-            if type(backbone).advance is not Backbone.advance:
-                everything += self.advance(backbone, None, aux, 5).tensors()
-        assert {tensor.device for tensor in everything} == {x.device}
+            tensors = [value, *tensors_of((inputs, aux))]
+            if has_advance(backbone):
+                tensors += self.advance(backbone, None, aux, 5).tensors()
+        assert {tensor.device for tensor in tensors} == {x.device}
         assert torch.equal(value, expected)
 
     def test_one_prepare_makes_one_map_in_training_mode_too(self) -> None:
-        """Random masks are drawn by ``prepare``, once per solve: a map that draws its own has no
-        fixed point.
-        """
-        backbone, z, rows = self.made().train(), self.randn(3, 5, seed=1), torch.tensor([2, 0])
-        inputs = backbone.prepare(self.randn(3, 5))
-        value = backbone(z, inputs)[0]
+        """``prepare`` draws random masks, once per solve: a map that draws has no fixed point."""
+        backbone, x, z = self.example(3, 5)
+        backbone.train()
+        inputs, rows = backbone.prepare(x), torch.tensor([2, 0])
+        value, _ = backbone(z, inputs)
         assert torch.equal(backbone(z, inputs)[0], value)
-        assert_same(backbone(z[rows], take(inputs, rows))[0], value[rows])
+        taken, _ = backbone(z[rows], take(inputs, rows))
+        assert_same(taken, value[rows])
 
     def test_gradients_are_those_of_the_map(self) -> None:
-        backbone, x, z = self.made(), self.randn(2, 4), self.randn(2, 4, seed=1)
-        leaves = [
-            leaf.requires_grad_() for leaf in (x, z, *backbone.parameters())
-        ]  # perturbed in place
-        map_of = lambda *_: backbone(z, backbone.prepare(x))[0]  # noqa: E731
-        assert torch.autograd.gradcheck(map_of, leaves, fast_mode=True, atol=1e-6, rtol=1e-4)
+        backbone, x, z = self.example(2, 4)
+        leaves = [leaf.requires_grad_() for leaf in (x, z, *backbone.parameters())]
+
+        def value(*_: Tensor) -> Tensor:  # gradcheck perturbs the leaves in place
+            return evaluated(backbone, x, z)[0]
+
+        assert torch.autograd.gradcheck(value, leaves, fast_mode=True, atol=1e-6, rtol=1e-4)
 
     def test_causal(self) -> None:
-        backbone, x, z = self.made(), self.randn(2, 7), self.randn(2, 7, seed=1)
-        before, changed = backbone(z, backbone.prepare(x))[0], [x.clone(), z.clone()]
-        for sequence, changed_x, changed_z in (
-            (changed[0], changed[0], z),
-            (changed[1], x, changed[1]),
-        ):
-            sequence[:, 4:] = self.randn(2, 3, seed=2)  # a constant is what a norm would remove
-            after = backbone(changed_z, backbone.prepare(changed_x))[0]
-            assert torch.allclose(after[:, :4], before[:, :4], 1e-9, 1e-9), (
+        backbone, x, z = self.example(2, 7)
+        value, _ = evaluated(backbone, x, z)
+        ending = self.randn(2, 3, seed=2)  # random, because a norm would remove a constant
+        other_x = torch.cat([x[:, :4], ending], dim=1)
+        other_z = torch.cat([z[:, :4], ending], dim=1)
+        for changed_x, changed_z in ((other_x, z), (x, other_z)):
+            changed, _ = evaluated(backbone, changed_x, changed_z)
+            assert torch.allclose(changed[:, :4], value[:, :4], 1e-9, 1e-9), (
                 "a token must not depend on later ones"
             )
-            assert not torch.allclose(after[:, 4:], before[:, 4:]), (
+            assert not torch.allclose(changed[:, 4:], value[:, 4:]), (
                 "a token must depend on its input and its state"
             )
 
     def test_rows_are_independent(self) -> None:
-        backbone, x, z, rows = (
-            self.made(),
-            self.randn(3, 4),
-            self.randn(3, 4, seed=1),
-            torch.tensor([1, 1, 2, 0]),
-        )
-        mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 0, 0]]).bool()
+        backbone, x, z = self.example(3, 4)
+        rows, counts = torch.tensor([1, 1, 2, 0]), torch.tensor([4, 2, 1])
+        mask = torch.arange(4) < counts[:, None]
         inputs = backbone.prepare(x, None, mask)
-        whole, aux = backbone(z, inputs, need_aux=True)
+        value, aux = backbone(z, inputs, need_aux=True)
         taken, taken_aux = backbone(z[rows], take(inputs, rows), need_aux=True)
-        assert_same(taken, whole[rows])
-        cache = self.advance(backbone, None, aux, 4, mask.sum(dim=1))
-        taken_cache = self.advance(backbone, None, take(aux, rows), 4, mask[rows].sum(dim=1))
-        assert_same_cache(taken_cache, take(cache, rows))
-        assert_same_cache(
-            self.advance(backbone, None, taken_aux, 4, mask[rows].sum(dim=1)), taken_cache
-        )
+        assert_same(taken, value[rows])
+        cache = self.advance(backbone, None, aux, 4, counts)
+        for rows_aux in (take(aux, rows), taken_aux):
+            taken_cache = self.advance(backbone, None, rows_aux, 4, counts[rows])
+            assert_same_cache(taken_cache, take(cache, rows))
         for prepared in (cache, cache.reserve(4)):
-            later = backbone.prepare(x, prepared, mask)
-            expected = backbone(z, later, prepared)[0][rows]
-            assert_same(backbone(z[rows], take(later, rows), take(prepared, rows))[0], expected)
+            inputs = backbone.prepare(x, prepared, mask)
+            value, _ = backbone(z, inputs, prepared)
+            taken, _ = backbone(z[rows], take(inputs, rows), take(prepared, rows))
+            assert_same(taken, value[rows])
 
     def test_pure(self) -> None:
-        backbone, x, z = self.made(), self.randn(2, 3), self.randn(2, 3, seed=1)
+        backbone, x, z = self.example(2, 3)
+        cache: Cache | None = None
+        inputs = backbone.prepare(x)
 
-        def watched(cache: Cache | None, inputs: Any) -> list[Tensor]:
-            kept = () if cache is None else cache.tensors()
-            return [z, *tensors_of(inputs), *backbone.state_dict().values(), *kept]
+        def watched() -> list[Tensor]:
+            tensors = [z, *tensors_of(inputs), *backbone.state_dict().values()]
+            return tensors if cache is None else [*tensors, *cache.tensors()]
 
-        cache, inputs = None, backbone.prepare(x)
-        for _ in range(2):
-            copies = [tensor.clone() for tensor in watched(cache, inputs)]
+        for _ in range(2):  # without tokens before, and after some
+            copies = [tensor.clone() for tensor in watched()]
             with torch.no_grad():
-                first, second = (backbone(z, inputs, cache, need_aux=True) for _ in range(2))
-            assert torch.equal(first[0], second[0])
-            assert_same(
-                backbone(z, inputs, cache)[0], first[0]
-            )  # with a graph, and nothing to be committed
-            following = self.advance(backbone, cache, second[1], 3)
-            assert all(
-                torch.equal(*pair) for pair in zip(copies, watched(cache, inputs), strict=True)
-            )
-            cache, inputs = following, backbone.prepare(x, following)
+                first, _ = backbone(z, inputs, cache, need_aux=True)
+                second, aux = backbone(z, inputs, cache, need_aux=True)
+            assert torch.equal(first, second)
+            with_a_graph, _ = backbone(z, inputs, cache)
+            assert_same(with_a_graph, first)
+            next_cache = self.advance(backbone, cache, aux, 3)
+            assert_close(watched(), copies, rtol=0, atol=0)
+            cache, inputs = next_cache, backbone.prepare(x, next_cache)
 
-    # the cache
+    # The cache
 
     def test_a_sequence_cut_anywhere_is_the_sequence(self) -> None:
-        backbone, x, z = self.made(), self.randn(2, 40), self.randn(2, 40, seed=1)
+        backbone, x, z = self.example(2, 40)
         inputs = backbone.prepare(x)
-        whole, last = backbone(z, inputs, need_aux=True)
-        for sizes in ((1, 39), (3, 37), (39, 1), [1] * 40):
+        whole, whole_aux = backbone(z, inputs, need_aux=True)
+        for sizes in ([1, 39], [3, 37], [39, 1], [1] * 40):
             cache, values, start = None, [], 0
             for size in sizes:
                 end = start + size
-                value, aux = backbone(
-                    z[:, start:end], part(inputs, start, end), cache, need_aux=True
-                )
-                prepared = backbone.prepare(x[:, start:end], cache)
-                assert_same(backbone(z[:, start:end], prepared, cache)[0], value)
+                some_x, some_z = x[:, start:end], z[:, start:end]
+                value, aux = backbone(some_z, part(inputs, start, end), cache, need_aux=True)
+                assert_same(evaluated(backbone, some_x, some_z, cache)[0], value)
+                values.append(value)
                 cache, start = self.advance(backbone, cache, aux, size), end
                 assert not any(tensor.requires_grad for tensor in cache.tensors())
-                values.append(value)
             assert_same(torch.cat(values, dim=1), whole)
-            assert cache is not None
-            assert_same_cache(cache, self.advance(backbone, None, last, 40))
+            assert_same_cache(cache, self.advance(backbone, None, whole_aux, 40))
 
-    def test_padding_leaves_what_the_row_alone_leaves(self) -> None:
-        backbone, x, z = self.made(), self.randn(3, 5), self.randn(3, 5, seed=1)
-        later_x, later_z, real = (
-            self.randn(3, 4, seed=2),
-            self.randn(3, 4, seed=3),
-            torch.tensor([2, 5, 1]),
-        )
-        value, whole = backbone(
-            z, backbone.prepare(x, None, torch.arange(5) < real[:, None]), need_aux=True
-        )
+    def test_padding_does_not_change_a_row(self) -> None:
+        backbone, x, z = self.example(3, 5)
+        later_x, later_z = self.randn(3, 4, seed=2), self.randn(3, 4, seed=3)
+        lengths = torch.tensor([2, 5, 1])
+        mask = torch.arange(5) < lengths[:, None]
+        value, aux = evaluated(backbone, x, z, mask=mask, need_aux=True)
         for committed in (3, 5):
-            counts = real.clamp(max=committed)
-            cache = self.advance(backbone, None, whole, committed, counts)
-            later = backbone(later_z, backbone.prepare(later_x, cache), cache)[0]
+            counts = lengths.clamp(max=committed)
+            cache = self.advance(backbone, None, aux, committed, counts)
+            later, _ = evaluated(backbone, later_x, later_z, cache)
             for row, count in enumerate(counts.tolist()):
                 one = slice(row, row + 1)
-                alone, aux = backbone(
-                    z[one, :count], backbone.prepare(x[one, :count]), need_aux=True
+                alone, alone_aux = evaluated(
+                    backbone, x[one, :count], z[one, :count], need_aux=True
                 )
                 assert_same(alone, value[one, :count])
-                own = self.advance(backbone, None, aux, count)
-                assert_same(
-                    backbone(later_z[one], backbone.prepare(later_x[one], own), own)[0], later[one]
-                )
+                alone_cache = self.advance(backbone, None, alone_aux, count)
+                alone_later, _ = evaluated(backbone, later_x[one], later_z[one], alone_cache)
+                assert_same(alone_later, later[one])
 
     def test_a_row_that_commits_nothing_keeps_its_cache(self) -> None:
-        """Windows of a batch move apart: one row commits its first tokens, the other none."""
-        backbone, counts, cache = self.made(), torch.tensor([3, 0]), None
-        x, z = self.randn(2, 9), self.randn(2, 9, seed=1)
+        """Each row has its own window: one commits its first tokens, the other none."""
+        backbone, x, z = self.example(2, 9)
+        cache = None
         for start in (0, 3):  # without tokens before, and after some
-            now = slice(start, start + 3)
-            _, aux = backbone(z[:, now], backbone.prepare(x[:, now], cache), cache, need_aux=True)
-            after = self.advance(backbone, cache, aux, 3, counts)
-            later, alone = (
-                backbone(z[:, 6:], backbone.prepare(x[:, 6:], one), one)[0]
-                for one in (after, cache)
-            )
-            assert_same(later[1], alone[1])
+            now, later = slice(start, start + 3), slice(6, 9)
+            _, aux = evaluated(backbone, x[:, now], z[:, now], cache, need_aux=True)
+            one_row_later = self.advance(backbone, cache, aux, 3, torch.tensor([3, 0]))
+            value, _ = evaluated(backbone, x[:, later], z[:, later], one_row_later)
+            expected, _ = evaluated(backbone, x[:, later], z[:, later], cache)
+            assert_same(value[1], expected[1])
             cache = self.advance(backbone, cache, aux, 3)
 
     def test_two_continuations_of_one_cache_do_not_disturb_each_other(self) -> None:
-        backbone, x, z = self.made(), self.randn(2, 9), self.randn(2, 9, seed=1)
-        inputs = backbone.prepare(x)
+        backbone, x, z = self.example(2, 9)
+        states, inputs = z.split([3, 2, 2, 2], dim=1), backbone.prepare(x)
+        first_inputs, next_inputs = part(inputs, 0, 3), part(inputs, 3, 5)
+
+        def continued(cache: Cache | None, z: Tensor, inputs: Any) -> Cache:
+            _, aux = backbone(z, inputs, cache, need_aux=True)
+            return self.advance(backbone, cache, aux, z.shape[1])
+
         with torch.no_grad():
-            _, aux = backbone(z[:, :3], part(inputs, 0, 3), need_aux=True)
-            root = self.advance(backbone, None, aux, 3)
+            root = continued(None, states[0], first_inputs)
             prepared = root.reserve(2)
-            _, aux = backbone(z[:, 3:5], part(inputs, 3, 5), prepared, need_aux=True)
-            one = self.advance(backbone, prepared, aux, 2)
-            kept = [tensor.clone() for tensor in (*root.tensors(), *one.tensors())]
-            _, aux = backbone(z[:, 5:7], part(inputs, 3, 5), prepared, need_aux=True)
-            other = self.advance(backbone, prepared, aux, 2)
-            backbone(z[:, 7:9], part(inputs, 3, 5), root)
-        assert all(
-            torch.equal(*pair) for pair in zip(kept, (*root.tensors(), *one.tensors()), strict=True)
-        )
-        assert not all(
-            torch.allclose(*pair) for pair in zip(one.tensors(), other.tensors(), strict=True)
-        )
+            first = continued(prepared, states[1], next_inputs)
+            copies = [tensor.clone() for tensor in (*root.tensors(), *first.tensors())]
+            second = continued(prepared, states[2], next_inputs)
+            backbone(states[3], next_inputs, root)
+        assert_close([*root.tensors(), *first.tensors()], copies, rtol=0, atol=0)
+        assert not all(map(torch.allclose, first.tensors(), second.tensors()))
 
-    # whole solves
+    # Whole solves
 
-    def test_every_sweep_comes_to_the_same(self) -> None:
+    def test_every_sweep_finds_the_same_fixed_point(self) -> None:
+        self.require_advance()
         x = self.randn(2, 7)
         whole = self.solved(x, return_cache=True)
         for sweep in SWEEPS:
             output = self.solved(x, sweep, return_cache=True)
             assert_same(output.value, whole.value, 1e-7, str(sweep))
-            assert output.cache is not None and whole.cache is not None
             assert_same_cache(output.cache, whole.cache, 1e-7)
             first = self.solved(x[:, :4], sweep, return_cache=True)
             rest = self.solved(x[:, 4:], sweep, cache=first.cache)
-            assert_same(
-                torch.cat([first.value, rest.value], dim=1),
-                whole.value,
-                1e-7,
-                f"{sweep}, in two parts",
-            )
+            value = torch.cat([first.value, rest.value], dim=1)
+            assert_same(value, whole.value, 1e-7, f"{sweep}, in two calls")
 
     def test_a_padded_row_is_the_row_alone(self) -> None:
-        x, mask = self.randn(3, 6), torch.arange(6) < torch.tensor([6, 1, 4])[:, None]
-        alone = [self.solved(x[row : row + 1, real]).value[0] for row, real in enumerate(mask)]
+        x, lengths = self.randn(3, 6), torch.tensor([6, 1, 4])
+        mask = torch.arange(6) < lengths[:, None]
+        alone = [self.solved(row[None, real]).value[0] for row, real in zip(x, mask, strict=True)]
+        self.require_advance()
         for sweep in SWEEPS:
-            together = self.solved(x, sweep, mask=mask).value
-            assert together[~mask].abs().max() == 0
+            value = self.solved(x, sweep, mask=mask).value
+            assert value[~mask].abs().max() == 0
             for row, real in enumerate(mask):
-                assert_same(together[row, real], alone[row], 1e-7, f"{sweep}, row {row}")
+                assert_same(value[row, real], alone[row], 1e-7, f"{sweep}, row {row}")
+
+
+def has_advance(backbone: Backbone[Any]) -> bool:
+    """Whether the backbone can be swept, cached and decoded."""
+    return type(backbone).advance is not Backbone.advance
+
+
+def evaluated(
+    backbone: Backbone[Any],
+    x: Tensor,
+    z: Tensor,
+    cache: Cache | None = None,
+    mask: Tensor | None = None,
+    **options: Any,
+) -> Any:
+    """The value of the map at ``z``, and its auxiliary record."""
+    return backbone(z, backbone.prepare(x, cache, mask), cache, **options)
 
 
 def part(inputs: Any, start: int, stop: int) -> Any:
@@ -302,20 +298,25 @@ def part(inputs: Any, start: int, stop: int) -> Any:
     return map_tensors(lambda x: x[:, start:stop], inputs)
 
 
-def assert_same(ours: Tensor, expected: Tensor, tolerance: float = 1e-9, where: str = "") -> None:
-    """Equal but for rounding, of its own element or of the largest; ``where`` begins the error."""
+def assert_same(
+    actual: Tensor, expected: Tensor, tolerance: float = 1e-9, where: str = "the value"
+) -> None:
+    """Equal up to rounding of the element or of the largest one; ``where`` begins the error."""
     largest = 1 + expected.abs().max().item()
-    torch.testing.assert_close(
-        ours,
+    assert_close(
+        actual,
         expected,
         rtol=tolerance,
         atol=tolerance * largest,
-        msg=lambda text: f"{where}: {text}" if where else text,
+        msg=lambda text: f"{where}: {text}",
     )
 
 
-def assert_same_cache(ours: Cache, expected: Cache, tolerance: float = 1e-9) -> None:
-    """All tensors of two caches, of which there must be some."""
-    assert len(ours.tensors()) == len(expected.tensors()) > 0
-    for one, other in zip(ours.tensors(), expected.tensors(), strict=True):
-        assert_same(one, other, tolerance)
+def assert_same_cache(
+    actual: Cache | None, expected: Cache | None, tolerance: float = 1e-9
+) -> None:
+    """The same tensors in two caches, at least one."""
+    assert actual is not None and expected is not None
+    assert actual.tensors()
+    for one, other in zip(actual.tensors(), expected.tensors(), strict=True):
+        assert_same(one, other, tolerance, "the cache")

@@ -1,6 +1,4 @@
-"""What training a fixed point needs besides a loop: phases, parameter groups, penalties and a check
-of the loss.
-"""
+"""Parts of a training loop: phases, parameter groups, a penalty and a check of the loss."""
 
 from deqseq.training.curriculum import Curriculum
 from deqseq.training.depth import PoissonLogNormal

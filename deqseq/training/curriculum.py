@@ -1,6 +1,7 @@
 """The phases of a run in order, and what a checkpoint holds of them."""
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from numbers import Real
@@ -19,8 +20,8 @@ class Curriculum:
     transformers: :class:`deqseq.integrations.huggingface.curriculum_callback.CurriculumCallback`.
 
     Args:
-        phases: with names of their own, and ends that rise; the last end is None or, in fractions,
-            1.
+        phases: each with its own name, and with rising ends; the last end is None or, in
+            fractions, 1.
         unit: what the ends are counted in: ``"fraction"`` of the run, optimizer ``"steps"``, or
             ``"tokens"``.
 
@@ -47,7 +48,7 @@ class Curriculum:
         for phase in self.phases:
             check_type("Curriculum.phases", phase, Phase, "free()")
         object.__setattr__(self, "phases", tuple(self.phases))
-        self._check_ends([phase.until for phase in self.phases])
+        self._check_ends()
         names = [phase.name for phase in self.phases]
         if len(set(names)) < len(names):
             raise ValueError(f"Curriculum.phases must have names of their own, got {names}")
@@ -66,16 +67,14 @@ class Curriculum:
             TypeError, ValueError: not an amount of the unit.
         """
         self._check_amount("progress", progress)
-        ends = self._ends
-        place = next((i for i, end in enumerate(ends[:-1]) if progress < end), len(ends) - 1)
-        begin = ends[place - 1] if place else 0
-        return self.phases[place].drawn(
-            progress, min(1.0, (progress - begin) / (ends[place] - begin))
-        )
+        ends = self._ends()
+        place = bisect_right(ends[:-1], progress)
+        begin, end = [0, *ends][place : place + 2]
+        done = (progress - begin) / (end - begin)
+        return self.phases[place].drawn(progress, min(1.0, done))
 
     def record(self, progress: float | int) -> dict[str, Any]:
-        """What a checkpoint is to hold for :meth:`resumed`, as JSON: the phase in force, and the
-        whole curriculum.
+        """What a checkpoint needs for :meth:`resumed`, as JSON: progress, phase and curriculum.
 
         Args:
             progress: how much of the run is done, as for :meth:`at`.
@@ -89,17 +88,16 @@ class Curriculum:
             >>> Curriculum((free(),)).record(0.9)["curriculum"]["phase 1 solve.stop.max_steps"]
             24
         """
-        number: Any = progress  # of numpy, perhaps
+        number: Any = progress  # NumPy's, perhaps
         return {
             "phase": self.at(progress).name,
             "progress": plain_number(number),
-            "curriculum": self._content,
+            "curriculum": self._content(),
         }
 
     @checked
     def resumed(self, record: Mapping[str, Any] | None) -> Phase:
-        """The phase that a checkpoint was written in; the curriculum must be the one that it was
-        trained with.
+        """The phase of a checkpoint, which must have been trained with this curriculum.
 
         Args:
             record: what :meth:`record` gave.
@@ -122,32 +120,29 @@ class Curriculum:
                 "the checkpoint holds no phase: it was saved without "
                 "phase=curriculum.record(progress)"
             )
-        sides = [
-            {name: repr(one) for name, one in side.items()}
-            for side in (record["curriculum"], self._content)
-        ]
-        shown = {
-            name: [side.get(name, "nothing") for side in sides] for name in sides[1] | sides[0]
-        }
+        trained = {name: repr(value) for name, value in record["curriculum"].items()}
+        current = {name: repr(value) for name, value in self._content().items()}
         changes = [
-            f"{name}: {before} -> {now}" for name, (before, now) in shown.items() if before != now
+            f"{name}: {trained.get(name, 'nothing')} -> {current.get(name, 'nothing')}"
+            for name in current | trained
+            if trained.get(name) != current.get(name)
         ]
         if changes:
             raise ValueError(
                 "the curriculum is not the one that the checkpoint was trained with "
-                f"({'; '.join(changes)}): resume "
-                "with that one, or begin a new run from these weights"
+                f"({'; '.join(changes)}): resume with that one, or begin a new run from these "
+                "weights"
             )
         return self.at(record["progress"])
 
-    @property
     def _content(self) -> dict[str, Any]:
         content: dict[str, Any] = {"unit": self.unit}
         for place, phase in enumerate(self.phases, 1):
-            content |= {f"phase {place} {name}": one for name, one in _leaves(phase)}
+            for field in fields(phase):
+                name = f"phase {place} {field.name}"
+                content.update(_leaves(name, getattr(phase, field.name)))
         return content
 
-    @property
     def _ends(self) -> list[float | int]:
         whole = 1 if self.unit == "fraction" else math.inf
         return [whole if phase.until is None else phase.until for phase in self.phases]
@@ -158,37 +153,40 @@ class Curriculum:
         else:
             check_integer(f"{name} in {self.unit}", value, 0)
 
-    def _check_ends(self, ends: list[float | int | None]) -> None:
-        risen = self._ends
-        last = not risen or (self.unit == "fraction" and risen[-1] != 1) or None in ends[:-1]
-        if last or risen != sorted(set(risen)):
-            rise = "rise to 1" if self.unit == "fraction" else "rise"
+    def _check_ends(self) -> None:
+        given_ends = [phase.until for phase in self.phases]
+        ends, rise = self._ends(), "rise"
+        valid = len(ends) > 0 and ends == sorted(set(ends))
+        if self.unit == "fraction":
+            rise = "rise to 1"
+            valid = valid and ends[-1] == 1
+        if not valid:
             raise ValueError(
-                f"Curriculum.phases must have ends that {rise}, the last may be None, got {ends}"
+                f"Curriculum.phases must have ends that {rise}, the last may be None, "
+                f"got {given_ends}"
             )
-        for end in ends:
+        for end in given_ends:
             if end is not None:
                 self._check_amount("Phase.until", end)
-        if self._ends[-1] == math.inf and (depth := self.phases[-1].depth) and depth.rise:
+        depth = self.phases[-1].depth
+        if ends[-1] == math.inf and depth is not None and depth.rise:
             raise ValueError(
-                "Phase.until must be given for a depth that rises until then, got None with "
-                f"{depth}"
+                "Phase.until must be given for a depth that rises until then, "
+                f"got None with {depth}"
             )
 
 
-def _leaves(value: object, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Every plain value inside a phase, with its path."""
+def _leaves(path: str, value: object) -> Iterator[tuple[str, Any]]:
+    """Every plain value in a field of a phase, with its path."""
     if value is None or isinstance(value, bool | str):
         yield path, value
     elif isinstance(value, Real):
         yield path, plain_number(value)
     elif is_dataclass(value) and not isinstance(value, type):
-        yield from [(f"{path}.class", type(value).__name__)] if path else []
+        yield f"{path}.class", type(value).__name__
         for field in fields(value):
-            yield from _leaves(
-                getattr(value, field.name), f"{path}.{field.name}" if path else field.name
-            )
-    elif callable(value):  # an observer, as the report of an adjoint solve
+            yield from _leaves(f"{path}.{field.name}", getattr(value, field.name))
+    elif callable(value):  # such as Implicit.report
         yield path, f"{type(value).__name__} {getattr(value, '__qualname__', '')}".strip()
     else:
         raise TypeError(

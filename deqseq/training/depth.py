@@ -11,15 +11,14 @@ from deqseq.arguments import AtLeast, Within, checked
 @checked
 @dataclass(frozen=True)
 class PoissonLogNormal:
-    r"""The log-normal Poisson distribution of iterations that recurrent-depth models are trained
-    with.
+    r"""The log-normal Poisson distribution of iterations, with which recurrent-depth models train.
 
     .. math:: n = 1 + \mathrm{Poisson}(\lambda), \qquad \ln \lambda \sim \mathcal{N}(\ln m -
     \sigma^2 / 2,\ \sigma^2)
 
     The mean is :math:`m + 1`, the variance :math:`m + m^2 (e^{\sigma^2} - 1)`. A draw depends on
-    the seed and on the progress of the run alone: it is the same in all processes, and a resumed
-    run needs no state to repeat it.
+    only the seed and the progress of the run: it is the same in all processes, and a resumed run
+    needs no state to repeat it.
 
     Args:
         mean: :math:`m`, above 0 and at most a million; ``mean_recurrence`` of the published models.
@@ -27,8 +26,8 @@ class PoissonLogNormal:
         rise: how :math:`m` rises from 1 to ``mean`` over its phase, of which a share :math:`t` is
             done: ``"linear"``, as :math:`t`, or ``"1-sqrt"``, as :math:`1 - \sqrt{1 - t}`. Default:
             :math:`m` is constant.
-        largest: larger draws are replaced by it. Default: none is.
-        seed: of the draws.
+        largest: larger draws are replaced by it. Default: no limit.
+        seed: for the draws.
 
     References:
         Geiping et al., Scaling up Test-Time Compute with Latent Reasoning: A Recurrent Depth
@@ -60,15 +59,14 @@ class PoissonLogNormal:
             progress: of the run before the update, in any unit; other progress gives an independent
                 draw.
             done: the share of the phase that is done, in [0, 1]; a rising mean depends on it.
-
         """
-        chance = Random(f"{self.seed} {float(progress)}")  # of text: a cryptographic hash of it
+        chance = Random(f"{self.seed} {float(progress)}")  # Random hashes a text cryptographically
         risen = {None: 1, "linear": done, "1-sqrt": 1 - math.sqrt(1 - done)}[self.rise]
         mean = self.mean if risen == 1 else self.mean * risen + 1 - risen
         rate = chance.lognormvariate(math.log(mean) - self.sigma**2 / 2, self.sigma)
+        # count the arrivals of a Poisson process before ``rate``
         steps, arrival = 1, chance.expovariate(1)
-        while (
-            arrival < rate and steps != self.largest
-        ):  # counts the arrivals of a Poisson process until ``rate``
-            steps, arrival = steps + 1, arrival + chance.expovariate(1)
+        while arrival < rate and steps != self.largest:
+            steps += 1
+            arrival += chance.expovariate(1)
         return steps

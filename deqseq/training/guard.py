@@ -41,7 +41,7 @@ def check_finite(
 
     Raises:
         NonFiniteLoss: says where.
-        TypeError: no number; None, for a model that was given no targets.
+        TypeError: not a number; None, from a model that was not given targets.
         ValueError: a tensor of several numbers.
 
     Example:
@@ -53,19 +53,19 @@ def check_finite(
         deqseq.training.guard.NonFiniteLoss: the loss is nan after step 3 in phase 'free': stopped
         before the weights are updated
     """
-    if not isinstance(value, Tensor | Real) or isinstance(value, bool):
+    wanted = f"value must be the {quantity}, one number"
+    if isinstance(value, Tensor):
+        value = value.detach()
+        if value.numel() != 1 or value.is_complex() or value.dtype == torch.bool:
+            raise ValueError(f"{wanted}, got {value.dtype} {tuple(value.shape)}")
+    elif not isinstance(value, Real) or isinstance(value, bool):
         hint = ": a model returns its loss if it is given targets" if value is None else ""
-        raise TypeError(f"value must be the {quantity}, one number, got {value!r}{hint}")
-    if isinstance(value, Tensor) and (
-        value.numel() != 1 or value.is_complex() or value.dtype == torch.bool
-    ):
-        raise ValueError(
-            f"value must be the {quantity}, one number, got {value.dtype} {tuple(value.shape)}"
-        )
-    number = float(value.detach() if isinstance(value, Tensor) else value)
+        raise TypeError(f"{wanted}, got {value!r}{hint}")
+    number = float(value)
     if not math.isfinite(number):
-        where = f"after step {step}" + (f" in phase {phase!r}" if phase is not None else "")
+        where = "" if phase is None else f" in phase {phase!r}"
         raise NonFiniteLoss(
-            f"the {quantity} is {number} {where}: stopped before the weights are updated"
+            f"the {quantity} is {number} after step {step}{where}: stopped before the weights are "
+            "updated"
         )
     return number

@@ -21,8 +21,7 @@ def jacobian_regularisation(
     samples: Annotated[int, AtLeast(1)] = 1,
     generator: torch.Generator | None = None,
 ) -> Float[Tensor, ""]:
-    r"""The size of the Jacobian at a fixed point, as a term of a training loss that keeps solves
-    short.
+    r"""The size of the Jacobian at a fixed point, a term of the loss that keeps solves short.
 
     .. math:: \frac{1}{n} \lVert J \rVert_F^2 = \frac{1}{n}\, \mathbb{E}_{v \sim \mathcal{N}(0, I)}
               \lVert J^\top v \rVert^2, \qquad J = \frac{\partial f}{\partial z}(z^*),

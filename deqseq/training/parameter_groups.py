@@ -33,7 +33,7 @@ def parameter_groups(
         parameters are there once, frozen ones not at all; a group may be empty.
 
     Raises:
-        ValueError: a negative or not finite decay, or a model of which no parameter wants a
+        ValueError: a negative or not finite decay, or a model in which no parameter requires a
             gradient.
 
     References:
@@ -59,8 +59,10 @@ def parameter_groups(
     decayed: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
     for parameter, tied in names.items():
-        is_decayed = parameter.ndim > 1 and all(_is_decayed(modules, name) for name in tied)
-        (decayed if is_decayed else others).append(parameter)
+        group = others
+        if parameter.ndim > 1 and all(_is_decayed(modules, name) for name in tied):
+            group = decayed
+        group.append(parameter)
     return [
         {"params": decayed, "weight_decay": weight_decay},
         {"params": others, "weight_decay": 0.0},
@@ -68,10 +70,12 @@ def parameter_groups(
 
 
 def _is_decayed(modules: dict[str, nn.Module], name: str) -> bool:
-    """Whether a parameter is, going by its name and the module that it belongs to."""
+    """Whether a parameter is decayed, by its name and the module that it belongs to."""
     path, _, last = name.rpartition(".")
     owner = path.removesuffix("parametrizations." + path.rpartition(".")[2]).removesuffix(".")
     module = modules[owner]
-    older = last.endswith("_g") and hasattr(module, f"{last[:-1]}v")
-    is_magnitude = older if owner == path else last == MAGNITUDE
+    if owner == path:  # torch.nn.utils.weight_norm, the older one, names g weight_g
+        is_magnitude = last.endswith("_g") and hasattr(module, f"{last[:-1]}v")
+    else:
+        is_magnitude = last == MAGNITUDE
     return not (is_magnitude or last in STATE_SPACE or isinstance(module, (nn.Embedding, *NORMS)))

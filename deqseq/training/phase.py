@@ -1,9 +1,7 @@
-"""One phase of training as data: how the fixed point is solved and differentiated, and
-until when.
-"""
+"""One phase of training: how the fixed point is solved and differentiated, and until when."""
 
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import Annotated, Any
 
 from torch import nn
 
@@ -28,7 +26,7 @@ class Phase:
 
     Args:
         name: for logs and checkpoints.
-        until: where it ends, in the unit of its :class:`Curriculum`; None: with the run.
+        until: where it ends, in the unit of its :class:`Curriculum`. None: it ends with the run.
         solve: how the fixed point is found and differentiated in training.
         eval_solve: the same in eval mode. Default: ``solve``.
         depth: draws the budget ``solve.stop.max_steps`` of every update, which
@@ -58,16 +56,16 @@ class Phase:
             raise ValueError("Phase.name must not be empty, got ''")
 
     def drawn(self, progress: float | int, done: float | int = 1.0) -> "Phase":
-        """The phase with the budget of one update at some ``progress``, and a share of the phase
-        ``done``.
-        """
+        """The phase with the budget of one update, at ``progress`` and a share ``done`` of it."""
         if self.depth is None:
             return self
         stop, budget = self.solve.stop, self.depth.draw(progress, done)
-        # a rule that checks the residual only at the last iteration, as Stop.exactly, stays one
-        checks = budget if stop.check_every >= stop.max_steps else stop.check_every
-        solve = replace(self.solve, stop=replace(stop, max_steps=budget, check_every=checks))
-        return replace(self, solve=solve, eval_solve=self.eval_solve or self.solve, depth=None)
+        check_every = stop.check_every
+        if check_every >= stop.max_steps:  # only the last iteration is checked, as in Stop.exactly
+            check_every = budget
+        stop = replace(stop, max_steps=budget, check_every=check_every)
+        solve, eval_solve = replace(self.solve, stop=stop), self.eval_solve or self.solve
+        return replace(self, solve=solve, eval_solve=eval_solve, depth=None)
 
     @checked
     def apply(self, model: nn.Module) -> None:
@@ -81,7 +79,7 @@ class Phase:
                 one.
 
         Raises:
-            TypeError: there is neither inside.
+            TypeError: the module contains neither.
             ValueError: the phase has a ``depth`` that has not been drawn; or the model begins its
                 solves at its input, through which it may see its tokens, and the phase does not.
         """
@@ -99,19 +97,21 @@ class Phase:
                 f"got {type(model).__name__} without either"
             )
         for part in implicit:
-            before, after = (
-                {way.solve.start, (way.eval_solve or way.solve).start} for way in (part, self)
-            )
-            if before == {"input"} != after:
+            if _starts(part) == {"input"} != _starts(self):
                 raise ValueError(
                     f"phase {self.name!r} must begin its solves at the input, as the model does, "
-                    "got "
-                    f"start={self.solve.start!r}: a model whose injection is not trained yet "
+                    f"got start={self.solve.start!r}: a model whose injection is not trained yet "
                     "would not see its tokens. "
                     "Make the phase with base=model.solve, or give the model another start first"
                 )
         for part in implicit:
             part.solve, part.eval_solve = self.solve, self.eval_solve
+
+
+def _starts(way: Phase | ImplicitModel) -> set[Any]:
+    """Where the solves begin, in training and in eval mode."""
+    eval_solve = way.eval_solve or way.solve
+    return {way.solve.start, eval_solve.start}
 
 
 @checked
@@ -124,16 +124,14 @@ def bounded(
     base: SolveConfig = SolveConfig(),
     eval_base: SolveConfig | None = None,
 ) -> Phase:
-    """The paper's first phase: a few iterations without gradient, whatever the residual, then
-    phantom steps.
+    """The paper's first phase: a fixed number of iterations without gradient, then phantom steps.
 
     Training does not check the residual, so a step costs the same for every batch. At evaluation
     the budget is four times that, to a relative tolerance of 0.05.
 
     Args:
         steps: iterations.
-        phantom: steps of :class:`deqseq.Phantom`; for another gradient make a :class:`Phase` of
-            your own.
+        phantom: steps of :class:`deqseq.Phantom`; for another gradient write a :class:`Phase`.
         until: where the phase ends; the paper's 80 % of the tokens by default.
         name: for logs and checkpoints.
         base: everything else: solver, sweep, start, and how its ``stop`` measures.
@@ -143,7 +141,7 @@ def bounded(
         >>> bounded(4, 1).solve.stop.max_steps, bounded(4, 1).eval_solve.stop.max_steps
         (4, 16)
     """
-    return _phase(name, until, base, eval_base or base, _exactly(base, steps), Phantom(phantom))
+    return _phase(name, until, base, eval_base, _exactly(base, steps), Phantom(phantom))
 
 
 @checked
@@ -163,10 +161,9 @@ def free(
 
     Args:
         budget: iterations at most; the paper's 24 for Mamba2 by default, its Llamas have 32.
-        phantom: steps of :class:`deqseq.Phantom`; for another gradient make a :class:`Phase` of
-            your own.
+        phantom: steps of :class:`deqseq.Phantom`; for another gradient write a :class:`Phase`.
         rtol: relative tolerance.
-        until: where the phase ends; None: with the run.
+        until: where the phase ends. None: it ends with the run.
         name: for logs and checkpoints.
         base: everything else: solver, sweep, start, and how its ``stop`` measures.
         eval_base: the same in eval mode. Default: ``base``.
@@ -179,15 +176,8 @@ def free(
         ... )
         (32, 128, 4)
     """
-    return _phase(
-        name,
-        until,
-        base,
-        eval_base or base,
-        replace(base.stop, rtol=rtol, max_steps=budget),
-        Phantom(phantom),
-        rtol,
-    )
+    stop = replace(base.stop, rtol=rtol, max_steps=budget)
+    return _phase(name, until, base, eval_base, stop, Phantom(phantom), eval_rtol=rtol)
 
 
 @checked
@@ -211,7 +201,7 @@ def unrolled(
     Args:
         steps: iterations, at least 1; or the distribution that they are drawn from for every
             update.
-        until: where the phase ends; None: with the run.
+        until: where the phase ends. None: it ends with the run.
         last: how many of the last iterations are differentiated. Default: all.
         name: for logs and checkpoints.
         base: everything else: solver, sweep, start, and how its ``stop`` measures.
@@ -226,12 +216,15 @@ def unrolled(
         >>> unrolled(PoissonLogNormal(32), last=8, until=None).solve.gradient
         Unrolled(checkpoint=False, last=8)
     """
-    depth = steps if isinstance(steps, PoissonLogNormal) else None
-    budget = max(1, round(steps.mean)) if isinstance(steps, PoissonLogNormal) else steps
-    if depth is None and last is not None:
-        check_integer("last", last, 1, budget)
-    phase = _phase(name, until, base, eval_base or base, _exactly(base, budget), Unrolled())
-    return replace(phase, solve=replace(phase.solve, gradient=Unrolled(last=last)), depth=depth)
+    if isinstance(steps, PoissonLogNormal):
+        depth, budget = steps, max(1, round(steps.mean))
+    else:
+        depth, budget = None, steps
+        if last is not None:
+            check_integer("last", last, 1, budget)
+    phase = _phase(name, until, base, eval_base, _exactly(base, budget), Unrolled())
+    solve = replace(phase.solve, gradient=Unrolled(last=last))
+    return replace(phase, solve=solve, depth=depth)
 
 
 def _exactly(base: SolveConfig, steps: int) -> Stop:
@@ -243,12 +236,13 @@ def _phase(
     name: str,
     until: End,
     base: SolveConfig,
-    at_eval: SolveConfig,
+    eval_base: SolveConfig | None,
     stop: Stop,
     gradient: Gradient,
     eval_rtol: float = 0.05,
 ) -> Phase:
     """A phase whose budget in eval mode is four times that of training, as in the paper."""
-    eval_stop = replace(at_eval.stop, rtol=eval_rtol, max_steps=4 * int(stop.max_steps))
-    eval_solve = replace(at_eval, stop=eval_stop, gradient=gradient)
-    return Phase(name, until, replace(base, stop=stop, gradient=gradient), eval_solve)
+    solve = replace(base, stop=stop, gradient=gradient)
+    eval_base = eval_base or base
+    eval_stop = replace(eval_base.stop, rtol=eval_rtol, max_steps=4 * int(stop.max_steps))
+    return Phase(name, until, solve, replace(eval_base, stop=eval_stop, gradient=gradient))

@@ -19,7 +19,7 @@ def gather_once(model: nn.Module) -> None:
     """Gather the sharded layers of implicit models once per solve; call this after ``fully_shard``.
 
     ``fully_shard`` gathers weights at every use, which is at every iteration, so processes that
-    take unequal numbers of iterations would wait for each other for ever. From now on every
+    take unequal numbers of iterations would wait for each other forever. From now on every
     :class:`deqseq.ImplicitModel` inside gathers the sharded parts of its backbone before its solve,
     and shards them again afterwards, until the backward pass. An :class:`deqseq.ExplicitModel` does
     so where it is asked for a cache, which is computed after the layers have been left. The models
@@ -44,59 +44,52 @@ def gather_once(model: nn.Module) -> None:
         >>> gather_once(lm)  # after fully_shard(block) for the blocks, and fully_shard(lm)
     """
     for part in model.modules():
-        if (
-            not isinstance(part, ImplicitModel | ExplicitModel)
-            or _gather in part._forward_pre_hooks.values()
-        ):
-            continue
-        if sharded_parts(part.backbone):
+        if isinstance(part, ImplicitModel | ExplicitModel) and sharded_parts(part.backbone):
+            if _gather in part._forward_pre_hooks.values():
+                continue
             part.register_forward_pre_hook(_gather, with_kwargs=True)
             part.register_forward_hook(_reshard, with_kwargs=True, always_call=True)
 
 
 def _gather(model: Any, inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
-    """Before a call."""
+    """Gather the parts before a call."""
     parts = _gathered_parts(model, keywords)
     if parts and isinstance(model, ImplicitModel) and torch.is_grad_enabled():
         _check_backward(model, keywords)
     for part in parts:
-        part.set_reshard_after_forward(
-            False, recurse=False
-        )  # which acts at the end of every iteration
+        # its own resharding would act at the end of every iteration
+        part.set_reshard_after_forward(False, recurse=False)
         part.unshard()
 
 
 def _reshard(model: Any, inputs: tuple[Any, ...], keywords: Mapping[str, Any], output: Any) -> None:
-    """After a call, also one that has failed."""
+    """Shard them again after a call, also after one that has failed."""
     for part in _gathered_parts(model, keywords):
         part.reshard()
 
 
 def _gathered_parts(model: Any, keywords: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The parts to gather for a call: of an explicit model without a cache none, as each layer is
-    used once.
-    """
-    once = isinstance(model, ExplicitModel) and not keywords.get("return_cache")
-    return () if once else sharded_parts(model.backbone)
+    """The parts to gather for a call."""
+    if isinstance(model, ExplicitModel) and not keywords.get("return_cache"):
+        return ()  # each layer is used once
+    return sharded_parts(model.backbone)
 
 
 def _check_backward(model: ImplicitModel, keywords: Mapping[str, Any]) -> None:
-    """Raise an error if processes can take different numbers of backward steps, each of which
-    gathers the weights.
-    """
-    given = {
-        field.name: keywords[field.name] for field in fields(SolveConfig) if field.name in keywords
-    }
-    changes: Any = {
-        name: value for name, value in given.items() if not isinstance(value, Tensor)
-    }  # states to begin from
-    config = resolve(model.solve_config, keywords.get("solve"), changes)
-    gradient = config.gradient
-    own = gradient.stop if isinstance(gradient, Implicit) else None
-    deciding = config.stop if isinstance(gradient, Unrolled) else own
-    if deciding is not None and not deciding.runs_to_the_end:
+    """Refuse a backward pass that gathers the weights a different number of times per process."""
+    names = {field.name for field in fields(SolveConfig)} & keywords.keys()
+    values = {name: keywords[name] for name in names}
+    if isinstance(values.get("start"), Tensor):  # states to begin from
+        del values["start"]
+    config = resolve(model.solve_config, keywords.get("solve"), values)
+    gradient, stop = config.gradient, None
+    if isinstance(gradient, Implicit):
+        stop = gradient.stop
+    elif isinstance(gradient, Unrolled):
+        stop = config.stop
+    if stop is not None and not stop.runs_to_the_end:
         raise ValueError(
-            f"{type(gradient).__name__} with {deciding} can take a different number of backward "
-            "steps in each process, "
-            "which deadlocks a sharded backbone: use Phantom, OneStep or Stop.exactly(n)"
+            f"{type(gradient).__name__} with {stop} can take a different number of backward "
+            "steps in each process, which deadlocks a sharded backbone: use Phantom, OneStep or "
+            "Stop.exactly(n)"
         )

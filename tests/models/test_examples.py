@@ -27,10 +27,11 @@ def test_parity_is_right_and_converges(sweep, length):
     assert share_right(dq.load_example("parity"), length, sweep=sweep) == (1.0, True)
 
 
-def test_what_was_learned_unrolled_is_no_fixed_point():
+def test_a_model_trained_unrolled_has_not_learned_a_fixed_point():
     lm = dq.load_example("parity-unrolled")
-    trained = dq.SolveConfig(dq.Naive(), dq.Stop.exactly(4))
-    assert share_right(lm, 16, solve=trained)[0] > 0.9 > share_right(lm, 16)[0]
+    share, _ = share_right(lm, 16, solve=dq.SolveConfig(dq.Naive(), dq.Stop.exactly(4)))
+    converged_share, _ = share_right(lm, 16)
+    assert share > 0.9 > converged_share
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -40,7 +41,8 @@ def test_a5_is_right_and_converges_at_four_times_its_training_length():
     batch = WordProblem(group, generators(group, 2)).fixed(16, 64, seed=7)
     for sweep in (dq.Simultaneous(), dq.Sliding(8)):
         output = lm(batch.inputs, sweep=sweep)
-        assert torch.equal(output.logits.argmax(-1), batch.targets) and output.converged.all()
+        assert torch.equal(output.logits.argmax(-1), batch.targets)
+        assert output.converged.all()
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -49,16 +51,19 @@ def test_text_predicts_bytes_it_was_not_trained_on_and_converges():
     lm, line = dq.load_example("text"), b"The king sees the fool, and the fool mocks the king.\n"
     ids = torch.tensor([list(line)])
     output = lm(ids, labels=ids)
-    assert output.loss / math.log(2) < 3.5 and output.converged.all()
+    assert output.loss / math.log(2) < 3.5
+    assert output.converged.all()
     generated = lm.generate(ids, max_new_tokens=20)
-    assert generated.converged.all() and bytes(generated.tokens[0].tolist()).isascii()
+    assert generated.converged.all()
+    assert bytes(generated.tokens[0].tolist()).isascii()
 
 
 @pytest.mark.parametrize("name", list(dq.EXAMPLES))
 def test_each_says_how_it_was_made_and_draws_nothing(name):
     state = torch.random.get_rng_state()
     lm = dq.load_example(name)
-    assert torch.equal(torch.random.get_rng_state(), state) and not lm.training
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert not lm.training
     path = WEIGHTS / f"{name}.safetensors"
     assert path.stat().st_size < 1e6
     with safe_open(path, "pt") as file:
@@ -66,7 +71,6 @@ def test_each_says_how_it_was_made_and_draws_nothing(name):
 
 
 def test_an_unknown_name_is_named():
-    with pytest.raises(
-        ValueError, match=r"name must be one of .* got 'pairty'; did you mean 'parity'"
-    ):
+    message = r"name must be one of .* got 'pairty'; did you mean 'parity'"
+    with pytest.raises(ValueError, match=message):
         dq.load_example("pairty")

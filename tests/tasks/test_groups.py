@@ -1,7 +1,6 @@
 """Finite groups and monoids: axioms, known facts, generators, names and error texts."""
 
 import itertools
-import re
 
 import pytest
 import torch
@@ -10,18 +9,19 @@ from deqseq.tasks import FiniteMonoid, WordProblem, direct_product, generators, 
 
 ORDERS = {
     "Z1": 1,
-    "Z2": 2,
-    "Z7": 7,
+    "Z60": 60,
     "S1": 1,
     "S2": 2,
-    "S3": 6,
-    "S4": 24,
     "S5": 120,
     "A1": 1,
     "A2": 1,
+    "A6": 360,
+    "D1": 2,
+    "D2": 4,
+    "D512": 1024,
+    "Q8": 8,
+    "Q8xD5": 80,
 }
-ORDERS |= {"A3": 3, "A4": 12, "A5": 60, "A6": 360, "Z2xZ3": 6, "S3xZ2": 12, "Z60": 60}
-ORDERS |= {"D1": 2, "D2": 4, "D4": 8, "D5": 10, "D512": 1024, "Q8": 8, "Q8xD5": 80}
 
 
 def compose(a, b):
@@ -37,17 +37,14 @@ def product_of(monoid, a, b):
 def test_every_name_makes_a_group_of_the_known_order(name, order):
     group = parse_group(name)
     assert (group.name, group.order, group.is_group) == (name, order, True)
-    every = torch.arange(order).expand(
-        order, order
-    )  # every row and column of a group's table is a permutation
-    assert torch.equal(group.table.sort(dim=0).values.T, every)
-    assert torch.equal(group.table.sort(dim=1).values, every)
+    ids = torch.arange(order).expand(order, order)
+    for dim in (0, 1):  # every column and row of a group's table is a permutation
+        assert torch.equal(group.table.sort(dim).values.movedim(dim, 1), ids)
 
 
-@pytest.mark.parametrize(
-    "group", [parse_group("S4"), parse_group("A5")], ids=lambda group: group.name
-)
-def test_permutations_compose_right_to_left(group):
+@pytest.mark.parametrize("name", ["S4", "A5"])
+def test_permutations_compose_right_to_left(name):
+    group = parse_group(name)
     assert group.elements[group.identity] == tuple(range(1, len(group.elements[0]) + 1))
     for a, b in itertools.product(group.elements, repeat=2):
         assert product_of(group, a, b) == compose(a, b)
@@ -64,10 +61,8 @@ def test_direct_product_multiplies_factor_by_factor():
 
 def test_direct_products_are_flat():
     z2, z3, m = parse_group("Z2"), parse_group("Z3"), parse_group("M")
-    left, right = (
-        direct_product(direct_product(z2, z3), m),
-        direct_product(z2, direct_product(z3, m)),
-    )
+    left = direct_product(direct_product(z2, z3), m)
+    right = direct_product(z2, direct_product(z3, m))
     for product in (left, right, parse_group("Z2xZ3xM")):
         assert [factor.name for factor in product.factors] == ["Z2", "Z3", "M"]
         assert product.elements[1 * 12 + 2 * 4 + 3] == (1, 2, "X")
@@ -76,8 +71,8 @@ def test_direct_products_are_flat():
 
 def test_aperiodic_monoid():
     m = parse_group("M")
-    table = ["".join(product_of(m, a, b) for b in "EABX") for a in "EABX"]
-    assert table == ["EABX", "AXXX", "BABX", "XXXX"]
+    products = [product_of(m, a, b) for a, b in itertools.product("EABX", repeat=2)]
+    assert "".join(products) == "EABXAXXXBABXXXXX"
     assert not m.is_group
 
 
@@ -85,14 +80,11 @@ def test_aperiodic_monoid():
     ("name", "count", "expected"),
     [
         ("Z2", 1, [1]),
-        ("Z6", 1, [1]),
         ("Z2xZ3", 1, [(1, 1)]),
         ("S3", 2, [(2, 1, 3), (2, 3, 1)]),
-        ("S5", 2, [(2, 1, 3, 4, 5), (2, 3, 4, 5, 1)]),
         ("A3", 1, [(2, 3, 1)]),
         ("A4", 2, [(1, 3, 4, 2), (2, 3, 1, 4)]),
         ("A5", 2, [(2, 3, 4, 5, 1), (2, 3, 1, 4, 5)]),
-        ("A6", 2, [(1, 3, 4, 5, 6, 2), (2, 3, 1, 4, 5, 6)]),
         ("M", 2, ["A", "B"]),
         ("S3", 3, [(1, 3, 2), (2, 1, 3), (2, 3, 1)]),
     ],
@@ -102,7 +94,7 @@ def test_generators_are_canonical(name, count, expected):
     assert [monoid.elements[g] for g in generators(monoid, count)] == expected
 
 
-@pytest.mark.parametrize(("name", "count"), [("S3", 1), ("A5", 1), ("M", 1), ("Z3", 3)])
+@pytest.mark.parametrize(("name", "count"), [("A5", 1), ("M", 1), ("Z3", 3)])
 def test_generators_that_do_not_exist(name, count):
     with pytest.raises(ValueError, match=f"count must be .* {name} .* got {count}"):
         generators(parse_group(name), count)
@@ -110,25 +102,24 @@ def test_generators_that_do_not_exist(name, count):
 
 @pytest.mark.parametrize("name", ["", "xZ2", "5", "M2", "C7", "Z", "z2", "Z2 x Z3", "Z007"])
 def test_an_unknown_name_lists_the_names(name):
-    with pytest.raises(
-        ValueError, match=rf"name must be Zn, Sn, An or Dn .*Q8, M.*A5xM.*got '{name}'"
-    ):
+    message = rf"name must be Zn, Sn, An or Dn .*Q8, M.*A5xM.*got '{name}'"
+    with pytest.raises(ValueError, match=message):
         parse_group(name)
 
 
-def turned(label, n):
-    """A label of D_n as the permutation of the corners 0..n-1 that it stands for: r moves each on,
-    s mirrors them.
-    """
-    power = re.fullmatch(r"(?:1|r?(\d*))(s?)", label)
-    rotations = int(power[1] or 1) if "r" in label else 0
-    return tuple((rotations + (-corner if "s" in label else corner)) % n for corner in range(n))
+def corners_moved(label, n):
+    """How an element of D_n permutes the corners 0..n-1: r rotates them, s reflects them."""
+    rotations = 0
+    if "r" in label:
+        rotations = int(label.strip("rs") or 1)
+    sign = -1 if "s" in label else 1
+    return tuple((rotations + sign * corner) % n for corner in range(n))
 
 
 @pytest.mark.parametrize("n", [3, 4, 5, 7])
 def test_dihedral_group_moves_the_corners_of_a_polygon(n):
     group = parse_group(f"D{n}")
-    moves = {label: turned(label, n) for label in group.elements}
+    moves = {label: corners_moved(label, n) for label in group.elements}
     assert len(set(moves.values())) == group.order == 2 * n
     for a, b in itertools.product(group.elements, repeat=2):
         assert moves[product_of(group, a, b)] == tuple(moves[a][corner] for corner in moves[b])
@@ -148,13 +139,11 @@ def test_quaternions_multiply_as_their_matrices():
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: parse_group("S8"), r"n must .* 1\.\.6, got 8"),
         (lambda: parse_group("Z2xA7"), r"A7: n must .* 1\.\.6, got 7"),
         (lambda: parse_group("Z1025"), r"n must .* 1\.\.1024, got 1025"),
         (lambda: parse_group("A5xA5"), r"order of A5xA5 must .* 1\.\.1024, got 3600"),
         (lambda: direct_product(), "at least one factor"),
         (lambda: parse_group("D0"), r"n must .* 1\.\.512, got 0"),
-        (lambda: parse_group("Q8xZ0"), r"n must .* 1\.\.1024, got 0"),
     ],
 )
 def test_bad_arguments_are_named(build, message):
@@ -176,7 +165,7 @@ XOR = [[0, 1], [1, 0]]
         ("ab", XOR, 2, "the element with id 2 is not the identity"),
     ],
 )
-def test_a_table_that_is_no_monoid_is_refused(labels, table, identity, message):
+def test_a_table_of_another_structure_is_refused(labels, table, identity, message):
     with pytest.raises(ValueError, match=message):
         FiniteMonoid("bad", tuple(labels), torch.tensor(table), identity)
 
@@ -188,9 +177,10 @@ def test_the_table_is_a_copy():
 
 
 def test_everything_is_on_the_cpu_whatever_the_default_device():
-    expected = next(WordProblem(parse_group("A5xM"), (1, 2)).batches(3, (5, 9), seed=0))
+    def batch():
+        return next(WordProblem(parse_group("A5xM"), (1, 2)).batches(3, (5, 9), seed=0))
+
     with torch.device("meta"):
-        found = next(WordProblem(parse_group("A5xM"), (1, 2)).batches(3, (5, 9), seed=0))
-    assert torch.equal(found.inputs, expected.inputs) and torch.equal(
-        found.targets, expected.targets
-    )
+        actual = batch()
+    for ours, expected in zip(actual, batch(), strict=True):
+        assert torch.equal(ours, expected)

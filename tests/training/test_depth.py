@@ -30,63 +30,44 @@ def test_mean_variance_and_the_share_of_ones(mean, sigma):
 
 
 @pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize(
-    ("rise", "middle"), [("linear", 16.5), ("1-sqrt", 1 + 31 * (1 - math.sqrt(0.5)))]
-)
-def test_a_rising_mean(rise, middle):
-    depth, constant = PoissonLogNormal(32, rise=rise), PoissonLogNormal(32)
-    for done, mean in ((0.0, 1), (0.5, middle), (1.0, 32)):
-        assert [depth.draw(step, done) for step in range(99)] == [
-            replace(constant, mean=mean).draw(step) for step in range(99)
-        ]
+@pytest.mark.parametrize(("rise", "share"), [("linear", 0.5), ("1-sqrt", 1 - math.sqrt(0.5))])
+def test_a_rising_mean(rise, share):
+    depth = PoissonLogNormal(32, rise=rise)
+    for done, mean in ((0.0, 1), (0.5, 1 + 31 * share), (1.0, 32)):
+        constant = PoissonLogNormal(mean)
+        draws = [depth.draw(step, done) for step in range(99)]
+        assert draws == [constant.draw(step) for step in range(99)]
 
 
 @pytest.mark.usefixtures("unchecked")
 def test_larger_draws_are_replaced():
     draws = [PoissonLogNormal(8).draw(step) for step in range(500)]
     assert max(draws) > 12
-    assert [PoissonLogNormal(8, largest=12).draw(step) for step in range(500)] == [
-        min(12, draw) for draw in draws
-    ]
-    assert {PoissonLogNormal(8, largest=1).draw(step) for step in range(9)} == {1}
-    assert {PoissonLogNormal(1e-300, sigma=0).draw(step) for step in range(9)} == {1}
+    limited = [PoissonLogNormal(8, largest=12).draw(step) for step in range(500)]
+    assert limited == [min(12, draw) for draw in draws]
+    for depth in (PoissonLogNormal(8, largest=1), PoissonLogNormal(1e-300, sigma=0)):
+        assert {depth.draw(step) for step in range(9)} == {1}
 
 
 def test_a_draw_is_the_same_in_every_process_and_order():
-    found = {}
-    for step in reversed(range(8)):
+    for step, draw in ((2, 41), (1, 21), (0, 25)):  # Python's hashes differ between processes
         torch.manual_seed(step)
         random.seed(step)
-        found[step] = PoissonLogNormal(32).draw(step)
-    assert [found[step] for step in range(8)] == [
-        25,
-        21,
-        41,
-        27,
-        11,
-        23,
-        34,
-        40,
-    ]  # in any process: hashes differ
-    assert PoissonLogNormal(32).draw(1.0) == found[1]
+        assert PoissonLogNormal(32).draw(step) == draw
+    assert PoissonLogNormal(32).draw(1.0) == 21
 
 
 def test_the_budget_of_each_update():
     rising = unrolled(PoissonLogNormal(32, rise="linear"), last=8, until=0.75, name="rising")
     curriculum = Curriculum((free(24, until=0.25), rising, HUGINN))
     assert curriculum.at(0.2) == curriculum.phases[0]
-    for progress, depth, done in (
-        (0.25, rising.depth, 0),
-        (0.5, rising.depth, 0.5),
-        (0.75, HUGINN.depth, 1),
-    ):
+    cases = (0.25, rising.depth, 0), (0.5, rising.depth, 0.5), (0.75, HUGINN.depth, 1)
+    for progress, depth, done in cases:
         phase = curriculum.at(progress)
         assert phase.solve.stop == dq.Stop.exactly(depth.draw(progress, done))
-        assert (phase.solve.gradient, phase.depth) == (dq.Unrolled(last=8), None)
+        assert phase.solve.gradient == dq.Unrolled(last=8)
+        assert phase.depth is None
         assert phase.eval_solve == HUGINN.eval_solve
-    assert curriculum.at(1) == curriculum.at(1.0)
-    steps = Curriculum((HUGINN,), "steps")
-    assert len({steps.at(step).solve.stop.max_steps for step in range(20)}) > 10
     rising = Curriculum((replace(rising, until=10),), "steps")
     assert rising.at(10**6).solve.stop.max_steps == PoissonLogNormal(32).draw(10**6)
 
@@ -97,18 +78,15 @@ def test_only_the_budget_is_drawn():
     drawn = phase.drawn(0.3)
     assert drawn.solve.stop == replace(stop, max_steps=phase.depth.draw(0.3))
     assert replace(drawn, solve=phase.solve, depth=phase.depth) == phase
-    assert phase.drawn(0.3) == phase.drawn(0.3, 1.0) == drawn.drawn(0.7)
-    phantom = replace(bounded(8, 4), depth=PoissonLogNormal(32)).drawn(0.3)
-    assert (phantom.solve.stop, phantom.solve.gradient) == (
-        dq.Stop.exactly(phase.depth.draw(0.3)),
-        dq.Phantom(4),
-    )
+    assert drawn == phase.drawn(0.3, 1.0) == drawn.drawn(0.7)
+    phantom = replace(bounded(8, 4), depth=phase.depth).drawn(0.3)
+    assert phantom.solve.stop == dq.Stop.exactly(phase.depth.draw(0.3))
+    assert phantom.solve.gradient == dq.Phantom(4)
 
 
 def test_a_phase_that_has_not_been_drawn_is_not_applied():
-    with pytest.raises(
-        ValueError, match=r"Phase.depth of 'unrolled' must be drawn: .*Curriculum.at"
-    ):
+    message = r"Phase.depth of 'unrolled' must be drawn: .*Curriculum.at"
+    with pytest.raises(ValueError, match=message):
         HUGINN.apply(dq.ImplicitModel(dq.Affine(4)))
 
 

@@ -1,6 +1,4 @@
-"""gather_once in one process, whose parts are sharded all the same; two processes are in
-test_hf_processes.py.
-"""
+"""gather_once with sharded parts in one process; two processes are in test_hf_processes.py."""
 
 import pickle
 
@@ -27,13 +25,11 @@ def mesh():
 def language_model(mesh, implicit=True):
     torch.manual_seed(0)
     backbone = contractive_mamba2(injection=implicit)
-    lm = dq.CausalLM(
-        9, dq.ImplicitModel(backbone) if implicit else dq.ExplicitModel(backbone)
-    ).double()
-    for block in backbone.layers if mesh else ():
-        fully_shard(block, mesh=mesh)
+    core = dq.ImplicitModel(backbone) if implicit else dq.ExplicitModel(backbone)
+    lm = dq.CausalLM(9, core).double()
     if mesh:
-        fully_shard(lm, mesh=mesh)
+        for part in (*backbone.layers, lm):
+            fully_shard(part, mesh=mesh)
     gather_once(lm)
     return lm
 
@@ -69,17 +65,13 @@ def test_they_are_sharded_again_after_an_error(mesh, gathered):
 
 
 def test_an_explicit_model_gathers_for_a_cache_only(mesh, gathered):
-    lm, plain = (
-        language_model(mesh, implicit=False).eval(),
-        language_model(None, implicit=False).eval(),
-    )
+    lm, plain = (language_model(one, implicit=False).eval() for one in (mesh, None))
     with torch.no_grad():
         lm(IDS)
         assert gathered == []
-        cache, wanted = (model(IDS, return_cache=True).cache for model in (lm, plain))
+        cache, expected = (model(IDS, return_cache=True).cache for model in (lm, plain))
         assert gathered
-    for mine, theirs in zip(cache.tensors(), wanted.tensors(), strict=True):
-        torch.testing.assert_close(mine, theirs)
+    torch.testing.assert_close(cache.tensors(), expected.tensors())
 
 
 def test_a_backward_pass_of_unequal_length_is_refused(mesh):
@@ -90,19 +82,14 @@ def test_a_backward_pass_of_unequal_length_is_refused(mesh):
         with torch.no_grad():
             lm(IDS, **call)
     lm(IDS, gradient=dq.Implicit(stop=exactly))
-    lm(
-        IDS,
-        solve=dq.SolveConfig(stop=exactly, gradient=dq.Unrolled()),
-        start=lm.embed(IDS).detach() * 0,
-    )
+    solve = dq.SolveConfig(stop=exactly, gradient=dq.Unrolled())
+    lm(IDS, solve=solve, start=torch.zeros_like(lm.embed(IDS)))
 
 
 def test_what_is_registered_can_be_pickled(mesh):
     model = dq.ImplicitModel(dq.Affine(4))
     fully_shard(model.backbone, mesh=mesh)
     gather_once(model)
-    hooks = model._forward_pre_hooks, model._forward_hooks
-    assert [[*pickle.loads(pickle.dumps(each)).values()] for each in hooks] == [
-        [*each.values()] for each in hooks
-    ]
-    assert len(hooks[0]) == len(hooks[1]) == 1
+    for hooks in (model._forward_pre_hooks, model._forward_hooks):
+        assert len(hooks) == 1
+        assert pickle.loads(pickle.dumps(hooks)) == hooks

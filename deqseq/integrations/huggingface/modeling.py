@@ -27,9 +27,8 @@ from deqseq.integrations.huggingface.outputs import ImplicitModelOutput
 from deqseq.integrations.huggingface.packing import Packing
 from deqseq.integrations.huggingface.pretrained_model import DeqseqPreTrainedModel
 from deqseq.models import ImplicitModel
-from deqseq.models.causal_lm import check_ids
+from deqseq.models.causal_lm import check_ids, scaled
 from deqseq.models.recurrent_depth import solved_part
-from deqseq.models.scaling import scaled
 from deqseq.training import gather_once
 from deqseq.types import Mask, Sequence
 

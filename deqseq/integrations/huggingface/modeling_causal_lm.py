@@ -25,9 +25,9 @@ from deqseq.integrations.huggingface.outputs import ImplicitCausalLMOutput
 from deqseq.integrations.huggingface.pretrained_model import DeqseqPreTrainedModel
 from deqseq.integrations.huggingface.windows import in_windows, warn_of_window, window_of
 from deqseq.layers import with_weights
+from deqseq.models.causal_lm import capped, scaled
 from deqseq.models.eval_mode import eval_mode
 from deqseq.models.generation import generate, prompt_sweep
-from deqseq.models.scaling import capped, scaled
 from deqseq.sweeps import Simultaneous
 
 

@@ -1,0 +1,95 @@
+"""Phrases and names that prose and code avoid: the number of those that are left may only fall.
+
+``python tests/docs/test_english.py`` prints them, and the present ``ALLOWED``, to be copied here.
+"""
+
+import ast
+import io
+import re
+import textwrap
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PHRASES = (
+    r"(?<!there )\b(?:is|are|was|were|be) no (?!longer\b|more\b|less\b)\w+",  # write "not a"
+    r"\b(?:on|by|in|for|from|through|with) (?:[\w`.]+ ){1,4}alone\b",  # write "only"
+    r"\bafresh\b|\blets? go\b|\bcomes? to the same\b|\bfor ever\b|\bwhoever\b|\bnobody\b",
+    r"\bsuch that they keep\b|\bbooks are kept\b|\bneighbou?rs?\b|\bNone: (?:all|none)\b",
+)
+FRAGMENT = r"(?:of|that|which|who|whose|than|and|but|or|such that) "  # does not begin a sentence
+CODE = re.compile(r"^ *```.*?^ *```|^ *(?:>>>|\.\.\.).*?$", re.DOTALL | re.MULTILINE)
+NAMES = {"stand", "held", "given", "own", "again", "known", "due", "late", "young", "lost"}
+NAMES |= {"together", "_asked", "_filed"}
+
+# fmt: off
+ALLOWED = {'README.md': 1, 'arguments.py': 6, 'backbones/base.py': 2, 'backbones/llama.py': 1,
+ 'backbones/llama_cache.py': 5, 'backbones/looped.py': 2, 'backbones/mamba2.py': 1,
+ 'diagnostics/arnoldi.py': 1, 'diagnostics/duality.py': 1, 'diagnostics/explain.py': 9,
+ 'diagnostics/spectral.py': 1, 'evaluate.py': 1, 'gradients/implicit.py': 2,
+ 'integrations/foreign/pretrained.py': 1, 'integrations/foreign/reference.py': 2,
+ 'integrations/huggingface/__init__.py': 1, 'integrations/huggingface/arguments.py': 2,
+ 'integrations/huggingface/attention.py': 1, 'integrations/huggingface/configuration.py': 4,
+ 'integrations/huggingface/conversion.py': 1, 'integrations/huggingface/decoder.py': 4,
+ 'integrations/huggingface/modeling.py': 3, 'integrations/huggingface/modeling_causal_lm.py': 5,
+ 'integrations/huggingface/pretrained_model.py': 2, 'integrations/huggingface/windows.py': 2,
+ 'integrations/lm_eval.py': 4, 'integrations/torchdeq.py': 1, 'layers/attention.py': 1,
+ 'layers/block.py': 1, 'layers/mamba2_mixer.py': 1, 'models/base.py': 1, 'models/decoding.py': 2,
+ 'models/explicit.py': 1, 'models/generation.py': 4, 'models/implicit.py': 5, 'models/output.py': 2,
+ 'models/recurrent_depth.py': 1, 'moving.py': 6, 'rows.py': 3, 'solution.py': 4,
+ 'solvers/adaptive.py': 3, 'solvers/base.py': 2, 'solvers/broyden.py': 2, 'start.py': 1, 'stop.py':
+ 1, 'sweeps.py': 1, 'tokens.py': 1, 'windows.py': 8, 'docs/examples/retrofit.md': 1,
+ 'docs/guides/choosing.md': 1, 'docs/guides/cuda.md': 1, 'docs/guides/differences.md': 1,
+ 'docs/guides/extending.md': 1, 'docs/guides/not_converging.md': 1, 'docs/guides/several_gpus.md':
+ 1, 'docs/tutorials/parity.md': 1, 'docs/tutorials/pretrained.md': 1}
+# fmt: on
+
+
+def comments(text: str) -> list[str]:
+    """The comments of a module; full lines below each other are one."""
+    blocks, previous = [], 0
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            is_line, line = token.line.lstrip().startswith("#"), token.start[0]
+            if not (is_line and line == previous + 1):
+                blocks.append("")
+            blocks[-1] += token.string.lstrip("# ") + " "
+            previous = line if is_line else 0
+    return blocks
+
+
+def places(path: Path) -> Iterator[str]:
+    """The phrases and names of a file that have to be replaced."""
+    text = path.read_text()
+    if path.suffix == ".md":
+        paragraphs = CODE.sub("", text).split("\n\n")
+    else:
+        paragraphs = comments(text)
+        yield from (f"# {comment}" for comment in paragraphs if re.match(FRAGMENT, comment))
+        for node in ast.walk(ast.parse(text)):
+            match node:
+                case ast.Name(name, ast.Store()) | ast.Attribute(_, name, ast.Store()):
+                    if name in NAMES:
+                        yield f"{name} ="
+                case ast.Expr(ast.Constant(str(docstring))):
+                    paragraphs.append(CODE.sub("", docstring))
+    for paragraph in paragraphs:
+        yield from re.findall("|".join(PHRASES), " ".join(paragraph.split()))
+
+
+def found() -> dict[str, list[str]]:
+    files = [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("deqseq/**/*.py")]
+    names = {str(path.relative_to(ROOT)).removeprefix("deqseq/"): path for path in sorted(files)}
+    return {name: list(places(path)) for name, path in names.items()}
+
+
+def test_phrases_and_names_only_become_fewer():
+    assert {name: left for name, left in found().items() if len(left) > ALLOWED.get(name, 0)} == {}
+
+
+if __name__ == "__main__":
+    left = {name: phrases for name, phrases in found().items() if phrases}
+    print(*(f"{name}: {phrase}" for name in left for phrase in left[name]), sep="\n")
+    counts = {name: len(phrases) for name, phrases in left.items()}
+    print(textwrap.fill(f"ALLOWED = {counts}", 100, subsequent_indent=" ", break_on_hyphens=False))
