@@ -1,5 +1,4 @@
-"""Small models with random weights, saved by deqseq, and the tokens that deqseq generates:
-``make_models.py FOLDER``.
+"""Small random models, and the tokens that deqseq generates: ``make_models.py FOLDER``.
 
 Runs where deqseq is installed. ``compare.py`` reads the folder where vLLM is.
 """
@@ -29,9 +28,7 @@ def llama(layers: int = 1, **options: Any) -> dq.LlamaConfig:
 
 
 def contracting(lm: dq.CausalLM) -> dq.CausalLM:
-    """The model with random weights whose iteration has a fixed point, and whose predictions are
-    far apart.
-    """
+    """A random model whose iteration has a fixed point, and whose predictions are far apart."""
     with torch.no_grad():
         for name, weight in lm.named_parameters():
             if weight.ndim == 2 and "original" not in name:
@@ -156,9 +153,7 @@ def reference(
 
 
 def save_for_throughput(folder: Path) -> None:
-    """A larger Llama: with its middle layers iterated, unlooped, and with a slot for each of as
-    many loops.
-    """
+    """A larger Llama: with its middle layers iterated, unlooped, and with a slot for each loop."""
     torch.manual_seed(0)
     sizes = {
         "hidden_size": 512,

@@ -1,5 +1,4 @@
-"""Tokens per second and cache per token of a looped Llama in vLLM, beside what else can be done
-with its weights.
+"""Tokens per second and cache per token of a looped Llama in vLLM, beside alternatives.
 
 ``throughput.py FOLDER PYTHON --json PATH``: the folder of ``make_models.py``, and the Python where
 deqseq is installed. The fixed point (tolerance 1e-3) is compared with the same layers run once
