@@ -91,17 +91,12 @@ class SolvedLM(HFLM):
         Each is None without a solve. Where tokens are decoded in windows, every token is a solve of
         its own, and updates go on until all rows have ended.
         """
-        means: dict[str, float | None] = {"evaluations": self.counted["evaluations"] or None}
-        for name in (
-            "self_iterations",
-            "token_updates",
-            "converged",
-            "converged_tokens",
-            "diverged",
-        ):
+        names = ("self_iterations", "token_updates", "converged", "converged_tokens", "diverged")
+        means: dict[str, float | None] = {}
+        for name in names:
             count = self.counted[f"{name} of"]
             means[name] = self.counted[name] / count if count else None
-        return means
+        return means | {"evaluations": self.counted["evaluations"] or None}
 
     def _count(
         self, evaluations: int, numbers: Mapping[str, Tensor | None], real: Tensor | None

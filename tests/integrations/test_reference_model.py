@@ -199,8 +199,6 @@ REFUSED = [  # what the error says that the field must be
     ("llama", (*BACKBONE, "mlp_type"), "gated_mlp", "'llama_mlp'"),
     ("llama", (*BACKBONE, "d_inner"), 0, "an integer >= 1"),
     ("llama", (*BACKBONE, "dropout"), 0.1, "0"),
-    ("mamba2", (*BACKBONE, "init_z_mode"), "random", "None or 'input'"),
-    ("llama", (*LAYER, "apply_rotary"), False, "True"),
     ("mamba2", (*LAYER, "d_ssm"), 32, "None or 64"),
     ("mamba2", (*LAYER, "A_init_range"), [1, 8], "(1, 16) or [1, 16]"),
     ("mamba2", (*LAYER, "dt_limit"), "wide", "a tuple or a list, such as (0.0, 0.1)"),
@@ -208,12 +206,9 @@ REFUSED = [  # what the error says that the field must be
 UNKNOWN = [  # and what is missing, or has a default that is refused
     ("mamba2", ("tie_embedding",), 1, "'tie_embedding' is unknown; did you mean 'tie_embeddings'"),
     ("mamba2", (*LAYER, "headim"), 1, "backbone_config: block_cfg: 'headim' is unknown; did you"),
-    ("mamba2", ("deq_params", "solvers"), 1, "deq_params: 'solvers' is unknown; did you mean"),
     ("mamba2", (*SOLVER, "f_toll"), 1, "deq_params: 'f_toll' is unknown; did you mean 'f_tol'"),
-    ("mamba2", (*TRAINING, "n_states"), 3, "'n_states' must be 1 or 0, got 3: deqseq computes"),
     ("mamba2", (*REGULAR, "jac_loss_weight"), 0.5, "'jac_loss_weight' must be 0, got 0.5"),
     ("llama", ("model_type",), ..., "'model_type' is missing"),
-    ("llama", (*BACKBONE, "pre_norm"), ..., "'pre_norm' is missing"),
     ("llama", NORM, ..., "reference configuration: deq_params: 'norm' is missing"),
     ("llama", (*BACKBONE, "mlp_type"), ..., "must be 'llama_mlp', got 'gated_mlp' (the default)"),
 ]

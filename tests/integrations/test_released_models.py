@@ -184,9 +184,7 @@ class TestOuro:
 
     @pytest.mark.parametrize("threshold", [1.0, 0.5])
     def test_training_through_all_loops(self, threshold):
-        """The published loss weighs the loops by the gate; the loss of the states that are chosen
-        has this gradient.
-        """
+        """The published loss weighs the loops; that of the chosen states has this gradient."""
         lm = loaded("ouro", early_exit_threshold=threshold).train()
         ids = numbers("ouro")["input_ids"]
         lm(ids, labels=ids).loss.backward()
@@ -272,13 +270,11 @@ def test_a_folder_is_loaded(tmp_path, name):
     ("name", "changes", "message"),
     [
         ("huginn", {"model_type": "gpt2"}, "model_type.*huginn_raven.*gpt2"),
-        ("huginn", {"injection_type": "add"}, "injection_type.*add"),
         ("huginn", {"n_layers_in_coda": 1}, r"Unexpected.*\n?.*transformer\.coda\.1\.attn\.Wqkv"),
         ("huginn", {"head_dim": 10}, r"k_proj\.weight.*\[32, 24\].*\[40, 24\]"),
         ("huginn", {"test_time_noise": 0.1}, "test_time_noise.*0.1"),
         ("retrofit_olmo", {"initial_state_mode": "embed-init"}, "initial_state_mode.*embed-init"),
         ("retrofit_llama", {"rope_scaling": {"rope_type": "yarn"}}, "rope_type.*yarn"),
-        ("ouro", {"use_sliding_window": True}, "use_sliding_window"),
         ("ouro", {"early_exit_threshold": -0.5}, r"threshold.*\[0, 1\].*-0\.5"),
     ],
 )
