@@ -142,9 +142,8 @@ def reference(
         top = logits.topk(2, dim=-1).values
         gaps, logprobs = (top[..., 0] - top[..., 1]).amin(dim=1), logits.log_softmax(-1).amax(-1)
         for row, prompt in enumerate(prompts):
-            compared = (
-                None if solve else logprobs[row].tolist()
-            )  # a fixed number of iterations was of other tokens
+            # after a fixed number of iterations, the logits above are not those of generation
+            compared = None if solve else logprobs[row].tolist()
             numbers = {"prompt": prompt, "tokens": made.tokens[row], "gap": gaps[row]}
             rows.append(
                 {name: value.tolist() for name, value in numbers.items()} | {"logprobs": compared}
