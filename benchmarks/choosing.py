@@ -1,5 +1,4 @@
-"""What a chooser asks of trained models: solvers, damping, tolerances, sweeps, budgets, gradient
-estimators.
+"""What a chooser asks of trained models: solvers, damping, tolerances, sweeps, gradients.
 
 The models come with the library (parity, and A5 from two generators, trained at lengths up to 16)
 and are solved at lengths 32 (32 sequences) and 128 (16). Nothing is timed, so a busy machine may
@@ -66,9 +65,7 @@ ESTIMATORS: dict[str, dq.Gradient] = {
 
 
 def settings() -> Iterator[tuple[str, str, str, dict[str, Any]]]:
-    """Each question with what was set, the setting that it is compared with, and what that changes
-    of a solve.
-    """
+    """Each question: what was set, what it is compared with, and what that changes."""
     for sweep in (dq.Simultaneous(), dq.Sequential(), dq.Sliding(8)):
         after = "" if sweep == dq.Simultaneous() else f", {sweep}"
         for name, solver in SOLVERS.items():

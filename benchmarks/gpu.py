@@ -1,5 +1,4 @@
-"""Other benchmarks on a GPU, in bfloat16 under autocast, with Mamba2's kernels where they are
-installed.
+"""Other benchmarks on a GPU, in bfloat16 under autocast, with Mamba2's kernels if installed.
 
 The bookkeeping of a solve beside TorchDEQ's; training steps of two blocks of width 768 and 2048
 with 4 x 2048 tokens, beside loops by hand and unrolled; generation beside the bare blocks. The

@@ -1,5 +1,4 @@
-"""Word problems by one recipe: what `examples/state_tracking.py` learns of each group, with several
-seeds.
+"""Word problems by one recipe: what `examples/state_tracking.py` learns of each group.
 
 The recipe may be tuned on Z2, Z5, Z60, S3, S4, S5, D4, D5, Q8, A4 and A5 with seeds 0 to 2: the
 part ``tuning``. The part ``held-out`` are the same groups with seeds 3 to 5, and the groups Z7, D7
@@ -56,9 +55,7 @@ RUNS += [("all-elements", group, seed) for seed in (1, 2, 3) for group in TWO_GE
 
 
 def record(run: Run, folder: Path, quick: bool) -> dict[str, Any]:
-    """Train and evaluate, or read what is there: a run's numbers as lists over the lengths, by
-    sweep.
-    """
+    """Train and evaluate, or read an earlier run: numbers as lists over lengths, by sweep."""
     part, group, seed = run
     every = part == "all-elements"
     generators = 2 if group in TWO_GENERATORS and not every else 0
@@ -101,9 +98,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def line(found: dict[str, Any]) -> str:
-    """A run's accuracy and share of converged rows at each length, the lowest of the sweeps, and
-    its CPU minutes.
-    """
+    """A run's accuracy and converged share at each length, lowest over sweeps; CPU minutes."""
     worst = {
         name: map(min, zip(*found[name].values(), strict=True))
         for name in ("accuracy", "converged")

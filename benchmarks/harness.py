@@ -1,6 +1,4 @@
-"""What the benchmarks share: runs in turns, peak memory, rows with goals, the command line, a table
-and a file.
-"""
+"""What the benchmarks share: runs in turns, peak memory, rows with goals, the command line."""
 
 import argparse
 import gc
@@ -18,10 +16,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-os.environ |= {
-    "KINETO_LOG_LEVEL": "99",
-    "TORCH_CPP_LOG_LEVEL": "ERROR",
-}  # the profiler reports every start on stderr
+# the profiler reports every start on stderr
+os.environ |= {"KINETO_LOG_LEVEL": "99", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 import torch
 from torch.profiler import ProfilerActivity, profile
 
@@ -123,9 +119,7 @@ def memory_row(case: str, ours: Work, peer: str, theirs: Work, *, goal: str | No
 
 
 def judge(goal: str | None, ours: float, ratio: float | None) -> bool | None:
-    """Whether ``"ratio <= 1.03"``, ``"ours <= 1e-11"`` or ``"ours == 20"`` holds; None without a
-    goal.
-    """
+    """Whether a goal such as ``"ratio <= 1.03"`` or ``"ours == 20"`` holds; None without one."""
     if goal is None:
         return None
     subject, comparison, limit = goal.split()
@@ -141,8 +135,7 @@ def judge(goal: str | None, ours: float, ratio: float | None) -> bool | None:
 def take_turns(
     works: Mapping[str, Work], turns: int, *, warm_up: bool = True
 ) -> dict[str, list[float]]:
-    """Seconds of several functions, each run once a turn, so that whatever slows the machine down
-    slows all.
+    """Seconds of several functions, run in turns, so that a slow machine slows all of them.
 
     Args:
         works: the functions by name, in the order of a turn.
@@ -257,9 +250,7 @@ def benchmark(
 
 
 def report(rows: Iterable[Row], options: argparse.Namespace) -> None:
-    """Print rows as they come; at the end, or when interrupted, write them with the machine to
-    ``--json``, if given.
-    """
+    """Print rows as they come, and write them to ``--json``, also when interrupted."""
     print(f"{machine()}\n")
     found: list[Row] = []
     try:

@@ -1,6 +1,4 @@
-"""Models that several benchmarks share, and loops over their blocks as a careful user writes them
-by hand.
-"""
+"""Models that several benchmarks share, and loops over their blocks as written by hand."""
 
 import sys
 from dataclasses import replace
@@ -40,9 +38,7 @@ def trained(name: str) -> Trained:
 
 
 def stop_for(sweep: dq.Sweep, length: int) -> dq.Stop:
-    """The same tolerance for all; the budget is that of the whole sequence, of a chunk, or of a
-    token.
-    """
+    """One tolerance for all; the budget is that of a sequence, of a chunk, or of a token."""
     budget = max(64, 8 * length) if isinstance(sweep, dq.Simultaneous) else 64
     return dq.Stop(rtol=RTOL, max_steps=budget)
 
@@ -141,9 +137,7 @@ def iterated(backbone: dq.Backbone[Any], x: Tensor, plain: int, differentiated: 
 def one_by_one(
     backbone: dq.Backbone[Any], x: Tensor, cache: Any, tokens: int, iterations: int
 ) -> None:
-    """So many evaluations for each of so many tokens, the cache growing as in generation; every
-    token is ``x``.
-    """
+    """So many evaluations for each of so many tokens ``x``, with a growing cache."""
     backbone = with_weights(backbone)
     for _ in range(tokens):
         cache, z, aux = cache.reserve(1), torch.zeros_like(x), None

@@ -1,5 +1,4 @@
-"""A small looped language model, trained in deqseq, in TorchDEQ, and by the loop that people write
-by hand.
+"""A small looped language model, trained in deqseq, in TorchDEQ, and by a loop written by hand.
 
 The model is the library's ``text``: one Mamba2 block whose fixed point predicts the next character.
 The text is what it writes itself, sampled. It goes on training from the same weights on the same
@@ -55,9 +54,7 @@ class DeqSeq:
 
 
 class Peer:
-    """A loop around the block of a model: ``point(f, z)`` iterates ``f`` from ``z``, in training or
-    in evaluation.
-    """
+    """A loop around the block of a model: ``point(f, z)`` iterates ``f`` from ``z``."""
 
     def __init__(self, point: Callable[[Map, Tensor], Tensor]) -> None:
         self.point = point
@@ -85,9 +82,7 @@ class Peer:
 
 
 def by_hand(iterations: int) -> Peer:
-    """So many damped iterations, the last 4 differentiated; in evaluation the last is the one that
-    is committed.
-    """
+    """So many damped iterations, the last 4 differentiated; evaluation commits the last."""
 
     def point(f: Map, z: Tensor) -> Tensor:
         training = torch.is_grad_enabled()

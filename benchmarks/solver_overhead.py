@@ -1,5 +1,4 @@
-"""What a solve costs beside the evaluations of its map: deqseq beside loops by hand and TorchDEQ's
-solvers.
+"""What a solve costs beside its evaluations: deqseq, loops by hand, TorchDEQ's solvers.
 
 Both sides make the same number of evaluations with tolerances of zero, in turns: on ``tanh(z W +
 u)`` of each token, on a map that costs nothing (the bookkeeping), and on a Mamba2 block.
@@ -47,9 +46,7 @@ def randn(*shape: int) -> Tensor:
 
 
 def token_map(shape: tuple[int, int, int]) -> Map:
-    """``tanh(z W + u)`` with W 0.9 times an orthogonal matrix: still contracting after the last
-    evaluation.
-    """
+    """``tanh(z W + u)`` with W 0.9 times an orthogonal matrix, which contracts slowly."""
     W, u = 0.9 * torch.linalg.qr(randn(shape[-1], shape[-1])).Q, 0.1 * randn(*shape)
     return lambda z: torch.tanh(z @ W + u)
 
@@ -75,9 +72,7 @@ def ours(f: Map, z0: Tensor, solver: dq.Solver) -> Tensor:
 
 
 def torchdeq(f: Map, z0: Tensor, name: str) -> Tensor:
-    """TorchDEQ's solver on flattened rows; its Broyden is given a step less, for the same
-    evaluations.
-    """
+    """TorchDEQ's solver on flattened rows; Broyden gets a step less for equal evaluations."""
     steps = EVALUATIONS - 1 if name == "broyden" else EVALUATIONS
     flat, options = z0.flatten(start_dim=1), {"max_iter": steps, "tol": 0.0, "stop_mode": "rel"}
     value, _, _ = get_solver(name)(lambda z: f(z.view_as(z0)).view_as(z), flat, **options)
@@ -119,9 +114,7 @@ def against_torchdeq(name: str, f: Map, z0: Tensor, runs: int) -> Iterator[Row]:
 
 
 def bookkeeping(shape: tuple[int, int, int], runs: int) -> Iterator[Row]:
-    """A map that costs nothing: it hands out tensors made beforehand, which contract or
-    alternate.
-    """
+    """A map that costs nothing: it returns tensors made beforehand, which contract or alternate."""
     contracting = [torch.ones(shape) * (1 + 0.5**step) for step in range(EVALUATIONS)]
     for kind, values in (("contracting", contracting), ("two in turns", contracting[:2])):
         source = cycle(values)
@@ -215,9 +208,7 @@ def layer(runs: int) -> Iterator[Row]:
 
 
 def block_rows(runs: int) -> Iterator[Row]:
-    """A Mamba2 block whose injection outweighs the state, so that it contracts: 64 x 16 tokens of
-    width 64.
-    """
+    """A Mamba2 block that contracts because its injection outweighs the state: 64 x 16 tokens."""
     torch.manual_seed(0)
     backbone = dq.Mamba2(dq.Mamba2Config(d_model=64, d_state=16, headdim=32, weight_norm=False))
     x, name = randn(64, 16, 64), "Mamba2 block"
@@ -235,9 +226,7 @@ def block_rows(runs: int) -> Iterator[Row]:
 
 
 def decoding(kind: str, batch: int, width: int, prompt: int, new: int, runs: int) -> Iterator[Row]:
-    """Time per iteration of ``generate``, with the residual measured in every iteration, and once
-    per token.
-    """
+    """Time per iteration of ``generate``, with a residual in every iteration, and one per token."""
     lm, ids, peer = (
         language_model(kind, width),
         random_ids(batch, prompt, seed=1),
@@ -265,9 +254,8 @@ def decoding(kind: str, batch: int, width: int, prompt: int, new: int, runs: int
             return stamps[-1] - stamps[0]  # without the prompt
 
         bare = partial(one_by_one, block_of(lm), token, cache, new - 1, DECODED)
-        times = [(generated(), seconds(bare)) for _ in range(runs + 1)][
-            1:
-        ]  # the first is a warm-up
+        times = [(generated(), seconds(bare)) for _ in range(runs + 1)]
+        del times[0]  # a warm-up
         (mine, theirs), scale = zip(*times, strict=True), 1e3 / (DECODED * (new - 1))
         goal = "ratio <= 1.25" if isinstance(solver, dq.Adaptive) else None
         case = f"{kind}, batch {batch}, {label}"
@@ -289,11 +277,9 @@ def rows(quick: bool) -> Iterator[Row]:
     yield from block_rows(runs)
     for kind in KINDS:
         for batch in (1, 8):
-            sizes = (
-                {"width": 64, "prompt": 8, "new": 4}
-                if quick
-                else {"width": 256, "prompt": 256, "new": 128}
-            )
+            sizes = {"width": 256, "prompt": 256, "new": 128}
+            if quick:
+                sizes = {"width": 64, "prompt": 8, "new": 4}
             yield from decoding(kind, batch, **sizes, runs=2 if quick else 7)
 
 

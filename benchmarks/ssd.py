@@ -1,5 +1,4 @@
-"""The SSD scan in plain PyTorch beside transformers' torch path, and on a GPU beside mamba_ssm's
-kernel.
+"""The SSD scan in plain PyTorch beside transformers', and on a GPU beside mamba_ssm's kernel.
 
 ``mamba2_chunk_scan`` is what transformers' Mamba2 layer calls between convolution and norm. Both
 sides get the same inputs in float32, with one group of B and C and chunks of 64 tokens: dt before
@@ -55,10 +54,8 @@ def problem(batch: int, length: int, heads: int, headdim: int, d_state: int) -> 
     randn = partial(torch.randn, generator=torch.Generator().manual_seed(0), device="cpu")
     x, dt = randn(batch, length, heads, headdim), randn(batch, length, heads)
     B, C = randn(2, batch, length, 1, d_state)
-    A, bias = (
-        -torch.linspace(1, 16, heads),
-        torch.linspace(-6.9, -2.3, heads),
-    )  # softplus of the bias: 0.001 to 0.1
+    A = -torch.linspace(1, 16, heads)
+    bias = torch.linspace(-6.9, -2.3, heads)  # its softplus is 0.001 to 0.1
     device = torch.get_default_device()
     return tuple(
         t.to(device).clone().requires_grad_() for t in (x, dt, A, B, C, bias, randn(heads))

@@ -1,5 +1,4 @@
-"""What each sweep costs on trained models: accuracy, updates, evaluations and time, at equal
-per-token tolerance.
+"""What each sweep costs on trained models, at equal tolerance per token.
 
 The models come with the library (parity, and A5 from two generators), were trained at lengths up to
 16, and are solved at 64, 128 and 512, for a batch of 64 and a single sequence. A token has
@@ -23,15 +22,12 @@ SWEEPS: tuple[dq.Sweep, ...] = (
     *(dq.Sliding(window) for window in (4, 8, 16, 32)),
 )
 GOALS = {("Simultaneous()", 128): "ratio <= 0.1", ("Simultaneous()", 512): "ratio <= 0.025"}
-GOALS |= {
-    ("Sequential()", length): "ratio <= 0.5" for length in (64, 128, 512)
-}  # of the default window, at batch 64
+# the default window's, at batch 64
+GOALS |= {("Sequential()", length): "ratio <= 0.5" for length in (64, 128, 512)}
 
 
 def measured(model: Trained, length: int, batch: int, turns: int) -> Iterator[Row]:
-    """The sweeps of one case: numbers of each, and its time beside the simultaneous and the
-    sequential one.
-    """
+    """The sweeps of one case: numbers, and times beside the simultaneous and sequential one."""
     data = model.task.fixed(batch, length, seed=1000 + length)
     outputs: dict[str, dq.CausalLMOutput] = {}
 

@@ -1,5 +1,4 @@
-"""Language models on bytes, 41 tokens per parameter: explicit, (4+1) and free ones of 200,000
-parameters, three seeds.
+"""Language models on bytes: explicit, (4+1) and free ones of 200,000 parameters, three seeds.
 
 Each kind has the best of three learning rates on one text (`--bible FILE`; Debian's package
 bible-kjv prints the King James Bible with `bible -f ge1:1-re22:21`), 600 updates of 8 x 256 bytes,
@@ -88,11 +87,9 @@ def record(run: Run, folder: Path, bible: str, quick: bool) -> Rows:
 
     def spec_of(*given: Any) -> dq.LanguageModelSpec:
         spec = usual[0](*given)
-        return (
-            replace(spec, backbone=replace(spec.backbone, weight_norm=False))
-            if "norm" in run.change
-            else spec
-        )
+        if "norm" in run.change:
+            return replace(spec, backbone=replace(spec.backbone, weight_norm=False))
+        return spec
 
     def curriculum_of(*given: Any) -> Curriculum:
         return Curriculum((CHANGES[run.change],)) if run.change else usual[1](*given)

@@ -1,5 +1,4 @@
-"""What it saves to find the fixed point with a sliding window while training, and whether the loss
-stays the same.
+"""What a sliding window saves while training, and whether the loss stays the same.
 
 The trained parity model goes on training at its fixed point (4 phantom steps over the whole
 sequence) at length 64, solved by one sweep or another: copies of one model, the same batches, steps

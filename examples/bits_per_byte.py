@@ -21,9 +21,7 @@ def load_model(source: str | Path, device: str) -> Any:
 
 
 class HeldOut(NamedTuple):
-    """Excerpts of a text, end-of-text tokens included, and how many bytes (UTF-8) of text the
-    targets stand for.
-    """
+    """Excerpts of a text with its end-of-text tokens, and the UTF-8 bytes of their targets."""
 
     inputs: Int64[Tensor, "rows length"]
     targets: Int64[Tensor, "rows length"]
@@ -33,8 +31,7 @@ class HeldOut(NamedTuple):
 def token_stream(
     documents: Iterable[str], tokenizer: PreTrainedTokenizerBase
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Documents as one stream of tokens with ends of text around them, and how many bytes of text
-    each stands for.
+    """Documents as one stream of tokens with ends of text, and the bytes of text in each token.
 
     Where a character is split into several tokens, its bytes count with the first of them; what the
     tokenizer drops counts with the next token, or with the end of text.
@@ -44,9 +41,8 @@ def token_stream(
     for text in documents:
         found = tokenized([text], tokenizer, return_offsets_mapping=True)
         content = np.frombuffer(text.encode(), np.uint8)
-        starts = np.append(
-            np.flatnonzero(content & 0xC0 != 0x80), len(content)
-        )  # of characters, in bytes
+        # where each character begins, in bytes
+        starts = np.append(np.flatnonzero(content & 0xC0 != 0x80), len(content))
         ends = starts[[*(end for _, end in found["offset_mapping"][0]), -1]]
         ids.append([*found["input_ids"][0], tokenizer.eos_token_id])
         byte_counts.append(np.diff(np.maximum.accumulate(ends), prepend=0))
@@ -59,8 +55,7 @@ def excerpts(
     lengths: Sequence[int],
     tokens: int,
 ) -> HeldOut:
-    """Excerpts of held-out documents, spread evenly over them, with about so many ``tokens``; 0:
-    all.
+    """Excerpts of held-out documents, spread evenly, with about ``tokens`` tokens; 0: all.
 
     An excerpt has as many tokens as the least common multiple of the ``lengths`` of the rows that
     will be scored.
@@ -81,8 +76,7 @@ def excerpts(
 
 @torch.no_grad()
 def score(model: nn.Module, text: HeldOut, length: int, batch: int, **how: Any) -> dict[str, Any]:
-    r"""How well a model predicts a text that is cut into rows, each predicted from its own
-    beginning.
+    r"""How well a model predicts a text that is cut into rows, each by itself.
 
     .. math:: \mathrm{bits\ per\ byte} = \frac{-\sum \ln p(\mathrm{target})}{\ln 2 \cdot
     \mathrm{bytes\ of\ text}}
@@ -119,9 +113,7 @@ def score(model: nn.Module, text: HeldOut, length: int, batch: int, **how: Any) 
 
 
 def cell(row: Mapping[str, Any]) -> str:
-    """A score with the mean iterations of its solves, and the share that converged where that is
-    not all.
-    """
+    """A score with mean iterations, and the share of solves that converged if not all did."""
     solves = "" if row["self_iterations"] is None else f" ({row['self_iterations']:.1f})"
     doubt = "" if row["converged"] in (None, 1.0) else f", {row['converged']:.1%} converged"
     return f"{row['bits_per_byte']:.3f}{solves}{doubt}"

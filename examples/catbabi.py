@@ -1,5 +1,4 @@
-"""CatbAbI: stories one after another, loss only on the answers; implicit and explicit models of 1
-and 2 blocks.
+"""CatbAbI: stories one after another, loss only on the answers; implicit and explicit models.
 
 CatbAbI (Schlag et al., ICLR 2021, arXiv 2011.07831) is a stream of bAbI's stories (Weston et al.,
 arXiv 1502.05698). Here stories of tasks 1 and 15 are generated. Models are trained on the stream,
@@ -65,9 +64,7 @@ CURRICULUM = Curriculum(
 
 @dataclass(frozen=True)
 class Options(RunOptions):
-    """CatbAbI: implicit and explicit models of several sizes learn to answer questions in a stream
-    of stories.
-    """
+    """CatbAbI: models of several sizes learn to answer questions in a stream of stories."""
 
     train_stories: int = 4000  # generated training stories per task
     test_stories: int = 100  # generated test stories per task and size
@@ -86,9 +83,8 @@ QUICK: dict[str, Any] = {
     "steps": 6,
     "explicit_steps": 12,
 }
-Words = list[
-    tuple[str, bool]
-]  # lower-case words and punctuation marks, and whether each is an answer
+Words = list[tuple[str, bool]]
+"""Lower-case words and punctuation marks, and whether each is an answer."""
 
 
 def words_of(sentence: str, answer: str | None = None) -> Words:
@@ -111,9 +107,7 @@ def one_fact_story(rng: random.Random, scale: int) -> Words:
 
 
 def deduction_story(rng: random.Random, scale: int) -> Words:
-    """Task 15: who is of which kind, and which kind fears which. Four questions, each about one
-    animal's fear.
-    """
+    """Task 15: who is of which kind, and which kind fears which; four questions."""
     kinds, names = rng.sample(sorted(KINDS), 4 * scale), rng.sample(NAMES, 4 * scale)
     feared = {kind: rng.choice([other for other in kinds if other != kind]) for kind in kinds}
     kind_of = {name: rng.choice(kinds) for name in names}
@@ -141,12 +135,9 @@ def generate(count: int, seed: int, scale: int) -> list[tuple[int, Words]]:
 
 
 def encode(task: int, story: Words, vocabulary: dict[str, int]) -> Tensor:
-    """Inputs, targets and task of each token, (3, length); the answer is the target at the "?"
-    before it.
-    """
-    inputs = [
-        vocabulary.get(word, UNKNOWN) for word, _ in (("<eos>", False), *story)
-    ]  # it ends the story before
+    """Inputs, targets and task of each token, (3, length); an answer is the target at its "?"."""
+    words = ["<eos>", *(word for word, _ in story)]  # the first ends the story before
+    inputs = [vocabulary.get(word, UNKNOWN) for word in words]
     targets = [
         token if answer else IGNORED for token, (_, answer) in zip(inputs[1:], story, strict=True)
     ]
@@ -154,9 +145,7 @@ def encode(task: int, story: Words, vocabulary: dict[str, int]) -> Tensor:
 
 
 class Batch(NamedTuple):
-    """Inputs, targets (-100 is not scored), tasks, and a mask that is False at padding, all (batch,
-    length).
-    """
+    """Inputs, targets (-100: not scored), tasks, a mask of real tokens, all (batch, length)."""
 
     inputs: Tensor
     targets: Tensor
@@ -176,9 +165,7 @@ class Batch(NamedTuple):
 def stream(
     stories: Sequence[Tensor], batch: int, length: int, seed: int, device: str
 ) -> Iterator[Batch]:
-    """Stories in random order, dealt to the rows as these need them; each row continues in the next
-    batch.
-    """
+    """Stories in random order, dealt to the rows; each row continues in the next batch."""
     rng, rows = random.Random(f"babi stream {seed}"), [torch.empty(3, 0, dtype=torch.int64)] * batch
     order = itertools.chain.from_iterable(
         rng.sample(range(len(stories)), len(stories)) for _ in itertools.count()
@@ -208,9 +195,7 @@ class Stream(TrainingBatches):
 
     @property
     def lr(self) -> float:
-        """The next learning rate: it rises, is constant, and falls in the last fifth of
-        the steps.
-        """
+        """The learning rate: it rises, is constant, and falls in the last fifth of the steps."""
         return self.peak * min(1.0, (self.step + 1) / 50, max(0.05, 5 * (1 - self.progress)))
 
     def __next__(self) -> Batch:
@@ -248,9 +233,7 @@ def rows_of(answers: Tensor, **more: Any) -> Rows:
 
 @torch.no_grad()
 def score(lm: dq.CausalLM, batches: Sequence[Batch], carry: bool) -> Rows:
-    """Right answers, the mean iterations of a token, the share of solves that converged; ``carry``
-    keeps the state.
-    """
+    """Right answers, mean iterations, share of converged solves; ``carry`` keeps the state."""
     answers, iterations, converged, cache = [], [], [], None
     for batch in batches:
         output = lm(
@@ -269,9 +252,7 @@ def score(lm: dq.CausalLM, batches: Sequence[Batch], carry: bool) -> Rows:
 
 
 def most_frequent(stories: Sequence[Tensor], batches: Sequence[Batch]) -> Rows:
-    """The scores of a model that always gives the most frequent answer of a task's training
-    stories.
-    """
+    """The scores of a model that always gives the most frequent answer of a task in training."""
     best = torch.zeros(max(GENERATORS) + 1, dtype=torch.int64)
     for task in GENERATORS:
         answers = torch.cat([row[1] for row in stories if row[2, 0] == task])
@@ -281,9 +262,7 @@ def most_frequent(stories: Sequence[Tensor], batches: Sequence[Batch]) -> Rows:
 
 
 def make_tests(options: Options, vocabulary: dict[str, int]) -> dict[str, list[Batch]]:
-    """New stories by the number of their facts, as a multiple of that in training, and their
-    stream.
-    """
+    """New stories by their number of facts, a multiple of that in training, and their stream."""
     new = {f"{n}x": generate(options.test_stories, 2 * options.seed + 1, n) for n in (1, 2, 3)}
     rows = {
         test: [encode(*story, vocabulary) for story in stories] for test, stories in new.items()
@@ -309,10 +288,8 @@ def compare(options: Options, folder: Path) -> Rows:
         for test in tests
         for row in most_frequent(stories, tests[test])
     ]
-    kinds = {
-        "explicit": (options.explicit_steps, 4e-3),
-        "implicit": (options.steps, 2e-3),
-    }  # steps, learning rate
+    # steps and learning rate
+    kinds = {"explicit": (options.explicit_steps, 4e-3), "implicit": (options.steps, 2e-3)}
     for (kind, (steps, lr)), blocks in itertools.product(kinds.items(), options.blocks):
         name = f"{kind} {blocks} block{'s' * (blocks > 1)}"
         lm = make_model(options.seed, len(words), blocks, kind == "implicit").to(options.device)

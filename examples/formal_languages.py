@@ -1,5 +1,4 @@
-"""Formal languages: an implicit model learns a task of the Chomsky hierarchy, next to an explicit
-model of more blocks.
+"""Formal languages: an implicit model learns a task next to an explicit model of more blocks.
 
 A string comes in, then a blank for each symbol of the answer. One Mamba2 block is trained on
 strings of up to 40 symbols, which get longer as it learns them: first through a few unrolled
@@ -41,19 +40,7 @@ class Options(Recipe):
     """An implicit model learns a formal language, next to explicit models of the same blocks."""
 
     task: str = "parity_check"  # one of TASKS in formal_tasks.py
-    free_lengths: tuple[int, ...] = (
-        8,
-        10,
-        12,
-        14,
-        16,
-        20,
-        24,
-        28,
-        32,
-        36,
-        40,
-    )  # trained at the fixed point
+    free_lengths: tuple[int, ...] = (8, 10, 12, 14, 16, 20, 24, 28, 32, 36, 40)  # trained lengths
     eval_lengths: tuple[int, ...] = (40, 64, 96, 128, 192, 256)  # test lengths
 
     def __post_init__(self) -> None:
@@ -68,8 +55,7 @@ def read_options(arguments: Sequence[str]) -> Options:
 
 
 def scaled_accuracy(logits: Tensor, targets: Tensor, chance: float) -> float:
-    r"""Share of right answers, scaled so that chance is 0 and all right is 1; worse than chance is
-    negative.
+    r"""Share of right answers, scaled so that chance is 0 and all right is 1.
 
     .. math:: (\text{accuracy} - \text{chance}) / (1 - \text{chance})
     """
@@ -99,9 +85,7 @@ def evaluate(lm: dq.CausalLM, options: Options) -> Iterator[dict[str, Any]]:
 
 
 def most_frequent(options: Options) -> Rows:
-    """The scores of a model that always gives the most frequent answer: what is learned lies above
-    them.
-    """
+    """The scores of a model that always gives the most frequent answer, to compare with."""
     task, rows = TASKS[options.task], []
     for length in options.eval_lengths:
         targets = task.fixed(STRINGS, length, seed=1000 + length).targets

@@ -1,5 +1,4 @@
-"""Formal languages with exact answers: a string comes first, then a blank for each symbol of the
-answer.
+"""Formal languages with exact answers: a string, then a blank for each symbol of the answer.
 
 The tasks are some of Delétang et al., Neural Networks and the Chomsky Hierarchy, ICLR 2023, arXiv
 2207.02098. The answer is scored at the blanks. A length is that of the string.
@@ -17,14 +16,11 @@ from deqseq.tasks import Task, WordBatch
 
 MODULUS = 5
 NUMBERS = tuple(map(str, range(MODULUS)))
-PLUS, MINUS, TIMES, OPEN, CLOSE = range(
-    MODULUS, MODULUS + 5
-)  # ids of the other symbols of arithmetic
+PLUS, MINUS, TIMES, OPEN, CLOSE = range(MODULUS, MODULUS + 5)
+"""Ids of the other symbols of arithmetic."""
 
 Draw = Callable[[int, int, torch.Generator], tuple[Tensor, Tensor]]
-"""Draws strings and their answers: ``draw(batch, length, generator)``, both of shape (batch,
-symbols).
-"""
+"""Draws strings and their answers: ``draw(batch, length, generator)``, each (batch, symbols)."""
 
 
 @dataclass(frozen=True)
@@ -84,9 +80,7 @@ def walks(batch: int, length: int, generator: torch.Generator) -> tuple[Tensor, 
 
 
 def plain(batch: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Expressions such as 3 - 2 * 4, of odd length (for an even length one symbol less), and their
-    values.
-    """
+    """Expressions such as 3 - 2 * 4 and their values; of an even length, one symbol less."""
     count = (length - 1) // 2
     numbers = torch.randint(MODULUS, (batch, count + 1), generator=generator)
     operators = torch.randint(3, (batch, count), generator=generator)

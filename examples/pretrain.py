@@ -132,9 +132,7 @@ def spec_of(name: str, options: Options, vocab_size: int) -> dq.LanguageModelSpe
 
 
 def curriculum_of(name: str, options: Options) -> Curriculum:
-    """The paper's: bounded, then free, both damped; a preset for pretraining is bounded
-    throughout.
-    """
+    """The paper's phases, both damped: bounded, then free; pretraining presets stay bounded."""
     base, budget = (
         dq.SolveConfig(dq.Relaxed(0.8)),
         options.budget or (32 if "llama" in name else 24),
@@ -149,9 +147,8 @@ def train_model(name: str, options: Options, tokenizer: Any, rows: Any) -> Path:
     """Train a model, or go on; its folder."""
     spec, end = spec_of(name, options, len(tokenizer)), tokenizer.eos_token_id
     fsdp: dict[str, Any] = {}
-    if (
-        options.fsdp
-    ):  # one group: iterations use every weight again and again, so they are gathered once a step
+    if options.fsdp:
+        # one group: every iteration uses all weights, so they are gathered once a step
         fsdp = {
             "fsdp": True,
             "fsdp_config": {"auto_wrap_policy": "NO_WRAP", "reshard_after_forward": False},
@@ -173,9 +170,7 @@ def train_model(name: str, options: Options, tokenizer: Any, rows: Any) -> Path:
 
 
 def evaluate(name: str, options: Options, held_out: Any) -> list[dict[str, Any]]:
-    """Held-out scores at the trained length, with each sweep, and at several times that, all tokens
-    at once.
-    """
+    """Held-out scores at the trained length, with each sweep, and at several times that length."""
     model = load_model(Path(options.output, name, "model"), options.device)
     lengths = [options.length * n for n in (1, *options.extrapolation)]
     cases: list[tuple[int, str, dict[str, Any]]] = [(length, "one pass", {}) for length in lengths]
@@ -209,9 +204,7 @@ def evaluate(name: str, options: Options, held_out: Any) -> list[dict[str, Any]]
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Bits per byte, models down, lengths across, with the mean iterations in brackets, as
-    Markdown.
-    """
+    """Bits per byte as Markdown: models down, lengths across, mean iterations in brackets."""
     lengths, lines = sorted({row["length"] for row in rows}), []
     for model, sweep in dict.fromkeys((row["model"], row["sweep"]) for row in rows):
         scored = {
@@ -223,9 +216,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def draw(folder: Path, rows: list[dict[str, Any]], length: int) -> None:
-    """Write ``pretrain.png``: training loss, and held-out loss by position at the
-    greatest length.
-    """
+    """Write ``pretrain.png``: training loss, and held-out loss by position."""
     figure = Figure(figsize=(10, 4), layout="constrained")
     training, by_position = figure.subplots(1, 2)
     longest = max(row["length"] for row in rows)

@@ -47,26 +47,8 @@ class Recipe(RunOptions):
     batch_tokens: int = (
         0  # tokens per step at most: in lessons of longer sequences there are fewer; 0: any
     )
-    lengths: tuple[int, ...] = (
-        2,
-        3,
-        4,
-        5,
-        6,
-        7,
-        8,
-    )  # lengths of the first phase, through unrolled iterations
-    free_lengths: tuple[int, ...] = (
-        8,
-        10,
-        12,
-        14,
-        16,
-        20,
-        24,
-        28,
-        32,
-    )  # lengths of the second, at the fixed point
+    lengths: tuple[int, ...] = (2, 3, 4, 5, 6, 7, 8)  # lengths of the first phase, unrolled
+    free_lengths: tuple[int, ...] = (8, 10, 12, 14, 16, 20, 24, 28, 32)  # lengths when solved
     learned: float = 0.95  # accuracy at which the next length follows
     steps: int = 8000  # training steps at most
     lr: float = 3e-3  # peak learning rate
@@ -130,18 +112,14 @@ class LengthSchedule(TrainingBatches):
 
     @property
     def progress(self) -> float:
-        """The share of the lessons that are over, with one more for the steps in which the learning
-        rate falls.
-        """
+        """The share of the lessons that are over; the falling learning rate is one more."""
+        if self.step >= self.last:
+            return 1.0
         left = len(self.lengths) + 1 - len(self.ends)
-        falling = (
-            0.0 if self.decay is None else (self.step - self.decay) / max(1, self.last - self.decay)
-        )
-        return (
-            1.0
-            if self.step >= self.last
-            else (len(self.ends) + falling * left) / (len(self.lengths) + 1)
-        )
+        falling = 0.0
+        if self.decay is not None:
+            falling = (self.step - self.decay) / max(1, self.last - self.decay)
+        return (len(self.ends) + falling * left) / (len(self.lengths) + 1)
 
     @property
     def lr(self) -> float:
@@ -158,9 +136,8 @@ class LengthSchedule(TrainingBatches):
         return {"ends": self.ends, "decay": self.decay}
 
     def __next__(self) -> WordBatch:
-        drawn = random.Random(
-            f"data {self.options.seed} {self.step}"
-        )  # a run that goes on draws the same
+        # a run that goes on draws the same
+        drawn = random.Random(f"data {self.options.seed} {self.step}")
         length = self.length if drawn.random() < 0.5 else drawn.randint(1, self.length)
         task, seed = drawn.choice(self.tasks), drawn.getrandbits(61) % 2**31
         self.step, self.full = self.step + 1, length == self.length
@@ -197,9 +174,7 @@ class LengthSchedule(TrainingBatches):
 
 
 def with_start(batch: WordBatch, task: Task, options: Recipe) -> WordBatch:
-    """The batch; for a Llama behind a start token, not scored: attention cannot count equal tokens
-    without one.
-    """
+    """The batch; for a Llama behind an unscored start token, without which it cannot count."""
     if options.backbone != "llama":
         return batch
     return WordBatch(
@@ -208,9 +183,7 @@ def with_start(batch: WordBatch, task: Task, options: Recipe) -> WordBatch:
 
 
 def make_curriculum(options: Recipe) -> Curriculum:
-    """Unrolled iterations first, then the fixed point itself; a lesson of each phase is
-    a length.
-    """
+    """Unrolled iterations first, then the fixed point; each phase has a lesson for each length."""
     adaptive = dq.SolveConfig(dq.Adaptive())
     windowed = dq.SolveConfig(
         dq.Adaptive(), sweep=dq.Sliding(WINDOW), start=dq.RandomStart(options.start)

@@ -103,9 +103,8 @@ def split(model: Any, options: Options) -> dq.CausalLM:
     sizes: Any = {name: getattr(options, name) for name in ("prelude", "core", "coda", "dropped")}
     lm = retrofit(model, **sizes, injection=options.injection)
     core: Any = lm.model.core  # pyright: ignore[reportAttributeAccessIssue]
-    if (
-        options.gate
-    ):  # solves begin at the prelude's output, of which one iteration is then the core's pass
+    if options.gate:
+        # solves begin at the prelude's output, of which one iteration is then the core's pass
         with torch.no_grad():
             same = torch.eye(core.d_model)
             core.backbone.injection.weight.copy_(
@@ -128,9 +127,7 @@ def tiny(options: Options, vocab_size: int) -> LlamaForCausalLM:
 
 
 def adapted(model: nn.Module, rank: int) -> Any:
-    """The model with LoRA adapters of its linear maps, if a rank is given; a new injection is
-    trained whole.
-    """
+    """The model with LoRA adapters if a rank is given; a new injection is trained whole."""
     if not rank:
         return model
     peft: Any = import_module("peft")
@@ -141,11 +138,8 @@ def adapted(model: nn.Module, rank: int) -> Any:
             if isinstance(part, nn.Linear)
         }
     )
-    whole = (
-        ["injection"]
-        if any(name.endswith("injection") for name, _ in model.named_modules())
-        else None
-    )
+    injected = any(name.endswith("injection") for name, _ in model.named_modules())
+    whole = ["injection"] if injected else None
     targets = [name for name in names if name not in ("lm_head", "embed_out")]
     config = peft.LoraConfig(
         task_type="CAUSAL_LM", r=rank, target_modules=targets, modules_to_save=whole
@@ -154,9 +148,7 @@ def adapted(model: nn.Module, rank: int) -> Any:
 
 
 def divergence(source: str | Path, options: Options) -> Callable[..., torch.Tensor]:
-    """How far predictions are from the pretrained model's, as a loss of the Trainer; a row's labels
-    are its tokens.
-    """
+    """How far predictions are from the pretrained model's, as a loss of the Trainer."""
     teacher = load_model(source, options.device)
     teacher = teacher.bfloat16() if options.bfloat16 else teacher
 
@@ -171,9 +163,7 @@ def divergence(source: str | Path, options: Options) -> Callable[..., torch.Tens
 
 
 def train_models(options: Options, tokenizer: Any, rows: Any) -> str | Path:
-    """Train the unlooped and the looped model, and before them the tiny one if none is given; where
-    theirs is.
-    """
+    """Train the unlooped and the looped model, and the tiny pretrained one if none is given."""
     source: str | Path | None = options.model
     schedule: dict[str, Any] = {"lr_scheduler_type": "cosine"}
     if source is None:
@@ -215,9 +205,7 @@ def train_models(options: Options, tokenizer: Any, rows: Any) -> str | Path:
 
 
 def evaluate(options: Options, source: str | Path, held_out: Any) -> list[dict[str, Any]]:
-    """Held-out scores of the original and the unlooped model, and of the looped one at each budget
-    and solved.
-    """
+    """Held-out scores of the original, the unlooped and the looped model at each budget."""
     cases: list[tuple[str, int | None, dict[str, Any]]] = [
         ("pretrained", None, {}),
         ("unlooped", None, {}),
@@ -242,9 +230,7 @@ def evaluate(options: Options, source: str | Path, held_out: Any) -> list[dict[s
 
 @torch.no_grad()
 def decode(model: Any, prompt: torch.Tensor, options: Options) -> list[dict[str, Any]]:
-    """Evaluations of the core and CPU seconds for each token of a greedy continuation, one by one
-    and in a window.
-    """
+    """Evaluations and CPU seconds per token of a greedy continuation, and of one in a window."""
     lm, rows, first, count = to_causal_lm(model), [], None, 32
     how: dict[str, Any] = {
         "start": "zero",
@@ -271,13 +257,9 @@ def table(rows: list[dict[str, Any]], rtol: float) -> str:
     lines = []
     for row in (row for row in rows if "bits_per_byte" in row):
         solved = row["model"] == "looped" and not row["budget"]
-        way = (
-            f"iterations: {row['budget']}"
-            if row["budget"]
-            else f"solved to {rtol:g}"
-            if solved
-            else "one pass"
-        )
+        way = f"solved to {rtol:g}" if solved else "one pass"
+        if row["budget"]:
+            way = f"iterations: {row['budget']}"
         shown = row if solved else row | {"self_iterations": None, "converged": None}
         lines.append((row["model"], way, cell(shown)))
     return markdown(["model", "run", "bits per byte"], lines)

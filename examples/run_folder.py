@@ -1,6 +1,4 @@
-"""What scripts share: reading a command line, the folder of a run, files that are written whole,
-tables.
-"""
+"""What scripts share: the command line, the folder of a run, whole files, tables."""
 
 import json
 import os
@@ -25,9 +23,7 @@ def flag(name: str) -> str:
 
 
 def check_numbers(options: Any) -> None:
-    """Refuse numbers out of range: integers below ``options.LEAST``, else 1, others outside
-    ``options.INTERVALS``.
-    """
+    """Refuse numbers outside ``options.LEAST``, by default 1, and ``options.INTERVALS``."""
     for name, value in vars(options).items():
         for number in value if isinstance(value, tuple) else (value,):
             if isinstance(number, int) and not isinstance(number, bool):
@@ -37,9 +33,7 @@ def check_numbers(options: Any) -> None:
 
 
 def read_options(kind: type[T], arguments: Sequence[str], quick: Mapping[str, Any]) -> T:
-    """Read a command line into a dataclass; ``--quick`` changes the defaults. A bad option ends the
-    script.
-    """
+    """Read a command line into a dataclass, whose defaults ``--quick`` changes."""
     default = kind(**quick) if "--quick" in arguments else None
     options: Any = tyro.cli(
         kind, args=arguments, default=default, config=(tyro.conf.FlagCreatePairsOff,)
@@ -62,8 +56,7 @@ def is_main() -> bool:
 
 
 def check_folder(script: str, options: Any, folder: Path) -> dict[str, Any]:
-    """The record of a run, for a folder that holds nothing but a run of this script with these
-    options; writes nothing.
+    """The record of a run, for a folder with only a run of these options; writes nothing.
 
     ``options.FREE`` names the options that may change when a run is continued.
     """

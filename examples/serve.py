@@ -1,5 +1,4 @@
-"""A looped model in vLLM: saves it, starts a server on this machine, asks it, and compares with
-``generate``.
+"""A looped model in vLLM: saved, served on this machine, asked, and compared with ``generate``.
 
 vLLM needs an environment of its own, with the plugin in ``vllm-plugin``; ``--python`` is its
 interpreter. Without ``--model`` a tiny Llama with random weights is looped.

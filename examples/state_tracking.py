@@ -1,5 +1,4 @@
-"""State tracking: an implicit model learns a word problem, next to an explicit model of more such
-blocks.
+"""State tracking: an implicit model learns a word problem next to a deeper explicit model.
 
 A sequence of group elements comes in, the product of each prefix is to come out (for Z2: the parity
 of the ones so far). The implicit model is trained on short sequences, which get longer as it learns
@@ -67,9 +66,7 @@ def read_options(arguments: Sequence[str]) -> Options:
 
 
 def make_tasks(options: Options) -> tuple[list[WordProblem], WordProblem]:
-    """The word problems of training, one for each identity probability, and that of the
-    evaluation.
-    """
+    """The word problems of training, by identity probability, and that of the evaluation."""
     with naming("--group"):
         group = parse_group(options.group)
     with naming("--generators"):
@@ -79,16 +76,14 @@ def make_tasks(options: Options) -> tuple[list[WordProblem], WordProblem]:
             WordProblem(group, inputs, identity_probability=p) for p in options.identity_probability
         ]
     with naming("--eval-identity-probability"):
-        given = options.eval_identity_probability
-        return training, training[-1] if given is None else WordProblem(
-            group, inputs, identity_probability=given
-        )
+        probability = options.eval_identity_probability
+        if probability is None:
+            return training, training[-1]
+        return training, WordProblem(group, inputs, identity_probability=probability)
 
 
 def solve_numbers(output: dq.CausalLMOutput) -> dict[str, Any]:
-    """Mean iterations, share of the rows that converged, mean updates of a token, evaluations of
-    the map.
-    """
+    """Mean iterations, share of converged rows, mean updates of a token, evaluations of the map."""
     if (stats := output.stats) is None:
         return dict.fromkeys(("self_iterations", "converged", "token_updates", "evaluations"))
     values = {
@@ -112,9 +107,7 @@ def whole_sequence_accuracy(output: dq.CausalLMOutput, batch: WordBatch) -> floa
 
 
 def evaluate(lm: dq.CausalLM, options: Options) -> Iterator[dict[str, Any]]:
-    """Accuracies at each length, with each sweep if the model is implicit, and what the solves
-    took.
-    """
+    """Accuracies at each length, of an implicit model with each sweep, and its solves."""
     sweeps: dict[str, dq.Sweep | None] = {"single pass": None}
     if isinstance(lm.model, dq.ImplicitModel):
         sweeps = {
@@ -154,9 +147,7 @@ def evaluate(lm: dq.CausalLM, options: Options) -> Iterator[dict[str, Any]]:
 
 @torch.no_grad()
 def accuracy_by_budget(lm: dq.CausalLM, options: Options) -> Curves:
-    """Accuracy after a given number of iterations, at half and at twice the longest
-    trained length.
-    """
+    """Accuracy after a number of iterations, at half and at twice the longest trained length."""
     (_, task), longest, curves = (
         make_tasks(options),
         max(*options.lengths, *options.free_lengths),
@@ -178,9 +169,7 @@ def compare(
     evaluate: Callable[..., Iterator[dict]],
     folder: Path,
 ) -> tuple[Rows, dq.CausalLM]:
-    """Train and evaluate the implicit model, then explicit ones on the same batches; all rows, the
-    implicit model.
-    """
+    """Train and evaluate the implicit model, then explicit ones on the same batches."""
     rows, plan, models = [], None, []
     for blocks in (None, *options.baselines):
         label = "implicit" if blocks is None else f"explicit {blocks} block{'s' * (blocks > 1)}"

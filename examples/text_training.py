@@ -47,12 +47,8 @@ class TextOptions:
     device: str = "cpu"  # where to run: cpu or cuda
     output: str = "runs/text"  # folder of the results
 
-    LEAST: ClassVar = {
-        "vocab_size": 257,
-        "length": 2,
-        "eval_tokens": 0,
-        "seed": 0,
-    }  # other integers: 1
+    # the least of integers, else 1
+    LEAST: ClassVar = {"vocab_size": 257, "length": 2, "eval_tokens": 0, "seed": 0}
     INTERVALS: ClassVar = {}  # other numbers: above 0
     FREE: ClassVar = ("quick", "accumulate", "checkpoint_every", "eval_tokens", "device", "output")
     """Options that may change when a run is continued."""
@@ -79,9 +75,8 @@ class TextOptions:
             raise ValueError(
                 f"--batch must be a multiple of processes * --accumulate, {parts}, got {self.batch}"
             )
-        if (
-            self.device == "cuda" and processes == 1 and torch.cuda.device_count() > 1
-        ):  # which would be DataParallel
+        # one process on several GPUs would be DataParallel
+        if self.device == "cuda" and processes == 1 and torch.cuda.device_count() > 1:
             raise ValueError(
                 "--device cuda: with several GPUs use torchrun, or set CUDA_VISIBLE_DEVICES=0"
             )
@@ -99,9 +94,7 @@ class TextOptions:
 def prepare(
     options: TextOptions, tokenizer: str | None
 ) -> tuple[PreTrainedTokenizerBase, Any, list[str]]:
-    """What a run reads: the tokenizer (None: a BPE of the corpus), rows to train on, and held-out
-    documents.
-    """
+    """The tokenizer (None: a BPE of the corpus), the training rows and the held-out documents."""
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
         transformers.utils.logging.disable_progress_bar()
@@ -115,17 +108,14 @@ def prepare(
             some = [record["text"] for record in islice(corpus.train, 20_000)]
             made = train_tokenizer(check_texts(some), options.vocab_size)
         rows = training_rows(corpus.train, made, options.length)
-        if isinstance(
-            rows, IterableDataset
-        ):  # without end: the Trainer resumes within one epoch of a stream
+        # without end, because the Trainer resumes within one epoch of a stream
+        if isinstance(rows, IterableDataset):
             rows = rows.shuffle(options.seed, buffer_size=1000).repeat(None)
     return made, rows, corpus.held_out
 
 
 class TextTrainer(Trainer):
-    """transformers' Trainer with weight decay as
-    :func:`deqseq.training.parameter_groups` has it.
-    """
+    """transformers' Trainer with the weight decay of :func:`deqseq.training.parameter_groups`."""
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Names of the parameters that are decayed."""

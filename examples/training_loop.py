@@ -44,9 +44,7 @@ def one_process(script: str) -> None:
 
 
 def check_options(options: RunOptions) -> None:
-    """Refuse numbers out of range, no values where one is needed, values given twice, a device that
-    is not here.
-    """
+    """Refuse numbers out of range, missing or repeated values, and a device that is not here."""
     check_numbers(options)
     for name, value in vars(options).items():
         if value == () and name != "baselines":
@@ -101,12 +99,9 @@ def train(
     folder: Path,
     options: Any,
 ) -> None:
-    """Train to the end of the run, from the newest checkpoint in ``folder/NAME`` if
-    there is one.
-    """
-    logging.getLogger("accelerate").setLevel(
-        logging.ERROR
-    )  # it warns of every checkpoint that it removes
+    """Train to the end of the run, from the newest checkpoint in ``folder/NAME`` if any."""
+    # accelerate warns of every checkpoint that it removes
+    logging.getLogger("accelerate").setLevel(logging.ERROR)
     folder = folder / name.replace(" ", "-")
     config = ProjectConfiguration(str(folder), automatic_checkpoint_naming=True, total_limit=2)
     accelerator = Accelerator(cpu=options.device == "cpu", project_config=config)
@@ -124,9 +119,8 @@ def train(
         phase = curriculum.at(batches.progress)
         phase.apply(model)
         batch = next(batches)
-        torch.manual_seed(
-            options.seed * 2**20 + batches.step - 1
-        )  # dropout depends on seed and step only
+        # dropout depends on seed and step only
+        torch.manual_seed(options.seed * 2**20 + batches.step - 1)
         output = model(batch.inputs, targets=batch.targets)
         numbers = {
             "step": batches.step,
@@ -148,9 +142,7 @@ def train(
 
 
 def resume(name: str, accelerator: Accelerator, batches: TrainingBatches, folder: Path) -> None:
-    """Load the newest checkpoint. One that a kill has cut off is removed: it lacks the end of what
-    is written last.
-    """
+    """Load the newest checkpoint; one that lacks what is written last is removed."""
     found = [*(folder / "checkpoints").glob("checkpoint_[0-9]*")]
     for path in [*found]:
         if not zipfile.is_zipfile(path / "custom_checkpoint_0.pkl"):

@@ -57,33 +57,25 @@ class DualityReport:
 
     @property
     def worst(self) -> float:
-        """The largest difference of states or caches from those of the first sweep; NaN if one of
-        them is.
-        """
-        found = [(one.state_difference, one.cache_difference) for one in self.sweeps]
-        return torch.tensor(found, dtype=torch.float64).max().item()
+        """The largest difference of states or caches from the first sweep; NaN if one is NaN."""
+        pairs = [(sweep.state_difference, sweep.cache_difference) for sweep in self.sweeps]
+        return torch.tensor(pairs, dtype=torch.float64).max().item()
 
     def __str__(self) -> str:
-        header = (
-            "sweep",
-            "converged",
-            "evaluations",
-            "updates",
-            "states differ",
-            "caches differ",
-            "agreement",
-        )
-        lines = []
-        for one in self.sweeps:
-            costs = (str(one.sweep), f"{one.converged:.1%}", str(one.evaluations), str(one.updates))
-            lines.append(
-                (
-                    *costs,
-                    f"{one.state_difference:.1e}",
-                    f"{one.cache_difference:.1e}",
-                    f"{one.agreement:.2%}",
-                )
+        costs = ("sweep", "converged", "evaluations", "updates")
+        header = (*costs, "states differ", "caches differ", "agreement")
+        lines = [
+            (
+                str(sweep.sweep),
+                f"{sweep.converged:.1%}",
+                str(sweep.evaluations),
+                str(sweep.updates),
+                f"{sweep.state_difference:.1e}",
+                f"{sweep.cache_difference:.1e}",
+                f"{sweep.agreement:.2%}",
             )
+            for sweep in self.sweeps
+        ]
         return text_table(header, lines)
 
 
@@ -98,8 +90,7 @@ def check_duality(
     solve: SolveConfig | None = None,
     **fields: Unpack[SolveFields],
 ) -> DualityReport:
-    """Solve the same tokens with several sweeps in eval mode; compare states, predictions and
-    caches with the first.
+    """Solve the same tokens with several sweeps in eval mode, and compare them with the first.
 
     Where all sweeps converge and the map has one fixed point, they agree as far as the tolerance
     allows: check ``converged`` and tighten it before you conclude that a model has several fixed
@@ -121,9 +112,8 @@ def check_duality(
     Example:
         >>> import deqseq as dq
         >>> lm = dq.CausalLM(10, dq.ImplicitModel(dq.Affine(16))).double()
-        >>> report = check_duality(
-        ...     lm, torch.arange(10)[None], stop=dq.Stop(rtol=1e-10, max_steps=200)
-        ... )
+        >>> stop = dq.Stop(rtol=1e-10, max_steps=200)
+        >>> report = check_duality(lm, torch.arange(10)[None], stop=stop)
         >>> report.worst < 1e-7, report.sweeps[-1].agreement
         (True, 1.0)
     """
@@ -136,30 +126,30 @@ def check_duality(
     check_integer("len(sweeps)", len(sweeps), 2)
     for sweep in sweeps:
         check_type("sweeps", sweep, Sweep)
-    reports: list[SweepReport] = []
-    first = None
+    reports, first = [], None
     with eval_mode(model):
         x = model.embed(ids)
         _check_causal(model.model, x)
         for sweep in sweeps:
-            output = model.model(
-                x, mask=mask, solve=replace(config, sweep=sweep), return_cache=True
-            )
+            config = replace(config, sweep=sweep)
+            output = model.model(x, mask=real, solve=config, return_cache=True)
             first = first or output
             reports.append(_compared(model, sweep, output, first, real))
     return DualityReport(tuple(reports))
 
 
 def _check_causal(model: Model, x: Sequence) -> None:
-    """Refuse a map in which a token depends on later ones: no two sweeps would have to agree."""
-    z, half = model.evaluate(x).states.nan_to_num(0, 0, 0), x.shape[1] // 2
-    noise = torch.randn(x.shape, generator=torch.Generator("cpu").manual_seed(0), device="cpu").to(
-        x
-    )
-    later = (torch.arange(x.shape[1], device=x.device) >= half)[:, None]
-    changed = model.evaluate(torch.where(later, noise, x), start=torch.where(later, noise, z))
-    before, after = model.evaluate(x, start=z).value[:, :half], changed.value[:, :half]
-    if half and bool(_distance(after, before) > torch.finfo(x.dtype).eps ** 0.5):
+    """Refuse a map in which a token depends on later ones: sweeps would have different results."""
+    half = x.shape[1] // 2
+    if half == 0:
+        return
+    generator = torch.Generator("cpu").manual_seed(0)
+    noise = torch.randn(x.shape, generator=generator, device="cpu").to(x)[:, half:]
+    z = model.evaluate(x).states.nan_to_num(0, 0, 0)
+    value = model.evaluate(x, start=z).value
+    changed_x, changed_z = (torch.cat([kept[:, :half], noise], dim=1) for kept in (x, z))
+    changed = model.evaluate(changed_x, start=changed_z).value
+    if bool(_distance(changed[:, :half], value[:, :half]) > torch.finfo(x.dtype).eps ** 0.5):
         raise ValueError(
             "model is not causal: its states depend on later tokens, so each sweep solves another "
             "problem"
@@ -170,18 +160,18 @@ def _compared(
     model: CausalLM, sweep: Sweep, output: ModelOutput, first: ModelOutput, real: Mask
 ) -> SweepReport:
     assert output.stats is not None and output.cache is not None and first.cache is not None
-    states = output.value[real], first.value[real]
-    predictions, known = (model.logits(each).argmax(dim=-1) for each in states)
+    states, first_states = output.value[real], first.value[real]
+    same = model.logits(states).argmax(dim=-1) == model.logits(first_states).argmax(dim=-1)
     pairs = zip(output.cache.tensors(), first.cache.tensors(), strict=True)
-    caches = [0.0, *(_distance(x.flatten(), y.flatten()).item() for x, y in pairs)]
+    caches = [_distance(x.flatten(), y.flatten()).item() for x, y in pairs]
     return SweepReport(
         sweep,
         converged=output.converged.double().mean().item(),
         evaluations=output.stats.evaluations,
         updates=int(output.stats.updates.sum()),
-        state_difference=_distance(*states).item(),
-        cache_difference=torch.tensor(caches, dtype=torch.float64).max().item(),
-        agreement=(predictions == known).double().mean().item(),
+        state_difference=_distance(states, first_states).item(),
+        cache_difference=torch.tensor([0.0, *caches], dtype=torch.float64).max().item(),
+        agreement=same.double().mean().item(),
     )
 
 

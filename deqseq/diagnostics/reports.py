@@ -11,12 +11,8 @@ from deqseq.arguments import check_type
 from deqseq.config import SolveConfig, resolve
 from deqseq.models.causal_lm import CausalLM, Tokens, check_tokens
 from deqseq.models.implicit import ImplicitModel
-from deqseq.models.padding import check_mask
 from deqseq.start import RandomStart
 from deqseq.types import Mask
-
-SHOWN = 8
-"""How many rows of a batch a report prints."""
 
 
 def check_call(
@@ -26,9 +22,10 @@ def check_call(
     solve: SolveConfig | None,
     fields: Mapping[str, Any],
 ) -> tuple[ImplicitModel, Mask, SolveConfig]:
-    """Check the arguments; the part that is solved, the real tokens, and how to solve in eval mode.
+    """Check the arguments; return the part that is solved, the real tokens, and how to solve.
 
-    Random starts have a seed, so that all solves of a diagnostic begin at the same states.
+    Random starts get a seed, so that all solves of a diagnostic begin at the same states. The model
+    itself checks the shape of the mask.
     """
     core = model.core
     check_type("model.model", model.model if core is None else core, ImplicitModel)
@@ -37,21 +34,13 @@ def check_call(
     if isinstance(config.start, RandomStart) and config.start.seed is None:
         config = replace(config, start=replace(config.start, seed=0))
     check_tokens("ids", ids, model.embedding)
-    if mask is not None:
-        check_mask(mask, ids)
-    return core, torch.ones_like(ids, dtype=torch.bool) if mask is None else mask, config
+    real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask
+    return core, real, config
 
 
 def text_table(header: SequenceOf[str], lines: Iterable[SequenceOf[str]]) -> str:
     """Aligned columns, the first to the left and the others to the right."""
-    columns = list(zip(header, *lines, strict=True))
-    widths = [max(map(len, column)) for column in columns]
-    left, *right = zip(columns, widths, strict=True)
-    aligned = [[text.ljust(left[1]) for text in left[0]]]
-    aligned += [[text.rjust(width) for text in column] for column, width in right]
-    return "\n".join("  ".join(line).rstrip() for line in zip(*aligned, strict=True))
-
-
-def remaining(rows: int) -> str:
-    """What is printed instead of further rows."""
-    return f"\n... and {rows - SHOWN} more rows" if rows > SHOWN else ""
+    rows = [header, *lines]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    template = "  ".join(f"{{:>{width}}}" for width in widths).replace(">", "<", 1)
+    return "\n".join(template.format(*row).rstrip() for row in rows)

@@ -1,5 +1,6 @@
 """How far a map expands around its fixed point: the spectral radius of its Jacobian."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Unpack
 
@@ -8,9 +9,9 @@ from jaxtyping import Complex, Float
 from torch import Tensor
 
 from deqseq.arguments import AtLeast, Within, checked
+from deqseq.backbones import Backbone
 from deqseq.config import SolveConfig, SolveFields
-from deqseq.diagnostics.arnoldi import ritz_values
-from deqseq.diagnostics.reports import SHOWN, check_call, remaining, text_table
+from deqseq.diagnostics.reports import check_call, text_table
 from deqseq.layers import with_weights
 from deqseq.models.causal_lm import CausalLM, Tokens
 from deqseq.models.eval_mode import eval_mode
@@ -19,12 +20,13 @@ from deqseq.models.recurrent_depth import RecurrentDepth
 from deqseq.rows import map_tensors
 from deqseq.step import check_start, evaluate
 from deqseq.stop import Stop, relative
-from deqseq.tokens import TokenArgs, token_map
 from deqseq.types import FixedPointMap, Mask, RowMask, State
 
 Products = Annotated[int, AtLeast(1)]
 TOLERANCE = 1e-2
 """The relative residual up to which a point counts as a fixed point."""
+SHOWN = 8
+"""How many rows of a batch a report prints."""
 
 
 @dataclass(frozen=True)
@@ -45,21 +47,20 @@ class SpectralRadius:
 
     @property
     def radius(self) -> Float[Tensor, "batch *tokens"]:
-        """The largest absolute eigenvalue of each row or token: below 1, plain iteration converges
-        near the point.
+        """The largest absolute eigenvalue of each row or token.
+
+        Below 1, plain iteration converges near the point.
         """
         return self.eigenvalues.abs().amax(dim=-1)
 
     @property
     def per_row(self) -> Float[Tensor, " batch"]:
-        """The largest radius of each row: for a causal map that of the whole sequence."""
+        """The largest radius of each row, which for a causal map is that of the sequence."""
         return _largest_token(self.radius)
 
     @property
     def at_fixed_point(self) -> RowMask:
-        """The rows whose residual is at most 0.01; at other points the radius says little about a
-        solve.
-        """
+        """The rows whose residual is at most 0.01; elsewhere the radius says little."""
         return self.residual <= TOLERANCE
 
     @checked
@@ -74,19 +75,15 @@ class SpectralRadius:
         return (1 - damping + damping * self.eigenvalues).abs().amax(dim=-1)
 
     def __str__(self) -> str:
-        columns = (
-            self.per_row,
-            _largest_token(self.backward_error),
-            self.residual,
-            self.at_fixed_point,
-        )
-        rows = enumerate(zip(*(column.tolist() for column in columns), strict=True))
-        lines = [
-            (f"{i}", f"{r:.3f}", f"{e:.0e}", f"{s:.1e}", "yes" if ok else "no")
-            for i, (r, e, s, ok) in rows
-        ]
         header = ("row", "spectral radius", "backward error", "residual", "fixed point")
-        return text_table(header, lines[:SHOWN]) + remaining(len(lines))
+        radius, error = self.per_row, _largest_token(self.backward_error)
+        rows, lines = len(radius), []
+        for row in range(min(rows, SHOWN)):
+            at_fixed_point = "yes" if self.at_fixed_point[row] else "no"
+            numbers = (f"{radius[row]:.3f}", f"{error[row]:.0e}", f"{self.residual[row]:.1e}")
+            lines.append((str(row), *numbers, at_fixed_point))
+        more = f"\n... and {rows - SHOWN} more rows" if rows > SHOWN else ""
+        return text_table(header, lines) + more
 
 
 @checked
@@ -118,8 +115,9 @@ def spectral_radius(f: FixedPointMap, z_star: State, *, products: Products = 32)
         (tensor([0.9000]), tensor([0.6727]))
     """
     check_start("z_star", z_star)
-    found, fz, _ = _eigenvalues(f, z_star, products, torch.Generator().manual_seed(0))
-    return SpectralRadius(*found, _residual(z_star, fz))
+    generator = torch.Generator().manual_seed(0)
+    values, error, fz, _ = _eigenvalues(lambda z: (f(z), None), z_star, products, generator)
+    return SpectralRadius(values, error, _residual(z_star, fz))
 
 
 @checked
@@ -160,37 +158,39 @@ def model_spectral_radius(
         (torch.Size([2, 3]), True)
     """
     core, real, config = check_call(model, ids, mask, solve, fields)
-    generator, cache, found = torch.Generator().manual_seed(0), None, []
+    generator, cache, blocks = torch.Generator().manual_seed(0), None, []
     with torch.inference_mode(False), torch.no_grad(), eval_mode(model):
-        real, x = (
-            real.clone(),
-            model.embed(ids.clone()),
-        )  # tensors made in inference mode would forbid any graph
+        # tensors made in inference mode would forbid any graph
+        real, x = real.clone(), model.embed(ids.clone())
         if isinstance(model.model, RecurrentDepth):
             x = model.model.prelude(x, mask=real).value
         padding = Padding.of(x, real)
         z = padding.compact(core(x, mask=real, solve=config).value)
-        args = TokenArgs.prepared(
-            with_weights(core.backbone), padding.compact(x), None, padding.mask, need_aux=False
-        )
-        for t in range(z.shape[1]):  # each token's map alone, against the cache of those before it
-            one = map_tensors(lambda x, t=t: x[:, t : t + 1], args)._replace(
-                cache=cache, need_aux=True
-            )
-            block, _, aux = _eigenvalues(
-                token_map, z[:, t : t + 1], products, generator, one, has_aux=True
-            )
-            found.append(block)
+        backbone = with_weights(core.backbone)
+        inputs = backbone.prepare(padding.compact(x), None, padding.mask)
+        for t in range(z.shape[1]):
+            # each token's map by itself, against the cache of the tokens before it
+            token = map_tensors(lambda x, t=t: x[:, t : t + 1], inputs)
+            args = (backbone, token, cache)
+            *block, _, aux = _eigenvalues(_token_map, z[:, t : t + 1], products, generator, args)
+            blocks.append(block)
             if t + 1 < z.shape[1]:
-                cache = one.advance(
-                    aux, len(z), 1, None if one.mask is None else one.mask.sum(dim=1)
-                )
-        residual = _residual(z, evaluate(token_map, z, args, has_aux=True)[0])
-    values, error = (torch.stack(part, dim=1) for part in zip(*found, strict=True))
+                counts = None if padding.mask is None else padding.mask[:, t].long()
+                cache = backbone.advance(cache, aux, 1, counts)
+        fz, _ = evaluate(lambda z: backbone(z, inputs), z, has_aux=True)
+        if padding.mask is not None:
+            fz = fz.masked_fill(~padding.mask[..., None], 0)
+        residual = _residual(z, fz)
+    values, error = (torch.stack(numbers, dim=1) for numbers in zip(*blocks, strict=True))
     real = real.cpu()
     padding = Padding.of(error, real)
     values = padding.back(values).masked_fill(~real[..., None], torch.nan)
     return SpectralRadius(values, padding.back(error).masked_fill(~real, torch.nan), residual)
+
+
+def _token_map(z: State, args: tuple[Backbone[Any], Any, Any]) -> tuple[State, Any]:
+    backbone, inputs, cache = args
+    return backbone(z, inputs, cache, need_aux=True)
 
 
 def _eigenvalues(
@@ -199,18 +199,15 @@ def _eigenvalues(
     products: int,
     generator: torch.Generator,
     args: Any = None,
-    *,
-    has_aux: bool = False,
-) -> tuple[tuple[Tensor, Tensor], State, Any]:
-    r"""Outer eigenvalues of the Jacobian :math:`J` at a point, row by row; the value of the map and
-    its ``aux``.
+) -> tuple[Tensor, Tensor, State, Any]:
+    r"""Outer eigenvalues of the Jacobian at a point and their error; the value of the map, ``aux``.
 
-    They are those of :math:`J^\top`: reverse mode works for every map that can be trained. The map
-    is evaluated once.
+    They are those of the transposed Jacobian, because reverse mode works for every map that can be
+    trained. The map is evaluated once.
     """
     with torch.inference_mode(False), torch.enable_grad():
         z = z.detach().clone().requires_grad_()
-        fz, aux = evaluate(f, z, args, has_aux=has_aux)
+        fz, aux = evaluate(f, z, args, has_aux=True)
 
     def pullback(v: State) -> State:
         if not fz.requires_grad:
@@ -218,7 +215,49 @@ def _eigenvalues(
         (pulled,) = torch.autograd.grad(fz, z, v, retain_graph=True, materialize_grads=True)
         return pulled
 
-    return ritz_values(pullback, torch.randn(z.shape, generator=generator).to(z), products), fz, aux
+    start = torch.randn(z.shape, generator=generator).to(z)
+    return *_ritz_values(pullback, start, products), fz, aux
+
+
+def _ritz_values(
+    multiply: Callable[[State], State], start: State, products: int
+) -> tuple[Complex[Tensor, "batch products"], Float[Tensor, " batch"]]:
+    r"""Arnoldi's method: each row's eigenvalues in the space of :math:`v, Av, A^2 v, \ldots`.
+
+    Unlike the power method it finds complex pairs and several eigenvalues of one size, and it is
+    exact with as many products as dimensions. Rows whose Krylov space closes early have zeros at
+    the end; rows with non-finite products are NaN.
+
+    Returns:
+        The eigenvalues, and the norm of the smallest change of the matrix that makes the largest
+        one exact.
+    """
+    first = start.flatten(1).to(torch.promote_types(start.dtype, torch.float32))
+    batch, size = first.shape
+    products = min(products, size)
+    basis = first.new_zeros(batch, products + 1, size)
+    hessenberg = first.new_zeros(batch, products + 1, products)
+    basis[:, 0] = first / first.norm(dim=1, keepdim=True)
+    for k in range(products):
+        product = multiply(basis[:, k].to(start.dtype).reshape(start.shape))
+        w = product.reshape(batch, size).to(first.dtype)
+        negligible = 10 * torch.finfo(start.dtype).eps * w.norm(dim=1)
+        for _ in range(2):  # the second time removes what rounding left
+            along = torch.einsum("bkn,bn->bk", basis[:, : k + 1], w)
+            w = w - torch.einsum("bkn,bk->bn", basis[:, : k + 1], along)
+            hessenberg[:, : k + 1, k] += along
+        length = w.norm(dim=1)
+        closed = length <= negligible  # zeros from here on
+        hessenberg[:, k + 1, k] = length.masked_fill(closed, 0)
+        basis[:, k + 1] = w / length.masked_fill(closed, torch.inf)[:, None]
+    hessenberg = hessenberg.cpu()
+    broken = ~hessenberg.isfinite().flatten(1).all(dim=1)
+    hessenberg[broken] = 0
+    values, vectors = torch.linalg.eig(hessenberg[:, :-1])
+    largest = values.abs().argmax(dim=1, keepdim=True)
+    error = hessenberg[:, -1, -1] * vectors[:, -1].gather(1, largest)[:, 0].abs()
+    values[broken], error[broken] = torch.nan, torch.nan
+    return values, error
 
 
 def _residual(z: State, fz: State) -> Float[Tensor, " batch"]:
@@ -230,5 +269,5 @@ def _largest_token(numbers: Tensor) -> Tensor:
     """The largest of each row, without padding."""
     if numbers.ndim == 1:
         return numbers
-    known = numbers.nan_to_num(nan=-torch.inf).amax(dim=1)
-    return torch.where(known.isinf(), torch.nan, known)
+    largest = numbers.nan_to_num(nan=-torch.inf).amax(dim=1)
+    return largest.masked_fill(largest.isinf(), torch.nan)

@@ -1,6 +1,4 @@
-"""lm-eval's model of transformers, with a choice of how implicit models are solved, and a count of
-their solves.
-"""
+"""lm-eval's model of transformers, which solves implicit models as told and counts the solves."""
 
 from bisect import bisect_left
 from collections import defaultdict
@@ -9,7 +7,7 @@ from importlib import import_module
 from typing import Annotated, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
@@ -18,15 +16,13 @@ from deqseq.config import SolveConfig
 from deqseq.integrations.huggingface import ImplicitCache
 from deqseq.integrations.huggingface.modeling_causal_lm import DeqseqForCausalLM
 from deqseq.integrations.huggingface.outputs import ImplicitCausalLMOutput, WindowedOutput
-from deqseq.models import Generation
 from deqseq.models.generation import width_of
 from deqseq.rows import take
-from deqseq.solution import SolveStats, Status
+from deqseq.solution import Status
 
 try:
-    HFLM: Any = import_module(
-        "lm_eval.models.huggingface"
-    ).HFLM  # of a class that type checkers cannot see
+    # type checkers take the class for Any, with or without lm-eval
+    HFLM: Any = import_module("lm_eval.models.huggingface").HFLM
 except ImportError as error:
     raise ImportError(
         'deqseq.integrations.lm_eval needs lm-eval: pip install "deqseq[eval]"'
@@ -34,8 +30,7 @@ except ImportError as error:
 
 
 class SolvedLM(HFLM):
-    """lm-eval's model of transformers, with a choice of how each pass is solved, and a count of the
-    solves.
+    """lm-eval's model of transformers, which solves as told and counts the solves.
 
     Texts of one length are solved together, without the padding of lm-eval: the score of a text
     does not depend on the rest of its batch, and only text is counted.
@@ -72,71 +67,66 @@ class SolvedLM(HFLM):
         batch_size: Annotated[int, AtLeast(1)] | str = 16,
         max_length: Annotated[int, AtLeast(1)] | None = None,
     ) -> None:
-        own = [part.model for part in model.modules() if isinstance(part, DeqseqForCausalLM)]
-        if (solve or (window or 1) > 1) and not own:
+        ours = [part.model for part in model.modules() if isinstance(part, DeqseqForCausalLM)]
+        if not ours and (solve or (window or 1) > 1):
             name = "solve" if solve else "window"
             raise ValueError(
                 f"leave out {name}: {type(model).__name__} is no implicit model of deqseq"
             )
-        config = own[0].solve_config(solve or {}) if own and (solve or own[0].solved) else None
+        config = None
+        if ours and (solve or ours[0].solved):
+            config = ours[0].solve_config(solve or {})
         width = width_of(window, config)
         super().__init__(
             model, "causal", tokenizer=tokenizer, batch_size=batch_size, max_length=max_length
         )
-        self.options, self.windows = (
-            {"solve": solve} if solve else {},
-            {"window": width} if width > 1 else {},
-        )
-        self.bare, self.counted = False, defaultdict[str, float](float)
+        self.options = {"solve": solve} if solve else {}
+        self.windows = {"window": width} if width > 1 else {}
+        self.bare = False  # whether texts are encoded without the tokenizer's own first token
+        self.counted = defaultdict[str, float](float)
 
     def tally(self) -> dict[str, float | None]:
-        """Mean iterations and updates per token, shares of rows and tokens, calls of the map; None
-        without a solve.
+        """Mean iterations and updates per token, shares of rows and tokens, calls of the map.
 
-        Of what is decoded in windows every token is a solve of its own, and updates go on until all
-        rows have ended.
+        Each is None without a solve. Where tokens are decoded in windows, every token is a solve of
+        its own, and updates go on until all rows have ended.
         """
         names = ("self_iterations", "token_updates", "converged", "converged_tokens", "diverged")
-        of = {
-            name: self.counted[name] / whole if (whole := self.counted[f"{name} of"]) else None
-            for name in names
-        }
-        return of | {"evaluations": self.counted["evaluations"] or None}
+        means: dict[str, float | None] = {}
+        for name in names:
+            count = self.counted[f"{name} of"]
+            means[name] = self.counted[name] / count if count else None
+        return means | {"evaluations": self.counted["evaluations"] or None}
 
     def _count(
-        self,
-        stats: SolveStats | None,
-        status: torch.Tensor | None,
-        mask: torch.Tensor | None = None,
+        self, evaluations: int, numbers: Mapping[str, Tensor | None], real: Tensor | None
     ) -> None:
-        """Count a solve, if there was one, of the real tokens."""
-        if stats is None or status is None:
-            return
-        parts = {"self_iterations": stats.iterations, "token_updates": stats.updates}
-        parts |= {"converged_tokens": None if stats.forced is None else ~stats.forced}
-        parts |= {"converged": status == Status.CONVERGED, "diverged": status == Status.DIVERGED}
-        for name, each in parts.items():
-            if each is not None:
-                each = each if mask is None or mask.shape != each.shape else each[mask]
-                self._add(name, each, each.numel())
-        self.counted["evaluations"] += stats.evaluations
+        """Count a solve, and the numbers of its rows or of its real tokens."""
+        self.counted["evaluations"] += evaluations
+        for name, values in numbers.items():
+            if values is not None:
+                if real is not None and real.shape == values.shape:
+                    values = values[real]
+                self.counted[name] += values.sum().item()
+                self.counted[f"{name} of"] += values.numel()
 
-    def _count_generation(self, found: Generation, lengths: list[int]) -> None:
-        """Count what was decoded in windows, of each row the tokens before its end."""
-        real = torch.arange(found.tokens.shape[1]) < torch.tensor(lengths)[:, None]
-        real, tokens, parts = (
-            real.to(found.tokens.device),
-            int(real.sum()),
-            dict[str, Any](vars(found)),
-        )
-        self._add("self_iterations", parts["iterations"][real], tokens)
-        self._add("converged", parts["converged"][real], tokens)
-        self._add("token_updates", parts["updates"], tokens)
-        self.counted["evaluations"] += parts["evaluations"]
+    def _count_solve(self, stats: Any, status: Tensor, real: Tensor | None = None) -> None:
+        numbers = {
+            "self_iterations": stats.iterations,
+            "token_updates": stats.updates,
+            "converged_tokens": None if stats.forced is None else ~stats.forced,
+            "converged": status == Status.CONVERGED,
+            "diverged": status == Status.DIVERGED,
+        }
+        self._count(stats.evaluations, numbers, real)
 
-    def _add(self, name: str, each: torch.Tensor, of: int) -> None:
-        self.counted[name] += each.sum().item()
-        self.counted[f"{name} of"] += of
+    def _count_generation(self, generation: Any, ends: Tensor) -> None:
+        """Count what was decoded in windows: in each row the tokens before its end."""
+        real = torch.arange(generation.tokens.shape[1], device=ends.device) < ends[:, None]
+        numbers = {"self_iterations": generation.iterations, "converged": generation.converged}
+        self._count(generation.evaluations, numbers, real)
+        self.counted["token_updates"] += generation.updates.sum().item()
+        self.counted["token_updates of"] += real.sum().item()
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, *args: Any, **kwargs: Any
@@ -147,9 +137,7 @@ class SolvedLM(HFLM):
         return super().tok_encode(string, add_special_tokens, *args, **kwargs)
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """As in lm-eval, without the tokenizer's own first token: lm-eval adds one, and the other
-        would be scored.
-        """
+        """As in lm-eval, without the tokenizer's own first token, which would be scored."""
         self.bare = True
         try:
             return super().loglikelihood_rolling(requests, disable_tqdm)
@@ -160,75 +148,69 @@ class SolvedLM(HFLM):
         self, requests: Sequence[Any], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
         by_length: dict[int, list[int]] = defaultdict(list)
-        for place, (_, context, continuation) in enumerate(requests):
+        for index, (_, context, continuation) in enumerate(requests):
+            tokens = len(continuation)
             if None in context:
                 raise ValueError(
                     "an empty context needs a token to begin with, and the tokenizer has neither "
                     "BOS nor EOS token"
                 )
-            if (tokens := len(continuation)) > self.max_length:
+            if tokens > self.max_length:
                 raise ValueError(
                     f"a continuation of {tokens} tokens is longer than the --max-length "
                     f"{self.max_length}"
                 )
-            by_length[min(len(context) + len(continuation), self.max_length + 1)].append(place)
+            by_length[min(len(context) + tokens, self.max_length + 1)].append(index)
         answers = {}
         with tqdm(total=len(requests), disable=None, leave=False, desc="texts") as bar:
-            for _, places in sorted(by_length.items(), reverse=True):
-                found = super()._loglikelihood_tokens(
-                    [requests[place] for place in places], True, override_bs
-                )
-                answers |= zip(places, found, strict=True)
-                bar.update(len(places))
-        return [answers[place] for place in range(len(requests))]
+            for _, indices in sorted(by_length.items(), reverse=True):
+                texts = [requests[index] for index in indices]
+                scores = super()._loglikelihood_tokens(texts, True, override_bs)
+                answers |= zip(indices, scores, strict=True)
+                bar.update(len(indices))
+        return [answers[index] for index in range(len(requests))]
 
-    def _model_call(
-        self, inps: torch.Tensor, attn_mask: object = None, labels: object = None
-    ) -> torch.Tensor:
+    def _model_call(self, inps: Tensor, attn_mask: object = None, labels: object = None) -> Tensor:
         with torch.no_grad():
             output = self.model(inps, use_cache=False, **self.options)
         logits = output.logits
-        if isinstance(output, ImplicitCausalLMOutput):
-            self._count(output.stats, output.status)
+        if isinstance(output, ImplicitCausalLMOutput) and output.status is not None:
+            self._count_solve(output.stats, output.status)
         return logits
 
     def _model_generate(
-        self, context: torch.Tensor, max_length: int, stop: list[str], **kwargs: Any
-    ) -> torch.Tensor:
+        self, context: Tensor, max_length: int, stop: list[str], **kwargs: Any
+    ) -> Tensor:
         kwargs |= {"return_dict_in_generate": True, **self.options, **self.windows}
         output: Any = super()._model_generate(context, max_length, stop, **kwargs)
-        if isinstance(output, WindowedOutput) and output.generation is not None:
-            self._count_generation(output.generation, self._ends(output.generation.tokens, stop))
+        new_tokens = output.sequences[:, context.shape[1] :]
+        if isinstance(output, WindowedOutput):
+            self._count_generation(output.generation, self._ends(new_tokens, stop))
         elif isinstance(output.cache, ImplicitCache):
-            ends = torch.tensor(
-                self._ends(output.sequences[:, context.shape[1] :], stop), device=context.device
-            )
-            for known, solve in enumerate(output.cache.solves):
-                counted: Any = (solve.stats, solve.status, kwargs["attention_mask"].bool())
-                beams = len(solve.status) != len(ends)  # which end together
-                self._count(
-                    *(counted[:2] if beams else take(counted, (ends > known).nonzero()[:, 0]))
-                )
+            ends = self._ends(new_tokens, stop)
+            for step, solve in enumerate(output.cache.solves):
+                counted = solve.stats, solve.status, kwargs["attention_mask"].bool()
+                if len(solve.status) == len(ends):  # beams end together
+                    counted = take(counted, (ends > step).nonzero()[:, 0])
+                self._count_solve(*counted)
         return output.sequences
 
-    def _ends(self, tokens: torch.Tensor, stop: list[str]) -> list[int]:
-        """How many new tokens each row has when it ends; the batch goes on until all of its rows
-        have ended.
-        """
+    def _ends(self, tokens: Tensor, stop: list[str]) -> Tensor:
+        """How many new tokens each row has when it ends, before the batch does."""
 
-        def ended(row: list[int]) -> bool:
-            return any(end in self.tok_decode(row, skip_special_tokens=False) for end in stop)
+        def length(row: list[int]) -> int:
+            def ended(count: int) -> bool:
+                text = self.tok_decode(row[:count], skip_special_tokens=False)
+                return any(end in text for end in stop)
 
-        counts = range(tokens.shape[1] + 1)
-        return [
-            bisect_left(counts, True, key=lambda count, row=row: ended(row[:count]))
-            for row in tokens.tolist()
-        ]
+            return bisect_left(range(len(row) + 1), True, key=ended)
+
+        return torch.tensor([length(row) for row in tokens.tolist()], device=tokens.device)
 
     def _detect_batch_size(self, *args: Any, **kwargs: Any) -> int:
         """As in lm-eval, for ``batch_size="auto"``; its trials are not counted."""
-        kept = self.counted.copy()
+        before = self.counted.copy()
         try:
             return super()._detect_batch_size(*args, **kwargs)
         finally:
-            self.counted = kept
+            self.counted = before

@@ -20,9 +20,7 @@ _OPTIONS = {
     "broyden": ("LBFGS_thres",),
 }
 _UNCOUNTED = {"anderson": (3, 0), "broyden": (1, 1)}
-"""The smallest ``max_iter`` with which a solver takes a step, and how many evaluations it makes
-beyond ``max_iter``.
-"""
+"""The smallest ``max_iter`` with which a solver takes a step, and its evaluations beyond that."""
 
 
 @checked
@@ -77,19 +75,12 @@ class TorchDEQ(ExternalSolver):
             check_known(f"TorchDEQ({self.name!r}): option", option, _OPTIONS[self.name])
 
     def _options(self) -> dict[str, Any]:
-        return {
-            name: value
-            for name, value in vars(self).items()
-            if name != "name" and value is not None
-        }
+        fields = vars(self).items()
+        return {name: value for name, value in fields if name != "name" and value is not None}
 
     def run(self, f: Callable[[State], State], z0: State, stop: Stop) -> State:
-        """TorchDEQ's result; ``z0`` where the budget does not suffice for a step; ValueError for a
-        gradient.
-        """
-        with (
-            warnings.catch_warnings()
-        ):  # its docstrings have invalid escapes, which warn when first compiled
+        """TorchDEQ's result; ``z0`` where the budget does not suffice for a step."""
+        with warnings.catch_warnings():  # of invalid escapes in its docstrings, when it is compiled
             warnings.simplefilter("ignore")
             from torchdeq.solver import get_solver
 
@@ -101,30 +92,28 @@ class TorchDEQ(ExternalSolver):
             if fz.requires_grad and self.name != "simple_fixed_point_iter":
                 raise ValueError(
                     f"TorchDEQ's {self.name} detaches what it returns, so it cannot be "
-                    "differentiated: solve under "
-                    "torch.no_grad(), use Phantom() or Implicit(), or take "
-                    '"simple_fixed_point_iter"'
+                    "differentiated: solve under torch.no_grad(), use Phantom() or Implicit(), or "
+                    'take "simple_fixed_point_iter"'
                 )
-            return (
-                fz if tau == 1 else torch.lerp(z, fz, tau)
-            )  # simple_fixed_point_iter has the map damp
+            # simple_fixed_point_iter leaves the damping to the map
+            return fz if tau == 1 else torch.lerp(z, fz, tau)
 
-        least, more = _UNCOUNTED.get(self.name, (1, 0))
-        max_iter = stop.max_steps - 1 - more
-        if max_iter < least:
+        smallest, uncounted = _UNCOUNTED.get(self.name, (1, 0))
+        max_iter = stop.max_steps - 1 - uncounted
+        if max_iter < smallest:
             return z0
         mode, tolerance = ("rel", stop.rtol) if stop.rtol else ("abs", stop.atol)
         if self.name == "fixed_point_iter":  # which measures the damped step
             tolerance *= self.tau or 1.0
-        test = {"stop_mode": mode, "tol": tolerance, "return_final": not stop.has_tolerance}
+        options = self._options() | {"return_final": not stop.has_tolerance, "max_iter": max_iter}
         try:
-            return get_solver(self.name)(called, z0, max_iter=max_iter, **test, **self._options())[
-                0
-            ]
+            value, *_ = get_solver(self.name)(called, z0, stop_mode=mode, tol=tolerance, **options)
         except torch.linalg.LinAlgError as error:  # pyright: ignore[reportPrivateImportUsage]
-            message = (
-                f"TorchDEQ's {self.name} stopped at a singular linear system: "
-                "raise lam, or use Anderson()"
+            warnings.warn(
+                f"TorchDEQ's {self.name} stopped at a singular linear system: raise lam, or use "
+                f"Anderson() ({error})",
+                ConvergenceWarning,
+                stacklevel=2,
             )
-            warnings.warn(f"{message} ({error})", ConvergenceWarning, stacklevel=2)
             return latest
+        return value

@@ -1,6 +1,4 @@
-"""The small models of other libraries in ``data``: configurations, weights, and the numbers of
-their own code.
-"""
+"""The small models of other libraries in ``data``, and the numbers of their own code."""
 
 import json
 from functools import cache

@@ -1,7 +1,6 @@
-"""Released recurrent-depth models give the numbers of their authors' code: iterated, converged,
-trained, decoded.
-"""
+"""Released recurrent-depth models give the numbers of their authors' code."""
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from deqseq.integrations.foreign import OuroGate, from_pretrained, from_state
 
 NAMES = ("huginn", "retrofit_llama", "retrofit_olmo")
 RAVENS = pytest.mark.parametrize("name", NAMES)
-SWEEPS = (dq.Simultaneous(), dq.Chunked(5), dq.Sequential(), dq.Sliding(4))
+RANDOM = dq.RandomStart(0.5, 1)
 TIGHT = dq.Stop(rtol=1e-13, max_steps=500)
 NAIVE = dq.Naive()
 
@@ -31,17 +30,24 @@ def assert_near(found, wanted, atol=1e-9):
 
 
 def decoded(lm, ids, states=None, **call):
-    """The logits of the last six tokens, one by one after a prompt of eleven; a loop may begin at
-    given ``states``.
+    """The logits of the last six tokens, one by one after a prompt of eleven.
+
+    A loop may begin at given ``states``.
     """
     logits, cache = [], None
-    for begin, end in [(0, 11), *((t, t + 1) for t in range(11, 17))]:
+    for begin, end in pairwise([0, *range(11, 18)]):
         if states is not None:
             lm.model.core.backbone.start = states[:, begin:end]
         with torch.no_grad():
             output = lm(ids[:, begin:end], cache=cache, return_cache=True, **call)
         logits, cache = [*logits, output.logits], output.cache
     return torch.cat(logits[1:], dim=1)
+
+
+@torch.no_grad()
+def cached(lm, ids):
+    """How many numbers the cache of the core has."""
+    return sum(x.numel() for x in lm(ids, return_cache=True).cache.parts[1].tensors())
 
 
 class TestRavens:
@@ -56,9 +62,10 @@ class TestRavens:
         first = lm.model.prelude(lm.embed(ids)).value
         assert_near(first, golden["prelude"])
         assert_near(lm.core(first, start=states, **call).value, golden[f"states_r{steps}"])
-        for start, prefix in ((states, ""), *[("zero", "zero_")] * (steps > 1)):
-            for found in (lm(ids, start=start, **call).logits, looped(fixed, ids, start)):
-                assert_near(found, golden[f"{prefix}logits_r{steps}"])
+        for start, name in ((states, "logits"), ("zero", "zero_logits")):
+            if f"{name}_r{steps}" in golden:
+                assert_near(lm(ids, start=start, **call).logits, golden[f"{name}_r{steps}"])
+                assert_near(looped(fixed, ids, start), golden[f"{name}_r{steps}"])
 
     @RAVENS
     @torch.no_grad()
@@ -79,9 +86,8 @@ class TestRavens:
         lm, golden = loaded("retrofit_olmo"), numbers("retrofit_olmo")
         ids, layers = golden["input_ids"], lm.core.backbone.backbone
         first = lm.model.prelude(lm.embed(ids)).value
-        skipped, _ = layers(
-            first, layers.prepare(first)
-        )  # the first iteration, without the adapter
+        # the first iteration, without the adapter
+        skipped, _ = layers(first, layers.prepare(first))
         for name, start, steps in (("embed", "input", 3), ("skip", skipped, 2)):
             output = lm(ids, start=start, solver=NAIVE, stop=dq.Stop.exactly(steps))
             assert_near(output.logits, golden[f"{name}_logits_r3"])
@@ -90,11 +96,13 @@ class TestRavens:
     @pytest.mark.parametrize(
         "call",
         [
-            *({"sweep": sweep} for sweep in SWEEPS),
-            *(
-                {"solver": solver, "start": dq.RandomStart(0.5, 1)}
-                for solver in (dq.Anderson(), dq.Broyden(), NAIVE)
-            ),
+            {"sweep": dq.Simultaneous()},
+            {"sweep": dq.Chunked(5)},
+            {"sweep": dq.Sequential()},
+            {"sweep": dq.Sliding(4)},
+            {"solver": dq.Anderson(), "start": RANDOM},
+            {"solver": dq.Broyden(), "start": RANDOM},
+            {"solver": NAIVE, "start": RANDOM},
         ],
         ids=lambda call: str(next(iter(call.values()))),
     )
@@ -113,12 +121,10 @@ class TestRavens:
         output.loss.backward()
         assert_near(output.logits, golden["train_logits"])
         assert_near(output.loss[None], golden["train_loss"])
-        expected = from_state(
-            config(name), tensors(name, "grad")
-        )  # gradients move to our names as weights do
-        wanted = dict(expected.named_parameters())
-        for key, parameter in lm.named_parameters():
-            assert_near(parameter.grad, wanted[key])
+        # gradients move to our names as weights do
+        expected = from_state(config(name), tensors(name, "grad"))
+        for theirs, ours in zip(expected.parameters(), lm.parameters(), strict=True):
+            assert_near(ours.grad, theirs)
 
     @RAVENS
     def test_decoding_with_a_cache_per_iteration_or_per_token(self, name):
@@ -128,23 +134,15 @@ class TestRavens:
         fixed.model.core.backbone.start = golden["initial_state"]
         found = decoded(loaded(name), golden["input_ids"], stop=TIGHT, throw=True)
         assert_near(found, golden["decode_logits_converged"])
-        with torch.no_grad():
-            caches = [
-                lm(golden["input_ids"], return_cache=True).cache for lm in (loaded(name), fixed)
-            ]
-        sizes = [sum(x.numel() for x in cache.parts[1].tensors()) for cache in caches]
-        assert sizes[1] == 8 * sizes[0]
+        assert cached(fixed, golden["input_ids"]) == 8 * cached(loaded(name), golden["input_ids"])
 
     def test_how_a_core_is_solved_by_default_and_the_norm_that_huginn_uses_twice(self):
         fields = config("huginn") | {"mean_recurrence": 12}
-        assert loaded("huginn").core.solve.gradient == dq.Unrolled(
-            last=fields.pop("mean_backprop_depth")
-        )
+        last = fields.pop("mean_backprop_depth")
+        assert loaded("huginn").core.solve.gradient == dq.Unrolled(last=last)
         lm = from_state(fields, tensors("huginn"))
-        assert (lm.core.solve.stop, lm.core.solve.gradient) == (
-            dq.Stop.exactly(12),
-            dq.Unrolled(last=8),
-        )
+        assert lm.core.solve.stop == dq.Stop.exactly(12)
+        assert lm.core.solve.gradient == dq.Unrolled(last=8)
         assert lm.core.eval_solve == dq.SolveConfig(stop=dq.Stop(max_steps=48))
         assert lm.model.norm is lm.model.coda.backbone.norm
         assert lm.head is None
@@ -160,9 +158,8 @@ def looped(lm, ids, start):
 
 def reached(threshold):
     """The loop whose state each token takes, from 1; the last loop ends in any case."""
-    return 1 + (numbers("ouro")["exit_pdf"].cumsum(dim=2)[..., :3] < threshold).cumprod(dim=2).sum(
-        dim=2
-    )
+    exited = numbers("ouro")["exit_pdf"].cumsum(dim=2)[..., :3]
+    return 1 + (exited < threshold).cumprod(dim=2).sum(dim=2)
 
 
 class TestOuro:
@@ -187,9 +184,7 @@ class TestOuro:
 
     @pytest.mark.parametrize("threshold", [1.0, 0.5])
     def test_training_through_all_loops(self, threshold):
-        """The published loss weighs the loops by the gate; the loss of the states that are chosen
-        has this gradient.
-        """
+        """The published loss weighs the loops; that of the chosen states has this gradient."""
         lm = loaded("ouro", early_exit_threshold=threshold).train()
         ids = numbers("ouro")["input_ids"]
         lm(ids, labels=ids).loss.backward()
@@ -213,10 +208,8 @@ class TestOuro:
     def test_the_gate_of_the_configuration_chooses(self, threshold):
         golden = numbers("ouro")
         lm = loaded("ouro", early_exit_threshold=threshold)
-        gate, name = (
-            lm.model.backbone.choose,
-            "eval_logits" if threshold == 1 else f"threshold_{threshold}_logits",
-        )
+        gate = lm.model.backbone.choose
+        name = "eval_logits" if threshold == 1 else f"threshold_{threshold}_logits"
         assert_near(lm(golden["input_ids"]).logits, golden[name])
         assert_near(gate.linear(golden["states"])[..., 0], golden["gate_logits"])
         assert torch.equal(gate.loops(golden["states"].movedim(2, 0)), reached(threshold))
@@ -237,11 +230,7 @@ class TestOuro:
 
     @torch.no_grad()
     def test_without_a_gate(self):
-        state = {
-            name: tensor
-            for name, tensor in tensors("ouro").items()
-            if "early_exit_gate" not in name
-        }
+        state = {name: x for name, x in tensors("ouro").items() if "early_exit_gate" not in name}
         lm = from_state(config("ouro"), state)
         assert lm.model.backbone.choose is None
         assert_near(lm(numbers("ouro")["input_ids"]).logits, numbers("ouro")["eval_logits"])
@@ -271,41 +260,30 @@ def test_a_folder_is_loaded(tmp_path, name):
     single, double = from_pretrained(tmp_path), from_pretrained(str(tmp_path), torch.float64)
     assert {p.dtype for p in single.parameters()} == {torch.float32}
     assert not single.training
-    for key, tensor in (
-        loaded(name).state_dict().items()
-    ):  # the weights can be represented in float32
-        assert torch.equal(double.state_dict()[key], tensor)
+    # the weights can be represented in float32
+    for found, wanted in zip(double.parameters(), loaded(name).parameters(), strict=True):
+        assert torch.equal(found, wanted)
     assert from_pretrained(tmp_path, steps=2).core is None
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "words"),
+    ("name", "changes", "message"),
     [
-        ("huginn", {"model_type": "gpt2"}, ["model_type", "gpt2", "huginn_raven"]),
-        ("huginn", {"injection_type": "add"}, ["injection_type", "add"]),
-        ("huginn", {"n_layers_in_coda": 1}, ["Unexpected", "transformer.coda.1.attn.Wqkv.weight"]),
-        (
-            "huginn",
-            {"intermediate_size": 48},
-            ["size mismatch", "model.prelude.backbone.layers.0.mlp.up_proj"],
-        ),
-        ("huginn", {"test_time_noise": 0.1}, ["test_time_noise", "0.1"]),
-        (
-            "retrofit_olmo",
-            {"initial_state_mode": "embed-init"},
-            ["initial_state_mode", "embed-init"],
-        ),
-        ("retrofit_llama", {"rope_scaling": {"rope_type": "yarn"}}, ["rope_type", "yarn"]),
-        ("huginn", {"head_dim": 10}, ["size mismatch", "k_proj.weight", "[32, 24]", "[40, 24]"]),
-        ("ouro", {"hidden_act": "gelu"}, ["hidden_act", "gelu"]),
-        ("ouro", {"use_sliding_window": True}, ["use_sliding_window"]),
-        ("ouro", {"early_exit_threshold": -0.5}, ["threshold", "-0.5", "[0, 1]"]),
+        ("huginn", {"model_type": "gpt2"}, "model_type.*huginn_raven.*gpt2"),
+        ("huginn", {"n_layers_in_coda": 1}, r"Unexpected.*\n?.*transformer\.coda\.1\.attn\.Wqkv"),
+        ("huginn", {"head_dim": 10}, r"k_proj\.weight.*\[32, 24\].*\[40, 24\]"),
+        ("huginn", {"test_time_noise": 0.1}, "test_time_noise.*0.1"),
+        ("retrofit_olmo", {"initial_state_mode": "embed-init"}, "initial_state_mode.*embed-init"),
+        ("retrofit_llama", {"rope_scaling": {"rope_type": "yarn"}}, "rope_type.*yarn"),
+        ("ouro", {"early_exit_threshold": -0.5}, r"threshold.*\[0, 1\].*-0\.5"),
     ],
 )
-def test_what_is_not_computed_here_is_refused(name, changes, words):
-    with pytest.raises(ValueError) as caught:
+def test_what_is_not_computed_here_is_refused(name, changes, message):
+    with pytest.raises(ValueError, match=message):
         loaded(name, **changes)
-    assert all(word in str(caught.value) for word in words)
+
+
+NO_FOLDER = "folder_or_name: there is no folder"
 
 
 @pytest.mark.parametrize(
@@ -315,15 +293,8 @@ def test_what_is_not_computed_here_is_refused(name, changes, words):
         ("{", {}, ValueError, r"config\.json cannot be read"),
         ('{"model_type": "ouro"}', {}, FileNotFoundError, "safetensors"),
         (None, {"steps": 0}, ValueError, "steps must be an integer >= 1, got 0"),
-        *(
-            (
-                None,
-                {"folder_or_name": name},
-                FileNotFoundError,
-                "folder_or_name: there is no folder",
-            )
-            for name in ("/no/such", Path("none"), "./none", "no/such/folder")
-        ),
+        (None, {"folder_or_name": Path("none")}, FileNotFoundError, NO_FOLDER),
+        (None, {"folder_or_name": "no/such/folder"}, FileNotFoundError, NO_FOLDER),
     ],
 )
 def test_missing_files_and_bad_arguments_are_named(content, arguments, error, message, tmp_path):
@@ -331,15 +302,3 @@ def test_missing_files_and_bad_arguments_are_named(content, arguments, error, me
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(error, match=message):
         from_pretrained(**{"folder_or_name": tmp_path, **arguments})
-
-
-def test_a_state_that_does_not_fit():
-    state = tensors("huginn")
-    del state["transformer.ln_f.weight"]  # of two norms
-    state["transformer.prelude.0.attn.qk_bias"] = torch.zeros(3, 1, 4, 6)
-    wanted = (
-        r"Missing key.*model\.norm\.weight(.|\n)*size mismatch for "
-        r".*[qk]_proj\.bias: .*\[48\].*\[24\]"
-    )
-    with pytest.raises(ValueError, match=wanted):
-        from_state(config("huginn"), state)

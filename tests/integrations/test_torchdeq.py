@@ -1,6 +1,5 @@
 """TorchDEQ's solvers as solvers of ours, and the same models in both libraries."""
 
-import re
 import warnings
 from contextlib import nullcontext
 
@@ -41,9 +40,8 @@ class TestSolver:
         solution = dq.solve(f, torch.zeros_like(exact), solver=solver, stop=stop)
         assert solution.converged.all()
         torch.testing.assert_close(solution.value, exact, rtol=0, atol=1e-3)
-        assert (
-            len(f.calls) == solution.stats.evaluations <= (200 if solver.name == NAMES[1] else 150)
-        )
+        most = 200 if solver.name == "simple_fixed_point_iter" else 150
+        assert len(f.calls) == solution.stats.evaluations <= most
 
     @every_solver
     @pytest.mark.parametrize("budget", [1, 3, 4, 10])
@@ -72,23 +70,16 @@ class TestSolver:
         def f(z: Tensor) -> Tensor:
             return torch.where(torch.arange(3)[:, None] == 1, torch.nan, 0.5 * z + 1)
 
-        solution = dq.solve(
-            f, torch.zeros(3, 2), solver=TorchDEQ(name), stop=dq.Stop(rtol=1e-5, max_steps=50)
-        )
-        assert solution.status.tolist() == [
-            dq.Status.CONVERGED,
-            dq.Status.DIVERGED,
-            dq.Status.CONVERGED,
-        ]
-        torch.testing.assert_close(
-            solution.value[[0, 2]], torch.full((2, 2), 2.0), rtol=1e-4, atol=0
-        )
+        stop = dq.Stop(rtol=1e-5, max_steps=50)
+        solution = dq.solve(f, torch.zeros(3, 2), solver=TorchDEQ(name), stop=stop)
+        assert solution.converged.tolist() == [True, False, True]
+        assert solution.status[1] == dq.Status.DIVERGED
+        assert (solution.value[[0, 2]] - 2).abs().max() < 2e-4
 
     def test_a_singular_system_is_a_warning_and_a_status(self):
+        solver, stop = TorchDEQ("anderson"), dq.Stop()
         with pytest.warns(dq.ConvergenceWarning, match="anderson .* singular .*: raise lam"):
-            solution = dq.solve(
-                lambda z: z + 1e6, torch.zeros(2, 3), solver=TorchDEQ("anderson"), stop=dq.Stop()
-            )
+            solution = dq.solve(lambda z: z + 1e6, torch.zeros(2, 3), solver=solver, stop=stop)
         assert solution.status.tolist() == [dq.Status.MAX_STEPS_REACHED] * 2
         assert solution.stats.evaluations == 3  # two of TorchDEQ's
 
@@ -98,64 +89,40 @@ class TestSolver:
         bias = problem.bias.clone().requires_grad_()
         adjoint = dq.Implicit(solver=solver, stop=dq.Stop(rtol=1e-10, max_steps=400), throw=True)
         f, stop = (lambda z: z @ problem.weight.T + bias), dq.Stop(rtol=1e-12, max_steps=200)
-        solution = dq.fixed_point(
-            f, torch.zeros_like(bias), solver=dq.Naive(), stop=stop, gradient=adjoint
-        )
+        options = {"solver": dq.Naive(), "stop": stop, "gradient": adjoint}
+        solution = dq.fixed_point(f, torch.zeros_like(bias), **options)
         solution.value.square().sum().backward()
         inverse = torch.linalg.inv(torch.eye(4, dtype=torch.float64) - problem.weight)
-        torch.testing.assert_close(
-            bias.grad, 2 * problem.fixed_point() @ inverse, rtol=0, atol=1e-8
-        )
+        assert (bias.grad - 2 * problem.fixed_point() @ inverse).abs().max() < 1e-8
 
     @pytest.mark.parametrize("name", NAMES)
     def test_only_a_solver_that_keeps_the_graph_is_unrolled(self, name):
         a, stop = torch.tensor(0.5, requires_grad=True), dq.Stop.exactly(30)
         text = rf"{name} .* cannot be differentiated.* use Phantom\(\) or Implicit\(\)"
         with nullcontext() if name == NAMES[1] else pytest.raises(ValueError, match=text):
-            solution = dq.solve(
-                lambda z: a * z + 1, torch.zeros(1, 1), solver=TorchDEQ(name), stop=stop
-            )
+            z0, solver = torch.zeros(1, 1), TorchDEQ(name)
+            solution = dq.solve(lambda z: a * z + 1, z0, solver=solver, stop=stop)
             (grad,) = torch.autograd.grad(solution.value.sum(), a)
             assert grad.item() == pytest.approx(4.0, abs=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "text"),
-    [
-        ("andersen", {}, "TorchDEQ.name must be"),
-        (
-            "broyden",
-            {"tau": 0.5},
-            "TorchDEQ('broyden'): option 'tau' is unknown (known: LBFGS_thres)",
-        ),
-        ("anderson", {"m": 1}, "TorchDEQ.m must be an integer >= 2, got 1"),
-        ("anderson", {"tau": 0.0}, "TorchDEQ.tau must be a number in (0, inf), got 0.0"),
-        ("anderson", {"lam": -1.0}, "TorchDEQ.lam must be a number in [0, inf), got -1.0"),
-        ("broyden", {"LBFGS_thres": 0}, "TorchDEQ.LBFGS_thres must be an integer >= 1, got 0"),
-    ],
-)
-def test_a_wrong_option_is_an_error(name, options, text):
-    with pytest.raises(ValueError, match="^" + re.escape(text)):
-        TorchDEQ(name, **options)
+def test_an_option_of_another_solver_is_an_error():
+    with pytest.raises(ValueError, match=r"^TorchDEQ\('broyden'\): option 'tau' .*LBFGS_thres"):
+        TorchDEQ("broyden", tau=0.5)
 
 
 BOUNDS = {"f_tol": 1e-9, "f_max_iter": 300}
-TIGHT = {"f": stopping(1e-9, 300), "b": dq.Stop(rtol=0.0, atol=1e-10, max_steps=300, norm="row")}
+BROYDEN = BOUNDS | {"f_solver": "broyden"}
+ADJOINT = dq.Implicit(dq.Naive(), stopping(1e-10, 300))
 
 
 @pytest.mark.parametrize(
     ("config", "options"),
     [
         (BOUNDS | {"grad": 3, "tau": 0.7}, {"gradient": dq.Phantom(3, 0.7)}),
-        (
-            BOUNDS | {"ift": True, "b_tol": 1e-10, "b_max_iter": 300},
-            {"gradient": dq.Implicit(dq.Naive(), TIGHT["b"])},
-        ),
-        (BOUNDS | {"f_solver": "broyden"}, {"solver": dq.Broyden(), "gradient": dq.OneStep()}),
-        (
-            BOUNDS | {"f_solver": "broyden"},
-            {"solver": TorchDEQ("broyden"), "gradient": dq.OneStep()},
-        ),
+        (BOUNDS | {"ift": True, "b_tol": 1e-10, "b_max_iter": 300}, {"gradient": ADJOINT}),
+        (BROYDEN, {"solver": dq.Broyden(), "gradient": dq.OneStep()}),
+        (BROYDEN, {"solver": TorchDEQ("broyden"), "gradient": dq.OneStep()}),
     ],
 )
 def test_value_and_gradient_are_those_of_torchdeq(config, options):
@@ -167,9 +134,8 @@ def test_value_and_gradient_are_those_of_torchdeq(config, options):
 
     (theirs,), _ = get_deq(config)(f, z0)
     (their_grad,) = torch.autograd.grad(theirs.square().sum(), weight)
-    solution = dq.fixed_point(
-        f, z0, **{"solver": dq.Naive(), "stop": TIGHT["f"], "throw": True, **options}
-    )
+    how = {"solver": dq.Naive(), "stop": stopping(1e-9, 300), "throw": True, **options}
+    solution = dq.fixed_point(f, z0, **how)
     (grad,) = torch.autograd.grad(solution.value.square().sum(), weight)
-    torch.testing.assert_close(solution.value, theirs, rtol=0, atol=1e-7)
-    torch.testing.assert_close(grad, their_grad, rtol=0, atol=1e-6)
+    assert (solution.value - theirs).abs().max() < 1e-7
+    assert (grad - their_grad).abs().max() < 1e-6

@@ -11,9 +11,7 @@ from deqseq.integrations.foreign.files import tensors_in
 
 @pytest.fixture
 def folder(tmp_path):
-    """Two shards, their index, and the same weights consolidated under other names, as some
-    releases have them.
-    """
+    """Two shards, their index, and the same weights under other names, as some releases have."""
     for name in ("a", "b"):
         save_file({name: torch.ones(64)}, tmp_path / f"model-{name}.safetensors")
     save_file({"other": torch.zeros(64)}, tmp_path / "consolidated.safetensors")

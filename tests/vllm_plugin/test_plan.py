@@ -25,27 +25,29 @@ def layers(count=1, **options):
 
 def in_decoder(family, **options):
     sizes = {
+        "vocab_size": 50,
         "hidden_size": 16,
         "intermediate_size": 32,
+        "num_hidden_layers": 4,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
     }
-    decoder = AutoConfig.for_model(family, vocab_size=50, num_hidden_layers=4, **sizes, **options)
+    decoder = AutoConfig.for_model(family, **sizes, **options)
     parts = {"prelude": DecoderLayers(16, 0, 1), "coda": DecoderLayers(16, 3, 4, final_norm=True)}
     return saved(DecoderLayers(16, 1, 3), decoder=decoder, injection="concat", **parts)
 
 
 def test_an_implicit_llama():
     found = plan(saved(layers(2, rope_scaling=dq.layers.RotaryScaling())))
-    assert (found.prelude, found.coda, found.steps, found.start) == (None, None, 1, "zero")
-    assert (
-        found.core.injection
-        and found.core.n_layers == 2
-        and (found.core.n_kv_heads, found.core.headdim) == (2, 4)
-    )
-    assert found.core.mlp_width == 42 and found.core.rope["rope_type"] == "llama3"
-    assert found.solve is not None
-    assert (found.solve.damping, found.solve.rtol, found.solve.max_steps) == (1.0, 1e-4, 30)
+    assert found.prelude is None
+    assert found.coda is None
+    assert (found.steps, found.start) == (1, "zero")
+    core, solve = found.core, found.solve
+    assert core.injection
+    assert (core.n_layers, core.n_kv_heads, core.headdim, core.mlp_width) == (2, 2, 4, 42)
+    assert core.rope["rope_type"] == "llama3"
+    assert solve is not None
+    assert (solve.damping, solve.rtol, solve.max_steps) == (1.0, 1e-4, 30)
 
 
 @pytest.mark.parametrize(
@@ -59,16 +61,19 @@ def test_an_implicit_llama():
 )
 def test_the_layers_of_a_decoder(family, norms, qk_norm, biases):
     found = plan(in_decoder(family))
-    assert found.prelude is not None and found.coda is not None
+    assert found.prelude is not None
+    assert found.coda is not None
     assert (found.prelude.n_layers, found.core.n_layers, found.coda.n_layers) == (1, 2, 1)
     assert (found.core.final_norm, found.coda.final_norm) == (False, True)
     assert (found.core.norms, found.core.qk_norm) == (norms, qk_norm)
-    assert (found.core.qkv_bias, found.core.o_bias) == biases and not found.core.injection
+    assert (found.core.qkv_bias, found.core.o_bias) == biases
+    assert not found.core.injection
 
 
 def test_a_looped_model_has_a_slot_for_each_step():
     found = plan(saved(layers(injection=False), None, steps=4))
-    assert found.solve is None and (found.steps, found.start) == (4, "input")
+    assert found.solve is None
+    assert (found.steps, found.start) == (4, "input")
     assert plan(saved(layers(), None)).steps == 1
 
 
@@ -76,10 +81,13 @@ def test_an_override_changes_what_it_names():
     config = saved(layers(), eval_solve=replace(SOLVE, solver=dq.Relaxed(0.5)))
     config["eval_solve"] = merged(config["eval_solve"], {"stop": {"max_steps": 8}})
     found = plan(config).solve
-    assert found is not None and (found.damping, found.rtol, found.max_steps) == (0.5, 1e-4, 8)
+    assert found is not None
+    assert (found.damping, found.rtol, found.max_steps) == (0.5, 1e-4, 8)
     config["eval_solve"] = merged(config["eval_solve"], {"solver": "Naive", "stop": {"rtol": 0}})
     found = plan(config).solve
-    assert found is not None and found.damping == 1 and not found.has_tolerance
+    assert found is not None
+    assert found.damping == 1
+    assert not found.has_tolerance
 
 
 @pytest.mark.parametrize(

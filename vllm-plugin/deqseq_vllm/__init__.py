@@ -1,3 +1,1 @@
-"""Models that deqseq has saved, served by vLLM; imported by vLLM through the entry point in
-pyproject.toml.
-"""
+"""Models that deqseq has saved, served by vLLM, which finds this package by its entry point."""

@@ -37,9 +37,8 @@ class Stack(nn.Module):
         injection: str | None = None,
     ) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(
-            Block(layers, config, numbers, steps) for _ in range(layers.n_layers)
-        )
+        blocks = [Block(layers, config, numbers, steps) for _ in range(layers.n_layers)]
+        self.layers = nn.ModuleList(blocks)
         self.norm = RMSNorm(layers.d_model, layers.norm_eps) if layers.final_norm else nn.Identity()
         self.inside: bool = layers.injection
         self.injection: Any = None
@@ -53,9 +52,9 @@ class Stack(nn.Module):
         """What each iteration needs of the input, ``(tokens, width)``."""
         if self.injection is None:
             return None
-        return (
-            self.injection(self.injection_norm(x))[0] if self.inside else self.injection.prepare(x)
-        )
+        if self.inside:
+            return self.injection(self.injection_norm(x))[0]
+        return self.injection.prepare(x)
 
     def forward(
         self, positions: Tensor, z: Tensor, prepared: Tensor | None = None, step: int = 0
@@ -74,18 +73,19 @@ class Block(nn.Module):
 
     def __init__(self, layers: Layers, config: VllmConfig, numbers: count, steps: int) -> None:
         super().__init__()
-        norms = {
+        # where the norms stand: before and after attention, and alike around the feed-forward layer
+        before, after = {
             "pre": (True, False),
             "post": (False, True),
             "sandwich": (True, True),
             "closed": (True, True),
-        }
-        made = [
-            RMSNorm(layers.d_model, layers.norm_eps) if used else nn.Identity()
-            for used in norms[layers.norms] * 2
-        ]
-        self.input_layernorm, self.input_layernorm_2 = made[:2]
-        self.post_attention_layernorm, self.post_attention_layernorm_2 = made[2:]
+        }[layers.norms]
+
+        def norm(used: bool) -> nn.Module:
+            return RMSNorm(layers.d_model, layers.norm_eps) if used else nn.Identity()
+
+        self.input_layernorm, self.input_layernorm_2 = norm(before), norm(after)
+        self.post_attention_layernorm, self.post_attention_layernorm_2 = norm(before), norm(after)
         self.closed = layers.norms == "closed"
         self.self_attn = SelfAttention(layers, config, numbers, steps)
         self.mlp = LlamaMLP(layers.d_model, layers.mlp_width, "silu", config.quant_config)
@@ -93,9 +93,8 @@ class Block(nn.Module):
     def forward(self, positions: Tensor, z: Tensor, injected: Tensor | None, step: int) -> Tensor:
         mixed = self.self_attn(positions, self.input_layernorm(z), injected, step)
         z = self._added(z, mixed, self.input_layernorm_2)
-        return self._added(
-            z, self.mlp(self.post_attention_layernorm(z)), self.post_attention_layernorm_2
-        )
+        mixed = self.mlp(self.post_attention_layernorm(z))
+        return self._added(z, mixed, self.post_attention_layernorm_2)
 
     def _added(self, z: Tensor, mixed: Tensor, norm: nn.Module) -> Tensor:
         return norm(z + mixed) if self.closed else z + norm(mixed)
@@ -113,13 +112,12 @@ class SelfAttention(nn.Module):
         )
         q_heads, kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
         self.parts = (q_heads * width, kv_heads * width, kv_heads * width)
-        normed = {None: (0, 0), "head": (width, width), "all": self.parts[:2]}[layers.qk_norm]
-        self.q_norm, self.k_norm = (
-            RMSNorm(size, layers.norm_eps) if size else None for size in normed
-        )
-        self.rotary_emb = get_rope(
-            width, config.model_config.max_model_len, rope_parameters=dict(layers.rope)
-        )
+        self.q_norm = self.k_norm = None
+        if layers.qk_norm is not None:
+            sizes = {"head": (width, width), "all": self.parts[:2]}[layers.qk_norm]
+            self.q_norm, self.k_norm = (RMSNorm(size, layers.norm_eps) for size in sizes)
+        longest = config.model_config.max_model_len
+        self.rotary_emb = get_rope(width, longest, rope_parameters=dict(layers.rope))
         self.attn = nn.ModuleList(
             Attention(
                 q_heads,
@@ -135,25 +133,29 @@ class SelfAttention(nn.Module):
 
     def forward(self, positions: Tensor, x: Tensor, injected: Tensor | None, step: int) -> Tensor:
         qkv, _ = self.qkv_proj(x)
-        q, k, v = (qkv if injected is None else qkv + injected).split(self.parts, dim=-1)
+        if injected is not None:
+            qkv = qkv + injected
+        q, k, v = qkv.split(self.parts, dim=-1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = _normed(self.q_norm, q), _normed(self.k_norm, k)
         q, k = self.rotary_emb(positions, q, k)
-        return self.o_proj(self.attn[step](q, k, v))[0]
+        output, _ = self.o_proj(self.attn[step](q, k, v))
+        return output
 
 
 def projection(layers: Layers, config: VllmConfig, bias: bool) -> QKVParallelLinear:
     """To queries, keys and values; a bias that is not in the checkpoint is zero."""
     heads = (layers.headdim, layers.n_heads, layers.n_kv_heads)
-    made = QKVParallelLinear(layers.d_model, *heads, bias=bias, quant_config=config.quant_config)
+    linear = QKVParallelLinear(layers.d_model, *heads, bias=bias, quant_config=config.quant_config)
     if bias:
-        nn.init.zeros_(made.bias)
-    return made
+        nn.init.zeros_(linear.bias)
+    return linear
 
 
 def _normed(norm: RMSNorm, x: Tensor) -> Tensor:
     """Each head by itself, or all of them together, as wide as the norm is."""
-    return norm(x.unflatten(-1, (-1, len(norm.weight))).contiguous()).flatten(-2)
+    heads = x.unflatten(-1, (-1, len(norm.weight)))
+    return norm(heads.contiguous()).flatten(-2)
 
 
 class AddInjection(nn.Module):
@@ -170,9 +172,7 @@ class AddInjection(nn.Module):
 
 
 class ConcatInjection(nn.Module):
-    """State and input are concatenated and projected; the part of the input is the same in every
-    iteration.
-    """
+    """State and input are concatenated and projected; the input's part is computed once."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -1,6 +1,4 @@
-"""The model that vLLM runs: prelude, core to its fixed point, coda; and how saved weights are
-loaded.
-"""
+"""The model that vLLM runs: prelude, core to its fixed point, coda; and how weights are loaded."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -40,8 +38,9 @@ class DeqseqForCausalLM(nn.Module):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
         config: Any = vllm_config.model_config.hf_config
-        self.plan, self.scale, numbers = plan(config.to_dict()), config.embedding_scale, count()
+        self.plan, self.scale = plan(config.to_dict()), config.embedding_scale
         check(self.plan, vllm_config)
+        numbers = count()
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
         self.prelude, self.coda = (
             None if part is None else Stack(part, vllm_config, numbers)
@@ -54,10 +53,8 @@ class DeqseqForCausalLM(nn.Module):
         if not config.tie_word_embeddings:
             self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size)
         self.logits_processor = LogitsProcessor(config.vocab_size, soft_cap=config.logit_softcap)
-        if (
-            self.plan.solve is not None and not vllm_config.model_config.enforce_eager
-        ):  # one iteration; not the loop
-            self.core.compile(dynamic=True)
+        if self.plan.solve is not None and not vllm_config.model_config.enforce_eager:
+            self.core.compile(dynamic=True)  # one iteration, not the loop
         self.report = Report()
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
@@ -73,10 +70,13 @@ class DeqseqForCausalLM(nn.Module):
         intermediate_tensors: Any = None,
         inputs_embeds: Tensor | None = None,
     ) -> Tensor:
-        x = self.scale * (self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds)
+        if inputs_embeds is None:
+            inputs_embeds = self.embed_tokens(input_ids)
+        x = self.scale * inputs_embeds
         if self.prelude is not None:
             x = self.prelude(positions, x)
-        z, prepared = x if self.plan.start == "input" else torch.zeros_like(x), self.core.prepare(x)
+        z = x if self.plan.start == "input" else torch.zeros_like(x)
+        prepared = self.core.prepare(x)
         if self.plan.solve is None:
             for step in range(self.plan.steps):
                 z = self.core(positions, z, prepared, step)
@@ -84,7 +84,9 @@ class DeqseqForCausalLM(nn.Module):
             z = self.solve(self.plan.solve, positions, z, prepared)
         if self.coda is None:
             return z
-        return self.coda(positions, self.coda.norm(z) if self.plan.norm_before_coda else z)
+        if self.plan.norm_before_coda:
+            z = self.coda.norm(z)
+        return self.coda(positions, z)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         placed = ((self.place(name), weight) for name, weight in folded(weights))
@@ -98,24 +100,28 @@ class DeqseqForCausalLM(nn.Module):
         request converges when all of its scheduled tokens pass in one iteration. Each iteration
         writes keys and values to the same slots, so that those of the fixed point remain.
         """
-        starts, value = self.request_starts(), z
-        if starts is None or not solve.has_tolerance:
-            for _ in range(1 if starts is None else solve.max_steps):
+        starts = self.request_starts()
+        if starts is None:  # vLLM measures its memory
+            return self.core(positions, z, prepared)
+        if not solve.has_tolerance:
+            value = z
+            for _ in range(solve.max_steps):
                 value = self.core(positions, z, prepared)
                 z = torch.lerp(z, value, solve.damping)
             return value
-        request = torch.searchsorted(
-            starts[1:], torch.arange(len(z), device=z.device), right=True, out_int32=True
-        )
-        done = torch.zeros(
-            len(starts), dtype=torch.bool, device=z.device
-        )  # the last one is of padding
+        tokens = torch.arange(len(z), device=z.device)
+        request = torch.searchsorted(starts[1:], tokens, right=True, out_int32=True)
+        # of each request, and at the end of the padding
+        done = torch.zeros(len(starts), dtype=torch.bool, device=z.device)
         done[-1] = True
         iterations, bound = torch.zeros_like(done, dtype=torch.int64), None
+        value = z
         for step in range(1, solve.max_steps + 1):
             value = self.core(positions, z, prepared)
-            change, size = (part.float().norm(dim=-1) for part in (value - z, value))
-            bound = torch.maximum(solve.rtol * size if bound is None else bound, change / 2)
+            change, size = (x.float().norm(dim=-1) for x in (value - z, value))
+            if bound is None:
+                bound = solve.rtol * size
+            bound = torch.maximum(bound, change / 2)
             iterations += ~done
             if step % solve.check_every == 0 or step == solve.max_steps:
                 passes = change <= solve.atol + torch.minimum(solve.rtol * size, bound)
@@ -129,23 +135,19 @@ class DeqseqForCausalLM(nn.Module):
         return value
 
     def request_starts(self) -> Tensor | None:
-        """Where the tokens of each request begin, and the end; None while vLLM measures
-        its memory.
-        """
+        """Where the tokens of each request begin, and the end; None while memory is measured."""
         metadata: Any = get_forward_context().attn_metadata
-        first: Any = self.core.layers[0]
-        return (
-            None
-            if metadata is None
-            else metadata[first.self_attn.attn[0].layer_name].query_start_loc
-        )
+        if metadata is None:
+            return None
+        first_layer: Any = self.core.layers[0]
+        return metadata[first_layer.self_attn.attn[0].layer_name].query_start_loc
 
     def place(self, name: str) -> str:
         """The name here of a saved weight."""
-        found = re.fullmatch(r"model\.core\.(?:(prelude|core|coda)\.)?(?:backbone\.)+(.+)", name)
-        if found is None:
+        match = re.fullmatch(r"model\.core\.(?:(prelude|core|coda)\.)?(?:backbone\.)+(.+)", name)
+        if match is None:
             return name.removeprefix("model.")
-        part, rest = found[1] or "core", found[2]
+        part, rest = match[1] or "core", match[2]
         if getattr(self.plan, part).norms == "post":  # OLMo 2 gives its norms names of its own
             rest = rest.replace("post_attention_layernorm.", "input_layernorm_2.")
             rest = rest.replace("post_feedforward_layernorm.", "post_attention_layernorm_2.")
@@ -164,15 +166,13 @@ def check(parts: Plan, engine: VllmConfig) -> None:
     if 0 < parts.solve.rtol < torch.finfo(dtype).eps:
         raise ValueError(
             f"dtype must be float32 for a tolerance of {parts.solve.rtol:g}, which the states of "
-            f"{dtype} do not reach: "
-            "pass --dtype float32, or a fixed number of iterations, --hf-overrides "
-            '\'{"eval_solve": {"stop": {"rtol": 0, "max_steps": 8}}}\''
+            f"{dtype} do not reach: pass --dtype float32, or a fixed number of iterations, "
+            '--hf-overrides \'{"eval_solve": {"stop": {"rtol": 0, "max_steps": 8}}}\''
         )
     if not eager and not current_platform.is_cpu():
         raise ValueError(
             "enforce_eager must be True, for a number of iterations that depends on the tokens is "
-            "not one graph: pass "
-            "--enforce-eager"
+            "not one graph: pass --enforce-eager"
         )
 
 

@@ -1,6 +1,4 @@
-"""What a saved configuration asks for, as plain data. What is not served is refused
-here, by name.
-"""
+"""What a saved configuration asks for, as plain data; what is not served is refused by name."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,14 +6,12 @@ from typing import Any, NoReturn
 
 Json = Mapping[str, Any]
 
-LLAMA = (
-    "name d_model n_layers n_heads n_kv_heads headdim mlp_width rope_theta "
-    "rope_scaling norm_eps norms qk_norm"
-)
-LLAMA += " qk_bias final_norm float32_rotary dropout weight_norm injection"
-"""Fields of a LlamaConfig that are read here or make no difference; another one comes from a later
-deqseq.
-"""
+LLAMA = {
+    *("name", "d_model", "n_layers", "n_heads", "n_kv_heads", "headdim", "mlp_width", "rope_theta"),
+    *("rope_scaling", "norm_eps", "norms", "qk_norm", "qk_bias", "final_norm", "float32_rotary"),
+    *("dropout", "weight_norm", "injection"),
+}
+"""Fields of a LlamaConfig that are read here or change nothing; others are of a later deqseq."""
 FAMILIES = ("llama", "mistral", "olmo2", "qwen2", "qwen3")
 ROTATIONS = ("default", "llama3")
 """Rotary frequencies that do not depend on the length of the text."""
@@ -97,26 +93,27 @@ def plan(config: Json) -> Plan:
     heads = {(part.n_kv_heads, part.headdim) for part in (prelude, core, coda) if part is not None}
     if len(heads) > 1:
         _refuse("backbone", "a core with the key-value heads of prelude and coda", sorted(heads))
-    solve = None if config["solve"] is None else merged(config["solve"], config["eval_solve"] or {})
-    start = config["loop_start"] if solve is None else solve["start"]
+    solve = None
+    start_field, start = "loop_start", config["loop_start"]
+    if config["solve"] is not None:
+        solve = merged(config["solve"], config["eval_solve"] or {})
+        start_field, start = "solve.start", solve["start"]
     if start not in ("zero", "input"):
-        _refuse("loop_start" if solve is None else "solve.start", '"zero" or "input"', start)
+        _refuse(start_field, '"zero" or "input"', start)
     return Plan(
         prelude,
         core,
         coda,
-        config["injection"],
-        config["norm"] == "coda",
-        start,
-        config["steps"] or 1,
-        None if solve is None else _solve(solve),
+        injection=config["injection"],
+        norm_before_coda=config["norm"] == "coda",
+        start=start,
+        steps=config["steps"] or 1,
+        solve=None if solve is None else _solve(solve),
     )
 
 
 def merged(base: Any, change: Any) -> Any:
-    """``base`` with the fields that ``change`` names; an object with a name of its own is replaced
-    as a whole.
-    """
+    """``base`` with the fields that ``change`` names; an object with a name is replaced whole."""
     if not isinstance(base, Mapping) or not isinstance(change, Mapping) or "name" in change:
         return change
     return {**base, **{key: merged(base.get(key), value) for key, value in change.items()}}
@@ -141,9 +138,9 @@ def _solve(solve: Json) -> Solve:
     return Solve(damping, stop["rtol"], stop["atol"], stop["max_steps"], stop["check_every"])
 
 
-def _named(given: Any) -> Json:
-    """An object in a configuration, which may be its name alone."""
-    return {"name": given} if isinstance(given, str) else given
+def _named(part: Any) -> Json:
+    """An object in a configuration, which may be only its name."""
+    return {"name": part} if isinstance(part, str) else part
 
 
 def _layers(name: str, config: Json) -> Layers | None:
@@ -153,23 +150,18 @@ def _layers(name: str, config: Json) -> Layers | None:
     check_backbone(name, part)
     if part["name"] == "DecoderLayers":
         return _of_decoder(part, config["decoder_config"])
-    if unknown := sorted(part.keys() - set(LLAMA.split())):
-        _refuse(
-            name,
-            "a LlamaConfig of a deqseq that this plugin knows",
-            f"the fields {', '.join(unknown)}",
-        )
+    if unknown := ", ".join(sorted(part.keys() - LLAMA)):
+        known = "a LlamaConfig of a deqseq that this plugin knows"
+        _refuse(name, known, f"the fields {unknown}")
     iterated = name == "backbone" and (config["solve"] is not None or config["steps"] is not None)
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": part["rope_theta"]}
     if scaling := part["rope_scaling"]:
         bounds = {key: scaling[key] for key in ("factor", "low_freq_factor", "high_freq_factor")}
         rope = {**rope, **bounds, "rope_type": "llama3"}
         rope["original_max_position_embeddings"] = scaling["original_length"]
+    same = ("n_layers", "d_model", "n_heads", "norm_eps", "norms", "final_norm")
     return Layers(
-        **{
-            key: part[key]
-            for key in ("n_layers", "d_model", "n_heads", "norm_eps", "norms", "final_norm")
-        },
+        **{key: part[key] for key in same},
         n_kv_heads=part["n_kv_heads"] or part["n_heads"],
         headdim=part["headdim"] or part["d_model"] // part["n_heads"],
         mlp_width=part["mlp_width"] or int(8 * part["d_model"] / 3),
@@ -190,19 +182,14 @@ def _of_decoder(part: Json, decoder: Json) -> Layers:
         "mlp_bias": (False,),
     }
     for field, values in served.items():
-        if (value := decoder.get(field, values[0])) not in values:
+        value = decoder.get(field, values[0])
+        if value not in values:
             _refuse(f"decoder_config.{field}", " or ".join(map(str, values)), value)
     if rope["rope_type"] not in ROTATIONS:
-        _refuse(
-            "decoder_config.rope_parameters",
-            f"of the type {' or '.join(ROTATIONS)}",
-            rope["rope_type"],
-        )
-    heads, width, bias = (
-        decoder["num_attention_heads"],
-        decoder["hidden_size"],
-        decoder.get("attention_bias", False),
-    )
+        served_types = f"of the type {' or '.join(ROTATIONS)}"
+        _refuse("decoder_config.rope_parameters", served_types, rope["rope_type"])
+    heads, width = decoder["num_attention_heads"], decoder["hidden_size"]
+    bias = decoder.get("attention_bias", False)
     return Layers(
         n_layers=part["end"] - part["first"],
         d_model=width,
@@ -223,7 +210,6 @@ def _of_decoder(part: Json, decoder: Json) -> Layers:
 def _refuse(field: str, served: object, got: object) -> NoReturn:
     remedy = "change it before save_pretrained"
     if field.startswith("solve."):
-        remedy += (
-            ', or for the server, as in --hf-overrides \'{"eval_solve": {"solver": "Naive"}}\''
-        )
+        override = '{"eval_solve": {"solver": "Naive"}}'
+        remedy += f", or for the server, as in --hf-overrides '{override}'"
     raise ValueError(f"{field} must be {served} to be served, got {got}: {remedy}")

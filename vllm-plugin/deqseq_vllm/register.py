@@ -1,4 +1,4 @@
-"""What vLLM calls in each of its processes: tells it of the configuration and of the model."""
+"""What vLLM calls in each of its processes, to learn of the configuration and of the model."""
 
 from typing import Any
 
@@ -18,11 +18,11 @@ class DeqseqConfig(PreTrainedConfig):
     model_type = "deqseq"
 
     def __setattr__(self, name: str, value: Any) -> None:
-        known = vars(self)
         if name in ("prelude", "backbone", "coda") and value is not None:
             check_backbone(name, value)
         if name == "eval_solve" and value is not None:
-            value = merged(known.get("eval_solve") or known.get("solve"), value)
+            fields = vars(self)
+            value = merged(fields.get("eval_solve") or fields.get("solve"), value)
         super().__setattr__(name, value)
 
 

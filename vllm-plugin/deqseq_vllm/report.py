@@ -1,6 +1,4 @@
-"""How many iterations each request took: a line in the log of the server, and counters for
-Prometheus.
-"""
+"""How many iterations each request took: a line in the server's log, counters for Prometheus."""
 
 from functools import wraps
 from typing import Any
@@ -40,30 +38,20 @@ class Report:
         runners.execute_model = watched
 
     def add(self, starts: Tensor, iterations: Tensor, done: Tensor) -> None:
-        """Add a solve: where the tokens of each request begin, its iterations, and whether it
-        converged.
-        """
+        """Add a solve: the starts of the requests, their iterations, and whether they converged."""
         tokens = starts.diff()
         numbers = torch.stack([tokens, tokens * iterations[:-1], tokens * ~done[:-1]], dim=1)
-        for counter, number in zip(
-            (TOKENS, ITERATIONS, FAILED), numbers.sum(dim=0).tolist(), strict=True
-        ):
+        sums = numbers.sum(dim=0).tolist()
+        for counter, number in zip((TOKENS, ITERATIONS, FAILED), sums, strict=True):
             counter.inc(number)
         names = [] if self.runner is None else self.runner.input_batch.req_ids
         for name, new in zip(names, numbers.tolist(), strict=False):  # rows of padding may follow
-            self.requests[name] = [
-                a + b for a, b in zip(self.requests.get(name, (0, 0, 0)), new, strict=True)
-            ]
+            earlier = self.requests.get(name, (0, 0, 0))
+            self.requests[name] = [a + b for a, b in zip(earlier, new, strict=True)]
 
     def finish(self, name: str) -> None:
         """Log a request that has ended."""
         tokens, iterations, failed = self.requests.pop(name, (0, 0, 0))
         if tokens:
-            mean = iterations / tokens
-            logger.info(
-                "request %s: %d tokens, %.1f iterations each, %d not converged",
-                name,
-                tokens,
-                mean,
-                failed,
-            )
+            message = "request %s: %d tokens, %.1f iterations each, %d not converged"
+            logger.info(message, name, tokens, iterations / tokens, failed)

@@ -1,5 +1,4 @@
-"""Tokens of vLLM beside those that deqseq generated: ``compare.py FOLDER``, the folder of
-``make_models.py``.
+"""Compare vLLM's tokens with deqseq's: ``compare.py FOLDER``, the folder of ``make_models.py``.
 
 A difference is allowed where two tokens are equally probable to 1e-3; anything else fails.
 """
@@ -74,9 +73,7 @@ def compare(name: str, outputs: list[Any], rows: Rows) -> int:
 
 
 def in_all_ways(folder: Path, rows: Rows) -> int:
-    """How many prompts differ with prefill in chunks, cached prefixes, a cache that is too small,
-    and two processes.
-    """
+    """How many prompts differ with chunks, cached prefixes, a small cache, and two processes."""
     name, different = folder.name, 0
     llm = engine(folder, max_num_batched_tokens=16, max_num_seqs=16, enable_prefix_caching=False)
     different += compare(f"{name}, prefill in chunks of 16", generated(llm, rows), rows)

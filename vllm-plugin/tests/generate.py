@@ -1,6 +1,4 @@
-"""deqseq's own ``generate``, timed by ``throughput.py``: a line with a number of prompts comes in,
-one goes out.
-"""
+"""deqseq's ``generate`` for ``throughput.py``: a number of prompts comes in, a line goes out."""
 
 import json
 import sys

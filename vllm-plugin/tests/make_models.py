@@ -1,5 +1,4 @@
-"""Small models with random weights, saved by deqseq, and the tokens that deqseq generates:
-``make_models.py FOLDER``.
+"""Small random models, and the tokens that deqseq generates: ``make_models.py FOLDER``.
 
 Runs where deqseq is installed. ``compare.py`` reads the folder where vLLM is.
 """
@@ -29,9 +28,7 @@ def llama(layers: int = 1, **options: Any) -> dq.LlamaConfig:
 
 
 def contracting(lm: dq.CausalLM) -> dq.CausalLM:
-    """The model with random weights whose iteration has a fixed point, and whose predictions are
-    far apart.
-    """
+    """A random model whose iteration has a fixed point, and whose predictions are far apart."""
     with torch.no_grad():
         for name, weight in lm.named_parameters():
             if weight.ndim == 2 and "original" not in name:
@@ -145,9 +142,8 @@ def reference(
         top = logits.topk(2, dim=-1).values
         gaps, logprobs = (top[..., 0] - top[..., 1]).amin(dim=1), logits.log_softmax(-1).amax(-1)
         for row, prompt in enumerate(prompts):
-            compared = (
-                None if solve else logprobs[row].tolist()
-            )  # a fixed number of iterations was of other tokens
+            # after a fixed number of iterations, the logits above are not those of generation
+            compared = None if solve else logprobs[row].tolist()
             numbers = {"prompt": prompt, "tokens": made.tokens[row], "gap": gaps[row]}
             rows.append(
                 {name: value.tolist() for name, value in numbers.items()} | {"logprobs": compared}
@@ -156,9 +152,7 @@ def reference(
 
 
 def save_for_throughput(folder: Path) -> None:
-    """A larger Llama: with its middle layers iterated, unlooped, and with a slot for each of as
-    many loops.
-    """
+    """A larger Llama: with its middle layers iterated, unlooped, and with a slot for each loop."""
     torch.manual_seed(0)
     sizes = {
         "hidden_size": 512,

@@ -1,5 +1,4 @@
-"""Tokens per second and cache per token of a looped Llama in vLLM, beside what else can be done
-with its weights.
+"""Tokens per second and cache per token of a looped Llama in vLLM, beside alternatives.
 
 ``throughput.py FOLDER PYTHON --json PATH``: the folder of ``make_models.py``, and the Python where
 deqseq is installed. The fixed point (tolerance 1e-3) is compared with the same layers run once
@@ -35,11 +34,8 @@ def rows(folder: Path, python: str, quick: bool) -> Iterator[Row]:
         name: (GIBIBYTE / number / ENTRY - (LAYERS - CORE)) / CORE
         for name, number in tokens.items()
     }
-    counts = (
-        round(slots["fixed"]),
-        PEERS["loops"],
-        round(slots["loops"]),
-    )  # the cache is of whole blocks
+    # rounded, because the cache is of whole blocks
+    counts = (round(slots["fixed"]), PEERS["loops"], round(slots["loops"]))
     yield value_row(case, "cache entries / token and layer", *counts)
     yield value_row(case, "tokens / GiB of cache", tokens["fixed"], PEERS["loops"], tokens["loops"])
     prompts = json.loads((folder / "speed-fixed" / "prompts.json").read_text())

@@ -1,6 +1,4 @@
-"""Models of other libraries, from their configurations and weights: tables, and one engine that
-runs them.
-"""
+"""Models of other libraries, described by tables that one engine reads."""
 
 from deqseq.integrations.foreign.files import from_pretrained, from_state
 from deqseq.integrations.foreign.pretrained import FROM_INPUT, from_pretrained_model

@@ -1,12 +1,10 @@
-"""What reads models of other libraries: tables of fields, so that none is overlooked, and rules for
-weights.
-"""
+"""Reads other libraries' models: configurations by tables of fields, weights by renaming rules."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import NoneType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,21 +23,28 @@ from deqseq.models import CausalLM, LanguageModelSpec
 class Only:
     """The values of a field that deqseq computes; others are refused.
 
-    A missing field has the first value unless there is a ``default``; a type in its place: the
-    field must be there.
+    A missing field has the ``default``, which is the first value unless it is given. A type as the
+    default means that the field is required.
     """
 
     def __init__(self, *values: Any, default: Any = ...) -> None:
-        self.values, self.default = values, values[0] if default is ... else default
+        self.values = values
+        self.default = values[0] if default is ... else default
 
 
-Table = Mapping[str, tuple[str, Any] | Only | None]
-"""Their fields: our name and what :meth:`Fields.read` takes; or the values that deqseq computes; or
-None where a field does not change what the model computes."""
+Table = Mapping[str, Any]
+"""What each field of a configuration means.
+
+- A tuple: our name for the field, and what :meth:`Fields.read` takes.
+- A default, or a type if the field is required: the field has the same name here.
+- :class:`Only`: the values that deqseq computes.
+- None: the field does not change what the model computes.
+"""
+Weights = Mapping[str, Tensor]
 
 
 def only(**values: Any) -> dict[str, Only]:
-    """Fields of which deqseq computes one value, which is also that of a missing field."""
+    """Fields of which deqseq computes one value, which is also the default."""
     return {name: Only(value) for name, value in values.items()}
 
 
@@ -59,19 +64,19 @@ _CHECKS = {
 
 
 class Fields:
-    """The fields of a configuration: each is read, known to change nothing, or refused.
+    """The fields of a configuration; a field that no table names is refused.
 
     Example:
         >>> fields = Fields({"width": 4, "hieght": 2}, "toy configuration: ")
         >>> fields.take(
         ...     {
         ...         "width": ("d_model", int),
-        ...         "height": ("n_layers", 1),
+        ...         "height": 1,
         ...         **only(bias=False),
         ...         **unused("author"),
         ...     }
         ... )
-        {'d_model': 4, 'n_layers': 1}
+        {'d_model': 4, 'height': 1}
         >>> fields.close()
         Traceback (most recent call last):
         ...
@@ -81,49 +86,49 @@ class Fields:
 
     def __init__(self, content: Mapping[str, Any], where: str) -> None:
         self.content, self.where = content, where
-        self._known = dict[str, None]()
+        self._known: dict[str, None] = {}
 
     def take(self, table: Table) -> dict[str, Any]:
-        """The fields of a table that have a name of ours, under that name."""
+        """The fields that describe the model, under our names."""
         taken: dict[str, Any] = {}
         for name, entry in table.items():
             self._known[name] = None
             if isinstance(entry, tuple):
-                taken[entry[0]] = self.read(name, entry[1])
-            elif entry is not None:
+                our_name, wanted = entry
+                taken[our_name] = self.read(name, wanted)
+            elif isinstance(entry, Only):
                 self.read(name, entry)
+            elif entry is not None:
+                taken[name] = self.read(name, entry)
         return taken
 
     def read(self, name: str, wanted: Any) -> Any:
-        """A field of the type of a default, or of a type if it must be there; None: an integer; or
-        :class:`Only`.
+        """The value of a field.
 
-        Integers other than the default begin at 1.
+        ``wanted`` is a default, whose type the value must have; or a type, if the field is
+        required; or :class:`Only`. A default of None is that of an integer. Integers other than the
+        default are at least 1.
         """
         self._known[name] = None
-        default, called = (
-            wanted.default if isinstance(wanted, Only) else wanted,
-            f"{self.where}{name!r}",
-        )
-        if isinstance(default, type) and name not in self.content:
+        called = f"{self.where}{name!r}"
+        default = wanted.default if isinstance(wanted, Only) else wanted
+        missing = name not in self.content
+        if missing and isinstance(default, type):
             raise ValueError(f"{called} is missing")
-        value: Any = self.content.get(name, default)
+        value: Any = default if missing else self.content[name]
         if isinstance(wanted, Only):
             if value not in wanted.values:
-                values, note = (
-                    " or ".join(map(repr, wanted.values)),
-                    "" if name in self.content else " (the default)",
-                )
+                values = " or ".join(map(repr, wanted.values))
+                note = " (the default)" if missing else ""
                 raise ValueError(
                     f"{called} must be {values}, got {value!r}{note}: deqseq computes nothing else"
                 )
             return value
-        kind = wanted if isinstance(wanted, type) else type(wanted)
-        if kind is tuple and isinstance(
-            value, list
-        ):  # transformers writes infinity as {"__float__": "Infinity"}
+        kind = default if isinstance(default, type) else type(default)
+        if kind is tuple and isinstance(value, list):
+            # transformers writes infinity as {"__float__": "Infinity"}
             value = tuple(float(x["__float__"]) if isinstance(x, Mapping) else x for x in value)
-        if type(value) is not type(wanted) or value != wanted:
+        if type(value) is not type(default) or value != default:
             _CHECKS[kind](called, value)
         return float(value) if kind is float else value
 
@@ -137,25 +142,28 @@ class Fields:
             check_known(self.where.rstrip(), name, self._known)
 
 
-Rule = tuple[str, str] | tuple[str, str, Callable[[Tensor], Tensor]]
-"""A pattern in our names, what replaces it in theirs, and which part of their tensor is ours.
-Default: all of it.
-"""
+class Foreign(NamedTuple):
+    """What a configuration describes.
 
-Foreign = tuple[LanguageModelSpec, tuple[Rule, ...], nn.Module | None]
-"""What a configuration and a state dict describe: a model, the rules of its weights, and
-:attr:`Looped.choose`.
-"""
-Reader = Callable[[Fields, Mapping[str, Tensor]], Foreign]
+    ``rules`` replace patterns in our names of tensors by theirs. Where their tensor is more than
+    ours, ``slices`` take ours from it, by the end of our name. ``choose`` is that of a
+    :class:`deqseq.Looped`.
+    """
+
+    spec: LanguageModelSpec
+    rules: Mapping[str, str] = {}
+    slices: Mapping[str, Callable[[Tensor], Tensor]] = {}
+    choose: nn.Module | None = None
+
+
+Reader = Callable[[Fields, Weights], Foreign]
 
 _COMPUTED = re.compile(r"(^freqs_cis|\.rotary_emb\.inv_freq)$")
-"""Tensors that older files have and that follow from the configuration."""
+"""Tensors in older files that follow from the configuration."""
 
 
-def described(
-    config: Mapping[str, Any], state: Mapping[str, Tensor], readers: Mapping[str, Reader]
-) -> Foreign:
-    """What a configuration and a state dict describe, read by the reader for their kind."""
+def described(config: Mapping[str, Any], state: Weights, readers: Mapping[str, Reader]) -> Foreign:
+    """The model that a configuration and a state dict describe, by the reader of its kind."""
     for name, tensor in state.items():
         check_type("a name in state", name, str)
         check_type(f"state[{name!r}]", tensor, Tensor)
@@ -164,64 +172,53 @@ def described(
                 f"state[{name!r}] has no values, because it is on the meta device: load the "
                 "weights first"
             )
-    kinds = Only(*readers, default=str)
-    kind = (
-        "mamba_ssm"
-        if "ssm_cfg" in config
-        else Fields(config, "configuration: ").read("model_type", kinds)
-    )
+    kind = "mamba_ssm"  # the only library that does not write a model_type
+    if "ssm_cfg" not in config:
+        kinds = Only(*readers, default=str)
+        kind = Fields(config, "configuration: ").read("model_type", kinds)
     return readers[kind](Fields(config, f"{kind} configuration: "), state)
 
 
-def loaded(
-    spec: LanguageModelSpec,
-    state: Mapping[str, Tensor],
-    rules: Sequence[Rule] = (),
-    choose: nn.Module | None = None,
-) -> CausalLM:
-    """A model with copies of another library's tensors; ValueError lists those that do not fit.
+def loaded(foreign: Foreign, state: Weights) -> CausalLM:
+    """The model with copies of another library's tensors; ValueError lists those that do not fit.
 
-    ``choose`` is that of its :class:`deqseq.Looped`. A head that is stored although it is tied must
-    be the embedding.
+    A head that is stored although it is tied must be the embedding.
     """
     with torch.device("meta"):
-        lm = spec.build()
-    if choose is not None:
-        lm.model.backbone.choose = choose  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
-    unused, found = (
-        {name: x for name, x in state.items() if not _COMPUTED.search(name)},
-        dict[str, Tensor](),
-    )
+        lm = foreign.spec.build()
+    if foreign.choose is not None:
+        backbone: Any = lm.model.backbone
+        backbone.choose = foreign.choose
+    unexpected = {name: x for name, x in state.items() if not _COMPUTED.search(name)}
+    ours: dict[str, Tensor] = {}
     for name in lm.state_dict():
-        theirs, part = foreign_name(name, rules)
-        unused.pop(theirs, None)
-        if theirs in state:
-            found[name] = part(state[theirs]).detach().clone()
-    head, embedding = (foreign_name(name, rules)[0] for name in ("head.weight", "embedding.weight"))
-    if (tied := unused.pop(head, None)) is not None and not torch.equal(
-        tied, state.get(embedding, tied)
-    ):
+        their_name = foreign_name(name, foreign.rules)
+        unexpected.pop(their_name, None)
+        if their_name in state:
+            tensor = state[their_name].detach()
+            ending = ".".join(name.split(".")[-2:])
+            if ending in foreign.slices:
+                tensor = foreign.slices[ending](tensor)
+            ours[name] = tensor.clone()
+    head = foreign_name("head.weight", foreign.rules)
+    embedding = foreign_name("embedding.weight", foreign.rules)
+    tied = unexpected.pop(head, None)
+    if tied is not None and not torch.equal(tied, state.get(embedding, tied)):
         raise ValueError(
             f"the configuration ties the head, but {head!r} differs from {embedding!r}: untie "
             "them there"
         )
-    if bad := sorted(name for name, tensor in found.items() if not torch.isfinite(tensor).all()):
+    if bad := sorted(name for name, tensor in ours.items() if not torch.isfinite(tensor).all()):
         raise ValueError(f"the state dict has NaN or infinity in {', '.join(bad)}")
     try:
-        lm.load_state_dict(found | unused, assign=True)
+        lm.load_state_dict(ours | unexpected, assign=True)
     except RuntimeError as error:
         raise ValueError(f"the state dict does not fit the configuration: {error}") from error
     return lm
 
 
-def foreign_name(name: str, rules: Sequence[Rule]) -> tuple[str, Callable[[Tensor], Tensor]]:
-    """Their name of our tensor, and the part of theirs that it is."""
-    part: Callable[[Tensor], Tensor] = _whole
-    for pattern, theirs, *parts in rules:
-        name, count = re.subn(pattern, theirs, name)
-        part = parts[0] if count and parts else part
-    return name, part
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    return tensor
+def foreign_name(name: str, rules: Mapping[str, str]) -> str:
+    """Their name of our tensor."""
+    for pattern, replacement in rules.items():
+        name = re.sub(pattern, replacement, name)
+    return name

@@ -1,6 +1,4 @@
-"""Models of other libraries from their files, or from a configuration and a state dict; none of
-their own code runs.
-"""
+"""Models of other libraries from their files, or from a configuration and a state dict."""
 
 import json
 import re
@@ -22,8 +20,8 @@ from deqseq.integrations.foreign.recurrent_depth import RECURRENT
 from deqseq.integrations.foreign.reference import REFERENCE
 from deqseq.models import CausalLM
 
-PATTERNS = ("*.safetensors", "pytorch_model*.bin")
-"""Files of weights."""
+SAFETENSORS, PICKLES = "*.safetensors", "pytorch_model*.bin"
+"""Names of files of weights."""
 
 
 @checked
@@ -34,7 +32,7 @@ def from_pretrained(
     revision: str | None = None,
     steps: Annotated[int, AtLeast(1)] | None = None,
 ) -> CausalLM:
-    """A model of another library, from its ``config.json`` and weights; none of its own code runs.
+    """A model of another library, from its ``config.json`` and weights, without its code.
 
     - Huginn-0125 and the retrofitted Llama and OLMo 2 models become a
       :class:`deqseq.RecurrentDepth`. By default its core is solved to a relative tolerance of 1e-3,
@@ -105,15 +103,17 @@ def from_state(
         >>> lm(torch.tensor([[1, 2, 3]])).logits.shape
         torch.Size([1, 3, 10])
     """
-    spec, rules, choose = described(config, state, PRETRAINED | RECURRENT | REFERENCE)
+    foreign = described(config, state, PRETRAINED | RECURRENT | REFERENCE)
     if steps is not None:
+        spec = foreign.spec
         start = spec.loop_start if spec.solve is None else spec.solve.start
         spec = replace(spec, solve=None, eval_solve=None, steps=steps, loop_start=start)
-    return loaded(spec, state, rules, choose).eval()
+        foreign = foreign._replace(spec=spec)
+    return loaded(foreign, state).eval()
 
 
 def folder_of(folder_or_name: str | PathLike[str], revision: str | None) -> Path:
-    """A folder as it is, or that of the model which is downloaded under a name."""
+    """The folder itself, or the one into which the model of this name is downloaded."""
     folder, name = Path(folder_or_name), str(folder_or_name)
     if folder.is_dir():
         return folder
@@ -127,14 +127,12 @@ def folder_of(folder_or_name: str | PathLike[str], revision: str | None) -> Path
         raise ImportError(
             'loading from the hub needs huggingface_hub: pip install "deqseq[hf]"'
         ) from error
-    files = ["config.json", "*.index.json", *PATTERNS]
+    files = ["config.json", "*.index.json", SAFETENSORS, PICKLES]
     return Path(snapshot_download(name, revision=revision, allow_patterns=files))
 
 
 def content_of(file: Path) -> dict[str, Any]:
-    """The mapping in a file of JSON or tensors; FileNotFoundError without it, ValueError if it
-    cannot be read.
-    """
+    """The mapping in a file of JSON or tensors; ValueError if it cannot be read."""
     try:
         if file.suffix == ".safetensors":
             return load_file(file)
@@ -149,29 +147,32 @@ def content_of(file: Path) -> dict[str, Any]:
 
 
 def tensors_in(folder: Path) -> dict[str, Tensor]:
-    """All tensors of ``model.safetensors``, else of the files in an index, else of each other file
+    """All tensors of a folder.
+
+    They are those of ``model.safetensors``, else of the files in an index, else of all other files
     of weights.
     """
+    whole = folder / "model.safetensors"
     index = folder / "model.safetensors.index.json"
-    if (folder / "model.safetensors").is_file():
-        files = [folder / "model.safetensors"]
+    if whole.is_file():
+        files = [whole]
     elif index.is_file():
         shards = content_of(index).get("weight_map") or {}
         check_type(f"'weight_map' of {index}", shards, Mapping)
         files = sorted({folder / str(name) for name in shards.values()})
     else:
-        files = next((found for pattern in PATTERNS if (found := sorted(folder.glob(pattern)))), [])
+        files = sorted(folder.glob(SAFETENSORS)) or sorted(folder.glob(PICKLES))
     if not files:
         raise FileNotFoundError(
-            f"there are no weights in {folder}: neither {' nor '.join(PATTERNS)}"
+            f"there are no weights in {folder}: neither {SAFETENSORS} nor {PICKLES}"
         )
     tensors: dict[str, Tensor] = {}
     for file in files:
-        more = content_of(file)
-        if twice := sorted(tensors.keys() & more.keys()):
-            raise ValueError(
-                f"{file} has {twice[0]}, and so has another file: leave only those of one model "
-                "there"
-            )
-        tensors |= more
+        for name, tensor in content_of(file).items():
+            if name in tensors:
+                raise ValueError(
+                    f"{file} has {name}, and so has another file: leave only those of one model "
+                    "there"
+                )
+            tensors[name] = tensor
     return tensors

@@ -1,14 +1,11 @@
-"""Pretrained Llama and Mamba2 weights in explicit models, and as the initial weights of implicit
-ones.
-"""
+"""Pretrained Llama and Mamba2 weights in explicit models, and at the start of implicit ones."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from deqseq.arguments import checked
 from deqseq.backbones import LlamaConfig, Mamba2Config
@@ -18,8 +15,8 @@ from deqseq.integrations.foreign.engine import (
     Fields,
     Foreign,
     Only,
-    Rule,
     Table,
+    Weights,
     described,
     loaded,
     only,
@@ -33,14 +30,14 @@ from deqseq.stop import Stop
 FROM_INPUT = SolveConfig(
     stop=Stop(rtol=0.05, max_steps=4), gradient=Phantom(steps=1), start="input"
 )
-"""At most 4 iterations, from the embedded tokens, then 1 phantom step: for the beginning of
-fine-tuning.
-"""
+"""For the beginning of fine-tuning: up to 4 iterations from the embedded tokens, 1 phantom step."""
 
+LIBRARY = unused("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version")
+"""What libraries write into each of their files."""
 _SHARED: Table = {"hidden_act": Only("silu", "swish"), "quantization_config": Only(None)}
 LLAMA: Table = {
     **_SHARED,
-    "vocab_size": ("vocab_size", 32000),
+    "vocab_size": 32000,
     "tie_word_embeddings": ("tied", False),
     "hidden_size": ("d_model", 4096),
     "num_hidden_layers": ("n_layers", 32),
@@ -55,43 +52,41 @@ LLAMA: Table = {
 }
 _MAMBA2: Table = {
     **_SHARED,
-    "vocab_size": ("vocab_size", 32768),
+    "vocab_size": 32768,
     "tie_word_embeddings": ("tied", False),
     "hidden_size": ("d_model", 4096),
     "num_hidden_layers": ("n_layers", 64),
     "state_size": ("d_state", 128),
     "head_dim": ("headdim", 64),
-    "expand": ("expand", 2),
-    "n_groups": ("n_groups", 8),
+    "expand": 2,
+    "n_groups": 8,
     "conv_kernel": ("d_conv", 4),
     "layer_norm_epsilon": ("norm_eps", 1e-5),
     "time_step_limit": ("dt_limit", (0.0, math.inf)),
     **only(use_bias=False, use_conv_bias=True),
 }
 _MAMBA_SSM: Table = {
+    **LIBRARY,
     **unused(
-        "_name_or_path",
-        "architectures",
-        "dtype",
         "model_type",
-        "torch_dtype",
-        "transformers_version",
+        "attn_cfg",  # of attention layers, which are refused
+        # these give the same numbers in float32
+        "fused_add_norm",
+        "residual_in_fp32",
     ),
-    **unused("fused_add_norm", "residual_in_fp32"),  # the same numbers in float32
-    **unused("attn_cfg"),  # of attention layers, which are refused
     "tie_embeddings": ("tied", True),
-    "d_model": ("d_model", 2560),
+    "d_model": 2560,
     "n_layer": ("n_layers", 64),
     "attn_layer_idx": Only([], ()),
     **only(d_intermediate=0, rms_norm=True),
 }
 _MAMBA_SSM_LAYER: Table = {
-    **unused("use_mem_eff_path", "sequence_parallel"),  # other ways to the same numbers
-    "expand": ("expand", 2),
-    "d_state": ("d_state", 128),
-    "headdim": ("headdim", 64),
+    **unused("use_mem_eff_path", "sequence_parallel"),  # these give the same numbers
+    "expand": 2,
+    "d_state": 128,
+    "headdim": 64,
     "ngroups": ("n_groups", 1),
-    "d_conv": ("d_conv", 4),
+    "d_conv": 4,
     "dt_limit": ("dt_limit", (0.0, math.inf)),
     **only(
         D_has_hdim=False,
@@ -107,9 +102,9 @@ _ROPE: Table = {
     "partial_rotary_factor": Only(1, None),
 }
 _ROPE_SCALING: Table = {
-    "factor": ("factor", float),
-    "low_freq_factor": ("low_freq_factor", float),
-    "high_freq_factor": ("high_freq_factor", float),
+    "factor": float,
+    "low_freq_factor": float,
+    "high_freq_factor": float,
     "original_max_position_embeddings": ("original_length", int),
 }
 
@@ -125,8 +120,8 @@ def from_pretrained_model(
     iteration starts at the embedded tokens :math:`e`, so that the first iteration is the pretrained
     model,
 
-    .. math:: z^{(1)} = f(e, u) = f(e, 0), \qquad u = W\, \mathrm{RMSNorm}(e) + b, \quad W = 0,\ b =
-    0.
+    .. math:: z^{(1)} = f(e, u) = f(e, 0), \qquad u = W\, \mathrm{RMSNorm}(e) + b, \quad
+              W = 0,\ b = 0.
 
     Further iterations feed the layers with their own output, for which they were never trained, and
     as long as the injection is zero the tokens enter only by the start. So train the model before
@@ -158,14 +153,11 @@ def from_pretrained_model(
         ...     "num_hidden_layers": 1,
         ... }
         >>> theirs = LlamaForCausalLM(LlamaConfig(vocab_size=10, **sizes))
-        >>> ours, ids = (
-        ...     from_pretrained_model(theirs, implicit=True).eval(),
-        ...     torch.tensor([[1, 2, 3]]),
-        ... )
+        >>> ours = from_pretrained_model(theirs, implicit=True).eval()
+        >>> ids = torch.tensor([[1, 2, 3]])
         >>> with torch.no_grad():
-        ...     torch.allclose(
-        ...         ours(ids, stop=Stop.exactly(1)).logits, theirs(ids).logits, atol=1e-5
-        ...     )
+        ...     logits = ours(ids, stop=Stop.exactly(1)).logits
+        ...     torch.allclose(logits, theirs(ids).logits, atol=1e-5)
         True
     """
     if solve is not None and not implicit:
@@ -173,8 +165,7 @@ def from_pretrained_model(
     if solve is not None and solve.start != "input":
         raise ValueError(
             f"solve.start must be 'input', got {solve.start!r}: the new injection is zero, and "
-            "from zero the output "
-            "would not depend on the tokens"
+            "from zero the output would not depend on the tokens"
         )
     lm = model
     if not isinstance(lm, CausalLM):
@@ -184,107 +175,107 @@ def from_pretrained_model(
                 f"model must be a transformers model, got {type(model).__name__}: "
                 "load it first, as AutoModelForCausalLM.from_pretrained(name)"
             )
-        content, state = (
-            vars(config) if "ssm_cfg" in vars(config) else config.to_dict(),
-            model.state_dict(),
-        )
-        spec, rules, _ = described(content, state, PRETRAINED)
-        lm = loaded(spec, state, rules)
+        content = vars(config)
+        if "ssm_cfg" not in content:  # a configuration of transformers, not of mamba_ssm
+            content = config.to_dict()
+        state = model.state_dict()
+        lm = loaded(described(content, state, PRETRAINED), state)
     return _implicit(lm, solve or FROM_INPUT) if implicit else lm
 
 
 def _implicit(explicit: CausalLM, solve: SolveConfig) -> CausalLM:
-    """The same layers with an injection that adds nothing: its norm is the identity, weights and
-    bias are zero.
+    """The same layers with an injection that adds nothing.
+
+    The norm of the injection is the identity, its weights and bias are zero.
     """
-    spec, like = specification_of(explicit), explicit.embedding.weight
+    spec = specification_of(explicit)
     with torch.device("meta"):
         lm = replace(spec, backbone=replace(spec.backbone, injection=True), solve=solve).build()
-    new = {
-        name: (like.new_ones if "norm" in name else like.new_zeros)(x.shape)
-        for name, x in lm.state_dict().items()
-    }
-    lm.load_state_dict(
-        new | {name: x.clone() for name, x in explicit.state_dict().items()}, assign=True
-    )
+    state = {name: x.clone() for name, x in explicit.state_dict().items()}
+    for name, x in lm.state_dict().items():
+        if name not in state:
+            value = 1 if "norm" in name else 0
+            state[name] = explicit.embedding.weight.new_full(x.shape, value)
+    lm.load_state_dict(state, assign=True)
     layers: Any = lm.model.backbone
     apply_weight_norm(layers)
     layers.config = replace(layers.config, weight_norm=True)
     return lm
 
 
-def explicit_spec(
-    layers: type[LlamaConfig | Mamba2Config], values: dict[str, Any]
-) -> LanguageModelSpec:
-    """A model that solves nothing, from fields of its layers and of the specification,
-    all by name.
+def explicit(
+    sizes: type[LlamaConfig | Mamba2Config], fields: dict[str, Any], embedding: str, layers: str
+) -> Foreign:
+    """A model that solves nothing, whose layers have our names.
+
+    ``fields`` are those of its sizes and of its specification; ``embedding`` and ``layers`` are the
+    beginnings of the names of tensors.
     """
-    whole = {name: values.pop(name) for name in ("vocab_size", "tied", "steps") if name in values}
-    return LanguageModelSpec(
-        backbone=layers(**values, weight_norm=False, injection=False), solve=None, **whole
-    )
+    whole = {name: fields.pop(name) for name in ("vocab_size", "tied", "steps") if name in fields}
+    backbone = sizes(**fields, weight_norm=False, injection=False)
+    rules = {
+        r"^embedding\.": embedding,
+        r"^model\.(backbone\.)+": layers,
+        r"^head\.": "lm_head.",
+    }
+    return Foreign(LanguageModelSpec(backbone=backbone, solve=None, **whole), rules)
 
 
-def renamed(embedding: str, layers: str) -> tuple[Rule, ...]:
-    """The rules of models whose layers have our names."""
-    return (
-        (r"^embedding\.", embedding),
-        (r"^model\.(backbone\.)+", layers),
-        (r"^head\.", "lm_head."),
-    )
-
-
-def _llama(fields: Fields, state: Mapping[str, Tensor]) -> Foreign:
-    values = fields.take(LLAMA) | rotary(fields)
-    return explicit_spec(LlamaConfig, values), renamed("model.embed_tokens.", "model."), None
+def _llama(fields: Fields, state: Weights) -> Foreign:
+    sizes = fields.take(LLAMA) | rotary(fields)
+    return explicit(LlamaConfig, sizes, "model.embed_tokens.", "model.")
 
 
 def rotary(fields: Fields) -> dict[str, Any]:
     """Base and scaling: in ``rope_parameters`` since transformers 5, in two fields before."""
-    theta, scaling = fields.read("rope_theta", 10000.0), None
+    theta = fields.read("rope_theta", 10000.0)
     name = "rope_scaling" if fields.content.get("rope_parameters") is None else "rope_parameters"
-    if fields.content.get(name) is not None:
-        rope = fields.inner(name)
-        theta = rope.read("rope_theta", theta)
-        rope.take(_ROPE)
-        key = "rope_type" if "rope_type" in rope.content else "type"  # its name in old files
-        if rope.read(key, Only("default", "llama3")) == "llama3":
-            scaling = RotaryScaling(**rope.take(_ROPE_SCALING))
-        rope.close()
-    return {"rope_theta": theta, "rope_scaling": scaling}
+    if fields.content.get(name) is None:
+        return {"rope_theta": theta}
+    rope = fields.inner(name)
+    rotation = {"rope_theta": rope.read("rope_theta", theta)}
+    rope.take(_ROPE)
+    key = "rope_type" if "rope_type" in rope.content else "type"  # its name in old files
+    if rope.read(key, Only("default", "llama3")) == "llama3":
+        rotation["rope_scaling"] = RotaryScaling(**rope.take(_ROPE_SCALING))
+    rope.close()
+    return rotation
 
 
-def _mamba2(fields: Fields, state: Mapping[str, Tensor]) -> Foreign:
-    values = fields.take(_MAMBA2)
-    heads = values["expand"] * values["d_model"] // values["headdim"]
-    fields.take({"num_heads": Only(heads, default=128)})
-    return explicit_spec(Mamba2Config, values), renamed("backbone.embeddings.", "backbone."), None
+def _mamba2(fields: Fields, state: Weights) -> Foreign:
+    sizes = fields.take(_MAMBA2)
+    heads = sizes["expand"] * sizes["d_model"] // sizes["headdim"]
+    fields.read("num_heads", Only(heads, default=128))
+    return explicit(Mamba2Config, sizes, "backbone.embeddings.", "backbone.")
 
 
-def _mamba_ssm(fields: Fields, state: Mapping[str, Tensor]) -> Foreign:
-    values, layer = fields.take(_MAMBA_SSM), fields.inner("ssm_cfg")
-    layer.take({"layer": Only("Mamba2", default="Mamba1")})
+def _mamba_ssm(fields: Fields, state: Weights) -> Foreign:
+    sizes, layer = fields.take(_MAMBA_SSM), fields.inner("ssm_cfg")
     layer.take(
-        unused("conv_init", "A_init_range", "dt_min", "dt_max", "dt_init_floor", "chunk_size")
+        {
+            "layer": Only("Mamba2", default="Mamba1"),
+            **unused(
+                "conv_init", "A_init_range", "dt_min", "dt_max", "dt_init_floor", "chunk_size"
+            ),
+        }
     )
-    values |= mamba_ssm_layer(layer, values["d_model"])
-    values["vocab_size"] = padded(
-        fields.read("vocab_size", 50277), fields.read("pad_vocab_size_multiple", 8)
-    )
+    sizes |= mamba_ssm_layer(layer, sizes["d_model"])
+    sizes["vocab_size"] = padded(fields.read("vocab_size", 50277), fields)
     layer.close()
     fields.close()
-    return explicit_spec(Mamba2Config, values), renamed("backbone.embedding.", "backbone."), None
+    return explicit(Mamba2Config, sizes, "backbone.embedding.", "backbone.")
 
 
 def mamba_ssm_layer(layer: Fields, width: int) -> dict[str, Any]:
     """Sizes of mamba_ssm's Mamba2 layer, under the names of our configuration."""
     sizes = layer.take(_MAMBA_SSM_LAYER)
-    layer.take({"d_ssm": Only(None, sizes["expand"] * width)})
+    layer.read("d_ssm", Only(None, sizes["expand"] * width))
     return sizes
 
 
-def padded(tokens: int, multiple: int) -> int:
-    """A vocabulary, rounded up."""
+def padded(tokens: int, fields: Fields) -> int:
+    """The size of a vocabulary, rounded up to the multiple that the fields name."""
+    multiple = fields.read("pad_vocab_size_multiple", 8)
     return -(-tokens // multiple) * multiple
 
 

@@ -1,9 +1,9 @@
 """Released recurrent-depth models: Huginn, the retrofitted Llama and OLMo models, and Ouro."""
 
 import math
-from collections.abc import Mapping
-from functools import partial
-from typing import Annotated, Any
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Annotated
 
 import torch
 from einops import rearrange
@@ -14,8 +14,8 @@ from deqseq.arguments import Within, checked, returned_by
 from deqseq.backbones import LlamaConfig
 from deqseq.config import SolveConfig
 from deqseq.gradients import Unrolled
-from deqseq.integrations.foreign.engine import Fields, Foreign, Only, Rule, Table, only
-from deqseq.integrations.foreign.pretrained import LLAMA, explicit_spec, renamed, rotary
+from deqseq.integrations.foreign.engine import Fields, Foreign, Only, Table, Weights, only
+from deqseq.integrations.foreign.pretrained import LLAMA, explicit, rotary
 from deqseq.models import LanguageModelSpec
 from deqseq.solvers import Naive
 from deqseq.start import RandomStart
@@ -23,91 +23,76 @@ from deqseq.stop import Stop
 
 _RAVEN: Table = {
     "n_embd": ("d_model", int),
-    "n_heads": ("n_heads", int),
+    "n_heads": int,
     "num_key_value_heads": ("n_kv_heads", None),
     "head_dim": ("headdim", None),
     "intermediate_size": ("mlp_width", int),
-    "norm_eps": ("norm_eps", float),
-    "qk_bias": ("qk_bias", False),
+    "norm_eps": float,
+    "qk_bias": False,
+    "n_layers_in_recurrent_block": ("n_layers", int),
     **only(bias=False, injection_type="linear", nonlin_name="SiLU", mlp_class_name="GatedMLP"),
     "test_time_noise": Only(0, None),
     "initial_state_mode": Only("random"),  # pass start="input" in the call for "embed-init",
 }
 
 
-def _raven(fields: Fields, state: Mapping[str, Tensor]) -> Foreign:
-    """Huginn and the retrofitted models: all say ``huginn_raven``, the names of their tensors tell
-    them apart.
-    """
-    first = "transformer.prelude.0."
-    huginn, olmo = f"{first}norm_3.weight" in state, f"{first}attn.q_norm.weight" in state
-    layers: dict[str, Any] = fields.take(_RAVEN) | {
-        "injection": False,
-        "weight_norm": False,
-        "float32_rotary": False,
-    }
-    layers |= {"norms": "closed" if huginn else "post" if olmo else "pre", "qk_norm": olmo}
-    # the retrofitted models have a ``rope_base`` too, which their code does not use
-    layers |= {"rope_theta": fields.read("rope_base", float)} if huginn else rotary(fields)
-    prelude, core, coda = (
-        LlamaConfig(
-            **layers, n_layers=fields.read(f"n_layers_in_{part}", int), final_norm=part == "coda"
-        )
-        for part in ("prelude", "recurrent_block", "coda")
+def _raven(fields: Fields, state: Weights) -> Foreign:
+    """Huginn and the retrofitted models, which only the names of their tensors tell apart."""
+    huginn = "transformer.prelude.0.norm_3.weight" in state
+    olmo = "transformer.prelude.0.attn.q_norm.weight" in state
+    sizes = fields.take(_RAVEN)
+    if huginn:
+        sizes |= {"norms": "closed", "rope_theta": fields.read("rope_base", float)}
+        scale = math.sqrt(sizes["d_model"])  # whatever its configuration says
+    else:  # their code does not use ``rope_base``
+        sizes |= {"norms": "post" if olmo else "pre"} | rotary(fields)
+        scale = fields.inner("init_values", {}).read("embed_scale", 1.0)
+    core = LlamaConfig(
+        **sizes,
+        qk_norm=olmo,
+        final_norm=False,
+        float32_rotary=False,
+        injection=False,
+        weight_norm=False,
     )
-    # Huginn's scale follows from its width, whatever its configuration says
-    scale = (
-        math.sqrt(core.d_model)
-        if huginn
-        else fields.inner("init_values", {}).read("embed_scale", 1.0)
-    )
-    mean, start = (
-        fields.read("mean_recurrence", int),
-        RandomStart(math.sqrt(2 / (5 * core.d_model)) * scale),
-    )
-    gradient = Unrolled(last=fields.read("mean_backprop_depth", min(8, mean)))
+    coda_layers = fields.read("n_layers_in_coda", int)
+    mean = fields.read("mean_recurrence", int)
     spec = LanguageModelSpec(
         fields.read("padded_vocab_size", fields.read("vocab_size", int)),
         core,
-        SolveConfig(Naive(), Stop.exactly(mean), gradient, start=start),
+        SolveConfig(
+            Naive(),
+            Stop.exactly(mean),
+            Unrolled(last=fields.read("mean_backprop_depth", min(8, mean))),
+            start=RandomStart(math.sqrt(2 / (5 * core.d_model)) * scale),
+        ),
         SolveConfig(stop=Stop(max_steps=4 * mean)),
         tied=fields.read("tie_embeddings", huginn),
         embedding_scale=scale,
-        prelude=prelude,
-        coda=coda,
+        prelude=replace(core, n_layers=fields.read("n_layers_in_prelude", int)),
+        coda=replace(core, n_layers=coda_layers, final_norm=True),
         injection="concat",
         norm="coda" if huginn else None,
     )
-    return spec, _raven_rules(coda, pairs=huginn), None
+    numbered = enumerate(_RAVEN_NORMS[core.norms], 1)
+    norms = {rf"\.{name}\.": f".norm_{number}." for number, name in numbered}
+    return Foreign(spec, _RAVEN_RULES | norms, _raven_slices(core, paired=huginn))
 
 
-def _raven_rules(config: LlamaConfig, pairs: bool) -> tuple[Rule, ...]:
-    """Queries, keys and values are one matrix there, and so are gate and input of the feed-forward
-    layer.
-    """
-    q, k = config.n_heads * config.head_width, config.kv_heads * config.head_width
-    halves = partial(_halves, width=config.head_width) if pairs else lambda rows: rows
-    return (
-        (r"^embedding\.", "transformer.wte."),
-        (r"^head\.", "lm_head."),
-        (r"^model\.(coda\.backbone\.)?norm\.", "transformer.ln_f."),
-        (r"^model\.core\.(backbone\.)+injection\.", "transformer.adapter."),
-        (r"^model\.core\.(backbone\.)+layers\.", "transformer.core_block."),
-        (r"^model\.(prelude|coda)\.backbone\.layers\.", r"transformer.\1."),
-        (r"\.self_attn\.q_proj\.weight", ".attn.Wqkv.weight", lambda rows: halves(rows[:q])),
-        (r"\.self_attn\.k_proj\.weight", ".attn.Wqkv.weight", lambda rows: halves(rows[q : q + k])),
-        (r"\.self_attn\.v_proj\.weight", ".attn.Wqkv.weight", lambda rows: rows[q + k :]),
-        (r"\.self_attn\.q_proj\.bias", ".attn.qk_bias", lambda two: halves(two[:1].flatten())),
-        (r"\.self_attn\.k_proj\.bias", ".attn.qk_bias", lambda two: halves(two[1:].flatten())),
-        (r"\.self_attn\.([qk])_norm\.", r".attn.\1_norm."),
-        (r"\.self_attn\.o_proj\.", ".attn.proj."),
-        (r"\.mlp\.gate_proj\.", ".mlp.fc.", lambda rows: rows[: len(rows) // 2]),
-        (r"\.mlp\.up_proj\.", ".mlp.fc.", lambda rows: rows[len(rows) // 2 :]),
-        (r"\.mlp\.down_proj\.", ".mlp.proj."),
-        *((rf"\.{name}\.", f".norm_{i}.") for i, name in enumerate(_RAVEN_NORMS[config.norms], 1)),
-    )
-
-
+_RAVEN_RULES = {
+    r"^embedding\.": "transformer.wte.",
+    r"^head\.": "lm_head.",
+    r"^model\.(coda\.backbone\.)?norm\.": "transformer.ln_f.",
+    r"^model\.core\.(backbone\.)+injection\.": "transformer.adapter.",
+    r"^model\.core\.(backbone\.)+layers\.": "transformer.core_block.",
+    r"^model\.(prelude|coda)\.backbone\.layers\.": r"transformer.\1.",
+    r"\.self_attn\.[qkv]_proj\.weight": ".attn.Wqkv.weight",
+    r"\.self_attn\.[qk]_proj\.bias": ".attn.qk_bias",
+    r"\.self_attn\.([qk])_norm\.": r".attn.\1_norm.",
+    r"\.self_attn\.o_proj\.": ".attn.proj.",
+    r"\.mlp\.(gate|up)_proj\.": ".mlp.fc.",
+    r"\.mlp\.down_proj\.": ".mlp.proj.",
+}
 _RAVEN_NORMS = {  # norm_1, norm_2 and so on
     "pre": ("input_layernorm", "post_attention_layernorm"),
     "post": ("input_layernorm_2", "post_attention_layernorm_2"),
@@ -120,12 +105,29 @@ _RAVEN_NORMS = {  # norm_1, norm_2 and so on
 }
 
 
-def _halves(rows: Tensor, width: int) -> Tensor:
-    """Channels (2i, 2i + 1) of a head, which Huginn turns together, as (i, i + width / 2)."""
-    fits = len(rows) % width == 0  # others are named as of another shape
-    return (
-        rearrange(rows, "(h i pair) ... -> (h pair i) ...", pair=2, i=width // 2) if fits else rows
-    )
+def _raven_slices(config: LlamaConfig, paired: bool) -> dict[str, Callable[[Tensor], Tensor]]:
+    """Their queries, keys and values are one matrix, and so are gate and input of the MLP.
+
+    Where channels are ``paired``, a head rotates 2i and 2i + 1 together; ours rotates i and
+    i + headdim / 2.
+    """
+    width = config.head_width
+    q, k = config.n_heads * width, config.kv_heads * width
+
+    def halves(rows: Tensor) -> Tensor:
+        if not paired or len(rows) % width:  # a wrong shape is reported when it is loaded
+            return rows
+        return rearrange(rows, "(h i pair) ... -> (h pair i) ...", pair=2, i=width // 2)
+
+    return {
+        "q_proj.weight": lambda rows: halves(rows[:q]),
+        "k_proj.weight": lambda rows: halves(rows[q : q + k]),
+        "v_proj.weight": lambda rows: rows[q + k :],
+        "q_proj.bias": lambda both: halves(both[:1].flatten()),
+        "k_proj.bias": lambda both: halves(both[1:].flatten()),
+        "gate_proj.weight": lambda rows: rows[: len(rows) // 2],
+        "up_proj.weight": lambda rows: rows[len(rows) // 2 :],
+    }
 
 
 class OuroGate(nn.Module):
@@ -163,25 +165,27 @@ class OuroGate(nn.Module):
     def forward(
         self, states: Float[Tensor, "loops batch length d_model"]
     ) -> Float[Tensor, "batch length d_model"]:
-        """The state that each token takes, of ``states``, ``(loops, batch, length, d_model)``."""
-        place = self.loops(states)[None, ..., None] - 1
-        return states.gather(0, place.expand(1, *states.shape[1:]))[0]
+        """The state that each token takes, of ``states`` after each loop."""
+        index = self.loops(states)[None, ..., None] - 1
+        return states.gather(0, index.expand(1, *states.shape[1:]))[0]
 
     def loops(
         self, states: Float[Tensor, "loops batch length d_model"]
     ) -> Int64[Tensor, "batch length"]:
-        """The loop whose state each token takes, from 1, by ``states``, ``(loops, batch, length,
-        d_model)``.
-        """
+        """The number of the loop whose state each token takes, from 1."""
         if self.threshold == 1:  # a probability can underflow
             return torch.full(states.shape[1:3], len(states), device=states.device)
         earlier = states[:-1]
-        name, what = "OuroGate.linear", "one number of each state"
-        logits = returned_by(name, self.linear, earlier, like=earlier[..., :1], what=what)[..., 0]
-        stays = torch.sigmoid(-logits.to(torch.promote_types(logits.dtype, torch.float32))).cumprod(
-            dim=0
+        logits = returned_by(
+            "OuroGate.linear",
+            self.linear,
+            earlier,
+            like=earlier[..., :1],
+            what="one number of each state",
         )
-        return 1 + (stays > 1 - self.threshold).long().cumprod(dim=0).sum(dim=0)
+        wide = logits[..., 0].to(torch.promote_types(logits.dtype, torch.float32))
+        stays = torch.sigmoid(-wide).cumprod(dim=0)  # falls from loop to loop
+        return 1 + (stays > 1 - self.threshold).sum(dim=0)
 
 
 _OURO: Table = {
@@ -193,18 +197,15 @@ _OURO: Table = {
 }
 
 
-def _ouro(fields: Fields, state: Mapping[str, Tensor]) -> Foreign:
+def _ouro(fields: Fields, state: Weights) -> Foreign:
     """A stack and its norm, iterated from the embedding."""
-    values = fields.take(_OURO) | rotary(fields) | {"norms": "sandwich", "float32_rotary": False}
+    sizes = fields.take(_OURO) | rotary(fields) | {"norms": "sandwich", "float32_rotary": False}
     threshold, gate = fields.read("early_exit_threshold", 1.0), None
     if threshold < 1 or "model.early_exit_gate.weight" in state:
-        gate = OuroGate(nn.Linear(values["d_model"], 1, device="meta"), min(threshold, 1.0))
-    rules = renamed("model.embed_tokens.", "model.")
-    return (
-        explicit_spec(LlamaConfig, values),
-        (*rules, (r"^model\.choose\.linear\.", "model.early_exit_gate.")),
-        gate,
-    )
+        gate = OuroGate(nn.Linear(sizes["d_model"], 1, device="meta"), min(threshold, 1.0))
+    stack = explicit(LlamaConfig, sizes, "model.embed_tokens.", "model.")
+    rules = {**stack.rules, r"^model\.choose\.linear\.": "model.early_exit_gate."}
+    return stack._replace(rules=rules, choose=gate)
 
 
 RECURRENT = {"huginn_raven": _raven, "ouro": _ouro}
