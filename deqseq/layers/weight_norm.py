@@ -34,7 +34,11 @@ class WeightNorm(nn.Module):
 
     def forward(self) -> Tensor:
         """The weight."""
-        return torch._weight_norm(self.original1, self.original0, 0)  # pyright: ignore[reportPrivateImportUsage]
+        magnitude, direction = self.original0, self.original1
+        if direction.dtype == torch.float64 and direction.device.type != "cpu":
+            # torch's CUDA kernel rounds the norm to float32, in float64 too
+            return direction * (magnitude / torch.norm_except_dim(direction, 2, 0))
+        return torch._weight_norm(direction, magnitude, 0)  # pyright: ignore[reportPrivateImportUsage]
 
 
 class Normalised(nn.Module):

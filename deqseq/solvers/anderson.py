@@ -12,6 +12,9 @@ from deqseq.rows import put
 from deqseq.solvers.base import Solver
 from deqseq.types import RowIndex, State
 
+WITHOUT_FLOAT64 = {"mps"}
+"""Types of devices that have no float64: there the small systems are solved on the CPU."""
+
 
 class AndersonMemory(NamedTuple):
     """The last evaluations, oldest first, and the inner products of their residuals."""
@@ -32,7 +35,8 @@ class Anderson(Solver[AndersonMemory]):
     .. math:: z \leftarrow \sum_i w_i \bigl(f(z_i) - (1 - \beta)\, r_i\bigr), \qquad
               w = \underset{\sum w = 1}{\mathrm{arg\,min}} \left\lVert \sum_i w_i r_i \right\rVert^2
 
-    The normal equations are solved in float64, one small system per row. Their ridge is relative to
+    The normal equations are solved in float64, one small system per row; on the CPU if the device
+    has no float64, as Apple's GPUs. Their ridge is relative to
     the size of each residual, so that the iteration does not stall once they are small; an absolute
     one stalls.
 
@@ -64,28 +68,31 @@ class Anderson(Solver[AndersonMemory]):
     ridge: Annotated[float, Within("(0, inf)")] | None = None
 
     def init(self, z0: State) -> AndersonMemory:
-        return AndersonMemory((), (), z0.new_zeros(z0.shape[0], 0, 0, dtype=torch.float64))
+        dtype = torch.float32 if z0.device.type in WITHOUT_FLOAT64 else torch.float64
+        return AndersonMemory((), (), z0.new_zeros(z0.shape[0], 0, 0, dtype=dtype))
 
     def step(self, z: State, fz: State, state: AndersonMemory) -> tuple[State, AndersonMemory]:
         residual = fz - z
         values, residuals = (*state.values, fz), (*state.residuals, residual)
-        gram = _bordered(state.gram, _row_products(residual, residuals))
-        weights = self._weights(gram, z.dtype).to(z.dtype)
+        gram = _bordered(state.gram, _row_products(residual, residuals).to(state.gram.dtype))
+        weights = self._weights(gram, z.dtype).to(z.dtype).to(z.device)
         proposal = self._combine(weights, values, residuals)
         kept = min(len(values), int(self.memory) - 1)  # one place is for the next evaluation
         return proposal, AndersonMemory(values[-kept:], residuals[-kept:], gram[:, -kept:, -kept:])
 
     def restart(self, state: AndersonMemory, z: State, rows: RowIndex) -> AndersonMemory:
         """The residuals so far count as so large that they have no weight."""
-        huge = 1e300 * torch.eye(
-            state.gram.shape[1], dtype=state.gram.dtype, device=state.gram.device
-        )
-        return state._replace(gram=put(state.gram, rows, huge.expand(len(rows), -1, -1)))
+        gram = state.gram
+        huge = 1e-8 * torch.finfo(gram.dtype).max
+        diagonal = huge * torch.eye(gram.shape[1], dtype=gram.dtype, device=gram.device)
+        return state._replace(gram=put(gram, rows, diagonal.expand(len(rows), -1, -1)))
 
     def _weights(self, gram: Tensor, dtype: torch.dtype) -> Float[Tensor, "batch kept"]:
         """Solve the constrained least squares of each row; a singular one takes the newest value
         alone.
         """
+        if gram.dtype != torch.float64:
+            gram = gram.cpu().double()
         ridge = 10 * torch.finfo(dtype).eps if self.ridge is None else self.ridge
         eye = torch.eye(gram.shape[1], dtype=gram.dtype, device=gram.device)
         if (
@@ -115,12 +122,10 @@ class Anderson(Solver[AndersonMemory]):
 
 
 def _row_products(x: State, others: tuple[State, ...]) -> Float[Tensor, "batch kept"]:
-    """Inner products of each row with the same row of others, accumulated in at least float32, in
-    float64.
-    """
+    """Inner products of each row with the same row of others, accumulated in at least float32."""
     accumulate = torch.promote_types(x.dtype, torch.float32)
     flat = [(one[:, None] if one.ndim == 1 else one.flatten(1)).to(accumulate) for one in others]
-    return torch.stack([torch.linalg.vecdot(flat[-1], one) for one in flat], dim=1).double()
+    return torch.stack([torch.linalg.vecdot(flat[-1], one) for one in flat], dim=1)
 
 
 def _bordered(

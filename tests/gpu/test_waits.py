@@ -1,0 +1,109 @@
+"""How often the host waits for the device, during which it cannot launch anything; ``-s`` shows the
+numbers.
+
+The tolerance is far above rounding errors, so that every device takes the same iterations.
+"""
+
+import os
+from collections.abc import Callable
+
+import pytest
+import torch
+from small_models import contractive_llama, contractive_mamba2, embedded, language_model
+
+import deqseq as dq
+
+pytestmark = pytest.mark.cuda
+DEVICE = os.environ.get("DEVICE", "cuda")
+STOP = dq.Stop(rtol=1e-3, max_steps=500)
+IDS = torch.arange(14).view(2, 7) % 11
+MASK = torch.tensor([[False, False, True, True, True, True, True], [True] * 7])
+
+
+def solve(sweep: dq.Sweep) -> Callable[[dq.Backbone], Callable[[], object]]:
+    """Two rows of seven tokens, one of them padded."""
+
+    def prepare(backbone):
+        model = dq.ImplicitModel(backbone, dq.SolveConfig(stop=STOP, sweep=sweep))
+        model, x, mask = model.to(DEVICE).eval(), embedded().to(DEVICE), MASK.to(DEVICE)
+        return torch.no_grad()(lambda: model(x, mask=mask))
+
+    return prepare
+
+
+def generate(window: int) -> Callable[[dq.Backbone], Callable[[], object]]:
+    """Four tokens after two prompts of seven."""
+
+    def prepare(backbone):
+        lm, ids = language_model(backbone, stop=STOP).to(DEVICE).eval(), IDS.to(DEVICE)
+        return lambda: lm.generate(ids, max_new_tokens=4, window=window)
+
+    return prepare
+
+
+def train_exactly_24_steps(backbone: dq.Backbone) -> Callable[[], object]:
+    """Forward and backward pass and an update, with a phantom gradient of four steps."""
+    lm = language_model(backbone, stop=dq.Stop.exactly(24), gradient=dq.Phantom(4))
+    lm, ids = lm.to(DEVICE).train(), IDS.to(DEVICE)
+    optimizer = torch.optim.SGD(lm.parameters(), lr=1e-3)
+
+    def step():
+        lm(ids, labels=ids).loss.backward()
+        optimizer.step()
+
+    return step
+
+
+CASES = {
+    "all tokens together": solve(dq.Simultaneous()),
+    "chunks of 3": solve(dq.Chunked(3)),
+    "one token after another": solve(dq.Sequential()),
+    "sliding window of 3": solve(dq.Sliding(3)),
+    "generation, one token at a time": generate(window=1),
+    "generation, window of 4": generate(window=4),
+    "training step, Stop.exactly(24)": train_exactly_24_steps,
+}
+UPPER_BOUNDS = {  # waits; beside them the evaluations
+    "all tokens together": {"llama": 19, "mamba2": 21},  # in 8 and 7
+    "chunks of 3": {"llama": 48, "mamba2": 50},  # in 20 and 17
+    "one token after another": {"llama": 95, "mamba2": 87},  # in 35 and 35
+    "sliding window of 3": {"llama": 51, "mamba2": 50},  # in 14 and 17
+    "generation, one token at a time": {"llama": 100, "mamba2": 83},  # in 27 and 24
+    "generation, window of 4": {"llama": 81, "mamba2": 74},  # in 19 and 17
+    "training step, Stop.exactly(24)": {"llama": 12, "mamba2": 12},  # in 28 and 28
+}
+BACKBONES = {"llama": contractive_llama, "mamba2": contractive_mamba2}
+
+
+@pytest.mark.parametrize("name", BACKBONES)
+@pytest.mark.parametrize("case", CASES)
+def test_the_host_waits_at_most_so_often(name, case, counted_waits):
+    evaluations, backbone = [], BACKBONES[name]()
+    backbone.register_forward_hook(lambda *_: evaluations.append(1))
+    work = CASES[case](backbone)
+    with counted_waits() as waits:
+        work()
+    print(f"{case}, {name}: {len(waits)} waits in {len(evaluations)} evaluations")
+    assert len(waits) <= UPPER_BOUNDS[case][name], waits
+
+
+def test_what_is_a_wait(counted_waits):
+    there, here = torch.ones(3, device=DEVICE), torch.ones(3)
+    pinned = here.pin_memory()
+    waiting = (
+        lambda: here.to(DEVICE),
+        lambda: pinned.to(DEVICE),
+        lambda: there.cpu(),
+        lambda: there.sum().item(),
+        lambda: there.tolist(),
+        lambda: bool(there.any()),
+    )
+    for work in waiting:
+        with counted_waits() as waits:
+            work()
+        assert len(waits) == 1
+    with counted_waits() as waits:
+        pinned.to(DEVICE, non_blocking=True)
+        pinned.copy_(there, non_blocking=True)
+        there.add_(1).masked_fill_(there > 3, 0.0)
+    assert not waits
