@@ -16,7 +16,8 @@ SWEEPS = pytest.mark.parametrize("sweep", [dq.Simultaneous(), dq.Sliding(3)], id
 def test_statistics_of_padded_rows_are_put_back_in_their_places(sweep):
     mask = torch.tensor([[True] * 7, [False] * 3 + [True] * 4])
     stop = dq.Stop(rtol=1e-11, max_steps=2)
-    stats = dq.ImplicitModel(affine()).eval()(embedded(), mask=mask, sweep=sweep, stop=stop).stats
+    model = dq.ImplicitModel(affine()).eval()
+    stats = model(embedded(), mask=mask, sweep=sweep, stop=stop).stats
     for numbers in (stats.iterations, stats.residual, stats.forced):
         assert torch.equal(numbers > 0, mask)
 
@@ -31,36 +32,20 @@ def test_an_estimator_that_differentiates_the_iteration_needs_all_tokens_togethe
         assert model(embedded(), sweep=dq.Chunked(2)).value.shape == (2, 7, 8)
 
 
-@pytest.mark.parametrize("start", ["zero", "input", dq.RandomStart(0.5, seed=0)], ids=str)
+RANDOM = dq.RandomStart(0.5, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("start", "states"), [("zero", torch.zeros_like), ("input", torch.clone), (RANDOM, RANDOM.draw)]
+)
 @pytest.mark.parametrize("length", [1, 5])
-def test_one_iteration_is_a_pass_of_the_layers_from_the_start(start, length):
+def test_one_iteration_is_a_pass_of_the_layers_from_the_start(start, states, length):
     backbone = affine()
     x = embedded(length=length)
-    if start == "zero":
-        z0 = torch.zeros_like(x)
-    elif start == "input":
-        z0 = x
-    else:
-        z0 = start.draw(x)
-    expected, _ = backbone(z0, backbone.prepare(x))
+    expected, _ = backbone(states(x), backbone.prepare(x))
     solve = dq.SolveConfig(dq.Naive(), dq.Stop.exactly(1), start=start)
     with torch.no_grad():
         assert torch.equal(dq.ImplicitModel(backbone, solve)(x).value, expected)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_states_to_begin_from_belong_to_their_tokens_whatever_the_padding(side):
-    x = embedded(2, 6)
-    start = embedded(2, 6).flip(2)
-    mask = torch.tensor([[True] * 6, [True] * 4 + [False] * 2])
-    if side == "left":
-        mask = mask.flip(1)
-    model = dq.ImplicitModel(affine(), dq.SolveConfig(stop=dq.Stop.exactly(2)))
-    together = model(x, start=start, mask=mask).value
-    for row, real in enumerate(mask):
-        alone = model(x[row, real][None], start=start[row, real][None]).value[0]
-        torch.testing.assert_close(together[row, real], alone, rtol=0, atol=1e-12)
 
 
 class WithConv(dq.Affine):

@@ -5,11 +5,13 @@ that break their contract.
 import copy
 import pickle
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
 import torch
 from small_models import affine, contractive_llama, contractive_mamba2, embedded, language_model
+from torch.testing import assert_close
 
 import deqseq as dq
 
@@ -17,27 +19,17 @@ TIGHT = dq.SolveConfig(stop=dq.Stop(rtol=1e-11, max_steps=500))
 MAKE = pytest.mark.parametrize("make", [contractive_mamba2, contractive_llama, affine])
 
 
-def storage_of(tensors) -> list[tuple[int, int]]:
-    return [(x.untyped_storage().nbytes(), x.numel() * x.element_size()) for x in tensors]
-
-
 @torch.no_grad()
 @MAKE
-def test_a_copy_of_a_compiled_model_has_weights_of_its_own(make):
-    model, plain = (dq.ImplicitModel(make(), TIGHT).eval() for _ in range(2))
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+def test_a_copy_of_a_compiled_model_has_weights_of_its_own(make, copied):
+    model = dq.ImplicitModel(make(), TIGHT).eval()
+    plain = dq.ImplicitModel(make(), TIGHT).eval()
     model.compile(backend="eager")
-    twin = copy.deepcopy(model)
+    twin = copied(model)
     for parameter in (*twin.parameters(), *plain.parameters()):
         parameter.mul_(0.7)
     assert torch.equal(twin(embedded()).value, plain(embedded()).value)
-
-
-@torch.no_grad()
-def test_a_compiled_model_is_pickled():
-    model = dq.ImplicitModel(affine())
-    before = model(embedded()).value
-    model.compile(backend="eager")
-    assert torch.equal(pickle.loads(pickle.dumps(model))(embedded()).value, before)
 
 
 def test_generation_leaves_modes_and_random_numbers_alone():
@@ -79,27 +71,20 @@ def test_two_threads_generate_with_one_model():
 
 def test_a_cache_is_continued_by_several_threads():
     config = dq.LlamaConfig(d_model=32, n_layers=2, n_heads=4, injection=False)
-    model = dq.ExplicitModel(dq.Llama(config)).eval()
+    run = torch.no_grad()(dq.ExplicitModel(dq.Llama(config)).eval())
     x = torch.randn(1, 164, 32)
-    rights = []
-    run = torch.no_grad()(model)
     cache = run(x[:, :99], return_cache=True).cache
     cache = run(x[:, 99:100], cache=cache, return_cache=True).cache  # with room behind it
+    rests = [x[:, 100:132], x[:, 132:]]
+    expected = [run(rest, cache=cache).value for rest in rests]
 
-    def work(rest, expected):
-        for _ in range(40):
-            value = run(rest, cache=cache).value
-            rights.append(torch.allclose(value, expected, atol=1e-4))
+    def work(rest):
+        return [run(rest, cache=cache).value for _ in range(40)]
 
-    threads = []
-    for rest in (x[:, 100:132], x[:, 132:]):
-        expected = run(rest, cache=cache).value
-        threads.append(threading.Thread(target=work, args=(rest, expected)))
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert rights == [True] * 80
+    with ThreadPoolExecutor(2) as pool:
+        for values, wanted in zip(pool.map(work, rests), expected, strict=True):
+            for value in values:
+                assert_close(value, wanted, rtol=0, atol=1e-4)
 
 
 @MAKE
@@ -111,7 +96,7 @@ def test_a_cache_made_in_inference_mode_is_continued_outside(make):
         cache = model(x[:, 4:5], cache=cache, return_cache=True).cache
     with torch.no_grad():
         rest = model(x[:, 5:], cache=cache).value
-        torch.testing.assert_close(rest, model(x).value[:, 5:], rtol=0, atol=1e-9)
+        assert_close(rest, model(x).value[:, 5:], rtol=0, atol=1e-9)
 
 
 def test_half_precision_keys_do_not_round_the_tokens_after_them():
@@ -126,15 +111,14 @@ def test_half_precision_keys_do_not_round_the_tokens_after_them():
     assert cache.layers[0].keys.dtype == torch.bfloat16
     assert in_place.converged.all()
     assert torch.equal(in_place.stats.iterations, with_graph.stats.iterations)
-    torch.testing.assert_close(in_place.value, with_graph.value, rtol=0, atol=1e-5)
+    assert_close(in_place.value, with_graph.value, rtol=0, atol=1e-5)
 
 
 def test_a_cache_keeps_nothing_but_itself():
-    stop = dq.Stop.exactly(1)
-    cache = dq.ImplicitModel(contractive_mamba2())(
-        embedded(length=50), stop=stop, return_cache=True
-    ).cache
-    assert all(kept == needed for kept, needed in storage_of(cache.tensors()))
+    model = dq.ImplicitModel(contractive_mamba2())
+    output = model(embedded(length=50), stop=dq.Stop.exactly(1), return_cache=True)
+    for tensor in output.cache.tensors():
+        assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
     output = dq.ImplicitModel(affine())(embedded(), return_cache=True)
     before = output.cache.previous.clone()
     output.value.detach().zero_()

@@ -14,6 +14,7 @@ from small_models import (
     randn,
     recurrent_depth,
 )
+from torch.testing import assert_close
 
 import deqseq as dq
 from deqseq.diagnostics import check_duality, model_spectral_radius
@@ -59,14 +60,15 @@ def test_it_is_its_parts_one_after_the_other():
     inputs = backbone.prepare(model.prelude(x).value)
     for _ in range(300):
         z, _ = backbone(z, inputs)
-    torch.testing.assert_close(output.value, model.coda(norm(z)).value, rtol=0, atol=1e-8)
+    assert_close(output.value, model.coda(norm(z)).value, rtol=0, atol=1e-8)
     assert output.stats.iterations.shape == (2, 6)
 
 
 def gradients(make, estimator) -> dict[str, torch.Tensor]:
     model = recurrent(make)
     model.core.solve = replace(TIGHT, gradient=estimator, solver=dq.Naive())
-    (model(randn(2, 5, 8)).value * randn(2, 5, 8, seed=1)).sum().backward()
+    value = model(randn(2, 5, 8)).value
+    (value * randn(2, 5, 8, seed=1)).sum().backward()
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
@@ -74,10 +76,10 @@ def gradients(make, estimator) -> dict[str, torch.Tensor]:
 def test_the_implicit_gradient_is_that_of_the_unrolled_solve(make):
     unrolled = gradients(make, dq.Unrolled())
     exact = gradients(make, dq.Implicit(stop=dq.Stop(rtol=1e-12, max_steps=500)))
-    torch.testing.assert_close(exact, unrolled, rtol=0, atol=1e-7)
+    assert_close(exact, unrolled, rtol=0, atol=1e-7)
     assert {name.partition(".")[0] for name in unrolled} == {"prelude", "core", "coda"}
     with pytest.raises(AssertionError, match="not close"):
-        torch.testing.assert_close(gradients(make, dq.OneStep()), unrolled, rtol=0, atol=1e-7)
+        assert_close(gradients(make, dq.OneStep()), unrolled, rtol=0, atol=1e-7)
 
 
 @CORES
@@ -97,7 +99,7 @@ def test_phases_and_compile_reach_the_core():
     assert model.core.solve.stop.max_steps == 3
     before = model.eval()(x).value
     model.compile(backend="eager")
-    torch.testing.assert_close(model(x).value, before, rtol=0, atol=1e-12)
+    assert_close(model(x).value, before, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(("name", "value"), [("throw", True), ("stop", dq.Stop())])
