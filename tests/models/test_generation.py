@@ -1,22 +1,37 @@
-"""Generation: the argmax of the full forward pass, prompts of unequal length, rows that end, draws
-that reproduce.
+"""Generation: the argmax of the full forward pass, rows of unequal length, rows that end, draws
+that reproduce, and windows, in which the tokens are those of one by one in fewer evaluations.
 """
+
+from contextlib import nullcontext
 
 import pytest
 import torch
-from small_models import contractive_llama, contractive_mamba2, injected_llama, recurrent_depth
+from problems import SOLVERS
+from small_models import (
+    affine,
+    contractive_llama,
+    contractive_mamba2,
+    injected_llama,
+    recurrent_depth,
+)
 
 import deqseq as dq
 
-TIGHT = dq.SolveConfig(stop=dq.Stop(rtol=1e-9, max_steps=500))
-PROMPT = torch.randint(0, 13, (3, 6), generator=torch.Generator().manual_seed(0))
+PROMPT = torch.randint(0, 13, (4, 6), generator=torch.Generator().manual_seed(0))
+
+
+TIGHT = dq.SolveConfig(dq.Relaxed(0.9), dq.Stop(rtol=1e-6, max_steps=500))
 IMPLICIT = {
+    "Affine": lambda: dq.ImplicitModel(affine(), TIGHT),
     "Mamba2": lambda: dq.ImplicitModel(contractive_mamba2(), TIGHT),
     "Llama": lambda: dq.ImplicitModel(contractive_llama(), TIGHT),
+    "Injected": lambda: dq.ImplicitModel(injected_llama(), TIGHT),
+    "RecurrentDepth": lambda: recurrent_depth(
+        dq.ImplicitModel(injected_llama(), TIGHT), dq.layers.RMSNorm(8)
+    ),
 }
 MODELS = IMPLICIT | {
     "explicit": lambda: dq.ExplicitModel(contractive_llama(injection=False)),
-    "RecurrentDepth": lambda: recurrent_depth(dq.ImplicitModel(injected_llama(), TIGHT)),
     "fixed depth": lambda: recurrent_depth(
         dq.ExplicitModel(dq.Looped(injected_llama(), 3, start="zero"))
     ),
@@ -25,7 +40,7 @@ MODELS = IMPLICIT | {
 
 def language_model(name: str, **options) -> dq.CausalLM:
     model = MODELS[name]()
-    torch.manual_seed(1)
+    torch.manual_seed(3)
     return dq.CausalLM(13, model, embedding_std=1.0, **options).double().eval()
 
 
@@ -34,11 +49,16 @@ def lm(request):
     return language_model(request.param)
 
 
+@pytest.fixture(scope="module")
+def mamba():
+    return language_model("Mamba2")
+
+
 @pytest.fixture
-def shapes(lm):
+def shapes(mamba):
     """Rows and tokens of every evaluation."""
     shapes = []
-    hook = lm.model.backbone.register_forward_hook(
+    hook = mamba.model.backbone.register_forward_hook(
         lambda module, inputs, _: shapes.append(inputs[0].shape[:2])
     )
     yield shapes
@@ -54,12 +74,12 @@ def test_greedy_tokens_are_the_argmax_of_the_full_forward(name):
         logits = lm(whole[:, :-1]).logits
     assert torch.equal(logits[:, 5:].argmax(-1), generated.tokens)
     assert len(generated.tokens.unique()) > 1
-    assert generated.lengths.tolist() == [8, 8, 8]
+    assert generated.lengths.tolist() == [8] * 4
     if lm.core is None:
         assert generated.iterations is generated.converged is None
     else:
         assert generated.converged.all()
-        assert generated.iterations.shape == (3, 8)
+        assert generated.iterations.shape == (4, 8)
         assert generated.iterations.min() >= 2
 
 
@@ -75,25 +95,26 @@ def test_greedy_tokens_are_the_argmax_of_the_full_forward(name):
     ],
     ids=str,
 )
-def test_the_prompt_is_solved_as_asked(lm, shapes, options, width):
+def test_the_prompt_is_solved_as_asked(mamba, shapes, options, width):
     prompt = PROMPT.repeat(1, 3)
-    expected = lm(prompt).logits[:, -1].argmax(-1)
+    expected = mamba(prompt).logits[:, -1].argmax(-1)
     shapes.clear()
-    generated = lm.generate(prompt, max_new_tokens=1, **options)
+    generated = mamba.generate(prompt, max_new_tokens=1, **options)
     assert torch.equal(generated.tokens[:, 0], expected)
     assert max(tokens for _, tokens in shapes) == width
 
 
 @pytest.mark.parametrize("window", [1, 4])
-def test_a_token_that_spends_its_budget_is_committed_and_flagged(lm, window):
+def test_a_token_that_spends_its_budget_is_committed_and_flagged(mamba, window):
     stop = dq.Stop(rtol=1e-13, max_steps=6)
     solve = dq.SolveConfig(stop=stop, sweep=dq.Sequential())
-    generated = lm.generate(PROMPT, max_new_tokens=3, solve=solve, window=window)
+    generated = mamba.generate(PROMPT, max_new_tokens=3, solve=solve, window=window)
     assert not generated.converged.any()
     assert generated.evaluations == 2 * 6
     # in a window the input of a later token is known before its last iterations
     assert (generated.iterations[:, :2] == 6).all()
-    exactly = lm.generate(PROMPT, max_new_tokens=3, solve=solve, stop=dq.Stop.exactly(3))
+    stop = dq.Stop.exactly(3)
+    exactly = mamba.generate(PROMPT, max_new_tokens=3, solve=solve, stop=stop)
     assert (exactly.iterations == 3).all()
 
 
@@ -101,47 +122,44 @@ def test_a_token_that_spends_its_budget_is_committed_and_flagged(lm, window):
 @pytest.mark.parametrize("name", MODELS)
 def test_a_row_is_generated_as_the_row_without_padding_alone(name, side):
     lm = language_model(name)
-    mask = torch.arange(6) < torch.tensor([6, 1, 4])[:, None]
+    mask = torch.arange(6) < torch.tensor([6, 1, 4, 6])[:, None]
     if side == "left":
         mask = mask.flip(1)
-    for options in ({}, {"window": 1}):
-        together = lm.generate(PROMPT, mask=mask, max_new_tokens=4, **options).tokens
-        for row, real in enumerate(mask):
-            alone = lm.generate(PROMPT[row, real][None], max_new_tokens=4, **options).tokens
-            assert torch.equal(alone[0], together[row])
+    together = lm.generate(PROMPT, mask=mask, max_new_tokens=4).tokens
+    for row, real in enumerate(mask):
+        alone = lm.generate(PROMPT[row, real][None], max_new_tokens=4).tokens
+        assert torch.equal(alone[0], together[row])
 
 
-def test_rows_that_have_ended_are_removed(lm, shapes):
-    rows = lm.generate(PROMPT, max_new_tokens=8).rows()
+def test_rows_that_have_ended_are_removed(mamba, shapes):
+    rows = mamba.generate(PROMPT, max_new_tokens=8).rows()
     stop = rows[1][2]
-    ended = lm.generate(PROMPT, max_new_tokens=8, stop_tokens=[stop], pad_token=12)
+    ended = mamba.generate(PROMPT, max_new_tokens=8, stop_tokens=[stop], pad_token=12)
     for row, tokens in enumerate(rows):
-        expected = tokens
-        if stop in tokens:
-            expected = tokens[: tokens.index(stop) + 1]
-        length = len(expected)
-        assert ended.rows()[row] == expected
-        assert ended.lengths[row] == length
+        length = [*tokens, stop].index(stop) + 1
+        assert ended.rows()[row] == tokens[:length]
+        assert ended.lengths[row] == min(length, 8)
         assert (ended.tokens[row, length:] == 12).all()
         assert (ended.iterations[row, length:] == 0).all()
         assert ended.converged[row, length:].all()
-    assert shapes[-1][0] < 3
-    assert lm.generate(PROMPT, max_new_tokens=50, stop_tokens=range(13)).tokens.shape == (3, 1)
+    assert shapes[-1][0] < 4
+    ended = mamba.generate(PROMPT, max_new_tokens=50, stop_tokens=range(13))
+    assert ended.tokens.shape == (4, 1)
 
 
-def test_evaluations_after_the_prompt_are_counted(lm, shapes):
-    lm.generate(PROMPT, max_new_tokens=1)
+def test_evaluations_after_the_prompt_are_counted(mamba, shapes):
+    mamba.generate(PROMPT, max_new_tokens=1)
     prompt = len(shapes)
-    generated = lm.generate(PROMPT, max_new_tokens=8, window=1)
+    generated = mamba.generate(PROMPT, max_new_tokens=8, window=1)
     iterations = generated.iterations[:, 1:]
     assert generated.evaluations == len(shapes) - 2 * prompt == iterations.amax(0).sum()
     assert torch.equal(generated.updates, iterations.sum(1))
     assert not generated.guessed.any()
 
 
-def test_seeds_reproduce_and_the_draws_of_a_row_do_not_depend_on_the_others(lm):
+def test_seeds_reproduce_and_the_draws_of_a_row_do_not_depend_on_the_others(mamba):
     def drawn(ids, seed, stop_tokens=()):
-        generated = lm.generate(
+        generated = mamba.generate(
             ids, max_new_tokens=6, temperature=1.0, seed=seed, stop_tokens=stop_tokens
         )
         return generated.rows()
@@ -171,22 +189,20 @@ def drawn(lm, rows: int, **options) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("options", "count"),
+    ("option", "value", "count"),
     [
-        ({}, 5),
-        ({"temperature": 0.5}, 5),
-        ({"temperature": 2.0}, 5),
-        ({"top_k": 2}, 2),
-        ({"top_p": 0.1}, 1),
-        ({"top_p": 0.6}, 2),
-        ({"top_p": 0.79}, 3),
-        ({"top_p": 1.0}, 5),
+        ("temperature", 0.5, 5),
+        ("temperature", 2.0, 5),
+        ("top_k", 2, 2),
+        ("top_p", 0.1, 1),
+        ("top_p", 0.6, 2),
+        ("top_p", 0.79, 3),
+        ("top_p", 1.0, 5),
     ],
-    ids=str,
 )
-def test_draws_are_those_of_the_softmax_of_the_most_probable_tokens(options, count):
+def test_draws_are_those_of_the_softmax_of_the_most_probable_tokens(option, value, count):
     """At temperature 1 the probabilities are .58, .21, .13, .09 and .03 in order."""
-    options = {"temperature": 1.0} | options
+    options = {"temperature": 1.0, option: value}
     logits = torch.tensor([0.1, 2.0, -1.0, 1.0, 0.5])
     tokens = drawn(with_logits(*logits), 40_000, **options)
     left_out = logits.argsort(descending=True)[count:]
@@ -196,18 +212,12 @@ def test_draws_are_those_of_the_softmax_of_the_most_probable_tokens(options, cou
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"temperature": 0.0},
-        {"temperature": 1e-40},
-        {"temperature": 1e-46},
-        {"temperature": 1.0, "top_p": 1e-60},
-    ],
-    ids=str,
+    ("temperature", "top_p"), [(0.0, None), (1e-40, None), (1e-46, None), (1.0, 1e-60)]
 )
-def test_small_numbers_take_the_most_probable_token(options):
-    assert drawn(with_logits(-1e30, 1e30, 0.0), 9, **options).unique().tolist() == [1]
-    assert drawn(with_logits(3.0, 2.0, 1.0), 9, **options).unique().tolist() == [0]
+@pytest.mark.parametrize("logits", [(0.0, 1e30, -1e30), (20.0, 30.0, 10.0)])
+def test_small_numbers_take_the_most_probable_token(temperature, top_p, logits):
+    tokens = drawn(with_logits(*logits), 9, temperature=temperature, top_p=top_p)
+    assert tokens.unique().tolist() == [1]
 
 
 def test_draws_depend_on_the_seed_the_row_and_the_position():
@@ -232,6 +242,150 @@ def test_logits_that_are_not_finite_are_an_error(model, temperature):
         ({"top_k": 3}, "top_k and top_p need a temperature above 0"),
     ],
 )
-def test_options_that_cannot_be_honoured_are_named(lm, options, message):
+def test_options_that_cannot_be_honoured_are_named(mamba, options, message):
     with pytest.raises(ValueError, match=message):
-        lm.generate(PROMPT, max_new_tokens=2, **options)
+        mamba.generate(PROMPT, max_new_tokens=2, **options)
+
+
+LEFT = torch.arange(6) >= torch.tensor([0, 5, 2, 0])[:, None]
+WAYS = {
+    "greedy": {},
+    "sampled": {"temperature": 1.0, "seed": 5},
+    "top": {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "seed": 6},
+    "left": {"mask": LEFT},
+    "right": {"mask": LEFT.flip(1), "temperature": 1.0, "seed": 7},
+    "ended": {"stop_tokens": [2, 5, 7], "pad_token": 12, "temperature": 1.0, "seed": 8},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_window_gives_the_same_tokens(lm, way):
+    one = lm.generate(PROMPT, max_new_tokens=20, window=1, **WAYS[way])
+    assert len(one.tokens.unique()) > 1
+    for window in (2, 8, 64):
+        some = lm.generate(PROMPT, max_new_tokens=20, window=window, **WAYS[way])
+        assert some.rows() == one.rows()
+        assert torch.equal(some.tokens, one.tokens)
+        assert some.converged.all()
+        assert some.evaluations < one.evaluations
+        assert (some.guessed < some.lengths).all()
+        assert (some.updates % window == 0).all()
+        assert (some.updates <= window * some.evaluations).all()
+    assert some.guessed.sum() > 0
+
+
+@pytest.mark.parametrize("solver", SOLVERS, ids=str)
+def test_every_solver_takes_a_window(mamba, solver):
+    one = mamba.generate(PROMPT, max_new_tokens=12, window=1, solver=solver)
+    some = mamba.generate(PROMPT, max_new_tokens=12, window=5, solver=solver)
+    assert torch.equal(one.tokens, some.tokens)
+    assert some.converged.all()
+
+
+def test_prompts_go_on_from_a_cache(lm):
+    whole = lm.generate(PROMPT, max_new_tokens=8).tokens
+    cache = lm(PROMPT[:, :4], return_cache=True).cache
+    for window in (1, 4):
+        rest = lm.generate(PROMPT[:, 4:], cache=cache, max_new_tokens=8, window=window)
+        assert torch.equal(rest.tokens, whole)
+
+
+@pytest.mark.parametrize(("name", "least"), [("Mamba2", 1), ("RecurrentDepth", 2)])
+def test_tokens_are_chosen_at_every_check(name, least):
+    """The layers around a core run for every choice, so it is made at every second iteration at
+    least.
+    """
+    lm = language_model(name)
+    tokens = []
+    for every in (1, 2, 3):
+        stop = dq.Stop(rtol=1e-6, max_steps=500, check_every=every)
+        generated = lm.generate(PROMPT, max_new_tokens=12, window=4, stop=stop)
+        assert generated.evaluations % max(every, least) == 0
+        tokens.append(generated.tokens)
+    assert torch.equal(tokens[0], tokens[1])
+    assert torch.equal(tokens[0], tokens[2])
+
+
+def test_no_check_is_later_than_the_budget(mamba):
+    stop = dq.Stop(rtol=1e-13, max_steps=6, check_every=4)
+    generated = mamba.generate(PROMPT, max_new_tokens=5, window=4, stop=stop)
+    assert generated.evaluations == 4 * 4  # a check after 8 would be too late
+
+
+class Fragile(dq.Affine):
+    """An affine map that is not finite at tokens with one embedding, and notes that it met one."""
+
+    met = False
+
+    def forward(self, z, inputs, cache=None, *, need_aux=False):
+        fz, aux = super().forward(z, inputs, cache, need_aux=need_aux)
+        bad = inputs.injection.norm(dim=-1) > 100
+        self.met = self.met or bool(bad.any())
+        return fz.masked_fill(bad[..., None], torch.nan), aux
+
+
+@pytest.mark.parametrize(("seed", "only_guessed"), [(8, False), (11, True)])
+def test_only_a_committed_token_that_diverges_is_flagged(seed, only_guessed):
+    torch.manual_seed(seed)
+    backbone = Fragile(8)
+    prompt = PROMPT.clamp(max=11)
+    lm = dq.CausalLM(13, dq.ImplicitModel(backbone, TIGHT), embedding_std=1.0, tied=False)
+    lm.double().eval()
+    lm.head.weight.data.normal_()
+    lm.embedding.weight.data[12] *= 1e4
+    one = lm.generate(prompt, max_new_tokens=16, window=1)
+    assert backbone.met != only_guessed
+    some = lm.generate(prompt, max_new_tokens=16, window=6)
+    assert backbone.met
+    assert torch.equal(one.tokens, some.tokens)
+    assert torch.equal(one.converged, some.converged)
+    assert one.converged.all() == only_guessed
+
+
+@pytest.mark.parametrize("window", [2, 8])
+def test_callbacks_are_told_every_token_once_and_no_guess(mamba, window):
+    told = [[] for _ in PROMPT]
+
+    def note(new: dq.NewTokens) -> None:
+        assert len(new.rows)
+        for row, position, token in zip(new.rows, new.positions, new.tokens, strict=True):
+            assert position == len(told[row])
+            told[row].append(token.item())
+
+    options = {"window": window, "stop_tokens": [2], "callback": note}
+    assert mamba.generate(PROMPT, max_new_tokens=20, **options).rows() == told
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "reason"),
+    [
+        (dq.ExplicitModel, {}, "an explicit model"),
+        (dq.ImplicitModel, {"stop": dq.Stop.exactly(3)}, "without a tolerance"),
+        (dq.ImplicitModel, {"start": "input"}, 'start="input"'),
+    ],
+)
+def test_where_a_window_cannot_be_the_default_is_none(model, options, reason):
+    lm = dq.CausalLM(13, model(contractive_llama())).double().eval()
+    with pytest.raises(ValueError, match=f"window must be 1, got 2: .*{reason}"):
+        lm.generate(PROMPT, max_new_tokens=2, window=2, **options)
+    default = lm.generate(PROMPT, max_new_tokens=3, **options)
+    one = lm.generate(PROMPT, max_new_tokens=3, window=1, **options)
+    assert torch.equal(default.tokens, one.tokens)
+
+
+INSIDE = {
+    "autocast": lambda lm: torch.autocast("cpu", torch.bfloat16),
+    "inference": lambda lm: torch.inference_mode(),
+    "bfloat16": lambda lm: nullcontext(lm.bfloat16()),
+}
+
+
+@pytest.mark.parametrize("context", INSIDE)
+def test_a_window_works_inside(context):
+    lm = dq.load_example("text")
+    prompt = torch.tensor([list(b"ROMEO: "), list(b"KING H:")])
+    stop = dq.Stop(rtol=2e-2)
+    with INSIDE[context](lm):
+        generated = lm.generate(prompt, max_new_tokens=10, window=4, stop=stop)
+    assert generated.converged.all()
+    assert generated.guessed.all()
