@@ -9,19 +9,7 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
-KEYS = [
-    "case",
-    "metric",
-    "ours",
-    "peer",
-    "theirs",
-    "ratio",
-    "runs",
-    "spread",
-    "goal",
-    "holds",
-    "machine",
-]
+KEYS = "case metric ours peer theirs ratio runs spread goal holds machine"
 FAST = ("ssd", "training_sweeps", "sweeps")  # seconds; the others take up to a minute
 SCRIPTS = [
     path.stem if path.stem in FAST else pytest.param(path.stem, marks=pytest.mark.slow)
@@ -34,9 +22,8 @@ SCRIPTS = [
 def test_a_quick_run_writes_its_rows(name, tmp_path):
     target = tmp_path / "rows.json"
     command = [sys.executable, FOLDER / f"{name}.py", "--quick", "--json", target]
-    env = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(FOLDER.parent), os.environ.get("PYTHONPATH", "")])
-    }
+    paths = f"{FOLDER.parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    env = os.environ | {"PYTHONPATH": paths}
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stderr[-3000:]
     rows = json.loads(target.read_text())
@@ -44,19 +31,12 @@ def test_a_quick_run_writes_its_rows(name, tmp_path):
         assert [(row["group"], row["seed"], row["part"]) for row in rows] == [("Z2", 0, "tuning")]
         assert set(rows[0]["accuracy"]) == {"simultaneous", "sequential", "sliding"}
     elif name == "text":
-        assert list(dict.fromkeys((row["text"], row["change"]) for row in rows)) == [
-            ("bible", ""),
-            ("bible", "no damping"),
-            ("plays", "no damping"),
-            ("plays", ""),
-        ]
-        assert [row["self_iterations"] for row in rows if row["sweep"] == "5 iterations"] == [
-            5,
-            5,
-            5,
-            5,
-        ]
+        models = dict.fromkeys((row["text"], row["change"]) for row in rows)
+        changes = ["", "no damping", "no damping", ""]
+        assert [*models] == [*zip(["bible", "bible", "plays", "plays"], changes, strict=True)]
+        fixed = [row["self_iterations"] for row in rows if row["sweep"] == "5 iterations"]
+        assert fixed == [5] * 4
     else:
-        assert all(list(row) == KEYS for row in rows)
+        assert all(list(row) == KEYS.split() for row in rows)
         assert len({(row["case"], row["metric"], row["peer"]) for row in rows}) == len(rows) > 0
         assert all(row["holds"] in (True, False) for row in rows if row["goal"])

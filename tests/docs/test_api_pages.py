@@ -55,67 +55,73 @@ TENSORS = {  # names of tensor types, such as State
 
 
 def raised(function: griffe.Object) -> set[str]:
-    calls = [
-        node.exc
-        for node in ast.walk(ast.parse(dedent(function.source)))
-        if isinstance(node, ast.Raise)
-    ]
-    names = {
-        call.func.id
-        for call in calls
-        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name)
-    }
-    return {name for name in names - {"NotImplementedError", "AssertionError"} if name[0] != "_"}
+    """The exceptions that a body raises by name."""
+    names = set()
+    for node in ast.walk(ast.parse(dedent(function.source))):
+        match node:
+            case ast.Raise(exc=ast.Call(func=ast.Name(id=name))) if name[0] != "_":
+                names.add(name)
+    return names - {"NotImplementedError", "AssertionError"}
+
+
+def described(docs: list[griffe.Docstring]) -> dict[str, str]:
+    """What is said of each parameter or attribute."""
+    said = {}
+    for doc in docs:
+        for section in doc.parsed:
+            if section.kind.value in ("parameters", "attributes"):
+                for item in section.value:
+                    for name in item.name.split(","):
+                        said[name.strip(" *")] = item.description
+    return said
+
+
+def parameter_faults(entry: griffe.Object, docs: list[griffe.Docstring]) -> Iterator[str]:
+    said = described(docs)
+    prose = "\n".join(doc.value for doc in docs)
+    for parameter in entry.parameters:
+        name = parameter.name.strip("*")
+        if name in ("self", "cls"):
+            continue
+        text = said.get(name)
+        if text is None and is_method(entry) and f"`{name}`" in prose:
+            text = prose
+        if text is None and name[0] != "_":
+            yield f"{entry.path}: `{name}` is not described"
+        for kind in str(parameter.annotation).split(" | "):
+            is_tensor = re.match(TENSOR, kind) or kind in TENSORS
+            if text and is_tensor and "`(" not in text:
+                yield f"{entry.path}: `{name}` has no shape"
+
+
+def is_method(entry: griffe.Object) -> bool:
+    return entry.is_function and entry.parent.is_class
 
 
 def faults(entry: griffe.Object, inherited: tuple[griffe.Object, ...] = ()) -> Iterator[str]:
     """What a docstring leaves out; that of a method may rely on those which it overrides."""
     docs = [one.docstring for one in (entry, *inherited) if one.docstring]
+    if not docs:
+        yield f"{entry.path}: no docstring"
     if not docs or entry.is_attribute:
-        yield from [] if docs else [f"{entry.path}: no docstring"]
         return
-    prose = "\n".join(doc.value for doc in docs)
-    lists = [
-        part
-        for doc in docs
-        for part in doc.parsed
-        if part.kind.value in ("parameters", "attributes")
-    ]
-    said = {
-        name.strip(" *"): item.description
-        for one in lists
-        for item in one.value
-        for name in item.name.split(",")
-    }
-    is_error, is_method = (
-        entry.path.endswith(("Error", "Warning")),
-        entry.is_function and entry.parent.is_class,
-    )
-    for parameter in () if is_error else entry.parameters:
-        name, kinds = parameter.name.strip("*"), str(parameter.annotation).split(" | ")
-        text = said.get(name) or (prose if is_method and f"`{name}`" in prose else None)
-        if text is None and name not in ("self", "cls") and name[0] != "_":
-            yield f"{entry.path}: `{name}` is not described"
-        if (
-            text
-            and any(re.match(TENSOR, kind) or kind in TENSORS for kind in kinds)
-            and "`(" not in text
-        ):
-            yield f"{entry.path}: `{name}` has no shape"
-    methods = (
-        [one for one in entry.functions.values() if not one.is_alias] if entry.is_class else []
-    )
-    public, built = [one for one in methods if one.name[0] != "_"], ("__init__", "__post_init__")
-    makers = [entry] if entry.is_function else [one for one in methods if one.name in built]
-    yield from (
-        f"{entry.path}: {name} is not listed"
-        for one in makers
-        for name in raised(one)
-        if name not in prose
-    )
+    is_error = entry.path.endswith(("Error", "Warning"))
+    if not is_error:
+        yield from parameter_faults(entry, docs)
+    methods = []
+    if entry.is_class:
+        methods = [one for one in entry.functions.values() if not one.is_alias]
+    public = [one for one in methods if one.name[0] != "_"]
+    makers = [one for one in methods if one.name in ("__init__", "__post_init__")]
+    for maker in makers if entry.is_class else [entry]:
+        for name in raised(maker):
+            if not any(name in doc.value for doc in docs):
+                yield f"{entry.path}: {name} is not listed"
+    kinds = [section.kind.value for doc in docs for section in doc.parsed]
+    is_record = "attributes" in kinds and "parameters" not in kinds  # made by the library
     examples = [one for one in (entry, *public) if one.docstring and ">>> " in one.docstring.value]
-    record = [one.kind.value for one in lists] == ["attributes"]  # made by the library alone
-    yield from [] if is_method or is_error or record or examples else [f"{entry.path}: no example"]
+    if not (is_method(entry) or is_error or is_record or examples):
+        yield f"{entry.path}: no example"
     for one in public:
         yield from faults(
             one, tuple(base[one.name] for base in entry.mro() if one.name in base.members)

@@ -6,8 +6,10 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 import yaml
@@ -25,11 +27,7 @@ FRAGMENTS = {"released_models.md": 3}  # by page; on all others there are none
 
 def fences(text: str) -> list[tuple[str, list[str]]]:
     """The Python fences of a page: options and lines, without their indentation."""
-    found = FENCE.findall(text)
-    return [
-        (options, [line.removeprefix(indent) for line in code.splitlines()])
-        for indent, options, code in found
-    ]
+    return [(options, dedent(code).splitlines()) for _, options, code in FENCE.findall(text)]
 
 
 def is_hidden(options: str) -> bool:
@@ -64,16 +62,10 @@ def only_shown(page: Path) -> bool:
 def run(page: Path, folder: Path, *launcher: str) -> str:
     """What the copied code prints, run in an empty folder."""
     (folder / "copied.py").write_text(copied(page))
-    outside = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {
-        "MPLBACKEND": "agg"
-    }
-    done = subprocess.run(
-        [sys.executable, *launcher, "copied.py"],
-        cwd=folder,
-        env=outside,
-        capture_output=True,
-        text=True,
-    )
+    variables = os.environ | {"MPLBACKEND": "agg"}
+    variables.pop("PYTHONPATH", None)
+    command = [sys.executable, *launcher, "copied.py"]
+    done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
@@ -88,9 +80,8 @@ def test_what_a_reader_copies_runs(page, tmp_path):
 @pytest.mark.slow
 def test_the_script_for_several_gpus_runs_in_two_processes(tmp_path):
     page = DOCS / "guides" / "several_gpus.md"
-    printed = run(
-        page, tmp_path, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"
-    )
+    launcher = "-m torch.distributed.run --standalone --nproc_per_node"
+    printed = run(page, tmp_path, *launcher.split(), "2")
     assert printed.count("step 120: loss 0.0") == 1  # only by the first process, of the mean
 
 
@@ -98,26 +89,19 @@ def test_the_script_for_several_gpus_runs_in_two_processes(tmp_path):
     "page", [page for page in PAGES if copied(page)], ids=lambda page: page.stem
 )
 def test_what_a_reader_copies_defines_its_names(page):
-    check = [
-        sys.executable,
-        "-m",
-        "ruff",
-        "check",
-        "--isolated",
-        "--no-cache",
-        "--select=E9,F821,F401",
-        "-",
-    ]
-    done = subprocess.run(check, input=copied(page), capture_output=True, text=True)
+    check = f"{sys.executable} -m ruff check --isolated --no-cache --select=E9,F821,F401 -"
+    done = subprocess.run(check.split(), input=copied(page), capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 
 
 def test_fragments_are_few():
-    counts = {
-        page.name: sum(FRAGMENT in options for options, _ in fences(page.read_text()))
+    names = [
+        page.name
         for page in PAGES
-    }
-    assert {name: count for name, count in counts.items() if count} == FRAGMENTS
+        for options, _ in fences(page.read_text())
+        if FRAGMENT in options
+    ]
+    assert Counter(names) == FRAGMENTS
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -142,17 +126,18 @@ def test_links_lead_somewhere(page):
 
 def test_the_tests_that_a_page_names_exist():
     named = {name for page in PAGES for name in re.findall(r"`(test_\w+)`", page.read_text())}
-    assert (
-        named and {name for name in named if not [*(ROOT / "tests").rglob(f"{name}.py")]} == set()
-    )
+    files = {file.stem for file in (ROOT / "tests").rglob("*.py")}
+    assert named
+    assert named - files == set()
 
 
 def pages_of(node: object) -> Iterator[str]:
     """The pages that a part of the navigation names."""
-    parts = node if isinstance(node, list) else node.values() if isinstance(node, dict) else ()
-    yield from (
-        [node] if isinstance(node, str) else (page for part in parts for page in pages_of(part))
-    )
+    if isinstance(node, str):
+        yield node
+    else:
+        for part in node.values() if isinstance(node, dict) else node:
+            yield from pages_of(part)
 
 
 NAVIGATION = {*pages_of(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])}
@@ -181,7 +166,7 @@ def test_pages_are_in_the_navigation_under_their_own_titles():
 
 @pytest.mark.parametrize("image", sorted((DOCS / "images").iterdir()), ids=lambda image: image.name)
 def test_an_image_is_used_by_a_page(image):
-    shown = re.compile(rf"!\[[^\]]+\]\((\S*images/{re.escape(image.name)})(?:#only-\w+)?\)")
+    shown = re.compile(rf"!\[[^\]]+\]\((\S*images/{image.name})(?:#only-\w+)?\)")
     uses = [(page, link) for page in DOCS.rglob("*.md") for link in shown.findall(page.read_text())]
     assert uses
     assert all((page.parent / link).resolve() == image for page, link in uses), uses

@@ -2,8 +2,7 @@
 is written.
 """
 
-from dataclasses import fields
-from typing import get_args, get_origin, get_type_hints
+from typing import get_args, get_type_hints
 
 import catbabi
 import formal_languages
@@ -21,14 +20,10 @@ BAD = {int: ("1.5", "-1"), float: ("nan", "-1")}
 def bad_numbers():
     """Every option that is a number, or several, with values that no number may have."""
     for script, module in (("state_tracking", state_tracking), ("catbabi", catbabi)):
-        hints = get_type_hints(module.Options)
-        for name in (field.name for field in fields(module.Options)):
-            parts = get_args(hints[name])
-            kind = parts[0] if get_origin(hints[name]) or parts else hints[name]
-            yield from (
-                pytest.param(script, f"--{name.replace('_', '-')}", bad)
-                for bad in BAD.get(kind, ())
-            )
+        for name, hint in get_type_hints(module.Options).items():
+            kind, *_ = get_args(hint) or [hint]
+            for bad in BAD.get(kind, ()):
+                yield script, f"--{name.replace('_', '-')}", bad
 
 
 def refused(script, arguments, folder, capsys) -> str:
@@ -55,11 +50,7 @@ def test_numbers_out_of_range(script, option, value, tmp_path, capsys):
         ("state_tracking", "--lengths 3 2", "--lengths must ascend, got (3, 2)"),
         ("state_tracking", "--baselines 2 2", "--baselines must have every value once"),
         ("state_tracking", "--group Q9", "name must be Zn, Sn, An or Dn"),
-        (
-            "state_tracking",
-            "--group M --generators 1",
-            "--generators: count must be one for which M is generated",
-        ),
+        ("state_tracking", "--group M --generators 1", "--generators: count must be one for"),
         (
             "state_tracking",
             "--group M --identity-probability 0.5",
@@ -90,8 +81,7 @@ def test_the_error_names_the_option_and_the_remedy(script, line, message, tmp_pa
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_several_processes_are_refused(script, tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(
-        SystemExit, match=rf"^{script}.py runs in one process: .* python examples/{script}.py"
-    ):
+    message = rf"^{script}.py runs in one process: .* python examples/{script}.py"
+    with pytest.raises(SystemExit, match=message):
         SCRIPTS[script].main(["--quick", "--output", str(tmp_path / "out")])
     assert not list(tmp_path.iterdir())

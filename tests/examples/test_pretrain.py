@@ -21,54 +21,54 @@ import retrofit
 import text_training
 import torch
 from safetensors.torch import load_file
+from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 import deqseq as dq
 
 ROOT = Path(__file__).parents[2]
-SHORT = ("--quick", "--steps", "12", "--eval-tokens", "128", "--checkpoint-every", "4")
 TINY = {
-    "pretrain": (
-        *SHORT,
-        "--d-model",
-        "16",
-        "--warmup",
-        "2",
-        "--models",
-        "implicit-mamba2",
-        "explicit-llama",
-    ),
-    "retrofit": (*SHORT, "--tiny-steps", "12"),
+    "pretrain": "--d-model 16 --warmup 2 --models implicit-mamba2 explicit-llama",
+    "retrofit": "--tiny-steps 12",
 }
 SCRIPTS = {"pretrain": pretrain, "retrofit": retrofit}
 MODELS = {"pretrain": ("implicit-mamba2", "explicit-llama"), "retrofit": ("unlooped", "looped")}
 
 
-def command(name, output, *arguments, processes=0):
-    run = (
-        ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-        if processes
-        else []
-    )
-    script = str(ROOT / "examples" / f"{name}.py")
-    return [sys.executable, *run, script, *TINY[name], "--output", str(output), *arguments]
+def command(name, output, launcher=""):
+    short = "--quick --steps 12 --eval-tokens 128 --checkpoint-every 4"
+    script = f"{ROOT}/examples/{name}.py --output {output}"
+    return shlex.split(f"{sys.executable} {launcher} {script} {short} {TINY[name]}")
 
 
-def run(name, output, *arguments, processes=0):
-    called, variables = (
-        command(name, output, *arguments, processes=processes),
-        os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+def run(name, output, launcher=""):
     done = subprocess.run(
-        called, capture_output=True, text=True, timeout=600, check=False, env=variables
+        command(name, output, launcher),
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
+def results(folder):
+    return json.loads((folder / "results.json").read_text())
+
+
+def weights(folder, model):
+    return load_file(folder / model / "model" / "model.safetensors")
+
+
+def changed(folder):
+    """When each file of weights was written."""
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("model.safetensors")}
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A finished run of each script, and what it printed."""
+    """The folder of a finished run of each script, and what the run printed."""
     folders = {name: tmp_path_factory.mktemp(name) for name in SCRIPTS}
     return {name: (folder, run(name, folder)) for name, folder in folders.items()}
 
@@ -77,76 +77,52 @@ def whole(tmp_path_factory):
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_run_writes_numbers_a_table_a_figure_and_models(whole, name):
     folder, printed = whole[name]
-    rows = [row for row in json.loads((folder / "results.json").read_text()) if "window" not in row]
+    rows = [row for row in results(folder) if "window" not in row]
     assert all(0 < row["bits_per_byte"] < 8 for row in rows)
     assert (folder / "table.md").read_text().strip() in printed
     for model in MODELS[name]:
         loaded = AutoModelForCausalLM.from_pretrained(folder / model / "model")
         tokenizer = AutoTokenizer.from_pretrained(folder / model / "model")
         ids = tokenizer("the", return_tensors="pt").input_ids
-        assert loaded.generate(ids, max_new_tokens=3, do_sample=False).shape == (
-            1,
-            ids.shape[1] + 3,
-        )
+        generated = loaded.generate(ids, max_new_tokens=3, do_sample=False)
+        assert generated.shape == (1, ids.shape[1] + 3)
     if name == "retrofit":
-        ways = [
-            ("pretrained", None),
-            ("unlooped", None),
-            *(("looped", n) for n in retrofit.BUDGETS),
-            ("looped", None),
-        ]
-        assert [(row["model"], row["budget"]) for row in rows] == ways
-        assert [row["self_iterations"] for row in rows[:-1]] == [None, None, *retrofit.BUDGETS]
+        budgets = [None, None, *retrofit.BUDGETS]
+        models = ["pretrained", "unlooped"] + ["looped"] * (len(retrofit.BUDGETS) + 1)
+        assert [row["model"] for row in rows] == models
+        assert [row["budget"] for row in rows] == [*budgets, None]
+        assert [row["self_iterations"] for row in rows[:-1]] == budgets
     else:
         assert (folder / "pretrain.png").stat().st_size > 10_000
-        ways = [
-            ("simultaneous", 32),
-            ("sequential", 32),
-            ("simultaneous", 64),
-            ("one pass", 32),
-            ("one pass", 64),
-        ]
-        assert [(row["sweep"], row["length"]) for row in rows] == ways
+        assert [row["length"] for row in rows] == [32, 32, 64, 32, 64]
+        sweeps = ["simultaneous", "sequential", "simultaneous", "one pass", "one pass"]
+        assert [row["sweep"] for row in rows] == sweeps
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_killed_again_and_again_it_ends_as_if_it_had_not_been(whole, tmp_path, name):
-    model = MODELS[name][-1]
-    for place in (
-        f"{MODELS[name][0]}/checkpoint-8",
-        f"{model}/checkpoint-4",
-        f"{model}/checkpoint-12",
-    ):
+    first, second = MODELS[name]
+    for place in (f"{first}/checkpoint-8", f"{second}/checkpoint-4", f"{second}/checkpoint-12"):
         process = subprocess.Popen(
             command(name, tmp_path), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
         deadline = time.monotonic() + 300
-        while (
-            process.poll() is None
-            and not (tmp_path / place).exists()
-            and time.monotonic() < deadline
-        ):
+        while process.poll() is None and time.monotonic() < deadline:
+            if (tmp_path / place).exists():
+                break
             time.sleep(0.005)
         process.kill()
         assert process.wait() == -9, "the run ended before it could be killed"
     run(name, tmp_path)
     folder, _ = whole[name]
-    ours, theirs = (json.loads((run / "results.json").read_text()) for run in (tmp_path, folder))
-    assert [row | {"cpu_seconds": 0} for row in ours] == [
-        row | {"cpu_seconds": 0} for row in theirs
-    ]
+    for ours, theirs in zip(results(tmp_path), results(folder), strict=True):
+        assert ours | {"cpu_seconds": 0} == theirs | {"cpu_seconds": 0}
     for model in MODELS[name]:
-        ours, theirs = (
-            load_file(path / model / "model" / "model.safetensors") for path in (tmp_path, folder)
-        )
-        assert ours.keys() == theirs.keys()
-        assert all(torch.equal(ours[part], theirs[part]) for part in ours)
-    finished = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("model.safetensors")}
+        assert_close(weights(tmp_path, model), weights(folder, model), rtol=0, atol=0)
+    before = changed(tmp_path)
     run(name, tmp_path)  # nothing is trained again
-    assert {
-        path: path.stat().st_mtime_ns for path in tmp_path.rglob("model.safetensors")
-    } == finished
+    assert changed(tmp_path) == before
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -156,24 +132,18 @@ def test_a_run_of_several_epochs_goes_on_with_the_rows_that_are_left(tmp_path, m
     for split in ("train", "validation"):
         lines = [json.dumps({"text": words}) + "\n" for words in corpus.babble(60)]
         (data / f"{split}.jsonl").write_text("".join(lines))
-    source = f"hub:{data}" if stream else str(data / "train.jsonl")
-    given = {
-        "corpus": source,
-        "batch": 16,
-        "steps": 12,
-        "warmup": 2,
-        "checkpoint_every": 5,
-        "vocab_size": 290,
-    }
-    options = pretrain.Options(**pretrain.QUICK | given | {"output": str(tmp_path / "run")})
+    source = f"hub:{data}" if stream else f"{data}/train.jsonl"
+    places = {"corpus": source, "output": str(tmp_path / "run"), "checkpoint_every": 5}
+    sizes = {"batch": 16, "steps": 12, "warmup": 2, "vocab_size": 290}
+    options = pretrain.Options(**pretrain.QUICK | places | sizes)
     tokenizer, rows, _ = text_training.prepare(options, None)
-    weights = []
+    found = []
     for _ in range(2):
         folder = pretrain.train_model("explicit-llama", options, tokenizer, rows)
-        weights.append(load_file(folder / "model.safetensors"))
+        found.append(load_file(folder / "model.safetensors"))
         shutil.rmtree(folder)
     assert (folder.parent / "checkpoint-10").exists()
-    assert all(torch.equal(weights[1][name], tensor) for name, tensor in weights[0].items())
+    assert_close(*found, rtol=0, atol=0)
 
 
 def test_half_checkpoints_and_the_last_one_are_not_resumed(tmp_path):
@@ -188,11 +158,8 @@ def test_half_checkpoints_and_the_last_one_are_not_resumed(tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_give_the_numbers_of_one(whole, tmp_path):
-    run("pretrain", tmp_path, processes=2)
-    for one, two in zip(
-        *(json.loads((f / "results.json").read_text()) for f in (whole["pretrain"][0], tmp_path)),
-        strict=True,
-    ):
+    run("pretrain", tmp_path, "-m torch.distributed.run --standalone --nproc_per_node 2")
+    for one, two in zip(results(whole["pretrain"][0]), results(tmp_path), strict=True):
         assert two["bits_per_byte"] == pytest.approx(one["bits_per_byte"], rel=1e-3)
 
 
@@ -207,17 +174,13 @@ def test_presets_have_the_papers_sizes_and_curricula():
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_the_commands_that_the_page_prints_are_accepted(name, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    lines = (
-        (ROOT / "docs" / "examples" / f"{name}.md").read_text().replace("\\\n", " ").splitlines()
-    )
-    commands = [
-        line for line in lines if re.match(rf"(python|torchrun .*) examples/{name}.py", line)
-    ]
+    script = SCRIPTS[name]
+    page = (ROOT / "docs" / "examples" / f"{name}.md").read_text().replace("\\\n", " ")
+    commands = re.findall(rf"^(?:python|torchrun .*) examples/{name}.py(.*)", page, re.MULTILINE)
     assert commands
-    for line in commands:
-        arguments = shlex.split(line.partition(f"{name}.py")[2], comments=True)
-        given = [part.replace("texts/", str(ROOT / "docs")) for part in arguments]
-        assert SCRIPTS[name].read_options(SCRIPTS[name].Options, given, SCRIPTS[name].QUICK)
+    for arguments in commands:
+        arguments = shlex.split(arguments.replace("texts/", f"{ROOT}/docs"), comments=True)
+        assert script.read_options(script.Options, arguments, script.QUICK)
 
 
 BAD = {
@@ -264,10 +227,10 @@ def test_bad_options_are_named_and_nothing_is_written(tmp_path, monkeypatch, cap
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--vocab-size", "257", "--corpus", "{corpus}"], "^--corpus .* fewer than 32 tokens"),
-        (["--corpus", "{empty}"], "^--corpus .* has no text"),
-        (["--held-out", "{corpus}"], "^--held-out.* fewer than an excerpt of 64"),
-        (["--tokenizer", "{model}"], "^tokenizer .*/model: .* neither a folder with a tokenizer"),
+        ("--vocab-size 257 --corpus corpus", "^--corpus .* fewer than 32 tokens"),
+        ("--corpus empty", "^--corpus .* has no text"),
+        ("--held-out corpus", "^--held-out.* fewer than an excerpt of 64"),
+        ("--tokenizer ./model", "^tokenizer ./model: .* neither a folder with a tokenizer"),
     ],
 )
 def test_what_cannot_be_read_is_named_and_nothing_is_written(
@@ -275,21 +238,14 @@ def test_what_cannot_be_read_is_named_and_nothing_is_written(
 ):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(tmp_path)
     for folder, words in (("corpus", "a b c d"), ("empty", "")):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "a.txt").write_text(words)
-    LlamaConfig().save_pretrained(tmp_path / "model")
-    paths = {folder: tmp_path / folder for folder in ("corpus", "empty", "model")}
+        Path(folder).mkdir()
+        Path(folder, "a.txt").write_text(words)
+    LlamaConfig().save_pretrained("model")
     with pytest.raises(SystemExit, match=message):
-        pretrain.main(
-            [
-                "--quick",
-                "--output",
-                str(tmp_path / "run"),
-                *(part.format(**paths) for part in arguments),
-            ]
-        )
-    assert not (tmp_path / "run").exists()
+        pretrain.main(["--quick", "--output", "run", *arguments.split()])
+    assert not Path("run").exists()
 
 
 def test_several_gpus_in_one_process_are_refused(monkeypatch, capsys):

@@ -4,7 +4,6 @@ on where it was.
 
 import json
 from dataclasses import replace
-from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -43,20 +42,21 @@ def test_a_length_follows_when_ten_of_its_batches_are_nearly_all_right():
 
 
 def test_phases_follow_the_lessons_and_the_learning_rate_falls_after_the_last_one():
-    batches, curriculum, seen, rates = schedule(), make_curriculum(OPTIONS), [], []
+    batches = schedule()
+    progress = []
+    rates = []
     while batches.progress < 1:
-        seen.append((batches.progress, curriculum.at(batches.progress).name))
+        progress.append(batches.progress)
         rates.append(batches.lr)
         step(batches, 1.0)
-    assert all(before <= after for (before, _), (after, _) in pairwise(seen))
-    assert [name for _, name in seen].index("free") == batches.ends[1]
-    assert len(batches.ends) == 4
-    assert (
-        batches.step == batches.last == batches.ends[3] + 200
-    )  # 2/7 of all steps, since 600 would be more
+    curriculum = make_curriculum(OPTIONS)
+    _, free, _, end = batches.ends
+    assert progress == sorted(progress)
+    assert [curriculum.at(share).name for share in progress].index("free") == free
+    assert batches.step == batches.last == end + 200  # 2/7 of all steps, since 600 would be more
     assert rates[:50] == pytest.approx([(n + 1) / 50 for n in range(50)])
-    assert rates[50 : batches.ends[3]] == [1.0] * (batches.ends[3] - 50)
-    assert all(before >= after for before, after in pairwise(rates[batches.ends[3] :]))
+    assert set(rates[50:end]) == {1.0}
+    assert rates[end:] == sorted(rates[end:], reverse=True)
     assert rates[-1] == pytest.approx(0.02, abs=0.01)
 
 
@@ -68,9 +68,10 @@ def test_the_learning_rate_falls_for_longer_where_learning_took_long(decay, last
 
 
 def test_what_is_never_learned_ends_after_all_steps_at_the_fixed_point():
-    batches, curriculum, phases = schedule(), make_curriculum(OPTIONS), []
+    batches = schedule()
+    phases = []
     while batches.progress < 1:
-        phases.append(curriculum.at(batches.progress).name)
+        phases.append(make_curriculum(OPTIONS).at(batches.progress).name)
         step(batches, 0.5)
     assert (batches.step, batches.decay, batches.ends) == (700, 500, [])
     assert phases[499] == "unrolled"
@@ -84,17 +85,19 @@ def test_the_longest_length_is_told_also_where_a_later_lesson_is_shorter():
 
 
 def test_a_run_that_goes_on_draws_what_it_would_have_drawn():
-    whole, halves, again = schedule(), schedule(), schedule()
+    whole = schedule()
+    resumed = schedule()
     for _ in range(30):
-        assert step(whole, 0.97) == step(halves, 0.97)
-    again.load_state_dict(json.loads(json.dumps(halves.state_dict())))
-    assert again.lr == whole.lr
+        step(whole, 0.97)
+    resumed.load_state_dict(json.loads(json.dumps(whole.state_dict())))
+    assert resumed.lr == whole.lr
     for _ in range(30):
-        ours, theirs = next(again), next(whole)
+        ours = next(resumed)
+        theirs = next(whole)
         assert torch.equal(ours.inputs, theirs.inputs)
-        for batches in (again, whole):
+        for batches in (resumed, whole):
             batches.record(SimpleNamespace(accuracy=0.97), ours)
-    assert again.plan == whole.plan
+    assert resumed.plan == whole.plan
 
 
 def test_another_model_repeats_the_lessons_whatever_its_accuracy():

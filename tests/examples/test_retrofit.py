@@ -9,27 +9,32 @@ import gguf_model
 import pytest
 import retrofit
 import torch
-from safetensors.torch import load_file
+from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoTokenizer, BloomConfig, LlamaConfig
 
 import deqseq as dq
 from deqseq.integrations.huggingface import from_causal_lm, to_causal_lm
 
 
+def loaded(folder, name):
+    return AutoModelForCausalLM.from_pretrained(folder / name / "model").eval()
+
+
+def retrofitted(folder, options):
+    """The pretrained model and the looped one of a short run."""
+    retrofit.main(f"--quick --output {folder} {options}".split())
+    return loaded(folder, "tiny"), loaded(folder, "looped")
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT uses an older name of transformers
 def test_adapters_are_trained_and_merged(tmp_path):
     pytest.importorskip("peft")
-    short = ["--quick", "--steps", "12", "--eval-tokens", "128", "--tiny-steps", "12"]
-    retrofit.main([*short, "--lora", "2", "--output", str(tmp_path)])
-    tiny, unlooped = (
-        load_file(tmp_path / name / "model" / "model.safetensors") for name in ("tiny", "unlooped")
-    )
-    assert {name: weight.shape for name, weight in unlooped.items()} == {
-        name: t.shape for name, t in tiny.items()
-    }
-    assert not all(weight.equal(tiny[name]) for name, weight in unlooped.items())
-    looped = AutoModelForCausalLM.from_pretrained(tmp_path / "looped" / "model")
+    short = "--steps 12 --eval-tokens 128 --tiny-steps 12"
+    tiny, looped = retrofitted(tmp_path, f"{short} --lora 2")
+    weights = loaded(tmp_path, "unlooped").state_dict()
+    assert [*weights] == [*tiny.state_dict()]
+    assert not all(weight.equal(weights[name]) for name, weight in tiny.state_dict().items())
     assert not [name for name, _ in looped.named_parameters() if "lora" in name]
     injection = to_causal_lm(looped).core.backbone.injection.weight
     assert injection[:, : len(injection)].abs().max() > 0  # it was trained
@@ -37,22 +42,17 @@ def test_adapters_are_trained_and_merged(tmp_path):
 
 @pytest.mark.slow
 def test_a_core_learns_to_predict_as_the_pretrained_model_and_the_rest_stays(tmp_path):
-    layers = ["--prelude", "1", "--dropped", "1", "--core", "1", "--coda", "1"]
-    short = ["--quick", "--steps", "40", "--eval-tokens", "512", *layers]
-    retrofit.main([*short, "--distil", "--gate", "0.3", "--output", str(tmp_path)])
-    tiny, looped = (
-        AutoModelForCausalLM.from_pretrained(tmp_path / name / "model")
-        for name in ("tiny", "looped")
-    )
+    layers = "--prelude 1 --dropped 1 --core 1 --coda 1"
+    short = "--steps 40 --eval-tokens 512 --distil --gate 0.3"
+    tiny, looped = retrofitted(tmp_path, f"{short} {layers}")
     parts = to_causal_lm(looped).model
     assert (parts.core.solve.start, parts.core.eval_solve.start) == ("input", "input")
-    for part, layer in ((parts.prelude, 0), (parts.coda, 3), (parts.core.backbone, 2)):
-        pairs = zip(
-            part.backbone.layers.parameters(), tiny.model.layers[layer].parameters(), strict=True
-        )
-        assert all(ours.equal(theirs) for ours, theirs in pairs) == (
-            part is not parts.core.backbone
-        )
+    changed = []
+    for part, layer in ((parts.prelude, 0), (parts.core.backbone, 2), (parts.coda, 3)):
+        ours = part.backbone.layers.parameters()
+        theirs = tiny.model.layers[layer].parameters()
+        changed.append(not all(map(torch.equal, ours, theirs)))
+    assert changed == [False, True, False]
     rows = json.loads((tmp_path / "results.json").read_text())
     assert [row["self_iterations"] for row in rows[:2]] == [None, 1.0]
     one_by_one, windowed = rows[-2:]
@@ -63,10 +63,11 @@ def test_a_core_learns_to_predict_as_the_pretrained_model_and_the_rest_stays(tmp
 @pytest.mark.parametrize("gate", [0.0, 0.3, 1.0])
 def test_one_iteration_is_the_pretrained_model_with_any_gate(gate):
     options = retrofit.Options(gate=gate, distil=True)
-    model, ids = retrofit.tiny(options, 20).eval(), torch.arange(20)[None]
+    model = retrofit.tiny(options, 20).eval()
+    ids = torch.arange(20)[None]
     lm = retrofit.split(model, options)
     once = dataclasses.replace(lm.model.core.solve, stop=dq.Stop.exactly(1))
-    torch.testing.assert_close(lm(ids, solve=once).logits, model(ids).logits)
+    assert_close(lm(ids, solve=once).logits, model(ids).logits)
     trained = {id(weight) for weight in lm.parameters() if weight.requires_grad}
     assert trained == set(map(id, lm.model.core.parameters()))
 
@@ -79,46 +80,38 @@ def test_smollm2_is_converted_with_its_tokenizer_and_looped(tmp_path, monkeypatc
         folder = gguf_model.smollm2()
     except OSError as error:
         pytest.skip(str(error))
-    tokenizer, model = (
-        AutoTokenizer.from_pretrained(folder),
-        AutoModelForCausalLM.from_pretrained(folder).eval(),
-    )
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    split = retrofit.split(model, retrofit.Options(prelude=12, core=10, coda=8))
+    from_causal_lm(split).save_pretrained(tmp_path / "looped" / "model")
+    looped = loaded(tmp_path, "looped")
+
+    def generated(**inputs):
+        tokens, expected = (
+            one.generate(**inputs, max_new_tokens=9, do_sample=False) for one in (looped, model)
+        )
+        assert tokens.equal(expected)
+        return tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
     messages = [{"role": "user", "content": "What is the capital of France?"}]
-    ids = tokenizer.apply_chat_template(messages, return_tensors="pt", add_generation_prompt=True)[
-        "input_ids"
-    ]
-    looped = from_causal_lm(retrofit.split(model, retrofit.Options(prelude=12, core=10, coda=8)))
-    looped.save_pretrained(tmp_path / "looped")
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "looped")
-    wanted = model.generate(ids, max_new_tokens=9, do_sample=False)
-    assert (
-        tokenizer.decode(wanted[0, ids.shape[1] :], skip_special_tokens=True)
-        == "The capital of France is Paris."
+    question = tokenizer.apply_chat_template(
+        messages, return_tensors="pt", return_dict=True, add_generation_prompt=True
     )
-    assert again.generate(ids, max_new_tokens=9, do_sample=False).equal(wanted)
-    tokenizer.padding_side = "left"
-    padded = tokenizer(
-        ["The capital of France", "In the beginning God created"], return_tensors="pt", padding=True
-    )
-    assert again.generate(**padded, max_new_tokens=5, do_sample=False).equal(
-        model.generate(**padded, max_new_tokens=5, do_sample=False)
-    )
-    long = ids.repeat(1, 2048 // ids.shape[1] + 1)[:, :2048]
+    assert generated(**question) == "The capital of France is Paris."
+    texts = ["The capital of France", "In the beginning God created"]
+    generated(**tokenizer(texts, return_tensors="pt", padding=True))
+    long = question["input_ids"].repeat(1, 99)[:, :2048]
     with torch.no_grad():
         for dtype, tokens in ((torch.float32, long), (torch.bfloat16, long[:, :512])):
-            torch.testing.assert_close(
-                again.to(dtype)(tokens).logits, model.to(dtype)(tokens).logits
-            )
+            logits = looped.to(dtype)(tokens).logits
+            assert_close(logits, model.to(dtype)(tokens).logits)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"gate": 0.3, "injection": "add"}, "--gate needs --injection concat, got add"),
-        (
-            {"lora": 2, "distil": True},
-            "--distil trains the weights of the core: leave out --lora, got 2",
-        ),
+        ({"lora": 2, "distil": True}, "--distil trains .* the core: leave out --lora, got 2"),
         ({"gate": 1.5}, r"--gate must be a number in \[0, 1\], got 1.5"),
     ],
 )
@@ -130,24 +123,18 @@ def test_options_that_do_not_go_together(options, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            ["--model", "{llama}"],
-            r"^--model .*must add up to the model's 5 layers, got 1 \+ 2 \+ 1 \+ 0",
-        ),
-        (["--model", "{bloom}"], "^--model .*Bloom"),
-        (
-            ["--model", "{llama}", "--core", "3"],
-            "^tokenizer .*/llama: .* neither a folder with a tokenizer",
-        ),
+        ("./llama", r"^--model .*must add up to the model's 5 layers, got 1 \+ 2 \+ 1 \+ 0"),
+        ("./bloom", "^--model .*Bloom"),
+        ("./llama --core 3", "^tokenizer ./llama: .* neither a folder with a tokenizer"),
     ],
 )
 def test_models_that_cannot_be_looped_are_named_and_nothing_is_written(
     tmp_path, monkeypatch, arguments, message
 ):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    LlamaConfig(num_hidden_layers=5).save_pretrained(tmp_path / "llama")
-    BloomConfig().save_pretrained(tmp_path / "bloom")
-    given = [part.format(llama=tmp_path / "llama", bloom=tmp_path / "bloom") for part in arguments]
+    monkeypatch.chdir(tmp_path)
+    LlamaConfig(num_hidden_layers=5).save_pretrained("llama")
+    BloomConfig().save_pretrained("bloom")
     with pytest.raises(SystemExit, match=message):
-        retrofit.main(["--quick", "--output", str(tmp_path / "run"), *given])
+        retrofit.main(f"--quick --output run --model {arguments}".split())
     assert not (tmp_path / "run").exists()

@@ -1,25 +1,37 @@
 """Generation: the argmax of the full forward pass, rows of unequal length, rows that end, draws
-that reproduce.
+that reproduce, and windows, in which the tokens are those of one by one in fewer evaluations.
 """
 
-import numpy as np
+from contextlib import nullcontext
+
 import pytest
 import torch
-from small_models import contractive_llama, contractive_mamba2, injected_llama, recurrent_depth
+from problems import SOLVERS
+from small_models import (
+    affine,
+    contractive_llama,
+    contractive_mamba2,
+    injected_llama,
+    recurrent_depth,
+)
 
 import deqseq as dq
-from deqseq.models.sampler import Sampler, gumbel
 
-TIGHT = dq.SolveConfig(stop=dq.Stop(rtol=1e-9, max_steps=500))
-PROMPT = torch.randint(0, 13, (3, 6), generator=torch.Generator().manual_seed(0))
-LAYERS = {"Mamba2": contractive_mamba2, "Llama": contractive_llama}
-MODELS = {
-    **{name: lambda make=make: dq.ImplicitModel(make(), TIGHT) for name, make in LAYERS.items()},
-    **{
-        f"explicit {name}": lambda make=make: dq.ExplicitModel(make(injection=False))
-        for name, make in LAYERS.items()
-    },
-    "RecurrentDepth": lambda: recurrent_depth(dq.ImplicitModel(injected_llama(), TIGHT)),
+PROMPT = torch.randint(0, 13, (4, 6), generator=torch.Generator().manual_seed(0))
+
+
+TIGHT = dq.SolveConfig(dq.Relaxed(0.9), dq.Stop(rtol=1e-6, max_steps=500))
+IMPLICIT = {
+    "Affine": lambda: dq.ImplicitModel(affine(), TIGHT),
+    "Mamba2": lambda: dq.ImplicitModel(contractive_mamba2(), TIGHT),
+    "Llama": lambda: dq.ImplicitModel(contractive_llama(), TIGHT),
+    "Injected": lambda: dq.ImplicitModel(injected_llama(), TIGHT),
+    "RecurrentDepth": lambda: recurrent_depth(
+        dq.ImplicitModel(injected_llama(), TIGHT), dq.layers.RMSNorm(8)
+    ),
+}
+MODELS = IMPLICIT | {
+    "explicit": lambda: dq.ExplicitModel(contractive_llama(injection=False)),
     "fixed depth": lambda: recurrent_depth(
         dq.ExplicitModel(dq.Looped(injected_llama(), 3, start="zero"))
     ),
@@ -28,29 +40,28 @@ MODELS = {
 
 def language_model(name: str, **options) -> dq.CausalLM:
     model = MODELS[name]()
-    torch.manual_seed(1)
+    torch.manual_seed(3)
     return dq.CausalLM(13, model, embedding_std=1.0, **options).double().eval()
 
 
-@pytest.fixture(params=LAYERS, scope="module")
+@pytest.fixture(params=IMPLICIT, scope="module")
 def lm(request):
     return language_model(request.param)
 
 
 @pytest.fixture(scope="module")
-def free(lm):
-    """What is generated without stop tokens."""
-    return lm.generate(PROMPT, max_new_tokens=8)
+def mamba():
+    return language_model("Mamba2")
 
 
 @pytest.fixture
-def shapes(lm):
+def shapes(mamba):
     """Rows and tokens of every evaluation."""
-    seen = []
-    hook = lm.model.backbone.register_forward_hook(
-        lambda module, inputs, _: seen.append(tuple(inputs[0].shape[:2]))
+    shapes = []
+    hook = mamba.model.backbone.register_forward_hook(
+        lambda module, inputs, _: shapes.append(inputs[0].shape[:2])
     )
-    yield seen
+    yield shapes
     hook.remove()
 
 
@@ -63,177 +74,318 @@ def test_greedy_tokens_are_the_argmax_of_the_full_forward(name):
         logits = lm(whole[:, :-1]).logits
     assert torch.equal(logits[:, 5:].argmax(-1), generated.tokens)
     assert len(generated.tokens.unique()) > 1
-    assert generated.lengths.tolist() == [8, 8, 8]
+    assert generated.lengths.tolist() == [8] * 4
     if lm.core is None:
         assert generated.iterations is generated.converged is None
     else:
         assert generated.converged.all()
-        assert generated.iterations.shape == (3, 8)
+        assert generated.iterations.shape == (4, 8)
         assert generated.iterations.min() >= 2
 
 
-OPTIONS = [
-    {},
-    {"solve": TIGHT},
-    *({"sweep": sweep} for sweep in (dq.Chunked(2), dq.Sequential(), dq.Sliding(3))),
-]
-
-
 @pytest.mark.parametrize(
-    "options", OPTIONS, ids=lambda options: str(options.get("sweep", [*options]))
+    ("options", "width"),
+    [
+        ({}, 16),
+        ({"solve": TIGHT}, 16),
+        ({"sweep": dq.Simultaneous()}, 18),
+        ({"sweep": dq.Chunked(2)}, 2),
+        ({"sweep": dq.Sequential()}, 1),
+        ({"sweep": dq.Sliding(3)}, 3),
+    ],
+    ids=str,
 )
-def test_the_prompt_is_solved_as_asked(lm, free, shapes, options):
-    assert torch.equal(
-        lm.generate(PROMPT, max_new_tokens=2, window=1, **options).tokens, free.tokens[:, :2]
-    )
-    asked = options.get("sweep", dq.Simultaneous())  # as TIGHT says; a window takes all six
-    assert max(tokens for _, tokens in shapes) == asked.width(6)
+def test_the_prompt_is_solved_as_asked(mamba, shapes, options, width):
+    prompt = PROMPT.repeat(1, 3)
+    expected = mamba(prompt).logits[:, -1].argmax(-1)
+    shapes.clear()
+    generated = mamba.generate(prompt, max_new_tokens=1, **options)
+    assert torch.equal(generated.tokens[:, 0], expected)
+    assert max(tokens for _, tokens in shapes) == width
 
 
-def test_without_a_sweep_prompts_slide(lm, shapes):
-    lm.generate(PROMPT.repeat(1, 3), max_new_tokens=1)
-    assert max(tokens for _, tokens in shapes) == 16 < 3 * PROMPT.shape[1]
-
-
-def test_solve_replaces_the_configuration_of_every_token_and_failures_are_reported(lm):
-    solve = dq.SolveConfig(stop=dq.Stop(rtol=1e-11, max_steps=2), sweep=dq.Sequential())
-    for window in (1, 4):
-        generated = lm.generate(PROMPT, max_new_tokens=3, solve=solve, window=window)
-        assert (
-            generated.iterations[:, :2] == 2
-        ).all()  # of a later token in a window, since its input was known
-        assert not generated.converged.any()
-        assert generated.evaluations == 2 * 2
-    assert (
-        lm.generate(PROMPT, max_new_tokens=3, solve=solve, stop=dq.Stop.exactly(3)).iterations == 3
-    ).all()
+@pytest.mark.parametrize("window", [1, 4])
+def test_a_token_that_spends_its_budget_is_committed_and_flagged(mamba, window):
+    stop = dq.Stop(rtol=1e-13, max_steps=6)
+    solve = dq.SolveConfig(stop=stop, sweep=dq.Sequential())
+    generated = mamba.generate(PROMPT, max_new_tokens=3, solve=solve, window=window)
+    assert not generated.converged.any()
+    assert generated.evaluations == 2 * 6
+    # in a window the input of a later token is known before its last iterations
+    assert (generated.iterations[:, :2] == 6).all()
+    stop = dq.Stop.exactly(3)
+    exactly = mamba.generate(PROMPT, max_new_tokens=3, solve=solve, stop=stop)
+    assert (exactly.iterations == 3).all()
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("name", MODELS)
-def test_prompts_of_unequal_length(name, side):
-    lm, counts = language_model(name), [6, 1, 4]
-    mask = torch.arange(6) < torch.tensor(counts)[:, None]
-    ids, mask = (PROMPT, mask) if side == "right" else (PROMPT.flip(1), mask.flip(1))
-    together = lm.generate(ids, mask=mask, max_new_tokens=4)
+def test_a_row_is_generated_as_the_row_without_padding_alone(name, side):
+    lm = language_model(name)
+    mask = torch.arange(6) < torch.tensor([6, 1, 4, 6])[:, None]
+    if side == "left":
+        mask = mask.flip(1)
+    together = lm.generate(PROMPT, mask=mask, max_new_tokens=4).tokens
     for row, real in enumerate(mask):
-        alone = lm.generate(ids[row : row + 1, real], max_new_tokens=4)
-        assert torch.equal(alone.tokens[0], together.tokens[row])
+        alone = lm.generate(PROMPT[row, real][None], max_new_tokens=4).tokens
+        assert torch.equal(alone[0], together[row])
 
 
-def test_rows_that_have_ended_are_removed(lm, free, shapes):
-    stop = free.tokens[1, 2].item()
-    ended = lm.generate(PROMPT, max_new_tokens=8, stop_tokens=[stop], pad_token=12)
-    for row in range(3):
-        tokens = free.tokens[row].tolist()
-        expected = tokens[: tokens.index(stop) + 1] if stop in tokens else tokens
-        assert ended.rows()[row] == expected
-        assert ended.lengths[row] == len(expected)
-        assert (ended.tokens[row, len(expected) :] == 12).all()
-        assert (ended.iterations[row, len(expected) :] == 0).all()
-        assert ended.converged[row, len(expected) :].all()
-    assert shapes[-1][0] < 3
+def test_rows_that_have_ended_are_removed(mamba, shapes):
+    rows = mamba.generate(PROMPT, max_new_tokens=8).rows()
+    stop = rows[1][2]
+    ended = mamba.generate(PROMPT, max_new_tokens=8, stop_tokens=[stop], pad_token=12)
+    for row, tokens in enumerate(rows):
+        length = [*tokens, stop].index(stop) + 1
+        assert ended.rows()[row] == tokens[:length]
+        assert ended.lengths[row] == min(length, 8)
+        assert (ended.tokens[row, length:] == 12).all()
+        assert (ended.iterations[row, length:] == 0).all()
+        assert ended.converged[row, length:].all()
+    assert shapes[-1][0] < 4
+    ended = mamba.generate(PROMPT, max_new_tokens=50, stop_tokens=range(13))
+    assert ended.tokens.shape == (4, 1)
 
 
-def test_evaluations_after_the_prompt_are_counted(lm, shapes):
-    lm.generate(PROMPT, max_new_tokens=1)
+def test_evaluations_after_the_prompt_are_counted(mamba, shapes):
+    mamba.generate(PROMPT, max_new_tokens=1)
     prompt = len(shapes)
-    generated = lm.generate(PROMPT, max_new_tokens=8, window=1)
-    assert (
-        generated.evaluations
-        == len(shapes) - 2 * prompt
-        == generated.iterations[:, 1:].amax(0).sum()
-    )
-    assert torch.equal(generated.updates, generated.iterations[:, 1:].sum(1))
+    generated = mamba.generate(PROMPT, max_new_tokens=8, window=1)
+    iterations = generated.iterations[:, 1:]
+    assert generated.evaluations == len(shapes) - 2 * prompt == iterations.amax(0).sum()
+    assert torch.equal(generated.updates, iterations.sum(1))
     assert not generated.guessed.any()
 
 
-def test_generation_ends_when_every_row_has(lm):
-    generated = lm.generate(PROMPT, max_new_tokens=50, stop_tokens=range(13))
-    assert generated.tokens.shape == (3, 1)
-    assert generated.lengths.tolist() == [1, 1, 1]
-
-
-def test_seeds_reproduce_and_a_rows_draws_do_not_depend_on_who_has_ended(lm):
-    options = {"max_new_tokens": 6, "temperature": 1.0, "stop": dq.Stop(rtol=1e-4, max_steps=500)}
-    one, again, other = (lm.generate(PROMPT, seed=seed, **options) for seed in (3, 3, 4))
-    assert torch.equal(one.tokens, again.tokens)
-    assert not torch.equal(one.tokens, other.tokens)
-    stop = one.tokens[0, 1].item()
-    ended = lm.generate(PROMPT, seed=3, stop_tokens=[stop], **options)
-    for tokens, row in zip(one.rows(), ended.rows(), strict=True):
-        assert tokens[: len(row)] == row
-    assert ended.lengths[0] <= 2
-
-
-class TestSampler:
-    def draws(self, logits, count=40000, **options):
-        rows, positions = np.arange(4), np.tile(np.arange(count // 4), (4, 1))
-        chosen = Sampler(seed=1, **options).choose(
-            logits.expand(4, count // 4, -1), rows, positions
+def test_seeds_reproduce_and_the_draws_of_a_row_do_not_depend_on_the_others(mamba):
+    def drawn(ids, seed, stop_tokens=()):
+        generated = mamba.generate(
+            ids, max_new_tokens=6, temperature=1.0, seed=seed, stop_tokens=stop_tokens
         )
-        return torch.bincount(chosen.flatten(), minlength=logits.shape[-1]) / count
+        return generated.rows()
 
-    logits = torch.tensor([0.1, 2.0, -1.0, 1.0, 0.5], dtype=torch.float64)
-
-    @pytest.mark.parametrize(
-        ("options", "kept"),
-        [({}, 5), ({"temperature": 0.5}, 5), ({"temperature": 2.0}, 5), ({"top_k": 2}, 2)]
-        + [({"top_p": top_p}, kept) for top_p, kept in ((0.1, 1), (0.6, 2), (0.79, 3), (1.0, 5))],
-        ids=str,
-    )
-    def test_draws_are_those_of_the_softmax_of_what_is_kept(self, options, kept):
-        """The probabilities at temperature 1 are .58, .21, .13, .09, .03 in order."""
-        options = {"temperature": 1.0} | options
-        left_out = self.logits.argsort(descending=True)[kept:]
-        expected = (
-            (self.logits / options["temperature"]).index_fill(0, left_out, -torch.inf).softmax(-1)
-        )
-        assert (
-            self.draws(self.logits, **options) - expected
-        ).abs().max() < 0.01  # 4 standard deviations
-
-    def test_zero_takes_the_best(self):
-        assert self.draws(self.logits).tolist() == [0, 1, 0, 0, 0]
-
-    def test_noise_depends_on_seed_row_position_and_token(self):
-        like, rows, positions = (
-            torch.zeros(2, 3, 50),
-            np.arange(2),
-            np.array([[0, 1, 2], [7, 8, 9]]),
-        )
-        noise = gumbel(3, rows, positions, like)
-        assert len(noise.unique()) == noise.numel()
-        assert torch.equal(
-            noise[1:, 1:, :20], gumbel(3, rows[1:], positions[1:, 1:], like[1:, 1:, :20])
-        )
-        seeds = [gumbel(seed, rows, positions, like) for seed in (3, 4, -(2**63), 2**64 - 1)]
-        assert len(torch.stack(seeds).unique()) == 4 * noise.numel()
-
-    def test_a_choice_among_tokens_needs_a_temperature(self):
-        with pytest.raises(ValueError, match="top_k and top_p need a temperature above 0"):
-            Sampler(top_k=3)
+    rows = drawn(PROMPT, 3)
+    assert drawn(PROMPT, 3) == rows != drawn(PROMPT, 4)
+    assert drawn(PROMPT[:2], 3) == rows[:2]
+    ended = drawn(PROMPT, 3, stop_tokens=rows[0][1])
+    assert len(ended[0]) <= 2
+    for tokens, whole in zip(ended, rows, strict=True):
+        assert tokens == whole[: len(tokens)]
 
 
-def test_stop_tokens_are_in_the_vocabulary():
-    with pytest.raises(ValueError, match=r"stop_tokens must .* 0\.\.12, got 13"):
-        language_model("Mamba2").generate(PROMPT, max_new_tokens=2, stop_tokens=[13])
+@torch.no_grad()
+def with_logits(*logits: float, model=dq.ExplicitModel) -> dq.CausalLM:
+    """A language model that predicts the same after every prompt of one token."""
+    lm = dq.CausalLM(len(logits), model(dq.Affine(1)), tied=False)
+    lm.embedding.weight.fill_(1)
+    state = lm.model(torch.ones(1, 1, 1)).value
+    lm.head.weight.copy_(torch.tensor(logits)[:, None] / state[0])
+    return lm
 
 
-@pytest.mark.parametrize("make", [dq.ImplicitModel, dq.ExplicitModel])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_logits_that_are_not_finite_are_an_error(make, temperature):
-    lm = dq.CausalLM(5, make(dq.Affine(4)), tied=False)
-    torch.nn.init.constant_(lm.head.weight, torch.nan)
-    with pytest.raises(ValueError, match=r"logits of rows \[0, 1\] are not finite"):
-        lm.generate(torch.tensor([[1], [2]]), max_new_tokens=2, temperature=temperature)
+def drawn(lm, rows: int, **options) -> torch.Tensor:
+    prompt = torch.zeros(rows, 1, dtype=torch.int64)
+    return lm.generate(prompt, **{"max_new_tokens": 1, "seed": 1} | options).tokens
 
 
 @pytest.mark.parametrize(
-    "options", [*({"temperature": t} for t in (1e-40, 1e-46)), {"temperature": 1.0, "top_p": 1e-60}]
+    ("option", "value", "count"),
+    [
+        ("temperature", 0.5, 5),
+        ("temperature", 2.0, 5),
+        ("top_k", 2, 2),
+        ("top_p", 0.1, 1),
+        ("top_p", 0.6, 2),
+        ("top_p", 0.79, 3),
+        ("top_p", 1.0, 5),
+    ],
 )
-def test_small_numbers_take_the_best(options):
-    logits = torch.tensor([[[-1e30, 1e30, 0.0], [3.0, 2.0, 1.0]]])
-    assert Sampler(seed=0, **options).choose(logits, np.arange(1), np.arange(2)[None]).tolist() == [
-        [1, 0]
-    ]
+def test_draws_are_those_of_the_softmax_of_the_most_probable_tokens(option, value, count):
+    """At temperature 1 the probabilities are .58, .21, .13, .09 and .03 in order."""
+    options = {"temperature": 1.0, option: value}
+    logits = torch.tensor([0.1, 2.0, -1.0, 1.0, 0.5])
+    tokens = drawn(with_logits(*logits), 40_000, **options)
+    left_out = logits.argsort(descending=True)[count:]
+    logits = (logits / options["temperature"]).index_fill(0, left_out, -torch.inf)
+    shares = tokens.flatten().bincount(minlength=5) / 40_000
+    assert (shares - logits.softmax(-1)).abs().max() < 0.01  # 4 standard deviations
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_p"), [(0.0, None), (1e-40, None), (1e-46, None), (1.0, 1e-60)]
+)
+@pytest.mark.parametrize("logits", [(0.0, 1e30, -1e30), (20.0, 30.0, 10.0)])
+def test_small_numbers_take_the_most_probable_token(temperature, top_p, logits):
+    tokens = drawn(with_logits(*logits), 9, temperature=temperature, top_p=top_p)
+    assert tokens.unique().tolist() == [1]
+
+
+def test_draws_depend_on_the_seed_the_row_and_the_position():
+    lm = with_logits(*[0.0] * 100_000)
+    seeds = (3, 4, -(2**63), 2**64 - 1)
+    tokens = [drawn(lm, 3, max_new_tokens=3, temperature=1.0, seed=seed) for seed in seeds]
+    assert len(torch.stack(tokens).unique()) == 4 * 3 * 3
+
+
+@pytest.mark.parametrize("model", [dq.ImplicitModel, dq.ExplicitModel])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_finite_are_an_error(model, temperature):
+    lm = with_logits(torch.nan, 0.0, model=model)
+    with pytest.raises(ValueError, match=r"logits of rows \[0, 1\] are not finite"):
+        drawn(lm, 2, temperature=temperature)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"stop_tokens": [13]}, r"stop_tokens must .* 0\.\.12, got 13"),
+        ({"top_k": 3}, "top_k and top_p need a temperature above 0"),
+    ],
+)
+def test_options_that_cannot_be_honoured_are_named(mamba, options, message):
+    with pytest.raises(ValueError, match=message):
+        mamba.generate(PROMPT, max_new_tokens=2, **options)
+
+
+LEFT = torch.arange(6) >= torch.tensor([0, 5, 2, 0])[:, None]
+WAYS = {
+    "greedy": {},
+    "sampled": {"temperature": 1.0, "seed": 5},
+    "top": {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "seed": 6},
+    "left": {"mask": LEFT},
+    "right": {"mask": LEFT.flip(1), "temperature": 1.0, "seed": 7},
+    "ended": {"stop_tokens": [2, 5, 7], "pad_token": 12, "temperature": 1.0, "seed": 8},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_window_gives_the_same_tokens(lm, way):
+    one = lm.generate(PROMPT, max_new_tokens=20, window=1, **WAYS[way])
+    assert len(one.tokens.unique()) > 1
+    for window in (2, 8, 64):
+        some = lm.generate(PROMPT, max_new_tokens=20, window=window, **WAYS[way])
+        assert some.rows() == one.rows()
+        assert torch.equal(some.tokens, one.tokens)
+        assert some.converged.all()
+        assert some.evaluations < one.evaluations
+        assert (some.guessed < some.lengths).all()
+        assert (some.updates % window == 0).all()
+        assert (some.updates <= window * some.evaluations).all()
+    assert some.guessed.sum() > 0
+
+
+@pytest.mark.parametrize("solver", SOLVERS, ids=str)
+def test_every_solver_takes_a_window(mamba, solver):
+    one = mamba.generate(PROMPT, max_new_tokens=12, window=1, solver=solver)
+    some = mamba.generate(PROMPT, max_new_tokens=12, window=5, solver=solver)
+    assert torch.equal(one.tokens, some.tokens)
+    assert some.converged.all()
+
+
+def test_prompts_go_on_from_a_cache(lm):
+    whole = lm.generate(PROMPT, max_new_tokens=8).tokens
+    cache = lm(PROMPT[:, :4], return_cache=True).cache
+    for window in (1, 4):
+        rest = lm.generate(PROMPT[:, 4:], cache=cache, max_new_tokens=8, window=window)
+        assert torch.equal(rest.tokens, whole)
+
+
+@pytest.mark.parametrize(("name", "least"), [("Mamba2", 1), ("RecurrentDepth", 2)])
+def test_tokens_are_chosen_at_every_check(name, least):
+    """The layers around a core run for every choice, so it is made at every second iteration at
+    least.
+    """
+    lm = language_model(name)
+    tokens = []
+    for every in (1, 2, 3):
+        stop = dq.Stop(rtol=1e-6, max_steps=500, check_every=every)
+        generated = lm.generate(PROMPT, max_new_tokens=12, window=4, stop=stop)
+        assert generated.evaluations % max(every, least) == 0
+        tokens.append(generated.tokens)
+    assert torch.equal(tokens[0], tokens[1])
+    assert torch.equal(tokens[0], tokens[2])
+
+
+def test_no_check_is_later_than_the_budget(mamba):
+    stop = dq.Stop(rtol=1e-13, max_steps=6, check_every=4)
+    generated = mamba.generate(PROMPT, max_new_tokens=5, window=4, stop=stop)
+    assert generated.evaluations == 4 * 4  # a check after 8 would be too late
+
+
+class Fragile(dq.Affine):
+    """An affine map that is not finite at tokens with one embedding, and notes that it met one."""
+
+    met = False
+
+    def forward(self, z, inputs, cache=None, *, need_aux=False):
+        fz, aux = super().forward(z, inputs, cache, need_aux=need_aux)
+        bad = inputs.injection.norm(dim=-1) > 100
+        self.met = self.met or bool(bad.any())
+        return fz.masked_fill(bad[..., None], torch.nan), aux
+
+
+@pytest.mark.parametrize(("seed", "only_guessed"), [(8, False), (11, True)])
+def test_only_a_committed_token_that_diverges_is_flagged(seed, only_guessed):
+    torch.manual_seed(seed)
+    backbone = Fragile(8)
+    prompt = PROMPT.clamp(max=11)
+    lm = dq.CausalLM(13, dq.ImplicitModel(backbone, TIGHT), embedding_std=1.0, tied=False)
+    lm.double().eval()
+    lm.head.weight.data.normal_()
+    lm.embedding.weight.data[12] *= 1e4
+    one = lm.generate(prompt, max_new_tokens=16, window=1)
+    assert backbone.met != only_guessed
+    some = lm.generate(prompt, max_new_tokens=16, window=6)
+    assert backbone.met
+    assert torch.equal(one.tokens, some.tokens)
+    assert torch.equal(one.converged, some.converged)
+    assert one.converged.all() == only_guessed
+
+
+@pytest.mark.parametrize("window", [2, 8])
+def test_callbacks_are_told_every_token_once_and_no_guess(mamba, window):
+    told = [[] for _ in PROMPT]
+
+    def note(new: dq.NewTokens) -> None:
+        assert len(new.rows)
+        for row, position, token in zip(new.rows, new.positions, new.tokens, strict=True):
+            assert position == len(told[row])
+            told[row].append(token.item())
+
+    options = {"window": window, "stop_tokens": [2], "callback": note}
+    assert mamba.generate(PROMPT, max_new_tokens=20, **options).rows() == told
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "reason"),
+    [
+        (dq.ExplicitModel, {}, "an explicit model"),
+        (dq.ImplicitModel, {"stop": dq.Stop.exactly(3)}, "without a tolerance"),
+        (dq.ImplicitModel, {"start": "input"}, 'start="input"'),
+    ],
+)
+def test_where_a_window_cannot_be_the_default_is_none(model, options, reason):
+    lm = dq.CausalLM(13, model(contractive_llama())).double().eval()
+    with pytest.raises(ValueError, match=f"window must be 1, got 2: .*{reason}"):
+        lm.generate(PROMPT, max_new_tokens=2, window=2, **options)
+    default = lm.generate(PROMPT, max_new_tokens=3, **options)
+    one = lm.generate(PROMPT, max_new_tokens=3, window=1, **options)
+    assert torch.equal(default.tokens, one.tokens)
+
+
+INSIDE = {
+    "autocast": lambda lm: torch.autocast("cpu", torch.bfloat16),
+    "inference": lambda lm: torch.inference_mode(),
+    "bfloat16": lambda lm: nullcontext(lm.bfloat16()),
+}
+
+
+@pytest.mark.parametrize("context", INSIDE)
+def test_a_window_works_inside(context):
+    lm = dq.load_example("text")
+    prompt = torch.tensor([list(b"ROMEO: "), list(b"KING H:")])
+    stop = dq.Stop(rtol=2e-2)
+    with INSIDE[context](lm):
+        generated = lm.generate(prompt, max_new_tokens=10, window=4, stop=stop)
+    assert generated.converged.all()
+    assert generated.guessed.all()
