@@ -82,14 +82,17 @@ def test_a_record_may_take_its_rows_by_itself():
 
 
 def test_put_replaces_rows_and_changes_nothing_in_place():
-    rows, whole, others = torch.tensor([3, 1]), nested(), torch.tensor([0, 2])
+    rows = torch.tensor([3, 1])
+    whole = nested()
+    others = torch.tensor([0, 2])
     replaced = put(whole, rows, take(nested(torch.neg), others))
     assert str(whole) == str(nested())
     assert str(replaced) == str(nested(lambda x: torch.stack((x[0], -x[2], x[2], -x[0]))))
 
 
 def test_put_undoes_take_and_carries_gradients():
-    x, rows = torch.randn(4, 2, dtype=torch.float64, requires_grad=True), torch.tensor([2, 0])
+    x = torch.randn(4, 2, dtype=torch.float64, requires_grad=True)
+    rows = torch.tensor([2, 0])
     result, _ = put((x, None), rows, take((x, None), rows))
     assert torch.equal(result, x)
     weights = NUMBERS.double()
@@ -122,7 +125,8 @@ def test_records_keep_what_their_constructor_does_not_take():
         def __post_init__(self):
             object.__setattr__(self, "twice", 2 * self.x)
 
-    rows, whole = torch.tensor([2, 0]), defaultdict(list, a=Doubled(torch.arange(3)))
+    rows = torch.tensor([2, 0])
+    whole = defaultdict(list, a=Doubled(torch.arange(3)))
     taken = take(whole, rows)
     assert taken["a"].twice.tolist() == [4, 0]
     assert taken["new"] == []

@@ -29,7 +29,8 @@ def column(numbers: list[int]) -> Tensor:
     ],
 )
 def test_rows_are_removed_when_a_quarter_has_ended(targets, check_every, rows):
-    f, stop = Recorded(staircase), Stop(rtol=0.0, max_steps=50, check_every=check_every)
+    f = Recorded(staircase)
+    stop = Stop(rtol=0.0, max_steps=50, check_every=check_every)
     targets = column(targets)
     solution = solve(f, 0 * targets, solver=Naive(), stop=stop, args=targets)
     checks = torch.ceil((targets[:, 0] + 1) / check_every)
@@ -70,7 +71,8 @@ def test_overflow_has_diverged(f, start, divergence):
 
 def test_a_callback_is_told_the_residual_of_every_token_at_each_check():
     """Row 0 ends early, row 1 diverges late, row 2 swings, row 3 takes long."""
-    problem, told = row_affine([0.1, 1.3, -1.1, 0.8], event=(2, 3)), list[Progress]()
+    problem = row_affine([0.1, 1.3, -1.1, 0.8], event=(2, 3))
+    told = list[Progress]()
     z0 = torch.zeros(4, 2, 3, dtype=torch.float64)
     stop = Stop(rtol=1e-6, max_steps=30, check_every=3, divergence=300.0)
     call = {"solver": Relaxed(0.9), "stop": stop}
@@ -87,7 +89,8 @@ def test_a_callback_is_told_the_residual_of_every_token_at_each_check():
 
 
 def test_a_callback_is_told_how_far_the_solve_is():
-    told, targets = list[Progress](), column([1, 2, 9])
+    told = list[Progress]()
+    targets = column([1, 2, 9])
     call = {"stop": Stop(rtol=0.0, max_steps=7, check_every=2), "callback": told.append}
     solve(staircase, 0 * targets, solver=Naive(), args=targets, **call)
     seen = [(p.iteration, p.max_steps, p.active_rows) for p in told]
@@ -112,7 +115,8 @@ class OnDevice(torch.Tensor):
 @pytest.mark.parametrize(("check_every", "waits"), [(1, 21), (8, 5), (20, 3)])
 def test_the_host_is_waited_for_at_the_start_and_once_a_check(check_every, waits):
     """The first evaluation is measured even if it is not checked."""
-    OnDevice.waits, z0 = 0, torch.zeros(4, 3, dtype=torch.float64).as_subclass(OnDevice)
+    OnDevice.waits = 0
+    z0 = torch.zeros(4, 3, dtype=torch.float64).as_subclass(OnDevice)
     stop = Stop(rtol=1e-10, max_steps=20, check_every=check_every)
     problem = row_affine([0.0, 0.5, 0.95, 0.97])
     solution = solve(mapped, z0, solver=Relaxed(0.9), stop=stop, args=problem)
@@ -123,9 +127,11 @@ def test_the_host_is_waited_for_at_the_start_and_once_a_check(check_every, waits
 @pytest.mark.parametrize("sweep", [dq.Simultaneous(), dq.Chunked(3), dq.Sliding(3)], ids=str)
 def test_the_host_is_waited_for_once_a_check_where_windows_move(sweep):
     """Before, the model asks about the mask and the states; a window asks where rows end."""
-    told, mask = [], torch.arange(12) < torch.arange(5, 13)[:, None]
+    told = []
+    mask = torch.arange(12) < torch.arange(5, 13)[:, None]
     x, mask = (each.as_subclass(OnDevice) for each in (torch.randn(8, 12, 4), mask))
-    model, OnDevice.waits = dq.ImplicitModel(dq.Affine(4), dq.SolveConfig(Relaxed(0.9))), 0
+    model = dq.ImplicitModel(dq.Affine(4), dq.SolveConfig(Relaxed(0.9)))
+    OnDevice.waits = 0
     with torch.no_grad():
         output = model(x, mask=mask, sweep=sweep, callback=told.append)
     assert output.converged.all()

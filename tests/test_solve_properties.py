@@ -32,7 +32,8 @@ def maps(draw) -> tuple[RowAffine, Tensor]:
     gains = st.sampled_from([0.0, 0.1, 0.5, -0.5, 0.9, -0.97, -1.0, 1.0, 1.2, -1.6, 3.0, 40.0])
     ceilings = st.sampled_from([math.inf, math.inf, math.inf, 2.5, 30.0])
     states = tensor_of(st.floats(-3, 3, width=16), batch, *event)
-    offset, start = draw(states), draw(states)
+    offset = draw(states)
+    start = draw(states)
     return RowAffine(draw(tensor_of(gains, batch)), offset, draw(tensor_of(ceilings, batch))), start
 
 
@@ -60,15 +61,19 @@ def one_row(
     f: RowAffine, z0: Tensor, solver: Naive | Relaxed, stop: Stop
 ) -> tuple[Tensor, Status, int, Tensor]:
     """One row by the documented rules: its value, status, iterations and residual."""
-    z, limit, bound = z0, None, None
+    z = z0
+    limit = None
+    bound = None
     for step in range(1, stop.max_steps + 1):
         fz = f(z)
         checked = step % stop.check_every == 0 or step == stop.max_steps
         if checked or (step == 1 and stop.has_tolerance):
-            difference, size = norms(fz - z, stop.norm), norms(fz, stop.norm)
+            difference = norms(fz - z, stop.norm)
+            size = norms(fz, stop.norm)
             if limit is None:
                 largest = max(1.0, difference.max().item(), size.max().item())
-                limit, bound = stop.divergence * largest, stop.rtol * size
+                limit = stop.divergence * largest
+                bound = stop.rtol * size
             bound = torch.maximum(bound, difference / 2)
             relative = difference / size.clamp_min(torch.finfo(size.dtype).tiny)
             residual = relative.nan_to_num(nan=math.inf).max()

@@ -75,7 +75,8 @@ class LogitKL(dq.Rule):
         self.head = head
 
     def residual(self, z, fz):
-        old, new = self.head(z).log_softmax(-1), self.head(fz).log_softmax(-1)
+        old = self.head(z).log_softmax(-1)
+        new = self.head(fz).log_softmax(-1)
         return (new.exp() * (new - old)).sum(-1)
 
 
@@ -84,7 +85,8 @@ class LogitKL(dq.Rule):
 )
 def test_a_rule_of_ones_own_ends_the_solve(sweep):
     """The predictions of the parity example are right long before its states have settled."""
-    lm, ids = dq.load_example("parity"), torch.tensor([[1, 0, 1, 1, 0, 1], [0, 0, 1, 0, 0, 1]])
+    lm = dq.load_example("parity")
+    ids = torch.tensor([[1, 0, 1, 1, 0, 1], [0, 0, 1, 0, 0, 1]])
     with torch.no_grad():
         output = lm(ids, stop=Stop(rtol=1e-3, norm=LogitKL(lm.logits)), sweep=sweep)
         states = lm(ids, stop=Stop(rtol=1e-6), sweep=sweep)
@@ -141,7 +143,8 @@ class Relative(dq.Rule):
 
 @pytest.mark.parametrize("sweep", [dq.Simultaneous(), dq.Chunked(4), dq.Sliding(4)], ids=str)
 def test_a_relative_rule_in_another_dtype_is_not_disturbed_by_padding(sweep):
-    model, x = dq.ImplicitModel(dq.Affine(4)).eval(), torch.randn(2, 6, 4)
+    model = dq.ImplicitModel(dq.Affine(4)).eval()
+    x = torch.randn(2, 6, 4)
     call = {"mask": torch.arange(6) < torch.tensor([[6], [3]]), "sweep": sweep}
     relative = model(x, stop=Stop(1e-4, norm=Relative()), **call)
     default = model(x, stop=Stop(1e-4), **call)
@@ -159,7 +162,8 @@ def test_a_relative_rule_in_another_dtype_is_not_disturbed_by_padding(sweep):
 @pytest.mark.parametrize("start", [0.0, 30.0])
 def test_a_state_that_runs_away_has_not_converged(solver, rtol, check_every, start):
     """The difference stays 1 while the norm grows, until their ratio is within any tolerance."""
-    z0, stop = torch.full((2, 3), start), Stop(rtol=rtol, max_steps=2048, check_every=check_every)
+    z0 = torch.full((2, 3), start)
+    stop = Stop(rtol=rtol, max_steps=2048, check_every=check_every)
     solution = dq.solve(lambda z: z + 1, z0, solver=solver, stop=stop)
     assert solution.status.tolist() == [Status.MAX_STEPS_REACHED] * 2
     assert solution.stats.residual.max() < rtol
@@ -170,6 +174,7 @@ def test_a_state_that_runs_away_has_not_converged(solver, rtol, check_every, sta
     [(1e5, 0.0), (1e-5, 0.0), (1e-5, 1e4), (1e5, 1e6)],  # the last start is the fixed point
 )
 def test_large_and_small_fixed_points_are_not_drift(offset, start):
-    z0, stop = torch.full((2, 3), start), Stop(rtol=1e-3, max_steps=400)
+    z0 = torch.full((2, 3), start)
+    stop = Stop(rtol=1e-3, max_steps=400)
     solution = dq.solve(lambda z: 0.9 * z + offset, z0, solver=Naive(), stop=stop)
     assert solution.converged.all()

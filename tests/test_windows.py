@@ -74,16 +74,24 @@ def one_row(x, block, window, stop, solver):
     """One row by the documented rules: values, statistics of each token, status, and the last
     committed point.
     """
-    length, f, tiny = len(x), Elementwise(), torch.finfo(x.dtype).tiny
+    length = len(x)
+    f = Elementwise()
+    tiny = torch.finfo(x.dtype).tiny
     z = begun = torch.zeros_like(x)
-    value, status, cache, limit = z.clone(), dq.Status.CONVERGED, None, 0.0
+    value = z.clone()
+    status = dq.Status.CONVERGED
+    cache = None
+    limit = 0.0
     steps, entered = torch.zeros(2, length, dtype=torch.int64)
     residual, bound = torch.full((2, length), math.nan).double()
     forced = torch.zeros(length, dtype=torch.bool)
     first = moved = count = 0  # the window's first token, its last move, and evaluations
     while first < length:
-        end, count = min(first + block * window, length), count + 1
-        here, size, age = slice(first, end), end - first, count - moved
+        end = min(first + block * window, length)
+        count = count + 1
+        here = slice(first, end)
+        size = end - first
+        age = count - moved
         fz = f(z[None, here], f.prepare(x[None, here]), cache)[0][0]
         proposal = torch.cat([z[:first], solver.step(z[here], fz, None)[0], z[end:]])
         budget_spent = age >= stop.max_steps
@@ -125,7 +133,9 @@ def one_row(x, block, window, stop, solver):
             if spent:
                 status = dq.Status.MAX_STEPS_REACHED
             if leaving:
-                first, moved, begun = first + leaving, count, proposal
+                first = first + leaving
+                moved = count
+                begun = proposal
                 cache, entered[end : end + leaving] = Last(z[None, first - 1]), count
         z = proposal
     return value, steps, residual, forced, status, cache.previous[0]
@@ -137,7 +147,8 @@ def batches(draw):
     all.
     """
     lengths = draw(st.lists(st.integers(1, 7), min_size=1, max_size=5))
-    batch, length = len(lengths), max(lengths)
+    batch = len(lengths)
+    length = max(lengths)
     rates = st.sampled_from([0.0, 0.0, 0.3, 0.3, -0.6, 0.9, 1.0, 40.0])
     numbers = st.sampled_from([0.0, 0.5, -1.0, 3.0, 1e3, 1e-3])
     parts = draw(tensor_of(rates, batch, length, 1)), draw(tensor_of(numbers, batch, length, 2))
@@ -181,7 +192,8 @@ def test_every_row_of_a_batch_is_the_loop_over_it_alone(batch, block, window, ru
     stats = output.stats
     assert (stats.evaluations, stats.updates.sum()) == (len(work), sum(work))
     if block is None:
-        block, window = mask.shape[1], 1
+        block = mask.shape[1]
+        window = 1
     for row, real in enumerate(mask):
         value, steps, residual, forced, status, last = one_row(
             x[row, real], block, window, stop, solver
@@ -217,7 +229,8 @@ def test_statistics_worked_out_by_hand():
 @pytest.mark.parametrize("sweep", [dq.Chunked(4), dq.Sliding(4)], ids=str)
 @pytest.mark.parametrize("keep", [False, True])
 def test_rows_that_have_ended_leave_unless_their_cache_is_needed(sweep, keep):
-    backbone, rows = affine(), []
+    backbone = affine()
+    rows = []
     backbone.register_forward_hook(lambda _, inputs, __: rows.append(len(inputs[0])))
     mask = torch.arange(20) < torch.tensor([20, 18, 15, 12, 9, 6, 4, 1])[:, None]
     model = dq.ImplicitModel(backbone, dq.SolveConfig(stop=dq.Stop(rtol=1e-10, max_steps=500)))

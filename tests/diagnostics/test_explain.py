@@ -13,7 +13,8 @@ from small_models import contractive_mamba2, language_model
 import deqseq as dq
 
 ONE = torch.ones(3, 2, dtype=torch.float64)
-BFLOAT, WEIGHT = torch.bfloat16, torch.tensor([[0.5, 0.2], [0.1, 0.4]], dtype=torch.float64)
+BFLOAT = torch.bfloat16
+WEIGHT = torch.tensor([[0.5, 0.2], [0.1, 0.4]], dtype=torch.float64)
 
 
 def solve(f, z0=ONE, solver=dq.Naive(), **options):
@@ -24,7 +25,8 @@ def turning(z):
     """Half a turn of an ellipse in 16 iterations: residuals swing with that period, and the last
     ones fall.
     """
-    cos, sin = math.cos(math.pi / 16), math.sin(math.pi / 16)
+    cos = math.cos(math.pi / 16)
+    sin = math.sin(math.pi / 16)
     return torch.stack(
         [cos * z[:, 0] - sin / 5 * z[:, 1], 5 * sin * z[:, 0] + cos * z[:, 1]], dim=1
     )
@@ -55,8 +57,10 @@ class Halved(dq.Rule):
         return (fz - z).abs().sum(dim=-1, keepdim=True) / 2
 
 
-SLOW, JUMPS = (lambda z: 0.998 * z + 1), (lambda z: torch.where(z > 2, z * 0 + 1, z * 0 + 3))
-SAME, SEVERAL = "from a random start, to the same value", "random start converges elsewhere"
+SLOW = lambda z: 0.998 * z + 1
+JUMPS = lambda z: torch.where(z > 2, z * 0 + 1, z * 0 + 3)
+SAME = "from a random start, to the same value"
+SEVERAL = "random start converges elsewhere"
 SWITCH = "solver=Adaptive(), stop=Stop(rtol=1e-06, max_steps=4) converges in 3 iterations"
 TRIED = "does not fall; the tolerance is 1.0e-06. Adaptive(), Relaxed(damping=0.2), Anderson("
 CASES = [
@@ -256,7 +260,8 @@ def lm():
 
 @pytest.mark.parametrize("sweep", [dq.Simultaneous(), dq.Sliding(4), dq.Sequential()], ids=str)
 def test_outputs_of_models_explain_themselves_under_a_cache_and_padding(lm, sweep):
-    ids, mask = torch.randint(0, 7, (2, 9)), torch.ones(2, 9, dtype=torch.bool)
+    ids = torch.randint(0, 7, (2, 9))
+    mask = torch.ones(2, 9, dtype=torch.bool)
     mask[1, :3] = False
     start = lm(ids[:, :4], return_cache=True)
     stop = dq.Stop(rtol=1e-9, max_steps=3)
@@ -279,7 +284,8 @@ def test_dropout_does_not_make_a_model_look_as_if_it_had_several_fixed_points(lm
 
 @pytest.mark.parametrize("function", [dq.solve, dq.fixed_point])
 def test_functions_warn_where_rows_could_converge(function):
-    z0, solver = torch.zeros(2, 1), dq.Naive()
+    z0 = torch.zeros(2, 1)
+    solver = dq.Naive()
     with pytest.warns(dq.ConvergenceWarning, match=r"2 of 2 rows did not converge .*explain\(\)"):
         function(lambda z: z + 1, z0, solver=solver, stop=dq.Stop(max_steps=3))
     with warnings.catch_warnings():
@@ -290,7 +296,8 @@ def test_functions_warn_where_rows_could_converge(function):
 
 
 def test_a_model_warns_once_where_rows_could_converge_and_explaining_does_not(lm):
-    ids, short = torch.randint(0, 7, (2, 9)), dq.Stop(rtol=1e-9, max_steps=2)
+    ids = torch.randint(0, 7, (2, 9))
+    short = dq.Stop(rtol=1e-9, max_steps=2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         lm(ids).explain()
@@ -362,7 +369,8 @@ class Scalar(dq.Backbone):
 
     def __init__(self, rate, dropout=0.0):
         super().__init__()
-        self.rate, self.dropout = rate, torch.nn.Dropout(dropout)
+        self.rate = rate
+        self.dropout = torch.nn.Dropout(dropout)
 
     def prepare(self, x, cache=None, mask=None):
         return x
@@ -405,7 +413,8 @@ def test_phantom_steps_that_leave_the_tolerance_are_told(entry):
     error and more.
     """
     rate = torch.nn.Parameter(torch.tensor(-3.0))
-    phantom, stop = dq.Phantom(steps=12, damping=1.0), dq.Stop(rtol=1e-3)
+    phantom = dq.Phantom(steps=12, damping=1.0)
+    stop = dq.Stop(rtol=1e-3)
     if entry == "function":
         solved = dq.fixed_point(
             lambda z: rate * z + 4 + z.sin() / 50, torch.zeros(1, 1), stop=stop, gradient=phantom
@@ -423,7 +432,8 @@ def test_phantom_steps_that_leave_the_tolerance_are_told(entry):
 @pytest.mark.parametrize("entry", ["solve", "model"])
 def test_half_precision_is_the_cause_wherever_the_question_is_asked(entry, outside):
     """The map is evaluated again in the precision of its solve, not in that of the moment."""
-    x, stop = torch.linspace(-1, 1, 40).view(2, 5, 4), dq.Stop(rtol=1e-4, max_steps=40)
+    x = torch.linspace(-1, 1, 40).view(2, 5, 4)
+    stop = dq.Stop(rtol=1e-4, max_steps=40)
     weight = 0.9 * torch.linalg.qr(torch.randn(4, 4, generator=torch.Generator().manual_seed(0))).Q
     with torch.autocast("cpu", dtype=BFLOAT):
         if entry == "solve":
@@ -439,7 +449,8 @@ def test_half_precision_is_the_cause_wherever_the_question_is_asked(entry, outsi
 
 
 def test_a_solve_in_full_precision_is_explained_in_it_under_autocast():
-    x, stop = torch.linspace(-1, 1, 8).view(2, 4), dq.Stop(rtol=1e-6, max_steps=8)
+    x = torch.linspace(-1, 1, 8).view(2, 4)
+    stop = dq.Stop(rtol=1e-6, max_steps=8)
     outcome = dq.solve(
         lambda z: torch.tanh(z @ (0.9 * torch.eye(4)) + x), x, solver=dq.Naive(), stop=stop
     )

@@ -70,10 +70,8 @@ def test_the_remedy_holds_for_rows_that_converge_within_the_longer_budget_and_fo
     """The longer solve ends with the first rows; the iterations that they took would not be enough
     for the others.
     """
-    lm, bits = (
-        dq.load_example("parity"),
-        torch.randint(2, (16, 96), generator=torch.Generator().manual_seed(0)),
-    )
+    lm = dq.load_example("parity")
+    bits = torch.randint(2, (16, 96), generator=torch.Generator().manual_seed(0))
     output = lm(bits, stop=dq.Stop(rtol=0.03, max_steps=32))
     longer = lm(bits, stop=dq.Stop(rtol=0.03, max_steps=128)).converged
     assert longer.any() and not longer.all()

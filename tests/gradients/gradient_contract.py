@@ -28,8 +28,10 @@ class GradientContract(GraphContract):
 
     @problems
     def test_value_is_the_fixed_point_and_the_start_is_untouched(self, problem: str) -> None:
-        case, z0 = make(problem), make(problem, seed=1).z_star
-        before, version = z0.clone(), z0._version
+        case = make(problem)
+        z0 = make(problem, seed=1).z_star
+        before = z0.clone()
+        version = z0._version
         value = self.ours(case.f(case.injection()), z0)
         torch.testing.assert_close(value, case.z_star, rtol=1e-9, atol=1e-9)
         case.loss(value).backward()
@@ -40,7 +42,8 @@ class GradientContract(GraphContract):
 
     @problems
     def test_a_solve_fed_by_another(self, problem: str) -> None:
-        case, other = make(problem), make(problem, seed=1)
+        case = make(problem)
+        other = make(problem, seed=1)
 
         def loss(find) -> Tensor:
             first = find(case.f(case.injection()), case.z0)
@@ -53,7 +56,8 @@ class GradientContract(GraphContract):
     def test_a_second_derivative_is_right_or_an_error(self) -> None:
         if type(self).adjoint is not GraphContract.adjoint:
             pytest.skip("an estimator that is not exact: neither is the derivative of its gradient")
-        a, step = torch.tensor(0.5, dtype=torch.float64, requires_grad=True), 1e-5
+        a = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
+        step = 1e-5
 
         def first(a: Tensor) -> Tensor:
             value = self.ours(
@@ -110,11 +114,9 @@ class GradientContract(GraphContract):
     @pytest.mark.parametrize("exponent", [-90, 70])
     def test_gradients_scale_with_the_loss(self, exponent: int) -> None:
         case = make("affine-rows", torch.float32)
-        leaves, f, stop = (
-            {"source": case.leaves["source"]},
-            case.f(case.injection()),
-            Stop(rtol=1e-5),
-        )
+        leaves = {"source": case.leaves["source"]}
+        f = case.f(case.injection())
+        stop = Stop(rtol=1e-5)
         loss = case.loss(
             self.solved(f, case.z0, stop=stop, gradient=self.coarse or self.gradient).value
         )
@@ -157,7 +159,8 @@ class GradientContract(GraphContract):
     def test_args_are_differentiated_where_their_finished_rows_are_removed(
         self, problem: str
     ) -> None:
-        case, rows = make(problem), list[int]()
+        case = make(problem)
+        rows = list[int]()
 
         def f(z: Tensor, x: Tensor) -> Tensor:
             rows.append(len(z))
@@ -189,7 +192,8 @@ class GradientContract(GraphContract):
         assert bool(value.isfinite().all())
 
     def test_nothing_to_differentiate_is_an_error(self) -> None:
-        z0, a = torch.zeros(2, 1), torch.tensor(0.5, requires_grad=True)
+        z0 = torch.zeros(2, 1)
+        a = torch.tensor(0.5, requires_grad=True)
         for f in (lambda z: z / 2 + 1, lambda z: a.detach() * z + 1):
             with pytest.raises(
                 ValueError, match=r"finds nothing to differentiate.*Leave gradient out"

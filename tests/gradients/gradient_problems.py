@@ -86,7 +86,8 @@ def dense_fixed_point(f: Map, z0: Tensor, adjoint: Adjoint) -> Tensor:
         z = z0
         for _ in range(120):
             z = f(z)
-    value, jacobian = f(z), torch.func.jacrev(f)(z).detach().reshape(z.numel(), z.numel())
+    value = f(z)
+    jacobian = torch.func.jacrev(f)(z).detach().reshape(z.numel(), z.numel())
     value.register_hook(lambda grad: adjoint(jacobian, grad.flatten()).view_as(grad))
     return value
 

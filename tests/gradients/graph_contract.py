@@ -104,7 +104,8 @@ class GraphContract:
     @two_problems
     def test_backward_twice_and_accumulation(self, problem: str) -> None:
         case = make(problem)
-        loss, once = case.loss(self.value(case)), self.gradients(case)
+        loss = case.loss(self.value(case))
+        once = self.gradients(case)
         loss.backward(retain_graph=True)
         assert_close({key: leaf.grad for key, leaf in case.leaves.items()}, once, rtol=1e-13)
         loss.backward()
@@ -114,7 +115,8 @@ class GraphContract:
 
     @two_problems
     def test_nothing_outlives_the_graph(self, problem: str) -> None:
-        case, born = make(problem), []
+        case = make(problem)
+        born = []
 
         def run(backward: bool) -> None:
             x = case.injection()
@@ -173,7 +175,8 @@ class GraphContract:
         weight norm does.
         """
         torch.manual_seed(0)
-        x, found = torch.randn(2, 3, dtype=torch.float64), []
+        x = torch.randn(2, 3, dtype=torch.float64)
+        found = []
         linear: Any = weight_norm(torch.nn.Linear(3, 3, dtype=torch.float64))
         with torch.no_grad():
             linear.parametrizations.weight.original0.fill_(0.4)
@@ -193,6 +196,7 @@ class GraphContract:
 
     def test_the_value_may_be_changed_in_place(self) -> None:
         case = make("affine-rows")
-        plain, value = gradients(case.loss(1 + self.value(case)), case.leaves), self.value(case)
+        plain = gradients(case.loss(1 + self.value(case)), case.leaves)
+        value = self.value(case)
         value += 1
         assert_close(gradients(case.loss(value), case.leaves), plain, rtol=1e-13)

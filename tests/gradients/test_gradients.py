@@ -53,7 +53,8 @@ class Counted:
     """A map that counts its calls, also those that a checkpoint ends early."""
 
     def __init__(self, f: Map) -> None:
-        self.f, self.calls = f, 0
+        self.f = f
+        self.calls = 0
 
     def __call__(self, z: Tensor) -> Tensor:
         self.calls += 1
@@ -70,7 +71,8 @@ def solve_of(case: Case, gradient: dq.Gradient | None, **changes: object) -> dq.
 def test_checkpointing_changes_nothing_but_the_evaluations(
     gradient: dq.Gradient, problem: str
 ) -> None:
-    case, found = make(problem), []
+    case = make(problem)
+    found = []
     for checkpoint in (False, True):
         f = Counted(case.f(case.injection()))
         estimator = replace(gradient, checkpoint=checkpoint)
@@ -98,7 +100,8 @@ def test_a_start_that_requires_a_gradient_is_an_error(gradient: dq.Gradient | No
 
 @pytest.mark.parametrize("gradient", EXACT, ids=str)
 def test_a_solve_inside_a_solve(gradient: dq.Gradient) -> None:
-    inner, outer = make("tanh-rows"), make("affine-rows")
+    inner = make("tanh-rows")
+    outer = make("affine-rows")
 
     def loss(find) -> Tensor:
         f = lambda z: outer.f(0.3 * find(inner.f(inner.injection() + z), inner.z0))(z) / 2  # noqa: E731

@@ -29,7 +29,8 @@ def packed_tensors() -> Iterator[list[int]]:
 
 @problems
 def test_implicit_evaluates_once_and_saves_one_evaluation(problem: str) -> None:
-    case, sizes = make(problem), {}
+    case = make(problem)
+    sizes = {}
     for estimator in (dq.OneStep(), dq.Implicit(stop=TIGHT)):
         for max_steps in (4, 40):
             f = Counted(case.f(case.injection()))
@@ -50,7 +51,8 @@ def test_implicit_evaluates_once_and_saves_one_evaluation(problem: str) -> None:
 
 
 def test_implicit_reports_its_adjoint() -> None:
-    case, reports = make("tanh-tokens"), []
+    case = make("tanh-tokens")
+    reports = []
     estimator = dq.Implicit(dq.Naive(), dq.Stop(rtol=1e-6), report=reports.append)
     loss = case.loss(solve_of(case, estimator).value)
     assert reports == []
@@ -65,7 +67,8 @@ def test_implicit_reports_its_adjoint() -> None:
 @pytest.mark.parametrize("throw", [True, False])
 def test_an_adjoint_that_fails_is_told(throw: bool) -> None:
     """Anderson finds the fixed point of an expansive row; the plain adjoint iteration does not."""
-    rates, x = torch.tensor([[0.5], [3.0], [-0.3]]), torch.ones(3, 1, requires_grad=True)
+    rates = torch.tensor([[0.5], [3.0], [-0.3]])
+    x = torch.ones(3, 1, requires_grad=True)
     estimator = dq.Implicit(dq.Naive(), dq.Stop(rtol=1e-6, max_steps=40), throw=throw)
     value = dq.fixed_point(
         lambda z: rates * z + x, torch.zeros(3, 1), gradient=estimator, throw=True
@@ -89,22 +92,26 @@ def test_an_adjoint_that_fails_is_told(throw: bool) -> None:
 
 
 def test_the_default_adjoint_converges_under_autocast() -> None:
-    generator, reports = torch.Generator().manual_seed(0), []
-    W, x = torch.randn(32, 32, generator=generator), torch.randn(8, 32, generator=generator)
+    generator = torch.Generator().manual_seed(0)
+    reports = []
+    W = torch.randn(32, 32, generator=generator)
+    x = torch.randn(8, 32, generator=generator)
     W = (0.7 * W / torch.linalg.matrix_norm(W, 2)).requires_grad_()
+    gradient = dq.Implicit(report=reports.append)
+    stop = dq.Stop(rtol=1e-2)
     with torch.autocast("cpu", torch.bfloat16):
-        f, gradient = (lambda z: torch.tanh(z @ W + x)), dq.Implicit(report=reports.append)
-        value = dq.fixed_point(
-            f, torch.zeros_like(x), stop=dq.Stop(rtol=1e-2), gradient=gradient
-        ).value
-    value.square().sum().backward()
+        solution = dq.fixed_point(
+            lambda z: torch.tanh(z @ W + x), torch.zeros_like(x), stop=stop, gradient=gradient
+        )
+    solution.value.square().sum().backward()
     assert reports[0].converged.all()
     assert reports[0].stats.evaluations < 30
 
 
 @pytest.mark.parametrize("solver", SOLVERS, ids=str)
 def test_autocast_does_not_reach_the_adjoint_solver(solver: dq.Solver) -> None:
-    rates, found = torch.linspace(-0.5, 0.5, 16), []
+    rates = torch.linspace(-0.5, 0.5, 16)
+    found = []
     x = torch.linspace(1, 2, 32).reshape(2, 16).requires_grad_()
     value = dq.fixed_point(
         lambda z: rates * z + x, torch.zeros(2, 16), gradient=dq.Implicit(solver)

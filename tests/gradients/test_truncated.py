@@ -33,7 +33,8 @@ def test_is_the_loop_without_and_then_with_a_graph(
     problem, checkpoint, steps, last, solver, damping
 ):
     case = make(problem)
-    stop, gradient = dq.Stop.exactly(steps), dq.Unrolled(checkpoint, last)
+    stop = dq.Stop.exactly(steps)
+    gradient = dq.Unrolled(checkpoint, last)
     solution = dq.fixed_point(
         case.f(case.injection()), case.z0, solver=solver, stop=stop, gradient=gradient
     )
@@ -52,7 +53,8 @@ def test_is_the_loop_without_and_then_with_a_graph(
 @pytest.mark.parametrize(("steps", "last"), [(7, 3), (3, 3), (2, 3)])
 @pytest.mark.parametrize("padded", [False, True])
 def test_a_models_gradients(make_backbone, start, steps, last, padded):
-    backbone, x = make_backbone(), embedded().requires_grad_()
+    backbone = make_backbone()
+    x = embedded().requires_grad_()
     mask = torch.arange(7) < torch.tensor([[7], [5]]) if padded else None
     solve = dq.SolveConfig(dq.Naive(), dq.Stop.exactly(steps), dq.Unrolled(last=last), start=start)
     ours = dq.ImplicitModel(backbone, solve)(x, mask=mask).value
@@ -75,7 +77,9 @@ def test_a_models_gradients(make_backbone, start, steps, last, padded):
 @pytest.mark.parametrize(("steps", "last"), [(9, 3), (2, 3)])
 def test_only_the_last_evaluations_keep_a_graph(checkpoint, steps, last):
     solve = dq.SolveConfig(dq.Naive(), dq.Stop.exactly(steps), dq.Unrolled(checkpoint, last))
-    model, graphs, calls = dq.ImplicitModel(dq.Affine(4), solve), [], []
+    model = dq.ImplicitModel(dq.Affine(4), solve)
+    graphs = []
+    calls = []
     model.backbone.register_forward_pre_hook(lambda *_: calls.append(1))
     model.backbone.register_forward_hook(
         lambda part, inputs, output: graphs.append(output[0].requires_grad)
@@ -112,7 +116,8 @@ def test_the_start_gets_a_gradient_only_if_all_is_differentiated():
     for steps, wanted in ((2, 0.25), (3, None)):
         z0 = torch.ones(1, 1, requires_grad=True)
         a = torch.tensor(0.5, requires_grad=True)
-        gradient, stop = dq.Unrolled(last=2), dq.Stop.exactly(steps)
+        gradient = dq.Unrolled(last=2)
+        stop = dq.Stop.exactly(steps)
         dq.fixed_point(
             lambda z, a=a: a * z + 1, z0, solver=dq.Naive(), stop=stop, gradient=gradient
         ).value.sum().backward()
