@@ -7,7 +7,6 @@ import weakref
 import pytest
 import torch
 from problems import SOLVERS, row_affine
-from torch import Tensor
 
 import deqseq as dq
 from deqseq.testing.problems import Recorded
@@ -16,7 +15,7 @@ GAINS = torch.tensor([0.0, 0.5, -1.0, 2.0, 0.9, -0.3, 3.0], dtype=torch.float64)
 CEILINGS = torch.tensor([torch.inf] * 6 + [5.0], dtype=torch.float64)
 
 
-def with_aux(z: Tensor, args: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, tuple]]:
+def with_aux(z, args):
     """Rows contract, swing, grow or become NaN, each by its gain; the aux is the point."""
     gain, ceiling = (x[:, None, None] for x in args)
     return torch.where(z.abs() > ceiling, torch.nan, gain * z + 1), {"point": (1 * z, None)}
@@ -54,7 +53,7 @@ def test_estimators_hand_aux_on(gradient):
     """A gradient does not change what was found beside the value."""
     weight = torch.ones((), dtype=torch.float64, requires_grad=True)
 
-    def f(z: Tensor, problem) -> tuple[Tensor, Tensor]:
+    def f(z, problem):
         return weight * problem(z), 10 * weight * z
 
     start = torch.zeros(3, 3, dtype=torch.float64)

@@ -5,13 +5,12 @@ The inputs are generated from calls that work.
 """
 
 import inspect
-from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from test_bad_values import NEITHER, Met, arguments, assert_clear, bad_values, met, shown
+from test_bad_values import NEITHER, arguments, assert_clear, bad_values, met, shown
 from torch import Tensor, nn
 
 import deqseq as dq
@@ -23,26 +22,26 @@ MASK = torch.tensor([[True, True, True], [True, True, False]])
 SOLVE = dq.SolveConfig(stop=dq.Stop(max_steps=4))
 
 
-def square(z: Tensor, args: Tensor | None = None) -> Tensor:
+def square(z, args=None):
     return 0.5 * torch.tanh(z)
 
 
-def square_and_z(z: Tensor) -> tuple[Tensor, Tensor]:
+def square_and_z(z):
     return square(z), z
 
 
 LINEAR = nn.Linear(4, 4)
 
 
-def linear(z: Tensor) -> Tensor:
+def linear(z):
     return 0.1 * LINEAR(z)
 
 
-def told(_: object) -> None:
+def told(_):
     """A callback."""
 
 
-def cases() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
+def cases():
     """Calls that work, with tensors or without the decorator; of the others ``test_bad_values.py``
     has the annotations.
     """
@@ -63,7 +62,7 @@ def cases() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
     sweeps = [dq.Simultaneous(), dq.Sequential()]
     evaluated = {"x": X, "start": X, "iterations": 2}
 
-    def with_cache(model: dq.Model) -> dict[str, Any]:
+    def with_cache(model):
         return {"x": X, "cache": model(X, return_cache=True).cache}
 
     return {
@@ -112,7 +111,7 @@ FINE = {  # what looks wrong, and is taken by a map, or by a mask or an empty ba
 }
 
 
-def wrong(value: Any, annotation: Any) -> Iterator[Any]:
+def wrong(value, annotation):
     """Values that are none of the kind of one that works, and of its annotation."""
     if isinstance(value, Tensor):
         yield from ("text", 3.0, value.tolist(), NEITHER)
@@ -129,7 +128,7 @@ def wrong(value: Any, annotation: Any) -> Iterator[Any]:
         yield from bad_values(annotation)
 
 
-def everything() -> Iterator[Met]:
+def everything():
     """Calls in which an argument is bad, missing or misspelt."""
     for name, (call, working) in cases().items():
         function = call.forward if isinstance(call, nn.Module) else call

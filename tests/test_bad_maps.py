@@ -14,7 +14,7 @@ from torch import Tensor
 import deqseq as dq
 
 
-def solve(f, z0: Tensor, solver: dq.Solver[Any] = dq.Naive(), **options) -> dq.Solution:
+def solve(f, z0, solver=dq.Naive(), **options):
     return dq.solve(f, z0, solver=solver, stop=dq.Stop(1e-6, max_steps=300), **options)
 
 

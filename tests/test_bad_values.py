@@ -41,7 +41,7 @@ IDS = torch.tensor([[1, 2, 3], [3, 2, 1]])
 NEITHER = object()
 
 
-def bad_values(annotation: Any) -> list[Any]:
+def bad_values(annotation):
     """Values that an annotation does not take; none if it takes anything, or does not say."""
     origin = get_origin(annotation)
     parts = get_args(annotation)
@@ -63,7 +63,7 @@ def bad_values(annotation: Any) -> list[Any]:
     return [3, NEITHER, 1j, kind] if plain and getattr(kind, "_is_protocol", False) is False else []
 
 
-def outside(note: Any) -> list[Any]:
+def outside(note):
     """Values outside the range that an annotation notes; infinity plus one becomes NaN."""
     if isinstance(note, Within):
         low, high = (float(end) for end in note.interval[1:-1].split(","))
@@ -76,7 +76,7 @@ def outside(note: Any) -> list[Any]:
     return [*finite, "0.1", True, NEITHER]
 
 
-def functions() -> Iterator[Callable[..., Any]]:
+def functions():
     """Every public function, constructor and method that checks its arguments."""
     public = [getattr(module, name) for module in MODULES for name in module.__all__]
     for owner in dict.fromkeys([*filter(callable, public), TorchDEQ]):
@@ -87,7 +87,7 @@ def functions() -> Iterator[Callable[..., Any]]:
                 yield function
 
 
-def is_checked(owner: Any, function: Callable[..., Any]) -> bool:
+def is_checked(owner, function):
     """Whether the source says so: that of the class, for a constructor of a dataclass."""
     if not function.__module__.startswith("deqseq"):
         return False
@@ -98,7 +98,7 @@ def is_checked(owner: Any, function: Callable[..., Any]) -> bool:
     return source.lstrip().startswith(("@checked", "@classmethod"))
 
 
-def arguments(function: Callable[..., Any]) -> dict[str, Any]:
+def arguments(function):
     """Its arguments that can be given by name, and their annotations."""
     hints = get_type_hints(function, include_extras=True)
     found = {}
@@ -119,11 +119,11 @@ class Met(NamedTuple):
     line: str
 
 
-def shown(value: object) -> str:
+def shown(value):
     return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
 
 
-def met(where: str, name: str, value: object, call: Callable[[], Any]) -> Met:
+def met(where, name, value, call):
     torch.manual_seed(0)
     verdict = "silent"
     error = None
@@ -139,7 +139,7 @@ def met(where: str, name: str, value: object, call: Callable[[], Any]) -> Met:
     return Met(verdict, f"{where}, {name}={shown(value)}: {verdict}, {error}")
 
 
-def from_annotations() -> Iterator[Met]:
+def from_annotations():
     """One bad argument, or one that does not exist, and no others: they are checked first."""
     for function in functions():
         method = "self" in inspect.signature(function).parameters
@@ -168,7 +168,7 @@ SPOILED: dict[str, Callable[[Tensor], Any]] = {
 """What a part of the user's returns instead of a tensor."""
 
 
-def spoiled(part: Any, method: str, change: Callable[[Any], Any]) -> Any:
+def spoiled(part, method, change):
     """A part whose method returns something else."""
     original = getattr(part, method)
     part.__dict__[method] = lambda *args, **kwargs: change(original(*args, **kwargs))
@@ -184,13 +184,13 @@ Calls = Iterator[tuple[str, Callable[[], Any]]]
 """What an error must name, and a call with a part whose tensor is changed."""
 
 
-def swept(change: Callable[[Any], Any], sweep: dq.Sweep) -> Calls:
+def swept(change, sweep):
     """Solves of a model by a sweep."""
 
-    def first(pair: tuple[Tensor, Any]) -> tuple[Any, Any]:
+    def first(pair):
         return change(pair[0]), pair[1]
 
-    def solved(backbone: dq.Backbone[Any], solver: dq.Solver[Any]) -> Callable[[], Any]:
+    def solved(backbone, solver):
         model = dq.ImplicitModel(backbone)
         return partial(model, X, solver=solver, sweep=sweep, return_cache=True)
 
@@ -207,7 +207,7 @@ def swept(change: Callable[[Any], Any], sweep: dq.Sweep) -> Calls:
         yield "TheirLoop.run", solved(dq.Affine(8), spoiled(TheirLoop(), "run", change))
 
 
-def called(change: Callable[[Any], Any]) -> Calls:
+def called(change):
     """Other calls with such a part."""
     explicit = dq.ExplicitModel(dq.Affine(8))
     implicit = dq.ImplicitModel(dq.Affine(8))
@@ -236,7 +236,7 @@ def called(change: Callable[[Any], Any]) -> Calls:
         yield "f", partial(function, f, X)
 
 
-def returned() -> Iterator[Met]:
+def returned():
     for label, change in SPOILED.items():
         sweeps = dq.Simultaneous(), dq.Sliding(2), dq.Sequential()
         solves = [swept(change, sweep) for sweep in sweeps]
@@ -244,7 +244,7 @@ def returned() -> Iterator[Met]:
             yield met(name, name, label, call)
 
 
-def assert_clear(found: list[Met], least: int) -> None:
+def assert_clear(found, least):
     """Nothing is taken silently, and nearly all errors are clear."""
     count = Counter(each.verdict for each in found)
     unclear = "\n".join(each.line for each in found if each.verdict != "clear")

@@ -11,7 +11,7 @@ import deqseq as dq
 LOOSE, MIDDLE, TIGHT = (dq.SolveConfig(stop=dq.Stop.exactly(steps)) for steps in (2, 3, 5))
 
 
-def iterations(model, **call) -> int:
+def iterations(model, **call):
     with torch.no_grad():
         return int(model(torch.ones(1, 2, 4), **call).stats.iterations.max())
 

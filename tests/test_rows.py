@@ -35,7 +35,7 @@ class Shared:
     x: Tensor
     table: Tensor
 
-    def take_rows(self, rows: Tensor) -> "Shared":
+    def take_rows(self, rows):
         return Shared(self.x[rows], self.table)
 
 
@@ -43,7 +43,7 @@ class Stack(list):
     """A list of one's own."""
 
 
-def nested(change=lambda x: x) -> Record:
+def nested(change=lambda x: x):
     """Every kind of record inside another, with four changed tensors."""
     a, b, c, d = (change(NUMBERS + 100 * i) for i in range(4))
     rest = {"c": Record(c, "text"), "none": None, "more": [(), {}, Pair(d, 0.5)]}

@@ -12,7 +12,7 @@ WINDOW = r"first try sweep=dq\.Sliding\(8\); "
 BUDGET = r"raise Stop\.max_steps, loosen Stop\.rtol"
 
 
-def solution(status: list[int], residual: list) -> Solution:
+def solution(status, residual):
     residuals = torch.tensor(residual)
     steps = torch.full(residuals.shape, 12)
     stats = SolveStats(steps, residuals, 12, steps)

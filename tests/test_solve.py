@@ -3,19 +3,18 @@
 import pytest
 import torch
 from problems import row_affine
-from torch import Tensor
 
 import deqseq as dq
 from deqseq import Naive, Progress, Relaxed, Status, Stop, solve, take
 from deqseq.testing.problems import Recorded, mapped
 
 
-def staircase(z: Tensor, targets: Tensor) -> Tensor:
+def staircase(z, targets):
     """From zero a row passes, exactly, at evaluation number target + 1."""
     return torch.minimum(z + 1, targets)
 
 
-def column(numbers: list[int]) -> Tensor:
+def column(numbers):
     return torch.tensor(numbers, dtype=torch.float64)[:, None]
 
 

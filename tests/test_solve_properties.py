@@ -6,7 +6,6 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from problems import RowAffine
-from torch import Tensor
 
 from deqseq import Naive, Relaxed, Status, Stop, solve, take
 from deqseq.testing.problems import mapped
@@ -17,7 +16,7 @@ PROPERTY = settings(
 )
 
 
-def tensor_of(numbers: st.SearchStrategy[float], *shape: int) -> st.SearchStrategy[Tensor]:
+def tensor_of(numbers, *shape):
     """Tensors of drawn numbers."""
     size = math.prod(shape)
     lists = st.lists(numbers, min_size=size, max_size=size)
@@ -25,7 +24,7 @@ def tensor_of(numbers: st.SearchStrategy[float], *shape: int) -> st.SearchStrate
 
 
 @st.composite
-def maps(draw) -> tuple[RowAffine, Tensor]:
+def maps(draw):
     """Rows that converge, alternate, grow or become NaN here and there, and where they start."""
     batch = draw(st.integers(1, 9))
     event = draw(st.sampled_from([(), (1,), (3,), (2, 3), (4, 1), (2, 2, 2)]))
@@ -51,15 +50,13 @@ STOPS = st.fixed_dictionaries(
 SOLVERS = st.sampled_from([Naive(), Relaxed(0.8), Relaxed(0.5), Relaxed(1.3), Relaxed(1.0)])
 
 
-def norms(x: Tensor, rule: str) -> Tensor:
+def norms(x, rule):
     """One number per token, or one for the row."""
     tokens = x.abs() if x.ndim == 1 else torch.linalg.vector_norm(x, dim=-1).flatten()
     return tokens.norm()[None] if rule == "row" and len(tokens) > 1 else tokens
 
 
-def one_row(
-    f: RowAffine, z0: Tensor, solver: Naive | Relaxed, stop: Stop
-) -> tuple[Tensor, Status, int, Tensor]:
+def one_row(f, z0, solver, stop):
     """One row by the documented rules: its value, status, iterations and residual."""
     z = z0
     limit = None

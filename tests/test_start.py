@@ -7,7 +7,7 @@ from small_models import contractive_mamba2, embedded, randn
 import deqseq as dq
 
 
-def first_states(start) -> torch.Tensor:
+def first_states(start):
     """The states that the map of a model is first evaluated at."""
     model = dq.ImplicitModel(dq.Affine(8).double())
     seen = []

@@ -226,6 +226,19 @@ def test_statistics_worked_out_by_hand():
     assert not output.stats.forced.any()
 
 
+@pytest.mark.parametrize(("first", "steps"), [(1000.0, 6), (1.0, 4)])
+def test_the_limit_of_divergence_is_that_of_the_largest_scale_so_far(first, steps):
+    """The second token grows from a residual of 240 on, twofold; its own limit is 1200, and that of
+    the first 5000.
+    """
+    x = torch.tensor([[[0.0, first, 0.0], [2.0, 240 - first / 4, 0.0]]], dtype=torch.float64)
+    config = dq.SolveConfig(dq.Naive(), dq.Stop(divergence=5.0), sweep=dq.Sequential())
+    with torch.no_grad():
+        output = dq.ImplicitModel(Elementwise(), config)(x)
+    assert output.status.tolist() == [dq.Status.DIVERGED]
+    assert output.stats.iterations.tolist() == [[2, steps]]
+
+
 @pytest.mark.parametrize("sweep", [dq.Chunked(4), dq.Sliding(4)], ids=str)
 @pytest.mark.parametrize("keep", [False, True])
 def test_rows_that_have_ended_leave_unless_their_cache_is_needed(sweep, keep):

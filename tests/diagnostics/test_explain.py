@@ -204,10 +204,7 @@ def test_outputs_of_models_explain_themselves_under_a_cache_and_padding(lm, swee
     stop = dq.Stop(rtol=1e-9, max_steps=3)
     with pytest.warns(dq.ConvergenceWarning, match="2 of 2 rows did not converge"):
         output = lm(ids, mask=mask, cache=start.cache, stop=stop, sweep=sweep)
-    assert output.explain().causes in (
-        ("budget", "budget"),
-        ("slow convergence", "slow convergence"),
-    )
+    assert set(output.explain().causes) in ({"budget"}, {"slow convergence"})
     fine = lm(ids, mask=mask, stop=dq.Stop(rtol=1e-6, max_steps=500), sweep=sweep)
     assert fine.explain().causes == ("converged",) * 2
 
@@ -299,9 +296,8 @@ def test_rows_that_failed_are_told_why_and_not_that_there_are_other_fixed_points
 
 @pytest.mark.parametrize("budget", [1, 100])
 def test_no_random_numbers_of_the_caller_are_changed(monkeypatch, budget):
-    output = dq.ImplicitModel(dq.Affine(4), dq.SolveConfig(stop=dq.Stop(max_steps=budget)))(
-        torch.ones(1, 2, 4)
-    )
+    model = dq.ImplicitModel(dq.Affine(4))
+    output = model(torch.ones(1, 2, 4), stop=dq.Stop(max_steps=budget))
     monkeypatch.setattr(torch, "manual_seed", lambda _: pytest.fail("seeds every device"))
     before = torch.get_rng_state()
     output.explain()
@@ -345,9 +341,7 @@ def test_weights_that_changed_since_are_told():
     assert explanation.causes == ("changed since",) * 2
     assert "The same solve now gives another value" in str(explanation)
     model.double()
-    with pytest.raises(
-        ValueError, match=r"as it is now: torch\.float64; the solve was in torch\.float32"
-    ):
+    with pytest.raises(ValueError, match=r"now: torch\.float64; the solve was in torch\.float32"):
         outputs[1].explain()
 
 
@@ -357,16 +351,12 @@ def test_phantom_steps_that_leave_the_tolerance_are_told(entry):
     error and more.
     """
     rate = torch.nn.Parameter(torch.tensor(-3.0))
-    phantom = dq.Phantom(steps=12, damping=1.0)
-    stop = dq.Stop(rtol=1e-3)
+    call = {"solver": dq.Anderson(), "gradient": dq.Phantom(steps=12, damping=1.0)}
     if entry == "function":
-        solved = dq.fixed_point(
-            lambda z: rate * z + 4 + z.sin() / 50, torch.zeros(1, 1), stop=stop, gradient=phantom
-        )
+        solved = dq.fixed_point(lambda z: rate * z + 4 + z.sin() / 50, torch.zeros(1, 1), **call)
     else:
-        config = dq.SolveConfig(solver=dq.Anderson(), stop=stop, gradient=phantom)
-        solved = dq.ImplicitModel(Scalar(rate), config).train()(torch.ones(1, 1, 1))
-    assert solved.status.tolist() == [dq.Status.CONVERGED]
+        solved = dq.ImplicitModel(Scalar(rate))(torch.ones(1, 1, 1), **call)
+    assert solved.converged.all()
     explanation = solved.explain()
     assert explanation.causes == ("estimator",)
     assert "The estimator's steps led the value to a residual of" in str(explanation)
@@ -383,17 +373,15 @@ def solved_model():
     return dq.load_example("text")(ids, stop=dq.Stop(rtol=1e-3, max_steps=40))
 
 
-@pytest.mark.parametrize("outside", [False, True])
 @pytest.mark.parametrize("solved", [solved_function, solved_model])
-def test_half_precision_is_the_cause_wherever_the_question_is_asked(solved, outside):
+def test_half_precision_is_the_cause_wherever_the_question_is_asked(solved):
     """The map is evaluated again in the precision of its solve, not in that of the moment."""
     with torch.autocast("cpu", dtype=BFLOAT):
         outcome = solved()
-        explanation = outcome.explain()
-    if outside:
-        explanation = outcome.explain()
+        inside = str(outcome.explain())
     assert not outcome.converged.any()
-    assert "precision of torch.bfloat16" in str(explanation)
+    assert "precision of torch.bfloat16" in inside
+    assert "precision of torch.bfloat16" in str(outcome.explain())
 
 
 def test_a_solve_in_full_precision_is_explained_in_it_under_autocast():

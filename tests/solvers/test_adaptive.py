@@ -1,13 +1,11 @@
 """Damping found on the way."""
 
 import math
-from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
 import torch
 from problems import Tanh, row_affine, tanh_contraction
-from torch import Tensor
 
 from deqseq import Adaptive, Naive, Relaxed, Simultaneous, Sliding, Stop, load_example, solve
 from deqseq.tasks import WordProblem, generators, parse_group
@@ -16,7 +14,7 @@ from deqseq.testing.problems import Affine, affine, symmetric
 from deqseq.testing.solvers import assert_same_rows
 
 
-def limits_after(residuals: Iterable[Tensor], limit: float = 1.0) -> list[Tensor]:
+def limits_after(residuals, limit=1.0):
     """The limits of rows after each of these residuals, from the given limit on."""
     limits = []
     for residual in residuals:
@@ -130,24 +128,13 @@ class TestAdaptive(SolverContract):
         limits = limits_after((torch.tensor([[[0.5], [last]]]) for last in lasts), limit=0.5)
         assert limits[-1] == limits[0]
 
-    def test_a_row_that_begins_afresh_has_the_memory_of_a_new_solve(self):
-        z = torch.randn(3, 4, 2)
-        rows = torch.tensor([2, 0])
-        new = state = Adaptive().init(z)
-        for _ in range(7):
-            _, state = Adaptive().step(z, torch.tanh(z), state)
-        restarted = Adaptive().restart(state, z, rows)
-        for before, after, first in zip(state, restarted, new, strict=True):
-            assert torch.equal(after[rows], first[rows])
-            assert torch.equal(after[1], before[1])
-
     def test_a_row_makes_progress_while_some_of_its_tokens_settle(self):
         """The residual of later tokens grows until the earlier ones are exact; damping would only
         delay them.
         """
         x = 1 + torch.rand(2, 24, 3, dtype=torch.float64)
 
-        def chain(z: Tensor) -> Tensor:
+        def chain(z):
             """Token t is exact once token t - 1 is: one more token per evaluation."""
             return x + 1.3 * torch.cat([0 * z[:, :1], z[:, :-1]], dim=1)
 
@@ -165,8 +152,6 @@ class TestAdaptive(SolverContract):
         f = replace(f, offset=300 * f.offset)
         solution = solve(f, z0, solver=Adaptive(), stop=Stop(rtol=2e-2, max_steps=8))
         assert solution.converged.all()
-        _, state = Adaptive().step(z0, f(z0), Adaptive().init(z0))
-        assert [x.dtype for x in state] == [dtype, *[torch.float32] * 5]
 
     @pytest.mark.parametrize(("sweep", "best"), [(Simultaneous(), 0.9), (Sliding(8), 0.8)], ids=str)
     def test_needs_fewer_updates_than_the_best_constant_damping_on_a_trained_model(
