@@ -155,31 +155,27 @@ class GradientContract(GraphContract):
         assert 2 in rows
         assert_close(gradients(case.loss(value), case.leaves), self.expected(case))
 
-    @pytest.mark.parametrize(
-        "rate", [3.0, 1e308, math.inf], ids=["diverges", "overflows", "is not finite"]
-    )
+    @pytest.mark.parametrize("rate", [3.0, 1e308, math.inf], ids=str)
     def test_where_every_row_fails_gradients_are_zero_or_absent(self, rate):
+        """Absent where nothing was finite."""
         if not isinstance(self.gradient, AttachedGradient):
             pytest.skip("an estimator that differentiates the iteration itself")
         scale = torch.ones((), dtype=torch.float64, requires_grad=True)
+        z0 = torch.zeros(2, 1, dtype=torch.float64)
         with pytest.warns(ConvergenceWarning, match="failed for 2 of 2 rows"):
-            z0 = torch.zeros(2, 1, dtype=torch.float64)
             value = self.solved(lambda z: rate * scale * (1 + z), z0, throw=False).value
-        if math.isinf(rate):  # not even finite at the start
-            assert not value.requires_grad
-        else:
-            assert torch.autograd.grad(value.sum(), scale)[0] == 0
         assert value.isfinite().all()
+        assert value.requires_grad == math.isfinite(rate)
+        if value.requires_grad:
+            assert torch.autograd.grad(value.sum(), scale)[0] == 0
 
     def test_nothing_to_differentiate_is_an_error(self):
         z0 = torch.zeros(2, 1)
-        a = torch.tensor(0.5, requires_grad=True)
-        for f in (lambda z: z / 2 + 1, lambda z: a.detach() * z + 1):
-            with pytest.raises(
-                ValueError, match=r"finds nothing to differentiate.*Leave gradient out"
-            ):
-                self.solved(f, z0)
-            assert not self.solved(f, z0, gradient=None).value.requires_grad
+        a = torch.tensor(0.5)
+        words = r"finds nothing to differentiate.*Leave gradient out"
+        with pytest.raises(ValueError, match=words):
+            self.solved(lambda z: a * z + 1, z0)
+        assert not self.solved(lambda z: a * z + 1, z0, gradient=None).value.requires_grad
 
     def test_a_map_that_is_a_leaf_is_differentiated(self):
         b = torch.ones(2, 1, requires_grad=True)

@@ -131,10 +131,6 @@ def test_unrolling_the_last_iterations_of_broyden(last):
     torch.testing.assert_close(grad, (slope * value / (1 - slope * a)).sum(), rtol=0, atol=1e-3)
 
 
-def direction(z, x, weight):
-    return torch.nn.functional.normalize(z @ weight + x, eps=0.0)
-
-
 @pytest.mark.parametrize("gradient", ATTACHED, ids=str)
 def test_a_row_that_cannot_be_left_out_is_named(gradient):
     """The map of one row is not finite anywhere: with args it is left out, without them a warning
@@ -142,14 +138,16 @@ def test_a_row_that_cannot_be_left_out_is_named(gradient):
     """
     weight = torch.nn.Parameter(0.3 * torch.eye(3, dtype=torch.float64))
     x = torch.tensor([[1.0, 2.0, 3.0], [0.0, 0.0, 0.0]], dtype=torch.float64)
-    solution = dq.fixed_point(
-        lambda z, x: direction(z, x, weight), torch.zeros_like(x), args=x, gradient=gradient
-    )
+
+    def f(z, x):
+        return torch.nn.functional.normalize(z @ weight + x, eps=0.0)
+
+    solution = dq.fixed_point(f, 0 * x, args=x, gradient=gradient)
     assert solution.status.tolist() == [dq.Status.CONVERGED, dq.Status.DIVERGED]
     (grad,) = torch.autograd.grad(solution.value[0].sum(), weight)
     assert grad.isfinite().all()
     with pytest.warns(dq.ConvergenceWarning, match="pass what f needs of each row as args"):
-        dq.fixed_point(lambda z: direction(z, x, weight), torch.zeros_like(x), gradient=gradient)
+        dq.fixed_point(lambda z: f(z, x), 0 * x, gradient=gradient)
 
 
 def test_rows_that_diverge_warn_only_where_a_gradient_is_lost():
