@@ -4,22 +4,15 @@ import torch
 
 import deqseq as dq
 
+MAMBA2 = {"d_model": 8, "n_layers": 2, "d_state": 4, "headdim": 4, "chunk_size": 3}
+LLAMA = {"d_model": 8, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "mlp_width": 12}
 
-def contractive_mamba2(**changes) -> dq.Mamba2:
-    """A random Mamba2 in which the injection outweighs the state, so that plain iteration converges
-    fast.
-    """
+
+def contractive_mamba2(*, weight_norm: bool = True, **changes) -> dq.Mamba2:
+    """A random Mamba2 in which the injection outweighs the state: iteration converges fast."""
     torch.manual_seed(0)
-    sizes = {
-        "d_model": 8,
-        "n_layers": 2,
-        "d_state": 4,
-        "headdim": 4,
-        "chunk_size": 3,
-        "weight_norm": False,
-    }
-    weight_norm = changes.pop("weight_norm", True)
-    backbone = dq.Mamba2(dq.Mamba2Config(**{**sizes, **changes})).double()
+    config = dq.Mamba2Config(**MAMBA2 | changes, weight_norm=False)
+    backbone = dq.Mamba2(config).double()
     for block in backbone.layers:
         block.mixer.in_proj.weight.data *= 0.1
         block.mixer.out_proj.weight.data *= 4
@@ -28,24 +21,16 @@ def contractive_mamba2(**changes) -> dq.Mamba2:
     return backbone
 
 
-def contractive_llama(**changes) -> dq.Llama:
+def contractive_llama(*, weight_norm: bool = True, **changes) -> dq.Llama:
     """A random Llama, likewise; key-value heads are shared by two."""
     torch.manual_seed(0)
-    sizes = {
-        "d_model": 8,
-        "n_layers": 2,
-        "n_heads": 4,
-        "n_kv_heads": 2,
-        "mlp_width": 12,
-        "weight_norm": False,
-    }
-    weight_norm = changes.pop("weight_norm", True)
-    backbone = dq.Llama(dq.LlamaConfig(**{**sizes, **changes})).double()
+    config = dq.LlamaConfig(**LLAMA | changes, weight_norm=False)
+    backbone = dq.Llama(config).double()
     for block in backbone.layers:
-        for part in (block.self_attn.q_proj, block.self_attn.k_proj, block.self_attn.v_proj):
-            part.weight.data *= 0.2
-        block.self_attn.o_proj.weight.data *= 12
-        block.mlp.gate_proj.weight.data *= 0.2
+        attention = block.self_attn
+        for layer in (attention.q_proj, attention.k_proj, attention.v_proj, block.mlp.gate_proj):
+            layer.weight.data *= 0.2
+        attention.o_proj.weight.data *= 12
     if weight_norm:
         dq.layers.apply_weight_norm(backbone)
     return backbone
@@ -54,8 +39,7 @@ def contractive_llama(**changes) -> dq.Llama:
 def llama(**changes) -> dq.Llama:
     """A random Llama: at few iterations it is far from its fixed point."""
     torch.manual_seed(0)
-    sizes = {"d_model": 8, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "mlp_width": 6}
-    return dq.Llama(dq.LlamaConfig(**{**sizes, **changes})).double()
+    return dq.Llama(dq.LlamaConfig(**LLAMA | {"mlp_width": 6} | changes)).double()
 
 
 class Pointwise(dq.Backbone):
@@ -64,7 +48,8 @@ class Pointwise(dq.Backbone):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.d_model, self.inner = 8, torch.nn.Linear(8, 8).double()
+        self.d_model = 8
+        self.inner = torch.nn.Linear(8, 8).double()
 
     def prepare(self, x, cache=None, mask=None):
         return x
@@ -103,13 +88,10 @@ def embedded(batch: int = 2, length: int = 7, dim: int = 8) -> torch.Tensor:
 
 
 def language_model(backbone: dq.Backbone, vocab_size: int = 11, **fields) -> dq.CausalLM:
-    """Embeddings of the size of the states, so that predictions differ; solved as the
-    fields say.
-    """
+    """Embeddings of the size of the states, so that predictions differ; fields say how to solve."""
     torch.manual_seed(1)
-    return dq.CausalLM(
-        vocab_size, dq.ImplicitModel(backbone, dq.SolveConfig(**fields)), embedding_std=1.0
-    ).double()
+    model = dq.ImplicitModel(backbone, dq.SolveConfig(**fields))
+    return dq.CausalLM(vocab_size, model, embedding_std=1.0).double()
 
 
 class Logits(torch.nn.Module):

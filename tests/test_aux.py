@@ -7,48 +7,43 @@ import weakref
 import pytest
 import torch
 from problems import SOLVERS, row_affine
-from torch import Tensor
 
 import deqseq as dq
 from deqseq.testing.problems import Recorded
 
 GAINS = torch.tensor([0.0, 0.5, -1.0, 2.0, 0.9, -0.3, 3.0], dtype=torch.float64)
 CEILINGS = torch.tensor([torch.inf] * 6 + [5.0], dtype=torch.float64)
-START = torch.linspace(0.1, 0.4, 7 * 6, dtype=torch.float64).reshape(7, 2, 3)
 
 
-def with_aux(
-    z: Tensor, args: tuple[Tensor, Tensor]
-) -> tuple[Tensor, dict[str, tuple[Tensor, None]]]:
+def with_aux(z, args):
     """Rows contract, swing, grow or become NaN, each by its gain; the aux is the point."""
     gain, ceiling = (x[:, None, None] for x in args)
-    return torch.where(z.abs() > ceiling, torch.nan, gain * z + 1), {"kept": (1 * z, None)}
+    return torch.where(z.abs() > ceiling, torch.nan, gain * z + 1), {"point": (1 * z, None)}
 
 
 @pytest.mark.parametrize("solver", SOLVERS, ids=str)
 @pytest.mark.parametrize("check_every", [1, 5])
 @pytest.mark.parametrize("remove", [True, False])
 def test_the_aux_of_every_row_is_that_of_its_last_evaluation(solver, check_every, remove):
+    """In the plain solve rows stay, so that each is found at its place."""
+    z0 = torch.linspace(0.1, 0.4, 7 * 6, dtype=torch.float64).reshape(7, 2, 3)
     stop = dq.Stop(rtol=1e-6, max_steps=40, check_every=check_every, divergence=300.0)
-    f, args = (
-        (with_aux, (GAINS, CEILINGS))
-        if remove
-        else (lambda z: with_aux(z, (GAINS, CEILINGS)), None)
-    )
-    solution = dq.solve(f, START, solver=solver, stop=stop, args=args, has_aux=True)
-    f = Recorded(
-        lambda z: with_aux(z, (GAINS, CEILINGS))[0]
-    )  # rows stay, so that each is found at its place
-    plain = dq.solve(f, START, solver=solver, stop=stop)
+    call = {"solver": solver, "stop": stop}
+    args = (GAINS, CEILINGS)
+    if remove:
+        solution = dq.solve(with_aux, z0, args=args, has_aux=True, **call)
+    else:
+        solution = dq.solve(lambda z: with_aux(z, args), z0, has_aux=True, **call)
+    f = Recorded(lambda z: with_aux(z, args)[0])
+    plain = dq.solve(f, z0, **call)
     torch.testing.assert_close(solution.value, plain.value, rtol=1e-12, atol=1e-12)
-    assert solution.status.tolist() == plain.status.tolist()
+    assert torch.equal(solution.status, plain.status)
     assert solution.stats.evaluations == plain.stats.evaluations == f.evaluations
-    assert solution.aux["kept"][1] is None
-    for row, last in enumerate(plain.stats.iterations.tolist()):
+    points, nothing = solution.aux["point"]
+    assert nothing is None
+    for row, last in enumerate(plain.stats.iterations):
         expected = f.calls[last - 1][0][row]
-        torch.testing.assert_close(
-            solution.aux["kept"][0][row], expected, rtol=1e-12, atol=1e-12, equal_nan=True
-        )
+        torch.testing.assert_close(points[row], expected, rtol=1e-12, atol=1e-12, equal_nan=True)
 
 
 @pytest.mark.parametrize(
@@ -56,29 +51,27 @@ def test_the_aux_of_every_row_is_that_of_its_last_evaluation(solver, check_every
 )
 def test_estimators_hand_aux_on(gradient):
     """A gradient does not change what was found beside the value."""
-    problem = row_affine([0.5, 2.0, -0.4])
     weight = torch.ones((), dtype=torch.float64, requires_grad=True)
 
-    def f(z: Tensor, problem) -> tuple[Tensor, Tensor]:
+    def f(z, problem):
         return weight * problem(z), 10 * weight * z
 
-    told, stop = [], dq.Stop(rtol=1e-9, max_steps=60)
+    start = torch.zeros(3, 3, dtype=torch.float64)
+    told = []
     call = {
-        "args": problem,
+        "args": row_affine([0.5, 2.0, -0.4]),
         "has_aux": True,
         "solver": dq.Naive(),
-        "stop": stop,
-        "callback": told.append,
+        "stop": dq.Stop(rtol=1e-9, max_steps=60),
     }
-    start = torch.zeros(3, 3, dtype=torch.float64)
-    solution = gradient.apply(dq.Problem(f=f, z0=start, **call))
-    assert len(told) == solution.stats.evaluations
+    problem = dq.Problem(f=f, z0=start, callback=told.append, **call)
+    solution = gradient.apply(problem)
     with torch.no_grad():
         plain = dq.solve(f, start, **call)
+    assert len(told) == solution.stats.evaluations
     assert torch.equal(solution.aux.detach(), plain.aux)
-    assert solution.aux.requires_grad == isinstance(
-        gradient, dq.Unrolled
-    )  # where the iteration has a graph
+    with_graph = isinstance(gradient, dq.Unrolled)  # the others solve without one
+    assert solution.aux.requires_grad == with_graph
     assert solution.status.tolist() == plain.status.tolist() == [0, 2, 0]
     assert torch.autograd.grad(solution.value[[0, 2]].sum(), weight)[0].abs() > 0
 
@@ -88,13 +81,12 @@ def test_one_auxiliary_output_is_held_at_a_time():
     made = []
 
     def f(z):
-        assert all(each() is None for each in made)
+        assert all(aux() is None for aux in made)
         aux = torch.ones(2, 3)
         made.append(weakref.ref(aux))
         return 0.5 * z + 1, aux
 
-    solution = dq.solve(
-        f, torch.zeros(2, 3), solver=dq.Naive(), stop=dq.Stop(rtol=1e-3), has_aux=True
-    )
+    call = {"solver": dq.Naive(), "stop": dq.Stop(rtol=1e-3), "has_aux": True}
+    solution = dq.solve(f, torch.zeros(2, 3), **call)
     assert len(made) == solution.stats.evaluations > 2
     assert made[-1]() is solution.aux

@@ -1,5 +1,5 @@
-"""Windows: each row of a batch walks at its own pace, as in a plain loop over that row alone, to
-the last bit.
+"""Windows: each row of a batch walks at its own pace, as in a plain loop over that row, to the last
+bit.
 """
 
 import math
@@ -10,9 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_models import affine, embedded
-from test_solve_properties import PROPERTY
+from test_solve_properties import PROPERTY, tensor_of
 
 import deqseq as dq
+
+LARGEST = torch.finfo(torch.float32).max  # no limit of divergence is above it
 
 
 @dataclass(frozen=True)
@@ -40,8 +42,8 @@ class Elementwise(dq.Backbone):
 
     def forward(self, z, inputs, cache=None, *, need_aux=False):
         rate, x = inputs
-        before = torch.zeros_like(z[:, :1]) if cache is None else cache.previous[:, None]
-        states = torch.cat([before, z], dim=1)
+        first = torch.zeros_like(z[:, :1]) if cache is None else cache.previous[:, None]
+        states = torch.cat([first, z], dim=1)
         return rate * z + states[:, :-1] / 4 + x, states
 
     def advance(self, cache, aux, tokens, counts=None):
@@ -62,64 +64,82 @@ class Points(dq.Solver[None]):
         return torch.lerp(z, fz, 0.5), None
 
 
-def one_row(x, block, window, stop, solver):
+def measured(z, fz, block, norm):
+    """Of each token the difference and the size; with the norm of rows, those of its block."""
+    pair = [torch.linalg.vector_norm(x, dim=-1) for x in (fz - z, fz)]
+    if norm == "row":
+        pair = [torch.cat([b.norm().expand(len(b)) for b in x.split(block)]) for x in pair]
+    return pair
+
+
+def one_row(x, block, window, stop, solver, *, together):
     """One row by the documented rules: values, statistics of each token, status, and the last
-    committed point.
+    committed point. Tokens have their own limits of divergence, unless all are solved together.
     """
-    length, f, every, tiny = len(x), Elementwise(), stop.check_every, torch.finfo(x.dtype).tiny
+    length = len(x)
+    f = Elementwise()
+    tiny = torch.finfo(x.dtype).tiny
     z = begun = torch.zeros_like(x)
-    value, status, cache, limit = z.clone(), dq.Status.CONVERGED, None, 0.0
-    steps, entered, forced = torch.zeros(3, length, dtype=torch.int64)
-    residual, forced = torch.full((length,), math.inf).double(), forced.bool()
-    bound = torch.full((length,), math.nan).double()
-    first = since = count = (
-        0  # the first token of the window, the evaluation at which it came there, and evaluations
-    )
+    value = z.clone()
+    status = dq.Status.CONVERGED
+    cache = None
+    limit = torch.zeros(length).double()
+    steps, entered = torch.zeros(2, length, dtype=torch.int64)
+    residual, bound = torch.full((2, length), math.nan).double()
+    forced = torch.zeros(length, dtype=torch.bool)
+    first = moved = count = 0  # the window's first token, its last move, and evaluations
     while first < length:
-        end, count = min(first + block * window, length), count + 1
-        here, age = slice(first, end), count - since
+        end = min(first + block * window, length)
+        count = count + 1
+        here = slice(first, end)
+        size = end - first
+        age = count - moved
         fz = f(z[None, here], f.prepare(x[None, here]), cache)[0][0]
-        going = torch.cat([z[:first], solver.step(z[here], fz, None)[0], z[end:]])
-        late = age >= stop.max_steps
-        due = age % every == 0 or late
-        if due or age == 1:
-            d, s = (torch.linalg.vector_norm(y, dim=-1) for y in (fz - z[here], fz))
-            if stop.norm == "row":  # one number for each token of a block
-                d, s = (
-                    torch.cat([y.norm().expand(len(y)) for y in x.split(block)]) for x in (d, s)
-                )
-            if age == 1:
-                scale = torch.cat([d, s]).max().clamp_min(1)
-                limit = max(limit, -1.0 if scale.isinf() else stop.divergence * scale.item())
-            bound[here] = torch.where(bound[here].isnan(), stop.rtol * s, bound[here]).maximum(
-                d / 2
-            )
-        if due:
-            passed = [
-                bool(one.all())
-                for one in (d <= torch.minimum(stop.rtol * s, bound[here])).split(block)
-            ]
-            leaving = min(block * [*passed, False].index(False), end - first)
-            lost = not bool((d <= limit).all())
-            spent = late and leaving == 0 and not lost
-            whole = first + leaving == end and (age == 1 or end == length)
-            if every == 1 and block * window > 1 and count % 2 and not late and not whole:
-                leaving = 0  # windows of several tokens move after every second evaluation
-            leaving = end - first if lost else min(block, end - first) if spent else leaving
+        proposal = torch.cat([z[:first], solver.step(z[here], fz, None)[0], z[end:]])
+        budget_spent = age >= stop.max_steps
+        checked = budget_spent or age % stop.check_every == 0
+        if checked or age == 1:
+            d, s = measured(z[here], fz, block, stop.norm)
+            fresh = bound[here].isnan()
+            own = (stop.divergence * d.maximum(s).clamp_min(1)).clamp_max(LARGEST)
+            limit[here] = torch.where(fresh, own.max() if together else own, limit[here])
+            before = torch.where(fresh, stop.rtol * s, bound[here])
+            bound[here] = before.maximum(d / 2)
+        if checked:
+            allowed = stop.atol + torch.minimum(stop.rtol * s, bound[here])
+            blocks = [tokens.all().item() for tokens in (d <= allowed).split(block)]
+            passing = min(block * [*blocks, False].index(False), size)
+            diverged = not ((d <= limit[here]) & s.isfinite()).all()
+            whole = passing == size and (age == 1 or end == length)
+            # windows of several tokens move after every second evaluation
+            waits = stop.check_every == 1 and block * window > 1 and count % 2 == 1
+            leaving = 0 if waits and not budget_spent and not whole else passing
+            spent = budget_spent and leaving == 0 and not diverged
+            if diverged:
+                leaving = size
+            elif spent:
+                leaving = min(block, size)
             out = slice(first, first + leaving)
-            value[out] = z[out] if solver.returns_point and not spent else fz[:leaving]
-            value[out] = value[out] if not lost else (z if z[here].isfinite().all() else begun)[out]
-            residual[out] = (d / s.clamp_min(tiny)).nan_to_num(nan=torch.inf)[:leaving]
-            steps[out], forced[out] = count - entered[out], spent or lost
-            if lost:
-                forced[first:] = True
+            if diverged:
+                value[out] = (z if z[here].isfinite().all() else begun)[out]
+            elif solver.returns_point and not spent:
+                value[out] = z[out]
+            else:
+                value[out] = fz[:leaving]
+            residual[out] = (d / s.clamp_min(tiny)).nan_to_num(nan=math.inf)[:leaving]
+            steps[out] = count - entered[out]
+            forced[out] = spent or diverged
+            if diverged:
+                forced[first:], residual[end:] = True, math.inf
                 return value, steps, residual, forced, dq.Status.DIVERGED, None
+            if spent:
+                status = dq.Status.MAX_STEPS_REACHED
             if leaving:
-                status = max(status, dq.Status.MAX_STEPS_REACHED) if spent else status
-                cache, begun = Last(z[None, first + leaving - 1]), going
-                entered[end : end + leaving] = since = count
-                first += leaving
-        z = going
+                first = first + leaving
+                moved = count
+                begun = proposal
+                cache, entered[end : end + leaving] = Last(z[None, first - 1]), count
+        z = proposal
     return value, steps, residual, forced, status, cache.previous[0]
 
 
@@ -129,29 +149,27 @@ def batches(draw):
     all.
     """
     lengths = draw(st.lists(st.integers(1, 7), min_size=1, max_size=5))
+    batch = len(lengths)
+    length = max(lengths)
     rates = st.sampled_from([0.0, 0.0, 0.3, 0.3, -0.6, 0.9, 1.0, 40.0])
     numbers = st.sampled_from([0.0, 0.5, -1.0, 3.0, 1e3, 1e-3])
-    shape = (len(lengths), max(lengths))
-    made = [
-        draw(st.lists(each, min_size=math.prod(shape), max_size=math.prod(shape)))
-        for each in (rates, *[numbers] * 2)
-    ]
-    x = torch.tensor(made, dtype=torch.float64).reshape(3, *shape).permute(1, 2, 0).contiguous()
+    parts = draw(tensor_of(rates, batch, length, 1)), draw(tensor_of(numbers, batch, length, 2))
+    x = torch.cat(parts, dim=2)
     if draw(st.integers(0, 3)) == 0:
-        x[draw(st.integers(0, shape[0] - 1)), draw(st.integers(0, shape[1] - 1)), 1] = torch.inf
-    return x, torch.arange(shape[1]) < torch.tensor(lengths)[:, None]
+        x[draw(st.integers(0, batch - 1)), draw(st.integers(0, length - 1)), 1] = torch.inf
+    return x, torch.arange(length) < torch.tensor(lengths)[:, None]
 
 
-STOPS = (
-    st.fixed_dictionaries(  # made into a Stop by the test: the checks of types draw random numbers
-        {
-            "rtol": st.sampled_from([1e-1, 1e-3, 1e-9]),
-            "max_steps": st.integers(1, 25),
-            "check_every": st.sampled_from([1, 1, 2, 3]),
-            "norm": st.sampled_from(["token", "row"]),
-            "divergence": st.sampled_from([1.5, 30.0, 1e4]),
-        }
-    )
+# made into a Stop by the test: the checks of types draw random numbers
+STOPS = st.fixed_dictionaries(
+    {
+        "rtol": st.sampled_from([1e-1, 1e-3, 1e-9]),
+        "atol": st.sampled_from([0.0, 0.0, 0.05]),
+        "max_steps": st.integers(1, 25),
+        "check_every": st.sampled_from([1, 1, 2, 3]),
+        "norm": st.sampled_from(["token", "row"]),
+        "divergence": st.sampled_from([1.5, 30.0, 1e4]),
+    }
 )
 
 
@@ -165,26 +183,30 @@ STOPS = (
     st.booleans(),
 )
 def test_every_row_of_a_batch_is_the_loop_over_it_alone(batch, block, window, rule, solver, keep):
-    (x, mask), stop, seen = batch, dq.Stop(**rule), []
-    model = dq.ImplicitModel(
-        Elementwise(), dq.SolveConfig(solver, stop, sweep=Blocks(block, window))
-    )
+    (x, mask), stop, work = batch, dq.Stop(**rule), []
+    config = dq.SolveConfig(solver, stop, sweep=Blocks(block, window))
+    model = dq.ImplicitModel(Elementwise(), config)
     model.backbone.register_forward_hook(
-        lambda _, inputs, __: seen.append(inputs[0].shape[:2].numel())
+        lambda _, inputs, __: work.append(inputs[0][..., 0].numel())
     )
     with torch.no_grad():
         output = model(x, mask=mask, return_cache=keep)
     stats = output.stats
-    assert (stats.evaluations, stats.updates.sum()) == (len(seen), sum(seen))
+    assert (stats.evaluations, stats.updates.sum()) == (len(work), sum(work))
+    together = block is None
+    if together:
+        block = mask.shape[1]
+        window = 1
     for row, real in enumerate(mask):
         value, steps, residual, forced, status, last = one_row(
-            x[row, real], block or mask.shape[1], window if block else 1, stop, solver
+            x[row, real], block, window, stop, solver, together=together
         )
         assert output.status[row] == status
         assert torch.equal(output.value[row, real], value)
-        for name, expected in (("iterations", steps), ("forced", forced)):
-            assert torch.equal(getattr(stats, name)[row, real], expected), name
-            assert not getattr(stats, name)[row, ~real].any()
+        assert torch.equal(stats.iterations[row, real], steps)
+        assert torch.equal(stats.forced[row, real], forced)
+        assert not stats.iterations[row, ~real].any()
+        assert not stats.forced[row, ~real].any()
         # a norm over a row is summed in another order where the row is padded
         torch.testing.assert_close(stats.residual[row, real], residual, rtol=1e-12, atol=0)
         if keep and last is not None:
@@ -193,57 +215,44 @@ def test_every_row_of_a_batch_is_the_loop_over_it_alone(batch, block, window, ru
 
 def test_statistics_worked_out_by_hand():
     """With rate 0 and no tolerance token t passes one evaluation after token t - 1; the second row
-    has one token.
+    has one token, where work beyond its end is counted.
     """
-    x = torch.tensor(
-        [[[0.0, 1.0, 0.0]] * 3, [[0.0, 1.0, 0.0], [0.0] * 3, [0.0] * 3]], dtype=torch.float64
-    )
-    model = dq.ImplicitModel(
-        Elementwise(), dq.SolveConfig(dq.Naive(), dq.Stop(rtol=0.0), sweep=dq.Sliding(2))
-    )
+    x = torch.zeros(2, 3, 3, dtype=torch.float64)
+    x[0, :, 1] = x[1, 0, 1] = 1
+    config = dq.SolveConfig(dq.Naive(), dq.Stop(rtol=0.0), sweep=dq.Sliding(2))
     with torch.no_grad():
-        output = model(x, mask=torch.tensor([[True] * 3, [True, False, False]]))
+        output = dq.ImplicitModel(Elementwise(), config)(x, mask=x[..., 1] > 0)
     assert output.value[..., 1].tolist() == [[1, 1.25, 1.3125], [1, 0, 0]]
     assert output.stats.iterations.tolist() == [[2, 4, 2], [2, 0, 0]]
-    assert output.stats.updates.tolist() == [
-        [2, 4, 2],
-        [4, 0, 0],
-    ]  # work beyond its end is that of its last token
+    assert output.stats.updates.tolist() == [[2, 4, 2], [4, 0, 0]]
     assert output.stats.evaluations == 4
     assert not output.stats.forced.any()
 
 
-def test_a_window_that_has_spent_its_budget_moves_at_once():
-    """The first token passes at the third evaluation; windows move at every second one, but the
-    budget is three.
-    """
-    x = torch.tensor([[[0.5, 1.0, 0.0]] * 3], dtype=torch.float64)
-    solve = dq.SolveConfig(dq.Naive(), dq.Stop(rtol=0.2, max_steps=3), sweep=dq.Sliding(2))
-    with torch.no_grad():
-        assert dq.ImplicitModel(Elementwise(), solve)(x).stats.iterations[0, 0] == 3
-
-
-@pytest.mark.parametrize(("first", "steps"), [(1000.0, 6), (1.0, 4)])
-def test_the_limit_of_divergence_is_that_of_the_largest_scale_so_far(first, steps):
+@pytest.mark.parametrize(
+    ("sweep", "steps"), [(dq.Sequential(), 4), (dq.Simultaneous(), 7)], ids=str
+)
+def test_the_limit_of_divergence_is_that_of_a_token_or_of_a_row_solved_together(sweep, steps):
     """The second token grows from a residual of 240 on, twofold; its own limit is 1200, and that of
     the first 5000.
     """
-    x = torch.tensor([[[0.0, first, 0.0], [2.0, 240 - first / 4, 0.0]]], dtype=torch.float64)
-    solve = dq.SolveConfig(dq.Naive(), dq.Stop(divergence=5.0), sweep=dq.Sequential())
+    x = torch.tensor([[[0.0, 1000.0, 0.0], [2.0, 240 - 250.0, 0.0]]], dtype=torch.float64)
+    solve = dq.SolveConfig(dq.Naive(), dq.Stop(divergence=5.0), sweep=sweep)
     with torch.no_grad():
         output = dq.ImplicitModel(Elementwise(), solve)(x)
     assert output.status.tolist() == [dq.Status.DIVERGED]
-    assert output.stats.iterations.tolist() == [[2, steps]]
+    assert output.stats.iterations[0, 1] == steps
 
 
 @pytest.mark.parametrize("sweep", [dq.Chunked(4), dq.Sliding(4)], ids=str)
 @pytest.mark.parametrize("keep", [False, True])
 def test_rows_that_have_ended_leave_unless_their_cache_is_needed(sweep, keep):
-    backbone, rows = affine(), []
+    backbone = affine()
+    rows = []
     backbone.register_forward_hook(lambda _, inputs, __: rows.append(len(inputs[0])))
     mask = torch.arange(20) < torch.tensor([20, 18, 15, 12, 9, 6, 4, 1])[:, None]
     model = dq.ImplicitModel(backbone, dq.SolveConfig(stop=dq.Stop(rtol=1e-10, max_steps=500)))
     with torch.no_grad():
         assert model(embedded(8, 20), sweep=sweep, mask=mask, return_cache=keep).converged.all()
     assert rows == sorted(rows, reverse=True)
-    assert (rows[0], rows[-1]) == ((8, 8) if keep else (8, 1))
+    assert (rows[0], rows[-1]) == (8, 8 if keep else 1)

@@ -46,22 +46,21 @@ def test_sweeps_that_find_other_fixed_points():
         )
 
 
+def parity(batch, length):
+    bits = torch.randint(2, (batch, length), generator=torch.Generator().manual_seed(0))
+    return dq.load_example("parity"), bits
+
+
 def test_tokens_that_converge_one_after_another_are_not_called_stuck():
-    lm = dq.load_example("parity")
-    bits = torch.randint(0, 2, (2, 400), generator=torch.Generator().manual_seed(0))
+    lm, bits = parity(2, 400)
     stop = dq.Stop(rtol=1e-2, max_steps=64)
-    output = lm(bits, stop=stop)
-    explanation = output.explain()
+    explanation = lm(bits, stop=stop).explain()
     assert explanation.causes == ("budget", "budget")
-    finding = explanation.findings["budget"]
-    assert (
-        told := re.match(
-            r"From left to right, (\d+) of 400 tokens have converged after 256 iterations", finding
-        )
-    )
+    told = r"From left to right, (\d+) of 400 tokens have converged after 256 iterations"
+    (count,) = re.match(told, explanation.findings["budget"]).groups()
     longer = lm(bits, stop=dq.Stop(rtol=1e-2, max_steps=256))
     passed = longer.stats.residual[0] <= 1e-2
-    assert int(told[1]) == passed.tolist().index(False) < 400
+    assert int(count) == passed.tolist().index(False) < 400
     assert "sweep=Sliding(window=8) converges" in explanation.remedies["budget"]
     assert lm(bits, stop=stop, sweep=dq.Sliding(8)).converged.all()
 
@@ -70,11 +69,9 @@ def test_the_remedy_holds_for_rows_that_converge_within_the_longer_budget_and_fo
     """The longer solve ends with the first rows; the iterations that they took would not be enough
     for the others.
     """
-    lm, bits = (
-        dq.load_example("parity"),
-        torch.randint(2, (16, 96), generator=torch.Generator().manual_seed(0)),
-    )
+    lm, bits = parity(16, 96)
     output = lm(bits, stop=dq.Stop(rtol=0.03, max_steps=32))
     longer = lm(bits, stop=dq.Stop(rtol=0.03, max_steps=128)).converged
-    assert longer.any() and not longer.all()
+    assert longer.any()
+    assert not longer.all()
     assert output.explain().remedies["budget"].startswith("sweep=Sliding(window=8) converges")

@@ -2,7 +2,7 @@
 deqseq.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -30,33 +30,38 @@ class Case:
     z_star: Tensor
     weights: Tensor
 
-    def injection(self) -> Tensor:
+    def injection(self):
         """The input ``x``, with a graph."""
         return self.leaves["gain"] * self.leaves["source"]
 
-    def f(self, x: Tensor, leaves: Mapping[str, Tensor] | None = None) -> Map:
+    def f(self, x, leaves=None):
         """The map for the input ``x``, by default with the case's own leaves."""
         p = self.leaves if leaves is None else leaves
         injected = x @ p["U"].T + p["b"]
 
-        def f(z: Tensor) -> Tensor:
+        def f(z):
             inner = z @ p["W"].T + injected
             inner = inner if self.mixing is None else inner + self.mixing @ z
             return torch.tanh(inner) if self.nonlinear else inner
 
         return f
 
-    def loss(self, value: Tensor) -> Tensor:
+    def loss(self, value):
         """A weighted sum of squares."""
         return (self.weights * value.square()).sum()
 
     @property
-    def z0(self) -> Tensor:
+    def accumulated(self):
+        """The gradients that backward passes have left in the leaves."""
+        return {key: leaf.grad for key, leaf in self.leaves.items()}
+
+    @property
+    def z0(self):
         """Zeros."""
         return torch.zeros_like(self.z_star)
 
 
-def make(name: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> Case:
+def make(name, dtype=torch.float64, seed=0):
     """One of PROBLEMS, with leaves that require gradients; the map contracts by less than 0.7."""
     kind, event = name.split("-")
     generator = torch.Generator().manual_seed(seed)
@@ -80,28 +85,29 @@ def make(name: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> Case:
     )
 
 
-def dense_fixed_point(f: Map, z0: Tensor, adjoint: Adjoint) -> Tensor:
+def dense_fixed_point(f, z0, adjoint):
     """The fixed point by brute force, its backward pass by a hook that applies ``adjoint``."""
     with torch.no_grad():
         z = z0
         for _ in range(120):
             z = f(z)
-    value, jacobian = f(z), torch.func.jacrev(f)(z).detach().reshape(z.numel(), z.numel())
+    value = f(z)
+    jacobian = torch.func.jacrev(f)(z).detach().reshape(z.numel(), z.numel())
     value.register_hook(lambda grad: adjoint(jacobian, grad.flatten()).view_as(grad))
     return value
 
 
-def exact(jacobian: Tensor, grad: Tensor) -> Tensor:
+def exact(jacobian, grad):
     """``(I - J)^-T g``: the implicit function theorem."""
     return torch.linalg.solve(torch.eye(len(grad), dtype=grad.dtype) - jacobian.T, grad)
 
 
-def neumann(steps: int, damping: float) -> Adjoint:
+def neumann(steps, damping):
     """``damping * sum_i ((1 - damping) I + damping J)^i`` transposed, times ``g``:
     ``steps`` terms.
     """
 
-    def series(jacobian: Tensor, grad: Tensor) -> Tensor:
+    def series(jacobian, grad):
         factor = (1 - damping) * torch.eye(len(grad), dtype=grad.dtype) + damping * jacobian.T
         terms = [torch.linalg.matrix_power(factor, i) @ grad for i in range(steps)]
         return damping * torch.stack(terms).sum(dim=0)
@@ -109,17 +115,13 @@ def neumann(steps: int, damping: float) -> Adjoint:
     return series
 
 
-def gradients(
-    loss: Tensor, leaves: Mapping[str, Tensor], retain_graph: bool = False
-) -> dict[str, Tensor]:
+def gradients(loss, leaves, retain_graph=False):
     """The gradient of every leaf, by its name."""
     found = torch.autograd.grad(loss, list(leaves.values()), retain_graph=retain_graph)
     return dict(zip(leaves, found, strict=True))
 
 
-def assert_close(
-    ours: Mapping[str, Tensor | None], expected: Mapping[str, Tensor], rtol: float = 1e-8
-) -> None:
+def assert_close(ours, expected, rtol=1e-8):
     """Compare norms of differences with ``rtol``; an expected gradient of zero would test nothing,
     and fails.
     """
