@@ -1,15 +1,15 @@
-"""Checks of arguments: an error names the argument, what it got and what it wants.
+"""What an argument may be, and the error for one that is something else.
 
-Most are called by :func:`checked`, which reads what an argument takes from its annotation.
+:func:`checked` reads it from annotations; the functions ``check_...`` check one argument. An error
+names the argument, what is expected and what was given.
 """
 
 import difflib
 import functools
 import inspect
-import math
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from itertools import chain, repeat
 from numbers import Integral, Real
@@ -27,144 +27,229 @@ from typing import (
 
 import torch
 from jaxtyping import AbstractArray
-from torch import Tensor, nn
+from torch import Tensor
 
-Kind = type | tuple[type, ...]
-
-EXAMPLES = {
-    "Solver": "dq.Anderson()",
-    "Stop": "dq.Stop(rtol=1e-3)",
-    "Gradient": "dq.Phantom(4)",
-    "Sweep": "dq.Sliding(8)",
-    "SolveConfig": "dq.SolveConfig(solver=dq.Anderson())",
-    "Backbone": "dq.Mamba2(dq.Mamba2Config(d_model=64))",
-    "Mamba2Config": "dq.Mamba2Config(d_model=64)",
-    "LlamaConfig": "dq.LlamaConfig(d_model=64)",
-    "RotaryScaling": "RotaryScaling(8.0)",
-    "Injection": "dq.ConcatInjection(64)",
-    "Model": "dq.ImplicitModel(backbone)",
-    "ImplicitModel": "dq.ImplicitModel(backbone)",
-    "ExplicitModel": "dq.ExplicitModel(backbone)",
-    "CausalLM": "dq.CausalLM(vocab_size, dq.ImplicitModel(backbone))",
-    "Evaluation": "model.evaluate(x)",
-    "LanguageModelSpec": 'dq.preset("mamba2-130m-implicit")',
-    "PreTrainedModel": "AutoModelForCausalLM.from_pretrained(name)",
-    "Curriculum": "training.Curriculum((training.bounded(), training.free()))",
-    "Phase": "training.free()",
-    "PoissonLogNormal": "training.PoissonLogNormal(32)",
-    "FiniteMonoid": 'tasks.parse_group("A5")',
-    "slice": "slice(4, 12)",
-    "Generator": "torch.Generator().manual_seed(0)",
-    "dtype": "torch.bfloat16",
-}
-"""What to write where an object of a class is wanted."""
+T = TypeVar("T")
 
 
-def check_type(name: str, value: object, wanted: Kind, example: str = "") -> None:
-    """Refuse an argument that is not an object of a class, or of one of several."""
-    if not isinstance(value, wanted):
-        raise wrong_type(name, value, wanted if isinstance(wanted, tuple) else (wanted,), example)
+class Wanted:
+    """What a value may be; ``str()`` of it completes ``"NAME must be ..."``."""
+
+    kind: Any = object
+    excluded: tuple[type, ...] = ()
+
+    def is_kind(self, value: object) -> bool:
+        """Whether the type is right; if only the value is wrong, the error is a ValueError."""
+        return isinstance(value, self.kind) and not isinstance(value, self.excluded)
+
+    def in_range(self, value: Any) -> bool:
+        """Whether a value of the right type is taken."""
+        return True
+
+    def remedy(self, value: object) -> str:
+        """What to write instead of a value that is not taken."""
+        return ""
+
+    def __call__(self, name: str, value: object) -> None:
+        """Raise the error for an argument that is something else."""
+        require(name, value, (self,))
 
 
-def wrong_type(name: str, value: object, kinds: tuple[type, ...], example: str = "") -> TypeError:
-    """The error for an argument that is not an object of one of these classes."""
-    names = " or ".join(_called(kind) for kind in kinds)
-    example = example or EXAMPLES.get(kinds[0].__name__, "")
+def require(name: str, value: object, wanted: Sequence[Wanted], example: str = "") -> None:
+    """Raise the error for an argument that is none of what is ``wanted``."""
+    right_type = [each for each in wanted if each.is_kind(value)]
+    if any(each.in_range(value) for each in right_type):
+        return
+    expected = [str(each) for each in wanted if not right_type or each.kind is not type(None)]
     such = f", such as {example}" if example else ""
-    return TypeError(f"{name} must be {names}{such}, got {_shown(value)}{_remedy(value, kinds)}")
+    remedy = "".join(each.remedy(value) for each in wanted)
+    error = ValueError if right_type else TypeError
+    raise error(f"{name} must be {' or '.join(expected)}{such}, got {_shown(value)}{remedy}")
 
 
-def check_integer(name: str, value: object, low: int, high: int | float = math.inf) -> None:
-    """Refuse anything but an integer in ``low..high``; Python's and NumPy's are taken, booleans are
-    not.
-    """
-    wanted = f"an integer >= {low}" if high == math.inf else f"an integer in {low}..{high}"
-    _check_number(name, value, Integral, wanted, lambda x: low <= x <= high)
+@dataclass(frozen=True)
+class Instance(Wanted):
+    """An object of a class."""
+
+    kind: type
+
+    def __str__(self) -> str:
+        name = self.kind.__name__
+        plain = {"NoneType": "None", "bool": "True or False", "str": "a string"}
+        return plain.get(name) or f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
+
+    def remedy(self, value: object) -> str:
+        """Which class to call instead of a class, or of its name."""
+        if self.kind is Tensor and isinstance(value, tuple | list):
+            tensors = all(isinstance(each, Tensor) for each in value)
+            how = ": join them as one tensor (torch.cat along the last dimension), split in f"
+            return how if tensors else ""
+        name = value.__name__ if isinstance(value, type) else value
+        if not isinstance(name, str) or not self.kind.__module__.startswith("deqseq"):
+            return ""
+        classes = [self.kind, *self.kind.__subclasses__()]
+        names = {each.__name__.lower(): each.__name__ for each in classes}
+        near = difflib.get_close_matches(name.lower().replace("_", ""), names, n=1)
+        return f": write {names[near[0]]}(...)" if near else ""
+
+
+class Integer(Wanted):
+    """Any integer; Python's and NumPy's are taken, booleans are not."""
+
+    kind, excluded = Integral, (bool,)
+
+    def __str__(self) -> str:
+        return "an integer"
+
+
+@dataclass(frozen=True)
+class AtLeast(Integer):
+    """In ``Annotated[int, AtLeast(1)]``: an integer from ``low`` on."""
+
+    low: int
+
+    def __str__(self) -> str:
+        return f"an integer >= {self.low}"
+
+    def in_range(self, value: Any) -> bool:
+        return value >= self.low
+
+
+@dataclass(frozen=True)
+class Between(Integer):
+    """In ``Annotated[int, Between(0, 9)]``: an integer from ``low`` to ``high``."""
+
+    low: int
+    high: int
+
+    def __str__(self) -> str:
+        return f"an integer in {self.low}..{self.high}"
+
+    def in_range(self, value: Any) -> bool:
+        return self.low <= value <= self.high
+
+
+@dataclass(frozen=True)
+class Within(Wanted):
+    """In ``Annotated[float, Within("[0, inf)")]``: a number in an interval; NaN is in none."""
+
+    interval: str
+    kind, excluded = Real, (bool, Fraction)  # torch takes no fractions
+
+    def __str__(self) -> str:
+        return f"a number in {self.interval}"
+
+    def in_range(self, value: Any) -> bool:
+        low, high = (float(end) for end in self.interval[1:-1].split(","))
+        is_low = value == low and "[" in self.interval
+        is_high = value == high and "]" in self.interval
+        return low < value < high or is_low or is_high
+
+
+class Bounds(Wanted):
+    """Two ordered numbers from 0 on; the second may be infinite."""
+
+    kind = (tuple, list)
+
+    def __str__(self) -> str:
+        return "two ordered bounds, such as (0.0, 0.1)"
+
+    def in_range(self, value: Any) -> bool:
+        numbers = all(Within("[0, inf]").is_kind(bound) for bound in value)
+        return numbers and len(value) == 2 and 0 <= value[0] <= value[1]
+
+
+@dataclass(frozen=True)
+class Choice(Wanted):
+    """One of some values; the type of each counts."""
+
+    choices: tuple[object, ...]
+
+    def __str__(self) -> str:
+        return f"one of {self.choices}"
+
+    def in_range(self, value: object) -> bool:
+        return any(isinstance(value, type(each)) and value == each for each in self.choices)
+
+    def remedy(self, value: object) -> str:
+        return suggestion(value, self.choices)
+
+
+@dataclass(frozen=True)
+class Function(Wanted):
+    """What can be called, with so many ``arguments`` by place if their number is given."""
+
+    arguments: int | None
+
+    def __str__(self) -> str:
+        if self.arguments is None:
+            return "a function"
+        return f"a function of {self.arguments} argument(s)"
+
+    def is_kind(self, value: object) -> bool:
+        if not callable(value) or isinstance(value, type):
+            return False
+        try:
+            if self.arguments is not None:
+                inspect.signature(value).bind(*range(self.arguments))
+        except ValueError:  # some built-in functions have no signature
+            return True
+        except TypeError:
+            return False
+        return True
+
+
+PositiveInt = Annotated[int, AtLeast(1)]
+PositiveFloat = Annotated[float, Within("(0, inf)")]
+Probability = Annotated[float, Within("[0, 1)")]
+
+check_flag = Instance(bool)
+check_bounds = Bounds()
+
+StepBounds = Annotated[tuple[float, float], check_bounds]
+
+
+def check_type(name: str, value: object, wanted: Any, example: str = "") -> None:
+    """Refuse an argument that is not an object of a class, or of one of a tuple of classes."""
+    kinds = wanted if isinstance(wanted, tuple) else (wanted,)
+    require(name, value, [Instance(kind) for kind in kinds], example)
+
+
+def check_integer(name: str, value: object, low: int, high: int | None = None) -> None:
+    """Refuse anything but an integer from ``low`` on, up to ``high`` if that is given."""
+    wanted = AtLeast(low) if high is None else Between(low, high)
+    wanted(name, value)
 
 
 def check_number(name: str, value: object, interval: str) -> None:
-    """Refuse anything but a number in an interval, written as in ``"[0, inf)"``; NaN is in none."""
-    _check_number(name, value, Real, f"a number in {interval}", _inside(interval))
+    """Refuse anything but a number in an interval, written as in ``"[0, inf)"``."""
+    Within(interval)(name, value)
 
 
-def check_bounds(name: str, value: Any) -> None:
-    """Refuse anything but two ordered bounds, the lower from 0 on, with a TypeError or a
-    ValueError.
-    """
-    check_type(name, value, (tuple, list), "(0.0, 0.1)")
-    if len(value) != 2:
-        raise ValueError(f"{name} must be two bounds, got {value!r}")
-    check_number(f"{name}[0]", value[0], "[0, inf)")
-    check_number(f"{name}[1]", value[1], f"[{value[0]}, inf]")
+def check_choice(name: str, value: object, choices: Iterable[object]) -> None:
+    """Refuse anything but one of the ``choices`` with a ValueError."""
+    Choice(tuple(choices))(name, value)
 
 
-def check_flag(name: str, value: object) -> None:
-    """Refuse anything but True and False with a TypeError."""
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, got {_shown(value)}")
-
-
-def check_choice(
-    name: str, value: object, choices: Iterable[object], kinds: tuple[type, ...] = ()
-) -> None:
-    """Refuse anything but one of the ``choices``, or an object of one of the ``kinds``, with a
-    ValueError.
-    """
-    known = tuple(choices)
-    if isinstance(value, kinds) or any(
-        isinstance(value, type(one)) and value == one for one in known
-    ):
-        return
-    hint = (
-        suggestion(value, [one for one in known if isinstance(one, str)])
-        if isinstance(value, str)
-        else ""
-    )
-    others = "".join(f" or {_called(kind)}" for kind in kinds)
-    raise ValueError(
-        f"{name} must be one of {known}{others}, got {_shown(value)}{hint or _remedy(value, kinds)}"
-    )
+def check_callable(name: str, value: object, arguments: int) -> None:
+    """Refuse anything that cannot be called with so many ``arguments``."""
+    Function(arguments)(name, value)
 
 
 def check_known(what: str, name: object, known: Collection[str]) -> None:
     """Refuse a name, such as that of an option, that is not known, with a ValueError."""
     if name not in list(known):
         raise ValueError(
-            f"{what} {name!r} is unknown{suggestion(str(name), known)} (known: {', '.join(known)})"
+            f"{what} {name!r} is unknown{suggestion(name, known)} (known: {', '.join(known)})"
         )
 
 
-def check_callable(name: str, value: object, arguments: int | None = None) -> None:
-    """Refuse anything that cannot be called, or not with so many ``arguments`` by place, with a
-    TypeError.
-    """
-    if not callable(value) or isinstance(value, type):
-        raise TypeError(f"{name} must be a function, got {_shown(value)}")
-    if (
-        arguments is None
-        or getattr(getattr(value, "__code__", None), "co_argcount", None) == arguments
-    ):
-        return  # a plain function: a signature takes 20 microseconds
-    try:
-        signature = inspect.signature(value)
-    except ValueError:  # some built-in functions have none
-        return
-    try:
-        signature.bind(*range(arguments))
-    except TypeError as error:
-        raise TypeError(
-            f"{name} must be a function of {arguments} argument(s), got one of {signature}"
-        ) from error
-
-
 def check_like(name: str, value: object, like: Tensor, what: str) -> None:
-    """Refuse what ``name`` returned unless it is a tensor as ``like`` is; under autocast its dtype
-    may differ.
-    """
+    """Refuse what ``name`` returned unless it is a tensor as ``like`` is."""
     if not isinstance(value, Tensor):
         raise TypeError(f"what {name} returns must be a Tensor like {what}, got {_shown(value)}")
     if value.shape != like.shape or value.device != like.device:
-        wanted, got = (f"{tuple(one.shape)} on {one.device}" for one in (like, value))
+        wanted, got = (f"{tuple(x.shape)} on {x.device}" for x in (like, value))
         raise ValueError(f"{name} must keep the shape and device of {what}, {wanted}, got {got}")
     if value.dtype != like.dtype and not torch.is_autocast_enabled(like.device.type):
         raise TypeError(f"{name} must keep the dtype of {what}, {like.dtype}, got {value.dtype}")
@@ -178,17 +263,14 @@ def versions(*tensors: Tensor) -> list[int]:
 def returned_by(
     name: str, call: Callable[..., Any], *inputs: Tensor, like: Tensor, what: str
 ) -> Tensor:
-    """What a user's object returns for ``inputs``: a tensor as ``like`` is; an error of torch names
-    the object.
-    """
+    """What a user's object returns, a tensor as ``like`` is; an error of torch names the object."""
     try:
         value = call(*inputs)
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        raise ValueError(
-            f"{name} cannot take {' and '.join(map(_shown, inputs))}: {error}"
-        ) from error
+        shown = " and ".join(map(_shown, inputs))
+        raise ValueError(f"{name} cannot take {shown}: {error}") from error
     check_like(name, value, like, what)
     return value
 
@@ -198,14 +280,10 @@ def check_ids(name: str, ids: Tensor, vocab_size: int) -> None:
     check_type(name, ids, Tensor)
     if ids.dtype != torch.int64:
         raise TypeError(f"{name} must be int64, got {ids.dtype}: write {name}.long()")
-    if ids.ndim != 2:
-        raise ValueError(f"{name} must have shape (batch, length), got {tuple(ids.shape)}")
-    if 0 in ids.shape:
-        raise ValueError(
-            f"{name} must have at least one row and one token, got shape {tuple(ids.shape)}"
-        )
-    # an exported model takes what it is given; under vmap there are no values to look at, and the
-    # solve refuses it
+    if ids.ndim != 2 or 0 in ids.shape:
+        shape = tuple(ids.shape)
+        raise ValueError(f"{name} must have shape (batch, length), neither of them 0, got {shape}")
+    # an exported model does not check values; under vmap there are none, and the solve refuses it
     torch_c: Any = torch._C
     if torch.compiler.is_compiling() or torch_c._functorch.is_batchedtensor(ids):
         return
@@ -214,9 +292,9 @@ def check_ids(name: str, ids: Tensor, vocab_size: int) -> None:
         raise ValueError(f"{name} must lie in 0..{vocab_size - 1}, got {low}..{high}")
 
 
-def suggestion(name: str, known: Iterable[str]) -> str:
+def suggestion(name: object, known: Iterable[object]) -> str:
     """``"; did you mean 'a' or 'b'?"``, or an empty string if no known name is close."""
-    near = difflib.get_close_matches(name, list(known), n=3, cutoff=0.5)
+    near = difflib.get_close_matches(str(name), list(map(str, known)))
     return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 
@@ -225,144 +303,38 @@ def plain_number(value: Real) -> int | float:
     return int(value) if isinstance(value, Integral) else float(value)
 
 
-@functools.cache
-def _inside(interval: str) -> Callable[[Any], bool]:
-    """Whether a number is in an interval."""
-    low, high = (float(end) for end in interval[1:-1].split(","))
-    above = (lambda x: low <= x) if interval[0] == "[" else (lambda x: low < x)
-    below = (lambda x: x <= high) if interval[-1] == "]" else (lambda x: x < high)
-    return lambda x: above(x) and below(x)
-
-
-def _check_number(name: str, value: Any, kind: type, wanted: str, inside: Any) -> None:
-    if isinstance(value, bool | Fraction) or not isinstance(
-        value, kind
-    ):  # torch takes no fractions
-        raise TypeError(f"{name} must be {wanted}, got {_shown(value)}")
-    if not inside(value):
-        raise ValueError(f"{name} must be {wanted}, got {_shown(value)}")
-
-
 def _shown(value: object) -> str:
     """A value in an error, without the numbers of a tensor or the layers of a model."""
     if isinstance(value, Tensor):
         return f"a tensor of {value.dtype} {tuple(value.shape)}"
+    if inspect.isfunction(value):
+        return f"{value.__name__}{inspect.signature(value)}"
     text = repr(value)
-    if isinstance(value, nn.Module) or "\n" in text:
+    if "\n" in text:
         return f"{type(value).__name__}(...)"
     return text if len(text) <= 120 else f"{text[:117]}..."
 
 
-def _called(kind: type) -> str:
-    plain = {
-        type(None): "None",
-        bool: "True or False",
-        int: "an integer",
-        float: "a number",
-        str: "a string",
-    }
-    return plain.get(kind) or f"a{'n' if kind.__name__[0] in 'AEIOUaeiou' else ''} {kind.__name__}"
-
-
-def _remedy(value: object, kinds: tuple[type, ...]) -> str:
-    """What to write instead of a class, of its name, or of a model of transformers."""
-    if type(value).__module__.startswith("transformers.") and isinstance(value, nn.Module):
-        return ": deqseq.integrations.huggingface.retrofit(model, ...) makes an implicit one of it"
-    if (
-        isinstance(value, tuple | list)
-        and Tensor in kinds
-        and all(isinstance(part, Tensor) for part in value)
-    ):
-        return (
-            ": join them as one tensor (torch.cat along the last dimension), and split it inside f"
-        )
-    own = [
-        kind for kind in kinds if kind.__module__.startswith("deqseq")
-    ]  # there are many kinds of Mapping
-    known = {one.__name__: one for kind in own for one in _below(kind)}
-    if isinstance(value, type) and value in known.values():
-        return f": write {value.__name__}(...)"
-    if isinstance(value, str):
-        folded = {name.lower(): name for name in known}
-        near = difflib.get_close_matches(
-            value.lower().replace("_", ""), list(folded), n=1, cutoff=0.5
-        )
-        return f": write {folded[near[0]]}(...)" if near else ""
-    return ""
-
-
-def _below(kind: type) -> Iterator[type]:
-    """A class and all that inherit from it."""
-    yield kind
-    for one in type.__subclasses__(kind):
-        yield from _below(one)
-
-
-T = TypeVar("T")
-Check = Callable[[str, Any], None]
-"""``check(name, value)`` raises an error that names the argument if it does not take the value."""
-
-OTHERS = "**"
+KEYWORDS = "**"
 """Stands for the keywords that a function takes by any name."""
-PLACES = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 ELSEWHERE = {
     "attention_mask": "mask",
     "use_cache": "return_cache",
     "past_key_values": "cache",
-    "do_sample": "temperature",
     "max_length": "max_new_tokens",
     "eos_token_id": "stop_tokens",
     "pad_token_id": "pad_token",
-    "streamer": "callback",
     "hidden_size": "d_model",
-    "num_hidden_layers": "n_layers",
-    "num_attention_heads": "n_heads",
-    "tie_weights": "tied",
     "max_iter": "max_steps",
-    "f_max_iter": "max_steps",
     "tol": "rtol",
-    "f_tol": "rtol",
-    "tolerance": "rtol",
     "tau": "damping",
 }
 """Names of arguments in other libraries, and ours."""
 
 
-@dataclass(frozen=True)
-class AtLeast:
-    """In ``Annotated[int, AtLeast(1)]``: an integer from ``low`` on."""
-
-    low: int
-
-    def __call__(self, name: str, value: Any) -> None:
-        check_integer(name, value, self.low)
-
-
-@dataclass(frozen=True)
-class Between:
-    """In ``Annotated[int, Between(0, 9)]``: an integer from ``low`` to ``high``."""
-
-    low: int
-    high: int
-
-    def __call__(self, name: str, value: Any) -> None:
-        check_integer(name, value, self.low, self.high)
-
-
-@dataclass(frozen=True)
-class Within:
-    """In ``Annotated[float, Within("[0, inf)")]``: a number in an interval; NaN is in none."""
-
-    interval: str
-
-    def __call__(self, name: str, value: Any) -> None:
-        check_number(name, value, self.interval)
-
-
 def checked(target: T) -> T:
-    """Check the arguments of a function, or of a dataclass's constructor, against their
-    annotations.
+    """Check the arguments of a function or a dataclass's constructor against their annotations.
 
     It reads checks in ``Annotated`` (:class:`AtLeast`, :class:`Between`, :class:`Within`),
     ``bool``, ``Literal``, functions, classes, and unions of them; of a tensor or a container only
@@ -387,200 +359,92 @@ def checked(target: T) -> T:
         Traceback (most recent call last):
         ValueError: times must be an integer >= 1, got 0
     """
-    if isinstance(target, classmethod | staticmethod | property):
-        raise TypeError(f"write @checked below @{type(target).__name__}")
     if isinstance(target, type):
-        target.__init__ = _checking(target.__init__, f"{target.__name__}.")
+        target.__init__ = _checking(target.__init__)
         return target
-    function: Any = target
-    owner, _, name = function.__qualname__.rpartition(".")
-    return _checking(function, f"{owner}." if name == "__init__" else "")
+    return _checking(target)
 
 
-def _checking(function: Any, prefix: str) -> Any:
-    @functools.cache  # at the first call, when every class that an annotation names is there
-    def parameters() -> tuple[list[str], dict[str, Check | None], Check | None]:
-        """The names of arguments by place, the last one of all further ones; checks; that of other
-        keywords.
-        """
-        named = _annotations(function)
-        kinds = {one.name: one.kind for one in inspect.signature(function).parameters.values()}
-        places = [name for name, kind in kinds.items() if kind in PLACES]
-        further = [name for name, kind in kinds.items() if kind is inspect.Parameter.VAR_POSITIONAL]
-        others = (
-            _check_of(named[OTHERS]) if OTHERS in named else functools.partial(_refuse, function)
-        )
-        return (
-            [*places, *(further or [""])],
-            {"": None} | {name: _check_of(a) for name, a in named.items()},
-            others,
-        )
+def _checking(function: Any) -> Any:
+    *_, owner, name = f".{function.__qualname__}".split(".")
+    prefix = f"{owner}." if name == "__init__" else ""
+    # at the first call, when every class that an annotation names exists
+    arguments = functools.cache(lambda: _arguments(function))
 
     @functools.wraps(function)
     def with_checks(*args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
-            places, checks, others = parameters()
-            by_place = zip(chain(places, repeat(places[-1])), args, strict=False)
+            places, further, wanted = arguments()
+            by_place = zip(chain(places, repeat(further)), args, strict=False)
             for name, value in chain(by_place, kwargs.items()):
-                check = checks.get(name, others)
-                if check is not None:
-                    check(prefix + name, value)
+                alternatives = wanted.get(name, wanted.get(KEYWORDS))
+                if alternatives is None:
+                    raise _unknown(function, name, wanted)
+                if alternatives:
+                    require(prefix + name, value, alternatives)
         return function(*args, **kwargs)
 
     return with_checks
 
 
-def _annotations(function: Any) -> dict[str, Any]:
-    """Of the arguments; of a TypedDict's fields, which are arguments; of all other keywords, if
-    they are taken.
-    """
-    named = {}
-    for one in inspect.signature(function).parameters.values():
-        annotation = _evaluated(one.annotation, function)
-        if one.kind is one.VAR_KEYWORD and get_origin(annotation) is Unpack:
-            named |= get_type_hints(get_args(annotation)[0], include_extras=True)
-        else:
-            named[OTHERS if one.kind is one.VAR_KEYWORD else one.name] = annotation
-    return named
+def _arguments(function: Any) -> tuple[list[str], str, dict[str, list[Wanted]]]:
+    """The names of arguments by place, that of all further ones, and what each may be."""
+    places, further, wanted = [], "", {"": []}
+    try:
+        hints = get_type_hints(function, include_extras=True)
+    except NameError:  # a string names a local class: strings are not checked
+        hints = function.__annotations__
+    for name, argument in inspect.signature(function).parameters.items():
+        hint = hints.get(name, Any)
+        if argument.kind in (argument.POSITIONAL_ONLY, argument.POSITIONAL_OR_KEYWORD):
+            places.append(name)
+        elif argument.kind is argument.VAR_POSITIONAL:
+            further = name
+        elif get_origin(hint) is Unpack:
+            fields = get_type_hints(get_args(hint)[0], include_extras=True)
+            wanted |= {field: _wanted(field_hint) for field, field_hint in fields.items()}
+            continue
+        elif argument.kind is argument.VAR_KEYWORD:
+            name = KEYWORDS
+        wanted[name] = _wanted(hint)
+    return places, further, wanted
 
 
-def _refuse(function: Any, name: str, value: object) -> None:
-    """Raise an error for a keyword that a function does not take, with what may be meant."""
-    name = name.rpartition(".")[2]
+def _unknown(function: Any, name: str, wanted: dict[str, list[Wanted]]) -> TypeError:
+    """The error for a keyword that a function does not take, with what may be meant."""
     ours = ELSEWHERE.get(name, name)
-    taken = {
-        one: annotation
-        for one, annotation in _annotations(function).items()
-        if one not in ("self", "cls")
-    }
-    records = {
-        one: kind
-        for one, annotation in taken.items()
-        for kind in _classes_in(annotation)
-        if is_dataclass(kind)
-    }
-    inside = [
-        one for one, kind in records.items() if ours in [field.name for field in fields(kind)]
-    ]
+    taken = [each for each in wanted if each not in ("", "self", "cls")]
+    hint = suggestion(name, taken)
+    for argument, alternatives in wanted.items():
+        for each in alternatives:
+            if ours in getattr(each.kind, "__dataclass_fields__", ()):
+                hint = f": write {argument}={each.kind.__name__}({ours}=...)"
     if ours in taken:
         hint = f"; did you mean {ours!r}?"
-    elif inside:
-        kind: str = records[inside[0]].__name__
-        hint = f": write {inside[0]}={EXAMPLES.get(kind, kind).partition('(')[0]}({ours}=...)"
-    else:
-        hint = suggestion(name, taken)
-    trainer = name in ("attention_mask", "num_items_in_batch")  # what it passes first to a CausalLM
-    note = (
-        "; transformers' Trainer takes deqseq.integrations.huggingface.from_causal_lm(model)"
-        if trainer
-        else ""
-    )
     called = function.__qualname__.removesuffix(".__init__")
-    raise TypeError(f"unknown argument {name!r}{hint} ({called} takes: {', '.join(taken)}){note}")
+    return TypeError(f"unknown argument {name!r}{hint} ({called} takes: {', '.join(taken)})")
 
 
-def _evaluated(annotation: Any, function: Any) -> Any:
-    """An annotation that may be written as a string; one that names a local class is
-    not checked.
-    """
-    try:
-        return (
-            eval(annotation, inspect.unwrap(function).__globals__)
-            if isinstance(annotation, str)
-            else annotation
-        )
-    except NameError:
-        return Any
-
-
-def _check_of(annotation: Any) -> Check | None:
-    """What an annotation asks for; None where it does not say."""
+def _wanted(annotation: Any) -> list[Wanted]:
+    """What an annotation says that a value may be; an empty list: anything."""
     origin, parts = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        found: list[Any] = [note for note in parts[1:] if callable(note)]
-        return found[0] if found else _check_of(parts[0])
+        notes = [note for note in parts[1:] if isinstance(note, Wanted)]
+        return notes or _wanted(parts[0])
+    if origin in (Union, types.UnionType):
+        alternatives = [_wanted(part) for part in parts]
+        return list(chain(*alternatives)) if all(alternatives) else []
     if origin is Literal:
-        return functools.partial(check_choice, choices=parts)
-    if origin is Union or origin is types.UnionType:
-        return _check_of_union(annotation)
+        return [Choice(parts)]
     if origin is Callable:
-        return functools.partial(
-            check_callable, arguments=len(parts[0]) if isinstance(parts[0], list) else None
-        )
-    if annotation in PLAIN:
-        return PLAIN[annotation]
-    kind = _class_of(annotation)
-    return None if kind is None else functools.partial(check_type, wanted=kind)
-
-
-def _check_of_union(annotation: Any) -> Check | None:
-    """Take what one of the parts takes."""
-    parts = [part for part in get_args(annotation) if part is not type(None)]
-    checks = [check for check in map(_check_of, parts) if check is not None]
-    if len(checks) < len(parts):  # one of them takes anything
-        return None
-    choices = tuple(
-        choice for part in parts if get_origin(part) is Literal for choice in get_args(part)
-    )
-    kinds = tuple(_classes_in(annotation))
-    classes = tuple(kind for kind in kinds if kind not in PLAIN)  # of these, an object is enough
-
-    def check(name: str, value: Any) -> None:
-        if isinstance(value, classes):
-            return None
-        if len(checks) == 1 and (choices or classes == (type(None),)):
-            return checks[0](name, value)
-        for one in checks:
-            try:
-                return one(name, value)
-            except TypeError:  # of another kind
-                continue
-            except ValueError:  # of this kind, and out of range; or none of the choices
-                if not choices:
-                    raise
-        if choices:
-            check_choice(
-                name, value, choices, tuple(kind for kind in kinds if kind is not type(None))
-            )
-        raise wrong_type(name, value, kinds)
-
-    return check
-
-
-def _classes_in(annotation: Any) -> list[type]:
-    """The classes that an annotation names: alone, in a union, or with a range."""
-    origin, parts = get_origin(annotation), get_args(annotation)
-    if origin is Union or origin is types.UnionType:
-        return [kind for part in parts for kind in _classes_in(part)]
-    kind = _class_of(parts[0] if origin is Annotated else annotation)
-    return [] if kind is None else [kind]
-
-
-def _class_of(annotation: Any) -> type | None:
-    """The class of the objects that an annotation takes: ``Solver`` of ``Solver[Any]``, ``Tensor``
-    of shapes.
-    """
-    kind = get_origin(annotation) or annotation
-    if not isinstance(kind, type) or kind in (
-        Any,
-        Annotated,
-        Callable,
-        object,
-        inspect.Parameter.empty,
-    ):
-        return None
-    if issubclass(kind, AbstractArray):
-        return Tensor
+        return [Function(len(parts[0]) if isinstance(parts[0], list) else None)]
+    if annotation in (int, float):
+        return [Integer() if annotation is int else Within("(-inf, inf)")]
+    kind = origin or annotation  # `Solver` of `Solver[Any]`
     try:
+        if issubclass(kind, AbstractArray):
+            return [Instance(Tensor)]
         isinstance(None, kind)
-    except TypeError:  # a TypedDict or a Protocol
-        return None
-    return kind
-
-
-PLAIN: dict[Any, Check] = {
-    bool: check_flag,
-    int: functools.partial(check_integer, low=-(2**63), high=2**63 - 1),
-    float: functools.partial(check_number, interval="(-inf, inf)"),
-}
-"""What annotations without a range ask for."""
+    except TypeError:  # Any, a TypedDict, a Protocol, the name of a local class
+        return []
+    return [Instance(kind)]

@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 import deqseq as dq
-from deqseq import tasks, training
-from deqseq.arguments import EXAMPLES, AtLeast, Between, Within, checked
+from deqseq.arguments import AtLeast, Between, Within, checked
 from deqseq.types import Sequence
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -70,30 +69,22 @@ class Later:
             "random",
             "one of ('zero',) or a RandomStart, got 'random': write RandomStart(...)",
         ),
-        (
-            "solver",
-            "anderson",
-            "a Solver, such as dq.Anderson(), got 'anderson': write Anderson(...)",
-        ),
-        (
-            "solver",
-            dq.Broyden,
-            "a Solver, such as dq.Anderson(), got <class 'deqseq.solvers.broyden.Broyden'>: write ",
-        ),
-        ("stop", 1e-3, "a Stop or None, such as dq.Stop(rtol=1e-3), got 0.001"),
+        ("solver", "anderson", "a Solver, got 'anderson': write Anderson(...)"),
+        ("solver", dq.Broyden, "a Solver, got <class 'deqseq.solvers.broyden.Broyden'>: write Br"),
+        ("stop", 1e-3, "a Stop or None, got 0.001"),
         ("model", 3, "a Module or a string, got 3"),
         ("x", [1.0], "a Tensor or None, got [1.0]"),
-        ("function", "relu", "a function, got 'relu'"),
-        ("function", nn.Linear, "a function, got <class"),
-        ("callback", "print", "a function, got 'print'"),
-        ("callback", lambda: None, "a function of 1 argument(s), got one of ()"),
-        ("callback", lambda a, b: None, "a function of 1 argument(s), got one of (a, b)"),
+        ("function", "relu", "a function or None, got 'relu'"),
+        ("function", nn.Linear, "a function or None, got <class"),
+        ("callback", "print", "a function of 1 argument(s) or None, got 'print'"),
+        ("callback", lambda: None, "a function of 1 argument(s) or None, got <lambda>()"),
+        ("callback", lambda a, b: None, "a function of 1 argument(s) or None, got <lambda>(a, b)"),
         ("later", 3, "a Later or None, got 3"),
-        ("number", "3", "an integer or a number, got '3'"),
-        ("number", True, "an integer or a number, got True"),
-        ("number", math.nan, "a number in (-inf, inf), got nan"),
-        ("mixed", 0, "an integer >= 1, got 0"),
-        ("mixed", "3", "an integer or a tuple, got '3'"),
+        ("number", "3", "an integer or a number in (-inf, inf), got '3'"),
+        ("number", True, "an integer or a number in (-inf, inf), got True"),
+        ("number", math.nan, "an integer or a number in (-inf, inf), got nan"),
+        ("mixed", 0, "an integer >= 1 or a tuple, got 0"),
+        ("mixed", "3", "an integer >= 1 or a tuple, got '3'"),
         ("one_or_two", 1.0, "one of (1, 2), got 1.0"),
         ("keyword", "no", "True or False, got 'no'"),
     ],
@@ -170,12 +161,12 @@ def with_fields(
             "counts",
             "unknown argument 'counts'; did you mean 'count'? (call takes: count, few, ",
         ),
-        (call, "tol", "unknown argument 'tol': write stop=dq.Stop(rtol=...) (call takes: "),
+        (call, "tol", "unknown argument 'tol': write stop=Stop(rtol=...) (call takes: "),
         (with_fields, "attention_mask", "unknown argument 'attention_mask'; did you mean 'mask'? "),
         (
             with_fields,
             "solver",
-            "unknown argument 'solver': write solve=dq.SolveConfig(solver=...)",
+            "unknown argument 'solver': write solve=SolveConfig(solver=...)",
         ),
         (
             with_fields,
@@ -190,7 +181,7 @@ def with_fields(
         (
             dq.Mamba2,
             "d_model",
-            "unknown argument 'd_model': write config=dq.Mamba2Config(d_model=...)",
+            "unknown argument 'd_model': write config=Mamba2Config(d_model=...)",
         ),
         (
             dq.Stop,
@@ -224,7 +215,7 @@ def test_keywords_that_are_not_fields_of_a_record_are_taken_by_any_name(annotati
         named(b="text")
 
 
-def test_what_cannot_be_tested_is_not_checked_and_a_wrong_order_of_decorators_is_refused():
+def test_a_local_class_in_a_string_is_not_checked():
     class Local:
         pass
 
@@ -233,8 +224,6 @@ def test_what_cannot_be_tested_is_not_checked_and_a_wrong_order_of_decorators_is
         return "called"
 
     assert taken(fields={"window": 0}, own=3) == "called"
-    with pytest.raises(TypeError, match="write @checked below @classmethod"):
-        checked(classmethod(taken))
 
 
 def test_nothing_is_checked_inside_compiled_code():
@@ -246,26 +235,3 @@ def test_nothing_is_checked_inside_compiled_code():
     assert compiled(torch.ones(2), 2.0).tolist() == [2, 2]
     with pytest.raises(ValueError, match="factor"):
         scaled(torch.ones(2), 2.0)
-
-
-def test_what_a_message_tells_to_write_is_of_that_class():
-    torch.manual_seed(0)
-    backbone = dq.Mamba2(dq.Mamba2Config(d_model=64))
-    names = {
-        "dq": dq,
-        "tasks": tasks,
-        "training": training,
-        "torch": torch,
-        "backbone": backbone,
-        "vocab_size": 8,
-    }
-    names |= {
-        "model": dq.ImplicitModel(backbone),
-        "x": torch.ones(1, 2, 64),
-        "RotaryScaling": dq.layers.RotaryScaling,
-    }
-    for kind, text in EXAMPLES.items() - {
-        ("PreTrainedModel", EXAMPLES["PreTrainedModel"])
-    }:  # which needs a name
-        made = eval(text, names)
-        assert kind in [base.__name__ for base in type(made).__mro__], text

@@ -9,8 +9,7 @@ from deqseq.backbones.injected import (
     Injected,
     Injection,
 )
-from deqseq.backbones.llama import Llama, LlamaConfig
-from deqseq.backbones.llama_cache import LlamaCache
+from deqseq.backbones.llama import Llama, LlamaCache, LlamaConfig
 from deqseq.backbones.looped import Looped
 from deqseq.backbones.mamba2 import Mamba2, Mamba2Cache, Mamba2Config
 

@@ -7,8 +7,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from deqseq.arguments import AtLeast, Within, checked
-from deqseq.backbones.base import Backbone, Cache, Inputs, check_cache, check_sequence
+from deqseq.arguments import PositiveInt, Within, checked
+from deqseq.backbones.base import Backbone, Cache, Inputs, check_cache
 from deqseq.types import Counts, Mask, Sequence
 
 
@@ -46,7 +46,7 @@ class Affine(Backbone[AffineCache]):
     @checked
     def __init__(
         self,
-        d_model: Annotated[int, AtLeast(1)],
+        d_model: PositiveInt,
         contraction: Annotated[float, Within("(0, 1)")] = 0.4,
     ) -> None:
         super().__init__()
@@ -58,7 +58,6 @@ class Affine(Backbone[AffineCache]):
     def prepare(
         self, x: Sequence, cache: AffineCache | None = None, mask: Mask | None = None
     ) -> Inputs:
-        check_sequence(x, self.d_model)
         check_cache(cache, AffineCache, x, [(self.d_model,)])
         return Inputs(x @ self.U.T)
 
@@ -72,9 +71,10 @@ class Affine(Backbone[AffineCache]):
     ) -> tuple[Sequence, Float[Tensor, "batch known d_model"] | None]:
         previous = z.new_zeros(z.shape[0], self.d_model) if cache is None else cache.previous
         states = torch.cat([previous[:, None], z], dim=1)
-        out = z @ self.A.T + states[:, :-1] @ self.R.T
-        out = out if inputs.injection is None else out + inputs.injection
-        return out, states if need_aux else None
+        fz = z @ self.A.T + states[:, :-1] @ self.R.T
+        if inputs.injection is not None:
+            fz = fz + inputs.injection
+        return fz, states if need_aux else None
 
     def advance(
         self, cache: AffineCache | None, aux: Any, tokens: int, counts: Counts | None = None
@@ -84,9 +84,7 @@ class Affine(Backbone[AffineCache]):
         return AffineCache(aux.detach()[torch.arange(len(aux), device=aux.device), last])
 
     def solution(self, x: Sequence) -> Sequence:
-        """The fixed point of embedded tokens ``x``, ``(batch, length, d_model)``, in closed form,
-        token by token.
-        """
+        """The fixed point for embedded tokens, ``(batch, length, d_model)``, token by token."""
         inverse = torch.linalg.inv(torch.eye(self.d_model, dtype=x.dtype, device=x.device) - self.A)
         previous, tokens = x.new_zeros(x.shape[0], self.d_model), []
         for u in (x @ self.U.T).unbind(dim=1):

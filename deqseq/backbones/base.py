@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from deqseq.arguments import check_type
+from deqseq.layers import RMSNorm, apply_weight_norm, dropout_mask
+from deqseq.layers.weight_norm import has_weight_norm
 from deqseq.rows import take, tensors_of
 from deqseq.types import Counts, Mask, RowIndex, Sequence
 
 
 class Cache:
-    """What a backbone keeps of the committed tokens: a frozen dataclass of tensors, never changed
-    in place.
+    """What a backbone keeps of the committed tokens: a frozen dataclass of tensors.
 
     Example:
         >>> import deqseq as dq
@@ -39,20 +40,16 @@ class Cache:
         return self
 
     def crop(self, tokens: int, /) -> "Cache":
-        """The same cache without the last ``tokens`` of each row; ValueError if it cannot do
-        without them.
-        """
+        """The same cache without the last ``tokens`` of each row; ValueError if it has to stay."""
         raise ValueError(
             f"a {type(self).__name__} cannot be cropped: the state of a recurrent backbone does "
-            "not contain earlier "
-            "states. Keep the cache of the point to come back to"
+            "not contain earlier states. Keep the cache of the point to come back to"
         )
 
 
 @dataclass(frozen=True)
 class JointCache(Cache):
-    """What several parts keep: the steps of a :class:`deqseq.Looped`, or those of a
-    :class:`deqseq.RecurrentDepth`.
+    """The caches of the steps of a :class:`deqseq.Looped` or :class:`deqseq.RecurrentDepth`.
 
     Attributes:
         parts: the cache of the first part that runs, of the second, and so on.
@@ -73,10 +70,10 @@ class JointCache(Cache):
         return JointCache(tuple(part.crop(tokens) for part in self.parts))
 
 
-def parts_of(cache: Cache | None, number: int, parts: str) -> tuple[Cache | None, ...]:
+def parts_of(cache: Any, number: int, parts: str) -> tuple[Cache | None, ...]:
     """The caches of so many parts; TypeError or ValueError for a cache of another model."""
     check_type("cache", cache, (JointCache, type(None)))
-    if not isinstance(cache, JointCache):
+    if cache is None:
         return (None,) * number
     if len(cache.parts) != number:
         raise ValueError(
@@ -105,14 +102,9 @@ class Inputs:
     rotary: tuple[Float[Tensor, "rows length *heads headdim"], ...] = ()
 
     def take_rows(self, rows: RowIndex) -> "Inputs":
-        """The given ``rows`` alone, ``(rows,)``; tables that all rows share stay as they are."""
+        """Only the given ``rows``, ``(rows,)``; tables that all rows share stay as they are."""
         rotary = tuple(table if len(table) == 1 else table[rows] for table in self.rotary)
-        return replace(
-            self,
-            injection=take(self.injection, rows),
-            dropout=take(self.dropout, rows),
-            rotary=rotary,
-        )
+        return Inputs(take(self.injection, rows), take(self.dropout, rows), rotary)
 
 
 class Backbone(nn.Module, ABC, Generic[C]):
@@ -142,9 +134,7 @@ class Backbone(nn.Module, ABC, Generic[C]):
     d_model: int
     """Width of the state."""
     gradient_checkpointing: bool = False
-    """Whether the backward pass computes the activations of each block again instead of keeping
-    them.
-    """
+    """Whether the backward pass computes each block again instead of keeping its activations."""
     _stack: Any = None
     """The method that :meth:`run` calls: the part of :meth:`forward` from tensors to tensors."""
     _compiled: Callable[..., Any] | None = None
@@ -183,8 +173,7 @@ class Backbone(nn.Module, ABC, Generic[C]):
         """
 
     def advance(self, cache: C | None, aux: Any, tokens: int, counts: Counts | None = None) -> C:
-        """Commit the first tokens of an evaluation; the map is not evaluated again. Called without
-        gradients.
+        """Commit the first tokens of an evaluation, without a graph or another evaluation.
 
         Args:
             cache: the cache of that evaluation; None: there were no tokens before.
@@ -198,9 +187,8 @@ class Backbone(nn.Module, ABC, Generic[C]):
         """
         raise NotImplementedError(
             f"{type(self).__name__} has no advance(cache, aux, tokens, counts), so it keeps no "
-            "cache: only the "
-            "Simultaneous sweep without return_cache works. Write advance() to sweep, cache or "
-            "generate with it"
+            "cache: only the Simultaneous sweep without return_cache works. Write advance() to "
+            "sweep, cache or generate with it"
         )
 
     def sees_input(self, inputs: Any) -> bool:
@@ -208,32 +196,24 @@ class Backbone(nn.Module, ABC, Generic[C]):
         return not isinstance(inputs, Inputs) or inputs.injection is not None
 
     def without_injection(self, inputs: Any) -> Any:
-        """The ``inputs`` as an :class:`deqseq.ExplicitModel` needs them, whose state is the input
-        already.
-        """
+        """The ``inputs`` of an :class:`deqseq.ExplicitModel`, whose state is already the input."""
         return replace(inputs, injection=None) if isinstance(inputs, Inputs) else inputs
 
     def sizes(self) -> Any:
-        """What builds such a backbone again, for :class:`deqseq.LanguageModelSpec`; TypeError if
-        nothing does.
-        """
+        """What builds such a backbone again, for :class:`deqseq.LanguageModelSpec`."""
         raise TypeError(
             f"a specification cannot name a {type(self).__name__} (known: Mamba2, Llama, and "
-            "DecoderBackbone, the "
-            "layers of a transformers decoder): save its state_dict()"
+            "DecoderBackbone, the layers of a transformers decoder): save its state_dict()"
         )
 
     def run_block(self, block: nn.Module, *arguments: Any) -> Any:
-        """What ``block`` gives for ``arguments``; its activations are kept or, in training,
-        computed again.
-        """
+        """What ``block`` gives for ``arguments``, checkpointed in training if that is set."""
         if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
             return checkpoint(block, *arguments, use_reentrant=False)
         return block(*arguments)
 
     def compile(self, **options: Any) -> None:
-        """Compile one iteration with ``torch.compile``, whose ``options`` override the defaults
-        here.
+        """Compile one iteration with ``torch.compile`` and its ``options``.
 
         Shapes are dynamic, so a new length or batch does not recompile. One row, one token, a
         cache, gradients and ``need_aux`` each compile once; that can exceed torch's default limit
@@ -242,46 +222,68 @@ class Backbone(nn.Module, ABC, Generic[C]):
         if self._stack is None:
             super().compile(**options)
             return
-        known = inspect.signature(torch.compile).parameters
-        defaults: dict[str, Any] = {"dynamic": True} | (
-            {"recompile_limit": 64} if "recompile_limit" in known else {}
-        )
-        self._compiled = torch.compile(type(self)._stack, **(defaults | options))
+        options.setdefault("dynamic", True)
+        if "recompile_limit" in inspect.signature(torch.compile).parameters:
+            options.setdefault("recompile_limit", 64)
+        self._compiled = torch.compile(type(self)._stack, **options)
 
     def run(self, *arguments: Any) -> Any:
         """What ``_stack`` gives for ``arguments``, compiled if :meth:`compile` was called."""
         return (self._compiled or type(self)._stack)(self, *arguments)
 
     def __getstate__(self) -> dict[str, Any]:
-        # compiled code is no part of a copy or a pickle: it would go on with the weights of the
-        # original
+        # compiled code is not copied or pickled: it would use the weights of the original
         return {**self.__dict__, "_compiled": None, "_compiled_call_impl": None}
+
+
+class BlockStack(Backbone[C]):
+    """Equal blocks and one projection of the input, which enters all of them."""
+
+    config: Any
+    layers: Any
+
+    def add_injection(self, width: int) -> None:
+        """The projection of the input, and weight normalisation of all layers, as configured."""
+        config = self.config
+        norm = RMSNorm(config.d_model, config.norm_eps) if config.injection else None
+        self.injection_norm: Any = norm
+        self.injection = nn.Linear(config.d_model, width) if config.injection else None
+        if config.weight_norm:
+            apply_weight_norm(self)
+
+    def prepared(self, x: Sequence) -> Inputs:
+        """The injection and the dropout masks of a solve."""
+        injection = None if self.injection is None else self.injection(self.injection_norm(x))
+        dropout = self.config.dropout if self.training else 0.0
+        return Inputs(injection, tuple(dropout_mask(x, dropout) for _ in self.layers if dropout))
+
+    def sizes(self) -> Any:
+        return replace(self.config, weight_norm=has_weight_norm(self))
 
 
 def check_cache(
     cache: Cache | None, kind: type[Cache], x: Sequence, shapes: Iterable[tuple[int | None, ...]]
 ) -> None:
-    """Refuse a cache of another model, or of other rows or devices; ``shapes`` are of one row, None
-    for any size.
+    """Refuse a cache of another model, or of other rows or devices than ``x``.
+
+    ``shapes`` are those of one row, None for any size.
     """
     check_type("cache", cache, (kind, type(None)))
     if cache is None:
         return
     wanted, tensors = [(len(x), *shape) for shape in shapes], cache.tensors()
-    got = [tuple(one.shape) for one in tensors]
-    fit = len(got) == len(wanted) and all(map(_fits, got, wanted))
-    if not fit or any(one.device != x.device for one in tensors):
+
+    def fits(tensor: Tensor, shape: tuple[int | None, ...]) -> bool:
+        pairs = zip(tensor.shape, shape, strict=False)
+        same = all(expected in (None, size) for size, expected in pairs)
+        return same and tensor.ndim == len(shape) and tensor.device == x.device
+
+    if len(tensors) != len(wanted) or not all(map(fits, tensors, wanted)):
+        got, devices = [tuple(tensor.shape) for tensor in tensors], {x.device for x in tensors}
         raise ValueError(
             f"cache must be of this model and of the rows of its input: tensors {wanted} on "
-            f"{x.device}, got {got} on "
-            f"{tensors[0].device if tensors else None}"
+            f"{x.device}, got {got} on {devices}"
         )
-
-
-def _fits(shape: tuple[int, ...], wanted: tuple[int | None, ...]) -> bool:
-    return len(shape) == len(wanted) and all(
-        n in (None, m) for m, n in zip(shape, wanted, strict=True)
-    )
 
 
 def check_sequence(x: Tensor, d_model: int) -> None:

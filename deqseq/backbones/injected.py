@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from deqseq.arguments import AtLeast, Within, checked, returned_by
-from deqseq.backbones.base import Backbone, Cache, check_sequence
+from deqseq.arguments import PositiveInt, Within, checked, returned_by
+from deqseq.backbones.base import Backbone, Cache
 from deqseq.types import Counts, Mask, Sequence
 
 
@@ -36,15 +36,11 @@ class Injection(nn.Module, ABC):
 
     @abstractmethod
     def prepare(self, x: Sequence) -> Sequence:
-        """What each iteration needs of the input ``x``, ``(batch, length, d_model)``: a tensor of
-        the same shape.
-        """
+        """What each iteration needs of ``x``, ``(batch, length, d_model)``, in the same shape."""
 
     @abstractmethod
     def enter(self, z: Sequence, prepared: Sequence) -> Sequence:
-        """The first layer's input: the state ``z``, ``(batch, length, d_model)``, with
-        ``prepared``, of that shape.
-        """
+        """The first layer's input: ``z`` with ``prepared``, each ``(batch, length, d_model)``."""
 
 
 class AddInjection(Injection):
@@ -82,12 +78,10 @@ class ConcatInjection(Injection):
     """
 
     @checked
-    def __init__(self, d_model: Annotated[int, AtLeast(1)]) -> None:
+    def __init__(self, d_model: PositiveInt) -> None:
         super().__init__()
         self.d_model = d_model
-        self.weight = nn.Parameter(
-            torch.cat([torch.zeros(d_model, d_model), torch.eye(d_model)], dim=1)
-        )
+        self.weight = nn.Parameter(torch.eye(d_model, 2 * d_model).roll(d_model, dims=1))
 
     def prepare(self, x: Sequence) -> Sequence:
         return x @ self.weight[:, x.shape[-1] :].T
@@ -97,13 +91,13 @@ class ConcatInjection(Injection):
 
 
 class DecayInjection(Injection):
-    r"""The state decays, and the projected input is added: a linear part that contracts for any
-    weights.
+    r"""The state decays, and the projected input is added.
 
-    .. math:: z \leftarrow \exp(-\Delta\, e^{a}) \odot z + \Delta \odot W x, \qquad \Delta =
-    \mathrm{softplus}(d)
+    .. math:: z \leftarrow \exp(-\Delta\, e^{a}) \odot z + \Delta \odot W x, \qquad
+              \Delta = \mathrm{softplus}(d)
 
-    Here :math:`a` and :math:`d` are learned per channel. The layers that follow may still expand.
+    Here :math:`a` and :math:`d` are learned per channel. This linear part contracts for any
+    weights; the layers that follow may still expand.
 
     Args:
         d_model: width.
@@ -120,7 +114,7 @@ class DecayInjection(Injection):
 
     @checked
     def __init__(
-        self, d_model: Annotated[int, AtLeast(1)], decay: Annotated[float, Within("(0, 1)")] = 0.5
+        self, d_model: PositiveInt, decay: Annotated[float, Within("(0, 1)")] = 0.5
     ) -> None:
         super().__init__()
         self.d_model = d_model
@@ -137,8 +131,9 @@ class DecayInjection(Injection):
 
 
 class Injected(Backbone[Any]):
-    r"""A backbone whose input enters by an :class:`Injection`, :math:`f(z, x) = g(\mathrm{enter}(z,
-    x))`.
+    r"""A backbone whose input enters by an :class:`Injection`.
+
+    .. math:: f(z, x) = g(\mathrm{enter}(z, x))
 
     The paper's own injection, into the projections of every layer, is part of
     :class:`deqseq.Mamba2` and :class:`deqseq.Llama`; here they are built with ``injection=False``.
@@ -165,8 +160,8 @@ class Injected(Backbone[Any]):
         if getattr(backbone, "injection", None) is not None:
             raise ValueError(
                 "Injected.backbone must have no injection of its own: build it with "
-                "injection=False, or give "
-                "an attribute that is something else another name than `injection`"
+                "injection=False, or give an attribute that is something else another name than "
+                "`injection`"
             )
         width = getattr(injection, "d_model", backbone.d_model)
         if width != backbone.d_model:
@@ -180,10 +175,8 @@ class Injected(Backbone[Any]):
     def prepare(
         self, x: Sequence, cache: Cache | None = None, mask: Mask | None = None
     ) -> tuple[Sequence, Any]:
-        check_sequence(x, self.d_model)
-        prepared = returned_by(
-            f"{type(self.injection).__name__}.prepare", self.injection.prepare, x, like=x, what="x"
-        )
+        name = f"{type(self.injection).__name__}.prepare"
+        prepared = returned_by(name, self.injection.prepare, x, like=x, what="x")
         return prepared, self.backbone.prepare(x, cache, mask)
 
     def forward(
@@ -194,7 +187,8 @@ class Injected(Backbone[Any]):
         *,
         need_aux: bool = False,
     ) -> tuple[Sequence, Any]:
-        name, (prepared, inner) = f"{type(self.injection).__name__}.enter", inputs
+        prepared, inner = inputs
+        name = f"{type(self.injection).__name__}.enter"
         entered = returned_by(name, self.injection.enter, z, prepared, like=z, what="z")
         return self.backbone(entered, inner, cache, need_aux=need_aux)
 

@@ -1,28 +1,27 @@
-"""A stack of Llama blocks."""
+"""A stack of Llama blocks, and its cache of keys and values."""
 
-from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from dataclasses import dataclass, field, replace
+from threading import get_ident
 
 import torch
+from jaxtyping import Bool, Int64
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from deqseq.arguments import AtLeast, Within, checked
-from deqseq.backbones.base import Backbone, Inputs, check_cache, check_sequence
-from deqseq.backbones.llama_cache import LlamaCache, commit
+from deqseq.arguments import PositiveFloat, PositiveInt, Probability, checked
+from deqseq.backbones.base import BlockStack, Cache, Inputs, check_cache
 from deqseq.layers import (
     Attention,
     LlamaBlock,
     Norms,
     RMSNorm,
     RotaryScaling,
-    apply_weight_norm,
-    dropout_mask,
     rotary_frequencies,
     rotary_tables,
 )
-from deqseq.layers.attention import KeyValues, Past
-from deqseq.layers.weight_norm import has_weight_norm
-from deqseq.types import Counts, Mask, Sequence
+from deqseq.layers.attention import KeyValues, Past, check_heads
+from deqseq.rows import map_tensors, take, tensors_of
+from deqseq.types import Counts, Mask, RowIndex, Sequence
 
 
 @checked
@@ -61,21 +60,21 @@ class LlamaConfig:
         True
     """
 
-    d_model: Annotated[int, AtLeast(1)]
-    n_layers: Annotated[int, AtLeast(1)] = 1
-    n_heads: Annotated[int, AtLeast(1)] = 8
-    n_kv_heads: Annotated[int, AtLeast(1)] | None = None
-    headdim: Annotated[int, AtLeast(1)] | None = None
-    mlp_width: Annotated[int, AtLeast(1)] | None = None
-    rope_theta: Annotated[float, Within("(0, inf)")] = 500000.0
+    d_model: PositiveInt
+    n_layers: PositiveInt = 1
+    n_heads: PositiveInt = 8
+    n_kv_heads: PositiveInt | None = None
+    headdim: PositiveInt | None = None
+    mlp_width: PositiveInt | None = None
+    rope_theta: PositiveFloat = 500000.0
     rope_scaling: RotaryScaling | None = None
-    norm_eps: Annotated[float, Within("(0, inf)")] = 1e-5
+    norm_eps: PositiveFloat = 1e-5
     norms: Norms = "pre"
     qk_norm: bool = False
     qk_bias: bool = False
     final_norm: bool = True
     float32_rotary: bool = True
-    dropout: Annotated[float, Within("[0, 1)")] = 0.0
+    dropout: Probability = 0.0
     weight_norm: bool = True
     injection: bool = True
 
@@ -85,15 +84,7 @@ class LlamaConfig:
                 f"LlamaConfig.n_heads must divide d_model = {self.d_model} (or give headdim), got "
                 f"{self.n_heads}"
             )
-        if self.head_width % 2:
-            raise ValueError(
-                f"LlamaConfig.headdim must be even for the rotary embedding, got {self.head_width}"
-            )
-        if self.n_heads % self.kv_heads:
-            raise ValueError(
-                f"LlamaConfig.n_kv_heads must divide n_heads = {self.n_heads}, got "
-                f"{self.n_kv_heads}"
-            )
+        check_heads("LlamaConfig", self.n_heads, self.kv_heads, self.head_width)
 
     @property
     def head_width(self) -> int:
@@ -106,9 +97,145 @@ class LlamaConfig:
         return self.n_kv_heads or self.n_heads
 
 
-class Llama(Backbone[LlamaCache]):
-    r"""Transformer blocks and a final norm; the injection enters queries, keys and values of every
-    layer.
+@dataclass
+class Claim:
+    """The newest of the caches that share buffers, and the thread that may write to them."""
+
+    newest: int = 0
+    owner: int = field(default_factory=get_ident)
+
+
+@dataclass(frozen=True)
+class LlamaCache(Cache):
+    """Keys and values of the committed tokens, at the beginning of each row.
+
+    Iterations write their own keys into the buffers after ``length``, and a commit of the same
+    tokens in every row leaves them there: nothing is concatenated. A later cache shares the buffers
+    of the one before. If one that shares them is newer, the buffers are copied.
+
+    Attributes:
+        layers: buffers, one pair per layer, ``(batch, kv_heads, capacity, headdim)``.
+        length: committed tokens of the longest row.
+        counts: committed tokens of each row, ``(batch,)``; None: as many as ``length``.
+        claim: who may write to the buffers.
+        age: how many caches came before it in these buffers.
+        ahead: how many tokens :meth:`reserve` has prepared for.
+        visible: which tokens those attend to, ``(batch or 1, 1, ahead, length + ahead)``; None:
+            all.
+    """
+
+    layers: tuple[KeyValues, ...]
+    length: int = 0
+    counts: Counts | None = None
+    claim: Claim = field(default_factory=Claim)
+    age: int = 0
+    ahead: int = 0
+    visible: Bool[Tensor, "batch 1 new all"] | None = None
+
+    def take_rows(self, rows: RowIndex) -> "LlamaCache":
+        """Only the given ``rows``, ``(rows,)``, in new buffers."""
+        total = self.length + self.ahead
+        layers = map_tensors(lambda buffer: buffer[:, :, :total][rows], self.layers)
+        visible = self.visible
+        if visible is not None and len(visible) > 1:
+            visible = visible[rows]
+        counts = take(self.counts, rows)
+        return LlamaCache(layers, self.length, counts, ahead=self.ahead, visible=visible)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Committed keys and values of all layers; zero after the end of a row."""
+        committed = tuple(buffer[:, :, : self.length] for buffer in tensors_of(self.layers))
+        real = self._real()
+        if real is None:
+            return committed
+        return tuple(tensor * real[:, None, :, None] for tensor in committed)
+
+    def positions(self, tokens: int) -> Int64[Tensor, "rows tokens"]:
+        """Positions of the next ``tokens``, ``(batch or 1, tokens)``."""
+        after = torch.arange(tokens, device=self.layers[0].keys.device)[None]
+        return after + (self.length if self.counts is None else self.counts[:, None])
+
+    def reserve(self, tokens: int) -> "LlamaCache":
+        """The same cache with room for ``tokens`` more, and their attention mask."""
+        free = self.writable
+        if self.ahead == tokens and free:
+            return self
+        capacity, changes = self.layers[0].keys.shape[2], {}
+        if not free or self.length + tokens > capacity:
+            capacity = max(self.length + tokens, min(2 * capacity, capacity + 4096))
+            room = (0, 0, 0, capacity - self.length)
+            layers = map_tensors(lambda old: F.pad(old[:, :, : self.length], room), self.layers)
+            changes = {"layers": layers, "claim": Claim(), "age": 0}
+        return replace(self, ahead=tokens, visible=self._visible(tokens), **changes)
+
+    def crop(self, tokens: int, /) -> "LlamaCache":
+        """The same cache without the last ``tokens`` of each row; the next solve copies it."""
+        shortest = self.length if self.counts is None else int(self.counts.min())
+        if not 0 <= tokens <= shortest:
+            raise ValueError(
+                f"tokens must be 0 to {shortest}, those of the shortest row, got {tokens}"
+            )
+        if tokens == 0:
+            return self
+        length = self.length - tokens
+        # it has no claim to what lies behind
+        layers = map_tensors(lambda buffer: buffer[:, :, :length], self.layers)
+        return LlamaCache(layers, length, None if self.counts is None else self.counts - tokens)
+
+    @property
+    def writable(self) -> bool:
+        """Whether no newer cache uses the buffers."""
+        frozen = self.layers[0].keys.is_inference() and not torch.is_inference_mode_enabled()
+        return self.claim.newest == self.age and self.claim.owner == get_ident() and not frozen
+
+    def _real(self) -> Bool[Tensor, "batch length"] | None:
+        """Which columns of the buffers are tokens; None: all."""
+        if self.counts is None:
+            return None
+        return torch.arange(self.length, device=self.counts.device) < self.counts[:, None]
+
+    def _visible(self, tokens: int) -> Tensor | None:
+        real = self._real()
+        if tokens == 1 and real is None:
+            return None
+        shape, device = (tokens, self.length + tokens), self.layers[0].keys.device
+        causal = torch.ones(shape, dtype=torch.bool, device=device).tril(self.length)[None, None]
+        if real is None:
+            return causal
+        # padding among the new tokens comes after the real ones of its row
+        return causal & F.pad(real, (0, tokens), value=True)[:, None, None]
+
+
+def commit(
+    cache: LlamaCache | None,
+    new: tuple[KeyValues, ...],
+    tokens: int,
+    counts: Counts | None = None,
+) -> LlamaCache:
+    """The cache after the first ``tokens`` of an evaluation, as in :meth:`Backbone.advance`."""
+    new = map_tensors(lambda x: x.detach()[:, :, :tokens], new)
+    if cache is None:
+        cache = LlamaCache(map_tensors(lambda x: x[:, :, :0].contiguous(), new))
+    if cache.ahead < tokens or not cache.writable:
+        cache = cache.reserve(tokens)
+    pairs = list(zip(tensors_of(cache.layers), tensors_of(new), strict=True))
+    length = cache.length + tokens
+    cache.claim.newest += 1
+    whole = LlamaCache(cache.layers, length, None, cache.claim, cache.claim.newest)
+    if counts is None and cache.counts is None:
+        for buffer, x in pairs:
+            buffer[:, :, cache.length : length] = x
+        return whole
+    places = cache.positions(tokens).expand(len(new[0].keys), -1)
+    for buffer, x in pairs:  # what lies after the end of a row will be overwritten
+        buffer.scatter_(2, places[:, None, :, None].expand_as(x), x.to(buffer.dtype))
+    after = places[:, 0] + (tokens if counts is None else counts)
+    shortest, longest = torch.stack(torch.aminmax(after)).tolist()  # one transfer
+    return replace(whole, length=longest, counts=None if shortest == longest else after)
+
+
+class Llama(BlockStack[LlamaCache]):
+    r"""Transformer blocks and a final norm; the injection enters all queries, keys and values.
 
     With the switches of its configuration these are also the blocks of OLMo 2, Ouro and Huginn.
 
@@ -136,38 +263,30 @@ class Llama(Backbone[LlamaCache]):
     @checked
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.config, self.d_model, eps = config, config.d_model, config.norm_eps
-        blocks = [_block(config) for _ in range(config.n_layers)]
-        self.layers = nn.ModuleList(blocks)
-        self.norm = RMSNorm(self.d_model, eps) if config.final_norm else nn.Identity()
-        width = blocks[0].self_attn.injected_width
-        self.injection_norm: Any = RMSNorm(self.d_model, eps) if config.injection else None
-        self.injection = nn.Linear(self.d_model, width) if config.injection else None
-        if config.weight_norm:
-            apply_weight_norm(self)
+        self.config, self.d_model = config, config.d_model
+        self.layers = nn.ModuleList(_block(config) for _ in range(config.n_layers))
+        norm = RMSNorm(config.d_model, config.norm_eps) if config.final_norm else nn.Identity()
+        self.norm = norm
+        self.add_injection(self.layers[0].self_attn.injected_width)
 
     def prepare(
         self, x: Sequence, cache: LlamaCache | None = None, mask: Mask | None = None
     ) -> Inputs:
-        check_sequence(x, self.d_model)
         config, tokens = self.config, x.shape[1]
         shape = (config.kv_heads, None, config.head_width)
         check_cache(cache, LlamaCache, x, [shape] * (2 * len(self.layers)))
-        positions = (
-            torch.arange(tokens, device=x.device)[None]
-            if cache is None
-            else cache.positions(tokens)
-        )
-        exact = (
-            torch.float32 if config.float32_rotary else torch.promote_types(x.dtype, torch.float32)
-        )
+        if cache is None:
+            positions = torch.arange(tokens, device=x.device)[None]
+        else:
+            positions = cache.positions(tokens)
+        dtype = torch.float32
+        if not config.float32_rotary:
+            dtype = torch.promote_types(x.dtype, torch.float32)
         frequencies = rotary_frequencies(
-            config.head_width, config.rope_theta, config.rope_scaling, x.device, exact
+            config.head_width, config.rope_theta, config.rope_scaling, x.device, dtype
         )
-        injection = None if self.injection is None else self.injection(self.injection_norm(x))
-        drops = self.training and config.dropout > 0
-        dropout = tuple(dropout_mask(x, config.dropout) for _ in self.layers if drops)
-        return Inputs(injection, dropout, rotary_tables(positions, frequencies, x.dtype))
+        tables = rotary_tables(positions, frequencies, x.dtype)
+        return replace(self.prepared(x), rotary=tables)
 
     def forward(
         self,
@@ -181,8 +300,7 @@ class Llama(Backbone[LlamaCache]):
         if cache is not None:
             cache = cache.reserve(z.shape[1])  # does nothing if the solve has reserved already
             past = tuple(Past(layer, cache.length) for layer in cache.layers)
-        first: Any = self.layers[0]
-        mask = first.self_attn.attend.mask(z, cache)
+        mask = self.layers[0].self_attn.attend.mask(z, cache)
         z, kept = self.run(z, inputs.injection, inputs.rotary, past, inputs.dropout, mask)
         return z, kept if need_aux else None
 
@@ -195,31 +313,25 @@ class Llama(Backbone[LlamaCache]):
     ) -> LlamaCache:
         return commit(cache, aux, tokens, counts)
 
-    def sizes(self) -> LlamaConfig:
-        return replace(self.config, weight_norm=has_weight_norm(self))
-
-    def _stack(
-        self,
-        z: Tensor,
-        injected: Tensor | None,
-        tables: tuple[Tensor, ...],
-        past: tuple[Past, ...],
-        dropout: tuple[Tensor, ...],
-        attention_mask: Any,
-    ) -> tuple[Tensor, tuple[KeyValues, ...]]:
+    def _stack(self, z, injected, tables, past, dropout, attention_mask):
         """All blocks and the final norm, from tensors to tensors."""
         kept = []
         for i, block in enumerate(self.layers):
             before, mask = past[i] if past else None, dropout[i] if dropout else None
-            z, own = self.run_block(block, z, injected, tables, before, mask, attention_mask)
-            kept.append(own)
+            z, new = self.run_block(block, z, injected, tables, before, mask, attention_mask)
+            kept.append(new)
         return self.norm(z), tuple(kept)
 
 
 def _block(config: LlamaConfig) -> LlamaBlock:
-    sizes = (config.d_model, config.n_heads, config.kv_heads, config.head_width)
     attention = Attention(
-        *sizes, qk_norm=config.qk_norm, qk_bias=config.qk_bias, norm_eps=config.norm_eps
+        config.d_model,
+        config.n_heads,
+        config.kv_heads,
+        config.head_width,
+        qk_norm=config.qk_norm,
+        qk_bias=config.qk_bias,
+        norm_eps=config.norm_eps,
     )
     width = config.mlp_width or int(8 * config.d_model / 3)
     return LlamaBlock(attention, config.d_model, width, config.norm_eps, config.norms)

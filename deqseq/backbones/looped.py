@@ -2,13 +2,13 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from deqseq.arguments import AtLeast, checked, returned_by
+from deqseq.arguments import PositiveInt, checked, returned_by
 from deqseq.backbones.base import Backbone, JointCache, parts_of
 from deqseq.start import Start, initial_state
 from deqseq.step import evaluate
@@ -19,9 +19,7 @@ Choose = Callable[[Float[Tensor, "steps batch length d_model"]], Sequence]
 
 
 class LoopedInputs(NamedTuple):
-    """The inputs of the inner backbone, and the states that the loop begins from; None: the state
-    that it is given.
-    """
+    """The inputs of the inner backbone, and the loop's first states; None: those it is given."""
 
     inner: Any
     start: Sequence | None
@@ -72,7 +70,7 @@ class Looped(Backbone[JointCache]):
     def __init__(
         self,
         backbone: Backbone[Any],
-        steps: Annotated[int, AtLeast(1)],
+        steps: PositiveInt,
         choose: Choose | None = None,
         start: Start = "input",
     ) -> None:
@@ -84,25 +82,23 @@ class Looped(Backbone[JointCache]):
     def prepare(
         self, x: Sequence, cache: JointCache | None = None, mask: Mask | None = None
     ) -> LoopedInputs:
-        """Prepare the inputs of the inner backbone, once for all steps, and the states that the
-        loop begins from.
+        """Prepare the inputs of the inner backbone and the first states, once for all steps.
 
         Raises ValueError for a cache of other steps, states of another shape, and a loop that never
         sees its input.
         """
         # where the tokens stand is the same in every step, so any step's cache will do
         inner = self.backbone.prepare(x, parts_of(cache, self.steps, "steps")[0], mask)
-        given = isinstance(self.start, Tensor)
-        if not given and self.start == "input":
-            return LoopedInputs(inner, None)
-        if not given and not self.backbone.sees_input(inner):
-            raise ValueError(
-                f"Looped.start is {self.start}, and this {type(self.backbone).__name__} was built "
-                "without an "
-                "injection, so nothing would depend on the input: build it with injection=True, "
-                "wrap it as "
-                'dq.Injected(backbone, dq.AddInjection()), or take start="input"'
-            )
+        if not isinstance(self.start, Tensor):
+            if self.start == "input":
+                return LoopedInputs(inner, None)
+            if not self.backbone.sees_input(inner):
+                raise ValueError(
+                    f"Looped.start is {self.start}, and this {type(self.backbone).__name__} was "
+                    "built without an injection, so nothing would depend on the input: build it "
+                    "with injection=True, wrap it as dq.Injected(backbone, dq.AddInjection()), or "
+                    'take start="input"'
+                )
         return LoopedInputs(inner, initial_state(self.start, x))
 
     def sees_input(self, inputs: LoopedInputs) -> bool:
@@ -116,9 +112,8 @@ class Looped(Backbone[JointCache]):
         *,
         need_aux: bool = False,
     ) -> tuple[Sequence, tuple[Any, ...] | None]:
-        z = (
-            z if inputs.start is None else inputs.start.contiguous()
-        )  # other strides would be compiled again
+        if inputs.start is not None:
+            z = inputs.start.contiguous()  # other strides would be compiled again
         states: list[Tensor] = []
         kept: list[Any] = []
         for before in parts_of(cache, self.steps, "steps"):
@@ -128,10 +123,8 @@ class Looped(Backbone[JointCache]):
             if self.choose is not None:  # without a choice, earlier states need not be kept
                 states.append(z)
         if self.choose is not None:
-            what = "the states of one step"
-            z = returned_by(
-                "Looped.choose", self.choose, torch.stack(states), like=z, what=what
-            ).to(z.dtype)
+            stack, what = torch.stack(states), "the states of one step"
+            z = returned_by("Looped.choose", self.choose, stack, like=z, what=what).to(z.dtype)
         return z, tuple(kept) if need_aux else None
 
     def advance(
@@ -142,8 +135,9 @@ class Looped(Backbone[JointCache]):
         counts: Counts | None = None,
     ) -> JointCache:
         pairs = zip(parts_of(cache, len(aux), "steps"), aux, strict=True)
+        advance = self.backbone.advance
         return JointCache(
-            tuple(self.backbone.advance(before, own, tokens, counts) for before, own in pairs)
+            tuple(advance(before, of_step, tokens, counts) for before, of_step in pairs)
         )
 
     def compile(self, **options: Any) -> None:

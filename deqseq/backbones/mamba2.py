@@ -1,24 +1,23 @@
 """A stack of Mamba2 blocks."""
 
 import math
-from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from dataclasses import dataclass
+from typing import Annotated
 
-from torch import Tensor, nn
+from torch import nn
 
-from deqseq.arguments import AtLeast, Within, check_bounds, checked
-from deqseq.backbones.base import Backbone, Cache, Inputs, check_cache, check_sequence
-from deqseq.layers import (
-    Mamba2Block,
-    Mamba2Mixer,
-    RMSNorm,
-    apply_weight_norm,
-    dropout_mask,
+from deqseq.arguments import (
+    AtLeast,
+    PositiveFloat,
+    PositiveInt,
+    Probability,
+    StepBounds,
+    checked,
 )
-from deqseq.layers.mamba2_mixer import MixerAux, MixerState
-from deqseq.layers.weight_norm import has_weight_norm
-from deqseq.ops import Backend
-from deqseq.ops.backend import resolved
+from deqseq.backbones.base import BlockStack, Cache, Inputs, check_cache
+from deqseq.layers import Mamba2Block, Mamba2Mixer, RMSNorm
+from deqseq.layers.mamba2_mixer import MixerAux, MixerState, check_groups
+from deqseq.ops import Backend, fused
 from deqseq.types import Counts, Mask, Sequence
 
 
@@ -54,36 +53,26 @@ class Mamba2Config:
         1
     """
 
-    d_model: Annotated[int, AtLeast(1)]
-    n_layers: Annotated[int, AtLeast(1)] = 1
-    d_state: Annotated[int, AtLeast(1)] = 128
-    headdim: Annotated[int, AtLeast(1)] = 64
-    expand: Annotated[int, AtLeast(1)] = 2
-    n_groups: Annotated[int, AtLeast(1)] = 1
-    d_conv: Annotated[int, AtLeast(1)] = 4
+    d_model: PositiveInt
+    n_layers: PositiveInt = 1
+    d_state: PositiveInt = 128
+    headdim: PositiveInt = 64
+    expand: PositiveInt = 2
+    n_groups: PositiveInt = 1
+    d_conv: PositiveInt = 4
     mlp_width: Annotated[int, AtLeast(0)] = 0
-    chunk_size: Annotated[int, AtLeast(1)] | None = None
-    norm_eps: Annotated[float, Within("(0, inf)")] = 1e-5
-    dt_limit: Annotated[tuple[float, float], check_bounds] = (0.0, math.inf)
-    dropout: Annotated[float, Within("[0, 1)")] = 0.0
+    chunk_size: PositiveInt | None = None
+    norm_eps: PositiveFloat = 1e-5
+    dt_limit: StepBounds = (0.0, math.inf)
+    dropout: Probability = 0.0
     weight_norm: bool = True
     injection: bool = True
     backend: Backend = "auto"
 
     def __post_init__(self) -> None:
-        object.__setattr__(
-            self, "dt_limit", tuple(self.dt_limit)
-        )  # hashable, where JSON had a list
-        heads, rest = divmod(self.expand * self.d_model, self.headdim)
-        if rest:
-            raise ValueError(
-                "Mamba2Config.headdim must divide expand * d_model = "
-                f"{self.expand * self.d_model}, got {self.headdim}"
-            )
-        if heads % self.n_groups:
-            raise ValueError(
-                f"Mamba2Config.n_groups must divide the {heads} heads, got {self.n_groups}"
-            )
+        # hashable, where JSON had a list
+        object.__setattr__(self, "dt_limit", tuple(self.dt_limit))
+        check_groups("Mamba2Config", self.expand * self.d_model, self.headdim, self.n_groups)
 
 
 @dataclass(frozen=True)
@@ -98,7 +87,7 @@ class Mamba2Cache(Cache):
     layers: tuple[MixerState, ...]
 
 
-class Mamba2(Backbone[Mamba2Cache]):
+class Mamba2(BlockStack[Mamba2Cache]):
     r"""Mamba2 blocks and a final norm; the injection enters every mixer at ``in_proj``'s output.
 
     .. math:: u = W_u\, \mathrm{RMSNorm}(x) + b_u, \qquad
@@ -123,26 +112,16 @@ class Mamba2(Backbone[Mamba2Cache]):
     @checked
     def __init__(self, config: Mamba2Config) -> None:
         super().__init__()
-        self.config, self.d_model, eps = config, config.d_model, config.norm_eps
-        blocks = [_block(config) for _ in range(config.n_layers)]
-        self.layers: Any = nn.ModuleList(blocks)
-        self.norm_f = RMSNorm(self.d_model, eps)
-        width = blocks[0].mixer.injected_width
-        self.injection_norm: Any = RMSNorm(self.d_model, eps) if config.injection else None
-        self.injection = nn.Linear(self.d_model, width) if config.injection else None
-        if config.weight_norm:
-            apply_weight_norm(self)
+        self.config, self.d_model = config, config.d_model
+        self.layers = nn.ModuleList(_block(config) for _ in range(config.n_layers))
+        self.norm_f = RMSNorm(config.d_model, config.norm_eps)
+        self.add_injection(self.layers[0].mixer.injected_width)
 
     def prepare(
         self, x: Sequence, cache: Mamba2Cache | None = None, mask: Mask | None = None
     ) -> Inputs:
-        check_sequence(x, self.d_model)
         check_cache(cache, Mamba2Cache, x, self.layers[0].mixer.state_shapes * len(self.layers))
-        injection = None if self.injection is None else self.injection(self.injection_norm(x))
-        drops = self.training and self.config.dropout > 0
-        return Inputs(
-            injection, tuple(dropout_mask(x, self.config.dropout) for _ in self.layers if drops)
-        )
+        return self.prepared(x)
 
     def forward(
         self,
@@ -153,9 +132,8 @@ class Mamba2(Backbone[Mamba2Cache]):
         need_aux: bool = False,
     ) -> tuple[Sequence, tuple[MixerAux, ...] | None]:
         states = None if cache is None else cache.layers
-        backend = resolved(
-            self.config.backend, z
-        )  # chosen here: compiled code cannot look for kernels or log
+        # chosen here, because compiled code cannot look for kernels or log
+        backend = fused.resolved(self.config.backend, z)
         z, aux = self.run(z, inputs.injection, states, inputs.dropout, need_aux, backend)
         return z, aux if need_aux else None
 
@@ -166,26 +144,16 @@ class Mamba2(Backbone[Mamba2Cache]):
         tokens: int,
         counts: Counts | None = None,
     ) -> Mamba2Cache:
-        before = [None] * len(aux) if cache is None else cache.layers
-        parts = zip(self.layers, before, aux, strict=True)
+        states = [None] * len(aux) if cache is None else cache.layers
+        layers = zip(self.layers, aux, states, strict=True)
         return Mamba2Cache(
             tuple(
-                block.mixer.state_after(own, state, tokens, counts) for block, state, own in parts
+                block.mixer.state_after(of_block, state, tokens, counts)
+                for block, of_block, state in layers
             )
         )
 
-    def sizes(self) -> Mamba2Config:
-        return replace(self.config, weight_norm=has_weight_norm(self))
-
-    def _stack(
-        self,
-        z: Tensor,
-        injected: Tensor | None,
-        states: Any,
-        dropout: tuple[Tensor, ...],
-        need_aux: bool,
-        backend: Backend,
-    ) -> tuple[Tensor, tuple[MixerAux, ...]]:
+    def _stack(self, z, injected, states, dropout, need_aux: bool, backend: Backend):
         """All blocks and the final norm, from tensors to tensors."""
         kept: list[MixerAux] = []
         for i, block in enumerate(self.layers):
@@ -197,13 +165,15 @@ class Mamba2(Backbone[Mamba2Cache]):
 
 
 def _block(config: Mamba2Config) -> Mamba2Block:
-    sizes = (
+    mixer = Mamba2Mixer(
         config.d_model,
         config.d_state,
         config.headdim,
         config.expand,
         config.n_groups,
         config.d_conv,
+        config.chunk_size,
+        config.norm_eps,
+        config.dt_limit,
     )
-    mixer = Mamba2Mixer(*sizes, config.chunk_size, config.norm_eps, config.dt_limit)
     return Mamba2Block(mixer, config.d_model, config.mlp_width, config.norm_eps)

@@ -1,9 +1,8 @@
 """The layers that backbones are made of; parameters are named as in their public counterparts."""
 
 from deqseq.layers.attention import Attention
-from deqseq.layers.block import LlamaBlock, Mamba2Block, Norms, SwiGLU
+from deqseq.layers.block import LlamaBlock, Mamba2Block, Norms, SwiGLU, dropout_mask
 from deqseq.layers.causal_conv import CausalConv1d
-from deqseq.layers.dropout import dropout_mask
 from deqseq.layers.mamba2_mixer import Mamba2Mixer
 from deqseq.layers.rms_norm import GatedRMSNorm, RMSNorm
 from deqseq.layers.rotary import RotaryScaling, rotary_frequencies, rotary_tables

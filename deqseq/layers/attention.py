@@ -1,17 +1,19 @@
 """Causal attention with rotary positions, grouped heads and an injection."""
 
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from deqseq.arguments import AtLeast, Within, checked
+from deqseq.arguments import PositiveFloat, PositiveInt, checked
 from deqseq.layers.rms_norm import RMSNorm
 from deqseq.layers.rotary import RotaryTables, rotate
+from deqseq.types import Sequence
 
 HeadTokens = Float[Tensor, "batch kv_heads length headdim"]
+Injected = Float[Tensor, "batch length injected"]
 
 
 class KeyValues(NamedTuple):
@@ -22,41 +24,34 @@ class KeyValues(NamedTuple):
 
 
 class Past(NamedTuple):
-    """Keys and values of ``length`` committed tokens, in a buffer with room for those
-    of the call.
-    """
+    """Keys and values of ``length`` committed tokens, in a buffer with room for new ones."""
 
     buffer: KeyValues
     length: int
 
-    def joined(self, own: KeyValues) -> KeyValues:
-        """All keys and values, with ``own`` of the new tokens last.
+    def joined(self, new: KeyValues) -> KeyValues:
+        """All keys and values, those of the ``new`` tokens last.
 
         They are written into the buffer, unless a graph is being built, or the buffer's dtype would
         round them.
         """
-        length, total = self.length, self.length + own.keys.shape[2]
+        length, total = self.length, self.length + new.keys.shape[2]
+        pairs = zip(self.buffer, new, strict=True)
         # autograd needs the keys of every iteration unchanged
-        if torch.is_grad_enabled() or self.buffer.keys.dtype != own.keys.dtype:
-            committed = (
-                (kept[:, :, :length].to(new.dtype), new)
-                for kept, new in zip(self.buffer, own, strict=True)
+        if torch.is_grad_enabled() or self.buffer.keys.dtype != new.keys.dtype:
+            return KeyValues(
+                *(torch.cat([old[:, :, :length].to(x.dtype), x], dim=2) for old, x in pairs)
             )
-            return KeyValues(*(torch.cat(pair, dim=2) for pair in committed))
-        for kept, new in zip(self.buffer, own, strict=True):
-            kept[:, :, length:total] = new
-        return KeyValues(*(kept[:, :, :total] for kept in self.buffer))
+        for buffer, x in pairs:
+            buffer[:, :, length:total] = x
+        return KeyValues(*(buffer[:, :, :total] for buffer in self.buffer))
 
 
 class DotProduct:
-    """Mixes values by torch's attention; ``Attention.attend`` may be another object with these two
-    methods.
-    """
+    """torch's attention; ``Attention.attend`` may be another object with these two methods."""
 
-    def mask(self, z: Float[Tensor, "batch new d_model"], cache: Any) -> Any:
-        """Which tokens of the ``cache`` and of ``z`` the new ones attend to, once for all layers of
-        an iteration.
-        """
+    def mask(self, z: Sequence, cache: Any) -> Any:
+        """Which tokens the new ones attend to; made once for all layers of an iteration."""
         return None if cache is None else cache.visible
 
     def __call__(
@@ -69,12 +64,9 @@ class DotProduct:
         *,
         causal: bool,
     ) -> Float[Tensor, "batch new heads headdim"]:
-        """Mixed values; ``mask`` is what :meth:`mask` returned, ``causal``: there are no tokens
-        before the new ones.
-        """
-        grouped = layer.groups > 1
+        """Mixed values, with what :meth:`mask` returned; ``causal``: no tokens come before."""
         mixed = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped
+            q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=layer.groups > 1
         )
         return mixed.transpose(1, 2)
 
@@ -119,32 +111,26 @@ class Attention(nn.Module):
     @checked
     def __init__(
         self,
-        d_model: Annotated[int, AtLeast(1)],
-        n_heads: Annotated[int, AtLeast(1)],
-        n_kv_heads: Annotated[int, AtLeast(1)],
-        headdim: Annotated[int, AtLeast(1)],
+        d_model: PositiveInt,
+        n_heads: PositiveInt,
+        n_kv_heads: PositiveInt,
+        headdim: PositiveInt,
         *,
         qk_norm: bool = False,
         qk_bias: bool = False,
-        norm_eps: Annotated[float, Within("(0, inf)")] = 1e-5,
+        norm_eps: PositiveFloat = 1e-5,
     ) -> None:
         super().__init__()
-        if n_heads % n_kv_heads or headdim % 2:
-            raise ValueError(
-                "Attention needs n_kv_heads that divide n_heads and an even headdim, got "
-                f"n_heads {n_heads}, n_kv_heads {n_kv_heads}, headdim {headdim}"
-            )
+        check_heads("Attention", n_heads, n_kv_heads, headdim)
         self.headdim, self.groups = headdim, n_heads // n_kv_heads
-        self.parts = (n_heads * headdim, n_kv_heads * headdim, n_kv_heads * headdim)
-        biases = (qk_bias, qk_bias, False)
-        self.q_proj, self.k_proj, self.v_proj = (
-            nn.Linear(d_model, part, bias=bias)
-            for part, bias in zip(self.parts, biases, strict=True)
-        )
-        self.q_norm, self.k_norm = (
-            RMSNorm(part, norm_eps) if qk_norm else None for part in self.parts[:2]
-        )
-        self.o_proj = nn.Linear(self.parts[0], d_model, bias=False)
+        queries, values = n_heads * headdim, n_kv_heads * headdim
+        self.parts = (queries, values, values)
+        self.q_proj = nn.Linear(d_model, queries, bias=qk_bias)
+        self.k_proj = nn.Linear(d_model, values, bias=qk_bias)
+        self.v_proj = nn.Linear(d_model, values, bias=False)
+        self.q_norm = RMSNorm(queries, norm_eps) if qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(values, norm_eps) if qk_norm else nn.Identity()
+        self.o_proj = nn.Linear(queries, d_model, bias=False)
 
     @property
     def injected_width(self) -> int:
@@ -153,12 +139,12 @@ class Attention(nn.Module):
 
     def forward(
         self,
-        x: Float[Tensor, "batch length d_model"],
-        injection: Float[Tensor, "batch length injected"] | None,
+        x: Sequence,
+        injection: Injected | None,
         tables: RotaryTables,
         past: Past | None = None,
         mask: Any = None,
-    ) -> tuple[Float[Tensor, "batch length d_model"], KeyValues]:
+    ) -> tuple[Sequence, KeyValues]:
         """Outputs of the shape of ``x``, and the keys and values of its tokens.
 
         Args:
@@ -171,21 +157,27 @@ class Attention(nn.Module):
             mask: what ``attend.mask`` returned. Default: each token attends to itself and those
                 before it.
         """
-        parts = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         if injection is not None:
-            parts = tuple(
-                part + more
-                for part, more in zip(parts, injection.split(self.parts, dim=-1), strict=True)
-            )
-        if self.q_norm is not None and self.k_norm is not None:
-            parts = (self.q_norm(parts[0]), self.k_norm(parts[1]), parts[2])
+            more_q, more_k, more_v = injection.split(self.parts, dim=-1)
+            q, k, v = q + more_q, k + more_k, v + more_v
+        parts = self.q_norm(q), self.k_norm(k), v
         q, k, v = (part.unflatten(2, (-1, self.headdim)) for part in parts)
-        own = KeyValues(rotate(k, tables).transpose(1, 2), v.transpose(1, 2))
-        seen = own if past is None else past.joined(own)
-        q, keys, values = (
-            rotate(q, tables).transpose(1, 2),
-            seen.keys.to(q.dtype),
-            seen.values.to(q.dtype),
-        )
+        q = rotate(q, tables).transpose(1, 2)
+        new = KeyValues(rotate(k, tables).transpose(1, 2), v.transpose(1, 2))
+        seen = new if past is None else past.joined(new)
+        keys, values = (part.to(q.dtype) for part in seen)
         mixed = self.attend(self, q, keys, values, mask, causal=past is None)
-        return self.o_proj(mixed.flatten(2)), own
+        return self.o_proj(mixed.flatten(2)), new
+
+
+def check_heads(name: str, n_heads: int, n_kv_heads: int, headdim: int) -> None:
+    """Refuse sizes that no attention can have; ``name`` is whose arguments they are."""
+    if headdim % 2:
+        raise ValueError(
+            f"{name}.headdim must be even for the rotary embedding, got headdim {headdim}"
+        )
+    if n_heads % n_kv_heads:
+        raise ValueError(
+            f"{name}.n_kv_heads must divide n_heads = {n_heads}, got n_kv_heads {n_kv_heads}"
+        )

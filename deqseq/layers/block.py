@@ -1,22 +1,25 @@
-"""The feed-forward layer, and residual blocks of it and the Mamba2 mixer or attention."""
+"""Residual blocks of a feed-forward layer and the Mamba2 mixer or attention, and their dropout."""
 
+from functools import partial
 from typing import Annotated, Any, Literal
 
-from jaxtyping import Float
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from deqseq.arguments import AtLeast, checked
-from deqseq.layers.attention import Attention, KeyValues, Past
+from deqseq.arguments import AtLeast, PositiveInt, Probability, checked
+from deqseq.layers.attention import Attention, Injected, KeyValues, Past
 from deqseq.layers.mamba2_mixer import Mamba2Mixer, MixerAux, MixerState
-from deqseq.layers.rms_norm import RMSNorm
+from deqseq.layers.rms_norm import Channels, RMSNorm
 from deqseq.layers.rotary import RotaryTables
 from deqseq.ops import Backend
+from deqseq.types import Sequence
 
 
 class SwiGLU(nn.Module):
-    r"""Gated feed-forward layer, :math:`W_\mathrm{down} (\mathrm{silu}(W_\mathrm{gate} x) \odot
-    W_\mathrm{up} x)`.
+    r"""Gated feed-forward layer.
+
+    .. math:: y = W_\mathrm{down} (\mathrm{silu}(W_\mathrm{gate} x) \odot W_\mathrm{up} x)
 
     Args:
         dim: size of the input and output.
@@ -32,13 +35,13 @@ class SwiGLU(nn.Module):
     """
 
     @checked
-    def __init__(self, dim: Annotated[int, AtLeast(1)], width: Annotated[int, AtLeast(1)]) -> None:
+    def __init__(self, dim: PositiveInt, width: PositiveInt) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(dim, width, bias=False)
         self.up_proj = nn.Linear(dim, width, bias=False)
         self.down_proj = nn.Linear(width, dim, bias=False)
 
-    def forward(self, x: Float[Tensor, "*batch dim"]) -> Float[Tensor, "*batch dim"]:
+    def forward(self, x: Channels) -> Channels:
         """Transform ``x``, ``(*batch, dim)``."""
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
@@ -78,13 +81,13 @@ class Mamba2Block(nn.Module):
 
     def forward(
         self,
-        z: Float[Tensor, "batch length d_model"],
-        injection: Float[Tensor, "batch length injected"] | None = None,
+        z: Sequence,
+        injection: Injected | None = None,
         state: MixerState | None = None,
-        mask: Float[Tensor, "batch length d_model"] | None = None,
+        mask: Sequence | None = None,
         need_aux: bool = False,
         backend: Backend = "auto",
-    ) -> tuple[Float[Tensor, "batch length d_model"], MixerAux | None]:
+    ) -> tuple[Sequence, MixerAux | None]:
         """The new ``z``, ``(batch, length, d_model)``, and what the mixer's ``state_after`` needs.
 
         ``mask`` is the dropout mask of the mixer's output, of the shape of ``z``; ``injection``,
@@ -140,40 +143,66 @@ class LlamaBlock(nn.Module):
         norms: Norms = "pre",
     ) -> None:
         super().__init__()
-        first, second = norms != "post", norms != "pre"
         self.closed = norms == "closed"
-        self.input_layernorm = RMSNorm(d_model, norm_eps) if first else None
+        norm = partial(RMSNorm, d_model, norm_eps)
+        first = nn.Identity if norms == "post" else norm
+        second = nn.Identity if norms == "pre" else norm
+        self.input_layernorm = first()
         self.self_attn = attention
-        self.input_layernorm_2 = RMSNorm(d_model, norm_eps) if second else None
-        self.post_attention_layernorm = RMSNorm(d_model, norm_eps) if first else None
+        self.input_layernorm_2 = second()
+        self.post_attention_layernorm = first()
         self.mlp = SwiGLU(d_model, mlp_width)
-        self.post_attention_layernorm_2 = RMSNorm(d_model, norm_eps) if second else None
+        self.post_attention_layernorm_2 = second()
 
     def forward(
         self,
-        z: Float[Tensor, "batch length d_model"],
-        injection: Float[Tensor, "batch length injected"] | None,
+        z: Sequence,
+        injection: Injected | None,
         tables: RotaryTables,
         past: Past | None = None,
-        mask: Float[Tensor, "batch length d_model"] | None = None,
+        mask: Sequence | None = None,
         attention_mask: Any = None,
-    ) -> tuple[Float[Tensor, "batch length d_model"], KeyValues]:
+    ) -> tuple[Sequence, KeyValues]:
         """The new ``z``, ``(batch, length, d_model)``, and the keys and values of its tokens.
 
         ``mask`` is the dropout mask of both layers' outputs, of the shape of ``z``; ``injection``,
         ``tables``, ``past`` and ``attention_mask`` are for the attention.
         """
-        mixed = z if self.input_layernorm is None else self.input_layernorm(z)
-        mixed, own = self.self_attn(mixed, injection, tables, past, attention_mask)
-        z = self._added(z, mixed, self.input_layernorm_2, mask)
-        mixed = self.mlp(
-            z if self.post_attention_layernorm is None else self.post_attention_layernorm(z)
-        )
-        return self._added(z, mixed, self.post_attention_layernorm_2, mask), own
+        x = self.input_layernorm(z)
+        x, key_values = self.self_attn(x, injection, tables, past, attention_mask)
+        z = self._added(z, x, self.input_layernorm_2, mask)
+        x = self.mlp(self.post_attention_layernorm(z))
+        return self._added(z, x, self.post_attention_layernorm_2, mask), key_values
 
-    def _added(self, z: Tensor, mixed: Tensor, norm: RMSNorm | None, mask: Tensor | None) -> Tensor:
-        """The residual path with a layer's output, and its second norm."""
-        if norm is not None and not self.closed:
-            mixed = norm(mixed)
-        z = z + (mixed if mask is None else mixed * mask)
-        return norm(z) if norm is not None and self.closed else z
+    def _added(self, z: Tensor, x: Tensor, norm: nn.Module, mask: Tensor | None) -> Tensor:
+        """The residual path with a layer's output ``x``, and its second norm."""
+        if not self.closed:
+            x = norm(x)
+        z = z + (x if mask is None else x * mask)
+        return norm(z) if self.closed else z
+
+
+@checked
+def dropout_mask(like: Sequence, p: Probability) -> Sequence:
+    r"""A mask to multiply by: zero with probability ``p``, else :math:`1 / (1 - p)`.
+
+    Ordinary dropout would draw a new mask at each iteration, and the map would have no fixed point.
+
+    Args:
+        like: a tensor of the mask's shape, ``(batch, length, dim)``, dtype and device.
+        p: probability of zero, in [0, 1).
+
+    Raises:
+        TypeError: ``like`` is not of a floating-point dtype.
+
+    References:
+        Gal and Ghahramani, A Theoretically Grounded Application of Dropout in Recurrent Neural
+        Networks, NeurIPS 2016, arXiv 1512.05287.
+
+    Example:
+        >>> sorted(set(dropout_mask(torch.zeros(1, 50, 4), 0.5).flatten().tolist()))
+        [0.0, 2.0]
+    """
+    if not like.is_floating_point():
+        raise TypeError(f"like must be of a floating-point dtype, got {like.dtype}")
+    return torch.empty_like(like).bernoulli_(1 - p).div_(1 - p)

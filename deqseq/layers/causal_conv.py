@@ -1,20 +1,20 @@
 """Depthwise causal convolution and SiLU, as a layer with a state."""
 
-from typing import Annotated
-
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from deqseq.arguments import AtLeast, checked
+from deqseq.arguments import PositiveInt, checked
 from deqseq.ops import Backend, fused
-from deqseq.ops.backend import resolved
+from deqseq.types import Counts
+
+Channels = Float[Tensor, "batch length channels"]
+ConvState = Float[Tensor, "batch past channels"]
 
 
 class CausalConv1d(nn.Module):
-    r"""Each channel is convolved with its own filter over the tokens up to the current one, then
-    passes a SiLU.
+    r"""A filter for each channel, over the tokens up to the current one, followed by a SiLU.
 
     .. math:: y_t = \mathrm{silu}\Bigl(b + \sum_{j=0}^{k-1} w_j \odot x_{t-k+1+j}\Bigr)
 
@@ -33,9 +33,7 @@ class CausalConv1d(nn.Module):
     """
 
     @checked
-    def __init__(
-        self, channels: Annotated[int, AtLeast(1)], kernel_size: Annotated[int, AtLeast(1)]
-    ) -> None:
+    def __init__(self, channels: PositiveInt, kernel_size: PositiveInt) -> None:
         super().__init__()
         self.past = kernel_size - 1
         bound = kernel_size**-0.5
@@ -44,19 +42,19 @@ class CausalConv1d(nn.Module):
 
     def forward(
         self,
-        x: Float[Tensor, "batch length channels"],
-        state: Float[Tensor, "batch past channels"] | None = None,
+        x: Channels,
+        state: ConvState | None = None,
         backend: Backend = "auto",
-    ) -> Float[Tensor, "batch length channels"]:
-        """Convolve and activate ``x``, ``(batch, length, channels)``, carrying on from ``state``;
-        nothing is checked.
+    ) -> Channels:
+        """Convolve and activate ``x``, ``(batch, length, channels)``; nothing is checked.
 
         ``state`` are the inputs before, ``(batch, kernel_size - 1, channels)``, by default zeros;
         ``backend`` is a :data:`deqseq.ops.Backend`, whose kernels take filters of 2 to 4 and
         channels in eights.
         """
         weight, bias = self.weight, self.bias
-        if resolved(backend, x) == "mamba_ssm" and fused.convolves(len(weight), self.past + 1):
+        kernels = fused.resolved(backend, x) == "mamba_ssm"
+        if kernels and fused.convolves(len(weight), self.past + 1):
             return fused.convolved(x, weight, bias, state)
         # shifted multiply-adds: on a CPU faster than a grouped convolution
         length, padded = x.shape[1], self._padded(x, state)
@@ -68,12 +66,11 @@ class CausalConv1d(nn.Module):
 
     def state_after(
         self,
-        x: Float[Tensor, "batch length channels"],
-        state: Float[Tensor, "batch past channels"] | None = None,
-        counts: Int64[Tensor, " batch"] | None = None,
-    ) -> Float[Tensor, "batch past channels"]:
-        """The last ``kernel_size - 1`` inputs, which the tokens after ``x`` will still see, in
-        memory of their own.
+        x: Channels,
+        state: ConvState | None = None,
+        counts: Counts | None = None,
+    ) -> ConvState:
+        """The last ``kernel_size - 1`` inputs, which the next tokens will see, copied.
 
         ``x`` and ``state`` are as in :meth:`forward`; ``counts``, ``(batch,)``, says how many
         inputs of each row are real, by default all.
@@ -85,8 +82,6 @@ class CausalConv1d(nn.Module):
         return self._padded(x, state).gather(1, places[..., None].expand(-1, -1, x.shape[2]))
 
     def _padded(self, x: Tensor, state: Tensor | None) -> Tensor:
-        return (
-            F.pad(x, (0, 0, self.past, 0))
-            if state is None
-            else torch.cat([state.to(x.dtype), x], dim=1)
-        )
+        if state is None:
+            return F.pad(x, (0, 0, self.past, 0))
+        return torch.cat([state.to(x.dtype), x], dim=1)

@@ -1,44 +1,39 @@
 """The Mamba2 sequence mixer, with an injection."""
 
 import math
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float
 from torch import Tensor, nn
 
-from deqseq.arguments import AtLeast, Within, check_bounds, checked
-from deqseq.layers.causal_conv import CausalConv1d
+from deqseq.arguments import PositiveFloat, PositiveInt, StepBounds, checked
+from deqseq.layers.causal_conv import CausalConv1d, Channels, ConvState
 from deqseq.layers.rms_norm import GatedRMSNorm
 from deqseq.layers.weight_norm import with_weights
 from deqseq.ops import Backend, fused, reference
-from deqseq.ops.backend import resolved
-from deqseq.ops.reference import StepSizes
+from deqseq.ops.reference import ScanState, StepSizes
+from deqseq.types import Counts, Sequence
 
 
 class MixerState(NamedTuple):
-    """What a mixer remembers: the convolution's last inputs, and the scan's state, in float32 at
-    least.
-    """
+    """The last inputs of the convolution, and the state of the scan, in float32 at least."""
 
-    conv: Float[Tensor, "batch past channels"]
-    ssm: Float[Tensor, "batch heads headdim d_state"]
+    conv: ConvState
+    ssm: ScanState
 
 
 class MixerAux(NamedTuple):
-    """Inputs of the convolution and the scan in one call, from which the state after any of its
-    tokens follows.
-    """
+    """Inputs of convolution and scan, from which the state after any of the tokens follows."""
 
-    xBC: Float[Tensor, "batch length channels"]
+    xBC: Channels
     x: Float[Tensor, "batch length heads headdim"]
     dt: Float[Tensor, "batch length heads"]
     B: Float[Tensor, "batch length groups d_state"]
 
 
 class Mamba2Mixer(nn.Module):
-    r"""Project, convolve, scan, gate, project; parameters are named as in Mamba2's public
-    implementations.
+    r"""Project, convolve, scan, gate, project; parameters are named as in the public Mamba2 code.
 
     .. math:: [g, x, B, C, \Delta] = W_\mathrm{in} u + \text{injection}, \qquad
               y = W_\mathrm{out}\, \mathrm{RMSNorm}(\mathrm{SSD}(\mathrm{silu}(\mathrm{conv}(x, B,
@@ -72,30 +67,22 @@ class Mamba2Mixer(nn.Module):
     @checked
     def __init__(
         self,
-        d_model: Annotated[int, AtLeast(1)],
-        d_state: Annotated[int, AtLeast(1)] = 128,
-        headdim: Annotated[int, AtLeast(1)] = 64,
-        expand: Annotated[int, AtLeast(1)] = 2,
-        n_groups: Annotated[int, AtLeast(1)] = 1,
-        d_conv: Annotated[int, AtLeast(1)] = 4,
-        chunk_size: Annotated[int, AtLeast(1)] | None = None,
-        norm_eps: Annotated[float, Within("(0, inf)")] = 1e-5,
-        dt_limit: Annotated[tuple[float, float], check_bounds] = (0.0, math.inf),
+        d_model: PositiveInt,
+        d_state: PositiveInt = 128,
+        headdim: PositiveInt = 64,
+        expand: PositiveInt = 2,
+        n_groups: PositiveInt = 1,
+        d_conv: PositiveInt = 4,
+        chunk_size: PositiveInt | None = None,
+        norm_eps: PositiveFloat = 1e-5,
+        dt_limit: StepBounds = (0.0, math.inf),
     ) -> None:
         super().__init__()
+        check_groups("Mamba2Mixer", expand * d_model, headdim, n_groups)
         d_inner = expand * d_model
-        heads, rest = divmod(d_inner, headdim)
-        if rest or heads % n_groups:
-            raise ValueError(
-                "Mamba2Mixer needs heads of equal size in groups of equal size, got expand * "
-                f"d_model = {d_inner}, "
-                f"headdim {headdim}, n_groups {n_groups}"
-            )
-        self.headdim, self.chunk_size, self.dt_limit = (
-            headdim,
-            chunk_size,
-            (dt_limit[0], dt_limit[1]),
-        )
+        heads = d_inner // headdim
+        self.headdim, self.chunk_size = headdim, chunk_size
+        self.dt_limit = (dt_limit[0], dt_limit[1])
         self.maps = (n_groups, d_state)
         self.convolved = (d_inner, n_groups * d_state, n_groups * d_state)  # widths of x, B and C
         self.filters = (sum(self.convolved), d_conv)
@@ -103,9 +90,7 @@ class Mamba2Mixer(nn.Module):
         self.in_proj = nn.Linear(d_model, sum(self.parts), bias=False)
         self.conv1d = CausalConv1d(*self.filters)
         step = torch.empty(heads).uniform_(math.log(1e-3), math.log(1e-1)).exp()
-        self.dt_bias = nn.Parameter(
-            step + torch.log(-torch.expm1(-step))
-        )  # whose softplus is the step
+        self.dt_bias = nn.Parameter(step + torch.log(-torch.expm1(-step)))  # its softplus is step
         self.A_log = nn.Parameter(torch.empty(heads).uniform_(1, 16).log())
         self.D = nn.Parameter(torch.ones(heads))
         self.norm = GatedRMSNorm(d_inner, norm_eps, n_groups)
@@ -123,21 +108,19 @@ class Mamba2Mixer(nn.Module):
 
     def forward(
         self,
-        u: Float[Tensor, "batch length d_model"],
+        u: Sequence,
         injection: Float[Tensor, "batch length injected"] | None = None,
         state: MixerState | None = None,
         need_aux: bool = False,
         backend: Backend = "auto",
-    ) -> tuple[Float[Tensor, "batch length d_model"], MixerAux | None]:
-        """Outputs of the shape of ``u``, and what :meth:`state_after` needs (None without
-        ``need_aux``).
+    ) -> tuple[Sequence, MixerAux | None]:
+        """Outputs of the shape of ``u``, and with ``need_aux`` what :meth:`state_after` needs.
 
         Args:
             u: inputs, ``(batch, length, d_model)``.
             injection: added to ``in_proj``'s output, ``(batch, length, injected_width)``. Default:
                 nothing.
-            state: the state after the tokens before, whose shapes are not checked. Default: there
-                are none.
+            state: the state after the tokens before, not checked. Default: there are none.
             need_aux: whether :meth:`state_after` will be called.
             backend: implementation of the convolution and the scan, as in
                 :func:`deqseq.ops.ssd.ssd`.
@@ -145,41 +128,34 @@ class Mamba2Mixer(nn.Module):
         projected = self.in_proj(u)
         if injection is not None:
             projected = projected + injection
-        backend = resolved(backend, projected)
+        kernels = fused.resolved(backend, projected) == "mamba_ssm"
         rates, steps = self._dynamics()
-        needs_parts = state is not None or need_aux
-        if (
-            backend == "mamba_ssm"
-            and not needs_parts
-            and fused.joins_everything(u.shape[1], *self.filters)
-        ):
-            conv, norm = (
-                (with_weights(self.conv1d).weight, self.conv1d.bias),
-                (self.norm.weight, self.norm.eps),
+        no_state = state is None and not need_aux
+        if kernels and no_state and fused.joins_everything(u.shape[1], *self.filters):
+            conv = with_weights(self.conv1d).weight, self.conv1d.bias
+            sizes = self.headdim, self.maps[0], self.chunk_size
+            y = fused.convolved_and_scanned(
+                projected, conv, rates, self.D, steps, self.norm, *sizes
             )
-            sizes = (self.headdim, self.maps[0], self.chunk_size)
-            y = fused.convolved_and_scanned(projected, conv, rates, self.D, steps, norm, *sizes)
             return self.out_proj(y), None
         gate, xBC, dt = projected.split(self.parts, dim=-1)
         conv, before = (None, None) if state is None else state
         x, B, C = self.conv1d(xBC, conv, backend).split(self.convolved, dim=-1)
         x = x.unflatten(2, (-1, self.headdim))
         B, C = B.unflatten(2, (self.maps[0], -1)), C.unflatten(2, (self.maps[0], -1))
-        scan = fused.scan if backend == "mamba_ssm" else reference.scan
+        scan = fused.scan if kernels else reference.scan
         y, _ = scan(x, dt, rates, B, C, self.D, steps, before, False, self.chunk_size)
-        return self.out_proj(self.norm(y.flatten(2), gate)), MixerAux(
-            xBC, x, dt, B
-        ) if need_aux else None
+        aux = MixerAux(xBC, x, dt, B) if need_aux else None
+        return self.out_proj(self.norm(y.flatten(2), gate)), aux
 
     def state_after(
         self,
         aux: MixerAux,
         before: MixerState | None,
         tokens: int,
-        counts: Int64[Tensor, " batch"] | None = None,
+        counts: Counts | None = None,
     ) -> MixerState:
-        """The state after the first tokens of a call, without a graph; nothing is projected or
-        convolved again.
+        """The state after the first tokens of a call, without a graph.
 
         Args:
             aux: what the call returned.
@@ -195,8 +171,18 @@ class Mamba2Mixer(nn.Module):
             return MixerState(self.conv1d.state_after(xBC, conv, counts), ssm)
 
     def _dynamics(self) -> tuple[Float[Tensor, " heads"], StepSizes]:
-        """The decay rates, in float32 at least, and how step sizes follow from what is
-        projected.
-        """
+        """The decay rates, in float32 at least, and how step sizes follow from projections."""
         A_log = self.A_log.to(torch.promote_types(self.A_log.dtype, torch.float32))
         return -torch.exp(A_log), StepSizes(self.dt_bias, limit=self.dt_limit)
+
+
+def check_groups(name: str, d_inner: int, headdim: int, n_groups: int) -> None:
+    """Refuse heads or groups of unequal size; ``name`` is whose arguments they are."""
+    if d_inner % headdim:
+        raise ValueError(
+            f"{name}.headdim must divide expand * d_model = {d_inner}, got headdim {headdim}"
+        )
+    if d_inner // headdim % n_groups:
+        raise ValueError(
+            f"{name}.n_groups must divide the {d_inner // headdim} heads, got n_groups {n_groups}"
+        )

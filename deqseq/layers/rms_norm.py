@@ -7,7 +7,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from deqseq.arguments import AtLeast, Within, checked
+from deqseq.arguments import PositiveInt, Within, checked
+
+Channels = Float[Tensor, "*batch dim"]
 
 
 class RMSNorm(nn.Module):
@@ -28,27 +30,25 @@ class RMSNorm(nn.Module):
     """
 
     @checked
-    def __init__(
-        self, dim: Annotated[int, AtLeast(1)], eps: Annotated[float, Within("[0, inf)")] = 1e-5
-    ) -> None:
+    def __init__(self, dim: PositiveInt, eps: Annotated[float, Within("[0, inf)")] = 1e-5) -> None:
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(dim))
 
-    def forward(self, x: Float[Tensor, "*batch dim"]) -> Float[Tensor, "*batch dim"]:
+    def forward(self, x: Channels) -> Channels:
         """Normalise ``x``, ``(*batch, dim)``."""
         return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
 
 
 class GatedRMSNorm(nn.Module):
-    r"""Mamba2's output norm: gate first, then normalise each group, :math:`\mathrm{RMSNorm}(x \odot
-    \mathrm{silu}(z))`.
+    r"""Mamba2's output norm: gate first, then normalise each group.
+
+    .. math:: y = \mathrm{RMSNorm}(x \odot \mathrm{silu}(z))
 
     Args:
         dim: size of the last dimension.
         eps: the norm's epsilon.
-        groups: parts that are normalised on their own, as in the public Mamba2 code; divides
-            ``dim``.
+        groups: parts that are normalised separately, as in the public Mamba2 code; divides ``dim``.
 
     Raises:
         ValueError: groups that do not divide ``dim``.
@@ -61,9 +61,9 @@ class GatedRMSNorm(nn.Module):
     @checked
     def __init__(
         self,
-        dim: Annotated[int, AtLeast(1)],
+        dim: PositiveInt,
         eps: Annotated[float, Within("[0, inf)")] = 1e-5,
-        groups: Annotated[int, AtLeast(1)] = 1,
+        groups: PositiveInt = 1,
     ) -> None:
         super().__init__()
         if dim % groups:
@@ -71,9 +71,7 @@ class GatedRMSNorm(nn.Module):
         self.eps, self.groups = eps, groups
         self.weight = nn.Parameter(torch.ones(dim))
 
-    def forward(
-        self, x: Float[Tensor, "*batch dim"], gate: Float[Tensor, "*batch dim"]
-    ) -> Float[Tensor, "*batch dim"]:
+    def forward(self, x: Channels, gate: Channels) -> Channels:
         """Normalise ``x`` gated by ``gate``, both ``(*batch, dim)``."""
         gated, weight = x * F.silu(gate), self.weight.to(x.dtype)
         if self.groups == 1:

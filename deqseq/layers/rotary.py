@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from deqseq.arguments import AtLeast, Within, checked
+from deqseq.arguments import PositiveFloat, PositiveInt, Within, checked
 
 
 @checked
@@ -36,23 +36,21 @@ class RotaryScaling:
     """
 
     factor: Annotated[float, Within("[1, inf)")] = 8.0
-    low_freq_factor: Annotated[float, Within("(0, inf)")] = 1.0
-    high_freq_factor: Annotated[float, Within("(0, inf)")] = 4.0
-    original_length: Annotated[int, AtLeast(1)] = 8192
+    low_freq_factor: PositiveFloat = 1.0
+    high_freq_factor: PositiveFloat = 4.0
+    original_length: PositiveInt = 8192
 
     def __post_init__(self) -> None:
         if self.high_freq_factor <= self.low_freq_factor:
             raise ValueError(
                 "RotaryScaling.high_freq_factor must be above low_freq_factor = "
-                f"{self.low_freq_factor}, "
-                f"got {self.high_freq_factor}"
+                f"{self.low_freq_factor}, got {self.high_freq_factor}"
             )
 
 
-RotaryTables = tuple[Float[Tensor, "rows length 1 headdim"], Float[Tensor, "rows length 1 headdim"]]
-"""Cosines and sines of the angles, one row or one per row; sines are negative in the first half of
-the channels.
-"""
+RotaryTable = Float[Tensor, "rows length 1 headdim"]
+RotaryTables = tuple[RotaryTable, RotaryTable]
+"""Cosines and sines of the angles; sines are negative in the first half of the channels."""
 
 
 def rotary_frequencies(
@@ -62,8 +60,7 @@ def rotary_frequencies(
     device: torch.device | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Float[Tensor, " half"]:
-    r"""Radians per position, :math:`\theta^{-2i/d}`, stretched if ``scaling`` is given; ``(headdim
-    / 2,)``.
+    r"""Radians per position, :math:`\theta^{-2i/d}`, shape ``(headdim / 2,)``.
 
     Args:
         headdim: channels per head, even.
@@ -93,11 +90,10 @@ def rotary_tables(
     frequencies: Float[Tensor, " half"],
     dtype: torch.dtype,
 ) -> RotaryTables:
-    """Cosines and signed sines for these positions, the same for all heads, each ``(batch, length,
-    1, headdim)``.
+    """Cosines and signed sines for these positions, each ``(batch, length, 1, headdim)``.
 
     Angles have the dtype of ``frequencies``. In the public Llama code they are float32 in models of
-    any dtype: weights trained with that rounding meet it again.
+    any dtype, and weights were trained with that rounding.
 
     Args:
         positions: ``(batch, length)``; a batch of one serves all rows.

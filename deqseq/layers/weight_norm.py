@@ -1,6 +1,4 @@
-"""Weight normalisation of linear maps and causal convolutions, and weights that are
-computed once.
-"""
+"""Weight normalisation of linear maps and causal convolutions, and weights computed once."""
 
 import math
 import sys
@@ -55,8 +53,7 @@ class Normalised(nn.Module):
         _refuse(name) if name == "weight" else super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
-        # torch's parametrize begins with this, and goes on to change the class, which many layers
-        # share
+        # torch's parametrize begins with this, then changes the class, which many layers share
         _refuse(name) if name in self._parameters else super().__delattr__(name)
 
 
@@ -70,8 +67,9 @@ class NormalisedConv1d(Normalised, CausalConv1d):
 
 @checked
 def apply_weight_norm(module: nn.Module) -> None:
-    r"""Reparametrise every linear map and causal convolution inside, :math:`w = g\, v / \lVert v
-    \rVert` per row.
+    r"""Reparametrise every linear map and causal convolution inside.
+
+    .. math:: w = g\, v / \lVert v \rVert \quad \text{per row}
 
     A solve computes the weights once, other calls of a layer each time. The layers have no
     attribute ``weight``, as a write to it would be lost: :func:`with_weights` is for reading it,
@@ -94,13 +92,8 @@ def apply_weight_norm(module: nn.Module) -> None:
         >>> [name for name, _ in layer.named_parameters()]
         ['0.bias', '0.parametrizations.weight.original0', '0.parametrizations.weight.original1']
     """
-    parts: Any = [
-        (name, part)
-        for name, part in module.named_modules()
-        if isinstance(part, nn.Linear | CausalConv1d)
-    ]
-    layers: dict[str, Any] = {
-        name: part for name, part in parts if not is_parametrized(part, "weight")
+    layers = {
+        name: layer for name, layer in _layers(module) if not is_parametrized(layer, "weight")
     }
     owners: dict[nn.Parameter, str] = {}
     for name, layer in layers.items():
@@ -125,8 +118,7 @@ def apply_weight_norm(module: nn.Module) -> None:
 
 @checked
 def fold_weight_norm(module: nn.Module) -> None:
-    """Make the weights plain parameters again, equal to what the normalisation gave to the last
-    bit.
+    """Make the weights plain parameters again, equal to the normalised ones to the last bit.
 
     Do this before tools that read and write ``weight`` run: merging LoRA, quantisation.
 
@@ -145,28 +137,26 @@ def fold_weight_norm(module: nn.Module) -> None:
         norm = layer.parametrizations["weight"]
         layer.__class__ = norm.layer_class
         del layer.parametrizations
-        layer.weight = nn.Parameter(
-            norm().detach(), requires_grad=any(p.requires_grad for p in norm.parameters())
-        )
+        requires_grad = any(p.requires_grad for p in norm.parameters())
+        layer.weight = nn.Parameter(norm().detach(), requires_grad=requires_grad)
 
 
 def has_weight_norm(module: nn.Module) -> bool:
-    """Whether the layers inside have weight normalisation now; ValueError if some have it and
-    others have not.
-    """
-    parts: Any = [
-        (name, part)
-        for name, part in module.named_modules()
-        if isinstance(part, nn.Linear | CausalConv1d)
-    ]
-    bare = [name for name, part in parts if not is_parametrized(part, "weight")]
-    if 0 < len(bare) < len(parts):
+    """Whether all layers inside have weight normalisation; ValueError if only some have."""
+    layers = _layers(module)
+    bare = [name for name, layer in layers if not is_parametrized(layer, "weight")]
+    if 0 < len(bare) < len(layers):
         raise ValueError(
             f"weight normalisation must be on all layers of a backbone or on none, {bare[0]} has "
-            "none: call "
-            "deqseq.layers.apply_weight_norm or fold_weight_norm of the whole backbone"
+            "none: call deqseq.layers.apply_weight_norm or fold_weight_norm of the whole backbone"
         )
-    return len(bare) < len(parts)
+    return len(bare) < len(layers)
+
+
+def _layers(module: nn.Module) -> list[tuple[str, Any]]:
+    """The linear maps and causal convolutions inside, with their names."""
+    modules = module.named_modules()
+    return [(name, part) for name, part in modules if isinstance(part, nn.Linear | CausalConv1d)]
 
 
 def with_weights(module: M) -> M:
@@ -196,17 +186,12 @@ def with_weights(module: M) -> M:
 
 
 def sharded_parts(module: nn.Module) -> tuple[Any, ...]:
-    """The modules inside, or itself, that ``torch.distributed.fsdp.fully_shard`` has been called
-    on.
-    """
-    fsdp: Any = sys.modules.get(
-        "torch.distributed.fsdp"
-    )  # where it has not been imported, nothing is sharded
-    return (
-        ()
-        if fsdp is None
-        else tuple(part for part in module.modules() if isinstance(part, fsdp.FSDPModule))
-    )
+    """The modules inside, or itself, that ``torch.distributed.fsdp.fully_shard`` has sharded."""
+    # where it has not been imported, nothing is sharded
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return ()
+    return tuple(part for part in module.modules() if isinstance(part, fsdp.FSDPModule))
 
 
 def _computed(module: Any, copies: dict[int, Any]) -> Any:
@@ -215,16 +200,13 @@ def _computed(module: Any, copies: dict[int, Any]) -> Any:
         kind, changes, parts = type(module), {}, dict(module._modules)
         if is_parametrized(module):
             tensors = parts.pop("parametrizations")
-            # torch makes a class of its own for each module that it parametrises
-            kind = (
-                tensors["weight"].layer_class
-                if isinstance(module, Normalised)
-                else kind.__bases__[0]
-            )
+            if isinstance(module, Normalised):
+                kind = tensors["weight"].layer_class
+            else:  # torch makes a class of its own for each module that it parametrises
+                kind = kind.__bases__[0]
             changes = {name: compute() for name, compute in tensors.items()}
-        parts = {
-            name: None if part is None else _computed(part, copies) for name, part in parts.items()
-        }
+        for name, part in parts.items():
+            parts[name] = None if part is None else _computed(part, copies)
         if changes or any(part is not module._modules[name] for name, part in parts.items()):
             copies[id(module)] = copy = object.__new__(kind)
             copy.__dict__.update(module.__dict__, _modules=parts, **changes)
@@ -234,10 +216,7 @@ def _computed(module: Any, copies: dict[int, Any]) -> Any:
 
 
 def _refuse(name: str) -> NoReturn:
-    how = (
-        "read with_weights(layer).weight, and call fold_weight_norm(model) before "
-        "tools that write to it"
-    )
     raise AttributeError(
-        f"{name} is of a layer with weight normalisation: {how} (both of deqseq.layers)"
+        f"{name} is of a layer with weight normalisation: read with_weights(layer).weight, call "
+        "fold_weight_norm(model) before tools that write to it (both of deqseq.layers)"
     )

@@ -1,5 +1,5 @@
 """Sequence operations: a plain oracle beside each fast path."""
 
-from deqseq.ops.backend import Backend, BackendError
+from deqseq.ops.fused import Backend, BackendError
 
 __all__ = ["Backend", "BackendError"]

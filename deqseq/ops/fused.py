@@ -1,11 +1,12 @@
-"""The fused kernels of mamba_ssm and causal_conv1d: the only file that knows them, and it imports
-them when they run.
+"""The fused kernels of mamba_ssm and causal_conv1d, and when they are used.
 
-They compute what the references beside them compute. Their Triton part needs no CUDA build: where
-the package was installed without one, its files are imported one by one.
+They compute what the references beside them compute. No other file knows these packages, and they
+are imported when a kernel first runs. Their Triton part needs no CUDA build: where the package was
+installed without one, its files are imported one by one.
 """
 
 import importlib
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -13,17 +14,28 @@ from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
+from deqseq.arguments import check_choice
 from deqseq.ops.reference import UNLIMITED, StepSizes
+
+Backend = Literal["auto", "reference", "mamba_ssm"]
+"""``"reference"`` is plain PyTorch, on any device; ``"mamba_ssm"`` the kernels of that package;
+``"auto"`` takes the kernels for CUDA tensors in float32, float16 or bfloat16 where they can be
+imported, and the reference otherwise; the reason is logged once."""
 
 INSTALL = 'pip install "deqseq[cuda]", or see docs/guides/cuda.md for a way without a CUDA build'
 CHUNK = 256  # what the kernels are tuned for
-HALF_OR_SINGLE = (torch.float32, torch.float16, torch.bfloat16)
+
+_log = logging.getLogger(__name__)
+
+
+class BackendError(RuntimeError):
+    """A backend was named that cannot run here; the message says what is missing."""
 
 
 class _Kernels(NamedTuple):
@@ -33,21 +45,50 @@ class _Kernels(NamedTuple):
     convolves: bool
 
 
-def why_not(device: str, dtype: torch.dtype) -> str | None:
-    """Why the kernels cannot run on such tensors; None if they can."""
+def resolved(backend: Backend, x: Tensor) -> Literal["reference", "mamba_ssm"]:
+    """What computes an operation whose main input is ``x``."""
+    if torch.compiler.is_compiling():
+        # Mamba2 decides before, and logs the reason; compilers can fuse the reference
+        return "mamba_ssm" if backend == "mamba_ssm" else "reference"
+    return _decided(backend, x.device.type, x.dtype)
+
+
+@cache
+def _decided(
+    backend: Backend, device: str, dtype: torch.dtype
+) -> Literal["reference", "mamba_ssm"]:
+    """The decision; made, and its reason logged, once for each kind of tensor."""
+    check_choice("backend", backend, get_args(Backend))
+    if backend == "reference":
+        return "reference"
+    reason = _why_not(backend, device, dtype)
+    if reason is None:
+        if _conv_kernels() is None:
+            _log.warning(
+                "mamba_ssm's kernels compute the scan, PyTorch the convolution before it: "
+                "causal_conv1d cannot be imported; %s",
+                INSTALL,
+            )
+        return "mamba_ssm"
+    if backend == "mamba_ssm":
+        raise BackendError(f"backend='mamba_ssm' cannot run: {reason}")
+    level = logging.WARNING if device == "cuda" else logging.INFO
+    _log.log(level, "scans of %s tensors on %s are computed by PyTorch: %s", dtype, device, reason)
+    return "reference"
+
+
+def _why_not(backend: Backend, device: str, dtype: torch.dtype) -> str | None:
+    """Why the kernels do not run on such tensors; None if they do."""
+    if device != "cuda" and backend == "auto":
+        return "only CUDA tensors have kernels"
     if device != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return (
             "the kernels need CUDA tensors (or TRITON_INTERPRET=1, to check them), "
             f"got one on {device}"
         )
-    if dtype not in HALF_OR_SINGLE:
+    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"the kernels compute in float32, float16 or bfloat16, got {dtype}"
     return _why_not_imported()
-
-
-def why_no_convolution() -> str | None:
-    """Why the convolution's kernels cannot run; None if they can."""
-    return f"causal_conv1d cannot be imported; {INSTALL}" if _conv_kernels() is None else None
 
 
 # A compiler would follow Triton's tuning into the kernels. torch.compiler.disable imports the
@@ -65,18 +106,13 @@ def scan(
     want_state: bool,
     chunk_size: int | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The scan by ``mamba_chunk_scan_combined``, or by ``selective_state_update`` for one token
-    without a graph.
-    """
+    """The scan by ``mamba_chunk_scan_combined``; one token without a graph is a single step."""
     B, C = B.to(x.dtype), C.to(x.dtype)
-    if (
-        x.shape[1] == 1
-        and before is not None
-        and not _needs_graph(x, dt, A, B, C, D, steps.bias, before)
-    ):
-        return _one_token(x, dt, A, B, C, D, steps, before, want_state)
+    graph = _needs_graph(x, dt, A, B, C, D, steps.bias, before)
+    if x.shape[1] == 1 and before is not None and not graph:
+        return _one_token(x, dt, A, B, C, D, steps, before)
     with torch.autocast(x.device.type, enabled=False):
-        found = _kernels().scan(
+        outputs = _kernels().scan(
             x,
             dt,
             A.float(),
@@ -90,10 +126,30 @@ def scan(
             dt_limit=steps.limit,
             return_final_states=want_state,
         )
-    if not want_state:
-        return _once_differentiable(found), None
-    y, state = found
-    return _once_differentiable(y), _once_differentiable(state)
+    y, state = outputs if want_state else (outputs, None)
+    return _once_differentiable(y), None if state is None else _once_differentiable(state)
+
+
+def _one_token(x, dt, A, B, C, D, steps: StepSizes, before: Tensor) -> tuple[Tensor, Tensor]:
+    """One step of the recurrence; the kernel needs a bias and skip weights, and has no limits."""
+    state, width, size = before.clone(), x.shape[3], before.shape[3]
+    zeros = torch.zeros_like(A, dtype=torch.float32)
+    plain = steps.softplus and steps.limit == UNLIMITED
+    dt = dt[:, 0] if plain else steps.of(dt[:, 0].float())
+    bias = steps.bias if plain and steps.bias is not None else zeros
+    skip = zeros if D is None else D
+    y = _kernels().step(
+        state,
+        x[:, 0],
+        dt[..., None].expand(-1, -1, width),
+        A.float()[:, None, None].expand(-1, width, size),
+        B[:, 0],
+        C[:, 0],
+        skip[:, None].expand(-1, width),
+        dt_bias=bias[:, None].expand(-1, width),
+        dt_softplus=plain,
+    )
+    return y[:, None], state
 
 
 @_disable_dynamo
@@ -107,7 +163,11 @@ def convolved(x: Tensor, weight: Tensor, bias: Tensor, state: Tensor | None) -> 
         past = state.to(x.dtype, copy=True).mT  # written in place
         return update(x[:, 0], past, weight, bias, "silu")[:, None]
     before = None if state is None else state.to(x.dtype).contiguous().mT
-    y = forward(_aligned(x).mT, weight, bias, initial_states=before, activation="silu").mT
+    strides = (*x.stride()[:2], x.storage_offset())
+    if x.stride(2) != 1 or any(stride % 8 for stride in strides):
+        # the kernel reads sixteen bytes at a time; contiguous() would not move a single token
+        x = x.clone(memory_format=torch.contiguous_format)
+    y = forward(x.mT, weight, bias, initial_states=before, activation="silu").mT
     return _once_differentiable(y)
 
 
@@ -125,7 +185,6 @@ def convolved_and_scanned(
 ) -> Tensor:
     """All that Mamba2 does between its two projections, by ``mamba_split_conv1d_scan_combined``."""
     weight, bias = conv
-    norm_weight, eps = norm
     with torch.autocast(projected.device.type, enabled=False):
         y = _kernels().whole(
             projected,
@@ -136,8 +195,8 @@ def convolved_and_scanned(
             D,
             chunk_size or CHUNK,
             dt_limit=steps.limit,
-            rmsnorm_weight=norm_weight,
-            rmsnorm_eps=eps,
+            rmsnorm_weight=norm.weight,
+            rmsnorm_eps=norm.eps,
             headdim=headdim,
             ngroups=groups,
             norm_before_gate=False,
@@ -147,9 +206,7 @@ def convolved_and_scanned(
 
 @_disable_dynamo
 def joins_everything(tokens: int, channels: int, width: int) -> bool:
-    """Whether :func:`convolved_and_scanned` can run on a convolution of this size; it misreads a
-    single token.
-    """
+    """Whether :func:`convolved_and_scanned` can run; it misreads a single token."""
     return tokens > 1 and convolves(channels, width) and _kernels().convolves
 
 
@@ -157,29 +214,6 @@ def joins_everything(tokens: int, channels: int, width: int) -> bool:
 def convolves(channels: int, width: int) -> bool:
     """Whether :func:`convolved` can run on a convolution of this size."""
     return _conv_kernels() is not None and channels % 8 == 0 and 2 <= width <= 4
-
-
-def _one_token(x, dt, A, B, C, D, steps: StepSizes, before: Tensor, want_state: bool):
-    """One step of the recurrence; the kernel insists on a bias and skip weights, and knows no
-    limits.
-    """
-    state, width, size = before.clone(), x.shape[3], before.shape[3]
-    plain = steps.softplus and steps.limit == UNLIMITED
-    dt = dt[:, 0] if plain else steps.of(dt[:, 0].float())
-    zeros = torch.zeros_like(A, dtype=torch.float32)
-    bias, skip = zeros if steps.bias is None or not plain else steps.bias, zeros if D is None else D
-    y = _kernels().step(
-        state,
-        x[:, 0],
-        dt[..., None].expand(-1, -1, width),
-        A.float()[:, None, None].expand(-1, width, size),
-        B[:, 0],
-        C[:, 0],
-        skip[:, None].expand(-1, width),
-        dt_bias=bias[:, None].expand(-1, width),
-        dt_softplus=plain,
-    )
-    return y[:, None], state if want_state else None
 
 
 class _OnceDifferentiable(torch.autograd.Function):
@@ -197,24 +231,13 @@ class _OnceDifferentiable(torch.autograd.Function):
 
 
 def _once_differentiable(y: Tensor) -> Tensor:
-    """``y``; a second derivative is refused: the kernels would leave it out and say nothing."""
+    """``y``; a second derivative is refused, because the kernels would silently leave it out."""
     return _OnceDifferentiable.apply(y) if y.requires_grad else y
 
 
 def _needs_graph(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(
-        tensor is not None and tensor.requires_grad for tensor in tensors
-    )
-
-
-def _aligned(x: Tensor) -> Tensor:
-    """``x`` as causal_conv1d reads it: sixteen bytes at a time."""
-    strides = (*x.stride()[:2], x.storage_offset())
-    if x.stride(2) == 1 and not any(stride % 8 for stride in strides):
-        return x
-    return x.clone(
-        memory_format=torch.contiguous_format
-    )  # contiguous() would leave a single token as it is
+    required = any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    return torch.is_grad_enabled() and required
 
 
 @cache
@@ -250,9 +273,7 @@ def _conv_kernels() -> tuple[Callable[..., Tensor], Callable[..., Tensor]] | Non
 
 @contextmanager
 def _importable() -> Iterator[None]:
-    """Let mamba_ssm's files be imported though its own ``__init__`` fails, as it does without its
-    CUDA extension.
-    """
+    """Let mamba_ssm's files be imported where its ``__init__`` fails for want of a CUDA build."""
     try:
         importlib.import_module("mamba_ssm")
     except ImportError:

@@ -4,31 +4,34 @@ import math
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
+
+from deqseq.types import Counts
 
 CHUNK = 64  # what suits a CPU's caches
 UNLIMITED = (0.0, float("inf"))
 LOG2_E = 1 / math.log(2)  # decays are powers of two, which PyTorch computes faster than those of e
-FORGOTTEN = (
-    -58.0
-)  # the exponent of a decay that makes no difference; numbers that underflow are many times slower
+# the exponent of a decay that makes no difference: numbers that underflow are many times slower
+FORGOTTEN = -58.0
+
+ScanState = Float[Tensor, "batch heads headdim d_state"]
 
 
 class StepSizes(NamedTuple):
-    r"""How a scan's step sizes come from what was projected,
-    :math:`\mathrm{clamp}(\mathrm{softplus}(dt + b))`.
-    """
+    r"""Step sizes from what was projected, :math:`\mathrm{clamp}(\mathrm{softplus}(dt + b))`."""
 
     bias: Float[Tensor, " heads"] | None = None
     softplus: bool = True
     limit: tuple[float, float] = UNLIMITED
 
-    def of(self, dt: Float[Tensor, "*batch heads"]) -> Float[Tensor, "*batch heads"]:
-        """The step sizes, in the dtype of ``dt``."""
-        dt = dt if self.bias is None else dt + self.bias.to(dt.dtype)
-        dt = F.softplus(dt) if self.softplus else dt
+    def of(self, dt: Tensor) -> Tensor:
+        """The step sizes for ``dt``, ``(..., heads)``, in its dtype."""
+        if self.bias is not None:
+            dt = dt + self.bias.to(dt.dtype)
+        if self.softplus:
+            dt = F.softplus(dt)
         return dt if self.softplus and self.limit == UNLIMITED else dt.clamp(*self.limit)
 
 
@@ -44,25 +47,22 @@ def scan(
     want_state: bool,
     chunk_size: int | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The scan, chunk by chunk in matrix products, in float32 at least; :func:`deqseq.ops.ssd.ssd`
-    documents it.
-    """
+    """The scan, chunk by chunk in matrix products, in float32 at least; see ``ssd``."""
     size, dtype = chunk_size or CHUNK, torch.promote_types(x.dtype, torch.float32)
-    with torch.autocast(
-        x.device.type, enabled=False
-    ):  # it would take the matrix products to half precision
+    # autocast would take the matrix products to half precision
+    with torch.autocast(x.device.type, enabled=False):
         step = steps.of(dt.to(dtype)).transpose(1, 2).contiguous()
         inner, B, C = (m.to(dtype).transpose(1, 2) for m in (x, B, C))
-        many = (inner, step, step * A.to(dtype)[:, None], B, C)
+        tokens = (inner, step, step * A.to(dtype)[:, None], B, C)
         before = None if before is None else before.to(dtype)
         if x.shape[1] == 1 and before is not None:
-            y, state = _one_token(*many, before)
+            y, state = _one_token(*tokens, before)
         elif x.shape[1] <= size:
-            y, state = _chunk(*many, before, want_state)
-        elif torch.compiler.is_compiling():
-            y, state = _chunks_in_turn(*many, before, want_state, size, False)
+            y, state = _chunk(*tokens, before, want_state)
+        elif torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            y, *_, state = _Chunks.apply(*tokens, before, want_state, size)
         else:
-            y, *_, state = _Chunks.apply(*many, before, want_state, size, torch.is_grad_enabled())
+            y, *_, state = _chunks_in_turn(*tokens, before, want_state, size, keep=False)
         if D is not None:
             y = torch.addcmul(y, inner, D.to(dtype)[:, None, None])
     return y.transpose(1, 2).to(x.dtype), state
@@ -75,8 +75,8 @@ def state_after(
     B,
     steps: StepSizes,
     before: Tensor | None,
-    counts: Int64[Tensor, " batch"] | None,
-) -> Float[Tensor, "batch heads headdim d_state"]:
+    counts: Counts | None,
+) -> ScanState:
     """The state after the last token, or after the first so many of each row."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     with torch.autocast(x.device.type, enabled=False):
@@ -86,8 +86,7 @@ def state_after(
             step = step.masked_fill(beyond[..., None], 0)
         step = step.transpose(1, 2)
         rates = (step * A.to(dtype)[:, None]).double() * LOG2_E
-        # summed from the end: what matters most, the decay of the latest tokens, is a sum of few
-        # small numbers
+        # summed from the end, so that the decay of the latest tokens is a sum of few numbers
         left = rates.flip(2).cumsum(2).flip(2) - rates
         x, B = (m.to(dtype).transpose(1, 2) for m in (x, B))
         gained = _gained(x * (step * _decay(left, dtype))[..., None], B)
@@ -96,28 +95,23 @@ def state_after(
         return torch.addcmul(gained, before.to(dtype), _decay(rates.sum(2), dtype)[..., None, None])
 
 
-def _one_token(
-    x: Tensor, dt: Tensor, rates: Tensor, B: Tensor, C: Tensor, state: Tensor
-) -> tuple[Tensor, Tensor]:
+def _one_token(x, dt, rates, B, C, state: ScanState) -> tuple[Tensor, ScanState]:
     """The recurrence for one token: its output and the state after it."""
     state = torch.addcmul(_gained(x * dt[..., None], B), state, rates.exp()[..., None])
     return _read(C, state), state
 
 
 class _Chunks(torch.autograd.Function):
-    """A loop over chunks, of which only the states between them are kept: the backward pass
-    computes each chunk again.
+    """A loop over chunks whose backward pass computes each chunk again from the state before it.
 
     It is made of differentiable operations on the inputs and outputs, so that there are second
     derivatives.
     """
 
     @staticmethod
-    def forward(x, dt, rates, B, C, state, want_state, size, keep):
-        """``y`` and the state after each chunk, or after the last only; None after the last if it
-        is not wanted.
-        """
-        return _chunks_in_turn(x, dt, rates, B, C, state, want_state, size, keep)
+    def forward(x, dt, rates, B, C, state, want_state, size):
+        """``y`` and the state after each chunk; None after the last if it is not wanted."""
+        return _chunks_in_turn(x, dt, rates, B, C, state, want_state, size, keep=True)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -128,58 +122,38 @@ class _Chunks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *gradients):
-        """From the last chunk to the first; states before the last have gradients only in a second
-        derivative.
-        """
+        """From the last chunk to the first."""
         x, dt, rates, B, C, *states = ctx.saved_tensors
         dy, *dstates = gradients
-        whole = (x, dt, rates, B, C, torch.zeros_like(x) if dy is None else dy)
+        tokens = (x, dt, rates, B, C, torch.zeros_like(x) if dy is None else dy)
         dx, dstate, others = torch.empty_like(x), None, []
         for index, before in reversed(list(enumerate(states))):
             span = slice(index * ctx.size, (index + 1) * ctx.size)
-            if dstates[index] is not None:
-                dstate = dstates[index] if dstate is None else dstate + dstates[index]
-            dx[:, :, span], *rest, dstate = _chunk_gradients(
-                before, dstate, *(t[:, :, span] for t in whole)
-            )
+            dafter = dstates[index]
+            if dafter is not None:  # a state between chunks has one only in a second derivative
+                dstate = dafter if dstate is None else dstate + dafter
+            piece = (t[:, :, span] for t in tokens)
+            dx[:, :, span], *rest, dstate = _chunk_gradients(before, dstate, *piece)
             others.insert(0, rest)
-        return (
-            dx,
-            *(torch.cat(t, dim=2) for t in zip(*others, strict=True)),
-            dstate,
-            None,
-            None,
-            None,
-        )
+        joined = (torch.cat(t, dim=2) for t in zip(*others, strict=True))
+        return dx, *joined, dstate, None, None
 
 
-def _chunks_in_turn(
-    x, dt, rates, B, C, state, want_state: bool, size: int, keep: bool
-) -> tuple[Any, ...]:
-    """The loop; ``torch.compile`` takes it as it is, and cannot trace ``_Chunks`` with dynamic
-    shapes (torch 2.13).
+def _chunks_in_turn(x, dt, rates, B, C, state, want_state, size, keep: bool) -> tuple[Any, ...]:
+    """The loop over chunks: ``y``, and the state after each, or after the last only.
+
+    ``torch.compile`` takes it as it is; it cannot trace ``_Chunks`` with dynamic shapes (2.13).
     """
-    outputs, states, pieces = (
-        [],
-        [],
-        list(zip(*(t.split(size, dim=2) for t in (x, dt, rates, B, C)), strict=True)),
-    )
-    for index, piece in enumerate(pieces):
-        y, state = _chunk(*piece, state=state, want_state=want_state or index + 1 < len(pieces))
+    pieces = list(zip(*(t.split(size, dim=2) for t in (x, dt, rates, B, C)), strict=True))
+    outputs, states = [], []
+    for index, piece in enumerate(pieces, start=1):
+        y, state = _chunk(*piece, state=state, want_state=want_state or index < len(pieces))
         outputs.append(y)
         states = [*states, state] if keep else [state]
     return torch.cat(outputs, dim=2), *states
 
 
-def _chunk(
-    x: Tensor,
-    dt: Tensor,
-    rates: Tensor,
-    B: Tensor,
-    C: Tensor,
-    state: Tensor | None,
-    want_state: bool,
-):
+def _chunk(x, dt, rates, B, C, state: ScanState | None, want_state: bool):
     """The dual form: one masked matrix product for what the chunk's tokens take from each other."""
     u = x * dt[..., None]
     start, decay = _decays(rates)
@@ -197,9 +171,9 @@ def _chunk_gradients(before, dafter, x, dt, rates, B, C, dy):
     u, dy = (x * dt[..., None]).contiguous(), dy.contiguous()
     start, decay = _decays(rates)
     mixing, dmixing = _mixing(decay, B, C), dy @ u.mT
-    # The gradient of a token's rate is a sum over pairs of tokens before it and from it on. It is
-    # found as a difference of sums over all pairs, in float64 so that the other pairs cancel: what
-    # is left of them would be multiplied by A.
+    # The gradient of a token's rate is a sum over pairs of a token before it and one from it on. It
+    # is a difference of sums over all pairs, in float64 so that the other pairs cancel: a remainder
+    # would be multiplied by A.
     passing = (dmixing * mixing).double()
     dtotal, end = passing.sum(3) - passing.sum(2), 0
     dscores = (dmixing * decay).unflatten(1, (B.shape[1], -1)).sum(2).tril_()
@@ -226,44 +200,34 @@ def _chunk_gradients(before, dafter, x, dt, rates, B, C, dy):
     return du * dt[..., None], (du * x).sum(-1), drates, dB, dC, dbefore
 
 
-def _decays(
-    rates: Float[Tensor, "batch heads size"],
-) -> tuple[Tensor, Float[Tensor, "batch heads size size"]]:
-    """What is left at each token of the state before the chunk, and at token t of what token s <= t
-    adds.
+def _decays(rates: Float[Tensor, "batch heads size"]) -> tuple[Tensor, Tensor]:
+    """What is left at each token t of the state before the chunk, and of what token s <= t adds.
+
+    Shapes: ``(batch, heads, size)`` and ``(batch, heads, size, size)``.
     """
     total = rates.double().cumsum(2) * LOG2_E  # float64: differences of large sums can be small
-    return _decay(total.clone(), rates.dtype), _decay(
-        total[..., :, None] - total[..., None, :], rates.dtype
-    )
+    start = _decay(total.clone(), rates.dtype)
+    return start, _decay(total[..., :, None] - total[..., None, :], rates.dtype)
 
 
 def _decay(log: Tensor, dtype: torch.dtype) -> Tensor:
-    """Two to the power of ``log``, which is at most 0 for what is used; what is not
-    could overflow.
-    """
+    """Two to the power of ``log``; entries above 0 are not used, and could overflow."""
     return log.to(dtype).clamp_(FORGOTTEN, 0).exp2_()
 
 
 def _mixing(decay: Tensor, B: Tensor, C: Tensor) -> Float[Tensor, "batch heads size size"]:
-    """What each token takes from each before it: ``C B^T`` once a group, then spread over its
-    heads.
-    """
+    """``C B^T`` for each token and those before it: once per group, then spread over its heads."""
     scores = (C @ B.mT).tril_()[:, :, None]
     return (decay.unflatten(1, (B.shape[1], -1)) * scores).flatten(1, 2)
 
 
-def _gained(
-    u: Float[Tensor, "batch heads size headdim"], B: Tensor
-) -> Float[Tensor, "batch heads headdim d_state"]:
+def _gained(u: Float[Tensor, "batch heads size headdim"], B: Tensor) -> ScanState:
     """``u^T B`` over the tokens; here and below, all heads of a group are in one product."""
     merged = u.unflatten(1, (B.shape[1], -1)).transpose(3, 4).flatten(2, 3)
     return (merged @ B).reshape(*u.shape[:2], u.shape[3], -1)
 
 
-def _read(
-    C: Tensor, state: Float[Tensor, "batch heads headdim d_state"]
-) -> Float[Tensor, "batch heads size headdim"]:
+def _read(C: Tensor, state: ScanState) -> Float[Tensor, "batch heads size headdim"]:
     """``C h^T`` for each token."""
     read = C @ state.unflatten(1, (C.shape[1], -1)).flatten(2, 3).mT
     return read.unflatten(3, (-1, state.shape[2])).transpose(2, 3).flatten(1, 2)

@@ -1,16 +1,12 @@
-"""The state-space-dual scan of Mamba2, with checks; the layers call the implementations
-directly.
-"""
-
-from typing import Annotated
+"""The state-space-dual scan of Mamba2, with checks; layers call the implementations directly."""
 
 from jaxtyping import Float
 from torch import Tensor
 
-from deqseq.arguments import AtLeast, check_bounds, checked
+from deqseq.arguments import PositiveInt, StepBounds, checked
 from deqseq.ops import fused, reference
-from deqseq.ops.backend import Backend, resolved
-from deqseq.ops.reference import UNLIMITED, StepSizes
+from deqseq.ops.fused import Backend, resolved
+from deqseq.ops.reference import UNLIMITED, ScanState, StepSizes
 
 
 @checked
@@ -24,14 +20,12 @@ def ssd(
     D: Float[Tensor, " heads"] | None = None,
     dt_bias: Float[Tensor, " heads"] | None = None,
     dt_softplus: bool = True,
-    dt_limit: Annotated[tuple[float, float], check_bounds] = UNLIMITED,
-    initial_state: Float[Tensor, "batch heads headdim d_state"] | None = None,
+    dt_limit: StepBounds = UNLIMITED,
+    initial_state: ScanState | None = None,
     return_state: bool = False,
-    chunk_size: Annotated[int, AtLeast(1)] | None = None,
+    chunk_size: PositiveInt | None = None,
     backend: Backend = "auto",
-) -> tuple[
-    Float[Tensor, "batch length heads headdim"], Float[Tensor, "batch heads headdim d_state"] | None
-]:
+) -> tuple[Float[Tensor, "batch length heads headdim"], ScanState | None]:
     r"""Selective state-space scan, chunk by chunk in matrix products.
 
     .. math:: h_t = e^{\Delta_t A} h_{t-1} + \Delta_t x_t B_t^\top, \qquad y_t = h_t C_t + D x_t,
@@ -77,9 +71,8 @@ def ssd(
         >>> import torch
         >>> x, dt = torch.ones(1, 3, 1, 1), torch.ones(1, 3, 1)
         >>> B = C = torch.ones(1, 3, 1, 1)
-        >>> ssd(x, dt, torch.zeros(1), B, C, dt_softplus=False)[
-        ...     0
-        ... ].flatten()  # no decay: a running sum
+        >>> y, _ = ssd(x, dt, torch.zeros(1), B, C, dt_softplus=False)
+        >>> y.flatten()  # without decay, a running sum
         tensor([1., 2., 3.])
     """
     _check_shapes(x, B, dt=dt, A=A, C=C, D=D, dt_bias=dt_bias, initial_state=initial_state)
@@ -93,30 +86,23 @@ def _check_shapes(x: Tensor, B: Tensor, **others: Tensor | None) -> None:
     """Refuse shapes that do not fit; a dimension of one would broadcast silently."""
     if not x.is_floating_point():
         raise TypeError(f"x must be a floating-point tensor, got {x.dtype}")
-    if x.ndim != 4 or B.ndim != 4:
-        got = f"x {tuple(x.shape)} and B {tuple(B.shape)}"
+    if x.ndim != 4 or B.ndim != 4 or x.shape[1] == 0:
         raise ValueError(
-            "x must be (batch, length, heads, headdim), B (batch, length, groups, d_state), got "
-            f"{got}"
+            "x must be (batch, length, heads, headdim), with at least one token, and B (batch, "
+            f"length, groups, d_state), got x {tuple(x.shape)} and B {tuple(B.shape)}"
         )
     rows, length, heads, headdim = x.shape
-    if length == 0:
-        raise ValueError(f"x must have at least one token, got shape {tuple(x.shape)}")
     groups, d_state = B.shape[2:]
-    wanted = {
+    shapes = {
         "dt": (rows, length, heads),
-        "A": (heads,),
-        "C": tuple(B.shape),
-        "D": (heads,),
-        "dt_bias": (heads,),
-    }
-    wanted |= {
         "B": (rows, length, groups, d_state),
+        "C": (rows, length, groups, d_state),
         "initial_state": (rows, heads, headdim, d_state),
     }
     for name, tensor in {"B": B, **others}.items():
-        if tensor is not None and tensor.shape != wanted[name]:
-            raise ValueError(f"{name} must have shape {wanted[name]}, got {tuple(tensor.shape)}")
+        wanted = shapes.get(name, (heads,))
+        if tensor is not None and tensor.shape != wanted:
+            raise ValueError(f"{name} must have shape {wanted}, got {tuple(tensor.shape)}")
     if heads % groups:
         raise ValueError(
             f"B must have groups that divide the heads, got {groups} groups and {heads} heads"

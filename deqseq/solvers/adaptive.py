@@ -11,21 +11,18 @@ from deqseq.solvers.base import Solver
 from deqseq.stop import token_norms
 from deqseq.types import RowIndex, State
 
-# the least change of a residual along itself, in its squared norm, that a step is taken from
+# the least change of a residual along itself, in its squared norm, that a step is computed from
 FLAT = 1e-6
-RISE, LEAST = 1.15, 0.05  # of the limit of a row
-PATIENCE, PROGRESS = (
-    5,
-    0.01,
-)  # iterations between two looks at a row, and what one token's residual must lose (1 %)
+RISE, LEAST = 1.15, 0.05  # how much the limit of a row grows, and its lower bound
+PATIENCE = 5  # iterations between two checks of a row's progress
+PROGRESS = 0.01  # the least progress between them: one token's residual loses 1 %
 
 
 class AdaptiveMemory(NamedTuple):
-    """The last residual, its squared norm, and the damping that led away from it; numbers are in
-    float32 at least.
+    """The last residual, its squared norm, and the damping of the step from it.
 
-    ``level`` is the mean logarithm of the relative residuals of a row's tokens when it was looked
-    at last, ``age`` iterations ago.
+    ``level`` is the mean logarithm of the relative residuals of a row's tokens at the last check of
+    its progress, ``age`` iterations ago. Numbers are in float32 at least.
     """
 
     residual: State
@@ -78,16 +75,14 @@ class Adaptive(Solver[AdaptiveMemory]):
 
     def init(self, z0: State) -> AdaptiveMemory:
         ones = torch.ones_like(token_norms(z0.detach()))
-        level = torch.full_like(ones[:, :1], torch.inf)
-        return AdaptiveMemory(
-            torch.zeros_like(z0), ones, ones, ones[:, :1], level, torch.full_like(level, PATIENCE)
-        )
+        limit = ones[:, :1]
+        level, age = torch.full_like(limit, torch.inf), torch.full_like(limit, PATIENCE)
+        return AdaptiveMemory(torch.zeros_like(z0), ones, ones, limit, level, age)
 
     def restart(self, state: AdaptiveMemory, z: State, rows: RowIndex) -> AdaptiveMemory:
-        first = (0, 1, 1, 1, torch.inf, PATIENCE)  # of `init`
-        return AdaptiveMemory(
-            *(x.index_fill(0, rows, value) for x, value in zip(state, first, strict=True))
-        )
+        first = (0, 1, 1, 1, torch.inf, PATIENCE)  # as in `init`
+        pairs = zip(state, first, strict=True)
+        return AdaptiveMemory(*(x.index_fill(0, rows, value) for x, value in pairs))
 
     def step(self, z: State, fz: State, state: AdaptiveMemory) -> tuple[State, AdaptiveMemory]:
         residual = fz - z
@@ -100,18 +95,16 @@ class Adaptive(Solver[AdaptiveMemory]):
             # where the residual has grown along the last one, no damping makes it shorter
             shortest = torch.where(shrunk > 0, state.damping * turned / changed, 1)
             fallen = shortest.clamp(FLAT, 1).log().mean(dim=1, keepdim=True).exp().minimum(limit)
-            found = _level(square.detach(), fz.detach())
-            moved = torch.where(
-                found < level - PROGRESS / square.shape[1], limit * RISE, fallen
-            ).clamp(LEAST, 1)
-            limit, level = torch.where(due, moved, limit), torch.where(due, found, level)
+            new_level = _level(square.detach(), fz.detach())
+            progress = new_level < level - PROGRESS / square.shape[1]
+            moved = torch.where(progress, limit * RISE, fallen).clamp(LEAST, 1)
+            limit, level = torch.where(due, moved, limit), torch.where(due, new_level, level)
             age = torch.where(due, 1, age)
         damping = (state.damping * state.square / turned).minimum(limit)
         weight = damping.to(z.dtype).reshape(z.shape if z.ndim == 1 else (*z.shape[:-1], 1))
-        tiny = torch.finfo(square.dtype).tiny
-        return torch.lerp(z, fz, weight), AdaptiveMemory(
-            residual, square.clamp_min(tiny), damping, limit, level, age
-        )
+        square = square.clamp_min(torch.finfo(square.dtype).tiny)
+        memory = AdaptiveMemory(residual, square, damping, limit, level, age)
+        return torch.lerp(z, fz, weight), memory
 
 
 def _products(x: State, y: State) -> Float[Tensor, "batch tokens"]:
@@ -125,8 +118,6 @@ def _products(x: State, y: State) -> Float[Tensor, "batch tokens"]:
 
 
 def _level(square: Tensor, fz: State) -> Float[Tensor, "batch 1"]:
-    """Mean logarithm of the relative residuals; those below the precision of the state count as
-    that.
-    """
+    """Mean logarithm of the relative residuals, each at least the precision of the state."""
     relative = square / _products(fz, fz).clamp_min(torch.finfo(square.dtype).tiny)
     return relative.clamp_min(torch.finfo(fz.dtype).eps ** 2).log().mean(dim=1, keepdim=True) / 2

@@ -1,13 +1,13 @@
 """Broyden's method."""
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from deqseq.arguments import AtLeast, checked
+from deqseq.arguments import PositiveInt, checked
 from deqseq.rows import put
 from deqseq.solvers.base import Solver
 from deqseq.types import RowIndex, State
@@ -16,12 +16,11 @@ Vectors = Float[Tensor, "batch size"]
 
 
 class BroydenMemory(NamedTuple):
-    """The last evaluation, and the low-rank part of the inverse Jacobian, ``scale_i left_i
-    right_i^T`` per past step.
+    """The last evaluation, and the low-rank part of the inverse Jacobian.
 
-    Rows are flattened, in float32 at least. Of the room for pairs the first ``pairs`` are filled.
-    Once some rows have begun afresh without the others, ``ages`` counts the pairs of each row; new
-    ones replace the oldest in turn.
+    That is ``scale_i left_i right_i^T`` per past step; the first ``pairs`` places are filled. Rows
+    are flattened, in float32 at least. Once some rows have begun afresh without the others,
+    ``ages`` counts the pairs of each row, and new ones replace the oldest.
     """
 
     point: Vectors
@@ -64,7 +63,7 @@ class Broyden(Solver[BroydenMemory | None]):
     """
 
     returns_point: ClassVar[bool] = True
-    memory: Annotated[int, AtLeast(1)] = 16
+    memory: PositiveInt = 16
 
     def init(self, z0: State) -> None:
         return None
@@ -76,10 +75,9 @@ class Broyden(Solver[BroydenMemory | None]):
         if state is None:
             room = point.new_empty(point.shape[0], self.memory, point.shape[1])
             scale = point.new_empty(point.shape[0], 0)
-            state = BroydenMemory(
-                point, residual, -residual, room, torch.empty_like(room), scale, 0
-            )
-            direction = state.direction
+            direction = -residual
+            right = torch.empty_like(room)
+            state = BroydenMemory(point, residual, direction, room, right, scale, 0)
         else:
             direction, state = self._update(point, residual, state)
         proposal = (point - direction).to(z.dtype).reshape(z.shape)
@@ -92,38 +90,30 @@ class Broyden(Solver[BroydenMemory | None]):
         if state is None:
             return None
         here = z[rows].reshape(len(rows), state.point.shape[1]).to(state.point.dtype)
-        ages = (
-            torch.full_like(state.point[:, 0], state.pairs, dtype=torch.int64)
-            if state.ages is None
-            else state.ages
-        )
+        ages = state.ages
+        if ages is None:
+            ages = torch.full_like(state.point[:, 0], state.pairs, dtype=torch.int64)
         scale, ages = state.scale.index_fill(0, rows, 0), ages.index_fill(0, rows, -1)
         return state._replace(point=put(state.point, rows, here), scale=scale, ages=ages)
 
     def _update(
         self, point: Vectors, residual: Vectors, state: BroydenMemory
     ) -> tuple[Vectors, BroydenMemory]:
-        """Take in the last step, and return the new direction ``H g``."""
+        """The new direction ``H g``, and the memory with the last step."""
         if state.ages is not None:
             state = self._without_full(state, state.ages)
         elif state.pairs == self.memory:
             state = state._replace(pairs=0, scale=state.scale[:, :0], direction=-state.residual)
-        left, right, scale, pairs = (
-            state.left,
-            state.right,
-            state.scale,
-            min(state.pairs, self.memory),
-        )
+        left, right, scale = state.left, state.right, state.scale
+        pairs = min(state.pairs, self.memory)
         moved = point - state.point
         direction = _apply(left, right, scale, pairs, residual)
         covector = _apply(right, left, scale, pairs, moved)
-        # H y = H g - H g_before, of which both are known: s - H y needs no product of its own
+        # H y = H g - H g_before, and both are known: s - H y needs no product
         update = torch.sub(moved, direction).add_(state.direction)
         now, before = _products(covector, residual), _products(covector, state.residual)
-        size = (
-            covector.norm(dim=1, keepdim=True)
-            * (residual.norm(dim=1) + state.residual.norm(dim=1))[:, None]
-        )
+        norms = (residual.norm(dim=1) + state.residual.norm(dim=1))[:, None]
+        size = covector.norm(dim=1, keepdim=True) * norms
         factor = _safe_reciprocal(now - before, size)
         direction = torch.addcmul(direction, update, factor * now)
         place = state.pairs % self.memory
@@ -140,9 +130,7 @@ class Broyden(Solver[BroydenMemory | None]):
 
 
 def _apply(left: Tensor, right: Tensor, scale: Tensor, pairs: int, x: Vectors) -> Vectors:
-    """The operator ``-I + sum_i scale_i left_i right_i^T`` on each row; with the sides swapped, its
-    transpose.
-    """
+    """``-I + sum_i scale_i left_i right_i^T`` on each row; its transpose, if sides are swapped."""
     if pairs == 0:
         return -x
     weights = torch.bmm(x[:, None], right[:, :pairs].transpose(1, 2)) * scale[:, None]
@@ -150,9 +138,7 @@ def _apply(left: Tensor, right: Tensor, scale: Tensor, pairs: int, x: Vectors) -
 
 
 def _with(stack: Tensor, place: int, pairs: int, x: Vectors) -> Tensor:
-    """``stack``, of which ``pairs`` are used, with ``x`` at a place: written in place where there
-    is no graph.
-    """
+    """``stack``, of which ``pairs`` are used, with ``x`` at a place; in place without a graph."""
     if torch.is_grad_enabled():
         return torch.cat([stack[:, :place], x[:, None], stack[:, place + 1 : pairs]], dim=1)
     stack[:, place] = x
@@ -165,9 +151,7 @@ def _products(x: Vectors, y: Vectors) -> Float[Tensor, "batch 1"]:
 
 
 def _safe_reciprocal(products: Tensor, size: Tensor) -> Float[Tensor, "batch 1"]:
-    """``1 / products``, or zero (no update) where they are lost in the rounding of vectors of that
-    size, or zero.
-    """
+    """``1 / products``, or zero (no update) where rounding at this ``size`` hides them."""
     limits = torch.finfo(products.dtype)  # the reciprocal of what is below tiny is infinite
     usable = products.abs() > (limits.eps * size).clamp_min(limits.tiny)
     return torch.where(usable, products, torch.ones_like(products)).reciprocal() * usable

@@ -8,28 +8,19 @@ import torch
 from small_models import Pointwise, affine, contractive_llama, contractive_mamba2, llama, randn
 
 import deqseq as dq
+from deqseq.rows import tensors_of
 from deqseq.testing import BackboneContract
 from deqseq.testing.backbones import part
 
 
 def mamba2(**changes):
     torch.manual_seed(0)
-    sizes = {
-        "d_model": 8,
-        "n_layers": 2,
-        "d_state": 4,
-        "headdim": 4,
-        "n_groups": 2,
-        "mlp_width": 6,
-        "chunk_size": 3,
-    }
+    sizes = {"d_model": 8, "n_layers": 2, "d_state": 4, "headdim": 4, "n_groups": 2}
     return dq.Mamba2(dq.Mamba2Config(**{**sizes, **changes})).double()
 
 
 def injected(injection, make=contractive_llama):
-    """Layers whose input enters by a part; the state counts little in them, so that
-    they contract.
-    """
+    """Layers whose input enters by a part; the state counts little, so that they contract."""
     torch.manual_seed(1)
     if isinstance(injection, dq.ConcatInjection):
         injection.weight.data[:, :8].normal_(std=0.05)
@@ -73,20 +64,18 @@ class TestPointwise(BackboneContract):
 
 @pytest.mark.parametrize("sweep", [dq.Chunked(3), dq.Sequential(), dq.Sliding(3)], ids=str)
 def test_a_backbone_without_advance_is_solved_simultaneously_and_says_what_it_lacks(sweep):
-    model, x = (
-        dq.ImplicitModel(Pointwise(), dq.SolveConfig(stop=dq.Stop(rtol=1e-9))),
-        randn(2, 7, 8),
-    )
+    model, x = dq.ImplicitModel(Pointwise()), randn(2, 7, 8)
     mask = torch.arange(7) < torch.tensor([[7], [4]])
     model(x, mask=mask, throw=True).value.square().sum().backward()
     assert all(p.grad.abs().max() > 0 for p in model.parameters())
-    for call in ({"sweep": sweep}, {"return_cache": True}):
-        with pytest.raises(
-            NotImplementedError, match=r"Pointwise has no advance\(.*Write advance\(\)"
-        ):
-            model(x, **call)
-    with pytest.raises(NotImplementedError, match=r"Pointwise has no advance"):
-        dq.CausalLM(5, model).double().generate(torch.tensor([[1, 2, 3]]), max_new_tokens=2)
+    lm, ids = dq.CausalLM(5, model).double(), torch.tensor([[1, 2, 3]])
+    for call in (
+        lambda: model(x, sweep=sweep),
+        lambda: model(x, return_cache=True),
+        lambda: lm.generate(ids, max_new_tokens=2),
+    ):
+        with pytest.raises(NotImplementedError, match=r"Pointwise has no advance\(.*Write advance"):
+            call()
 
 
 @pytest.mark.parametrize("make", [mamba2, llama])
@@ -104,14 +93,10 @@ def test_dropout_draws_one_mask_per_solve(make):
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("make", [mamba2, llama])
 def test_an_injection_that_does_not_fit_is_named(make):
-    with pytest.raises(
-        ValueError, match=r"Injected\.backbone must have no injection .*injection=False"
-    ):
+    with pytest.raises(ValueError, match=r"Injected\.backbone must have no .*injection=False"):
         dq.Injected(make(), dq.AddInjection())
     for injection in (dq.ConcatInjection(16), dq.DecayInjection(1)):
-        with pytest.raises(
-            ValueError, match=r"Injected\.injection must have the backbone's d_model, 8, got"
-        ):
+        with pytest.raises(ValueError, match=r"Injected\.injection must have .*d_model, 8, got"):
             dq.Injected(make(injection=False), injection)
 
 
@@ -122,9 +107,7 @@ def test_without_injection_a_solve_must_start_at_the_input(make):
     assert dq.ExplicitModel(backbone)(x).value.shape == (2, 5, 8)
     model = dq.ImplicitModel(backbone)
     for start in ("zero", dq.RandomStart()):
-        with pytest.raises(
-            ValueError, match=r'without an injection.* injection=True.* start="input"'
-        ):
+        with pytest.raises(ValueError, match=r'without an injection.* start="input"'):
             model(x, start=start)
     assert model(x, start="input", stop=dq.Stop.exactly(2)).value.shape == (2, 5, 8)
 
@@ -135,11 +118,7 @@ def test_without_injection_a_solve_must_start_at_the_input(make):
         (mamba2, {"headdim": 3}, r"Mamba2Config\.headdim must divide expand \* d_model = 16"),
         (mamba2, {"n_groups": 3}, r"Mamba2Config\.n_groups must divide the 4 heads"),
         (mamba2, {"dt_limit": (0.5, 0.1)}, r"Mamba2Config\.dt_limit"),
-        (
-            llama,
-            {"n_heads": 3, "n_kv_heads": None},
-            r"LlamaConfig\.n_heads must divide d_model = 8 \(or give headdim",
-        ),
+        (llama, {"n_heads": 3, "n_kv_heads": None}, r"LlamaConfig\.n_heads must divide .* = 8"),
         (llama, {"n_heads": 8, "n_kv_heads": None}, r"LlamaConfig\.headdim must be even"),
         (llama, {"n_kv_heads": 3}, r"LlamaConfig\.n_kv_heads must divide n_heads = 4"),
     ],
@@ -152,11 +131,10 @@ def test_a_configuration_names_the_bad_field(make, changes, names):
 def test_llama_reads_positions_relative_to_each_other():
     backbone = llama()
     inputs, z = backbone.prepare(randn(1, 5, 8)), randn(1, 5, 8, seed=1)
-    far = replace(inputs, rotary=part(backbone.prepare(randn(1, 105, 8)), 100, 105).rotary)
+    later = backbone.prepare(randn(1, 105, 8))
+    far = replace(inputs, rotary=part(later, 100, 105).rotary)
     assert torch.allclose(backbone(z, inputs)[0], backbone(z, far)[0], atol=1e-5)
-    stretched = replace(
-        inputs, rotary=tuple(t[:, ::2] for t in backbone.prepare(randn(1, 9, 8)).rotary)
-    )
+    stretched = replace(inputs, rotary=tuple(table[:, :10:2] for table in later.rotary))
     assert not torch.allclose(backbone(z, inputs)[0], backbone(z, stretched)[0], atol=1e-3)
 
 
@@ -165,21 +143,20 @@ def test_llama_iterations_write_into_one_buffer():
     with torch.no_grad():
         _, aux = backbone(x, backbone.prepare(x), need_aux=True)
         cache = backbone.advance(None, aux, 6).reserve(8)
-        pointers = {tensor.data_ptr() for layer in cache.layers for tensor in layer}
+        pointers = [buffer.data_ptr() for buffer in tensors_of(cache.layers)]
         for t in range(8):
             token = x[:, :1]
             _, aux = backbone(token, backbone.prepare(token, cache), cache, need_aux=True)
             cache = backbone.advance(cache, aux, 1)
             assert cache.length == 7 + t
-            assert {tensor.data_ptr() for layer in cache.layers for tensor in layer} == pointers
+            assert [buffer.data_ptr() for buffer in tensors_of(cache.layers)] == pointers
         assert cache.reserve(1).layers[0].keys.shape[2] > 14
 
 
 @pytest.mark.usefixtures("unchecked")
 def test_options_of_the_configuration_reach_the_layers():
-    config = dq.Mamba2Config(
-        d_model=8, headdim=4, dt_limit=[0.1, 0.2], norm_eps=1e-2, chunk_size=5
-    )  # a list in JSON
-    mixer = dq.Mamba2(config).layers[0].mixer
+    limits = [0.1, 0.2]  # a list in JSON
+    backbone = mamba2(dt_limit=limits, norm_eps=1e-2, chunk_size=5)
+    mixer = backbone.layers[0].mixer
     assert (mixer.dt_limit, mixer.norm.eps, mixer.chunk_size) == ((0.1, 0.2), 1e-2, 5)
-    assert hash(config) == hash(replace(config, dt_limit=(0.1, 0.2)))
+    assert hash(backbone.config) == hash(replace(backbone.config, dt_limit=(0.1, 0.2)))

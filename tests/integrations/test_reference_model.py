@@ -201,7 +201,7 @@ REFUSED = [  # what the error says that the field must be
     ("llama", (*BACKBONE, "dropout"), 0.1, "0"),
     ("mamba2", (*LAYER, "d_ssm"), 32, "None or 64"),
     ("mamba2", (*LAYER, "A_init_range"), [1, 8], "(1, 16) or [1, 16]"),
-    ("mamba2", (*LAYER, "dt_limit"), "wide", "a tuple or a list, such as (0.0, 0.1)"),
+    ("mamba2", (*LAYER, "dt_limit"), "wide", "two ordered bounds, such as (0.0, 0.1)"),
 ]
 UNKNOWN = [  # and what is missing, or has a default that is refused
     ("mamba2", ("tie_embedding",), 1, "'tie_embedding' is unknown; did you mean 'tie_embeddings'"),

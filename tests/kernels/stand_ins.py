@@ -1,8 +1,4 @@
-"""What has no interpreter is replaced.
-
-The CUDA extension causal_conv1d by PyTorch that insists on the same memory layout, two questions to
-the CUDA driver by their answers.
-"""
+"""What Triton's interpreter does not run: causal_conv1d and two calls of the CUDA driver."""
 
 import sys
 from contextlib import nullcontext
@@ -14,14 +10,9 @@ from torch.nn import functional as F
 
 
 def laid_out(x: torch.Tensor) -> bool:
-    """Channels next to each other, everything else on a multiple of eight, as the CUDA code
-    demands.
-    """
-    return (
-        x.stride(1) == 1
-        and not any(x.stride(dim) % 8 for dim in (0, 2))
-        and x.storage_offset() % 8 == 0
-    )
+    """Channels next to each other, everything else on a multiple of eight, as for CUDA."""
+    offsets = (x.stride(0), x.stride(2), x.storage_offset())
+    return x.stride(1) == 1 and not any(offset % 8 for offset in offsets)
 
 
 def convolution(x, weight, bias=None, seq_idx=None, initial_states=None, activation=None):
@@ -29,9 +20,9 @@ def convolution(x, weight, bias=None, seq_idx=None, initial_states=None, activat
     assert seq_idx is None and 2 <= weight.shape[1] <= 4 and x.shape[1] % 8 == 0
     if initial_states is not None:
         assert initial_states.stride(1) == 1 and initial_states.dtype == x.dtype
-    past = (
-        x.new_zeros(*x.shape[:2], weight.shape[1] - 1) if initial_states is None else initial_states
-    )
+    past = initial_states
+    if past is None:
+        past = x.new_zeros(*x.shape[:2], weight.shape[1] - 1)
     y = F.conv1d(torch.cat([past, x], dim=2), weight[:, None], bias, groups=len(weight))
     return F.silu(y) if activation in ("silu", True) else y
 

@@ -13,14 +13,7 @@ import deqseq as dq
 from deqseq.layers import Mamba2Mixer
 
 pytestmark = [pytest.mark.kernels, pytest.mark.filterwarnings("ignore:Deterministic mode")]
-SIZES = {
-    "d_model": 16,
-    "n_layers": 2,
-    "d_state": 16,
-    "headdim": 16,
-    "chunk_size": 16,
-    "weight_norm": True,
-}
+SIZES = {"d_model": 16, "n_layers": 2, "d_state": 16, "headdim": 16, "chunk_size": 16}
 SWEEPS = (dq.Simultaneous(), dq.Sliding(4), dq.Sequential())
 
 
@@ -52,16 +45,14 @@ def test_mixer_and_its_gradients(groups, d_conv):
     u, injection = torch.randn(2, 19, 16), torch.randn(2, 19, mixer.injected_width)
     results = {}
     for backend in ("reference", "mamba_ssm"):
-        leaves = [
-            u.clone().requires_grad_(),
-            injection.clone().requires_grad_(),
-            *mixer.parameters(),
-        ]
-        y, _ = mixer(*leaves[:2], backend=backend)
-        results[backend] = y, torch.autograd.grad(y.square().sum(), leaves)
-    assert torch.allclose(results["mamba_ssm"][0], results["reference"][0], atol=1e-5)
-    for ours, theirs in zip(results["mamba_ssm"][1], results["reference"][1], strict=True):
-        assert torch.allclose(ours, theirs, atol=1e-4 * max(1, theirs.abs().max().item()))
+        leaves = [x.clone().requires_grad_() for x in (u, injection)]
+        y, _ = mixer(*leaves, backend=backend)
+        gradients = torch.autograd.grad(y.square().sum(), [*leaves, *mixer.parameters()])
+        results[backend] = y, *gradients
+    (y, *ours), (expected, *theirs) = results["mamba_ssm"], results["reference"]
+    assert torch.allclose(y, expected, atol=1e-5)
+    for gradient, wanted in zip(ours, theirs, strict=True):
+        assert torch.allclose(gradient, wanted, atol=1e-4 * max(1, wanted.abs().max().item()))
 
 
 @pytest.mark.parametrize("sweep", SWEEPS, ids=str)

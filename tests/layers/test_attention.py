@@ -10,26 +10,25 @@ from deqseq.layers.attention import KeyValues, Past
 from deqseq.layers.rotary import rotate
 
 
-def rotated_by_hand(x, theta, scale=1.0):
+def rotated_by_hand(x, theta):
     """Each pair of channels as a complex number, turned by position times frequency."""
     half = x.shape[-1] // 2
-    frequency = scale * theta ** -(torch.arange(half, dtype=torch.float64) / half)
+    frequency = theta ** -(torch.arange(half, dtype=torch.float64) / half)
     angles = torch.arange(x.shape[1])[:, None, None] * frequency
     turn = torch.polar(torch.ones(1, dtype=torch.float64), angles)
     turned = torch.complex(x[..., :half], x[..., half:]) * turn
     return torch.cat([turned.real, turned.imag], dim=-1)
 
 
-def tables(length, headdim, theta, scaling=None):
-    frequencies = rotary_frequencies(headdim, theta, scaling)
+def tables(length, headdim, theta):
+    frequencies = rotary_frequencies(headdim, theta)
     return rotary_tables(torch.arange(length)[None], frequencies, torch.float64)
 
 
 def test_rotation_by_complex_numbers():
     x = randn(2, 9, 3, 8)
-    assert (
-        rotate(x, tables(9, 8, 500.0)) - rotated_by_hand(x, 500.0)
-    ).abs().max() < 1e-6  # angles are float32
+    difference = rotate(x, tables(9, 8, 500.0)) - rotated_by_hand(x, 500.0)
+    assert difference.abs().max() < 1e-6  # angles are float32
 
 
 def test_rotary_scaling_leaves_high_frequencies_and_divides_low_ones():
@@ -54,18 +53,15 @@ def attention():
 
 def attended_by_hand(attention, x, injection):
     """Softmax written out, head by head."""
-    q, k, v = (linear(x) for linear in (attention.q_proj, attention.k_proj, attention.v_proj))
-    q, k, v = (
-        part + more
-        for part, more in zip((q, k, v), injection.split(attention.parts, dim=-1), strict=True)
-    )
-    turned = [
-        rotate(part.unflatten(-1, (-1, 6)), tables(x.shape[1], 6, 500.0)).transpose(1, 2)
-        for part in (q, k)
-    ]
-    v, out = v.unflatten(-1, (-1, 6)).transpose(1, 2), []
+    layers = (attention.q_proj, attention.k_proj, attention.v_proj)
+    added = injection.split(attention.parts, dim=-1)
+    parts = [layer(x) + more for layer, more in zip(layers, added, strict=True)]
+    q, k, v = (part.unflatten(-1, (-1, 6)) for part in parts)
+    angles = tables(x.shape[1], 6, 500.0)
+    q, k, v = (part.transpose(1, 2) for part in (rotate(q, angles), rotate(k, angles), v))
+    out = []
     for head in range(4):
-        scores = turned[0][:, head] @ turned[1][:, head // 2].transpose(1, 2) / 6**0.5
+        scores = q[:, head] @ k[:, head // 2].transpose(1, 2) / 6**0.5
         scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
         out.append(scores.softmax(-1) @ v[:, head // 2])
     return torch.cat(out, dim=-1) @ attention.o_proj.weight.T
@@ -82,29 +78,25 @@ def test_attention_after_committed_tokens(attention, graph):
     x, cut = randn(2, 5, 8), 3
     cosines = tables(5, 6, 500.0)
     whole, own = attention(x, None, cosines)
-    buffer = KeyValues(
-        *(torch.cat([part[:, :, :cut], torch.full_like(part, torch.nan)], dim=2) for part in own)
-    )
-    kept = [part.clone() for part in buffer]
+    room = torch.full_like(own.keys, torch.nan)
+    buffer = KeyValues(*(torch.cat([part[:, :, :cut], room], dim=2) for part in own))
+    copies = [part.clone() for part in buffer]
     visible = torch.ones(2, 5, dtype=torch.bool).tril(cut)[None, None]
     with torch.set_grad_enabled(graph):
         later = tuple(table[:, cut:] for table in cosines)
         y, new = attention(x[:, cut:], None, later, Past(buffer, cut), visible)
     assert torch.allclose(y, whole[:, cut:])
     assert torch.allclose(new.keys, own.keys[:, :, cut:])
-    for now, before, mine in zip(buffer, kept, new, strict=True):
-        written = before.clone()
+    for now, expected, mine in zip(buffer, copies, new, strict=True):
         if not graph:  # in place, behind the committed tokens
-            written[:, :, cut:5] = mine
-        assert torch.equal(now.nan_to_num(7.0), written.detach().nan_to_num(7.0))
+            expected[:, :, cut:5] = mine
+        assert torch.equal(now.nan_to_num(7.0), expected.nan_to_num(7.0))
 
 
-def test_attention_names_heads_that_do_not_fit():
-    for heads, kv_heads, headdim in ((4, 3, 6), (4, 2, 5)):
-        with pytest.raises(
-            ValueError, match=f"got n_heads {heads}, n_kv_heads {kv_heads}, headdim {headdim}"
-        ):
-            Attention(8, heads, kv_heads, headdim)
+@pytest.mark.parametrize(("kv_heads", "headdim", "name"), [(3, 6, "n_kv_heads"), (2, 5, "headdim")])
+def test_attention_names_heads_that_do_not_fit(kv_heads, headdim, name):
+    with pytest.raises(ValueError, match=rf"Attention\.{name} must"):
+        Attention(8, 4, kv_heads, headdim)
 
 
 def test_llama_block_has_residual_paths_and_masked_branches(attention):

@@ -21,16 +21,15 @@ def test_rms_norm_formula():
     norm = RMSNorm(5, eps=1e-3).double()
     norm.weight.data = randn(5)
     x = randn(2, 3, 5, seed=1)
-    assert torch.allclose(
-        norm(x), x / (x.square().mean(-1, keepdim=True) + 1e-3).sqrt() * norm.weight
-    )
+    root = (x.square().mean(-1, keepdim=True) + 1e-3).sqrt()
+    assert torch.allclose(norm(x), x / root * norm.weight)
 
 
-@pytest.mark.parametrize("groups", [1, 2, 3])
-def test_gated_norm_gates_first_and_normalises_each_group_by_itself(groups):
+@pytest.mark.parametrize("groups", [1, 3])
+def test_gated_norm_gates_first_and_normalises_each_group(groups):
     norm, x, gate = GatedRMSNorm(6, groups=groups).double(), randn(2, 6), randn(2, 6, seed=1)
     norm.weight.data = randn(6, seed=2)
-    gated = (x * gate * torch.sigmoid(gate)).unflatten(1, (groups, -1))
+    gated = (x * F.silu(gate)).unflatten(1, (groups, -1))
     expected = gated / (gated.square().mean(-1, keepdim=True) + 1e-5).sqrt()
     assert torch.allclose(norm(x, gate), expected.flatten(1) * norm.weight)
 
@@ -59,7 +58,9 @@ def test_swiglu_formula():
 
 
 def test_sizes_that_do_not_divide_are_named():
-    with pytest.raises(ValueError, match=r"got expand \* d_model = 16, headdim 5, n_groups 1"):
+    with pytest.raises(
+        ValueError, match=r"headdim must divide expand \* d_model = 16, got headdim 5"
+    ):
         Mamba2Mixer(8, headdim=5)
     with pytest.raises(ValueError, match=r"groups .*6, got 4"):
         GatedRMSNorm(6, groups=4)
@@ -81,10 +82,9 @@ def mixer():
 def test_mixer_adds_the_injection_to_the_projected_input(mixer):
     u, injection = randn(2, 5, 8), randn(2, 5, mixer.injected_width, seed=1)
     moved = randn(8, seed=3)
-    moved_weight = mixer.in_proj.weight @ moved
-    assert torch.allclose(mixer(u + moved, injection)[0], mixer(u, injection + moved_weight)[0]), (
-        "W (u + m) + i must equal W u + (i + W m)"
-    )
+    # W (u + m) + i = W u + (i + W m)
+    expected, _ = mixer(u, injection + mixer.in_proj.weight @ moved)
+    assert torch.allclose(mixer(u + moved, injection)[0], expected)
     assert not torch.allclose(mixer(u, injection)[0], mixer(u)[0])
 
 

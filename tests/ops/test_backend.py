@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import deqseq as dq
-from deqseq.ops import BackendError, backend, fused, reference
+from deqseq.ops import BackendError, fused, reference
 from deqseq.ops.reference import StepSizes
 from deqseq.ops.ssd import ssd
 
@@ -15,7 +15,7 @@ from deqseq.ops.ssd import ssd
 @pytest.fixture(autouse=True)
 def undecided(monkeypatch):
     """Each test decides anew, on a machine without the kernels unless it says otherwise."""
-    caches = (backend._decided, fused._kernels, fused._conv_kernels, fused._why_not_imported)
+    caches = (fused._decided, fused._kernels, fused._conv_kernels, fused._why_not_imported)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     for cached in caches:
         cached.cache_clear()
@@ -36,25 +36,11 @@ def kernels_in_torch(monkeypatch) -> list[str]:
     """Stand-ins with the kernels' signatures; what was called is noted."""
     calls = []
 
-    def scan(
-        x,
-        dt,
-        A,
-        B,
-        C,
-        chunk_size,
-        D,
-        dt_bias,
-        initial_states,
-        dt_softplus,
-        dt_limit,
-        return_final_states,
-    ):
-        calls.append(f"scan in {x.dtype}, chunks of {chunk_size}")
-        steps = StepSizes(dt_bias, dt_softplus, dt_limit)
-        y, state = reference.scan(
-            x, dt, A, B, C, D, steps, initial_states, return_final_states, chunk_size
-        )
+    def scan(x, dt, A, B, C, chunk, D, dt_bias, initial_states, return_final_states, **steps):
+        calls.append(f"scan in {x.dtype}, chunks of {chunk}")
+        steps = StepSizes(dt_bias, steps["dt_softplus"], steps["dt_limit"])
+        rest = (D, steps, initial_states, return_final_states, chunk)
+        y, state = reference.scan(x, dt, A, B, C, *rest)
         return (y, state) if return_final_states else y
 
     def step(state, x, dt, A, B, C, D, dt_bias, dt_softplus):
@@ -105,19 +91,19 @@ def test_auto_on_a_gpu_takes_the_kernels_or_says_once_what_is_missing(caplog, mo
     with monkeypatch.context() as patch:
         patch.setattr(fused, "_why_not_imported", lambda: "no kernels")
         for _ in range(2):
-            assert backend._decided("auto", "cuda", torch.bfloat16) == "reference"
+            assert fused._decided("auto", "cuda", torch.bfloat16) == "reference"
     said = "scans of torch.bfloat16 tensors on cuda are computed by PyTorch: no kernels"
     assert [(record.levelname, record.message) for record in caplog.records] == [("WARNING", said)]
     kernels_in_torch(monkeypatch)
-    assert backend._decided("auto", "cuda", torch.float16) == "mamba_ssm"
-    assert backend._decided("auto", "cuda", torch.float64) == "reference"
+    assert fused._decided("auto", "cuda", torch.float16) == "mamba_ssm"
+    assert fused._decided("auto", "cuda", torch.float64) == "reference"
 
 
 @pytest.mark.usefixtures("unchecked")
 def test_an_unknown_backend_is_named():
     wanted = r"backend must be one of .*'mamba_ssm'.*, got 'triton'"
     with pytest.raises(ValueError, match=wanted):
-        backend.resolved("triton", torch.ones(1))
+        fused.resolved("triton", torch.ones(1))
     with pytest.raises(ValueError, match=wanted):
         dq.Mamba2Config(d_model=8, backend="triton")
 

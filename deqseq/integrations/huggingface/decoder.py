@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from deqseq.arguments import checked
 from deqseq.backbones import Backbone, Inputs, LlamaCache
 from deqseq.backbones.base import check_cache, check_sequence
-from deqseq.backbones.llama_cache import commit
+from deqseq.backbones.llama import commit
 from deqseq.integrations.huggingface.attention import attention_mask
 from deqseq.layers.attention import KeyValues, Past
 from deqseq.models import CausalLM, ExplicitModel, RecurrentDepth

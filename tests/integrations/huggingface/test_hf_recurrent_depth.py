@@ -139,7 +139,7 @@ class TestRetrofit:
             (
                 {"model": nn.Linear(2, 2)},
                 TypeError,
-                "model must be a PreTrainedModel or a string or a PathLike, such as",
+                "model must be a PreTrainedModel or a string or a PathLike, got ",
             ),
             (
                 {"model": AutoModel.from_config(made("llama").config)},
