@@ -308,7 +308,8 @@ class DeqseqModel(DeqseqPreTrainedModel):
         elif cache_given:
             raise ValueError("cache must be left out where sequences are packed into a row")
         else:
-            x, new_mask, use_cache = packing.apart(x), packing.apart(packing.real), False
+            x, new_mask = packing.apart(x), packing.apart(packing.real)
+            use_cache = False
         output = self.core(x, mask=new_mask, cache=cache.value, return_cache=use_cache, **options)
         if use_cache:
             cache.commit(output, mask)
@@ -359,7 +360,7 @@ class DeqseqModel(DeqseqPreTrainedModel):
         cache: ImplicitCache,
         inputs_embeds: Given,
     ) -> tuple[Sequence, Mask | None]:
-        """Embedded tokens without dropout, and the mask of all tokens, as in a call.
+        """Embedded tokens without dropout, and the mask, that of ``cache`` included, as in a call.
 
         ValueError: ``input_ids`` ``(batch, length)``, or ``inputs_embeds`` ``(batch, length,
         hidden_size)``, and ``attention_mask`` ``(batch, committed + length)`` do not fit.

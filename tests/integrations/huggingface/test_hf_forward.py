@@ -11,7 +11,7 @@ from transformers import DynamicCache
 import deqseq as dq
 from deqseq.integrations.huggingface import ImplicitCache, from_causal_lm, to_causal_lm
 
-FIVE = torch.tensor([5, 0])
+CHOSEN = torch.tensor([5, 0])
 
 
 class TestNumbers:
@@ -63,7 +63,7 @@ class TestNumbers:
             model(IDS, **ignored, **nothing).logits,
         ):
             assert torch.equal(same, whole.logits)
-        for positions, expected in ((2, whole.logits[:, -2:]), (FIVE, whole.logits[:, FIVE])):
+        for positions, expected in ((2, whole.logits[:, -2:]), (CHOSEN, whole.logits[:, CHOSEN])):
             close(model(IDS, logits_to_keep=positions).logits, expected)
         states = model(IDS, output_hidden_states=True).hidden_states
         assert len(states) == 2

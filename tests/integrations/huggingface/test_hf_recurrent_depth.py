@@ -24,6 +24,7 @@ PARTS = {"prelude": 1, "core": 2, "coda": 1}
 NAMES = ("llama", "qwen3", "gemma", "gemma2", "gemma3_text", "gpt_neox", "smollm3")
 FAMILIES = pytest.mark.parametrize("family", NAMES)
 FOUR, ONCE = {"stop": dq.Stop.exactly(4)}, {"stop": dq.Stop.exactly(1)}
+AFFINE = dq.ExplicitModel(dq.Affine(8))
 SWEEPS = (dq.Simultaneous(), dq.Chunked(4), dq.Sliding(3), dq.Sequential())
 
 
@@ -198,9 +199,6 @@ def test_a_part_that_a_configuration_cannot_name_is_refused(make, part, value, m
     setattr(lm.model, part, value(lm))
     with pytest.raises((TypeError, ValueError), match=message):
         from_causal_lm(lm)
-
-
-AFFINE = dq.ExplicitModel(dq.Affine(8))
 
 
 def test_an_injection_and_a_gate_that_a_configuration_cannot_name_are_refused():
