@@ -79,8 +79,11 @@ class ImplicitCache(TransformersCache):
             )
         mask = attention_mask != 0
         committed = mask[:, : self.length]
-        known = self.mask
-        if not (committed.all() if known is None else committed.equal(known.to(mask.device))):
+        if self.mask is None:
+            same = bool(committed.all())
+        else:
+            same = torch.equal(committed, self.mask.to(mask.device))
+        if not same:
             raise ValueError(
                 "attention_mask must mark the same padding among the tokens of the cache as when "
                 "they were computed"

@@ -40,7 +40,7 @@ from deqseq.types import Mask, Sequence
 
 SolveChange = SolveConfig | Mapping[str, Any]
 """How a call is solved: a whole configuration, or the fields to replace, as objects or JSON."""
-Given = Shaped[Tensor, "..."] | None
+OptionalTensor = Shaped[Tensor, "..."] | None
 """A tensor that the model checks by itself."""
 
 
@@ -248,11 +248,11 @@ class DeqseqModel(DeqseqPreTrainedModel):
     @can_return_tuple
     def forward(
         self,
-        input_ids: Given = None,
-        attention_mask: Given = None,
-        position_ids: Given = None,
+        input_ids: OptionalTensor = None,
+        attention_mask: OptionalTensor = None,
+        position_ids: OptionalTensor = None,
         cache: Any = None,
-        inputs_embeds: Given = None,
+        inputs_embeds: OptionalTensor = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         solve: SolveChange | None = None,
@@ -355,10 +355,10 @@ class DeqseqModel(DeqseqPreTrainedModel):
 
     def embedded(
         self,
-        input_ids: Given,
-        attention_mask: Given,
+        input_ids: OptionalTensor,
+        attention_mask: OptionalTensor,
         cache: ImplicitCache,
-        inputs_embeds: Given,
+        inputs_embeds: OptionalTensor,
     ) -> tuple[Sequence, Mask | None]:
         """Embedded tokens without dropout, and the mask, that of ``cache`` included, as in a call.
 

@@ -28,7 +28,7 @@ from deqseq.integrations.huggingface.configuration import DeqseqConfig
 from deqseq.integrations.huggingface.modeling import (
     DeqseqModel,
     DeqseqPreTrainedModel,
-    Given,
+    OptionalTensor,
     SolveChange,
 )
 from deqseq.integrations.huggingface.windowed_generation import (
@@ -94,12 +94,12 @@ class DeqseqForCausalLM(DeqseqPreTrainedModel, TheirGeneration):
     @can_return_tuple
     def forward(
         self,
-        input_ids: Given = None,
-        attention_mask: Given = None,
-        position_ids: Given = None,
+        input_ids: OptionalTensor = None,
+        attention_mask: OptionalTensor = None,
+        position_ids: OptionalTensor = None,
         cache: Any = None,
-        inputs_embeds: Given = None,
-        labels: Given = None,
+        inputs_embeds: OptionalTensor = None,
+        labels: OptionalTensor = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Shaped[Tensor, "..."] = 0,
         num_items_in_batch: int | Shaped[Tensor, "..."] | None = None,

@@ -94,10 +94,10 @@ def contract(model):
         factor = factors.get(name.rpartition(".")[2])
         if factor is None or not isinstance(part, nn.Linear):
             continue
-        weight = part.weight
         if parametrize.is_parametrized(part, "weight"):
-            weight = part.parametrizations.weight.original0
-        weight.data *= factor
+            part.parametrizations.weight.original0.data *= factor
+        else:
+            part.weight.data *= factor
     return model
 
 
