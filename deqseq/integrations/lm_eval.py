@@ -13,9 +13,12 @@ from transformers import PreTrainedTokenizerBase
 
 from deqseq.arguments import AtLeast, checked
 from deqseq.config import SolveConfig
-from deqseq.integrations.huggingface import ImplicitCache
-from deqseq.integrations.huggingface.modeling_causal_lm import DeqseqForCausalLM
-from deqseq.integrations.huggingface.outputs import ImplicitCausalLMOutput, WindowedOutput
+from deqseq.integrations.huggingface import (
+    DeqseqForCausalLM,
+    ImplicitCache,
+    ImplicitCausalLMOutput,
+    WindowedOutput,
+)
 from deqseq.models.generation import width_of
 from deqseq.rows import take
 from deqseq.solution import Status

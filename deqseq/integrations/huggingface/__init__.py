@@ -7,11 +7,13 @@ except ImportError as error:
         'deqseq.integrations.huggingface needs transformers: pip install "deqseq[hf]"'
     ) from error
 
-if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 24):  # which named the cache anew
+if tuple(map(int, transformers.__version__.split(".")[:2])) < (
+    5,
+    24,
+):  # older ones name the cache otherwise
     raise ImportError(
         "deqseq.integrations.huggingface needs transformers 5.24 or newer, found "
-        f"{transformers.__version__}: "
-        'pip install --upgrade "deqseq[hf]"'
+        f'{transformers.__version__}: pip install --upgrade "deqseq[hf]"'
     )
 
 from transformers import (
@@ -24,27 +26,33 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from deqseq.integrations.huggingface.cache import ImplicitCache, Solve
 from deqseq.integrations.huggingface.configuration import DeqseqConfig
-from deqseq.integrations.huggingface.conversion import from_causal_lm, retrofit, to_causal_lm
-from deqseq.integrations.huggingface.curriculum_callback import CurriculumCallback
-from deqseq.integrations.huggingface.decoder import DecoderBackbone, from_decoder
-from deqseq.integrations.huggingface.modeling import DeqseqForSequenceClassification, DeqseqModel
-from deqseq.integrations.huggingface.modeling_causal_lm import DeqseqForCausalLM
-from deqseq.integrations.huggingface.outputs import (
-    ImplicitCausalLMOutput,
-    ImplicitModelOutput,
-    WindowedOutput,
+from deqseq.integrations.huggingface.conversion import (
+    from_causal_lm,
+    from_decoder,
+    retrofit,
+    to_causal_lm,
 )
+from deqseq.integrations.huggingface.curriculum_callback import CurriculumCallback
+from deqseq.integrations.huggingface.decoder import DecoderBackbone
+from deqseq.integrations.huggingface.modeling import (
+    DeqseqForSequenceClassification,
+    DeqseqModel,
+    ImplicitModelOutput,
+)
+from deqseq.integrations.huggingface.modeling_causal_lm import (
+    DeqseqForCausalLM,
+    ImplicitCausalLMOutput,
+)
+from deqseq.integrations.huggingface.windowed_generation import WindowedOutput
 
-# without these transformers needs trust_remote_code=True, and the module that a saved configuration
-# names
+# otherwise transformers needs trust_remote_code=True and the module that a saved model names
 AutoConfig.register(DeqseqConfig.model_type, DeqseqConfig, exist_ok=True)
 AutoModel.register(DeqseqConfig, DeqseqModel, exist_ok=True)
 AutoModelForCausalLM.register(DeqseqConfig, DeqseqForCausalLM, exist_ok=True)
 AutoModelForSequenceClassification.register(
     DeqseqConfig, DeqseqForSequenceClassification, exist_ok=True
 )
-# by these names the Trainer shifts labels that it smooths, and `transformers serve` knows a
-# language model
+# by these names the Trainer shifts labels, and `transformers serve` knows language models
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[DeqseqConfig.model_type] = DeqseqForCausalLM.__name__
 
 __all__ = [

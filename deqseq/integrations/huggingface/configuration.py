@@ -1,6 +1,4 @@
-"""The configuration of all models: the fields of a specification, as JSON, and the flat ones that
-tools read.
-"""
+"""The configuration of all models: a specification as JSON, and the flat fields that tools read."""
 
 import copy
 from collections.abc import Iterable
@@ -26,32 +24,37 @@ from deqseq.models import ExplicitModel, ImplicitModel, LanguageModelSpec, Recur
 from deqseq.models.specification import DecoderLayers
 
 FROM_TRANSFORMERS = (
-    *("attn_implementation", "distributed_config", "experts_implementation", "fusion_config"),
-    *("gradient_checkpointing", "model_type", "name_or_path", "num_labels", "output_attentions"),
-    *("quantization_config", "tokenizer_class", "torch_dtype", "transformers_weights"),
+    "attn_implementation",
+    "distributed_config",
+    "experts_implementation",
+    "fusion_config",
+    "gradient_checkpointing",
+    "model_type",
+    "name_or_path",
+    "num_labels",
+    "output_attentions",
+    "quantization_config",
+    "tokenizer_class",
+    "torch_dtype",
+    "transformers_weights",
 )
-"""What transformers writes into a configuration, or passes to one, without declaring it; also any
-name that begins with an underscore."""
+"""What transformers writes into a configuration or passes to one without declaring it.
+
+Names that begin with an underscore are its own, too.
+"""
 
 CODE = "deqseq_models"
 """The module beside a saved configuration from which transformers loads our classes."""
 
 PARTS = ("prelude", "backbone", "coda")
-SECTIONS = {
-    **dict.fromkeys(PARTS, "backbone"),
-    **dict.fromkeys(("solve", "eval_solve"), "solve"),
-    "loop_start": "start",
-}
+SECTIONS: dict[str, Any] = dict.fromkeys(PARTS, "backbone")
+SECTIONS |= {"solve": "solve", "eval_solve": "solve", "loop_start": "start"}
 """Fields that hold an object as JSON, and its kind."""
-RENAMED = {"tied": "tie_word_embeddings", "embedding_std": "initializer_range"}
-"""Fields of a specification with another name in transformers."""
-DERIVED = (
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-)
+FIELDS = {field.name: field.name for field in fields(LanguageModelSpec)}
+FIELDS |= {"tied": "tie_word_embeddings", "embedding_std": "initializer_range"}
+"""Fields of a specification, and their names in transformers."""
+HEADS = ("num_attention_heads", "num_key_value_heads", "head_dim")
+DERIVED = ("hidden_size", "num_hidden_layers", *HEADS)
 """What tools read; it follows from the backbones."""
 
 
@@ -149,48 +152,47 @@ class DeqseqConfig(PreTrainedConfig):
     auto_map: dict[str, Any] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        if (
-            Version(self.deqseq_version).release[:2] > Version(__version__).release[:2]
-        ):  # newer patches can be read
+        # a newer patch release can be read
+        if Version(self.deqseq_version).release[:2] > Version(__version__).release[:2]:
             raise ValueError(
                 f"this configuration was written by deqseq {self.deqseq_version}, and this is "
-                f"deqseq {__version__}, "
-                "which may not know all of its fields: pip install --upgrade deqseq"
+                f"deqseq {__version__}, which may not know all of its fields: pip install "
+                "--upgrade deqseq"
             )
         self.deqseq_version = __version__
-        if (given := kwargs.get("model_type")) not in (None, self.model_type):
+        model_type = kwargs.get("model_type") or self.model_type
+        if model_type != self.model_type:
             raise ValueError(
-                f"model_type must be {self.model_type!r}, got {given!r}: load it with AutoConfig"
+                f"model_type must be {self.model_type!r}, got {model_type!r}: load it with "
+                "AutoConfig"
             )
         self._check_names(kwargs)
-        heads = {
-            "": "Model",
-            "ForCausalLM": "ForCausalLM",
-            "ForSequenceClassification": "ForSequenceClassification",
+        self.auto_map = {
+            "AutoConfig": f"{CODE}.DeqseqConfig",
+            "AutoModel": f"{CODE}.DeqseqModel",
+            "AutoModelForCausalLM": f"{CODE}.DeqseqForCausalLM",
+            "AutoModelForSequenceClassification": f"{CODE}.DeqseqForSequenceClassification",
         }
-        self.auto_map = {f"AutoModel{auto}": f"{CODE}.Deqseq{ours}" for auto, ours in heads.items()}
-        self.auto_map["AutoConfig"] = f"{CODE}.DeqseqConfig"
         super().__post_init__(**kwargs)
         self._derive()
 
     def __setattr__(self, key: str, value: Any) -> None:
-        made = self.__dict__.get("auto_map") is not None
         if key in SECTIONS and value is not None:
-            base = self.section("solve" if key == "eval_solve" and self.eval_solve is None else key)
+            base = self.section(key)
+            if base is None and key == "eval_solve":
+                base = self.section("solve")
             value = to_json(from_json(SECTIONS[key], value, f"{type(self).__name__}.{key}", base))
+        initialised = vars(self).get("auto_map") is not None
         super().__setattr__(key, value)
-        if made and key in PARTS:
+        if initialised and key in PARTS:
             for name in DERIVED:
                 super().__setattr__(name, None)
-        if made and key in (*PARTS, *DERIVED):
+        if initialised and key in (*PARTS, *DERIVED):
             self._derive()
 
     def specification(self) -> LanguageModelSpec:
-        """The model in this library's terms; TypeError or ValueError if the fields do not fit
-        together.
-        """
-        own = {one.name: RENAMED.get(one.name, one.name) for one in fields(LanguageModelSpec)}
-        return LanguageModelSpec(**{field: self.section(name) for field, name in own.items()})
+        """The model in this library's terms; TypeError or ValueError for fields that do not fit."""
+        return LanguageModelSpec(**{field: self.section(name) for field, name in FIELDS.items()})
 
     def section(self, name: str) -> Any:
         """The value of the field ``name``, of a section as an object."""
@@ -218,10 +220,9 @@ class DeqseqConfig(PreTrainedConfig):
             >>> DeqseqConfig.from_specification(spec, eos_token_id=0).specification() == spec
             True
         """
-        content = {
-            RENAMED.get(field.name, field.name): getattr(spec, field.name) for field in fields(spec)
-        }
-        if decided := sorted((content.keys() | set(DERIVED)) & more.keys()):
+        content = {name: getattr(spec, field) for field, name in FIELDS.items()}
+        decided = sorted((content.keys() | set(DERIVED)) & more.keys())
+        if decided:
             raise ValueError(f"leave out {', '.join(decided)}: the model has its own")
         return cls(**content | more)
 
@@ -233,7 +234,10 @@ class DeqseqConfig(PreTrainedConfig):
         config = copy.deepcopy(self.decoder_config)
         config.vocab_size = self.vocab_size
         decoder = AutoModel.from_config(config, dtype=torch.get_default_dtype())
-        layers = lambda part: DecoderBackbone(decoder, slice(part.first, part.end), part.final_norm)  # noqa: E731
+
+        def layers(part: DecoderLayers) -> DecoderBackbone:
+            return DecoderBackbone(decoder, slice(part.first, part.end), part.final_norm)
+
         return spec.build_model(layers), decoder.get_input_embeddings()
 
     def to_dict(self) -> Json:
@@ -246,9 +250,7 @@ class DeqseqConfig(PreTrainedConfig):
     def save_pretrained(
         self, save_directory: str | PathLike[str], push_to_hub: bool = False, **kwargs: Any
     ) -> None:
-        """As in transformers, but what loading would refuse is refused, and a module is written for
-        ``auto_map``.
-        """
+        """As in transformers, with a module for ``auto_map``; refuses what loading would refuse."""
         type(self).from_dict(self.to_dict())
         folder = Path(save_directory)
         folder.mkdir(parents=True, exist_ok=True)
@@ -264,26 +266,24 @@ class DeqseqConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: Json, **kwargs: Any) -> Any:
-        """As in transformers, but an unknown keyword that is not None is an error, unless unused
-        ones are asked for.
+        """As in transformers, but an unknown keyword that is not None is an error.
 
-        ``solve`` given here changes the stored ``eval_solve``, too, unless that is given as well.
+        ``return_unused_kwargs=True`` returns them instead. ``solve`` given here changes the stored
+        ``eval_solve``, too, unless that is given as well.
         """
-        returned = kwargs.pop("return_unused_kwargs", False)
+        return_unused = kwargs.pop("return_unused_kwargs", False)
         if kwargs.get("solve") is not None and config_dict.get("eval_solve") is not None:
             kwargs.setdefault("eval_solve", kwargs["solve"])  # a loaded model is in eval mode
         loaded: Any = super().from_dict(dict(config_dict), return_unused_kwargs=True, **kwargs)
         config, unused = loaded
         config._derive()  # keywords have replaced fields
-        if returned:
+        if return_unused:
             return config, unused
         config._check_names(name for name, value in unused.items() if value is not None)
         return config
 
     def _derive(self) -> None:
-        """Fill in the fields that follow from the backbones; ValueError if one of them was given
-        another value.
-        """
+        """Fill in what follows from the backbones; ValueError if a field has another value."""
         owner, spec, decoder = type(self).__name__, self.specification(), self.decoder_config
         layers = [part for part in spec.parts.values() if isinstance(part, DecoderLayers)]
         if bool(layers) != (decoder is not None):
@@ -292,27 +292,57 @@ class DeqseqConfig(PreTrainedConfig):
             )
         for part in layers:
             if part.d_model != decoder.hidden_size or part.end > decoder.num_hidden_layers:
-                whole = f"{decoder.num_hidden_layers} layers of width {decoder.hidden_size}"
                 raise ValueError(
-                    f"{owner}: DecoderLayers must be some of the decoder's {whole}, got {part}"
+                    f"{owner}: DecoderLayers must be some of the decoder's "
+                    f"{decoder.num_hidden_layers} layers of width {decoder.hidden_size}, got {part}"
                 )
         core = spec.backbone
-        heads = (None, None, getattr(core, "headdim", None))
         if isinstance(core, LlamaConfig):
             heads = (core.n_heads, core.kv_heads, core.head_width)
-        elif isinstance(core, DecoderLayers):
-            heads = tuple(getattr(decoder, name, None) for name in DERIVED[2:])
+        elif isinstance(core, Mamba2Config):
+            heads = (None, None, core.headdim)
+        else:
+            heads = [getattr(decoder, name, None) for name in HEADS]
         values = (core.d_model, sum(part.n_layers for part in spec.parts.values()), *heads)
         for name, value in zip(DERIVED, values, strict=True):
-            if (given := getattr(self, name)) not in (None, value):
+            if getattr(self, name) not in (None, value):
                 raise ValueError(
-                    f"{owner}.{name} must be {value}, which follows from the backbones, got {given}"
+                    f"{owner}.{name} must be {value}, which follows from the backbones, got "
+                    f"{getattr(self, name)}"
                 )
             super().__setattr__(name, value)
 
-    def _check_names(self, given: Iterable[str]) -> None:
+    def _check_names(self, names: Iterable[str]) -> None:
         """Refuse unknown fields."""
         known = [field.name for field in fields(type(self))]
-        for name in given:
+        for name in names:
             if name not in FROM_TRANSFORMERS and not name.startswith("_"):
                 check_known(f"{type(self).__name__} field", name, known)
+
+
+class ConfigSettings:
+    """How a core is solved: read from the configuration at each call, and written to it."""
+
+    def __init__(self, config: DeqseqConfig) -> None:
+        self.config: Any = config
+
+    @property
+    def solve(self) -> SolveConfig:
+        solve = self.config.section("solve")
+        if solve is None:
+            raise ValueError(
+                "config.solve must not be None, for this model was built as an implicit one"
+            )
+        return solve
+
+    @solve.setter
+    def solve(self, solve: SolveConfig) -> None:
+        self.config.solve = solve
+
+    @property
+    def eval_solve(self) -> SolveConfig | None:
+        return self.config.section("eval_solve")
+
+    @eval_solve.setter
+    def eval_solve(self, eval_solve: SolveConfig | None) -> None:
+        self.config.eval_solve = eval_solve

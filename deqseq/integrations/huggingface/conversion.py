@@ -1,21 +1,19 @@
-"""Between this library's language models and those of transformers: as they are, and with an
-iterated core.
-"""
+"""Language models of this library as models of transformers, and decoders the other way."""
 
 import copy
 from os import PathLike
 from typing import Annotated, Any
 
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from deqseq.arguments import AtLeast, checked
 from deqseq.backbones import Injected, Injection
 from deqseq.config import SolveConfig
 from deqseq.gradients import Unrolled
-from deqseq.integrations.huggingface.arguments import watch
 from deqseq.integrations.huggingface.configuration import DeqseqConfig
-from deqseq.integrations.huggingface.decoder import DecoderBackbone, language_model, with_head
+from deqseq.integrations.huggingface.decoder import DecoderBackbone, watch
 from deqseq.integrations.huggingface.modeling_causal_lm import DeqseqForCausalLM
 from deqseq.models import CausalLM, ExplicitModel, ImplicitModel, RecurrentDepth
 from deqseq.models.specification import INJECTIONS, Name, specification_of
@@ -23,11 +21,9 @@ from deqseq.solvers import Naive
 from deqseq.stop import Stop
 
 TRAIN = SolveConfig(Naive(), Stop.exactly(8), Unrolled(last=4))
-"""8 iterations from zero, of which the last 4 are differentiated: for the beginning of fine-tuning.
-"""
+"""8 iterations from zero, of which the last 4 are differentiated, to begin fine-tuning."""
 EVAL = SolveConfig(Naive(), Stop(rtol=1e-3, max_steps=32))
 """To a relative tolerance of 1e-3, within 32 iterations."""
-_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
 @checked
@@ -60,23 +56,19 @@ def from_causal_lm(lm: CausalLM, **fields: Any) -> DeqseqForCausalLM:
         )
     inherited: dict[str, Any] = {"initializer_range": 0.02}
     if decoders:
-        names = ("initializer_range", *_TOKENS)
-        inherited |= {
-            name: getattr(decoders[0], name) for name in names if hasattr(decoders[0], name)
-        }
+        declared = decoders[0].to_dict()
+        names = ("initializer_range", "pad_token_id", "bos_token_id", "eos_token_id")
+        inherited |= {name: declared[name] for name in names if name in declared}
         inherited["decoder_config"] = copy.deepcopy(decoders[0])
     fields = inherited | fields
     spec = specification_of(lm, fields.pop("initializer_range"))
     config = DeqseqConfig.from_specification(spec, **fields)
     with torch.device("meta"):  # its own weights would be drawn for nothing
         model = DeqseqForCausalLM(config)
-    described, given = (
-        {name: tensor.shape for name, tensor in one.state_dict().items()}
-        for one in (model.model.core, lm.model)
-    )
-    if wrong := sorted(
-        name for name in described | given if described.get(name) != given.get(name)
-    ):
+    described, shapes = _shapes(model.model.core), _shapes(lm.model)
+    names = described.keys() | shapes.keys()
+    wrong = sorted(name for name in names if described.get(name) != shapes.get(name))
+    if wrong:
         raise ValueError(
             f"lm has other weights than its configuration describes: {', '.join(wrong[:8])}"
         )
@@ -104,14 +96,40 @@ def to_causal_lm(model: DeqseqForCausalLM) -> CausalLM:
         >>> to_causal_lm(from_causal_lm(lm)).model is lm.model
         True
     """
-    config, head = model.config, None if model.config.tie_word_embeddings else model.lm_head
-    numbers = {
-        name: getattr(config, name)
-        for name in ("embedding_dropout", "embedding_scale", "logit_softcap")
-    }
-    return language_model(model.model.core, model.model.embed_tokens, head, **numbers).train(
-        model.training
+    config = model.config
+    head = None if config.tie_word_embeddings else model.lm_head
+    lm = _language_model(
+        model.model.core,
+        model.model.embed_tokens,
+        head,
+        embedding_dropout=config.embedding_dropout,
+        embedding_scale=config.embedding_scale,
+        logit_softcap=config.logit_softcap,
     )
+    return lm.train(model.training)
+
+
+@checked
+def from_decoder(model: PreTrainedModel) -> CausalLM:
+    """A transformers language model as an explicit :class:`deqseq.CausalLM`; modules are shared.
+
+    Args:
+        model: of a family that :class:`DecoderBackbone` runs, with its head.
+
+    Raises:
+        TypeError: not a transformers model.
+        ValueError: a family or a model that does not fit, and why; or a model without a head.
+
+    Example:
+        >>> from transformers import Gemma2Config, Gemma2ForCausalLM
+        >>> heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+        >>> sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+        >>> theirs = Gemma2ForCausalLM(Gemma2Config(vocab_size=10, **heads, **sizes)).eval()
+        >>> ids = torch.tensor([[1, 2, 3]])
+        >>> torch.allclose(from_decoder(theirs)(ids).logits, theirs(ids).logits, atol=1e-5)
+        True
+    """
+    return _with_head(model, ExplicitModel(DecoderBackbone(model)))
 
 
 @checked
@@ -168,15 +186,9 @@ def retrofit(
     Example:
         >>> import torch, deqseq as dq
         >>> from transformers import Qwen3Config, Qwen3ForCausalLM
-        >>> sizes = {
-        ...     "hidden_size": 16,
-        ...     "intermediate_size": 32,
-        ...     "num_attention_heads": 2,
-        ...     "num_key_value_heads": 1,
-        ... }
-        >>> theirs = Qwen3ForCausalLM(
-        ...     Qwen3Config(vocab_size=10, num_hidden_layers=4, head_dim=8, **sizes)
-        ... ).eval()
+        >>> heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+        >>> sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4}
+        >>> theirs = Qwen3ForCausalLM(Qwen3Config(vocab_size=10, **heads, **sizes)).eval()
         >>> lm, ids = retrofit(theirs, prelude=1, core=2, coda=1), torch.tensor([[1, 2, 3]])
         >>> output = lm(ids)
         >>> torch.allclose(output.logits, theirs(ids).logits, atol=1e-5), output.stats.iterations
@@ -185,13 +197,15 @@ def retrofit(
     if not isinstance(model, PreTrainedModel):
         model = AutoModelForCausalLM.from_pretrained(model)
     assert isinstance(model, PreTrainedModel)
-    sizes, whole = (prelude, core, coda, dropped), len(DecoderBackbone(model).layers)
-    if sum(sizes) != whole:
+    sizes = (prelude, core, coda, dropped)
+    count = len(DecoderBackbone(model).layers)
+    if sum(sizes) != count:
         raise ValueError(
-            f"prelude, core, coda and dropped must add up to the model's {whole} layers, got "
+            f"prelude, core, coda and dropped must add up to the model's {count} layers, got "
             f"{' + '.join(map(str, sizes))} = {sum(sizes)}"
         )
-    middle = DecoderBackbone(model, slice(whole - coda - core, whole - coda), final_norm=False)
+    end = count - coda
+    middle = DecoderBackbone(model, slice(end - core, end), final_norm=False)
     if isinstance(injection, str):
         injection = INJECTIONS[injection](middle.d_model)
     embedding: Any = model.get_input_embeddings()
@@ -199,7 +213,37 @@ def retrofit(
     parts = RecurrentDepth(
         ExplicitModel(DecoderBackbone(model, slice(prelude), final_norm=False)),
         ImplicitModel(Injected(middle, injection.to(device, dtype)), solve, eval_solve),
-        ExplicitModel(DecoderBackbone(model, slice(whole - coda, None))),
+        ExplicitModel(DecoderBackbone(model, slice(end, None))),
     )
     watch(parts)
-    return with_head(model, parts)
+    return _with_head(model, parts)
+
+
+def _shapes(module: nn.Module) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in module.state_dict().items()}
+
+
+def _with_head(model: PreTrainedModel, layers: ExplicitModel | RecurrentDepth) -> CausalLM:
+    """A language model of ``layers`` and the embedding and the head of ``model``."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if not isinstance(embedding, nn.Embedding) or not isinstance(head, nn.Linear):
+        raise ValueError(
+            "model must have a language model's head, as a ...ForCausalLM, got "
+            f"{type(model).__name__}"
+        )
+    if head.bias is not None:
+        raise ValueError("model's head must have no bias, which a CausalLM would not add, got one")
+    if head.weight is embedding.weight:
+        head = None
+    softcap = getattr(model.config, "final_logit_softcapping", None)
+    return _language_model(layers, embedding, head, logit_softcap=softcap).train(model.training)
+
+
+def _language_model(
+    layers: Any, embedding: nn.Embedding, head: nn.Linear | None, **fields: Any
+) -> CausalLM:
+    """A language model of these modules; the embedding may be of a class that scales by itself."""
+    with torch.device("meta"):  # its own weights would be drawn for nothing
+        lm = CausalLM(embedding.num_embeddings, layers, tied=head is None, **fields)
+    lm.embedding, lm.head = embedding, head
+    return lm

@@ -1,34 +1,39 @@
-"""The decoder layers of a transformers model as a backbone: modules are shared, and their code is
-not copied.
-"""
+"""The decoder layers of a transformers model as a backbone, and the attention of transformers."""
 
 import inspect
+from functools import partial
+from itertools import cycle
 from typing import Any
 
 import torch
 from jaxtyping import Int64
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    and_masks,
+    causal_mask_function,
+    sliding_window_causal_mask_function,
+)
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from deqseq.arguments import checked
 from deqseq.backbones import Backbone, Inputs, LlamaCache
 from deqseq.backbones.base import check_cache, check_sequence
 from deqseq.backbones.llama import commit
-from deqseq.integrations.huggingface.attention import attention_mask
+from deqseq.layers import Attention
 from deqseq.layers.attention import KeyValues, Past
-from deqseq.models import CausalLM, ExplicitModel, RecurrentDepth
+from deqseq.models.base import Model
+from deqseq.models.recurrent_depth import solved_part
 from deqseq.models.specification import DecoderLayers
 from deqseq.types import Mask, Sequence
 
-_SAME = (
-    "arcee gemma gemma2 gemma3_text glm glm4 helium llama ministral mistral "
-    "nemotron olmo olmo2 olmo3"
+NAMES = (
+    "arcee gemma gemma2 gemma3_text glm glm4 helium llama ministral mistral nemotron olmo olmo2 "
+    "olmo3 phi3 qwen2 qwen3 seed_oss smollm3 stablelm starcoder2"
 )
-_SAME += " phi3 qwen2 qwen3 seed_oss smollm3 stablelm starcoder2"
-FAMILIES = dict.fromkeys(_SAME.split(), "norm") | {"gpt_neox": "final_layer_norm"}
-"""What is checked against transformers: families by ``model_type``, with the name of their final
-norm.
-"""
+FAMILIES = dict.fromkeys(NAMES.split(), "norm") | {"gpt_neox": "final_layer_norm"}
+"""The families that are tested against transformers, with the name of their final norm."""
 
 
 class DecoderBackbone(Backbone[LlamaCache]):
@@ -57,15 +62,9 @@ class DecoderBackbone(Backbone[LlamaCache]):
 
     Example:
         >>> from transformers import Qwen3Config, Qwen3ForCausalLM
-        >>> sizes = {
-        ...     "hidden_size": 16,
-        ...     "intermediate_size": 32,
-        ...     "num_attention_heads": 2,
-        ...     "num_key_value_heads": 1,
-        ... }
-        >>> model = Qwen3ForCausalLM(
-        ...     Qwen3Config(vocab_size=10, num_hidden_layers=4, head_dim=8, **sizes)
-        ... )
+        >>> heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+        >>> sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4}
+        >>> model = Qwen3ForCausalLM(Qwen3Config(vocab_size=10, **heads, **sizes))
         >>> core = DecoderBackbone(model, slice(1, 3), final_norm=False)
         >>> x = torch.randn(2, 5, 16)
         >>> z, _ = core(x, core.prepare(x))
@@ -79,35 +78,34 @@ class DecoderBackbone(Backbone[LlamaCache]):
     ) -> None:
         super().__init__()
         decoder: Any = model.base_model
-        self.config: Any = decoder.config
-        if self.config.model_type not in FAMILIES:
+        config = self.config = decoder.config
+        if config.model_type not in FAMILIES:
             raise ValueError(
                 f"model must be of one of the families {', '.join(sorted(FAMILIES))}, got a "
-                f"{type(model).__name__}: "
-                f"{_misfit(decoder)}"
+                f"{type(model).__name__}: attention without rotary positions and mixtures of "
+                "experts are not run; to add another family, see CONTRIBUTING.md"
             )
-        self.part = part = _part(len(decoder.layers), layers)
-        kinds: Any = getattr(self.config, "layer_types", None)
+        self.part = _part(len(decoder.layers), layers)
+        self.layers = nn.ModuleList(decoder.layers[i] for i in self.part)
+        _check(config, self.layers)
+        self.d_model = config.hidden_size
+        self.norm = nn.Identity()
+        if final_norm:
+            self.norm = getattr(decoder, FAMILIES[config.model_type])
+        window = getattr(config, "sliding_window", None)
+        kinds = getattr(config, "layer_types", None)
         if kinds is None:
-            windowed = getattr(self.config, "sliding_window", None) is not None
-            kinds = ["sliding_attention" if windowed else "full_attention"] * len(decoder.layers)
-        self.kinds = tuple(kinds[i] for i in part)
-        self.d_model = self.config.hidden_size
-        self.layers = nn.ModuleList(decoder.layers[i] for i in part)
-        self.norm = (
-            getattr(decoder, FAMILIES[self.config.model_type]) if final_norm else nn.Identity()
-        )
+            kind = "full_attention" if window is None else "sliding_attention"
+            kinds = [kind] * len(decoder.layers)
+        self.kinds = [kinds[i] for i in self.part]
+        self.windows = dict.fromkeys(sorted(set(self.kinds)))
+        if "sliding_attention" in self.windows:
+            self.windows["sliding_attention"] = window
         self.rotary = decoder.rotary_emb
-        per_kind = "layer_type" in inspect.signature(self.rotary.forward).parameters
-        self.rotations = tuple(sorted(set(self.kinds))) if per_kind else (None,)
-        self._takes = inspect.signature(self.layers[0].forward).parameters.keys() & {
-            "cache",
-            "layer_past",
-        }
+        self.rotary_per_kind = "layer_type" in _parameters(self.rotary)
+        self.cache_name = "layer_past" if "layer_past" in _parameters(self.layers[0]) else "cache"
         for layer in self.layers:  # the cache of a call is not changed when it is computed again
             layer._can_checkpoint_with_cache = True  # pyright: ignore[reportArgumentType]
-        self._context = _context(self.config)
-        _check(self.config, self.layers)
 
     def prepare(
         self, x: Sequence, cache: LlamaCache | None = None, mask: Mask | None = None
@@ -118,25 +116,21 @@ class DecoderBackbone(Backbone[LlamaCache]):
         kv_heads = getattr(self.config, "num_key_value_heads", None) or heads
         width = getattr(self.config, "head_dim", None) or self.d_model // heads
         check_cache(cache, LlamaCache, x, [(kv_heads, None, width)] * (2 * len(self.layers)))
-        tokens = x.shape[1]
-        positions = (
-            torch.arange(tokens, device=x.device)[None]
-            if cache is None
-            else cache.positions(tokens)
-        )
-        total = tokens + (0 if cache is None else cache.length)
-        if self._context is not None and total > self._context:
+        total = x.shape[1]
+        positions = torch.arange(total, device=x.device)[None]
+        if cache is not None:
+            positions = cache.positions(total)
+            total += cache.length
+        longest = _context(self.config)
+        if longest is not None and total > longest:
             raise ValueError(
-                f"x and the cache must have at most {self._context} tokens, got {total}: beyond "
-                "them this model has "
-                "other rotary frequencies, with which the cached keys would be wrong"
+                f"x and the cache must have at most {longest} tokens, got {total}: beyond them "
+                "this model has other rotary frequencies, with which the cached keys would be wrong"
             )
-        options = [{} if kind is None else {"layer_type": kind} for kind in self.rotations]
-        return Inputs(
-            rotary=tuple(
-                table for option in options for table in self.rotary(x, positions, **option)
-            )
-        )
+        if not self.rotary_per_kind:
+            return Inputs(rotary=self.rotary(x, positions))
+        pairs = (self.rotary(x, positions, layer_type=kind) for kind in self.windows)
+        return Inputs(rotary=sum(pairs, ()))
 
     def forward(
         self,
@@ -150,17 +144,12 @@ class DecoderBackbone(Backbone[LlamaCache]):
         if cache is not None:
             cache = cache.reserve(z.shape[1])  # does nothing if the solve has reserved already
             past = tuple(Past(layer, cache.length) for layer in cache.layers)
-        masks = {}
-        for kind in set(self.kinds):
-            window = self.config.sliding_window if kind == "sliding_attention" else None
-            masks[kind] = attention_mask(self.config, z, cache, window)
-        tables = dict(
-            zip(
-                self.rotations,
-                zip(inputs.rotary[::2], inputs.rotary[1::2], strict=True),
-                strict=True,
-            )
-        )
+        masks = {
+            kind: attention_mask(self.config, z, cache, window)
+            for kind, window in self.windows.items()
+        }
+        pairs = zip(inputs.rotary[::2], inputs.rotary[1::2], strict=True)
+        tables = dict(zip(self.windows, cycle(pairs), strict=False))  # one pair is for all kinds
         return self.run(z, tables, masks, past, need_aux)
 
     def advance(
@@ -173,100 +162,34 @@ class DecoderBackbone(Backbone[LlamaCache]):
         return commit(cache, aux, tokens, counts)
 
     def sizes(self) -> DecoderLayers:
-        return DecoderLayers(
-            self.d_model, self.part.start, self.part.stop, not isinstance(self.norm, nn.Identity)
-        )
+        final_norm = not isinstance(self.norm, nn.Identity)
+        return DecoderLayers(self.d_model, self.part.start, self.part.stop, final_norm)
 
     def _stack(
         self,
         z: Tensor,
-        tables: dict[str | None, tuple[Tensor, Tensor]],
-        masks: dict[Any, Any],
+        tables: dict[str, tuple[Tensor, Tensor]],
+        masks: dict[str, Any],
         past: tuple[Past, ...],
         need_aux: bool,
     ) -> tuple[Tensor, tuple[KeyValues, ...] | None]:
         """All layers and the norm, from tensors to tensors."""
-        kept = []
+        new = []
         for i, (layer, kind) in enumerate(zip(self.layers, self.kinds, strict=True)):
-            cache = _LayerCache(past[i] if past else None) if past or need_aux else None
-            given: dict[str, Any] = dict.fromkeys(self._takes, cache)
-            given["position_embeddings"] = tables[kind if kind in tables else None]
-            z = layer(z, attention_mask=masks[kind], **given)
-            if need_aux and cache is not None:
-                kept.append(cache.own)
-        return self.norm(z), tuple(kept) if need_aux else None
-
-
-@checked
-def from_decoder(model: PreTrainedModel) -> CausalLM:
-    """A transformers language model as an explicit :class:`deqseq.CausalLM`; modules are shared,
-    not copied.
-
-    Args:
-        model: of a family that :class:`DecoderBackbone` runs, with its head.
-
-    Raises:
-        TypeError: not a transformers model.
-        ValueError: a family or a model that does not fit, and why; or a model without a head.
-
-    Example:
-        >>> from transformers import Gemma2Config, Gemma2ForCausalLM
-        >>> sizes = {
-        ...     "hidden_size": 16,
-        ...     "intermediate_size": 32,
-        ...     "num_attention_heads": 2,
-        ...     "num_key_value_heads": 1,
-        ... }
-        >>> theirs = Gemma2ForCausalLM(
-        ...     Gemma2Config(vocab_size=10, num_hidden_layers=2, head_dim=8, **sizes)
-        ... ).eval()
-        >>> ids = torch.tensor([[1, 2, 3]])
-        >>> torch.allclose(from_decoder(theirs)(ids).logits, theirs(ids).logits, atol=1e-5)
-        True
-    """
-    return with_head(model, ExplicitModel(DecoderBackbone(model)))
-
-
-def with_head(model: PreTrainedModel, layers: ExplicitModel | RecurrentDepth) -> CausalLM:
-    """A language model of ``layers`` and the embedding and the head of ``model``; ValueError if
-    none fits.
-    """
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if not isinstance(embedding, nn.Embedding) or not isinstance(head, nn.Linear):
-        raise ValueError(
-            "model must have a language model's head, as a ...ForCausalLM, got "
-            f"{type(model).__name__}"
-        )
-    if head.bias is not None:
-        raise ValueError("model's head must have no bias, which a CausalLM would not add, got one")
-    own_head = None if head.weight is embedding.weight else head
-    lm = language_model(
-        layers,
-        embedding,
-        own_head,
-        logit_softcap=getattr(model.config, "final_logit_softcapping", None),
-    )
-    return lm.train(model.training)
-
-
-def language_model(
-    layers: Any, embedding: nn.Embedding, head: nn.Linear | None, **numbers: Any
-) -> CausalLM:
-    """A language model made of these modules; without a head it is the embedding, which may scale
-    by itself.
-    """
-    with torch.device("meta"):  # its own weights would be drawn for nothing
-        lm = CausalLM(embedding.num_embeddings, layers, tied=head is None, **numbers)
-    lm.embedding, lm.head = embedding, head
-    return lm
+            options: dict[str, Any] = {"position_embeddings": tables[kind]}
+            if past or need_aux:
+                cache = options[self.cache_name] = _LayerCache(past[i] if past else None)
+                z = layer(z, attention_mask=masks[kind], **options)
+                new.append(cache.new)
+            else:
+                z = layer(z, attention_mask=masks[kind], **options)
+        return self.norm(z), tuple(new) if need_aux else None
 
 
 class _LayerCache:
-    """What a layer takes for the cache of transformers: joins committed and new keys and values,
-    keeps the new ones.
-    """
+    """What a layer takes for transformers' cache: joins committed and new keys and values."""
 
-    own: KeyValues
+    new: KeyValues
 
     def __init__(self, past: Past | None) -> None:
         self.past = past
@@ -275,15 +198,20 @@ class _LayerCache:
         self, keys: Tensor, values: Tensor, layer_idx: int, **_: Any
     ) -> tuple[Tensor, Tensor]:
         """All keys and values so far; called again when a checkpointed layer is computed again."""
-        self.own = KeyValues(keys, values)
-        return self.own if self.past is None else self.past.joined(self.own)
+        self.new = KeyValues(keys, values)
+        return self.new if self.past is None else self.past.joined(self.new)
+
+
+def _parameters(module: nn.Module) -> Any:
+    return inspect.signature(module.forward).parameters
 
 
 def _part(count: int, layers: slice | None) -> range:
     """The numbers of the chosen layers."""
-    layers = slice(None) if layers is None else layers
+    if layers is None:
+        return range(count)
     part = range(count)[layers]
-    ends = [end for end in (layers.start, layers.stop) if end is not None]
+    ends = {layers.start, layers.stop} - {None}
     if not part or part.step != 1 or not all(-count <= end <= count for end in ends):
         raise ValueError(
             f"layers must be a contiguous part of the model's {count} layers, got {layers}"
@@ -291,55 +219,155 @@ def _part(count: int, layers: slice | None) -> range:
     return part
 
 
-def _misfit(decoder: Any) -> str:
-    """Why a family is not run."""
-    config = decoder.config
-    if any(
-        getattr(config, name, None)
-        for name in ("num_experts", "num_local_experts", "n_routed_experts")
-    ):
-        return (
-            "its layers are mixtures of experts, and a map that switches between "
-            "experts is not continuous"
-        )
-    if not isinstance(getattr(decoder, "layers", None), nn.ModuleList) or not hasattr(
-        decoder, "rotary_emb"
-    ):
-        return "its layers are not the attention layers with rotary positions that are run here"
-    return "it has not been checked against transformers: to add a family, see CONTRIBUTING.md"
-
-
 def _context(config: Any) -> int | None:
     """The longest sequence whose rotary frequencies do not depend on its length; None: any."""
-    given = config.rope_parameters
-    scalings: list[Any] = [given] if "rope_type" in given else list(given.values())
-    changing = [one for one in scalings if one and one["rope_type"] in ("dynamic", "longrope")]
+    rope = config.rope_parameters
+    scalings: list[Any] = [rope] if "rope_type" in rope else list(rope.values())
     longest = [
-        one.get("original_max_position_embeddings") or config.max_position_embeddings
-        for one in changing
+        scaling.get("original_max_position_embeddings") or config.max_position_embeddings
+        for scaling in scalings
+        if scaling and scaling["rope_type"] in ("dynamic", "longrope")
     ]
     return min(longest, default=None)
 
 
 def _check(config: Any, layers: nn.ModuleList) -> None:
-    """Refuse what would leave the layers without a fixed point, or what their masks are not made
-    for.
-    """
-    drops = {
-        name: p
-        for name, p in config.to_dict().items()
-        if "drop" in name and "classifier" not in name and p
-    }
-    drops |= {
-        name: part.p
-        for name, part in layers.named_modules()
-        if isinstance(part, nn.Dropout) and part.p > 0
-    }
+    """Refuse dropout, with which layers have no fixed point, and attention that is not causal."""
+    drops = {name: p for name, p in config.to_dict().items() if "drop" in name and p}
+    drops = {name: p for name, p in drops.items() if "classifier" not in name}
+    for name, layer in layers.named_modules():
+        if isinstance(layer, nn.Dropout) and layer.p > 0:
+            drops[name] = layer.p
     if drops:
         raise ValueError(
             "model must have no dropout, which would be drawn anew in every iteration, got "
-            f"{drops}: load it with "
-            "these set to 0, as from_pretrained(name, attention_dropout=0.0)"
+            f"{drops}: load it with these set to 0, as from_pretrained(name, attention_dropout=0.0)"
         )
     if getattr(config, "use_bidirectional_attention", None):
         raise ValueError("model must be causal, got use_bidirectional_attention=True")
+
+
+def watch(core: Model) -> None:
+    """Refuse at each call offloaded layers and adapters with dropout: values would be wrong."""
+    if _check_layers not in core._forward_pre_hooks.values():
+        core.register_forward_pre_hook(_check_layers)
+
+
+def _check_layers(core: Model, *_: Any) -> None:
+    if any(weight.is_meta for weight in core.parameters()):  # accelerate loads them too late
+        raise ValueError(
+            "the layers of this model are offloaded (cpu_offload, disk_offload or device_map), "
+            "but every iteration of a solve needs all of them: load the whole model onto one "
+            "device, as device_map={'': 0} does"
+        )
+    solved = solved_part(core)
+    if solved is None or not solved.training:
+        return
+    drops: dict[str, Any] = {}
+    for name, part in solved.backbone.named_modules():
+        if not part.training:
+            continue
+        if "Dropout" in type(part).__name__:  # PEFT's OFT has a class of its own
+            drops[name] = getattr(part, "p", 0)
+        for kind in ("rank_dropout", "module_dropout"):  # PEFT's LoHa and LoKr draw by themselves
+            for adapter, p in getattr(part, kind, {}).items():
+                drops[f"{name}.{kind}.{adapter}"] = p
+    drops = {name: p for name, p in drops.items() if p}
+    if drops:
+        raise ValueError(
+            "a map that is solved must have no dropout, which would be drawn anew in every "
+            f"iteration, got {drops}: set it to 0, as LoraConfig(lora_dropout=0.0)"
+        )
+
+
+class ChosenAttention:
+    """The attention function that ``config._attn_implementation`` names, read at each call."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+    def mask(self, z: Tensor, cache: Any) -> Any:
+        """What the function takes as its mask."""
+        return attention_mask(self.config, z, cache)
+
+    def __call__(self, layer: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **_: Any) -> Tensor:
+        """Mixed values, ``(batch, new, heads, headdim)``."""
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, _eager)
+        return attend(layer, q, k, v, mask, dropout=0.0, scaling=layer.headdim**-0.5)[0]
+
+
+def choose_attention(core: nn.Module, config: Any) -> None:
+    """Let the attention layers of ``core`` follow ``config``."""
+    layers: Any = [part for part in core.modules() if isinstance(part, Attention)]
+    for index, layer in enumerate(layers):
+        layer.attend = ChosenAttention(config)
+        # what the functions ask of a layer
+        layer.config, layer.layer_idx = config, index
+        layer.is_causal, layer.num_key_value_groups = True, layer.groups
+
+
+def attention_mask(
+    config: Any, z: Tensor, cache: LlamaCache | None, window: int | None = None
+) -> Any:
+    """The mask for new tokens ``(batch, new, d_model)`` that see the last ``window``.
+
+    Transformers makes it. ValueError: rows of unequal length, for a function whose masks it cannot
+    make.
+    """
+    name = config._attn_implementation
+    rows, new = z.shape[:2]
+    length = 0 if cache is None else cache.length
+    if window is not None and length + new <= window:
+        window = None
+    if name == "sdpa" and window is None:
+        return None if cache is None else cache.visible
+    function = causal_mask_function
+    if window is not None:
+        function = sliding_window_causal_mask_function(window)
+    real = None
+    if cache is not None and cache.visible is not None and cache.counts is not None:
+        # rows of unequal length have gaps before the new tokens, which do not count in a window
+        real = cache.visible[:, 0, -1].expand(rows, -1)  # the last token sees all real ones
+        if window is not None:
+            committed = torch.arange(length, device=real.device).expand(rows, -1)
+            positions = torch.cat([committed, cache.positions(new)], dim=1)
+            function = and_masks(causal_mask_function, partial(_near, window, positions))
+    if name in ALL_MASK_ATTENTION_FUNCTIONS:
+        return ALL_MASK_ATTENTION_FUNCTIONS[name](
+            batch_size=rows,
+            q_length=new,
+            kv_length=length + new,
+            q_offset=length,
+            kv_offset=0,
+            mask_function=function,
+            attention_mask=real,
+            local_size=window,
+            dtype=z.dtype,
+            device=z.device,
+            config=config,
+        )
+    if real is None:
+        return None
+    raise ValueError(
+        f'the attention implementation "{name}" has no masks, and rows of unequal length need one: '
+        f'call transformers.AttentionMaskInterface.register("{name}", function)'
+    )
+
+
+def _near(
+    window: int, positions: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor
+) -> Tensor:
+    """Whether a window reaches from a query back to a key."""
+    return positions[row, query] - positions[row, key] < window
+
+
+def _eager(
+    layer: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float, **_: Any
+) -> tuple[Tensor, Tensor]:
+    """Softmax written out, in float32 at least, as in each model of transformers."""
+    k, v = (part.repeat_interleave(layer.num_key_value_groups, dim=1) for part in (k, v))
+    scores = q @ k.mT * scaling
+    if mask is not None:
+        scores = scores + mask
+    weights = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
+    return (weights @ v).transpose(1, 2), weights

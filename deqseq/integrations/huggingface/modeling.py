@@ -1,69 +1,212 @@
-"""The models of this library as models of transformers: tokens in, states or classes out."""
+"""The models of this library as models of transformers: loading and saving, and their states."""
 
+import json
 from collections.abc import Mapping
-from typing import Any, cast
+from dataclasses import dataclass
+from os import PathLike
+from typing import Any, no_type_check
 
 import torch
-from jaxtyping import Float, Int64, Shaped
+from jaxtyping import Int64, Shaped
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import AutoModel, PreTrainedModel
+from transformers import initialization as init
 from transformers.modeling_layers import GenericForSequenceClassification
+from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
-from deqseq.as_json import from_json
+from deqseq.arguments import check_ids, check_type
+from deqseq.as_json import from_json, to_json
 from deqseq.config import SolveConfig
-from deqseq.integrations.huggingface.arguments import (
+from deqseq.integrations.huggingface.cache import (
+    ImplicitCache,
+    Packing,
     check_cache,
     check_keywords,
     check_positions,
     check_tensors,
-    joined_mask,
-    watch,
 )
-from deqseq.integrations.huggingface.attention import choose_attention
-from deqseq.integrations.huggingface.cache import ImplicitCache
-from deqseq.integrations.huggingface.configuration import DeqseqConfig
-from deqseq.integrations.huggingface.outputs import ImplicitModelOutput
-from deqseq.integrations.huggingface.packing import Packing
-from deqseq.integrations.huggingface.pretrained_model import DeqseqPreTrainedModel
+from deqseq.integrations.huggingface.configuration import PARTS, ConfigSettings, DeqseqConfig
+from deqseq.integrations.huggingface.decoder import DecoderBackbone, choose_attention, watch
+from deqseq.layers import fold_weight_norm
 from deqseq.models import ImplicitModel
-from deqseq.models.causal_lm import check_ids, scaled
+from deqseq.models.causal_lm import scaled
 from deqseq.models.recurrent_depth import solved_part
+from deqseq.models.specification import parts_of
+from deqseq.solution import Outcome, SolveStats
 from deqseq.training import gather_once
 from deqseq.types import Mask, Sequence
 
 SolveChange = SolveConfig | Mapping[str, Any]
-"""How a call is solved: a whole configuration, or the fields to replace in the model's own, as
-objects or JSON.
-"""
+"""How a call is solved: a whole configuration, or the fields to replace, as objects or JSON."""
+OptionalTensor = Shaped[Tensor, "..."] | None
+"""A tensor that the model checks by itself."""
 
 
-class ConfigSettings:
-    """How a core is solved: read from the configuration at each call, and written to it."""
+class DeqseqPreTrainedModel(PreTrainedModel):
+    """Loading, saving and initialisation of all models of this library.
+
+    Args:
+        config: a :class:`DeqseqConfig`.
+
+    Example:
+        >>> import tempfile
+        >>> from transformers import AutoModelForCausalLM
+        >>> from deqseq.integrations.huggingface import DeqseqConfig, DeqseqForCausalLM
+        >>> sizes = {"name": "LlamaConfig", "d_model": 16, "n_heads": 2}
+        >>> config = DeqseqConfig(vocab_size=9, backbone=sizes)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     DeqseqForCausalLM(config).save_pretrained(folder)
+        ...     type(AutoModelForCausalLM.from_pretrained(folder)).__name__
+        'DeqseqForCausalLM'
+    """
+
+    config_class = DeqseqConfig
+    config: DeqseqConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    accepts_loss_kwargs = True
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    _no_split_modules = ["LlamaBlock", "Mamba2Block"]  # noqa: RUF012
+    _skip_keys_device_placement = ["cache"]  # noqa: RUF012
 
     def __init__(self, config: DeqseqConfig) -> None:
-        self.config = config
+        check_type("config", config, DeqseqConfig)
+        super().__init__(config)
 
-    @property
-    def solve(self) -> SolveConfig:
-        solve = self.config.section("solve")
-        if solve is None:
-            raise ValueError(
-                "config.solve must not be None, for this model was built as an implicit one"
-            )
-        return solve
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str | PathLike[str] | None,
+        *model_args: Any,
+        output_loading_info: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """As in transformers, but ValueError for weights that do not fit.
 
-    @solve.setter
-    def solve(self, solve: SolveConfig) -> None:
-        self.config.solve = solve
+        With ``output_loading_info=True``, which also returns the report, a missing embedding or
+        head is drawn, and unexpected weights are dropped.
+        """
+        loaded: Any = super().from_pretrained(
+            pretrained_model_name_or_path, *model_args, output_loading_info=True, **kwargs
+        )
+        model, report = loaded
+        source = pretrained_model_name_or_path or "the given state dict"
+        _check_weights(report, source, reported=output_loading_info)
+        return (model, report) if output_loading_info else model
 
-    @property
-    def eval_solve(self) -> SolveConfig | None:
-        return self.config.section("eval_solve")
+    def save_pretrained(
+        self, save_directory: str | PathLike[str], *args: Any, **kwargs: Any
+    ) -> None:
+        """As in transformers; whether weights are normalised is saved as the core is now.
 
-    @eval_solve.setter
-    def eval_solve(self, eval_solve: SolveConfig | None) -> None:
-        self.config.eval_solve = eval_solve
+        TypeError: ``generation_config.solve`` has an object that JSON cannot name. ValueError: only
+        some layers of a backbone have weight normalisation.
+        """
+        if self.can_generate():
+            generation = vars(self.generation_config)
+            generation["_from_model_config"] = False  # or reading the file would drop ``solve``
+            if "solve" in generation:
+                generation["solve"] = json.loads(json.dumps(generation["solve"], default=to_json))
+        self._follow_core()
+        super().save_pretrained(save_directory, *args, **kwargs)
+
+    def fold_weight_norm(self) -> None:
+        """Replace weight-normalised weights by plain ones of the same value.
+
+        Do this before tools that write weights (merging LoRA, quantisation), and before an
+        optimizer is made. The configuration follows.
+        """
+        base: Any = self.base_model
+        fold_weight_norm(base.core)
+        self._follow_core()
+
+    def _follow_core(self) -> None:
+        """Describe the backbones as they are now: their weight normalisation may have changed."""
+        base: Any = self.base_model
+        for name, sizes in parts_of(base.core).items():
+            if name in PARTS:
+                setattr(self.config, name, sizes)
+
+    def set_attn_implementation(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, attn_implementation: str, allow_all_kernels: bool = False
+    ) -> None:
+        """As in transformers; of a decoder, the family must support the function."""
+        check_type("attn_implementation", attn_implementation, str)
+        family: Any = self if self.config.decoder_config is None else self._decoder()
+        chosen = family._check_and_adjust_attn_implementation(
+            attn_implementation, allow_all_kernels=allow_all_kernels
+        )
+        self.config._attn_implementation = chosen
+        for part in self.modules():
+            if isinstance(part, DecoderBackbone):
+                part.config._attn_implementation = chosen
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
+        """Nothing to do: ``auto_map`` of a saved configuration names installed classes."""
+
+    def compile(self, **options: Any) -> None:
+        """Compile the blocks with ``torch.compile``; the code around them stays as it is.
+
+        Args:
+            **options: of ``torch.compile``.
+        """
+        base: Any = self.base_model
+        base.core.compile(**options)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Draw an embedding or a head, and what a decoder's layers have in no checkpoint."""
+        if self.config.decoder_config is not None:
+            self._decoder()._init_weights(module)
+        elif isinstance(module, nn.Embedding | nn.Linear):
+            init.normal_(module.weight, std=self.config.initializer_range)
+
+    def _decoder(self) -> Any:
+        """A model of the decoder's family, without weights."""
+        with torch.device("meta"):
+            return AutoModel.from_config(self.config.decoder_config)
+
+
+def _check_weights(report: dict[str, Any], source: object, *, reported: bool) -> None:
+    """Refuse weights that do not fit: a core with drawn weights would have other fixed points."""
+    redrawn = ("embed_tokens.weight", "lm_head.weight", "score.weight")
+    drawn = redrawn if reported else "score.weight"  # the head of a new task
+    missing, unexpected = report.get("missing_keys", ()), report.get("unexpected_keys", ())
+    misshapen = [name for name, *_ in report.get("mismatched_keys", ())]
+    faults = {
+        "missing": [name for name in missing if not name.endswith(drawn)],
+        # that of another vocabulary, or of another number of labels, is drawn anew
+        "of another shape": [name for name in misshapen if not name.endswith(redrawn)],
+        "unexpected": () if reported else unexpected,
+    }
+    described = [
+        f"{fault} {', '.join(sorted(names)[:8])}" for fault, names in faults.items() if names
+    ]
+    if described:
+        raise ValueError(
+            f"the weights in {source} do not fit: {'; '.join(described)}. Does its config.json "
+            "describe them? With output_loading_info=True a missing embedding or head is drawn, "
+            "unexpected weights are dropped, and both are reported"
+        )
+
+
+@no_type_check  # accelerate rebuilds an output from a mapping in place of the first field
+@dataclass
+class ImplicitModelOutput(BaseModelOutputWithPast, Outcome):  # pyright: ignore[reportIncompatibleMethodOverride]
+    """An outcome of a solve with transformers' fields; ``last_hidden_state`` has the states.
+
+    Attributes:
+        stats: numbers of the solve, per token; None for an explicit model.
+        status: a :class:`deqseq.Status` per row, ``(batch,)``; None for an explicit model.
+    """
+
+    stats: SolveStats | None = None
+    status: Int64[Tensor, " batch"] | None = None
 
 
 class DeqseqModel(DeqseqPreTrainedModel):
@@ -79,9 +222,8 @@ class DeqseqModel(DeqseqPreTrainedModel):
 
     Example:
         >>> from deqseq.integrations.huggingface import DeqseqConfig, DeqseqModel
-        >>> config = DeqseqConfig(
-        ...     vocab_size=9, backbone={"name": "LlamaConfig", "d_model": 16, "n_heads": 2}
-        ... )
+        >>> sizes = {"name": "LlamaConfig", "d_model": 16, "n_heads": 2}
+        >>> config = DeqseqConfig(vocab_size=9, backbone=sizes)
         >>> model = DeqseqModel(config).eval()
         >>> cache = model(torch.tensor([[1, 2]])).cache
         >>> model(torch.tensor([[3]]), cache=cache).last_hidden_state.shape, cache.length
@@ -97,21 +239,20 @@ class DeqseqModel(DeqseqPreTrainedModel):
         self.take_solves()
         blocks = {part for part in self.core.modules() if isinstance(part, nn.ModuleList)}
         self._no_split_modules = {type(block).__name__ for part in blocks for block in part}
-        for part in self.core.modules():  # tells transformers to keep our own initialisation
-            if not list(
-                part.buffers(recurse=False)
-            ):  # which are in no checkpoint: it has to compute them again
+        for part in self.core.modules():
+            # transformers keeps our own initialisation, but computes again what no checkpoint has
+            if not list(part.buffers(recurse=False)):
                 part._is_hf_initialized = True  # pyright: ignore[reportArgumentType]
         self.post_init()
 
     @can_return_tuple
     def forward(
         self,
-        input_ids: Shaped[Tensor, "..."] | None = None,
-        attention_mask: Shaped[Tensor, "..."] | None = None,
-        position_ids: Int64[Tensor, "..."] | None = None,
+        input_ids: OptionalTensor = None,
+        attention_mask: OptionalTensor = None,
+        position_ids: OptionalTensor = None,
         cache: Any = None,
-        inputs_embeds: Float[Tensor, "..."] | None = None,
+        inputs_embeds: OptionalTensor = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         solve: SolveChange | None = None,
@@ -149,41 +290,37 @@ class DeqseqModel(DeqseqPreTrainedModel):
             TypeError: no tensor, a cache of another library, or an unknown keyword.
         """
         gather_once(self.core)  # the Trainer and accelerate shard a model after it was built
-        options: dict[str, Any] = {} if solve is None else {"solve": self.solve_config(solve)}
-        told = {
-            "position_ids": position_ids,
-            "output_attentions": self.config.output_attentions or None,
-        }
-        check_keywords(told | kwargs)
-        check_tensors(position_ids=position_ids)
-        given, cache = cache is not None, ImplicitCache() if cache is None else cache
+        asked = {"output_attentions": self.config.output_attentions or None} | kwargs
+        check_keywords(position_ids, asked)
+        options = {} if solve is None else {"solve": self.solve_config(solve)}
+        cache_given = cache is not None
+        if not cache_given:
+            cache = ImplicitCache()
         embedded, mask = self.embedded(input_ids, attention_mask, cache, inputs_embeds)
-        new = None if mask is None else mask[:, cache.length :]
         shape = (len(embedded), embedded.shape[1])
-        packing = Packing.of(position_ids, new, shape)
+        new_mask = None if mask is None else mask[:, cache.length :]
+        x = F.dropout(embedded, self.config.embedding_dropout, self.training)
+        packing = Packing.of(position_ids, new_mask, shape)
         if packing is None:
             check_positions(position_ids, mask, cache.length, shape)
-        elif given:
+            if use_cache is None:
+                use_cache = cache_given or (self.config.use_cache and not self.training)
+        elif cache_given:
             raise ValueError("cache must be left out where sequences are packed into a row")
-        if use_cache is None or packing is not None:
-            use_cache = given or (self.config.use_cache and not self.training and packing is None)
-        x = F.dropout(embedded, self.config.embedding_dropout, self.training)
-        if packing is not None:
-            x, new = packing.apart(x), packing.mask
-        want_states = (
-            self.config.output_hidden_states
-            if output_hidden_states is None
-            else output_hidden_states
-        )
-        output = self.core(x, mask=new, cache=cache.value, return_cache=use_cache, **options)
+        else:
+            x, new_mask = packing.apart(x), packing.apart(packing.real)
+            use_cache = False
+        output = self.core(x, mask=new_mask, cache=cache.value, return_cache=use_cache, **options)
         if use_cache:
-            cache.commit(output, new)
+            cache.commit(output, mask)
         if packing is not None:
             output = packing.output(output)
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
         solved = ImplicitModelOutput(
             last_hidden_state=output.value,
             cache=cache if use_cache else None,
-            hidden_states=(embedded, output.value) if want_states else None,
+            hidden_states=(embedded, output.value) if output_hidden_states else None,
             stats=output.stats,
             status=output.status,
         )
@@ -191,9 +328,7 @@ class DeqseqModel(DeqseqPreTrainedModel):
         return solved
 
     def solve_config(self, change: SolveChange, base: SolveConfig | None = None) -> SolveConfig:
-        """``base``, by default that of the mode, with ``change`` in it; ValueError for an explicit
-        model.
-        """
+        """``base``, by default that of the mode, with ``change``; ValueError if it is explicit."""
         if self.solved is None:
             raise ValueError(
                 f"leave out solve: this {type(self).__name__} is explicit (solve=None)"
@@ -202,37 +337,30 @@ class DeqseqModel(DeqseqPreTrainedModel):
 
     @property
     def solved(self) -> ImplicitModel | None:
-        """The part that is solved: ``core``, or that of a :class:`deqseq.RecurrentDepth`; None: an
-        explicit model.
-        """
+        """The part that is solved, ``core`` or its core; None: an explicit model."""
         return solved_part(self.core)
 
     def take_solves(self) -> None:
-        """Let the core read and write its solves in the configuration, which also names its
-        attention.
-        """
+        """Let the core read its solves and its attention from the configuration."""
         watch(self.core)
         choose_attention(self.core, self.config)
         if self.solved is not None:
             self.solved.solves = ConfigSettings(self.config)
 
     def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
-        """As in transformers, but a norm that two parts share is tied whether or not the head is
-        the embedding.
-        """
+        """As in transformers, but a norm that two parts share is always tied."""
         if all_submodels:
             return super().get_expanded_tied_weights_keys(all_submodels=True)
         return {} if self.config.norm is None else dict(self._tied_weights_keys)
 
     def embedded(
         self,
-        input_ids: Tensor | None,
-        attention_mask: Tensor | None,
+        input_ids: OptionalTensor,
+        attention_mask: OptionalTensor,
         cache: ImplicitCache,
-        inputs_embeds: Tensor | None,
+        inputs_embeds: OptionalTensor,
     ) -> tuple[Sequence, Mask | None]:
-        """Embedded tokens without dropout, and the mask of all tokens, those of ``cache`` included;
-        as in a call.
+        """Embedded tokens without dropout, and the mask, that of ``cache`` included, as in a call.
 
         ValueError: ``input_ids`` ``(batch, length)``, or ``inputs_embeds`` ``(batch, length,
         hidden_size)``, and ``attention_mask`` ``(batch, committed + length)`` do not fit.
@@ -243,21 +371,17 @@ class DeqseqModel(DeqseqPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         if input_ids is not None:
-            if input_ids.ndim != 2:
-                raise ValueError(
-                    f"input_ids must have shape (batch, length), got {tuple(input_ids.shape)}"
-                )
-            ids = input_ids.to(torch.int64) if input_ids.dtype == torch.int32 else input_ids
-            if not torch.compiler.is_compiling():  # a graph cannot depend on the ids
-                check_ids("input_ids", ids, self.config.vocab_size)
-            inputs_embeds = self.embed_tokens(ids)
-        x = cast("Sequence", inputs_embeds)
+            if input_ids.dtype == torch.int32:
+                input_ids = input_ids.to(torch.int64)
+            check_ids("input_ids", input_ids, self.config.vocab_size)
+            inputs_embeds = self.embed_tokens(input_ids)
+        x: Any = inputs_embeds
         if x.ndim != 3:
             raise ValueError(
                 f"inputs_embeds must have shape (batch, length, hidden_size), got {tuple(x.shape)}"
             )
         check_cache(cache, len(x))
-        mask = joined_mask(attention_mask, len(x), x.shape[1], cache)
+        mask = cache.joined_mask(attention_mask, len(x), x.shape[1])
         return scaled(x, self.config.embedding_scale), mask
 
 
@@ -276,11 +400,8 @@ class DeqseqForSequenceClassification(GenericForSequenceClassification, DeqseqPr
     Example:
         >>> from transformers import AutoModelForSequenceClassification
         >>> from deqseq.integrations.huggingface import DeqseqConfig
-        >>> sizes = {
-        ...     "vocab_size": 9,
-        ...     "backbone": {"name": "LlamaConfig", "d_model": 16, "n_heads": 2},
-        ... }
-        >>> config = DeqseqConfig(num_labels=2, pad_token_id=0, **sizes)
+        >>> sizes = {"name": "LlamaConfig", "d_model": 16, "n_heads": 2}
+        >>> config = DeqseqConfig(vocab_size=9, backbone=sizes, num_labels=2, pad_token_id=0)
         >>> model = AutoModelForSequenceClassification.from_config(config)
         >>> model(torch.tensor([[1, 2, 3], [4, 0, 0]])).logits.shape
         torch.Size([2, 2])

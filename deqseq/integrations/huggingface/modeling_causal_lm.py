@@ -1,37 +1,66 @@
 """A language model of transformers: our model, a head, a loss, and generation."""
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, no_type_check
 
 import torch
-from jaxtyping import Float, Int64, Shaped
+from jaxtyping import Int64, Shaped
 from torch import Tensor, nn
-from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
 from transformers.generation.utils import GenerationMixin
+from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
-from deqseq.arguments import check_known
+from deqseq.arguments import check_ids, check_integer, check_known
 from deqseq.backbones import Mamba2Config
 from deqseq.config import SolveConfig
-from deqseq.integrations.huggingface.arguments import check_cache, check_labels, check_positions
-from deqseq.integrations.huggingface.cache import ImplicitCache
+from deqseq.integrations.huggingface.cache import (
+    ImplicitCache,
+    check_cache,
+    check_positions,
+    check_tensors,
+)
 from deqseq.integrations.huggingface.configuration import DeqseqConfig
-from deqseq.integrations.huggingface.modeling import DeqseqModel, SolveChange
-from deqseq.integrations.huggingface.outputs import ImplicitCausalLMOutput
-from deqseq.integrations.huggingface.pretrained_model import DeqseqPreTrainedModel
-from deqseq.integrations.huggingface.windows import in_windows, warn_of_window, window_of
+from deqseq.integrations.huggingface.modeling import (
+    DeqseqModel,
+    DeqseqPreTrainedModel,
+    OptionalTensor,
+    SolveChange,
+)
+from deqseq.integrations.huggingface.windowed_generation import (
+    in_windows,
+    warn_of_window,
+    window_of,
+)
 from deqseq.layers import with_weights
-from deqseq.models.causal_lm import capped, scaled
+from deqseq.models.causal_lm import IGNORED, capped, scaled
 from deqseq.models.eval_mode import eval_mode
 from deqseq.models.generation import generate, prompt_sweep
+from deqseq.solution import Outcome, SolveStats
 from deqseq.sweeps import Simultaneous
 
+TheirGeneration: Any = GenerationMixin  # its type for ``self`` leaves out our models
 
-class DeqseqForCausalLM(DeqseqPreTrainedModel, GenerationMixin):
+
+@no_type_check
+@dataclass
+class ImplicitCausalLMOutput(CausalLMOutputWithPast, Outcome):  # pyright: ignore[reportIncompatibleMethodOverride]
+    """An outcome of a solve with transformers' ``loss``, ``logits`` and other fields.
+
+    Attributes:
+        stats: numbers of the solve, per token; None for an explicit model.
+        status: a :class:`deqseq.Status` per row, ``(batch,)``; None for an explicit model.
+    """
+
+    stats: SolveStats | None = None
+    status: Int64[Tensor, " batch"] | None = None
+
+
+class DeqseqForCausalLM(DeqseqPreTrainedModel, TheirGeneration):
     """A model of this library and a head without bias: tokens in, predictions out.
 
     Args:
@@ -47,12 +76,9 @@ class DeqseqForCausalLM(DeqseqPreTrainedModel, GenerationMixin):
         >>> config = DeqseqConfig(vocab_size=9, backbone=dq.Mamba2Config(16, headdim=8))
         >>> model, prompt = DeqseqForCausalLM(config), torch.tensor([[1, 2, 3]])
         >>> options = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True}
-        >>> output = model.generate(
-        ...     prompt, solve={"sweep": "Sequential", "stop": {"rtol": 0.1}}, **options
-        ... )
-        >>> [solve.stats.iterations.shape for solve in output.cache.solves][
-        ...     :2
-        ... ]  # prompt, then each token
+        >>> solve = {"sweep": "Sequential", "stop": {"rtol": 0.1}}
+        >>> solves = model.generate(prompt, solve=solve, **options).cache.solves
+        >>> [solve.stats.iterations.shape for solve in solves[:2]]  # prompt, then each token
         [torch.Size([1, 3]), torch.Size([1, 1])]
     """
 
@@ -67,12 +93,12 @@ class DeqseqForCausalLM(DeqseqPreTrainedModel, GenerationMixin):
     @can_return_tuple
     def forward(
         self,
-        input_ids: Shaped[Tensor, "..."] | None = None,
-        attention_mask: Shaped[Tensor, "..."] | None = None,
-        position_ids: Int64[Tensor, "..."] | None = None,
+        input_ids: OptionalTensor = None,
+        attention_mask: OptionalTensor = None,
+        position_ids: OptionalTensor = None,
         cache: Any = None,
-        inputs_embeds: Float[Tensor, "..."] | None = None,
-        labels: Int64[Tensor, "..."] | None = None,
+        inputs_embeds: OptionalTensor = None,
+        labels: OptionalTensor = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Shaped[Tensor, "..."] = 0,
         num_items_in_batch: int | Shaped[Tensor, "..."] | None = None,
@@ -107,40 +133,36 @@ class DeqseqForCausalLM(DeqseqPreTrainedModel, GenerationMixin):
                 vocabulary or none to score, or labels with ``logits_to_keep``.
             TypeError: no tensor, a cache of another library, or an unknown keyword.
         """
-        shift_labels = kwargs.pop(
-            "shift_labels", None
-        )  # in the signature the Trainer would require it
-        tokens, vocab_size = (
-            input_ids if inputs_embeds is None else inputs_embeds,
-            self.config.vocab_size,
-        )
-        check_labels(
-            tokens, vocab_size, num_items_in_batch, labels=labels, shift_labels=shift_labels
-        )
+        # in the signature the Trainer would require it
+        shift_labels = kwargs.pop("shift_labels", None)
+        tokens = input_ids if inputs_embeds is None else inputs_embeds
+        vocab_size = self.config.vocab_size
+        positions: Any = logits_to_keep
+        if isinstance(positions, int):
+            check_integer("logits_to_keep", positions, 0)
+            positions = slice(-positions, None)
         scored = labels is not None or shift_labels is not None
-        if scored and not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
+        if scored and (isinstance(positions, Tensor) or positions.start):
             raise ValueError("labels need the logits of all positions: leave out logits_to_keep")
-        if isinstance(logits_to_keep, int) and logits_to_keep < 0:
-            raise ValueError(
-                f"logits_to_keep must be an integer >= 0 or positions, got {logits_to_keep}"
-            )
+        check_tensors(labels=labels, shift_labels=shift_labels)
+        if not torch.compiler.is_compiling():
+            may_be_empty = num_items_in_batch is not None and bool(num_items_in_batch)
+            for name, answers in (("labels", labels), ("shift_labels", shift_labels)):
+                _check_labels(name, answers, tokens, vocab_size, may_be_empty)
         inputs = (input_ids, attention_mask, position_ids, cache, inputs_embeds, use_cache)
         output = self.model(*inputs, solve=solve, **kwargs | {"return_dict": True})
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits, loss = self._logits(output.last_hidden_state[:, kept]), None
+        logits, loss = self._logits(output.last_hidden_state[:, positions]), None
         if scored:
             loss = self.loss_function(
                 logits, labels, vocab_size, num_items_in_batch, shift_labels=shift_labels
             )
-        own = {name: value for name, value in output.items() if name != "last_hidden_state"}
-        predicted = ImplicitCausalLMOutput(loss=loss, logits=logits, **own)
+        others = {name: value for name, value in output.items() if name != "last_hidden_state"}
+        predicted = ImplicitCausalLMOutput(loss=loss, logits=logits, **others)
         predicted.call = output.call
         return predicted
 
     def _get_name(self) -> str:
-        """The Trainer shifts smoothed labels by this name, and FSDP2 puts the model into a class of
-        its own.
-        """
+        """The Trainer shifts smoothed labels by this name; FSDP2 would change it."""
         return DeqseqForCausalLM.__name__
 
     def _embedded(self, ids: Tensor) -> Tensor:
@@ -149,14 +171,15 @@ class DeqseqForCausalLM(DeqseqPreTrainedModel, GenerationMixin):
     def _logits(self, states: Tensor) -> Tensor:
         return capped(self.lm_head(states), self.config.logit_softcap)
 
-    def generate(  # pyright: ignore[reportIncompatibleMethodOverride]
+    def generate(
         self,
         inputs: Shaped[Tensor, "..."] | None = None,
         generation_config: GenerationConfig | None = None,
         **kwargs: Any,
     ) -> Any:
-        """As in transformers, in eval mode, with two more keywords, which can also be in the
-        generation configuration.
+        """As in transformers, in eval mode, with two more keywords.
+
+        They can also be fields of the generation configuration.
 
         Args:
             inputs: prompts, ``(batch, length)``, padded on the left.
@@ -188,53 +211,41 @@ class DeqseqForCausalLM(DeqseqPreTrainedModel, GenerationMixin):
             theirs: Any = super(DeqseqForCausalLM, with_weights(self))
             return theirs.generate(inputs, generation_config, **kwargs)
 
-    def init_continuous_batching(self, *_: Any, **unused: Any) -> NoReturn:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def init_continuous_batching(self, *_: Any, **unused: Any) -> NoReturn:
         """Not supported."""
         raise NotImplementedError(
             "continuous batching is not supported: call generate, or serve the model with vLLM"
         )
 
-    def prepare_inputs_for_generation(  # pyright: ignore[reportIncompatibleMethodOverride]
+    def prepare_inputs_for_generation(
         self,
         input_ids: Tensor,
         cache: Any = None,
-        attention_mask: Tensor | None = None,
-        inputs_embeds: Tensor
-        | None = None,  # transformers looks for this name before it takes embedded prompts
+        attention_mask: Any = None,
+        inputs_embeds: Any = None,  # transformers looks for this name
         is_first_iteration: bool = False,
         **kwargs: Any,
     ) -> dict[str, Any]:
         """The arguments of the next call; ValueError for prompts padded on the right."""
-        if (
-            is_first_iteration
-            and attention_mask is not None
-            and not bool(attention_mask[:, -1].all())
-        ):
+        if is_first_iteration and attention_mask is not None and not attention_mask[:, -1].all():
             raise ValueError(
                 "prompts must be padded on the left, but a row ends in padding, after which "
-                "nothing can be predicted: "
-                "set padding_side='left' in the tokenizer"
+                "nothing can be predicted: set padding_side='left' in the tokenizer"
             )
         kwargs |= {"cache": cache, "attention_mask": attention_mask, "inputs_embeds": inputs_embeds}
-        theirs: Any = super()
-        prepared = theirs.prepare_inputs_for_generation(
-            input_ids, is_first_iteration=is_first_iteration, **kwargs
-        )
+        kwargs["is_first_iteration"] = is_first_iteration
+        prepared = super().prepare_inputs_for_generation(input_ids, **kwargs)
         if cache is not None and not is_first_iteration and "solve" in prepared:
-            prepared["solve"] = replace(
-                prepared["solve"], sweep=Simultaneous()
-            )  # a token has nothing to sweep over
+            # a token has nothing to sweep over
+            prepared["solve"] = replace(prepared["solve"], sweep=Simultaneous())
         return prepared
 
     def _prepare_generation_config(
         self, generation_config: GenerationConfig | None, **kwargs: Any
     ) -> tuple[GenerationConfig, dict[str, Any]]:
-        """``solve`` becomes one argument of the model's calls, and ``window`` a field of the
-        configuration.
-        """
+        """``solve`` becomes an argument of the calls, ``window`` a field of the configuration."""
         keyword, window = kwargs.pop("solve", None), kwargs.pop("window", None)
-        theirs: Any = super()
-        config, model_kwargs = theirs._prepare_generation_config(generation_config, **kwargs)
+        config, model_kwargs = super()._prepare_generation_config(generation_config, **kwargs)
         for name in vars(config):  # transformers keeps what it does not know
             if name.startswith(("solv", "wind")):
                 check_known("generation configuration: field", name, ("solve", "window"))
@@ -245,78 +256,70 @@ class DeqseqForCausalLM(DeqseqPreTrainedModel, GenerationMixin):
             solve = self.model.solve_config(change, solve)
         if self.model.solved is not None:
             solve = solve or self.model.solve_config({})
-            chosen = any(isinstance(change, SolveConfig) or "sweep" in change for change in changes)
-            model_kwargs["solve"] = solve if chosen else replace(solve, sweep=prompt_sweep(solve))
+            if not any(isinstance(change, SolveConfig) or "sweep" in change for change in changes):
+                solve = replace(solve, sweep=prompt_sweep(solve))
+            model_kwargs["solve"] = solve
         return config, model_kwargs
 
-    def _sample(  # pyright: ignore[reportIncompatibleMethodOverride]
+    def _sample(
         self,
         input_ids: Tensor,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
-        generation_config: GenerationConfig,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
         synced_gpus: bool = False,
         streamer: Any = None,
         **model_kwargs: Any,
     ) -> Any:
         """The loop of transformers, or decoding in windows."""
-        theirs: Any = super()
-        if vars(generation_config)["window"] is None or synced_gpus:
-            if vars(generation_config)["window"] is not None:
-                warn_of_window("processes that share weights must call the model equally often")
-            options: Any = {"synced_gpus": synced_gpus, "streamer": streamer, **model_kwargs}
-            return theirs._sample(
-                input_ids, logits_processor, stopping_criteria, generation_config, **options
+        choices = (input_ids, logits_processor, stopping_criteria, generation_config)
+        if generation_config.window is not None and synced_gpus:
+            warn_of_window("processes that share weights must call the model equally often")
+        if generation_config.window is None or synced_gpus:
+            return super()._sample(
+                *choices, synced_gpus=synced_gpus, streamer=streamer, **model_kwargs
             )
-        cache, mask, prompt = model_kwargs["cache"], model_kwargs.get("attention_mask"), input_ids
-        if model_kwargs.get("inputs_embeds") is not None:
-            prompt = model_kwargs["inputs_embeds"]
-        total = vars(generation_config)["_mask_length"] if mask is None else mask.shape[1]
+        cache, mask = model_kwargs["cache"], model_kwargs.get("attention_mask")
+        prompt = model_kwargs.get("inputs_embeds")
+        length = (input_ids if prompt is None else prompt).shape[1]
+        total = generation_config._mask_length if mask is None else mask.shape[1]
         # a prompt is whole, or what is not in the cache yet
-        model_kwargs["next_sequence_length"] = (
-            prompt.shape[1] - cache.length if prompt.shape[1] == total else None
-        )
-        given = self.prepare_inputs_for_generation(
+        model_kwargs["next_sequence_length"] = length - cache.length if length == total else None
+        inputs = self.prepare_inputs_for_generation(
             input_ids, is_first_iteration=True, **model_kwargs
+        ).get
+        x, mask = self.model.embedded(
+            inputs("input_ids"), inputs("attention_mask"), cache, inputs("inputs_embeds")
         )
-        ids, mask, embeds = (
-            given.get(name) for name in ("input_ids", "attention_mask", "inputs_embeds")
-        )
-        x, mask = self.model.embedded(ids, mask, cache, embeds)
-        check_positions(given.get("position_ids"), mask, cache.length, (len(x), x.shape[1]))
-        mask = None if mask is None else mask[:, cache.length :]
-        run = partial(generate, self.model.core, self._embedded, self._logits, x, mask, cache.value)
-        solve: SolveConfig | None = given.get("solve")
-        # the solve's sweep is the one of the prompts, which a solve alone would not say
-        run = partial(
-            run, callback=None, solve=solve, fields={} if solve is None else {"sweep": solve.sweep}
-        )
-        return in_windows(
-            run, input_ids, logits_processor, stopping_criteria, generation_config, streamer
-        )
+        check_positions(inputs("position_ids"), mask, cache.length, (len(x), x.shape[1]))
+        if mask is not None:
+            mask = mask[:, cache.length :]
+        solve, fields = inputs("solve"), {}
+        if solve is not None:
+            fields = {"sweep": solve.sweep}  # a solve alone would not say that it is the prompts'
+        models = (self.model.core, self._embedded, self._logits)
+        options: Any = {"callback": None, "solve": solve, "fields": fields}
+        run = partial(generate, *models, x, mask, cache.value, **options)
+        return in_windows(run, *choices, streamer)
 
     def _get_candidate_generator(
         self, *args: Any, model_kwargs: dict[str, Any], **kwargs: Any
-    ) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    ) -> Any:
         """An assistant is solved in its own way."""
-        theirs: Any = super()
-        own = {name: value for name, value in model_kwargs.items() if name != "solve"}
-        return theirs._get_candidate_generator(*args, model_kwargs=own, **kwargs)
+        others = {name: value for name, value in model_kwargs.items() if name != "solve"}
+        return super()._get_candidate_generator(*args, model_kwargs=others, **kwargs)
 
-    def _get_logits_processor(  # pyright: ignore[reportIncompatibleMethodOverride]
+    def _get_logits_processor(
         self, *args: Any, model_kwargs: Mapping[str, Any] | None = None, **kwargs: Any
     ) -> LogitsProcessorList:
-        """Guidance calls the model by itself, for the prompt without the condition: it is solved in
-        the same way.
-        """
-        theirs: Any = super()
-        processors = theirs._get_logits_processor(*args, model_kwargs=model_kwargs, **kwargs)
+        """Guidance calls the model itself for another prompt, which is solved in the same way."""
+        processors = super()._get_logits_processor(*args, model_kwargs=model_kwargs, **kwargs)
         for processor in processors:
             if isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor):
                 processor.model = partial(self, solve=(model_kwargs or {}).get("solve"))
         return processors
 
-    def _prepare_cache_for_generation(  # pyright: ignore[reportIncompatibleMethodOverride]
+    def _prepare_cache_for_generation(
         self,
         generation_config: GenerationConfig,
         model_kwargs: dict[str, Any],
@@ -325,35 +328,52 @@ class DeqseqForCausalLM(DeqseqPreTrainedModel, GenerationMixin):
         *_: Any,
     ) -> None:
         """An :class:`ImplicitCache`, instead of the cache of transformers."""
-        config, cache, mask = (
-            generation_config,
-            model_kwargs.get("cache"),
-            model_kwargs.get("attention_mask"),
-        )
+        config: Any = generation_config
+        cache, mask = model_kwargs.get("cache"), model_kwargs.get("attention_mask")
         if config.cache_implementation not in (None, "dynamic"):
             raise ValueError(
                 f"cache_implementation {config.cache_implementation!r} is not available: leave it "
                 "out"
             )
-        drafts = generation_mode == GenerationMode.ASSISTED_GENERATION or vars(config).get(
-            "is_assistant"
-        )
-        parts = self.config.specification().parts
-        if drafts and (
-            recurrent := ", ".join(name for name in parts if isinstance(parts[name], Mamba2Config))
-        ):
-            raise ValueError(
-                f"assisted decoding takes tokens back, which the state of a Mamba2 ({recurrent}) "
-                "cannot: leave out "
-                "assistant_model and prompt_lookup_num_tokens"
-            )
+        drafts = vars(config).get("is_assistant")
+        if drafts or generation_mode == GenerationMode.ASSISTED_GENERATION:
+            parts = self.config.specification().parts.items()
+            recurrent = [name for name, sizes in parts if isinstance(sizes, Mamba2Config)]
+            if recurrent:
+                raise ValueError(
+                    "assisted decoding takes tokens back, which the state of a Mamba2 "
+                    f"({', '.join(recurrent)}) cannot: leave out assistant_model and "
+                    "prompt_lookup_num_tokens"
+                )
         if config.prefill_chunk_size is not None and mask is not None:
             longest = int((mask == 0).sum(dim=1).max())  # of each row the first chunk needs a token
             config.prefill_chunk_size = max(config.prefill_chunk_size, longest + 1)
         if cache is not None:
-            check_cache(
-                cache, batch_size * max(config.num_beams or 1, config.num_return_sequences or 1)
-            )
+            copies = max(config.num_beams or 1, config.num_return_sequences or 1)
+            check_cache(cache, batch_size * copies)
             cache._is_user_defined = True  # transformers then does not take it for its own
         elif config.use_cache is not False:
             model_kwargs["cache"] = ImplicitCache()
+
+
+def _check_labels(
+    name: str, answers: Any, tokens: Any, vocab_size: int, may_be_empty: bool
+) -> None:
+    """Refuse labels that do not fit the tokens, or leave nothing to score.
+
+    As in transformers a label counts unless it is -100, in padding, too. The labels of a part of a
+    larger batch may be empty: its loss is 0.
+    """
+    if answers is None or not isinstance(tokens, Tensor) or tokens.ndim < 2:
+        return  # the model refuses the tokens
+    shape = tuple(tokens.shape[:2])
+    if answers.shape != shape:
+        raise ValueError(f"{name} must have shape {shape}, got {tuple(answers.shape)}")
+    scored = answers[:, 1:] if name == "labels" else answers
+    scored = scored[scored != IGNORED]
+    if scored.numel():
+        check_ids(name, scored[None], vocab_size)
+    elif not may_be_empty:
+        raise ValueError(
+            f"{name} leave nothing to score: all of them are {IGNORED}, or there is no next token"
+        )

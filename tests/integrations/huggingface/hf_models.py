@@ -1,6 +1,4 @@
-"""Small models of transformers whose maps contract, in float64: one table, over which the suites
-run.
-"""
+"""Small models of transformers whose maps contract, in float64: one table for all suites."""
 
 from dataclasses import replace
 
@@ -40,12 +38,7 @@ LAYERS = {
     "backbone": DecoderLayers(8, 1, 3),
     "coda": DecoderLayers(8, 3, 4, True),
 }
-PARTS = {
-    "prelude": ATTENTION,
-    "backbone": replace(MAMBA2, injection=False),
-    "coda": ATTENTION,
-    "norm": "coda",
-}
+PARTS = {"prelude": ATTENTION, "backbone": replace(MAMBA2, injection=False), "coda": ATTENTION}
 
 FAMILIES = {
     "mamba2": {"backbone": MAMBA2},
@@ -53,11 +46,9 @@ FAMILIES = {
     "explicit": {"backbone": LLAMA, "solve": None},
     "looped": {"backbone": LLAMA, "solve": None, "steps": 2, "loop_start": "zero"},
     "decoder": LAYERS | {"injection": "concat"},
-    "parts": PARTS | {"injection": "concat"},
+    "parts": PARTS | {"injection": "concat", "norm": "coda"},
 }
-"""Models of one backbone, the explicit baseline, and recurrent depth of a decoder's layers and of
-our own.
-"""
+"""Models of one backbone, explicit baselines, recurrent depth of a decoder's layers and of ours."""
 EVERY = pytest.mark.parametrize("kind", FAMILIES)
 EXPLICIT = ("explicit", "looped")
 IMPLICIT = pytest.mark.parametrize("kind", [kind for kind in FAMILIES if kind not in EXPLICIT])
@@ -71,18 +62,16 @@ LEFT = torch.arange(7).flip(0) < torch.tensor(COUNTS)[:, None]
 
 
 def configured(kind: str, **fields):
-    """The configuration of a family, with some fields changed; ``solve`` changes the tight plain
-    iteration.
-    """
-    own = SHARED | FAMILIES[kind]
+    """The configuration of a family; ``fields`` change it, and the fields of its sections."""
+    defaults = SHARED | FAMILIES[kind]
     if kind == "decoder":
-        own |= {"decoder_config": AutoConfig.for_model("stablelm", **STABLELM)}
-    if own["solve"] is None:
+        defaults["decoder_config"] = AutoConfig.for_model("stablelm", **STABLELM)
+    if defaults["solve"] is None:
         fields.pop("solve", None)
-    for name in ("solve", "backbone"):
-        if fields.get(name) is not None:
-            fields[name] = from_json(name, fields[name], name, own[name])
-    return DeqseqConfig(**own | fields)
+    for name in {"solve", "backbone"} & fields.keys():
+        if fields[name] is not None:
+            fields[name] = from_json(name, fields[name], name, defaults[name])
+    return DeqseqConfig(**defaults | fields)
 
 
 def made(kind: str, **fields):
@@ -95,25 +84,33 @@ def made(kind: str, **fields):
 
 
 def contract(model):
-    """Scale what the state passes through, so that the injection outweighs it and plain iteration
-    converges.
-    """
+    """Scale weights so that the injection outweighs the state, and plain iteration converges."""
     factors = {"in_proj": 0.1, "out_proj": 4, "o_proj": 4}
     factors |= dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj"), 0.2)
     core = model.model.core
-    for name, part in (
-        core.named_modules() if isinstance(core, dq.ImplicitModel | dq.ExplicitModel) else ()
-    ):
+    if isinstance(core, dq.RecurrentDepth):
+        return model
+    for name, part in core.named_modules():
         factor = factors.get(name.rpartition(".")[2])
-        if factor is not None and isinstance(part, nn.Linear):
-            normed = parametrize.is_parametrized(part, "weight")
-            (part.parametrizations.weight.original0 if normed else part.weight).data *= factor
+        if factor is None or not isinstance(part, nn.Linear):
+            continue
+        if parametrize.is_parametrized(part, "weight"):
+            part.parametrizations.weight.original0.data *= factor
+        else:
+            part.weight.data *= factor
     return model
 
 
 def same_weights(one, other) -> bool:
     """Whether two models have the same weights, bit for bit and by name."""
     mine, theirs = one.state_dict(), other.state_dict()
-    return mine.keys() == theirs.keys() and all(
-        torch.equal(mine[name], theirs[name]) for name in mine
-    )
+    if mine.keys() != theirs.keys():
+        return False
+    return all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def close(found, expected, tolerance=1e-12):
+    """Two tensors, or lists of numbers, differ by less than the tolerance everywhere."""
+    found, expected = torch.as_tensor(found), torch.as_tensor(expected)
+    assert found.shape == expected.shape
+    assert (found - expected).abs().max() < tolerance

@@ -1,9 +1,8 @@
-"""Small models and a small task that the tests of the Trainer and the script under
-torchrun share.
-"""
+"""Small models and a task, for the tests of the Trainer and for the script under torchrun."""
 
 import torch
 from hf_models import configured, contract
+from torch.nn.utils.rnn import pad_sequence
 from transformers import Trainer, TrainingArguments
 
 import deqseq as dq
@@ -17,11 +16,9 @@ NAMES = ("mamba2", "llama")
 def small(name: str, **fields):
     """A model of this family in float32 whose map contracts, the same one every time."""
     backbone = {"d_model": 16} | fields.pop("backbone", {})
-    config = configured(
-        name, **{"backbone": backbone, "solve": SOLVE, "pad_token_id": PAD, **fields}
-    )
+    defaults = {"backbone": backbone, "solve": SOLVE, "pad_token_id": PAD}
     torch.manual_seed(0)
-    return contract(DeqseqForCausalLM(config))
+    return contract(DeqseqForCausalLM(configured(name, **defaults | fields)))
 
 
 def rows(count: int, first: int = 0) -> list[dict]:
@@ -35,22 +32,14 @@ def rows(count: int, first: int = 0) -> list[dict]:
 
 def collate(batch: list[dict], side: str = "right") -> dict:
     """Rows padded to the longest of them, with their labels; without a tokenizer."""
-    longest = max(len(row["input_ids"]) for row in batch)
-    ids, real = (
-        torch.full((len(batch), longest), PAD),
-        torch.zeros(len(batch), longest, dtype=torch.long),
-    )
-    for i, row in enumerate(batch):
-        tokens = torch.tensor(row["input_ids"])
-        place = slice(0, len(tokens)) if side == "right" else slice(longest - len(tokens), longest)
-        ids[i, place], real[i, place] = tokens, 1
+    tokens = [torch.tensor(row["input_ids"]) for row in batch]
+    ids = pad_sequence(tokens, batch_first=True, padding_value=PAD, padding_side=side)
+    real = (ids != PAD).long()
     return {"input_ids": ids, "attention_mask": real, "labels": ids.masked_fill(real == 0, -100)}
 
 
 def trainer(model, folder, **changes) -> Trainer:
-    """A Trainer of twelve steps of four rows on a CPU that logs every step; all of its arguments
-    may be changed.
-    """
+    """A Trainer of twelve steps of four rows on a CPU that logs every step."""
     options = {
         "max_steps": 12,
         "per_device_train_batch_size": 4,
@@ -68,9 +57,9 @@ def trainer(model, folder, **changes) -> Trainer:
         "train_dataset": rows(48),
         "eval_dataset": rows(10, first=100),
     }
-    names = (*data, "processing_class", "compute_metrics", "optimizers")
-    data |= {name: changes.pop(name) for name in names if name in changes}
-    return Trainer(model, TrainingArguments(str(folder), **{**options, **changes}), **data)
+    for name in {*data, "compute_metrics"} & changes.keys():
+        data[name] = changes.pop(name)
+    return Trainer(model, TrainingArguments(str(folder), **options | changes), **data)
 
 
 def losses(run: Trainer) -> list[float]:
@@ -78,36 +67,42 @@ def losses(run: Trainer) -> list[float]:
     return [entry["loss"] for entry in run.state.log_history if "loss" in entry]
 
 
+def iterations(output) -> list[list[int]]:
+    """How many each token took; nothing of an explicit model."""
+    return [] if output.stats is None else output.stats.iterations.tolist()
+
+
 class Witness:
     """Remembers the rows that a model was given in training, and how many iterations each took."""
 
     def __init__(self, model) -> None:
-        self.seen: list[list[int]] = []
-        self.steps: list[int] = []
+        self.seen, self.steps = [], []
         model.register_forward_hook(self, with_kwargs=True)
 
     def __call__(self, model, _, given, output) -> None:
         if model.training:
             self.seen += [row[row != PAD].tolist() for row in given["input_ids"]]
-            self.steps += [] if output.stats is None else output.stats.iterations.tolist()
+            self.steps += iterations(output)
 
 
 def by_hand(model, steps: int, rank: int = 0, ranks: int = 1) -> tuple[list[float], list[int]]:
-    """AdamW on four rows a step, of which each process takes its share: its losses, whose mean over
-    processes is that of the whole batch, and the iterations of its rows."""
+    """AdamW on four rows a step, of which each process takes its share.
+
+    Returns its losses, whose mean over processes is that of the whole batch, and the iterations of
+    its rows.
+    """
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     shares, taken, share = [], [], 4 // ranks
     for step in range(steps):
         four = rows(4, first=4 * step)
         batch = collate(four[rank * share : (rank + 1) * share])
-        output = model(
-            batch["input_ids"], labels=batch["labels"]
-        )  # padding is behind and has no label
-        counting = [(part["labels"][:, 1:] != -100).sum() for part in (batch, collate(four))]
-        loss = output.loss * counting[0] / (counting[1] / ranks)
+        # padding is behind and has no label
+        output = model(batch["input_ids"], labels=batch["labels"])
+        mine, all_labels = ((x["labels"][:, 1:] != -100).sum() for x in (batch, collate(four)))
+        loss = output.loss * mine / (all_labels / ranks)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         shares.append(loss.item())
-        taken += [] if output.stats is None else output.stats.iterations.tolist()
+        taken += iterations(output)
     return shares, taken

@@ -1,5 +1,4 @@
-"""The Trainer under DDP, and models sharded by FSDP2, in two processes. Run by test_hf_processes.py
-with torchrun.
+"""The Trainer under DDP, and models sharded by FSDP2; test_hf_processes.py runs this in two.
 
 Arguments: ``ddp`` or ``fsdp``, and a folder, into which each process writes what it saw, and the
 first one the trained models. A process that waits for ever ends after 200 seconds, and says where
@@ -36,20 +35,17 @@ SHARDED = {
 
 
 def trained(name: str, setting: str, folder: Path) -> dict:
-    """Eight steps of the Trainer under DDP, the last four of them a second time from a
-    checkpoint.
-    """
+    """Eight steps of the Trainer under DDP, the last four a second time from a checkpoint."""
     checkpoints = folder / "checkpoints" / f"{name}-{setting}"
     options = {
         "max_steps": 8,
         "per_device_eval_batch_size": 2,
         "save_strategy": "steps",
         "save_steps": 4,
+        "ddp_find_unused_parameters": False,  # a parameter without a gradient is an error
+        "eval_dataset": rows(8, first=100),
     }
-    options |= {
-        "ddp_find_unused_parameters": False
-    }  # a parameter without a gradient is then an error
-    options |= {"eval_dataset": rows(8, first=100), **SHARED_OUT[setting]}
+    options |= SHARED_OUT[setting]
     model = small(name)
     witness = Witness(model)
     run = trainer(model, checkpoints, **options)
@@ -83,18 +79,15 @@ def spread(model) -> bool:
 
 
 def sharded_training(name: str, kind: str, folder: Path) -> dict:
-    """Four steps, the whole weights in a folder, and what the sharded model then makes of other
-    rows than its peer.
-    """
+    """Four steps, the whole weights in a folder, and the sharded model's answers to new rows."""
     rank, model = dist.get_rank(), small(name, **SHARDED[kind]).train()
     if kind == "recomputing":
         model.activation_checkpointing_enable()
     model = sharded(model)
     shares, steps = by_hand(model, 4, rank, 2)
     assert spread(model)
-    whole = get_model_state_dict(
-        model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
-    )
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    whole = get_model_state_dict(model, options=options)
     if rank == 0:
         model.save_pretrained(folder / f"{name}-{kind}", state_dict=whole)
     model.eval()

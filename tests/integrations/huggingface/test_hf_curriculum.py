@@ -32,12 +32,8 @@ def model(kind="mamba2", **fields):
 
 def trainer(folder, curriculum, lm=None, **options) -> Trainer:
     """A Trainer of twelve steps of two rows."""
-    defaults = {
-        "train_dataset": ROWS,
-        "per_device_train_batch_size": BATCH,
-        "lr_scheduler_type": "linear",
-    }
-    run = hf_runs.trainer(lm or model(), folder, **{**defaults, **options})
+    options |= {"train_dataset": ROWS, "per_device_train_batch_size": BATCH}
+    run = hf_runs.trainer(lm or model(), folder, lr_scheduler_type="linear", **options)
     if curriculum is not None:
         run.add_callback(CurriculumCallback(curriculum))
     return run
@@ -65,6 +61,11 @@ def budgets(run: Trainer, training: bool = True) -> list[int]:
     return noted(run, lambda solve: solve.stop.max_steps, training)
 
 
+def logged(caplog) -> list[logging.LogRecord]:
+    """What the callback has told."""
+    return [record for record in caplog.records if "callback" in record.name]
+
+
 STEPWISE = Curriculum((bounded(2, 1, until=5), SECOND), "steps")
 BY_TOKENS = Curriculum((bounded(2, 1, until=7 * BATCH * LENGTH), SECOND), "tokens")
 
@@ -86,11 +87,7 @@ def test_the_phase_of_each_step(tmp_path, curriculum, options, in_first, caplog)
         run.train()
     assert seen == [ONE] * in_first + [TWO] * (12 - in_first)
     step = in_first // options.get("gradient_accumulation_steps", 1)
-    told = [
-        record.getMessage().partition(" (")[0]
-        for record in caplog.records
-        if "callback" in record.name
-    ]
+    told = [record.getMessage().partition(" (")[0] for record in logged(caplog)]
     assert told == ["phase 'bounded' from step 0", f"phase 'free' from step {step}"]
     # evaluated at the start and after every third step; a phase is entered at a step's begin
     early = [at for at in range(0, run.args.max_steps + 1, 3) if at <= step]
@@ -135,9 +132,8 @@ class TestResuming:
 
     def test_another_curriculum_is_refused_or_replaced(self, tmp_path, whole):
         other = Curriculum((FIRST, free(9, 2)))
-        with pytest.raises(
-            ValueError, match=r"not the one .* \(phase 2 solve.stop.max_steps: 6 -> 9; "
-        ):
+        message = r"not the one .* \(phase 2 solve.stop.max_steps: 6 -> 9; "
+        with pytest.raises(ValueError, match=message):
             trainer(tmp_path, other).train(resume_from_checkpoint=checkpoint(whole, 8))
         run = trainer(tmp_path, other, restore_callback_states_from_checkpoint=True)
         run.train(resume_from_checkpoint=checkpoint(whole, 8))
@@ -157,36 +153,23 @@ class TestDrawnDepth:
         self, kind, tmp_path, caplog
     ):
         lm = made("decoder").float() if kind == "decoder" else model()
-        run = trainer(
-            tmp_path / "whole",
-            DRAWN,
-            lm,
-            save_strategy="steps",
-            save_steps=4,
-            eval_steps=6,
-            **OFTEN,
-        )
+        options = OFTEN | {"eval_steps": 6, "save_strategy": "steps", "save_steps": 4}
+        run = trainer(tmp_path / "whole", DRAWN, lm, **options)
         seen, evaluated = budgets(run), budgets(run, training=False)
         with caplog.at_level(logging.INFO, "deqseq"):
             run.train()
         wanted = [DRAWN.at(step / STEPS).solve.stop.max_steps for step in range(STEPS)]
         assert seen == wanted
         assert len(set(wanted)) > 4
-        assert len([record for record in caplog.records if "callback" in record.name]) == 2
+        assert len(logged(caplog)) == 2
         assert set(evaluated) == {20}
         part, last = run.model.model.solved, DRAWN.phases[1]
         assert (part.solve, part.eval_solve) == (last.solve, last.eval_solve)
         saved = AutoModelForCausalLM.from_pretrained(checkpoint(run, 4)).model.solved
         assert (saved.solve, saved.eval_solve) == (RISING.solve, RISING.eval_solve)
         lm = made("decoder").float() if kind == "decoder" else model()
-        again = trainer(
-            tmp_path / "again",
-            DRAWN,
-            lm,
-            restore_callback_states_from_checkpoint=True,
-            eval_steps=6,
-            **OFTEN,
-        )
+        options["restore_callback_states_from_checkpoint"] = True
+        again = trainer(tmp_path / "again", DRAWN, lm, **options)
         seen = budgets(again)
         again.train(resume_from_checkpoint=checkpoint(run, 4))
         assert seen == wanted[4:]
@@ -207,19 +190,17 @@ class TestDrawnDepth:
 
 
 def test_an_explicit_model_is_left_as_it_is(tmp_path):
-    runs = [
-        trainer(tmp_path, curriculum, model("explicit", dropout=0.0))
-        for curriculum in (None, PAPER)
-    ]
-    for run in runs:
+    curves = []
+    for curriculum in (None, PAPER):
+        run = trainer(tmp_path, curriculum, model("explicit", dropout=0.0))
         run.train()
-    assert losses(runs[0]) == losses(runs[1])
+        curves.append(losses(run))
+    assert curves[0] == curves[1]
 
 
 def test_tokens_must_be_counted(tmp_path):
-    with pytest.raises(
-        ValueError, match=r'needs TrainingArguments\(include_num_input_tokens_seen="all"\)'
-    ):
+    message = r'needs TrainingArguments\(include_num_input_tokens_seen="all"\)'
+    with pytest.raises(ValueError, match=message):
         trainer(tmp_path, BY_TOKENS).train()
 
 
@@ -227,20 +208,15 @@ class Mine(dq.OneStep):
     pass
 
 
+UNNAMED = Curriculum((Phase("mine", None, dq.SolveConfig(gradient=Mine())),))
+
+
 @pytest.mark.parametrize(
     ("data", "error", "message"),
     [
-        (
-            Curriculum((Phase("mine", None, dq.SolveConfig(gradient=Mine())),)),
-            TypeError,
-            "cannot name .*Mine",
-        ),
+        (UNNAMED, TypeError, "cannot name .*Mine"),
         ({}, TypeError, "^curriculum: .*missing .*'phases'"),
-        (
-            {"phases": [{"depht": 3}]},
-            ValueError,
-            r"^curriculum: Curriculum\.phases\[0\]: .*did you mean 'depth'",
-        ),
+        ({"phases": [{"depht": 3}]}, ValueError, "^curriculum: .*did you mean 'depth'"),
     ],
 )
 def test_what_is_no_curriculum_or_cannot_be_saved_is_named(data, error, message):

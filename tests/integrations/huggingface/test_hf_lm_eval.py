@@ -15,13 +15,8 @@ SOLVE = {"stop": dq.Stop(rtol=1e-3)}
 
 
 def plain():
-    sizes = {
-        "hidden_size": 8,
-        "intermediate_size": 8,
-        "num_attention_heads": 2,
-        "num_hidden_layers": 1,
-    }
-    return LlamaForCausalLM(LlamaConfig(vocab_size=13, **sizes))
+    sizes = {"vocab_size": 13, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    return LlamaForCausalLM(LlamaConfig(num_attention_heads=2, **sizes))
 
 
 def words():
@@ -32,9 +27,7 @@ def words():
 
 
 def continued(batch_size, window=1):
-    """lm-eval's continuations of three prompts, up to a word, and what the solves were
-    counted as.
-    """
+    """lm-eval's continuations of three prompts, up to a word, and the counts of the solves."""
     from lm_eval.api.instance import Instance
 
     from deqseq.integrations.lm_eval import SolvedLM
@@ -42,9 +35,8 @@ def continued(batch_size, window=1):
     lm = SolvedLM(made("mamba2"), words(), window=window, batch_size=batch_size, max_length=64)
     how = {"until": ["w5 "], "max_gen_toks": 12}
     prompts = ("w1 w2 w3", "w7 w4 w9", "w5 w5 w2")
-    return lm.generate_until(
-        [Instance("generate_until", {}, (p, how), 0) for p in prompts]
-    ), lm.counted
+    requests = [Instance("generate_until", {}, (prompt, how), 0) for prompt in prompts]
+    return lm.generate_until(requests), lm.counted
 
 
 def test_rows_that_have_ended_are_not_counted():
@@ -60,12 +52,8 @@ def test_texts_are_generated_in_windows():
     (texts, alone), (same, together) = continued(4), continued(4, window=None)
     assert texts == same
     assert together["evaluations"] < alone["evaluations"] / 2
-    assert (
-        together["converged"]
-        == together["converged of"]
-        == together["self_iterations of"]
-        == alone["converged of"]
-    )
+    for name in ("converged", "converged of", "self_iterations of"):
+        assert together[name] == alone["converged of"]
 
 
 def test_the_trials_of_a_batch_size_are_not_counted():

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hf_models import close
 from hf_runs import NAMES, Witness, by_hand, collate, losses, rows, small, trainer
 from hf_two_processes import SHARDED, SHARED_OUT
 from transformers import AutoModelForCausalLM
@@ -32,22 +33,10 @@ def processes(tmp_path_factory):
     def run(kind: str) -> tuple[Path, list[dict]]:
         folder = tmp_path_factory.mktemp(kind)
         script = Path(__file__).with_name("hf_two_processes.py")
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc_per_node",
-            "2",
-            str(script),
-        ]
-        options = {
-            "capture_output": True,
-            "text": True,
-            "timeout": 900,
-            "env": {**os.environ, "OMP_NUM_THREADS": "1"},
-        }
-        done = subprocess.run([*command, kind, str(folder)], check=False, **options)
+        run_two = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+        command = [sys.executable, *run_two, str(script), kind, str(folder)]
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
         assert done.returncode == 0, done.stderr[-4000:]
         found = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)]
         assert [each["world size"] for each in found] == [2, 2]
@@ -56,28 +45,19 @@ def processes(tmp_path_factory):
     return run
 
 
-def close(got, wanted, tolerance: float) -> None:
-    got, wanted = torch.as_tensor(got), torch.as_tensor(wanted)
-    assert got.shape == wanted.shape
-    assert (got - wanted).abs().max() < tolerance
-
-
-def same_weights_nearly(got, wanted) -> None:
-    for (name, mine), (other, theirs) in zip(
-        got.named_parameters(), wanted.named_parameters(), strict=True
-    ):
-        assert name == other
-        close(mine.detach(), theirs.detach(), WEIGHT)
+def same_weights_nearly(found, expected) -> None:
+    found, expected = found.state_dict(), expected.state_dict()
+    assert found.keys() == expected.keys()
+    for name, weight in found.items():
+        close(weight, expected[name], WEIGHT)
 
 
 @EACH
 def test_a_step_of_two_processes_of_the_trainer_is_that_of_one(processes, tmp_path, name):
     folder, found = processes("ddp")
     model = small(name)
-    witness, run = (
-        Witness(model),
-        trainer(model, tmp_path, max_steps=8, eval_dataset=rows(8, first=100)),
-    )
+    witness = Witness(model)
+    run = trainer(model, tmp_path, max_steps=8, eval_dataset=rows(8, first=100))
     run.train()
     evaluation = run.evaluate()["eval_loss"]
     assert losses(run)[-1] < 0.75 * losses(run)[0]
@@ -85,9 +65,8 @@ def test_a_step_of_two_processes_of_the_trainer_is_that_of_one(processes, tmp_pa
         for each in found:
             close(each[name][setting]["losses"], losses(run), LOSS)
             close(each[name][setting]["evaluation"], evaluation, LOSS)
-        same_weights_nearly(
-            AutoModelForCausalLM.from_pretrained(folder / f"{name}-{setting}"), model
-        )
+        saved = AutoModelForCausalLM.from_pretrained(folder / f"{name}-{setting}")
+        same_weights_nearly(saved, model)
         mine, theirs = (each[name][setting]["seen"] for each in found)
         for step in range(8):  # each process sees its own half
             halves = mine[2 * step : 2 * step + 2], theirs[2 * step : 2 * step + 2]
@@ -100,23 +79,18 @@ def test_a_step_of_two_processes_of_the_trainer_is_that_of_one(processes, tmp_pa
 def test_sharded_training_is_that_of_one_process(processes, name, kind):
     folder, found = processes("fsdp")
     model = small(name, **SHARDED[kind]).train()
-    shares = [
-        sum(pair) / 2 for pair in zip(*(each[name][kind]["shares"] for each in found), strict=True)
-    ]
-    close(shares, by_hand(model, 4)[0], LOSS)
+    shares = torch.tensor([each[name][kind]["shares"] for each in found])
+    close(shares.mean(dim=0), by_hand(model, 4)[0], LOSS)
     gathered = AutoModelForCausalLM.from_pretrained(folder / f"{name}-{kind}")
     same_weights_nearly(gathered, model)
     mine, theirs = (each[name][kind]["steps"] for each in found)
-    assert (mine != theirs) == (
-        model.config.solve is not None
-    )  # processes need not take equally many iterations
+    # processes need not take equally many iterations
+    assert (mine != theirs) == (model.config.solve is not None)
     for rank, each in enumerate(found):  # the gathered weights compute what the sharded model did
         right, left = (collate(rows(2, first=200 + 2 * rank), side) for side in ("right", "left"))
         with torch.no_grad():
             logits = gathered(right["input_ids"], attention_mask=right["attention_mask"]).logits
         close(each[name][kind]["logits"], logits, 1e-4)  # the solves stop at 1e-6 of the state
         del left["labels"]
-        assert (
-            each[name][kind]["tokens"]
-            == gathered.generate(**left, max_new_tokens=5, do_sample=False).tolist()
-        )
+        tokens = gathered.generate(**left, max_new_tokens=5, do_sample=False)
+        assert each[name][kind]["tokens"] == tokens.tolist()

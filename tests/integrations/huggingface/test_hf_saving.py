@@ -7,9 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from hf_models import EVERY, IDS, STABLELM, configured, made, same_weights
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from torch import nn
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -22,26 +20,23 @@ import deqseq as dq
 from deqseq.integrations.huggingface import from_causal_lm, to_causal_lm
 from deqseq.layers import apply_weight_norm, fold_weight_norm
 
-LOAD, CLASSIFIER = (
-    AutoModelForCausalLM.from_pretrained,
-    AutoModelForSequenceClassification.from_pretrained,
-)
+LOAD = AutoModelForCausalLM.from_pretrained
+CLASSIFIER = AutoModelForSequenceClassification.from_pretrained
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 def stored(folder) -> dict:
-    """All weights in a folder's safetensors."""
-    return {
-        name: tensor
-        for path in folder.glob("*.safetensors")
-        for name, tensor in load_file(path).items()
-    }
+    """The weights in a folder."""
+    return load_file(folder / "model.safetensors")
+
+
+def assert_drawn(weight):
+    """The standard deviation is that of the configuration."""
+    assert abs(weight.std().item() / 0.5 - 1) < 0.05
 
 
 def loaded(folder):
-    """A saved model in memory of its own: how a mapped file is aligned changes the last bit of a
-    product.
-    """
+    """A saved model in memory of its own: a mapped file's alignment changes the last bit."""
     return copy.deepcopy(LOAD(folder))
 
 
@@ -54,11 +49,7 @@ class TestRoundTrip:
         monkeypatch.setattr(torch, "load", None)
         model = made(kind, tie_word_embeddings=tied, pad_token_id=0)
         model.save_pretrained(tmp_path)
-        names = ["config.json", "deqseq_models.py", "generation_config.json", "model.safetensors"]
-        assert sorted(path.name for path in tmp_path.iterdir()) == names
-        assert {HEAD, EMBEDDING} & stored(tmp_path).keys() == (
-            {EMBEDDING} if tied else {HEAD, EMBEDDING}
-        )
+        assert (EMBEDDING in stored(tmp_path), HEAD in stored(tmp_path)) == (True, not tied)
         again = loaded(tmp_path)
         assert (type(again), again.training, again.dtype) == (type(model), False, torch.float64)
         assert (again.lm_head.weight is again.model.embed_tokens.weight) == tied
@@ -92,7 +83,7 @@ class TestRoundTrip:
         assert same_weights(AutoModel.from_pretrained(tmp_path / "classifier"), model.model)
         again = CLASSIFIER(tmp_path / "classifier", num_labels=500, ignore_mismatched_sizes=True)
         assert same_weights(again.model, classifier.model)
-        assert abs(again.score.weight.std().item() / 0.5 - 1) < 0.05
+        assert_drawn(again.score.weight)
 
     @torch.no_grad()
     def test_a_head_that_was_tied_by_hand_is_saved_as_tied(self, tmp_path):
@@ -115,11 +106,10 @@ class TestRoundTrip:
 
     def test_the_generation_configuration_keeps_solve(self, tmp_path):
         model = made("mamba2")
-        model.generation_config = GenerationConfig(
-            solve={"sweep": dq.Sliding(4), "stop": {"max_steps": 5}}
-        )
+        solve = {"sweep": dq.Sliding(4), "stop": {"max_steps": 5}}
+        model.generation_config = GenerationConfig(solve=solve)
         model.save_pretrained(tmp_path)
-        saved = {"sweep": {"name": "Sliding", "window": 4}, "stop": {"max_steps": 5}}
+        saved = solve | {"sweep": {"name": "Sliding", "window": 4}}
         assert json.loads((tmp_path / "generation_config.json").read_text())["solve"] == saved
         assert LOAD(tmp_path).generation_config.solve == saved
         model.generation_config.solve = {"gradient": dq.Implicit(report=print)}
@@ -138,9 +128,8 @@ class TestWeightNorm:
         before, tensors = model(IDS).logits, {"original0", "original1"}
         for folder, expected in (("normalised", tensors), ("folded", set())):
             model.save_pretrained(tmp_path / folder)
-            assert {
-                name.split(".")[-1] for name in stored(tmp_path / folder) if ".parametri" in name
-            } == expected
+            names = [name for name in stored(tmp_path / folder) if ".parametri" in name]
+            assert {name.split(".")[-1] for name in names} == expected
             again = loaded(tmp_path / folder)
             assert same_weights(again, model)
             for one in (model, again):
@@ -150,33 +139,26 @@ class TestWeightNorm:
 
     def test_that_of_some_layers_alone_is_refused_before_anything_is_written(self, tmp_path):
         model = made("llama", backbone={"weight_norm": True})
-        fold_weight_norm(
-            next(layer for layer in model.model.core.modules() if isinstance(layer, nn.Linear))
-        )
-        for save in (
-            lambda: model.save_pretrained(tmp_path),
-            lambda: from_causal_lm(to_causal_lm(model)),
-        ):
-            with pytest.raises(
-                ValueError, match=r"weight normalisation must be on all layers .* or on none"
-            ):
-                save()
+        fold_weight_norm(model.model.core.backbone.layers[0])
+        message = "weight normalisation must be on all layers .* or on none"
+        with pytest.raises(ValueError, match=message):
+            model.save_pretrained(tmp_path)
+        with pytest.raises(ValueError, match=message):
+            from_causal_lm(to_causal_lm(model))
         assert not list(tmp_path.iterdir())
 
 
 class TestInitialWeights:
     @pytest.mark.parametrize("kind", ["mamba2", "llama", "parts"])
     def test_those_of_our_layers_are_the_cores(self, kind):
-        config = configured(
-            kind, vocab_size=4000, initializer_range=0.02, tie_word_embeddings=False
-        )
+        config = configured(kind, vocab_size=4000, tie_word_embeddings=False)
         torch.manual_seed(3)
         core = config.build()[0]
         torch.manual_seed(3)
         model = AutoModelForCausalLM.from_config(config)
         assert same_weights(core, model.model.core)
         for weight in (model.lm_head.weight, model.model.embed_tokens.weight):
-            assert abs(weight.std().item() / 0.02 - 1) < 0.03
+            assert_drawn(weight)
 
     def test_those_of_a_decoders_layers_are_its_familys(self):
         decoder = AutoConfig.for_model("stablelm", **STABLELM | {"vocab_size": 4000})
@@ -190,7 +172,7 @@ class TestInitialWeights:
         assert same_weights(core.prelude.backbone.layers[0], theirs.layers[0])
         assert same_weights(core.coda.backbone.layers[0], theirs.layers[3])
         assert torch.equal(core.core.backbone.injection.weight, torch.eye(16)[8:])
-        assert abs(model.lm_head.weight.std().item() / 0.5 - 1) < 0.05
+        assert_drawn(model.lm_head.weight)
 
 
 class TestMisfits:
@@ -199,17 +181,14 @@ class TestMisfits:
     def test_a_missing_weight_is_an_error(self, kind, part, tmp_path):
         made(kind).save_pretrained(tmp_path)
         path = tmp_path / "model.safetensors"
-        dropped = {name for name in load_file(path) if part in name}
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata()
-        save_file(
-            {name: tensor for name, tensor in load_file(path).items() if name not in dropped},
-            path,
-            metadata,
-        )
+        weights = load_file(path)
+        dropped = sorted(name for name in weights if part in name)
+        for name in dropped:
+            del weights[name]
+        save_file(weights, path, {"format": "pt"})
         with pytest.raises(ValueError, match=r"^the weights in .* do not fit: missing ") as error:
             LOAD(tmp_path)
-        assert all(name in str(error.value) for name in sorted(dropped)[:8])
+        assert ", ".join(dropped[:8]) in str(error.value)
         if part != EMBEDDING:  # nothing would draw a layer
             with pytest.raises(ValueError, match="do not fit: missing "):
                 LOAD(tmp_path, output_loading_info=True)
@@ -217,9 +196,8 @@ class TestMisfits:
     def test_a_checkpoint_without_a_head_is_loaded_if_its_report_is_asked_for(self, tmp_path):
         base = made("llama", tie_word_embeddings=False).model
         base.save_pretrained(tmp_path)
-        with pytest.raises(
-            ValueError, match=r"do not fit: missing lm_head\.weight\. .*output_loading_info=True"
-        ):
+        message = r"do not fit: missing lm_head\.weight\. .*output_loading_info=True"
+        with pytest.raises(ValueError, match=message):
             LOAD(tmp_path)
         model, report = LOAD(tmp_path, output_loading_info=True)
         assert set(report["missing_keys"]) == {HEAD}
@@ -227,20 +205,11 @@ class TestMisfits:
 
     def test_weights_that_the_configuration_does_not_describe(self, tmp_path):
         made("llama").save_pretrained(tmp_path)
-        wider, one = {"backbone": {"d_model": 16}}, {"backbone": {"n_layers": 1}}
+        one = {"backbone": {"n_layers": 1}}
+        wider = {"backbone": {"d_model": 16}, "ignore_mismatched_sizes": True}
         for fields, error, message in (
             (one, ValueError, r"do not fit: unexpected model\.core\.backbone\.layers\.1\."),
-            (wider, RuntimeError, "ignore_mismatched_sizes"),
-            (
-                wider | {"ignore_mismatched_sizes": True},
-                ValueError,
-                r"do not fit: of another shape model\.core\.",
-            ),
-            (
-                {"hidden_size": 16},
-                ValueError,
-                r"DeqseqConfig\.hidden_size must be 8, which follows from the backbones",
-            ),
+            (wider, ValueError, r"do not fit: of another shape model\.core\."),
             ({"hiden_size": 8}, TypeError, "unexpected keyword argument 'hiden_size'"),
             ({"config": configured("llama"), "vocab_size": 8}, TypeError, "argument 'vocab_size'"),
         ):
@@ -249,10 +218,9 @@ class TestMisfits:
         model, report = LOAD(tmp_path, **one, output_loading_info=True)
         assert len(model.model.core.backbone.layers) == 1
         assert {name.split(".")[4] for name in report["unexpected_keys"]} == {"1"}
-        other = LOAD(
-            tmp_path, vocab_size=500, ignore_mismatched_sizes=True
-        )  # another vocabulary is drawn anew
-        assert abs(other.lm_head.weight.std().item() / 0.5 - 1) < 0.05
+        # another vocabulary is drawn anew
+        other = LOAD(tmp_path, vocab_size=500, ignore_mismatched_sizes=True)
+        assert_drawn(other.lm_head.weight)
 
 
 @EVERY

@@ -1,11 +1,10 @@
-"""transformers' Trainer with our models: losses and metrics by hand, interruptions, options,
-collators.
-"""
+"""transformers' Trainer with our models: losses and metrics by hand, options, modes."""
 
 import math
 
 import pytest
 import torch
+from hf_models import close
 from hf_runs import Witness, collate, losses, rows, small, trainer
 from torch import nn
 from torch.nn import functional as F
@@ -17,14 +16,8 @@ KINDS = pytest.mark.parametrize("kind", ["mamba2", "llama", "explicit"])
 
 
 def one_block(kind: str, **fields):
-    return small(
-        kind,
-        **{
-            "backbone": {"n_layers": 1},
-            "solve": {"stop": dq.Stop(rtol=1e-5, max_steps=32)},
-            **fields,
-        },
-    )
+    fields = {"solve": {"stop": dq.Stop(rtol=1e-5, max_steps=32)}} | fields
+    return small(kind, backbone={"n_layers": 1}, **fields)
 
 
 @torch.no_grad()
@@ -56,7 +49,7 @@ def test_the_loss_begins_where_it_should_and_falls_and_metrics_are_of_logits_and
     run.train()
     assert sorted(witness.seen) == sorted(row["input_ids"] for row in rows(48))
     first = [{"input_ids": row} for row in witness.seen[:4]]
-    assert abs(losses(run)[0] - cost(one_block(kind), first)) < 1e-4
+    close(losses(run)[0], cost(one_block(kind), first), 1e-4)
     assert len(losses(run)) == 12
     assert falls(losses(run))
     assert run.evaluate()["eval_accuracy"] > before + 0.2
@@ -71,22 +64,19 @@ def test_the_loss_begins_where_it_should_and_falls_and_metrics_are_of_logits_and
 )
 def test_accumulated_gradients_and_recomputed_activations_change_nothing(options, tmp_path):
     """Rows are of unequal lengths, so means of halves would not do."""
-    whole, again = (
-        trainer(one_block("mamba2"), tmp_path, max_steps=3, **changes) for changes in ({}, options)
-    )
-    for run in (whole, again):
+    runs = [trainer(one_block("mamba2"), tmp_path, max_steps=3, **more) for more in ({}, options)]
+    for run in runs:
         run.train()
-    assert again.model.is_activation_checkpointing == ("activation_checkpointing" in options)
-    assert max(abs(a - b) for a, b in zip(losses(whole), losses(again), strict=True)) < 2e-5
-    for mine, theirs in zip(whole.model.parameters(), again.model.parameters(), strict=True):
-        assert (mine - theirs).abs().max() < 1e-4
+    assert runs[1].model.is_activation_checkpointing == ("activation_checkpointing" in options)
+    close(losses(runs[0]), losses(runs[1]), 2e-5)
+    for pair in zip(*(run.model.parameters() for run in runs), strict=True):
+        close(*pair, 1e-4)
 
 
 @KINDS
 def test_bfloat16(kind, tmp_path):
-    run = trainer(
-        one_block(kind, solve={"stop": dq.Stop(rtol=0.02, max_steps=12)}), tmp_path, bf16=True
-    )
+    model = one_block(kind, solve={"stop": dq.Stop(rtol=0.02, max_steps=12)})
+    run = trainer(model, tmp_path, bf16=True)
     computed = []
     for part in run.model.model.core.backbone.layers.modules():
         if isinstance(part, nn.Linear):
@@ -105,26 +95,18 @@ def test_smoothed_labels_are_shifted(renamed, tmp_path):
     if renamed:  # as FSDP2 does
         model.__class__ = type("FSDPDeqseqForCausalLM", (type(model),), {})
     found = run.compute_loss(model, dict(batch))
-    logits = (
-        model(batch["input_ids"], attention_mask=batch["attention_mask"])
-        .logits[:, :-1]
-        .flatten(0, 1)
-    )
-    wanted = F.cross_entropy(logits, batch["labels"][:, 1:].flatten(), label_smoothing=0.1)
-    assert abs(found.item() - wanted.item()) < 1e-6
+    labels = batch.pop("labels")[:, 1:].flatten()
+    logits = model(**batch).logits[:, :-1].flatten(0, 1)
+    close(found, F.cross_entropy(logits, labels, label_smoothing=0.1), 1e-6)
 
 
 def test_generation_after_training_is_in_eval_mode(tmp_path):
     model = one_block("llama", eval_solve={"stop": {"max_steps": 7, "rtol": 0.0}})
     trainer(model, tmp_path, max_steps=1).train()
     assert model.training
-    output = model.generate(
-        torch.tensor([[1, 2]]), max_new_tokens=3, do_sample=False, return_dict_in_generate=True
-    )
-    assert [solve.stats.iterations.unique().tolist() for solve in output.cache.solves[1:]] == [
-        [7],
-        [7],
-    ]
+    options = {"max_new_tokens": 3, "do_sample": False, "return_dict_in_generate": True}
+    output = model.generate(torch.tensor([[1, 2]]), **options)
+    assert [solve.stats.iterations.tolist() for solve in output.cache.solves[1:]] == [[[7]], [[7]]]
     assert model.training
 
 
