@@ -12,7 +12,7 @@ import torch
 from torch._dynamo.utils import counters
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from small_models import contractive_llama, contractive_mamba2
+from small_models import contractive_llama, contractive_mamba2, language_model
 
 import deqseq as dq
 
@@ -23,10 +23,15 @@ MAKE = {
 }
 
 
-def language_model(name: str) -> dq.CausalLM:
-    torch.manual_seed(1)
-    model = dq.ImplicitModel(MAKE[name](), dq.SolveConfig(stop=dq.Stop(rtol=1e-9, max_steps=300)))
-    return dq.CausalLM(13, model, embedding_std=1.0).double().eval()
+def eager_and_compiled(lm: dq.CausalLM) -> tuple[dq.CausalLM, dq.CausalLM]:
+    compiled = copy.deepcopy(lm.double().eval())
+    compiled.compile(fullgraph=True, backend="aot_eager")
+    return lm, compiled
+
+
+def implicit(name: str) -> tuple[dq.CausalLM, dq.CausalLM]:
+    stop = dq.Stop(rtol=1e-9, max_steps=300)
+    return eager_and_compiled(language_model(MAKE[name](), 13, stop=stop))
 
 
 def graphs() -> int:
@@ -38,43 +43,37 @@ def same_gradients(eager: dq.CausalLM, compiled: dq.CausalLM, ids: torch.Tensor)
     for lm in (eager, compiled):
         lm(ids, labels=ids).loss.backward()
         gradients.append([p.grad for p in lm.parameters()])
-    for ours, theirs in zip(*gradients, strict=True):
-        assert torch.allclose(ours, theirs, atol=1e-8)
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-8)
+
+
+def same_tokens(eager: dq.CausalLM, compiled: dq.CausalLM, ids: torch.Tensor, **options) -> None:
+    tokens = [lm.generate(ids, max_new_tokens=6, **options).tokens for lm in (eager, compiled)]
+    assert torch.equal(*tokens), tokens
 
 
 def check(name: str) -> None:
-    eager, compiled = language_model(name), language_model(name)
-    compiled.compile(fullgraph=True, backend="aot_eager")
+    eager, compiled = implicit(name)
 
-    def same(batch: int, length: int, sweep: dq.Sweep) -> int:
+    def same(length: int, sweep: dq.Sweep) -> int:
         """Graphs that this call compiled."""
-        before, ids = graphs(), torch.randint(0, 13, (batch, length))
+        before = graphs()
+        ids = torch.randint(0, 13, (1, length))
         with torch.no_grad():
-            difference = (
-                (eager(ids, sweep=sweep).logits - compiled(ids, sweep=sweep).logits)
-                .abs()
-                .max()
-                .item()
-            )
-        assert difference < 1e-7, (name, sweep, difference)
+            ours, theirs = (lm(ids, sweep=sweep).logits for lm in (compiled, eager))
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-7)
         return graphs() - before
 
-    together = [
-        same(batch, length, dq.Simultaneous()) for batch, length in ((1, 9), (1, 31), (1, 20))
-    ]
+    together = [same(length, dq.Simultaneous()) for length in (9, 31, 20)]
     assert together == [1, 0, 0], together
     # a window that is full, one that is not, one of a single token; each with a past and without
-    sliding = [same(1, length, dq.Sliding(4)) for length in (19, 31, 26, 37)]
+    sliding = [same(length, dq.Sliding(4)) for length in (19, 31, 26, 37)]
     assert 0 < sum(sliding[:2]) <= 6, sliding
     assert sliding[2:] == [0, 0], sliding
-    ids, made = torch.randint(0, 13, (1, 7)), []
+    ids = torch.randint(0, 13, (1, 7))
+    made = []
     for prompt in (ids, ids[:, 2:], ids[:, 1:]):
         before = graphs()
-        tokens = [
-            lm.generate(prompt, max_new_tokens=6, sweep=dq.Sliding(4)).tokens
-            for lm in (eager, compiled)
-        ]
-        assert torch.equal(*tokens), (name, tokens)
+        same_tokens(eager, compiled, prompt, sweep=dq.Sliding(4))
         made.append(graphs() - before)
     assert sum(made) <= 6, made
     assert made[2] == 0, made
@@ -88,8 +87,7 @@ def check(name: str) -> None:
 
 def check_chunks(name: str) -> None:
     """A scan over chunks is another function."""
-    eager, compiled = (language_model(name) for _ in range(2))
-    compiled.compile(fullgraph=True, backend="aot_eager")
+    eager, compiled = implicit(name)
     same_gradients(eager, compiled, torch.randint(0, 13, (2, 20)))
     print(f"{name}: {graphs()} graphs in all")
 
@@ -102,19 +100,14 @@ def check_loop(name: str) -> None:
     for start in ("input", "zero"):
         made = []
         for steps in (2, 5):
-            torch.manual_seed(1)
-            eager = dq.CausalLM(
-                13, dq.ExplicitModel(dq.Looped(contractive_llama(n_layers=1), steps, start=start))
-            )
-            compiled = copy.deepcopy(eager.double().eval())
-            compiled.compile(fullgraph=True, backend="aot_eager")
+            loop = dq.Looped(contractive_llama(n_layers=1), steps, start=start)
+            eager, compiled = eager_and_compiled(dq.CausalLM(13, dq.ExplicitModel(loop)))
             before = graphs()
             same_gradients(eager, compiled, ids)
             with torch.no_grad():
                 for rows in (ids, ids[:, :9]):
                     assert torch.allclose(eager(rows).logits, compiled(rows).logits, atol=1e-9)
-                tokens = [lm.generate(ids, max_new_tokens=6).tokens for lm in (eager, compiled)]
-            assert torch.equal(*tokens), (name, tokens)
+            same_tokens(eager, compiled, ids)
             made.append(graphs() - before)
         assert made[0] <= 5 and made[1] == 0, (start, made)
         print(f"{name}, {start}: {made[0]} graphs")
