@@ -84,6 +84,8 @@ class Instance(Wanted):
             tensors = all(isinstance(each, Tensor) for each in value)
             how = ": join them as one tensor (torch.cat along the last dimension), split in f"
             return how if tensors else ""
+        if type(value).__module__.startswith("transformers.models"):
+            return ": deqseq.integrations.huggingface.retrofit(model, ...) makes one of it"
         name = value.__name__ if isinstance(value, type) else value
         if not isinstance(name, str) or not self.kind.__module__.startswith("deqseq"):
             return ""
@@ -298,11 +300,6 @@ def suggestion(name: object, known: Iterable[object]) -> str:
     return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 
-def plain_number(value: Real) -> int | float:
-    """A number as JSON knows it, from one of NumPy's, say."""
-    return int(value) if isinstance(value, Integral) else float(value)
-
-
 def _shown(value: object) -> str:
     """A value in an error, without the numbers of a tensor or the layers of a model."""
     if isinstance(value, Tensor):
@@ -422,7 +419,10 @@ def _unknown(function: Any, name: str, wanted: dict[str, list[Wanted]]) -> TypeE
     if ours in taken:
         hint = f"; did you mean {ours!r}?"
     called = function.__qualname__.removesuffix(".__init__")
-    return TypeError(f"unknown argument {name!r}{hint} ({called} takes: {', '.join(taken)})")
+    text = f"unknown argument {name!r}{hint} ({called} takes: {', '.join(taken)})"
+    if name in ("attention_mask", "num_items_in_batch"):  # what transformers' Trainer passes
+        text += "; the Trainer takes deqseq.integrations.huggingface.from_causal_lm(model)"
+    return TypeError(text)
 
 
 def _wanted(annotation: Any) -> list[Wanted]:

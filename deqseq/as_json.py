@@ -6,7 +6,7 @@ from functools import partial
 from numbers import Real
 from typing import Any
 
-from deqseq.arguments import check_known, plain_number
+from deqseq.arguments import check_known
 from deqseq.backbones import LlamaConfig, Mamba2Config
 from deqseq.config import SolveConfig
 from deqseq.gradients import Gradient, Implicit, OneStep, Phantom, Unrolled
@@ -17,6 +17,7 @@ from deqseq.start import RandomStart
 from deqseq.stop import Stop
 from deqseq.sweeps import Chunked, Sequential, Simultaneous, Sliding, Sweep
 from deqseq.training import Curriculum, Phase, PoissonLogNormal
+from deqseq.training.curriculum import plain_number
 
 Json = dict[str, Any]
 

@@ -76,7 +76,17 @@ class Problem(Call):
     autocast: torch.dtype | None = None
 
     def solve(self, **changes: Unpack[Changes]) -> Solution:
-        """Solve in the caller's gradient mode, without a warning if it fails."""
+        """Solve in the caller's gradient mode, without a warning if it fails.
+
+        Args:
+            **changes: fields to replace for this solve.
+
+        Returns:
+            The solution. Its ``call`` is this problem with the changed solver, rule or sweep.
+
+        Raises:
+            TypeError: inside a transform of ``torch.func``.
+        """
         problem = replace(self, **changes)
         check_transforms()
         if problem.sweep is None or problem.sweep.block is None:
@@ -93,11 +103,11 @@ class Problem(Call):
         return replace(solution, stats=stats, call=call)
 
     def evaluate(self, z: State) -> State:
-        """The map at ``z``, checked, without its auxiliary output."""
+        """The map at ``z``, ``(batch, *event)``, checked, without its auxiliary output."""
         return evaluate(self.f, z, self.args, has_aux=self.has_aux)[0]
 
     def rows(self, rows: RowIndex) -> "Problem":
-        """The problem of some ``rows`` only: no gradient reaches the others, not even NaN."""
+        """The problem of some ``rows``, ``(rows,)``; no gradient reaches the others."""
         args = take(self.args, rows)
         if self.renew is not None:
             args = self.renew(args)
@@ -250,8 +260,7 @@ def iterate_rows(problem: Problem) -> Solution:
         if due or (first and stop.has_tolerance):
             measured = on_host(stop.distances(z, fz, tokens))
             passed, sound, bound, limit = stop.judge(measured, bound, limit, first)
-            if numbers is None:
-                numbers, limit = measured, limit.max(axis=1, keepdims=True)
+            numbers = measured if numbers is None else numbers
             numbers[:, rows] = measured
             if due:
                 passed, sound = passed.all(axis=1), sound.all(axis=1)

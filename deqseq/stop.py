@@ -41,7 +41,7 @@ class Judgement(NamedTuple):
     passed: Numbers
     sound: Numbers
     bound: Numbers
-    limit: Numbers
+    limit: Numbers  # (rows, 1)
 
 
 class Rule(ABC):
@@ -171,10 +171,10 @@ class Stop:
 
         Args:
             numbers: :math:`d` and :math:`s` of each token.
-            bound: the largest :math:`d` that may pass.
-            limit: the :math:`d` above which a token has diverged.
-            fresh: True at tokens that are measured for the first time, whose bound and limit are
-                not known yet.
+            bound: the largest :math:`d` of each token that may pass.
+            limit: the :math:`d` above which a token of a row has diverged, ``(rows, 1)``. It is
+                that of the largest token so far, because a token can grow to the size of another.
+            fresh: True at tokens that are measured for the first time, whose bound is not known.
 
         Returns:
             Both, and the bound and the limit for the next measurement.
@@ -182,8 +182,9 @@ class Stop:
         difference, scale = numbers
         with np.errstate(all="ignore"):
             bound = (difference * 0.5).clip(min=np.where(fresh, self.rtol * scale, bound))
-            first_limit = self.divergence * difference.clip(min=scale).clip(min=1)
-            limit = np.where(fresh, first_limit.clip(max=LARGEST), limit)
+            size = difference.clip(min=scale).clip(min=1)
+            counted = np.where(fresh & (size < math.inf), size, 0).max(axis=1, keepdims=True)
+            limit = np.maximum(limit, (self.divergence * counted).clip(max=LARGEST))
             sound = (difference <= limit) & (scale < math.inf)
             allowed = (self.rtol * scale).clip(max=bound)
             if self.atol:

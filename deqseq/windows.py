@@ -39,7 +39,8 @@ class Window:
         # evaluations when a token came into the window, or its input changed
         self.known_since = np.zeros((rows, width), dtype=np.int64)
         self.fresh = np.ones((rows, width), dtype=bool)  # not measured since then
-        self.bound, self.limit = np.zeros((2, rows, width), dtype=np.float32)  # of Stop.judge
+        self.bound = np.zeros((rows, width), dtype=np.float32)  # of Stop.judge
+        self.limit = np.zeros((rows, 1), dtype=np.float32)  # likewise
 
     def judge(
         self, numbers: np.ndarray, due: np.ndarray | None = None
@@ -67,7 +68,6 @@ class Window:
         places = counts[:, None] + np.arange(self.width)
         source = np.minimum(places, self.width - 1)
         self.bound = np.take_along_axis(self.bound, source, axis=1)
-        self.limit = np.take_along_axis(self.limit, source, axis=1)
         self.fresh = np.take_along_axis(self.fresh, source, axis=1)
         self.known_since = np.take_along_axis(self.known_since, source, axis=1)
         self.change(places >= self.width, evaluations)

@@ -84,7 +84,7 @@ class Affine(Backbone[AffineCache]):
         return AffineCache(aux.detach()[torch.arange(len(aux), device=aux.device), last])
 
     def solution(self, x: Sequence) -> Sequence:
-        """The fixed point for embedded tokens, ``(batch, length, d_model)``, token by token."""
+        """The exact fixed point for embedded tokens ``x``, ``(batch, length, d_model)``."""
         inverse = torch.linalg.inv(torch.eye(self.d_model, dtype=x.dtype, device=x.device) - self.A)
         previous, tokens = x.new_zeros(x.shape[0], self.d_model), []
         for u in (x @ self.U.T).unbind(dim=1):

@@ -200,7 +200,11 @@ class Backbone(nn.Module, ABC, Generic[C]):
         return replace(inputs, injection=None) if isinstance(inputs, Inputs) else inputs
 
     def sizes(self) -> Any:
-        """What builds such a backbone again, for :class:`deqseq.LanguageModelSpec`."""
+        """What builds such a backbone again, for :class:`deqseq.LanguageModelSpec`.
+
+        Raises:
+            TypeError: a specification cannot name this backbone.
+        """
         raise TypeError(
             f"a specification cannot name a {type(self).__name__} (known: Mamba2, Llama, and "
             "DecoderBackbone, the layers of a transformers decoder): save its state_dict()"

@@ -79,7 +79,11 @@ class TorchDEQ(ExternalSolver):
         return {name: value for name, value in fields if name != "name" and value is not None}
 
     def run(self, f: Callable[[State], State], z0: State, stop: Stop) -> State:
-        """TorchDEQ's result; ``z0`` where the budget does not suffice for a step."""
+        """TorchDEQ's result; ``z0`` where the budget does not suffice for a step.
+
+        Raises:
+            ValueError: the rule or the gradient mode is one that TorchDEQ's solver does not have.
+        """
         with warnings.catch_warnings():  # of invalid escapes in its docstrings, when it is compiled
             warnings.simplefilter("ignore")
             from torchdeq.solver import get_solver

@@ -245,7 +245,11 @@ class CausalLM(nn.Module):
         return scaled(self.embedding(input_ids), self.embedding_scale)
 
     def logits(self, states: Float[Tensor, "*rows d_model"]) -> Float[Tensor, "*rows vocab"]:
-        """The logits of final ``states``, ``(..., d_model)``; an error if the head does not fit."""
+        """The logits of final ``states``, ``(..., d_model)``.
+
+        Raises:
+            TypeError, ValueError: the head's weight has another dtype or shape, or it has a bias.
+        """
         embedding = self.embedding.weight
         weight = embedding if self.head is None else self.head.weight
         if weight.shape != embedding.shape:

@@ -299,7 +299,9 @@ class ImplicitModel(BackboneModel):
             self._warned = warned
 
     def warn_once(self, status: Tensor, stop: Stop, advice: str = EXPLAINED) -> None:
-        """Warn, with ``advice``, of the first solve in this mode in which most rows failed.
+        """Warn of the first solve in this mode whose ``status``, ``(batch,)``, is a failure.
+
+        Most rows must have failed. The warning names the budget of ``stop``, and gives ``advice``.
 
         In training all rows must have failed, and no warning is given unless some could converge.
         """

@@ -4,10 +4,10 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any, Literal
 
-from deqseq.arguments import check_integer, check_number, check_type, checked, plain_number
+from deqseq.arguments import check_integer, check_number, check_type, checked
 from deqseq.training.phase import Phase
 
 
@@ -193,3 +193,8 @@ def _leaves(path: str, value: object) -> Iterator[tuple[str, Any]]:
             f"a checkpoint cannot hold {path} = {value!r}: it must be plain, a dataclass or a "
             "function"
         )
+
+
+def plain_number(value: Real) -> int | float:
+    """A number as JSON has it, also from one of NumPy's."""
+    return int(value) if isinstance(value, Integral) else float(value)

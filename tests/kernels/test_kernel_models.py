@@ -2,6 +2,7 @@
 generation.
 """
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -88,6 +89,8 @@ def test_generation():
 
 def test_compiled_code_calls_the_kernels():
     """In a process of its own: checked functions cannot be compiled."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.importorskip("causal_conv1d", reason="the kernel of a whole mixer needs it")
     script = Path(__file__).with_name("compiled.py")
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

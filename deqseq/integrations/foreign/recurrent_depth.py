@@ -165,14 +165,19 @@ class OuroGate(nn.Module):
     def forward(
         self, states: Float[Tensor, "loops batch length d_model"]
     ) -> Float[Tensor, "batch length d_model"]:
-        """The state that each token takes, of ``states`` after each loop."""
+        """The state of each token, from those after each loop.
+
+        ``states`` are ``(loops, batch, length, d_model)``.
+        """
         index = self.loops(states)[None, ..., None] - 1
         return states.gather(0, index.expand(1, *states.shape[1:]))[0]
 
     def loops(
         self, states: Float[Tensor, "loops batch length d_model"]
     ) -> Int64[Tensor, "batch length"]:
-        """The number of the loop whose state each token takes, from 1."""
+        """The loop whose state each token takes, from 1; ``states`` as in :meth:`forward`,
+        ``(loops, batch, length, d_model)``.
+        """
         if self.threshold == 1:  # a probability can underflow
             return torch.full(states.shape[1:3], len(states), device=states.device)
         earlier = states[:-1]
