@@ -61,8 +61,8 @@ class ConvergenceError(RuntimeError):
 
 
 class ConvergenceWarning(UserWarning):
-    """A solve whose status is not returned to the caller, such as the adjoint solve of a backward
-    pass, failed.
+    """Most rows of a solve failed, or those of one whose status the caller does not see, such as
+    the adjoint solve of a backward pass.
     """
 
 

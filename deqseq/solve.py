@@ -56,7 +56,7 @@ class Problem(Call):
         callback: called with a :class:`Progress` at every check.
         renew: prepares ``args`` again from some rows of them, so that no graph reaches the others.
             Default: rows of ``args`` are taken as they are.
-        autocast: the dtype in which autocast computed; None: it was switched off.
+        autocast: the dtype of autocast at the time of the solve; None: it was switched off.
 
     Example:
         >>> import torch, deqseq as dq
@@ -97,7 +97,7 @@ class Problem(Call):
         stats = solution.stats
         if problem.sweep is None:
             stats = replace(stats, residual=worst_token(stats.residual))
-        # what an estimator wraps around the map is not part of the problem
+        # the caller's own map and start, not what an estimator put in their place
         autocast = autocast_dtype(self.z0.device)
         call = replace(problem, f=self.f, z0=self.z0, callback=None, autocast=autocast)
         return replace(solution, stats=stats, call=call)
@@ -239,9 +239,10 @@ def iterate_rows(problem: Problem) -> Solution:
     running = np.ones(batch, dtype=bool)  # rows that have not ended
     status = np.full(batch, int(Status.MAX_STEPS_REACHED))
     iterations, updates = np.zeros((2, batch), dtype=np.int64)
-    numbers: np.ndarray | None = None  # difference and size of each token, (2, batch, tokens)
-    bound: Any = 0.0  # of Stop.judge, (rows, tokens)
-    limit: Any = 0.0  # likewise, (rows, 1)
+    numbers: np.ndarray | None = None  # d and s of each token, (2, batch, tokens)
+    # of Stop.judge: after the first measurement (rows, tokens) and (rows, 1)
+    bound: Any = 0.0
+    limit: Any = 0.0
     stored: Any = None  # value and aux of the whole batch
 
     def evaluated(z: State) -> tuple[State, Any]:
@@ -263,10 +264,10 @@ def iterate_rows(problem: Problem) -> Solution:
             numbers = measured if numbers is None else numbers
             numbers[:, rows] = measured
             if due:
-                passed, sound = passed.all(axis=1), sound.all(axis=1)
-                ended = running[rows] & (last | passed | ~sound)
-                status[rows[ended & passed]] = Status.CONVERGED
-                status[rows[ended & ~sound]] = Status.DIVERGED
+                row_passed, row_sound = passed.all(axis=1), sound.all(axis=1)
+                ended = running[rows] & (last | row_passed | ~row_sound)
+                status[rows[ended & row_passed]] = Status.CONVERGED
+                status[rows[ended & ~row_sound]] = Status.DIVERGED
                 iterations[rows[ended]] = evaluations
                 running[rows[ended]] = False
             if due and problem.callback is not None:
@@ -276,14 +277,14 @@ def iterate_rows(problem: Problem) -> Solution:
         if not answers_checked:
             check_rows("aux", aux, len(z))
         frozen, done = ~running[rows], not running.any()
-        remove = args is not None and frozen.any() and 4 * frozen.sum() >= len(rows)
-        if done or remove:  # values of rows that go on are stored, too, and again later
+        remove = args is not None and 4 * frozen.sum() >= len(rows)
+        if done or remove:  # all rows are stored; those that go on are overwritten when they end
             diverged = status[rows] == Status.DIVERGED
             at_point = diverged
             if solver.returns_point:
                 at_point = diverged | (status[rows] == Status.CONVERGED)
             places = on_device(rows, device)
-            start = z0[places] if diverged.any() else z
+            start = z0[places] if diverged.any() else z  # only read where a row diverged
             value = returned_value(z, fz, at_point, diverged, start)
             if stored is not None:
                 stored = put(stored, places, (value, aux))

@@ -89,7 +89,7 @@ def in_autocast(device: torch.device, dtype: torch.dtype | None) -> torch.autoca
 def evaluate(
     f: FixedPointMap, z: State, args: Any = None, *, has_aux: bool = False
 ) -> tuple[State, Any]:
-    """``f(z)``, or ``f(z, args)``, in the dtype of ``z``, and its auxiliary output (None without).
+    """``f(z)``, or ``f(z, args)``, in the dtype of ``z``, and its auxiliary output or None.
 
     Under autocast a map computes in half precision; its value is brought back to the state's dtype,
     so that the iteration does not lose precision from one step to the next.

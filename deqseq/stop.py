@@ -155,7 +155,7 @@ class Stop:
     def distances(self, z: State, fz: State, block: int) -> Float[Tensor, "2 rows tokens"]:
         """:math:`d` and :math:`s` of each token, without a graph.
 
-        With the norm of a row, those of its block of so many tokens.
+        With ``norm="row"``, every token has the norm over its block of ``block`` tokens.
         """
         with torch.no_grad():
             if isinstance(self.norm, Rule):
@@ -171,22 +171,26 @@ class Stop:
 
         Args:
             numbers: :math:`d` and :math:`s` of each token.
-            bound: the largest :math:`d` of each token that may pass.
-            limit: the :math:`d` above which a token of a row has diverged, ``(rows, 1)``. It is
-                that of the largest token so far, because a token can grow to the size of another.
+            bound: the largest :math:`d` at which each token may pass by ``rtol``.
+            limit: the :math:`d` above which a token has diverged, one for all tokens of a row,
+                ``(rows, 1)``, because one token can grow to the size of another. It is
+                ``divergence`` times the largest of 1, :math:`d` and :math:`s` over the first
+                measurements of the row's tokens.
             fresh: True at tokens that are measured for the first time, whose bound is not known.
 
         Returns:
-            Both, and the bound and the limit for the next measurement.
+            Which tokens pass, which have not diverged, and the bound and the limit for the next
+            measurement.
         """
         difference, scale = numbers
         with np.errstate(all="ignore"):
-            bound = (difference * 0.5).clip(min=np.where(fresh, self.rtol * scale, bound))
-            size = difference.clip(min=scale).clip(min=1)
-            counted = np.where(fresh & (size < math.inf), size, 0).max(axis=1, keepdims=True)
-            limit = np.maximum(limit, (self.divergence * counted).clip(max=LARGEST))
+            # half of the largest d so far, and at least rtol times the first s
+            bound = np.maximum(difference * 0.5, np.where(fresh, self.rtol * scale, bound))
+            reference = np.maximum(difference, scale).clip(min=1)
+            new_limit = np.where(fresh & (reference < math.inf), self.divergence * reference, 0)
+            limit = np.maximum(limit, new_limit.max(axis=1, keepdims=True).clip(max=LARGEST))
             sound = (difference <= limit) & (scale < math.inf)
-            allowed = (self.rtol * scale).clip(max=bound)
+            allowed = np.minimum(self.rtol * scale, bound)
             if self.atol:
                 allowed = allowed + self.atol
             return Judgement((difference <= allowed) & sound, sound, bound, limit)

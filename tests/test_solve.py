@@ -68,6 +68,12 @@ def test_overflow_has_diverged(f, start, divergence):
     assert solution.value.isfinite().all()
 
 
+def test_without_a_limit_of_divergence_a_solve_goes_on():
+    z0 = torch.zeros(2, 3)
+    solution = solve(torch.cos, z0, solver=Naive(), stop=Stop(divergence=torch.inf))
+    assert solution.converged.all() and solution.stats.iterations.min() > 5
+
+
 def test_a_callback_is_told_the_residual_of_every_token_at_each_check():
     """Row 0 ends early, row 1 diverges late, row 2 swings, row 3 takes long."""
     problem = row_affine([0.1, 1.3, -1.1, 0.8], event=(2, 3))

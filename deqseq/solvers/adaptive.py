@@ -120,4 +120,7 @@ def _products(x: State, y: State) -> Float[Tensor, "batch tokens"]:
 def _level(square: Tensor, fz: State) -> Float[Tensor, "batch 1"]:
     """Mean logarithm of the relative residuals, each at least the precision of the state."""
     relative = square / _products(fz, fz).clamp_min(torch.finfo(square.dtype).tiny)
-    return relative.clamp_min(torch.finfo(fz.dtype).eps ** 2).log().mean(dim=1, keepdim=True) / 2
+    largest = torch.finfo(square.dtype).max  # a token at zero has an infinite residual
+    return (
+        relative.clamp(torch.finfo(fz.dtype).eps ** 2, largest).log().mean(dim=1, keepdim=True) / 2
+    )

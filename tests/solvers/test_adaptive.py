@@ -168,3 +168,12 @@ class TestAdaptive(SolverContract):
             assert output.converged.all()
             updates.append(output.stats.updates.sum())
         assert updates[0] < updates[1]
+
+
+def test_a_token_at_zero_does_not_slow_its_row_down():
+    """Its relative residual is infinite, which is no reason to damp the first step."""
+    mask = torch.tensor([[[1.0], [0.0]]])
+    z0 = (1 - mask).expand(1, 2, 64)
+    stop = Stop(atol=1e-3)
+    solution = solve(lambda z: mask * (z / 2 + 1), z0, solver=Adaptive(), stop=stop)
+    assert solution.converged.all() and solution.stats.iterations.max() < 20
