@@ -110,7 +110,7 @@ def test_a_solve_that_cannot_be_honoured_is_an_error(make, solve, message):
     model = make()
     with pytest.raises(ValueError, match=message):
         SolvedLM(model, words(), solve)
-    with pytest.raises(ValueError, match=r"SolvedLM\.batch_size must be an integer >= 1 or a string, got 0"):
+    with pytest.raises(ValueError, match=r"SolvedLM\.batch_size must be an integer .*, got 0"):
         SolvedLM(model, words(), batch_size=0)
     assert SolvedLM(model, words()).options == {}
 
