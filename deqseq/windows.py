@@ -53,7 +53,7 @@ class Window:
         judged = self.stop.judge(numbers, self.bound, self.limit, self.fresh)
         if due is None:
             self.bound, self.limit = judged.bound, judged.limit
-            self.fresh = np.zeros_like(self.fresh)
+            self.fresh = ~judged.sound  # a token that diverged begins again
         else:
             self.bound = np.where(due[:, None], judged.bound, self.bound)
             self.limit = np.where(due[:, None], judged.limit, self.limit)
@@ -266,7 +266,8 @@ def iterate_windows(problem: "Problem") -> Solution:
         if staying is not None:
             memory = take(memory, staying)
         moved = np.flatnonzero(swept.window.moved_at == swept.evaluations)
-        if len(moved) == len(z):
+        # where rows that have ended stay, a solver with a loop of its own solves them once more
+        if len(moved) == len(z) or (solver.owns_loop and len(moved)):
             z, memory = solver.begin(evaluated, z, stop)
         elif len(moved):
             memory = restarted(solver, memory, z, on_device(moved, swept.device))

@@ -5,6 +5,7 @@ bit.
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,6 +14,7 @@ from small_models import affine, embedded
 from test_solve_properties import PROPERTY, tensor_of
 
 import deqseq as dq
+from deqseq.windows import Window
 
 
 @dataclass(frozen=True)
@@ -252,3 +254,13 @@ def test_rows_that_have_ended_leave_unless_their_cache_is_needed(sweep, keep):
         assert model(embedded(8, 20), sweep=sweep, mask=mask, return_cache=keep).converged.all()
     assert rows == sorted(rows, reverse=True)
     assert (rows[0], rows[-1]) == (8, 8 if keep else 1)
+
+
+def test_a_token_that_was_not_finite_can_pass_later():
+    """In decoding a wrong guess may be NaN; its token begins again, with nothing known of it."""
+    window = Window(dq.Stop(rtol=0.1), rows=1, width=2)
+    nan, small = [1.0, math.nan], [0.01, 0.01]
+    passed, sound = window.judge(np.array([[nan], [nan]]))
+    assert passed.tolist() == [[False] * 2] and sound.tolist() == [[True, False]]
+    passed, _ = window.judge(np.array([[small], [[1.0, 1.0]]]))
+    assert passed.tolist() == [[True, True]]

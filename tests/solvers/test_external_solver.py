@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from small_models import affine, embedded
 
 import deqseq as dq
 from deqseq import Status, Stop
@@ -73,3 +74,15 @@ def test_a_window_is_refused():
     model = dq.ImplicitModel(dq.Affine(4))
     with pytest.raises(ValueError, match=r"Outside.*window of 3 blocks: take Simultaneous\(\)"):
         model(torch.ones(1, 7, 4), solver=Outside(), sweep=dq.Sliding(3))
+
+
+def test_every_block_of_a_longer_row_is_solved():
+    """A row that has ended stays in the batch, because its cache is returned."""
+    stop = dq.Stop(rtol=1e-6, max_steps=60)
+    config = dq.SolveConfig(Outside(), stop, sweep=dq.Chunked(2))
+    model, x = dq.ImplicitModel(affine(), config).eval(), embedded(2, 6)
+    mask = torch.arange(6) < torch.tensor([[2], [6]])
+    with torch.no_grad():
+        output = model(x, mask=mask, return_cache=True)
+    assert output.converged.all()
+    assert torch.allclose(output.value[1], model.backbone.solution(x)[1], atol=1e-5)
