@@ -10,7 +10,7 @@ from torch import Tensor
 
 from deqseq.arguments import checked
 from deqseq.rows import per_row
-from deqseq.solution import Call, Outcome, SolveStats, Status, worst_token
+from deqseq.solution import Call, Outcome, Status, worst_token
 from deqseq.solvers import Adaptive, Anderson, Broyden, Relaxed, Solver
 from deqseq.step import Progress
 from deqseq.stop import Stop, token_norms
@@ -30,9 +30,10 @@ ADVICE = {
     "limit cycle": "damp the iteration",
     "divergence": "the map expands: damp the iteration, or make the map contractive",
     "loose tolerance": "tighten it",
-    "estimator": "in eval mode the value is that of the solve; to train, take fewer or "
-    "shorter steps, or make the map "
-    "contract",
+    "estimator": (
+        "in eval mode the value is that of the solve; to train, take fewer or shorter steps, or "
+        "make the map contract"
+    ),
     "changed since": (
         "explain a solve before weights, mode or inputs change: it is made again with those of now"
     ),
@@ -41,15 +42,16 @@ ADVICE = {
     "random map": "draw noise and dropout once, before the solve, or call eval()",
     "map not finite": "look for NaN in the inputs and the weights",
     "precision": "loosen the tolerance, or compute in a wider dtype",
-    "no fixed point found": "make the map contract, for example by scaling its weights "
-    "to a spectral norm below 1, or "
-    "train the model at its fixed point (deqseq.training.free); an untrained map, one trained "
-    "through unrolled "
-    "iterations alone, or inputs unlike those of training need not have a fixed point that a "
-    "solver reaches",
-    "several fixed points": "the start decides which one is found: solve from the "
-    "start that training used, and "
-    "train with every sweep that will be used",
+    "no fixed point found": (
+        "make the map contract, for example by scaling its weights to a spectral norm below 1, or "
+        "train the model at its fixed point (deqseq.training.free); an untrained map, one that was "
+        "only trained through unrolled iterations, or inputs unlike those of training need not "
+        "have a fixed point that a solver reaches"
+    ),
+    "several fixed points": (
+        "the start decides which one is found: solve from the start that training used, and train "
+        "with every sweep that will be used"
+    ),
 }
 """What to do about each cause; a row that converged has the cause "converged"."""
 
@@ -71,15 +73,15 @@ class Explanation:
     def __str__(self) -> str:
         lines, batch = [], len(self.causes)
         for cause, finding in self.findings.items():
-            rows = [row for row, name in enumerate(self.causes) if name == cause]
-            numbers = ", ".join(map(str, rows[:8]))
-            if len(rows) == batch:
-                shown = f"all {batch} rows" if batch > 1 else "row 0"
-            elif len(rows) == 1:
-                shown = f"row {numbers} of {batch}"
-            else:
-                more = " …" if len(rows) > 8 else ""
-                shown = f"rows {numbers}{more} of {batch}"
+            rows = [str(row) for row, name in enumerate(self.causes) if name == cause]
+            subject = "row" if len(rows) == 1 else "rows"
+            shown = f"{subject} {', '.join(rows[:8])}"
+            if len(rows) > 8:
+                shown += " …"
+            if len(rows) < batch:
+                shown += f" of {batch}"
+            elif batch > 1:
+                shown = f"all {batch} rows"
             lines.append(f"{shown}: {cause}. {finding}")
             if cause in self.remedies:
                 lines.append(f"  Remedy: {self.remedies[cause]}.")
@@ -95,10 +97,6 @@ class Cause(NamedTuple):
     """How many are enough; 0 if unknown."""
 
 
-Causes = dict[int, Cause]
-"""Of some rows."""
-
-
 class _Stay(Solver[None]):
     """Evaluates the map at one point, again and again."""
 
@@ -109,27 +107,195 @@ class _Stay(Solver[None]):
         return z, None
 
 
-class _Trials:
-    """The solves that are made to explain one: ``longer`` has a tolerance and a larger budget."""
+class _Examination:
+    """Solves a problem in other ways, and records why each row ended as it did, and what to do.
+
+    ``stop`` has a tolerance; ``longer`` has a larger budget, too.
+    """
 
     def __init__(self, call: Call) -> None:
-        self.call, self.stop = call, call.stop
+        self.call: Any = call
+        self.causes: dict[int, Cause] = {}
+        self.advice = dict(ADVICE)
+        self.has_sweeps = call.sweep is not None and not call.solver.owns_loop
+        self.stop = call.stop
         if not call.stop.has_tolerance:
             self.stop = replace(call.stop, rtol=1e-4, check_every=1)
         budget = min(max(4 * call.stop.max_steps, 64), 1000)
         budget = max(call.stop.max_steps, budget)
         self.longer = replace(self.stop, check_every=1, max_steps=budget)
 
-    def together(self, **changes: Any) -> Any:
+    def solve(self, **changes: Any) -> Any:
         """Solve with changes, all tokens together."""
         if self.call.sweep is not None:
             changes["sweep"] = Simultaneous()
         return self.call.repeat(**changes)
 
-    def evaluate(self, point: State, times: int = 1) -> State:
-        """The value of the map at a point, when it is evaluated there the last of so many times."""
-        stop = Stop.exactly(times)
-        return self.together(solver=_Stay(), stop=stop, start=point).value.double()
+    def evaluate(self, point: State | None, times: int) -> State:
+        """The value of the map at a point, or at the start, the last of so many times."""
+        return self.solve(solver=_Stay(), stop=Stop.exactly(times), start=point).value
+
+    def rows_with(self, *names: str) -> list[int]:
+        """The rows with one of these causes."""
+        return [row for row, cause in self.causes.items() if cause.name in names]
+
+    def examine_failed(self, rows: list[int], first_value: State) -> None:
+        """Find out why these rows failed, and settings with which they converge."""
+        records: list[Progress] = []
+        solved = self.solve(stop=self.longer, callback=records.append)
+        residuals = [worst_token(record.residual) for record in records]
+        trace = torch.stack(residuals).cpu().double()
+        sizes = [token_norms(x.double()).norm(dim=1) for x in (solved.value, first_value)]
+        growth = (sizes[0] / sizes[1]).tolist()
+        for row in rows:
+            cause = self._cause(solved, row, trace[:, row], growth[row])
+            if cause.name in ("limit cycle", "budget") and growth[row] < 1e-3:
+                text = f"The state tends to zero; {cause.text}"
+                cause = Cause("fixed point zero", text, cause.iterations)
+            self.causes[row] = cause
+        self._try_window(solved)
+        for name in ("budget", "slow convergence"):
+            counts = [self.causes[row].iterations for row in self.rows_with(name)]
+            if min(counts, default=0) > 0:
+                budget = _written(self.stop, max(counts))
+                self.advice[name] = f"give more iterations: stop={budget}"
+        self._try_solvers()
+
+    def _try_window(self, solved: Any) -> None:
+        """Rows whose tokens converge from left to right only need a window, or a budget."""
+        stuck = self.rows_with("limit cycle", "slow convergence", "drift")
+        if not (stuck and self.has_sweeps and self.call.sweep.block is None):
+            return
+        try:
+            in_window = _rows(self.call.repeat(sweep=WINDOW, stop=self.stop).converged)
+        except NotImplementedError:  # a backbone without advance() has one sweep
+            return
+        passed = (solved.stats.residual <= self.longer.rtol).cumprod(dim=1)
+        length, steps = passed.shape[1], solved.stats.evaluations
+        sequential = [row for row in stuck if row in in_window]
+        for row in sequential:
+            count = f"{int(passed[row].sum())} of {length} tokens have converged"
+            text = f"From left to right, {count} after {steps} iterations."
+            self.causes[row] = Cause("budget", text)
+        if sequential and set(self.rows_with("budget")) <= set(in_window):
+            reason = "all tokens together need a max_steps that grows with the length"
+            self.advice["budget"] = f"sweep={WINDOW} converges; {reason}"
+
+    def _try_solvers(self) -> None:
+        """Name a solver with which all rows converge that are not merely short of a budget."""
+        moving = self.rows_with("limit cycle", "divergence")
+        rows = moving + self.rows_with("slow convergence")
+        if not rows:
+            return
+        # damping does not help a solve that is only slow
+        solvers = DAMPED + SEVERAL if moving else SEVERAL
+        solvers = [solver for solver in solvers if solver != self.call.solver]
+        for solver in solvers:
+            solved = self.solve(solver=solver, stop=self.longer)
+            if bool(solved.converged[rows].all()):
+                iterations = int(worst_token(solved.stats.iterations)[rows].max())
+                setting = f"solver={solver}, stop={_written(self.stop, iterations)}"
+                tried = f"{setting} converges in {_range(solved.stats, rows)} iterations"
+                several = f"{tried}, or {self.advice['slow convergence']}"
+                self.advice["slow convergence"] = several
+                damped = f"{tried}; to train, make the map contract"
+                self.advice |= dict.fromkeys(("limit cycle", "divergence"), damped)
+                return
+        names = ", ".join(map(str, solvers))
+        for row in moving:
+            text = f"{self.causes[row].text} {names} did not converge either."
+            self.causes[row] = Cause("no fixed point found", text)
+
+    def _cause(self, solved: Any, row: int, trace: Tensor, growth: float) -> Cause:
+        """Why a row failed, from the residuals of a longer solve.
+
+        The difference has fallen as the residual has, times the ``growth`` of the state.
+        """
+        rtol, dtype = self.longer.rtol, self.call.dtype
+        iterations, status = int(worst_token(solved.stats.iterations)[row]), int(solved.status[row])
+        if status == Status.DIVERGED and iterations <= 1:
+            return Cause("map not finite", "The first value of the map is not finite.")
+        if status == Status.DIVERGED:
+            text = f"The residual grows without bound in {iterations} iterations."
+            return Cause("divergence", text)
+        if status == Status.CONVERGED:
+            budget = self.stop.max_steps
+            text = f"It converges in {iterations} iterations; the budget was {budget}."
+            return Cause("budget", text, iterations)
+        # smallest residuals of the last two quarters: an oscillation falls by nothing
+        quarter = max(1, len(trace) // 4)
+        last = float(trace[-quarter:].min())
+        level = f"The residual is {last:.1e} after {iterations} iterations"
+        tolerance = f"the tolerance is {rtol:.1e}."
+        drift = Cause("drift", f"{level}, because the state grows: the difference does not fall.")
+        if 0 < last <= rtol:
+            return drift
+        units = 32 if dtype.itemsize > 2 else 4
+        if last < units * torch.finfo(dtype).eps:
+            return Cause("precision", f"{level}, which is the precision of {dtype}; {tolerance}")
+        if len(trace) == 1:  # a solver of another library is checked once
+            return Cause("slow convergence", f"{level}; {tolerance}")
+        earlier = float(trace[-2 * quarter : -quarter].min())
+        rate = (last / earlier) ** (1 / quarter) if earlier > 0 else 1.0
+        if rate >= 0.999:
+            return Cause("limit cycle", f"{level} and does not fall; {tolerance}")
+        if growth * last > 0.9 * float(trace[0]):
+            return drift
+        text, enough = f"{level} and falls by a factor of {rate:.3f} per iteration", 0
+        if rtol and not self.longer.atol:
+            enough = iterations + int(math.log(rtol / last) / math.log(rate))
+        needed = f"at least {enough}" if enough else "more"
+        return Cause("slow convergence", f"{text}: {needed} iterations are needed.", enough)
+
+    def examine_converged(self, outcome: Outcome, rows: list[int]) -> None:
+        """Find out whether these rows converge to the same in other ways."""
+        call, causes = self.call, dict[int, Cause]()
+        tight = replace(self.longer, rtol=min(self.longer.rtol, 1e-4))
+        usual = self.solve(stop=tight)
+        other = self.solve(stop=tight, start=_random_states(usual.value))
+        elsewhere = "A solve from a random start converges elsewhere."
+        different_rows = _apart(usual, other, tight.atol)
+        causes |= dict.fromkeys(different_rows, Cause("several fixed points", elsewhere))
+        with suppress(NotImplementedError):  # a backbone without advance() has one sweep
+            causes |= self._other_sweeps()
+        estimated = call.estimated_value(outcome)
+        if estimated is None:
+            same = call.repeat()
+            returned = replace(same, value=call.solved_value(outcome))
+            changed = Cause("changed since", "The same solve now gives another value.")
+            causes |= dict.fromkeys(_apart(same, returned, tight.atol), changed)
+        else:  # the estimator may have left the tolerance where the map expands
+            once = replace(call.stop, max_steps=1, check_every=1)
+            evaluated = self.solve(solver=_Stay(), stop=once, start=estimated)
+            residual = worst_token(evaluated.stats.residual)
+            for row in _rows(~evaluated.converged):
+                text = "The estimator's steps led the value to a residual of"
+                causes[row] = Cause("estimator", f"{text} {float(residual[row]):.1e}.")
+        unsuspected = [row for row in rows if row not in causes]
+        text = f"In {_range(outcome.stats, unsuspected or rows)} iterations"
+        if bool((usual.converged & other.converged)[unsuspected].all()):
+            text += "; from a random start, to the same value"
+        converged = Cause("converged", f"{text}.")
+        self.causes |= {row: causes.get(row, converged) for row in rows}
+
+    def _other_sweeps(self) -> dict[int, Cause]:
+        """Rows in which the sweep that was used and another one converge to different values."""
+        causes: dict[int, Cause] = {}
+        if not self.has_sweeps:
+            return causes
+        used = self.call.sweep
+        other = WINDOW if used.block is None else Simultaneous()
+        loose = self.longer.rtol
+        tight = max(loose / 100, 8 * torch.finfo(self.call.dtype).eps)
+        for rtol, name in ((loose, "loose tolerance"), (tight, "several fixed points")):
+            stop = replace(self.longer, rtol=rtol)
+            first, second = (self.call.repeat(sweep=sweep, stop=stop) for sweep in (used, other))
+            text = f"At a tolerance of {rtol:.0e}, {used} and {other} converge to different values."
+            rows = _apart(first, second, stop.atol)
+            causes |= dict.fromkeys(rows, Cause(name, text))
+            if not rows:
+                break
+        return causes
 
 
 @checked
@@ -165,30 +331,27 @@ def explain(outcome: Outcome) -> Explanation:
             "explain() needs the outcome of a whole solve as it was returned, got rows of one, or "
             "a copy"
         )
-    call, trials = outcome.call, _Trials(outcome.call)
-    statuses = outcome.status.tolist()
-    rows: dict[Status, list[int]] = {kind: [] for kind in Status}
-    for row, status in enumerate(statuses):
-        rows[Status(status)].append(row)
-    spent = rows[Status.MAX_STEPS_REACHED]
-    failed = rows[Status.DIVERGED] + (spent if call.stop.has_tolerance else [])
-    causes, advice = Causes(), dict(ADVICE)
-    point = trials.together(solver=_Stay(), stop=Stop.exactly(1)).value.nan_to_num(0, 0, 0)
-    first, second = trials.evaluate(point), trials.evaluate(point, times=2)
+    examination, stop = _Examination(outcome.call), outcome.call.stop
+    converged = _rows(outcome.converged)
+    spent = _rows(outcome.status == Status.MAX_STEPS_REACHED)
+    failed = _rows(outcome.status == Status.DIVERGED)
+    if stop.has_tolerance:
+        failed += spent
+    point = examination.evaluate(None, 1).nan_to_num(0, 0, 0)
+    first, second = (examination.evaluate(point, times).double() for times in (1, 2))
     if failed:
-        causes, advice = _failed(trials, failed, point)
-    if rows[Status.CONVERGED]:
-        causes |= _converged(trials, outcome, rows[Status.CONVERGED])
-    size = first.abs().reshape(len(first), -1).amax(dim=1)
-    noisy = (first - second).abs().reshape(len(first), -1).amax(dim=1) > 1e-4 * size
-    for row in causes:
-        if noisy[row]:
-            causes[row] = Cause("random map", "Two evaluations at the same point differ.")
-    if spent and not call.stop.has_tolerance:
+        examination.examine_failed(failed, point)
+    if converged:
+        examination.examine_converged(outcome, converged)
+    causes = examination.causes
+    differ = token_norms(first - second).amax(dim=1) > 1e-4 * token_norms(first).amax(dim=1)
+    random = Cause("random map", "Two evaluations at the same point differ.")
+    causes |= {row: random for row in _rows(differ) if row in causes}
+    if spent and not stop.has_tolerance:
         worst = float(worst_token(outcome.stats.residual.detach())[spent].max())
-        ran = f"{call.stop.max_steps} iterations, whatever the residual"
-        causes |= dict.fromkeys(spent, Cause("no tolerance", f"{ran}: it is {worst:.1e} or less."))
-    return _summary([causes[row] for row in range(len(statuses))], advice)
+        text = f"{stop.max_steps} iterations, whatever the residual: it is {worst:.1e} or less."
+        causes |= dict.fromkeys(spent, Cause("no tolerance", text))
+    return _summary([causes[row] for row in sorted(causes)], examination.advice)
 
 
 def _summary(causes: list[Cause], advice: dict[str, str]) -> Explanation:
@@ -201,165 +364,9 @@ def _summary(causes: list[Cause], advice: dict[str, str]) -> Explanation:
     return Explanation(tuple(cause.name for cause in causes), findings, remedies)
 
 
-def _failed(trials: _Trials, rows: list[int], begun: State) -> tuple[Causes, dict[str, str]]:
-    """Why these rows failed, and advice that names settings with which they converge."""
-    records: list[Progress] = []
-    longer = trials.longer
-    solved = trials.together(stop=longer, callback=records.append)
-    residuals = [worst_token(record.residual) for record in records]
-    trace = torch.stack(residuals).cpu().double()
-    norms = [x.double().reshape(len(x), -1).norm(dim=1) for x in (solved.value, begun)]
-    growth = (norms[0] / norms[1]).tolist()
-    causes = Causes()
-    for row in rows:
-        cause = _cause(trials, solved, row, trace[:, row], growth[row])
-        if cause.name in ("limit cycle", "budget") and growth[row] < 1e-3:
-            text = f"The state tends to zero; {cause.text}"
-            cause = Cause("fixed point zero", text, cause.iterations)
-        causes[row] = cause
-    stuck = [
-        row for row in rows if causes[row].name in ("limit cycle", "slow convergence", "drift")
-    ]
-    in_window = _converged_in_window(trials) if stuck else []
-    late = [row for row in stuck if in_window and in_window[row]]
-    if late:  # from left to right their tokens converge one after another
-        passed = (solved.stats.residual <= longer.rtol).cumprod(dim=1).sum(dim=1).tolist()
-        length, steps = solved.stats.residual.shape[1], solved.stats.evaluations
-        for row in late:
-            count = f"{passed[row]} of {length} tokens have converged after {steps} iterations"
-            causes[row] = Cause("budget", f"From left to right, {count}.")
-    advice = _budgets(trials, causes, late, in_window)
-    return _other_solvers(trials, causes, advice)
-
-
-def _budgets(
-    trials: _Trials, causes: Causes, late: list[int], in_window: list[bool]
-) -> dict[str, str]:
-    """The advice, in which the budget is named that is enough."""
-    advice = dict(ADVICE)
-    for name in ("budget", "slow convergence"):
-        rows = [row for row, cause in causes.items() if cause.name == name]
-        counts = [causes[row].iterations for row in rows if row not in late]
-        if late and name == "budget":  # what is enough for other rows is not enough for these
-            if all(in_window[row] for row in rows):
-                reason = "all tokens together need a max_steps that grows with the length"
-                advice[name] = f"sweep={WINDOW} converges; {reason}"
-        elif counts and min(counts) > 0:
-            advice[name] = f"give more iterations: stop={_written(trials.stop, max(counts))}"
-    return advice
-
-
-def _other_solvers(
-    trials: _Trials, causes: Causes, advice: dict[str, str]
-) -> tuple[Causes, dict[str, str]]:
-    """Name a solver with which all rows converge that are not merely short of a budget."""
-    moving = [row for row in causes if causes[row].name in ("limit cycle", "divergence")]
-    slow = [row for row in causes if causes[row].name == "slow convergence"]
-    hard = moving + slow
-    if not hard:
-        return causes, advice
-    # damping does not help a solve that is only slow
-    solvers = DAMPED + SEVERAL if moving else SEVERAL
-    solvers = [solver for solver in solvers if solver != trials.call.solver]
-    for solver in solvers:
-        solved = trials.together(solver=solver, stop=trials.longer)
-        if bool(solved.converged[hard].all()):
-            iterations = int(worst_token(solved.stats.iterations)[hard].max())
-            setting = f"solver={solver}, stop={_written(trials.stop, iterations)}"
-            tried = f"{setting} converges in {_range(solved.stats, hard)} iterations"
-            advice["slow convergence"] = f"{tried}, or {advice['slow convergence']}"
-            advice["limit cycle"] = f"{tried}; to train, make the map contract"
-            advice["divergence"] = advice["limit cycle"]
-            return causes, advice
-    names = ", ".join(map(str, solvers))
-    for row in moving:
-        text = f"{causes[row].text} {names} did not converge either."
-        causes[row] = Cause("no fixed point found", text)
-    return causes, advice
-
-
-def _converged_in_window(trials: _Trials) -> list[bool]:
-    """Which rows converge in a window; nothing if there is none."""
-    call = trials.call
-    if call.sweep is not None and call.sweep.block is None and not call.solver.owns_loop:
-        with suppress(NotImplementedError):  # a backbone without advance() has one sweep
-            return call.repeat(sweep=WINDOW, stop=trials.stop).converged.tolist()
-    return []
-
-
-def _cause(trials: _Trials, solved: Outcome, row: int, trace: Tensor, growth: float) -> Cause:
-    """Why a row failed, from the residuals of a longer solve.
-
-    The difference has fallen as the residual has, times the ``growth`` of the state.
-    """
-    assert solved.stats is not None and solved.status is not None
-    stop, dtype = trials.longer, trials.call.dtype
-    iterations, status = int(worst_token(solved.stats.iterations)[row]), int(solved.status[row])
-    if status == Status.DIVERGED and iterations <= 1:
-        return Cause("map not finite", "The first value of the map is not finite.")
-    if status == Status.DIVERGED:
-        text = f"The residual grows without bound in {iterations} iterations."
-        return Cause("divergence", text)
-    if status == Status.CONVERGED:
-        budget = trials.stop.max_steps
-        text = f"It converges in {iterations} iterations; the budget was {budget}."
-        return Cause("budget", text, iterations)
-    # smallest residuals of the last two quarters: an oscillation falls by nothing
-    quarter = max(1, len(trace) // 4)
-    last = float(trace[-quarter:].min())
-    level = f"The residual is {last:.1e} after {iterations} iterations"
-    tolerance = f"the tolerance is {stop.rtol:.1e}."
-    drift = Cause("drift", f"{level}, because the state grows: the difference does not fall.")
-    if 0 < last <= stop.rtol:
-        return drift
-    units = 32 if dtype.itemsize > 2 else 4
-    if last < units * torch.finfo(dtype).eps:
-        return Cause("precision", f"{level}, which is the precision of {dtype}; {tolerance}")
-    if len(trace) == 1:  # of a solver of another library
-        return Cause("slow convergence", f"{level}; {tolerance}")
-    before = float(trace[-2 * quarter : -quarter].min())
-    rate = (last / before) ** (1 / quarter) if before > 0 else 1.0
-    if rate >= 0.999:
-        return Cause("limit cycle", f"{level} and does not fall; {tolerance}")
-    if growth * last > 0.9 * float(trace[0]):
-        return drift
-    text, enough = f"{level} and falls by a factor of {rate:.3f} per iteration", 0
-    if stop.rtol and not stop.atol:
-        enough = iterations + int(math.log(stop.rtol / last) / math.log(rate))
-    needed = f"at least {enough}" if enough else "more"
-    return Cause("slow convergence", f"{text}: {needed} iterations are needed.", enough)
-
-
-def _converged(trials: _Trials, outcome: Outcome, rows: list[int]) -> Causes:
-    """Whether these rows converge to the same from another start and by another sweep."""
-    assert outcome.stats is not None
-    call, longer, causes = trials.call, trials.longer, Causes()
-    tight = replace(longer, rtol=min(longer.rtol, 1e-4))
-    usual, same = trials.together(stop=tight), call.repeat()
-    other = trials.together(stop=tight, start=_random_states(usual.value))
-    elsewhere = Cause("several fixed points", "A solve from a random start converges elsewhere.")
-    causes |= dict.fromkeys(_apart(usual, other, tight.atol), elsewhere)
-    if call.sweep is not None:
-        with suppress(NotImplementedError):  # a backbone without advance() has one sweep
-            causes |= _other_sweeps(trials)
-    estimated = call.estimated_value(outcome)
-    if estimated is None:
-        changed = Cause("changed since", "The same solve now gives another value.")
-        returned = replace(same, value=call.solved_value(outcome))
-        causes |= dict.fromkeys(_apart(same, returned, longer.atol), changed)
-    else:  # the estimator may have left the tolerance where the map expands
-        once = replace(call.stop, max_steps=1, check_every=1)
-        there = trials.together(solver=_Stay(), stop=once, start=estimated)
-        residual = worst_token(there.stats.residual)
-        for row in (~there.converged).nonzero()[:, 0].tolist():
-            text = "The estimator's steps led the value to a residual of"
-            causes[row] = Cause("estimator", f"{text} {float(residual[row]):.1e}.")
-    single = [row for row in rows if row not in causes]
-    text = f"In {_range(outcome.stats, single or rows)} iterations"
-    if bool((usual.converged & other.converged)[single].all()):
-        text += "; from a random start, to the same value"
-    here = Cause("converged", f"{text}.")
-    return {row: causes.get(row, here) for row in rows}
+def _rows(flags: Tensor) -> list[int]:
+    """The numbers of the rows whose flag is True."""
+    return flags.nonzero()[:, 0].tolist()
 
 
 def _random_states(like: State) -> State:
@@ -371,47 +378,25 @@ def _random_states(like: State) -> State:
     return (noise.to(size) * per_row(size, like)).clamp(-limit, limit).to(like.dtype)
 
 
-def _other_sweeps(trials: _Trials) -> Causes:
-    """Rows in which the sweep that was used and another one converge to different values."""
-    call, longer, causes = trials.call, trials.longer, Causes()
-    assert call.sweep is not None
-    if call.solver.owns_loop:
-        return causes
-    used, other = call.sweep, Simultaneous()
-    if used.block is None:
-        other = WINDOW
-    closer = max(longer.rtol / 100, 8 * torch.finfo(call.dtype).eps)
-    for rtol, name in ((longer.rtol, "loose tolerance"), (closer, "several fixed points")):
-        stop = replace(longer, rtol=rtol)
-        first, second = (call.repeat(sweep=sweep, stop=stop) for sweep in (used, other))
-        text = f"At a tolerance of {rtol:.0e}, {used} and {other} converge to different values."
-        disagree = _apart(first, second, longer.atol)
-        causes |= dict.fromkeys(disagree, Cause(name, text))
-        if not disagree:
-            break
-    return causes
-
-
 def _apart(a: Any, b: Any, atol: float) -> list[int]:
     """Rows that converged in both, and differ in a token by a twentieth of a token's mean size."""
     difference = token_norms(a.value - b.value).amax(dim=1)
     apart = difference > 0.05 * token_norms(a.value).mean(dim=1) + 100 * atol
-    return (apart & a.converged & b.converged).nonzero()[:, 0].tolist()
+    return _rows(apart & a.converged & b.converged)
 
 
 def _written(stop: Stop, iterations: int) -> str:
     """The stopping rule as a user writes it, with a budget that is enough: a power of two."""
     stop = replace(stop, max_steps=2 ** iterations.bit_length())
-    values = {field.name: getattr(stop, field.name) for field in fields(stop)}
-    changed = [
-        f"{field.name}={values[field.name]!r}"
-        for field in fields(stop)
-        if values[field.name] != field.default or field.name == "max_steps"
-    ]
+    changed = []
+    for field in fields(stop):
+        value = getattr(stop, field.name)
+        if value != field.default or field.name == "max_steps":
+            changed.append(f"{field.name}={value!r}")
     return f"Stop({', '.join(changed)})"
 
 
-def _range(stats: SolveStats, rows: list[int]) -> str:
+def _range(stats: Any, rows: list[int]) -> str:
     """The smallest and the largest number of iterations of some rows."""
     low, high = torch.aminmax(worst_token(stats.iterations)[rows])
     return f"{int(low)}" if low == high else f"{int(low)} to {int(high)}"
