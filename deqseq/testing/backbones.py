@@ -205,37 +205,26 @@ class BackboneContract:
             assert_same_cache(cache, self.advance(backbone, None, whole_aux, 40))
 
     def test_padding_does_not_change_a_row(self) -> None:
+        """Nor does what the other rows commit: row 2 commits nothing, and keeps its cache."""
         backbone, x, z = self.example(3, 5)
         later_x, later_z = self.randn(3, 4, seed=2), self.randn(3, 4, seed=3)
-        lengths = torch.tensor([2, 5, 1])
-        mask = torch.arange(5) < lengths[:, None]
-        value, aux = evaluated(backbone, x, z, mask=mask, need_aux=True)
-        for committed in (3, 5):
-            counts = lengths.clamp(max=committed)
-            cache = self.advance(backbone, None, aux, committed, counts)
-            later, _ = evaluated(backbone, later_x, later_z, cache)
-            for row, count in enumerate(counts.tolist()):
-                one = slice(row, row + 1)
-                alone, alone_aux = evaluated(
-                    backbone, x[one, :count], z[one, :count], need_aux=True
-                )
-                assert_same(alone, value[one, :count])
-                alone_cache = self.advance(backbone, None, alone_aux, count)
-                alone_later, _ = evaluated(backbone, later_x[one], later_z[one], alone_cache)
-                assert_same(alone_later, later[one])
-
-    def test_a_row_that_commits_nothing_keeps_its_cache(self) -> None:
-        """Each row has its own window: one commits its first tokens, the other none."""
-        backbone, x, z = self.example(2, 9)
-        cache = None
-        for start in (0, 3):  # without tokens before, and after some
-            now, later = slice(start, start + 3), slice(6, 9)
-            _, aux = evaluated(backbone, x[:, now], z[:, now], cache, need_aux=True)
-            one_row_later = self.advance(backbone, cache, aux, 3, torch.tensor([3, 0]))
-            value, _ = evaluated(backbone, x[:, later], z[:, later], one_row_later)
-            expected, _ = evaluated(backbone, x[:, later], z[:, later], cache)
-            assert_same(value[1], expected[1])
-            cache = self.advance(backbone, cache, aux, 3)
+        mask = torch.arange(5) < torch.tensor([[2], [5], [1]])
+        cache: Cache | None = None
+        for committed in (3, 5):  # without tokens before, and after some
+            counts = torch.tensor([2, committed, 0])
+            value, aux = evaluated(backbone, x, z, cache, mask, need_aux=True)
+            next_cache = self.advance(backbone, cache, aux, committed, counts)
+            later, _ = evaluated(backbone, later_x, later_z, next_cache)
+            for row in torch.arange(3).split(1):
+                row_cache, count = take(cache, row), int(counts[row])
+                if count > 0:
+                    row_x, row_z = x[row, :count], z[row, :count]
+                    alone, aux = evaluated(backbone, row_x, row_z, row_cache, need_aux=True)
+                    assert_same(alone, value[row, :count])
+                    row_cache = self.advance(backbone, row_cache, aux, count)
+                alone_later, _ = evaluated(backbone, later_x[row], later_z[row], row_cache)
+                assert_same(alone_later, later[row])
+            cache = next_cache
 
     # Whole solves
 
