@@ -155,13 +155,13 @@ class Mamba2(BlockStack[Mamba2Cache]):
 
     def _stack(self, z, injected, states, dropout, need_aux: bool, backend: Backend):
         """All blocks and the final norm, from tensors to tensors."""
-        kept: list[MixerAux] = []
+        auxes = []
         for i, block in enumerate(self.layers):
-            state, mask = states[i] if states else None, dropout[i] if dropout else None
+            state = states[i] if states else None
+            mask = dropout[i] if dropout else None
             z, aux = self.run_block(block, z, injected, state, mask, need_aux, backend)
-            if aux is not None:
-                kept.append(aux)
-        return self.norm_f(z), tuple(kept)
+            auxes.append(aux)
+        return self.norm_f(z), tuple(auxes)
 
 
 def _block(config: Mamba2Config) -> Mamba2Block:

@@ -81,14 +81,14 @@ class Mamba2Mixer(nn.Module):
         check_groups("Mamba2Mixer", expand * d_model, headdim, n_groups)
         d_inner = expand * d_model
         heads = d_inner // headdim
-        self.headdim, self.chunk_size = headdim, chunk_size
+        self.headdim, self.d_state, self.n_groups = headdim, d_state, n_groups
+        self.chunk_size = chunk_size
         self.dt_limit = (dt_limit[0], dt_limit[1])
-        self.maps = (n_groups, d_state)
         self.convolved = (d_inner, n_groups * d_state, n_groups * d_state)  # widths of x, B and C
-        self.filters = (sum(self.convolved), d_conv)
-        self.parts = (d_inner, self.filters[0], heads)
+        self.channels = sum(self.convolved)
+        self.parts = (d_inner, self.channels, heads)
         self.in_proj = nn.Linear(d_model, sum(self.parts), bias=False)
-        self.conv1d = CausalConv1d(*self.filters)
+        self.conv1d = CausalConv1d(self.channels, d_conv)
         step = torch.empty(heads).uniform_(math.log(1e-3), math.log(1e-1)).exp()
         self.dt_bias = nn.Parameter(step + torch.log(-torch.expm1(-step)))  # its softplus is step
         self.A_log = nn.Parameter(torch.empty(heads).uniform_(1, 16).log())
@@ -104,7 +104,8 @@ class Mamba2Mixer(nn.Module):
     @property
     def state_shapes(self) -> list[tuple[int, ...]]:
         """The shapes of a row's :class:`MixerState`."""
-        return [(self.conv1d.past, self.filters[0]), (self.parts[2], self.headdim, self.maps[1])]
+        heads = self.parts[2]
+        return [(self.conv1d.past, self.channels), (heads, self.headdim, self.d_state)]
 
     def forward(
         self,
@@ -130,10 +131,10 @@ class Mamba2Mixer(nn.Module):
             projected = projected + injection
         kernels = fused.resolved(backend, projected) == "mamba_ssm"
         rates, steps = self._dynamics()
-        no_state = state is None and not need_aux
-        if kernels and no_state and fused.joins_everything(u.shape[1], *self.filters):
-            conv = with_weights(self.conv1d).weight, self.conv1d.bias
-            sizes = self.headdim, self.maps[0], self.chunk_size
+        no_state, width = state is None and not need_aux, self.conv1d.past + 1
+        if kernels and no_state and fused.joins_everything(u.shape[1], self.channels, width):
+            conv = with_weights(self.conv1d)
+            sizes = self.headdim, self.n_groups, self.chunk_size
             y = fused.convolved_and_scanned(
                 projected, conv, rates, self.D, steps, self.norm, *sizes
             )
@@ -142,7 +143,7 @@ class Mamba2Mixer(nn.Module):
         conv, before = (None, None) if state is None else state
         x, B, C = self.conv1d(xBC, conv, backend).split(self.convolved, dim=-1)
         x = x.unflatten(2, (-1, self.headdim))
-        B, C = B.unflatten(2, (self.maps[0], -1)), C.unflatten(2, (self.maps[0], -1))
+        B, C = (m.unflatten(2, (self.n_groups, -1)) for m in (B, C))
         scan = fused.scan if kernels else reference.scan
         y, _ = scan(x, dt, rates, B, C, self.D, steps, before, False, self.chunk_size)
         aux = MixerAux(xBC, x, dt, B) if need_aux else None

@@ -88,7 +88,11 @@ def _why_not(backend: Backend, device: str, dtype: torch.dtype) -> str | None:
         )
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"the kernels compute in float32, float16 or bfloat16, got {dtype}"
-    return _why_not_imported()
+    try:
+        _kernels()
+    except ImportError as error:
+        return f"mamba_ssm's kernels cannot be imported ({error}); {INSTALL}"
+    return None
 
 
 # A compiler would follow Triton's tuning into the kernels. torch.compiler.disable imports the
@@ -174,7 +178,7 @@ def convolved(x: Tensor, weight: Tensor, bias: Tensor, state: Tensor | None) -> 
 @_disable_dynamo
 def convolved_and_scanned(
     projected: Tensor,
-    conv,
+    conv: Any,
     A,
     D,
     steps: StepSizes,
@@ -184,12 +188,11 @@ def convolved_and_scanned(
     chunk_size: int | None,
 ) -> Tensor:
     """All that Mamba2 does between its two projections, by ``mamba_split_conv1d_scan_combined``."""
-    weight, bias = conv
     with torch.autocast(projected.device.type, enabled=False):
         y = _kernels().whole(
             projected,
-            weight[:, 0].to(projected.dtype),
-            bias.to(projected.dtype),
+            conv.weight[:, 0].to(projected.dtype),
+            conv.bias.to(projected.dtype),
             steps.bias,
             A.float(),
             D,
@@ -238,15 +241,6 @@ def _once_differentiable(y: Tensor) -> Tensor:
 def _needs_graph(*tensors: Tensor | None) -> bool:
     required = any(tensor is not None and tensor.requires_grad for tensor in tensors)
     return torch.is_grad_enabled() and required
-
-
-@cache
-def _why_not_imported() -> str | None:
-    try:
-        _kernels()
-    except ImportError as error:
-        return f"mamba_ssm's kernels cannot be imported ({error}); {INSTALL}"
-    return None
 
 
 @cache

@@ -156,8 +156,8 @@ def _chunks_in_turn(x, dt, rates, B, C, state, want_state, size, keep: bool) -> 
 def _chunk(x, dt, rates, B, C, state: ScanState | None, want_state: bool):
     """The dual form: one masked matrix product for what the chunk's tokens take from each other."""
     u = x * dt[..., None]
-    start, decay = _decays(rates)
-    y = _mixing(decay, B, C) @ u
+    start, decay, mixing = _weights(rates, B, C)
+    y = mixing @ u
     if state is not None:
         y = torch.addcmul(y, _read(C, state), start[..., None])
     if not want_state:
@@ -169,8 +169,8 @@ def _chunk(x, dt, rates, B, C, state: ScanState | None, want_state: bool):
 def _chunk_gradients(before, dafter, x, dt, rates, B, C, dy):
     """Gradients of the inputs and the state before, from those of y and the state after."""
     u, dy = (x * dt[..., None]).contiguous(), dy.contiguous()
-    start, decay = _decays(rates)
-    mixing, dmixing = _mixing(decay, B, C), dy @ u.mT
+    start, decay, mixing = _weights(rates, B, C)
+    dmixing = dy @ u.mT
     # The gradient of a token's rate is a sum over pairs of a token before it and one from it on. It
     # is a difference of sums over all pairs, in float64 so that the other pairs cancel: a remainder
     # would be multiplied by A.
@@ -200,25 +200,24 @@ def _chunk_gradients(before, dafter, x, dt, rates, B, C, dy):
     return du * dt[..., None], (du * x).sum(-1), drates, dB, dC, dbefore
 
 
-def _decays(rates: Float[Tensor, "batch heads size"]) -> tuple[Tensor, Tensor]:
-    """What is left at each token t of the state before the chunk, and of what token s <= t adds.
+def _weights(rates: Float[Tensor, "batch heads size"], B: Tensor, C: Tensor) -> tuple[Tensor, ...]:
+    """What is left at each token t of the state before the chunk, ``(batch, heads, size)``; what is
+    left of what each token s <= t adds; and that times ``C_t B_s^T``.
 
-    Shapes: ``(batch, heads, size)`` and ``(batch, heads, size, size)``.
+    The last two have shape ``(batch, heads, size, size)``. A product is computed once per group,
+    then spread over its heads.
     """
     total = rates.double().cumsum(2) * LOG2_E  # float64: differences of large sums can be small
     start = _decay(total.clone(), rates.dtype)
-    return start, _decay(total[..., :, None] - total[..., None, :], rates.dtype)
+    decay = _decay(total[..., :, None] - total[..., None, :], rates.dtype)
+    products = (C @ B.mT).tril_()[:, :, None]
+    mixing = decay.unflatten(1, (B.shape[1], -1)) * products
+    return start, decay, mixing.flatten(1, 2)
 
 
 def _decay(log: Tensor, dtype: torch.dtype) -> Tensor:
     """Two to the power of ``log``; entries above 0 are not used, and could overflow."""
     return log.to(dtype).clamp_(FORGOTTEN, 0).exp2_()
-
-
-def _mixing(decay: Tensor, B: Tensor, C: Tensor) -> Float[Tensor, "batch heads size size"]:
-    """``C B^T`` for each token and those before it: once per group, then spread over its heads."""
-    scores = (C @ B.mT).tril_()[:, :, None]
-    return (decay.unflatten(1, (B.shape[1], -1)) * scores).flatten(1, 2)
 
 
 def _gained(u: Float[Tensor, "batch heads size headdim"], B: Tensor) -> ScanState:

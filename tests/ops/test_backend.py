@@ -15,7 +15,7 @@ from deqseq.ops.ssd import ssd
 @pytest.fixture(autouse=True)
 def undecided(monkeypatch):
     """Each test decides anew, on a machine without the kernels unless it says otherwise."""
-    caches = (fused._decided, fused._kernels, fused._conv_kernels, fused._why_not_imported)
+    caches = (fused._decided, fused._kernels, fused._conv_kernels)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     for cached in caches:
         cached.cache_clear()
@@ -27,12 +27,13 @@ def undecided(monkeypatch):
 
 def tensors(dtype=torch.float32, length=5):
     torch.manual_seed(0)
-    x, dt = torch.randn(2, length, 2, 4, dtype=dtype), torch.randn(2, length, 2, dtype=dtype)
+    x = torch.randn(2, length, 2, 4, dtype=dtype)
+    dt = torch.randn(2, length, 2, dtype=dtype)
     B, C = torch.randn(2, 2, length, 1, 3, dtype=dtype)
     return x, dt, -torch.rand(2, dtype=dtype), B, C
 
 
-def kernels_in_torch(monkeypatch) -> list[str]:
+def kernels_in_torch(monkeypatch):
     """Stand-ins with the kernels' signatures; what was called is noted."""
     calls = []
 
@@ -89,7 +90,7 @@ def test_a_named_backend_that_cannot_run_is_an_error(monkeypatch):
 
 def test_auto_on_a_gpu_takes_the_kernels_or_says_once_what_is_missing(caplog, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(fused, "_why_not_imported", lambda: "no kernels")
+        patch.setattr(fused, "_why_not", lambda *kind: "no kernels")
         for _ in range(2):
             assert fused._decided("auto", "cuda", torch.bfloat16) == "reference"
     said = "scans of torch.bfloat16 tensors on cuda are computed by PyTorch: no kernels"
@@ -109,7 +110,8 @@ def test_an_unknown_backend_is_named():
 
 
 def test_the_scan_goes_to_the_kernels_with_all_it_needs(monkeypatch):
-    calls, state = kernels_in_torch(monkeypatch), torch.randn(2, 2, 4, 3)
+    calls = kernels_in_torch(monkeypatch)
+    state = torch.randn(2, 2, 4, 3)
     options = {
         "D": torch.randn(2),
         "dt_bias": torch.randn(2),
@@ -123,7 +125,8 @@ def test_the_scan_goes_to_the_kernels_with_all_it_needs(monkeypatch):
 
 
 def test_one_token_is_a_step_unless_a_graph_is_built(monkeypatch):
-    calls, state = kernels_in_torch(monkeypatch), torch.randn(2, 2, 4, 3)
+    calls = kernels_in_torch(monkeypatch)
+    state = torch.randn(2, 2, 4, 3)
     kept = state.clone()
     for options in ({}, {"dt_limit": (0.1, 0.5)}, {"dt_softplus": False}, {"D": torch.ones(2)}):
         ours, theirs = (
@@ -131,7 +134,8 @@ def test_one_token_is_a_step_unless_a_graph_is_built(monkeypatch):
             for name in ("mamba_ssm", "reference")
         )
         assert all(torch.allclose(*pair, atol=1e-6) for pair in zip(ours, theirs, strict=True))
-    assert calls == ["step"] * 4 and torch.equal(state, kept)
+    assert calls == ["step"] * 4
+    assert torch.equal(state, kept)
     ssd(*tensors(length=1), initial_state=state.requires_grad_(), backend="mamba_ssm")
     assert calls[4:] == ["scan in torch.float32, chunks of 256"]
 
@@ -144,7 +148,8 @@ def test_half_precision_inputs_stay_half_and_the_state_is_single(monkeypatch):
         y, state = ssd(
             *many, initial_state=torch.randn(2, 2, 4, 3), return_state=True, backend="mamba_ssm"
         )
-    assert (y.dtype, state.dtype) == (torch.bfloat16, torch.float32)
+    assert y.dtype == torch.bfloat16
+    assert state.dtype == torch.float32
     assert calls == ["scan in torch.bfloat16, chunks of 256"]
 
 
@@ -160,7 +165,8 @@ def test_a_second_derivative_of_the_kernels_is_refused(monkeypatch):
 def test_a_filter_that_the_kernels_cannot_take_is_convolved_by_the_reference(monkeypatch):
     kernels_in_torch(monkeypatch)
     monkeypatch.setattr(fused, "_conv_kernels", lambda: (None, None))
-    conv, x = dq.layers.CausalConv1d(8, 5), torch.randn(1, 6, 8)
+    conv = dq.layers.CausalConv1d(8, 5)
+    x = torch.randn(1, 6, 8)
     ours, theirs = (conv(x, backend=name) for name in ("mamba_ssm", "reference"))
     assert torch.equal(ours, theirs)
 
