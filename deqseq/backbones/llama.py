@@ -265,8 +265,8 @@ class Llama(BlockStack[LlamaCache]):
         super().__init__()
         self.config, self.d_model = config, config.d_model
         self.layers = nn.ModuleList(_block(config) for _ in range(config.n_layers))
-        norm = RMSNorm(config.d_model, config.norm_eps) if config.final_norm else nn.Identity()
-        self.norm = norm
+        norm = RMSNorm(config.d_model, config.norm_eps)
+        self.norm = norm if config.final_norm else nn.Identity()
         self.add_injection(self.layers[0].self_attn.injected_width)
 
     def prepare(
@@ -301,8 +301,8 @@ class Llama(BlockStack[LlamaCache]):
             cache = cache.reserve(z.shape[1])  # does nothing if the solve has reserved already
             past = tuple(Past(layer, cache.length) for layer in cache.layers)
         mask = self.layers[0].self_attn.attend.mask(z, cache)
-        z, kept = self.run(z, inputs.injection, inputs.rotary, past, inputs.dropout, mask)
-        return z, kept if need_aux else None
+        z, key_values = self.run(z, inputs.injection, inputs.rotary, past, inputs.dropout, mask)
+        return z, key_values if need_aux else None
 
     def advance(
         self,
@@ -315,12 +315,13 @@ class Llama(BlockStack[LlamaCache]):
 
     def _stack(self, z, injected, tables, past, dropout, attention_mask):
         """All blocks and the final norm, from tensors to tensors."""
-        kept = []
+        key_values = []
         for i, block in enumerate(self.layers):
-            before, mask = past[i] if past else None, dropout[i] if dropout else None
-            z, new = self.run_block(block, z, injected, tables, before, mask, attention_mask)
-            kept.append(new)
-        return self.norm(z), tuple(kept)
+            layer_past = past[i] if past else None
+            mask = dropout[i] if dropout else None
+            z, new = self.run_block(block, z, injected, tables, layer_past, mask, attention_mask)
+            key_values.append(new)
+        return self.norm(z), tuple(key_values)
 
 
 def _block(config: LlamaConfig) -> LlamaBlock:

@@ -189,12 +189,10 @@ class LanguageModelSpec:
         Raises:
             TypeError: there are such layers, but ``decoder`` is None.
         """
-        prelude = None
-        if self.prelude is not None:
-            prelude = ExplicitModel(_backbone(self.prelude, decoder))
+        if self.prelude is None or self.coda is None:
+            return self._core(decoder)
+        prelude = ExplicitModel(_backbone(self.prelude, decoder))
         core = self._core(decoder)
-        if prelude is None or self.coda is None:
-            return core
         coda = _backbone(self.coda, decoder)
         norm = coda.norm if isinstance(coda, Llama) and self.norm else None
         return RecurrentDepth(prelude, core, ExplicitModel(coda), norm)

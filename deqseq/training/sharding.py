@@ -1,14 +1,13 @@
 """Models sharded by ``fully_shard`` (FSDP2), whose weights are gathered once per solve."""
 
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from deqseq.arguments import checked
-from deqseq.config import SolveConfig, resolve
+from deqseq.config import SolveFields, resolve
 from deqseq.gradients import Implicit, Unrolled
 from deqseq.layers.weight_norm import sharded_parts
 from deqseq.models import ExplicitModel, ImplicitModel
@@ -77,10 +76,9 @@ def _gathered_parts(model: Any, keywords: Mapping[str, Any]) -> tuple[Any, ...]:
 
 def _check_backward(model: ImplicitModel, keywords: Mapping[str, Any]) -> None:
     """Refuse a backward pass that gathers the weights a different number of times per process."""
-    names = {field.name for field in fields(SolveConfig)} & keywords.keys()
-    values = {name: keywords[name] for name in names}
-    if isinstance(values.get("start"), Tensor):  # states to begin from
-        del values["start"]
+    # states to begin from are not a part of the configuration
+    names = SolveFields.__annotations__.keys() - {"start"}
+    values: Any = {name: keywords[name] for name in names & keywords.keys()}
     config = resolve(model.solve_config, keywords.get("solve"), values)
     gradient, stop = config.gradient, None
     if isinstance(gradient, Implicit):
