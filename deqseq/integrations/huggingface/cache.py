@@ -59,7 +59,7 @@ class ImplicitCache(TransformersCache):
         """Replace the value by that of a call; ``mask`` is that of all tokens until then."""
         batch, new = output.value.shape[:2]
         self.value, self.mask, self.length = output.cache, mask, self.length + new
-        self._rows, self._device = batch, output.value.device
+        self._rows = batch
         if output.stats is not None and output.status is not None:
             self.solves = (*self.solves, Solve(output.stats, output.status))
 
@@ -79,11 +79,8 @@ class ImplicitCache(TransformersCache):
             )
         mask = attention_mask != 0
         committed = mask[:, : self.length]
-        if self.mask is None:
-            same = bool(committed.all())
-        else:
-            same = torch.equal(committed, self.mask.to(mask.device))
-        if not same:
+        expected = torch.ones_like(committed) if self.mask is None else self.mask
+        if not torch.equal(committed, expected.to(mask.device)):
             raise ValueError(
                 "attention_mask must mark the same padding among the tokens of the cache as when "
                 "they were computed"
@@ -119,8 +116,8 @@ class ImplicitCache(TransformersCache):
     def batch_select_indices(self, indices: Tensor | list[int]) -> None:
         """Continue with these rows: their numbers, or a mask of bool, True at those to keep."""
         if self.value is not None:
-            chosen = torch.as_tensor(indices, device=self._device)
-            rows = torch.arange(self._rows, device=self._device)[chosen]
+            device = self.value.tensors()[0].device
+            rows = torch.arange(self._rows, device=device)[torch.as_tensor(indices, device=device)]
             self.value, self.mask = take((self.value, self.mask), rows)
             self._rows = len(rows)
 
@@ -134,7 +131,7 @@ class ImplicitCache(TransformersCache):
         self.mask: Mask | None = None
         self.length = 0
         self.solves: tuple[Solve, ...] = ()
-        self._rows, self._device = -1, torch.device("cpu")
+        self._rows = -1
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove some of the last tokens; their number is negative, as in transformers.
@@ -276,14 +273,13 @@ class Packing:
     """Where the tokens of packed sequences lie; each becomes a row of its own for the solve.
 
     Attributes:
-        real: True at real tokens of the packed rows, ``(batch, length)``.
-        sequence: the sequence of each real token, ``(tokens,)``.
-        number: its number in the sequence, ``(tokens,)``.
+        packed: True at real tokens of the packed rows, ``(batch, length)``.
+        apart: True at the same tokens, in the same order, of a row for each sequence,
+            ``(sequences, longest)``.
     """
 
-    real: Bool[Tensor, "batch length"]
-    sequence: Int64[Tensor, " tokens"]
-    number: Int64[Tensor, " tokens"]
+    packed: Bool[Tensor, "batch length"]
+    apart: Bool[Tensor, "sequences longest"]
 
     @classmethod
     def of(
@@ -302,24 +298,19 @@ class Packing:
         begins = real & ((positions == 0) | at_edge)
         if int(begins.sum(dim=1).max()) < 2:
             return None
-        place = torch.arange(real.numel(), device=real.device).view(shape)[real]
-        begins = begins[real]
-        sequence = begins.cumsum(0) - 1
-        number = place - place[begins][sequence]
-        if not torch.equal(positions[real], number):
+        lengths = (begins[real].cumsum(0) - 1).bincount()
+        apart = torch.arange(int(lengths.max()), device=real.device) < lengths[:, None]
+        if not torch.equal(positions[real], apart.nonzero()[:, 1]):
             raise ValueError("position_ids must count the tokens of each packed sequence from 0")
-        return cls(real, sequence, number)
+        return cls(real, apart)
 
-    def apart(self, x: Tensor) -> Tensor:
+    def rows(self, x: Tensor) -> Tensor:
         """A row for each sequence, with zeros behind it, ``(sequences, longest, ...)``."""
-        count, longest = int(self.sequence.max()) + 1, int(self.number.max()) + 1
-        rows = x.new_zeros(count, longest, *x.shape[2:])
-        return rows.index_put((self.sequence, self.number), x[self.real])
+        return _moved(x, self.packed, self.apart)
 
     def together(self, x: Tensor) -> Tensor:
         """Packed again, ``(batch, length, ...)``, with zeros at padding."""
-        packed = x.new_zeros(*self.real.shape, *x.shape[2:])
-        return packed.index_put((self.real,), x[self.sequence, self.number])
+        return _moved(x, self.apart, self.packed)
 
     def output(self, output: ModelOutput) -> ModelOutput:
         """The output for the packed rows; without ``explain()``, which would speak of sequences."""
@@ -327,7 +318,12 @@ class Packing:
         if stats is not None:
             names = ("iterations", "residual", "updates", "forced")
             stats = replace(stats, **{name: self.together(getattr(stats, name)) for name in names})
-        if status is not None:
-            rows, worst = self.real.nonzero()[:, 0], status.new_zeros(len(self.real))
-            status = worst.scatter_reduce(0, rows, status[self.sequence], "amax")
+        if status is not None:  # a row has the worst status of its sequences
+            status = self.together(status[:, None].expand_as(self.apart)).amax(dim=1)
         return ModelOutput(self.together(output.value), None, stats, status)
+
+
+def _moved(x: Tensor, source: Tensor, target: Tensor) -> Tensor:
+    """What is at the places ``source``, one after another at the places ``target``; else zeros."""
+    moved = x.new_zeros(*target.shape, *x.shape[2:])
+    return moved.index_put((target,), x[source])

@@ -314,10 +314,10 @@ class DeqseqConfig(PreTrainedConfig):
 
     def _check_names(self, names: Iterable[str]) -> None:
         """Refuse unknown fields."""
-        known = [field.name for field in fields(type(self))]
+        declared = [field.name for field in fields(type(self))]
         for name in names:
             if name not in FROM_TRANSFORMERS and not name.startswith("_"):
-                check_known(f"{type(self).__name__} field", name, known)
+                check_known(f"{type(self).__name__} field", name, declared)
 
 
 class ConfigSettings:

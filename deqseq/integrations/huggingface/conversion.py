@@ -49,28 +49,26 @@ def from_causal_lm(lm: CausalLM, **fields: Any) -> DeqseqForCausalLM:
         >>> model.config.hidden_size, model.config.eos_token_id
         (16, 0)
     """
-    decoders = [part.config for part in lm.model.modules() if isinstance(part, DecoderBackbone)]
-    if any(config is not decoders[0] for config in decoders):
+    configs = [part.config for part in lm.model.modules() if isinstance(part, DecoderBackbone)]
+    if any(config is not configs[0] for config in configs):
         raise ValueError(
             "prelude, core and coda must be layers of one decoder, as those of retrofit(model, ...)"
         )
     inherited: dict[str, Any] = {"initializer_range": 0.02}
-    if decoders:
-        declared = decoders[0].to_dict()
+    if configs:
         names = ("initializer_range", "pad_token_id", "bos_token_id", "eos_token_id")
+        declared = configs[0].to_dict()
         inherited |= {name: declared[name] for name in names if name in declared}
-        inherited["decoder_config"] = copy.deepcopy(decoders[0])
+        inherited["decoder_config"] = copy.deepcopy(configs[0])
     fields = inherited | fields
     spec = specification_of(lm, fields.pop("initializer_range"))
     config = DeqseqConfig.from_specification(spec, **fields)
     with torch.device("meta"):  # its own weights would be drawn for nothing
         model = DeqseqForCausalLM(config)
-    described, shapes = _shapes(model.model.core), _shapes(lm.model)
-    names = described.keys() | shapes.keys()
-    wrong = sorted(name for name in names if described.get(name) != shapes.get(name))
-    if wrong:
+    different = sorted({name for name, _ in _shapes(model.model.core) ^ _shapes(lm.model)})
+    if different:
         raise ValueError(
-            f"lm has other weights than its configuration describes: {', '.join(wrong[:8])}"
+            f"lm has other weights than its configuration describes: {', '.join(different[:8])}"
         )
     model.model.core, model.model.embed_tokens = lm.model, lm.embedding  # pyright: ignore[reportAttributeAccessIssue]
     model.model.take_solves()
@@ -210,17 +208,18 @@ def retrofit(
         injection = INJECTIONS[injection](middle.d_model)
     embedding: Any = model.get_input_embeddings()
     device, dtype = next(middle.parameters()).device, embedding.weight.dtype
-    parts = RecurrentDepth(
+    layers = RecurrentDepth(
         ExplicitModel(DecoderBackbone(model, slice(prelude), final_norm=False)),
         ImplicitModel(Injected(middle, injection.to(device, dtype)), solve, eval_solve),
         ExplicitModel(DecoderBackbone(model, slice(end, None))),
     )
-    watch(parts)
-    return _with_head(model, parts)
+    watch(layers)
+    return _with_head(model, layers)
 
 
-def _shapes(module: nn.Module) -> dict[str, torch.Size]:
-    return {name: tensor.shape for name, tensor in module.state_dict().items()}
+def _shapes(module: nn.Module) -> set[tuple[str, torch.Size]]:
+    """The names of all tensors, with their shapes."""
+    return {(name, tensor.shape) for name, tensor in module.state_dict().items()}
 
 
 def _with_head(model: PreTrainedModel, layers: ExplicitModel | RecurrentDepth) -> CausalLM:

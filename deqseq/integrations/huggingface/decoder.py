@@ -1,8 +1,7 @@
 """The decoder layers of a transformers model as a backbone, and the attention of transformers."""
 
 import inspect
-from functools import partial
-from itertools import cycle
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -85,19 +84,17 @@ class DecoderBackbone(Backbone[LlamaCache]):
                 f"{type(model).__name__}: attention without rotary positions and mixtures of "
                 "experts are not run; to add another family, see CONTRIBUTING.md"
             )
-        self.part = _part(len(decoder.layers), layers)
-        self.layers = nn.ModuleList(decoder.layers[i] for i in self.part)
+        self.numbers = _numbers(len(decoder.layers), layers or slice(None))
+        self.layers = nn.ModuleList(decoder.layers[i] for i in self.numbers)
         _check(config, self.layers)
         self.d_model = config.hidden_size
         self.norm = nn.Identity()
         if final_norm:
             self.norm = getattr(decoder, FAMILIES[config.model_type])
         window = getattr(config, "sliding_window", None)
-        kinds = getattr(config, "layer_types", None)
-        if kinds is None:
-            kind = "full_attention" if window is None else "sliding_attention"
-            kinds = [kind] * len(decoder.layers)
-        self.kinds = [kinds[i] for i in self.part]
+        kind = "full_attention" if window is None else "sliding_attention"
+        kinds = getattr(config, "layer_types", None) or [kind] * len(decoder.layers)
+        self.kinds = [kinds[i] for i in self.numbers]
         self.windows = dict.fromkeys(sorted(set(self.kinds)))
         if "sliding_attention" in self.windows:
             self.windows["sliding_attention"] = window
@@ -127,10 +124,11 @@ class DecoderBackbone(Backbone[LlamaCache]):
                 f"x and the cache must have at most {longest} tokens, got {total}: beyond them "
                 "this model has other rotary frequencies, with which the cached keys would be wrong"
             )
-        if not self.rotary_per_kind:
-            return Inputs(rotary=self.rotary(x, positions))
-        pairs = (self.rotary(x, positions, layer_type=kind) for kind in self.windows)
-        return Inputs(rotary=sum(pairs, ()))
+        tables: list[Tensor] = []
+        for kind in self.windows:
+            options = {"layer_type": kind} if self.rotary_per_kind else {}
+            tables += self.rotary(x, positions, **options)
+        return Inputs(rotary=tuple(tables))
 
     def forward(
         self,
@@ -149,7 +147,7 @@ class DecoderBackbone(Backbone[LlamaCache]):
             for kind, window in self.windows.items()
         }
         pairs = zip(inputs.rotary[::2], inputs.rotary[1::2], strict=True)
-        tables = dict(zip(self.windows, cycle(pairs), strict=False))  # one pair is for all kinds
+        tables = dict(zip(self.windows, pairs, strict=True))
         return self.run(z, tables, masks, past, need_aux)
 
     def advance(
@@ -163,7 +161,7 @@ class DecoderBackbone(Backbone[LlamaCache]):
 
     def sizes(self) -> DecoderLayers:
         final_norm = not isinstance(self.norm, nn.Identity)
-        return DecoderLayers(self.d_model, self.part.start, self.part.stop, final_norm)
+        return DecoderLayers(self.d_model, self.numbers.start, self.numbers.stop, final_norm)
 
     def _stack(
         self,
@@ -176,13 +174,12 @@ class DecoderBackbone(Backbone[LlamaCache]):
         """All layers and the norm, from tensors to tensors."""
         new = []
         for i, (layer, kind) in enumerate(zip(self.layers, self.kinds, strict=True)):
-            options: dict[str, Any] = {"position_embeddings": tables[kind]}
+            options: dict[str, Any] = {}
             if past or need_aux:
-                cache = options[self.cache_name] = _LayerCache(past[i] if past else None)
-                z = layer(z, attention_mask=masks[kind], **options)
-                new.append(cache.new)
-            else:
-                z = layer(z, attention_mask=masks[kind], **options)
+                options[self.cache_name] = _LayerCache(past[i] if past else None)
+            z = layer(z, attention_mask=masks[kind], position_embeddings=tables[kind], **options)
+            if need_aux:
+                new.append(options[self.cache_name].new)
         return self.norm(z), tuple(new) if need_aux else None
 
 
@@ -206,17 +203,15 @@ def _parameters(module: nn.Module) -> Any:
     return inspect.signature(module.forward).parameters
 
 
-def _part(count: int, layers: slice | None) -> range:
+def _numbers(count: int, layers: slice) -> range:
     """The numbers of the chosen layers."""
-    if layers is None:
-        return range(count)
-    part = range(count)[layers]
+    numbers = range(count)[layers]
     ends = {layers.start, layers.stop} - {None}
-    if not part or part.step != 1 or not all(-count <= end <= count for end in ends):
+    if not numbers or numbers.step != 1 or not all(-count <= end <= count for end in ends):
         raise ValueError(
             f"layers must be a contiguous part of the model's {count} layers, got {layers}"
         )
-    return part
+    return numbers
 
 
 def _context(config: Any) -> int | None:
@@ -233,11 +228,10 @@ def _context(config: Any) -> int | None:
 
 def _check(config: Any, layers: nn.ModuleList) -> None:
     """Refuse dropout, with which layers have no fixed point, and attention that is not causal."""
-    drops = {name: p for name, p in config.to_dict().items() if "drop" in name and p}
-    drops = {name: p for name, p in drops.items() if "classifier" not in name}
-    for name, layer in layers.named_modules():
-        if isinstance(layer, nn.Dropout) and layer.p > 0:
-            drops[name] = layer.p
+    drops = _dropouts(layers.named_modules())
+    for name, p in config.to_dict().items():
+        if "drop" in name and "classifier" not in name and p:
+            drops[name] = p
     if drops:
         raise ValueError(
             "model must have no dropout, which would be drawn anew in every iteration, got "
@@ -245,6 +239,18 @@ def _check(config: Any, layers: nn.ModuleList) -> None:
         )
     if getattr(config, "use_bidirectional_attention", None):
         raise ValueError("model must be causal, got use_bidirectional_attention=True")
+
+
+def _dropouts(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, float]:
+    """The probabilities of dropout above zero in some modules, by name."""
+    drops: dict[str, float] = {}
+    for name, module in modules:
+        if "Dropout" in type(module).__name__:  # PEFT's OFT has a class of its own
+            drops[name] = getattr(module, "p", 0.0)
+        for kind in ("rank_dropout", "module_dropout"):  # PEFT's LoHa and LoKr draw by themselves
+            for adapter, p in getattr(module, kind, {}).items():
+                drops[f"{name}.{kind}.{adapter}"] = p
+    return {name: p for name, p in drops.items() if p}
 
 
 def watch(core: Model) -> None:
@@ -263,16 +269,8 @@ def _check_layers(core: Model, *_: Any) -> None:
     solved = solved_part(core)
     if solved is None or not solved.training:
         return
-    drops: dict[str, Any] = {}
-    for name, part in solved.backbone.named_modules():
-        if not part.training:
-            continue
-        if "Dropout" in type(part).__name__:  # PEFT's OFT has a class of its own
-            drops[name] = getattr(part, "p", 0)
-        for kind in ("rank_dropout", "module_dropout"):  # PEFT's LoHa and LoKr draw by themselves
-            for adapter, p in getattr(part, kind, {}).items():
-                drops[f"{name}.{kind}.{adapter}"] = p
-    drops = {name: p for name, p in drops.items() if p}
+    modules = solved.backbone.named_modules()
+    drops = _dropouts((name, module) for name, module in modules if module.training)
     if drops:
         raise ValueError(
             "a map that is solved must have no dropout, which would be drawn anew in every "
@@ -331,7 +329,12 @@ def attention_mask(
         if window is not None:
             committed = torch.arange(length, device=real.device).expand(rows, -1)
             positions = torch.cat([committed, cache.positions(new)], dim=1)
-            function = and_masks(causal_mask_function, partial(_near, window, positions))
+
+            def near(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+                """Whether a window reaches from a query back to a key."""
+                return positions[row, query] - positions[row, key] < window
+
+            function = and_masks(causal_mask_function, near)
     if name in ALL_MASK_ATTENTION_FUNCTIONS:
         return ALL_MASK_ATTENTION_FUNCTIONS[name](
             batch_size=rows,
@@ -352,13 +355,6 @@ def attention_mask(
         f'the attention implementation "{name}" has no masks, and rows of unequal length need one: '
         f'call transformers.AttentionMaskInterface.register("{name}", function)'
     )
-
-
-def _near(
-    window: int, positions: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor
-) -> Tensor:
-    """Whether a window reaches from a query back to a key."""
-    return positions[row, query] - positions[row, key] < window
 
 
 def _eager(

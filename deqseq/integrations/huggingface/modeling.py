@@ -109,7 +109,8 @@ class DeqseqPreTrainedModel(PreTrainedModel):
         """
         if self.can_generate():
             generation = vars(self.generation_config)
-            generation["_from_model_config"] = False  # or reading the file would drop ``solve``
+            # reading a file would drop the ``solve`` of one that was made from the configuration
+            generation["_from_model_config"] = False
             if "solve" in generation:
                 generation["solve"] = json.loads(json.dumps(generation["solve"], default=to_json))
         self._follow_core()
@@ -174,22 +175,20 @@ class DeqseqPreTrainedModel(PreTrainedModel):
 
 def _check_weights(report: dict[str, Any], source: object, *, reported: bool) -> None:
     """Refuse weights that do not fit: a core with drawn weights would have other fixed points."""
-    redrawn = ("embed_tokens.weight", "lm_head.weight", "score.weight")
-    drawn = redrawn if reported else "score.weight"  # the head of a new task
-    missing, unexpected = report.get("missing_keys", ()), report.get("unexpected_keys", ())
-    misshapen = [name for name, *_ in report.get("mismatched_keys", ())]
+    head = "score.weight"  # the head of a new task is missing
+    # an embedding or a head of another vocabulary or number of labels has another shape
+    drawn = ("embed_tokens.weight", "lm_head.weight", head)
+    may_be_missing = drawn if reported else head
+    misshapen = [name for name, *_ in report["mismatched_keys"]]
     faults = {
-        "missing": [name for name in missing if not name.endswith(drawn)],
-        # that of another vocabulary, or of another number of labels, is drawn anew
-        "of another shape": [name for name in misshapen if not name.endswith(redrawn)],
-        "unexpected": () if reported else unexpected,
+        "missing": [name for name in report["missing_keys"] if not name.endswith(may_be_missing)],
+        "of another shape": [name for name in misshapen if not name.endswith(drawn)],
+        "unexpected": () if reported else report["unexpected_keys"],
     }
-    described = [
-        f"{fault} {', '.join(sorted(names)[:8])}" for fault, names in faults.items() if names
-    ]
-    if described:
+    texts = [f"{fault} {', '.join(sorted(names)[:8])}" for fault, names in faults.items() if names]
+    if texts:
         raise ValueError(
-            f"the weights in {source} do not fit: {'; '.join(described)}. Does its config.json "
+            f"the weights in {source} do not fit: {'; '.join(texts)}. Does its config.json "
             "describe them? With output_loading_info=True a missing embedding or head is drawn, "
             "unexpected weights are dropped, and both are reported"
         )
@@ -290,8 +289,7 @@ class DeqseqModel(DeqseqPreTrainedModel):
             TypeError: no tensor, a cache of another library, or an unknown keyword.
         """
         gather_once(self.core)  # the Trainer and accelerate shard a model after it was built
-        asked = {"output_attentions": self.config.output_attentions or None} | kwargs
-        check_keywords(position_ids, asked)
+        check_keywords(position_ids, {"output_attentions": self.config.output_attentions} | kwargs)
         options = {} if solve is None else {"solve": self.solve_config(solve)}
         cache_given = cache is not None
         if not cache_given:
@@ -308,8 +306,7 @@ class DeqseqModel(DeqseqPreTrainedModel):
         elif cache_given:
             raise ValueError("cache must be left out where sequences are packed into a row")
         else:
-            x, new_mask = packing.apart(x), packing.apart(packing.real)
-            use_cache = False
+            x, new_mask, use_cache = packing.rows(x), packing.apart, False
         output = self.core(x, mask=new_mask, cache=cache.value, return_cache=use_cache, **options)
         if use_cache:
             cache.commit(output, mask)

@@ -244,18 +244,18 @@ class DeqseqForCausalLM(DeqseqPreTrainedModel, TheirGeneration):
         self, generation_config: GenerationConfig | None, **kwargs: Any
     ) -> tuple[GenerationConfig, dict[str, Any]]:
         """``solve`` becomes an argument of the calls, ``window`` a field of the configuration."""
-        keyword, window = kwargs.pop("solve", None), kwargs.pop("window", None)
+        solve_keyword, window = kwargs.pop("solve", None), kwargs.pop("window", None)
         config, model_kwargs = super()._prepare_generation_config(generation_config, **kwargs)
         for name in vars(config):  # transformers keeps what it does not know
             if name.startswith(("solv", "wind")):
                 check_known("generation configuration: field", name, ("solve", "window"))
         config.window = window_of(config, window)
-        changes = [change for change in (vars(config).get("solve"), keyword) if change is not None]
-        solve = None
-        for change in changes:
-            solve = self.model.solve_config(change, solve)
-        if self.model.solved is not None:
-            solve = solve or self.model.solve_config({})
+        both = (vars(config).get("solve"), solve_keyword)
+        changes = [change for change in both if change is not None]
+        if changes or self.model.solved is not None:
+            solve = self.model.solve_config({})
+            for change in changes:
+                solve = self.model.solve_config(change, solve)
             if not any(isinstance(change, SolveConfig) or "sweep" in change for change in changes):
                 solve = replace(solve, sweep=prompt_sweep(solve))
             model_kwargs["solve"] = solve
@@ -273,9 +273,10 @@ class DeqseqForCausalLM(DeqseqPreTrainedModel, TheirGeneration):
     ) -> Any:
         """The loop of transformers, or decoding in windows."""
         choices = (input_ids, logits_processor, stopping_criteria, generation_config)
-        if generation_config.window is not None and synced_gpus:
+        window = generation_config.window
+        if window is not None and synced_gpus:
             warn_of_window("processes that share weights must call the model equally often")
-        if generation_config.window is None or synced_gpus:
+        if window is None or synced_gpus:
             return super()._sample(
                 *choices, synced_gpus=synced_gpus, streamer=streamer, **model_kwargs
             )
@@ -337,8 +338,8 @@ class DeqseqForCausalLM(DeqseqPreTrainedModel, TheirGeneration):
             )
         drafts = vars(config).get("is_assistant")
         if drafts or generation_mode == GenerationMode.ASSISTED_GENERATION:
-            parts = self.config.specification().parts.items()
-            recurrent = [name for name, sizes in parts if isinstance(sizes, Mamba2Config)]
+            sections = self.config.specification().parts.items()
+            recurrent = [name for name, sizes in sections if isinstance(sizes, Mamba2Config)]
             if recurrent:
                 raise ValueError(
                     "assisted decoding takes tokens back, which the state of a Mamba2 "
@@ -346,7 +347,8 @@ class DeqseqForCausalLM(DeqseqPreTrainedModel, TheirGeneration):
                     "prompt_lookup_num_tokens"
                 )
         if config.prefill_chunk_size is not None and mask is not None:
-            longest = int((mask == 0).sum(dim=1).max())  # of each row the first chunk needs a token
+            longest = int((mask == 0).sum(dim=1).max())
+            # the first chunk needs a token of each row
             config.prefill_chunk_size = max(config.prefill_chunk_size, longest + 1)
         if cache is not None:
             copies = max(config.num_beams or 1, config.num_return_sequences or 1)
