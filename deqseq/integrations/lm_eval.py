@@ -85,7 +85,6 @@ class SolvedLM(HFLM):
         )
         self.options = {"solve": solve} if solve else {}
         self.windows = {"window": width} if width > 1 else {}
-        self.bare = False  # whether texts are encoded without the tokenizer's own first token
         self.counted = defaultdict[str, float](float)
 
     def tally(self) -> dict[str, float | None]:
@@ -101,33 +100,27 @@ class SolvedLM(HFLM):
             means[name] = self.counted[name] / count if count else None
         return means | {"evaluations": self.counted["evaluations"] or None}
 
-    def _count(
-        self, evaluations: int, numbers: Mapping[str, Tensor | None], real: Tensor | None
-    ) -> None:
-        """Count a solve, and the numbers of its rows or of its real tokens."""
-        self.counted["evaluations"] += evaluations
-        for name, values in numbers.items():
-            if values is not None:
-                if real is not None and real.shape == values.shape:
-                    values = values[real]
-                self.counted[name] += values.sum().item()
-                self.counted[f"{name} of"] += values.numel()
+    def _count(self, name: str, values: Tensor, real: Tensor | None = None) -> None:
+        """Count numbers of rows, or of the real tokens of rows."""
+        if real is not None and real.shape == values.shape:
+            values = values[real]
+        self.counted[name] += values.sum().item()
+        self.counted[f"{name} of"] += values.numel()
 
     def _count_solve(self, stats: Any, status: Tensor, real: Tensor | None = None) -> None:
-        numbers = {
-            "self_iterations": stats.iterations,
-            "token_updates": stats.updates,
-            "converged_tokens": None if stats.forced is None else ~stats.forced,
-            "converged": status == Status.CONVERGED,
-            "diverged": status == Status.DIVERGED,
-        }
-        self._count(stats.evaluations, numbers, real)
+        self.counted["evaluations"] += stats.evaluations
+        self._count("self_iterations", stats.iterations, real)
+        self._count("token_updates", stats.updates, real)
+        self._count("converged_tokens", ~stats.forced, real)
+        self._count("converged", status == Status.CONVERGED)
+        self._count("diverged", status == Status.DIVERGED)
 
     def _count_generation(self, generation: Any, ends: Tensor) -> None:
         """Count what was decoded in windows: in each row the tokens before its end."""
         real = torch.arange(generation.tokens.shape[1], device=ends.device) < ends[:, None]
-        numbers = {"self_iterations": generation.iterations, "converged": generation.converged}
-        self._count(generation.evaluations, numbers, real)
+        self.counted["evaluations"] += generation.evaluations
+        self._count("self_iterations", generation.iterations, real)
+        self._count("converged", generation.converged, real)
         self.counted["token_updates"] += generation.updates.sum().item()
         self.counted["token_updates of"] += real.sum().item()
 
@@ -135,17 +128,17 @@ class SolvedLM(HFLM):
         self, string: str, add_special_tokens: bool | None = None, *args: Any, **kwargs: Any
     ) -> list[int]:
         """As in lm-eval, and also for a tokenizer with neither BOS nor EOS token."""
-        if add_special_tokens is None and (self.bare or self.prefix_token_id is None):
-            add_special_tokens = not self.bare
+        if self.prefix_token_id is None and add_special_tokens is None:
+            add_special_tokens = True
         return super().tok_encode(string, add_special_tokens, *args, **kwargs)
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """As in lm-eval, without the tokenizer's own first token, which would be scored."""
-        self.bare = True
+        adds_bos_token, self.add_bos_token = self.add_bos_token, False
         try:
             return super().loglikelihood_rolling(requests, disable_tqdm)
         finally:
-            self.bare = False
+            self.add_bos_token = adds_bos_token
 
     def _loglikelihood_tokens(
         self, requests: Sequence[Any], disable_tqdm: bool = False, override_bs: int | None = None
@@ -173,47 +166,47 @@ class SolvedLM(HFLM):
                 bar.update(len(indices))
         return [answers[index] for index in range(len(requests))]
 
-    def _model_call(self, inps: Tensor, attn_mask: object = None, labels: object = None) -> Tensor:
+    def _model_call(self, inps: Tensor, attn_mask: object = None, labels: object = None) -> Any:
         with torch.no_grad():
             output = self.model(inps, use_cache=False, **self.options)
-        logits = output.logits
         if isinstance(output, ImplicitCausalLMOutput) and output.status is not None:
             self._count_solve(output.stats, output.status)
-        return logits
+        return output.logits
 
     def _model_generate(
         self, context: Tensor, max_length: int, stop: list[str], **kwargs: Any
     ) -> Tensor:
         kwargs |= {"return_dict_in_generate": True, **self.options, **self.windows}
         output: Any = super()._model_generate(context, max_length, stop, **kwargs)
-        new_tokens = output.sequences[:, context.shape[1] :]
+        solves = output.cache.solves if isinstance(output.cache, ImplicitCache) else ()
+        if not solves and not isinstance(output, WindowedOutput):
+            return output.sequences
+        ends = self._ends(output.sequences[:, context.shape[1] :], stop)
         if isinstance(output, WindowedOutput):
-            self._count_generation(output.generation, self._ends(new_tokens, stop))
-        elif isinstance(output.cache, ImplicitCache):
-            ends = self._ends(new_tokens, stop)
-            for step, solve in enumerate(output.cache.solves):
-                counted = solve.stats, solve.status, kwargs["attention_mask"].bool()
-                if len(solve.status) == len(ends):  # beams end together
-                    counted = take(counted, (ends > step).nonzero()[:, 0])
-                self._count_solve(*counted)
+            self._count_generation(output.generation, ends)
+        for step, solve in enumerate(solves):
+            numbers = solve.stats, solve.status, kwargs["attention_mask"].bool()
+            if len(solve.status) == len(ends):  # beams end together
+                numbers = take(numbers, (ends > step).nonzero()[:, 0])
+            self._count_solve(*numbers)
         return output.sequences
 
     def _ends(self, tokens: Tensor, stop: list[str]) -> Tensor:
         """How many new tokens each row has when it ends, before the batch does."""
+        lengths = []
+        for row in tokens.tolist():
 
-        def length(row: list[int]) -> int:
-            def ended(count: int) -> bool:
+            def ended(count: int, row: list[int] = row) -> bool:
                 text = self.tok_decode(row[:count], skip_special_tokens=False)
                 return any(end in text for end in stop)
 
-            return bisect_left(range(len(row) + 1), True, key=ended)
-
-        return torch.tensor([length(row) for row in tokens.tolist()], device=tokens.device)
+            lengths.append(bisect_left(range(len(row) + 1), True, key=ended))
+        return torch.tensor(lengths, device=tokens.device)
 
     def _detect_batch_size(self, *args: Any, **kwargs: Any) -> int:
         """As in lm-eval, for ``batch_size="auto"``; its trials are not counted."""
-        before = self.counted.copy()
+        counted = self.counted.copy()
         try:
             return super()._detect_batch_size(*args, **kwargs)
         finally:
-            self.counted = before
+            self.counted = counted
