@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Unpack
 
 import torch
@@ -9,7 +10,6 @@ from jaxtyping import Complex, Float
 from torch import Tensor
 
 from deqseq.arguments import AtLeast, Within, checked
-from deqseq.backbones import Backbone
 from deqseq.config import SolveConfig, SolveFields
 from deqseq.diagnostics.reports import check_call, text_table
 from deqseq.layers import with_weights
@@ -171,34 +171,25 @@ def model_spectral_radius(
         for t in range(z.shape[1]):
             # each token's map by itself, against the cache of the tokens before it
             token = map_tensors(lambda x, t=t: x[:, t : t + 1], inputs)
-            args = (backbone, token, cache)
-            *block, _, aux = _eigenvalues(_token_map, z[:, t : t + 1], products, generator, args)
+            f = partial(backbone, inputs=token, cache=cache, need_aux=True)
+            *block, aux = _eigenvalues(f, z[:, t : t + 1], products, generator)
             blocks.append(block)
             if t + 1 < z.shape[1]:
                 counts = None if padding.mask is None else padding.mask[:, t].long()
                 cache = backbone.advance(cache, aux, 1, counts)
-        fz, _ = evaluate(lambda z: backbone(z, inputs), z, has_aux=True)
+        values, error, fz = (torch.stack(tokens, dim=1) for tokens in zip(*blocks, strict=True))
+        fz = fz.flatten(1, 2)
         if padding.mask is not None:
             fz = fz.masked_fill(~padding.mask[..., None], 0)
         residual = _residual(z, fz)
-    values, error = (torch.stack(numbers, dim=1) for numbers in zip(*blocks, strict=True))
     real = real.cpu()
     padding = Padding.of(error, real)
     values = padding.back(values).masked_fill(~real[..., None], torch.nan)
     return SpectralRadius(values, padding.back(error).masked_fill(~real, torch.nan), residual)
 
 
-def _token_map(z: State, args: tuple[Backbone[Any], Any, Any]) -> tuple[State, Any]:
-    backbone, inputs, cache = args
-    return backbone(z, inputs, cache, need_aux=True)
-
-
 def _eigenvalues(
-    f: FixedPointMap,
-    z: State,
-    products: int,
-    generator: torch.Generator,
-    args: Any = None,
+    f: FixedPointMap, z: State, products: int, generator: torch.Generator
 ) -> tuple[Tensor, Tensor, State, Any]:
     r"""Outer eigenvalues of the Jacobian at a point and their error; the value of the map, ``aux``.
 
@@ -207,7 +198,7 @@ def _eigenvalues(
     """
     with torch.inference_mode(False), torch.enable_grad():
         z = z.detach().clone().requires_grad_()
-        fz, aux = evaluate(f, z, args, has_aux=True)
+        fz, aux = evaluate(f, z, has_aux=True)
 
     def pullback(v: State) -> State:
         if not fz.requires_grad:
@@ -216,7 +207,7 @@ def _eigenvalues(
         return pulled
 
     start = torch.randn(z.shape, generator=generator).to(z)
-    return *_ritz_values(pullback, start, products), fz, aux
+    return *_ritz_values(pullback, start, products), fz.detach(), aux
 
 
 def _ritz_values(
@@ -243,9 +234,9 @@ def _ritz_values(
         w = product.reshape(batch, size).to(first.dtype)
         negligible = 10 * torch.finfo(start.dtype).eps * w.norm(dim=1)
         for _ in range(2):  # the second time removes what rounding left
-            along = torch.einsum("bkn,bn->bk", basis[:, : k + 1], w)
-            w = w - torch.einsum("bkn,bk->bn", basis[:, : k + 1], along)
-            hessenberg[:, : k + 1, k] += along
+            along = torch.einsum("bkn,bn->bk", basis, w)
+            w = w - torch.einsum("bkn,bk->bn", basis, along)
+            hessenberg[:, :, k] += along
         length = w.norm(dim=1)
         closed = length <= negligible  # zeros from here on
         hessenberg[:, k + 1, k] = length.masked_fill(closed, 0)
