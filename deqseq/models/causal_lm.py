@@ -9,7 +9,16 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from deqseq.arguments import AtLeast, Between, Within, check_ids, check_integer, check_type, checked
+from deqseq.arguments import (
+    AtLeast,
+    Between,
+    Within,
+    check_ids,
+    check_integer,
+    check_like,
+    check_type,
+    checked,
+)
 from deqseq.backbones.base import Cache
 from deqseq.config import SolveConfig, SolveFields
 from deqseq.models.base import Model, refuse_setting
@@ -136,7 +145,7 @@ class CausalLM(nn.Module):
         output = self.model(x, mask=mask, cache=cache, return_cache=return_cache, **options)
         logits, loss = self.logits(output.value), None
         if answers is not None:
-            loss = _cross_entropy(logits, answers, shift=labels is not None)
+            loss = _cross_entropy(logits[:, : answers.shape[1]], answers)
         return CausalLMOutput(logits, loss, output.cache, output.stats, output.status, output.call)
 
     @checked
@@ -270,7 +279,10 @@ class CausalLM(nn.Module):
     def _answers(
         self, ids: Tensor, labels: Tensor | None, targets: Tensor | None, mask: Tensor | None
     ) -> Tensor | None:
-        """The labels or targets to score, checked before anything is solved."""
+        """What the logits of each token are scored against, checked before anything is solved.
+
+        Labels are moved to the token before theirs; the last token has none.
+        """
         if labels is not None and targets is not None:
             raise ValueError(
                 "give labels (shifted by one inside) or targets (not shifted), not both"
@@ -280,21 +292,15 @@ class CausalLM(nn.Module):
             name, answers = "targets", targets
         if answers is None:
             return None
-        if answers.shape != ids.shape or answers.device != ids.device:
-            wanted, got = (f"{tuple(x.shape)} on {x.device}" for x in (ids, answers))
-            raise ValueError(
-                f"{name} must have the shape and device of input_ids, {wanted}, got {got}"
-            )
-        if answers.dtype != torch.int64:
-            raise TypeError(f"{name} must be int64, got {answers.dtype}")
+        check_like(name, answers, ids, "input_ids")
         if mask is not None:
             check_mask(mask, ids)
-            if labels is not None:
-                # a label is scored by the logits of the token before it, which must be real too
-                mask = mask & F.pad(mask[:, :-1], (1, 0))
             answers = answers.masked_fill(~mask, IGNORED)
-        scored = answers if labels is None else answers[:, 1:]
-        scored = scored[scored != IGNORED]
+        if labels is not None:
+            answers = answers[:, 1:]
+            if mask is not None:  # the token that predicts a label must be real too
+                answers = answers.masked_fill(~mask[:, :-1], IGNORED)
+        scored = answers[answers != IGNORED]
         if scored.numel() == 0:
             raise ValueError(
                 f"{name} leave nothing to score: all of them are {IGNORED}, or there is no next "
@@ -323,9 +329,7 @@ def check_tokens(name: str, ids: Tensor, embedding: nn.Embedding) -> None:
     check_ids(name, ids, embedding.num_embeddings)
 
 
-def _cross_entropy(logits: Tensor, answers: Tokens, *, shift: bool) -> Float[Tensor, ""]:
-    """Mean cross entropy in nats, in at least float32; with ``shift``, against the next tokens."""
-    if shift:
-        logits, answers = logits[:, :-1], answers[:, 1:]
+def _cross_entropy(logits: Tensor, answers: Tokens) -> Float[Tensor, ""]:
+    """Mean cross entropy in nats, in at least float32."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(logits.flatten(0, 1), answers.flatten(), ignore_index=IGNORED)
