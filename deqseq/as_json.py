@@ -106,7 +106,7 @@ def from_json(kind: str, data: object, where: str, base: Any = None) -> Any:
     """
     if isinstance(data, _BASES[kind]) or (kind == "start" and data in ("zero", "input")):
         return data
-    classes: dict[Any, Any] = {one.__name__: one for one in CLASSES[kind]}
+    classes: dict[Any, Any] = {made.__name__: made for made in CLASSES[kind]}
     values: Any = {"name": data} if isinstance(data, str) else data
     made: Any = CLASSES[kind][0]
     example = "{...}"
@@ -140,5 +140,5 @@ def _value(key: str, value: object, where: str, default: object) -> Any:
     if kind not in CLASSES or value is None:
         return tuple(value) if isinstance(value, list) else value
     if isinstance(value, list | tuple):
-        return tuple(from_json(kind, one, f"{where}[{i}]") for i, one in enumerate(value))
+        return tuple(from_json(kind, part, f"{where}[{i}]") for i, part in enumerate(value))
     return from_json(kind, value, where, default)

@@ -103,7 +103,8 @@ class Inputs:
 
     def take_rows(self, rows: RowIndex) -> "Inputs":
         """Only the given ``rows``, ``(rows,)``; tables that all rows share stay as they are."""
-        rotary = tuple(table if len(table) == 1 else table[rows] for table in self.rotary)
+        shared = all(len(table) == 1 for table in self.rotary)
+        rotary = self.rotary if shared else take(self.rotary, rows)
         return Inputs(take(self.injection, rows), take(self.dropout, rows), rotary)
 
 
@@ -283,7 +284,8 @@ def check_cache(
         return same and tensor.ndim == len(shape) and tensor.device == x.device
 
     if len(tensors) != len(wanted) or not all(map(fits, tensors, wanted)):
-        got, devices = [tuple(tensor.shape) for tensor in tensors], {x.device for x in tensors}
+        got = [tuple(tensor.shape) for tensor in tensors]
+        devices = {tensor.device for tensor in tensors}
         raise ValueError(
             f"cache must be of this model and of the rows of its input: tensors {wanted} on "
             f"{x.device}, got {got} on {devices}"

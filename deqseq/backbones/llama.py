@@ -116,12 +116,12 @@ class LlamaCache(Cache):
     Attributes:
         layers: buffers, one pair per layer, ``(batch, kv_heads, capacity, headdim)``.
         length: committed tokens of the longest row.
-        counts: committed tokens of each row, ``(batch,)``; None: as many as ``length``.
+        counts: committed tokens of each row, ``(batch,)``. Default: ``length`` in every row.
         claim: who may write to the buffers.
         age: how many caches came before it in these buffers.
         ahead: how many tokens :meth:`reserve` has prepared for.
-        visible: which tokens those attend to, ``(batch or 1, 1, ahead, length + ahead)``; None:
-            all.
+        visible: which tokens those attend to, ``(batch or 1, 1, ahead, length + ahead)``. Default:
+            all tokens.
     """
 
     layers: tuple[KeyValues, ...]
@@ -189,7 +189,7 @@ class LlamaCache(Cache):
         return self.claim.newest == self.age and self.claim.owner == get_ident() and not frozen
 
     def _real(self) -> Bool[Tensor, "batch length"] | None:
-        """Which columns of the buffers are tokens; None: all."""
+        """Which columns of the buffers are tokens; None if all of them are."""
         if self.counts is None:
             return None
         return torch.arange(self.length, device=self.counts.device) < self.counts[:, None]

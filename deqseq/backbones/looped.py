@@ -115,17 +115,17 @@ class Looped(Backbone[JointCache]):
         if inputs.start is not None:
             z = inputs.start.contiguous()  # other strides would be compiled again
         states: list[Tensor] = []
-        kept: list[Any] = []
-        for before in parts_of(cache, self.steps, "steps"):
-            f = partial(self.backbone, inputs=inputs.inner, cache=before, need_aux=need_aux)
+        auxes: list[Any] = []
+        for step_cache in parts_of(cache, self.steps, "steps"):
+            f = partial(self.backbone, inputs=inputs.inner, cache=step_cache, need_aux=need_aux)
             z, aux = evaluate(f, z, has_aux=True)
-            kept.append(aux)
+            auxes.append(aux)
             if self.choose is not None:  # without a choice, earlier states need not be kept
                 states.append(z)
         if self.choose is not None:
             stack, what = torch.stack(states), "the states of one step"
             z = returned_by("Looped.choose", self.choose, stack, like=z, what=what).to(z.dtype)
-        return z, tuple(kept) if need_aux else None
+        return z, tuple(auxes) if need_aux else None
 
     def advance(
         self,
@@ -134,11 +134,10 @@ class Looped(Backbone[JointCache]):
         tokens: int,
         counts: Counts | None = None,
     ) -> JointCache:
-        pairs = zip(parts_of(cache, len(aux), "steps"), aux, strict=True)
-        advance = self.backbone.advance
-        return JointCache(
-            tuple(advance(before, of_step, tokens, counts) for before, of_step in pairs)
-        )
+        parts = []
+        for step_cache, step_aux in zip(parts_of(cache, len(aux), "steps"), aux, strict=True):
+            parts.append(self.backbone.advance(step_cache, step_aux, tokens, counts))
+        return JointCache(tuple(parts))
 
     def compile(self, **options: Any) -> None:
         self.backbone.compile(**options)

@@ -144,14 +144,11 @@ class Mamba2(BlockStack[Mamba2Cache]):
         tokens: int,
         counts: Counts | None = None,
     ) -> Mamba2Cache:
-        states = [None] * len(aux) if cache is None else cache.layers
-        layers = zip(self.layers, aux, states, strict=True)
-        return Mamba2Cache(
-            tuple(
-                block.mixer.state_after(of_block, state, tokens, counts)
-                for block, of_block, state in layers
-            )
-        )
+        states = []
+        for i, block in enumerate(self.layers):
+            state = None if cache is None else cache.layers[i]
+            states.append(block.mixer.state_after(aux[i], state, tokens, counts))
+        return Mamba2Cache(tuple(states))
 
     def _stack(self, z, injected, states, dropout, need_aux: bool, backend: Backend):
         """All blocks and the final norm, from tensors to tensors."""

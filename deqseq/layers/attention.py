@@ -101,8 +101,8 @@ class Attention(nn.Module):
         >>> tables = rotary_tables(
         ...     torch.arange(5)[None], rotary_frequencies(4, 10000.0), torch.float32
         ... )
-        >>> y, kept = attention(torch.zeros(2, 5, 8), None, tables)
-        >>> y.shape, kept.keys.shape
+        >>> y, key_values = attention(torch.zeros(2, 5, 8), None, tables)
+        >>> y.shape, key_values.keys.shape
         (torch.Size([2, 5, 8]), torch.Size([2, 1, 5, 4]))
     """
 

@@ -81,8 +81,8 @@ def rotary_frequencies(
         return plain
     turns = scaling.original_length * plain / (2 * math.pi)  # over the original context
     span = scaling.high_freq_factor - scaling.low_freq_factor
-    kept = ((turns - scaling.low_freq_factor) / span).clamp(0, 1)
-    return kept * plain + (1 - kept) * plain / scaling.factor
+    share = ((turns - scaling.low_freq_factor) / span).clamp(0, 1)
+    return share * plain + (1 - share) * plain / scaling.factor
 
 
 def rotary_tables(

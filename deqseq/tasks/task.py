@@ -86,8 +86,8 @@ class Task(ABC):
         lengths = tuple(length) if isinstance(length, Iterable) else (length,)
         if not lengths:
             raise ValueError("length must name at least one length, got none.")
-        for one in lengths:
-            check_integer("length", one, 1)
+        for size in lengths:
+            check_integer("length", size, 1)
         generator = _seeded(seed, stream=0)
 
         def endless() -> Iterator[WordBatch]:  # a function inside: the checks run at the call

@@ -289,5 +289,5 @@ def assert_same_cache(
     """The same tensors in two caches, at least one."""
     assert actual is not None and expected is not None
     assert actual.tensors()
-    for one, other in zip(actual.tensors(), expected.tensors(), strict=True):
-        assert_same(one, other, tolerance, "the cache")
+    for actual_part, expected_part in zip(actual.tensors(), expected.tensors(), strict=True):
+        assert_same(actual_part, expected_part, tolerance, "the cache")
