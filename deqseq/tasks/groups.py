@@ -3,6 +3,7 @@
 import itertools
 import re
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from jaxtyping import Int64
@@ -29,19 +30,12 @@ def _dihedral(n: int) -> Elements:
     return rotations + reflections, turns + n * (flip[:, None] ^ flip)
 
 
-def _symmetric(n: int) -> Elements:
+def _permutations(n: int, *, even: bool = False) -> Elements:
+    """All permutations, or the ``even`` ones."""
     points = torch.tensor(list(itertools.permutations(range(n))))
-    return _permutations(points)
-
-
-def _alternating(n: int) -> Elements:
-    points = torch.tensor(list(itertools.permutations(range(n))))
-    inversions = (points[:, :, None] > points[:, None, :]).triu(diagonal=1).sum((1, 2))
-    return _permutations(points[inversions % 2 == 0])
-
-
-def _permutations(points: Int64[Tensor, "order n"]) -> Elements:
-    n = points.shape[1]
+    if even:
+        inversions = (points[:, :, None] > points[:, None, :]).triu(diagonal=1).sum((1, 2))
+        points = points[inversions % 2 == 0]
     composed = points[:, points]  # [a, b, i] = a(b(i))
     # The digits of a number in base n. The rows are sorted, so a binary search finds products.
     places = n ** torch.arange(n).flip(0)
@@ -66,8 +60,8 @@ def _aperiodic() -> Elements:
 
 FAMILIES: dict[str, tuple[Callable[[int], Elements], int]] = {
     "Z": (_cyclic, MAX_ORDER),
-    "S": (_symmetric, 6),  # the table of S7 would take 200 MB
-    "A": (_alternating, 6),
+    "S": (_permutations, 6),  # the table of S7 would take 200 MB
+    "A": (partial(_permutations, even=True), 6),
     "D": (_dihedral, MAX_ORDER // 2),
 }
 """Groups with a number n in their name, and the largest n."""

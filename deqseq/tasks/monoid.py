@@ -68,9 +68,10 @@ class FiniteMonoid:
                 f"{self.name}: table must hold ids 0 to {order - 1}, "
                 f"got {table.min()} to {table.max()}."
             )
-        one, ids = self.identity, torch.arange(order, device="cpu")
-        if one >= order or not (torch.equal(table[one], ids) and torch.equal(table[:, one], ids)):
-            raise ValueError(f"{self.name}: the element with id {one} is not the identity.")
+        identity, ids = self.identity, torch.arange(order, device="cpu")
+        neutral = identity < order and torch.equal(table[identity], ids)
+        if not neutral or not torch.equal(table[:, identity], ids):
+            raise ValueError(f"{self.name}: the element with id {identity} is not the identity.")
 
     @property
     def order(self) -> int:

@@ -48,7 +48,25 @@ class Curriculum:
         for phase in self.phases:
             check_type("Curriculum.phases", phase, Phase, "free()")
         object.__setattr__(self, "phases", tuple(self.phases))
-        self._check_ends()
+        ends, wanted = self._ends(), "rise"
+        rising = len(ends) > 0 and ends == sorted(set(ends))
+        if self.unit == "fraction":
+            wanted = "rise to 1"
+            rising = rising and ends[-1] == 1
+        if not rising:
+            got = [phase.until for phase in self.phases]
+            raise ValueError(
+                f"Curriculum.phases must have ends that {wanted}, the last may be None, got {got}"
+            )
+        for phase in self.phases:
+            if phase.until is not None:
+                self._check_amount("Phase.until", phase.until)
+        depth = self.phases[-1].depth
+        if ends[-1] == math.inf and depth is not None and depth.rise:
+            raise ValueError(
+                "Phase.until must be given for a depth that rises until then, "
+                f"got None with {depth}"
+            )
         names = [phase.name for phase in self.phases]
         if len(set(names)) < len(names):
             raise ValueError(f"Curriculum.phases must have names of their own, got {names}")
@@ -88,7 +106,7 @@ class Curriculum:
             >>> Curriculum((free(),)).record(0.9)["curriculum"]["phase 1 solve.stop.max_steps"]
             24
         """
-        number: Any = progress  # NumPy's, perhaps
+        number: Any = progress  # may be one of NumPy's
         return {
             "phase": self.at(progress).name,
             "progress": plain_number(number),
@@ -145,35 +163,13 @@ class Curriculum:
 
     def _ends(self) -> list[float | int]:
         whole = 1 if self.unit == "fraction" else math.inf
-        return [whole if phase.until is None else phase.until for phase in self.phases]
+        return [phase.until or whole for phase in self.phases]
 
     def _check_amount(self, name: str, value: object) -> None:
         if self.unit == "fraction":
             check_number(f"{name} as a fraction", value, "[0, 1]")
         else:
             check_integer(f"{name} in {self.unit}", value, 0)
-
-    def _check_ends(self) -> None:
-        given_ends = [phase.until for phase in self.phases]
-        ends, rise = self._ends(), "rise"
-        valid = len(ends) > 0 and ends == sorted(set(ends))
-        if self.unit == "fraction":
-            rise = "rise to 1"
-            valid = valid and ends[-1] == 1
-        if not valid:
-            raise ValueError(
-                f"Curriculum.phases must have ends that {rise}, the last may be None, "
-                f"got {given_ends}"
-            )
-        for end in given_ends:
-            if end is not None:
-                self._check_amount("Phase.until", end)
-        depth = self.phases[-1].depth
-        if ends[-1] == math.inf and depth is not None and depth.rise:
-            raise ValueError(
-                "Phase.until must be given for a depth that rises until then, "
-                f"got None with {depth}"
-            )
 
 
 def _leaves(path: str, value: object) -> Iterator[tuple[str, Any]]:

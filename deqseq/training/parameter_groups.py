@@ -56,17 +56,16 @@ def parameter_groups(
     if not names:
         raise ValueError(f"{type(model).__name__} has no parameter that wants a gradient")
     modules = dict(model.named_modules(remove_duplicate=False))
-    decayed: list[nn.Parameter] = []
-    others: list[nn.Parameter] = []
-    for parameter, tied in names.items():
-        group = others
-        if parameter.ndim > 1 and all(_is_decayed(modules, name) for name in tied):
-            group = decayed
-        group.append(parameter)
-    return [
-        {"params": decayed, "weight_decay": weight_decay},
-        {"params": others, "weight_decay": 0.0},
+    groups: list[dict[str, Any]] = [
+        {"params": [], "weight_decay": weight_decay},
+        {"params": [], "weight_decay": 0.0},
     ]
+    decayed, others = groups
+    for parameter, tied in names.items():
+        is_decayed = parameter.ndim > 1 and all(_is_decayed(modules, name) for name in tied)
+        group = decayed if is_decayed else others
+        group["params"].append(parameter)
+    return groups
 
 
 def _is_decayed(modules: dict[str, nn.Module], name: str) -> bool:
