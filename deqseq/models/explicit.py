@@ -10,6 +10,7 @@ from deqseq.layers import with_weights
 from deqseq.models.base import BackboneModel, check_input
 from deqseq.models.output import Evaluation, ModelOutput
 from deqseq.models.padding import Padding
+from deqseq.start import Start
 from deqseq.tokens import TokenArgs, token_map
 from deqseq.types import Mask, Sequence
 
@@ -56,12 +57,9 @@ class ExplicitModel(BackboneModel):
             TypeError: an argument of the wrong type, or an option of a solve.
             ValueError: a bad shape.
         """
-        if given := [
-            name for name, value in options.items() if name not in UNSET or value is not UNSET[name]
-        ]:
-            raise TypeError(
-                f"an explicit model has nothing to solve: it takes no {', '.join(given)}"
-            )
+        for name, value in options.items():
+            if name not in UNSET or value is not UNSET[name]:
+                raise TypeError(f"an explicit model has nothing to solve: it takes no {name}")
         check_input(x, self.backbone)
         padding = Padding.of(x, mask)
         tokens = padding.compact(x)
@@ -77,7 +75,7 @@ class ExplicitModel(BackboneModel):
         self,
         x: Sequence,
         cache: Cache | None = None,
-        start: Sequence | None = None,
+        start: Start | Sequence | None = None,
         iterations: Annotated[int, AtLeast(1)] = 1,
     ) -> Evaluation:
         check_input(x, self.backbone)

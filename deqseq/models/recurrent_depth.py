@@ -13,6 +13,7 @@ from deqseq.models.base import Model
 from deqseq.models.explicit import ExplicitModel
 from deqseq.models.implicit import ImplicitModel
 from deqseq.models.output import Evaluation, ModelOutput
+from deqseq.start import Start
 from deqseq.types import Counts, Mask, Sequence
 
 
@@ -107,7 +108,7 @@ class RecurrentDepth(Model):
         self,
         x: Sequence,
         cache: Cache | None = None,
-        start: Sequence | None = None,
+        start: Start | Sequence | None = None,
         iterations: int = 1,
     ) -> Evaluation:
         prelude, core, coda = parts_of(cache, 3, "parts")
@@ -121,8 +122,10 @@ class RecurrentDepth(Model):
         self, cache: Cache | None, evaluation: Evaluation, counts: Counts | None = None
     ) -> Cache:
         models = self.prelude, self.core, self.coda
-        parts = zip(models, parts_of(cache, 3, "parts"), evaluation.aux, strict=True)
-        return JointCache(tuple(model.commit(before, own, counts) for model, before, own in parts))
+        caches = []
+        for i, part in enumerate(parts_of(cache, 3, "parts")):
+            caches.append(models[i].commit(part, evaluation.aux[i], counts))
+        return JointCache(tuple(caches))
 
     def _normed(self, states: Sequence) -> Sequence:
         return returned_by(
