@@ -15,6 +15,7 @@ def injected():
     return dq.Injected(llama(injection=False), injection).double()
 
 
+unchecked = pytest.mark.usefixtures("unchecked")
 MAKE = {"llama": llama, "mamba2": contractive_mamba2, "affine": affine, "injected": injected}
 every_backbone = pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
 
@@ -23,7 +24,7 @@ class TestLoopedLlama(BackboneContract):
     backbone = dq.Looped(contractive_llama(n_layers=1), 2)
 
 
-@pytest.mark.usefixtures("unchecked")
+@unchecked
 class TestLoopedMamba2(BackboneContract):
     backbone = dq.Looped(
         contractive_mamba2(n_layers=1), 3, choose=lambda states: states.mean(dim=0)
@@ -32,7 +33,8 @@ class TestLoopedMamba2(BackboneContract):
 
 def states_of(backbone, x, steps, start):
     """The loop written out."""
-    inputs, states = backbone.prepare(x), [start]
+    inputs = backbone.prepare(x)
+    states = [start]
     for _ in range(steps):
         states.append(backbone(states[-1], inputs)[0])
     return torch.stack(states[1:])
@@ -42,12 +44,14 @@ def states_of(backbone, x, steps, start):
 @pytest.mark.parametrize("steps", [1, 4])
 @torch.no_grad()
 def test_it_is_the_loop_written_out(make, steps):
-    backbone, x = make(), embedded()
+    backbone = make()
+    x = embedded()
     random = dq.RandomStart(0.5, seed=3)
     for start, first in (("input", x), ("zero", torch.zeros_like(x)), (random, random.draw(x))):
         value = dq.ExplicitModel(dq.Looped(backbone, steps, start=start))(x).value
         assert torch.equal(value, states_of(backbone, x, steps, first)[-1])
-    looped, z = dq.Looped(backbone, steps), embedded().flip(2)
+    looped = dq.Looped(backbone, steps)
+    z = embedded().flip(2)
     assert torch.equal(looped(z, looped.prepare(x))[0], states_of(backbone, x, steps, z)[-1])
     looped.start = z  # states, which the given one does not replace
     assert torch.equal(looped(x, looped.prepare(x))[0], states_of(backbone, x, steps, z)[-1])
@@ -56,7 +60,9 @@ def test_it_is_the_loop_written_out(make, steps):
 def test_gradients_are_those_of_the_loop_written_out():
     results = []
     for looped in (True, False):
-        backbone, x, weights = injected(), embedded().requires_grad_(), embedded().flip(1)
+        backbone = injected()
+        x = embedded().requires_grad_()
+        weights = embedded().flip(1)
         start = dq.RandomStart(0.5, seed=3)
         if looped:
             loop = dq.Looped(backbone, 3, lambda states: states[1] + states[2], start)
@@ -86,16 +92,10 @@ def test_a_module_that_chooses_is_trained_and_saved():
 
 
 @torch.no_grad()
-def test_an_explicit_model_leaves_the_injection_inside_alone():
-    backbone, x = llama(), embedded()
-    looped = dq.ExplicitModel(dq.Looped(backbone, 1))(x).value
-    assert torch.equal(looped, backbone(x, backbone.prepare(x))[0])
-    assert not torch.allclose(dq.ExplicitModel(backbone)(x).value, looped)
-
-
-@torch.no_grad()
 def test_autocast_keeps_the_dtype_of_the_states():
-    backbone, x, dtypes = llama(final_norm=False).float(), embedded().float(), []
+    backbone = llama(final_norm=False).float()
+    x = embedded().float()
+    dtypes = []
 
     def last(states):
         dtypes.append(states.dtype)
@@ -103,11 +103,12 @@ def test_autocast_keeps_the_dtype_of_the_states():
 
     with torch.autocast("cpu", torch.bfloat16):
         value = dq.ExplicitModel(dq.Looped(backbone, 2, last))(x).value
-    assert (value.dtype, dtypes) == (torch.float32, [torch.float32])
+    assert value.dtype == torch.float32
+    assert dtypes == [torch.float32]
 
 
-@pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize("start", ["zero", dq.RandomStart()], ids=["zero", "random"])
+@unchecked
+@pytest.mark.parametrize("start", ["zero", dq.RandomStart()])
 def test_a_loop_that_would_not_see_its_input(start):
     looped = dq.Looped(llama(injection=False), 2, start=start)
     with pytest.raises(ValueError, match=r'Looped\.start.*without an injection.*start="input"'):
@@ -116,12 +117,11 @@ def test_a_loop_that_would_not_see_its_input(start):
     assert dq.ExplicitModel(looped)(embedded()).value.shape == (2, 7, 8)
 
 
-@pytest.mark.usefixtures("unchecked")
+@unchecked
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("make", "start"),
     [(llama, "input"), (contractive_mamba2, dq.RandomStart(0.5)), (injected, "zero")],
-    ids=["llama", "mamba2", "core"],
 )
 def test_it_is_exported(make, start):
     looped = dq.ExplicitModel(dq.Looped(make(), 3, lambda states: states.mean(dim=0), start))
@@ -138,7 +138,7 @@ def test_it_is_exported(make, start):
             assert (exported(row[None]) - expected).abs().max() <= 1e-12
 
 
-@pytest.mark.usefixtures("unchecked")
+@unchecked
 @pytest.mark.filterwarnings("ignore")
 def test_a_seed_is_not_exported():
     """The exported generator would go on from one call to the next."""

@@ -8,7 +8,6 @@ runs.
 
 import ast
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from textwrap import dedent
 
@@ -33,14 +32,14 @@ EXCEPTIONS = {  # faults that are none, as patterns, and why
 }
 
 
-def target(path: str) -> griffe.Object:
+def target(path):
     """What a path names; of a module and a function of one name, the function."""
     found = PACKAGE[path.removeprefix("deqseq.")]
     found = found[found.name] if found.is_module and found.name in found.members else found
     return found.final_target if found.is_alias else found
 
 
-def modules(module: griffe.Module) -> Iterator[griffe.Module]:
+def modules(module):
     yield module
     for inner in module.modules.values():
         yield from [] if inner.is_alias else modules(inner)
@@ -55,7 +54,7 @@ TENSORS = {  # names of tensor types, such as State
 }
 
 
-def raised(function: griffe.Object) -> set[str]:
+def raised(function):
     """The exceptions that a body raises by name."""
     names = set()
     for node in ast.walk(ast.parse(dedent(function.source))):
@@ -65,7 +64,7 @@ def raised(function: griffe.Object) -> set[str]:
     return names - {"NotImplementedError", "AssertionError"}
 
 
-def described(docs: list[griffe.Docstring]) -> dict[str, str]:
+def described(docs):
     """What is said of each parameter or attribute."""
     said = {}
     for doc in docs:
@@ -77,7 +76,7 @@ def described(docs: list[griffe.Docstring]) -> dict[str, str]:
     return said
 
 
-def parameter_faults(entry: griffe.Object, docs: list[griffe.Docstring]) -> Iterator[str]:
+def parameter_faults(entry, docs):
     said = described(docs)
     prose = "\n".join(doc.value for doc in docs)
     for parameter in entry.parameters:
@@ -95,11 +94,11 @@ def parameter_faults(entry: griffe.Object, docs: list[griffe.Docstring]) -> Iter
                 yield f"{entry.path}: `{name}` has no shape"
 
 
-def is_method(entry: griffe.Object) -> bool:
+def is_method(entry):
     return entry.is_function and entry.parent.is_class
 
 
-def faults(entry: griffe.Object, inherited: tuple[griffe.Object, ...] = ()) -> Iterator[str]:
+def faults(entry, inherited=()):
     """What a docstring leaves out; that of a method may rely on those which it overrides."""
     docs = [one.docstring for one in (entry, *inherited) if one.docstring]
     if not docs:

@@ -8,7 +8,6 @@ import io
 import re
 import textwrap
 import tokenize
-from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -38,9 +37,10 @@ ALLOWED = {'README.md': 1, 'backbones/llama.py': 2, 'diagnostics/explain.py': 2,
 # fmt: on
 
 
-def comments(text: str) -> list[str]:
+def comments(text):
     """The comments of a module; full lines below each other are one."""
-    blocks, previous = [], 0
+    blocks = []
+    previous = 0
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT:
             is_line, line = token.line.lstrip().startswith("#"), token.start[0]
@@ -51,7 +51,7 @@ def comments(text: str) -> list[str]:
     return blocks
 
 
-def places(path: Path) -> Iterator[str]:
+def places(path):
     """The phrases and names of a file that have to be replaced."""
     text = path.read_text()
     if path.suffix == ".md":
@@ -70,7 +70,7 @@ def places(path: Path) -> Iterator[str]:
         yield from re.findall("|".join(PHRASES), " ".join(paragraph.split()))
 
 
-def found() -> dict[str, list[str]]:
+def found():
     files = [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("deqseq/**/*.py")]
     names = {str(path.relative_to(ROOT)).removeprefix("deqseq/"): path for path in sorted(files)}
     return {name: list(places(path)) for name, path in names.items()}

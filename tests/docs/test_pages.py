@@ -4,19 +4,18 @@ somewhere.
 
 import os
 import re
-import subprocess
-import sys
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from textwrap import dedent
 
 import pytest
 import yaml
+from processes import output_of
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = [*sorted(DOCS.rglob("*.md")), *sorted(ROOT.glob("*.md"))]
+EACH_PAGE = pytest.mark.parametrize("page", PAGES)
 FENCE = re.compile(
     r"^(?P<indent> *)```python(?P<options>.*)\n(?P<code>(?:.*\n)*?)(?P=indent)```$", re.MULTILINE
 )
@@ -25,17 +24,17 @@ FRAGMENT = 'title="needs a download"'  # in the options of a fence that does not
 FRAGMENTS = {"released_models.md": 3}  # by page; on all others there are none
 
 
-def fences(text: str) -> list[tuple[str, list[str]]]:
+def fences(text):
     """The Python fences of a page: options and lines, without their indentation."""
     return [(options, dedent(code).splitlines()) for _, options, code in FENCE.findall(text)]
 
 
-def is_hidden(options: str) -> bool:
+def is_hidden(options):
     """Whether the site runs a fence and shows only its output."""
     return "exec=" in options and "source=" not in options
 
 
-def copied(page: Path) -> str:
+def copied(page):
     """What a reader copies from a page: the code of all fences that are shown, except fragments."""
     shown = [
         lines
@@ -45,7 +44,7 @@ def copied(page: Path) -> str:
     return "\n".join(line for lines in shown for line in [*lines, ""] if not line.endswith(HIDE))
 
 
-def only_shown(page: Path) -> bool:
+def only_shown(page):
     """Whether a page has code that nobody runs: the site runs its own, and another test that of the
     README.
     """
@@ -59,20 +58,15 @@ def only_shown(page: Path) -> bool:
     )  # it has a test of its own
 
 
-def run(page: Path, folder: Path, *launcher: str) -> str:
+def run(page, folder, *launcher):
     """What the copied code prints, run in an empty folder."""
     (folder / "copied.py").write_text(copied(page))
     variables = os.environ | {"MPLBACKEND": "agg"}
     variables.pop("PYTHONPATH", None)
-    command = [sys.executable, *launcher, "copied.py"]
-    done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    return output_of(*launcher, "copied.py", cwd=folder, env=variables)
 
 
-@pytest.mark.parametrize(
-    "page", [page for page in PAGES if only_shown(page)], ids=lambda page: page.stem
-)
+@pytest.mark.parametrize("page", [page for page in PAGES if only_shown(page)])
 def test_what_a_reader_copies_runs(page, tmp_path):
     run(page, tmp_path)
 
@@ -85,13 +79,10 @@ def test_the_script_for_several_gpus_runs_in_two_processes(tmp_path):
     assert printed.count("step 120: loss 0.0") == 1  # only by the first process, of the mean
 
 
-@pytest.mark.parametrize(
-    "page", [page for page in PAGES if copied(page)], ids=lambda page: page.stem
-)
+@pytest.mark.parametrize("page", [page for page in PAGES if copied(page)])
 def test_what_a_reader_copies_defines_its_names(page):
-    check = f"{sys.executable} -m ruff check --isolated --no-cache --select=E9,F821,F401 -"
-    done = subprocess.run(check.split(), input=copied(page), capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout
+    check = "-m ruff check --isolated --no-cache --select=E9,F821,F401 --exit-zero --quiet -"
+    assert output_of(*check.split(), input=copied(page)) == ""
 
 
 def test_fragments_are_few():
@@ -104,7 +95,7 @@ def test_fragments_are_few():
     assert Counter(names) == FRAGMENTS
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@EACH_PAGE
 def test_nothing_is_trained_in_hiding(page):
     hidden = [
         line
@@ -115,7 +106,7 @@ def test_nothing_is_trained_in_hiding(page):
     assert not re.search(r"backward\(|optim", "\n".join(hidden))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@EACH_PAGE
 def test_links_lead_somewhere(page):
     prose = re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     for link in re.findall(r"\]\((?!http)([^)#]+)", prose):
@@ -131,7 +122,7 @@ def test_the_tests_that_a_page_names_exist():
     assert named - files == set()
 
 
-def pages_of(node: object) -> Iterator[str]:
+def pages_of(node):
     """The pages that a part of the navigation names."""
     if isinstance(node, str):
         yield node
@@ -164,7 +155,7 @@ def test_pages_are_in_the_navigation_under_their_own_titles():
     assert re.findall(r"(\S.*): \S+\.md$", navigation, flags=re.MULTILINE) == ["- Home"]
 
 
-@pytest.mark.parametrize("image", sorted((DOCS / "images").iterdir()), ids=lambda image: image.name)
+@pytest.mark.parametrize("image", sorted((DOCS / "images").iterdir()))
 def test_an_image_is_used_by_a_page(image):
     shown = re.compile(rf"!\[[^\]]+\]\((\S*images/{image.name})(?:#only-\w+)?\)")
     uses = [(page, link) for page in DOCS.rglob("*.md") for link in shown.findall(page.read_text())]

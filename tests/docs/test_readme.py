@@ -19,7 +19,7 @@ MODELS = {
 }
 
 
-def fences(language: str) -> list[str]:
+def fences(language):
     found = re.findall(r"^```(\w*)\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
     return [text for kind, text in found if kind == language]
 
@@ -36,7 +36,8 @@ def test_the_code_runs_in_order(capsys, tmp_path, monkeypatch):
         exec(compile(code, "README.md", "exec"), names)
         assert capsys.readouterr().out == below, code
     assert all(p.grad is not None for p in names["fresh"].parameters())
-    assert bool(names["made"].converged.all()) and names["made"].tokens.shape == (2, 16)
+    assert bool(names["made"].converged.all())
+    assert names["made"].tokens.shape == (2, 16)
     assert bool(names["solution"].converged.all())
     assert names["W"].grad.abs().min() > 0
     bits = names["bits"]
@@ -78,10 +79,8 @@ def test_a_drawing_differs_between_light_and_dark_pages_only_in_its_colours(name
     light, dark = ((IMAGES / f"{name}{kind}.svg").read_text() for kind in ("", "-dark"))
     assert light != dark
     assert re.sub("#[0-9a-f]{6}", "", light) == re.sub("#[0-9a-f]{6}", "", dark)
-    assert (
-        f'srcset="docs/images/{name}-dark.svg"' in README
-        and f'src="docs/images/{name}.svg"' in README
-    )
+    assert f'srcset="docs/images/{name}-dark.svg"' in README
+    assert f'src="docs/images/{name}.svg"' in README
 
 
 def test_its_figure_is_drawn_from_the_committed_rows(monkeypatch):

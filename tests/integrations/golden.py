@@ -6,23 +6,22 @@ from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file
-from torch import Tensor
 
 DATA = Path(__file__).parent / "data"
 
 
-def config(name: str) -> dict[str, Any]:
+def config(name) -> dict[str, Any]:
     """One model's configuration, in its own format."""
     return json.loads((DATA / f"{name}.json").read_text())
 
 
 @cache
-def numbers(name: str) -> dict[str, Tensor]:
+def numbers(name):
     """Every tensor of one model's file."""
     return load_file(DATA / f"{name}.safetensors")
 
 
-def tensors(name: str, part: str = "weight") -> dict[str, Tensor]:
+def tensors(name, part="weight"):
     """Its weights, or their gradients (``"grad"``), by their own names."""
     return {
         key.removeprefix(f"{part}/"): x

@@ -6,7 +6,6 @@ from contextlib import nullcontext
 import pytest
 import torch
 from problems import tanh_contraction
-from torch import Tensor
 
 import deqseq as dq
 from deqseq.integrations.torchdeq import TorchDEQ
@@ -20,11 +19,11 @@ with warnings.catch_warnings():  # of invalid escapes in its docstrings, where i
 NAMES = ["fixed_point_iter", "simple_fixed_point_iter", "anderson", "broyden"]
 DAMPED = [TorchDEQ("fixed_point_iter", tau=0.8), TorchDEQ("simple_fixed_point_iter", tau=0.8)]
 SOLVERS = [*map(TorchDEQ, NAMES), *DAMPED, TorchDEQ("anderson", m=3, lam=1e-10)]
-every_solver = pytest.mark.parametrize("solver", SOLVERS, ids=repr)
+every_solver = pytest.mark.parametrize("solver", SOLVERS)
 PROBLEMS = {"affine": affine(), "tokens": affine(event=(4, 2)), "tanh": tanh_contraction()}
 
 
-def stopping(absolute: float, budget: int = 40, relative: float = 0.0) -> dq.Stop:
+def stopping(absolute, budget=40, relative=0.0):
     return dq.Stop(rtol=relative, atol=absolute, max_steps=budget, norm="row")
 
 
@@ -35,7 +34,8 @@ class TestSolver:
     @every_solver
     @pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
     def test_finds_the_known_fixed_point(self, solver, problem):
-        exact, stop = problem.fixed_point(), dq.Stop(rtol=1e-5, max_steps=200, norm="row")
+        exact = problem.fixed_point()
+        stop = dq.Stop(rtol=1e-5, max_steps=200, norm="row")
         f = Recorded(problem)
         solution = dq.solve(f, torch.zeros_like(exact), solver=solver, stop=stop)
         assert solution.converged.all()
@@ -67,7 +67,7 @@ class TestSolver:
 
     @pytest.mark.parametrize("name", NAMES)
     def test_a_row_that_becomes_nan_is_reported_and_the_others_converge(self, name):
-        def f(z: Tensor) -> Tensor:
+        def f(z):
             return torch.where(torch.arange(3)[:, None] == 1, torch.nan, 0.5 * z + 1)
 
         stop = dq.Stop(rtol=1e-5, max_steps=50)
@@ -77,7 +77,8 @@ class TestSolver:
         assert (solution.value[[0, 2]] - 2).abs().max() < 2e-4
 
     def test_a_singular_system_is_a_warning_and_a_status(self):
-        solver, stop = TorchDEQ("anderson"), dq.Stop()
+        solver = TorchDEQ("anderson")
+        stop = dq.Stop()
         with pytest.warns(dq.ConvergenceWarning, match="anderson .* singular .*: raise lam"):
             solution = dq.solve(lambda z: z + 1e6, torch.zeros(2, 3), solver=solver, stop=stop)
         assert solution.status.tolist() == [dq.Status.MAX_STEPS_REACHED] * 2
@@ -97,10 +98,12 @@ class TestSolver:
 
     @pytest.mark.parametrize("name", NAMES)
     def test_only_a_solver_that_keeps_the_graph_is_unrolled(self, name):
-        a, stop = torch.tensor(0.5, requires_grad=True), dq.Stop.exactly(30)
+        a = torch.tensor(0.5, requires_grad=True)
+        stop = dq.Stop.exactly(30)
         text = rf"{name} .* cannot be differentiated.* use Phantom\(\) or Implicit\(\)"
         with nullcontext() if name == NAMES[1] else pytest.raises(ValueError, match=text):
-            z0, solver = torch.zeros(1, 1), TorchDEQ(name)
+            z0 = torch.zeros(1, 1)
+            solver = TorchDEQ(name)
             solution = dq.solve(lambda z: a * z + 1, z0, solver=solver, stop=stop)
             (grad,) = torch.autograd.grad(solution.value.sum(), a)
             assert grad.item() == pytest.approx(4.0, abs=1e-4)
@@ -129,7 +132,7 @@ def test_value_and_gradient_are_those_of_torchdeq(config, options):
     weight = affine(radius=0.7).weight.clone().requires_grad_()
     z0 = torch.zeros(2, 4, dtype=torch.float64)
 
-    def f(z: Tensor) -> Tensor:
+    def f(z):
         return torch.tanh(z @ weight + 1)
 
     (theirs,), _ = get_deq(config)(f, z0)

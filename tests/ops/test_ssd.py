@@ -9,6 +9,9 @@ from oracles import relative_error, ssd_recurrence
 from deqseq.ops.reference import UNLIMITED, StepSizes, state_after
 from deqseq.ops.ssd import ssd
 
+GROUPS = pytest.mark.parametrize("groups", [1, 2])
+STATES = pytest.mark.parametrize("given_state", [False, True])
+
 
 def inputs(
     batch=2, length=13, heads=4, headdim=3, groups=2, d_state=5, dtype=torch.float64, seed=0
@@ -53,7 +56,9 @@ def test_any_shape_chunk_and_cut(
     y, h = ssd_recurrence(*arguments, **extras, state=state, dt_limit=limit, softplus=softplus)
     x, dt, A, B, C = arguments
     options = {**extras, "dt_limit": limit, "dt_softplus": softplus, "chunk_size": chunk_size}
-    outputs, carried, before = [], state, state.clone()
+    outputs = []
+    carried = state
+    before = state.clone()
     for piece in (slice(0, cut), slice(cut, length)):
         if x[:, piece].shape[1]:
             part = (x[:, piece], dt[:, piece], A, B[:, piece], C[:, piece])
@@ -75,7 +80,9 @@ def test_lower_precision_and_autocast_accumulate_in_float32(dtype, bound, length
         )
         alone = state_alone(*arguments[:4], state.float(), extras["dt_bias"])
     y, h = ssd_recurrence(*arguments, **extras, state=state)
-    assert (found.dtype, after.dtype, alone.dtype) == (dtype, torch.float32, torch.float32)
+    assert found.dtype == dtype
+    assert after.dtype == torch.float32
+    assert alone.dtype == torch.float32
     assert relative_error(found, y) < bound  # bfloat16: the rounding of the output alone
     assert max(relative_error(after, h), relative_error(alone, h)) < 1e-6
 
@@ -94,25 +101,24 @@ def scan_and_tensors(groups, given_state):
     return scan, [t.requires_grad_() for t in tensors]
 
 
-@pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize("given_state", [False, True])
+@GROUPS
+@STATES
 def test_first_and_second_derivatives_of_every_input(groups, given_state):
     scan, tensors = scan_and_tensors(groups, given_state)
     assert torch.autograd.gradcheck(scan, tensors)
     assert torch.autograd.gradgradcheck(scan, tensors, fast_mode=True)
 
 
-@pytest.mark.parametrize("chunk_size", [16, 48, 64, 256])
-@pytest.mark.parametrize("given_state", [False, True])
+@pytest.mark.parametrize("chunk_size", [16, 48, 256])
 @pytest.mark.parametrize("strong", ["first", "here and there"])
-@pytest.mark.parametrize("rate", [30.0, 160.0, 1e4, 1e6])
-def test_strong_decay_costs_no_digits(rate, strong, given_state, chunk_size):
+@pytest.mark.parametrize("rate", [30.0, 160.0, 1e6])
+def test_strong_decay_costs_no_digits(rate, strong, chunk_size):
     (x, _, A, B, C), extras, state = inputs(length=64, dtype=torch.float32)
     chance = torch.rand(2, 64, 4, generator=torch.Generator().manual_seed(1))
     decays = torch.arange(64)[:, None] < 32 if strong == "first" else chance < 0.3
     decays = decays & (torch.arange(4) < 3)  # the last head holds what it is given throughout
     dt = torch.where(decays, rate, 0.1 * chance) / -A
-    tensors = [x, dt, A, B, C, extras["D"], *([state] if given_state else [])]
+    tensors = [x, dt, A, B, C, extras["D"], state]
     weights = [torch.randn(t.shape, generator=torch.Generator().manual_seed(2)) for t in (x, state)]
 
     def values_and_gradients(scan, tensors):
@@ -121,20 +127,20 @@ def test_strong_decay_costs_no_digits(rate, strong, given_state, chunk_size):
         grads = [w.to(outputs[0].dtype) for w in weights]
         return [*outputs, *torch.autograd.grad(outputs, tensors, grads)]
 
-    def ours(x, dt, A, B, C, D, state=None):
+    def ours(x, dt, A, B, C, D, state):
         alone = state_alone(x, dt, A, B, state, dt_softplus=False)
         options = {"dt_softplus": False, "return_state": True, "chunk_size": chunk_size}
         y, together = ssd(x, dt, A, B, C, D=D, initial_state=state, **options)
         assert relative_error(alone.detach(), together.detach()) < 1e-6
         return y, together
 
-    def theirs(x, dt, A, B, C, D, state=None):
+    def theirs(x, dt, A, B, C, D, state):
         return ssd_recurrence(x, dt, A, B, C, D, state=state, softplus=False)
 
     ours_all = values_and_gradients(ours, tensors)
     theirs_all = values_and_gradients(theirs, [t.double() for t in tensors])
     names = ["y", "state", "dx", "ddt", "dA", "dB", "dC", "dD", "dstate"]
-    errors = dict(zip(names, map(relative_error, ours_all, theirs_all), strict=False))
+    errors = dict(zip(names, map(relative_error, ours_all, theirs_all), strict=True))
     assert all(error < 1e-6 for error in errors.values()), errors  # float32 rounds by 6e-8
 
 
@@ -163,8 +169,8 @@ def test_shapes_that_would_broadcast_are_refused(name):
         ssd(**tensors)
 
 
-@pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize("given_state", [False, True])
+@GROUPS
+@STATES
 @pytest.mark.parametrize("dt_limit", [(0.0, float("inf")), (0.2, 0.5)])
 def test_state_after_the_tokens_that_count(groups, given_state, dt_limit):
     counts = torch.tensor([13, 1, 0, 7])

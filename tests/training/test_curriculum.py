@@ -83,7 +83,8 @@ def test_a_phase_begins_at_the_input_where_the_model_does():
     assert model.solve == at_input
     free(base=at_input).apply(model)
     assert model.solve.start == model.eval_solve.start == "input"
-    model.solve, model.eval_solve = dq.SolveConfig(), None
+    model.solve = dq.SolveConfig()
+    model.eval_solve = None
     FREE.apply(model)
     assert model.solve.start == "zero"
 
@@ -92,7 +93,8 @@ def test_models_inside_others_and_explicit_ones():
     lm = dq.CausalLM(3, dq.ImplicitModel(dq.Affine(4)))
     FREE.apply(nn.Sequential(lm))
     assert lm.model.solve.stop == FREE.solve.stop
-    explicit, ids = dq.CausalLM(3, dq.ExplicitModel(dq.Affine(4))), torch.tensor([[1, 2]])
+    explicit = dq.CausalLM(3, dq.ExplicitModel(dq.Affine(4)))
+    ids = torch.tensor([[1, 2]])
     logits = explicit(ids).logits
     FREE.apply(explicit)
     assert torch.equal(explicit(ids).logits, logits)
@@ -114,7 +116,6 @@ def test_models_inside_others_and_explicit_ones():
         ((BOUNDED, free(until=5)), "steps", r"Phase.until in steps must be an integer .* got 0.8"),
         ((BOUNDED, free(name="bounded")), "fraction", r"names .* got \['bounded', 'bounded'\]"),
     ],
-    ids=str,
 )
 def test_bad_curricula_are_named(phases, unit, message):
     with pytest.raises((TypeError, ValueError), match=message):
@@ -145,7 +146,6 @@ ONE_STEP = replace(free(), solve=replace(free().solve, gradient=dq.OneStep()))
         (Curriculum((bounded(until=3), free()), "steps"), "unit: 'fraction' -> 'steps'"),
         (Curriculum((bounded(), ONE_STEP)), "solve.gradient.steps: 4 -> nothing"),
     ],
-    ids=["end", "phases", "unit", "gradient"],
 )
 def test_another_curriculum_is_refused_and_the_difference_named(curriculum, change):
     message = rf"^the curriculum is not the one that the checkpoint was trained with .*{change}"
@@ -153,7 +153,7 @@ def test_another_curriculum_is_refused_and_the_difference_named(curriculum, chan
         curriculum.resumed(PAPER.record(0.5))
 
 
-@pytest.mark.parametrize("record", [None, {}, {"phases": []}], ids=str)
+@pytest.mark.parametrize("record", [None, {}, {"phases": []}])
 def test_a_checkpoint_without_a_record_is_refused(record):
     with pytest.raises(ValueError, match=r"saved without phase=curriculum.record\(progress\)"):
         PAPER.resumed(record)

@@ -10,11 +10,11 @@ import torch
 import deqseq as dq
 from deqseq.training import Curriculum, PoissonLogNormal, bounded, free, unrolled
 
+pytestmark = pytest.mark.usefixtures("unchecked")
 DRAWS = 10_000
 HUGINN = unrolled(PoissonLogNormal(32), last=8, until=None)
 
 
-@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(("mean", "sigma"), [(1, 0.5), (32, 0.5), (6.5, 0.2), (4, 0.0)])
 def test_mean_variance_and_the_share_of_ones(mean, sigma):
     depth = PoissonLogNormal(mean, sigma)
@@ -29,7 +29,6 @@ def test_mean_variance_and_the_share_of_ones(mean, sigma):
     assert share == pytest.approx(ones, abs=4 * math.sqrt(ones / DRAWS) + 1e-9)
 
 
-@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(("rise", "share"), [("linear", 0.5), ("1-sqrt", 1 - math.sqrt(0.5))])
 def test_a_rising_mean(rise, share):
     depth = PoissonLogNormal(32, rise=rise)
@@ -39,7 +38,6 @@ def test_a_rising_mean(rise, share):
         assert draws == [constant.draw(step) for step in range(99)]
 
 
-@pytest.mark.usefixtures("unchecked")
 def test_larger_draws_are_replaced():
     draws = [PoissonLogNormal(8).draw(step) for step in range(500)]
     assert max(draws) > 12

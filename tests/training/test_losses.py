@@ -9,7 +9,9 @@ from deqseq.training import jacobian_regularisation
 
 
 def test_the_size_of_a_jacobian_is_the_dense_formula_for_the_same_draws():
-    W, z, draws = randn(6, 6, seed=1), randn(3, 6, seed=2), seeded(3)
+    W = randn(6, 6, seed=1)
+    z = randn(3, 6, seed=2)
+    draws = seeded(3)
     ours = jacobian_regularisation(lambda z: torch.tanh(z @ W.T), z, samples=5, generator=seeded(3))
     jacobians = (1 - torch.tanh(z @ W.T) ** 2)[:, :, None] * W
     v = torch.stack([torch.randn(3, 6, generator=draws) for _ in range(5)]).double()
@@ -17,21 +19,7 @@ def test_the_size_of_a_jacobian_is_the_dense_formula_for_the_same_draws():
     assert ours.item() == pytest.approx(products.square().mean().item(), rel=1e-12)
 
 
-def test_gradients_by_finite_differences():
-    W, z = randn(3, 3, seed=1).requires_grad_(), randn(2, 7, 3, seed=2)
-
-    def loss(W):
-        f = lambda z: torch.tanh(z @ W)  # noqa: E731
-        return jacobian_regularisation(f, z, samples=2, generator=seeded(0))
-
-    assert torch.autograd.gradcheck(loss, W)
-    with torch.no_grad():
-        assert not loss(W).requires_grad
-
-
-@pytest.mark.parametrize(
-    "weight", [None, torch.ones(3, requires_grad=True)], ids=["constant", "parameter"]
-)
+@pytest.mark.parametrize("weight", [None, torch.ones(3, requires_grad=True)])
 def test_a_map_that_ignores_its_state(weight):
     f = torch.ones_like if weight is None else lambda z: weight.expand_as(z)
     assert jacobian_regularisation(f, torch.ones(2, 3)).item() == 0
@@ -40,7 +28,9 @@ def test_a_map_that_ignores_its_state(weight):
 @pytest.mark.parametrize("make", [contractive_mamba2, contractive_llama, affine])
 def test_the_size_of_a_jacobian_reaches_the_parameters_of_a_backbone(make):
     """By finite differences; several chunks of a scan included."""
-    backbone, x, z = make(), embedded(), randn(2, 7, 8, seed=5)
+    backbone = make()
+    x = embedded()
+    z = randn(2, 7, 8, seed=5)
 
     def penalty(*_):
         inputs = backbone.prepare(x)
@@ -49,3 +39,5 @@ def test_the_size_of_a_jacobian_reaches_the_parameters_of_a_backbone(make):
     parameters = [p for name, p in backbone.named_parameters() if "injection" not in name]
     assert torch.autograd.gradcheck(penalty, parameters, fast_mode=True, rtol=1e-4)
     assert penalty().item() > 1e-6
+    with torch.no_grad():
+        assert not penalty().requires_grad

@@ -18,7 +18,7 @@ MAPS = r"(in_proj|out_proj|conv1d|[qkvo]_proj|(gate|up|down)_proj|injection|head
 DECAYED = re.compile(rf"(^|.*\.){MAPS}\.(weight|parametrizations\.weight\.original1)")
 
 
-def names(model: nn.Module, weight_decay: float = 0.1) -> tuple[list[str], list[str]]:
+def names(model, weight_decay=0.1):
     """Names of the decayed parameters and of the others; of tied ones the first name."""
     names_of = {parameter: name for name, parameter in model.named_parameters()}
     first, second = parameter_groups(model, weight_decay)
@@ -27,7 +27,7 @@ def names(model: nn.Module, weight_decay: float = 0.1) -> tuple[list[str], list[
     return tuple([names_of[one] for one in group["params"]] for group in (first, second))
 
 
-def check(model: nn.Module, tied: bool) -> None:
+def check(model, tied):
     decayed, others = names(model)
     everything = [name for name, _ in model.named_parameters()]
     assert sorted(decayed + others) == sorted(everything)  # each once

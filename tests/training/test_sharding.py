@@ -38,14 +38,16 @@ def language_model(mesh, implicit=True):
 def gathered(monkeypatch):
     """The parts that were gathered by hand, in order; resharded ones as None."""
     events = []
-    unshard, reshard = FSDPModule.unshard, FSDPModule.reshard
+    unshard = FSDPModule.unshard
+    reshard = FSDPModule.reshard
     monkeypatch.setattr(FSDPModule, "unshard", lambda self: (events.append(self), unshard(self))[1])
     monkeypatch.setattr(FSDPModule, "reshard", lambda self: (events.append(None), reshard(self))[1])
     return events
 
 
 def test_weights_are_gathered_once_per_solve(mesh, gathered):
-    lm, plain = language_model(mesh), language_model(None)
+    lm = language_model(mesh)
+    plain = language_model(None)
     gather_once(lm)  # does nothing
     output, wanted = (model(IDS, labels=IDS, stop=dq.Stop(rtol=1e-5)) for model in (lm, plain))
     assert output.stats.iterations.min() > 2
@@ -75,7 +77,8 @@ def test_an_explicit_model_gathers_for_a_cache_only(mesh, gathered):
 
 
 def test_a_backward_pass_of_unequal_length_is_refused(mesh):
-    lm, exactly = language_model(mesh), dq.Stop.exactly(3)
+    lm = language_model(mesh)
+    exactly = dq.Stop.exactly(3)
     for call in ({"gradient": dq.Implicit(stop=dq.Stop())}, {"gradient": dq.Unrolled()}):
         with pytest.raises(ValueError, match=r"use Phantom, OneStep or Stop\.exactly"):
             lm(IDS, **call)

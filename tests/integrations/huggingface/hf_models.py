@@ -4,9 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import nn
 from torch.nn.utils import parametrize
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedTokenizerFast
 
 import deqseq as dq
 from deqseq.as_json import from_json
@@ -61,7 +64,7 @@ LEFT = torch.arange(7).flip(0) < torch.tensor(COUNTS)[:, None]
 """Which tokens are real when rows are padded on the left."""
 
 
-def configured(kind: str, **fields):
+def configured(kind, **fields):
     """The configuration of a family; ``fields`` change it, and the fields of its sections."""
     defaults = SHARED | FAMILIES[kind]
     if kind == "decoder":
@@ -74,7 +77,7 @@ def configured(kind: str, **fields):
     return DeqseqConfig(**defaults | fields)
 
 
-def made(kind: str, **fields):
+def made(kind, **fields):
     """In eval mode and float64; implicit ones converge in a few dozen iterations."""
     torch.manual_seed(0)
     model = contract(DeqseqForCausalLM(configured(kind, **fields)).double()).eval()
@@ -101,9 +104,18 @@ def contract(model):
     return model
 
 
-def same_weights(one, other) -> bool:
+def words(first="w0", **settings):
+    """A tokenizer of 13 words: the first one, for padding, and ``w1`` to ``w12``."""
+    numbers = {first: 0} | {f"w{i}": i for i in range(1, 13)}
+    table = Tokenizer(WordLevel(numbers, unk_token=first))
+    table.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=table, pad_token=first, **settings)
+
+
+def same_weights(one, other):
     """Whether two models have the same weights, bit for bit and by name."""
-    mine, theirs = one.state_dict(), other.state_dict()
+    mine = one.state_dict()
+    theirs = other.state_dict()
     if mine.keys() != theirs.keys():
         return False
     return all(torch.equal(mine[name], theirs[name]) for name in mine)
@@ -111,6 +123,7 @@ def same_weights(one, other) -> bool:
 
 def close(found, expected, tolerance=1e-12):
     """Two tensors, or lists of numbers, differ by less than the tolerance everywhere."""
-    found, expected = torch.as_tensor(found), torch.as_tensor(expected)
+    found = torch.as_tensor(found)
+    expected = torch.as_tensor(expected)
     assert found.shape == expected.shape
     assert (found - expected).abs().max() < tolerance

@@ -8,12 +8,13 @@ from transformers import Trainer, TrainingArguments
 import deqseq as dq
 from deqseq.integrations.huggingface import DeqseqForCausalLM
 
-PAD, VOCABULARY = 0, 13
+PAD = 0
+VOCABULARY = 13
 SOLVE = dq.SolveConfig(dq.Naive(), dq.Stop(rtol=1e-6, max_steps=64), dq.Phantom(2))
 NAMES = ("mamba2", "llama")
 
 
-def small(name: str, **fields):
+def small(name, **fields):
     """A model of this family in float32 whose map contracts, the same one every time."""
     backbone = {"d_model": 16} | fields.pop("backbone", {})
     defaults = {"backbone": backbone, "solve": SOLVE, "pad_token_id": PAD}
@@ -21,7 +22,7 @@ def small(name: str, **fields):
     return contract(DeqseqForCausalLM(configured(name, **defaults | fields)))
 
 
-def rows(count: int, first: int = 0) -> list[dict]:
+def rows(count, first=0):
     """Arithmetic sequences modulo 12, of 4 to 9 tokens."""
     numbers = range(first, first + count)
     return [
@@ -30,7 +31,7 @@ def rows(count: int, first: int = 0) -> list[dict]:
     ]
 
 
-def collate(batch: list[dict], side: str = "right") -> dict:
+def collate(batch, side="right"):
     """Rows padded to the longest of them, with their labels; without a tokenizer."""
     tokens = [torch.tensor(row["input_ids"]) for row in batch]
     ids = pad_sequence(tokens, batch_first=True, padding_value=PAD, padding_side=side)
@@ -38,7 +39,7 @@ def collate(batch: list[dict], side: str = "right") -> dict:
     return {"input_ids": ids, "attention_mask": real, "labels": ids.masked_fill(real == 0, -100)}
 
 
-def trainer(model, folder, **changes) -> Trainer:
+def trainer(model, folder, **changes):
     """A Trainer of twelve steps of four rows on a CPU that logs every step."""
     options = {
         "max_steps": 12,
@@ -62,12 +63,12 @@ def trainer(model, folder, **changes) -> Trainer:
     return Trainer(model, TrainingArguments(str(folder), **options | changes), **data)
 
 
-def losses(run: Trainer) -> list[float]:
+def losses(run):
     """The training loss of every step that was logged."""
     return [entry["loss"] for entry in run.state.log_history if "loss" in entry]
 
 
-def iterations(output) -> list[list[int]]:
+def iterations(output):
     """How many each token took; nothing of an explicit model."""
     return [] if output.stats is None else output.stats.iterations.tolist()
 
@@ -75,24 +76,27 @@ def iterations(output) -> list[list[int]]:
 class Witness:
     """Remembers the rows that a model was given in training, and how many iterations each took."""
 
-    def __init__(self, model) -> None:
-        self.seen, self.steps = [], []
+    def __init__(self, model):
+        self.seen = []
+        self.steps = []
         model.register_forward_hook(self, with_kwargs=True)
 
-    def __call__(self, model, _, given, output) -> None:
+    def __call__(self, model, _, given, output):
         if model.training:
             self.seen += [row[row != PAD].tolist() for row in given["input_ids"]]
             self.steps += iterations(output)
 
 
-def by_hand(model, steps: int, rank: int = 0, ranks: int = 1) -> tuple[list[float], list[int]]:
+def by_hand(model, steps, rank=0, ranks=1):
     """AdamW on four rows a step, of which each process takes its share.
 
     Returns its losses, whose mean over processes is that of the whole batch, and the iterations of
     its rows.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    shares, taken, share = [], [], 4 // ranks
+    shares = []
+    taken = []
+    share = 4 // ranks
     for step in range(steps):
         four = rows(4, first=4 * step)
         batch = collate(four[rank * share : (rank + 1) * share])

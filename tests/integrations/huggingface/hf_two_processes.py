@@ -34,7 +34,7 @@ SHARDED = {
 """Fields of the models that are sharded."""
 
 
-def trained(name: str, setting: str, folder: Path) -> dict:
+def trained(name, setting, folder):
     """Eight steps of the Trainer under DDP, the last four a second time from a checkpoint."""
     checkpoints = folder / "checkpoints" / f"{name}-{setting}"
     options = {
@@ -68,7 +68,7 @@ def sharded(model):
     return fully_shard(model, mesh=mesh)
 
 
-def spread(model) -> bool:
+def spread(model):
     """Whether this process holds no more than half of the rows of each parameter."""
     return all(
         isinstance(parameter, DTensor)
@@ -78,9 +78,10 @@ def spread(model) -> bool:
     )
 
 
-def sharded_training(name: str, kind: str, folder: Path) -> dict:
+def sharded_training(name, kind, folder):
     """Four steps, the whole weights in a folder, and the sharded model's answers to new rows."""
-    rank, model = dist.get_rank(), small(name, **SHARDED[kind]).train()
+    rank = dist.get_rank()
+    model = small(name, **SHARDED[kind]).train()
     if kind == "recomputing":
         model.activation_checkpointing_enable()
     model = sharded(model)
@@ -102,7 +103,8 @@ def sharded_training(name: str, kind: str, folder: Path) -> dict:
 if __name__ == "__main__":
     faulthandler.dump_traceback_later(200, exit=True)
     dist.init_process_group("gloo")
-    folder, ddp = Path(sys.argv[2]), sys.argv[1] == "ddp"
+    folder = Path(sys.argv[2])
+    ddp = sys.argv[1] == "ddp"
     check, kinds = (trained, SHARED_OUT) if ddp else (sharded_training, SHARDED)
     results = {name: {kind: check(name, kind, folder) for kind in kinds} for name in NAMES}
     results |= {"world size": dist.get_world_size()}

@@ -34,7 +34,9 @@ class Spy:
 
 @CROPPABLE
 def test_drafts_do_not_change_greedy_tokens(kind):
-    model, ids, mask = made(kind), IDS[1:2].masked_fill(~LEFT[1:2], 0), LEFT[1:2].long()
+    model = made(kind)
+    ids = IDS[1:2].masked_fill(~LEFT[1:2], 0)
+    mask = LEFT[1:2].long()
     expected = model.generate(ids, attention_mask=mask, **GREEDY)
     assert len(expected[0, 7:].unique()) > 1 or kind == "explicit"
     drafts = [
@@ -64,9 +66,11 @@ def test_our_models_draft_for_those_of_transformers():
 @CROPPABLE
 @torch.no_grad()
 def test_a_cropped_cache_goes_on_as_if_the_tokens_had_not_been(kind):
-    model, mask = made(kind), LEFT.long()
+    model = made(kind)
+    mask = LEFT.long()
     cache = model(IDS[:, :6], attention_mask=mask[:, :6]).cache
-    whole, longer = copy.copy(cache), copy.copy(cache)
+    whole = copy.copy(cache)
+    longer = copy.copy(cache)
     assert longer.is_croppable
     model(IDS[:, :4], attention_mask=F.pad(mask[:, :6], (0, 4), value=1), cache=longer)
     longer.crop(-3)
@@ -83,7 +87,8 @@ def test_a_cropped_cache_goes_on_as_if_the_tokens_had_not_been(kind):
 
 @pytest.mark.parametrize("kind", ["mamba2", "parts"])
 def test_a_recurrent_state_cannot_take_tokens_back(kind):
-    recurrent, explicit = made(kind), made("explicit")
+    recurrent = made(kind)
+    explicit = made("explicit")
     for model, assistant in ((recurrent, explicit), (explicit, recurrent)):
         with pytest.raises(ValueError, match=r"state of a Mamba2 \(backbone\) cannot"):
             model.generate(IDS[:1], assistant_model=assistant, **GREEDY)

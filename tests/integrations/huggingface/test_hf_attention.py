@@ -18,15 +18,19 @@ def unpadded(
     module, query, key, value, attention_mask, scaling, sliding_window=None, dropout=0.0, **_
 ):
     """What flash attention computes: rows without padding, the last query at the last key."""
-    assert module.config._attn_implementation == "unpadded" and module.is_causal
+    assert module.config._attn_implementation == "unpadded"
+    assert module.is_causal
     CALLS.append(module.layer_idx)
-    groups, rows = module.num_key_value_groups, []
+    groups = module.num_key_value_groups
+    rows = []
     for row, q in enumerate(query):
         k, v = (heads[row].repeat_interleave(groups, 0) for heads in (key, value))
         if attention_mask is not None:
             real = attention_mask[row]
-            assert real.shape == (k.shape[1],) and real[-q.shape[1] :].all()
-            k, v = k[:, real], v[:, real]
+            assert real.shape == (k.shape[1],)
+            assert real[-q.shape[1] :].all()
+            k = k[:, real]
+            v = v[:, real]
         places = torch.arange(k.shape[1])
         distance = places[-q.shape[1] :, None] - places
         unseen = (distance < 0) | (distance >= (sliding_window or len(places)))
@@ -52,7 +56,8 @@ def registered(monkeypatch):
 @torch.no_grad()
 def states(model):
     """Logits of padded rows and of tokens after them, whose cache has gaps; generated tokens."""
-    ids, mask = IDS.masked_fill(~LEFT, 0), LEFT.long()
+    ids = IDS.masked_fill(~LEFT, 0)
+    mask = LEFT.long()
     first = model(ids, attention_mask=mask, use_cache=True)
     after = model(IDS[:, :2], attention_mask=F.pad(mask, (0, 2), value=1), cache=first.cache)
     options = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": 4}

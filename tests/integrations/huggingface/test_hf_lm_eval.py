@@ -1,12 +1,10 @@
 """``solve`` of lm-eval's model: checked where it is given."""
 
+import hf_models
 import pytest
 import torch
 from hf_models import made
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import deqseq as dq
 
@@ -20,10 +18,8 @@ def plain():
 
 
 def words():
-    """A tokenizer of 13 words, ``w0`` to ``w12``."""
-    table = Tokenizer(WordLevel({f"w{i}": i for i in range(13)}, unk_token="w0"))
-    table.pre_tokenizer = WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=table, eos_token="w0", pad_token="w0")
+    """A tokenizer whose padding is the end of a text, too."""
+    return hf_models.words(eos_token="w0")
 
 
 def continued(batch_size, window=1):
@@ -95,37 +91,29 @@ def test_a_saved_retrofit_is_scored_by_lm_eval_itself(tmp_path):
         assert abs(nats - (told[2, 4] + told[3, 5]).item()) < 0.05
 
 
+def implicit():
+    return made("mamba2")
+
+
+def explicit():
+    return made("explicit")
+
+
 @pytest.mark.parametrize(
-    ("make", "solve", "message"),
+    ("make", "options", "message"),
     [
-        (plain, SOLVE, r"^leave out solve: LlamaForCausalLM is no implicit model"),
-        (lambda: made("explicit"), SOLVE, r"^leave out solve: .* is explicit"),
-        (lambda: made("mamba2"), {"swep": "Sliding"}, r"field 'swep' .*did you mean 'sweep'"),
+        (plain, {"solve": SOLVE}, r"^leave out solve: LlamaForCausalLM is no implicit model"),
+        (explicit, {"solve": SOLVE}, r"^leave out solve: .* is explicit"),
+        (implicit, {"solve": {"swep": 1}}, r"field 'swep' .*did you mean 'sweep'"),
+        (plain, {"window": 8}, r"^leave out window: LlamaForCausalLM is no implicit model"),
+        (explicit, {"window": 8}, r"^window must be 1, got 8: an explicit model"),
+        (implicit, {"batch_size": 0}, r"SolvedLM\.batch_size must be an integer .*, got 0"),
     ],
-    ids=["another library's model", "an explicit model", "a misspelt field"],
 )
-def test_a_solve_that_cannot_be_honoured_is_an_error(make, solve, message):
+def test_what_cannot_be_honoured_is_an_error(make, options, message):
     from deqseq.integrations.lm_eval import SolvedLM  # of an extra that the other tests do without
 
     model = make()
     with pytest.raises(ValueError, match=message):
-        SolvedLM(model, words(), solve)
-    with pytest.raises(ValueError, match=r"SolvedLM\.batch_size must be an integer .*, got 0"):
-        SolvedLM(model, words(), batch_size=0)
+        SolvedLM(model, words(), **options)
     assert SolvedLM(model, words()).options == {}
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (plain, r"^leave out window: LlamaForCausalLM is no implicit model"),
-        (lambda: made("explicit"), r"^window must be 1, got 8: an explicit model"),
-    ],
-    ids=["another library's model", "an explicit model"],
-)
-def test_a_window_that_cannot_be_is_an_error(make, message):
-    from deqseq.integrations.lm_eval import SolvedLM
-
-    with pytest.raises(ValueError, match=message):
-        SolvedLM(make(), words(), window=8)
-    assert SolvedLM(make(), words()).windows == {}

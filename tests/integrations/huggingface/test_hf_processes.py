@@ -8,8 +8,6 @@ or less changes nothing beyond that.
 
 import json
 import os
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 
@@ -18,10 +16,12 @@ import torch
 from hf_models import close
 from hf_runs import NAMES, Witness, by_hand, collate, losses, rows, small, trainer
 from hf_two_processes import SHARDED, SHARED_OUT
+from processes import output_of
 from transformers import AutoModelForCausalLM
 
 pytestmark = pytest.mark.slow
-LOSS, WEIGHT = 5e-6, 5e-5
+LOSS = 5e-6
+WEIGHT = 5e-5
 EACH = pytest.mark.parametrize("name", NAMES)
 
 
@@ -30,14 +30,12 @@ def processes(tmp_path_factory):
     """The folder of two processes, and what each found; run once for DDP and once for FSDP2."""
 
     @cache
-    def run(kind: str) -> tuple[Path, list[dict]]:
+    def run(kind):
         folder = tmp_path_factory.mktemp(kind)
         script = Path(__file__).with_name("hf_two_processes.py")
         run_two = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-        command = [sys.executable, *run_two, str(script), kind, str(folder)]
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
-        assert done.returncode == 0, done.stderr[-4000:]
+        output_of(*run_two, script, kind, folder, env=env, timeout=900)
         found = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)]
         assert [each["world size"] for each in found] == [2, 2]
         return folder, found
@@ -45,8 +43,9 @@ def processes(tmp_path_factory):
     return run
 
 
-def same_weights_nearly(found, expected) -> None:
-    found, expected = found.state_dict(), expected.state_dict()
+def same_weights_nearly(found, expected):
+    found = found.state_dict()
+    expected = expected.state_dict()
     assert found.keys() == expected.keys()
     for name, weight in found.items():
         close(weight, expected[name], WEIGHT)

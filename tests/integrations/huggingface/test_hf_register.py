@@ -1,19 +1,14 @@
 """Who imports what, what transformers then knows, and the paper's files through Auto classes."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
 import transformers
-from hf_models import close, made
+from hf_models import close, made, words
 from integrations.golden import config, numbers, tensors
-from safetensors.torch import save_file
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from processes import output_of
+from transformers import AutoConfig, AutoTokenizer
 
 import deqseq as dq
 from deqseq.integrations import huggingface
@@ -31,7 +26,8 @@ def test_the_auto_classes_know_the_model_type_and_files_name_it(tmp_path):
         assert auto._model_mapping[huggingface.DeqseqConfig] is model
     huggingface.DeqseqConfig().save_pretrained(tmp_path)
     written = json.loads((tmp_path / "config.json").read_text())
-    assert (written["model_type"], written["deqseq_version"]) == ("deqseq", dq.__version__)
+    assert written["model_type"] == "deqseq"
+    assert written["deqseq_version"] == dq.__version__
     assert {name.removeprefix("Auto") for name in written["auto_map"]} == {
         "Config",
         *(head.replace("For", "ModelFor") for head in HEADS),
@@ -39,24 +35,17 @@ def test_the_auto_classes_know_the_model_type_and_files_name_it(tmp_path):
     assert written["auto_map"]["AutoModelForCausalLM"] == "deqseq_models.DeqseqForCausalLM"
 
 
-def run(script: str) -> str:
-    """What a fresh interpreter prints, without this one's checks of shapes."""
-    command = [sys.executable, "-c", script]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def test_nothing_optional_is_imported_and_without_transformers_the_extra_is_named():
     script = (
-        "import sys, deqseq, deqseq.integrations.torchdeq\n"
-        "print([m for m in sys.modules if m.split('.')[0] in ('transformers', 'torchdeq')])\n"
+        "import sys, deqseq.diagnostics, deqseq.integrations.torchdeq\n"
+        "extras = {'matplotlib', 'transformers', 'torchdeq'}\n"
+        "print([m for m in sys.modules if m in extras])\n"
         "sys.modules['transformers'] = None\n"
         "try: import deqseq.integrations.huggingface\n"
         "except ImportError as error: print(error)"
     )
     told = 'deqseq.integrations.huggingface needs transformers: pip install "deqseq[hf]"'
-    assert run(script).splitlines() == ["[]", told]
+    assert output_of("-c", script).splitlines() == ["[]", told]
 
 
 def test_a_saved_model_is_loaded_without_an_import(tmp_path):
@@ -73,7 +62,7 @@ def test_a_saved_model_is_loaded_without_an_import(tmp_path):
         "model.save_pretrained(folder + '/again')\n"
         "import os; print(sorted(os.listdir(folder + '/again')))"
     )
-    assert run(script).splitlines() == [
+    assert output_of("-c", script).splitlines() == [
         "True",
         "deqseq.integrations.huggingface.modeling_causal_lm deqseq_models.DeqseqForCausalLM",
         "['config.json', 'deqseq_models.py', 'generation_config.json', 'model.safetensors']",
@@ -82,10 +71,7 @@ def test_a_saved_model_is_loaded_without_an_import(tmp_path):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_folder_with_a_tokenizer_is_a_pipeline(tmp_path):
-    words = Tokenizer(WordLevel({f"w{i}": i for i in range(13)}, unk_token="w0"))
-    words.pre_tokenizer = Whitespace()
-    settings = {"pad_token": "w0", "padding_side": "left"}
-    PreTrainedTokenizerFast(tokenizer_object=words, **settings).save_pretrained(tmp_path)
+    words(padding_side="left").save_pretrained(tmp_path)
     model = made("llama")
     model.save_pretrained(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
@@ -99,25 +85,11 @@ def test_a_folder_with_a_tokenizer_is_a_pipeline(tmp_path):
         assert found["generated_text"].split() == [f"w{token}" for token in tokens.tolist()]
 
 
-class TestReferenceFolders:
-    @pytest.mark.parametrize("kind", ["llama", "mamba2"])
-    def test_configuration_and_checkpoint_reproduce_the_numbers(self, kind, tmp_path):
-        known, spec = numbers(kind), from_reference_config(config(kind))
-        (tmp_path / "config.json").write_text(json.dumps(config(kind)))
-        save_file(tensors(kind), tmp_path / "model.safetensors")
-        model = from_causal_lm(from_pretrained(tmp_path), eos_token_id=5)
-        ids = known["input_ids"].long()
-        output = model(ids)
-        assert output.converged.all()
-        close(output.logits, known["eval_logits"], 1e-5)
-        model.save_pretrained(tmp_path / "ours")
-        again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
-        assert torch.equal(again(ids).logits, output.logits)
-        assert (again.config.specification(), again.config.eos_token_id) == (spec, 5)
-
-    def test_pickled_weights(self, tmp_path):
-        known = numbers("mamba2")
-        (tmp_path / "config.json").write_text(json.dumps(config("mamba2")))
-        torch.save(tensors("mamba2"), tmp_path / "pytorch_model.bin")
-        lm = from_pretrained(tmp_path)
-        close(lm(known["input_ids"].long()).logits, known["eval_logits"], 1e-5)
+@pytest.mark.parametrize("kind", ["llama", "mamba2"])
+def test_a_reference_folder_with_pickled_weights_is_converted(kind, tmp_path):
+    known = numbers(kind)
+    (tmp_path / "config.json").write_text(json.dumps(config(kind)))
+    torch.save(tensors(kind), tmp_path / "pytorch_model.bin")
+    model = from_causal_lm(from_pretrained(tmp_path))
+    close(model(known["input_ids"].long()).logits, known["eval_logits"], 1e-5)
+    assert model.config.specification() == from_reference_config(config(kind))

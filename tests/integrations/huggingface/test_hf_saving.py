@@ -22,10 +22,12 @@ from deqseq.layers import apply_weight_norm, fold_weight_norm
 
 LOAD = AutoModelForCausalLM.from_pretrained
 CLASSIFIER = AutoModelForSequenceClassification.from_pretrained
-HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+OURS = pytest.mark.parametrize("kind", ["mamba2", "llama", "parts"])
+HEAD = "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
 
 
-def stored(folder) -> dict:
+def stored(folder):
     """The weights in a folder."""
     return load_file(folder / "model.safetensors")
 
@@ -49,9 +51,12 @@ class TestRoundTrip:
         monkeypatch.setattr(torch, "load", None)
         model = made(kind, tie_word_embeddings=tied, pad_token_id=0)
         model.save_pretrained(tmp_path)
-        assert (EMBEDDING in stored(tmp_path), HEAD in stored(tmp_path)) == (True, not tied)
+        assert EMBEDDING in stored(tmp_path)
+        assert (HEAD in stored(tmp_path)) == (not tied)
         again = loaded(tmp_path)
-        assert (type(again), again.training, again.dtype) == (type(model), False, torch.float64)
+        assert type(again) is type(model)
+        assert not again.training
+        assert again.dtype == torch.float64
         assert (again.lm_head.weight is again.model.embed_tokens.weight) == tied
         assert same_weights(model, again)
         assert torch.equal(model(IDS).logits, again(IDS).logits)
@@ -96,12 +101,14 @@ class TestRoundTrip:
     def test_solve_given_at_loading_governs_both_modes(self, tmp_path):
         model = made("llama", eval_solve={"stop": dq.Stop(1e-5, max_steps=90)})
         model.save_pretrained(tmp_path)
-        own, seven = model.base_model.solved, {"stop": {"max_steps": 7}}
+        own = model.base_model.solved
+        seven = {"stop": {"max_steps": 7}}
         core = LOAD(tmp_path, solve=seven).base_model.solved
         assert core.solve == replace(own.solve, stop=replace(own.solve.stop, max_steps=7))
         assert core.eval_solve == replace(own.eval_solve, stop=dq.Stop(1e-5, max_steps=7))
         core = LOAD(tmp_path, solve=seven, eval_solve={"stop": {"max_steps": 8}}).base_model.solved
-        assert (core.solve.stop.max_steps, core.eval_solve.stop.max_steps) == (7, 8)
+        assert core.solve.stop.max_steps == 7
+        assert core.eval_solve.stop.max_steps == 8
         assert LOAD(tmp_path, solve=seven, eval_solve=None).base_model.solved.eval_solve is None
 
     def test_the_generation_configuration_keeps_solve(self, tmp_path):
@@ -118,14 +125,15 @@ class TestRoundTrip:
 
 
 class TestWeightNorm:
-    @pytest.mark.parametrize("kind", ["mamba2", "llama", "parts"])
+    @OURS
     @torch.no_grad()
     def test_it_is_saved_as_it_is_now_and_folded_weights_are_the_same_to_the_last_bit(
         self, kind, tmp_path
     ):
         model = made(kind)
         apply_weight_norm(model.model.core)
-        before, tensors = model(IDS).logits, {"original0", "original1"}
+        before = model(IDS).logits
+        tensors = {"original0", "original1"}
         for folder, expected in (("normalised", tensors), ("folded", set())):
             model.save_pretrained(tmp_path / folder)
             names = [name for name in stored(tmp_path / folder) if ".parametri" in name]
@@ -149,7 +157,7 @@ class TestWeightNorm:
 
 
 class TestInitialWeights:
-    @pytest.mark.parametrize("kind", ["mamba2", "llama", "parts"])
+    @OURS
     def test_those_of_our_layers_are_the_cores(self, kind):
         config = configured(kind, vocab_size=4000, tie_word_embeddings=False)
         torch.manual_seed(3)

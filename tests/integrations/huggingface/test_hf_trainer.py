@@ -15,13 +15,13 @@ from deqseq.integrations.huggingface import to_causal_lm
 KINDS = pytest.mark.parametrize("kind", ["mamba2", "llama", "explicit"])
 
 
-def one_block(kind: str, **fields):
+def one_block(kind, **fields):
     fields = {"solve": {"stop": dq.Stop(rtol=1e-5, max_steps=32)}} | fields
     return small(kind, backbone={"n_layers": 1}, **fields)
 
 
 @torch.no_grad()
-def cost(model, batch: list[dict]) -> float:
+def cost(model, batch):
     """The mean over the tokens of rows alone."""
     costs = []
     for each in batch:
@@ -31,7 +31,7 @@ def cost(model, batch: list[dict]) -> float:
     return torch.cat(costs).mean().item()
 
 
-def falls(curve: list[float]) -> bool:
+def falls(curve):
     return all(map(math.isfinite, curve)) and sum(curve[-3:]) < 0.7 * sum(curve[:3])
 
 
@@ -39,12 +39,13 @@ def falls(curve: list[float]) -> bool:
 def test_the_loss_begins_where_it_should_and_falls_and_metrics_are_of_logits_and_labels(
     kind, tmp_path
 ):
-    def accuracy(found) -> dict:
+    def accuracy(found):
         right = found.predictions[:, :-1].argmax(-1) == found.label_ids[:, 1:]
         return {"accuracy": float(right[found.label_ids[:, 1:] != -100].mean())}
 
     model = one_block(kind)
-    witness, run = Witness(model), trainer(model, tmp_path, compute_metrics=accuracy)
+    witness = Witness(model)
+    run = trainer(model, tmp_path, compute_metrics=accuracy)
     before = run.evaluate()["eval_accuracy"]
     run.train()
     assert sorted(witness.seen) == sorted(row["input_ids"] for row in rows(48))
@@ -90,7 +91,8 @@ def test_bfloat16(kind, tmp_path):
 
 @pytest.mark.parametrize("renamed", [False, True])
 def test_smoothed_labels_are_shifted(renamed, tmp_path):
-    model, batch = one_block("llama"), collate(rows(4))
+    model = one_block("llama")
+    batch = collate(rows(4))
     run = trainer(model, tmp_path, label_smoothing_factor=0.1)
     if renamed:  # as FSDP2 does
         model.__class__ = type("FSDPDeqseqForCausalLM", (type(model),), {})

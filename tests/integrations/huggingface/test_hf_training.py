@@ -17,7 +17,7 @@ OF_PEFT = pytest.mark.filterwarnings(
 )
 
 
-def gradients(model, **options) -> dict:
+def gradients(model, **options):
     model.zero_grad()
     model(IDS, labels=IDS, **options).loss.backward()
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
@@ -50,11 +50,13 @@ class TestLoss:
     @torch.no_grad()
     def test_which_labels_count(self):
         """As in transformers, all that are not -100, after padding on the left, too."""
-        model, labels = made("llama"), IDS.masked_fill(~LEFT, -100)
+        model = made("llama")
+        labels = IDS.masked_fill(~LEFT, -100)
         labels[0, 3] = -100
         call = {"input_ids": IDS, "attention_mask": LEFT.long()}
         output = model(labels=labels, **call)
-        logits, scored = output.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        logits = output.logits[:, :-1].flatten(0, 1)
+        scored = labels[:, 1:].flatten()
         each = F.cross_entropy(logits, scored, reduction="none")
         assert (scored != -100).sum() == 11
         close(output.loss, each.sum() / 11, 1e-5)
@@ -64,7 +66,8 @@ class TestLoss:
         assert model(shift_labels=shifted, **call).loss == output.loss
 
     def test_a_part_of_a_batch_may_have_nothing_to_score(self):
-        model, nothing = made("mamba2").train(), torch.full_like(IDS, -100)
+        model = made("mamba2").train()
+        nothing = torch.full_like(IDS, -100)
         loss = model(IDS, labels=nothing, num_items_in_batch=torch.tensor(5)).loss
         loss.backward()
         assert loss == 0
@@ -87,7 +90,8 @@ class TestLoss:
 )
 def test_every_activation_is_recomputed_once(kind, fields):
     model = made(kind, **fields).train()
-    plain, calls = gradients(model), {}
+    plain = gradients(model)
+    calls = {}
     for name, layer in model.model.core.named_modules():
         if isinstance(layer, nn.Linear) and name.endswith(("mixer.in_proj", "q_proj")):
             calls[name] = 0
@@ -118,7 +122,8 @@ def test_resize_token_embeddings(kind, tied):
     before = model(IDS).logits
     model.resize_token_embeddings(200, mean_resizing=False)
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
-    assert (model.config.vocab_size, model(IDS).logits.shape) == (200, (3, 7, 200))
+    assert model.config.vocab_size == 200
+    assert model(IDS).logits.shape == (3, 7, 200)
     close(model(IDS).logits[..., :13], before)  # a wider product rounds in another order
     for weight in (model.lm_head.weight, model.model.embed_tokens.weight):
         assert abs(weight[13:].std().item() / 0.5 - 1) < 0.1
@@ -148,7 +153,8 @@ def test_an_adapter_begins_as_the_model_learns_generates_and_merges(
     model = made(kind, solve={"stop": {"rtol": 1e-6}}, **fields).float()
     model.fold_weight_norm()
     config = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=targets, **options)
-    lora, before = peft.get_peft_model(copy.deepcopy(model), config), model(IDS).logits
+    lora = peft.get_peft_model(copy.deepcopy(model), config)
+    before = model(IDS).logits
     close(lora.eval()(IDS).logits, before, 1e-4)
     for _ in range(2):
         step(lora.train())
