@@ -10,7 +10,6 @@ from deqseq.config import SolveConfig
 from deqseq.gradients import Gradient, Phantom, Unrolled
 from deqseq.models.explicit import ExplicitModel
 from deqseq.models.implicit import ImplicitModel
-from deqseq.stop import Stop
 from deqseq.training.depth import PoissonLogNormal
 
 Steps = Annotated[int, AtLeast(1)]
@@ -141,7 +140,7 @@ def bounded(
         >>> bounded(4, 1).solve.stop.max_steps, bounded(4, 1).eval_solve.stop.max_steps
         (4, 16)
     """
-    return _phase(name, until, base, eval_base, _exactly(base, steps), Phantom(phantom))
+    return _phase(name, until, base, eval_base, steps, Phantom(phantom))
 
 
 @checked
@@ -176,8 +175,7 @@ def free(
         ... )
         (32, 128, 4)
     """
-    stop = replace(base.stop, rtol=rtol, max_steps=budget)
-    return _phase(name, until, base, eval_base, stop, Phantom(phantom), eval_rtol=rtol)
+    return _phase(name, until, base, eval_base, budget, Phantom(phantom), rtol)
 
 
 @checked
@@ -222,14 +220,9 @@ def unrolled(
         depth, budget = None, steps
         if last is not None:
             check_integer("last", last, 1, budget)
-    phase = _phase(name, until, base, eval_base, _exactly(base, budget), Unrolled())
+    phase = _phase(name, until, base, eval_base, budget, Unrolled())
     solve = replace(phase.solve, gradient=Unrolled(last=last))
     return replace(phase, solve=solve, depth=depth)
-
-
-def _exactly(base: SolveConfig, steps: int) -> Stop:
-    """:meth:`deqseq.Stop.exactly`, measured as the base says."""
-    return replace(base.stop, rtol=0.0, atol=0.0, max_steps=steps, check_every=steps)
 
 
 def _phase(
@@ -237,12 +230,21 @@ def _phase(
     until: End,
     base: SolveConfig,
     eval_base: SolveConfig | None,
-    stop: Stop,
+    budget: int,
     gradient: Gradient,
-    eval_rtol: float = 0.05,
+    rtol: float | None = None,
 ) -> Phase:
-    """A phase whose budget in eval mode is four times that of training, as in the paper."""
+    """A phase whose budget in eval mode is four times that of training, as in the paper.
+
+    Without a tolerance, training uses the whole budget as :meth:`deqseq.Stop.exactly` does, and
+    eval mode has a tolerance of 0.05.
+    """
+    if rtol is None:
+        rtol = 0.05
+        stop = replace(base.stop, rtol=0.0, atol=0.0, max_steps=budget, check_every=budget)
+    else:
+        stop = replace(base.stop, rtol=rtol, max_steps=budget)
     solve = replace(base, stop=stop, gradient=gradient)
     eval_base = eval_base or base
-    eval_stop = replace(eval_base.stop, rtol=eval_rtol, max_steps=4 * int(stop.max_steps))
+    eval_stop = replace(eval_base.stop, rtol=rtol, max_steps=4 * int(budget))
     return Phase(name, until, solve, replace(eval_base, stop=eval_stop, gradient=gradient))
