@@ -76,7 +76,7 @@ class Mamba2Block(nn.Module):
         super().__init__()
         self.norm = RMSNorm(d_model, norm_eps)
         self.mixer = mixer
-        self.post_norm = RMSNorm(d_model, norm_eps) if mlp_width else None
+        self.post_norm: Any = RMSNorm(d_model, norm_eps) if mlp_width else None
         self.mlp = SwiGLU(d_model, mlp_width) if mlp_width else None
 
     def forward(
@@ -95,7 +95,7 @@ class Mamba2Block(nn.Module):
         """
         mixed, aux = self.mixer(self.norm(z), injection, state, need_aux, backend)
         z = z + (mixed if mask is None else mixed * mask)
-        if self.mlp is not None and self.post_norm is not None:
+        if self.mlp is not None:
             z = z + self.mlp(self.post_norm(z))
         return z, aux
 

@@ -140,12 +140,12 @@ class Mamba2Mixer(nn.Module):
             )
             return self.out_proj(y), None
         gate, xBC, dt = projected.split(self.parts, dim=-1)
-        conv, before = (None, None) if state is None else state
-        x, B, C = self.conv1d(xBC, conv, backend).split(self.convolved, dim=-1)
+        conv_state, ssm_state = (None, None) if state is None else state
+        x, B, C = self.conv1d(xBC, conv_state, backend).split(self.convolved, dim=-1)
         x = x.unflatten(2, (-1, self.headdim))
         B, C = (m.unflatten(2, (self.n_groups, -1)) for m in (B, C))
         scan = fused.scan if kernels else reference.scan
-        y, _ = scan(x, dt, rates, B, C, self.D, steps, before, False, self.chunk_size)
+        y, _ = scan(x, dt, rates, B, C, self.D, steps, ssm_state, False, self.chunk_size)
         aux = MixerAux(xBC, x, dt, B) if need_aux else None
         return self.out_proj(self.norm(y.flatten(2), gate)), aux
 
@@ -166,10 +166,10 @@ class Mamba2Mixer(nn.Module):
         """
         with torch.no_grad():
             xBC, x, dt, B = (part[:, :tokens] for part in aux)
-            conv, ssm = (None, None) if before is None else before
+            conv_state, ssm_state = (None, None) if before is None else before
             rates, steps = self._dynamics()
-            ssm = reference.state_after(x, dt, rates, B, steps, ssm, counts)
-            return MixerState(self.conv1d.state_after(xBC, conv, counts), ssm)
+            ssm_state = reference.state_after(x, dt, rates, B, steps, ssm_state, counts)
+            return MixerState(self.conv1d.state_after(xBC, conv_state, counts), ssm_state)
 
     def _dynamics(self) -> tuple[Float[Tensor, " heads"], StepSizes]:
         """The decay rates, in float32 at least, and how step sizes follow from projections."""

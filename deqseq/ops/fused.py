@@ -106,15 +106,15 @@ def scan(
     C,
     D,
     steps: StepSizes,
-    before: Tensor | None,
+    initial_state: Tensor | None,
     want_state: bool,
     chunk_size: int | None,
 ) -> tuple[Tensor, Tensor | None]:
     """The scan by ``mamba_chunk_scan_combined``; one token without a graph is a single step."""
     B, C = B.to(x.dtype), C.to(x.dtype)
-    graph = _needs_graph(x, dt, A, B, C, D, steps.bias, before)
-    if x.shape[1] == 1 and before is not None and not graph:
-        return _one_token(x, dt, A, B, C, D, steps, before)
+    graph = _needs_graph(x, dt, A, B, C, D, steps.bias, initial_state)
+    if x.shape[1] == 1 and initial_state is not None and not graph:
+        return _one_token(x, dt, A, B, C, D, steps, initial_state)
     with torch.autocast(x.device.type, enabled=False):
         outputs = _kernels().scan(
             x,
@@ -125,7 +125,7 @@ def scan(
             chunk_size or CHUNK,
             D=D,
             dt_bias=steps.bias,
-            initial_states=before,
+            initial_states=initial_state,
             dt_softplus=steps.softplus,
             dt_limit=steps.limit,
             return_final_states=want_state,
@@ -134,9 +134,9 @@ def scan(
     return _once_differentiable(y), None if state is None else _once_differentiable(state)
 
 
-def _one_token(x, dt, A, B, C, D, steps: StepSizes, before: Tensor) -> tuple[Tensor, Tensor]:
+def _one_token(x, dt, A, B, C, D, steps: StepSizes, initial_state: Tensor) -> tuple[Tensor, Tensor]:
     """One step of the recurrence; the kernel needs a bias and skip weights, and has no limits."""
-    state, width, size = before.clone(), x.shape[3], before.shape[3]
+    state, width, size = initial_state.clone(), x.shape[3], initial_state.shape[3]
     zeros = torch.zeros_like(A, dtype=torch.float32)
     plain = steps.softplus and steps.limit == UNLIMITED
     dt = dt[:, 0] if plain else steps.of(dt[:, 0].float())
@@ -166,12 +166,12 @@ def convolved(x: Tensor, weight: Tensor, bias: Tensor, state: Tensor | None) -> 
     if x.shape[1] == 1 and state is not None and not _needs_graph(x, weight, bias, state):
         past = state.to(x.dtype, copy=True).mT  # written in place
         return update(x[:, 0], past, weight, bias, "silu")[:, None]
-    before = None if state is None else state.to(x.dtype).contiguous().mT
+    past = None if state is None else state.to(x.dtype).contiguous().mT
     strides = (*x.stride()[:2], x.storage_offset())
     if x.stride(2) != 1 or any(stride % 8 for stride in strides):
         # the kernel reads sixteen bytes at a time; contiguous() would not move a single token
         x = x.clone(memory_format=torch.contiguous_format)
-    y = forward(x.mT, weight, bias, initial_states=before, activation="silu").mT
+    y = forward(x.mT, weight, bias, initial_states=past, activation="silu").mT
     return _once_differentiable(y)
 
 

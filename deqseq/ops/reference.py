@@ -43,7 +43,7 @@ def scan(
     C,
     D,
     steps: StepSizes,
-    before: Tensor | None,
+    initial_state: Tensor | None,
     want_state: bool,
     chunk_size: int | None,
 ) -> tuple[Tensor, Tensor | None]:
@@ -54,15 +54,15 @@ def scan(
         step = steps.of(dt.to(dtype)).transpose(1, 2).contiguous()
         inner, B, C = (m.to(dtype).transpose(1, 2) for m in (x, B, C))
         tokens = (inner, step, step * A.to(dtype)[:, None], B, C)
-        before = None if before is None else before.to(dtype)
-        if x.shape[1] == 1 and before is not None:
-            y, state = _one_token(*tokens, before)
+        initial_state = None if initial_state is None else initial_state.to(dtype)
+        if x.shape[1] == 1 and initial_state is not None:
+            y, state = _one_token(*tokens, initial_state)
         elif x.shape[1] <= size:
-            y, state = _chunk(*tokens, before, want_state)
+            y, state = _chunk(*tokens, initial_state, want_state)
         elif torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            y, *_, state = _Chunks.apply(*tokens, before, want_state, size)
+            y, *_, state = _Chunks.apply(*tokens, initial_state, want_state, size)
         else:
-            y, *_, state = _chunks_in_turn(*tokens, before, want_state, size, keep=False)
+            y, *_, state = _chunks_in_turn(*tokens, initial_state, want_state, size, keep=False)
         if D is not None:
             y = torch.addcmul(y, inner, D.to(dtype)[:, None, None])
     return y.transpose(1, 2).to(x.dtype), state
@@ -74,7 +74,7 @@ def state_after(
     A,
     B,
     steps: StepSizes,
-    before: Tensor | None,
+    initial_state: Tensor | None,
     counts: Counts | None,
 ) -> ScanState:
     """The state after the last token, or after the first so many of each row."""
@@ -90,9 +90,10 @@ def state_after(
         left = rates.flip(2).cumsum(2).flip(2) - rates
         x, B = (m.to(dtype).transpose(1, 2) for m in (x, B))
         gained = _gained(x * (step * _decay(left, dtype))[..., None], B)
-        if before is None:
+        if initial_state is None:
             return gained
-        return torch.addcmul(gained, before.to(dtype), _decay(rates.sum(2), dtype)[..., None, None])
+        remaining = _decay(rates.sum(2), dtype)[..., None, None]
+        return torch.addcmul(gained, initial_state.to(dtype), remaining)
 
 
 def _one_token(x, dt, rates, B, C, state: ScanState) -> tuple[Tensor, ScanState]:
