@@ -4,6 +4,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from itertools import repeat
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -74,7 +75,7 @@ def parts_of(cache: Any, number: int, parts: str) -> tuple[Cache | None, ...]:
     """The caches of so many parts; TypeError or ValueError for a cache of another model."""
     check_type("cache", cache, (JointCache, type(None)))
     if cache is None:
-        return (None,) * number
+        return tuple(repeat(None, number))
     if len(cache.parts) != number:
         raise ValueError(
             f"cache must be of this model, of {number} {parts}, got one of {len(cache.parts)}"

@@ -1,6 +1,7 @@
 """A stack of Llama blocks, and its cache of keys and values."""
 
 from dataclasses import dataclass, field, replace
+from itertools import repeat
 from threading import get_ident
 
 import torch
@@ -273,8 +274,8 @@ class Llama(BlockStack[LlamaCache]):
         self, x: Sequence, cache: LlamaCache | None = None, mask: Mask | None = None
     ) -> Inputs:
         config, tokens = self.config, x.shape[1]
-        shape = (config.kv_heads, None, config.head_width)
-        check_cache(cache, LlamaCache, x, [shape] * (2 * len(self.layers)))
+        shape = (config.kv_heads, None, config.head_width)  # of keys and of values
+        check_cache(cache, LlamaCache, x, repeat(shape, 2 * len(self.layers)))
         if cache is None:
             positions = torch.arange(tokens, device=x.device)[None]
         else:

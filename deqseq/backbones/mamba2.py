@@ -120,7 +120,8 @@ class Mamba2(BlockStack[Mamba2Cache]):
     def prepare(
         self, x: Sequence, cache: Mamba2Cache | None = None, mask: Mask | None = None
     ) -> Inputs:
-        check_cache(cache, Mamba2Cache, x, self.layers[0].mixer.state_shapes * len(self.layers))
+        shapes = [shape for block in self.layers for shape in block.mixer.state_shapes]
+        check_cache(cache, Mamba2Cache, x, shapes)
         return self.prepared(x)
 
     def forward(

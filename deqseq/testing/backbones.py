@@ -1,6 +1,7 @@
 """What every backbone must do: be causal, keep rows independent, and change nothing in place."""
 
 import copy
+from itertools import repeat
 from typing import Any, ClassVar
 from unittest import SkipTest
 
@@ -176,6 +177,7 @@ class BackboneContract:
             assert torch.equal(first, second)
             with_a_graph, _ = backbone(z, inputs, cache)
             assert_same(with_a_graph, first)
+            assert_close(watched(), copies, rtol=0, atol=0)
             next_cache = self.advance(backbone, cache, aux, 3)
             copies += [tensor.clone() for tensor in next_cache.tensors()]
             with torch.no_grad():
@@ -191,7 +193,7 @@ class BackboneContract:
         backbone, x, z = self.example(2, 40)
         inputs = backbone.prepare(x)
         whole, whole_aux = backbone(z, inputs, need_aux=True)
-        for sizes in ([1, 39], [3, 37], [39, 1], [1] * 40):
+        for sizes in ((1, 39), (3, 37), (39, 1), repeat(1, 40)):
             cache, values, start = None, [], 0
             for size in sizes:
                 end = start + size
