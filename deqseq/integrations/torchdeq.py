@@ -84,7 +84,8 @@ class TorchDEQ(ExternalSolver):
         Raises:
             ValueError: the rule or the gradient mode is one that TorchDEQ's solver does not have.
         """
-        with warnings.catch_warnings():  # of invalid escapes in its docstrings, when it is compiled
+        # Python warns of invalid escapes in its docstrings when it compiles them
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             from torchdeq.solver import get_solver
 
@@ -107,7 +108,7 @@ class TorchDEQ(ExternalSolver):
         if max_iter < smallest:
             return z0
         mode, tolerance = ("rel", stop.rtol) if stop.rtol else ("abs", stop.atol)
-        if self.name == "fixed_point_iter":  # which measures the damped step
+        if self.name == "fixed_point_iter":  # it measures the damped step
             tolerance *= self.tau or 1.0
         options = self._options() | {"return_final": not stop.has_tolerance, "max_iter": max_iter}
         try:

@@ -7,10 +7,10 @@ except ImportError as error:
         'deqseq.integrations.huggingface needs transformers: pip install "deqseq[hf]"'
     ) from error
 
-if tuple(map(int, transformers.__version__.split(".")[:2])) < (
-    5,
-    24,
-):  # older ones name the cache otherwise
+from packaging.version import Version
+
+# older ones have another name for the cache
+if Version(transformers.__version__).release < (5, 24):
     raise ImportError(
         "deqseq.integrations.huggingface needs transformers 5.24 or newer, found "
         f'{transformers.__version__}: pip install --upgrade "deqseq[hf]"'

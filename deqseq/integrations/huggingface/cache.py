@@ -58,7 +58,9 @@ class ImplicitCache(TransformersCache):
     def commit(self, output: ModelOutput, mask: Mask | None) -> None:
         """Replace the value by that of a call; ``mask`` is that of all tokens until then."""
         batch, new = output.value.shape[:2]
-        self.value, self.mask, self.length = output.cache, mask, self.length + new
+        self.value = output.cache
+        self.mask = mask
+        self.length = self.length + new
         self._rows = batch
         if output.stats is not None and output.status is not None:
             self.solves = (*self.solves, Solve(output.stats, output.status))
@@ -155,8 +157,10 @@ class ImplicitCache(TransformersCache):
                     "tokens_to_remove must take equally many from all rows, "
                     f"{tokens_to_remove} does not"
                 )
-            self.mask, removed = self.mask[:, :length], int(counts)
-        self.value, self.length = self.value.crop(removed), length
+            self.mask = self.mask[:, :length]
+            removed = int(counts)
+        self.value = self.value.crop(removed)
+        self.length = length
 
     def update(self, *args: Any, **kwargs: Any) -> NoReturn:
         """TypeError: layers do not write here, the model commits all of them at once."""
@@ -314,7 +318,8 @@ class Packing:
 
     def output(self, output: ModelOutput) -> ModelOutput:
         """The output for the packed rows; without ``explain()``, which would speak of sequences."""
-        stats, status = output.stats, output.status
+        stats = output.stats
+        status = output.status
         if stats is not None:
             names = ("iterations", "residual", "updates", "forced")
             stats = replace(stats, **{name: self.together(getattr(stats, name)) for name in names})

@@ -284,7 +284,9 @@ class DeqseqConfig(PreTrainedConfig):
 
     def _derive(self) -> None:
         """Fill in what follows from the backbones; ValueError if a field has another value."""
-        owner, spec, decoder = type(self).__name__, self.specification(), self.decoder_config
+        owner = type(self).__name__
+        spec = self.specification()
+        decoder = self.decoder_config
         layers = [part for part in spec.parts.values() if isinstance(part, DecoderLayers)]
         if bool(layers) != (decoder is not None):
             raise ValueError(
@@ -320,29 +322,23 @@ class DeqseqConfig(PreTrainedConfig):
                 check_known(f"{type(self).__name__} field", name, declared)
 
 
+def _setting(name: str) -> Any:
+    """A property that is a section of the configuration, as an object."""
+
+    def read(self: "ConfigSettings") -> SolveConfig | None:
+        return self.config.section(name)
+
+    def write(self: "ConfigSettings", solve: SolveConfig | None) -> None:
+        setattr(self.config, name, solve)
+
+    return property(read, write)
+
+
 class ConfigSettings:
     """How a core is solved: read from the configuration at each call, and written to it."""
 
     def __init__(self, config: DeqseqConfig) -> None:
         self.config: Any = config
 
-    @property
-    def solve(self) -> SolveConfig:
-        solve = self.config.section("solve")
-        if solve is None:
-            raise ValueError(
-                "config.solve must not be None, for this model was built as an implicit one"
-            )
-        return solve
-
-    @solve.setter
-    def solve(self, solve: SolveConfig) -> None:
-        self.config.solve = solve
-
-    @property
-    def eval_solve(self) -> SolveConfig | None:
-        return self.config.section("eval_solve")
-
-    @eval_solve.setter
-    def eval_solve(self, eval_solve: SolveConfig | None) -> None:
-        self.config.eval_solve = eval_solve
+    solve = _setting("solve")
+    eval_solve = _setting("eval_solve")

@@ -46,9 +46,8 @@ class CurriculumCallback(TrainerCallback, ExportableState):
     def __init__(self, curriculum: Curriculum | Mapping[str, Any]) -> None:
         self.curriculum: Curriculum = from_json("curriculum", curriculum, "curriculum")
         self.saved = self.curriculum.record(0)
-        self._json = to_json(
-            self.curriculum
-        )  # what no checkpoint can name is refused before training
+        # what a checkpoint cannot name is refused before training
+        self._json = to_json(self.curriculum)
         self._phase: Phase | None = None
 
     def state(self) -> dict[str, Any]:
@@ -66,12 +65,11 @@ class CurriculumCallback(TrainerCallback, ExportableState):
                 "a curriculum in tokens needs "
                 'TrainingArguments(include_num_input_tokens_seen="all")'
             )
-        # a run that began without this callback has no entry, and the Trainer only fills existing
-        # ones
         states: Any = state.stateful_callbacks
-        self.curriculum.resumed(
-            states.setdefault(type(self).__name__, self.state())["attributes"]["saved"]
-        )
+        # a run that began without this callback has no entry, and the Trainer only fills those
+        # that exist
+        entry = states.setdefault(type(self).__name__, self.state())
+        self.curriculum.resumed(entry["attributes"]["saved"])
         self._phase = None
         self._enter(kwargs["model"], state)
 
@@ -94,24 +92,20 @@ class CurriculumCallback(TrainerCallback, ExportableState):
     def _enter(self, model: nn.Module, state: TrainerState) -> None:
         progress = self._progress(state)
         drawn = self.curriculum.at(progress)
-        phase = next(part for part in self.curriculum.phases if part.name == drawn.name)
-        if phase != self._phase or phase.depth is not None:
-            drawn.apply(model)
+        phase = next(phase for phase in self.curriculum.phases if phase.name == drawn.name)
+        if phase == self._phase and phase.depth is None:
+            return
+        drawn.apply(model)
         if phase != self._phase:
-            log.info(
-                "phase %r from step %d (%s: %s)",
-                phase.name,
-                state.global_step,
-                self.curriculum.unit,
-                progress,
-            )
-            self.saved, self._phase = self.curriculum.record(progress), phase
+            amount = f"{self.curriculum.unit}: {progress}"
+            log.info("phase %r from step %d (%s)", phase.name, state.global_step, amount)
+            self.saved = self.curriculum.record(progress)
+            self._phase = phase
 
     def _progress(self, state: TrainerState) -> float | int:
         if self.curriculum.unit == "tokens":
             return int(state.num_input_tokens_seen)
         if self.curriculum.unit == "steps":
             return state.global_step
-        return min(
-            1.0, state.global_step / state.max_steps
-        )  # the Trainer resumes a finished run with one more update
+        # the Trainer resumes a finished run with one more update
+        return min(1.0, state.global_step / state.max_steps)

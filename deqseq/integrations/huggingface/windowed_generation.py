@@ -96,15 +96,11 @@ def in_windows(
     without a window, by :class:`InStep`.
     """
     pad_token = 0 if config._pad_token_tensor is None else int(config._pad_token_tensor)
-    sampler = Sampler()
-    if config.do_sample:
-        sampler = _sampler(processors)
-    returned = []
-    if config.return_dict_in_generate:
-        returned = [name for name in ("scores", "logits") if vars(config)[f"output_{name}"]]
-    step = InStep(ids, processors, criteria, sampler, pad_token, streamer, bool(returned))
+    sampler = _sampler(processors) if config.do_sample else Sampler()
+    step = InStep(ids, processors, criteria, sampler, pad_token, streamer, config)
     settle = step.settle
-    if streamer is None and not returned and _are_usual(config.do_sample, processors, criteria):
+    every_step_is_seen = streamer is not None or config.output_scores or config.output_logits
+    if not every_step_is_seen and _are_usual(config.do_sample, processors, criteria):
         stops: list[int] = []
         for each in criteria:
             if isinstance(each, EosTokenCriteria):
@@ -123,8 +119,8 @@ def in_windows(
         streamer.end()
     if not config.return_dict_in_generate:
         return sequences
-    more = {name: getattr(step, name) for name in returned}
-    return WindowedOutput(sequences, generation=generation, **more)
+    seen: Any = {"scores": step.scores or None, "logits": step.logits or None}
+    return WindowedOutput(sequences, generation=generation, **seen)
 
 
 def _sampler(processors: LogitsProcessorList) -> Sampler:
@@ -143,16 +139,14 @@ def _are_usual(
     """Whether processors and criteria are among those that need not be called."""
     kinds = [type(each) for each in processors]
     warpers = [kind for kind in WARPERS if do_sample and kind in kinds]
-    settings = [(1, -inf)]
-    for each in processors:
-        fields = vars(each)
-        settings.append((fields.get("min_tokens_to_keep", 1), fields.get("filter_value", -inf)))
     ends = {type(each) for each in criteria}
-    return (
-        kinds == warpers
-        and set(settings) == {(1, -inf)}
-        and ends <= {MaxLengthCriteria, EosTokenCriteria}
-    )
+    if kinds != warpers or not ends <= {MaxLengthCriteria, EosTokenCriteria}:
+        return False
+    for each in processors:
+        options = vars(each)
+        if options.get("min_tokens_to_keep", 1) > 1 or options.get("filter_value", -inf) > -inf:
+            return False
+    return True
 
 
 @dataclass
@@ -162,8 +156,9 @@ class InStep:
     They may remember what they have seen, so they are called once for each position, with all rows:
     the rows commit equally many tokens. What the ``sampler`` of a window chooses is a guess of what
     the processors will, and its noise is theirs. Rows that have ended are filled with
-    ``pad_token``; without a token that ends a row, all rows go on until all have ended. With
-    ``keep``, ``logits`` and ``scores`` of each new position are kept, 0 in rows that have ended.
+    ``pad_token``; without a token that ends a row, all rows go on until all have ended. ``logits``
+    and ``scores`` of each new position, 0 in rows that have ended, are kept if the configuration
+    wants them.
     """
 
     ids: Int64[Tensor, "batch length"]
@@ -172,7 +167,7 @@ class InStep:
     sampler: Sampler
     pad_token: int
     streamer: Any
-    keep: bool
+    config: Any
     logits: tuple[Float[Tensor, "batch vocab"], ...] = ()
     scores: tuple[Float[Tensor, "batch vocab"], ...] = ()
 
@@ -184,7 +179,9 @@ class InStep:
         self, logits: Logits, rows: np.ndarray, tokens: np.ndarray, counts: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """As :func:`deqseq.models.generation.up_to_stop`, with the choices of the processors."""
-        tokens, taken, goes_on = tokens.copy(), 0, np.ones(len(rows), dtype=bool)
+        tokens = tokens.copy()
+        taken = 0
+        goes_on = np.ones(len(rows), dtype=bool)
         guessed = True
         while guessed and goes_on.all() and taken < counts.min():
             chosen, goes_on = self._step(rows, logits[:, taken])
@@ -197,7 +194,8 @@ class InStep:
         self, rows: np.ndarray, logits: Float[Tensor, "rows vocab"]
     ) -> tuple[np.ndarray, np.ndarray]:
         """The next token of each row, and which rows go on."""
-        places, batch = on_device(rows, logits.device), len(self.ids)
+        places = on_device(rows, logits.device)
+        batch = len(self.ids)
         whole = logits.new_zeros(batch, logits.shape[1], dtype=torch.float32)
         whole = whole.index_copy(0, places, logits.float())
         scores = noisy = self.processors(self.ids, whole.clone())
@@ -209,8 +207,10 @@ class InStep:
         new = torch.full_like(self.ids[:, :1], self.pad_token)
         new = new.index_copy(0, places, choice[places, None])
         self.ids = torch.cat([self.ids, new], dim=1)
-        if self.keep:
-            self.logits, self.scores = (*self.logits, whole), (*self.scores, scores)
+        if self.config.output_logits:
+            self.logits = (*self.logits, whole)
+        if self.config.output_scores:
+            self.scores = (*self.scores, scores)
         self.ended = self.ended | self.criteria(self.ids, self.scores or None)
         ended = self.ended
         # as in transformers, without a token that ends a row
