@@ -71,7 +71,8 @@ class Explanation:
     remedies: dict[str, str]
 
     def __str__(self) -> str:
-        lines, batch = [], len(self.causes)
+        lines = []
+        batch = len(self.causes)
         for cause, finding in self.findings.items():
             rows = [str(row) for row, name in enumerate(self.causes) if name == cause]
             subject = "row" if len(rows) == 1 else "rows"
@@ -171,7 +172,8 @@ class _Examination:
         except NotImplementedError:  # a backbone without advance() has one sweep
             return
         passed = (solved.stats.residual <= self.longer.rtol).cumprod(dim=1)
-        length, steps = passed.shape[1], solved.stats.evaluations
+        length = passed.shape[1]
+        steps = solved.stats.evaluations
         sequential = [row for row in stuck if row in in_window]
         for row in sequential:
             count = f"{int(passed[row].sum())} of {length} tokens have converged"
@@ -211,8 +213,10 @@ class _Examination:
 
         The difference has fallen as the residual has, times the ``growth`` of the state.
         """
-        rtol, dtype = self.longer.rtol, self.call.dtype
-        iterations, status = int(worst_token(solved.stats.iterations)[row]), int(solved.status[row])
+        rtol = self.longer.rtol
+        dtype = self.call.dtype
+        iterations = int(worst_token(solved.stats.iterations)[row])
+        status = int(solved.status[row])
         if status == Status.DIVERGED and iterations <= 1:
             return Cause("map not finite", "The first value of the map is not finite.")
         if status == Status.DIVERGED:
@@ -241,7 +245,8 @@ class _Examination:
             return Cause("limit cycle", f"{level} and does not fall; {tolerance}")
         if growth * last > 0.9 * float(trace[0]):
             return drift
-        text, enough = f"{level} and falls by a factor of {rate:.3f} per iteration", 0
+        text = f"{level} and falls by a factor of {rate:.3f} per iteration"
+        enough = 0
         if rtol and not self.longer.atol:
             enough = iterations + int(math.log(rtol / last) / math.log(rate))
         needed = f"at least {enough}" if enough else "more"
@@ -249,7 +254,8 @@ class _Examination:
 
     def examine_converged(self, outcome: Outcome, rows: list[int]) -> None:
         """Find out whether these rows converge to the same in other ways."""
-        call, causes = self.call, dict[int, Cause]()
+        call = self.call
+        causes = dict[int, Cause]()
         tight = replace(self.longer, rtol=min(self.longer.rtol, 1e-4))
         usual = self.solve(stop=tight)
         other = self.solve(stop=tight, start=_random_states(usual.value))
@@ -331,7 +337,8 @@ def explain(outcome: Outcome) -> Explanation:
             "explain() needs the outcome of a whole solve as it was returned, got rows of one, or "
             "a copy"
         )
-    examination, stop = _Examination(outcome.call), outcome.call.stop
+    examination = _Examination(outcome.call)
+    stop = outcome.call.stop
     converged = _rows(outcome.converged)
     spent = _rows(outcome.status == Status.MAX_STEPS_REACHED)
     failed = _rows(outcome.status == Status.DIVERGED)

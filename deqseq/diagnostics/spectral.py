@@ -76,8 +76,10 @@ class SpectralRadius:
 
     def __str__(self) -> str:
         header = ("row", "spectral radius", "backward error", "residual", "fixed point")
-        radius, error = self.per_row, _largest_token(self.backward_error)
-        rows, lines = len(radius), []
+        radius = self.per_row
+        error = _largest_token(self.backward_error)
+        rows = len(radius)
+        lines = []
         for row in range(min(rows, SHOWN)):
             at_fixed_point = "yes" if self.at_fixed_point[row] else "no"
             numbers = (f"{radius[row]:.3f}", f"{error[row]:.0e}", f"{self.residual[row]:.1e}")
@@ -158,10 +160,13 @@ def model_spectral_radius(
         (torch.Size([2, 3]), True)
     """
     core, real, config = check_call(model, ids, mask, solve, fields)
-    generator, cache, blocks = torch.Generator().manual_seed(0), None, []
+    generator = torch.Generator().manual_seed(0)
+    cache = None
+    blocks = []
     with torch.inference_mode(False), torch.no_grad(), eval_mode(model):
         # tensors made in inference mode would forbid any graph
-        real, x = real.clone(), model.embed(ids.clone())
+        real = real.clone()
+        x = model.embed(ids.clone())
         if isinstance(model.model, RecurrentDepth):
             x = model.model.prelude(x, mask=real).value
         padding = Padding.of(x, real)
@@ -247,7 +252,8 @@ def _ritz_values(
     values, vectors = torch.linalg.eig(hessenberg[:, :-1])
     largest = values.abs().argmax(dim=1, keepdim=True)
     error = hessenberg[:, -1, -1] * vectors[:, -1].gather(1, largest)[:, 0].abs()
-    values[broken], error[broken] = torch.nan, torch.nan
+    values[broken] = torch.nan
+    error[broken] = torch.nan
     return values, error
 
 

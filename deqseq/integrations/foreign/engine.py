@@ -85,7 +85,8 @@ class Fields:
     """
 
     def __init__(self, content: Mapping[str, Any], where: str) -> None:
-        self.content, self.where = content, where
+        self.content = content
+        self.where = where
         self._known: dict[str, None] = {}
 
     def take(self, table: Table) -> dict[str, Any]:

@@ -20,7 +20,8 @@ from deqseq.integrations.foreign.recurrent_depth import RECURRENT
 from deqseq.integrations.foreign.reference import REFERENCE
 from deqseq.models import CausalLM
 
-SAFETENSORS, PICKLES = "*.safetensors", "pytorch_model*.bin"
+SAFETENSORS = "*.safetensors"
+PICKLES = "pytorch_model*.bin"
 """Names of files of weights."""
 
 
@@ -114,7 +115,8 @@ def from_state(
 
 def folder_of(folder_or_name: str | PathLike[str], revision: str | None) -> Path:
     """The folder itself, or the one into which the model of this name is downloaded."""
-    folder, name = Path(folder_or_name), str(folder_or_name)
+    folder = Path(folder_or_name)
+    name = str(folder_or_name)
     if folder.is_dir():
         return folder
     if not re.fullmatch(r"\w[\w.-]*/[\w.-]+", name):

@@ -34,12 +34,15 @@ FROM_INPUT = SolveConfig(
 
 LIBRARY = unused("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version")
 """What libraries write into each of their files."""
-_SHARED: Table = {"hidden_act": Only("silu", "swish"), "quantization_config": Only(None)}
+_SHARED: Table = {
+    "hidden_act": Only("silu", "swish"),
+    "hidden_size": ("d_model", 4096),
+    "quantization_config": Only(None),
+    "tie_word_embeddings": ("tied", False),
+}
 LLAMA: Table = {
     **_SHARED,
     "vocab_size": 32000,
-    "tie_word_embeddings": ("tied", False),
-    "hidden_size": ("d_model", 4096),
     "num_hidden_layers": ("n_layers", 32),
     "num_attention_heads": ("n_heads", 32),
     "num_key_value_heads": ("n_kv_heads", None),
@@ -53,8 +56,6 @@ LLAMA: Table = {
 _MAMBA2: Table = {
     **_SHARED,
     "vocab_size": 32768,
-    "tie_word_embeddings": ("tied", False),
-    "hidden_size": ("d_model", 4096),
     "num_hidden_layers": ("n_layers", 64),
     "state_size": ("d_state", 128),
     "head_dim": ("headdim", 64),
@@ -69,7 +70,7 @@ _MAMBA_SSM: Table = {
     **LIBRARY,
     **unused(
         "model_type",
-        "attn_cfg",  # of attention layers, which are refused
+        "attn_cfg",  # describes attention layers, which are refused
         # these give the same numbers in float32
         "fused_add_norm",
         "residual_in_fp32",
@@ -250,7 +251,8 @@ def _mamba2(fields: Fields, state: Weights) -> Foreign:
 
 
 def _mamba_ssm(fields: Fields, state: Weights) -> Foreign:
-    sizes, layer = fields.take(_MAMBA_SSM), fields.inner("ssm_cfg")
+    sizes = fields.take(_MAMBA_SSM)
+    layer = fields.inner("ssm_cfg")
     layer.take(
         {
             "layer": Only("Mamba2", default="Mamba1"),

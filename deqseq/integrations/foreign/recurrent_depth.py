@@ -112,7 +112,8 @@ def _raven_slices(config: LlamaConfig, paired: bool) -> dict[str, Callable[[Tens
     i + headdim / 2.
     """
     width = config.head_width
-    q, k = config.n_heads * width, config.kv_heads * width
+    q = config.n_heads * width
+    k = config.kv_heads * width
 
     def halves(rows: Tensor) -> Tensor:
         if not paired or len(rows) % width:  # a wrong shape is reported when it is loaded
@@ -160,7 +161,8 @@ class OuroGate(nn.Module):
         self, linear: nn.Module, threshold: Annotated[float, Within("[0, 1]")] = 1.0
     ) -> None:
         super().__init__()
-        self.linear, self.threshold = linear.requires_grad_(False), threshold
+        self.linear = linear.requires_grad_(False)
+        self.threshold = threshold
 
     def forward(
         self, states: Float[Tensor, "loops batch length d_model"]
@@ -205,7 +207,8 @@ _OURO: Table = {
 def _ouro(fields: Fields, state: Weights) -> Foreign:
     """A stack and its norm, iterated from the embedding."""
     sizes = fields.take(_OURO) | rotary(fields) | {"norms": "sandwich", "float32_rotary": False}
-    threshold, gate = fields.read("early_exit_threshold", 1.0), None
+    threshold = fields.read("early_exit_threshold", 1.0)
+    gate = None
     if threshold < 1 or "model.early_exit_gate.weight" in state:
         gate = OuroGate(nn.Linear(sizes["d_model"], 1, device="meta"), min(threshold, 1.0))
     stack = explicit(LlamaConfig, sizes, "model.embed_tokens.", "model.")

@@ -98,7 +98,7 @@ _DEQ: Table = {
         hook_ift=False,
         norm_no_scale=False,
         norm_clip=False,
-        # of the loss: deqseq.training.jacobian_regularisation
+        # regularisation is part of the loss here: deqseq.training.jacobian_regularisation
         jac_loss_weight=0,
         jac_incremental=0,
     ),
@@ -233,7 +233,9 @@ def _keys_of(groups: Fields) -> dict[str, Any]:
 
 def _solves(keys: dict[str, Any]) -> dict[str, SolveConfig]:
     """How the reference solves: by TorchDEQ in training, by a loop of its own in evaluation."""
-    budget, tolerance, damping = keys["f_max_iter"], keys["f_tol"], keys["tau"]
+    budget = keys["f_max_iter"]
+    tolerance = keys["f_tol"]
+    damping = keys["tau"]
     rtol, atol = (tolerance, 0.0) if keys["mode"] == "rel" else (0.0, tolerance)
     solvers = {
         "fixed_point_iter": Naive(),
@@ -266,7 +268,8 @@ def _backbone(block: Fields, **switches: bool) -> LlamaConfig | Mamba2Config:
         block.take(unused("mlp_type"))
     layer = block.inner("block_cfg", {})
     if llama:
-        block.read("dropout", Only(0))  # of attention weights, drawn anew at each iteration
+        # this would drop attention weights, anew at each iteration
+        block.read("dropout", Only(0))
         sizes |= layer.take(_ATTENTION)
     else:
         sizes["dropout"] = block.read("dropout", 0.0)
