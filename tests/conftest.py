@@ -1,8 +1,10 @@
-"""Names of the cases of a test: parts of the library by their text, pages and images by their file,
-options by their names.
+"""Names of the cases of a test: solvers, sweeps and gradients by their text, pages and images by
+their file, options by their names.
 """
 
 from pathlib import Path
+
+PARTS = ("deqseq.solvers", "deqseq.sweeps", "deqseq.gradients")
 
 
 def pytest_make_parametrize_id(val):
@@ -13,5 +15,4 @@ def pytest_make_parametrize_id(val):
             return "+".join(map(str, val))
         case list():
             return str(val)
-    is_ours = type(val).__module__.startswith("deqseq")
-    return str(val) if is_ours and not callable(val) else None
+    return str(val) if type(val).__module__.startswith(PARTS) else None

@@ -5,7 +5,6 @@ our own parts.
 import ast
 import re
 import sys
-from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -27,7 +26,7 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 IMPORTS = (ast.Import, ast.ImportFrom)
 
 
-def module_name(path: Path) -> str:
+def module_name(path):
     parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -35,7 +34,7 @@ def module_name(path: Path) -> str:
 TREES = {module_name(path): ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
 
 
-def imported_names(node: ast.Import | ast.ImportFrom) -> list[str]:
+def imported_names(node):
     """Everything that an import could load: what is taken from a module may be a module too."""
     names = [alias.name for alias in node.names]
     return (
@@ -45,7 +44,7 @@ def imported_names(node: ast.Import | ast.ImportFrom) -> list[str]:
     )
 
 
-def loading_imports(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
+def loading_imports(tree):
     """The imports that run when a module is loaded."""
     for child in ast.iter_child_nodes(tree):
         if isinstance(child, IMPORTS):
@@ -56,7 +55,7 @@ def loading_imports(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
             yield from loading_imports(child)
 
 
-def loaded_with(module: str) -> set[str]:
+def loaded_with(module):
     """The modules of ours that a module loads: what it imports, and the packages that
     this lies in.
     """

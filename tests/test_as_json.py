@@ -150,7 +150,6 @@ class MyRule(dq.Rule):
         (dq.Stop(norm=MyRule()), ".*MyRule"),
         (dq.Implicit(report=print), "<built-in function print>"),
     ],
-    ids=["sweep", "configuration", "rule", "report"],
 )
 def test_the_users_own_objects_are_only_for_calls(value, shown):
     with pytest.raises(TypeError, match=rf"cannot name {shown}.* in the call"):

@@ -21,7 +21,7 @@ def with_aux(z, args):
     return torch.where(z.abs() > ceiling, torch.nan, gain * z + 1), {"point": (1 * z, None)}
 
 
-@pytest.mark.parametrize("solver", SOLVERS, ids=str)
+@pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize("check_every", [1, 5])
 @pytest.mark.parametrize("remove", [True, False])
 def test_the_aux_of_every_row_is_that_of_its_last_evaluation(solver, check_every, remove):
@@ -46,9 +46,7 @@ def test_the_aux_of_every_row_is_that_of_its_last_evaluation(solver, check_every
         torch.testing.assert_close(points[row], expected, rtol=1e-12, atol=1e-12, equal_nan=True)
 
 
-@pytest.mark.parametrize(
-    "gradient", [dq.Phantom(3), dq.OneStep(), dq.Implicit(), dq.Unrolled()], ids=str
-)
+@pytest.mark.parametrize("gradient", [dq.Phantom(3), dq.OneStep(), dq.Implicit(), dq.Unrolled()])
 def test_estimators_hand_aux_on(gradient):
     """A gradient does not change what was found beside the value."""
     weight = torch.ones((), dtype=torch.float64, requires_grad=True)

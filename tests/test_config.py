@@ -32,7 +32,9 @@ def test_call_fields_come_before_the_calls_record_before_eval_solve_before_solve
         assert iterations(model) == default
         assert iterations(model, solve=TIGHT) == 5
         assert iterations(model, stop=stop) == iterations(model, solve=TIGHT, stop=stop) == 7
-    assert (model.solve, model.eval_solve) == (LOOSE, MIDDLE)  # a call changes nothing
+    # a call changes nothing
+    assert model.solve == LOOSE
+    assert model.eval_solve == MIDDLE
     assert iterations(dq.ImplicitModel(dq.Affine(4), LOOSE).eval()) == 2
 
 

@@ -50,22 +50,20 @@ def nested(change=lambda x: x):
     return Record(Pair(a, (None, [b, 7])), rest)
 
 
-@pytest.mark.parametrize("rows", [[2], [1, 1, 0, 3, 2], []], ids=str)
+@pytest.mark.parametrize("rows", [[2], [1, 1, 0, 3, 2], []])
 def test_takes_rows_of_every_tensor_in_any_order(rows):
     rows = torch.tensor(rows, dtype=torch.int64)
     assert str(take(nested(), rows)) == str(nested(lambda x: x[rows]))
 
 
-@pytest.mark.parametrize("value", [None, 3, 2.5, "text", (), {}, []], ids=repr)
+@pytest.mark.parametrize("value", [None, 3, 2.5, "text", (), {}, []])
 def test_what_has_no_tensor_stays_as_it_is(value):
     rows = torch.tensor([1])
     assert take(value, rows) == put(value, rows, value) == map_tensors(torch.neg, value) == value
     assert tensors_of(value) == ()
 
 
-@pytest.mark.parametrize(
-    "rows", [3, [0, 1], torch.tensor([0.5]), torch.ones(4, dtype=torch.bool)], ids=str
-)
+@pytest.mark.parametrize("rows", [3, [0, 1], torch.tensor([0.5]), torch.ones(4, dtype=torch.bool)])
 @pytest.mark.usefixtures("unchecked")
 def test_rows_that_are_not_positions_are_named(rows):
     with pytest.raises(TypeError, match="rows must be positions in an int64 tensor"):

@@ -76,11 +76,13 @@ def test_an_error_survives_pickling():
         solution([1, 0], [0.5, 0.0]).raise_if_failed()
     copy = pickle.loads(pickle.dumps(caught.value))
     assert type(copy) is ConvergenceError
-    assert (str(copy), copy.rows, copy.residuals) == (str(caught.value), [0], [0.5])
+    assert str(copy) == str(caught.value)
+    assert copy.rows == [0]
+    assert copy.residuals == [0.5]
 
 
 @pytest.mark.parametrize("language", [False, True])
-@pytest.mark.parametrize("sweep", [dq.Simultaneous(), dq.Sequential(), dq.Sliding(2)], ids=str)
+@pytest.mark.parametrize("sweep", [dq.Simultaneous(), dq.Sequential(), dq.Sliding(2)])
 def test_model_outputs_fail_as_solutions_do(sweep, language):
     config = dq.SolveConfig(sweep=sweep, stop=Stop(rtol=1e-7, max_steps=2))
     lm = dq.CausalLM(5, dq.ImplicitModel(dq.Affine(4), config))

@@ -25,7 +25,8 @@ def test_random_states_are_drawn_anew_or_by_their_seed():
     x = randn(4, 50, 8)
     start = dq.RandomStart(0.5, seed=1)
     drawn = start.draw(x)
-    assert (drawn.dtype, drawn.shape) == (x.dtype, x.shape)
+    assert drawn.dtype == x.dtype
+    assert drawn.shape == x.shape
     assert torch.equal(drawn, start.draw(x))
     assert torch.equal(first_states(start), start.draw(embedded()))
     assert not torch.equal(drawn, dq.RandomStart(0.5, seed=2).draw(x))
@@ -35,7 +36,7 @@ def test_random_states_are_drawn_anew_or_by_their_seed():
 
 
 @pytest.mark.parametrize("first", [0, 2], ids=["whole", "padded"])
-@pytest.mark.parametrize("sweep", [dq.Simultaneous(), dq.Sliding(3), dq.Sequential()], ids=str)
+@pytest.mark.parametrize("sweep", [dq.Simultaneous(), dq.Sliding(3), dq.Sequential()])
 def test_a_call_can_begin_at_states_of_its_own(sweep, first):
     model = dq.ImplicitModel(contractive_mamba2()).eval()
     x = embedded(1, 5)

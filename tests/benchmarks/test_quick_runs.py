@@ -2,11 +2,10 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from processes import output_of
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 KEYS = "case metric ours peer theirs ratio runs spread goal holds machine"
@@ -21,11 +20,9 @@ SCRIPTS = [
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_quick_run_writes_its_rows(name, tmp_path):
     target = tmp_path / "rows.json"
-    command = [sys.executable, FOLDER / f"{name}.py", "--quick", "--json", target]
     paths = f"{FOLDER.parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     env = os.environ | {"PYTHONPATH": paths}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env)
-    assert done.returncode == 0, done.stderr[-3000:]
+    output_of(FOLDER / f"{name}.py", "--quick", "--json", target, cwd=tmp_path, env=env)
     rows = json.loads(target.read_text())
     if name == "groups":
         assert [(row["group"], row["seed"], row["part"]) for row in rows] == [("Z2", 0, "tuning")]

@@ -195,7 +195,7 @@ def lm():
     return language_model(contractive_mamba2(dropout=0.5), 7).eval()
 
 
-@pytest.mark.parametrize("sweep", [dq.Simultaneous(), dq.Sliding(4), dq.Sequential()], ids=str)
+@pytest.mark.parametrize("sweep", [dq.Simultaneous(), dq.Sliding(4), dq.Sequential()])
 def test_outputs_of_models_explain_themselves_under_a_cache_and_padding(lm, sweep):
     ids = torch.randint(0, 7, (2, 9))
     mask = torch.ones(2, 9, dtype=torch.bool)
@@ -265,7 +265,7 @@ def test_copies_some_rows_and_explicit_outputs_cannot_be_explained():
         dq.ExplicitModel(contractive_mamba2())(torch.ones(1, 3, 8, dtype=torch.float64)).explain()
 
 
-@pytest.mark.parametrize("solver", [dq.Adaptive(), dq.Anderson()], ids=str)
+@pytest.mark.parametrize("solver", [dq.Adaptive(), dq.Anderson()])
 def test_the_solver_that_failed_is_not_tried_again(solver):
     finding = solve(jumps, solver=solver).explain().findings["no fixed point found"]
     assert str(solver) not in finding
@@ -393,9 +393,7 @@ def test_a_solve_in_full_precision_is_explained_in_it_under_autocast():
     assert "budget" in inside
 
 
-@pytest.mark.parametrize(
-    "solver", [dq.Naive(), dq.Adaptive(), dq.Anderson(), dq.Broyden()], ids=str
-)
+@pytest.mark.parametrize("solver", [dq.Naive(), dq.Adaptive(), dq.Anderson(), dq.Broyden()])
 def test_a_residual_that_falls_because_the_state_grows_is_drift(solver):
     """Of z + 1 the difference is 1 for ever; that of a slow contraction falls with the residual."""
     drift = solve(affine(1.0), torch.zeros(1, 1), solver, stop=dq.Stop())

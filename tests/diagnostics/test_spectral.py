@@ -12,9 +12,7 @@ from deqseq.testing.problems import seeded, symmetric
 
 ZEROS = torch.zeros(1, 1, dtype=torch.float64)
 TIGHT = dq.Stop(rtol=1e-11, max_steps=500)
-BACKBONES = pytest.mark.parametrize(
-    "make", [contractive_mamba2, contractive_llama, affine], ids=["Mamba2", "Llama", "Affine"]
-)
+BACKBONES = pytest.mark.parametrize("make", [contractive_mamba2, contractive_llama, affine])
 IDS = torch.randint(0, 11, (2, 5), generator=seeded(0))
 
 
@@ -38,7 +36,8 @@ def test_dense_matrices_of_each_row():
 @pytest.mark.parametrize("angle", [0.3, 1.5707963, 3.0])
 def test_complex_pairs_among_many_smaller_eigenvalues(angle):
     others = torch.linspace(-0.6, 0.6, 58, dtype=torch.float64)
-    matrix, z = torch.block_diag(rotation(angle, 0.9), symmetric(others)), ZEROS.expand(3, 60)
+    matrix = torch.block_diag(rotation(angle, 0.9), symmetric(others))
+    z = ZEROS.expand(3, 60)
     report = spectral_radius(lambda z: z @ matrix.T, z, products=32)
     damped = abs(0.5 + 0.45 * cmath.exp(1j * angle))
     assert report.radius.tolist() == pytest.approx([0.9] * 3, rel=1e-5)
@@ -59,7 +58,8 @@ def test_too_few_products_show_in_the_error():
 @BACKBONES
 def test_token_blocks_against_the_dense_jacobian(make):
     lm = language_model(make(), stop=TIGHT)
-    backbone, x = lm.model.backbone, lm.embedding(IDS).detach()
+    backbone = lm.model.backbone
+    x = lm.embedding(IDS).detach()
     with torch.no_grad():
         z = lm.model(x).value
     by_cache = model_spectral_radius(lm, IDS)
@@ -80,7 +80,9 @@ def test_a_backbone_without_a_cache_is_told_what_it_lacks():
     lm = language_model(Pointwise(), stop=TIGHT)
     with pytest.raises(NotImplementedError, match=r"Write advance\(\)"):
         model_spectral_radius(lm, IDS)
-    one, inner = IDS[:, :1], lm.model.backbone.inner.weight  # one token needs no cache
+    # one token needs no cache
+    one = IDS[:, :1]
+    inner = lm.model.backbone.inner.weight
     slope = 1 - lm.model(lm.embed(one)).value[:, 0, :, None] ** 2
     exact = torch.linalg.eigvals(slope * inner / 4).abs().amax(dim=1, keepdim=True)
     assert torch.allclose(model_spectral_radius(lm, one).radius, exact, rtol=1e-6)
@@ -93,7 +95,8 @@ def test_a_model_padded_on_either_side(make):
     mask = torch.tensor([[False, False, True, True, True]] * 2)
     left = model_spectral_radius(lm, IDS[:, :3][:, [0, 0, 0, 1, 2]], mask=mask)
     right = model_spectral_radius(lm, IDS[:, :3][:, [0, 1, 2, 0, 0]], mask=mask.flip(1))
-    assert left.radius[:, :2].isnan().all() and right.radius[:, 3:].isnan().all()
+    assert left.radius[:, :2].isnan().all()
+    assert right.radius[:, 3:].isnan().all()
     assert torch.allclose(left.radius[:, 2:], alone.radius, rtol=1e-7)
     assert torch.allclose(right.radius[:, :3], alone.radius, rtol=1e-7)
     assert torch.allclose(left.per_row, alone.per_row, rtol=1e-7)
@@ -113,7 +116,8 @@ def test_rows_that_are_not_finite_leave_others_alone():
     gain = torch.tensor([0.5, torch.nan])[:, None]
     report = spectral_radius(lambda z: gain * z, torch.ones(2, 3))
     assert report.radius[0].item() == pytest.approx(0.5)
-    assert report.radius[1].isnan() and not report.at_fixed_point[1]
+    assert report.radius[1].isnan()
+    assert not report.at_fixed_point[1]
 
 
 def test_a_map_that_ignores_its_state():

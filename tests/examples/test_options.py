@@ -26,7 +26,7 @@ def bad_numbers():
                 yield script, f"--{name.replace('_', '-')}", bad
 
 
-def refused(script, arguments, folder, capsys) -> str:
+def refused(script, arguments, folder, capsys):
     """What the script said."""
     with pytest.raises(SystemExit) as caught:
         SCRIPTS[script].main([*arguments, "--output", str(folder / "out")])
@@ -72,7 +72,6 @@ def test_numbers_out_of_range(script, option, value, tmp_path, capsys):
         ("formal_languages", "--task parity", "--task must be one of even_pairs, parity_check"),
         ("catbabi", "--blocks", "--blocks must have at least one value"),
     ],
-    ids=str,
 )
 def test_the_error_names_the_option_and_the_remedy(script, line, message, tmp_path, capsys):
     assert message in refused(script, line.split(), tmp_path, capsys)

@@ -31,7 +31,8 @@ def test_a_tiny_run_prints_a_table_and_writes_nothing(tmp_path, monkeypatch, cap
 def test_parity_is_learned(capsys):
     parity.main([])
     *_, row = capsys.readouterr().out.splitlines()
-    assert row.split()[:2] == ["128", "1.000"] and row.endswith("100.0%")
+    assert row.split()[:2] == ["128", "1.000"]
+    assert row.endswith("100.0%")
 
 
 def test_steps_out_of_range_are_named(capsys):

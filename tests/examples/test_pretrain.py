@@ -20,6 +20,7 @@ import pytest
 import retrofit
 import text_training
 import torch
+from processes import output_of
 from safetensors.torch import load_file
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
@@ -32,25 +33,19 @@ TINY = {
     "retrofit": "--tiny-steps 12",
 }
 SCRIPTS = {"pretrain": pretrain, "retrofit": retrofit}
+EACH = pytest.mark.parametrize("name", SCRIPTS)
 MODELS = {"pretrain": ("implicit-mamba2", "explicit-llama"), "retrofit": ("unlooped", "looped")}
 
 
 def command(name, output, launcher=""):
     short = "--quick --steps 12 --eval-tokens 128 --checkpoint-every 4"
     script = f"{ROOT}/examples/{name}.py --output {output}"
-    return shlex.split(f"{sys.executable} {launcher} {script} {short} {TINY[name]}")
+    return shlex.split(f"{launcher} {script} {short} {TINY[name]}")
 
 
 def run(name, output, launcher=""):
-    done = subprocess.run(
-        command(name, output, launcher),
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    return output_of(*command(name, output, launcher), timeout=600, env=env)
 
 
 def results(folder):
@@ -74,7 +69,7 @@ def whole(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SCRIPTS)
+@EACH
 def test_a_run_writes_numbers_a_table_a_figure_and_models(whole, name):
     folder, printed = whole[name]
     rows = [row for row in results(folder) if "window" not in row]
@@ -100,13 +95,13 @@ def test_a_run_writes_numbers_a_table_a_figure_and_models(whole, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SCRIPTS)
+@EACH
 def test_killed_again_and_again_it_ends_as_if_it_had_not_been(whole, tmp_path, name):
     first, second = MODELS[name]
     for place in (f"{first}/checkpoint-8", f"{second}/checkpoint-4", f"{second}/checkpoint-12"):
-        process = subprocess.Popen(
-            command(name, tmp_path), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
+        script = [sys.executable, *command(name, tmp_path)]
+        silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        process = subprocess.Popen(script, **silent)
         deadline = time.monotonic() + 300
         while process.poll() is None and time.monotonic() < deadline:
             if (tmp_path / place).exists():
@@ -171,7 +166,7 @@ def test_presets_have_the_papers_sizes_and_curricula():
         assert phases == (["bounded", "free"] if name.endswith("implicit") else ["bounded"])
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@EACH
 def test_the_commands_that_the_page_prints_are_accepted(name, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     script = SCRIPTS[name]

@@ -15,14 +15,14 @@ from deqseq.tasks import WordProblem, parse_group
 OPTIONS = Recipe(lengths=(2, 3), free_lengths=(3, 5), batch=2, steps=700, d_model=32, lr=1.0)
 
 
-def schedule(options=OPTIONS, plan=None) -> LengthSchedule:
+def schedule(options=OPTIONS, plan=None):
     """Batches in which an output is its accuracy."""
     return LengthSchedule(
         [WordProblem(parse_group("Z2"))], options, lambda output, batch: output.accuracy, plan
     )
 
 
-def step(batches: LengthSchedule, accuracy: float) -> int:
+def step(batches, accuracy):
     """Draw a batch, tell its accuracy, and return its length."""
     batch = next(batches)
     batches.record(SimpleNamespace(accuracy=accuracy), batch)
@@ -73,7 +73,9 @@ def test_what_is_never_learned_ends_after_all_steps_at_the_fixed_point():
     while batches.progress < 1:
         phases.append(make_curriculum(OPTIONS).at(batches.progress).name)
         step(batches, 0.5)
-    assert (batches.step, batches.decay, batches.ends) == (700, 500, [])
+    assert batches.step == 700
+    assert batches.decay == 500
+    assert batches.ends == []
     assert phases[499] == "unrolled"
     assert phases[-1] == "free"
 
@@ -81,7 +83,8 @@ def test_what_is_never_learned_ends_after_all_steps_at_the_fixed_point():
 def test_the_longest_length_is_told_also_where_a_later_lesson_is_shorter():
     batches = schedule(replace(OPTIONS, lengths=(2, 8), free_lengths=(4,)))
     batches.ends = [10, 20]
-    assert (batches.length, batches.reached) == (4, 8)
+    assert batches.length == 4
+    assert batches.reached == 8
 
 
 def test_a_run_that_goes_on_draws_what_it_would_have_drawn():

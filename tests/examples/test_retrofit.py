@@ -46,7 +46,8 @@ def test_a_core_learns_to_predict_as_the_pretrained_model_and_the_rest_stays(tmp
     short = "--steps 40 --eval-tokens 512 --distil --gate 0.3"
     tiny, looped = retrofitted(tmp_path, f"{short} {layers}")
     parts = to_causal_lm(looped).model
-    assert (parts.core.solve.start, parts.core.eval_solve.start) == ("input", "input")
+    assert parts.core.solve.start == "input"
+    assert parts.core.eval_solve.start == "input"
     changed = []
     for part, layer in ((parts.prelude, 0), (parts.core.backbone, 2), (parts.coda, 3)):
         ours = part.backbone.layers.parameters()
@@ -57,7 +58,8 @@ def test_a_core_learns_to_predict_as_the_pretrained_model_and_the_rest_stays(tmp
     assert [row["self_iterations"] for row in rows[:2]] == [None, 1.0]
     one_by_one, windowed = rows[-2:]
     assert windowed["evaluations"] < one_by_one["evaluations"]
-    assert windowed["equal"] and windowed["converged"]
+    assert windowed["equal"]
+    assert windowed["converged"]
 
 
 @pytest.mark.parametrize("gate", [0.0, 0.3, 1.0])

@@ -254,7 +254,7 @@ class Bigram(torch.nn.Module):
         return CausalLMOutput(logits=self.table[ids])
 
 
-@pytest.mark.parametrize("tokenizer", [BPE, BYTES], ids=["bpe", "bytes"])
+@pytest.mark.parametrize("tokenizer", [BPE, BYTES])
 @pytest.mark.parametrize("batch", [1, 64])
 def test_bits_per_byte_by_hand(tokenizer, batch):
     """Every token after the first counts, in the rows of all excerpts, and the bytes that these
@@ -271,7 +271,8 @@ def test_bits_per_byte_by_hand(tokenizer, batch):
     bits = nats / math.log(2) / byte_counts[1 : end + 1].sum()
     assert found["bits_per_byte"] == pytest.approx(bits, rel=1e-5)
     assert found["perplexity"] == pytest.approx(math.exp(nats / end), rel=1e-5)
-    assert (found["self_iterations"], found["converged"]) == (None, None)
+    assert found["self_iterations"] is None
+    assert found["converged"] is None
     assert sum(found["by_position"]) * end / 3 == pytest.approx(nats, rel=1e-5)
 
 

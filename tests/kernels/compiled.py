@@ -12,7 +12,7 @@ import deqseq as dq
 from deqseq.ops import fused
 
 
-def main() -> None:
+def main():
     if os.environ.get("TRITON_INTERPRET") == "1":
         install(pytest.MonkeyPatch())
     else:
@@ -22,7 +22,8 @@ def main() -> None:
         d_model=16, n_layers=2, d_state=16, headdim=16, chunk_size=16, backend="mamba_ssm"
     )
     model = dq.ImplicitModel(dq.Mamba2(config), dq.SolveConfig(stop=dq.Stop.exactly(3))).eval()
-    kernel, calls = fused.convolved_and_scanned, []
+    kernel = fused.convolved_and_scanned
+    calls = []
 
     @torch.compiler.disable
     def counted(*arguments):

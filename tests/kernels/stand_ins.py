@@ -4,12 +4,11 @@ import sys
 from contextlib import nullcontext
 from types import ModuleType, SimpleNamespace
 
-import pytest
 import torch
 from torch.nn import functional as F
 
 
-def laid_out(x: torch.Tensor) -> bool:
+def laid_out(x):
     """Channels next to each other, everything else on a multiple of eight, as for CUDA."""
     offsets = (x.stride(0), x.stride(2), x.storage_offset())
     return x.stride(1) == 1 and not any(offset % 8 for offset in offsets)
@@ -17,9 +16,12 @@ def laid_out(x: torch.Tensor) -> bool:
 
 def convolution(x, weight, bias=None, seq_idx=None, initial_states=None, activation=None):
     assert laid_out(x), (x.shape, x.stride(), x.storage_offset())
-    assert seq_idx is None and 2 <= weight.shape[1] <= 4 and x.shape[1] % 8 == 0
+    assert seq_idx is None
+    assert 2 <= weight.shape[1] <= 4
+    assert x.shape[1] % 8 == 0
     if initial_states is not None:
-        assert initial_states.stride(1) == 1 and initial_states.dtype == x.dtype
+        assert initial_states.stride(1) == 1
+        assert initial_states.dtype == x.dtype
     past = initial_states
     if past is None:
         past = x.new_zeros(*x.shape[:2], weight.shape[1] - 1)
@@ -49,16 +51,19 @@ def backward_function(
     return dx, *gradients[1:], None
 
 
-def causal_conv1d() -> tuple[ModuleType, ModuleType]:
-    module, functions = ModuleType("causal_conv1d"), ModuleType("causal_conv1d.cpp_functions")
-    module.causal_conv1d_fn, module.causal_conv1d_update, module.__path__ = convolution, update, []
+def causal_conv1d():
+    module = ModuleType("causal_conv1d")
+    functions = ModuleType("causal_conv1d.cpp_functions")
+    module.causal_conv1d_fn = convolution
+    module.causal_conv1d_update = update
+    module.__path__ = []
     functions.causal_conv1d_fwd_function = forward_function
     functions.causal_conv1d_bwd_function = backward_function
     functions.causal_conv1d_update_function = update
     return module, functions
 
 
-def install(patch: pytest.MonkeyPatch) -> None:
+def install(patch):
     """Let mamba_ssm's Triton code run on CPU tensors."""
     for module in causal_conv1d():
         patch.setitem(sys.modules, module.__name__, module)

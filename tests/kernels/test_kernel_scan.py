@@ -10,7 +10,7 @@ from deqseq.ops.ssd import ssd
 pytestmark = [pytest.mark.kernels, pytest.mark.filterwarnings("ignore:Deterministic mode")]
 
 
-def inputs(batch, length, heads, groups, headdim, d_state, seed=0) -> dict[str, torch.Tensor]:
+def inputs(batch, length, heads, groups, headdim, d_state, seed=0):
     generator = torch.Generator().manual_seed(seed)
 
     def randn(*shape):
@@ -28,7 +28,7 @@ def inputs(batch, length, heads, groups, headdim, d_state, seed=0) -> dict[str, 
     }
 
 
-def close(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float) -> None:
+def close(ours, theirs, tolerance):
     scale = max(1.0, theirs.abs().max().item())
     difference = (ours - theirs).abs().max().item() / scale
     assert ours.dtype == theirs.dtype and difference < tolerance, difference
@@ -65,8 +65,8 @@ def test_scan_and_its_gradients(case):
         close(ours, theirs, 1e-5 if name in ("y", "state") else 1e-4)
 
 
-@pytest.mark.parametrize("left_out", [(), ("D",), ("dt_bias",), ("D", "dt_bias")], ids=str)
-@pytest.mark.parametrize("options", [{}, {"dt_limit": (0.3, 1.0)}, {"dt_softplus": False}], ids=str)
+@pytest.mark.parametrize("left_out", [(), ("D",), ("dt_bias",), ("D", "dt_bias")])
+@pytest.mark.parametrize("options", [{}, {"dt_limit": (0.3, 1.0)}, {"dt_softplus": False}])
 def test_one_token(left_out, options):
     tensors = {name: t for name, t in inputs(3, 1, 4, 2, 16, 16).items() if name not in left_out}
     before = tensors["initial_state"].clone()

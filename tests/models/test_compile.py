@@ -2,11 +2,10 @@
 graph.
 """
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from processes import output_of
 
 pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).parents[1] / "scripts" / "compiled_models.py"
@@ -14,8 +13,4 @@ SCRIPT = Path(__file__).parents[1] / "scripts" / "compiled_models.py"
 
 @pytest.mark.parametrize("name", ["Mamba2", "Llama", "Mamba2 in several chunks", "Looped"])
 def test_compiled_models_compute_the_same_and_compile_once_a_kind_of_call(name):
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), name], capture_output=True, text=True, timeout=1200
-    )
-    assert done.returncode == 0, done.stderr
-    assert f"{name}" in done.stdout
+    assert name in output_of(SCRIPT, name, timeout=1200)

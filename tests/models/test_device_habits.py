@@ -29,7 +29,7 @@ class Watch(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
-@pytest.mark.parametrize("solver", SOLVERS, ids=str)
+@pytest.mark.parametrize("solver", SOLVERS)
 def test_a_solver_reads_nothing(solver):
     with FakeTensorMode(), torch.no_grad():  # a fake tensor has no content: reading it is an error
         z = torch.empty(3, 6, 8, device="lazy")  # any device but the CPU
@@ -41,7 +41,7 @@ def test_a_solver_reads_nothing(solver):
 
 @pytest.mark.parametrize("make", [contractive_mamba2, contractive_llama])
 @pytest.mark.parametrize(
-    "sweep", [dq.Simultaneous(), dq.Chunked(3), dq.Sliding(3), dq.Sequential()], ids=str
+    "sweep", [dq.Simultaneous(), dq.Chunked(3), dq.Sliding(3), dq.Sequential()]
 )
 def test_every_tensor_is_made_on_the_device_of_another(make, sweep):
     def look(function, args, kwargs):

@@ -71,7 +71,7 @@ def test_it_goes_on_from_its_states(model, past):
     assert torch.equal(model.evaluate(x, cache=past, start=x).point, x)
 
 
-@pytest.mark.parametrize("counts", [[3, 3], [2, 5], [0, 7]], ids=str)
+@pytest.mark.parametrize("counts", [[3, 3], [2, 5], [0, 7]])
 def test_each_row_commits_as_many_tokens_as_it_wants(model, past, counts):
     """The cache continues as that of the row's prefix. A later evaluation does not change what this
     one commits.
@@ -104,7 +104,6 @@ def test_each_row_commits_as_many_tokens_as_it_wants(model, past, counts):
         3,
         torch.zeros(2, dtype=torch.int64, device="meta"),
     ],
-    ids=str,
 )
 @pytest.mark.parametrize("name", ["Affine", "RecurrentDepth"])
 def test_counts_that_cannot_be_committed_are_refused(name, counts):

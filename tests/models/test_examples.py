@@ -10,9 +10,11 @@ import deqseq as dq
 from deqseq.models.examples import WEIGHTS
 from deqseq.tasks import WordProblem, generators, parse_group
 
+pytestmark = pytest.mark.usefixtures("unchecked")
+
 
 @torch.no_grad()
-def share_right(lm: dq.CausalLM, length: int, **fields) -> tuple[float, bool]:
+def share_right(lm, length, **fields):
     """The share of right answers at the last token of 32 sequences, and whether all converged."""
     batch = WordProblem(parse_group("Z2")).fixed(32, length, seed=7)
     output = lm(batch.inputs, **fields)
@@ -20,8 +22,7 @@ def share_right(lm: dq.CausalLM, length: int, **fields) -> tuple[float, bool]:
     return right.float().mean().item(), bool(output.converged.all())
 
 
-@pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize("sweep", [dq.Simultaneous(), dq.Sliding(), dq.Sequential()], ids=str)
+@pytest.mark.parametrize("sweep", [dq.Simultaneous(), dq.Sliding(), dq.Sequential()])
 @pytest.mark.parametrize("length", [16, 128])
 def test_parity_is_right_and_converges(sweep, length):
     assert share_right(dq.load_example("parity"), length, sweep=sweep) == (1.0, True)
@@ -34,10 +35,10 @@ def test_a_model_trained_unrolled_has_not_learned_a_fixed_point():
     assert share > 0.9 > converged_share
 
 
-@pytest.mark.usefixtures("unchecked")
 @torch.no_grad()
 def test_a5_is_right_and_converges_at_four_times_its_training_length():
-    lm, group = dq.load_example("a5"), parse_group("A5")
+    lm = dq.load_example("a5")
+    group = parse_group("A5")
     batch = WordProblem(group, generators(group, 2)).fixed(16, 64, seed=7)
     for sweep in (dq.Simultaneous(), dq.Sliding(8)):
         output = lm(batch.inputs, sweep=sweep)
@@ -45,10 +46,10 @@ def test_a5_is_right_and_converges_at_four_times_its_training_length():
         assert output.converged.all()
 
 
-@pytest.mark.usefixtures("unchecked")
 @torch.no_grad()
 def test_text_predicts_bytes_it_was_not_trained_on_and_converges():
-    lm, line = dq.load_example("text"), b"The king sees the fool, and the fool mocks the king.\n"
+    lm = dq.load_example("text")
+    line = b"The king sees the fool, and the fool mocks the king.\n"
     ids = torch.tensor([list(line)])
     output = lm(ids, labels=ids)
     assert output.loss / math.log(2) < 3.5

@@ -38,7 +38,7 @@ MODELS = IMPLICIT | {
 }
 
 
-def language_model(name: str, **options) -> dq.CausalLM:
+def language_model(name, **options):
     model = MODELS[name]()
     torch.manual_seed(3)
     return dq.CausalLM(13, model, embedding_std=1.0, **options).double().eval()
@@ -93,7 +93,6 @@ def test_greedy_tokens_are_the_argmax_of_the_full_forward(name):
         ({"sweep": dq.Sequential()}, 1),
         ({"sweep": dq.Sliding(3)}, 3),
     ],
-    ids=str,
 )
 def test_the_prompt_is_solved_as_asked(mamba, shapes, options, width):
     prompt = PROMPT.repeat(1, 3)
@@ -174,7 +173,7 @@ def test_seeds_reproduce_and_the_draws_of_a_row_do_not_depend_on_the_others(mamb
 
 
 @torch.no_grad()
-def with_logits(*logits: float, model=dq.ExplicitModel) -> dq.CausalLM:
+def with_logits(*logits, model=dq.ExplicitModel):
     """A language model that predicts the same after every prompt of one token."""
     lm = dq.CausalLM(len(logits), model(dq.Affine(1)), tied=False)
     lm.embedding.weight.fill_(1)
@@ -183,7 +182,7 @@ def with_logits(*logits: float, model=dq.ExplicitModel) -> dq.CausalLM:
     return lm
 
 
-def drawn(lm, rows: int, **options) -> torch.Tensor:
+def drawn(lm, rows, **options):
     prompt = torch.zeros(rows, 1, dtype=torch.int64)
     return lm.generate(prompt, **{"max_new_tokens": 1, "seed": 1} | options).tokens
 
@@ -274,7 +273,7 @@ def test_every_window_gives_the_same_tokens(lm, way):
     assert some.guessed.sum() > 0
 
 
-@pytest.mark.parametrize("solver", SOLVERS, ids=str)
+@pytest.mark.parametrize("solver", SOLVERS)
 def test_every_solver_takes_a_window(mamba, solver):
     one = mamba.generate(PROMPT, max_new_tokens=12, window=1, solver=solver)
     some = mamba.generate(PROMPT, max_new_tokens=12, window=5, solver=solver)
@@ -346,7 +345,7 @@ def test_only_a_committed_token_that_diverges_is_flagged(seed, only_guessed):
 def test_callbacks_are_told_every_token_once_and_no_guess(mamba, window):
     told = [[] for _ in PROMPT]
 
-    def note(new: dq.NewTokens) -> None:
+    def note(new):
         assert len(new.rows)
         for row, position, token in zip(new.rows, new.positions, new.tokens, strict=True):
             assert position == len(told[row])

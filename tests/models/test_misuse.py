@@ -156,7 +156,7 @@ def test_a_cache_of_another_model_or_batch_is_named(make, other, rows, error, me
         dq.ImplicitModel(make())(embedded(), cache=cache)
 
 
-@pytest.mark.parametrize("sweep", [dq.Simultaneous(), dq.Sliding(2)], ids=str)
+@pytest.mark.parametrize("sweep", [dq.Simultaneous(), dq.Sliding(2)])
 def test_in_eval_mode_gradients_do_not_change_the_value(sweep):
     config = dq.SolveConfig(stop=dq.Stop(rtol=1e-2), sweep=sweep)
     model = dq.ImplicitModel(contractive_mamba2(), config).eval()

@@ -40,11 +40,10 @@ def mamba2_with_decay_injection():
 CORES = pytest.mark.parametrize(
     "make",
     [llama_with_concat_injection, mamba2_with_decay_injection, contractive_llama],
-    ids=["concat", "decay", "projected"],
 )
 
 
-def recurrent(make=llama_with_concat_injection, norm=None) -> dq.RecurrentDepth:
+def recurrent(make=llama_with_concat_injection, norm=None):
     return recurrent_depth(dq.ImplicitModel(make(), TIGHT), norm)
 
 
@@ -64,7 +63,7 @@ def test_it_is_its_parts_one_after_the_other():
     assert output.stats.iterations.shape == (2, 6)
 
 
-def gradients(make, estimator) -> dict[str, torch.Tensor]:
+def gradients(make, estimator):
     model = recurrent(make)
     model.core.solve = replace(TIGHT, gradient=estimator, solver=dq.Naive())
     value = model(randn(2, 5, 8)).value

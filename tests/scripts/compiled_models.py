@@ -23,22 +23,22 @@ MAKE = {
 }
 
 
-def eager_and_compiled(lm: dq.CausalLM) -> tuple[dq.CausalLM, dq.CausalLM]:
+def eager_and_compiled(lm):
     compiled = copy.deepcopy(lm.double().eval())
     compiled.compile(fullgraph=True, backend="aot_eager")
     return lm, compiled
 
 
-def implicit(name: str) -> tuple[dq.CausalLM, dq.CausalLM]:
+def implicit(name):
     stop = dq.Stop(rtol=1e-9, max_steps=300)
     return eager_and_compiled(language_model(MAKE[name](), 13, stop=stop))
 
 
-def graphs() -> int:
+def graphs():
     return counters["stats"]["unique_graphs"]
 
 
-def same_gradients(eager: dq.CausalLM, compiled: dq.CausalLM, ids: torch.Tensor) -> None:
+def same_gradients(eager, compiled, ids):
     gradients = []
     for lm in (eager, compiled):
         lm(ids, labels=ids).loss.backward()
@@ -46,15 +46,15 @@ def same_gradients(eager: dq.CausalLM, compiled: dq.CausalLM, ids: torch.Tensor)
     torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-8)
 
 
-def same_tokens(eager: dq.CausalLM, compiled: dq.CausalLM, ids: torch.Tensor, **options) -> None:
+def same_tokens(eager, compiled, ids, **options):
     tokens = [lm.generate(ids, max_new_tokens=6, **options).tokens for lm in (eager, compiled)]
     assert torch.equal(*tokens), tokens
 
 
-def check(name: str) -> None:
+def check(name):
     eager, compiled = implicit(name)
 
-    def same(length: int, sweep: dq.Sweep) -> int:
+    def same(length, sweep):
         """Graphs that this call compiled."""
         before = graphs()
         ids = torch.randint(0, 13, (1, length))
@@ -85,14 +85,14 @@ def check(name: str) -> None:
     print(f"{name}: {graphs()} graphs in all")
 
 
-def check_chunks(name: str) -> None:
+def check_chunks(name):
     """A scan over chunks is another function."""
     eager, compiled = implicit(name)
     same_gradients(eager, compiled, torch.randint(0, 13, (2, 20)))
     print(f"{name}: {graphs()} graphs in all")
 
 
-def check_loop(name: str) -> None:
+def check_loop(name):
     """A loop compiles one step, however many it makes; another model of the same sizes compiles
     nothing.
     """

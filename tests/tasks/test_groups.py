@@ -36,7 +36,9 @@ def product_of(monoid, a, b):
 @pytest.mark.parametrize(("name", "order"), list(ORDERS.items()))
 def test_every_name_makes_a_group_of_the_known_order(name, order):
     group = parse_group(name)
-    assert (group.name, group.order, group.is_group) == (name, order, True)
+    assert group.name == name
+    assert group.order == order
+    assert group.is_group
     ids = torch.arange(order).expand(order, order)
     for dim in (0, 1):  # every column and row of a group's table is a permutation
         assert torch.equal(group.table.sort(dim).values.movedim(dim, 1), ids)
@@ -51,7 +53,8 @@ def test_permutations_compose_right_to_left(name):
 
 
 def test_direct_product_multiplies_factor_by_factor():
-    s3, m = parse_group("S3"), parse_group("M")
+    s3 = parse_group("S3")
+    m = parse_group("M")
     product = direct_product(s3, m)
     assert product.factors == (s3, m)
     assert product.elements[product.identity] == ((1, 2, 3), "E")
@@ -60,7 +63,9 @@ def test_direct_product_multiplies_factor_by_factor():
 
 
 def test_direct_products_are_flat():
-    z2, z3, m = parse_group("Z2"), parse_group("Z3"), parse_group("M")
+    z2 = parse_group("Z2")
+    z3 = parse_group("Z3")
+    m = parse_group("M")
     left = direct_product(direct_product(z2, z3), m)
     right = direct_product(z2, direct_product(z3, m))
     for product in (left, right, parse_group("Z2xZ3xM")):
@@ -126,7 +131,8 @@ def test_dihedral_group_moves_the_corners_of_a_polygon(n):
 
 
 def test_quaternions_multiply_as_their_matrices():
-    one, i = torch.eye(2) + 0j, torch.tensor([[1j, 0], [0, -1j]])
+    one = torch.eye(2) + 0j
+    i = torch.tensor([[1j, 0], [0, -1j]])
     j = torch.tensor([[0j, 1], [-1, 0]])
     units = {"1": one, "i": i, "j": j, "k": i @ j}
     matrices = units | {f"-{name}": -matrix for name, matrix in units.items()}

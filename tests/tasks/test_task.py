@@ -9,7 +9,8 @@ from deqseq.tasks import Task, WordBatch, WordProblem, generators, parse_group
 class Constant(Task):
     """Draws what it is given."""
 
-    vocab_size, chance = 2, 0.5
+    vocab_size = 2
+    chance = 0.5
 
     def __init__(self, drawn):
         self.drawn = drawn

@@ -48,7 +48,8 @@ def test_restricted_inputs():
 def test_only_the_group_part_of_the_reference_task_becomes_easy(p):
     task = WordProblem(parse_group("A5xM"), identity_probability=p)
     inputs, targets = task.fixed(400, 100, seed=0)
-    group, letter = inputs // 4, inputs % 4
+    group = inputs // 4
+    letter = inputs % 4
     assert task.vocab_size == 240
     assert task.monoid.elements[inputs[0, 0]] == (A5.elements[group[0, 0]], "EABX"[letter[0, 0]])
     easy = group == A5.identity
@@ -62,7 +63,8 @@ def test_only_the_group_part_of_the_reference_task_becomes_easy(p):
 def test_all_group_factors_become_easy_together():
     task = WordProblem(parse_group("Z11xMxZ11"), identity_probability=0.5)
     inputs, _ = task.fixed(200, 100, seed=0)
-    first, last = inputs // 44 == 0, inputs % 11 == 0
+    first = inputs // 44 == 0
+    last = inputs % 11 == 0
     assert (first & last).double().mean().item() == pytest.approx(0.5 + 0.5 / 121, abs=0.02)
     assert (first != last).double().mean().item() == pytest.approx(0.5 * 20 / 121, abs=0.02)
 

@@ -41,13 +41,20 @@ def test_an_implicit_llama():
     found = plan(saved(layers(2, rope_scaling=dq.layers.RotaryScaling())))
     assert found.prelude is None
     assert found.coda is None
-    assert (found.steps, found.start) == (1, "zero")
-    core, solve = found.core, found.solve
+    assert found.steps == 1
+    assert found.start == "zero"
+    core = found.core
+    solve = found.solve
     assert core.injection
-    assert (core.n_layers, core.n_kv_heads, core.headdim, core.mlp_width) == (2, 2, 4, 42)
+    assert core.n_layers == 2
+    assert core.n_kv_heads == 2
+    assert core.headdim == 4
+    assert core.mlp_width == 42
     assert core.rope["rope_type"] == "llama3"
     assert solve is not None
-    assert (solve.damping, solve.rtol, solve.max_steps) == (1.0, 1e-4, 30)
+    assert solve.damping == 1.0
+    assert solve.rtol == 1e-4
+    assert solve.max_steps == 30
 
 
 @pytest.mark.parametrize(
@@ -63,9 +70,13 @@ def test_the_layers_of_a_decoder(family, norms, qk_norm, biases):
     found = plan(in_decoder(family))
     assert found.prelude is not None
     assert found.coda is not None
-    assert (found.prelude.n_layers, found.core.n_layers, found.coda.n_layers) == (1, 2, 1)
-    assert (found.core.final_norm, found.coda.final_norm) == (False, True)
-    assert (found.core.norms, found.core.qk_norm) == (norms, qk_norm)
+    assert found.prelude.n_layers == 1
+    assert found.core.n_layers == 2
+    assert found.coda.n_layers == 1
+    assert not found.core.final_norm
+    assert found.coda.final_norm
+    assert found.core.norms == norms
+    assert found.core.qk_norm == qk_norm
     assert (found.core.qkv_bias, found.core.o_bias) == biases
     assert not found.core.injection
 
@@ -73,7 +84,8 @@ def test_the_layers_of_a_decoder(family, norms, qk_norm, biases):
 def test_a_looped_model_has_a_slot_for_each_step():
     found = plan(saved(layers(injection=False), None, steps=4))
     assert found.solve is None
-    assert (found.steps, found.start) == (4, "input")
+    assert found.steps == 4
+    assert found.start == "input"
     assert plan(saved(layers(), None)).steps == 1
 
 
@@ -82,7 +94,9 @@ def test_an_override_changes_what_it_names():
     config["eval_solve"] = merged(config["eval_solve"], {"stop": {"max_steps": 8}})
     found = plan(config).solve
     assert found is not None
-    assert (found.damping, found.rtol, found.max_steps) == (0.5, 1e-4, 8)
+    assert found.damping == 0.5
+    assert found.rtol == 1e-4
+    assert found.max_steps == 8
     config["eval_solve"] = merged(config["eval_solve"], {"solver": "Naive", "stop": {"rtol": 0}})
     found = plan(config).solve
     assert found is not None
