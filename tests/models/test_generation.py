@@ -249,9 +249,7 @@ def test_options_that_cannot_be_honoured_are_named(mamba, options, message):
 LEFT = torch.arange(6) >= torch.tensor([0, 5, 2, 0])[:, None]
 WAYS = {
     "greedy": {},
-    "sampled": {"temperature": 1.0, "seed": 5},
-    "top": {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "seed": 6},
-    "left": {"mask": LEFT},
+    "left": {"mask": LEFT, "temperature": 0.7, "top_k": 5, "top_p": 0.9, "seed": 6},
     "right": {"mask": LEFT.flip(1), "temperature": 1.0, "seed": 7},
     "ended": {"stop_tokens": [2, 5, 7], "pad_token": 12, "temperature": 1.0, "seed": 8},
 }
@@ -261,7 +259,7 @@ WAYS = {
 def test_every_window_gives_the_same_tokens(lm, way):
     one = lm.generate(PROMPT, max_new_tokens=20, window=1, **WAYS[way])
     assert len(one.tokens.unique()) > 1
-    for window in (2, 8, 64):
+    for window in (2, 64):
         some = lm.generate(PROMPT, max_new_tokens=20, window=window, **WAYS[way])
         assert some.rows() == one.rows()
         assert torch.equal(some.tokens, one.tokens)
