@@ -55,6 +55,13 @@ def test_embedded_tokens_are_dropped_once_and_only_in_training():
     assert torch.equal(lm(IDS).logits, lm.logits(states))
 
 
+def test_embedded_tokens_are_multiplied_by_the_rounded_scale():
+    lm = dq.CausalLM(11, dq.ExplicitModel(affine()), embedding_scale=12**0.5).bfloat16()
+    x = lm.embedding(IDS)
+    assert torch.equal(lm.embed(IDS), x * torch.tensor(12**0.5, dtype=torch.bfloat16))
+    assert not torch.equal(lm.embed(IDS), (x.double() * 12**0.5).bfloat16())
+
+
 def test_fields_of_a_call_reach_the_solve_and_its_statistics_come_back(lm):
     stop = dq.Stop(rtol=1e-11, max_steps=2)
     output = lm.eval()(IDS, sweep=dq.Sequential(), stop=stop)
