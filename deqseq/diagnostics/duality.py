@@ -126,7 +126,8 @@ def check_duality(
     check_integer("len(sweeps)", len(sweeps), 2)
     for sweep in sweeps:
         check_type("sweeps", sweep, Sweep)
-    reports, first = [], None
+    reports = []
+    first = None
     with eval_mode(model):
         x = model.embed(ids)
         _check_causal(model.model, x)
@@ -147,7 +148,7 @@ def _check_causal(model: Model, x: Sequence) -> None:
     noise = torch.randn(x.shape, generator=generator, device="cpu").to(x)[:, half:]
     z = model.evaluate(x).states.nan_to_num(0, 0, 0)
     value = model.evaluate(x, start=z).value
-    changed_x, changed_z = (torch.cat([kept[:, :half], noise], dim=1) for kept in (x, z))
+    changed_x, changed_z = (torch.cat([old[:, :half], noise], dim=1) for old in (x, z))
     changed = model.evaluate(changed_x, start=changed_z).value
     if bool(_distance(changed[:, :half], value[:, :half]) > torch.finfo(x.dtype).eps ** 0.5):
         raise ValueError(
@@ -160,7 +161,8 @@ def _compared(
     model: CausalLM, sweep: Sweep, output: ModelOutput, first: ModelOutput, real: Mask
 ) -> SweepReport:
     assert output.stats is not None and output.cache is not None and first.cache is not None
-    states, first_states = output.value[real], first.value[real]
+    states = output.value[real]
+    first_states = first.value[real]
     same = model.logits(states).argmax(dim=-1) == model.logits(first_states).argmax(dim=-1)
     pairs = zip(output.cache.tensors(), first.cache.tensors(), strict=True)
     caches = [_distance(x.flatten(), y.flatten()).item() for x, y in pairs]

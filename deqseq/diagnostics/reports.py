@@ -27,9 +27,8 @@ def check_call(
     Random starts get a seed, so that all solves of a diagnostic begin at the same states. The model
     itself checks the shape of the mask.
     """
-    core = model.core
-    check_type("model.model", model.model if core is None else core, ImplicitModel)
-    assert core is not None
+    core: Any = model.core or model.model
+    check_type("model.model", core, ImplicitModel)
     config = resolve(core.eval_solve or core.solve, solve, fields)
     if isinstance(config.start, RandomStart) and config.start.seed is None:
         config = replace(config, start=replace(config.start, seed=0))

@@ -70,7 +70,7 @@ class SolvedLM(HFLM):
         batch_size: Annotated[int, AtLeast(1)] | str = 16,
         max_length: Annotated[int, AtLeast(1)] | None = None,
     ) -> None:
-        ours = [part.model for part in model.modules() if isinstance(part, DeqseqForCausalLM)]
+        ours = [module.model for module in model.modules() if isinstance(module, DeqseqForCausalLM)]
         if not ours and (solve or (window or 1) > 1):
             name = "solve" if solve else "window"
             raise ValueError(
@@ -134,7 +134,8 @@ class SolvedLM(HFLM):
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """As in lm-eval, without the tokenizer's own first token, which would be scored."""
-        adds_bos_token, self.add_bos_token = self.add_bos_token, False
+        adds_bos_token = self.add_bos_token
+        self.add_bos_token = False
         try:
             return super().loglikelihood_rolling(requests, disable_tqdm)
         finally:

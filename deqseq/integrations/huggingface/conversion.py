@@ -49,7 +49,8 @@ def from_causal_lm(lm: CausalLM, **fields: Any) -> DeqseqForCausalLM:
         >>> model.config.hidden_size, model.config.eos_token_id
         (16, 0)
     """
-    configs = [part.config for part in lm.model.modules() if isinstance(part, DecoderBackbone)]
+    modules = lm.model.modules()
+    configs = [module.config for module in modules if isinstance(module, DecoderBackbone)]
     if any(config is not configs[0] for config in configs):
         raise ValueError(
             "prelude, core and coda must be layers of one decoder, as those of retrofit(model, ...)"
@@ -207,7 +208,8 @@ def retrofit(
     if isinstance(injection, str):
         injection = INJECTIONS[injection](middle.d_model)
     embedding: Any = model.get_input_embeddings()
-    device, dtype = next(middle.parameters()).device, embedding.weight.dtype
+    device = next(middle.parameters()).device
+    dtype = embedding.weight.dtype
     layers = RecurrentDepth(
         ExplicitModel(DecoderBackbone(model, slice(prelude), final_norm=False)),
         ImplicitModel(Injected(middle, injection.to(device, dtype)), solve, eval_solve),
@@ -224,7 +226,8 @@ def _shapes(module: nn.Module) -> set[tuple[str, torch.Size]]:
 
 def _with_head(model: PreTrainedModel, layers: ExplicitModel | RecurrentDepth) -> CausalLM:
     """A language model of ``layers`` and the embedding and the head of ``model``."""
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    embedding = model.get_input_embeddings()
+    head = model.get_output_embeddings()
     if not isinstance(embedding, nn.Embedding) or not isinstance(head, nn.Linear):
         raise ValueError(
             "model must have a language model's head, as a ...ForCausalLM, got "
@@ -244,5 +247,6 @@ def _language_model(
     """A language model of these modules; the embedding may be of a class that scales by itself."""
     with torch.device("meta"):  # its own weights would be drawn for nothing
         lm = CausalLM(embedding.num_embeddings, layers, tied=head is None, **fields)
-    lm.embedding, lm.head = embedding, head
+    lm.embedding = embedding
+    lm.head = head
     return lm

@@ -296,12 +296,14 @@ class ChosenAttention:
 
 def choose_attention(core: nn.Module, config: Any) -> None:
     """Let the attention layers of ``core`` follow ``config``."""
-    layers: Any = [part for part in core.modules() if isinstance(part, Attention)]
+    layers: Any = [module for module in core.modules() if isinstance(module, Attention)]
     for index, layer in enumerate(layers):
         layer.attend = ChosenAttention(config)
         # what the functions ask of a layer
-        layer.config, layer.layer_idx = config, index
-        layer.is_causal, layer.num_key_value_groups = True, layer.groups
+        layer.config = config
+        layer.layer_idx = index
+        layer.is_causal = True
+        layer.num_key_value_groups = layer.groups
 
 
 def attention_mask(
@@ -361,7 +363,7 @@ def _eager(
     layer: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float, **_: Any
 ) -> tuple[Tensor, Tensor]:
     """Softmax written out, in float32 at least, as in each model of transformers."""
-    k, v = (part.repeat_interleave(layer.num_key_value_groups, dim=1) for part in (k, v))
+    k, v = (heads.repeat_interleave(layer.num_key_value_groups, dim=1) for heads in (k, v))
     scores = q @ k.mT * scaling
     if mask is not None:
         scores = scores + mask

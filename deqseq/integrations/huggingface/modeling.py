@@ -143,9 +143,9 @@ class DeqseqPreTrainedModel(PreTrainedModel):
             attn_implementation, allow_all_kernels=allow_all_kernels
         )
         self.config._attn_implementation = chosen
-        for part in self.modules():
-            if isinstance(part, DecoderBackbone):
-                part.config._attn_implementation = chosen
+        for module in self.modules():
+            if isinstance(module, DecoderBackbone):
+                module.config._attn_implementation = chosen
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
@@ -236,12 +236,12 @@ class DeqseqModel(DeqseqPreTrainedModel):
         super().__init__(config)
         self.core, self.embed_tokens = config.build()
         self.take_solves()
-        blocks = {part for part in self.core.modules() if isinstance(part, nn.ModuleList)}
-        self._no_split_modules = {type(block).__name__ for part in blocks for block in part}
-        for part in self.core.modules():
+        stacks = [module for module in self.core.modules() if isinstance(module, nn.ModuleList)]
+        self._no_split_modules = {type(block).__name__ for stack in stacks for block in stack}
+        for module in self.core.modules():
             # transformers keeps our own initialisation, but computes again what no checkpoint has
-            if not list(part.buffers(recurse=False)):
-                part._is_hf_initialized = True  # pyright: ignore[reportArgumentType]
+            if not list(module.buffers(recurse=False)):
+                module._is_hf_initialized = True  # pyright: ignore[reportArgumentType]
         self.post_init()
 
     @can_return_tuple
@@ -306,7 +306,9 @@ class DeqseqModel(DeqseqPreTrainedModel):
         elif cache_given:
             raise ValueError("cache must be left out where sequences are packed into a row")
         else:
-            x, new_mask, use_cache = packing.rows(x), packing.apart, False
+            x = packing.rows(x)
+            new_mask = packing.apart
+            use_cache = False
         output = self.core(x, mask=new_mask, cache=cache.value, return_cache=use_cache, **options)
         if use_cache:
             cache.commit(output, mask)

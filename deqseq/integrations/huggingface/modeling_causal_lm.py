@@ -144,14 +144,16 @@ class DeqseqForCausalLM(DeqseqPreTrainedModel, TheirGeneration):
         scored = labels is not None or shift_labels is not None
         if scored and (isinstance(positions, Tensor) or positions.start):
             raise ValueError("labels need the logits of all positions: leave out logits_to_keep")
-        check_tensors(labels=labels, shift_labels=shift_labels)
+        answers = {"labels": labels, "shift_labels": shift_labels}
+        check_tensors(**answers)
         if not torch.compiler.is_compiling():
             may_be_empty = num_items_in_batch is not None and bool(num_items_in_batch)
-            for name, answers in (("labels", labels), ("shift_labels", shift_labels)):
-                _check_labels(name, answers, tokens, vocab_size, may_be_empty)
+            for name, ids in answers.items():
+                _check_labels(name, ids, tokens, vocab_size, may_be_empty)
         inputs = (input_ids, attention_mask, position_ids, cache, inputs_embeds, use_cache)
         output = self.model(*inputs, solve=solve, **kwargs | {"return_dict": True})
-        logits, loss = self._logits(output.last_hidden_state[:, positions]), None
+        logits = self._logits(output.last_hidden_state[:, positions])
+        loss = None
         if scored:
             loss = self.loss_function(
                 logits, labels, vocab_size, num_items_in_batch, shift_labels=shift_labels
@@ -220,7 +222,6 @@ class DeqseqForCausalLM(DeqseqPreTrainedModel, TheirGeneration):
     def prepare_inputs_for_generation(
         self,
         input_ids: Tensor,
-        cache: Any = None,
         attention_mask: Any = None,
         inputs_embeds: Any = None,  # transformers looks for this name
         is_first_iteration: bool = False,
@@ -232,10 +233,14 @@ class DeqseqForCausalLM(DeqseqPreTrainedModel, TheirGeneration):
                 "prompts must be padded on the left, but a row ends in padding, after which "
                 "nothing can be predicted: set padding_side='left' in the tokenizer"
             )
-        kwargs |= {"cache": cache, "attention_mask": attention_mask, "inputs_embeds": inputs_embeds}
-        kwargs["is_first_iteration"] = is_first_iteration
-        prepared = super().prepare_inputs_for_generation(input_ids, **kwargs)
-        if cache is not None and not is_first_iteration and "solve" in prepared:
+        prepared = super().prepare_inputs_for_generation(
+            input_ids,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            is_first_iteration=is_first_iteration,
+            **kwargs,
+        )
+        if "cache" in prepared and not is_first_iteration and "solve" in prepared:
             # a token has nothing to sweep over
             prepared["solve"] = replace(prepared["solve"], sweep=Simultaneous())
         return prepared
@@ -244,7 +249,8 @@ class DeqseqForCausalLM(DeqseqPreTrainedModel, TheirGeneration):
         self, generation_config: GenerationConfig | None, **kwargs: Any
     ) -> tuple[GenerationConfig, dict[str, Any]]:
         """``solve`` becomes an argument of the calls, ``window`` a field of the configuration."""
-        solve_keyword, window = kwargs.pop("solve", None), kwargs.pop("window", None)
+        solve_keyword = kwargs.pop("solve", None)
+        window = kwargs.pop("window", None)
         config, model_kwargs = super()._prepare_generation_config(generation_config, **kwargs)
         for name in vars(config):  # transformers keeps what it does not know
             if name.startswith(("solv", "wind")):
@@ -280,7 +286,8 @@ class DeqseqForCausalLM(DeqseqPreTrainedModel, TheirGeneration):
             return super()._sample(
                 *choices, synced_gpus=synced_gpus, streamer=streamer, **model_kwargs
             )
-        cache, mask = model_kwargs["cache"], model_kwargs.get("attention_mask")
+        cache = model_kwargs["cache"]
+        mask = model_kwargs.get("attention_mask")
         prompt = model_kwargs.get("inputs_embeds")
         length = (input_ids if prompt is None else prompt).shape[1]
         total = generation_config._mask_length if mask is None else mask.shape[1]
@@ -295,9 +302,9 @@ class DeqseqForCausalLM(DeqseqPreTrainedModel, TheirGeneration):
         check_positions(inputs("position_ids"), mask, cache.length, (len(x), x.shape[1]))
         if mask is not None:
             mask = mask[:, cache.length :]
-        solve, fields = inputs("solve"), {}
-        if solve is not None:
-            fields = {"sweep": solve.sweep}  # a solve alone would not say that it is the prompts'
+        solve = inputs("solve")
+        # without it, the prompts would be solved by Sliding(16) instead of Simultaneous()
+        fields = {} if solve is None else {"sweep": solve.sweep}
         models = (self.model.core, self._embedded, self._logits)
         options: Any = {"callback": None, "solve": solve, "fields": fields}
         run = partial(generate, *models, x, mask, cache.value, **options)
@@ -330,7 +337,8 @@ class DeqseqForCausalLM(DeqseqPreTrainedModel, TheirGeneration):
     ) -> None:
         """An :class:`ImplicitCache`, instead of the cache of transformers."""
         config: Any = generation_config
-        cache, mask = model_kwargs.get("cache"), model_kwargs.get("attention_mask")
+        cache = model_kwargs.get("cache")
+        mask = model_kwargs.get("attention_mask")
         if config.cache_implementation not in (None, "dynamic"):
             raise ValueError(
                 f"cache_implementation {config.cache_implementation!r} is not available: leave it "
@@ -358,20 +366,18 @@ class DeqseqForCausalLM(DeqseqPreTrainedModel, TheirGeneration):
             model_kwargs["cache"] = ImplicitCache()
 
 
-def _check_labels(
-    name: str, answers: Any, tokens: Any, vocab_size: int, may_be_empty: bool
-) -> None:
+def _check_labels(name: str, ids: Any, tokens: Any, vocab_size: int, may_be_empty: bool) -> None:
     """Refuse labels that do not fit the tokens, or leave nothing to score.
 
     As in transformers a label counts unless it is -100, in padding, too. The labels of a part of a
     larger batch may be empty: its loss is 0.
     """
-    if answers is None or not isinstance(tokens, Tensor) or tokens.ndim < 2:
+    if ids is None or not isinstance(tokens, Tensor) or tokens.ndim < 2:
         return  # the model refuses the tokens
     shape = tuple(tokens.shape[:2])
-    if answers.shape != shape:
-        raise ValueError(f"{name} must have shape {shape}, got {tuple(answers.shape)}")
-    scored = answers[:, 1:] if name == "labels" else answers
+    if ids.shape != shape:
+        raise ValueError(f"{name} must have shape {shape}, got {tuple(ids.shape)}")
+    scored = ids[:, 1:] if name == "labels" else ids
     scored = scored[scored != IGNORED]
     if scored.numel():
         check_ids(name, scored[None], vocab_size)
