@@ -1,5 +1,6 @@
 """What a solve returns: failure is data, and can be raised."""
 
+import os
 import sys
 import warnings
 from abc import ABC, abstractmethod
@@ -66,7 +67,7 @@ class ConvergenceWarning(UserWarning):
     """
 
 
-LIBRARIES = str(Path(__file__).parent), str(Path(torch.__file__).parents[1])
+LIBRARIES = f"{Path(__file__).parent}{os.sep}", f"{Path(torch.__file__).parents[1]}{os.sep}"
 """Folders of this library and of what is installed beside torch."""
 
 

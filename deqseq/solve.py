@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from deqseq.arguments import check_callable, check_type, checked
-from deqseq.rows import check_rows, on_device, on_host, per_row, put, take
+from deqseq.rows import check_rows, map_tensors, on_device, on_host, per_row, put, take
 from deqseq.solution import Call, Outcome, Solution, SolveStats, Status, warn_failed, worst_token
 from deqseq.solvers.base import Solver
 from deqseq.step import (
@@ -288,8 +288,10 @@ def iterate_rows(problem: Problem) -> Solution:
             value = returned_value(z, fz, at_point, diverged, start)
             if stored is not None:
                 stored = put(stored, places, (value, aux))
-            else:  # a map may fill the same buffer again
-                stored = (value if done else value.clone(), aux)
+            elif done:
+                stored = value, aux
+            else:  # a map may fill the same buffers again
+                stored = map_tensors(torch.clone, (value, aux))
             updates[rows] = evaluations
         if done:
             arrays = status, iterations, relative(numbers), updates

@@ -264,3 +264,26 @@ def test_a_token_that_was_not_finite_can_pass_later():
     assert passed.tolist() == [[False] * 2] and sound.tolist() == [[True, False]]
     passed, _ = window.judge(np.array([[small], [[1.0, 1.0]]]))
     assert passed.tolist() == [[True, True]]
+
+
+def test_a_window_of_decoding_begins_where_the_call_says():
+    """The model's own start is another one; no token is solved to the end."""
+    tokens = torch.tensor([[1, 2, 3]])
+    texts = []
+    for own_start in ("zero", "input"):
+        torch.manual_seed(0)
+        config = dq.SolveConfig(start=own_start, stop=dq.Stop(rtol=1e-9, max_steps=2))
+        backbone = dq.Llama(dq.LlamaConfig(16, n_heads=2))
+        lm = dq.CausalLM(9, dq.ImplicitModel(backbone, config)).eval().double()
+        with pytest.warns(dq.ConvergenceWarning):
+            texts.append(lm.generate(tokens, max_new_tokens=12, window=4, start="zero"))
+    assert torch.equal(texts[0].tokens, texts[1].tokens)
+    assert torch.equal(texts[0].iterations, texts[1].iterations)
+
+
+def test_a_window_is_not_wider_than_the_tokens_that_are_left():
+    lm = dq.load_example("text")
+    wide = lm.generate(torch.ones(1, 4).long(), max_new_tokens=3, window=10**6)
+    narrow = lm.generate(torch.ones(1, 4).long(), max_new_tokens=3, window=3)
+    assert torch.equal(wide.tokens, narrow.tokens)
+    assert torch.equal(wide.updates, narrow.updates)

@@ -274,7 +274,7 @@ class Llama(BlockStack[LlamaCache]):
         self, x: Sequence, cache: LlamaCache | None = None, mask: Mask | None = None
     ) -> Inputs:
         config, tokens = self.config, x.shape[1]
-        shape = (config.kv_heads, None, config.head_width)  # of keys and of values
+        shape = (config.kv_heads, None, config.head_width)  # those of keys and values
         check_cache(cache, LlamaCache, x, repeat(shape, 2 * len(self.layers)))
         if cache is None:
             positions = torch.arange(tokens, device=x.device)[None]

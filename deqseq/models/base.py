@@ -10,6 +10,7 @@ from deqseq.arguments import check_integer, checked
 from deqseq.backbones.base import Backbone, Cache, check_sequence
 from deqseq.config import SolveFields
 from deqseq.models.output import Evaluation
+from deqseq.start import Start
 from deqseq.tokens import commit
 from deqseq.types import Counts, Sequence
 
@@ -47,7 +48,7 @@ class Model(nn.Module, ABC):
         self,
         x: Sequence,
         cache: Cache | None = None,
-        start: Sequence | None = None,
+        start: Start | Sequence | None = None,
         iterations: int = 1,
     ) -> Evaluation:
         """Iterate the part that is iterated a fixed number of times; nothing is decided or
@@ -56,8 +57,8 @@ class Model(nn.Module, ABC):
         Args:
             x: embedded tokens, ``(batch, length, d_model)``.
             cache: of the tokens before. Default: there are none.
-            start: states of that part to begin from, ``(batch, length, d_model)``. Default: where
-                the model does.
+            start: where that part begins, as in :class:`SolveConfig`, or states to begin from,
+                ``(batch, length, d_model)``. Default: where the model begins.
             iterations: evaluations of its map, at least 1. An explicit model runs its layers once,
                 from ``x``.
 

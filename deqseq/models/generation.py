@@ -2,13 +2,14 @@
 
 The states that they are chosen from come from a decoder: a solve per token, or a window of tokens
 at once. Both have three methods, called in turn. ``evaluate`` gives states for the head, ``(rows,
-width, d_model)``, and marks that ``judge`` needs on the host. ``judge`` says which tokens may be
-committed. ``move`` commits ``counts`` tokens of the rows that ``stay``, and removes the others.
+width, d_model)``, and a report, integers ``(rows, numbers)`` that ``judge`` needs on the host.
+``judge`` says which tokens may be committed. ``move`` commits the first ``counts`` tokens of every
+row, and removes the rows that do not ``stay``.
 """
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -25,18 +26,31 @@ from deqseq.models.sampler import Logits, Sampler
 from deqseq.rows import on_device, on_host, take
 from deqseq.solution import Status
 from deqseq.solvers.base import Solver
+from deqseq.start import Start
 from deqseq.step import next_point, restarted
 from deqseq.stop import Stop
 from deqseq.sweeps import Simultaneous, Sliding, Sweep
 from deqseq.types import Mask, Sequence
 from deqseq.windows import Window
 
-Settle = Callable[
-    [Logits, np.ndarray, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray, np.ndarray]
-]
-"""Which of the tokens that may be committed are: from logits, ``(rows, tokens, vocab)``, the rows'
-places in the batch, tokens, ``(rows, tokens)``, and how many of each row may be, to tokens, how
-many are, and which rows go on."""
+
+@runtime_checkable
+class Settle(Protocol):
+    """Decides which of the tokens that may be committed are committed."""
+
+    def __call__(
+        self, logits: Logits, rows: np.ndarray, tokens: np.ndarray, counts: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The tokens, how many of each row are committed, and which rows go on.
+
+        Args:
+            logits: of each token, ``(rows, width, vocab)``.
+            rows: their places in the batch, ``(rows,)``.
+            tokens: what the sampler chose, ``(rows, width)``.
+            counts: how many leading tokens of each row may be committed, ``(rows,)``.
+        """
+        ...
+
 
 WINDOW = 8
 """Tokens that are decoded together unless the caller says."""
@@ -77,8 +91,8 @@ class OneByOne:
         columns = output.status, stats.iterations.amax(dim=1), stats.updates.sum(dim=1)
         return states, torch.stack(columns, dim=1)
 
-    def judge(self, marks: np.ndarray, inputs_are_right: np.ndarray) -> Verdict:
-        status, iterations, updates = marks.T
+    def judge(self, report: np.ndarray, inputs_are_right: np.ndarray) -> Verdict:
+        status, iterations, updates = report.T
         return Verdict(np.ones_like(updates), status, iterations[:, None], updates)
 
     def move(self, counts: np.ndarray, changed: np.ndarray, stay: np.ndarray) -> None:
@@ -97,38 +111,46 @@ class InWindow:
     """
 
     def __init__(
-        self, model: Model, solver: Solver[Any], stop: Stop, cache: Cache, rows: int, width: int
+        self,
+        model: Model,
+        solver: Solver[Any],
+        stop: Stop,
+        start: Start,
+        cache: Cache,
+        rows: int,
+        width: int,
     ) -> None:
         self.width, self.cache, self.evaluations = width, cache.reserve(width), 0
         self._model, self._solver, self._stop = model, solver, stop
-        self._each = min(stop.check_every, stop.max_steps)  # evaluations between two choices
+        self._steps = min(stop.check_every, stop.max_steps)  # evaluations between two choices
         self._window = Window(stop, rows, width)
-        self._start: Tensor | None = None  # states to evaluate next; None: where the model begins
-        self._memory: Any = None  # of the solver
+        self._start: Start | Tensor = start  # where the next evaluation is
+        self._memory: Any = None  # of the solver, from its first step on
 
     def evaluate(self, x: Sequence) -> tuple[States, Tensor]:
-        self.evaluations += self._each
-        self._latest = now = self._model.evaluate(x, self.cache, self._start, self._each)
+        self.evaluations += self._steps
+        self._latest = now = self._model.evaluate(x, self.cache, self._start, self._steps)
         numbers = self._stop.distances(now.point, now.states, 1)
-        self._kind = np.dtype(f"f{numbers.dtype.itemsize}")
-        # the head is not given states that are not finite; numbers travel to the host as integers
+        # the head is not given states that are not finite
         finite = now.value.isfinite().all(dim=2, keepdim=True)
-        whole = torch.int64 if numbers.dtype.itemsize == 8 else torch.int32
-        marks = numbers.view(whole).to(torch.int64).transpose(0, 1).flatten(1)
-        return now.value.masked_fill(~finite, 0), marks
+        self._itemsize = numbers.dtype.itemsize
+        bits = torch.int64 if self._itemsize == 8 else torch.int32
+        # the bits of the numbers, so that they travel to the host beside the tokens
+        report = numbers.view(bits).to(torch.int64).transpose(0, 1).flatten(1)
+        return now.value.masked_fill(~finite, 0), report
 
-    def judge(self, marks: np.ndarray, inputs_are_right: np.ndarray) -> Verdict:
-        numbers = marks.astype(f"i{self._kind.itemsize}").view(self._kind)
-        difference_and_scale = numbers.reshape(len(marks), 2, self.width).swapaxes(0, 1)
-        passed, self._sound = self._window.judge(difference_and_scale)
+    def judge(self, report: np.ndarray, inputs_are_right: np.ndarray) -> Verdict:
+        bits = report.astype(f"i{self._itemsize}")
+        numbers = bits.view(f"f{self._itemsize}").reshape(len(report), 2, self.width)
+        passed, self._sound = self._window.judge(numbers.swapaxes(0, 1))
         counts = np.logical_and.accumulate(passed & inputs_are_right, axis=1).sum(axis=1)
         age = self.evaluations - self._window.moved_at
-        late = (counts == 0) & (age + self._each > self._stop.max_steps)
+        late = (counts == 0) & (age + self._steps > self._stop.max_steps)
         diverged = (counts == 0) & ~self._sound[:, 0]
         status = np.where(late, Status.MAX_STEPS_REACHED, Status.CONVERGED)
         status = np.where(diverged, Status.DIVERGED, status)
         iterations = self.evaluations - self._window.known_since
-        updates = np.full_like(counts, self.width * self._each)
+        updates = np.full_like(counts, self.width * self._steps)
         return Verdict(np.where(late | diverged, 1, counts), status, iterations, updates)
 
     def move(self, counts: np.ndarray, changed: np.ndarray, stay: np.ndarray) -> None:
@@ -153,7 +175,9 @@ class InWindow:
 
     def _next(self, now: Evaluation, device: torch.device) -> Sequence:
         """The solver's next point; a token that diverged, on a wrong guess, begins at zero."""
-        memory = self._solver.init(now.point) if self._start is None else self._memory
+        memory = self._memory
+        if not isinstance(self._start, Tensor):
+            memory = self._solver.init(now.point)
         if self._sound.all():
             z, self._memory = next_point(self._solver, now.point, now.states, memory)
             return z
@@ -251,53 +275,52 @@ def generate(
         config = resolve(core.solve_config, solve, fields)
         for_prompt = {"sweep": prompt_sweep(config), **options}
         for_token = {**options, "sweep": Simultaneous()}
-    width, device = width_of(window, config), x.device
+    width, device = min(width_of(window, config), max_new_tokens), x.device
     weighted = with_weights(model)
     record = _Record(len(x), callback, device)
     rows, inputs = np.arange(len(x)), np.zeros((len(x), 1), dtype=np.int64)
-    decoder = prompt = OneByOne(weighted, cache, {**for_prompt, "mask": mask})
+    decoder = OneByOne(weighted, cache, {**for_prompt, "mask": mask})
+    in_prompt = True
     if sampler.temperature and sampler.seed is None:
         sampler = replace(sampler, seed=int(torch.randint(2**62, (), device="cpu")))
     while True:
-        states, marks = decoder.evaluate(x)
+        states, report = decoder.evaluate(x)
         logits = head(states)
         positions = record.lengths[rows, None] + np.arange(decoder.width)
         chosen = sampler.choose(logits, rows, positions)
-        transferred = on_host(torch.cat([chosen, marks], dim=1))
-        tokens, marks = transferred[:, : decoder.width], transferred[:, decoder.width :]
-        verdict = decoder.judge(marks, _right(inputs, tokens))
+        transferred = on_host(torch.cat([chosen, report], dim=1))
+        tokens, report = transferred[:, : decoder.width], transferred[:, decoder.width :]
+        verdict = decoder.judge(report, _guessed_right(inputs, tokens))
         counts = np.minimum(verdict.counts, max_new_tokens - record.lengths[rows])
         _check_finite(tokens, counts, rows)
         tokens, counts, stay = settle(logits, rows, np.maximum(tokens, 0), counts)
         record.add(rows, tokens, counts, verdict)
         stay &= record.lengths[rows] < max_new_tokens
-        if decoder is not prompt:
-            record.count(rows, verdict.updates, _right(inputs, tokens), counts + stay)
+        if not in_prompt:
+            record.count(rows, verdict.updates, _guessed_right(inputs, tokens), counts + stay)
         if not stay.any():
             break
-        inputs, changed = _moved(inputs, tokens, counts, width)
+        inputs, changed = _next_inputs(inputs, tokens, counts, width)
         decoder.move(counts, changed, stay)
         rows, inputs = rows[stay], inputs[stay]
-        if decoder is prompt:
-            decoder = OneByOne(weighted, prompt.cache, for_token)
+        if in_prompt:
+            in_prompt, prompt_cache = False, decoder.cache
+            decoder = OneByOne(weighted, prompt_cache, for_token)
             if config is not None and width > 1:
-                stop = _window_stop(config.stop, outer_layers=core is not model)
-                decoder = InWindow(weighted, config.solver, stop, prompt.cache, len(rows), width)
+                stop, start = config.stop, config.start
+                if core is not model:
+                    # the layers around the core run for each choice, which costs more than it gains
+                    stop = replace(stop, check_every=max(2, stop.check_every))
+                decoder = InWindow(
+                    weighted, config.solver, stop, start, prompt_cache, len(rows), width
+                )
         x = embed(on_device(inputs, device))
     if core is None or config is None:
         return record.generation(pad_token, None)
     if width > 1:  # one by one, the model warns
         advice = "print(model(input_ids).explain()) says why and what to do."
         core.warn_once(torch.from_numpy(record.status), config.stop, advice)
-    return record.generation(pad_token, 0 if decoder is prompt else decoder.evaluations)
-
-
-def _window_stop(stop: Stop, *, outer_layers: bool) -> Stop:
-    """Choices are made at every second iteration at most where layers around the core run for each.
-
-    They cost more than a choice gains.
-    """
-    return replace(stop, check_every=max(2, stop.check_every)) if outer_layers else stop
+    return record.generation(pad_token, 0 if in_prompt else decoder.evaluations)
 
 
 def up_to_stop(
@@ -309,7 +332,7 @@ def up_to_stop(
     return tokens, np.where(stopped, ends.argmax(axis=1) + 1, counts), ~stopped
 
 
-def _moved(
+def _next_inputs(
     inputs: np.ndarray, tokens: np.ndarray, counts: np.ndarray, width: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """The inputs of a window after a move, and which of them are new.
@@ -325,7 +348,7 @@ def _moved(
     return after, after != np.take_along_axis(before, source, axis=1)
 
 
-def _right(inputs: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+def _guessed_right(inputs: np.ndarray, tokens: np.ndarray) -> np.ndarray:
     """Which inputs of a window are the tokens that were chosen before them; the first is committed
     already.
     """
@@ -371,6 +394,6 @@ def prompt_sweep(config: SolveConfig) -> Sweep:
     On text a window of 16 needs about 2/3 of the evaluations of one of 8, for a sixth to a third
     more updates of each token.
     """
-    return (
-        config.sweep if config.sweep.block is not None or config.solver.owns_loop else Sliding(16)
-    )
+    if config.sweep.block is not None or config.solver.owns_loop:
+        return config.sweep
+    return Sliding(16)

@@ -240,15 +240,19 @@ class ImplicitModel(BackboneModel):
         self,
         x: Sequence,
         cache: Cache | None = None,
-        start: Sequence | None = None,
+        start: Start | Sequence | None = None,
         iterations: Annotated[int, AtLeast(1)] = 1,
     ) -> Evaluation:
-        self._check(x, start, commits=True)
+        states = start if isinstance(start, Tensor) else None
+        config = self.solve_config
+        if start is not None and states is None:
+            config = replace(config, start=start)
+        self._check(x, states, commits=True)
         backbone = with_weights(self.backbone) if iterations > 1 else self.backbone
         tokens = TokenArgs.prepared(backbone, x, cache, None, True)
-        if start is None:
-            _check_injection(tokens, self.solve_config)
-        z = start_states(x, start, Padding(), self.solve_config.start)
+        if states is None:
+            _check_injection(tokens, config)
+        z = start_states(x, states, Padding(), config.start)
         point, aux = z, None
         for _ in range(iterations):
             point = z

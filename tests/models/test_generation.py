@@ -266,7 +266,7 @@ def test_every_window_gives_the_same_tokens(lm, way):
         assert some.converged.all()
         assert some.evaluations < one.evaluations
         assert (some.guessed < some.lengths).all()
-        assert (some.updates % window == 0).all()
+        assert (some.updates % min(window, 20) == 0).all()
         assert (some.updates <= window * some.evaluations).all()
     assert some.guessed.sum() > 0
 
