@@ -16,6 +16,7 @@ from deqseq.step import (
     Callback,
     Progress,
     autocast_dtype,
+    check_independent,
     check_start,
     check_transforms,
     evaluate,
@@ -27,7 +28,7 @@ from deqseq.stop import Stop, relative
 from deqseq.sweeps import Sweep
 from deqseq.tokens import TokenArgs
 from deqseq.types import FixedPointMap, RowIndex, State
-from deqseq.windows import iterate_windows
+from deqseq.windows import Window, iterate_windows
 
 
 class Changes(TypedDict, total=False):
@@ -56,6 +57,9 @@ class Problem(Call):
         callback: called with a :class:`Progress` at every check.
         renew: prepares ``args`` again from some rows of them, so that no graph reaches the others.
             Default: rows of ``args`` are taken as they are.
+        returns_tested: whether a row that converged returns the point that was tested, or the
+            map's value there, which no residual is known of. :class:`ImplicitModel` takes the
+            latter, one iteration more, unless its solver combines points.
         autocast: the dtype of autocast at the time of the solve; None: it was switched off.
 
     Example:
@@ -73,6 +77,7 @@ class Problem(Call):
     has_aux: bool = False
     callback: Callback | None = None
     renew: Callable[[Any], Any] | None = None
+    returns_tested: bool = True
     autocast: torch.dtype | None = None
 
     def solve(self, **changes: Unpack[Changes]) -> Solution:
@@ -197,7 +202,7 @@ def solve(
         >>> solve(
         ...     lambda z, x: (z + x) / 2, x * 0, args=x, solver=Anderson(), stop=Stop()
         ... ).stats.iterations
-        tensor([1, 3])
+        tensor([1, 4])
     """
     problem = posed(
         f=f,
@@ -234,15 +239,12 @@ def iterate_rows(problem: Problem) -> Solution:
     z0, device = problem.z0, problem.z0.device
     batch, tokens = len(z0), math.prod(z0.shape[1:-1])
     budget = 1 if solver.owns_loop else stop.max_steps
-    evaluations = 0
-    rows = np.arange(batch)  # places in the batch of the rows that are still evaluated
+    evaluations = evaluations_alone = 0
+    window = Window(stop, solver, batch, tokens)  # all tokens of the rows that are still evaluated
     running = np.ones(batch, dtype=bool)  # rows that have not ended
     status = np.full(batch, int(Status.MAX_STEPS_REACHED))
     iterations, updates = np.zeros((2, batch), dtype=np.int64)
     numbers: np.ndarray | None = None  # d and s of each token, (2, batch, tokens)
-    # of Stop.judge: after the first measurement (rows, tokens) and (rows, 1)
-    bound: Any = 0.0
-    limit: Any = 0.0
     stored: Any = None  # value and aux of the whole batch
 
     def evaluated(z: State) -> tuple[State, Any]:
@@ -255,14 +257,13 @@ def iterate_rows(problem: Problem) -> Solution:
     answers_checked = False
     while True:
         fz, aux = evaluated(z)
-        last = evaluations >= budget
+        rows, last = window.rows, evaluations >= budget
         due = last or evaluations % stop.check_every == 0
-        first = numbers is None
-        if due or (first and stop.has_tolerance):
-            measured = on_host(stop.distances(z, fz, tokens))
-            passed, sound, bound, limit = stop.judge(measured, bound, limit, first)
-            numbers = measured if numbers is None else numbers
-            numbers[:, rows] = measured
+        if due or (numbers is None and stop.has_tolerance):
+            measured = on_host(window.measure(z, fz, tokens))
+            passed, sound = window.judge(measured)
+            numbers = measured[:2] if numbers is None else numbers
+            numbers[:, rows] = measured[:2]
             if due:
                 row_passed, row_sound = passed.all(axis=1), sound.all(axis=1)
                 ended = running[rows] & (last | row_passed | ~row_sound)
@@ -278,10 +279,14 @@ def iterate_rows(problem: Problem) -> Solution:
             check_rows("aux", aux, len(z))
         frozen, done = ~running[rows], not running.any()
         remove = args is not None and 4 * frozen.sum() >= len(rows)
+        if remove and not done and len(rows) == batch and problem.renew is None:
+            # the first rows of a caller's own map are about to be removed
+            stay = on_device(np.flatnonzero(~frozen), device)
+            evaluations_alone = check_independent(f, z, args, fz, stay, problem.has_aux)
         if done or remove:  # all rows are stored; those that go on are overwritten when they end
             diverged = status[rows] == Status.DIVERGED
             at_point = diverged
-            if solver.returns_point:
+            if problem.returns_tested:
                 at_point = diverged | (status[rows] == Status.CONVERGED)
             places = on_device(rows, device)
             start = z0[places] if diverged.any() else z  # only read where a row diverged
@@ -296,7 +301,7 @@ def iterate_rows(problem: Problem) -> Solution:
         if done:
             arrays = status, iterations, relative(numbers), updates
             ends, steps, residual, work = (on_device(x, device) for x in arrays)
-            stats = SolveStats(steps, residual, evaluations, work)
+            stats = SolveStats(steps, residual, evaluations + evaluations_alone, work)
             return Solution(stored[0], ends, stats, stored[1])
         proposal, memory = next_point(solver, z, fz, memory)
         if not answers_checked and args is not None:
@@ -307,6 +312,4 @@ def iterate_rows(problem: Problem) -> Solution:
         z = proposal
         del fz, proposal, aux  # not held while the map is evaluated
         if remove:
-            (stay,) = (~frozen).nonzero()
-            rows, bound, limit = rows[stay], bound[stay], limit[stay]
-            z, memory, args = take((z, memory, args), on_device(stay, device))
+            z, memory, args = take((z, memory, args), window.keep(~frozen, device))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from deqseq.arguments import check_like, versions
-from deqseq.rows import check_rows, on_device, per_row
+from deqseq.rows import check_rows, on_device, per_row, take
 from deqseq.solvers.base import Solver
 from deqseq.types import FixedPointMap, Residual, RowIndex, State
 
@@ -112,6 +112,36 @@ def evaluate(
         fz, aux = fz
     check_like("f", fz, z, "z")
     return (fz if fz.dtype == z.dtype else fz.to(z.dtype)), aux
+
+
+def check_independent(
+    f: FixedPointMap, z: State, args: Any, fz: State, rows: RowIndex, has_aux: bool
+) -> int:
+    """Refuse a map of which these ``rows``, evaluated without the others, have other values.
+
+    Returns how often the map was evaluated for that. A map that draws random numbers differs from
+    itself, too, and is not refused.
+    """
+    with torch.no_grad():
+        some, _ = evaluate(f, z[rows], take(args, rows), has_aux=has_aux)
+        if _alike(some, fz[rows]):
+            return 1
+        repeated, _ = evaluate(f, z, args, has_aux=has_aux)
+        if not _alike(repeated, fz):
+            return 2
+    raise ValueError(
+        "f(z, args) of some rows must be those rows of f(z, args), got other values: its rows "
+        "depend on one another (a mean over the batch, BatchNorm in training mode), so no row can "
+        "be removed when it has converged. Use args inside of f, as in lambda z: f(z, args): then "
+        "all rows are evaluated until the last one has ended"
+    )
+
+
+def _alike(x: State, y: State) -> bool:
+    """Whether every row is the same, up to the square root of the precision."""
+    precision = torch.finfo(autocast_dtype(x.device) or x.dtype).eps
+    difference = (x - y).flatten(1).norm(dim=1)
+    return not bool((difference > precision**0.5 * y.flatten(1).norm(dim=1)).any())
 
 
 def next_point(solver: Solver[Any], z: State, fz: State, memory: Any) -> tuple[State, Any]:

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from deqseq.arguments import AtLeast, Within, checked
+from deqseq.arguments import AtLeast, Within, checked, versions
 from deqseq.types import Residual, State
 
 LARGEST = torch.finfo(torch.float32).max
@@ -40,8 +40,22 @@ class Judgement(NamedTuple):
 
     passed: Numbers
     sound: Numbers
-    bound: Numbers
     limit: Numbers  # (rows, 1)
+
+
+class Measured(NamedTuple):
+    """What :meth:`Stop.measure` returns."""
+
+    numbers: Float[Tensor, "4 rows tokens"]
+    point: State
+    residual: State
+
+
+NEAR = 100
+"""How many tolerances a token that passes may be away from its fixed point, as estimated."""
+
+ROUNDING = 8
+"""In units of precision times the size of the state: a smaller residual is not told from zero."""
 
 
 class Rule(ABC):
@@ -89,9 +103,14 @@ class Stop:
     previous iterate; ours is defined for a start at zero too.
 
     A state that runs away, as that of ``z + 1`` does, would pass once :math:`s` is large. So a
-    token passes only if its :math:`d` has fallen to half of the largest so far, or is within
-    ``rtol`` times its first :math:`s`. On the way to a large fixed point the first holds; a token
-    that drifts spends its budget.
+    token passes only if the secant through its last two measurements meets zero nearby. With
+    :math:`r = f(z) - z`, and :math:`\Delta` for what changed between them,
+
+    .. math:: d \, \frac{\lVert \Delta z \rVert}{\lVert \Delta r \rVert} \le 100 \,
+              (\mathrm{atol} + \mathrm{rtol} \cdot s).
+
+    Where the state drifts, :math:`r` does not change, and the row spends its budget. The first
+    measurement of a token has none before it, and passes by its residual only.
 
     Args:
         rtol: relative tolerance.
@@ -152,53 +171,72 @@ class Stop:
         """Whether every solve takes ``max_steps`` evaluations."""
         return self.check_every >= self.max_steps
 
-    def distances(self, z: State, fz: State, block: int) -> Float[Tensor, "2 rows tokens"]:
-        """:math:`d` and :math:`s` of each token, without a graph.
+    def measure(self, z: State, fz: State, block: int, before: Measured | None = None) -> Measured:
+        r"""Measure each token, without a graph.
 
-        With ``norm="row"``, every token has the norm over its block of ``block`` tokens.
+        Args:
+            z: the point, ``(rows, *event)``.
+            fz: the map there, ``(rows, *event)``.
+            block: tokens whose norms are taken together with ``norm="row"``.
+            before: the measurement before, of the same rows. Default: there is none.
+
+        Returns:
+            Of each token :math:`d`, :math:`s`, and the norms of the changes of :math:`z` and of
+            :math:`r = f(z) - z` since the measurement before (0 if there is none); :math:`z` and
+            :math:`r`.
         """
         with torch.no_grad():
+            point, residual = z.detach(), fz - z
+            sizes = token_norms(residual), token_norms(fz)
             if isinstance(self.norm, Rule):
-                return torch.stack(_measured(self.norm, z, fz))
-            numbers = torch.stack([token_norms(fz - z), token_norms(fz)])
+                sizes = _measured(self.norm, z, fz)
+            changes = torch.zeros_like(sizes[0]), torch.zeros_like(sizes[0])
+            if before is not None:
+                changes = token_norms(point - before.point), token_norms(residual - before.residual)
+            numbers = torch.stack([*sizes, *changes])
             if self.norm == "row" and block > 1:
                 blocks = numbers.unflatten(2, (-1, block)).norm(dim=-1, keepdim=True)
                 numbers = blocks.expand(-1, -1, -1, block).flatten(2)
-            return numbers
+            return Measured(numbers, point, residual)
 
-    def judge(self, numbers: Numbers, bound: Numbers, limit: Numbers, fresh: Any) -> Judgement:
+    def judge(
+        self, numbers: Numbers, limit: Numbers, fresh: Numbers, precision: float
+    ) -> Judgement:
         """Which tokens pass, and which have not diverged.
 
         Args:
-            numbers: :math:`d` and :math:`s` of each token.
-            bound: the largest :math:`d` at which each token may pass by ``rtol``.
+            numbers: of each token, as :meth:`measure` gives them.
             limit: the :math:`d` above which a token has diverged, one for all tokens of a row,
                 ``(rows, 1)``, because one token can grow to the size of another. It is
                 ``divergence`` times the largest of 1, :math:`d` and :math:`s` over the first
                 measurements of the row's tokens.
-            fresh: True at tokens that are measured for the first time, whose bound is not known.
+            fresh: True at tokens that are measured for the first time.
+            precision: the unit of precision of the state.
 
         Returns:
-            Which tokens pass, which have not diverged, and the bound and the limit for the next
-            measurement.
+            Which tokens pass, which have not diverged, and the limit for the next measurement.
         """
-        difference, scale = numbers
+        difference, scale, step, change = numbers
         with np.errstate(all="ignore"):
-            # half of the largest d so far, and at least rtol times the first s
-            bound = np.maximum(difference * 0.5, np.where(fresh, self.rtol * scale, bound))
             reference = np.maximum(difference, scale).clip(min=1)
             new_limit = np.where(fresh & (reference < math.inf), self.divergence * reference, 0)
             limit = np.maximum(limit, new_limit.max(axis=1, keepdims=True).clip(max=LARGEST))
             sound = (difference <= limit) & (scale < math.inf)
-            allowed = np.minimum(self.rtol * scale, bound)
-            if self.atol:
-                allowed = allowed + self.atol
-            return Judgement((difference <= allowed) & sound, sound, bound, limit)
+            allowed = self.rtol * scale + self.atol
+            # in float64, because the products of small numbers would be zero
+            way = difference.astype(np.float64) * step
+            near = way <= NEAR * allowed.astype(np.float64) * change
+            exact = difference <= ROUNDING * precision * scale
+            passed = (difference <= allowed) & (fresh | near | exact)
+            return Judgement(passed & sound, sound, limit)
 
 
 def _measured(rule: Rule, z: State, fz: State) -> tuple[Residual, Residual]:
     """The residuals of a rule, checked, with a scale of 1."""
+    version = versions(z, fz)
     residual, shape = rule.residual(z, fz), token_norms(fz).shape
+    if versions(z, fz) != version:
+        raise ValueError(f"{type(rule).__name__}.residual must not change z or fz in place")
     if not isinstance(residual, Tensor):
         got = type(residual).__name__
     else:

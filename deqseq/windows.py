@@ -4,15 +4,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from deqseq.rows import check_rows, on_device, on_host, take
+from deqseq.rows import check_rows, on_device, on_host, per_row, take
 from deqseq.solution import Solution, SolveStats, Status
+from deqseq.solvers.base import Solver
 from deqseq.step import Progress, evaluate, next_point, restarted, returned_value
-from deqseq.stop import Stop, relative
+from deqseq.stop import Measured, Stop, relative
 from deqseq.tokens import TokenArgs
-from deqseq.types import State
+from deqseq.types import RowIndex, State
 
 if TYPE_CHECKING:
     from deqseq.solve import Problem
@@ -24,6 +26,9 @@ These move at once: a window of one token; one that passes entirely at its first
 the end of its row; one that has spent its budget; and every one if ``check_every`` is above 1.
 """
 
+GROWTH = 1e4
+"""How many times its first size a token may have where a solver combines points."""
+
 
 class Window:
     """The tokens of each row that are iterated, and what the stopping rule knows of them.
@@ -32,58 +37,95 @@ class Window:
     host: ``(rows,)``, or ``(rows, width)`` with the first token of each window in the first column.
     """
 
-    def __init__(self, stop: Stop, rows: int, width: int) -> None:
-        self.stop, self.width = stop, width
+    def __init__(self, stop: Stop, solver: Solver[Any], rows: int, width: int) -> None:
+        self.stop, self.solver, self.width = stop, solver, width
         self.rows = np.arange(rows)  # places in the batch of the rows that are still evaluated
         self.moved_at = np.zeros(rows, dtype=np.int64)  # evaluations at the row's last move
         # evaluations when a token came into the window, or its input changed
         self.known_since = np.zeros((rows, width), dtype=np.int64)
         self.fresh = np.ones((rows, width), dtype=bool)  # not measured since then
-        self.bound = np.zeros((rows, width), dtype=np.float32)  # of Stop.judge
-        self.limit = np.zeros((rows, 1), dtype=np.float32)  # likewise
+        self.limit = np.zeros((rows, 1), dtype=np.float32)  # see Stop.judge
+        self.first_size = np.zeros((rows, width), dtype=np.float32)
+        self.passed = np.zeros((rows, width), dtype=bool)  # in the row's last measurement
+        self.before: Measured | None = None
+
+    def measure(
+        self, z: State, fz: State, block: int, rows: np.ndarray | None = None
+    ) -> Float[Tensor, "4 rows width"]:
+        """The numbers of :meth:`Stop.measure`.
+
+        Only the flagged ``rows``, by default all, keep the measurement for the next one.
+        """
+        measured = self.stop.measure(z, fz, block, self.before)
+        numbers, self.precision = measured.numbers, torch.finfo(z.dtype).eps
+        if self.before is not None and rows is not None and not rows.all():
+            flags = per_row(on_device(rows, z.device), z)
+            point = torch.where(flags, measured.point, self.before.point)
+            residual = torch.where(flags, measured.residual, self.before.residual)
+            measured = Measured(numbers, point, residual)
+        if self.stop.has_tolerance:
+            self.before = measured
+        return numbers
 
     def judge(
-        self, numbers: np.ndarray, due: np.ndarray | None = None
+        self, numbers: np.ndarray, rows: np.ndarray | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
         """Which tokens pass, and which have not diverged, each ``(rows, width)``.
 
-        Only rows that are ``due``, by default all, take anything in, so that no row depends on
+        Only the flagged ``rows``, by default all, take anything in, so that no row depends on
         another one.
         """
-        judged = self.stop.judge(numbers, self.bound, self.limit, self.fresh)
-        if due is None:
-            self.bound, self.limit = judged.bound, judged.limit
-            self.fresh = ~judged.sound  # a token that diverged begins again
-        else:
-            self.bound = np.where(due[:, None], judged.bound, self.bound)
-            self.limit = np.where(due[:, None], judged.limit, self.limit)
-            self.fresh = self.fresh & ~due[:, None]
-        return judged.passed, judged.sound
+        if rows is None:
+            rows = np.ones(len(self.rows), dtype=bool)
+        flags = rows[:, None]
+        passed, sound, limit = self.stop.judge(numbers, self.limit, self.fresh, self.precision)
+        if self.solver.combines:
+            size = np.where(self.fresh, numbers[:2].max(axis=0), self.first_size)
+            passed = passed & (numbers[1] <= GROWTH * size)
+            confirmed = passed & (self.passed | self.fresh)
+            self.first_size = np.where(flags, size, self.first_size)
+            self.passed = np.where(flags, passed, self.passed)
+            passed = confirmed
+        self.limit = np.where(flags, limit, self.limit)
+        self.fresh = self.fresh & ~flags
+        return passed, sound
 
-    def move(self, counts: np.ndarray, evaluations: int) -> np.ndarray:
+    def move(self, counts: np.ndarray, evaluations: int, device: torch.device) -> Tensor:
         """Leave the first ``counts`` tokens of each row; where each token of a window was before.
 
         A token that enters has the place of the last one.
         """
         places = counts[:, None] + np.arange(self.width)
         source = np.minimum(places, self.width - 1)
-        self.bound = np.take_along_axis(self.bound, source, axis=1)
         self.fresh = np.take_along_axis(self.fresh, source, axis=1)
+        self.first_size = np.take_along_axis(self.first_size, source, axis=1)
+        self.passed = np.take_along_axis(self.passed, source, axis=1)
         self.known_since = np.take_along_axis(self.known_since, source, axis=1)
         self.change(places >= self.width, evaluations)
         self.moved_at = np.where(counts > 0, evaluations, self.moved_at)
-        return source
+        moved = on_device(source, device)
+        if self.before is not None and self.width > 1:
+            numbers, point, residual = self.before
+            index = moved[..., None].expand_as(point)
+            self.before = Measured(numbers, point.gather(1, index), residual.gather(1, index))
+        return moved
 
     def change(self, tokens: np.ndarray, evaluations: int) -> None:
         """Forget what is known of ``tokens``, ``(rows, width)``, whose input is new."""
         self.fresh = self.fresh | tokens
         self.known_since = np.where(tokens, evaluations, self.known_since)
 
-    def keep(self, stay: np.ndarray) -> None:
-        """Remove all rows but those that ``stay``, ``(rows,)``."""
+    def keep(self, stay: np.ndarray, device: torch.device) -> RowIndex:
+        """Remove all rows but those that ``stay``, ``(rows,)``; where these were before."""
         self.rows, self.moved_at = self.rows[stay], self.moved_at[stay]
         self.known_since, self.fresh = self.known_since[stay], self.fresh[stay]
-        self.bound, self.limit = self.bound[stay], self.limit[stay]
+        self.limit, self.first_size = self.limit[stay], self.first_size[stay]
+        self.passed = self.passed[stay]
+        staying = on_device(np.flatnonzero(stay), device)
+        if self.before is not None:
+            numbers, point, residual = self.before
+            self.before = Measured(numbers, point[staying], residual[staying])
+        return staying
 
 
 class Swept:
@@ -101,7 +143,9 @@ class Swept:
         self.stop, self.solver, self.all_tokens = problem.stop, problem.solver, tokens
         self.budget = 1 if problem.solver.owns_loop else problem.stop.max_steps
         self.block, self.device, self.evaluations = sweep.block, z0.device, 0
-        self.window = window = Window(problem.stop, batch, sweep.width(self.length))
+        width = sweep.width(self.length)
+        self.window = window = Window(problem.stop, problem.solver, batch, width)
+        self.returns_tested = problem.returns_tested
         self.cache, self.returns_cache = tokens.cache, tokens.need_aux
         room = self.length + window.width  # windows may reach beyond the end
         self.values = F.pad(z0, (0, 0, 0, window.width))  # final, or the states in the windows
@@ -137,8 +181,8 @@ class Swept:
         self.leaving = np.zeros_like(left)
         if not (due | new).any():
             return False
-        numbers = on_host(self.stop.distances(z, fz, self.block))
-        self.numbers[:, *self.at] = numbers
+        numbers = on_host(window.measure(z, fz, self.block, due | new))
+        self.numbers[:, *self.at] = numbers[:2]
         passed, sound = window.judge(numbers, due | new)
         if not due.any():
             return False
@@ -168,11 +212,10 @@ class Swept:
         after = np.where(self.diverged, self.lengths[rows], self.first[rows] + self.leaving)
         self.first[rows] = after
         self.work[rows] = self.evaluations * window.width
-        window.move(self.leaving, self.evaluations)
+        window.move(self.leaving, self.evaluations, self.device)
         stay, staying = self.running[rows], None
         if not self.returns_cache and 4 * (~stay).sum() >= len(rows):
-            window.keep(stay)
-            staying = on_device(np.flatnonzero(stay), self.device)
+            staying = window.keep(stay, self.device)
             self.cache = take(self.cache, staying)
         self.place_windows()
         return staying
@@ -197,7 +240,7 @@ class Swept:
     def store(self, z: State, fz: State, proposal: State) -> None:
         """Write the windows back: final values of tokens that leave, next states of the others."""
         at_point, start = self.diverged, z
-        if self.solver.returns_point:
+        if self.returns_tested:
             at_point = self.diverged | ~self.spent
         if self.diverged.any():
             start = self.states()

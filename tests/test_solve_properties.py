@@ -60,7 +60,7 @@ def one_row(f, z0, solver, stop):
     """One row by the documented rules: its value, status, iterations and residual."""
     z = z0
     limit = None
-    bound = None
+    point = residual_there = None
     for step in range(1, stop.max_steps + 1):
         fz = f(z)
         checked = step % stop.check_every == 0 or step == stop.max_steps
@@ -70,15 +70,21 @@ def one_row(f, z0, solver, stop):
             if limit is None:
                 largest = max(1.0, difference.max().item(), size.max().item())
                 limit = stop.divergence * largest
-                bound = stop.rtol * size
-            bound = torch.maximum(bound, difference / 2)
+            near = torch.ones_like(difference, dtype=torch.bool)
+            if point is not None:
+                way = norms(z - point, stop.norm)
+                change = norms(fz - z - residual_there, stop.norm)
+                near = difference * way <= 100 * (stop.rtol * size + stop.atol) * change
+                near = near | (difference <= 8 * torch.finfo(size.dtype).eps * size)
+            if stop.has_tolerance:
+                point, residual_there = z, fz - z
             relative = difference / size.clamp_min(torch.finfo(size.dtype).tiny)
             residual = relative.nan_to_num(nan=math.inf).max()
         if checked:
             if not difference.max() <= limit:
                 return z if z.isfinite().all() else z0, Status.DIVERGED, step, residual
-            if (difference <= stop.atol + torch.minimum(stop.rtol * size, bound)).all():
-                return fz, Status.CONVERGED, step, residual
+            if ((difference <= stop.atol + stop.rtol * size) & near).all():
+                return z, Status.CONVERGED, step, residual
         z, _ = solver.step(z, fz, None)
     return fz, Status.MAX_STEPS_REACHED, stop.max_steps, residual
 
@@ -99,4 +105,5 @@ def test_every_row_follows_the_rules_to_the_last_bit(problem, rule, solver, remo
         assert solution.stats.iterations[row] == steps
         assert solution.stats.residual[row] == residual
         longest = max(longest, steps)
-    assert solution.stats.evaluations == longest
+    alone = solution.stats.evaluations - longest  # of rows without those that are removed
+    assert alone in (0, int(remove))

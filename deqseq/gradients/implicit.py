@@ -76,7 +76,7 @@ class Implicit(AttachedGradient):
         z = z_star.detach().requires_grad_(torch.is_grad_enabled())
         fz = f(z)
         if not fz.requires_grad or not _reaches_another_leaf(fz, z):
-            return fz.detach()
+            return z.detach()
         value = _Adjoint.apply(fz, z, _within_reach(self, z))
         assert isinstance(value, Tensor)
         return value
@@ -91,8 +91,7 @@ def _within_reach(implicit: Implicit, z: State) -> Implicit:
 
 
 class _Adjoint(torch.autograd.Function):
-    """Identity on ``f(z*)`` whose backward pass turns the incoming gradient into the adjoint
-    solution.
+    """The fixed point ``z*``, whose gradient reaches ``f(z*)`` as the adjoint solution.
 
     The graph of ``f(z*)`` then carries that solution on to the parameters, so the map is evaluated
     once.
@@ -102,7 +101,7 @@ class _Adjoint(torch.autograd.Function):
     def forward(ctx: Any, fz: Tensor, z: Tensor, implicit: Implicit) -> Tensor:
         ctx.save_for_backward(fz, z)
         ctx.implicit = implicit
-        return fz.clone()  # a view could not be changed in place
+        return torch.where(fz.isfinite(), z, fz)  # where the map is not finite, neither is this
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -62,7 +62,7 @@ class TorchDEQ(ExternalSolver):
         tensor([[0.7391]])
     """
 
-    returns_point = True
+    combines = True
 
     name: Literal["fixed_point_iter", "simple_fixed_point_iter", "anderson", "broyden"]
     tau: Annotated[float, Within("(0, inf)")] | None = None

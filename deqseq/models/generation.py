@@ -123,14 +123,14 @@ class InWindow:
         self.width, self.cache, self.evaluations = width, cache.reserve(width), 0
         self._model, self._solver, self._stop = model, solver, stop
         self._steps = min(stop.check_every, stop.max_steps)  # evaluations between two choices
-        self._window = Window(stop, rows, width)
+        self._window = Window(stop, solver, rows, width)
         self._start: Start | Tensor = start  # where the next evaluation is
         self._memory: Any = None  # of the solver, from its first step on
 
     def evaluate(self, x: Sequence) -> tuple[States, Tensor]:
         self.evaluations += self._steps
         self._latest = now = self._model.evaluate(x, self.cache, self._start, self._steps)
-        numbers = self._stop.distances(now.point, now.states, 1)
+        numbers = self._window.measure(now.point, now.states, 1)
         # the head is not given states that are not finite
         finite = now.value.isfinite().all(dim=2, keepdim=True)
         self._itemsize = numbers.dtype.itemsize
@@ -141,8 +141,9 @@ class InWindow:
 
     def judge(self, report: np.ndarray, inputs_are_right: np.ndarray) -> Verdict:
         bits = report.astype(f"i{self._itemsize}")
-        numbers = bits.view(f"f{self._itemsize}").reshape(len(report), 2, self.width)
+        numbers = bits.view(f"f{self._itemsize}").reshape(len(report), 4, self.width)
         passed, self._sound = self._window.judge(numbers.swapaxes(0, 1))
+        self._window.fresh |= ~self._sound  # a token that diverged, on a wrong guess, begins again
         counts = np.logical_and.accumulate(passed & inputs_are_right, axis=1).sum(axis=1)
         age = self.evaluations - self._window.moved_at
         late = (counts == 0) & (age + self._steps > self._stop.max_steps)
@@ -159,12 +160,11 @@ class InWindow:
         if counts.any():
             after = self._model.commit(self.cache, now, on_device(counts, device))
             self.cache = after.reserve(self.width)
-            source = on_device(window.move(counts, self.evaluations), device)
+            source = window.move(counts, self.evaluations, device)
             z = z.gather(1, source[..., None].expand_as(z))
         window.change(changed, self.evaluations)
         if not stay.all():
-            window.keep(stay)
-            staying = on_device(np.flatnonzero(stay), device)
+            staying = window.keep(stay, device)
             z, self._memory, self.cache = take((z, self._memory, self.cache), staying)
         rows = np.flatnonzero(changed[stay].any(axis=1))
         if len(rows) == len(z):

@@ -210,6 +210,7 @@ class ImplicitModel(BackboneModel):
                 sweep=config.sweep,
                 callback=callback,
                 renew=TokenArgs.renewed,
+                returns_tested=config.solver.combines,
             )
             solution = config.gradient.apply(problem, keep_value=not self.training)
             check_type(f"what {type(config.gradient).__name__}.apply returns", solution, Solution)

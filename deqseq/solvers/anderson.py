@@ -59,10 +59,10 @@ class Anderson(Solver[AndersonMemory]):
         >>> f = lambda z: 1 - 0.9 * z  # plain iteration gains a factor 0.9 a step
         >>> solution = dq.solve(f, torch.zeros(1, 1), solver=dq.Anderson(), stop=dq.Stop(rtol=1e-6))
         >>> solution.stats.iterations
-        tensor([3])
+        tensor([4])
     """
 
-    returns_point: ClassVar[bool] = True
+    combines: ClassVar[bool] = True
     memory: Annotated[int, AtLeast(2)] = 4  # with 1 it would be Relaxed
     mixing: Annotated[float, Within("(0, 1]")] = 1.0
     ridge: Annotated[float, Within("(0, inf)")] | None = None

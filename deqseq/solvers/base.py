@@ -35,14 +35,13 @@ class Solver(ABC, Generic[S]):
         tensor([[0.5000]])
     """
 
-    returns_point: ClassVar[bool] = False
-    """Whether the value of a row that has converged is the point ``z`` that was tested, instead of
-    ``f(z)``.
+    combines: ClassVar[bool] = False
+    """Whether a step combines several past points, as that of :class:`deqseq.Anderson` does.
 
-    Where the map contracts, ``f(z)`` is closer to the fixed point. Where it expands, ``f(z)`` can
-    miss the tolerance that ``z`` met, by the factor by which it expands. Solvers that combine past
-    points converge where maps expand much, and set it; damped ones converge only where they expand
-    little.
+    Such a step can jump to a far point at which the relative residual is small. So a token passes
+    only if it passes in two checks in a row, and has not grown to more than 1e4 times its first
+    size. Such a solver also converges where the map expands much, and ``f(z)`` misses the tolerance
+    that ``z`` met; so models return ``z`` instead of ``f(z)``, as :func:`deqseq.solve` always does.
     """
 
     owns_loop: ClassVar[bool] = False

@@ -62,7 +62,7 @@ class Broyden(Solver[BroydenMemory | None]):
         tensor([[1.]])
     """
 
-    returns_point: ClassVar[bool] = True
+    combines: ClassVar[bool] = True
     memory: PositiveInt = 16
 
     def init(self, z0: State) -> None:

@@ -85,11 +85,8 @@ class SolverContract:
             assert f.evaluations == solution.stats.evaluations <= budget
             for row, iterations in enumerate(solution.stats.iterations.tolist()):
                 z, fz = (tensor[row] for tensor in f.calls[iterations - 1])
-                value = fz
-                if solution.status[row] == Status.DIVERGED or (
-                    solution.status[row] == Status.CONVERGED and self.solver.returns_point
-                ):
-                    value = z
+                spent = solution.status[row] == Status.MAX_STEPS_REACHED
+                value = fz if spent else z
                 assert torch.equal(solution.value[row], value)
                 residual = (fz - z).norm() / fz.norm().clamp_min(1e-300)
                 assert_close(solution.stats.residual[row], residual, rtol=1e-12, atol=0)

@@ -40,7 +40,8 @@ def test_one_evaluation_of_ours_gives_value_residual_status_and_aux(
     first = Status.CONVERGED if made == 40 else Status.MAX_STEPS_REACHED
     assert solution.status.tolist() == [first, *[Status.MAX_STEPS_REACHED] * 2]
     z, fz = f.calls[-1]
-    assert torch.equal(solution.value, fz)
+    expected = torch.where(solution.converged[:, None], z, fz)
+    assert torch.equal(solution.value, expected)
     assert torch.equal(solution.aux, 10 * z)
     assert torch.equal(solution.stats.residual, ((fz - z) / fz).abs()[:, 0])
 
