@@ -280,8 +280,8 @@ class Solution(Outcome):
     """A fixed point, or where its solve ended, with the numbers of the solve.
 
     Attributes:
-        value: ``f(z)`` at the row's last evaluation, or ``z`` itself where it passed and the solver
-            returns its points (:class:`Anderson`, :class:`Broyden`), ``(batch, *event)``.
+        value: of a row that converged the point ``z`` that passed; otherwise ``f(z)`` at its last
+            evaluation, ``(batch, *event)``. A gradient estimator may replace it.
         status: a :class:`Status` per row, ``(batch,)``.
         stats: the numbers of the solve.
         aux: with ``has_aux=True``, what the map returned beside ``f(z)`` at that evaluation. After
@@ -321,18 +321,22 @@ def _advice(outcome: Outcome, call: Call | None) -> str:
     assert outcome.stats is not None
     diverged = outcome.status == Status.DIVERGED
     stats = outcome.stats
-    at_once = worst_token(stats.iterations) == 1
+    first_check = 1 if call is None else call.stop.check_every
+    at_once = worst_token(stats.iterations) <= first_check
     infinite = worst_token(stats.residual.detach()) == torch.inf
     failed = None if call is None else type(call.solver).__name__
     names = [name for name in ("Adaptive", "Anderson", "Broyden") if name != failed]
     others = " or ".join(f"{name}()" for name in names)
     if bool((diverged & infinite & at_once).any()):
         return (
-            "f returned NaN, infinity or numbers too large at its first evaluation: check its "
+            "f returned NaN, infinity or numbers too large at its first evaluations: check its "
             "inputs and weights"
         )
     if bool(diverged.any()):
-        return f"the map expands here: try {others}, or make it contractive"
+        return (
+            f"the map expands here: try {others}, or make it contractive; raise Stop.divergence "
+            "if it has to grow on its way"
+        )
     if call is not None and not call.stop.has_tolerance:
         return "without a tolerance no row can converge: give stop=Stop(rtol=1e-3)"
     advice = f"raise Stop.max_steps, loosen Stop.rtol, or try {others}"

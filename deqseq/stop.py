@@ -217,6 +217,11 @@ class Stop:
             Which tokens pass, which have not diverged, and the limit for the next measurement.
         """
         difference, scale, step, change = numbers
+        if isinstance(self.norm, Rule) and bool((difference < 0).any()):
+            lowest = np.nanmin(difference)
+            raise ValueError(
+                f"{type(self.norm).__name__}.residual must not be negative, got {lowest:.2e}"
+            )
         with np.errstate(all="ignore"):
             reference = np.maximum(difference, scale).clip(min=1)
             new_limit = np.where(fresh & (reference < math.inf), self.divergence * reference, 0)

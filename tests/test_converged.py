@@ -168,3 +168,48 @@ def test_the_evaluation_of_rows_without_the_others_is_counted():
     solution = dq.solve(counted, 0 * rates, args=rates, solver=dq.Naive(), stop=dq.Stop(rtol=1e-5))
     assert solution.stats.evaluations == len(calls)
     assert calls[:4] == [4, 4, 2, 2]
+
+
+def test_drift_beside_a_component_that_converges_is_explained():
+    def drifting(z):
+        return torch.stack([z[:, 0] + 1, z[:, 1] / 2], dim=1)
+
+    start = torch.tensor([[0.0, 5.0]])
+    stop = dq.Stop(max_steps=1500)
+    with pytest.warns(dq.ConvergenceWarning):
+        solution = dq.solve(drifting, start, solver=dq.Naive(), stop=stop)
+    assert solution.explain().causes == ("drift",)
+
+
+def test_a_state_that_grows_on_its_way_is_told_to_raise_the_limit_of_divergence():
+    def grows(z):
+        return torch.where(z.abs() < 1e5, 10 * z + 1, 1e6)
+
+    with pytest.warns(dq.ConvergenceWarning, match="diverged"):
+        solution = dq.solve(grows, torch.zeros(1, 1), solver=dq.Naive(), stop=dq.Stop())
+    with pytest.raises(dq.ConvergenceError, match=r"raise Stop\.divergence"):
+        solution.raise_if_failed()
+    explanation = solution.explain()
+    assert explanation.causes == ("divergence",)
+    stop = dq.Stop(divergence=float("inf"))
+    assert dq.solve(grows, torch.zeros(1, 1), solver=dq.Naive(), stop=stop).converged.all()
+    assert "Stop(divergence=inf) converges" in explanation.remedies["divergence"]
+
+
+class InPlace(dq.Rule):
+    def residual(self, z, fz):
+        return (fz.mul_(0.5) - z).norm(dim=-1)
+
+
+class Logarithm(dq.Rule):
+    def residual(self, z, fz):
+        return (fz - z).norm(dim=-1, keepdim=True).log() - 9
+
+
+@pytest.mark.parametrize(
+    ("rule", "words"),
+    [(InPlace(), "must not change z or fz"), (Logarithm(), "must not be negative")],
+)
+def test_what_a_rule_does_is_looked_at(rule, words):
+    with pytest.raises(ValueError, match=f"{type(rule).__name__}.residual {words}"):
+        dq.solve(torch.cos, torch.zeros(1, 2), solver=dq.Naive(), stop=dq.Stop(norm=rule))

@@ -186,6 +186,12 @@ class _Examination:
     def _try_solvers(self) -> None:
         """Name a solver with which all rows converge that are not merely short of a budget."""
         moving = self.rows_with("limit cycle", "divergence")
+        diverged = self.rows_with("divergence")
+        unlimited = replace(self.longer, divergence=math.inf)
+        if diverged and bool(self.solve(stop=unlimited).converged[diverged].all()):
+            text = "the state grows on its way: stop=Stop(divergence=inf) converges"
+            self.advice["divergence"] = text
+            moving = self.rows_with("limit cycle")
         rows = moving + self.rows_with("slow convergence")
         if not rows:
             return
@@ -201,7 +207,8 @@ class _Examination:
                 several = f"{tried}, or {self.advice['slow convergence']}"
                 self.advice["slow convergence"] = several
                 damped = f"{tried}; to train, make the map contract"
-                self.advice |= dict.fromkeys(("limit cycle", "divergence"), damped)
+                names = {self.causes[row].name for row in moving}
+                self.advice |= dict.fromkeys(names, damped)
                 return
         names = ", ".join(map(str, solvers))
         for row in moving:
