@@ -116,7 +116,9 @@ class SolveStats:
         residual: relative residual ``|f(z) - z| / |f(z)|`` at the evaluation whose value was
             returned; ``inf`` where it was not finite. That of a row is the largest over its tokens.
             ``(batch,)`` or ``(batch, length)``.
-        evaluations: calls of the map, for the whole batch.
+        evaluations: calls of the map, for the whole batch. Where rows of the caller's own map are
+            removed, one or two of them are beyond ``max_steps``: they show that its rows are
+            independent.
         updates: in how many of those calls a row, or a token, took part before it was removed from
             the batch, ``(batch,)`` or ``(batch, length)``. What a window computes beyond the end of
             a row is counted at its last token, so that the work of a solve is ``updates.sum()``.

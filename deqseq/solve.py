@@ -93,7 +93,7 @@ class Problem(Call):
             TypeError: inside a transform of ``torch.func``.
         """
         problem = replace(self, **changes)
-        check_transforms()
+        check_transforms(problem.stop)
         if problem.sweep is None or problem.sweep.block is None:
             solution = iterate_rows(problem)
         else:
@@ -279,10 +279,11 @@ def iterate_rows(problem: Problem) -> Solution:
             check_rows("aux", aux, len(z))
         frozen, done = ~running[rows], not running.any()
         remove = args is not None and 4 * frozen.sum() >= len(rows)
-        if remove and not done and len(rows) == batch and problem.renew is None:
-            # the first rows of a caller's own map are about to be removed
-            stay = on_device(np.flatnonzero(~frozen), device)
-            evaluations_alone = check_independent(f, z, args, fz, stay, problem.has_aux)
+        if remove and not done and len(rows) == batch:  # the first that are removed
+            fz, aux = map_tensors(torch.clone, (fz, aux))  # a map may fill the same buffers again
+            if problem.renew is None:  # the map is the caller's own
+                stay = on_device(np.flatnonzero(~frozen), device)
+                evaluations_alone = check_independent(f, z, args, fz, stay, problem.has_aux)
         if done or remove:  # all rows are stored; those that go on are overwritten when they end
             diverged = status[rows] == Status.DIVERGED
             at_point = diverged
@@ -291,12 +292,7 @@ def iterate_rows(problem: Problem) -> Solution:
             places = on_device(rows, device)
             start = z0[places] if diverged.any() else z  # only read where a row diverged
             value = returned_value(z, fz, at_point, diverged, start)
-            if stored is not None:
-                stored = put(stored, places, (value, aux))
-            elif done:
-                stored = value, aux
-            else:  # a map may fill the same buffers again
-                stored = map_tensors(torch.clone, (value, aux))
+            stored = (value, aux) if stored is None else put(stored, places, (value, aux))
             updates[rows] = evaluations
         if done:
             arrays = status, iterations, relative(numbers), updates

@@ -12,6 +12,7 @@ from torch import Tensor
 from deqseq.arguments import check_like, versions
 from deqseq.rows import check_rows, on_device, per_row, take
 from deqseq.solvers.base import Solver
+from deqseq.stop import Stop
 from deqseq.types import FixedPointMap, Residual, RowIndex, State
 
 
@@ -57,8 +58,13 @@ def check_start(name: str, z0: Tensor) -> None:
         raise ValueError(f"{name} must be finite, got NaN or infinity")
 
 
-def check_transforms() -> None:
-    """Refuse torch.func's transforms and forward-mode derivatives."""
+def check_transforms(stop: Stop) -> None:
+    """Refuse torch.func's transforms, forward-mode derivatives, and the tracing of a tolerance."""
+    if torch._C._get_tracing_state() is not None and stop.has_tolerance:
+        raise TypeError(
+            "a fixed point with a tolerance cannot be traced, because torch.jit.trace keeps the "
+            "iterations of one input: trace it with stop=Stop.exactly(n), or take torch.export"
+        )
     torch_c: Any = torch._C
     running = [
         level.key().name.lower() for level in torch_c._functorch.get_interpreter_stack() or ()
@@ -140,8 +146,8 @@ def check_independent(
 def _alike(x: State, y: State) -> bool:
     """Whether every row is the same, up to the square root of the precision."""
     precision = torch.finfo(autocast_dtype(x.device) or x.dtype).eps
-    difference = (x - y).flatten(1).norm(dim=1)
-    return not bool((difference > precision**0.5 * y.flatten(1).norm(dim=1)).any())
+    difference, size = ((tensor.reshape(len(x), -1)).norm(dim=1) for tensor in (x - y, y))
+    return not bool((difference > precision**0.5 * size).any())
 
 
 def next_point(solver: Solver[Any], z: State, fz: State, memory: Any) -> tuple[State, Any]:

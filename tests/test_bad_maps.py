@@ -150,3 +150,13 @@ def test_a_map_may_fill_one_buffer_again():
     torch.testing.assert_close(solution.value, 1 / (1 - rate), rtol=1e-4, atol=0)
     with pytest.raises(ValueError, match="f must not change z in place"):
         solve(f, 0 * rate, args=rate)
+
+
+@pytest.mark.filterwarnings("ignore:.*jit.trace:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_tracing_keeps_one_run_of_the_loop_so_a_tolerance_is_refused():
+    def solved(x):
+        return dq.solve(lambda z: torch.cos(z + x), 0 * x, solver=dq.Naive(), stop=dq.Stop()).value
+
+    with pytest.raises(TypeError, match=r"cannot be traced.*Stop\.exactly"):
+        torch.jit.trace(solved, torch.ones(1, 1), check_trace=False)

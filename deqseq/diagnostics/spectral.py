@@ -212,6 +212,14 @@ def _eigenvalues(
         return pulled
 
     start = torch.randn(z.shape, generator=generator).to(z)
+    if not pullback(start).any():
+        with torch.no_grad():
+            elsewhere = evaluate(f, z + 0.01 * z.abs().mean() + 0.01, has_aux=True)[0]
+        if not torch.equal(elsewhere, fz):
+            raise ValueError(
+                "f must keep the graph from z to f(z), which has none, although f(z) changes with "
+                "z: a detach() or no_grad() inside of f?"
+            )
     return *_ritz_values(pullback, start, products), fz.detach(), aux
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from deqseq.arguments import check_like
 from deqseq.rows import map_tensors, per_row
 from deqseq.solution import Solution, Status, describe_failure, warn_caller
 from deqseq.solve import Problem
@@ -108,6 +109,11 @@ class AttachedGradient(Gradient):
             value = solution.value + (value - value.detach())
         return replace(solution, value=value)
 
+    def _attached(self, f: Callable[[State], State], z_star: State) -> State:
+        value = self.attach(f, z_star)
+        check_like(f"{type(self).__name__}.attach", value, z_star, "z_star")
+        return value
+
     def attach_to(self, problem: Problem, solution: Solution) -> State:
         """The value of a ``solution``, found by any means, with this estimator's graph.
 
@@ -121,18 +127,18 @@ class AttachedGradient(Gradient):
         """
         diverged = solution.status == Status.DIVERGED
         if not bool(diverged.any()):
-            return self.attach(problem.evaluate, solution.value)
+            return self._attached(problem.evaluate, solution.value)
         all_diverged = bool(diverged.all())
         if problem.args is not None and not all_diverged:
             rows = (~diverged).nonzero()[:, 0]
-            value = self.attach(problem.rows(rows).evaluate, solution.value[rows])
+            value = self._attached(problem.rows(rows).evaluate, solution.value[rows])
             return solution.value.index_copy(0, rows, value)
         z0, replaced = problem.z0, per_row(diverged, problem.z0)
 
         def at_start(z: State) -> State:
             return problem.evaluate(torch.where(replaced, z0, z))
 
-        value = self.attach(at_start, torch.where(replaced, z0, solution.value))
+        value = self._attached(at_start, torch.where(replaced, z0, solution.value))
         finite = bool(value[diverged].isfinite().all())
         if all_diverged:
             if value.requires_grad:

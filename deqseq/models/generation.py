@@ -217,7 +217,8 @@ class _Record:
         self.lengths[rows] += counts
         np.maximum.at(self.status, rows[row], status)
         if self._callback is not None and len(row):
-            self._callback(NewTokens(*(on_device(x, self._device) for x in new)))
+            copies = (x.copy() for x in new)  # a callback may write into its tensors
+            self._callback(NewTokens(*(on_device(x, self._device) for x in copies)))
 
     def count(
         self, rows: np.ndarray, updates: np.ndarray, right: np.ndarray, inputs: np.ndarray

@@ -36,7 +36,8 @@ class FiniteMonoid:
 
     Raises:
         ValueError: a label twice, a table of another shape or with ids out of range, or an
-            ``identity`` that is not one.
+            ``identity`` that is not one; or products that are not associative.
+        TypeError: a label that is not hashable.
 
     Example:
         >>> minimum = FiniteMonoid(
@@ -56,7 +57,11 @@ class FiniteMonoid:
         order = len(self.elements)
         table = self.table.detach().cpu().clone()  # a copy cannot change after the checks
         object.__setattr__(self, "table", table)
-        if order == 0 or len(set(self.elements)) != order:
+        try:
+            distinct = set(self.elements)
+        except TypeError as error:
+            raise TypeError(f"{self.name}: elements must be hashable labels: {error}") from error
+        if order == 0 or len(distinct) != order:
             raise ValueError(
                 f"{self.name}: elements must be distinct and at least one, got {self.elements!r}."
             )
@@ -72,6 +77,23 @@ class FiniteMonoid:
         neutral = identity < order and torch.equal(table[identity], ids)
         if not neutral or not torch.equal(table[:, identity], ids):
             raise ValueError(f"{self.name}: the element with id {identity} is not the identity.")
+        self._check_associative()
+
+    def _check_associative(self) -> None:
+        """Light's test: the middle factors of some elements that generate all others are enough."""
+        table, subset = self.table, []
+        mask = reached(table, self.identity, subset)
+        while not mask.all():
+            subset.append(int((~mask).nonzero()[0]))
+            mask = reached(table, self.identity, subset)
+        for element in subset:
+            left, right = table[table[:, element]], table[:, table[element]]
+            if not torch.equal(left, right):
+                label = self.elements[element]
+                raise ValueError(
+                    f"{self.name}: table must be associative, but (a ∘ {label}) ∘ b is not "
+                    f"a ∘ ({label} ∘ b) for some a and b."
+                )
 
     @property
     def order(self) -> int:

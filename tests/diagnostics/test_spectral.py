@@ -124,3 +124,16 @@ def test_a_map_that_ignores_its_state():
     weight = torch.ones(4, requires_grad=True)
     for f in (torch.ones_like, lambda z: weight.expand_as(z)):
         assert spectral_radius(f, torch.ones(2, 3, 4)).radius.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(
+    "cut", [lambda z: z.detach() / 2 + 1, lambda z: torch.ones((), requires_grad=True) * z.detach()]
+)
+def test_a_map_that_cuts_its_graph_is_refused(cut):
+    with pytest.raises(ValueError, match=r"f must keep the graph from z to f\(z\)"):
+        spectral_radius(cut, torch.ones(1, 2))
+
+
+def test_a_constant_map_has_radius_zero():
+    report = spectral_radius(torch.ones_like, torch.ones(1, 2))
+    assert report.radius.item() == 0

@@ -158,3 +158,25 @@ def test_rows_that_diverge_warn_only_where_a_gradient_is_lost():
     weight.requires_grad_()
     with pytest.warns(dq.ConvergenceWarning, match="a solve to be differentiated failed"):
         dq.fixed_point(lambda z: weight * z + 1, torch.zeros(2, 1), solver=dq.Naive())
+
+
+ATTACHED = {
+    "dtype": (lambda f, z: f(z).double(), TypeError),
+    "rows": (lambda f, z: f(z)[:1], ValueError),
+    "None": (lambda f, z: None, TypeError),
+    "tuple": (lambda f, z: (f(z), z), TypeError),
+}
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("bad", ATTACHED)
+def test_what_an_estimator_attaches_is_looked_at(bad):
+    attach, error = ATTACHED[bad]
+
+    class Bad(dq.AttachedGradient):
+        def attach(self, f, z_star):
+            return attach(f, z_star)
+
+    rate = torch.tensor(0.5, requires_grad=True)
+    with pytest.raises(error, match=r"Bad\.attach"):
+        dq.fixed_point(lambda z: rate * z + 1, torch.zeros(2, 1), gradient=Bad())

@@ -386,3 +386,14 @@ def test_a_window_works_inside(context):
         generated = lm.generate(prompt, max_new_tokens=10, window=4, stop=stop)
     assert generated.converged.all()
     assert generated.guessed.all()
+
+
+def test_a_callback_that_writes_into_its_tensors_changes_nothing(lm):
+    def overwrites(new):
+        new.tokens.fill_(0)
+        new.rows.fill_(0)
+
+    plain = lm.generate(PROMPT, max_new_tokens=5)
+    assert plain.tokens.any()
+    told = lm.generate(PROMPT, max_new_tokens=5, callback=overwrites)
+    assert torch.equal(told.tokens, plain.tokens)

@@ -190,3 +190,13 @@ def test_everything_is_on_the_cpu_whatever_the_default_device():
         actual = batch()
     for ours, expected in zip(actual, batch(), strict=True):
         assert torch.equal(ours, expected)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_products_that_are_not_associative_and_labels_that_cannot_be_compared_are_refused():
+    """Of three elements with an identity, b b = a and a b = b a = a a = b."""
+    table = torch.tensor([[0, 1, 2], [1, 2, 2], [2, 2, 1]])
+    with pytest.raises(ValueError, match="table must be associative"):
+        FiniteMonoid("odd", ("e", "a", "b"), table, 0)
+    with pytest.raises(TypeError, match="elements must be hashable labels"):
+        FiniteMonoid("list", (["e"],), torch.tensor([[0]]), 0)
