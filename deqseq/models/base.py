@@ -1,7 +1,7 @@
 """What every model is: embedded tokens in, states out."""
 
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -83,7 +83,8 @@ class Model(nn.Module, ABC):
                 Default: all.
 
         Raises:
-            ValueError: ``counts`` of another shape, dtype or device, or out of range.
+            ValueError: ``counts`` of another shape, dtype or device, or out of range; an evaluation
+                of another model, or from another cache.
         """
 
     @abstractmethod
@@ -91,6 +92,20 @@ class Model(nn.Module, ABC):
         """Compile the layers with ``torch.compile``, which takes the ``options``; the code around
         them stays.
         """
+
+
+class Uncommitted(NamedTuple):
+    """What commits an evaluation of a backbone, and what it was made from."""
+
+    backbone: Backbone[Any]
+    cache: Cache | None
+    aux: Any
+
+
+OTHER_EVALUATION = (
+    "evaluation must be what evaluate() of this model returned for this cache, got that of another "
+    "model or cache"
+)
 
 
 class BackboneModel(Model):
@@ -105,7 +120,12 @@ class BackboneModel(Model):
     def commit(
         self, cache: Cache | None, evaluation: Evaluation, counts: Counts | None = None
     ) -> Cache:
-        return commit(self.backbone, cache, evaluation.aux, evaluation.states, counts)
+        made = evaluation.aux
+        if not isinstance(made, Uncommitted):
+            raise ValueError(OTHER_EVALUATION)
+        if made.backbone is not self.backbone or made.cache is not cache:
+            raise ValueError(OTHER_EVALUATION)
+        return commit(self.backbone, cache, made.aux, evaluation.states, counts)
 
     def compile(self, **options: Any) -> None:
         self.backbone.compile(**options)

@@ -7,7 +7,7 @@ import torch
 from deqseq.arguments import AtLeast, checked
 from deqseq.backbones.base import Backbone, Cache
 from deqseq.layers import with_weights
-from deqseq.models.base import BackboneModel, check_input
+from deqseq.models.base import BackboneModel, Uncommitted, check_input
 from deqseq.models.output import Evaluation, ModelOutput
 from deqseq.models.padding import Padding
 from deqseq.start import Start
@@ -80,7 +80,7 @@ class ExplicitModel(BackboneModel):
     ) -> Evaluation:
         check_input(x, self.backbone)
         value, aux = token_map(x, self._args(x, cache, None, True))
-        return Evaluation(value, value, value, aux)
+        return Evaluation(value, value, value, Uncommitted(self.backbone, cache, aux))
 
     def _args(
         self, x: Sequence, cache: Cache | None, mask: Mask | None, need_aux: bool

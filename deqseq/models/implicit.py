@@ -7,12 +7,13 @@ from typing import Annotated, Any, Unpack
 
 import torch
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from deqseq.arguments import AtLeast, check_type, checked
 from deqseq.backbones.base import Backbone, Cache
 from deqseq.config import SolveConfig, SolveFields, resolve
 from deqseq.layers import with_weights
-from deqseq.models.base import BackboneModel, check_input
+from deqseq.models.base import BackboneModel, Uncommitted, check_input
 from deqseq.models.eval_mode import in_mode, same_randomness
 from deqseq.models.output import Evaluation, ModelOutput
 from deqseq.models.padding import Padding
@@ -107,6 +108,7 @@ class ImplicitModel(BackboneModel):
 
     Raises:
         TypeError: an argument of the wrong type.
+        ValueError: a backbone with a batch norm, which makes rows depend on one another.
 
     References:
         Schöne et al., Implicit Language Models are RNNs: Balancing Parallelization and
@@ -134,6 +136,12 @@ class ImplicitModel(BackboneModel):
         eval_solve: SolveConfig | None = None,
     ) -> None:
         super().__init__(backbone)
+        for name, module in backbone.named_modules():
+            if isinstance(module, _BatchNorm):
+                raise ValueError(
+                    f"backbone must treat each row on its own, got {type(module).__name__} as "
+                    f"{name!r}: take RMSNorm or LayerNorm"
+                )
         self.solves: Any = SolveSettings(solve, eval_solve)
         # modes in which it has warned; one list for all copies that with_weights makes
         self._warned: list[bool] = []
@@ -258,7 +266,7 @@ class ImplicitModel(BackboneModel):
         for _ in range(iterations):
             point = z
             z, aux = evaluate(token_map, z, tokens, has_aux=True)
-        return Evaluation(point, z, z, aux)
+        return Evaluation(point, z, z, Uncommitted(self.backbone, cache, aux))
 
     @property
     def solve(self) -> SolveConfig:

@@ -9,7 +9,7 @@ from torch import nn
 
 from deqseq.arguments import checked, returned_by
 from deqseq.backbones.base import Cache, JointCache, parts_of
-from deqseq.models.base import Model
+from deqseq.models.base import OTHER_EVALUATION, Model, Uncommitted
 from deqseq.models.explicit import ExplicitModel
 from deqseq.models.implicit import ImplicitModel
 from deqseq.models.output import Evaluation, ModelOutput
@@ -121,6 +121,8 @@ class RecurrentDepth(Model):
     def commit(
         self, cache: Cache | None, evaluation: Evaluation, counts: Counts | None = None
     ) -> Cache:
+        if isinstance(evaluation.aux, Uncommitted):
+            raise ValueError(OTHER_EVALUATION)
         models = self.prelude, self.core, self.coda
         caches = []
         for i, part in enumerate(parts_of(cache, 3, "parts")):

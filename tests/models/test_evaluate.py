@@ -120,3 +120,22 @@ def test_a_model_that_would_not_see_its_input_is_refused():
     with pytest.raises(ValueError, match="built without an injection"):
         model.evaluate(x)
     assert model.evaluate(x, start=x).states.shape == x.shape
+
+
+@pytest.mark.parametrize("name", ["Affine", "RecurrentDepth"])
+def test_an_evaluation_of_another_cache_or_model_is_not_committed(name):
+    model, other = MODELS[name](), MODELS["RecurrentDepth" if name == "Affine" else "Affine"]()
+    evaluation = model.evaluate(embedded())
+    cache = model.commit(None, evaluation)
+    words = r"evaluation must be what evaluate.. of this model returned for this cache"
+    with pytest.raises(ValueError, match=words):
+        model.commit(cache, evaluation)
+    with pytest.raises(ValueError, match=words):
+        model.commit(None, other.evaluate(embedded()))
+
+
+def test_a_backbone_with_a_batch_norm_is_refused():
+    backbone = affine()
+    backbone.norm = torch.nn.BatchNorm1d(4)
+    with pytest.raises(ValueError, match=r"backbone must treat each row on its own.*BatchNorm1d"):
+        dq.ImplicitModel(backbone)
